@@ -1,0 +1,10 @@
+"""Nano-vLLM: a small, fast engine for offline LLM inference, written to be read.
+
+Start at `LLM.generate` (engine/llm_engine.py) and follow it downwards.
+"""
+
+from nanovllm.llm import LLM
+from nanovllm.sampling_params import SamplingParams
+
+__all__ = ["LLM", "SamplingParams"]
+__version__ = "0.1.0"

@@ -1,0 +1,139 @@
+"""Every option of the engine, checked in one place before anything is loaded."""
+
+import difflib
+import math
+from dataclasses import dataclass, fields
+from numbers import Integral, Real
+from typing import Any
+
+import torch
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass
+class Config:
+    """
+    model:                  folder, `.gguf` file, hub id, or (load_format="dummy") a built-in shape such as qwen3-0.6b.
+    max_num_batched_tokens: most prompt tokens computed in one step; longer prompts are computed in chunks.
+    max_num_seqs:           most sequences running at once.
+    max_model_len:          most tokens of prompt and completion together; capped by the checkpoint's own limit.
+    gpu_memory_utilization: share of the whole card's memory that the engine may fill, in (0, 1].
+    tensor_parallel_size:   ranks that the model is split over, 1 to 8.
+    enforce_eager:          never use CUDA graphs.
+    hf_config:              filled in: the checkpoint's transformers configuration.
+    eos:                    filled in: the token ids that end a sequence.
+    kvcache_block_size:     tokens per KV cache block, a multiple of 16 (flash-attn pages only multiples of 256).
+    num_kvcache_blocks:     filled in from the memory there is, unless given.
+    device:                 "auto" (CUDA where there is one), "cpu", "cuda" or "cuda:N".
+    dtype:                  "auto" (the checkpoint's), "float32", "bfloat16" or "float16".
+    load_format:            "auto", "safetensors", "gguf" or "dummy" (random weights).
+    attention_backend:      "auto", "flash", "triton" or "torch".
+    kv_cache_dtype:         "auto" (same as dtype), "float32", "bfloat16" or "float16".
+    enable_prefix_caching:  share KV cache blocks between sequences that begin with the same tokens.
+    seed:                   makes the sampling of the whole engine reproducible.
+
+    Raises ValueError naming the option, its value and what is allowed.
+    """
+
+    model: str
+    max_num_batched_tokens: int = 16384
+    max_num_seqs: int = 512
+    max_model_len: int = 4096
+    gpu_memory_utilization: float = 0.9
+    tensor_parallel_size: int = 1
+    enforce_eager: bool = False
+    hf_config: Any = None
+    eos: int | tuple[int, ...] = -1
+    kvcache_block_size: int = 256
+    num_kvcache_blocks: int = -1
+    device: str = "auto"
+    dtype: str = "auto"
+    load_format: str = "auto"
+    attention_backend: str = "auto"
+    kv_cache_dtype: str = "auto"
+    enable_prefix_caching: bool = True
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        self.model = str(self.model)
+        for name in ("max_num_batched_tokens", "max_num_seqs", "max_model_len"):
+            self._check_integer(name, 1)
+        self._check_integer("tensor_parallel_size", 1, 8)
+        self._check_integer("kvcache_block_size", 16)
+        if self.kvcache_block_size % 16:
+            raise ValueError(f"kvcache_block_size must be a multiple of 16, got {self.kvcache_block_size}")
+        if self.num_kvcache_blocks != -1:
+            self._check_integer("num_kvcache_blocks", 1)
+        if self.seed is not None:
+            self._check_integer("seed", 0, 2**63 - 1)
+        utilization = self.gpu_memory_utilization
+        if isinstance(utilization, bool) or not isinstance(utilization, Real) or not 0 < utilization <= 1:
+            raise ValueError(f"gpu_memory_utilization must be a number in (0, 1], got {utilization!r}")
+        for name in ("enforce_eager", "enable_prefix_caching"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        self._check_choice("dtype", ("auto", *DTYPES))
+        self._check_choice("kv_cache_dtype", ("auto", *DTYPES))
+        self._check_choice("load_format", ("auto", "safetensors", "gguf", "dummy"))
+        self._check_choice("attention_backend", ("auto", "flash", "triton", "torch"))
+        self.device = self._resolve_device()
+
+    @classmethod
+    def from_options(cls, model: str, options: dict[str, Any]) -> "Config":
+        """A Config from keyword arguments. An unknown one is a TypeError naming it and the nearest known one."""
+        known = [field.name for field in fields(cls)]
+        for name in options:
+            if name not in known:
+                nearest = difflib.get_close_matches(name, known, n=1, cutoff=0)[0]
+                raise TypeError(f"unknown option {name!r}; the nearest known one is {nearest!r}")
+        return cls(model, **options)
+
+    def fill_in(self, hf_config: Any, eos: tuple[int, ...]) -> None:
+        """Complete the options with what the checkpoint says."""
+        self.hf_config = hf_config
+        self.eos = eos
+        self.max_model_len = min(self.max_model_len, hf_config.max_position_embeddings)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype of weights and activations. Checkpoints that name none: float32 on a CPU, bfloat16 elsewhere."""
+        if self.dtype != "auto":
+            return DTYPES[self.dtype]
+        name = getattr(self.hf_config, "dtype", None) or getattr(self.hf_config, "torch_dtype", None)
+        if name is None:
+            return torch.float32 if self.device == "cpu" else torch.bfloat16
+        name = str(name).removeprefix("torch.")
+        if name not in DTYPES:
+            raise ValueError(
+                f"the checkpoint's dtype {name!r} is not supported; set dtype to one of {list(DTYPES)}"
+            )
+        return DTYPES[name]
+
+    @property
+    def kv_cache_torch_dtype(self) -> torch.dtype:
+        return self.torch_dtype if self.kv_cache_dtype == "auto" else DTYPES[self.kv_cache_dtype]
+
+    def _check_integer(self, name: str, low: int, high: float = math.inf) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, Integral) or not low <= value <= high:
+            allowed = f"of at least {low}" if high == math.inf else f"from {low} to {high}"
+            raise ValueError(f"{name} must be an integer {allowed}, got {value!r}")
+        setattr(self, name, int(value))
+
+    def _check_choice(self, name: str, allowed: tuple[str, ...]) -> None:
+        if getattr(self, name) not in allowed:
+            raise ValueError(f"{name} must be one of {list(allowed)}, got {getattr(self, name)!r}")
+
+    def _resolve_device(self) -> str:
+        if self.device == "auto":
+            return "cuda" if torch.cuda.is_available() else "cpu"
+        try:
+            kind = torch.device(self.device).type
+        except (RuntimeError, TypeError):
+            kind = None
+        if kind not in ("cpu", "cuda"):
+            raise ValueError(f"device must be 'auto', 'cpu', 'cuda' or 'cuda:N', got {self.device!r}")
+        if kind == "cuda" and not torch.cuda.is_available():
+            raise ValueError(f"device={self.device!r} was asked for, but torch finds no CUDA device")
+        return str(self.device)

@@ -1,0 +1,162 @@
+"""Pages of KV cache: who owns them, which are free, and which can be found again by their contents.
+
+Knows sequences and numbers of blocks, nothing about tensors. The idea: a full block is identified by a hash
+chained over everything before it, so equal prefixes find each other's blocks, and freeing a block only makes it
+available: its contents stay findable until somebody else needs the room.
+"""
+
+from collections import OrderedDict
+
+import numpy as np
+import xxhash
+
+from nanovllm.engine.sequence import Sequence
+
+
+class Block:
+    """
+    One page. Open (`hash == -1`): being written, owned by one sequence. Closed: full, hashed, immutable, shared by
+    `ref_count` sequences, and still findable when that is 0.
+    """
+
+    __slots__ = ("block_id", "ref_count", "hash", "token_ids")
+
+    def __init__(self, block_id: int):
+        self.block_id = block_id
+        self.ref_count = 0
+        self.hash = -1
+        self.token_ids: list[int] = []
+
+    def update(self, hash: int, token_ids: list[int]) -> None:
+        """Close the block."""
+        self.hash = hash
+        self.token_ids = token_ids
+
+    def reset(self) -> None:
+        """Hand the block out as new: open, one owner."""
+        self.ref_count = 1
+        self.hash = -1
+        self.token_ids = []
+
+
+class BlockManager:
+    """
+    Invariants: every block is either free or used; it is free exactly when its `ref_count` is 0; an entry of
+    `hash_to_block_id` names a block that holds that hash. `free_block_ids` is ordered, least recently freed first.
+    No operation costs more than the blocks it touches.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True):
+        self.block_size = block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self.blocks = [Block(i) for i in range(num_blocks)]
+        self.hash_to_block_id: dict[int, int] = {}
+        self.free_block_ids: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self.used_block_ids: set[int] = set()
+
+    @staticmethod
+    def compute_hash(token_ids: list[int], prefix: int = -1) -> int:
+        """xxh64 of the previous block's hash (8 little-endian bytes, none for the first block) and the ids as int64."""
+        h = xxhash.xxh64()
+        if prefix != -1:
+            h.update(prefix.to_bytes(8, "little"))
+        h.update(np.array(token_ids, dtype="<i8").tobytes())
+        return h.intdigest()
+
+    def can_allocate(self, seq: Sequence) -> bool:
+        """Whether all blocks of the sequence can be had now. Hits on used blocks cost none."""
+        hits = self._find_cached_blocks(seq)
+        from_free = seq.num_blocks - sum(self.blocks[i].ref_count > 0 for i in hits)
+        return len(self.free_block_ids) >= from_free
+
+    def num_cached_tokens(self, seq: Sequence) -> int:
+        """Tokens of the sequence that `allocate` would find in the cache now."""
+        return len(self._find_cached_blocks(seq)) * self.block_size
+
+    def allocate(self, seq: Sequence) -> None:
+        """
+        Give the sequence blocks for all its tokens: shared ones as far as its beginning is cached, then new ones.
+
+        The full ones are closed at once, before their contents are computed: a sequence admitted behind this one
+        runs in the same step or later, and each layer writes its keys and values before anybody reads them.
+        """
+        assert not seq.block_table
+        hits = self._find_cached_blocks(seq)
+        for block_id in hits:
+            block = self.blocks[block_id]
+            if block.ref_count == 0:
+                del self.free_block_ids[block_id]
+                self.used_block_ids.add(block_id)
+            block.ref_count += 1
+            seq.block_table.append(block_id)
+        for i in range(len(hits), seq.num_blocks):
+            seq.block_table.append(self._take_free_block())
+            if (i + 1) * self.block_size <= len(seq):
+                self._close(seq, i)
+        seq.num_cached_tokens = seq.num_computed_tokens = len(hits) * self.block_size
+
+    def deallocate(self, seq: Sequence) -> None:
+        """Give all blocks back, last to first: the beginning of a prompt is the likeliest to be wanted again."""
+        for block_id in reversed(seq.block_table):
+            block = self.blocks[block_id]
+            block.ref_count -= 1
+            if block.ref_count == 0:
+                self.used_block_ids.remove(block_id)
+                self.free_block_ids[block_id] = None
+        seq.block_table.clear()
+        seq.num_cached_tokens = seq.num_computed_tokens = 0
+
+    def can_append(self, seq: Sequence) -> bool:
+        """Whether the sequence's last token has, or can get, a block to be written in."""
+        return len(seq.block_table) * self.block_size >= len(seq) or bool(self.free_block_ids)
+
+    def may_append(self, seq: Sequence) -> None:
+        """Prepare for writing the last token: open a block if it is the first of one, close the block it fills."""
+        self._adopt(seq)
+        if len(seq.block_table) * self.block_size < len(seq):
+            seq.block_table.append(self._take_free_block())
+        elif len(seq) % self.block_size == 0:
+            self._close(seq, seq.num_blocks - 1)
+
+    def forget(self) -> None:
+        """Make nothing findable any more, for when the contents of the cache are in doubt."""
+        self.hash_to_block_id.clear()
+
+    def _take_free_block(self) -> int:
+        block_id, _ = self.free_block_ids.popitem(last=False)
+        block = self.blocks[block_id]
+        assert block.ref_count == 0
+        if self.hash_to_block_id.get(block.hash) == block_id:
+            del self.hash_to_block_id[block.hash]
+        block.reset()
+        self.used_block_ids.add(block_id)
+        return block_id
+
+    def _find_cached_blocks(self, seq: Sequence) -> list[int]:
+        """Blocks that hold the sequence's beginning, up to the first miss and never including its last token."""
+        self._adopt(seq)
+        found: list[int] = []
+        if self.enable_prefix_caching:
+            for i in range((len(seq) - 1) // self.block_size):
+                block_id = self.hash_to_block_id.get(self._block_hash(seq, i), -1)
+                if block_id == -1 or self.blocks[block_id].token_ids != seq.block(i):
+                    break
+                found.append(block_id)
+        return found
+
+    def _close(self, seq: Sequence, i: int) -> None:
+        if self.enable_prefix_caching:
+            block_id = seq.block_table[i]
+            self.blocks[block_id].update(self._block_hash(seq, i), seq.block(i))
+            self.hash_to_block_id[self.blocks[block_id].hash] = block_id
+
+    def _block_hash(self, seq: Sequence, i: int) -> int:
+        """Hash of the sequence's i-th block, which is full. Kept, since a waiting sequence is looked up every step."""
+        while len(seq.block_hashes) <= i:
+            prefix = seq.block_hashes[-1] if seq.block_hashes else -1
+            seq.block_hashes.append(self.compute_hash(seq.block(len(seq.block_hashes)), prefix))
+        return seq.block_hashes[i]
+
+    def _adopt(self, seq: Sequence) -> None:
+        """A sequence counts in the blocks of the pool it takes them from."""
+        seq.block_size = self.block_size

@@ -1,0 +1,226 @@
+"""What users call: turns prompts into sequences, runs steps until all are finished, and turns tokens into text.
+
+Follow `generate` -> `step` -> `Scheduler.schedule` -> `ModelRunner.run` -> `Scheduler.postprocess`.
+"""
+
+import random
+import time
+from collections.abc import Iterable
+from numbers import Integral
+from typing import Any
+
+from tqdm.auto import tqdm
+
+from nanovllm.config import Config
+from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.sequence import Sequence
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.checkpoint import open_checkpoint
+
+Prompt = str | list[int]
+Messages = list[dict[str, Any]]
+
+
+class LLMEngine:
+    """
+    `LLMEngine(model, **options)`: options are the fields of `Config`.
+
+    After any exception inside `generate` the engine is empty and usable: no request left, all blocks free.
+    """
+
+    def __init__(self, model: str, **options: Any):
+        self.model_runner: ModelRunner | None = None
+        self.config = Config.from_options(model, options)
+        checkpoint = open_checkpoint(self.config.model, self.config.load_format)
+        self.tokenizer = checkpoint.tokenizer()
+        self.config.fill_in(checkpoint.hf_config(), checkpoint.eos_token_ids(self.tokenizer))
+        self.model_runner = ModelRunner(self.config)
+        self.scheduler = Scheduler(self.config)
+        self._seeds = random.Random(self.config.seed)
+
+    def exit(self) -> None:
+        """Free the device's memory. May be called twice; the engine cannot be used afterwards."""
+        if self.model_runner is not None:
+            self.model_runner.call("exit")
+            self.model_runner = None
+
+    def __enter__(self) -> "LLMEngine":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.exit()
+
+    def __del__(self) -> None:
+        self.exit()
+
+    def add_request(self, prompt: Prompt, sampling_params: SamplingParams) -> int:
+        """Queue one request and return its id. Raises ValueError, changing nothing, if it cannot be served."""
+        self._check_usable()
+        token_ids = self._check_prompt(prompt, sampling_params, "prompt")
+        seq = Sequence(
+            token_ids, sampling_params, self.config.kvcache_block_size, self._seeds.getrandbits(63)
+        )
+        self.scheduler.add(seq)
+        return seq.seq_id
+
+    def step(self) -> tuple[list[tuple[int, list[int]]], int]:
+        """
+        Run one step. Returns the requests that finished in it as (id, completion token ids), and the number of
+        prompt tokens computed, or minus the number of sequences decoded.
+        """
+        self._check_usable()
+        sequences, is_prefill = self.scheduler.schedule()
+        if not sequences:
+            return [], 0
+        num_tokens = sum(seq.num_scheduled_tokens for seq in sequences) if is_prefill else -len(sequences)
+        token_ids = self.model_runner.call("run", sequences, is_prefill)
+        self.scheduler.postprocess(sequences, token_ids)
+        return [(seq.seq_id, seq.completion_token_ids) for seq in sequences if seq.is_finished], num_tokens
+
+    def is_finished(self) -> bool:
+        """Whether no request is left."""
+        return self.scheduler.is_finished()
+
+    def generate(
+        self,
+        prompts: Prompt | list[Prompt],
+        sampling_params: SamplingParams | list[SamplingParams] = SamplingParams(),
+        use_tqdm: bool = True,
+    ) -> list[dict[str, Any]]:
+        """
+        Complete the prompts; results are in their order.
+
+        prompts: a string or a list of token ids, or a list of these. sampling_params: one for all, or one each.
+        Every result has "text", the completion without special tokens, and "token_ids".
+        Raises ValueError naming the prompt or parameter at fault, before anything is computed.
+        """
+        self._check_usable()
+        if not self.is_finished():
+            raise RuntimeError("generate needs an idle engine, but requests of add_request are not finished")
+        prompts = self._as_list_of_prompts(prompts)
+        params = self._as_list_of_params(sampling_params, len(prompts))
+        checked = [
+            self._check_prompt(prompt, p, f"prompts[{i}]")
+            for i, (prompt, p) in enumerate(zip(prompts, params, strict=True))
+        ]
+        try:
+            index = {
+                self.add_request(ids, p): i for i, (ids, p) in enumerate(zip(checked, params, strict=True))
+            }
+            token_ids: list[list[int]] = [[]] * len(prompts)
+            for seq_id, completion in self._run_to_end(len(prompts), use_tqdm):
+                token_ids[index[seq_id]] = completion
+        except BaseException:
+            self.scheduler.clear()
+            raise
+        return [{"text": self._decode(ids), "token_ids": ids} for ids in token_ids]
+
+    def chat(
+        self,
+        messages: Messages | list[Messages],
+        sampling_params: SamplingParams | list[SamplingParams] = SamplingParams(),
+        use_tqdm: bool = True,
+    ) -> list[dict[str, Any]]:
+        """`generate` for one conversation or a list of them, through the checkpoint's chat template."""
+        self._check_usable()
+        if not isinstance(messages, list) or not messages:
+            raise ValueError(f"messages must be a conversation or a list of conversations, got {messages!r}")
+        conversations = [messages] if isinstance(messages[0], dict) else messages
+        for i, conversation in enumerate(conversations):
+            if not isinstance(conversation, list) or not all(
+                isinstance(m, dict) and "role" in m and "content" in m for m in conversation
+            ):
+                raise ValueError(
+                    f'conversation {i} must be a list of dicts with "role" and "content", got {conversation!r}'
+                )
+        if getattr(self.tokenizer, "chat_template", None) is None:
+            raise ValueError(f"the tokenizer of {self.config.model!r} has no chat template")
+        prompts = [
+            self.tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
+            for conversation in conversations
+        ]
+        # the template writes the special tokens itself
+        token_ids = [self.tokenizer.encode(prompt, add_special_tokens=False) for prompt in prompts]
+        return self.generate(token_ids, sampling_params, use_tqdm)
+
+    def _run_to_end(self, num_requests: int, use_tqdm: bool) -> Iterable[tuple[int, list[int]]]:
+        """Step until no request is left, yielding the finished ones and showing progress and speed."""
+        speed = {"Prefill": "-", "Decode": "-"}
+        with tqdm(total=num_requests, desc="Generating", dynamic_ncols=True, disable=not use_tqdm) as bar:
+            while not self.is_finished():
+                start = time.perf_counter()
+                finished, num_tokens = self.step()
+                rate = abs(num_tokens) / (time.perf_counter() - start)
+                speed["Prefill" if num_tokens > 0 else "Decode"] = f"{rate:.0f}tok/s"
+                bar.set_postfix(speed, refresh=False)
+                bar.update(len(finished))
+                yield from finished
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return (
+            self.tokenizer.decode(token_ids, skip_special_tokens=True) if self.tokenizer is not None else ""
+        )
+
+    def _check_usable(self) -> None:
+        if self.model_runner is None:
+            raise RuntimeError("this engine has been shut down by exit()")
+
+    @staticmethod
+    def _as_list_of_prompts(prompts: Any) -> list[Any]:
+        if isinstance(prompts, str):
+            return [prompts]
+        if not isinstance(prompts, (list, tuple)):
+            raise ValueError(
+                f"prompts must be a string, a list of token ids, or a list of these, got {prompts!r}"
+            )
+        if prompts and all(isinstance(p, Integral) for p in prompts):
+            return [prompts]
+        return list(prompts)
+
+    @staticmethod
+    def _as_list_of_params(sampling_params: Any, count: int) -> list[SamplingParams]:
+        if isinstance(sampling_params, SamplingParams):
+            return [sampling_params] * count
+        if not isinstance(sampling_params, (list, tuple)):
+            raise ValueError(
+                f"sampling_params must be SamplingParams or a list of them, got {sampling_params!r}"
+            )
+        if len(sampling_params) != count:
+            raise ValueError(f"there are {count} prompts but {len(sampling_params)} sampling_params")
+        return list(sampling_params)
+
+    def _check_prompt(self, prompt: Any, sampling_params: Any, name: str) -> list[int]:
+        """The prompt's token ids. Raises ValueError if the request cannot be served."""
+        if not isinstance(sampling_params, SamplingParams):
+            raise ValueError(f"sampling_params for {name} must be SamplingParams, got {sampling_params!r}")
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise ValueError(
+                    f"{name} is text, but {self.config.model!r} has no tokenizer; pass token ids"
+                )
+            try:
+                token_ids = self.tokenizer.encode(prompt)
+            except Exception as error:
+                raise ValueError(f"{name} cannot be tokenized: {error}; got {prompt!r}") from error
+        elif isinstance(prompt, (list, tuple)):
+            token_ids = list(prompt)
+        else:
+            raise ValueError(f"{name} must be a string or a list of token ids, got {prompt!r}")
+        if not token_ids:
+            raise ValueError(f"{name} is empty: {prompt!r}")
+        vocab_size = self.config.hf_config.vocab_size
+        for token_id in token_ids:
+            if (
+                isinstance(token_id, bool)
+                or not isinstance(token_id, Integral)
+                or not 0 <= token_id < vocab_size
+            ):
+                raise ValueError(
+                    f"{name}: token ids must be integers from 0 to {vocab_size - 1}, got {token_id!r}"
+                )
+        try:
+            self.scheduler.check(len(token_ids), sampling_params.max_tokens)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+        return [int(token_id) for token_id in token_ids]

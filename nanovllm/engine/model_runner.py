@@ -1,0 +1,198 @@
+"""One rank's half of the engine: holds the model and the KV cache, and turns scheduled sequences into tokens.
+
+Knows tensors, devices and memory; nothing about queues or text. Rank 0 lives in the user's process.
+"""
+
+import contextlib
+from typing import Any
+
+import numpy as np
+import torch
+
+from nanovllm.config import Config
+from nanovllm.engine.sequence import Sequence
+from nanovllm.layers.attention import Attention, get_backend
+from nanovllm.layers.sampler import Sampler
+from nanovllm.models import get_model_class
+from nanovllm.utils.context import reset_context, set_context
+from nanovllm.utils.loader import load_model
+
+CPU_KV_CACHE_BYTES = 4 << 30
+
+
+class ModelRunner:
+    """`kv_cache` is [2, layers, blocks, block_size, kv_heads of this rank, head_dim]; 2 is keys and values."""
+
+    def __init__(self, config: Config, rank: int = 0):
+        self.config = config
+        self.rank = rank
+        self.block_size = config.kvcache_block_size
+        self.device = torch.device(config.device)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        with self._defaults():
+            self.model = get_model_class(config.hf_config)(config.hf_config)
+            load_model(self.model, config.model, config.load_format)
+        self.sampler = Sampler()
+        self.attention_layers = [module for module in self.model.modules() if isinstance(module, Attention)]
+        backend = get_backend(config, self.device)
+        for layer in self.attention_layers:
+            layer.backend = backend
+        self.warmup_model()
+        self.allocate_kv_cache()
+
+    @contextlib.contextmanager
+    def _defaults(self):
+        """New tensors get the model's dtype and device."""
+        dtype = torch.get_default_dtype()
+        torch.set_default_dtype(self.config.torch_dtype)
+        try:
+            with self.device:
+                yield
+        finally:
+            torch.set_default_dtype(dtype)
+
+    def call(self, name: str, *args: Any) -> Any:
+        """Do the same thing on every rank and return what it gives on this one."""
+        return getattr(self, name)(*args)
+
+    def exit(self) -> None:
+        """Free the device's memory."""
+        for layer in self.attention_layers:
+            layer.k_cache = layer.v_cache = torch.empty(0)
+        self.model = self.kv_cache = None
+        self.attention_layers = []
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            torch.cuda.empty_cache()
+
+    def warmup_model(self) -> None:
+        """Run the largest prefill there can be, so that the peak of memory that activations need is known."""
+        if self.device.type != "cuda":
+            return
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self.device)
+        budget, longest = self.config.max_num_batched_tokens, self.config.max_model_len
+        num_seqs = min(max(1, budget // longest), self.config.max_num_seqs)
+        sequences = [Sequence([0] * min(budget, longest)) for _ in range(num_seqs)]
+        for seq in sequences:
+            seq.num_scheduled_tokens = len(seq)
+        self.run(sequences, True)
+        torch.cuda.empty_cache()
+
+    def allocate_kv_cache(self) -> None:
+        """Take the memory that the options allow and nothing else needs. Raises ValueError if that is not enough."""
+        config = self.config
+        layer = self.attention_layers[0]
+        shape = (self.block_size, layer.num_kv_heads, layer.head_dim)
+        dtype = config.kv_cache_torch_dtype
+        block_bytes = 2 * len(self.attention_layers) * int(np.prod(shape)) * dtype.itemsize
+        if config.num_kvcache_blocks == -1:
+            budget = self._kv_cache_budget()
+            needed = -(-config.max_model_len // self.block_size)
+            if budget // block_bytes < needed:
+                raise ValueError(
+                    f"the KV cache of one sequence of max_model_len={config.max_model_len} tokens needs "
+                    f"{needed * block_bytes:,} bytes, {needed * block_bytes - budget:,} more than there are; raise "
+                    f"gpu_memory_utilization (now {config.gpu_memory_utilization}), or lower max_model_len or "
+                    f"max_num_batched_tokens (now {config.max_num_batched_tokens})"
+                )
+            # more than all sequences at full length can use would lie idle
+            config.num_kvcache_blocks = min(config.max_num_seqs * needed, budget // block_bytes)
+        # Zeros, since a page that was never written may be read under a mask, where a NaN would survive.
+        self.kv_cache = torch.zeros(
+            2, len(self.attention_layers), config.num_kvcache_blocks, *shape, dtype=dtype, device=self.device
+        )
+        for i, layer in enumerate(self.attention_layers):
+            layer.k_cache, layer.v_cache = self.kv_cache[0, i], self.kv_cache[1, i]
+
+    def _kv_cache_budget(self) -> int:
+        """Bytes for the KV cache: on a GPU the allowed share of the card less what is used and what a step needs."""
+        if self.device.type != "cuda":
+            return CPU_KV_CACHE_BYTES
+        free, total = torch.cuda.mem_get_info(self.device)
+        stats = torch.cuda.memory_stats(self.device)
+        activations = stats["allocated_bytes.all.peak"] - stats["allocated_bytes.all.current"]
+        return int(total * self.config.gpu_memory_utilization) - (total - free) - activations
+
+    def prepare_prefill(self, sequences: list[Sequence]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Input ids and positions [tokens] of what the sequences have scheduled; sets the context."""
+        input_ids, positions, slots = [], [], []
+        lens_q = [seq.num_scheduled_tokens for seq in sequences]
+        lens_k = [seq.num_computed_tokens + seq.num_scheduled_tokens for seq in sequences]
+        for seq, end in zip(sequences, lens_k, strict=True):
+            position = np.arange(seq.num_computed_tokens, end)
+            input_ids.append(seq[seq.num_computed_tokens : end])
+            positions.append(position)
+            if seq.block_table:
+                blocks = np.array(seq.block_table)[position // self.block_size]
+                slots.append(blocks * self.block_size + position % self.block_size)
+            else:  # warm-up
+                slots.append(np.full(len(position), -1))
+        from_cache = (
+            lens_k != lens_q
+        )  # some keys were computed by earlier steps, or are by neighbours in this one
+        set_context(
+            True,
+            cu_seqlens_q=self._to_device(np.cumsum([0, *lens_q]), torch.int32),
+            cu_seqlens_k=self._to_device(np.cumsum([0, *lens_k]), torch.int32),
+            max_seqlen_q=max(lens_q),
+            max_seqlen_k=max(lens_k),
+            slot_mapping=self._to_device(np.concatenate(slots), torch.int32),
+            block_tables=self.prepare_block_tables(sequences) if from_cache else None,
+        )
+        ids = self._to_device(np.concatenate(input_ids), torch.int64)
+        return ids, self._to_device(np.concatenate(positions), torch.int64)
+
+    def prepare_decode(self, sequences: list[Sequence]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Input ids and positions [sequences] of the last tokens; sets the context."""
+        lens = np.array([len(seq) for seq in sequences])
+        last_blocks = np.array([seq.block_table[-1] for seq in sequences])
+        set_context(
+            False,
+            slot_mapping=self._to_device(
+                last_blocks * self.block_size + (lens - 1) % self.block_size, torch.int32
+            ),
+            context_lens=self._to_device(lens, torch.int32),
+            block_tables=self.prepare_block_tables(sequences),
+        )
+        ids = self._to_device(np.array([seq.last_token for seq in sequences]), torch.int64)
+        return ids, self._to_device(lens - 1, torch.int64)
+
+    def prepare_block_tables(self, sequences: list[Sequence]) -> torch.Tensor:
+        """int32 [sequences, blocks of the longest]; what lies beyond a sequence's end is never read."""
+        tables = np.zeros((len(sequences), max(len(seq.block_table) for seq in sequences)), dtype=np.int32)
+        for row, seq in zip(tables, sequences, strict=True):
+            row[: len(seq.block_table)] = seq.block_table
+        return self._to_device(tables, torch.int32)
+
+    def prepare_sample(self, sequences: list[Sequence]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Temperatures, seeds and the positions of the tokens to be drawn, [sequences] each."""
+        positions = [seq.num_computed_tokens + seq.num_scheduled_tokens for seq in sequences]
+        return (
+            self._to_device(np.array([seq.temperature for seq in sequences]), torch.float32),
+            self._to_device(np.array([seq.seed for seq in sequences]), torch.int64),
+            self._to_device(np.array(positions), torch.int64),
+        )
+
+    def _to_device(self, array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+        tensor = torch.from_numpy(array).to(dtype)
+        if self.device.type == "cuda":
+            return tensor.pin_memory().to(self.device, non_blocking=True)
+        return tensor
+
+    @torch.inference_mode()
+    def run_model(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """-> logits [sequences, vocabulary]."""
+        return self.model.compute_logits(self.model(input_ids, positions))
+
+    @torch.inference_mode()
+    def run(self, sequences: list[Sequence], is_prefill: bool) -> list[int]:
+        """Compute one step: the next token id of every sequence."""
+        prepare = self.prepare_prefill if is_prefill else self.prepare_decode
+        try:
+            input_ids, positions = prepare(sequences)
+            logits = self.run_model(input_ids, positions)
+            return self.sampler(logits, *self.prepare_sample(sequences)).tolist()
+        finally:
+            reset_context()

@@ -1,0 +1,96 @@
+"""One request on its way through the engine: its tokens, how far they are computed, and the blocks they live in."""
+
+from enum import Enum, auto
+from itertools import count
+
+from nanovllm.sampling_params import SamplingParams
+
+
+class SequenceStatus(Enum):
+    WAITING = auto()
+    RUNNING = auto()
+    FINISHED = auto()
+
+
+class Sequence:
+    """
+    `token_ids` is the prompt followed by the completion so far. The KV cache holds the first
+    `num_computed_tokens` of them, of which `num_cached_tokens` were found there at admission; the current step
+    computes the next `num_scheduled_tokens`. A decoding sequence has exactly one token left to compute: its last.
+    """
+
+    _ids = count()
+    block_size = 256
+
+    def __init__(
+        self,
+        token_ids: list[int],
+        sampling_params: SamplingParams = SamplingParams(),
+        block_size: int | None = None,
+        seed: int = 0,
+    ):
+        self.seq_id = next(Sequence._ids)
+        self.status = SequenceStatus.WAITING
+        self.token_ids = list(token_ids)
+        self.last_token = self.token_ids[-1]
+        self.num_tokens = len(self.token_ids)
+        self.num_prompt_tokens = self.num_tokens
+        self.num_cached_tokens = 0
+        self.num_computed_tokens = 0
+        self.num_scheduled_tokens = 0
+        self.block_table: list[int] = []
+        self.block_hashes: list[int] = []  # chained hashes of the full blocks seen so far
+        self.temperature = sampling_params.temperature
+        self.max_tokens = sampling_params.max_tokens
+        self.ignore_eos = sampling_params.ignore_eos
+        self.seed = seed  # with a token's position it decides the noise that token is drawn with
+        if block_size is not None:
+            self.block_size = block_size
+
+    def __len__(self) -> int:
+        return self.num_tokens
+
+    def __getitem__(self, key: int | slice) -> int | list[int]:
+        return self.token_ids[key]
+
+    def __repr__(self) -> str:
+        return f"Sequence({self.seq_id}, {self.status.name}, {self.num_prompt_tokens}+{self.num_completion_tokens})"
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status == SequenceStatus.FINISHED
+
+    @property
+    def num_completion_tokens(self) -> int:
+        return self.num_tokens - self.num_prompt_tokens
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        return self.token_ids[: self.num_prompt_tokens]
+
+    @property
+    def completion_token_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def num_cached_blocks(self) -> int:
+        return self.num_cached_tokens // self.block_size
+
+    @property
+    def num_blocks(self) -> int:
+        return -(-self.num_tokens // self.block_size)
+
+    @property
+    def last_block_num_tokens(self) -> int:
+        return self.num_tokens - (self.num_blocks - 1) * self.block_size
+
+    def block(self, i: int) -> list[int]:
+        """Token ids of the i-th block; the last one may be shorter than a block."""
+        if not 0 <= i < self.num_blocks:
+            raise IndexError(f"block {i} of a sequence that has {self.num_blocks}")
+        return self.token_ids[i * self.block_size : (i + 1) * self.block_size]
+
+    def append_token(self, token_id: int) -> None:
+        self.token_ids.append(token_id)
+        self.last_token = token_id
+        self.num_tokens += 1

@@ -1,0 +1,130 @@
+"""Attention over the paged KV cache, and the choice of who computes it.
+
+A layer stores the step's keys and values first and attends second, so sequences of one step may read each other's
+blocks. What a back-end must offer is two functions, one per phase; everything else is the same for all.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from nanovllm.config import Config
+from nanovllm.kernels.decode_attention import paged_decode_attention, paged_decode_attention_torch
+from nanovllm.kernels.kv_store import store_kvcache
+from nanovllm.kernels.prefill_attention import varlen_prefill_attention, varlen_prefill_attention_torch
+from nanovllm.kernels.runtime import HAVE_TRITON
+from nanovllm.utils.context import get_context
+
+__all__ = ["Attention", "AttentionBackend", "get_backend", "store_kvcache"]
+
+try:
+    from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
+
+    HAVE_FLASH = True
+except ImportError:
+    HAVE_FLASH = False
+
+
+class AttentionBackend(NamedTuple):
+    """The signatures of `varlen_prefill_attention` and `paged_decode_attention`."""
+
+    prefill: Callable[..., torch.Tensor]
+    decode: Callable[..., torch.Tensor]
+
+
+def flash_prefill(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, block_tables=None):
+    return flash_attn_varlen_func(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        softmax_scale=scale,
+        causal=True,
+        block_table=block_tables,
+    )
+
+
+def flash_decode(q, k_cache, v_cache, block_tables, context_lens, scale):
+    out = flash_attn_with_kvcache(
+        q.unsqueeze(1),
+        k_cache,
+        v_cache,
+        cache_seqlens=context_lens,
+        block_table=block_tables,
+        softmax_scale=scale,
+        causal=True,
+    )
+    return out.squeeze(1)
+
+
+def get_backend(config: Config, device: torch.device) -> AttentionBackend:
+    """The back-end that `attention_backend` names. Raises ValueError if it cannot work here."""
+    name = config.attention_backend
+    flash_problem = (
+        "the package flash-attn is not installed"
+        if not HAVE_FLASH
+        else "it needs a CUDA device"
+        if device.type != "cuda"
+        else "it computes bfloat16 and float16 only"
+        if config.kv_cache_torch_dtype == torch.float32
+        else "it needs a kvcache_block_size that is a multiple of 256"
+        if config.kvcache_block_size % 256
+        else None
+    )
+    if name == "flash" and flash_problem:
+        raise ValueError(f"attention_backend='flash' cannot be used: {flash_problem}")
+    if name == "triton" and (device.type != "cuda" or not HAVE_TRITON):
+        raise ValueError(
+            "attention_backend='triton' cannot be used: it needs a CUDA device and the package triton"
+        )
+    triton = AttentionBackend(varlen_prefill_attention, paged_decode_attention)
+    if name == "torch":
+        return AttentionBackend(varlen_prefill_attention_torch, paged_decode_attention_torch)
+    if name == "flash":
+        return AttentionBackend(flash_prefill, flash_decode)
+    if name == "auto" and flash_problem is None:
+        return AttentionBackend(flash_prefill, paged_decode_attention)
+    return triton
+
+
+class Attention(nn.Module):
+    """`k_cache` and `v_cache`, [blocks, block_size, kv_heads, head_dim], are views that the runner sets."""
+
+    def __init__(self, num_heads: int, head_dim: int, scale: float, num_kv_heads: int):
+        super().__init__()
+        self.num_heads = num_heads
+        self.head_dim = head_dim
+        self.scale = scale
+        self.num_kv_heads = num_kv_heads
+        self.k_cache = self.v_cache = torch.empty(0)
+        self.backend = AttentionBackend(varlen_prefill_attention, paged_decode_attention)
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim] -> [tokens, heads * head_dim]."""
+        context = get_context()
+        if self.k_cache.numel():  # empty in the warm-up
+            store_kvcache(k, v, self.k_cache, self.v_cache, context.slot_mapping)
+        if not context.is_prefill:
+            out = self.backend.decode(
+                q, self.k_cache, self.v_cache, context.block_tables, context.context_lens, self.scale
+            )
+        else:
+            if context.block_tables is not None:
+                k, v = self.k_cache, self.v_cache
+            out = self.backend.prefill(
+                q,
+                k,
+                v,
+                context.cu_seqlens_q,
+                context.cu_seqlens_k,
+                context.max_seqlen_q,
+                context.max_seqlen_k,
+                self.scale,
+                context.block_tables,
+            )
+        return out.reshape(len(q), -1)

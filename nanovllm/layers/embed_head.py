@@ -1,0 +1,60 @@
+"""The two ends of the model, both split by vocabulary rows: token embedding and LM head.
+
+A vocabulary that the ranks do not divide is padded on the last ones; the padding is never looked up or sampled.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from nanovllm.utils import parallel
+from nanovllm.utils.context import get_context
+from nanovllm.utils.loader import default_weight_loader
+
+
+class VocabParallelEmbedding(nn.Module):
+    def __init__(self, num_embeddings: int, embedding_dim: int):
+        super().__init__()
+        self.num_embeddings = num_embeddings
+        rows = -(-num_embeddings // parallel.tp_size())
+        self.vocab_start = min(parallel.tp_rank() * rows, num_embeddings)
+        self.vocab_end = min(self.vocab_start + rows, num_embeddings)
+        self.weight = nn.Parameter(torch.zeros(rows, embedding_dim), requires_grad=False)
+        self.weight.weight_loader = self.weight_loader
+
+    def weight_loader(self, param: nn.Parameter, loaded_weight: Any) -> None:
+        expected = (self.num_embeddings, param.shape[1])
+        if tuple(loaded_weight.shape) != expected:
+            raise ValueError(f"shape {tuple(loaded_weight.shape)}, expected {expected}")
+        rows = self.vocab_end - self.vocab_start
+        default_weight_loader(param.data[:rows], loaded_weight[self.vocab_start : self.vocab_end])
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """input_ids [tokens] -> [tokens, embedding_dim], complete on every rank."""
+        if parallel.tp_size() == 1:
+            return F.embedding(input_ids, self.weight)
+        mine = (input_ids >= self.vocab_start) & (input_ids < self.vocab_end)
+        y = F.embedding((input_ids - self.vocab_start) * mine, self.weight) * mine.unsqueeze(1)
+        dist.all_reduce(y)
+        return y
+
+
+class ParallelLMHead(VocabParallelEmbedding):
+    def __init__(self, num_embeddings: int, embedding_dim: int, bias: bool = False):
+        if bias:
+            raise ValueError("an LM head with a bias is not supported")
+        super().__init__(num_embeddings, embedding_dim)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """
+        hidden_states [tokens, embedding_dim] -> logits [sequences, this rank's vocabulary rows].
+
+        In prefill only the last position of each sequence is needed: the others' next tokens are known.
+        """
+        context = get_context()
+        if context.is_prefill:
+            hidden_states = hidden_states[context.cu_seqlens_q[1:].long() - 1]
+        return F.linear(hidden_states, self.weight[: self.vocab_end - self.vocab_start])

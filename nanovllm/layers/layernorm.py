@@ -1,0 +1,25 @@
+"""RMSNorm, alone or fused with the residual addition before it (arXiv:1910.07467)."""
+
+import torch
+from torch import nn
+
+from nanovllm.kernels.layernorm import add_rms_norm, rms_norm
+from nanovllm.utils.loader import default_weight_loader
+
+
+class RMSNorm(nn.Module):
+    """Normalises the last dimension in float32 and returns the input's dtype. Inputs are not changed."""
+
+    def __init__(self, hidden_size: int, eps: float = 1e-6):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(hidden_size), requires_grad=False)
+        self.weight.weight_loader = default_weight_loader
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """x [..., hidden] -> norm(x); with a residual of the same shape -> (norm(x + residual), x + residual)."""
+        if residual is None:
+            return rms_norm(x, self.weight, self.eps)
+        return add_rms_norm(x, residual, self.weight, self.eps)

@@ -1,0 +1,11 @@
+"""Qwen2 and Qwen2.5: Qwen3 without norms on queries and keys, with biases on their projections."""
+
+from typing import Any
+
+from nanovllm.models.qwen3 import Qwen3ForCausalLM
+
+
+class Qwen2ForCausalLM(Qwen3ForCausalLM):
+    @staticmethod
+    def variant(config: Any) -> dict[str, bool]:
+        return dict(qk_norm=False, qkv_bias=True, o_bias=False, mlp_bias=False)

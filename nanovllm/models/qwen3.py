@@ -1,0 +1,136 @@
+"""Qwen3, and the decoder that its relatives share.
+
+Tokens of all sequences come concatenated, [tokens, ...]; only attention knows where one sequence ends (through
+`Context`). The residual stream is carried beside the hidden states so that each addition is fused into the next norm.
+What differs between relatives is passed down as `qk_norm`, `qkv_bias`, `o_bias` and `mlp_bias`.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from nanovllm.layers.activation import SiluAndMul
+from nanovllm.layers.attention import Attention
+from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
+from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from nanovllm.layers.rotary_embedding import RotaryEmbedding, get_rope, rope_parameters
+
+
+def get_head_dim(config: Any) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+class Qwen3Attention(nn.Module):
+    def __init__(self, config: Any, rotary_emb: RotaryEmbedding, qk_norm: bool, qkv_bias: bool, o_bias: bool):
+        super().__init__()
+        head_dim = get_head_dim(config)
+        self.qkv_proj = QKVParallelLinear(
+            config.hidden_size, head_dim, config.num_attention_heads, config.num_key_value_heads, qkv_bias
+        )
+        self.o_proj = RowParallelLinear(config.num_attention_heads * head_dim, config.hidden_size, o_bias)
+        self.q_norm = RMSNorm(head_dim, config.rms_norm_eps) if qk_norm else None
+        self.k_norm = RMSNorm(head_dim, config.rms_norm_eps) if qk_norm else None
+        self.rotary_emb = rotary_emb
+        self.attn = Attention(self.qkv_proj.num_heads, head_dim, head_dim**-0.5, self.qkv_proj.num_kv_heads)
+
+    def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        qkv = self.qkv_proj(hidden_states)
+        heads = qkv.view(len(qkv), -1, self.attn.head_dim)  # [tokens, q heads + k heads + v heads, head_dim]
+        q, k, v = heads.split((self.attn.num_heads, self.attn.num_kv_heads, self.attn.num_kv_heads), dim=1)
+        if self.q_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = self.rotary_emb(positions, q, k)
+        return self.o_proj(self.attn(q, k, v))
+
+
+class Qwen3MLP(nn.Module):
+    def __init__(self, config: Any, mlp_bias: bool):
+        super().__init__()
+        self.gate_up_proj = MergedColumnParallelLinear(
+            config.hidden_size, [config.intermediate_size] * 2, mlp_bias
+        )
+        self.down_proj = RowParallelLinear(config.intermediate_size, config.hidden_size, mlp_bias)
+        self.act_fn = SiluAndMul()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.act_fn(self.gate_up_proj(x)))
+
+
+class Qwen3DecoderLayer(nn.Module):
+    def __init__(
+        self,
+        config: Any,
+        rotary_emb: RotaryEmbedding,
+        qk_norm: bool,
+        qkv_bias: bool,
+        o_bias: bool,
+        mlp_bias: bool,
+    ):
+        super().__init__()
+        self.self_attn = Qwen3Attention(config, rotary_emb, qk_norm, qkv_bias, o_bias)
+        self.mlp = Qwen3MLP(config, mlp_bias)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(
+        self, positions: torch.Tensor, hidden_states: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if residual is None:
+            hidden_states, residual = self.input_layernorm(hidden_states), hidden_states
+        else:
+            hidden_states, residual = self.input_layernorm(hidden_states, residual)
+        hidden_states = self.self_attn(positions, hidden_states)
+        hidden_states, residual = self.post_attention_layernorm(hidden_states, residual)
+        return self.mlp(hidden_states), residual
+
+
+class Qwen3Model(nn.Module):
+    def __init__(self, config: Any, **variant: bool):
+        super().__init__()
+        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size)
+        rotary_emb = get_rope(get_head_dim(config), config.max_position_embeddings, rope_parameters(config))
+        self.layers = nn.ModuleList(
+            Qwen3DecoderLayer(config, rotary_emb, **variant) for _ in range(config.num_hidden_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        hidden_states, residual = self.embed_tokens(input_ids), None
+        for layer in self.layers:
+            hidden_states, residual = layer(positions, hidden_states, residual)
+        hidden_states, _ = self.norm(hidden_states, residual)
+        return hidden_states
+
+
+class Qwen3ForCausalLM(nn.Module):
+    """`packed_modules_mapping`: name in the checkpoint -> (our parameter that it is a part of, which part)."""
+
+    packed_modules_mapping = {
+        "q_proj": ("qkv_proj", "q"),
+        "k_proj": ("qkv_proj", "k"),
+        "v_proj": ("qkv_proj", "v"),
+        "gate_proj": ("gate_up_proj", 0),
+        "up_proj": ("gate_up_proj", 1),
+    }
+
+    def __init__(self, config: Any):
+        super().__init__()
+        self.model = Qwen3Model(config, **self.variant(config))
+        self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    @staticmethod
+    def variant(config: Any) -> dict[str, bool]:
+        bias = bool(getattr(config, "attention_bias", False))
+        return dict(qk_norm=True, qkv_bias=bias, o_bias=bias, mlp_bias=False)
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """input_ids, positions int64 [tokens] -> hidden states [tokens, hidden_size]."""
+        return self.model(input_ids, positions)
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """-> logits [sequences, vocab_size]."""
+        return self.lm_head(hidden_states)
