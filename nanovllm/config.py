@@ -14,16 +14,16 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 @dataclass
 class Config:
     """
-    model:                  folder, `.gguf` file, hub id, or (load_format="dummy") a built-in shape such as qwen3-0.6b.
+    model:                  folder, `.gguf` file, hub id, or a built-in shape such as qwen3-0.6b (dummy).
     max_num_batched_tokens: most prompt tokens computed in one step; longer prompts are computed in chunks.
     max_num_seqs:           most sequences running at once.
-    max_model_len:          most tokens of prompt and completion together; capped by the checkpoint's own limit.
+    max_model_len:          most tokens of prompt and completion; capped by the checkpoint's own limit.
     gpu_memory_utilization: share of the whole card's memory that the engine may fill, in (0, 1].
     tensor_parallel_size:   ranks that the model is split over, 1 to 8.
     enforce_eager:          never use CUDA graphs.
     hf_config:              filled in: the checkpoint's transformers configuration.
     eos:                    filled in: the token ids that end a sequence.
-    kvcache_block_size:     tokens per KV cache block, a multiple of 16 (flash-attn pages only multiples of 256).
+    kvcache_block_size:     tokens per KV cache block, a multiple of 16 (flash-attn: of 256).
     num_kvcache_blocks:     filled in from the memory there is, unless given.
     device:                 "auto" (CUDA where there is one), "cpu", "cuda" or "cuda:N".
     dtype:                  "auto" (the checkpoint's), "float32", "bfloat16" or "float16".
@@ -81,7 +81,9 @@ class Config:
 
     @classmethod
     def from_options(cls, model: str, options: dict[str, Any]) -> "Config":
-        """A Config from keyword arguments. An unknown one is a TypeError naming it and the nearest known one."""
+        """
+        A Config from keyword arguments. An unknown one is a TypeError naming it and the nearest known one.
+        """
         known = [field.name for field in fields(cls)]
         for name in options:
             if name not in known:
@@ -97,7 +99,10 @@ class Config:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The dtype of weights and activations. Checkpoints that name none: float32 on a CPU, bfloat16 elsewhere."""
+        """
+        The dtype of weights and activations. Checkpoints that name none: float32 on a CPU, bfloat16
+        elsewhere.
+        """
         if self.dtype != "auto":
             return DTYPES[self.dtype]
         name = getattr(self.hf_config, "dtype", None) or getattr(self.hf_config, "torch_dtype", None)

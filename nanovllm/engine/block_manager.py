@@ -1,8 +1,8 @@
 """Pages of KV cache: who owns them, which are free, and which can be found again by their contents.
 
 Knows sequences and numbers of blocks, nothing about tensors. The idea: a full block is identified by a hash
-chained over everything before it, so equal prefixes find each other's blocks, and freeing a block only makes it
-available: its contents stay findable until somebody else needs the room.
+chained over everything before it, so equal prefixes find each other's blocks, and freeing a block only makes
+it available: its contents stay findable until somebody else needs the room.
 """
 
 from collections import OrderedDict
@@ -15,8 +15,8 @@ from nanovllm.engine.sequence import Sequence
 
 class Block:
     """
-    One page. Open (`hash == -1`): being written, owned by one sequence. Closed: full, hashed, immutable, shared by
-    `ref_count` sequences, and still findable when that is 0.
+    One page. Open (`hash == -1`): being written, owned by one sequence. Closed: full, hashed, immutable,
+    shared by `ref_count` sequences, and still findable when that is 0.
     """
 
     __slots__ = ("block_id", "ref_count", "hash", "token_ids")
@@ -42,8 +42,8 @@ class Block:
 class BlockManager:
     """
     Invariants: every block is either free or used; it is free exactly when its `ref_count` is 0; an entry of
-    `hash_to_block_id` names a block that holds that hash. `free_block_ids` is ordered, least recently freed first.
-    No operation costs more than the blocks it touches.
+    `hash_to_block_id` names a block that holds that hash. `free_block_ids` is ordered, least recently freed
+    first. No operation costs more than the blocks it touches.
     """
 
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True):
@@ -56,7 +56,10 @@ class BlockManager:
 
     @staticmethod
     def compute_hash(token_ids: list[int], prefix: int = -1) -> int:
-        """xxh64 of the previous block's hash (8 little-endian bytes, none for the first block) and the ids as int64."""
+        """
+        xxh64 of the previous block's hash (8 little-endian bytes, none for the first block) and the ids as
+        int64.
+        """
         h = xxhash.xxh64()
         if prefix != -1:
             h.update(prefix.to_bytes(8, "little"))
@@ -75,10 +78,12 @@ class BlockManager:
 
     def allocate(self, seq: Sequence) -> None:
         """
-        Give the sequence blocks for all its tokens: shared ones as far as its beginning is cached, then new ones.
+        Give the sequence blocks for all its tokens: shared ones as far as its beginning is cached, then new
+        ones.
 
-        The full ones are closed at once, before their contents are computed: a sequence admitted behind this one
-        runs in the same step or later, and each layer writes its keys and values before anybody reads them.
+        The full ones are closed at once, before their contents are computed: a sequence admitted behind this
+        one runs in the same step or later, and each layer writes its keys and values before anybody reads
+        them.
         """
         assert not seq.block_table
         hits = self._find_cached_blocks(seq)
@@ -96,7 +101,9 @@ class BlockManager:
         seq.num_cached_tokens = seq.num_computed_tokens = len(hits) * self.block_size
 
     def deallocate(self, seq: Sequence) -> None:
-        """Give all blocks back, last to first: the beginning of a prompt is the likeliest to be wanted again."""
+        """
+        Give all blocks back, last to first: the beginning of a prompt is the likeliest to be wanted again.
+        """
         for block_id in reversed(seq.block_table):
             block = self.blocks[block_id]
             block.ref_count -= 1
@@ -111,7 +118,9 @@ class BlockManager:
         return len(seq.block_table) * self.block_size >= len(seq) or bool(self.free_block_ids)
 
     def may_append(self, seq: Sequence) -> None:
-        """Prepare for writing the last token: open a block if it is the first of one, close the block it fills."""
+        """
+        Prepare for writing the last token: open a block if it is the first of one, close the block it fills.
+        """
         self._adopt(seq)
         if len(seq.block_table) * self.block_size < len(seq):
             seq.block_table.append(self._take_free_block())
@@ -133,7 +142,9 @@ class BlockManager:
         return block_id
 
     def _find_cached_blocks(self, seq: Sequence) -> list[int]:
-        """Blocks that hold the sequence's beginning, up to the first miss and never including its last token."""
+        """
+        Blocks that hold the sequence's beginning, up to the first miss and never including its last token.
+        """
         self._adopt(seq)
         found: list[int] = []
         if self.enable_prefix_caching:
@@ -151,7 +162,10 @@ class BlockManager:
             self.hash_to_block_id[self.blocks[block_id].hash] = block_id
 
     def _block_hash(self, seq: Sequence, i: int) -> int:
-        """Hash of the sequence's i-th block, which is full. Kept, since a waiting sequence is looked up every step."""
+        """
+        Hash of the sequence's i-th block, which is full. Kept, since a waiting sequence is looked up every
+        step.
+        """
         while len(seq.block_hashes) <= i:
             prefix = seq.block_hashes[-1] if seq.block_hashes else -1
             seq.block_hashes.append(self.compute_hash(seq.block(len(seq.block_hashes)), prefix))

@@ -1,4 +1,5 @@
-"""What users call: turns prompts into sequences, runs steps until all are finished, and turns tokens into text.
+"""What users call: turns prompts into sequences, runs steps until all are finished, and turns tokens into
+text.
 
 Follow `generate` -> `step` -> `Scheduler.schedule` -> `ModelRunner.run` -> `Scheduler.postprocess`.
 """
@@ -55,7 +56,9 @@ class LLMEngine:
         self.exit()
 
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams) -> int:
-        """Queue one request and return its id. Raises ValueError, changing nothing, if it cannot be served."""
+        """
+        Queue one request and return its id. Raises ValueError, changing nothing, if it cannot be served.
+        """
         self._check_usable()
         token_ids = self._check_prompt(prompt, sampling_params, "prompt")
         seq = Sequence(
@@ -66,8 +69,8 @@ class LLMEngine:
 
     def step(self) -> tuple[list[tuple[int, list[int]]], int]:
         """
-        Run one step. Returns the requests that finished in it as (id, completion token ids), and the number of
-        prompt tokens computed, or minus the number of sequences decoded.
+        Run one step. Returns the requests that finished in it as (id, completion token ids), and the number
+        of prompt tokens computed, or minus the number of sequences decoded.
         """
         self._check_usable()
         sequences, is_prefill = self.scheduler.schedule()
@@ -91,9 +94,9 @@ class LLMEngine:
         """
         Complete the prompts; results are in their order.
 
-        prompts: a string or a list of token ids, or a list of these. sampling_params: one for all, or one each.
-        Every result has "text", the completion without special tokens, and "token_ids".
-        Raises ValueError naming the prompt or parameter at fault, before anything is computed.
+        prompts: a string or a list of token ids, or a list of these. sampling_params: one for all, or one
+        each. Every result has "text", the completion without special tokens, and "token_ids". Raises
+        ValueError naming the prompt or parameter at fault, before anything is computed.
         """
         self._check_usable()
         if not self.is_finished():
@@ -132,7 +135,7 @@ class LLMEngine:
                 isinstance(m, dict) and "role" in m and "content" in m for m in conversation
             ):
                 raise ValueError(
-                    f'conversation {i} must be a list of dicts with "role" and "content", got {conversation!r}'
+                    f"conversation {i} must be a list of dicts with role and content, got {conversation!r}"
                 )
         if getattr(self.tokenizer, "chat_template", None) is None:
             raise ValueError(f"the tokenizer of {self.config.model!r} has no chat template")

@@ -21,7 +21,9 @@ CPU_KV_CACHE_BYTES = 4 << 30
 
 
 class ModelRunner:
-    """`kv_cache` is [2, layers, blocks, block_size, kv_heads of this rank, head_dim]; 2 is keys and values."""
+    """
+    `kv_cache` is [2, layers, blocks, block_size, kv_heads of this rank, head_dim]; 2 is keys and values.
+    """
 
     def __init__(self, config: Config, rank: int = 0):
         self.config = config
@@ -81,7 +83,10 @@ class ModelRunner:
         torch.cuda.empty_cache()
 
     def allocate_kv_cache(self) -> None:
-        """Take the memory that the options allow and nothing else needs. Raises ValueError if that is not enough."""
+        """
+        Take the memory that the options allow and nothing else needs. Raises ValueError if that is not
+        enough.
+        """
         config = self.config
         layer = self.attention_layers[0]
         shape = (self.block_size, layer.num_kv_heads, layer.head_dim)
@@ -93,9 +98,9 @@ class ModelRunner:
             if budget // block_bytes < needed:
                 raise ValueError(
                     f"the KV cache of one sequence of max_model_len={config.max_model_len} tokens needs "
-                    f"{needed * block_bytes:,} bytes, {needed * block_bytes - budget:,} more than there are; raise "
-                    f"gpu_memory_utilization (now {config.gpu_memory_utilization}), or lower max_model_len or "
-                    f"max_num_batched_tokens (now {config.max_num_batched_tokens})"
+                    f"{needed * block_bytes:,} bytes, {needed * block_bytes - budget:,} more than there are; "
+                    f"raise gpu_memory_utilization (now {config.gpu_memory_utilization}), or lower "
+                    f"max_model_len or max_num_batched_tokens (now {config.max_num_batched_tokens})"
                 )
             # more than all sequences at full length can use would lie idle
             config.num_kvcache_blocks = min(config.max_num_seqs * needed, budget // block_bytes)
@@ -107,7 +112,10 @@ class ModelRunner:
             layer.k_cache, layer.v_cache = self.kv_cache[0, i], self.kv_cache[1, i]
 
     def _kv_cache_budget(self) -> int:
-        """Bytes for the KV cache: on a GPU the allowed share of the card less what is used and what a step needs."""
+        """
+        Bytes for the KV cache: on a GPU the allowed share of the card less what is used and what a step
+        needs.
+        """
         if self.device.type != "cuda":
             return CPU_KV_CACHE_BYTES
         free, total = torch.cuda.mem_get_info(self.device)

@@ -1,7 +1,9 @@
-"""Decides what the next step computes. Knows sequences, lengths and free blocks; nothing about tensors or devices.
+"""Decides what the next step computes. Knows sequences, lengths and free blocks; nothing about tensors or
+devices.
 
-A step is all prefill or all decode, and prefill goes first. Both `waiting` and `running` are in order of arrival
-(a preempted sequence goes back to the front), so the oldest running sequence is never preempted by a younger one.
+A step is all prefill or all decode, and prefill goes first. Both `waiting` and `running` are in order of
+arrival (a preempted sequence goes back to the front), so the oldest running sequence is never preempted by a
+younger one.
 """
 
 from collections import deque
@@ -13,8 +15,8 @@ from nanovllm.engine.sequence import Sequence, SequenceStatus
 
 class Scheduler:
     """
-    Progress: every request fits the pool alone (`add` checks it), the oldest running sequence gets its block before
-    any younger one and is preempted last, so each decode step brings it one token nearer its end.
+    Progress: every request fits the pool alone (`add` checks it), the oldest running sequence gets its block
+    before any younger one and is preempted last, so each decode step brings it one token nearer its end.
     """
 
     def __init__(self, config: Config):
@@ -52,11 +54,14 @@ class Scheduler:
         if total - 1 > num_blocks * block_size:  # the last token is never written to the cache
             raise ValueError(
                 f"the prompt has {num_prompt_tokens} tokens; with max_tokens={max_tokens} it needs "
-                f"{-(-(total - 1) // block_size)} KV cache blocks of {block_size} tokens, but there are {num_blocks}"
+                f"{-(-(total - 1) // block_size)} KV cache blocks of {block_size} tokens, "
+                f"but there are {num_blocks}"
             )
 
     def schedule(self) -> tuple[list[Sequence], bool]:
-        """The sequences of the next step, each with its `num_scheduled_tokens`, and whether it is a prefill."""
+        """
+        The sequences of the next step, each with its `num_scheduled_tokens`, and whether it is a prefill.
+        """
         sequences = self._schedule_prefill()
         if sequences:
             return sequences, True
@@ -114,7 +119,9 @@ class Scheduler:
         self.num_preemptions += 1
 
     def postprocess(self, sequences: list[Sequence], token_ids: list[int]) -> None:
-        """Record a step: one token id per scheduled sequence, ignored where the prefill is not complete yet."""
+        """
+        Record a step: one token id per scheduled sequence, ignored where the prefill is not complete yet.
+        """
         for seq, token_id in zip(sequences, token_ids, strict=True):
             seq.num_computed_tokens += seq.num_scheduled_tokens
             seq.num_scheduled_tokens = 0
@@ -129,7 +136,9 @@ class Scheduler:
             self.running = [seq for seq in self.running if not seq.is_finished]
 
     def clear(self) -> None:
-        """Drop every request after a failed step. What that step wrote is unknown, so nothing stays findable."""
+        """
+        Drop every request after a failed step. What that step wrote is unknown, so nothing stays findable.
+        """
         for seq in self.running:
             self.block_manager.deallocate(seq)
         self.block_manager.forget()

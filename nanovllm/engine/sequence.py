@@ -1,4 +1,6 @@
-"""One request on its way through the engine: its tokens, how far they are computed, and the blocks they live in."""
+"""
+One request on its way through the engine: its tokens, how far they are computed, and the blocks they live in.
+"""
 
 from enum import Enum, auto
 from itertools import count
@@ -15,8 +17,9 @@ class SequenceStatus(Enum):
 class Sequence:
     """
     `token_ids` is the prompt followed by the completion so far. The KV cache holds the first
-    `num_computed_tokens` of them, of which `num_cached_tokens` were found there at admission; the current step
-    computes the next `num_scheduled_tokens`. A decoding sequence has exactly one token left to compute: its last.
+    `num_computed_tokens` of them, of which `num_cached_tokens` were found there at admission; the current
+    step computes the next `num_scheduled_tokens`. A decoding sequence has exactly one token left to compute:
+    its last.
     """
 
     _ids = count()
@@ -54,7 +57,8 @@ class Sequence:
         return self.token_ids[key]
 
     def __repr__(self) -> str:
-        return f"Sequence({self.seq_id}, {self.status.name}, {self.num_prompt_tokens}+{self.num_completion_tokens})"
+        tokens = f"{self.num_prompt_tokens}+{self.num_completion_tokens}"
+        return f"Sequence({self.seq_id}, {self.status.name}, {tokens} tokens)"
 
     @property
     def is_finished(self) -> bool:

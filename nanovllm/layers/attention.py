@@ -1,7 +1,8 @@
 """Attention over the paged KV cache, and the choice of who computes it.
 
-A layer stores the step's keys and values first and attends second, so sequences of one step may read each other's
-blocks. What a back-end must offer is two functions, one per phase; everything else is the same for all.
+A layer stores the step's keys and values first and attends second, so sequences of one step may read each
+other's blocks. What a back-end must offer is two functions, one per phase; everything else is the same for
+all.
 """
 
 from collections.abc import Callable

@@ -1,6 +1,7 @@
 """The two ends of the model, both split by vocabulary rows: token embedding and LM head.
 
-A vocabulary that the ranks do not divide is padded on the last ones; the padding is never looked up or sampled.
+A vocabulary that the ranks do not divide is padded on the last ones; the padding is never looked up or
+sampled.
 """
 
 from typing import Any

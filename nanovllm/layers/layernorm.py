@@ -19,7 +19,9 @@ class RMSNorm(nn.Module):
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None = None
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """x [..., hidden] -> norm(x); with a residual of the same shape -> (norm(x + residual), x + residual)."""
+        """
+        x [..., hidden] -> norm(x); with a residual of the same shape -> (norm(x + residual), x + residual).
+        """
         if residual is None:
             return rms_norm(x, self.weight, self.eps)
         return add_rms_norm(x, residual, self.weight, self.eps)

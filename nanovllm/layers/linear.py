@@ -1,7 +1,8 @@
-"""Matrix products, split over the tensor-parallel ranks by output features (columns) or input features (rows).
+"""Matrix products, split over the tensor-parallel ranks by output features (columns) or input features
+(rows).
 
-Each parameter carries a `weight_loader` that takes this rank's shard out of the checkpoint's tensor by slicing, so
-that no more than the shard is read from disk. Weights are [output features, input features].
+Each parameter carries a `weight_loader` that takes this rank's shard out of the checkpoint's tensor by
+slicing, so that no more than the shard is read from disk. Weights are [output features, input features].
 """
 
 from typing import Any
@@ -64,7 +65,10 @@ class MergedColumnParallelLinear(LinearBase):
     def _load_rows(
         self, param: nn.Parameter, loaded_weight: Any, total: int, offset: int, parts: int = 0, part: int = -1
     ) -> None:
-        """Copy one of `parts` equal parts of the `total` rows of `loaded_weight` to the parameter's rows at `offset`."""
+        """
+        Copy one of `parts` equal parts of the `total` rows of `loaded_weight` to the parameter's rows at
+        `offset`.
+        """
         expected = (total, *param.shape[1:])
         if tuple(loaded_weight.shape) != expected:
             raise ValueError(f"shape {tuple(loaded_weight.shape)}, expected {expected}")
@@ -84,8 +88,8 @@ class ColumnParallelLinear(MergedColumnParallelLinear):
 
 class QKVParallelLinear(MergedColumnParallelLinear):
     """
-    Query, key and value projections as one matrix, split by heads. With fewer KV heads than ranks, neighbouring ranks
-    hold the same KV head.
+    Query, key and value projections as one matrix, split by heads. With fewer KV heads than ranks,
+    neighbouring ranks hold the same KV head.
     """
 
     def __init__(

@@ -1,8 +1,9 @@
-"""Rotary position embedding: every head's two halves are rotated against each other by angles that grow with the position.
+"""Rotary position embedding: every head's two halves are rotated against each other by angles that grow with
+the position.
 
-Knows the frequency scalings that checkpoints ask for; the rest of the model sees one table of cosines and sines.
-Sources: RoPE (arXiv:2104.09864), linear interpolation (arXiv:2306.15595), YaRN (arXiv:2309.00071), and Llama 3.1's
-release for `llama3`.
+Knows the frequency scalings that checkpoints ask for; the rest of the model sees one table of cosines and
+sines. Sources: RoPE (arXiv:2104.09864), linear interpolation (arXiv:2306.15595), YaRN (arXiv:2309.00071), and
+Llama 3.1's release for `llama3`.
 """
 
 import math
@@ -13,13 +14,17 @@ from torch import nn
 
 
 def apply_rotary_emb(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate x [tokens, heads, head_dim] by cos, sin [tokens, 1, head_dim / 2], in float32. Returns x's dtype."""
+    """
+    Rotate x [tokens, heads, head_dim] by cos, sin [tokens, 1, head_dim / 2], in float32. Returns x's dtype.
+    """
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
 class RotaryEmbedding(nn.Module):
-    """Holds `cos_sin_cache`, float32 [max_position, head_dim]: the cosines of each position, then its sines."""
+    """
+    Holds `cos_sin_cache`, float32 [max_position, head_dim]: the cosines of each position, then its sines.
+    """
 
     def __init__(self, inverse_frequencies: torch.Tensor, max_position: int, scale: float = 1.0):
         super().__init__()
@@ -38,7 +43,9 @@ class RotaryEmbedding(nn.Module):
 
 
 def rope_parameters(hf_config: Any) -> dict[str, Any]:
-    """The checkpoint's rotary settings in one spelling, from `rope_parameters` or `rope_theta` + `rope_scaling`."""
+    """
+    The checkpoint's rotary settings in one spelling, from `rope_parameters` or `rope_theta` + `rope_scaling`.
+    """
     parameters = dict(getattr(hf_config, "rope_scaling", None) or {})
     parameters.update(getattr(hf_config, "rope_parameters", None) or {})
     parameters.setdefault("rope_theta", getattr(hf_config, "rope_theta", None) or 10000.0)
@@ -50,7 +57,10 @@ def rope_parameters(hf_config: Any) -> dict[str, Any]:
 
 
 def get_rope(head_dim: int, max_position: int, parameters: dict[str, Any]) -> RotaryEmbedding:
-    """The embedding that `rope_parameters` describes. Raises ValueError naming an unknown type or a missing setting."""
+    """
+    The embedding that `rope_parameters` describes. Raises ValueError naming an unknown type or a missing
+    setting.
+    """
     scalings = {
         "default": lambda frequencies, _: (frequencies, 1.0),
         "linear": lambda frequencies, p: (frequencies / p["factor"], 1.0),

@@ -1,4 +1,6 @@
-"""The models that checkpoints can name in `architectures`. A new one is a file here and an entry in `MODELS`."""
+"""
+The models that checkpoints can name in `architectures`. A new one is a file here and an entry in `MODELS`.
+"""
 
 from typing import Any
 
@@ -16,7 +18,10 @@ MODELS: dict[str, type[nn.Module]] = {
 
 
 def get_model_class(hf_config: Any) -> type[nn.Module]:
-    """The class for a checkpoint. Raises ValueError that lists the known architectures, or names what is not supported."""
+    """
+    The class for a checkpoint. Raises ValueError that lists the known architectures, or names what is not
+    supported.
+    """
     names = getattr(hf_config, "architectures", None) or []
     if isinstance(names, str) or not all(isinstance(name, str) for name in names):
         names = [str(names)]

@@ -1,4 +1,6 @@
-"""Llama 2, 3 and what is built like them (SmolLM2, TinyLlama, ...): Qwen3 without norms on queries and keys."""
+"""
+Llama 2, 3 and what is built like them (SmolLM2, TinyLlama, ...): Qwen3 without norms on queries and keys.
+"""
 
 from typing import Any
 

@@ -1,8 +1,9 @@
 """Qwen3, and the decoder that its relatives share.
 
-Tokens of all sequences come concatenated, [tokens, ...]; only attention knows where one sequence ends (through
-`Context`). The residual stream is carried beside the hidden states so that each addition is fused into the next norm.
-What differs between relatives is passed down as `qk_norm`, `qkv_bias`, `o_bias` and `mlp_bias`.
+Tokens of all sequences come concatenated, [tokens, ...]; only attention knows where one sequence ends
+(through `Context`). The residual stream is carried beside the hidden states so that each addition is fused
+into the next norm. What differs between relatives is passed down as `qk_norm`, `qkv_bias`, `o_bias` and
+`mlp_bias`.
 """
 
 from typing import Any
@@ -105,7 +106,9 @@ class Qwen3Model(nn.Module):
 
 
 class Qwen3ForCausalLM(nn.Module):
-    """`packed_modules_mapping`: name in the checkpoint -> (our parameter that it is a part of, which part)."""
+    """
+    `packed_modules_mapping`: name in the checkpoint -> (our parameter that it is a part of, which part).
+    """
 
     packed_modules_mapping = {
         "q_proj": ("qkv_proj", "q"),
