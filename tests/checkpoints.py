@@ -1,5 +1,6 @@
 """Small random checkpoints, made with transformers, which is also the oracle they are compared with."""
 
+import json
 from pathlib import Path
 
 import torch
@@ -7,6 +8,9 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 ARCHITECTURES = {"qwen3": "Qwen3", "qwen2": "Qwen2", "llama": "Llama"}
+
+# The engine options under which results are compared: the same everywhere.
+EXACT = dict(device="cpu", dtype="float32", kvcache_block_size=16)
 
 SMALL = dict(
     vocab_size=320,
@@ -76,3 +80,41 @@ def reference_greedy(model, prompt: list[int], count: int) -> list[int]:
         output.append(token)
         ids = torch.tensor([[token]])
     return output
+
+
+@torch.no_grad()
+def assert_greedy(model, prompt: list[int], completion: list[int], eos: tuple[int, ...] = ()) -> None:
+    """
+    Every token of `completion` is the one that transformers ranks first after the tokens before it. By induction
+    this is greedy decoding, in one forward pass. Only where transformers itself sees a tie may either be taken.
+    """
+    logits = model(input_ids=torch.tensor([[*prompt, *completion]])).logits[0, len(prompt) - 1 : -1]
+    behind = logits.amax(-1) - logits.gather(1, torch.tensor(completion)[:, None])[:, 0]
+    wrong = (behind > 1e-4).nonzero().flatten().tolist()
+    assert not wrong, f"token {wrong[0]} of the completion is {behind[wrong[0]]:.4f} behind the best"
+    assert not set(completion[:-1]) & set(eos), "went on after an end-of-sequence token"
+
+
+def edit_json(file: Path, **changes) -> None:
+    """Set keys of a JSON file; None removes one."""
+    content = json.loads(file.read_text()) if file.exists() else {}
+    content = {key: value for key, value in {**content, **changes}.items() if value is not None}
+    file.write_text(json.dumps(content))
+
+
+def spell_rope(folder: Path, spelling: str) -> None:
+    """
+    Rewrite the rotary settings of config.json the way that transformers 5 ("rope_parameters"), 4.56 ("rope_scaling")
+    or older versions ("type") write them.
+    """
+    config = json.loads((folder / "config.json").read_text())
+    settings = dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
+    theta = settings.pop("rope_theta", None) or config.get("rope_theta", 10000.0)
+    rope_type = settings.pop("rope_type", "default")
+    if spelling == "rope_parameters":
+        new = dict(rope_parameters={"rope_type": rope_type, "rope_theta": theta, **settings})
+        edit_json(folder / "config.json", rope_theta=None, rope_scaling=None, **new)
+    else:
+        key = "type" if spelling == "type" else "rope_type"
+        scaling = None if rope_type == "default" else {key: rope_type, **settings}
+        edit_json(folder / "config.json", rope_parameters=None, rope_theta=theta, rope_scaling=scaling)

@@ -124,8 +124,14 @@ class BlockManager:
         self._adopt(seq)
         if len(seq.block_table) * self.block_size < len(seq):
             seq.block_table.append(self._take_free_block())
-        elif len(seq) % self.block_size == 0:
+        elif len(seq) % self.block_size == 0 and len(seq.token_ids) == len(seq):
             self._close(seq, seq.num_blocks - 1)
+
+    def may_close(self, seq: Sequence) -> None:
+        """Close the block that the sequence's newest known token fills, if that token is computed already."""
+        known = len(seq.token_ids)
+        if known % self.block_size == 0 and seq.block_table and seq.num_computed_tokens >= known:
+            self._close(seq, known // self.block_size - 1)
 
     def forget(self) -> None:
         """Make nothing findable any more, for when the contents of the cache are in doubt."""

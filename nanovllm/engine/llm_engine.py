@@ -8,12 +8,12 @@ import random
 import time
 from collections.abc import Iterable
 from numbers import Integral
-from typing import Any
+from typing import Any, NamedTuple
 
 from tqdm.auto import tqdm
 
 from nanovllm.config import Config
-from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.model_runner import ModelRunner, StepOutput
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
@@ -21,6 +21,15 @@ from nanovllm.utils.checkpoint import open_checkpoint
 
 Prompt = str | list[int]
 Messages = list[dict[str, Any]]
+
+
+class Step(NamedTuple):
+    """A step under way."""
+
+    sequences: list[Sequence]
+    drawing: list[Sequence]
+    num_tokens: int
+    output: StepOutput
 
 
 class LLMEngine:
@@ -39,6 +48,8 @@ class LLMEngine:
         self.model_runner = ModelRunner(self.config)
         self.scheduler = Scheduler(self.config)
         self._seeds = random.Random(self.config.seed)
+        self._overlap = self.config.device != "cpu"
+        self._under_way: Step | None = None
 
     def exit(self) -> None:
         """Free the device's memory. May be called twice; the engine cannot be used afterwards."""
@@ -69,21 +80,29 @@ class LLMEngine:
 
     def step(self) -> tuple[list[tuple[int, list[int]]], int]:
         """
-        Run one step. Returns the requests that finished in it as (id, completion token ids), and the number
-        of prompt tokens computed, or minus the number of sequences decoded.
+        Run one step. Returns the requests that finished as (id, completion token ids), and the number of
+        prompt tokens computed, or minus the number of sequences decoded. On a GPU a step returns what the one
+        before it computed (the first returns nothing), so that the device never waits for the host.
         """
         self._check_usable()
         sequences, is_prefill = self.scheduler.schedule()
-        if not sequences:
-            return [], 0
+        step = self._launch(sequences, is_prefill) if sequences else None
+        if self._overlap:  # the host's work on this step is done while the device is busy with it
+            step, self._under_way = self._under_way, step
+        return self._collect(step) if step is not None else ([], 0)
+
+    def _launch(self, sequences: list[Sequence], is_prefill: bool) -> Step:
         num_tokens = sum(seq.num_scheduled_tokens for seq in sequences) if is_prefill else -len(sequences)
-        token_ids = self.model_runner.call("run", sequences, is_prefill)
-        self.scheduler.postprocess(sequences, token_ids)
-        return [(seq.seq_id, seq.completion_token_ids) for seq in sequences if seq.is_finished], num_tokens
+        output = self.model_runner.call("launch", sequences, is_prefill)
+        return Step(sequences, self.scheduler.advance(sequences), num_tokens, output)
+
+    def _collect(self, step: Step) -> tuple[list[tuple[int, list[int]]], int]:
+        finished = self.scheduler.postprocess(step.sequences, step.output.token_ids(), step.drawing)
+        return [(seq.seq_id, seq.completion_token_ids) for seq in finished], step.num_tokens
 
     def is_finished(self) -> bool:
         """Whether no request is left."""
-        return self.scheduler.is_finished()
+        return self.scheduler.is_finished() and self._under_way is None
 
     def generate(
         self,
@@ -115,7 +134,7 @@ class LLMEngine:
             for seq_id, completion in self._run_to_end(len(prompts), use_tqdm):
                 token_ids[index[seq_id]] = completion
         except BaseException:
-            self.scheduler.clear()
+            self._clear()
             raise
         return [{"text": self._decode(ids), "token_ids": ids} for ids in token_ids]
 
@@ -146,6 +165,12 @@ class LLMEngine:
         # the template writes the special tokens itself
         token_ids = [self.tokenizer.encode(prompt, add_special_tokens=False) for prompt in prompts]
         return self.generate(token_ids, sampling_params, use_tqdm)
+
+    def _clear(self) -> None:
+        """Drop every request."""
+        self._under_way = None
+        self.scheduler.clear()
+        self.model_runner.call("reset")
 
     def _run_to_end(self, num_requests: int, use_tqdm: bool) -> Iterable[tuple[int, list[int]]]:
         """Step until no request is left, yielding the finished ones and showing progress and speed."""

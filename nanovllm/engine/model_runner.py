@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from nanovllm.config import Config
+from nanovllm.engine.decode_state import DecodeState
 from nanovllm.engine.sequence import Sequence
 from nanovllm.layers.attention import Attention, get_backend
 from nanovllm.layers.sampler import Sampler
@@ -18,6 +19,13 @@ from nanovllm.utils.context import reset_context, set_context
 from nanovllm.utils.loader import load_model
 
 CPU_KV_CACHE_BYTES = 4 << 30
+GRAPH_BYTES = 512 << 20  # for what CUDA graphs keep, logits aside
+
+
+def get_graph_sizes(max_num_seqs: int) -> list[int]:
+    """Batch sizes that CUDA graphs are made for: padding costs little where the weights decide the time."""
+    sizes = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, *range(128, max_num_seqs, 64)]
+    return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
 
 
 class ModelRunner:
@@ -40,6 +48,13 @@ class ModelRunner:
         backend = get_backend(config, self.device)
         for layer in self.attention_layers:
             layer.backend = backend
+        self.state = DecodeState(
+            config.max_num_seqs, -(-config.max_model_len // self.block_size), self.block_size, self.device
+        )
+        self.enforce_eager = config.enforce_eager or self.device.type != "cuda"
+        self.graph_sizes = get_graph_sizes(config.max_num_seqs)
+        self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self.graph_pool = None
         self.warmup_model()
         self.allocate_kv_cache()
 
@@ -62,11 +77,18 @@ class ModelRunner:
         """Free the device's memory."""
         for layer in self.attention_layers:
             layer.k_cache = layer.v_cache = torch.empty(0)
-        self.model = self.kv_cache = None
+        self.model = self.kv_cache = self.state = None
+        self.graphs.clear()
         self.attention_layers = []
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             torch.cuda.empty_cache()
+
+    def reset(self) -> None:
+        """Wait for what was enqueued and forget what the device was told, after a step that failed."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.state.reset()
 
     def warmup_model(self) -> None:
         """Run the largest prefill there can be, so that the peak of memory that activations need is known."""
@@ -121,7 +143,11 @@ class ModelRunner:
         free, total = torch.cuda.mem_get_info(self.device)
         stats = torch.cuda.memory_stats(self.device)
         activations = stats["allocated_bytes.all.peak"] - stats["allocated_bytes.all.current"]
-        return int(total * self.config.gpu_memory_utilization) - (total - free) - activations
+        logits = (
+            self.config.max_num_seqs * self.config.hf_config.vocab_size * self.config.torch_dtype.itemsize
+        )
+        graphs = 0 if self.enforce_eager else GRAPH_BYTES + 2 * logits
+        return int(total * self.config.gpu_memory_utilization) - (total - free) - activations - graphs
 
     def prepare_prefill(self, sequences: list[Sequence]) -> tuple[torch.Tensor, torch.Tensor]:
         """Input ids and positions [tokens] of what the sequences have scheduled; sets the context."""
@@ -152,20 +178,17 @@ class ModelRunner:
         ids = self._to_device(np.concatenate(input_ids), torch.int64)
         return ids, self._to_device(np.concatenate(positions), torch.int64)
 
-    def prepare_decode(self, sequences: list[Sequence]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Input ids and positions [sequences] of the last tokens; sets the context."""
-        lens = np.array([len(seq) for seq in sequences])
-        last_blocks = np.array([seq.block_table[-1] for seq in sequences])
-        set_context(
-            False,
-            slot_mapping=self._to_device(
-                last_blocks * self.block_size + (lens - 1) % self.block_size, torch.int32
-            ),
-            context_lens=self._to_device(lens, torch.int32),
-            block_tables=self.prepare_block_tables(sequences),
-        )
-        ids = self._to_device(np.array([seq.last_token for seq in sequences]), torch.int64)
-        return ids, self._to_device(lens - 1, torch.int64)
+    def prepare_decode(self, sequences: list[Sequence]) -> int:
+        """
+        Tell the device what changed since the last decode step. Returns the number of rows it will have.
+        """
+        batch_size = len(sequences)
+        if not self.enforce_eager:
+            batch_size = next(size for size in self.graph_sizes if size >= batch_size)
+        changes = self.state.changes(sequences, batch_size)
+        if changes.size:
+            self.state.apply(self._to_device(changes, torch.int32))
+        return batch_size
 
     def prepare_block_tables(self, sequences: list[Sequence]) -> torch.Tensor:
         """int32 [sequences, blocks of the longest]; what lies beyond a sequence's end is never read."""
@@ -189,7 +212,6 @@ class ModelRunner:
             return tensor.pin_memory().to(self.device, non_blocking=True)
         return tensor
 
-    @torch.inference_mode()
     def run_model(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """-> logits [sequences, vocabulary]."""
         return self.model.compute_logits(self.model(input_ids, positions))
@@ -197,10 +219,81 @@ class ModelRunner:
     @torch.inference_mode()
     def run(self, sequences: list[Sequence], is_prefill: bool) -> list[int]:
         """Compute one step: the next token id of every sequence."""
-        prepare = self.prepare_prefill if is_prefill else self.prepare_decode
+        return self.launch(sequences, is_prefill).token_ids()
+
+    @torch.inference_mode()
+    def launch(self, sequences: list[Sequence], is_prefill: bool) -> "StepOutput":
+        """Enqueue one step without waiting for it."""
+        if is_prefill:
+            tokens = self._prefill_step(sequences)
+        else:
+            batch_size = self.prepare_decode(sequences)
+            if self.enforce_eager:
+                tokens = self._decode_step(self.state.batch[:batch_size])
+            else:
+                if batch_size not in self.graphs:
+                    self.capture_cudagraph(batch_size)
+                graph, tokens = self.graphs[batch_size]
+                graph.replay()
+        return StepOutput(tokens[: len(sequences)])
+
+    def _prefill_step(self, sequences: list[Sequence]) -> torch.Tensor:
         try:
-            input_ids, positions = prepare(sequences)
+            input_ids, positions = self.prepare_prefill(sequences)
             logits = self.run_model(input_ids, positions)
-            return self.sampler(logits, *self.prepare_sample(sequences)).tolist()
+            tokens = self.sampler(logits, *self.prepare_sample(sequences))
         finally:
             reset_context()
+        rows = np.array([seq.row for seq in sequences])
+        self.state.feed(self._to_device(rows, torch.int32), tokens)
+        return tokens
+
+    def _decode_step(self, batch: torch.Tensor) -> torch.Tensor:
+        """
+        Embedding to drawn token for these rows of the decode state, int32 [batch]. Depends on nothing but the
+        device's memory, so that it can be captured once and replayed.
+        """
+        inputs = self.state.next_inputs(batch)
+        set_context(
+            False,
+            slot_mapping=inputs.slot_mapping,
+            context_lens=inputs.context_lens,
+            block_tables=inputs.block_tables,
+        )
+        try:
+            logits = self.run_model(inputs.input_ids, inputs.positions)
+            tokens = self.sampler(logits, inputs.temperatures, inputs.seeds, inputs.next_positions)
+        finally:
+            reset_context()
+        self.state.feed(batch, tokens)
+        return tokens
+
+    @torch.inference_mode()
+    def capture_cudagraph(self, batch_size: int) -> None:
+        """Record the decode step for this number of rows. Done when first needed: a start waits for none."""
+        padding = torch.full((batch_size,), self.state.padding_row, dtype=torch.int32, device=self.device)
+        self._decode_step(padding)  # compiles kernels and creates handles, which a capture cannot
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.graph_pool):
+            tokens = self._decode_step(self.state.batch[:batch_size])
+        self.graph_pool = graph.pool()
+        self.graphs[batch_size] = graph, tokens
+
+
+class StepOutput:
+    """The tokens that a step draws, on their way to the host."""
+
+    def __init__(self, tokens: torch.Tensor):
+        self.done = None
+        self.tokens = tokens
+        if tokens.is_cuda:
+            self.tokens = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+            self.tokens.copy_(tokens, non_blocking=True)
+            self.done = torch.cuda.Event()
+            self.done.record()
+
+    def token_ids(self) -> list[int]:
+        """Wait for the step and return one token id per sequence."""
+        if self.done is not None:
+            self.done.synchronize()
+        return self.tokens.tolist()

@@ -32,6 +32,7 @@ class Scheduler:
         self.chunked: Sequence | None = (
             None  # the running sequence, always the last, whose prefill is not complete
         )
+        self.free_rows = list(range(self.max_num_seqs))[::-1]  # of the device's decode state
         self.num_preemptions = 0
 
     def is_finished(self) -> bool:
@@ -76,16 +77,14 @@ class Scheduler:
         while self.waiting and len(self.running) < self.max_num_seqs:
             seq = self.waiting[0]
             num_tokens = len(seq) - self.block_manager.num_cached_tokens(seq)
-            if (
-                num_tokens > budget and scheduled
-            ):  # only a prompt that has a step's budget to itself is chunked
-                break
-            if not self.block_manager.can_allocate(seq):
+            # Only a prompt that has a whole step to itself is computed in chunks.
+            if (num_tokens > budget and scheduled) or not self.block_manager.can_allocate(seq):
                 break
             self.block_manager.allocate(seq)
             self.waiting.popleft()
             self.running.append(seq)
             seq.status = SequenceStatus.RUNNING
+            seq.row = self.free_rows.pop()
             budget -= self._schedule_chunk(seq, budget)
             scheduled.append(seq)
         return scheduled
@@ -114,34 +113,74 @@ class Scheduler:
     def preempt(self, seq: Sequence) -> None:
         """Take the sequence's blocks; it keeps its tokens and is computed again when there is room."""
         seq.status = SequenceStatus.WAITING
-        self.block_manager.deallocate(seq)
+        self._release(seq)
         self.waiting.appendleft(seq)
         self.num_preemptions += 1
 
-    def postprocess(self, sequences: list[Sequence], token_ids: list[int]) -> None:
+    def advance(self, sequences: list[Sequence]) -> list[Sequence]:
         """
-        Record a step: one token id per scheduled sequence, ignored where the prefill is not complete yet.
+        Count a step as under way, so that the next one can be scheduled before its tokens are known. Returns
+        the sequences that draw a token in it: all, or none if it is a prompt's chunk that is not the last.
         """
-        for seq, token_id in zip(sequences, token_ids, strict=True):
+        drawing = []
+        for seq in sequences:
             seq.num_computed_tokens += seq.num_scheduled_tokens
             seq.num_scheduled_tokens = 0
-            if seq.num_computed_tokens < len(seq):
+            if seq.num_computed_tokens == seq.num_tokens:
+                seq.expect_token()
+                drawing.append(seq)
+        if any(seq.num_completion_tokens == seq.max_tokens for seq in drawing):
+            for seq in drawing:
+                if seq.num_completion_tokens == seq.max_tokens:  # drawing its last: needs nothing any more
+                    self._release(seq)
+            self.running = [seq for seq in self.running if seq.row >= 0]
+        return drawing
+
+    def postprocess(
+        self, sequences: list[Sequence], token_ids: list[int], drawing: list[Sequence] | None = None
+    ) -> list[Sequence]:
+        """
+        Record the tokens of a step, one per scheduled sequence, and return the sequences that end with them.
+        `drawing` is what `advance` returned, if it was called when the step began. Steps are recorded in
+        order.
+        """
+        if drawing is None:
+            drawing = self.advance(sequences)
+        finished = []
+        for seq, token_id in zip(drawing, token_ids, strict=False):
+            if seq.is_finished:  # by the token before, which was not known when this step began
                 continue
-            seq.append_token(token_id)
-            hit_eos = not seq.ignore_eos and token_id in self.eos
-            if hit_eos or seq.num_completion_tokens == seq.max_tokens:
-                seq.status = SequenceStatus.FINISHED
-                self.block_manager.deallocate(seq)
-        if any(seq.is_finished for seq in sequences):
+            seq.resolve_token(token_id)
+            self.block_manager.may_close(seq)
+            hit_eos = token_id in self.eos and not seq.ignore_eos
+            if hit_eos or len(seq.token_ids) - seq.num_prompt_tokens == seq.max_tokens:
+                seq.num_tokens = len(seq.token_ids)
+                self._finish(seq)
+                finished.append(seq)
+        if finished:
             self.running = [seq for seq in self.running if not seq.is_finished]
+        return finished
+
+    def _finish(self, seq: Sequence) -> None:
+        """End a sequence, which may have been preempted or released while its last token was under way."""
+        if seq.status == SequenceStatus.WAITING:
+            self.waiting.remove(seq)
+        elif seq.row >= 0:
+            self._release(seq)
+        seq.status = SequenceStatus.FINISHED
+
+    def _release(self, seq: Sequence) -> None:
+        self.block_manager.deallocate(seq)
+        self.free_rows.append(seq.row)
+        seq.row, seq.num_sent_blocks = -1, 0
 
     def clear(self) -> None:
         """
         Drop every request after a failed step. What that step wrote is unknown, so nothing stays findable.
         """
         for seq in self.running:
-            self.block_manager.deallocate(seq)
+            self._release(seq)
         self.block_manager.forget()
-        self.running.clear()
+        self.running = []
         self.waiting.clear()
         self.chunked = None

@@ -16,8 +16,9 @@ class SequenceStatus(Enum):
 
 class Sequence:
     """
-    `token_ids` is the prompt followed by the completion so far. The KV cache holds the first
-    `num_computed_tokens` of them, of which `num_cached_tokens` were found there at admission; the current
+    `token_ids` is the prompt followed by the completion so far. `num_tokens` may be ahead of it by the tokens
+    that steps still under way will draw. The KV cache holds (or will, once those steps are done) the first
+    `num_computed_tokens`, of which `num_cached_tokens` were found there at admission; the current
     step computes the next `num_scheduled_tokens`. A decoding sequence has exactly one token left to compute:
     its last.
     """
@@ -42,6 +43,8 @@ class Sequence:
         self.num_computed_tokens = 0
         self.num_scheduled_tokens = 0
         self.block_table: list[int] = []
+        self.row = -1  # of the device's decode state, while running
+        self.num_sent_blocks = 0  # how much of the block table the device knows
         self.block_hashes: list[int] = []  # chained hashes of the full blocks seen so far
         self.temperature = sampling_params.temperature
         self.max_tokens = sampling_params.max_tokens
@@ -95,6 +98,14 @@ class Sequence:
         return self.token_ids[i * self.block_size : (i + 1) * self.block_size]
 
     def append_token(self, token_id: int) -> None:
+        self.expect_token()
+        self.resolve_token(token_id)
+
+    def expect_token(self) -> None:
+        """Count a token that a step under way will draw."""
+        self.num_tokens += 1
+
+    def resolve_token(self, token_id: int) -> None:
+        """Fill in the first token that was counted but not known."""
         self.token_ids.append(token_id)
         self.last_token = token_id
-        self.num_tokens += 1

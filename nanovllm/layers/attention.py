@@ -107,9 +107,13 @@ class Attention(nn.Module):
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim] -> [tokens, heads * head_dim]."""
-        context = get_context()
         if self.k_cache.numel():  # empty in the warm-up
-            store_kvcache(k, v, self.k_cache, self.v_cache, context.slot_mapping)
+            store_kvcache(k, v, self.k_cache, self.v_cache, get_context().slot_mapping)
+        return self.attend(q, k, v)
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """The same for keys and values that are stored already."""
+        context = get_context()
         if not context.is_prefill:
             out = self.backend.decode(
                 q, self.k_cache, self.v_cache, context.block_tables, context.context_lens, self.scale

@@ -11,12 +11,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from nanovllm.kernels.kv_store import qk_norm_rope_store
+from nanovllm.kernels.matvec import linear_small, linear_small_pays
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from nanovllm.layers.rotary_embedding import RotaryEmbedding, get_rope, rope_parameters
+from nanovllm.utils.context import get_context
 
 
 def get_head_dim(config: Any) -> int:
@@ -37,13 +40,27 @@ class Qwen3Attention(nn.Module):
         self.attn = Attention(self.qkv_proj.num_heads, head_dim, head_dim**-0.5, self.qkv_proj.num_kv_heads)
 
     def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        qkv = self.qkv_proj(hidden_states)
-        heads = qkv.view(len(qkv), -1, self.attn.head_dim)  # [tokens, q heads + k heads + v heads, head_dim]
-        q, k, v = heads.split((self.attn.num_heads, self.attn.num_kv_heads, self.attn.num_kv_heads), dim=1)
-        if self.q_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = self.rotary_emb(positions, q, k)
-        return self.o_proj(self.attn(q, k, v))
+        return self.o_proj(self.attend(positions, self.qkv_proj(hidden_states)))
+
+    def attend(self, positions: torch.Tensor, qkv: torch.Tensor) -> torch.Tensor:
+        """From the projections to the heads' outputs. Norms, rotation and the KV store are one pass over qkv."""
+        attn = self.attn
+        qk_norm_rope_store(
+            qkv,
+            attn.num_heads,
+            attn.num_kv_heads,
+            attn.head_dim,
+            self.q_norm.weight if self.q_norm else None,
+            self.k_norm.weight if self.k_norm else None,
+            self.q_norm.eps if self.q_norm else 0.0,
+            positions,
+            self.rotary_emb.cos_sin_cache,
+            attn.k_cache,
+            attn.v_cache,
+            get_context().slot_mapping,
+        )
+        heads = qkv.view(len(qkv), -1, attn.head_dim)  # [tokens, q heads + k heads + v heads, head_dim]
+        return attn.attend(*heads.split((attn.num_heads, attn.num_kv_heads, attn.num_kv_heads), dim=1))
 
 
 class Qwen3MLP(nn.Module):
@@ -78,6 +95,8 @@ class Qwen3DecoderLayer(nn.Module):
     def forward(
         self, positions: torch.Tensor, hidden_states: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        if linear_small_pays(hidden_states):
+            return self.forward_small(positions, hidden_states), None
         if residual is None:
             hidden_states, residual = self.input_layernorm(hidden_states), hidden_states
         else:
@@ -85,6 +104,19 @@ class Qwen3DecoderLayer(nn.Module):
         hidden_states = self.self_attn(positions, hidden_states)
         hidden_states, residual = self.post_attention_layernorm(hidden_states, residual)
         return self.mlp(hidden_states), residual
+
+    def forward_small(self, positions: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """
+        The same for a few tokens, where launches and small reads weigh: each product takes its neighbours (norm,
+        activation, residual addition) into its own kernel. x is the complete residual stream.
+        """
+        attn, mlp = self.self_attn, self.mlp
+        norm = self.input_layernorm
+        qkv = linear_small(x, attn.qkv_proj.weight, attn.qkv_proj.bias, norm_weight=norm.weight, eps=norm.eps)
+        x = linear_small(attn.attend(positions, qkv), attn.o_proj.weight, attn.o_proj.bias, residual=x)
+        norm, up, down = self.post_attention_layernorm, mlp.gate_up_proj, mlp.down_proj
+        gated = linear_small(x, up.weight, up.bias, norm_weight=norm.weight, eps=norm.eps, silu_and_mul=True)
+        return linear_small(gated, down.weight, down.bias, residual=x)
 
 
 class Qwen3Model(nn.Module):
@@ -101,8 +133,7 @@ class Qwen3Model(nn.Module):
         hidden_states, residual = self.embed_tokens(input_ids), None
         for layer in self.layers:
             hidden_states, residual = layer(positions, hidden_states, residual)
-        hidden_states, _ = self.norm(hidden_states, residual)
-        return hidden_states
+        return self.norm(hidden_states) if residual is None else self.norm(hidden_states, residual)[0]
 
 
 class Qwen3ForCausalLM(nn.Module):

@@ -1,0 +1,220 @@
+"""Attention of one new token per sequence over its paged KV cache: the kernel that decides decode throughput.
+
+All query heads that share a kv head are computed together, so K and V are read once. When the batch is too small to
+fill the chip, the context of a sequence is split over several programs (split-KV, as in FlashDecoding); the last of
+them to finish combines the partial results. How many splits there are follows from shapes alone and where they
+lie from the context length on the device, so that one captured graph serves every length.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanovllm.kernels.runtime import (
+    NUM_COUNTERS,
+    arrival_counters,
+    cdiv,
+    next_power_of_2,
+    num_multiprocessors,
+    overlaps_launches,
+    tl,
+    triton,
+    use_triton,
+)
+
+LOG2_E = 1.4426950408889634
+MAX_SPLITS = 32
+PROGRAMS_PER_MULTIPROCESSOR = 4
+
+
+def paged_decode_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, context_lens: Tensor, scale: float
+) -> Tensor:
+    """softmax(q k^T * scale) v over the first context_lens tokens of every sequence: [batch, heads, head_dim].
+
+    q is [batch, heads, head_dim] with a contiguous last dimension, the caches are contiguous
+    [blocks, block_size, kv_heads, head_dim], block_tables int32 [batch, max_blocks] and context_lens int32 [batch].
+    What a block table holds beyond a sequence's end is never used. A context of 0 (a padded row) gives zeros.
+    """
+    if not use_triton(q):
+        return paged_decode_attention_torch(q, k_cache, v_cache, block_tables, context_lens, scale)
+    batch, heads, head_dim = q.shape
+    block_size, kv_heads = k_cache.shape[1:3]
+    group = heads // kv_heads
+    tile, num_warps, num_stages = _tile(next_power_of_2(head_dim), k_cache.element_size())
+    splits = cdiv(PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors(q.device), batch * kv_heads)
+    splits = max(1, min(splits, MAX_SPLITS, cdiv(block_tables.shape[1] * block_size, tile)))
+    if splits > 1:
+        assert batch * kv_heads <= NUM_COUNTERS
+        partial = torch.empty(batch * heads * splits * (head_dim + 1), dtype=torch.float32, device=q.device)
+        counters = arrival_counters(q.device)
+    else:
+        partial = counters = None
+    out = torch.empty(batch, heads, head_dim, dtype=q.dtype, device=q.device)
+    overlap = overlaps_launches(q.device)
+    if batch:
+        _decode_kernel[(kv_heads, batch, splits)](
+            q,
+            k_cache,
+            v_cache,
+            block_tables,
+            context_lens,
+            out,
+            partial,
+            counters,
+            scale * LOG2_E,
+            q.stride(0),
+            q.stride(1),
+            block_tables.stride(0),
+            splits,
+            KV_HEADS=kv_heads,
+            GROUP=group,
+            GROUP_PAD=max(16, next_power_of_2(group)),
+            HEAD_DIM=head_dim,
+            DIM_PAD=next_power_of_2(head_dim),
+            BLOCK_SIZE=block_size,
+            TILE=tile,
+            MAX_SPLITS=MAX_SPLITS,
+            SPLIT=splits > 1,
+            OVERLAP=overlap,
+            num_warps=num_warps,
+            num_stages=num_stages,
+            launch_pdl=overlap,
+        )
+    return out
+
+
+def _tile(dim_pad: int, element_size: int) -> tuple[int, int, int]:
+    """Tokens a tile, warps and pipeline stages: 32 KB of keys and values, three tiles in flight."""
+    return max(16, min(64, 16384 // (dim_pad * element_size))), 4, 3
+
+
+def paged_decode_attention_torch(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, context_lens: Tensor, scale: float
+) -> Tensor:
+    batch, heads, head_dim = q.shape
+    block_size, kv_heads = k_cache.shape[1:3]
+    longest = max(1, int(context_lens.max()))
+    token = torch.arange(longest, device=q.device)
+    seen = token < context_lens[:, None]
+    # Tokens beyond a sequence's end read its first token again, never a slot that nothing was written to.
+    token = torch.where(seen, token, 0)
+    blocks = block_tables.gather(1, token // block_size)
+    slots = torch.where(context_lens[:, None] > 0, blocks * block_size + token % block_size, 0).flatten()
+    keys, values = (
+        cache.view(-1, kv_heads, head_dim)[slots].view(batch, longest, kv_heads, head_dim).transpose(1, 2)
+        for cache in (k_cache, v_cache)
+    )
+    # The query heads of one kv head are the query rows, so K and V are never expanded.
+    queries = q.unflatten(1, (kv_heads, -1))
+    out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=seen[:, None, None], scale=scale)
+    return out.reshape(batch, heads, head_dim).masked_fill(context_lens[:, None, None] == 0, 0.0)
+
+
+@triton.jit(do_not_specialize=["table_stride", "splits"])
+def _decode_kernel(
+    q,
+    k_cache,
+    v_cache,
+    block_tables,
+    context_lens,
+    out,
+    partial,
+    counters,
+    scale_log2,
+    q_batch_stride,
+    q_head_stride,
+    table_stride,
+    splits,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_PAD: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """A program takes one kv head of one sequence, and when SPLIT one stretch of its context (whole tiles)."""
+    kv_head = tl.program_id(0)
+    seq = tl.program_id(1)
+    split = tl.program_id(2)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    context_len = tl.load(context_lens + seq)
+    begin = 0
+    end = context_len
+    active = 1
+    if SPLIT:
+        stretch = tl.maximum(tl.cdiv(tl.cdiv(context_len, TILE), splits), 1) * TILE
+        active = tl.maximum(tl.cdiv(context_len, stretch), 1)
+        begin = split * stretch
+        end = tl.minimum(begin + stretch, context_len)
+        if split >= active:
+            return
+
+    row = tl.arange(0, GROUP_PAD)
+    dim = tl.arange(0, DIM_PAD)
+    own = (row < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
+    head = kv_head * GROUP + row
+    q_address = q + seq.to(tl.int64) * q_batch_stride + head[:, None] * q_head_stride + dim[None, :]
+    query = tl.load(q_address, mask=own, other=0.0)
+
+    highest = tl.full([GROUP_PAD], float("-inf"), tl.float32)
+    total = tl.zeros([GROUP_PAD], tl.float32)
+    acc = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
+    table = block_tables + seq.to(tl.int64) * table_stride
+    for start in range(begin, end, TILE):
+        token = start + tl.arange(0, TILE)
+        seen = token < end
+        block = tl.load(table + token // BLOCK_SIZE, mask=seen, other=0)
+        cell = ((block.to(tl.int64) * BLOCK_SIZE + token % BLOCK_SIZE) * KV_HEADS + kv_head) * HEAD_DIM
+        key_mask = seen[None, :] & (dim < HEAD_DIM)[:, None]
+        value_mask = seen[:, None] & (dim < HEAD_DIM)[None, :]
+        key = tl.load(k_cache + cell[None, :] + dim[:, None], mask=key_mask, other=0.0)
+        value = tl.load(v_cache + cell[:, None] + dim[None, :], mask=value_mask, other=0.0)
+        score = tl.dot(query, key, input_precision="ieee")
+        score = tl.where(seen[None, :], score, float("-inf"))
+        new_highest = tl.maximum(highest, tl.max(score, axis=1) * scale_log2)
+        shrink = tl.exp2(highest - new_highest)
+        weight = tl.exp2(score * scale_log2 - new_highest[:, None])
+        total = total * shrink + tl.sum(weight, axis=1)
+        acc = tl.dot(weight.to(value.dtype), value, acc * shrink[:, None], input_precision="ieee")
+        highest = new_highest
+
+    result = acc / tl.where(total > 0, total, 1.0)[:, None]
+    out_address = out + (seq.to(tl.int64) * KV_HEADS * GROUP + head[:, None]) * HEAD_DIM + dim[None, :]
+    if active == 1:
+        tl.store(out_address, result, mask=own)
+        return
+
+    if SPLIT:
+        pair = seq * KV_HEADS + kv_head
+        num_rows = tl.num_programs(1) * KV_HEADS * splits * GROUP
+        first_row = pair * splits * GROUP
+        sums = partial + num_rows.to(tl.int64) * HEAD_DIM  # log2 of each partial result's softmax denominator
+        own_row = (first_row + split * GROUP + row).to(tl.int64)
+        tl.store(partial + own_row[:, None] * HEAD_DIM + dim[None, :], result, mask=own)
+        tl.store(sums + own_row, highest + tl.log2(total), mask=row < GROUP)
+        tl.debug_barrier()  # every thread's stores come before the arrival that announces them
+        arrived = tl.atomic_add(counters + pair, 1)
+        if arrived == active - 1:
+            tl.store(counters + pair, 0)
+            piece = tl.arange(0, MAX_SPLITS)
+            valid = piece < active
+            for member in tl.static_range(GROUP):
+                piece_row = (first_row + piece * GROUP + member).to(tl.int64)
+                log_sum = tl.load(sums + piece_row, mask=valid, other=float("-inf"))
+                share = tl.exp2(log_sum - tl.max(log_sum))
+                share = share / tl.sum(share)
+                pieces = tl.load(
+                    partial + piece_row[:, None] * HEAD_DIM + dim[None, :],
+                    mask=valid[:, None] & (dim < HEAD_DIM)[None, :],
+                    other=0.0,
+                )
+                combined = tl.sum(pieces * share[:, None], axis=0)
+                place = out + ((seq.to(tl.int64) * KV_HEADS + kv_head) * GROUP + member) * HEAD_DIM + dim
+                tl.store(place, combined, mask=dim < HEAD_DIM)

@@ -1,0 +1,121 @@
+"""The inputs of a decode step, gathered on the device from what it remembers of the running sequences.
+
+The host sends only changes (see engine/decode_state.py); a step that changes nothing costs it nothing.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nanovllm.kernels.runtime import tl, triton, use_triton
+
+
+class DecodeInputs(NamedTuple):
+    input_ids: Tensor  # int64 [batch]
+    positions: Tensor  # int64 [batch], of the input tokens
+    slot_mapping: Tensor  # int32 [batch], -1 for a padded row
+    context_lens: Tensor  # int32 [batch], 0 for a padded row
+    block_tables: Tensor  # int32 [batch, max blocks]
+    temperatures: Tensor  # float32 [batch]
+    seeds: Tensor  # int64 [batch]
+    next_positions: Tensor  # int64 [batch], of the tokens to be drawn
+
+
+def decode_inputs(
+    rows: Tensor,
+    tokens: Tensor,
+    lengths: Tensor,
+    block_tables: Tensor,
+    temperatures: Tensor,
+    seeds: Tensor,
+    block_size: int,
+) -> DecodeInputs:
+    """
+    rows int32 [batch] picks a row of the others for every sequence of the batch: tokens and lengths int32 [rows],
+    block_tables int32 [rows, max blocks], temperatures float32 [rows], seeds int64 [rows]. A row of length 0
+    is padding. `lengths` counts the input token; it is advanced for the next step, in place.
+    """
+    if not use_triton(tokens):
+        return decode_inputs_torch(rows, tokens, lengths, block_tables, temperatures, seeds, block_size)
+    batch, width = len(rows), block_tables.shape[1]
+    out = DecodeInputs(
+        *(torch.empty(batch, dtype=torch.int64, device=rows.device) for _ in range(2)),
+        *(torch.empty(batch, dtype=torch.int32, device=rows.device) for _ in range(2)),
+        torch.empty(batch, width, dtype=torch.int32, device=rows.device),
+        torch.empty(batch, dtype=torch.float32, device=rows.device),
+        *(torch.empty(batch, dtype=torch.int64, device=rows.device) for _ in range(2)),
+    )
+    _decode_inputs_kernel[(batch,)](
+        rows,
+        tokens,
+        lengths,
+        block_tables,
+        temperatures,
+        seeds,
+        *out,
+        width,
+        BLOCK_SIZE=block_size,
+        num_warps=1,
+    )
+    return out
+
+
+def decode_inputs_torch(
+    rows: Tensor,
+    tokens: Tensor,
+    lengths: Tensor,
+    block_tables: Tensor,
+    temperatures: Tensor,
+    seeds: Tensor,
+    block_size: int,
+) -> DecodeInputs:
+    length, tables = lengths[rows], block_tables[rows]
+    positions = (length - 1).clamp_min(0).long()
+    blocks = tables.gather(1, positions[:, None] // block_size).squeeze(1)
+    slots = torch.where(length > 0, blocks * block_size + positions % block_size, -1).int()
+    lengths[rows] = length + (length > 0)
+    return DecodeInputs(
+        tokens[rows].long(), positions, slots, length, tables, temperatures[rows], seeds[rows], length.long()
+    )
+
+
+@triton.jit(do_not_specialize=["width"])
+def _decode_inputs_kernel(
+    rows,
+    tokens,
+    lengths,
+    block_tables,
+    temperatures,
+    seeds,
+    input_ids,
+    positions,
+    slot_mapping,
+    context_lens,
+    batch_tables,
+    batch_temperatures,
+    batch_seeds,
+    next_positions,
+    width,
+    BLOCK_SIZE: tl.constexpr,
+):
+    i = tl.program_id(0)
+    row = tl.load(rows + i).to(tl.int64)
+    length = tl.load(lengths + row)
+    position = tl.maximum(length - 1, 0)
+    table = block_tables + row * width
+    block = tl.load(table + position // BLOCK_SIZE)
+    tl.store(input_ids + i, tl.load(tokens + row).to(tl.int64))
+    tl.store(positions + i, position.to(tl.int64))
+    tl.store(slot_mapping + i, tl.where(length > 0, block * BLOCK_SIZE + position % BLOCK_SIZE, -1))
+    tl.store(context_lens + i, length)
+    tl.store(batch_temperatures + i, tl.load(temperatures + row))
+    tl.store(batch_seeds + i, tl.load(seeds + row))
+    tl.store(next_positions + i, length.to(tl.int64))
+    used = position // BLOCK_SIZE + 1
+    for start in range(0, used, 32):
+        columns = start + tl.arange(0, 32)
+        blocks = tl.load(table + columns, mask=columns < used)
+        tl.store(batch_tables + i.to(tl.int64) * width + columns, blocks, mask=columns < used)
+    if length > 0:  # padded rows share one row, which stays as it is
+        tl.store(lengths + row, length + 1)

@@ -1,0 +1,230 @@
+"""Putting keys and values into the paged cache, alone or fused with everything that happens to q and k before.
+
+A token's keys and values of one layer go to `slot = block_id * block_size + offset`; slot -1 means "do not write"
+(padding of a captured batch, tokens whose cache is shared). Caches are [blocks, block_size, kv_heads, head_dim],
+contiguous, so a slot is one row of a [slots, kv_heads, head_dim] matrix.
+"""
+
+import torch
+from torch import Tensor
+
+from nanovllm.kernels.layernorm import rms_norm_torch
+from nanovllm.kernels.runtime import cdiv, next_power_of_2, overlaps_launches, tl, triton, use_triton
+
+HEADS_PER_PROGRAM = 4
+
+
+def store_kvcache(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+    """Write key, value [tokens, kv_heads, head_dim] (last dimension contiguous) to slot_mapping [tokens]."""
+    if not use_triton(key):
+        return store_kvcache_torch(key, value, k_cache, v_cache, slot_mapping)
+    tokens, heads, head_dim = key.shape
+    if tokens:
+        _store_kernel[(tokens,)](
+            key,
+            value,
+            k_cache,
+            v_cache,
+            slot_mapping,
+            *key.stride()[:2],
+            *value.stride()[:2],
+            HEADS=heads,
+            HEADS_PAD=next_power_of_2(heads),
+            HEAD_DIM=head_dim,
+            DIM_PAD=next_power_of_2(head_dim),
+        )
+
+
+def store_kvcache_torch(
+    key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
+) -> None:
+    written = slot_mapping >= 0
+    if not written.all():
+        key, value, slot_mapping = key[written], value[written], slot_mapping[written]
+    k_cache.view(-1, *k_cache.shape[2:])[slot_mapping] = key
+    v_cache.view(-1, *v_cache.shape[2:])[slot_mapping] = value
+
+
+def qk_norm_rope_store(
+    qkv: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    positions: Tensor,
+    cos_sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+) -> None:
+    """Normalise and rotate q and k inside qkv, in place, and store k and v.
+
+    qkv is [tokens, (num_heads + 2 * num_kv_heads) * head_dim], rows contiguous. Each head of q and k goes through
+    RMSNorm (unless the weights are None) and the rotary embedding (Su et al., 2021) of its token's position, which
+    turns the halves (x1, x2) of a head into (x1 cos - x2 sin, x2 cos + x1 sin). cos_sin is float32
+    [max_positions, head_dim], cosines then sines. Empty caches (numel() == 0): nothing is stored.
+    """
+    arguments = (num_heads, num_kv_heads, head_dim, q_weight, k_weight, eps, positions, cos_sin)
+    if not use_triton(qkv):
+        return qk_norm_rope_store_torch(qkv, *arguments, k_cache, v_cache, slot_mapping)
+    store = k_cache.numel() > 0
+    overlap = overlaps_launches(qkv.device)
+    q_programs, kv_programs = cdiv(num_heads, HEADS_PER_PROGRAM), cdiv(num_kv_heads, HEADS_PER_PROGRAM)
+    grid = (q_programs + kv_programs * (2 if store else 1), qkv.shape[0])
+    if qkv.shape[0]:
+        _qk_norm_rope_store_kernel[grid](
+            qkv,
+            q_weight,
+            k_weight,
+            eps,
+            positions,
+            cos_sin,
+            k_cache,
+            v_cache,
+            slot_mapping,
+            qkv.stride(0),
+            NUM_HEADS=num_heads,
+            NUM_KV_HEADS=num_kv_heads,
+            HEAD_DIM=head_dim,
+            HALF_PAD=next_power_of_2(head_dim // 2),
+            HEADS=HEADS_PER_PROGRAM,
+            STORE=store,
+            OVERLAP=overlap,
+            num_warps=1,
+            launch_pdl=overlap,
+        )
+
+
+def qk_norm_rope_store_torch(
+    qkv: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    positions: Tensor,
+    cos_sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+) -> None:
+    heads = qkv.unflatten(-1, (-1, head_dim))
+    qk, v = heads[:, : num_heads + num_kv_heads], heads[:, num_heads + num_kv_heads :]
+    if q_weight is not None:
+        weight = torch.cat((q_weight.expand(num_heads, -1), k_weight.expand(num_kv_heads, -1)))
+        normed = rms_norm_torch(qk, weight, eps)
+    else:
+        normed = qk
+    cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
+    x1, x2 = normed.float().chunk(2, dim=-1)
+    qk.copy_(torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1))
+    if k_cache.numel():
+        store_kvcache_torch(qk[:, num_heads:], v, k_cache, v_cache, slot_mapping)
+
+
+@triton.jit
+def _store_kernel(
+    key,
+    value,
+    k_cache,
+    v_cache,
+    slot_mapping,
+    key_token_stride,
+    key_head_stride,
+    value_token_stride,
+    value_head_stride,
+    HEADS: tl.constexpr,
+    HEADS_PAD: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_mapping + token).to(tl.int64)
+    if slot < 0:
+        return
+    head = tl.arange(0, HEADS_PAD)[:, None]
+    dim = tl.arange(0, DIM_PAD)[None, :]
+    inside = (head < HEADS) & (dim < HEAD_DIM)
+    cell = (slot * HEADS + head) * HEAD_DIM + dim
+    k = tl.load(key + token * key_token_stride + head * key_head_stride + dim, mask=inside)
+    v = tl.load(value + token * value_token_stride + head * value_head_stride + dim, mask=inside)
+    tl.store(k_cache + cell, k, mask=inside)
+    tl.store(v_cache + cell, v, mask=inside)
+
+
+@triton.jit
+def _qk_norm_rope_store_kernel(
+    qkv,
+    q_weight,
+    k_weight,
+    eps,
+    positions,
+    cos_sin,
+    k_cache,
+    v_cache,
+    slot_mapping,
+    token_stride,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HALF_PAD: tl.constexpr,
+    HEADS: tl.constexpr,
+    STORE: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """A program takes HEADS heads of one token: first the groups of q, then those of k, then those of v."""
+    Q_PROGRAMS: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
+    KV_PROGRAMS: tl.constexpr = (NUM_KV_HEADS + HEADS - 1) // HEADS
+    HALF: tl.constexpr = HEAD_DIM // 2
+    group = tl.program_id(0)
+    token = tl.program_id(1).to(tl.int64)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+    is_q = group < Q_PROGRAMS
+    is_v = group >= Q_PROGRAMS + KV_PROGRAMS
+    first = tl.where(is_q, 0, tl.where(is_v, Q_PROGRAMS + KV_PROGRAMS, Q_PROGRAMS))
+    head = (group - first) * HEADS + tl.arange(0, HEADS)[:, None]
+    count = tl.where(is_q, NUM_HEADS, NUM_KV_HEADS)
+    part = tl.where(is_q, 0, tl.where(is_v, NUM_HEADS + NUM_KV_HEADS, NUM_HEADS))
+    half = tl.arange(0, HALF_PAD)[None, :]
+    inside = (head < count) & (half < HALF)
+    address = qkv + token * token_stride + (part + head) * HEAD_DIM + half
+    x1 = tl.load(address, mask=inside, other=0.0)
+    x2 = tl.load(address + HALF, mask=inside, other=0.0)
+
+    if not is_v:
+        wide1, wide2 = x1.to(tl.float32), x2.to(tl.float32)
+        if q_weight is not None:
+            scale = tl.rsqrt(tl.sum(wide1 * wide1 + wide2 * wide2, axis=1)[:, None] / HEAD_DIM + eps)
+            if is_q:
+                gain1 = tl.load(q_weight + half, mask=half < HALF, other=0.0)
+                gain2 = tl.load(q_weight + HALF + half, mask=half < HALF, other=0.0)
+            else:
+                gain1 = tl.load(k_weight + half, mask=half < HALF, other=0.0)
+                gain2 = tl.load(k_weight + HALF + half, mask=half < HALF, other=0.0)
+            # Rounded after the norm and again after the weight, as transformers' Qwen3RMSNorm rounds.
+            wide1 = (wide1 * scale).to(x1.dtype).to(tl.float32) * gain1.to(tl.float32)
+            wide2 = (wide2 * scale).to(x2.dtype).to(tl.float32) * gain2.to(tl.float32)
+            wide1, wide2 = wide1.to(x1.dtype).to(tl.float32), wide2.to(x2.dtype).to(tl.float32)
+        angle = cos_sin + tl.load(positions + token) * HEAD_DIM + half
+        cos = tl.load(angle, mask=half < HALF, other=0.0)
+        sin = tl.load(angle + HALF, mask=half < HALF, other=0.0)
+        x1, x2 = (wide1 * cos - wide2 * sin).to(x1.dtype), (wide2 * cos + wide1 * sin).to(x1.dtype)
+        tl.store(address, x1, mask=inside)
+        tl.store(address + HALF, x2, mask=inside)
+
+    if STORE:
+        slot = tl.load(slot_mapping + token).to(tl.int64)
+        if slot >= 0:
+            cell = (slot * NUM_KV_HEADS + head) * HEAD_DIM + half
+            if is_v:
+                tl.store(v_cache + cell, x1, mask=inside)
+                tl.store(v_cache + cell + HALF, x2, mask=inside)
+            elif not is_q:
+                tl.store(k_cache + cell, x1, mask=inside)
+                tl.store(k_cache + cell + HALF, x2, mask=inside)

@@ -1,0 +1,80 @@
+"""RMSNorm (Zhang and Sennrich, 2019), alone or with the residual add that comes before it.
+
+Everything is computed in float32 and rounded where transformers rounds: the sum is rounded before it is normalised,
+and the normalised row before it is multiplied by the weight. Inputs are never changed.
+"""
+
+import torch
+from torch import Tensor
+
+from nanovllm.kernels.runtime import next_power_of_2, tl, triton, use_triton
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [..., hidden] / rms(x) * weight [hidden], in the dtype of x."""
+    if not use_triton(x):
+        return rms_norm_torch(x, weight, eps)
+    return _launch(x, None, weight, eps)[0]
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(rms_norm(x + residual), x + residual), both [..., hidden]."""
+    if not use_triton(x):
+        return add_rms_norm_torch(x, residual, weight, eps)
+    return _launch(x, residual, weight, eps)
+
+
+def rms_norm_torch(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.float()
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (wide * scale).to(x.dtype) * weight
+
+
+def add_rms_norm_torch(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    total = x + residual
+    return rms_norm_torch(total, weight, eps), total
+
+
+def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor | None]:
+    hidden = x.shape[-1]
+    rows = x.reshape(-1, hidden)
+    normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    total = None
+    if residual is not None:
+        residual = residual.reshape(-1, hidden)
+        total = torch.empty_like(normed)
+    if rows.shape[0]:
+        block = next_power_of_2(hidden)
+        _rms_norm_kernel[(rows.shape[0],)](
+            rows,
+            residual,
+            weight,
+            normed,
+            total,
+            eps,
+            rows.stride(0),
+            0 if residual is None else residual.stride(0),
+            hidden,
+            BLOCK=block,
+            num_warps=max(1, min(16, block // 256)),
+        )
+    return normed, total
+
+
+@triton.jit
+def _rms_norm_kernel(
+    x, residual, weight, normed, total, eps, x_stride, residual_stride, hidden, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < hidden
+    value = tl.load(x + row * x_stride + column, mask=inside, other=0.0)
+    if residual is not None:
+        other = tl.load(residual + row * residual_stride + column, mask=inside, other=0.0)
+        value = (value.to(tl.float32) + other.to(tl.float32)).to(value.dtype)
+        tl.store(total + row * hidden + column, value, mask=inside)
+    wide = value.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide) / hidden + eps)
+    gain = tl.load(weight + column, mask=inside, other=0.0)
+    result = (wide * scale).to(value.dtype).to(tl.float32) * gain.to(tl.float32)
+    tl.store(normed + row * hidden + column, result, mask=inside)

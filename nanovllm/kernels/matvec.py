@@ -1,0 +1,164 @@
+"""Matrix products for a handful of rows, with what surrounds them in a decoder layer folded in.
+
+For up to MAX_ROWS rows a product is one pass over the weight at memory bandwidth, and a general matrix kernel plus
+separate small ones lose more time between kernels than in them. So here the RMSNorm of the input, SwiGLU's activation
+and the residual add are part of the product, and each program asks for its weights before it waits for the kernel
+that computes its input (programmatic dependent launch).
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanovllm.kernels.activation import silu_and_mul_torch
+from nanovllm.kernels.layernorm import rms_norm_torch
+from nanovllm.kernels.runtime import cdiv, next_power_of_2, overlaps_launches, tl, triton, use_triton
+
+MAX_ROWS = 4
+TILE_ELEMENTS = 8192
+MAX_TILE_WIDTH = 4096
+
+
+def linear_small_pays(x: Tensor) -> bool:
+    """Whether linear_small is the faster way to multiply these rows [rows, features]."""
+    return x.is_cuda and use_triton(x) and x.shape[0] <= MAX_ROWS and x.element_size() == 2
+
+
+def linear_small(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    norm_weight: Tensor | None = None,
+    eps: float = 0.0,
+    residual: Tensor | None = None,
+    silu_and_mul: bool = False,
+) -> Tensor:
+    """activation(rms_norm(x) @ weight.T + bias) + residual for x [rows, in], weight [out, in]; returns [rows, out].
+
+    Each part is left out unless asked for: the norm without norm_weight [in], the residual [rows, out] when None.
+    With silu_and_mul the first half of the weight's rows are gates, the second half what they multiply, and the result
+    is [rows, out / 2]. Everything is summed in float32 and rounded once, at the end.
+    """
+    if not use_triton(x):
+        return linear_small_torch(
+            x, weight, bias, norm_weight=norm_weight, eps=eps, residual=residual, silu_and_mul=silu_and_mul
+        )
+    rows, in_features = x.shape
+    out_features = weight.shape[0]
+    width, height, num_warps = _tile(in_features, out_features)
+    out = torch.empty(rows, out_features // (1 + silu_and_mul), dtype=x.dtype, device=x.device)
+    overlap = overlaps_launches(x.device)
+    _matvec_kernel[(cdiv(out_features, height),)](
+        x,
+        weight,
+        bias,
+        norm_weight,
+        residual,
+        out,
+        eps,
+        x.stride(0),
+        residual.stride(0) if residual is not None else 0,
+        in_features,
+        out_features,
+        ROWS=rows,
+        ROWS_PAD=next_power_of_2(rows),
+        HEIGHT=height,
+        WIDTH=width,
+        GATED=silu_and_mul,
+        OVERLAP=overlap,
+        num_warps=num_warps,
+        launch_pdl=overlap,
+    )
+    return out
+
+
+def _tile(in_features: int, out_features: int) -> tuple[int, int, int]:
+    width = min(next_power_of_2(in_features), MAX_TILE_WIDTH)
+    return width, max(2, TILE_ELEMENTS // width), 4
+
+
+def linear_small_torch(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    norm_weight: Tensor | None = None,
+    eps: float = 0.0,
+    residual: Tensor | None = None,
+    silu_and_mul: bool = False,
+) -> Tensor:
+    if norm_weight is not None:
+        x = rms_norm_torch(x, norm_weight, eps)
+    y = F.linear(x, weight, bias)
+    if silu_and_mul:
+        y = silu_and_mul_torch(y)
+    return y if residual is None else y + residual
+
+
+@triton.jit
+def _matvec_kernel(
+    x,
+    weight,
+    bias,
+    norm_weight,
+    residual,
+    out,
+    eps,
+    x_stride,
+    residual_stride,
+    in_features,
+    out_features,
+    ROWS: tl.constexpr,
+    ROWS_PAD: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    GATED: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """A program takes HEIGHT rows of the weight, WIDTH columns at a time; when GATED, gates and ups in turns."""
+    first = tl.program_id(0) * HEIGHT
+    line = first + tl.arange(0, HEIGHT)
+    weight_row = line
+    if GATED:
+        weight_row = (line % 2) * (out_features // 2) + line // 2
+    column = tl.arange(0, WIDTH)
+    address = weight + weight_row[:, None].to(tl.int64) * in_features + column[None, :]
+    inside = (line < out_features)[:, None]
+    tile = tl.load(address, mask=inside & (column < in_features)[None, :], other=0.0)
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+    member = tl.arange(0, ROWS_PAD)
+    acc = tl.zeros([ROWS_PAD, HEIGHT], tl.float32)
+    squares = tl.zeros([ROWS_PAD], tl.float32)
+    for start in range(0, in_features, WIDTH):
+        current = tile.to(tl.float32)
+        place = start + column
+        ahead = place + WIDTH < in_features
+        tile = tl.load(address + start + WIDTH, mask=inside & ahead[None, :], other=0.0)
+        if norm_weight is not None:
+            gain = tl.load(norm_weight + place, mask=place < in_features, other=0.0).to(tl.float32)
+        for row in tl.static_range(ROWS):
+            values = tl.load(x + row * x_stride + place, mask=place < in_features, other=0.0).to(tl.float32)
+            if norm_weight is not None:
+                squares += tl.where(member == row, tl.sum(values * values), 0.0)
+                values *= gain
+            acc += tl.where((member == row)[:, None], tl.sum(current * values[None, :], axis=1)[None, :], 0.0)
+    if norm_weight is not None:
+        acc *= tl.rsqrt(squares / in_features + eps)[:, None]
+    if bias is not None:
+        acc += tl.load(bias + weight_row, mask=line < out_features, other=0.0).to(tl.float32)[None, :]
+
+    place = line
+    width = out_features
+    if GATED:
+        gate, up = tl.split(tl.reshape(acc, [ROWS_PAD, HEIGHT // 2, 2]))
+        acc = gate / (1.0 + tl.exp(-gate)) * up
+        place = first // 2 + tl.arange(0, HEIGHT // 2)
+        width = out_features // 2
+    valid = (member < ROWS)[:, None] & (place < width)[None, :]
+    if residual is not None:
+        acc += tl.load(residual + member[:, None] * residual_stride + place[None, :], mask=valid, other=0.0)
+    tl.store(out + member[:, None] * width + place[None, :], acc, mask=valid)

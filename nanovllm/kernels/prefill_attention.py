@@ -1,0 +1,227 @@
+"""Causal attention over several sequences laid end to end, in the tiled, never materialised form of FlashAttention-2.
+
+The queries of a sequence are its last ones: query i of len_q sees the first len_k - len_q + i + 1 of len_k keys, so
+prompts, chunks of prompts and prompts with a cached beginning are one case. Keys and values lie contiguous or, with
+block tables, in the paged cache.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanovllm.kernels.runtime import cdiv, next_power_of_2, tl, triton, use_triton
+
+LOG2_E = 1.4426950408889634
+
+
+def varlen_prefill_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    scale: float,
+    block_tables: Tensor | None = None,
+) -> Tensor:
+    """Attention of q [tokens, heads, head_dim] over k, v; returns the shape of q.
+
+    cu_seqlens_q and cu_seqlens_k are int32 [sequences + 1] running totals. k and v are [total_k, kv_heads, head_dim],
+    last dimension contiguous, or with block_tables (int32 [sequences, max_blocks]) the contiguous caches
+    [blocks, block_size, kv_heads, head_dim].
+    """
+    if not use_triton(q):
+        lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        return varlen_prefill_attention_torch(q, k, v, *lengths, scale, block_tables)
+    tokens, heads, head_dim = q.shape
+    kv_heads = k.shape[-2]
+    out = torch.empty(tokens, heads, head_dim, dtype=q.dtype, device=q.device)
+    dim_pad = next_power_of_2(head_dim)
+    query_tile, key_tile, num_warps, num_stages = _tiles(dim_pad, q.element_size())
+    if tokens:
+        paged = block_tables is not None
+        _prefill_kernel[(heads, len(cu_seqlens_q) - 1, cdiv(max_seqlen_q, query_tile))](
+            q,
+            k,
+            v,
+            out,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            block_tables,
+            scale * LOG2_E,
+            *q.stride()[:2],
+            *k.stride()[-3:-1],
+            *v.stride()[-3:-1],
+            block_tables.stride(0) if paged else 0,
+            GROUP=heads // kv_heads,
+            HEAD_DIM=head_dim,
+            DIM_PAD=dim_pad,
+            BLOCK_SIZE=k.shape[1] if paged else 1,
+            QUERY_TILE=query_tile,
+            KEY_TILE=key_tile,
+            num_warps=num_warps,
+            num_stages=num_stages,
+        )
+    return out
+
+
+def _tiles(dim_pad: int, element_size: int) -> tuple[int, int, int, int]:
+    """Queries and keys a tile, warps and pipeline stages: what fits the registers and measures best on Hopper."""
+    if element_size > 2:
+        return (32, 32, 4, 1) if dim_pad <= 64 else (16, 16, 4, 1)
+    return (128, 64, 8, 3) if dim_pad <= 128 else (128, 64, 8, 2)
+
+
+def varlen_prefill_attention_torch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    scale: float,
+    block_tables: Tensor | None = None,
+) -> Tensor:
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    kv_heads = k.shape[-2]
+    for i, (begin, end) in enumerate(zip(starts_q, starts_q[1:])):
+        len_q, len_k = end - begin, starts_k[i + 1] - starts_k[i]
+        if len_q == 0:
+            continue
+        if block_tables is None:
+            keys, values = k[starts_k[i] : starts_k[i + 1]], v[starts_k[i] : starts_k[i + 1]]
+        else:
+            blocks = block_tables[i, : cdiv(len_k, k.shape[1])]
+            keys, values = k[blocks].flatten(0, 1)[:len_k], v[blocks].flatten(0, 1)[:len_k]
+        # [kv_heads, heads per kv head, tokens, head_dim]; the expansion of K and V is a view.
+        queries = q[begin:end].unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
+        keys, values = (
+            x.transpose(0, 1).unsqueeze(1).expand(-1, queries.shape[1], -1, -1) for x in (keys, values)
+        )
+        mask = None
+        if len_q != len_k:
+            mask = torch.ones(len_q, len_k, dtype=torch.bool, device=q.device).tril(len_k - len_q)
+        attended = F.scaled_dot_product_attention(
+            queries, keys, values, attn_mask=mask, is_causal=mask is None, scale=scale
+        )
+        out[begin:end] = attended.permute(2, 0, 1, 3).flatten(1, 2)
+    return out
+
+
+@triton.jit(do_not_specialize=["table_stride"])
+def _prefill_kernel(
+    q,
+    k,
+    v,
+    out,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    block_tables,
+    scale_log2,
+    q_token_stride,
+    q_head_stride,
+    k_token_stride,
+    k_head_stride,
+    v_token_stride,
+    v_head_stride,
+    table_stride,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    QUERY_TILE: tl.constexpr,
+    KEY_TILE: tl.constexpr,
+):
+    """A program takes QUERY_TILE queries of one head of one sequence."""
+    head = tl.program_id(0)
+    seq = tl.program_id(1)
+    tile = tl.num_programs(2) - 1 - tl.program_id(2)  # late tiles see the most keys: they start first
+    q_start = tl.load(cu_seqlens_q + seq)
+    len_q = tl.load(cu_seqlens_q + seq + 1) - q_start
+    first = tile * QUERY_TILE
+    if first >= len_q:
+        return
+    k_start = tl.load(cu_seqlens_k + seq)
+    len_k = tl.load(cu_seqlens_k + seq + 1) - k_start
+
+    index = first + tl.arange(0, QUERY_TILE)
+    dim = tl.arange(0, DIM_PAD)
+    own = (index < len_q)[:, None] & (dim < HEAD_DIM)[None, :]
+    token = (q_start + index).to(tl.int64)
+    query = tl.load(
+        q + token[:, None] * q_token_stride + head * q_head_stride + dim[None, :], mask=own, other=0.0
+    )
+
+    kv_head = head // GROUP
+    k_head = k + kv_head * k_head_stride
+    v_head = v + kv_head * v_head_stride
+    table = block_tables
+    if block_tables is None:
+        k_head += k_start.to(tl.int64) * k_token_stride
+        v_head += k_start.to(tl.int64) * v_token_stride
+    else:
+        table += seq.to(tl.int64) * table_stride
+    last_key = len_k - len_q + index  # the last key that each query sees
+    all_seen = (tl.maximum(len_k - len_q + first + 1, 0) // KEY_TILE) * KEY_TILE
+    some_seen = tl.minimum(len_k - len_q + first + QUERY_TILE, len_k)
+
+    highest = tl.full([QUERY_TILE], float("-inf"), tl.float32)
+    total = tl.zeros([QUERY_TILE], tl.float32)
+    acc = tl.zeros([QUERY_TILE, DIM_PAD], tl.float32)
+    # Two loops: the keys that every query of the tile sees need no mask.
+    for start in range(0, all_seen, KEY_TILE):
+        highest, total, acc = _attend(
+            query, k_head, v_head, table, start, len_k, last_key, highest, total, acc, scale_log2,
+            k_token_stride, v_token_stride, HEAD_DIM, DIM_PAD, BLOCK_SIZE, KEY_TILE, False,
+        )  # fmt: skip
+    for start in range(all_seen, some_seen, KEY_TILE):
+        highest, total, acc = _attend(
+            query, k_head, v_head, table, start, len_k, last_key, highest, total, acc, scale_log2,
+            k_token_stride, v_token_stride, HEAD_DIM, DIM_PAD, BLOCK_SIZE, KEY_TILE, True,
+        )  # fmt: skip
+
+    result = acc / tl.where(total > 0, total, 1.0)[:, None]
+    num_heads = tl.num_programs(0)
+    tl.store(out + (token[:, None] * num_heads + head) * HEAD_DIM + dim[None, :], result, mask=own)
+
+
+@triton.jit
+def _attend(
+    query, k_head, v_head, table, start, len_k, last_key, highest, total, acc, scale_log2,
+    k_token_stride, v_token_stride,
+    HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEY_TILE: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """Take one tile of keys and values into the running softmax (`highest`, `total`) and its weighted sum `acc`."""
+    token = start + tl.arange(0, KEY_TILE)
+    dim = tl.arange(0, DIM_PAD)
+    cell = token.to(tl.int64)
+    if table is not None:
+        block = tl.load(table + token // BLOCK_SIZE, mask=token < len_k, other=0)
+        cell = block.to(tl.int64) * BLOCK_SIZE + token % BLOCK_SIZE
+    k_address = k_head + cell[None, :] * k_token_stride + dim[:, None]
+    v_address = v_head + cell[:, None] * v_token_stride + dim[None, :]
+    if MASKED:
+        inside = token < len_k
+        key = tl.load(k_address, mask=inside[None, :] & (dim < HEAD_DIM)[:, None], other=0.0)
+        value = tl.load(v_address, mask=inside[:, None] & (dim < HEAD_DIM)[None, :], other=0.0)
+    elif HEAD_DIM == DIM_PAD:
+        key = tl.load(k_address)
+        value = tl.load(v_address)
+    else:
+        key = tl.load(k_address, mask=(dim < HEAD_DIM)[:, None], other=0.0)
+        value = tl.load(v_address, mask=(dim < HEAD_DIM)[None, :], other=0.0)
+    score = tl.dot(query, key, input_precision="ieee")
+    if MASKED:
+        score = tl.where(token[None, :] <= last_key[:, None], score, float("-inf"))
+    new_highest = tl.maximum(highest, tl.max(score, axis=1) * scale_log2)
+    if MASKED:
+        new_highest = tl.maximum(new_highest, -1.0e30)  # finite for a query that has seen no key yet
+    shrink = tl.exp2(highest - new_highest)
+    weight = tl.exp2(score * scale_log2 - new_highest[:, None])
+    total = total * shrink + tl.sum(weight, axis=1)
+    acc = tl.dot(weight.to(value.dtype), value, acc * shrink[:, None], input_precision="ieee")
+    return new_highest, total, acc

@@ -1,0 +1,182 @@
+"""Drawing a token from softmax(logits / temperature) without computing the softmax (the Gumbel-max trick).
+
+argmax(logits / temperature + Gumbel noise) has exactly that distribution. The noise is a hash of the row's seed, its
+position and the token id: a request's tokens do not depend on its neighbours, and a rank that holds a shard of the
+vocabulary draws the same noise for it as a single rank would, so shards compare their maxima.
+"""
+
+import torch
+from torch import Tensor
+
+from nanovllm.kernels.runtime import (
+    NUM_COUNTERS,
+    arrival_counters,
+    cdiv,
+    next_power_of_2,
+    tl,
+    triton,
+    use_triton,
+)
+
+BLOCK = 4096
+TWIN_ELEMENTS = 1 << 18
+MIX_1, MIX_2 = (
+    0x7FEB352D,
+    0x846CA68B - (1 << 32),
+)  # the public-domain lowbias32 hash; the second one as a signed int
+SALTS = (0x1B873593, 0x2545F491)
+
+
+def sample(
+    logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, vocab_start: int = 0
+) -> tuple[Tensor, Tensor]:
+    """The drawn token of each row and the score it won with: (float32 [batch], int64 [batch]).
+
+    logits is [batch, vocabulary or a shard of it that begins at vocab_start]. temperatures float32 [batch], where 0 is
+    greedy; seeds and positions int64 [batch]. Equal scores go to the lowest token id.
+    """
+    if not use_triton(logits):
+        return sample_torch(logits, temperatures, seeds, positions, vocab_start)
+    batch, vocab = logits.shape
+    chunks = cdiv(vocab, BLOCK)
+    values = torch.empty(batch, dtype=torch.float32, device=logits.device)
+    token_ids = torch.empty(batch, dtype=torch.int64, device=logits.device)
+    chunk_values = torch.empty(batch, chunks, dtype=torch.float32, device=logits.device)
+    chunk_ids = torch.empty(batch, chunks, dtype=torch.int32, device=logits.device)
+    assert batch <= NUM_COUNTERS
+    if batch:
+        _sample_kernel[(chunks, batch)](
+            logits,
+            temperatures,
+            seeds,
+            positions,
+            values,
+            token_ids,
+            chunk_values,
+            chunk_ids,
+            arrival_counters(logits.device),
+            logits.stride(0),
+            vocab,
+            vocab_start,
+            BLOCK=BLOCK,
+            CHUNKS_PAD=next_power_of_2(chunks),
+            SALT_1=SALTS[0],
+            SALT_2=SALTS[1],
+            num_warps=8,
+        )
+    return values, token_ids
+
+
+def sample_torch(
+    logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, vocab_start: int = 0
+) -> tuple[Tensor, Tensor]:
+    values, token_ids = logits.max(dim=-1)
+    values = values.float()
+    noisy_rows = (temperatures > 0).nonzero().flatten()
+    # A few rows at a time, so that the passes over them stay in the processor's cache.
+    for rows in noisy_rows.split(max(1, TWIN_ELEMENTS // logits.shape[1])):
+        scores = logits[rows].float() * temperatures[rows].reciprocal()[:, None]
+        scores -= _minus_noise(seeds[rows], positions[rows], vocab_start, logits.shape[1])
+        values[rows], token_ids[rows] = scores.max(dim=-1)
+    return values, token_ids + vocab_start
+
+
+def _minus_noise(seeds: Tensor, positions: Tensor, vocab_start: int, vocab: int) -> Tensor:
+    """log(-log(u)), float32 [rows, vocab], for u evenly spread over the middles of 2^23 steps of (0, 1).
+
+    With 24 bits the largest u would round to 1 in float32 and its noise to infinity, about once in 17 million draws.
+    """
+    multiplier, offset = _row_keys(seeds, positions)
+    token = torch.arange(vocab_start, vocab_start + vocab, dtype=torch.int32, device=seeds.device)
+    bits = _mix((token * multiplier[:, None]).add_(offset[:, None]))
+    u = bits.bitwise_right_shift_(9).bitwise_and_(0x7FFFFF).float().add_(0.5).mul_(2.0**-23)
+    return u.log_().neg_().log_()
+
+
+def _row_keys(seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Two int32 keys for each row, the first odd, from 64-bit seeds and positions."""
+    keys = []
+    for salt in SALTS:
+        key = _mix(seeds.to(torch.int32) ^ salt)
+        key = _mix(key ^ (seeds >> 32).to(torch.int32))
+        key = _mix(key ^ positions.to(torch.int32))
+        keys.append(_mix(key ^ (positions >> 32).to(torch.int32)))
+    return keys[0] | 1, keys[1]
+
+
+def _mix(x: Tensor) -> Tensor:
+    """Hash an int32 tensor in place. Products wrap; a mask turns the arithmetic shift into a logical one."""
+    x ^= (x >> 16).bitwise_and_(0xFFFF)
+    x *= MIX_1
+    x ^= (x >> 15).bitwise_and_(0x1FFFF)
+    x *= MIX_2
+    x ^= (x >> 16).bitwise_and_(0xFFFF)
+    return x
+
+
+@triton.jit
+def _mix_kernel(x):
+    x ^= x >> 16
+    x *= 0x7FEB352D
+    x ^= x >> 15
+    x *= 0x846CA68B
+    x ^= x >> 16
+    return x
+
+
+@triton.jit
+def _row_key_kernel(seed, position, salt: tl.constexpr):
+    key = _mix_kernel(seed.to(tl.uint32) ^ salt)
+    key = _mix_kernel(key ^ (seed >> 32).to(tl.uint32))
+    key = _mix_kernel(key ^ position.to(tl.uint32))
+    return _mix_kernel(key ^ (position >> 32).to(tl.uint32))
+
+
+@triton.jit(do_not_specialize=["vocab_start"])
+def _sample_kernel(
+    logits,
+    temperatures,
+    seeds,
+    positions,
+    values,
+    token_ids,
+    chunk_values,
+    chunk_ids,
+    counters,
+    row_stride,
+    vocab,
+    vocab_start,
+    BLOCK: tl.constexpr,
+    CHUNKS_PAD: tl.constexpr,
+    SALT_1: tl.constexpr,
+    SALT_2: tl.constexpr,
+):
+    """A program takes one chunk of one row; the last of a row's programs picks the best chunk."""
+    chunk = tl.program_id(0)
+    row = tl.program_id(1)
+    column = chunk * BLOCK + tl.arange(0, BLOCK)
+    score = tl.load(logits + row.to(tl.int64) * row_stride + column, mask=column < vocab, other=float("-inf"))
+    score = score.to(tl.float32)
+    temperature = tl.load(temperatures + row)
+    if temperature > 0:
+        seed = tl.load(seeds + row)
+        position = tl.load(positions + row)
+        token = (column + vocab_start).to(tl.uint32)
+        multiplier = _row_key_kernel(seed, position, SALT_1) | 1
+        bits = _mix_kernel(token * multiplier + _row_key_kernel(seed, position, SALT_2))
+        u = ((bits >> 9).to(tl.float32) + 0.5) * (1.0 / (1 << 23))
+        score = score * (1.0 / temperature) - tl.log(-tl.log(u))
+    best, place = tl.max(score, axis=0, return_indices=True, return_indices_tie_break_left=True)
+
+    chunks = tl.num_programs(0)
+    tl.store(chunk_values + row * chunks + chunk, best)
+    tl.store(chunk_ids + row * chunks + chunk, tl.minimum(chunk * BLOCK + place, vocab - 1))
+    tl.debug_barrier()  # both stores come before the arrival that announces them
+    if tl.atomic_add(counters + row, 1) == chunks - 1:
+        tl.store(counters + row, 0)
+        index = tl.arange(0, CHUNKS_PAD)
+        candidates = tl.load(chunk_values + row * chunks + index, mask=index < chunks, other=float("-inf"))
+        best, place = tl.max(candidates, axis=0, return_indices=True, return_indices_tie_break_left=True)
+        tl.store(values + row, best)
+        winner = tl.load(chunk_ids + row * chunks + tl.minimum(place, chunks - 1))
+        tl.store(token_ids + row, winner.to(tl.int64) + vocab_start)

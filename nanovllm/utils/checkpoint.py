@@ -1,0 +1,287 @@
+"""Where a model comes from: a folder of safetensors files, a GGUF file, or only the name of a shape.
+
+The rest of the engine asks a checkpoint for its configuration, tokenizer and tensors, and does not know of
+which kind it is. Checkpoints are other people's files: nothing in them is executed, and no name or link in a
+folder leads out of it.
+"""
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nanovllm.utils.tokenizer import toy_tokenizer
+
+LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
+
+# name -> hidden_size, layers, heads, KV heads, intermediate_size, tied embeddings
+SHAPES = {
+    "qwen3-0.6b": (1024, 28, 16, 8, 3072, True),
+    "qwen3-4b": (2560, 36, 32, 8, 9728, True),
+    "qwen3-8b": (4096, 36, 32, 8, 12288, False),
+    "qwen3-32b": (5120, 64, 64, 8, 25600, False),
+}
+
+# No real model comes near these limits; what exceeds them would be noticed when memory has run out.
+SIZES = "hidden_size intermediate_size vocab_size max_position_embeddings head_dim".split()
+COUNTS = "num_hidden_layers num_attention_heads num_key_value_heads".split()
+SIZE_LIMITS = {**dict.fromkeys(SIZES, 2**24), **dict.fromkeys(COUNTS, 2**12)}
+MAX_JSON_BYTES = 2**24
+
+HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+HUB_FILES = ("*.json", "*.jinja", "merges.txt", "vocab.txt", "tokenizer.model")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+FOLDER_SUFFIXES = (".safetensors", ".json", ".jinja", ".txt", ".model")
+
+
+def open_checkpoint(model: str | os.PathLike, load_format: str = "auto") -> Any:
+    """
+    Find a checkpoint without reading its weights. `model` is a folder, a `.gguf` file, a Hugging Face hub id
+    or, with load_format="dummy", one of `SHAPES`. Raises ValueError that says what was looked for.
+
+    A checkpoint has
+      path                      what opens it again, in any process, without asking the hub
+      random_weights            whether weights are made up ("dummy") instead of read
+      hf_config()               a transformers configuration
+      tokenizer()               a transformers tokenizer, or None
+      eos_token_ids(tokenizer)  every token id that ends a sequence
+      tensors()                 objects with `name` (Hugging Face's), `file` and `shape`, whose slices are read
+                                when they are taken, as torch tensors
+    """
+    if load_format not in LOAD_FORMATS:
+        raise ValueError(f"load_format must be one of {list(LOAD_FORMATS)}, got {load_format!r}")
+    dummy = load_format == "dummy"
+    name = os.fspath(model)
+    path = os.path.abspath(os.path.expanduser(name))
+    if not name or not os.path.exists(path):
+        if name in SHAPES and dummy:
+            return ShapeCheckpoint(name)
+        path = _download(name, weights=not dummy)
+    if os.path.isfile(path):
+        if load_format == "safetensors" or not path.lower().endswith(".gguf"):
+            raise ValueError(f"model {name!r} is neither a folder nor, for load_format='gguf', a .gguf file")
+        from nanovllm.utils.gguf import GGUFCheckpoint
+
+        return GGUFCheckpoint(path, dummy)
+    if load_format == "gguf":
+        raise ValueError(f"model {name!r} is a folder, but load_format='gguf' reads a .gguf file")
+    return FolderCheckpoint(path, dummy)
+
+
+class FolderCheckpoint:
+    """A local folder in Hugging Face's layout."""
+
+    def __init__(self, path: str, random_weights: bool = False):
+        self.path = path
+        self.random_weights = random_weights
+        self.folder = Path(path)
+        for entry in self.folder.iterdir():
+            if entry.suffix in FOLDER_SUFFIXES:
+                _file_inside(self.folder, entry.name)
+        if not (self.folder / "config.json").exists():
+            hint = "; name the .gguf file itself to load it" if any(self.folder.glob("*.gguf")) else ""
+            raise ValueError(f"{path} has no config.json{hint}")
+        self.config = read_json(self.folder / "config.json")
+
+    def hf_config(self) -> Any:
+        return build_config(self.folder / "config.json", self.config)
+
+    def tokenizer(self) -> Any:
+        if not any((self.folder / name).exists() for name in TOKENIZER_FILES):
+            return toy_tokenizer() if self.random_weights else None
+        from transformers import AutoTokenizer
+
+        try:
+            return AutoTokenizer.from_pretrained(self.path, local_files_only=True, trust_remote_code=False)
+        except Exception as error:  # whatever a damaged file provokes in there
+            raise ValueError(f"{self.path}: transformers cannot read the tokenizer: {error}") from error
+
+    def eos_token_ids(self, tokenizer: Any) -> tuple[int, ...]:
+        generation_config = self.folder / "generation_config.json"
+        generation = read_json(generation_config) if generation_config.exists() else {}
+        # Not from the transformers configuration, which fills in a default that the model may not have.
+        found = generation.get("eos_token_id"), self.config.get("eos_token_id")
+        return merge_eos_ids(self.path, *found, getattr(tokenizer, "eos_token_id", None))
+
+    def tensors(self) -> Iterator["SafetensorsTensor"]:
+        from safetensors import SafetensorError, safe_open
+
+        for file, listed in self._shards().items():
+            try:
+                shard = safe_open(file, framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise ValueError(f"{file} is not a complete safetensors file: {error}") from error
+            with shard:
+                stored = shard.keys()
+                if lacking := sorted(set(listed) - set(stored)):
+                    raise ValueError(f"{file} lacks tensor {lacking[0]}, which the index says it holds")
+                for name in listed or stored:
+                    yield SafetensorsTensor(str(file), name, shard.get_slice(name))
+
+    def _shards(self) -> dict[Path, list[str]]:
+        """Files with weights -> the tensors that the index lists for them; none where there is no index."""
+        index = self.folder / "model.safetensors.index.json"
+        if not index.exists():
+            files = sorted(self.folder.glob("*.safetensors"))
+            if not files:
+                others = sorted(
+                    file.name for ending in ("bin", "pt", "pth") for file in self.folder.glob(f"*.{ending}")
+                )
+                instead = f" (only {', '.join(others[:3])})" if others else ""
+                raise ValueError(
+                    f"{self.path} has no safetensors file{instead}; only safetensors and GGUF are read"
+                )
+            return {file: [] for file in files}
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+            raise ValueError(f"{index}: weight_map must say the file of each tensor")
+        shards: dict[str, list[str]] = {}
+        for tensor, file in weight_map.items():
+            shards.setdefault(file, []).append(tensor)
+        return {_file_inside(self.folder, file): listed for file, listed in sorted(shards.items())}
+
+
+class SafetensorsTensor:
+    """One tensor of a safetensors file. A slice is a view of the mapped file: no other part of it is read."""
+
+    def __init__(self, file: str, name: str, stored: Any):
+        self.file = file
+        self.name = name
+        self.shape = tuple(stored.get_shape())
+        self._stored = stored
+        if stored.get_dtype() not in ("F16", "BF16", "F32", "F64"):
+            raise ValueError(
+                f"{file}: tensor {name} has dtype {stored.get_dtype()}; only F16, BF16, F32 and F64 are read"
+            )
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return self._stored[index]
+
+
+class ShapeCheckpoint:
+    """The sizes of a well-known model, for measuring speed without downloading anything."""
+
+    random_weights = True
+
+    def __init__(self, name: str):
+        self.path = name
+
+    def hf_config(self) -> Any:
+        hidden_size, layers, heads, kv_heads, intermediate_size, tied = SHAPES[self.path]
+        return build_config(
+            self.path,
+            {
+                "model_type": "qwen3",
+                "architectures": ["Qwen3ForCausalLM"],
+                "hidden_size": hidden_size,
+                "num_hidden_layers": layers,
+                "num_attention_heads": heads,
+                "num_key_value_heads": kv_heads,
+                "head_dim": 128,
+                "intermediate_size": intermediate_size,
+                "vocab_size": 151936,
+                "max_position_embeddings": 40960,
+                "rms_norm_eps": 1e-6,
+                "rope_theta": 1e6,
+                "tie_word_embeddings": tied,
+                "dtype": "bfloat16",
+            },
+        )
+
+    def tokenizer(self) -> Any:
+        return toy_tokenizer()
+
+    def eos_token_ids(self, tokenizer: Any) -> tuple[int, ...]:
+        return merge_eos_ids(self.path, getattr(tokenizer, "eos_token_id", None))
+
+    def tensors(self) -> Iterator[Any]:
+        return iter(())
+
+
+def build_config(source: str | Path, raw: dict[str, Any]) -> Any:
+    """What a config.json holds as an object of the class that transformers has for it. Raises ValueError."""
+    from transformers import CONFIG_MAPPING
+
+    model_type = raw.get("model_type")
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
+        from nanovllm.models import MODELS
+
+        raise ValueError(
+            f"{source}: model_type {model_type!r} is not known; known architectures: {', '.join(MODELS)}"
+        )
+    for field, limit in SIZE_LIMITS.items():
+        value = raw.get(field)
+        if value is not None and (type(value) is not int or not 1 <= value <= limit):
+            raise ValueError(f"{source}: {field} must be an integer from 1 to {limit}, got {value!r}")
+    try:
+        # `auto_map` names code inside the checkpoint.
+        return CONFIG_MAPPING[model_type].from_dict({key: raw[key] for key in raw if key != "auto_map"})
+    except Exception as error:  # each version of transformers has its own
+        raise ValueError(f"{source}: transformers cannot use this configuration: {error}") from error
+
+
+def merge_eos_ids(source: str, *values: Any) -> tuple[int, ...]:
+    """All token ids in `values`, each of which is an id, a list of ids or None."""
+    token_ids = [
+        i for value in values for i in (value if isinstance(value, list) else [value]) if i is not None
+    ]
+    for token_id in token_ids:
+        if type(token_id) is not int or token_id < 0:
+            raise ValueError(
+                f"{source}: eos_token_id must be one token id or a list of them, got {token_id!r}"
+            )
+    return tuple(dict.fromkeys(token_ids))
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The object that a JSON file holds. Raises ValueError naming the file."""
+    try:
+        if file.stat().st_size > MAX_JSON_BYTES:
+            raise ValueError(f"larger than {MAX_JSON_BYTES} bytes")
+        value = json.loads(file.read_bytes())
+    except (ValueError, OSError, RecursionError) as error:
+        raise ValueError(f"{file} is not readable JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{file} must hold a JSON object, not {type(value).__name__}")
+    return value
+
+
+def _file_inside(folder: Path, name: str) -> Path:
+    """A file of the folder by its name. Raises ValueError unless it is a regular file that lies inside."""
+    path, root = folder / name, folder.resolve()
+    try:
+        inside = path.resolve().is_relative_to(root)
+        # The hub's cache keeps contents in `blobs`, and beside it `snapshots` with folders of links to them.
+        if path.is_symlink() and root.parent.name == "snapshots" and not inside:
+            target = os.path.normpath(path.parent.resolve() / os.readlink(path))
+            inside = Path(target).parent == root.parent.parent / "blobs"
+        regular = path.is_file()
+    except (OSError, ValueError, RuntimeError) as error:  # too long, a zero byte, a cycle of links
+        raise ValueError(f"{folder}: cannot open {name!r}: {error}") from error
+    if not inside:
+        raise ValueError(f"{folder}: {name!r} leads out of the folder")
+    if not regular:
+        raise ValueError(f"{path} is missing, or is not a regular file")
+    return path
+
+
+def _download(name: str, weights: bool) -> str:
+    """The local folder of a hub id, from the cache or the network. Raises ValueError."""
+    if not HUB_ID.fullmatch(name) or name.endswith(".gguf"):
+        raise ValueError(
+            f"model {name!r}: there is no such folder or .gguf file, and it is not a hub id ('owner/name') "
+            f"or, with load_format='dummy', one of {list(SHAPES)}"
+        )
+    from huggingface_hub import snapshot_download
+
+    patterns = [*HUB_FILES, "*.safetensors"] if weights else list(HUB_FILES)
+    try:
+        return snapshot_download(name, allow_patterns=patterns, ignore_patterns=["*/*"])
+    except Exception as error:  # unknown, private or gated; no network and not in the cache; disk full
+        raise ValueError(
+            f"model {name!r}: there is no such folder, and the hub does not give it: {error}"
+        ) from error

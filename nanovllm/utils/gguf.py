@@ -1,0 +1,298 @@
+"""GGUF files: configuration, tokenizer and (mostly quantised) tensors of a model in one file.
+
+Translates llama.cpp's names and layouts to Hugging Face's, so that nobody else knows the format. The header
+is read here, with every length checked against the file; the `gguf` package knows the quantisations. Tensors
+stay quantised in the mapped file until they are sliced. Source: the specification, docs/gguf.md of ggml.
+"""
+
+import math
+import mmap
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from nanovllm.utils.checkpoint import build_config, merge_eos_ids
+from nanovllm.utils.tokenizer import tokenizer_from_gguf
+
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+MODULES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+LAYER_MODULES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+FREQUENCY_FACTORS = "rope_freqs.weight"
+PLAIN_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
+
+# Number of the type in the file -> its code in `struct` and numpy.
+SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+STRING, ARRAY = 8, 9
+# Limits for hostile headers, several times what the largest vocabularies need.
+MAX_ITEMS = 2**21
+MAX_HEADER_BYTES = 2**28
+
+
+class GGUFCheckpoint:
+    """`metadata` is the header's keys and values; `stored` is the tensors under llama.cpp's names."""
+
+    def __init__(self, path: str, random_weights: bool = False):
+        try:
+            import gguf
+        except ImportError as error:
+            raise ImportError("GGUF files need the gguf package: pip install nano-vllm[demo]") from error
+        self.path = path
+        self.random_weights = random_weights
+        try:
+            header = _Header(path, gguf)
+        except (ValueError, KeyError, OverflowError, struct.error) as error:
+            raise ValueError(f"{path} is not a complete GGUF file: {error}") from error
+        self.metadata, self.stored = header.metadata, header.tensors
+        self.architecture = self.metadata.get("general.architecture")
+        if self.architecture not in [*ARCHITECTURES]:
+            known = ", ".join(ARCHITECTURES)
+            raise ValueError(f"{path}: architecture {self.architecture!r} is not known; known ones: {known}")
+
+    def hf_config(self) -> Any:
+        heads, hidden_size = self._number("attention.head_count"), self._number("embedding_length")
+        head_dim = self._number("attention.key_length", hidden_size // max(heads, 1))
+        for name in ("attention.value_length", "rope.dimension_count"):
+            if self._number(name, head_dim) != head_dim:
+                raise ValueError(f"{self.path}: {name} must be {head_dim} like the keys' length")
+        embedding = self.stored.get("token_embd.weight")
+        if embedding is None or len(embedding.shape) != 2:
+            raise ValueError(f"{self.path} has no matrix token_embd.weight")
+        theta = self._number("rope.freq_base", 10000.0, kind=float)
+        raw = {
+            "model_type": self.architecture,
+            "architectures": [ARCHITECTURES[self.architecture]],
+            "vocab_size": embedding.shape[0],
+            "hidden_size": hidden_size,
+            "intermediate_size": self._number("feed_forward_length"),
+            "num_hidden_layers": self._number("block_count"),
+            "num_attention_heads": heads,
+            "num_key_value_heads": self._number("attention.head_count_kv", heads),
+            "head_dim": head_dim,
+            "max_position_embeddings": self._number("context_length"),
+            "rms_norm_eps": self._number("attention.layer_norm_rms_epsilon", kind=float),
+            "rope_theta": theta,
+            "rope_scaling": self._rope_scaling(),
+            "attention_bias": "blk.0.attn_q.bias" in self.stored,
+            "mlp_bias": "blk.0.ffn_up.bias" in self.stored,
+            "tie_word_embeddings": "output.weight" not in self.stored,
+            "dtype": embedding.dtype,
+        }
+        config = build_config(self.path, raw)
+        if FREQUENCY_FACTORS in self.stored:  # a kind of scaling that transformers does not know
+            factors = self.stored[FREQUENCY_FACTORS][:].float().tolist()
+            scaling = {"rope_type": "frequency_factors", "factors": factors, "rope_theta": theta}
+            setattr(
+                config, "rope_parameters" if hasattr(config, "rope_parameters") else "rope_scaling", scaling
+            )
+        return config
+
+    def tokenizer(self) -> Any:
+        try:
+            return tokenizer_from_gguf(self.metadata)
+        except Exception as error:  # whatever damaged metadata provokes
+            raise ValueError(f"{self.path}: cannot build the tokenizer: {error!r}") from error
+
+    def eos_token_ids(self, tokenizer: Any) -> tuple[int, ...]:
+        found = [self.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
+        tokens = self.metadata.get("tokenizer.ggml.tokens", [])
+        if (
+            isinstance(tokens, list) and "<|im_end|>" in tokens
+        ):  # ends a turn of a chat, whatever the file calls the end of text
+            found.append(tokens.index("<|im_end|>"))
+        return merge_eos_ids(self.path, *found, getattr(tokenizer, "eos_token_id", None))
+
+    def tensors(self) -> Iterator["GGUFTensor"]:
+        heads = self._number("attention.head_count")
+        rotated = {"attn_q": heads, "attn_k": self._number("attention.head_count_kv", heads)}
+        for stored_name, tensor in self.stored.items():
+            if stored_name == FREQUENCY_FACTORS:
+                continue
+            module, _, kind = stored_name.rpartition(".")
+            name, order = MODULES.get(module, module), None
+            block, _, rest = module.partition(".")
+            layer, _, part = rest.partition(".")
+            if block == "blk" and part in LAYER_MODULES:
+                name = f"model.layers.{layer}.{LAYER_MODULES[part]}"
+                if self.architecture == "llama" and part in rotated:
+                    order = _rotary_order(tensor.shape[0], rotated[part])
+            yield replace(tensor, name=f"{name}.{kind}", order=order)
+
+    def _number(self, key: str, default: Any = None, kind: type = int) -> Any:
+        key = f"{self.architecture}.{key}"
+        value = self.metadata.get(key, default)
+        if type(value) is not kind:
+            raise ValueError(f"{self.path}: {key} must be one {kind.__name__}, got {value!r:.100}")
+        # Stored as float32: 1e-6 must not come back as 9.999999974752427e-07.
+        return value if kind is int else float(str(np.float32(value)))
+
+    def _rope_scaling(self) -> dict[str, Any] | None:
+        kind = self.metadata.get(f"{self.architecture}.rope.scaling.type", "none")
+        if kind not in ("none", "linear", "yarn"):
+            raise ValueError(
+                f"{self.path}: rope.scaling.type {kind!r} is not known; known: none, linear, yarn"
+            )
+        if kind == "none":
+            return None
+        scaling = {"rope_type": kind, "factor": self._number("rope.scaling.factor", kind=float)}
+        if kind == "yarn":
+            original = self._number("rope.scaling.original_context_length", self._number("context_length"))
+            scaling["original_max_position_embeddings"] = original
+            for name, default in (("beta_fast", 32.0), ("beta_slow", 1.0)):
+                scaling[name] = self._number(f"rope.scaling.yarn_{name}", default, kind=float)
+        return scaling
+
+
+@dataclass
+class GGUFTensor:
+    """
+    One tensor in the mapped file. Slices are torch tensors, of the stored dtype or, if quantised, float32.
+    Only the rows and, in each row, the blocks that a slice touches are read.
+    """
+
+    file: str
+    name: str
+    shape: tuple[int, ...]
+    quantisation: Any  # a gguf.GGMLQuantizationType
+    block_size: int  # values that are quantised together
+    encoded: np.ndarray  # uint8 [..., bytes of a row]
+    order: np.ndarray | None = None  # where each row is stored
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """None if the tensor is quantised."""
+        return PLAIN_DTYPES.get(self.quantisation.name)
+
+    def __getitem__(self, index: slice | tuple[slice, slice]) -> torch.Tensor:
+        if len(self.shape) != 2:
+            whole = self._decode(self.encoded)
+            return (whole if self.order is None else whole[self.order])[index]
+        rows, columns = index if isinstance(index, tuple) else (index, slice(None))
+        encoded = self.encoded[rows if self.order is None else self.order[rows]]
+        start, stop, _ = columns.indices(self.shape[1])
+        if not len(encoded):  # the last of many ranks may have no row of a small vocabulary
+            return torch.empty(0, stop - start)
+        first_block, end_block = start // self.block_size, -(-stop // self.block_size)
+        block_bytes = self.encoded.shape[1] * self.block_size // max(self.shape[1], 1)
+        values = self._decode(encoded[:, first_block * block_bytes : end_block * block_bytes])
+        skipped = first_block * self.block_size
+        return values[:, start - skipped : stop - skipped]
+
+    def _decode(self, encoded: np.ndarray) -> torch.Tensor:
+        if self.dtype is not None:
+            return torch.from_numpy(np.array(encoded)).view(self.dtype)
+        from gguf.quants import dequantize
+
+        try:
+            return torch.from_numpy(dequantize(np.ascontiguousarray(encoded), self.quantisation))
+        except NotImplementedError as error:
+            raise ValueError(f"quantisation {self.quantisation.name} is not supported") from error
+
+
+class _Header:
+    """
+    Metadata and the list of tensors. Reading past the end of the file raises, and all counts together are
+    limited, so that a hostile file costs no more time or memory than a large honest one.
+    """
+
+    def __init__(self, path: str, gguf: Any):
+        with open(path, "rb") as file:
+            self.data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        if self.data[:4] != b"GGUF":
+            raise ValueError("it does not begin with 'GGUF'")
+        self.position = 4
+        self.items_left = MAX_ITEMS
+        version = self._scalar("I")
+        if version not in (2, 3):
+            raise ValueError(f"version {version} is not 2 or 3")
+        tensor_count, key_count = self._scalar("Q"), self._scalar("Q")
+        self.metadata: dict[str, Any] = {}
+        for _ in self._counted(key_count):
+            key = self._string()
+            if key in self.metadata:
+                raise ValueError(f"key {key!r} comes twice")
+            self.metadata[key] = self._value(self._scalar("I"))
+        self.tensors: dict[str, GGUFTensor] = {}
+        self._read_tensors(path, tensor_count, gguf)
+
+    def _read_tensors(self, path: str, count: int, gguf: Any) -> None:
+        entries = []
+        for _ in self._counted(count):
+            name, dimensions = self._string(), self._scalar("I")
+            if not 1 <= dimensions <= 4:
+                raise ValueError(f"tensor {name!r} has {dimensions} dimensions")
+            shape = tuple(self._scalar("Q") for _ in range(dimensions))[::-1]  # the file begins with columns
+            entries.append((name, shape, gguf.GGMLQuantizationType(self._scalar("I")), self._scalar("Q")))
+        alignment = self.metadata.get("general.alignment", 32)
+        if type(alignment) is not int or alignment < 1:
+            raise ValueError(f"general.alignment is {alignment!r}")
+        begin = free = -(-self.position // alignment) * alignment
+        for name, shape, quantisation, offset in sorted(entries, key=lambda entry: entry[3]):
+            block_size, block_bytes = gguf.GGML_QUANT_SIZES[quantisation]
+            if shape[-1] % block_size:
+                raise ValueError(f"tensor {name!r} of shape {shape} cannot be stored as {quantisation.name}")
+            row_bytes = shape[-1] // block_size * block_bytes
+            start, size = begin + offset, math.prod(shape[:-1]) * row_bytes
+            if start < free or name in self.tensors:
+                raise ValueError(f"tensor {name!r} overlaps another or comes twice")
+            if start + size > len(self.data):
+                raise ValueError(f"tensor {name!r} ends after the end of the file")
+            free = start + size
+            encoded = np.frombuffer(self.data, np.uint8, size, start).reshape(*shape[:-1], row_bytes)
+            self.tensors[name] = GGUFTensor(path, name, shape, quantisation, block_size, encoded)
+
+    def _counted(self, count: int) -> range:
+        self.items_left -= count
+        if self.items_left < 0:
+            raise ValueError(f"its header announces more than {MAX_ITEMS} items")
+        return range(count)
+
+    def _scalar(self, code: str) -> Any:
+        value = struct.unpack_from("<" + code, self.data, self.position)[0]
+        self.position += struct.calcsize("<" + code)
+        return value
+
+    def _string(self) -> str:
+        length = self._scalar("Q")
+        start, self.position = self.position, self.position + length
+        if self.position > min(len(self.data), MAX_HEADER_BYTES):
+            raise ValueError("a text runs past the end of the file or of any reasonable header")
+        return self.data[start : self.position].decode()
+
+    def _value(self, kind: int) -> Any:
+        if kind == STRING:
+            return self._string()
+        if kind != ARRAY:
+            return self._scalar(SCALARS[kind])
+        kind, count = self._scalar("I"), self._scalar("Q")
+        items = self._counted(count)
+        if kind == STRING:
+            return [self._string() for _ in items]
+        values = np.frombuffer(self.data, "<" + SCALARS[kind], count, self.position)
+        self.position += values.nbytes
+        return values.tolist()
+
+
+def _rotary_order(rows: int, heads: int) -> np.ndarray | None:
+    """
+    Where each row of a query or key projection is stored. llama.cpp rotates neighbouring rows of a head
+    against each other and stores them so; here a head's first half is rotated against its second.
+    """
+    if heads < 1 or rows % (2 * heads):
+        return None  # a wrong shape, which the parameter will refuse
+    return np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)

@@ -1,0 +1,91 @@
+"""Fills a model's parameters with a checkpoint's tensors, or with random numbers.
+
+Which part of a tensor goes where is decided by the `weight_loader` of each parameter. A tensor that has no
+place and a parameter that gets no tensor are errors: a model never runs with weights that it does not have.
+"""
+
+import re
+import zlib
+from typing import Any
+
+import torch
+from torch import nn
+
+from nanovllm.utils.checkpoint import open_checkpoint
+
+# Saved by old versions of transformers, and computed from the configuration here.
+IGNORED = re.compile(r".*\.rotary_emb\.inv_freq")
+
+
+def default_weight_loader(param: torch.Tensor, loaded_weight: Any) -> None:
+    """Copy all of `loaded_weight`, which gives a tensor when sliced. Raises ValueError on a wrong shape."""
+    if tuple(loaded_weight.shape) != tuple(param.shape):
+        raise ValueError(f"shape {tuple(loaded_weight.shape)}, expected {tuple(param.shape)}")
+    param.data.copy_(loaded_weight[:])
+
+
+@torch.no_grad()
+def load_model(model: nn.Module, path: Any, load_format: str = "auto") -> None:
+    """
+    Fill every parameter of `model`, on the device and with the dtype that it has. `path` is what
+    `open_checkpoint` takes or gives. Raises ValueError naming file and tensor.
+    """
+    checkpoint = path if hasattr(path, "tensors") else open_checkpoint(path, load_format)
+    if checkpoint.random_weights:
+        fill_with_random_values(model)
+        return
+    places = find_places(model)
+    waiting = set(places)
+    # Inside somebody's `with torch.device("cuda")`, whole tensors would be sent there before they are sliced.
+    with torch.device("cpu"):
+        for tensor in checkpoint.tensors():
+            if tensor.name not in places:
+                if IGNORED.fullmatch(tensor.name) or is_tied(model, tensor.name):
+                    continue
+                raise ValueError(
+                    f"{tensor.file}: tensor {tensor.name} has no place in {type(model).__name__}"
+                )
+            if tensor.name not in waiting:
+                raise ValueError(f"{tensor.file}: tensor {tensor.name} comes a second time")
+            waiting.remove(tensor.name)
+            param, shard_ids = places[tensor.name]
+            weight_loader = getattr(param, "weight_loader", default_weight_loader)
+            try:
+                weight_loader(param, tensor, *shard_ids)
+            except ValueError as error:
+                raise ValueError(f"{tensor.file}: tensor {tensor.name}: {error}") from error
+    if waiting:
+        first, *others = [name for name in places if name in waiting]
+        more = f" and {len(others)} others" if others else ""
+        raise ValueError(f"{checkpoint.path} has no tensor {first}{more}")
+
+
+def find_places(model: nn.Module) -> dict[str, tuple[nn.Parameter, tuple]]:
+    """Checkpoint's name of each tensor the model needs -> parameter, and which part of it if it is packed."""
+    packed = getattr(model, "packed_modules_mapping", {})
+    places = {}
+    for name, param in model.named_parameters():
+        parts = name.split(".")
+        places[name] = (param, ())
+        for source, (target, shard_id) in packed.items():
+            if target in parts:
+                places.pop(name, None)
+                places[".".join(source if part == target else part for part in parts)] = (param, (shard_id,))
+    return places
+
+
+def is_tied(model: nn.Module, name: str) -> bool:
+    """Whether `name` is a second name of a parameter that is loaded under its first one."""
+    every_name = dict(model.named_parameters(remove_duplicate=False))
+    return name in every_name and name not in dict(model.named_parameters())
+
+
+def fill_with_random_values(model: nn.Module) -> None:
+    """Norms are 1, biases 0, matrices normal with deviation 0.02, the same every time for the same name."""
+    generators: dict[torch.device, torch.Generator] = {}
+    for name, param in model.named_parameters():
+        if param.dim() == 1:
+            param.fill_(0 if name.endswith("bias") else 1)
+            continue
+        generator = generators.setdefault(param.device, torch.Generator(param.device))
+        param.normal_(0, 0.02, generator=generator.manual_seed(zlib.crc32(name.encode())))

@@ -1,0 +1,141 @@
+"""Tokenizers for checkpoints without files for one: from a GGUF file's metadata, or a toy for random weights.
+
+They are built with the `tokenizers` library and wrapped for transformers: nobody else need tell them apart.
+"""
+
+from typing import Any
+
+CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+OTHERS = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+# `tokenizer.ggml.pre` -> how text is cut before merging; None is GPT-2's way, built into `tokenizers`.
+SPLITS = {
+    "gpt-2": None,
+    "default": None,
+    "smollm": None,
+    "qwen2": rf"{CONTRACTIONS}|{WORDS}|\p{{N}}|{OTHERS}",
+    "llama-bpe": rf"{CONTRACTIONS}|{WORDS}|\p{{N}}{{1,3}}|{OTHERS}",
+}
+NORMAL, CONTROL, USER_DEFINED = 1, 3, 4  # of `tokenizer.ggml.token_type`
+LONGEST_MERGED = 256  # characters; a longer token is not the product of merges
+
+TOY_CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+def toy_tokenizer() -> Any:
+    """Ids 0 to 255 are the bytes of UTF-8 and 256 ends a sequence; any other id decodes to nothing."""
+    from tokenizers import AddedToken, Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    # The byte-level alphabet: printable bytes of Latin-1 as themselves, the others in order from U+0100 on.
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    tokenizer = Tokenizer(models.BPE({chr(b if b in printable else next(others)): b for b in range(256)}, []))
+    _make_byte_level(tokenizer)
+    tokenizer.add_special_tokens([AddedToken("<|end|>", special=True, normalized=False)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|end|>", chat_template=TOY_CHAT_TEMPLATE
+    )
+
+
+def tokenizer_from_gguf(metadata: dict[str, Any]) -> Any:
+    """The tokenizer that a GGUF file describes, or None. Raises ValueError for an unknown kind."""
+    from tokenizers import AddedToken, processors
+    from transformers import PreTrainedTokenizerFast
+
+    builders = {"gpt2": _byte_pair_tokenizer, "llama": _sentencepiece_tokenizer}
+    kind = metadata.get("tokenizer.ggml.model")
+    if kind is None:
+        return None
+    if kind not in builders:
+        raise ValueError(f"tokenizer.ggml.model {kind!r} is not known; known ones: {', '.join(builders)}")
+    tokens = metadata["tokenizer.ggml.tokens"]
+    tokenizer = builders[kind](metadata, {token: i for i, token in enumerate(tokens)})
+    types = [int(t) for t in metadata.get("tokenizer.ggml.token_type", ())]
+    for wanted, add in ((CONTROL, tokenizer.add_special_tokens), (USER_DEFINED, tokenizer.add_tokens)):
+        special = wanted == CONTROL
+        add(
+            [
+                AddedToken(t, special=special, normalized=False)
+                for t, i in zip(tokens, types, strict=False)
+                if i == wanted
+            ]
+        )
+    names = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
+    named = {
+        name: tokens[metadata[f"tokenizer.ggml.{key}_token_id"]]
+        for key, name in names.items()
+        if f"tokenizer.ggml.{key}_token_id" in metadata
+    }
+    # Where metadata does not say, these kinds have always begun with BOS.
+    begins = kind == "llama" or metadata.get("tokenizer.ggml.pre") == "llama-bpe"
+    if metadata.get("tokenizer.ggml.add_bos_token", begins) and "bos_token" in named:
+        bos = named["bos_token"]
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=[bos, "$A"],
+            pair=[bos, "$A", bos, "$B"],
+            special_tokens=[(bos, metadata["tokenizer.ggml.bos_token_id"])],
+        )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        chat_template=metadata.get("tokenizer.chat_template"),
+        clean_up_tokenization_spaces=False,
+        **named,
+    )
+
+
+def _make_byte_level(tokenizer: Any, pre: str = "gpt-2") -> None:
+    """Let merges work on bytes, after text was cut the way that `pre` names."""
+    from tokenizers import Regex, decoders, normalizers, pre_tokenizers
+
+    if pre not in SPLITS:
+        raise ValueError(f"tokenizer.ggml.pre {pre!r} is not known; known ones: {', '.join(SPLITS)}")
+    steps = [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=SPLITS[pre] is None)]
+    if SPLITS[pre] is not None:
+        steps.insert(0, pre_tokenizers.Split(Regex(SPLITS[pre]), "isolated"))
+    if pre == "smollm":
+        steps.insert(0, pre_tokenizers.Digits(individual_digits=True))
+    if pre == "qwen2":
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    tokenizer.decoder = decoders.ByteLevel()
+
+
+def _byte_pair_tokenizer(metadata: dict[str, Any], vocabulary: dict[str, int]) -> Any:
+    from tokenizers import Tokenizer, models
+
+    pre = metadata.get("tokenizer.ggml.pre", "default")
+    merges = [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
+    # Llama 3's vocabulary has words that its merges do not lead to.
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=pre == "llama-bpe"))
+    _make_byte_level(tokenizer, pre)
+    return tokenizer
+
+
+def _sentencepiece_tokenizer(metadata: dict[str, Any], vocabulary: dict[str, int]) -> Any:
+    """SentencePiece's BPE: neighbours merge into the token of highest score; unknown characters are bytes."""
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    tokens, scores = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.scores"]
+    types = metadata.get("tokenizer.ggml.token_type", [NORMAL] * len(tokens))
+    merged = [i for i in range(len(tokens)) if types[i] == NORMAL and len(tokens[i]) <= LONGEST_MERGED]
+    merges = [
+        (token[:cut], token[cut:])
+        for token in (tokens[i] for i in sorted(merged, key=lambda i: -scores[i]))
+        for cut in range(1, len(token))
+        if token[:cut] in vocabulary and token[cut:] in vocabulary
+    ]
+    unknown = tokens[metadata.get("tokenizer.ggml.unknown_token_id", 0)]
+    model = models.BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    tokenizer = Tokenizer(model)
+    prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
+    steps = [normalizers.Prepend("▁")] if prefix else []
+    tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
+    strip = [decoders.Strip(" ", 1, 0)] if prefix else []
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    )
+    return tokenizer
