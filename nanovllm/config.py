@@ -21,7 +21,7 @@ class Config:
     gpu_memory_utilization: share of the whole card's memory that the engine may fill, in (0, 1].
     tensor_parallel_size:   ranks that the model is split over, 1 to 8.
     enforce_eager:          never use CUDA graphs.
-    hf_config:              filled in: the checkpoint's transformers configuration.
+    hf_config:              filled in: the fields of the checkpoint's config.json.
     eos:                    filled in: the token ids that end a sequence.
     kvcache_block_size:     tokens per KV cache block, a multiple of 16 (flash-attn: of 256).
     num_kvcache_blocks:     filled in from the memory there is, unless given.
@@ -91,11 +91,11 @@ class Config:
                 raise TypeError(f"unknown option {name!r}; the nearest known one is {nearest!r}")
         return cls(model, **options)
 
-    def fill_in(self, hf_config: Any, eos: tuple[int, ...]) -> None:
-        """Complete the options with what the checkpoint says."""
+    def fill_in(self, hf_config: Any) -> None:
+        """Complete the options with what the checkpoint says of the model."""
         self.hf_config = hf_config
-        self.eos = eos
         self.max_model_len = min(self.max_model_len, hf_config.max_position_embeddings)
+        hf_config.max_model_len = self.max_model_len  # no longer table of rotations is needed
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -105,10 +105,9 @@ class Config:
         """
         if self.dtype != "auto":
             return DTYPES[self.dtype]
-        name = getattr(self.hf_config, "dtype", None) or getattr(self.hf_config, "torch_dtype", None)
+        name = self.hf_config.dtype
         if name is None:
             return torch.float32 if self.device == "cpu" else torch.bfloat16
-        name = str(name).removeprefix("torch.")
         if name not in DTYPES:
             raise ValueError(
                 f"the checkpoint's dtype {name!r} is not supported; set dtype to one of {list(DTYPES)}"

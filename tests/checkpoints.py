@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import pytest
 import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -27,6 +28,18 @@ SMALL = dict(
 )
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """
+    For modules that import it. Matrices this small gain nothing from a second thread, and wait long for it
+    when the machine is busy.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 def make_tokenizer() -> transformers.PreTrainedTokenizerFast:
     """A byte-level tokenizer: ids 0..255 are the bytes, 256 is <|end|>."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -46,7 +59,12 @@ def make_config(architecture: str = "qwen3", **overrides) -> transformers.Pretra
 
 
 def make_checkpoint(
-    folder: Path, architecture: str = "qwen3", seed: int = 0, tokenizer: bool = True, shard_size="5GB", **overrides
+    folder: Path,
+    architecture: str = "qwen3",
+    seed: int = 0,
+    tokenizer: bool = True,
+    shard_size="5GB",
+    **overrides,
 ) -> Path:
     """Write a float32 checkpoint whose logits are far enough apart for greedy tokens to be stable."""
     torch.manual_seed(seed)
@@ -85,8 +103,9 @@ def reference_greedy(model, prompt: list[int], count: int) -> list[int]:
 @torch.no_grad()
 def assert_greedy(model, prompt: list[int], completion: list[int], eos: tuple[int, ...] = ()) -> None:
     """
-    Every token of `completion` is the one that transformers ranks first after the tokens before it. By induction
-    this is greedy decoding, in one forward pass. Only where transformers itself sees a tie may either be taken.
+    Every token of `completion` is the one that transformers ranks first after the tokens before it. By
+    induction this is greedy decoding, in one forward pass. Only where transformers itself sees a tie may
+    either be taken.
     """
     logits = model(input_ids=torch.tensor([[*prompt, *completion]])).logits[0, len(prompt) - 1 : -1]
     behind = logits.amax(-1) - logits.gather(1, torch.tensor(completion)[:, None])[:, 0]
@@ -104,8 +123,8 @@ def edit_json(file: Path, **changes) -> None:
 
 def spell_rope(folder: Path, spelling: str) -> None:
     """
-    Rewrite the rotary settings of config.json the way that transformers 5 ("rope_parameters"), 4.56 ("rope_scaling")
-    or older versions ("type") write them.
+    Rewrite the rotary settings of config.json the way that transformers 5 ("rope_parameters"), 4.56
+    ("rope_scaling") or older versions ("type") write them.
     """
     config = json.loads((folder / "config.json").read_text())
     settings = dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})

@@ -49,9 +49,14 @@ class BlockManager:
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True):
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
-        self.blocks = [Block(i) for i in range(num_blocks)]
+        self.num_blocks = num_blocks
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin anew, whatever state the blocks are in: all are free and hold nothing."""
+        self.blocks = [Block(i) for i in range(self.num_blocks)]
         self.hash_to_block_id: dict[int, int] = {}
-        self.free_block_ids: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self.free_block_ids: OrderedDict[int, None] = OrderedDict.fromkeys(range(self.num_blocks))
         self.used_block_ids: set[int] = set()
 
     @staticmethod
@@ -132,10 +137,6 @@ class BlockManager:
         known = len(seq.token_ids)
         if known % self.block_size == 0 and seq.block_table and seq.num_computed_tokens >= known:
             self._close(seq, known // self.block_size - 1)
-
-    def forget(self) -> None:
-        """Make nothing findable any more, for when the contents of the cache are in doubt."""
-        self.hash_to_block_id.clear()
 
     def _take_free_block(self) -> int:
         block_id, _ = self.free_block_ids.popitem(last=False)

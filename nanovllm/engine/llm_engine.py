@@ -7,6 +7,7 @@ Follow `generate` -> `step` -> `Scheduler.schedule` -> `ModelRunner.run` -> `Sch
 import random
 import time
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from numbers import Integral
 from typing import Any, NamedTuple
 
@@ -39,13 +40,17 @@ class LLMEngine:
     After any exception inside `generate` the engine is empty and usable: no request left, all blocks free.
     """
 
+    model_runner: ModelRunner | None = None
+
     def __init__(self, model: str, **options: Any):
-        self.model_runner: ModelRunner | None = None
         self.config = Config.from_options(model, options)
         checkpoint = open_checkpoint(self.config.model, self.config.load_format)
-        self.tokenizer = checkpoint.tokenizer()
-        self.config.fill_in(checkpoint.hf_config(), checkpoint.eos_token_ids(self.tokenizer))
-        self.model_runner = ModelRunner(self.config)
+        self.config.fill_in(checkpoint.hf_config())
+        with ThreadPoolExecutor(1) as pool:  # a tokenizer takes long to import and needs no device
+            tokenizer = pool.submit(checkpoint.tokenizer)
+            self.model_runner = ModelRunner(self.config)
+            self.tokenizer = tokenizer.result()
+        self.config.eos = checkpoint.eos_token_ids(self.tokenizer)
         self.scheduler = Scheduler(self.config)
         self._seeds = random.Random(self.config.seed)
         self._overlap = self.config.device != "cpu"

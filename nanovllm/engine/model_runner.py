@@ -39,6 +39,7 @@ class ModelRunner:
         self.block_size = config.kvcache_block_size
         self.device = torch.device(config.device)
         if self.device.type == "cuda":
+            self.device = torch.device("cuda", self.device.index or 0)
             torch.cuda.set_device(self.device)
         with self._defaults():
             self.model = get_model_class(config.hf_config)(config.hf_config)
@@ -51,7 +52,9 @@ class ModelRunner:
         self.state = DecodeState(
             config.max_num_seqs, -(-config.max_model_len // self.block_size), self.block_size, self.device
         )
-        self.enforce_eager = config.enforce_eager or self.device.type != "cuda"
+        self.enforce_eager = (  # the torch back-end looks at lengths on the host, which a graph cannot
+            config.enforce_eager or self.device.type != "cuda" or config.attention_backend == "torch"
+        )
         self.graph_sizes = get_graph_sizes(config.max_num_seqs)
         self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         self.graph_pool = None

@@ -27,12 +27,8 @@ class Scheduler:
         self.block_manager = BlockManager(
             config.num_kvcache_blocks, config.kvcache_block_size, config.enable_prefix_caching
         )
-        self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []
-        self.chunked: Sequence | None = (
-            None  # the running sequence, always the last, whose prefill is not complete
-        )
-        self.free_rows = list(range(self.max_num_seqs))[::-1]  # of the device's decode state
+        self.block_size = config.kvcache_block_size
+        self.clear()
         self.num_preemptions = 0
 
     def is_finished(self) -> bool:
@@ -96,9 +92,10 @@ class Scheduler:
         return seq.num_scheduled_tokens
 
     def _schedule_decode(self) -> list[Sequence]:
-        scheduled: list[Sequence] = []
-        while len(scheduled) < len(self.running):
-            seq = self.running[len(scheduled)]
+        for seq in self.running:  # oldest first, while preemptions shorten the other end
+            seq.num_scheduled_tokens = 1
+            if (seq.num_tokens - 1) % self.block_size and seq.num_tokens % self.block_size:
+                continue  # in the middle of a block nothing is opened or closed
             while not self.block_manager.can_append(seq):
                 youngest = self.running.pop()
                 self.preempt(youngest)
@@ -106,13 +103,12 @@ class Scheduler:
                     break
             else:
                 self.block_manager.may_append(seq)
-                seq.num_scheduled_tokens = 1
-                scheduled.append(seq)
-        return scheduled
+        return self.running[:]
 
     def preempt(self, seq: Sequence) -> None:
         """Take the sequence's blocks; it keeps its tokens and is computed again when there is room."""
         seq.status = SequenceStatus.WAITING
+        seq.num_scheduled_tokens = 0
         self._release(seq)
         self.waiting.appendleft(seq)
         self.num_preemptions += 1
@@ -122,17 +118,17 @@ class Scheduler:
         Count a step as under way, so that the next one can be scheduled before its tokens are known. Returns
         the sequences that draw a token in it: all, or none if it is a prompt's chunk that is not the last.
         """
-        drawing = []
+        drawing, released = [], False
         for seq in sequences:
             seq.num_computed_tokens += seq.num_scheduled_tokens
             seq.num_scheduled_tokens = 0
             if seq.num_computed_tokens == seq.num_tokens:
                 seq.expect_token()
                 drawing.append(seq)
-        if any(seq.num_completion_tokens == seq.max_tokens for seq in drawing):
-            for seq in drawing:
-                if seq.num_completion_tokens == seq.max_tokens:  # drawing its last: needs nothing any more
+                if seq.num_tokens - seq.num_prompt_tokens == seq.max_tokens:  # it needs nothing any more
                     self._release(seq)
+                    released = True
+        if released:
             self.running = [seq for seq in self.running if seq.row >= 0]
         return drawing
 
@@ -151,10 +147,12 @@ class Scheduler:
             if seq.is_finished:  # by the token before, which was not known when this step began
                 continue
             seq.resolve_token(token_id)
-            self.block_manager.may_close(seq)
+            num_known = len(seq.token_ids)
+            if num_known % self.block_size == 0:
+                self.block_manager.may_close(seq)
             hit_eos = token_id in self.eos and not seq.ignore_eos
-            if hit_eos or len(seq.token_ids) - seq.num_prompt_tokens == seq.max_tokens:
-                seq.num_tokens = len(seq.token_ids)
+            if hit_eos or num_known - seq.num_prompt_tokens == seq.max_tokens:
+                seq.num_tokens = num_known
                 self._finish(seq)
                 finished.append(seq)
         if finished:
@@ -176,11 +174,11 @@ class Scheduler:
 
     def clear(self) -> None:
         """
-        Drop every request after a failed step. What that step wrote is unknown, so nothing stays findable.
+        Drop every request after a step that failed, at whatever point. What it wrote is unknown, so nothing
+        that the cache holds is kept.
         """
-        for seq in self.running:
-            self._release(seq)
-        self.block_manager.forget()
-        self.running = []
-        self.waiting.clear()
-        self.chunked = None
+        self.block_manager.reset()
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.chunked: Sequence | None = None  # the running sequence, always the last, not yet fully prefilled
+        self.free_rows = list(range(self.max_num_seqs))[::-1]  # of the device's decode state

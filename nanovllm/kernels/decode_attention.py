@@ -24,7 +24,7 @@ from nanovllm.kernels.runtime import (
 
 LOG2_E = 1.4426950408889634
 MAX_SPLITS = 32
-PROGRAMS_PER_MULTIPROCESSOR = 4
+PROGRAMS_PER_MULTIPROCESSOR = 2
 
 
 def paged_decode_attention(
@@ -41,9 +41,9 @@ def paged_decode_attention(
     batch, heads, head_dim = q.shape
     block_size, kv_heads = k_cache.shape[1:3]
     group = heads // kv_heads
-    tile, num_warps, num_stages = _tile(next_power_of_2(head_dim), k_cache.element_size())
     splits = cdiv(PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors(q.device), batch * kv_heads)
-    splits = max(1, min(splits, MAX_SPLITS, cdiv(block_tables.shape[1] * block_size, tile)))
+    splits = min(splits, MAX_SPLITS)
+    tile, num_warps, num_stages = _tile(next_power_of_2(head_dim), k_cache.element_size(), splits > 1)
     if splits > 1:
         assert batch * kv_heads <= NUM_COUNTERS
         partial = torch.empty(batch * heads * splits * (head_dim + 1), dtype=torch.float32, device=q.device)
@@ -84,9 +84,10 @@ def paged_decode_attention(
     return out
 
 
-def _tile(dim_pad: int, element_size: int) -> tuple[int, int, int]:
-    """Tokens a tile, warps and pipeline stages: 32 KB of keys and values, three tiles in flight."""
-    return max(16, min(64, 16384 // (dim_pad * element_size))), 4, 3
+def _tile(dim_pad: int, element_size: int, split: bool) -> tuple[int, int, int]:
+    """Tokens a tile, warps and pipeline stages: 64 KB of keys and values a tile, less where latency counts."""
+    tile, num_warps, num_stages = (64, 2, 3) if split else (128, 4, 2)
+    return max(16, min(tile, tile * 256 // (dim_pad * element_size))), num_warps, num_stages
 
 
 def paged_decode_attention_torch(
@@ -141,10 +142,10 @@ def _decode_kernel(
     kv_head = tl.program_id(0)
     seq = tl.program_id(1)
     split = tl.program_id(2)
+    context_len = tl.load(context_lens + seq)
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    context_len = tl.load(context_lens + seq)
     begin = 0
     end = context_len
     active = 1

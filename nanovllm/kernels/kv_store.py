@@ -11,7 +11,7 @@ from torch import Tensor
 from nanovllm.kernels.layernorm import rms_norm_torch
 from nanovllm.kernels.runtime import cdiv, next_power_of_2, overlaps_launches, tl, triton, use_triton
 
-HEADS_PER_PROGRAM = 4
+HEADS_PER_PROGRAM = 8
 
 
 def store_kvcache(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
@@ -181,10 +181,6 @@ def _qk_norm_rope_store_kernel(
     HALF: tl.constexpr = HEAD_DIM // 2
     group = tl.program_id(0)
     token = tl.program_id(1).to(tl.int64)
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-
     is_q = group < Q_PROGRAMS
     is_v = group >= Q_PROGRAMS + KV_PROGRAMS
     first = tl.where(is_q, 0, tl.where(is_v, Q_PROGRAMS + KV_PROGRAMS, Q_PROGRAMS))
@@ -194,34 +190,40 @@ def _qk_norm_rope_store_kernel(
     half = tl.arange(0, HALF_PAD)[None, :]
     inside = (head < count) & (half < HALF)
     address = qkv + token * token_stride + (part + head) * HEAD_DIM + half
+
+    turned = half < tl.where(is_v, 0, HALF)
+    angle = cos_sin + tl.load(positions + token) * HEAD_DIM + half
+    cos = tl.load(angle, mask=turned, other=0.0)
+    sin = tl.load(angle + HALF, mask=turned, other=0.0)
+    if q_weight is not None:
+        if is_q:
+            gain1 = tl.load(q_weight + half, mask=turned, other=0.0)
+            gain2 = tl.load(q_weight + HALF + half, mask=turned, other=0.0)
+        else:
+            gain1 = tl.load(k_weight + half, mask=turned, other=0.0)
+            gain2 = tl.load(k_weight + HALF + half, mask=turned, other=0.0)
+    if STORE:
+        slot = tl.load(slot_mapping + token).to(tl.int64)
+        cell = (slot * NUM_KV_HEADS + head) * HEAD_DIM + half
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
     x1 = tl.load(address, mask=inside, other=0.0)
     x2 = tl.load(address + HALF, mask=inside, other=0.0)
-
     if not is_v:
         wide1, wide2 = x1.to(tl.float32), x2.to(tl.float32)
         if q_weight is not None:
             scale = tl.rsqrt(tl.sum(wide1 * wide1 + wide2 * wide2, axis=1)[:, None] / HEAD_DIM + eps)
-            if is_q:
-                gain1 = tl.load(q_weight + half, mask=half < HALF, other=0.0)
-                gain2 = tl.load(q_weight + HALF + half, mask=half < HALF, other=0.0)
-            else:
-                gain1 = tl.load(k_weight + half, mask=half < HALF, other=0.0)
-                gain2 = tl.load(k_weight + HALF + half, mask=half < HALF, other=0.0)
             # Rounded after the norm and again after the weight, as transformers' Qwen3RMSNorm rounds.
             wide1 = (wide1 * scale).to(x1.dtype).to(tl.float32) * gain1.to(tl.float32)
             wide2 = (wide2 * scale).to(x2.dtype).to(tl.float32) * gain2.to(tl.float32)
             wide1, wide2 = wide1.to(x1.dtype).to(tl.float32), wide2.to(x2.dtype).to(tl.float32)
-        angle = cos_sin + tl.load(positions + token) * HEAD_DIM + half
-        cos = tl.load(angle, mask=half < HALF, other=0.0)
-        sin = tl.load(angle + HALF, mask=half < HALF, other=0.0)
         x1, x2 = (wide1 * cos - wide2 * sin).to(x1.dtype), (wide2 * cos + wide1 * sin).to(x1.dtype)
         tl.store(address, x1, mask=inside)
         tl.store(address + HALF, x2, mask=inside)
-
     if STORE:
-        slot = tl.load(slot_mapping + token).to(tl.int64)
         if slot >= 0:
-            cell = (slot * NUM_KV_HEADS + head) * HEAD_DIM + half
             if is_v:
                 tl.store(v_cache + cell, x1, mask=inside)
                 tl.store(v_cache + cell + HALF, x2, mask=inside)

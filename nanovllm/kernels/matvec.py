@@ -122,32 +122,30 @@ def _matvec_kernel(
     weight_row = line
     if GATED:
         weight_row = (line % 2) * (out_features // 2) + line // 2
-    column = tl.arange(0, WIDTH)
-    address = weight + weight_row[:, None].to(tl.int64) * in_features + column[None, :]
-    inside = (line < out_features)[:, None]
-    tile = tl.load(address, mask=inside & (column < in_features)[None, :], other=0.0)
-    if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-
+    # Three dimensions throughout, [rows of x, rows of the weight, columns], so that no layout ever changes.
+    column = tl.arange(0, WIDTH)[None, None, :]
     member = tl.arange(0, ROWS_PAD)
+    address = weight + weight_row[None, :, None].to(tl.int64) * in_features + column
+    inside = (line < out_features)[None, :, None]
+    tile = tl.load(address, mask=inside & (column < in_features), other=0.0)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
     acc = tl.zeros([ROWS_PAD, HEIGHT], tl.float32)
-    squares = tl.zeros([ROWS_PAD], tl.float32)
+    squares = tl.zeros([ROWS_PAD, 1], tl.float32)
     for start in range(0, in_features, WIDTH):
         current = tile.to(tl.float32)
         place = start + column
-        ahead = place + WIDTH < in_features
-        tile = tl.load(address + start + WIDTH, mask=inside & ahead[None, :], other=0.0)
+        tile = tl.load(address + start + WIDTH, mask=inside & (place + WIDTH < in_features), other=0.0)
+        present = (member < ROWS)[:, None, None] & (place < in_features)
+        values = tl.load(x + member[:, None, None] * x_stride + place, mask=present, other=0.0).to(tl.float32)
         if norm_weight is not None:
-            gain = tl.load(norm_weight + place, mask=place < in_features, other=0.0).to(tl.float32)
-        for row in tl.static_range(ROWS):
-            values = tl.load(x + row * x_stride + place, mask=place < in_features, other=0.0).to(tl.float32)
-            if norm_weight is not None:
-                squares += tl.where(member == row, tl.sum(values * values), 0.0)
-                values *= gain
-            acc += tl.where((member == row)[:, None], tl.sum(current * values[None, :], axis=1)[None, :], 0.0)
+            squares += tl.sum(values * values, axis=2)
+            values *= tl.load(norm_weight + place, mask=place < in_features, other=0.0).to(tl.float32)
+        acc += tl.sum(current * values, axis=2)
     if norm_weight is not None:
-        acc *= tl.rsqrt(squares / in_features + eps)[:, None]
+        acc *= tl.rsqrt(squares / in_features + eps)  # the same factor for every output: left for last
     if bias is not None:
         acc += tl.load(bias + weight_row, mask=line < out_features, other=0.0).to(tl.float32)[None, :]
 

@@ -60,6 +60,7 @@ def varlen_prefill_attention(
             BLOCK_SIZE=k.shape[1] if paged else 1,
             QUERY_TILE=query_tile,
             KEY_TILE=key_tile,
+            AHEAD=q.element_size() <= 2,
             num_warps=num_warps,
             num_stages=num_stages,
         )
@@ -69,8 +70,8 @@ def varlen_prefill_attention(
 def _tiles(dim_pad: int, element_size: int) -> tuple[int, int, int, int]:
     """Queries and keys a tile, warps and pipeline stages: what fits the registers and measures best on Hopper."""
     if element_size > 2:
-        return (32, 32, 4, 1) if dim_pad <= 64 else (16, 16, 4, 1)
-    return (128, 64, 8, 3) if dim_pad <= 128 else (128, 64, 8, 2)
+        return 16, 16, 4, 1
+    return (128, 64, 8, 3) if dim_pad <= 128 else (128, 32, 8, 2)
 
 
 def varlen_prefill_attention_torch(
@@ -134,6 +135,7 @@ def _prefill_kernel(
     BLOCK_SIZE: tl.constexpr,
     QUERY_TILE: tl.constexpr,
     KEY_TILE: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     """A program takes QUERY_TILE queries of one head of one sequence."""
     head = tl.program_id(0)
@@ -171,16 +173,20 @@ def _prefill_kernel(
     highest = tl.full([QUERY_TILE], float("-inf"), tl.float32)
     total = tl.zeros([QUERY_TILE], tl.float32)
     acc = tl.zeros([QUERY_TILE, DIM_PAD], tl.float32)
-    # Two loops: the keys that every query of the tile sees need no mask.
-    for start in range(0, all_seen, KEY_TILE):
-        highest, total, acc = _attend(
-            query, k_head, v_head, table, start, len_k, last_key, highest, total, acc, scale_log2,
-            k_token_stride, v_token_stride, HEAD_DIM, DIM_PAD, BLOCK_SIZE, KEY_TILE, False,
+    score = tl.zeros([QUERY_TILE, KEY_TILE], tl.float32)
+    if AHEAD:
+        score = _score(
+            query, k_head, table, 0, len_k, k_token_stride, HEAD_DIM, DIM_PAD, BLOCK_SIZE, KEY_TILE
+        )
+    for start in range(0, all_seen, KEY_TILE):  # the keys that every query of the tile sees need no mask
+        highest, total, acc, score = _attend(
+            query, k_head, v_head, table, start, len_k, last_key, highest, total, acc, score, scale_log2,
+            k_token_stride, v_token_stride, HEAD_DIM, DIM_PAD, BLOCK_SIZE, KEY_TILE, AHEAD, False,
         )  # fmt: skip
     for start in range(all_seen, some_seen, KEY_TILE):
-        highest, total, acc = _attend(
-            query, k_head, v_head, table, start, len_k, last_key, highest, total, acc, scale_log2,
-            k_token_stride, v_token_stride, HEAD_DIM, DIM_PAD, BLOCK_SIZE, KEY_TILE, True,
+        highest, total, acc, score = _attend(
+            query, k_head, v_head, table, start, len_k, last_key, highest, total, acc, score, scale_log2,
+            k_token_stride, v_token_stride, HEAD_DIM, DIM_PAD, BLOCK_SIZE, KEY_TILE, AHEAD, True,
         )  # fmt: skip
 
     result = acc / tl.where(total > 0, total, 1.0)[:, None]
@@ -189,32 +195,49 @@ def _prefill_kernel(
 
 
 @triton.jit
-def _attend(
-    query, k_head, v_head, table, start, len_k, last_key, highest, total, acc, scale_log2,
-    k_token_stride, v_token_stride,
+def _cell(table, token, len_k, BLOCK_SIZE: tl.constexpr):
+    """Where a token of the sequence lies: its index, or by way of the block table its slot."""
+    if table is None:
+        return token.to(tl.int64)
+    else:
+        block = tl.load(table + token // BLOCK_SIZE, mask=token < len_k, other=0)
+        return block.to(tl.int64) * BLOCK_SIZE + token % BLOCK_SIZE
+
+
+@triton.jit
+def _score(
+    query, k_head, table, start, len_k, token_stride,
     HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEY_TILE: tl.constexpr,
-    MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Take one tile of keys and values into the running softmax (`highest`, `total`) and its weighted sum `acc`."""
     token = start + tl.arange(0, KEY_TILE)
     dim = tl.arange(0, DIM_PAD)
-    cell = token.to(tl.int64)
-    if table is not None:
-        block = tl.load(table + token // BLOCK_SIZE, mask=token < len_k, other=0)
-        cell = block.to(tl.int64) * BLOCK_SIZE + token % BLOCK_SIZE
-    k_address = k_head + cell[None, :] * k_token_stride + dim[:, None]
-    v_address = v_head + cell[:, None] * v_token_stride + dim[None, :]
-    if MASKED:
-        inside = token < len_k
-        key = tl.load(k_address, mask=inside[None, :] & (dim < HEAD_DIM)[:, None], other=0.0)
-        value = tl.load(v_address, mask=inside[:, None] & (dim < HEAD_DIM)[None, :], other=0.0)
-    elif HEAD_DIM == DIM_PAD:
-        key = tl.load(k_address)
-        value = tl.load(v_address)
-    else:
-        key = tl.load(k_address, mask=(dim < HEAD_DIM)[:, None], other=0.0)
-        value = tl.load(v_address, mask=(dim < HEAD_DIM)[None, :], other=0.0)
-    score = tl.dot(query, key, input_precision="ieee")
+    address = k_head + _cell(table, token, len_k, BLOCK_SIZE)[None, :] * token_stride + dim[:, None]
+    key = tl.load(address, mask=(token < len_k)[None, :] & (dim < HEAD_DIM)[:, None], other=0.0)
+    return tl.dot(query, key, input_precision="ieee")
+
+
+@triton.jit
+def _attend(
+    query, k_head, v_head, table, start, len_k, last_key, highest, total, acc, score, scale_log2,
+    k_token_stride, v_token_stride,
+    HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEY_TILE: tl.constexpr,
+    AHEAD: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Take one tile of keys and values into the running softmax (`highest`, `total`) and its sum `acc`.
+
+    With AHEAD the tile's scores are there already, and those of the next tile are asked for before this one's
+    softmax, so that the matrix units work through it.
+    """
+    next_start = start + KEY_TILE if AHEAD else start
+    new_score = _score(
+        query, k_head, table, next_start, len_k, k_token_stride, HEAD_DIM, DIM_PAD, BLOCK_SIZE, KEY_TILE
+    )
+    if not AHEAD:
+        score = new_score
+    token = start + tl.arange(0, KEY_TILE)
+    dim = tl.arange(0, DIM_PAD)
+    address = v_head + _cell(table, token, len_k, BLOCK_SIZE)[:, None] * v_token_stride + dim[None, :]
+    value = tl.load(address, mask=(token < len_k)[:, None] & (dim < HEAD_DIM)[None, :], other=0.0)
     if MASKED:
         score = tl.where(token[None, :] <= last_key[:, None], score, float("-inf"))
     new_highest = tl.maximum(highest, tl.max(score, axis=1) * scale_log2)
@@ -224,4 +247,4 @@ def _attend(
     weight = tl.exp2(score * scale_log2 - new_highest[:, None])
     total = total * shrink + tl.sum(weight, axis=1)
     acc = tl.dot(weight.to(value.dtype), value, acc * shrink[:, None], input_precision="ieee")
-    return new_highest, total, acc
+    return new_highest, total, acc, new_score

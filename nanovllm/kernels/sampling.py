@@ -9,16 +9,19 @@ import torch
 from torch import Tensor
 
 from nanovllm.kernels.runtime import (
+    INTERPRETED,
     NUM_COUNTERS,
     arrival_counters,
     cdiv,
     next_power_of_2,
+    num_multiprocessors,
     tl,
     triton,
     use_triton,
 )
 
-BLOCK = 4096
+BLOCK = 2048
+PROGRAMS_PER_MULTIPROCESSOR = 8
 TWIN_ELEMENTS = 1 << 18
 MIX_1, MIX_2 = (
     0x7FEB352D,
@@ -38,7 +41,9 @@ def sample(
     if not use_triton(logits):
         return sample_torch(logits, temperatures, seeds, positions, vocab_start)
     batch, vocab = logits.shape
-    chunks = cdiv(vocab, BLOCK)
+    num_tiles = cdiv(vocab, BLOCK)
+    tiles = max(1, num_tiles * batch // (PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors(logits.device)))
+    chunks = cdiv(num_tiles, tiles)
     values = torch.empty(batch, dtype=torch.float32, device=logits.device)
     token_ids = torch.empty(batch, dtype=torch.int64, device=logits.device)
     chunk_values = torch.empty(batch, chunks, dtype=torch.float32, device=logits.device)
@@ -58,11 +63,13 @@ def sample(
             logits.stride(0),
             vocab,
             vocab_start,
+            tiles,
             BLOCK=BLOCK,
-            CHUNKS_PAD=next_power_of_2(chunks),
+            CHUNKS_PAD=next_power_of_2(num_tiles),
             SALT_1=SALTS[0],
             SALT_2=SALTS[1],
-            num_warps=8,
+            FAST=not INTERPRETED,
+            num_warps=4,
         )
     return values, token_ids
 
@@ -132,7 +139,25 @@ def _row_key_kernel(seed, position, salt: tl.constexpr):
     return _mix_kernel(key ^ (position >> 32).to(tl.uint32))
 
 
-@triton.jit(do_not_specialize=["vocab_start"])
+@triton.jit
+def _gumbel_kernel(bits, FAST: tl.constexpr):
+    u = ((bits >> 9).to(tl.float32) + 0.5) * (1.0 / (1 << 23))
+    if FAST:
+        # The GPU's own logarithm is exact enough except near 1, where -log(1 - rest) needs its series.
+        rest = 1.0 - u
+        series = rest * (1.0 + rest * (1 / 2 + rest * (1 / 3 + rest * (1 / 4 + rest * (1 / 5)))))
+        exponential = tl.where(rest < 0.1, series, -0.6931471805599453 * _log2_kernel(u))
+        return -0.6931471805599453 * _log2_kernel(exponential)
+    else:
+        return -tl.log(-tl.log(u))
+
+
+@triton.jit
+def _log2_kernel(x):
+    return tl.inline_asm_elementwise("lg2.approx.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit(do_not_specialize=["vocab_start", "tiles"])
 def _sample_kernel(
     logits,
     temperatures,
@@ -146,37 +171,48 @@ def _sample_kernel(
     row_stride,
     vocab,
     vocab_start,
+    tiles,
     BLOCK: tl.constexpr,
     CHUNKS_PAD: tl.constexpr,
     SALT_1: tl.constexpr,
     SALT_2: tl.constexpr,
+    FAST: tl.constexpr,
 ):
-    """A program takes one chunk of one row; the last of a row's programs picks the best chunk."""
+    """A program takes one chunk (`tiles` tiles) of one row; the last of a row's programs picks the best chunk."""
     chunk = tl.program_id(0)
     row = tl.program_id(1)
-    column = chunk * BLOCK + tl.arange(0, BLOCK)
-    score = tl.load(logits + row.to(tl.int64) * row_stride + column, mask=column < vocab, other=float("-inf"))
-    score = score.to(tl.float32)
     temperature = tl.load(temperatures + row)
-    if temperature > 0:
-        seed = tl.load(seeds + row)
-        position = tl.load(positions + row)
-        token = (column + vocab_start).to(tl.uint32)
-        multiplier = _row_key_kernel(seed, position, SALT_1) | 1
-        bits = _mix_kernel(token * multiplier + _row_key_kernel(seed, position, SALT_2))
-        u = ((bits >> 9).to(tl.float32) + 0.5) * (1.0 / (1 << 23))
-        score = score * (1.0 / temperature) - tl.log(-tl.log(u))
-    best, place = tl.max(score, axis=0, return_indices=True, return_indices_tie_break_left=True)
+    seed = tl.load(seeds + row)
+    position = tl.load(positions + row)
+    multiplier = _row_key_kernel(seed, position, SALT_1) | 1
+    offset = _row_key_kernel(seed, position, SALT_2)
+    begin = chunk * tiles * BLOCK
+    end = tl.minimum(begin + tiles * BLOCK, vocab)
+    lane_best = tl.full([BLOCK], float("-inf"), tl.float32)
+    lane_column = tl.zeros([BLOCK], tl.int32) + begin
+    for start in range(begin, end, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        address = logits + row.to(tl.int64) * row_stride + column
+        score = tl.load(address, mask=column < end, other=float("-inf")).to(tl.float32)
+        if temperature > 0:
+            bits = _mix_kernel((column + vocab_start).to(tl.uint32) * multiplier + offset)
+            score = score * (1.0 / temperature) + _gumbel_kernel(bits, FAST)
+        better = score > lane_best
+        lane_best = tl.where(better, score, lane_best)
+        lane_column = tl.where(better, column, lane_column)
+    best = tl.max(lane_best, axis=0)
+    winner = tl.min(tl.where(lane_best == best, lane_column, vocab), axis=0)
 
     chunks = tl.num_programs(0)
     tl.store(chunk_values + row * chunks + chunk, best)
-    tl.store(chunk_ids + row * chunks + chunk, tl.minimum(chunk * BLOCK + place, vocab - 1))
+    tl.store(chunk_ids + row * chunks + chunk, winner)
     tl.debug_barrier()  # both stores come before the arrival that announces them
     if tl.atomic_add(counters + row, 1) == chunks - 1:
         tl.store(counters + row, 0)
         index = tl.arange(0, CHUNKS_PAD)
         candidates = tl.load(chunk_values + row * chunks + index, mask=index < chunks, other=float("-inf"))
-        best, place = tl.max(candidates, axis=0, return_indices=True, return_indices_tie_break_left=True)
+        ids = tl.load(chunk_ids + row * chunks + index, mask=index < chunks, other=vocab)
+        best = tl.max(candidates, axis=0)
+        winner = tl.min(tl.where(candidates == best, ids, vocab), axis=0)
         tl.store(values + row, best)
-        winner = tl.load(chunk_ids + row * chunks + tl.minimum(place, chunks - 1))
         tl.store(token_ids + row, winner.to(tl.int64) + vocab_start)

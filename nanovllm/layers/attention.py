@@ -88,8 +88,6 @@ def get_backend(config: Config, device: torch.device) -> AttentionBackend:
         return AttentionBackend(varlen_prefill_attention_torch, paged_decode_attention_torch)
     if name == "flash":
         return AttentionBackend(flash_prefill, flash_decode)
-    if name == "auto" and flash_problem is None:
-        return AttentionBackend(flash_prefill, paged_decode_attention)
     return triton
 
 

@@ -6,6 +6,7 @@ into the next norm. What differs between relatives is passed down as `qk_norm`, 
 `mlp_bias`.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -123,7 +124,8 @@ class Qwen3Model(nn.Module):
     def __init__(self, config: Any, **variant: bool):
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size)
-        rotary_emb = get_rope(get_head_dim(config), config.max_position_embeddings, rope_parameters(config))
+        max_position = min(config.max_position_embeddings, getattr(config, "max_model_len", math.inf))
+        rotary_emb = get_rope(get_head_dim(config), max_position, rope_parameters(config))
         self.layers = nn.ModuleList(
             Qwen3DecoderLayer(config, rotary_emb, **variant) for _ in range(config.num_hidden_layers)
         )

@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -27,9 +28,22 @@ SHAPES = {
 }
 
 # No real model comes near these limits; what exceeds them would be noticed when memory has run out.
-SIZES = "hidden_size intermediate_size vocab_size max_position_embeddings head_dim".split()
 COUNTS = "num_hidden_layers num_attention_heads num_key_value_heads".split()
-SIZE_LIMITS = {**dict.fromkeys(SIZES, 2**24), **dict.fromkeys(COUNTS, 2**12)}
+SIZES = "hidden_size intermediate_size vocab_size max_position_embeddings head_dim".split()
+SIZE_LIMITS = {**dict.fromkeys(COUNTS, 2**12), **dict.fromkeys(SIZES, 2**24)}
+MODEL_TYPES = ("llama", "qwen2", "qwen3")
+CONFIG_DEFAULTS = {
+    "architectures": [],
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "mlp_bias": False,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {},
+    "rope_scaling": {},
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+}
 MAX_JSON_BYTES = 2**24
 
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
@@ -46,11 +60,11 @@ def open_checkpoint(model: str | os.PathLike, load_format: str = "auto") -> Any:
     A checkpoint has
       path                      what opens it again, in any process, without asking the hub
       random_weights            whether weights are made up ("dummy") instead of read
-      hf_config()               a transformers configuration
+      hf_config()               the fields of config.json, as attributes
       tokenizer()               a transformers tokenizer, or None
       eos_token_ids(tokenizer)  every token id that ends a sequence
-      tensors()                 objects with `name` (Hugging Face's), `file` and `shape`, whose slices are read
-                                when they are taken, as torch tensors
+      tensors()                 objects with `name` (Hugging Face's), `file` and `shape`; slices are torch
+                                tensors, read when they are taken
     """
     if load_format not in LOAD_FORMATS:
         raise ValueError(f"load_format must be one of {list(LOAD_FORMATS)}, got {load_format!r}")
@@ -202,26 +216,33 @@ class ShapeCheckpoint:
         return iter(())
 
 
-def build_config(source: str | Path, raw: dict[str, Any]) -> Any:
-    """What a config.json holds as an object of the class that transformers has for it. Raises ValueError."""
-    from transformers import CONFIG_MAPPING
-
-    model_type = raw.get("model_type")
-    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
+def build_config(source: str | Path, raw: dict[str, Any]) -> SimpleNamespace:
+    """
+    What a config.json holds, as attributes, with transformers' defaults for fields it may leave out. Raises
+    ValueError. Not transformers' own class: importing those takes longer than loading a small model.
+    """
+    if raw.get("model_type") not in MODEL_TYPES:
         from nanovllm.models import MODELS
 
-        raise ValueError(
-            f"{source}: model_type {model_type!r} is not known; known architectures: {', '.join(MODELS)}"
-        )
+        model_type, known = raw.get("model_type"), ", ".join(MODELS)
+        raise ValueError(f"{source}: model_type {model_type!r} is not known; known architectures: {known}")
+    config = SimpleNamespace(**{**CONFIG_DEFAULTS, **{k: v for k, v in raw.items() if v is not None}})
+    dtype = raw.get("dtype") or raw.get("torch_dtype")  # the second is the older spelling
+    config.dtype = str(dtype).removeprefix("torch.") if dtype else None
     for field, limit in SIZE_LIMITS.items():
-        value = raw.get(field)
-        if value is not None and (type(value) is not int or not 1 <= value <= limit):
+        value = getattr(config, field, None)
+        if value is None and field == "num_key_value_heads":
+            value = config.num_attention_heads
+        if value is None and field == "head_dim":
+            qwen3 = config.model_type == "qwen3"
+            value = 128 if qwen3 else config.hidden_size // config.num_attention_heads
+        if type(value) is not int or not 1 <= value <= limit:
             raise ValueError(f"{source}: {field} must be an integer from 1 to {limit}, got {value!r}")
-    try:
-        # `auto_map` names code inside the checkpoint.
-        return CONFIG_MAPPING[model_type].from_dict({key: raw[key] for key in raw if key != "auto_map"})
-    except Exception as error:  # each version of transformers has its own
-        raise ValueError(f"{source}: transformers cannot use this configuration: {error}") from error
+        setattr(config, field, value)
+    for field, kind in (("rms_norm_eps", (int, float)), ("rope_scaling", dict), ("rope_parameters", dict)):
+        if not isinstance(getattr(config, field), kind):
+            raise ValueError(f"{source}: {field} cannot be {getattr(config, field)!r}")
+    return config
 
 
 def merge_eos_ids(source: str, *values: Any) -> tuple[int, ...]:

@@ -97,9 +97,7 @@ class GGUFCheckpoint:
         if FREQUENCY_FACTORS in self.stored:  # a kind of scaling that transformers does not know
             factors = self.stored[FREQUENCY_FACTORS][:].float().tolist()
             scaling = {"rope_type": "frequency_factors", "factors": factors, "rope_theta": theta}
-            setattr(
-                config, "rope_parameters" if hasattr(config, "rope_parameters") else "rope_scaling", scaling
-            )
+            config.rope_parameters = scaling
         return config
 
     def tokenizer(self) -> Any:

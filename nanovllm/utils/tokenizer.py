@@ -54,16 +54,10 @@ def tokenizer_from_gguf(metadata: dict[str, Any]) -> Any:
         raise ValueError(f"tokenizer.ggml.model {kind!r} is not known; known ones: {', '.join(builders)}")
     tokens = metadata["tokenizer.ggml.tokens"]
     tokenizer = builders[kind](metadata, {token: i for i, token in enumerate(tokens)})
-    types = [int(t) for t in metadata.get("tokenizer.ggml.token_type", ())]
+    types = metadata.get("tokenizer.ggml.token_type", [])
     for wanted, add in ((CONTROL, tokenizer.add_special_tokens), (USER_DEFINED, tokenizer.add_tokens)):
-        special = wanted == CONTROL
-        add(
-            [
-                AddedToken(t, special=special, normalized=False)
-                for t, i in zip(tokens, types, strict=False)
-                if i == wanted
-            ]
-        )
+        chosen = [tokens[i] for i, type_ in enumerate(types) if type_ == wanted]
+        add([AddedToken(token, special=wanted == CONTROL, normalized=False) for token in chosen])
     names = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
     named = {
         name: tokens[metadata[f"tokenizer.ggml.{key}_token_id"]]

@@ -1,0 +1,17 @@
+"""What every test needs: no more threads than the small matrices can use, and `gpu` tests only on a GPU."""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "2")  # read when torch is imported, and inherited by ranks
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+import torch
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

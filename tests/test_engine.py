@@ -1,0 +1,443 @@
+"""The whole engine: whatever schedule, cache and company, a request's tokens are those of the plain case.
+
+What transformers says about each prompt is worked out once per architecture; tests here compare with it.
+"""
+
+import gc
+import random
+import weakref
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+from test_block_manager import check_pool
+
+from checkpoints import (
+    ARCHITECTURES,
+    EXACT,
+    assert_greedy,
+    edit_json,
+    load_reference,
+    make_checkpoint,
+    one_thread,  # noqa: F401
+    reference_greedy,
+)
+from nanovllm import LLM, SamplingParams
+from nanovllm.engine.llm_engine import LLMEngine
+
+COUNT = 40
+GREEDY = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True)
+LENGTHS = (1, 15, 16, 17, 32, 33, 64, 90)
+
+
+def make_prompts() -> list[list[int]]:
+    """Prompts of many lengths, some with a common beginning, and two that are the same."""
+    pick = random.Random(0)
+    shared = [pick.randrange(256) for _ in range(100)]
+    prompts = [[pick.randrange(256) for _ in range(length)] for length in LENGTHS]
+    prompts += [[*shared[:48], 1], [*shared[:48], 2, 3], shared[:64], shared[:64], shared[:100]]
+    return prompts
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def model(request, tmp_path_factory):
+    folder = make_checkpoint(tmp_path_factory.mktemp(request.param), request.param, seed=5, head_dim=24)
+    reference = load_reference(folder)
+    prompts = make_prompts()
+    answers = {}
+    for prompt in prompts:
+        answers.setdefault(tuple(prompt), reference_greedy(reference, prompt, COUNT))
+    return SimpleNamespace(folder=str(folder), reference=reference, prompts=prompts, answers=answers)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("checkpoint"), "qwen3", seed=1)
+
+
+@pytest.fixture(scope="module")
+def llm(folder):
+    with LLM(str(folder), **EXACT, num_kvcache_blocks=64) as engine:
+        yield engine
+
+
+class Watch:
+    """Notes what the scheduler does while the block runs."""
+
+    def __init__(self, llm: LLM):
+        self.scheduler = llm.scheduler
+        self.preemptions = self.chunks = self.most_running = self.most_tokens = 0
+        self.steps: list[tuple[bool, int]] = []
+        self.cached: list[int] = []
+
+    def __enter__(self):
+        schedule, preempt = self.scheduler.schedule, self.scheduler.preempt
+
+        def watched_schedule():
+            sequences, is_prefill = schedule()
+            self.steps.append((is_prefill, len(sequences)))
+            self.most_running = max(self.most_running, len(self.scheduler.running))
+            if is_prefill:
+                self.cached += [s.num_cached_tokens for s in sequences]
+                self.chunks += sum(s.num_computed_tokens + s.num_scheduled_tokens < len(s) for s in sequences)
+                self.most_tokens = max(self.most_tokens, sum(s.num_scheduled_tokens for s in sequences))
+            return sequences, is_prefill
+
+        def watched_preempt(*args):
+            self.preemptions += 1
+            return preempt(*args)
+
+        self.patches = [
+            mock.patch.object(self.scheduler, "schedule", watched_schedule),
+            mock.patch.object(self.scheduler, "preempt", watched_preempt),
+        ]
+        for patch in self.patches:
+            patch.start()
+        return self
+
+    def __exit__(self, *_):
+        for patch in self.patches:
+            patch.stop()
+
+
+def tokens_of(results: list[dict]) -> list[list[int]]:
+    return [result["token_ids"] for result in results]
+
+
+def assert_empty(llm: LLM) -> None:
+    assert llm.is_finished()
+    manager = llm.scheduler.block_manager
+    check_pool(manager, [])
+    assert len(manager.free_block_ids) == len(manager.blocks)
+
+
+MODES = {
+    "plain": dict(num_kvcache_blocks=200),
+    "one at a time": dict(num_kvcache_blocks=200, max_num_seqs=1),
+    "preempted": dict(num_kvcache_blocks=12),
+    "chunked": dict(num_kvcache_blocks=200, max_num_batched_tokens=16),
+    "chunks across blocks": dict(num_kvcache_blocks=200, max_num_batched_tokens=23),
+    "preempted and chunked": dict(num_kvcache_blocks=11, max_num_batched_tokens=20, max_num_seqs=9),
+    "without prefix caching": dict(num_kvcache_blocks=200, enable_prefix_caching=False),
+    "preempted without prefix caching": dict(num_kvcache_blocks=12, enable_prefix_caching=False),
+    "large blocks": dict(num_kvcache_blocks=20, kvcache_block_size=256),
+    "odd blocks": dict(num_kvcache_blocks=60, kvcache_block_size=48),
+    "cache chosen by the engine": dict(max_num_seqs=4),
+}
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["", "overlapped"])
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_gives_the_tokens_of_transformers(model, mode, overlap):
+    """Overlapped is how a GPU is driven: a step is scheduled before the last one's tokens are known."""
+    with LLM(model.folder, **{**EXACT, **MODES[mode]}) as llm, Watch(llm) as seen:
+        assert not llm._overlap
+        llm._overlap = overlap
+        first = tokens_of(llm.generate(model.prompts, GREEDY, use_tqdm=False))
+        assert_empty(llm)
+        again = tokens_of(llm.generate(model.prompts[::3], GREEDY, use_tqdm=False))
+        assert_empty(llm)
+    for prompt, tokens in zip(model.prompts, first, strict=True):
+        if tokens != model.answers[tuple(prompt)]:  # allowed only where transformers sees a tie
+            assert_greedy(model.reference, prompt, tokens)
+    assert again == first[::3]
+    assert (seen.preemptions > 0) == ("preempted" in mode)
+    assert (seen.chunks > 0) == ("chunk" in mode)
+    assert (max(seen.cached) > 0) == ("without prefix caching" not in mode and mode != "large blocks")
+    assert seen.most_tokens <= llm.config.max_num_batched_tokens
+    assert seen.most_running <= llm.config.max_num_seqs
+
+
+def test_requests_that_arrive_while_others_run_get_the_same_tokens(model):
+    with LLM(model.folder, **EXACT, num_kvcache_blocks=20, max_num_batched_tokens=64) as llm:
+        pick, waiting = random.Random(0), list(enumerate(model.prompts))
+        place, completions = {}, {}
+        while waiting or not llm.is_finished():
+            if waiting and (llm.is_finished() or len(completions) % 2 == 0 or pick.random() < 0.3):
+                i, prompt = waiting.pop(0)
+                place[llm.add_request(prompt, GREEDY)] = i
+            finished, _ = llm.step()
+            for seq_id, token_ids in finished:
+                completions[place[seq_id]] = list(token_ids)
+        assert_empty(llm)
+    for i, prompt in enumerate(model.prompts):
+        if completions[i] != model.answers[tuple(prompt)]:
+            assert_greedy(model.reference, prompt, completions[i])
+
+
+def test_two_engines_with_unlike_blocks_do_not_disturb_each_other(model):
+    options = [dict(EXACT, num_kvcache_blocks=14), dict(EXACT, num_kvcache_blocks=6, kvcache_block_size=64)]
+    with LLM(model.folder, **options[0]) as first, LLM(model.folder, **options[1]) as second:
+        engines = (first, second)
+        places = [
+            {llm.add_request(prompt, GREEDY): i for i, prompt in enumerate(model.prompts)} for llm in engines
+        ]
+        completions: tuple[dict, dict] = ({}, {})
+        while not all(llm.is_finished() for llm in engines):
+            for llm, place, results in zip(engines, places, completions, strict=True):
+                for seq_id, token_ids in llm.step()[0]:
+                    results[place[seq_id]] = list(token_ids)
+        for results in completions:
+            for i, prompt in enumerate(model.prompts):
+                if results[i] != model.answers[tuple(prompt)]:
+                    assert_greedy(model.reference, prompt, results[i])
+        first.exit()
+        (result,) = second.generate([model.prompts[3]], GREEDY, use_tqdm=False)
+        assert_greedy(model.reference, model.prompts[3], result["token_ids"])
+
+
+def test_identical_prompts_in_one_call_are_computed_once(llm):
+    prompt = [9, *range(64)]
+    with Watch(llm) as seen:
+        results = llm.generate([prompt] * 5, SamplingParams(0, 8, True), use_tqdm=False)
+    assert seen.cached == [0, 64, 64, 64, 64]
+    assert all(result == results[0] for result in results)
+
+
+def test_a_second_call_finds_the_prompt_and_the_completion_of_the_first(llm):
+    prompt = [8, *range(40)]
+    (result,) = llm.generate([prompt], SamplingParams(0, 30, True), use_tqdm=False)
+    with Watch(llm) as seen:
+        llm.generate([[*prompt, *result["token_ids"], 5]], SamplingParams(0, 4, True), use_tqdm=False)
+    assert seen.cached == [64], "41 + 30 tokens, of which the last was never computed, fill 4 blocks of 16"
+
+
+def test_results_come_in_the_order_of_the_prompts_whenever_they_end(llm):
+    params = [SamplingParams(0, count, True) for count in (20, 1, 7, 3, 12)]
+    prompts = [[i, i] for i in range(5)]
+    results = llm.generate(prompts, params, use_tqdm=False)
+    assert [len(tokens) for tokens in tokens_of(results)] == [20, 1, 7, 3, 12]
+    for prompt, param, result in zip(prompts, params, results, strict=True):
+        assert llm.generate([prompt], param, use_tqdm=False) == [result]
+
+
+def test_one_prompt_may_come_without_a_list(llm):
+    params = SamplingParams(0, 5, True)
+    assert llm.generate("hello", params, use_tqdm=False) == llm.generate(["hello"], params, use_tqdm=False)
+    assert llm.generate([1, 2, 3], params, use_tqdm=False) == llm.generate(
+        [[1, 2, 3]], params, use_tqdm=False
+    )
+
+
+def test_text_and_token_ids_of_the_same_prompt_are_the_same_request(llm):
+    params = SamplingParams(0, 12, True)
+    ids = llm.tokenizer.encode("What is it?")
+    by_text, by_ids = llm.generate(["What is it?", ids], params, use_tqdm=False)
+    assert by_text == by_ids
+    assert by_text["text"] == llm.tokenizer.decode(by_text["token_ids"], skip_special_tokens=True)
+
+
+def test_an_empty_list_of_prompts_gives_an_empty_list(llm):
+    assert llm.generate([], SamplingParams(), use_tqdm=False) == []
+    assert llm.generate([], [], use_tqdm=True) == []
+
+
+def test_token_ids_of_numpy_are_integers_too(llm):
+    numpy = pytest.importorskip("numpy")
+    params = SamplingParams(0, 4, True)
+    prompt = list(numpy.arange(5))
+    assert llm.generate([prompt], params, use_tqdm=False) == llm.generate(
+        [list(range(5))], params, use_tqdm=False
+    )
+
+
+def test_what_comes_out_is_plain_python(llm):
+    (result,) = llm.generate([[1, 2, 3]], SamplingParams(0, 4, True), use_tqdm=False)
+    assert type(result["text"]) is str and type(result["token_ids"]) is list
+    assert all(type(token) is int for token in result["token_ids"])
+
+
+def test_the_prompts_of_the_caller_are_left_alone(llm):
+    prompts = [[1, 2, 3], [4, 5]]
+    llm.generate(prompts, SamplingParams(0, 4, True), use_tqdm=False)
+    assert prompts == [[1, 2, 3], [4, 5]]
+
+
+def test_default_parameters_are_the_published_ones():
+    params = SamplingParams()
+    assert (params.temperature, params.max_tokens, params.ignore_eos) == (1.0, 64, False)
+    assert SamplingParams(0.5, 7, True) == SamplingParams(temperature=0.5, max_tokens=7, ignore_eos=True)
+    assert issubclass(LLM, LLMEngine)
+
+
+def test_the_options_of_the_engine_have_the_published_defaults(folder):
+    with LLM(str(folder), device="cpu") as llm:
+        config = llm.config
+        expected = dict(
+            max_num_batched_tokens=16384,
+            max_num_seqs=512,
+            gpu_memory_utilization=0.9,
+            tensor_parallel_size=1,
+            enforce_eager=False,
+            kvcache_block_size=256,
+        )
+        assert {name: getattr(config, name) for name in expected} == expected
+        assert config.max_model_len == 512, "4096, capped by the checkpoint"
+        assert config.num_kvcache_blocks == len(llm.scheduler.block_manager.blocks) >= 2
+
+
+def test_the_step_reports_finished_requests_and_counts_tokens(llm):
+    ids = [llm.add_request([5, 6, 7], SamplingParams(0, count, True)) for count in (1, 2)]
+    assert not llm.is_finished()
+    finished, num_tokens = llm.step()
+    assert num_tokens == 6 and [seq_id for seq_id, _ in finished] == ids[:1]
+    finished, num_tokens = llm.step()
+    assert num_tokens == -1 and [seq_id for seq_id, _ in finished] == ids[1:]
+    assert len(finished[0][1]) == 2
+    assert llm.is_finished()
+    assert_empty(llm)
+
+
+def test_the_progress_bar_counts_finished_prompts_and_shows_speed(llm, capsys):
+    llm.generate([[1, 2, 3], [4, 5]], SamplingParams(0, 4, True), use_tqdm=True)
+    shown = capsys.readouterr().err
+    assert "2/2" in shown and "Prefill" in shown and "Decode" in shown and "tok/s" in shown
+    llm.generate([[1, 2, 3]], SamplingParams(0, 4, True), use_tqdm=False)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_chat_is_the_template_and_then_a_completion(llm):
+    params = SamplingParams(0, 6, True)
+    chat = [{"role": "user", "content": "hi"}]
+    text = llm.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    assert llm.chat(chat, params, use_tqdm=False) == llm.generate([text], params, use_tqdm=False)
+    assert len(llm.chat([chat, chat], params, use_tqdm=False)) == 2
+
+
+def first_time(tokens: list[int], least: int) -> int:
+    """A place at or after `least` whose token did not come before."""
+    return next(i for i in range(least, len(tokens)) if tokens[i] not in tokens[:i])
+
+
+@pytest.mark.parametrize("place", ["config.json", "generation_config.json", "list", "tokenizer", "both"])
+def test_every_end_of_sequence_token_ends_a_sequence(tmp_path, place):
+    folder = make_checkpoint(tmp_path, "qwen3", seed=1)
+    prompt = [1, 2, 3]
+    tokens = reference_greedy(load_reference(folder), prompt, 60)
+    at = first_time(tokens, 5)
+    eos = tokens[at]
+    if place == "config.json":
+        edit_json(folder / "config.json", eos_token_id=eos)
+    elif place == "generation_config.json":
+        edit_json(folder / "generation_config.json", eos_token_id=eos)
+    elif place == "list":
+        edit_json(folder / "generation_config.json", eos_token_id=[256, eos])
+    elif place == "both":
+        edit_json(folder / "config.json", eos_token_id=256)
+        edit_json(folder / "generation_config.json", eos_token_id=[256, 255, eos])
+    with LLM(str(folder), **EXACT, num_kvcache_blocks=16) as llm:
+        if place == "tokenizer":
+            eos = llm.tokenizer.eos_token_id
+            assert eos in (llm.config.eos if not isinstance(llm.config.eos, int) else (llm.config.eos,))
+            return
+        ends, goes_on = (
+            llm.generate([prompt], SamplingParams(0, 60, ignore), use_tqdm=False)[0]
+            for ignore in (False, True)
+        )
+        assert ends["token_ids"] == tokens[: at + 1]
+        assert goes_on["token_ids"] == tokens
+
+
+def test_a_sequence_that_ends_early_frees_its_place_for_the_next(tmp_path):
+    folder = make_checkpoint(tmp_path, "qwen3", seed=1, tokenizer=False)
+    tokens = reference_greedy(load_reference(folder), [1, 2, 3], 60)
+    at = first_time(tokens, 5)
+    edit_json(folder / "config.json", eos_token_id=tokens[at])
+    with LLM(str(folder), **EXACT, num_kvcache_blocks=8, max_num_seqs=2) as llm:
+        results = llm.generate([[1, 2, 3]] * 5, SamplingParams(0, 60), use_tqdm=False)
+        assert tokens_of(results) == [tokens[: at + 1]] * 5
+        assert_empty(llm)
+
+
+def test_text_leaves_out_special_tokens(llm):
+    """The end token, which the model here always ranks first, is in token_ids and not in the text."""
+    end, vocab = llm.tokenizer.eos_token_id, llm.config.hf_config.vocab_size
+    with mock.patch.object(llm.model_runner.model, "compute_logits", lambda hidden: torch.eye(vocab)[[end]]):
+        (result,) = llm.generate(["abc"], SamplingParams(0, 3, True), use_tqdm=False)
+        assert (result["token_ids"], result["text"]) == ([end] * 3, "")
+        (result,) = llm.generate(["abc"], SamplingParams(0, 3), use_tqdm=False)
+        assert (result["token_ids"], result["text"]) == ([end], "")
+
+
+def test_a_checkpoint_without_a_tokenizer_serves_token_ids_and_refuses_text(tmp_path):
+    folder = make_checkpoint(tmp_path, tokenizer=False)
+    with LLM(str(folder), **EXACT, num_kvcache_blocks=8) as llm:
+        with pytest.raises(ValueError, match="tokenizer"):
+            llm.generate(["hello"], SamplingParams(0, 4), use_tqdm=False)
+        (result,) = llm.generate([[1, 2, 3]], SamplingParams(0, 4, True), use_tqdm=False)
+        assert result["text"] == "" and len(result["token_ids"]) == 4
+
+
+def test_a_request_may_fill_the_model_length_and_the_pool_exactly(folder):
+    reference = load_reference(folder)
+    with LLM(str(folder), **EXACT, num_kvcache_blocks=32) as llm:
+        for length in (1, 256, 511):
+            prompt = [i % 250 for i in range(length)]
+            (result,) = llm.generate([prompt], SamplingParams(0, 512 - length, True), use_tqdm=False)
+            assert len(result["token_ids"]) == 512 - length
+            assert_greedy(reference, prompt, result["token_ids"])
+
+
+def test_the_model_length_can_be_lowered_but_not_raised_above_the_checkpoints(folder):
+    for asked, given in ((100, 100), (512, 512), (100000, 512)):
+        with LLM(str(folder), **EXACT, num_kvcache_blocks=40, max_model_len=asked) as llm:
+            assert llm.config.max_model_len == given
+            params = SamplingParams(0, 2, True)
+            assert len(llm.generate([[1] * (given - 2)], params, use_tqdm=False)[0]["token_ids"]) == 2
+            with pytest.raises(ValueError, match=str(given)):
+                llm.generate([[1] * (given - 1)], params, use_tqdm=False)
+
+
+def test_a_with_statement_shuts_the_engine_down(folder):
+    with LLM(str(folder), **EXACT, num_kvcache_blocks=8) as llm:
+        assert isinstance(llm, LLM)
+    with pytest.raises(RuntimeError, match="exit"):
+        llm.generate([[1]], SamplingParams(0, 1), use_tqdm=False)
+
+
+def test_exit_may_be_called_twice_and_use_after_it_is_a_clear_error(folder):
+    llm = LLM(str(folder), **EXACT, num_kvcache_blocks=8)
+    llm.exit()
+    llm.exit()
+    for use in (
+        lambda: llm.generate([[1]], SamplingParams(0, 1), use_tqdm=False),
+        lambda: llm.generate([], SamplingParams(0, 1), use_tqdm=False),
+        lambda: llm.add_request([1], SamplingParams(0, 1)),
+        lambda: llm.step(),
+        lambda: llm.chat([{"role": "user", "content": "hi"}], SamplingParams(0, 1), use_tqdm=False),
+    ):
+        with pytest.raises(RuntimeError, match="exit"):
+            use()
+
+
+def test_exit_in_the_middle_of_requests_is_fine(folder):
+    llm = LLM(str(folder), **EXACT, num_kvcache_blocks=8)
+    llm.add_request([1, 2, 3], SamplingParams(0, 8))
+    llm.step()
+    llm.exit()
+    with LLM(str(folder), **EXACT, num_kvcache_blocks=8) as other:
+        assert len(other.generate([[1]], SamplingParams(0, 1), use_tqdm=False)) == 1
+
+
+@pytest.mark.parametrize("how", ["exit", "del"])
+def test_the_model_and_the_cache_are_freed_with_the_engine(folder, how):
+    llm = LLM(str(folder), **EXACT, num_kvcache_blocks=8)
+    llm.generate([[1, 2, 3]], SamplingParams(0, 4), use_tqdm=False)
+    runner = llm.model_runner
+    parts = [weakref.ref(runner.model), weakref.ref(runner.kv_cache)]
+    del runner
+    if how == "exit":
+        llm.exit()
+    else:
+        del llm
+    gc.collect()
+    assert [part() for part in parts] == [None, None]
+
+
+def test_engines_leave_torch_as_they_found_it(folder):
+    before = torch.get_default_dtype(), torch.get_default_device(), torch.is_grad_enabled()
+    with LLM(str(folder), **{**EXACT, "dtype": "bfloat16"}, num_kvcache_blocks=8) as llm:
+        assert (torch.get_default_dtype(), torch.get_default_device(), torch.is_grad_enabled()) == before
+        llm.generate([[1]], SamplingParams(0, 1), use_tqdm=False)
+    assert (torch.get_default_dtype(), torch.get_default_device(), torch.is_grad_enabled()) == before

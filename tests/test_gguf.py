@@ -1,0 +1,495 @@
+"""GGUF files: the same model comes out as the one that went in, and nothing hostile gets far."""
+
+import struct
+import time
+from pathlib import Path
+
+import gguf
+import pytest
+import torch
+from gguf.quants import dequantize, quantize
+from safetensors.torch import load_file
+from smollm2 import smollm2_gguf  # noqa: F401  a fixture
+
+from checkpoints import load_reference, make_checkpoint
+from nanovllm.layers.rotary_embedding import rope_parameters
+from nanovllm.models import get_model_class
+from nanovllm.utils.checkpoint import open_checkpoint
+from nanovllm.utils.gguf import LAYER_MODULES, MODULES, GGUFTensor
+from nanovllm.utils.loader import load_model
+from nanovllm.utils.tokenizer import tokenizer_from_gguf
+
+ARCHITECTURES = ["llama", "qwen2", "qwen3"]
+QUANTISATIONS = ["F32", "F16", "BF16", "Q8_0", "Q4_0"]
+
+
+def interleave_halves(tensor: torch.Tensor, heads: int) -> torch.Tensor:
+    """llama.cpp's order of the rows of q and k: of each head, both halves' first rows, second rows, ..."""
+    halves = tensor.reshape(heads, 2, tensor.shape[0] // heads // 2, -1)
+    return halves.transpose(1, 2).reshape(tensor.shape)
+
+
+def write_gguf(folder: Path, quantisation: str = "F32", extra_tensors=(), **metadata) -> Path:
+    """The checkpoint of a folder as llama.cpp would store it, its matrices quantised."""
+    config = open_checkpoint(folder).hf_config()
+    writer = gguf.GGUFWriter(folder / "model.gguf", config.model_type)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(rope_parameters(config)["rope_theta"])
+    if getattr(config, "head_dim", None):
+        writer.add_key_length(config.head_dim)
+        writer.add_value_length(config.head_dim)
+        writer.add_rope_dimension_count(config.head_dim)
+    for key, value in metadata.items():
+        key = key.replace("__", ".").replace("ARCH", config.model_type)
+        add = {
+            str: writer.add_string,
+            int: writer.add_uint32,
+            float: writer.add_float32,
+            list: writer.add_array,
+        }
+        add[type(value)](key, value)
+    names = {theirs: ours for ours, theirs in {**MODULES, **LAYER_MODULES}.items()}
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    tensors = [tensor for file in folder.glob("*.safetensors") for tensor in load_file(file).items()]
+    for name, tensor in [*tensors, *extra_tensors]:
+        module, kind = name.rsplit(".", 1)
+        if module.startswith("model.layers."):
+            layer, part = module.removeprefix("model.layers.").split(".", 1)
+            if config.model_type == "llama" and names[part] in heads:
+                tensor = interleave_halves(tensor, heads[names[part]])
+            module = f"blk.{layer}.{names[part]}"
+        else:
+            module = names.get(module, module)
+        type_ = gguf.GGMLQuantizationType[quantisation if tensor.dim() == 2 else "F32"]
+        writer.add_tensor(f"{module}.{kind}", quantize(tensor.numpy(), type_), raw_dtype=type_)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return folder / "model.gguf"
+
+
+def requantised(tensor: torch.Tensor, quantisation: str) -> torch.Tensor:
+    """What is left of a matrix after a trip through a quantisation."""
+    type_ = gguf.GGMLQuantizationType[quantisation if tensor.dim() == 2 else "F32"]
+    return torch.from_numpy(dequantize(quantize(tensor.numpy(), type_), type_))
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("quantisation", QUANTISATIONS)
+@pytest.mark.parametrize("tied", [False, True])
+def test_all_tensors_come_back(tmp_path, architecture, quantisation, tied):
+    make_checkpoint(tmp_path, architecture, tie_word_embeddings=tied, vocab_size=96)
+    expected = load_file(tmp_path / "model.safetensors")
+    tensors = {t.name: t for t in open_checkpoint(write_gguf(tmp_path, quantisation)).tensors()}
+    assert tensors.keys() == expected.keys()
+    for name, value in expected.items():
+        assert tensors[name].shape == tuple(value.shape)
+        assert torch.equal(tensors[name][:].float(), requantised(value, quantisation)), name
+
+
+def test_rotary_rows_of_biases_come_back_too(tmp_path):
+    make_checkpoint(tmp_path, "llama", attention_bias=True, mlp_bias=True)
+    expected = load_file(tmp_path / "model.safetensors")
+    checkpoint = open_checkpoint(write_gguf(tmp_path))
+    assert checkpoint.hf_config().attention_bias and checkpoint.hf_config().mlp_bias
+    tensors = {t.name: t[:] for t in checkpoint.tensors()}
+    assert tensors.keys() == expected.keys()
+    assert all(torch.equal(tensors[name], value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize("quantisation", QUANTISATIONS)
+def test_a_slice_is_a_part_of_the_whole(tmp_path, quantisation):
+    make_checkpoint(tmp_path, "llama", num_key_value_heads=4)
+    for tensor in open_checkpoint(write_gguf(tmp_path, quantisation)).tensors():
+        whole = tensor[:]
+        assert torch.equal(tensor[5:23], whole[5:23])
+        if whole.dim() == 2:
+            assert torch.equal(tensor[:, 16:40], whole[:, 16:40])
+            assert torch.equal(tensor[3:9, 32:64], whole[3:9, 32:64])
+            assert tensor[4:4].shape == whole[4:4].shape
+
+
+def test_a_slice_decodes_only_the_blocks_it_touches(tmp_path, monkeypatch):
+    make_checkpoint(tmp_path, "qwen3")
+    decoded = []
+    decode = GGUFTensor._decode
+    monkeypatch.setattr(
+        GGUFTensor, "_decode", lambda self, part: decoded.append(part.shape) or decode(self, part)
+    )
+    tensors = {t.name: t for t in open_checkpoint(write_gguf(tmp_path, "Q8_0")).tensors()}
+    down = tensors["model.layers.0.mlp.down_proj.weight"]  # [64, 96]: a row is 3 blocks of 34 bytes
+    down[8:16], down[:, 32:64], down[:, 40:60]
+    assert decoded == [(8, 102), (64, 34), (64, 34)]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "overrides", [{}, {"head_dim": 32}, {"rope_theta": 5e5, "rms_norm_eps": 1e-5}], ids=str
+)
+def test_the_config_comes_back(tmp_path, architecture, overrides):
+    if architecture == "qwen2" and "head_dim" in overrides:
+        pytest.skip("Qwen2 has no head_dim of its own")
+    make_checkpoint(tmp_path, architecture, **overrides)
+    expected = open_checkpoint(tmp_path).hf_config()
+    config = open_checkpoint(write_gguf(tmp_path)).hf_config()
+    assert type(config) is type(expected)
+    assert config.architectures == expected.architectures
+    fields = (
+        "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads"
+    )
+    for field in (*fields.split(), "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings", "dtype"):
+        if hasattr(expected, field):
+            assert getattr(config, field) == getattr(expected, field), field
+    assert rope_parameters(config) == rope_parameters(expected)
+
+
+def test_a_quantised_file_names_no_dtype(tmp_path):
+    make_checkpoint(tmp_path)
+    config = open_checkpoint(write_gguf(tmp_path, "Q8_0")).hf_config()
+    assert config.dtype is None
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_parameters_are_the_same_from_gguf_and_safetensors(tmp_path, architecture):
+    make_checkpoint(tmp_path, architecture)
+    models = []
+    for source in (tmp_path, write_gguf(tmp_path)):
+        config = open_checkpoint(source).hf_config()
+        models.append(get_model_class(config)(config))
+        load_model(models[-1], source)
+    ours, theirs = (model.state_dict() for model in models)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_model_can_have_the_shape_of_a_file_and_random_weights(tmp_path, architecture):
+    make_checkpoint(tmp_path, architecture)
+    file = write_gguf(tmp_path)
+    config = open_checkpoint(file, "dummy").hf_config()
+    model = get_model_class(config)(config)
+    load_model(model, file, "dummy")
+    assert torch.equal(model.model.norm.weight, torch.ones(64))
+
+
+# Rotary scaling
+
+
+def test_linear_scaling_is_read(tmp_path):
+    make_checkpoint(tmp_path, "llama")
+    file = write_gguf(tmp_path, ARCH__rope__scaling__type="linear", ARCH__rope__scaling__factor=4.0)
+    rope = rope_parameters(open_checkpoint(file).hf_config())
+    assert (rope["rope_type"], rope["factor"], rope["rope_theta"]) == ("linear", 4.0, 10000.0)
+
+
+def test_yarn_scaling_is_read(tmp_path):
+    make_checkpoint(tmp_path, "qwen3")
+    scaling = dict(ARCH__rope__scaling__type="yarn", ARCH__rope__scaling__factor=4.0)
+    file = write_gguf(tmp_path, **scaling, ARCH__rope__scaling__original_context_length=128)
+    rope = rope_parameters(open_checkpoint(file).hf_config())
+    assert (rope["rope_type"], rope["factor"], rope["original_max_position_embeddings"]) == ("yarn", 4.0, 128)
+
+
+def test_an_unknown_scaling_is_refused_by_name(tmp_path):
+    make_checkpoint(tmp_path, "llama")
+    with pytest.raises(ValueError, match="'longrope' is not known"):
+        open_checkpoint(write_gguf(tmp_path, ARCH__rope__scaling__type="longrope")).hf_config()
+
+
+def test_llama3_scaling_comes_as_factors_and_gives_the_frequencies_of_transformers(tmp_path):
+    llama3 = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=128)
+    make_checkpoint(tmp_path, "llama", rope_scaling={"rope_type": "llama3", **llama3})
+    scaled = load_reference(tmp_path).model.rotary_emb.inv_freq
+    plain = 1.0 / 10000.0 ** (torch.arange(0, 16, 2) / 16)
+    file = write_gguf(tmp_path, extra_tensors=[("rope_freqs.weight", plain / scaled)])
+    checkpoint = open_checkpoint(file)
+    config = checkpoint.hf_config()
+    rope = rope_parameters(config)
+    assert rope["rope_type"] == "frequency_factors"
+    torch.testing.assert_close(plain / torch.tensor(rope["factors"]), scaled)
+    load_model(get_model_class(config)(config), checkpoint)
+
+
+# Tokenizers
+
+
+def test_smollm2_cuts_digits_one_by_one(smollm2_gguf):  # noqa: F811
+    tokenizer = open_checkpoint(smollm2_gguf).tokenizer()
+    pieces = [tokenizer.decode([i]) for i in tokenizer.encode("What is 1234?")]
+    assert pieces == ["What", " is", " ", "1", "2", "3", "4", "?"]
+    assert [tokenizer.decode([i]) for i in tokenizer.encode("a   12")] == ["a", "   ", "1", "2"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Hello, world!",
+        "  two   spaces",
+        "tab\tand\n\nlines\r\n",
+        "naïve Grüße 汉字",
+        "🙂👩‍👩‍👧",
+        "x = y[3:14]",
+        "\x00",
+    ],
+)
+def test_smollm2_text_survives_a_round_trip(smollm2_gguf, text):  # noqa: F811
+    tokenizer = open_checkpoint(smollm2_gguf).tokenizer()
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_smollm2_special_tokens_are_special(smollm2_gguf):  # noqa: F811
+    checkpoint = open_checkpoint(smollm2_gguf)
+    tokenizer = checkpoint.tokenizer()
+    assert tokenizer.encode("<|im_start|>user<|im_end|>") == [1, *tokenizer.encode("user"), 2]
+    assert tokenizer.decode([1, *tokenizer.encode("user"), 2], skip_special_tokens=True) == "user"
+    assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token) == (
+        "<|im_start|>",
+        "<|im_end|>",
+        "<|im_end|>",
+    )
+    assert checkpoint.eos_token_ids(tokenizer) == (2,)
+
+
+def test_smollm2_chat_template_renders(smollm2_gguf):  # noqa: F811
+    tokenizer = open_checkpoint(smollm2_gguf).tokenizer()
+    messages = [{"role": "user", "content": "Hi"}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert text.startswith("<|im_start|>system\n") and text.endswith(
+        "user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_smollm2_loads_whole(smollm2_gguf):  # noqa: F811
+    checkpoint = open_checkpoint(smollm2_gguf)
+    config = checkpoint.hf_config()
+    assert config.tie_word_embeddings and rope_parameters(config)["rope_theta"] == 100_000
+    model = get_model_class(config)(config)
+    load_model(model, checkpoint)
+    assert sum(param.numel() for param in model.parameters()) == 134_515_008
+
+
+def metadata_of(kind: str, tokens: list[str], types: list[int] | None = None, **others) -> dict:
+    types = types or [1] * len(tokens)
+    return {
+        f"tokenizer.ggml.{key}": value
+        for key, value in dict(model=kind, tokens=tokens, token_type=types, **others).items()
+    }
+
+
+def byte_level_metadata(pre: str, **others) -> dict:
+    """Every byte, pairs and triples of "1", and one special token."""
+    from nanovllm.utils.tokenizer import toy_tokenizer
+
+    vocabulary = toy_tokenizer().get_vocab()
+    tokens = sorted(vocabulary, key=vocabulary.get)[:256] + ["11", "111", "<|im_end|>"]
+    return metadata_of("gpt2", tokens, [1] * 258 + [3], merges=["1 1", "11 1"], pre=pre, **others)
+
+
+@pytest.mark.parametrize(
+    "pre, pieces",
+    [
+        ("gpt-2", ["11", "111"]),
+        ("smollm", ["1", "1", "1", "1", "1"]),
+        ("qwen2", ["1", "1", "1", "1", "1"]),
+        ("llama-bpe", ["111", "11"]),
+    ],
+)
+def test_each_kind_of_splitting_cuts_digits_its_way(pre, pieces):
+    tokenizer = tokenizer_from_gguf(byte_level_metadata(pre))
+    assert tokenizer.tokenize("11111") == pieces
+    assert tokenizer.decode(tokenizer.encode("aé 11\n🙂 ")) == "aé 11\n🙂 "
+
+
+def test_unknown_kinds_of_tokenizers_are_refused_by_name():
+    with pytest.raises(ValueError, match="'deepseek-llm' is not known"):
+        tokenizer_from_gguf(byte_level_metadata("deepseek-llm"))
+    with pytest.raises(ValueError, match="'bert' is not known"):
+        tokenizer_from_gguf(metadata_of("bert", ["a"]))
+    assert tokenizer_from_gguf({}) is None
+
+
+@pytest.mark.parametrize(
+    "said, added", [({}, False), ({"add_bos_token": True}, True), ({"add_bos_token": False}, False)]
+)
+def test_bos_is_added_where_the_file_says_so(said, added):
+    tokenizer = tokenizer_from_gguf(byte_level_metadata("qwen2", bos_token_id=258, **said))
+    assert (tokenizer.encode("a")[0] == 258) == added
+
+
+def test_sentencepiece_merges_by_score_and_spells_the_unknown_in_bytes():
+    tokens = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "▁",
+        "a",
+        "b",
+        "ab",
+        "▁a",
+        "bb",
+    ]
+    scores = [0.0] * 262 + [-1.0, -2.0, -3.0]
+    types = [2, 3, 3] + [6] * 256 + [1] * 6
+    ids = dict(bos_token_id=1, eos_token_id=2, unknown_token_id=0)
+    tokenizer = tokenizer_from_gguf(metadata_of("llama", tokens, types, scores=scores, **ids))
+    assert tokenizer.tokenize("ab") == ["▁", "ab"]
+    assert tokenizer.tokenize("abb a") == ["▁", "ab", "b", "▁a"]
+    assert tokenizer.encode("é")[0] == 1
+    assert tokenizer.tokenize("é") == ["▁", "<0xC3>", "<0xA9>"]
+    assert tokenizer.decode(tokenizer.encode("ab é 🙂  b"), skip_special_tokens=True) == "ab é 🙂  b"
+
+
+def test_every_end_that_the_file_names_is_an_eos_id(tmp_path):
+    make_checkpoint(tmp_path)
+    tokens = byte_level_metadata("qwen2")["tokenizer.ggml.tokens"]
+    checkpoint = open_checkpoint(
+        write_gguf(
+            tmp_path,
+            tokenizer__ggml__tokens=tokens,
+            tokenizer__ggml__eos_token_id=3,
+            tokenizer__ggml__eot_token_id=4,
+        )
+    )
+    assert checkpoint.tokenizer() is None
+    assert set(checkpoint.eos_token_ids(None)) == {3, 4, 258}
+
+
+# Hostile files
+
+
+def test_an_unknown_architecture_is_refused_with_the_known_ones(tmp_path):
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "mamba")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with pytest.raises(ValueError, match="'mamba' is not known; known ones: llama, qwen2, qwen3"):
+        open_checkpoint(tmp_path / "model.gguf")
+
+
+def text(value: bytes) -> bytes:
+    return struct.pack("<Q", len(value)) + value
+
+
+HUGE = 2**63
+HEADER = b"GGUF" + struct.pack("<I", 3)
+DAMAGED = {
+    "empty": b"",
+    "other magic": b"GGML" + bytes(100),
+    "only a magic": b"GGUF",
+    "version 99": b"GGUF" + struct.pack("<IQQ", 99, 0, 0),
+    "big-endian": b"GGUF" + struct.pack(">IQQ", 3, 0, 0),
+    "absurd number of tensors": HEADER + struct.pack("<QQ", HUGE, 0) + bytes(1000),
+    "absurd number of keys": HEADER + struct.pack("<QQ", 0, HUGE) + bytes(1000),
+    "absurd length of a key": HEADER + struct.pack("<QQQ", 0, 1, HUGE) + bytes(1000),
+    "absurd array of numbers": HEADER
+    + struct.pack("<QQ", 0, 1)
+    + text(b"a")
+    + struct.pack("<IIQ", 9, 4, HUGE),
+    "absurd array of texts": HEADER
+    + struct.pack("<QQ", 0, 1)
+    + text(b"a")
+    + struct.pack("<IIQ", 9, 8, 10**6),
+    "array of arrays": HEADER + struct.pack("<QQ", 0, 1) + text(b"a") + struct.pack("<IIQ", 9, 9, 1) * 1000,
+    "unknown type": HEADER + struct.pack("<QQ", 0, 1) + text(b"a") + struct.pack("<I", 77),
+    "text that is no UTF-8": HEADER + struct.pack("<QQ", 0, 1) + text(b"\xff"),
+    "tensor of unknown type": HEADER
+    + struct.pack("<QQ", 1, 0)
+    + text(b"a")
+    + struct.pack("<IQIQ", 1, 8, 999, 0),
+    "tensor of absurd size": HEADER
+    + struct.pack("<QQ", 1, 0)
+    + text(b"a")
+    + struct.pack("<IQQIQ", 2, HUGE, HUGE, 0, 0),
+    "tensor of absurd dimensions": HEADER + struct.pack("<QQ", 1, 0) + text(b"a") + struct.pack("<I", 2**31),
+    "tensor beyond the end": HEADER
+    + struct.pack("<QQ", 1, 0)
+    + text(b"a")
+    + struct.pack("<IQIQ", 1, 8, 0, HUGE),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_a_damaged_file_is_an_error_naming_it_at_once(tmp_path, damage):
+    file = tmp_path / "model.gguf"
+    file.write_bytes(DAMAGED[damage])
+    start = time.perf_counter()
+    with pytest.raises(ValueError, match="model.gguf is not a complete GGUF file"):
+        open_checkpoint(file)
+    assert time.perf_counter() - start < 2
+
+
+def test_overlapping_tensors_are_refused(tmp_path):
+    tensors = b"".join(text(name) + struct.pack("<IQIQ", 1, 8, 0, 0) for name in (b"a", b"b"))
+    (tmp_path / "model.gguf").write_bytes(HEADER + struct.pack("<QQ", 2, 0) + tensors + bytes(200))
+    with pytest.raises(ValueError, match="tensor 'b' overlaps"):
+        open_checkpoint(tmp_path / "model.gguf")
+
+
+def test_a_file_cut_anywhere_is_an_error_and_never_half_a_model(tmp_path):
+    make_checkpoint(tmp_path)
+    raw = write_gguf(tmp_path, "Q8_0").read_bytes()
+    for length in [*range(0, len(raw) - 1, len(raw) // 150), len(raw) - 40]:
+        (tmp_path / "cut.gguf").write_bytes(raw[:length])
+        with pytest.raises(ValueError, match="cut.gguf"):
+            open_checkpoint(tmp_path / "cut.gguf")
+
+
+def test_a_sparse_file_of_any_size_is_refused_at_once(tmp_path):
+    with open(tmp_path / "model.gguf", "wb") as file:
+        file.write(HEADER + struct.pack("<QQ", 0, 1) + text(b"a") + struct.pack("<IIQ", 9, 8, 2**28))
+        file.truncate(2**33)
+    start = time.perf_counter()
+    with pytest.raises(ValueError, match="announces more than"):
+        open_checkpoint(tmp_path / "model.gguf")
+    assert time.perf_counter() - start < 2
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        {"ARCH__attention__head_count": [4, 4]},
+        {"ARCH__embedding_length": "64"},
+        {"ARCH__block_count": 2**31},
+        {"ARCH__attention__key_length": 0},
+        {"ARCH__rope__freq_base": 10},
+    ],
+    ids=str,
+)
+def test_an_impossible_config_is_an_error_naming_the_file(tmp_path, metadata, monkeypatch):
+    make_checkpoint(tmp_path)
+    checkpoint = open_checkpoint(write_gguf(tmp_path))
+    checkpoint.metadata.update(
+        {key.replace("__", ".").replace("ARCH", "qwen3"): v for key, v in metadata.items()}
+    )
+    with pytest.raises(ValueError, match="model.gguf"):
+        checkpoint.hf_config()
+
+
+def test_a_damaged_tokenizer_is_an_error_naming_the_file(tmp_path):
+    make_checkpoint(tmp_path)
+    checkpoint = open_checkpoint(write_gguf(tmp_path))
+    for metadata in (
+        {"tokenizer.ggml.model": "gpt2"},
+        {"tokenizer.ggml.model": ["gpt2"]},
+        byte_level_metadata("qwen2", eos_token_id=10**6),
+        {**byte_level_metadata("qwen2"), "tokenizer.ggml.merges": ["a", "b c"]},
+        {**byte_level_metadata("qwen2"), "tokenizer.ggml.tokens": 7},
+    ):
+        checkpoint.metadata = metadata
+        with pytest.raises(ValueError, match="model.gguf: cannot build the tokenizer"):
+            checkpoint.tokenizer()
+
+
+def test_a_missing_gguf_package_is_an_error_that_says_what_to_install(tmp_path, monkeypatch):
+    (tmp_path / "model.gguf").write_bytes(HEADER)
+    monkeypatch.setitem(__import__("sys").modules, "gguf", None)
+    with pytest.raises(ImportError, match=r"pip install nano-vllm\[demo\]"):
+        open_checkpoint(tmp_path / "model.gguf")

@@ -1,0 +1,448 @@
+"""Every kernel against its torch twin, and the twins against plain arithmetic.
+
+The twins run here as they are. The Triton kernels run twice: through Triton's interpreter on the CPU, in a child
+process because the switch must be set before Triton is imported, and for real where there is a GPU (`-m gpu`).
+"""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from nanovllm.kernels import activation, decode_attention, kv_store, layernorm, matvec, prefill_attention, sampling
+from nanovllm.kernels.runtime import HAVE_TRITON, INTERPRETED
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+GPU = pytest.param("cuda", marks=[pytest.mark.gpu, needs_cuda])
+DEVICES = ["cpu", GPU] if INTERPRETED else [GPU]
+on_devices = pytest.mark.parametrize("device", DEVICES)
+HALF = torch.float16 if INTERPRETED else torch.bfloat16  # the interpreter cannot multiply bfloat16 matrices
+in_both_types = pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=["float32", "half"])
+NAN = float("nan")
+
+
+@pytest.mark.skipif(INTERPRETED or not HAVE_TRITON, reason="this is the child process, or Triton is missing")
+def test_the_kernels_agree_with_their_twins_in_tritons_interpreter():
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not gpu", __file__]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    child = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert child.returncode == 0, child.stdout[-4000:] + child.stderr[-2000:]
+
+
+def error(got, expected):
+    """Relative distance; NaN never passes a comparison with it."""
+    got, expected = got.double(), expected.double()
+    return ((got - expected).norm() / expected.norm().clamp_min(1e-12)).item()
+
+
+def tolerance(dtype):
+    return 1e-5 if dtype == torch.float32 else 8e-3
+
+
+def rand(*shape, device="cpu", dtype=torch.float32):
+    return torch.randn(*shape, device=device, dtype=torch.float32).to(dtype)
+
+
+def on(device, large, small):
+    return large if device == "cuda" else small
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+# RMSNorm and activation
+
+
+@on_devices
+@in_both_types
+@pytest.mark.parametrize("hidden", [64, 576, 1000, 4096])
+def test_rms_norm_matches_its_twin_and_leaves_its_input(device, dtype, hidden):
+    rows = on(device, 300, 3)
+    x = rand(rows, 2 * hidden, device=device, dtype=dtype)[:, :hidden]
+    residual, weight = rand(rows, hidden, device=device, dtype=dtype), rand(hidden, device=device, dtype=dtype)
+    before, residual_before = x.clone(), residual.clone()
+    assert error(layernorm.rms_norm(x, weight, 1e-6), layernorm.rms_norm_torch(x, weight, 1e-6)) < tolerance(dtype)
+    normed, total = layernorm.add_rms_norm(x, residual, weight, 1e-6)
+    expected_normed, expected_total = layernorm.add_rms_norm_torch(x, residual, weight, 1e-6)
+    assert torch.equal(total, expected_total) and error(normed, expected_normed) < tolerance(dtype)
+    assert normed.dtype == total.dtype == dtype
+    assert torch.equal(x, before) and torch.equal(residual, residual_before)
+
+
+@on_devices
+@pytest.mark.parametrize("shape", [(0, 64), (2, 3, 4, 64), (1, 64)])
+def test_rms_norm_takes_any_number_of_leading_dimensions(device, shape):
+    x, weight = rand(*shape, device=device), rand(64, device=device)
+    normed = layernorm.rms_norm(x, weight, 1e-6)
+    assert normed.shape == x.shape
+    torch.testing.assert_close(normed, layernorm.rms_norm_torch(x, weight, 1e-6))
+
+
+def test_the_twin_of_rms_norm_divides_by_the_root_of_the_mean_square():
+    x, weight = rand(5, 48), rand(48)
+    expected = x.double() / (x.double().pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
+    assert error(layernorm.rms_norm_torch(x, weight, 1e-6), expected) < 1e-6
+
+
+@on_devices
+@in_both_types
+@pytest.mark.parametrize("width", [8, 1536, 3072])
+def test_silu_and_mul_matches_its_twin(device, dtype, width):
+    x = rand(on(device, 200, 3), 2 * width + 16, device=device, dtype=dtype)[:, : 2 * width]
+    assert error(activation.silu_and_mul(x), activation.silu_and_mul_torch(x)) < tolerance(dtype)
+
+
+# KV store
+
+
+def empty_caches(blocks, block_size, kv_heads, head_dim, device, dtype):
+    return [torch.full((blocks, block_size, kv_heads, head_dim), NAN, device=device, dtype=dtype) for _ in "kv"]
+
+
+def random_slots(tokens, slots, device, dtype=torch.int32):
+    """Distinct slots with one token in four not to be written."""
+    mapping = torch.randperm(slots, device=device)[:tokens].to(dtype)
+    mapping[::4] = -1
+    return mapping
+
+
+@on_devices
+@in_both_types
+@pytest.mark.parametrize("kv_heads, head_dim, slot_type", [(2, 64, torch.int32), (3, 80, torch.int64)])
+def test_storing_writes_the_slots_asked_for_and_nothing_else(device, dtype, kv_heads, head_dim, slot_type):
+    tokens, block_size = on(device, 300, 9), 16
+    qkv = rand(tokens, 3 * kv_heads, head_dim, device=device, dtype=dtype)
+    key, value = qkv[:, kv_heads : 2 * kv_heads], qkv[:, 2 * kv_heads :]
+    slots = random_slots(tokens, 32 * block_size, device, slot_type)
+    caches = empty_caches(32, block_size, kv_heads, head_dim, device, dtype)
+    kv_store.store_kvcache(key, value, *caches, slots)
+    for cache, new in zip(caches, (key, value), strict=True):
+        expected = torch.full_like(cache, NAN).view(-1, kv_heads, head_dim)
+        for token, slot in enumerate(slots.tolist()):
+            if slot >= 0:
+                expected[slot] = new[token]
+        torch.testing.assert_close(cache.view_as(expected), expected, rtol=0, atol=0, equal_nan=True)
+
+
+ROPE_SHAPES = [(16, 8, 128), (4, 4, 64), (9, 3, 64), (7, 1, 96), (5, 5, 80), (4, 2, 256)]
+
+
+def rope_inputs(tokens, heads, kv_heads, head_dim, device, dtype):
+    qkv = rand(tokens, (heads + 2 * kv_heads) * head_dim + 32, device=device, dtype=dtype)[:, :-32]
+    angles = torch.arange(64)[:, None] / 10000 ** (torch.arange(head_dim // 2) / (head_dim // 2))
+    cos_sin = torch.cat((angles.cos(), angles.sin()), dim=-1).to(device)
+    return qkv, torch.randint(0, 64, (tokens,), device=device), cos_sin
+
+
+@on_devices
+@in_both_types
+@pytest.mark.parametrize("heads, kv_heads, head_dim", ROPE_SHAPES)
+@pytest.mark.parametrize("norm", [True, False])
+def test_norm_rope_and_store_in_one_match_their_twin(device, dtype, heads, kv_heads, head_dim, norm):
+    tokens = on(device, 70, 5)
+    qkv, positions, cos_sin = rope_inputs(tokens, heads, kv_heads, head_dim, device, dtype)
+    weights = [rand(head_dim, device=device, dtype=dtype) if norm else None for _ in "qk"]
+    slots = random_slots(tokens, 128, device)
+    caches = empty_caches(8, 16, kv_heads, head_dim, device, dtype)
+    expected, expected_caches = qkv.clone(), [cache.clone() for cache in caches]
+    arguments = (heads, kv_heads, head_dim, *weights, 1e-6, positions, cos_sin)
+    kv_store.qk_norm_rope_store(qkv, *arguments, *caches, slots)
+    kv_store.qk_norm_rope_store_torch(expected, *arguments, *expected_caches, slots)
+    assert error(qkv, expected) < tolerance(dtype)
+    for cache, twin in zip(caches, expected_caches, strict=True):
+        torch.testing.assert_close(cache.isnan(), twin.isnan())
+        assert error(cache.nan_to_num(0), twin.nan_to_num(0)) < tolerance(dtype)
+
+
+@on_devices
+def test_nothing_is_stored_in_empty_caches(device):
+    qkv, positions, cos_sin = rope_inputs(3, 4, 2, 64, device, torch.float32)
+    expected, cache = qkv.clone(), torch.empty(0, device=device)
+    arguments = (4, 2, 64, None, None, 1e-6, positions, cos_sin, cache, cache, positions)
+    kv_store.qk_norm_rope_store(qkv, *arguments)
+    kv_store.qk_norm_rope_store_torch(expected, *arguments)
+    assert error(qkv, expected) < 1e-6
+
+
+def test_the_twin_rotates_the_halves_of_a_head_by_the_tokens_angle():
+    qkv, positions, cos_sin = rope_inputs(6, 2, 1, 8, "cpu", torch.float32)
+    original, cache = qkv.double(), torch.empty(0)
+    kv_store.qk_norm_rope_store_torch(
+        qkv, 2, 1, 8, None, None, 1e-6, positions, cos_sin, cache, cache, positions
+    )
+    heads = original.view(6, 4, 8)
+    turned = torch.complex(heads[:, :3, :4], heads[:, :3, 4:])
+    turned = turned * torch.complex(*cos_sin[positions].double().chunk(2, dim=-1))[:, None]
+    assert error(qkv.view(6, 4, 8)[:, :3], torch.cat((turned.real, turned.imag), dim=-1)) < 1e-6
+    assert torch.equal(qkv.view(6, 4, 8)[:, 3].double(), heads[:, 3])
+
+
+# Attention
+
+
+def paged_caches(lengths, block_size, kv_heads, head_dim, device, dtype):
+    """Caches whose blocks are shuffled, NaN wherever no token is, and tables that point far outside beyond the end."""
+    needed = [-(-length // block_size) for length in lengths]
+    num_blocks = sum(needed) + 3
+    order = torch.randperm(num_blocks).tolist()
+    tables = torch.full((len(lengths), max(needed, default=0) + 2), 2**30, dtype=torch.int32)
+    caches = empty_caches(num_blocks, block_size, kv_heads, head_dim, device, dtype)
+    sequences = []
+    for i, (length, count) in enumerate(zip(lengths, needed, strict=True)):
+        blocks = [order.pop() for _ in range(count)]
+        tables[i, :count] = torch.tensor(blocks, dtype=torch.int32)
+        slots = torch.tensor([blocks[t // block_size] * block_size + t % block_size for t in range(length)])
+        kv = [rand(length, kv_heads, head_dim, device=device, dtype=dtype) for _ in caches]
+        for cache, new in zip(caches, kv, strict=True):
+            cache.view(-1, kv_heads, head_dim)[slots.to(device).long()] = new
+        sequences.append(kv)
+    return *caches, tables.to(device), sequences
+
+
+def plain_attention(q, k, v, scale):
+    """Causal attention of the last len(q) tokens, in float64: q [len_q, heads, dim], k, v [len_k, kv_heads, dim]."""
+    group = q.shape[1] // k.shape[1]
+    q, k, v = (x.double().transpose(0, 1) for x in (q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)))
+    hidden = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device).triu(k.shape[1] - q.shape[1] + 1)
+    scores = (q @ k.transpose(1, 2) * scale).masked_fill(hidden, float("-inf"))
+    return (scores.softmax(-1) @ v).transpose(0, 1)
+
+
+def attention_tolerance(dtype):
+    return 2e-6 if dtype == torch.float32 else 8e-3
+
+
+def check_decode(attend, lengths, heads, kv_heads, head_dim, block_size, device, dtype):
+    k_cache, v_cache, tables, sequences = paged_caches(lengths, block_size, kv_heads, head_dim, device, dtype)
+    q = rand(len(lengths), heads + 2 * kv_heads, head_dim, device=device, dtype=dtype)[:, :heads]
+    context_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
+    scale = head_dim**-0.5
+    out = attend(q, k_cache, v_cache, tables, context_lens, scale)
+    assert out.shape == q.shape and out.dtype == dtype
+    for i, (k, v) in enumerate(sequences):
+        if lengths[i]:
+            assert error(out[i : i + 1], plain_attention(q[i : i + 1], k, v, scale)) < attention_tolerance(dtype)
+        else:
+            assert (out[i] == 0).all()
+
+
+DECODE_SHAPES = [(16, 8, 128), (4, 4, 64), (9, 3, 64), (8, 2, 80), (5, 1, 96), (7, 1, 128), (8, 1, 256), (2, 1, 16)]
+
+
+@pytest.mark.parametrize("heads, kv_heads, head_dim", DECODE_SHAPES)
+@pytest.mark.parametrize("block_size", [16, 48])
+def test_the_decode_twin_attends_to_exactly_the_context(heads, kv_heads, head_dim, block_size):
+    lengths = [1, 16, 0, 17, 100, 48, 33, 0]
+    check_decode(
+        decode_attention.paged_decode_attention_torch,
+        lengths, heads, kv_heads, head_dim, block_size, "cpu", torch.float32,
+    )  # fmt: skip
+
+
+def test_the_decode_twin_gives_zeros_when_every_row_is_padding():
+    check_decode(decode_attention.paged_decode_attention_torch, [0, 0], 4, 2, 64, 16, "cpu", torch.float32)
+
+
+@on_devices
+@in_both_types
+@pytest.mark.parametrize("heads, kv_heads, head_dim", DECODE_SHAPES)
+def test_decode_attends_to_exactly_the_context(device, dtype, heads, kv_heads, head_dim):
+    lengths = on(device, [1, 16, 0, 17, 1000, 513, 64, 4000, 255], [1, 0, 33, 70])
+    attend = decode_attention.paged_decode_attention
+    check_decode(attend, lengths, heads, kv_heads, head_dim, 16, device, dtype)
+
+
+@on_devices
+@pytest.mark.parametrize("block_size", [16, 48, 256])
+@pytest.mark.parametrize("batch", [1, 2, 40])
+def test_decode_is_right_for_every_block_size_and_number_of_splits(device, block_size, batch):
+    batch = min(batch, on(device, 40, 6))
+    longest = on(device, 3000, 150)
+    lengths = [longest] + torch.randint(0, longest, (batch - 1,)).tolist()
+    attend = decode_attention.paged_decode_attention
+    for _ in range(2):  # the second run finds the arrival counters as the first one left them
+        check_decode(attend, lengths, 4, 2, 64, block_size, device, torch.float32)
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_decode_reaches_blocks_beyond_two_gigabytes():
+    blocks, block_size = 9000, 256
+    caches = [torch.zeros(blocks, block_size, 4, 128, dtype=torch.bfloat16, device="cuda") for _ in "kv"]
+    q, k, v = (rand(1, 4, 128, device="cuda", dtype=torch.bfloat16) for _ in "qkv")
+    slot = torch.tensor([(blocks - 1) * block_size], device="cuda")
+    kv_store.store_kvcache(k, v, *caches, slot)
+    table, length = (torch.tensor(x, dtype=torch.int32, device="cuda") for x in ([[blocks - 1]], [1]))
+    assert torch.equal(decode_attention.paged_decode_attention(q, *caches, table, length, 1.0), v)
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_one_captured_decode_graph_serves_every_length():
+    k_cache, v_cache, tables, sequences = paged_caches([900, 1200], 16, 2, 64, "cuda", torch.float32)
+    q, scale = rand(2, 4, 64, device="cuda"), 0.125
+    context_lens = torch.tensor([1, 1], dtype=torch.int32, device="cuda")
+    attend = decode_attention.paged_decode_attention
+    attend(q, k_cache, v_cache, tables, context_lens, scale)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attend(q, k_cache, v_cache, tables, context_lens, scale)
+    for lengths in ([1, 1200], [900, 0], [64, 65], [513, 1199]):
+        context_lens.copy_(torch.tensor(lengths))
+        out.fill_(NAN)
+        graph.replay()
+        for i, length in enumerate(lengths):
+            k, v = (x[:length] for x in sequences[i])
+            expected = plain_attention(q[i : i + 1], k, v, scale) if length else torch.zeros_like(q[:1])
+            assert error(out[i : i + 1], expected) < 2e-6
+
+
+def check_prefill(attend, lengths, heads, kv_heads, head_dim, device, dtype, block_size=0):
+    """lengths: (len_q, len_k) of each sequence."""
+    lens_q, lens_k = zip(*lengths, strict=True)
+    cu_q, cu_k = (torch.tensor([0, *x]).cumsum(0).to(device, torch.int32) for x in (lens_q, lens_k))
+    qkv = rand(sum(lens_q), heads + 2, head_dim, device=device, dtype=dtype)
+    q, scale = qkv[:, :heads], head_dim**-0.5
+    if block_size:
+        k, v, tables, sequences = paged_caches(lens_k, block_size, kv_heads, head_dim, device, dtype)
+    else:
+        kv = rand(sum(lens_k), 2 * kv_heads, head_dim, device=device, dtype=dtype)
+        k, v, tables = kv[:, :kv_heads], kv[:, kv_heads:], None
+        sequences = list(zip(k.split(lens_k), v.split(lens_k), strict=True))
+    out = attend(q, k, v, cu_q, cu_k, max(lens_q), max(lens_k), scale, tables)
+    assert out.shape == q.shape and out.dtype == dtype
+    for queries, got, (keys, values) in zip(q.split(lens_q), out.split(lens_q), sequences, strict=True):
+        if len(queries):
+            assert error(got, plain_attention(queries, keys, values, scale)) < attention_tolerance(dtype)
+
+
+PREFILL_LENGTHS = [(5, 5), (1, 40), (0, 7), (33, 33), (16, 70), (64, 64)]
+
+
+@pytest.mark.parametrize("heads, kv_heads, head_dim", DECODE_SHAPES)
+@pytest.mark.parametrize("block_size", [0, 16])
+def test_the_prefill_twin_is_causal_and_aligned_at_the_end(heads, kv_heads, head_dim, block_size):
+    attend = prefill_attention.varlen_prefill_attention_torch
+    check_prefill(attend, PREFILL_LENGTHS, heads, kv_heads, head_dim, "cpu", torch.float32, block_size)
+
+
+@on_devices
+@in_both_types
+@pytest.mark.parametrize("heads, kv_heads, head_dim", DECODE_SHAPES)
+@pytest.mark.parametrize("block_size", [0, 16])
+def test_prefill_is_causal_and_aligned_at_the_end(device, dtype, heads, kv_heads, head_dim, block_size):
+    if device == "cpu" and heads > 9:
+        heads, kv_heads = heads // 4, kv_heads // 4
+    lengths = on(device, [*PREFILL_LENGTHS, (1000, 1000), (200, 1500), (129, 385), (1, 1)], [(3, 3), (40, 70), (1, 37)])
+    attend = prefill_attention.varlen_prefill_attention
+    check_prefill(attend, lengths, heads, kv_heads, head_dim, device, dtype, block_size)
+
+
+@on_devices
+def test_prefill_reads_pages_of_256_tokens(device):
+    lengths = on(device, [(300, 600), (512, 512)], [(20, 300)])
+    check_prefill(prefill_attention.varlen_prefill_attention, lengths, 2, 1, 64, device, torch.float32, 256)
+
+
+# Sampling
+
+
+def sampling_inputs(batch, vocab, device, dtype=torch.float32):
+    logits = rand(batch, vocab + 8, device=device, dtype=dtype)[:, :vocab]
+    seeds = torch.randint(-(2**62), 2**62, (batch,), device=device)
+    return logits, seeds, torch.randint(0, 5000, (batch,), device=device)
+
+
+@on_devices
+@in_both_types
+@pytest.mark.parametrize("vocab", [50, 4096, 9000])
+def test_sampling_draws_the_token_that_its_twin_draws(device, dtype, vocab):
+    vocab, batch = vocab * on(device, 16, 1), on(device, 64, 3)
+    logits, seeds, positions = sampling_inputs(batch, vocab, device, dtype)
+    temperatures = torch.tensor([0.0, 0.7, 1.5], device=device).repeat(batch)[:batch]
+    values, tokens = sampling.sample(logits, temperatures, seeds, positions, 11)
+    expected_values, expected_tokens = sampling.sample_torch(logits, temperatures, seeds, positions, 11)
+    assert tokens.dtype == torch.int64 and torch.equal(tokens, expected_tokens)
+    torch.testing.assert_close(values, expected_values, rtol=1e-5, atol=1e-5)
+
+
+@on_devices
+def test_the_kernels_noise_is_the_twins_noise_bit_for_bit(device):
+    """With all logits equal the winner is where the hash is largest, so thousands of draws compare the bits."""
+    batch = on(device, 2000, 40)
+    _, seeds, positions = sampling_inputs(batch, 1, device)
+    logits, ones = torch.zeros(batch, 512, device=device), torch.ones(batch, device=device)
+    expected = sampling.sample_torch(logits, ones, seeds, positions, 151000)
+    assert torch.equal(sampling.sample(logits, ones, seeds, positions, 151000)[1], expected[1])
+
+
+def samplers():
+    return [sampling.sample_torch, *([sampling.sample] if INTERPRETED else [])]
+
+
+@pytest.mark.parametrize("sample", samplers())
+def test_equal_scores_go_to_the_lowest_token(sample):
+    logits = torch.zeros(2, 5000)
+    logits[0, [4999, 4097, 17]] = 1.0
+    zeros = torch.zeros(2, dtype=torch.int64)
+    values, tokens = sample(logits, torch.zeros(2), zeros, zeros)
+    assert tokens.tolist() == [17, 0] and values.tolist() == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("sample", samplers())
+def test_shards_of_the_vocabulary_draw_what_the_whole_would(sample):
+    logits, seeds, positions = sampling_inputs(6, 300, "cpu")
+    temperatures = torch.full((6,), 0.8)
+    values, tokens = sample(logits, temperatures, seeds, positions)
+    shards = [sample(logits[:, i : i + 100], temperatures, seeds, positions, i) for i in (0, 100, 200)]
+    shard_values, shard_tokens = (torch.stack(x) for x in zip(*shards, strict=True))
+    best, winner = shard_values.max(dim=0)
+    assert torch.equal(best, values)
+    assert torch.equal(shard_tokens.gather(0, winner[None])[0], tokens)
+
+
+def test_tokens_are_drawn_with_the_probabilities_of_the_softmax():
+    draws, temperature = 40000, 0.7
+    logits = torch.tensor([2.0, 1.0, 0.0, -1.0, 1.5, float("-inf")])
+    expected = (logits / temperature).softmax(-1) * draws
+    for seeds, positions in ((torch.arange(draws), torch.zeros(draws)), (torch.zeros(draws), torch.arange(draws))):
+        temperatures = torch.full((draws,), temperature)
+        _, tokens = sampling.sample_torch(logits.expand(draws, -1), temperatures, seeds.long(), positions.long())
+        counts = torch.bincount(tokens, minlength=6)
+        assert counts[5] == 0
+        # Chi-squared with 4 degrees of freedom exceeds 23.5 once in ten thousand times.
+        assert ((counts - expected)[:5] ** 2 / expected[:5]).sum() < 23.5
+
+
+def test_noise_is_finite_for_every_hash():
+    bits = torch.tensor([0, 2**23 - 1], dtype=torch.float32)
+    assert (-(-((bits + 0.5) * 2.0**-23).log()).log()).isfinite().all()
+
+
+# Matrix products of a few rows
+
+
+@on_devices
+@in_both_types
+@pytest.mark.parametrize("rows", [1, 3, 4])
+@pytest.mark.parametrize("in_features, out_features", [(1024, 18), (576, 34), (4500, 6)])
+def test_a_small_product_with_its_neighbours_matches_its_twin(device, dtype, rows, in_features, out_features):
+    out_features *= on(device, 100, 1)
+    x = rand(rows, in_features + 16, device=device, dtype=dtype)[:, :in_features]
+    weight = rand(out_features, in_features, device=device, dtype=dtype) * in_features**-0.5
+    weight, bias = weight.to(dtype), rand(out_features, device=device, dtype=dtype)
+    norm_weight, residual = rand(in_features, device=device, dtype=dtype), rand(rows, out_features, device=device)
+    for options in (
+        {},
+        {"bias": bias, "residual": residual.to(dtype)},
+        {"norm_weight": norm_weight, "eps": 1e-6},
+        {"norm_weight": norm_weight, "eps": 1e-6, "silu_and_mul": True, "bias": bias},
+    ):
+        got = matvec.linear_small(x, weight, **options)
+        wide = {name: v.double() if isinstance(v, torch.Tensor) else v for name, v in options.items()}
+        expected = matvec.linear_small_torch(x.double(), weight.double(), **wide)
+        assert got.dtype == dtype and error(got, expected) < tolerance(dtype)

@@ -1,0 +1,598 @@
+"""From a folder to parameters: each tensor in its place or an error that names it; no file is believed."""
+
+import json
+import os
+import shutil
+import struct
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import CONFIG_MAPPING
+
+from checkpoints import load_reference, make_checkpoint
+from nanovllm.models import get_model_class
+from nanovllm.utils import parallel
+from nanovllm.utils.checkpoint import SHAPES, open_checkpoint
+from nanovllm.utils.loader import default_weight_loader, load_model
+from nanovllm.utils.tokenizer import toy_tokenizer
+
+
+def build_model(folder: Path) -> nn.Module:
+    config = open_checkpoint(folder).hf_config()
+    return get_model_class(config)(config)
+
+
+def load(folder: Path) -> nn.Module:
+    model = build_model(folder)
+    load_model(model, folder)
+    return model
+
+
+def change_tensors(folder: Path, change) -> None:
+    """Rewrite the checkpoint's only file after `change` has worked on its tensors."""
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def change_json(file: Path, **changes) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def expected_parameters(folder: Path) -> dict[str, torch.Tensor]:
+    """Ours by name, put together from the model that transformers loads."""
+    theirs = load_reference(folder).state_dict()
+    ours = {}
+    for name, value in theirs.items():
+        for parts, packed in (("qkv", "qkv_proj"), (("gate", "up"), "gate_up_proj")):
+            if f".{parts[0]}_proj." in name:
+                others = [theirs[name.replace(f".{parts[0]}_proj.", f".{part}_proj.")] for part in parts]
+                ours[name.replace(f"{parts[0]}_proj", packed)] = torch.cat(others)
+        if not any(f".{part}_proj." in name for part in ("q", "k", "v", "gate", "up")):
+            ours[name] = value
+    return ours
+
+
+def assert_same_parameters(model: nn.Module, expected: dict[str, torch.Tensor]) -> None:
+    ours = model.state_dict(keep_vars=True)
+    assert ours.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(
+            ours[name], value, rtol=0, atol=0, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen2", "llama"])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("shard_size", ["5GB", "60KB"])
+def test_parameters_are_what_transformers_loads(tmp_path, architecture, tied, shard_size):
+    make_checkpoint(tmp_path, architecture, shard_size=shard_size, tie_word_embeddings=tied)
+    assert (tmp_path / "model.safetensors.index.json").exists() == (shard_size != "5GB")
+    model = load(tmp_path)
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+    assert_same_parameters(model, expected_parameters(tmp_path))
+
+
+def test_biases_are_loaded(tmp_path):
+    make_checkpoint(tmp_path, "llama", attention_bias=True, mlp_bias=True)
+    assert_same_parameters(load(tmp_path), expected_parameters(tmp_path))
+
+
+def test_weights_are_converted_to_the_dtype_of_the_parameters(tmp_path):
+    make_checkpoint(tmp_path)
+    expected = expected_parameters(tmp_path)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        model = load(tmp_path)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert_same_parameters(model, {name: value.bfloat16() for name, value in expected.items()})
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_together_hold_every_weight_and_only_their_part(tmp_path, monkeypatch, size):
+    make_checkpoint(tmp_path, "qwen3", num_key_value_heads=4)
+    expected = expected_parameters(tmp_path)
+    monkeypatch.setattr(parallel, "tp_size", lambda: size)
+    ranks = []
+    for rank in range(size):
+        monkeypatch.setattr(parallel, "tp_rank", lambda rank=rank: rank)
+        ranks.append(load(tmp_path).state_dict())
+    for name, whole in expected.items():
+        parts = [rank[name] for rank in ranks]
+        if name.endswith("norm.weight"):
+            assert all(torch.equal(part, whole) for part in parts)
+        elif "qkv_proj" in name or "gate_up_proj" in name:
+            pieces = [part.chunk(2 if "gate" in name else 3) for part in parts]  # as many q as k and v heads
+            joined = torch.cat([torch.cat(piece) for piece in zip(*pieces, strict=True)])
+            assert torch.equal(joined, whole)
+        else:
+            assert torch.equal(
+                torch.cat(parts, dim=1 if "o_proj" in name or "down_proj" in name else 0), whole
+            )
+
+
+def test_slices_are_views_of_the_mapped_file(tmp_path):
+    make_checkpoint(tmp_path)
+    for tensor in open_checkpoint(tmp_path).tensors():
+        if len(tensor.shape) == 2:
+            whole = load_file(tensor.file)[tensor.name]
+            assert tensor.shape == tuple(whole.shape)
+            assert torch.equal(tensor[3:7], whole[3:7])
+            assert torch.equal(tensor[:, 8:16], whole[:, 8:16])
+            assert tensor[:, 8:16].stride() == (whole.shape[1], 1)
+
+
+def test_a_default_device_does_not_swallow_the_weights(tmp_path):
+    make_checkpoint(tmp_path)
+    model = build_model(tmp_path)
+    with torch.device("meta"):
+        load_model(model, tmp_path)
+    assert_same_parameters(model, expected_parameters(tmp_path))
+
+
+def test_an_opened_checkpoint_can_be_loaded_and_opened_again_by_its_path(tmp_path):
+    make_checkpoint(tmp_path)
+    checkpoint = open_checkpoint(tmp_path)
+    model = build_model(tmp_path)
+    load_model(model, checkpoint)
+    assert_same_parameters(model, expected_parameters(open_checkpoint(checkpoint.path).path))
+
+
+def test_old_rotary_frequencies_and_a_second_copy_of_tied_embeddings_are_skipped(tmp_path):
+    make_checkpoint(tmp_path, tie_word_embeddings=True)
+
+    def add_extras(tensors):
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+
+    change_tensors(tmp_path, add_extras)
+    assert_same_parameters(load(tmp_path), expected_parameters(tmp_path))
+
+
+def add_stranger(tensors):
+    tensors["model.layers.0.self_attn.stranger.weight"] = torch.ones(3)
+
+
+def add_layer(tensors):
+    tensors["model.layers.2.self_attn.k_proj.weight"] = tensors[
+        "model.layers.1.self_attn.k_proj.weight"
+    ].clone()
+
+
+def remove_key(tensors):
+    del tensors["model.layers.1.self_attn.k_proj.weight"]
+
+
+def remove_norm(tensors):
+    del tensors["model.norm.weight"]
+
+
+def transpose_down(tensors):
+    tensors["model.layers.0.mlp.down_proj.weight"] = tensors[
+        "model.layers.0.mlp.down_proj.weight"
+    ].T.contiguous()
+
+
+def shorten_norm(tensors):
+    tensors["model.norm.weight"] = tensors["model.norm.weight"][:-1].clone()
+
+
+def make_integers(tensors):
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.int64)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (add_stranger, r"model.safetensors: tensor model.layers.0.self_attn.stranger.weight has no place"),
+        (add_layer, r"model.safetensors: tensor model.layers.2.self_attn.k_proj.weight has no place"),
+        (remove_key, r"has no tensor model.layers.1.self_attn.k_proj.weight"),
+        (remove_norm, r"has no tensor model.norm.weight"),
+        (transpose_down, r"model.safetensors: tensor model.layers.0.mlp.down_proj.weight: shape \(96, 64\)"),
+        (shorten_norm, r"model.safetensors: tensor model.norm.weight: shape \(63,\), expected \(64,\)"),
+        (make_integers, r"model.safetensors: tensor model.norm.weight has dtype I64"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_what_does_not_fit_is_an_error_naming_file_and_tensor(tmp_path, change, message):
+    make_checkpoint(tmp_path)
+    change_tensors(tmp_path, change)
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path)
+
+
+def test_a_tensor_in_two_files_is_an_error(tmp_path):
+    make_checkpoint(tmp_path)
+    norm = {"model.norm.weight": load_file(tmp_path / "model.safetensors")["model.norm.weight"]}
+    save_file(norm, tmp_path / "second.safetensors")
+    with pytest.raises(ValueError, match="second.safetensors: tensor model.norm.weight comes a second time"):
+        load(tmp_path)
+
+
+def test_a_part_of_a_name_is_no_match():
+    class Model(nn.Module):
+        packed_modules_mapping = {"q_proj": ("qkv_proj", "q")}
+
+        def __init__(self):
+            super().__init__()
+            self.seq_proj = nn.Linear(2, 2, bias=False)
+            self.seq_proj.weight.weight_loader = lambda param, _: param.fill_(1)
+
+    class Checkpoint:
+        path, random_weights = "here", False
+
+        def tensors(self):
+            yield SimpleNamespace(name="seq_proj.weight", file="here")
+
+    model = Model()
+    load_model(model, Checkpoint())
+    assert torch.equal(model.seq_proj.weight, torch.ones(2, 2))
+
+
+def test_the_default_weight_loader_refuses_to_broadcast():
+    with pytest.raises(ValueError, match=r"shape \(1,\), expected \(4,\)"):
+        default_weight_loader(nn.Parameter(torch.zeros(4)), torch.ones(1))
+
+
+# Configuration, tokenizer and end-of-sequence ids
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+def test_a_config_has_the_fields_and_defaults_of_transformers(tmp_path, architecture):
+    sizes = "hidden_size intermediate_size vocab_size max_position_embeddings num_hidden_layers"
+    needed = {name: 64 for name in sizes.split()} | {"num_attention_heads": 4, "num_key_value_heads": 4}
+    raw = {"model_type": architecture, "architectures": ["X"], **needed}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    config, expected = open_checkpoint(tmp_path).hf_config(), CONFIG_MAPPING[architecture].from_dict(raw)
+    for name in [*needed, "rms_norm_eps", "tie_word_embeddings", "hidden_act", "architectures"]:
+        assert getattr(config, name) == getattr(expected, name), name
+    assert config.head_dim == (getattr(expected, "head_dim", None) or 16)
+    assert bool(config.attention_bias) == bool(getattr(expected, "attention_bias", False))
+
+
+def test_code_that_a_checkpoint_brings_is_never_run(tmp_path):
+    make_checkpoint(tmp_path)
+    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'proof')!r}, 'w')\nraise SystemExit")
+    code = {
+        "AutoConfig": "evil.Config",
+        "AutoModelForCausalLM": "evil.Model",
+        "AutoTokenizer": ["evil.T", "evil.T"],
+    }
+    for name in ("config.json", "tokenizer_config.json"):
+        change_json(tmp_path / name, auto_map=code, trust_remote_code=True)
+    checkpoint = open_checkpoint(tmp_path)
+    load_model(get_model_class(checkpoint.hf_config())(checkpoint.hf_config()), checkpoint)
+    try:
+        checkpoint.tokenizer()
+    except ValueError as error:
+        assert str(tmp_path) in str(error)
+    assert not (tmp_path / "proof").exists()
+
+
+def test_eos_ids_are_the_union_of_all_that_the_files_name(tmp_path):
+    make_checkpoint(tmp_path)
+    change_json(tmp_path / "config.json", eos_token_id=7)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [9, 7]}))
+    checkpoint = open_checkpoint(tmp_path)
+    tokenizer = checkpoint.tokenizer()
+    assert set(checkpoint.eos_token_ids(tokenizer)) == {7, 9, tokenizer.eos_token_id}
+    assert set(checkpoint.eos_token_ids(None)) == {7, 9}
+
+
+def test_no_eos_id_is_made_up(tmp_path):
+    make_checkpoint(tmp_path, "llama")
+    for name in ("config.json", "generation_config.json"):
+        change_json(tmp_path / name, eos_token_id=None)
+    assert open_checkpoint(tmp_path).eos_token_ids(None) == ()
+
+
+def test_a_folder_without_tokenizer_has_none_unless_its_weights_are_made_up(tmp_path):
+    make_checkpoint(tmp_path, tokenizer=False)
+    assert open_checkpoint(tmp_path).tokenizer() is None
+    assert open_checkpoint(tmp_path, "dummy").tokenizer().encode("hi") == [104, 105]
+
+
+def test_a_folders_tokenizer_is_read(tmp_path):
+    make_checkpoint(tmp_path)
+    tokenizer = open_checkpoint(tmp_path).tokenizer()
+    assert tokenizer.decode(tokenizer.encode("Grüße 🙂")) == "Grüße 🙂"
+    assert tokenizer.eos_token == "<|end|>"
+
+
+# Random weights
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_each_shape_has_its_published_number_of_parameters(name):
+    config = open_checkpoint(name, "dummy").hf_config()
+    with torch.device("meta"):
+        model = get_model_class(config)(config)
+    billions = sum(param.numel() for param in model.parameters()) / 1e9
+    assert billions == pytest.approx(
+        {"0.6b": 0.596, "4b": 4.022, "8b": 8.191, "32b": 32.762}[name[6:]], abs=1e-3
+    )
+
+
+def test_random_weights_need_no_file_and_are_the_same_each_time(tmp_path):
+    make_checkpoint(tmp_path, "qwen2", tokenizer=False)
+    (tmp_path / "model.safetensors").unlink()
+    first, second = build_model(tmp_path), build_model(tmp_path)
+    load_model(first, tmp_path, "dummy")
+    load_model(second, tmp_path, "dummy")
+    assert_same_parameters(first, second.state_dict())
+    assert torch.equal(first.model.norm.weight, torch.ones(64))
+    assert not first.model.layers[0].self_attn.qkv_proj.bias.any()
+    weight = first.model.layers[0].mlp.down_proj.weight
+    assert weight.std() == pytest.approx(0.02, rel=0.1)
+    assert not torch.equal(weight, first.model.layers[1].mlp.down_proj.weight)
+
+
+def test_the_toy_tokenizer_maps_bytes_to_themselves():
+    tokenizer = toy_tokenizer()
+    text = "Grüße 🙂\x00\n"
+    assert tokenizer.encode(text) == list(text.encode())
+    assert tokenizer.decode(list(text.encode())) == text
+    assert tokenizer.decode([104, 105, 9999, 151935]) == "hi"
+    assert tokenizer.decode([104, tokenizer.eos_token_id], skip_special_tokens=True) == "h"
+    messages = [{"role": "user", "content": "hi"}]
+    assert "hi" in tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+
+
+# Names that lead nowhere
+
+
+@pytest.fixture
+def no_hub(monkeypatch):
+    """Every use of the hub fails the test."""
+    import huggingface_hub
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("asked the hub"))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["", "missing", "/missing/folder", "./missing", "../missing", "~/missing", "a/b/c", "a/b.gguf", "a\0b/c"],
+)
+def test_what_looks_like_a_path_is_not_asked_of_the_hub(no_hub, name):
+    with pytest.raises(ValueError) as error:
+        open_checkpoint(name)
+    assert repr(name) in str(error.value)
+
+
+def test_a_shape_without_dummy_weights_is_refused(no_hub):
+    with pytest.raises(ValueError, match="load_format='dummy'"):
+        open_checkpoint("qwen3-0.6b")
+
+
+def test_a_hub_id_is_fetched_with_only_the_files_needed(tmp_path, monkeypatch):
+    import fnmatch
+
+    import huggingface_hub
+
+    make_checkpoint(tmp_path)
+    asked = {}
+    monkeypatch.setattr(
+        huggingface_hub,
+        "snapshot_download",
+        lambda name, **options: asked.update(options, name=name) or str(tmp_path),
+    )
+
+    def fetched(file):
+        matches = [
+            any(fnmatch.fnmatch(file, p) for p in asked[f"{kind}_patterns"]) for kind in ("allow", "ignore")
+        ]
+        return matches == [True, False]
+
+    assert open_checkpoint("owner/name").path == str(tmp_path)
+    assert asked["name"] == "owner/name"
+    assert (
+        fetched("model-00001-of-00002.safetensors")
+        and fetched("config.json")
+        and fetched("chat_template.jinja")
+    )
+    assert (
+        not fetched("pytorch_model.bin") and not fetched("original/params.json") and not fetched("README.md")
+    )
+    open_checkpoint("owner/name", "dummy")
+    assert fetched("config.json") and fetched("tokenizer.json") and not fetched("model.safetensors")
+
+
+def test_a_hub_that_does_not_answer_is_named_with_the_id(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(ValueError, match="'owner/name': there is no such folder, and the hub"):
+        open_checkpoint("owner/name")
+
+
+def test_an_unknown_load_format_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"load_format must be one of .*'dummy'.*, got 'pickle'"):
+        open_checkpoint(tmp_path, "pickle")
+
+
+def test_a_folder_is_no_gguf_file(tmp_path):
+    make_checkpoint(tmp_path)
+    with pytest.raises(ValueError, match="is a folder"):
+        open_checkpoint(tmp_path, "gguf")
+    with pytest.raises(ValueError, match="neither a folder"):
+        open_checkpoint(tmp_path / "model.safetensors")
+
+
+def test_pickles_are_not_read(tmp_path):
+    make_checkpoint(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / "pytorch_model.bin").write_bytes(b"never opened")
+    with pytest.raises(
+        ValueError, match="no safetensors file .only pytorch_model.bin.; only safetensors and GGUF"
+    ):
+        load(tmp_path)
+
+
+# Hostile folders
+
+
+@pytest.fixture
+def sharded(tmp_path) -> Path:
+    return make_checkpoint(tmp_path / "model", shard_size="60KB")
+
+
+def change_index(folder: Path, tensor: str, file: object) -> None:
+    index = folder / "model.safetensors.index.json"
+    weight_map = json.loads(index.read_text())["weight_map"]
+    change_json(index, weight_map={**weight_map, tensor: file})
+
+
+@pytest.mark.parametrize("file", ["../outside.safetensors", "{outside}", "sub/../../outside.safetensors"])
+def test_an_index_cannot_lead_out_of_the_folder(sharded, file):
+    outside = sharded.parent / "outside.safetensors"
+    save_file({"model.norm.weight": torch.ones(64)}, outside)
+    change_index(sharded, "model.norm.weight", file.format(outside=outside))
+    with pytest.raises(ValueError, match="leads out of the folder"):
+        load(sharded)
+
+
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "config.json", "tokenizer.json", "generation_config.json"]
+)
+def test_a_link_cannot_lead_out_of_the_folder(tmp_path, name):
+    folder = make_checkpoint(tmp_path / "model")
+    shutil.move(folder / name, tmp_path / name)
+    (folder / name).symlink_to(tmp_path / name)
+    with pytest.raises(ValueError, match=f"'{name}' leads out of the folder"):
+        open_checkpoint(folder)
+
+
+def test_the_hubs_cache_may_link_to_its_blobs(tmp_path):
+    folder = make_checkpoint(tmp_path / "models--a--b" / "snapshots" / "0123")
+    blobs = tmp_path / "models--a--b" / "blobs"
+    blobs.mkdir()
+    for file in list(folder.iterdir()):
+        shutil.move(file, blobs / file.name)
+        file.symlink_to(Path("..", "..", "blobs", file.name))
+    assert_same_parameters(load(folder), expected_parameters(folder))
+
+
+def test_a_link_to_itself_is_an_error(tmp_path):
+    folder = make_checkpoint(tmp_path)
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").symlink_to("model.safetensors")
+    with pytest.raises(ValueError, match="model.safetensors"):
+        open_checkpoint(folder)
+
+
+def test_a_pipe_is_not_waited_for(tmp_path):
+    folder = make_checkpoint(tmp_path)
+    (folder / "tokenizer.json").unlink()
+    os.mkfifo(folder / "tokenizer.json")
+    with pytest.raises(ValueError, match="not a regular file"):
+        open_checkpoint(folder)
+
+
+@pytest.mark.parametrize("file", [7, None, ["a"], "a\0b", "x" * 5000, "missing.safetensors"])
+def test_a_shard_that_is_no_file_is_an_error(sharded, file):
+    change_index(sharded, "model.norm.weight", file)
+    with pytest.raises(ValueError, match=str(sharded)):
+        load(sharded)
+
+
+def test_a_tensor_that_only_the_index_has_is_an_error_naming_both(sharded):
+    change_index(sharded, "model.stranger.weight", "model-00001-of-00005.safetensors")
+    present = sorted(file.name for file in sharded.glob("*.safetensors"))[0]
+    change_index(sharded, "model.stranger.weight", present)
+    with pytest.raises(ValueError, match=f"{present} lacks tensor model.stranger.weight"):
+        load(sharded)
+
+
+def truncate(raw: bytes) -> bytes:
+    return raw[: len(raw) // 2]
+
+
+def empty(raw: bytes) -> bytes:
+    return b""
+
+
+def announce_more_header_than_file(raw: bytes) -> bytes:
+    return struct.pack("<Q", 2**62) + raw[8:]
+
+
+def overlap(raw: bytes) -> bytes:
+    length = struct.unpack("<Q", raw[:8])[0]
+    header = json.loads(raw[8 : 8 + length])
+    first, second, *_ = [name for name in header if name != "__metadata__"]
+    header[second]["data_offsets"] = header[first]["data_offsets"]
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + raw[8 + length :]
+
+
+@pytest.mark.parametrize("damage", [truncate, empty, announce_more_header_than_file, overlap])
+def test_a_damaged_file_is_an_error_naming_it(tmp_path, damage):
+    file = make_checkpoint(tmp_path) / "model.safetensors"
+    file.write_bytes(damage(file.read_bytes()))
+    with pytest.raises(ValueError, match="model.safetensors is not a complete safetensors file"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        "null",
+        '{"a": ' * 100_000,
+        "\ufffe",
+        '{"model_type": "qwen3", "x": ' + "1" * 10_000 + "}",
+    ],
+)
+def test_a_damaged_config_is_an_error_naming_it(tmp_path, text):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match="config.json"):
+        open_checkpoint(tmp_path).hf_config()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model_type": "unheard_of"},
+        {"model_type": None},
+        {"model_type": ["qwen3"]},
+        {"num_hidden_layers": 10**12},
+        {"num_hidden_layers": -1},
+        {"hidden_size": "64"},
+        {"hidden_size": 64.0},
+        {"vocab_size": True},
+        {"num_attention_heads": 0},
+        {"rope_parameters": None, "rope_scaling": "linear"},
+    ],
+    ids=str,
+)
+def test_an_impossible_config_is_an_error_naming_it(tmp_path, changes):
+    make_checkpoint(tmp_path)
+    change_json(tmp_path / "config.json", **changes)
+    with pytest.raises(ValueError, match="config.json"):
+        open_checkpoint(tmp_path).hf_config()
+
+
+def test_a_folder_without_config_is_an_error(tmp_path):
+    with pytest.raises(ValueError, match="has no config.json"):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("value", ["7", -1, [1, "2"], {"a": 1}, 1.5, True])
+def test_an_eos_id_that_is_none_is_an_error(tmp_path, value):
+    make_checkpoint(tmp_path, tokenizer=False)
+    change_json(tmp_path / "config.json", eos_token_id=value)
+    with pytest.raises(ValueError, match="eos_token_id"):
+        open_checkpoint(tmp_path).eos_token_ids(None)
+
+
+def test_a_damaged_tokenizer_is_an_error_naming_the_folder(tmp_path):
+    make_checkpoint(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match=str(tmp_path)):
+        open_checkpoint(tmp_path).tokenizer()

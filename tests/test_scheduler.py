@@ -1,0 +1,556 @@
+"""The scheduler's rules (design.md section 3), on examples and on generated histories.
+
+The model is a fake whose next token depends on every token before it, read through the block tables from a
+fake KV cache of slots. A wrong slot, a stale block or a lost token therefore ends in a wrong read or answer.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from test_block_manager import check_contents, check_pool
+
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.sampling_params import SamplingParams
+
+EOS = 0
+
+
+def make_scheduler(**options) -> Scheduler:
+    defaults = dict(
+        max_num_seqs=8,
+        max_num_batched_tokens=64,
+        max_model_len=512,
+        eos=-1,
+        num_kvcache_blocks=32,
+        kvcache_block_size=4,
+        enable_prefix_caching=True,
+    )
+    return Scheduler(SimpleNamespace(**{**defaults, **options}))
+
+
+def make_sequence(tokens, max_tokens: int = 8, ignore_eos: bool = False, block_size: int = 4) -> Sequence:
+    return Sequence(list(tokens), SamplingParams(0.0, max_tokens, ignore_eos), block_size=block_size)
+
+
+def next_token(tokens) -> int:
+    """What the fake model says after these tokens: 0 (the end) to 3."""
+    value = 7
+    for token in tokens:
+        value = (value * 31 + token + 1) % 1009
+    return (value >> 3) % 4
+
+
+def expected_completion(prompt, max_tokens: int, eos: tuple[int, ...]) -> list[int]:
+    tokens = list(prompt)
+    while len(tokens) < len(prompt) + max_tokens:
+        tokens.append(next_token(tokens))
+        if tokens[-1] in eos:
+            break
+    return tokens[len(prompt) :]
+
+
+class FakeRunner:
+    """
+    Computes scheduled tokens: writes each position's slot, then reads everything that attention would read.
+
+    Like a device it remembers the tokens that it drew, so that a step can begin before the host knows them.
+    """
+
+    def __init__(self, block_size: int):
+        self.block_size = block_size
+        self.cache: dict[
+            int, tuple[int, ...]
+        ] = {}  # slot -> all tokens up to the position that was written there
+        self.texts: dict[int, list[int]] = {}  # by seq_id: the prompt and what was drawn after it
+
+    def slot(self, sequence: Sequence, position: int) -> int:
+        return (
+            sequence.block_table[position // self.block_size] * self.block_size + position % self.block_size
+        )
+
+    def run(self, sequences: list[Sequence], is_prefill: bool) -> list[int]:
+        spans = []
+        for sequence in sequences:
+            text = self.texts.setdefault(sequence.seq_id, list(sequence.token_ids))
+            assert text[: len(sequence.token_ids)] == list(sequence.token_ids)
+            assert len(text) == len(sequence)
+            start = sequence.num_computed_tokens if is_prefill else len(text) - 1
+            spans.append(
+                (sequence, text, start, start + (sequence.num_scheduled_tokens if is_prefill else 1))
+            )
+        written: set[int] = set()
+        for sequence, text, start, end in spans:
+            for position in range(start, end):
+                slot = self.slot(sequence, position)
+                assert slot not in written, "two sequences write the same slot in one step"
+                written.add(slot)
+                self.cache[slot] = tuple(text[: position + 1])
+        answers = []
+        for sequence, text, _, end in spans:
+            for position in range(end):
+                read = self.cache.get(self.slot(sequence, position))
+                assert read == tuple(text[: position + 1]), f"position {position} reads {read}"
+            answers.append(next_token(text[:end]))
+            if end == len(text):
+                text.append(answers[-1])
+        return answers
+
+
+def run_step(scheduler: Scheduler, runner: FakeRunner) -> tuple[list[Sequence], bool]:
+    sequences, is_prefill = scheduler.schedule()
+    scheduler.postprocess(sequences, runner.run(sequences, is_prefill))
+    return sequences, is_prefill
+
+
+def run_all(scheduler: Scheduler, runner: FakeRunner, limit: int = 2000) -> int:
+    steps = 0
+    while not scheduler.is_finished():
+        run_step(scheduler, runner)
+        steps += 1
+        assert steps < limit, "no end in sight"
+    return steps
+
+
+def lengths(sequences: list[Sequence]) -> list[int]:
+    return [sequence.num_scheduled_tokens for sequence in sequences]
+
+
+def test_a_new_scheduler_is_finished_and_one_with_a_request_is_not():
+    scheduler = make_scheduler()
+    assert scheduler.is_finished()
+    scheduler.add(make_sequence([1, 2, 3]))
+    assert not scheduler.is_finished()
+
+
+def test_prefill_goes_first_and_takes_as_many_as_the_budget_allows():
+    scheduler, runner = make_scheduler(max_num_batched_tokens=16, eos=-1), FakeRunner(4)
+    sequences = [make_sequence([i] * 7) for i in range(1, 4)]
+    for sequence in sequences:
+        scheduler.add(sequence)
+    scheduled, is_prefill = scheduler.schedule()
+    assert is_prefill and scheduled[:2] == sequences[:2]
+    assert sum(lengths(scheduled)) <= 16
+    assert all(sequence.status == SequenceStatus.RUNNING for sequence in scheduled)
+    scheduler.postprocess(scheduled, runner.run(scheduled, True))
+    scheduled, is_prefill = scheduler.schedule()
+    assert is_prefill and scheduled == sequences[2:]
+    scheduler.postprocess(scheduled, runner.run(scheduled, True))
+    scheduled, is_prefill = scheduler.schedule()
+    assert not is_prefill and scheduled == sequences
+
+
+def test_cached_tokens_do_not_count_against_the_budget():
+    scheduler, runner = make_scheduler(max_num_batched_tokens=16), FakeRunner(4)
+    first = make_sequence([*range(12), 1])
+    scheduler.add(first)
+    run_step(scheduler, runner)
+    rest = [make_sequence([*range(12), i]) for i in range(2, 6)]
+    for sequence in rest:
+        scheduler.add(sequence)
+    scheduled, is_prefill = scheduler.schedule()
+    assert is_prefill and scheduled == rest and lengths(scheduled) == [1] * 4
+    assert [sequence.num_cached_tokens for sequence in rest] == [12] * 4
+
+
+def test_max_num_seqs_counts_all_running_sequences():
+    scheduler, runner = make_scheduler(max_num_seqs=3), FakeRunner(4)
+    sequences = [make_sequence([i] * 3, max_tokens=4, ignore_eos=True) for i in range(1, 6)]
+    for sequence in sequences[:2]:
+        scheduler.add(sequence)
+    run_step(scheduler, runner)
+    for sequence in sequences[2:]:
+        scheduler.add(sequence)
+    scheduled, is_prefill = run_step(scheduler, runner)
+    assert is_prefill and scheduled == sequences[2:3]
+    scheduled, is_prefill = run_step(scheduler, runner)
+    assert not is_prefill and scheduled == sequences[:3]
+    run_all(scheduler, runner)
+    for sequence in sequences:
+        assert sequence.completion_token_ids == expected_completion(sequence.prompt_token_ids, 4, ())
+
+
+@pytest.mark.parametrize(
+    "budget, chunks", [(32, [32, 32, 32, 4]), (100, [100]), (99, [99, 1]), (7, [7] * 14 + [2])]
+)
+def test_a_prompt_longer_than_the_budget_is_computed_in_chunks(budget, chunks):
+    scheduler, runner = make_scheduler(max_num_batched_tokens=budget), FakeRunner(4)
+    sequence = make_sequence([i % 5 for i in range(100)], max_tokens=3, ignore_eos=True)
+    scheduler.add(sequence)
+    for i, chunk in enumerate(chunks):
+        scheduled, is_prefill = scheduler.schedule()
+        assert is_prefill and scheduled == [sequence]
+        assert (sequence.num_computed_tokens, sequence.num_scheduled_tokens) == (sum(chunks[:i]), chunk)
+        assert sequence.num_cached_tokens == 0
+        scheduler.postprocess(scheduled, runner.run(scheduled, True))
+        assert sequence.num_completion_tokens == (i == len(chunks) - 1), (
+            "a chunk before the last has no token"
+        )
+    run_all(scheduler, runner)
+    assert sequence.completion_token_ids == expected_completion(sequence.prompt_token_ids, 3, ())
+
+
+def test_identical_prompts_in_one_step_share_blocks():
+    scheduler, runner = make_scheduler(), FakeRunner(4)
+    sequences = [make_sequence(range(10)) for _ in range(3)]
+    for sequence in sequences:
+        scheduler.add(sequence)
+    scheduled, is_prefill = scheduler.schedule()
+    assert is_prefill and scheduled == sequences
+    assert lengths(scheduled) == [10, 2, 2]
+    assert sequences[0].block_table[:2] == sequences[1].block_table[:2] == sequences[2].block_table[:2]
+    scheduler.postprocess(scheduled, runner.run(scheduled, True))
+    run_all(scheduler, runner)
+
+
+def test_without_prefix_caching_nothing_is_shared():
+    scheduler, runner = make_scheduler(enable_prefix_caching=False), FakeRunner(4)
+    sequences = [make_sequence(range(10)) for _ in range(3)]
+    for sequence in sequences:
+        scheduler.add(sequence)
+        run_step(scheduler, runner)
+        assert sequence.num_cached_tokens == 0
+    run_all(scheduler, runner)
+    again = make_sequence(range(10))
+    scheduler.add(again)
+    scheduled, _ = scheduler.schedule()
+    assert lengths(scheduled) == [10]
+
+
+def test_the_youngest_is_preempted_and_its_answer_stays_what_it_was():
+    scheduler, runner = make_scheduler(num_kvcache_blocks=4), FakeRunner(4)
+    first = make_sequence([1] * 8, max_tokens=8, ignore_eos=True)
+    second = make_sequence([2] * 6, max_tokens=8, ignore_eos=True)
+    scheduler.add(first)
+    scheduler.add(second)
+    scheduled, is_prefill = run_step(scheduler, runner)
+    assert is_prefill and scheduled == [first, second]
+    scheduled, is_prefill = run_step(scheduler, runner)
+    assert not is_prefill and scheduled == [first], "the first needs a third block"
+    assert second.status == SequenceStatus.WAITING and second.block_table == []
+    assert list(scheduler.waiting) == [second]
+    assert second.num_completion_tokens == 1, "what was generated is kept"
+    third = make_sequence([3], max_tokens=2)
+    scheduler.add(third)
+    assert list(scheduler.waiting) == [second, third]
+    run_all(scheduler, runner)
+    for sequence in (first, second):
+        assert sequence.is_finished and sequence.status == SequenceStatus.FINISHED
+        assert sequence.completion_token_ids == expected_completion(sequence.prompt_token_ids, 8, ())
+    check_pool(scheduler.block_manager, [])
+
+
+@pytest.mark.parametrize("eos", [3, (3,), (1, 3), (1, 2, 3)])
+def test_any_end_of_sequence_token_ends_a_sequence_and_is_kept(eos):
+    scheduler, runner = make_scheduler(eos=eos), FakeRunner(4)
+    ids = (eos,) if isinstance(eos, int) else eos
+    sequences = [make_sequence([i, i + 1], max_tokens=20, ignore_eos=i % 2 == 1) for i in range(6)]
+    for sequence in sequences:
+        scheduler.add(sequence)
+    run_all(scheduler, runner)
+    for sequence in sequences:
+        ends = () if sequence.ignore_eos else ids
+        assert sequence.completion_token_ids == expected_completion(sequence.prompt_token_ids, 20, ends)
+    assert any(sequence.num_completion_tokens < 20 for sequence in sequences)
+
+
+def test_without_an_end_of_sequence_token_only_max_tokens_ends_a_sequence():
+    scheduler, runner = make_scheduler(eos=()), FakeRunner(4)
+    sequences = [make_sequence([1, 2, 3], max_tokens=count) for count in (1, 2, 9)]
+    for sequence in sequences:
+        scheduler.add(sequence)
+    run_all(scheduler, runner)
+    assert [sequence.num_completion_tokens for sequence in sequences] == [1, 2, 9]
+
+
+@pytest.mark.parametrize("prompt, max_tokens", [(20, 12), (1, 31), (31, 1)])
+def test_what_fits_exactly_is_accepted_and_completed(prompt, max_tokens):
+    for options in (dict(num_kvcache_blocks=8), dict(max_model_len=32)):
+        scheduler, runner = make_scheduler(**options), FakeRunner(4)
+        sequence = make_sequence([i % 4 for i in range(prompt)], max_tokens, ignore_eos=True)
+        scheduler.add(sequence)
+        run_all(scheduler, runner)
+        assert sequence.num_completion_tokens == max_tokens
+
+
+@pytest.mark.parametrize("prompt, max_tokens", [(20, 14), (1, 33), (33, 1), (40, 8)])
+def test_what_can_never_fit_is_refused_when_it_is_added(prompt, max_tokens):
+    for options in (dict(num_kvcache_blocks=8), dict(max_model_len=32)):
+        scheduler = make_scheduler(**options)
+        with pytest.raises(ValueError, match=str(prompt)):
+            scheduler.add(make_sequence([1] * prompt, max_tokens))
+        assert scheduler.is_finished() and not scheduler.waiting
+        check_pool(scheduler.block_manager, [])
+
+
+def test_one_token_beyond_max_model_len_is_refused():
+    with pytest.raises(ValueError, match="max_model_len"):
+        make_scheduler(max_model_len=32).add(make_sequence([1] * 20, 13))
+
+
+def test_a_long_generation_alone_in_the_pool_never_starves():
+    scheduler, runner = make_scheduler(num_kvcache_blocks=16, max_num_batched_tokens=8), FakeRunner(4)
+    sequences = [make_sequence([i] * 3, max_tokens=60, ignore_eos=True) for i in range(1, 5)]
+    for sequence in sequences:
+        scheduler.add(sequence)
+    run_all(scheduler, runner)
+    for sequence in sequences:
+        assert sequence.completion_token_ids == expected_completion(sequence.prompt_token_ids, 60, ())
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """
+    Requests over few tokens arrive between steps; pools are small enough for preemption and many hits.
+
+    With `overlap` a step is scheduled and computed before the tokens of the one before it are recorded, as
+    the engine does on a GPU. A request is then *leaving* while its last token is on its way: it has given
+    everything back.
+    """
+
+    @initialize(
+        num_blocks=st.integers(2, 12),
+        block_size=st.integers(2, 4),
+        max_num_seqs=st.integers(1, 5),
+        budget=st.integers(5, 24),
+        eos=st.sampled_from([(), (EOS,), EOS, (EOS, 1)]),
+        caching=st.sampled_from([True, True, True, False]),
+        overlap=st.booleans(),
+    )
+    def start(self, num_blocks, block_size, max_num_seqs, budget, eos, caching, overlap):
+        self.block_size, self.max_num_seqs, self.budget = block_size, max_num_seqs, budget
+        self.caching, self.overlap = caching, overlap
+        self.eos = (eos,) if isinstance(eos, int) else eos
+        self.max_model_len = num_blocks * block_size
+        self.scheduler = make_scheduler(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=budget,
+            max_model_len=self.max_model_len,
+            eos=eos,
+            num_kvcache_blocks=num_blocks,
+            kvcache_block_size=block_size,
+            enable_prefix_caching=caching,
+        )
+        self.manager = self.scheduler.block_manager
+        self.runner = FakeRunner(block_size)
+        self.requests: list[Sequence] = []  # unfinished, in order of arrival
+        self.finished: list[Sequence] = []
+        self.expected: dict[int, list[int]] = {}  # by seq_id: the completion
+        self.chunked: list[Sequence] = []  # the sequence whose prompt is computed in part, if there is one
+        self.under_way: tuple | None = None  # the step whose tokens are not recorded yet
+
+    def admitted(self) -> list[Sequence]:
+        return [sequence for sequence in self.requests if sequence.block_table]
+
+    def waiting(self) -> list[Sequence]:
+        """Without blocks, and with tokens left to compute."""
+        return [
+            sequence
+            for sequence in self.requests
+            if not sequence.block_table and sequence.num_completion_tokens < sequence.max_tokens
+        ]
+
+    def add(self, tokens, max_tokens: int, ignore_eos: bool) -> None:
+        tokens = tokens[: self.max_model_len - 1]
+        max_tokens = min(max_tokens, self.max_model_len - len(tokens))
+        sequence = make_sequence(tokens, max_tokens, ignore_eos, self.block_size)
+        self.scheduler.add(sequence)
+        assert sequence.status == SequenceStatus.WAITING
+        assert self.scheduler.waiting[-1] is sequence
+        self.requests.append(sequence)
+        self.expected[sequence.seq_id] = expected_completion(
+            tokens, max_tokens, () if ignore_eos else self.eos
+        )
+
+    @rule(
+        tokens=st.lists(st.integers(0, 1), min_size=1, max_size=16),
+        max_tokens=st.integers(1, 16),
+        ignore_eos=st.booleans(),
+        copies=st.sampled_from([1, 1, 2, 3]),
+    )
+    def arrive(self, tokens, max_tokens, ignore_eos, copies):
+        for _ in range(copies):
+            self.add(tokens, max_tokens, ignore_eos)
+
+    @precondition(lambda self: self.requests or self.finished)
+    @rule(which=st.integers(0), extra=st.lists(st.integers(0, 3), max_size=4), max_tokens=st.integers(1, 8))
+    def arrive_with_the_text_of_another(self, which, extra, max_tokens):
+        """The next turn of a conversation: prompt and completion of an earlier request and a bit more."""
+        everybody = [*self.requests, *self.finished]
+        self.add([*everybody[which % len(everybody)].token_ids, *extra], max_tokens, True)
+
+    @rule(excess=st.integers(2, 5), prompt=st.integers(1, 60))
+    def arrive_too_long(self, excess, prompt):
+        before = list(self.scheduler.waiting)
+        with pytest.raises(ValueError):
+            self.scheduler.add(make_sequence([1] * prompt, max(1, self.max_model_len - prompt) + excess))
+        assert list(self.scheduler.waiting) == before
+
+    @precondition(lambda self: self.requests)
+    @rule(count=st.integers(1, 12))
+    def steps(self, count):
+        while count and self.requests:
+            self.take_step()
+            self.the_books_agree()
+            count -= 1
+
+    def take_step(self) -> None:
+        admitted = self.admitted()
+        computed = {sequence.seq_id: sequence.num_computed_tokens for sequence in admitted}
+        tokens = {sequence.seq_id: list(sequence.token_ids) for sequence in self.requests}
+        chunked = self.chunked
+        room = self.could_admit(admitted)
+        victims = self.expected_victims(admitted)
+
+        scheduled, is_prefill = self.scheduler.schedule()
+
+        assert scheduled or self.under_way, "a step without work"
+        assert len({sequence.seq_id for sequence in scheduled}) == len(scheduled)
+        assert is_prefill == bool(room or chunked), "prefill goes first, when something can be prefilled"
+        assert all(list(s.token_ids) == tokens[s.seq_id] for s in self.requests), (
+            "scheduling changes no tokens"
+        )
+        if is_prefill:
+            self.check_prefill(scheduled, admitted, computed)
+        else:
+            self.check_decode(scheduled, admitted, victims)
+        self.the_books_agree()
+
+        answers = self.runner.run(scheduled, is_prefill)
+        self.chunked = [
+            s for s in scheduled if is_prefill and s.num_computed_tokens + s.num_scheduled_tokens < len(s)
+        ]
+        if not self.overlap:
+            self.record(scheduled, answers)
+            return
+        before, self.under_way = self.under_way, None
+        if scheduled:
+            self.under_way = scheduled, answers, self.scheduler.advance(scheduled)
+            self.the_books_agree()
+        if before:
+            self.record(*before)
+
+    def record(self, scheduled: list[Sequence], answers: list[int], *drawing) -> None:
+        """The tokens of a step become known; who reached its end with them is finished, nobody else."""
+        self.scheduler.postprocess(scheduled, answers, *drawing)
+        for sequence in list(self.requests):
+            done = len(sequence.token_ids) - sequence.num_prompt_tokens
+            assert list(sequence.token_ids[-done:]) == self.expected[sequence.seq_id][:done] or done == 0
+            assert sequence.is_finished == (done == len(self.expected[sequence.seq_id]))
+            if sequence.is_finished:
+                assert list(sequence.completion_token_ids) == self.expected[sequence.seq_id]
+                assert list(sequence.block_table) == [] and len(sequence) == len(sequence.token_ids)
+                self.requests.remove(sequence)
+                self.finished.append(sequence)
+
+    def could_admit(self, admitted: list[Sequence]) -> bool:
+        """Whether the first waiting sequence can be given blocks."""
+        waiting = self.waiting()
+        return bool(waiting) and len(admitted) < self.max_num_seqs and self.manager.can_allocate(waiting[0])
+
+    def expected_victims(self, admitted: list[Sequence]) -> list[Sequence]:
+        """As many of the youngest as must go so that the others each get the block that they need."""
+        survivors, victims = list(admitted), []
+        while True:
+            need = sum(len(s.block_table) * self.block_size < len(s) for s in survivors)
+            held = {block_id for s in survivors for block_id in s.block_table}
+            if need <= len(self.manager.blocks) - len(held):
+                return victims
+            victims.append(survivors.pop())
+
+    def check_prefill(self, scheduled, admitted, computed) -> None:
+        new = [sequence for sequence in scheduled if sequence not in admitted]
+        old = [sequence for sequence in scheduled if sequence in admitted]
+        assert sum(lengths(scheduled)) <= self.budget and min(lengths(scheduled)) >= 1
+        assert len(admitted) + len(new) <= self.max_num_seqs
+        still_waiting = self.waiting()
+        leaving = [s for s in self.requests if s not in admitted and s not in new and s not in still_waiting]
+        order = [sequence for sequence in self.requests if sequence not in leaving]
+        assert [*admitted, *new, *still_waiting] == order, "admission is in order of arrival"
+        assert old == self.chunked, "an unfinished prompt, and no other, goes on"
+        for sequence in new:
+            assert sequence.num_computed_tokens == sequence.num_cached_tokens < len(sequence)
+            assert sequence.num_cached_tokens % self.block_size == 0
+            assert self.caching or sequence.num_cached_tokens == 0
+            assert len(sequence.block_table) == sequence.num_blocks
+        for sequence in old:
+            assert sequence.num_computed_tokens == computed[sequence.seq_id]
+        for i, sequence in enumerate(scheduled):
+            end = sequence.num_computed_tokens + sequence.num_scheduled_tokens
+            assert end <= len(sequence)
+            if end < len(sequence):
+                assert i == len(scheduled) - 1 and sum(lengths(scheduled)) == self.budget, (
+                    "a chunk fills the step"
+                )
+        if self.could_admit([*admitted, *new]):
+            # The next one would have fitted: then it must be too long for what is left of the budget.
+            cached = self.cached_tokens(still_waiting[0])
+            assert len(still_waiting[0]) - cached > self.budget - sum(lengths(scheduled))
+
+    def cached_tokens(self, sequence: Sequence) -> int:
+        """Hits that this sequence would have now, by looking at every block."""
+        count, prefix = 0, -1
+        while self.caching and count + self.block_size < len(sequence):
+            prefix = self.manager.compute_hash(sequence.token_ids[count : count + self.block_size], prefix)
+            if prefix not in self.manager.hash_to_block_id:
+                break
+            count += self.block_size
+        return count
+
+    def check_decode(self, scheduled, admitted, victims) -> None:
+        assert scheduled == [sequence for sequence in admitted if sequence not in victims]
+        assert lengths(scheduled) == [1] * len(scheduled)
+        for sequence in scheduled:
+            assert len(sequence.block_table) == sequence.num_blocks
+        for sequence in victims:
+            assert sequence.status == SequenceStatus.WAITING and list(sequence.block_table) == []
+        if victims:
+            assert list(self.scheduler.waiting)[: len(victims)] == victims[::-1], (
+                "back to the front, in order"
+            )
+
+    @invariant()
+    def the_books_agree(self):
+        if not hasattr(self, "scheduler"):
+            return
+        check_pool(self.manager, [sequence.block_table for sequence in self.requests])
+        admitted, waiting = self.admitted(), self.waiting()
+        assert list(self.scheduler.waiting) == waiting
+        assert list(self.scheduler.running) == admitted
+        leaving = [s for s in self.requests if s not in admitted and s not in waiting]
+        assert self.overlap or not leaving
+        order = [sequence for sequence in self.requests if sequence not in leaving]
+        assert admitted + waiting == order, "running sequences arrived before waiting ones"
+        assert len(admitted) <= self.max_num_seqs
+        assert all(sequence.status == SequenceStatus.RUNNING for sequence in admitted)
+        assert all(sequence.status == SequenceStatus.WAITING for sequence in waiting)
+        assert self.scheduler.is_finished() == (not admitted and not waiting)
+        for sequence in admitted:
+            # The last token may have no slot yet, or not be known yet: a full block may still be open then.
+            closed = sum(self.manager.blocks[block_id].hash != -1 for block_id in sequence.block_table)
+            assert not self.caching or closed >= (len(sequence.token_ids) - 1) // self.block_size
+            check_contents(sequence, self.manager, self.block_size, closed)
+
+    def teardown(self):
+        """Every request ends, with exactly its tokens (checked by the step that ends it)."""
+        if not hasattr(self, "scheduler"):
+            return
+        limit = 50 + 8 * sum(len(s) + s.max_tokens for s in self.requests)
+        while self.requests:
+            self.take_step()
+            limit -= 1
+            assert limit > 0, "no end in sight"
+        assert self.scheduler.is_finished()
+        check_pool(self.manager, [])
+
+
+SchedulerMachine.TestCase.settings = settings(
+    max_examples=150,
+    stateful_step_count=30,
+    deadline=None,
+    report_multiple_bugs=False,
+    suppress_health_check=list(HealthCheck),
+)
+TestSchedulerHistories = SchedulerMachine.TestCase
