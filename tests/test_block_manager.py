@@ -286,6 +286,7 @@ class Pool:
         self.references = [0] * num_blocks
         # The whole text up to the end of the block, for closed blocks; None while open or never written.
         self.text: list[tuple[int, ...] | None] = [None] * num_blocks
+        self.handed_out: set[int] = set()  # by the last operation
         # Texts that two blocks held at once: which of them is found, and how long, is left to the manager.
         self.doubled: set[tuple[int, ...]] = set()
 
@@ -311,6 +312,7 @@ class Pool:
 
     def hand_out(self) -> int:
         block_id = self.free.pop(0)
+        self.handed_out.add(block_id)
         text, self.text[block_id] = self.text[block_id], None
         if text not in self.text:
             self.doubled.discard(text)
@@ -359,6 +361,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         self.manager = BlockManager(num_blocks, block_size)
         self.pool = Pool(num_blocks, block_size, list(self.manager.free_block_ids))
         assert sorted(self.pool.free) == list(range(num_blocks))
+        self.findable: dict[int, int] = {}  # hash_to_block_id after the operation before
         self.live: list[Sequence] = []
         self.tables: list[list[int]] = []
         self.gone: list[Sequence] = []
@@ -442,6 +445,10 @@ class BlockManagerMachine(RuleBasedStateMachine):
         for sequence, table in zip(self.live, self.tables, strict=True):
             assert list(sequence.block_table) == table
             check_contents(sequence, self.manager, self.block_size, len(sequence) // self.block_size)
+        for block_hash, block_id in self.findable.items():
+            assert block_hash in self.manager.hash_to_block_id or block_id in self.pool.handed_out
+        self.findable = dict(self.manager.hash_to_block_id)
+        self.pool.handed_out.clear()
 
 
 BlockManagerMachine.TestCase.settings = settings(

@@ -246,7 +246,8 @@ def test_the_default_weight_loader_refuses_to_broadcast():
 def test_a_config_has_the_fields_and_defaults_of_transformers(tmp_path, architecture):
     sizes = "hidden_size intermediate_size vocab_size max_position_embeddings num_hidden_layers"
     needed = {name: 64 for name in sizes.split()} | {"num_attention_heads": 4, "num_key_value_heads": 4}
-    raw = {"model_type": architecture, "architectures": ["X"], **needed}
+    name = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}[architecture] + "ForCausalLM"
+    raw = {"model_type": architecture, "architectures": [name], **needed}
     (tmp_path / "config.json").write_text(json.dumps(raw))
     config, expected = open_checkpoint(tmp_path).hf_config(), CONFIG_MAPPING[architecture].from_dict(raw)
     for name in [*needed, "rms_norm_eps", "tie_word_embeddings", "hidden_act", "architectures"]:
@@ -558,9 +559,13 @@ def test_a_damaged_config_is_an_error_naming_it(tmp_path, text):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"model_type": "unheard_of"},
-        {"model_type": None},
-        {"model_type": ["qwen3"]},
+        {"architectures": ["UnheardOfForCausalLM"]},
+        {"architectures": None},
+        {"architectures": [["Qwen3ForCausalLM"]]},
+        {"architectures": 7},
+        {"hidden_act": "gelu"},
+        {"quantization_config": {"quant_method": "gptq"}},
+        {"use_sliding_window": True},
         {"num_hidden_layers": 10**12},
         {"num_hidden_layers": -1},
         {"hidden_size": "64"},

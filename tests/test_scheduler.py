@@ -527,6 +527,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert all(sequence.status == SequenceStatus.RUNNING for sequence in admitted)
         assert all(sequence.status == SequenceStatus.WAITING for sequence in waiting)
         assert self.scheduler.is_finished() == (not admitted and not waiting)
+        for sequence in self.finished:
+            assert sequence.is_finished and list(sequence.block_table) == []
+            assert list(sequence.completion_token_ids) == self.expected[sequence.seq_id], (
+                "changed after its end"
+            )
         for sequence in admitted:
             # The last token may have no slot yet, or not be known yet: a full block may still be open then.
             closed = sum(self.manager.blocks[block_id].hash != -1 for block_id in sequence.block_table)

@@ -76,7 +76,9 @@ class LLMEngine:
         Queue one request and return its id. Raises ValueError, changing nothing, if it cannot be served.
         """
         self._check_usable()
-        token_ids = self._check_prompt(prompt, sampling_params, "prompt")
+        return self._enqueue(self._check_prompt(prompt, sampling_params, "prompt"), sampling_params)
+
+    def _enqueue(self, token_ids: list[int], sampling_params: SamplingParams) -> int:
         seq = Sequence(
             token_ids, sampling_params, self.config.kvcache_block_size, self._seeds.getrandbits(63)
         )
@@ -132,9 +134,7 @@ class LLMEngine:
             for i, (prompt, p) in enumerate(zip(prompts, params, strict=True))
         ]
         try:
-            index = {
-                self.add_request(ids, p): i for i, (ids, p) in enumerate(zip(checked, params, strict=True))
-            }
+            index = {self._enqueue(ids, p): i for i, (ids, p) in enumerate(zip(checked, params, strict=True))}
             token_ids: list[list[int]] = [[]] * len(prompts)
             for seq_id, completion in self._run_to_end(len(prompts), use_tqdm):
                 token_ids[index[seq_id]] = completion
@@ -243,17 +243,16 @@ class LLMEngine:
         if not token_ids:
             raise ValueError(f"{name} is empty: {prompt!r}")
         vocab_size = self.config.hf_config.vocab_size
-        for token_id in token_ids:
-            if (
-                isinstance(token_id, bool)
-                or not isinstance(token_id, Integral)
-                or not 0 <= token_id < vocab_size
-            ):
-                raise ValueError(
-                    f"{name}: token ids must be integers from 0 to {vocab_size - 1}, got {token_id!r}"
-                )
+        if set(map(type, token_ids)) != {int}:  # numpy's integers, or what is no token id at all
+            for token_id in token_ids:
+                if isinstance(token_id, bool) or not isinstance(token_id, Integral):
+                    raise ValueError(f"{name}: token ids must be integers, got {token_id!r}")
+            token_ids = [int(token_id) for token_id in token_ids]
+        for token_id in (min(token_ids), max(token_ids)):
+            if not 0 <= token_id < vocab_size:
+                raise ValueError(f"{name}: token ids must be from 0 to {vocab_size - 1}, got {token_id}")
         try:
             self.scheduler.check(len(token_ids), sampling_params.max_tokens)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
-        return [int(token_id) for token_id in token_ids]
+        return token_ids

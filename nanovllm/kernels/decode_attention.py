@@ -24,7 +24,7 @@ from nanovllm.kernels.runtime import (
 
 LOG2_E = 1.4426950408889634
 MAX_SPLITS = 32
-PROGRAMS_PER_MULTIPROCESSOR = 2
+PROGRAMS_PER_MULTIPROCESSOR = 3
 
 
 def paged_decode_attention(

@@ -14,7 +14,7 @@ from nanovllm.kernels.activation import silu_and_mul_torch
 from nanovllm.kernels.layernorm import rms_norm_torch
 from nanovllm.kernels.runtime import cdiv, next_power_of_2, overlaps_launches, tl, triton, use_triton
 
-MAX_ROWS = 4
+MAX_ROWS = 3
 TILE_ELEMENTS = 8192
 MAX_TILE_WIDTH = 4096
 
@@ -46,7 +46,8 @@ def linear_small(
         )
     rows, in_features = x.shape
     out_features = weight.shape[0]
-    width, height, num_warps = _tile(in_features, out_features)
+    width = min(next_power_of_2(in_features), MAX_TILE_WIDTH)
+    height = max(2, TILE_ELEMENTS // width)
     out = torch.empty(rows, out_features // (1 + silu_and_mul), dtype=x.dtype, device=x.device)
     overlap = overlaps_launches(x.device)
     _matvec_kernel[(cdiv(out_features, height),)](
@@ -67,15 +68,10 @@ def linear_small(
         WIDTH=width,
         GATED=silu_and_mul,
         OVERLAP=overlap,
-        num_warps=num_warps,
+        num_warps=4,
         launch_pdl=overlap,
     )
     return out
-
-
-def _tile(in_features: int, out_features: int) -> tuple[int, int, int]:
-    width = min(next_power_of_2(in_features), MAX_TILE_WIDTH)
-    return width, max(2, TILE_ELEMENTS // width), 4
 
 
 def linear_small_torch(
@@ -94,6 +90,11 @@ def linear_small_torch(
     if silu_and_mul:
         y = silu_and_mul_torch(y)
     return y if residual is None else y + residual
+
+
+@triton.jit
+def _add_pairs(a1, b1, a2, b2):
+    return a1 + a2, b1 + b2
 
 
 @triton.jit
@@ -129,8 +130,8 @@ def _matvec_kernel(
     inside = (line < out_features)[None, :, None]
     tile = tl.load(address, mask=inside & (column < in_features), other=0.0)
     if OVERLAP:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
 
     acc = tl.zeros([ROWS_PAD, HEIGHT], tl.float32)
     squares = tl.zeros([ROWS_PAD, 1], tl.float32)
@@ -140,10 +141,14 @@ def _matvec_kernel(
         tile = tl.load(address + start + WIDTH, mask=inside & (place + WIDTH < in_features), other=0.0)
         present = (member < ROWS)[:, None, None] & (place < in_features)
         values = tl.load(x + member[:, None, None] * x_stride + place, mask=present, other=0.0).to(tl.float32)
-        if norm_weight is not None:
-            squares += tl.sum(values * values, axis=2)
-            values *= tl.load(norm_weight + place, mask=place < in_features, other=0.0).to(tl.float32)
-        acc += tl.sum(current * values, axis=2)
+        if norm_weight is None:
+            acc += tl.sum(current * values, axis=2)
+        else:
+            gain = tl.load(norm_weight + place, mask=place < in_features, other=0.0).to(tl.float32)
+            products, squared = tl.broadcast(current * (values * gain), values * values)
+            product_sums, square_sums = tl.reduce((products, squared), 2, _add_pairs)  # one trip through shared memory
+            acc += product_sums
+            squares += tl.max(square_sums, axis=1)[:, None]
     if norm_weight is not None:
         acc *= tl.rsqrt(squares / in_features + eps)  # the same factor for every output: left for last
     if bias is not None:

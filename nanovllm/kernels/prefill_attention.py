@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.kernels.runtime import cdiv, next_power_of_2, tl, triton, use_triton
+from nanovllm.kernels.runtime import cdiv, next_power_of_2, shared_memory, tl, triton, use_triton
 
 LOG2_E = 1.4426950408889634
 
@@ -38,10 +38,10 @@ def varlen_prefill_attention(
     kv_heads = k.shape[-2]
     out = torch.empty(tokens, heads, head_dim, dtype=q.dtype, device=q.device)
     dim_pad = next_power_of_2(head_dim)
-    query_tile, key_tile, num_warps, num_stages = _tiles(dim_pad, q.element_size())
+    query_tile, key_tile, num_warps, num_stages = _tiles(dim_pad, q.element_size(), q.device)
     if tokens:
         paged = block_tables is not None
-        _prefill_kernel[(heads, len(cu_seqlens_q) - 1, cdiv(max_seqlen_q, query_tile))](
+        _prefill_kernel[(cdiv(max_seqlen_q, query_tile), heads, len(cu_seqlens_q) - 1)](
             q,
             k,
             v,
@@ -60,18 +60,19 @@ def varlen_prefill_attention(
             BLOCK_SIZE=k.shape[1] if paged else 1,
             QUERY_TILE=query_tile,
             KEY_TILE=key_tile,
-            AHEAD=q.element_size() <= 2,
             num_warps=num_warps,
             num_stages=num_stages,
         )
     return out
 
 
-def _tiles(dim_pad: int, element_size: int) -> tuple[int, int, int, int]:
-    """Queries and keys a tile, warps and pipeline stages: what fits the registers and measures best on Hopper."""
+def _tiles(dim_pad: int, element_size: int, device: torch.device) -> tuple[int, int, int, int]:
+    """Queries and keys a tile, warps and pipeline stages: what fits on the chip and measures best on Hopper."""
     if element_size > 2:
         return 16, 16, 4, 1
-    return (128, 64, 8, 3) if dim_pad <= 128 else (128, 32, 8, 2)
+    if shared_memory(device) < 220_000:  # everything but the data centre's Hopper and Blackwell
+        return 128, 64 if dim_pad <= 128 else 32, 8, 2 if dim_pad <= 128 else 1
+    return {128: (128, 128, 8, 3), 256: (128, 64, 8, 2)}.get(dim_pad, (128, 64, 8, 3))
 
 
 def varlen_prefill_attention_torch(
@@ -135,12 +136,11 @@ def _prefill_kernel(
     BLOCK_SIZE: tl.constexpr,
     QUERY_TILE: tl.constexpr,
     KEY_TILE: tl.constexpr,
-    AHEAD: tl.constexpr,
 ):
     """A program takes QUERY_TILE queries of one head of one sequence."""
-    head = tl.program_id(0)
-    seq = tl.program_id(1)
-    tile = tl.num_programs(2) - 1 - tl.program_id(2)  # late tiles see the most keys: they start first
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # late tiles see the most keys: they start first
+    head = tl.program_id(1)
+    seq = tl.program_id(2)
     q_start = tl.load(cu_seqlens_q + seq)
     len_q = tl.load(cu_seqlens_q + seq + 1) - q_start
     first = tile * QUERY_TILE
@@ -173,71 +173,53 @@ def _prefill_kernel(
     highest = tl.full([QUERY_TILE], float("-inf"), tl.float32)
     total = tl.zeros([QUERY_TILE], tl.float32)
     acc = tl.zeros([QUERY_TILE, DIM_PAD], tl.float32)
-    score = tl.zeros([QUERY_TILE, KEY_TILE], tl.float32)
-    if AHEAD:
-        score = _score(
-            query, k_head, table, 0, len_k, k_token_stride, HEAD_DIM, DIM_PAD, BLOCK_SIZE, KEY_TILE
-        )
     for start in range(0, all_seen, KEY_TILE):  # the keys that every query of the tile sees need no mask
-        highest, total, acc, score = _attend(
-            query, k_head, v_head, table, start, len_k, last_key, highest, total, acc, score, scale_log2,
-            k_token_stride, v_token_stride, HEAD_DIM, DIM_PAD, BLOCK_SIZE, KEY_TILE, AHEAD, False,
+        highest, total, acc = _attend(
+            query, k_head, v_head, table, start, len_k, last_key, highest, total, acc, scale_log2,
+            k_token_stride, v_token_stride, HEAD_DIM, DIM_PAD, BLOCK_SIZE, KEY_TILE, False,
         )  # fmt: skip
     for start in range(all_seen, some_seen, KEY_TILE):
-        highest, total, acc, score = _attend(
-            query, k_head, v_head, table, start, len_k, last_key, highest, total, acc, score, scale_log2,
-            k_token_stride, v_token_stride, HEAD_DIM, DIM_PAD, BLOCK_SIZE, KEY_TILE, AHEAD, True,
+        highest, total, acc = _attend(
+            query, k_head, v_head, table, start, len_k, last_key, highest, total, acc, scale_log2,
+            k_token_stride, v_token_stride, HEAD_DIM, DIM_PAD, BLOCK_SIZE, KEY_TILE, True,
         )  # fmt: skip
 
     result = acc / tl.where(total > 0, total, 1.0)[:, None]
-    num_heads = tl.num_programs(0)
+    num_heads = tl.num_programs(1)
     tl.store(out + (token[:, None] * num_heads + head) * HEAD_DIM + dim[None, :], result, mask=own)
 
 
 @triton.jit
-def _cell(table, token, len_k, BLOCK_SIZE: tl.constexpr):
-    """Where a token of the sequence lies: its index, or by way of the block table its slot."""
-    if table is None:
-        return token.to(tl.int64)
-    else:
-        block = tl.load(table + token // BLOCK_SIZE, mask=token < len_k, other=0)
-        return block.to(tl.int64) * BLOCK_SIZE + token % BLOCK_SIZE
-
-
-@triton.jit
-def _score(
-    query, k_head, table, start, len_k, token_stride,
-    HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEY_TILE: tl.constexpr,
-):  # fmt: skip
-    token = start + tl.arange(0, KEY_TILE)
-    dim = tl.arange(0, DIM_PAD)
-    address = k_head + _cell(table, token, len_k, BLOCK_SIZE)[None, :] * token_stride + dim[:, None]
-    key = tl.load(address, mask=(token < len_k)[None, :] & (dim < HEAD_DIM)[:, None], other=0.0)
-    return tl.dot(query, key, input_precision="ieee")
-
-
-@triton.jit
 def _attend(
-    query, k_head, v_head, table, start, len_k, last_key, highest, total, acc, score, scale_log2,
+    query, k_head, v_head, table, start, len_k, last_key, highest, total, acc, scale_log2,
     k_token_stride, v_token_stride,
     HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEY_TILE: tl.constexpr,
-    AHEAD: tl.constexpr, MASKED: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Take one tile of keys and values into the running softmax (`highest`, `total`) and its sum `acc`.
-
-    With AHEAD the tile's scores are there already, and those of the next tile are asked for before this one's
-    softmax, so that the matrix units work through it.
-    """
-    next_start = start + KEY_TILE if AHEAD else start
-    new_score = _score(
-        query, k_head, table, next_start, len_k, k_token_stride, HEAD_DIM, DIM_PAD, BLOCK_SIZE, KEY_TILE
-    )
-    if not AHEAD:
-        score = new_score
+    """Take one tile of keys and values into the running softmax (`highest`, `total`) and its sum `acc`."""
     token = start + tl.arange(0, KEY_TILE)
     dim = tl.arange(0, DIM_PAD)
-    address = v_head + _cell(table, token, len_k, BLOCK_SIZE)[:, None] * v_token_stride + dim[None, :]
-    value = tl.load(address, mask=(token < len_k)[:, None] & (dim < HEAD_DIM)[None, :], other=0.0)
+    cell = token.to(tl.int64)
+    if table is not None:
+        if BLOCK_SIZE % KEY_TILE == 0:  # the whole tile lies in one block
+            block = tl.load(table + start // BLOCK_SIZE)
+            cell = block.to(tl.int64) * BLOCK_SIZE + token % BLOCK_SIZE
+        else:
+            block = tl.load(table + token // BLOCK_SIZE, mask=token < len_k, other=0)
+            cell = block.to(tl.int64) * BLOCK_SIZE + token % BLOCK_SIZE
+    k_address = k_head + cell[None, :] * k_token_stride + dim[:, None]
+    v_address = v_head + cell[:, None] * v_token_stride + dim[None, :]
+    if MASKED:
+        inside = token < len_k
+        key = tl.load(k_address, mask=inside[None, :] & (dim < HEAD_DIM)[:, None], other=0.0)
+        value = tl.load(v_address, mask=inside[:, None] & (dim < HEAD_DIM)[None, :], other=0.0)
+    elif HEAD_DIM == DIM_PAD:
+        key = tl.load(k_address)
+        value = tl.load(v_address)
+    else:
+        key = tl.load(k_address, mask=(dim < HEAD_DIM)[:, None], other=0.0)
+        value = tl.load(v_address, mask=(dim < HEAD_DIM)[None, :], other=0.0)
+    score = tl.dot(query, key, input_precision="ieee")
     if MASKED:
         score = tl.where(token[None, :] <= last_key[:, None], score, float("-inf"))
     new_highest = tl.maximum(highest, tl.max(score, axis=1) * scale_log2)
@@ -247,4 +229,4 @@ def _attend(
     weight = tl.exp2(score * scale_log2 - new_highest[:, None])
     total = total * shrink + tl.sum(weight, axis=1)
     acc = tl.dot(weight.to(value.dtype), value, acc * shrink[:, None], input_precision="ieee")
-    return new_highest, total, acc, new_score
+    return new_highest, total, acc

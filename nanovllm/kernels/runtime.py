@@ -39,22 +39,27 @@ def use_triton(tensor: Tensor) -> bool:
 
 
 @functools.cache
-def _device_facts(index: int | None) -> tuple[int, int]:
-    properties = torch.cuda.get_device_properties(index)
-    return properties.multi_processor_count, properties.major
+def _properties(index: int | None):
+    return torch.cuda.get_device_properties(index)
 
 
 def num_multiprocessors(device: torch.device) -> int:
     """How many programs run side by side at the least; a small stand-in for the interpreter."""
-    return _device_facts(device.index)[0] if device.type == "cuda" else 4
+    return _properties(device.index).multi_processor_count if device.type == "cuda" else 4
+
+
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that one program can have."""
+    return _properties(device.index).shared_memory_per_block_optin if device.type == "cuda" else 232_448
 
 
 def overlaps_launches(device: torch.device) -> bool:
-    """Whether a kernel may start while its predecessor drains (programmatic dependent launch, Hopper and later).
+    """Whether a kernel may start while those before it still run (programmatic dependent launch, from Hopper on).
 
-    A kernel launched so must wait (`gdc_wait`) before it touches anything but weights.
+    A kernel launched so may read weights and the step's inputs (positions, slots, lengths, block tables), which no
+    kernel that is launched so writes. Before it touches anything else, and before it writes, it must `gdc_wait`.
     """
-    return device.type == "cuda" and _device_facts(device.index)[1] >= 9
+    return device.type == "cuda" and _properties(device.index).major >= 9
 
 
 @functools.cache

@@ -69,7 +69,7 @@ def sample(
             SALT_1=SALTS[0],
             SALT_2=SALTS[1],
             FAST=not INTERPRETED,
-            num_warps=4,
+            num_warps=8,
         )
     return values, token_ids
 

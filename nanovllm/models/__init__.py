@@ -23,7 +23,7 @@ def get_model_class(hf_config: Any) -> type[nn.Module]:
     supported.
     """
     names = getattr(hf_config, "architectures", None) or []
-    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         names = [str(names)]
     known = [name for name in names if name in MODELS]
     if not known:

@@ -31,7 +31,6 @@ SHAPES = {
 COUNTS = "num_hidden_layers num_attention_heads num_key_value_heads".split()
 SIZES = "hidden_size intermediate_size vocab_size max_position_embeddings head_dim".split()
 SIZE_LIMITS = {**dict.fromkeys(COUNTS, 2**12), **dict.fromkeys(SIZES, 2**24)}
-MODEL_TYPES = ("llama", "qwen2", "qwen3")
 CONFIG_DEFAULTS = {
     "architectures": [],
     "attention_bias": False,
@@ -221,12 +220,13 @@ def build_config(source: str | Path, raw: dict[str, Any]) -> SimpleNamespace:
     What a config.json holds, as attributes, with transformers' defaults for fields it may leave out. Raises
     ValueError. Not transformers' own class: importing those takes longer than loading a small model.
     """
-    if raw.get("model_type") not in MODEL_TYPES:
-        from nanovllm.models import MODELS
+    from nanovllm.models import get_model_class
 
-        model_type, known = raw.get("model_type"), ", ".join(MODELS)
-        raise ValueError(f"{source}: model_type {model_type!r} is not known; known architectures: {known}")
     config = SimpleNamespace(**{**CONFIG_DEFAULTS, **{k: v for k, v in raw.items() if v is not None}})
+    try:
+        get_model_class(config)
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}") from None
     dtype = raw.get("dtype") or raw.get("torch_dtype")  # the second is the older spelling
     config.dtype = str(dtype).removeprefix("torch.") if dtype else None
     for field, limit in SIZE_LIMITS.items():
@@ -234,7 +234,7 @@ def build_config(source: str | Path, raw: dict[str, Any]) -> SimpleNamespace:
         if value is None and field == "num_key_value_heads":
             value = config.num_attention_heads
         if value is None and field == "head_dim":
-            qwen3 = config.model_type == "qwen3"
+            qwen3 = "Qwen3ForCausalLM" in config.architectures
             value = 128 if qwen3 else config.hidden_size // config.num_attention_heads
         if type(value) is not int or not 1 <= value <= limit:
             raise ValueError(f"{source}: {field} must be an integer from 1 to {limit}, got {value!r}")

@@ -1,0 +1,329 @@
+"""How fast the engine generates: many random prompts at once, tokens per second at the end.
+
+    python bench.py                                          256 sequences, random weights, Qwen3-0.6B
+    python bench.py --model smollm2 --engine both ...        the same work by transformers, and the ratio
+
+The default workload is the one that engines of this kind compare on: 133,966 output tokens. Every repetition
+keeps its lengths and draws new token ids, so that no prefix cache can help.
+"""
+
+import argparse
+import gc
+import json
+import platform
+import random
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from example import fetch_smollm2
+from nanovllm import LLM, SamplingParams
+from nanovllm.config import Config
+from nanovllm.utils.checkpoint import SHAPES, open_checkpoint
+
+MAX_TOKEN_ID = 10_000
+ENGINE_OPTIONS = (
+    "load_format",
+    "max_num_seqs",
+    "max_model_len",
+    "tensor_parallel_size",
+    "enforce_eager",
+    "dtype",
+    "device",
+)
+
+
+@dataclass
+class Workload:
+    """Prompts of random token ids, and how many tokens each of them is to be answered with."""
+
+    prompts: list[list[int]]
+    max_tokens: list[int]
+
+    def with_fresh_tokens(self, seed: int) -> "Workload":
+        """The same lengths with other token ids."""
+        rng = random.Random(seed)
+        return Workload([[rng.randint(0, MAX_TOKEN_ID) for _ in p] for p in self.prompts], self.max_tokens)
+
+    def within_vocabulary(self, vocab_size: int) -> "Workload":
+        """Fold the ids of a workload into a vocabulary that may be smaller."""
+        return Workload([[token % vocab_size for token in p] for p in self.prompts], self.max_tokens)
+
+    def for_warmup(self, limit: int) -> "Workload":
+        """At most `limit` sequences that end one after another: every batch size occurs once, for a step."""
+        prompts = self.with_fresh_tokens(-1).prompts[:limit]
+        return Workload(prompts, [min(i + 2, m) for i, m in enumerate(self.max_tokens[:limit])])
+
+
+def draw_workload(args: argparse.Namespace) -> Workload:
+    """Draw each prompt's length and ids, then all output lengths: the order is part of the workload."""
+    rng = random.Random(args.seed)
+    low, high = args.min_output_len, args.max_output_len
+    prompts = [
+        [rng.randint(0, MAX_TOKEN_ID) for _ in range(rng.randint(args.min_input_len, args.max_input_len))]
+        for _ in range(args.num_seqs)
+    ]
+    max_tokens = [rng.randint(low, high) for _ in prompts]
+    if args.spread_output:
+        gaps = max(args.num_seqs - 1, 1)
+        max_tokens = [low + round(i * (high - low) / gaps) for i in range(args.num_seqs)]
+    return Workload(prompts, max_tokens)
+
+
+@dataclass
+class Run:
+    """What one repetition did and how long it took. The phases are those of engines that tell them apart."""
+
+    output_tokens: int
+    seconds: float
+    prefill_tokens: int = 0
+    prefill_seconds: float = 0.0
+    decode_tokens: int = 0
+    decode_seconds: float = 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.output_tokens / self.seconds
+
+
+def engine_options(args: argparse.Namespace) -> dict:
+    """The options of the command line that are the engine's; what was not given is left to its defaults."""
+    return {name: getattr(args, name) for name in ENGINE_OPTIONS if getattr(args, name) is not None}
+
+
+class NanoVLLM:
+    """This engine, driven step by step as `LLM.generate` drives it, so that the phases can be timed."""
+
+    def __init__(self, args: argparse.Namespace):
+        self.llm = LLM(args.model, **engine_options(args))
+        self.temperature = args.temperature
+        self.vocab_size = self.llm.config.hf_config.vocab_size
+        self.warmup_seqs = self.llm.config.max_num_seqs
+
+    def run(self, workload: Workload) -> Run:
+        run = Run(0, 0.0)
+        start = now = time.perf_counter()
+        for prompt, max_tokens in zip(workload.prompts, workload.max_tokens, strict=True):
+            params = SamplingParams(temperature=self.temperature, max_tokens=max_tokens, ignore_eos=True)
+            self.llm.add_request(prompt, params)
+        while not self.llm.is_finished():
+            finished, num_tokens = self.llm.step()
+            now, before = time.perf_counter(), now
+            if num_tokens > 0:
+                run.prefill_tokens += num_tokens
+                run.prefill_seconds += now - before
+            else:
+                run.decode_tokens -= num_tokens
+                run.decode_seconds += now - before
+            run.output_tokens += sum(len(token_ids) for _, token_ids in finished)
+        run.seconds = now - start
+        return run
+
+    def close(self) -> None:
+        self.llm.exit()
+
+
+class Transformers:
+    """What one would write without an engine: `generate` on padded batches, each as long as its longest."""
+
+    warmup_seqs = 2
+
+    def __init__(self, args: argparse.Namespace):
+        self.model = load_transformers_model(args)
+        self.batch_size = args.batch_size
+        self.vocab_size = self.model.config.vocab_size
+        # The model's own defaults could end a sequence early or narrow the sampling.
+        config = self.model.generation_config = type(self.model.generation_config)()
+        config.pad_token_id = 0
+        config.do_sample = args.temperature > 0
+        if config.do_sample:
+            config.temperature, config.top_k, config.top_p = args.temperature, 0, 1.0
+
+    def run(self, workload: Workload) -> Run:
+        output_tokens = 0
+        start = time.perf_counter()
+        for i in range(0, len(workload.prompts), self.batch_size):
+            prompts = workload.prompts[i : i + self.batch_size]
+            max_tokens = workload.max_tokens[i : i + self.batch_size]
+            width = max(map(len, prompts))
+            ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=self.model.device)
+            mask = torch.tensor(
+                [[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=self.model.device
+            )
+            output = self.model.generate(ids, attention_mask=mask, max_new_tokens=max(max_tokens))
+            rows = output[:, width:].tolist()
+            # A request's tokens beyond its `max_tokens` were computed for nothing and do not count.
+            output_tokens += sum(len(row[:count]) for row, count in zip(rows, max_tokens, strict=True))
+        return Run(output_tokens, time.perf_counter() - start)
+
+    def close(self) -> None:
+        del self.model
+        gc.collect()
+
+
+def load_transformers_model(args: argparse.Namespace):
+    """The model that the engine would run, built by transformers from the same configuration and tensors."""
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    config = Config.from_options(args.model, engine_options(args))
+    checkpoint = open_checkpoint(config.model, config.load_format)
+    config.fill_in(checkpoint.hf_config())
+    with torch.device(config.device):
+        hf_config = CONFIG_MAPPING[config.hf_config.model_type].from_dict(vars(config.hf_config))
+        model = AutoModelForCausalLM.from_config(hf_config, dtype=config.torch_dtype)
+    if not checkpoint.random_weights:
+        weights = {tensor.name: tensor[:] for tensor in checkpoint.tensors()}
+        model.load_state_dict(weights, strict=False)  # not strict: a tied LM head has two names
+        if lacking := [name for name, _ in model.named_parameters() if name not in weights]:
+            raise ValueError(f"{args.model} has no tensor {lacking[0]}")
+    return model.eval()
+
+
+ENGINES = {"nanovllm": NanoVLLM, "transformers": Transformers}
+
+
+def bench(args: argparse.Namespace, name: str, workload: Workload) -> list[Run]:
+    """Load one engine, warm it up, time the workload `args.repeats` times, and free the engine's memory."""
+    engine = ENGINES[name](args)
+    try:
+        workload = workload.within_vocabulary(engine.vocab_size)
+        engine.run(workload.for_warmup(engine.warmup_seqs).within_vocabulary(engine.vocab_size))
+        runs = []
+        for repeat in range(args.repeats):
+            if repeat:
+                workload = workload.with_fresh_tokens(args.seed + repeat).within_vocabulary(engine.vocab_size)
+            runs.append(engine.run(workload))
+            if runs[-1].output_tokens != sum(workload.max_tokens):
+                raise RuntimeError(
+                    f"{name} made {runs[-1].output_tokens} of {sum(workload.max_tokens)} tokens"
+                )
+    finally:
+        engine.close()
+    return runs
+
+
+def summarize(runs: list[Run]) -> dict:
+    """The median repetition (of an even number the slower one in the middle), the spread, and all of them."""
+    ordered = sorted(runs, key=lambda run: run.seconds)
+    median = ordered[len(runs) // 2]
+    return {
+        **asdict(median),
+        "tokens_per_second": median.tokens_per_second,
+        "tokens_per_second_min": ordered[-1].tokens_per_second,
+        "tokens_per_second_max": ordered[0].tokens_per_second,
+        "prefill_share": median.prefill_seconds / median.seconds,
+        "decode_share": median.decode_seconds / median.seconds,
+        "repeats": [asdict(run) for run in runs],
+    }
+
+
+def describe(name: str, result: dict) -> str:
+    """A few lines for people."""
+    lines = [
+        f"{name}: {result['output_tokens']:,} output tokens in {result['seconds']:.2f} s, "
+        f"{result['tokens_per_second']:,.1f} tok/s (median of {len(result['repeats'])}, from "
+        f"{result['tokens_per_second_min']:,.1f} to {result['tokens_per_second_max']:,.1f})"
+    ]
+    for phase in ("prefill", "decode"):
+        tokens, seconds = result[f"{phase}_tokens"], result[f"{phase}_seconds"]
+        if seconds:
+            share, rate = result[f"{phase}_share"], tokens / seconds
+            lines.append(f"  {phase:8}{tokens:9,} tokens in {seconds:.2f} s ({share:.1%}), {rate:,.1f} tok/s")
+    return "\n".join(lines)
+
+
+def describe_device(device: str) -> str:
+    if device == "cpu" or not torch.cuda.is_available():
+        return f"{platform.processor() or platform.machine()} with {torch.get_num_threads()} threads"
+    return torch.cuda.get_device_name()
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Benchmark Nano-vLLM.", formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    add = parser.add_argument
+    add(
+        "--engine",
+        choices=[*ENGINES, "both"],
+        default="nanovllm",
+        help="both: one after the other, and the ratio",
+    )
+    add(
+        "--model",
+        default="qwen3-0.6b",
+        help="built-in shape, folder, .gguf file, hub id or smollm2 (fetched)",
+    )
+    add("--load-format", help="dummy for random weights, all that a built-in shape has")
+    add("--num-seqs", type=int, default=256, help="number of sequences")
+    add("--min-input-len", type=int, default=100, help="prompt tokens, at least")
+    add("--max-input-len", type=int, default=1024, help="prompt tokens, at most")
+    add("--min-output-len", type=int, default=100, help="output tokens of a sequence, at least")
+    add("--max-output-len", type=int, default=1024, help="output tokens of a sequence, at most")
+    add(
+        "--spread-output", action="store_true", help="space the output lengths evenly instead of drawing them"
+    )
+    add("--temperature", type=float, default=0.6, help="0 is greedy")
+    add("--repeats", type=int, default=3, help="timed repetitions, after a warm-up")
+    add(
+        "--seed",
+        type=int,
+        default=0,
+        help="of lengths and token ids; repetition r draws its ids with seed + r",
+    )
+    add("--batch-size", type=int, default=32, help="sequences per batch of --engine transformers")
+    add("--max-num-seqs", type=int, help="as the engine's option of this name, like the following")
+    add("--max-model-len", type=int)
+    add("--tensor-parallel-size", type=int)
+    add("--enforce-eager", action="store_true", help="do without CUDA graphs")
+    add("--dtype")
+    add("--device")
+    add("--json", metavar="FILE", help="write settings and results there; - is standard output")
+    args = parser.parse_args(argv)
+    if args.load_format is None:
+        args.load_format = "dummy" if args.model in SHAPES else "auto"
+    for name in ("num_seqs", "min_input_len", "min_output_len", "repeats", "batch_size"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
+    for kind in ("input", "output"):
+        low, high = getattr(args, f"min_{kind}_len"), getattr(args, f"max_{kind}_len")
+        if low > high:
+            parser.error(f"--min-{kind}-len {low} is more than --max-{kind}-len {high}")
+    return args
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse_args(argv)
+    if args.model == "smollm2":
+        args.model = str(fetch_smollm2())
+    workload = draw_workload(args)
+    people = sys.stderr if args.json == "-" else sys.stdout
+
+    results = {}
+    for name in ENGINES if args.engine == "both" else [args.engine]:
+        results[name] = summarize(bench(args, name, workload))
+        print(describe(name, results[name]), file=people, flush=True)
+    report = {
+        "settings": vars(args),
+        "device": describe_device(args.device),
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "results": results,
+    }
+    if args.engine == "both":
+        ratio = results["nanovllm"]["tokens_per_second"] / results["transformers"]["tokens_per_second"]
+        report["ratio"] = ratio
+        print(f"nanovllm / transformers: {ratio:.2f}", file=people)
+    if args.json == "-":
+        print(json.dumps(report, indent=2))
+    elif args.json:
+        Path(args.json).write_text(json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (ValueError, OSError) as error:
+        sys.exit(f"bench.py: {error}")
