@@ -295,14 +295,16 @@ def interrupt_at_line(number: int, use) -> int:
     return count
 
 
-def test_ctrl_c_at_any_line_leaves_the_engine_empty_and_right(model):
+@pytest.mark.parametrize("overlap", [False, True])
+def test_ctrl_c_at_any_line_leaves_the_engine_empty_and_right(model, overlap):
     """Also in the middle of the bookkeeping, between the lines that belong together."""
     prompts = [*PROMPTS, [9] * 17]
     params = [SamplingParams(0, count, True) for count in (5, 20, 9, 3, 12)]
     with LLM(model.folder, **EXACT, num_kvcache_blocks=8, max_num_batched_tokens=40) as llm:
+        llm._overlap = overlap  # whether a step is scheduled before the last one's tokens are known
         total = interrupt_at_line(-1, lambda: llm.generate(prompts, params, use_tqdm=False))
         pick = random.Random(0)
-        for number in [*range(1, 400, 7), *sorted(pick.sample(range(400, total), 120))]:
+        for number in [*range(1, 400, 11), *sorted(pick.sample(range(400, total), 60))]:
             llm.generate([[number % 250] * 40], SamplingParams(0, 8, True), use_tqdm=False)
             with contextlib.suppress(KeyboardInterrupt):
                 interrupt_at_line(number, lambda: llm.generate(prompts, params, use_tqdm=False))

@@ -1,0 +1,120 @@
+"""What only a GPU can show: graphs, overlap and kernels together, against transformers and each other."""
+
+import gc
+import random
+
+import pytest
+import torch
+
+from checkpoints import load_reference, make_checkpoint
+from nanovllm import LLM, SamplingParams
+from nanovllm.layers.attention import HAVE_FLASH
+
+pytestmark = pytest.mark.gpu
+
+MODES = {
+    "graphs": {},
+    "eager": {"enforce_eager": True},
+    "blocks of 16": {"kvcache_block_size": 16},
+    "preemption": {"kvcache_block_size": 16, "num_kvcache_blocks": 16},
+    "chunks": {"kvcache_block_size": 16, "max_num_batched_tokens": 24},
+    "twelve sequences at most": {"max_num_seqs": 12},
+    "torch attention": {"attention_backend": "torch"},
+}
+GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+
+
+def make_prompts(count: int = 20, seed: int = 0) -> list[list[int]]:
+    pick = random.Random(seed)
+    prompts = [[pick.randrange(320) for _ in range(pick.randint(1, 100))] for _ in range(count - 2)]
+    return [*prompts, prompts[-1], [*prompts[-1][:50], 3, 4]]
+
+
+def assert_greedy(model, prompt: list[int], completion: list[int], tolerance: float) -> None:
+    """Each token is among those that transformers, on the GPU, ranks first, within `tolerance`."""
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([[*prompt, *completion]], device="cuda")).logits[0].float()
+    logits = logits[len(prompt) - 1 : -1]
+    chosen = logits.gather(1, torch.tensor(completion, device="cuda")[:, None])[:, 0]
+    assert (logits.amax(-1) - chosen).max().item() < tolerance
+
+
+@pytest.fixture(scope="module", params=["qwen3", "llama", "qwen2"])
+def checkpoint(request, tmp_path_factory):
+    sizes = dict(hidden_size=128, head_dim=64, num_attention_heads=8, num_key_value_heads=2)
+    if request.param == "qwen2":
+        sizes.update(hidden_size=512, head_dim=None)
+    sizes = {name: size for name, size in sizes.items() if size is not None}
+    return str(make_checkpoint(tmp_path_factory.mktemp(request.param), request.param, seed=4, **sizes))
+
+
+@pytest.mark.parametrize("options", MODES.values(), ids=MODES.keys())
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlapped", "plain"])
+def test_every_mode_is_greedy_decoding_of_transformers_in_float32(checkpoint, options, overlap):
+    reference, prompts = load_reference(checkpoint).cuda(), make_prompts()
+    with LLM(checkpoint, **options) as llm:
+        llm._overlap = overlap
+        results = llm.generate(prompts, GREEDY, use_tqdm=False)
+        assert (llm.scheduler.num_preemptions > 0) == ("num_kvcache_blocks" in options)
+    for prompt, result in zip(prompts, results, strict=True):
+        assert len(result["token_ids"]) == GREEDY.max_tokens
+        assert_greedy(reference, prompt, result["token_ids"], 2e-3)
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [
+        "triton",
+        "torch",
+        pytest.param("flash", marks=pytest.mark.skipif(not HAVE_FLASH, reason="flash-attn is not installed")),
+    ],
+)
+@pytest.mark.parametrize("batch", [1, 3, 20, 100])
+def test_bfloat16_stays_within_rounding_of_transformers(checkpoint, backend, batch):
+    reference, prompts = (
+        load_reference(checkpoint, torch.bfloat16).cuda(),
+        make_prompts(max(batch, 3))[:batch],
+    )
+    with LLM(checkpoint, dtype="bfloat16", attention_backend=backend, max_num_seqs=100) as llm:
+        results = llm.generate(prompts, GREEDY, use_tqdm=False)
+    for prompt, result in zip(prompts, results, strict=True):
+        assert_greedy(reference, prompt, result["token_ids"], 1.0)  # logits are of the order of 20
+
+
+def test_sampling_does_not_depend_on_the_company(checkpoint):
+    params = SamplingParams(temperature=1.0, max_tokens=32, ignore_eos=True)
+    prompts = make_prompts(10)
+    with LLM(checkpoint, seed=3, enable_prefix_caching=False) as llm:
+        [alone] = llm.generate(prompts[:1], params, use_tqdm=False)
+    with LLM(checkpoint, seed=3, enable_prefix_caching=False, kvcache_block_size=16) as llm:
+        together = llm.generate(prompts, params, use_tqdm=False)
+    assert together[0] == alone
+
+
+def test_sequences_grow_to_the_longest_there_can_be(checkpoint):
+    reference = load_reference(checkpoint).cuda()
+    with LLM(checkpoint, kvcache_block_size=16) as llm:
+        params = SamplingParams(0.0, 512 - 30, True)
+        [result] = llm.generate([[5] * 30], params, use_tqdm=False)
+    assert_greedy(reference, [5] * 30, result["token_ids"], 2e-3)
+
+
+def test_memory_is_freed_with_the_engine(checkpoint):
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    for _ in range(3):
+        llm = LLM(checkpoint)
+        llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4), use_tqdm=False)
+        assert torch.cuda.memory_allocated() > before
+        llm.exit()
+        del llm
+        gc.collect()
+        assert torch.cuda.memory_allocated() - before < 16 << 20  # kernels' own counters may stay
+
+
+def test_a_budget_that_holds_no_sequence_is_an_error_that_says_what_helps(checkpoint):
+    with pytest.raises(ValueError, match=r"[\d,]+ more than there are.*gpu_memory_utilization"):
+        LLM(checkpoint, gpu_memory_utilization=0.001)
+    with LLM(checkpoint) as llm:
+        assert len(llm.generate([[1]], GREEDY, use_tqdm=False)[0]["token_ids"]) == 64

@@ -1,0 +1,71 @@
+"""The overlapped loop, in which a step is scheduled before the tokens of the one before it are known.
+
+It is a GPU's way of working; here it runs on whatever device there is and must not change a token.
+"""
+
+import random
+
+import pytest
+from test_block_manager import check_pool
+
+from checkpoints import EXACT, make_checkpoint
+from nanovllm import LLM, SamplingParams
+
+MODES = {
+    "plain": {},
+    "small blocks": {"kvcache_block_size": 16},
+    "preemption": {"kvcache_block_size": 16, "num_kvcache_blocks": 14},
+    "chunks": {"kvcache_block_size": 16, "max_num_batched_tokens": 24},
+    "few sequences": {"max_num_seqs": 3},
+    "no prefix caching": {"kvcache_block_size": 16, "enable_prefix_caching": False},
+}
+
+
+def run(folder: str, overlap: bool, params: SamplingParams | list[SamplingParams], eos=(), **options):
+    pick = random.Random(0)
+    prompts = [[pick.randrange(256) for _ in range(pick.randint(1, 100))] for _ in range(6)]
+    prompts += [prompts[-1], [*prompts[-1][:50], 3, 4]]
+    with LLM(folder, **{**EXACT, **options}, seed=1) as llm:
+        llm._overlap = overlap
+        llm.scheduler.eos = frozenset(eos)
+        results = [r["token_ids"] for r in llm.generate(prompts, params, use_tqdm=False)]
+        check_pool(llm.scheduler.block_manager, [])
+        assert not llm.scheduler.block_manager.used_block_ids
+        assert sorted(llm.scheduler.free_rows) == list(range(llm.config.max_num_seqs))
+        return results, llm.scheduler.num_preemptions
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> str:
+    return str(make_checkpoint(tmp_path_factory.mktemp("checkpoint"), "qwen3", seed=2))
+
+
+@pytest.mark.parametrize("options", MODES.values(), ids=MODES.keys())
+@pytest.mark.parametrize("eos", [(), tuple(range(0, 320, 23))], ids=["to the end", "ending early"])
+def test_overlapped_steps_give_the_tokens_of_the_plain_loop(folder, options, eos):
+    params = [SamplingParams(0.0, 60 - 5 * i, not eos) for i in range(8)]
+    expected, _ = run(folder, False, params, eos, **options)
+    results, preemptions = run(folder, True, params, eos, **options)
+    assert results == expected
+    if "num_kvcache_blocks" in options and not eos:
+        assert preemptions > 0
+
+
+def test_overlapped_sampling_draws_the_tokens_of_the_plain_loop(folder):
+    params = SamplingParams(temperature=1.5, max_tokens=40, ignore_eos=True)
+    assert run(folder, True, params)[0] == run(folder, False, params)[0]
+
+
+def test_a_sequence_that_decodes_into_a_full_block_leaves_it_for_others_to_find(folder):
+    """Closing the block waits for its last token, which is known one step late."""
+    with LLM(folder, **{**EXACT, "kvcache_block_size": 16}) as llm:
+        llm._overlap = True
+        params = SamplingParams(0.0, 60, True)
+        [first] = llm.generate([[7] * 20], params, use_tqdm=False)
+        seen = []
+        allocate = llm.scheduler.block_manager.allocate
+        llm.scheduler.block_manager.allocate = lambda seq: (allocate(seq), seen.append(seq.num_cached_tokens))
+        follow_up = [7] * 20 + first["token_ids"][:50]
+        [second] = llm.generate([follow_up], SamplingParams(0.0, 10, True), use_tqdm=False)
+        assert seen == [64]  # of 70 tokens, all full blocks
+        assert second["token_ids"] == first["token_ids"][50:]
