@@ -2,6 +2,7 @@
 
     python bench.py                                          256 sequences, random weights, Qwen3-0.6B
     python bench.py --model smollm2 --engine both ...        the same work by transformers, and the ratio
+    python bench.py --trace trace.json --plot run.png        where the time of a step goes; the run over time
 
 The default workload is the one that engines of this kind compare on: 133,966 output tokens. Every repetition
 keeps its lengths and draws new token ids, so that no prefix cache can help.
@@ -12,10 +13,13 @@ import gc
 import json
 import platform
 import random
+import statistics
 import sys
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -84,9 +88,44 @@ class Run:
     decode_tokens: int = 0
     decode_seconds: float = 0.0
 
+    timeline: list[tuple[float, int, int, int]] = field(default_factory=list, repr=False)
+    """Of each step: when it ended, tokens decoded in it, sequences running and KV cache blocks used then."""
+
     @property
     def tokens_per_second(self) -> float:
         return self.output_tokens / self.seconds
+
+
+@dataclass
+class Ceilings:
+    """What the device can do at best, measured: bytes read and floating-point operations, per second."""
+
+    bandwidth: float
+    flops: float
+
+    @classmethod
+    def measure(cls, device: str, dtype: torch.dtype) -> "Ceilings":
+        on_gpu = torch.device(device).type == "cuda"
+        data = torch.ones((2 << 30) if on_gpu else (256 << 20), dtype=torch.uint8, device=device)
+        words = data.view(torch.float32)
+        n = 8192 if on_gpu else 1024
+        a, b = (torch.randn(n, n, dtype=dtype, device=device) for _ in range(2))
+        return cls(
+            len(data) / median_seconds(words.sum, on_gpu), 2 * n**3 / median_seconds(lambda: a @ b, on_gpu)
+        )
+
+
+def median_seconds(function: Callable[[], Any], on_gpu: bool, repeats: int = 9) -> float:
+    seconds = []
+    for _ in range(repeats + 2):
+        if on_gpu:
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        function()
+        if on_gpu:
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds[2:])
 
 
 def engine_options(args: argparse.Namespace) -> dict:
@@ -103,6 +142,49 @@ class NanoVLLM:
         self.vocab_size = self.llm.config.hf_config.vocab_size
         self.warmup_seqs = self.llm.config.max_num_seqs
 
+    def floor(self, workload: Workload, ceilings: Ceilings) -> dict[str, float]:
+        """
+        The least that this work can take: every prompt token costs 2 operations per parameter and its
+        attention; every decode step reads the weights once and the KV cache of every sequence in it.
+        """
+        config, runner = self.llm.config, self.llm.model_runner
+        hf_config = config.hf_config
+        embedding, head = runner.model.model.embed_tokens.weight, runner.model.lm_head.weight
+        matrices = (
+            sum(p.numel() for p in runner.model.parameters()) - embedding.numel()
+        )  # looked up, not read
+        if head is not embedding:
+            matrices -= head.numel()
+        width = hf_config.num_attention_heads * hf_config.head_dim * hf_config.num_hidden_layers
+        lengths = [(len(p), n) for p, n in zip(workload.prompts, workload.max_tokens, strict=True)]
+        flops = sum(2 * matrices * p + 2 * width * p * p for p, _ in lengths)
+        flops += 2 * head.numel() * len(lengths)
+        kv_bytes = runner.kv_cache[:, :, 0, 0].numel() * runner.kv_cache.element_size()
+        read = kv_bytes * sum((n - 1) * p + n * (n - 1) // 2 for p, n in lengths)
+        steps = max(max(n for _, n in lengths) - 1, sum(n - 1 for _, n in lengths) // config.max_num_seqs)
+        weights = (matrices + head.numel()) * head.element_size() * steps
+        return {
+            "prefill_flops": flops,
+            "decode_bytes": read + weights,
+            "seconds": flops / ceilings.flops + (read + weights) / ceilings.bandwidth,
+        }
+
+    def trace(self, workload: Workload, file: str, steps: int = 5) -> None:
+        """Write a Chrome trace of a few decode steps in the middle of the work."""
+        for prompt in workload.prompts:
+            self.llm.add_request(prompt, SamplingParams(self.temperature, 50 + steps, ignore_eos=True))
+        decoded = 0
+        while decoded < 20:
+            decoded += self.llm.step()[1] < 0
+        with torch.profiler.profile() as profiler:
+            for _ in range(steps):
+                self.llm.step()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+        profiler.export_chrome_trace(file)
+        while not self.llm.is_finished():
+            self.llm.step()
+
     def run(self, workload: Workload) -> Run:
         run = Run(0, 0.0)
         start = now = time.perf_counter()
@@ -112,6 +194,9 @@ class NanoVLLM:
         while not self.llm.is_finished():
             finished, num_tokens = self.llm.step()
             now, before = time.perf_counter(), now
+            scheduler = self.llm.scheduler
+            used = len(scheduler.block_manager.used_block_ids)
+            run.timeline.append((now - start, max(-num_tokens, 0), len(scheduler.running), used))
             if num_tokens > 0:
                 run.prefill_tokens += num_tokens
                 run.prefill_seconds += now - before
@@ -185,12 +270,24 @@ def load_transformers_model(args: argparse.Namespace):
 ENGINES = {"nanovllm": NanoVLLM, "transformers": Transformers}
 
 
-def bench(args: argparse.Namespace, name: str, workload: Workload) -> list[Run]:
-    """Load one engine, warm it up, time the workload `args.repeats` times, and free the engine's memory."""
+def bench(args: argparse.Namespace, name: str, workload: Workload) -> tuple[list[Run], dict[str, float]]:
+    """
+    Load one engine, warm it up, time the workload `args.repeats` times, and free the engine's memory. Also
+    returns the floor, for an engine that knows its own.
+    """
+    ceilings, floor = None, {}
+    if name == "nanovllm":
+        on_gpu = torch.cuda.is_available() and args.device != "cpu"
+        device, dtype = ("cuda", torch.bfloat16) if on_gpu else ("cpu", torch.float32)
+        ceilings = Ceilings.measure(device, dtype)
+        if on_gpu:
+            torch.cuda.empty_cache()
     engine = ENGINES[name](args)
     try:
         workload = workload.within_vocabulary(engine.vocab_size)
         engine.run(workload.for_warmup(engine.warmup_seqs).within_vocabulary(engine.vocab_size))
+        if ceilings:
+            floor = {**asdict(ceilings), **engine.floor(workload, ceilings)}
         runs = []
         for repeat in range(args.repeats):
             if repeat:
@@ -200,9 +297,11 @@ def bench(args: argparse.Namespace, name: str, workload: Workload) -> list[Run]:
                 raise RuntimeError(
                     f"{name} made {runs[-1].output_tokens} of {sum(workload.max_tokens)} tokens"
                 )
+        if args.trace and name == "nanovllm":
+            engine.trace(workload, args.trace)
     finally:
         engine.close()
-    return runs
+    return runs, floor
 
 
 def summarize(runs: list[Run]) -> dict:
@@ -210,14 +309,48 @@ def summarize(runs: list[Run]) -> dict:
     ordered = sorted(runs, key=lambda run: run.seconds)
     median = ordered[len(runs) // 2]
     return {
-        **asdict(median),
+        **without_timeline(median),
         "tokens_per_second": median.tokens_per_second,
         "tokens_per_second_min": ordered[-1].tokens_per_second,
         "tokens_per_second_max": ordered[0].tokens_per_second,
         "prefill_share": median.prefill_seconds / median.seconds,
         "decode_share": median.decode_seconds / median.seconds,
-        "repeats": [asdict(run) for run in runs],
+        "repeats": [without_timeline(run) for run in runs],
     }
+
+
+def without_timeline(run: Run) -> dict:
+    return {name: value for name, value in asdict(run).items() if name != "timeline"}
+
+
+def describe_floor(floor: dict[str, float], seconds: float) -> str:
+    return (
+        f"  floor {floor['seconds']:.2f} s: {floor['prefill_flops'] / 1e12:,.2f} TFLOP of prefill at "
+        f"{floor['flops'] / 1e12:,.2f} TFLOP/s, {floor['decode_bytes'] / 1e12:,.2f} TB of decode at "
+        f"{floor['bandwidth'] / 1e12:,.2f} TB/s (both measured now); "
+        f"{floor['seconds'] / seconds:.1%} of the speed possible"
+    )
+
+
+def plot(run: Run, file: str) -> None:
+    """Draw batch size, KV cache use and decode speed over one repetition."""
+    from matplotlib.figure import Figure
+
+    seconds, decoded, running, used = zip(*run.timeline, strict=True)
+    figure = Figure(figsize=(9, 7), layout="constrained")
+    axes = figure.subplots(3, sharex=True)
+    axes[0].plot(seconds, running)
+    axes[0].set_ylabel("sequences running")
+    axes[1].plot(seconds, used)
+    axes[1].set_ylabel("KV cache blocks used")
+    bins = [0] * 101
+    for second, tokens in zip(seconds, decoded, strict=True):
+        bins[int(100 * second / run.seconds)] += tokens
+    width = run.seconds / 100
+    axes[2].stairs([tokens / width for tokens in bins[:100]], [i * width for i in range(101)])
+    axes[2].set_ylabel("tokens decoded per second")
+    axes[2].set_xlabel("seconds")
+    figure.savefig(file)
 
 
 def describe(name: str, result: dict) -> str:
@@ -281,6 +414,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--enforce-eager", action="store_true", help="do without CUDA graphs")
     add("--dtype")
     add("--device")
+    add("--trace", metavar="FILE", help="write a Chrome trace of a few decode steps there")
+    add(
+        "--plot",
+        metavar="FILE",
+        help="draw batch size, KV cache use and speed over the median repetition there",
+    )
     add("--json", metavar="FILE", help="write settings and results there; - is standard output")
     args = parser.parse_args(argv)
     if args.load_format is None:
@@ -304,8 +443,14 @@ def main(argv: list[str] | None = None) -> None:
 
     results = {}
     for name in ENGINES if args.engine == "both" else [args.engine]:
-        results[name] = summarize(bench(args, name, workload))
+        runs, floor = bench(args, name, workload)
+        results[name] = summarize(runs)
         print(describe(name, results[name]), file=people, flush=True)
+        if floor:
+            results[name]["floor"] = floor
+            print(describe_floor(floor, results[name]["seconds"]), file=people, flush=True)
+        if args.plot and name == "nanovllm":
+            plot(sorted(runs, key=lambda run: run.seconds)[len(runs) // 2], args.plot)
     report = {
         "settings": vars(args),
         "device": describe_device(args.device),

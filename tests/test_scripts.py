@@ -283,3 +283,28 @@ def test_bench_can_print_json_alone(checkpoint, capsys):
     captured = capsys.readouterr()
     assert json.loads(captured.out)["settings"]["num_seqs"] == 5
     assert "tok/s" in captured.err
+
+
+def test_bench_draws_the_run_traces_steps_and_states_the_floor(tmp_path, capsys):
+    folder = make_checkpoint(tmp_path / "model")
+    arguments = f"--model {folder} --num-seqs 6 --min-input-len 5 --max-input-len 30 --max-output-len 200"
+    files = ["--trace", str(tmp_path / "trace.json"), "--plot", str(tmp_path / "run.png"), "--json", "-"]
+    bench.main([*arguments.split(), "--repeats", "1", "--device", "cpu", *files])
+    report = json.loads(capsys.readouterr().out)
+    floor = report["results"]["nanovllm"]["floor"]
+    assert 0 < floor["seconds"] < report["results"]["nanovllm"]["seconds"]
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_floor_counts_weights_once_a_step_and_every_key_and_value_read(tmp_path):
+    folder = make_checkpoint(tmp_path / "model", tie_word_embeddings=True, head_dim=16)
+    args = bench.parse_args(["--model", str(folder), "--device", "cpu"])
+    engine = bench.NanoVLLM(args)
+    work = bench.Workload([[1] * 10, [2] * 20], [3, 5])
+    floor = engine.floor(work, bench.Ceilings(bandwidth=1e9, flops=1e12))
+    parameters = sum(p.numel() for p in engine.llm.model_runner.model.parameters())
+    kv_bytes = 2 * 2 * 2 * 16 * 4  # keys and values, layers, heads, head_dim, float32
+    reads = (10 + 1) + (10 + 2) + (20 + 1) + (20 + 2) + (20 + 3) + (20 + 4)
+    assert floor["decode_bytes"] == 4 * parameters * 4 + kv_bytes * reads
+    engine.close()
