@@ -265,20 +265,21 @@ def test_exceptions_again_and_again_leak_nothing(llm, monkeypatch):
         assert_empty(llm)
 
 
-def interrupt_at_line(number: int, use) -> int:
+def interrupt_at_line(number: int, use) -> list[tuple[str, int]]:
     """Run `use` with a KeyboardInterrupt at the number-th line of the engine's code that it executes.
 
-    Returns how many lines there were.
+    Returns the lines, by file and line number, that were executed.
     """
-    count = 0
+    lines = []
 
     def trace(frame, event, _):
-        nonlocal count
-        if event == "line":
-            if frame.f_code.co_name in ("_clear", "clear", "reset", "forget"):
-                return trace  # one Ctrl-C at a time
-            count += 1
-            if count == number:
+        if event == "line" and frame.f_code.co_name not in (
+            "_clear",
+            "clear",
+            "reset",
+        ):  # one Ctrl-C at a time
+            lines.append((frame.f_code.co_filename, frame.f_lineno))
+            if len(lines) == number:
                 raise KeyboardInterrupt
         return trace
 
@@ -292,28 +293,34 @@ def interrupt_at_line(number: int, use) -> int:
         use()
     finally:
         sys.settrace(before)
-    return count
+    return lines
 
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_ctrl_c_at_any_line_leaves_the_engine_empty_and_right(model, overlap):
-    """Also in the middle of the bookkeeping, between the lines that belong together."""
-    prompts = [*PROMPTS, [9] * 17]
-    params = [SamplingParams(0, count, True) for count in (5, 20, 9, 3, 12)]
-    with LLM(model.folder, **EXACT, num_kvcache_blocks=8, max_num_batched_tokens=40) as llm:
+    """Also between lines of the bookkeeping that belong together: at every line once, overlapped or not."""
+    prompts = [[1, 2, 3], [*range(46)], [7] * 14, [*range(46)]]
+    params = [SamplingParams(0, count, True) for count in (2, 6, 4, 5)]
+    with LLM(model.folder, **EXACT, num_kvcache_blocks=5, max_num_batched_tokens=40) as llm:
         llm._overlap = overlap  # whether a step is scheduled before the last one's tokens are known
-        total = interrupt_at_line(-1, lambda: llm.generate(prompts, params, use_tqdm=False))
-        pick = random.Random(0)
-        for number in [*range(1, 400, 11), *sorted(pick.sample(range(400, total), 60))]:
-            llm.generate([[number % 250] * 40], SamplingParams(0, 8, True), use_tqdm=False)
+
+        def use():
+            llm.generate(prompts, params, use_tqdm=False)
+
+        lines = interrupt_at_line(-1, use)
+        assert llm.scheduler.num_preemptions > 0, "the lines of a preemption are wanted too"
+        order = list(enumerate(lines, 1))
+        random.Random(overlap).shuffle(order)  # whichever time a line is executed
+        numbers = {line: number for number, line in order}
+        for line, number in list(numbers.items())[: None if overlap else 60]:
             with contextlib.suppress(KeyboardInterrupt):
-                interrupt_at_line(number, lambda: llm.generate(prompts, params, use_tqdm=False))
+                interrupt_at_line(number, use)
             try:
                 assert_empty(llm)
-                results = llm.generate(prompts[1:3], params[1:3], use_tqdm=False)
+                results = llm.generate(prompts[:2], params[:2], use_tqdm=False)
             except Exception as error:
-                raise AssertionError(f"after Ctrl-C at line {number} of {total}") from error
-            for prompt, result in zip(prompts[1:3], results, strict=True):
+                raise AssertionError(f"after Ctrl-C at {line}") from error
+            for prompt, result in zip(prompts, results, strict=False):
                 assert_greedy(model.reference, prompt, result["token_ids"])
         assert_sound(llm, model)
 

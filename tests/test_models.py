@@ -292,6 +292,11 @@ PUBLISHED_ROPES = {
         rope_scaling=dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32768),
         max_position_embeddings=131072,
     ),
+    "yarn-small-theta": dict(  # whose slowest dimension still turns several times
+        rope_theta=100.0,
+        rope_scaling=dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=8192),
+        max_position_embeddings=32768,
+    ),
     "linear": dict(
         rope_theta=10000.0, rope_scaling=dict(rope_type="linear", factor=4.0), max_position_embeddings=16384
     ),

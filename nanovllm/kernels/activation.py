@@ -1,4 +1,4 @@
-"""SwiGLU's activation (Shazeer, 2020): silu of the first half of every row times its second half, in one pass."""
+"""SwiGLU's activation (Shazeer, 2020): silu of the first half of a row times its second half, in one pass."""
 
 import torch
 import torch.nn.functional as F

@@ -1,9 +1,10 @@
 """Attention of one new token per sequence over its paged KV cache: the kernel that decides decode throughput.
 
-All query heads that share a kv head are computed together, so K and V are read once. When the batch is too small to
-fill the chip, the context of a sequence is split over several programs (split-KV, as in FlashDecoding); the last of
-them to finish combines the partial results. How many splits there are follows from shapes alone and where they
-lie from the context length on the device, so that one captured graph serves every length.
+All query heads that share a kv head are computed together, so K and V are read once. When the batch is too
+small to fill the chip, the context of a sequence is split over several programs (split-KV, as in
+FlashDecoding); the last of them to finish combines the partial results. How many splits there are follows
+from shapes alone and where they lie from the context length on the device, so that one captured graph serves
+every length.
 """
 
 import torch
@@ -16,7 +17,7 @@ from nanovllm.kernels.runtime import (
     cdiv,
     next_power_of_2,
     num_multiprocessors,
-    overlaps_launches,
+    overlap_options,
     tl,
     triton,
     use_triton,
@@ -24,17 +25,19 @@ from nanovllm.kernels.runtime import (
 
 LOG2_E = 1.4426950408889634
 MAX_SPLITS = 32
+TWIN_GROUP = 8
 PROGRAMS_PER_MULTIPROCESSOR = 3
 
 
 def paged_decode_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, context_lens: Tensor, scale: float
 ) -> Tensor:
-    """softmax(q k^T * scale) v over the first context_lens tokens of every sequence: [batch, heads, head_dim].
+    """softmax(q k^T * scale) v over the first context_lens tokens of every sequence, in the shape of q.
 
     q is [batch, heads, head_dim] with a contiguous last dimension, the caches are contiguous
-    [blocks, block_size, kv_heads, head_dim], block_tables int32 [batch, max_blocks] and context_lens int32 [batch].
-    What a block table holds beyond a sequence's end is never used. A context of 0 (a padded row) gives zeros.
+    [blocks, block_size, kv_heads, head_dim], block_tables int32 [batch, max_blocks], context_lens int32
+    [batch]. What a block table holds beyond a sequence's end is never used. A context of 0 (a padded row)
+    gives zeros.
     """
     if not use_triton(q):
         return paged_decode_attention_torch(q, k_cache, v_cache, block_tables, context_lens, scale)
@@ -51,7 +54,6 @@ def paged_decode_attention(
     else:
         partial = counters = None
     out = torch.empty(batch, heads, head_dim, dtype=q.dtype, device=q.device)
-    overlap = overlaps_launches(q.device)
     if batch:
         _decode_kernel[(kv_heads, batch, splits)](
             q,
@@ -76,16 +78,15 @@ def paged_decode_attention(
             TILE=tile,
             MAX_SPLITS=MAX_SPLITS,
             SPLIT=splits > 1,
-            OVERLAP=overlap,
             num_warps=num_warps,
             num_stages=num_stages,
-            launch_pdl=overlap,
+            **overlap_options(q.device),
         )
     return out
 
 
 def _tile(dim_pad: int, element_size: int, split: bool) -> tuple[int, int, int]:
-    """Tokens a tile, warps and pipeline stages: 64 KB of keys and values a tile, less where latency counts."""
+    """Tokens a tile, warps, pipeline stages: 64 KB of keys and values a tile, less where latency counts."""
     tile, num_warps, num_stages = (64, 2, 3) if split else (128, 4, 2)
     return max(16, min(tile, tile * 256 // (dim_pad * element_size))), num_warps, num_stages
 
@@ -93,23 +94,42 @@ def _tile(dim_pad: int, element_size: int, split: bool) -> tuple[int, int, int]:
 def paged_decode_attention_torch(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, context_lens: Tensor, scale: float
 ) -> Tensor:
+    lengths, order = context_lens.sort()
+    out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+    # In groups of similar length: little is computed for nothing, and a group's keys fit in a CPU's cache.
+    for rows, group_lengths in zip(order.split(TWIN_GROUP), lengths.split(TWIN_GROUP), strict=True):
+        if longest := int(group_lengths[-1]):
+            tables, ends = block_tables[rows], group_lengths[:, None]
+            out[rows] = _attend_torch(q[rows], k_cache, v_cache, tables, ends, longest, scale)
+    return out
+
+
+def _attend_torch(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    lengths: Tensor,
+    longest: int,
+    scale: float,
+) -> Tensor:
     batch, heads, head_dim = q.shape
     block_size, kv_heads = k_cache.shape[1:3]
-    longest = max(1, int(context_lens.max()))
     token = torch.arange(longest, device=q.device)
-    seen = token < context_lens[:, None]
+    seen = token < lengths
     # Tokens beyond a sequence's end read its first token again, never a slot that nothing was written to.
     token = torch.where(seen, token, 0)
     blocks = block_tables.gather(1, token // block_size)
-    slots = torch.where(context_lens[:, None] > 0, blocks * block_size + token % block_size, 0).flatten()
+    slots = torch.where(lengths > 0, blocks * block_size + token % block_size, 0).flatten()
     keys, values = (
-        cache.view(-1, kv_heads, head_dim)[slots].view(batch, longest, kv_heads, head_dim).transpose(1, 2)
+        cache.view(-1, kv_heads * head_dim).index_select(0, slots).view(batch, longest, kv_heads, head_dim)
         for cache in (k_cache, v_cache)
     )
     # The query heads of one kv head are the query rows, so K and V are never expanded.
-    queries = q.unflatten(1, (kv_heads, -1))
-    out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=seen[:, None, None], scale=scale)
-    return out.reshape(batch, heads, head_dim).masked_fill(context_lens[:, None, None] == 0, 0.0)
+    queries, mask = q.unflatten(1, (kv_heads, -1)), seen[:, None, None]
+    keys, values = keys.transpose(1, 2), values.transpose(1, 2)
+    out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale)
+    return out.reshape(batch, heads, head_dim).masked_fill(lengths[:, None] == 0, 0.0)
 
 
 @triton.jit(do_not_specialize=["table_stride", "splits"])
@@ -138,7 +158,7 @@ def _decode_kernel(
     SPLIT: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """A program takes one kv head of one sequence, and when SPLIT one stretch of its context (whole tiles)."""
+    """A program takes a kv head of a sequence and, when SPLIT, a stretch (whole tiles) of its context."""
     kv_head = tl.program_id(0)
     seq = tl.program_id(1)
     split = tl.program_id(2)

@@ -32,9 +32,9 @@ def decode_inputs(
     block_size: int,
 ) -> DecodeInputs:
     """
-    rows int32 [batch] picks a row of the others for every sequence of the batch: tokens and lengths int32 [rows],
-    block_tables int32 [rows, max blocks], temperatures float32 [rows], seeds int64 [rows]. A row of length 0
-    is padding. `lengths` counts the input token; it is advanced for the next step, in place.
+    rows int32 [batch] picks a row of the others for every sequence of the batch: tokens and lengths int32
+    [rows], block_tables int32 [rows, max blocks], temperatures float32 [rows], seeds int64 [rows]. A row of
+    length 0 is padding. `lengths` counts the input token; it is advanced for the next step, in place.
     """
     if not use_triton(tokens):
         return decode_inputs_torch(rows, tokens, lengths, block_tables, temperatures, seeds, block_size)

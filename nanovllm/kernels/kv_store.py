@@ -1,15 +1,15 @@
-"""Putting keys and values into the paged cache, alone or fused with everything that happens to q and k before.
+"""Putting keys and values into the paged cache, alone or fused with all that happens to q and k before that.
 
-A token's keys and values of one layer go to `slot = block_id * block_size + offset`; slot -1 means "do not write"
-(padding of a captured batch, tokens whose cache is shared). Caches are [blocks, block_size, kv_heads, head_dim],
-contiguous, so a slot is one row of a [slots, kv_heads, head_dim] matrix.
+A token's keys and values of one layer go to `slot = block_id * block_size + offset`; slot -1 means "do not
+write" (padding, or a token whose keys are there already). Caches are contiguous
+[blocks, block_size, kv_heads, head_dim], so a slot is one row of a [slots, kv_heads, head_dim] matrix.
 """
 
 import torch
 from torch import Tensor
 
 from nanovllm.kernels.layernorm import rms_norm_torch
-from nanovllm.kernels.runtime import cdiv, next_power_of_2, overlaps_launches, tl, triton, use_triton
+from nanovllm.kernels.runtime import cdiv, next_power_of_2, overlap_options, tl, triton, use_triton
 
 HEADS_PER_PROGRAM = 8
 
@@ -61,20 +61,19 @@ def qk_norm_rope_store(
 ) -> None:
     """Normalise and rotate q and k inside qkv, in place, and store k and v.
 
-    qkv is [tokens, (num_heads + 2 * num_kv_heads) * head_dim], rows contiguous. Each head of q and k goes through
-    RMSNorm (unless the weights are None) and the rotary embedding (Su et al., 2021) of its token's position, which
-    turns the halves (x1, x2) of a head into (x1 cos - x2 sin, x2 cos + x1 sin). cos_sin is float32
-    [max_positions, head_dim], cosines then sines. Empty caches (numel() == 0): nothing is stored.
+    qkv is [tokens, (num_heads + 2 * num_kv_heads) * head_dim], rows contiguous. Each head of q and k goes
+    through RMSNorm (unless the weights are None) and the rotary embedding (Su et al., 2021) of its token's
+    position, which turns the halves (x1, x2) of a head into (x1 cos - x2 sin, x2 cos + x1 sin). cos_sin is
+    float32 [max_positions, head_dim], cosines then sines. In empty caches (numel() == 0) nothing is stored.
     """
     arguments = (num_heads, num_kv_heads, head_dim, q_weight, k_weight, eps, positions, cos_sin)
     if not use_triton(qkv):
         return qk_norm_rope_store_torch(qkv, *arguments, k_cache, v_cache, slot_mapping)
     store = k_cache.numel() > 0
-    overlap = overlaps_launches(qkv.device)
     q_programs, kv_programs = cdiv(num_heads, HEADS_PER_PROGRAM), cdiv(num_kv_heads, HEADS_PER_PROGRAM)
-    grid = (q_programs + kv_programs * (2 if store else 1), qkv.shape[0])
+    programs = q_programs + kv_programs * (2 if store else 1)
     if qkv.shape[0]:
-        _qk_norm_rope_store_kernel[grid](
+        _qk_norm_rope_store_kernel[(qkv.shape[0] * programs,)](
             qkv,
             q_weight,
             k_weight,
@@ -91,9 +90,8 @@ def qk_norm_rope_store(
             HALF_PAD=next_power_of_2(head_dim // 2),
             HEADS=HEADS_PER_PROGRAM,
             STORE=store,
-            OVERLAP=overlap,
             num_warps=1,
-            launch_pdl=overlap,
+            **overlap_options(qkv.device),
         )
 
 
@@ -179,8 +177,9 @@ def _qk_norm_rope_store_kernel(
     Q_PROGRAMS: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
     KV_PROGRAMS: tl.constexpr = (NUM_KV_HEADS + HEADS - 1) // HEADS
     HALF: tl.constexpr = HEAD_DIM // 2
-    group = tl.program_id(0)
-    token = tl.program_id(1).to(tl.int64)
+    PROGRAMS: tl.constexpr = Q_PROGRAMS + (2 * KV_PROGRAMS if STORE else KV_PROGRAMS)
+    group = tl.program_id(0) % PROGRAMS
+    token = (tl.program_id(0) // PROGRAMS).to(tl.int64)
     is_q = group < Q_PROGRAMS
     is_v = group >= Q_PROGRAMS + KV_PROGRAMS
     first = tl.where(is_q, 0, tl.where(is_v, Q_PROGRAMS + KV_PROGRAMS, Q_PROGRAMS))

@@ -1,7 +1,7 @@
 """RMSNorm (Zhang and Sennrich, 2019), alone or with the residual add that comes before it.
 
-Everything is computed in float32 and rounded where transformers rounds: the sum is rounded before it is normalised,
-and the normalised row before it is multiplied by the weight. Inputs are never changed.
+Everything is computed in float32 and rounded where transformers rounds: the sum before it is normalised, and
+the normalised row before it is multiplied by the weight. Inputs are never changed.
 """
 
 import torch

@@ -1,9 +1,9 @@
 """Matrix products for a handful of rows, with what surrounds them in a decoder layer folded in.
 
-For up to MAX_ROWS rows a product is one pass over the weight at memory bandwidth, and a general matrix kernel plus
-separate small ones lose more time between kernels than in them. So here the RMSNorm of the input, SwiGLU's activation
-and the residual add are part of the product, and each program asks for its weights before it waits for the kernel
-that computes its input (programmatic dependent launch).
+For up to MAX_ROWS rows a product is one pass over the weight at memory bandwidth, and a general matrix kernel
+plus separate small ones lose more time between kernels than in them. So here the RMSNorm of the input,
+SwiGLU's activation and the residual add are part of the product, and each program asks for its weights before
+it waits for the kernel that computes its input (see `overlap_options`).
 """
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nanovllm.kernels.activation import silu_and_mul_torch
 from nanovllm.kernels.layernorm import rms_norm_torch
-from nanovllm.kernels.runtime import cdiv, next_power_of_2, overlaps_launches, tl, triton, use_triton
+from nanovllm.kernels.runtime import cdiv, next_power_of_2, overlap_options, tl, triton, use_triton
 
 MAX_ROWS = 3
 TILE_ELEMENTS = 8192
@@ -34,11 +34,11 @@ def linear_small(
     residual: Tensor | None = None,
     silu_and_mul: bool = False,
 ) -> Tensor:
-    """activation(rms_norm(x) @ weight.T + bias) + residual for x [rows, in], weight [out, in]; returns [rows, out].
+    """activation(rms_norm(x) @ weight.T + bias) + residual: [rows, out] for x [rows, in], weight [out, in].
 
-    Each part is left out unless asked for: the norm without norm_weight [in], the residual [rows, out] when None.
-    With silu_and_mul the first half of the weight's rows are gates, the second half what they multiply, and the result
-    is [rows, out / 2]. Everything is summed in float32 and rounded once, at the end.
+    Each part is left out unless asked for: the norm if norm_weight [in] is None, the addition if residual
+    [rows, out] is. With silu_and_mul the first half of the weight's rows are gates, the second half is what
+    they multiply, and the result is [rows, out / 2]. Sums are float32 and rounded once, at the end.
     """
     if not use_triton(x):
         return linear_small_torch(
@@ -49,7 +49,6 @@ def linear_small(
     width = min(next_power_of_2(in_features), MAX_TILE_WIDTH)
     height = max(2, TILE_ELEMENTS // width)
     out = torch.empty(rows, out_features // (1 + silu_and_mul), dtype=x.dtype, device=x.device)
-    overlap = overlaps_launches(x.device)
     _matvec_kernel[(cdiv(out_features, height),)](
         x,
         weight,
@@ -67,9 +66,8 @@ def linear_small(
         HEIGHT=height,
         WIDTH=width,
         GATED=silu_and_mul,
-        OVERLAP=overlap,
         num_warps=4,
-        launch_pdl=overlap,
+        **overlap_options(x.device),
     )
     return out
 
@@ -117,7 +115,7 @@ def _matvec_kernel(
     GATED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """A program takes HEIGHT rows of the weight, WIDTH columns at a time; when GATED, gates and ups in turns."""
+    """A program takes HEIGHT rows of the weight (gates and ups in turn if GATED), WIDTH columns at a time."""
     first = tl.program_id(0) * HEIGHT
     line = first + tl.arange(0, HEIGHT)
     weight_row = line
@@ -146,7 +144,8 @@ def _matvec_kernel(
         else:
             gain = tl.load(norm_weight + place, mask=place < in_features, other=0.0).to(tl.float32)
             products, squared = tl.broadcast(current * (values * gain), values * values)
-            product_sums, square_sums = tl.reduce((products, squared), 2, _add_pairs)  # one trip through shared memory
+            # One reduction for both: a second would wait for the first.
+            product_sums, square_sums = tl.reduce((products, squared), 2, _add_pairs)
             acc += product_sums
             squares += tl.max(square_sums, axis=1)[:, None]
     if norm_weight is not None:

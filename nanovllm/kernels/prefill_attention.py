@@ -1,9 +1,11 @@
-"""Causal attention over several sequences laid end to end, in the tiled, never materialised form of FlashAttention-2.
+"""Causal attention over sequences laid end to end, in FlashAttention-2's tiled form: scores are never stored.
 
-The queries of a sequence are its last ones: query i of len_q sees the first len_k - len_q + i + 1 of len_k keys, so
-prompts, chunks of prompts and prompts with a cached beginning are one case. Keys and values lie contiguous or, with
-block tables, in the paged cache.
+The queries of a sequence are its last ones: query i of len_q sees the first len_k - len_q + i + 1 of len_k
+keys, so prompts, chunks of prompts and prompts with a cached beginning are one case. Keys and values lie
+contiguous or, with block tables, in the paged cache.
 """
+
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -27,9 +29,9 @@ def varlen_prefill_attention(
 ) -> Tensor:
     """Attention of q [tokens, heads, head_dim] over k, v; returns the shape of q.
 
-    cu_seqlens_q and cu_seqlens_k are int32 [sequences + 1] running totals. k and v are [total_k, kv_heads, head_dim],
-    last dimension contiguous, or with block_tables (int32 [sequences, max_blocks]) the contiguous caches
-    [blocks, block_size, kv_heads, head_dim].
+    cu_seqlens_q and cu_seqlens_k are int32 [sequences + 1] running totals. k and v are
+    [total_k, kv_heads, head_dim], last dimension contiguous, or with block_tables (int32
+    [sequences, max_blocks]) the contiguous caches [blocks, block_size, kv_heads, head_dim].
     """
     if not use_triton(q):
         lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
@@ -67,11 +69,11 @@ def varlen_prefill_attention(
 
 
 def _tiles(dim_pad: int, element_size: int, device: torch.device) -> tuple[int, int, int, int]:
-    """Queries and keys a tile, warps and pipeline stages: what fits on the chip and measures best on Hopper."""
+    """Queries and keys a tile, warps, pipeline stages: what fits on the chip and measures best on Hopper."""
     if element_size > 2:
         return 16, 16, 4, 1
-    if shared_memory(device) < 220_000:  # everything but the data centre's Hopper and Blackwell
-        return 128, 64 if dim_pad <= 128 else 32, 8, 2 if dim_pad <= 128 else 1
+    if shared_memory(device) < 220_000:
+        return (128, 64, 8, 2) if dim_pad <= 128 else (128, 32, 8, 1)
     return {128: (128, 128, 8, 3), 256: (128, 64, 8, 2)}.get(dim_pad, (128, 64, 8, 3))
 
 
@@ -89,7 +91,7 @@ def varlen_prefill_attention_torch(
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     kv_heads = k.shape[-2]
-    for i, (begin, end) in enumerate(zip(starts_q, starts_q[1:])):
+    for i, (begin, end) in enumerate(pairwise(starts_q)):
         len_q, len_k = end - begin, starts_k[i + 1] - starts_k[i]
         if len_q == 0:
             continue

@@ -1,7 +1,7 @@
 """What every kernel file needs around its kernel: Triton if it is installed, and where a tensor's work runs.
 
-Importing a kernel file must work on a machine that has neither Triton nor a GPU, so `triton` and `tl` are stand-ins
-there: the decorated functions exist and nothing ever calls them.
+Importing a kernel file must work on a machine that has neither Triton nor a GPU, so `triton` and `tl` are
+stand-ins there: the decorated functions exist and nothing ever calls them.
 """
 
 import functools
@@ -27,9 +27,7 @@ except ImportError:
 
     triton = tl = _TritonStandIn()
 
-INTERPRETED = (
-    os.environ.get("TRITON_INTERPRET") == "1"
-)  # Triton's own switch: kernels run as Python, on the CPU
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton's own switch: kernels run as Python on CPUs
 NUM_COUNTERS = 1 << 16
 
 
@@ -49,28 +47,30 @@ def num_multiprocessors(device: torch.device) -> int:
 
 
 def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that one program can have."""
-    return _properties(device.index).shared_memory_per_block_optin if device.type == "cuda" else 232_448
+    """Bytes of shared memory on one multiprocessor, about what one program can have."""
+    return _properties(device.index).shared_memory_per_multiprocessor if device.type == "cuda" else 232_448
 
 
-def overlaps_launches(device: torch.device) -> bool:
-    """Whether a kernel may start while those before it still run (programmatic dependent launch, from Hopper on).
+def overlap_options(device: torch.device) -> dict[str, bool]:
+    """Launch options of a kernel that may start while its predecessors still run, where the GPU can do that.
 
-    A kernel launched so may read weights and the step's inputs (positions, slots, lengths, block tables), which no
-    kernel that is launched so writes. Before it touches anything else, and before it writes, it must `gdc_wait`.
+    From Hopper on (programmatic dependent launch). Such a kernel may read weights and the step's inputs at
+    once (positions, slots, lengths, block tables), because no kernel that is launched so writes those. Before
+    it touches anything else, and before it writes, it must `gdc_wait`.
     """
-    return device.type == "cuda" and _properties(device.index).major >= 9
+    if device.type == "cuda" and torch.version.cuda and _properties(device.index).major >= 9:
+        return {"OVERLAP": True, "launch_pdl": True}
+    return {"OVERLAP": False}
 
 
 @functools.cache
 def arrival_counters(device: torch.device) -> Tensor:
-    """Zeroed counters with which the last of several programs finds out that it is the last; it zeroes its own again.
+    """Zeroed counters by which the last of several programs knows that it is last; it zeroes its own again.
 
     Made once per device and outside of graph capture: a captured allocation would belong to that graph.
     """
-    assert not (device.type == "cuda" and torch.cuda.is_current_stream_capturing()), (
-        "run once before capturing"
-    )
+    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    assert not capturing, "a kernel must have run once before it is captured"
     return torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=device)
 
 

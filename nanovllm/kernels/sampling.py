@@ -1,8 +1,8 @@
 """Drawing a token from softmax(logits / temperature) without computing the softmax (the Gumbel-max trick).
 
-argmax(logits / temperature + Gumbel noise) has exactly that distribution. The noise is a hash of the row's seed, its
-position and the token id: a request's tokens do not depend on its neighbours, and a rank that holds a shard of the
-vocabulary draws the same noise for it as a single rank would, so shards compare their maxima.
+argmax(logits / temperature + Gumbel noise) has exactly that distribution. The noise is a hash of the row's
+seed, its position and the token id: a request's tokens do not depend on its neighbours, and a rank that holds
+a shard of the vocabulary draws the same noise for it as a single rank would, so shards compare their maxima.
 """
 
 import torch
@@ -22,11 +22,9 @@ from nanovllm.kernels.runtime import (
 
 BLOCK = 2048
 PROGRAMS_PER_MULTIPROCESSOR = 8
-TWIN_ELEMENTS = 1 << 18
-MIX_1, MIX_2 = (
-    0x7FEB352D,
-    0x846CA68B - (1 << 32),
-)  # the public-domain lowbias32 hash; the second one as a signed int
+TWIN_ELEMENTS = 1 << 19
+# The public-domain hash lowbias32; its second factor as the signed integer that int32 tensors hold.
+MIX_1, MIX_2 = 0x7FEB352D, 0x846CA68B - (1 << 32)
 SALTS = (0x1B873593, 0x2545F491)
 
 
@@ -35,8 +33,8 @@ def sample(
 ) -> tuple[Tensor, Tensor]:
     """The drawn token of each row and the score it won with: (float32 [batch], int64 [batch]).
 
-    logits is [batch, vocabulary or a shard of it that begins at vocab_start]. temperatures float32 [batch], where 0 is
-    greedy; seeds and positions int64 [batch]. Equal scores go to the lowest token id.
+    logits is [batch, vocabulary or a shard of it that begins at vocab_start]. temperatures float32 [batch],
+    where 0 is greedy; seeds and positions int64 [batch]. Equal scores go to the lowest token id.
     """
     if not use_triton(logits):
         return sample_torch(logits, temperatures, seeds, positions, vocab_start)
@@ -77,12 +75,16 @@ def sample(
 def sample_torch(
     logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, vocab_start: int = 0
 ) -> tuple[Tensor, Tensor]:
-    values, token_ids = logits.max(dim=-1)
-    values = values.float()
-    noisy_rows = (temperatures > 0).nonzero().flatten()
+    greedy, noisy = (temperatures <= 0).nonzero().flatten(), (temperatures > 0).nonzero().flatten()
+    if not len(noisy):
+        values, token_ids = logits.max(dim=-1)
+        return values.float(), token_ids + vocab_start
+    values = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+    token_ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+    values[greedy], token_ids[greedy] = logits[greedy].float().max(dim=-1)
     # A few rows at a time, so that the passes over them stay in the processor's cache.
-    for rows in noisy_rows.split(max(1, TWIN_ELEMENTS // logits.shape[1])):
-        scores = logits[rows].float() * temperatures[rows].reciprocal()[:, None]
+    for rows in noisy.split(max(1, TWIN_ELEMENTS // logits.shape[1])):
+        scores = logits[rows].float().mul_(temperatures[rows].reciprocal()[:, None])
         scores -= _minus_noise(seeds[rows], positions[rows], vocab_start, logits.shape[1])
         values[rows], token_ids[rows] = scores.max(dim=-1)
     return values, token_ids + vocab_start
@@ -91,7 +93,7 @@ def sample_torch(
 def _minus_noise(seeds: Tensor, positions: Tensor, vocab_start: int, vocab: int) -> Tensor:
     """log(-log(u)), float32 [rows, vocab], for u evenly spread over the middles of 2^23 steps of (0, 1).
 
-    With 24 bits the largest u would round to 1 in float32 and its noise to infinity, about once in 17 million draws.
+    With 24 bits the largest u would round to 1 in float32 and its noise to infinity.
     """
     multiplier, offset = _row_keys(seeds, positions)
     token = torch.arange(vocab_start, vocab_start + vocab, dtype=torch.int32, device=seeds.device)
@@ -113,11 +115,12 @@ def _row_keys(seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
 
 def _mix(x: Tensor) -> Tensor:
     """Hash an int32 tensor in place. Products wrap; a mask turns the arithmetic shift into a logical one."""
-    x ^= (x >> 16).bitwise_and_(0xFFFF)
-    x *= MIX_1
-    x ^= (x >> 15).bitwise_and_(0x1FFFF)
-    x *= MIX_2
-    x ^= (x >> 16).bitwise_and_(0xFFFF)
+    shifted = torch.empty_like(x)
+    for shift, factor in ((16, MIX_1), (15, MIX_2), (16, 1)):
+        torch.bitwise_right_shift(x, shift, out=shifted)
+        x ^= shifted.bitwise_and_((1 << (32 - shift)) - 1)
+        if factor != 1:
+            x *= factor
     return x
 
 
@@ -178,7 +181,7 @@ def _sample_kernel(
     SALT_2: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """A program takes one chunk (`tiles` tiles) of one row; the last of a row's programs picks the best chunk."""
+    """A program takes a chunk (`tiles` tiles) of a row; the last of a row's programs picks the best chunk."""
     chunk = tl.program_id(0)
     row = tl.program_id(1)
     temperature = tl.load(temperatures + row)

@@ -44,7 +44,7 @@ class Qwen3Attention(nn.Module):
         return self.o_proj(self.attend(positions, self.qkv_proj(hidden_states)))
 
     def attend(self, positions: torch.Tensor, qkv: torch.Tensor) -> torch.Tensor:
-        """From the projections to the heads' outputs. Norms, rotation and the KV store are one pass over qkv."""
+        """From the projections to the heads' outputs. Norms, rotation and the KV store are one pass."""
         attn = self.attn
         qk_norm_rope_store(
             qkv,
@@ -108,8 +108,8 @@ class Qwen3DecoderLayer(nn.Module):
 
     def forward_small(self, positions: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """
-        The same for a few tokens, where launches and small reads weigh: each product takes its neighbours (norm,
-        activation, residual addition) into its own kernel. x is the complete residual stream.
+        The same for a few tokens, where launches and small reads weigh: each product takes its neighbours
+        (norm, activation, residual addition) into its own kernel. x is the complete residual stream.
         """
         attn, mlp = self.self_attn, self.mlp
         norm = self.input_layernorm
