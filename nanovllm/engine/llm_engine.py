@@ -155,8 +155,10 @@ class LLMEngine:
             raise ValueError(f"messages must be a conversation or a list of conversations, got {messages!r}")
         conversations = [messages] if isinstance(messages[0], dict) else messages
         for i, conversation in enumerate(conversations):
-            if not isinstance(conversation, list) or not all(
-                isinstance(m, dict) and "role" in m and "content" in m for m in conversation
+            if (
+                not isinstance(conversation, list)
+                or not conversation
+                or not all(isinstance(m, dict) and "role" in m and "content" in m for m in conversation)
             ):
                 raise ValueError(
                     f"conversation {i} must be a list of dicts with role and content, got {conversation!r}"
