@@ -458,13 +458,14 @@ def test_noise_is_finite_for_every_hash():
 
 # Matrix products of a few rows
 
+MATVEC_SHAPES = [(96, 6), (4500, 2)] if INTERPRETED else [(576, 3402), (12288, 600), (96, 6)]
+
 
 @on_devices
 @in_both_types
-@pytest.mark.parametrize("rows", [1, 3, 4])
-@pytest.mark.parametrize("in_features, out_features", [(1024, 18), (576, 34), (4500, 6)])
+@pytest.mark.parametrize("rows", [1, 2, 3])
+@pytest.mark.parametrize("in_features, out_features", MATVEC_SHAPES)
 def test_a_small_product_with_its_neighbours_matches_its_twin(device, dtype, rows, in_features, out_features):
-    out_features *= on(device, 100, 1)
     x = rand(rows, in_features + 16, device=device, dtype=dtype)[:, :in_features]
     weight = rand(out_features, in_features, device=device, dtype=dtype) * in_features**-0.5
     weight, bias = weight.to(dtype), rand(out_features, device=device, dtype=dtype)

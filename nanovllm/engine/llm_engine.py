@@ -44,6 +44,10 @@ class LLMEngine:
 
     def __init__(self, model: str, **options: Any):
         self.config = Config.from_options(model, options)
+        if self.config.tensor_parallel_size > 1:
+            raise ValueError(
+                f"tensor_parallel_size must be 1 in this version, got {self.config.tensor_parallel_size}"
+            )
         checkpoint = open_checkpoint(self.config.model, self.config.load_format)
         self.config.fill_in(checkpoint.hf_config())
         with ThreadPoolExecutor(1) as pool:  # a tokenizer takes long to import and needs no device

@@ -14,7 +14,7 @@ from nanovllm.kernels.activation import silu_and_mul_torch
 from nanovllm.kernels.layernorm import rms_norm_torch
 from nanovllm.kernels.runtime import cdiv, next_power_of_2, overlap_options, tl, triton, use_triton
 
-MAX_ROWS = 3
+MAX_ROWS = 2
 TILE_ELEMENTS = 8192
 MAX_TILE_WIDTH = 4096
 
@@ -91,11 +91,6 @@ def linear_small_torch(
 
 
 @triton.jit
-def _add_pairs(a1, b1, a2, b2):
-    return a1 + a2, b1 + b2
-
-
-@triton.jit
 def _matvec_kernel(
     x,
     weight,
@@ -145,7 +140,7 @@ def _matvec_kernel(
             gain = tl.load(norm_weight + place, mask=place < in_features, other=0.0).to(tl.float32)
             products, squared = tl.broadcast(current * (values * gain), values * values)
             # One reduction for both: a second would wait for the first.
-            product_sums, square_sums = tl.reduce((products, squared), 2, _add_pairs)
+            product_sums, square_sums = tl.split(tl.sum(tl.join(products, squared), axis=2))
             acc += product_sums
             squares += tl.max(square_sums, axis=1)[:, None]
     if norm_weight is not None:

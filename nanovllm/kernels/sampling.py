@@ -15,16 +15,19 @@ from nanovllm.kernels.runtime import (
     cdiv,
     next_power_of_2,
     num_multiprocessors,
+    overlap_options,
     tl,
     triton,
     use_triton,
 )
 
-BLOCK = 2048
-PROGRAMS_PER_MULTIPROCESSOR = 8
+LOG2_E = 1.4426950408889634
+BLOCK = 1024
+PROGRAMS_PER_MULTIPROCESSOR = 24  # several waves of them, which even out at the end
 TWIN_ELEMENTS = 1 << 19
-# The public-domain hash lowbias32; its second factor as the signed integer that int32 tensors hold.
-MIX_1, MIX_2 = 0x7FEB352D, 0x846CA68B - (1 << 32)
+# The public-domain hash lowbias32 as (shift, factor) in turn, factors as the signed integers that int32
+# tensors hold. The last shift only betters the low bits, so it is left out where those are dropped.
+ROUNDS = ((16, 0x7FEB352D), (15, 0x846CA68B - (1 << 32)), (16, 1))
 SALTS = (0x1B873593, 0x2545F491)
 
 
@@ -34,7 +37,8 @@ def sample(
     """The drawn token of each row and the score it won with: (float32 [batch], int64 [batch]).
 
     logits is [batch, vocabulary or a shard of it that begins at vocab_start]. temperatures float32 [batch],
-    where 0 is greedy; seeds and positions int64 [batch]. Equal scores go to the lowest token id.
+    where 0 is greedy; seeds and positions int64 [batch]. Equal scores go to the lowest token id. Where noise
+    is added the score is log2(e) times what the formula says, for the sake of the GPU's base-2 logarithm.
     """
     if not use_triton(logits):
         return sample_torch(logits, temperatures, seeds, positions, vocab_start)
@@ -67,7 +71,8 @@ def sample(
             SALT_1=SALTS[0],
             SALT_2=SALTS[1],
             FAST=not INTERPRETED,
-            num_warps=8,
+            num_warps=4,
+            **overlap_options(logits.device),
         )
     return values, token_ids
 
@@ -84,22 +89,22 @@ def sample_torch(
     values[greedy], token_ids[greedy] = logits[greedy].float().max(dim=-1)
     # A few rows at a time, so that the passes over them stay in the processor's cache.
     for rows in noisy.split(max(1, TWIN_ELEMENTS // logits.shape[1])):
-        scores = logits[rows].float().mul_(temperatures[rows].reciprocal()[:, None])
+        scores = logits[rows].float().mul_((temperatures[rows].reciprocal() * LOG2_E)[:, None])
         scores -= _minus_noise(seeds[rows], positions[rows], vocab_start, logits.shape[1])
         values[rows], token_ids[rows] = scores.max(dim=-1)
     return values, token_ids + vocab_start
 
 
 def _minus_noise(seeds: Tensor, positions: Tensor, vocab_start: int, vocab: int) -> Tensor:
-    """log(-log(u)), float32 [rows, vocab], for u evenly spread over the middles of 2^23 steps of (0, 1).
+    """log2(-log2(u)), float32 [rows, vocab], for u evenly spread over the middles of 2^23 steps of (0, 1).
 
     With 24 bits the largest u would round to 1 in float32 and its noise to infinity.
     """
     multiplier, offset = _row_keys(seeds, positions)
     token = torch.arange(vocab_start, vocab_start + vocab, dtype=torch.int32, device=seeds.device)
-    bits = _mix((token * multiplier[:, None]).add_(offset[:, None]))
+    bits = _mix((token * multiplier[:, None]).add_(offset[:, None]), ROUNDS[:2])
     u = bits.bitwise_right_shift_(9).bitwise_and_(0x7FFFFF).float().add_(0.5).mul_(2.0**-23)
-    return u.log_().neg_().log_()
+    return u.log2_().neg_().log2_()
 
 
 def _row_keys(seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -113,10 +118,10 @@ def _row_keys(seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
     return keys[0] | 1, keys[1]
 
 
-def _mix(x: Tensor) -> Tensor:
+def _mix(x: Tensor, rounds: tuple[tuple[int, int], ...] = ROUNDS) -> Tensor:
     """Hash an int32 tensor in place. Products wrap; a mask turns the arithmetic shift into a logical one."""
     shifted = torch.empty_like(x)
-    for shift, factor in ((16, MIX_1), (15, MIX_2), (16, 1)):
+    for shift, factor in rounds:
         torch.bitwise_right_shift(x, shift, out=shifted)
         x ^= shifted.bitwise_and_((1 << (32 - shift)) - 1)
         if factor != 1:
@@ -125,13 +130,18 @@ def _mix(x: Tensor) -> Tensor:
 
 
 @triton.jit
-def _mix_kernel(x):
+def _two_rounds_kernel(x):
     x ^= x >> 16
     x *= 0x7FEB352D
     x ^= x >> 15
     x *= 0x846CA68B
-    x ^= x >> 16
     return x
+
+
+@triton.jit
+def _mix_kernel(x):
+    x = _two_rounds_kernel(x)
+    return x ^ (x >> 16)
 
 
 @triton.jit
@@ -143,21 +153,30 @@ def _row_key_kernel(seed, position, salt: tl.constexpr):
 
 
 @triton.jit
-def _gumbel_kernel(bits, FAST: tl.constexpr):
-    u = ((bits >> 9).to(tl.float32) + 0.5) * (1.0 / (1 << 23))
+def _minus_noise_kernel(bits, FAST: tl.constexpr):
     if FAST:
-        # The GPU's own logarithm is exact enough except near 1, where -log(1 - rest) needs its series.
+        # In few instructions: the top bits become the fraction of a number between 1 and 2, and the logarithm
+        # is the GPU's own, exact enough except near 1, where a polynomial stands in for -log2(1 - rest).
+        u = _between_1_and_2_kernel(bits).to(tl.float32, bitcast=True) - (1.0 - 2.0**-24)
         rest = 1.0 - u
-        series = rest * (1.0 + rest * (1 / 2 + rest * (1 / 3 + rest * (1 / 4 + rest * (1 / 5)))))
-        exponential = tl.where(rest < 0.1, series, -0.6931471805599453 * _log2_kernel(u))
-        return -0.6931471805599453 * _log2_kernel(exponential)
+        near_1 = rest * (1.442695 + rest * (0.72136723 + rest * (0.47934103 + rest * 0.39956718)))
+        return _log2_kernel(tl.where(rest < 0.0625, near_1, -_log2_kernel(u)))
     else:
-        return -tl.log(-tl.log(u))
+        u = ((bits >> 9).to(tl.float32) + 0.5) * (1.0 / (1 << 23))
+        return tl.log2(-tl.log2(u))
+
+
+@triton.jit
+def _between_1_and_2_kernel(bits):
+    """The float whose bits are 0x7f, the exponent of 1, and then the top 23 of these."""
+    asm: tl.constexpr = "shf.r.wrap.b32 $0, $1, 0x7f, 9;"
+    return tl.inline_asm_elementwise(asm, "=r,r", [bits], tl.uint32, is_pure=True, pack=1)
 
 
 @triton.jit
 def _log2_kernel(x):
-    return tl.inline_asm_elementwise("lg2.approx.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+    asm: tl.constexpr = "lg2.approx.ftz.f32 $0, $1;"
+    return tl.inline_asm_elementwise(asm, "=f,f", [x], tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit(do_not_specialize=["vocab_start", "tiles"])
@@ -180,10 +199,13 @@ def _sample_kernel(
     SALT_1: tl.constexpr,
     SALT_2: tl.constexpr,
     FAST: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """A program takes a chunk (`tiles` tiles) of a row; the last of a row's programs picks the best chunk."""
     chunk = tl.program_id(0)
     row = tl.program_id(1)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
     temperature = tl.load(temperatures + row)
     seed = tl.load(seeds + row)
     position = tl.load(positions + row)
@@ -192,19 +214,20 @@ def _sample_kernel(
     begin = chunk * tiles * BLOCK
     end = tl.minimum(begin + tiles * BLOCK, vocab)
     lane_best = tl.full([BLOCK], float("-inf"), tl.float32)
-    lane_column = tl.zeros([BLOCK], tl.int32) + begin
-    for start in range(begin, end, BLOCK):
+    lane_start = tl.zeros([BLOCK], tl.int32) + begin
+    scale = (1.0 / tl.where(temperature > 0, temperature, 1.0)) * 1.4426950408889634
+    for start in tl.range(begin, end, BLOCK, num_stages=3):
         column = start + tl.arange(0, BLOCK)
         address = logits + row.to(tl.int64) * row_stride + column
         score = tl.load(address, mask=column < end, other=float("-inf")).to(tl.float32)
         if temperature > 0:
-            bits = _mix_kernel((column + vocab_start).to(tl.uint32) * multiplier + offset)
-            score = score * (1.0 / temperature) + _gumbel_kernel(bits, FAST)
+            bits = _two_rounds_kernel((column + vocab_start).to(tl.uint32) * multiplier + offset)
+            score = score * scale - _minus_noise_kernel(bits, FAST)
         better = score > lane_best
         lane_best = tl.where(better, score, lane_best)
-        lane_column = tl.where(better, column, lane_column)
+        lane_start = tl.where(better, start, lane_start)
     best = tl.max(lane_best, axis=0)
-    winner = tl.min(tl.where(lane_best == best, lane_column, vocab), axis=0)
+    winner = tl.min(tl.where(lane_best == best, lane_start + tl.arange(0, BLOCK), vocab), axis=0)
 
     chunks = tl.num_programs(0)
     tl.store(chunk_values + row * chunks + chunk, best)

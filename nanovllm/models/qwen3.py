@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from nanovllm.kernels.fused_linear import Stream, begin_stream, fused_linear_pays, linear_add, norm_linear
 from nanovllm.kernels.kv_store import qk_norm_rope_store
 from nanovllm.kernels.matvec import linear_small, linear_small_pays
 from nanovllm.layers.activation import SiluAndMul
@@ -96,8 +97,6 @@ class Qwen3DecoderLayer(nn.Module):
     def forward(
         self, positions: torch.Tensor, hidden_states: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if linear_small_pays(hidden_states):
-            return self.forward_small(positions, hidden_states), None
         if residual is None:
             hidden_states, residual = self.input_layernorm(hidden_states), hidden_states
         else:
@@ -119,6 +118,16 @@ class Qwen3DecoderLayer(nn.Module):
         gated = linear_small(x, up.weight, up.bias, norm_weight=norm.weight, eps=norm.eps, silu_and_mul=True)
         return linear_small(gated, down.weight, down.bias, residual=x)
 
+    def forward_fused(self, positions: torch.Tensor, stream: Stream, next_norm: RMSNorm) -> Stream:
+        """The same for a batch of decoding sequences, where each norm is shared by the products around it."""
+        attn, mlp, norm = self.self_attn, self.mlp, self.post_attention_layernorm
+        qkv = norm_linear(stream, attn.qkv_proj.weight, attn.qkv_proj.bias, eps=norm.eps)
+        out = attn.attend(positions, qkv)
+        stream = linear_add(out, attn.o_proj.weight, attn.o_proj.bias, stream.x, norm.weight)
+        up, down = mlp.gate_up_proj, mlp.down_proj
+        gated = norm_linear(stream, up.weight, up.bias, eps=norm.eps, silu_and_mul=True)
+        return linear_add(gated, down.weight, down.bias, stream.x, next_norm.weight)
+
 
 class Qwen3Model(nn.Module):
     def __init__(self, config: Any, **variant: bool):
@@ -133,9 +142,19 @@ class Qwen3Model(nn.Module):
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         hidden_states, residual = self.embed_tokens(input_ids), None
+        if linear_small_pays(hidden_states):
+            for layer in self.layers:
+                hidden_states = layer.forward_small(positions, hidden_states)
+            return self.norm(hidden_states)
+        if fused_linear_pays(hidden_states):
+            norms = [*(layer.input_layernorm for layer in self.layers), self.norm]
+            stream = begin_stream(hidden_states, norms[0].weight, norms[0].eps)
+            for layer, next_norm in zip(self.layers, norms[1:], strict=True):
+                stream = layer.forward_fused(positions, stream, next_norm)
+            return self.norm(stream.x)
         for layer in self.layers:
             hidden_states, residual = layer(positions, hidden_states, residual)
-        return self.norm(hidden_states) if residual is None else self.norm(hidden_states, residual)[0]
+        return self.norm(hidden_states, residual)[0]
 
 
 class Qwen3ForCausalLM(nn.Module):

@@ -1,0 +1,308 @@
+"""Matrix products of a decode step for a few to some hundred rows, with their neighbours folded in.
+
+At these sizes a product takes a few microseconds, most of them spent on starting, waiting for the first bytes
+and ending, so separate kernels for RMSNorm, residual addition and SwiGLU cost as much as the arithmetic. Here
+they are parts of the products. RMSNorm needs whole rows, but no program of a product has one, so it is split:
+the product before it multiplies by the norm's weight and leaves sums of squares, and the product after it
+divides its result by their root.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanovllm.kernels.activation import silu_and_mul_torch
+from nanovllm.kernels.layernorm import rms_norm
+from nanovllm.kernels.runtime import (
+    HAVE_TRITON,
+    cdiv,
+    next_power_of_2,
+    num_multiprocessors,
+    overlap_options,
+    shared_memory,
+    tl,
+    triton,
+    use_triton,
+)
+
+if HAVE_TRITON:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+MAX_ROWS = 256
+MAX_FEATURES = 1024
+ROW_PADDING = 128
+# Rows, outputs and inputs a tile, warps, pipeline stages, by the most rows that they are for. What counts is
+# how many bytes are on their way: a program's stages fill a multiprocessor's shared memory, and the tiles are
+# such that there is about one program for each multiprocessor.
+TILES = {
+    64: {"gated": (64, 32, 128, 4, 6), "wide": (64, 32, 256, 4, 4), "narrow": (64, 16, 256, 4, 5)},
+    128: {"gated": (128, 32, 128, 4, 4), "wide": (128, 32, 128, 4, 5), "narrow": (64, 32, 256, 4, 4)},
+    256: {"gated": (128, 64, 64, 8, 6), "wide": (128, 64, 128, 4, 4), "narrow": (64, 64, 128, 4, 5)},
+}
+WIDE = 2048
+
+
+class Stream(NamedTuple):
+    """The residual stream in front of an RMSNorm, half normalised: rms_norm(x) = scaled / rms(x).
+
+    `squares` sum up to the squares of a row of x; None means that `scaled` is divided already.
+    """
+
+    x: Tensor  # [rows, hidden]
+    scaled: Tensor  # [rows, hidden], x * the norm's weight
+    squares: Tensor | None  # float32 [rows, parts]
+
+
+def fused_linear_pays(x: Tensor) -> bool:
+    """Whether these functions are the faster way through a decoder layer for x [rows, hidden].
+
+    Not in float16, whose range a row of x * weight may leave before it is normalised.
+    """
+    if not (x.is_cuda and use_triton(x) and x.dtype == torch.bfloat16):
+        return False
+    rows, features = x.shape
+    fits = rows <= MAX_ROWS and features <= MAX_FEATURES and features % 8 == 0
+    return fits and overlap_options(x.device)["OVERLAP"] and shared_memory(x.device) >= 220_000
+
+
+def begin_stream(x: Tensor, norm_weight: Tensor, eps: float) -> Stream:
+    """The stream whose first norm has these weights."""
+    return Stream(x, rms_norm(x, norm_weight, eps), None)
+
+
+def norm_linear(
+    stream: Stream, weight: Tensor, bias: Tensor | None = None, *, eps: float, silu_and_mul: bool = False
+) -> Tensor:
+    """activation(rms_norm(stream.x) @ weight.T + bias): [rows, out] for weight [out, hidden].
+
+    With silu_and_mul the first half of the weight's rows are gates, the second half is what they multiply,
+    and the result is [rows, out / 2]. Sums are float32 and rounded once, at the end.
+    """
+    if not use_triton(stream.x):
+        return norm_linear_torch(stream, weight, bias, eps=eps, silu_and_mul=silu_and_mul)
+    return _launch(stream.scaled, weight, bias, squares=stream.squares, eps=eps, gated=silu_and_mul).x
+
+
+def linear_add(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, next_norm_weight: Tensor
+) -> Stream:
+    """x @ weight.T + bias + residual, [rows, hidden], as the stream in front of the next norm."""
+    if not use_triton(x):
+        return linear_add_torch(x, weight, bias, residual, next_norm_weight)
+    return _launch(x, weight, bias, residual=residual, next_norm_weight=next_norm_weight)
+
+
+def norm_linear_torch(
+    stream: Stream, weight: Tensor, bias: Tensor | None = None, *, eps: float, silu_and_mul: bool = False
+) -> Tensor:
+    y = F.linear(stream.scaled, weight)
+    if stream.squares is not None:
+        mean = stream.squares.sum(-1, keepdim=True) / stream.x.shape[-1]
+        y = (y * torch.rsqrt(mean + eps)).to(y.dtype)
+    if bias is not None:
+        y = y + bias
+    return silu_and_mul_torch(y) if silu_and_mul else y
+
+
+def linear_add_torch(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, next_norm_weight: Tensor
+) -> Stream:
+    y = F.linear(x, weight, bias) + residual
+    return Stream(y, y * next_norm_weight, y.float().square().sum(-1, keepdim=True))
+
+
+def _launch(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    squares: Tensor | None = None,
+    eps: float = 0.0,
+    gated: bool = False,
+    residual: Tensor | None = None,
+    next_norm_weight: Tensor | None = None,
+) -> Stream:
+    rows, in_features = x.shape
+    parts = 2 if gated else 1
+    width = weight.shape[0] // parts
+    block_m, block_n, block_k, num_warps, num_stages = _tile(rows, width, gated)
+    blocks_m, blocks_n = cdiv(rows, block_m), cdiv(width, block_n)
+    out, scaled, new_squares = _empty_padded(rows, width, x), None, None
+    if next_norm_weight is not None:
+        scaled = _empty_padded(rows, width, x)
+        new_squares = torch.empty(rows, blocks_n, dtype=torch.float32, device=x.device)
+    overlap = overlap_options(x.device)
+    # Spare programs only wait. They keep the next kernel's programs, which arrive early, evenly spread.
+    programs = blocks_m * blocks_n
+    if overlap["OVERLAP"]:
+        programs = max(programs, num_multiprocessors(x.device))
+    num_squares = 0 if squares is None else squares.shape[1]
+    x_rows, pairs = _readable_rows(x, blocks_m * block_m), weight.view(parts, width, in_features)
+    if rows:
+        _fused_linear_kernel[(programs,)](
+            TensorDescriptor(x, [x_rows, in_features], list(x.stride()), [block_m, block_k]),
+            TensorDescriptor(pairs, list(pairs.shape), list(pairs.stride()), [parts, block_n, block_k]),
+            weight,
+            bias,
+            squares,
+            residual,
+            next_norm_weight,
+            out,
+            scaled,
+            new_squares,
+            eps,
+            0 if residual is None else residual.stride(0),
+            rows,
+            in_features,
+            width,
+            BLOCK_M=block_m,
+            BLOCK_N=block_n,
+            BLOCK_K=block_k,
+            PARTS=parts,
+            NUM_SQUARES=num_squares,
+            SQUARES_PAD=next_power_of_2(max(1, num_squares)),
+            num_warps=num_warps,
+            num_stages=num_stages,
+            **overlap,
+        )
+    return Stream(out, scaled, new_squares)
+
+
+def _tile(rows: int, width: int, gated: bool) -> tuple[int, int, int, int, int]:
+    kind = "gated" if gated else "wide" if width > WIDE else "narrow"
+    return TILES[next((most for most in TILES if rows <= most), MAX_ROWS)][kind]
+
+
+def _empty_padded(rows: int, width: int, like: Tensor) -> Tensor:
+    """With memory for whole tiles of rows behind it, see _readable_rows."""
+    padded = cdiv(rows, ROW_PADDING) * ROW_PADDING
+    return torch.empty(padded, width, dtype=like.dtype, device=like.device)[:rows]
+
+
+def _readable_rows(x: Tensor, wanted: int) -> int:
+    """How many rows a tile of x may read: all that are wanted, where its storage goes on so far.
+
+    What comes of the rows too many is never stored, but the copy engine takes 1 to 2 us longer if it has to
+    fill in rows that do not exist.
+    """
+    elements = x.untyped_storage().nbytes() // x.element_size() - x.storage_offset()
+    return wanted if (wanted - 1) * x.stride(0) + x.shape[1] <= elements else x.shape[0]
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _fused_linear_kernel(
+    x,
+    weight,
+    weight_start,
+    bias,
+    squares,
+    residual,
+    next_norm_weight,
+    out,
+    scaled,
+    new_squares,
+    eps,
+    residual_stride,
+    rows,
+    in_features,
+    width,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PARTS: tl.constexpr,
+    NUM_SQUARES: tl.constexpr,
+    SQUARES_PAD: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """A program computes BLOCK_M x BLOCK_N outputs; weight is [PARTS, width, in_features], gates then ups."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+    blocks_m = tl.cdiv(rows, BLOCK_M)
+    block_m = tl.program_id(0) % blocks_m
+    block_n = tl.program_id(0) // blocks_m
+    row = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    line = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    real_row = row < rows
+    real_line = line < width
+    valid = real_row[:, None] & real_line[None, :]
+    if OVERLAP:
+        # The programs that share these rows of the weight each ask for a piece of them, for the L2 cache.
+        wanted = tl.minimum(width - block_n * BLOCK_N, BLOCK_N) * in_features * 2
+        piece = tl.cdiv(wanted, blocks_m * 16) * 16
+        begin = block_m * piece
+        size = tl.minimum(piece, wanted - begin)
+        address = (weight_start + block_n.to(tl.int64) * BLOCK_N * in_features).to(tl.int64) + begin
+        _prefetch(address, size)
+        if PARTS == 2:
+            _prefetch(address + width.to(tl.int64) * in_features * 2, size)
+        tl.extra.cuda.gdc_wait()
+    if block_n * BLOCK_N >= width:
+        return
+
+    # What the result is combined with is asked for first: behind the loop each of these loads costs 1 us.
+    if NUM_SQUARES > 0:
+        part = tl.arange(0, SQUARES_PAD)
+        its_squares = tl.load(
+            squares + row[:, None] * NUM_SQUARES + part[None, :],
+            mask=real_row[:, None] & (part < NUM_SQUARES)[None, :],
+            other=0.0,
+        )
+    if bias is not None:
+        added = tl.load(bias + line, mask=real_line, other=0.0)
+        if PARTS == 2:
+            added_up = tl.load(bias + width + line, mask=real_line, other=0.0)
+    if residual is not None:
+        place = row[:, None] * residual_stride + line[None, :]
+        its_residual = tl.load(residual + place, mask=valid, other=0.0)
+    if next_norm_weight is not None:
+        gain = tl.load(next_norm_weight + line, mask=real_line, other=0.0)
+
+    acc = tl.zeros([BLOCK_M, PARTS * BLOCK_N], tl.float32)
+    for start in range(0, in_features, BLOCK_K):
+        x_tile = x.load([block_m * BLOCK_M, start])
+        weight_tile = weight.load([0, block_n * BLOCK_N, start]).reshape(PARTS * BLOCK_N, BLOCK_K)
+        acc = tl.dot(x_tile, weight_tile.T, acc, input_precision="ieee")
+
+    if NUM_SQUARES > 0:
+        acc *= tl.rsqrt(tl.sum(its_squares, axis=1) / in_features + eps)[:, None]
+    if PARTS == 2:
+        gate, up = acc.reshape(BLOCK_M, 2, BLOCK_N).permute(0, 2, 1).split()
+        if bias is not None:
+            gate += added.to(tl.float32)[None, :]
+            up += added_up.to(tl.float32)[None, :]
+        acc = gate / (1.0 + tl.exp(-gate)) * up
+    elif bias is not None:
+        acc += added.to(tl.float32)[None, :]
+    if residual is not None:
+        acc += its_residual.to(tl.float32)
+    place = row[:, None] * width + line[None, :]
+    result = acc.to(out.dtype.element_ty)
+    tl.store(out + place, result, mask=valid)
+    if next_norm_weight is not None:
+        wide = result.to(tl.float32)
+        tl.store(scaled + place, wide * gain.to(tl.float32)[None, :], mask=valid)
+        blocks_n = tl.cdiv(width, BLOCK_N)
+        tl.store(new_squares + row * blocks_n + block_n, tl.sum(wide * wide, axis=1), mask=real_row)
+
+
+@triton.jit
+def _prefetch(address, size):
+    """One thread asks for `size` bytes, a multiple of 16 (none if negative), to be put in the L2 cache."""
+    tl.inline_asm_elementwise(
+        """{
+        .reg .pred first, some;
+        .reg .u32 thread;
+        mov.u32 thread, %tid.x;
+        setp.eq.u32 first, thread, 0;
+        setp.gt.and.s32 some, $2, 0, first;
+        @some cp.async.bulk.prefetch.L2.global [$1], $2;
+        mov.u32 $0, 0;
+        }""",
+        "=r,l,r",
+        [address, size],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )

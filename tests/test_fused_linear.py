@@ -1,0 +1,205 @@
+"""The fused matrix products against their torch twins and against plain arithmetic in double precision.
+
+As in test_kernels.py, the Triton kernel runs through Triton's interpreter in a child process, and on a GPU.
+"""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from nanovllm.kernels import fused_linear
+from nanovllm.kernels.fused_linear import Stream
+from nanovllm.kernels.runtime import HAVE_TRITON, INTERPRETED
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+GPU = pytest.param("cuda", torch.bfloat16, marks=[pytest.mark.gpu, needs_cuda], id="gpu")
+CPU = pytest.param("cpu", torch.float32, id="float32"), pytest.param("cpu", torch.float16, id="half")
+on_devices = pytest.mark.parametrize("device, dtype", [*CPU, GPU] if INTERPRETED else [GPU])
+EPS = 1e-5
+
+
+@pytest.mark.skipif(INTERPRETED or not HAVE_TRITON, reason="this is the child process, or Triton is missing")
+def test_the_kernel_agrees_with_its_twins_in_tritons_interpreter():
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "not gpu",
+        __file__,
+    ]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    child = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert child.returncode == 0, child.stdout[-4000:] + child.stderr[-2000:]
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+def error(got, expected):
+    """Relative distance; NaN never passes a comparison with it."""
+    got, expected = got.double(), expected.double()
+    return ((got - expected).norm() / expected.norm().clamp_min(1e-12)).item()
+
+
+def tolerance(dtype):
+    return 1e-5 if dtype == torch.float32 else 8e-3
+
+
+def rand(*shape, device="cpu", dtype=torch.float32):
+    return torch.randn(*shape, device=device).to(dtype)
+
+
+def make_stream(rows, hidden, device, dtype):
+    """A stream as linear_add leaves it, its squares in several parts."""
+    x, norm_weight = rand(rows, hidden, device=device, dtype=dtype) * 3, 1 + rand(hidden, device=device) / 4
+    squares = F.pad(x.float().square(), (0, -hidden % 16)).unflatten(1, (-1, 16)).sum(-1)
+    return Stream(x, x * norm_weight.to(dtype), squares), norm_weight.to(dtype)
+
+
+def plain_norm_linear(stream, norm_weight, weight, bias, silu_and_mul):
+    x = stream.x.double()
+    y = x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * norm_weight.double() @ weight.double().T
+    if bias is not None:
+        y = y + bias.double()
+    if silu_and_mul:
+        gate, up = y.chunk(2, dim=-1)
+        y = F.silu(gate) * up
+    return y
+
+
+def check_norm_linear(norm_linear, rows, hidden, width, device, dtype):
+    stream, norm_weight = make_stream(rows, hidden, device, dtype)
+    for silu_and_mul in (False, True):
+        weight = (rand(width * (1 + silu_and_mul), hidden, device=device) * hidden**-0.5).to(dtype)
+        for bias in (None, rand(len(weight), device=device, dtype=dtype)):
+            got = norm_linear(stream, weight, bias, eps=EPS, silu_and_mul=silu_and_mul)
+            expected = plain_norm_linear(stream, norm_weight, weight, bias, silu_and_mul)
+            assert got.shape == (rows, width) and got.dtype == dtype
+            assert error(got, expected) < tolerance(dtype)
+
+
+def check_linear_add(linear_add, rows, in_features, hidden, device, dtype):
+    # A slice of something wider, as the attention's output may be, and nothing but NaN around it.
+    around = torch.full((rows + 3, in_features + 32), float("nan"), device=device, dtype=dtype)
+    x = around[1 : rows + 1, 16 : in_features + 16]
+    x.copy_(rand(rows, in_features, device=device))
+    weight = (rand(hidden, in_features, device=device) * in_features**-0.5).to(dtype)
+    residual, norm_weight = (
+        rand(*shape, device=device, dtype=dtype) for shape in ((rows, hidden), (hidden,))
+    )
+    for bias in (None, rand(hidden, device=device, dtype=dtype)):
+        stream = linear_add(x, weight, bias, residual, norm_weight)
+        expected = x.double() @ weight.double().T + residual.double()
+        if bias is not None:
+            expected = expected + bias.double()
+        assert stream.x.dtype == stream.scaled.dtype == dtype and stream.squares.dtype == torch.float32
+        assert stream.x.shape == stream.scaled.shape == (rows, hidden)
+        assert error(stream.x, expected) < tolerance(dtype)
+        assert error(stream.scaled, stream.x.double() * norm_weight.double()) < tolerance(dtype)
+        # Of the rounded sum, as a norm of it would see them.
+        assert error(stream.squares.sum(-1), stream.x.double().square().sum(-1)) < 1e-5
+
+
+SHAPES = [(64, 48), (72, 40), (600, 136)]
+
+
+@pytest.mark.parametrize("in_features, width", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_twins_do_plain_arithmetic(dtype, in_features, width):
+    check_norm_linear(fused_linear.norm_linear_torch, 7, in_features, width, "cpu", dtype)
+    check_linear_add(fused_linear.linear_add_torch, 7, in_features, width, "cpu", dtype)
+
+
+def row_counts(device):
+    return [1, 7, 64, 65, 128, 200, 256] if device == "cuda" else [1, 70]
+
+
+@on_devices
+@pytest.mark.parametrize("in_features, width", [*SHAPES, (1024, 3072)])
+def test_a_norm_and_a_product_in_one(device, dtype, in_features, width):
+    if device == "cpu" and in_features == 1024:
+        pytest.skip("takes long in the interpreter")
+    for rows in row_counts(device):
+        check_norm_linear(fused_linear.norm_linear, rows, in_features, width, device, dtype)
+
+
+@on_devices
+@pytest.mark.parametrize("in_features, width", [*SHAPES, (3072, 1024)])
+def test_a_product_and_a_residual_in_one(device, dtype, in_features, width):
+    if device == "cpu" and in_features == 3072:
+        pytest.skip("takes long in the interpreter")
+    for rows in row_counts(device):
+        check_linear_add(fused_linear.linear_add, rows, in_features, width, device, dtype)
+
+
+@on_devices
+def test_every_tile_of_the_table_is_right(device, dtype, monkeypatch):
+    for most, tiles in fused_linear.TILES.items():
+        for kind, tile in tiles.items():
+            monkeypatch.setattr(fused_linear, "_tile", lambda *_, tile=tile: tile)
+            rows = most - 5 if device == "cuda" else min(most, tile[0] + 1)
+            if kind == "gated":
+                check_norm_linear(fused_linear.norm_linear, rows, 264, 72, device, dtype)
+            else:
+                check_linear_add(fused_linear.linear_add, rows, 264, 72, device, dtype)
+
+
+@on_devices
+def test_a_stream_can_begin_with_a_finished_norm(device, dtype):
+    x, norm_weight = rand(5, 96, device=device, dtype=dtype), rand(96, device=device, dtype=dtype)
+    weight = rand(32, 96, device=device, dtype=dtype)
+    stream = fused_linear.begin_stream(x, norm_weight, EPS)
+    got = fused_linear.norm_linear(stream, weight, eps=EPS)
+    assert error(got, plain_norm_linear(stream, norm_weight, weight, None, False)) < tolerance(dtype)
+
+
+@on_devices
+def test_no_rows_give_no_rows(device, dtype):
+    x, weight = rand(0, 64, device=device, dtype=dtype), rand(32, 64, device=device, dtype=dtype)
+    stream = fused_linear.linear_add(x, weight, None, rand(0, 32, device=device, dtype=dtype), weight[:, 0])
+    assert stream.x.shape == (0, 32)
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_a_captured_layer_gives_the_same_bits_every_time():
+    """Kernels overlap at their ends: a missing wait would show as results that change."""
+    rows, hidden, dtype = 100, 1024, torch.bfloat16
+    weights = [
+        (rand(out, into, device="cuda") * into**-0.5).to(dtype)
+        for out, into in ((4096, hidden), (hidden, 4096), (6144, hidden), (hidden, 3072))
+    ]
+    norm_weight, x = (
+        torch.ones(hidden, device="cuda", dtype=dtype),
+        rand(rows, hidden, device="cuda", dtype=dtype),
+    )
+
+    def layers(count):
+        stream = fused_linear.begin_stream(x, norm_weight, EPS)
+        for _ in range(count):
+            wide = fused_linear.norm_linear(stream, weights[0], eps=EPS)
+            stream = fused_linear.linear_add(wide, weights[1], None, stream.x, norm_weight)
+            gated = fused_linear.norm_linear(stream, weights[2], eps=EPS, silu_and_mul=True)
+            stream = fused_linear.linear_add(gated, weights[3], None, stream.x, norm_weight)
+            torch.cuda.synchronize() if not torch.cuda.is_current_stream_capturing() else None
+        return stream.x
+
+    expected = layers(6)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = layers(6)
+    for _ in range(30):
+        out.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(out, expected)
