@@ -15,7 +15,6 @@ from nanovllm.kernels.runtime import (
     cdiv,
     next_power_of_2,
     num_multiprocessors,
-    overlap_options,
     tl,
     triton,
     use_triton,
@@ -72,7 +71,6 @@ def sample(
             SALT_2=SALTS[1],
             FAST=not INTERPRETED,
             num_warps=4,
-            **overlap_options(logits.device),
         )
     return values, token_ids
 
@@ -199,13 +197,10 @@ def _sample_kernel(
     SALT_1: tl.constexpr,
     SALT_2: tl.constexpr,
     FAST: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
     """A program takes a chunk (`tiles` tiles) of a row; the last of a row's programs picks the best chunk."""
     chunk = tl.program_id(0)
     row = tl.program_id(1)
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
     temperature = tl.load(temperatures + row)
     seed = tl.load(seeds + row)
     position = tl.load(positions + row)
