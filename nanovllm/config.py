@@ -19,7 +19,7 @@ class Config:
     max_num_seqs:           most sequences running at once.
     max_model_len:          most tokens of prompt and completion; capped by the checkpoint's own limit.
     gpu_memory_utilization: share of the whole card's memory that the engine may fill, in (0, 1].
-    tensor_parallel_size:   ranks that the model is split over, 1 to 8.
+    tensor_parallel_size:   ranks that the model is split over, 1 to 8 (in this version 1).
     enforce_eager:          never use CUDA graphs.
     hf_config:              filled in: the fields of the checkpoint's config.json.
     eos:                    filled in: the token ids that end a sequence.
