@@ -12,6 +12,7 @@ import torch
 from nanovllm.config import Config
 from nanovllm.engine.decode_state import DecodeState
 from nanovllm.engine.sequence import Sequence
+from nanovllm.kernels.runtime import HAVE_TRITON
 from nanovllm.layers.attention import Attention, get_backend
 from nanovllm.layers.sampler import Sampler
 from nanovllm.models import get_model_class
@@ -52,9 +53,9 @@ class ModelRunner:
         self.state = DecodeState(
             config.max_num_seqs, -(-config.max_model_len // self.block_size), self.block_size, self.device
         )
-        self.enforce_eager = (  # the torch back-end looks at lengths on the host, which a graph cannot
-            config.enforce_eager or self.device.type != "cuda" or config.attention_backend == "torch"
-        )
+        # The torch twins of the attention kernels look at lengths on the host, which a graph cannot.
+        twins = config.attention_backend == "torch" or not HAVE_TRITON
+        self.enforce_eager = config.enforce_eager or self.device.type != "cuda" or twins
         self.graph_sizes = get_graph_sizes(config.max_num_seqs)
         self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         self.graph_pool = None
