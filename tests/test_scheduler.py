@@ -500,7 +500,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         return count
 
     def check_decode(self, scheduled, admitted, victims) -> None:
-        assert scheduled == [sequence for sequence in admitted if sequence not in victims]
+        survivors = [sequence for sequence in admitted if sequence not in victims]
+        assert scheduled == sorted(survivors, key=len, reverse=True), "longest first"
         assert lengths(scheduled) == [1] * len(scheduled)
         for sequence in scheduled:
             assert len(sequence.block_table) == sequence.num_blocks

@@ -103,7 +103,8 @@ class Scheduler:
                     break
             else:
                 self.block_manager.may_append(seq)
-        return self.running[:]
+        # Longest first: attention ends sooner if the work that begins last is small.
+        return sorted(self.running, key=lambda seq: seq.num_tokens, reverse=True)
 
     def preempt(self, seq: Sequence) -> None:
         """Take the sequence's blocks; it keeps its tokens and is computed again when there is room."""

@@ -4,7 +4,8 @@ All query heads that share a kv head are computed together, so K and V are read 
 small to fill the chip, the context of a sequence is split over several programs (split-KV, as in
 FlashDecoding); the last of them to finish combines the partial results. How many splits there are follows
 from shapes alone and where they lie from the context length on the device, so that one captured graph serves
-every length.
+every length. Longer sequences should come first: programs start in the order of the batch, and short ones at
+its end leave the chip less uneven.
 """
 
 import torch
@@ -15,9 +16,11 @@ from nanovllm.kernels.runtime import (
     NUM_COUNTERS,
     arrival_counters,
     cdiv,
+    empty_padded,
     next_power_of_2,
     num_multiprocessors,
     overlap_options,
+    prefetch_each,
     tl,
     triton,
     use_triton,
@@ -53,7 +56,7 @@ def paged_decode_attention(
         counters = arrival_counters(q.device)
     else:
         partial = counters = None
-    out = torch.empty(batch, heads, head_dim, dtype=q.dtype, device=q.device)
+    out = empty_padded(batch, heads * head_dim, q).view(q.shape)
     if batch:
         _decode_kernel[(kv_heads, batch, splits)](
             q,
@@ -69,6 +72,7 @@ def paged_decode_attention(
             q.stride(1),
             block_tables.stride(0),
             splits,
+            num_multiprocessors(q.device),
             KV_HEADS=kv_heads,
             GROUP=group,
             GROUP_PAD=max(16, next_power_of_2(group)),
@@ -132,7 +136,7 @@ def _attend_torch(
     return out.reshape(batch, heads, head_dim).masked_fill(lengths[:, None] == 0, 0.0)
 
 
-@triton.jit(do_not_specialize=["table_stride", "splits"])
+@triton.jit(do_not_specialize=["table_stride", "splits", "num_first"])
 def _decode_kernel(
     q,
     k_cache,
@@ -147,6 +151,7 @@ def _decode_kernel(
     q_head_stride,
     table_stride,
     splits,
+    num_first,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     GROUP_PAD: tl.constexpr,
@@ -163,9 +168,6 @@ def _decode_kernel(
     seq = tl.program_id(1)
     split = tl.program_id(2)
     context_len = tl.load(context_lens + seq)
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     begin = 0
     end = context_len
     active = 1
@@ -174,6 +176,19 @@ def _decode_kernel(
         active = tl.maximum(tl.cdiv(context_len, stretch), 1)
         begin = split * stretch
         end = tl.minimum(begin + stretch, context_len)
+    table = block_tables + seq.to(tl.int64) * table_stride
+    if OVERLAP:
+        # Those that run first ask for what they begin with while the query is still being computed.
+        if seq * KV_HEADS + kv_head < num_first:
+            early = begin + tl.arange(0, TILE)
+            early_block = tl.load(table + early // BLOCK_SIZE, mask=early < end, other=0)
+            early_cell = (early_block.to(tl.int64) * BLOCK_SIZE + early % BLOCK_SIZE) * KV_HEADS + kv_head
+            size = tl.where(early < end, HEAD_DIM * k_cache.dtype.element_ty.primitive_bitwidth // 8, 0)
+            prefetch_each((k_cache + early_cell * HEAD_DIM).to(tl.int64), size)
+            prefetch_each((v_cache + early_cell * HEAD_DIM).to(tl.int64), size)
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    if SPLIT:
         if split >= active:
             return
 
@@ -187,7 +202,6 @@ def _decode_kernel(
     highest = tl.full([GROUP_PAD], float("-inf"), tl.float32)
     total = tl.zeros([GROUP_PAD], tl.float32)
     acc = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
-    table = block_tables + seq.to(tl.int64) * table_stride
     for start in range(begin, end, TILE):
         token = start + tl.arange(0, TILE)
         seen = token < end

@@ -18,9 +18,11 @@ from nanovllm.kernels.layernorm import rms_norm
 from nanovllm.kernels.runtime import (
     HAVE_TRITON,
     cdiv,
+    empty_padded,
     next_power_of_2,
     num_multiprocessors,
     overlap_options,
+    prefetch,
     shared_memory,
     tl,
     triton,
@@ -32,7 +34,6 @@ if HAVE_TRITON:
 
 MAX_ROWS = 256
 MAX_FEATURES = 1024
-ROW_PADDING = 128
 # Rows, outputs and inputs a tile, warps, pipeline stages, by the most rows that they are for. What counts is
 # how many bytes are on their way: a program's stages fill a multiprocessor's shared memory, and the tiles are
 # such that there is about one program for each multiprocessor.
@@ -129,9 +130,9 @@ def _launch(
     width = weight.shape[0] // parts
     block_m, block_n, block_k, num_warps, num_stages = _tile(rows, width, gated)
     blocks_m, blocks_n = cdiv(rows, block_m), cdiv(width, block_n)
-    out, scaled, new_squares = _empty_padded(rows, width, x), None, None
+    out, scaled, new_squares = empty_padded(rows, width, x), None, None
     if next_norm_weight is not None:
-        scaled = _empty_padded(rows, width, x)
+        scaled = empty_padded(rows, width, x)
         new_squares = torch.empty(rows, blocks_n, dtype=torch.float32, device=x.device)
     overlap = overlap_options(x.device)
     # Spare programs only wait. They keep the next kernel's programs, which arrive early, evenly spread.
@@ -175,17 +176,10 @@ def _tile(rows: int, width: int, gated: bool) -> tuple[int, int, int, int, int]:
     return TILES[next((most for most in TILES if rows <= most), MAX_ROWS)][kind]
 
 
-def _empty_padded(rows: int, width: int, like: Tensor) -> Tensor:
-    """With memory for whole tiles of rows behind it, see _readable_rows."""
-    padded = cdiv(rows, ROW_PADDING) * ROW_PADDING
-    return torch.empty(padded, width, dtype=like.dtype, device=like.device)[:rows]
-
-
 def _readable_rows(x: Tensor, wanted: int) -> int:
     """How many rows a tile of x may read: all that are wanted, where its storage goes on so far.
 
-    What comes of the rows too many is never stored, but the copy engine takes 1 to 2 us longer if it has to
-    fill in rows that do not exist.
+    What comes of the rows too many is never stored.
     """
     elements = x.untyped_storage().nbytes() // x.element_size() - x.storage_offset()
     return wanted if (wanted - 1) * x.stride(0) + x.shape[1] <= elements else x.shape[0]
@@ -234,9 +228,9 @@ def _fused_linear_kernel(
         begin = block_m * piece
         size = tl.minimum(piece, wanted - begin)
         address = (weight_start + block_n.to(tl.int64) * BLOCK_N * in_features).to(tl.int64) + begin
-        _prefetch(address, size)
+        prefetch(address, size)
         if PARTS == 2:
-            _prefetch(address + width.to(tl.int64) * in_features * 2, size)
+            prefetch(address + width.to(tl.int64) * in_features * 2, size)
         tl.extra.cuda.gdc_wait()
     if block_n * BLOCK_N >= width:
         return
@@ -285,24 +279,3 @@ def _fused_linear_kernel(
         tl.store(scaled + place, wide * gain.to(tl.float32)[None, :], mask=valid)
         blocks_n = tl.cdiv(width, BLOCK_N)
         tl.store(new_squares + row * blocks_n + block_n, tl.sum(wide * wide, axis=1), mask=real_row)
-
-
-@triton.jit
-def _prefetch(address, size):
-    """One thread asks for `size` bytes, a multiple of 16 (none if negative), to be put in the L2 cache."""
-    tl.inline_asm_elementwise(
-        """{
-        .reg .pred first, some;
-        .reg .u32 thread;
-        mov.u32 thread, %tid.x;
-        setp.eq.u32 first, thread, 0;
-        setp.gt.and.s32 some, $2, 0, first;
-        @some cp.async.bulk.prefetch.L2.global [$1], $2;
-        mov.u32 $0, 0;
-        }""",
-        "=r,l,r",
-        [address, size],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )

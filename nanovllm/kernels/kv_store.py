@@ -205,8 +205,8 @@ def _qk_norm_rope_store_kernel(
         slot = tl.load(slot_mapping + token).to(tl.int64)
         cell = (slot * NUM_KV_HEADS + head) * HEAD_DIM + half
     if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()  # attention has things to do before it waits
         tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
 
     x1 = tl.load(address, mask=inside, other=0.0)
     x2 = tl.load(address + HALF, mask=inside, other=0.0)

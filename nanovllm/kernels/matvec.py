@@ -16,7 +16,8 @@ from nanovllm.kernels.runtime import cdiv, next_power_of_2, overlap_options, tl,
 
 MAX_ROWS = 2
 TILE_ELEMENTS = 8192
-MAX_TILE_WIDTH = 4096
+MIN_PROGRAMS = 512
+MAX_HEIGHT = 8
 
 
 def linear_small_pays(x: Tensor) -> bool:
@@ -46,8 +47,11 @@ def linear_small(
         )
     rows, in_features = x.shape
     out_features = weight.shape[0]
-    width = min(next_power_of_2(in_features), MAX_TILE_WIDTH)
-    height = max(2, TILE_ELEMENTS // width)
+    rows_pad = next_power_of_2(rows)
+    # Enough programs to fill the chip, and each with rows enough that it seldom reads x.
+    height = next_power_of_2(out_features // MIN_PROGRAMS + 1) // 2
+    height = max(2, min(height, MAX_HEIGHT // rows_pad))
+    width = min(next_power_of_2(in_features), TILE_ELEMENTS // (height * rows_pad))
     out = torch.empty(rows, out_features // (1 + silu_and_mul), dtype=x.dtype, device=x.device)
     _matvec_kernel[(cdiv(out_features, height),)](
         x,
@@ -59,10 +63,10 @@ def linear_small(
         eps,
         x.stride(0),
         residual.stride(0) if residual is not None else 0,
-        in_features,
         out_features,
+        IN_FEATURES=in_features,
         ROWS=rows,
-        ROWS_PAD=next_power_of_2(rows),
+        ROWS_PAD=rows_pad,
         HEIGHT=height,
         WIDTH=width,
         GATED=silu_and_mul,
@@ -101,8 +105,8 @@ def _matvec_kernel(
     eps,
     x_stride,
     residual_stride,
-    in_features,
     out_features,
+    IN_FEATURES: tl.constexpr,
     ROWS: tl.constexpr,
     ROWS_PAD: tl.constexpr,
     HEIGHT: tl.constexpr,
@@ -119,32 +123,33 @@ def _matvec_kernel(
     # Three dimensions throughout, [rows of x, rows of the weight, columns], so that no layout ever changes.
     column = tl.arange(0, WIDTH)[None, None, :]
     member = tl.arange(0, ROWS_PAD)
-    address = weight + weight_row[None, :, None].to(tl.int64) * in_features + column
+    address = weight + weight_row[None, :, None].to(tl.int64) * IN_FEATURES + column
     inside = (line < out_features)[None, :, None]
-    tile = tl.load(address, mask=inside & (column < in_features), other=0.0)
+    tile = tl.load(address, mask=inside & (column < IN_FEATURES), other=0.0)
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
 
-    acc = tl.zeros([ROWS_PAD, HEIGHT], tl.float32)
-    squares = tl.zeros([ROWS_PAD, 1], tl.float32)
-    for start in range(0, in_features, WIDTH):
+    # Sums are kept apart by column until the end: a reduction a tile costs more than the products.
+    products = tl.zeros([ROWS_PAD, HEIGHT, WIDTH], tl.float32)
+    squares = tl.zeros([ROWS_PAD, 1, WIDTH], tl.float32)
+    for start in range(0, IN_FEATURES, WIDTH):
         current = tile.to(tl.float32)
         place = start + column
-        tile = tl.load(address + start + WIDTH, mask=inside & (place + WIDTH < in_features), other=0.0)
-        present = (member < ROWS)[:, None, None] & (place < in_features)
+        tile = tl.load(address + start + WIDTH, mask=inside & (place + WIDTH < IN_FEATURES), other=0.0)
+        present = (member < ROWS)[:, None, None] & (place < IN_FEATURES)
         values = tl.load(x + member[:, None, None] * x_stride + place, mask=present, other=0.0).to(tl.float32)
-        if norm_weight is None:
-            acc += tl.sum(current * values, axis=2)
-        else:
-            gain = tl.load(norm_weight + place, mask=place < in_features, other=0.0).to(tl.float32)
-            products, squared = tl.broadcast(current * (values * gain), values * values)
-            # One reduction for both: a second would wait for the first.
-            product_sums, square_sums = tl.split(tl.sum(tl.join(products, squared), axis=2))
-            acc += product_sums
-            squares += tl.max(square_sums, axis=1)[:, None]
-    if norm_weight is not None:
-        acc *= tl.rsqrt(squares / in_features + eps)  # the same factor for every output: left for last
+        if norm_weight is not None:
+            squares += values * values
+            values *= tl.load(norm_weight + place, mask=place < IN_FEATURES, other=0.0).to(tl.float32)
+        products += current * values
+    if norm_weight is None:
+        acc = tl.sum(products, axis=2)
+    else:
+        # One reduction for both: a second would wait for the first.
+        products, squares = tl.broadcast(products, squares)
+        acc, square_sums = tl.split(tl.sum(tl.join(products, squares), axis=2))
+        acc *= tl.rsqrt(square_sums / IN_FEATURES + eps)  # the same factor for every output: left for last
     if bias is not None:
         acc += tl.load(bias + weight_row, mask=line < out_features, other=0.0).to(tl.float32)[None, :]
 
