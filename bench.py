@@ -58,7 +58,7 @@ class Workload:
 
     def for_warmup(self, limit: int) -> "Workload":
         """At most `limit` sequences that end one after another: every batch size occurs once, for a step."""
-        prompts = self.with_fresh_tokens(-1).prompts[:limit]
+        prompts = self.with_fresh_tokens(1 << 32).prompts[:limit]
         return Workload(prompts, [min(i + 2, m) for i, m in enumerate(self.max_tokens[:limit])])
 
 

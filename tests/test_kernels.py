@@ -184,10 +184,10 @@ def test_more_tokens_than_a_grid_dimension_holds_are_rotated_and_stored():
 
 
 @on_devices
-def test_nothing_is_stored_in_empty_caches(device):
+def test_caches_may_be_empty_where_nothing_is_stored(device):
     qkv, positions, cos_sin = rope_inputs(3, 4, 2, 64, device, torch.float32)
     expected, cache = qkv.clone(), torch.empty(0, device=device)
-    arguments = (4, 2, 64, None, None, 1e-6, positions, cos_sin, cache, cache, positions)
+    arguments = (4, 2, 64, None, None, 1e-6, positions, cos_sin, cache, cache, torch.full_like(positions, -1))
     kv_store.qk_norm_rope_store(qkv, *arguments)
     kv_store.qk_norm_rope_store_torch(expected, *arguments)
     assert error(qkv, expected) < 1e-6

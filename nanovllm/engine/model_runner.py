@@ -4,6 +4,7 @@ Knows tensors, devices and memory; nothing about queues or text. Rank 0 lives in
 """
 
 import contextlib
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -98,6 +99,7 @@ class ModelRunner:
         """Run the largest prefill there can be, so that the peak of memory that activations need is known."""
         if self.device.type != "cuda":
             return
+        self._compile_kernels()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.device)
         budget, longest = self.config.max_num_batched_tokens, self.config.max_model_len
@@ -107,6 +109,24 @@ class ModelRunner:
             seq.num_scheduled_tokens = len(seq)
         self.run(sequences, True)
         torch.cuda.empty_cache()
+
+    @torch.inference_mode()
+    def _compile_kernels(self) -> None:
+        """
+        Compile what a prefill needs, side by side: most of that is the work of other programs (an assembler,
+        a C compiler), and one after another they would take several seconds.
+        """
+        seq = Sequence([0] * 16)
+        seq.num_scheduled_tokens = len(seq)
+        input_ids, positions = self.prepare_prefill([seq])
+        hidden_states = self.model.model.embed_tokens(input_ids)
+        logits, sampling = self.model.compute_logits(hidden_states), self.prepare_sample([seq])
+        calls = self.model.model.layers[0].kernel_calls(positions, hidden_states)
+        calls.append(lambda: self.sampler(logits, *sampling))
+        with ThreadPoolExecutor(initializer=torch.cuda.set_device, initargs=(self.device,)) as pool:
+            for compiled in [pool.submit(torch.inference_mode()(call)) for call in calls]:
+                compiled.result()
+        reset_context()
 
     def allocate_kv_cache(self) -> None:
         """

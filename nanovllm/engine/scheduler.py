@@ -7,6 +7,7 @@ younger one.
 """
 
 from collections import deque
+from operator import attrgetter
 
 from nanovllm.config import Config
 from nanovllm.engine.block_manager import BlockManager
@@ -92,9 +93,10 @@ class Scheduler:
         return seq.num_scheduled_tokens
 
     def _schedule_decode(self) -> list[Sequence]:
+        block_size = self.block_size
         for seq in self.running:  # oldest first, while preemptions shorten the other end
             seq.num_scheduled_tokens = 1
-            if (seq.num_tokens - 1) % self.block_size and seq.num_tokens % self.block_size:
+            if seq.num_tokens % block_size > 1:
                 continue  # in the middle of a block nothing is opened or closed
             while not self.block_manager.can_append(seq):
                 youngest = self.running.pop()
@@ -104,7 +106,7 @@ class Scheduler:
             else:
                 self.block_manager.may_append(seq)
         # Longest first: attention ends sooner if the work that begins last is small.
-        return sorted(self.running, key=lambda seq: seq.num_tokens, reverse=True)
+        return sorted(self.running, key=attrgetter("num_tokens"), reverse=True)
 
     def preempt(self, seq: Sequence) -> None:
         """Take the sequence's blocks; it keeps its tokens and is computed again when there is room."""
@@ -124,9 +126,9 @@ class Scheduler:
             seq.num_computed_tokens += seq.num_scheduled_tokens
             seq.num_scheduled_tokens = 0
             if seq.num_computed_tokens == seq.num_tokens:
-                seq.expect_token()
+                seq.num_tokens += 1
                 drawing.append(seq)
-                if seq.num_tokens - seq.num_prompt_tokens == seq.max_tokens:  # it needs nothing any more
+                if seq.num_tokens == seq.max_num_tokens:  # it needs nothing any more
                     self._release(seq)
                     released = True
         if released:
@@ -143,16 +145,15 @@ class Scheduler:
         """
         if drawing is None:
             drawing = self.advance(sequences)
-        finished = []
+        finished, eos, block_size, over = [], self.eos, self.block_size, SequenceStatus.FINISHED
         for seq, token_id in zip(drawing, token_ids, strict=False):
-            if seq.is_finished:  # by the token before, which was not known when this step began
+            if seq.status is over:  # by the token before, which was not known when this step began
                 continue
-            seq.resolve_token(token_id)
+            seq.token_ids.append(token_id)
             num_known = len(seq.token_ids)
-            if num_known % self.block_size == 0:
+            if num_known % block_size == 0:
                 self.block_manager.may_close(seq)
-            hit_eos = token_id in self.eos and not seq.ignore_eos
-            if hit_eos or num_known - seq.num_prompt_tokens == seq.max_tokens:
+            if num_known == seq.max_num_tokens or (token_id in eos and not seq.ignore_eos):
                 seq.num_tokens = num_known
                 self._finish(seq)
                 finished.append(seq)

@@ -36,7 +36,6 @@ class Sequence:
         self.seq_id = next(Sequence._ids)
         self.status = SequenceStatus.WAITING
         self.token_ids = list(token_ids)
-        self.last_token = self.token_ids[-1]
         self.num_tokens = len(self.token_ids)
         self.num_prompt_tokens = self.num_tokens
         self.num_cached_tokens = 0
@@ -49,6 +48,7 @@ class Sequence:
         # Smaller ones would take logits / temperature out of float32's range; they leave only the best token.
         self.temperature = sampling_params.temperature if sampling_params.temperature > 1e-6 else 0.0
         self.max_tokens = sampling_params.max_tokens
+        self.max_num_tokens = self.num_prompt_tokens + self.max_tokens
         self.ignore_eos = sampling_params.ignore_eos
         self.seed = seed  # with a token's position it decides the noise that token is drawn with
         if block_size is not None:
@@ -67,6 +67,10 @@ class Sequence:
     @property
     def is_finished(self) -> bool:
         return self.status == SequenceStatus.FINISHED
+
+    @property
+    def last_token(self) -> int:
+        return self.token_ids[-1]
 
     @property
     def num_completion_tokens(self) -> int:
@@ -99,14 +103,5 @@ class Sequence:
         return self.token_ids[i * self.block_size : (i + 1) * self.block_size]
 
     def append_token(self, token_id: int) -> None:
-        self.expect_token()
-        self.resolve_token(token_id)
-
-    def expect_token(self) -> None:
-        """Count a token that a step under way will draw."""
         self.num_tokens += 1
-
-    def resolve_token(self, token_id: int) -> None:
-        """Fill in the first token that was counted but not known."""
         self.token_ids.append(token_id)
-        self.last_token = token_id

@@ -64,14 +64,12 @@ def qk_norm_rope_store(
     qkv is [tokens, (num_heads + 2 * num_kv_heads) * head_dim], rows contiguous. Each head of q and k goes
     through RMSNorm (unless the weights are None) and the rotary embedding (Su et al., 2021) of its token's
     position, which turns the halves (x1, x2) of a head into (x1 cos - x2 sin, x2 cos + x1 sin). cos_sin is
-    float32 [max_positions, head_dim], cosines then sines. In empty caches (numel() == 0) nothing is stored.
+    float32 [max_positions, head_dim], cosines then sines. The caches may be empty if every slot is -1.
     """
     arguments = (num_heads, num_kv_heads, head_dim, q_weight, k_weight, eps, positions, cos_sin)
     if not use_triton(qkv):
         return qk_norm_rope_store_torch(qkv, *arguments, k_cache, v_cache, slot_mapping)
-    store = k_cache.numel() > 0
-    q_programs, kv_programs = cdiv(num_heads, HEADS_PER_PROGRAM), cdiv(num_kv_heads, HEADS_PER_PROGRAM)
-    programs = q_programs + kv_programs * (2 if store else 1)
+    programs = cdiv(num_heads, HEADS_PER_PROGRAM) + 2 * cdiv(num_kv_heads, HEADS_PER_PROGRAM)
     if qkv.shape[0]:
         _qk_norm_rope_store_kernel[(qkv.shape[0] * programs,)](
             qkv,
@@ -89,7 +87,6 @@ def qk_norm_rope_store(
             HEAD_DIM=head_dim,
             HALF_PAD=next_power_of_2(head_dim // 2),
             HEADS=HEADS_PER_PROGRAM,
-            STORE=store,
             num_warps=1,
             **overlap_options(qkv.device),
         )
@@ -170,14 +167,13 @@ def _qk_norm_rope_store_kernel(
     HEAD_DIM: tl.constexpr,
     HALF_PAD: tl.constexpr,
     HEADS: tl.constexpr,
-    STORE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """A program takes HEADS heads of one token: first the groups of q, then those of k, then those of v."""
     Q_PROGRAMS: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
     KV_PROGRAMS: tl.constexpr = (NUM_KV_HEADS + HEADS - 1) // HEADS
     HALF: tl.constexpr = HEAD_DIM // 2
-    PROGRAMS: tl.constexpr = Q_PROGRAMS + (2 * KV_PROGRAMS if STORE else KV_PROGRAMS)
+    PROGRAMS: tl.constexpr = Q_PROGRAMS + 2 * KV_PROGRAMS
     group = tl.program_id(0) % PROGRAMS
     token = (tl.program_id(0) // PROGRAMS).to(tl.int64)
     is_q = group < Q_PROGRAMS
@@ -201,9 +197,8 @@ def _qk_norm_rope_store_kernel(
         else:
             gain1 = tl.load(k_weight + half, mask=turned, other=0.0)
             gain2 = tl.load(k_weight + HALF + half, mask=turned, other=0.0)
-    if STORE:
-        slot = tl.load(slot_mapping + token).to(tl.int64)
-        cell = (slot * NUM_KV_HEADS + head) * HEAD_DIM + half
+    slot = tl.load(slot_mapping + token).to(tl.int64)
+    cell = (slot * NUM_KV_HEADS + head) * HEAD_DIM + half
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()  # attention has things to do before it waits
         tl.extra.cuda.gdc_wait()
@@ -221,11 +216,10 @@ def _qk_norm_rope_store_kernel(
         x1, x2 = (wide1 * cos - wide2 * sin).to(x1.dtype), (wide2 * cos + wide1 * sin).to(x1.dtype)
         tl.store(address, x1, mask=inside)
         tl.store(address + HALF, x2, mask=inside)
-    if STORE:
-        if slot >= 0:
-            if is_v:
-                tl.store(v_cache + cell, x1, mask=inside)
-                tl.store(v_cache + cell + HALF, x2, mask=inside)
-            elif not is_q:
-                tl.store(k_cache + cell, x1, mask=inside)
-                tl.store(k_cache + cell + HALF, x2, mask=inside)
+    if slot >= 0:
+        if is_v:
+            tl.store(v_cache + cell, x1, mask=inside)
+            tl.store(v_cache + cell + HALF, x2, mask=inside)
+        elif not is_q:
+            tl.store(k_cache + cell, x1, mask=inside)
+            tl.store(k_cache + cell + HALF, x2, mask=inside)

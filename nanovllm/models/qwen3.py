@@ -7,6 +7,7 @@ into the next norm. What differs between relatives is passed down as `qk_norm`, 
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -45,7 +46,12 @@ class Qwen3Attention(nn.Module):
         return self.o_proj(self.attend(positions, self.qkv_proj(hidden_states)))
 
     def attend(self, positions: torch.Tensor, qkv: torch.Tensor) -> torch.Tensor:
-        """From the projections to the heads' outputs. Norms, rotation and the KV store are one pass."""
+        """From the projections to the heads' outputs."""
+        self.store(positions, qkv)
+        return self.attn.attend(*self.split_heads(qkv))
+
+    def store(self, positions: torch.Tensor, qkv: torch.Tensor) -> None:
+        """Norms and rotation of q and k, in place, and the KV store, in one pass."""
         attn = self.attn
         qk_norm_rope_store(
             qkv,
@@ -61,8 +67,12 @@ class Qwen3Attention(nn.Module):
             attn.v_cache,
             get_context().slot_mapping,
         )
-        heads = qkv.view(len(qkv), -1, attn.head_dim)  # [tokens, q heads + k heads + v heads, head_dim]
-        return attn.attend(*heads.split((attn.num_heads, attn.num_kv_heads, attn.num_kv_heads), dim=1))
+
+    def split_heads(self, qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """-> q, k and v, [tokens, heads of each, head_dim]."""
+        attn = self.attn
+        heads = qkv.view(len(qkv), -1, attn.head_dim)
+        return heads.split((attn.num_heads, attn.num_kv_heads, attn.num_kv_heads), dim=1)
 
 
 class Qwen3MLP(nn.Module):
@@ -105,6 +115,18 @@ class Qwen3DecoderLayer(nn.Module):
         hidden_states, residual = self.post_attention_layernorm(hidden_states, residual)
         return self.mlp(hidden_states), residual
 
+    def kernel_calls(self, positions: torch.Tensor, x: torch.Tensor) -> list[Callable[[], Any]]:
+        """Calls that do not depend on each other and use every kernel of `forward` for x [tokens, hidden]."""
+        attn, mlp = self.self_attn, self.mlp
+        qkv, gate_up = attn.qkv_proj(x), mlp.gate_up_proj(x)
+        return [
+            lambda: self.input_layernorm(x),
+            lambda: self.input_layernorm(x, x),
+            lambda: attn.store(positions, qkv),
+            lambda: attn.attn.attend(*attn.split_heads(qkv)),
+            lambda: mlp.act_fn(gate_up),
+        ]
+
     def forward_small(self, positions: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """
         The same for a few tokens, where launches and small reads weigh: each product takes its neighbours
@@ -142,11 +164,12 @@ class Qwen3Model(nn.Module):
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         hidden_states, residual = self.embed_tokens(input_ids), None
-        if linear_small_pays(hidden_states):
+        decoding = not get_context().is_prefill  # a prefill uses one path, so that a start compiles one
+        if decoding and linear_small_pays(hidden_states):
             for layer in self.layers:
                 hidden_states = layer.forward_small(positions, hidden_states)
             return self.norm(hidden_states)
-        if fused_linear_pays(hidden_states):
+        if decoding and fused_linear_pays(hidden_states):
             norms = [*(layer.input_layernorm for layer in self.layers), self.norm]
             stream = begin_stream(hidden_states, norms[0].weight, norms[0].eps)
             for layer, next_norm in zip(self.layers, norms[1:], strict=True):
