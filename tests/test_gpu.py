@@ -1,7 +1,11 @@
 """What only a GPU can show: graphs, overlap and kernels together, against transformers and each other."""
 
 import gc
+import os
 import random
+import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -121,3 +125,35 @@ def test_a_budget_that_holds_no_sequence_is_an_error_that_says_what_helps(checkp
         LLM(checkpoint, gpu_memory_utilization=0.001)
     with LLM(checkpoint) as llm:
         assert len(llm.generate([[1]], GREEDY, use_tqdm=False)[0]["token_ids"]) == 64
+
+
+SANITIZED_RUN = """
+import sys
+from nanovllm import LLM, SamplingParams
+
+checkpoint, *eager = sys.argv[1:]
+options = dict(dtype="bfloat16", kvcache_block_size=16, num_kvcache_blocks=40, enforce_eager=bool(eager))
+with LLM(checkpoint, max_num_batched_tokens=512, max_num_seqs=20, **options) as llm:
+    for count in (1, 2, 20):
+        prompts = [[(7 * i + j) % 320 for j in range(10 + 3 * i)] for i in range(count)]
+        params = [SamplingParams(temperature=i % 2, max_tokens=12, ignore_eos=True) for i in range(count)]
+        assert len(llm.generate(prompts, params, use_tqdm=False)) == count
+"""
+
+
+@pytest.mark.skipif(not shutil.which("compute-sanitizer"), reason="compute-sanitizer is not installed")
+@pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])
+def test_compute_sanitizer_finds_no_bad_access(checkpoint, eager):
+    # Without torch's caching every tensor is an allocation of its own, whose bounds are watched. Graphs need
+    # the caching.
+    environment = {**os.environ, **({"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if eager else {})}
+    command = ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "99", sys.executable, "-c"]
+    run = subprocess.run(
+        [*command, SANITIZED_RUN, checkpoint, *(["eager"] if eager else [])],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0 and "ERROR SUMMARY: 0 errors" in run.stdout, (
+        run.stdout[-3000:] + run.stderr[-3000:]
+    )

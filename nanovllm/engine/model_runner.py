@@ -26,7 +26,7 @@ GRAPH_BYTES = 512 << 20  # for what CUDA graphs keep, logits aside
 
 def get_graph_sizes(max_num_seqs: int) -> list[int]:
     """Batch sizes that CUDA graphs are made for: padding costs little where the weights decide the time."""
-    sizes = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, *range(128, max_num_seqs, 64)]
+    sizes = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, *range(128, max_num_seqs, 32)]
     return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
 
 
