@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
+from test_kernels import error, rand, tolerance
 
 from nanovllm.kernels import fused_linear
 from nanovllm.kernels.fused_linear import Stream
@@ -44,20 +45,6 @@ def test_the_kernel_agrees_with_its_twins_in_tritons_interpreter():
 @pytest.fixture(autouse=True)
 def seeded():
     torch.manual_seed(0)
-
-
-def error(got, expected):
-    """Relative distance; NaN never passes a comparison with it."""
-    got, expected = got.double(), expected.double()
-    return ((got - expected).norm() / expected.norm().clamp_min(1e-12)).item()
-
-
-def tolerance(dtype):
-    return 1e-5 if dtype == torch.float32 else 8e-3
-
-
-def rand(*shape, device="cpu", dtype=torch.float32):
-    return torch.randn(*shape, device=device).to(dtype)
 
 
 def make_stream(rows, hidden, device, dtype):
