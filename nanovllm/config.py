@@ -19,7 +19,7 @@ class Config:
     max_num_seqs:           most sequences running at once.
     max_model_len:          most tokens of prompt and completion; capped by the checkpoint's own limit.
     gpu_memory_utilization: share of the whole card's memory that the engine may fill, in (0, 1].
-    tensor_parallel_size:   ranks that the model is split over, 1 to 8 (in this version 1).
+    tensor_parallel_size:   ranks (GPUs, or processes on a CPU) that the model is split over, 1 to 8.
     enforce_eager:          never use CUDA graphs.
     hf_config:              filled in: the fields of the checkpoint's config.json.
     eos:                    filled in: the token ids that end a sequence.
@@ -92,10 +92,42 @@ class Config:
         return cls(model, **options)
 
     def fill_in(self, hf_config: Any) -> None:
-        """Complete the options with what the checkpoint says of the model."""
+        """Complete the options with what the checkpoint says of the model, and check that they fit it."""
         self.hf_config = hf_config
+        self._check_split()
         self.max_model_len = min(self.max_model_len, hf_config.max_position_embeddings)
         hf_config.max_model_len = self.max_model_len  # no longer table of rotations is needed
+
+    def _check_split(self) -> None:
+        """Raise ValueError unless the model can be split over the ranks, and there are so many devices."""
+        size, hf_config = self.tensor_parallel_size, self.hf_config
+        for name in ("num_attention_heads", "intermediate_size"):
+            if getattr(hf_config, name) % size:
+                raise ValueError(
+                    f"tensor_parallel_size={size} must divide {name}, which is {getattr(hf_config, name)}"
+                )
+        kv_heads = hf_config.num_key_value_heads
+        if kv_heads % size and size % kv_heads:
+            raise ValueError(
+                f"tensor_parallel_size={size} must divide num_key_value_heads, which is {kv_heads}, "
+                f"or be a multiple of it"
+            )
+        if (size - 1) * -(-hf_config.vocab_size // size) >= hf_config.vocab_size:
+            raise ValueError(
+                f"tensor_parallel_size={size} leaves a rank without a part of the vocabulary, whose size is "
+                f"{hf_config.vocab_size}"
+            )
+        device = torch.device(self.device)
+        if size > 1 and device.type == "cuda" and (device.index or 0) + size > torch.cuda.device_count():
+            raise ValueError(
+                f"tensor_parallel_size={size} needs the CUDA devices from {device.index or 0} to "
+                f"{(device.index or 0) + size - 1}, but there are {torch.cuda.device_count()}"
+            )
+
+    def device_of(self, rank: int) -> torch.device:
+        """The device of a rank: neighbours, beginning with the one that was asked for."""
+        device = torch.device(self.device)
+        return torch.device("cuda", (device.index or 0) + rank) if device.type == "cuda" else device
 
     @property
     def torch_dtype(self) -> torch.dtype:

@@ -195,7 +195,7 @@ def test_a_bad_chat_is_refused(llm, messages):
         llm.chat(messages, GREEDY, use_tqdm=False)
 
 
-STEP_CALLS = ("run", "launch")  # what the engine asks of its ranks to compute a step
+STEP_CALLS = ("prefill", "decode")  # what the engine asks of its ranks to compute a step
 
 
 class Boom(Exception):

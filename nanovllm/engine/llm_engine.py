@@ -15,6 +15,7 @@ from tqdm.auto import tqdm
 
 from nanovllm.config import Config
 from nanovllm.engine.model_runner import ModelRunner, StepOutput
+from nanovllm.engine.ranks import Ranks
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
@@ -41,18 +42,16 @@ class LLMEngine:
     """
 
     model_runner: ModelRunner | None = None
+    ranks: Ranks | None = None
 
     def __init__(self, model: str, **options: Any):
         self.config = Config.from_options(model, options)
-        if self.config.tensor_parallel_size > 1:
-            raise ValueError(
-                f"tensor_parallel_size must be 1 in this version, got {self.config.tensor_parallel_size}"
-            )
         checkpoint = open_checkpoint(self.config.model, self.config.load_format)
+        self.config.model = checkpoint.path
         self.config.fill_in(checkpoint.hf_config())
         with ThreadPoolExecutor(1) as pool:  # a tokenizer takes long to import and needs no device
             tokenizer = pool.submit(checkpoint.tokenizer)
-            self.model_runner = ModelRunner(self.config)
+            self.model_runner = self._start_runner()
             self.tokenizer = tokenizer.result()
         self.config.eos = checkpoint.eos_token_ids(self.tokenizer)
         self.scheduler = Scheduler(self.config)
@@ -60,11 +59,33 @@ class LLMEngine:
         self._overlap = self.config.device != "cpu"
         self._under_way: Step | None = None
 
+    def _start_runner(self) -> ModelRunner:
+        """This process's model runner, which has the other ranks' with it."""
+        if self.config.tensor_parallel_size == 1:
+            return ModelRunner(self.config)
+        self.ranks = Ranks(self.config)
+        try:
+            return ModelRunner(self.config, 0, self.ranks.group, self.ranks)
+        except BaseException as error:
+            try:
+                if isinstance(error, RuntimeError):
+                    self.ranks.explain(error)
+                raise
+            finally:
+                self.ranks.close()
+
     def exit(self) -> None:
-        """Free the device's memory. May be called twice; the engine cannot be used afterwards."""
-        if self.model_runner is not None:
-            self.model_runner.call("exit")
-            self.model_runner = None
+        """
+        Free the devices' memory and end the other ranks. May be called twice; the engine cannot be used
+        afterwards.
+        """
+        runner, self.model_runner = self.model_runner, None
+        if runner is not None:
+            if self.ranks is not None:
+                self.ranks.finish_step()
+            runner.exit()
+        if self.ranks is not None:
+            self.ranks.close()
 
     def __enter__(self) -> "LLMEngine":
         return self
@@ -104,11 +125,13 @@ class LLMEngine:
 
     def _launch(self, sequences: list[Sequence], is_prefill: bool) -> Step:
         num_tokens = sum(seq.num_scheduled_tokens for seq in sequences) if is_prefill else -len(sequences)
-        output = self.model_runner.call("launch", sequences, is_prefill)
+        output = self.model_runner.launch(sequences, is_prefill)
         return Step(sequences, self.scheduler.advance(sequences), num_tokens, output)
 
     def _collect(self, step: Step) -> tuple[list[tuple[int, list[int]]], int]:
-        finished = self.scheduler.postprocess(step.sequences, step.output.token_ids(), step.drawing)
+        token_ids = step.output.token_ids()
+        self._check_usable()  # where a rank has failed the tokens are worthless
+        finished = self.scheduler.postprocess(step.sequences, token_ids, step.drawing)
         return [(seq.seq_id, seq.completion_token_ids) for seq in finished], step.num_tokens
 
     def is_finished(self) -> bool:
@@ -181,7 +204,10 @@ class LLMEngine:
         """Drop every request."""
         self._under_way = None
         self.scheduler.clear()
-        self.model_runner.call("reset")
+        if self.ranks is not None and self.ranks.failure:
+            self.exit()
+        else:
+            self.model_runner.call("reset")
 
     def _run_to_end(self, num_requests: int, use_tqdm: bool) -> Iterable[tuple[int, list[int]]]:
         """Step until no request is left, yielding the finished ones and showing progress and speed."""
@@ -202,6 +228,8 @@ class LLMEngine:
         )
 
     def _check_usable(self) -> None:
+        if self.ranks is not None:
+            self.ranks.check()
         if self.model_runner is None:
             raise RuntimeError("this engine has been shut down by exit()")
 

@@ -5,7 +5,7 @@ Knows tensors, devices and memory; nothing about queues or text. Rank 0 lives in
 
 import contextlib
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,11 +14,16 @@ from nanovllm.config import Config
 from nanovllm.engine.decode_state import DecodeState
 from nanovllm.engine.sequence import Sequence
 from nanovllm.kernels.runtime import HAVE_TRITON
+from nanovllm.kernels.sampling import sample
 from nanovllm.layers.attention import Attention, get_backend
 from nanovllm.layers.sampler import Sampler
 from nanovllm.models import get_model_class
 from nanovllm.utils.context import reset_context, set_context
 from nanovllm.utils.loader import load_model
+from nanovllm.utils.parallel import Group, use_group
+
+if TYPE_CHECKING:
+    from nanovllm.engine.ranks import Ranks
 
 CPU_KV_CACHE_BYTES = 4 << 30
 GRAPH_BYTES = 512 << 20  # for what CUDA graphs keep, logits aside
@@ -30,23 +35,41 @@ def get_graph_sizes(max_num_seqs: int) -> list[int]:
     return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
 
 
+class PrefillBatch(NamedTuple):
+    """What a prefill step computes, as the host knows it: all that a rank needs of the sequences."""
+
+    input_ids: np.ndarray  # [tokens]
+    positions: np.ndarray  # [tokens]
+    slot_mapping: np.ndarray  # [tokens], see Context
+    lens_q: list[int]  # of each sequence
+    lens_k: list[int]
+    block_tables: np.ndarray | None  # [sequences, blocks]
+    sampling: tuple[np.ndarray, np.ndarray, np.ndarray]  # [sequences] each, see prepare_sample
+    rows: np.ndarray  # [sequences], of the decode state
+
+
 class ModelRunner:
     """
     `kv_cache` is [2, layers, blocks, block_size, kv_heads of this rank, head_dim]; 2 is keys and values.
     """
 
-    def __init__(self, config: Config, rank: int = 0):
+    def __init__(
+        self, config: Config, rank: int = 0, group: Group | None = None, ranks: "Ranks | None" = None
+    ):
+        """`ranks` is rank 0's hold on the other members of `group`, where there are any."""
         self.config = config
         self.rank = rank
+        self.group = group or Group()
+        self.ranks = ranks
         self.block_size = config.kvcache_block_size
-        self.device = torch.device(config.device)
+        self.device = config.device_of(rank)
         if self.device.type == "cuda":
-            self.device = torch.device("cuda", self.device.index or 0)
             torch.cuda.set_device(self.device)
-        with self._defaults():
+        with self._defaults(), use_group(self.group):
             self.model = get_model_class(config.hf_config)(config.hf_config)
             load_model(self.model, config.model, config.load_format)
-        self.sampler = Sampler()
+            self.sampler = Sampler(self.model.lm_head.vocab_start)
+        self.group.connect(self.device, config.torch_dtype, config.max_num_seqs)
         self.attention_layers = [module for module in self.model.modules() if isinstance(module, Attention)]
         backend = get_backend(config, self.device)
         for layer in self.attention_layers:
@@ -75,15 +98,20 @@ class ModelRunner:
             torch.set_default_dtype(dtype)
 
     def call(self, name: str, *args: Any) -> Any:
-        """Do the same thing on every rank and return what it gives on this one."""
-        return getattr(self, name)(*args)
+        """Do the same thing on every rank and return what it gives on this one, which is rank 0."""
+        return self.ranks.call(self, name, args) if self.ranks is not None else getattr(self, name)(*args)
+
+    def check_device(self) -> None:
+        """Raise what went wrong on the device, if something did; nobody else would notice on this rank."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).query()
 
     def exit(self) -> None:
         """Free the device's memory."""
         for layer in self.attention_layers:
             layer.k_cache = layer.v_cache = torch.empty(0)
-        self.model = self.kv_cache = self.state = None
         self.graphs.clear()
+        self.model = self.sampler = self.kv_cache = self.state = self.group = None
         self.attention_layers = []
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -104,11 +132,15 @@ class ModelRunner:
         torch.cuda.reset_peak_memory_stats(self.device)
         budget, longest = self.config.max_num_batched_tokens, self.config.max_model_len
         num_seqs = min(max(1, budget // longest), self.config.max_num_seqs)
-        sequences = [Sequence([0] * min(budget, longest)) for _ in range(num_seqs)]
-        for seq in sequences:
-            seq.num_scheduled_tokens = len(seq)
-        self.run(sequences, True)
+        self.prefill(self._warmup_batch(num_seqs, min(budget, longest)))
+        torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
+
+    def _warmup_batch(self, num_seqs: int, length: int) -> PrefillBatch:
+        sequences = [Sequence([0] * length) for _ in range(num_seqs)]
+        for seq in sequences:
+            seq.num_scheduled_tokens = length
+        return self.prepare_prefill(sequences)
 
     @torch.inference_mode()
     def _compile_kernels(self) -> None:
@@ -116,13 +148,11 @@ class ModelRunner:
         Compile what a prefill needs, side by side: most of that is the work of other programs (an assembler,
         a C compiler), and one after another they would take several seconds.
         """
-        seq = Sequence([0] * 16)
-        seq.num_scheduled_tokens = len(seq)
-        input_ids, positions = self.prepare_prefill([seq])
+        input_ids, positions, sampling = self._begin_prefill(self._warmup_batch(1, 16))
         hidden_states = self.model.model.embed_tokens(input_ids)
-        logits, sampling = self.model.compute_logits(hidden_states), self.prepare_sample([seq])
+        logits = self.model.compute_logits(hidden_states)
         calls = self.model.model.layers[0].kernel_calls(positions, hidden_states)
-        calls.append(lambda: self.sampler(logits, *sampling))
+        calls.append(lambda: sample(logits, *sampling))
         with ThreadPoolExecutor(initializer=torch.cuda.set_device, initargs=(self.device,)) as pool:
             for compiled in [pool.submit(torch.inference_mode()(call)) for call in calls]:
                 compiled.result()
@@ -139,7 +169,7 @@ class ModelRunner:
         dtype = config.kv_cache_torch_dtype
         block_bytes = 2 * len(self.attention_layers) * int(np.prod(shape)) * dtype.itemsize
         if config.num_kvcache_blocks == -1:
-            budget = self._kv_cache_budget()
+            budget = min(self.group.gather("budget", self._kv_cache_budget()))
             needed = -(-config.max_model_len // self.block_size)
             if budget // block_bytes < needed:
                 raise ValueError(
@@ -173,64 +203,59 @@ class ModelRunner:
         graphs = 0 if self.enforce_eager else GRAPH_BYTES + 2 * logits
         return int(total * self.config.gpu_memory_utilization) - (total - free) - activations - graphs
 
-    def prepare_prefill(self, sequences: list[Sequence]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Input ids and positions [tokens] of what the sequences have scheduled; sets the context."""
+    def prepare_prefill(self, sequences: list[Sequence]) -> PrefillBatch:
+        """What the sequences have scheduled."""
         input_ids, positions, slots = [], [], []
         lens_q = [seq.num_scheduled_tokens for seq in sequences]
         lens_k = [seq.num_computed_tokens + seq.num_scheduled_tokens for seq in sequences]
         for seq, end in zip(sequences, lens_k, strict=True):
-            position = np.arange(seq.num_computed_tokens, end)
-            input_ids.append(seq[seq.num_computed_tokens : end])
+            position = np.arange(seq.num_computed_tokens, end, dtype=np.int32)
+            input_ids.append(np.array(seq[seq.num_computed_tokens : end], dtype=np.int32))
             positions.append(position)
             if seq.block_table:
-                blocks = np.array(seq.block_table)[position // self.block_size]
+                blocks = np.array(seq.block_table, dtype=np.int32)[position // self.block_size]
                 slots.append(blocks * self.block_size + position % self.block_size)
             else:  # warm-up
-                slots.append(np.full(len(position), -1))
-        from_cache = (
-            lens_k != lens_q
-        )  # some keys were computed by earlier steps, or are by neighbours in this one
-        set_context(
-            True,
-            cu_seqlens_q=self._to_device(np.cumsum([0, *lens_q]), torch.int32),
-            cu_seqlens_k=self._to_device(np.cumsum([0, *lens_k]), torch.int32),
-            max_seqlen_q=max(lens_q),
-            max_seqlen_k=max(lens_k),
-            slot_mapping=self._to_device(np.concatenate(slots), torch.int32),
-            block_tables=self.prepare_block_tables(sequences) if from_cache else None,
+                slots.append(np.full_like(position, -1))
+        # Some keys were computed by earlier steps, or are by neighbours in this one.
+        from_cache = lens_k != lens_q
+        return PrefillBatch(
+            np.concatenate(input_ids),
+            np.concatenate(positions),
+            np.concatenate(slots),
+            lens_q,
+            lens_k,
+            self.prepare_block_tables(sequences) if from_cache else None,
+            self.prepare_sample(sequences),
+            np.array([seq.row for seq in sequences]),
         )
-        ids = self._to_device(np.concatenate(input_ids), torch.int64)
-        return ids, self._to_device(np.concatenate(positions), torch.int64)
 
-    def prepare_decode(self, sequences: list[Sequence]) -> int:
-        """
-        Tell the device what changed since the last decode step. Returns the number of rows it will have.
-        """
+    def prepare_decode(self, sequences: list[Sequence]) -> tuple[int, np.ndarray]:
+        """How many rows the step will have, and what the device must be told before it (DecodeState)."""
         batch_size = len(sequences)
         if not self.enforce_eager:
             batch_size = next(size for size in self.graph_sizes if size >= batch_size)
-        changes = self.state.changes(sequences, batch_size)
-        if changes.size:
-            self.state.apply(self._to_device(changes, torch.int32))
-        return batch_size
+        return batch_size, self.state.changes(sequences, batch_size)
 
-    def prepare_block_tables(self, sequences: list[Sequence]) -> torch.Tensor:
+    def prepare_block_tables(self, sequences: list[Sequence]) -> np.ndarray:
         """int32 [sequences, blocks of the longest]; what lies beyond a sequence's end is never read."""
         tables = np.zeros((len(sequences), max(len(seq.block_table) for seq in sequences)), dtype=np.int32)
         for row, seq in zip(tables, sequences, strict=True):
             row[: len(seq.block_table)] = seq.block_table
-        return self._to_device(tables, torch.int32)
+        return tables
 
-    def prepare_sample(self, sequences: list[Sequence]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def prepare_sample(self, sequences: list[Sequence]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Temperatures, seeds and the positions of the tokens to be drawn, [sequences] each."""
         positions = [seq.num_computed_tokens + seq.num_scheduled_tokens for seq in sequences]
         return (
-            self._to_device(np.array([seq.temperature for seq in sequences]), torch.float32),
-            self._to_device(np.array([seq.seed for seq in sequences]), torch.int64),
-            self._to_device(np.array(positions), torch.int64),
+            np.array([seq.temperature for seq in sequences], dtype=np.float32),
+            np.array([seq.seed for seq in sequences], dtype=np.int64),
+            np.array(positions, dtype=np.int64),
         )
 
-    def _to_device(self, array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+    def _to_device(self, array: np.ndarray | None, dtype: torch.dtype | None = None) -> torch.Tensor | None:
+        if array is None:
+            return None
         tensor = torch.from_numpy(array).to(dtype)
         if self.device.type == "cuda":
             return tensor.pin_memory().to(self.device, non_blocking=True)
@@ -240,36 +265,59 @@ class ModelRunner:
         """-> logits [sequences, vocabulary]."""
         return self.model.compute_logits(self.model(input_ids, positions))
 
-    @torch.inference_mode()
     def run(self, sequences: list[Sequence], is_prefill: bool) -> list[int]:
         """Compute one step: the next token id of every sequence."""
         return self.launch(sequences, is_prefill).token_ids()
 
-    @torch.inference_mode()
     def launch(self, sequences: list[Sequence], is_prefill: bool) -> "StepOutput":
-        """Enqueue one step without waiting for it."""
+        """Enqueue one step on all ranks without waiting for it."""
         if is_prefill:
-            tokens = self._prefill_step(sequences)
+            tokens = self.call("prefill", self.prepare_prefill(sequences))
         else:
-            batch_size = self.prepare_decode(sequences)
-            if self.enforce_eager:
-                tokens = self._decode_step(self.state.batch[:batch_size])
-            else:
-                if batch_size not in self.graphs:
-                    self.capture_cudagraph(batch_size)
-                graph, tokens = self.graphs[batch_size]
-                graph.replay()
+            tokens = self.call("decode", *self.prepare_decode(sequences))
         return StepOutput(tokens[: len(sequences)])
 
-    def _prefill_step(self, sequences: list[Sequence]) -> torch.Tensor:
+    @torch.inference_mode()
+    def prefill(self, batch: PrefillBatch) -> torch.Tensor:
+        """Compute a prefill step. Returns the token ids that it draws, int64 [sequences]."""
         try:
-            input_ids, positions = self.prepare_prefill(sequences)
-            logits = self.run_model(input_ids, positions)
-            tokens = self.sampler(logits, *self.prepare_sample(sequences))
+            input_ids, positions, sampling = self._begin_prefill(batch)
+            tokens = self.sampler(self.run_model(input_ids, positions), *sampling)
         finally:
             reset_context()
-        rows = np.array([seq.row for seq in sequences])
-        self.state.feed(self._to_device(rows, torch.int32), tokens)
+        self.state.feed(self._to_device(batch.rows, torch.int32), tokens)
+        return tokens
+
+    def _begin_prefill(
+        self, batch: PrefillBatch
+    ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
+        """Input ids and positions [tokens], and what the sampler needs; sets the context."""
+        set_context(
+            True,
+            cu_seqlens_q=self._to_device(np.cumsum([0, *batch.lens_q]), torch.int32),
+            cu_seqlens_k=self._to_device(np.cumsum([0, *batch.lens_k]), torch.int32),
+            max_seqlen_q=max(batch.lens_q),
+            max_seqlen_k=max(batch.lens_k),
+            slot_mapping=self._to_device(batch.slot_mapping, torch.int32),
+            block_tables=None
+            if batch.block_tables is None
+            else self._to_device(batch.block_tables, torch.int32),
+        )
+        input_ids = self._to_device(batch.input_ids, torch.int64)
+        positions = self._to_device(batch.positions, torch.int64)
+        return input_ids, positions, tuple(map(self._to_device, batch.sampling))
+
+    @torch.inference_mode()
+    def decode(self, batch_size: int, changes: np.ndarray) -> torch.Tensor:
+        """Compute a decode step (`prepare_decode`). Returns the token ids that it draws, int64 [batch]."""
+        if changes.size:
+            self.state.apply(self._to_device(changes))
+        if self.enforce_eager:
+            return self._decode_step(self.state.batch[:batch_size])
+        if batch_size not in self.graphs:
+            self.capture_cudagraph(batch_size)
+        graph, tokens = self.graphs[batch_size]
+        graph.replay()
         return tokens
 
     def _decode_step(self, batch: torch.Tensor) -> torch.Tensor:

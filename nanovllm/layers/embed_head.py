@@ -7,7 +7,6 @@ sampled.
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
@@ -20,6 +19,7 @@ class VocabParallelEmbedding(nn.Module):
     def __init__(self, num_embeddings: int, embedding_dim: int):
         super().__init__()
         self.num_embeddings = num_embeddings
+        self.group = parallel.get_group()
         rows = -(-num_embeddings // parallel.tp_size())
         self.vocab_start = min(parallel.tp_rank() * rows, num_embeddings)
         self.vocab_end = min(self.vocab_start + rows, num_embeddings)
@@ -35,12 +35,11 @@ class VocabParallelEmbedding(nn.Module):
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """input_ids [tokens] -> [tokens, embedding_dim], complete on every rank."""
-        if parallel.tp_size() == 1:
+        if self.vocab_end - self.vocab_start == self.num_embeddings:
             return F.embedding(input_ids, self.weight)
         mine = (input_ids >= self.vocab_start) & (input_ids < self.vocab_end)
         y = F.embedding((input_ids - self.vocab_start) * mine, self.weight) * mine.unsqueeze(1)
-        dist.all_reduce(y)
-        return y
+        return self.group.all_reduce(y)
 
 
 class ParallelLMHead(VocabParallelEmbedding):

@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 from nanovllm.kernels.layernorm import add_rms_norm, rms_norm
+from nanovllm.utils import parallel
 from nanovllm.utils.loader import default_weight_loader
 
 
@@ -13,6 +14,7 @@ class RMSNorm(nn.Module):
     def __init__(self, hidden_size: int, eps: float = 1e-6):
         super().__init__()
         self.eps = eps
+        self.group = parallel.get_group()
         self.weight = nn.Parameter(torch.ones(hidden_size), requires_grad=False)
         self.weight.weight_loader = default_weight_loader
 
@@ -25,3 +27,7 @@ class RMSNorm(nn.Module):
         if residual is None:
             return rms_norm(x, self.weight, self.eps)
         return add_rms_norm(x, residual, self.weight, self.eps)
+
+    def after_reduce(self, part: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """`forward(x, residual)`, where x is the sum of every rank's `part`, in one pass."""
+        return self.group.all_reduce_add_rms_norm(part, residual, self.weight, self.eps)

@@ -8,7 +8,6 @@ slicing, so that no more than the shard is read from disk. Weights are [output f
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
@@ -121,11 +120,22 @@ class QKVParallelLinear(MergedColumnParallelLinear):
 
 
 class RowParallelLinear(LinearBase):
-    """Split by input features; the ranks' partial products are summed. Rank 0 alone adds the bias."""
+    """
+    Split by input features; the ranks' partial products are summed, here or, without `reduce`, by the norm
+    that follows. Rank 0 alone adds the bias.
+    """
 
-    def __init__(self, input_size: int, output_size: int, bias: bool = False):
+    def __init__(self, input_size: int, output_size: int, bias: bool = False, reduce: bool = True):
         self.input_size = input_size
+        self.reduce = reduce
         super().__init__(divide(input_size, parallel.tp_size()), output_size, bias)
+        self.adds_bias = parallel.tp_rank() == 0
+        self.group = parallel.get_group()
+
+    @property
+    def bias_here(self) -> torch.Tensor | None:
+        """What this rank adds to its part of the sum."""
+        return self.bias if self.adds_bias else None
 
     def weight_loader(self, param: nn.Parameter, loaded_weight: Any) -> None:
         if param.dim() == 1:  # the bias
@@ -138,8 +148,6 @@ class RowParallelLinear(LinearBase):
         default_weight_loader(param, loaded_weight[:, start : start + param.shape[1]])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [tokens, input features of this rank] -> [tokens, output features], complete on every rank."""
-        y = F.linear(x, self.weight, self.bias if parallel.tp_rank() == 0 else None)
-        if parallel.tp_size() > 1:
-            dist.all_reduce(y)
-        return y
+        """x [tokens, input features of this rank] -> [tokens, output features], with `reduce` complete."""
+        y = F.linear(x, self.weight, self.bias_here)
+        return self.group.all_reduce(y) if self.reduce else y

@@ -22,6 +22,7 @@ from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from nanovllm.layers.rotary_embedding import RotaryEmbedding, get_rope, rope_parameters
+from nanovllm.utils import parallel
 from nanovllm.utils.context import get_context
 
 
@@ -36,7 +37,8 @@ class Qwen3Attention(nn.Module):
         self.qkv_proj = QKVParallelLinear(
             config.hidden_size, head_dim, config.num_attention_heads, config.num_key_value_heads, qkv_bias
         )
-        self.o_proj = RowParallelLinear(config.num_attention_heads * head_dim, config.hidden_size, o_bias)
+        heads_size = config.num_attention_heads * head_dim
+        self.o_proj = RowParallelLinear(heads_size, config.hidden_size, o_bias, reduce=False)
         self.q_norm = RMSNorm(head_dim, config.rms_norm_eps) if qk_norm else None
         self.k_norm = RMSNorm(head_dim, config.rms_norm_eps) if qk_norm else None
         self.rotary_emb = rotary_emb
@@ -81,7 +83,9 @@ class Qwen3MLP(nn.Module):
         self.gate_up_proj = MergedColumnParallelLinear(
             config.hidden_size, [config.intermediate_size] * 2, mlp_bias
         )
-        self.down_proj = RowParallelLinear(config.intermediate_size, config.hidden_size, mlp_bias)
+        self.down_proj = RowParallelLinear(
+            config.intermediate_size, config.hidden_size, mlp_bias, reduce=False
+        )
         self.act_fn = SiluAndMul()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -107,12 +111,13 @@ class Qwen3DecoderLayer(nn.Module):
     def forward(
         self, positions: torch.Tensor, hidden_states: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What comes in (except into the first layer) and goes out is this rank's part of a sum."""
         if residual is None:
             hidden_states, residual = self.input_layernorm(hidden_states), hidden_states
         else:
-            hidden_states, residual = self.input_layernorm(hidden_states, residual)
+            hidden_states, residual = self.input_layernorm.after_reduce(hidden_states, residual)
         hidden_states = self.self_attn(positions, hidden_states)
-        hidden_states, residual = self.post_attention_layernorm(hidden_states, residual)
+        hidden_states, residual = self.post_attention_layernorm.after_reduce(hidden_states, residual)
         return self.mlp(hidden_states), residual
 
     def kernel_calls(self, positions: torch.Tensor, x: torch.Tensor) -> list[Callable[[], Any]]:
@@ -140,6 +145,21 @@ class Qwen3DecoderLayer(nn.Module):
         gated = linear_small(x, up.weight, up.bias, norm_weight=norm.weight, eps=norm.eps, silu_and_mul=True)
         return linear_small(gated, down.weight, down.bias, residual=x)
 
+    def forward_small_split(
+        self, positions: torch.Tensor, x: torch.Tensor, residual: torch.Tensor, next_norm: RMSNorm
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """
+        The same where each rank has a part of every product: the norms come with the sums over the ranks. x
+        is normalised already and so is what is returned.
+        """
+        attn, mlp = self.self_attn, self.mlp
+        qkv = linear_small(x, attn.qkv_proj.weight, attn.qkv_proj.bias)
+        part = linear_small(attn.attend(positions, qkv), attn.o_proj.weight, attn.o_proj.bias_here)
+        x, residual = self.post_attention_layernorm.after_reduce(part, residual)
+        gated = linear_small(x, mlp.gate_up_proj.weight, mlp.gate_up_proj.bias, silu_and_mul=True)
+        part = linear_small(gated, mlp.down_proj.weight, mlp.down_proj.bias_here)
+        return next_norm.after_reduce(part, residual)
+
     def forward_fused(self, positions: torch.Tensor, stream: Stream, next_norm: RMSNorm) -> Stream:
         """The same for a batch of decoding sequences, where each norm is shared by the products around it."""
         attn, mlp, norm = self.self_attn, self.mlp, self.post_attention_layernorm
@@ -161,23 +181,31 @@ class Qwen3Model(nn.Module):
             Qwen3DecoderLayer(config, rotary_emb, **variant) for _ in range(config.num_hidden_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.is_split = parallel.tp_size() > 1
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         hidden_states, residual = self.embed_tokens(input_ids), None
         decoding = not get_context().is_prefill  # a prefill uses one path, so that a start compiles one
+        norms = [*(layer.input_layernorm for layer in self.layers), self.norm]
+        if decoding and linear_small_pays(hidden_states) and self.is_split:
+            hidden_states, residual = norms[0](hidden_states), hidden_states
+            for layer, next_norm in zip(self.layers, norms[1:], strict=True):
+                hidden_states, residual = layer.forward_small_split(
+                    positions, hidden_states, residual, next_norm
+                )
+            return hidden_states
         if decoding and linear_small_pays(hidden_states):
             for layer in self.layers:
                 hidden_states = layer.forward_small(positions, hidden_states)
             return self.norm(hidden_states)
-        if decoding and fused_linear_pays(hidden_states):
-            norms = [*(layer.input_layernorm for layer in self.layers), self.norm]
+        if decoding and fused_linear_pays(hidden_states) and not self.is_split:
             stream = begin_stream(hidden_states, norms[0].weight, norms[0].eps)
             for layer, next_norm in zip(self.layers, norms[1:], strict=True):
                 stream = layer.forward_fused(positions, stream, next_norm)
             return self.norm(stream.x)
         for layer in self.layers:
             hidden_states, residual = layer(positions, hidden_states, residual)
-        return self.norm(hidden_states, residual)[0]
+        return self.norm.after_reduce(hidden_states, residual)[0]
 
 
 class Qwen3ForCausalLM(nn.Module):

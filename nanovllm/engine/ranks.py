@@ -1,0 +1,213 @@
+"""The processes of a tensor-parallel engine: starts, feeds and watches the ranks, and sees that all end.
+
+Rank 0 is the user's process. The others are fresh interpreters that import nothing of the user's program, so
+a script needs no `if __name__ == "__main__"`. Everything goes through anonymous pipes: commands to a rank,
+and back from it a report when it fails. The end of the pipe is how each side learns that the other is gone.
+"""
+
+import json
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from multiprocessing import Pipe, connection, spawn
+from typing import Any
+
+import torch
+
+from nanovllm.config import Config
+from nanovllm.utils.parallel import Group
+
+START_RANK = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from nanovllm.engine.ranks import serve; serve(*map(int, sys.argv[2:]))"
+)
+NVLINK_MULTICAST_OFF = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+
+
+class Ranks:
+    """
+    Rank 0's hold on the others. `failure` says why they are gone, if they are; then every call raises it.
+
+    A step that has begun on one rank must be finished by all. So rank 0's part runs in a thread of its own,
+    where neither Ctrl-C nor another signal's handler can break it off half-way; an exception in there ends
+    all ranks.
+    """
+
+    def __init__(self, config: Config):
+        self.failure: str | None = None
+        self._failed = threading.Event()
+        self._lock = threading.Lock()
+        self._closed = False
+        self._step: Future | None = None
+        size = config.tensor_parallel_size
+        if torch.device(config.device).type == "cuda":
+            for name, value in NVLINK_MULTICAST_OFF.items():
+                os.environ.setdefault(name, value)
+        num_threads = max(1, torch.get_num_threads() // size)
+        self._folder = tempfile.mkdtemp(prefix="nanovllm-")
+        place = (size, self._folder, _peer_access(config))
+        self.group = Group(0, *place, check=self.check)
+        self._thread = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(num_threads,))
+        self._processes: list[subprocess.Popen] = []
+        self._commands: list[connection.Connection] = []
+        self._reports: list[connection.Connection] = []
+        try:
+            for rank in range(1, size):
+                self._start()
+                self._send(rank, (config, (rank, *place), num_threads))
+        except BaseException:
+            self.close()
+            raise
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def _start(self) -> None:
+        for_rank, commands = Pipe(duplex=False)
+        reports, from_rank = Pipe(duplex=False)
+        with for_rank, from_rank:
+            fds = [for_rank.fileno(), from_rank.fileno()]
+            command = [spawn.get_executable(), "-c", START_RANK, json.dumps([str(path) for path in sys.path])]
+            process = subprocess.Popen(
+                [*command, *map(str, fds), str(os.getpid())],
+                pass_fds=fds,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C in a terminal goes to rank 0, which decides what it means
+            )
+        self._processes.append(process)
+        self._commands.append(commands)
+        self._reports.append(reports)
+
+    def _send(self, rank: int, message: Any) -> None:
+        self._commands[rank - 1].send_bytes(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
+
+    def check(self) -> None:
+        """Raise RuntimeError if a rank has failed."""
+        if self.failure is not None:
+            raise RuntimeError(self.failure)
+
+    def call(self, runner: Any, name: str, args: tuple) -> Any:
+        """Do the same on every rank, and return what it gives on this one, where `runner` is."""
+        self.check()
+        self._step = self._thread.submit(self._call, runner, name, args)
+        return self._step.result()
+
+    def _call(self, runner: Any, name: str, args: tuple) -> Any:
+        try:
+            for rank in range(1, self.group.size):
+                self._send(rank, (name, args))
+            return getattr(runner, name)(*args)
+        except BaseException as error:
+            self.explain(error)
+            self._fail(f"rank 0 failed: {_describe(error)}")
+            raise
+
+    def explain(self, error: BaseException) -> None:
+        """Raise RuntimeError if another rank's end is the reason, which the watch may be about to find."""
+        if self._failed.wait(1):
+            raise RuntimeError(self.failure) from error
+
+    def _watch(self) -> None:
+        """Wait for the first rank that reports or dies. The others' complaints about it come later."""
+        ready = [self._reports.index(report) for report in connection.wait(self._reports)]
+        if self._closed:
+            return
+        found = []
+        for i in ready:
+            try:
+                when, cause, details = self._reports[i].recv()
+            except (EOFError, OSError):
+                when, cause, details = 0.0, _describe_end(self._processes[i]), ""
+            found.append((when, f"rank {i + 1} {cause}", details))
+        self._fail(*min(found)[1:])
+
+    def _fail(self, cause: str, details: str = "") -> None:
+        with self._lock:
+            if self.failure is None and not self._closed:
+                self.failure = f"{cause}; the engine has ended with it, make a new one\n{details}".rstrip()
+                for process in self._processes:
+                    process.kill()
+                self.group.abort()
+        self._failed.set()
+
+    def finish_step(self) -> None:
+        """Wait for rank 0's part of a step that Ctrl-C or another exception did not wait for."""
+        if self._step is not None:
+            wait([self._step], timeout=5)
+
+    def close(self) -> None:
+        """End the other ranks. May be called twice."""
+        with self._lock:
+            self._closed = True
+        self._thread.shutdown(wait=False)
+        for commands in self._commands:
+            commands.close()
+        for process in self._processes:
+            try:
+                process.wait(timeout=2)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def serve(commands_fd: int, reports_fd: int, parent: int) -> None:
+    """The life of a rank other than 0: do what it is told until there is nobody who could tell it."""
+    commands = connection.Connection(commands_fd, writable=False)
+    reports = connection.Connection(reports_fd, readable=False)
+    config, place, num_threads = pickle.loads(commands.recv_bytes())
+    group = Group(*place)
+    threading.Thread(target=_end_with, args=(parent, group.folder), daemon=True).start()
+    try:
+        torch.set_num_threads(num_threads)
+        from nanovllm.engine.model_runner import ModelRunner
+
+        runner = ModelRunner(config, group.rank, group)
+        while True:
+            while not commands.poll(1):
+                runner.check_device()
+            try:
+                message = commands.recv_bytes()
+            except EOFError:
+                os._exit(0)
+            name, args = pickle.loads(message)
+            getattr(runner, name)(*args)
+    except BaseException as error:
+        reports.send((time.monotonic(), f"failed: {_describe(error)}", traceback.format_exc()))
+        os._exit(1)  # whatever threads and collectives are still waiting for
+
+
+def _end_with(parent: int, folder: str) -> None:
+    """End this process when its parent is gone, also if it waits for the parent in a collective."""
+    while os.getppid() == parent:
+        time.sleep(0.1)
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(1)
+
+
+def _describe(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _describe_end(process: subprocess.Popen) -> str:
+    try:
+        status = process.wait(timeout=1)
+    except subprocess.TimeoutExpired:
+        return "closed its report"
+    return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+
+
+def _peer_access(config: Config) -> bool:
+    """Whether each of the engine's GPUs can reach the memory of all others."""
+    device = torch.device(config.device)
+    if device.type != "cuda":
+        return False
+    first = device.index or 0
+    indices = range(first, first + config.tensor_parallel_size)
+    return all(torch.cuda.can_device_access_peer(i, j) for i in indices for j in indices if i != j)
