@@ -216,7 +216,7 @@ def _all_reduce_kernel(
     own = tl.load(x + row * x_stride + column, mask=inside, other=0.0)
     owner = (row % SIZE).to(tl.int32)
     for i in tl.static_range(1, SIZE):
-        peer: tl.constexpr = (RANK + i) % SIZE
+        peer = (RANK + i) % SIZE
         if not TWO_HOPS:
             place = half + (RANK * most_rows + row) * hidden + column
             _send(tl.load(addresses + peer), place, own.to(BITS, bitcast=True), inside, BITS, NOTHING)
@@ -253,7 +253,7 @@ def _all_reduce_kernel(
             tl.store(normed + row * hidden + column, result, mask=inside)
             if TWO_HOPS:
                 for i in tl.static_range(1, SIZE):
-                    peer: tl.constexpr = (RANK + i) % SIZE
+                    peer = (RANK + i) % SIZE
                     address = tl.load(addresses + peer)
                     _send(address, result_place, result.to(BITS, bitcast=True), inside, BITS, NOTHING)
 
