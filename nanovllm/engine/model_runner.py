@@ -69,7 +69,6 @@ class ModelRunner:
             self.model = get_model_class(config.hf_config)(config.hf_config)
             load_model(self.model, config.model, config.load_format)
             self.sampler = Sampler(self.model.lm_head.vocab_start)
-        self.group.connect(self.device, config.torch_dtype, config.max_num_seqs)
         self.attention_layers = [module for module in self.model.modules() if isinstance(module, Attention)]
         backend = get_backend(config, self.device)
         for layer in self.attention_layers:
@@ -83,6 +82,8 @@ class ModelRunner:
         self.graph_sizes = get_graph_sizes(config.max_num_seqs)
         self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         self.graph_pool = None
+        self._compile_kernels()
+        self.group.connect(self.device, config.torch_dtype, config.max_num_seqs)
         self.warmup_model()
         self.allocate_kv_cache()
 
@@ -108,13 +109,15 @@ class ModelRunner:
 
     def exit(self) -> None:
         """Free the device's memory."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
         for layer in self.attention_layers:
             layer.k_cache = layer.v_cache = torch.empty(0)
         self.graphs.clear()
-        self.model = self.sampler = self.kv_cache = self.state = self.group = None
+        self.group.close()
+        self.model = self.sampler = self.kv_cache = self.state = None
         self.attention_layers = []
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
             torch.cuda.empty_cache()
 
     def reset(self) -> None:
@@ -127,7 +130,6 @@ class ModelRunner:
         """Run the largest prefill there can be, so that the peak of memory that activations need is known."""
         if self.device.type != "cuda":
             return
-        self._compile_kernels()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.device)
         budget, longest = self.config.max_num_batched_tokens, self.config.max_model_len
@@ -148,8 +150,10 @@ class ModelRunner:
         Compile what a prefill needs, side by side: most of that is the work of other programs (an assembler,
         a C compiler), and one after another they would take several seconds.
         """
-        input_ids, positions, sampling = self._begin_prefill(self._warmup_batch(1, 16))
-        hidden_states = self.model.model.embed_tokens(input_ids)
+        if self.device.type != "cuda":
+            return
+        _, positions, sampling = self._begin_prefill(self._warmup_batch(1, 16))
+        hidden_states = self.model.model.norm.weight.repeat(len(positions), 1)
         logits = self.model.compute_logits(hidden_states)
         calls = self.model.model.layers[0].kernel_calls(positions, hidden_states)
         calls.append(lambda: sample(logits, *sampling))

@@ -6,13 +6,14 @@ link. A reader puts the -0.0 back. Two calls in a row use different halves of th
 for the third call has received everyone's second, so all of them are through with the first.
 """
 
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from nanovllm.kernels.layernorm import add_rms_norm_torch
 from nanovllm.kernels.runtime import cdiv, next_power_of_2, overlap_options, tl, triton
+from nanovllm.utils.cuda_ipc import SharedBuffer
 
 HALF_BYTES = 64 << 20
 NUM_WORDS = 2 * HALF_BYTES // 4
@@ -28,24 +29,25 @@ class PeerMemory:
 
     def __init__(
         self,
-        name: str,
         rank: int,
         size: int,
-        store: Any,
         device: torch.device,
         dtype: torch.dtype,
         max_num_seqs: int,
+        gather: Callable[[int], list[int]],
     ):
+        """`gather` gives every rank's value of an integer."""
         self.rank, self.size, self.max_num_seqs = rank, size, max_num_seqs
         self.turn = 0
         bits = torch.int32 if dtype.itemsize == 4 else torch.int16
         self.half = HALF_BYTES // dtype.itemsize  # elements
         num_words = NUM_WORDS + 2 * size * max_num_seqs
-        self.buffer, self._mapping = _map_buffers(name, rank, size, store, num_words + 1, device)
-        self.buffer[:NUM_WORDS].view(bits).fill_(torch.iinfo(bits).min)
-        self.buffer[NUM_WORDS:].fill_(torch.iinfo(torch.int32).min)
-        self.aborted = self.buffer[num_words:].zero_()
-        self.addresses = torch.tensor(self._mapping.buffer_ptrs, dtype=torch.int64, device=device)
+        self.shared = SharedBuffer(num_words + 1, rank, device, gather)
+        buffer = self.shared.buffer
+        buffer[:NUM_WORDS].view(bits).fill_(torch.iinfo(bits).min)
+        buffer[NUM_WORDS:].fill_(torch.iinfo(torch.int32).min)
+        self.aborted = buffer[num_words:].zero_()
+        self.addresses = torch.tensor(self.shared.addresses, dtype=torch.int64, device=device)
         self._one = torch.ones(1, dtype=torch.int32).pin_memory()
         self._abort_stream = torch.cuda.Stream(device)
         torch.cuda.synchronize(device)
@@ -125,24 +127,9 @@ class PeerMemory:
         with torch.cuda.stream(self._abort_stream):
             self.aborted.copy_(self._one, non_blocking=True)
 
-
-def _map_buffers(
-    name: str, rank: int, size: int, store: Any, num_words: int, device: torch.device
-) -> tuple[Tensor, Any]:
-    """int32 [num_words] on this rank's GPU, and where all ranks' are mapped in this process."""
-    import torch._C._distributed_c10d as c10d
-    import torch.distributed as dist
-    import torch.distributed._symmetric_memory as symmetric_memory
-
-    buffer = symmetric_memory.empty(num_words, dtype=torch.int32, device=device)
-    group = dist.ProcessGroup(store, rank, size)
-    group._set_group_name(name)
-    # Versions of torch differ in which of the two they look the name up in.
-    c10d._register_process_group(name, group)
-    c10d._SymmetricMemory.set_group_info(name, rank, size, store)
-    mapping = c10d._SymmetricMemory.rendezvous(buffer, name)
-    c10d._unregister_process_group(name)
-    return buffer, mapping
+    def close(self) -> None:
+        """Give the memory back. Nothing that uses it may be running on this rank."""
+        self.shared.close()
 
 
 def all_reduce_add_rms_norm_torch(
@@ -214,6 +201,8 @@ def _all_reduce_kernel(
         tl.extra.cuda.gdc_wait()
 
     own = tl.load(x + row * x_stride + column, mask=inside, other=0.0)
+    if residual is not None:
+        its_residual = tl.load(residual + row * hidden + column, mask=inside, other=0.0).to(tl.float32)
     owner = (row % SIZE).to(tl.int32)
     for i in tl.static_range(1, SIZE):
         peer = (RANK + i) % SIZE
@@ -229,8 +218,6 @@ def _all_reduce_kernel(
         bits = _receive(own_buffer, result_place, inside, aborted, BITS, NOTHING)
         tl.store(normed + row * hidden + column, bits.to(dtype, bitcast=True), mask=inside)
     else:
-        if residual is not None:
-            its_residual = tl.load(residual + row * hidden + column, mask=inside, other=0.0).to(tl.float32)
         acc = tl.zeros([BLOCK], tl.float32)
         for source in tl.static_range(0, SIZE):
             if source == RANK:

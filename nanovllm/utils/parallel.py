@@ -7,6 +7,7 @@ group is touched: that belongs to the user's program.
 """
 
 import contextlib
+import functools
 import os
 import threading
 import time
@@ -53,23 +54,23 @@ class Group:
         if self.size == 1:
             return
         self.gather("ready", 0)  # some may still be loading, which takes as long as it takes
-        store = dist.FileStore(os.path.join(self.folder, "store"), self.size)
         if device.type == "cpu":
-            self.backend = self._interruptible(lambda: self._gloo(store))
+            self.backend = self._interruptible(self._gloo)
         elif self.peer_access:
-            name = os.path.basename(self.folder)
-            self.peers = self._interruptible(
-                lambda: PeerMemory(name, self.rank, self.size, store, device, dtype, max_num_seqs)
-            )
+            gather = functools.partial(self.gather, "memory")
+            self.peers = PeerMemory(self.rank, self.size, device, dtype, max_num_seqs, gather)
         else:
-            self.backend = dist.ProcessGroupNCCL(store, self.rank, self.size)
+            self.backend = dist.ProcessGroupNCCL(self._store(), self.rank, self.size)
         self.gather("connected", 0)
 
-    def _gloo(self, store: dist.Store) -> Any:
+    def _store(self) -> dist.Store:
+        return dist.FileStore(os.path.join(self.folder, "store"), self.size)
+
+    def _gloo(self) -> Any:
         options = dist.ProcessGroupGloo._Options()
         options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
         options._timeout = CONNECT_TIMEOUT
-        return dist.ProcessGroupGloo(store, self.rank, self.size, options)
+        return dist.ProcessGroupGloo(self._store(), self.rank, self.size, options)
 
     def gather(self, name: str, value: int) -> list[int]:
         """Every rank's value, once all have called this with the same new name. Slow: for the start."""
@@ -151,6 +152,12 @@ class Group:
             self.peers.abort()
         elif self.backend is not None:
             self.backend.abort()
+
+    def close(self) -> None:
+        """Leave the group, when nothing of it is under way on this rank."""
+        if self.peers is not None:
+            self.peers.close()
+        self.peers = self.backend = None
 
 
 _group = Group()
