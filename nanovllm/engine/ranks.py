@@ -55,7 +55,7 @@ class Ranks:
         self._folder = tempfile.mkdtemp(prefix="nanovllm-")
         place = (size, self._folder, _peer_access(config))
         self.group = Group(0, *place, check=self.check)
-        self._thread = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(num_threads,))
+        self._thread = ThreadPoolExecutor(1, initializer=_prepare_thread, initargs=(config, num_threads))
         self._processes: list[subprocess.Popen] = []
         self._commands: list[connection.Connection] = []
         self._reports: list[connection.Connection] = []
@@ -181,6 +181,13 @@ def serve(commands_fd: int, reports_fd: int, parent: int) -> None:
     except BaseException as error:
         reports.send((time.monotonic(), f"failed: {_describe(error)}", traceback.format_exc()))
         os._exit(1)  # whatever threads and collectives are still waiting for
+
+
+def _prepare_thread(config: Config, num_threads: int) -> None:
+    torch.set_num_threads(num_threads)
+    device = config.device_of(0)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 def _end_with(parent: int, folder: str) -> None:

@@ -6,51 +6,51 @@ link. A reader puts the -0.0 back. Two calls in a row use different halves of th
 for the third call has received everyone's second, so all of them are through with the first.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from nanovllm.kernels.layernorm import add_rms_norm_torch
 from nanovllm.kernels.runtime import cdiv, next_power_of_2, overlap_options, tl, triton
-from nanovllm.utils.cuda_ipc import SharedBuffer
 
 HALF_BYTES = 64 << 20
-NUM_WORDS = 2 * HALF_BYTES // 4
 TWO_HOPS_BYTES = 256 << 10
 SAMPLE_BLOCK = 128
 
 
 class PeerMemory:
     """
-    The receive buffers of all ranks, mapped into this process. Every rank makes the same calls in the same
-    order, and `best_token` comes between any two steps that a CUDA graph may reorder.
+    `buffer` is this rank's receive buffer, and `addresses` are where all ranks' are mapped in this process.
+    Every rank makes the same calls in the same order, the last of each step a `best_token`, which is why a
+    step may always begin with the first half (as one in a CUDA graph does).
     """
 
     def __init__(
         self,
         rank: int,
-        size: int,
-        device: torch.device,
+        addresses: list[int],
+        buffer: Tensor,
         dtype: torch.dtype,
         max_num_seqs: int,
-        gather: Callable[[int], list[int]],
+        half_bytes: int = HALF_BYTES,
     ):
-        """`gather` gives every rank's value of an integer."""
-        self.rank, self.size, self.max_num_seqs = rank, size, max_num_seqs
+        """`buffer` is int32 [num_words()]. To be called before any rank begins."""
+        self.rank, self.size, self.max_num_seqs = rank, len(addresses), max_num_seqs
         self.turn = 0
+        self.half = half_bytes // dtype.itemsize  # elements
+        self.best_start = 2 * half_bytes // 4
         bits = torch.int32 if dtype.itemsize == 4 else torch.int16
-        self.half = HALF_BYTES // dtype.itemsize  # elements
-        num_words = NUM_WORDS + 2 * size * max_num_seqs
-        self.shared = SharedBuffer(num_words + 1, rank, device, gather)
-        buffer = self.shared.buffer
-        buffer[:NUM_WORDS].view(bits).fill_(torch.iinfo(bits).min)
-        buffer[NUM_WORDS:].fill_(torch.iinfo(torch.int32).min)
-        self.aborted = buffer[num_words:].zero_()
-        self.addresses = torch.tensor(self.shared.addresses, dtype=torch.int64, device=device)
+        buffer[: self.best_start].view(bits).fill_(torch.iinfo(bits).min)
+        buffer[self.best_start :].fill_(torch.iinfo(torch.int32).min)
+        self.aborted = buffer[-1:].zero_()
+        self.addresses = torch.tensor(addresses, dtype=torch.int64, device=buffer.device)
         self._one = torch.ones(1, dtype=torch.int32).pin_memory()
-        self._abort_stream = torch.cuda.Stream(device)
-        torch.cuda.synchronize(device)
+        self._abort_stream = torch.cuda.Stream(buffer.device)
+        torch.cuda.synchronize(buffer.device)
+
+    @staticmethod
+    def num_words(size: int, max_num_seqs: int, half_bytes: int = HALF_BYTES) -> int:
+        """Two halves for activations, a score and a token of every rank and sequence, and `aborted`."""
+        return 2 * half_bytes // 4 + 2 * size * max_num_seqs + 1
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of every rank's x [rows, hidden]."""
@@ -110,7 +110,7 @@ class PeerMemory:
             best,
             self.addresses,
             self.aborted,
-            NUM_WORDS,
+            self.best_start,
             batch,
             self.max_num_seqs,
             RANK=self.rank,
@@ -126,10 +126,6 @@ class PeerMemory:
         """End every wait for other ranks, those under way and those to come."""
         with torch.cuda.stream(self._abort_stream):
             self.aborted.copy_(self._one, non_blocking=True)
-
-    def close(self) -> None:
-        """Give the memory back. Nothing that uses it may be running on this rank."""
-        self.shared.close()
 
 
 def all_reduce_add_rms_norm_torch(

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from nanovllm.kernels.all_reduce import PeerMemory
 from nanovllm.kernels.layernorm import add_rms_norm
+from nanovllm.utils.cuda_ipc import SharedBuffer
 
 CONNECT_TIMEOUT = timedelta(seconds=60)  # from the moment when all are there
 FOREVER = timedelta(days=1000)  # a rank that died is noticed otherwise, and one that waits is not dead
@@ -48,6 +49,7 @@ class Group:
         self.check = check
         self.backend: Any = None
         self.peers: PeerMemory | None = None
+        self.shared: SharedBuffer | None = None
 
     def connect(self, device: torch.device, dtype: torch.dtype, max_num_seqs: int) -> None:
         """Reach the other ranks. Activations have this dtype, a step draws up to `max_num_seqs` tokens."""
@@ -56,12 +58,18 @@ class Group:
         self.gather("ready", 0)  # some may still be loading, which takes as long as it takes
         if device.type == "cpu":
             self.backend = self._interruptible(self._gloo)
-        elif self.peer_access:
-            gather = functools.partial(self.gather, "memory")
-            self.peers = PeerMemory(self.rank, self.size, device, dtype, max_num_seqs, gather)
-        else:
+        elif not (self.peer_access and self._map_peers(device, dtype, max_num_seqs)):
             self.backend = dist.ProcessGroupNCCL(self._store(), self.rank, self.size)
         self.gather("connected", 0)
+
+    def _map_peers(self, device: torch.device, dtype: torch.dtype, max_num_seqs: int) -> bool:
+        """Reach the other GPUs' memory. False, on every rank, if one of them cannot."""
+        num_words = PeerMemory.num_words(self.size, max_num_seqs)
+        self.shared = SharedBuffer(num_words, self.rank, device, functools.partial(self.gather, "memory"))
+        if not all(self.gather("mapped", int(self.shared.is_mapped))):
+            return False
+        self.peers = PeerMemory(self.rank, self.shared.addresses, self.shared.buffer, dtype, max_num_seqs)
+        return True
 
     def _store(self) -> dist.Store:
         return dist.FileStore(os.path.join(self.folder, "store"), self.size)
@@ -155,9 +163,9 @@ class Group:
 
     def close(self) -> None:
         """Leave the group, when nothing of it is under way on this rank."""
-        if self.peers is not None:
-            self.peers.close()
         self.peers = self.backend = None
+        if self.shared is not None:
+            self.shared.close()
 
 
 _group = Group()
