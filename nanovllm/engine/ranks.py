@@ -213,7 +213,7 @@ def _describe_end(process: subprocess.Popen) -> str:
 def _peer_access(config: Config) -> bool:
     """Whether each of the engine's GPUs can reach the memory of all others."""
     device = torch.device(config.device)
-    if device.type != "cuda":
+    if device.type != "cuda" or not torch.version.cuda:
         return False
     first = device.index or 0
     indices = range(first, first + config.tensor_parallel_size)
