@@ -133,20 +133,11 @@ def test_abort_ends_the_wait_for_a_rank_that_never_comes():
 # Engines. Their ranks are processes with a GPU each.
 
 
-def of_gpus(*sizes: int):
-    return pytest.mark.parametrize(
-        "size",
-        [
-            pytest.param(
-                size,
-                marks=pytest.mark.skipif(
-                    torch.cuda.device_count() < size, reason=f"needs {size} CUDA devices"
-                ),
-            )
-            for size in sizes
-        ],
-    )
+def needs_gpus(count: int):
+    return pytest.mark.skipif(torch.cuda.device_count() < count, reason=f"needs {count} CUDA devices")
 
+
+SIZES = pytest.mark.parametrize("size", [pytest.param(size, marks=needs_gpus(size)) for size in (2, 4)])
 
 MODES = {
     "graphs": {},
