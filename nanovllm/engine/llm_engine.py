@@ -72,7 +72,9 @@ class LLMEngine:
                     self.ranks.explain(error)
                 raise
             finally:
+                self.ranks.group.abort()
                 self.ranks.close()
+                self.ranks.group.close()
 
     def exit(self) -> None:
         """

@@ -158,7 +158,7 @@ class Group:
         """Let the device finish although other ranks are gone. What it computes from now on is worthless."""
         if self.peers is not None:
             self.peers.abort()
-        elif self.backend is not None:
+        elif self.backend is not None and self.backend.name() == "nccl":  # gloo notices by itself
             self.backend.abort()
 
     def close(self) -> None:
