@@ -29,7 +29,6 @@ START_RANK = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from nanovllm.engine.ranks import serve; serve(*map(int, sys.argv[2:]))"
 )
-NVLINK_MULTICAST_OFF = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 
 
 class Ranks:
@@ -48,9 +47,9 @@ class Ranks:
         self._closed = False
         self._step: Future | None = None
         size = config.tensor_parallel_size
-        if torch.device(config.device).type == "cuda":
-            for name, value in NVLINK_MULTICAST_OFF.items():
-                os.environ.setdefault(name, value)
+        os.environ.setdefault(
+            "NCCL_NVLS_ENABLE", "0"
+        )  # NVLink multicast is not needed, nor there on every host
         num_threads = max(1, torch.get_num_threads() // size)
         self._folder = tempfile.mkdtemp(prefix="nanovllm-")
         place = (size, self._folder, _peer_access(config))
@@ -133,8 +132,10 @@ class Ranks:
                 self.failure = f"{cause}; the engine has ended with it, make a new one\n{details}".rstrip()
                 for process in self._processes:
                     process.kill()
-                self.group.abort()
-        self._failed.set()
+                try:
+                    self.group.abort()
+                finally:
+                    self._failed.set()
 
     def finish_step(self) -> None:
         """Wait for rank 0's part of a step that Ctrl-C or another exception did not wait for."""

@@ -12,8 +12,8 @@ from torch import Tensor
 from nanovllm.kernels.layernorm import add_rms_norm_torch
 from nanovllm.kernels.runtime import cdiv, next_power_of_2, overlap_options, tl, triton
 
-HALF_BYTES = 64 << 20
-TWO_HOPS_BYTES = 256 << 10
+HALF_BYTES = 64 << 20  # larger sums are computed part by part
+TWO_HOPS_BYTES = 256 << 10  # from here on bytes weigh more than trips
 SAMPLE_BLOCK = 128
 
 
@@ -69,7 +69,7 @@ class PeerMemory:
         total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         normed = None if weight is None else torch.empty_like(total)
         # A row's owner alone sums it up and sends the result: two trips, but fewer bytes with many ranks.
-        two_hops = weight is not None and self.size > 2 and x.nbytes > TWO_HOPS_BYTES
+        two_hops = weight is not None and self.size > 2 and x.nbytes >= TWO_HOPS_BYTES
         most_rows = self.half // hidden // (2 if two_hops else self.size)
         most_rows -= most_rows % self.size
         block = next_power_of_2(hidden)

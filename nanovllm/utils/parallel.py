@@ -12,6 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any
 
@@ -100,23 +101,19 @@ class Group:
 
     def _interruptible(self, function: Callable[[], Any]) -> Any:
         """What the function returns; `check` may end the wait for it, which then goes on by itself."""
-        result: list[Any] = []
-        error: list[BaseException] = []
+        result: Future = Future()
 
         def run() -> None:
             try:
-                result.append(function())
-            except BaseException as problem:
-                error.append(problem)
+                result.set_result(function())
+            except BaseException as error:
+                result.set_exception(error)
 
-        thread = threading.Thread(target=run, daemon=True)
-        thread.start()
-        while thread.is_alive():
+        threading.Thread(target=run, daemon=True).start()
+        while not result.done():
             self.check()
-            thread.join(0.002)
-        if error:
-            raise error[0]
-        return result[0]
+            time.sleep(0.002)
+        return result.result()
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of every rank's x [tokens, features]. May be computed in place."""
