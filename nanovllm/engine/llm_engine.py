@@ -73,7 +73,7 @@ class LLMEngine:
                 raise
             finally:
                 self.ranks.group.abort()
-                self.ranks.close()
+                self.ranks.close(at_once=True)
                 self.ranks.group.close()
 
     def exit(self) -> None:

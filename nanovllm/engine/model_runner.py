@@ -5,6 +5,7 @@ Knows tensors, devices and memory; nothing about queues or text. Rank 0 lives in
 
 import contextlib
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -158,7 +159,8 @@ class ModelRunner:
         calls = self.model.model.layers[0].kernel_calls(positions, hidden_states)
         calls.append(lambda: sample(logits, *sampling))
         with ThreadPoolExecutor(initializer=torch.cuda.set_device, initargs=(self.device,)) as pool:
-            for compiled in [pool.submit(torch.inference_mode()(call)) for call in calls]:
+            jobs = [pool.submit(copy_context().run, torch.inference_mode()(call)) for call in calls]
+            for compiled in jobs:
                 compiled.result()
         reset_context()
 

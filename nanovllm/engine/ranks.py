@@ -5,9 +5,11 @@ a script needs no `if __name__ == "__main__"`. Everything goes through anonymous
 and back from it a report when it fails. The end of the pipe is how each side learns that the other is gone.
 """
 
-import json
+import atexit
+import contextlib
 import os
 import pickle
+import queue
 import shutil
 import signal
 import subprocess
@@ -16,7 +18,7 @@ import tempfile
 import threading
 import time
 import traceback
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from multiprocessing import Pipe, connection, spawn
 from typing import Any
 
@@ -26,7 +28,7 @@ from nanovllm.config import Config
 from nanovllm.utils.parallel import Group
 
 START_RANK = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "import sys; sys.path[:] = sys.argv[1].split('\\n'); "
     "from nanovllm.engine.ranks import serve; serve(*map(int, sys.argv[2:]))"
 )
 
@@ -47,32 +49,33 @@ class Ranks:
         self._closed = False
         self._step: Future | None = None
         size = config.tensor_parallel_size
-        os.environ.setdefault(
-            "NCCL_NVLS_ENABLE", "0"
-        )  # NVLink multicast is not needed, nor there on every host
+        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # do without NVLink multicast
         num_threads = max(1, torch.get_num_threads() // size)
-        self._folder = tempfile.mkdtemp(prefix="nanovllm-")
-        place = (size, self._folder, _peer_access(config))
-        self.group = Group(0, *place, check=self.check)
-        self._thread = ThreadPoolExecutor(1, initializer=_prepare_thread, initargs=(config, num_threads))
         self._processes: list[subprocess.Popen] = []
         self._commands: list[connection.Connection] = []
         self._reports: list[connection.Connection] = []
+        self._tasks: queue.SimpleQueue = queue.SimpleQueue()
+        self._folder = ""
+        atexit.register(self.close)
         try:
+            self._folder = tempfile.mkdtemp(prefix="nanovllm-")
+            place = (size, self._folder, _peer_access(config))
+            self.group = Group(0, *place, check=self.check)
+            threading.Thread(target=_work, args=(self._tasks, config, num_threads), daemon=True).start()
             for rank in range(1, size):
                 self._start()
                 self._send(rank, (config, (rank, *place), num_threads))
+            threading.Thread(target=self._watch, daemon=True).start()
         except BaseException:
-            self.close()
+            self.close(at_once=True)
             raise
-        threading.Thread(target=self._watch, daemon=True).start()
 
     def _start(self) -> None:
         for_rank, commands = Pipe(duplex=False)
         reports, from_rank = Pipe(duplex=False)
         with for_rank, from_rank:
             fds = [for_rank.fileno(), from_rank.fileno()]
-            command = [spawn.get_executable(), "-c", START_RANK, json.dumps([str(path) for path in sys.path])]
+            command = [spawn.get_executable(), "-c", START_RANK, "\n".join(map(str, sys.path))]
             process = subprocess.Popen(
                 [*command, *map(str, fds), str(os.getpid())],
                 pass_fds=fds,
@@ -94,8 +97,9 @@ class Ranks:
     def call(self, runner: Any, name: str, args: tuple) -> Any:
         """Do the same on every rank, and return what it gives on this one, where `runner` is."""
         self.check()
-        self._step = self._thread.submit(self._call, runner, name, args)
-        return self._step.result()
+        self._step = step = Future()
+        self._tasks.put((step, self._call, runner, name, args))
+        return step.result()
 
     def _call(self, runner: Any, name: str, args: tuple) -> Any:
         try:
@@ -142,27 +146,35 @@ class Ranks:
         if self._step is not None:
             wait([self._step], timeout=5)
 
-    def close(self) -> None:
+    def close(self, at_once: bool = False) -> None:
         """End the other ranks. May be called twice."""
         with self._lock:
             self._closed = True
-        self._thread.shutdown(wait=False)
+        atexit.unregister(self.close)
+        if not at_once:
+            self.finish_step()
+        self._tasks.put(None)
         for commands in self._commands:
             commands.close()
+        deadline = time.monotonic() + (0 if at_once else 2)
         for process in self._processes:
-            try:
-                process.wait(timeout=2)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-        shutil.rmtree(self._folder, ignore_errors=True)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=max(0, deadline - time.monotonic()))
+        for process in self._processes:
+            process.kill()
+            process.wait()
+        if self._folder:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def serve(commands_fd: int, reports_fd: int, parent: int) -> None:
     """The life of a rank other than 0: do what it is told until there is nobody who could tell it."""
     commands = connection.Connection(commands_fd, writable=False)
     reports = connection.Connection(reports_fd, readable=False)
-    config, place, num_threads = pickle.loads(commands.recv_bytes())
+    try:
+        config, place, num_threads = pickle.loads(commands.recv_bytes())
+    except EOFError:
+        os._exit(0)
     group = Group(*place)
     threading.Thread(target=_end_with, args=(parent, group.folder), daemon=True).start()
     try:
@@ -176,12 +188,26 @@ def serve(commands_fd: int, reports_fd: int, parent: int) -> None:
             try:
                 message = commands.recv_bytes()
             except EOFError:
+                shutil.rmtree(group.folder, ignore_errors=True)
                 os._exit(0)
             name, args = pickle.loads(message)
             getattr(runner, name)(*args)
     except BaseException as error:
-        reports.send((time.monotonic(), f"failed: {_describe(error)}", traceback.format_exc()))
+        with contextlib.suppress(OSError):
+            reports.send((time.monotonic(), f"failed: {_describe(error)}", traceback.format_exc()))
+        time.sleep(1)  # rank 0 ends this process, or has ended itself
         os._exit(1)  # whatever threads and collectives are still waiting for
+
+
+def _work(tasks: queue.SimpleQueue, config: Config, num_threads: int) -> None:
+    _prepare_thread(config, num_threads)
+    while (task := tasks.get()) is not None:
+        future, function, *args = task
+        try:
+            future.set_result(function(*args))
+        except BaseException as error:
+            future.set_exception(error)
+        task = future = function = args = None
 
 
 def _prepare_thread(config: Config, num_threads: int) -> None:

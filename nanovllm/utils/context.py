@@ -1,8 +1,10 @@
 """What attention must know about the current step and the model's signature does not carry.
 
 The runner sets it before a forward pass and resets it afterwards; it is the only ambient state of the engine.
+Every thread has its own, since each may drive an engine.
 """
 
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 import torch
@@ -30,11 +32,11 @@ class Context:
     block_tables: torch.Tensor | None = None
 
 
-_context = Context()
+_context: ContextVar[Context] = ContextVar("context", default=Context())  # noqa: B039
 
 
 def get_context() -> Context:
-    return _context
+    return _context.get()
 
 
 def set_context(
@@ -47,19 +49,19 @@ def set_context(
     context_lens: torch.Tensor | None = None,
     block_tables: torch.Tensor | None = None,
 ) -> None:
-    global _context
-    _context = Context(
-        is_prefill,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        slot_mapping,
-        context_lens,
-        block_tables,
+    _context.set(
+        Context(
+            is_prefill,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            max_seqlen_q,
+            max_seqlen_k,
+            slot_mapping,
+            context_lens,
+            block_tables,
+        )
     )
 
 
 def reset_context() -> None:
-    global _context
-    _context = Context()
+    _context.set(Context())

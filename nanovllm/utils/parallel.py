@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextvars import ContextVar
 from datetime import timedelta
 from typing import Any
 
@@ -165,27 +166,26 @@ class Group:
             self.shared.close()
 
 
-_group = Group()
+_group: ContextVar[Group] = ContextVar("group", default=Group())  # noqa: B039
 
 
 def get_group() -> Group:
     """The group that layers built now belong to."""
-    return _group
+    return _group.get()
 
 
 def tp_rank() -> int:
-    return _group.rank
+    return _group.get().rank
 
 
 def tp_size() -> int:
-    return _group.size
+    return _group.get().size
 
 
 @contextlib.contextmanager
 def use_group(group: Group) -> Iterator[None]:
-    global _group
-    before, _group = _group, group
+    token = _group.set(group)
     try:
         yield
     finally:
-        _group = before
+        _group.reset(token)
