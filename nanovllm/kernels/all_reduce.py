@@ -75,9 +75,7 @@ class PeerMemory:
         block = next_power_of_2(hidden)
         for start in range(0, rows, most_rows):
             part = slice(start, min(start + most_rows, rows))
-            num_rows = part.stop - start
-            kernel = _two_hops_kernel[(2 * num_rows,)] if two_hops else _one_hop_kernel[(num_rows,)]
-            kernel(
+            _all_reduce_kernel[(part.stop - start,)](
                 x[part],
                 None if residual is None else residual[part],
                 weight,
@@ -92,6 +90,7 @@ class PeerMemory:
                 hidden,
                 RANK=self.rank,
                 SIZE=self.size,
+                TWO_HOPS=two_hops,
                 BITS=tl.int32 if x.element_size() == 4 else tl.int16,
                 NOTHING=-(1 << (8 * x.element_size() - 1)),
                 BLOCK=block,
@@ -159,23 +158,8 @@ def _receive(address, offset, inside, aborted, BITS: tl.constexpr, NOTHING: tl.c
     return bits
 
 
-@triton.jit
-def _add_and_norm(acc, residual, gain, total, normed, place, inside, hidden, eps):
-    """Finish a row: from the sum over the ranks, float32 [BLOCK], to what is stored at `place`."""
-    value = acc.to(total.dtype.element_ty)
-    if residual is not None:
-        value = (value.to(tl.float32) + residual.to(tl.float32)).to(value.dtype)
-    tl.store(total + place, value, mask=inside)
-    if gain is not None:
-        wide = value.to(tl.float32)
-        scale = tl.rsqrt(tl.sum(wide * wide) / hidden + eps)
-        value = ((wide * scale).to(value.dtype).to(tl.float32) * gain.to(tl.float32)).to(value.dtype)
-        tl.store(normed + place, value, mask=inside)
-    return value
-
-
 @triton.jit(do_not_specialize=["most_rows"])
-def _one_hop_kernel(
+def _all_reduce_kernel(
     x,
     residual,
     weight,
@@ -190,13 +174,14 @@ def _one_hop_kernel(
     hidden,
     RANK: tl.constexpr,
     SIZE: tl.constexpr,
+    TWO_HOPS: tl.constexpr,
     BITS: tl.constexpr,
     NOTHING: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """
-    A program takes a row, sends it to all and sums up what all send. Every rank sends before it waits and
+    A program takes a row. It waits for the same row of other ranks, each of which sends before it waits and
     starts its rows in the same order, so the first unfinished row can always be finished.
     """
     if OVERLAP:
@@ -204,93 +189,56 @@ def _one_hop_kernel(
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < hidden
+    dtype: tl.constexpr = x.dtype.element_ty
     own_buffer = tl.load(addresses + RANK)
-    gain = weight
     if weight is not None:
-        gain = tl.load(weight + column, mask=inside, other=0.0)
+        gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
 
     own = tl.load(x + row * x_stride + column, mask=inside, other=0.0)
-    its_residual = residual
     if residual is not None:
-        its_residual = tl.load(residual + row * hidden + column, mask=inside, other=0.0)
-    for i in tl.static_range(1, SIZE):
-        address = tl.load(addresses + (RANK + i) % SIZE)
-        place = half + (RANK * most_rows + row) * hidden + column
-        _send(address, place, own.to(BITS, bitcast=True), inside, BITS, NOTHING)
-    acc = tl.zeros([BLOCK], tl.float32)
-    for source in tl.static_range(0, SIZE):
-        if source == RANK:
-            acc += own.to(tl.float32)
-        else:
-            place = half + (source * most_rows + row) * hidden + column
-            bits = _receive(own_buffer, place, inside, aborted, BITS, NOTHING)
-            acc += bits.to(own.dtype, bitcast=True).to(tl.float32)
-    _add_and_norm(acc, its_residual, gain, total, normed, row * hidden + column, inside, hidden, eps)
-
-
-@triton.jit(do_not_specialize=["most_rows"])
-def _two_hops_kernel(
-    x,
-    residual,
-    weight,
-    normed,
-    total,
-    addresses,
-    aborted,
-    half,
-    most_rows,
-    eps,
-    x_stride,
-    hidden,
-    RANK: tl.constexpr,
-    SIZE: tl.constexpr,
-    BITS: tl.constexpr,
-    NOTHING: tl.constexpr,
-    BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    """
-    The same with an owner for each row, who sums it up and sends the result. The first half of the programs
-    send rows to their owners and wait for nothing; then come those that sum up and those that wait for it.
-    """
-    if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    rows = tl.num_programs(0) // 2
-    row = (tl.program_id(0) % rows).to(tl.int64)
-    column = tl.arange(0, BLOCK)
-    inside = column < hidden
-    place = row * hidden + column
-    x_place = row * x_stride + column
+        its_residual = tl.load(residual + row * hidden + column, mask=inside, other=0.0).to(tl.float32)
     owner = (row % SIZE).to(tl.int32)
-    own_buffer = tl.load(addresses + RANK)
-    rows_each = most_rows // SIZE  # each rank's part of the buffer; results come behind them
-    if tl.program_id(0) < rows:
-        if owner != RANK:
-            own = tl.load(x + x_place, mask=inside, other=0.0).to(BITS, bitcast=True)
-            to = half + (RANK * rows_each + row // SIZE) * hidden + column
-            _send(tl.load(addresses + owner), to, own, inside, BITS, NOTHING)
-    elif owner != RANK:
-        bits = _receive(own_buffer, half + most_rows * hidden + place, inside, aborted, BITS, NOTHING)
-        tl.store(normed + place, bits.to(normed.dtype.element_ty, bitcast=True), mask=inside)
+    for i in tl.static_range(1, SIZE):
+        peer = (RANK + i) % SIZE
+        if not TWO_HOPS:
+            place = half + (RANK * most_rows + row) * hidden + column
+            _send(tl.load(addresses + peer), place, own.to(BITS, bitcast=True), inside, BITS, NOTHING)
+        elif owner == peer:
+            place = half + (RANK * (most_rows // SIZE) + row // SIZE) * hidden + column
+            _send(tl.load(addresses + peer), place, own.to(BITS, bitcast=True), inside, BITS, NOTHING)
+
+    result_place = half + (most_rows + row) * hidden + column
+    if TWO_HOPS and owner != RANK:
+        bits = _receive(own_buffer, result_place, inside, aborted, BITS, NOTHING)
+        tl.store(normed + row * hidden + column, bits.to(dtype, bitcast=True), mask=inside)
     else:
         acc = tl.zeros([BLOCK], tl.float32)
         for source in tl.static_range(0, SIZE):
             if source == RANK:
-                acc += tl.load(x + x_place, mask=inside, other=0.0).to(tl.float32)
+                acc += own.to(tl.float32)
             else:
-                from_source = half + (source * rows_each + row // SIZE) * hidden + column
-                bits = _receive(own_buffer, from_source, inside, aborted, BITS, NOTHING)
-                acc += bits.to(x.dtype.element_ty, bitcast=True).to(tl.float32)
-        its_residual = tl.load(residual + place, mask=inside, other=0.0)
-        gain = tl.load(weight + column, mask=inside, other=0.0)
-        result = _add_and_norm(acc, its_residual, gain, total, normed, place, inside, hidden, eps)
-        for i in tl.static_range(1, SIZE):
-            address = tl.load(addresses + (RANK + i) % SIZE)
-            to = half + most_rows * hidden + place
-            _send(address, to, result.to(BITS, bitcast=True), inside, BITS, NOTHING)
+                if TWO_HOPS:
+                    place = half + (source * (most_rows // SIZE) + row // SIZE) * hidden + column
+                else:
+                    place = half + (source * most_rows + row) * hidden + column
+                bits = _receive(own_buffer, place, inside, aborted, BITS, NOTHING)
+                acc += bits.to(dtype, bitcast=True).to(tl.float32)
+        value = acc.to(dtype)
+        if residual is not None:
+            value = (value.to(tl.float32) + its_residual).to(dtype)
+        tl.store(total + row * hidden + column, value, mask=inside)
+        if weight is not None:
+            wide = value.to(tl.float32)
+            scale = tl.rsqrt(tl.sum(wide * wide) / hidden + eps)
+            result = ((wide * scale).to(dtype).to(tl.float32) * gain).to(dtype)
+            tl.store(normed + row * hidden + column, result, mask=inside)
+            if TWO_HOPS:
+                for i in tl.static_range(1, SIZE):
+                    peer = (RANK + i) % SIZE
+                    address = tl.load(addresses + peer)
+                    _send(address, result_place, result.to(BITS, bitcast=True), inside, BITS, NOTHING)
 
 
 @triton.jit(do_not_specialize=["start", "batch", "most_rows"])
