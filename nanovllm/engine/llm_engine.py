@@ -208,7 +208,7 @@ class LLMEngine:
         self.scheduler.clear()
         if self.ranks is not None and self.ranks.failure:
             self.exit()
-        else:
+        elif self.model_runner is not None:  # not shut down in the middle of its work
             self.model_runner.call("reset")
 
     def _run_to_end(self, num_requests: int, use_tqdm: bool) -> Iterable[tuple[int, list[int]]]:

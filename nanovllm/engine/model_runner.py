@@ -4,6 +4,7 @@ Knows tensors, devices and memory; nothing about queues or text. Rank 0 lives in
 """
 
 import contextlib
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 CPU_KV_CACHE_BYTES = 4 << 30
 GRAPH_BYTES = 512 << 20  # for what CUDA graphs keep, logits aside
+_default_dtype_lock = threading.Lock()  # torch has one for all threads
 
 
 def get_graph_sizes(max_num_seqs: int) -> list[int]:
@@ -91,13 +93,14 @@ class ModelRunner:
     @contextlib.contextmanager
     def _defaults(self):
         """New tensors get the model's dtype and device."""
-        dtype = torch.get_default_dtype()
-        torch.set_default_dtype(self.config.torch_dtype)
-        try:
-            with self.device:
-                yield
-        finally:
-            torch.set_default_dtype(dtype)
+        with _default_dtype_lock:
+            dtype = torch.get_default_dtype()
+            torch.set_default_dtype(self.config.torch_dtype)
+            try:
+                with self.device:
+                    yield
+            finally:
+                torch.set_default_dtype(dtype)
 
     def call(self, name: str, *args: Any) -> Any:
         """Do the same thing on every rank and return what it gives on this one, which is rank 0."""

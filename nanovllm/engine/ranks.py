@@ -20,6 +20,7 @@ import time
 import traceback
 from concurrent.futures import Future, wait
 from multiprocessing import Pipe, connection, spawn
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,10 +28,21 @@ import torch
 from nanovllm.config import Config
 from nanovllm.utils.parallel import Group
 
-START_RANK = (
-    "import sys; sys.path[:] = sys.argv[1].split('\\n'); "
-    "from nanovllm.engine.ranks import serve; serve(*map(int, sys.argv[2:]))"
-)
+# A rank looks for modules where rank 0 does, from the first import on. It ends when its parent is gone, also
+# while it still imports torch or waits for the parent in a collective.
+START_RANK = """
+import sys
+sys.path[:] = sys.argv[1].split("\\n")
+import os, shutil, threading, time
+def end_with(parent, folder):
+    while os.getppid() == parent:
+        time.sleep(0.1)
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(1)
+threading.Thread(target=end_with, args=(int(sys.argv[2]), sys.argv[3]), daemon=True).start()
+from nanovllm.engine.ranks import serve
+serve(int(sys.argv[4]), int(sys.argv[5]))
+"""
 
 
 class Ranks:
@@ -75,9 +87,10 @@ class Ranks:
         reports, from_rank = Pipe(duplex=False)
         with for_rank, from_rank:
             fds = [for_rank.fileno(), from_rank.fileno()]
-            command = [spawn.get_executable(), "-c", START_RANK, "\n".join(map(str, sys.path))]
+            package = Path(__file__).parents[2]  # which sys.path may name relative to a folder since left
+            args = ["\n".join(map(str, [*sys.path, package])), os.getpid(), self._folder, *fds]
             process = subprocess.Popen(
-                [*command, *map(str, fds), str(os.getpid())],
+                [spawn.get_executable(), "-c", START_RANK, *map(str, args)],
                 pass_fds=fds,
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C in a terminal goes to rank 0, which decides what it means
@@ -97,8 +110,12 @@ class Ranks:
     def call(self, runner: Any, name: str, args: tuple) -> Any:
         """Do the same on every rank, and return what it gives on this one, where `runner` is."""
         self.check()
-        self._step = step = Future()
-        self._tasks.put((step, self._call, runner, name, args))
+        step = Future()
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("this engine has been shut down by exit()")
+            self._step = step
+            self._tasks.put((step, self._call, runner, name, args))
         return step.result()
 
     def _call(self, runner: Any, name: str, args: tuple) -> Any:
@@ -150,10 +167,10 @@ class Ranks:
         """End the other ranks. May be called twice."""
         with self._lock:
             self._closed = True
+            self._tasks.put(None)
         atexit.unregister(self.close)
         if not at_once:
             self.finish_step()
-        self._tasks.put(None)
         for commands in self._commands:
             commands.close()
         deadline = time.monotonic() + (0 if at_once else 2)
@@ -167,7 +184,7 @@ class Ranks:
             shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def serve(commands_fd: int, reports_fd: int, parent: int) -> None:
+def serve(commands_fd: int, reports_fd: int) -> None:
     """The life of a rank other than 0: do what it is told until there is nobody who could tell it."""
     commands = connection.Connection(commands_fd, writable=False)
     reports = connection.Connection(reports_fd, readable=False)
@@ -176,7 +193,6 @@ def serve(commands_fd: int, reports_fd: int, parent: int) -> None:
     except EOFError:
         os._exit(0)
     group = Group(*place)
-    threading.Thread(target=_end_with, args=(parent, group.folder), daemon=True).start()
     try:
         torch.set_num_threads(num_threads)
         from nanovllm.engine.model_runner import ModelRunner
@@ -215,14 +231,6 @@ def _prepare_thread(config: Config, num_threads: int) -> None:
     device = config.device_of(0)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-
-
-def _end_with(parent: int, folder: str) -> None:
-    """End this process when its parent is gone, also if it waits for the parent in a collective."""
-    while os.getppid() == parent:
-        time.sleep(0.1)
-    shutil.rmtree(folder, ignore_errors=True)
-    os._exit(1)
 
 
 def _describe(error: BaseException) -> str:
