@@ -250,6 +250,14 @@ def test_an_exception_while_one_request_is_added_leaves_none_behind(llm, monkeyp
     monkeypatch.undo()
 
 
+def test_an_engine_that_is_shut_down_in_the_middle_of_generate_says_so(model, monkeypatch):
+    llm = LLM(model.folder, **EXACT, num_kvcache_blocks=20)
+    monkeypatch.setattr("nanovllm.engine.llm_engine.tqdm.update", lambda *_: llm.exit())
+    with pytest.raises(RuntimeError, match=r"shut down by exit\(\)"):
+        llm.generate(PROMPTS, GREEDY)
+    assert llm.is_finished()
+
+
 def test_exceptions_again_and_again_leak_nothing(llm, monkeypatch):
     def failing_call(name, *args):
         if name in STEP_CALLS:

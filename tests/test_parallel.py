@@ -474,18 +474,26 @@ ENDINGS = {
 def test_a_program_without_a_main_guard_works_and_ends_with_all_its_ranks(
     model, tmp_path, given_as, ending, status, times, complaint
 ):
-    """It never calls exit(), and lies beside files that are no concern of the engine's."""
+    """
+    It never calls exit(), lies beside files that are no concern of the engine's, and given as -c it leaves
+    the folder that it has imported the engine from.
+    """
     program = PROGRAM.format(folder=model.folder, options=OPTIONS, prompts=PROMPTS) + ENDINGS[ending]
     file = tmp_path / "program.py"
     file.write_text(program)
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
+    environment, folder = dict(os.environ), elsewhere
     if given_as == "file":
         (elsewhere / "json.py").write_text("raise SystemExit('not the module of that name')")
+    elif given_as == "-c":
+        del environment["PYTHONPATH"]
+        program, folder = program.replace("llm =", f"os.chdir({str(elsewhere)!r}); llm =", 1), ROOT
     result = subprocess.run(
         [sys.executable, *{"file": [file], "-c": ["-c", program], "stdin": []}[given_as]],
         input=program if given_as == "stdin" else None,
-        cwd=elsewhere,
+        cwd=folder,
+        env=environment,
         capture_output=True,
         text=True,
         timeout=TOO_LONG,
