@@ -14,6 +14,7 @@ import torch
 
 from nanovllm.kernels import (
     activation,
+    all_reduce,
     decode_attention,
     kv_store,
     layernorm,
@@ -483,3 +484,34 @@ def test_a_small_product_with_its_neighbours_matches_its_twin(device, dtype, row
         wide = {name: v.double() if isinstance(v, torch.Tensor) else v for name, v in options.items()}
         expected = matvec.linear_small_torch(x.double(), weight.double(), **wide)
         assert got.dtype == dtype and error(got, expected) < tolerance(dtype)
+
+
+# Sums over ranks
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="test_all_reduce.py runs this on GPUs")
+@pytest.mark.parametrize("device", ["cpu"])
+@in_both_types
+def test_ranks_that_write_into_each_others_memory_sum_up(device, dtype):
+    """One after the other, for which the first rank is told not to wait and then begins again."""
+    sizes = dict(max_num_seqs=8, half_bytes=1 << 14)
+    buffers = torch.zeros(2, all_reduce.PeerMemory.num_words(2, **sizes) + 3, dtype=torch.int32)[:, :-3]
+    addresses = [buffer.data_ptr() for buffer in buffers]
+    first, second = (all_reduce.PeerMemory(i, addresses, buffers[i], dtype, **sizes) for i in range(2))
+
+    def in_turn(function, first_args, second_args):
+        first.aborted.fill_(1)
+        function(first, *first_args)
+        first.aborted.zero_()
+        first.turn = 0
+        of_second = function(second, *second_args)
+        return function(first, *first_args), of_second
+
+    parts, residual, weight = [rand(3, 72, dtype=dtype) for _ in range(2)], rand(3, 72, dtype=dtype), rand(72)
+    expected = all_reduce.all_reduce_add_rms_norm_torch(parts, residual, weight.to(dtype), 1e-6)
+    args = [(part, residual, weight.to(dtype), 1e-6) for part in parts]
+    for results in in_turn(all_reduce.PeerMemory.all_reduce_add_rms_norm, *args):
+        assert all(error(*pair) < tolerance(dtype) for pair in zip(results, expected, strict=True))
+    scores, tokens = torch.tensor([[1.0, -0.0, -2.0], [0.5, 0.0, 3.0]]), torch.tensor([[1, 2, 3], [7, 8, 9]])
+    for best in in_turn(all_reduce.PeerMemory.best_token, *zip(scores, tokens, strict=True)):
+        assert best.tolist() == [1, 2, 9]

@@ -255,6 +255,14 @@ def test_a_group_of_one_gives_back_what_it_gets():
     assert all(map(torch.equal, results, expected))
 
 
+def test_gathered_values_reach_every_rank_in_the_order_of_the_ranks(tmp_path):
+    groups = [Group(rank, 3, str(tmp_path)) for rank in range(3)]
+    with ThreadPoolExecutor(3) as pool:
+        for name in ("budget", "memory"):
+            values = [random.Random(name).getrandbits(512) + rank for rank in range(3)]
+            assert list(pool.map(Group.gather, groups, [name] * 3, values)) == [values] * 3
+
+
 IMPOSSIBLE = [
     (3, "num_attention_heads", dict(num_attention_heads=4)),
     (8, "num_attention_heads", dict(num_attention_heads=4)),

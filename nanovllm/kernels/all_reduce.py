@@ -43,9 +43,10 @@ class PeerMemory:
         buffer[self.best_start :].fill_(torch.iinfo(torch.int32).min)
         self.aborted = buffer[-1:].zero_()
         self.addresses = torch.tensor(addresses, dtype=torch.int64, device=buffer.device)
-        self._one = torch.ones(1, dtype=torch.int32).pin_memory()
-        self._abort_stream = torch.cuda.Stream(buffer.device)
-        torch.cuda.synchronize(buffer.device)
+        if buffer.is_cuda:
+            self._one = torch.ones(1, dtype=torch.int32).pin_memory()
+            self._abort_stream = torch.cuda.Stream(buffer.device)
+            torch.cuda.synchronize(buffer.device)
 
     @staticmethod
     def num_words(size: int, max_num_seqs: int, half_bytes: int = HALF_BYTES) -> int:
@@ -182,7 +183,8 @@ def _all_reduce_kernel(
 ):
     """
     A program takes a row. It waits for the same row of other ranks, each of which sends before it waits and
-    starts its rows in the same order, so the first unfinished row can always be finished.
+    starts its rows in the same order, so the first unfinished row can always be finished. With TWO_HOPS only
+    the row's owner gets everyone's part; the others wait for its result, which lies behind the parts.
     """
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
