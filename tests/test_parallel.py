@@ -365,6 +365,13 @@ def test_an_engine_that_cannot_start_says_why_as_with_one_rank(tmp_path):
     edit_json(folder / "config.json", num_hidden_layers=3, layer_types=None)  # one layer has no tensors
     with pytest.raises(ValueError, match="model.layers.2"):
         start(str(folder))
+    edit_json(folder / "config.json", num_hidden_layers=2)
+    edit_json(folder / "generation_config.json", eos_token_id="none")  # found when all ranks are there
+    others = ranks_of()
+    with pytest.raises(ValueError, match="eos_token_id") as caught:
+        start(str(folder))
+    assert wait_until(lambda: ranks_of() == others), "before the exception is forgotten"
+    assert caught
 
 
 def test_a_start_that_fails_on_rank_0_alone_does_not_wait_for_the_others(model, monkeypatch, place):

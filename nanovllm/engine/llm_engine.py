@@ -52,8 +52,12 @@ class LLMEngine:
         with ThreadPoolExecutor(1) as pool:  # a tokenizer takes long to import and needs no device
             tokenizer = pool.submit(checkpoint.tokenizer)
             self.model_runner = self._start_runner()
-            self.tokenizer = tokenizer.result()
-        self.config.eos = checkpoint.eos_token_ids(self.tokenizer)
+            try:
+                self.tokenizer = tokenizer.result()
+                self.config.eos = checkpoint.eos_token_ids(self.tokenizer)
+            except BaseException:
+                self.exit()
+                raise
         self.scheduler = Scheduler(self.config)
         self._seeds = random.Random(self.config.seed)
         self._overlap = self.config.device != "cpu"
