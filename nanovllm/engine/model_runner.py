@@ -308,9 +308,7 @@ class ModelRunner:
             max_seqlen_q=max(batch.lens_q),
             max_seqlen_k=max(batch.lens_k),
             slot_mapping=self._to_device(batch.slot_mapping, torch.int32),
-            block_tables=None
-            if batch.block_tables is None
-            else self._to_device(batch.block_tables, torch.int32),
+            block_tables=self._to_device(batch.block_tables),
         )
         input_ids = self._to_device(batch.input_ids, torch.int64)
         positions = self._to_device(batch.positions, torch.int64)
