@@ -192,7 +192,8 @@ def test_identical_prompts_in_one_call_are_computed_once(llm):
     with Watch(llm) as seen:
         results = llm.generate([prompt] * 5, SamplingParams(0, 8, True), use_tqdm=False)
     assert seen.cached == [0, 64, 64, 64, 64]
-    assert all(result == results[0] for result in results)
+    assert tokens_of(results) == tokens_of(results[:1]) * 5
+    assert [result["num_cached_tokens"] for result in results] == seen.cached
 
 
 def test_a_second_call_finds_the_prompt_and_the_completion_of_the_first(llm):
@@ -301,7 +302,8 @@ def test_a_chat_is_the_template_and_then_a_completion(llm):
     params = SamplingParams(0, 6, True)
     chat = [{"role": "user", "content": "hi"}]
     text = llm.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-    assert llm.chat(chat, params, use_tqdm=False) == llm.generate([text], params, use_tqdm=False)
+    expected = llm.generate([text], params, use_tqdm=False)
+    assert tokens_of(llm.chat(chat, params, use_tqdm=False)) == tokens_of(expected)
     assert len(llm.chat([chat, chat], params, use_tqdm=False)) == 2
 
 

@@ -6,7 +6,6 @@ Follow `generate` -> `step` -> `Scheduler.schedule` -> `ModelRunner.run` -> `Sch
 
 import random
 import time
-from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from numbers import Integral
 from typing import Any, NamedTuple
@@ -20,6 +19,7 @@ from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checkpoint import open_checkpoint
+from nanovllm.utils.detokenizer import Detokenizer
 
 Prompt = str | list[int]
 Messages = list[dict[str, Any]]
@@ -62,6 +62,7 @@ class LLMEngine:
         self._seeds = random.Random(self.config.seed)
         self._overlap = self.config.device != "cpu"
         self._under_way: Step | None = None
+        self._texts: dict[int, Detokenizer] = {}  # of requests with stop texts, by seq_id
 
     def _start_runner(self) -> ModelRunner:
         """This process's model runner, which has the other ranks' with it."""
@@ -107,14 +108,19 @@ class LLMEngine:
         Queue one request and return its id. Raises ValueError, changing nothing, if it cannot be served.
         """
         self._check_usable()
-        return self._enqueue(self._check_prompt(prompt, sampling_params, "prompt"), sampling_params)
+        token_ids = self._check_prompt(prompt, sampling_params, "prompt")
+        if sampling_params.n > 1:
+            raise ValueError(f"add_request makes one completion of a prompt, got n={sampling_params.n}")
+        return self._enqueue(token_ids, sampling_params).seq_id
 
-    def _enqueue(self, token_ids: list[int], sampling_params: SamplingParams) -> int:
-        seq = Sequence(
-            token_ids, sampling_params, self.config.kvcache_block_size, self._seeds.getrandbits(63)
-        )
+    def _enqueue(self, token_ids: list[int], params: SamplingParams, index: int = 0) -> Sequence:
+        """Queue the index-th completion of a prompt."""
+        seed = self._seeds.getrandbits(63) if params.seed is None else (params.seed + index) % 2**63
+        seq = Sequence(token_ids, params, self.config.kvcache_block_size, seed)
         self.scheduler.add(seq)
-        return seq.seq_id
+        if params.stop:
+            self._texts[seq.seq_id] = Detokenizer(self.tokenizer, params.skip_special_tokens)
+        return seq
 
     def step(self) -> tuple[list[tuple[int, list[int]]], int]:
         """
@@ -138,7 +144,36 @@ class LLMEngine:
         token_ids = step.output.token_ids()
         self._check_usable()  # where a rank has failed the tokens are worthless
         finished = self.scheduler.postprocess(step.sequences, token_ids, step.drawing)
+        if self._texts:
+            finished = self._check_stop_texts(step.drawing, finished)
         return [(seq.seq_id, seq.completion_token_ids) for seq in finished], step.num_tokens
+
+    def _check_stop_texts(self, drawing: list[Sequence], finished: list[Sequence]) -> list[Sequence]:
+        """
+        End the sequences whose newest tokens complete a stop text, and return all that have finished. Where
+        steps overlap, the token that such a sequence draws meanwhile is never looked at.
+        """
+        for seq in drawing:
+            text = self._texts.get(seq.seq_id)
+            if text is None:
+                continue
+            num_old = len(text.text)
+            text.add(seq.token_ids[seq.num_prompt_tokens + len(text.token_ids) :])
+            found = [
+                (text.text.find(stop, max(0, num_old - len(stop) + 1)), stop)
+                for stop in seq.sampling_params.stop
+            ]
+            found = [(place, stop) for place, stop in found if place >= 0]
+            if found:
+                place, stop = min(found)
+                keep = len(stop) if seq.sampling_params.include_stop_str_in_output else 0
+                seq.text = text.text[: place + keep]
+                if not seq.is_finished:
+                    finished.append(seq)
+                self.scheduler.stop(seq, stop)
+            if seq.is_finished:
+                del self._texts[seq.seq_id]
+        return finished
 
     def is_finished(self) -> bool:
         """Whether no request is left."""
@@ -154,8 +189,14 @@ class LLMEngine:
         Complete the prompts; results are in their order.
 
         prompts: a string or a list of token ids, or a list of these. sampling_params: one for all, or one
-        each. Every result has "text", the completion without special tokens, and "token_ids". Raises
-        ValueError naming the prompt or parameter at fault, before anything is computed.
+        each. Raises ValueError naming the prompt or parameter at fault, before anything is computed.
+
+        Every result has
+          text, token_ids    the completion; token_ids include what ended it
+          finish_reason      "stop" (an end-of-sequence token, `stop` or `stop_token_ids`) or "length"
+          stop_reason        the stop text or stop token id that ended it, else None
+          num_prompt_tokens, num_cached_tokens   of the prompt, and how many of these the KV cache had
+          outputs            with n > 1 all completions, of which the first also stands above
         """
         self._check_usable()
         if not self.is_finished():
@@ -167,14 +208,31 @@ class LLMEngine:
             for i, (prompt, p) in enumerate(zip(prompts, params, strict=True))
         ]
         try:
-            index = {self._enqueue(ids, p): i for i, (ids, p) in enumerate(zip(checked, params, strict=True))}
-            token_ids: list[list[int]] = [[]] * len(prompts)
-            for seq_id, completion in self._run_to_end(len(prompts), use_tqdm):
-                token_ids[index[seq_id]] = completion
+            sequences = [
+                [self._enqueue(ids, p, i) for i in range(p.n)] for ids, p in zip(checked, params, strict=True)
+            ]
+            self._run_to_end(sum(map(len, sequences)), use_tqdm)
         except BaseException:
             self._clear()
             raise
-        return [{"text": self._decode(ids), "token_ids": ids} for ids in token_ids]
+        return [self._result(completions) for completions in sequences]
+
+    def _result(self, completions: list[Sequence]) -> dict[str, Any]:
+        outputs = [
+            {
+                "text": self._text(seq),
+                "token_ids": seq.completion_token_ids,
+                "finish_reason": seq.finish_reason,
+                "stop_reason": seq.stop_reason,
+            }
+            for seq in completions
+        ]
+        first = completions[0]
+        prompt = {
+            "num_prompt_tokens": first.num_prompt_tokens,
+            "num_cached_tokens": first.num_prompt_tokens_cached,
+        }
+        return {**outputs[0], **prompt, **({"outputs": outputs} if len(outputs) > 1 else {})}
 
     def chat(
         self,
@@ -209,14 +267,15 @@ class LLMEngine:
     def _clear(self) -> None:
         """Drop every request."""
         self._under_way = None
+        self._texts.clear()
         self.scheduler.clear()
         if self.ranks is not None and self.ranks.failure:
             self.exit()
         elif self.model_runner is not None:  # not shut down in the middle of its work
             self.model_runner.call("reset")
 
-    def _run_to_end(self, num_requests: int, use_tqdm: bool) -> Iterable[tuple[int, list[int]]]:
-        """Step until no request is left, yielding the finished ones and showing progress and speed."""
+    def _run_to_end(self, num_requests: int, use_tqdm: bool) -> None:
+        """Step until no request is left, showing progress and speed."""
         speed = {"Prefill": "-", "Decode": "-"}
         with tqdm(total=num_requests, desc="Generating", dynamic_ncols=True, disable=not use_tqdm) as bar:
             while not self.is_finished():
@@ -226,12 +285,17 @@ class LLMEngine:
                 speed["Prefill" if num_tokens > 0 else "Decode"] = f"{rate:.0f}tok/s"
                 bar.set_postfix(speed, refresh=False)
                 bar.update(len(finished))
-                yield from finished
 
-    def _decode(self, token_ids: list[int]) -> str:
-        return (
-            self.tokenizer.decode(token_ids, skip_special_tokens=True) if self.tokenizer is not None else ""
-        )
+    def _text(self, seq: Sequence) -> str:
+        """The text of a finished completion."""
+        params, token_ids = seq.sampling_params, seq.completion_token_ids
+        if self.tokenizer is None or not params.detokenize:
+            return ""
+        if seq.text is not None:
+            return seq.text
+        if seq.stop_reason is not None and not params.include_stop_str_in_output:
+            token_ids = token_ids[:-1]
+        return self.tokenizer.decode(token_ids, skip_special_tokens=params.skip_special_tokens)
 
     def _check_usable(self) -> None:
         if self.ranks is not None:
@@ -282,6 +346,11 @@ class LLMEngine:
             raise ValueError(f"{name} must be a string or a list of token ids, got {prompt!r}")
         if not token_ids:
             raise ValueError(f"{name} is empty: {prompt!r}")
+        if sampling_params.stop and self.tokenizer is None:
+            raise ValueError(
+                f"sampling_params for {name} have stop={sampling_params.stop!r}, but "
+                f"{self.config.model!r} has no tokenizer; use stop_token_ids"
+            )
         vocab_size = self.config.hf_config.vocab_size
         if set(map(type, token_ids)) != {int}:  # numpy's integers, or what is no token id at all
             for token_id in token_ids:

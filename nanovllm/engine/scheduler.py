@@ -38,6 +38,9 @@ class Scheduler:
     def add(self, seq: Sequence) -> None:
         """Queue a request. Raises ValueError if it could never fit, however empty the engine is."""
         self.check(len(seq), seq.max_tokens)
+        seq.end_token_ids = frozenset() if seq.ignore_eos else self.eos
+        if seq.sampling_params.stop_token_ids:
+            seq.end_token_ids |= frozenset(seq.sampling_params.stop_token_ids)
         self.waiting.append(seq)
 
     def check(self, num_prompt_tokens: int, max_tokens: int) -> None:
@@ -82,6 +85,8 @@ class Scheduler:
             self.running.append(seq)
             seq.status = SequenceStatus.RUNNING
             seq.row = self.free_rows.pop()
+            if seq.num_prompt_tokens_cached is None:
+                seq.num_prompt_tokens_cached = seq.num_cached_tokens
             budget -= self._schedule_chunk(seq, budget)
             scheduled.append(seq)
         return scheduled
@@ -145,7 +150,7 @@ class Scheduler:
         """
         if drawing is None:
             drawing = self.advance(sequences)
-        finished, eos, block_size, over = [], self.eos, self.block_size, SequenceStatus.FINISHED
+        finished, block_size, over = [], self.block_size, SequenceStatus.FINISHED
         for seq, token_id in zip(drawing, token_ids, strict=False):
             if seq.status is over:  # by the token before, which was not known when this step began
                 continue
@@ -153,16 +158,29 @@ class Scheduler:
             num_known = len(seq.token_ids)
             if num_known % block_size == 0:
                 self.block_manager.may_close(seq)
-            if num_known == seq.max_num_tokens or (token_id in eos and not seq.ignore_eos):
-                seq.num_tokens = num_known
-                self._finish(seq)
+            if token_id in seq.end_token_ids:
+                by_request = token_id in seq.sampling_params.stop_token_ids
+                self._finish(seq, "stop", token_id if by_request else None)
+                finished.append(seq)
+            elif num_known == seq.max_num_tokens:
+                self._finish(seq, "length")
                 finished.append(seq)
         if finished:
             self.running = [seq for seq in self.running if not seq.is_finished]
         return finished
 
-    def _finish(self, seq: Sequence) -> None:
+    def stop(self, seq: Sequence, text: str) -> None:
+        """End a sequence because of a text that its tokens have come to contain."""
+        if seq.is_finished:  # at the same token, for another reason
+            seq.finish_reason, seq.stop_reason = "stop", text
+            return
+        self._finish(seq, "stop", text)
+        self.running = [other for other in self.running if other is not seq]
+
+    def _finish(self, seq: Sequence, reason: str, stop_reason: str | int | None = None) -> None:
         """End a sequence, which may have been preempted or released while its last token was under way."""
+        seq.num_tokens = len(seq.token_ids)
+        seq.finish_reason, seq.stop_reason = reason, stop_reason
         if seq.status == SequenceStatus.WAITING:
             self.waiting.remove(seq)
         elif seq.row >= 0:

@@ -50,6 +50,12 @@ class Sequence:
         self.max_tokens = sampling_params.max_tokens
         self.max_num_tokens = self.num_prompt_tokens + self.max_tokens
         self.ignore_eos = sampling_params.ignore_eos
+        self.sampling_params = sampling_params
+        self.end_token_ids: frozenset[int] = frozenset()  # filled in by the scheduler, which knows eos
+        self.finish_reason: str | None = None  # "stop" or "length"
+        self.stop_reason: str | int | None = None  # the text or token id of the request that ended it
+        self.text: str | None = None  # of the completion, where a stop text has cut it
+        self.num_prompt_tokens_cached: int | None = None  # found in the cache when it was admitted first
         self.seed = seed  # with a token's position it decides the noise that token is drawn with
         if block_size is not None:
             self.block_size = block_size

@@ -1,0 +1,209 @@
+"""What a request may ask for and what it is told: seed, completions, stop texts and tokens, results."""
+
+import pytest
+import torch
+from test_engine import assert_empty, tokens_of
+
+from checkpoints import EXACT, make_checkpoint, make_tokenizer, one_thread  # noqa: F401
+from nanovllm import LLM, SamplingParams
+from nanovllm.utils.detokenizer import Detokenizer
+
+PROMPT = [*range(40)]
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory):
+    folder = make_checkpoint(tmp_path_factory.mktemp("checkpoint"), "qwen3", seed=1, vocab_size=257)
+    with LLM(str(folder), **EXACT, num_kvcache_blocks=60) as llm:
+        yield llm
+
+
+@pytest.fixture(params=[False, True], ids=["plain", "overlapped"])
+def llm(request, engine, monkeypatch):
+    """An engine, driven as on a CPU and as on a GPU, that must be empty after the test."""
+    monkeypatch.setattr(engine, "_overlap", request.param)
+    yield engine
+    assert_empty(engine)
+    assert not engine._texts
+
+
+def generate(llm: LLM, **params) -> dict:
+    [result] = llm.generate([PROMPT], SamplingParams(ignore_eos=True, **params), use_tqdm=False)
+    return result
+
+
+def first_of(token_ids: list[int], beyond: int) -> int:
+    """The place of a token, after so many, that does not occur before."""
+    return next(i for i in range(beyond, len(token_ids)) if token_ids[i] not in token_ids[:i])
+
+
+def test_a_result_says_why_it_ended_and_what_was_cached(llm):
+    llm.scheduler.clear()  # forgets what the cache holds
+    result = generate(llm, temperature=0, max_tokens=20)
+    assert result["finish_reason"] == "length" and result["stop_reason"] is None
+    assert result["num_prompt_tokens"] == 40 and result["num_cached_tokens"] == 0
+    assert generate(llm, temperature=0, max_tokens=20) == {**result, "num_cached_tokens": 32}
+    assert "outputs" not in result
+
+
+def test_an_end_of_sequence_token_is_a_stop_without_a_reason(llm, monkeypatch):
+    free = generate(llm, temperature=0, max_tokens=20)["token_ids"]
+    place = first_of(free, 3)
+    monkeypatch.setattr(llm.scheduler, "eos", frozenset({free[place]}))
+    [result] = llm.generate([PROMPT], SamplingParams(0, 20), use_tqdm=False)
+    assert result["token_ids"] == free[: place + 1]
+    assert result["finish_reason"] == "stop" and result["stop_reason"] is None
+
+
+@pytest.mark.parametrize("max_tokens", [20, None], ids=["", "at the last token allowed"])
+def test_a_stop_token_ends_the_completion_and_is_left_out_of_the_text(llm, max_tokens):
+    free = generate(llm, temperature=0, max_tokens=20)["token_ids"]
+    place = first_of(free, 4)
+    stop = dict(temperature=0, max_tokens=max_tokens or place + 1, stop_token_ids=[free[place], 256])
+    result = generate(llm, **stop)
+    assert result["token_ids"] == free[: place + 1]
+    assert result["finish_reason"] == "stop" and result["stop_reason"] == free[place]
+    assert result["text"] == llm.tokenizer.decode(free[:place])
+    assert generate(llm, **stop, include_stop_str_in_output=True)["text"] == llm.tokenizer.decode(
+        free[: place + 1]
+    )
+
+
+TEXT = "One, zwölf, 二十! 👍 Done."
+
+
+@pytest.fixture
+def says(llm, monkeypatch):
+    """Makes the model say a text, a byte a token, whatever it is asked."""
+
+    def says(text: str) -> list[int]:
+        token_ids = llm.tokenizer.encode(text)
+        coming = iter(token_ids)
+        monkeypatch.setattr(
+            llm.model_runner.model, "compute_logits", lambda _: torch.eye(257)[[next(coming, 0)]]
+        )
+        return token_ids
+
+    return says
+
+
+@pytest.mark.parametrize("stop", ["O", "ne, z", "ö", "二十", "👍", "! 👍 D", "Done.", "."])
+@pytest.mark.parametrize("last", [False, True], ids=["", "at the last token allowed"])
+def test_a_stop_text_ends_the_completion_at_the_token_that_completes_it(llm, says, stop, last):
+    end = TEXT.index(stop) + len(stop)
+    token_ids = says(TEXT)[: len(TEXT[:end].encode())]
+    params = dict(max_tokens=len(token_ids) if last else 60, stop=["never seen", stop])
+    result = generate(llm, temperature=0, **params)
+    assert result["text"] == TEXT[: end - len(stop)]
+    assert result["token_ids"] == token_ids
+    assert result["finish_reason"] == "stop" and result["stop_reason"] == stop
+    says(TEXT)
+    assert generate(llm, temperature=0, **params, include_stop_str_in_output=True)["text"] == TEXT[:end]
+
+
+def test_the_stop_text_that_comes_first_is_the_one_that_counts(llm, says):
+    says(TEXT)
+    result = generate(llm, temperature=0, max_tokens=60, stop=["Done", "z", ", zw", "zwölf"])
+    assert result["stop_reason"] == "z" and result["text"] == "One, "
+
+
+def test_a_stop_text_that_does_not_come_changes_nothing(llm):
+    free = generate(llm, temperature=0, max_tokens=20)
+    assert generate(llm, temperature=0, max_tokens=20, stop="never\n seen") == free
+
+
+def test_requests_with_and_without_stops_do_not_disturb_each_other(llm):
+    prompts = [[i, *PROMPT] for i in range(8)]
+    free = llm.generate(prompts, SamplingParams(0, 30, True), use_tqdm=False)
+    stops = [result["text"][4:5] if i % 2 else () for i, result in enumerate(free)]
+    params = [SamplingParams(0, 30, True, stop=stop) for stop in stops]
+    for result, whole, stop in zip(llm.generate(prompts, params, use_tqdm=False), free, stops, strict=True):
+        if stop:
+            assert result["text"] == whole["text"][: whole["text"].index(stop)]
+        else:
+            assert tokens_of([result]) == tokens_of([whole])
+
+
+def test_a_seed_draws_the_same_tokens_in_any_company(llm):
+    params = SamplingParams(1.0, 20, True, seed=5)
+    [alone] = llm.generate([PROMPT], params, use_tqdm=False)
+    others = [SamplingParams(1.0, 30, True) for _ in range(4)]
+    together = llm.generate([PROMPT] * 5, [*others[:2], params, *others[2:]], use_tqdm=False)
+    assert tokens_of(together[2:3]) == tokens_of([alone])
+    assert len({tuple(tokens) for tokens in tokens_of(together)}) == 5
+
+
+def test_n_completions_share_the_prompt_and_differ(llm):
+    llm.scheduler.clear()
+    result = generate(llm, temperature=1.0, max_tokens=20, n=4, seed=7)
+    outputs = result["outputs"]
+    assert len({tuple(output["token_ids"]) for output in outputs}) == len(outputs) == 4
+    assert {name: result[name] for name in outputs[0]} == outputs[0]
+    assert result["num_cached_tokens"] == 0
+    again = generate(llm, temperature=1.0, max_tokens=20, n=4, seed=7)
+    assert again["outputs"] == outputs
+    assert generate(llm, temperature=1.0, max_tokens=20, seed=9)["token_ids"] == outputs[2]["token_ids"]
+    with pytest.raises(ValueError, match="n=4"):
+        llm.add_request(PROMPT, SamplingParams(n=4))
+
+
+def test_text_is_made_as_asked(llm, monkeypatch):
+    free = generate(llm, temperature=0, max_tokens=20)
+    bare = generate(llm, temperature=0, max_tokens=20, detokenize=False)
+    assert bare["text"] == "" and bare["token_ids"] == free["token_ids"]
+    monkeypatch.setattr(llm.scheduler, "eos", frozenset({256}))
+    monkeypatch.setattr(
+        llm.model_runner.model, "compute_logits", lambda hidden: torch.eye(257)[[256] * min(len(hidden), 1)]
+    )
+    for skip, text in ((True, ""), (False, "<|end|>")):
+        params = SamplingParams(0, 5, skip_special_tokens=skip)
+        assert llm.generate([[1]], params, use_tqdm=False)[0]["text"] == text
+
+
+@pytest.mark.parametrize(
+    "text", ["plain", "naïve café", "日本語のテキスト", "a👍🏽b👩‍👩‍👧c", " leading", "\n\n x"]
+)
+def test_pieces_of_text_are_whole_characters_and_join_to_the_text(text):
+    tokenizer = make_tokenizer()
+    detokenizer = Detokenizer(tokenizer)
+    pieces = [detokenizer.add([token_id]) for token_id in tokenizer.encode(text)]
+    assert "".join(pieces) == detokenizer.text == text
+    assert not any("\ufffd" in piece for piece in pieces)
+
+
+BAD = [
+    ("seed", (-1, 2**63, 1.5, "1", True)),
+    ("n", (0, -1, 1.0, None, True)),
+    ("stop", ("", ["a", ""], [1], 5, b"x", {"a": 1})),
+    ("stop_token_ids", ([-1], ["a"], [1.5], [True], 7, "12")),
+    *(
+        (name, (1, None, "yes"))
+        for name in ("include_stop_str_in_output", "skip_special_tokens", "detokenize")
+    ),
+]
+
+
+@pytest.mark.parametrize("name, value", [(name, value) for name, values in BAD for value in values])
+def test_a_bad_value_is_refused_by_name(name, value):
+    with pytest.raises(ValueError, match=name) as error:
+        SamplingParams(**{name: value})
+    assert repr(value) in str(error.value)
+
+
+def test_stop_needs_a_text(tmp_path):
+    with pytest.raises(ValueError, match="detokenize"):
+        SamplingParams(stop="x", detokenize=False)
+    folder = make_checkpoint(tmp_path, tokenizer=False)
+    with LLM(str(folder), **EXACT, num_kvcache_blocks=20) as llm:
+        with pytest.raises(ValueError, match="stop=.*no tokenizer"):
+            llm.generate([[1]], SamplingParams(stop="x"), use_tqdm=False)
+        assert (
+            llm.generate([[1]], SamplingParams(0, 2, stop_token_ids=[500]), use_tqdm=False)[0]["text"] == ""
+        )
+
+
+def test_params_stay_hashable_and_equal_whatever_collections_they_were_given():
+    one = SamplingParams(stop=["a", "b"], stop_token_ids=[1, 2])
+    assert one == SamplingParams(stop=("a", "b"), stop_token_ids=(1, 2)) and hash(one)
+    assert SamplingParams(stop=None, stop_token_ids=None) == SamplingParams()
+    assert SamplingParams(stop="ab").stop == ("ab",)
