@@ -78,7 +78,7 @@ BAD_PROMPTS = {
     "None": (None, "None"),
     "number": (5.5, "5.5"),
     "bytes": (b"abc", "abc"),
-    "dict": ({"prompt": "a"}, "prompt"),
+    "dict": ({"text": "a"}, "text"),
     "nested": ([[1, 2]], "1, 2"),
     "too long": ([1] * 512, "512"),
     "too long for the pool": ([1] * 318, "318"),

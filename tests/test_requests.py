@@ -207,3 +207,81 @@ def test_params_stay_hashable_and_equal_whatever_collections_they_were_given():
     assert one == SamplingParams(stop=("a", "b"), stop_token_ids=(1, 2)) and hash(one)
     assert SamplingParams(stop=None, stop_token_ids=None) == SamplingParams()
     assert SamplingParams(stop="ab").stop == ("ab",)
+
+
+# --- ways to call ---
+
+
+def test_results_come_as_prompts_finish_and_are_those_of_generate(llm):
+    prompts = [[i, *PROMPT] for i in range(4)]
+    params = [SamplingParams(0, count, True, n=n) for count, n in ((30, 1), (3, 1), (12, 3), (7, 1))]
+    expected = tokens_of(llm.generate(prompts, params, use_tqdm=False))
+    found = list(llm.generate_iter(prompts, params))
+    assert [i for i, _ in found] == [1, 3, 2, 0]
+    assert [result["token_ids"] for _, result in sorted(found, key=lambda pair: pair[0])] == expected
+    assert len(found[2][1]["outputs"]) == 3
+
+
+@pytest.mark.parametrize("how", ["closed", "forgotten", "never begun"])
+def test_an_iterator_that_is_left_early_drops_what_is_left(llm, how):
+    results = llm.generate_iter([PROMPT, [1]], [SamplingParams(0, 50, True), SamplingParams(0, 3, True)])
+    pieces = llm.stream(PROMPT)
+    if how != "never begun":
+        assert next(results)[0] == 1
+        with pytest.raises(RuntimeError, match="idle"):
+            llm.generate([[1]], use_tqdm=False)
+        with pytest.raises(RuntimeError, match="idle"):
+            next(pieces)
+    if how == "closed":
+        results.close()
+    del results, pieces
+    assert len(generate(llm, temperature=0, max_tokens=5)["token_ids"]) == 5
+
+
+def test_bad_arguments_are_refused_at_the_call_not_at_the_first_result(llm):
+    with pytest.raises(ValueError, match="max_model_len"):
+        llm.generate_iter([[1] * 1000])
+    for params in (SamplingParams(n=2), SamplingParams(detokenize=False)):
+        with pytest.raises(ValueError, match="stream gives the text of one completion"):
+            llm.stream([1], params)
+
+
+@pytest.mark.parametrize("stop", [(), "Done", ["zwölf, 二十!?", "👍 Do"]])
+def test_streamed_pieces_are_whole_characters_and_join_to_the_text(llm, says, stop):
+    """Nothing of a stop text is ever shown, however much of it has come."""
+    params = SamplingParams(0, len(TEXT.encode()), True, stop=stop)
+    says(TEXT)
+    [result] = llm.generate([PROMPT], params, use_tqdm=False)
+    says(TEXT)
+    pieces = list(llm.stream(PROMPT, params))
+    assert "".join(pieces) == result["text"]
+    assert len(pieces) > 5 and all(pieces) and not any("\ufffd" in piece for piece in pieces)
+
+
+def test_a_stream_may_end_in_half_a_character_as_generate_does(llm, says):
+    params = SamplingParams(0, len(b"One, zw") + 1, True)
+    says(TEXT)
+    assert "".join(llm.stream(PROMPT, params)) == "One, zw\ufffd"
+    token_ids = says(TEXT)
+    stop = SamplingParams(0, 50, True, stop_token_ids=[token_ids[6]])
+    assert "".join(llm.stream(PROMPT, stop)) == "One, z"
+
+
+def test_a_prompt_may_be_a_dict(llm):
+    params = SamplingParams(0, 5, True)
+    expected = tokens_of(llm.generate(["hello"], params, use_tqdm=False))
+    given = [{"prompt": "hello"}, {"prompt_token_ids": llm.encode("hello")}]
+    assert tokens_of(llm.generate(given, params, use_tqdm=False)) == expected * 2
+    assert tokens_of(llm.generate(given[0], params, use_tqdm=False)) == expected
+    two, wrong = {"prompt": "a", "prompt_token_ids": [1]}, [{"prompt": [1]}, {"prompt_token_ids": "a"}]
+    for bad in ({}, {"text": "a"}, two, *wrong):
+        with pytest.raises(ValueError, match=r"prompts\[0\]"):
+            llm.generate([bad], params, use_tqdm=False)
+
+
+def test_texts_and_token_ids_turn_into_each_other(llm):
+    assert llm.decode(llm.encode(TEXT)) == TEXT
+    assert llm.decode([79, 256]) == llm.decode([79])
+    assert llm.decode([79, 256], skip_special_tokens=False) == llm.decode([79]) + "<|end|>"
+    with pytest.raises(ValueError, match="text must be a string"):
+        llm.encode([1])

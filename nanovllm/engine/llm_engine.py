@@ -6,8 +6,10 @@ Follow `generate` -> `step` -> `Scheduler.schedule` -> `ModelRunner.run` -> `Sch
 
 import random
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from numbers import Integral
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from tqdm.auto import tqdm
@@ -21,7 +23,7 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checkpoint import open_checkpoint
 from nanovllm.utils.detokenizer import Detokenizer
 
-Prompt = str | list[int]
+Prompt = str | list[int] | dict[str, Any]
 Messages = list[dict[str, Any]]
 
 
@@ -188,8 +190,9 @@ class LLMEngine:
         """
         Complete the prompts; results are in their order.
 
-        prompts: a string or a list of token ids, or a list of these. sampling_params: one for all, or one
-        each. Raises ValueError naming the prompt or parameter at fault, before anything is computed.
+        prompts: a string, a list of token ids or a dict with one of these as "prompt" or "prompt_token_ids",
+        or a list of such. sampling_params: one for all, or one each. Raises ValueError naming the prompt or
+        parameter at fault, before anything is computed.
 
         Every result has
           text, token_ids    the completion; token_ids include what ended it
@@ -198,24 +201,90 @@ class LLMEngine:
           num_prompt_tokens, num_cached_tokens   of the prompt, and how many of these the KV cache had
           outputs            with n > 1 all completions, of which the first also stands above
         """
-        self._check_usable()
-        if not self.is_finished():
-            raise RuntimeError("generate needs an idle engine, but requests of add_request are not finished")
+        found = sorted(self.generate_iter(prompts, sampling_params, use_tqdm), key=itemgetter(0))
+        return [result for _, result in found]
+
+    def generate_iter(
+        self,
+        prompts: Prompt | list[Prompt],
+        sampling_params: SamplingParams | list[SamplingParams] = SamplingParams(),
+        use_tqdm: bool = False,
+    ) -> Iterator[tuple[int, dict[str, Any]]]:
+        """
+        `generate` that yields (index of the prompt, result) as soon as a prompt is done. Nothing is computed
+        between two results, and closing the iterator drops what is left.
+        """
+        self._check_idle()
         prompts = self._as_list_of_prompts(prompts)
         params = self._as_list_of_params(sampling_params, len(prompts))
         checked = [
             self._check_prompt(prompt, p, f"prompts[{i}]")
             for i, (prompt, p) in enumerate(zip(prompts, params, strict=True))
         ]
+        return self._generate(list(zip(checked, params, strict=True)), use_tqdm)
+
+    def _generate(
+        self, requests: list[tuple[list[int], SamplingParams]], use_tqdm: bool
+    ) -> Iterator[tuple[int, dict[str, Any]]]:
+        self._check_idle()
         try:
-            sequences = [
-                [self._enqueue(ids, p, i) for i in range(p.n)] for ids, p in zip(checked, params, strict=True)
-            ]
-            self._run_to_end(sum(map(len, sequences)), use_tqdm)
+            groups = [[self._enqueue(ids, params, i) for i in range(params.n)] for ids, params in requests]
+            index = {seq.seq_id: i for i, group in enumerate(groups) for seq in group}
+            num_left = list(map(len, groups))
+            for seq_id in self._run_to_end(len(index), use_tqdm):
+                i = index[seq_id]
+                num_left[i] -= 1
+                if not num_left[i]:
+                    yield i, self._result(groups[i])
         except BaseException:
             self._clear()
             raise
-        return [self._result(completions) for completions in sequences]
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams = SamplingParams()) -> Iterator[str]:
+        """
+        The text of one completion, piece by piece while it is made: whole characters that join to the "text"
+        of `generate`. Closing the iterator drops the request.
+        """
+        self._check_idle()
+        token_ids = self._check_prompt(prompt, sampling_params, "prompt")
+        if self.tokenizer is None or not sampling_params.detokenize or sampling_params.n > 1:
+            raise ValueError(
+                f"stream gives the text of one completion: it needs a tokenizer, detokenize and n=1, got "
+                f"{sampling_params}"
+            )
+        return self._stream(token_ids, sampling_params)
+
+    def _stream(self, token_ids: list[int], params: SamplingParams) -> Iterator[str]:
+        self._check_idle()
+        try:
+            seq = self._enqueue(token_ids, params)
+            text = Detokenizer(self.tokenizer, params.skip_special_tokens)
+            num_shown = 0
+            while not self.is_finished():
+                self.step()
+                if seq.is_finished:
+                    sure = self._text(seq)
+                else:
+                    text.add(seq.token_ids[seq.num_prompt_tokens + len(text.token_ids) :])
+                    sure = text.text[: len(text.text) - text.num_held_back(params.stop)]
+                if len(sure) > num_shown:
+                    yield sure[num_shown:]
+                    num_shown = len(sure)
+        except BaseException:
+            self._clear()
+            raise
+
+    def encode(self, text: str) -> list[int]:
+        """The token ids of a text, as a prompt of it would have them."""
+        if not isinstance(text, str):
+            raise ValueError(f"text must be a string, got {text!r}")
+        return self._tokenize(text, "text")
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
+        """The text of token ids."""
+        if self.tokenizer is None:
+            raise ValueError(f"{self.config.model!r} has no tokenizer")
+        return self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def _result(self, completions: list[Sequence]) -> dict[str, Any]:
         outputs = [
@@ -274,8 +343,8 @@ class LLMEngine:
         elif self.model_runner is not None:  # not shut down in the middle of its work
             self.model_runner.call("reset")
 
-    def _run_to_end(self, num_requests: int, use_tqdm: bool) -> None:
-        """Step until no request is left, showing progress and speed."""
+    def _run_to_end(self, num_requests: int, use_tqdm: bool) -> Iterator[int]:
+        """Step until no request is left, yielding the ids of those that finish; shows progress and speed."""
         speed = {"Prefill": "-", "Decode": "-"}
         with tqdm(total=num_requests, desc="Generating", dynamic_ncols=True, disable=not use_tqdm) as bar:
             while not self.is_finished():
@@ -285,6 +354,7 @@ class LLMEngine:
                 speed["Prefill" if num_tokens > 0 else "Decode"] = f"{rate:.0f}tok/s"
                 bar.set_postfix(speed, refresh=False)
                 bar.update(len(finished))
+                yield from (seq_id for seq_id, _ in finished)
 
     def _text(self, seq: Sequence) -> str:
         """The text of a finished completion."""
@@ -297,6 +367,11 @@ class LLMEngine:
             token_ids = token_ids[:-1]
         return self.tokenizer.decode(token_ids, skip_special_tokens=params.skip_special_tokens)
 
+    def _check_idle(self) -> None:
+        self._check_usable()
+        if not self.is_finished():
+            raise RuntimeError("this needs an idle engine, but there are requests that are not finished")
+
     def _check_usable(self) -> None:
         if self.ranks is not None:
             self.ranks.check()
@@ -305,7 +380,7 @@ class LLMEngine:
 
     @staticmethod
     def _as_list_of_prompts(prompts: Any) -> list[Any]:
-        if isinstance(prompts, str):
+        if isinstance(prompts, (str, dict)):
             return [prompts]
         if not isinstance(prompts, (list, tuple)):
             raise ValueError(
@@ -327,19 +402,26 @@ class LLMEngine:
             raise ValueError(f"there are {count} prompts but {len(sampling_params)} sampling_params")
         return list(sampling_params)
 
+    def _tokenize(self, text: str, name: str) -> list[int]:
+        if self.tokenizer is None:
+            raise ValueError(f"{name} is text, but {self.config.model!r} has no tokenizer; pass token ids")
+        try:
+            return self.tokenizer.encode(text)
+        except Exception as error:
+            raise ValueError(f"{name} cannot be tokenized: {error}; got {text!r}") from error
+
     def _check_prompt(self, prompt: Any, sampling_params: Any, name: str) -> list[int]:
         """The prompt's token ids. Raises ValueError if the request cannot be served."""
         if not isinstance(sampling_params, SamplingParams):
             raise ValueError(f"sampling_params for {name} must be SamplingParams, got {sampling_params!r}")
+        if isinstance(prompt, dict):
+            if list(prompt) not in (["prompt"], ["prompt_token_ids"]):
+                raise ValueError(f"{name} must have one key, prompt or prompt_token_ids, got {prompt!r}")
+            ((key, prompt),) = prompt.items()
+            if isinstance(prompt, str) != (key == "prompt"):
+                raise ValueError(f"{name}: {key} cannot be {prompt!r}")
         if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise ValueError(
-                    f"{name} is text, but {self.config.model!r} has no tokenizer; pass token ids"
-                )
-            try:
-                token_ids = self.tokenizer.encode(prompt)
-            except Exception as error:
-                raise ValueError(f"{name} cannot be tokenized: {error}; got {prompt!r}") from error
+            token_ids = self._tokenize(prompt, name)
         elif isinstance(prompt, (list, tuple)):
             token_ids = list(prompt)
         else:

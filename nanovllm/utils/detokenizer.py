@@ -32,5 +32,11 @@ class Detokenizer:
         self.text += piece
         return piece
 
+    def num_held_back(self, stops: tuple[str, ...]) -> int:
+        """How many characters at the end of `text` may be the beginning of one of these."""
+        longest = max(map(len, stops), default=0) - 1
+        lengths = range(min(longest, len(self.text)), 0, -1)
+        return next((n for n in lengths if any(s.startswith(self.text[-n:]) for s in stops)), 0)
+
     def _decode(self, token_ids: list[int]) -> str:
         return self.tokenizer.decode(token_ids, skip_special_tokens=self.skip_special_tokens)
