@@ -285,3 +285,83 @@ def test_texts_and_token_ids_turn_into_each_other(llm):
     assert llm.decode([79, 256], skip_special_tokens=False) == llm.decode([79]) + "<|end|>"
     with pytest.raises(ValueError, match="text must be a string"):
         llm.encode([1])
+
+
+TEMPLATE = (
+    "{% if greeting is defined %}{{ greeting }}{% endif %}"
+    "{% for m in messages %}<{{ m['content'] }}>{% endfor %}"
+    "{% if tools %}{{ tools | length }}{% endif %}{% if add_generation_prompt %}:{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    "options, prompt",
+    [
+        ({}, "[user]hi\n[assistant]"),
+        (dict(add_generation_prompt=False), "[user]hi\n"),
+        (dict(add_generation_prompt=False, continue_final_message=True), "[user]hi"),
+        (dict(chat_template=TEMPLATE), "<hi>:"),
+        (dict(chat_template=TEMPLATE, chat_template_kwargs={"greeting": "Oh"}), "Oh<hi>:"),
+        (dict(chat_template=TEMPLATE, tools=[{"type": "function"}]), "<hi>1:"),
+    ],
+)
+def test_a_chat_is_written_as_asked(engine, options, prompt):
+    params = SamplingParams(0, 5, True)
+    chat = [{"role": "user", "content": "hi"}]
+    expected = tokens_of(engine.generate([prompt], params, use_tqdm=False))
+    assert tokens_of(engine.chat([chat, chat], params, use_tqdm=False, **options)) == expected * 2
+
+
+def test_what_a_template_refuses_is_an_error_with_its_words(engine):
+    chat = [{"role": "user", "content": "hi"}]
+    with pytest.raises(ValueError, match="conversation 0: no such role"):
+        engine.chat(chat, chat_template="{{ raise_exception('no such role') }}")
+    with pytest.raises(ValueError, match="add_generation_prompt"):
+        engine.chat(chat, continue_final_message=True)
+
+
+# --- abort ---
+
+
+@pytest.mark.parametrize("num_steps", range(12))
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_an_aborted_request_leaves_at_any_moment_and_disturbs_nobody(llm, monkeypatch, num_steps, which):
+    """Waiting, in the middle of a prompt computed in chunks, decoding, or with its last token under way."""
+    monkeypatch.setattr(llm.scheduler, "max_num_batched_tokens", 24)
+    monkeypatch.setattr(llm.scheduler, "max_num_seqs", 2)
+    prompts = [[which, num_steps, *range(60)], [7] * 20, [which, num_steps, *range(50)]]
+    params = [SamplingParams(0, 4 + i, True, stop="never\n seen") for i in range(3)]
+    ids = [llm.add_request(*request) for request in zip(prompts, params, strict=True)]
+    found = {}
+    for _ in range(num_steps):
+        found.update(llm.step()[0])
+    over = set(found)
+    llm.abort(ids[which])
+    llm.abort(ids[which])
+    llm.abort(10**9)
+    if ids[which] not in over:
+        assert not llm.is_finished()
+    while not llm.is_finished():
+        found.update(llm.step()[0])
+    assert_empty(llm)
+    assert set(found) == set(ids)
+    monkeypatch.undo()
+    alone = [tokens_of(llm.generate([p], q, use_tqdm=False))[0] for p, q in zip(prompts, params, strict=True)]
+    llm.scheduler.clear()  # with nothing in the cache that an aborted request may have left there
+    fresh = [tokens_of(llm.generate([p], q, use_tqdm=False))[0] for p, q in zip(prompts, params, strict=True)]
+    assert alone == fresh
+    for i, request_id in enumerate(ids):
+        tokens = found[request_id]
+        assert tokens == fresh[i][: len(tokens)]
+        assert i == which or len(tokens) == len(fresh[i])
+
+
+def test_the_result_of_an_aborted_request_has_what_there_is(llm):
+    results = llm.generate_iter([PROMPT, [1]], [SamplingParams(0, 50, True), SamplingParams(0, 3, True)])
+    assert next(results)[1]["finish_reason"] == "length"
+    [request_id] = llm._requests
+    llm.abort(request_id)
+    [(index, result)] = results
+    assert index == 0 and result["finish_reason"] == "abort" and result["stop_reason"] is None
+    free = generate(llm, temperature=0, max_tokens=50)["token_ids"]
+    assert result["token_ids"] == free[: len(result["token_ids"])] and result["token_ids"]

@@ -118,6 +118,14 @@ class BlockManager:
         seq.block_table.clear()
         seq.num_cached_tokens = seq.num_computed_tokens = 0
 
+    def forget_uncomputed(self, seq: Sequence) -> None:
+        """Let nobody find the blocks that were closed for a prompt but are never going to be computed."""
+        for block_id in seq.block_table[seq.num_computed_tokens // self.block_size :]:
+            block = self.blocks[block_id]
+            if self.hash_to_block_id.get(block.hash) == block_id:
+                del self.hash_to_block_id[block.hash]
+            block.update(-1, [])
+
     def can_append(self, seq: Sequence) -> bool:
         """Whether the sequence's last token has, or can get, a block to be written in."""
         return len(seq.block_table) * self.block_size >= len(seq) or bool(self.free_block_ids)

@@ -64,7 +64,9 @@ class LLMEngine:
         self._seeds = random.Random(self.config.seed)
         self._overlap = self.config.device != "cpu"
         self._under_way: Step | None = None
-        self._texts: dict[int, Detokenizer] = {}  # of requests with stop texts, by seq_id
+        self._requests: dict[int, Sequence] = {}  # those that are not finished, by seq_id
+        self._texts: dict[int, Detokenizer] = {}  # of those with stop texts
+        self._aborted: list[Sequence] = []  # for the next step to report
 
     def _start_runner(self) -> ModelRunner:
         """This process's model runner, which has the other ranks' with it."""
@@ -120,6 +122,7 @@ class LLMEngine:
         seed = self._seeds.getrandbits(63) if params.seed is None else (params.seed + index) % 2**63
         seq = Sequence(token_ids, params, self.config.kvcache_block_size, seed)
         self.scheduler.add(seq)
+        self._requests[seq.seq_id] = seq
         if params.stop:
             self._texts[seq.seq_id] = Detokenizer(self.tokenizer, params.skip_special_tokens)
         return seq
@@ -128,27 +131,32 @@ class LLMEngine:
         """
         Run one step. Returns the requests that finished as (id, completion token ids), and the number of
         prompt tokens computed, or minus the number of sequences decoded. On a GPU a step returns what the one
-        before it computed (the first returns nothing), so that the device never waits for the host.
+        before it computed (the first returns nothing), so that the device never waits for the host. Aborted
+        requests are returned by the next step.
         """
         self._check_usable()
         sequences, is_prefill = self.scheduler.schedule()
         step = self._launch(sequences, is_prefill) if sequences else None
         if self._overlap:  # the host's work on this step is done while the device is busy with it
             step, self._under_way = self._under_way, step
-        return self._collect(step) if step is not None else ([], 0)
+        finished, num_tokens = self._collect(step) if step is not None else ([], 0)
+        finished, self._aborted = self._aborted + finished, []
+        return [(seq.seq_id, seq.completion_token_ids) for seq in finished], num_tokens
 
     def _launch(self, sequences: list[Sequence], is_prefill: bool) -> Step:
         num_tokens = sum(seq.num_scheduled_tokens for seq in sequences) if is_prefill else -len(sequences)
         output = self.model_runner.launch(sequences, is_prefill)
         return Step(sequences, self.scheduler.advance(sequences), num_tokens, output)
 
-    def _collect(self, step: Step) -> tuple[list[tuple[int, list[int]]], int]:
+    def _collect(self, step: Step) -> tuple[list[Sequence], int]:
         token_ids = step.output.token_ids()
         self._check_usable()  # where a rank has failed the tokens are worthless
         finished = self.scheduler.postprocess(step.sequences, token_ids, step.drawing)
         if self._texts:
             finished = self._check_stop_texts(step.drawing, finished)
-        return [(seq.seq_id, seq.completion_token_ids) for seq in finished], step.num_tokens
+        for seq in finished:
+            del self._requests[seq.seq_id]
+        return finished, step.num_tokens
 
     def _check_stop_texts(self, drawing: list[Sequence], finished: list[Sequence]) -> list[Sequence]:
         """
@@ -177,9 +185,21 @@ class LLMEngine:
                 del self._texts[seq.seq_id]
         return finished
 
+    def abort(self, request_id: int) -> None:
+        """
+        End a request and free its blocks at once. Its result has what there is so far and the finish_reason
+        "abort". That it has finished already, or never was, is no error.
+        """
+        self._check_usable()
+        seq = self._requests.pop(request_id, None)
+        if seq is not None:
+            self.scheduler.abort(seq)
+            self._texts.pop(request_id, None)
+            self._aborted.append(seq)
+
     def is_finished(self) -> bool:
         """Whether no request is left."""
-        return self.scheduler.is_finished() and self._under_way is None
+        return self.scheduler.is_finished() and self._under_way is None and not self._aborted
 
     def generate(
         self,
@@ -196,7 +216,7 @@ class LLMEngine:
 
         Every result has
           text, token_ids    the completion; token_ids include what ended it
-          finish_reason      "stop" (an end-of-sequence token, `stop` or `stop_token_ids`) or "length"
+          finish_reason      "stop" (an end-of-sequence token, a stop text or token), "length" or "abort"
           stop_reason        the stop text or stop token id that ended it, else None
           num_prompt_tokens, num_cached_tokens   of the prompt, and how many of these the KV cache had
           outputs            with n > 1 all completions, of which the first also stands above
@@ -308,8 +328,18 @@ class LLMEngine:
         messages: Messages | list[Messages],
         sampling_params: SamplingParams | list[SamplingParams] = SamplingParams(),
         use_tqdm: bool = True,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[dict[str, Any]]:
-        """`generate` for one conversation or a list of them, through the checkpoint's chat template."""
+        """
+        `generate` for one conversation or a list of them, through the checkpoint's chat template or the one
+        given. The answer is a new message, or with continue_final_message=True and
+        add_generation_prompt=False more of the last one. What else the template understands (such as
+        enable_thinking) goes into chat_template_kwargs.
+        """
         self._check_usable()
         if not isinstance(messages, list) or not messages:
             raise ValueError(f"messages must be a conversation or a list of conversations, got {messages!r}")
@@ -323,20 +353,36 @@ class LLMEngine:
                 raise ValueError(
                     f"conversation {i} must be a list of dicts with role and content, got {conversation!r}"
                 )
-        if getattr(self.tokenizer, "chat_template", None) is None:
+        if (
+            self.tokenizer is None
+            or (chat_template or getattr(self.tokenizer, "chat_template", None)) is None
+        ):
             raise ValueError(f"the tokenizer of {self.config.model!r} has no chat template")
-        prompts = [
-            self.tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
-            for conversation in conversations
-        ]
-        # the template writes the special tokens itself
-        token_ids = [self.tokenizer.encode(prompt, add_special_tokens=False) for prompt in prompts]
+        if continue_final_message and add_generation_prompt:
+            raise ValueError("continue_final_message=True needs add_generation_prompt=False, got True")
+        options = dict(
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            **(chat_template_kwargs or {}),
+        )
+        token_ids = []
+        for i, conversation in enumerate(conversations):
+            try:
+                text = self.tokenizer.apply_chat_template(conversation, tokenize=False, **options)
+            except Exception as error:  # whatever a template raises
+                raise ValueError(f"the chat template does not accept conversation {i}: {error}") from error
+            # the template writes the special tokens itself
+            token_ids.append(self.tokenizer.encode(text, add_special_tokens=False))
         return self.generate(token_ids, sampling_params, use_tqdm)
 
     def _clear(self) -> None:
         """Drop every request."""
         self._under_way = None
+        self._requests.clear()
         self._texts.clear()
+        self._aborted.clear()
         self.scheduler.clear()
         if self.ranks is not None and self.ranks.failure:
             self.exit()

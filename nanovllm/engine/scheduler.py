@@ -177,6 +177,14 @@ class Scheduler:
         self._finish(seq, "stop", text)
         self.running = [other for other in self.running if other is not seq]
 
+    def abort(self, seq: Sequence) -> None:
+        """End a sequence at whatever point, but not in the middle of a step's scheduling."""
+        if seq is self.chunked:
+            self.block_manager.forget_uncomputed(seq)
+            self.chunked = None
+        self._finish(seq, "abort")
+        self.running = [other for other in self.running if other is not seq]
+
     def _finish(self, seq: Sequence, reason: str, stop_reason: str | int | None = None) -> None:
         """End a sequence, which may have been preempted or released while its last token was under way."""
         seq.num_tokens = len(seq.token_ids)

@@ -52,7 +52,7 @@ class Sequence:
         self.ignore_eos = sampling_params.ignore_eos
         self.sampling_params = sampling_params
         self.end_token_ids: frozenset[int] = frozenset()  # filled in by the scheduler, which knows eos
-        self.finish_reason: str | None = None  # "stop" or "length"
+        self.finish_reason: str | None = None  # "stop", "length" or "abort"
         self.stop_reason: str | int | None = None  # the text or token id of the request that ended it
         self.text: str | None = None  # of the completion, where a stop text has cut it
         self.num_prompt_tokens_cached: int | None = None  # found in the cache when it was admitted first
