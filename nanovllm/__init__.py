@@ -3,8 +3,9 @@
 Start at `LLM.generate` (engine/llm_engine.py) and follow it downwards.
 """
 
+from nanovllm.async_llm import AsyncLLM
 from nanovllm.llm import LLM
 from nanovllm.sampling_params import SamplingParams
 
-__all__ = ["LLM", "SamplingParams"]
+__all__ = ["AsyncLLM", "LLM", "SamplingParams"]
 __version__ = "0.1.0"

@@ -267,32 +267,27 @@ class LLMEngine:
         """
         self._check_idle()
         token_ids = self._check_prompt(prompt, sampling_params, "prompt")
-        if self.tokenizer is None or not sampling_params.detokenize or sampling_params.n > 1:
-            raise ValueError(
-                f"stream gives the text of one completion: it needs a tokenizer, detokenize and n=1, got "
-                f"{sampling_params}"
-            )
+        self._check_streamable(sampling_params)
         return self._stream(token_ids, sampling_params)
 
     def _stream(self, token_ids: list[int], params: SamplingParams) -> Iterator[str]:
         self._check_idle()
         try:
-            seq = self._enqueue(token_ids, params)
-            text = Detokenizer(self.tokenizer, params.skip_special_tokens)
-            num_shown = 0
+            growth = TextGrowth(self, self._enqueue(token_ids, params))
             while not self.is_finished():
                 self.step()
-                if seq.is_finished:
-                    sure = self._text(seq)
-                else:
-                    text.add(seq.token_ids[seq.num_prompt_tokens + len(text.token_ids) :])
-                    sure = text.text[: len(text.text) - text.num_held_back(params.stop)]
-                if len(sure) > num_shown:
-                    yield sure[num_shown:]
-                    num_shown = len(sure)
+                if piece := growth.look():
+                    yield piece
         except BaseException:
             self._clear()
             raise
+
+    def _check_streamable(self, params: SamplingParams) -> None:
+        if self.tokenizer is None or not params.detokenize or params.n > 1:
+            raise ValueError(
+                f"stream gives the text of one completion: it needs a tokenizer, detokenize and n=1, got "
+                f"{params}"
+            )
 
     def encode(self, text: str) -> list[int]:
         """The token ids of a text, as a prompt of it would have them."""
@@ -493,3 +488,25 @@ class LLMEngine:
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
         return token_ids
+
+
+class TextGrowth:
+    """What a sequence's text grows by: whole characters, and nothing that a stop text may yet take back."""
+
+    def __init__(self, engine: LLMEngine, seq: Sequence):
+        self.engine = engine
+        self.seq = seq
+        self.text = Detokenizer(engine.tokenizer, seq.sampling_params.skip_special_tokens)
+        self.num_shown = 0
+
+    def look(self) -> str:
+        """What is new since the last look."""
+        seq, text = self.seq, self.text
+        if seq.is_finished:
+            sure = self.engine._text(seq)
+        else:
+            text.add(seq.token_ids[seq.num_prompt_tokens + len(text.token_ids) :])
+            sure = text.text[: len(text.text) - text.num_held_back(seq.sampling_params.stop)]
+        piece = sure[self.num_shown :]
+        self.num_shown += len(piece)
+        return piece

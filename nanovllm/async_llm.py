@@ -1,0 +1,154 @@
+"""An asyncio front: many requests at once over one engine, which runs in a thread of its own.
+
+Coroutines and the thread meet in two places only: an inbox of commands, and the events of each request, which
+are handed to the request's event loop.
+"""
+
+import asyncio
+import contextlib
+import queue
+import threading
+from collections.abc import AsyncIterator
+from typing import Any
+
+import torch
+
+from nanovllm.engine.llm_engine import Prompt, TextGrowth
+from nanovllm.engine.sequence import Sequence
+from nanovllm.llm import LLM
+from nanovllm.sampling_params import SamplingParams
+
+SHUT_DOWN = RuntimeError("this engine has been shut down by exit()")
+
+
+class Request:
+    """`events` gets pieces of text, where they are wanted, and in the end the result or an exception."""
+
+    def __init__(self, token_ids: list[int], params: SamplingParams, wants_text: bool):
+        self.token_ids = token_ids
+        self.params = params
+        self.wants_text = wants_text
+        self.loop = asyncio.get_running_loop()
+        self.events: asyncio.Queue[str | dict | BaseException] = asyncio.Queue()
+        self.sequences: list[Sequence] = []
+        self.growth: TextGrowth | None = None
+
+    def report(self, event: str | dict | BaseException) -> None:
+        """Called by the engine's thread."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
+            self.loop.call_soon_threadsafe(self.events.put_nowait, event)
+
+
+class AsyncLLM:
+    """
+    `AsyncLLM(model, **options)`: options are those of `LLM`. Requests of any number of tasks run together.
+
+    A task that is cancelled, or leaves its `async for`, takes its request with it: the blocks are free at
+    once. An exception of the engine reaches every request under way; the engine is empty and usable then.
+    """
+
+    def __init__(self, model: str, **options: Any):
+        self.llm = LLM(model, **options)
+        self._inbox: queue.SimpleQueue[tuple[str, Request] | None] = queue.SimpleQueue()
+        self._requests: list[Request] = []
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    async def generate(
+        self, prompt: Prompt, sampling_params: SamplingParams = SamplingParams()
+    ) -> dict[str, Any]:
+        """The result of one prompt, as `LLM.generate` describes it. Raises ValueError for a bad one."""
+        async for event in self._events(prompt, sampling_params, wants_text=False):
+            result = event
+        return result
+
+    async def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams = SamplingParams()
+    ) -> AsyncIterator[str]:
+        """The text of one completion, piece by piece, as `LLM.stream` describes it."""
+        self.llm._check_streamable(sampling_params)
+        async for event in self._events(prompt, sampling_params, wants_text=True):
+            if isinstance(event, str):
+                yield event
+
+    async def _events(
+        self, prompt: Prompt, params: SamplingParams, wants_text: bool
+    ) -> AsyncIterator[str | dict[str, Any]]:
+        self.llm._check_usable()
+        request = Request(self.llm._check_prompt(prompt, params, "prompt"), params, wants_text)
+        self._inbox.put(("add", request))
+        event: str | dict | BaseException = ""
+        try:
+            while isinstance(event, str):
+                event = await request.events.get()
+                if isinstance(event, BaseException):
+                    raise event
+                yield event
+        finally:
+            if isinstance(event, str):  # left before the end
+                self._inbox.put(("abort", request))
+
+    def exit(self) -> None:
+        """End the engine, and every request under way with a RuntimeError. May be called twice."""
+        self._inbox.put(None)
+        self._thread.join()
+        self.llm.exit()
+        while not self._inbox.empty():  # came too late
+            if (command := self._inbox.get()) is not None:
+                command[1].report(SHUT_DOWN)
+
+    def __enter__(self) -> "AsyncLLM":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.exit()
+
+    def _run(self) -> None:
+        """The thread: do what the inbox says, step, tell the requests what is new; sleep when all is done."""
+        if self.llm.model_runner.device.type == "cuda":
+            torch.cuda.set_device(self.llm.model_runner.device)
+        while True:
+            try:
+                while True:
+                    command = self._inbox.get(block=self.llm.is_finished())
+                    if command is None:
+                        self._fail(SHUT_DOWN)
+                        return
+                    self._do(*command)
+            except queue.Empty:
+                pass
+            try:
+                self.llm.step()
+                self._report()
+            except BaseException as error:
+                with contextlib.suppress(Exception):  # if that fails too, so will the next step
+                    self.llm._clear()
+                self._fail(error)
+
+    def _do(self, command: str, request: Request) -> None:
+        if command == "add":
+            token_ids, params = request.token_ids, request.params
+            request.sequences = [self.llm._enqueue(token_ids, params, i) for i in range(params.n)]
+            if request.wants_text:
+                request.growth = TextGrowth(self.llm, request.sequences[0])
+            self._requests.append(request)
+        elif request in self._requests:
+            self._requests.remove(request)
+            for seq in request.sequences:
+                self.llm.abort(seq.seq_id)
+
+    def _report(self) -> None:
+        finished, unfinished = [], []
+        for request in self._requests:
+            if request.growth is not None and (piece := request.growth.look()):
+                request.report(piece)
+            is_finished = all(seq.is_finished for seq in request.sequences)
+            (finished if is_finished else unfinished).append(request)
+        self._requests = unfinished
+        for request in finished:
+            request.report(self.llm._result(request.sequences))
+
+    def _fail(self, error: BaseException) -> None:
+        requests, self._requests = self._requests, []
+        for request in requests:
+            request.report(error)

@@ -1,0 +1,163 @@
+"""The asyncio front: any number of tasks share one engine, come and go as they like, and get their tokens."""
+
+import asyncio
+import random
+
+import pytest
+from test_engine import assert_empty
+
+from checkpoints import EXACT, make_checkpoint, one_thread  # noqa: F401
+from nanovllm import LLM, AsyncLLM, SamplingParams
+
+GREEDY = SamplingParams(0, 20, True)
+OPTIONS = dict(**EXACT, num_kvcache_blocks=400)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> str:
+    return str(make_checkpoint(tmp_path_factory.mktemp("checkpoint"), "qwen3", seed=1, vocab_size=257))
+
+
+@pytest.fixture(params=[False, True], ids=["plain", "overlapped"])
+def engine(request, folder):
+    with AsyncLLM(folder, **OPTIONS) as engine:
+        engine.llm._overlap = request.param
+        yield engine
+        asyncio.run(idle(engine))
+        assert_empty(engine.llm)
+        assert not engine.llm._requests
+
+
+def make_prompts(count: int) -> list[list[int]]:
+    pick = random.Random(0)
+    return [[pick.randrange(256) for _ in range(pick.randint(1, 30))] for _ in range(count)]
+
+
+def make_params(count: int) -> list[SamplingParams]:
+    pick = random.Random(1)
+    return [SamplingParams(pick.choice([0.0, 1.0]), pick.randint(1, 12), True, seed=i) for i in range(count)]
+
+
+async def collect(stream) -> str:
+    return "".join([piece async for piece in stream])
+
+
+async def idle(engine: AsyncLLM) -> None:
+    """Until the thread has done what it was told."""
+    deadline = asyncio.get_running_loop().time() + 10
+    while not (engine.llm.is_finished() and not engine._requests and engine._inbox.empty()):
+        assert asyncio.get_running_loop().time() < deadline
+        await asyncio.sleep(0.005)
+
+
+def test_a_thousand_streams_at_once_give_the_texts_of_the_offline_run(folder):
+    prompts, params = make_prompts(1000), make_params(1000)
+    with LLM(folder, **OPTIONS) as llm:
+        expected = [result["text"] for result in llm.generate(prompts, params, use_tqdm=False)]
+
+    async def run(engine: AsyncLLM) -> list[str]:
+        streams = map(engine.stream, prompts, params)
+        return await asyncio.gather(*map(collect, streams))
+
+    with AsyncLLM(folder, **OPTIONS) as engine:
+        assert asyncio.run(run(engine)) == expected
+        assert_empty(engine.llm)
+
+
+def test_results_are_those_of_generate(engine, folder):
+    params = [
+        GREEDY,
+        SamplingParams(1.0, 9, True, n=3, seed=2),
+        SamplingParams(0, 30, True, stop_token_ids=[3]),
+    ]
+    prompts = make_prompts(3)
+    with LLM(folder, **OPTIONS) as llm:
+        expected = llm.generate(prompts, params, use_tqdm=False)
+
+    async def run():
+        return await asyncio.gather(*map(engine.generate, prompts, params))
+
+    assert asyncio.run(run()) == expected
+
+
+def test_one_engine_serves_one_event_loop_after_another(engine):
+    first, second = (asyncio.run(collect(engine.stream([1, 2, 3], GREEDY))) for _ in range(2))
+    assert first == second != ""
+
+
+@pytest.mark.parametrize("how", ["cancelled", "left early", "out of time"])
+def test_whoever_leaves_takes_the_request_along(engine, how):
+    endless = SamplingParams(0, 400, True)
+
+    async def leave() -> None:
+        stream = engine.stream([5] * 20, endless)
+        async for _ in stream:
+            if how == "left early":
+                break
+        await stream.aclose()
+
+    async def run() -> dict:
+        other = asyncio.create_task(engine.generate([1, 2, 3], GREEDY))
+        if how == "left early":
+            await leave()
+        elif how == "out of time":
+            with pytest.raises(asyncio.TimeoutError):
+                await asyncio.wait_for(engine.generate([5] * 20, endless), 0.05)
+        else:
+            task = asyncio.create_task(leave())
+            await asyncio.sleep(0.05)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        result = await other
+        await idle(engine)
+        assert_empty(engine.llm)
+        return result
+
+    assert len(asyncio.run(run())["token_ids"]) == 20
+
+
+def test_a_bad_request_is_refused_and_disturbs_nobody(engine):
+    async def run():
+        good = asyncio.create_task(engine.generate([1, 2, 3], GREEDY))
+        with pytest.raises(ValueError, match="999"):
+            await engine.generate([999], GREEDY)
+        with pytest.raises(ValueError, match="one completion"):
+            await collect(engine.stream([1], SamplingParams(n=2)))
+        return await good
+
+    assert len(asyncio.run(run())["token_ids"]) == 20
+
+
+def test_an_exception_of_the_engine_reaches_all_and_leaves_it_usable(engine, monkeypatch):
+    def broken(*_):
+        raise MemoryError("there is none left")
+
+    async def run():
+        expected = await engine.generate([1, 2, 3], GREEDY)
+        monkeypatch.setattr(engine.llm.model_runner, "launch", broken)
+        results = await asyncio.gather(
+            *(engine.generate([i], GREEDY) for i in range(5)), return_exceptions=True
+        )
+        assert [str(result) for result in results] == ["there is none left"] * 5
+        monkeypatch.undo()
+        assert (await engine.generate([1, 2, 3], GREEDY))["token_ids"] == expected["token_ids"]
+
+    asyncio.run(run())
+
+
+def test_exit_ends_the_requests_under_way(folder):
+    engine = AsyncLLM(folder, **OPTIONS)
+
+    async def run():
+        tasks = [asyncio.create_task(engine.generate([i], SamplingParams(0, 400, True))) for i in range(3)]
+        await asyncio.sleep(0.05)
+        await asyncio.to_thread(engine.exit)
+        for result in await asyncio.gather(*tasks, return_exceptions=True):
+            assert isinstance(result, RuntimeError) and "exit()" in str(result)
+        with pytest.raises(RuntimeError, match=r"exit\(\)"):
+            await engine.generate([1], GREEDY)
+
+    asyncio.run(run())
+    engine.exit()
+    assert not engine._thread.is_alive()
