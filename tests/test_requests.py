@@ -1,5 +1,8 @@
 """What a request may ask for and what it is told: seed, completions, stop texts and tokens, results."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from test_engine import assert_empty, tokens_of
@@ -365,3 +368,38 @@ def test_the_result_of_an_aborted_request_has_what_there_is(llm):
     assert index == 0 and result["finish_reason"] == "abort" and result["stop_reason"] is None
     free = generate(llm, temperature=0, max_tokens=50)["token_ids"]
     assert result["token_ids"] == free[: len(result["token_ids"])] and result["token_ids"]
+
+
+# --- the rest ---
+
+
+def test_stats_count_what_was_done(engine):
+    engine.scheduler.clear()
+    before = engine.stats()
+    engine.generate([PROMPT, PROMPT, [1]], SamplingParams(0, 10, True), use_tqdm=False)
+    after = engine.stats()
+    grown = {name: after[name] - before[name] for name in after if name.startswith("num")}
+    assert grown == {
+        "num_requests_finished": 3,
+        "num_requests_running": 0,
+        "num_requests_waiting": 0,
+        "num_prompt_tokens": 81,
+        "num_cached_tokens": 32,
+        "num_generated_tokens": 30,
+        "num_preemptions": 0,
+    }
+    assert after["cache_hit_rate"] == after["num_cached_tokens"] / after["num_prompt_tokens"]
+    assert after["tokens_per_second"] > 0
+    engine.add_request([1], SamplingParams(0, 2))
+    assert engine.stats()["num_requests_waiting"] == 1
+    while not engine.is_finished():
+        engine.step()
+
+
+def test_the_ways_to_call_in_the_readme_work_as_written(tmp_path, monkeypatch, capsys):
+    folder = make_checkpoint(tmp_path, "qwen3", vocab_size=257, max_position_embeddings=1024)
+    monkeypatch.setattr("nanovllm.utils.checkpoint._download", lambda name, weights: str(folder))
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    [code] = re.findall(r"## Ways to call\n+```python\n(.*?)```", readme, re.DOTALL)
+    exec(code, {"__name__": "__main__"})
+    assert "num_requests_finished" in capsys.readouterr().out

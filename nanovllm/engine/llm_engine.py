@@ -6,6 +6,7 @@ Follow `generate` -> `step` -> `Scheduler.schedule` -> `ModelRunner.run` -> `Sch
 
 import random
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from numbers import Integral
@@ -67,6 +68,7 @@ class LLMEngine:
         self._requests: dict[int, Sequence] = {}  # those that are not finished, by seq_id
         self._texts: dict[int, Detokenizer] = {}  # of those with stop texts
         self._aborted: list[Sequence] = []  # for the next step to report
+        self._counts = Counter()
 
     def _start_runner(self) -> ModelRunner:
         """This process's model runner, which has the other ranks' with it."""
@@ -135,11 +137,13 @@ class LLMEngine:
         requests are returned by the next step.
         """
         self._check_usable()
+        start = time.perf_counter()
         sequences, is_prefill = self.scheduler.schedule()
         step = self._launch(sequences, is_prefill) if sequences else None
         if self._overlap:  # the host's work on this step is done while the device is busy with it
             step, self._under_way = self._under_way, step
         finished, num_tokens = self._collect(step) if step is not None else ([], 0)
+        self._counts["seconds"] += time.perf_counter() - start
         finished, self._aborted = self._aborted + finished, []
         return [(seq.seq_id, seq.completion_token_ids) for seq in finished], num_tokens
 
@@ -156,6 +160,10 @@ class LLMEngine:
             finished = self._check_stop_texts(step.drawing, finished)
         for seq in finished:
             del self._requests[seq.seq_id]
+            self._counts["finished"] += 1
+            self._counts["prompt"] += seq.num_prompt_tokens
+            self._counts["cached"] += seq.num_prompt_tokens_cached
+        self._counts["generated"] += len(step.drawing)
         return finished, step.num_tokens
 
     def _check_stop_texts(self, drawing: list[Sequence], finished: list[Sequence]) -> list[Sequence]:
@@ -196,6 +204,25 @@ class LLMEngine:
             self.scheduler.abort(seq)
             self._texts.pop(request_id, None)
             self._aborted.append(seq)
+
+    def stats(self) -> dict[str, float]:
+        """
+        Counts since the engine was made: requests (finished, running and waiting now), prompt tokens of the
+        finished ones and how many of these the KV cache had, tokens drawn, preemptions, and tokens drawn per
+        second of computing.
+        """
+        counts, scheduler = self._counts, self.scheduler
+        return {
+            "num_requests_finished": counts["finished"],
+            "num_requests_running": len(scheduler.running),
+            "num_requests_waiting": len(scheduler.waiting),
+            "num_prompt_tokens": counts["prompt"],
+            "num_cached_tokens": counts["cached"],
+            "cache_hit_rate": counts["cached"] / max(counts["prompt"], 1),
+            "num_generated_tokens": counts["generated"],
+            "num_preemptions": scheduler.num_preemptions,
+            "tokens_per_second": counts["generated"] / counts["seconds"] if counts["seconds"] else 0.0,
+        }
 
     def is_finished(self) -> bool:
         """Whether no request is left."""
