@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from nanovllm.engine.llm_engine import Prompt, TextGrowth
+from nanovllm.engine.completions import GrowingText, make_result
+from nanovllm.engine.prompts import Prompt
 from nanovllm.engine.sequence import Sequence
 from nanovllm.llm import LLM
 from nanovllm.sampling_params import SamplingParams
@@ -31,7 +32,7 @@ class Request:
         self.loop = asyncio.get_running_loop()
         self.events: asyncio.Queue[str | dict | BaseException] = asyncio.Queue()
         self.sequences: list[Sequence] = []
-        self.growth: TextGrowth | None = None
+        self.text: GrowingText | None = None
 
     def report(self, event: str | dict | BaseException) -> None:
         """Called by the engine's thread."""
@@ -66,16 +67,18 @@ class AsyncLLM:
         self, prompt: Prompt, sampling_params: SamplingParams = SamplingParams()
     ) -> AsyncIterator[str]:
         """The text of one completion, piece by piece, as `LLM.stream` describes it."""
-        self.llm._check_streamable(sampling_params)
-        async for event in self._events(prompt, sampling_params, wants_text=True):
-            if isinstance(event, str):
-                yield event
+        async with contextlib.aclosing(self._events(prompt, sampling_params, wants_text=True)) as events:
+            async for event in events:
+                if isinstance(event, str):
+                    yield event
 
     async def _events(
         self, prompt: Prompt, params: SamplingParams, wants_text: bool
     ) -> AsyncIterator[str | dict[str, Any]]:
         self.llm._check_usable()
-        request = Request(self.llm._check_prompt(prompt, params, "prompt"), params, wants_text)
+        request = Request(self.llm.prompts.read(prompt, params), params, wants_text)
+        if wants_text:
+            self.llm.prompts.check_streamable(params)
         self._inbox.put(("add", request))
         event: str | dict | BaseException = ""
         try:
@@ -130,7 +133,7 @@ class AsyncLLM:
             token_ids, params = request.token_ids, request.params
             request.sequences = [self.llm._enqueue(token_ids, params, i) for i in range(params.n)]
             if request.wants_text:
-                request.growth = TextGrowth(self.llm, request.sequences[0])
+                request.text = GrowingText(self.llm.tokenizer, request.sequences[0])
             self._requests.append(request)
         elif request in self._requests:
             self._requests.remove(request)
@@ -140,13 +143,13 @@ class AsyncLLM:
     def _report(self) -> None:
         finished, unfinished = [], []
         for request in self._requests:
-            if request.growth is not None and (piece := request.growth.look()):
+            if request.text is not None and (piece := request.text.look()):
                 request.report(piece)
             is_finished = all(seq.is_finished for seq in request.sequences)
             (finished if is_finished else unfinished).append(request)
         self._requests = unfinished
         for request in finished:
-            request.report(self.llm._result(request.sequences))
+            request.report(make_result(self.llm.tokenizer, request.sequences))
 
     def _fail(self, error: BaseException) -> None:
         requests, self._requests = self._requests, []

@@ -9,23 +9,20 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from numbers import Integral
 from operator import itemgetter
 from typing import Any, NamedTuple
 
 from tqdm.auto import tqdm
 
 from nanovllm.config import Config
+from nanovllm.engine.completions import GrowingText, make_result
 from nanovllm.engine.model_runner import ModelRunner, StepOutput
+from nanovllm.engine.prompts import Messages, Prompt, Prompts
 from nanovllm.engine.ranks import Ranks
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checkpoint import open_checkpoint
-from nanovllm.utils.detokenizer import Detokenizer
-
-Prompt = str | list[int] | dict[str, Any]
-Messages = list[dict[str, Any]]
 
 
 class Step(NamedTuple):
@@ -62,11 +59,12 @@ class LLMEngine:
                 self.exit()
                 raise
         self.scheduler = Scheduler(self.config)
+        self.prompts = Prompts(self.config, self.tokenizer, self.scheduler.check)
         self._seeds = random.Random(self.config.seed)
         self._overlap = self.config.device != "cpu"
         self._under_way: Step | None = None
         self._requests: dict[int, Sequence] = {}  # those that are not finished, by seq_id
-        self._texts: dict[int, Detokenizer] = {}  # of those with stop texts
+        self._texts: dict[int, GrowingText] = {}  # of those with stop texts
         self._aborted: list[Sequence] = []  # for the next step to report
         self._counts = Counter()
 
@@ -114,7 +112,7 @@ class LLMEngine:
         Queue one request and return its id. Raises ValueError, changing nothing, if it cannot be served.
         """
         self._check_usable()
-        token_ids = self._check_prompt(prompt, sampling_params, "prompt")
+        token_ids = self.prompts.read(prompt, sampling_params)
         if sampling_params.n > 1:
             raise ValueError(f"add_request makes one completion of a prompt, got n={sampling_params.n}")
         return self._enqueue(token_ids, sampling_params).seq_id
@@ -126,7 +124,7 @@ class LLMEngine:
         self.scheduler.add(seq)
         self._requests[seq.seq_id] = seq
         if params.stop:
-            self._texts[seq.seq_id] = Detokenizer(self.tokenizer, params.skip_special_tokens)
+            self._texts[seq.seq_id] = GrowingText(self.tokenizer, seq)
         return seq
 
     def step(self) -> tuple[list[tuple[int, list[int]]], int]:
@@ -173,24 +171,12 @@ class LLMEngine:
         """
         for seq in drawing:
             text = self._texts.get(seq.seq_id)
-            if text is None:
-                continue
-            num_old = len(text.text)
-            text.add(seq.token_ids[seq.num_prompt_tokens + len(text.token_ids) :])
-            found = [
-                (text.text.find(stop, max(0, num_old - len(stop) + 1)), stop)
-                for stop in seq.sampling_params.stop
-            ]
-            found = [(place, stop) for place, stop in found if place >= 0]
-            if found:
-                place, stop = min(found)
-                keep = len(stop) if seq.sampling_params.include_stop_str_in_output else 0
-                seq.text = text.text[: place + keep]
+            if text is not None and (stop := text.find_stop()) is not None:
                 if not seq.is_finished:
                     finished.append(seq)
                 self.scheduler.stop(seq, stop)
-            if seq.is_finished:
-                del self._texts[seq.seq_id]
+        for seq in finished:
+            self._texts.pop(seq.seq_id, None)
         return finished
 
     def abort(self, request_id: int) -> None:
@@ -262,13 +248,7 @@ class LLMEngine:
         between two results, and closing the iterator drops what is left.
         """
         self._check_idle()
-        prompts = self._as_list_of_prompts(prompts)
-        params = self._as_list_of_params(sampling_params, len(prompts))
-        checked = [
-            self._check_prompt(prompt, p, f"prompts[{i}]")
-            for i, (prompt, p) in enumerate(zip(prompts, params, strict=True))
-        ]
-        return self._generate(list(zip(checked, params, strict=True)), use_tqdm)
+        return self._generate(self.prompts.read_all(prompts, sampling_params), use_tqdm)
 
     def _generate(
         self, requests: list[tuple[list[int], SamplingParams]], use_tqdm: bool
@@ -282,7 +262,7 @@ class LLMEngine:
                 i = index[seq_id]
                 num_left[i] -= 1
                 if not num_left[i]:
-                    yield i, self._result(groups[i])
+                    yield i, make_result(self.tokenizer, groups[i])
         except BaseException:
             self._clear()
             raise
@@ -293,57 +273,33 @@ class LLMEngine:
         of `generate`. Closing the iterator drops the request.
         """
         self._check_idle()
-        token_ids = self._check_prompt(prompt, sampling_params, "prompt")
-        self._check_streamable(sampling_params)
+        token_ids = self.prompts.read(prompt, sampling_params)
+        self.prompts.check_streamable(sampling_params)
         return self._stream(token_ids, sampling_params)
 
     def _stream(self, token_ids: list[int], params: SamplingParams) -> Iterator[str]:
         self._check_idle()
         try:
-            growth = TextGrowth(self, self._enqueue(token_ids, params))
+            text = GrowingText(self.tokenizer, self._enqueue(token_ids, params))
             while not self.is_finished():
                 self.step()
-                if piece := growth.look():
+                if piece := text.look():
                     yield piece
         except BaseException:
             self._clear()
             raise
 
-    def _check_streamable(self, params: SamplingParams) -> None:
-        if self.tokenizer is None or not params.detokenize or params.n > 1:
-            raise ValueError(
-                f"stream gives the text of one completion: it needs a tokenizer, detokenize and n=1, got "
-                f"{params}"
-            )
-
     def encode(self, text: str) -> list[int]:
         """The token ids of a text, as a prompt of it would have them."""
         if not isinstance(text, str):
             raise ValueError(f"text must be a string, got {text!r}")
-        return self._tokenize(text, "text")
+        return self.prompts.tokenize(text, "text")
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
         """The text of token ids."""
         if self.tokenizer is None:
             raise ValueError(f"{self.config.model!r} has no tokenizer")
         return self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
-
-    def _result(self, completions: list[Sequence]) -> dict[str, Any]:
-        outputs = [
-            {
-                "text": self._text(seq),
-                "token_ids": seq.completion_token_ids,
-                "finish_reason": seq.finish_reason,
-                "stop_reason": seq.stop_reason,
-            }
-            for seq in completions
-        ]
-        first = completions[0]
-        prompt = {
-            "num_prompt_tokens": first.num_prompt_tokens,
-            "num_cached_tokens": first.num_prompt_tokens_cached,
-        }
-        return {**outputs[0], **prompt, **({"outputs": outputs} if len(outputs) > 1 else {})}
 
     def chat(
         self,
@@ -363,40 +319,14 @@ class LLMEngine:
         enable_thinking) goes into chat_template_kwargs.
         """
         self._check_usable()
-        if not isinstance(messages, list) or not messages:
-            raise ValueError(f"messages must be a conversation or a list of conversations, got {messages!r}")
-        conversations = [messages] if isinstance(messages[0], dict) else messages
-        for i, conversation in enumerate(conversations):
-            if (
-                not isinstance(conversation, list)
-                or not conversation
-                or not all(isinstance(m, dict) and "role" in m and "content" in m for m in conversation)
-            ):
-                raise ValueError(
-                    f"conversation {i} must be a list of dicts with role and content, got {conversation!r}"
-                )
-        if (
-            self.tokenizer is None
-            or (chat_template or getattr(self.tokenizer, "chat_template", None)) is None
-        ):
-            raise ValueError(f"the tokenizer of {self.config.model!r} has no chat template")
-        if continue_final_message and add_generation_prompt:
-            raise ValueError("continue_final_message=True needs add_generation_prompt=False, got True")
-        options = dict(
-            chat_template=chat_template,
+        token_ids = self.prompts.read_chats(
+            messages,
+            chat_template,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             tools=tools,
             **(chat_template_kwargs or {}),
         )
-        token_ids = []
-        for i, conversation in enumerate(conversations):
-            try:
-                text = self.tokenizer.apply_chat_template(conversation, tokenize=False, **options)
-            except Exception as error:  # whatever a template raises
-                raise ValueError(f"the chat template does not accept conversation {i}: {error}") from error
-            # the template writes the special tokens itself
-            token_ids.append(self.tokenizer.encode(text, add_special_tokens=False))
         return self.generate(token_ids, sampling_params, use_tqdm)
 
     def _clear(self) -> None:
@@ -424,17 +354,6 @@ class LLMEngine:
                 bar.update(len(finished))
                 yield from (seq_id for seq_id, _ in finished)
 
-    def _text(self, seq: Sequence) -> str:
-        """The text of a finished completion."""
-        params, token_ids = seq.sampling_params, seq.completion_token_ids
-        if self.tokenizer is None or not params.detokenize:
-            return ""
-        if seq.text is not None:
-            return seq.text
-        if seq.stop_reason is not None and not params.include_stop_str_in_output:
-            token_ids = token_ids[:-1]
-        return self.tokenizer.decode(token_ids, skip_special_tokens=params.skip_special_tokens)
-
     def _check_idle(self) -> None:
         self._check_usable()
         if not self.is_finished():
@@ -445,95 +364,3 @@ class LLMEngine:
             self.ranks.check()
         if self.model_runner is None:
             raise RuntimeError("this engine has been shut down by exit()")
-
-    @staticmethod
-    def _as_list_of_prompts(prompts: Any) -> list[Any]:
-        if isinstance(prompts, (str, dict)):
-            return [prompts]
-        if not isinstance(prompts, (list, tuple)):
-            raise ValueError(
-                f"prompts must be a string, a list of token ids, or a list of these, got {prompts!r}"
-            )
-        if prompts and all(isinstance(p, Integral) for p in prompts):
-            return [prompts]
-        return list(prompts)
-
-    @staticmethod
-    def _as_list_of_params(sampling_params: Any, count: int) -> list[SamplingParams]:
-        if isinstance(sampling_params, SamplingParams):
-            return [sampling_params] * count
-        if not isinstance(sampling_params, (list, tuple)):
-            raise ValueError(
-                f"sampling_params must be SamplingParams or a list of them, got {sampling_params!r}"
-            )
-        if len(sampling_params) != count:
-            raise ValueError(f"there are {count} prompts but {len(sampling_params)} sampling_params")
-        return list(sampling_params)
-
-    def _tokenize(self, text: str, name: str) -> list[int]:
-        if self.tokenizer is None:
-            raise ValueError(f"{name} is text, but {self.config.model!r} has no tokenizer; pass token ids")
-        try:
-            return self.tokenizer.encode(text)
-        except Exception as error:
-            raise ValueError(f"{name} cannot be tokenized: {error}; got {text!r}") from error
-
-    def _check_prompt(self, prompt: Any, sampling_params: Any, name: str) -> list[int]:
-        """The prompt's token ids. Raises ValueError if the request cannot be served."""
-        if not isinstance(sampling_params, SamplingParams):
-            raise ValueError(f"sampling_params for {name} must be SamplingParams, got {sampling_params!r}")
-        if isinstance(prompt, dict):
-            if list(prompt) not in (["prompt"], ["prompt_token_ids"]):
-                raise ValueError(f"{name} must have one key, prompt or prompt_token_ids, got {prompt!r}")
-            ((key, prompt),) = prompt.items()
-            if isinstance(prompt, str) != (key == "prompt"):
-                raise ValueError(f"{name}: {key} cannot be {prompt!r}")
-        if isinstance(prompt, str):
-            token_ids = self._tokenize(prompt, name)
-        elif isinstance(prompt, (list, tuple)):
-            token_ids = list(prompt)
-        else:
-            raise ValueError(f"{name} must be a string or a list of token ids, got {prompt!r}")
-        if not token_ids:
-            raise ValueError(f"{name} is empty: {prompt!r}")
-        if sampling_params.stop and self.tokenizer is None:
-            raise ValueError(
-                f"sampling_params for {name} have stop={sampling_params.stop!r}, but "
-                f"{self.config.model!r} has no tokenizer; use stop_token_ids"
-            )
-        vocab_size = self.config.hf_config.vocab_size
-        if set(map(type, token_ids)) != {int}:  # numpy's integers, or what is no token id at all
-            for token_id in token_ids:
-                if isinstance(token_id, bool) or not isinstance(token_id, Integral):
-                    raise ValueError(f"{name}: token ids must be integers, got {token_id!r}")
-            token_ids = [int(token_id) for token_id in token_ids]
-        for token_id in (min(token_ids), max(token_ids)):
-            if not 0 <= token_id < vocab_size:
-                raise ValueError(f"{name}: token ids must be from 0 to {vocab_size - 1}, got {token_id}")
-        try:
-            self.scheduler.check(len(token_ids), sampling_params.max_tokens)
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from None
-        return token_ids
-
-
-class TextGrowth:
-    """What a sequence's text grows by: whole characters, and nothing that a stop text may yet take back."""
-
-    def __init__(self, engine: LLMEngine, seq: Sequence):
-        self.engine = engine
-        self.seq = seq
-        self.text = Detokenizer(engine.tokenizer, seq.sampling_params.skip_special_tokens)
-        self.num_shown = 0
-
-    def look(self) -> str:
-        """What is new since the last look."""
-        seq, text = self.seq, self.text
-        if seq.is_finished:
-            sure = self.engine._text(seq)
-        else:
-            text.add(seq.token_ids[seq.num_prompt_tokens + len(text.token_ids) :])
-            sure = text.text[: len(text.text) - text.num_held_back(seq.sampling_params.stop)]
-        piece = sure[self.num_shown :]
-        self.num_shown += len(piece)
-        return piece

@@ -1,0 +1,125 @@
+"""Reads what users give as prompts: turns it into token ids, and refuses what cannot be served by name and
+value, before anything has changed.
+"""
+
+from collections.abc import Callable
+from numbers import Integral
+from typing import Any
+
+from nanovllm.config import Config
+from nanovllm.sampling_params import SamplingParams
+
+Prompt = str | list[int] | dict[str, Any]
+Messages = list[dict[str, Any]]
+
+
+class Prompts:
+    """`check_size(prompt tokens, max_tokens)` raises ValueError for what can never fit."""
+
+    def __init__(self, config: Config, tokenizer: Any, check_size: Callable[[int, int], None]):
+        self.model = config.model
+        self.vocab_size = config.hf_config.vocab_size
+        self.tokenizer = tokenizer
+        self.check_size = check_size
+
+    def read_all(self, prompts: Any, sampling_params: Any) -> list[tuple[list[int], SamplingParams]]:
+        """One prompt or a list of them, and parameters for all or for each, as pairs."""
+        if isinstance(prompts, (str, dict)):
+            prompts = [prompts]
+        if not isinstance(prompts, (list, tuple)):
+            raise ValueError(
+                f"prompts must be a string, a list of token ids, or a list of these, got {prompts!r}"
+            )
+        if prompts and all(isinstance(p, Integral) for p in prompts):
+            prompts = [prompts]
+        if isinstance(sampling_params, SamplingParams):
+            sampling_params = [sampling_params] * len(prompts)
+        if not isinstance(sampling_params, (list, tuple)):
+            raise ValueError(
+                f"sampling_params must be SamplingParams or a list of them, got {sampling_params!r}"
+            )
+        if len(sampling_params) != len(prompts):
+            raise ValueError(f"there are {len(prompts)} prompts but {len(sampling_params)} sampling_params")
+        pairs = enumerate(zip(prompts, sampling_params, strict=True))
+        return [(self.read(prompt, params, f"prompts[{i}]"), params) for i, (prompt, params) in pairs]
+
+    def read(self, prompt: Any, sampling_params: Any, name: str = "prompt") -> list[int]:
+        """The token ids of one prompt."""
+        if not isinstance(sampling_params, SamplingParams):
+            raise ValueError(f"sampling_params for {name} must be SamplingParams, got {sampling_params!r}")
+        if isinstance(prompt, dict):
+            if list(prompt) not in (["prompt"], ["prompt_token_ids"]):
+                raise ValueError(f"{name} must have one key, prompt or prompt_token_ids, got {prompt!r}")
+            ((key, prompt),) = prompt.items()
+            if isinstance(prompt, str) != (key == "prompt"):
+                raise ValueError(f"{name}: {key} cannot be {prompt!r}")
+        if isinstance(prompt, str):
+            token_ids = self.tokenize(prompt, name)
+        elif isinstance(prompt, (list, tuple)):
+            token_ids = list(prompt)
+        else:
+            raise ValueError(f"{name} must be a string or a list of token ids, got {prompt!r}")
+        if not token_ids:
+            raise ValueError(f"{name} is empty: {prompt!r}")
+        if sampling_params.stop and self.tokenizer is None:
+            raise ValueError(
+                f"sampling_params for {name} have stop={sampling_params.stop!r}, but {self.model!r} has no "
+                f"tokenizer; use stop_token_ids"
+            )
+        if set(map(type, token_ids)) != {int}:  # numpy's integers, or what is no token id at all
+            for token_id in token_ids:
+                if isinstance(token_id, bool) or not isinstance(token_id, Integral):
+                    raise ValueError(f"{name}: token ids must be integers, got {token_id!r}")
+            token_ids = [int(token_id) for token_id in token_ids]
+        for token_id in (min(token_ids), max(token_ids)):
+            if not 0 <= token_id < self.vocab_size:
+                raise ValueError(f"{name}: token ids must be from 0 to {self.vocab_size - 1}, got {token_id}")
+        try:
+            self.check_size(len(token_ids), sampling_params.max_tokens)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+        return token_ids
+
+    def tokenize(self, text: str, name: str) -> list[int]:
+        if self.tokenizer is None:
+            raise ValueError(f"{name} is text, but {self.model!r} has no tokenizer; pass token ids")
+        try:
+            return self.tokenizer.encode(text)
+        except Exception as error:
+            raise ValueError(f"{name} cannot be tokenized: {error}; got {text!r}") from error
+
+    def read_chats(self, messages: Any, chat_template: str | None, **options: Any) -> list[list[int]]:
+        """The token ids of one conversation or a list of them; the options go to the chat template."""
+        if not isinstance(messages, list) or not messages:
+            raise ValueError(f"messages must be a conversation or a list of conversations, got {messages!r}")
+        conversations = [messages] if isinstance(messages[0], dict) else messages
+        for i, conversation in enumerate(conversations):
+            if (
+                not isinstance(conversation, list)
+                or not conversation
+                or not all(isinstance(m, dict) and "role" in m and "content" in m for m in conversation)
+            ):
+                raise ValueError(
+                    f"conversation {i} must be a list of dicts with role and content, got {conversation!r}"
+                )
+        if self.tokenizer is None or (chat_template or self.tokenizer.chat_template) is None:
+            raise ValueError(f"the tokenizer of {self.model!r} has no chat template")
+        if options["continue_final_message"] and options["add_generation_prompt"]:
+            raise ValueError("continue_final_message=True needs add_generation_prompt=False, got True")
+        options["chat_template"] = chat_template
+        token_ids = []
+        for i, conversation in enumerate(conversations):
+            try:
+                text = self.tokenizer.apply_chat_template(conversation, tokenize=False, **options)
+            except Exception as error:  # whatever a template raises
+                raise ValueError(f"the chat template does not accept conversation {i}: {error}") from error
+            # the template writes the special tokens itself
+            token_ids.append(self.tokenizer.encode(text, add_special_tokens=False))
+        return token_ids
+
+    def check_streamable(self, params: SamplingParams) -> None:
+        if self.tokenizer is None or not params.detokenize or params.n > 1:
+            raise ValueError(
+                f"stream gives the text of one completion: it needs a tokenizer, detokenize and n=1, got "
+                f"{params}"
+            )
