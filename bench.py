@@ -156,9 +156,7 @@ class NanoVLLM:
         )  # looked up, not read
         if head is not embedding:
             matrices -= head.numel()
-        num_heads = (
-            hf_config.num_attention_heads // config.tensor_parallel_size
-        )  # of this rank, like the rest
+        num_heads = hf_config.num_attention_heads // config.tensor_parallel_size
         width = num_heads * hf_config.head_dim * hf_config.num_hidden_layers
         lengths = [(len(p), n) for p, n in zip(workload.prompts, workload.max_tokens, strict=True)]
         flops = sum(2 * matrices * p + 2 * width * p * p for p, _ in lengths)

@@ -15,11 +15,10 @@ import torch
 
 from nanovllm.engine.completions import GrowingText, make_result
 from nanovllm.engine.prompts import Prompt
+from nanovllm.engine.ranks import SHUT_DOWN
 from nanovllm.engine.sequence import Sequence
 from nanovllm.llm import LLM
 from nanovllm.sampling_params import SamplingParams
-
-SHUT_DOWN = RuntimeError("this engine has been shut down by exit()")
 
 
 class Request:
@@ -98,7 +97,7 @@ class AsyncLLM:
         self.llm.exit()
         while not self._inbox.empty():  # came too late
             if (command := self._inbox.get()) is not None:
-                command[1].report(SHUT_DOWN)
+                command[1].report(RuntimeError(SHUT_DOWN))
 
     def __enter__(self) -> "AsyncLLM":
         return self
@@ -112,15 +111,11 @@ class AsyncLLM:
             torch.cuda.set_device(self.llm.model_runner.device)
         while True:
             try:
-                while True:
-                    command = self._inbox.get(block=self.llm.is_finished())
-                    if command is None:
-                        self._fail(SHUT_DOWN)
-                        return
-                    self._do(*command)
-            except queue.Empty:
-                pass
-            try:
+                with contextlib.suppress(queue.Empty):
+                    while (command := self._inbox.get(block=self.llm.is_finished())) is not None:
+                        self._do(*command)
+                    self._fail(RuntimeError(SHUT_DOWN))
+                    return
                 self.llm.step()
                 self._report()
             except BaseException as error:
@@ -130,11 +125,11 @@ class AsyncLLM:
 
     def _do(self, command: str, request: Request) -> None:
         if command == "add":
+            self._requests.append(request)  # first of all: whatever goes wrong now must reach it
             token_ids, params = request.token_ids, request.params
             request.sequences = [self.llm._enqueue(token_ids, params, i) for i in range(params.n)]
             if request.wants_text:
                 request.text = GrowingText(self.llm.tokenizer, request.sequences[0])
-            self._requests.append(request)
         elif request in self._requests:
             self._requests.remove(request)
             for seq in request.sequences:

@@ -9,9 +9,9 @@ import time
 
 import pytest
 import torch
-from test_gpu import assert_greedy, make_prompts
+from test_gpu import assert_within_rounding, make_prompts
 
-from checkpoints import load_reference, make_checkpoint
+from checkpoints import make_checkpoint
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine import ranks
 from nanovllm.kernels import all_reduce
@@ -185,18 +185,11 @@ def test_ranks_give_the_tokens_of_one_gpu_in_float32(checkpoint, expected, monke
 @SIZES
 @pytest.mark.parametrize("batch", [1, 3, 100])
 def test_bfloat16_stays_within_rounding_of_transformers(checkpoint, size, batch):
-    exact, rounded = load_reference(checkpoint).cuda(), load_reference(checkpoint, torch.bfloat16).cuda()
     prompts = make_prompts(max(batch, 3))[:batch]
     params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
     with LLM(checkpoint, dtype="bfloat16", tensor_parallel_size=size, max_num_seqs=100) as llm:
         results = llm.generate(prompts, params, use_tqdm=False)
-    with torch.no_grad():
-        for parameter in exact.parameters():  # the same weights, computed with in float32
-            parameter.copy_(parameter.bfloat16())
-        for prompt, result in zip(prompts, results, strict=True):
-            ids = torch.tensor([[*prompt, *result["token_ids"]]], device="cuda")
-            rounding = (rounded(input_ids=ids).logits - exact(input_ids=ids).logits).abs().max().item()
-            assert_greedy(exact, prompt, result["token_ids"], 4 * rounding)
+    assert_within_rounding(checkpoint, prompts, results)
 
 
 @SIZES

@@ -129,13 +129,15 @@ def test_a_bad_request_is_refused_and_disturbs_nobody(engine):
     assert len(asyncio.run(run())["token_ids"]) == 20
 
 
-def test_an_exception_of_the_engine_reaches_all_and_leaves_it_usable(engine, monkeypatch):
+@pytest.mark.parametrize("where", ["model_runner.launch", "scheduler.add"])
+def test_an_exception_of_the_engine_reaches_all_and_leaves_it_usable(engine, monkeypatch, where):
     def broken(*_):
         raise MemoryError("there is none left")
 
     async def run():
         expected = await engine.generate([1, 2, 3], GREEDY)
-        monkeypatch.setattr(engine.llm.model_runner, "launch", broken)
+        part, name = where.split(".")
+        monkeypatch.setattr(getattr(engine.llm, part), name, broken)
         results = await asyncio.gather(
             *(engine.generate([i], GREEDY) for i in range(5)), return_exceptions=True
         )

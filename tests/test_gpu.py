@@ -43,6 +43,18 @@ def assert_greedy(model, prompt: list[int], completion: list[int], tolerance: fl
     assert (logits.amax(-1) - chosen).max().item() < tolerance
 
 
+def assert_within_rounding(checkpoint: str, prompts: list[list[int]], results: list[dict]) -> None:
+    """Tokens drawn in bfloat16 are among the best in exact arithmetic, within transformers' own rounding."""
+    rounded, exact = load_reference(checkpoint, torch.bfloat16).cuda(), load_reference(checkpoint).cuda()
+    with torch.no_grad():
+        for parameter in exact.parameters():  # the same weights, computed with in float32
+            parameter.copy_(parameter.bfloat16())
+        for prompt, result in zip(prompts, results, strict=True):
+            ids = torch.tensor([[*prompt, *result["token_ids"]]], device="cuda")
+            rounding = (rounded(input_ids=ids).logits - exact(input_ids=ids).logits).abs().max().item()
+            assert_greedy(exact, prompt, result["token_ids"], 4 * rounding)
+
+
 @pytest.fixture(scope="module", params=["qwen3", "llama", "qwen2"])
 def checkpoint(request, tmp_path_factory):
     sizes = dict(hidden_size=128, head_dim=64, num_attention_heads=8, num_key_value_heads=2)
@@ -75,17 +87,10 @@ def test_every_mode_is_greedy_decoding_of_transformers_in_float32(checkpoint, op
 )
 @pytest.mark.parametrize("batch", [1, 3, 20, 100])
 def test_bfloat16_stays_within_rounding_of_transformers(checkpoint, backend, batch):
-    rounded, exact = load_reference(checkpoint, torch.bfloat16).cuda(), load_reference(checkpoint).cuda()
     prompts = make_prompts(max(batch, 3))[:batch]
     with LLM(checkpoint, dtype="bfloat16", attention_backend=backend, max_num_seqs=100) as llm:
         results = llm.generate(prompts, GREEDY, use_tqdm=False)
-    with torch.no_grad():
-        for parameter in exact.parameters():  # the same weights, computed with in float32
-            parameter.copy_(parameter.bfloat16())
-        for prompt, result in zip(prompts, results, strict=True):
-            ids = torch.tensor([[*prompt, *result["token_ids"]]], device="cuda")
-            rounding = (rounded(input_ids=ids).logits - exact(input_ids=ids).logits).abs().max().item()
-            assert_greedy(exact, prompt, result["token_ids"], 4 * rounding)
+    assert_within_rounding(checkpoint, prompts, results)
 
 
 def test_sampling_does_not_depend_on_the_company(checkpoint):

@@ -1,7 +1,7 @@
 """What users call: turns prompts into sequences, runs steps until all are finished, and turns tokens into
 text.
 
-Follow `generate` -> `step` -> `Scheduler.schedule` -> `ModelRunner.run` -> `Scheduler.postprocess`.
+Follow `generate` -> `step` -> `Scheduler.schedule` -> `ModelRunner.launch` -> `Scheduler.postprocess`.
 """
 
 import random
@@ -18,7 +18,7 @@ from nanovllm.config import Config
 from nanovllm.engine.completions import GrowingText, make_result
 from nanovllm.engine.model_runner import ModelRunner, StepOutput
 from nanovllm.engine.prompts import Messages, Prompt, Prompts
-from nanovllm.engine.ranks import Ranks
+from nanovllm.engine.ranks import SHUT_DOWN, Ranks
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
@@ -363,4 +363,4 @@ class LLMEngine:
         if self.ranks is not None:
             self.ranks.check()
         if self.model_runner is None:
-            raise RuntimeError("this engine has been shut down by exit()")
+            raise RuntimeError(SHUT_DOWN)

@@ -28,6 +28,8 @@ import torch
 from nanovllm.config import Config
 from nanovllm.utils.parallel import Group
 
+SHUT_DOWN = "this engine has been shut down by exit()"
+
 # A rank looks for modules where rank 0 does, from the first import on. It ends when its parent is gone, also
 # while it still imports torch or waits for the parent in a collective.
 START_RANK = """
@@ -113,7 +115,7 @@ class Ranks:
         step = Future()
         with self._lock:
             if self._closed:
-                raise RuntimeError("this engine has been shut down by exit()")
+                raise RuntimeError(SHUT_DOWN)
             self._step = step
             self._tasks.put((step, self._call, runner, name, args))
         return step.result()
