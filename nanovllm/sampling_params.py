@@ -1,12 +1,17 @@
-"""What one request asks for: how its tokens are drawn and when it ends. Knows nothing about the engine."""
+"""What one request asks for: how its tokens are drawn, when it ends, and what it is told. Knows nothing about
+the engine.
+"""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
 
 MAX_SEED = 2**63 - 1
+MAX_TOKENS = 2**31 - 1
+MAX_LOGPROBS = 20
+MAX_LOGIT_BIAS = 100.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,57 +20,128 @@ class SamplingParams:
     temperature:                divides the logits before sampling; 0 is greedy decoding.
     max_tokens:                 most tokens to generate, at least 1.
     ignore_eos:                 go on to `max_tokens` even when an end-of-sequence token is drawn.
+    top_p:                      draw from the fewest likeliest tokens that together have this probability.
+    top_k:                      draw from this many likeliest tokens; 0 and -1 are all of them.
+    min_p:                      draw from tokens at least this probable, as a share of the likeliest one's.
     seed:                       draw the same tokens for the same prompt every time.
     n:                          completions of the prompt; each draws for itself, with a seed of its own.
     stop:                       a text or several that end the completion, which then ends before it.
     stop_token_ids:             token ids that end the completion, whose text then ends before it.
     include_stop_str_in_output: leave in the text what ended it by `stop` or `stop_token_ids`.
+    min_tokens:                 before so many tokens nothing but `max_tokens` ends the completion.
+    logprobs:                   tell the log-probabilities of each drawn token and of so many likeliest ones.
+    prompt_logprobs:            the same for the prompt's tokens.
+    presence_penalty:           taken off the logits of tokens that the completion has.
+    frequency_penalty:          taken off the logits of tokens, as often as the completion has them.
+    repetition_penalty:         divides the positive logits of tokens that prompt or completion have, and
+                                multiplies the negative ones (Keskar et al. 2019, arXiv:1909.05858).
+    logit_bias:                 {token id: what is added to its logit}, from -100 to 100.
+    allowed_token_ids:          the only tokens that may be drawn; None is all.
+    bad_words:                  texts that the completion may not have.
     skip_special_tokens:        leave special tokens out of the text.
     detokenize:                 make a text at all; without, it is empty, and `stop` cannot be used.
 
-    Raises ValueError with the offending value.
+    Logits are changed in this order: biases and bans, penalties, temperature, min_p, top_k, top_p (whose
+    probabilities are those among what min_p and top_k left). Tokens of equal logits are kept or left out
+    together. Log-probabilities are those of the model, before any of this.
+
+    Raises ValueError with the offending value. Collections may be given as lists or sets, and `logit_bias`
+    as a dict; they are kept as tuples.
     """
 
     temperature: float = 1.0
     max_tokens: int = 64
     ignore_eos: bool = False
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
     seed: int | None = None
     n: int = 1
     stop: str | Sequence[str] | None = ()
     stop_token_ids: Sequence[int] | None = ()
     include_stop_str_in_output: bool = False
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] | None = ()
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] | None = ()
     skip_special_tokens: bool = True
     detokenize: bool = True
 
     def __post_init__(self) -> None:
-        if isinstance(self.temperature, bool) or not isinstance(self.temperature, Real):
-            raise ValueError(f"temperature must be a number, got {self.temperature!r}")
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise ValueError(
-                f"temperature must be finite and at least 0 (0 is greedy), got {self.temperature!r}"
-            )
+        self._check(_is_number(self.temperature), "temperature", "a number")
+        self._check(self.temperature >= 0, "temperature", "finite and at least 0 (0 is greedy)")
         for name in ("max_tokens", "n"):
-            if not _is_integer(getattr(self, name), 1):
-                raise ValueError(f"{name} must be an integer of at least 1, got {getattr(self, name)!r}")
-        if self.seed is not None and not _is_integer(self.seed, 0, MAX_SEED):
-            raise ValueError(f"seed must be None or an integer from 0 to {MAX_SEED}, got {self.seed!r}")
+            self._check(_is_integer(getattr(self, name), 1, MAX_TOKENS), name, "an integer of at least 1")
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
+            self._check(isinstance(getattr(self, name), bool), name, "True or False")
+        self._check(_is_number(self.top_p, 0, 1) and self.top_p > 0, "top_p", "above 0 and at most 1")
+        self._check(
+            _is_integer(self.top_k, -1, MAX_TOKENS), "top_k", "0 or -1 (all tokens) or an integer above"
+        )
+        self._check(_is_number(self.min_p, 0, 1), "min_p", "from 0 to 1")
+        is_seed = self.seed is None or _is_integer(self.seed, 0, MAX_SEED)
+        self._check(is_seed, "seed", f"None or an integer from 0 to {MAX_SEED}")
+        is_count = _is_integer(self.min_tokens, 0, self.max_tokens)
+        self._check(is_count, "min_tokens", f"an integer from 0 to max_tokens={self.max_tokens}")
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            self._check(
+                value is None or _is_integer(value, 0, MAX_LOGPROBS),
+                name,
+                f"None or an integer from 0 to {MAX_LOGPROBS}",
+            )
+        for name in ("presence_penalty", "frequency_penalty"):
+            self._check(_is_number(getattr(self, name), -2, 2), name, "from -2 to 2")
+        self._check(
+            _is_number(self.repetition_penalty) and self.repetition_penalty > 0,
+            "repetition_penalty",
+            "a number above 0",
+        )
+        self._set_collections()
+
+    def _set_collections(self) -> None:
+        """Check what may be given as one collection or another, and keep it as a tuple."""
         stop = (self.stop,) if isinstance(self.stop, str) else _as_tuple(self.stop)
-        if stop is None or not all(isinstance(text, str) and text for text in stop):
-            raise ValueError(f"stop must be a text or a list of texts, none of them empty, got {self.stop!r}")
+        self._check(_are_texts(stop), "stop", "a text or a list of texts, none of them empty")
         if stop and not self.detokenize:
             raise ValueError(f"stop needs a text to look at, but detokenize is False; got stop={self.stop!r}")
-        token_ids = _as_tuple(self.stop_token_ids)
-        if token_ids is None or not all(_is_integer(token_id, 0) for token_id in token_ids):
-            raise ValueError(f"stop_token_ids must be a list of token ids, got {self.stop_token_ids!r}")
+        stop_ids = _as_tuple(self.stop_token_ids)
+        self._check(_are_token_ids(stop_ids), "stop_token_ids", "a list of token ids")
+        allowed = None if self.allowed_token_ids is None else _as_tuple(self.allowed_token_ids)
+        is_list = self.allowed_token_ids is None or (allowed and _are_token_ids(allowed))
+        self._check(is_list, "allowed_token_ids", "None or a list of token ids, which is not empty")
+        bad_words = _as_tuple(self.bad_words)
+        self._check(_are_texts(bad_words), "bad_words", "a list of texts, none of them empty")
+        bias = self.logit_bias
+        bias = tuple(bias.items()) if isinstance(bias, Mapping) else _as_tuple(bias)
+        self._check(_are_biases(bias), "logit_bias", "a dict of token ids with biases from -100 to 100")
         object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(map(int, token_ids)))
+        object.__setattr__(self, "stop_token_ids", tuple(map(int, stop_ids)))
+        object.__setattr__(self, "allowed_token_ids", allowed and tuple(map(int, allowed)))
+        object.__setattr__(self, "bad_words", bad_words)
+        object.__setattr__(self, "logit_bias", tuple((int(i), float(value)) for i, value in bias))
+
+    def _check(self, is_good: Any, name: str, allowed: str) -> None:
+        if not is_good:
+            raise ValueError(f"{name} must be {allowed}, got {getattr(self, name)!r}")
 
 
 def _is_integer(value: Any, low: int, high: float = math.inf) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool) and low <= value <= high
+
+
+def _is_number(value: Any, low: float = -math.inf, high: float = math.inf) -> bool:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return False
+    try:
+        return math.isfinite(value) and low <= value <= high
+    except OverflowError:  # an integer beyond all floats
+        return False
 
 
 def _as_tuple(values: Any) -> tuple | None:
@@ -73,3 +149,18 @@ def _as_tuple(values: Any) -> tuple | None:
     if values is None:
         return ()
     return tuple(values) if isinstance(values, (list, tuple, set, frozenset)) else None
+
+
+def _are_texts(values: tuple | None) -> bool:
+    return values is not None and all(isinstance(text, str) and text for text in values)
+
+
+def _are_token_ids(values: tuple | None) -> bool:
+    return values is not None and all(_is_integer(token_id, 0) for token_id in values)
+
+
+def _are_biases(values: tuple | None) -> bool:
+    if values is None or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in values):
+        return False
+    in_range = all(_is_number(bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS) for _, bias in values)
+    return in_range and _are_token_ids(tuple(token_id for token_id, _ in values))

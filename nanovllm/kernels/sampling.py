@@ -31,16 +31,22 @@ SALTS = (0x1B873593, 0x2545F491)
 
 
 def sample(
-    logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, vocab_start: int = 0
+    logits: Tensor,
+    temperatures: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    vocab_start: int = 0,
+    thresholds: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The drawn token of each row and the score it won with: (float32 [batch], int64 [batch]).
 
     logits is [batch, vocabulary or a shard of it that begins at vocab_start]. temperatures float32 [batch],
     where 0 is greedy; seeds and positions int64 [batch]. Equal scores go to the lowest token id. Where noise
     is added the score is log2(e) times what the formula says, for the sake of the GPU's base-2 logarithm.
+    Logits below their row's threshold, float32 [batch], are not drawn.
     """
     if not use_triton(logits):
-        return sample_torch(logits, temperatures, seeds, positions, vocab_start)
+        return sample_torch(logits, temperatures, seeds, positions, vocab_start, thresholds)
     batch, vocab = logits.shape
     num_tiles = cdiv(vocab, BLOCK)
     tiles = max(1, num_tiles * batch // (PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors(logits.device)))
@@ -56,6 +62,7 @@ def sample(
             temperatures,
             seeds,
             positions,
+            thresholds,
             values,
             token_ids,
             chunk_values,
@@ -70,14 +77,22 @@ def sample(
             SALT_1=SALTS[0],
             SALT_2=SALTS[1],
             FAST=not INTERPRETED,
+            FILTER=thresholds is not None,
             num_warps=4,
         )
     return values, token_ids
 
 
 def sample_torch(
-    logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, vocab_start: int = 0
+    logits: Tensor,
+    temperatures: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    vocab_start: int = 0,
+    thresholds: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
+    if thresholds is not None:
+        logits = logits.masked_fill(logits.float() < thresholds[:, None], -torch.inf)
     greedy, noisy = (temperatures <= 0).nonzero().flatten(), (temperatures > 0).nonzero().flatten()
     if not len(noisy):
         values, token_ids = logits.max(dim=-1)
@@ -183,6 +198,7 @@ def _sample_kernel(
     temperatures,
     seeds,
     positions,
+    thresholds,
     values,
     token_ids,
     chunk_values,
@@ -197,6 +213,7 @@ def _sample_kernel(
     SALT_1: tl.constexpr,
     SALT_2: tl.constexpr,
     FAST: tl.constexpr,
+    FILTER: tl.constexpr,
 ):
     """A program takes a chunk (`tiles` tiles) of a row; the last of a row's programs picks the best chunk."""
     chunk = tl.program_id(0)
@@ -215,6 +232,8 @@ def _sample_kernel(
         column = start + tl.arange(0, BLOCK)
         address = logits + row.to(tl.int64) * row_stride + column
         score = tl.load(address, mask=column < end, other=float("-inf")).to(tl.float32)
+        if FILTER:
+            score = tl.where(score < tl.load(thresholds + row), float("-inf"), score)
         if temperature > 0:
             bits = _two_rounds_kernel((column + vocab_start).to(tl.uint32) * multiplier + offset)
             score = score * scale - _minus_noise_kernel(bits, FAST)
