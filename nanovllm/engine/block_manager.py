@@ -159,10 +159,11 @@ class BlockManager:
     def _find_cached_blocks(self, seq: Sequence) -> list[int]:
         """
         Blocks that hold the sequence's beginning, up to the first miss and never including its last token.
+        None for a sequence whose prompt is to be scored, which takes computing it.
         """
         self._adopt(seq)
         found: list[int] = []
-        if self.enable_prefix_caching:
+        if self.enable_prefix_caching and seq.is_scored:
             for i in range((len(seq) - 1) // self.block_size):
                 block_id = self.hash_to_block_id.get(self._block_hash(seq, i), -1)
                 if block_id == -1 or self.blocks[block_id].token_ids != seq.block(i):

@@ -1,9 +1,28 @@
 """What users get back: the text of a completion, whole or while it grows, and the result of a prompt."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.model_runner import StepOutput
+from nanovllm.engine.sequence import Sequence, TokenLogprobs
 from nanovllm.utils.detokenizer import Detokenizer
+
+
+class Logprob(NamedTuple):
+    """The natural logarithm of a token's probability at its place, and its rank there: 1 is the likeliest."""
+
+    logprob: float
+    rank: int
+    decoded_token: str | None
+
+
+def record_logprobs(sequences: list[Sequence], drawing: list[Sequence], output: StepOutput) -> None:
+    """Give the sequences of a step, and those that draw a token in it, what they want to know."""
+    prompt_logprobs, logprobs = output.prompt_logprobs(), output.logprobs()
+    for seq, found in zip(sequences, prompt_logprobs or (), strict=False):
+        seq.prompt_logprobs += found
+    for seq, found in zip(drawing, logprobs or (), strict=False):
+        if seq.sampling_params.logprobs is not None and not seq.is_finished:
+            seq.logprobs.append(found)
 
 
 def completion_text(tokenizer: Any, seq: Sequence) -> str:
@@ -26,6 +45,7 @@ def make_result(tokenizer: Any, completions: list[Sequence]) -> dict[str, Any]:
             "token_ids": seq.completion_token_ids,
             "finish_reason": seq.finish_reason,
             "stop_reason": seq.stop_reason,
+            **_describe_logprobs(tokenizer, seq),
         }
         for seq in completions
     ]
@@ -34,7 +54,32 @@ def make_result(tokenizer: Any, completions: list[Sequence]) -> dict[str, Any]:
         "num_prompt_tokens": first.num_prompt_tokens,
         "num_cached_tokens": first.num_prompt_tokens_cached,
     }
+    if (count := first.sampling_params.prompt_logprobs) is not None:
+        described = _describe(tokenizer, first.prompt_token_ids[1:], first.prompt_logprobs, count)
+        prompt["prompt_logprobs"] = [None, *described]
     return {**outputs[0], **prompt, **({"outputs": outputs} if len(outputs) > 1 else {})}
+
+
+def _describe_logprobs(tokenizer: Any, seq: Sequence) -> dict[str, list[dict[int, Logprob]]]:
+    count = seq.sampling_params.logprobs
+    if count is None:
+        return {}
+    return {"logprobs": _describe(tokenizer, seq.completion_token_ids, seq.logprobs, count)}
+
+
+def _describe(
+    tokenizer: Any, token_ids: list[int], found: list[TokenLogprobs], count: int
+) -> list[dict[int, Logprob]]:
+    """For each token what is known of it and of the `count` likeliest ones, likeliest first."""
+    described = []
+    for token_id, (logprob, rank, top_ids, top_logprobs) in zip(token_ids, found, strict=False):
+        top = enumerate(zip(top_ids[:count], top_logprobs, strict=False), 1)
+        entries = {top_id: (top_logprob, place) for place, (top_id, top_logprob) in top}
+        entries[token_id] = logprob, rank
+        described.append(
+            {i: Logprob(*entry, tokenizer and tokenizer.decode([i])) for i, entry in entries.items()}
+        )
+    return described
 
 
 class GrowingText:
@@ -52,6 +97,8 @@ class GrowingText:
         """
         params, num_old = self.seq.sampling_params, len(self.pieces.text)
         text = self._read()
+        if len(self.pieces.token_ids) < params.min_tokens:
+            return None
         starts = {stop: text.find(stop, max(0, num_old - len(stop) + 1)) for stop in params.stop}
         found = [(start, stop) for stop, start in starts.items() if start >= 0]
         if not found:

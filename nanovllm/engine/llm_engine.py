@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from tqdm.auto import tqdm
 
 from nanovllm.config import Config
-from nanovllm.engine.completions import GrowingText, make_result
+from nanovllm.engine.completions import GrowingText, make_result, record_logprobs
 from nanovllm.engine.model_runner import ModelRunner, StepOutput
 from nanovllm.engine.prompts import Messages, Prompt, Prompts
 from nanovllm.engine.ranks import SHUT_DOWN, Ranks
@@ -23,6 +23,11 @@ from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checkpoint import open_checkpoint
+
+GENERATION_CONFIG_KEYS = {
+    **{name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")},
+    "max_tokens": "max_new_tokens",
+}
 
 
 class Step(NamedTuple):
@@ -55,6 +60,7 @@ class LLMEngine:
             try:
                 self.tokenizer = tokenizer.result()
                 self.config.eos = checkpoint.eos_token_ids(self.tokenizer)
+                self._generation_config = checkpoint.generation_config()
             except BaseException:
                 self.exit()
                 raise
@@ -121,6 +127,9 @@ class LLMEngine:
         """Queue the index-th completion of a prompt."""
         seed = self._seeds.getrandbits(63) if params.seed is None else (params.seed + index) % 2**63
         seq = Sequence(token_ids, params, self.config.kvcache_block_size, seed)
+        seq.bad_words = self.prompts.bad_words(params)
+        if params.prompt_logprobs is not None and index == 0:
+            seq.scored_token_ids = token_ids[1:]
         self.scheduler.add(seq)
         self._requests[seq.seq_id] = seq
         if params.stop:
@@ -153,6 +162,7 @@ class LLMEngine:
     def _collect(self, step: Step) -> tuple[list[Sequence], int]:
         token_ids = step.output.token_ids()
         self._check_usable()  # where a rank has failed the tokens are worthless
+        record_logprobs(step.sequences, step.drawing, step.output)
         finished = self.scheduler.postprocess(step.sequences, token_ids, step.drawing)
         if self._texts:
             finished = self._check_stop_texts(step.drawing, finished)
@@ -233,6 +243,10 @@ class LLMEngine:
           stop_reason        the stop text or stop token id that ended it, else None
           num_prompt_tokens, num_cached_tokens   of the prompt, and how many of these the KV cache had
           outputs            with n > 1 all completions, of which the first also stands above
+        and where parameters ask for them
+          logprobs           of each token of the completion a dict {token id: Logprob}: of that token and the
+                             likeliest ones, each with logprob, rank (1 is the likeliest) and decoded_token
+          prompt_logprobs    the same for the prompt, whose first token has None
         """
         found = sorted(self.generate_iter(prompts, sampling_params, use_tqdm), key=itemgetter(0))
         return [result for _, result in found]
@@ -288,6 +302,55 @@ class LLMEngine:
         except BaseException:
             self._clear()
             raise
+
+    def score(self, prompts: Prompt | list[Prompt], use_tqdm: bool = True) -> list[dict[str, Any]]:
+        """
+        How likely the model finds texts (or token ids, or dicts as for `generate`). Every result has
+          token_ids        of the text
+          token_logprobs   natural logarithm of each token's probability after those before it; None for the
+                           first
+          logprob          their sum, the log-likelihood of the text
+        """
+        self._check_idle()
+        texts = self.prompts.read_texts(prompts)
+        try:
+            scored = [self._enqueue_scoring(token_ids) for token_ids in texts]
+            for _ in self._run_to_end(sum(seq is not None for seq in scored), use_tqdm):
+                pass
+        except BaseException:
+            self._clear()
+            raise
+        logprobs = [[logprob for logprob, *_ in seq.prompt_logprobs] if seq else [] for seq in scored]
+        return [
+            {"token_ids": ids, "token_logprobs": [None, *found], "logprob": sum(found)}
+            for ids, found in zip(texts, logprobs, strict=True)
+        ]
+
+    def _enqueue_scoring(self, token_ids: list[int]) -> Sequence | None:
+        """Queue what scores all tokens but the first; a single token leaves nothing to score."""
+        if len(token_ids) == 1:
+            return None
+        seq = self._enqueue(token_ids[:-1], SamplingParams(temperature=0, max_tokens=1, ignore_eos=True))
+        seq.scored_token_ids = token_ids[1:]
+        return seq
+
+    def default_sampling_params(self) -> SamplingParams:
+        """
+        What the checkpoint's generation_config.json recommends: temperature (0 where do_sample is false),
+        top_p, top_k, min_p, repetition_penalty and, as max_tokens, max_new_tokens. Raises ValueError for a
+        bad value.
+        """
+        recommended = {
+            name: self._generation_config[key]
+            for name, key in GENERATION_CONFIG_KEYS.items()
+            if self._generation_config.get(key) is not None
+        }
+        if self._generation_config.get("do_sample") is False:
+            recommended["temperature"] = 0.0
+        try:
+            return SamplingParams(**recommended)
+        except ValueError as error:
+            raise ValueError(f"generation_config.json of {self.config.model!r}: {error}") from None
 
     def encode(self, text: str) -> list[int]:
         """The token ids of a text, as a prompt of it would have them."""

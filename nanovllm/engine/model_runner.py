@@ -4,6 +4,9 @@ Knows tensors, devices and memory; nothing about queues or text. Rank 0 lives in
 """
 
 import contextlib
+import functools
+import itertools
+import operator
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
@@ -14,11 +17,12 @@ import torch
 
 from nanovllm.config import Config
 from nanovllm.engine.decode_state import DecodeState
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.sequence import Sequence, TokenLogprobs
+from nanovllm.engine.shaping import LOGPROBS, RULES, Shaping, ShapingUpdate
 from nanovllm.kernels.runtime import HAVE_TRITON
 from nanovllm.kernels.sampling import sample
 from nanovllm.layers.attention import Attention, get_backend
-from nanovllm.layers.sampler import Sampler
+from nanovllm.layers.sampler import Sampler, TopLogprobs, top_logprobs
 from nanovllm.models import get_model_class
 from nanovllm.utils.context import reset_context, set_context
 from nanovllm.utils.loader import load_model
@@ -29,6 +33,7 @@ if TYPE_CHECKING:
 
 CPU_KV_CACHE_BYTES = 4 << 30
 GRAPH_BYTES = 512 << 20  # for what CUDA graphs keep, logits aside
+SCORED_AT_ONCE = 256  # prompt tokens
 _default_dtype_lock = threading.Lock()  # torch has one for all threads
 
 
@@ -48,7 +53,18 @@ class PrefillBatch(NamedTuple):
     lens_k: list[int]
     block_tables: np.ndarray | None  # [sequences, blocks]
     sampling: tuple[np.ndarray, np.ndarray, np.ndarray]  # [sequences] each, see prepare_sample
-    rows: np.ndarray  # [sequences], of the decode state
+    rows: np.ndarray  # int32 [sequences], of the decode state
+    extras: int  # what some sequence needs beyond a temperature, see engine/shaping.py
+    shaping: ShapingUpdate | None
+    scoring: tuple[np.ndarray, np.ndarray] | None  # indices of tokens, and those to be scored as the next
+
+
+class Drawn(NamedTuple):
+    """What a step tells: the next token of each sequence and, where asked for, log-probabilities."""
+
+    token_ids: torch.Tensor  # int64 [sequences]
+    logprobs: TopLogprobs | None  # of these
+    prompt_logprobs: TopLogprobs | None  # of the tokens that PrefillBatch.scoring lists
 
 
 class ModelRunner:
@@ -79,11 +95,14 @@ class ModelRunner:
         self.state = DecodeState(
             config.max_num_seqs, -(-config.max_model_len // self.block_size), self.block_size, self.device
         )
+        self.shaping = Shaping(
+            config.max_num_seqs, config.max_model_len, config.hf_config.vocab_size, self.device
+        )
         # The torch twins of the attention kernels look at lengths on the host, which a graph cannot.
         twins = config.attention_backend == "torch" or not HAVE_TRITON
         self.enforce_eager = config.enforce_eager or self.device.type != "cuda" or twins
         self.graph_sizes = get_graph_sizes(config.max_num_seqs)
-        self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self.graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Drawn]] = {}  # by size and extras
         self.graph_pool = None
         self._compile_kernels()
         self.group.connect(self.device, config.torch_dtype, config.max_num_seqs)
@@ -119,7 +138,7 @@ class ModelRunner:
             layer.k_cache = layer.v_cache = torch.empty(0)
         self.graphs.clear()
         self.group.close()
-        self.model = self.sampler = self.kv_cache = self.state = None
+        self.model = self.sampler = self.kv_cache = self.state = self.shaping = None
         self.attention_layers = []
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -129,6 +148,7 @@ class ModelRunner:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.state.reset()
+        self.shaping.reset()
 
     def warmup_model(self) -> None:
         """Run the largest prefill there can be, so that the peak of memory that activations need is known."""
@@ -228,6 +248,7 @@ class ModelRunner:
                 slots.append(np.full_like(position, -1))
         # Some keys were computed by earlier steps, or are by neighbours in this one.
         from_cache = lens_k != lens_q
+        extras = self._extras(sequences)
         return PrefillBatch(
             np.concatenate(input_ids),
             np.concatenate(positions),
@@ -236,15 +257,40 @@ class ModelRunner:
             lens_k,
             self.prepare_block_tables(sequences) if from_cache else None,
             self.prepare_sample(sequences),
-            np.array([seq.row for seq in sequences]),
+            np.array([seq.row for seq in sequences], dtype=np.int32),
+            extras,
+            self.shaping.update(sequences),
+            self._prepare_scoring(sequences),
         )
 
-    def prepare_decode(self, sequences: list[Sequence]) -> tuple[int, np.ndarray]:
-        """How many rows the step will have, and what the device must be told before it (DecodeState)."""
+    @staticmethod
+    def _extras(sequences: list[Sequence]) -> int:
+        return functools.reduce(operator.or_, map(operator.attrgetter("extras"), sequences))
+
+    @staticmethod
+    def _prepare_scoring(sequences: list[Sequence]) -> tuple[np.ndarray, np.ndarray] | None:
+        """Which of the scheduled tokens have a next token that is to be scored, and what that is."""
+        if all(seq.is_scored for seq in sequences):
+            return None
+        indices, targets, start = [], [], 0
+        for seq in sequences:
+            end = min(seq.num_computed_tokens + seq.num_scheduled_tokens, len(seq.scored_token_ids))
+            first = start - seq.num_computed_tokens
+            indices.append(np.arange(first + seq.num_scored, first + end))
+            targets.append(np.array(seq.scored_token_ids[seq.num_scored : end], dtype=np.int64))
+            seq.num_scored = max(seq.num_scored, end)
+            start += seq.num_scheduled_tokens
+        return np.concatenate(indices), np.concatenate(targets)
+
+    def prepare_decode(self, sequences: list[Sequence]) -> tuple[int, np.ndarray, int]:
+        """
+        How many rows the step will have, what the device must be told before it (DecodeState), and what its
+        sequences need beyond a temperature.
+        """
         batch_size = len(sequences)
         if not self.enforce_eager:
             batch_size = next(size for size in self.graph_sizes if size >= batch_size)
-        return batch_size, self.state.changes(sequences, batch_size)
+        return batch_size, self.state.changes(sequences, batch_size), self._extras(sequences)
 
     def prepare_block_tables(self, sequences: list[Sequence]) -> np.ndarray:
         """int32 [sequences, blocks of the longest]; what lies beyond a sequence's end is never read."""
@@ -281,21 +327,66 @@ class ModelRunner:
     def launch(self, sequences: list[Sequence], is_prefill: bool) -> "StepOutput":
         """Enqueue one step on all ranks without waiting for it."""
         if is_prefill:
-            tokens = self.call("prefill", self.prepare_prefill(sequences))
+            num_scored = [seq.num_scored for seq in sequences]
+            drawn = self.call("prefill", self.prepare_prefill(sequences))
+            scored = [seq.num_scored - before for seq, before in zip(sequences, num_scored, strict=True)]
         else:
-            tokens = self.call("decode", *self.prepare_decode(sequences))
-        return StepOutput(tokens[: len(sequences)])
+            drawn, scored = self.call("decode", *self.prepare_decode(sequences)), []
+        return StepOutput(drawn, len(sequences), scored)
 
     @torch.inference_mode()
-    def prefill(self, batch: PrefillBatch) -> torch.Tensor:
-        """Compute a prefill step. Returns the token ids that it draws, int64 [sequences]."""
+    def prefill(self, batch: PrefillBatch) -> Drawn:
+        """Compute a prefill step."""
+        if batch.shaping is not None:
+            self._write_shaping(batch.shaping)
         try:
             input_ids, positions, sampling = self._begin_prefill(batch)
-            tokens = self.sampler(self.run_model(input_ids, positions), *sampling)
+            hidden_states = self.model(input_ids, positions)
+            prompt_logprobs = None
+            if batch.scoring is not None:
+                prompt_logprobs = self._score(hidden_states, *map(self._to_device, batch.scoring))
+            logits = self.model.compute_logits(hidden_states)
+            token_ids, logprobs = self._draw(logits, self._to_device(batch.rows), sampling, batch.extras)
         finally:
             reset_context()
-        self.state.feed(self._to_device(batch.rows, torch.int32), tokens)
-        return tokens
+        return Drawn(token_ids, logprobs, prompt_logprobs)
+
+    def _write_shaping(self, update: ShapingUpdate) -> None:
+        if self.shaping.write(ShapingUpdate(*map(self._to_device, update))):
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)  # a graph may still be using what was replaced
+            self.graphs = {key: graph for key, graph in self.graphs.items() if not key[1] & RULES}
+            if not self.graphs:
+                self.graph_pool = None
+
+    def _score(
+        self, hidden_states: torch.Tensor, indices: torch.Tensor, targets: torch.Tensor
+    ) -> TopLogprobs:
+        """How likely the target is after each of these tokens, int64 [scored] both."""
+        parts = []
+        for index, target in zip(indices.split(SCORED_AT_ONCE), targets.split(SCORED_AT_ONCE), strict=True):
+            logits = self.model.lm_head.logits(hidden_states[index])
+            parts.append(top_logprobs(self.model.lm_head.gather(logits), target))
+        return TopLogprobs(*map(torch.cat, zip(*parts, strict=True)))
+
+    def _draw(
+        self, logits: torch.Tensor, rows: torch.Tensor, sampling: tuple[torch.Tensor, ...], extras: int
+    ) -> tuple[torch.Tensor, TopLogprobs | None]:
+        """
+        Draw the next tokens, int64 [sequences], from this rank's logits, and make them the inputs of the next
+        step for these rows of the device's states, int32 [sequences]. sampling: see prepare_sample.
+        """
+        if not extras:
+            token_ids = self.sampler(logits, *sampling)
+            self.state.feed(rows, token_ids)
+            return token_ids, None
+        temperatures, _, positions = sampling
+        logits = self.model.lm_head.gather(logits)
+        shaped, thresholds = self.shaping.apply(logits, rows, positions, temperatures, extras)
+        token_ids = self.sampler(shaped, *sampling, thresholds, is_whole=True)
+        self.state.feed(rows, token_ids)
+        self.shaping.remember(rows, positions, token_ids, extras)
+        return token_ids, top_logprobs(logits, token_ids) if extras & LOGPROBS else None
 
     def _begin_prefill(
         self, batch: PrefillBatch
@@ -315,19 +406,19 @@ class ModelRunner:
         return input_ids, positions, tuple(map(self._to_device, batch.sampling))
 
     @torch.inference_mode()
-    def decode(self, batch_size: int, changes: np.ndarray) -> torch.Tensor:
-        """Compute a decode step (`prepare_decode`). Returns the token ids that it draws, int64 [batch]."""
+    def decode(self, batch_size: int, changes: np.ndarray, extras: int) -> Drawn:
+        """Compute a decode step (`prepare_decode`)."""
         if changes.size:
             self.state.apply(self._to_device(changes))
         if self.enforce_eager:
-            return self._decode_step(self.state.batch[:batch_size])
-        if batch_size not in self.graphs:
-            self.capture_cudagraph(batch_size)
-        graph, tokens = self.graphs[batch_size]
+            return self._decode_step(self.state.batch[:batch_size], extras)
+        if (batch_size, extras) not in self.graphs:
+            self.capture_cudagraph(batch_size, extras)
+        graph, drawn = self.graphs[batch_size, extras]
         graph.replay()
-        return tokens
+        return drawn
 
-    def _decode_step(self, batch: torch.Tensor) -> torch.Tensor:
+    def _decode_step(self, batch: torch.Tensor, extras: int) -> Drawn:
         """
         Embedding to drawn token for these rows of the decode state, int32 [batch]. Depends on nothing but the
         device's memory, so that it can be captured once and replayed.
@@ -341,33 +432,37 @@ class ModelRunner:
         )
         try:
             logits = self.run_model(inputs.input_ids, inputs.positions)
-            tokens = self.sampler(logits, inputs.temperatures, inputs.seeds, inputs.next_positions)
+            sampling = inputs.temperatures, inputs.seeds, inputs.next_positions
+            token_ids, logprobs = self._draw(logits, batch, sampling, extras)
         finally:
             reset_context()
-        self.state.feed(batch, tokens)
-        return tokens
+        return Drawn(token_ids, logprobs, None)
 
     @torch.inference_mode()
-    def capture_cudagraph(self, batch_size: int) -> None:
+    def capture_cudagraph(self, batch_size: int, extras: int = 0) -> None:
         """Record the decode step for this number of rows. Done when first needed: a start waits for none."""
         padding = torch.full((batch_size,), self.state.padding_row, dtype=torch.int32, device=self.device)
-        self._decode_step(padding)  # compiles kernels and creates handles, which a capture cannot
+        self._decode_step(padding, extras)  # compiles kernels and creates handles, which a capture cannot
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self.graph_pool):
-            tokens = self._decode_step(self.state.batch[:batch_size])
+            drawn = self._decode_step(self.state.batch[:batch_size], extras)
         self.graph_pool = graph.pool()
-        self.graphs[batch_size] = graph, tokens
+        self.graphs[batch_size, extras] = graph, drawn
 
 
 class StepOutput:
-    """The tokens that a step draws, on their way to the host."""
+    """
+    What a step tells, on its way to the host. `scored` says how many tokens of each sequence's prompt it
+    scores.
+    """
 
-    def __init__(self, tokens: torch.Tensor):
+    def __init__(self, drawn: Drawn, num_sequences: int, scored: list[int]):
+        self.scored = scored
+        self.tokens = _to_host(drawn.token_ids[:num_sequences])
+        self._logprobs = drawn.logprobs and [_to_host(tensor[:num_sequences]) for tensor in drawn.logprobs]
+        self._prompt_logprobs = drawn.prompt_logprobs and list(map(_to_host, drawn.prompt_logprobs))
         self.done = None
-        self.tokens = tokens
-        if tokens.is_cuda:
-            self.tokens = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
-            self.tokens.copy_(tokens, non_blocking=True)
+        if drawn.token_ids.is_cuda:
             self.done = torch.cuda.Event()
             self.done.record()
 
@@ -376,3 +471,25 @@ class StepOutput:
         if self.done is not None:
             self.done.synchronize()
         return self.tokens.tolist()
+
+    def logprobs(self) -> list[TokenLogprobs] | None:
+        """Of each sequence's token, if a sequence wants to know; after `token_ids`."""
+        return self._logprobs and _rows_of(self._logprobs)
+
+    def prompt_logprobs(self) -> list[list[TokenLogprobs]] | None:
+        """Of the tokens of each sequence's prompt that this step has scored, if it has; after `token_ids`."""
+        if self._prompt_logprobs is None:
+            return None
+        rows = iter(_rows_of(self._prompt_logprobs))
+        return [list(itertools.islice(rows, count)) for count in self.scored]
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Its contents once the device gets there."""
+    if not tensor.is_cuda:
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+
+
+def _rows_of(tensors: list[torch.Tensor]) -> list[TokenLogprobs]:
+    return list(zip(*(tensor.tolist() for tensor in tensors), strict=True))

@@ -21,17 +21,11 @@ class Prompts:
         self.vocab_size = config.hf_config.vocab_size
         self.tokenizer = tokenizer
         self.check_size = check_size
+        self._bad_words: dict[str, list[list[int]]] = {}
 
     def read_all(self, prompts: Any, sampling_params: Any) -> list[tuple[list[int], SamplingParams]]:
         """One prompt or a list of them, and parameters for all or for each, as pairs."""
-        if isinstance(prompts, (str, dict)):
-            prompts = [prompts]
-        if not isinstance(prompts, (list, tuple)):
-            raise ValueError(
-                f"prompts must be a string, a list of token ids, or a list of these, got {prompts!r}"
-            )
-        if prompts and all(isinstance(p, Integral) for p in prompts):
-            prompts = [prompts]
+        prompts = self._as_list(prompts)
         if isinstance(sampling_params, SamplingParams):
             sampling_params = [sampling_params] * len(prompts)
         if not isinstance(sampling_params, (list, tuple)):
@@ -43,10 +37,60 @@ class Prompts:
         pairs = enumerate(zip(prompts, sampling_params, strict=True))
         return [(self.read(prompt, params, f"prompts[{i}]"), params) for i, (prompt, params) in pairs]
 
+    @staticmethod
+    def _as_list(prompts: Any) -> list[Any]:
+        if isinstance(prompts, (str, dict)):
+            return [prompts]
+        if not isinstance(prompts, (list, tuple)):
+            raise ValueError(
+                f"prompts must be a string, a list of token ids, or a list of these, got {prompts!r}"
+            )
+        return [prompts] if prompts and all(isinstance(p, Integral) for p in prompts) else prompts
+
+    def read_texts(self, texts: Any) -> list[list[int]]:
+        """The token ids of a text or a list of texts that are complete."""
+        return [self._read_token_ids(text, 0, f"prompts[{i}]") for i, text in enumerate(self._as_list(texts))]
+
     def read(self, prompt: Any, sampling_params: Any, name: str = "prompt") -> list[int]:
         """The token ids of one prompt."""
         if not isinstance(sampling_params, SamplingParams):
             raise ValueError(f"sampling_params for {name} must be SamplingParams, got {sampling_params!r}")
+        token_ids = self._read_token_ids(prompt, sampling_params.max_tokens, name)
+        self._check_params(sampling_params, name)
+        return token_ids
+
+    def _check_params(self, params: SamplingParams, name: str) -> None:
+        """Raise ValueError for what this model cannot do."""
+        for field in ("stop", "bad_words"):
+            if getattr(params, field) and self.tokenizer is None:
+                raise ValueError(
+                    f"sampling_params for {name} have {field}={getattr(params, field)!r}, but {self.model!r} "
+                    f"has no tokenizer; use stop_token_ids or logit_bias"
+                )
+        named = {"allowed_token_ids": params.allowed_token_ids or ()}
+        named["logit_bias"] = [token_id for token_id, _ in params.logit_bias]
+        for field, token_ids in named.items():
+            if token_ids and max(token_ids) >= self.vocab_size:
+                raise ValueError(
+                    f"sampling_params for {name}: token ids in {field} must be from 0 to "
+                    f"{self.vocab_size - 1}, got {max(token_ids)}"
+                )
+        self.bad_words(params)
+
+    def bad_words(self, params: SamplingParams) -> list[list[int]]:
+        """
+        The bad words as token ids, each as it is written at the beginning of a text and after a space, which
+        most tokenizers write differently.
+        """
+        words = []
+        for text in params.bad_words:
+            if text not in self._bad_words:
+                token_ids = [self.tokenize(start + text.lstrip(), "bad_words", False) for start in ("", " ")]
+                self._bad_words[text] = [ids for i, ids in enumerate(token_ids) if ids not in token_ids[:i]]
+            words += self._bad_words[text]
+        return words
+
+    def _read_token_ids(self, prompt: Any, max_tokens: int, name: str) -> list[int]:
         if isinstance(prompt, dict):
             if list(prompt) not in (["prompt"], ["prompt_token_ids"]):
                 raise ValueError(f"{name} must have one key, prompt or prompt_token_ids, got {prompt!r}")
@@ -61,11 +105,6 @@ class Prompts:
             raise ValueError(f"{name} must be a string or a list of token ids, got {prompt!r}")
         if not token_ids:
             raise ValueError(f"{name} is empty: {prompt!r}")
-        if sampling_params.stop and self.tokenizer is None:
-            raise ValueError(
-                f"sampling_params for {name} have stop={sampling_params.stop!r}, but {self.model!r} has no "
-                f"tokenizer; use stop_token_ids"
-            )
         if set(map(type, token_ids)) != {int}:  # numpy's integers, or what is no token id at all
             for token_id in token_ids:
                 if isinstance(token_id, bool) or not isinstance(token_id, Integral):
@@ -75,16 +114,16 @@ class Prompts:
             if not 0 <= token_id < self.vocab_size:
                 raise ValueError(f"{name}: token ids must be from 0 to {self.vocab_size - 1}, got {token_id}")
         try:
-            self.check_size(len(token_ids), sampling_params.max_tokens)
+            self.check_size(len(token_ids), max_tokens)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
         return token_ids
 
-    def tokenize(self, text: str, name: str) -> list[int]:
+    def tokenize(self, text: str, name: str, add_special_tokens: bool = True) -> list[int]:
         if self.tokenizer is None:
             raise ValueError(f"{name} is text, but {self.model!r} has no tokenizer; pass token ids")
         try:
-            return self.tokenizer.encode(text)
+            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
         except Exception as error:
             raise ValueError(f"{name} cannot be tokenized: {error}; got {text!r}") from error
 

@@ -5,7 +5,11 @@ One request on its way through the engine: its tokens, how far they are computed
 from enum import Enum, auto
 from itertools import count
 
+from nanovllm.engine.shaping import extras_of
 from nanovllm.sampling_params import SamplingParams
+
+# A token's log-probability and rank (1 is the likeliest), then the likeliest tokens and theirs.
+TokenLogprobs = tuple[float, int, list[int], list[float]]
 
 
 class SequenceStatus(Enum):
@@ -51,6 +55,14 @@ class Sequence:
         self.max_num_tokens = self.num_prompt_tokens + self.max_tokens
         self.ignore_eos = sampling_params.ignore_eos
         self.sampling_params = sampling_params
+        self.extras = extras_of(sampling_params)
+        self.bad_words: list[list[int]] = []  # as token ids, filled in by the engine, like the next
+        self.scored_token_ids: list[
+            int
+        ] = []  # after each of the first tokens: what comes there, to be scored
+        self.num_scored = 0  # how many of them a step has scored or is about to
+        self.prompt_logprobs: list[TokenLogprobs] = []  # of these, and of the completion's tokens
+        self.logprobs: list[TokenLogprobs] = []
         self.end_token_ids: frozenset[int] = frozenset()  # filled in by the scheduler, which knows eos
         self.finish_reason: str | None = None  # "stop", "length" or "abort"
         self.stop_reason: str | int | None = None  # the text or token id of the request that ended it
@@ -101,6 +113,11 @@ class Sequence:
     @property
     def last_block_num_tokens(self) -> int:
         return self.num_tokens - (self.num_blocks - 1) * self.block_size
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether nothing of it is to be scored any more."""
+        return self.num_scored == len(self.scored_token_ids)
 
     def block(self, i: int) -> list[int]:
         """Token ids of the i-th block; the last one may be shorter than a block."""

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from nanovllm.kernels.runtime import tl, triton, use_triton
-from nanovllm.kernels.sampling import LOG2_E
 
 BLOCK = 2048
+STAGES = 6  # so that enough of a row is on its way
 MAX_PASSES = 128  # far more than float32 can need in a range of real logits
 
 
@@ -37,6 +37,7 @@ def filter_thresholds(logits: Tensor, temperatures: Tensor, filters: Tensor) -> 
             filters.stride(0),
             logits.shape[1],
             BLOCK=BLOCK,
+            STAGES=STAGES,
             MAX_PASSES=MAX_PASSES,
             num_warps=8,
         )
@@ -71,6 +72,7 @@ def _threshold_kernel(
     filter_stride,
     vocab,
     BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
     MAX_PASSES: tl.constexpr,
 ):
     """One program a row, so that a row's sums are always added up in the same order."""
@@ -85,7 +87,7 @@ def _threshold_kernel(
         scale = 1.4426950408889634 / temperature
         lane_best = tl.full([BLOCK], float("-inf"), tl.float32)
         lane_least = tl.full([BLOCK], float("inf"), tl.float32)
-        for start in tl.range(0, vocab, BLOCK, num_stages=3):
+        for start in tl.range(0, vocab, BLOCK, num_stages=STAGES):
             column = start + tl.arange(0, BLOCK)
             x = tl.load(row + column, mask=column < vocab, other=float("-inf")).to(tl.float32)
             lane_best = tl.maximum(lane_best, x)
@@ -104,11 +106,11 @@ def _threshold_kernel(
                     high = tl.where(enough, high, middle)
                 threshold = tl.maximum(threshold, low)
             threshold = _search_kernel(
-                row, vocab, threshold, best, scale, top_k, 0.0, True, BLOCK, MAX_PASSES
+                row, vocab, threshold, best, scale, top_k, 0.0, True, BLOCK, STAGES, MAX_PASSES
             )
         if top_p < 1:
             threshold = _search_kernel(
-                row, vocab, threshold, best, scale, 0.0, top_p, False, BLOCK, MAX_PASSES
+                row, vocab, threshold, best, scale, 0.0, top_p, False, BLOCK, STAGES, MAX_PASSES
             )
     tl.store(thresholds + i, threshold)
 
@@ -124,6 +126,7 @@ def _search_kernel(
     share,
     COUNT: tl.constexpr,
     BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
     MAX_PASSES: tl.constexpr,
 ):
     """The largest logit v from `low` on for which the logits from v on weigh enough.
@@ -145,7 +148,7 @@ def _search_kernel(
         lane_3 = tl.zeros([BLOCK], tl.float32)
         lane_least = tl.full([BLOCK], float("inf"), tl.float32)
         lane_most = tl.full([BLOCK], float("-inf"), tl.float32)
-        for start in tl.range(0, vocab, BLOCK, num_stages=3):
+        for start in tl.range(0, vocab, BLOCK, num_stages=STAGES):
             column = start + tl.arange(0, BLOCK)
             x = tl.load(row + column, mask=column < vocab, other=float("-inf")).to(tl.float32)
             weight = tl.full([BLOCK], 1.0, tl.float32) if COUNT else tl.exp2((x - best) * scale)

@@ -10,9 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from nanovllm.kernels.runtime import cdiv
 from nanovllm.utils import parallel
 from nanovllm.utils.context import get_context
 from nanovllm.utils.loader import default_weight_loader
+
+GATHER_WIDTH = 1024
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -57,4 +60,19 @@ class ParallelLMHead(VocabParallelEmbedding):
         context = get_context()
         if context.is_prefill:
             hidden_states = hidden_states[context.cu_seqlens_q[1:].long() - 1]
+        return self.logits(hidden_states)
+
+    def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """hidden_states [tokens, embedding_dim] -> logits [tokens, this rank's vocabulary rows]."""
         return F.linear(hidden_states, self.weight[: self.vocab_end - self.vocab_start])
+
+    def gather(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits of every rank's vocabulary rows [tokens, num_embeddings], on every rank."""
+        if self.group.size == 1:
+            return logits
+        # A sum to which each rank brings its part, in rows of a length that suits the ranks' kernel.
+        width = cdiv(self.num_embeddings, GATHER_WIDTH) * GATHER_WIDTH
+        whole = logits.new_zeros(len(logits), width)
+        whole[:, self.vocab_start : self.vocab_end] = logits
+        whole = self.group.all_reduce(whole.view(-1, GATHER_WIDTH)).view(len(logits), width)
+        return whole[:, : self.num_embeddings]

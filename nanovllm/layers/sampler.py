@@ -1,9 +1,12 @@
-"""Draws the next token of every sequence."""
+"""Draws the next token of every sequence, and tells how likely tokens were."""
+
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from nanovllm.kernels.sampling import sample
+from nanovllm.sampling_params import MAX_LOGPROBS
 from nanovllm.utils import parallel
 
 
@@ -16,14 +19,40 @@ class Sampler(nn.Module):
         self.group = parallel.get_group()
 
     def forward(
-        self, logits: torch.Tensor, temperatures: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
+        self,
+        logits: torch.Tensor,
+        temperatures: torch.Tensor,
+        seeds: torch.Tensor,
+        positions: torch.Tensor,
+        thresholds: torch.Tensor | None = None,
+        is_whole: bool = False,
     ) -> torch.Tensor:
         """
-        logits [batch, this rank's vocabulary], temperatures float32 [batch] (0 is greedy), seeds and
-        positions int64 [batch] -> token ids int64 [batch], drawn from softmax(logits / temperature).
+        logits [batch, this rank's vocabulary, or all of it], temperatures float32 [batch] (0 is greedy),
+        seeds and positions int64 [batch] -> token ids int64 [batch], drawn from softmax(logits / temperature)
+        where logits reach their row's threshold, float32 [batch], if there are thresholds.
 
         The draw is the argmax of the scaled logits plus Gumbel noise, which follows softmax's distribution
         without computing it. The noise depends on seed, position and token id alone, so neighbours do not
         matter.
         """
-        return self.group.best_token(*sample(logits, temperatures, seeds, positions, self.vocab_start))
+        vocab_start = 0 if is_whole else self.vocab_start
+        return self.group.best_token(*sample(logits, temperatures, seeds, positions, vocab_start, thresholds))
+
+
+class TopLogprobs(NamedTuple):
+    """The log-probability and rank (1 is the likeliest) of given tokens, and the likeliest tokens with theirs."""
+
+    logprobs: torch.Tensor  # float32 [tokens]
+    ranks: torch.Tensor  # int64 [tokens]
+    top_token_ids: torch.Tensor  # int64 [tokens, MAX_LOGPROBS]
+    top_logprobs: torch.Tensor  # float32 [tokens, MAX_LOGPROBS]
+
+
+def top_logprobs(logits: torch.Tensor, token_ids: torch.Tensor) -> TopLogprobs:
+    """logits [tokens, vocabulary], token_ids int64 [tokens]."""
+    chosen = logits.gather(1, token_ids[:, None])
+    total = logits.float().logsumexp(1, keepdim=True)
+    top = logits.topk(min(MAX_LOGPROBS, logits.shape[1]))
+    ranks = (logits > chosen).sum(1) + 1
+    return TopLogprobs((chosen.float() - total)[:, 0], ranks, top.indices, top.values.float() - total)

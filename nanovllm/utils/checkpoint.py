@@ -113,9 +113,12 @@ class FolderCheckpoint:
         except Exception as error:  # whatever a damaged file provokes in there
             raise ValueError(f"{self.path}: transformers cannot read the tokenizer: {error}") from error
 
+    def generation_config(self) -> dict[str, Any]:
+        file = self.folder / "generation_config.json"
+        return read_json(file) if file.exists() else {}
+
     def eos_token_ids(self, tokenizer: Any) -> tuple[int, ...]:
-        generation_config = self.folder / "generation_config.json"
-        generation = read_json(generation_config) if generation_config.exists() else {}
+        generation = self.generation_config()
         # Not from the transformers configuration, which fills in a default that the model may not have.
         found = generation.get("eos_token_id"), self.config.get("eos_token_id")
         return merge_eos_ids(self.path, *found, getattr(tokenizer, "eos_token_id", None))
@@ -207,6 +210,9 @@ class ShapeCheckpoint:
 
     def tokenizer(self) -> Any:
         return toy_tokenizer()
+
+    def generation_config(self) -> dict[str, Any]:
+        return {}
 
     def eos_token_ids(self, tokenizer: Any) -> tuple[int, ...]:
         return merge_eos_ids(self.path, getattr(tokenizer, "eos_token_id", None))

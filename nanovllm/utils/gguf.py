@@ -106,6 +106,9 @@ class GGUFCheckpoint:
         except Exception as error:  # whatever damaged metadata provokes
             raise ValueError(f"{self.path}: cannot build the tokenizer: {error!r}") from error
 
+    def generation_config(self) -> dict[str, Any]:
+        return {}
+
     def eos_token_ids(self, tokenizer: Any) -> tuple[int, ...]:
         found = [self.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
         tokens = self.metadata.get("tokenizer.ggml.tokens", [])
