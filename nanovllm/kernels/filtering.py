@@ -1,9 +1,9 @@
-"""top-k, top-p and min-p as one number a row: the lowest logit that may still be drawn, found without sorting.
+"""top-k, top-p and min-p as one number a row, found without sorting: the lowest logit that may be drawn.
 
 For top-k it is the largest v for which k logits are at least v; for top-p the same with the logits' weights
 (exp(logit / temperature)) instead of their number. Both are found by counting: a pass over the row weighs
 what lies above three points of the range that is left, which shrinks it to a quarter, until one logit is left
-in it. Few passes are needed, since the range is also drawn in to the logits that it holds.
+in it. A first pass sets apart the few best of every lane, and whatever can be decided among these is.
 """
 
 import torch
@@ -11,8 +11,9 @@ from torch import Tensor
 
 from nanovllm.kernels.runtime import tl, triton, use_triton
 
-BLOCK = 2048
+BLOCK = 2048  # logits that are looked at together, each by a lane of its own
 STAGES = 6  # so that enough of a row is on its way
+BEST = 4  # logits of every lane that are set apart
 MAX_PASSES = 128  # far more than float32 can need in a range of real logits
 
 
@@ -27,12 +28,14 @@ def filter_thresholds(logits: Tensor, temperatures: Tensor, filters: Tensor) -> 
     if not use_triton(logits):
         return filter_thresholds_torch(logits, temperatures, filters)
     thresholds = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+    bests = torch.empty(len(logits), BEST * BLOCK, dtype=torch.float32, device=logits.device)
     if len(logits):
         _threshold_kernel[(len(logits),)](
             logits,
             temperatures,
             filters,
             thresholds,
+            bests,
             logits.stride(0),
             filters.stride(0),
             logits.shape[1],
@@ -40,6 +43,7 @@ def filter_thresholds(logits: Tensor, temperatures: Tensor, filters: Tensor) -> 
             STAGES=STAGES,
             MAX_PASSES=MAX_PASSES,
             num_warps=8,
+            maxnreg=128,  # two programs on a multiprocessor
         )
     return thresholds
 
@@ -68,6 +72,7 @@ def _threshold_kernel(
     temperatures,
     filters,
     thresholds,
+    bests,
     row_stride,
     filter_stride,
     vocab,
@@ -84,73 +89,99 @@ def _threshold_kernel(
     threshold = tl.full([], float("-inf"), tl.float32)
     if (temperature > 0) & ((top_k > 0) | (top_p < 1) | (min_p > 0)):
         row = logits + i * row_stride
+        few = bests + i * 4 * BLOCK
         scale = 1.4426950408889634 / temperature
-        lane_best = tl.full([BLOCK], float("-inf"), tl.float32)
-        lane_least = tl.full([BLOCK], float("inf"), tl.float32)
+        lane = tl.arange(0, BLOCK)
+        first = tl.full([BLOCK], float("-inf"), tl.float32)
+        second, third, fourth, least = first, first, first, -first
         for start in tl.range(0, vocab, BLOCK, num_stages=STAGES):
-            column = start + tl.arange(0, BLOCK)
-            x = tl.load(row + column, mask=column < vocab, other=float("-inf")).to(tl.float32)
-            lane_best = tl.maximum(lane_best, x)
-            lane_least = tl.minimum(lane_least, tl.where(x == float("-inf"), float("inf"), x))
-        best = tl.max(lane_best, axis=0)
-        threshold = tl.maximum(tl.min(lane_least, axis=0), best + tl.log2(min_p) / scale)
+            x = tl.load(row + start + lane, mask=start + lane < vocab, other=float("-inf")).to(tl.float32)
+            least = tl.minimum(least, tl.where(x == float("-inf"), float("inf"), x))
+            fourth = tl.maximum(fourth, tl.minimum(x, third))
+            third = tl.maximum(third, tl.minimum(x, second))
+            second = tl.maximum(second, tl.minimum(x, first))
+            first = tl.maximum(first, x)
+        tl.store(few + lane, first)
+        tl.store(few + BLOCK + lane, second)
+        tl.store(few + 2 * BLOCK + lane, third)
+        tl.store(few + 3 * BLOCK + lane, fourth)
+        tl.debug_barrier()
+        best = tl.max(first, axis=0)
+        complete = _next_above_kernel(tl.max(fourth, axis=0))  # from here on `few` has all there are
+        threshold = tl.maximum(tl.min(least, axis=0), best + tl.log2(min_p) / scale)
         if (top_k > 0) & (top_k < vocab):
-            # The lanes' best are different tokens: where k of them are at least v, so are k tokens.
-            low = tl.min(lane_best, axis=0)
-            high = best
-            if top_k <= BLOCK:
-                for _ in range(12):
-                    middle = low + (high - low) * 0.5
-                    enough = tl.sum((lane_best >= middle).to(tl.int32), axis=0) >= top_k
-                    low = tl.where(enough, middle, low)
-                    high = tl.where(enough, high, middle)
-                threshold = tl.maximum(threshold, low)
-            threshold = _search_kernel(
-                row, vocab, threshold, best, scale, top_k, 0.0, True, BLOCK, STAGES, MAX_PASSES
-            )
+            if _weigh_kernel(few, 4 * BLOCK, complete, best, scale, True, BLOCK, 1) >= top_k:
+                low = tl.maximum(threshold, complete)
+                threshold = _search_kernel(
+                    few, 4 * BLOCK, low, best, scale, top_k, True, BLOCK, 1, MAX_PASSES
+                )
+            else:
+                threshold = _search_kernel(
+                    row, vocab, threshold, best, scale, top_k, True, BLOCK, STAGES, MAX_PASSES
+                )
         if top_p < 1:
-            threshold = _search_kernel(
-                row, vocab, threshold, best, scale, 0.0, top_p, False, BLOCK, STAGES, MAX_PASSES
-            )
+            low = tl.maximum(threshold, complete)
+            enough = _weigh_kernel(few, 4 * BLOCK, low, best, scale, False, BLOCK, 1)
+            weight = enough
+            if threshold < complete:
+                weight = _weigh_kernel(row, vocab, threshold, best, scale, False, BLOCK, STAGES)
+            if enough >= top_p * weight:
+                threshold = _search_kernel(
+                    few, 4 * BLOCK, low, best, scale, top_p * weight, False, BLOCK, 1, MAX_PASSES
+                )
+            else:
+                threshold = _search_kernel(
+                    row, vocab, threshold, best, scale, top_p * weight, False, BLOCK, STAGES, MAX_PASSES
+                )
     tl.store(thresholds + i, threshold)
+
+
+@triton.jit
+def _weigh_kernel(
+    row, length, low, best, scale, COUNT: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr
+):
+    """What the logits from `low` on weigh: 1 each (COUNT) or exp2((logit - best) * scale)."""
+    total = tl.zeros([BLOCK], tl.float32)
+    for start in tl.range(0, length, BLOCK, num_stages=STAGES):
+        column = start + tl.arange(0, BLOCK)
+        x = tl.load(row + column, mask=column < length, other=float("-inf")).to(tl.float32)
+        weight = tl.full([BLOCK], 1.0, tl.float32) if COUNT else tl.exp2((x - best) * scale)
+        total += tl.where(x >= low, weight, 0.0)
+    return tl.sum(total, axis=0)
 
 
 @triton.jit
 def _search_kernel(
     row,
-    vocab,
+    length,
     low,
     best,
     scale,
-    target,
-    share,
+    enough,
     COUNT: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
     MAX_PASSES: tl.constexpr,
 ):
-    """The largest logit v from `low` on for which the logits from v on weigh enough.
-
-    Enough is `target` plus that share of what all from `low` on weigh; if that is more than all weigh, v is
-    the least of them. Weights are 1 (COUNT) or exp2((logit - best) * scale).
+    """
+    The largest logit from `low` on for which the logits from it on weigh enough, see _weigh_kernel; the least
+    of them if all do not.
     """
     least, most = low, best  # of the logits that may be the one
     high = _next_above_kernel(best)  # it lies in [low, high)
-    enough = target
     passes = 0
     while (least < most) & (passes < MAX_PASSES):
         half = high * 0.5 - low * 0.5
-        point_1, point_2 = low + half * 0.5, low + half
-        point_3 = point_2 + half * 0.5
+        point_1, point_2, point_3 = low + half * 0.5, low + half, low + half * 1.5
         lane_0 = tl.zeros([BLOCK], tl.float32)
         lane_1 = tl.zeros([BLOCK], tl.float32)
         lane_2 = tl.zeros([BLOCK], tl.float32)
         lane_3 = tl.zeros([BLOCK], tl.float32)
         lane_least = tl.full([BLOCK], float("inf"), tl.float32)
         lane_most = tl.full([BLOCK], float("-inf"), tl.float32)
-        for start in tl.range(0, vocab, BLOCK, num_stages=STAGES):
+        for start in tl.range(0, length, BLOCK, num_stages=STAGES):
             column = start + tl.arange(0, BLOCK)
-            x = tl.load(row + column, mask=column < vocab, other=float("-inf")).to(tl.float32)
+            x = tl.load(row + column, mask=column < length, other=float("-inf")).to(tl.float32)
             weight = tl.full([BLOCK], 1.0, tl.float32) if COUNT else tl.exp2((x - best) * scale)
             lane_0 += tl.where(x >= low, weight, 0.0)
             lane_1 += tl.where(x >= point_1, weight, 0.0)
@@ -158,39 +189,27 @@ def _search_kernel(
             lane_3 += tl.where(x >= point_3, weight, 0.0)
             lane_least = tl.minimum(lane_least, tl.where(x >= low, x, float("inf")))
             lane_most = tl.maximum(lane_most, tl.where(x < high, x, float("-inf")))
-        weight_0, weight_1, weight_2, weight_3 = (
-            tl.sum(lane_0, axis=0),
-            tl.sum(lane_1, axis=0),
-            tl.sum(lane_2, axis=0),
-            tl.sum(lane_3, axis=0),
-        )
         least, most = tl.min(lane_least, axis=0), tl.max(lane_most, axis=0)
-        if passes == 0:
-            enough += share * weight_0
-            most = tl.where(weight_0 < enough, least, most)
-        low = tl.maximum(
-            least,
-            tl.where(
-                weight_3 >= enough,
-                point_3,
-                tl.where(weight_2 >= enough, point_2, tl.where(weight_1 >= enough, point_1, low)),
-            ),
-        )
-        high = tl.minimum(
-            _next_above_kernel(most),
-            tl.where(
-                weight_1 < enough,
-                point_1,
-                tl.where(weight_2 < enough, point_2, tl.where(weight_3 < enough, point_3, high)),
-            ),
-        )
+        if tl.sum(lane_0, axis=0) < enough:
+            most = least
+        # It lies between the last point from which on all weighs enough and the next.
+        low = tl.maximum(low, least)
+        high = tl.minimum(high, _next_above_kernel(most))
+        if tl.sum(lane_3, axis=0) >= enough:
+            low = tl.maximum(low, point_3)
+        elif tl.sum(lane_2, axis=0) >= enough:
+            low, high = tl.maximum(low, point_2), tl.minimum(high, point_3)
+        elif tl.sum(lane_1, axis=0) >= enough:
+            low, high = tl.maximum(low, point_1), tl.minimum(high, point_2)
+        else:
+            high = tl.minimum(high, point_1)
         passes += 1
     return least
 
 
 @triton.jit
 def _next_above_kernel(x):
-    """The next larger normal float32."""
+    """The next larger float32, or one a little further where that would be next to nothing."""
     bits = x.to(tl.int32, bitcast=True)
     above = tl.where(x > 0, bits + 1, bits - 1).to(tl.float32, bitcast=True)
     return tl.where(tl.abs(x) < 2.0**-120, 2.0**-119, above)

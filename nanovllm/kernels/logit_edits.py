@@ -1,5 +1,6 @@
-"""Changes to logits before a token is drawn: rules (biases, banned tokens and words) and marks (penalties, allowed
-tokens). Rows that ask for none are not touched.
+"""Changes to logits before a token is drawn. Rows that ask for none are not touched.
+
+Rules are for biases and for banned tokens and words, marks for penalties and allowed tokens.
 
 A rule adds a number to one token's logit, as long as the sequence is short enough and the tokens drawn last
 are those that the rule names. A mark says of one token of the vocabulary how often the completion has it,

@@ -227,13 +227,14 @@ def _sample_kernel(
     end = tl.minimum(begin + tiles * BLOCK, vocab)
     lane_best = tl.full([BLOCK], float("-inf"), tl.float32)
     lane_start = tl.zeros([BLOCK], tl.int32) + begin
+    threshold = tl.load(thresholds + row) if FILTER else 0.0
     scale = (1.0 / tl.where(temperature > 0, temperature, 1.0)) * 1.4426950408889634
     for start in tl.range(begin, end, BLOCK, num_stages=3):
         column = start + tl.arange(0, BLOCK)
         address = logits + row.to(tl.int64) * row_stride + column
         score = tl.load(address, mask=column < end, other=float("-inf")).to(tl.float32)
         if FILTER:
-            score = tl.where(score < tl.load(thresholds + row), float("-inf"), score)
+            score = tl.where(score < threshold, float("-inf"), score)
         if temperature > 0:
             bits = _two_rounds_kernel((column + vocab_start).to(tl.uint32) * multiplier + offset)
             score = score * scale - _minus_noise_kernel(bits, FAST)

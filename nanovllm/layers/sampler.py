@@ -41,7 +41,7 @@ class Sampler(nn.Module):
 
 
 class TopLogprobs(NamedTuple):
-    """The log-probability and rank (1 is the likeliest) of given tokens, and the likeliest tokens with theirs."""
+    """Log-probability and rank (1 is the likeliest) of given tokens, and the likeliest tokens with theirs."""
 
     logprobs: torch.Tensor  # float32 [tokens]
     ranks: torch.Tensor  # int64 [tokens]
