@@ -62,7 +62,7 @@ def apply_rules_torch(
         named = rules[..., -1 - back]
         holds &= (named == ANY) | (named == drawn[:, None])
     added = rules[..., 1].contiguous().view(torch.float32).masked_fill(~holds, 0.0)
-    logits.scatter_add_(1, rules[..., -1].long(), added)
+    logits.scatter_add_(1, rules[..., -1].long().clamp_min(0), added)
 
 
 def apply_marks(logits: Tensor, rows: Tensor, penalties: Tensor, marks: Tensor) -> None:
