@@ -9,6 +9,7 @@ import sys
 
 import pytest
 import torch
+from test_shaping import MIXED
 
 from checkpoints import load_reference, make_checkpoint
 from nanovllm import LLM, SamplingParams
@@ -103,6 +104,41 @@ def test_sampling_does_not_depend_on_the_company(checkpoint):
     assert together[0] == alone
 
 
+@pytest.fixture(scope="module")
+def shaped(checkpoint):
+    """Every kind of request at once, in the plain loop and without graphs."""
+    return run_shaped(checkpoint, False, enforce_eager=True)
+
+
+def run_shaped(checkpoint: str, overlap: bool, **options) -> list[dict]:
+    params = [SamplingParams(**{"max_tokens": 40, "seed": i, **MIXED[i % len(MIXED)]}) for i in range(20)]
+    with LLM(checkpoint, **options) as llm:
+        llm._overlap = overlap
+        return llm.generate(make_prompts(), params, use_tqdm=False)
+
+
+@pytest.mark.parametrize("options", MODES.values(), ids=MODES.keys())
+def test_requests_of_every_kind_draw_the_same_tokens_in_every_mode(checkpoint, shaped, options):
+    results = run_shaped(checkpoint, True, **options)
+    for result, expected in zip(results, shaped, strict=True):
+        assert result["token_ids"] == expected["token_ids"]
+        for told, entries in zip(result.get("logprobs", ()), expected.get("logprobs", ()), strict=True):
+            assert {i: (entry.logprob, entry.rank) for i, entry in told.items()} == {
+                i: (pytest.approx(entry.logprob, abs=1e-3), entry.rank) for i, entry in entries.items()
+            }
+
+
+def test_scores_are_the_log_likelihood_that_transformers_finds(checkpoint):
+    reference, prompts = load_reference(checkpoint).cuda(), make_prompts()
+    with LLM(checkpoint, max_num_batched_tokens=200) as llm:
+        results = llm.score(prompts, use_tqdm=False)
+    for prompt, result in zip(prompts, results, strict=True):
+        with torch.no_grad():
+            logprobs = reference(input_ids=torch.tensor([prompt], device="cuda")).logits[0].log_softmax(-1)
+        expected = logprobs[:-1].gather(1, torch.tensor([prompt[1:]], device="cuda").T)[:, 0].tolist()
+        assert result["token_logprobs"][1:] == pytest.approx(expected, abs=2e-3)
+
+
 def test_sequences_grow_to_the_longest_there_can_be(checkpoint):
     reference = load_reference(checkpoint).cuda()
     with LLM(checkpoint, kvcache_block_size=16) as llm:
@@ -141,7 +177,9 @@ options = dict(dtype="bfloat16", kvcache_block_size=16, num_kvcache_blocks=40, e
 with LLM(checkpoint, max_num_batched_tokens=512, max_num_seqs=20, **options) as llm:
     for count in (1, 2, 20):
         prompts = [[(7 * i + j) % 320 for j in range(10 + 3 * i)] for i in range(count)]
-        params = [SamplingParams(temperature=i % 2, max_tokens=12, ignore_eos=True) for i in range(count)]
+        extra = [dict(top_k=3, top_p=0.9), dict(logit_bias={1: 2.0}), dict(frequency_penalty=1.0, logprobs=2)]
+        extra.append({})
+        params = [SamplingParams(i % 2, 12, True, **extra[i % 4]) for i in range(count)]
         assert len(llm.generate(prompts, params, use_tqdm=False)) == count
 """
 

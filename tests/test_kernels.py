@@ -16,8 +16,10 @@ from nanovllm.kernels import (
     activation,
     all_reduce,
     decode_attention,
+    filtering,
     kv_store,
     layernorm,
+    logit_edits,
     matvec,
     prefill_attention,
     sampling,
@@ -432,6 +434,97 @@ def test_shards_of_the_vocabulary_draw_what_the_whole_would(sample):
     best, winner = shard_values.max(dim=0)
     assert torch.equal(best, values)
     assert torch.equal(shard_tokens.gather(0, winner[None])[0], tokens)
+
+
+@on_devices
+@in_both_types
+@pytest.mark.parametrize("spread", [0.3, 4.0])
+def test_thresholds_are_those_of_the_twin(device, dtype, spread, monkeypatch):
+    """Also where not all that matters is among the best of every lane."""
+    vocab, block = on(device, 40_000, 400), on(device, filtering.BLOCK, 64)
+    monkeypatch.setattr(filtering, "BLOCK", block)
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(40, vocab, generator=generator) * spread
+    logits[0, : vocab // 2] = -torch.inf
+    logits[1, ::block] += 50  # in one lane
+    logits[2] = 0.0
+    logits[3:5] -= 100.0
+    temperatures = torch.rand(40, generator=generator) + 0.3
+    temperatures[39] = 0.0
+    filters = torch.zeros(40, 8)
+    filters[:24, 0] = torch.tensor([3, 40, 7, 1, 2, 9, 20, 30, 50, 60, 64, 65, 90, 128, 200, 299] + [5] * 8)
+    filters[16:20, 0] = torch.tensor([vocab - 1, vocab, vocab + 1, 2**20])
+    filters[:, 1] = 1.0
+    filters[10:34, 1] = torch.linspace(0.01, 0.999, 24)
+    filters[28:, 2] = torch.linspace(0.0001, 1, 12)
+    logits, temperatures, filters = logits.to(device, dtype), temperatures.to(device), filters.to(device)
+    thresholds = filtering.filter_thresholds(logits, temperatures, filters)
+    expected = filtering.filter_thresholds_torch(logits, temperatures, filters)
+    kept, expected = ((logits.float() >= bounds[:, None]).sum(1) for bounds in (thresholds, expected))
+    assert kept[39] == vocab
+    if device == "cuda":  # sums of so many are rounded differently
+        assert ((kept - expected).abs() <= 1 + expected * 1e-4).all()
+    else:
+        assert torch.equal(kept, expected)
+
+
+@on_devices
+@in_both_types
+def test_tokens_below_the_threshold_are_not_drawn(device, dtype):
+    logits, seeds, positions = sampling_inputs(12, 3000, device, dtype)
+    temperatures = torch.tensor([0.0, 0.7, 1.5], device=device).repeat(4)
+    thresholds = logits.float().topk(40).values[:, -1].clone()
+    thresholds[:3] = -torch.inf
+    draw = logits, temperatures, seeds, positions, 0, thresholds
+    tokens, expected = sampling.sample(*draw)[1], sampling.sample_torch(*draw)[1]
+    assert torch.equal(tokens, expected)
+    assert (logits.float().gather(1, tokens[:, None])[:, 0] >= thresholds).all()
+    assert torch.equal(tokens[:3], sampling.sample(*draw[:5])[1][:3])
+
+
+def edit_inputs(device, batch=5, rows=8, vocab=700):
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(batch, vocab, generator=generator) * 5
+    where = torch.randperm(rows, generator=generator)[:batch].int()
+    return generator, logits.to(device), where.to(device)
+
+
+@on_devices
+@pytest.mark.parametrize("width", [3, 4, 6])
+def test_rules_change_what_their_twin_changes(device, width):
+    generator, logits, rows = edit_inputs(device)
+    positions = torch.tensor([0, 1, 2, 9, 30], device=device)
+    rules = torch.randint(0, 4, (8, 128, width), generator=generator, dtype=torch.int32)
+    rules[..., 0] = torch.randint(0, 50, (8, 128), generator=generator)
+    rules[..., 1] = torch.randn(8, 128, generator=generator).view(torch.int32)
+    rules[..., ::5, 1] = torch.tensor(-torch.inf).view(torch.int32) if width > 3 else 0
+    rules[..., 2 : width - 1] -= torch.randint(0, 2, (8, 128, 1), generator=generator) * 9
+    rules[..., 2 : width - 1].clamp_(min=-1)
+    rules[..., -1] = torch.arange(128) * 5
+    history = torch.randint(-1, 4, (8, 40), generator=generator, dtype=torch.int32)
+    num_rules = torch.tensor([0.0, 1.0, 63.0, 100.0, 128.0])
+    given = [rows, positions, *(tensor.to(device) for tensor in (num_rules, rules, history))]
+    got, expected = logits.clone(), logits.clone()
+    logit_edits.apply_rules(got, *given)
+    logit_edits.apply_rules_torch(expected, *given)
+    assert torch.equal(got, expected) and not torch.equal(got, logits)
+    assert torch.equal(got[0], logits[0])
+
+
+@on_devices
+def test_marks_change_what_their_twin_changes(device):
+    generator, logits, rows = edit_inputs(device, vocab=9000)
+    marks = torch.randint(0, 3, (8, 9000), generator=generator, dtype=torch.int32)
+    marks += torch.randint(0, 2, marks.shape, generator=generator).int() * logit_edits.IN_PROMPT
+    marks += (torch.rand(marks.shape, generator=generator) < 0.1).int() * logit_edits.BANNED
+    penalties = torch.tensor([[0.5, 0.2, 1.3], [1, 1, 2], [-1, -0.5, 0.7], [0, 0, 1], [0, 2, 1]])
+    penalties = torch.cat((penalties, torch.tensor([[1.0, 0, 1, 1, 1]]).T), 1)
+    got, expected = logits.clone(), logits.clone()
+    logit_edits.apply_marks(got, rows, penalties.to(device), marks.to(device))
+    logit_edits.apply_marks_torch(expected, rows, penalties.to(device), marks.to(device))
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(got[1], logits[1])
+    assert torch.equal(got.isinf(), expected.isinf()) and got.isinf().any()
 
 
 def test_tokens_are_drawn_with_the_probabilities_of_the_softmax():

@@ -28,6 +28,7 @@ import pytest
 import torch
 from test_block_manager import check_pool
 from test_engine import Watch, tokens_of
+from test_shaping import MIXED
 
 from checkpoints import EXACT, edit_json, make_checkpoint, one_thread  # noqa: F401
 from nanovllm import LLM, SamplingParams
@@ -222,6 +223,23 @@ def test_any_number_of_ranks_gives_the_tokens_of_one(tmp_path, case):
         assert seen.preemptions and seen.chunks and any(seen.cached)
     assert results == [results[0]] * 4
     assert max(map(max, results[0])) > 300, "no token is of the last rank's part of the vocabulary"
+
+
+def test_two_ranks_shape_the_choice_of_a_token_as_one_does(model):
+    """Every kind of request in one batch: the choice needs all of the vocabulary, which is split."""
+    params = [SamplingParams(**{"max_tokens": 14, "seed": i, **kind}) for i, kind in enumerate(MIXED)]
+    params.append(SamplingParams(0, 2, True, prompt_logprobs=3))
+    prompts = [[i, *range(20)] for i in range(len(params))]
+    found, scores = [], []
+    for size in (1, 2):
+        with LLM(model.folder, **OPTIONS, tensor_parallel_size=size) as llm:
+            found.append(llm.generate(prompts, params, use_tqdm=False))
+            scores.append(llm.score(prompts[0], use_tqdm=False)[0]["token_logprobs"][1:])
+    assert tokens_of(found[0]) == tokens_of(found[1])
+    assert scores[1] == pytest.approx(scores[0], abs=1e-4)
+    for one, two in zip(*(results[-1]["prompt_logprobs"][1:] for results in found), strict=True):
+        assert set(one) == set(two)
+        assert [two[i].logprob for i in one] == pytest.approx([one[i].logprob for i in one], abs=1e-4)
 
 
 def test_two_engines_started_at_the_same_moment_in_one_process_do_not_meet(model):

@@ -45,7 +45,7 @@ FILTERS = [
     dict(top_k=5000),
     dict(top_p=0.05),
     dict(top_p=0.9),
-    dict(top_p=0.9999),
+    dict(top_p=1 - 2**-13),
     dict(min_p=0.02),
     dict(min_p=1.0),
     dict(top_k=50, top_p=0.95),
