@@ -7,9 +7,8 @@ import pytest
 import torch
 from test_engine import assert_empty, tokens_of
 
-from checkpoints import EXACT, make_checkpoint, make_tokenizer, one_thread  # noqa: F401
+from checkpoints import EXACT, make_checkpoint, one_thread  # noqa: F401
 from nanovllm import LLM, SamplingParams
-from nanovllm.utils.detokenizer import Detokenizer
 
 PROMPT = [*range(40)]
 
@@ -161,17 +160,6 @@ def test_text_is_made_as_asked(llm, monkeypatch):
     for skip, text in ((True, ""), (False, "<|end|>")):
         params = SamplingParams(0, 5, skip_special_tokens=skip)
         assert llm.generate([[1]], params, use_tqdm=False)[0]["text"] == text
-
-
-@pytest.mark.parametrize(
-    "text", ["plain", "naïve café", "日本語のテキスト", "a👍🏽b👩‍👩‍👧c", " leading", "\n\n x"]
-)
-def test_pieces_of_text_are_whole_characters_and_join_to_the_text(text):
-    tokenizer = make_tokenizer()
-    detokenizer = Detokenizer(tokenizer)
-    pieces = [detokenizer.add([token_id]) for token_id in tokenizer.encode(text)]
-    assert "".join(pieces) == detokenizer.text == text
-    assert not any("\ufffd" in piece for piece in pieces)
 
 
 BAD = [

@@ -95,7 +95,7 @@ class GrowingText:
         """
         The stop text that the newest tokens complete, if they do; the completion's text then ends there.
         """
-        params, num_old = self.seq.sampling_params, len(self.pieces.text)
+        params, num_old = self.seq.sampling_params, self.pieces.num_settled
         text = self._read()
         if len(self.pieces.token_ids) < params.min_tokens:
             return None
@@ -115,7 +115,8 @@ class GrowingText:
             sure = completion_text(self.tokenizer, self.seq)
         else:
             text = self._read()
-            sure = text[: len(text) - self.pieces.num_held_back(self.seq.sampling_params.stop)]
+            held_back = self.pieces.num_held_back(self.seq.sampling_params.stop)
+            sure = text[: self.pieces.num_settled - held_back]
         piece = sure[self.num_shown :]
         self.num_shown += len(piece)
         return piece
