@@ -126,8 +126,7 @@ class AsyncLLM:
     def _do(self, command: str, request: Request) -> None:
         if command == "add":
             self._requests.append(request)  # first of all: whatever goes wrong now must reach it
-            token_ids, params = request.token_ids, request.params
-            request.sequences = [self.llm._enqueue(token_ids, params, i) for i in range(params.n)]
+            request.sequences = self.llm._enqueue_all(request.token_ids, request.params)
             if request.wants_text:
                 request.text = GrowingText(self.llm.tokenizer, request.sequences[0])
         elif request in self._requests:

@@ -135,6 +135,69 @@ def test_a_seed_draws_the_same_tokens_in_any_company(llm):
     assert len({tuple(tokens) for tokens in tokens_of(together)}) == 5
 
 
+@pytest.mark.parametrize("caching", [True, False], ids=["cached", "not cached"])
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 40, 64])
+def test_n_completions_compute_their_prompt_once(llm, monkeypatch, caching, length):
+    """But for its last token, whose logits each completion draws from."""
+    llm.scheduler.clear()
+    monkeypatch.setattr(llm.scheduler.block_manager, "enable_prefix_caching", caching)
+    computed, prepare = [], llm.model_runner.prepare_prefill
+
+    def counting(sequences):
+        batch = prepare(sequences)
+        computed.extend(batch.lens_q)
+        return batch
+
+    monkeypatch.setattr(llm.model_runner, "prepare_prefill", counting)
+    prompts = [[i, *range(length - 1)] for i in range(2)]
+    results = llm.generate(prompts, SamplingParams(1.0, 20, True, n=3, seed=7), use_tqdm=False)
+    assert sorted(computed) == sorted([length, length, 1, 1, 1, 1])
+    assert results[0]["num_cached_tokens"] == 0
+    monkeypatch.undo()
+    llm.scheduler.clear()
+    for prompt, result in zip(prompts, results, strict=True):
+        for i, output in enumerate(result["outputs"]):
+            alone = SamplingParams(1.0, 20, True, seed=7 + i)
+            assert tokens_of(llm.generate([prompt], alone, use_tqdm=False)) == [output["token_ids"]]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(num_kvcache_blocks=9),  # preemption
+        dict(max_num_batched_tokens=24),  # chunks
+        dict(max_num_seqs=2),
+        dict(max_num_seqs=1),
+        dict(num_kvcache_blocks=9, enable_prefix_caching=False),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlapped"])
+@pytest.mark.parametrize("max_tokens", [1, 30])
+def test_n_completions_do_not_depend_on_the_schedule(llm, options, overlap, max_tokens):
+    prompts = [[i, *PROMPT][: 41 - 9 * i] for i in range(4)]
+    params = SamplingParams(1.0, max_tokens, True, n=3, seed=3)
+    expected = llm.generate(prompts, params, use_tqdm=False)
+    with LLM(llm.config.model, **EXACT, **{"num_kvcache_blocks": 60, **options}) as other:
+        other._overlap = overlap
+        results = other.generate(prompts, params, use_tqdm=False)
+        assert_empty(other)
+    assert [result["outputs"] for result in results] == [result["outputs"] for result in expected]
+
+
+def test_a_leader_that_is_aborted_leaves_the_other_completions_alone(llm):
+    expected = generate(llm, temperature=1.0, max_tokens=20, n=3, seed=1)["outputs"]
+    for num_steps in range(4):
+        llm.scheduler.clear()
+        group = llm._enqueue_all(PROMPT, SamplingParams(1.0, 20, True, n=3, seed=1))
+        for _ in range(num_steps):
+            llm.step()
+        llm.abort(group[0].seq_id)
+        while not llm.is_finished():
+            llm.step()
+        assert [seq.completion_token_ids for seq in group[1:]] == tokens_of(expected[1:])
+
+
 def test_n_completions_share_the_prompt_and_differ(llm):
     llm.scheduler.clear()
     result = generate(llm, temperature=1.0, max_tokens=20, n=4, seed=7)

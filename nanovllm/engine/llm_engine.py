@@ -123,6 +123,13 @@ class LLMEngine:
             raise ValueError(f"add_request makes one completion of a prompt, got n={sampling_params.n}")
         return self._enqueue(token_ids, sampling_params).seq_id
 
+    def _enqueue_all(self, token_ids: list[int], params: SamplingParams) -> list[Sequence]:
+        """Queue all completions of a prompt."""
+        sequences = [self._enqueue(token_ids, params, index) for index in range(params.n)]
+        for seq in sequences[1:]:
+            seq.leader = sequences[0]
+        return sequences
+
     def _enqueue(self, token_ids: list[int], params: SamplingParams, index: int = 0) -> Sequence:
         """Queue the index-th completion of a prompt."""
         seed = self._seeds.getrandbits(63) if params.seed is None else (params.seed + index) % 2**63
@@ -269,7 +276,7 @@ class LLMEngine:
     ) -> Iterator[tuple[int, dict[str, Any]]]:
         self._check_idle()
         try:
-            groups = [[self._enqueue(ids, params, i) for i in range(params.n)] for ids, params in requests]
+            groups = [self._enqueue_all(*request) for request in requests]
             index = {seq.seq_id: i for i, group in enumerate(groups) for seq in group}
             num_left = list(map(len, groups))
             for seq_id in self._run_to_end(len(index), use_tqdm):

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 CPU_KV_CACHE_BYTES = 4 << 30
 GRAPH_BYTES = 512 << 20  # for what CUDA graphs keep, logits aside
 SCORED_AT_ONCE = 256  # prompt tokens
+COPIED_AT_ONCE = 256  # blocks
 _default_dtype_lock = threading.Lock()  # torch has one for all threads
 
 
@@ -56,6 +57,7 @@ class PrefillBatch(NamedTuple):
     rows: np.ndarray  # int32 [sequences], of the decode state
     extras: int  # what some sequence needs beyond a temperature, see engine/shaping.py
     shaping: ShapingUpdate | None
+    block_copies: np.ndarray | None  # int64 [2, blocks], from and to, before anything else
     scoring: tuple[np.ndarray, np.ndarray] | None  # indices of tokens, and those to be scored as the next
 
 
@@ -260,8 +262,16 @@ class ModelRunner:
             np.array([seq.row for seq in sequences], dtype=np.int32),
             extras,
             self.shaping.update(sequences),
+            self._prepare_block_copies(sequences),
             self._prepare_scoring(sequences),
         )
+
+    @staticmethod
+    def _prepare_block_copies(sequences: list[Sequence]) -> np.ndarray | None:
+        copies = [pair for seq in sequences for pair in seq.block_copies]
+        for seq in sequences:
+            seq.block_copies = []
+        return np.array(copies).T if copies else None
 
     @staticmethod
     def _extras(sequences: list[Sequence]) -> int:
@@ -339,6 +349,8 @@ class ModelRunner:
         """Compute a prefill step."""
         if batch.shaping is not None:
             self._write_shaping(batch.shaping)
+        if batch.block_copies is not None:
+            self._copy_blocks(*self._to_device(batch.block_copies))
         try:
             input_ids, positions, sampling = self._begin_prefill(batch)
             hidden_states = self.model(input_ids, positions)
@@ -350,6 +362,14 @@ class ModelRunner:
         finally:
             reset_context()
         return Drawn(token_ids, logprobs, prompt_logprobs)
+
+    def _copy_blocks(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Copy pages of the KV cache, int64 [blocks] both. A few at a time: they pass through other memory."""
+        for cache in self.kv_cache.flatten(0, 1):
+            for source, target in zip(
+                sources.split(COPIED_AT_ONCE), targets.split(COPIED_AT_ONCE), strict=True
+            ):
+                cache[target] = cache[source]
 
     def _write_shaping(self, update: ShapingUpdate) -> None:
         if self.shaping.write(ShapingUpdate(*map(self._to_device, update))):

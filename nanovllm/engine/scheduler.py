@@ -74,13 +74,20 @@ class Scheduler:
         if (seq := self.chunked) is not None:
             budget -= self._schedule_chunk(seq, budget)
             scheduled.append(seq)
-        while self.waiting and len(self.running) < self.max_num_seqs:
+        held_back: list[Sequence] = []
+        while self.waiting and len(self.running) + len(held_back) < self.max_num_seqs:
             seq = self.waiting[0]
-            num_tokens = len(seq) - self.block_manager.num_cached_tokens(seq)
+            leader = self._running_leader(seq)
+            if leader is not None and leader.num_computed_tokens < leader.num_prompt_tokens:
+                held_back.append(self.waiting.popleft())  # until the prompt that they share is computed
+                continue
+            num_tokens = 1 if leader is not None else len(seq) - self.block_manager.num_cached_tokens(seq)
             # Only a prompt that has a whole step to itself is computed in chunks.
             if (num_tokens > budget and scheduled) or not self.block_manager.can_allocate(seq):
                 break
             self.block_manager.allocate(seq)
+            if leader is not None:
+                self._copy_prompt(leader, seq)
             self.waiting.popleft()
             self.running.append(seq)
             seq.status = SequenceStatus.RUNNING
@@ -89,7 +96,26 @@ class Scheduler:
                 seq.num_prompt_tokens_cached = seq.num_cached_tokens
             budget -= self._schedule_chunk(seq, budget)
             scheduled.append(seq)
+        self.waiting.extendleft(reversed(held_back))
         return scheduled
+
+    @staticmethod
+    def _running_leader(seq: Sequence) -> Sequence | None:
+        """The running sequence whose prompt is all that this one has, if there is one."""
+        leader = seq.leader
+        if leader is None or leader.status != SequenceStatus.RUNNING or leader.row < 0:
+            return None
+        return leader if len(seq) == seq.num_prompt_tokens else None
+
+    def _copy_prompt(self, leader: Sequence, seq: Sequence) -> None:
+        """
+        Have what the cache does not share copied from the leader's blocks: all but the last token, which is
+        computed for its logits.
+        """
+        last = (len(seq) - 1) // self.block_size
+        blocks = slice(seq.num_cached_blocks, last + 1)
+        seq.block_copies = list(zip(leader.block_table[blocks], seq.block_table[blocks], strict=True))
+        seq.num_computed_tokens = len(seq) - 1
 
     def _schedule_chunk(self, seq: Sequence, budget: int) -> int:
         remaining = len(seq) - seq.num_computed_tokens

@@ -56,6 +56,8 @@ class Sequence:
         self.ignore_eos = sampling_params.ignore_eos
         self.sampling_params = sampling_params
         self.extras = extras_of(sampling_params)
+        self.leader: Sequence | None = None  # the first completion of the same prompt, for the others
+        self.block_copies: list[tuple[int, int]] = []  # (from, to): to be copied before the next step
         self.bad_words: list[list[int]] = []  # as token ids, filled in by the engine, like the next
         self.scored_token_ids: list[
             int
