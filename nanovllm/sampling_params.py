@@ -131,6 +131,19 @@ class SamplingParams:
             raise ValueError(f"{name} must be {allowed}, got {getattr(self, name)!r}")
 
 
+def recommended_params(generation_config: Mapping[str, Any]) -> SamplingParams:
+    """
+    What a checkpoint's generation_config.json recommends: temperature (0 where do_sample is false), top_p,
+    top_k, min_p, repetition_penalty and, as max_tokens, max_new_tokens. Raises ValueError for a bad value.
+    """
+    same = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    keys = {**dict(zip(same, same, strict=True)), "max_tokens": "max_new_tokens"}
+    found = {field: generation_config.get(key) for field, key in keys.items()}
+    if generation_config.get("do_sample") is False:
+        found["temperature"] = 0.0
+    return SamplingParams(**{field: value for field, value in found.items() if value is not None})
+
+
 def _is_integer(value: Any, low: int, high: float = math.inf) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool) and low <= value <= high
 

@@ -2,8 +2,8 @@
 
 from typing import Any, NamedTuple
 
-from nanovllm.engine.model_runner import StepOutput
 from nanovllm.engine.sequence import Sequence, TokenLogprobs
+from nanovllm.engine.step_data import StepOutput
 from nanovllm.utils.detokenizer import Detokenizer
 
 

@@ -16,18 +16,14 @@ from tqdm.auto import tqdm
 
 from nanovllm.config import Config
 from nanovllm.engine.completions import GrowingText, make_result, record_logprobs
-from nanovllm.engine.model_runner import ModelRunner, StepOutput
+from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.prompts import Messages, Prompt, Prompts
 from nanovllm.engine.ranks import SHUT_DOWN, Ranks
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.engine.step_data import StepOutput
+from nanovllm.sampling_params import SamplingParams, recommended_params
 from nanovllm.utils.checkpoint import open_checkpoint
-
-GENERATION_CONFIG_KEYS = {
-    **{name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")},
-    "max_tokens": "max_new_tokens",
-}
 
 
 class Step(NamedTuple):
@@ -342,20 +338,9 @@ class LLMEngine:
         return seq
 
     def default_sampling_params(self) -> SamplingParams:
-        """
-        What the checkpoint's generation_config.json recommends: temperature (0 where do_sample is false),
-        top_p, top_k, min_p, repetition_penalty and, as max_tokens, max_new_tokens. Raises ValueError for a
-        bad value.
-        """
-        recommended = {
-            name: self._generation_config[key]
-            for name, key in GENERATION_CONFIG_KEYS.items()
-            if self._generation_config.get(key) is not None
-        }
-        if self._generation_config.get("do_sample") is False:
-            recommended["temperature"] = 0.0
+        """What the checkpoint's generation_config.json recommends. Raises ValueError for a bad value."""
         try:
-            return SamplingParams(**recommended)
+            return recommended_params(self._generation_config)
         except ValueError as error:
             raise ValueError(f"generation_config.json of {self.config.model!r}: {error}") from None
 

@@ -4,21 +4,26 @@ Knows tensors, devices and memory; nothing about queues or text. Rank 0 lives in
 """
 
 import contextlib
-import functools
-import itertools
-import operator
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from nanovllm.config import Config
 from nanovllm.engine.decode_state import DecodeState
-from nanovllm.engine.sequence import Sequence, TokenLogprobs
+from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.shaping import LOGPROBS, RULES, Shaping, ShapingUpdate
+from nanovllm.engine.step_data import (
+    Drawn,
+    PrefillBatch,
+    StepOutput,
+    needed_extras,
+    take_block_copies,
+    take_scoring,
+)
 from nanovllm.kernels.runtime import HAVE_TRITON
 from nanovllm.kernels.sampling import sample
 from nanovllm.layers.attention import Attention, get_backend
@@ -42,31 +47,6 @@ def get_graph_sizes(max_num_seqs: int) -> list[int]:
     """Batch sizes that CUDA graphs are made for: padding costs little where the weights decide the time."""
     sizes = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, *range(128, max_num_seqs, 32)]
     return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
-
-
-class PrefillBatch(NamedTuple):
-    """What a prefill step computes, as the host knows it: all that a rank needs of the sequences."""
-
-    input_ids: np.ndarray  # [tokens]
-    positions: np.ndarray  # [tokens]
-    slot_mapping: np.ndarray  # [tokens], see Context
-    lens_q: list[int]  # of each sequence
-    lens_k: list[int]
-    block_tables: np.ndarray | None  # [sequences, blocks]
-    sampling: tuple[np.ndarray, np.ndarray, np.ndarray]  # [sequences] each, see prepare_sample
-    rows: np.ndarray  # int32 [sequences], of the decode state
-    extras: int  # what some sequence needs beyond a temperature, see engine/shaping.py
-    shaping: ShapingUpdate | None
-    block_copies: np.ndarray | None  # int64 [2, blocks], from and to, before anything else
-    scoring: tuple[np.ndarray, np.ndarray] | None  # indices of tokens, and those to be scored as the next
-
-
-class Drawn(NamedTuple):
-    """What a step tells: the next token of each sequence and, where asked for, log-probabilities."""
-
-    token_ids: torch.Tensor  # int64 [sequences]
-    logprobs: TopLogprobs | None  # of these
-    prompt_logprobs: TopLogprobs | None  # of the tokens that PrefillBatch.scoring lists
 
 
 class ModelRunner:
@@ -250,7 +230,7 @@ class ModelRunner:
                 slots.append(np.full_like(position, -1))
         # Some keys were computed by earlier steps, or are by neighbours in this one.
         from_cache = lens_k != lens_q
-        extras = self._extras(sequences)
+        extras = needed_extras(sequences)
         return PrefillBatch(
             np.concatenate(input_ids),
             np.concatenate(positions),
@@ -262,35 +242,9 @@ class ModelRunner:
             np.array([seq.row for seq in sequences], dtype=np.int32),
             extras,
             self.shaping.update(sequences),
-            self._prepare_block_copies(sequences),
-            self._prepare_scoring(sequences),
+            take_block_copies(sequences),
+            take_scoring(sequences),
         )
-
-    @staticmethod
-    def _prepare_block_copies(sequences: list[Sequence]) -> np.ndarray | None:
-        copies = [pair for seq in sequences for pair in seq.block_copies]
-        for seq in sequences:
-            seq.block_copies = []
-        return np.array(copies).T if copies else None
-
-    @staticmethod
-    def _extras(sequences: list[Sequence]) -> int:
-        return functools.reduce(operator.or_, map(operator.attrgetter("extras"), sequences))
-
-    @staticmethod
-    def _prepare_scoring(sequences: list[Sequence]) -> tuple[np.ndarray, np.ndarray] | None:
-        """Which of the scheduled tokens have a next token that is to be scored, and what that is."""
-        if all(seq.is_scored for seq in sequences):
-            return None
-        indices, targets, start = [], [], 0
-        for seq in sequences:
-            end = min(seq.num_computed_tokens + seq.num_scheduled_tokens, len(seq.scored_token_ids))
-            first = start - seq.num_computed_tokens
-            indices.append(np.arange(first + seq.num_scored, first + end))
-            targets.append(np.array(seq.scored_token_ids[seq.num_scored : end], dtype=np.int64))
-            seq.num_scored = max(seq.num_scored, end)
-            start += seq.num_scheduled_tokens
-        return np.concatenate(indices), np.concatenate(targets)
 
     def prepare_decode(self, sequences: list[Sequence]) -> tuple[int, np.ndarray, int]:
         """
@@ -300,7 +254,7 @@ class ModelRunner:
         batch_size = len(sequences)
         if not self.enforce_eager:
             batch_size = next(size for size in self.graph_sizes if size >= batch_size)
-        return batch_size, self.state.changes(sequences, batch_size), self._extras(sequences)
+        return batch_size, self.state.changes(sequences, batch_size), needed_extras(sequences)
 
     def prepare_block_tables(self, sequences: list[Sequence]) -> np.ndarray:
         """int32 [sequences, blocks of the longest]; what lies beyond a sequence's end is never read."""
@@ -364,11 +318,10 @@ class ModelRunner:
         return Drawn(token_ids, logprobs, prompt_logprobs)
 
     def _copy_blocks(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """Copy pages of the KV cache, int64 [blocks] both. A few at a time: they pass through other memory."""
-        for cache in self.kv_cache.flatten(0, 1):
-            for source, target in zip(
-                sources.split(COPIED_AT_ONCE), targets.split(COPIED_AT_ONCE), strict=True
-            ):
+        """Copy pages of the KV cache, int64 [blocks] both; some at a time, as they pass other memory."""
+        for part in range(0, len(sources), COPIED_AT_ONCE):
+            source, target = (blocks[part : part + COPIED_AT_ONCE] for blocks in (sources, targets))
+            for cache in self.kv_cache.flatten(0, 1):
                 cache[target] = cache[source]
 
     def _write_shaping(self, update: ShapingUpdate) -> None:
@@ -468,48 +421,3 @@ class ModelRunner:
             drawn = self._decode_step(self.state.batch[:batch_size], extras)
         self.graph_pool = graph.pool()
         self.graphs[batch_size, extras] = graph, drawn
-
-
-class StepOutput:
-    """
-    What a step tells, on its way to the host. `scored` says how many tokens of each sequence's prompt it
-    scores.
-    """
-
-    def __init__(self, drawn: Drawn, num_sequences: int, scored: list[int]):
-        self.scored = scored
-        self.tokens = _to_host(drawn.token_ids[:num_sequences])
-        self._logprobs = drawn.logprobs and [_to_host(tensor[:num_sequences]) for tensor in drawn.logprobs]
-        self._prompt_logprobs = drawn.prompt_logprobs and list(map(_to_host, drawn.prompt_logprobs))
-        self.done = None
-        if drawn.token_ids.is_cuda:
-            self.done = torch.cuda.Event()
-            self.done.record()
-
-    def token_ids(self) -> list[int]:
-        """Wait for the step and return one token id per sequence."""
-        if self.done is not None:
-            self.done.synchronize()
-        return self.tokens.tolist()
-
-    def logprobs(self) -> list[TokenLogprobs] | None:
-        """Of each sequence's token, if a sequence wants to know; after `token_ids`."""
-        return self._logprobs and _rows_of(self._logprobs)
-
-    def prompt_logprobs(self) -> list[list[TokenLogprobs]] | None:
-        """Of the tokens of each sequence's prompt that this step has scored, if it has; after `token_ids`."""
-        if self._prompt_logprobs is None:
-            return None
-        rows = iter(_rows_of(self._prompt_logprobs))
-        return [list(itertools.islice(rows, count)) for count in self.scored]
-
-
-def _to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Its contents once the device gets there."""
-    if not tensor.is_cuda:
-        return tensor
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
-
-
-def _rows_of(tensors: list[torch.Tensor]) -> list[TokenLogprobs]:
-    return list(zip(*(tensor.tolist() for tensor in tensors), strict=True))
