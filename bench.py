@@ -138,7 +138,13 @@ class NanoVLLM:
 
     def __init__(self, args: argparse.Namespace):
         self.llm = LLM(args.model, **engine_options(args))
-        self.temperature = args.temperature
+        self.sampling = dict(
+            temperature=args.temperature,
+            top_k=args.top_k,
+            top_p=args.top_p,
+            min_p=args.min_p,
+            ignore_eos=True,
+        )
         self.vocab_size = self.llm.config.hf_config.vocab_size
         self.warmup_seqs = self.llm.config.max_num_seqs
 
@@ -174,7 +180,7 @@ class NanoVLLM:
     def trace(self, workload: Workload, file: str, steps: int = 5) -> None:
         """Write a Chrome trace of a few decode steps in the middle of the work."""
         for prompt in workload.prompts:
-            self.llm.add_request(prompt, SamplingParams(self.temperature, 50 + steps, ignore_eos=True))
+            self.llm.add_request(prompt, SamplingParams(max_tokens=50 + steps, **self.sampling))
         decoded = 0
         while decoded < 20:
             decoded += self.llm.step()[1] < 0
@@ -191,8 +197,7 @@ class NanoVLLM:
         run = Run(0, 0.0)
         start = now = time.perf_counter()
         for prompt, max_tokens in zip(workload.prompts, workload.max_tokens, strict=True):
-            params = SamplingParams(temperature=self.temperature, max_tokens=max_tokens, ignore_eos=True)
-            self.llm.add_request(prompt, params)
+            self.llm.add_request(prompt, SamplingParams(max_tokens=max_tokens, **self.sampling))
         while not self.llm.is_finished():
             finished, num_tokens = self.llm.step()
             now, before = time.perf_counter(), now
@@ -227,7 +232,8 @@ class Transformers:
         config.pad_token_id = 0
         config.do_sample = args.temperature > 0
         if config.do_sample:
-            config.temperature, config.top_k, config.top_p = args.temperature, 0, 1.0
+            config.temperature, config.min_p = args.temperature, args.min_p
+            config.top_k, config.top_p = args.top_k, args.top_p
 
     def run(self, workload: Workload) -> Run:
         output_tokens = 0
@@ -402,6 +408,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "--spread-output", action="store_true", help="space the output lengths evenly instead of drawing them"
     )
     add("--temperature", type=float, default=0.6, help="0 is greedy")
+    add("--top-k", type=int, default=0, help="as in SamplingParams, like the next two")
+    add("--top-p", type=float, default=1.0)
+    add("--min-p", type=float, default=0.0)
     add("--repeats", type=int, default=3, help="timed repetitions, after a warm-up")
     add(
         "--seed",
