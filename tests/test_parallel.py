@@ -342,7 +342,7 @@ def test_a_failing_rank_ends_generate_with_its_number_and_the_cause(model, attem
         fault = os.kill, llm.ranks._processes[rank - 1].pid, getattr(signal, name)
     else:
         cause = f"rank {rank} failed: IndexError: .*1000000000"
-        fault = llm.ranks._send, rank, ("decode", (1, np.full((2, 1), 10**9, dtype=np.int32)))
+        fault = llm.ranks._send, rank, ("decode", (1, np.full((2, 1), 10**9, dtype=np.int32), 0))
     with later(moment(attempt, 0.5), *fault), pytest.raises(RuntimeError, match=cause):
         generate_forever(llm)
     assert_ended(llm, cause)

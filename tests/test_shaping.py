@@ -263,7 +263,7 @@ def test_drawn_tokens_follow_the_distribution_of_transformers(engine, reference,
     if params.allowed_token_ids:
         scores = Only(params.allowed_token_ids)(None, scores)
     probabilities = processors_of(params)(None, scores).softmax(-1)[0]
-    results = engine.generate([PROMPT] * 3000, params, use_tqdm=False)
+    results = engine.generate([PROMPT] * 1500, params, use_tqdm=False)
     assert_follows(torch.tensor(tokens_of(results)), probabilities)
 
 
