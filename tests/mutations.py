@@ -1,0 +1,194 @@
+"""Deliberate faults, one line each, in the parts that keep the books: the tests must fail for every one.
+
+`python tests/mutations.py` applies them one at a time to a copy of this checkout and runs the tests there,
+the quickest first, until one fails. A run that does not end counts as failed: some faults wait for ever.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+TESTS = ["simulation", "block_manager", "scheduler", "overlap", "requests", "shaping", "sampling", "engine"]
+TIMEOUT = 300  # seconds for one file of tests
+
+
+class Mutation(NamedTuple):
+    file: str
+    line: str
+    fault: str  # what stands there instead
+
+
+def mutations_of(file: str, *pairs: tuple[str, str]) -> list[Mutation]:
+    return [Mutation(f"nanovllm/engine/{file}.py", line, fault) for line, fault in pairs]
+
+
+MUTATIONS = [
+    *mutations_of(
+        "scheduler",
+        ("if total > self.max_model_len:", "if total >= self.max_model_len:"),
+        ("if total - 1 > num_blocks * block_size:", "if total > num_blocks * block_size:"),
+        (
+            "len(self.running) + len(held_back) < self.max_num_seqs",
+            "len(self.running) < self.max_num_seqs + 1",
+        ),
+        ("if (num_tokens > budget and scheduled) or", "if (num_tokens > budget + 1 and scheduled) or"),
+        ("if seq.num_prompt_tokens_cached is None:", "if seq.num_prompt_tokens_cached is not None:"),
+        ("self.waiting.extendleft(reversed(held_back))", "self.waiting.extend(held_back)"),
+        ("self.chunked = seq if remaining > budget else None", "self.chunked = None"),
+        ("seq.num_computed_tokens = len(seq) - 1", "seq.num_computed_tokens = len(seq) - 2"),
+        ("blocks = slice(seq.num_cached_blocks, last + 1)", "blocks = slice(seq.num_cached_blocks, last)"),
+        ("if seq.num_tokens % block_size > 1:", "if seq.num_tokens % block_size > 0:"),
+        ("youngest = self.running.pop()", "youngest = self.running.pop(0)"),
+        ("self.waiting.appendleft(seq)", "self.waiting.append(seq)"),
+        ("reverse=True)", "reverse=False)"),
+        ("if seq.num_tokens == seq.max_num_tokens:", "if seq.num_tokens == seq.max_num_tokens - 1:"),
+        ("self.running = [seq for seq in self.running if seq.row >= 0]", "pass"),
+        ("if seq.status is over:", "if False:"),
+        ("if num_known % block_size == 0:", "if num_known % block_size == 1:"),
+        ("elif num_known == seq.max_num_tokens:", "elif num_known == seq.max_num_tokens + 1:"),
+        ("if token_id in seq.end_token_ids:", "if token_id in self.eos:"),
+        ("self.block_manager.forget_uncomputed(seq)", "pass"),
+        ("seq.num_tokens = len(seq.token_ids)", "pass"),
+        ("self.free_rows.append(seq.row)", "self.free_rows.insert(0, 0)"),
+        ("seq.row, seq.num_sent_blocks = -1, 0", "seq.row = -1"),
+    ),
+    *mutations_of(
+        "block_manager",
+        ("return len(self.free_block_ids) >= from_free", "return len(self.free_block_ids) > from_free"),
+        ("sum(self.blocks[i].ref_count > 0 for i in hits)", "len(hits)"),
+        ("            block.ref_count += 1", "            block.ref_count = 1"),
+        ("if (i + 1) * self.block_size <= len(seq):", "if (i + 1) * self.block_size < len(seq):"),
+        ("for block_id in reversed(seq.block_table):", "for block_id in seq.block_table:"),
+        (
+            "            if block.ref_count == 0:\n                self.used",
+            "            if True:\n                self.used",
+        ),
+        ("seq.num_cached_tokens = seq.num_computed_tokens = 0", "seq.num_cached_tokens = 0"),
+        (
+            "seq.num_computed_tokens // self.block_size :]",
+            "seq.num_computed_tokens // self.block_size + 1 :]",
+        ),
+        ("return len(seq.block_table) * self.block_size >= len(seq)", "return len(seq.block_table) > 0"),
+        ("if len(seq.block_table) * self.block_size < len(seq):", "if len(seq.block_table) < len(seq):"),
+        ("and seq.num_computed_tokens >= known:", "and True:"),
+        ("popitem(last=False)", "popitem(last=True)"),
+        ("        block.reset()\n", "        block.ref_count = 1\n"),
+        (
+            "for i in range((len(seq) - 1) // self.block_size):",
+            "for i in range(len(seq) // self.block_size):",
+        ),
+        (" or self.blocks[block_id].token_ids != seq.block(i)", ""),
+        ("if prefix != -1:", "if False:"),
+        ("and seq.is_scored", ""),
+    ),
+    *mutations_of(
+        "sequence",
+        ("return -(-self.num_tokens // self.block_size)", "return self.num_tokens // self.block_size + 1"),
+        ("self.num_prompt_tokens + self.max_tokens", "self.num_prompt_tokens + self.max_tokens + 1"),
+        (
+            "return self.token_ids[self.num_prompt_tokens :]",
+            "return self.token_ids[self.num_prompt_tokens - 1 :]",
+        ),
+        ("return self.num_scored == len(self.scored_token_ids)", "return True"),
+    ),
+    *mutations_of(
+        "model_runner",
+        ("+ position % self.block_size", "+ (position + 1) % self.block_size"),
+        ("from_cache = lens_k != lens_q", "from_cache = False"),
+        (
+            "positions = [seq.num_computed_tokens + seq.num_scheduled_tokens for seq in sequences]",
+            "positions = [seq.num_scheduled_tokens for seq in sequences]",
+        ),
+        ("row[: len(seq.block_table)] = seq.block_table", "row[: len(seq.block_table)] = seq.block_table[0]"),
+        ("cache[target] = cache[source]", "cache[source] = cache[target]"),
+    ),
+    *mutations_of(
+        "decode_state",
+        ("if self.sent_batch[:batch_size] != batch:", "if not self.sent_batch:"),
+        ("if num_sent == num_blocks:", "if num_sent:"),
+        (
+            "values += [seq.seed & 0xFFFFFFFF, seq.seed >> 32, len(seq)]",
+            "values += [0, seq.seed >> 32, len(seq)]",
+        ),
+        (
+            "range(start + num_sent, start + num_blocks)",
+            "range(start + num_sent + 1, start + num_blocks + 1)",
+        ),
+        ("self.sent_batch: list[int] = []", "self.sent_batch = getattr(self, 'sent_batch', [])"),
+    ),
+    *mutations_of(
+        "step_data",
+        (
+            "indices.append(np.arange(first + seq.num_scored, first + end))",
+            "indices.append(np.arange(seq.num_scored, end))",
+        ),
+        ("start += seq.num_scheduled_tokens", "start += len(seq)"),
+    ),
+    *mutations_of(
+        "shaping",
+        ("if seq.extras or seq.row in self.set_rows]", "if seq.extras]"),
+        ("self.history[update.rule_rows] = -1", "pass"),
+        ("self.marks[update.marked_rows] = update.marked_fill[:, None]", "pass"),
+        ("until = seq.num_prompt_tokens + params.min_tokens", "until = params.min_tokens"),
+    ),
+]
+
+
+def apply(mutation: Mutation, root: Path) -> None:
+    file = root / mutation.file
+    text = file.read_text()
+    assert text.count(mutation.line) == 1, (
+        f"{mutation.file} has {text.count(mutation.line)} of {mutation.line!r}"
+    )
+    file.write_text(text.replace(mutation.line, mutation.fault))
+
+
+def find_failure(mutation: Mutation) -> str | None:
+    """The first test that fails with this fault, or None."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / "checkout"
+        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "build", "*.egg-info", "__pycache__"))
+        apply(mutation, copy)
+        for name in TESTS:
+            command = [sys.executable, "-m", "pytest", "-q", "-x", "--tb=no", "-p", "no:cacheprovider"]
+            try:
+                run = subprocess.run(
+                    [*command, f"tests/test_{name}.py"],
+                    cwd=copy,
+                    env={**os.environ, "PYTHONPATH": str(copy)},
+                    capture_output=True,
+                    text=True,
+                    timeout=TIMEOUT,
+                )
+            except subprocess.TimeoutExpired:
+                return f"test_{name}.py did not end"
+            if run.returncode:
+                failed = [line for line in run.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+                return failed[0] if failed else run.stdout[-200:]
+    return None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--only", default="", help="those whose line or file contains this")
+    args = parser.parse_args()
+    chosen = [m for m in MUTATIONS if args.only in m.file or args.only in m.line]
+    survivors, start = [], time.perf_counter()
+    for mutation in chosen:
+        failure = find_failure(mutation)
+        print(f"{mutation.file}: {mutation.line.strip()} -> {mutation.fault.strip()}", flush=True)
+        print(f"    {failure or 'NOT CAUGHT'}", flush=True)
+        survivors += [] if failure else [mutation]
+    print(f"{len(chosen) - len(survivors)} of {len(chosen)} caught in {time.perf_counter() - start:,.0f} s")
+    sys.exit(bool(survivors))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,30 @@
+"""Random histories of the simulated engine, some chosen by hypothesis, which shrinks what it finds."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from mutations import MUTATIONS, ROOT, apply
+from simulation import Simulation, simulate
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.randoms(use_true_random=False))
+def test_no_history_breaks_a_rule(pick):
+    Simulation(pick).run(40)
+
+
+def test_a_long_run_breaks_no_rule_and_visits_everything():
+    counts = Counter()
+    simulate(seed=1, num_steps=15_000, counts=counts)
+    names = ["steps", "prefills", "preemptions", "requests", "completions of the same prompt", "finished"]
+    assert all(counts[name] > 50 for name in [*names, "aborts", "clears", "refused"]), counts
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.line.strip()[:40])
+def test_every_fault_of_the_mutation_check_can_still_be_made(mutation, tmp_path):
+    (tmp_path / mutation.file).parent.mkdir(parents=True)
+    (tmp_path / mutation.file).write_text((ROOT / mutation.file).read_text())
+    apply(mutation, tmp_path)
+    compile((tmp_path / mutation.file).read_text(), mutation.file, "exec")
