@@ -157,7 +157,7 @@ def find_failure(mutation: Mutation) -> str | None:
         shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "build", "*.egg-info", "__pycache__"))
         apply(mutation, copy)
         for name in TESTS:
-            command = [sys.executable, "-m", "pytest", "-q", "-x", "--tb=no", "-p", "no:cacheprovider"]
+            command = [sys.executable, "-m", "pytest", "-q", "-x", "--tb=no", "-k", "not can_still_be_made"]
             try:
                 run = subprocess.run(
                     [*command, f"tests/test_{name}.py"],
