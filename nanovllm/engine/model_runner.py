@@ -4,6 +4,7 @@ Knows tensors, devices and memory; nothing about queues or text. Rank 0 lives in
 """
 
 import contextlib
+import functools
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
@@ -49,11 +50,31 @@ def get_graph_sizes(max_num_seqs: int) -> list[int]:
     return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
 
 
+def explain_memory(method):
+    """When a device's memory runs out in there, say what can be done about it."""
+
+    @functools.wraps(method)
+    def explained(self: "ModelRunner", *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, *args, **kwargs)
+        except torch.OutOfMemoryError as error:
+            config = self.config
+            raise torch.OutOfMemoryError(
+                f"{error} What helps: lower gpu_memory_utilization (now {config.gpu_memory_utilization}), "
+                f"max_num_seqs (now {config.max_num_seqs}) or max_num_batched_tokens (now "
+                f"{config.max_num_batched_tokens}), or raise tensor_parallel_size (now "
+                f"{config.tensor_parallel_size})"
+            ) from error
+
+    return explained
+
+
 class ModelRunner:
     """
     `kv_cache` is [2, layers, blocks, block_size, kv_heads of this rank, head_dim]; 2 is keys and values.
     """
 
+    @explain_memory
     def __init__(
         self, config: Config, rank: int = 0, group: Group | None = None, ranks: "Ranks | None" = None
     ):
@@ -298,6 +319,7 @@ class ModelRunner:
             drawn, scored = self.call("decode", *self.prepare_decode(sequences)), []
         return StepOutput(drawn, len(sequences), scored)
 
+    @explain_memory
     @torch.inference_mode()
     def prefill(self, batch: PrefillBatch) -> Drawn:
         """Compute a prefill step."""
@@ -378,6 +400,7 @@ class ModelRunner:
         positions = self._to_device(batch.positions, torch.int64)
         return input_ids, positions, tuple(map(self._to_device, batch.sampling))
 
+    @explain_memory
     @torch.inference_mode()
     def decode(self, batch_size: int, changes: np.ndarray, extras: int) -> Drawn:
         """Compute a decode step (`prepare_decode`)."""
