@@ -301,6 +301,28 @@ def test_a_long_generation_alone_in_the_pool_never_starves():
         assert sequence.completion_token_ids == expected_completion(sequence.prompt_token_ids, 60, ())
 
 
+def test_a_prompt_is_not_copied_from_blocks_that_are_only_about_to_be_computed():
+    """A leader that was preempted may find its prompt in blocks that a neighbour of the same step computes."""
+    scheduler, runner = make_scheduler(kvcache_block_size=2), FakeRunner(2)
+    leader = make_sequence([1, 2], 20, True, 2)
+    follower = make_sequence([1, 2], 20, True, 2)
+    follower.leader = leader
+    scheduler.add(leader)
+    for _ in range(3):
+        run_step(scheduler, runner)
+    scheduler.block_manager.reset()  # as if others had used all blocks since the leader was preempted
+    scheduler.running.clear()
+    leader.block_table.clear()
+    scheduler.preempt(leader)
+    neighbour = make_sequence([*leader.token_ids, 3], 20, True, 2)
+    for seq in (follower, neighbour):
+        scheduler.add(seq)
+    scheduler.waiting.rotate(1)
+    scheduled, is_prefill = scheduler.schedule()
+    assert is_prefill and scheduled[:2] == [neighbour, leader] and leader.num_cached_tokens >= 2
+    assert follower not in scheduled and follower in scheduler.waiting
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     """
     Requests over few tokens arrive between steps; pools are small enough for preemption and many hits.

@@ -78,8 +78,8 @@ class Scheduler:
         while self.waiting and len(self.running) + len(held_back) < self.max_num_seqs:
             seq = self.waiting[0]
             leader = self._running_leader(seq)
-            if leader is not None and leader.num_computed_tokens < leader.num_prompt_tokens:
-                held_back.append(self.waiting.popleft())  # until the prompt that they share is computed
+            if leader is not None and not self._has_computed_prompt(leader):
+                held_back.append(self.waiting.popleft())
                 continue
             num_tokens = 1 if leader is not None else len(seq) - self.block_manager.num_cached_tokens(seq)
             # Only a prompt that has a whole step to itself is computed in chunks.
@@ -106,6 +106,11 @@ class Scheduler:
         if leader is None or leader.status != SequenceStatus.RUNNING or leader.row < 0:
             return None
         return leader if len(seq) == seq.num_prompt_tokens else None
+
+    @staticmethod
+    def _has_computed_prompt(seq: Sequence) -> bool:
+        """By an earlier step: what this one finds in the cache may be about to be computed by a neighbour."""
+        return seq.num_scheduled_tokens == 0 and seq.num_computed_tokens >= seq.num_prompt_tokens
 
     def _copy_prompt(self, leader: Sequence, seq: Sequence) -> None:
         """
