@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
-TESTS = ["simulation", "block_manager", "scheduler", "overlap", "requests", "shaping", "sampling", "engine"]
+TESTS = ["simulation", "block_manager", "scheduler", "overlap", "engine", "sampling", "shaping", "requests"]
 TIMEOUT = 300  # seconds for one file of tests
 
 

@@ -97,7 +97,8 @@ class Simulation:
     def __init__(self, pick: random.Random, counts: Counter | None = None):
         self.pick, self.counts = pick, Counter() if counts is None else counts
         self.block_size, num_blocks = pick.randint(2, 4), pick.randint(2, 14)
-        self.max_model_len = min(num_blocks * self.block_size, pick.choice([12, 30, 60]))
+        # The last token of a sequence needs no place in the cache.
+        self.max_model_len = min(num_blocks * self.block_size + 1, pick.choice([12, 30, 60]))
         self.overlap = pick.random() < 0.5
         self.max_num_seqs, self.budget = pick.randint(1, 6), pick.randint(3, 30)
         self.scheduler = Scheduler(

@@ -302,7 +302,7 @@ def test_a_long_generation_alone_in_the_pool_never_starves():
 
 
 def test_a_prompt_is_not_copied_from_blocks_that_are_only_about_to_be_computed():
-    """A leader that was preempted may find its prompt in blocks that a neighbour of the same step computes."""
+    """A preempted leader may find its prompt in blocks that a neighbour computes in the same step."""
     scheduler, runner = make_scheduler(kvcache_block_size=2), FakeRunner(2)
     leader = make_sequence([1, 2], 20, True, 2)
     follower = make_sequence([1, 2], 20, True, 2)
