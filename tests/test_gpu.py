@@ -128,6 +128,18 @@ def test_requests_of_every_kind_draw_the_same_tokens_in_every_mode(checkpoint, s
             }
 
 
+@pytest.mark.parametrize("caching", [True, False], ids=["cached", "not cached"])
+def test_n_completions_are_those_of_as_many_requests(checkpoint, caching):
+    """The prompt's blocks are copied for all but the first."""
+    params = SamplingParams(1.0, 40, True, n=3, seed=5)
+    with LLM(checkpoint, kvcache_block_size=16, enable_prefix_caching=caching) as llm:
+        results = llm.generate(make_prompts(), params, use_tqdm=False)
+    for i in range(3):
+        with LLM(checkpoint, kvcache_block_size=16) as llm:
+            alone = llm.generate(make_prompts(), SamplingParams(1.0, 40, True, seed=5 + i), use_tqdm=False)
+        assert [result["outputs"][i]["token_ids"] for result in results] == [r["token_ids"] for r in alone]
+
+
 def test_scores_are_the_log_likelihood_that_transformers_finds(checkpoint):
     reference, prompts = load_reference(checkpoint).cuda(), make_prompts()
     with LLM(checkpoint, max_num_batched_tokens=200) as llm:
