@@ -9,17 +9,17 @@ from mutations import MUTATIONS, ROOT, apply
 from simulation import Simulation, simulate
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
-@given(st.randoms(use_true_random=False))
-def test_no_history_breaks_a_rule(pick):
-    Simulation(pick).run(40)
-
-
 def test_a_long_run_breaks_no_rule_and_visits_everything():
     counts = Counter()
     simulate(seed=1, num_steps=15_000, counts=counts)
     names = ["steps", "prefills", "preemptions", "requests", "completions of the same prompt", "finished"]
     assert all(counts[name] > 50 for name in [*names, "aborts", "clears", "refused"]), counts
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.randoms(use_true_random=False))
+def test_no_history_breaks_a_rule(pick):
+    Simulation(pick).run(40)
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.line.strip()[:40])
