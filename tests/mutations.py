@@ -150,13 +150,13 @@ def apply(mutation: Mutation, root: Path) -> None:
     file.write_text(text.replace(mutation.line, mutation.fault))
 
 
-def find_failure(mutation: Mutation) -> str | None:
+def find_failure(mutation: Mutation, tests: list[str]) -> str | None:
     """The first test that fails with this fault, or None."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "checkout"
         shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "build", "*.egg-info", "__pycache__"))
         apply(mutation, copy)
-        for name in TESTS:
+        for name in tests:
             command = [sys.executable, "-m", "pytest", "-q", "-x", "--tb=no", "-k", "not can_still_be_made"]
             try:
                 run = subprocess.run(
@@ -178,11 +178,12 @@ def find_failure(mutation: Mutation) -> str | None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--only", default="", help="those whose line or file contains this")
+    parser.add_argument("--tests", default=",".join(TESTS), help="files of tests, in order")
     args = parser.parse_args()
     chosen = [m for m in MUTATIONS if args.only in m.file or args.only in m.line]
     survivors, start = [], time.perf_counter()
     for mutation in chosen:
-        failure = find_failure(mutation)
+        failure = find_failure(mutation, args.tests.split(","))
         print(f"{mutation.file}: {mutation.line.strip()} -> {mutation.fault.strip()}", flush=True)
         print(f"    {failure or 'NOT CAUGHT'}", flush=True)
         survivors += [] if failure else [mutation]

@@ -266,6 +266,8 @@ class Simulation:
         assert sorted(seq.seq_id for seq in [*running, *waiting, *leaving]) == sorted(self.requests)
         first_come = [seq.seq_id for seq in [*running, *waiting] if seq.leader is None]
         assert first_come == sorted(first_come), "overtaken by a younger one"
+        new = [seq.seq_id for seq in waiting if seq.num_prompt_tokens_cached is None]
+        assert new == sorted(new), "the queue is out of order"
         for seq in running:
             closed = (len(seq.token_ids) - 1) // self.block_size
             blocks = [scheduler.block_manager.blocks[i] for i in seq.block_table]
