@@ -64,6 +64,7 @@ class FakeModel:
     def run(self, sequences: list[Sequence], is_prefill: bool) -> list[int]:
         size, slots, spans, written = self.block_size, self.slots, [], 0
         for seq in sequences:
+            assert not seq.block_copies or seq.num_scheduled_tokens == 1, "copied, and yet computed"
             for source, target in seq.block_copies:
                 slots.update({target * size + i: slots.get(source * size + i, -1) for i in range(size)})
             seq.block_copies = []
