@@ -1,13 +1,16 @@
 """Every option of the engine, checked in one place before anything is loaded."""
 
 import difflib
-import math
+import os
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from typing import Any
 
 import torch
 
+from nanovllm.utils.refusals import check_bool, shown
+
+MAX_SIZE = 2**31 - 1
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -56,6 +59,8 @@ class Config:
     seed: int | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.model, (str, os.PathLike)):
+            raise ValueError(f"model must be a name or a path, got {shown(self.model)}")
         self.model = str(self.model)
         for name in ("max_num_batched_tokens", "max_num_seqs", "max_model_len"):
             self._check_integer(name, 1)
@@ -63,16 +68,16 @@ class Config:
         self._check_integer("kvcache_block_size", 16)
         if self.kvcache_block_size % 16:
             raise ValueError(f"kvcache_block_size must be a multiple of 16, got {self.kvcache_block_size}")
-        if self.num_kvcache_blocks != -1:
+        blocks = self.num_kvcache_blocks
+        if not isinstance(blocks, Integral) or blocks != -1:
             self._check_integer("num_kvcache_blocks", 1)
         if self.seed is not None:
             self._check_integer("seed", 0, 2**63 - 1)
         utilization = self.gpu_memory_utilization
         if isinstance(utilization, bool) or not isinstance(utilization, Real) or not 0 < utilization <= 1:
-            raise ValueError(f"gpu_memory_utilization must be a number in (0, 1], got {utilization!r}")
+            raise ValueError(f"gpu_memory_utilization must be a number in (0, 1], got {shown(utilization)}")
         for name in ("enforce_eager", "enable_prefix_caching"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
+            check_bool(getattr(self, name), name)
         self._check_choice("dtype", ("auto", *DTYPES))
         self._check_choice("kv_cache_dtype", ("auto", *DTYPES))
         self._check_choice("load_format", ("auto", "safetensors", "gguf", "dummy"))
@@ -88,7 +93,7 @@ class Config:
         for name in options:
             if name not in known:
                 nearest = difflib.get_close_matches(name, known, n=1, cutoff=0)[0]
-                raise TypeError(f"unknown option {name!r}; the nearest known one is {nearest!r}")
+                raise TypeError(f"unknown option {shown(name)}; the nearest known one is {nearest!r}")
         return cls(model, **options)
 
     def fill_in(self, hf_config: Any) -> None:
@@ -150,26 +155,26 @@ class Config:
     def kv_cache_torch_dtype(self) -> torch.dtype:
         return self.torch_dtype if self.kv_cache_dtype == "auto" else DTYPES[self.kv_cache_dtype]
 
-    def _check_integer(self, name: str, low: int, high: float = math.inf) -> None:
+    def _check_integer(self, name: str, low: int, high: int = MAX_SIZE) -> None:
         value = getattr(self, name)
         if isinstance(value, bool) or not isinstance(value, Integral) or not low <= value <= high:
-            allowed = f"of at least {low}" if high == math.inf else f"from {low} to {high}"
-            raise ValueError(f"{name} must be an integer {allowed}, got {value!r}")
+            raise ValueError(f"{name} must be an integer from {low} to {high}, got {shown(value)}")
         setattr(self, name, int(value))
 
     def _check_choice(self, name: str, allowed: tuple[str, ...]) -> None:
-        if getattr(self, name) not in allowed:
-            raise ValueError(f"{name} must be one of {list(allowed)}, got {getattr(self, name)!r}")
+        value = getattr(self, name)
+        if not isinstance(value, str) or value not in allowed:  # an array would compare its elements
+            raise ValueError(f"{name} must be one of {list(allowed)}, got {shown(value)}")
 
     def _resolve_device(self) -> str:
-        if self.device == "auto":
+        if isinstance(self.device, str) and self.device == "auto":
             return "cuda" if torch.cuda.is_available() else "cpu"
         try:
-            kind = torch.device(self.device).type
-        except (RuntimeError, TypeError):
+            kind = torch.device(self.device).type if isinstance(self.device, (str, torch.device)) else None
+        except (RuntimeError, ValueError):  # ValueError: a lone surrogate
             kind = None
         if kind not in ("cpu", "cuda"):
-            raise ValueError(f"device must be 'auto', 'cpu', 'cuda' or 'cuda:N', got {self.device!r}")
+            raise ValueError(f"device must be 'auto', 'cpu', 'cuda' or 'cuda:N', got {shown(self.device)}")
         if kind == "cuda" and not torch.cuda.is_available():
-            raise ValueError(f"device={self.device!r} was asked for, but torch finds no CUDA device")
+            raise ValueError(f"device={shown(self.device)} was asked for, but torch finds no CUDA device")
         return str(self.device)

@@ -3,10 +3,12 @@ the engine.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from typing import Any
+
+from nanovllm.utils.refusals import check_bool, find_surrogate, shown
 
 MAX_SEED = 2**63 - 1
 MAX_TOKENS = 2**31 - 1
@@ -78,7 +80,7 @@ class SamplingParams:
         for name in ("max_tokens", "n"):
             self._check(_is_integer(getattr(self, name), 1, MAX_TOKENS), name, "an integer of at least 1")
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"):
-            self._check(isinstance(getattr(self, name), bool), name, "True or False")
+            check_bool(getattr(self, name), name)
         self._check(_is_number(self.top_p, 0, 1) and self.top_p > 0, "top_p", "above 0 and at most 1")
         self._check(
             _is_integer(self.top_k, -1, MAX_TOKENS), "top_k", "0 or -1 (all tokens) or an integer above"
@@ -103,23 +105,37 @@ class SamplingParams:
             "a number above 0",
         )
         self._set_collections()
+        self._set_numbers()
+
+    def _set_numbers(self) -> None:
+        """Keep numbers as Python's own: sums of numpy's may overflow."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Real) and not isinstance(value, bool):
+                number = int(value) if isinstance(value, Integral) else float(value)
+                object.__setattr__(self, field.name, number)
 
     def _set_collections(self) -> None:
         """Check what may be given as one collection or another, and keep it as a tuple."""
         stop = (self.stop,) if isinstance(self.stop, str) else _as_tuple(self.stop)
-        self._check(_are_texts(stop), "stop", "a text or a list of texts, none of them empty")
+        texts = "a list of texts, none of them empty or with a lone surrogate"
+        self._check_each(stop, _is_text, "stop", f"a text or {texts}")
         if stop and not self.detokenize:
-            raise ValueError(f"stop needs a text to look at, but detokenize is False; got stop={self.stop!r}")
+            raise ValueError(
+                f"stop needs a text to look at, but detokenize is False; got stop={shown(self.stop)}"
+            )
         stop_ids = _as_tuple(self.stop_token_ids)
-        self._check(_are_token_ids(stop_ids), "stop_token_ids", "a list of token ids")
+        self._check_each(stop_ids, _is_token_id, "stop_token_ids", "a list of token ids")
         allowed = None if self.allowed_token_ids is None else _as_tuple(self.allowed_token_ids)
-        is_list = self.allowed_token_ids is None or (allowed and _are_token_ids(allowed))
-        self._check(is_list, "allowed_token_ids", "None or a list of token ids, which is not empty")
+        if self.allowed_token_ids is not None:
+            is_list = "None or a list of token ids, which is not empty"
+            self._check(allowed, "allowed_token_ids", is_list)
+            self._check_each(allowed, _is_token_id, "allowed_token_ids", is_list)
         bad_words = _as_tuple(self.bad_words)
-        self._check(_are_texts(bad_words), "bad_words", "a list of texts, none of them empty")
+        self._check_each(bad_words, _is_text, "bad_words", texts)
         bias = self.logit_bias
         bias = tuple(bias.items()) if isinstance(bias, Mapping) else _as_tuple(bias)
-        self._check(_are_biases(bias), "logit_bias", "a dict of token ids with biases from -100 to 100")
+        self._check_each(bias, _is_bias, "logit_bias", "a dict of token ids with biases from -100 to 100")
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", tuple(map(int, stop_ids)))
         object.__setattr__(self, "allowed_token_ids", allowed and tuple(map(int, allowed)))
@@ -128,7 +144,18 @@ class SamplingParams:
 
     def _check(self, is_good: Any, name: str, allowed: str) -> None:
         if not is_good:
-            raise ValueError(f"{name} must be {allowed}, got {getattr(self, name)!r}")
+            raise ValueError(f"{name} must be {allowed}, got {shown(getattr(self, name))}")
+
+    def _check_each(
+        self, values: tuple | None, is_good: Callable[[Any], Any], name: str, allowed: str
+    ) -> None:
+        """Check the values of a collection, of which a message may show too few to find the bad one."""
+        self._check(values is not None, name, allowed)
+        for value in values:
+            if not is_good(value):
+                alone = value is getattr(self, name)
+                fault = allowed if alone else f"{allowed} (at fault: {shown(value)})"
+                self._check(False, name, fault)
 
 
 def recommended_params(generation_config: Mapping[str, Any]) -> SamplingParams:
@@ -164,16 +191,16 @@ def _as_tuple(values: Any) -> tuple | None:
     return tuple(values) if isinstance(values, (list, tuple, set, frozenset)) else None
 
 
-def _are_texts(values: tuple | None) -> bool:
-    return values is not None and all(isinstance(text, str) and text for text in values)
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and value != "" and find_surrogate(value) < 0
 
 
-def _are_token_ids(values: tuple | None) -> bool:
-    return values is not None and all(_is_integer(token_id, 0) for token_id in values)
+def _is_token_id(value: Any) -> bool:
+    return _is_integer(value, 0)
 
 
-def _are_biases(values: tuple | None) -> bool:
-    if values is None or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in values):
+def _is_bias(value: Any) -> bool:
+    if not isinstance(value, tuple) or len(value) != 2:
         return False
-    in_range = all(_is_number(bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS) for _, bias in values)
-    return in_range and _are_token_ids(tuple(token_id for token_id, _ in values))
+    token_id, bias = value
+    return _is_token_id(token_id) and _is_number(bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)

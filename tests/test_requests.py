@@ -252,7 +252,7 @@ def test_stop_needs_a_text(tmp_path):
         with pytest.raises(ValueError, match="stop=.*no tokenizer"):
             llm.generate([[1]], SamplingParams(stop="x"), use_tqdm=False)
         assert (
-            llm.generate([[1]], SamplingParams(0, 2, stop_token_ids=[500]), use_tqdm=False)[0]["text"] == ""
+            llm.generate([[1]], SamplingParams(0, 2, stop_token_ids=[319]), use_tqdm=False)[0]["text"] == ""
         )
 
 

@@ -7,8 +7,9 @@ Follow `generate` -> `step` -> `Scheduler.schedule` -> `ModelRunner.launch` -> `
 import random
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from numbers import Integral
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -17,13 +18,14 @@ from tqdm.auto import tqdm
 from nanovllm.config import Config
 from nanovllm.engine.completions import GrowingText, make_result, record_logprobs
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.engine.prompts import Messages, Prompt, Prompts
+from nanovllm.engine.prompts import Messages, Prompt, Prompts, as_token_ids, check_template_kwargs
 from nanovllm.engine.ranks import SHUT_DOWN, Ranks
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step_data import StepOutput
 from nanovllm.sampling_params import SamplingParams, recommended_params
 from nanovllm.utils.checkpoint import open_checkpoint
+from nanovllm.utils.refusals import check_bool, shown
 
 
 class Step(NamedTuple):
@@ -55,7 +57,9 @@ class LLMEngine:
             self.model_runner = self._start_runner()
             try:
                 self.tokenizer = tokenizer.result()
-                self.config.eos = checkpoint.eos_token_ids(self.tokenizer)
+                vocab_size = self.config.hf_config.vocab_size  # what lies beyond is never drawn, nor banned
+                eos = checkpoint.eos_token_ids(self.tokenizer)
+                self.config.eos = tuple(token_id for token_id in eos if token_id < vocab_size)
                 self._generation_config = checkpoint.generation_config()
             except BaseException:
                 self.exit()
@@ -198,6 +202,8 @@ class LLMEngine:
         "abort". That it has finished already, or never was, is no error.
         """
         self._check_usable()
+        if isinstance(request_id, bool) or not isinstance(request_id, Integral):  # 1.0 would find 1
+            raise ValueError(f"request_id must be an integer, got {shown(request_id)}")
         seq = self._requests.pop(request_id, None)
         if seq is not None:
             self.scheduler.abort(seq)
@@ -265,6 +271,7 @@ class LLMEngine:
         between two results, and closing the iterator drops what is left.
         """
         self._check_idle()
+        check_bool(use_tqdm, "use_tqdm")
         return self._generate(self.prompts.read_all(prompts, sampling_params), use_tqdm)
 
     def _generate(
@@ -280,6 +287,33 @@ class LLMEngine:
                 num_left[i] -= 1
                 if not num_left[i]:
                     yield i, make_result(self.tokenizer, groups[i])
+        except BaseException:
+            self._clear()
+            raise
+
+    def generate_from(
+        self, requests: Iterable[tuple[Prompt, SamplingParams]], max_unfinished: int | None = None
+    ) -> Iterator[tuple[int, dict[str, Any]]]:
+        """
+        `generate_iter` for any number of requests in bounded memory: the next is taken from `requests` only
+        while fewer than `max_unfinished` completions (default: twice max_num_seqs) are queued or running. A
+        bad request is a ValueError when its turn comes.
+        """
+        self._check_idle()
+        limit = max_unfinished or 2 * self.config.max_num_seqs
+        coming, groups = enumerate(requests), {}  # the second by seq_id: (index, all completions)
+        try:
+            while True:
+                while len(self._requests) < limit and (request := next(coming, None)) is not None:
+                    i, (prompt, params) = request
+                    group = self._enqueue_all(self.prompts.read(prompt, params, f"prompts[{i}]"), params)
+                    groups.update({seq.seq_id: (i, group) for seq in group})
+                if self.is_finished():
+                    return
+                for seq_id, _ in self.step()[0]:
+                    i, group = groups.pop(seq_id)
+                    if not any(seq.seq_id in groups for seq in group):
+                        yield i, make_result(self.tokenizer, group)
         except BaseException:
             self._clear()
             raise
@@ -315,6 +349,7 @@ class LLMEngine:
           logprob          their sum, the log-likelihood of the text
         """
         self._check_idle()
+        check_bool(use_tqdm, "use_tqdm")
         texts = self.prompts.read_texts(prompts)
         try:
             scored = [self._enqueue_scoring(token_ids) for token_ids in texts]
@@ -347,13 +382,18 @@ class LLMEngine:
     def encode(self, text: str) -> list[int]:
         """The token ids of a text, as a prompt of it would have them."""
         if not isinstance(text, str):
-            raise ValueError(f"text must be a string, got {text!r}")
+            raise ValueError(f"text must be a string, got {shown(text)}")
         return self.prompts.tokenize(text, "text")
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
         """The text of token ids."""
         if self.tokenizer is None:
             raise ValueError(f"{self.config.model!r} has no tokenizer")
+        if not isinstance(token_ids, (list, tuple)):
+            raise ValueError(f"token_ids must be a list of token ids, got {shown(token_ids)}")
+        check_bool(skip_special_tokens, "skip_special_tokens")
+        vocab_size = max(self.prompts.vocab_size, len(self.tokenizer))  # either may have more
+        token_ids = as_token_ids(token_ids, vocab_size, "token_ids")
         return self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def chat(
@@ -380,7 +420,7 @@ class LLMEngine:
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             tools=tools,
-            **(chat_template_kwargs or {}),
+            **check_template_kwargs(chat_template_kwargs),
         )
         return self.generate(token_ids, sampling_params, use_tqdm)
 

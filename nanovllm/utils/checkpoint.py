@@ -6,6 +6,7 @@ folder leads out of it.
 """
 
 import json
+import math
 import os
 import re
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 
-from nanovllm.utils.tokenizer import toy_tokenizer
+from nanovllm.utils.tokenizer import tokenizer_errors, toy_tokenizer
 
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 
@@ -28,9 +29,9 @@ SHAPES = {
 }
 
 # No real model comes near these limits; what exceeds them would be noticed when memory has run out.
-COUNTS = "num_hidden_layers num_attention_heads num_key_value_heads".split()
+COUNTS = "num_attention_heads num_key_value_heads".split()
 SIZES = "hidden_size intermediate_size vocab_size max_position_embeddings head_dim".split()
-SIZE_LIMITS = {**dict.fromkeys(COUNTS, 2**12), **dict.fromkeys(SIZES, 2**24)}
+SIZE_LIMITS = {"num_hidden_layers": 2**10, **dict.fromkeys(COUNTS, 2**12), **dict.fromkeys(SIZES, 2**24)}
 CONFIG_DEFAULTS = {
     "architectures": [],
     "attention_bias": False,
@@ -43,12 +44,26 @@ CONFIG_DEFAULTS = {
     "tie_word_embeddings": False,
     "use_sliding_window": False,
 }
-MAX_JSON_BYTES = 2**24
+# Several times what the largest models have: whoever reads JSON needs many times the memory of the file.
+MAX_BYTES = {
+    "config.json": 2**20,
+    "generation_config.json": 2**20,
+    "tokenizer_config.json": 2**22,
+    "special_tokens_map.json": 2**22,
+    "added_tokens.json": 2**22,
+    "chat_template.jinja": 2**20,
+    "model.safetensors.index.json": 2**24,
+    "tokenizer.json": 2**26,
+    "vocab.json": 2**26,
+}
 
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 HUB_FILES = ("*.json", "*.jinja", "merges.txt", "vocab.txt", "tokenizer.model")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 FOLDER_SUFFIXES = (".safetensors", ".json", ".jinja", ".txt", ".model")
+TEMPLATE_FOLDER = "additional_chat_templates"
+# transformers takes any of its classes by name: others read pickles, or ask whether to run the folder's code.
+TOKENIZER_CLASS = re.compile(r"(?!Auto)\w+(Tokenizer|TokenizerFast|Backend)")
 
 
 def open_checkpoint(model: str | os.PathLike, load_format: str = "auto") -> Any:
@@ -82,6 +97,8 @@ def open_checkpoint(model: str | os.PathLike, load_format: str = "auto") -> Any:
         return GGUFCheckpoint(path, dummy)
     if load_format == "gguf":
         raise ValueError(f"model {name!r} is a folder, but load_format='gguf' reads a .gguf file")
+    if not os.path.isdir(path):
+        raise ValueError(f"model {name!r} is neither a folder nor a regular file")
     return FolderCheckpoint(path, dummy)
 
 
@@ -92,26 +109,53 @@ class FolderCheckpoint:
         self.path = path
         self.random_weights = random_weights
         self.folder = Path(path)
-        for entry in self.folder.iterdir():
+        for entry in [*self.folder.iterdir(), *self.folder.glob(f"{TEMPLATE_FOLDER}/*")]:
             if entry.suffix in FOLDER_SUFFIXES:
-                _file_inside(self.folder, entry.name)
+                _file_inside(self.folder, str(entry.relative_to(self.folder)))
+                if entry.stat().st_size > MAX_BYTES.get(entry.name, math.inf):
+                    raise ValueError(f"{entry} is larger than {MAX_BYTES[entry.name]} bytes")
+            elif entry.is_symlink() and not _leads_inside(self.folder, entry):  # a folder, perhaps
+                raise ValueError(f"{self.folder}: {entry.name!r} leads out of the folder")
         if not (self.folder / "config.json").exists():
             hint = "; name the .gguf file itself to load it" if any(self.folder.glob("*.gguf")) else ""
             raise ValueError(f"{path} has no config.json{hint}")
         self.config = read_json(self.folder / "config.json")
 
     def hf_config(self) -> Any:
-        return build_config(self.folder / "config.json", self.config)
+        config = build_config(self.folder / "config.json", self.config)
+        stored = sum(file.stat().st_size for file in self.folder.glob("*.safetensors"))
+        if not self.random_weights and not has_room_for(config, stored):
+            self._shards()  # has more to say where there are none
+            raise ValueError(
+                f"{self.folder / 'config.json'} describes a larger model than its files can hold"
+            )
+        return config
 
     def tokenizer(self) -> Any:
         if not any((self.folder / name).exists() for name in TOKENIZER_FILES):
             return toy_tokenizer() if self.random_weights else None
+        self._check_tokenizer_config()
         from transformers import AutoTokenizer
 
-        try:
+        with tokenizer_errors(f"{self.path}: transformers cannot read the tokenizer"):
             return AutoTokenizer.from_pretrained(self.path, local_files_only=True, trust_remote_code=False)
-        except Exception as error:  # whatever a damaged file provokes in there
-            raise ValueError(f"{self.path}: transformers cannot read the tokenizer: {error}") from error
+
+    def _check_tokenizer_config(self) -> None:
+        """Raise ValueError if transformers would open a file elsewhere or use what is no tokenizer."""
+        file = self.folder / "tokenizer_config.json"
+        settings = read_json(file) if file.exists() else {}
+        for name in (self.config.get("tokenizer_class"), settings.get("tokenizer_class")):
+            if name is not None and not (isinstance(name, str) and TOKENIZER_CLASS.fullmatch(name)):
+                raise ValueError(f"{self.path}: tokenizer_class cannot be {name!r:.100}")
+        for key, value in settings.items():
+            # Many name a special_tokens_map_file on their author's machine, which nobody opens.
+            if key.endswith("_file") and key != "special_tokens_map_file" and value is not None:
+                raise ValueError(f"{file}: {key} cannot be {value!r:.100}; files have fixed names")
+        versions = settings.get("fast_tokenizer_files", [])
+        if not isinstance(versions, list) or not all(isinstance(name, str) for name in versions):
+            raise ValueError(f"{file}: fast_tokenizer_files must be a list of names, got {versions!r:.100}")
+        for name in versions:
+            _file_inside(self.folder, name)
 
     def generation_config(self) -> dict[str, Any]:
         file = self.folder / "generation_config.json"
@@ -245,10 +289,47 @@ def build_config(source: str | Path, raw: dict[str, Any]) -> SimpleNamespace:
         if type(value) is not int or not 1 <= value <= limit:
             raise ValueError(f"{source}: {field} must be an integer from 1 to {limit}, got {value!r}")
         setattr(config, field, value)
-    for field, kind in (("rms_norm_eps", (int, float)), ("rope_scaling", dict), ("rope_parameters", dict)):
-        if not isinstance(getattr(config, field), kind):
-            raise ValueError(f"{source}: {field} cannot be {getattr(config, field)!r}")
+    kinds = {field: type(default) for field, default in CONFIG_DEFAULTS.items()}
+    for field, kind in {**kinds, "rms_norm_eps": (int, float), "rope_theta": (int, float)}.items():
+        value = getattr(config, field)
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            raise ValueError(f"{source}: {field} cannot be {value!r:.100}")
+    if not 0 <= config.rms_norm_eps < math.inf:
+        raise ValueError(f"{source}: rms_norm_eps cannot be {config.rms_norm_eps!r}")
+    if config.num_attention_heads % config.num_key_value_heads:
+        raise ValueError(
+            f"{source}: num_key_value_heads must divide num_attention_heads, which is "
+            f"{config.num_attention_heads}, got {config.num_key_value_heads}"
+        )
+    _check_rotation(source, config)
     return config
+
+
+def _check_rotation(source: str | Path, config: SimpleNamespace) -> None:
+    """Raise ValueError unless the rotary settings make a table of numbers, which a table of two shows."""
+    from nanovllm.layers.rotary_embedding import get_rope, rope_parameters
+
+    settings = rope_parameters(config)
+    try:
+        if not all(math.isfinite(value) for value in settings.values() if isinstance(value, float)):
+            raise ValueError("they are not all finite")
+        if config.head_dim % 2:
+            raise ValueError(f"head_dim must be even, got {config.head_dim}")
+        if not get_rope(config.head_dim, 2, settings).cos_sin_cache.isfinite().all():
+            raise ValueError("they give angles that are no numbers")
+    except Exception as error:  # whatever values of any kind and size provoke in there
+        raise ValueError(f"{source}: rotary settings {settings!r:.300}: {error}") from error
+
+
+def has_room_for(config: SimpleNamespace, stored: int, bits: int = 8) -> bool:
+    """
+    Whether the matrices of a model fit in `stored` bytes if a weight takes `bits`, which shall be less than
+    any format needs: a configuration must not make us allocate what no file can fill.
+    """
+    heads = 2 * (config.num_attention_heads + config.num_key_value_heads)
+    per_layer = config.hidden_size * (heads * config.head_dim + 3 * config.intermediate_size)
+    weights = config.vocab_size * config.hidden_size + config.num_hidden_layers * per_layer
+    return weights * bits <= 8 * max(stored, 2**24)
 
 
 def merge_eos_ids(source: str, *values: Any) -> tuple[int, ...]:
@@ -267,8 +348,6 @@ def merge_eos_ids(source: str, *values: Any) -> tuple[int, ...]:
 def read_json(file: Path) -> dict[str, Any]:
     """The object that a JSON file holds. Raises ValueError naming the file."""
     try:
-        if file.stat().st_size > MAX_JSON_BYTES:
-            raise ValueError(f"larger than {MAX_JSON_BYTES} bytes")
         value = json.loads(file.read_bytes())
     except (ValueError, OSError, RecursionError) as error:
         raise ValueError(f"{file} is not readable JSON: {error}") from error
@@ -279,13 +358,9 @@ def read_json(file: Path) -> dict[str, Any]:
 
 def _file_inside(folder: Path, name: str) -> Path:
     """A file of the folder by its name. Raises ValueError unless it is a regular file that lies inside."""
-    path, root = folder / name, folder.resolve()
+    path = folder / name
     try:
-        inside = path.resolve().is_relative_to(root)
-        # The hub's cache keeps contents in `blobs`, and beside it `snapshots` with folders of links to them.
-        if path.is_symlink() and root.parent.name == "snapshots" and not inside:
-            target = os.path.normpath(path.parent.resolve() / os.readlink(path))
-            inside = Path(target).parent == root.parent.parent / "blobs"
+        inside = _leads_inside(folder, path)
         regular = path.is_file()
     except (OSError, ValueError, RuntimeError) as error:  # too long, a zero byte, a cycle of links
         raise ValueError(f"{folder}: cannot open {name!r}: {error}") from error
@@ -294,6 +369,18 @@ def _file_inside(folder: Path, name: str) -> Path:
     if not regular:
         raise ValueError(f"{path} is missing, or is not a regular file")
     return path
+
+
+def _leads_inside(folder: Path, path: Path) -> bool:
+    """Raises OSError or RuntimeError for a cycle of links."""
+    root = folder.resolve()
+    if path.resolve().is_relative_to(root):
+        return True
+    # The hub's cache keeps contents in `blobs`, and beside it `snapshots` with folders of links to them.
+    if not path.is_symlink() or root.parent.name != "snapshots":
+        return False
+    target = os.path.normpath(path.parent.resolve() / os.readlink(path))
+    return Path(target).parent == root.parent.parent / "blobs"
 
 
 def _download(name: str, weights: bool) -> str:

@@ -7,6 +7,7 @@ stay quantised in the mapped file until they are sliced. Source: the specificati
 
 import math
 import mmap
+import os
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -15,8 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from nanovllm.utils.checkpoint import build_config, merge_eos_ids
-from nanovllm.utils.tokenizer import tokenizer_from_gguf
+from nanovllm.utils.checkpoint import build_config, has_room_for, merge_eos_ids
+from nanovllm.utils.tokenizer import tokenizer_errors, tokenizer_from_gguf
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 MODULES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -88,23 +89,21 @@ class GGUFCheckpoint:
             "rms_norm_eps": self._number("attention.layer_norm_rms_epsilon", kind=float),
             "rope_theta": theta,
             "rope_scaling": self._rope_scaling(),
+            "rope_parameters": self._frequency_factors(head_dim // 2, theta),
             "attention_bias": "blk.0.attn_q.bias" in self.stored,
             "mlp_bias": "blk.0.ffn_up.bias" in self.stored,
             "tie_word_embeddings": "output.weight" not in self.stored,
             "dtype": embedding.dtype,
         }
         config = build_config(self.path, raw)
-        if FREQUENCY_FACTORS in self.stored:  # a kind of scaling that transformers does not know
-            factors = self.stored[FREQUENCY_FACTORS][:].float().tolist()
-            scaling = {"rope_type": "frequency_factors", "factors": factors, "rope_theta": theta}
-            config.rope_parameters = scaling
+        # The smallest quantisations take between one and two bits.
+        if not self.random_weights and not has_room_for(config, os.path.getsize(self.path), bits=1):
+            raise ValueError(f"{self.path} describes a larger model than it can hold")
         return config
 
     def tokenizer(self) -> Any:
-        try:
+        with tokenizer_errors(f"{self.path}: cannot build the tokenizer"):
             return tokenizer_from_gguf(self.metadata)
-        except Exception as error:  # whatever damaged metadata provokes
-            raise ValueError(f"{self.path}: cannot build the tokenizer: {error!r}") from error
 
     def generation_config(self) -> dict[str, Any]:
         return {}
@@ -141,6 +140,17 @@ class GGUFCheckpoint:
             raise ValueError(f"{self.path}: {key} must be one {kind.__name__}, got {value!r:.100}")
         # Stored as float32: 1e-6 must not come back as 9.999999974752427e-07.
         return value if kind is int else float(str(np.float32(value)))
+
+    def _frequency_factors(self, count: int, theta: float) -> dict[str, Any] | None:
+        """A kind of scaling that transformers does not know."""
+        stored = self.stored.get(FREQUENCY_FACTORS)
+        if stored is None:
+            return None
+        if stored.shape != (count,):
+            raise ValueError(
+                f"{self.path}: {FREQUENCY_FACTORS} has shape {stored.shape}, expected {(count,)}"
+            )
+        return {"rope_type": "frequency_factors", "factors": stored[:].float().tolist(), "rope_theta": theta}
 
     def _rope_scaling(self) -> dict[str, Any] | None:
         kind = self.metadata.get(f"{self.architecture}.rope.scaling.type", "none")

@@ -4,6 +4,7 @@ Which part of a tensor goes where is decided by the `weight_loader` of each para
 place and a parameter that gets no tensor are errors: a model never runs with weights that it does not have.
 """
 
+import math
 import re
 import zlib
 from typing import Any
@@ -18,10 +19,17 @@ IGNORED = re.compile(r".*\.rotary_emb\.inv_freq")
 
 
 def default_weight_loader(param: torch.Tensor, loaded_weight: Any) -> None:
-    """Copy all of `loaded_weight`, which gives a tensor when sliced. Raises ValueError on a wrong shape."""
+    """
+    Copy all of `loaded_weight`, which gives a tensor when sliced. Raises ValueError on a wrong shape and on a
+    weight that is not finite, or not any more in the parameter's dtype.
+    """
     if tuple(loaded_weight.shape) != tuple(param.shape):
         raise ValueError(f"shape {tuple(loaded_weight.shape)}, expected {tuple(param.shape)}")
     param.data.copy_(loaded_weight[:])
+    # A sum is finite only if all weights are, and quick; a few percent of loading, where `isfinite` takes
+    # several times as long. It may overflow where they do not.
+    if not math.isfinite(param.data.sum()) and not all(map(math.isfinite, param.data.aminmax())):
+        raise ValueError(f"holds NaN, infinity, or a number too large for {param.dtype}")
 
 
 @torch.no_grad()

@@ -3,6 +3,10 @@
 They are built with the `tokenizers` library and wrapped for transformers: nobody else need tell them apart.
 """
 
+import contextlib
+import ctypes
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -18,11 +22,62 @@ SPLITS = {
 }
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4  # of `tokenizer.ggml.token_type`
 LONGEST_MERGED = 256  # characters; a longer token is not the product of merges
+MAX_CHARACTERS = 2**22  # of all tokens together; several times what the largest vocabularies have
+
+TEMPLATE_SECONDS = 10.0
 
 TOY_CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
+
+
+@contextlib.contextmanager
+def tokenizer_errors(message: str) -> Iterator[None]:
+    """Whatever damaged files provoke in the libraries becomes a ValueError with this message before it."""
+    try:
+        yield
+    except BaseException as error:
+        # Rust's panics are no Exceptions.
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            raise ValueError(f"{message}: {error!r:.500}") from error
+        raise
+
+
+@contextlib.contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError in this thread after so long, between two operations of Python code."""
+    interrupt, thread = ctypes.pythonapi.PyThreadState_SetAsyncExc, ctypes.c_ulong(threading.get_ident())
+    timer = threading.Timer(seconds, interrupt, (thread, ctypes.py_object(TimeoutError)))
+    timer.daemon = True
+    try:
+        timer.start()
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
+        interrupt(thread, None)  # if it came too late
+
+
+def render_chat(tokenizer: Any, conversation: list[dict[str, Any]], **options: Any) -> str:
+    """
+    What the chat template, which is somebody else's program, makes of a conversation. jinja2's sandbox gives
+    it no way to Python or to files; here it gets no endless time either. Raises whatever it provokes.
+    """
+    from jinja2 import Environment
+
+    before = ""
+    template = tokenizer.get_chat_template(options["chat_template"], options["tools"])
+    for _, kind, token in Environment().lex(template):
+        # 9**9**9 is one operation, which no time limit ends. (Keyword arguments are no power.)
+        if token == "**" and kind == "operator" and before not in ("(", ","):
+            raise ValueError("it uses **, which no template needs")
+        before = before if kind == "whitespace" else token
+    try:
+        with time_limit(TEMPLATE_SECONDS):
+            return tokenizer.apply_chat_template(conversation, tokenize=False, **options)
+    except TimeoutError:
+        raise ValueError(f"it takes longer than {TEMPLATE_SECONDS} seconds") from None
 
 
 def toy_tokenizer() -> Any:
@@ -115,6 +170,8 @@ def _sentencepiece_tokenizer(metadata: dict[str, Any], vocabulary: dict[str, int
 
     tokens, scores = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.scores"]
     types = metadata.get("tokenizer.ggml.token_type", [NORMAL] * len(tokens))
+    if sum(map(len, tokens)) > MAX_CHARACTERS:
+        raise ValueError(f"its tokens have more than {MAX_CHARACTERS} characters")
     merged = [i for i in range(len(tokens)) if types[i] == NORMAL and len(tokens[i]) <= LONGEST_MERGED]
     merges = [
         (token[:cut], token[cut:])

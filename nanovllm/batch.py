@@ -1,0 +1,197 @@
+"""Offline generation for a file of prompts of any length.
+
+    python -m nanovllm.batch --model M --input in.jsonl --output out.jsonl [--resume]
+
+Lines are read, tokenized and fed as room appears, and each answer is written as soon as it is there: memory
+does not grow with the file, and whatever ends a run, --resume goes on from what the output holds. What lines
+look like is said in batch_lines.py, how files are read and written in batch_files.py, and how Ray spreads the
+work over several engines in batch_ray.py.
+"""
+
+import argparse
+import contextlib
+import itertools
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from tqdm.auto import tqdm
+
+from nanovllm.batch_files import count_lines, open_output, read_lines
+from nanovllm.batch_lines import Answer, answer, answer_error, read_request
+from nanovllm.config import Config
+from nanovllm.llm import LLM
+from nanovllm.sampling_params import MAX_SEED, SamplingParams
+
+ORDER = """\
+Every line of the input, blank ones aside, gets one line in the output, written when it is done and so not in
+order. Each has the number of its input line, counted from 1, as "line", and the "custom_id" of that line
+where it has one: sort by either to restore the order (jq -s -c 'sort_by(.line)[]' out.jsonl). A custom_id
+that occurs twice is answered twice. A line that cannot be served is answered with an "error" and stops
+nothing. --resume needs the input that the run began with, for lines are known by their numbers."""
+
+
+class Progress:
+    """The progress bar: finished lines, time left, tokens drawn per second, errors."""
+
+    def __init__(self, num_lines: int):
+        self.num_tokens = self.num_lines = self.num_errors = 0
+        self.start = time.time()
+        self.bar = tqdm(total=num_lines, unit="line", desc="Batch", smoothing=0, dynamic_ncols=True)
+
+    def update(self, answer: Answer) -> None:
+        self.num_lines += 1
+        self.num_tokens += answer.num_tokens
+        self.num_errors += answer.is_error
+        speed = self.num_tokens / (time.time() - self.start)
+        self.bar.set_postfix_str(f"{speed:.0f}tok/s, {self.num_errors} errors", refresh=False)
+        self.bar.update()
+
+    def restart(self, began: float) -> None:
+        """Leave what came before (a `time.time()`), such as loading the model, out of the speed."""
+        self.start = self.bar.start_t = began
+
+    def close(self) -> None:
+        self.bar.close()
+        seconds = time.time() - self.start
+        print(
+            f"{self.num_lines} lines, {self.num_errors} of them errors, {self.num_tokens} tokens in "
+            f"{seconds:.1f} s: {self.num_tokens / seconds:.0f} tok/s",
+            file=sys.stderr,
+        )
+
+
+def read_ahead(items: Iterator[Any], chunk: int = 32, num_chunks: int = 8) -> Iterator[Any]:
+    """The items, which a thread makes some chunks ahead, while the device is busy."""
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            ahead = deque()
+            while True:
+                while len(ahead) < num_chunks:
+                    ahead.append(pool.submit(lambda: list(itertools.islice(items, chunk))))
+                if not (made := ahead.popleft().result()):
+                    return
+                yield from made
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def run(
+    llm: LLM,
+    lines: Iterable[tuple[int, bytes]],
+    report: Callable[[Answer], None],
+    defaults: dict[str, Any],
+    seed: int | None = None,
+) -> None:
+    """Answer all lines with one engine. `report` gets the answers as they are done."""
+
+    def prepare() -> Iterator[tuple[int, Any]]:
+        for line, text in lines:
+            try:
+                yield line, read_request(llm, line, text, defaults, seed)
+            except ValueError as error:
+                yield line, error
+
+    requests = {}  # those that are not finished, by the number that the engine gives them
+    numbers = itertools.count()
+
+    def feed() -> Iterator[tuple[list[int], SamplingParams]]:
+        for line, prepared in read_ahead(prepare()):
+            if isinstance(prepared, ValueError):
+                report(answer_error(line, prepared))
+            else:
+                request, token_ids = prepared
+                requests[next(numbers)] = request
+                yield token_ids, request.params
+
+    with contextlib.closing(feed()) as prompts:
+        for number, result in llm.generate_from(prompts):
+            report(answer(requests.pop(number), result, llm.config.model))
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """The command line. `engine` has the options of `LLM` that are given, `defaults` those of sampling."""
+    parser = argparse.ArgumentParser(
+        prog="python -m nanovllm.batch",
+        description="Generate text for a file of prompts.",
+        epilog=ORDER,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--model", required=True, help="folder, .gguf file or hub id")
+    parser.add_argument("--input", type=Path, required=True, help="OpenAI batch lines or plain ones (.jsonl)")
+    parser.add_argument("--output", type=Path, required=True, help="gets the answers, a JSON object a line")
+    parser.add_argument(
+        "--data-parallel", type=int, metavar="N", help="engines, spread by Ray over the GPUs of its cluster"
+    )
+    address = "of a Ray cluster, such as auto (default: $RAY_ADDRESS, or else one of this host alone)"
+    parser.add_argument("--ray-address", default=os.environ.get("RAY_ADDRESS"), help=address)
+    parser.add_argument("--resume", action="store_true", help="answer what the output does not hold yet")
+    seed = "makes sampling repeatable: line i draws with a seed made of this and i, unless it has its own"
+    parser.add_argument("--seed", type=int, help=seed)
+    sampling = parser.add_argument_group("sampling", "for lines that do not say otherwise")
+    sampling.add_argument("--max-tokens", type=int, default=256, help="default: %(default)s")
+    for name in ("temperature", "top_p", "top_k", "min_p"):
+        default = getattr(SamplingParams(), name)
+        option = "--" + name.replace("_", "-")
+        sampling.add_argument(option, type=type(default), default=default, help="default: %(default)s")
+    _add_engine_options(parser.add_argument_group("engine", "the options of LLM, which README.md explains"))
+    args = parser.parse_args(argv)
+    args.engine = {f.name: getattr(args, f.name) for f in _engine_fields() if f.name in args}
+    args.defaults = {
+        name: getattr(args, name) for name in ("max_tokens", "temperature", "top_p", "top_k", "min_p")
+    }
+    SamplingParams(**args.defaults)  # what is wrong with them is said before a model is loaded
+    if args.seed is not None and not 0 <= args.seed <= MAX_SEED:
+        raise ValueError(f"--seed must be from 0 to {MAX_SEED}, got {args.seed}")
+    if args.data_parallel is not None and args.data_parallel < 1:
+        raise ValueError(f"--data-parallel must be at least 1, got {args.data_parallel}")
+    if args.output.exists() and args.output.samefile(args.input):
+        raise ValueError(f"--output {args.output} is the --input")
+    return args
+
+
+def _engine_fields() -> list[Any]:
+    return [f for f in fields(Config) if f.name not in ("model", "hf_config", "eos", "seed")]
+
+
+def _add_engine_options(group: Any) -> None:
+    for field in _engine_fields():
+        option, kind = "--" + field.name.replace("_", "-"), type(field.default)
+        how = {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": kind, "metavar": "X"}
+        group.add_argument(option, default=argparse.SUPPRESS, help=f"default: {field.default}", **how)
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse_args(argv)
+    with contextlib.closing(open_output(args.output, args.resume)) as output:
+        num_lines = count_lines(args.input, output)
+        with contextlib.closing(Progress(num_lines)) as progress:
+
+            def report(answer: Answer) -> None:
+                output.write(answer)
+                progress.update(answer)
+
+            if args.data_parallel is not None:
+                from nanovllm.batch_ray import run_on_ray  # an extra, which takes a second to import
+
+                run_on_ray(args, output, num_lines, report, progress.restart)
+                return
+            with LLM(args.model, **args.engine) as llm:
+                progress.restart(time.time())
+                lines = ((line, text) for line, text in read_lines(args.input) if not output.holds(line))
+                run(llm, lines, report, args.defaults, args.seed)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (ValueError, OSError) as error:
+        sys.exit(f"nanovllm.batch: {error}")
+    except KeyboardInterrupt:
+        sys.exit("nanovllm.batch: interrupted; --resume goes on from here")

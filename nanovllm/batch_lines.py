@@ -1,0 +1,270 @@
+"""What a line of a batch file asks for, and the line that answers it. Knows nothing of files, engines or Ray.
+
+Two kinds of lines are read, and may be mixed: those of OpenAI's batch files (`custom_id`, `body`), answered
+in their shape, and plain ones (`prompt` or `messages` beside the sampling fields), answered with the fields
+of a result. Every answer has the number of its input line, counted from 1, by which order can be restored.
+"""
+
+import json
+import time
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple
+
+from nanovllm.engine.completions import Logprob
+from nanovllm.sampling_params import MAX_SEED, SamplingParams
+
+SAMPLING_FIELDS = {f.name for f in fields(SamplingParams)} | {"max_completion_tokens", "top_logprobs"}
+CHAT_FIELDS = {"tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"}
+# Fields of OpenAI's that change nothing here: the model is the one on the command line.
+IGNORED_FIELDS = {"model", "user", "metadata"}
+MAX_MESSAGE = 1000
+PATHS = {"/v1/completions": "prompt", "/v1/chat/completions": "messages"}
+
+
+@dataclass(slots=True)
+class Request:
+    """One line. `prompt` is None where `messages` are given."""
+
+    line: int
+    custom_id: str | int | None
+    is_openai: bool
+    prompt: str | list[int] | None
+    messages: list[dict[str, Any]] | None
+    params: SamplingParams
+    chat_options: dict[str, Any] = field(default_factory=dict)
+    model: str | None = None  # as the line calls it; the answer does likewise
+
+
+class Answer(NamedTuple):
+    """A line of the output, as JSON, with what a progress bar tells of it."""
+
+    line: int
+    text: bytes
+    num_tokens: int
+    is_error: bool
+
+
+class LineError(ValueError):
+    """Says what is wrong with a line, and knows its custom_id if that could be read."""
+
+    def __init__(self, message: str, custom_id: str | int | None = None):
+        super().__init__(message)
+        self.custom_id = custom_id
+
+
+def read_request(
+    llm: Any, line: int, text: bytes, defaults: dict[str, Any], seed: int | None = None
+) -> tuple[Request, list[int]]:
+    """
+    `parse_line` and the token ids of its prompt for an engine, which has found that it can serve them. Raises
+    LineError.
+    """
+    request = parse_line(line, text, defaults, seed)
+    try:
+        return request, llm.prompts.read(_prompt(llm, request), request.params)
+    except Exception as error:
+        raise LineError(str(error), request.custom_id) from error
+
+
+def _prompt(llm: Any, request: Request) -> Any:
+    messages = request.messages
+    if messages is None:
+        return request.prompt
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        raise ValueError(f"messages must be a list of objects, got {messages!r}")
+    options = {"add_generation_prompt": True, "continue_final_message": False, "tools": None}
+    options |= request.chat_options
+    extra = options.pop("chat_template_kwargs", {})
+    if not isinstance(extra, dict):
+        raise ValueError(f"chat_template_kwargs must be an object, got {extra!r}")
+    return llm.prompts.read_chats(messages, None, **{**extra, **options})[0]
+
+
+def parse_line(line: int, text: bytes, defaults: dict[str, Any], seed: int | None = None) -> Request:
+    """
+    The request of a line. Its sampling fields come before `defaults`. With a seed, a line that has none draws
+    with one made of this and its number: the same wherever and in whatever order lines are computed. Raises
+    LineError.
+    """
+    custom_id = None
+    try:
+        content = json.loads(text.decode("utf-8-sig"))
+        if not isinstance(content, dict):
+            raise ValueError("a line must be a JSON object")
+        custom_id = _read_custom_id(content)
+        return _read_request(line, content, defaults, seed)
+    except json.JSONDecodeError as error:
+        raise LineError(f"not JSON: {error.msg} at column {error.colno}") from error
+    except Exception as error:  # a line can hold anything; whatever that leads to must not stop the others
+        raise LineError(str(error) or type(error).__name__, custom_id) from error
+
+
+def _read_custom_id(content: dict[str, Any]) -> str | int | None:
+    custom_id = content.get("custom_id")
+    if isinstance(custom_id, bool) or not isinstance(custom_id, (str, int, type(None))):
+        raise ValueError(f"custom_id must be a text or an integer, got {custom_id!r}")
+    return custom_id
+
+
+def _read_request(line: int, content: dict[str, Any], defaults: dict[str, Any], seed: int | None) -> Request:
+    custom_id, is_openai = content.get("custom_id"), "body" in content
+    body = _openai_body(content) if is_openai else {k: v for k, v in content.items() if k != "custom_id"}
+    body = {name: value for name, value in body.items() if value is not None}
+    known = {"prompt", "messages"} | SAMPLING_FIELDS
+    known |= CHAT_FIELDS if "messages" in body else set()
+    known |= IGNORED_FIELDS if is_openai else set()
+    if is_openai and body.get("stream") is False:
+        del body["stream"]
+    _check_fields(body, known)
+    if ("prompt" in body) == ("messages" in body):
+        raise ValueError('there must be either "prompt" or "messages"')
+    sampling = {name: value for name, value in body.items() if name in SAMPLING_FIELDS}
+    if seed is not None:  # far enough apart for the n completions of a line to have seeds of their own
+        defaults = {**defaults, "seed": (seed + (line << 32)) & MAX_SEED}
+    chat_options = {name: body[name] for name in CHAT_FIELDS & body.keys()}
+    params = read_params(sampling, defaults)
+    prompt, messages, model = body.get("prompt"), body.get("messages"), body.get("model")
+    return Request(line, custom_id, is_openai, prompt, messages, params, chat_options, model)
+
+
+def _openai_body(content: dict[str, Any]) -> dict[str, Any]:
+    _check_fields(content, {"custom_id", "method", "url", "body"})
+    body, url = content["body"], content.get("url")
+    if not isinstance(body, dict):
+        raise ValueError(f"body must be an object, got {body!r}")
+    if content.get("method", "POST") != "POST":
+        raise ValueError(f'method must be "POST", got {content["method"]!r}')
+    if url is not None and (not isinstance(url, str) or PATHS.get(url) not in body):
+        raise ValueError(
+            f"url must be /v1/chat/completions for messages or /v1/completions for a prompt, got {url!r}"
+        )
+    return body
+
+
+def _check_fields(content: dict[str, Any], known: set[str]) -> None:
+    if unknown := sorted(content.keys() - known):
+        raise ValueError(f"unknown fields: {', '.join(unknown)}")
+
+
+def read_params(sampling: dict[str, Any], defaults: dict[str, Any]) -> SamplingParams:
+    """SamplingParams of OpenAI's fields and our own. Raises ValueError that names the bad one."""
+    sampling = {**sampling}
+    limit = sampling.pop("max_completion_tokens", None)
+    if limit is not None and sampling.setdefault("max_tokens", limit) != limit:
+        raise ValueError(f"max_completion_tokens={limit} and max_tokens={sampling['max_tokens']} differ")
+    top_logprobs = sampling.pop("top_logprobs", None)
+    if isinstance(wanted := sampling.get("logprobs"), bool):  # as chats ask; completions give a number
+        sampling["logprobs"] = (0 if top_logprobs is None else top_logprobs) if wanted else None
+    if top_logprobs is not None and wanted is not True:
+        raise ValueError(f"top_logprobs={top_logprobs!r} needs logprobs=true, got {wanted!r}")
+    if isinstance(bias := sampling.get("logit_bias"), dict):  # the keys of a JSON object are texts
+        try:
+            sampling["logit_bias"] = {int(token_id): value for token_id, value in bias.items()}
+        except ValueError:
+            raise ValueError(f"logit_bias must be an object with token ids as keys, got {bias!r}") from None
+    return SamplingParams(**{**defaults, **sampling})
+
+
+def answer(request: Request, result: dict[str, Any], model: str) -> Answer:
+    """What a line is answered with, from a result of the engine."""
+    content = _openai_answer(request, result, model) if request.is_openai else _plain_answer(request, result)
+    return Answer(request.line, to_json(content), _num_completion_tokens(result), is_error=False)
+
+
+def answer_error(line: int, error: Exception) -> Answer:
+    """What one is answered with that cannot be served, of either kind."""
+    message = f"line {line}: {error}"
+    if len(message) > MAX_MESSAGE:  # many messages quote what is wrong
+        message = message[:MAX_MESSAGE] + "..."
+    head = _openai_head(line, getattr(error, "custom_id", None))
+    described = {"code": "invalid_request", "message": message}
+    return Answer(line, to_json({**head, "response": None, "error": described}), 0, is_error=True)
+
+
+def _plain_answer(request: Request, result: dict[str, Any]) -> dict[str, Any]:
+    custom_id = {} if request.custom_id is None else {"custom_id": request.custom_id}
+    return {"line": request.line, **custom_id, **_plain(result)}
+
+
+def _openai_answer(request: Request, result: dict[str, Any], model: str) -> dict[str, Any]:
+    body = _openai_response(request, result, model)
+    response = {"status_code": 200, "request_id": body["id"], "body": body}
+    return {**_openai_head(request.line, request.custom_id), "response": response, "error": None}
+
+
+def _openai_head(line: int, custom_id: str | int | None) -> dict[str, Any]:
+    name = f"line-{line}"
+    return {"id": name, "line": line, "custom_id": name if custom_id is None else custom_id}
+
+
+def _plain(value: Any) -> Any:
+    """A result as JSON has it: named tuples become objects."""
+    if isinstance(value, Logprob):
+        return value._asdict()
+    if isinstance(value, dict):
+        return {name: _plain(item) for name, item in value.items()}
+    if isinstance(value, list) and value and not isinstance(value[0], int):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _openai_response(request: Request, result: dict[str, Any], model: str) -> dict[str, Any]:
+    is_chat, outputs = request.messages is not None, result.get("outputs", [result])
+    num_prompt, num_drawn = result["num_prompt_tokens"], _num_completion_tokens(result)
+    body = {
+        "id": f"line-{request.line}",
+        "object": "chat.completion" if is_chat else "text_completion",
+        "created": int(time.time()),
+        "model": request.model or model,
+        "choices": [_choice(index, output, request) for index, output in enumerate(outputs)],
+        "usage": {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_drawn,
+            "total_tokens": num_prompt + num_drawn,
+            "prompt_tokens_details": {"cached_tokens": result["num_cached_tokens"]},
+        },
+    }
+    if "prompt_logprobs" in result:
+        body["prompt_logprobs"] = _plain(result["prompt_logprobs"])
+    return body
+
+
+def _choice(index: int, output: dict[str, Any], request: Request) -> dict[str, Any]:
+    text, is_chat = output["text"], request.messages is not None
+    content = {"message": {"role": "assistant", "content": text}} if is_chat else {"text": text}
+    logprobs = None
+    if "logprobs" in output:
+        drawn = list(zip(output["token_ids"], output["logprobs"], strict=False))
+        describe = _chat_logprobs if is_chat else _completion_logprobs
+        logprobs = describe(drawn, request.params.logprobs)
+    return {"index": index, **content, "logprobs": logprobs, "finish_reason": output["finish_reason"]}
+
+
+def _chat_logprobs(drawn: list[tuple[int, dict[int, Logprob]]], count: int) -> dict[str, Any]:
+    def describe(entry: Logprob) -> dict[str, Any]:
+        return {"token": entry.decoded_token, "logprob": entry.logprob}
+
+    content = [
+        {**describe(found[token_id]), "top_logprobs": [describe(e) for e in list(found.values())[:count]]}
+        for token_id, found in drawn
+    ]
+    return {"content": content}
+
+
+def _completion_logprobs(drawn: list[tuple[int, dict[int, Logprob]]], _: int) -> dict[str, Any]:
+    entries = [found[token_id] for token_id, found in drawn]
+    return {
+        "tokens": [entry.decoded_token for entry in entries],
+        "token_logprobs": [entry.logprob for entry in entries],
+        "top_logprobs": [{e.decoded_token: e.logprob for e in found.values()} for _, found in drawn],
+    }
+
+
+def _num_completion_tokens(result: dict[str, Any]) -> int:
+    """The tokens drawn for all completions of a result."""
+    return sum(len(output["token_ids"]) for output in result.get("outputs", [result]))
+
+
+def to_json(answer: dict[str, Any]) -> bytes:
+    """A whole line. JSON may hold lone surrogates, which UTF-8 cannot: they are written as escapes."""
+    return json.dumps(answer, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"

@@ -1,0 +1,51 @@
+"""How a value that is refused looks in the message: as its repr, shortened to at most MAX_SHOWN characters.
+
+Whatever the value is (endless, nested a thousand times, with a repr that raises or that nobody can print),
+this takes milliseconds and raises nothing.
+"""
+
+import reprlib
+from typing import Any
+
+MAX_SHOWN = 500
+
+
+class _ShortRepr(reprlib.Repr):
+    """Looks at the first few values of the first few levels only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel = 5
+        self.maxlist = self.maxtuple = self.maxset = self.maxfrozenset = self.maxdict = 8
+        self.maxlong = self.maxstring = self.maxother = MAX_SHOWN
+
+    def repr_int(self, x: int, level: int) -> str:
+        try:
+            return super().repr_int(x, level)
+        except ValueError:  # more digits than Python is willing to count
+            return f"an integer of {x.bit_length()} bits"
+
+
+def shown(value: Any) -> str:
+    """The repr, shortened; lone surrogates are escaped, so that a message with it can be printed."""
+    try:
+        text = _ShortRepr().repr(value)
+    except Exception as error:  # a type that only looks like a list
+        text = f"<{type(value).__name__}, whose repr raises {type(error).__name__}>"
+    text = text.encode("utf-8", "backslashreplace").decode()
+    half = (MAX_SHOWN - 3) // 2
+    return text if len(text) <= MAX_SHOWN else f"{text[:half]}...{text[-half:]}"
+
+
+def check_bool(value: Any, name: str) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be True or False, got {shown(value)}")
+
+
+def find_surrogate(text: str) -> int:
+    """The place of the first lone surrogate, which UTF-8 cannot write, or -1."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return error.start
+    return -1

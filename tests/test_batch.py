@@ -1,0 +1,525 @@
+"""nanovllm.batch: what its lines may be, what answers them, and that no end of a run loses or doubles any."""
+
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from checkpoints import EXACT, make_checkpoint, one_thread  # noqa: F401
+from nanovllm import LLM, SamplingParams, batch, batch_files
+from nanovllm.batch_files import read_lines
+from nanovllm.batch_lines import Answer, LineError, parse_line, to_json
+
+ENGINE = ["--device", "cpu", "--kvcache-block-size", "16", "--num-kvcache-blocks", "200"]
+ROOT = Path(batch.__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("checkpoint"), vocab_size=257)
+
+
+@pytest.fixture(scope="module")
+def engine(checkpoint):
+    with LLM(str(checkpoint), **EXACT, num_kvcache_blocks=200, max_num_seqs=4) as llm:
+        yield llm
+
+
+def write_lines(path: Path, lines: list) -> Path:
+    path.write_text("".join((x if isinstance(x, str) else json.dumps(x)) + "\n" for x in lines), "utf-8")
+    return path
+
+
+def read_answers(path: Path) -> list[dict]:
+    """The answers in the order of the input, each of which must be there once."""
+    whole = path.read_bytes().split(b"\n")[:-1]  # the rest, after a kill, is a piece of a line
+    answers = [json.loads(line) for line in whole]
+    assert len({answer["line"] for answer in answers}) == len(answers)
+    return sorted(answers, key=lambda answer: answer["line"])
+
+
+def parse(content: dict | str, **defaults):
+    text = content if isinstance(content, str) else json.dumps(content)
+    return parse_line(7, text.encode("utf-8", "surrogatepass"), defaults)
+
+
+@pytest.fixture
+def answers_of(engine):
+    """Answers lines in one engine of four running sequences, and gives them in order."""
+
+    def answer(lines: list, **options) -> list[dict]:
+        found = []
+        texts = enumerate((json.dumps(x) if isinstance(x, dict) else x for x in lines), 1)
+        batch.run(engine, ((i, x.encode()) for i, x in texts), found.append, {"max_tokens": 5}, **options)
+        assert engine.is_finished()
+        return sorted((json.loads(a.text) for a in found), key=lambda a: a["line"])
+
+    return answer
+
+
+# --- what a line may be ---
+
+
+def test_a_plain_line_has_a_prompt_or_messages_beside_sampling_fields():
+    request = parse({"prompt": "x", "temperature": 0, "custom_id": 3}, max_tokens=9)
+    assert (request.prompt, request.custom_id, request.is_openai) == ("x", 3, False)
+    assert request.params == SamplingParams(temperature=0, max_tokens=9)
+    messages = [{"role": "user", "content": "x"}]
+    assert parse({"messages": messages, "max_tokens": 4}, max_tokens=9).messages == messages
+
+
+def test_an_openai_line_has_them_in_its_body():
+    body = {"model": "m", "messages": [], "n": 2, "stop": None, "stream": False, "top_k": 4}
+    body |= {"max_completion_tokens": 6, "logprobs": True, "top_logprobs": 3, "logit_bias": {"5": -1}}
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}
+    request = parse(line)
+    assert (request.custom_id, request.is_openai, request.model) == ("a", True, "m")
+    assert request.params == SamplingParams(n=2, top_k=4, max_tokens=6, logprobs=3, logit_bias={5: -1})
+
+
+@pytest.mark.parametrize(
+    ("asked", "count"),
+    [({"logprobs": True}, 0), ({"logprobs": False}, None), ({"logprobs": 4}, 4), ({"logprobs": None}, None)],
+)
+def test_logprobs_may_be_asked_for_as_a_number_or_as_chats_do(asked, count):
+    assert parse({"prompt": "x", **asked}).params.logprobs == count
+
+
+BAD_LINES = [
+    ('{"prompt": "x"', "not JSON"),
+    ("[]", "must be a JSON object"),
+    ("[" * 100_000, "recursion"),
+    ('{"prompt": "\\ud800', "not JSON"),
+    ({"prompt": "x", "foo": 1, "bar": 2}, "unknown fields: bar, foo"),
+    ({"prompt": "x", "tools": []}, "unknown fields: tools"),
+    ({}, 'either "prompt" or "messages"'),
+    ({"prompt": "x", "messages": []}, 'either "prompt" or "messages"'),
+    ({"prompt": "x", "temperature": -1}, "temperature must be .* got -1"),
+    ({"prompt": "x", "temperature": "hot"}, "temperature must be .* got 'hot'"),
+    ({"prompt": "x", "logit_bias": {"a": 1}}, "logit_bias must be .* got {'a': 1}"),
+    ({"prompt": "x", "max_tokens": 1, "max_completion_tokens": 2}, "differ"),
+    ({"prompt": "x", "top_logprobs": 2}, "top_logprobs=2 needs logprobs"),
+    ({"prompt": "x", "custom_id": []}, r"custom_id must be .* got \[\]"),
+    ({"body": 5}, "body must be an object, got 5"),
+    ({"body": {"prompt": "x"}, "prompt": "x"}, "unknown fields: prompt"),
+    ({"body": {"prompt": "x", "stream": True}}, "unknown fields: stream"),
+    ({"body": {"prompt": "x"}, "url": "/v1/embeddings"}, "url must be .* got '/v1/embeddings'"),
+    ({"body": {"prompt": "x"}, "url": "/v1/chat/completions"}, "url must be"),
+    ({"body": {"prompt": "x"}, "method": "GET"}, "method must be"),
+]
+
+
+@pytest.mark.parametrize(("line", "complaint"), BAD_LINES)
+def test_a_bad_line_says_what_is_wrong(line, complaint):
+    with pytest.raises(LineError, match=complaint):
+        parse(line)
+
+
+def test_bytes_that_are_no_text_are_a_bad_line():
+    with pytest.raises(LineError, match="utf-8"):
+        parse_line(1, b'{"prompt": "\xff"}', {})
+
+
+def test_the_seed_of_a_line_depends_on_nothing_but_the_run_and_its_number():
+    seeds = [parse_line(line, b'{"prompt": "x"}', {}, seed=9).params.seed for line in (1, 2, 1, 2**40)]
+    assert seeds[0] == seeds[2] != seeds[1]
+    assert parse_line(1, b'{"prompt": "x", "seed": 3}', {}, seed=9).params.seed == 3
+
+
+# --- what answers it ---
+
+
+def test_answers_are_those_of_generate(answers_of, engine):
+    prompts = ["".join(map(chr, range(40, 41 + i))) for i in range(30)]
+    lines = [{"prompt": p, "temperature": 0, "max_tokens": 1 + i % 7} for i, p in enumerate(prompts)]
+    params = [SamplingParams(0, 1 + i % 7) for i in range(30)]
+    expected = engine.generate(prompts, params, use_tqdm=False)
+    for number, (answer, result) in enumerate(zip(answers_of(lines), expected, strict=True), 1):
+        assert answer.pop("line") == number
+        assert {**answer, "num_cached_tokens": 0} == {**result, "num_cached_tokens": 0}
+
+
+def test_a_chat_is_answered_in_openais_shape(answers_of, engine):
+    messages = [{"role": "user", "content": "hello"}]
+    body = {"messages": messages, "temperature": 0, "max_tokens": 3, "logprobs": True, "top_logprobs": 2}
+    [answer] = answers_of([{"custom_id": "a", "body": {**body, "model": "m"}}])
+    [result] = engine.chat(messages, SamplingParams(0, 3, logprobs=2), use_tqdm=False)
+    assert (answer["custom_id"], answer["error"], answer["response"]["status_code"]) == ("a", None, 200)
+    response = answer["response"]["body"]
+    assert (response["object"], response["model"]) == ("chat.completion", "m")
+    [choice] = response["choices"]
+    assert choice["message"] == {"role": "assistant", "content": result["text"]}
+    assert choice["finish_reason"] == "length"
+    found = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+    drawn = [d[i].logprob for i, d in zip(result["token_ids"], result["logprobs"], strict=True)]
+    assert found == pytest.approx(drawn, abs=1e-4)
+    assert all(len(entry["top_logprobs"]) == 2 for entry in choice["logprobs"]["content"])
+    usage, num_prompt = response["usage"], result["num_prompt_tokens"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (num_prompt, 3)
+    assert usage["total_tokens"] == num_prompt + 3
+
+
+def test_every_completion_of_a_line_is_a_choice(answers_of):
+    openai, plain = answers_of(
+        [
+            {"body": {"prompt": "x", "n": 9, "seed": 1, "logprobs": 1}},
+            {"prompt": "x", "n": 3, "seed": 1, "logprobs": 1},
+        ]
+    )
+    choices = openai["response"]["body"]["choices"]
+    assert [choice["index"] for choice in choices] == list(range(9))
+    assert openai["response"]["body"]["usage"]["completion_tokens"] == 45
+    assert [output["text"] for output in plain["outputs"]] == [choice["text"] for choice in choices[:3]]
+    for output, choice in zip(plain["outputs"], choices, strict=False):
+        places = zip(output["logprobs"], output["token_ids"], strict=True)
+        found = [entries[str(token_id)]["logprob"] for entries, token_id in places]
+        assert found == pytest.approx(choice["logprobs"]["token_logprobs"], abs=1e-4)
+
+
+def test_a_stop_text_ends_an_answer(answers_of, engine):
+    [token_id] = engine.encode("A")
+    always = {"prompt": "x", "max_tokens": 12, "temperature": 0, "logit_bias": {str(token_id): 100}}
+    [answer] = answers_of([{**always, "stop": ["b", "AAA"]}])
+    assert (answer["text"], answer["token_ids"]) == ("", [token_id] * 3)
+    assert (answer["finish_reason"], answer["stop_reason"]) == ("stop", "AAA")
+
+
+def test_bad_lines_are_answered_with_their_number_and_stop_nothing(answers_of):
+    good = {"prompt": "x", "custom_id": "twice"}
+    unfit = [
+        {"prompt": "x" * 600, "custom_id": "long"},
+        {"prompt": ""},
+        {"prompt": 5},
+        {"body": {"prompt": ["a", "b"]}},
+        {"prompt": "\ud800"},
+        {"prompt": [257]},
+        {"messages": "x"},
+        {"messages": [[{"role": "user", "content": "x"}]]},
+        {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": 5},
+    ]
+    lines = [x for bad in [*(line for line, _ in BAD_LINES), *unfit] for x in (bad, good)]
+    answers = answers_of(lines)
+    assert [answer["line"] for answer in answers] == list(range(1, len(lines) + 1))
+    for bad, fine in zip(answers[::2], answers[1::2], strict=True):
+        assert bad["error"]["message"].startswith(f"line {bad['line']}: ") and bad["response"] is None
+        assert fine["custom_id"] == "twice" and len(fine["token_ids"]) == 5
+    long = answers[2 * len(BAD_LINES)]
+    assert long["custom_id"] == "long" and "max_model_len" in long["error"]["message"]
+
+
+def test_any_text_that_json_can_hold_is_written(tmp_path):
+    text = to_json({"text": "\ud800 \u2028 ü 漢"})
+    assert json.loads(text) == {"text": "\ud800 \u2028 ü 漢"} and "ü 漢".encode() in text
+    assert text.count(b"\n") == 1
+
+
+# --- files ---
+
+
+def run_batch(checkpoint: Path, source: Path, output: Path, *options) -> None:
+    files = ["--model", checkpoint, "--input", source, "--output", output]
+    batch.main([*map(str, files), *ENGINE, "--max-tokens", "4", *map(str, options)])
+
+
+def test_the_order_can_be_restored_by_line_and_blank_lines_are_counted(tmp_path, checkpoint, capsys):
+    lines = [{"prompt": "x" * (1 + i), "max_tokens": 9 - i, "temperature": 0} for i in range(8)]
+    source = write_lines(tmp_path / "in.jsonl", ["", *lines[:4], " \r", *lines[4:]])
+    run_batch(checkpoint, source, tmp_path / "out.jsonl")
+    answers = read_answers(tmp_path / "out.jsonl")
+    assert [answer["line"] for answer in answers] == [2, 3, 4, 5, 7, 8, 9, 10]
+    assert [len(answer["token_ids"]) for answer in answers] == [9 - i for i in range(8)]
+    assert "8 lines, 0 of them errors, 44 tokens" in capsys.readouterr().err
+
+
+def test_with_a_seed_a_resumed_run_draws_what_a_whole_one_draws(tmp_path, checkpoint):
+    source = write_lines(tmp_path / "in.jsonl", [{"prompt": "x", "n": 2}] * 9)
+    whole, parts = tmp_path / "whole.jsonl", tmp_path / "parts.jsonl"
+    run_batch(checkpoint, source, whole, "--seed", 5)
+    texts = [[output["text"] for output in answer["outputs"]] for answer in read_answers(whole)]
+    assert len({text for pair in texts for text in pair}) == 18
+    held = sorted(whole.read_bytes().splitlines(keepends=True), key=len)[3:7]
+    parts.write_bytes(b"".join(held))
+    run_batch(checkpoint, source, parts, "--seed", 5, "--resume")
+    assert [[o["text"] for o in answer["outputs"]] for answer in read_answers(parts)] == texts
+
+
+def test_an_output_is_never_overwritten(tmp_path, checkpoint, monkeypatch):
+    monkeypatch.setattr(batch, "LLM", lambda *_, **__: pytest.fail("the model was loaded"))
+    source = write_lines(tmp_path / "in.jsonl", [{"prompt": "x"}])
+    with pytest.raises(ValueError, match="is the --input"):
+        run_batch(checkpoint, source, source, "--resume")
+    output = write_lines(tmp_path / "out.jsonl", [{"text": "of something else"}])
+    with pytest.raises(ValueError, match="exists already"):
+        run_batch(checkpoint, source, output)
+    with pytest.raises(ValueError, match="its line 1 is no answer"):
+        run_batch(checkpoint, source, output, "--resume")
+    assert json.loads(output.read_text()) == {"text": "of something else"}
+    with contextlib.closing(batch_files.Output(tmp_path / "other.jsonl", resume=False)):
+        with pytest.raises(ValueError, match="another run"):
+            run_batch(checkpoint, source, tmp_path / "other.jsonl", "--resume")
+
+
+@pytest.mark.parametrize("options", [["--temperature", "-1"], ["--seed", "-1"], ["--max-tokens", "0"]])
+def test_bad_options_are_named_before_a_model_is_loaded(tmp_path, checkpoint, monkeypatch, options):
+    monkeypatch.setattr(batch, "LLM", lambda *_, **__: pytest.fail("the model was loaded"))
+    source = write_lines(tmp_path / "in.jsonl", [{"prompt": "x"}])
+    with pytest.raises(ValueError, match=options[0].strip("-").replace("-", ".")):
+        run_batch(checkpoint, source, tmp_path / "out.jsonl", *options)
+    assert os.listdir(tmp_path) == ["in.jsonl"]
+
+
+@pytest.mark.parametrize("rest", [b"", b"{", b'{"line": 2, "te', b'{"line": 2}'])
+def test_resuming_cuts_off_a_last_line_that_is_not_whole(tmp_path, checkpoint, rest):
+    source = write_lines(tmp_path / "in.jsonl", [{"prompt": "x"}, {"prompt": "y"}, "{"])
+    output = tmp_path / "out.jsonl"
+    output.write_bytes(b'{"line": 1}\n' + rest)
+    run_batch(checkpoint, source, output, "--resume")
+    answers = read_answers(output)
+    assert [answer["line"] for answer in answers] == [1, 2, 3]
+    assert answers[0] == {"line": 1} and "token_ids" in answers[1] and "error" in answers[2]
+    before = output.read_bytes()
+    run_batch(checkpoint, source, output, "--resume")
+    assert output.read_bytes() == before
+
+
+def test_a_process_killed_at_any_moment_leaves_whole_lines(tmp_path):
+    path, draw, num_held = tmp_path / "out.jsonl", random.Random(0), 0
+    for _ in range(25):
+        if (child := os.fork()) == 0:
+            output = batch_files.Output(path, resume=True)
+            for line in range(num_held + 1, 10**9):
+                output.write(Answer(line, to_json({"line": line, "text": "x" * (line % 5000)}), 0, False))
+        time.sleep(draw.uniform(0.01, 0.04))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        answers = read_answers(path)
+        assert [answer["line"] for answer in answers] == list(range(1, len(answers) + 1))
+        assert all(len(answer["text"]) == answer["line"] % 5000 for answer in answers[num_held:])
+        num_held = len(answers)
+    assert num_held > 1000
+
+
+def test_a_killed_run_is_resumed_without_a_duplicate_or_a_gap(tmp_path, checkpoint):
+    num_lines, output, draw = 900, tmp_path / "out.jsonl", random.Random(0)
+    lines = [{"prompt": f"question {i}", "temperature": 0} for i in range(num_lines)]
+    source = write_lines(tmp_path / "in.jsonl", [*lines[:-1], "no JSON"])
+    files = ["--model", checkpoint, "--input", source, "--output", output, "--resume"]
+    command = [sys.executable, "-m", "nanovllm.batch", *map(str, files), *ENGINE, "--max-tokens", "4"]
+    command += ["--max-num-seqs", "8"]  # or else hundreds would end at one moment
+    for _ in range(2):
+        held = output.stat().st_size if output.exists() else 0
+        with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL) as process:
+            deadline = time.monotonic() + 60
+            while not output.exists() or output.stat().st_size == held:  # until it has loaded the model
+                assert process.poll() is None and time.monotonic() < deadline
+                time.sleep(0.005)
+            time.sleep(draw.random() * 0.1)
+            process.send_signal(signal.SIGKILL)
+        assert len(read_answers(output)) < num_lines
+    run_batch(checkpoint, source, output, "--resume")
+    answers = read_answers(output)
+    assert [answer["line"] for answer in answers] == list(range(1, num_lines + 1))
+    assert [answer["line"] for answer in answers if answer.get("error")] == [num_lines]
+
+
+def test_a_user_error_is_one_line(tmp_path):
+    files = ["--model", "m", "--input", str(tmp_path / "missing"), "--output", str(tmp_path / "out")]
+    command = [sys.executable, "-m", "nanovllm.batch", *files]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.startswith("nanovllm.batch: ") and "missing" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+# --- bounded memory ---
+
+
+@pytest.mark.parametrize("limit", [None, 1, 3])
+def test_requests_are_taken_only_as_room_appears(engine, limit):
+    taken = finished = most = 0
+
+    def requests():
+        nonlocal taken
+        for i in range(60):
+            taken += 1
+            yield [i + 1] * 3, SamplingParams(0, 1 + i % 5, n=1 + i % 2)
+
+    for _ in engine.generate_from(requests(), limit):
+        finished += 1
+        most = max(most, taken - finished)
+    assert taken == finished == 60
+    assert most <= (limit or 8)  # twice max_num_seqs; the last may have more than one completion
+
+
+def test_a_long_file_is_read_no_further_than_the_engine_has_room(engine):
+    taken = finished = most = 0
+
+    def lines():
+        nonlocal taken
+        for i in range(1, 1501):
+            taken += 1
+            yield i, b'{"prompt": "x", "max_tokens": 1}'
+
+    def report(_: Answer) -> None:
+        nonlocal finished, most
+        finished += 1
+        most = max(most, taken - finished)
+
+    batch.run(engine, lines(), report, {})
+    assert taken == finished == 1500
+    assert most <= 8 + 9 * 32
+
+
+def test_an_error_while_requests_are_taken_leaves_the_engine_empty(engine):
+    def requests():
+        yield "x", SamplingParams()
+        raise OSError("the disk is gone")
+
+    with pytest.raises(OSError, match="the disk is gone"):
+        list(engine.generate_from(requests()))
+    with pytest.raises(ValueError, match=r"prompts\[1\] is empty"):
+        list(engine.generate_from([("x", SamplingParams()), ("", SamplingParams())]))
+    assert engine.is_finished() and not engine._requests
+    assert list(engine.generate_from([])) == []
+
+
+def test_what_reading_ahead_raises_reaches_the_reader():
+    def items():
+        yield 1
+        raise OSError("gone")
+
+    with pytest.raises(OSError, match="gone"):
+        list(batch.read_ahead(items()))
+    assert list(batch.read_ahead(iter(range(1000)), chunk=7)) == list(range(1000))
+
+
+# --- spans, Parquet and Ray ---
+
+
+@pytest.mark.parametrize("size", [1, 3, 100])
+def test_spans_hold_the_lines_that_the_output_does_not(tmp_path, size):
+    lines = ["", "x", " ", "second \u2028 one", "", *map(str, range(20)), "the last has no line feed"]
+    path = tmp_path / "in.jsonl"
+    path.write_bytes("\n".join(lines).encode())
+    with contextlib.closing(batch_files.Output(tmp_path / "out.jsonl", resume=False)) as output:
+        for line in (2, 9, 10, 11, 12):
+            output.mark(line)
+        expected = [(line, text.strip(b"\n")) for line, text in read_lines(path) if not output.holds(line)]
+        spans = list(batch_files.split(path, size, output))
+    assert [item for span in spans for item in batch_files.read_span(path, span)] == expected
+    assert max(len(span.lines) for span in spans) <= size
+
+
+def write_parquet(path: Path, rows: list[dict]) -> Path:
+    pytest.importorskip("pyarrow", reason="Parquet files need pyarrow, part of the `ray` extra")
+    from pyarrow import Table, parquet
+
+    parquet.write_table(Table.from_pylist(rows), path, row_group_size=7)
+    return path
+
+
+def read_parts(folder: Path) -> dict[int, dict]:
+    from pyarrow import parquet
+
+    rows = [row for part in sorted(folder.iterdir()) for row in parquet.read_table(part).to_pylist()]
+    answers = {row["line"]: json.loads(row["answer"]) for row in rows}
+    assert len(answers) == len(rows)
+    return answers
+
+
+def test_parquet_is_read_and_written_and_resumed(tmp_path, checkpoint, monkeypatch):
+    rows = [{"prompt": f"question {i}", "temperature": 0.0, "max_tokens": 1 + i % 5} for i in range(20)]
+    rows += [{"messages": [{"role": "user", "content": "x"}]}, {"custom_id": "c", "prompt": "x", "seed": 1}]
+    columns = dict.fromkeys(name for row in rows for name in row)
+    source = write_parquet(tmp_path / "in.parquet", [{**columns, **row} for row in rows])
+    whole, parts = tmp_path / "whole.parquet", tmp_path / "parts.parquet"
+    run_batch(checkpoint, source, whole)
+    answers = read_parts(whole)
+    assert sorted(answers) == list(range(1, 23)) and answers[22]["custom_id"] == "c"
+    assert [len(answers[line]["token_ids"]) for line in range(1, 21)] == [1 + i % 5 for i in range(20)]
+
+    monkeypatch.setattr(batch_files, "ANSWERS_PER_PART", 5)
+    write = batch_files.ParquetOutput._write_part
+
+    def write_thrice(self):
+        if len(self._parts()) == 3:
+            raise OSError("the disk is full")
+        write(self)
+
+    monkeypatch.setattr(batch_files.ParquetOutput, "_write_part", write_thrice)
+    with pytest.raises(OSError, match="the disk is full"):
+        run_batch(checkpoint, source, parts)
+    monkeypatch.setattr(batch_files.ParquetOutput, "_write_part", write)
+    assert len(read_parts(parts)) == 15
+    with pytest.raises(ValueError, match="exists already"):
+        run_batch(checkpoint, source, parts)
+    run_batch(checkpoint, source, parts, "--resume")
+    resumed = read_parts(parts)
+    assert sorted(resumed) == list(range(1, 23))
+    assert all(resumed[line]["token_ids"] == answers[line]["token_ids"] for line in range(1, 21))
+
+
+@pytest.mark.parametrize("size", [1, 6, 50])
+def test_spans_of_a_parquet_file_are_rows_of_its_groups(tmp_path, size):
+    path = write_parquet(tmp_path / "in.parquet", [{"prompt": str(i), "n": None} for i in range(20)])
+    with contextlib.closing(batch_files.Output(tmp_path / "out.jsonl", resume=False)) as output:
+        output.mark(5)
+        spans = list(batch_files.split(path, size, output))
+    found = [item for span in spans for item in batch_files.read_span(path, span)]
+    assert found == [(line, text) for line, text in batch_files.read_lines(path) if line != 5]
+
+
+def processes_of(name: bytes, mark: str) -> list[int]:
+    """Those of this name that have inherited a variable from our command."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            named = (folder / "cmdline").read_bytes().startswith(name)
+            if named and mark.encode() in (folder / "environ").read_bytes():
+                found.append(int(folder.name))
+    return found
+
+
+def test_with_an_actor_killed_every_line_is_answered_exactly_once(tmp_path, checkpoint):
+    pytest.importorskip("ray", reason="several engines need Ray, the `ray` extra")
+    num_lines, output = 1200, tmp_path / "out.jsonl"
+    lines = [{"prompt": f"question {i}", "temperature": 0, "max_tokens": 24} for i in range(num_lines)]
+    source = write_lines(tmp_path / "in.jsonl", [*lines[:-1], "no JSON"])
+    output.write_bytes(b'{"line": 7}\n{"line"')
+    files = ["--model", checkpoint, "--input", source, "--output", output, "--resume", "--data-parallel", 2]
+    command = [sys.executable, "-m", "nanovllm.batch", *map(str, files), *ENGINE, "--max-num-seqs", "8"]
+    with subprocess.Popen(command, cwd=ROOT, env={**os.environ, "BATCH_TEST": str(tmp_path)}) as process:
+        try:
+            deadline = time.monotonic() + 200
+            while output.read_bytes().count(b"\n") < 100:
+                assert process.poll() is None and time.monotonic() < deadline
+                time.sleep(0.01)
+            actors = processes_of(b"ray::MapWorker", f"BATCH_TEST={tmp_path}")
+            assert len(actors) == 2
+            os.kill(actors[0], signal.SIGKILL)
+            assert len(read_answers(output)) < num_lines
+            assert process.wait(200) == 0
+        finally:
+            process.kill()
+    answers = read_answers(output)
+    assert [answer["line"] for answer in answers] == list(range(1, num_lines + 1))
+    assert [answer["line"] for answer in answers if answer.get("error")] == [num_lines]
+    with LLM(str(checkpoint), **EXACT, num_kvcache_blocks=200) as llm:
+        asked = [0, 100, 600, 1198]
+        expected = llm.generate([lines[i]["prompt"] for i in asked], SamplingParams(0, 24), use_tqdm=False)
+    assert [answers[i]["token_ids"] for i in asked] == [result["token_ids"] for result in expected]
+
+
+def test_without_ray_the_message_says_what_to_install(tmp_path, checkpoint, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.delitem(sys.modules, "nanovllm.batch_ray", raising=False)
+    source = write_lines(tmp_path / "in.jsonl", [{"prompt": "x"}])
+    with pytest.raises(ValueError, match="--data-parallel needs Ray: pip install"):
+        run_batch(checkpoint, source, tmp_path / "out.jsonl", "--data-parallel", 2)
