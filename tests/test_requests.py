@@ -292,6 +292,27 @@ def test_an_iterator_that_is_left_early_drops_what_is_left(llm, how):
     assert len(generate(llm, temperature=0, max_tokens=5)["token_ids"]) == 5
 
 
+def test_requests_are_taken_only_as_there_is_room_for_them(llm):
+    params, taken = SamplingParams(0, 10, True), []
+
+    def requests():
+        for i in range(12):
+            taken.append(i)
+            yield [i, *PROMPT], params
+
+    expected = tokens_of(llm.generate([[i, *PROMPT] for i in range(12)], params, use_tqdm=False))
+    found = llm.generate_from(requests(), max_unfinished=3)
+    results = dict([next(found)])
+    assert len(taken) <= 5
+    results.update(found)
+    assert tokens_of(results[i] for i in range(12)) == expected
+    with pytest.raises(ValueError, match=r"requests\[1\] must be \(prompt, SamplingParams\), got 'a'"):
+        list(llm.generate_from([([1], params), "a"]))
+    for bad in (0, -1, 1.5, True):
+        with pytest.raises(ValueError, match=f"max_unfinished.*{bad}"):
+            list(llm.generate_from([], max_unfinished=bad))
+
+
 def test_bad_arguments_are_refused_at_the_call_not_at_the_first_result(llm):
     with pytest.raises(ValueError, match="max_model_len"):
         llm.generate_iter([[1] * 1000])

@@ -300,12 +300,19 @@ class LLMEngine:
         bad request is a ValueError when its turn comes.
         """
         self._check_idle()
-        limit = max_unfinished or 2 * self.config.max_num_seqs
+        limit = 2 * self.config.max_num_seqs if max_unfinished is None else max_unfinished
+        if isinstance(limit, bool) or not isinstance(limit, Integral) or limit < 1:
+            raise ValueError(f"max_unfinished must be an integer of at least 1, got {shown(limit)}")
         coming, groups = enumerate(requests), {}  # the second by seq_id: (index, all completions)
         try:
             while True:
-                while len(self._requests) < limit and (request := next(coming, None)) is not None:
-                    i, (prompt, params) = request
+                while len(self._requests) < limit and (numbered := next(coming, None)) is not None:
+                    i, request = numbered
+                    if not isinstance(request, tuple) or len(request) != 2:
+                        raise ValueError(
+                            f"requests[{i}] must be (prompt, SamplingParams), got {shown(request)}"
+                        )
+                    prompt, params = request
                     group = self._enqueue_all(self.prompts.read(prompt, params, f"prompts[{i}]"), params)
                     groups.update({seq.seq_id: (i, group) for seq in group})
                 if self.is_finished():
