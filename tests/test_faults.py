@@ -92,10 +92,9 @@ def object_of(llm: LLM, place: str):
     }[place]
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlapped"])
 @pytest.mark.parametrize("place, name", SITES, ids=lambda x: x)
 def test_an_error_at_any_call_is_raised_and_leaves_the_engine_right(
-    engine, expected, monkeypatch, overlap, place, name
+    engine, expected, monkeypatch, place, name
 ):
     target = object_of(engine, place)
     function = getattr(target, name)
@@ -112,7 +111,7 @@ def test_an_error_at_any_call_is_raised_and_leaves_the_engine_right(
             return function(*args, **kwargs)
 
         with monkeypatch.context() as patch:
-            patch.setattr(engine, "_overlap", overlap)
+            patch.setattr(engine, "_overlap", number != 1)
             patch.setattr(target, name, failing)
             try:
                 engine.generate(PROMPTS, PARAMS, use_tqdm=place == "progress bar")
@@ -164,5 +163,5 @@ def test_engines_one_after_another_leave_nothing_behind(folder):
 
 def test_a_soak_keeps_memory_and_tokens(tmp_path):
     folder = make_checkpoint(tmp_path, "qwen3", vocab_size=257)
-    compared, growth = soak(str(folder), 300, 0, report=lambda _: None)
-    assert compared > 50 and growth < 8 << 20
+    compared, growth = soak(str(folder), 100, 0, report=lambda _: None)
+    assert compared > 30 and growth < 8 << 20
