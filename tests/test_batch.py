@@ -209,7 +209,7 @@ def test_bad_lines_are_answered_with_their_number_and_stop_nothing(answers_of):
     assert [answer["line"] for answer in answers] == list(range(1, len(lines) + 1))
     for bad, fine in zip(answers[::2], answers[1::2], strict=True):
         assert bad["error"]["message"].startswith(f"line {bad['line']}: ") and bad["response"] is None
-        assert fine["custom_id"] == "twice" and len(fine["token_ids"]) == 5
+        assert fine["custom_id"] == "twice" and 1 <= len(fine["token_ids"]) <= 5
     long = answers[2 * len(BAD_LINES)]
     assert long["custom_id"] == "long" and "max_model_len" in long["error"]["message"]
 
