@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 from nanovllm.engine.completions import Logprob
+from nanovllm.engine.prompts import check_template_kwargs
 from nanovllm.sampling_params import MAX_SEED, SamplingParams
 
 SAMPLING_FIELDS = {f.name for f in fields(SamplingParams)} | {"max_completion_tokens", "top_logprobs"}
@@ -74,10 +75,8 @@ def _prompt(llm: Any, request: Request) -> Any:
         raise ValueError(f"messages must be a list of objects, got {messages!r}")
     options = {"add_generation_prompt": True, "continue_final_message": False, "tools": None}
     options |= request.chat_options
-    extra = options.pop("chat_template_kwargs", {})
-    if not isinstance(extra, dict):
-        raise ValueError(f"chat_template_kwargs must be an object, got {extra!r}")
-    return llm.prompts.read_chats(messages, None, **{**extra, **options})[0]
+    extra = check_template_kwargs(options.pop("chat_template_kwargs", None))
+    return llm.prompts.read_chats(messages, None, **extra, **options)[0]
 
 
 def parse_line(line: int, text: bytes, defaults: dict[str, Any], seed: int | None = None) -> Request:
