@@ -390,6 +390,8 @@ def test_tables_that_grow_keep_what_they_held():
     begin(1, [[*range(20)], *([i] for i in range(30, 40))], logit_bias={i: 1.0 for i in range(20)})
     assert torch.equal(shaped(0), expected)
     assert shaped(1)[30:40].isinf().all() and torch.equal(shaped(1)[:20], torch.ones(20))
+    begin(0, [[3, 4, 5]])
+    assert not shaped(0).any(), "what an earlier sequence drew in this row counts for the next"
 
 
 # --- log-probabilities ---
