@@ -1,12 +1,19 @@
-"""What every test needs: no more threads than the small matrices can use, and `gpu` tests only on a GPU."""
+"""
+What every test needs: no more threads than the small matrices can use, Ctrl-C even where the shell has it
+ignored (as it has for what runs in the background), and `gpu` tests only on a GPU.
+"""
 
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "2")  # read when torch is imported, and inherited by ranks
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import signal
+
 import pytest
 import torch
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

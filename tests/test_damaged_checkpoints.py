@@ -12,6 +12,8 @@ import os
 import pickle
 import shutil
 import struct
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -484,3 +486,16 @@ def test_a_limit_that_was_kept_interrupts_nothing_later():
             while True:
                 pass
     time.sleep(0.01)
+
+
+def test_a_debugger_works_after_a_limit():
+    program = """
+import sys
+from nanovllm.utils.tokenizer import time_limit
+with time_limit(60):
+    pass
+sys.settrace(lambda *_: None)
+(lambda: None)()
+"""
+    root = Path(__file__).parents[1]
+    subprocess.run([sys.executable, "-c", program], cwd=root, timeout=60, check=True)

@@ -54,9 +54,10 @@ def time_limit(seconds: float) -> Iterator[None]:
         timer.start()
         yield
     finally:
+        # What comes too late is raised here. To take it back with interrupt(thread, None) would leave Python
+        # 3.11 looking for it at every call, for ever: slow, and an endless loop under a debugger.
         timer.cancel()
         timer.join()
-        interrupt(thread, None)  # if it came too late
 
 
 def render_chat(tokenizer: Any, conversation: list[dict[str, Any]], **options: Any) -> str:
