@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from nanovllm.engine.completions import Logprob
 from nanovllm.engine.prompts import check_template_kwargs
 from nanovllm.sampling_params import MAX_SEED, SamplingParams
+from nanovllm.utils.refusals import shown
 
 SAMPLING_FIELDS = {f.name for f in fields(SamplingParams)} | {"max_completion_tokens", "top_logprobs"}
 CHAT_FIELDS = {"tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"}
@@ -72,7 +73,7 @@ def _prompt(llm: Any, request: Request) -> Any:
     if messages is None:
         return request.prompt
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-        raise ValueError(f"messages must be a list of objects, got {messages!r}")
+        raise ValueError(f"messages must be a list of objects, got {shown(messages)}")
     options = {"add_generation_prompt": True, "continue_final_message": False, "tools": None}
     options |= request.chat_options
     extra = check_template_kwargs(options.pop("chat_template_kwargs", None))
@@ -101,7 +102,7 @@ def parse_line(line: int, text: bytes, defaults: dict[str, Any], seed: int | Non
 def _read_custom_id(content: dict[str, Any]) -> str | int | None:
     custom_id = content.get("custom_id")
     if isinstance(custom_id, bool) or not isinstance(custom_id, (str, int, type(None))):
-        raise ValueError(f"custom_id must be a text or an integer, got {custom_id!r}")
+        raise ValueError(f"custom_id must be a text or an integer, got {shown(custom_id)}")
     return custom_id
 
 
@@ -130,12 +131,12 @@ def _openai_body(content: dict[str, Any]) -> dict[str, Any]:
     _check_fields(content, {"custom_id", "method", "url", "body"})
     body, url = content["body"], content.get("url")
     if not isinstance(body, dict):
-        raise ValueError(f"body must be an object, got {body!r}")
+        raise ValueError(f"body must be an object, got {shown(body)}")
     if content.get("method", "POST") != "POST":
-        raise ValueError(f'method must be "POST", got {content["method"]!r}')
+        raise ValueError(f'method must be "POST", got {shown(content["method"])}')
     if url is not None and (not isinstance(url, str) or PATHS.get(url) not in body):
         raise ValueError(
-            f"url must be /v1/chat/completions for messages or /v1/completions for a prompt, got {url!r}"
+            f"url must be /v1/chat/completions for messages or /v1/completions for a prompt, got {shown(url)}"
         )
     return body
 
@@ -155,12 +156,14 @@ def read_params(sampling: dict[str, Any], defaults: dict[str, Any]) -> SamplingP
     if isinstance(wanted := sampling.get("logprobs"), bool):  # as chats ask; completions give a number
         sampling["logprobs"] = (0 if top_logprobs is None else top_logprobs) if wanted else None
     if top_logprobs is not None and wanted is not True:
-        raise ValueError(f"top_logprobs={top_logprobs!r} needs logprobs=true, got {wanted!r}")
+        raise ValueError(f"top_logprobs={shown(top_logprobs)} needs logprobs=true, got {shown(wanted)}")
     if isinstance(bias := sampling.get("logit_bias"), dict):  # the keys of a JSON object are texts
         try:
             sampling["logit_bias"] = {int(token_id): value for token_id, value in bias.items()}
         except ValueError:
-            raise ValueError(f"logit_bias must be an object with token ids as keys, got {bias!r}") from None
+            raise ValueError(
+                f"logit_bias must be an object with token ids as keys, got {shown(bias)}"
+            ) from None
     return SamplingParams(**{**defaults, **sampling})
 
 

@@ -135,7 +135,7 @@ def _blocks(
     num_under_way = min(-(-4 * max_num_seqs // size), -(-len(spans) // count))
     answers = ray.data.from_items(spans, override_num_blocks=len(spans)).map_batches(
         Engine,
-        batch_size=None,  # a block, which is a span
+        batch_size=1,  # a span, which is a block
         batch_format="numpy",
         compute=ActorPoolStrategy(
             size=count,
