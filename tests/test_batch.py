@@ -517,6 +517,29 @@ def test_with_an_actor_killed_every_line_is_answered_exactly_once(tmp_path, chec
     assert [answers[i]["token_ids"] for i in asked] == [result["token_ids"] for result in expected]
 
 
+def test_a_cluster_that_is_there_gives_each_engine_a_gpu(tmp_path, checkpoint):
+    """Ray is told of GPUs that need not exist: the engines look for themselves."""
+    pytest.importorskip("ray", reason="several engines need Ray, the `ray` extra")
+    program = (
+        "import ray; print(ray.init(num_cpus=3, num_gpus=2).address_info['address'], flush=True); input()"
+    )
+    source = write_lines(
+        tmp_path / "in.jsonl", [{"prompt": [i], "max_tokens": 2, "ignore_eos": True} for i in range(40)]
+    )
+    output = tmp_path / "out.jsonl"
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as cluster:
+        try:
+            options = ["--ray-address", cluster.stdout.readline().strip(), "--device", "auto"]
+            with pytest.raises(ValueError, match="--data-parallel 3 .* needs 3 GPUs, but .* has 2"):
+                run_batch(checkpoint, source, output, "--data-parallel", 3, *options)
+            run_batch(checkpoint, source, output, "--data-parallel", 2, *options)
+        finally:
+            cluster.communicate("\n")
+    assert [len(answer["token_ids"]) for answer in read_answers(output)] == [2] * 40
+
+
 def test_without_ray_the_message_says_what_to_install(tmp_path, checkpoint, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.delitem(sys.modules, "nanovllm.batch_ray", raising=False)

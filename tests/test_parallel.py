@@ -85,8 +85,10 @@ def remains() -> dict[str, set]:
     return {
         "processes": ranks_of(),
         "folders": set(Path(tempfile.gettempdir()).glob("nanovllm-*")),
-        # multiprocessing's semaphores are its own, and go with its last process
-        "shared memory": {name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")},
+        # multiprocessing's semaphores go with its last process; Ray may run beside this
+        "shared memory": {
+            name for name in os.listdir("/dev/shm") if not name.startswith(("sem.mp-", "plasma"))
+        },
         "ports": listening(),
         "threads": {thread for thread in threading.enumerate() if "tqdm" not in thread.name},
     }

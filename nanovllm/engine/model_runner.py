@@ -311,13 +311,10 @@ class ModelRunner:
 
     def launch(self, sequences: list[Sequence], is_prefill: bool) -> "StepOutput":
         """Enqueue one step on all ranks without waiting for it."""
-        if is_prefill:
-            num_scored = [seq.num_scored for seq in sequences]
-            drawn = self.call("prefill", self.prepare_prefill(sequences))
-            scored = [seq.num_scored - before for seq, before in zip(sequences, num_scored, strict=True)]
-        else:
-            drawn, scored = self.call("decode", *self.prepare_decode(sequences)), []
-        return StepOutput(drawn, len(sequences), scored)
+        if not is_prefill:
+            return StepOutput(self.call("decode", *self.prepare_decode(sequences)), len(sequences))
+        batch = self.prepare_prefill(sequences)
+        return StepOutput(self.call("prefill", batch), len(sequences), batch.scoring)
 
     @explain_memory
     @torch.inference_mode()
@@ -332,7 +329,7 @@ class ModelRunner:
             hidden_states = self.model(input_ids, positions)
             prompt_logprobs = None
             if batch.scoring is not None:
-                prompt_logprobs = self._score(hidden_states, *map(self._to_device, batch.scoring))
+                prompt_logprobs = self._score(hidden_states, *map(self._to_device, batch.scoring[:2]))
             logits = self.model.compute_logits(hidden_states)
             token_ids, logprobs = self._draw(logits, self._to_device(batch.rows), sampling, batch.extras)
         finally:

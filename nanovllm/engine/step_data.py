@@ -13,6 +13,14 @@ from nanovllm.engine.shaping import ShapingUpdate
 from nanovllm.layers.sampler import TopLogprobs
 
 
+class Scoring(NamedTuple):
+    """Which tokens of the prompts a prefill step scores, sequence by sequence."""
+
+    indices: np.ndarray  # int64 [scored], in the batch, of the tokens before them
+    targets: np.ndarray  # int64 [scored], their ids
+    counts: list[int]  # of each sequence
+
+
 class PrefillBatch(NamedTuple):
     """What a prefill step computes, as the host knows it: all that a rank needs of the sequences."""
 
@@ -27,7 +35,7 @@ class PrefillBatch(NamedTuple):
     extras: int  # what some sequence needs beyond a temperature, see engine/shaping.py
     shaping: ShapingUpdate | None
     block_copies: np.ndarray | None  # int64 [2, blocks], from and to, before anything else
-    scoring: tuple[np.ndarray, np.ndarray] | None  # indices of tokens, and those to be scored as the next
+    scoring: Scoring | None
 
 
 class Drawn(NamedTuple):
@@ -51,7 +59,7 @@ def take_block_copies(sequences: list[Sequence]) -> np.ndarray | None:
     return np.array(copies).T if copies else None
 
 
-def take_scoring(sequences: list[Sequence]) -> tuple[np.ndarray, np.ndarray] | None:
+def take_scoring(sequences: list[Sequence]) -> Scoring | None:
     """PrefillBatch.scoring, which then counts as done."""
     if all(seq.is_scored for seq in sequences):
         return None
@@ -63,17 +71,14 @@ def take_scoring(sequences: list[Sequence]) -> tuple[np.ndarray, np.ndarray] | N
         targets.append(np.array(seq.scored_token_ids[seq.num_scored : end], dtype=np.int64))
         seq.num_scored = max(seq.num_scored, end)
         start += seq.num_scheduled_tokens
-    return np.concatenate(indices), np.concatenate(targets)
+    return Scoring(np.concatenate(indices), np.concatenate(targets), list(map(len, targets)))
 
 
 class StepOutput:
-    """
-    What a step tells, on its way to the host. `scored` says how many tokens of each sequence's prompt it
-    scores.
-    """
+    """What a step tells, on its way to the host."""
 
-    def __init__(self, drawn: Drawn, num_sequences: int, scored: list[int]):
-        self.scored = scored
+    def __init__(self, drawn: Drawn, num_sequences: int, scoring: Scoring | None = None):
+        self._scoring = scoring
         self.tokens = _to_host(drawn.token_ids[:num_sequences])
         self._logprobs = drawn.logprobs and [_to_host(tensor[:num_sequences]) for tensor in drawn.logprobs]
         self._prompt_logprobs = drawn.prompt_logprobs and list(map(_to_host, drawn.prompt_logprobs))
@@ -94,10 +99,10 @@ class StepOutput:
 
     def prompt_logprobs(self) -> list[list[TokenLogprobs]] | None:
         """Of the tokens of each sequence's prompt that this step has scored, if it has; after `token_ids`."""
-        if self._prompt_logprobs is None:
+        if self._scoring is None:
             return None
         rows = iter(_rows_of(self._prompt_logprobs))
-        return [list(itertools.islice(rows, count)) for count in self.scored]
+        return [list(itertools.islice(rows, count)) for count in self._scoring.counts]
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:
