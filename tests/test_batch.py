@@ -523,21 +523,23 @@ def test_a_cluster_that_is_there_gives_each_engine_a_gpu(tmp_path, checkpoint):
     program = (
         "import ray; print(ray.init(num_cpus=3, num_gpus=2).address_info['address'], flush=True); input()"
     )
-    source = write_lines(
-        tmp_path / "in.jsonl", [{"prompt": [i], "max_tokens": 2, "ignore_eos": True} for i in range(40)]
-    )
+    source = write_lines(tmp_path / "in.jsonl", [{"prompt": [i], "ignore_eos": True} for i in range(40)])
     output = tmp_path / "out.jsonl"
     with subprocess.Popen(
-        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", program],
+        env={**os.environ, "RAY_AUTH_MODE": "disabled"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     ) as cluster:
         try:
             options = ["--ray-address", cluster.stdout.readline().strip(), "--device", "auto"]
             with pytest.raises(ValueError, match="--data-parallel 3 .* needs 3 GPUs, but .* has 2"):
-                run_batch(checkpoint, source, output, "--data-parallel", 3, *options)
-            run_batch(checkpoint, source, output, "--data-parallel", 2, *options)
+                run_batch(checkpoint, source, output, "--data-parallel", 3, *options, "--resume")
+            run_batch(checkpoint, source, output, "--data-parallel", 2, *options, "--resume")
         finally:
             cluster.communicate("\n")
-    assert [len(answer["token_ids"]) for answer in read_answers(output)] == [2] * 40
+    assert [len(answer["token_ids"]) for answer in read_answers(output)] == [4] * 40
 
 
 def test_without_ray_the_message_says_what_to_install(tmp_path, checkpoint, monkeypatch):
