@@ -23,8 +23,8 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from nanovllm.batch_files import count_lines, open_output, read_lines
-from nanovllm.batch_lines import Answer, answer, answer_error, read_request
+from nanovllm.batch_files import find_lines, open_output, read_lines
+from nanovllm.batch_lines import Answer, LineError, Request, answer, answer_error, read_request
 from nanovllm.config import Config
 from nanovllm.llm import LLM
 from nanovllm.sampling_params import MAX_SEED, SamplingParams
@@ -37,19 +37,40 @@ that occurs twice is answered twice. A line that cannot be served is answered wi
 nothing. --resume needs the input that the run began with, for lines are known by their numbers."""
 
 
+class _Stderr:
+    """stderr for what ends no run by failing: its reader may be gone, or the disk full that it is sent to."""
+
+    def write(self, text: str) -> None:
+        self._try(lambda: sys.stderr.write(text))
+
+    def flush(self) -> None:
+        self._try(lambda: sys.stderr.flush())
+
+    def _try(self, show: Callable[[], Any]) -> None:
+        try:
+            show()
+        except (OSError, ValueError):  # ValueError where it was closed
+            sys.stderr = open(os.devnull, "w")  # noqa: SIM115  what is left in it would fail again at the exit
+
+    def __getattr__(self, name: str) -> Any:  # tqdm asks for its encoding and width
+        return getattr(sys.stderr, name)
+
+
 class Progress:
     """The progress bar: finished lines, time left, tokens drawn per second, errors."""
 
     def __init__(self, num_lines: int):
         self.num_tokens = self.num_lines = self.num_errors = 0
         self.start = time.time()
-        self.bar = tqdm(total=num_lines, unit="line", desc="Batch", smoothing=0, dynamic_ncols=True)
+        self.bar = tqdm(
+            total=num_lines, unit="line", desc="Batch", smoothing=0, dynamic_ncols=True, file=_Stderr()
+        )
 
     def update(self, answer: Answer) -> None:
         self.num_lines += 1
         self.num_tokens += answer.num_tokens
         self.num_errors += answer.is_error
-        speed = self.num_tokens / (time.time() - self.start)
+        speed = self.num_tokens / self._seconds()
         self.bar.set_postfix_str(f"{speed:.0f}tok/s, {self.num_errors} errors", refresh=False)
         self.bar.update()
 
@@ -59,12 +80,15 @@ class Progress:
 
     def close(self) -> None:
         self.bar.close()
-        seconds = time.time() - self.start
+        seconds = self._seconds()
         print(
             f"{self.num_lines} lines, {self.num_errors} of them errors, {self.num_tokens} tokens in "
             f"{seconds:.1f} s: {self.num_tokens / seconds:.0f} tok/s",
-            file=sys.stderr,
+            file=_Stderr(),
         )
+
+    def _seconds(self) -> float:
+        return max(time.time() - self.start, 1e-3)  # the clock that told `start` may be another host's
 
 
 def read_ahead(items: Iterator[Any], chunk: int = 32, num_chunks: int = 8) -> Iterator[Any]:
@@ -91,20 +115,20 @@ def run(
 ) -> None:
     """Answer all lines with one engine. `report` gets the answers as they are done."""
 
-    def prepare() -> Iterator[tuple[int, Any]]:
+    def prepare() -> Iterator[Answer | tuple[Request, list[int]]]:
         for line, text in lines:
             try:
-                yield line, read_request(llm, line, text, defaults, seed)
-            except ValueError as error:
-                yield line, error
+                yield read_request(llm, line, text, defaults, seed)
+            except LineError as error:  # would keep the whole text while it waits
+                yield answer_error(line, error)
 
     requests = {}  # those that are not finished, by the number that the engine gives them
     numbers = itertools.count()
 
     def feed() -> Iterator[tuple[list[int], SamplingParams]]:
-        for line, prepared in read_ahead(prepare()):
-            if isinstance(prepared, ValueError):
-                report(answer_error(line, prepared))
+        for prepared in read_ahead(prepare()):
+            if isinstance(prepared, Answer):
+                report(prepared)
             else:
                 request, token_ids = prepared
                 requests[next(numbers)] = request
@@ -151,6 +175,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         raise ValueError(f"--seed must be from 0 to {MAX_SEED}, got {args.seed}")
     if args.data_parallel is not None and args.data_parallel < 1:
         raise ValueError(f"--data-parallel must be at least 1, got {args.data_parallel}")
+    if not args.input.is_file():
+        raise ValueError(f"--input {args.input} is no regular file (a pipe will not do: it is read twice)")
     if args.output.exists() and args.output.samefile(args.input):
         raise ValueError(f"--output {args.output} is the --input")
     return args
@@ -168,15 +194,20 @@ def _add_engine_options(group: Any) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
+    if sys.stderr is None:  # else the next file would get its number, and what libraries write to it
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     args = parse_args(argv)
-    with contextlib.closing(open_output(args.output, args.resume)) as output:
-        num_lines = count_lines(args.input, output)
+    done = find_lines(args.input)
+    with contextlib.closing(open_output(args.output, args.resume, done)) as output:
+        num_lines = output.num_missing()
         with contextlib.closing(Progress(num_lines)) as progress:
 
             def report(answer: Answer) -> None:
                 output.write(answer)
                 progress.update(answer)
 
+            if not num_lines:
+                return
             if args.data_parallel is not None:
                 from nanovllm.batch_ray import run_on_ray  # an extra, which takes a second to import
 
@@ -188,10 +219,17 @@ def main(argv: list[str] | None = None) -> None:
                 run(llm, lines, report, args.defaults, args.seed)
 
 
-if __name__ == "__main__":
+def run_command() -> None:
+    """`main`, for a shell: what a user can cause or mend is said in one line."""
     try:
         main()
     except (ValueError, OSError) as error:
         sys.exit(f"nanovllm.batch: {error}")
+    except (RuntimeError, MemoryError) as error:  # a rank has died, or the device's memory is too small
+        sys.exit(f"nanovllm.batch: {str(error) or type(error).__name__}; --resume goes on from here")
     except KeyboardInterrupt:
         sys.exit("nanovllm.batch: interrupted; --resume goes on from here")
+
+
+if __name__ == "__main__":
+    run_command()

@@ -1,6 +1,8 @@
 """The files of a batch: lines read one by one or in spans, answers written so that no end of a run loses or
 doubles any. Files are JSON lines or, by their names, Parquet (which needs pyarrow, part of the `ray` extra).
 
+An input is read twice: first to find its lines (`find_lines`), then to answer them.
+
 A line is appended by one system call, a part of a Parquet folder by one renaming. Only a kill in the middle
 of that call can leave a piece of a last line, which has no line feed and is cut off by resuming.
 """
@@ -12,20 +14,23 @@ import json
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
-from nanovllm.batch_lines import Answer
+from nanovllm.batch_lines import MAX_LINE, Answer
 
 ANSWERS_PER_PART = 4096  # of a Parquet folder
 
 
 class Span(NamedTuple):
-    """Lines that stand together in the input: so many bytes (Parquet: rows) of it, and which to answer."""
+    """
+    So many lines that stand together in the input, from a byte (Parquet: a row) of it on. `done` has a byte
+    for each, 1 where there is nothing to answer; it may be shorter, and is empty where all is to be answered.
+    """
 
     start: int
-    size: int
     first_line: int
-    lines: list[int]
+    num_lines: int
+    done: bytes
 
 
 def is_parquet(path: Path) -> bool:
@@ -33,58 +38,71 @@ def is_parquet(path: Path) -> bool:
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """The lines that are not blank, with their numbers from 1. Only a line feed ends a line of JSON."""
+    """The lines that are not blank, with their numbers from 1."""
     if is_parquet(path):
         batches = _pyarrow("parquet").ParquetFile(path).iter_batches(1024)
         yield from enumerate((_to_line(row) for batch in batches for row in batch.to_pylist()), 1)
         return
     with open(path, "rb") as file:
-        for number, text in enumerate(file, 1):
-            if text.strip():
+        for number, (text, _) in enumerate(_texts(file), 1):
+            if not text.isspace():
                 yield number, text
 
 
-def count_lines(path: Path, output: "Output") -> int:
-    """How many lines there are that the output does not hold."""
+def _texts(file: BinaryIO) -> Iterator[tuple[bytes, int]]:
+    """
+    The lines with their sizes. Only a line feed ends one. Of one that is longer than MAX_LINE only the
+    beginning is kept, which parse_line refuses for its length.
+    """
+    while text := file.readline(MAX_LINE + 1):
+        size, piece = len(text), text
+        while piece and not piece.endswith(b"\n"):
+            piece = file.readline(2**20)
+            size += len(piece)
+        yield text, size
+
+
+def find_lines(path: Path) -> bytearray:
+    """A byte for each line and one for line 0, which there is not: 1 where there is nothing to answer."""
     if is_parquet(path):
-        numbers: Iterable[int] = range(1, _pyarrow("parquet").ParquetFile(path).metadata.num_rows + 1)
-    else:
-        numbers = (number for number, _ in read_lines(path))
-    return sum(not output.holds(number) for number in numbers)
+        return bytearray(b"\1") + bytes(_num_rows(path))
+    done = bytearray(b"\1")
+    with open(path, "rb") as file:
+        for text, _ in _texts(file):
+            done.append(text.isspace())
+    return done
 
 
 def split(path: Path, size: int, output: "Output") -> Iterator[Span]:
     """The lines that the output does not hold, as spans of so many in the order of the input."""
-    start = 0
-    if is_parquet(path):
-        num_rows = _pyarrow("parquet").ParquetFile(path).metadata.num_rows
-        for start in range(0, num_rows, size):
-            lines = range(start + 1, min(start + size, num_rows) + 1)
-            wanted = [line for line in lines if not output.holds(line)]
-            if wanted:
-                yield Span(start, len(lines), start + 1, wanted)
-        return
+    num_lines = len(output.done) - 1
     with open(path, "rb") as file:
-        texts = enumerate(file, 1)
-        while chunk := list(itertools.islice(texts, size)):
-            num_bytes = sum(len(text) for _, text in chunk)
-            wanted = [line for line, text in chunk if text.strip() and not output.holds(line)]
-            if wanted:
-                yield Span(start, num_bytes, chunk[0][0], wanted)
-            start += num_bytes
+        sizes = itertools.repeat(1) if is_parquet(path) else (num_bytes for _, num_bytes in _texts(file))
+        start = 0
+        for first_line in range(1, num_lines + 1, size):
+            count = min(size, num_lines + 1 - first_line)
+            done = bytes(output.done[first_line : first_line + count])
+            if 0 in done:
+                yield Span(start, first_line, count, done.rstrip(b"\0"))
+            start += sum(itertools.islice(sizes, count))
 
 
 def read_span(path: Path, span: Span) -> list[tuple[int, bytes]]:
     """Those of its lines that are to be answered, with their numbers."""
     if is_parquet(path):
-        rows = _rows(path, span.start, span.size)
-        texts: Iterable[bytes] = map(_to_line, rows)
-    else:
-        with open(path, "rb") as file:
-            file.seek(span.start)
-            texts = file.read(span.size).split(b"\n")
-    wanted = set(span.lines)
-    return [(line, text) for line, text in enumerate(texts, span.first_line) if line in wanted]
+        return _wanted(map(_to_line, _rows(path, span.start, span.num_lines)), span)
+    with open(path, "rb") as file:
+        file.seek(span.start)
+        return _wanted((text for text, _ in _texts(file)), span)
+
+
+def _wanted(texts: Iterable[bytes], span: Span) -> list[tuple[int, bytes]]:
+    places = enumerate(itertools.islice(texts, span.num_lines))
+    return [(span.first_line + i, text) for i, text in places if not any(span.done[i : i + 1])]
+
+
+def _num_rows(path: Path) -> int:
+    return _pyarrow("parquet").ParquetFile(path).metadata.num_rows
 
 
 def _rows(path: Path, start: int, size: int) -> list[dict[str, Any]]:
@@ -123,13 +141,13 @@ def _pyarrow(module: str) -> Any:
 
 class Output:
     """
-    The answers there are. `done` has a byte for every input line: 1 for those that the output holds. A lock
-    keeps a second run from answering the same lines.
+    The answers there are. `done` has a byte for every line of the input (see `find_lines`): 1 for those that
+    are blank or that the output holds. A lock keeps a second run from answering the same lines.
     """
 
-    def __init__(self, path: Path, resume: bool):
+    def __init__(self, path: Path, resume: bool, done: bytearray):
         self.path = path
-        self.done = bytearray()
+        self.done = done
         self.file = self._open()
         try:
             self._lock()
@@ -163,27 +181,33 @@ class Output:
                 if not text.endswith(b"\n"):
                     break
                 try:
-                    self.mark(json.loads(text)["line"])
-                except (ValueError, TypeError, KeyError, IndexError):
-                    raise ValueError(
-                        f"--output {self.path} cannot be resumed: its line {number} is no answer"
-                    ) from None
+                    line = json.loads(text)["line"]
+                except (ValueError, TypeError, KeyError, RecursionError):
+                    line = None
+                self._mark_read(line, f"its line {number}")
                 size += len(text)
         os.ftruncate(self.file, size)
 
-    def mark(self, line: int) -> None:
-        if line >= len(self.done):
-            self.done.extend(bytes(max(1024, line + 1 - len(self.done))))
+    def _mark_read(self, line: Any, place: str) -> None:
+        """Mark a line that was read in the output, which may be damaged or of another input."""
+        if type(line) is not int or not 0 < line < len(self.done):
+            raise ValueError(
+                f"--output {self.path} cannot be resumed: {place} is no answer to one of the "
+                f"{len(self.done) - 1} lines of the input"
+            )
         self.done[line] = 1
 
     def holds(self, line: int) -> bool:
-        return line < len(self.done) and self.done[line] == 1
+        return self.done[line] == 1
+
+    def num_missing(self) -> int:
+        return self.done.count(0)
 
     def write(self, answer: Answer) -> None:
         rest = memoryview(answer.text)
         while rest:  # a second call is needed only where a disk is full, and says so then
             rest = rest[os.write(self.file, rest) :]
-        self.mark(answer.line)
+        self.done[answer.line] = 1
 
     def close(self) -> None:
         os.close(self.file)
@@ -195,10 +219,10 @@ class ParquetOutput(Output):
     answers of the part that it has begun, and --resume computes them again.
     """
 
-    def __init__(self, path: Path, resume: bool):
+    def __init__(self, path: Path, resume: bool, done: bytearray):
         self.parquet = _pyarrow("parquet")
         self.answers: list[Answer] = []
-        super().__init__(path, resume)
+        super().__init__(path, resume, done)
 
     def _open(self) -> int:
         self.path.mkdir(exist_ok=True)
@@ -212,19 +236,25 @@ class ParquetOutput(Output):
 
     def _read(self) -> None:
         for part in self._parts():
-            for line in self.parquet.read_table(part, columns=["line"])["line"].to_pylist():
-                self.mark(line)
+            try:
+                lines = self.parquet.read_table(part, columns=["line"])["line"].to_pylist()
+            except (ValueError, KeyError):  # no Parquet file, or none of ours
+                lines = [None]
+            for number, line in enumerate(lines, 1):
+                self._mark_read(line, f"line {number} of its {part.name}")
 
     def write(self, answer: Answer) -> None:
         self.answers.append(answer)
-        self.mark(answer.line)
+        self.done[answer.line] = 1
         if len(self.answers) == ANSWERS_PER_PART:
             self._write_part()
 
     def _write_part(self) -> None:
         answers, self.answers = self.answers, []
         columns = {"line": [a.line for a in answers], "answer": [a.text.decode().strip() for a in answers]}
-        name = f"part-{len(self._parts()):06}.parquet"
+        numbers = (part.stem.removeprefix("part-") for part in self._parts())
+        # After the last one, not by how many there are: one may have been taken away.
+        name = f"part-{max((int(n) + 1 for n in numbers if n.isdecimal()), default=0):06}.parquet"
         unfinished = self.path / f".{name}"
         self.parquet.write_table(_pyarrow("lib").table(columns), unfinished)
         unfinished.replace(self.path / name)
@@ -237,5 +267,5 @@ class ParquetOutput(Output):
             super().close()
 
 
-def open_output(path: Path, resume: bool) -> Output:
-    return (ParquetOutput if is_parquet(path) else Output)(path, resume)
+def open_output(path: Path, resume: bool, done: bytearray) -> Output:
+    return (ParquetOutput if is_parquet(path) else Output)(path, resume, done)

@@ -19,6 +19,7 @@ SAMPLING_FIELDS = {f.name for f in fields(SamplingParams)} | {"max_completion_to
 CHAT_FIELDS = {"tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"}
 # Fields of OpenAI's that change nothing here: the model is the one on the command line.
 IGNORED_FIELDS = {"model", "user", "metadata"}
+MAX_LINE = 64 * 2**20  # bytes, of which the line feed is one
 MAX_MESSAGE = 1000
 PATHS = {"/v1/completions": "prompt", "/v1/chat/completions": "messages"}
 
@@ -64,8 +65,10 @@ def read_request(
     request = parse_line(line, text, defaults, seed)
     try:
         return request, llm.prompts.read(_prompt(llm, request), request.params)
+    except MemoryError:
+        raise  # says nothing of the line: it is left to --resume
     except Exception as error:
-        raise LineError(str(error), request.custom_id) from error
+        raise LineError(str(error) or type(error).__name__, request.custom_id) from error
 
 
 def _prompt(llm: Any, request: Request) -> Any:
@@ -88,15 +91,26 @@ def parse_line(line: int, text: bytes, defaults: dict[str, Any], seed: int | Non
     """
     custom_id = None
     try:
-        content = json.loads(text.decode("utf-8-sig"))
+        if len(text) > MAX_LINE:
+            raise ValueError(f"longer than {MAX_LINE} bytes")
+        content = _DECODER.decode(text.decode("utf-8-sig"))
         if not isinstance(content, dict):
             raise ValueError("a line must be a JSON object")
         custom_id = _read_custom_id(content)
         return _read_request(line, content, defaults, seed)
     except json.JSONDecodeError as error:
         raise LineError(f"not JSON: {error.msg} at column {error.colno}") from error
+    except MemoryError:
+        raise
     except Exception as error:  # a line can hold anything; whatever that leads to must not stop the others
         raise LineError(str(error) or type(error).__name__, custom_id) from error
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"not JSON: {name}")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)  # Python's own reads NaN and Infinity
 
 
 def _read_custom_id(content: dict[str, Any]) -> str | int | None:
@@ -124,6 +138,8 @@ def _read_request(line: int, content: dict[str, Any], defaults: dict[str, Any], 
     chat_options = {name: body[name] for name in CHAT_FIELDS & body.keys()}
     params = read_params(sampling, defaults)
     prompt, messages, model = body.get("prompt"), body.get("messages"), body.get("model")
+    if not isinstance(model, str | None):  # the answer repeats it
+        raise ValueError(f"model must be a text, got {shown(model)}")
     return Request(line, custom_id, is_openai, prompt, messages, params, chat_options, model)
 
 
@@ -170,7 +186,12 @@ def read_params(sampling: dict[str, Any], defaults: dict[str, Any]) -> SamplingP
 def answer(request: Request, result: dict[str, Any], model: str) -> Answer:
     """What a line is answered with, from a result of the engine."""
     content = _openai_answer(request, result, model) if request.is_openai else _plain_answer(request, result)
-    return Answer(request.line, to_json(content), _num_completion_tokens(result), is_error=False)
+    try:
+        text = to_json(content)
+    except ValueError:  # NaN or an infinity, which JSON does not have
+        message = "the answer has log-probabilities that are no finite numbers: the model's logits overflow"
+        return answer_error(request.line, LineError(message, request.custom_id))
+    return Answer(request.line, text, _num_completion_tokens(result), is_error=False)
 
 
 def answer_error(line: int, error: Exception) -> Answer:
@@ -268,5 +289,9 @@ def _num_completion_tokens(result: dict[str, Any]) -> int:
 
 
 def to_json(answer: dict[str, Any]) -> bytes:
-    """A whole line. JSON may hold lone surrogates, which UTF-8 cannot: they are written as escapes."""
-    return json.dumps(answer, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
+    """
+    A whole line. JSON may hold lone surrogates, which UTF-8 cannot: they are written as escapes. Raises
+    ValueError for NaN and infinities.
+    """
+    text = json.dumps(answer, ensure_ascii=False, allow_nan=False)
+    return text.encode("utf-8", "backslashreplace") + b"\n"

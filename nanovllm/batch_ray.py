@@ -46,8 +46,8 @@ class Engine:
         return {"began": [began] * len(answers), **{name: list(column) for name, column in columns}}
 
     def _read(self, fields: tuple[Any, ...]) -> list[tuple[int, bytes]]:
-        start, size, first_line, lines = fields
-        return read_span(self.path, Span(int(start), int(size), int(first_line), list(map(int, lines))))
+        *places, done = fields
+        return read_span(self.path, Span(*map(int, places), bytes(done)))
 
     async def _answer(self, line: int, text: bytes) -> Answer:
         try:
@@ -70,10 +70,8 @@ def run_on_ray(
 ) -> None:
     """
     Answer what `output` does not hold yet with `args.data_parallel` engines. `started` is told when the first
-    engine was there.
+    engine was there. There must be a line to answer.
     """
-    if not num_lines:
-        return
     with _cluster(args):
         size = max(1, min(MAX_SPAN, num_lines // (args.data_parallel * SPANS_PER_ACTOR)))
         # No shuffle: the lines of a span stand together in the input, so that prompts with a common beginning

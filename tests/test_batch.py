@@ -8,14 +8,16 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
 from checkpoints import EXACT, make_checkpoint, one_thread  # noqa: F401
-from nanovllm import LLM, SamplingParams, batch, batch_files
-from nanovllm.batch_files import read_lines
+from nanovllm import LLM, SamplingParams, batch, batch_files, batch_lines
+from nanovllm.batch_files import find_lines, open_output, read_lines, read_span
 from nanovllm.batch_lines import Answer, LineError, parse_line, to_json
+from nanovllm.engine.completions import Logprob
 
 ENGINE = ["--device", "cpu", "--kvcache-block-size", "16", "--num-kvcache-blocks", "200"]
 ROOT = Path(batch.__file__).parents[1]
@@ -113,6 +115,9 @@ BAD_LINES = [
     ({"body": {"prompt": "x"}, "url": "/v1/embeddings"}, "url must be .* got '/v1/embeddings'"),
     ({"body": {"prompt": "x"}, "url": "/v1/chat/completions"}, "url must be"),
     ({"body": {"prompt": "x"}, "method": "GET"}, "method must be"),
+    ({"body": {"prompt": "x", "model": 5}}, "model must be a text, got 5"),
+    ('{"body": {"prompt": "x", "model": NaN}}', "not JSON: NaN"),
+    ('{"prompt": "x", "temperature": -Infinity}', "not JSON: -Infinity"),
 ]
 
 
@@ -125,6 +130,24 @@ def test_a_bad_line_says_what_is_wrong(line, complaint):
 def test_bytes_that_are_no_text_are_a_bad_line():
     with pytest.raises(LineError, match="utf-8"):
         parse_line(1, b'{"prompt": "\xff"}', {})
+
+
+def test_what_says_nothing_of_a_line_is_no_answer_to_it():
+    class Prompts:
+        error: Exception
+
+        def read(self, *_):
+            raise self.error
+
+    class Engine:
+        prompts = Prompts()
+
+    Prompts.error = NotImplementedError()
+    with pytest.raises(LineError, match="NotImplementedError"):
+        batch_lines.read_request(Engine, 1, b'{"prompt": "x"}', {})
+    Prompts.error = MemoryError()
+    with pytest.raises(MemoryError):
+        batch_lines.read_request(Engine, 1, b'{"prompt": "x"}', {})
 
 
 def test_the_seed_of_a_line_depends_on_nothing_but_the_run_and_its_number():
@@ -220,6 +243,18 @@ def test_any_text_that_json_can_hold_is_written(tmp_path):
     assert text.count(b"\n") == 1
 
 
+def test_log_probabilities_that_are_no_numbers_make_an_error_and_no_broken_line():
+    entry = Logprob(float("nan"), 1, "a")
+    result = {"text": "a", "token_ids": [5], "finish_reason": "length", "stop_reason": None}
+    result |= {"logprobs": [{5: entry}], "num_prompt_tokens": 1, "num_cached_tokens": 0}
+    body = {"prompt": "x", "logprobs": 1}
+    for line in ({"custom_id": "a", "body": body}, {"custom_id": "a", **body}):
+        found = batch_lines.answer(parse(line), result, "m")
+        answer = json.loads(found.text, parse_constant=pytest.fail)
+        assert found.is_error and (answer["line"], answer["custom_id"]) == (7, "a")
+        assert "logits overflow" in answer["error"]["message"]
+
+
 # --- files ---
 
 
@@ -261,7 +296,7 @@ def test_an_output_is_never_overwritten(tmp_path, checkpoint, monkeypatch):
     with pytest.raises(ValueError, match="its line 1 is no answer"):
         run_batch(checkpoint, source, output, "--resume")
     assert json.loads(output.read_text()) == {"text": "of something else"}
-    with contextlib.closing(batch_files.Output(tmp_path / "other.jsonl", resume=False)):
+    with contextlib.closing(open_output(tmp_path / "other.jsonl", False, find_lines(source))):
         with pytest.raises(ValueError, match="another run"):
             run_batch(checkpoint, source, tmp_path / "other.jsonl", "--resume")
 
@@ -273,6 +308,99 @@ def test_bad_options_are_named_before_a_model_is_loaded(tmp_path, checkpoint, mo
     with pytest.raises(ValueError, match=options[0].strip("-").replace("-", ".")):
         run_batch(checkpoint, source, tmp_path / "out.jsonl", *options)
     assert os.listdir(tmp_path) == ["in.jsonl"]
+
+
+@pytest.mark.parametrize("kind", ["missing", "a folder", "a pipe"])
+def test_an_input_that_cannot_be_read_twice_is_refused_before_there_is_an_output(tmp_path, checkpoint, kind):
+    source = tmp_path / "in.jsonl"
+    if kind != "missing":
+        (source.mkdir if kind == "a folder" else lambda: os.mkfifo(source))()
+    with pytest.raises(ValueError, match=r"--input .*in\.jsonl is no regular file"):
+        run_batch(checkpoint, source, tmp_path / "out.jsonl")
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_a_run_with_nothing_left_to_answer_loads_no_model(tmp_path, checkpoint, monkeypatch, capsys):
+    monkeypatch.setattr(batch, "LLM", lambda *_, **__: pytest.fail("the model was loaded"))
+    source = write_lines(tmp_path / "in.jsonl", ["", {"prompt": "x"}])
+    output = write_lines(tmp_path / "out.jsonl", [{"line": 2}])
+    for options in ([], ["--data-parallel", 2]):
+        run_batch(checkpoint, source, output, "--resume", *options)
+        assert "0 lines, 0 of them errors" in capsys.readouterr().err
+    assert json.loads(output.read_text()) == {"line": 2}
+
+
+DAMAGED = ["[" * 100_000, "5", "{}", '{"line": "1"}', '{"line": 1.0}', '{"line": true}', '{"line": null}']
+DAMAGED += [f'{{"line": {line}}}' for line in (0, -1, 4, 10**11, "9" * 30, "9" * 5000)]
+
+
+@pytest.mark.parametrize("line", DAMAGED, ids=lambda line: line[:20])
+def test_a_damaged_output_is_not_resumed(tmp_path, line):
+    output = write_lines(tmp_path / "out.jsonl", [{"line": 3}, line])
+    before = output.read_bytes()
+    with pytest.raises(ValueError, match="its line 2 is no answer to one of the 3 lines"):
+        open_output(output, True, bytearray(b"\1\0\0\0"))
+    assert output.read_bytes() == before
+
+
+def test_a_line_that_is_too_long_is_never_held_whole_and_moves_no_number(tmp_path, monkeypatch, answers_of):
+    for module in (batch_files, batch_lines):
+        monkeypatch.setattr(module, "MAX_LINE", 100)
+    fits = '{"prompt": "x"}'.ljust(99)
+    path = write_lines(tmp_path / "in.jsonl", ["x" * 5000, fits, fits + " ", "", "x" * 2**21])
+    path.write_bytes(path.read_bytes() + b"{" * 101)  # without a line feed
+    assert find_lines(path) == b"\1\0\0\0\1\0\0"
+    lines = list(read_lines(path))
+    assert [line for line, _ in lines] == [1, 2, 3, 5, 6] and max(len(text) for _, text in lines) == 101
+    answers = answers_of([text.decode() for _, text in lines])
+    found = [a["error"]["message"] if a.get("error") else "fine" for a in answers]
+    assert found == [f"line {i}: longer than 100 bytes" if i != 2 else "fine" for i in range(1, 6)]
+    with contextlib.closing(open_output(tmp_path / "out.jsonl", False, find_lines(path))) as output:
+        for size in (1, 2, 10):
+            spans = batch_files.split(path, size, output)
+            assert [item for span in spans for item in read_span(path, span)] == lines
+
+
+def test_a_refused_line_that_waits_keeps_nothing_of_its_text(engine, monkeypatch):
+    waiting = []
+
+    def read_all_ahead(items):
+        waiting.extend(items)
+        return waiting
+
+    monkeypatch.setattr(batch, "read_ahead", read_all_ahead)
+    texts = [b"no JSON" * 9000, b'{"prompt": "%s"}' % (b"x" * 9000)]
+    found = []
+    batch.run(engine, enumerate(texts, 1), found.append, {})
+    assert found == waiting and all(isinstance(x, Answer) and len(x.text) < 2000 for x in waiting)
+
+
+@pytest.mark.parametrize("stderr", ["closed", "no longer read", "a full disk"])
+def test_a_run_goes_on_where_its_progress_cannot_be_shown(tmp_path, checkpoint, stderr):
+    source = write_lines(tmp_path / "in.jsonl", [{"prompt": "x", "max_tokens": 2}] * 50)
+    files = ["--model", checkpoint, "--input", source, "--output", tmp_path / "out.jsonl"]
+    command = [sys.executable, "-m", "nanovllm.batch", *map(str, files), *ENGINE]
+    if stderr == "closed":
+        command = ["sh", "-c", 'exec "$@" 2>&-', "sh", *command]
+    reader, pipe = os.pipe()
+    os.close(reader)
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            command, cwd=ROOT, stderr=full if stderr == "a full disk" else pipe, timeout=100
+        )
+    os.close(pipe)
+    assert done.returncode == 0
+    assert [answer["line"] for answer in read_answers(tmp_path / "out.jsonl")] == list(range(1, 51))
+
+
+@pytest.mark.parametrize("error", [RuntimeError("rank 1 has died"), MemoryError()])
+def test_a_run_that_its_machine_ends_says_that_it_can_be_resumed(monkeypatch, error):
+    def fail():
+        raise error
+
+    monkeypatch.setattr(batch, "main", fail)
+    with pytest.raises(SystemExit, match="^nanovllm.batch: (rank 1 has died|MemoryError); --resume goes on"):
+        batch.run_command()
 
 
 @pytest.mark.parametrize("rest", [b"", b"{", b'{"line": 2, "te', b'{"line": 2}'])
@@ -293,8 +421,8 @@ def test_a_process_killed_at_any_moment_leaves_whole_lines(tmp_path):
     path, draw, num_held = tmp_path / "out.jsonl", random.Random(0), 0
     for _ in range(25):
         if (child := os.fork()) == 0:
-            output = batch_files.Output(path, resume=True)
-            for line in range(num_held + 1, 10**9):
+            output = open_output(path, True, bytearray(10**6))
+            for line in range(num_held + 1, 10**6):
                 output.write(Answer(line, to_json({"line": line, "text": "x" * (line % 5000)}), 0, False))
         time.sleep(draw.uniform(0.01, 0.04))
         os.kill(child, signal.SIGKILL)
@@ -408,13 +536,23 @@ def test_spans_hold_the_lines_that_the_output_does_not(tmp_path, size):
     lines = ["", "x", " ", "second \u2028 one", "", *map(str, range(20)), "the last has no line feed"]
     path = tmp_path / "in.jsonl"
     path.write_bytes("\n".join(lines).encode())
-    with contextlib.closing(batch_files.Output(tmp_path / "out.jsonl", resume=False)) as output:
+    with contextlib.closing(open_output(tmp_path / "out.jsonl", False, find_lines(path))) as output:
         for line in (2, 9, 10, 11, 12):
-            output.mark(line)
-        expected = [(line, text.strip(b"\n")) for line, text in read_lines(path) if not output.holds(line)]
+            output.done[line] = 1
+        expected = [(line, text) for line, text in read_lines(path) if not output.holds(line)]
         spans = list(batch_files.split(path, size, output))
-    assert [item for span in spans for item in batch_files.read_span(path, span)] == expected
-    assert max(len(span.lines) for span in spans) <= size
+    assert [item for span in spans for item in read_span(path, span)] == expected
+    assert max(span.num_lines for span in spans) <= size
+
+
+def test_spans_keep_neighbours_together_and_hold_next_to_nothing(tmp_path):
+    """Prompts with a common beginning that stand together meet in one engine, and its prefix cache."""
+    path = write_lines(tmp_path / "in.jsonl", [f"group {i // 40}" for i in range(640)])
+    with contextlib.closing(open_output(tmp_path / "out.jsonl", False, find_lines(path))) as output:
+        spans = list(batch_files.split(path, 40, output))
+    groups = [{text for _, text in read_span(path, span)} for span in spans]
+    assert groups == [{b"group %d\n" % i} for i in range(16)]
+    assert all(span.done == b"" for span in spans)
 
 
 def write_parquet(path: Path, rows: list[dict]) -> Path:
@@ -428,7 +566,8 @@ def write_parquet(path: Path, rows: list[dict]) -> Path:
 def read_parts(folder: Path) -> dict[int, dict]:
     from pyarrow import parquet
 
-    rows = [row for part in sorted(folder.iterdir()) for row in parquet.read_table(part).to_pylist()]
+    parts = sorted(folder.glob("part-*.parquet"))  # beside them a kill may leave one that is not finished
+    rows = [row for part in parts for row in parquet.read_table(part).to_pylist()]
     answers = {row["line"]: json.loads(row["answer"]) for row in rows}
     assert len(answers) == len(rows)
     return answers
@@ -469,11 +608,60 @@ def test_parquet_is_read_and_written_and_resumed(tmp_path, checkpoint, monkeypat
 @pytest.mark.parametrize("size", [1, 6, 50])
 def test_spans_of_a_parquet_file_are_rows_of_its_groups(tmp_path, size):
     path = write_parquet(tmp_path / "in.parquet", [{"prompt": str(i), "n": None} for i in range(20)])
-    with contextlib.closing(batch_files.Output(tmp_path / "out.jsonl", resume=False)) as output:
-        output.mark(5)
+    with contextlib.closing(open_output(tmp_path / "out.jsonl", False, find_lines(path))) as output:
+        output.done[5] = 1
         spans = list(batch_files.split(path, size, output))
-    found = [item for span in spans for item in batch_files.read_span(path, span)]
-    assert found == [(line, text) for line, text in batch_files.read_lines(path) if line != 5]
+    found = [item for span in spans for item in read_span(path, span)]
+    assert found == [(line, text) for line, text in read_lines(path) if line != 5]
+
+
+def write_answers(output: batch_files.Output, lines: Iterable[int]) -> None:
+    for line in lines:
+        output.write(Answer(line, to_json({"line": line}), 0, False))
+    output.close()
+
+
+def test_a_part_of_a_parquet_output_is_never_overwritten(tmp_path, monkeypatch):
+    pytest.importorskip("pyarrow", reason="Parquet files need pyarrow, part of the `ray` extra")
+    monkeypatch.setattr(batch_files, "ANSWERS_PER_PART", 2)
+    folder = tmp_path / "out.parquet"
+    write_answers(open_output(folder, False, bytearray(7)), range(1, 7))
+    (folder / "part-000000.parquet").unlink()
+    output = open_output(folder, True, bytearray(7))
+    assert [output.holds(line) for line in range(1, 7)] == [False] * 2 + [True] * 4
+    write_answers(output, range(1, 3))
+    assert sorted(read_parts(folder)) == list(range(1, 7))
+
+
+def test_a_damaged_parquet_output_is_not_resumed(tmp_path):
+    folder = tmp_path / "out.parquet"
+    folder.mkdir()
+    for rows in ([{"line": 1}, {"line": 4}], [{"line": -1}], [{"line": True}], [{"line": None}], [{"x": 1}]):
+        write_parquet(folder / "part-000000.parquet", rows)
+        complaint = rf"line {len(rows)} of its part-000000\.parquet is no answer"
+        with pytest.raises(ValueError, match=complaint):
+            open_output(folder, True, bytearray(4))
+    (folder / "part-000000.parquet").write_bytes(b"")
+    with pytest.raises(ValueError, match="its part-000000"):
+        open_output(folder, True, bytearray(4))
+
+
+def test_a_parquet_run_that_is_killed_is_resumed_without_a_duplicate_or_a_gap(tmp_path, monkeypatch):
+    pytest.importorskip("pyarrow", reason="Parquet files need pyarrow, part of the `ray` extra")
+    monkeypatch.setattr(batch_files, "ANSWERS_PER_PART", 8)
+    folder, draw, num_lines = tmp_path / "out.parquet", random.Random(0), 20_000
+    kills = 0
+    for _ in range(12):
+        if (child := os.fork()) == 0:
+            output = open_output(folder, True, bytearray(num_lines + 1))
+            write_answers(output, [i for i in range(1, num_lines + 1) if not output.holds(i)])
+            os._exit(0)
+        time.sleep(draw.uniform(0.05, 0.2))
+        os.kill(child, signal.SIGKILL)
+        kills += os.WIFSIGNALED(os.waitpid(child, 0)[1])
+        answers = read_parts(folder)
+        assert sorted(answers) == list(range(1, len(answers) + 1)) and len(answers) % 8 == 0
+    assert kills == 12 and answers
 
 
 def processes_of(name: bytes, mark: str) -> list[int]:
