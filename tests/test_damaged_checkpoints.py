@@ -157,6 +157,51 @@ def test_a_link_among_further_chat_templates_cannot_lead_out(folder, target):
     assert_refused(folder, "leads out of the folder")
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "merges.txt",
+        "tokenizer.model",
+        "source.spm",
+        "additional_chat_templates/a.jinja",
+        "x/tokenizer.1.0.json",
+    ],
+)
+def test_any_file_but_weights_has_a_largest_size(folder, name):
+    (folder / name).parent.mkdir(exist_ok=True)
+    with open(folder / name, "wb") as file:
+        file.truncate(3 << 30)  # sparse
+    edit_json(folder / "tokenizer_config.json", fast_tokenizer_files=["x/tokenizer.1.0.json"])
+    with pytest.raises(ValueError, match=f"{Path(name).name} is larger than"):
+        open_checkpoint(folder).tokenizer()
+
+
+@pytest.mark.parametrize("key", ["vocab", "merges", "source_spm", "target_spm"])
+def test_a_tokenizer_config_cannot_have_a_path_for_the_vocabulary(folder, key):
+    (folder / "tokenizer.json").unlink()
+    (folder / "vocab.json").write_text('{"a": 0, "<unk>": 1}')
+    (folder / "merges.txt").write_text("#version: 0.2\n")
+    os.mkfifo(folder.parent / "outside")  # whoever opens it waits for ever
+    edit_json(
+        folder / "tokenizer_config.json",
+        **{"tokenizer_class": "GPT2Tokenizer", "unk_token": "<unk>", key: str(folder.parent / "outside")},
+    )
+    with pytest.raises(ValueError, match=f"{key} cannot be"):
+        open_checkpoint(folder).tokenizer()
+
+
+@pytest.mark.parametrize("key", ["vocab", "\\u0076oca\\u0062"])
+def test_the_vocabulary_of_a_tokenizer_cannot_be_a_path(folder, key):
+    outside = folder.parent / "outside.txt"
+    outside.write_text("[UNK]\nsecret\n")
+    text = '{"version": "1.0", "added_tokens": [], "model": {"type": "WordPiece", "unk_token": "[UNK]", '
+    text += f'"continuing_subword_prefix": "##", "max_input_chars_per_word": 100, "{key}" : "{outside}"}}}}'
+    (folder / "tokenizer.json").write_text(text)
+    edit_json(folder / "tokenizer_config.json", tokenizer_class="BertTokenizer")
+    with pytest.raises(ValueError, match="tokenizer.json: the vocabulary cannot be the name of a file"):
+        open_checkpoint(folder).tokenizer()
+
+
 @pytest.mark.parametrize("key", ["tokenizer_file", "vocab_file", "fast_tokenizer_files"])
 def test_a_tokenizer_config_cannot_name_files_elsewhere(folder, key):
     outside = folder.parent / "tokenizer.1.0.json"
@@ -194,12 +239,16 @@ def test_the_path_of_a_map_that_nobody_opens_may_stay_in_a_tokenizer_config(fold
         {"rms_norm_eps": float("nan")},
         {"rms_norm_eps": -1},
         {"rms_norm_eps": True},
+        {"rms_norm_eps": 10**39},
+        {"rms_norm_eps": 10**400},
+        {"rope_parameters": {"rope_theta": 10**39}},
+        {"rope_parameters": None, "rope_theta": 10**400},
         {"tie_word_embeddings": "false"},
         {"attention_bias": 0.5},
         {"head_dim": 31},
         {"num_attention_heads": 3, "num_key_value_heads": 2},
     ],
-    ids=str,
+    ids=lambda changes: str(changes)[:50],
 )
 def test_settings_that_make_no_numbers_are_refused(folder, changes):
     edit_json(folder / "config.json", **changes)
@@ -361,6 +410,44 @@ def test_a_panic_of_the_tokenizers_library_is_an_error_like_others(folder, monke
         open_checkpoint(folder).tokenizer()
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "BAAAAPz5pE0="}},
+        {
+            "pre_tokenizer": {
+                "type": "Split",
+                "pattern": {"Regex": "(x+x+)+y"},
+                "behavior": "Isolated",
+                "invert": False,
+            }
+        },
+    ],
+    ids=["normalizer", "pattern"],
+)
+def test_a_panic_while_a_prompt_is_tokenized_is_an_error_that_names_the_tokenizer(folder, changes):
+    edit_json(folder / "tokenizer.json", **changes)
+    with LLM(str(folder), **OPTIONS) as llm:
+        with pytest.raises(ValueError, match=f"prompts.0. cannot be tokenized: the tokenizer of '{folder}'"):
+            llm.generate(["x" * 27], SamplingParams(0, 2), use_tqdm=False)
+        assert llm.generate([[1]], SamplingParams(0, 2, True), use_tqdm=False)
+
+
+def test_a_panic_while_a_text_is_made_is_an_error_that_names_the_tokenizer(folder):
+    edit_json(folder / "tokenizer.json", decoder={"type": "Strip", "content": "b", "start": 0, "stop": 5})
+    with LLM(str(folder), **OPTIONS) as llm:
+        token_id = llm.tokenizer.convert_tokens_to_ids("b")
+        params = SamplingParams(0, 2, True, allowed_token_ids=[token_id])
+        with pytest.raises(ValueError, match=f"{folder}: the tokenizer cannot decode"):
+            llm.decode([token_id])
+        with pytest.raises(ValueError, match=f"{folder}: the tokenizer cannot decode"):
+            llm.generate([[1]], params, use_tqdm=False)
+        with pytest.raises(ValueError, match=f"{folder}: the tokenizer cannot decode"):
+            list(llm.stream([1], params))
+        params = SamplingParams(0, 2, True, detokenize=False)
+        assert llm.generate([[1]], params, use_tqdm=False)
+
+
 def test_a_vocabulary_that_would_take_minutes_to_sort_is_refused():
     tokens = [f"{i:0200}" for i in range(30_000)]
     metadata = {"model": "llama", "tokens": tokens, "scores": [0.0] * len(tokens)}
@@ -413,6 +500,52 @@ def test_a_template_that_never_ends_is_ended(llm, monkeypatch, template):
 def test_a_power_is_refused_before_it_is_computed(llm, template):
     with pytest.raises(ValueError, match=r"conversation 0: it uses \*\*"):
         llm.prompts.read_chats(CHAT, template, **READ)
+
+
+@pytest.mark.parametrize("template", [
+    "{{ 'x' * 1500000000 }}",
+    "{{ '%1500000000d' % 1 }}",
+    "{{ '%*d' % (1500000000, 1) }}",
+    "{{ '%1500000000d'|format(1) }}",
+    "{{ '{:1500000000}'.format(1) }}",
+    "{{ 'x'|center(1500000000) }}",
+    "{{ ['x']|map('center', 1500000000)|list }}",
+    "{{ messages|tojson(indent=0x59682F00) }}",
+    "{% set ns = namespace(x=3) %}{% for _ in range(50) %}{% set ns.x = ns.x * ns.x %}{% endfor %}{{ ns.x }}",
+])  # fmt: skip
+def test_a_template_makes_nothing_huge_in_one_operation(llm, template):
+    with pytest.raises(ValueError, match="conversation 0: it uses .*, which no template needs"):
+        llm.prompts.read_chats(CHAT, template, **READ)
+
+
+def test_a_chat_that_is_too_long_to_tokenize_is_refused(llm, monkeypatch):
+    monkeypatch.setattr(tokenizer, "MAX_TEXT", 1000)
+    with pytest.raises(ValueError, match="conversation 0: it makes a text of 1001 characters; at most 1000"):
+        llm.prompts.read_chats(CHAT, "{{ 'x' * 1001 }}", **READ)
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        (
+            "{% for m in messages * 2 %}{{ (m.role == 'user') == (loop.index0 % 2 == 0) }}{% endfor %}",
+            "TrueFalse",
+        ),
+        ("{{ {'a': 1}|tojson(indent=4) }}", '{\n    "a": 1\n}'),
+        ("{{ 'a\nb'|indent }}{{ 'a\nb'|indent(2, true) }}", "a\n    b  a\n  b"),
+        ("{{ 'a' ~ 1 ~ none ~ nothing }}{{ '-' * 3 }}{{ 2 * 3 + 1 }}", "a1None---7"),
+        ("{{ (messages * 2)|map(attribute='role')|join(', ') }}", "user, user"),
+        ("{{ '+'.join((messages * 2)|map(attribute='role')) }}", "user+user"),
+        ("{{ '%02d of %s' % (7, 2024) }}{{ '%.1f%%'|format(1) }}", "07 of 20241.0%"),
+        ("{{ '{:>3}'.format(1) }}{{ '{{}}'.format() }}", "  1{}"),
+        ("{% macro f(x) %}<{{ x }}>{% endmacro %}{{ f(1) ~ f('a')|upper }}", "<1><A>"),
+        ("{{ 'a</think>b'.split('</think>')[-1].strip().replace('b', 'cc')|trim }}", "cc"),
+        ("{% generation %}{{ messages|length }}{% endgeneration %}{{ 1.25|round(1) }}", "11.2"),
+        ("{{ messages[0] }}", "{'role': 'user', 'content': 'hi'}"),
+    ],
+)
+def test_what_real_templates_do_is_allowed(llm, template, text):
+    assert llm.decode(llm.prompts.read_chats(CHAT, template, **READ)[0]) == text
 
 
 def test_keyword_arguments_are_no_power(llm):

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from nanovllm.utils.tokenizer import tokenizer_errors, toy_tokenizer
+from nanovllm.utils.tokenizer import guard_decode, tokenizer_errors, toy_tokenizer
 
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 
@@ -51,19 +51,24 @@ MAX_BYTES = {
     "tokenizer_config.json": 2**22,
     "special_tokens_map.json": 2**22,
     "added_tokens.json": 2**22,
-    "chat_template.jinja": 2**20,
     "model.safetensors.index.json": 2**24,
     "tokenizer.json": 2**26,
-    "vocab.json": 2**26,
+    ".jinja": 2**20,
+    ".safetensors": math.inf,
 }
+MAX_BYTES_OF_OTHERS = 2**28
 
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 HUB_FILES = ("*.json", "*.jinja", "merges.txt", "vocab.txt", "tokenizer.model")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
-FOLDER_SUFFIXES = (".safetensors", ".json", ".jinja", ".txt", ".model")
+FOLDER_SUFFIXES = (".safetensors", ".json", ".jinja", ".txt", ".model", ".spm", ".codes", ".tokenizer")
 TEMPLATE_FOLDER = "additional_chat_templates"
 # transformers takes any of its classes by name: others read pickles, or ask whether to run the folder's code.
 TOKENIZER_CLASS = re.compile(r"(?!Auto)\w+(Tokenizer|TokenizerFast|Backend)")
+# What some of these classes take for the names of files to open, besides every setting that ends in _file.
+FILE_SETTINGS = ("vocab", "merges", "source_spm", "target_spm")
+# A text where tokenizer.json has its vocabulary, however the key is spelled, is such a name too.
+VOCAB_IS_TEXT = re.compile(rb'"(?:v|\\u0076)(?:o|\\u006[fF])(?:c|\\u0063)(?:a|\\u0061)(?:b|\\u0062)"\s*:\s*"')
 
 
 def open_checkpoint(model: str | os.PathLike, load_format: str = "auto") -> Any:
@@ -112,8 +117,6 @@ class FolderCheckpoint:
         for entry in [*self.folder.iterdir(), *self.folder.glob(f"{TEMPLATE_FOLDER}/*")]:
             if entry.suffix in FOLDER_SUFFIXES:
                 _file_inside(self.folder, str(entry.relative_to(self.folder)))
-                if entry.stat().st_size > MAX_BYTES.get(entry.name, math.inf):
-                    raise ValueError(f"{entry} is larger than {MAX_BYTES[entry.name]} bytes")
             elif entry.is_symlink() and not _leads_inside(self.folder, entry):  # a folder, perhaps
                 raise ValueError(f"{self.folder}: {entry.name!r} leads out of the folder")
         if not (self.folder / "config.json").exists():
@@ -138,7 +141,10 @@ class FolderCheckpoint:
         from transformers import AutoTokenizer
 
         with tokenizer_errors(f"{self.path}: transformers cannot read the tokenizer"):
-            return AutoTokenizer.from_pretrained(self.path, local_files_only=True, trust_remote_code=False)
+            tokenizer = AutoTokenizer.from_pretrained(
+                self.path, local_files_only=True, trust_remote_code=False
+            )
+        return guard_decode(tokenizer, self.path)
 
     def _check_tokenizer_config(self) -> None:
         """Raise ValueError if transformers would open a file elsewhere or use what is no tokenizer."""
@@ -149,13 +155,16 @@ class FolderCheckpoint:
                 raise ValueError(f"{self.path}: tokenizer_class cannot be {name!r:.100}")
         for key, value in settings.items():
             # Many name a special_tokens_map_file on their author's machine, which nobody opens.
-            if key.endswith("_file") and key != "special_tokens_map_file" and value is not None:
+            names_file = key in FILE_SETTINGS or (key.endswith("_file") and key != "special_tokens_map_file")
+            if names_file and value is not None:
                 raise ValueError(f"{file}: {key} cannot be {value!r:.100}; files have fixed names")
         versions = settings.get("fast_tokenizer_files", [])
         if not isinstance(versions, list) or not all(isinstance(name, str) for name in versions):
             raise ValueError(f"{file}: fast_tokenizer_files must be a list of names, got {versions!r:.100}")
-        for name in versions:
-            _file_inside(self.folder, name)
+        stored = [_file_inside(self.folder, name) for name in versions]
+        for file in (self.folder / "tokenizer.json", *stored):
+            if file.exists() and VOCAB_IS_TEXT.search(file.read_bytes()):
+                raise ValueError(f"{file}: the vocabulary cannot be the name of a file")
 
     def generation_config(self) -> dict[str, Any]:
         file = self.folder / "generation_config.json"
@@ -294,7 +303,7 @@ def build_config(source: str | Path, raw: dict[str, Any]) -> SimpleNamespace:
         value = getattr(config, field)
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
             raise ValueError(f"{source}: {field} cannot be {value!r:.100}")
-    if not 0 <= config.rms_norm_eps < math.inf:
+    if not 0 <= config.rms_norm_eps <= 1:
         raise ValueError(f"{source}: rms_norm_eps cannot be {config.rms_norm_eps!r}")
     if config.num_attention_heads % config.num_key_value_heads:
         raise ValueError(
@@ -357,7 +366,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def _file_inside(folder: Path, name: str) -> Path:
-    """A file of the folder by its name. Raises ValueError unless it is a regular file that lies inside."""
+    """A file of the folder by its name. Raises ValueError unless it is regular, inside, and not huge."""
     path = folder / name
     try:
         inside = _leads_inside(folder, path)
@@ -368,6 +377,9 @@ def _file_inside(folder: Path, name: str) -> Path:
         raise ValueError(f"{folder}: {name!r} leads out of the folder")
     if not regular:
         raise ValueError(f"{path} is missing, or is not a regular file")
+    limit = MAX_BYTES.get(path.name, MAX_BYTES.get(path.suffix, MAX_BYTES_OF_OTHERS))
+    if path.stat().st_size > limit:
+        raise ValueError(f"{path} is larger than {limit} bytes")
     return path
 
 
