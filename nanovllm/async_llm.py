@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import queue
 import threading
+import weakref
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -39,6 +40,75 @@ class Request:
             self.loop.call_soon_threadsafe(self.events.put_nowait, event)
 
 
+class Worker:
+    """The engine's thread. It knows nothing of the AsyncLLM, which could not be deleted otherwise."""
+
+    def __init__(self, llm: LLM):
+        self.llm = llm
+        self.inbox: queue.SimpleQueue[tuple[str, Request] | None] = queue.SimpleQueue()
+        self.requests: list[Request] = []
+        self.thread = threading.Thread(target=self.run, daemon=True)
+        self.thread.start()
+
+    def stop(self) -> None:
+        """End the engine, and every request under way with a RuntimeError."""
+        self.inbox.put(None)
+        if threading.current_thread() is self.thread:  # the garbage collector came by; `llm` goes with it
+            return
+        self.thread.join()
+        self.llm.exit()
+        while not self.inbox.empty():  # came too late
+            if (command := self.inbox.get()) is not None:
+                command[1].report(RuntimeError(SHUT_DOWN))
+
+    def run(self) -> None:
+        """Do what the inbox says, step, tell the requests what is new; sleep when all is done."""
+        if self.llm.model_runner.device.type == "cuda":
+            torch.cuda.set_device(self.llm.model_runner.device)
+        while True:
+            try:
+                with contextlib.suppress(queue.Empty):
+                    while (command := self.inbox.get(block=self.llm.is_finished())) is not None:
+                        self.do(*command)
+                    self.fail(RuntimeError(SHUT_DOWN))
+                    return
+                self.llm.step()
+                self.report()
+            except BaseException as error:
+                with contextlib.suppress(Exception):  # if that fails too, so will the next step
+                    self.llm._clear()
+                self.fail(error)
+
+    def do(self, command: str, request: Request) -> None:
+        if command == "add":
+            self.requests.append(request)  # first of all: whatever goes wrong now must reach it
+            request.sequences = self.llm._enqueue_all(request.token_ids, request.params)
+            if request.wants_text:
+                request.text = GrowingText(self.llm.tokenizer, request.sequences[0])
+        elif request in self.requests:
+            self.requests.remove(request)
+            for seq in request.sequences:
+                self.llm.abort(seq.seq_id)
+
+    def report(self) -> None:
+        finished, unfinished = [], []
+        for request in self.requests:
+            if request.text is not None and (piece := request.text.look()):
+                request.report(piece)
+            is_finished = all(seq.is_finished for seq in request.sequences)
+            (finished if is_finished else unfinished).append(request)
+        self.requests = unfinished
+        for request in finished:
+            request.report(make_result(self.llm.tokenizer, request.sequences))
+        for request in [request for request in unfinished if request.loop.is_closed()]:
+            self.do("abort", request)
+
+    def fail(self, error: BaseException) -> None:
+        requests, self.requests = self.requests, []
+        for request in requests:
+            request.report(error)
+
+
 class AsyncLLM:
     """
     `AsyncLLM(model, **options)`: options are those of `LLM`. Requests of any number of tasks run together.
@@ -49,10 +119,8 @@ class AsyncLLM:
 
     def __init__(self, model: str, **options: Any):
         self.llm = LLM(model, **options)
-        self._inbox: queue.SimpleQueue[tuple[str, Request] | None] = queue.SimpleQueue()
-        self._requests: list[Request] = []
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
+        self._worker = Worker(self.llm)
+        self._end = weakref.finalize(self, self._worker.stop)  # also when the program ends
 
     async def generate(
         self, prompt: Prompt, sampling_params: SamplingParams = SamplingParams()
@@ -78,9 +146,10 @@ class AsyncLLM:
         request = Request(self.llm.prompts.read(prompt, params), params, wants_text)
         if wants_text:
             self.llm.prompts.check_streamable(params)
-        self._inbox.put(("add", request))
+        self._worker.inbox.put(("add", request))
         event: str | dict | BaseException = ""
         try:
+            self.llm._check_usable()  # if it was shut down meanwhile, nobody may have seen the request
             while isinstance(event, str):
                 event = await request.events.get()
                 if isinstance(event, BaseException):
@@ -88,64 +157,14 @@ class AsyncLLM:
                 yield event
         finally:
             if isinstance(event, str):  # left before the end
-                self._inbox.put(("abort", request))
+                self._worker.inbox.put(("abort", request))
 
     def exit(self) -> None:
         """End the engine, and every request under way with a RuntimeError. May be called twice."""
-        self._inbox.put(None)
-        self._thread.join()
-        self.llm.exit()
-        while not self._inbox.empty():  # came too late
-            if (command := self._inbox.get()) is not None:
-                command[1].report(RuntimeError(SHUT_DOWN))
+        self._end()
 
     def __enter__(self) -> "AsyncLLM":
         return self
 
     def __exit__(self, *_: Any) -> None:
         self.exit()
-
-    def _run(self) -> None:
-        """The thread: do what the inbox says, step, tell the requests what is new; sleep when all is done."""
-        if self.llm.model_runner.device.type == "cuda":
-            torch.cuda.set_device(self.llm.model_runner.device)
-        while True:
-            try:
-                with contextlib.suppress(queue.Empty):
-                    while (command := self._inbox.get(block=self.llm.is_finished())) is not None:
-                        self._do(*command)
-                    self._fail(RuntimeError(SHUT_DOWN))
-                    return
-                self.llm.step()
-                self._report()
-            except BaseException as error:
-                with contextlib.suppress(Exception):  # if that fails too, so will the next step
-                    self.llm._clear()
-                self._fail(error)
-
-    def _do(self, command: str, request: Request) -> None:
-        if command == "add":
-            self._requests.append(request)  # first of all: whatever goes wrong now must reach it
-            request.sequences = self.llm._enqueue_all(request.token_ids, request.params)
-            if request.wants_text:
-                request.text = GrowingText(self.llm.tokenizer, request.sequences[0])
-        elif request in self._requests:
-            self._requests.remove(request)
-            for seq in request.sequences:
-                self.llm.abort(seq.seq_id)
-
-    def _report(self) -> None:
-        finished, unfinished = [], []
-        for request in self._requests:
-            if request.text is not None and (piece := request.text.look()):
-                request.report(piece)
-            is_finished = all(seq.is_finished for seq in request.sequences)
-            (finished if is_finished else unfinished).append(request)
-        self._requests = unfinished
-        for request in finished:
-            request.report(make_result(self.llm.tokenizer, request.sequences))
-
-    def _fail(self, error: BaseException) -> None:
-        requests, self._requests = self._requests, []
-        for request in requests:
-            request.report(error)

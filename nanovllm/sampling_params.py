@@ -12,6 +12,7 @@ from nanovllm.utils.refusals import check_bool, find_surrogate, shown
 
 MAX_SEED = 2**63 - 1
 MAX_TOKENS = 2**31 - 1
+MAX_N = 16_384
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 100.0
 
@@ -29,7 +30,7 @@ class SamplingParams:
     n:                          completions of the prompt; each draws for itself, with a seed of its own.
     stop:                       a text or several that end the completion, which then ends before it.
     stop_token_ids:             token ids that end the completion, whose text then ends before it.
-    include_stop_str_in_output: leave in the text what ended it by `stop` or `stop_token_ids`.
+    include_stop_str_in_output: leave in the text what ended it, be it a text or a token.
     min_tokens:                 before so many tokens nothing but `max_tokens` ends the completion.
     logprobs:                   tell the log-probabilities of each drawn token and of so many likeliest ones.
     prompt_logprobs:            the same for the prompt's tokens.
@@ -77,8 +78,8 @@ class SamplingParams:
     def __post_init__(self) -> None:
         self._check(_is_number(self.temperature), "temperature", "a number")
         self._check(self.temperature >= 0, "temperature", "finite and at least 0 (0 is greedy)")
-        for name in ("max_tokens", "n"):
-            self._check(_is_integer(getattr(self, name), 1, MAX_TOKENS), name, "an integer of at least 1")
+        self._check(_is_integer(self.max_tokens, 1, MAX_TOKENS), "max_tokens", "an integer of at least 1")
+        self._check(_is_integer(self.n, 1, MAX_N), "n", f"an integer from 1 to {MAX_N}")
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"):
             check_bool(getattr(self, name), name)
         self._check(_is_number(self.top_p, 0, 1) and self.top_p > 0, "top_p", "above 0 and at most 1")

@@ -1,7 +1,11 @@
 """The asyncio front: any number of tasks share one engine, come and go as they like, and get their tokens."""
 
 import asyncio
+import gc
 import random
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from test_engine import assert_empty
@@ -45,7 +49,7 @@ async def collect(stream) -> str:
 async def idle(engine: AsyncLLM) -> None:
     """Until the thread has done what it was told."""
     deadline = asyncio.get_running_loop().time() + 10
-    while not (engine.llm.is_finished() and not engine._requests and engine._inbox.empty()):
+    while not (engine.llm.is_finished() and not engine._worker.requests and engine._worker.inbox.empty()):
         assert asyncio.get_running_loop().time() < deadline
         await asyncio.sleep(0.005)
 
@@ -148,6 +152,64 @@ def test_an_exception_of_the_engine_reaches_all_and_leaves_it_usable(engine, mon
     asyncio.run(run())
 
 
+def test_a_request_that_comes_while_exit_is_under_way_is_told(folder, monkeypatch):
+    engine = AsyncLLM(folder, **OPTIONS)
+    read = engine.llm.prompts.read
+
+    def read_and_exit(*args):
+        engine.exit()
+        return read(*args)
+
+    monkeypatch.setattr(engine.llm.prompts, "read", read_and_exit)
+    with pytest.raises(RuntimeError, match=r"exit\(\)"):
+        asyncio.run(asyncio.wait_for(engine.generate([1], GREEDY), 10))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of the task that never ends
+def test_a_loop_that_is_closed_takes_its_requests_with_it(engine):
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(engine.generate([1], SamplingParams(0, 400, True)))
+    loop.run_until_complete(asyncio.sleep(0.05))
+    assert engine._worker.requests
+    task._log_destroy_pending = False
+    loop.close()
+    asyncio.run(idle(engine))
+    assert engine.llm.stats()["num_generated_tokens"] < 400
+
+
+def test_an_engine_that_is_deleted_ends_its_thread(folder):
+    engine = AsyncLLM(folder, **OPTIONS)
+    asyncio.run(engine.generate([1], GREEDY))
+    worker = engine._worker
+    del engine
+    gc.collect()
+    assert not worker.thread.is_alive() and worker.llm.model_runner is None
+
+
+PROGRAM = """
+import asyncio
+from nanovllm import AsyncLLM, SamplingParams
+engine = AsyncLLM({folder!r}, **{options!r})
+async def main():
+    async for piece in engine.stream([1, 2] * 20, SamplingParams(0, 400, True)):
+        break
+    {ending}
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("ending, status", [("pass", 0), ("raise SystemExit(3)", 3)])
+def test_a_program_may_end_with_requests_under_way(tmp_path, ending, status):
+    sizes = dict(hidden_size=512, intermediate_size=1024, num_hidden_layers=6)  # a step takes milliseconds
+    folder = make_checkpoint(tmp_path, "qwen3", vocab_size=257, **sizes)
+    program = PROGRAM.format(folder=str(folder), options=OPTIONS, ending=ending)
+    root = Path(__file__).parents[1]
+    result = subprocess.run(
+        [sys.executable, "-c", program], cwd=root, capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode == status, result.stderr
+
+
 def test_exit_ends_the_requests_under_way(folder):
     engine = AsyncLLM(folder, **OPTIONS)
 
@@ -162,4 +224,4 @@ def test_exit_ends_the_requests_under_way(folder):
 
     asyncio.run(run())
     engine.exit()
-    assert not engine._thread.is_alive()
+    assert not engine._worker.thread.is_alive()

@@ -15,7 +15,7 @@ from nanovllm.engine.completions import GrowingText
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checkpoint import open_checkpoint
-from nanovllm.utils.detokenizer import INCOMPLETE
+from nanovllm.utils.detokenizer import INCOMPLETE, Detokenizer
 
 CORPUS = ["the quick brown fox", "naïve café", "日本語のテキスト", "a  b\n\n  c", "👍🏽 emoji 👩\u200d👩"] * 3
 
@@ -126,3 +126,12 @@ def test_a_character_is_shown_when_no_later_byte_can_spoil_it():
     assert grow(tokenizer, [*euro, after])[0] == ["a", "", "", "", "€b"]
     pieces, _ = grow(tokenizer, [*spoilt, after])
     assert "".join(pieces) == tokenizer.decode([*spoilt, after]) == "a" + 4 * INCOMPLETE + "b"
+
+
+def test_tokens_without_a_text_are_not_looked_at_again(tokenizer, monkeypatch):
+    text = Detokenizer(tokenizer)
+    text.add(tokenizer.encode("ab", add_special_tokens=False))
+    monkeypatch.setattr(text, "_decode", None)
+    before, shown = text.num_tokens, text.text
+    text.add([tokenizer.eos_token_id] * 5)
+    assert text.num_tokens == before + 5 and text.text == shown

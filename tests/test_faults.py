@@ -48,7 +48,7 @@ METHODS = {
     "state": ["changes", "apply", "next_inputs", "feed"],
     "shaping": ["update", "write", "apply", "remember"],
     "model": ["forward", "compute_logits"],
-    "engine": ["_enqueue", "step", "_launch", "_collect", "_check_stop_texts"],
+    "engine": ["_enqueue", "_step", "_launch", "_collect", "_check_stop_texts"],
     "output": ["token_ids", "logprobs", "prompt_logprobs"],
     "text": ["find_stop"],
     "results": ["record_logprobs", "make_result"],

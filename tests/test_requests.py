@@ -55,6 +55,10 @@ def test_an_end_of_sequence_token_is_a_stop_without_a_reason(llm, monkeypatch):
     [result] = llm.generate([PROMPT], SamplingParams(0, 20), use_tqdm=False)
     assert result["token_ids"] == free[: place + 1]
     assert result["finish_reason"] == "stop" and result["stop_reason"] is None
+    for included, last in ((False, place), (True, place + 1)):
+        params = SamplingParams(0, 20, include_stop_str_in_output=included, skip_special_tokens=False)
+        [result] = llm.generate([PROMPT], params, use_tqdm=False)
+        assert result["text"] == llm.tokenizer.decode(free[:last])
 
 
 @pytest.mark.parametrize("max_tokens", [20, None], ids=["", "at the last token allowed"])
@@ -110,6 +114,7 @@ def test_the_stop_text_that_comes_first_is_the_one_that_counts(llm, says):
 
 
 def test_a_stop_text_that_does_not_come_changes_nothing(llm):
+    generate(llm, temperature=0, max_tokens=20)  # fills the cache
     free = generate(llm, temperature=0, max_tokens=20)
     assert generate(llm, temperature=0, max_tokens=20, stop="never\n seen") == free
 
@@ -220,7 +225,7 @@ def test_text_is_made_as_asked(llm, monkeypatch):
         llm.model_runner.model, "compute_logits", lambda hidden: torch.eye(257)[[256] * min(len(hidden), 1)]
     )
     for skip, text in ((True, ""), (False, "<|end|>")):
-        params = SamplingParams(0, 5, skip_special_tokens=skip)
+        params = SamplingParams(0, 5, skip_special_tokens=skip, include_stop_str_in_output=True)
         assert llm.generate([[1]], params, use_tqdm=False)[0]["text"] == text
 
 
@@ -288,6 +293,45 @@ def test_an_iterator_that_is_left_early_drops_what_is_left(llm, how):
     if how == "closed":
         results.close()
     del results, pieces
+    assert len(generate(llm, temperature=0, max_tokens=5)["token_ids"]) == 5
+
+
+@pytest.mark.parametrize("how", ["close", "go on", "forget"])
+@pytest.mark.parametrize("kind", ["generate_iter", "generate_from", "stream"])
+def test_an_iterator_that_has_done_its_work_leaves_later_calls_alone(llm, kind, how):
+    first = {
+        "generate_iter": lambda: llm.generate_iter([PROMPT], SamplingParams(0, 3, True)),
+        "generate_from": lambda: llm.generate_from([(PROMPT, SamplingParams(0, 3, True))]),
+        "stream": lambda: llm.stream(PROMPT, SamplingParams(0, 1, True, allowed_token_ids=[65])),
+    }[kind]()
+    next(first)
+    expected = tokens_of(llm.generate([[1], [2]], SamplingParams(0, 9, True), use_tqdm=False))
+    later = llm.generate_iter([[1], [2]], [SamplingParams(0, 3, True), SamplingParams(0, 9, True)])
+    found = [next(later)]
+    if how == "close":
+        first.close()
+    elif how == "go on" and kind == "generate_from":  # it would take more
+        with pytest.raises(RuntimeError, match="another call"):
+            next(first)
+    elif how == "go on":
+        assert list(first) == []
+    del first
+    found += later
+    assert [i for i, _ in found] == [0, 1] and found[1][1]["token_ids"] == expected[1]
+
+
+def test_an_iterator_shares_the_engine_with_nobody(llm):
+    results = llm.generate_iter([PROMPT, [1]], [SamplingParams(0, 20, True), SamplingParams(0, 3, True)])
+    found = [next(results)]
+    for use in (llm.step, lambda: llm.add_request([1], SamplingParams())):
+        with pytest.raises(RuntimeError, match="busy with the unfinished requests of another call"):
+            use()
+    found += results
+    assert [(i, len(result["token_ids"])) for i, result in found] == [(1, 3), (0, 20)]
+    request_id = llm.add_request([1], SamplingParams(0, 5))
+    with pytest.raises(RuntimeError, match="idle"):
+        next(llm.generate_from([([1], SamplingParams())]))
+    llm.abort(request_id)  # which nobody need be told
     assert len(generate(llm, temperature=0, max_tokens=5)["token_ids"]) == 5
 
 
@@ -448,6 +492,8 @@ def test_stats_count_what_was_done(engine):
     engine.scheduler.clear()
     before = engine.stats()
     engine.generate([PROMPT, PROMPT, [1]], SamplingParams(0, 10, True), use_tqdm=False)
+    if engine._overlap:  # a step that was under way when its token was not wanted any more
+        assert engine.stats()["num_generated_tokens"] == before["num_generated_tokens"] + 30
     after = engine.stats()
     grown = {name: after[name] - before[name] for name in after if name.startswith("num")}
     assert grown == {

@@ -18,7 +18,7 @@ from test_sampling import RANDOM_SEEDS, assert_follows
 from checkpoints import EXACT, load_reference, make_checkpoint, one_thread  # noqa: F401
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.shaping import Shaping
+from nanovllm.engine.shaping import BAN, Shaping
 from nanovllm.kernels.filtering import filter_thresholds_torch
 from nanovllm.layers.sampler import Sampler
 
@@ -385,13 +385,64 @@ def test_tables_that_grow_keep_what_they_held():
     for position, token_id in ((2, 3), (3, 4)):
         shaping.remember(torch.tensor([0]), torch.tensor([position]), torch.tensor([token_id]), 2)
     expected = torch.zeros(50)
-    expected[[5, 7]], expected[9] = -math.inf, 2.0
+    expected[[5, 7]], expected[9] = BAN, 2.0
     assert torch.equal(shaped(0), expected)
     begin(1, [[*range(20)], *([i] for i in range(30, 40))], logit_bias={i: 1.0 for i in range(20)})
     assert torch.equal(shaped(0), expected)
-    assert shaped(1)[30:40].isinf().all() and torch.equal(shaped(1)[:20], torch.ones(20))
+    assert (shaped(1)[30:40] == BAN).all() and torch.equal(shaped(1)[:20], torch.ones(20))
     begin(0, [[3, 4, 5]])
     assert not shaped(0).any(), "what an earlier sequence drew in this row counts for the next"
+
+
+def test_a_table_that_finds_no_memory_is_not_wanted_again(folder, monkeypatch):
+    def fail(most: int, width: int) -> bool:
+        if most > 64:
+            raise torch.OutOfMemoryError("there is none left")
+        return make_rules(most, width)
+
+    with LLM(str(folder), **EXACT, num_kvcache_blocks=60) as llm:
+        make_rules = llm.model_runner.shaping._make_rules
+        expected = generate(llm, bad_words=["x"])
+        monkeypatch.setattr(llm.model_runner.shaping, "_make_rules", fail)
+        with pytest.raises(torch.OutOfMemoryError, match="there is none left"):
+            generate(llm, logit_bias=dict.fromkeys(range(200), 1.0))
+        assert generate(llm, bad_words=["x"])["token_ids"] == expected["token_ids"]
+
+
+# --- the edges of what there is ---
+
+
+@pytest.mark.parametrize("temperature", [0, 1.0, 1e39])
+def test_what_is_allowed_comes_first_even_if_all_of_it_is_banned(llm, temperature):
+    [a] = llm.encode("a")
+    params = dict(allowed_token_ids=[a], temperature=temperature, max_tokens=5)
+    assert generate(llm, **params, bad_words=["aa"])["token_ids"] == [a] * 5
+    assert generate(llm, **params, bad_words=["a"])["token_ids"] == [a] * 5
+    with pytest.raises(ValueError, match="min_tokens=3 is not reached: each of allowed_token_ids"):
+        generate(llm, allowed_token_ids=[a, 256], stop_token_ids=[a, 256], min_tokens=3)
+
+
+@pytest.mark.parametrize("top_p", [1e-46, 1e-300])
+def test_the_smallest_share_there_is_is_that_of_the_best_token(llm, top_p):
+    greedy = generate(llm)["token_ids"]
+    assert generate(llm, temperature=1.0, top_p=top_p)["token_ids"] == greedy
+
+
+def test_a_word_of_tokens_that_the_model_never_draws_bans_nothing(tmp_path):
+    folder = make_checkpoint(tmp_path, "qwen3", seed=1, vocab_size=200)
+    with LLM(str(folder), **EXACT, num_kvcache_blocks=60) as llm:
+        assert max(llm.tokenizer.encode("à", add_special_tokens=False)) >= 200
+        assert generate(llm, bad_words=["à"])["token_ids"] == generate(llm)["token_ids"]
+
+
+def test_filters_do_not_depend_on_the_default_dtype(engine):
+    params = dict(temperature=1.0, top_k=5, top_p=0.9, min_p=0.01, seed=1)
+    expected = generate(engine, **params)["token_ids"]
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert generate(engine, **params)["token_ids"] == expected
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 # --- log-probabilities ---

@@ -32,7 +32,7 @@ def completion_text(tokenizer: Any, seq: Sequence) -> str:
         return ""
     if seq.text is not None:
         return seq.text
-    if seq.stop_reason is not None and not params.include_stop_str_in_output:
+    if seq.finish_reason == "stop" and not params.include_stop_str_in_output:
         token_ids = token_ids[:-1]
     return tokenizer.decode(token_ids, skip_special_tokens=params.skip_special_tokens)
 
@@ -52,7 +52,7 @@ def make_result(tokenizer: Any, completions: list[Sequence]) -> dict[str, Any]:
     first = completions[0]
     prompt = {
         "num_prompt_tokens": first.num_prompt_tokens,
-        "num_cached_tokens": first.num_prompt_tokens_cached,
+        "num_cached_tokens": first.num_prompt_tokens_cached or 0,  # None: never admitted
     }
     if (count := first.sampling_params.prompt_logprobs) is not None:
         described = _describe(tokenizer, first.prompt_token_ids[1:], first.prompt_logprobs, count)
@@ -97,7 +97,7 @@ class GrowingText:
         """
         params, num_old = self.seq.sampling_params, self.pieces.num_settled
         text = self._read()
-        if len(self.pieces.token_ids) < params.min_tokens:
+        if self.pieces.num_tokens < params.min_tokens:
             return None
         starts = {stop: text.find(stop, max(0, num_old - len(stop) + 1)) for stop in params.stop}
         found = [(start, stop) for stop, start in starts.items() if start >= 0]
@@ -122,5 +122,5 @@ class GrowingText:
         return piece
 
     def _read(self) -> str:
-        self.pieces.add(self.seq.token_ids[self.seq.num_prompt_tokens + len(self.pieces.token_ids) :])
+        self.pieces.add(self.seq.token_ids[self.seq.num_prompt_tokens + self.pieces.num_tokens :])
         return self.pieces.text

@@ -72,6 +72,7 @@ class LLMEngine:
         self._requests: dict[int, Sequence] = {}  # those that are not finished, by seq_id
         self._texts: dict[int, GrowingText] = {}  # of those with stop texts
         self._aborted: list[Sequence] = []  # for the next step to report
+        self._owner: object = None  # the call that the unfinished requests are of; None is add_request
         self._counts = Counter()
 
     def _start_runner(self) -> ModelRunner:
@@ -117,7 +118,7 @@ class LLMEngine:
         """
         Queue one request and return its id. Raises ValueError, changing nothing, if it cannot be served.
         """
-        self._check_usable()
+        self._own()
         token_ids = self.prompts.read(prompt, sampling_params)
         if sampling_params.n > 1:
             raise ValueError(f"add_request makes one completion of a prompt, got n={sampling_params.n}")
@@ -150,6 +151,10 @@ class LLMEngine:
         before it computed (the first returns nothing), so that the device never waits for the host. Aborted
         requests are returned by the next step.
         """
+        self._own()
+        return self._step()
+
+    def _step(self) -> tuple[list[tuple[int, list[int]]], int]:
         self._check_usable()
         start = time.perf_counter()
         sequences, is_prefill = self.scheduler.schedule()
@@ -170,6 +175,7 @@ class LLMEngine:
         token_ids = step.output.token_ids()
         self._check_usable()  # where a rank has failed the tokens are worthless
         record_logprobs(step.sequences, step.drawing, step.output)
+        self._counts["generated"] += sum(not seq.is_finished for seq in step.drawing)
         finished = self.scheduler.postprocess(step.sequences, token_ids, step.drawing)
         if self._texts:
             finished = self._check_stop_texts(step.drawing, finished)
@@ -178,7 +184,6 @@ class LLMEngine:
             self._counts["finished"] += 1
             self._counts["prompt"] += seq.num_prompt_tokens
             self._counts["cached"] += seq.num_prompt_tokens_cached
-        self._counts["generated"] += len(step.drawing)
         return finished, step.num_tokens
 
     def _check_stop_texts(self, drawing: list[Sequence], finished: list[Sequence]) -> list[Sequence]:
@@ -277,7 +282,7 @@ class LLMEngine:
     def _generate(
         self, requests: list[tuple[list[int], SamplingParams]], use_tqdm: bool
     ) -> Iterator[tuple[int, dict[str, Any]]]:
-        self._check_idle()
+        owner = self._begin()
         try:
             groups = [self._enqueue_all(*request) for request in requests]
             index = {seq.seq_id: i for i, group in enumerate(groups) for seq in group}
@@ -288,7 +293,7 @@ class LLMEngine:
                 if not num_left[i]:
                     yield i, make_result(self.tokenizer, groups[i])
         except BaseException:
-            self._clear()
+            self._drop(owner)
             raise
 
     def generate_from(
@@ -299,13 +304,14 @@ class LLMEngine:
         while fewer than `max_unfinished` completions (default: twice max_num_seqs) are queued or running. A
         bad request is a ValueError when its turn comes.
         """
-        self._check_idle()
+        owner = self._begin()
         limit = 2 * self.config.max_num_seqs if max_unfinished is None else max_unfinished
         if isinstance(limit, bool) or not isinstance(limit, Integral) or limit < 1:
             raise ValueError(f"max_unfinished must be an integer of at least 1, got {shown(limit)}")
         coming, groups = enumerate(requests), {}  # the second by seq_id: (index, all completions)
         try:
             while True:
+                self._own(owner)
                 while len(self._requests) < limit and (numbered := next(coming, None)) is not None:
                     i, request = numbered
                     if not isinstance(request, tuple) or len(request) != 2:
@@ -315,14 +321,14 @@ class LLMEngine:
                     prompt, params = request
                     group = self._enqueue_all(self.prompts.read(prompt, params, f"prompts[{i}]"), params)
                     groups.update({seq.seq_id: (i, group) for seq in group})
-                if self.is_finished():
-                    return
-                for seq_id, _ in self.step()[0]:
+                if not groups:
+                    return self._finish_steps()
+                for seq_id, _ in self._step()[0]:
                     i, group = groups.pop(seq_id)
                     if not any(seq.seq_id in groups for seq in group):
                         yield i, make_result(self.tokenizer, group)
         except BaseException:
-            self._clear()
+            self._drop(owner)
             raise
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams = SamplingParams()) -> Iterator[str]:
@@ -336,15 +342,17 @@ class LLMEngine:
         return self._stream(token_ids, sampling_params)
 
     def _stream(self, token_ids: list[int], params: SamplingParams) -> Iterator[str]:
-        self._check_idle()
+        owner = self._begin()
         try:
             text = GrowingText(self.tokenizer, self._enqueue(token_ids, params))
-            while not self.is_finished():
-                self.step()
+            while not text.seq.is_finished:
+                self._step()
+                if text.seq.is_finished:
+                    self._finish_steps()
                 if piece := text.look():
                     yield piece
         except BaseException:
-            self._clear()
+            self._drop(owner)
             raise
 
     def score(self, prompts: Prompt | list[Prompt], use_tqdm: bool = True) -> list[dict[str, Any]]:
@@ -355,9 +363,9 @@ class LLMEngine:
                            first
           logprob          their sum, the log-likelihood of the text
         """
-        self._check_idle()
         check_bool(use_tqdm, "use_tqdm")
         texts = self.prompts.read_texts(prompts)
+        self._begin()
         try:
             scored = [self._enqueue_scoring(token_ids) for token_ids in texts]
             for _ in self._run_to_end(sum(seq is not None for seq in scored), use_tqdm):
@@ -433,7 +441,7 @@ class LLMEngine:
 
     def _clear(self) -> None:
         """Drop every request."""
-        self._under_way = None
+        self._under_way = self._owner = None
         self._requests.clear()
         self._texts.clear()
         self._aborted.clear()
@@ -444,22 +452,50 @@ class LLMEngine:
             self.model_runner.call("reset")
 
     def _run_to_end(self, num_requests: int, use_tqdm: bool) -> Iterator[int]:
-        """Step until no request is left, yielding the ids of those that finish; shows progress and speed."""
+        """Step until they all are finished, yielding their ids as they are; shows progress and speed."""
         speed = {"Prefill": "-", "Decode": "-"}
         with tqdm(total=num_requests, desc="Generating", dynamic_ncols=True, disable=not use_tqdm) as bar:
-            while not self.is_finished():
+            while num_requests:
                 start = time.perf_counter()
-                finished, num_tokens = self.step()
+                finished, num_tokens = self._step()
                 rate = abs(num_tokens) / (time.perf_counter() - start)
                 speed["Prefill" if num_tokens > 0 else "Decode"] = f"{rate:.0f}tok/s"
                 bar.set_postfix(speed, refresh=False)
                 bar.update(len(finished))
+                num_requests -= len(finished)
+                if not num_requests:
+                    self._finish_steps()
                 yield from (seq_id for seq_id, _ in finished)
+
+    def _finish_steps(self) -> None:
+        """Collect what is under way when no request is left: a step that came too late to know."""
+        while not self.is_finished():
+            self._step()
+        self._owner = None
 
     def _check_idle(self) -> None:
         self._check_usable()
-        if not self.is_finished():
+        if self._requests:
             raise RuntimeError("this needs an idle engine, but there are requests that are not finished")
+        self._finish_steps()
+
+    def _begin(self) -> object:
+        """For a call that has the engine to itself. Returns the owner of its requests."""
+        self._check_idle()
+        self._own(owner := object())
+        return owner
+
+    def _own(self, owner: object = None) -> None:
+        """The requests to come are this owner's. Raises RuntimeError if there are another's, unfinished."""
+        self._check_usable()
+        if self._requests and self._owner is not owner:
+            raise RuntimeError("the engine is busy with the unfinished requests of another call")
+        self._owner = owner
+
+    def _drop(self, owner: object) -> None:
+        """Drop every request, unless the engine has gone over to another call (an iterator may live on)."""
+        if self._owner is owner:
+            self._clear()
 
     def _check_usable(self) -> None:
         if self.ranks is not None:

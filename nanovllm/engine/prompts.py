@@ -2,6 +2,8 @@
 value, before anything has changed.
 """
 
+import functools
+import itertools
 from collections.abc import Callable
 from numbers import Integral
 from typing import Any
@@ -9,7 +11,7 @@ from typing import Any
 from nanovllm.config import Config
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.refusals import check_bool, find_surrogate, shown
-from nanovllm.utils.tokenizer import render_chat
+from nanovllm.utils.tokenizer import render_chat, tokenizer_errors
 
 # What `chat` passes to a chat template, which chat_template_kwargs cannot set too.
 CHAT_OPTIONS = {"messages", "chat_template", "add_generation_prompt", "continue_final_message", "tools"}
@@ -41,7 +43,8 @@ class Prompts:
         self.vocab_size = config.hf_config.vocab_size
         self.tokenizer = tokenizer
         self.check_size = check_size
-        self._bad_words: dict[str, list[list[int]]] = {}
+        self.eos = config.eos
+        self._bad_word = functools.lru_cache(1024)(self._read_bad_word)
 
     def read_all(self, prompts: Any, sampling_params: Any) -> list[tuple[list[int], SamplingParams]]:
         """One prompt or a list of them, and parameters for all or for each, as pairs."""
@@ -98,22 +101,29 @@ class Prompts:
                     f"{self.vocab_size - 1}, got {shown(max(token_ids))}"
                 )
         self.bad_words(params)
+        if params.min_tokens and params.allowed_token_ids is not None:
+            ends = {*params.stop_token_ids, *(() if params.ignore_eos else self.eos)}
+            if ends.issuperset(params.allowed_token_ids):
+                raise ValueError(
+                    f"sampling_params for {name}: min_tokens={params.min_tokens} is not reached: each "
+                    f"of allowed_token_ids={shown(params.allowed_token_ids)} ends a completion"
+                )
 
     def bad_words(self, params: SamplingParams) -> list[list[int]]:
+        """The bad words as token ids."""
+        return list(itertools.chain.from_iterable(map(self._bad_word, params.bad_words)))
+
+    def _read_bad_word(self, text: str) -> list[list[int]]:
         """
-        The bad words as token ids, each as it is written at the beginning of a text and after a space, which
-        most tokenizers write differently.
+        As it is written at the beginning of a text and after a space, which most tokenizers write
+        differently; without what has tokens that the model never draws.
         """
-        words = []
-        for text in params.bad_words:
-            if text not in self._bad_words:
-                starts = (start + text.lstrip(" ") for start in ("", " "))
-                token_ids = [ids for start in starts if (ids := self.tokenize(start, "bad_words", False))]
-                if not token_ids:
-                    raise ValueError(f"bad_words has {shown(text)}, of which the tokenizer makes no token")
-                self._bad_words[text] = [ids for i, ids in enumerate(token_ids) if ids not in token_ids[:i]]
-            words += self._bad_words[text]
-        return words
+        starts = (start + text.lstrip(" ") for start in ("", " "))
+        token_ids = [ids for start in starts if (ids := self.tokenize(start, "bad_words", False))]
+        if not token_ids:
+            raise ValueError(f"bad_words has {shown(text)}, of which the tokenizer makes no token")
+        distinct = [ids for i, ids in enumerate(token_ids) if ids not in token_ids[:i]]
+        return [ids for ids in distinct if max(ids) < self.vocab_size]
 
     def _read_token_ids(self, prompt: Any, max_tokens: int, name: str) -> list[int]:
         if isinstance(prompt, dict):
@@ -146,8 +156,9 @@ class Prompts:
                 f"got {shown(text)}"
             )
         try:
-            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        except Exception as error:
+            with tokenizer_errors(f"the tokenizer of {self.model!r}"):
+                return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        except ValueError as error:
             raise ValueError(f"{name} cannot be tokenized: {error}; got {shown(text)}") from error
 
     def read_chats(self, messages: Any, chat_template: str | None, **options: Any) -> list[list[int]]:

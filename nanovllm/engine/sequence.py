@@ -49,8 +49,10 @@ class Sequence:
         self.row = -1  # of the device's decode state, while running
         self.num_sent_blocks = 0  # how much of the block table the device knows
         self.block_hashes: list[int] = []  # chained hashes of the full blocks seen so far
-        # Smaller ones would take logits / temperature out of float32's range; they leave only the best token.
-        self.temperature = sampling_params.temperature if sampling_params.temperature > 1e-6 else 0.0
+        # What float32 can work with: below it only the best token is left, above it all are alike.
+        self.temperature = (
+            min(sampling_params.temperature, 1e20) if sampling_params.temperature > 1e-6 else 0.0
+        )
         self.max_tokens = sampling_params.max_tokens
         self.max_num_tokens = self.num_prompt_tokens + self.max_tokens
         self.ignore_eos = sampling_params.ignore_eos

@@ -23,6 +23,10 @@ FILTERS, RULES, MARKS, LOGPROBS = 1, 2, 4, 8  # what a step needs, as a sum
 # top_k, top_p, min_p; presence, frequency and repetition penalty, whether there are marks; number of rules
 NEUTRAL = (0.0, 1.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0)
 
+BAN = (
+    -1e30
+)  # added to a logit. Not -inf: what allowed_token_ids leaves comes first even if all of it is banned
+
 
 def extras_of(params: SamplingParams) -> int:
     """Which of FILTERS, RULES, MARKS and LOGPROBS a request needs."""
@@ -55,12 +59,14 @@ class Shaping:
         self.device = device
         self.settings = torch.empty(max_num_seqs + 1, len(NEUTRAL), dtype=torch.float32, device=device)
         self.rules = self.history = self.marks = None
-        self.rules_shape = (8, 3)  # as the host sends them
         self.reset()
 
     def reset(self) -> None:
         """Forget all rows."""
         self.settings.copy_(torch.tensor(NEUTRAL))
+        self.rules_shape = (
+            (8, 3) if self.rules is None else tuple(self.rules.shape[1:])
+        )  # as the host sends them
         self.set_rows: set[int] = set()  # that are not neutral on the device
 
     def update(self, sequences: list["Sequence"]) -> ShapingUpdate | None:
@@ -186,18 +192,19 @@ def _settings_of(seq: "Sequence", num_rules: int) -> tuple[float, ...]:
         return NEUTRAL
     params = seq.sampling_params
     repetition = min(max(params.repetition_penalty, 1e-6), 1e6)  # what float32 can work with
+    top_p = max(params.top_p, 1e-30)
     penalties = (params.presence_penalty, params.frequency_penalty, repetition, bool(seq.extras & MARKS))
-    return (max(params.top_k, 0), params.top_p, params.min_p, *penalties, num_rules)
+    return (max(params.top_k, 0), top_p, params.min_p, *penalties, num_rules)
 
 
 def _rules_of(seq: "Sequence") -> list[tuple[int, float, tuple[int, ...]]]:
     """(position from which it holds no longer, what it adds to the logit, tokens) each, see apply_rules."""
     params = seq.sampling_params
     rules = [(FOREVER, bias, (token_id,)) for token_id, bias in params.logit_bias]
-    rules += [(FOREVER, -np.inf, tuple(word)) for word in seq.bad_words]
+    rules += [(FOREVER, BAN, tuple(word)) for word in seq.bad_words]
     if params.min_tokens:
         until = seq.num_prompt_tokens + params.min_tokens
-        rules += [(until, -np.inf, (token_id,)) for token_id in sorted(seq.end_token_ids)]
+        rules += [(until, BAN, (token_id,)) for token_id in sorted(seq.end_token_ids)]
     return rules
 
 

@@ -49,7 +49,7 @@ def filter_thresholds(logits: Tensor, temperatures: Tensor, filters: Tensor) -> 
 
 
 def filter_thresholds_torch(logits: Tensor, temperatures: Tensor, filters: Tensor) -> Tensor:
-    thresholds = torch.full((len(logits),), -torch.inf, device=logits.device)
+    thresholds = torch.full((len(logits),), -torch.inf, dtype=torch.float32, device=logits.device)
     top_k, top_p, min_p = filters[:, :3].unbind(1)
     rows = ((temperatures > 0) & ((top_k > 0) | (top_p < 1) | (min_p > 0))).nonzero().flatten()
     if not len(rows):

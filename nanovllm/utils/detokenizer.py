@@ -17,24 +17,30 @@ class Detokenizer:
     def __init__(self, tokenizer: Any, skip_special_tokens: bool = True):
         self.tokenizer = tokenizer
         self.skip_special_tokens = skip_special_tokens
-        self.token_ids: list[int] = []
+        self.num_tokens = 0
         self.text = ""
         self.num_settled = 0
-        self._first = 0  # of the tokens that are decoded together
-        self._num_settled_tokens = 0
+        self._hidden = set(tokenizer.all_special_ids) if skip_special_tokens else set()
+        self._window: list[int] = []  # the tokens that are decoded together
+        self._num_settled_tokens = 0  # of these
         invalid = tokenizer.convert_tokens_to_ids(INVALID_BYTE)
         has_bytes = invalid is not None and tokenizer.convert_ids_to_tokens(invalid) == INVALID_BYTE
         self._invalid = [invalid] if has_bytes else []
 
     def add(self, token_ids: list[int]) -> None:
-        self.token_ids += token_ids
-        settled = self._decode(self.token_ids[self._first : self._num_settled_tokens])
-        text = self._decode(self.token_ids[self._first :])
+        self.num_tokens += len(token_ids)
+        seen = [token_id for token_id in token_ids if token_id not in self._hidden]
+        if not seen:
+            return
+        self._window += seen
+        settled = self._decode(self._window[: self._num_settled_tokens])
+        text = self._decode(self._window)
         self.text = self.text[: self.num_settled] + text[len(settled) :].rstrip(INCOMPLETE)
         if len(text) <= len(settled) or text.endswith(INCOMPLETE):
             return
-        if self._decode(self.token_ids[self._first :] + self._invalid).startswith(text):
-            self._first, self._num_settled_tokens = self._num_settled_tokens, len(self.token_ids)
+        if self._decode(self._window + self._invalid).startswith(text):
+            self._window = self._window[self._num_settled_tokens :]
+            self._num_settled_tokens = len(self._window)
             self.num_settled = len(self.text)
 
     def num_held_back(self, stops: tuple[str, ...]) -> int:
