@@ -28,6 +28,7 @@ from test_block_manager import check_pool
 from checkpoints import EXACT, make_checkpoint
 from nanovllm import LLM, AsyncLLM, SamplingParams
 from nanovllm.config import Config
+from nanovllm.sampling_params import MAX_N
 
 VOCAB, LENGTH, NUM_BLOCKS = 320, 512, 20
 OPTIONS = dict(**EXACT, num_kvcache_blocks=NUM_BLOCKS, max_num_batched_tokens=40, max_num_seqs=8)
@@ -268,6 +269,9 @@ async def last_of(pieces: Any) -> None:
 ONE: dict[str, Callable[[Engines, Any, Any], Any]] = {
     "generate": lambda on, prompt, params: on.llm.generate([[1, 2], prompt], params, use_tqdm=False),
     "generate_iter": lambda on, prompt, params: on.llm.generate_iter([prompt, [1, 2]], params),
+    "generate_from": lambda on, prompt, params: list(
+        on.llm.generate_from([([1, 2], GOOD), (prompt, params)])
+    ),
     "stream": lambda on, prompt, params: on.llm.stream(prompt, params),
     "add_request": lambda on, prompt, params: on.llm.add_request(prompt, params),
     "AsyncLLM.generate": lambda on, prompt, params: on.loop.run_until_complete(
@@ -423,7 +427,7 @@ def _(rng: Random) -> tuple[Call, str]:
 
 @kind("add_request and stream: more than one completion")
 def _(rng: Random) -> tuple[Call, str]:
-    n = rng.randint(2, 2**31 - 1)
+    n = rng.randint(2, MAX_N)
     use = rng.choice([ONE["add_request"], ONE["stream"], ONE["AsyncLLM.stream"]])
     params = SamplingParams(0, 4, n=n)
     return lambda on: use(on, [1], params), f"n={n}"

@@ -2,7 +2,8 @@
 
 `python tests/kills.py --count 200 --seed 0 --jobs 2` starts a program with an engine of two ranks for every
 kill, on the CPU: under load, or while it starts. Within seconds the program must have ended and, if it was
-a rank that was killed, have said so; no process, temporary folder or shared memory may be left.
+a rank that was killed, have said so; no process (and so no port), temporary folder or shared memory may be
+left.
 """
 
 import argparse

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 TESTS = ["simulation", "block_manager", "scheduler", "overlap", "engine", "sampling", "shaping", "requests"]
+TESTS += ["faults", "errors"]
 TIMEOUT = 300  # seconds for one file of tests
 
 
