@@ -448,6 +448,7 @@ def test_thresholds_are_those_of_the_twin(device, dtype, monkeypatch):
     logits[1, ::block] += 50  # in one lane
     logits[2] = 0.0
     logits[3:5] -= 100.0
+    logits[5:8, ::3] -= 1e30  # as bans are
     temperatures = torch.rand(40, generator=generator) + 0.3
     temperatures[39] = 0.0
     filters = torch.zeros(40, 8)
