@@ -273,7 +273,8 @@ class LLMEngine:
     ) -> Iterator[tuple[int, dict[str, Any]]]:
         """
         `generate` that yields (index of the prompt, result) as soon as a prompt is done. Nothing is computed
-        between two results, and closing the iterator drops what is left.
+        between two results, and closing the iterator drops what is left. Until the last result other calls
+        are a RuntimeError.
         """
         self._check_idle()
         check_bool(use_tqdm, "use_tqdm")
