@@ -9,6 +9,7 @@ from test_engine import assert_empty, tokens_of
 
 from checkpoints import EXACT, make_checkpoint, one_thread  # noqa: F401
 from nanovllm import LLM, SamplingParams
+from nanovllm.engine.completions import make_result
 
 PROMPT = [*range(40)]
 
@@ -483,6 +484,15 @@ def test_the_result_of_an_aborted_request_has_what_there_is(llm):
     assert index == 0 and result["finish_reason"] == "abort" and result["stop_reason"] is None
     free = generate(llm, temperature=0, max_tokens=50)["token_ids"]
     assert result["token_ids"] == free[: len(result["token_ids"])] and result["token_ids"]
+
+
+def test_a_request_that_is_aborted_before_it_runs_has_nothing_cached(llm):
+    request_id = llm.add_request(PROMPT, SamplingParams())
+    seq = llm._requests[request_id]
+    llm.abort(request_id)
+    llm.step()
+    result = make_result(llm.tokenizer, [seq])
+    assert (result["token_ids"], result["finish_reason"], result["num_cached_tokens"]) == ([], "abort", 0)
 
 
 # --- the rest ---
