@@ -133,7 +133,7 @@ def _blocks(
     num_under_way = min(-(-4 * max_num_seqs // size), -(-len(spans) // count))
     answers = ray.data.from_items(spans, override_num_blocks=len(spans)).map_batches(
         Engine,
-        batch_size=1,  # a span, which is a block
+        batch_size=1,  # a span, which is a block (Ray wants a size where there are GPUs)
         batch_format="numpy",
         compute=ActorPoolStrategy(
             size=count,

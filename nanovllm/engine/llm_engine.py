@@ -65,7 +65,7 @@ class LLMEngine:
                 self.exit()
                 raise
         self.scheduler = Scheduler(self.config)
-        self.prompts = Prompts(self.config, self.tokenizer, self.scheduler.check)
+        self.prompts = Prompts(self.config, self.tokenizer, self.scheduler)
         self._seeds = random.Random(self.config.seed)
         self._overlap = self.config.device != "cpu"
         self._under_way: Step | None = None
@@ -175,7 +175,6 @@ class LLMEngine:
         token_ids = step.output.token_ids()
         self._check_usable()  # where a rank has failed the tokens are worthless
         record_logprobs(step.sequences, step.drawing, step.output)
-        self._counts["generated"] += sum(not seq.is_finished for seq in step.drawing)
         finished = self.scheduler.postprocess(step.sequences, token_ids, step.drawing)
         if self._texts:
             finished = self._check_stop_texts(step.drawing, finished)
@@ -184,6 +183,7 @@ class LLMEngine:
             self._counts["finished"] += 1
             self._counts["prompt"] += seq.num_prompt_tokens
             self._counts["cached"] += seq.num_prompt_tokens_cached
+        self._counts["drawn"] += len(step.drawing)
         return finished, step.num_tokens
 
     def _check_stop_texts(self, drawing: list[Sequence], finished: list[Sequence]) -> list[Sequence]:
@@ -222,6 +222,7 @@ class LLMEngine:
         second of computing.
         """
         counts, scheduler = self._counts, self.scheduler
+        num_generated = counts["drawn"] - scheduler.num_surplus_tokens
         return {
             "num_requests_finished": counts["finished"],
             "num_requests_running": len(scheduler.running),
@@ -229,9 +230,9 @@ class LLMEngine:
             "num_prompt_tokens": counts["prompt"],
             "num_cached_tokens": counts["cached"],
             "cache_hit_rate": counts["cached"] / max(counts["prompt"], 1),
-            "num_generated_tokens": counts["generated"],
+            "num_generated_tokens": num_generated,
             "num_preemptions": scheduler.num_preemptions,
-            "tokens_per_second": counts["generated"] / counts["seconds"] if counts["seconds"] else 0.0,
+            "tokens_per_second": num_generated / counts["seconds"] if counts["seconds"] else 0.0,
         }
 
     def is_finished(self) -> bool:
@@ -483,8 +484,8 @@ class LLMEngine:
     def _begin(self) -> object:
         """For a call that has the engine to itself. Returns the owner of its requests."""
         self._check_idle()
-        self._own(owner := object())
-        return owner
+        self._owner = object()
+        return self._owner
 
     def _own(self, owner: object = None) -> None:
         """The requests to come are this owner's. Raises RuntimeError if there are another's, unfinished."""

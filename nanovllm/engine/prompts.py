@@ -4,11 +4,11 @@ value, before anything has changed.
 
 import functools
 import itertools
-from collections.abc import Callable
 from numbers import Integral
 from typing import Any
 
 from nanovllm.config import Config
+from nanovllm.engine.scheduler import Scheduler
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.refusals import check_bool, find_surrogate, shown
 from nanovllm.utils.tokenizer import render_chat, tokenizer_errors
@@ -36,14 +36,13 @@ def as_token_ids(values: list | tuple, vocab_size: int, name: str) -> list[int]:
 
 
 class Prompts:
-    """`check_size(prompt tokens, max_tokens)` raises ValueError for what can never fit."""
+    """`scheduler` knows what can never fit, and what ends a request."""
 
-    def __init__(self, config: Config, tokenizer: Any, check_size: Callable[[int, int], None]):
+    def __init__(self, config: Config, tokenizer: Any, scheduler: Scheduler):
         self.model = config.model
         self.vocab_size = config.hf_config.vocab_size
         self.tokenizer = tokenizer
-        self.check_size = check_size
-        self.eos = config.eos
+        self.scheduler = scheduler
         self._bad_word = functools.lru_cache(1024)(self._read_bad_word)
 
     def read_all(self, prompts: Any, sampling_params: Any) -> list[tuple[list[int], SamplingParams]]:
@@ -101,13 +100,12 @@ class Prompts:
                     f"{self.vocab_size - 1}, got {shown(max(token_ids))}"
                 )
         self.bad_words(params)
-        if params.min_tokens and params.allowed_token_ids is not None:
-            ends = {*params.stop_token_ids, *(() if params.ignore_eos else self.eos)}
-            if ends.issuperset(params.allowed_token_ids):
-                raise ValueError(
-                    f"sampling_params for {name}: min_tokens={params.min_tokens} is not reached: each "
-                    f"of allowed_token_ids={shown(params.allowed_token_ids)} ends a completion"
-                )
+        allowed = params.allowed_token_ids
+        if params.min_tokens and allowed and self.scheduler.end_token_ids(params).issuperset(allowed):
+            raise ValueError(
+                f"sampling_params for {name}: min_tokens={params.min_tokens} is not reached: each "
+                f"of allowed_token_ids={shown(allowed)} ends a completion"
+            )
 
     def bad_words(self, params: SamplingParams) -> list[list[int]]:
         """The bad words as token ids."""
@@ -142,7 +140,7 @@ class Prompts:
         if not token_ids:
             raise ValueError(f"{name} is empty: {shown(prompt)}")
         try:
-            self.check_size(len(token_ids), max_tokens)
+            self.scheduler.check(len(token_ids), max_tokens)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
         return token_ids

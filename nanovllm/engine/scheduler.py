@@ -12,6 +12,7 @@ from operator import attrgetter
 from nanovllm.config import Config
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.sampling_params import SamplingParams
 
 
 class Scheduler:
@@ -31,6 +32,7 @@ class Scheduler:
         self.block_size = config.kvcache_block_size
         self.clear()
         self.num_preemptions = 0
+        self.num_surplus_tokens = 0  # drawn by steps that began before their sequence was known to have ended
 
     def is_finished(self) -> bool:
         return not self.waiting and not self.running
@@ -38,10 +40,13 @@ class Scheduler:
     def add(self, seq: Sequence) -> None:
         """Queue a request. Raises ValueError if it could never fit, however empty the engine is."""
         self.check(len(seq), seq.max_tokens)
-        seq.end_token_ids = frozenset() if seq.ignore_eos else self.eos
-        if seq.sampling_params.stop_token_ids:
-            seq.end_token_ids |= frozenset(seq.sampling_params.stop_token_ids)
+        seq.end_token_ids = self.end_token_ids(seq.sampling_params)
         self.waiting.append(seq)
+
+    def end_token_ids(self, params: SamplingParams) -> frozenset[int]:
+        """The tokens that end such a request."""
+        eos = frozenset() if params.ignore_eos else self.eos
+        return eos | frozenset(params.stop_token_ids) if params.stop_token_ids else eos
 
     def check(self, num_prompt_tokens: int, max_tokens: int) -> None:
         """Raise ValueError if a request of this size could never be completed."""
@@ -184,6 +189,7 @@ class Scheduler:
         finished, block_size, over = [], self.block_size, SequenceStatus.FINISHED
         for seq, token_id in zip(drawing, token_ids, strict=False):
             if seq.status is over:  # by the token before, which was not known when this step began
+                self.num_surplus_tokens += 1
                 continue
             seq.token_ids.append(token_id)
             num_known = len(seq.token_ids)

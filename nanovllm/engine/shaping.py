@@ -23,9 +23,8 @@ FILTERS, RULES, MARKS, LOGPROBS = 1, 2, 4, 8  # what a step needs, as a sum
 # top_k, top_p, min_p; presence, frequency and repetition penalty, whether there are marks; number of rules
 NEUTRAL = (0.0, 1.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0)
 
-BAN = (
-    -1e30
-)  # added to a logit. Not -inf: what allowed_token_ids leaves comes first even if all of it is banned
+# Added to a logit. Not -inf: what allowed_token_ids leaves comes first even if all of it is banned.
+BAN = -1e30
 
 
 def extras_of(params: SamplingParams) -> int:
@@ -64,9 +63,8 @@ class Shaping:
     def reset(self) -> None:
         """Forget all rows."""
         self.settings.copy_(torch.tensor(NEUTRAL))
-        self.rules_shape = (
-            (8, 3) if self.rules is None else tuple(self.rules.shape[1:])
-        )  # as the host sends them
+        # As the host sends them: what found no memory is not wanted again.
+        self.rules_shape = (8, 3) if self.rules is None else tuple(self.rules.shape[1:])
         self.set_rows: set[int] = set()  # that are not neutral on the device
 
     def update(self, sequences: list["Sequence"]) -> ShapingUpdate | None:

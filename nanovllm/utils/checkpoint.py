@@ -53,6 +53,7 @@ MAX_BYTES = {
     "added_tokens.json": 2**22,
     "model.safetensors.index.json": 2**24,
     "tokenizer.json": 2**26,
+    "vocab.json": 2**26,
     ".jinja": 2**20,
     ".safetensors": math.inf,
 }
