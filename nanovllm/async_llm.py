@@ -16,7 +16,7 @@ import torch
 
 from nanovllm.engine.completions import GrowingText, make_result
 from nanovllm.engine.prompts import Prompt
-from nanovllm.engine.ranks import SHUT_DOWN
+from nanovllm.engine.ranks import SHUT_DOWN, EngineDeadError
 from nanovllm.engine.sequence import Sequence
 from nanovllm.llm import LLM
 from nanovllm.sampling_params import SamplingParams
@@ -51,7 +51,7 @@ class Worker:
         self.thread.start()
 
     def stop(self) -> None:
-        """End the engine, and every request under way with a RuntimeError."""
+        """End the engine, and every request under way with an EngineDeadError."""
         self.inbox.put(None)
         if threading.current_thread() is self.thread:  # the garbage collector came by; `llm` goes with it
             return
@@ -59,7 +59,7 @@ class Worker:
         self.llm.exit()
         while not self.inbox.empty():  # came too late
             if (command := self.inbox.get()) is not None:
-                command[1].report(RuntimeError(SHUT_DOWN))
+                command[1].report(EngineDeadError(SHUT_DOWN))
 
     def run(self) -> None:
         """Do what the inbox says, step, tell the requests what is new; sleep when all is done."""
@@ -70,7 +70,7 @@ class Worker:
                 with contextlib.suppress(queue.Empty):
                     while (command := self.inbox.get(block=self.llm.is_finished())) is not None:
                         self.do(*command)
-                    self.fail(RuntimeError(SHUT_DOWN))
+                    self.fail(EngineDeadError(SHUT_DOWN))
                     return
                 self.llm.step()
                 self.report()
@@ -160,7 +160,7 @@ class AsyncLLM:
                 self._worker.inbox.put(("abort", request))
 
     def exit(self) -> None:
-        """End the engine, and every request under way with a RuntimeError. May be called twice."""
+        """End the engine, and every request under way with an EngineDeadError. May be called twice."""
         self._end()
 
     def __enter__(self) -> "AsyncLLM":

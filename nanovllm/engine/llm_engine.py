@@ -19,7 +19,7 @@ from nanovllm.config import Config
 from nanovllm.engine.completions import GrowingText, make_result, record_logprobs
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.prompts import Messages, Prompt, Prompts, as_token_ids, check_template_kwargs
-from nanovllm.engine.ranks import SHUT_DOWN, Ranks
+from nanovllm.engine.ranks import SHUT_DOWN, EngineDeadError, Ranks
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step_data import StepOutput
@@ -503,4 +503,4 @@ class LLMEngine:
         if self.ranks is not None:
             self.ranks.check()
         if self.model_runner is None:
-            raise RuntimeError(SHUT_DOWN)
+            raise EngineDeadError(SHUT_DOWN)

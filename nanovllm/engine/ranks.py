@@ -30,6 +30,11 @@ from nanovllm.utils.parallel import Group
 
 SHUT_DOWN = "this engine has been shut down by exit()"
 
+
+class EngineDeadError(RuntimeError):
+    """The engine has ended, by `exit` or because a rank failed, and cannot be used again."""
+
+
 # A rank looks for modules where rank 0 does, from the first import on. It ends when its parent is gone, also
 # while it still imports torch or waits for the parent in a collective.
 START_RANK = """
@@ -105,9 +110,9 @@ class Ranks:
         self._commands[rank - 1].send_bytes(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
 
     def check(self) -> None:
-        """Raise RuntimeError if a rank has failed."""
+        """Raise EngineDeadError if a rank has failed."""
         if self.failure is not None:
-            raise RuntimeError(self.failure)
+            raise EngineDeadError(self.failure)
 
     def call(self, runner: Any, name: str, args: tuple) -> Any:
         """Do the same on every rank, and return what it gives on this one, where `runner` is."""
@@ -115,7 +120,7 @@ class Ranks:
         step = Future()
         with self._lock:
             if self._closed:
-                raise RuntimeError(SHUT_DOWN)
+                raise EngineDeadError(SHUT_DOWN)
             self._step = step
             self._tasks.put((step, self._call, runner, name, args))
         return step.result()
@@ -131,9 +136,9 @@ class Ranks:
             raise
 
     def explain(self, error: BaseException) -> None:
-        """Raise RuntimeError if another rank's end is the reason, which the watch may be about to find."""
+        """Raise EngineDeadError if another rank's end is the reason, which the watch may be about to find."""
         if self._failed.wait(1):
-            raise RuntimeError(self.failure) from error
+            raise EngineDeadError(self.failure) from error
 
     def _watch(self) -> None:
         """Wait for the first rank that reports or dies. The others' complaints about it come later."""
