@@ -22,7 +22,7 @@ class DecodeState:
         self.block_size = block_size
         self.max_blocks = max_blocks
         self.padding_row = max_num_seqs
-        num_rows = max_num_seqs + 2 - max_num_seqs % 2  # even, so that the int64 seeds are aligned
+        num_rows = -(-(max_num_seqs + 1) // 4) * 4  # so that every part begins at a multiple of 16 bytes
         sizes = {"seeds": 2 * num_rows, "tokens": num_rows, "lengths": num_rows, "temperatures": num_rows}
         sizes |= {"batch": num_rows, "tables": num_rows * max_blocks}
         self.offsets = dict(zip(sizes, np.cumsum([0, *sizes.values()]).tolist(), strict=False))

@@ -19,6 +19,7 @@ from nanovllm.kernels.runtime import (
     HAVE_TRITON,
     cdiv,
     empty_padded,
+    is_on_gpu,
     next_power_of_2,
     num_multiprocessors,
     overlap_options,
@@ -61,7 +62,7 @@ def fused_linear_pays(x: Tensor) -> bool:
 
     Not in float16, whose range a row of x * weight may leave before it is normalised.
     """
-    if not (x.is_cuda and use_triton(x) and x.dtype == torch.bfloat16):
+    if not (is_on_gpu(x) and use_triton(x) and x.dtype == torch.bfloat16):
         return False
     rows, features = x.shape
     fits = rows <= MAX_ROWS and features <= MAX_FEATURES and features % 8 == 0

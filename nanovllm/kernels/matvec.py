@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nanovllm.kernels.activation import silu_and_mul_torch
 from nanovllm.kernels.layernorm import rms_norm_torch
-from nanovllm.kernels.runtime import cdiv, next_power_of_2, overlap_options, tl, triton, use_triton
+from nanovllm.kernels.runtime import cdiv, is_on_gpu, next_power_of_2, overlap_options, tl, triton, use_triton
 
 MAX_ROWS = 2
 TILE_ELEMENTS = 8192
@@ -22,7 +22,7 @@ MAX_HEIGHT = 8
 
 def linear_small_pays(x: Tensor) -> bool:
     """Whether linear_small is the faster way to multiply these rows [rows, features]."""
-    return x.is_cuda and use_triton(x) and x.shape[0] <= MAX_ROWS and x.element_size() == 2
+    return is_on_gpu(x) and use_triton(x) and x.shape[0] <= MAX_ROWS and x.element_size() == 2
 
 
 def linear_small(

@@ -6,6 +6,7 @@ stand-ins there: the decorated functions exist and nothing ever calls them.
 
 import functools
 import os
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,24 +33,38 @@ NUM_COUNTERS = 1 << 16
 ROW_PADDING = 128
 
 
+# In a process that only compiles, and has its tensors on the CPU: the properties of the GPU that it compiles
+# for (engine/compile_ahead.py).
+compiling_for: Any = None
+
+
+def is_on_gpu(tensor: Tensor) -> bool:
+    return tensor.is_cuda or compiling_for is not None
+
+
 def use_triton(tensor: Tensor) -> bool:
     """Whether work on this tensor goes through the Triton kernel (else through the torch twin)."""
-    return HAVE_TRITON and (tensor.is_cuda or INTERPRETED)
+    return HAVE_TRITON and (is_on_gpu(tensor) or INTERPRETED)
 
 
-@functools.cache
-def _properties(index: int | None):
-    return torch.cuda.get_device_properties(index)
+_cuda_properties = functools.cache(torch.cuda.get_device_properties)
+
+
+def gpu_properties(device: torch.device) -> Any:
+    """What torch says of a GPU; None for a CPU."""
+    return _cuda_properties(device) if device.type == "cuda" else compiling_for
 
 
 def num_multiprocessors(device: torch.device) -> int:
     """How many programs run side by side at the least; a small stand-in for the interpreter."""
-    return _properties(device.index).multi_processor_count if device.type == "cuda" else 4
+    properties = gpu_properties(device)
+    return properties.multi_processor_count if properties else 4
 
 
 def shared_memory(device: torch.device) -> int:
     """Bytes of shared memory on one multiprocessor, about what one program can have."""
-    return _properties(device.index).shared_memory_per_multiprocessor if device.type == "cuda" else 232_448
+    properties = gpu_properties(device)
+    return properties.shared_memory_per_multiprocessor if properties else 232_448
 
 
 def overlap_options(device: torch.device) -> dict[str, bool]:
@@ -59,7 +74,8 @@ def overlap_options(device: torch.device) -> dict[str, bool]:
     once (positions, slots, lengths, block tables), because no kernel that is launched so writes those. Before
     it touches anything else, and before it writes, it must `gdc_wait`.
     """
-    if device.type == "cuda" and torch.version.cuda and _properties(device.index).major >= 9:
+    properties = gpu_properties(device)
+    if properties and torch.version.cuda and properties.major >= 9:
         return {"OVERLAP": True, "launch_pdl": True}
     return {"OVERLAP": False}
 

@@ -7,7 +7,6 @@ into the next norm. What differs between relatives is passed down as `qk_norm`, 
 """
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -119,18 +118,6 @@ class Qwen3DecoderLayer(nn.Module):
         hidden_states = self.self_attn(positions, hidden_states)
         hidden_states, residual = self.post_attention_layernorm.after_reduce(hidden_states, residual)
         return self.mlp(hidden_states), residual
-
-    def kernel_calls(self, positions: torch.Tensor, x: torch.Tensor) -> list[Callable[[], Any]]:
-        """Calls that do not depend on each other and use every kernel of `forward` for x [tokens, hidden]."""
-        attn, mlp = self.self_attn, self.mlp
-        qkv, gate_up = attn.qkv_proj(x), mlp.gate_up_proj(x)
-        return [
-            lambda: self.input_layernorm(x),
-            lambda: self.input_layernorm(x, x),
-            lambda: attn.store(positions, qkv),
-            lambda: attn.attn.attend(*attn.split_heads(qkv)),
-            lambda: mlp.act_fn(gate_up),
-        ]
 
     def forward_small(self, positions: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """

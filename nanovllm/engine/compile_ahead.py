@@ -1,0 +1,149 @@
+"""Compiles the kernels of prefill and decode side by side, in other processes, while the weights load.
+
+Without it the first `generate` on a machine whose kernel cache is empty would compile them one after another.
+What there is to compile follows from the calls themselves: forked processes go through the engine's steps on
+the CPU without computing products, and where a kernel would be launched it is compiled instead, into Triton's
+cache on disk, where the engine finds it. Nothing depends on this: a kernel that is missing in the cache is
+compiled when it is launched.
+"""
+
+import ctypes
+import hashlib
+import os
+import select
+import signal
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.nn.functional as F
+
+from nanovllm.kernels import runtime
+from nanovllm.kernels.runtime import triton
+
+TIMEOUT = 30  # seconds; far more than all kernels take
+MAX_PROCESSES = 16
+SMALL = 1 << 20  # bytes
+MARKER = "all-compiled"
+PR_SET_PDEATHSIG = 1  # of Linux's prctl
+
+
+class CompileAhead:
+    """
+    Begins when it is made. `launches` launches every kernel that there is to compile, and yields between
+    those that the start of an engine needs and the others. All ranks make one: rank 0 compiles what it shares
+    with the others, each of those its few own kernels.
+    """
+
+    def __init__(self, device: torch.device, rank: int, config: Any, launches: Callable[[], Iterator[None]]):
+        self._processes: list[int] = []
+        self._deadline = time.monotonic() + TIMEOUT
+        if device.type != "cuda" or not runtime.HAVE_TRITON:
+            return
+        driver = triton.runtime.driver.active  # a forked process cannot make it, nor ask for the properties
+        properties = runtime.gpu_properties(device)
+        self._cache = triton.runtime.cache.get_cache_manager(_fingerprint(properties, rank, config))
+        if self._cache.has_file(MARKER):
+            return
+        self._reports, report = os.pipe()
+        count = min(os.cpu_count() or 1, MAX_PROCESSES) if rank == 0 else 1
+        for part in range(count):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads
+                process = os.fork()
+            if process == 0:
+                _compile_part(launches, driver, properties, report, rank, part, count)
+            self._processes.append(process)
+        os.close(report)
+
+    def wait_for_warmup(self) -> None:
+        """Until what the start needs is compiled, or takes too long."""
+        missing = len(self._processes)
+        while missing and self._can_read(self._deadline - time.monotonic()):
+            reported = len(os.read(self._reports, missing))
+            missing = missing - reported if reported else 0  # 0: all have ended
+
+    def _can_read(self, seconds: float) -> bool:
+        return bool(select.select([self._reports], [], [], max(0, seconds))[0])
+
+    def wait(self) -> None:
+        """Until all is compiled, or takes too long."""
+        if not self._processes:
+            return
+        if not any([self._exit_status(process) for process in self._processes]):
+            self._cache.put("", MARKER, binary=False)  # the next engine of this kind has nothing to do
+        os.close(self._reports)
+        self._processes = []
+
+    def _exit_status(self, process: int) -> int:
+        try:
+            while (ended := os.waitpid(process, os.WNOHANG))[0] == 0:
+                if time.monotonic() > self._deadline:
+                    os.kill(process, signal.SIGKILL)
+                time.sleep(0.002)
+        except ChildProcessError:  # the user's program has waited for it
+            return -1
+        return ended[1]
+
+    def stop(self) -> None:
+        """Leave the rest uncompiled."""
+        self._deadline = 0.0
+        self.wait()
+
+
+def _fingerprint(properties: Any, rank: int, config: Any) -> str:
+    """Tells apart whatever leads to other kernels (and more: then they are only looked for in vain)."""
+    digest = hashlib.sha256(repr((torch.__version__, triton.__version__, properties, rank, config)).encode())
+    for file in sorted(Path(__file__).parents[1].rglob("*.py")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def _zeroed_if_small(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Indices, which no kernel fills here, are 0. The pages of large tensors are not touched."""
+
+    def made(*args: Any, **options: Any) -> torch.Tensor:
+        tensor = make(*args, **options)
+        return tensor.zero_() if tensor.nbytes <= SMALL else tensor
+
+    return made
+
+
+def _compile_part(
+    launches: Callable[[], Iterator[None]],
+    driver: Any,
+    properties: Any,
+    report: int,
+    rank: int,
+    part: int,
+    num_parts: int,
+) -> NoReturn:
+    """Compile every num_parts-th of the kernels that `launches` launches, in this process, which ends."""
+    try:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # ends with the engine, however that ends
+        torch.set_num_threads(1)  # the others' are not there after a fork
+        F.linear = lambda x, weight, bias=None: x.new_empty(*x.shape[:-1], len(weight))
+        torch.empty_like = _zeroed_if_small(torch.empty_like)
+        torch.empty = torch.zeros = _zeroed_if_small(torch.empty)
+        target = triton.backends.compiler.GPUTarget("cuda", 10 * properties.major + properties.minor, 32)
+        driver.get_current_target = lambda: target
+        driver.get_current_device = lambda: 0
+        driver.get_current_stream = lambda _device: 0
+        runtime.compiling_for = properties
+        compile_kernel, numbers = triton.JITFunction.run, {}
+
+        def compile_instead(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+            number = numbers.setdefault((kernel.__name__, *options.items()), len(numbers))
+            if number % num_parts == part and (rank == 0 or "RANK" in options):
+                compiled = compile_kernel(kernel, *args, grid=grid, warmup=True, **options)
+                driver.launcher_cls(compiled.src, compiled.metadata)  # in some versions a C program
+
+        triton.JITFunction.run = compile_instead
+        for _ in launches():
+            os.write(report, b".")
+        os._exit(0)
+    finally:
+        os._exit(1)

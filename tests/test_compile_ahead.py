@@ -1,0 +1,76 @@
+"""The processes that compile kernels ahead launch all of them between them, and need no GPU to do so."""
+
+import subprocess
+import sys
+
+import pytest
+
+from checkpoints import make_checkpoint
+from nanovllm.kernels.runtime import HAVE_TRITON
+
+pytestmark = pytest.mark.skipif(not HAVE_TRITON, reason="needs Triton")
+
+# Where a kernel would be compiled for a GPU its name is printed.
+SCRIPT = """
+import functools, os, sys
+from types import SimpleNamespace
+import torch, triton
+
+torch.set_num_threads(1)
+torch.version.cuda = "13.0"  # a torch for CPUs will do
+from nanovllm.config import Config
+from nanovllm.engine.compile_ahead import _compile_part
+from nanovllm.engine.model_runner import launch_every_kernel
+from nanovllm.utils.checkpoint import open_checkpoint
+from nanovllm.utils.parallel import Group
+
+config = Config(sys.argv[1], device="cpu", dtype="bfloat16", max_num_seqs=300)
+config.fill_in(open_checkpoint(sys.argv[1]).hf_config())
+rank, size = int(sys.argv[2]), int(sys.argv[3])
+gpu = SimpleNamespace(multi_processor_count=132, shared_memory_per_multiprocessor=233472, major=9, minor=0)
+driver = SimpleNamespace(launcher_cls=lambda source, metadata: None)
+
+def compile_kernel(kernel, *args, grid, warmup, **options):
+    assert warmup
+    print("compiles", part, kernel.__name__, sorted(map(str, options.items())), flush=True)
+    return SimpleNamespace(src=None, metadata=None)
+
+triton.JITFunction.run = compile_kernel
+reports, report = os.pipe()
+launches = functools.partial(launch_every_kernel, config, Group(rank, size))
+for part in range(2):
+    child = os.fork()
+    if child == 0:
+        _compile_part(launches, driver, gpu, report, rank, part, 2)
+    print("status", os.waitpid(child, 0)[1], "reports", os.read(reports, 9), flush=True)
+"""
+
+
+def compiled(folder, rank: int, size: int) -> list[set[str]]:
+    """What each of two processes compiles, as kernels with their options."""
+    command = [sys.executable, "-c", SCRIPT, str(folder), str(rank), str(size)]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.stdout.count("status 0 reports b'.'") == 2, run.stdout + run.stderr
+    lines = [line for line in run.stdout.splitlines() if line.startswith("compiles")]
+    return [{line.split(maxsplit=2)[2] for line in lines if line.split()[1] == part} for part in "01"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("checkpoint"), head_dim=64, vocab_size=257)
+
+
+def test_all_kernels_are_compiled_each_by_one_process(folder):
+    first, second = compiled(folder, 0, 1)
+    assert not first & second and abs(len(first) - len(second)) < 3
+    names = {line.split()[0] for line in first | second}
+    assert names >= {
+        "_rms_norm_kernel", "_qk_norm_rope_store_kernel", "_prefill_kernel", "_silu_and_mul_kernel",
+        "_decode_inputs_kernel", "_decode_kernel", "_matvec_kernel", "_fused_linear_kernel",
+        "_sample_kernel", "_threshold_kernel", "_rules_kernel", "_marks_kernel",
+    }  # fmt: skip
+
+
+def test_other_ranks_compile_only_what_is_their_own(folder):
+    first, second = compiled(folder, 1, 2)
+    assert {line.split()[0] for line in first | second} == {"_all_reduce_kernel", "_best_token_kernel"}
