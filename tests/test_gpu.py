@@ -6,6 +6,7 @@ import random
 import shutil
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
@@ -178,6 +179,109 @@ def test_a_budget_that_holds_no_sequence_is_an_error_that_says_what_helps(checkp
         LLM(checkpoint, gpu_memory_utilization=0.001)
     with LLM(checkpoint) as llm:
         assert len(llm.generate([[1]], GREEDY, use_tqdm=False)[0]["token_ids"]) == 64
+
+
+def test_other_threads_may_use_the_device_while_graphs_are_captured(checkpoint):
+    """An embedding model beside the engine: it takes and frees memory, computes, waits for its results."""
+    with LLM(checkpoint) as llm:
+        expected = [llm.generate(make_prompts(count), GREEDY, use_tqdm=False) for count in range(3, 40, 4)]
+    ended, errors, rounds = threading.Event(), [], 0
+
+    def use_device():
+        nonlocal rounds
+        try:
+            while not ended.is_set():
+                x = torch.ones(64 + rounds % 7 * 512, 512, device="cuda")
+                assert (x @ x.T).trace().isfinite().item()
+                torch.cuda.empty_cache()
+                torch.cuda.current_stream().synchronize()
+                rounds += 1
+        except Exception as error:
+            errors.append(error)
+
+    other = threading.Thread(target=use_device)
+    with LLM(checkpoint) as llm:
+        other.start()
+        results = [llm.generate(make_prompts(count), GREEDY, use_tqdm=False) for count in range(3, 40, 4)]
+        assert len(llm.model_runner.graphs) > 5
+    ended.set()
+    other.join()
+    assert not errors, errors
+    assert rounds > 10
+    assert [[r["token_ids"] for r in run] for run in results] == [
+        [r["token_ids"] for r in run] for run in expected
+    ]
+
+
+two_cards = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+
+
+@two_cards
+@pytest.mark.parametrize("current", [0, 1])
+def test_engines_on_two_cards_share_a_thread(checkpoint, current):
+    prompts = make_prompts()
+    with LLM(checkpoint, device="cuda:0") as llm:
+        expected = [result["token_ids"] for result in llm.generate(prompts, GREEDY, use_tqdm=False)]
+    torch.cuda.set_device(current)
+    try:
+        with LLM(checkpoint, device="cuda:0") as one, LLM(checkpoint, device="cuda:1") as two:
+            found = {0: {}, 1: {}}
+            for engine in (one, two):
+                for prompt in prompts:
+                    engine.add_request(prompt, GREEDY)
+            while not (one.is_finished() and two.is_finished()):  # turn by turn, each with a step under way
+                for i, engine in enumerate((one, two)):
+                    found[i].update(engine.step()[0])
+            assert torch.cuda.current_device() == current
+        for tokens in found.values():
+            assert [tokens[request_id] for request_id in sorted(tokens)] == expected
+    finally:
+        torch.cuda.set_device(0)
+
+
+@two_cards
+def test_engines_on_two_cards_are_used_from_two_threads(checkpoint):
+    """Which are not those that made them, and whose current device is always the first."""
+    prompts = make_prompts()
+    with LLM(checkpoint, device="cuda:0") as one, LLM(checkpoint, device="cuda:1") as two:
+        expected = [result["token_ids"] for result in one.generate(prompts, GREEDY, use_tqdm=False)]
+        found = {}
+
+        def use(engine):
+            found[engine] = [engine.generate(prompts, GREEDY, use_tqdm=False) for _ in range(3)]
+
+        threads = [threading.Thread(target=use, args=(engine,)) for engine in (one, two)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for results in found.values():
+            assert [[result["token_ids"] for result in run] for run in results] == [expected] * 3
+        assert len(found) == 2
+
+
+COLD_RUN = """
+import os, sys
+from nanovllm import LLM, SamplingParams
+
+cache = os.environ["TRITON_CACHE_DIR"]
+with LLM(sys.argv[1], dtype="bfloat16", max_num_seqs=300) as llm:
+    before = set(os.listdir(cache))
+    for count in (1, 2, 3, 40, 100, 200, 300):
+        prompts = [[(7 * i + j) % 320 for j in range(10 + i % 90)] for i in range(count)]
+        params = [SamplingParams(i % 2, 4, True, **[{}, {"top_p": 0.9}][i % 4 // 3]) for i in range(count)]
+        llm.generate(prompts, params, use_tqdm=False)
+    print(len(before), sorted(set(os.listdir(cache)) - before))
+"""
+
+
+def test_a_start_compiles_what_generate_needs(checkpoint, tmp_path):
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", COLD_RUN, checkpoint]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-3000:]
+    count, late = run.stdout.split(maxsplit=1)
+    assert int(count) > 20 and late.strip() == "[]", run.stdout
 
 
 SANITIZED_RUN = """

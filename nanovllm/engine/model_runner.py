@@ -4,19 +4,20 @@ Knows tensors, devices and memory; nothing about queues or text. Rank 0 lives in
 """
 
 import contextlib
+import copy
 import functools
 import threading
-from concurrent.futures import ThreadPoolExecutor
-from contextvars import copy_context
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from nanovllm.config import Config
+from nanovllm.engine.compile_ahead import CompileAhead
 from nanovllm.engine.decode_state import DecodeState
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.shaping import LOGPROBS, RULES, Shaping, ShapingUpdate
+from nanovllm.engine.shaping import FILTERS, LOGPROBS, MARKS, RULES, Shaping, ShapingUpdate
 from nanovllm.engine.step_data import (
     Drawn,
     PrefillBatch,
@@ -25,11 +26,12 @@ from nanovllm.engine.step_data import (
     take_block_copies,
     take_scoring,
 )
+from nanovllm.kernels.all_reduce import PeerMemory
 from nanovllm.kernels.runtime import HAVE_TRITON
-from nanovllm.kernels.sampling import sample
 from nanovllm.layers.attention import Attention, get_backend
 from nanovllm.layers.sampler import Sampler, TopLogprobs, top_logprobs
 from nanovllm.models import get_model_class
+from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.context import reset_context, set_context
 from nanovllm.utils.loader import load_model
 from nanovllm.utils.parallel import Group, use_group
@@ -38,10 +40,13 @@ if TYPE_CHECKING:
     from nanovllm.engine.ranks import Ranks
 
 CPU_KV_CACHE_BYTES = 4 << 30
-GRAPH_BYTES = 512 << 20  # for what CUDA graphs keep, logits aside
+GRAPH_BYTES = 512 << 20  # for what CUDA graphs take beside their tensors
+MAX_BLOCKS = 1 << 18  # Python's objects for more would take longer to make than a small model to load
 SCORED_AT_ONCE = 256  # prompt tokens
 COPIED_AT_ONCE = 256  # blocks
-_default_dtype_lock = threading.Lock()  # torch has one for all threads
+ALL_EXTRAS = FILTERS | RULES | MARKS | LOGPROBS
+EVERYTHING = SamplingParams(top_k=1, logit_bias={0: 1.0}, presence_penalty=1.0, logprobs=0, prompt_logprobs=0)
+_default_dtype_lock = threading.RLock()  # torch has one for all threads
 
 
 def get_graph_sizes(max_num_seqs: int) -> list[int]:
@@ -83,18 +88,37 @@ class ModelRunner:
         self.rank = rank
         self.group = group or Group()
         self.ranks = ranks
-        self.block_size = config.kvcache_block_size
         self.device = config.device_of(rank)
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
+        with self.on_device():
+            launches = functools.partial(launch_every_kernel, config, self.group)
+            with _default_dtype_lock:  # held by another thread it would never be free in a forked process
+                self.kernels = CompileAhead(self.device, rank, config, launches)
+            try:
+                self._build()
+                with self._defaults(), use_group(self.group):
+                    load_model(self.model, config.model, config.load_format)
+                self.kernels.wait_for_warmup()
+                self.group.connect(self.device, config.torch_dtype, config.max_num_seqs)
+                self.warmup_model()
+                self.allocate_kv_cache()
+            except BaseException:
+                self.kernels.stop()
+                raise
+
+    def _build(self) -> None:
+        """Make the model, without its weights, and what else `prefill` and `decode` work with."""
+        config = self.config
+        self.block_size = config.kvcache_block_size
         with self._defaults(), use_group(self.group):
             self.model = get_model_class(config.hf_config)(config.hf_config)
-            load_model(self.model, config.model, config.load_format)
             self.sampler = Sampler(self.model.lm_head.vocab_start)
         self.attention_layers = [module for module in self.model.modules() if isinstance(module, Attention)]
-        backend = get_backend(config, self.device)
+        backend = get_backend(config, self.config.device_of(self.rank))
         for layer in self.attention_layers:
             layer.backend = backend
+            shape = (0, self.block_size, layer.num_kv_heads, layer.head_dim)  # no memory before the warm-up
+            empty = torch.empty(shape, dtype=config.kv_cache_torch_dtype, device=self.device)
+            layer.k_cache = layer.v_cache = empty
         self.state = DecodeState(
             config.max_num_seqs, -(-config.max_model_len // self.block_size), self.block_size, self.device
         )
@@ -106,11 +130,18 @@ class ModelRunner:
         self.enforce_eager = config.enforce_eager or self.device.type != "cuda" or twins
         self.graph_sizes = get_graph_sizes(config.max_num_seqs)
         self.graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Drawn]] = {}  # by size and extras
-        self.graph_pool = None
-        self._compile_kernels()
-        self.group.connect(self.device, config.torch_dtype, config.max_num_seqs)
-        self.warmup_model()
-        self.allocate_kv_cache()
+        self.graph_pool = self._pool_owner = None
+        # Not torch's own, which is one for all devices and threads.
+        self._capture_stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+
+    def on_device(self) -> contextlib.AbstractContextManager:
+        """
+        For every entry that reaches the device: work on this runner's GPU and its default stream, whichever
+        the calling thread has.
+        """
+        if self.device.type != "cuda":
+            return contextlib.nullcontext()
+        return torch.cuda.stream(torch.cuda.default_stream(self.device))
 
     @contextlib.contextmanager
     def _defaults(self):
@@ -135,60 +166,72 @@ class ModelRunner:
 
     def exit(self) -> None:
         """Free the device's memory."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        for layer in self.attention_layers:
-            layer.k_cache = layer.v_cache = torch.empty(0)
-        self.graphs.clear()
-        self.group.close()
-        self.model = self.sampler = self.kv_cache = self.state = self.shaping = None
-        self.attention_layers = []
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        with self.on_device():
+            self._wait_for_device()
+            self.kernels.stop()
+            for layer in self.attention_layers:
+                layer.k_cache = layer.v_cache = torch.empty(0)
+            self.graphs.clear()
+            self._pool_owner = None
+            self.group.close()
+            self.model = self.sampler = self.kv_cache = self.state = self.shaping = None
+            self.attention_layers = []
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
 
     def reset(self) -> None:
         """Wait for what was enqueued and forget what the device was told, after a step that failed."""
+        with self.on_device():
+            self._wait_for_device()
+            self.state.reset()
+            self.shaping.reset()
+
+    def _wait_for_device(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        self.state.reset()
-        self.shaping.reset()
-
-    def warmup_model(self) -> None:
-        """Run the largest prefill there can be, so that the peak of memory that activations need is known."""
-        if self.device.type != "cuda":
-            return
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(self.device)
-        budget, longest = self.config.max_num_batched_tokens, self.config.max_model_len
-        num_seqs = min(max(1, budget // longest), self.config.max_num_seqs)
-        self.prefill(self._warmup_batch(num_seqs, min(budget, longest)))
-        torch.cuda.synchronize(self.device)
-        torch.cuda.empty_cache()
-
-    def _warmup_batch(self, num_seqs: int, length: int) -> PrefillBatch:
-        sequences = [Sequence([0] * length) for _ in range(num_seqs)]
-        for seq in sequences:
-            seq.num_scheduled_tokens = length
-        return self.prepare_prefill(sequences)
 
     @torch.inference_mode()
-    def _compile_kernels(self) -> None:
+    def warmup_model(self) -> None:
         """
-        Compile what a prefill needs, side by side: most of that is the work of other programs (an assembler,
-        a C compiler), and one after another they would take several seconds.
+        Run the largest steps there can be, with all that requests can ask for, so that the memory they take
+        is known and kept free (`step_bytes`).
         """
         if self.device.type != "cuda":
             return
-        _, positions, sampling = self._begin_prefill(self._warmup_batch(1, 16))
-        hidden_states = self.model.model.norm.weight.repeat(len(positions), 1)
-        logits = self.model.compute_logits(hidden_states)
-        calls = self.model.model.layers[0].kernel_calls(positions, hidden_states)
-        calls.append(lambda: sample(logits, *sampling))
-        with ThreadPoolExecutor(initializer=torch.cuda.set_device, initargs=(self.device,)) as pool:
-            jobs = [pool.submit(copy_context().run, torch.inference_mode()(call)) for call in calls]
-            for compiled in jobs:
-                compiled.result()
-        reset_context()
+        self.step_bytes = self._memory_of(lambda: self.prefill(self._largest_prefill()))
+        if not self.enforce_eager:
+            # The memory that all graphs share begins as one piece in which each of them fits: it would grow
+            # with every larger batch, which finds no room in what smaller ones left.
+            padding = self._padding(self.config.max_num_seqs)
+            num_bytes = self._memory_of(lambda: self._decode_step(padding, ALL_EXTRAS))
+            piece = functools.partial(torch.zeros, num_bytes, dtype=torch.uint8, device=self.device)
+            self._pool_owner, _ = self._capture(piece)
+        self.shaping.reset()
+
+    def _memory_of(self, step: Callable[[], Any]) -> int:
+        """Bytes that torch has to take from the device for this."""
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        step()
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
+        return torch.cuda.max_memory_reserved(self.device) - before
+
+    def _largest_prefill(self) -> PrefillBatch:
+        """As many tokens of as many sequences as a step can have, each of which asks for everything."""
+        config = self.config
+        num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
+        left = config.max_num_batched_tokens
+        sequences = []
+        for row in range(num_seqs):
+            length = min(max(1, config.max_model_len - 1), left - (num_seqs - row - 1))
+            left -= length
+            seq = Sequence([0] * length, EVERYTHING)
+            seq.num_scheduled_tokens, seq.row = length, row
+            seq.scored_token_ids = seq.token_ids[1:][:SCORED_AT_ONCE] if row == 0 else []
+            sequences.append(seq)
+        return self.prepare_prefill(sequences)
 
     def allocate_kv_cache(self) -> None:
         """
@@ -210,8 +253,9 @@ class ModelRunner:
                     f"raise gpu_memory_utilization (now {config.gpu_memory_utilization}), or lower "
                     f"max_model_len or max_num_batched_tokens (now {config.max_num_batched_tokens})"
                 )
-            # more than all sequences at full length can use would lie idle
-            config.num_kvcache_blocks = min(config.max_num_seqs * needed, budget // block_bytes)
+            # Blocks that no sequence needs are where later prompts find the beginnings of earlier ones.
+            most = MAX_BLOCKS if config.enable_prefix_caching else config.max_num_seqs * needed
+            config.num_kvcache_blocks = min(most, budget // block_bytes)
         # Zeros, since a page that was never written may be read under a mask, where a NaN would survive.
         self.kv_cache = torch.zeros(
             2, len(self.attention_layers), config.num_kvcache_blocks, *shape, dtype=dtype, device=self.device
@@ -227,13 +271,8 @@ class ModelRunner:
         if self.device.type != "cuda":
             return CPU_KV_CACHE_BYTES
         free, total = torch.cuda.mem_get_info(self.device)
-        stats = torch.cuda.memory_stats(self.device)
-        activations = stats["allocated_bytes.all.peak"] - stats["allocated_bytes.all.current"]
-        logits = (
-            self.config.max_num_seqs * self.config.hf_config.vocab_size * self.config.torch_dtype.itemsize
-        )
-        graphs = 0 if self.enforce_eager else GRAPH_BYTES + 2 * logits
-        return int(total * self.config.gpu_memory_utilization) - (total - free) - activations - graphs
+        graphs = 0 if self.enforce_eager else GRAPH_BYTES
+        return int(total * self.config.gpu_memory_utilization) - (total - free) - self.step_bytes - graphs
 
     def prepare_prefill(self, sequences: list[Sequence]) -> PrefillBatch:
         """What the sequences have scheduled."""
@@ -298,8 +337,8 @@ class ModelRunner:
             return None
         tensor = torch.from_numpy(array).to(dtype)
         if self.device.type == "cuda":
-            return tensor.pin_memory().to(self.device, non_blocking=True)
-        return tensor
+            tensor = tensor.pin_memory()
+        return tensor.to(self.device, non_blocking=True)
 
     def run_model(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """-> logits [sequences, vocabulary]."""
@@ -311,10 +350,11 @@ class ModelRunner:
 
     def launch(self, sequences: list[Sequence], is_prefill: bool) -> "StepOutput":
         """Enqueue one step on all ranks without waiting for it."""
-        if not is_prefill:
-            return StepOutput(self.call("decode", *self.prepare_decode(sequences)), len(sequences))
-        batch = self.prepare_prefill(sequences)
-        return StepOutput(self.call("prefill", batch), len(sequences), batch.scoring)
+        with self.on_device():
+            if not is_prefill:
+                return StepOutput(self.call("decode", *self.prepare_decode(sequences)), len(sequences))
+            batch = self.prepare_prefill(sequences)
+            return StepOutput(self.call("prefill", batch), len(sequences), batch.scoring)
 
     @explain_memory
     @torch.inference_mode()
@@ -434,10 +474,61 @@ class ModelRunner:
     @torch.inference_mode()
     def capture_cudagraph(self, batch_size: int, extras: int = 0) -> None:
         """Record the decode step for this number of rows. Done when first needed: a start waits for none."""
-        padding = torch.full((batch_size,), self.state.padding_row, dtype=torch.int32, device=self.device)
-        self._decode_step(padding, extras)  # compiles kernels and creates handles, which a capture cannot
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.graph_pool):
-            drawn = self._decode_step(self.state.batch[:batch_size], extras)
+        self.kernels.wait()
+        # Creates handles and compiles what is not compiled yet, which a capture cannot.
+        self._decode_step(self._padding(batch_size), extras)
+        step = functools.partial(self._decode_step, self.state.batch[:batch_size], extras)
+        self.graphs[batch_size, extras] = self._capture(step)
+
+    def _padding(self, batch_size: int) -> torch.Tensor:
+        """Rows of the decode state that no sequence has."""
+        return torch.full((batch_size,), self.state.padding_row, dtype=torch.int32, device=self.device)
+
+    def _capture(self, step: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+        graph, pool = torch.cuda.CUDAGraph(), self.graph_pool
+        self.graph_pool = None  # one in which a capture has failed cannot be used again
+        try:
+            # Other threads of the user's program may go on using the device.
+            with torch.cuda.graph(
+                graph, pool, stream=self._capture_stream, capture_error_mode="thread_local"
+            ):
+                result = step()
+        except torch.AcceleratorError as error:
+            raise RuntimeError(
+                "a CUDA graph could not be captured. If another thread of the program waits for the whole "
+                "device (torch.cuda.synchronize), which CUDA forbids meanwhile, let it wait for a stream or "
+                f"an event; enforce_eager=True does without graphs. {error}"
+            ) from error
         self.graph_pool = graph.pool()
-        self.graphs[batch_size, extras] = graph, drawn
+        return graph, result
+
+
+@torch.inference_mode()
+def launch_every_kernel(config: Config, group: Group) -> Iterator[None]:
+    """
+    For `CompileAhead`: launch every kernel that prefill and decode have for this model, on the CPU. Layers
+    after the second are like it, and left out. Yields when the kernels of the warm-up are through.
+    """
+    config = copy.copy(config)
+    config.max_num_batched_tokens = 16  # kernels do not depend on it
+    config.hf_config = copy.copy(config.hf_config)
+    config.hf_config.num_hidden_layers = min(2, config.hf_config.num_hidden_layers)
+    runner = object.__new__(ModelRunner)
+    runner.config, runner.rank, runner.device = config, group.rank, torch.device("cpu")
+    runner.group = Group(group.rank, group.size)
+    runner._build()
+    if group.size > 1:
+        seqs, half_bytes = config.max_num_seqs, 1 << 20
+        words = torch.empty(PeerMemory.num_words(group.size, seqs, half_bytes), dtype=torch.int32)
+        addresses = [0] * group.size
+        runner.group.peers = PeerMemory(group.rank, addresses, words, config.torch_dtype, seqs, half_bytes)
+    batch = runner._largest_prefill()._replace(scoring=None)  # log-probabilities are torch's work
+    runner.prefill(batch._replace(extras=FILTERS | RULES | MARKS))
+    *smaller, largest = runner.graph_sizes
+    runner._decode_step(runner._padding(largest), 0)
+    yield
+    for extras in (0, FILTERS, RULES | MARKS):
+        runner.prefill(batch._replace(extras=extras))
+    runner.prefill(batch._replace(block_tables=np.zeros((len(batch.lens_q), 1), dtype=np.int32)))
+    for size in smaller:
+        runner._decode_step(runner._padding(size), 0)

@@ -1,5 +1,6 @@
 """Draws the next token of every sequence, and tells how likely tokens were."""
 
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -8,6 +9,8 @@ from torch import nn
 from nanovllm.kernels.sampling import sample
 from nanovllm.sampling_params import MAX_LOGPROBS
 from nanovllm.utils import parallel
+
+ROWS_AT_ONCE = 64  # of log-probabilities, which take several times the memory of their logits
 
 
 class Sampler(nn.Module):
@@ -51,6 +54,11 @@ class TopLogprobs(NamedTuple):
 
 def top_logprobs(logits: torch.Tensor, token_ids: torch.Tensor) -> TopLogprobs:
     """logits [tokens, vocabulary], token_ids int64 [tokens]."""
+    parts = zip(logits.split(ROWS_AT_ONCE), token_ids.split(ROWS_AT_ONCE), strict=True)
+    return TopLogprobs(*map(torch.cat, zip(*itertools.starmap(_top_logprobs, parts), strict=True)))
+
+
+def _top_logprobs(logits: torch.Tensor, token_ids: torch.Tensor) -> TopLogprobs:
     chosen = logits.gather(1, token_ids[:, None])
     total = logits.float().logsumexp(1, keepdim=True)
     top = logits.topk(min(MAX_LOGPROBS, logits.shape[1]))
