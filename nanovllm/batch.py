@@ -78,6 +78,9 @@ class Progress:
         """Leave what came before (a `time.time()`), such as loading the model, out of the speed."""
         self.start = self.bar.start_t = began
 
+    def warn(self, text: str) -> None:
+        self.bar.write(f"nanovllm.batch: {text}", file=self.bar.fp)
+
     def close(self) -> None:
         self.bar.close()
         seconds = self._seconds()
@@ -88,7 +91,7 @@ class Progress:
         )
 
     def _seconds(self) -> float:
-        return max(time.time() - self.start, 1e-3)  # the clock that told `start` may be another host's
+        return max(time.time() - self.start, 1e-3)  # clocks can be set back
 
 
 def read_ahead(items: Iterator[Any], chunk: int = 32, num_chunks: int = 8) -> Iterator[Any]:
@@ -211,7 +214,7 @@ def main(argv: list[str] | None = None) -> None:
             if args.data_parallel is not None:
                 from nanovllm.batch_ray import run_on_ray  # an extra, which takes a second to import
 
-                run_on_ray(args, output, num_lines, report, progress.restart)
+                run_on_ray(args, output, num_lines, report, progress.restart, progress.warn)
                 return
             with LLM(args.model, **args.engine) as llm:
                 progress.restart(time.time())

@@ -32,6 +32,10 @@ class Span(NamedTuple):
     num_lines: int
     done: bytes
 
+    @property
+    def num_missing(self) -> int:
+        return self.num_lines - self.done.count(1)
+
 
 def is_parquet(path: Path) -> bool:
     return path.suffix == ".parquet"
@@ -85,6 +89,13 @@ def split(path: Path, size: int, output: "Output") -> Iterator[Span]:
             if 0 in done:
                 yield Span(start, first_line, count, done.rstrip(b"\0"))
             start += sum(itertools.islice(sizes, count))
+
+
+def split_lines(span: Span) -> Iterator[Span]:
+    """A span for each of its lines that are to be answered."""
+    for i in range(span.num_lines):
+        if not any(span.done[i : i + 1]):
+            yield span._replace(done=bytes(other != i for other in range(span.num_lines)))
 
 
 def read_span(path: Path, span: Span) -> list[tuple[int, bytes]]:

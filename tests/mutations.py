@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 TESTS = ["simulation", "block_manager", "scheduler", "overlap", "engine", "sampling", "shaping", "requests"]
-TESTS += ["faults", "errors"]
+TESTS += ["faults", "errors", "batch_ray", "batch"]
 TIMEOUT = 300  # seconds for one file of tests
 
 
@@ -27,7 +27,8 @@ class Mutation(NamedTuple):
 
 
 def mutations_of(file: str, *pairs: tuple[str, str]) -> list[Mutation]:
-    return [Mutation(f"nanovllm/engine/{file}.py", line, fault) for line, fault in pairs]
+    path = f"{file}.py" if "/" in file else f"nanovllm/engine/{file}.py"
+    return [Mutation(path, line, fault) for line, fault in pairs]
 
 
 MUTATIONS = [
@@ -138,6 +139,19 @@ MUTATIONS = [
         ("self.history[update.rule_rows] = -1", "pass"),
         ("self.marks[update.marked_rows] = update.marked_fill[:, None]", "pass"),
         ("until = seq.num_prompt_tokens + params.min_tokens", "until = params.min_tokens"),
+    ),
+    *mutations_of("nanovllm/batch_files", ("        while rest:", "        if rest:")),
+    *mutations_of(
+        "nanovllm/batch_ray",
+        ("return self.num_deaths == MAX_ATTEMPTS - 1", "return False"),
+        ("if self.suspects and not member.load else None", "if self.suspects else None"),
+        ("self.room if work.is_suspect else work.span.num_missing", "work.span.num_missing"),
+        ("member.load < self.room and (work", "(work"),
+        ("            member.num_deaths = 0", "            pass"),
+        ("if num_deaths == MAX_DEATHS:", "if False:"),
+        ("if member in self.members:", "if True:"),
+        ("Work(line, MAX_ATTEMPTS - 1) for line", "Work(line, 0) for line"),
+        ("        except EngineDeadError:\n            raise\n", ""),
     ),
 ]
 

@@ -417,6 +417,14 @@ def test_resuming_cuts_off_a_last_line_that_is_not_whole(tmp_path, checkpoint, r
     assert output.read_bytes() == before
 
 
+def test_a_line_is_written_whole_however_little_a_call_writes(tmp_path, monkeypatch):
+    write, text = os.write, to_json({"line": 1, "text": "x" * 50})
+    monkeypatch.setattr(os, "write", lambda file, rest: write(file, bytes(rest)[:7]))
+    with contextlib.closing(open_output(tmp_path / "out.jsonl", False, bytearray(2))) as output:
+        output.write(Answer(1, text, 0, False))
+    assert (tmp_path / "out.jsonl").read_bytes() == text
+
+
 def test_a_process_killed_at_any_moment_leaves_whole_lines(tmp_path):
     path, draw, num_held = tmp_path / "out.jsonl", random.Random(0), 0
     for _ in range(25):
@@ -528,7 +536,7 @@ def test_what_reading_ahead_raises_reaches_the_reader():
     assert list(batch.read_ahead(iter(range(1000)), chunk=7)) == list(range(1000))
 
 
-# --- spans, Parquet and Ray ---
+# --- spans and Parquet ---
 
 
 @pytest.mark.parametrize("size", [1, 3, 100])
@@ -543,6 +551,9 @@ def test_spans_hold_the_lines_that_the_output_does_not(tmp_path, size):
         spans = list(batch_files.split(path, size, output))
     assert [item for span in spans for item in read_span(path, span)] == expected
     assert max(span.num_lines for span in spans) <= size
+    for span in spans:
+        alone = [read_span(path, line) for line in batch_files.split_lines(span)]
+        assert [[item] for item in read_span(path, span)] == alone and len(alone) == span.num_missing
 
 
 def test_spans_keep_neighbours_together_and_hold_next_to_nothing(tmp_path):
@@ -662,72 +673,6 @@ def test_a_parquet_run_that_is_killed_is_resumed_without_a_duplicate_or_a_gap(tm
         answers = read_parts(folder)
         assert sorted(answers) == list(range(1, len(answers) + 1)) and len(answers) % 8 == 0
     assert kills == 12 and answers
-
-
-def processes_of(name: bytes, mark: str) -> list[int]:
-    """Those of this name that have inherited a variable from our command."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            named = (folder / "cmdline").read_bytes().startswith(name)
-            if named and mark.encode() in (folder / "environ").read_bytes():
-                found.append(int(folder.name))
-    return found
-
-
-def test_with_an_actor_killed_every_line_is_answered_exactly_once(tmp_path, checkpoint):
-    pytest.importorskip("ray", reason="several engines need Ray, the `ray` extra")
-    num_lines, output = 1200, tmp_path / "out.jsonl"
-    lines = [{"prompt": f"question {i}", "temperature": 0, "max_tokens": 24} for i in range(num_lines)]
-    source = write_lines(tmp_path / "in.jsonl", [*lines[:-1], "no JSON"])
-    output.write_bytes(b'{"line": 7}\n{"line"')
-    files = ["--model", checkpoint, "--input", source, "--output", output, "--resume", "--data-parallel", 2]
-    command = [sys.executable, "-m", "nanovllm.batch", *map(str, files), *ENGINE, "--max-num-seqs", "8"]
-    with subprocess.Popen(command, cwd=ROOT, env={**os.environ, "BATCH_TEST": str(tmp_path)}) as process:
-        try:
-            deadline = time.monotonic() + 200
-            while output.read_bytes().count(b"\n") < 100:
-                assert process.poll() is None and time.monotonic() < deadline
-                time.sleep(0.01)
-            actors = processes_of(b"ray::MapWorker", f"BATCH_TEST={tmp_path}")
-            assert len(actors) == 2
-            os.kill(actors[0], signal.SIGKILL)
-            assert len(read_answers(output)) < num_lines
-            assert process.wait(200) == 0
-        finally:
-            process.kill()
-    answers = read_answers(output)
-    assert [answer["line"] for answer in answers] == list(range(1, num_lines + 1))
-    assert [answer["line"] for answer in answers if answer.get("error")] == [num_lines]
-    with LLM(str(checkpoint), **EXACT, num_kvcache_blocks=200) as llm:
-        asked = [0, 100, 600, 1198]
-        expected = llm.generate([lines[i]["prompt"] for i in asked], SamplingParams(0, 24), use_tqdm=False)
-    assert [answers[i]["token_ids"] for i in asked] == [result["token_ids"] for result in expected]
-
-
-def test_a_cluster_that_is_there_gives_each_engine_a_gpu(tmp_path, checkpoint):
-    """Ray is told of GPUs that need not exist: the engines look for themselves."""
-    pytest.importorskip("ray", reason="several engines need Ray, the `ray` extra")
-    program = (
-        "import ray; print(ray.init(num_cpus=3, num_gpus=2).address_info['address'], flush=True); input()"
-    )
-    source = write_lines(tmp_path / "in.jsonl", [{"prompt": [i], "ignore_eos": True} for i in range(40)])
-    output = tmp_path / "out.jsonl"
-    with subprocess.Popen(
-        [sys.executable, "-c", program],
-        env={**os.environ, "RAY_AUTH_MODE": "disabled"},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as cluster:
-        try:
-            options = ["--ray-address", cluster.stdout.readline().strip(), "--device", "auto"]
-            with pytest.raises(ValueError, match="--data-parallel 3 .* needs 3 GPUs, but .* has 2"):
-                run_batch(checkpoint, source, output, "--data-parallel", 3, *options, "--resume")
-            run_batch(checkpoint, source, output, "--data-parallel", 2, *options, "--resume")
-        finally:
-            cluster.communicate("\n")
-    assert [len(answer["token_ids"]) for answer in read_answers(output)] == [4] * 40
 
 
 def test_without_ray_the_message_says_what_to_install(tmp_path, checkpoint, monkeypatch):
