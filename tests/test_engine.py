@@ -6,6 +6,7 @@ What transformers says about each prompt is worked out once per architecture; te
 import gc
 import random
 import weakref
+from itertools import chain
 from types import SimpleNamespace
 from unittest import mock
 
@@ -24,6 +25,7 @@ from checkpoints import (
     reference_greedy,
 )
 from nanovllm import LLM, SamplingParams
+from nanovllm.config import DTYPES
 from nanovllm.engine.llm_engine import LLMEngine
 
 COUNT = 40
@@ -185,6 +187,27 @@ def test_two_engines_with_unlike_blocks_do_not_disturb_each_other(model):
         first.exit()
         (result,) = second.generate([model.prompts[3]], GREEDY, use_tqdm=False)
         assert_greedy(model.reference, model.prompts[3], result["token_ids"])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_kv_cache_may_have_another_dtype_than_the_model(folder, dtype):
+    """A wider cache changes nothing, another only rounds: seen in chunks of a prompt and when decoding."""
+    prompts, found = [list(range(50)), list(range(40, 57))], {}
+    params = SamplingParams(0, 6, True, logprobs=1, prompt_logprobs=1, allowed_token_ids=[65])
+    options = {**EXACT, "dtype": dtype, "num_kvcache_blocks": 12, "max_num_batched_tokens": 24}
+    for cache_dtype in ("auto", *DTYPES):
+        with LLM(str(folder), **options, kv_cache_dtype=cache_dtype) as llm:
+            expected = DTYPES[dtype if cache_dtype == "auto" else cache_dtype]
+            assert llm.model_runner.kv_cache.dtype == expected
+            found[cache_dtype] = llm.generate(prompts, params, use_tqdm=False)
+    assert found["auto"] == found[dtype] == found["float32"]
+    for result, exact in zip(chain(*found.values()), found["auto"] * len(found), strict=True):
+        for kind in ("prompt_logprobs", "logprobs"):
+            pairs = zip(result[kind], exact[kind], strict=True)
+            drawn = [(next(iter(one.values())), next(iter(other.values()))) for one, other in pairs if one]
+            assert len(drawn) >= 6
+            for one, other in drawn:
+                assert one.logprob == pytest.approx(other.logprob, abs=0.05)
 
 
 def test_identical_prompts_in_one_call_are_computed_once(llm):

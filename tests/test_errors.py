@@ -25,6 +25,8 @@ from checkpoints import (
     one_thread,  # noqa: F401
 )
 from nanovllm import LLM, SamplingParams
+from nanovllm.config import Config
+from nanovllm.layers import attention
 
 VOCAB = 320
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -385,6 +387,25 @@ def test_a_device_that_is_not_there_is_refused(model, device):
 def test_a_backend_that_cannot_work_here_is_refused_with_the_reason(model, backend):
     with pytest.raises(ValueError, match=f"{backend}.*(CUDA|installed|float32)"):
         LLM(model.folder, **EXACT, attention_backend=backend)
+
+
+@pytest.mark.parametrize(
+    "options, reason",
+    [
+        ({"dtype": "float32", "kv_cache_dtype": "bfloat16"}, "it computes bfloat16 and float16 only"),
+        ({"dtype": "bfloat16", "kv_cache_dtype": "float16"}, "kv_cache_dtype is 'float16'"),
+        ({"dtype": "float16", "kv_cache_dtype": "float32"}, "kv_cache_dtype is 'float32'"),
+        ({"dtype": "float16", "kvcache_block_size": 16}, "a multiple of 256"),
+        ({"dtype": "float16", "kv_cache_dtype": "float16"}, None),
+        ({"dtype": "bfloat16"}, None),
+    ],
+)
+def test_flash_attention_is_refused_dtypes_and_blocks_that_it_cannot_read(monkeypatch, options, reason):
+    monkeypatch.setattr(attention, "HAVE_FLASH", True)
+    config = Config("a model", device="cpu", attention_backend="flash", **options)
+    refused = pytest.raises(ValueError, match=f"attention_backend='flash'.*{reason}")
+    with refused if reason else contextlib.nullcontext():
+        assert attention.get_backend(config, torch.device("cuda")).decode is attention.flash_decode
 
 
 def test_a_pool_smaller_than_the_model_length_serves_what_fits(model):

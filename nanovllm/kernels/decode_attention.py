@@ -40,7 +40,7 @@ def paged_decode_attention(
     q is [batch, heads, head_dim] with a contiguous last dimension, the caches are contiguous
     [blocks, block_size, kv_heads, head_dim], block_tables int32 [batch, max_blocks], context_lens int32
     [batch]. What a block table holds beyond a sequence's end is never used. A context of 0 (a padded row)
-    gives zeros.
+    gives zeros. Keys and values of another dtype than q's are converted to it as they are read.
     """
     if not use_triton(q):
         return paged_decode_attention_torch(q, k_cache, v_cache, block_tables, context_lens, scale)
@@ -49,7 +49,9 @@ def paged_decode_attention(
     group = heads // kv_heads
     splits = cdiv(PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors(q.device), batch * kv_heads)
     splits = min(splits, MAX_SPLITS)
-    tile, num_warps, num_stages = _tile(next_power_of_2(head_dim), k_cache.element_size(), splits > 1)
+    dim_pad = max(16, next_power_of_2(head_dim))  # 16 is the least that a matrix product sums over
+    element_size = max(q.element_size(), k_cache.element_size())
+    tile, num_warps, num_stages = _tile(dim_pad, element_size, splits > 1)
     if splits > 1:
         assert batch * kv_heads <= NUM_COUNTERS
         partial = torch.empty(batch * heads * splits * (head_dim + 1), dtype=torch.float32, device=q.device)
@@ -77,7 +79,7 @@ def paged_decode_attention(
             GROUP=group,
             GROUP_PAD=max(16, next_power_of_2(group)),
             HEAD_DIM=head_dim,
-            DIM_PAD=next_power_of_2(head_dim),
+            DIM_PAD=dim_pad,
             BLOCK_SIZE=block_size,
             TILE=tile,
             MAX_SPLITS=MAX_SPLITS,
@@ -126,7 +128,7 @@ def _attend_torch(
     blocks = block_tables.gather(1, token // block_size)
     slots = torch.where(lengths > 0, blocks * block_size + token % block_size, 0).flatten()
     keys, values = (
-        cache.view(-1, kv_heads * head_dim).index_select(0, slots).view(batch, longest, kv_heads, head_dim)
+        cache.view(-1, kv_heads, head_dim).index_select(0, slots).unflatten(0, (batch, longest)).to(q.dtype)
         for cache in (k_cache, v_cache)
     )
     # The query heads of one kv head are the query rows, so K and V are never expanded.
@@ -209,8 +211,8 @@ def _decode_kernel(
         cell = ((block.to(tl.int64) * BLOCK_SIZE + token % BLOCK_SIZE) * KV_HEADS + kv_head) * HEAD_DIM
         key_mask = seen[None, :] & (dim < HEAD_DIM)[:, None]
         value_mask = seen[:, None] & (dim < HEAD_DIM)[None, :]
-        key = tl.load(k_cache + cell[None, :] + dim[:, None], mask=key_mask, other=0.0)
-        value = tl.load(v_cache + cell[:, None] + dim[None, :], mask=value_mask, other=0.0)
+        key = tl.load(k_cache + cell[None, :] + dim[:, None], mask=key_mask, other=0.0).to(query.dtype)
+        value = tl.load(v_cache + cell[:, None] + dim[None, :], mask=value_mask, other=0.0).to(query.dtype)
         score = tl.dot(query, key, input_precision="ieee")
         score = tl.where(seen[None, :], score, float("-inf"))
         new_highest = tl.maximum(highest, tl.max(score, axis=1) * scale_log2)

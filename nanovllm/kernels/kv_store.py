@@ -2,7 +2,8 @@
 
 A token's keys and values of one layer go to `slot = block_id * block_size + offset`; slot -1 means "do not
 write" (padding, or a token whose keys are there already). Caches are contiguous
-[blocks, block_size, kv_heads, head_dim], so a slot is one row of a [slots, kv_heads, head_dim] matrix.
+[blocks, block_size, kv_heads, head_dim], so a slot is one row of a [slots, kv_heads, head_dim] matrix. Their
+dtype may be any floating one: keys and values are rounded to it as they are written.
 """
 
 import torch
@@ -41,8 +42,8 @@ def store_kvcache_torch(
     written = slot_mapping >= 0
     if not written.all():
         key, value, slot_mapping = key[written], value[written], slot_mapping[written]
-    k_cache.view(-1, *k_cache.shape[2:])[slot_mapping] = key
-    v_cache.view(-1, *v_cache.shape[2:])[slot_mapping] = value
+    for cache, new in ((k_cache, key), (v_cache, value)):
+        cache.view(-1, *cache.shape[2:])[slot_mapping] = new.to(cache.dtype)
 
 
 def qk_norm_rope_store(

@@ -31,7 +31,8 @@ def varlen_prefill_attention(
 
     cu_seqlens_q and cu_seqlens_k are int32 [sequences + 1] running totals. k and v are
     [total_k, kv_heads, head_dim], last dimension contiguous, or with block_tables (int32
-    [sequences, max_blocks]) the contiguous caches [blocks, block_size, kv_heads, head_dim].
+    [sequences, max_blocks]) the contiguous caches [blocks, block_size, kv_heads, head_dim]. If their dtype
+    is not q's they are converted to it as they are read.
     """
     if not use_triton(q):
         lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
@@ -39,8 +40,9 @@ def varlen_prefill_attention(
     tokens, heads, head_dim = q.shape
     kv_heads = k.shape[-2]
     out = torch.empty(tokens, heads, head_dim, dtype=q.dtype, device=q.device)
-    dim_pad = next_power_of_2(head_dim)
-    query_tile, key_tile, num_warps, num_stages = _tiles(dim_pad, q.element_size(), q.device)
+    dim_pad = max(16, next_power_of_2(head_dim))  # 16 is the least that a matrix product sums over
+    element_size = max(q.element_size(), k.element_size())
+    query_tile, key_tile, num_warps, num_stages = _tiles(dim_pad, element_size, q.device)
     if tokens:
         paged = block_tables is not None
         _prefill_kernel[(cdiv(max_seqlen_q, query_tile), heads, len(cu_seqlens_q) - 1)](
@@ -99,7 +101,7 @@ def varlen_prefill_attention_torch(
             keys, values = k[starts_k[i] : starts_k[i + 1]], v[starts_k[i] : starts_k[i + 1]]
         else:
             blocks = block_tables[i, : cdiv(len_k, k.shape[1])]
-            keys, values = k[blocks].flatten(0, 1)[:len_k], v[blocks].flatten(0, 1)[:len_k]
+            keys, values = (cache[blocks].flatten(0, 1)[:len_k].to(q.dtype) for cache in (k, v))
         # [kv_heads, heads per kv head, tokens, head_dim]; the expansion of K and V is a view.
         queries = q[begin:end].unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
         keys, values = (
@@ -221,6 +223,7 @@ def _attend(
     else:
         key = tl.load(k_address, mask=(dim < HEAD_DIM)[:, None], other=0.0)
         value = tl.load(v_address, mask=(dim < HEAD_DIM)[None, :], other=0.0)
+    key, value = key.to(query.dtype), value.to(query.dtype)
     score = tl.dot(query, key, input_precision="ieee")
     if MASKED:
         score = tl.where(token[None, :] <= last_key[:, None], score, float("-inf"))

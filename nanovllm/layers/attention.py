@@ -72,7 +72,9 @@ def get_backend(config: Config, device: torch.device) -> AttentionBackend:
         else "it needs a CUDA device"
         if device.type != "cuda"
         else "it computes bfloat16 and float16 only"
-        if config.kv_cache_torch_dtype == torch.float32
+        if config.torch_dtype == torch.float32
+        else f"it reads a KV cache of the model's dtype only, and kv_cache_dtype is {config.kv_cache_dtype!r}"
+        if config.kv_cache_torch_dtype != config.torch_dtype
         else "it needs a kvcache_block_size that is a multiple of 256"
         if config.kvcache_block_size % 256
         else None
