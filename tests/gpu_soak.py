@@ -44,8 +44,8 @@ def main() -> None:
             assert all(len(result["token_ids"]) == params["max_tokens"] for result in results)
             least.append(torch.cuda.mem_get_info()[0])
             print(
-                f"{time.perf_counter() - start:6.1f} s, {least[-1] / 2**30:6.2f} GiB free: {count} prompts of "
-                f"{length} tokens, {', '.join(params)}",
+                f"{time.perf_counter() - start:6.1f} s, {least[-1] / 2**30:6.2f} GiB free: {count} prompts "
+                f"of {length} tokens, {', '.join(params)}",
                 flush=True,
             )
 

@@ -22,6 +22,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -261,6 +262,20 @@ def test_two_engines_started_at_the_same_moment_in_one_process_do_not_meet(model
     assert wait_until(lambda: len(ranks_of()) == num_ranks)
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) <= num_files
+
+
+def test_memory_that_other_ranks_have_mapped_is_freed_when_they_have_ended(model):
+    calls, group = mock.Mock(), Group()
+    group.backend, group.shared = object(), calls.memory
+    calls.ranks.group, calls.leave.side_effect = group, group.leave
+    with LLM(model.folder, **OPTIONS) as llm:
+        llm.model_runner.group = mock.Mock(leave=calls.leave)
+        llm.ranks = calls.ranks
+    expected = ["ranks.finish_step", "leave", "ranks.close", "memory.close"]
+    assert [name for name, *_ in calls.mock_calls] == expected
+    assert group.backend is None
+    llm.exit()
+    calls.memory.close.assert_called_once()
 
 
 def test_a_group_of_one_gives_back_what_it_gets():

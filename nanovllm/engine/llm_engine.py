@@ -104,6 +104,7 @@ class LLMEngine:
             runner.exit()
         if self.ranks is not None:
             self.ranks.close()
+            self.ranks.group.close()
 
     def __enter__(self) -> "LLMEngine":
         return self

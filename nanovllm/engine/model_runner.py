@@ -165,7 +165,7 @@ class ModelRunner:
             torch.cuda.current_stream(self.device).query()
 
     def exit(self) -> None:
-        """Free the device's memory."""
+        """Free the device's memory, except what the group shares: other ranks may still have that mapped."""
         with self.on_device():
             self._wait_for_device()
             self.kernels.stop()
@@ -173,7 +173,7 @@ class ModelRunner:
                 layer.k_cache = layer.v_cache = torch.empty(0)
             self.graphs.clear()
             self._pool_owner = None
-            self.group.close()
+            self.group.leave()
             self.model = self.sampler = self.kv_cache = self.state = self.shaping = None
             self.attention_layers = []
             if self.device.type == "cuda":

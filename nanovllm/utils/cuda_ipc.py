@@ -60,7 +60,10 @@ class SharedBuffer:
         return status
 
     def close(self) -> None:
-        """Give the memory back. Nothing that uses it may be running on this rank."""
+        """
+        Give the memory back. Nothing that uses it may be running on this rank, and the others must have
+        ended: what they have mapped may not be freed.
+        """
         with torch.cuda.device(self._device):
             for address in self._others:
                 self._call("IpcCloseMemHandle", address)

@@ -159,11 +159,16 @@ class Group:
         elif self.backend is not None and self.backend.name() == "nccl":  # gloo notices by itself
             self.backend.abort()
 
-    def close(self) -> None:
-        """Leave the group, when nothing of it is under way on this rank."""
+    def leave(self) -> None:
+        """Talk to no other rank any more, when nothing of the group is under way on this one."""
         self.peers = self.backend = None
+
+    def close(self) -> None:
+        """Leave the group and free this rank's part of its memory, once nobody else has that mapped."""
+        self.leave()
         if self.shared is not None:
             self.shared.close()
+            self.shared = None
 
 
 _group: ContextVar[Group] = ContextVar("group", default=Group())  # noqa: B039
