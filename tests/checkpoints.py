@@ -27,6 +27,13 @@ SMALL = dict(
     pad_token_id=None,
 )
 
+# Sizes whose rows in bfloat16 are no multiple of 16 bytes, in one product each.
+UNALIGNED = {
+    "hidden size": dict(hidden_size=60),
+    "heads x head_dim": dict(num_attention_heads=3, num_key_value_heads=1, head_dim=20),
+    "intermediate size": dict(intermediate_size=100),
+}
+
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread():

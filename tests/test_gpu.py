@@ -12,7 +12,7 @@ import pytest
 import torch
 from test_shaping import MIXED
 
-from checkpoints import load_reference, make_checkpoint
+from checkpoints import UNALIGNED, load_reference, make_checkpoint
 from nanovllm import LLM, SamplingParams
 from nanovllm.layers.attention import HAVE_FLASH
 
@@ -93,6 +93,15 @@ def test_bfloat16_stays_within_rounding_of_transformers(checkpoint, backend, bat
     with LLM(checkpoint, dtype="bfloat16", attention_backend=backend, max_num_seqs=100) as llm:
         results = llm.generate(prompts, GREEDY, use_tqdm=False)
     assert_within_rounding(checkpoint, prompts, results)
+
+
+@pytest.mark.parametrize("sizes", UNALIGNED.values(), ids=UNALIGNED)
+def test_rows_that_the_copy_engine_cannot_read_stay_within_rounding_too(tmp_path, sizes):
+    folder = str(make_checkpoint(tmp_path, "qwen3", seed=5, **sizes))
+    with LLM(folder, dtype="bfloat16", max_num_seqs=20) as llm:
+        for batch in (2, 20):
+            results = llm.generate(make_prompts()[:batch], GREEDY, use_tqdm=False)
+            assert_within_rounding(folder, make_prompts()[:batch], results)
 
 
 def test_sampling_does_not_depend_on_the_company(checkpoint):

@@ -6,6 +6,7 @@ spelling, tied and untied embeddings, and heads larger and smaller than hidden_s
 """
 
 import random
+from functools import partial
 from types import SimpleNamespace
 from unittest import mock
 
@@ -15,16 +16,19 @@ import torch
 from checkpoints import (
     ARCHITECTURES,
     EXACT,
+    UNALIGNED,
     assert_greedy,
     edit_json,
     load_reference,
     make_checkpoint,
+    make_config,
     one_thread,  # noqa: F401
     reference_greedy,
     spell_rope,
 )
 from nanovllm import LLM, SamplingParams
 from nanovllm.layers.rotary_embedding import get_rope, rope_parameters
+from nanovllm.models.qwen3 import Qwen3Model
 from nanovllm.utils.context import reset_context, set_context
 
 CASES_PER_ARCHITECTURE = 24
@@ -273,6 +277,15 @@ def test_bfloat16_stays_near_float32(tmp_path):
     for a, b in zip(rough, expected, strict=True):
         assert a.dtype == torch.bfloat16
         assert (a.float() - b).abs().mean() < 0.03 * b.std()
+
+
+@pytest.mark.parametrize("sizes", [{}, *UNALIGNED.values()], ids=["all aligned", *UNALIGNED])
+def test_a_model_is_fused_only_if_the_copy_engine_can_read_the_rows_of_every_product(sizes, request):
+    request.addfinalizer(partial(torch.set_default_dtype, torch.get_default_dtype()))
+    for dtype, expected in ((torch.float32, True), (torch.bfloat16, not sizes)):
+        torch.set_default_dtype(dtype)
+        model = Qwen3Model(make_config(**sizes), qk_norm=True, qkv_bias=False, o_bias=False, mlp_bias=False)
+        assert model.is_fusable == expected
 
 
 PUBLISHED_ROPES = {

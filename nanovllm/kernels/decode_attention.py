@@ -50,7 +50,9 @@ def paged_decode_attention(
     splits = cdiv(PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors(q.device), batch * kv_heads)
     splits = min(splits, MAX_SPLITS)
     dim_pad = max(16, next_power_of_2(head_dim))  # 16 is the least that a matrix product sums over
-    element_size = max(q.element_size(), k_cache.element_size())
+    element_size = k_cache.element_size()
+    if q.dtype != k_cache.dtype:  # there is a converted copy of each tile
+        element_size = 2 * max(q.element_size(), element_size)
     tile, num_warps, num_stages = _tile(dim_pad, element_size, splits > 1)
     if splits > 1:
         assert batch * kv_heads <= NUM_COUNTERS
@@ -166,6 +168,7 @@ def _decode_kernel(
     OVERLAP: tl.constexpr,
 ):
     """A program takes a kv head of a sequence and, when SPLIT, a stretch (whole tiles) of its context."""
+    ROW_BYTES: tl.constexpr = HEAD_DIM * k_cache.dtype.element_ty.primitive_bitwidth // 8
     kv_head = tl.program_id(0)
     seq = tl.program_id(1)
     split = tl.program_id(2)
@@ -181,11 +184,11 @@ def _decode_kernel(
     table = block_tables + seq.to(tl.int64) * table_stride
     if OVERLAP:
         # Those that run first ask for what they begin with while the query is still being computed.
-        if seq * KV_HEADS + kv_head < num_first:
+        if ROW_BYTES % 16 == 0 and seq * KV_HEADS + kv_head < num_first:
             early = begin + tl.arange(0, TILE)
             early_block = tl.load(table + early // BLOCK_SIZE, mask=early < end, other=0)
             early_cell = (early_block.to(tl.int64) * BLOCK_SIZE + early % BLOCK_SIZE) * KV_HEADS + kv_head
-            size = tl.where(early < end, HEAD_DIM * k_cache.dtype.element_ty.primitive_bitwidth // 8, 0)
+            size = tl.where(early < end, ROW_BYTES, 0)
             prefetch_each((k_cache + early_cell * HEAD_DIM).to(tl.int64), size)
             prefetch_each((v_cache + early_cell * HEAD_DIM).to(tl.int64), size)
         tl.extra.cuda.gdc_wait()

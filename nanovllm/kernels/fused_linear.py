@@ -58,15 +58,20 @@ class Stream(NamedTuple):
 
 
 def fused_linear_pays(x: Tensor) -> bool:
-    """Whether these functions are the faster way through a decoder layer for x [rows, hidden].
+    """Whether these functions are the faster way through a layer that `can_be_fused` for x [rows, hidden].
 
     Not in float16, whose range a row of x * weight may leave before it is normalised.
     """
     if not (is_on_gpu(x) and use_triton(x) and x.dtype == torch.bfloat16):
         return False
     rows, features = x.shape
-    fits = rows <= MAX_ROWS and features <= MAX_FEATURES and features % 8 == 0
+    fits = rows <= MAX_ROWS and features <= MAX_FEATURES
     return fits and overlap_options(x.device)["OVERLAP"] and shared_memory(x.device) >= 220_000
+
+
+def can_be_fused(weight: Tensor) -> bool:
+    """Whether the copy engine can read the rows of weight [out, in], and of what is multiplied by it."""
+    return weight.shape[1] * weight.element_size() % 16 == 0
 
 
 def begin_stream(x: Tensor, norm_weight: Tensor, eps: float) -> Stream:

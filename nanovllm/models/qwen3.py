@@ -12,7 +12,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from nanovllm.kernels.fused_linear import Stream, begin_stream, fused_linear_pays, linear_add, norm_linear
+from nanovllm.kernels.fused_linear import (
+    Stream,
+    begin_stream,
+    can_be_fused,
+    fused_linear_pays,
+    linear_add,
+    norm_linear,
+)
 from nanovllm.kernels.kv_store import qk_norm_rope_store
 from nanovllm.kernels.matvec import linear_small, linear_small_pays
 from nanovllm.layers.activation import SiluAndMul
@@ -169,6 +176,8 @@ class Qwen3Model(nn.Module):
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.is_split = parallel.tp_size() > 1
+        matrices = [weight for weight in self.layers.parameters() if weight.dim() == 2]
+        self.is_fusable = not self.is_split and all(map(can_be_fused, matrices))
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         hidden_states, residual = self.embed_tokens(input_ids), None
@@ -185,7 +194,7 @@ class Qwen3Model(nn.Module):
             for layer in self.layers:
                 hidden_states = layer.forward_small(positions, hidden_states)
             return self.norm(hidden_states)
-        if decoding and fused_linear_pays(hidden_states) and not self.is_split:
+        if decoding and self.is_fusable and fused_linear_pays(hidden_states):
             stream = begin_stream(hidden_states, norms[0].weight, norms[0].eps)
             for layer, next_norm in zip(self.layers, norms[1:], strict=True):
                 stream = layer.forward_fused(positions, stream, next_norm)
