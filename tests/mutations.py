@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 TESTS = ["simulation", "block_manager", "scheduler", "overlap", "engine", "sampling", "shaping", "requests"]
-TESTS += ["faults", "errors", "batch_ray", "batch"]
+TESTS += ["faults", "errors", "kernels", "batch_ray", "batch"]
 TIMEOUT = 300  # seconds for one file of tests
 
 
@@ -152,6 +152,35 @@ MUTATIONS = [
         ("if member in self.members:", "if True:"),
         ("Work(line, MAX_ATTEMPTS - 1) for line", "Work(line, 0) for line"),
         ("        except EngineDeadError:\n            raise\n", ""),
+    ),
+    *mutations_of(
+        "nanovllm/kernels/decode_inputs",
+        ("    if length > 0:", "    if length >= 0:"),
+        ("tl.where(length > 0, block *", "tl.where(length >= 0, block *"),
+        ("used = position // BLOCK_SIZE + 1", "used = position // BLOCK_SIZE"),
+    ),
+    *mutations_of(
+        "nanovllm/kernels/kv_store",
+        ("    if slot >= 0:", "    if slot > 0:"),
+        ("    if slot < 0:", "    if slot <= 0:"),
+        ("written = slot_mapping >= 0", "written = slot_mapping > 0"),
+    ),
+    *mutations_of(
+        "nanovllm/kernels/decode_attention",
+        (
+            "dim[None, :], mask=value_mask, other=0.0).to(query.dtype)",
+            "dim[None, :], mask=value_mask, other=0.0)",
+        ),
+    ),
+    *mutations_of(
+        "nanovllm/kernels/prefill_attention",
+        ("    key, value = key.to(query.dtype), value.to(query.dtype)", "    pass"),
+    ),
+    *mutations_of(
+        "nanovllm/kernels/all_reduce",
+        ("most_rows -= most_rows % self.size", "pass"),
+        ("self.turn ^= 1", "pass"),
+        ("self.turn = 0  # everyone is through with both halves", "pass"),
     ),
 ]
 
