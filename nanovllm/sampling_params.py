@@ -40,7 +40,9 @@ class SamplingParams:
                                 multiplies the negative ones (Keskar et al. 2019, arXiv:1909.05858).
     logit_bias:                 {token id: what is added to its logit}, from -100 to 100.
     allowed_token_ids:          the only tokens that may be drawn; None is all.
-    bad_words:                  texts that the completion may not have.
+    bad_words:                  texts that the completion may not have as the tokens that the tokenizer makes
+                                of them at the beginning of a text and after a space. The same text cut into
+                                other tokens (" Par" + "is") is not noticed.
     skip_special_tokens:        leave special tokens out of the text.
     detokenize:                 make a text at all; without, it is empty, and `stop` cannot be used.
 

@@ -6,6 +6,7 @@ where there is a GPU, for real (`-m gpu`).
 """
 
 import os
+import random
 import subprocess
 import sys
 
@@ -571,26 +572,60 @@ def edit_inputs(device, batch=5, rows=8, vocab=700):
     return generator, logits.to(device), where.to(device)
 
 
+def pack_rules(rules: list[tuple[int, float, list[int]]]) -> torch.Tensor:
+    """(position from which it holds no longer, what it adds, tokens) each, as `apply_rules` wants them."""
+    fields, before = [], []
+    for until, added, (*prefix, token) in rules:
+        before += prefix
+        bits = torch.tensor(added).view(torch.int32).item()
+        fields.append((until, bits, token, 1 + len(rules) * logit_edits.FIELDS + len(before), len(prefix)))
+    fields = torch.tensor(fields, dtype=torch.int32).reshape(-1, logit_edits.FIELDS)
+    return torch.tensor([len(rules), *fields.T.flatten().tolist(), *before], dtype=torch.int32)
+
+
 @on_devices
-@pytest.mark.parametrize("width", [3, 4, 6])
-def test_rules_change_what_their_twin_changes(device, width):
-    generator, logits, rows = edit_inputs(device)
-    positions = torch.tensor([0, 1, 2, 9, 30], device=device)
-    rules = torch.randint(0, 4, (8, 128, width), generator=generator, dtype=torch.int32)
-    rules[..., 0] = torch.randint(0, 50, (8, 128), generator=generator)
-    rules[..., 1] = torch.randn(8, 128, generator=generator).view(torch.int32)
-    rules[..., ::5, 1] = torch.tensor(-torch.inf).view(torch.int32) if width > 3 else 0
-    rules[..., 2 : width - 1] -= torch.randint(0, 2, (8, 128, 1), generator=generator) * 9
-    rules[..., 2 : width - 1].clamp_(min=-1)
-    rules[..., -1] = torch.arange(128) * 5
-    history = torch.randint(-1, 4, (8, 40), generator=generator, dtype=torch.int32)
-    num_rules = torch.tensor([0.0, 1.0, 63.0, 100.0, 128.0])
-    given = [rows, positions, *(tensor.to(device) for tensor in (num_rules, rules, history))]
+def test_rules_change_what_their_twin_changes(device):
+    """Row by row none, one, and more than all programs look at together; words of any length there is."""
+    generator, logits, rows = edit_inputs(device, batch=6, vocab=1500)
+    numbers, positions = (0, 1, 200, 1100, 1100, 8), (0, 1, 3, 1000, 1030, 5000)
+    pick, length = random.Random(0), logit_edits.HISTORY
+    history = torch.randint(0, 2, (8, length), generator=generator, dtype=torch.int32)
+    rules, holds_after_long = {}, []
+    for row, position, number in zip(rows.tolist(), positions, numbers, strict=True):
+        history[row, position:] = -1  # as nothing is drawn there yet
+        newest_last, words = history[row].roll(-position).tolist(), []
+        for token in range(number):
+            prefix = [pick.randrange(2) for _ in range(pick.choice([0, 0, 1, 3, 17]))]
+            if token % 8 == 1 and position:  # one that was drawn, but for its first token perhaps
+                prefix = newest_last[-pick.randint(1, min(length, position)) :]
+                prefix[0] = pick.randrange(2)
+            until = pick.randint(0, 2 * position + 1)
+            words.append((until, pick.choice([-1e30, pick.uniform(-9, 9)]), [*prefix, token]))
+            if len(prefix) > 500 and newest_last[-len(prefix) :] == prefix and until > position:
+                holds_after_long.append((row, token))
+        if number:
+            rules[row] = pack_rules(words).to(device)
+    addresses = torch.tensor([rules[row].data_ptr() if row in rules else 0 for row in range(8)])
+    positions, history = torch.tensor(positions, device=device), history.to(device)
     got, expected = logits.clone(), logits.clone()
-    logit_edits.apply_rules(got, *given)
-    logit_edits.apply_rules_torch(expected, *given)
-    assert torch.equal(got, expected) and not torch.equal(got, logits)
-    assert torch.equal(got[0], logits[0])
+    logit_edits.apply_rules(got, rows, positions, rules, addresses.to(device), history)
+    logit_edits.apply_rules_torch(expected, rows, positions, rules, history)
+    assert torch.equal(got, expected)
+    changed = got != logits
+    assert not changed[0].any() and (changed[2:].sum(1) < torch.tensor(numbers[2:], device=device)).all()
+    found = {(rows[i].item(), token) for i, token in changed.nonzero().tolist()}
+    assert len(holds_after_long) > 5 and found.issuperset(holds_after_long)
+
+
+@on_devices
+def test_several_rules_for_a_token_add_up(device):
+    logits, rows, positions = torch.zeros(1, 9, device=device), *torch.zeros(2, 1, dtype=torch.int64)
+    rules = {0: pack_rules([(5, 1.5, [3]), (5, -1e30, [4]), (5, 2.0, [3]), (5, -1e30, [4])]).to(device)}
+    addresses = torch.tensor([rules[0].data_ptr()], device=device)
+    history = torch.full((1, logit_edits.HISTORY), -1, dtype=torch.int32, device=device)
+    rows, positions = rows.int().to(device), positions.to(device)
+    logit_edits.apply_rules(logits, rows, positions, rules, addresses, history)
+    assert logits[0].tolist() == [0, 0, 0, 3.5, torch.tensor(-2e30).item(), 0, 0, 0, 0]
 
 
 @on_devices

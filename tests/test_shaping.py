@@ -4,9 +4,12 @@ Filters are compared by the set they keep and its probabilities, everything else
 engine, driven as on a CPU and as on a GPU, and by chi-squared where tokens are drawn.
 """
 
+import asyncio
 import json
 import math
+import random
 
+import numpy
 import pytest
 import torch
 import transformers
@@ -16,9 +19,12 @@ from test_engine import assert_empty, tokens_of
 from test_sampling import RANDOM_SEEDS, assert_follows
 
 from checkpoints import EXACT, load_reference, make_checkpoint, one_thread  # noqa: F401
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, AsyncLLM, SamplingParams, batch
+from nanovllm.batch_lines import Answer
+from nanovllm.engine import prompts, scheduler, shaping
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.shaping import BAN, Shaping
+from nanovllm.engine.shaping import BAN, Shaping, num_rule_words
+from nanovllm.kernels import logit_edits
 from nanovllm.kernels.filtering import filter_thresholds_torch
 from nanovllm.layers.sampler import Sampler
 
@@ -277,7 +283,7 @@ MIXED = [
     dict(temperature=0),
     dict(top_k=3, presence_penalty=1.0, min_tokens=10, stop_token_ids=[*range(200)]),
     dict(seed=8),
-    dict(bad_words=["a", "bc", "def"], repetition_penalty=1.2),
+    dict(bad_words=["a", "bc", "def", "g" * 300], repetition_penalty=1.2),
 ]
 SCHEDULES = {
     "all at once": {},
@@ -366,47 +372,231 @@ def test_tokens_that_are_not_allowed_are_never_seen(engine, allowed, seed, tempe
     assert set(result["token_ids"]) <= allowed
 
 
-def test_tables_that_grow_keep_what_they_held():
-    """A request with more or longer rules than any before leaves the rows of others as they are."""
-    shaping = Shaping(4, 64, 50, torch.device("cpu"))
+# --- rules: any number of any length, and nobody else pays for them ---
 
-    def begin(row: int, words: list[list[int]], **params) -> Sequence:
-        seq = Sequence([1, 2], SamplingParams(bad_words=["x"], **params))
-        seq.row, seq.bad_words = row, words
-        update = shaping.update([seq])
-        shaping.write(type(update)(*map(torch.from_numpy, update)))
-        return seq
+LONG_WORD = "x" * 450
+SHORT_WORDS = [chr(a) + chr(b) for a in range(33, 97) for b in range(33, 97)][:4000]
+
+
+def best_tokens(logits: list[float], words: list[list[int]], params: SamplingParams) -> list[int]:
+    """What the rules leave of a model that always has these logits."""
+    done: list[int] = []
+    while len(done) < params.max_tokens and not set(done[-1:]) & set(params.stop_token_ids):
+        scores = list(logits)
+        for token_id, bias in params.logit_bias:
+            scores[token_id] += bias
+        for *before, token_id in words:
+            if done[max(0, len(done) - len(before)) :] == before:
+                scores[token_id] += BAN
+        if len(done) < params.min_tokens:
+            for token_id in params.stop_token_ids:
+                scores[token_id] += BAN
+        done.append(scores.index(max(scores)))
+    return done
+
+
+def random_word(pick: random.Random) -> list[int]:
+    """Something over and over, as what it is to keep away does as well."""
+    part = [pick.randrange(4) for _ in range(pick.randint(1, 4))]
+    return (part * 16)[: pick.randint(2, pick.choice([3, 16]))]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_rules_of_any_shape_leave_what_plain_arithmetic_leaves(folder, monkeypatch, name):
+    for module in (shaping, logit_edits):
+        monkeypatch.setattr(module, "HISTORY", 16)  # fewer than there are tokens to draw
+    pick, words, params = random.Random(0), {}, []
+    for i in range(12):
+        words[f"{i}",] = [random_word(pick) for _ in range(pick.choice([0, 5, 60, 200]))]
+        bias = [(pick.randrange(8), pick.randint(-4, 4) / 8) for _ in range(pick.choice([0, 3]))]
+        ends = dict(min_tokens=pick.choice([0, 5, 30]), stop_token_ids=pick.choice([[], [pick.randrange(6)]]))
+        params.append(SamplingParams(0, 40, True, logit_bias=bias, bad_words=[f"{i}"], **ends))
+    logits = [5 - i / 8 for i in range(VOCAB)]
+    with LLM(str(folder), **EXACT, **{"num_kvcache_blocks": 100, **SCHEDULES[name]}) as llm:
+        llm._overlap = True
+        apply, always = llm.model_runner.shaping.apply, torch.tensor(logits)
+        monkeypatch.setattr(
+            llm.model_runner.shaping, "apply", lambda x, *args: apply(always.expand(len(x), -1), *args)
+        )
+        monkeypatch.setattr(llm.prompts, "bad_words", lambda params: words[params.bad_words])
+        prompts = [[i, *PROMPT[: 3 * i + 1]] for i in range(len(params))]
+        results = llm.generate(prompts, params, use_tqdm=False)
+    expected = [best_tokens(logits, words[one.bad_words], one) for one in params]
+    assert tokens_of(results) == expected
+    assert sum(len(set(tokens)) > 2 for tokens in expected) > 3, "too easy"
+
+
+@pytest.mark.parametrize("name", [*EDITS, "a word"])
+def test_a_preempted_request_goes_on_as_if_nothing_had_been(engine, monkeypatch, name):
+    """Preempted after 13 tokens, among them the first two of a word that is banned."""
+    params = {"temperature": 0, "max_tokens": 30, "ignore_eos": True}
+    if name == "a word":
+        word = generate(engine)["token_ids"][11:14]
+        monkeypatch.setattr(engine.prompts, "bad_words", lambda _: [word])
+        params["bad_words"] = ["stands for it"]
+    else:
+        params |= {
+            key: list(value) if isinstance(value, range) else value for key, value in EDITS[name][0].items()
+        }
+    engine.add_request(PROMPT, SamplingParams(**params))
+    for _ in range(13):
+        engine.step()
+    [seq] = engine.scheduler.running
+    assert seq.num_completion_tokens == 13
+    engine.scheduler.preempt(engine.scheduler.running.pop())
+    while not (finished := engine.step()[0]):
+        pass
+    expected = generate(engine, **params)["token_ids"]
+    assert finished == [(seq.seq_id, expected)] and expected != generate(engine)["token_ids"]
+
+
+def begin(table: Shaping, row: int, words: list[list[int]], **params) -> Sequence:
+    """Give the row to a new sequence."""
+    seq = Sequence([1, 2], SamplingParams(bad_words=["stands for these"], **params))
+    seq.row, seq.bad_words = row, words
+    table.write(table.update([seq]), torch.from_numpy)
+    return seq
+
+
+def test_the_rules_of_a_row_are_its_own_and_go_with_its_sequence():
+    table = Shaping(4, 50, torch.device("cpu"))
 
     def shaped(row: int) -> torch.Tensor:
         rows, positions = torch.tensor([row], dtype=torch.int32), torch.tensor([4])
-        return shaping.apply(torch.zeros(1, 50), rows, positions, torch.ones(1), 2)[0][0]
+        return table.apply(torch.zeros(1, 50), rows, positions, torch.ones(1), 2)[0][0]
 
-    begin(0, [[3, 4, 5], [7]], logit_bias={9: 2.0})
+    def sizes() -> dict[int, int]:
+        return {row: rules.untyped_storage().nbytes() // 4 for row, rules in table.rules.items()}
+
+    first = begin(table, 0, [[3, 4, 5], [7]], logit_bias={9: 2.0})
     for position, token_id in ((2, 3), (3, 4)):
-        shaping.remember(torch.tensor([0]), torch.tensor([position]), torch.tensor([token_id]), 2)
+        table.remember(torch.tensor([0]), torch.tensor([position]), torch.tensor([token_id]), 2)
     expected = torch.zeros(50)
     expected[[5, 7]], expected[9] = BAN, 2.0
     assert torch.equal(shaped(0), expected)
-    begin(1, [[*range(20)], *([i] for i in range(30, 40))], logit_bias={i: 1.0 for i in range(20)})
+    other = begin(
+        table, 1, [[*range(20)], *([i] for i in range(30, 40))], logit_bias={i: 1.0 for i in range(20)}
+    )
     assert torch.equal(shaped(0), expected)
     assert (shaped(1)[30:40] == BAN).all() and torch.equal(shaped(1)[:20], torch.ones(20))
-    begin(0, [[3, 4, 5]])
+    assert (
+        sizes()
+        == {seq.row: num_rule_words(seq.sampling_params, seq.bad_words, ()) for seq in (first, other)}
+        == {0: 1 + 3 * 5 + 2, 1: 1 + 31 * 5 + 19}
+    )
+    first.row = -1
+    another = begin(table, 0, [[3, 4, 5]])
     assert not shaped(0).any(), "what an earlier sequence drew in this row counts for the next"
+    other.row = -1
+    last = begin(table, 2, [[1]])
+    assert sizes() == {another.row: 1 + 5 + 2, last.row: 1 + 5}, (
+        "the rules of a sequence that has ended are kept"
+    )
+    table.reset()
+    assert not sizes() and not shaped(0).any() and not shaped(2).any()
 
 
-def test_a_table_that_finds_no_memory_is_not_wanted_again(folder, monkeypatch):
-    def fail(most: int, width: int) -> bool:
-        if most > 64:
-            raise torch.OutOfMemoryError("there is none left")
-        return make_rules(most, width)
+class Costs:
+    """Notes how many bytes an engine's Shaping has on the device, is sent and goes through."""
 
-    with LLM(str(folder), **EXACT, num_kvcache_blocks=60) as llm:
-        make_rules = llm.model_runner.shaping._make_rules
-        expected = generate(llm, bad_words=["x"])
-        monkeypatch.setattr(llm.model_runner.shaping, "_make_rules", fail)
-        with pytest.raises(torch.OutOfMemoryError, match="there is none left"):
-            generate(llm, logit_bias=dict.fromkeys(range(200), 1.0))
-        assert generate(llm, bad_words=["x"])["token_ids"] == expected["token_ids"]
+    def __init__(self, llm: LLM, monkeypatch: pytest.MonkeyPatch):
+        self.table = llm.model_runner.shaping
+        self.most, self.sent, self.read = 0, [], []
+        write, apply_rules = self.table.write, logit_edits.apply_rules
+
+        def noted_write(update, to_device):
+            arrays = [x for x in update if isinstance(x, numpy.ndarray)] + list(update.rules.values())
+            self.sent.append(sum(array.nbytes for array in arrays))
+            write(update, to_device)
+            self.most = max(self.most, self.on_device())
+
+        def noted_rules(logits, rows, positions, rules, *args):
+            self.read.append(sum(rules[row].nbytes for row in rows.tolist() if row in rules))
+            apply_rules(logits, rows, positions, rules, *args)
+
+        monkeypatch.setattr(self.table, "write", noted_write)
+        monkeypatch.setattr(shaping, "apply_rules", noted_rules)
+
+    def on_device(self) -> int:
+        tables = [x for x in vars(self.table).values() if isinstance(x, torch.Tensor)]
+        return sum(x.untyped_storage().nbytes() for x in [*tables, *self.table.rules.values()])
+
+
+def test_rules_take_no_more_memory_than_each_request_asks_for(folder, monkeypatch):
+    """However many one has, and however long another one's are."""
+    params = [SamplingParams(0, 5, True, bad_words=words) for words in ([LONG_WORD], SHORT_WORDS)]
+    params += [SamplingParams(0, 5, True, min_tokens=1, stop_token_ids=[3])] * 2
+    with LLM(str(folder), **EXACT, num_kvcache_blocks=60, max_num_seqs=4) as llm:
+        costs = Costs(llm, monkeypatch)
+        before = costs.on_device()
+        expected = tokens_of(llm.generate([PROMPT] * 4, [SamplingParams(0, 5, True)] * 4, use_tqdm=False))
+        results = llm.generate([PROMPT] * 4, params, use_tqdm=False)
+        assert tokens_of(results[:1] + results[2:]) == expected[:3]
+        words = [num_rule_words(one, llm.prompts.bad_words(one), one.stop_token_ids) for one in params]
+        assert max(words) == words[1] < 7 * 2 * 4000
+        assert costs.most - before == 4 * sum(words)
+
+
+def test_what_a_request_costs_does_not_depend_on_those_before_it(folder, monkeypatch):
+    small = dict(min_tokens=1, stop_token_ids=[3])
+    with LLM(str(folder), **EXACT, num_kvcache_blocks=60, max_num_seqs=4) as llm:
+        costs = Costs(llm, monkeypatch)
+        generate(llm, **small)
+        expected = costs.on_device(), list(costs.sent), list(costs.read)
+        generate(llm, bad_words=[*SHORT_WORDS[:500], LONG_WORD[:200]])
+        costs.sent.clear()
+        costs.read.clear()
+        generate(llm, **small)
+        assert (costs.on_device(), costs.sent, costs.read) == expected
+
+
+def test_rules_that_do_not_fit_together_wait_for_each_other(folder, monkeypatch):
+    monkeypatch.setattr(scheduler, "RULE_WORDS", 300)
+    params = [SamplingParams(0, 8, True, logit_bias={i: 1.0 for i in range(n)}) for n in (30, 5, 40, 59, 1)]
+    with LLM(str(folder), **EXACT, num_kvcache_blocks=100) as llm:
+        costs = Costs(llm, monkeypatch)
+        before = costs.on_device()
+        results = llm.generate([PROMPT] * 6, [*params, SamplingParams(0, 8, True)], use_tqdm=False)
+        assert costs.most - before < 4 * 300 and llm.scheduler.num_rule_words == 0
+        alone = [llm.generate([PROMPT], one, use_tqdm=False)[0]["token_ids"] for one in params]
+        assert (
+            tokens_of(results[:5]) == alone
+            and results[5]["token_ids"] == generate(llm, max_tokens=8)["token_ids"]
+        )
+        assert_empty(llm)
+
+
+def test_rules_that_can_never_fit_fail_their_own_request_alone(folder, monkeypatch):
+    monkeypatch.setattr(prompts, "RULE_WORDS", 3000)
+    too_many = dict(bad_words=["a", *SHORT_WORDS[:300]], logit_bias={7: 1.0})
+    complaint = (
+        "bad_words of 1,503 tokens and logit_bias of 1 take 15,668 bytes of the device's memory, of which "
+        "all requests together may have 12,000"
+    )
+    options = dict(**EXACT, num_kvcache_blocks=60)
+    with LLM(str(folder), **options) as llm:
+        expected = generate(llm, "x", max_tokens=5)
+        with pytest.raises(ValueError, match=complaint):
+            generate(llm, **too_many)
+        generate(llm, bad_words=["y" * 1023], max_tokens=1)
+        with pytest.raises(ValueError, match=r"each of bad_words must have at most 1024 tokens, got 1025"):
+            generate(llm, bad_words=["y" * 1024])
+        answers: list[Answer] = []
+        plain = dict(prompt="x", temperature=0, max_tokens=5, ignore_eos=True)
+        lines = [plain, {**plain, **too_many}, plain]
+        batch.run(llm, ((i, json.dumps(x).encode()) for i, x in enumerate(lines)), answers.append, {})
+    texts = [json.loads(answer.text) for answer in sorted(answers, key=lambda answer: answer.line)]
+    assert complaint in texts[1]["error"]["message"]
+    assert texts[0]["text"] == texts[2]["text"] == expected["text"]
+
+    async def run(engine: AsyncLLM) -> list:
+        params = [SamplingParams(0, 5, True, **kind) for kind in ({}, too_many, {})]
+        return await asyncio.gather(*(engine.generate("x", one) for one in params), return_exceptions=True)
+
+    with AsyncLLM(str(folder), **options) as engine:
+        first, second, third = asyncio.run(run(engine))
+    assert isinstance(second, ValueError) and complaint in str(second)
+    assert first["text"] == third["text"] == expected["text"]
 
 
 # --- the edges of what there is ---

@@ -122,9 +122,7 @@ class ModelRunner:
         self.state = DecodeState(
             config.max_num_seqs, -(-config.max_model_len // self.block_size), self.block_size, self.device
         )
-        self.shaping = Shaping(
-            config.max_num_seqs, config.max_model_len, config.hf_config.vocab_size, self.device
-        )
+        self.shaping = Shaping(config.max_num_seqs, config.hf_config.vocab_size, self.device)
         # The torch twins of the attention kernels look at lengths on the host, which a graph cannot.
         twins = config.attention_backend == "torch" or not HAVE_TRITON
         self.enforce_eager = config.enforce_eager or self.device.type != "cuda" or twins
@@ -384,12 +382,7 @@ class ModelRunner:
                 cache[target] = cache[source]
 
     def _write_shaping(self, update: ShapingUpdate) -> None:
-        if self.shaping.write(ShapingUpdate(*map(self._to_device, update))):
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)  # a graph may still be using what was replaced
-            self.graphs = {key: graph for key, graph in self.graphs.items() if not key[1] & RULES}
-            if not self.graphs:
-                self.graph_pool = None
+        self.shaping.write(update, self._to_device)
 
     def _score(
         self, hidden_states: torch.Tensor, indices: torch.Tensor, targets: torch.Tensor

@@ -9,6 +9,8 @@ from typing import Any
 
 from nanovllm.config import Config
 from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.shaping import RULE_WORDS, num_rule_words
+from nanovllm.kernels.logit_edits import HISTORY
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.refusals import check_bool, find_surrogate, shown
 from nanovllm.utils.tokenizer import render_chat, tokenizer_errors
@@ -99,9 +101,15 @@ class Prompts:
                     f"sampling_params for {name}: token ids in {field} must be from 0 to "
                     f"{self.vocab_size - 1}, got {shown(max(token_ids))}"
                 )
-        self.bad_words(params)
+        bad_words, ends = self.bad_words(params), self.scheduler.end_token_ids(params)
+        if (size := num_rule_words(params, bad_words, ends)) > RULE_WORDS:
+            raise ValueError(
+                f"sampling_params for {name}: bad_words of {sum(map(len, bad_words)):,} tokens and "
+                f"logit_bias of {len(params.logit_bias):,} take {4 * size:,} bytes of the device's memory, "
+                f"of which all requests together may have {4 * RULE_WORDS:,}"
+            )
         allowed = params.allowed_token_ids
-        if params.min_tokens and allowed and self.scheduler.end_token_ids(params).issuperset(allowed):
+        if params.min_tokens and allowed and ends.issuperset(allowed):
             raise ValueError(
                 f"sampling_params for {name}: min_tokens={params.min_tokens} is not reached: each "
                 f"of allowed_token_ids={shown(allowed)} ends a completion"
@@ -120,6 +128,10 @@ class Prompts:
         token_ids = [ids for start in starts if (ids := self.tokenize(start, "bad_words", False))]
         if not token_ids:
             raise ValueError(f"bad_words has {shown(text)}, of which the tokenizer makes no token")
+        if (longest := max(map(len, token_ids))) > HISTORY:
+            raise ValueError(
+                f"each of bad_words must have at most {HISTORY} tokens, got {longest} of {shown(text)}"
+            )
         distinct = [ids for i, ids in enumerate(token_ids) if ids not in token_ids[:i]]
         return [ids for ids in distinct if max(ids) < self.vocab_size]
 

@@ -12,6 +12,7 @@ from operator import attrgetter
 from nanovllm.config import Config
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.engine.shaping import RULE_WORDS, num_rule_words
 from nanovllm.sampling_params import SamplingParams
 
 
@@ -41,6 +42,7 @@ class Scheduler:
         """Queue a request. Raises ValueError if it could never fit, however empty the engine is."""
         self.check(len(seq), seq.max_tokens)
         seq.end_token_ids = self.end_token_ids(seq.sampling_params)
+        seq.num_rule_words = num_rule_words(seq.sampling_params, seq.bad_words, seq.end_token_ids)
         self.waiting.append(seq)
 
     def end_token_ids(self, params: SamplingParams) -> frozenset[int]:
@@ -90,6 +92,8 @@ class Scheduler:
             # Only a prompt that has a whole step to itself is computed in chunks.
             if (num_tokens > budget and scheduled) or not self.block_manager.can_allocate(seq):
                 break
+            if seq.num_rule_words and self.num_rule_words + seq.num_rule_words > RULE_WORDS:
+                break
             self.block_manager.allocate(seq)
             if leader is not None:
                 self._copy_prompt(leader, seq)
@@ -97,6 +101,7 @@ class Scheduler:
             self.running.append(seq)
             seq.status = SequenceStatus.RUNNING
             seq.row = self.free_rows.pop()
+            self.num_rule_words += seq.num_rule_words
             if seq.num_prompt_tokens_cached is None:
                 seq.num_prompt_tokens_cached = seq.num_cached_tokens
             budget -= self._schedule_chunk(seq, budget)
@@ -235,6 +240,7 @@ class Scheduler:
     def _release(self, seq: Sequence) -> None:
         self.block_manager.deallocate(seq)
         self.free_rows.append(seq.row)
+        self.num_rule_words -= seq.num_rule_words
         seq.row, seq.num_sent_blocks = -1, 0
 
     def clear(self) -> None:
@@ -247,3 +253,4 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.chunked: Sequence | None = None  # the running sequence, always the last, not yet fully prefilled
         self.free_rows = list(range(self.max_num_seqs))[::-1]  # of the device's decode state
+        self.num_rule_words = 0  # of those that are running

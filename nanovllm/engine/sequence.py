@@ -61,6 +61,7 @@ class Sequence:
         self.leader: Sequence | None = None  # the first completion of the same prompt, for the others
         self.block_copies: list[tuple[int, int]] = []  # (from, to): to be copied before the next step
         self.bad_words: list[list[int]] = []  # as token ids, filled in by the engine, like the next
+        self.num_rule_words = 0  # int32 that they and the other rules take on the device
         self.scored_token_ids: list[
             int
         ] = []  # after each of the first tokens: what comes there, to be scored

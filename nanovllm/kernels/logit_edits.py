@@ -13,56 +13,73 @@ from torch import Tensor
 from nanovllm.kernels.runtime import cdiv, tl, triton, use_triton
 
 FOREVER = 2**31 - 1
-ANY = -1  # stands for a token before those that a rule names
+FIELDS = 5  # of a rule, see apply_rules
+HISTORY = 1024  # tokens drawn last that are remembered; a power of 2
 IN_PROMPT, BANNED = 1 << 30, 1 << 29  # marks; what is below counts occurrences in the completion
 COUNT = BANNED - 1
-RULES_AT_ONCE = 64
+PROGRAMS_A_ROW = 8  # so that others do not wait long for a row of very many rules
+RULES_AT_ONCE = 128
+TOKENS_AT_ONCE = 16
 BLOCK = 4096
 
 
 def apply_rules(
-    logits: Tensor, rows: Tensor, positions: Tensor, num_rules: Tensor, rules: Tensor, history: Tensor
+    logits: Tensor,
+    rows: Tensor,
+    positions: Tensor,
+    rules: dict[int, Tensor],
+    addresses: Tensor,
+    history: Tensor,
 ) -> None:
     """Change logits float32 [batch, vocabulary] in place.
 
-    rows int32 [batch] says where a sequence's rules and history are; positions int64 [batch] those of the
-    tokens to be drawn; num_rules [batch]. rules int32 [rows, most rules, 3 or more]: the position from which
-    a rule holds no longer, the bits of the float32 that it adds, then tokens right-aligned, of which the last
-    is the one whose logit changes and those before it must have been drawn last (or are ANY). history int32
-    [rows, positions]: what was drawn where, and -1 for what was not drawn.
+    rows int32 [batch] says whose rules and history; positions int64 [batch] those of the tokens to be drawn.
+    rules has a row's, int32: their number, then FIELDS numbers of each, field by field
+      the position from which the rule holds no longer
+      the bits of the float32 that it adds
+      the token whose logit changes
+      where the tokens end, counted from the beginning of all this, that must have been drawn just before it
+      how many those are, at most HISTORY
+    and behind the fields those tokens. addresses int64 [rows] says where they lie on the device, and 0 for a
+    row that has none: a kernel in a CUDA graph finds them although they come and go. history int32 [rows,
+    HISTORY]: the token drawn at each position, modulo HISTORY, and -1 for what was not drawn.
     """
     if not use_triton(logits):
-        return apply_rules_torch(logits, rows, positions, num_rules, rules, history)
+        return apply_rules_torch(logits, rows, positions, rules, history)
     if len(logits):
-        _rules_kernel[(len(logits),)](
+        _rules_kernel[(len(logits), PROGRAMS_A_ROW)](
             logits,
             rows,
             positions,
-            num_rules,
-            rules,
+            addresses,
             history,
             logits.stride(0),
-            num_rules.stride(0),
-            rules.stride(0),
-            history.stride(0),
-            WIDTH=rules.shape[2],
+            HISTORY=HISTORY,
+            FIELDS=FIELDS,
+            PROGRAMS=PROGRAMS_A_ROW,
             BLOCK=RULES_AT_ONCE,
-            num_warps=2,
+            TOKENS=TOKENS_AT_ONCE,
+            num_warps=4,
         )
 
 
 def apply_rules_torch(
-    logits: Tensor, rows: Tensor, positions: Tensor, num_rules: Tensor, rules: Tensor, history: Tensor
+    logits: Tensor, rows: Tensor, positions: Tensor, rules: dict[int, Tensor], history: Tensor
 ) -> None:
-    rows, rules = rows.long(), rules[rows.long()]
-    holds = torch.arange(rules.shape[1], device=rules.device) < num_rules[:, None]
-    holds &= positions[:, None] < rules[..., 0]
-    for back in range(1, rules.shape[2] - 2):
-        drawn = history[rows, (positions - back).clamp_min(0)].masked_fill(positions < back, -1)
-        named = rules[..., -1 - back]
-        holds &= (named == ANY) | (named == drawn[:, None])
-    added = rules[..., 1].contiguous().view(torch.float32).masked_fill(~holds, 0.0)
-    logits.scatter_add_(1, rules[..., -1].long().clamp_min(0), added)
+    for x, row, position in zip(logits, rows.tolist(), positions.tolist(), strict=True):
+        if row not in rules:
+            continue
+        words, number = rules[row], int(rules[row][0])
+        until, added, token, end, length = words[1 : 1 + FIELDS * number].view(FIELDS, number)
+        holds = position < until
+        left = (holds & (length > 0)).nonzero()[:, 0]  # of which the tokens so far agree
+        back = 1
+        while len(left):
+            agrees = words[end[left] - back] == history[row, (position - back) % HISTORY]
+            holds[left[~agrees]] = False
+            left = left[agrees & (length[left] > back)]
+            back += 1
+        x.index_add_(0, token[holds], added.view(torch.float32)[holds])
 
 
 def apply_marks(logits: Tensor, rows: Tensor, penalties: Tensor, marks: Tensor) -> None:
@@ -106,32 +123,43 @@ def _rules_kernel(
     logits,
     rows,
     positions,
-    num_rules,
-    rules,
+    addresses,
     history,
     logits_stride,
-    num_rules_stride,
-    rules_stride,
-    history_stride,
-    WIDTH: tl.constexpr,
+    HISTORY: tl.constexpr,
+    FIELDS: tl.constexpr,
+    PROGRAMS: tl.constexpr,
     BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr,
 ):
     i = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + i).to(tl.int64)
-    position = tl.load(positions + i)
-    number = tl.load(num_rules + i * num_rules_stride).to(tl.int32)
-    for start in range(0, number, BLOCK):
-        index = start + tl.arange(0, BLOCK)
-        rule = rules + row * rules_stride + index * WIDTH
-        inside = index < number
-        holds = inside & (position < tl.load(rule, mask=inside, other=0))
-        for back in tl.static_range(1, WIDTH - 2):
-            named = tl.load(rule + (WIDTH - 1 - back), mask=inside, other=0)
-            drawn = tl.load(history + row * history_stride + position - back, mask=position >= back, other=-1)
-            holds = holds & ((named == -1) | (named == drawn))
-        added = tl.load(rule + 1, mask=inside, other=0).to(tl.float32, bitcast=True)
-        token = tl.load(rule + (WIDTH - 1), mask=inside, other=0)
-        tl.atomic_add(logits + i * logits_stride + token, added, mask=holds)
+    address = tl.load(addresses + row)
+    if address != 0:
+        words = address.to(tl.pointer_type(tl.int32))
+        number = tl.load(words)
+        position = tl.load(positions + i)
+        for start in range(tl.program_id(1) * BLOCK, number, PROGRAMS * BLOCK):
+            index = start + tl.arange(0, BLOCK)
+            inside = index < number
+            rule = words + 1 + index
+            holds = inside & (position < tl.load(rule, mask=inside, other=0))
+            end = tl.load(rule + 3 * number, mask=inside, other=0)
+            length = tl.load(rule + 4 * number, mask=inside, other=0)
+            compared = 0
+            longest = tl.max(tl.where(holds, length, 0), axis=0)
+            while compared < longest:
+                back = compared + 1 + tl.arange(0, TOKENS)
+                drawn = tl.load(history + row * HISTORY + ((position - back) & (HISTORY - 1)))
+                wanted = holds[:, None] & (back[None, :] <= length[:, None])
+                token = tl.load(words + (end[:, None] - back[None, :]), mask=wanted, other=0)
+                differs = (wanted & (token != drawn[None, :])).to(tl.int32)
+                holds = holds & (tl.max(differs, axis=1) == 0)
+                compared += TOKENS
+                longest = tl.max(tl.where(holds, length, 0), axis=0)  # of those that still hold
+            added = tl.load(rule + number, mask=inside, other=0).to(tl.float32, bitcast=True)
+            token = tl.load(rule + 2 * number, mask=inside, other=0)
+            tl.atomic_add(logits + i * logits_stride + token, added, mask=holds)
 
 
 @triton.jit
