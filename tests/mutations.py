@@ -60,6 +60,8 @@ MUTATIONS = [
         ("seq.num_tokens = len(seq.token_ids)", "pass"),
         ("self.free_rows.append(seq.row)", "self.free_rows.insert(0, 0)"),
         ("seq.row, seq.num_sent_blocks = -1, 0", "seq.row = -1"),
+        ("self.num_rule_words + seq.num_rule_words > RULE_WORDS", "seq.num_rule_words > RULE_WORDS"),
+        ("self.num_rule_words -= seq.num_rule_words", "self.num_rule_words = 0"),
     ),
     *mutations_of(
         "block_manager",
@@ -136,9 +138,25 @@ MUTATIONS = [
     *mutations_of(
         "shaping",
         ("if seq.extras or seq.row in self.set_rows]", "if seq.extras]"),
-        ("self.history[update.rule_rows] = -1", "pass"),
-        ("self.marks[update.marked_rows] = update.marked_fill[:, None]", "pass"),
-        ("until = seq.num_prompt_tokens + params.min_tokens", "until = params.min_tokens"),
+        ("self.history[to_device(np.array(list(update.rules)))] = -1", "pass"),
+        ("self.marks[to_device(update.marked_rows)] = to_device(update.marked_fill)[:, None]", "pass"),
+        ("min(seq.num_prompt_tokens + params.min_tokens, FOREVER)", "min(params.min_tokens, FOREVER)"),
+        (
+            "marks[token_id] = marks.get(token_id, fill) + count",
+            "marks[token_id] = marks.get(token_id, fill) + 1",
+        ),
+        (
+            "return list(enumerate(seq.token_ids[start:], start))",
+            "return list(enumerate(seq.token_ids[start:], start + 1))",
+        ),
+        ("if row not in self.ruled or self.ruled[row].row != row]", "if row not in self.ruled]"),
+        ("        for row in [*update.unruled_rows, *update.rules]:", "        for row in update.rules:"),
+        (
+            "self.rules[row].data_ptr() if row in self.rules else 0",
+            "self.rules[row].data_ptr() if row in self.rules else 1",
+        ),
+        ("(rows, positions % HISTORY)", "(rows, positions % (HISTORY - 1))"),
+        ("        self.rules.clear()\n", ""),
     ),
     *mutations_of("nanovllm/batch_files", ("        while rest:", "        if rest:")),
     *mutations_of(

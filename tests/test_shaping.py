@@ -492,8 +492,14 @@ def test_the_rules_of_a_row_are_its_own_and_go_with_its_sequence():
     assert sizes() == {another.row: 1 + 5 + 2, last.row: 1 + 5}, (
         "the rules of a sequence that has ended are kept"
     )
+    assert [table.rule_addresses[row] for row in (0, 2)] == [table.rules[row].data_ptr() for row in (0, 2)]
+    another.row = -1
+    plain = Sequence([1, 2])
+    plain.row = 0
+    table.write(table.update([plain]), torch.from_numpy)
+    assert list(sizes()) == [2] and table.rule_addresses[0] == 0 and not shaped(0).any()
     table.reset()
-    assert not sizes() and not shaped(0).any() and not shaped(2).any()
+    assert not sizes() and not table.rule_addresses.any() and not shaped(2).any()
 
 
 class Costs:
@@ -552,17 +558,15 @@ def test_what_a_request_costs_does_not_depend_on_those_before_it(folder, monkeyp
 
 def test_rules_that_do_not_fit_together_wait_for_each_other(folder, monkeypatch):
     monkeypatch.setattr(scheduler, "RULE_WORDS", 300)
-    params = [SamplingParams(0, 8, True, logit_bias={i: 1.0 for i in range(n)}) for n in (30, 5, 40, 59, 1)]
+    sizes = [(30, 8), (5, 30), (40, 8), (59, 8), (1, 8)]  # and how many tokens are to come
+    params = [SamplingParams(0, k, True, logit_bias={i: 1.0 for i in range(n)}) for n, k in sizes]
     with LLM(str(folder), **EXACT, num_kvcache_blocks=100) as llm:
         costs = Costs(llm, monkeypatch)
         before = costs.on_device()
         results = llm.generate([PROMPT] * 6, [*params, SamplingParams(0, 8, True)], use_tqdm=False)
         assert costs.most - before < 4 * 300 and llm.scheduler.num_rule_words == 0
         alone = [llm.generate([PROMPT], one, use_tqdm=False)[0]["token_ids"] for one in params]
-        assert (
-            tokens_of(results[:5]) == alone
-            and results[5]["token_ids"] == generate(llm, max_tokens=8)["token_ids"]
-        )
+        assert tokens_of(results) == [*alone, generate(llm, max_tokens=8)["token_ids"]]
         assert_empty(llm)
 
 

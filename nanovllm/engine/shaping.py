@@ -8,6 +8,7 @@ known before the KV cache takes the rest; only a row's rules come and go with th
 
 from collections import Counter
 from collections.abc import Callable, Collection
+from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -208,18 +209,16 @@ def _rules_of(seq: "Sequence") -> np.ndarray:
         biases[token_id] += bias
     ends = sorted(seq.end_token_ids) if params.min_tokens else []
     words = [[token_id] for token_id in biases] + seq.bad_words + [[token_id] for token_id in ends]
-    number, until = len(words), seq.num_prompt_tokens + params.min_tokens
-    lengths = np.array([len(word) - 1 for word in words], dtype=np.int32)
-    fields = np.empty((FIELDS, number), dtype=np.int32)
-    fields[0] = FOREVER
-    fields[0, number - len(ends) :] = min(until, FOREVER)
-    fields[1] = np.float32(BAN).view(np.int32)
-    fields[1, : len(biases)] = np.array(list(biases.values()), dtype=np.float32).view(np.int32)
-    fields[2] = [word[-1] for word in words]
-    fields[3] = 1 + fields.size + np.cumsum(lengths)
-    fields[4] = lengths
-    before = [token_id for word in words for token_id in word[:-1]]
-    return np.concatenate(([number], fields.ravel(), before)).astype(np.int32)
+    lengths = [len(word) - 1 for word in words]
+    number, num_biases, num_ends = len(words), len(biases), len(ends)
+    until = min(seq.num_prompt_tokens + params.min_tokens, FOREVER)
+    rules = [number] + [FOREVER] * (number - num_ends) + [until] * num_ends
+    rules += np.array([*biases.values()] + [BAN] * (number - num_biases), np.float32).view(np.int32).tolist()
+    rules += [word[-1] for word in words]
+    rules += list(accumulate(lengths, initial=1 + FIELDS * number))[1:]
+    rules += lengths
+    rules += [token_id for word in words for token_id in word[:-1]]
+    return np.array(rules, dtype=np.int32)
 
 
 def _drawn(seq: "Sequence") -> list[tuple[int, int]]:
