@@ -55,7 +55,6 @@ def apply_rules(
             history,
             logits.stride(0),
             HISTORY=HISTORY,
-            FIELDS=FIELDS,
             PROGRAMS=PROGRAMS_A_ROW,
             BLOCK=RULES_AT_ONCE,
             TOKENS=TOKENS_AT_ONCE,
@@ -127,7 +126,6 @@ def _rules_kernel(
     history,
     logits_stride,
     HISTORY: tl.constexpr,
-    FIELDS: tl.constexpr,
     PROGRAMS: tl.constexpr,
     BLOCK: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -159,7 +157,7 @@ def _rules_kernel(
                 longest = tl.max(tl.where(holds, length, 0), axis=0)  # of those that still hold
             added = tl.load(rule + number, mask=inside, other=0).to(tl.float32, bitcast=True)
             token = tl.load(rule + 2 * number, mask=inside, other=0)
-            tl.atomic_add(logits + i * logits_stride + token, added, mask=holds)
+            tl.atomic_add(logits + i * logits_stride + token, added, mask=holds, sem="relaxed")
 
 
 @triton.jit
