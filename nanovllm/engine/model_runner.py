@@ -269,8 +269,8 @@ class ModelRunner:
         if self.device.type != "cuda":
             return CPU_KV_CACHE_BYTES
         free, total = torch.cuda.mem_get_info(self.device)
-        graphs = 0 if self.enforce_eager else GRAPH_BYTES
-        return int(total * self.config.gpu_memory_utilization) - (total - free) - self.step_bytes - graphs
+        wanted_later = self.step_bytes + Shaping.reserved_bytes + (0 if self.enforce_eager else GRAPH_BYTES)
+        return int(total * self.config.gpu_memory_utilization) - (total - free) - wanted_later
 
     def prepare_prefill(self, sequences: list[Sequence]) -> PrefillBatch:
         """What the sequences have scheduled."""
