@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from nanovllm.engine.completions import GrowingText, make_result
+from nanovllm.engine.completions import GrowingText
+from nanovllm.engine.isolation import Isolation, outcome
 from nanovllm.engine.prompts import Prompt
 from nanovllm.engine.ranks import SHUT_DOWN, EngineDeadError
 from nanovllm.engine.sequence import Sequence
@@ -46,7 +47,7 @@ class Worker:
     def __init__(self, llm: LLM):
         self.llm = llm
         self.inbox: queue.SimpleQueue[tuple[str, Request] | None] = queue.SimpleQueue()
-        self.requests: list[Request] = []
+        self.requests: dict[Request, None] = {}  # those under way
         self.thread = threading.Thread(target=self.run, daemon=True)
         self.thread.start()
 
@@ -65,6 +66,7 @@ class Worker:
         """Do what the inbox says, step, tell the requests what is new; sleep when all is done."""
         if self.llm.model_runner.device.type == "cuda":
             torch.cuda.set_device(self.llm.model_runner.device)
+        isolation = Isolation(self.llm)
         while True:
             try:
                 with contextlib.suppress(queue.Empty):
@@ -72,7 +74,7 @@ class Worker:
                         self.do(*command)
                     self.fail(EngineDeadError(SHUT_DOWN))
                     return
-                self.llm.step()
+                isolation.step()
                 self.report()
             except BaseException as error:
                 with contextlib.suppress(Exception):  # if that fails too, so will the next step
@@ -80,31 +82,42 @@ class Worker:
                 self.fail(error)
 
     def do(self, command: str, request: Request) -> None:
-        if command == "add":
-            self.requests.append(request)  # first of all: whatever goes wrong now must reach it
+        if command == "abort":
+            self.end(request)
+            return
+        self.requests[request] = None  # first of all: whatever goes wrong now must reach it
+        try:
             request.sequences = self.llm._enqueue_all(request.token_ids, request.params)
             if request.wants_text:
                 request.text = GrowingText(self.llm.tokenizer, request.sequences[0])
-        elif request in self.requests:
-            self.requests.remove(request)
-            for seq in request.sequences:
-                self.llm.abort(seq.seq_id)
+        except Exception as error:
+            self.end(request, error)
 
     def report(self) -> None:
-        finished, unfinished = [], []
-        for request in self.requests:
-            if request.text is not None and (piece := request.text.look()):
-                request.report(piece)
-            is_finished = all(seq.is_finished for seq in request.sequences)
-            (finished if is_finished else unfinished).append(request)
-        self.requests = unfinished
-        for request in finished:
-            request.report(make_result(self.llm.tokenizer, request.sequences))
-        for request in [request for request in unfinished if request.loop.is_closed()]:
-            self.do("abort", request)
+        for request in list(self.requests):
+            try:
+                self.tell(request)
+            except Exception as error:  # a decoder's
+                self.end(request, error)
+
+    def tell(self, request: Request) -> None:
+        if request.text is not None and (piece := request.text.look()):
+            request.report(piece)
+        if all(seq.is_finished for seq in request.sequences):
+            self.end(request, outcome(self.llm.tokenizer, request.sequences))
+        elif request.loop.is_closed():
+            self.end(request)
+
+    def end(self, request: Request, event: dict | Exception | None = None) -> None:
+        """Let go of a request; the event is the last that it is told."""
+        self.requests.pop(request, None)
+        if event is not None:
+            request.report(event)
+        for seq in request.sequences:
+            self.llm.abort(seq.seq_id)
 
     def fail(self, error: BaseException) -> None:
-        requests, self.requests = self.requests, []
+        requests, self.requests = self.requests, {}
         for request in requests:
             request.report(error)
 
@@ -114,7 +127,8 @@ class AsyncLLM:
     `AsyncLLM(model, **options)`: options are those of `LLM`. Requests of any number of tasks run together.
 
     A task that is cancelled, or leaves its `async for`, takes its request with it: the blocks are free at
-    once. An exception of the engine reaches every request under way; the engine is empty and usable then.
+    once. An exception that one request causes, such as running out of memory, is raised to its task alone;
+    any other to all tasks under way, and unless it is an EngineDeadError the engine is empty and usable then.
     """
 
     def __init__(self, model: str, **options: Any):

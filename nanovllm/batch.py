@@ -138,7 +138,7 @@ def run(
                 yield token_ids, request.params
 
     with contextlib.closing(feed()) as prompts:
-        for number, result in llm.generate_from(prompts):
+        for number, result in llm.generate_from(prompts, return_exceptions=True):
             report(answer(requests.pop(number), result, llm.config.model))
 
 

@@ -183,8 +183,11 @@ def read_params(sampling: dict[str, Any], defaults: dict[str, Any]) -> SamplingP
     return SamplingParams(**{**defaults, **sampling})
 
 
-def answer(request: Request, result: dict[str, Any], model: str) -> Answer:
-    """What a line is answered with, from a result of the engine."""
+def answer(request: Request, result: dict[str, Any] | Exception, model: str) -> Answer:
+    """What a line is answered with, from a result of the engine or what it has failed with."""
+    if isinstance(result, Exception):
+        error = LineError(f"{type(result).__name__}: {result}", request.custom_id)
+        return answer_error(request.line, error, "server_error")
     content = _openai_answer(request, result, model) if request.is_openai else _plain_answer(request, result)
     try:
         text = to_json(content)
@@ -194,13 +197,13 @@ def answer(request: Request, result: dict[str, Any], model: str) -> Answer:
     return Answer(request.line, text, _num_completion_tokens(result), is_error=False)
 
 
-def answer_error(line: int, error: Exception) -> Answer:
+def answer_error(line: int, error: Exception, code: str = "invalid_request") -> Answer:
     """What one is answered with that cannot be served, of either kind."""
     message = f"line {line}: {error}"
     if len(message) > MAX_MESSAGE:  # many messages quote what is wrong
         message = message[:MAX_MESSAGE] + "..."
     head = _openai_head(line, getattr(error, "custom_id", None))
-    described = {"code": "invalid_request", "message": message}
+    described = {"code": code, "message": message}
     return Answer(line, to_json({**head, "response": None, "error": described}), 0, is_error=True)
 
 

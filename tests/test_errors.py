@@ -514,3 +514,38 @@ def test_a_checkpoint_runs_no_code(tmp_path):
         pass  # refusing it is as good
     assert json.loads((folder / "config.json").read_text())["auto_map"] == names
     assert "evil" not in sys.modules
+
+
+def steps_to_end(llm: LLM) -> dict[int, list[int]]:
+    """What the requests finish with, by id."""
+    found: dict[int, list[int]] = {}
+    while not llm.is_finished():
+        for request_id, token_ids in llm.step()[0]:
+            assert request_id not in found, "told twice"
+            found[request_id] = token_ids
+    return found
+
+
+@pytest.mark.parametrize("then", ["abort", "go on"])
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
+def test_what_a_failed_step_was_to_compute_is_found_by_nobody(llm, model, monkeypatch, error, then):
+    """The blocks of a prompt are closed before they are computed."""
+    prompt = [*range(100, 140)]
+
+    def broken(*_):
+        raise error("injected")
+
+    with monkeypatch.context() as patch:
+        first = llm.add_request(prompt, GREEDY)
+        patch.setattr(llm.model_runner, "launch", broken)
+        with pytest.raises(error, match="injected"):
+            llm.step()
+    if then == "abort":
+        llm.abort(first)
+    second = llm.add_request(prompt, GREEDY)
+    third = llm.add_request([*prompt[:32], 1, 2], GREEDY)
+    found = steps_to_end(llm)
+    assert [len(found[i]) for i in (first, second, third)] == [0 if then == "abort" else 24, 24, 24]
+    for request_id in (first, second):
+        assert_greedy(model.reference, prompt, found[request_id])
+    assert_greedy(model.reference, [*prompt[:32], 1, 2], found[third])

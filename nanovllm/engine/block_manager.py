@@ -88,7 +88,9 @@ class BlockManager:
 
         The full ones are closed at once, before their contents are computed: a sequence admitted behind this
         one runs in the same step or later, and each layer writes its keys and values before anybody reads
-        them.
+        them. Nobody finds what was never computed: a step that does not run to its end is followed by a
+        `reset`, before anything else is looked up, and a prompt that ends between two of its chunks by
+        `forget_uncomputed`.
         """
         assert not seq.block_table
         hits = self._find_cached_blocks(seq)

@@ -4,6 +4,7 @@ text.
 Follow `generate` -> `step` -> `Scheduler.schedule` -> `ModelRunner.launch` -> `Scheduler.postprocess`.
 """
 
+import contextlib
 import random
 import time
 from collections import Counter
@@ -17,6 +18,7 @@ from tqdm.auto import tqdm
 
 from nanovllm.config import Config
 from nanovllm.engine.completions import GrowingText, make_result, record_logprobs
+from nanovllm.engine.isolation import Isolation, outcome
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.prompts import Messages, Prompt, Prompts, as_token_ids, check_template_kwargs
 from nanovllm.engine.ranks import SHUT_DOWN, EngineDeadError, Ranks
@@ -37,11 +39,21 @@ class Step(NamedTuple):
     output: StepOutput
 
 
+class Attempt:
+    """A change of the books that has begun, such as a step, and what is needed to undo it."""
+
+    def __init__(self):
+        self.sequences: list[Sequence] = []  # that are being computed or looked at, and may be to blame
+        self.drawing: list[Sequence] = []  # whose next token is being recorded
+        self.lengths: list[int] = []  # the number of tokens they had before
+
+
 class LLMEngine:
     """
     `LLMEngine(model, **options)`: options are the fields of `Config`.
 
     After any exception inside `generate` the engine is empty and usable: no request left, all blocks free.
+    After one inside `step` the requests are what they were before it, and the next step goes on with them.
     """
 
     model_runner: ModelRunner | None = None
@@ -70,8 +82,9 @@ class LLMEngine:
         self._overlap = self.config.device != "cpu"
         self._under_way: Step | None = None
         self._requests: dict[int, Sequence] = {}  # those that are not finished, by seq_id
+        self._ended: dict[int, Sequence] = {}  # those that are, but that no step has reported yet
         self._texts: dict[int, GrowingText] = {}  # of those with stop texts
-        self._aborted: list[Sequence] = []  # for the next step to report
+        self._attempt: Attempt | None = None  # the last one, until it has come to its end
         self._owner: object = None  # the call that the unfinished requests are of; None is add_request
         self._counts = Counter()
 
@@ -123,27 +136,35 @@ class LLMEngine:
         token_ids = self.prompts.read(prompt, sampling_params)
         if sampling_params.n > 1:
             raise ValueError(f"add_request makes one completion of a prompt, got n={sampling_params.n}")
-        return self._enqueue(token_ids, sampling_params).seq_id
+        return self._enqueue(self._make_sequence(token_ids, sampling_params)).seq_id
 
     def _enqueue_all(self, token_ids: list[int], params: SamplingParams) -> list[Sequence]:
         """Queue all completions of a prompt."""
-        sequences = [self._enqueue(token_ids, params, index) for index in range(params.n)]
+        sequences = [self._make_sequence(token_ids, params, index) for index in range(params.n)]
         for seq in sequences[1:]:
             seq.leader = sequences[0]
+        self._enqueue(*sequences)
         return sequences
 
-    def _enqueue(self, token_ids: list[int], params: SamplingParams, index: int = 0) -> Sequence:
-        """Queue the index-th completion of a prompt."""
+    def _make_sequence(self, token_ids: list[int], params: SamplingParams, index: int = 0) -> Sequence:
+        """The index-th completion of a prompt."""
         seed = self._seeds.getrandbits(63) if params.seed is None else (params.seed + index) % 2**63
         seq = Sequence(token_ids, params, self.config.kvcache_block_size, seed)
         seq.bad_words = self.prompts.bad_words(params)
         if params.prompt_logprobs is not None and index == 0:
             seq.scored_token_ids = token_ids[1:]
-        self.scheduler.add(seq)
-        self._requests[seq.seq_id] = seq
-        if params.stop:
-            self._texts[seq.seq_id] = GrowingText(self.tokenizer, seq)
         return seq
+
+    def _enqueue(self, *sequences: Sequence) -> Sequence:
+        """Queue all of them, or none. Returns the first."""
+        with_stops = [seq for seq in sequences if seq.sampling_params.stop]
+        texts = {seq.seq_id: GrowingText(self.tokenizer, seq) for seq in with_stops}
+        with self._attempting():
+            for seq in sequences:
+                self.scheduler.add(seq)
+            self._texts.update(texts)
+            self._requests.update({seq.seq_id: seq for seq in sequences})
+        return sequences[0]
 
     def step(self) -> tuple[list[tuple[int, list[int]]], int]:
         """
@@ -158,43 +179,91 @@ class LLMEngine:
     def _step(self) -> tuple[list[tuple[int, list[int]]], int]:
         self._check_usable()
         start = time.perf_counter()
-        sequences, is_prefill = self.scheduler.schedule()
-        step = self._launch(sequences, is_prefill) if sequences else None
-        if self._overlap:  # the host's work on this step is done while the device is busy with it
-            step, self._under_way = self._under_way, step
-        finished, num_tokens = self._collect(step) if step is not None else ([], 0)
-        self._counts["seconds"] += time.perf_counter() - start
-        finished, self._aborted = self._aborted + finished, []
-        return [(seq.seq_id, seq.completion_token_ids) for seq in finished], num_tokens
+        with self._attempting(reports=True) as attempt:
+            attempt.sequences, is_prefill = self.scheduler.schedule()
+            step = self._launch(attempt.sequences, is_prefill) if attempt.sequences else None
+            if self._overlap:  # the host's work on this step is done while the device is busy with it
+                step, self._under_way = self._under_way, step
+            num_tokens = self._collect(step, attempt) if step is not None else 0
+            self._counts["seconds"] += time.perf_counter() - start
+            return [(seq.seq_id, seq.completion_token_ids) for seq in self._ended.values()], num_tokens
+
+    @contextlib.contextmanager
+    def _attempting(self, reports: bool = False) -> Iterator[Attempt]:
+        """
+        Change the books, at the end of which all that have ended may have been reported. Where this is broken
+        off, at whatever line, the next attempt undoes it first.
+        """
+        self._recover()
+        self._attempt = Attempt()
+        yield self._attempt
+        self._ended, self._attempt = {} if reports else self._ended, None
+
+    def _recover(self) -> None:
+        """
+        Undo an attempt that was broken off, if the last one was. What it has computed, and where, is unknown:
+        so nothing is kept that the cache holds, and all requests that had not ended before are queued again
+        with the tokens they had.
+        """
+        if self._attempt is None:
+            return
+        self._under_way = None
+        if self.model_runner is not None:  # not shut down in the middle of its work
+            try:
+                self.model_runner.call("reset")
+            except Exception as error:
+                raise EngineDeadError(f"the engine cannot go on after a step that failed: {error}") from error
+        for seq_id in self._ended:
+            self._requests.pop(seq_id, None)
+        for seq, length in zip(self._attempt.drawing, self._attempt.lengths, strict=False):
+            if seq.seq_id in self._requests:
+                del seq.token_ids[length:]
+        self.scheduler.restart(self._requests.values())
+        self._texts = {}
+        for seq in self._requests.values():
+            if seq.sampling_params.stop:
+                text = self._texts[seq.seq_id] = GrowingText(self.tokenizer, seq)
+                with contextlib.suppress(Exception):  # comes again where the text is looked at next
+                    text.look()
+        self._attempt = None
 
     def _launch(self, sequences: list[Sequence], is_prefill: bool) -> Step:
         num_tokens = sum(seq.num_scheduled_tokens for seq in sequences) if is_prefill else -len(sequences)
         output = self.model_runner.launch(sequences, is_prefill)
         return Step(sequences, self.scheduler.advance(sequences), num_tokens, output)
 
-    def _collect(self, step: Step) -> tuple[list[Sequence], int]:
+    def _collect(self, step: Step, attempt: Attempt) -> int:
+        attempt.sequences = step.sequences
         token_ids = step.output.token_ids()
         self._check_usable()  # where a rank has failed the tokens are worthless
+        attempt.lengths = [len(seq.token_ids) for seq in step.drawing]
+        attempt.drawing = step.drawing
         record_logprobs(step.sequences, step.drawing, step.output)
         finished = self.scheduler.postprocess(step.sequences, token_ids, step.drawing)
         if self._texts:
-            finished = self._check_stop_texts(step.drawing, finished)
+            finished = self._check_stop_texts(step.drawing, finished, attempt)
         for seq in finished:
+            self._ended[seq.seq_id] = self._requests[seq.seq_id]
             del self._requests[seq.seq_id]
             self._counts["finished"] += 1
             self._counts["prompt"] += seq.num_prompt_tokens
             self._counts["cached"] += seq.num_prompt_tokens_cached
         self._counts["drawn"] += len(step.drawing)
-        return finished, step.num_tokens
+        return step.num_tokens
 
-    def _check_stop_texts(self, drawing: list[Sequence], finished: list[Sequence]) -> list[Sequence]:
+    def _check_stop_texts(
+        self, drawing: list[Sequence], finished: list[Sequence], attempt: Attempt
+    ) -> list[Sequence]:
         """
         End the sequences whose newest tokens complete a stop text, and return all that have finished. Where
         steps overlap, the token that such a sequence draws meanwhile is never looked at.
         """
         for seq in drawing:
             text = self._texts.get(seq.seq_id)
-            if text is not None and (stop := text.find_stop()) is not None:
+            if text is None:
+                continue
+            attempt.sequences = [seq]
+            if (stop := text.find_stop()) is not None:
                 if not seq.is_finished:
                     finished.append(seq)
                 self.scheduler.stop(seq, stop)
@@ -210,11 +279,13 @@ class LLMEngine:
         self._check_usable()
         if isinstance(request_id, bool) or not isinstance(request_id, Integral):  # 1.0 would find 1
             raise ValueError(f"request_id must be an integer, got {shown(request_id)}")
-        seq = self._requests.pop(request_id, None)
-        if seq is not None:
-            self.scheduler.abort(seq)
-            self._texts.pop(request_id, None)
-            self._aborted.append(seq)
+        with self._attempting():
+            seq = self._requests.get(request_id)
+            if seq is not None:
+                self.scheduler.abort(seq)
+                self._texts.pop(request_id, None)
+                self._ended[request_id] = seq
+                del self._requests[request_id]
 
     def stats(self) -> dict[str, float]:
         """
@@ -238,7 +309,7 @@ class LLMEngine:
 
     def is_finished(self) -> bool:
         """Whether no request is left."""
-        return self.scheduler.is_finished() and self._under_way is None and not self._aborted
+        return not self._requests and not self._ended and self._under_way is None
 
     def generate(
         self,
@@ -300,39 +371,59 @@ class LLMEngine:
             raise
 
     def generate_from(
-        self, requests: Iterable[tuple[Prompt, SamplingParams]], max_unfinished: int | None = None
-    ) -> Iterator[tuple[int, dict[str, Any]]]:
+        self,
+        requests: Iterable[tuple[Prompt, SamplingParams]],
+        max_unfinished: int | None = None,
+        return_exceptions: bool = False,
+    ) -> Iterator[tuple[int, dict[str, Any] | Exception]]:
         """
         `generate_iter` for any number of requests in bounded memory: the next is taken from `requests` only
         while fewer than `max_unfinished` completions (default: twice max_num_seqs) are queued or running. A
-        bad request is a ValueError when its turn comes.
+        bad request is a ValueError when its turn comes. With `return_exceptions` a request that is bad, or
+        fails for reasons of its own such as its size, yields (index, exception) and the others go on.
         """
         owner = self._begin()
         limit = 2 * self.config.max_num_seqs if max_unfinished is None else max_unfinished
         if isinstance(limit, bool) or not isinstance(limit, Integral) or limit < 1:
             raise ValueError(f"max_unfinished must be an integer of at least 1, got {shown(limit)}")
+        check_bool(return_exceptions, "return_exceptions")
+        step, result_of = self._step, make_result
+        if return_exceptions:
+            step, result_of = Isolation(self).step, outcome
         coming, groups = enumerate(requests), {}  # the second by seq_id: (index, all completions)
         try:
             while True:
                 self._own(owner)
+                refused = None
                 while len(self._requests) < limit and (numbered := next(coming, None)) is not None:
                     i, request = numbered
-                    if not isinstance(request, tuple) or len(request) != 2:
-                        raise ValueError(
-                            f"requests[{i}] must be (prompt, SamplingParams), got {shown(request)}"
-                        )
-                    prompt, params = request
-                    group = self._enqueue_all(self.prompts.read(prompt, params, f"prompts[{i}]"), params)
+                    try:
+                        group = self._enqueue_all(*self._read_request(i, request))
+                    except ValueError as error:
+                        if not return_exceptions:
+                            raise
+                        refused = i, error
+                        break
                     groups.update({seq.seq_id: (i, group) for seq in group})
-                if not groups:
-                    return self._finish_steps()
-                for seq_id, _ in self._step()[0]:
+                if refused is not None:
+                    yield refused
+                    continue
+                if not groups and self.is_finished():
+                    self._owner = None
+                    return
+                for seq_id, _ in step()[0]:
                     i, group = groups.pop(seq_id)
                     if not any(seq.seq_id in groups for seq in group):
-                        yield i, make_result(self.tokenizer, group)
+                        yield i, result_of(self.tokenizer, group)
         except BaseException:
             self._drop(owner)
             raise
+
+    def _read_request(self, i: int, request: Any) -> tuple[list[int], SamplingParams]:
+        if not isinstance(request, tuple) or len(request) != 2:
+            raise ValueError(f"requests[{i}] must be (prompt, SamplingParams), got {shown(request)}")
+        prompt, params = request
+        return self.prompts.read(prompt, params, f"prompts[{i}]"), params
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams = SamplingParams()) -> Iterator[str]:
         """
@@ -347,7 +438,7 @@ class LLMEngine:
     def _stream(self, token_ids: list[int], params: SamplingParams) -> Iterator[str]:
         owner = self._begin()
         try:
-            text = GrowingText(self.tokenizer, self._enqueue(token_ids, params))
+            text = GrowingText(self.tokenizer, self._enqueue(self._make_sequence(token_ids, params)))
             while not text.seq.is_finished:
                 self._step()
                 if text.seq.is_finished:
@@ -386,9 +477,10 @@ class LLMEngine:
         """Queue what scores all tokens but the first; a single token leaves nothing to score."""
         if len(token_ids) == 1:
             return None
-        seq = self._enqueue(token_ids[:-1], SamplingParams(temperature=0, max_tokens=1, ignore_eos=True))
+        params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+        seq = self._make_sequence(token_ids[:-1], params)
         seq.scored_token_ids = token_ids[1:]
-        return seq
+        return self._enqueue(seq)
 
     def default_sampling_params(self) -> SamplingParams:
         """What the checkpoint's generation_config.json recommends. Raises ValueError for a bad value."""
@@ -444,15 +536,10 @@ class LLMEngine:
 
     def _clear(self) -> None:
         """Drop every request."""
-        self._under_way = self._owner = None
-        self._requests.clear()
-        self._texts.clear()
-        self._aborted.clear()
-        self.scheduler.clear()
+        self._owner, self._requests, self._ended, self._attempt = None, {}, {}, Attempt()
         if self.ranks is not None and self.ranks.failure:
             self.exit()
-        elif self.model_runner is not None:  # not shut down in the middle of its work
-            self.model_runner.call("reset")
+        self._recover()
 
     def _run_to_end(self, num_requests: int, use_tqdm: bool) -> Iterator[int]:
         """Step until they all are finished, yielding their ids as they are; shows progress and speed."""

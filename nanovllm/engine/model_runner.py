@@ -7,6 +7,7 @@ import contextlib
 import copy
 import functools
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -63,6 +64,7 @@ def explain_memory(method):
         try:
             return method(self, *args, **kwargs)
         except torch.OutOfMemoryError as error:
+            traceback.clear_frames(error.__traceback__)  # else the step's tensors live as long as the error
             config = self.config
             raise torch.OutOfMemoryError(
                 f"{error} What helps: lower gpu_memory_utilization (now {config.gpu_memory_utilization}), "

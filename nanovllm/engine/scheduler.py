@@ -7,6 +7,7 @@ younger one.
 """
 
 from collections import deque
+from collections.abc import Iterable
 from operator import attrgetter
 
 from nanovllm.config import Config
@@ -254,3 +255,10 @@ class Scheduler:
         self.chunked: Sequence | None = None  # the running sequence, always the last, not yet fully prefilled
         self.free_rows = list(range(self.max_num_seqs))[::-1]  # of the device's decode state
         self.num_rule_words = 0  # of those that are running
+
+    def restart(self, sequences: Iterable[Sequence]) -> None:
+        """`clear`, and queue these again, the first to arrive first: they are computed from their tokens."""
+        self.clear()
+        for seq in sequences:
+            seq.restart()
+            self.waiting.append(seq)

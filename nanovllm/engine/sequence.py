@@ -69,7 +69,8 @@ class Sequence:
         self.prompt_logprobs: list[TokenLogprobs] = []  # of these, and of the completion's tokens
         self.logprobs: list[TokenLogprobs] = []
         self.end_token_ids: frozenset[int] = frozenset()  # filled in by the scheduler, which knows eos
-        self.finish_reason: str | None = None  # "stop", "length" or "abort"
+        self.finish_reason: str | None = None  # "stop", "length", "abort" or "error"
+        self.error: Exception | None = None  # what has ended it, if that is an error of its own
         self.stop_reason: str | int | None = None  # the text or token id of the request that ended it
         self.text: str | None = None  # of the completion, where a stop text has cut it
         self.num_prompt_tokens_cached: int | None = None  # found in the cache when it was admitted first
@@ -123,6 +124,18 @@ class Sequence:
     def is_scored(self) -> bool:
         """Whether nothing of it is to be scored any more."""
         return self.num_scored == len(self.scored_token_ids)
+
+    def restart(self) -> None:
+        """Be a request again that has its tokens and nothing computed, whatever a step made of it."""
+        self.status = SequenceStatus.WAITING
+        self.num_tokens = len(self.token_ids)
+        self.num_cached_tokens = self.num_computed_tokens = self.num_scheduled_tokens = 0
+        self.block_table, self.block_copies = [], []
+        self.row, self.num_sent_blocks = -1, 0
+        del self.block_hashes[self.num_tokens // self.block_size :]
+        del self.logprobs[self.num_completion_tokens :]
+        self.num_scored = len(self.prompt_logprobs)
+        self.finish_reason = self.stop_reason = self.text = None
 
     def block(self, i: int) -> list[int]:
         """Token ids of the i-th block; the last one may be shorter than a block."""
