@@ -275,19 +275,16 @@ def test_exceptions_again_and_again_leak_nothing(llm, monkeypatch):
         assert_empty(llm)
 
 
-def interrupt_at_line(number: int, use) -> list[tuple[str, int]]:
-    """Run `use` with a KeyboardInterrupt at the number-th line of the engine's code that it executes.
+def interrupt_at_line(number: int, use, spared=("_clear", "clear", "reset")) -> list[tuple[str, int]]:
+    """Run `use` with a KeyboardInterrupt at the number-th line of the engine's code that it executes, those
+    of functions with these names aside.
 
     Returns the lines, by file and line number, that were executed.
     """
     lines = []
 
     def trace(frame, event, _):
-        if event == "line" and frame.f_code.co_name not in (
-            "_clear",
-            "clear",
-            "reset",
-        ):  # one Ctrl-C at a time
+        if event == "line" and frame.f_code.co_name not in spared:
             lines.append((frame.f_code.co_filename, frame.f_lineno))
             if len(lines) == number:
                 raise KeyboardInterrupt
@@ -332,6 +329,47 @@ def test_ctrl_c_at_any_line_leaves_the_engine_empty_and_right(model, overlap):
                 raise AssertionError(f"after Ctrl-C at {line}") from error
             for prompt, result in zip(prompts, results, strict=False):
                 assert_greedy(model.reference, prompt, result["token_ids"])
+        assert_sound(llm, model)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_ctrl_c_at_any_line_of_step_loses_no_request_and_no_token(model, overlap):
+    """Nor does a second one while the first is recovered from. Each request is told once."""
+    prompts = [[1, 2, 3], [*range(46)], [7] * 14, [*range(46)], [4, 5]]
+    pick = random.Random(overlap)
+    with LLM(model.folder, **EXACT, num_kvcache_blocks=5, max_num_batched_tokens=40) as llm:
+        llm._overlap = overlap
+        [free] = llm.generate(prompts[-1:], GREEDY, use_tqdm=False)
+        stop = next(char for char in free["text"][3:] if char.isascii())
+        params = [SamplingParams(0, count, True, logprobs=0) for count in (2, 6, 4, 5)]
+        params.append(SamplingParams(0, 24, True, stop=stop))
+        expected = [result["token_ids"] for result in llm.generate(prompts, params, use_tqdm=False)]
+        assert 1 < len(expected[-1]) < 24, "a stop text is wanted too"
+
+        def run(*interrupts: int) -> list[tuple[str, int]]:
+            """Returns the lines up to the first interrupt."""
+            ids = [llm.add_request(*request) for request in zip(prompts, params, strict=True)]
+            sequences, found, lines = list(llm._requests.values()), [], []
+
+            def use() -> None:
+                while not llm.is_finished():
+                    found.extend(llm.step()[0])
+
+            for number in interrupts:
+                with contextlib.suppress(KeyboardInterrupt):
+                    lines = interrupt_at_line(number, use, spared=())
+            use()
+            assert sorted(request_id for request_id, _ in found) == ids
+            assert [dict(found)[request_id] for request_id in ids] == expected
+            assert all(len(seq.logprobs) == seq.num_completion_tokens for seq in sequences[:-1])
+            assert_empty(llm)
+            return lines
+
+        preemptions = llm.scheduler.num_preemptions
+        numbers = {line: number for number, line in enumerate(run(-1), 1)}
+        assert llm.scheduler.num_preemptions > preemptions, "the lines of a preemption are wanted too"
+        for number in pick.sample(sorted(numbers.values()), 60 if overlap else 30):
+            run(number, pick.randrange(1, 200))
         assert_sound(llm, model)
 
 

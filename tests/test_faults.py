@@ -1,9 +1,11 @@
-"""Whatever goes wrong inside the engine, wherever: `generate` raises it, and the engine is empty and right.
+"""Whatever goes wrong inside the engine, wherever: `generate` raises it, and the engine is empty and right;
+`step` raises it, and goes on; a request of AsyncLLM that is not to blame does not notice.
 
 Errors are injected into each method that a step goes through, in its first calls and in later ones, with
 requests that use everything: shared and banned tokens, several completions, scores, stop texts.
 """
 
+import asyncio
 import gc
 import os
 import threading
@@ -11,11 +13,12 @@ import threading
 import pytest
 import torch
 from soak import resident_bytes, soak
+from test_async import idle
 from test_engine import assert_empty, tokens_of
 
 from checkpoints import EXACT, make_checkpoint, one_thread  # noqa: F401
-from nanovllm import LLM, SamplingParams
-from nanovllm.engine import completions, llm_engine
+from nanovllm import LLM, AsyncLLM, SamplingParams
+from nanovllm.engine import completions, isolation, llm_engine
 from nanovllm.engine.step_data import StepOutput
 
 PROMPTS = [[*range(40)], [7] * 20, [*range(40)], [1, 2, 3]]
@@ -55,6 +58,8 @@ METHODS = {
     "progress bar": ["update", "set_postfix"],
 }
 SITES = [(place, name) for place, names in METHODS.items() for name in names]
+ERRORS = [MemoryError, RuntimeError("injected"), torch.OutOfMemoryError("injected")]
+OPTIONS = dict(**EXACT, num_kvcache_blocks=8, max_num_batched_tokens=24)
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +69,13 @@ def folder(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="module")
 def engine(folder):
-    with LLM(folder, **EXACT, num_kvcache_blocks=8, max_num_batched_tokens=24) as llm:
+    with LLM(folder, **OPTIONS) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def async_engine(folder):
+    with AsyncLLM(folder, **OPTIONS) as llm:
         yield llm
 
 
@@ -92,36 +103,199 @@ def object_of(llm: LLM, place: str):
     }[place]
 
 
+class Fault:
+    """The error that one call of a method raises, instead of doing anything."""
+
+    def __init__(self, llm: LLM, patch: pytest.MonkeyPatch, place: str, name: str, number: int):
+        self.error, self.when, self.count = ERRORS[number], 1 + number * number, 0
+        target = object_of(llm, place)
+        self.function = getattr(target, name)
+        patch.setattr(llm, "_overlap", number != 1)
+        patch.setattr(target, name, lambda *args, **kwargs: self.call(*args, **kwargs))
+
+    def call(self, *args, **kwargs):
+        self.count += 1
+        if self.count == self.when:
+            raise self.error
+        return self.function(*args, **kwargs)
+
+    def is_raised_by(self, use) -> bool:
+        """Whether it is; if it is not, then the call was not made."""
+        try:
+            use()
+        except (MemoryError, RuntimeError) as raised:
+            assert isinstance(raised, type(self.error) if isinstance(self.error, Exception) else self.error)
+            return True
+        assert self.count < self.when, "the error was swallowed"
+        return False
+
+
 @pytest.mark.parametrize("place, name", SITES, ids=lambda x: x)
 def test_an_error_at_any_call_is_raised_and_leaves_the_engine_right(
     engine, expected, monkeypatch, place, name
 ):
-    target = object_of(engine, place)
-    function = getattr(target, name)
-    for number, error in enumerate(
-        [MemoryError, RuntimeError("injected"), torch.OutOfMemoryError("injected")]
-    ):
-        count = 0
-
-        def failing(*args, **kwargs):
-            nonlocal count
-            count += 1
-            if count == 1 + number * number:  # noqa: B023
-                raise error  # noqa: B023
-            return function(*args, **kwargs)
-
+    for number in range(3):
         with monkeypatch.context() as patch:
-            patch.setattr(engine, "_overlap", number != 1)
-            patch.setattr(target, name, failing)
-            try:
-                engine.generate(PROMPTS, PARAMS, use_tqdm=place == "progress bar")
-            except (MemoryError, RuntimeError) as raised:
-                assert isinstance(raised, type(error) if isinstance(error, Exception) else error)
-            else:
-                assert count < 1 + number * number, "the error was swallowed"
-                assert number, "never called"
+            fault = Fault(engine, patch, place, name, number)
+            use_tqdm = place == "progress bar"
+            raised = fault.is_raised_by(lambda: engine.generate(PROMPTS, PARAMS, use_tqdm))  # noqa: B023
+            assert raised or number, "never called"
         assert_empty(engine)
     assert tokens_of(engine.generate(PROMPTS, PARAMS, use_tqdm=False)) == expected
+
+
+@pytest.mark.parametrize("place, name", SITES, ids=lambda x: x)
+def test_an_error_in_stream_or_score_is_raised_and_leaves_the_engine_right(engine, monkeypatch, place, name):
+    params = SamplingParams(0, 12, True, stop="never\n seen", frequency_penalty=0.5)
+    uses = [
+        lambda: "".join(engine.stream([7] * 30, params)),
+        lambda: engine.score(PROMPTS[:1], use_tqdm=False),
+    ]
+    for number, use in enumerate(uses):
+        with monkeypatch.context() as patch:
+            Fault(engine, patch, place, name, number).is_raised_by(use)
+        assert_empty(engine)
+    text, [scores] = (use() for use in uses)
+    assert text == engine.generate([[7] * 30], params, use_tqdm=False)[0]["text"]
+    [prompt] = engine.generate(PROMPTS[:1], PARAMS[:1], use_tqdm=False)
+    told = [
+        entries[i].logprob for i, entries in zip(PROMPTS[0][1:], prompt["prompt_logprobs"][1:], strict=True)
+    ]
+    assert scores["token_logprobs"][1:] == pytest.approx(told, abs=1e-4)
+
+
+@pytest.mark.parametrize("place, name", SITES, ids=lambda x: x)
+def test_after_an_error_in_step_the_next_one_goes_on(engine, expected, monkeypatch, place, name):
+    for number in (1, 2):
+        groups = [engine._enqueue_all(*request) for request in zip(PROMPTS, PARAMS, strict=True)]
+        ids = [seq.seq_id for group in groups for seq in group]
+        found, num_raised = [], 0
+        with monkeypatch.context() as patch:
+            fault = Fault(engine, patch, place, name, number)
+            while not engine.is_finished():
+                try:
+                    found += engine.step()[0]
+                except (MemoryError, RuntimeError):
+                    num_raised += 1
+        assert num_raised == (fault.count >= fault.when)
+        assert sorted(request_id for request_id, _ in found) == ids
+        results = [completions.make_result(engine.tokenizer, group) for group in groups]
+        assert tokens_of(results) == expected
+        for result in results:
+            for output in result.get("outputs", [result]):
+                assert len(output.get("logprobs", output["token_ids"])) == len(output["token_ids"])
+        assert len(results[0]["prompt_logprobs"]) == len(PROMPTS[0])
+        assert_empty(engine)
+
+
+@pytest.mark.parametrize(
+    "place, name",
+    [site for site in SITES if site[0] not in ("results", "progress bar") and site[1] != "_step"],
+    ids=lambda x: x,
+)
+def test_an_error_in_async_llm_reaches_one_task_at_most(async_engine, expected, monkeypatch, place, name):
+    async def use() -> list:
+        tasks = map(async_engine.generate, PROMPTS, PARAMS)
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    for number in range(2):
+        with monkeypatch.context() as patch:
+            Fault(async_engine.llm, patch, place, name, number)
+            results = asyncio.run(use())
+        assert sum(isinstance(result, Exception) for result in results) <= 1
+        for result, tokens in zip(results, expected, strict=True):
+            assert isinstance(result, (MemoryError, RuntimeError)) or result["token_ids"] == tokens
+        asyncio.run(idle(async_engine))
+        assert_empty(async_engine.llm)
+
+
+POISON = [[250, 251, 252] * 3, SamplingParams(0, 20, True, n=2, stop="never\n seen")]
+POISONED = {  # what fails for each sequence of it
+    "launch": lambda sequences, is_prefill: sequences,
+    "decoding": lambda sequences, is_prefill: [] if is_prefill else sequences,
+    "enqueueing": lambda seq: [seq],
+    "find_stop": lambda text: [text.seq] if len(text.seq.token_ids) > 12 else [],
+    "look": lambda text: [text.seq] if len(text.seq.token_ids) > 12 else [],
+    "result": lambda tokenizer, sequences: sequences,
+}
+
+
+def poison(llm: LLM, patch: pytest.MonkeyPatch, what: str) -> list[int]:
+    """Have the poisoned prompt fail wherever it takes part. Returns a list that gets an item each time."""
+    target, name = {
+        "launch": (llm.model_runner, "launch"),
+        "decoding": (llm.model_runner, "launch"),
+        "enqueueing": (llm.scheduler, "add"),
+        "find_stop": (completions.GrowingText, "find_stop"),
+        "look": (completions.GrowingText, "look"),
+        "result": (isolation, "make_result"),
+    }[what]
+    function, failures = getattr(target, name), []
+
+    def failing(*args):
+        if any(seq.prompt_token_ids == POISON[0] for seq in POISONED[what](*args)):
+            failures.append(len(failures))
+            raise torch.OutOfMemoryError("too much")
+        return function(*args)
+
+    patch.setattr(target, name, failing)
+    return failures
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("what", POISONED)
+def test_a_request_that_fails_is_the_only_one_of_async_llm_that_does(
+    async_engine, expected, monkeypatch, what, overlap
+):
+    llm, params = async_engine.llm, SamplingParams(0, 20, True, stop="never\n seen")
+
+    async def collect(prompt: list[int]) -> str:
+        return "".join([piece async for piece in async_engine.stream(prompt, params)])
+
+    async def use() -> list:
+        tasks = [asyncio.create_task(async_engine.generate(*request)) for request in requests]
+        tasks += [asyncio.create_task(collect(prompt)) for prompt in ([7] * 20, POISON[0])]
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    others = list(zip(PROMPTS, PARAMS, strict=True))
+    requests = [*others, POISON, *others]
+    monkeypatch.setattr(llm, "_overlap", overlap)
+    failures = poison(llm, monkeypatch, what)
+    *results, text, poisoned_text = asyncio.run(use())
+    poisoned = results.pop(len(others))
+    assert tokens_of(results) == expected * 2
+    assert text == results[1]["text"]
+    assert isinstance(poisoned_text, torch.OutOfMemoryError)
+    if what == "look":
+        assert len(poisoned["token_ids"]) == 20  # nobody looked while it grew
+    else:
+        assert isinstance(poisoned, torch.OutOfMemoryError)
+    assert len(failures) < 16
+    asyncio.run(idle(async_engine))
+    assert_empty(llm)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("what", ["launch", "decoding", "find_stop", "result"])
+def test_a_request_that_fails_is_the_only_one_of_generate_from_that_does(
+    engine, expected, monkeypatch, what, overlap
+):
+    others = list(zip(PROMPTS, PARAMS, strict=True))
+    requests = [([], PARAMS[0]), *others, tuple(POISON), ("x", None), *others, "no tuple"]
+    monkeypatch.setattr(engine, "_overlap", overlap)
+    failures = poison(engine, monkeypatch, what)
+    found = dict(engine.generate_from(requests, return_exceptions=True))
+    assert sorted(found) == list(range(len(requests)))
+    results = [found[i] for i in range(len(requests))]
+    assert [str(results.pop(i))[:16] for i in (11, 6, 5, 0)] == [
+        "requests[11] mus",
+        "sampling_params ",
+        "too much",
+        "prompts[0] is em",
+    ]
+    assert tokens_of(results) == expected * 2
+    assert len(failures) < 16
+    assert_empty(engine)
 
 
 @pytest.mark.parametrize("phase", ["start", "prefill", "decode"])

@@ -1,5 +1,7 @@
 """What only a GPU can show: graphs, overlap and kernels together, against transformers and each other."""
 
+import asyncio
+import contextlib
 import gc
 import os
 import random
@@ -13,7 +15,8 @@ import torch
 from test_shaping import MIXED
 
 from checkpoints import UNALIGNED, load_reference, make_checkpoint
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, AsyncLLM, SamplingParams
+from nanovllm.engine import isolation
 from nanovllm.layers.attention import HAVE_FLASH
 
 pytestmark = pytest.mark.gpu
@@ -325,3 +328,76 @@ def test_compute_sanitizer_finds_no_bad_access(checkpoint, eager):
     assert run.returncode == 0 and "ERROR SUMMARY: 0 errors" in run.stdout, (
         run.stdout[-3000:] + run.stderr[-3000:]
     )
+
+
+class Hog:
+    """
+    Takes what memory the card has left, to the last block of torch's allocator, in the middle of a run, and
+    gives it back before the engine recovers from that.
+    """
+
+    def __init__(self, llm: LLM, monkeypatch: pytest.MonkeyPatch, when: int):
+        self.taken: list[torch.Tensor] = []
+        self.num_steps, self.when = 0, when
+        launch, recover = llm._launch, llm._recover
+
+        def launch_without_memory(*args):
+            self.num_steps += 1
+            if self.num_steps == self.when:
+                self.take()
+            return launch(*args)
+
+        def recover_with_memory():
+            self.taken.clear()
+            recover()
+
+        monkeypatch.setattr(llm, "_launch", launch_without_memory)
+        monkeypatch.setattr(llm, "_recover", recover_with_memory)
+
+    def take(self) -> None:
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        for size in (1 << 30, 1 << 26, 1 << 22, 1 << 21, 1 << 20, 1 << 16, 1 << 12, 1 << 9):
+            with contextlib.suppress(torch.OutOfMemoryError):
+                while True:
+                    self.taken.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlapped", "plain"])
+@pytest.mark.parametrize("when", [1, 2, 20], ids=["first prefill", "first decode", "later"])
+def test_when_memory_runs_out_in_a_step_the_next_one_goes_on(checkpoint, monkeypatch, when, overlap):
+    prompts, num_raised, found = make_prompts(), 0, {}
+    with LLM(checkpoint, enforce_eager=True) as llm:
+        llm._overlap = overlap
+        expected = [result["token_ids"] for result in llm.generate(prompts, GREEDY, use_tqdm=False)]
+        llm.scheduler.clear()
+        hog = Hog(llm, monkeypatch, when)
+        ids = [llm.add_request(prompt, GREEDY) for prompt in prompts]
+        while not llm.is_finished():
+            try:
+                found.update(llm.step()[0])
+            except torch.OutOfMemoryError as error:
+                num_raised += 1
+                assert hog.taken and "gpu_memory_utilization" in str(error)
+        assert num_raised == 1 and [found[request_id] for request_id in ids] == expected
+
+
+@pytest.mark.parametrize("when", [2, 20], ids=["first decode", "later"])
+def test_when_memory_runs_out_every_request_of_async_llm_goes_on(checkpoint, monkeypatch, when):
+    prompts = make_prompts()
+
+    async def run(llm: AsyncLLM) -> list[list[int]]:
+        results = await asyncio.gather(*(llm.generate(prompt, GREEDY) for prompt in prompts))
+        return [result["token_ids"] for result in results]
+
+    with AsyncLLM(checkpoint, enforce_eager=True) as llm:
+        expected = asyncio.run(run(llm))
+        hog = Hog(llm.llm, monkeypatch, when)
+        failed, blame = [], isolation.Isolation._find_culprit
+        monkeypatch.setattr(
+            isolation.Isolation,
+            "_find_culprit",
+            lambda self, error: (failed.append(error), blame(self, error)),
+        )
+        assert asyncio.run(run(llm)) == expected
+        assert hog.num_steps > when and [type(error) for error in failed] == [torch.OutOfMemoryError]

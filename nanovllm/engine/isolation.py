@@ -16,9 +16,9 @@ class Isolation:
     """
     Steps of an engine that raise only what no request is to blame for.
 
-    After a step about several sequences has failed, at most half as many run, and one more with each request
-    that ends. Meanwhile they are admitted one at a time, so that each has a prefill to itself to fail in. So
-    there are no more failures than log2(max_num_seqs) and two for each request.
+    After a step about several sequences has failed, at most half as many run, and one more with each that
+    ends. Meanwhile they are admitted one at a time, so that each has a prefill to itself to fail in. So there
+    are no more failures than log2(max_num_seqs) and two for each sequence.
     """
 
     def __init__(self, engine: Any):
@@ -52,9 +52,11 @@ class Isolation:
         suspects = [seq for seq in involved if seq.seq_id in engine._requests]
         if len(suspects) == 1:
             self._end(suspects[0], error)
-        elif suspects and self.max_running > 1:
-            self.max_running = min(self.max_running, len(suspects)) // 2
-        elif suspects or not involved:
+        elif involved and not suspects:
+            pass  # all have ended meanwhile: nobody waits for that step
+        elif self.max_running > 1:
+            self.max_running = min(self.max_running, len(suspects) or self.most) // 2
+        else:
             raise error
 
     def _end(self, culprit: Sequence, error: Exception) -> None:
