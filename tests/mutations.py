@@ -101,6 +101,20 @@ MUTATIONS = [
             "return self.token_ids[self.num_prompt_tokens - 1 :]",
         ),
         ("return self.num_scored == len(self.scored_token_ids)", "return True"),
+        ("del self.logprobs[self.num_completion_tokens :]", "pass"),
+        ("self.num_scored = len(self.prompt_logprobs)", "pass"),
+    ),
+    *mutations_of(
+        "llm_engine",
+        ("del seq.token_ids[length:]", "pass"),
+        ("self._ended, self._attempt = {} if reports else self._ended, None", "self._attempt = None"),
+        ("            self._requests.pop(seq_id, None)", "            pass"),
+    ),
+    *mutations_of(
+        "isolation",
+        ("if len(suspects) == 1:", "if suspects:"),
+        ("len(scheduler.running) + 1)", "10**9)"),
+        ("if seq is group or seq.leader is group:", "if seq is culprit:"),
     ),
     *mutations_of(
         "model_runner",
