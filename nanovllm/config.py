@@ -2,15 +2,17 @@
 
 import difflib
 import os
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
 from typing import Any
 
 import torch
 
+from nanovllm.layers.rotary_embedding import context_limit
 from nanovllm.utils.refusals import check_bool, shown
 
 MAX_SIZE = 2**31 - 1
+MAX_GRID = 2**16 - 1  # of a kernel's second and third dimension
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -46,8 +48,8 @@ class Config:
     gpu_memory_utilization: float = 0.9
     tensor_parallel_size: int = 1
     enforce_eager: bool = False
-    hf_config: Any = None
-    eos: int | tuple[int, ...] = -1
+    hf_config: Any = field(default=None, init=False)
+    eos: int | tuple[int, ...] = field(default=-1, init=False)
     kvcache_block_size: int = 256
     num_kvcache_blocks: int = -1
     device: str = "auto"
@@ -62,8 +64,9 @@ class Config:
         if not isinstance(self.model, (str, os.PathLike)):
             raise ValueError(f"model must be a name or a path, got {shown(self.model)}")
         self.model = str(self.model)
-        for name in ("max_num_batched_tokens", "max_num_seqs", "max_model_len"):
-            self._check_integer(name, 1)
+        self._check_integer("max_num_batched_tokens", 1)
+        self._check_integer("max_num_seqs", 1, MAX_GRID)
+        self._check_integer("max_model_len", 1)
         self._check_integer("tensor_parallel_size", 1, 8)
         self._check_integer("kvcache_block_size", 16)
         if self.kvcache_block_size % 16:
@@ -89,8 +92,10 @@ class Config:
         """
         A Config from keyword arguments. An unknown one is a TypeError naming it and the nearest known one.
         """
-        known = [field.name for field in fields(cls)]
+        known = [option.name for option in fields(cls) if option.init]
         for name in options:
+            if name in ("hf_config", "eos"):
+                raise TypeError(f"{name} is no option: the engine fills it in from the checkpoint")
             if name not in known:
                 nearest = difflib.get_close_matches(name, known, n=1, cutoff=0)[0]
                 raise TypeError(f"unknown option {shown(name)}; the nearest known one is {nearest!r}")
@@ -100,7 +105,7 @@ class Config:
         """Complete the options with what the checkpoint says of the model, and check that they fit it."""
         self.hf_config = hf_config
         self._check_split()
-        self.max_model_len = min(self.max_model_len, hf_config.max_position_embeddings)
+        self.max_model_len = min(self.max_model_len, context_limit(hf_config))
         hf_config.max_model_len = self.max_model_len  # no longer table of rotations is needed
 
     def _check_split(self) -> None:
@@ -137,8 +142,8 @@ class Config:
     @property
     def torch_dtype(self) -> torch.dtype:
         """
-        The dtype of weights and activations. Checkpoints that name none: float32 on a CPU, bfloat16
-        elsewhere.
+        The dtype of weights and activations. Checkpoints that name none, as quantised and F16 GGUF files:
+        float32 on a CPU, bfloat16 elsewhere.
         """
         if self.dtype != "auto":
             return DTYPES[self.dtype]

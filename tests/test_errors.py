@@ -388,12 +388,18 @@ def test_an_unknown_option_is_a_type_error_that_names_it_and_the_nearest(model, 
         LLM(model.folder, **{option: 1})
 
 
+@pytest.mark.parametrize("option, value", [("eos", 2), ("hf_config", None)])
+def test_what_the_engine_fills_in_cannot_be_given(model, option, value):
+    with pytest.raises(TypeError, match=f"{option} is no option: the engine fills it in"):
+        LLM(model.folder, **{option: value})
+
+
 BAD_OPTIONS = [
     *[("tensor_parallel_size", value) for value in (0, 9, -1, 1.0, "2", True, None)],
     *[("kvcache_block_size", value) for value in (100, 0, -16, 8, 17, 16.0, "256", None)],
     *[("gpu_memory_utilization", value) for value in (0, 1.5, -0.1, math.nan, math.inf, "0.9", None)],
     *[("max_num_batched_tokens", value) for value in (0, -1, 1.5, "16", None)],
-    *[("max_num_seqs", value) for value in (0, -1, 1.5, None)],
+    *[("max_num_seqs", value) for value in (0, -1, 1.5, 2**16, None)],
     *[("max_model_len", value) for value in (0, -5, 2.5, None)],
     *[("num_kvcache_blocks", value) for value in (0, -2, 1.5, "8")],
     *[("dtype", value) for value in ("int8", "float64", "fp32", 16, None)],

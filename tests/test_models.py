@@ -27,7 +27,7 @@ from checkpoints import (
     spell_rope,
 )
 from nanovllm import LLM, SamplingParams
-from nanovllm.layers.rotary_embedding import get_rope, rope_parameters
+from nanovllm.layers.rotary_embedding import context_limit, get_rope, rope_parameters
 from nanovllm.models.qwen3 import Qwen3Model
 from nanovllm.utils.context import reset_context, set_context
 
@@ -223,6 +223,47 @@ def test_an_unknown_rope_type_is_refused_by_name(tmp_path, architecture, spellin
         edit_json(folder / "config.json", rope_scaling=scaling)
     with pytest.raises(ValueError, match=rope_type):
         LLM(str(folder), **EXACT)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "rope, trained",
+    [
+        (dict(rope_type="linear", factor=4.0), 64),
+        (dict(rope_type="yarn", factor=4.0), 64),
+        (dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=64), 80),
+    ],
+    ids=["linear", "yarn", "yarn by Qwen's recipe"],
+)
+def test_a_scaled_model_is_that_of_transformers_beyond_its_first_length(
+    tmp_path, architecture, rope, trained
+):
+    settings = dict(rope_scaling=rope, max_position_embeddings=trained)
+    folder = make_checkpoint(tmp_path, architecture, tokenizer=False, **settings)
+    reference = load_reference(folder)
+    spell_rope(folder, "type")
+    prompt = [i * 7 % VOCAB for i in range(150)]
+    with LLM(str(folder), **EXACT, num_kvcache_blocks=16) as llm:
+        assert llm.config.max_model_len == 256
+        (result,) = llm.generate([prompt], GREEDY_64, use_tqdm=False)
+    assert_greedy(reference, prompt, result["token_ids"])
+
+
+@pytest.mark.parametrize(
+    "rope, max_position, limit",
+    [
+        (dict(), 4096, 4096),
+        (dict(rope_type="linear", factor=4.0), 4096, 16384),
+        (dict(rope_type="linear", factor=0.5), 4096, 4096),
+        (dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32768), 40960, 131072),
+        (dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32768), 131072, 131072),
+        (dict(rope_type="llama3", factor=8.0, original_max_position_embeddings=8192), 131072, 131072),
+        (dict(rope_type="frequency_factors", factor=8.0), 131072, 131072),
+    ],
+)
+def test_the_context_is_what_the_scaling_extends_it_to(rope, max_position, limit):
+    config = SimpleNamespace(rope_scaling=rope, max_position_embeddings=max_position)
+    assert context_limit(config) == limit
 
 
 @pytest.mark.parametrize("missing", ["factor", "low_freq_factor", "high_freq_factor"])

@@ -56,6 +56,17 @@ def rope_parameters(hf_config: Any) -> dict[str, Any]:
     return parameters
 
 
+def context_limit(hf_config: Any) -> int:
+    """
+    How many positions the checkpoint is for. Scaling extends what it was trained on by its factor, which
+    `max_position_embeddings` counts already in some checkpoints (Llama 3.1's) and in others not (Qwen3's).
+    """
+    parameters, limit = rope_parameters(hf_config), hf_config.max_position_embeddings
+    if parameters["rope_type"] not in ("linear", "llama3", "yarn"):
+        return limit
+    return int(max(limit, parameters["factor"] * parameters["original_max_position_embeddings"]))
+
+
 def get_rope(head_dim: int, max_position: int, parameters: dict[str, Any]) -> RotaryEmbedding:
     """
     The embedding that `rope_parameters` describes. Raises ValueError naming an unknown type or a missing
@@ -68,6 +79,8 @@ def get_rope(head_dim: int, max_position: int, parameters: dict[str, Any]) -> Ro
         "yarn": _scale_yarn,
         "frequency_factors": _divide_frequencies,
     }
+    if nested := [key for key, value in parameters.items() if isinstance(value, dict)]:
+        raise ValueError(f"settings for one kind of layer ({nested[0]!r}) are not supported")
     rope_type = parameters["rope_type"]
     if rope_type not in scalings:
         raise ValueError(f"rope type {rope_type!r} is not supported; known types: {', '.join(scalings)}")

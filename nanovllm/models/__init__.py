@@ -36,4 +36,7 @@ def get_model_class(hf_config: Any) -> type[nn.Module]:
         raise ValueError(f"hidden_act must be 'silu', got {hf_config.hidden_act!r}")
     if getattr(hf_config, "use_sliding_window", False):
         raise ValueError("checkpoints with use_sliding_window=true are not supported")
+    layer_types = getattr(hf_config, "layer_types", None) or []
+    if not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types):
+        raise ValueError(f"layer_types must all be 'full_attention', got {layer_types!r:.100}")
     return MODELS[known[0]]

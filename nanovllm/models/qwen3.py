@@ -6,7 +6,6 @@ into the next norm. What differs between relatives is passed down as `qk_norm`, 
 `mlp_bias`.
 """
 
-import math
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
-from nanovllm.layers.rotary_embedding import RotaryEmbedding, get_rope, rope_parameters
+from nanovllm.layers.rotary_embedding import RotaryEmbedding, context_limit, get_rope, rope_parameters
 from nanovllm.utils import parallel
 from nanovllm.utils.context import get_context
 
@@ -169,7 +168,7 @@ class Qwen3Model(nn.Module):
     def __init__(self, config: Any, **variant: bool):
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size)
-        max_position = min(config.max_position_embeddings, getattr(config, "max_model_len", math.inf))
+        max_position = getattr(config, "max_model_len", None) or context_limit(config)
         rotary_emb = get_rope(get_head_dim(config), max_position, rope_parameters(config))
         self.layers = nn.ModuleList(
             Qwen3DecoderLayer(config, rotary_emb, **variant) for _ in range(config.num_hidden_layers)

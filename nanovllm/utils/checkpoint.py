@@ -317,7 +317,7 @@ def build_config(source: str | Path, raw: dict[str, Any]) -> SimpleNamespace:
 
 def _check_rotation(source: str | Path, config: SimpleNamespace) -> None:
     """Raise ValueError unless the rotary settings make a table of numbers, which a table of two shows."""
-    from nanovllm.layers.rotary_embedding import get_rope, rope_parameters
+    from nanovllm.layers.rotary_embedding import context_limit, get_rope, rope_parameters
 
     settings = rope_parameters(config)
     try:
@@ -327,6 +327,8 @@ def _check_rotation(source: str | Path, config: SimpleNamespace) -> None:
             raise ValueError(f"head_dim must be even, got {config.head_dim}")
         if not get_rope(config.head_dim, 2, settings).cos_sin_cache.isfinite().all():
             raise ValueError("they give angles that are no numbers")
+        if context_limit(config) > (most := SIZE_LIMITS["max_position_embeddings"]):
+            raise ValueError(f"they extend the context beyond {most} positions")
     except Exception as error:  # whatever values of any kind and size provoke in there
         raise ValueError(f"{source}: rotary settings {settings!r:.300}: {error}") from error
 
