@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 TESTS = ["simulation", "block_manager", "scheduler", "overlap", "engine", "sampling", "shaping", "requests"]
-TESTS += ["faults", "errors", "kernels", "batch_ray", "batch"]
+TESTS += ["faults", "errors", "kernels", "gguf", "batch_ray", "batch"]
 TIMEOUT = 300  # seconds for one file of tests
 
 
@@ -214,6 +214,7 @@ MUTATIONS = [
         ("self.turn ^= 1", "pass"),
         ("self.turn = 0  # everyone is through with both halves", "pass"),
     ),
+    *mutations_of("nanovllm/utils/tokenizer", ("tokenizer.normalizer = normalizers.NFC()", "pass")),
 ]
 
 

@@ -12,12 +12,12 @@ from safetensors.torch import load_file
 from smollm2 import smollm2_gguf  # noqa: F401  a fixture
 
 from checkpoints import load_reference, make_checkpoint
-from nanovllm.layers.rotary_embedding import rope_parameters
+from nanovllm.layers.rotary_embedding import context_limit, rope_parameters
 from nanovllm.models import get_model_class
 from nanovllm.utils.checkpoint import open_checkpoint
 from nanovllm.utils.gguf import LAYER_MODULES, MODULES, GGUFTensor
 from nanovllm.utils.loader import load_model
-from nanovllm.utils.tokenizer import tokenizer_from_gguf
+from nanovllm.utils.tokenizer import SPLITS, tokenizer_from_gguf
 
 ARCHITECTURES = ["llama", "qwen2", "qwen3"]
 QUANTISATIONS = ["F32", "F16", "BF16", "Q8_0", "Q4_0"]
@@ -150,10 +150,13 @@ def test_the_config_comes_back(tmp_path, architecture, overrides):
     assert rope_parameters(config) == rope_parameters(expected)
 
 
-def test_a_quantised_file_names_no_dtype(tmp_path):
+@pytest.mark.parametrize(
+    "stored, dtype", [("Q8_0", None), ("F16", None), ("BF16", "bfloat16"), ("F32", "float32")]
+)
+def test_only_a_file_whose_converter_kept_the_dtype_names_it(tmp_path, stored, dtype):
     make_checkpoint(tmp_path)
-    config = open_checkpoint(write_gguf(tmp_path, "Q8_0")).hf_config()
-    assert config.dtype is None
+    config = open_checkpoint(write_gguf(tmp_path, stored)).hf_config()
+    assert config.dtype == dtype
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -187,14 +190,17 @@ def test_linear_scaling_is_read(tmp_path):
     file = write_gguf(tmp_path, ARCH__rope__scaling__type="linear", ARCH__rope__scaling__factor=4.0)
     rope = rope_parameters(open_checkpoint(file).hf_config())
     assert (rope["rope_type"], rope["factor"], rope["rope_theta"]) == ("linear", 4.0, 10000.0)
+    assert context_limit(open_checkpoint(file).hf_config()) == 4 * 512
 
 
 def test_yarn_scaling_is_read(tmp_path):
     make_checkpoint(tmp_path, "qwen3")
     scaling = dict(ARCH__rope__scaling__type="yarn", ARCH__rope__scaling__factor=4.0)
     file = write_gguf(tmp_path, **scaling, ARCH__rope__scaling__original_context_length=128)
-    rope = rope_parameters(open_checkpoint(file).hf_config())
+    config = open_checkpoint(file).hf_config()
+    rope = rope_parameters(config)
     assert (rope["rope_type"], rope["factor"], rope["original_max_position_embeddings"]) == ("yarn", 4.0, 128)
+    assert context_limit(config) == 512
 
 
 def test_an_unknown_scaling_is_refused_by_name(tmp_path):
@@ -212,7 +218,7 @@ def test_llama3_scaling_comes_as_factors_and_gives_the_frequencies_of_transforme
     checkpoint = open_checkpoint(file)
     config = checkpoint.hf_config()
     rope = rope_parameters(config)
-    assert rope["rope_type"] == "frequency_factors"
+    assert rope["rope_type"] == "frequency_factors" and context_limit(config) == 512
     torch.testing.assert_close(plain / torch.tensor(rope["factors"]), scaled)
     load_model(get_model_class(config)(config), checkpoint)
 
@@ -305,6 +311,12 @@ def test_each_kind_of_splitting_cuts_digits_its_way(pre, pieces):
     tokenizer = tokenizer_from_gguf(byte_level_metadata(pre))
     assert tokenizer.tokenize("11111") == pieces
     assert tokenizer.decode(tokenizer.encode("aé 11\n🙂 ")) == "aé 11\n🙂 "
+
+
+@pytest.mark.parametrize("pre", SPLITS)
+def test_only_qwen_composes_characters(pre):
+    tokenizer = tokenizer_from_gguf(byte_level_metadata(pre))
+    assert tokenizer.decode(tokenizer.encode("e\u0301")) == ("\u00e9" if pre == "qwen2" else "e\u0301")
 
 
 def test_unknown_kinds_of_tokenizers_are_refused_by_name():

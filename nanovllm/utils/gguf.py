@@ -93,7 +93,8 @@ class GGUFCheckpoint:
             "attention_bias": "blk.0.attn_q.bias" in self.stored,
             "mlp_bias": "blk.0.ffn_up.bias" in self.stored,
             "tie_word_embeddings": "output.weight" not in self.stored,
-            "dtype": embedding.dtype,
+            # Files are F16 whatever the model was trained in: often bfloat16, which reaches further.
+            "dtype": None if embedding.dtype == torch.float16 else embedding.dtype,
         }
         config = build_config(self.path, raw)
         # The smallest quantisations take between one and two bits.
