@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import CONFIG_MAPPING
 
-from checkpoints import load_reference, make_checkpoint
+from checkpoints import EXACT, load_reference, make_checkpoint
+from nanovllm import LLM, SamplingParams
 from nanovllm.models import get_model_class
 from nanovllm.utils import parallel
 from nanovllm.utils.checkpoint import SHAPES, open_checkpoint
@@ -303,6 +304,20 @@ def test_a_folders_tokenizer_is_read(tmp_path):
     tokenizer = open_checkpoint(tmp_path).tokenizer()
     assert tokenizer.decode(tokenizer.encode("Grüße 🙂")) == "Grüße 🙂"
     assert tokenizer.eos_token == "<|end|>"
+
+
+def test_text_is_what_the_tokens_say_whatever_the_tokenizer_would_clean_up(tmp_path):
+    make_checkpoint(tmp_path, num_hidden_layers=1)
+    clean_up = "clean_up_tokenization_spaces"
+    settings = {clean_up: True, f"{clean_up}_for_bpe_even_though_it_will_corrupt_output": True}
+    change_json(tmp_path / "tokenizer_config.json", **settings)
+    with LLM(str(tmp_path), **EXACT, num_kvcache_blocks=16) as llm:
+        text = "Hello , world . Is n't it ?"
+        assert llm.decode(llm.encode(text)) == text
+        params = SamplingParams(max_tokens=100, seed=0, allowed_token_ids=llm.encode(" ,."))
+        (result,) = llm.generate([[1]], params, use_tqdm=False)
+        assert result["text"] == "".join(llm.stream([1], params))
+        assert len(result["text"]) == len(result["token_ids"]) == 100
 
 
 # Random weights

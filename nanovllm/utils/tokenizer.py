@@ -50,7 +50,11 @@ def tokenizer_errors(message: str) -> Iterator[None]:
 
 
 def guard_decode(tokenizer: Any, path: str) -> Any:
-    """The tokenizer, whose `decode` now raises ValueError naming this path where a decoder's code panics."""
+    """
+    The tokenizer, whose `decode` now takes no spaces away before punctuation, so that a text is its pieces
+    put together, and raises ValueError naming this path where a decoder's code panics.
+    """
+    tokenizer.clean_up_tokenization_spaces = False
     tokenizer.decode = functools.partial(_decode, tokenizer, path)
     return tokenizer
 
