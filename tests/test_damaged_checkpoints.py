@@ -5,15 +5,12 @@ damaged_checkpoints.py makes the damage, and tries thousands when it is run as a
 parser does with one kind of damage is tested in test_loader.py and test_gguf.py.
 """
 
-import contextlib
 import json
 import multiprocessing
 import os
 import pickle
 import shutil
 import struct
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -481,43 +478,6 @@ def assert_harmless(llm: LLM, template: str) -> None:
 READ = dict(add_generation_prompt=True, continue_final_message=False, tools=None)
 
 
-@pytest.mark.parametrize("template", [
-    "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-    "{% for a in range(99999) %}{% for b in range(99999) %}{{ b }}{% endfor %}{% endfor %}",
-    "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(100) }}",
-    "{{ lipsum(n=99999) }}" * 100,
-], ids=["silent", "chatty", "recursive", "lipsum"])  # fmt: skip
-def test_a_template_that_never_ends_is_ended(llm, monkeypatch, template):
-    monkeypatch.setattr(tokenizer, "TEMPLATE_SECONDS", 0.5)
-    start = time.perf_counter()
-    with pytest.raises(ValueError, match="conversation 0: it takes longer than 0.5 seconds"):
-        llm.prompts.read_chats(CHAT, template, **READ)
-    assert time.perf_counter() - start < 5
-    assert llm.prompts.read_chats(CHAT, None, **READ)
-
-
-@pytest.mark.parametrize("template", ["{{ 9**9**9**9 }}", "{{ (9) ** 9 }}", "{% set x = 9\n**\n9 %}"])
-def test_a_power_is_refused_before_it_is_computed(llm, template):
-    with pytest.raises(ValueError, match=r"conversation 0: it uses \*\*"):
-        llm.prompts.read_chats(CHAT, template, **READ)
-
-
-@pytest.mark.parametrize("template", [
-    "{{ 'x' * 1500000000 }}",
-    "{{ '%1500000000d' % 1 }}",
-    "{{ '%*d' % (1500000000, 1) }}",
-    "{{ '%1500000000d'|format(1) }}",
-    "{{ '{:1500000000}'.format(1) }}",
-    "{{ 'x'|center(1500000000) }}",
-    "{{ ['x']|map('center', 1500000000)|list }}",
-    "{{ messages|tojson(indent=0x59682F00) }}",
-    "{% set ns = namespace(x=3) %}{% for _ in range(50) %}{% set ns.x = ns.x * ns.x %}{% endfor %}{{ ns.x }}",
-])  # fmt: skip
-def test_a_template_makes_nothing_huge_in_one_operation(llm, template):
-    with pytest.raises(ValueError, match="conversation 0: it uses .*, which no template needs"):
-        llm.prompts.read_chats(CHAT, template, **READ)
-
-
 def test_a_chat_that_is_too_long_to_tokenize_is_refused(llm, monkeypatch):
     monkeypatch.setattr(tokenizer, "MAX_TEXT", 1000)
     with pytest.raises(ValueError, match="conversation 0: it makes a text of 1001 characters; at most 1000"):
@@ -546,11 +506,6 @@ def test_a_chat_that_is_too_long_to_tokenize_is_refused(llm, monkeypatch):
 )
 def test_what_real_templates_do_is_allowed(llm, template, text):
     assert llm.decode(llm.prompts.read_chats(CHAT, template, **READ)[0]) == text
-
-
-def test_keyword_arguments_are_no_power(llm):
-    template = "{{ dict(a=1, **{'b': 2})['b'] }}{{ dict(** {'b': 3})['b'] }}**"
-    assert llm.prompts.read_chats(CHAT, template, **READ) == [llm.encode("23**")]
 
 
 @pytest.mark.parametrize("template", [
@@ -587,7 +542,7 @@ def test_an_attribute_walk_leads_nowhere(llm, template, tmp_path, monkeypatch):
     "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
     "{% if 1 %}" * 500,
     "{{ 'x' * 10 }}" * 10_000,
-    "{{ 'x' * 99999999999999 }}",
+    "{{ 'x' * 999999999999999999 }}",
     "{{ 1 / 0 }}",
     "{{ '\\ud800' }}",
     "\0",
@@ -595,40 +550,3 @@ def test_an_attribute_walk_leads_nowhere(llm, template, tmp_path, monkeypatch):
 ], ids=lambda template: template[:20])  # fmt: skip
 def test_a_senseless_template_is_an_error_or_a_text(llm, template):
     assert_harmless(llm, template)
-
-
-def test_a_template_of_the_checkpoint_is_read_by_the_same_rules(folder, monkeypatch):
-    monkeypatch.setattr(tokenizer, "TEMPLATE_SECONDS", 0.5)
-    for template in (
-        "{{ 9**9**9 }}",
-        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-    ):
-        (folder / "chat_template.jinja").write_text(template)
-        with LLM(str(folder), **OPTIONS) as llm:
-            with pytest.raises(ValueError, match="the chat template does not accept conversation 0"):
-                llm.chat(CHAT, SamplingParams(0, 2), use_tqdm=False)
-            assert llm.generate([[1]], SamplingParams(0, 2, True), use_tqdm=False)
-
-
-def test_a_limit_that_was_kept_interrupts_nothing_later():
-    for _ in range(200):
-        with contextlib.suppress(TimeoutError), tokenizer.time_limit(0.0005):
-            pass
-        sum(range(100))
-        with pytest.raises(TimeoutError), tokenizer.time_limit(0.0005):
-            while True:
-                pass
-    time.sleep(0.01)
-
-
-def test_a_debugger_works_after_a_limit():
-    program = """
-import sys
-from nanovllm.utils.tokenizer import time_limit
-with time_limit(60):
-    pass
-sys.settrace(lambda *_: None)
-(lambda: None)()
-"""
-    root = Path(__file__).parents[1]
-    subprocess.run([sys.executable, "-c", program], cwd=root, timeout=60, check=True)
