@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 import torch
 import torch.nn.functional as F
 
+from nanovllm.config import Config
 from nanovllm.kernels import runtime
 from nanovllm.kernels.runtime import triton
 
@@ -38,7 +39,9 @@ class CompileAhead:
     with the others, each of those its few own kernels.
     """
 
-    def __init__(self, device: torch.device, rank: int, config: Any, launches: Callable[[], Iterator[None]]):
+    def __init__(
+        self, device: torch.device, rank: int, config: Config, launches: Callable[[], Iterator[None]]
+    ):
         self._processes: list[int] = []
         self._deadline = time.monotonic() + TIMEOUT
         if device.type != "cuda" or not runtime.HAVE_TRITON:
@@ -94,9 +97,12 @@ class CompileAhead:
         self.wait()
 
 
-def _fingerprint(properties: Any, rank: int, config: Any) -> str:
-    """Tells apart whatever leads to other kernels (and more: then they are only looked for in vain)."""
-    digest = hashlib.sha256(repr((torch.__version__, triton.__version__, properties, rank, config)).encode())
+def _fingerprint(properties: Any, rank: int, config: Config) -> str:
+    """Tells apart whatever leads to other kernels."""
+    names = ("kvcache_block_size", "max_num_seqs", "tensor_parallel_size", "attention_backend")
+    options = [config.torch_dtype, config.kv_cache_torch_dtype, *(getattr(config, name) for name in names)]
+    facts = torch.__version__, triton.__version__, properties, rank, options, vars(config.hf_config)
+    digest = hashlib.sha256(repr(facts).encode())
     for file in sorted(Path(__file__).parents[1].rglob("*.py")):
         digest.update(file.read_bytes())
     return digest.hexdigest()
