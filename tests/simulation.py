@@ -143,8 +143,10 @@ class Simulation:
             self.requests.clear()
             self.under_way = None
             self.counts["clears"] += 1
-        elif chance < 0.3:
+        elif chance < 0.297:
             self.ask_too_much()
+        elif chance < 0.302:
+            self.fail()
 
     def arrive(self) -> None:
         pick = self.pick
@@ -177,6 +179,18 @@ class Simulation:
         self.end(seq)
         assert seq.finish_reason == "abort"
         self.counts["aborts"] += 1
+
+    def fail(self) -> None:
+        """A step that was to be computed next fails: all begin anew with the tokens that are known."""
+        self.scheduler.schedule()
+        self.under_way = None
+        self.scheduler.restart(self.requests.values())
+        for seq in self.requests.values():
+            del self.model.states.get(seq.seq_id, [])[len(seq) :]
+            work, _, _ = self.bounds[seq.seq_id]
+            self.bounds[seq.seq_id] = work, self.step_number, self.num_arrived - len(self.requests)
+        self.check()
+        self.counts["failures"] += 1
 
     def ask_too_much(self) -> None:
         length = self.pick.randint(1, self.max_model_len)

@@ -13,7 +13,7 @@ def test_a_long_run_breaks_no_rule_and_visits_everything():
     counts = Counter()
     simulate(seed=1, num_steps=15_000, counts=counts)
     names = ["steps", "prefills", "preemptions", "requests", "completions of the same prompt", "finished"]
-    assert all(counts[name] > 50 for name in [*names, "aborts", "clears", "refused"]), counts
+    assert all(counts[name] > 50 for name in [*names, "aborts", "clears", "failures", "refused"]), counts
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
