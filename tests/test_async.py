@@ -12,6 +12,7 @@ from test_engine import assert_empty
 
 from checkpoints import EXACT, make_checkpoint, one_thread  # noqa: F401
 from nanovllm import LLM, AsyncLLM, SamplingParams
+from nanovllm.engine.ranks import EngineDeadError
 
 GREEDY = SamplingParams(0, 20, True)
 OPTIONS = dict(**EXACT, num_kvcache_blocks=400)
@@ -150,6 +151,17 @@ def test_an_exception_of_the_engine_reaches_all_and_leaves_it_usable(engine, mon
         assert (await engine.generate([1, 2, 3], GREEDY))["token_ids"] == expected["token_ids"]
 
     asyncio.run(run())
+
+
+def test_an_engine_that_ends_with_a_rank_is_tried_no_second_time(folder, monkeypatch):
+    async def run() -> list:
+        tasks = [engine.generate([i], GREEDY) for i in range(5)]
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    with AsyncLLM(folder, **OPTIONS, tensor_parallel_size=2) as engine:
+        monkeypatch.setattr(engine.llm.model_runner, "run_model", lambda *_: 1 / 0)
+        for result in asyncio.run(asyncio.wait_for(run(), 60)):
+            assert isinstance(result, EngineDeadError) and "ZeroDivisionError" in str(result)
 
 
 def test_a_request_that_comes_while_exit_is_under_way_is_told(folder, monkeypatch):

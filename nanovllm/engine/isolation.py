@@ -46,6 +46,7 @@ class Isolation:
 
     def _find_culprit(self, error: Exception) -> None:
         engine = self.engine
+        engine._check_usable()  # where there are several ranks, a step that fails on one ends the engine
         involved = engine._attempt.sequences
         _free_variables(error)
         engine._recover()
