@@ -60,7 +60,7 @@ class Engine:
         except EngineDeadError:
             raise
         except Exception as error:  # of this request alone
-            return answer_error(line, LineError(_describe(error), request.custom_id))
+            result = error
         return answer(request, result, self.llm.llm.config.model)
 
 
@@ -244,7 +244,8 @@ class Pool:
             custom_id = parse_line(line, text, self.args.defaults).custom_id
         except LineError as error:
             custom_id = error.custom_id
-        return answer_error(line, LineError(f"every engine that computed it has died: {cause}", custom_id))
+        error = LineError(f"every engine that computed it has died: {cause}", custom_id)
+        return answer_error(line, error, "server_error")
 
 
 def _cause_of_death(error: Exception) -> str:
