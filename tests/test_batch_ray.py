@@ -211,7 +211,7 @@ def test_what_one_request_raises_is_its_answer_and_what_ends_its_engine_is_tried
     answers = read_answers(output)
     assert [answer["custom_id"] for answer in answers] == list(range(1, 41))
     errors = {answer["line"]: answer["error"]["message"] for answer in answers if answer.get("error")}
-    assert errors.keys() == {10, 20} and errors[20] == "line 20: out of memory"
+    assert errors.keys() == {10, 20} and errors[20] == "line 20: RuntimeError: out of memory"
     assert errors[10].startswith(
         "line 10: every engine that computed it has died: The actor is dead because its worker "
     )
