@@ -1,17 +1,20 @@
 """A simulated engine: the real Scheduler and BlockManager over a fake model, through random histories.
 
 `python tests/simulation.py --steps 1000000 --seed 0` runs that many steps and says what happened in them.
-The fake model's next token depends on every token before it, and each slot of its KV cache holds a hash of
-all tokens up to the one written there: a wrong slot, a stale block or a lost token ends in a wrong read.
+The fake model's next token depends on the seed, the position and every token before it, and each slot of its
+KV cache holds a hash of all tokens up to the one written there: a wrong slot, a stale block, a wrong copy or
+a lost token ends in a wrong read.
 
 Progress, which every request's end is checked against (`Simulation.bound`): requests are admitted in order
-of arrival, and the oldest running one is preempted last, so each decode step brings it one token nearer its
-end. While a request is under way the oldest running one did not arrive after it; so there are at most D
-decode steps until it ends, where D is the sum of `max_tokens` over the requests that it found there and its
-own. Every other step is a prefill, of which an admission takes at most C = ceil(max_model_len / budget).
-There are at most as many admissions as requests that were there or came meanwhile, plus one for each
-preemption; and a decode step preempts fewer than max_num_seqs. So it takes no more than D + C * (requests +
-D * (max_num_seqs - 1)) steps: no request starves and no preemption goes on for ever.
+of arrival, and the oldest running one is preempted last. It draws a token in each decode step and at the end
+of its prompt. If somebody can decode, there are at most MAX_PREFILLS_IN_A_ROW steps before the next decode
+step; if nobody can, the oldest is alone and its prompt is computed in at most C = ceil(max_model_len /
+budget) steps. So the oldest draws a token every MAX_PREFILLS_IN_A_ROW + C steps at the latest. While a
+request is under way, the oldest running one did not arrive after it, except for completions that wait for the
+first of their group to compute the prompt, which others may overtake. So it takes no more than D *
+(MAX_PREFILLS_IN_A_ROW + C) steps, where D is the sum of what the requests that it found there, those that
+overtook it and itself may draw: nobody starves, whoever comes later, and no preemption goes on for ever.
+Where no request may end early the lengths are known, and nobody is preempted at all.
 """
 
 import argparse
@@ -22,7 +25,7 @@ from types import SimpleNamespace
 
 from test_block_manager import check_pool
 
-from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.scheduler import MAX_PREFILLS_IN_A_ROW, Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.sampling_params import SamplingParams
 
@@ -36,16 +39,19 @@ def extend(state: int, token: int) -> int:
     return (state * 1_000_003 + token + 1) % PRIME
 
 
-def next_token(state: int) -> int:
-    return (state >> 7) % VOCAB
+def next_token(seed: int, position: int, state: int) -> int:
+    return (extend(extend(state, position), seed) >> 7) % VOCAB
 
 
-def expected_completion(prompt: list[int], params: SamplingParams, eos: frozenset[int]) -> list[int]:
+def expected_completion(
+    prompt: list[int], params: SamplingParams, eos: frozenset[int], seed: int, most: int
+) -> list[int]:
+    """most: tokens of prompt and completion together."""
     state, tokens = 0, []
     for token in prompt:
         state = extend(state, token)
-    while len(tokens) < params.max_tokens:
-        tokens.append(next_token(state))
+    while len(tokens) != params.max_tokens and len(prompt) + len(tokens) < most:
+        tokens.append(next_token(seed, len(prompt) + len(tokens), state))
         state = extend(state, tokens[-1])
         ends = set(params.stop_token_ids) | (set() if params.ignore_eos else eos)
         if tokens[-1] in ends or (params.stop and tokens[-2:] == [2, 3]):
@@ -86,7 +92,7 @@ class FakeModel:
         for seq, states, table, end in spans:
             read = [slots[table[i // size] + i % size] for i in range(end)]
             assert read == states[:end], f"{seq} reads what it did not write"
-            tokens.append(next_token(states[end - 1]))
+            tokens.append(next_token(seq.seed, end, states[end - 1]))
             if end == len(states):
                 states.append(extend(states[-1], tokens[-1]))
         return tokens
@@ -98,10 +104,13 @@ class Simulation:
     def __init__(self, pick: random.Random, counts: Counter | None = None):
         self.pick, self.counts = pick, Counter() if counts is None else counts
         self.block_size, num_blocks = pick.randint(2, 4), pick.randint(2, 14)
+        self.max_model_len = pick.choice([12, 30, 60])
         # The last token of a sequence needs no place in the cache.
-        self.max_model_len = min(num_blocks * self.block_size + 1, pick.choice([12, 30, 60]))
+        self.max_num_tokens = min(num_blocks * self.block_size + 1, self.max_model_len)
+        self.exact = pick.random() < 0.2  # no request may end before its max_tokens
+        self.is_forecast_wrong = pick.random() < 0.6  # others are expected to end at once
         self.overlap = pick.random() < 0.5
-        self.max_num_seqs, self.budget = pick.randint(1, 6), pick.randint(3, 30)
+        self.max_num_seqs, self.budget = pick.randint(1, 6), pick.choice([1, 2, 3, pick.randint(3, 30)])
         self.scheduler = Scheduler(
             SimpleNamespace(
                 max_num_seqs=self.max_num_seqs,
@@ -111,13 +120,16 @@ class Simulation:
                 num_kvcache_blocks=num_blocks,
                 kvcache_block_size=self.block_size,
                 enable_prefix_caching=pick.random() < 0.8,
+                hf_config=SimpleNamespace(max_position_embeddings=100),
             )
         )
         self.model = FakeModel(self.block_size)
-        self.step_number = self.num_arrived = 0
+        self.step_number = 0
         self.requests: dict[int, Sequence] = {}  # unfinished, by seq_id, in order of arrival
         self.expected: dict[int, list[int]] = {}
-        self.bounds: dict[int, tuple[int, int, int]] = {}  # by seq_id: see `bound`
+        self.work: dict[int, int] = {}  # by seq_id: D (see above)
+        self.arrived: dict[int, int] = {}  # by seq_id: in which step
+        self.num_waited = 0  # prefill steps since somebody who can decode last did
         self.prompts: list[list[int]] = [[]]  # of some earlier requests, with completions
         self.under_way: tuple | None = None
 
@@ -150,28 +162,33 @@ class Simulation:
 
     def arrive(self) -> None:
         pick = self.pick
-        prompt = list(pick.choice(self.prompts))[: pick.randint(0, self.max_model_len)]
+        prompt = list(pick.choice(self.prompts))[: pick.randint(0, self.max_num_tokens)]
         prompt += [pick.randrange(VOCAB) for _ in range(pick.randint(1, 8))]
-        prompt = prompt[: self.max_model_len - 1]
-        params = SamplingParams(
-            0,
-            pick.randint(1, self.max_model_len - len(prompt)),
-            ignore_eos=pick.random() < 0.5,
-            stop_token_ids=pick.choice([(), (), (1,), (2, 3)]),
-            stop=pick.choice([(), (), STOP_TEXT]),
-        )
-        group = [Sequence(prompt, params, self.block_size) for _ in range(pick.choice([1, 1, 1, 2, 4]))]
+        prompt = prompt[: self.max_num_tokens - 1]
+        room = self.max_num_tokens - len(prompt)
+        max_tokens, ends = pick.choice([pick.randint(1, room)] * 8 + [room + pick.randint(1, 99), None]), {}
+        if not self.exact:
+            ends = dict(
+                ignore_eos=pick.random() < 0.5,
+                stop_token_ids=pick.choice([(), (), (1,), (2, 3)]),
+                stop=pick.choice([(), (), STOP_TEXT]),
+            )
+        params = SamplingParams(0, max_tokens, **{"ignore_eos": True, **ends})
+        seeds = [pick.getrandbits(63) for _ in range(pick.choice([1, 1, 1, 2, 4]))]
+        group = [Sequence(prompt, params, self.block_size, seed) for seed in seeds]
         if pick.random() < 0.1:
             group[0].scored_token_ids = prompt[1:]
         for seq in group:
             self.scheduler.add(seq)
             seq.leader = group[0] if seq is not group[0] else None
             self.requests[seq.seq_id] = seq
-            self.num_arrived += 1
-            work = sum(other.max_tokens for other in self.requests.values())
-            self.bounds[seq.seq_id] = work, self.step_number, self.num_arrived - len(self.requests)
-            self.expected[seq.seq_id] = expected_completion(prompt, params, self.scheduler.eos)
+            self.work[seq.seq_id] = sum(map(self.most_drawn, self.requests.values()))
+            self.arrived[seq.seq_id] = self.step_number
+            self.expected[seq.seq_id] = expected_completion(
+                prompt, params, self.scheduler.eos, seq.seed, self.max_num_tokens
+            )
         self.counts["requests"] += len(group)
+        self.counts["ended by the context"] += (max_tokens or room + 1) > room
         self.counts["completions of the same prompt"] += len(group) - 1
 
     def abort(self, seq: Sequence) -> None:
@@ -193,10 +210,10 @@ class Simulation:
         self.counts["failures"] += 1
 
     def ask_too_much(self) -> None:
-        length = self.pick.randint(1, self.max_model_len)
+        length = self.max_num_tokens + self.pick.randint(0, 3)
         waiting = list(self.scheduler.waiting)
         try:
-            self.scheduler.add(Sequence([1] * length, SamplingParams(0, self.max_model_len - length + 1)))
+            self.scheduler.add(Sequence([1] * length, SamplingParams(0, self.pick.randint(1, 9))))
         except ValueError:
             assert list(self.scheduler.waiting) == waiting
             self.counts["refused"] += 1
@@ -207,12 +224,20 @@ class Simulation:
 
     def step(self) -> None:
         self.step_number += 1
-        preemptions = self.scheduler.num_preemptions
+        preemptions, chunked = self.scheduler.num_preemptions, self.scheduler.chunked
+        if self.is_forecast_wrong:
+            self.scheduler.expected_share = 0.0
+        waiting = list(self.scheduler.waiting)
+        can_decode = any(seq is not self.scheduler.chunked for seq in self.scheduler.running)
         sequences, is_prefill = self.scheduler.schedule()
         preemptions = self.scheduler.num_preemptions - preemptions
         step = None
         if sequences:
             assert len(sequences) <= self.max_num_seqs and (not is_prefill or not preemptions)
+            assert not self.exact or not preemptions, "preempted though all lengths are known"
+            self.num_waited = self.num_waited + 1 if is_prefill and can_decode else 0
+            assert self.num_waited <= MAX_PREFILLS_IN_A_ROW, "kept from decoding"
+            self.note_overtaking(waiting)
             if is_prefill:
                 assert sum(seq.num_scheduled_tokens for seq in sequences) <= self.budget
             tokens = self.model.run(sequences, is_prefill)
@@ -230,6 +255,9 @@ class Simulation:
         self.counts["steps"] += 1
         self.counts["prefills"] += is_prefill
         self.counts["preemptions"] += preemptions
+        if chunked is not None and not is_prefill:
+            self.counts["decode steps in the middle of a prompt"] += 1
+            self.counts["preemptions in the middle of a prompt"] += self.scheduler.chunked is None
 
     def record(self, sequences: list[Sequence], tokens: list[int], drawing: list[Sequence]) -> None:
         finished = self.scheduler.postprocess(sequences, tokens, drawing)
@@ -251,7 +279,7 @@ class Simulation:
     def end(self, seq: Sequence) -> None:
         assert seq.is_finished and not seq.block_table and seq.row == -1 and len(seq) == len(seq.token_ids)
         del self.requests[seq.seq_id]
-        took, bound = self.step_number - self.bounds[seq.seq_id][1], self.bound(seq)
+        took, bound = self.step_number - self.arrived[seq.seq_id], self.bound(seq)
         assert took <= bound, f"{seq} took {took} steps, more than {bound}"
         self.counts["longest share of the bound, in percent"] = max(
             self.counts["longest share of the bound, in percent"], 100 * took // bound
@@ -260,10 +288,20 @@ class Simulation:
 
     def bound(self, seq: Sequence) -> int:
         """The most steps that a request may take (see above); tokens are known one step late at the most."""
-        work, _, arrived_before = self.bounds[seq.seq_id]
-        num_requests = self.num_arrived - arrived_before
-        chunks = -(-self.max_model_len // self.budget)
-        return work + chunks * (num_requests + work * (self.max_num_seqs - 1)) + 2
+        chunks = -(-self.max_num_tokens // self.budget)
+        return self.work[seq.seq_id] * (MAX_PREFILLS_IN_A_ROW + chunks) + 2
+
+    def most_drawn(self, seq: Sequence) -> int:
+        return seq.max_num_tokens - seq.num_prompt_tokens
+
+    def note_overtaking(self, waiting: list[Sequence]) -> None:
+        """A sequence that is admitted before an older one may draw tokens while that one waits."""
+        for i, seq in enumerate(waiting):
+            if seq.row >= 0:
+                for other in waiting[:i]:
+                    if other.row < 0:
+                        assert other.leader is not None, "overtaken by a younger one"
+                        self.work[other.seq_id] += self.most_drawn(seq)
 
     # --- what must hold at every moment ---
 
@@ -272,6 +310,7 @@ class Simulation:
         check_pool(scheduler.block_manager, [seq.block_table for seq in requests])
         running, waiting = scheduler.running, list(scheduler.waiting)
         assert all(seq.status is SequenceStatus.RUNNING and seq.row >= 0 for seq in running)
+        assert not any(seq.num_scheduled_tokens for seq in running), "scheduled, but not in the step"
         assert all(seq.status is SequenceStatus.WAITING and seq.row == -1 for seq in waiting)
         assert all(not seq.block_table and not seq.num_computed_tokens for seq in waiting)
         rows = [seq.row for seq in running]

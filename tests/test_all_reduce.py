@@ -173,6 +173,7 @@ def expected(checkpoint):
 @SIZES
 @pytest.mark.parametrize("options", MODES.values(), ids=MODES.keys())
 @pytest.mark.parametrize("peers", [True, False], ids=["peer memory", "NCCL"])
+@pytest.mark.usefixtures("no_forecast")
 def test_ranks_give_the_tokens_of_one_gpu_in_float32(checkpoint, expected, monkeypatch, size, options, peers):
     if not peers:
         monkeypatch.setattr(ranks, "_peer_access", lambda config: False)

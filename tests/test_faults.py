@@ -80,14 +80,19 @@ def async_engine(folder):
         yield llm
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(autouse=True)
+def _preemptions(no_forecast):
+    """Their calls are wanted too."""
+
+
+@pytest.fixture
 def expected_results(engine):
     results = engine.generate(PROMPTS, PARAMS, use_tqdm=False)
     assert engine.scheduler.num_preemptions > 0, "the calls of a preemption are wanted too"
     return results
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def expected(expected_results):
     return tokens_of(expected_results)
 

@@ -71,6 +71,7 @@ def checkpoint(request, tmp_path_factory):
 
 @pytest.mark.parametrize("options", MODES.values(), ids=MODES.keys())
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlapped", "plain"])
+@pytest.mark.usefixtures("no_forecast")
 def test_every_mode_is_greedy_decoding_of_transformers_in_float32(checkpoint, options, overlap):
     reference, prompts = load_reference(checkpoint).cuda(), make_prompts()
     with LLM(checkpoint, **options) as llm:

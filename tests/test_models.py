@@ -154,6 +154,7 @@ def test_logits_are_those_of_transformers(case):
         assert (logits - expected).abs().max() < 1e-4
 
 
+@pytest.mark.usefixtures("no_forecast")
 def test_greedy_tokens_are_those_of_transformers_through_the_whole_engine(case):
     """Preemption, chunked prefill, prefix hits and identical prompts, all of which must have happened."""
     pick = random.Random(case.seed)

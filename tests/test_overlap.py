@@ -42,6 +42,7 @@ def folder(tmp_path_factory) -> str:
 
 @pytest.mark.parametrize("options", MODES.values(), ids=MODES.keys())
 @pytest.mark.parametrize("eos", [(), tuple(range(0, 320, 23))], ids=["to the end", "ending early"])
+@pytest.mark.usefixtures("no_forecast")
 def test_overlapped_steps_give_the_tokens_of_the_plain_loop(folder, options, eos):
     params = [SamplingParams(0.0, 60 - 5 * i, not eos) for i in range(8)]
     expected, _ = run(folder, False, params, eos, **options)
@@ -64,7 +65,10 @@ def test_a_sequence_that_decodes_into_a_full_block_leaves_it_for_others_to_find(
         [first] = llm.generate([[7] * 20], params, use_tqdm=False)
         seen = []
         allocate = llm.scheduler.block_manager.allocate
-        llm.scheduler.block_manager.allocate = lambda seq: (allocate(seq), seen.append(seq.num_cached_tokens))
+        llm.scheduler.block_manager.allocate = lambda seq, hits: (
+            allocate(seq, hits),
+            seen.append(seq.num_cached_tokens),
+        )
         follow_up = [7] * 20 + first["token_ids"][:50]
         [second] = llm.generate([follow_up], SamplingParams(0.0, 10, True), use_tqdm=False)
         assert seen == [64]  # of 70 tokens, all full blocks

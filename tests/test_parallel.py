@@ -206,6 +206,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.usefixtures("no_forecast")
 def test_any_number_of_ranks_gives_the_tokens_of_one(tmp_path, case):
     """Greedy and drawn, with prefix hits, preemptions and prompts in chunks."""
     folder = str(make_checkpoint(tmp_path, case.split(",")[0], seed=4, **CASES[case]))

@@ -243,6 +243,7 @@ def test_a_sampled_completion_does_not_depend_on_its_neighbours(folder):
     ],
     ids=str,
 )
+@pytest.mark.usefixtures("no_forecast")
 def test_sampled_completions_do_not_depend_on_the_schedule(folder, options):
     prompts = [[*range(10, 42), i] for i in range(5)]
     params = SamplingParams(0.9, 40, True)

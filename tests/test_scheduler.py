@@ -4,7 +4,11 @@ The model is a fake whose next token depends on every token before it, read thro
 fake KV cache of slots. A wrong slot, a stale block or a lost token therefore ends in a wrong read or answer.
 """
 
+import math
+import random
 from types import SimpleNamespace
+from typing import NamedTuple
+from unittest import mock
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -12,7 +16,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from test_block_manager import check_contents, check_pool
 
-from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.forecast import Forecast
+from nanovllm.engine.scheduler import MAX_PREFILLS_IN_A_ROW, Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.sampling_params import SamplingParams
 
@@ -28,6 +33,7 @@ def make_scheduler(**options) -> Scheduler:
         num_kvcache_blocks=32,
         kvcache_block_size=4,
         enable_prefix_caching=True,
+        hf_config=SimpleNamespace(max_position_embeddings=200_000),
     )
     return Scheduler(SimpleNamespace(**{**defaults, **options}))
 
@@ -221,9 +227,10 @@ def test_without_prefix_caching_nothing_is_shared():
 
 
 def test_the_youngest_is_preempted_and_its_answer_stays_what_it_was():
-    scheduler, runner = make_scheduler(num_kvcache_blocks=4), FakeRunner(4)
-    first = make_sequence([1] * 8, max_tokens=8, ignore_eos=True)
-    second = make_sequence([2] * 6, max_tokens=8, ignore_eos=True)
+    scheduler, runner = make_scheduler(num_kvcache_blocks=4, eos=9), FakeRunner(4)
+    scheduler.expected_share = 0.0  # an early end is expected, but never comes
+    first = make_sequence([1] * 8, max_tokens=8)
+    second = make_sequence([2] * 6, max_tokens=8)
     scheduler.add(first)
     scheduler.add(second)
     scheduled, is_prefill = run_step(scheduler, runner)
@@ -276,19 +283,47 @@ def test_what_fits_exactly_is_accepted_and_completed(prompt, max_tokens):
         assert sequence.num_completion_tokens == max_tokens
 
 
-@pytest.mark.parametrize("prompt, max_tokens", [(20, 14), (1, 33), (33, 1), (40, 8)])
-def test_what_can_never_fit_is_refused_when_it_is_added(prompt, max_tokens):
-    for options in (dict(num_kvcache_blocks=8), dict(max_model_len=32)):
-        scheduler = make_scheduler(**options)
-        with pytest.raises(ValueError, match=str(prompt)):
-            scheduler.add(make_sequence([1] * prompt, max_tokens))
-        assert scheduler.is_finished() and not scheduler.waiting
+@pytest.mark.parametrize("prompt, max_tokens", [(20, 14), (1, 33), (31, 9), (5, None), (31, None)])
+def test_a_completion_ends_at_the_latest_where_the_context_does(prompt, max_tokens):
+    # The last token is never written to the cache.
+    for options, longest in ((dict(num_kvcache_blocks=8), 33), (dict(max_model_len=32), 32)):
+        scheduler, runner = make_scheduler(**options), FakeRunner(4)
+        sequence = make_sequence([i % 4 for i in range(prompt)], max_tokens, ignore_eos=True)
+        scheduler.add(sequence)
+        run_all(scheduler, runner)
+        assert len(sequence) == longest and sequence.finish_reason == "length"
         check_pool(scheduler.block_manager, [])
 
 
-def test_one_token_beyond_max_model_len_is_refused():
-    with pytest.raises(ValueError, match="max_model_len"):
-        make_scheduler(max_model_len=32).add(make_sequence([1] * 20, 13))
+@pytest.mark.parametrize("excess", [0, 1, 20])
+@pytest.mark.parametrize(
+    "options, longest, message",
+    [
+        (
+            dict(num_kvcache_blocks=8),
+            33,
+            "8 KV cache blocks of 4 tokens are enough for 33; raise num_kvcache",
+        ),
+        (dict(max_model_len=32), 32, "max_model_len is 32, which may be raised to 200000"),
+        (
+            dict(max_model_len=200_000, num_kvcache_blocks=60, kvcache_block_size=4096),
+            200_000,
+            "which is the checkpoint's own limit",
+        ),
+    ],
+    ids=["pool", "max_model_len", "checkpoint"],
+)
+def test_a_prompt_that_leaves_no_room_for_a_token_is_refused_when_it_is_added(
+    options, longest, message, excess
+):
+    scheduler, prompt = make_scheduler(**options), longest + excess
+    with pytest.raises(
+        ValueError, match=f"prompt has {prompt} tokens and needs room for {prompt + 1}.*{message}"
+    ):
+        scheduler.add(make_sequence([1] * prompt, 1))
+    assert scheduler.is_finished() and not scheduler.waiting
+    check_pool(scheduler.block_manager, [])
+    scheduler.check(longest, 0)  # a text that is only scored needs no more
 
 
 def test_a_long_generation_alone_in_the_pool_never_starves():
@@ -323,6 +358,195 @@ def test_a_prompt_is_not_copied_from_blocks_that_are_only_about_to_be_computed()
     assert follower not in scheduled and follower in scheduler.waiting
 
 
+class Load(NamedTuple):
+    """What came of a load: prompt tokens computed as a share of the prompts, sequences decoded a step."""
+
+    computed: float
+    running: list[int]
+    preemptions: int
+
+
+def run_load(scheduler: Scheduler, sequences: list[Sequence], drawn: dict[int, int] | None = None) -> Load:
+    """Only the bookkeeping, without a model. `drawn`: by seq_id, the tokens of which the last is a 9."""
+    computed, running = 0, []
+    for sequence in sequences:
+        scheduler.add(sequence)
+    while not scheduler.is_finished():
+        scheduled, is_prefill = scheduler.schedule()
+        if is_prefill:
+            computed += sum(lengths(scheduled))
+        else:
+            running.append(len(scheduled))
+        ends = [
+            drawn and sequence.num_completion_tokens + 1 >= drawn[sequence.seq_id] for sequence in scheduled
+        ]
+        scheduler.postprocess(scheduled, [9 if end else 1 for end in ends])
+    return Load(computed / sum(s.num_prompt_tokens for s in sequences), running, scheduler.num_preemptions)
+
+
+def make_load(count: int, prompt: tuple[int, int], output: tuple[int, int], **options) -> list[Sequence]:
+    pick = random.Random(0)
+    return [
+        Sequence(pick.choices(range(10_000), k=pick.randint(*prompt)), params, **options)
+        for params in [SamplingParams(0, pick.randint(*output), True) for _ in range(count)]
+    ]
+
+
+LARGE = dict(kvcache_block_size=256, max_num_seqs=512, max_num_batched_tokens=16384, max_model_len=150_000)
+
+
+def test_in_a_small_pool_no_prompt_is_computed_twice():
+    scheduler = make_scheduler(num_kvcache_blocks=200, **LARGE)
+    load = run_load(scheduler, make_load(256, (100, 1024), (100, 1024), block_size=256))
+    assert load.computed <= 1.05
+    assert sum(load.running) / len(load.running) > 35, "no more than the pool can hold, but not far from it"
+
+
+@pytest.mark.parametrize("place", [1, 20, 40, 60])
+@pytest.mark.parametrize("more", [0, 1, 10, 50])
+def test_a_long_prompt_waits_until_it_can_run_to_its_end(place, more):
+    """In a pool in which its prompt may fit beside the others, but not what they are all going to need."""
+    sequences = make_load(60, (100, 300), (200, 800), block_size=256)
+    sequences.insert(place, Sequence([1] * 100_000, SamplingParams(0, 500, True), 256))
+    scheduler = make_scheduler(num_kvcache_blocks=-(-100_500 // 256) + more, **LARGE)
+    assert run_load(scheduler, sequences).computed <= 1.05
+
+
+def test_with_room_for_everybody_all_are_admitted_at_once():
+    scheduler = make_scheduler(num_kvcache_blocks=10_000, **LARGE)
+    with mock.patch.object(Forecast, "_most_needed") as most_needed:
+        load = run_load(scheduler, make_load(256, (100, 1024), (100, 1024), block_size=256))
+    assert load.computed == 1 and not most_needed.called
+    assert max(load.running) == 256 and len(load.running) <= 1024 + 1
+
+
+def test_requests_that_end_early_are_expected_to():
+    """They take a twentieth of their max_tokens. The pool has room for about 105 of them."""
+    scheduler = make_scheduler(num_kvcache_blocks=200, eos=9, **LARGE)
+    pick = random.Random(0)
+    params = SamplingParams(0, 3600)
+    sequences = [Sequence([pick.randrange(9999)] * pick.randint(100, 400), params, 256) for _ in range(1000)]
+    load = run_load(scheduler, sequences, {seq.seq_id: pick.randint(90, 270) for seq in sequences})
+    assert load.running[50] < 20
+    assert min(load.running[-len(load.running) // 3 : -300]) > 80
+    assert load.computed <= 1.05
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_where_lengths_are_known_nobody_is_preempted(caching):
+    """Also with prompts in chunks, during which others decode, shared beginnings, and several completions."""
+    for seed in range(60):
+        pick = random.Random(seed)
+        size, num_blocks = pick.choice([2, 4, 16]), pick.randint(10, 60)
+        room = size * num_blocks
+        scheduler = make_scheduler(
+            num_kvcache_blocks=num_blocks,
+            kvcache_block_size=size,
+            max_num_batched_tokens=pick.choice([size, 2 * size, room // 6 + 1, room]),
+            max_num_seqs=512,
+            max_model_len=room,
+            enable_prefix_caching=caching,
+        )
+        sequences, shared = [], pick.choices(range(10), k=room // 3)
+        for _ in range(pick.randint(5, 30)):
+            own = pick.choices(
+                range(10), k=pick.randint(*pick.choice([(1, room // 6)] * 8 + [(room // 2, room * 3 // 4)]))
+            )
+            prompt = pick.choice([own, (shared[: pick.randint(0, len(own))] + own)[: len(own)]])
+            params = SamplingParams(0, pick.randint(1, min(room - len(prompt), room // 4)), True)
+            group = [Sequence(prompt, params, size) for _ in range(pick.choice([1, 1, 1, 3]))]
+            for sequence in group[1:]:
+                sequence.leader = group[0]
+            sequences += group
+        assert run_load(scheduler, sequences).preemptions == 0, seed
+
+
+def test_somebody_who_can_decode_waits_for_four_prefill_steps_at_most():
+    """One prompt of a whole step arrives with every step."""
+    scheduler, runner = make_scheduler(max_num_batched_tokens=16, num_kvcache_blocks=100), FakeRunner(4)
+    first = make_sequence([1, 2, 3], max_tokens=12, ignore_eos=True)
+    scheduler.add(first)
+    kinds = []
+    while not first.is_finished:
+        scheduler.add(make_sequence([len(kinds)] * 15, max_tokens=1))
+        _, is_prefill = run_step(scheduler, runner)
+        kinds.append(is_prefill)
+    row = [True] * MAX_PREFILLS_IN_A_ROW
+    assert kinds == [True] + [*row, False] * 11 and MAX_PREFILLS_IN_A_ROW == 4
+
+
+def test_others_decode_between_the_chunks_of_a_prompt():
+    scheduler, runner = make_scheduler(max_num_batched_tokens=8, num_kvcache_blocks=100), FakeRunner(4)
+    first, long = make_sequence([1, 2, 3], 6, True), make_sequence([2] * 75, 4, True)
+    scheduler.add(first)
+    run_step(scheduler, runner)
+    scheduler.add(long)
+    steps = []
+    while long.num_completion_tokens == 0:
+        steps.append((*run_step(scheduler, runner), long.num_computed_tokens))
+    assert [is_prefill for _, is_prefill, _ in steps] == [*[True] * 4, False] * 2 + [True] * 2
+    assert all(scheduled == ([long] if is_prefill else [first]) for scheduled, is_prefill, _ in steps)
+    assert [computed for *_, computed in steps] == [8, 16, 24, 32, 32, 40, 48, 56, 64, 64, 72, 75]
+    run_all(scheduler, runner)
+    for sequence, count in ((first, 6), (long, 4)):
+        assert sequence.completion_token_ids == expected_completion(sequence.prompt_token_ids, count, ())
+
+
+def test_a_prompt_may_be_preempted_between_its_chunks():
+    scheduler, runner = make_scheduler(max_num_batched_tokens=4, num_kvcache_blocks=9), FakeRunner(4)
+    first, long = make_sequence([1, 2, 3, 4], 16), make_sequence([2] * 32, 4)
+    scheduler.add(first)
+    run_step(scheduler, runner)
+    scheduler.add(long)
+    with mock.patch.object(Forecast, "admits", return_value=True):
+        assert run_step(scheduler, runner)[0] == [long]
+    while long.status == SequenceStatus.RUNNING:
+        run_step(scheduler, runner)
+    assert scheduler.chunked is None and list(scheduler.waiting) == [long] and not long.block_table
+    assert scheduler.block_manager.find_cached_blocks(long), "what was computed can be found again"
+    run_all(scheduler, runner)  # the runner sees whether a block is found that was never computed
+    for sequence, count in ((first, 16), (long, 4)):
+        assert sequence.completion_token_ids == expected_completion(sequence.prompt_token_ids, count, ())
+
+
+def test_a_prompt_without_room_is_looked_up_once_until_blocks_are_given_back():
+    scheduler = make_scheduler(num_kvcache_blocks=10)
+    first, second = make_sequence([1] * 9, 20, True), make_sequence([2] * 5, 4, True)
+    blocked, behind = make_sequence([3] * 20, 12, True), make_sequence([4], 1)
+    for sequence in (first, second, blocked, behind):
+        scheduler.add(sequence)
+    find, looked_up = scheduler.block_manager.find_cached_blocks, []
+    with mock.patch.object(
+        scheduler.block_manager, "find_cached_blocks", lambda seq: (looked_up.append(seq), find(seq))[1]
+    ):
+        while not second.is_finished:
+            assert not scheduler.is_finished()
+            scheduled, _ = scheduler.schedule()
+            scheduler.postprocess(scheduled, [1] * len(scheduled))
+        assert looked_up == [first, second, blocked], "each once, and nobody behind the one without room"
+        while not scheduler.is_finished():
+            scheduled, _ = scheduler.schedule()
+            scheduler.postprocess(scheduled, [1] * len(scheduled))
+    assert looked_up == [first, second, blocked, blocked, blocked, behind], "once more for each release"
+
+
+def test_when_the_one_without_room_is_aborted_the_next_gets_its_turn():
+    scheduler = make_scheduler(num_kvcache_blocks=10)
+    first, blocked, behind = (
+        make_sequence([1] * 9, 20, True),
+        make_sequence([3] * 30, 4),
+        make_sequence([4], 1),
+    )
+    for sequence in (first, blocked, behind):
+        scheduler.add(sequence)
+    for _ in range(2):
+        scheduled, _ = scheduler.schedule()
+        scheduler.postprocess(scheduled, [1] * len(scheduled))
+    assert list(scheduler.waiting) == [blocked, behind]
+    scheduler.abort(blocked)
+    assert scheduler.schedule() == ([behind], True)
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     """
     Requests over few tokens arrive between steps; pools are small enough for preemption and many hits.
@@ -340,10 +564,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         eos=st.sampled_from([(), (EOS,), EOS, (EOS, 1)]),
         caching=st.sampled_from([True, True, True, False]),
         overlap=st.booleans(),
+        is_forecast_wrong=st.booleans(),
     )
-    def start(self, num_blocks, block_size, max_num_seqs, budget, eos, caching, overlap):
+    def start(self, num_blocks, block_size, max_num_seqs, budget, eos, caching, overlap, is_forecast_wrong):
         self.block_size, self.max_num_seqs, self.budget = block_size, max_num_seqs, budget
-        self.caching, self.overlap = caching, overlap
+        self.caching, self.overlap, self.is_forecast_wrong = caching, overlap, is_forecast_wrong
         self.eos = (eos,) if isinstance(eos, int) else eos
         self.max_model_len = num_blocks * block_size
         self.scheduler = make_scheduler(
@@ -362,6 +587,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.expected: dict[int, list[int]] = {}  # by seq_id: the completion
         self.chunked: list[Sequence] = []  # the sequence whose prompt is computed in part, if there is one
         self.under_way: tuple | None = None  # the step whose tokens are not recorded yet
+        self.num_prefills = 0  # in a row, while somebody could decode
 
     def admitted(self) -> list[Sequence]:
         return [sequence for sequence in self.requests if sequence.block_table]
@@ -371,20 +597,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         return [
             sequence
             for sequence in self.requests
-            if not sequence.block_table and sequence.num_completion_tokens < sequence.max_tokens
+            if not sequence.block_table and len(sequence) < sequence.max_num_tokens
         ]
 
     def add(self, tokens, max_tokens: int, ignore_eos: bool) -> None:
         tokens = tokens[: self.max_model_len - 1]
-        max_tokens = min(max_tokens, self.max_model_len - len(tokens))
         sequence = make_sequence(tokens, max_tokens, ignore_eos, self.block_size)
         self.scheduler.add(sequence)
         assert sequence.status == SequenceStatus.WAITING
         assert self.scheduler.waiting[-1] is sequence
         self.requests.append(sequence)
-        self.expected[sequence.seq_id] = expected_completion(
-            tokens, max_tokens, () if ignore_eos else self.eos
-        )
+        most = min(max_tokens, self.max_model_len - len(tokens))
+        self.expected[sequence.seq_id] = expected_completion(tokens, most, () if ignore_eos else self.eos)
 
     @rule(
         tokens=st.lists(st.integers(0, 1), min_size=1, max_size=16),
@@ -403,11 +627,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         everybody = [*self.requests, *self.finished]
         self.add([*everybody[which % len(everybody)].token_ids, *extra], max_tokens, True)
 
-    @rule(excess=st.integers(2, 5), prompt=st.integers(1, 60))
-    def arrive_too_long(self, excess, prompt):
+    @rule(excess=st.integers(0, 5), max_tokens=st.integers(1, 16))
+    def arrive_too_long(self, excess, max_tokens):
         before = list(self.scheduler.waiting)
         with pytest.raises(ValueError):
-            self.scheduler.add(make_sequence([1] * prompt, max(1, self.max_model_len - prompt) + excess))
+            self.scheduler.add(make_sequence([1] * (self.max_model_len + excess), max_tokens))
         assert list(self.scheduler.waiting) == before
 
     @precondition(lambda self: self.requests)
@@ -423,14 +647,20 @@ class SchedulerMachine(RuleBasedStateMachine):
         computed = {sequence.seq_id: sequence.num_computed_tokens for sequence in admitted}
         tokens = {sequence.seq_id: list(sequence.token_ids) for sequence in self.requests}
         chunked = self.chunked
-        room = self.could_admit(admitted)
+        if self.is_forecast_wrong:
+            self.scheduler.expected_share = 0.0
+        blocked = self.scheduler.blocked
+        room = self.could_admit(admitted) and self.waiting()[0] is not blocked
         victims = self.expected_victims(admitted)
+        can_decode = admitted != chunked
 
         scheduled, is_prefill = self.scheduler.schedule()
 
         assert scheduled or self.under_way, "a step without work"
         assert len({sequence.seq_id for sequence in scheduled}) == len(scheduled)
-        assert is_prefill == bool(room or chunked), "prefill goes first, when something can be prefilled"
+        is_due = can_decode and self.num_prefills == MAX_PREFILLS_IN_A_ROW
+        assert is_prefill == bool((room or chunked) and not is_due), "prefill goes first, four times in a row"
+        self.num_prefills = self.num_prefills + can_decode if is_prefill else 0
         assert all(list(s.token_ids) == tokens[s.seq_id] for s in self.requests), (
             "scheduling changes no tokens"
         )
@@ -441,9 +671,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.the_books_agree()
 
         answers = self.runner.run(scheduled, is_prefill)
-        self.chunked = [
-            s for s in scheduled if is_prefill and s.num_computed_tokens + s.num_scheduled_tokens < len(s)
-        ]
+        in_progress = scheduled if is_prefill else [s for s in chunked if s not in victims]
+        self.chunked = [s for s in in_progress if s.num_computed_tokens + s.num_scheduled_tokens < len(s)]
         if not self.overlap:
             self.record(scheduled, answers)
             return
@@ -468,9 +697,36 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.finished.append(sequence)
 
     def could_admit(self, admitted: list[Sequence]) -> bool:
-        """Whether the first waiting sequence can be given blocks."""
+        """Whether the first waiting sequence can be given blocks, and all can run to their ends then."""
         waiting = self.waiting()
-        return bool(waiting) and len(admitted) < self.max_num_seqs and self.manager.can_allocate(waiting[0])
+        if not waiting or len(admitted) == self.max_num_seqs or not self.manager.can_allocate(waiting[0]):
+            return False
+        num_blocks = len(self.manager.blocks)
+        at_most = sum(-(-(s.max_num_tokens - 1) // self.block_size) for s in [*admitted, waiting[0]])
+        return not admitted or at_most <= num_blocks or self.most_needed(admitted, waiting[0]) <= num_blocks
+
+    def most_needed(self, admitted: list[Sequence], new: Sequence) -> int:
+        """The most blocks that are expected to be in use at once, step by step."""
+        hits = {i for i in self.manager.find_cached_blocks(new) if self.manager.blocks[i].ref_count}
+        kept = hits | {i for s in admitted for i in s.block_table if self.manager.blocks[i].ref_count > 1}
+        growth = []
+        for sequence in [*admitted, new]:
+            is_new = sequence is new or sequence in self.chunked or sequence.num_scheduled_tokens > 0
+            tokens = len(sequence) + is_new
+            steps = sequence.max_num_tokens - tokens
+            if not sequence.ignore_eos and self.eos:
+                steps = math.ceil(steps * self.scheduler.expected_share)
+            if is_new:
+                steps += (len(sequence) - sequence.num_computed_tokens) // self.budget
+            shared = len(hits) if sequence is new else len(kept & set(sequence.block_table))
+            growth.append((tokens, steps, shared))
+        most = 0
+        for step in range(max(steps for _, steps, _ in growth)):
+            needed = len(kept)
+            for tokens, steps, shared in growth:
+                needed += -(-(tokens + step) // self.block_size) - shared if step < steps else 0
+            most = max(most, needed)
+        return most
 
     def expected_victims(self, admitted: list[Sequence]) -> list[Sequence]:
         """As many of the youngest as must go so that the others each get the block that they need."""
@@ -522,7 +778,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         return count
 
     def check_decode(self, scheduled, admitted, victims) -> None:
-        survivors = [sequence for sequence in admitted if sequence not in victims]
+        survivors = [s for s in admitted if s not in victims and s not in self.chunked]
         assert scheduled == sorted(survivors, key=len, reverse=True), "longest first"
         assert lengths(scheduled) == [1] * len(scheduled)
         for sequence in scheduled:

@@ -312,6 +312,7 @@ def mixed(folder):
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.usefixtures("no_forecast")
 def test_a_request_gets_its_tokens_in_any_company_and_schedule(folder, mixed, name):
     assert run_mixed(folder, True, **SCHEDULES[name]) == mixed
 
@@ -671,6 +672,7 @@ def test_log_probabilities_are_those_of_transformers(llm, reference, count, temp
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.usefixtures("no_forecast")
 def test_log_probabilities_of_prompts_are_those_of_transformers(folder, reference, name):
     """Also where the KV cache has the prompt already, and when it is computed again after a preemption."""
     prompts = [PROMPT, [7, 7], [3], [*PROMPT, *range(30)], PROMPT]

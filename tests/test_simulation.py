@@ -11,9 +11,12 @@ from simulation import Simulation, simulate
 
 def test_a_long_run_breaks_no_rule_and_visits_everything():
     counts = Counter()
-    simulate(seed=1, num_steps=15_000, counts=counts)
+    simulate(seed=1, num_steps=30_000, counts=counts)
     names = ["steps", "prefills", "preemptions", "requests", "completions of the same prompt", "finished"]
-    assert all(counts[name] > 50 for name in [*names, "aborts", "clears", "failures", "refused"]), counts
+    names += ["aborts", "clears", "failures", "refused", "ended by the context"]
+    names += ["decode steps in the middle of a prompt"]
+    assert all(counts[name] > 50 for name in names), counts
+    assert counts["preemptions in the middle of a prompt"], counts
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))

@@ -71,17 +71,19 @@ class BlockManager:
         h.update(np.array(token_ids, dtype="<i8").tobytes())
         return h.intdigest()
 
-    def can_allocate(self, seq: Sequence) -> bool:
-        """Whether all blocks of the sequence can be had now. Hits on used blocks cost none."""
-        hits = self._find_cached_blocks(seq)
-        from_free = seq.num_blocks - sum(self.blocks[i].ref_count > 0 for i in hits)
-        return len(self.free_block_ids) >= from_free
+    def can_allocate(self, seq: Sequence, cached_blocks: list[int] | None = None) -> bool:
+        """
+        Whether all blocks of the sequence can be had now. Whoever knows what `find_cached_blocks` says passes
+        it on, here and to `allocate`: nothing is looked up twice.
+        """
+        cached_blocks = self.find_cached_blocks(seq) if cached_blocks is None else cached_blocks
+        return len(self.free_block_ids) >= self.num_new_blocks(seq, cached_blocks)
 
-    def num_cached_tokens(self, seq: Sequence) -> int:
-        """Tokens of the sequence that `allocate` would find in the cache now."""
-        return len(self._find_cached_blocks(seq)) * self.block_size
+    def num_new_blocks(self, seq: Sequence, cached_blocks: list[int]) -> int:
+        """Blocks that `allocate` would take from the free ones. Hits on used blocks cost none."""
+        return seq.num_blocks - sum(self.blocks[i].ref_count > 0 for i in cached_blocks)
 
-    def allocate(self, seq: Sequence) -> None:
+    def allocate(self, seq: Sequence, cached_blocks: list[int] | None = None) -> None:
         """
         Give the sequence blocks for all its tokens: shared ones as far as its beginning is cached, then new
         ones.
@@ -93,7 +95,7 @@ class BlockManager:
         `forget_uncomputed`.
         """
         assert not seq.block_table
-        hits = self._find_cached_blocks(seq)
+        hits = self.find_cached_blocks(seq) if cached_blocks is None else cached_blocks
         for block_id in hits:
             block = self.blocks[block_id]
             if block.ref_count == 0:
@@ -158,7 +160,7 @@ class BlockManager:
         self.used_block_ids.add(block_id)
         return block_id
 
-    def _find_cached_blocks(self, seq: Sequence) -> list[int]:
+    def find_cached_blocks(self, seq: Sequence) -> list[int]:
         """
         Blocks that hold the sequence's beginning, up to the first miss and never including its last token.
         None for a sequence whose prompt is to be scored, which takes computing it.
@@ -181,8 +183,8 @@ class BlockManager:
 
     def _block_hash(self, seq: Sequence, i: int) -> int:
         """
-        Hash of the sequence's i-th block, which is full. Kept, since a waiting sequence is looked up every
-        step.
+        Hash of the sequence's i-th block, which is full. Kept, since a waiting sequence is looked up whenever
+        blocks have become free.
         """
         while len(seq.block_hashes) <= i:
             prefix = seq.block_hashes[-1] if seq.block_hashes else -1

@@ -1,9 +1,11 @@
 """Decides what the next step computes. Knows sequences, lengths and free blocks; nothing about tensors or
 devices.
 
-A step is all prefill or all decode, and prefill goes first. Both `waiting` and `running` are in order of
-arrival (a preempted sequence goes back to the front), so the oldest running sequence is never preempted by a
-younger one.
+A step is all prefill or all decode. Prefill goes first, but no more than MAX_PREFILLS_IN_A_ROW steps while
+somebody waits to decode. Both `waiting` and `running` are in order of arrival (a preempted sequence goes back
+to the front), so the oldest running sequence is never preempted by a younger one. A sequence is admitted if
+all that run are expected to reach their ends; where some do not end as early as expected, the youngest is
+preempted.
 """
 
 from collections import deque
@@ -12,9 +14,13 @@ from operator import attrgetter
 
 from nanovllm.config import Config
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.forecast import Forecast
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.engine.shaping import RULE_WORDS, num_rule_words
 from nanovllm.sampling_params import SamplingParams
+
+MAX_PREFILLS_IN_A_ROW = 4  # while a sequence waits to decode
+SHARE_WEIGHT = 1 / 32  # of one request's end in `Scheduler.expected_share`
 
 
 class Scheduler:
@@ -32,6 +38,12 @@ class Scheduler:
             config.num_kvcache_blocks, config.kvcache_block_size, config.enable_prefix_caching
         )
         self.block_size = config.kvcache_block_size
+        # Tokens in the longest sequence: the last one is never written to the cache.
+        self.max_num_tokens = min(self.max_model_len, config.num_kvcache_blocks * self.block_size + 1)
+        self.longest_model_len = config.hf_config.max_position_embeddings
+        # What sequences that may end early are expected to draw of the tokens that they still may: as much as
+        # those that have lately ended did from half way on, where a running one is on average.
+        self.expected_share = 1.0
         self.clear()
         self.num_preemptions = 0
         self.num_surplus_tokens = 0  # drawn by steps that began before their sequence was known to have ended
@@ -40,8 +52,12 @@ class Scheduler:
         return not self.waiting and not self.running
 
     def add(self, seq: Sequence) -> None:
-        """Queue a request. Raises ValueError if it could never fit, however empty the engine is."""
-        self.check(len(seq), seq.max_tokens)
+        """
+        Queue a request, which ends where the context does. Raises ValueError if its prompt could never fit,
+        however empty the engine is.
+        """
+        self.check(len(seq))
+        seq.max_num_tokens = min(seq.max_num_tokens, self.max_num_tokens)
         seq.end_token_ids = self.end_token_ids(seq.sampling_params)
         seq.num_rule_words = num_rule_words(seq.sampling_params, seq.bad_words, seq.end_token_ids)
         self.waiting.append(seq)
@@ -51,29 +67,32 @@ class Scheduler:
         eos = frozenset() if params.ignore_eos else self.eos
         return eos | frozenset(params.stop_token_ids) if params.stop_token_ids else eos
 
-    def check(self, num_prompt_tokens: int, max_tokens: int) -> None:
-        """Raise ValueError if a request of this size could never be completed."""
-        total = num_prompt_tokens + max_tokens
+    def check(self, num_prompt_tokens: int, num_tokens: int = 1) -> None:
+        """Raise ValueError if not even so many tokens could be drawn after such a prompt."""
+        total = num_prompt_tokens + num_tokens
+        if total <= self.max_num_tokens:
+            return
+        needed = f"the prompt has {num_prompt_tokens} tokens and needs room for {total}"
         if total > self.max_model_len:
-            raise ValueError(
-                f"the prompt has {num_prompt_tokens} tokens; with max_tokens={max_tokens} it needs {total}, "
-                f"but max_model_len is {self.max_model_len}"
-            )
-        block_size, num_blocks = self.block_manager.block_size, len(self.block_manager.blocks)
-        if total - 1 > num_blocks * block_size:  # the last token is never written to the cache
-            raise ValueError(
-                f"the prompt has {num_prompt_tokens} tokens; with max_tokens={max_tokens} it needs "
-                f"{-(-(total - 1) // block_size)} KV cache blocks of {block_size} tokens, "
-                f"but there are {num_blocks}"
-            )
+            limit = f"may be raised to {self.longest_model_len}, the checkpoint's own limit"
+            if self.max_model_len == self.longest_model_len:
+                limit = "is the checkpoint's own limit"
+            raise ValueError(f"{needed}, but max_model_len is {self.max_model_len}, which {limit}")
+        raise ValueError(
+            f"{needed}, but {self.block_manager.num_blocks} KV cache blocks of {self.block_size} tokens are "
+            f"enough for {self.max_num_tokens}; raise num_kvcache_blocks or gpu_memory_utilization"
+        )
 
     def schedule(self) -> tuple[list[Sequence], bool]:
         """
         The sequences of the next step, each with its `num_scheduled_tokens`, and whether it is a prefill.
         """
-        sequences = self._schedule_prefill()
-        if sequences:
+        can_decode = len(self.running) > (self.chunked is not None)
+        is_due = can_decode and self.num_prefills_in_a_row == MAX_PREFILLS_IN_A_ROW
+        if not is_due and (sequences := self._schedule_prefill()):
+            self.num_prefills_in_a_row += can_decode
             return sequences, True
+        self.num_prefills_in_a_row = 0
         return self._schedule_decode(), False
 
     def _schedule_prefill(self) -> list[Sequence]:
@@ -83,19 +102,30 @@ class Scheduler:
             budget -= self._schedule_chunk(seq, budget)
             scheduled.append(seq)
         held_back: list[Sequence] = []
-        while self.waiting and len(self.running) + len(held_back) < self.max_num_seqs:
+        forecast = None
+        while self.waiting and budget and len(self.running) + len(held_back) < self.max_num_seqs:
             seq = self.waiting[0]
+            if seq is self.blocked:
+                break
             leader = self._running_leader(seq)
             if leader is not None and not self._has_computed_prompt(leader):
                 held_back.append(self.waiting.popleft())
                 continue
-            num_tokens = 1 if leader is not None else len(seq) - self.block_manager.num_cached_tokens(seq)
-            # Only a prompt that has a whole step to itself is computed in chunks.
-            if (num_tokens > budget and scheduled) or not self.block_manager.can_allocate(seq):
+            cached_blocks = self.block_manager.find_cached_blocks(seq)
+            num_tokens = 1 if leader is not None else len(seq) - len(cached_blocks) * self.block_size
+            if num_tokens > budget and scheduled:
+                break  # only a prompt that has a whole step to itself is computed in chunks
+            forecast = forecast or Forecast(
+                self.running, self.block_manager, self.expected_share, self.max_num_batched_tokens
+            )
+            if (
+                not self.block_manager.can_allocate(seq, cached_blocks)
+                or self.num_rule_words + seq.num_rule_words > RULE_WORDS
+                or not forecast.admits(seq, cached_blocks)
+            ):
+                self.blocked = seq
                 break
-            if seq.num_rule_words and self.num_rule_words + seq.num_rule_words > RULE_WORDS:
-                break
-            self.block_manager.allocate(seq)
+            self.block_manager.allocate(seq, cached_blocks)
             if leader is not None:
                 self._copy_prompt(leader, seq)
             self.waiting.popleft()
@@ -140,8 +170,10 @@ class Scheduler:
         return seq.num_scheduled_tokens
 
     def _schedule_decode(self) -> list[Sequence]:
-        block_size = self.block_size
+        block_size, chunked = self.block_size, self.chunked
         for seq in self.running:  # oldest first, while preemptions shorten the other end
+            if seq is chunked:
+                continue
             seq.num_scheduled_tokens = 1
             if seq.num_tokens % block_size > 1:
                 continue  # in the middle of a block nothing is opened or closed
@@ -153,7 +185,8 @@ class Scheduler:
             else:
                 self.block_manager.may_append(seq)
         # Longest first: attention ends sooner if the work that begins last is small.
-        return sorted(self.running, key=attrgetter("num_tokens"), reverse=True)
+        decoding = self.running if self.chunked is None else self.running[:-1]
+        return sorted(decoding, key=attrgetter("num_tokens"), reverse=True)
 
     def preempt(self, seq: Sequence) -> None:
         """Take the sequence's blocks; it keeps its tokens and is computed again when there is room."""
@@ -222,9 +255,6 @@ class Scheduler:
 
     def abort(self, seq: Sequence) -> None:
         """End a sequence at whatever point, but not in the middle of a step's scheduling."""
-        if seq is self.chunked:
-            self.block_manager.forget_uncomputed(seq)
-            self.chunked = None
         self._finish(seq, "abort")
         self.running = [other for other in self.running if other is not seq]
 
@@ -232,6 +262,10 @@ class Scheduler:
         """End a sequence, which may have been preempted or released while its last token was under way."""
         seq.num_tokens = len(seq.token_ids)
         seq.finish_reason, seq.stop_reason = reason, stop_reason
+        if reason != "abort" and seq.may_end_early:
+            half = seq.num_completion_tokens / 2
+            share = half / (seq.max_num_tokens - seq.num_prompt_tokens - half)
+            self.expected_share += SHARE_WEIGHT * (share - self.expected_share)
         if seq.status == SequenceStatus.WAITING:
             self.waiting.remove(seq)
         elif seq.row >= 0:
@@ -239,6 +273,10 @@ class Scheduler:
         seq.status = SequenceStatus.FINISHED
 
     def _release(self, seq: Sequence) -> None:
+        if seq is self.chunked:
+            self.block_manager.forget_uncomputed(seq)
+            self.chunked = None
+        self.blocked = None
         self.block_manager.deallocate(seq)
         self.free_rows.append(seq.row)
         self.num_rule_words -= seq.num_rule_words
@@ -253,6 +291,8 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.chunked: Sequence | None = None  # the running sequence, always the last, not yet fully prefilled
+        self.blocked: Sequence | None = None  # waits for others to give blocks back; not looked at until then
+        self.num_prefills_in_a_row = 0  # while somebody waited to decode
         self.free_rows = list(range(self.max_num_seqs))[::-1]  # of the device's decode state
         self.num_rule_words = 0  # of those that are running
 

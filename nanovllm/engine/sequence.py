@@ -6,7 +6,7 @@ from enum import Enum, auto
 from itertools import count
 
 from nanovllm.engine.shaping import extras_of
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.sampling_params import MAX_TOKENS, SamplingParams
 
 # A token's log-probability and rank (1 is the likeliest), then the likeliest tokens and theirs.
 TokenLogprobs = tuple[float, int, list[int], list[float]]
@@ -53,8 +53,8 @@ class Sequence:
         self.temperature = (
             min(sampling_params.temperature, 1e20) if sampling_params.temperature > 1e-6 else 0.0
         )
-        self.max_tokens = sampling_params.max_tokens
-        self.max_num_tokens = self.num_prompt_tokens + self.max_tokens
+        self.max_tokens = MAX_TOKENS if sampling_params.max_tokens is None else sampling_params.max_tokens
+        self.max_num_tokens = self.num_prompt_tokens + self.max_tokens  # the scheduler lowers it to what fits
         self.ignore_eos = sampling_params.ignore_eos
         self.sampling_params = sampling_params
         self.extras = extras_of(sampling_params)
@@ -115,6 +115,16 @@ class Sequence:
     @property
     def num_blocks(self) -> int:
         return -(-self.num_tokens // self.block_size)
+
+    @property
+    def num_blocks_at_most(self) -> int:
+        """Blocks that it has in the end if it draws all its tokens, of which the last needs no place."""
+        return -(-(self.max_num_tokens - 1) // self.block_size)
+
+    @property
+    def may_end_early(self) -> bool:
+        """Whether it can end before it has drawn all its tokens."""
+        return bool(self.end_token_ids or self.sampling_params.stop)
 
     @property
     def last_block_num_tokens(self) -> int:
