@@ -160,6 +160,7 @@ class AsyncLLM:
         request = Request(self.llm.prompts.read(prompt, params), params, wants_text)
         if wants_text:
             self.llm.prompts.check_streamable(params)
+        self.llm.prompts.warn_of_context([(request.token_ids, params)])
         self._worker.inbox.put(("add", request))
         event: str | dict | BaseException = ""
         try:

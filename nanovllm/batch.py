@@ -162,7 +162,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     seed = "makes sampling repeatable: line i draws with a seed made of this and i, unless it has its own"
     parser.add_argument("--seed", type=int, help=seed)
     sampling = parser.add_argument_group("sampling", "for lines that do not say otherwise")
-    sampling.add_argument("--max-tokens", type=int, default=256, help="default: %(default)s")
+    most = "default: 256, and as many as fit for OpenAI's lines"
+    sampling.add_argument("--max-tokens", type=int, default=argparse.SUPPRESS, help=most)
     for name in ("temperature", "top_p", "top_k", "min_p"):
         default = getattr(SamplingParams(), name)
         option = "--" + name.replace("_", "-")
@@ -170,9 +171,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     _add_engine_options(parser.add_argument_group("engine", "the options of LLM, which README.md explains"))
     args = parser.parse_args(argv)
     args.engine = {f.name: getattr(args, f.name) for f in _engine_fields() if f.name in args}
-    args.defaults = {
-        name: getattr(args, name) for name in ("max_tokens", "temperature", "top_p", "top_k", "min_p")
-    }
+    sampling_fields = ("max_tokens", "temperature", "top_p", "top_k", "min_p")
+    args.defaults = {name: getattr(args, name) for name in sampling_fields if name in args}
     SamplingParams(**args.defaults)  # what is wrong with them is said before a model is loaded
     if args.seed is not None and not 0 <= args.seed <= MAX_SEED:
         raise ValueError(f"--seed must be from 0 to {MAX_SEED}, got {args.seed}")

@@ -133,6 +133,7 @@ def _read_request(line: int, content: dict[str, Any], defaults: dict[str, Any], 
     if ("prompt" in body) == ("messages" in body):
         raise ValueError('there must be either "prompt" or "messages"')
     sampling = {name: value for name, value in body.items() if name in SAMPLING_FIELDS}
+    defaults = {"max_tokens": None if is_openai else 256, **defaults}  # None: as many as fit, as with OpenAI
     if seed is not None:  # far enough apart for the n completions of a line to have seeds of their own
         defaults = {**defaults, "seed": (seed + (line << 32)) & MAX_SEED}
     chat_options = {name: body[name] for name in CHAT_FIELDS & body.keys()}

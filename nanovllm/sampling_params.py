@@ -21,7 +21,8 @@ MAX_LOGIT_BIAS = 100.0
 class SamplingParams:
     """
     temperature:                divides the logits before sampling; 0 is greedy decoding.
-    max_tokens:                 most tokens to generate, at least 1.
+    max_tokens:                 most tokens to generate, at least 1; None is as many as fit the context, where
+                                any completion ends.
     ignore_eos:                 go on to `max_tokens` even when an end-of-sequence token is drawn.
     top_p:                      draw from the fewest likeliest tokens that together have this probability.
     top_k:                      draw from this many likeliest tokens; 0 and -1 are all of them.
@@ -55,7 +56,7 @@ class SamplingParams:
     """
 
     temperature: float = 1.0
-    max_tokens: int = 64
+    max_tokens: int | None = 64
     ignore_eos: bool = False
     top_p: float = 1.0
     top_k: int = 0
@@ -80,7 +81,8 @@ class SamplingParams:
     def __post_init__(self) -> None:
         self._check(_is_number(self.temperature), "temperature", "a number")
         self._check(self.temperature >= 0, "temperature", "finite and at least 0 (0 is greedy)")
-        self._check(_is_integer(self.max_tokens, 1, MAX_TOKENS), "max_tokens", "an integer of at least 1")
+        is_limit = self.max_tokens is None or _is_integer(self.max_tokens, 1, MAX_TOKENS)
+        self._check(is_limit, "max_tokens", "None or an integer of at least 1")
         self._check(_is_integer(self.n, 1, MAX_N), "n", f"an integer from 1 to {MAX_N}")
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"):
             check_bool(getattr(self, name), name)
@@ -91,8 +93,9 @@ class SamplingParams:
         self._check(_is_number(self.min_p, 0, 1), "min_p", "from 0 to 1")
         is_seed = self.seed is None or _is_integer(self.seed, 0, MAX_SEED)
         self._check(is_seed, "seed", f"None or an integer from 0 to {MAX_SEED}")
-        is_count = _is_integer(self.min_tokens, 0, self.max_tokens)
-        self._check(is_count, "min_tokens", f"an integer from 0 to max_tokens={self.max_tokens}")
+        most = f"max_tokens={self.max_tokens}" if self.max_tokens is not None else MAX_TOKENS
+        is_count = _is_integer(self.min_tokens, 0, self.max_tokens or MAX_TOKENS)
+        self._check(is_count, "min_tokens", f"an integer from 0 to {most}")
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             self._check(

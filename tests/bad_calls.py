@@ -197,7 +197,8 @@ text_among = among(["a", "bc"], {"text"}, one_of("", "\ud800", "x\udfffy"))
 # The kinds of value that each field may have, and what is out of range though it is of such a kind.
 PARAMS: dict[str, tuple] = {
     **fields_are("temperature", NUMBERS, not_finite, huge, below_zero),
-    **fields_are("max_tokens n", INTEGERS, negative, too_large, one_of(0)),
+    **fields_are("max_tokens", INTEGERS | {"none"}, negative, too_large, one_of(0)),
+    **fields_are("n", INTEGERS, negative, too_large, one_of(0)),
     **fields_are("ignore_eos include_stop_str_in_output skip_special_tokens detokenize", {"bool"}),
     **fields_are("top_p", NUMBERS, not_finite, huge, below_zero, one_of(0, 0.0, 1.001, 2, np.float64(7))),
     **fields_are("min_p", NUMBERS, not_finite, huge, below_zero, one_of(1.001, 2, np.float64(7))),
@@ -349,13 +350,12 @@ for way, use in ONE.items():
         params = wrong(rng, LISTS)
         return lambda on: use(on, [1], params), beginning(params)
 
-    @kind(f"{way}: prompt and max_tokens that cannot fit")
+    @kind(f"{way}: prompt that leaves no room for a token")
     def _(rng: Random, use: Callable = use) -> tuple[Call, str]:
-        length = rng.randint(1, LENGTH - 1)
-        max_tokens = rng.choice([LENGTH - length + 1, 5000, 2**31 - 1, np.int32(2**31 - 1), np.uint16(60000)])
+        max_tokens = rng.choice([1, 5000, 2**31 - 1, np.int32(2**31 - 1), np.uint16(60000), None])
         params = SamplingParams(0, max_tokens)
-        text = f"with max_tokens={max_tokens} it needs"
-        return lambda on: use(on, [1] * length, params), text
+        text = f"{LENGTH} tokens and needs room for {LENGTH + 1}"
+        return lambda on: use(on, [1] * LENGTH, params), text
 
     @kind(f"{way}: parameters beyond the vocabulary")
     def _(rng: Random, use: Callable = use) -> tuple[Call, str]:

@@ -237,3 +237,11 @@ def test_exit_ends_the_requests_under_way(folder):
     asyncio.run(run())
     engine.exit()
     assert not engine._worker.thread.is_alive()
+
+
+def test_a_completion_that_the_context_ends_is_said_once(engine):
+    with pytest.warns(UserWarning, match="max_tokens=9 reaches beyond the context of 512 tokens") as said:
+        result = asyncio.run(engine.generate([65] * 509, SamplingParams(0, 9, True)))
+    assert len(said) == 1 and len(result["token_ids"]) == 3 and result["finish_reason"] == "length"
+    with pytest.warns(UserWarning, match="max_tokens=9"):
+        assert len(asyncio.run(collect(engine.stream([65] * 509, SamplingParams(0, 9, True))))) == 3

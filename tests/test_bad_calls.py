@@ -83,8 +83,9 @@ def test_numbers_of_numpy_do_not_overflow(llm):
         assert len(result["token_ids"]) == 200
         seeded = SamplingParams(1.0, 4, seed=np.int64(2**63 - 1), n=np.uint8(2))
         assert len(llm.generate([[1]], seeded, use_tqdm=False)[0]["outputs"]) == 2
-        with pytest.raises(ValueError, match="it needs 60300"):
-            llm.generate([[1] * 300], SamplingParams(0, np.uint16(60000)), use_tqdm=False)
+        with pytest.warns(UserWarning, match="max_tokens=65500 reaches beyond"):  # and 300 more are 264
+            [result] = llm.generate([[1] * 300], SamplingParams(0, np.uint16(65500), True), use_tqdm=False)
+        assert 300 + len(result["token_ids"]) == llm.scheduler.max_num_tokens
 
 
 @pytest.mark.parametrize("token_id", [320, 2**40, 10**400])

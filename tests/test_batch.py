@@ -94,6 +94,26 @@ def test_logprobs_may_be_asked_for_as_a_number_or_as_chats_do(asked, count):
     assert parse({"prompt": "x", **asked}).params.logprobs == count
 
 
+def test_a_line_without_max_tokens_gets_256_and_one_of_openais_as_many_as_fit():
+    lines = {"prompt": "x"}, {"body": {"prompt": "x"}}, {"body": {"prompt": "x", "max_tokens": None}}
+    assert [parse(line).params.max_tokens for line in lines] == [256, None, None]
+    assert [parse(line, max_tokens=9).params.max_tokens for line in lines] == [9] * 3  # --max-tokens 9
+    required = ["--model", "m", "--input", __file__, "--output", "never-made"]
+    assert "max_tokens" not in batch.parse_args(required).defaults
+    assert batch.parse_args([*required, "--max-tokens", "9"]).defaults["max_tokens"] == 9
+
+
+def test_lines_that_the_context_ends_are_answered_and_mentioned_once(engine):
+    lines = [{"prompt": "x" * 509, "max_tokens": 9, "ignore_eos": True}, {"body": {"prompt": "x" * 509}}]
+    lines += [{"prompt": "x" * 510, "max_tokens": 8, "ignore_eos": True}]
+    numbered, found = [(i, json.dumps(line).encode()) for i, line in enumerate(lines)], []
+    with pytest.warns(UserWarning, match=r"max_tokens=9 .* prompts\[0\], and maybe later ones") as said:
+        batch.run(engine, numbered, found.append, {})
+    assert len(said) == 1
+    assert {answer.line: answer.num_tokens for answer in found} == {0: 3, 1: 3, 2: 2}
+    assert not any(answer.is_error for answer in found)
+
+
 BAD_LINES = [
     ('{"prompt": "x"', "not JSON"),
     ("[]", "must be a JSON object"),

@@ -131,6 +131,7 @@ MODES = {
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["", "overlapped"])
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.usefixtures("no_forecast")
 def test_every_mode_gives_the_tokens_of_transformers(model, mode, overlap):
     """Overlapped is how a GPU is driven: a step is scheduled before the last one's tokens are known."""
     with LLM(model.folder, **{**EXACT, **MODES[mode]}) as llm, Watch(llm) as seen:
@@ -410,8 +411,9 @@ def test_the_model_length_can_be_lowered_but_not_raised_above_the_checkpoints(fo
             assert llm.config.max_model_len == given
             params = SamplingParams(0, 2, True)
             assert len(llm.generate([[1] * (given - 2)], params, use_tqdm=False)[0]["token_ids"]) == 2
-            with pytest.raises(ValueError, match=str(given)):
-                llm.generate([[1] * (given - 1)], params, use_tqdm=False)
+            limit = "may be raised to 512" if given < 512 else "is the checkpoint's own limit"
+            with pytest.raises(ValueError, match=f"max_model_len is {given}, which {limit}"):
+                llm.generate([[1] * given], params, use_tqdm=False)
 
 
 def test_a_with_statement_shuts_the_engine_down(folder):

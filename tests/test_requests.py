@@ -1,6 +1,7 @@
 """What a request may ask for and what it is told: seed, completions, stop texts and tokens, results."""
 
 import re
+import warnings
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from test_engine import assert_empty, tokens_of
 
 from checkpoints import EXACT, make_checkpoint, one_thread  # noqa: F401
 from nanovllm import LLM, SamplingParams
+from nanovllm.engine import model_runner
 from nanovllm.engine.completions import make_result
 
 PROMPT = [*range(40)]
@@ -179,7 +181,9 @@ def test_n_completions_compute_their_prompt_once(llm, monkeypatch, caching, leng
     ids=str,
 )
 @pytest.mark.parametrize("overlap, max_tokens", [(True, 30), (False, 30), (True, 1)])
-def test_n_completions_do_not_depend_on_the_schedule(engine, options, overlap, max_tokens):
+@pytest.mark.usefixtures("no_forecast")
+def test_n_completions_do_not_depend_on_the_schedule(engine, options, overlap, max_tokens, monkeypatch):
+    monkeypatch.setattr(model_runner, "COPIED_AT_ONCE", 2)  # blocks, of which some steps copy more
     prompts = [[i, *PROMPT][: 41 - 9 * i] for i in range(4)]
     params = SamplingParams(1.0, max_tokens, True, n=3, seed=3)
     expected = engine.generate(prompts, params, use_tqdm=False)
@@ -493,6 +497,66 @@ def test_a_request_that_is_aborted_before_it_runs_has_nothing_cached(llm):
     llm.step()
     result = make_result(llm.tokenizer, [seq])
     assert (result["token_ids"], result["finish_reason"], result["num_cached_tokens"]) == ([], "abort", 0)
+
+
+# --- the end of the context, which is 512 tokens long here ---
+
+WAYS = {
+    "generate": lambda llm, prompts, params: llm.generate(prompts, params, use_tqdm=False),
+    "generate_iter": lambda llm, *request: [result for _, result in sorted(llm.generate_iter(*request))],
+    "generate_from": lambda llm, prompts, params: [
+        result for _, result in sorted(llm.generate_from((prompt, params) for prompt in prompts))
+    ],
+    "chat": lambda llm, prompts, params: llm.chat(
+        [[{"role": "user", "content": llm.decode(prompt)}] for prompt in prompts],
+        params,
+        use_tqdm=False,
+        chat_template="{{ messages[0]['content'] }}",
+    ),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_completion_ends_at_the_context_which_is_said_once_a_call(llm, way):
+    prompts = [[65] * 509, [66] * 10, [67] * 510]
+    params = SamplingParams(0, 8, True)
+    which = {"generate_from": r"prompts\[0\], and maybe later ones"}.get(way, "2 of 3 prompts")
+    with pytest.warns(
+        UserWarning, match=f"max_tokens=8 reaches beyond the context of 512 tokens for {which}"
+    ) as said:
+        results = WAYS[way](llm, prompts, params)
+    assert len(said) == 1
+    assert [len(result["token_ids"]) for result in results] == [3, 8, 2]
+    assert all(result["finish_reason"] == "length" for result in results)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_without_max_tokens_a_completion_gets_all_there_is_room_for(llm, way):
+    prompts, params = [[65] * 509, [66] * 511], SamplingParams(0, None, True, min_tokens=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        results = WAYS[way](llm, prompts, params)
+    assert [len(result["token_ids"]) for result in results] == [3, 1]
+    assert all(result["finish_reason"] == "length" for result in results)
+
+
+def test_a_warning_names_a_few_of_many_max_tokens(llm):
+    params = [SamplingParams(0, 520 - i, True) for i in range(5)]
+    with pytest.warns(UserWarning, match=r"max_tokens=516, 517, 518, \.\.\. reaches .* for 5 of 5 prompts"):
+        llm.generate([[1] * 510] * 5, params, use_tqdm=False)
+
+
+def test_a_stream_and_a_queued_request_end_at_the_context_and_say_so(llm):
+    params = SamplingParams(0, 2**31 - 1, True, min_tokens=2**31 - 1, stop_token_ids=[3])
+    with pytest.warns(UserWarning, match="for 1 of 1 prompts"):
+        assert sum(map(len, llm.stream([65] * 509, params))) == 3
+    with pytest.warns(UserWarning, match="for 1 of 1 prompts"):
+        request_id = llm.add_request([65] * 509, params)
+    finished = []
+    while not llm.is_finished():
+        finished += llm.step()[0]
+    [(found, token_ids)] = finished
+    assert found == request_id and len(token_ids) == 3
 
 
 # --- the rest ---

@@ -136,6 +136,7 @@ class LLMEngine:
         token_ids = self.prompts.read(prompt, sampling_params)
         if sampling_params.n > 1:
             raise ValueError(f"add_request makes one completion of a prompt, got n={sampling_params.n}")
+        self.prompts.warn_of_context([(token_ids, sampling_params)])
         return self._enqueue(self._make_sequence(token_ids, sampling_params)).seq_id
 
     def _enqueue_all(self, token_ids: list[int], params: SamplingParams) -> list[Sequence]:
@@ -322,7 +323,8 @@ class LLMEngine:
 
         prompts: a string, a list of token ids or a dict with one of these as "prompt" or "prompt_token_ids",
         or a list of such. sampling_params: one for all, or one each. Raises ValueError naming the prompt or
-        parameter at fault, before anything is computed.
+        parameter at fault, before anything is computed. Warns of a max_tokens beyond the context, where a
+        completion ends.
 
         Every result has
           text, token_ids    the completion; token_ids include what ended it
@@ -391,6 +393,7 @@ class LLMEngine:
         if return_exceptions:
             step, result_of = Isolation(self).step, outcome
         coming, groups = enumerate(requests), {}  # the second by seq_id: (index, all completions)
+        has_warned = False
         try:
             while True:
                 self._own(owner)
@@ -398,7 +401,10 @@ class LLMEngine:
                 while len(self._requests) < limit and (numbered := next(coming, None)) is not None:
                     i, request = numbered
                     try:
-                        group = self._enqueue_all(*self._read_request(i, request))
+                        token_ids, params = self._read_request(i, request)
+                        which = f"prompts[{i}], and maybe later ones"
+                        has_warned = has_warned or self.prompts.warn_of_context([(token_ids, params)], which)
+                        group = self._enqueue_all(token_ids, params)
                     except ValueError as error:
                         if not return_exceptions:
                             raise
@@ -433,6 +439,7 @@ class LLMEngine:
         self._check_idle()
         token_ids = self.prompts.read(prompt, sampling_params)
         self.prompts.check_streamable(sampling_params)
+        self.prompts.warn_of_context([(token_ids, sampling_params)])
         return self._stream(token_ids, sampling_params)
 
     def _stream(self, token_ids: list[int], params: SamplingParams) -> Iterator[str]:

@@ -4,6 +4,7 @@ value, before anything has changed.
 
 import functools
 import itertools
+import warnings
 from numbers import Integral
 from typing import Any
 
@@ -48,7 +49,10 @@ class Prompts:
         self._bad_word = functools.lru_cache(1024)(self._read_bad_word)
 
     def read_all(self, prompts: Any, sampling_params: Any) -> list[tuple[list[int], SamplingParams]]:
-        """One prompt or a list of them, and parameters for all or for each, as pairs."""
+        """
+        One prompt or a list of them, and parameters for all or for each, as pairs. Warns of those that the
+        context ends.
+        """
         prompts = self._as_list(prompts)
         if isinstance(sampling_params, SamplingParams):
             sampling_params = [sampling_params] * len(prompts)
@@ -59,7 +63,26 @@ class Prompts:
         if len(sampling_params) != len(prompts):
             raise ValueError(f"there are {len(prompts)} prompts but {len(sampling_params)} sampling_params")
         pairs = enumerate(zip(prompts, sampling_params, strict=True))
-        return [(self.read(prompt, params, f"prompts[{i}]"), params) for i, (prompt, params) in pairs]
+        requests = [(self.read(prompt, params, f"prompts[{i}]"), params) for i, (prompt, params) in pairs]
+        self.warn_of_context(requests)
+        return requests
+
+    def warn_of_context(
+        self, requests: list[tuple[list[int], SamplingParams]], which: str | None = None
+    ) -> bool:
+        """Warn, once for all of them, of requests that the context may end before their max_tokens."""
+        most = self.scheduler.max_num_tokens
+        asked = [params.max_tokens for ids, params in requests if len(ids) + (params.max_tokens or 0) > most]
+        if asked:
+            found = sorted(set(asked))
+            shown_values = ", ".join(map(str, found[:3])) + ", ..." * (len(found) > 3)
+            warnings.warn(
+                f"max_tokens={shown_values} reaches beyond the context of {most} tokens for "
+                f"{which or f'{len(asked)} of {len(requests)} prompts'}: such a completion ends there, with "
+                f"finish_reason 'length'",
+                stacklevel=2,
+            )
+        return bool(asked)
 
     @staticmethod
     def _as_list(prompts: Any) -> list[Any]:
@@ -81,7 +104,7 @@ class Prompts:
             raise ValueError(
                 f"sampling_params for {name} must be SamplingParams, got {shown(sampling_params)}"
             )
-        token_ids = self._read_token_ids(prompt, sampling_params.max_tokens, name)
+        token_ids = self._read_token_ids(prompt, 1, name)
         self._check_params(sampling_params, name)
         return token_ids
 
@@ -135,7 +158,7 @@ class Prompts:
         distinct = [ids for i, ids in enumerate(token_ids) if ids not in token_ids[:i]]
         return [ids for ids in distinct if max(ids) < self.vocab_size]
 
-    def _read_token_ids(self, prompt: Any, max_tokens: int, name: str) -> list[int]:
+    def _read_token_ids(self, prompt: Any, num_new_tokens: int, name: str) -> list[int]:
         if isinstance(prompt, dict):
             if list(prompt) not in (["prompt"], ["prompt_token_ids"]):
                 raise ValueError(f"{name} must have one key, prompt or prompt_token_ids, got {shown(prompt)}")
@@ -152,7 +175,7 @@ class Prompts:
         if not token_ids:
             raise ValueError(f"{name} is empty: {shown(prompt)}")
         try:
-            self.scheduler.check(len(token_ids), max_tokens)
+            self.scheduler.check(len(token_ids), num_new_tokens)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
         return token_ids
