@@ -204,8 +204,8 @@ class Simulation:
         self.scheduler.restart(self.requests.values())
         for seq in self.requests.values():
             del self.model.states.get(seq.seq_id, [])[len(seq) :]
-            work, _, _ = self.bounds[seq.seq_id]
-            self.bounds[seq.seq_id] = work, self.step_number, self.num_arrived - len(self.requests)
+            self.work[seq.seq_id] = sum(map(self.most_drawn, self.requests.values()))
+            self.arrived[seq.seq_id] = self.step_number
         self.check()
         self.counts["failures"] += 1
 
