@@ -174,6 +174,12 @@ MUTATIONS = [
         ("start += seq.num_scheduled_tokens", "start += len(seq)"),
     ),
     *mutations_of(
+        "completions",
+        ("start, stop = min(found, key=itemgetter(0))", "start, stop = max(found, key=itemgetter(0))"),
+        ("start, stop = min(found, key=itemgetter(0))", "start, stop = min(found)"),
+        ("start, stop = min(found, key=itemgetter(0))", "start, stop = found[0]"),
+    ),
+    *mutations_of(
         "shaping",
         ("if seq.extras or seq.row in self.set_rows]", "if seq.extras]"),
         ("self.history[to_device(np.array(list(update.rules)))] = -1", "pass"),

@@ -1,12 +1,16 @@
 """What a request may ask for and what it is told: seed, completions, stop texts and tokens, results."""
 
 import re
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from test_engine import assert_empty, tokens_of
+from tokenizers import Tokenizer, decoders, models
 
 from checkpoints import EXACT, make_checkpoint, one_thread  # noqa: F401
 from nanovllm import LLM, SamplingParams
@@ -114,6 +118,34 @@ def test_the_stop_text_that_comes_first_is_the_one_that_counts(llm, says):
     says(TEXT)
     result = generate(llm, temperature=0, max_tokens=60, stop=["Done", "z", ", zw", "zwölf"])
     assert result["stop_reason"] == "z" and result["text"] == "One, "
+
+
+@pytest.mark.parametrize(
+    "stop, winner",
+    [
+        (["z", ", z"], ", z"),  # begins first
+        ([", z", "zw"], ", z"),
+        ([", z", ", zw"], ", z"),  # begins where the other does, and is listed first
+        ([", zw", ", z"], ", zw"),
+    ],
+)
+def test_of_stop_texts_that_one_token_completes_the_first_to_begin_wins(llm, monkeypatch, stop, winner):
+    vocabulary = Tokenizer(models.WordLevel({"One": 0, ", zwölf": 1, ".": 2}, "."))
+    vocabulary.decoder = decoders.Fuse()
+    monkeypatch.setattr(llm, "tokenizer", transformers.PreTrainedTokenizerFast(tokenizer_object=vocabulary))
+    logits = torch.eye(257)
+
+    def begin() -> None:
+        coming = iter([0, 1])
+        monkeypatch.setattr(llm.model_runner.model, "compute_logits", lambda _: logits[[next(coming, 2)]])
+
+    for included, text in ((False, "One"), (True, "One" + winner)):
+        params = SamplingParams(0, 9, True, stop=stop, include_stop_str_in_output=included)
+        begin()
+        [result] = llm.generate([PROMPT], params, use_tqdm=False)
+        assert (result["text"], result["stop_reason"], result["token_ids"]) == (text, winner, [0, 1])
+        begin()
+        assert "".join(llm.stream(PROMPT, params)) == text
 
 
 def test_a_stop_text_that_does_not_come_changes_nothing(llm):
@@ -557,6 +589,28 @@ def test_a_stream_and_a_queued_request_end_at_the_context_and_say_so(llm):
         finished += llm.step()[0]
     [(found, token_ids)] = finished
     assert found == request_id and len(token_ids) == 3
+
+
+# --- the end of a script ---
+
+# Modules that keep the engine and its iterators outlive torch's own.
+SCRIPT = """
+import json
+from nanovllm import LLM, SamplingParams
+llm = json.llm = LLM({folder!r}, device="cpu", num_kvcache_blocks=20, tensor_parallel_size={size})
+print(llm.generate([[1, 2]], SamplingParams(0, 5, True), use_tqdm=False)[0]["token_ids"])
+pieces = json.pieces = llm.stream([1, 2], SamplingParams(0, 50, True))
+print(next(pieces) != "")
+"""
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_script_may_end_without_exit_and_in_the_middle_of_a_stream(engine, size):
+    script = SCRIPT.format(folder=engine.config.model, size=size)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    [result] = engine.generate([[1, 2]], SamplingParams(0, 5, True), use_tqdm=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == f"{result['token_ids']}\nTrue\n"
 
 
 # --- the rest ---

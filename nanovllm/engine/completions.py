@@ -1,5 +1,6 @@
 """What users get back: the text of a completion, whole or while it grows, and the result of a prompt."""
 
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from nanovllm.engine.sequence import Sequence, TokenLogprobs
@@ -93,7 +94,8 @@ class GrowingText:
 
     def find_stop(self) -> str | None:
         """
-        The stop text that the newest tokens complete, if they do; the completion's text then ends there.
+        The stop text that the newest tokens complete, if they do; the completion's text then ends there. Of
+        several the one that begins first counts, then the one that is listed first.
         """
         params, num_old = self.seq.sampling_params, self.pieces.num_settled
         text = self._read()
@@ -103,7 +105,7 @@ class GrowingText:
         found = [(start, stop) for stop, start in starts.items() if start >= 0]
         if not found:
             return None
-        start, stop = min(found)
+        start, stop = min(found, key=itemgetter(0))
         self.seq.text = text[: start + len(stop) * params.include_stop_str_in_output]
         return stop
 

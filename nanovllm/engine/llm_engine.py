@@ -6,6 +6,7 @@ Follow `generate` -> `step` -> `Scheduler.schedule` -> `ModelRunner.launch` -> `
 
 import contextlib
 import random
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -58,6 +59,9 @@ class LLMEngine:
 
     model_runner: ModelRunner | None = None
     ranks: Ranks | None = None
+    # When Python itself ends, modules may be gone before the engine: nothing is tidied up any more, the end of
+    # the process does that. Kept here, since this module's own names may be gone too.
+    _is_python_ending = staticmethod(sys.is_finalizing)
 
     def __init__(self, model: str, **options: Any):
         self.config = Config.from_options(model, options)
@@ -126,7 +130,8 @@ class LLMEngine:
         self.exit()
 
     def __del__(self) -> None:
-        self.exit()
+        if not self._is_python_ending():
+            self.exit()
 
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams) -> int:
         """
@@ -591,7 +596,7 @@ class LLMEngine:
 
     def _drop(self, owner: object) -> None:
         """Drop every request, unless the engine has gone over to another call (an iterator may live on)."""
-        if self._owner is owner:
+        if self._owner is owner and not self._is_python_ending():
             self._clear()
 
     def _check_usable(self) -> None:
