@@ -200,6 +200,8 @@ class NanoVLLM:
             self.llm.add_request(prompt, SamplingParams(max_tokens=max_tokens, **self.sampling))
         while not self.llm.is_finished():
             finished, num_tokens = self.llm.step()
+            if not num_tokens:  # a step was launched, and its time is that of the call that collects it
+                continue
             now, before = time.perf_counter(), now
             scheduler = self.llm.scheduler
             used = len(scheduler.block_manager.used_block_ids)

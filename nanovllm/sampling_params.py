@@ -30,7 +30,8 @@ class SamplingParams:
     seed:                       draw the same tokens for the same prompt every time.
     n:                          completions of the prompt; each draws for itself, with a seed of its own.
     stop:                       a text or several that end the completion, which then ends before it; of
-                                those that one token completes the first to begin counts, then the first listed.
+                                those that one token completes the first to begin counts, then the first in
+                                the list.
     stop_token_ids:             token ids that end the completion, whose text then ends before it.
     include_stop_str_in_output: leave in the text what ended it, be it a text or a token.
     min_tokens:                 before so many tokens nothing but `max_tokens` ends the completion.

@@ -6,6 +6,7 @@ import os
 import random
 import subprocess
 import sys
+import time
 import zipfile
 from pathlib import Path
 
@@ -14,6 +15,8 @@ import pytest
 import bench
 import example
 from checkpoints import make_checkpoint
+from nanovllm import SamplingParams
+from nanovllm.engine import llm_engine
 
 
 @pytest.fixture(scope="module")
@@ -295,6 +298,28 @@ def test_bench_draws_the_run_traces_steps_and_states_the_floor(tmp_path, capsys)
     assert 0 < floor["seconds"] < report["results"]["nanovllm"]["seconds"]
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_call_that_only_launches_a_step_counts_to_its_phase(checkpoint, monkeypatch):
+    """As on a GPU, where the first call collects nothing: the prefill has all of its time, and no decode."""
+    shown = []
+    engine = bench.NanoVLLM(bench.parse_args(["--model", str(checkpoint), "--device", "cpu"]))
+    engine.llm._overlap = True
+    prepare = engine.llm.model_runner.prepare_prefill
+    monkeypatch.setattr(
+        engine.llm.model_runner, "prepare_prefill", lambda batch: (time.sleep(0.5), prepare(batch))[1]
+    )
+    monkeypatch.setattr(llm_engine.tqdm, "set_postfix", lambda _, speed, **__: shown.append(dict(speed)))
+    prompts = [[1] * 10, [2] * 20]
+    run = engine.run(bench.Workload(prompts, [3, 3]))
+    assert run.prefill_seconds > 0.5 > run.decode_seconds
+    assert (run.prefill_tokens, run.decode_tokens) == (30, 4)
+    assert run.prefill_seconds + run.decode_seconds == pytest.approx(run.seconds)
+    assert all(decoded or i == 0 for i, (_, decoded, *_) in enumerate(run.timeline))
+    engine.llm.generate(prompts, SamplingParams(0, 3, True))
+    assert shown[0] == {"Prefill": "-", "Decode": "-"}
+    assert shown[1]["Decode"] == "-" and 0 < int(shown[1]["Prefill"].removesuffix("tok/s")) < 30 / 0.5
+    engine.close()
 
 
 def test_the_floor_counts_weights_once_a_step_and_every_key_and_value_read(tmp_path):

@@ -59,8 +59,8 @@ class LLMEngine:
 
     model_runner: ModelRunner | None = None
     ranks: Ranks | None = None
-    # When Python itself ends, modules may be gone before the engine: nothing is tidied up any more, the end of
-    # the process does that. Kept here, since this module's own names may be gone too.
+    # While Python itself ends, modules may be gone before the engine, this one's names too. Nothing is tidied
+    # up then: the end of the process does that.
     _is_python_ending = staticmethod(sys.is_finalizing)
 
     def __init__(self, model: str, **options: Any):
@@ -557,11 +557,17 @@ class LLMEngine:
         """Step until they all are finished, yielding their ids as they are; shows progress and speed."""
         speed = {"Prefill": "-", "Decode": "-"}
         with tqdm(total=num_requests, desc="Generating", dynamic_ncols=True, disable=not use_tqdm) as bar:
+            seconds = 0.0
             while num_requests:
                 start = time.perf_counter()
                 finished, num_tokens = self._step()
-                rate = abs(num_tokens) / (time.perf_counter() - start)
-                speed["Prefill" if num_tokens > 0 else "Decode"] = f"{rate:.0f}tok/s"
+                seconds += time.perf_counter() - start
+                if (
+                    num_tokens
+                ):  # where steps overlap, the first call only launches one, for the next to collect
+                    phase = "Prefill" if num_tokens > 0 else "Decode"
+                    speed[phase] = f"{abs(num_tokens) / seconds:.0f}tok/s"
+                    seconds = 0.0
                 bar.set_postfix(speed, refresh=False)
                 bar.update(len(finished))
                 num_requests -= len(finished)
