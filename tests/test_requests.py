@@ -16,6 +16,7 @@ from checkpoints import EXACT, make_checkpoint, one_thread  # noqa: F401
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine import model_runner
 from nanovllm.engine.completions import make_result
+from nanovllm.engine.step_data import StepOutput
 
 PROMPT = [*range(40)]
 
@@ -302,6 +303,31 @@ def test_params_stay_hashable_and_equal_whatever_collections_they_were_given():
     assert one == SamplingParams(stop=("a", "b"), stop_token_ids=(1, 2)) and hash(one)
     assert SamplingParams(stop=None, stop_token_ids=None) == SamplingParams()
     assert SamplingParams(stop="ab").stop == ("ab",)
+
+
+# --- log-probabilities ---
+
+
+def test_the_text_of_a_token_is_made_once_however_often_it_is_told(llm, monkeypatch):
+    params = dict(temperature=1.0, max_tokens=20, logprobs=20, prompt_logprobs=20, seed=1)
+    first = generate(llm, **params)
+    decode = llm.tokenizer.decode
+
+    def decode_text(token_ids: list[int], **how) -> str:
+        assert len(token_ids) == 20, "made again"
+        return decode(token_ids, **how)
+
+    monkeypatch.setattr(llm.tokenizer, "decode", decode_text)
+    assert generate(llm, **params)["logprobs"] == first["logprobs"]
+
+
+def test_only_the_rows_that_ask_for_log_probabilities_are_read(llm, monkeypatch):
+    read, logprobs = [], StepOutput.logprobs
+    monkeypatch.setattr(StepOutput, "logprobs", lambda *args: (read.append(args[1:]), logprobs(*args))[1])
+    params = [SamplingParams(0, 9, True), SamplingParams(0, 5, True, logprobs=3), SamplingParams(0, 9, True)]
+    results = llm.generate([[1], [2], [3]], params, use_tqdm=False)
+    assert [(len(rows), num_top) for rows, num_top in read if rows] == [(1, 3)] * 5
+    assert [list(result.get("logprobs", "")) != [] for result in results] == [False, True, False]
 
 
 # --- ways to call ---

@@ -1,11 +1,15 @@
 """What users get back: the text of a completion, whole or while it grows, and the result of a prompt."""
 
+import functools
 from operator import itemgetter
 from typing import Any, NamedTuple
 
 from nanovllm.engine.sequence import Sequence, TokenLogprobs
 from nanovllm.engine.step_data import StepOutput
-from nanovllm.utils.detokenizer import Detokenizer
+from nanovllm.sampling_params import MAX_LOGPROBS
+from nanovllm.utils.detokenizer import Detokenizer, vocabulary_of
+
+PLACES = range(1, MAX_LOGPROBS + 1)
 
 
 class Logprob(NamedTuple):
@@ -18,12 +22,16 @@ class Logprob(NamedTuple):
 
 def record_logprobs(sequences: list[Sequence], drawing: list[Sequence], output: StepOutput) -> None:
     """Give the sequences of a step, and those that draw a token in it, what they want to know."""
-    prompt_logprobs, logprobs = output.prompt_logprobs(), output.logprobs()
-    for seq, found in zip(sequences, prompt_logprobs or (), strict=False):
-        seq.prompt_logprobs += found
-    for seq, found in zip(drawing, logprobs or (), strict=False):
-        if seq.sampling_params.logprobs is not None and not seq.is_finished:
-            seq.logprobs.append(found)
+    if output.has_prompt_logprobs:
+        num_top = max(seq.sampling_params.prompt_logprobs or 0 for seq in sequences)
+        for seq, found in zip(sequences, output.prompt_logprobs(num_top), strict=True):
+            seq.prompt_logprobs += found
+    if output.has_logprobs:
+        asked = [seq.sampling_params.logprobs is not None and not seq.is_finished for seq in drawing]
+        rows = [row for row, wanted in enumerate(asked) if wanted]
+        num_top = max((drawing[row].sampling_params.logprobs for row in rows), default=0)
+        for row, found in zip(rows, output.logprobs(rows, num_top), strict=True):
+            drawing[row].logprobs.append(found)
 
 
 def completion_text(tokenizer: Any, seq: Sequence) -> str:
@@ -72,14 +80,15 @@ def _describe(
     tokenizer: Any, token_ids: list[int], found: list[TokenLogprobs], count: int
 ) -> list[dict[int, Logprob]]:
     """For each token what is known of it and of the `count` likeliest ones, likeliest first."""
+    text_of = {}.get if tokenizer is None else vocabulary_of(tokenizer).__getitem__
+    make = functools.partial(tuple.__new__, Logprob)  # what Logprob(...) does, in half the time
     described = []
     for token_id, (logprob, rank, top_ids, top_logprobs) in zip(token_ids, found, strict=False):
-        top = enumerate(zip(top_ids[:count], top_logprobs, strict=False), 1)
-        entries = {top_id: (top_logprob, place) for place, (top_id, top_logprob) in top}
-        entries[token_id] = logprob, rank
-        described.append(
-            {i: Logprob(*entry, tokenizer and tokenizer.decode([i])) for i, entry in entries.items()}
-        )
+        top_ids = top_ids[:count]
+        top = map(make, zip(top_logprobs, PLACES, map(text_of, top_ids), strict=False))
+        entries = dict(zip(top_ids, top, strict=True))
+        entries[token_id] = make((logprob, rank, text_of(token_id)))
+        described.append(entries)
     return described
 
 

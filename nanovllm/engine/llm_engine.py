@@ -562,9 +562,7 @@ class LLMEngine:
                 start = time.perf_counter()
                 finished, num_tokens = self._step()
                 seconds += time.perf_counter() - start
-                if (
-                    num_tokens
-                ):  # where steps overlap, the first call only launches one, for the next to collect
+                if num_tokens:  # else it has only launched a step, for the next call to collect
                     phase = "Prefill" if num_tokens > 0 else "Decode"
                     speed[phase] = f"{abs(num_tokens) / seconds:.0f}tok/s"
                     seconds = 0.0

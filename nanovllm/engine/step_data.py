@@ -93,15 +93,21 @@ class StepOutput:
             self.done.synchronize()
         return self.tokens.tolist()
 
-    def logprobs(self) -> list[TokenLogprobs] | None:
-        """Of each sequence's token, if a sequence wants to know; after `token_ids`."""
-        return self._logprobs and _rows_of(self._logprobs)
+    @property
+    def has_logprobs(self) -> bool:
+        return self._logprobs is not None
 
-    def prompt_logprobs(self) -> list[list[TokenLogprobs]] | None:
-        """Of the tokens of each sequence's prompt that this step has scored, if it has; after `token_ids`."""
-        if self._scoring is None:
-            return None
-        rows = iter(_rows_of(self._prompt_logprobs))
+    @property
+    def has_prompt_logprobs(self) -> bool:
+        return self._scoring is not None
+
+    def logprobs(self, rows: list[int], num_top: int) -> list[TokenLogprobs]:
+        """Of the tokens of these sequences, with so many likeliest ones; after `token_ids`."""
+        return _rows_of([tensor[rows] for tensor in self._logprobs], num_top)
+
+    def prompt_logprobs(self, num_top: int) -> list[list[TokenLogprobs]]:
+        """Of the tokens of each sequence's prompt that this step has scored; after `token_ids`."""
+        rows = iter(_rows_of(self._prompt_logprobs, num_top))
         return [list(itertools.islice(rows, count)) for count in self._scoring.counts]
 
 
@@ -112,5 +118,7 @@ def _to_host(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
 
-def _rows_of(tensors: list[torch.Tensor]) -> list[TokenLogprobs]:
+def _rows_of(tensors: list[torch.Tensor], num_top: int) -> list[TokenLogprobs]:
+    logprobs, ranks, top_token_ids, top_logprobs = tensors
+    tensors = [logprobs, ranks, top_token_ids[:, :num_top], top_logprobs[:, :num_top]]
     return list(zip(*(tensor.tolist() for tensor in tensors), strict=True))

@@ -1,9 +1,79 @@
-"""Turns tokens into text while they come, for whoever must look at a text that is not finished."""
+"""Turns tokens into text: each by itself, and all of them while they come, for whoever must look at a text
+that is not finished.
+"""
 
+import codecs
+import weakref
 from typing import Any
 
 INCOMPLETE = "\ufffd"  # what the bytes of half a character decode to
-INVALID_BYTE = "<0xFF>"  # a token of vocabularies that write rare characters byte by byte
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]  # in vocabularies that write rare characters byte by byte
+MANY = 16  # tokens of which nothing is settled
+
+
+class Vocabulary(dict[int, str]):
+    """
+    The text of each token alone, made when it is asked for first. `hidden` are the special tokens that have
+    no text where these are skipped; `byte_of` has the bytes of byte tokens, and `runs_are_text` says whether
+    a run of these is all text, or nothing but replacement characters.
+    """
+
+    def __init__(self, tokenizer: Any):
+        super().__init__()
+        self._tokenizer = weakref.proxy(tokenizer)  # which keeps this: see vocabulary_of
+        special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+        self.hidden = {i for i in special if not tokenizer.decode([i], skip_special_tokens=True)}
+        ids = tokenizer.convert_tokens_to_ids(BYTES)
+        names = [None if i is None else tokenizer.convert_ids_to_tokens(i) for i in ids]
+        self.byte_of = {i: byte for byte, i in enumerate(ids) if names[byte] == BYTES[byte]}
+        self.invalid = [i for i, byte in self.byte_of.items() if byte == 0xFF]  # in any text
+        self.runs_are_text = False
+        if len(self.byte_of) == len(BYTES):
+            euro = [ids[byte] for byte in "€".encode()]
+            texts = [tokenizer.decode(token_ids) for token_ids in (euro, euro + self.invalid)]
+            self.runs_are_text = texts == ["€", 4 * INCOMPLETE]
+
+    def __missing__(self, token_id: int) -> str:
+        text = self[token_id] = self._tokenizer.decode([token_id])
+        return text
+
+    def is_unknown(self, token_id: int) -> bool:
+        """Whether no token has this id; decoding skips it."""
+        return not self[token_id] and self._tokenizer.convert_ids_to_tokens(token_id) is None
+
+
+_vocabularies: weakref.WeakKeyDictionary[Any, Vocabulary] = weakref.WeakKeyDictionary()
+
+
+def vocabulary_of(tokenizer: Any) -> Vocabulary:
+    """The same one for all requests, for as long as there is the tokenizer."""
+    if (found := _vocabularies.get(tokenizer)) is None:
+        found = _vocabularies[tokenizer] = Vocabulary(tokenizer)
+    return found
+
+
+class ByteRun:
+    """
+    Byte tokens in a row that may go on: `text` is what is in front of them, and their own text as long as it
+    is one. Otherwise, and after half a character, nothing of them shows.
+    """
+
+    def __init__(self, before: str):
+        self.before = self.text = before
+        self.is_valid = True
+        self._utf8 = codecs.getincrementaldecoder("utf-8")()
+
+    @property
+    def is_whole(self) -> bool:
+        return self.is_valid and not self._utf8.getstate()[0]
+
+    def add(self, data: bytes) -> str:
+        """What shows with these bytes."""
+        try:
+            self.text += self._utf8.decode(data) if self.is_valid else ""
+        except UnicodeDecodeError:
+            self.is_valid = False
+        return self.text if self.is_whole else self.before
 
 
 class Detokenizer:
@@ -12,6 +82,8 @@ class Detokenizer:
     characters stay whatever comes. How a token is written may depend on the one before it, so a few tokens
     that are settled already are always decoded with the new ones, and their text taken off. A run of byte
     tokens is settled when it is over, since one bad byte turns all of it into replacement characters.
+
+    What a token costs does not depend on how many came since something was settled.
     """
 
     def __init__(self, tokenizer: Any, skip_special_tokens: bool = True):
@@ -20,28 +92,19 @@ class Detokenizer:
         self.num_tokens = 0
         self.text = ""
         self.num_settled = 0
-        self._hidden = set(tokenizer.all_special_ids) if skip_special_tokens else set()
+        self._vocabulary = vocabulary_of(tokenizer)
+        self._hidden = self._vocabulary.hidden if skip_special_tokens else set()
         self._window: list[int] = []  # the tokens that are decoded together
-        self._num_settled_tokens = 0  # of these
-        invalid = tokenizer.convert_tokens_to_ids(INVALID_BYTE)
-        has_bytes = invalid is not None and tokenizer.convert_ids_to_tokens(invalid) == INVALID_BYTE
-        self._invalid = [invalid] if has_bytes else []
+        self._num_context_tokens = 0  # of these, whose text is in front of what is new
+        self._num_context = 0  # characters of that
+        self._decided = ""  # between the settled text and that of the window after its context
+        self._run: ByteRun | None = None  # at the end of the window, if it is long
 
     def add(self, token_ids: list[int]) -> None:
         self.num_tokens += len(token_ids)
-        seen = [token_id for token_id in token_ids if token_id not in self._hidden]
-        if not seen:
-            return
-        self._window += seen
-        settled = self._decode(self._window[: self._num_settled_tokens])
-        text = self._decode(self._window)
-        self.text = self.text[: self.num_settled] + text[len(settled) :].rstrip(INCOMPLETE)
-        if len(text) <= len(settled) or text.endswith(INCOMPLETE):
-            return
-        if self._decode(self._window + self._invalid).startswith(text):
-            self._window = self._window[self._num_settled_tokens :]
-            self._num_settled_tokens = len(self._window)
-            self.num_settled = len(self.text)
+        for token_id in token_ids:
+            if token_id not in self._hidden and not self._vocabulary.is_unknown(token_id):
+                self._add(token_id)
 
     def num_held_back(self, stops: tuple[str, ...]) -> int:
         """How many characters at the end of the settled text may be the beginning of one of these."""
@@ -49,6 +112,65 @@ class Detokenizer:
         longest = max(map(len, stops), default=0) - 1
         lengths = range(min(longest, len(settled)), 0, -1)
         return next((n for n in lengths if any(s.startswith(settled[-n:]) for s in stops)), 0)
+
+    def _add(self, token_id: int) -> None:
+        self._window.append(token_id)
+        byte = self._vocabulary.byte_of.get(token_id)
+        if byte is None:
+            self._run = None
+        if self._run is not None:
+            self._show(self._run.add(bytes([byte])))
+            return
+        text = self._decode(self._window)
+        new = self._new_of(text)
+        self._show(new)
+        whole = new and not new.endswith(INCOMPLETE)
+        if whole and self._decode(self._window + self._vocabulary.invalid).startswith(text):
+            self._settle()
+        elif len(self._window) - self._num_context_tokens >= MANY:
+            if byte is None:
+                self._cut(text)
+            elif self._vocabulary.runs_are_text:
+                self._begin_run(new)
+
+    def _new_of(self, text: str) -> str:
+        """What follows the settled text, if the window says this."""
+        return self._decided + text[self._num_context :]
+
+    def _show(self, new: str) -> None:
+        self.text = self.text[: self.num_settled] + new.rstrip(INCOMPLETE)
+
+    def _settle(self) -> None:
+        self.num_settled = len(self.text)
+        self._window = self._window[self._num_context_tokens :]
+        self._num_context_tokens, self._num_context = len(self._window), len(self._decode(self._window))
+        self._decided = ""
+
+    def _begin_run(self, new: str) -> None:
+        """Let the byte tokens at the end of the window be read as bytes from here on."""
+        byte_of, start = self._vocabulary.byte_of, len(self._window)
+        while start and self._window[start - 1] in byte_of:
+            start -= 1
+        run = ByteRun(self._new_of(self._decode(self._window[:start])))
+        run.add(bytes(byte_of[token_id] for token_id in self._window[start:]))
+        if run.is_whole:
+            run.text = new  # the tokenizer may begin a text in its own way, such as without a space
+        if run.is_whole or not run.is_valid:
+            self._run = run
+
+    def _cut(self, text: str) -> None:
+        """
+        Take tokens off the window whose text is decided, though not yet what their neighbours say: all but a
+        few, if the window without them says the same.
+        """
+        cut = len(self._window) - MANY // 2
+        window, context = self._window[cut - MANY // 2 :], self._window[cut - MANY // 2 : cut]
+        # A character may go on after the cut: the last one before it is not decided if it is half.
+        before, known = (self._decode(t).removesuffix(INCOMPLETE) for t in (self._window[:cut], context))
+        if before + self._decode(window)[len(known) :] == text:
+            self._decided = self._new_of(before)
+            self._window = window
+            self._num_context_tokens, self._num_context = len(context), len(known)
 
     def _decode(self, token_ids: list[int]) -> str:
         return self.tokenizer.decode(token_ids, skip_special_tokens=self.skip_special_tokens)
