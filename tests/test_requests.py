@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from fuzz import CHECKPOINT, fuzz
 from test_engine import assert_empty, tokens_of
 from tokenizers import Tokenizer, decoders, models
 
@@ -637,6 +638,16 @@ def test_a_script_may_end_without_exit_and_in_the_middle_of_a_stream(engine, siz
     [result] = engine.generate([[1, 2]], SamplingParams(0, 5, True), use_tqdm=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == f"{result['token_ids']}\nTrue\n"
+
+
+# --- in any company and order ---
+
+
+def test_random_requests_of_every_kind_have_the_same_results_however_they_are_run(tmp_path):
+    make_checkpoint(tmp_path, "qwen3", **CHECKPOINT)
+    counts = fuzz(str(tmp_path), 8, 0)
+    assert all(counts[name] for name in ("aborted", "preemptions", "overlapped", "scored", "stop", "length"))
+    assert counts["ties"] <= 1
 
 
 # --- the rest ---

@@ -1,0 +1,287 @@
+"""Differential fuzzing: random requests of every kind, whose results may not depend on how they are run.
+
+`python tests/fuzz.py --rounds 2000 --seed 0`. In each round a default engine answers the requests, and then
+one with a tiny cache, small chunks, 1 to 16 sequences at a time and overlapped steps or not, where requests
+also arrive late and are aborted. Results must be equal, but for ties that rounding decides, and both engines
+empty. Round r of seed s is round 0 of seed s + r.
+"""
+
+import argparse
+import random
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from test_engine import assert_empty
+
+from checkpoints import EXACT, make_checkpoint, make_tokenizer
+from nanovllm import LLM, SamplingParams
+from nanovllm.engine.completions import GrowingText, Logprob, make_result
+from nanovllm.engine.sequence import Sequence
+
+VOCAB = 257
+LETTERS = "abcd"
+LETTER_IDS = make_tokenizer().convert_tokens_to_ids(list(LETTERS))
+LONGEST_PROMPT, MOST_TOKENS = 64, 24
+SAME = ("text", "finish_reason", "stop_reason")
+CLOSE = 1e-4  # logits and log-probabilities that rounding may swap
+CHECKPOINT = dict(vocab_size=VOCAB, num_hidden_layers=1, max_position_embeddings=256, seed=1)
+
+
+class Request(NamedTuple):
+    """`params` is None where the prompt is to be scored."""
+
+    prompt: list[int]
+    params: SamplingParams | None
+
+
+class Answer(NamedTuple):
+    """What an engine says to a request, and the pieces of its text as they were seen while it grew."""
+
+    result: dict[str, Any]
+    pieces: str | None = None
+
+
+# --- what is asked ---
+
+
+def random_options(pick: random.Random) -> dict[str, Any]:
+    return dict(
+        kvcache_block_size=pick.choice([16, 16, 32]),
+        num_kvcache_blocks=pick.choice([6, 7, 8, 10, 14, 24]),
+        max_num_batched_tokens=pick.choice([7, 16, 24, 40, 100, 16384]),
+        max_num_seqs=pick.randint(1, 16),
+        enable_prefix_caching=pick.random() < 0.7,
+    )
+
+
+def random_prompt(pick: random.Random, beginnings: list[list[int]]) -> list[int]:
+    prompt = pick.choice(beginnings)[: pick.choice([pick.randint(0, LONGEST_PROMPT), LONGEST_PROMPT])]
+    prompt = prompt + [pick.randrange(VOCAB) for _ in range(pick.choice([0, 1, 3, 20]))]
+    return prompt[:LONGEST_PROMPT] or [pick.randrange(VOCAB)]
+
+
+def random_params(pick: random.Random) -> SamplingParams:
+    """Often of few letters, where stop texts, bad words and penalties have something to do."""
+    max_tokens, letter = pick.randint(1, MOST_TOKENS), lambda: pick.choice(LETTERS)
+    some = {
+        "n": lambda: pick.randint(2, 4),
+        "ignore_eos": lambda: True,
+        "top_k": lambda: pick.randint(1, 20),
+        "top_p": lambda: pick.uniform(0.2, 1),
+        "min_p": lambda: pick.uniform(0, 0.2),
+        "presence_penalty": lambda: pick.uniform(-2, 2),
+        "frequency_penalty": lambda: pick.uniform(-2, 2),
+        "repetition_penalty": lambda: pick.uniform(0.7, 1.5),
+        "logit_bias": lambda: {pick.randrange(VOCAB): pick.uniform(-5, 5) for _ in range(3)} | {256: 3.0},
+        "bad_words": lambda: [letter() + letter() + letter() * pick.randint(0, 2) for _ in range(3)],
+        "allowed_token_ids": lambda: pick.sample(range(VOCAB), 30),
+        "min_tokens": lambda: pick.randint(0, max_tokens),
+        "stop": lambda: [letter() + letter() + letter(), letter() + letter(), letter()][: pick.randint(1, 3)],
+        "stop_token_ids": lambda: pick.sample(range(VOCAB), 15),
+        "include_stop_str_in_output": lambda: True,
+        "skip_special_tokens": lambda: False,
+        "logprobs": lambda: pick.choice([0, 1, 5, 20]),
+        "prompt_logprobs": lambda: pick.choice([0, 1, 20]),
+    }
+    chosen = {name: draw() for name, draw in some.items() if pick.random() < 0.25}
+    if pick.random() < 0.4:
+        chosen["allowed_token_ids"] = LETTER_IDS
+    if "stop" not in chosen and pick.random() < 0.1:
+        chosen["detokenize"] = False
+    return SamplingParams(pick.choice([0, 0, 0.7, 1, 1.5]), max_tokens, seed=pick.randrange(2**63), **chosen)
+
+
+def random_requests(pick: random.Random, llm: LLM, beginnings: list[list[int]]) -> list[Request]:
+    requests, count = [], pick.randint(1, 14)
+    while len(requests) < count:
+        prompt = random_prompt(pick, beginnings)
+        request = Request(prompt, random_params(pick) if pick.random() < 0.9 else None)
+        try:
+            if request.params is not None:
+                llm.prompts.read(*request)
+        except ValueError:  # such as stop tokens that are all there is to draw
+            continue
+        requests.append(request)
+    return requests
+
+
+# --- how it is answered ---
+
+
+def answer_at_once(llm: LLM, requests: list[Request]) -> list[Answer]:
+    asked = [request for request in requests if request.params is not None]
+    prompts, params = [request.prompt for request in asked], [request.params for request in asked]
+    results = iter(llm.generate(prompts, params, use_tqdm=False))
+    scored = [request.prompt for request in requests if request.params is None]
+    scores = iter(llm.score(scored, use_tqdm=False))
+    return [Answer(next(scores if request.params is None else results)) for request in requests]
+
+
+def answer_in_steps(llm: LLM, requests: list[Request], pick: random.Random, counts: Counter) -> list[Answer]:
+    """Requests arrive while others run, some are aborted, and texts are looked at while they grow."""
+    groups: list[list[Sequence]] = []
+    texts: dict[int, tuple[GrowingText, list[str]]] = {}
+    abort_rate = pick.choice([0, 0.03, 0.2])
+    while len(groups) < len(requests) or not llm.is_finished():
+        while len(groups) < len(requests) and (pick.random() < 0.8 or llm.is_finished()):
+            prompt, params = requests[len(groups)]
+            if params is None:
+                groups.append([seq] if (seq := llm._enqueue_scoring(prompt)) else [])
+                continue
+            groups.append(llm._enqueue_all(prompt, params))
+            if params.n == 1 and params.detokenize:
+                texts[len(groups) - 1] = GrowingText(llm.tokenizer, groups[-1][0]), []
+        if pick.random() < abort_rate and (unfinished := sorted(llm._requests)):
+            llm.abort(pick.choice(unfinished))
+            counts["aborted"] += 1
+        llm.step()
+        for text, pieces in texts.values():
+            pieces.append(text.look())
+    answers = []
+    for i, ((prompt, params), group) in enumerate(zip(requests, groups, strict=True)):
+        if params is None:
+            aborted = bool(group) and group[0].finish_reason == "abort"
+            logprobs = [logprob for seq in group for logprob, *_ in seq.prompt_logprobs]
+            answers.append(Answer(dict(token_ids=prompt, token_logprobs=[None, *logprobs], aborted=aborted)))
+        else:
+            pieces = "".join(texts[i][1]) if i in texts else None
+            answers.append(Answer(make_result(llm.tokenizer, group), pieces))
+    return answers
+
+
+# --- what must hold ---
+
+
+def check_answer(expected: dict[str, Any], found: Answer) -> None:
+    """Raise AssertionError unless it is what was expected, or the beginning of it where it was aborted."""
+    result = found.result
+    if "token_logprobs" in expected:
+        count = len(result["token_logprobs"])
+        assert count == len(expected["token_logprobs"]) or result["aborted"]
+        assert result["token_logprobs"] == pytest.approx(expected["token_logprobs"][:count], abs=CLOSE)
+        return
+    if found.pieces is not None:
+        assert found.pieces == result["text"], "what was seen of the text is not the text"
+    assert result["num_prompt_tokens"] == expected["num_prompt_tokens"]
+    assert 0 <= result["num_cached_tokens"] < result["num_prompt_tokens"]
+    outputs = [each.get("outputs", [each]) for each in (expected, result)]
+    any_aborted = False
+    for one, other in zip(*outputs, strict=True):
+        aborted = other["finish_reason"] == "abort"
+        any_aborted |= aborted
+        count = len(other["token_ids"])
+        assert other["token_ids"] == (one["token_ids"][:count] if aborted else one["token_ids"])
+        if not aborted:
+            assert {key: one[key] for key in SAME} == {key: other[key] for key in SAME}
+        check_logprobs(one.get("logprobs", [])[:count], other.get("logprobs", []))
+    wanted, known = (each.get("prompt_logprobs", [None])[1:] for each in (expected, result))
+    assert len(known) == len(wanted) or any_aborted
+    check_logprobs(wanted[: len(known)], known)
+
+
+def check_logprobs(expected: list[dict[int, Logprob]], found: list[dict[int, Logprob]]) -> None:
+    assert len(expected) == len(found)
+    for one, other in zip(expected, found, strict=True):
+        for known, others in ((one, other), (other, one)):
+            least = min(entry.logprob for entry in others.values())
+            for token_id, entry in known.items():
+                if token_id not in others:  # of two that are as likely, either may be among the likeliest
+                    assert entry.logprob < least + CLOSE
+                    continue
+                assert entry.logprob == pytest.approx(others[token_id].logprob, abs=CLOSE)
+                assert abs(entry.rank - others[token_id].rank) <= 1
+                assert entry.decoded_token == others[token_id].decoded_token
+
+
+def rounding_explains(llm: LLM, request: Request, found: Answer) -> bool:
+    """Whether the default engine answers like this too, if its last matrix is changed by a few millionths."""
+    weight = llm.model_runner.model.lm_head.weight
+    exact, noise = weight.detach().clone(), torch.Generator().manual_seed(0)
+    try:
+        for _ in range(30):
+            weight.data = exact * (1 + 3e-6 * torch.randn(exact.shape, generator=noise))
+            llm.scheduler.clear()
+            try:
+                check_answer(answer_at_once(llm, [request])[0].result, found)
+                return True
+            except AssertionError:
+                pass
+        return False
+    finally:
+        weight.data = exact
+
+
+def check_empty(llm: LLM) -> None:
+    assert_empty(llm)
+    assert sorted(llm.scheduler.free_rows) == list(range(llm.config.max_num_seqs))
+    assert not llm.scheduler.running and not llm.scheduler.waiting and llm.scheduler.chunked is None
+    assert not llm._requests and not llm._texts
+
+
+def fuzz_once(default: LLM, seed: int, counts: Counter) -> None:
+    pick = random.Random(seed)
+    default.scheduler.clear()  # a round depends on its seed alone
+    beginnings = [[pick.randrange(VOCAB) for _ in range(LONGEST_PROMPT)] for _ in range(3)]
+    options = random_options(pick)
+    with LLM(default.config.model, **{**EXACT, **options}, max_model_len=256) as llm:
+        llm._overlap = pick.random() < 0.5
+        for _ in range(pick.randint(1, 2)):
+            requests = random_requests(pick, llm, beginnings)
+            expected = answer_at_once(default, requests)
+            answers = answer_in_steps(llm, requests, pick, counts)
+            check_empty(default)
+            check_empty(llm)
+            for request, (result, _), answer in zip(requests, expected, answers, strict=True):
+                try:
+                    check_answer(result, answer)
+                except AssertionError:
+                    if not rounding_explains(default, request, answer):
+                        raise
+                    counts["ties"] += 1
+                counts[result.get("finish_reason", "scored")] += 1
+                counts["tokens"] += sum(len(o["token_ids"]) for o in result.get("outputs", [result]))
+                if request.params is not None:  # what was said may be gone on with
+                    beginnings.append(request.prompt + result["token_ids"])
+        counts["preemptions"] += llm.scheduler.num_preemptions
+        counts["overlapped"] += llm._overlap
+    counts["rounds"] += 1
+
+
+def fuzz(folder: str, num_rounds: int, seed: int, report=lambda counts: None) -> Counter:
+    counts = Counter()
+    with LLM(folder, device="cpu", dtype="float32", max_model_len=256, num_kvcache_blocks=40) as default:
+        for number in range(seed, seed + num_rounds):
+            try:
+                fuzz_once(default, number, counts)
+            except Exception as error:
+                raise AssertionError(f"`python tests/fuzz.py --rounds 1 --seed {number}` fails") from error
+            report(counts)
+    return counts
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=2000)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    start = time.perf_counter()
+
+    def report(counts: Counter) -> None:
+        if counts["rounds"] % 100 == 0:
+            seconds = time.perf_counter() - start
+            print(f"{counts['rounds']:,} rounds in {seconds:,.0f} s, {counts['tokens']:,} tokens", flush=True)
+
+    with tempfile.TemporaryDirectory() as folder:
+        make_checkpoint(Path(folder), "qwen3", **CHECKPOINT)
+        counts = fuzz(folder, args.rounds, args.seed, report)
+    print(", ".join(f"{count:,} {name}" for name, count in sorted(counts.items())))
+
+
+if __name__ == "__main__":
+    main()
