@@ -204,7 +204,7 @@ class ModelRunner:
             # with every larger batch, which finds no room in what smaller ones left.
             padding = self._padding(self.config.max_num_seqs)
             num_bytes = self._memory_of(lambda: self._decode_step(padding, ALL_EXTRAS))
-            piece = functools.partial(torch.zeros, num_bytes, dtype=torch.uint8, device=self.device)
+            piece = functools.partial(torch.zeros, max(1, num_bytes), dtype=torch.uint8, device=self.device)
             self._pool_owner, _ = self._capture(piece)
         self.shaping.reset()
 
