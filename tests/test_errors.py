@@ -342,7 +342,7 @@ def test_ctrl_c_at_any_line_leaves_the_engine_empty_and_right(model, overlap):
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_ctrl_c_at_any_line_of_step_loses_no_request_and_no_token(model, overlap):
+def test_ctrl_c_at_any_line_of_step_loses_no_request_and_no_token(model, overlap, no_forecast):
     """Nor does a second one while the first is recovered from. Each request is told once."""
     prompts = [[1, 2, 3], [*range(46)], [7] * 14, [*range(46)], [4, 5]]
     pick = random.Random(overlap)

@@ -321,6 +321,7 @@ def test_an_impossible_split_is_refused_with_its_numbers_before_any_process(
 
 
 def test_a_step_sends_what_is_new_and_never_the_tokens_so_far(llm, monkeypatch):
+    monkeypatch.setattr("nanovllm.engine.scheduler.MAX_PREFILLS_IN_A_ROW", 100)  # decode steps come last
     [commands] = llm.ranks._commands
     send = commands.send_bytes
 
@@ -331,9 +332,10 @@ def test_a_step_sends_what_is_new_and_never_the_tokens_so_far(llm, monkeypatch):
             sizes[pickle.loads(data)[0]].append(len(data))
             send(data)
 
-        monkeypatch.setattr(commands, "send_bytes", watched_send)
-        llm.generate([[length + i] * length for i in range(3)], SamplingParams(0, 60, True), use_tqdm=False)
-        monkeypatch.undo()
+        with monkeypatch.context() as patch:
+            patch.setattr(commands, "send_bytes", watched_send)
+            prompts = [[length + i] * length for i in range(3)]
+            llm.generate(prompts, SamplingParams(0, 60, True), use_tqdm=False)
         return sizes
 
     short, long = sizes_of_messages(32), sizes_of_messages(256)
