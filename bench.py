@@ -25,8 +25,8 @@ import torch
 
 from example import fetch_smollm2
 from nanovllm import LLM, SamplingParams
+from nanovllm.checkpoints import SHAPES, open_checkpoint
 from nanovllm.config import Config
-from nanovllm.utils.checkpoint import SHAPES, open_checkpoint
 
 MAX_TOKEN_ID = 10_000
 ENGINE_OPTIONS = (

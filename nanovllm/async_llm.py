@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
-from nanovllm.engine.completions import GrowingText
+from nanovllm.distributed.ranks import SHUT_DOWN, EngineDeadError
 from nanovllm.engine.isolation import Isolation, outcome
-from nanovllm.engine.prompts import Prompt
-from nanovllm.engine.ranks import SHUT_DOWN, EngineDeadError
 from nanovllm.engine.sequence import Sequence
 from nanovllm.llm import LLM
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.text.prompts import Prompt
+from nanovllm.text.results import GrowingText
 
 
 class Request:

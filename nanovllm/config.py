@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from nanovllm.layers.rotary_embedding import context_limit
-from nanovllm.utils.refusals import check_bool, shown
+from nanovllm.utils.validation import check_bool, shown
 
 MAX_SIZE = 2**31 - 1
 MAX_GRID = 2**16 - 1  # of a kernel's second and third dimension

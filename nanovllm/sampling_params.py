@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from typing import Any
 
-from nanovllm.utils.refusals import check_bool, find_surrogate, shown
+from nanovllm.utils.validation import check_bool, find_surrogate, shown
 
 MAX_SEED = 2**63 - 1
 MAX_TOKENS = 2**31 - 1

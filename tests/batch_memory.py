@@ -15,8 +15,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from checkpoints import make_checkpoint
-from nanovllm import batch, batch_files
-from nanovllm.batch_lines import Answer
+from nanovllm.batch import __main__ as batch
+from nanovllm.batch import files as batch_files
+from nanovllm.batch.lines import Answer
 
 
 def resident_mib() -> float:

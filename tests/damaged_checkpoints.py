@@ -34,7 +34,7 @@ from test_gguf import byte_level_metadata, write_gguf
 
 from checkpoints import make_checkpoint
 from nanovllm import LLM, SamplingParams
-from nanovllm.utils.gguf import LAYER_MODULES, MODULES
+from nanovllm.checkpoints.gguf import LAYER_MODULES, MODULES
 
 TINY = dict(
     hidden_size=32,

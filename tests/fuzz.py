@@ -22,9 +22,9 @@ from test_engine import assert_empty
 
 from checkpoints import EXACT, make_checkpoint, make_tokenizer
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine.completions import GrowingText, Logprob, make_result
 from nanovllm.engine.forecast import Forecast
 from nanovllm.engine.sequence import Sequence
+from nanovllm.text.results import GrowingText, Logprob, make_result
 
 VOCAB = 257
 LETTERS = "abcd"

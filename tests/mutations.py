@@ -202,9 +202,9 @@ MUTATIONS = [
         ("(rows, positions % HISTORY)", "(rows, positions % (HISTORY - 1))"),
         ("        self.rules.clear()\n", ""),
     ),
-    *mutations_of("nanovllm/batch_files", ("        while rest:", "        if rest:")),
+    *mutations_of("nanovllm/batch/files", ("        while rest:", "        if rest:")),
     *mutations_of(
-        "nanovllm/batch_ray",
+        "nanovllm/batch/ray",
         ("return self.num_deaths == MAX_ATTEMPTS - 1", "return False"),
         ("if self.suspects and not member.load else None", "if self.suspects else None"),
         ("self.room if work.is_suspect else work.span.num_missing", "work.span.num_missing"),
@@ -244,7 +244,7 @@ MUTATIONS = [
         ("self.turn ^= 1", "pass"),
         ("self.turn = 0  # everyone is through with both halves", "pass"),
     ),
-    *mutations_of("nanovllm/utils/tokenizer", ("tokenizer.normalizer = normalizers.NFC()", "pass")),
+    *mutations_of("nanovllm/checkpoints/tokenizer", ("tokenizer.normalizer = normalizers.NFC()", "pass")),
 ]
 
 

@@ -12,7 +12,7 @@ from test_engine import assert_empty
 
 from checkpoints import EXACT, make_checkpoint, one_thread  # noqa: F401
 from nanovllm import LLM, AsyncLLM, SamplingParams
-from nanovllm.engine.ranks import EngineDeadError
+from nanovllm.distributed.ranks import EngineDeadError
 
 GREEDY = SamplingParams(0, 20, True)
 OPTIONS = dict(**EXACT, num_kvcache_blocks=400)

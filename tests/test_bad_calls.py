@@ -11,7 +11,7 @@ from bad_calls import GOOD, KINDS, USER, Engines, deep, endless, run
 
 from checkpoints import EXACT, edit_json, make_checkpoint, one_thread  # noqa: F401
 from nanovllm import LLM, SamplingParams
-from nanovllm.utils.refusals import MAX_SHOWN, shown
+from nanovllm.utils.validation import MAX_SHOWN, shown
 
 
 @pytest.fixture(scope="module")

@@ -14,10 +14,13 @@ from pathlib import Path
 import pytest
 
 from checkpoints import EXACT, make_checkpoint, one_thread  # noqa: F401
-from nanovllm import LLM, SamplingParams, batch, batch_files, batch_lines
-from nanovllm.batch_files import find_lines, open_output, read_lines, read_span
-from nanovllm.batch_lines import Answer, LineError, parse_line, to_json
-from nanovllm.engine.completions import Logprob
+from nanovllm import LLM, SamplingParams
+from nanovllm.batch import __main__ as batch
+from nanovllm.batch import files as batch_files
+from nanovllm.batch import lines as batch_lines
+from nanovllm.batch.files import find_lines, open_output, read_lines, read_span
+from nanovllm.batch.lines import Answer, LineError, parse_line, to_json
+from nanovllm.text.results import Logprob
 
 ENGINE = ["--device", "cpu", "--kvcache-block-size", "16", "--num-kvcache-blocks", "200"]
 ROOT = Path(batch.__file__).parents[1]
@@ -716,7 +719,7 @@ def test_a_parquet_run_that_is_killed_is_resumed_without_a_duplicate_or_a_gap(tm
 
 def test_without_ray_the_message_says_what_to_install(tmp_path, checkpoint, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    monkeypatch.delitem(sys.modules, "nanovllm.batch_ray", raising=False)
+    monkeypatch.delitem(sys.modules, "nanovllm.batch.ray", raising=False)
     source = write_lines(tmp_path / "in.jsonl", [{"prompt": "x"}])
     with pytest.raises(ValueError, match="--data-parallel needs Ray: pip install"):
         run_batch(checkpoint, source, tmp_path / "out.jsonl", "--data-parallel", 2)

@@ -16,12 +16,12 @@ from test_batch import ENGINE, ROOT, read_answers, run_batch, write_lines
 
 from checkpoints import EXACT, make_checkpoint, one_thread  # noqa: F401
 from nanovllm import LLM, SamplingParams
-from nanovllm.batch_files import Span, read_span, split
-from nanovllm.batch_lines import Answer, to_json
-from nanovllm.engine.ranks import EngineDeadError
+from nanovllm.batch.files import Span, read_span, split
+from nanovllm.batch.lines import Answer, to_json
+from nanovllm.distributed.ranks import EngineDeadError
 
 ray = pytest.importorskip("ray", reason="several engines need Ray, the `ray` extra")
-batch_ray = pytest.importorskip("nanovllm.batch_ray")
+batch_ray = pytest.importorskip("nanovllm.batch.ray")
 
 
 @pytest.fixture(scope="module")

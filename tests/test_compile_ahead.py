@@ -21,8 +21,8 @@ torch.version.cuda = "13.0"  # a torch for CPUs will do
 from nanovllm.config import Config
 from nanovllm.engine.compile_ahead import _compile_part
 from nanovllm.engine.model_runner import launch_every_kernel
-from nanovllm.utils.checkpoint import open_checkpoint
-from nanovllm.utils.parallel import Group
+from nanovllm.checkpoints import open_checkpoint
+from nanovllm.distributed.group import Group
 
 config = Config(sys.argv[1], device="cpu", dtype="bfloat16", max_num_seqs=300)
 config.fill_in(open_checkpoint(sys.argv[1]).hf_config())

@@ -33,9 +33,9 @@ from test_gguf import write_gguf
 
 from checkpoints import edit_json, make_checkpoint, one_thread  # noqa: F401  a fixture
 from nanovllm import LLM, SamplingParams
+from nanovllm.checkpoints import MAX_BYTES, open_checkpoint
+from nanovllm.distributed import group, tokenizer
 from nanovllm.models import get_model_class
-from nanovllm.utils import parallel, tokenizer
-from nanovllm.utils.checkpoint import MAX_BYTES, open_checkpoint
 from nanovllm.utils.loader import load_model
 
 
@@ -315,10 +315,10 @@ def test_the_rank_that_holds_the_weight_refuses_it(tmp_path, monkeypatch, row, r
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["model.layers.0.mlp.up_proj.weight"][row, 0] = float("nan")
     save_file(tensors, tmp_path / "model.safetensors")
-    monkeypatch.setattr(parallel, "tp_size", lambda: 2)
-    monkeypatch.setattr(parallel, "tp_rank", lambda: 1 - rank)
+    monkeypatch.setattr(group, "tp_size", lambda: 2)
+    monkeypatch.setattr(group, "tp_rank", lambda: 1 - rank)
     load(tmp_path)
-    monkeypatch.setattr(parallel, "tp_rank", lambda: rank)
+    monkeypatch.setattr(group, "tp_rank", lambda: rank)
     with pytest.raises(ValueError, match="up_proj.weight: holds NaN"):
         load(tmp_path)
 

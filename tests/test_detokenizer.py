@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from smollm2 import smollm2_gguf  # noqa: F401
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from nanovllm.engine.completions import GrowingText
+from nanovllm.checkpoints import open_checkpoint
+from nanovllm.checkpoints.tokenizer import toy_tokenizer
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.checkpoint import open_checkpoint
-from nanovllm.utils.detokenizer import INCOMPLETE, Detokenizer, vocabulary_of
-from nanovllm.utils.tokenizer import toy_tokenizer
+from nanovllm.text.detokenizer import INCOMPLETE, Detokenizer, vocabulary_of
+from nanovllm.text.results import GrowingText
 
 CORPUS = ["the quick brown fox", "naïve café", "日本語のテキスト", "a  b\n\n  c", "👍🏽 emoji 👩\u200d👩"] * 3
 

@@ -12,12 +12,12 @@ from safetensors.torch import load_file
 from smollm2 import smollm2_gguf  # noqa: F401  a fixture
 
 from checkpoints import load_reference, make_checkpoint
+from nanovllm.checkpoints import open_checkpoint
+from nanovllm.checkpoints.gguf import LAYER_MODULES, MODULES, GGUFTensor
+from nanovllm.checkpoints.tokenizer import SPLITS, tokenizer_from_gguf
 from nanovllm.layers.rotary_embedding import context_limit, rope_parameters
 from nanovllm.models import get_model_class
-from nanovllm.utils.checkpoint import open_checkpoint
-from nanovllm.utils.gguf import LAYER_MODULES, MODULES, GGUFTensor
 from nanovllm.utils.loader import load_model
-from nanovllm.utils.tokenizer import SPLITS, tokenizer_from_gguf
 
 ARCHITECTURES = ["llama", "qwen2", "qwen3"]
 QUANTISATIONS = ["F32", "F16", "BF16", "Q8_0", "Q4_0"]
@@ -291,7 +291,7 @@ def metadata_of(kind: str, tokens: list[str], types: list[int] | None = None, **
 
 def byte_level_metadata(pre: str, **others) -> dict:
     """Every byte, pairs and triples of "1", and one special token."""
-    from nanovllm.utils.tokenizer import toy_tokenizer
+    from nanovllm.checkpoints.tokenizer import toy_tokenizer
 
     vocabulary = toy_tokenizer().get_vocab()
     tokens = sorted(vocabulary, key=vocabulary.get)[:256] + ["11", "111", "<|im_end|>"]

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from checkpoints import one_thread  # noqa: F401
+from nanovllm.distributed import group
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.attention import Attention, store_kvcache
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
@@ -20,7 +21,6 @@ from nanovllm.layers.linear import (
     divide,
 )
 from nanovllm.layers.rotary_embedding import RotaryEmbedding, apply_rotary_emb, get_rope
-from nanovllm.utils import parallel
 from nanovllm.utils.context import get_context, reset_context, set_context
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -233,8 +233,8 @@ def on_rank(monkeypatch):
     """on_rank(rank, size, make) builds a layer as that rank would, and stays on that rank."""
 
     def build(rank, size, make):
-        monkeypatch.setattr(parallel, "tp_rank", lambda: rank)
-        monkeypatch.setattr(parallel, "tp_size", lambda: size)
+        monkeypatch.setattr(group, "tp_rank", lambda: rank)
+        monkeypatch.setattr(group, "tp_size", lambda: size)
         return make()
 
     return build

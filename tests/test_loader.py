@@ -15,11 +15,11 @@ from transformers import CONFIG_MAPPING
 
 from checkpoints import EXACT, load_reference, make_checkpoint
 from nanovllm import LLM, SamplingParams
+from nanovllm.checkpoints import SHAPES, open_checkpoint
+from nanovllm.checkpoints.tokenizer import toy_tokenizer
+from nanovllm.distributed import group
 from nanovllm.models import get_model_class
-from nanovllm.utils import parallel
-from nanovllm.utils.checkpoint import SHAPES, open_checkpoint
 from nanovllm.utils.loader import default_weight_loader, load_model
-from nanovllm.utils.tokenizer import toy_tokenizer
 
 
 def build_model(folder: Path) -> nn.Module:
@@ -98,10 +98,10 @@ def test_weights_are_converted_to_the_dtype_of_the_parameters(tmp_path):
 def test_ranks_together_hold_every_weight_and_only_their_part(tmp_path, monkeypatch, size):
     make_checkpoint(tmp_path, "qwen3", num_key_value_heads=4)
     expected = expected_parameters(tmp_path)
-    monkeypatch.setattr(parallel, "tp_size", lambda: size)
+    monkeypatch.setattr(group, "tp_size", lambda: size)
     ranks = []
     for rank in range(size):
-        monkeypatch.setattr(parallel, "tp_rank", lambda rank=rank: rank)
+        monkeypatch.setattr(group, "tp_rank", lambda rank=rank: rank)
         ranks.append(load(tmp_path).state_dict())
     for name, whole in expected.items():
         parts = [rank[name] for rank in ranks]

@@ -33,8 +33,8 @@ from test_shaping import MIXED
 
 from checkpoints import EXACT, edit_json, make_checkpoint, one_thread  # noqa: F401
 from nanovllm import LLM, SamplingParams
+from nanovllm.distributed.group import Group
 from nanovllm.kernels.layernorm import add_rms_norm
-from nanovllm.utils.parallel import Group
 
 GREEDY = SamplingParams(0, 12, True)
 LONG = SamplingParams(0, 200, True)
@@ -64,7 +64,7 @@ def ranks_of(parent: int | None = None) -> set[int]:
     found = set()
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            is_rank = b"nanovllm.engine.ranks" in (process / "cmdline").read_bytes()
+            is_rank = b"nanovllm.distributed.ranks" in (process / "cmdline").read_bytes()
             if is_rank and f"TMPDIR={tempfile.gettempdir()}\0".encode() in (process / "environ").read_bytes():
                 stat = (process / "stat").read_text().rpartition(")")[2].split()
                 found |= {int(process.name)} if parent in (None, int(stat[1])) else set()

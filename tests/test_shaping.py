@@ -19,8 +19,9 @@ from test_engine import assert_empty, tokens_of
 from test_sampling import RANDOM_SEEDS, assert_follows
 
 from checkpoints import EXACT, load_reference, make_checkpoint, one_thread  # noqa: F401
-from nanovllm import LLM, AsyncLLM, SamplingParams, batch
-from nanovllm.batch_lines import Answer
+from nanovllm import LLM, AsyncLLM, SamplingParams
+from nanovllm.batch import __main__ as batch
+from nanovllm.batch.lines import Answer
 from nanovllm.engine import prompts, scheduler, shaping
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.shaping import BAN, Shaping, num_rule_words

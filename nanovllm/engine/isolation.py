@@ -7,9 +7,9 @@ sequence fails because of it; one about several is tried again in smaller parts.
 import traceback
 from typing import Any
 
-from nanovllm.engine.completions import make_result
-from nanovllm.engine.ranks import EngineDeadError
+from nanovllm.distributed.ranks import EngineDeadError
 from nanovllm.engine.sequence import Sequence
+from nanovllm.text.results import make_result
 
 
 class Isolation:

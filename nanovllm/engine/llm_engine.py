@@ -17,18 +17,18 @@ from typing import Any, NamedTuple
 
 from tqdm.auto import tqdm
 
+from nanovllm.checkpoints import open_checkpoint
 from nanovllm.config import Config
-from nanovllm.engine.completions import GrowingText, make_result, record_logprobs
+from nanovllm.distributed.ranks import SHUT_DOWN, EngineDeadError, Ranks
 from nanovllm.engine.isolation import Isolation, outcome
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.engine.prompts import Messages, Prompt, Prompts, as_token_ids, check_template_kwargs
-from nanovllm.engine.ranks import SHUT_DOWN, EngineDeadError, Ranks
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step_data import StepOutput
 from nanovllm.sampling_params import SamplingParams, recommended_params
-from nanovllm.utils.checkpoint import open_checkpoint
-from nanovllm.utils.refusals import check_bool, shown
+from nanovllm.text.prompts import Messages, Prompt, Prompts, as_token_ids, check_template_kwargs
+from nanovllm.text.results import GrowingText, make_result, record_logprobs
+from nanovllm.utils.validation import check_bool, shown
 
 
 class Step(NamedTuple):

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from nanovllm.config import Config
+from nanovllm.distributed.group import Group, use_group
 from nanovllm.engine.compile_ahead import CompileAhead
 from nanovllm.engine.decode_state import DecodeState
 from nanovllm.engine.sequence import Sequence
@@ -35,10 +36,9 @@ from nanovllm.models import get_model_class
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.context import reset_context, set_context
 from nanovllm.utils.loader import load_model
-from nanovllm.utils.parallel import Group, use_group
 
 if TYPE_CHECKING:
-    from nanovllm.engine.ranks import Ranks
+    from nanovllm.distributed.ranks import Ranks
 
 CPU_KV_CACHE_BYTES = 4 << 30
 GRAPH_BYTES = 512 << 20  # for what CUDA graphs take beside their tensors

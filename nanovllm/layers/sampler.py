@@ -6,9 +6,9 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from nanovllm.distributed.group import get_group
 from nanovllm.kernels.sampling import sample
 from nanovllm.sampling_params import MAX_LOGPROBS
-from nanovllm.utils import parallel
 
 ROWS_AT_ONCE = 64  # of log-probabilities, which take several times the memory of their logits
 
@@ -19,7 +19,7 @@ class Sampler(nn.Module):
     def __init__(self, vocab_start: int = 0):
         super().__init__()
         self.vocab_start = vocab_start
-        self.group = parallel.get_group()
+        self.group = get_group()
 
     def forward(
         self,

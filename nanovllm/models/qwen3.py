@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from nanovllm.distributed.group import tp_size
 from nanovllm.kernels.fused_linear import (
     Stream,
     begin_stream,
@@ -27,7 +28,6 @@ from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from nanovllm.layers.rotary_embedding import RotaryEmbedding, context_limit, get_rope, rope_parameters
-from nanovllm.utils import parallel
 from nanovllm.utils.context import get_context
 
 
@@ -174,7 +174,7 @@ class Qwen3Model(nn.Module):
             Qwen3DecoderLayer(config, rotary_emb, **variant) for _ in range(config.num_hidden_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.is_split = parallel.tp_size() > 1
+        self.is_split = tp_size() > 1
         matrices = [weight for weight in self.layers.parameters() if weight.dim() == 2]
         self.is_fusable = not self.is_split and all(map(can_be_fused, matrices))
 

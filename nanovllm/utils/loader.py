@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nanovllm.utils.checkpoint import open_checkpoint
+from nanovllm.checkpoints import open_checkpoint
 
 # Saved by old versions of transformers, and computed from the configuration here.
 IGNORED = re.compile(r".*\.rotary_emb\.inv_freq")

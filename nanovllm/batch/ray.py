@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nanovllm.async_llm import AsyncLLM
-from nanovllm.batch_files import Output, Span, read_span, split, split_lines
-from nanovllm.batch_lines import Answer, LineError, answer, answer_error, parse_line, read_request
+from nanovllm.batch.files import Output, Span, read_span, split, split_lines
+from nanovllm.batch.lines import Answer, LineError, answer, answer_error, parse_line, read_request
 from nanovllm.config import Config
-from nanovllm.engine.ranks import EngineDeadError
+from nanovllm.distributed.ranks import EngineDeadError
 
 try:
     import ray

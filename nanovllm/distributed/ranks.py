@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from nanovllm.config import Config
-from nanovllm.utils.parallel import Group
+from nanovllm.distributed.group import Group
 
 SHUT_DOWN = "this engine has been shut down by exit()"
 
@@ -47,7 +47,7 @@ def end_with(parent, folder):
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)
 threading.Thread(target=end_with, args=(int(sys.argv[2]), sys.argv[3]), daemon=True).start()
-from nanovllm.engine.ranks import serve
+from nanovllm.distributed.ranks import serve
 serve(int(sys.argv[4]), int(sys.argv[5]))
 """
 

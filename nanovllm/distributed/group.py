@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nanovllm.distributed.cuda_ipc import SharedBuffer
 from nanovllm.kernels.all_reduce import PeerMemory
 from nanovllm.kernels.layernorm import add_rms_norm
-from nanovllm.utils.cuda_ipc import SharedBuffer
 
 CONNECT_TIMEOUT = timedelta(seconds=60)  # from the moment when all are there
 FOREVER = timedelta(days=1000)  # a rank that died is noticed otherwise, and one that waits is not dead

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from nanovllm.batch_lines import MAX_LINE, Answer
+from nanovllm.batch.lines import MAX_LINE, Answer
 
 ANSWERS_PER_PART = 4096  # of a Parquet folder
 

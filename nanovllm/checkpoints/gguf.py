@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from nanovllm.utils.checkpoint import build_config, has_room_for, merge_eos_ids
-from nanovllm.utils.tokenizer import tokenizer_errors, tokenizer_from_gguf
+from nanovllm.checkpoints.model_config import build_config, merge_eos_ids
+from nanovllm.checkpoints.tokenizer import tokenizer_errors, tokenizer_from_gguf
+from nanovllm.checkpoints.untrusted import has_room_for
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 MODULES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}

@@ -8,13 +8,13 @@ import warnings
 from numbers import Integral
 from typing import Any
 
+from nanovllm.checkpoints.tokenizer import render_chat, tokenizer_errors
 from nanovllm.config import Config
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.shaping import RULE_WORDS, num_rule_words
 from nanovllm.kernels.logit_edits import HISTORY
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.refusals import check_bool, find_surrogate, shown
-from nanovllm.utils.tokenizer import render_chat, tokenizer_errors
+from nanovllm.utils.validation import check_bool, find_surrogate, shown
 
 # What `chat` passes to a chat template, which chat_template_kwargs cannot set too.
 CHAT_OPTIONS = {"messages", "chat_template", "add_generation_prompt", "continue_final_message", "tools"}

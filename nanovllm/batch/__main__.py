@@ -4,8 +4,8 @@
 
 Lines are read, tokenized and fed as room appears, and each answer is written as soon as it is there: memory
 does not grow with the file, and whatever ends a run, --resume goes on from what the output holds. What lines
-look like is said in batch_lines.py, how files are read and written in batch_files.py, and how Ray spreads the
-work over several engines in batch_ray.py.
+look like is said in lines.py, how files are read and written in files.py, and how Ray spreads the work over
+several engines in ray.py.
 """
 
 import argparse
@@ -23,8 +23,8 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from nanovllm.batch_files import find_lines, open_output, read_lines
-from nanovllm.batch_lines import Answer, LineError, Request, answer, answer_error, read_request
+from nanovllm.batch.files import find_lines, open_output, read_lines
+from nanovllm.batch.lines import Answer, LineError, Request, answer, answer_error, read_request
 from nanovllm.config import Config
 from nanovllm.llm import LLM
 from nanovllm.sampling_params import MAX_SEED, SamplingParams
@@ -212,7 +212,7 @@ def main(argv: list[str] | None = None) -> None:
             if not num_lines:
                 return
             if args.data_parallel is not None:
-                from nanovllm.batch_ray import run_on_ray  # an extra, which takes a second to import
+                from nanovllm.batch.ray import run_on_ray  # an extra, which takes a second to import
 
                 run_on_ray(args, output, num_lines, report, progress.restart, progress.warn)
                 return

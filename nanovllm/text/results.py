@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from nanovllm.engine.sequence import Sequence, TokenLogprobs
 from nanovllm.engine.step_data import StepOutput
 from nanovllm.sampling_params import MAX_LOGPROBS
-from nanovllm.utils.detokenizer import Detokenizer, vocabulary_of
+from nanovllm.text.detokenizer import Detokenizer, vocabulary_of
 
 PLACES = range(1, MAX_LOGPROBS + 1)
 

@@ -10,10 +10,10 @@ import time
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
-from nanovllm.engine.completions import Logprob
-from nanovllm.engine.prompts import check_template_kwargs
 from nanovllm.sampling_params import MAX_SEED, SamplingParams
-from nanovllm.utils.refusals import shown
+from nanovllm.text.prompts import check_template_kwargs
+from nanovllm.text.results import Logprob
+from nanovllm.utils.validation import shown
 
 SAMPLING_FIELDS = {f.name for f in fields(SamplingParams)} | {"max_completion_tokens", "top_logprobs"}
 CHAT_FIELDS = {"tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"}

@@ -1,0 +1,146 @@
+"""A local folder in Hugging Face's layout: config.json, safetensors files, a tokenizer."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nanovllm.checkpoints.model_config import build_config, merge_eos_ids
+from nanovllm.checkpoints.tokenizer import guard_decode, tokenizer_errors, toy_tokenizer
+from nanovllm.checkpoints.untrusted import file_inside, has_room_for, leads_inside, read_json
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+FOLDER_SUFFIXES = (".safetensors", ".json", ".jinja", ".txt", ".model", ".spm", ".codes", ".tokenizer")
+TEMPLATE_FOLDER = "additional_chat_templates"
+# transformers takes any of its classes by name: others read pickles, or ask whether to run the folder's code.
+TOKENIZER_CLASS = re.compile(r"(?!Auto)\w+(Tokenizer|TokenizerFast|Backend)")
+# What some of these classes take for the names of files to open, besides every setting that ends in _file.
+FILE_SETTINGS = ("vocab", "merges", "source_spm", "target_spm")
+# A text where tokenizer.json has its vocabulary, however the key is spelled, is such a name too.
+VOCAB_IS_TEXT = re.compile(rb'"(?:v|\\u0076)(?:o|\\u006[fF])(?:c|\\u0063)(?:a|\\u0061)(?:b|\\u0062)"\s*:\s*"')
+
+
+class FolderCheckpoint:
+    """A local folder in Hugging Face's layout."""
+
+    def __init__(self, path: str, random_weights: bool = False):
+        self.path = path
+        self.random_weights = random_weights
+        self.folder = Path(path)
+        for entry in [*self.folder.iterdir(), *self.folder.glob(f"{TEMPLATE_FOLDER}/*")]:
+            if entry.suffix in FOLDER_SUFFIXES:
+                file_inside(self.folder, str(entry.relative_to(self.folder)))
+            elif entry.is_symlink() and not leads_inside(self.folder, entry):  # a folder, perhaps
+                raise ValueError(f"{self.folder}: {entry.name!r} leads out of the folder")
+        if not (self.folder / "config.json").exists():
+            hint = "; name the .gguf file itself to load it" if any(self.folder.glob("*.gguf")) else ""
+            raise ValueError(f"{path} has no config.json{hint}")
+        self.config = read_json(self.folder / "config.json")
+
+    def hf_config(self) -> Any:
+        config = build_config(self.folder / "config.json", self.config)
+        stored = sum(file.stat().st_size for file in self.folder.glob("*.safetensors"))
+        if not self.random_weights and not has_room_for(config, stored):
+            self._shards()  # has more to say where there are none
+            raise ValueError(
+                f"{self.folder / 'config.json'} describes a larger model than its files can hold"
+            )
+        return config
+
+    def tokenizer(self) -> Any:
+        if not any((self.folder / name).exists() for name in TOKENIZER_FILES):
+            return toy_tokenizer() if self.random_weights else None
+        self._check_tokenizer_config()
+        from transformers import AutoTokenizer
+
+        with tokenizer_errors(f"{self.path}: transformers cannot read the tokenizer"):
+            tokenizer = AutoTokenizer.from_pretrained(
+                self.path, local_files_only=True, trust_remote_code=False
+            )
+        return guard_decode(tokenizer, self.path)
+
+    def _check_tokenizer_config(self) -> None:
+        """Raise ValueError if transformers would open a file elsewhere or use what is no tokenizer."""
+        file = self.folder / "tokenizer_config.json"
+        settings = read_json(file) if file.exists() else {}
+        for name in (self.config.get("tokenizer_class"), settings.get("tokenizer_class")):
+            if name is not None and not (isinstance(name, str) and TOKENIZER_CLASS.fullmatch(name)):
+                raise ValueError(f"{self.path}: tokenizer_class cannot be {name!r:.100}")
+        for key, value in settings.items():
+            # Many name a special_tokens_map_file on their author's machine, which nobody opens.
+            names_file = key in FILE_SETTINGS or (key.endswith("_file") and key != "special_tokens_map_file")
+            if names_file and value is not None:
+                raise ValueError(f"{file}: {key} cannot be {value!r:.100}; files have fixed names")
+        versions = settings.get("fast_tokenizer_files", [])
+        if not isinstance(versions, list) or not all(isinstance(name, str) for name in versions):
+            raise ValueError(f"{file}: fast_tokenizer_files must be a list of names, got {versions!r:.100}")
+        stored = [file_inside(self.folder, name) for name in versions]
+        for file in (self.folder / "tokenizer.json", *stored):
+            if file.exists() and VOCAB_IS_TEXT.search(file.read_bytes()):
+                raise ValueError(f"{file}: the vocabulary cannot be the name of a file")
+
+    def generation_config(self) -> dict[str, Any]:
+        file = self.folder / "generation_config.json"
+        return read_json(file) if file.exists() else {}
+
+    def eos_token_ids(self, tokenizer: Any) -> tuple[int, ...]:
+        generation = self.generation_config()
+        # Not from the transformers configuration, which fills in a default that the model may not have.
+        found = generation.get("eos_token_id"), self.config.get("eos_token_id")
+        return merge_eos_ids(self.path, *found, getattr(tokenizer, "eos_token_id", None))
+
+    def tensors(self) -> Iterator["SafetensorsTensor"]:
+        from safetensors import SafetensorError, safe_open
+
+        for file, listed in self._shards().items():
+            try:
+                shard = safe_open(file, framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise ValueError(f"{file} is not a complete safetensors file: {error}") from error
+            with shard:
+                stored = shard.keys()
+                if lacking := sorted(set(listed) - set(stored)):
+                    raise ValueError(f"{file} lacks tensor {lacking[0]}, which the index says it holds")
+                for name in listed or stored:
+                    yield SafetensorsTensor(str(file), name, shard.get_slice(name))
+
+    def _shards(self) -> dict[Path, list[str]]:
+        """Files with weights -> the tensors that the index lists for them; none where there is no index."""
+        index = self.folder / "model.safetensors.index.json"
+        if not index.exists():
+            files = sorted(self.folder.glob("*.safetensors"))
+            if not files:
+                others = sorted(
+                    file.name for ending in ("bin", "pt", "pth") for file in self.folder.glob(f"*.{ending}")
+                )
+                instead = f" (only {', '.join(others[:3])})" if others else ""
+                raise ValueError(
+                    f"{self.path} has no safetensors file{instead}; only safetensors and GGUF are read"
+                )
+            return {file: [] for file in files}
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+            raise ValueError(f"{index}: weight_map must say the file of each tensor")
+        shards: dict[str, list[str]] = {}
+        for tensor, file in weight_map.items():
+            shards.setdefault(file, []).append(tensor)
+        return {file_inside(self.folder, file): listed for file, listed in sorted(shards.items())}
+
+
+class SafetensorsTensor:
+    """One tensor of a safetensors file. A slice is a view of the mapped file: no other part of it is read."""
+
+    def __init__(self, file: str, name: str, stored: Any):
+        self.file = file
+        self.name = name
+        self.shape = tuple(stored.get_shape())
+        self._stored = stored
+        if stored.get_dtype() not in ("F16", "BF16", "F32", "F64"):
+            raise ValueError(
+                f"{file}: tensor {name} has dtype {stored.get_dtype()}; only F16, BF16, F32 and F64 are read"
+            )
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return self._stored[index]

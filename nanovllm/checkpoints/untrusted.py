@@ -1,0 +1,77 @@
+"""What keeps other people's files from doing harm: no name leads out of their folder, none is huge, and no
+configuration makes us allocate what its files cannot fill.
+"""
+
+import json
+import math
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+# Several times what the largest models have: whoever reads JSON needs many times the memory of the file.
+MAX_BYTES = {
+    "config.json": 2**20,
+    "generation_config.json": 2**20,
+    "tokenizer_config.json": 2**22,
+    "special_tokens_map.json": 2**22,
+    "added_tokens.json": 2**22,
+    "model.safetensors.index.json": 2**24,
+    "tokenizer.json": 2**26,
+    "vocab.json": 2**26,
+    ".jinja": 2**20,
+    ".safetensors": math.inf,
+}
+MAX_BYTES_OF_OTHERS = 2**28
+
+
+def has_room_for(config: SimpleNamespace, stored: int, bits: int = 8) -> bool:
+    """
+    Whether the matrices of a model fit in `stored` bytes if a weight takes `bits`, which shall be less than
+    any format needs: a configuration must not make us allocate what no file can fill.
+    """
+    heads = 2 * (config.num_attention_heads + config.num_key_value_heads)
+    per_layer = config.hidden_size * (heads * config.head_dim + 3 * config.intermediate_size)
+    weights = config.vocab_size * config.hidden_size + config.num_hidden_layers * per_layer
+    return weights * bits <= 8 * max(stored, 2**24)
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The object that a JSON file holds. Raises ValueError naming the file."""
+    try:
+        value = json.loads(file.read_bytes())
+    except (ValueError, OSError, RecursionError) as error:
+        raise ValueError(f"{file} is not readable JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{file} must hold a JSON object, not {type(value).__name__}")
+    return value
+
+
+def file_inside(folder: Path, name: str) -> Path:
+    """A file of the folder by its name. Raises ValueError unless it is regular, inside, and not huge."""
+    path = folder / name
+    try:
+        inside = leads_inside(folder, path)
+        regular = path.is_file()
+    except (OSError, ValueError, RuntimeError) as error:  # too long, a zero byte, a cycle of links
+        raise ValueError(f"{folder}: cannot open {name!r}: {error}") from error
+    if not inside:
+        raise ValueError(f"{folder}: {name!r} leads out of the folder")
+    if not regular:
+        raise ValueError(f"{path} is missing, or is not a regular file")
+    limit = MAX_BYTES.get(path.name, MAX_BYTES.get(path.suffix, MAX_BYTES_OF_OTHERS))
+    if path.stat().st_size > limit:
+        raise ValueError(f"{path} is larger than {limit} bytes")
+    return path
+
+
+def leads_inside(folder: Path, path: Path) -> bool:
+    """Raises OSError or RuntimeError for a cycle of links."""
+    root = folder.resolve()
+    if path.resolve().is_relative_to(root):
+        return True
+    # The hub's cache keeps contents in `blobs`, and beside it `snapshots` with folders of links to them.
+    if not path.is_symlink() or root.parent.name != "snapshots":
+        return False
+    target = os.path.normpath(path.parent.resolve() / os.readlink(path))
+    return Path(target).parent == root.parent.parent / "blobs"
