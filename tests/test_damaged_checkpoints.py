@@ -33,8 +33,9 @@ from test_gguf import write_gguf
 
 from checkpoints import edit_json, make_checkpoint, one_thread  # noqa: F401  a fixture
 from nanovllm import LLM, SamplingParams
-from nanovllm.checkpoints import MAX_BYTES, open_checkpoint
-from nanovllm.distributed import group, tokenizer
+from nanovllm.checkpoints import open_checkpoint, tokenizer
+from nanovllm.checkpoints.untrusted import MAX_BYTES
+from nanovllm.distributed import group
 from nanovllm.models import get_model_class
 from nanovllm.utils.loader import load_model
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanovllm.distributed.group import get_group, tp_rank, tp_size
+from nanovllm.distributed import group
 from nanovllm.kernels.runtime import cdiv
 from nanovllm.utils.context import get_context
 from nanovllm.utils.loader import default_weight_loader
@@ -22,9 +22,9 @@ class VocabParallelEmbedding(nn.Module):
     def __init__(self, num_embeddings: int, embedding_dim: int):
         super().__init__()
         self.num_embeddings = num_embeddings
-        self.group = get_group()
-        rows = -(-num_embeddings // tp_size())
-        self.vocab_start = min(tp_rank() * rows, num_embeddings)
+        self.group = group.get_group()
+        rows = -(-num_embeddings // group.tp_size())
+        self.vocab_start = min(group.tp_rank() * rows, num_embeddings)
         self.vocab_end = min(self.vocab_start + rows, num_embeddings)
         self.weight = nn.Parameter(torch.zeros(rows, embedding_dim), requires_grad=False)
         self.weight.weight_loader = self.weight_loader

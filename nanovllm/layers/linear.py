@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanovllm.distributed.group import get_group, tp_rank, tp_size
+from nanovllm.distributed import group
 from nanovllm.utils.loader import default_weight_loader
 
 
@@ -55,11 +55,11 @@ class MergedColumnParallelLinear(LinearBase):
 
     def __init__(self, input_size: int, output_sizes: list[int], bias: bool = False):
         self.output_sizes = output_sizes
-        super().__init__(input_size, sum(divide(size, tp_size()) for size in output_sizes), bias)
+        super().__init__(input_size, sum(divide(size, group.tp_size()) for size in output_sizes), bias)
 
     def weight_loader(self, param: nn.Parameter, loaded_weight: Any, shard_id: int = 0) -> None:
         size = self.output_sizes[shard_id]
-        self._load_rows(param, loaded_weight, size, sum(self.output_sizes[:shard_id]) // tp_size())
+        self._load_rows(param, loaded_weight, size, sum(self.output_sizes[:shard_id]) // group.tp_size())
 
     def _load_rows(
         self, param: nn.Parameter, loaded_weight: Any, total: int, offset: int, parts: int = 0, part: int = -1
@@ -71,7 +71,7 @@ class MergedColumnParallelLinear(LinearBase):
         expected = (total, *param.shape[1:])
         if tuple(loaded_weight.shape) != expected:
             raise ValueError(f"shape {tuple(loaded_weight.shape)}, expected {expected}")
-        parts, part = parts or tp_size(), tp_rank() if part < 0 else part
+        parts, part = parts or group.tp_size(), group.tp_rank() if part < 0 else part
         rows = divide(total, parts)
         default_weight_loader(
             param.data[offset : offset + rows], loaded_weight[part * rows : (part + 1) * rows]
@@ -99,7 +99,7 @@ class QKVParallelLinear(MergedColumnParallelLinear):
         total_num_kv_heads: int | None = None,
         bias: bool = False,
     ):
-        size = tp_size()
+        size = group.tp_size()
         self.head_size = head_size
         self.total_num_kv_heads = total_num_kv_heads or total_num_heads
         self.num_heads = divide(total_num_heads, size)
@@ -114,8 +114,8 @@ class QKVParallelLinear(MergedColumnParallelLinear):
             super().weight_loader(param, loaded_weight, 0)
             return
         offset = (self.num_heads + (self.num_kv_heads if shard_id == "v" else 0)) * self.head_size
-        parts = tp_size() // self.num_kv_replicas
-        part = tp_rank() // self.num_kv_replicas
+        parts = group.tp_size() // self.num_kv_replicas
+        part = group.tp_rank() // self.num_kv_replicas
         self._load_rows(param, loaded_weight, self.total_num_kv_heads * self.head_size, offset, parts, part)
 
 
@@ -128,9 +128,9 @@ class RowParallelLinear(LinearBase):
     def __init__(self, input_size: int, output_size: int, bias: bool = False, reduce: bool = True):
         self.input_size = input_size
         self.reduce = reduce
-        super().__init__(divide(input_size, tp_size()), output_size, bias)
-        self.adds_bias = tp_rank() == 0
-        self.group = get_group()
+        super().__init__(divide(input_size, group.tp_size()), output_size, bias)
+        self.adds_bias = group.tp_rank() == 0
+        self.group = group.get_group()
 
     @property
     def bias_here(self) -> torch.Tensor | None:
@@ -144,7 +144,7 @@ class RowParallelLinear(LinearBase):
         expected = (param.shape[0], self.input_size)
         if tuple(loaded_weight.shape) != expected:
             raise ValueError(f"shape {tuple(loaded_weight.shape)}, expected {expected}")
-        start = tp_rank() * param.shape[1]
+        start = group.tp_rank() * param.shape[1]
         default_weight_loader(param, loaded_weight[:, start : start + param.shape[1]])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nanovllm.distributed.group import tp_size
+from nanovllm.distributed import group
 from nanovllm.kernels.fused_linear import (
     Stream,
     begin_stream,
@@ -174,7 +174,7 @@ class Qwen3Model(nn.Module):
             Qwen3DecoderLayer(config, rotary_emb, **variant) for _ in range(config.num_hidden_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.is_split = tp_size() > 1
+        self.is_split = group.tp_size() > 1
         matrices = [weight for weight in self.layers.parameters() if weight.dim() == 2]
         self.is_fusable = not self.is_split and all(map(can_be_fused, matrices))
 
