@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from test_engine import assert_empty
 
-from checkpoints import EXACT, make_checkpoint, one_thread  # noqa: F401
 from nanovllm import LLM, AsyncLLM, SamplingParams
 from nanovllm.distributed.ranks import EngineDeadError
+from tiny_checkpoints import EXACT, make_checkpoint, one_thread  # noqa: F401
 
 GREEDY = SamplingParams(0, 20, True)
 OPTIONS = dict(**EXACT, num_kvcache_blocks=400)

@@ -1,5 +1,5 @@
 """Bad calls of every kind are refused with the value at fault and leave the engine as it was. A thousand made
-ones are here (`python tests/bad_calls.py` makes ten thousand), and one test for each bug that they found.
+ones are here (`tests/long/bad_calls.py` makes ten thousand), and one test for each bug that they found.
 """
 
 import re
@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from bad_calls import GOOD, KINDS, USER, Engines, deep, endless, run
 
-from checkpoints import EXACT, edit_json, make_checkpoint, one_thread  # noqa: F401
 from nanovllm import LLM, SamplingParams
 from nanovllm.utils.validation import MAX_SHOWN, shown
+from tiny_checkpoints import EXACT, edit_json, make_checkpoint, one_thread  # noqa: F401
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,10 @@ import pytest
 import torch
 from test_block_manager import check_pool
 
-from checkpoints import (
+from nanovllm import LLM, SamplingParams
+from nanovllm.config import Config
+from nanovllm.layers import attention
+from tiny_checkpoints import (
     EXACT,
     assert_greedy,
     edit_json,
@@ -24,9 +27,6 @@ from checkpoints import (
     make_checkpoint,
     one_thread,  # noqa: F401
 )
-from nanovllm import LLM, SamplingParams
-from nanovllm.config import Config
-from nanovllm.layers import attention
 
 VOCAB = 320
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)

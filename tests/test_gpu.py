@@ -14,10 +14,10 @@ import pytest
 import torch
 from test_shaping import MIXED
 
-from checkpoints import UNALIGNED, load_reference, make_checkpoint
 from nanovllm import LLM, AsyncLLM, SamplingParams
 from nanovllm.engine import isolation
 from nanovllm.layers.attention import HAVE_FLASH
+from tiny_checkpoints import UNALIGNED, load_reference, make_checkpoint
 
 pytestmark = pytest.mark.gpu
 

@@ -14,9 +14,9 @@ import pytest
 
 import bench
 import example
-from checkpoints import make_checkpoint
 from nanovllm import SamplingParams
 from nanovllm.engine import llm_engine
+from tiny_checkpoints import make_checkpoint
 
 
 @pytest.fixture(scope="module")

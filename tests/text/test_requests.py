@@ -13,11 +13,11 @@ from fuzz import CHECKPOINT, fuzz
 from test_engine import assert_empty, tokens_of
 from tokenizers import Tokenizer, decoders, models
 
-from checkpoints import EXACT, make_checkpoint, one_thread  # noqa: F401
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine import model_runner
 from nanovllm.engine.step_data import StepOutput
 from nanovllm.text.results import make_result
+from tiny_checkpoints import EXACT, make_checkpoint, one_thread  # noqa: F401
 
 PROMPT = [*range(40)]
 
@@ -688,7 +688,7 @@ def test_only_tokens_that_somebody_gets_are_counted(llm):
 def test_the_ways_to_call_in_the_readme_work_as_written(tmp_path, monkeypatch, capsys):
     folder = make_checkpoint(tmp_path, "qwen3", vocab_size=257, max_position_embeddings=1024)
     monkeypatch.setattr("nanovllm.checkpoints._download", lambda name, weights: str(folder))
-    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
     [code] = re.findall(r"## Ways to call\n+```python\n(.*?)```", readme, re.DOTALL)
     exec(code, {"__name__": "__main__"})
     assert "num_requests_finished" in capsys.readouterr().out

@@ -1,9 +1,9 @@
 """Differential fuzzing: random requests of every kind, whose results may not depend on how they are run.
 
-`python tests/fuzz.py --rounds 2000 --seed 0`. In each round a default engine answers the requests, and then
-one with a tiny cache, small chunks, 1 to 16 sequences at a time and overlapped steps or not, where requests
-also arrive late and are aborted. Results must be equal, but for ties that rounding decides, and both engines
-empty. Round r of seed s is round 0 of seed s + r.
+`python tests/long/fuzz.py --rounds 2000 --seed 0`. In each round a default engine answers the requests, and
+then one with a tiny cache, small chunks, 1 to 16 sequences at a time and overlapped steps or not, where
+requests also arrive late and are aborted. Results must be equal, but for ties that rounding decides, and both
+engines empty. Round r of seed s is round 0 of seed s + r.
 """
 
 import argparse
@@ -16,15 +16,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
+import paths  # noqa: F401
 import pytest
 import torch
 from test_engine import assert_empty
 
-from checkpoints import EXACT, make_checkpoint, make_tokenizer
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.forecast import Forecast
 from nanovllm.engine.sequence import Sequence
 from nanovllm.text.results import GrowingText, Logprob, make_result
+from tiny_checkpoints import EXACT, make_checkpoint, make_tokenizer
 
 VOCAB = 257
 LETTERS = "abcd"
@@ -267,7 +268,9 @@ def fuzz(folder: str, num_rounds: int, seed: int, report=lambda counts: None) ->
             try:
                 fuzz_once(default, number, counts)
             except Exception as error:
-                raise AssertionError(f"`python tests/fuzz.py --rounds 1 --seed {number}` fails") from error
+                raise AssertionError(
+                    f"`python tests/long/fuzz.py --rounds 1 --seed {number}` fails"
+                ) from error
             report(counts)
     return counts
 

@@ -13,13 +13,13 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import CONFIG_MAPPING
 
-from checkpoints import EXACT, load_reference, make_checkpoint
 from nanovllm import LLM, SamplingParams
 from nanovllm.checkpoints import SHAPES, open_checkpoint
 from nanovllm.checkpoints.tokenizer import toy_tokenizer
 from nanovllm.distributed import group
 from nanovllm.models import get_model_class
 from nanovllm.utils.loader import default_weight_loader, load_model
+from tiny_checkpoints import EXACT, load_reference, make_checkpoint
 
 
 def build_model(folder: Path) -> nn.Module:

@@ -14,7 +14,10 @@ import pytest
 import torch
 from test_block_manager import check_pool
 
-from checkpoints import (
+from nanovllm import LLM, SamplingParams
+from nanovllm.config import DTYPES
+from nanovllm.engine.llm_engine import LLMEngine
+from tiny_checkpoints import (
     ARCHITECTURES,
     EXACT,
     assert_greedy,
@@ -24,9 +27,6 @@ from checkpoints import (
     one_thread,  # noqa: F401
     reference_greedy,
 )
-from nanovllm import LLM, SamplingParams
-from nanovllm.config import DTYPES
-from nanovllm.engine.llm_engine import LLMEngine
 
 COUNT = 40
 GREEDY = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True)

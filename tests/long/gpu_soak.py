@@ -1,6 +1,6 @@
 """One engine that may fill nearly all of a GPU, with everything used that takes memory: it must not run out.
 
-    python tests/gpu_soak.py --model qwen3-0.6b --gpu-memory-utilization 0.97
+    python tests/long/gpu_soak.py --model qwen3-0.6b --gpu-memory-utilization 0.97
 
 The KV cache is filled and filled again; batches of all sizes, small ones first, ask for each combination of
 filters, rules, penalties and log-probabilities, so that a CUDA graph is made for every one; the largest

@@ -1,9 +1,9 @@
 """A simulated engine: the real Scheduler and BlockManager over a fake model, through random histories.
 
-`python tests/simulation.py --steps 1000000 --seed 0` runs that many steps and says what happened in them.
-The fake model's next token depends on the seed, the position and every token before it, and each slot of its
-KV cache holds a hash of all tokens up to the one written there: a wrong slot, a stale block, a wrong copy or
-a lost token ends in a wrong read.
+`python tests/long/simulation.py --steps 1000000 --seed 0` runs that many steps and says what happened in
+them. The fake model's next token depends on the seed, the position and every token before it, and each slot
+of its KV cache holds a hash of all tokens up to the one written there: a wrong slot, a stale block, a wrong
+copy or a lost token ends in a wrong read.
 
 Progress, which every request's end is checked against (`Simulation.bound`): requests are admitted in order
 of arrival, and the oldest running one is preempted last. It draws a token in each decode step and at the end
@@ -23,6 +23,7 @@ import time
 from collections import Counter
 from types import SimpleNamespace
 
+import paths  # noqa: F401
 from test_block_manager import check_pool
 
 from nanovllm.engine.scheduler import MAX_PREFILLS_IN_A_ROW, Scheduler

@@ -31,13 +31,13 @@ from damaged_checkpoints import (
 from safetensors.torch import load_file, save_file
 from test_gguf import write_gguf
 
-from checkpoints import edit_json, make_checkpoint, one_thread  # noqa: F401  a fixture
 from nanovllm import LLM, SamplingParams
 from nanovllm.checkpoints import open_checkpoint, tokenizer
 from nanovllm.checkpoints.untrusted import MAX_BYTES
 from nanovllm.distributed import group
 from nanovllm.models import get_model_class
 from nanovllm.utils.loader import load_model
+from tiny_checkpoints import edit_json, make_checkpoint, one_thread  # noqa: F401  a fixture
 
 
 @pytest.fixture(scope="module")

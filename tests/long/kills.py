@@ -1,9 +1,9 @@
 """Kills ranks of an engine, or all of its program, at random moments, and looks for what is left of it.
 
-`python tests/kills.py --count 200 --seed 0 --jobs 2` starts a program with an engine of two ranks for every
-kill, on the CPU: under load, or while it starts. Within seconds the program must have ended and, if it was
-a rank that was killed, have said so; no process (and so no port), temporary folder or shared memory may be
-left.
+`python tests/long/kills.py --count 200 --seed 0 --jobs 2` starts a program with an engine of two ranks for
+every kill, on the CPU: under load, or while it starts. Within seconds the program must have ended and, if it
+was a rank that was killed, have said so; no process (and so no port), temporary folder or shared memory may
+be left.
 """
 
 import argparse
@@ -18,7 +18,9 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from checkpoints import EXACT, make_checkpoint
+import paths  # noqa: F401
+
+from tiny_checkpoints import EXACT, make_checkpoint
 
 LIMIT = 15  # seconds from a kill to the end of everything
 PROGRAM = """

@@ -10,9 +10,9 @@ import random
 import pytest
 import torch
 
-from checkpoints import EXACT, assert_greedy, load_reference, make_checkpoint, one_thread  # noqa: F401
 from nanovllm import LLM, SamplingParams
 from nanovllm.layers.sampler import Sampler
+from tiny_checkpoints import EXACT, assert_greedy, load_reference, make_checkpoint, one_thread  # noqa: F401
 
 
 def draw(logits, temperature=1.0, seeds=0, positions=0, count=None) -> torch.Tensor:

@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from checkpoints import one_thread  # noqa: F401
 from nanovllm.distributed import group
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.attention import Attention, store_kvcache
@@ -22,6 +21,7 @@ from nanovllm.layers.linear import (
 )
 from nanovllm.layers.rotary_embedding import RotaryEmbedding, apply_rotary_emb, get_rope
 from nanovllm.utils.context import get_context, reset_context, set_context
+from tiny_checkpoints import one_thread  # noqa: F401
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

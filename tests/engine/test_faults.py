@@ -16,11 +16,11 @@ from soak import resident_bytes, soak
 from test_async import idle
 from test_engine import assert_empty, tokens_of
 
-from checkpoints import EXACT, make_checkpoint, one_thread  # noqa: F401
 from nanovllm import LLM, AsyncLLM, SamplingParams
 from nanovllm.distributed.ranks import EngineDeadError
 from nanovllm.engine import completions, isolation, llm_engine
 from nanovllm.engine.step_data import StepOutput
+from tiny_checkpoints import EXACT, make_checkpoint, one_thread  # noqa: F401
 
 PROMPTS = [[*range(40)], [7] * 20, [*range(40)], [1, 2, 3]]
 PARAMS = [

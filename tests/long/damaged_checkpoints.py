@@ -1,9 +1,9 @@
 """Damages tiny checkpoints in every way that somebody thought of, and sees what the engine makes of them.
 
-`python tests/damaged_checkpoints.py --count 2000 --seed 0` tries so many and counts: each is refused by a
-ValueError that names it, or loads with the weights that a second, independent reader finds in the file. Case
-number i of a seed is always the same one. They run in a child process, so that a crash, a hang or a bomb is
-one more result; `--only i` runs one case here and shows all of its error.
+`python tests/long/damaged_checkpoints.py --count 2000 --seed 0` tries so many and counts: each is refused by
+a ValueError that names it, or loads with the weights that a second, independent reader finds in the file.
+Case number i of a seed is always the same one. They run in a child process, so that a crash, a hang or a bomb
+is one more result; `--only i` runs one case here and shows all of its error.
 """
 
 import argparse
@@ -15,7 +15,6 @@ import random
 import resource
 import shutil
 import struct
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -25,16 +24,14 @@ from typing import Any, NamedTuple
 
 import gguf
 import numpy as np
+import paths  # noqa: F401
 import torch
 from gguf.quants import dequantize
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a script finds only what is beside it
-
 from test_gguf import byte_level_metadata, write_gguf
 
-from checkpoints import make_checkpoint
 from nanovllm import LLM, SamplingParams
 from nanovllm.checkpoints.gguf import LAYER_MODULES, MODULES
+from tiny_checkpoints import make_checkpoint
 
 TINY = dict(
     hidden_size=32,

@@ -1,23 +1,22 @@
 """Resident memory of `nanovllm.batch` while it answers many short prompts on a CPU: it must not grow.
 
-    python tests/batch_memory.py --count 200000
+    python tests/long/batch_memory.py --count 200000
 
 The model is a small random one; input and output are real files in a folder that is removed afterwards.
 """
 
 import argparse
 import os
-import sys
 import tempfile
 from pathlib import Path
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-sys.path.insert(0, str(Path(__file__).parents[1]))
+import paths  # noqa: F401
 
-from checkpoints import make_checkpoint
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 from nanovllm.batch import __main__ as batch
 from nanovllm.batch import files as batch_files
 from nanovllm.batch.lines import Answer
+from tiny_checkpoints import make_checkpoint
 
 
 def resident_mib() -> float:

@@ -1,7 +1,8 @@
 """Deliberate faults, one line each, in the parts that keep the books: the tests must fail for every one.
 
-`python tests/mutations.py` applies them one at a time to a copy of this checkout and runs the tests there,
-the quickest first, until one fails. A run that does not end counts as failed: some faults wait for ever.
+`python tests/long/mutations.py` applies them one at a time to a copy of this checkout and runs the tests
+there, the quickest first, until one fails. A run that does not end counts as failed: some faults wait for
+ever.
 """
 
 import argparse
@@ -14,7 +15,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 TESTS = ["simulation", "block_manager", "scheduler", "overlap", "engine", "sampling", "shaping", "requests"]
 TESTS += ["faults", "errors", "kernels", "gguf", "batch_ray", "batch"]
 TIMEOUT = 300  # seconds for one file of tests
@@ -267,7 +268,7 @@ def find_failure(mutation: Mutation, tests: list[str]) -> str | None:
             command = [sys.executable, "-m", "pytest", "-q", "-x", "--tb=no", "-k", "not can_still_be_made"]
             try:
                 run = subprocess.run(
-                    [*command, f"tests/test_{name}.py"],
+                    [*command, *map(str, copy.glob(f"tests/**/test_{name}.py"))],
                     cwd=copy,
                     env={**os.environ, "PYTHONPATH": str(copy)},
                     capture_output=True,

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from checkpoints import EXACT, make_checkpoint, one_thread  # noqa: F401
 from nanovllm import LLM, SamplingParams
 from nanovllm.batch import __main__ as batch
 from nanovllm.batch import files as batch_files
@@ -21,9 +20,10 @@ from nanovllm.batch import lines as batch_lines
 from nanovllm.batch.files import find_lines, open_output, read_lines, read_span
 from nanovllm.batch.lines import Answer, LineError, parse_line, to_json
 from nanovllm.text.results import Logprob
+from tiny_checkpoints import EXACT, make_checkpoint, one_thread  # noqa: F401
 
 ENGINE = ["--device", "cpu", "--kvcache-block-size", "16", "--num-kvcache-blocks", "200"]
-ROOT = Path(batch.__file__).parents[1]
+ROOT = Path(batch.__file__).parents[2]
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,8 @@ import random
 import pytest
 from test_block_manager import check_pool
 
-from checkpoints import EXACT, make_checkpoint, one_thread  # noqa: F401
 from nanovllm import LLM, SamplingParams
+from tiny_checkpoints import EXACT, make_checkpoint, one_thread  # noqa: F401
 
 MODES = {
     "plain": {},

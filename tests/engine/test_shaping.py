@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from test_engine import assert_empty, tokens_of
 from test_sampling import RANDOM_SEEDS, assert_follows
 
-from checkpoints import EXACT, load_reference, make_checkpoint, one_thread  # noqa: F401
 from nanovllm import LLM, AsyncLLM, SamplingParams
 from nanovllm.batch import __main__ as batch
 from nanovllm.batch.lines import Answer
@@ -28,6 +27,7 @@ from nanovllm.engine.shaping import BAN, Shaping, num_rule_words
 from nanovllm.kernels import logit_edits
 from nanovllm.kernels.filtering import filter_thresholds_torch
 from nanovllm.layers.sampler import Sampler
+from tiny_checkpoints import EXACT, load_reference, make_checkpoint, one_thread  # noqa: F401
 
 VOCAB = 257
 PROMPT = [5, 9, 9, 70, *range(40, 70), 9]

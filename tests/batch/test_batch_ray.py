@@ -14,11 +14,11 @@ from types import SimpleNamespace
 import pytest
 from test_batch import ENGINE, ROOT, read_answers, run_batch, write_lines
 
-from checkpoints import EXACT, make_checkpoint, one_thread  # noqa: F401
 from nanovllm import LLM, SamplingParams
 from nanovllm.batch.files import Span, read_span, split
 from nanovllm.batch.lines import Answer, to_json
 from nanovllm.distributed.ranks import EngineDeadError
+from tiny_checkpoints import EXACT, make_checkpoint, one_thread  # noqa: F401
 
 ray = pytest.importorskip("ray", reason="several engines need Ray, the `ray` extra")
 batch_ray = pytest.importorskip("nanovllm.batch.ray")

@@ -1,6 +1,6 @@
 """Ten thousand bad calls of every public way to call, each of which must be refused with the value at fault.
 
-    python tests/bad_calls.py --count 10000 --seed 0
+    python tests/long/bad_calls.py --count 10000 --seed 0
 
 What is made here is bad by definition: of a type that the argument never has, out of its documented range,
 or at odds with another argument. Each kind of bad call is a function below that gives a call and what its
@@ -10,25 +10,22 @@ message must show. `run` makes the calls on small engines, and good ones in betw
 import argparse
 import asyncio
 import math
-import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from random import Random
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for those who run this as a script
-
 import numpy as np
+import paths  # noqa: F401
 import torch
 from test_block_manager import check_pool
 
-from checkpoints import EXACT, make_checkpoint
 from nanovllm import LLM, AsyncLLM, SamplingParams
 from nanovllm.config import Config
 from nanovllm.sampling_params import MAX_N
+from tiny_checkpoints import EXACT, make_checkpoint
 
 VOCAB, LENGTH, NUM_BLOCKS = 320, 512, 20
 OPTIONS = dict(**EXACT, num_kvcache_blocks=NUM_BLOCKS, max_num_batched_tokens=40, max_num_seqs=8)

@@ -1,8 +1,8 @@
 """Many requests of every kind through one engine in a small cache, with the tiny model on the CPU.
 
-`python tests/soak.py --requests 20000 --seed 0` prints how much memory is resident on the way. In the end all
-blocks must be free, memory must not have grown since the first thousand requests, and a random sample of
-the completions must be what a fresh engine gives for each of them alone.
+`python tests/long/soak.py --requests 20000 --seed 0` prints how much memory is resident on the way. In the
+end all blocks must be free, memory must not have grown since the first thousand requests, and a random sample
+of the completions must be what a fresh engine gives for each of them alone.
 """
 
 import argparse
@@ -12,10 +12,11 @@ import tempfile
 import time
 from pathlib import Path
 
+import paths  # noqa: F401
 import torch
 
-from checkpoints import EXACT, make_checkpoint
 from nanovllm import LLM, SamplingParams
+from tiny_checkpoints import EXACT, make_checkpoint
 
 KINDS = [
     {"temperature": 0},

@@ -31,16 +31,16 @@ from test_block_manager import check_pool
 from test_engine import Watch, tokens_of
 from test_shaping import MIXED
 
-from checkpoints import EXACT, edit_json, make_checkpoint, one_thread  # noqa: F401
 from nanovllm import LLM, SamplingParams
 from nanovllm.distributed.group import Group
 from nanovllm.kernels.layernorm import add_rms_norm
+from tiny_checkpoints import EXACT, edit_json, make_checkpoint, one_thread  # noqa: F401
 
 GREEDY = SamplingParams(0, 12, True)
 LONG = SamplingParams(0, 200, True)
 PROMPTS = [[1, 2, 3], [*range(50)], [7] * 33]
 OPTIONS = {**EXACT, "num_kvcache_blocks": 60}
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 LIMIT = 5  # seconds from a fault to the exception that tells of it, and from an engine's end to its ranks'
 TOO_LONG = 60  # seconds for any test
 

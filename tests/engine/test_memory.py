@@ -2,9 +2,9 @@
 
 import pytest
 
-from checkpoints import EXACT, make_checkpoint, one_thread  # noqa: F401
 from nanovllm import LLM
 from nanovllm.engine.model_runner import ALL_EXTRAS
+from tiny_checkpoints import EXACT, make_checkpoint, one_thread  # noqa: F401
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from checkpoints import make_checkpoint
 from nanovllm.kernels.runtime import HAVE_TRITON
+from tiny_checkpoints import make_checkpoint
 
 pytestmark = pytest.mark.skipif(not HAVE_TRITON, reason="needs Triton")
 

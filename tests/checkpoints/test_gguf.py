@@ -11,13 +11,13 @@ from gguf.quants import dequantize, quantize
 from safetensors.torch import load_file
 from smollm2 import smollm2_gguf  # noqa: F401  a fixture
 
-from checkpoints import load_reference, make_checkpoint
 from nanovllm.checkpoints import open_checkpoint
 from nanovllm.checkpoints.gguf import LAYER_MODULES, MODULES, GGUFTensor
 from nanovllm.checkpoints.tokenizer import SPLITS, tokenizer_from_gguf
 from nanovllm.layers.rotary_embedding import context_limit, rope_parameters
 from nanovllm.models import get_model_class
 from nanovllm.utils.loader import load_model
+from tiny_checkpoints import load_reference, make_checkpoint
 
 ARCHITECTURES = ["llama", "qwen2", "qwen3"]
 QUANTISATIONS = ["F32", "F16", "BF16", "Q8_0", "Q4_0"]

@@ -13,7 +13,11 @@ from unittest import mock
 import pytest
 import torch
 
-from checkpoints import (
+from nanovllm import LLM, SamplingParams
+from nanovllm.layers.rotary_embedding import context_limit, get_rope, rope_parameters
+from nanovllm.models.qwen3 import Qwen3Model
+from nanovllm.utils.context import reset_context, set_context
+from tiny_checkpoints import (
     ARCHITECTURES,
     EXACT,
     UNALIGNED,
@@ -26,10 +30,6 @@ from checkpoints import (
     reference_greedy,
     spell_rope,
 )
-from nanovllm import LLM, SamplingParams
-from nanovllm.layers.rotary_embedding import context_limit, get_rope, rope_parameters
-from nanovllm.models.qwen3 import Qwen3Model
-from nanovllm.utils.context import reset_context, set_context
 
 CASES_PER_ARCHITECTURE = 24
 VOCAB = 320
