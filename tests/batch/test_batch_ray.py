@@ -260,31 +260,33 @@ def test_with_an_actor_killed_every_line_is_answered_exactly_once(tmp_path, chec
 
 def test_a_cluster_that_is_there_gives_each_engine_a_gpu(tmp_path, checkpoint):
     """Ray is told of GPUs that need not exist: the engines look for themselves."""
-    files = ["--model", checkpoint, "--input", tmp_path / "in.jsonl", "--output", tmp_path / "out.jsonl"]
-
-    def run_alone(*options) -> str:
-        """In a process of its own, as Ray is not made to leave a cluster and join it again."""
-        command = [sys.executable, "-m", "nanovllm.batch", *map(str, [*files, *ENGINE, *options, "--resume"])]
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stderr
-
+    environment = {**os.environ, "RAY_AUTH_MODE": "disabled"}
     program = (
         "import ray; print(ray.init(num_cpus=3, num_gpus=2).address_info['address'], flush=True); input()"
     )
     source = write_lines(tmp_path / "in.jsonl", [{"prompt": [i], "ignore_eos": True} for i in range(40)])
     output = tmp_path / "out.jsonl"
+
+    def run_alone(count: int, *options) -> str:
+        """In a process of its own: Ray keeps the way of proving who one is that it has begun with."""
+        files = ["--model", checkpoint, "--input", source, "--output", output, "--resume"]
+        options = ["--data-parallel", count, "--ray-address", address, *options, "--max-tokens", 4]
+        command = [sys.executable, "-m", "nanovllm.batch", *map(str, [*files, *ENGINE, *options])]
+        return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True).stderr
+
     with subprocess.Popen(
         [sys.executable, "-c", program],
-        env={**os.environ, "RAY_AUTH_MODE": "disabled"},
+        env=environment,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
     ) as cluster:
         try:
-            options = ["--ray-address", cluster.stdout.readline().strip(), "--device", "auto"]
-            assert "needs 3 GPUs, but the Ray cluster has 2" in run_alone("--data-parallel", 3, *options)
-            bad = ["--data-parallel", 1, *options, "--kvcache-block-size", 17]
-            assert "kvcache_block_size must be a multiple of 16, got 17" in run_alone(*bad)
-            run_batch(checkpoint, source, output, "--data-parallel", 2, *options, "--resume")
+            address = cluster.stdout.readline().strip()
+            assert "needs 3 GPUs, but the Ray cluster has 2" in run_alone(3, "--device", "auto")
+            message = "kvcache_block_size must be a multiple of 16, got 17"
+            assert message in run_alone(1, "--device", "auto", "--kvcache-block-size", 17)
+            assert "40 lines, 0 of them errors" in run_alone(2, "--device", "auto")
         finally:
             cluster.communicate("\n")
     assert [len(answer["token_ids"]) for answer in read_answers(output)] == [4] * 40

@@ -18,8 +18,9 @@ from test_engine import assert_empty, tokens_of
 
 from nanovllm import LLM, AsyncLLM, SamplingParams
 from nanovllm.distributed.ranks import EngineDeadError
-from nanovllm.engine import completions, isolation, llm_engine
+from nanovllm.engine import isolation, llm_engine
 from nanovllm.engine.step_data import StepOutput
+from nanovllm.text import results
 from tiny_checkpoints import EXACT, make_checkpoint, one_thread  # noqa: F401
 
 PROMPTS = [[*range(40)], [7] * 20, [*range(40)], [1, 2, 3]]
@@ -115,7 +116,7 @@ def object_of(llm: LLM, place: str):
         "model": runner.model,
         "engine": llm,
         "output": StepOutput,
-        "text": completions.GrowingText,
+        "text": results.GrowingText,
         "results": llm_engine,
         "progress bar": llm_engine.tqdm,
     }[place]
@@ -197,7 +198,7 @@ def test_after_an_error_in_step_the_next_one_goes_on(engine, expected_results, m
                     num_raised += 1
         assert num_raised == (fault.count >= fault.when)
         assert sorted(request_id for request_id, _ in found) == ids
-        results = [completions.make_result(engine.tokenizer, group) for group in groups]
+        results = [results.make_result(engine.tokenizer, group) for group in groups]
         assert tokens_of(results) == tokens_of(expected_results)
         logprobs, as_expected = (logprobs_of(PROMPTS[0], found[0]) for found in (results, expected_results))
         assert logprobs == pytest.approx(as_expected, abs=1e-4)
@@ -242,8 +243,8 @@ def poison(llm: LLM, patch: pytest.MonkeyPatch, what: str) -> list[int]:
         "launch": (llm.model_runner, "launch"),
         "decoding": (llm.model_runner, "launch"),
         "enqueueing": (llm.scheduler, "add"),
-        "find_stop": (completions.GrowingText, "find_stop"),
-        "look": (completions.GrowingText, "look"),
+        "find_stop": (results.GrowingText, "find_stop"),
+        "look": (results.GrowingText, "look"),
         "result": (isolation, "make_result"),
     }[what]
     function, failures = getattr(target, name), []

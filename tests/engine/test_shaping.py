@@ -21,12 +21,13 @@ from test_sampling import RANDOM_SEEDS, assert_follows
 from nanovllm import LLM, AsyncLLM, SamplingParams
 from nanovllm.batch import __main__ as batch
 from nanovllm.batch.lines import Answer
-from nanovllm.engine import prompts, scheduler, shaping
+from nanovllm.engine import scheduler, shaping
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.shaping import BAN, Shaping, num_rule_words
 from nanovllm.kernels import logit_edits
 from nanovllm.kernels.filtering import filter_thresholds_torch
 from nanovllm.layers.sampler import Sampler
+from nanovllm.text import prompts
 from tiny_checkpoints import EXACT, load_reference, make_checkpoint, one_thread  # noqa: F401
 
 VOCAB = 257

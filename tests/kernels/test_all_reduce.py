@@ -12,7 +12,7 @@ import torch
 from test_gpu import assert_within_rounding, make_prompts
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine import ranks
+from nanovllm.distributed import ranks
 from nanovllm.kernels import all_reduce
 from nanovllm.kernels.all_reduce import PeerMemory, all_reduce_add_rms_norm_torch
 from tiny_checkpoints import make_checkpoint

@@ -175,7 +175,7 @@ MUTATIONS = [
         ("start += seq.num_scheduled_tokens", "start += len(seq)"),
     ),
     *mutations_of(
-        "completions",
+        "nanovllm/text/results",
         ("start, stop = min(found, key=itemgetter(0))", "start, stop = max(found, key=itemgetter(0))"),
         ("start, stop = min(found, key=itemgetter(0))", "start, stop = min(found)"),
         ("start, stop = min(found, key=itemgetter(0))", "start, stop = found[0]"),

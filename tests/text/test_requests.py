@@ -687,7 +687,7 @@ def test_only_tokens_that_somebody_gets_are_counted(llm):
 
 def test_the_ways_to_call_in_the_readme_work_as_written(tmp_path, monkeypatch, capsys):
     folder = make_checkpoint(tmp_path, "qwen3", vocab_size=257, max_position_embeddings=1024)
-    monkeypatch.setattr("nanovllm.checkpoints._download", lambda name, weights: str(folder))
+    monkeypatch.setattr("nanovllm.checkpoints.download", lambda name, weights: str(folder))
     readme = (Path(__file__).parents[2] / "README.md").read_text()
     [code] = re.findall(r"## Ways to call\n+```python\n(.*?)```", readme, re.DOTALL)
     exec(code, {"__name__": "__main__"})
