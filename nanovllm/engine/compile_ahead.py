@@ -44,7 +44,7 @@ class CompileAhead:
     ):
         self._processes: list[int] = []
         self._deadline = time.monotonic() + TIMEOUT
-        if device.type != "cuda" or not runtime.HAVE_TRITON:
+        if device.type != "cuda" or not torch.version.cuda or not runtime.HAVE_TRITON:
             return
         driver = triton.runtime.driver.active  # a forked process cannot make it, nor ask for the properties
         properties = runtime.gpu_properties(device)
