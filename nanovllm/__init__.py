@@ -1,6 +1,6 @@
 """Nano-vLLM: a small, fast engine for offline LLM inference, written to be read.
 
-Start at `LLM.generate` (engine/llm_engine.py) and follow it downwards.
+Start at `LLM.generate` (llm.py) and follow it downwards.
 """
 
 from nanovllm.async_llm import AsyncLLM

@@ -78,7 +78,7 @@ class Worker:
                 self.report()
             except BaseException as error:
                 with contextlib.suppress(Exception):  # if that fails too, so will the next step
-                    self.llm._clear()
+                    self.llm.clear()
                 self.fail(error)
 
     def do(self, command: str, request: Request) -> None:

@@ -262,7 +262,7 @@ def test_an_exception_while_one_request_is_added_leaves_none_behind(llm, monkeyp
 
 def test_an_engine_that_is_shut_down_in_the_middle_of_generate_says_so(model, monkeypatch):
     llm = LLM(model.folder, **EXACT, num_kvcache_blocks=20)
-    monkeypatch.setattr("nanovllm.engine.llm_engine.tqdm.update", lambda *_: llm.exit())
+    monkeypatch.setattr("nanovllm.llm.tqdm.update", lambda *_: llm.exit())
     with pytest.raises(RuntimeError, match=r"shut down by exit\(\)"):
         llm.generate(PROMPTS, GREEDY)
     assert llm.is_finished()
@@ -283,7 +283,7 @@ def test_exceptions_again_and_again_leak_nothing(llm, monkeypatch):
         assert_empty(llm)
 
 
-def interrupt_at_line(number: int, use, spared=("_clear", "clear", "reset")) -> list[tuple[str, int]]:
+def interrupt_at_line(number: int, use, spared=("clear", "reset")) -> list[tuple[str, int]]:
     """Run `use` with a KeyboardInterrupt at the number-th line of the engine's code that it executes, those
     of functions with these names aside.
 

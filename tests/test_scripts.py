@@ -15,7 +15,7 @@ import pytest
 import bench
 import example
 from nanovllm import SamplingParams
-from nanovllm.engine import llm_engine
+from nanovllm import llm as llm_module
 from tiny_checkpoints import make_checkpoint
 
 
@@ -309,7 +309,7 @@ def test_the_call_that_only_launches_a_step_counts_to_its_phase(checkpoint, monk
     monkeypatch.setattr(
         engine.llm.model_runner, "prepare_prefill", lambda batch: (time.sleep(0.5), prepare(batch))[1]
     )
-    monkeypatch.setattr(llm_engine.tqdm, "set_postfix", lambda _, speed, **__: shown.append(dict(speed)))
+    monkeypatch.setattr(llm_module.tqdm, "set_postfix", lambda _, speed, **__: shown.append(dict(speed)))
     prompts = [[1] * 10, [2] * 20]
     run = engine.run(bench.Workload(prompts, [3, 3]))
     assert run.prefill_seconds > 0.5 > run.decode_seconds

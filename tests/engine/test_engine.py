@@ -423,6 +423,21 @@ def test_a_with_statement_shuts_the_engine_down(folder):
         llm.generate([[1]], SamplingParams(0, 1), use_tqdm=False)
 
 
+def test_clear_drops_all_requests_wherever_they_are(folder):
+    prompts = [[1, 2, 3], [4] * 40, [5] * 20]
+    with LLM(str(folder), **EXACT, num_kvcache_blocks=20, max_num_seqs=2) as llm:
+        expected = tokens_of(llm.generate(prompts, GREEDY, use_tqdm=False))
+        for num_steps in range(4):
+            for prompt in prompts:
+                llm.add_request(prompt, GREEDY)
+            for _ in range(num_steps):
+                llm.step()
+            llm.clear()
+            assert_empty(llm)
+            assert llm.step() == ([], 0)
+        assert tokens_of(llm.generate(prompts, GREEDY, use_tqdm=False)) == expected
+
+
 def test_exit_may_be_called_twice_and_use_after_it_is_a_clear_error(folder):
     llm = LLM(str(folder), **EXACT, num_kvcache_blocks=8)
     llm.exit()

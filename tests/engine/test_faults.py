@@ -17,10 +17,11 @@ from test_async import idle
 from test_engine import assert_empty, tokens_of
 
 from nanovllm import LLM, AsyncLLM, SamplingParams
+from nanovllm import llm as llm_module
 from nanovllm.distributed.ranks import EngineDeadError
 from nanovllm.engine import isolation, llm_engine
 from nanovllm.engine.step_data import StepOutput
-from nanovllm.text import results
+from nanovllm.text import results as texts
 from tiny_checkpoints import EXACT, make_checkpoint, one_thread  # noqa: F401
 
 PROMPTS = [[*range(40)], [7] * 20, [*range(40)], [1, 2, 3]]
@@ -56,7 +57,8 @@ METHODS = {
     "engine": ["_enqueue", "_step", "_launch", "_collect", "_check_stop_texts"],
     "output": ["token_ids", "logprobs", "prompt_logprobs"],
     "text": ["find_stop"],
-    "results": ["record_logprobs", "make_result"],
+    "records": ["record_logprobs"],
+    "results": ["make_result"],
     "progress bar": ["update", "set_postfix"],
 }
 SITES = [(place, name) for place, names in METHODS.items() for name in names]
@@ -116,9 +118,10 @@ def object_of(llm: LLM, place: str):
         "model": runner.model,
         "engine": llm,
         "output": StepOutput,
-        "text": results.GrowingText,
-        "results": llm_engine,
-        "progress bar": llm_engine.tqdm,
+        "text": texts.GrowingText,
+        "records": llm_engine,
+        "results": llm_module,
+        "progress bar": llm_module.tqdm,
     }[place]
 
 
@@ -198,7 +201,7 @@ def test_after_an_error_in_step_the_next_one_goes_on(engine, expected_results, m
                     num_raised += 1
         assert num_raised == (fault.count >= fault.when)
         assert sorted(request_id for request_id, _ in found) == ids
-        results = [results.make_result(engine.tokenizer, group) for group in groups]
+        results = [texts.make_result(engine.tokenizer, group) for group in groups]
         assert tokens_of(results) == tokens_of(expected_results)
         logprobs, as_expected = (logprobs_of(PROMPTS[0], found[0]) for found in (results, expected_results))
         assert logprobs == pytest.approx(as_expected, abs=1e-4)
@@ -243,8 +246,8 @@ def poison(llm: LLM, patch: pytest.MonkeyPatch, what: str) -> list[int]:
         "launch": (llm.model_runner, "launch"),
         "decoding": (llm.model_runner, "launch"),
         "enqueueing": (llm.scheduler, "add"),
-        "find_stop": (results.GrowingText, "find_stop"),
-        "look": (results.GrowingText, "look"),
+        "find_stop": (texts.GrowingText, "find_stop"),
+        "look": (texts.GrowingText, "look"),
         "result": (isolation, "make_result"),
     }[what]
     function, failures = getattr(target, name), []
