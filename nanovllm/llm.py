@@ -278,7 +278,7 @@ class LLM(LLMEngine):
                 yield from (seq_id for seq_id, _ in finished)
 
     def _finish_steps(self) -> None:
-        """Collect what is under way when no request is left: a step that came too late to know."""
+        """Drain the step launched before we knew that every request had ended."""
         while not self.is_finished():
             self._step()
         self._owner = None

@@ -52,7 +52,7 @@ def needed_extras(sequences: list[Sequence]) -> int:
 
 
 def take_block_copies(sequences: list[Sequence]) -> np.ndarray | None:
-    """PrefillBatch.block_copies, which the sequences then have no more."""
+    """Takes the pending page copies off the sequences."""
     copies = [pair for seq in sequences for pair in seq.block_copies]
     for seq in sequences:
         seq.block_copies = []

@@ -25,7 +25,7 @@ BLOCK = 1024
 PROGRAMS_PER_MULTIPROCESSOR = 24  # several waves of them, which even out at the end
 TWIN_ELEMENTS = 1 << 19
 # The public-domain hash lowbias32 as (shift, factor) in turn, factors as the signed integers that int32
-# tensors hold. The last shift only betters the low bits, so it is left out where those are dropped.
+# tensors hold. The last shift only improves the low bits, so it is left out where those are dropped.
 ROUNDS = ((16, 0x7FEB352D), (15, 0x846CA68B - (1 << 32)), (16, 1))
 SALTS = (0x1B873593, 0x2545F491)
 
