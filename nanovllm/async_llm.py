@@ -12,8 +12,6 @@ import weakref
 from collections.abc import AsyncIterator
 from typing import Any
 
-import torch
-
 from nanovllm.distributed.ranks import SHUT_DOWN, EngineDeadError
 from nanovllm.engine.isolation import Isolation, outcome
 from nanovllm.engine.sequence import Sequence
@@ -64,8 +62,6 @@ class Worker:
 
     def run(self) -> None:
         """Do what the inbox says, step, tell the requests what is new; sleep when all is done."""
-        if self.llm.model_runner.device.type == "cuda":
-            torch.cuda.set_device(self.llm.model_runner.device)
         isolation = Isolation(self.llm)
         while True:
             try:

@@ -19,7 +19,7 @@ from nanovllm.distributed.group import Group, use_group
 from nanovllm.engine.compile_ahead import CompileAhead
 from nanovllm.engine.decode_state import DecodeState
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.shaping import FILTERS, LOGPROBS, MARKS, RULES, Shaping, ShapingUpdate
+from nanovllm.engine.shaping import FILTERS, LOGPROBS, MARKS, RULES, Shaping
 from nanovllm.engine.step_data import (
     Drawn,
     PrefillBatch,
@@ -115,7 +115,7 @@ class ModelRunner:
             self.model = get_model_class(config.hf_config)(config.hf_config)
             self.sampler = Sampler(self.model.lm_head.vocab_start)
         self.attention_layers = [module for module in self.model.modules() if isinstance(module, Attention)]
-        backend = get_backend(config, self.config.device_of(self.rank))
+        backend = get_backend(config, config.device_of(self.rank))
         for layer in self.attention_layers:
             layer.backend = backend
             shape = (0, self.block_size, layer.num_kv_heads, layer.head_dim)  # no memory before the warm-up
@@ -242,9 +242,10 @@ class ModelRunner:
         layer = self.attention_layers[0]
         shape = (self.block_size, layer.num_kv_heads, layer.head_dim)
         dtype = config.kv_cache_torch_dtype
-        block_bytes = 2 * len(self.attention_layers) * int(np.prod(shape)) * dtype.itemsize
+        page_bytes = int(np.prod(shape)) * dtype.itemsize  # a block's keys or values of one layer
+        block_bytes = 2 * len(self.attention_layers) * page_bytes
         if config.num_kvcache_blocks == -1:
-            budget = min(self.group.gather("budget", self._kv_cache_budget()))
+            budget = min(self.group.gather("budget", self._kv_cache_budget(COPIED_AT_ONCE * page_bytes)))
             needed = -(-config.max_model_len // self.block_size)
             if budget // block_bytes < needed:
                 raise ValueError(
@@ -263,15 +264,16 @@ class ModelRunner:
         for i, layer in enumerate(self.attention_layers):
             layer.k_cache, layer.v_cache = self.kv_cache[0, i], self.kv_cache[1, i]
 
-    def _kv_cache_budget(self) -> int:
+    def _kv_cache_budget(self, copied_bytes: int) -> int:
         """
         Bytes for the KV cache: on a GPU the allowed share of the card less what is used and what a step
-        needs.
+        needs. Pages are copied before a step computes anything, through memory of so many bytes.
         """
         if self.device.type != "cuda":
             return CPU_KV_CACHE_BYTES
         free, total = torch.cuda.mem_get_info(self.device)
-        wanted_later = self.step_bytes + Shaping.reserved_bytes + (0 if self.enforce_eager else GRAPH_BYTES)
+        wanted_later = max(self.step_bytes, copied_bytes) + Shaping.reserved_bytes
+        wanted_later += 0 if self.enforce_eager else GRAPH_BYTES
         return int(total * self.config.gpu_memory_utilization) - (total - free) - wanted_later
 
     def prepare_prefill(self, sequences: list[Sequence]) -> PrefillBatch:
@@ -361,7 +363,7 @@ class ModelRunner:
     def prefill(self, batch: PrefillBatch) -> Drawn:
         """Compute a prefill step."""
         if batch.shaping is not None:
-            self._write_shaping(batch.shaping)
+            self.shaping.write(batch.shaping, self._to_device)
         if batch.block_copies is not None:
             self._copy_blocks(*self._to_device(batch.block_copies))
         try:
@@ -382,9 +384,6 @@ class ModelRunner:
             source, target = (blocks[part : part + COPIED_AT_ONCE] for blocks in (sources, targets))
             for cache in self.kv_cache.flatten(0, 1):
                 cache[target] = cache[source]
-
-    def _write_shaping(self, update: ShapingUpdate) -> None:
-        self.shaping.write(update, self._to_device)
 
     def _score(
         self, hidden_states: torch.Tensor, indices: torch.Tensor, targets: torch.Tensor
@@ -436,6 +435,7 @@ class ModelRunner:
     @torch.inference_mode()
     def decode(self, batch_size: int, changes: np.ndarray, extras: int) -> Drawn:
         """Compute a decode step (`prepare_decode`)."""
+        self.kernels.wait()
         if changes.size:
             self.state.apply(self._to_device(changes))
         if self.enforce_eager:
@@ -469,7 +469,6 @@ class ModelRunner:
     @torch.inference_mode()
     def capture_cudagraph(self, batch_size: int, extras: int = 0) -> None:
         """Record the decode step for this number of rows. Done when first needed: a start waits for none."""
-        self.kernels.wait()
         # Creates handles and compiles what is not compiled yet, which a capture cannot.
         self._decode_step(self._padding(batch_size), extras)
         step = functools.partial(self._decode_step, self.state.batch[:batch_size], extras)
