@@ -78,7 +78,7 @@ def kill_once(checkpoint: str, seed: int) -> str:
             time.sleep(0.02)
         assert not left, f"seed {seed}: left {left}"
         if victim != program.pid:
-            assert "RuntimeError: rank 1 was killed by SIGKILL" in complaint, f"seed {seed}: {complaint}"
+            assert "EngineDeadError: rank 1 was killed by SIGKILL" in complaint, f"seed {seed}: {complaint}"
     what = "the program" if victim == program.pid else "a rank"
     return f"{what}, {'under load' if under_load else 'while it started'}"
 
