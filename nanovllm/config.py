@@ -93,8 +93,9 @@ class Config:
         A Config from keyword arguments. An unknown one is a TypeError naming it and the nearest known one.
         """
         known = [option.name for option in fields(cls) if option.init]
+        filled_in = [option.name for option in fields(cls) if not option.init]
         for name in options:
-            if name in ("hf_config", "eos"):
+            if name in filled_in:
                 raise TypeError(f"{name} is no option: the engine fills it in from the checkpoint")
             if name not in known:
                 nearest = difflib.get_close_matches(name, known, n=1, cutoff=0)[0]

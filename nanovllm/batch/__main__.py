@@ -186,7 +186,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def _engine_fields() -> list[Any]:
-    return [f for f in fields(Config) if f.name not in ("model", "hf_config", "eos", "seed")]
+    return [f for f in fields(Config) if f.init and f.name not in ("model", "seed")]
 
 
 def _add_engine_options(group: Any) -> None:
