@@ -21,7 +21,7 @@ import traceback
 from concurrent.futures import Future, wait
 from multiprocessing import Pipe, connection, spawn
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -205,21 +205,27 @@ def serve(commands_fd: int, reports_fd: int) -> None:
         from nanovllm.engine.model_runner import ModelRunner
 
         runner = ModelRunner(config, group.rank, group)
-        while True:
-            while not commands.poll(1):
-                runner.check_device()
-            try:
-                message = commands.recv_bytes()
-            except EOFError:
-                shutil.rmtree(group.folder, ignore_errors=True)
-                os._exit(0)
-            name, args = pickle.loads(message)
-            getattr(runner, name)(*args)
+        with runner.on_device():
+            _obey(runner, commands, group.folder)
     except BaseException as error:
         with contextlib.suppress(OSError):
             reports.send((time.monotonic(), f"failed: {_describe(error)}", traceback.format_exc()))
         time.sleep(1)  # rank 0 ends this process, or has ended itself
         os._exit(1)  # whatever threads and collectives are still waiting for
+
+
+def _obey(runner: Any, commands: connection.Connection, folder: str) -> NoReturn:
+    """Do what rank 0 says until it has ended."""
+    while True:
+        while not commands.poll(1):
+            runner.check_device()
+        try:
+            message = commands.recv_bytes()
+        except EOFError:
+            shutil.rmtree(folder, ignore_errors=True)
+            os._exit(0)
+        name, args = pickle.loads(message)
+        getattr(runner, name)(*args)
 
 
 def _work(tasks: queue.SimpleQueue, config: Config, num_threads: int) -> None:
