@@ -3,6 +3,7 @@
 Knows tensors, devices and memory; nothing about queues or text. Rank 0 lives in the user's process.
 """
 
+import collections
 import contextlib
 import copy
 import functools
@@ -48,6 +49,8 @@ COPIED_AT_ONCE = 256  # blocks
 ALL_EXTRAS = FILTERS | RULES | MARKS | LOGPROBS
 EVERYTHING = SamplingParams(top_k=1, logit_bias={0: 1.0}, presence_penalty=1.0, logprobs=0, prompt_logprobs=0)
 _default_dtype_lock = threading.RLock()  # torch has one for all threads
+# By device, of engines that have ended: the workspace that cuBLAS has for a stream is never given back.
+_spare_streams: dict[torch.device, collections.deque[torch.cuda.Stream]] = {}
 
 
 def get_graph_sizes(max_num_seqs: int) -> list[int]:
@@ -131,8 +134,11 @@ class ModelRunner:
         self.graph_sizes = get_graph_sizes(config.max_num_seqs)
         self.graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Drawn]] = {}  # by size and extras
         self.graph_pool = self._pool_owner = None
-        # Not torch's own, which is one for all devices and threads.
-        self._capture_stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self._capture_stream = None
+        if self.device.type == "cuda":  # not torch's own, which is one for all devices and threads
+            self._capture_stream = torch.cuda.Stream(self.device)
+            with contextlib.suppress(IndexError):
+                self._capture_stream = _spare_streams.setdefault(self.device, collections.deque()).pop()
 
     def on_device(self) -> contextlib.AbstractContextManager:
         """
@@ -173,6 +179,8 @@ class ModelRunner:
                 layer.k_cache = layer.v_cache = torch.empty(0)
             self.graphs.clear()
             self._pool_owner = None
+            if self._capture_stream is not None:
+                _spare_streams[self.device].append(self._capture_stream)
             self.group.leave()
             self.model = self.sampler = self.kv_cache = self.state = self.shaping = None
             self.attention_layers = []
