@@ -179,14 +179,6 @@ def get_group() -> Group:
     return _group.get()
 
 
-def tp_rank() -> int:
-    return _group.get().rank
-
-
-def tp_size() -> int:
-    return _group.get().size
-
-
 @contextlib.contextmanager
 def use_group(group: Group) -> Iterator[None]:
     token = _group.set(group)

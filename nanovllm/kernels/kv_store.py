@@ -6,10 +6,8 @@ write" (padding, or a token whose keys are there already). Caches are contiguous
 dtype may be any floating one: keys and values are rounded to it as they are written.
 """
 
-import torch
 from torch import Tensor
 
-from nanovllm.kernels.layernorm import rms_norm_torch
 from nanovllm.kernels.runtime import cdiv, next_power_of_2, overlap_options, tl, triton, use_triton
 
 HEADS_PER_PROGRAM = 8
@@ -65,11 +63,9 @@ def qk_norm_rope_store(
     qkv is [tokens, (num_heads + 2 * num_kv_heads) * head_dim], rows contiguous. Each head of q and k goes
     through RMSNorm (unless the weights are None) and the rotary embedding (Su et al., 2021) of its token's
     position, which turns the halves (x1, x2) of a head into (x1 cos - x2 sin, x2 cos + x1 sin). cos_sin is
-    float32 [max_positions, head_dim], cosines then sines. The caches may be empty if every slot is -1.
+    float32 [max_positions, head_dim], cosines then sines. The caches may be empty if every slot is -1. It has
+    no torch twin: `Attention.rotate_and_store` does the same in parts.
     """
-    arguments = (num_heads, num_kv_heads, head_dim, q_weight, k_weight, eps, positions, cos_sin)
-    if not use_triton(qkv):
-        return qk_norm_rope_store_torch(qkv, *arguments, k_cache, v_cache, slot_mapping)
     programs = cdiv(num_heads, HEADS_PER_PROGRAM) + 2 * cdiv(num_kv_heads, HEADS_PER_PROGRAM)
     if qkv.shape[0]:
         _qk_norm_rope_store_kernel[(qkv.shape[0] * programs,)](
@@ -91,34 +87,6 @@ def qk_norm_rope_store(
             num_warps=1,
             **overlap_options(qkv.device),
         )
-
-
-def qk_norm_rope_store_torch(
-    qkv: Tensor,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    eps: float,
-    positions: Tensor,
-    cos_sin: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slot_mapping: Tensor,
-) -> None:
-    heads = qkv.unflatten(-1, (-1, head_dim))
-    qk, v = heads[:, : num_heads + num_kv_heads], heads[:, num_heads + num_kv_heads :]
-    if q_weight is not None:
-        weight = torch.cat((q_weight.expand(num_heads, -1), k_weight.expand(num_kv_heads, -1)))
-        normed = rms_norm_torch(qk, weight, eps)
-    else:
-        normed = qk
-    cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
-    x1, x2 = normed.float().chunk(2, dim=-1)
-    qk.copy_(torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1))
-    if k_cache.numel():
-        store_kvcache_torch(qk[:, num_heads:], v, k_cache, v_cache, slot_mapping)
 
 
 @triton.jit

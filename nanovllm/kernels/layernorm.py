@@ -46,18 +46,10 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> t
     if rows.shape[0]:
         block = next_power_of_2(hidden)
         _rms_norm_kernel[(rows.shape[0],)](
-            rows,
-            residual,
-            weight,
-            normed,
-            total,
-            eps,
-            rows.stride(0),
-            0 if residual is None else residual.stride(0),
-            hidden,
-            BLOCK=block,
-            num_warps=max(1, min(16, block // 256)),
-        )
+            rows, residual, weight, normed, total,
+            eps, rows.stride(0), 0 if residual is None else residual.stride(0), hidden,
+            BLOCK=block, num_warps=max(1, min(16, block // 256)),
+        )  # fmt: skip
     return normed, total
 
 

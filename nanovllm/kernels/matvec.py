@@ -20,8 +20,8 @@ MIN_PROGRAMS = 512
 MAX_HEIGHT = 8
 
 
-def linear_small_pays(x: Tensor) -> bool:
-    """Whether linear_small is the faster way to multiply these rows [rows, features]."""
+def can_use_matvec(x: Tensor) -> bool:
+    """Whether `linear_small` works for these rows [rows, features] and is the fastest way to multiply."""
     return is_on_gpu(x) and use_triton(x) and x.shape[0] <= MAX_ROWS and x.element_size() == 2
 
 
@@ -54,25 +54,11 @@ def linear_small(
     width = min(next_power_of_2(in_features), TILE_ELEMENTS // (height * rows_pad))
     out = torch.empty(rows, out_features // (1 + silu_and_mul), dtype=x.dtype, device=x.device)
     _matvec_kernel[(cdiv(out_features, height),)](
-        x,
-        weight,
-        bias,
-        norm_weight,
-        residual,
-        out,
-        eps,
-        x.stride(0),
-        residual.stride(0) if residual is not None else 0,
-        out_features,
-        IN_FEATURES=in_features,
-        ROWS=rows,
-        ROWS_PAD=rows_pad,
-        HEIGHT=height,
-        WIDTH=width,
-        GATED=silu_and_mul,
-        num_warps=4,
-        **overlap_options(x.device),
-    )
+        x, weight, bias, norm_weight, residual, out,
+        eps, x.stride(0), residual.stride(0) if residual is not None else 0, out_features,
+        IN_FEATURES=in_features, ROWS=rows, ROWS_PAD=rows_pad, HEIGHT=height, WIDTH=width,
+        GATED=silu_and_mul, num_warps=4, **overlap_options(x.device),
+    )  # fmt: skip
     return out
 
 
@@ -96,24 +82,11 @@ def linear_small_torch(
 
 @triton.jit
 def _matvec_kernel(
-    x,
-    weight,
-    bias,
-    norm_weight,
-    residual,
-    out,
-    eps,
-    x_stride,
-    residual_stride,
-    out_features,
-    IN_FEATURES: tl.constexpr,
-    ROWS: tl.constexpr,
-    ROWS_PAD: tl.constexpr,
-    HEIGHT: tl.constexpr,
-    WIDTH: tl.constexpr,
-    GATED: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
+    x, weight, bias, norm_weight, residual, out,
+    eps, x_stride, residual_stride, out_features,
+    IN_FEATURES: tl.constexpr, ROWS: tl.constexpr, ROWS_PAD: tl.constexpr,
+    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, GATED: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
     """A program takes HEIGHT rows of the weight (gates and ups in turn if GATED), WIDTH columns at a time."""
     first = tl.program_id(0) * HEIGHT
     line = first + tl.arange(0, HEIGHT)

@@ -13,9 +13,11 @@ from torch import nn
 
 from nanovllm.config import Config
 from nanovllm.kernels.decode_attention import paged_decode_attention, paged_decode_attention_torch
-from nanovllm.kernels.kv_store import store_kvcache
+from nanovllm.kernels.kv_store import qk_norm_rope_store, store_kvcache
 from nanovllm.kernels.prefill_attention import varlen_prefill_attention, varlen_prefill_attention_torch
-from nanovllm.kernels.runtime import HAVE_TRITON
+from nanovllm.kernels.runtime import HAVE_TRITON, use_triton
+from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.utils.context import get_context
 
 __all__ = ["Attention", "AttentionBackend", "get_backend", "store_kvcache"]
@@ -105,14 +107,40 @@ class Attention(nn.Module):
         self.k_cache = self.v_cache = torch.empty(0)
         self.backend = AttentionBackend(varlen_prefill_attention, paged_decode_attention)
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim] -> [tokens, heads * head_dim]."""
+    def rotate_and_store(
+        self,
+        positions: torch.Tensor,
+        qkv: torch.Tensor,
+        rotary_emb: RotaryEmbedding,
+        q_norm: RMSNorm | None,
+        k_norm: RMSNorm | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """
+        Normalise and rotate the queries and keys in qkv [tokens, (heads + 2 kv_heads) * head_dim], which may
+        be overwritten, and store keys and values. -> q, k and v, [tokens, heads of each, head_dim].
+        """
+        slots = get_context().slot_mapping
+        q, k, v = qkv.view(len(qkv), -1, self.head_dim).split(
+            (self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1
+        )
+        if use_triton(qkv):
+            weights = (q_norm.weight, k_norm.weight, q_norm.eps) if q_norm else (None, None, 0.0)
+            heads = self.num_heads, self.num_kv_heads, self.head_dim
+            cos_sin, caches = rotary_emb.cos_sin_cache, (self.k_cache, self.v_cache)
+            qk_norm_rope_store(qkv, *heads, *weights, positions, cos_sin, *caches, slots)
+            return q, k, v
+        if q_norm is not None:
+            q, k = q_norm(q), k_norm(k)
+        q, k = rotary_emb(positions, q, k)
         if self.k_cache.numel():  # empty in the warm-up
-            store_kvcache(k, v, self.k_cache, self.v_cache, get_context().slot_mapping)
-        return self.attend(q, k, v)
+            store_kvcache(k, v, self.k_cache, self.v_cache, slots)
+        return q, k, v
 
-    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """The same for keys and values that are stored already."""
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """
+        q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim], which are stored already ->
+        [tokens, heads * head_dim].
+        """
         context = get_context()
         if not context.is_prefill:
             out = self.backend.decode(

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanovllm.distributed import group
+from nanovllm.distributed.group import get_group
 from nanovllm.kernels.runtime import cdiv
 from nanovllm.utils.context import get_context
 from nanovllm.utils.loader import default_weight_loader
@@ -22,9 +22,9 @@ class VocabParallelEmbedding(nn.Module):
     def __init__(self, num_embeddings: int, embedding_dim: int):
         super().__init__()
         self.num_embeddings = num_embeddings
-        self.group = group.get_group()
-        rows = -(-num_embeddings // group.tp_size())
-        self.vocab_start = min(group.tp_rank() * rows, num_embeddings)
+        self.group = get_group()
+        rows = -(-num_embeddings // self.group.size)
+        self.vocab_start = min(self.group.rank * rows, num_embeddings)
         self.vocab_end = min(self.vocab_start + rows, num_embeddings)
         self.weight = nn.Parameter(torch.zeros(rows, embedding_dim), requires_grad=False)
         self.weight.weight_loader = self.weight_loader
@@ -50,6 +50,10 @@ class ParallelLMHead(VocabParallelEmbedding):
         if bias:
             raise ValueError("an LM head with a bias is not supported")
         super().__init__(num_embeddings, embedding_dim)
+
+    def tie_to(self, embedding: VocabParallelEmbedding) -> None:
+        """Share the embedding's weight."""
+        self.weight = embedding.weight
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """

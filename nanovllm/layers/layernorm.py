@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from nanovllm.distributed import group
+from nanovllm.distributed.group import get_group
 from nanovllm.kernels.layernorm import add_rms_norm, rms_norm
 from nanovllm.utils.loader import default_weight_loader
 
@@ -14,7 +14,7 @@ class RMSNorm(nn.Module):
     def __init__(self, hidden_size: int, eps: float = 1e-6):
         super().__init__()
         self.eps = eps
-        self.group = group.get_group()
+        self.group = get_group()
         self.weight = nn.Parameter(torch.ones(hidden_size), requires_grad=False)
         self.weight.weight_loader = default_weight_loader
 

@@ -1,5 +1,9 @@
 """Matrix products, split over the tensor-parallel ranks by output features (columns) or input features
-(rows).
+(rows), and the choice of who computes them.
+
+A product is computed by one of three: for one or two rows by a matrix-vector kernel, for a decode batch of a
+small model by a kernel that has its neighbours folded in, and else by torch's library. A prefill always uses
+the library, so that a start compiles one way only.
 
 Each parameter carries a `weight_loader` that takes this rank's shard out of the checkpoint's tensor by
 slicing, so that no more than the shard is read from disk. Weights are [output features, input features].
@@ -11,7 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanovllm.distributed import group
+from nanovllm.distributed.group import get_group
+from nanovllm.kernels.fused_linear import can_fuse, linear_add, norm_linear
+from nanovllm.kernels.matvec import can_use_matvec, linear_small
+from nanovllm.layers.activation import SiluAndMul
+from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.residual_stream import Stream
+from nanovllm.utils.context import get_context
 from nanovllm.utils.loader import default_weight_loader
 
 
@@ -27,6 +37,7 @@ class LinearBase(nn.Module):
 
     def __init__(self, input_size: int, output_size: int, bias: bool = False):
         super().__init__()
+        self.group = get_group()
         self.weight = nn.Parameter(torch.empty(output_size, input_size), requires_grad=False)
         self.weight.weight_loader = self.weight_loader
         if bias:
@@ -38,9 +49,12 @@ class LinearBase(nn.Module):
     def weight_loader(self, param: nn.Parameter, loaded_weight: Any) -> None:
         raise NotImplementedError
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [tokens, input features] -> [tokens, output features of this rank]."""
-        return F.linear(x, self.weight, self.bias)
+    def _uses_matvec(self, x: torch.Tensor) -> bool:
+        return not get_context().is_prefill and can_use_matvec(x)
+
+    def _is_fused(self, residual: torch.Tensor) -> bool:
+        """Whether the product beside this residual takes the addition to it, or its norm, into its kernel."""
+        return not get_context().is_prefill and self.group.size == 1 and can_fuse(residual, self.weight)
 
 
 class ReplicatedLinear(LinearBase):
@@ -49,17 +63,21 @@ class ReplicatedLinear(LinearBase):
     def weight_loader(self, param: nn.Parameter, loaded_weight: Any) -> None:
         default_weight_loader(param, loaded_weight)
 
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [tokens, input features] -> [tokens, output features]."""
+        return F.linear(x, self.weight, self.bias)
 
-class MergedColumnParallelLinear(LinearBase):
-    """Several matrices with the same input, one below the other, each split by output features."""
 
-    def __init__(self, input_size: int, output_sizes: list[int], bias: bool = False):
-        self.output_sizes = output_sizes
-        super().__init__(input_size, sum(divide(size, group.tp_size()) for size in output_sizes), bias)
+class ColumnParallelLinear(LinearBase):
+    """Split by output features; what comes out is this rank's part."""
 
-    def weight_loader(self, param: nn.Parameter, loaded_weight: Any, shard_id: int = 0) -> None:
-        size = self.output_sizes[shard_id]
-        self._load_rows(param, loaded_weight, size, sum(self.output_sizes[:shard_id]) // group.tp_size())
+    def __init__(self, input_size: int, output_size: int, bias: bool = False):
+        self.total_output_size = output_size
+        super().__init__(input_size, divide(output_size, get_group().size), bias)
+        self.act_fn = SiluAndMul()
+
+    def weight_loader(self, param: nn.Parameter, loaded_weight: Any) -> None:
+        self._load_rows(param, loaded_weight, self.total_output_size, 0)
 
     def _load_rows(
         self, param: nn.Parameter, loaded_weight: Any, total: int, offset: int, parts: int = 0, part: int = -1
@@ -71,18 +89,47 @@ class MergedColumnParallelLinear(LinearBase):
         expected = (total, *param.shape[1:])
         if tuple(loaded_weight.shape) != expected:
             raise ValueError(f"shape {tuple(loaded_weight.shape)}, expected {expected}")
-        parts, part = parts or group.tp_size(), group.tp_rank() if part < 0 else part
+        parts, part = parts or self.group.size, self.group.rank if part < 0 else part
         rows = divide(total, parts)
         default_weight_loader(
             param.data[offset : offset + rows], loaded_weight[part * rows : (part + 1) * rows]
         )
 
+    def forward(self, stream: Stream, silu_and_mul: bool = False) -> torch.Tensor:
+        """
+        norm(x) @ weight.T + bias for the stream's x [tokens, input features] and norm: [tokens, output
+        features of this rank]. With silu_and_mul the first half of these are gates, the second half is what
+        they multiply, and the result has half as many.
+        """
+        if self._uses_matvec(stream.x):
+            norm = stream.norm if stream.scaled is None else None
+            return linear_small(
+                stream.x if norm else stream.normalised(),
+                self.weight,
+                self.bias,
+                norm_weight=norm.weight if norm else None,
+                eps=stream.norm.eps,
+                silu_and_mul=silu_and_mul,
+            )
+        if self._is_fused(stream.x):
+            scaled = stream.normalised() if stream.squares is None else stream.scaled
+            return norm_linear(scaled, self.weight, self.bias, stream.squares, stream.norm.eps, silu_and_mul)
+        y = F.linear(stream.normalised(), self.weight, self.bias)
+        return self.act_fn(y) if silu_and_mul else y
 
-class ColumnParallelLinear(MergedColumnParallelLinear):
-    """Split by output features; what comes out is this rank's part."""
 
-    def __init__(self, input_size: int, output_size: int, bias: bool = False):
-        super().__init__(input_size, [output_size], bias)
+class MergedColumnParallelLinear(ColumnParallelLinear):
+    """Several matrices with the same input, one below the other, each split by output features."""
+
+    def __init__(self, input_size: int, output_sizes: list[int], bias: bool = False):
+        for size in output_sizes:
+            divide(size, get_group().size)
+        self.output_sizes = output_sizes
+        super().__init__(input_size, sum(output_sizes), bias)
+
+    def weight_loader(self, param: nn.Parameter, loaded_weight: Any, shard_id: int = 0) -> None:
+        offset = sum(self.output_sizes[:shard_id]) // self.group.size
+        self._load_rows(param, loaded_weight, self.output_sizes[shard_id], offset)
 
 
 class QKVParallelLinear(MergedColumnParallelLinear):
@@ -99,7 +146,7 @@ class QKVParallelLinear(MergedColumnParallelLinear):
         total_num_kv_heads: int | None = None,
         bias: bool = False,
     ):
-        size = group.tp_size()
+        size = get_group().size
         self.head_size = head_size
         self.total_num_kv_heads = total_num_kv_heads or total_num_heads
         self.num_heads = divide(total_num_heads, size)
@@ -114,28 +161,20 @@ class QKVParallelLinear(MergedColumnParallelLinear):
             super().weight_loader(param, loaded_weight, 0)
             return
         offset = (self.num_heads + (self.num_kv_heads if shard_id == "v" else 0)) * self.head_size
-        parts = group.tp_size() // self.num_kv_replicas
-        part = group.tp_rank() // self.num_kv_replicas
+        parts = self.group.size // self.num_kv_replicas
+        part = self.group.rank // self.num_kv_replicas
         self._load_rows(param, loaded_weight, self.total_num_kv_heads * self.head_size, offset, parts, part)
 
 
 class RowParallelLinear(LinearBase):
     """
-    Split by input features; the ranks' partial products are summed, here or, without `reduce`, by the norm
-    that follows. Rank 0 alone adds the bias.
+    Split by input features, in front of a residual addition, which comes with the sum over the ranks. Rank 0
+    alone adds the bias.
     """
 
-    def __init__(self, input_size: int, output_size: int, bias: bool = False, reduce: bool = True):
+    def __init__(self, input_size: int, output_size: int, bias: bool = False):
         self.input_size = input_size
-        self.reduce = reduce
-        super().__init__(divide(input_size, group.tp_size()), output_size, bias)
-        self.adds_bias = group.tp_rank() == 0
-        self.group = group.get_group()
-
-    @property
-    def bias_here(self) -> torch.Tensor | None:
-        """What this rank adds to its part of the sum."""
-        return self.bias if self.adds_bias else None
+        super().__init__(divide(input_size, get_group().size), output_size, bias)
 
     def weight_loader(self, param: nn.Parameter, loaded_weight: Any) -> None:
         if param.dim() == 1:  # the bias
@@ -144,10 +183,23 @@ class RowParallelLinear(LinearBase):
         expected = (param.shape[0], self.input_size)
         if tuple(loaded_weight.shape) != expected:
             raise ValueError(f"shape {tuple(loaded_weight.shape)}, expected {expected}")
-        start = group.tp_rank() * param.shape[1]
+        start = self.group.rank * param.shape[1]
         default_weight_loader(param, loaded_weight[:, start : start + param.shape[1]])
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [tokens, input features of this rank] -> [tokens, output features], with `reduce` complete."""
-        y = F.linear(x, self.weight, self.bias_here)
-        return self.group.all_reduce(y) if self.reduce else y
+    def add_to(self, stream: Stream, x: torch.Tensor, next_norm: RMSNorm) -> Stream:
+        """
+        The stream plus x @ weight.T + bias, summed over the ranks, in front of the next norm. x [tokens,
+        input features of this rank].
+        """
+        bias = self.bias if self.group.rank == 0 else None
+        if self._uses_matvec(x):
+            if self.group.size == 1:
+                return Stream(linear_small(x, self.weight, bias, residual=stream.x), next_norm)
+            part = linear_small(x, self.weight, bias)
+        elif self._is_fused(stream.x):
+            total, scaled, squares = linear_add(x, self.weight, bias, stream.x, next_norm.weight)
+            return Stream(total, next_norm, scaled, squares)
+        else:
+            part = F.linear(x, self.weight, bias)
+        normed, total = next_norm.after_reduce(part, stream.x)
+        return Stream(total, next_norm, normed)

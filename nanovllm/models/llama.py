@@ -4,13 +4,11 @@ Llama 2, 3 and what is built like them (SmolLM2, TinyLlama, ...): Qwen3 without 
 
 from typing import Any
 
-from nanovllm.models.qwen3 import Qwen3ForCausalLM
+from nanovllm.models.qwen3 import Qwen3ForCausalLM, Variant
 
 
 class LlamaForCausalLM(Qwen3ForCausalLM):
     @staticmethod
-    def variant(config: Any) -> dict[str, bool]:
-        bias = bool(getattr(config, "attention_bias", False))
-        return dict(
-            qk_norm=False, qkv_bias=bias, o_bias=bias, mlp_bias=bool(getattr(config, "mlp_bias", False))
-        )
+    def variant(config: Any) -> Variant:
+        bias = config.attention_bias
+        return Variant(qk_norm=False, qkv_bias=bias, o_bias=bias, mlp_bias=config.mlp_bias)

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from nanovllm.models.qwen3 import Qwen3ForCausalLM
+from nanovllm.models.qwen3 import Qwen3ForCausalLM, Variant
 
 
 class Qwen2ForCausalLM(Qwen3ForCausalLM):
     @staticmethod
-    def variant(config: Any) -> dict[str, bool]:
-        return dict(qk_norm=False, qkv_bias=True, o_bias=False, mlp_bias=False)
+    def variant(config: Any) -> Variant:
+        return Variant(qk_norm=False, qkv_bias=True, o_bias=False, mlp_bias=False)

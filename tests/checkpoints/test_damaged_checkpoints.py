@@ -34,7 +34,7 @@ from test_gguf import write_gguf
 from nanovllm import LLM, SamplingParams
 from nanovllm.checkpoints import open_checkpoint, tokenizer
 from nanovllm.checkpoints.untrusted import MAX_BYTES
-from nanovllm.distributed import group
+from nanovllm.distributed.group import Group, use_group
 from nanovllm.models import get_model_class
 from nanovllm.utils.loader import load_model
 from tiny_checkpoints import edit_json, make_checkpoint, one_thread  # noqa: F401  a fixture
@@ -311,16 +311,14 @@ def test_a_weight_that_its_dtype_turns_into_infinity_is_refused(folder):
 
 
 @pytest.mark.parametrize("row, rank", [(0, 0), (-1, 1)])
-def test_the_rank_that_holds_the_weight_refuses_it(tmp_path, monkeypatch, row, rank):
+def test_the_rank_that_holds_the_weight_refuses_it(tmp_path, row, rank):
     make_checkpoint(tmp_path, **TINY | {"num_key_value_heads": 2})
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["model.layers.0.mlp.up_proj.weight"][row, 0] = float("nan")
     save_file(tensors, tmp_path / "model.safetensors")
-    monkeypatch.setattr(group, "tp_size", lambda: 2)
-    monkeypatch.setattr(group, "tp_rank", lambda: 1 - rank)
-    load(tmp_path)
-    monkeypatch.setattr(group, "tp_rank", lambda: rank)
-    with pytest.raises(ValueError, match="up_proj.weight: holds NaN"):
+    with use_group(Group(1 - rank, 2)):
+        load(tmp_path)
+    with use_group(Group(rank, 2)), pytest.raises(ValueError, match="up_proj.weight: holds NaN"):
         load(tmp_path)
 
 

@@ -16,7 +16,7 @@ from transformers import CONFIG_MAPPING
 from nanovllm import LLM, SamplingParams
 from nanovllm.checkpoints import SHAPES, open_checkpoint
 from nanovllm.checkpoints.tokenizer import toy_tokenizer
-from nanovllm.distributed import group
+from nanovllm.distributed.group import Group, use_group
 from nanovllm.models import get_model_class
 from nanovllm.utils.loader import default_weight_loader, load_model
 from tiny_checkpoints import EXACT, load_reference, make_checkpoint
@@ -95,14 +95,13 @@ def test_weights_are_converted_to_the_dtype_of_the_parameters(tmp_path):
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_ranks_together_hold_every_weight_and_only_their_part(tmp_path, monkeypatch, size):
+def test_ranks_together_hold_every_weight_and_only_their_part(tmp_path, size):
     make_checkpoint(tmp_path, "qwen3", num_key_value_heads=4)
     expected = expected_parameters(tmp_path)
-    monkeypatch.setattr(group, "tp_size", lambda: size)
     ranks = []
     for rank in range(size):
-        monkeypatch.setattr(group, "tp_rank", lambda rank=rank: rank)
-        ranks.append(load(tmp_path).state_dict())
+        with use_group(Group(rank, size)):
+            ranks.append(load(tmp_path).state_dict())
     for name, whole in expected.items():
         parts = [rank[name] for rank in ranks]
         if name.endswith("norm.weight"):

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from test_kernels import error, rand, tolerance
 
 from nanovllm.kernels import fused_linear
-from nanovllm.kernels.fused_linear import Stream
+from nanovllm.kernels.layernorm import rms_norm_torch
 from nanovllm.kernels.runtime import HAVE_TRITON, INTERPRETED
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -47,36 +47,36 @@ def seeded():
     torch.manual_seed(0)
 
 
-def make_stream(rows, hidden, device, dtype):
-    """A stream as linear_add leaves it, its squares in several parts."""
+def half_normalised(rows, hidden, device, dtype):
+    """x, x * the norm's weight, x's squares in several parts as linear_add leaves them, and the weight."""
     x, norm_weight = rand(rows, hidden, device=device, dtype=dtype) * 3, 1 + rand(hidden, device=device) / 4
     squares = F.pad(x.float().square(), (0, -hidden % 16)).unflatten(1, (-1, 16)).sum(-1)
-    return Stream(x, x * norm_weight.to(dtype), squares), norm_weight.to(dtype)
+    return x, x * norm_weight.to(dtype), squares, norm_weight.to(dtype)
 
 
-def plain_norm_linear(stream, norm_weight, weight, bias, silu_and_mul):
-    x = stream.x.double()
+def plain_norm_linear(x, norm_weight, weight, bias, gated):
+    x = x.double()
     y = x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * norm_weight.double() @ weight.double().T
     if bias is not None:
         y = y + bias.double()
-    if silu_and_mul:
+    if gated:
         gate, up = y.chunk(2, dim=-1)
         y = F.silu(gate) * up
     return y
 
 
-def check_norm_linear(norm_linear, rows, hidden, width, device, dtype):
-    stream, norm_weight = make_stream(rows, hidden, device, dtype)
-    for silu_and_mul in (False, True):
-        weight = (rand(width * (1 + silu_and_mul), hidden, device=device) * hidden**-0.5).to(dtype)
+def check_norm_linear(rows, hidden, width, device, dtype):
+    x, scaled, squares, norm_weight = half_normalised(rows, hidden, device, dtype)
+    for gated in (False, True):
+        weight = (rand(width * (1 + gated), hidden, device=device) * hidden**-0.5).to(dtype)
         for bias in (None, rand(len(weight), device=device, dtype=dtype)):
-            got = norm_linear(stream, weight, bias, eps=EPS, silu_and_mul=silu_and_mul)
-            expected = plain_norm_linear(stream, norm_weight, weight, bias, silu_and_mul)
+            got = fused_linear.norm_linear(scaled, weight, bias, squares, EPS, gated)
+            expected = plain_norm_linear(x, norm_weight, weight, bias, gated)
             assert got.shape == (rows, width) and got.dtype == dtype
             assert error(got, expected) < tolerance(dtype)
 
 
-def check_linear_add(linear_add, rows, in_features, hidden, device, dtype):
+def check_linear_add(rows, in_features, hidden, device, dtype):
     # A slice of something wider, as the attention's output may be, and nothing but NaN around it.
     around = torch.full((rows + 3, in_features + 32), float("nan"), device=device, dtype=dtype)
     x = around[1 : rows + 1, 16 : in_features + 16]
@@ -86,16 +86,16 @@ def check_linear_add(linear_add, rows, in_features, hidden, device, dtype):
         rand(*shape, device=device, dtype=dtype) for shape in ((rows, hidden), (hidden,))
     )
     for bias in (None, rand(hidden, device=device, dtype=dtype)):
-        stream = linear_add(x, weight, bias, residual, norm_weight)
+        total, scaled, squares = fused_linear.linear_add(x, weight, bias, residual, norm_weight)
         expected = x.double() @ weight.double().T + residual.double()
         if bias is not None:
             expected = expected + bias.double()
-        assert stream.x.dtype == stream.scaled.dtype == dtype and stream.squares.dtype == torch.float32
-        assert stream.x.shape == stream.scaled.shape == (rows, hidden)
-        assert error(stream.x, expected) < tolerance(dtype)
-        assert error(stream.scaled, stream.x.double() * norm_weight.double()) < tolerance(dtype)
+        assert total.dtype == scaled.dtype == dtype and squares.dtype == torch.float32
+        assert total.shape == scaled.shape == (rows, hidden)
+        assert error(total, expected) < tolerance(dtype)
+        assert error(scaled, total.double() * norm_weight.double()) < tolerance(dtype)
         # Of the rounded sum, as a norm of it would see them.
-        assert error(stream.squares.sum(-1), stream.x.double().square().sum(-1)) < 1e-5
+        assert error(squares.sum(-1), total.double().square().sum(-1)) < 1e-5
 
 
 SHAPES = [(64, 48), (72, 40), (600, 136)]
@@ -103,9 +103,10 @@ SHAPES = [(64, 48), (72, 40), (600, 136)]
 
 @pytest.mark.parametrize("in_features, width", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_twins_do_plain_arithmetic(dtype, in_features, width):
-    check_norm_linear(fused_linear.norm_linear_torch, 7, in_features, width, "cpu", dtype)
-    check_linear_add(fused_linear.linear_add_torch, 7, in_features, width, "cpu", dtype)
+def test_the_twins_do_plain_arithmetic(monkeypatch, dtype, in_features, width):
+    monkeypatch.setattr(fused_linear, "use_triton", lambda tensor: False)
+    check_norm_linear(7, in_features, width, "cpu", dtype)
+    check_linear_add(7, in_features, width, "cpu", dtype)
 
 
 def row_counts(device):
@@ -118,7 +119,7 @@ def test_a_norm_and_a_product_in_one(device, dtype, in_features, width):
     if device == "cpu" and in_features == 1024:
         pytest.skip("takes long in the interpreter")
     for rows in row_counts(device):
-        check_norm_linear(fused_linear.norm_linear, rows, in_features, width, device, dtype)
+        check_norm_linear(rows, in_features, width, device, dtype)
 
 
 @on_devices
@@ -127,7 +128,7 @@ def test_a_product_and_a_residual_in_one(device, dtype, in_features, width):
     if device == "cpu" and in_features == 3072:
         pytest.skip("takes long in the interpreter")
     for rows in row_counts(device):
-        check_linear_add(fused_linear.linear_add, rows, in_features, width, device, dtype)
+        check_linear_add(rows, in_features, width, device, dtype)
 
 
 @on_devices
@@ -137,25 +138,24 @@ def test_every_tile_of_the_table_is_right(device, dtype, monkeypatch):
             monkeypatch.setattr(fused_linear, "_tile", lambda *_, tile=tile: tile)
             rows = most - 5 if device == "cuda" else min(most, tile[0] + 1)
             if kind == "gated":
-                check_norm_linear(fused_linear.norm_linear, rows, 264, 72, device, dtype)
+                check_norm_linear(rows, 264, 72, device, dtype)
             else:
-                check_linear_add(fused_linear.linear_add, rows, 264, 72, device, dtype)
+                check_linear_add(rows, 264, 72, device, dtype)
 
 
 @on_devices
-def test_a_stream_can_begin_with_a_finished_norm(device, dtype):
+def test_what_is_normalised_already_is_only_multiplied(device, dtype):
     x, norm_weight = rand(5, 96, device=device, dtype=dtype), rand(96, device=device, dtype=dtype)
     weight = rand(32, 96, device=device, dtype=dtype)
-    stream = fused_linear.begin_stream(x, norm_weight, EPS)
-    got = fused_linear.norm_linear(stream, weight, eps=EPS)
-    assert error(got, plain_norm_linear(stream, norm_weight, weight, None, False)) < tolerance(dtype)
+    got = fused_linear.norm_linear(rms_norm_torch(x, norm_weight, EPS), weight, None, None, EPS, False)
+    assert error(got, plain_norm_linear(x, norm_weight, weight, None, False)) < tolerance(dtype)
 
 
 @on_devices
 def test_no_rows_give_no_rows(device, dtype):
     x, weight = rand(0, 64, device=device, dtype=dtype), rand(32, 64, device=device, dtype=dtype)
-    stream = fused_linear.linear_add(x, weight, None, rand(0, 32, device=device, dtype=dtype), weight[:, 0])
-    assert stream.x.shape == (0, 32)
+    residual = rand(0, 32, device=device, dtype=dtype)
+    assert fused_linear.linear_add(x, weight, None, residual, weight[:, 0])[0].shape == (0, 32)
 
 
 @pytest.mark.gpu
@@ -173,14 +173,13 @@ def test_a_captured_layer_gives_the_same_bits_every_time():
     )
 
     def layers(count):
-        stream = fused_linear.begin_stream(x, norm_weight, EPS)
+        total, scaled, squares = x, rms_norm_torch(x, norm_weight, EPS), None
         for _ in range(count):
-            wide = fused_linear.norm_linear(stream, weights[0], eps=EPS)
-            stream = fused_linear.linear_add(wide, weights[1], None, stream.x, norm_weight)
-            gated = fused_linear.norm_linear(stream, weights[2], eps=EPS, silu_and_mul=True)
-            stream = fused_linear.linear_add(gated, weights[3], None, stream.x, norm_weight)
+            for into, out, gated in ((0, 1, False), (2, 3, True)):
+                wide = fused_linear.norm_linear(scaled, weights[into], None, squares, EPS, gated)
+                total, scaled, squares = fused_linear.linear_add(wide, weights[out], None, total, norm_weight)
             torch.cuda.synchronize() if not torch.cuda.is_current_stream_capturing() else None
-        return stream.x
+        return total
 
     expected = layers(6)
     graph = torch.cuda.CUDAGraph()

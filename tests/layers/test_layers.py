@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from nanovllm.distributed import group
+from nanovllm.distributed.group import Group, use_group
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.attention import Attention, store_kvcache
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
@@ -19,6 +19,7 @@ from nanovllm.layers.linear import (
     RowParallelLinear,
     divide,
 )
+from nanovllm.layers.residual_stream import Stream
 from nanovllm.layers.rotary_embedding import RotaryEmbedding, apply_rotary_emb, get_rope
 from nanovllm.utils.context import get_context, reset_context, set_context
 from tiny_checkpoints import one_thread  # noqa: F401
@@ -164,6 +165,13 @@ def paged(lengths: list[int], block_size: int, num_blocks: int) -> tuple[torch.T
     return tables, slots
 
 
+def stored(layer: Attention, q, k, v) -> torch.Tensor:
+    """Store keys and values, which are rotated by nothing at position 0, and attend."""
+    qkv = torch.cat([x.flatten(1) for x in (q, k, v)], dim=1)
+    rope, positions = make_rope(layer.head_dim), torch.zeros(len(q), dtype=torch.int64)
+    return layer(*layer.rotate_and_store(positions, qkv, rope, None, None))
+
+
 @pytest.mark.parametrize("heads, kv_heads, head_dim", [(4, 2, 16), (3, 3, 8), (7, 1, 24), (8, 1, 64)])
 @pytest.mark.parametrize("computed", [(0, 0, 0, 0), (3, 16, 40, 0)])
 def test_attention_over_pages_is_attention(heads, kv_heads, head_dim, computed):
@@ -193,7 +201,7 @@ def test_attention_over_pages_is_attention(heads, kv_heads, head_dim, computed):
         context_lens=None,
         block_tables=tables if any(computed) else None,
     )
-    out = layer(*(torch.cat([t[span] for t, span in zip(x, spans, strict=True)]) for x in (q, k, v)))
+    out = stored(layer, *(torch.cat([t[span] for t, span in zip(x, spans, strict=True)]) for x in (q, k, v)))
     for i, rows in enumerate(out.split(counts)):
         expected = attention_formula(q[i][spans[i]], k[i][: lengths[i]], v[i][: lengths[i]], scale)
         torch.testing.assert_close(rows, expected, atol=1e-5, rtol=1e-4)
@@ -204,7 +212,7 @@ def test_attention_over_pages_is_attention(heads, kv_heads, head_dim, computed):
         context_lens=torch.tensor([length + 1 for length in lengths], dtype=torch.int32),
         block_tables=tables,
     )
-    out = layer(*(torch.stack([t[-1] for t in x]) for x in (q, k, v)))
+    out = stored(layer, *(torch.stack([t[-1] for t in x]) for x in (q, k, v)))
     for i, row in enumerate(out):
         torch.testing.assert_close(
             row[None], attention_formula(q[i][-1:], k[i], v[i], scale), atol=1e-5, rtol=1e-4
@@ -228,16 +236,25 @@ def test_the_context_is_empty_after_a_reset():
     assert not get_context().is_prefill and get_context().slot_mapping is None
 
 
-@pytest.fixture
-def on_rank(monkeypatch):
-    """on_rank(rank, size, make) builds a layer as that rank would, and stays on that rank."""
+class OneRank(Group):
+    """Sums over the ranks are this rank's part."""
 
-    def build(rank, size, make):
-        monkeypatch.setattr(group, "tp_rank", lambda: rank)
-        monkeypatch.setattr(group, "tp_size", lambda: size)
+    def all_reduce(self, x):
+        return x
+
+    def all_reduce_add_rms_norm(self, x, residual, weight, eps):
+        return rms_norm_formula(x + residual, weight, eps).float(), x + residual
+
+
+def on_rank(rank, size, make):
+    """Build a layer as that rank would."""
+    with use_group(OneRank(rank, size)):
         return make()
 
-    return build
+
+def normalised(x: torch.Tensor) -> Stream:
+    """A stream whose norm gives x."""
+    return Stream(x, RMSNorm(x.shape[-1]), x)
 
 
 def load(param: torch.nn.Parameter, weight: torch.Tensor, *shard_id) -> None:
@@ -248,7 +265,7 @@ TP_SIZES = pytest.mark.parametrize("tp_size", [1, 2, 4])
 
 
 @TP_SIZES
-def test_column_shards_put_together_are_the_matrix(on_rank, tp_size):
+def test_column_shards_put_together_are_the_matrix(tp_size):
     weight, bias = torch.randn(24, 10), torch.randn(24)
     weights, biases = [], []
     for rank in range(tp_size):
@@ -259,12 +276,12 @@ def test_column_shards_put_together_are_the_matrix(on_rank, tp_size):
         weights.append(layer.weight.data)
         biases.append(layer.bias.data)
         x = torch.randn(3, 10)
-        torch.testing.assert_close(layer(x), F.linear(x, layer.weight, layer.bias))
+        torch.testing.assert_close(layer(normalised(x)), F.linear(x, layer.weight, layer.bias))
     assert torch.equal(torch.cat(weights), weight) and torch.equal(torch.cat(biases), bias)
 
 
 @TP_SIZES
-def test_merged_shards_put_together_are_the_matrices(on_rank, tp_size):
+def test_merged_shards_put_together_are_the_matrices(tp_size):
     sizes = [12, 20, 4]
     full = [torch.randn(size, 10) for size in sizes]
     biases = [torch.randn(size) for size in sizes]
@@ -286,7 +303,7 @@ def test_merged_shards_put_together_are_the_matrices(on_rank, tp_size):
 
 @TP_SIZES
 @pytest.mark.parametrize("heads, kv_heads", [(8, 4), (4, 4), (12, 4), (8, None)])
-def test_qkv_shards_put_together_are_the_matrices(on_rank, tp_size, heads, kv_heads):
+def test_qkv_shards_put_together_are_the_matrices(tp_size, heads, kv_heads):
     head_dim, hidden = 6, 10
     sizes = [heads * head_dim, (kv_heads or heads) * head_dim, (kv_heads or heads) * head_dim]
     full, biases = [torch.randn(size, hidden) for size in sizes], [torch.randn(size) for size in sizes]
@@ -309,7 +326,7 @@ def test_qkv_shards_put_together_are_the_matrices(on_rank, tp_size, heads, kv_he
 
 
 @pytest.mark.parametrize("kv_heads, tp_size", [(1, 2), (1, 4), (2, 4)])
-def test_fewer_kv_heads_than_ranks_are_held_by_neighbouring_ranks(on_rank, kv_heads, tp_size):
+def test_fewer_kv_heads_than_ranks_are_held_by_neighbouring_ranks(kv_heads, tp_size):
     """Each rank needs the KV head that its query heads belong to."""
     heads, head_dim, hidden = 8, 6, 10
     full = {"q": torch.randn(heads, head_dim, hidden)}
@@ -329,10 +346,11 @@ def test_fewer_kv_heads_than_ranks_are_held_by_neighbouring_ranks(on_rank, kv_he
 
 @TP_SIZES
 @pytest.mark.parametrize("bias", [False, True])
-def test_row_shards_put_together_are_the_matrix_and_products_add_up(on_rank, monkeypatch, tp_size, bias):
+def test_row_shards_put_together_are_the_matrix_and_products_add_up(tp_size, bias):
     weight, offset = torch.randn(6, 24), torch.randn(6)
     x = torch.randn(3, 24)
-    monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor, *args, **kwargs: None)
+    residual, norm, next_norm = torch.randn(3, 6), RMSNorm(6), RMSNorm(6)
+    next_norm.weight.data.uniform_(0.5, 1.5)
     shards, total = [], torch.zeros(3, 6)
     for rank in range(tp_size):
         layer = on_rank(rank, tp_size, lambda: RowParallelLinear(24, 6, bias=bias))
@@ -341,13 +359,16 @@ def test_row_shards_put_together_are_the_matrix_and_products_add_up(on_rank, mon
             load(layer.bias, offset)
         shards.append(layer.weight.data)
         width = 24 // tp_size
-        total += layer(x[:, rank * width : (rank + 1) * width])
+        added = layer.add_to(Stream(residual, norm), x[:, rank * width : (rank + 1) * width], next_norm)
+        assert added.norm is next_norm
+        torch.testing.assert_close(added.normalised(), next_norm(added.x))
+        total += added.x - residual
     assert torch.equal(torch.cat(shards, dim=1), weight)
     torch.testing.assert_close(total, F.linear(x, weight, offset if bias else None))
 
 
 @TP_SIZES
-def test_a_replicated_matrix_is_whole_on_every_rank(on_rank, tp_size):
+def test_a_replicated_matrix_is_whole_on_every_rank(tp_size):
     weight, bias = torch.randn(7, 5), torch.randn(7)
     for rank in range(tp_size):
         layer = on_rank(rank, tp_size, lambda: ReplicatedLinear(5, 7, bias=True))
@@ -360,7 +381,7 @@ def test_a_replicated_matrix_is_whole_on_every_rank(on_rank, tp_size):
 @TP_SIZES
 @pytest.mark.parametrize("vocab", [32, 33, 35, 5])
 @pytest.mark.parametrize("make", [VocabParallelEmbedding, ParallelLMHead])
-def test_vocabulary_shards_put_together_are_the_table(on_rank, tp_size, vocab, make):
+def test_vocabulary_shards_put_together_are_the_table(tp_size, vocab, make):
     table = torch.randn(vocab, 8)
     rows = []
     for rank in range(tp_size):
@@ -374,9 +395,8 @@ def test_vocabulary_shards_put_together_are_the_table(on_rank, tp_size, vocab, m
 
 @TP_SIZES
 @pytest.mark.parametrize("vocab", [32, 35])
-def test_masked_look_ups_of_all_ranks_add_up_to_the_look_up(on_rank, monkeypatch, tp_size, vocab):
+def test_masked_look_ups_of_all_ranks_add_up_to_the_look_up(tp_size, vocab):
     table, ids = torch.randn(vocab, 8), torch.randint(0, vocab, (50,))
-    monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor, *args, **kwargs: None)
     total = torch.zeros(50, 8)
     for rank in range(tp_size):
         layer = on_rank(rank, tp_size, lambda: VocabParallelEmbedding(vocab, 8))
@@ -411,7 +431,7 @@ WRONG = {
 
 @pytest.mark.parametrize("tp_size", [1, 2])
 @pytest.mark.parametrize("name", WRONG)
-def test_a_weight_of_the_wrong_shape_is_refused(on_rank, name, tp_size):
+def test_a_weight_of_the_wrong_shape_is_refused(name, tp_size):
     make, shape, shard_id = WRONG[name]
     layer = on_rank(tp_size - 1, tp_size, make)
     load(layer.weight, torch.randn(shape), *shard_id)
@@ -434,7 +454,7 @@ def test_a_bias_of_the_wrong_shape_is_refused():
                 load(layer.bias, torch.randn(shape))
 
 
-def test_sizes_that_the_ranks_do_not_divide_are_refused(on_rank):
+def test_sizes_that_the_ranks_do_not_divide_are_refused():
     assert divide(12, 4) == 3
     with pytest.raises(ValueError, match="13.*4"):
         divide(13, 4)
