@@ -37,32 +37,15 @@ class AttentionBackend(NamedTuple):
     decode: Callable[..., torch.Tensor]
 
 
-def flash_prefill(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, block_tables=None):
-    return flash_attn_varlen_func(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        softmax_scale=scale,
-        causal=True,
-        block_table=block_tables,
-    )
+def flash_prefill(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, block_tables):
+    lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    options = dict(softmax_scale=scale, causal=True, block_table=block_tables)
+    return flash_attn_varlen_func(q, k, v, *lengths, **options)
 
 
 def flash_decode(q, k_cache, v_cache, block_tables, context_lens, scale):
-    out = flash_attn_with_kvcache(
-        q.unsqueeze(1),
-        k_cache,
-        v_cache,
-        cache_seqlens=context_lens,
-        block_table=block_tables,
-        softmax_scale=scale,
-        causal=True,
-    )
-    return out.squeeze(1)
+    options = dict(cache_seqlens=context_lens, block_table=block_tables, softmax_scale=scale, causal=True)
+    return flash_attn_with_kvcache(q.unsqueeze(1), k_cache, v_cache, **options).squeeze(1)
 
 
 def get_backend(config: Config, device: torch.device) -> AttentionBackend:
@@ -141,23 +124,13 @@ class Attention(nn.Module):
         q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim], which are stored already ->
         [tokens, heads * head_dim].
         """
-        context = get_context()
-        if not context.is_prefill:
-            out = self.backend.decode(
-                q, self.k_cache, self.v_cache, context.block_tables, context.context_lens, self.scale
-            )
+        step = get_context()
+        if not step.is_prefill:
+            caches = self.k_cache, self.v_cache
+            out = self.backend.decode(q, *caches, step.block_tables, step.context_lens, self.scale)
         else:
-            if context.block_tables is not None:
+            if step.block_tables is not None:
                 k, v = self.k_cache, self.v_cache
-            out = self.backend.prefill(
-                q,
-                k,
-                v,
-                context.cu_seqlens_q,
-                context.cu_seqlens_k,
-                context.max_seqlen_q,
-                context.max_seqlen_k,
-                self.scale,
-                context.block_tables,
-            )
+            lengths = step.cu_seqlens_q, step.cu_seqlens_k, step.max_seqlen_q, step.max_seqlen_k
+            out = self.backend.prefill(q, k, v, *lengths, self.scale, step.block_tables)
         return out.reshape(len(q), -1)

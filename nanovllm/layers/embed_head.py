@@ -23,7 +23,7 @@ class VocabParallelEmbedding(nn.Module):
         super().__init__()
         self.num_embeddings = num_embeddings
         self.group = get_group()
-        rows = -(-num_embeddings // self.group.size)
+        rows = cdiv(num_embeddings, self.group.size)
         self.vocab_start = min(self.group.rank * rows, num_embeddings)
         self.vocab_end = min(self.vocab_start + rows, num_embeddings)
         self.weight = nn.Parameter(torch.zeros(rows, embedding_dim), requires_grad=False)
@@ -46,11 +46,6 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class ParallelLMHead(VocabParallelEmbedding):
-    def __init__(self, num_embeddings: int, embedding_dim: int, bias: bool = False):
-        if bias:
-            raise ValueError("an LM head with a bias is not supported")
-        super().__init__(num_embeddings, embedding_dim)
-
     def tie_to(self, embedding: VocabParallelEmbedding) -> None:
         """Share the embedding's weight."""
         self.weight = embedding.weight

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from nanovllm.distributed.group import get_group
-from nanovllm.kernels.layernorm import add_rms_norm, rms_norm
+from nanovllm.kernels.layernorm import rms_norm
 from nanovllm.utils.loader import default_weight_loader
 
 
@@ -22,12 +22,9 @@ class RMSNorm(nn.Module):
         self, x: torch.Tensor, residual: torch.Tensor | None = None
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """
-        x [..., hidden] -> norm(x); with a residual of the same shape -> (norm(x + residual), x + residual).
+        x [..., hidden] -> norm(x). With a residual of the same shape x is this rank's part of a sum over the
+        ranks -> (norm(sum + residual), sum + residual).
         """
         if residual is None:
             return rms_norm(x, self.weight, self.eps)
-        return add_rms_norm(x, residual, self.weight, self.eps)
-
-    def after_reduce(self, part: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """`forward(x, residual)`, where x is the sum of every rank's `part`, in one pass."""
-        return self.group.all_reduce_add_rms_norm(part, residual, self.weight, self.eps)
+        return self.group.all_reduce_add_rms_norm(x, residual, self.weight, self.eps)

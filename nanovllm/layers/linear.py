@@ -33,7 +33,10 @@ def divide(numerator: int, denominator: int) -> int:
 
 
 class LinearBase(nn.Module):
-    """A weight of this rank's size and, if wanted, a bias; subclasses say how checkpoints are cut to fit."""
+    """
+    A weight of this rank's size and, if wanted, a bias. Subclasses say how checkpoints are cut to fit, in
+    `weight_loader`.
+    """
 
     def __init__(self, input_size: int, output_size: int, bias: bool = False):
         super().__init__()
@@ -45,9 +48,6 @@ class LinearBase(nn.Module):
             self.bias.weight_loader = self.weight_loader
         else:
             self.register_parameter("bias", None)
-
-    def weight_loader(self, param: nn.Parameter, loaded_weight: Any) -> None:
-        raise NotImplementedError
 
     def _uses_matvec(self, x: torch.Tensor) -> bool:
         return not get_context().is_prefill and can_use_matvec(x)
@@ -201,5 +201,5 @@ class RowParallelLinear(LinearBase):
             return Stream(total, next_norm, scaled, squares)
         else:
             part = F.linear(x, self.weight, bias)
-        normed, total = next_norm.after_reduce(part, stream.x)
+        normed, total = next_norm(part, stream.x)
         return Stream(total, next_norm, normed)
