@@ -19,7 +19,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 @dataclass
 class Config:
     """
-    model:                  folder, `.gguf` file, hub id, or a built-in shape such as qwen3-0.6b (dummy).
+    model:                  folder, `.gguf` file, hub id, "smollm2", or a shape such as qwen3-0.6b (dummy).
     max_num_batched_tokens: most prompt tokens computed in one step; longer prompts are computed in chunks.
     max_num_seqs:           most sequences running at once.
     max_model_len:          most tokens of prompt and completion; capped by the checkpoint's own limit.

@@ -11,14 +11,15 @@ from typing import Any
 from nanovllm.checkpoints.folder import FolderCheckpoint
 from nanovllm.checkpoints.hub import download
 from nanovllm.checkpoints.shapes import SHAPES, ShapeCheckpoint
+from nanovllm.checkpoints.smollm2 import fetch_smollm2
 
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 
 
 def open_checkpoint(model: str | os.PathLike, load_format: str = "auto") -> Any:
     """
-    Find a checkpoint without reading its weights. `model` is a folder, a `.gguf` file, a Hugging Face hub id
-    or, with load_format="dummy", one of `SHAPES`. Raises ValueError that says what was looked for.
+    Find a checkpoint without reading its weights. `model` is a folder, a `.gguf` file, a Hugging Face hub id,
+    "smollm2" or, with load_format="dummy", one of `SHAPES`. Raises ValueError that says what was looked for.
 
     A checkpoint has
       path                      what opens it again, in any process, without asking the hub
@@ -37,7 +38,7 @@ def open_checkpoint(model: str | os.PathLike, load_format: str = "auto") -> Any:
     if not name or not os.path.exists(path):
         if name in SHAPES and dummy:
             return ShapeCheckpoint(name)
-        path = download(name, weights=not dummy)
+        path = str(fetch_smollm2()) if name == "smollm2" else download(name, weights=not dummy)
     if os.path.isfile(path):
         if load_format == "safetensors" or not path.lower().endswith(".gguf"):
             raise ValueError(f"model {name!r} is neither a folder nor, for load_format='gguf', a .gguf file")

@@ -12,8 +12,8 @@ def download(name: str, weights: bool) -> str:
     """The local folder of a hub id, from the cache or the network. Raises ValueError."""
     if not HUB_ID.fullmatch(name) or name.endswith(".gguf"):
         raise ValueError(
-            f"model {name!r}: there is no such folder or .gguf file, and it is not a hub id ('owner/name') "
-            f"or, with load_format='dummy', one of {list(SHAPES)}"
+            f"model {name!r}: there is no such folder or .gguf file, and it is not a hub id ('owner/name'), "
+            f"'smollm2' or, with load_format='dummy', one of {list(SHAPES)}"
         )
     from huggingface_hub import snapshot_download
 
