@@ -1,22 +1,24 @@
-"""Every option of the engine, checked in one place before anything is loaded."""
+"""Every option of the engine, checked in one place before anything is loaded, and never changed again."""
 
 import difflib
 import os
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields, replace
 from numbers import Integral, Real
 from typing import Any
 
 import torch
 
-from nanovllm.layers.rotary_embedding import context_limit
+from nanovllm.checkpoints import Checkpoint
+from nanovllm.checkpoints.model_config import ModelConfig
 from nanovllm.utils.validation import check_bool, shown
 
 MAX_SIZE = 2**31 - 1
 MAX_GRID = 2**16 - 1  # of a kernel's second and third dimension
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+FILLED_IN = ("hf_config", "eos")  # from the checkpoint
 
 
-@dataclass
+@dataclass(frozen=True)
 class Config:
     """
     model:                  folder, `.gguf` file, hub id, "smollm2", or a shape such as qwen3-0.6b (dummy).
@@ -48,8 +50,8 @@ class Config:
     gpu_memory_utilization: float = 0.9
     tensor_parallel_size: int = 1
     enforce_eager: bool = False
-    hf_config: Any = field(default=None, init=False)
-    eos: int | tuple[int, ...] = field(default=-1, init=False)
+    hf_config: ModelConfig | None = None
+    eos: int | tuple[int, ...] = -1
     kvcache_block_size: int = 256
     num_kvcache_blocks: int = -1
     device: str = "auto"
@@ -61,9 +63,13 @@ class Config:
     seed: int | None = None
 
     def __post_init__(self) -> None:
+        # A filled-in Config is a copy of one that was checked, and may be made in a forked process, which
+        # cannot ask CUDA for its devices.
+        if self.hf_config is not None:
+            return
         if not isinstance(self.model, (str, os.PathLike)):
             raise ValueError(f"model must be a name or a path, got {shown(self.model)}")
-        self.model = str(self.model)
+        object.__setattr__(self, "model", str(self.model))
         self._check_integer("max_num_batched_tokens", 1)
         self._check_integer("max_num_seqs", 1, MAX_GRID)
         self._check_integer("max_model_len", 1)
@@ -85,29 +91,45 @@ class Config:
         self._check_choice("kv_cache_dtype", ("auto", *DTYPES))
         self._check_choice("load_format", ("auto", "safetensors", "gguf", "dummy"))
         self._check_choice("attention_backend", ("auto", "flash", "triton", "torch"))
-        self.device = self._resolve_device()
+        object.__setattr__(self, "device", self._resolve_device())
+
+    def _check_integer(self, name: str, low: int, high: int = MAX_SIZE) -> None:
+        """For `__post_init__`, which alone may set fields: numpy's integers become Python's."""
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, Integral) or not low <= value <= high:
+            raise ValueError(f"{name} must be an integer from {low} to {high}, got {shown(value)}")
+        object.__setattr__(self, name, int(value))
+
+    def _check_choice(self, name: str, allowed: tuple[str, ...]) -> None:
+        value = getattr(self, name)
+        if not isinstance(value, str) or value not in allowed:  # an array would compare its elements
+            raise ValueError(f"{name} must be one of {list(allowed)}, got {shown(value)}")
 
     @classmethod
     def from_options(cls, model: str, options: dict[str, Any]) -> "Config":
         """
         A Config from keyword arguments. An unknown one is a TypeError naming it and the nearest known one.
         """
-        known = [option.name for option in fields(cls) if option.init]
-        filled_in = [option.name for option in fields(cls) if not option.init]
+        known = [option.name for option in fields(cls) if option.name not in FILLED_IN]
         for name in options:
-            if name in filled_in:
+            if name in FILLED_IN:
                 raise TypeError(f"{name} is no option: the engine fills it in from the checkpoint")
             if name not in known:
                 nearest = difflib.get_close_matches(name, known, n=1, cutoff=0)[0]
                 raise TypeError(f"unknown option {shown(name)}; the nearest known one is {nearest!r}")
         return cls(model, **options)
 
-    def fill_in(self, hf_config: Any) -> None:
-        """Complete the options with what the checkpoint says of the model, and check that they fit it."""
-        self.hf_config = hf_config
-        self._check_split()
-        self.max_model_len = min(self.max_model_len, context_limit(hf_config))
-        hf_config.max_model_len = self.max_model_len  # no longer table of rotations is needed
+    def with_checkpoint(self, checkpoint: Checkpoint) -> "Config":
+        """
+        These options completed by what the checkpoint says of the model. Raises ValueError if they do not fit
+        it.
+        """
+        hf_config = checkpoint.hf_config()
+        length = min(self.max_model_len, hf_config.context_limit)
+        hf_config = replace(hf_config, max_model_len=length)
+        config = replace(self, model=checkpoint.path, hf_config=hf_config, max_model_len=length)
+        config._check_split()
+        return config
 
     def _check_split(self) -> None:
         """Raise ValueError unless the model can be split over the ranks, and there are so many devices."""
@@ -160,17 +182,6 @@ class Config:
     @property
     def kv_cache_torch_dtype(self) -> torch.dtype:
         return self.torch_dtype if self.kv_cache_dtype == "auto" else DTYPES[self.kv_cache_dtype]
-
-    def _check_integer(self, name: str, low: int, high: int = MAX_SIZE) -> None:
-        value = getattr(self, name)
-        if isinstance(value, bool) or not isinstance(value, Integral) or not low <= value <= high:
-            raise ValueError(f"{name} must be an integer from {low} to {high}, got {shown(value)}")
-        setattr(self, name, int(value))
-
-    def _check_choice(self, name: str, allowed: tuple[str, ...]) -> None:
-        value = getattr(self, name)
-        if not isinstance(value, str) or value not in allowed:  # an array would compare its elements
-            raise ValueError(f"{name} must be one of {list(allowed)}, got {shown(value)}")
 
     def _resolve_device(self) -> str:
         if isinstance(self.device, str) and self.device == "auto":

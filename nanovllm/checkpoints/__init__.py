@@ -6,32 +6,30 @@ folder leads out of it.
 """
 
 import os
-from typing import Any
 
 from nanovllm.checkpoints.folder import FolderCheckpoint
+from nanovllm.checkpoints.gguf import GGUFCheckpoint
 from nanovllm.checkpoints.hub import download
 from nanovllm.checkpoints.shapes import SHAPES, ShapeCheckpoint
 from nanovllm.checkpoints.smollm2 import fetch_smollm2
 
-LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
+# What a checkpoint has, whatever its kind. It can be pickled, for the other ranks.
+#   path                      what opens it again, without asking the hub
+#   random_weights            whether weights are made up ("dummy") instead of read
+#   hf_config()               its ModelConfig
+#   tokenizer()               a transformers tokenizer, or None
+#   eos_token_ids(tokenizer)  every token id that ends a sequence
+#   generation_config()       what generation_config.json holds
+#   tensors()                 objects with `name` (Hugging Face's), `file` and `shape`; slices are torch
+#                             tensors, read when they are taken
+Checkpoint = FolderCheckpoint | GGUFCheckpoint | ShapeCheckpoint
 
 
-def open_checkpoint(model: str | os.PathLike, load_format: str = "auto") -> Any:
+def open_checkpoint(model: str | os.PathLike, load_format: str = "auto") -> Checkpoint:
     """
     Find a checkpoint without reading its weights. `model` is a folder, a `.gguf` file, a Hugging Face hub id,
     "smollm2" or, with load_format="dummy", one of `SHAPES`. Raises ValueError that says what was looked for.
-
-    A checkpoint has
-      path                      what opens it again, in any process, without asking the hub
-      random_weights            whether weights are made up ("dummy") instead of read
-      hf_config()               the fields of config.json, as attributes
-      tokenizer()               a transformers tokenizer, or None
-      eos_token_ids(tokenizer)  every token id that ends a sequence
-      tensors()                 objects with `name` (Hugging Face's), `file` and `shape`; slices are torch
-                                tensors, read when they are taken
     """
-    if load_format not in LOAD_FORMATS:
-        raise ValueError(f"load_format must be one of {list(LOAD_FORMATS)}, got {load_format!r}")
     dummy = load_format == "dummy"
     name = os.fspath(model)
     path = os.path.abspath(os.path.expanduser(name))
@@ -42,8 +40,6 @@ def open_checkpoint(model: str | os.PathLike, load_format: str = "auto") -> Any:
     if os.path.isfile(path):
         if load_format == "safetensors" or not path.lower().endswith(".gguf"):
             raise ValueError(f"model {name!r} is neither a folder nor, for load_format='gguf', a .gguf file")
-        from nanovllm.checkpoints.gguf import GGUFCheckpoint
-
         return GGUFCheckpoint(path, dummy)
     if load_format == "gguf":
         raise ValueError(f"model {name!r} is a folder, but load_format='gguf' reads a .gguf file")

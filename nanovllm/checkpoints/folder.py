@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from nanovllm.checkpoints.model_config import build_config, merge_eos_ids
+from nanovllm.checkpoints.model_config import ModelConfig, merge_eos_ids
 from nanovllm.checkpoints.tokenizer import guard_decode, tokenizer_errors, toy_tokenizer
 from nanovllm.checkpoints.untrusted import file_inside, has_room_for, leads_inside, read_json
 
@@ -39,8 +39,8 @@ class FolderCheckpoint:
             raise ValueError(f"{path} has no config.json{hint}")
         self.config = read_json(self.folder / "config.json")
 
-    def hf_config(self) -> Any:
-        config = build_config(self.folder / "config.json", self.config)
+    def hf_config(self) -> ModelConfig:
+        config = ModelConfig.from_dict(self.folder / "config.json", self.config)
         stored = sum(file.stat().st_size for file in self.folder.glob("*.safetensors"))
         if not self.random_weights and not has_room_for(config, stored):
             self._shards()  # has more to say where there are none

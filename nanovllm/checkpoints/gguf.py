@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from nanovllm.checkpoints.model_config import build_config, merge_eos_ids
+from nanovllm.checkpoints.model_config import ModelConfig, merge_eos_ids
 from nanovllm.checkpoints.tokenizer import tokenizer_errors, tokenizer_from_gguf
 from nanovllm.checkpoints.untrusted import has_room_for
 
@@ -66,7 +66,10 @@ class GGUFCheckpoint:
             known = ", ".join(ARCHITECTURES)
             raise ValueError(f"{path}: architecture {self.architecture!r} is not known; known ones: {known}")
 
-    def hf_config(self) -> Any:
+    def __reduce__(self) -> tuple:
+        return GGUFCheckpoint, (self.path, self.random_weights)  # maps the file anew
+
+    def hf_config(self) -> ModelConfig:
         heads, hidden_size = self._number("attention.head_count"), self._number("embedding_length")
         head_dim = self._number("attention.key_length", hidden_size // max(heads, 1))
         for name in ("attention.value_length", "rope.dimension_count"):
@@ -97,7 +100,7 @@ class GGUFCheckpoint:
             # Files are F16 whatever the model was trained in: often bfloat16, which reaches further.
             "dtype": None if embedding.dtype == torch.float16 else embedding.dtype,
         }
-        config = build_config(self.path, raw)
+        config = ModelConfig.from_dict(self.path, raw)
         # The smallest quantisations take between one and two bits.
         if not self.random_weights and not has_room_for(config, os.path.getsize(self.path), bits=1):
             raise ValueError(f"{self.path} describes a larger model than it can hold")

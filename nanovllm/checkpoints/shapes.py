@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from nanovllm.checkpoints.model_config import build_config, merge_eos_ids
+from nanovllm.checkpoints.model_config import ModelConfig, merge_eos_ids
 from nanovllm.checkpoints.tokenizer import toy_tokenizer
 
 # name -> hidden_size, layers, heads, KV heads, intermediate_size, tied embeddings
@@ -23,9 +23,9 @@ class ShapeCheckpoint:
     def __init__(self, name: str):
         self.path = name
 
-    def hf_config(self) -> Any:
+    def hf_config(self) -> ModelConfig:
         hidden_size, layers, heads, kv_heads, intermediate_size, tied = SHAPES[self.path]
-        return build_config(
+        return ModelConfig.from_dict(
             self.path,
             {
                 "model_type": "qwen3",

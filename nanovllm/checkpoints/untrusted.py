@@ -6,8 +6,9 @@ import json
 import math
 import os
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
+
+from nanovllm.checkpoints.model_config import ModelConfig
 
 # Several times what the largest models have: whoever reads JSON needs many times the memory of the file.
 MAX_BYTES = {
@@ -25,7 +26,7 @@ MAX_BYTES = {
 MAX_BYTES_OF_OTHERS = 2**28
 
 
-def has_room_for(config: SimpleNamespace, stored: int, bits: int = 8) -> bool:
+def has_room_for(config: ModelConfig, stored: int, bits: int = 8) -> bool:
     """
     Whether the matrices of a model fit in `stored` bytes if a weight takes `bits`, which shall be less than
     any format needs: a configuration must not make us allocate what no file can fill.

@@ -25,6 +25,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from nanovllm.checkpoints import Checkpoint
 from nanovllm.config import Config
 from nanovllm.distributed.group import Group
 
@@ -61,7 +62,7 @@ class Ranks:
     all ranks.
     """
 
-    def __init__(self, config: Config):
+    def __init__(self, config: Config, checkpoint: Checkpoint):
         self.failure: str | None = None
         self._failed = threading.Event()
         self._lock = threading.Lock()
@@ -83,7 +84,7 @@ class Ranks:
             threading.Thread(target=_work, args=(self._tasks, config, num_threads), daemon=True).start()
             for rank in range(1, size):
                 self._start()
-                self._send(rank, (config, (rank, *place), num_threads))
+                self._send(rank, (config, checkpoint, (rank, *place), num_threads))
             threading.Thread(target=self._watch, daemon=True).start()
         except BaseException:
             self.close(at_once=True)
@@ -196,15 +197,16 @@ def serve(commands_fd: int, reports_fd: int) -> None:
     commands = connection.Connection(commands_fd, writable=False)
     reports = connection.Connection(reports_fd, readable=False)
     try:
-        config, place, num_threads = pickle.loads(commands.recv_bytes())
+        message = commands.recv_bytes()
     except EOFError:
         os._exit(0)
-    group = Group(*place)
     try:
+        config, checkpoint, place, num_threads = pickle.loads(message)
+        group = Group(*place)
         torch.set_num_threads(num_threads)
         from nanovllm.engine.model_runner import ModelRunner
 
-        runner = ModelRunner(config, group.rank, group)
+        runner = ModelRunner(config, checkpoint, group.rank, group)
         with runner.on_device():
             _obey(runner, commands, group.folder)
     except BaseException as error:

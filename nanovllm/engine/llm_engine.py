@@ -10,10 +10,11 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from numbers import Integral
 from typing import Any, NamedTuple
 
-from nanovllm.checkpoints import open_checkpoint
+from nanovllm.checkpoints import Checkpoint, open_checkpoint
 from nanovllm.config import Config
 from nanovllm.distributed.ranks import SHUT_DOWN, EngineDeadError, Ranks
 from nanovllm.engine.model_runner import ModelRunner
@@ -59,18 +60,21 @@ class LLMEngine:
     _is_python_ending = staticmethod(sys.is_finalizing)
 
     def __init__(self, model: str, **options: Any):
-        self.config = Config.from_options(model, options)
-        checkpoint = open_checkpoint(self.config.model, self.config.load_format)
-        self.config.model = checkpoint.path
-        self.config.fill_in(checkpoint.hf_config())
+        config = Config.from_options(model, options)
+        checkpoint = open_checkpoint(config.model, config.load_format)
+        self.config = config.with_checkpoint(checkpoint)
         with ThreadPoolExecutor(1) as pool:  # a tokenizer takes long to import and needs no device
             tokenizer = pool.submit(checkpoint.tokenizer)
-            self.model_runner = self._start_runner()
+            self.model_runner = self._start_runner(checkpoint)
             try:
                 self.tokenizer = tokenizer.result()
                 vocab_size = self.config.hf_config.vocab_size  # what lies beyond is never drawn, nor banned
                 eos = checkpoint.eos_token_ids(self.tokenizer)
-                self.config.eos = tuple(token_id for token_id in eos if token_id < vocab_size)
+                self.config = replace(
+                    self.config,
+                    eos=tuple(token_id for token_id in eos if token_id < vocab_size),
+                    num_kvcache_blocks=self.model_runner.num_kvcache_blocks,
+                )
                 self._generation_config = checkpoint.generation_config()
             except BaseException:
                 self.exit()
@@ -87,13 +91,13 @@ class LLMEngine:
         self._owner: object = None  # the call that the unfinished requests are of; None is add_request
         self._counts = Counter()
 
-    def _start_runner(self) -> ModelRunner:
+    def _start_runner(self, checkpoint: Checkpoint) -> ModelRunner:
         """This process's model runner, which has the other ranks' with it."""
         if self.config.tensor_parallel_size == 1:
-            return ModelRunner(self.config)
-        self.ranks = Ranks(self.config)
+            return ModelRunner(self.config, checkpoint)
+        self.ranks = Ranks(self.config, checkpoint)
         try:
-            return ModelRunner(self.config, 0, self.ranks.group, self.ranks)
+            return ModelRunner(self.config, checkpoint, 0, self.ranks.group, self.ranks)
         except BaseException as error:
             try:
                 if isinstance(error, RuntimeError):

@@ -5,16 +5,17 @@ Knows tensors, devices and memory; nothing about queues or text. Rank 0 lives in
 
 import collections
 import contextlib
-import copy
 import functools
 import threading
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from nanovllm.checkpoints import Checkpoint
 from nanovllm.config import Config
 from nanovllm.distributed.group import Group, use_group
 from nanovllm.engine.compile_ahead import CompileAhead
@@ -86,7 +87,12 @@ class ModelRunner:
 
     @explain_memory
     def __init__(
-        self, config: Config, rank: int = 0, group: Group | None = None, ranks: "Ranks | None" = None
+        self,
+        config: Config,
+        checkpoint: Checkpoint,
+        rank: int = 0,
+        group: Group | None = None,
+        ranks: "Ranks | None" = None,
     ):
         """`ranks` is rank 0's hold on the other members of `group`, where there are any."""
         self.config = config
@@ -101,7 +107,7 @@ class ModelRunner:
             try:
                 self._build()
                 with self._defaults(), use_group(self.group):
-                    load_model(self.model, config.model, config.load_format)
+                    load_model(self.model, checkpoint)
                 self.kernels.wait_for_warmup()
                 self.group.connect(self.device, config.torch_dtype, config.max_num_seqs)
                 self.warmup_model()
@@ -247,6 +253,7 @@ class ModelRunner:
         enough.
         """
         config = self.config
+        self.num_kvcache_blocks = config.num_kvcache_blocks
         layer = self.attention_layers[0]
         shape = (self.block_size, layer.num_kv_heads, layer.head_dim)
         dtype = config.kv_cache_torch_dtype
@@ -264,10 +271,10 @@ class ModelRunner:
                 )
             # Blocks that no sequence needs are where later prompts find the beginnings of earlier ones.
             most = MAX_BLOCKS if config.enable_prefix_caching else config.max_num_seqs * needed
-            config.num_kvcache_blocks = min(most, budget // block_bytes)
+            self.num_kvcache_blocks = min(most, budget // block_bytes)
         # Zeros, since a page that was never written may be read under a mask, where a NaN would survive.
         self.kv_cache = torch.zeros(
-            2, len(self.attention_layers), config.num_kvcache_blocks, *shape, dtype=dtype, device=self.device
+            2, len(self.attention_layers), self.num_kvcache_blocks, *shape, dtype=dtype, device=self.device
         )
         for i, layer in enumerate(self.attention_layers):
             layer.k_cache, layer.v_cache = self.kv_cache[0, i], self.kv_cache[1, i]
@@ -511,10 +518,8 @@ def launch_every_kernel(config: Config, group: Group) -> Iterator[None]:
     For `CompileAhead`: launch every kernel that prefill and decode have for this model, on the CPU. Layers
     after the second are like it, and left out. Yields when the kernels of the warm-up are through.
     """
-    config = copy.copy(config)
-    config.max_num_batched_tokens = 16  # kernels do not depend on it
-    config.hf_config = copy.copy(config.hf_config)
-    config.hf_config.num_hidden_layers = min(2, config.hf_config.num_hidden_layers)
+    hf_config = replace(config.hf_config, num_hidden_layers=min(2, config.hf_config.num_hidden_layers))
+    config = replace(config, hf_config=hf_config, max_num_batched_tokens=16)  # kernels do not depend on it
     runner = object.__new__(ModelRunner)
     runner.config, runner.rank, runner.device = config, group.rank, torch.device("cpu")
     runner.group = Group(group.rank, group.size)

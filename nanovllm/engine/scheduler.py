@@ -17,7 +17,6 @@ from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.forecast import Forecast
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.engine.shaping import RULE_WORDS, num_rule_words
-from nanovllm.layers.rotary_embedding import context_limit
 from nanovllm.sampling_params import SamplingParams
 
 MAX_PREFILLS_IN_A_ROW = 4  # while a sequence waits to decode
@@ -41,7 +40,7 @@ class Scheduler:
         self.block_size = config.kvcache_block_size
         # Tokens in the longest sequence: the last one is never written to the cache.
         self.max_num_tokens = min(self.max_model_len, config.num_kvcache_blocks * self.block_size + 1)
-        self.longest_model_len = context_limit(config.hf_config)
+        self.longest_model_len = config.hf_config.context_limit
         # What sequences that may end early are expected to draw of the tokens that they still may: as much as
         # those that have lately ended did from half way on, where a running one is on average.
         self.expected_share = 1.0

@@ -14,7 +14,7 @@ from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from nanovllm.layers.residual_stream import Stream
-from nanovllm.layers.rotary_embedding import RotaryEmbedding, context_limit, get_rope, rope_parameters
+from nanovllm.layers.rotary_embedding import RotaryEmbedding, get_rope
 
 
 class Variant(NamedTuple):
@@ -79,8 +79,7 @@ class Qwen3Model(nn.Module):
     def __init__(self, config: Any, variant: Variant):
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size)
-        max_position = getattr(config, "max_model_len", None) or context_limit(config)
-        rotary_emb = get_rope(config.head_dim, max_position, rope_parameters(config))
+        rotary_emb = get_rope(config.head_dim, config.max_model_len, config.rope_parameters)
         self.layers = nn.ModuleList(
             Qwen3DecoderLayer(config, variant, rotary_emb) for _ in range(config.num_hidden_layers)
         )

@@ -5,6 +5,7 @@ place and a parameter that gets no tensor are errors: a model never runs with we
 """
 
 import math
+import os
 import re
 import zlib
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nanovllm.checkpoints import open_checkpoint
+from nanovllm.checkpoints import Checkpoint, open_checkpoint
 
 # Saved by old versions of transformers, and computed from the configuration here.
 IGNORED = re.compile(r".*\.rotary_emb\.inv_freq")
@@ -33,12 +34,12 @@ def default_weight_loader(param: torch.Tensor, loaded_weight: Any) -> None:
 
 
 @torch.no_grad()
-def load_model(model: nn.Module, path: Any, load_format: str = "auto") -> None:
+def load_model(model: nn.Module, path: str | os.PathLike | Checkpoint) -> None:
     """
-    Fill every parameter of `model`, on the device and with the dtype that it has. `path` is what
-    `open_checkpoint` takes or gives. Raises ValueError naming file and tensor.
+    Fill every parameter of `model`, on the device and with the dtype that it has, from a checkpoint or what
+    `open_checkpoint` opens. Raises ValueError naming file and tensor.
     """
-    checkpoint = path if hasattr(path, "tensors") else open_checkpoint(path, load_format)
+    checkpoint = open_checkpoint(path) if isinstance(path, (str, os.PathLike)) else path
     if checkpoint.random_weights:
         fill_with_random_values(model)
         return

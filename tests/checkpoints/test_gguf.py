@@ -14,7 +14,6 @@ from smollm2 import smollm2_gguf  # noqa: F401  a fixture
 from nanovllm.checkpoints import open_checkpoint
 from nanovllm.checkpoints.gguf import LAYER_MODULES, MODULES, GGUFTensor
 from nanovllm.checkpoints.tokenizer import SPLITS, tokenizer_from_gguf
-from nanovllm.layers.rotary_embedding import context_limit, rope_parameters
 from nanovllm.models import get_model_class
 from nanovllm.utils.loader import load_model
 from tiny_checkpoints import load_reference, make_checkpoint
@@ -40,7 +39,7 @@ def write_gguf(folder: Path, quantisation: str = "F32", extra_tensors=(), **meta
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(rope_parameters(config)["rope_theta"])
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     if getattr(config, "head_dim", None):
         writer.add_key_length(config.head_dim)
         writer.add_value_length(config.head_dim)
@@ -147,7 +146,7 @@ def test_the_config_comes_back(tmp_path, architecture, overrides):
     for field in (*fields.split(), "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings", "dtype"):
         if hasattr(expected, field):
             assert getattr(config, field) == getattr(expected, field), field
-    assert rope_parameters(config) == rope_parameters(expected)
+    assert config.rope_parameters == expected.rope_parameters
 
 
 @pytest.mark.parametrize(
@@ -178,7 +177,7 @@ def test_a_model_can_have_the_shape_of_a_file_and_random_weights(tmp_path, archi
     file = write_gguf(tmp_path)
     config = open_checkpoint(file, "dummy").hf_config()
     model = get_model_class(config)(config)
-    load_model(model, file, "dummy")
+    load_model(model, open_checkpoint(file, "dummy"))
     assert torch.equal(model.model.norm.weight, torch.ones(64))
 
 
@@ -188,9 +187,9 @@ def test_a_model_can_have_the_shape_of_a_file_and_random_weights(tmp_path, archi
 def test_linear_scaling_is_read(tmp_path):
     make_checkpoint(tmp_path, "llama")
     file = write_gguf(tmp_path, ARCH__rope__scaling__type="linear", ARCH__rope__scaling__factor=4.0)
-    rope = rope_parameters(open_checkpoint(file).hf_config())
+    rope = open_checkpoint(file).hf_config().rope_parameters
     assert (rope["rope_type"], rope["factor"], rope["rope_theta"]) == ("linear", 4.0, 10000.0)
-    assert context_limit(open_checkpoint(file).hf_config()) == 4 * 512
+    assert open_checkpoint(file).hf_config().context_limit == 4 * 512
 
 
 def test_yarn_scaling_is_read(tmp_path):
@@ -198,9 +197,9 @@ def test_yarn_scaling_is_read(tmp_path):
     scaling = dict(ARCH__rope__scaling__type="yarn", ARCH__rope__scaling__factor=4.0)
     file = write_gguf(tmp_path, **scaling, ARCH__rope__scaling__original_context_length=128)
     config = open_checkpoint(file).hf_config()
-    rope = rope_parameters(config)
+    rope = config.rope_parameters
     assert (rope["rope_type"], rope["factor"], rope["original_max_position_embeddings"]) == ("yarn", 4.0, 128)
-    assert context_limit(config) == 512
+    assert config.context_limit == 512
 
 
 def test_an_unknown_scaling_is_refused_by_name(tmp_path):
@@ -217,8 +216,8 @@ def test_llama3_scaling_comes_as_factors_and_gives_the_frequencies_of_transforme
     file = write_gguf(tmp_path, extra_tensors=[("rope_freqs.weight", plain / scaled)])
     checkpoint = open_checkpoint(file)
     config = checkpoint.hf_config()
-    rope = rope_parameters(config)
-    assert rope["rope_type"] == "frequency_factors" and context_limit(config) == 512
+    rope = config.rope_parameters
+    assert rope["rope_type"] == "frequency_factors" and config.context_limit == 512
     torch.testing.assert_close(plain / torch.tensor(rope["factors"]), scaled)
     load_model(get_model_class(config)(config), checkpoint)
 
@@ -275,7 +274,7 @@ def test_smollm2_chat_template_renders(smollm2_gguf):  # noqa: F811
 def test_smollm2_loads_whole(smollm2_gguf):  # noqa: F811
     checkpoint = open_checkpoint(smollm2_gguf)
     config = checkpoint.hf_config()
-    assert config.tie_word_embeddings and rope_parameters(config)["rope_theta"] == 100_000
+    assert config.tie_word_embeddings and config.rope_parameters["rope_theta"] == 100_000
     model = get_model_class(config)(config)
     load_model(model, checkpoint)
     assert sum(param.numel() for param in model.parameters()) == 134_515_008

@@ -25,7 +25,7 @@ from nanovllm.checkpoints import open_checkpoint
 from nanovllm.distributed.group import Group
 
 config = Config(sys.argv[1], device="cpu", dtype="bfloat16", max_num_seqs=300)
-config.fill_in(open_checkpoint(sys.argv[1]).hf_config())
+config = config.with_checkpoint(open_checkpoint(sys.argv[1]))
 rank, size = int(sys.argv[2]), int(sys.argv[3])
 gpu = SimpleNamespace(multi_processor_count=132, shared_memory_per_multiprocessor=233472, major=9, minor=0)
 driver = SimpleNamespace(launcher_cls=lambda source, metadata: None)

@@ -33,7 +33,7 @@ def make_scheduler(**options) -> Scheduler:
         num_kvcache_blocks=32,
         kvcache_block_size=4,
         enable_prefix_caching=True,
-        hf_config=SimpleNamespace(max_position_embeddings=200_000),
+        hf_config=SimpleNamespace(context_limit=200_000),
     )
     return Scheduler(SimpleNamespace(**{**defaults, **options}))
 

@@ -121,7 +121,7 @@ class Simulation:
                 num_kvcache_blocks=num_blocks,
                 kvcache_block_size=self.block_size,
                 enable_prefix_caching=pick.random() < 0.8,
-                hf_config=SimpleNamespace(max_position_embeddings=100),
+                hf_config=SimpleNamespace(context_limit=100),
             )
         )
         self.model = FakeModel(self.block_size)

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.checkpoints.model_config import ModelConfig
 from nanovllm.kernels import fused_linear
-from nanovllm.layers.rotary_embedding import context_limit, get_rope, rope_parameters
+from nanovllm.layers.rotary_embedding import get_rope
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.utils.context import reset_context, set_context
 from tiny_checkpoints import (
@@ -258,13 +259,24 @@ def test_a_scaled_model_is_that_of_transformers_beyond_its_first_length(
         (dict(rope_type="linear", factor=0.5), 4096, 4096),
         (dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32768), 40960, 131072),
         (dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32768), 131072, 131072),
-        (dict(rope_type="llama3", factor=8.0, original_max_position_embeddings=8192), 131072, 131072),
-        (dict(rope_type="frequency_factors", factor=8.0), 131072, 131072),
+        (
+            dict(
+                rope_type="llama3",
+                factor=8.0,
+                original_max_position_embeddings=8192,
+                low_freq_factor=1.0,
+                high_freq_factor=4.0,
+            ),
+            131072,
+            131072,
+        ),
+        (dict(rope_type="frequency_factors", factors=[8.0] * 64), 131072, 131072),
     ],
 )
 def test_the_context_is_what_the_scaling_extends_it_to(rope, max_position, limit):
-    config = SimpleNamespace(rope_scaling=rope, max_position_embeddings=max_position)
-    assert context_limit(config) == limit
+    raw = make_config("llama", head_dim=128).to_dict() | dict(architectures=["LlamaForCausalLM"])
+    raw |= dict(rope_parameters=None, rope_scaling=rope, max_position_embeddings=max_position)
+    assert ModelConfig.from_dict("a test", raw).context_limit == limit
 
 
 @pytest.mark.parametrize("missing", ["factor", "low_freq_factor", "high_freq_factor"])
@@ -370,7 +382,8 @@ def test_rotary_tables_are_those_of_transformers_at_full_size(name):
         hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, head_dim=128, **PUBLISHED_ROPES[name]
     )
     length = 20000
-    rope = get_rope(128, length, rope_parameters(config))
+    raw = config.to_dict() | dict(architectures=["LlamaForCausalLM"])
+    rope = get_rope(128, length, ModelConfig.from_dict("a test", raw).rope_parameters)
     cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1, dtype=torch.float32), torch.arange(length)[None])
     expected = torch.cat((cos[0, :, :64], sin[0, :, :64]), dim=-1)
     difference = (rope.cos_sin_cache - expected).abs()
