@@ -1,0 +1,115 @@
+"""ModelConfig: what passes its checks makes a model of finite numbers, and nobody changes it afterwards."""
+
+import dataclasses
+import pickle
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_gguf import write_gguf
+from test_loader import assert_same_parameters, build_model, expected_parameters
+
+from nanovllm import LLM
+from nanovllm.checkpoints import FolderCheckpoint, GGUFCheckpoint, open_checkpoint
+from nanovllm.checkpoints.model_config import ARCHITECTURES, ROPE_NUMBERS, ROPE_TYPES, ModelConfig
+from nanovllm.config import Config
+from nanovllm.layers.rotary_embedding import get_rope
+from nanovllm.models import MODELS
+from nanovllm.utils.loader import load_model
+from tiny_checkpoints import EXACT, make_checkpoint
+
+SMALL = dict(
+    architectures=["LlamaForCausalLM"],
+    hidden_size=64,
+    intermediate_size=64,
+    num_hidden_layers=1,
+    num_attention_heads=4,
+    vocab_size=64,
+    max_position_embeddings=64,
+)
+
+
+def test_every_known_architecture_has_a_model():
+    assert ARCHITECTURES.keys() == MODELS.keys()
+
+
+def test_settings_can_be_read_by_their_names_and_not_be_set():
+    config = ModelConfig.from_dict("config.json", SMALL | {"rms_norm_eps": 1e-5})
+    assert (config.hidden_size, config.num_key_value_heads, config.head_dim) == (64, 4, 16)
+    assert config.rms_norm_eps == 1e-5 and config.raw["rms_norm_eps"] == 1e-5
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.hidden_size = 65
+
+
+def test_another_architecture_is_named_even_where_its_sizes_have_other_names():
+    with pytest.raises(
+        ValueError, match="config.json: architecture GPT2LMHeadModel is not known; known ones"
+    ):
+        ModelConfig.from_dict("config.json", {"architectures": ["GPT2LMHeadModel"], "n_embd": 768})
+
+
+numbers = st.sampled_from([1e-6, 0.5, 1, 2, 2.0000001, 1e4, 2**24, 1e15]) | st.floats(1e-6, 1e15)
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    rope_type=st.sampled_from([*ROPE_TYPES]), chosen=st.dictionaries(st.sampled_from(ROPE_NUMBERS), numbers)
+)
+def test_rotary_settings_are_refused_or_make_finite_tables(rope_type, chosen):
+    rope = {"rope_type": rope_type, "factors": [0.5] * 8, "factor": 2.0, **chosen}
+    try:
+        config = ModelConfig.from_dict("config.json", SMALL | {"rope_parameters": rope})
+    except ValueError as error:
+        assert str(error).startswith("config.json: ")
+        return
+    table = get_rope(config.head_dim, min(config.context_limit, 100), config.rope_parameters).cos_sin_cache
+    assert table.isfinite().all()
+
+
+# Config
+
+
+def test_nothing_can_be_set_in_a_checked_config(tmp_path):
+    config = Config("a model", device="cpu")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.max_num_seqs = 0
+    with LLM(str(make_checkpoint(tmp_path)), **EXACT, num_kvcache_blocks=8) as llm:
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            llm.config.eos = 3
+
+
+def test_a_checkpoint_completes_a_config_and_leaves_the_first_one_alone(tmp_path):
+    config = Config("a model", device="cpu", max_model_len=100)
+    complete = config.with_checkpoint(open_checkpoint(make_checkpoint(tmp_path)))
+    assert (config.model, config.hf_config, config.max_model_len) == ("a model", None, 100)
+    assert (complete.model, complete.max_model_len) == (str(tmp_path), 100)
+    assert (complete.hf_config.max_model_len, complete.hf_config.context_limit) == (100, 512)
+
+
+def test_a_config_that_is_filled_in_asks_no_device_again(tmp_path, monkeypatch):
+    """In a forked process the answer would be that there is none."""
+    config = Config("a model", device="cpu").with_checkpoint(open_checkpoint(make_checkpoint(tmp_path)))
+    monkeypatch.setattr(Config, "_resolve_device", lambda _: pytest.fail("asked for devices"))
+    assert dataclasses.replace(config, max_num_batched_tokens=16).max_num_batched_tokens == 16
+
+
+# Opened checkpoints
+
+
+def test_a_process_opens_its_checkpoint_once(tmp_path, monkeypatch):
+    opened, init = [], FolderCheckpoint.__init__
+    monkeypatch.setattr(FolderCheckpoint, "__init__", lambda self, *a: opened.append(a) or init(self, *a))
+    with LLM(str(make_checkpoint(tmp_path)), **EXACT, num_kvcache_blocks=8):
+        assert len(opened) == 1
+
+
+@pytest.mark.parametrize("kind", ["folder", "gguf"])
+def test_an_opened_checkpoint_can_be_sent_to_another_process(tmp_path, kind):
+    folder = make_checkpoint(tmp_path)
+    sent = pickle.dumps(open_checkpoint(write_gguf(folder) if kind == "gguf" else folder))
+    assert len(sent) < 2000
+    checkpoint = pickle.loads(sent)
+    assert type(checkpoint) is (GGUFCheckpoint if kind == "gguf" else FolderCheckpoint)
+    model = build_model(folder)
+    load_model(model, checkpoint)
+    assert_same_parameters(model, expected_parameters(folder))
