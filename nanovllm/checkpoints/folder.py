@@ -14,11 +14,13 @@ from nanovllm.checkpoints.untrusted import file_inside, has_room_for, leads_insi
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 FOLDER_SUFFIXES = (".safetensors", ".json", ".jinja", ".txt", ".model", ".spm", ".codes", ".tokenizer")
 TEMPLATE_FOLDER = "additional_chat_templates"
-# transformers takes any of its classes by name: others read pickles, or ask whether to run the folder's code.
+# transformers takes any of its classes by name. Those that are no tokenizers may read pickles, or ask the
+# user whether to run code from the folder.
 TOKENIZER_CLASS = re.compile(r"(?!Auto)\w+(Tokenizer|TokenizerFast|Backend)")
-# What some of these classes take for the names of files to open, besides every setting that ends in _file.
+# Settings that some tokenizers take as names of files to open, like all settings that end in _file.
 FILE_SETTINGS = ("vocab", "merges", "source_spm", "target_spm")
-# A text where tokenizer.json has its vocabulary, however the key is spelled, is such a name too.
+# In tokenizer.json, some tokenizers take a vocabulary that is a text as the name of a file. JSON may write
+# the letters of the key as escapes.
 VOCAB_IS_TEXT = re.compile(rb'"(?:v|\\u0076)(?:o|\\u006[fF])(?:c|\\u0063)(?:a|\\u0061)(?:b|\\u0062)"\s*:\s*"')
 
 
@@ -32,7 +34,7 @@ class FolderCheckpoint:
         for entry in [*self.folder.iterdir(), *self.folder.glob(f"{TEMPLATE_FOLDER}/*")]:
             if entry.suffix in FOLDER_SUFFIXES:
                 file_inside(self.folder, str(entry.relative_to(self.folder)))
-            elif entry.is_symlink() and not leads_inside(self.folder, entry):  # a folder, perhaps
+            elif entry.is_symlink() and not leads_inside(self.folder, entry):  # to a folder, perhaps
                 raise ValueError(f"{self.folder}: {entry.name!r} leads out of the folder")
         if not (self.folder / "config.json").exists():
             hint = "; name the .gguf file itself to load it" if any(self.folder.glob("*.gguf")) else ""
@@ -43,7 +45,7 @@ class FolderCheckpoint:
         config = ModelConfig.from_dict(self.folder / "config.json", self.config)
         stored = sum(file.stat().st_size for file in self.folder.glob("*.safetensors"))
         if not self.random_weights and not has_room_for(config, stored):
-            self._shards()  # has more to say where there are none
+            self._shards()  # whose error is clearer if there are no weights at all
             raise ValueError(
                 f"{self.folder / 'config.json'} describes a larger model than its files can hold"
             )
@@ -62,14 +64,14 @@ class FolderCheckpoint:
         return guard_decode(tokenizer, self.path)
 
     def _check_tokenizer_config(self) -> None:
-        """Raise ValueError if transformers would open a file elsewhere or use what is no tokenizer."""
+        """Raise ValueError if transformers would open a file elsewhere or load what is no tokenizer."""
         file = self.folder / "tokenizer_config.json"
         settings = read_json(file) if file.exists() else {}
         for name in (self.config.get("tokenizer_class"), settings.get("tokenizer_class")):
             if name is not None and not (isinstance(name, str) and TOKENIZER_CLASS.fullmatch(name)):
                 raise ValueError(f"{self.path}: tokenizer_class cannot be {name!r:.100}")
         for key, value in settings.items():
-            # Many name a special_tokens_map_file on their author's machine, which nobody opens.
+            # Many have the path of a special_tokens_map_file on the author's machine. It is never opened.
             names_file = key in FILE_SETTINGS or (key.endswith("_file") and key != "special_tokens_map_file")
             if names_file and value is not None:
                 raise ValueError(f"{file}: {key} cannot be {value!r:.100}; files have fixed names")
@@ -87,7 +89,6 @@ class FolderCheckpoint:
 
     def eos_token_ids(self, tokenizer: Any) -> tuple[int, ...]:
         generation = self.generation_config()
-        # Not from the transformers configuration, which fills in a default that the model may not have.
         found = generation.get("eos_token_id"), self.config.get("eos_token_id")
         return merge_eos_ids(self.path, *found, getattr(tokenizer, "eos_token_id", None))
 
@@ -107,7 +108,7 @@ class FolderCheckpoint:
                     yield SafetensorsTensor(str(file), name, shard.get_slice(name))
 
     def _shards(self) -> dict[Path, list[str]]:
-        """Files with weights -> the tensors that the index lists for them; none where there is no index."""
+        """Files with weights -> the tensors that the index lists for each; none if there is no index."""
         index = self.folder / "model.safetensors.index.json"
         if not index.exists():
             files = sorted(self.folder.glob("*.safetensors"))

@@ -1,7 +1,7 @@
 """GGUF files: configuration, tokenizer and (mostly quantised) tensors of a model in one file.
 
-Translates llama.cpp's names and layouts to Hugging Face's, so that nobody else knows the format. The header
-is read here, with every length checked against the file; the `gguf` package knows the quantisations. Tensors
+Translates llama.cpp's names and layouts to Hugging Face's, so no other module knows the format. The header
+is read here, with every length checked against the file; the `gguf` package decodes quantised values. Tensors
 stay quantised in the mapped file until they are sliced. Source: the specification, docs/gguf.md of ggml.
 """
 
@@ -41,13 +41,13 @@ PLAIN_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat
 # Number of the type in the file -> its code in `struct` and numpy.
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
-# Limits for hostile headers, several times what the largest vocabularies need.
+# Of a header; several times what the largest vocabularies need.
 MAX_ITEMS = 2**21
 MAX_HEADER_BYTES = 2**28
 
 
 class GGUFCheckpoint:
-    """`metadata` is the header's keys and values; `stored` is the tensors under llama.cpp's names."""
+    """`metadata` are the header's keys and values; `stored` are the tensors by llama.cpp's names."""
 
     def __init__(self, path: str, random_weights: bool = False):
         try:
@@ -78,7 +78,6 @@ class GGUFCheckpoint:
         embedding = self.stored.get("token_embd.weight")
         if embedding is None or len(embedding.shape) != 2:
             raise ValueError(f"{self.path} has no matrix token_embd.weight")
-        theta = self._number("rope.freq_base", 10000.0, kind=float)
         raw = {
             "model_type": self.architecture,
             "architectures": [ARCHITECTURES[self.architecture]],
@@ -91,17 +90,16 @@ class GGUFCheckpoint:
             "head_dim": head_dim,
             "max_position_embeddings": self._number("context_length"),
             "rms_norm_eps": self._number("attention.layer_norm_rms_epsilon", kind=float),
-            "rope_theta": theta,
+            "rope_theta": self._number("rope.freq_base", 10000.0, kind=float),
             "rope_scaling": self._rope_scaling(),
-            "rope_parameters": self._frequency_factors(head_dim // 2, theta),
             "attention_bias": "blk.0.attn_q.bias" in self.stored,
             "mlp_bias": "blk.0.ffn_up.bias" in self.stored,
             "tie_word_embeddings": "output.weight" not in self.stored,
-            # Files are F16 whatever the model was trained in: often bfloat16, which reaches further.
+            # F16 is what converters write, also for models trained in bfloat16, whose range is larger.
             "dtype": None if embedding.dtype == torch.float16 else embedding.dtype,
         }
         config = ModelConfig.from_dict(self.path, raw)
-        # The smallest quantisations take between one and two bits.
+        # The smallest quantisations take between one and two bits a weight.
         if not self.random_weights and not has_room_for(config, os.path.getsize(self.path), bits=1):
             raise ValueError(f"{self.path} describes a larger model than it can hold")
         return config
@@ -116,9 +114,8 @@ class GGUFCheckpoint:
     def eos_token_ids(self, tokenizer: Any) -> tuple[int, ...]:
         found = [self.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
         tokens = self.metadata.get("tokenizer.ggml.tokens", [])
-        if (
-            isinstance(tokens, list) and "<|im_end|>" in tokens
-        ):  # ends a turn of a chat, whatever the file calls the end of text
+        # It ends a turn of a chat, whichever token the file calls the end of text.
+        if isinstance(tokens, list) and "<|im_end|>" in tokens:
             found.append(tokens.index("<|im_end|>"))
         return merge_eos_ids(self.path, *found, getattr(tokenizer, "eos_token_id", None))
 
@@ -146,18 +143,10 @@ class GGUFCheckpoint:
         # Stored as float32: 1e-6 must not come back as 9.999999974752427e-07.
         return value if kind is int else float(str(np.float32(value)))
 
-    def _frequency_factors(self, count: int, theta: float) -> dict[str, Any] | None:
-        """A kind of scaling that transformers does not know."""
-        stored = self.stored.get(FREQUENCY_FACTORS)
-        if stored is None:
-            return None
-        if stored.shape != (count,):
-            raise ValueError(
-                f"{self.path}: {FREQUENCY_FACTORS} has shape {stored.shape}, expected {(count,)}"
-            )
-        return {"rope_type": "frequency_factors", "factors": stored[:].float().tolist(), "rope_theta": theta}
-
     def _rope_scaling(self) -> dict[str, Any] | None:
+        if FREQUENCY_FACTORS in self.stored:  # how llama.cpp stores the scaling of Llama 3.1
+            factors = self.stored[FREQUENCY_FACTORS][:].tolist()
+            return {"rope_type": "frequency_factors", "factors": factors}
         kind = self.metadata.get(f"{self.architecture}.rope.scaling.type", "none")
         if kind not in ("none", "linear", "yarn"):
             raise ValueError(
@@ -222,8 +211,8 @@ class GGUFTensor:
 
 class _Header:
     """
-    Metadata and the list of tensors. Reading past the end of the file raises, and all counts together are
-    limited, so that a hostile file costs no more time or memory than a large honest one.
+    Metadata and the list of tensors. Reading past the end of the file raises, and the sum of all counts is
+    limited, so that no file costs more time or memory than that of a large model.
     """
 
     def __init__(self, path: str, gguf: Any):
@@ -310,5 +299,5 @@ def _rotary_order(rows: int, heads: int) -> np.ndarray | None:
     against each other and stores them so; here a head's first half is rotated against its second.
     """
     if heads < 1 or rows % (2 * heads):
-        return None  # a wrong shape, which the parameter will refuse
+        return None  # the shape is wrong, which is an error when the tensor is loaded
     return np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)

@@ -1,4 +1,4 @@
-"""Checkpoints on the Hugging Face hub: the files that are needed, from the cache where they are there."""
+"""Checkpoints on the Hugging Face hub: downloads the files that are needed, unless they are in its cache."""
 
 import re
 

@@ -189,12 +189,11 @@ def _context_limit(rope_parameters: dict[str, Any], trained: int) -> int:
 
 def merge_eos_ids(source: str, *values: Any) -> tuple[int, ...]:
     """All token ids in `values`, each of which is an id, a list of ids or None."""
-    token_ids = [
-        i for value in values for i in (value if isinstance(value, list) else [value]) if i is not None
-    ]
+    lists = [value if isinstance(value, list) else [value] for value in values]
+    token_ids = [token_id for some in lists for token_id in some if token_id is not None]
     for token_id in token_ids:
         if type(token_id) is not int or token_id < 0:
             raise ValueError(
-                f"{source}: eos_token_id must be one token id or a list of them, got {token_id!r}"
+                f"{source}: eos_token_id must be one token id or a list of them, got {shown(token_id)}"
             )
     return tuple(dict.fromkeys(token_ids))

@@ -6,7 +6,14 @@ from typing import Any
 from nanovllm.checkpoints.model_config import ModelConfig, merge_eos_ids
 from nanovllm.checkpoints.tokenizer import toy_tokenizer
 
-# name -> hidden_size, layers, heads, KV heads, intermediate_size, tied embeddings
+FIELDS = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "intermediate_size",
+    "tie_word_embeddings",
+)
 SHAPES = {
     "qwen3-0.6b": (1024, 28, 16, 8, 3072, True),
     "qwen3-4b": (2560, 36, 32, 8, 9728, True),
@@ -16,7 +23,7 @@ SHAPES = {
 
 
 class ShapeCheckpoint:
-    """The sizes of a well-known model, for measuring speed without downloading anything."""
+    """The configuration of one of `SHAPES`, and no files."""
 
     random_weights = True
 
@@ -24,26 +31,17 @@ class ShapeCheckpoint:
         self.path = name
 
     def hf_config(self) -> ModelConfig:
-        hidden_size, layers, heads, kv_heads, intermediate_size, tied = SHAPES[self.path]
-        return ModelConfig.from_dict(
-            self.path,
-            {
-                "model_type": "qwen3",
-                "architectures": ["Qwen3ForCausalLM"],
-                "hidden_size": hidden_size,
-                "num_hidden_layers": layers,
-                "num_attention_heads": heads,
-                "num_key_value_heads": kv_heads,
-                "head_dim": 128,
-                "intermediate_size": intermediate_size,
-                "vocab_size": 151936,
-                "max_position_embeddings": 40960,
-                "rms_norm_eps": 1e-6,
-                "rope_theta": 1e6,
-                "tie_word_embeddings": tied,
-                "dtype": "bfloat16",
-            },
-        )
+        raw = {
+            "model_type": "qwen3",
+            "architectures": ["Qwen3ForCausalLM"],
+            **dict(zip(FIELDS, SHAPES[self.path], strict=True)),
+            "head_dim": 128,
+            "vocab_size": 151936,
+            "max_position_embeddings": 40960,
+            "rope_theta": 1e6,
+            "dtype": "bfloat16",
+        }
+        return ModelConfig.from_dict(self.path, raw)
 
     def tokenizer(self) -> Any:
         return toy_tokenizer()

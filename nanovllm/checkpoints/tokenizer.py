@@ -1,6 +1,6 @@
 """Tokenizers for checkpoints without files for one: from a GGUF file's metadata, or a toy for random weights.
 
-They are built with the `tokenizers` library and wrapped for transformers: nobody else need tell them apart.
+They are built with the `tokenizers` library and wrapped for transformers, so callers see one kind.
 """
 
 import contextlib
@@ -22,7 +22,6 @@ SPLITS = {
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4  # of `tokenizer.ggml.token_type`
 LONGEST_MERGED = 256  # characters; a longer token is not the product of merges
 MAX_CHARACTERS = 2**22  # of all tokens together; several times what the largest vocabularies have
-
 MAX_TEXT = 2**26  # characters of a rendered chat
 
 TOY_CHAT_TEMPLATE = (
@@ -33,11 +32,11 @@ TOY_CHAT_TEMPLATE = (
 
 @contextlib.contextmanager
 def tokenizer_errors(message: str) -> Iterator[None]:
-    """Whatever damaged files provoke in the libraries becomes a ValueError with this message before it."""
+    """Turn any error that damaged files cause in a library into a ValueError beginning with this message."""
     try:
         yield
     except BaseException as error:
-        # Rust's panics are no Exceptions.
+        # A panic of Rust code is not an Exception.
         if isinstance(error, Exception) or type(error).__name__ == "PanicException":
             raise ValueError(f"{message}: {error!r:.500}") from error
         raise
@@ -45,8 +44,8 @@ def tokenizer_errors(message: str) -> Iterator[None]:
 
 def guard_decode(tokenizer: Any, path: str) -> Any:
     """
-    The tokenizer, whose `decode` now takes no spaces away before punctuation, so that a text is its pieces
-    put together, and raises ValueError naming this path where a decoder's code panics.
+    Change how a tokenizer decodes, and return it: spaces before punctuation stay, so that a text is made of
+    the texts of its parts, and a panic in a decoder is a ValueError that names the path.
     """
     tokenizer.clean_up_tokenization_spaces = False
     tokenizer.decode = functools.partial(_decode, tokenizer, path)
@@ -60,8 +59,8 @@ def _decode(tokenizer: Any, path: str, *args: Any, **kwargs: Any) -> str:
 
 def render_chat(tokenizer: Any, conversation: list[dict[str, Any]], **options: Any) -> str:
     """
-    What the chat template, which is somebody else's program, makes of a conversation. jinja2's sandbox gives
-    it no way to Python or to files. Raises whatever it provokes.
+    A conversation as text. The chat template is somebody else's program; jinja2's sandbox, in which it runs,
+    gives it no access to Python or to files. Raises any exception that it causes.
     """
     text = tokenizer.apply_chat_template(conversation, tokenize=False, **options)
     if len(text) > MAX_TEXT:
@@ -108,7 +107,7 @@ def tokenizer_from_gguf(metadata: dict[str, Any]) -> Any:
         for key, name in names.items()
         if f"tokenizer.ggml.{key}_token_id" in metadata
     }
-    # Where metadata does not say, these kinds have always begun with BOS.
+    # If the metadata does not say, these kinds begin with BOS.
     begins = kind == "llama" or metadata.get("tokenizer.ggml.pre") == "llama-bpe"
     if metadata.get("tokenizer.ggml.add_bos_token", begins) and "bos_token" in named:
         bos = named["bos_token"]
@@ -126,7 +125,7 @@ def tokenizer_from_gguf(metadata: dict[str, Any]) -> Any:
 
 
 def _make_byte_level(tokenizer: Any, pre: str = "gpt-2") -> None:
-    """Let merges work on bytes, after text was cut the way that `pre` names."""
+    """Cut text in the way that `pre` names, and let merges work on the bytes of its pieces."""
     from tokenizers import Regex, decoders, normalizers, pre_tokenizers
 
     if pre not in SPLITS:

@@ -1,5 +1,5 @@
-"""What keeps other people's files from doing harm: no name leads out of their folder, none is huge, and no
-configuration makes us allocate what its files cannot fill.
+"""Checks of files that somebody else has written: no name leads out of their folder, no file is too large to
+read, and no configuration describes a larger model than its files can hold.
 """
 
 import json
@@ -10,16 +10,11 @@ from typing import Any
 
 from nanovllm.checkpoints.model_config import ModelConfig
 
-# Several times what the largest models have: whoever reads JSON needs many times the memory of the file.
+# By name or ending; several times what the largest models have. JSON takes many times its size in memory.
 MAX_BYTES = {
-    "config.json": 2**20,
-    "generation_config.json": 2**20,
-    "tokenizer_config.json": 2**22,
-    "special_tokens_map.json": 2**22,
-    "added_tokens.json": 2**22,
-    "model.safetensors.index.json": 2**24,
     "tokenizer.json": 2**26,
     "vocab.json": 2**26,
+    ".json": 2**24,
     ".jinja": 2**20,
     ".safetensors": math.inf,
 }
@@ -28,8 +23,8 @@ MAX_BYTES_OF_OTHERS = 2**28
 
 def has_room_for(config: ModelConfig, stored: int, bits: int = 8) -> bool:
     """
-    Whether the matrices of a model fit in `stored` bytes if a weight takes `bits`, which shall be less than
-    any format needs: a configuration must not make us allocate what no file can fill.
+    Whether files of `stored` bytes can hold the matrices of a model, at `bits` a weight, the fewest that any
+    format needs. If not, a small file could make us allocate any amount of memory.
     """
     heads = 2 * (config.num_attention_heads + config.num_key_value_heads)
     per_layer = config.hidden_size * (heads * config.head_dim + 3 * config.intermediate_size)
@@ -49,12 +44,12 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def file_inside(folder: Path, name: str) -> Path:
-    """A file of the folder by its name. Raises ValueError unless it is regular, inside, and not huge."""
+    """The file of this name. Raises ValueError unless it is regular, in the folder, and not too large."""
     path = folder / name
     try:
         inside = leads_inside(folder, path)
         regular = path.is_file()
-    except (OSError, ValueError, RuntimeError) as error:  # too long, a zero byte, a cycle of links
+    except (OSError, ValueError, RuntimeError) as error:  # a name too long, a zero byte, a cycle of links
         raise ValueError(f"{folder}: cannot open {name!r}: {error}") from error
     if not inside:
         raise ValueError(f"{folder}: {name!r} leads out of the folder")
@@ -67,11 +62,11 @@ def file_inside(folder: Path, name: str) -> Path:
 
 
 def leads_inside(folder: Path, path: Path) -> bool:
-    """Raises OSError or RuntimeError for a cycle of links."""
+    """Whether a path, after following links, is in the folder. Raises OSError or RuntimeError for a cycle."""
     root = folder.resolve()
     if path.resolve().is_relative_to(root):
         return True
-    # The hub's cache keeps contents in `blobs`, and beside it `snapshots` with folders of links to them.
+    # The hub's cache has files in `blobs`, and beside that folder `snapshots`, with folders of links to them.
     if not path.is_symlink() or root.parent.name != "snapshots":
         return False
     target = os.path.normpath(path.parent.resolve() / os.readlink(path))

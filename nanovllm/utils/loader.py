@@ -1,7 +1,7 @@
 """Fills a model's parameters with a checkpoint's tensors, or with random numbers.
 
-Which part of a tensor goes where is decided by the `weight_loader` of each parameter. A tensor that has no
-place and a parameter that gets no tensor are errors: a model never runs with weights that it does not have.
+Each parameter's `weight_loader` decides which part of a tensor goes where. A tensor without a place and a
+parameter without a tensor are errors: a model never runs with missing weights.
 """
 
 import math
@@ -15,7 +15,7 @@ from torch import nn
 
 from nanovllm.checkpoints import Checkpoint, open_checkpoint
 
-# Saved by old versions of transformers, and computed from the configuration here.
+# Old versions of transformers saved these; here they are computed from the configuration.
 IGNORED = re.compile(r".*\.rotary_emb\.inv_freq")
 
 
@@ -27,8 +27,8 @@ def default_weight_loader(param: torch.Tensor, loaded_weight: Any) -> None:
     if tuple(loaded_weight.shape) != tuple(param.shape):
         raise ValueError(f"shape {tuple(loaded_weight.shape)}, expected {tuple(param.shape)}")
     param.data.copy_(loaded_weight[:])
-    # A sum is finite only if all weights are, and quick; a few percent of loading, where `isfinite` takes
-    # several times as long. It may overflow where they do not.
+    # The sum is finite only if all weights are, and takes a few percent of loading; `isfinite` takes several
+    # times as long. Where the sum of finite weights overflows, the slower test decides.
     if not math.isfinite(param.data.sum()) and not all(map(math.isfinite, param.data.aminmax())):
         raise ValueError(f"holds NaN, infinity, or a number too large for {param.dtype}")
 
@@ -45,7 +45,7 @@ def load_model(model: nn.Module, path: str | os.PathLike | Checkpoint) -> None:
         return
     places = find_places(model)
     waiting = set(places)
-    # Inside somebody's `with torch.device("cuda")`, whole tensors would be sent there before they are sliced.
+    # With another default device, whole tensors would be copied to it before they are sliced.
     with torch.device("cpu"):
         for tensor in checkpoint.tensors():
             if tensor.name not in places:
@@ -70,7 +70,10 @@ def load_model(model: nn.Module, path: str | os.PathLike | Checkpoint) -> None:
 
 
 def find_places(model: nn.Module) -> dict[str, tuple[nn.Parameter, tuple]]:
-    """Checkpoint's name of each tensor the model needs -> parameter, and which part of it if it is packed."""
+    """
+    Name in a checkpoint of each tensor that the model needs -> the parameter that it goes to, and, if it is a
+    part of a packed one, a tuple of which part.
+    """
     packed = getattr(model, "packed_modules_mapping", {})
     places = {}
     for name, param in model.named_parameters():

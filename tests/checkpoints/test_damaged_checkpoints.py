@@ -112,7 +112,9 @@ def test_a_pipe_in_place_of_a_checkpoint_is_not_waited_for(tmp_path):
 def test_a_huge_json_file_is_refused_unread(folder, name):
     with open(folder / name, "r+b") as file:
         file.truncate(2**40)  # sparse
-    with pytest.raises(ValueError, match=f"{name} is larger than {MAX_BYTES[name]} bytes"):
+    with pytest.raises(
+        ValueError, match=f"{name} is larger than {MAX_BYTES.get(name, MAX_BYTES['.json'])} bytes"
+    ):
         open_checkpoint(folder)
 
 
@@ -276,9 +278,10 @@ def test_a_model_that_a_gguf_file_cannot_hold_is_refused(sources):
         checkpoint.hf_config()
 
 
-def test_frequency_factors_of_a_wrong_shape_are_refused(folder):
-    file = write_gguf(folder, extra_tensors=[("rope_freqs.weight", torch.ones(1))])
-    with pytest.raises(ValueError, match=r"rope_freqs.weight has shape \(1,\), expected \(16,\)"):
+@pytest.mark.parametrize("shape", [1, 17, (16, 1)])
+def test_frequency_factors_of_a_wrong_shape_are_refused(folder, shape):
+    file = write_gguf(folder, extra_tensors=[("rope_freqs.weight", torch.ones(shape))])
+    with pytest.raises(ValueError, match="model.gguf: .*rotary factors must be"):
         open_checkpoint(file).hf_config()
 
 
