@@ -8,6 +8,8 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from nanovllm.checkpoints.model_config import ModelConfig
+
 ARCHITECTURES = {"qwen3": "Qwen3", "qwen2": "Qwen2", "llama": "Llama"}
 
 # The engine options under which results are compared: the same everywhere.
@@ -63,6 +65,12 @@ def make_tokenizer() -> transformers.PreTrainedTokenizerFast:
 
 def make_config(architecture: str = "qwen3", **overrides) -> transformers.PretrainedConfig:
     return getattr(transformers, ARCHITECTURES[architecture] + "Config")(**{**SMALL, **overrides})
+
+
+def read_config(config: transformers.PretrainedConfig, **changes) -> ModelConfig:
+    """What the engine makes of a config.json that transformers writes, with some fields changed."""
+    architecture = type(config).__name__.removesuffix("Config") + "ForCausalLM"
+    return ModelConfig.from_dict("a test", config.to_dict() | {"architectures": [architecture]} | changes)
 
 
 def make_checkpoint(

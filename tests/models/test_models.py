@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.checkpoints.model_config import ModelConfig
 from nanovllm.kernels import fused_linear
 from nanovllm.layers.rotary_embedding import get_rope
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
@@ -28,6 +27,7 @@ from tiny_checkpoints import (
     make_checkpoint,
     make_config,
     one_thread,  # noqa: F401
+    read_config,
     reference_greedy,
     spell_rope,
 )
@@ -274,9 +274,8 @@ def test_a_scaled_model_is_that_of_transformers_beyond_its_first_length(
     ],
 )
 def test_the_context_is_what_the_scaling_extends_it_to(rope, max_position, limit):
-    raw = make_config("llama", head_dim=128).to_dict() | dict(architectures=["LlamaForCausalLM"])
-    raw |= dict(rope_parameters=None, rope_scaling=rope, max_position_embeddings=max_position)
-    assert ModelConfig.from_dict("a test", raw).context_limit == limit
+    changes = dict(rope_parameters=None, rope_scaling=rope, max_position_embeddings=max_position)
+    assert read_config(make_config("llama", head_dim=128), **changes).context_limit == limit
 
 
 @pytest.mark.parametrize("missing", ["factor", "low_freq_factor", "high_freq_factor"])
@@ -338,7 +337,7 @@ def test_a_product_is_fused_only_if_the_copy_engine_can_read_its_rows(sizes, mon
     monkeypatch.setattr(fused_linear, "is_on_gpu", lambda tensor: True)
     monkeypatch.setattr(fused_linear, "use_triton", lambda tensor: True)
     monkeypatch.setattr(fused_linear, "overlap_options", lambda device: {"OVERLAP": True})
-    config = make_config(**sizes)
+    config = read_config(make_config(**sizes))
     residual = torch.empty(3, config.hidden_size, dtype=torch.bfloat16)
     matrices = [weight for weight in Qwen3ForCausalLM(config).model.layers.parameters() if weight.dim() == 2]
     fused = [fused_linear.can_fuse(residual, weight.bfloat16()) for weight in matrices]
@@ -382,8 +381,7 @@ def test_rotary_tables_are_those_of_transformers_at_full_size(name):
         hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, head_dim=128, **PUBLISHED_ROPES[name]
     )
     length = 20000
-    raw = config.to_dict() | dict(architectures=["LlamaForCausalLM"])
-    rope = get_rope(128, length, ModelConfig.from_dict("a test", raw).rope_parameters)
+    rope = get_rope(128, length, read_config(config).rope_parameters)
     cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1, dtype=torch.float32), torch.arange(length)[None])
     expected = torch.cat((cos[0, :, :64], sin[0, :, :64]), dim=-1)
     difference = (rope.cos_sin_cache - expected).abs()
