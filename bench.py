@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 
-from example import fetch_smollm2
 from nanovllm import LLM, SamplingParams
 from nanovllm.checkpoints import SHAPES, open_checkpoint
 from nanovllm.config import Config
@@ -449,8 +448,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
-    if args.model == "smollm2":
-        args.model = str(fetch_smollm2())
     workload = draw_workload(args)
     people = sys.stderr if args.json == "-" else sys.stdout
 

