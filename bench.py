@@ -25,7 +25,6 @@ import torch
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.checkpoints import SHAPES, open_checkpoint
-from nanovllm.config import Config
 
 MAX_TOKEN_ID = 10_000
 ENGINE_OPTIONS = (
@@ -103,26 +102,23 @@ class Ceilings:
     flops: float
 
     @classmethod
-    def measure(cls, device: str, dtype: torch.dtype) -> "Ceilings":
-        on_gpu = torch.device(device).type == "cuda"
-        data = torch.ones((2 << 30) if on_gpu else (256 << 20), dtype=torch.uint8, device=device)
-        words = data.view(torch.float32)
-        n = 8192 if on_gpu else 1024
+    def measure(cls, device: str) -> "Ceilings":
+        on_gpu = device != "cpu"
+        n, num_bytes, dtype = (8192, 2 << 30, torch.bfloat16) if on_gpu else (1024, 256 << 20, torch.float32)
+        words = torch.ones(num_bytes // 4, dtype=torch.float32, device=device)
         a, b = (torch.randn(n, n, dtype=dtype, device=device) for _ in range(2))
-        return cls(
-            len(data) / median_seconds(words.sum, on_gpu), 2 * n**3 / median_seconds(lambda: a @ b, on_gpu)
-        )
+        reading, multiplying = median_seconds(words.sum, on_gpu), median_seconds(lambda: a @ b, on_gpu)
+        return cls(num_bytes / reading, 2 * n**3 / multiplying)
 
 
 def median_seconds(function: Callable[[], Any], on_gpu: bool, repeats: int = 9) -> float:
     seconds = []
+    wait = torch.cuda.synchronize if on_gpu else lambda: None
     for _ in range(repeats + 2):
-        if on_gpu:
-            torch.cuda.synchronize()
+        wait()
         start = time.perf_counter()
         function()
-        if on_gpu:
-            torch.cuda.synchronize()
+        wait()
         seconds.append(time.perf_counter() - start)
     return statistics.median(seconds[2:])
 
@@ -153,27 +149,24 @@ class NanoVLLM:
         attention; every decode step reads the weights once and the KV cache of every sequence in it. Of
         several ranks, each does its share at the same time.
         """
-        config, runner = self.llm.config, self.llm.model_runner
-        hf_config = config.hf_config
-        embedding, head = runner.model.model.embed_tokens.weight, runner.model.lm_head.weight
-        matrices = (
-            sum(p.numel() for p in runner.model.parameters()) - embedding.numel()
-        )  # looked up, not read
-        if head is not embedding:
-            matrices -= head.numel()
-        num_heads = hf_config.num_attention_heads // config.tensor_parallel_size
-        width = num_heads * hf_config.head_dim * hf_config.num_hidden_layers
+        config, model = self.llm.config, self.llm.model_runner.model
+        hf_config, ranks = config.hf_config, config.tensor_parallel_size
+        layers, head_dim = hf_config.num_hidden_layers, hf_config.head_dim
+        head = model.lm_head.weight.numel()
+        embedding = 0 if hf_config.tie_word_embeddings else head  # looked up, not read
+        parameters = sum(p.numel() for p in model.parameters()) - embedding
+        width = hf_config.num_attention_heads // ranks * head_dim * layers
         lengths = [(len(p), n) for p, n in zip(workload.prompts, workload.max_tokens, strict=True)]
-        flops = sum(2 * matrices * p + 2 * width * p * p for p, _ in lengths)
-        flops += 2 * head.numel() * len(lengths)
-        kv_bytes = runner.kv_cache[:, :, 0, 0].numel() * runner.kv_cache.element_size()
-        read = kv_bytes * sum((n - 1) * p + n * (n - 1) // 2 for p, n in lengths)
+        flops = sum(2 * (parameters - head) * p + 2 * width * p * p + 2 * head for p, _ in lengths)
+        kv_values = 2 * layers * max(hf_config.num_key_value_heads // ranks, 1) * head_dim  # of one token
+        kv_reads = kv_values * sum((n - 1) * p + n * (n - 1) // 2 for p, n in lengths)
         steps = max(max(n for _, n in lengths) - 1, sum(n - 1 for _, n in lengths) // config.max_num_seqs)
-        weights = (matrices + head.numel()) * head.element_size() * steps
+        read = kv_reads * config.kv_cache_torch_dtype.itemsize
+        read += steps * parameters * model.lm_head.weight.itemsize
         return {
             "prefill_flops": flops,
-            "decode_bytes": read + weights,
-            "seconds": flops / ceilings.flops + (read + weights) / ceilings.bandwidth,
+            "decode_bytes": read,
+            "seconds": flops / ceilings.flops + read / ceilings.bandwidth,
         }
 
     def trace(self, workload: Workload, file: str, steps: int = 5) -> None:
@@ -262,12 +255,13 @@ def load_transformers_model(args: argparse.Namespace):
     """The model that the engine would run, built by transformers from the same configuration and tensors."""
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-    config = Config.from_options(args.model, engine_options(args))
-    checkpoint = open_checkpoint(config.model, config.load_format)
-    config.fill_in(checkpoint.hf_config())
-    with torch.device(config.device):
-        hf_config = CONFIG_MAPPING[config.hf_config.model_type].from_dict(vars(config.hf_config))
-        model = AutoModelForCausalLM.from_config(hf_config, dtype=config.torch_dtype)
+    checkpoint = open_checkpoint(args.model, args.load_format)
+    hf_config = checkpoint.hf_config()
+    dtype = hf_config.dtype or ("float32" if args.device == "cpu" else "bfloat16")
+    with torch.device(args.device):
+        fields = CONFIG_MAPPING[hf_config.model_type].from_dict(vars(hf_config))
+        dtype = getattr(torch, dtype if args.dtype == "auto" else args.dtype)
+        model = AutoModelForCausalLM.from_config(fields, dtype=dtype)
     if not checkpoint.random_weights:
         weights = {tensor.name: tensor[:] for tensor in checkpoint.tensors()}
         model.load_state_dict(weights, strict=False)  # not strict: a tied LM head has two names
@@ -286,11 +280,8 @@ def bench(args: argparse.Namespace, name: str, workload: Workload) -> tuple[list
     """
     ceilings, floor = None, {}
     if name == "nanovllm":
-        on_gpu = torch.cuda.is_available() and args.device != "cpu"
-        device, dtype = ("cuda", torch.bfloat16) if on_gpu else ("cpu", torch.float32)
-        ceilings = Ceilings.measure(device, dtype)
-        if on_gpu:
-            torch.cuda.empty_cache()
+        ceilings = Ceilings.measure(args.device)
+        torch.cuda.empty_cache()  # the engine measures how much memory is free
     engine = ENGINES[name](args)
     try:
         workload = workload.within_vocabulary(engine.vocab_size)
@@ -378,9 +369,9 @@ def describe(name: str, result: dict) -> str:
 
 
 def describe_device(device: str) -> str:
-    if device == "cpu" or not torch.cuda.is_available():
+    if device == "cpu":
         return f"{platform.processor() or platform.machine()} with {torch.get_num_threads()} threads"
-    return torch.cuda.get_device_name()
+    return torch.cuda.get_device_name(device)
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -388,12 +379,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         description="Benchmark Nano-vLLM.", formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     add = parser.add_argument
-    add(
-        "--engine",
-        choices=[*ENGINES, "both"],
-        default="nanovllm",
-        help="both: one after the other, and the ratio",
-    )
+    both = "both: one after the other, and the ratio"
+    add("--engine", choices=[*ENGINES, "both"], default="nanovllm", help=both)
     add(
         "--model",
         default="qwen3-0.6b",
@@ -405,37 +392,29 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--max-input-len", type=int, default=1024, help="prompt tokens, at most")
     add("--min-output-len", type=int, default=100, help="output tokens of a sequence, at least")
     add("--max-output-len", type=int, default=1024, help="output tokens of a sequence, at most")
-    add(
-        "--spread-output", action="store_true", help="space the output lengths evenly instead of drawing them"
-    )
+    add("--spread-output", action="store_true", help="space the output lengths evenly, do not draw them")
     add("--temperature", type=float, default=0.6, help="0 is greedy")
     add("--top-k", type=int, default=0, help="as in SamplingParams, like the next two")
     add("--top-p", type=float, default=1.0)
     add("--min-p", type=float, default=0.0)
     add("--repeats", type=int, default=3, help="timed repetitions, after a warm-up")
-    add(
-        "--seed",
-        type=int,
-        default=0,
-        help="of lengths and token ids; repetition r draws its ids with seed + r",
-    )
+    seed = "of lengths and token ids; repetition r draws its ids with seed + r"
+    add("--seed", type=int, default=0, help=seed)
     add("--batch-size", type=int, default=32, help="sequences per batch of --engine transformers")
     add("--max-num-seqs", type=int, help="as the engine's option of this name, like the following")
     add("--max-model-len", type=int)
     add("--tensor-parallel-size", type=int)
     add("--enforce-eager", action="store_true", help="do without CUDA graphs")
-    add("--dtype")
-    add("--device")
+    add("--dtype", default="auto")
+    add("--device", default="auto")
     add("--trace", metavar="FILE", help="write a Chrome trace of a few decode steps there")
-    add(
-        "--plot",
-        metavar="FILE",
-        help="draw batch size, KV cache use and speed over the median repetition there",
-    )
+    add("--plot", metavar="FILE", help="draw batch size, KV cache use and speed over the median repetition")
     add("--json", metavar="FILE", help="write settings and results there; - is standard output")
     args = parser.parse_args(argv)
     if args.load_format is None:
         args.load_format = "dummy" if args.model in SHAPES else "auto"
+    if args.device == "auto":
+        args.device = "cuda" if torch.cuda.is_available() else "cpu"
     for name in ("num_seqs", "min_input_len", "min_output_len", "repeats", "batch_size"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")

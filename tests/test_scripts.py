@@ -56,13 +56,8 @@ def test_a_file_of_prompts_goes_to_the_batch_tool_with_all_options(tmp_path, mon
     plain, full = asked
     assert (plain.model, plain.input, plain.engine, plain.seed) == ("smollm2", prompts, {}, None)
     assert (plain.defaults["temperature"], plain.defaults["max_tokens"]) == (0.6, 256)
-    assert (full.model, full.input, full.output, full.seed, full.resume) == (
-        "m",
-        prompts,
-        Path("out"),
-        3,
-        True,
-    )
+    assert (full.model, full.input, full.output, full.seed) == ("m", prompts, Path("out"), 3)
+    assert full.resume
     assert full.engine == {"tensor_parallel_size": 2, "enforce_eager": True, "device": "cpu"}
     assert (full.defaults["temperature"], full.defaults["max_tokens"], full.defaults["top_k"]) == (0, 4, 5)
 
