@@ -685,10 +685,10 @@ def test_only_tokens_that_somebody_gets_are_counted(llm):
     assert llm.stats()["num_generated_tokens"] == before + place + 1
 
 
-def test_the_ways_to_call_in_the_readme_work_as_written(tmp_path, monkeypatch, capsys):
+def test_the_ways_to_call_in_the_manual_work_as_written(tmp_path, monkeypatch, capsys):
     folder = make_checkpoint(tmp_path, "qwen3", vocab_size=257, max_position_embeddings=1024)
     monkeypatch.setattr("nanovllm.checkpoints.download", lambda name, weights: str(folder))
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
-    [code] = re.findall(r"## Ways to call\n+```python\n(.*?)```", readme, re.DOTALL)
+    manual = (Path(__file__).parents[2] / "docs/requests.md").read_text()
+    [code] = re.findall(r"## Ways to call\n+```python\n(.*?)```", manual, re.DOTALL)
     exec(code, {"__name__": "__main__"})
     assert "num_requests_finished" in capsys.readouterr().out

@@ -1,0 +1,42 @@
+"""README.md and docs/: links lead somewhere, and tables list what there is."""
+
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from nanovllm import SamplingParams
+from nanovllm.config import Config
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def anchors(page: Path) -> set[str]:
+    """Those that a page's headings have where it is shown."""
+    headings = re.findall(r"^#+ (.*)", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_leads_to_a_page_and_a_heading_of_it(page):
+    links = re.findall(r"\]\(([^)#]*)#?([^)]*)\)", page.read_text())
+    for path, anchor in links:
+        target = (page.parent / path) if path else page
+        assert target.is_file(), path
+        assert not anchor or anchor in anchors(target), f"{path}#{anchor}"
+
+
+def test_the_readme_leads_to_every_page():
+    assert {f"docs/{page.name}" for page in PAGES[1:]} <= set(
+        re.findall(r"\((docs/[^)]*)\)", PAGES[0].read_text())
+    )
+
+
+@pytest.mark.parametrize(("page", "kind"), [("options.md", Config), ("requests.md", SamplingParams)])
+def test_a_table_has_every_option_with_its_default(page, kind):
+    rows = re.findall(r"^\| `(\w+)` \| ([^|]*) \|.*\|$", (ROOT / "docs" / page).read_text(), re.MULTILINE)
+    told = {name: default.strip("`").strip('"') for name, default in rows}
+    left_out = ("model", "hf_config", "eos")  # what is loaded, and what it fills in
+    assert told == {field.name: str(field.default) for field in fields(kind) if field.name not in left_out}
