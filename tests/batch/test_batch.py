@@ -432,7 +432,7 @@ def test_a_run_goes_on_where_its_progress_cannot_be_shown(tmp_path, checkpoint, 
 
 @pytest.mark.parametrize("error", [RuntimeError("rank 1 has died"), MemoryError()])
 def test_a_run_that_its_machine_ends_says_that_it_can_be_resumed(monkeypatch, error):
-    def fail():
+    def fail(argv):
         raise error
 
     monkeypatch.setattr(batch, "main", fail)
