@@ -40,3 +40,9 @@ def test_a_table_has_every_option_with_its_default(page, kind):
     told = {name: default.strip("`").strip('"') for name, default in rows}
     left_out = ("model", "hf_config", "eos")  # what is loaded, and what it fills in
     assert told == {field.name: str(field.default) for field in fields(kind) if field.name not in left_out}
+
+
+def test_the_path_of_a_request_names_modules_that_there_are():
+    [path] = re.findall(r"## The path of one request\n(.*?)\n## ", PAGES[0].read_text(), re.DOTALL)
+    modules = re.findall(r"`(?:nanovllm/)?([\w/]+\.py|[a-z]+/)`", path)
+    assert len(modules) > 15 and not [name for name in modules if not (ROOT / "nanovllm" / name).exists()]
