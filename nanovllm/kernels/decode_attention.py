@@ -2,10 +2,10 @@
 
 All query heads that share a kv head are computed together, so K and V are read once. When the batch is too
 small to fill the chip, the context of a sequence is split over several programs (split-KV, as in
-FlashDecoding); the last of them to finish combines the partial results. How many splits there are follows
-from shapes alone and where they lie from the context length on the device, so that one captured graph serves
-every length. Longer sequences should come first: programs start in the order of the batch, and short ones at
-its end leave the chip less uneven.
+FlashDecoding); the last of them to finish combines the partial results. The number of splits follows from
+shapes alone, and their boundaries from the context length, which the kernel reads on the device: one captured
+graph serves every length. Longer sequences should come first: programs start in the order of the batch, and
+when the last ones are short, all multiprocessors finish at about the same time.
 """
 
 import torch
@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.kernels.runtime import (
+    LOG2_E,
+    MIN_DOT_SIZE,
     NUM_COUNTERS,
     arrival_counters,
     cdiv,
@@ -26,10 +28,10 @@ from nanovllm.kernels.runtime import (
     use_triton,
 )
 
-LOG2_E = 1.4426950408889634
 MAX_SPLITS = 32
-TWIN_GROUP = 8
+TWIN_GROUP = 8  # sequences that the torch twin computes at once
 PROGRAMS_PER_MULTIPROCESSOR = 3
+MEASURED_ROW_BYTES = 256  # of a key: 128 elements of 2 bytes, for which the tiles were measured
 
 
 def paged_decode_attention(
@@ -39,8 +41,8 @@ def paged_decode_attention(
 
     q is [batch, heads, head_dim] with a contiguous last dimension, the caches are contiguous
     [blocks, block_size, kv_heads, head_dim], block_tables int32 [batch, max_blocks], context_lens int32
-    [batch]. What a block table holds beyond a sequence's end is never used. A context of 0 (a padded row)
-    gives zeros. Keys and values of another dtype than q's are converted to it as they are read.
+    [batch]. Entries of a block table beyond the end of its sequence are ignored. A context of 0 (a padded
+    row) gives zeros. Keys and values of another dtype than q's are converted to it when they are read.
     """
     if not use_triton(q):
         return paged_decode_attention_torch(q, k_cache, v_cache, block_tables, context_lens, scale)
@@ -49,9 +51,9 @@ def paged_decode_attention(
     group = heads // kv_heads
     splits = cdiv(PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors(q.device), batch * kv_heads)
     splits = min(splits, MAX_SPLITS)
-    dim_pad = max(16, next_power_of_2(head_dim))  # 16 is the least that a matrix product sums over
+    dim_pad = max(MIN_DOT_SIZE, next_power_of_2(head_dim))
     element_size = k_cache.element_size()
-    if q.dtype != k_cache.dtype:  # there is a converted copy of each tile
+    if q.dtype != k_cache.dtype:  # each tile is held twice: as it was read, and converted
         element_size = 2 * max(q.element_size(), element_size)
     tile, num_warps, num_stages = _tile(dim_pad, element_size, splits > 1)
     if splits > 1:
@@ -63,40 +65,25 @@ def paged_decode_attention(
     out = empty_padded(batch, heads * head_dim, q).view(q.shape)
     if batch:
         _decode_kernel[(kv_heads, batch, splits)](
-            q,
-            k_cache,
-            v_cache,
-            block_tables,
-            context_lens,
-            out,
-            partial,
-            counters,
-            scale * LOG2_E,
-            q.stride(0),
-            q.stride(1),
-            block_tables.stride(0),
-            splits,
-            num_multiprocessors(q.device),
-            KV_HEADS=kv_heads,
-            GROUP=group,
-            GROUP_PAD=max(16, next_power_of_2(group)),
-            HEAD_DIM=head_dim,
-            DIM_PAD=dim_pad,
-            BLOCK_SIZE=block_size,
-            TILE=tile,
-            MAX_SPLITS=MAX_SPLITS,
-            SPLIT=splits > 1,
-            num_warps=num_warps,
-            num_stages=num_stages,
-            **overlap_options(q.device),
-        )
+            q, k_cache, v_cache, block_tables, context_lens,
+            out, partial, counters,
+            scale * LOG2_E, *q.stride()[:2], block_tables.stride(0), splits, num_multiprocessors(q.device),
+            KV_HEADS=kv_heads, GROUP=group, GROUP_PAD=max(MIN_DOT_SIZE, next_power_of_2(group)),
+            HEAD_DIM=head_dim, DIM_PAD=dim_pad, BLOCK_SIZE=block_size,
+            TILE=tile, MAX_SPLITS=MAX_SPLITS, SPLIT=splits > 1,
+            num_warps=num_warps, num_stages=num_stages, **overlap_options(q.device),
+        )  # fmt: skip
     return out
 
 
 def _tile(dim_pad: int, element_size: int, split: bool) -> tuple[int, int, int]:
-    """Tokens a tile, warps, pipeline stages: 64 KB of keys and values a tile, less where latency counts."""
-    tile, num_warps, num_stages = (64, 2, 3) if split else (128, 4, 2)
-    return max(16, min(tile, tile * 256 // (dim_pad * element_size))), num_warps, num_stages
+    """Tokens of a tile, warps, pipeline stages.
+
+    Keys and values of a tile take at most 64 KB, or 32 KB where contexts are split and latency counts more.
+    """
+    most_tokens, num_warps, num_stages = (64, 2, 3) if split else (128, 4, 2)
+    tokens = min(most_tokens, most_tokens * MEASURED_ROW_BYTES // (dim_pad * element_size))
+    return max(MIN_DOT_SIZE, tokens), num_warps, num_stages
 
 
 def paged_decode_attention_torch(
@@ -104,7 +91,7 @@ def paged_decode_attention_torch(
 ) -> Tensor:
     lengths, order = context_lens.sort()
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
-    # In groups of similar length: little is computed for nothing, and a group's keys fit in a CPU's cache.
+    # Groups of similar length need little padding, and the keys of one group fit in a CPU's cache.
     for rows, group_lengths in zip(order.split(TWIN_GROUP), lengths.split(TWIN_GROUP), strict=True):
         if longest := int(group_lengths[-1]):
             tables, ends = block_tables[rows], group_lengths[:, None]
@@ -113,19 +100,14 @@ def paged_decode_attention_torch(
 
 
 def _attend_torch(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_tables: Tensor,
-    lengths: Tensor,
-    longest: int,
-    scale: float,
-) -> Tensor:
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor,
+    lengths: Tensor, longest: int, scale: float,
+) -> Tensor:  # fmt: skip
     batch, heads, head_dim = q.shape
     block_size, kv_heads = k_cache.shape[1:3]
     token = torch.arange(longest, device=q.device)
     seen = token < lengths
-    # Tokens beyond a sequence's end read its first token again, never a slot that nothing was written to.
+    # Positions beyond a sequence's end read its first token instead of a slot that was never written.
     token = torch.where(seen, token, 0)
     blocks = block_tables.gather(1, token // block_size)
     slots = torch.where(lengths > 0, blocks * block_size + token % block_size, 0).flatten()
@@ -140,34 +122,16 @@ def _attend_torch(
     return out.reshape(batch, heads, head_dim).masked_fill(lengths[:, None] == 0, 0.0)
 
 
-@triton.jit(do_not_specialize=["table_stride", "splits", "num_first"])
+@triton.jit(do_not_specialize=["table_stride", "splits", "num_multiprocessors"])
 def _decode_kernel(
-    q,
-    k_cache,
-    v_cache,
-    block_tables,
-    context_lens,
-    out,
-    partial,
-    counters,
-    scale_log2,
-    q_batch_stride,
-    q_head_stride,
-    table_stride,
-    splits,
-    num_first,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUP_PAD: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    DIM_PAD: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
-    SPLIT: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    """A program takes a kv head of a sequence and, when SPLIT, a stretch (whole tiles) of its context."""
+    q, k_cache, v_cache, block_tables, context_lens,
+    out, partial, counters,
+    scale_log2, q_batch_stride, q_head_stride, table_stride, splits, num_multiprocessors,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
+    HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr, MAX_SPLITS: tl.constexpr, SPLIT: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """A program computes one kv head of a sequence; when SPLIT, over a part of its context (whole tiles)."""
     ROW_BYTES: tl.constexpr = HEAD_DIM * k_cache.dtype.element_ty.primitive_bitwidth // 8
     kv_head = tl.program_id(0)
     seq = tl.program_id(1)
@@ -175,34 +139,34 @@ def _decode_kernel(
     context_len = tl.load(context_lens + seq)
     begin = 0
     end = context_len
-    active = 1
+    used_splits = 1  # a short context has fewer tiles than there are splits
     if SPLIT:
-        stretch = tl.maximum(tl.cdiv(tl.cdiv(context_len, TILE), splits), 1) * TILE
-        active = tl.maximum(tl.cdiv(context_len, stretch), 1)
-        begin = split * stretch
-        end = tl.minimum(begin + stretch, context_len)
+        split_len = tl.maximum(tl.cdiv(tl.cdiv(context_len, TILE), splits), 1) * TILE
+        used_splits = tl.maximum(tl.cdiv(context_len, split_len), 1)
+        begin = split * split_len
+        end = tl.minimum(begin + split_len, context_len)
     table = block_tables + seq.to(tl.int64) * table_stride
     if OVERLAP:
-        # Those that run first ask for what they begin with while the query is still being computed.
-        if ROW_BYTES % 16 == 0 and seq * KV_HEADS + kv_head < num_first:
+        # The programs that start first prefetch their first tile while the query is still being computed.
+        if ROW_BYTES % 16 == 0 and seq * KV_HEADS + kv_head < num_multiprocessors:
             early = begin + tl.arange(0, TILE)
             early_block = tl.load(table + early // BLOCK_SIZE, mask=early < end, other=0)
-            early_cell = (early_block.to(tl.int64) * BLOCK_SIZE + early % BLOCK_SIZE) * KV_HEADS + kv_head
+            early_row = (early_block.to(tl.int64) * BLOCK_SIZE + early % BLOCK_SIZE) * KV_HEADS + kv_head
             size = tl.where(early < end, ROW_BYTES, 0)
-            prefetch_each((k_cache + early_cell * HEAD_DIM).to(tl.int64), size)
-            prefetch_each((v_cache + early_cell * HEAD_DIM).to(tl.int64), size)
+            prefetch_each((k_cache + early_row * HEAD_DIM).to(tl.int64), size)
+            prefetch_each((v_cache + early_row * HEAD_DIM).to(tl.int64), size)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if SPLIT:
-        if split >= active:
+        if split >= used_splits:
             return
 
     row = tl.arange(0, GROUP_PAD)
     dim = tl.arange(0, DIM_PAD)
-    own = (row < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
+    inside = (row < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
     head = kv_head * GROUP + row
     q_address = q + seq.to(tl.int64) * q_batch_stride + head[:, None] * q_head_stride + dim[None, :]
-    query = tl.load(q_address, mask=own, other=0.0)
+    query = tl.load(q_address, mask=inside, other=0.0)
 
     highest = tl.full([GROUP_PAD], float("-inf"), tl.float32)
     total = tl.zeros([GROUP_PAD], tl.float32)
@@ -211,11 +175,11 @@ def _decode_kernel(
         token = start + tl.arange(0, TILE)
         seen = token < end
         block = tl.load(table + token // BLOCK_SIZE, mask=seen, other=0)
-        cell = ((block.to(tl.int64) * BLOCK_SIZE + token % BLOCK_SIZE) * KV_HEADS + kv_head) * HEAD_DIM
+        offset = ((block.to(tl.int64) * BLOCK_SIZE + token % BLOCK_SIZE) * KV_HEADS + kv_head) * HEAD_DIM
         key_mask = seen[None, :] & (dim < HEAD_DIM)[:, None]
         value_mask = seen[:, None] & (dim < HEAD_DIM)[None, :]
-        key = tl.load(k_cache + cell[None, :] + dim[:, None], mask=key_mask, other=0.0).to(query.dtype)
-        value = tl.load(v_cache + cell[:, None] + dim[None, :], mask=value_mask, other=0.0).to(query.dtype)
+        key = tl.load(k_cache + offset[None, :] + dim[:, None], mask=key_mask, other=0.0).to(query.dtype)
+        value = tl.load(v_cache + offset[:, None] + dim[None, :], mask=value_mask, other=0.0).to(query.dtype)
         score = tl.dot(query, key, input_precision="ieee")
         score = tl.where(seen[None, :], score, float("-inf"))
         new_highest = tl.maximum(highest, tl.max(score, axis=1) * scale_log2)
@@ -227,34 +191,32 @@ def _decode_kernel(
 
     result = acc / tl.where(total > 0, total, 1.0)[:, None]
     out_address = out + (seq.to(tl.int64) * KV_HEADS * GROUP + head[:, None]) * HEAD_DIM + dim[None, :]
-    if active == 1:
-        tl.store(out_address, result, mask=own)
+    if used_splits == 1:
+        tl.store(out_address, result, mask=inside)
         return
 
     if SPLIT:
         pair = seq * KV_HEADS + kv_head
         num_rows = tl.num_programs(1) * KV_HEADS * splits * GROUP
         first_row = pair * splits * GROUP
-        sums = partial + num_rows.to(tl.int64) * HEAD_DIM  # log2 of each partial result's softmax denominator
+        log_sums = partial + num_rows.to(tl.int64) * HEAD_DIM  # log2 of each partial softmax's denominator
         own_row = (first_row + split * GROUP + row).to(tl.int64)
-        tl.store(partial + own_row[:, None] * HEAD_DIM + dim[None, :], result, mask=own)
-        tl.store(sums + own_row, highest + tl.log2(total), mask=row < GROUP)
-        tl.debug_barrier()  # every thread's stores come before the arrival that announces them
-        arrived = tl.atomic_add(counters + pair, 1)
-        if arrived == active - 1:
+        tl.store(partial + own_row[:, None] * HEAD_DIM + dim[None, :], result, mask=inside)
+        tl.store(log_sums + own_row, highest + tl.log2(total), mask=row < GROUP)
+        tl.debug_barrier()  # all threads have stored their part before the counter says so
+        num_before = tl.atomic_add(counters + pair, 1)
+        if num_before == used_splits - 1:
             tl.store(counters + pair, 0)
-            piece = tl.arange(0, MAX_SPLITS)
-            valid = piece < active
+            each_split = tl.arange(0, MAX_SPLITS)
+            is_used = each_split < used_splits
             for member in tl.static_range(GROUP):
-                piece_row = (first_row + piece * GROUP + member).to(tl.int64)
-                log_sum = tl.load(sums + piece_row, mask=valid, other=float("-inf"))
+                part_row = (first_row + each_split * GROUP + member).to(tl.int64)
+                log_sum = tl.load(log_sums + part_row, mask=is_used, other=float("-inf"))
                 share = tl.exp2(log_sum - tl.max(log_sum))
                 share = share / tl.sum(share)
-                pieces = tl.load(
-                    partial + piece_row[:, None] * HEAD_DIM + dim[None, :],
-                    mask=valid[:, None] & (dim < HEAD_DIM)[None, :],
-                    other=0.0,
-                )
-                combined = tl.sum(pieces * share[:, None], axis=0)
-                place = out + ((seq.to(tl.int64) * KV_HEADS + kv_head) * GROUP + member) * HEAD_DIM + dim
-                tl.store(place, combined, mask=dim < HEAD_DIM)
+                part_mask = is_used[:, None] & (dim < HEAD_DIM)[None, :]
+                part_address = partial + part_row[:, None] * HEAD_DIM + dim[None, :]
+                parts = tl.load(part_address, mask=part_mask, other=0.0)
+                combined = tl.sum(parts * share[:, None], axis=0)
+                out_row = out + ((seq.to(tl.int64) * KV_HEADS + kv_head) * GROUP + member) * HEAD_DIM
+                tl.store(out_row + dim, combined, mask=dim < HEAD_DIM)

@@ -1,9 +1,9 @@
-"""Putting keys and values into the paged cache, alone or fused with all that happens to q and k before that.
+"""Stores keys and values in the paged cache, alone or in one kernel with the norm and rotation of q and k.
 
-A token's keys and values of one layer go to `slot = block_id * block_size + offset`; slot -1 means "do not
-write" (padding, or a token whose keys are there already). Caches are contiguous
-[blocks, block_size, kv_heads, head_dim], so a slot is one row of a [slots, kv_heads, head_dim] matrix. Their
-dtype may be any floating one: keys and values are rounded to it as they are written.
+A layer's keys and values of a token go to `slot = block_id * block_size + offset`; slot -1 means "do not
+write" (padding, or a token that is in the cache already). Caches are contiguous
+[blocks, block_size, kv_heads, head_dim], so slots index the rows of a [slots, kv_heads, head_dim] tensor.
+Their dtype may be any floating one: keys and values are rounded to it when they are written.
 """
 
 from torch import Tensor
@@ -20,18 +20,12 @@ def store_kvcache(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, 
     tokens, heads, head_dim = key.shape
     if tokens:
         _store_kernel[(tokens,)](
-            key,
-            value,
-            k_cache,
-            v_cache,
-            slot_mapping,
-            *key.stride()[:2],
-            *value.stride()[:2],
-            HEADS=heads,
-            HEADS_PAD=next_power_of_2(heads),
-            HEAD_DIM=head_dim,
-            DIM_PAD=next_power_of_2(head_dim),
-        )
+            key, value,
+            k_cache, v_cache, slot_mapping,
+            *key.stride()[:2], *value.stride()[:2],
+            HEADS=heads, HEADS_PAD=next_power_of_2(heads),
+            HEAD_DIM=head_dim, DIM_PAD=next_power_of_2(head_dim),
+        )  # fmt: skip
 
 
 def store_kvcache_torch(
@@ -45,20 +39,12 @@ def store_kvcache_torch(
 
 
 def qk_norm_rope_store(
-    qkv: Tensor,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    eps: float,
-    positions: Tensor,
-    cos_sin: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slot_mapping: Tensor,
-) -> None:
-    """Normalise and rotate q and k inside qkv, in place, and store k and v.
+    qkv: Tensor, num_heads: int, num_kv_heads: int, head_dim: int,
+    q_weight: Tensor | None, k_weight: Tensor | None, eps: float,
+    positions: Tensor, cos_sin: Tensor,
+    k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor,
+) -> None:  # fmt: skip
+    """Normalise and rotate q and k in place, inside qkv, and store k and v in the caches.
 
     qkv is [tokens, (num_heads + 2 * num_kv_heads) * head_dim], rows contiguous. Each head of q and k goes
     through RMSNorm (unless the weights are None) and the rotary embedding (Su et al., 2021) of its token's
@@ -69,42 +55,22 @@ def qk_norm_rope_store(
     programs = cdiv(num_heads, HEADS_PER_PROGRAM) + 2 * cdiv(num_kv_heads, HEADS_PER_PROGRAM)
     if qkv.shape[0]:
         _qk_norm_rope_store_kernel[(qkv.shape[0] * programs,)](
-            qkv,
-            q_weight,
-            k_weight,
-            eps,
-            positions,
-            cos_sin,
-            k_cache,
-            v_cache,
-            slot_mapping,
-            qkv.stride(0),
-            NUM_HEADS=num_heads,
-            NUM_KV_HEADS=num_kv_heads,
-            HEAD_DIM=head_dim,
-            HALF_PAD=next_power_of_2(head_dim // 2),
-            HEADS=HEADS_PER_PROGRAM,
-            num_warps=1,
-            **overlap_options(qkv.device),
-        )
+            qkv, q_weight, k_weight, eps,
+            positions, cos_sin,
+            k_cache, v_cache, slot_mapping, qkv.stride(0),
+            NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads,
+            HEAD_DIM=head_dim, HALF_PAD=next_power_of_2(head_dim // 2),
+            HEADS=HEADS_PER_PROGRAM, num_warps=1, **overlap_options(qkv.device),
+        )  # fmt: skip
 
 
 @triton.jit
 def _store_kernel(
-    key,
-    value,
-    k_cache,
-    v_cache,
-    slot_mapping,
-    key_token_stride,
-    key_head_stride,
-    value_token_stride,
-    value_head_stride,
-    HEADS: tl.constexpr,
-    HEADS_PAD: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    DIM_PAD: tl.constexpr,
-):
+    key, value,
+    k_cache, v_cache, slot_mapping,
+    key_token_stride, key_head_stride, value_token_stride, value_head_stride,
+    HEADS: tl.constexpr, HEADS_PAD: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token).to(tl.int64)
     if slot < 0:
@@ -112,33 +78,23 @@ def _store_kernel(
     head = tl.arange(0, HEADS_PAD)[:, None]
     dim = tl.arange(0, DIM_PAD)[None, :]
     inside = (head < HEADS) & (dim < HEAD_DIM)
-    cell = (slot * HEADS + head) * HEAD_DIM + dim
+    offset = (slot * HEADS + head) * HEAD_DIM + dim
     k = tl.load(key + token * key_token_stride + head * key_head_stride + dim, mask=inside)
     v = tl.load(value + token * value_token_stride + head * value_head_stride + dim, mask=inside)
-    tl.store(k_cache + cell, k, mask=inside)
-    tl.store(v_cache + cell, v, mask=inside)
+    tl.store(k_cache + offset, k, mask=inside)
+    tl.store(v_cache + offset, v, mask=inside)
 
 
 @triton.jit
 def _qk_norm_rope_store_kernel(
-    qkv,
-    q_weight,
-    k_weight,
-    eps,
-    positions,
-    cos_sin,
-    k_cache,
-    v_cache,
-    slot_mapping,
-    token_stride,
-    NUM_HEADS: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HALF_PAD: tl.constexpr,
-    HEADS: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    """A program takes HEADS heads of one token: first the groups of q, then those of k, then those of v."""
+    qkv, q_weight, k_weight, eps,
+    positions, cos_sin,
+    k_cache, v_cache, slot_mapping, token_stride,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HALF_PAD: tl.constexpr,
+    HEADS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """A program takes HEADS heads of one token. Of a token's programs the first take q, then k, then v."""
     Q_PROGRAMS: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
     KV_PROGRAMS: tl.constexpr = (NUM_KV_HEADS + HEADS - 1) // HEADS
     HALF: tl.constexpr = HEAD_DIM // 2
@@ -147,29 +103,29 @@ def _qk_norm_rope_store_kernel(
     token = (tl.program_id(0) // PROGRAMS).to(tl.int64)
     is_q = group < Q_PROGRAMS
     is_v = group >= Q_PROGRAMS + KV_PROGRAMS
-    first = tl.where(is_q, 0, tl.where(is_v, Q_PROGRAMS + KV_PROGRAMS, Q_PROGRAMS))
-    head = (group - first) * HEADS + tl.arange(0, HEADS)[:, None]
-    count = tl.where(is_q, NUM_HEADS, NUM_KV_HEADS)
-    part = tl.where(is_q, 0, tl.where(is_v, NUM_HEADS + NUM_KV_HEADS, NUM_HEADS))
+    first_group = tl.where(is_q, 0, tl.where(is_v, Q_PROGRAMS + KV_PROGRAMS, Q_PROGRAMS))
+    head = (group - first_group) * HEADS + tl.arange(0, HEADS)[:, None]
+    num_heads = tl.where(is_q, NUM_HEADS, NUM_KV_HEADS)
+    first_head = tl.where(is_q, 0, tl.where(is_v, NUM_HEADS + NUM_KV_HEADS, NUM_HEADS))
     half = tl.arange(0, HALF_PAD)[None, :]
-    inside = (head < count) & (half < HALF)
-    address = qkv + token * token_stride + (part + head) * HEAD_DIM + half
+    inside = (head < num_heads) & (half < HALF)
+    address = qkv + token * token_stride + (first_head + head) * HEAD_DIM + half
 
-    turned = half < tl.where(is_v, 0, HALF)
-    angle = cos_sin + tl.load(positions + token) * HEAD_DIM + half
-    cos = tl.load(angle, mask=turned, other=0.0)
-    sin = tl.load(angle + HALF, mask=turned, other=0.0)
+    rotated = half < tl.where(is_v, 0, HALF)  # none of v
+    cos_address = cos_sin + tl.load(positions + token) * HEAD_DIM + half
+    cos = tl.load(cos_address, mask=rotated, other=0.0)
+    sin = tl.load(cos_address + HALF, mask=rotated, other=0.0)
     if q_weight is not None:
         if is_q:
-            gain1 = tl.load(q_weight + half, mask=turned, other=0.0)
-            gain2 = tl.load(q_weight + HALF + half, mask=turned, other=0.0)
+            weight1 = tl.load(q_weight + half, mask=rotated, other=0.0)
+            weight2 = tl.load(q_weight + HALF + half, mask=rotated, other=0.0)
         else:
-            gain1 = tl.load(k_weight + half, mask=turned, other=0.0)
-            gain2 = tl.load(k_weight + HALF + half, mask=turned, other=0.0)
+            weight1 = tl.load(k_weight + half, mask=rotated, other=0.0)
+            weight2 = tl.load(k_weight + HALF + half, mask=rotated, other=0.0)
     slot = tl.load(slot_mapping + token).to(tl.int64)
-    cell = (slot * NUM_KV_HEADS + head) * HEAD_DIM + half
+    offset = (slot * NUM_KV_HEADS + head) * HEAD_DIM + half
     if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()  # attention has things to do before it waits
+        tl.extra.cuda.gdc_launch_dependents()  # attention, which prefetches before it waits
         tl.extra.cuda.gdc_wait()
 
     x1 = tl.load(address, mask=inside, other=0.0)
@@ -178,17 +134,17 @@ def _qk_norm_rope_store_kernel(
         wide1, wide2 = x1.to(tl.float32), x2.to(tl.float32)
         if q_weight is not None:
             scale = tl.rsqrt(tl.sum(wide1 * wide1 + wide2 * wide2, axis=1)[:, None] / HEAD_DIM + eps)
-            # Rounded after the norm and again after the weight, as transformers' Qwen3RMSNorm rounds.
-            wide1 = (wide1 * scale).to(x1.dtype).to(tl.float32) * gain1.to(tl.float32)
-            wide2 = (wide2 * scale).to(x2.dtype).to(tl.float32) * gain2.to(tl.float32)
+            # Rounded after the norm and again after the weight, as transformers' Qwen3RMSNorm does.
+            wide1 = (wide1 * scale).to(x1.dtype).to(tl.float32) * weight1.to(tl.float32)
+            wide2 = (wide2 * scale).to(x2.dtype).to(tl.float32) * weight2.to(tl.float32)
             wide1, wide2 = wide1.to(x1.dtype).to(tl.float32), wide2.to(x2.dtype).to(tl.float32)
         x1, x2 = (wide1 * cos - wide2 * sin).to(x1.dtype), (wide2 * cos + wide1 * sin).to(x1.dtype)
         tl.store(address, x1, mask=inside)
         tl.store(address + HALF, x2, mask=inside)
     if slot >= 0:
         if is_v:
-            tl.store(v_cache + cell, x1, mask=inside)
-            tl.store(v_cache + cell + HALF, x2, mask=inside)
+            tl.store(v_cache + offset, x1, mask=inside)
+            tl.store(v_cache + offset + HALF, x2, mask=inside)
         elif not is_q:
-            tl.store(k_cache + cell, x1, mask=inside)
-            tl.store(k_cache + cell + HALF, x2, mask=inside)
+            tl.store(k_cache + offset, x1, mask=inside)
+            tl.store(k_cache + offset + HALF, x2, mask=inside)

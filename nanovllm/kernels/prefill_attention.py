@@ -1,8 +1,8 @@
 """Causal attention over sequences laid end to end, in FlashAttention-2's tiled form: scores are never stored.
 
-The queries of a sequence are its last ones: query i of len_q sees the first len_k - len_q + i + 1 of len_k
-keys, so prompts, chunks of prompts and prompts with a cached beginning are one case. Keys and values lie
-contiguous or, with block tables, in the paged cache.
+The queries are the last len_q of a sequence's len_k tokens; query i sees the first len_k - len_q + i + 1
+keys. So whole prompts, chunks of prompts and prompts with a cached beginning are one case. Keys and values
+are contiguous or, with block tables, in the paged cache.
 """
 
 from itertools import pairwise
@@ -11,28 +11,31 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.kernels.runtime import cdiv, next_power_of_2, shared_memory, tl, triton, use_triton
+from nanovllm.kernels.runtime import (
+    LOG2_E,
+    MIN_DOT_SIZE,
+    cdiv,
+    next_power_of_2,
+    shared_memory,
+    tl,
+    triton,
+    use_triton,
+)
 
-LOG2_E = 1.4426950408889634
+HOPPER_SHARED_MEMORY = 220_000  # bytes; earlier cards and those for desktops have less
 
 
 def varlen_prefill_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    scale: float,
-    block_tables: Tensor | None = None,
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor,
+    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    scale: float, block_tables: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Attention of q [tokens, heads, head_dim] over k, v; returns the shape of q.
 
     cu_seqlens_q and cu_seqlens_k are int32 [sequences + 1] running totals. k and v are
     [total_k, kv_heads, head_dim], last dimension contiguous, or with block_tables (int32
     [sequences, max_blocks]) the contiguous caches [blocks, block_size, kv_heads, head_dim]. If their dtype
-    is not q's they are converted to it as they are read.
+    is not q's they are converted to it when they are read.
     """
     if not use_triton(q):
         lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
@@ -40,56 +43,36 @@ def varlen_prefill_attention(
     tokens, heads, head_dim = q.shape
     kv_heads = k.shape[-2]
     out = torch.empty(tokens, heads, head_dim, dtype=q.dtype, device=q.device)
-    dim_pad = max(16, next_power_of_2(head_dim))  # 16 is the least that a matrix product sums over
+    dim_pad = max(MIN_DOT_SIZE, next_power_of_2(head_dim))
     element_size = max(q.element_size(), k.element_size())
     query_tile, key_tile, num_warps, num_stages = _tiles(dim_pad, element_size, q.device)
     if tokens:
         paged = block_tables is not None
         _prefill_kernel[(cdiv(max_seqlen_q, query_tile), heads, len(cu_seqlens_q) - 1)](
-            q,
-            k,
-            v,
-            out,
-            cu_seqlens_q,
-            cu_seqlens_k,
-            block_tables,
-            scale * LOG2_E,
-            *q.stride()[:2],
-            *k.stride()[-3:-1],
-            *v.stride()[-3:-1],
-            block_tables.stride(0) if paged else 0,
-            GROUP=heads // kv_heads,
-            HEAD_DIM=head_dim,
-            DIM_PAD=dim_pad,
-            BLOCK_SIZE=k.shape[1] if paged else 1,
-            QUERY_TILE=query_tile,
-            KEY_TILE=key_tile,
-            num_warps=num_warps,
-            num_stages=num_stages,
-        )
+            q, k, v, out,
+            cu_seqlens_q, cu_seqlens_k, block_tables, scale * LOG2_E,
+            *q.stride()[:2], *k.stride()[-3:-1], *v.stride()[-3:-1], block_tables.stride(0) if paged else 0,
+            GROUP=heads // kv_heads, HEAD_DIM=head_dim, DIM_PAD=dim_pad,
+            BLOCK_SIZE=k.shape[1] if paged else 1, QUERY_TILE=query_tile, KEY_TILE=key_tile,
+            num_warps=num_warps, num_stages=num_stages,
+        )  # fmt: skip
     return out
 
 
 def _tiles(dim_pad: int, element_size: int, device: torch.device) -> tuple[int, int, int, int]:
-    """Queries and keys a tile, warps, pipeline stages: what fits on the chip and measures best on Hopper."""
+    """Queries and keys of a tile, warps, pipeline stages: the fastest on Hopper, what fits on other chips."""
     if element_size > 2:
         return 16, 16, 4, 1
-    if shared_memory(device) < 220_000:
+    if shared_memory(device) < HOPPER_SHARED_MEMORY:
         return (128, 64, 8, 2) if dim_pad <= 128 else (128, 32, 8, 1)
     return {128: (128, 128, 8, 3), 256: (128, 64, 8, 2)}.get(dim_pad, (128, 64, 8, 3))
 
 
 def varlen_prefill_attention_torch(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    scale: float,
-    block_tables: Tensor | None = None,
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor,
+    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    scale: float, block_tables: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     kv_heads = k.shape[-2]
@@ -102,7 +85,7 @@ def varlen_prefill_attention_torch(
         else:
             blocks = block_tables[i, : cdiv(len_k, k.shape[1])]
             keys, values = (cache[blocks].flatten(0, 1)[:len_k].to(q.dtype) for cache in (k, v))
-        # [kv_heads, heads per kv head, tokens, head_dim]; the expansion of K and V is a view.
+        # [kv_heads, heads per kv head, tokens, head_dim]; K and V are expanded without a copy.
         queries = q[begin:end].unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
         keys, values = (
             x.transpose(0, 1).unsqueeze(1).expand(-1, queries.shape[1], -1, -1) for x in (keys, values)
@@ -119,30 +102,14 @@ def varlen_prefill_attention_torch(
 
 @triton.jit(do_not_specialize=["table_stride"])
 def _prefill_kernel(
-    q,
-    k,
-    v,
-    out,
-    cu_seqlens_q,
-    cu_seqlens_k,
-    block_tables,
-    scale_log2,
-    q_token_stride,
-    q_head_stride,
-    k_token_stride,
-    k_head_stride,
-    v_token_stride,
-    v_head_stride,
-    table_stride,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    DIM_PAD: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    QUERY_TILE: tl.constexpr,
-    KEY_TILE: tl.constexpr,
-):
-    """A program takes QUERY_TILE queries of one head of one sequence."""
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # late tiles see the most keys: they start first
+    q, k, v, out,
+    cu_seqlens_q, cu_seqlens_k, block_tables, scale_log2,
+    q_token_stride, q_head_stride, k_token_stride, k_head_stride, v_token_stride, v_head_stride, table_stride,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    QUERY_TILE: tl.constexpr, KEY_TILE: tl.constexpr,
+):  # fmt: skip
+    """A program computes QUERY_TILE queries of one head of one sequence."""
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the last tile sees the most keys, so it starts first
     head = tl.program_id(1)
     seq = tl.program_id(2)
     q_start = tl.load(cu_seqlens_q + seq)
@@ -155,11 +122,10 @@ def _prefill_kernel(
 
     index = first + tl.arange(0, QUERY_TILE)
     dim = tl.arange(0, DIM_PAD)
-    own = (index < len_q)[:, None] & (dim < HEAD_DIM)[None, :]
+    inside = (index < len_q)[:, None] & (dim < HEAD_DIM)[None, :]
     token = (q_start + index).to(tl.int64)
-    query = tl.load(
-        q + token[:, None] * q_token_stride + head * q_head_stride + dim[None, :], mask=own, other=0.0
-    )
+    q_address = q + token[:, None] * q_token_stride + head * q_head_stride + dim[None, :]
+    query = tl.load(q_address, mask=inside, other=0.0)
 
     kv_head = head // GROUP
     k_head = k + kv_head * k_head_stride
@@ -177,42 +143,41 @@ def _prefill_kernel(
     highest = tl.full([QUERY_TILE], float("-inf"), tl.float32)
     total = tl.zeros([QUERY_TILE], tl.float32)
     acc = tl.zeros([QUERY_TILE, DIM_PAD], tl.float32)
-    for start in range(0, all_seen, KEY_TILE):  # the keys that every query of the tile sees need no mask
+    for start in range(0, all_seen, KEY_TILE):  # every query of the tile sees these keys: no mask
         highest, total, acc = _attend(
-            query, k_head, v_head, table, start, len_k, last_key, highest, total, acc, scale_log2,
-            k_token_stride, v_token_stride, HEAD_DIM, DIM_PAD, BLOCK_SIZE, KEY_TILE, False,
+            query, k_head, v_head, table, start, len_k, last_key, highest, total, acc,
+            scale_log2, k_token_stride, v_token_stride, HEAD_DIM, DIM_PAD, BLOCK_SIZE, KEY_TILE, False,
         )  # fmt: skip
     for start in range(all_seen, some_seen, KEY_TILE):
         highest, total, acc = _attend(
-            query, k_head, v_head, table, start, len_k, last_key, highest, total, acc, scale_log2,
-            k_token_stride, v_token_stride, HEAD_DIM, DIM_PAD, BLOCK_SIZE, KEY_TILE, True,
+            query, k_head, v_head, table, start, len_k, last_key, highest, total, acc,
+            scale_log2, k_token_stride, v_token_stride, HEAD_DIM, DIM_PAD, BLOCK_SIZE, KEY_TILE, True,
         )  # fmt: skip
 
     result = acc / tl.where(total > 0, total, 1.0)[:, None]
     num_heads = tl.num_programs(1)
-    tl.store(out + (token[:, None] * num_heads + head) * HEAD_DIM + dim[None, :], result, mask=own)
+    tl.store(out + (token[:, None] * num_heads + head) * HEAD_DIM + dim[None, :], result, mask=inside)
 
 
 @triton.jit
 def _attend(
-    query, k_head, v_head, table, start, len_k, last_key, highest, total, acc, scale_log2,
-    k_token_stride, v_token_stride,
+    query, k_head, v_head, table, start, len_k, last_key, highest, total, acc,
+    scale_log2, k_token_stride, v_token_stride,
     HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEY_TILE: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Take one tile of keys and values into the running softmax (`highest`, `total`) and its sum `acc`."""
+    """Add a tile: exp2(score - highest) of its keys to `total`, its values with these weights to `acc`."""
     token = start + tl.arange(0, KEY_TILE)
     dim = tl.arange(0, DIM_PAD)
-    cell = token.to(tl.int64)
+    slot = token.to(tl.int64)
     if table is not None:
-        if BLOCK_SIZE % KEY_TILE == 0:  # the whole tile lies in one block
+        if BLOCK_SIZE % KEY_TILE == 0:  # the whole tile is in one block
             block = tl.load(table + start // BLOCK_SIZE)
-            cell = block.to(tl.int64) * BLOCK_SIZE + token % BLOCK_SIZE
         else:
             block = tl.load(table + token // BLOCK_SIZE, mask=token < len_k, other=0)
-            cell = block.to(tl.int64) * BLOCK_SIZE + token % BLOCK_SIZE
-    k_address = k_head + cell[None, :] * k_token_stride + dim[:, None]
-    v_address = v_head + cell[:, None] * v_token_stride + dim[None, :]
+        slot = block.to(tl.int64) * BLOCK_SIZE + token % BLOCK_SIZE
+    k_address = k_head + slot[None, :] * k_token_stride + dim[:, None]
+    v_address = v_head + slot[:, None] * v_token_stride + dim[None, :]
     if MASKED:
         inside = token < len_k
         key = tl.load(k_address, mask=inside[None, :] & (dim < HEAD_DIM)[:, None], other=0.0)

@@ -20,7 +20,9 @@ except ImportError:
     HAVE_TRITON = False
 
     class _TritonStandIn:
-        constexpr = None
+        @staticmethod
+        def constexpr(value: Any) -> Any:
+            return value
 
         @staticmethod
         def jit(function=None, **_options):
@@ -31,10 +33,11 @@ except ImportError:
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton's own switch: kernels run as Python on CPUs
 NUM_COUNTERS = 1 << 16
 ROW_PADDING = 128
+MIN_DOT_SIZE = 16  # the smallest side of a matrix that `tl.dot` multiplies
+LOG2_E = 1.4426950408889634  # exp(x) is computed as exp2(x * LOG2_E), which GPUs have an instruction for
 
-
-# In a process that only compiles, and has its tensors on the CPU: the properties of the GPU that it compiles
-# for (engine/compile_ahead.py).
+# The properties of the GPU that this process compiles kernels for, while its own tensors are on the CPU
+# (engine/compile_ahead.py); None in all other processes.
 compiling_for: Any = None
 
 
@@ -51,28 +54,28 @@ _cuda_properties = functools.cache(torch.cuda.get_device_properties)
 
 
 def gpu_properties(device: torch.device) -> Any:
-    """What torch says of a GPU; None for a CPU."""
+    """torch's properties of a GPU, also of one that is only compiled for; None for a CPU."""
     return _cuda_properties(device) if device.type == "cuda" else compiling_for
 
 
 def num_multiprocessors(device: torch.device) -> int:
-    """How many programs run side by side at the least; a small stand-in for the interpreter."""
+    """Multiprocessors of the GPU; a few in the interpreter, where tests are to see work divided."""
     properties = gpu_properties(device)
     return properties.multi_processor_count if properties else 4
 
 
 def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory on one multiprocessor, about what one program can have."""
+    """Bytes of shared memory of one multiprocessor, nearly all of which one program may use."""
     properties = gpu_properties(device)
     return properties.shared_memory_per_multiprocessor if properties else 232_448
 
 
 def overlap_options(device: torch.device) -> dict[str, bool]:
-    """Launch options of a kernel that may start while its predecessors still run, where the GPU can do that.
+    """Launch options that let a kernel start before the kernels launched earlier have ended.
 
-    From Hopper on (programmatic dependent launch). Such a kernel may read weights and the step's inputs at
-    once (positions, slots, lengths, block tables), because no kernel that is launched so writes those. Before
-    it touches anything else, and before it writes, it must `gdc_wait`.
+    GPUs can do that from Hopper on (programmatic dependent launch). Such a kernel may read weights and the
+    step's inputs (positions, slots, lengths, block tables) at once, because no kernel launched with these
+    options writes them. Before it reads anything else, and before it writes, it must call `gdc_wait`.
     """
     properties = gpu_properties(device)
     if properties and torch.version.cuda and properties.major >= 9:
@@ -81,9 +84,9 @@ def overlap_options(device: torch.device) -> dict[str, bool]:
 
 
 def empty_padded(rows: int, width: int, like: Tensor) -> Tensor:
-    """[rows, width] with memory for whole tiles of rows behind it.
+    """An uninitialised [rows, width], with memory for a whole number of tiles of rows.
 
-    The copy engine takes 1 to 2 us longer for a tile if it has to fill in rows that do not exist.
+    The GPU's copy engine takes 1 to 2 us longer for a tile in which rows are missing.
     """
     padded = cdiv(rows, ROW_PADDING) * ROW_PADDING
     return torch.empty(padded, width, dtype=like.dtype, device=like.device)[:rows]
@@ -91,9 +94,11 @@ def empty_padded(rows: int, width: int, like: Tensor) -> Tensor:
 
 @functools.cache
 def arrival_counters(device: torch.device) -> Tensor:
-    """Zeroed counters by which the last of several programs knows that it is last; it zeroes its own again.
+    """Counters, all 0, by which programs that share a result know when all parts of it are stored.
 
-    Made once per device and outside of graph capture: a captured allocation would belong to that graph.
+    Each program adds 1 after it has stored its part; the last one combines the parts and sets the counter
+    back to 0. Allocated once per device and outside of graph capture: memory allocated during a capture would
+    belong to that graph.
     """
     capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     assert not capturing, "a kernel must have run once before it is captured"
@@ -102,7 +107,7 @@ def arrival_counters(device: torch.device) -> Tensor:
 
 @triton.jit
 def prefetch(start, size):
-    """Ask for `size` bytes from the address `start` on to be put into the L2 cache."""
+    """Start to load `size` bytes, from the address `start` on, into the L2 cache."""
     part = tl.cdiv(size, 128 * 16) * 16
     begin = tl.arange(0, 128) * part
     prefetch_each(start + begin, tl.minimum(part, size - begin))
@@ -110,7 +115,7 @@ def prefetch(start, size):
 
 @triton.jit
 def prefetch_each(address, size):
-    """The same for several addresses. All numbers are multiples of 16; a size of 0 or less is nothing."""
+    """The same for many addresses with a size each, all multiples of 16; sizes of 0 or less load nothing."""
     tl.inline_asm_elementwise(
         """{
         .reg .pred some;

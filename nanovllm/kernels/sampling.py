@@ -1,8 +1,9 @@
 """Drawing a token from softmax(logits / temperature) without computing the softmax (the Gumbel-max trick).
 
 argmax(logits / temperature + Gumbel noise) has exactly that distribution. The noise is a hash of the row's
-seed, its position and the token id: a request's tokens do not depend on its neighbours, and a rank that holds
-a shard of the vocabulary draws the same noise for it as a single rank would, so shards compare their maxima.
+seed, its position and the token id. So a request's tokens do not depend on its neighbours, and the noise of a
+token is the same on a rank that holds a shard of the vocabulary: the best of all shards is what a single rank
+draws.
 """
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from nanovllm.kernels.runtime import (
     INTERPRETED,
+    LOG2_E,
     NUM_COUNTERS,
     arrival_counters,
     cdiv,
@@ -20,37 +22,35 @@ from nanovllm.kernels.runtime import (
     use_triton,
 )
 
-LOG2_E = 1.4426950408889634
 BLOCK = 1024
-PROGRAMS_PER_MULTIPROCESSOR = 24  # several waves of them, which even out at the end
-TWIN_ELEMENTS = 1 << 19
-# The public-domain hash lowbias32 as (shift, factor) in turn, factors as the signed integers that int32
-# tensors hold. The last shift only improves the low bits, so it is left out where those are dropped.
-ROUNDS = ((16, 0x7FEB352D), (15, 0x846CA68B - (1 << 32)), (16, 1))
-SALTS = (0x1B873593, 0x2545F491)
+PROGRAMS_PER_MULTIPROCESSOR = 24  # several waves, so that all multiprocessors end at about the same time
+TWIN_ELEMENTS = 1 << 19  # logits that the torch twin works on at once: few enough for a CPU's cache
+SALT_1, SALT_2 = tl.constexpr(0x1B873593), tl.constexpr(0x2545F491)  # make the two keys of a row differ
+# The public-domain hash lowbias32 shifts and multiplies twice and shifts once more. The last shift only
+# improves the low bits, so it is left out where those are dropped.
+FACTOR_1, FACTOR_2 = tl.constexpr(0x7FEB352D), tl.constexpr(0x846CA68B)
+# Its (shift, factor) for the twin, whose int32 tensors need the factors as signed integers.
+ROUNDS = ((16, int(FACTOR_1)), (15, int(FACTOR_2) - (1 << 32)), (16, 1))
 
 
 def sample(
-    logits: Tensor,
-    temperatures: Tensor,
-    seeds: Tensor,
-    positions: Tensor,
-    vocab_start: int = 0,
-    thresholds: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+    logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor,
+    vocab_start: int = 0, thresholds: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The drawn token of each row and the score it won with: (float32 [batch], int64 [batch]).
 
     logits is [batch, vocabulary or a shard of it that begins at vocab_start]. temperatures float32 [batch],
-    where 0 is greedy; seeds and positions int64 [batch]. Equal scores go to the lowest token id. Where noise
-    is added the score is log2(e) times what the formula says, for the sake of the GPU's base-2 logarithm.
-    Logits below their row's threshold, float32 [batch], are not drawn.
+    where 0 is greedy; seeds and positions int64 [batch]. Of equal scores the lowest token id wins. Scores
+    with noise are log2(e) times those of the formula, because the GPU's logarithm has base 2. Tokens whose
+    logit is below the row's threshold, float32 [batch], are not drawn.
     """
     if not use_triton(logits):
         return sample_torch(logits, temperatures, seeds, positions, vocab_start, thresholds)
     batch, vocab = logits.shape
     num_tiles = cdiv(vocab, BLOCK)
-    tiles = max(1, num_tiles * batch // (PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors(logits.device)))
-    chunks = cdiv(num_tiles, tiles)
+    num_programs = PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors(logits.device)
+    tiles_per_chunk = max(1, num_tiles * batch // num_programs)
+    chunks = cdiv(num_tiles, tiles_per_chunk)
     values = torch.empty(batch, dtype=torch.float32, device=logits.device)
     token_ids = torch.empty(batch, dtype=torch.int64, device=logits.device)
     chunk_values = torch.empty(batch, chunks, dtype=torch.float32, device=logits.device)
@@ -58,39 +58,19 @@ def sample(
     assert batch <= NUM_COUNTERS
     if batch:
         _sample_kernel[(chunks, batch)](
-            logits,
-            temperatures,
-            seeds,
-            positions,
-            thresholds,
-            values,
-            token_ids,
-            chunk_values,
-            chunk_ids,
-            arrival_counters(logits.device),
-            logits.stride(0),
-            vocab,
-            vocab_start,
-            tiles,
-            BLOCK=BLOCK,
-            CHUNKS_PAD=next_power_of_2(num_tiles),
-            SALT_1=SALTS[0],
-            SALT_2=SALTS[1],
-            FAST=not INTERPRETED,
-            FILTER=thresholds is not None,
-            num_warps=4,
-        )
+            logits, temperatures, seeds, positions, thresholds,
+            values, token_ids, chunk_values, chunk_ids, arrival_counters(logits.device),
+            logits.stride(0), vocab, vocab_start, tiles_per_chunk,
+            BLOCK=BLOCK, CHUNKS_PAD=next_power_of_2(num_tiles), LOG2_E=LOG2_E,
+            FAST=not INTERPRETED, FILTER=thresholds is not None, num_warps=4,
+        )  # fmt: skip
     return values, token_ids
 
 
 def sample_torch(
-    logits: Tensor,
-    temperatures: Tensor,
-    seeds: Tensor,
-    positions: Tensor,
-    vocab_start: int = 0,
-    thresholds: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+    logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor,
+    vocab_start: int = 0, thresholds: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     if thresholds is not None:
         logits = logits.masked_fill(logits.float() < thresholds[:, None], -torch.inf)
     greedy, noisy = (temperatures <= 0).nonzero().flatten(), (temperatures > 0).nonzero().flatten()
@@ -100,7 +80,6 @@ def sample_torch(
     values = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     token_ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     values[greedy], token_ids[greedy] = logits[greedy].float().max(dim=-1)
-    # A few rows at a time, so that the passes over them stay in the processor's cache.
     for rows in noisy.split(max(1, TWIN_ELEMENTS // logits.shape[1])):
         scores = logits[rows].float().mul_((temperatures[rows].reciprocal() * LOG2_E)[:, None])
         scores -= _minus_noise(seeds[rows], positions[rows], vocab_start, logits.shape[1])
@@ -109,9 +88,9 @@ def sample_torch(
 
 
 def _minus_noise(seeds: Tensor, positions: Tensor, vocab_start: int, vocab: int) -> Tensor:
-    """log2(-log2(u)), float32 [rows, vocab], for u evenly spread over the middles of 2^23 steps of (0, 1).
+    """log2(-log2(u)), float32 [rows, vocab]: (0, 1) is cut into 2^23 equal steps, and u is the middle of one.
 
-    With 24 bits the largest u would round to 1 in float32 and its noise to infinity.
+    With 24 bits the largest u would round to 1 in float32, and its noise would be infinite.
     """
     multiplier, offset = _row_keys(seeds, positions)
     token = torch.arange(vocab_start, vocab_start + vocab, dtype=torch.int32, device=seeds.device)
@@ -123,8 +102,8 @@ def _minus_noise(seeds: Tensor, positions: Tensor, vocab_start: int, vocab: int)
 def _row_keys(seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
     """Two int32 keys for each row, the first odd, from 64-bit seeds and positions."""
     keys = []
-    for salt in SALTS:
-        key = _mix(seeds.to(torch.int32) ^ salt)
+    for salt in (SALT_1, SALT_2):
+        key = _mix(seeds.to(torch.int32) ^ int(salt))
         key = _mix(key ^ (seeds >> 32).to(torch.int32))
         key = _mix(key ^ positions.to(torch.int32))
         keys.append(_mix(key ^ (positions >> 32).to(torch.int32)))
@@ -145,9 +124,9 @@ def _mix(x: Tensor, rounds: tuple[tuple[int, int], ...] = ROUNDS) -> Tensor:
 @triton.jit
 def _two_rounds_kernel(x):
     x ^= x >> 16
-    x *= 0x7FEB352D
+    x *= FACTOR_1
     x ^= x >> 15
-    x *= 0x846CA68B
+    x *= FACTOR_2
     return x
 
 
@@ -158,7 +137,7 @@ def _mix_kernel(x):
 
 
 @triton.jit
-def _row_key_kernel(seed, position, salt: tl.constexpr):
+def _row_key_kernel(seed, position, salt):
     key = _mix_kernel(seed.to(tl.uint32) ^ salt)
     key = _mix_kernel(key ^ (seed >> 32).to(tl.uint32))
     key = _mix_kernel(key ^ position.to(tl.uint32))
@@ -169,7 +148,7 @@ def _row_key_kernel(seed, position, salt: tl.constexpr):
 def _minus_noise_kernel(bits, FAST: tl.constexpr):
     if FAST:
         # In few instructions: the top bits become the fraction of a number between 1 and 2, and the logarithm
-        # is the GPU's own, exact enough except near 1, where a polynomial stands in for -log2(1 - rest).
+        # is the GPU's own. Near 1 that is not exact enough: a polynomial computes -log2(1 - rest) there.
         u = _between_1_and_2_kernel(bits).to(tl.float32, bitcast=True) - (1.0 - 2.0**-24)
         rest = 1.0 - u
         near_1 = rest * (1.442695 + rest * (0.72136723 + rest * (0.47934103 + rest * 0.39956718)))
@@ -181,7 +160,7 @@ def _minus_noise_kernel(bits, FAST: tl.constexpr):
 
 @triton.jit
 def _between_1_and_2_kernel(bits):
-    """The float whose bits are 0x7f, the exponent of 1, and then the top 23 of these."""
+    """The float with the exponent of 1 (0x7f) and the top 23 of these bits as its fraction."""
     asm: tl.constexpr = "shf.r.wrap.b32 $0, $1, 0x7f, 9;"
     return tl.inline_asm_elementwise(asm, "=r,r", [bits], tl.uint32, is_pure=True, pack=1)
 
@@ -192,30 +171,15 @@ def _log2_kernel(x):
     return tl.inline_asm_elementwise(asm, "=f,f", [x], tl.float32, is_pure=True, pack=1)
 
 
-@triton.jit(do_not_specialize=["vocab_start", "tiles"])
+@triton.jit(do_not_specialize=["vocab_start", "tiles_per_chunk"])
 def _sample_kernel(
-    logits,
-    temperatures,
-    seeds,
-    positions,
-    thresholds,
-    values,
-    token_ids,
-    chunk_values,
-    chunk_ids,
-    counters,
-    row_stride,
-    vocab,
-    vocab_start,
-    tiles,
-    BLOCK: tl.constexpr,
-    CHUNKS_PAD: tl.constexpr,
-    SALT_1: tl.constexpr,
-    SALT_2: tl.constexpr,
-    FAST: tl.constexpr,
-    FILTER: tl.constexpr,
-):
-    """A program takes a chunk (`tiles` tiles) of a row; the last of a row's programs picks the best chunk."""
+    logits, temperatures, seeds, positions, thresholds,
+    values, token_ids, chunk_values, chunk_ids, counters,
+    row_stride, vocab, vocab_start, tiles_per_chunk,
+    BLOCK: tl.constexpr, CHUNKS_PAD: tl.constexpr, LOG2_E: tl.constexpr,
+    FAST: tl.constexpr, FILTER: tl.constexpr,
+):  # fmt: skip
+    """A program searches a chunk of a row; the last of a row's programs picks the best chunk."""
     chunk = tl.program_id(0)
     row = tl.program_id(1)
     temperature = tl.load(temperatures + row)
@@ -223,12 +187,12 @@ def _sample_kernel(
     position = tl.load(positions + row)
     multiplier = _row_key_kernel(seed, position, SALT_1) | 1
     offset = _row_key_kernel(seed, position, SALT_2)
-    begin = chunk * tiles * BLOCK
-    end = tl.minimum(begin + tiles * BLOCK, vocab)
+    begin = chunk * tiles_per_chunk * BLOCK
+    end = tl.minimum(begin + tiles_per_chunk * BLOCK, vocab)
     lane_best = tl.full([BLOCK], float("-inf"), tl.float32)
     lane_start = tl.zeros([BLOCK], tl.int32) + begin
     threshold = tl.load(thresholds + row) if FILTER else 0.0
-    scale = (1.0 / tl.where(temperature > 0, temperature, 1.0)) * 1.4426950408889634
+    scale = (1.0 / tl.where(temperature > 0, temperature, 1.0)) * LOG2_E
     for start in tl.range(begin, end, BLOCK, num_stages=3):
         column = start + tl.arange(0, BLOCK)
         address = logits + row.to(tl.int64) * row_stride + column
@@ -247,7 +211,7 @@ def _sample_kernel(
     chunks = tl.num_programs(0)
     tl.store(chunk_values + row * chunks + chunk, best)
     tl.store(chunk_ids + row * chunks + chunk, winner)
-    tl.debug_barrier()  # both stores come before the arrival that announces them
+    tl.debug_barrier()  # both values are stored before the counter says so
     if tl.atomic_add(counters + row, 1) == chunks - 1:
         tl.store(counters + row, 0)
         index = tl.arange(0, CHUNKS_PAD)

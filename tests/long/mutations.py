@@ -243,7 +243,7 @@ MUTATIONS = [
         "nanovllm/kernels/all_reduce",
         ("most_rows -= most_rows % self.size", "pass"),
         ("self.turn ^= 1", "pass"),
-        ("self.turn = 0  # everyone is through with both halves", "pass"),
+        ("self.turn = 0  # all ranks have finished with both halves", "pass"),
     ),
     *mutations_of("nanovllm/checkpoints/tokenizer", ("tokenizer.normalizer = normalizers.NFC()", "pass")),
 ]
