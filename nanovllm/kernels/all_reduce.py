@@ -1,4 +1,4 @@
-"""Sums over the tensor-parallel ranks, and the norm that follows, by GPUs that write into each other's memory.
+"""Sums over the tensor-parallel ranks, and the norm after them, by GPUs that write into each other's memory.
 
 Each rank has a receive buffer that the others write into. An element that has not arrived is -0.0 there, and
 senders send 0.0 in place of -0.0. So the data themselves say when they are there: no barrier, no flag, one
@@ -10,7 +10,6 @@ finished the first.
 import torch
 from torch import Tensor
 
-from nanovllm.kernels.layernorm import add_rms_norm_torch
 from nanovllm.kernels.runtime import cdiv, next_power_of_2, overlap_options, tl, triton
 
 HALF_BYTES = 64 << 20  # of the receive buffer; larger sums are computed part by part
@@ -58,7 +57,7 @@ class PeerMemory:
     def all_reduce_add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """See `Group.all_reduce_add_rms_norm`. Which ranks keep a row up to date depends on x's shape alone."""
+        """See `Group.all_reduce_add_rms_norm`. Which rank sums up which rows depends on shapes alone."""
         return self._run(x, residual, weight, eps)
 
     def _run(
@@ -106,14 +105,6 @@ class PeerMemory:
             self.aborted.copy_(self._one, non_blocking=True)
 
 
-def all_reduce_add_rms_norm_torch(
-    parts: list[Tensor], residual: Tensor, weight: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    """What every rank computes from all ranks' parts, which are added in the order of the ranks."""
-    total = sum(part.float() for part in parts).to(residual.dtype)
-    return add_rms_norm_torch(total, residual, weight, eps)
-
-
 @triton.jit
 def _send(address, offset, bits, inside, BITS: tl.constexpr, MISSING: tl.constexpr):
     """Write into another rank's buffer, with 0.0 for -0.0."""
@@ -134,6 +125,15 @@ def _receive(address, offset, inside, aborted, BITS: tl.constexpr, MISSING: tl.c
             is_missing = 0
     tl.store(start, tl.full(bits.shape, MISSING, BITS), mask=inside)
     return bits
+
+
+@triton.jit
+def _part_row(sender, row, most_rows, SIZE: tl.constexpr, TWO_HOPS: tl.constexpr):
+    """Which row of the half a sender's part of `row` has. With TWO_HOPS a rank only gets the rows it owns."""
+    if TWO_HOPS:
+        return sender * (most_rows // SIZE) + row // SIZE
+    else:
+        return sender * most_rows + row
 
 
 @triton.jit(do_not_specialize=["most_rows"])
@@ -168,11 +168,8 @@ def _all_reduce_kernel(
     owner = (row % SIZE).to(tl.int32)
     for i in tl.static_range(1, SIZE):
         peer = (RANK + i) % SIZE
-        if not TWO_HOPS:
-            place = half_start + (RANK * most_rows + row) * hidden + column
-            _send(tl.load(addresses + peer), place, own.to(BITS, bitcast=True), inside, BITS, MISSING)
-        elif owner == peer:
-            place = half_start + (RANK * (most_rows // SIZE) + row // SIZE) * hidden + column
+        if not TWO_HOPS or owner == peer:
+            place = half_start + _part_row(RANK, row, most_rows, SIZE, TWO_HOPS) * hidden + column
             _send(tl.load(addresses + peer), place, own.to(BITS, bitcast=True), inside, BITS, MISSING)
 
     result_place = half_start + (most_rows + row) * hidden + column
@@ -185,10 +182,7 @@ def _all_reduce_kernel(
             if source == RANK:
                 acc += own.to(tl.float32)
             else:
-                if TWO_HOPS:
-                    place = half_start + (source * (most_rows // SIZE) + row // SIZE) * hidden + column
-                else:
-                    place = half_start + (source * most_rows + row) * hidden + column
+                place = half_start + _part_row(source, row, most_rows, SIZE, TWO_HOPS) * hidden + column
                 bits = _receive(own_buffer, place, inside, aborted, BITS, MISSING)
                 acc += bits.to(dtype, bitcast=True).to(tl.float32)
         value = acc.to(dtype)

@@ -10,11 +10,12 @@ import time
 import pytest
 import torch
 from test_gpu import assert_within_rounding, make_prompts
+from test_kernels import sum_and_norm
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.distributed import ranks
 from nanovllm.kernels import all_reduce
-from nanovllm.kernels.all_reduce import PeerMemory, all_reduce_add_rms_norm_torch
+from nanovllm.kernels.all_reduce import PeerMemory
 from tiny_checkpoints import make_checkpoint
 
 pytestmark = pytest.mark.gpu
@@ -81,7 +82,7 @@ def test_every_rank_gets_the_norm_of_the_sum(monkeypatch, dtype, size, two_hops)
         residual = torch.randn(rows, hidden, dtype=dtype, device="cuda")
         args = parts, [residual] * size, [weight] * size
         gpu.compile(norm, *args)
-        normed, total = all_reduce_add_rms_norm_torch(parts, residual, weight, 1e-6)
+        normed, total = sum_and_norm(parts, residual, weight, 1e-6)
         for _ in range(3):
             results = gpu.run(norm, *args)
             for rank, (its_normed, its_total) in enumerate(results):
