@@ -2,10 +2,10 @@
 
     python -m nanovllm.batch --model M --input in.jsonl --output out.jsonl [--resume]
 
-Lines are read, tokenized and fed as room appears, and each answer is written as soon as it is there: memory
-does not grow with the file, and whatever ends a run, --resume goes on from what the output holds. What lines
-look like is said in lines.py, how files are read and written in files.py, and how Ray spreads the work over
-several engines in ray.py.
+Lines are read, tokenized and fed when the engine has room for them, and each answer is written as soon as it is
+there: memory does not grow with the file, and whatever ends a run, --resume goes on from what the output
+holds. lines.py has what lines look like, files.py how files are read and written, and ray.py how Ray spreads
+the work over several engines.
 """
 
 import argparse
@@ -29,6 +29,7 @@ from nanovllm.config import Config
 from nanovllm.llm import LLM
 from nanovllm.sampling_params import MAX_SEED, SamplingParams
 
+SAMPLING_OPTIONS = ("temperature", "top_p", "top_k", "min_p")
 ORDER = """\
 Every line of the input, blank ones aside, gets one line in the output, written when it is done and so not in
 order. Each has the number of its input line, counted from 1, as "line", and the "custom_id" of that line
@@ -38,7 +39,7 @@ nothing. --resume needs the input that the run began with, for lines are known b
 
 
 class _Stderr:
-    """stderr for what ends no run by failing: its reader may be gone, or the disk full that it is sent to."""
+    """stderr, but no run ends because writing to it fails: its reader may be gone, or its disk full."""
 
     def write(self, text: str) -> None:
         self._try(lambda: sys.stderr.write(text))
@@ -50,7 +51,7 @@ class _Stderr:
         try:
             show()
         except (OSError, ValueError):  # ValueError where it was closed
-            sys.stderr = open(os.devnull, "w")  # noqa: SIM115  what is left in it would fail again at the exit
+            sys.stderr = open(os.devnull, "w")  # noqa: SIM115  else Python flushes it at the exit, and fails
 
     def __getattr__(self, name: str) -> Any:  # tqdm asks for its encoding and width
         return getattr(sys.stderr, name)
@@ -74,9 +75,9 @@ class Progress:
         self.bar.set_postfix_str(f"{speed:.0f}tok/s, {self.num_errors} errors", refresh=False)
         self.bar.update()
 
-    def restart(self, began: float) -> None:
-        """Leave what came before (a `time.time()`), such as loading the model, out of the speed."""
-        self.start = self.bar.start_t = began
+    def restart(self) -> None:
+        """Leave what came before, such as loading the model, out of the speed."""
+        self.start = self.bar.start_t = time.time()
 
     def warn(self, text: str) -> None:
         self.bar.write(f"nanovllm.batch: {text}", file=self.bar.fp)
@@ -95,16 +96,16 @@ class Progress:
 
 
 def read_ahead(items: Iterator[Any], chunk: int = 32, num_chunks: int = 8) -> Iterator[Any]:
-    """The items, which a thread makes some chunks ahead, while the device is busy."""
+    """The items, computed up to `num_chunks` chunks ahead by a thread, while the device is busy."""
     with ThreadPoolExecutor(1) as pool:
         try:
             ahead = deque()
             while True:
                 while len(ahead) < num_chunks:
                     ahead.append(pool.submit(lambda: list(itertools.islice(items, chunk))))
-                if not (made := ahead.popleft().result()):
+                if not (ready := ahead.popleft().result()):
                     return
-                yield from made
+                yield from ready
         finally:
             pool.shutdown(cancel_futures=True)
 
@@ -116,16 +117,16 @@ def run(
     defaults: dict[str, Any],
     seed: int | None = None,
 ) -> None:
-    """Answer all lines with one engine. `report` gets the answers as they are done."""
+    """Answer all lines with one engine. `report` gets each answer when it is done."""
 
     def prepare() -> Iterator[Answer | tuple[Request, list[int]]]:
         for line, text in lines:
             try:
                 yield read_request(llm, line, text, defaults, seed)
-            except LineError as error:  # would keep the whole text while it waits
+            except LineError as error:  # not yielded: its traceback would keep the whole text in memory
                 yield answer_error(line, error)
 
-    requests = {}  # those that are not finished, by the number that the engine gives them
+    requests = {}  # the unfinished ones, by the number that the engine gives them
     numbers = itertools.count()
 
     def feed() -> Iterator[tuple[list[int], SamplingParams]]:
@@ -143,7 +144,7 @@ def run(
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line. `engine` has the options of `LLM` that are given, `defaults` those of sampling."""
+    """The command line. `engine` are the options for `LLM` in it, `defaults` those for SamplingParams."""
     parser = argparse.ArgumentParser(
         prog="python -m nanovllm.batch",
         description="Generate text for a file of prompts.",
@@ -164,16 +165,15 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     sampling = parser.add_argument_group("sampling", "for lines that do not say otherwise")
     most = "default: 256, and as many as fit for OpenAI's lines"
     sampling.add_argument("--max-tokens", type=int, default=argparse.SUPPRESS, help=most)
-    for name in ("temperature", "top_p", "top_k", "min_p"):
+    for name in SAMPLING_OPTIONS:
         default = getattr(SamplingParams(), name)
         option = "--" + name.replace("_", "-")
         sampling.add_argument(option, type=type(default), default=default, help="default: %(default)s")
     _add_engine_options(parser.add_argument_group("engine", "the options of LLM (docs/options.md)"))
     args = parser.parse_args(argv)
     args.engine = {f.name: getattr(args, f.name) for f in _engine_fields() if f.name in args}
-    sampling_fields = ("max_tokens", "temperature", "top_p", "top_k", "min_p")
-    args.defaults = {name: getattr(args, name) for name in sampling_fields if name in args}
-    SamplingParams(**args.defaults)  # what is wrong with them is said before a model is loaded
+    args.defaults = {name: getattr(args, name) for name in ("max_tokens", *SAMPLING_OPTIONS) if name in args}
+    SamplingParams(**args.defaults)  # checks them before a model is loaded
     if args.seed is not None and not 0 <= args.seed <= MAX_SEED:
         raise ValueError(f"--seed must be from 0 to {MAX_SEED}, got {args.seed}")
     if args.data_parallel is not None and args.data_parallel < 1:
@@ -197,7 +197,7 @@ def _add_engine_options(group: Any) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    if sys.stderr is None:  # else the next file would get its number, and what libraries write to it
+    if sys.stderr is None:  # it was closed: the next file would get number 2, and what libraries write there
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     args = parse_args(argv)
     done = find_lines(args.input)
@@ -214,16 +214,16 @@ def main(argv: list[str] | None = None) -> None:
             if args.data_parallel is not None:
                 from nanovllm.batch.ray import run_on_ray  # an extra, which takes a second to import
 
-                run_on_ray(args, output, num_lines, report, progress.restart, progress.warn)
+                run_on_ray(args, output, report, progress.restart, progress.warn)
                 return
             with LLM(args.model, **args.engine) as llm:
-                progress.restart(time.time())
+                progress.restart()
                 lines = ((line, text) for line, text in read_lines(args.input) if not output.holds(line))
                 run(llm, lines, report, args.defaults, args.seed)
 
 
 def run_command(argv: list[str] | None = None) -> None:
-    """`main`, for a shell: what a user can cause or mend is said in one line."""
+    """`main`, for a shell: errors that a user can cause or correct are one line each."""
     try:
         main(argv)
     except (ValueError, OSError) as error:

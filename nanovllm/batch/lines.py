@@ -1,8 +1,8 @@
 """What a line of a batch file asks for, and the line that answers it. Knows nothing of files, engines or Ray.
 
-Two kinds of lines are read, and may be mixed: those of OpenAI's batch files (`custom_id`, `body`), answered
-in their shape, and plain ones (`prompt` or `messages` beside the sampling fields), answered with the fields
-of a result. Every answer has the number of its input line, counted from 1, by which order can be restored.
+A file may mix two kinds of lines: those of OpenAI's batch files (`custom_id`, `body`), whose answers have
+OpenAI's shape, and plain ones (`prompt` or `messages` beside the sampling fields), whose answers have the
+fields of a result. Every answer has the number of its input line, counted from 1, to restore the order by.
 """
 
 import json
@@ -17,16 +17,16 @@ from nanovllm.utils.validation import shown
 
 SAMPLING_FIELDS = {f.name for f in fields(SamplingParams)} | {"max_completion_tokens", "top_logprobs"}
 CHAT_FIELDS = {"tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"}
-# Fields of OpenAI's that change nothing here: the model is the one on the command line.
-IGNORED_FIELDS = {"model", "user", "metadata"}
-MAX_LINE = 64 * 2**20  # bytes, of which the line feed is one
-MAX_MESSAGE = 1000
+IGNORED_FIELDS = {"model", "user", "metadata"}  # OpenAI's; the model is the one on the command line
+MAX_LINE = 64 * 2**20  # bytes, with the line feed
+MAX_MESSAGE = 1000  # characters of an error message
+DEFAULT_MAX_TOKENS = 256  # of plain lines; OpenAI's lines get as many tokens as fit
 PATHS = {"/v1/completions": "prompt", "/v1/chat/completions": "messages"}
 
 
 @dataclass(slots=True)
 class Request:
-    """One line. `prompt` is None where `messages` are given."""
+    """What one line asks for. Either `prompt` or `messages` is None."""
 
     line: int
     custom_id: str | int | None
@@ -35,11 +35,11 @@ class Request:
     messages: list[dict[str, Any]] | None
     params: SamplingParams
     chat_options: dict[str, Any] = field(default_factory=dict)
-    model: str | None = None  # as the line calls it; the answer does likewise
+    model: str | None = None  # the line's name for the model, which the answer repeats
 
 
 class Answer(NamedTuple):
-    """A line of the output, as JSON, with what a progress bar tells of it."""
+    """A line of the output, as JSON, and what the progress bar needs to know about it."""
 
     line: int
     text: bytes
@@ -48,27 +48,31 @@ class Answer(NamedTuple):
 
 
 class LineError(ValueError):
-    """Says what is wrong with a line, and knows its custom_id if that could be read."""
+    """What is wrong with a line, with the line's custom_id if that could be read."""
 
     def __init__(self, message: str, custom_id: str | int | None = None):
         super().__init__(message)
         self.custom_id = custom_id
 
 
+def describe(error: BaseException) -> str:
+    return str(error) or type(error).__name__
+
+
 def read_request(
     llm: Any, line: int, text: bytes, defaults: dict[str, Any], seed: int | None = None
 ) -> tuple[Request, list[int]]:
     """
-    `parse_line` and the token ids of its prompt for an engine, which has found that it can serve them. Raises
-    LineError.
+    The request of a line (see `parse_line`) and the token ids of its prompt, checked by the engine that is to
+    serve them. Raises LineError.
     """
     request = parse_line(line, text, defaults, seed)
     try:
         return request, llm.prompts.read(_prompt(llm, request), request.params)
     except MemoryError:
-        raise  # says nothing of the line: it is left to --resume
+        raise  # not the line's fault: the run ends, and --resume answers the line
     except Exception as error:
-        raise LineError(str(error) or type(error).__name__, request.custom_id) from error
+        raise LineError(describe(error), request.custom_id) from error
 
 
 def _prompt(llm: Any, request: Request) -> Any:
@@ -85,9 +89,9 @@ def _prompt(llm: Any, request: Request) -> Any:
 
 def parse_line(line: int, text: bytes, defaults: dict[str, Any], seed: int | None = None) -> Request:
     """
-    The request of a line. Its sampling fields come before `defaults`. With a seed, a line that has none draws
-    with one made of this and its number: the same wherever and in whatever order lines are computed. Raises
-    LineError.
+    The request of a line. `defaults` are sampling fields for lines that do not have them. With `seed`, a line
+    that has no seed gets one made of `seed` and the line's number, so that it draws the same tokens wherever
+    and in whatever order lines are computed. Raises LineError.
     """
     custom_id = None
     try:
@@ -102,15 +106,15 @@ def parse_line(line: int, text: bytes, defaults: dict[str, Any], seed: int | Non
         raise LineError(f"not JSON: {error.msg} at column {error.colno}") from error
     except MemoryError:
         raise
-    except Exception as error:  # a line can hold anything; whatever that leads to must not stop the others
-        raise LineError(str(error) or type(error).__name__, custom_id) from error
+    except Exception as error:  # a line can hold anything; no line may stop the others
+        raise LineError(describe(error), custom_id) from error
 
 
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"not JSON: {name}")
 
 
-_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)  # Python's own reads NaN and Infinity
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)  # json.loads accepts NaN and Infinity
 
 
 def _read_custom_id(content: dict[str, Any]) -> str | int | None:
@@ -121,27 +125,25 @@ def _read_custom_id(content: dict[str, Any]) -> str | int | None:
 
 
 def _read_request(line: int, content: dict[str, Any], defaults: dict[str, Any], seed: int | None) -> Request:
-    custom_id, is_openai = content.get("custom_id"), "body" in content
-    body = _openai_body(content) if is_openai else {k: v for k, v in content.items() if k != "custom_id"}
+    is_openai = "body" in content
+    body = _openai_body(content) if is_openai else content
     body = {name: value for name, value in body.items() if value is not None}
-    known = {"prompt", "messages"} | SAMPLING_FIELDS
+    known = {"prompt", "messages"} | SAMPLING_FIELDS | (IGNORED_FIELDS if is_openai else {"custom_id"})
     known |= CHAT_FIELDS if "messages" in body else set()
-    known |= IGNORED_FIELDS if is_openai else set()
-    if is_openai and body.get("stream") is False:
-        del body["stream"]
+    known |= {"stream"} if is_openai and body.get("stream") is False else set()
     _check_fields(body, known)
     if ("prompt" in body) == ("messages" in body):
         raise ValueError('there must be either "prompt" or "messages"')
     sampling = {name: value for name, value in body.items() if name in SAMPLING_FIELDS}
-    defaults = {"max_tokens": None if is_openai else 256, **defaults}  # None: as many as fit, as with OpenAI
-    if seed is not None:  # far enough apart for the n completions of a line to have seeds of their own
+    defaults = {"max_tokens": None if is_openai else DEFAULT_MAX_TOKENS, **defaults}
+    if seed is not None:  # so far apart that the n completions of a line do not use the next line's seed
         defaults = {**defaults, "seed": (seed + (line << 32)) & MAX_SEED}
     chat_options = {name: body[name] for name in CHAT_FIELDS & body.keys()}
     params = read_params(sampling, defaults)
     prompt, messages, model = body.get("prompt"), body.get("messages"), body.get("model")
-    if not isinstance(model, str | None):  # the answer repeats it
+    if not isinstance(model, str | None):
         raise ValueError(f"model must be a text, got {shown(model)}")
-    return Request(line, custom_id, is_openai, prompt, messages, params, chat_options, model)
+    return Request(line, content.get("custom_id"), is_openai, prompt, messages, params, chat_options, model)
 
 
 def _openai_body(content: dict[str, Any]) -> dict[str, Any]:
@@ -164,7 +166,7 @@ def _check_fields(content: dict[str, Any], known: set[str]) -> None:
 
 
 def read_params(sampling: dict[str, Any], defaults: dict[str, Any]) -> SamplingParams:
-    """SamplingParams of OpenAI's fields and our own. Raises ValueError that names the bad one."""
+    """SamplingParams from OpenAI's fields and our own. Raises ValueError that names the bad field."""
     sampling = {**sampling}
     limit = sampling.pop("max_completion_tokens", None)
     if limit is not None and sampling.setdefault("max_tokens", limit) != limit:
@@ -178,45 +180,40 @@ def read_params(sampling: dict[str, Any], defaults: dict[str, Any]) -> SamplingP
         try:
             sampling["logit_bias"] = {int(token_id): value for token_id, value in bias.items()}
         except ValueError:
-            raise ValueError(
-                f"logit_bias must be an object with token ids as keys, got {shown(bias)}"
-            ) from None
+            message = f"logit_bias must be an object with token ids as keys, got {shown(bias)}"
+            raise ValueError(message) from None
     return SamplingParams(**{**defaults, **sampling})
 
 
 def answer(request: Request, result: dict[str, Any] | Exception, model: str) -> Answer:
-    """What a line is answered with, from a result of the engine or what it has failed with."""
+    """The answer to a line, from the engine's result for it or the error that it failed with."""
     if isinstance(result, Exception):
         error = LineError(f"{type(result).__name__}: {result}", request.custom_id)
         return answer_error(request.line, error, "server_error")
-    content = _openai_answer(request, result, model) if request.is_openai else _plain_answer(request, result)
+    num_tokens = sum(len(output["token_ids"]) for output in result.get("outputs", [result]))
+    if request.is_openai:
+        body = _openai_response(request, result, num_tokens, model)
+        response = {"status_code": 200, "request_id": body["id"], "body": body}
+        content = {**_openai_head(request.line, request.custom_id), "response": response, "error": None}
+    else:
+        custom_id = {} if request.custom_id is None else {"custom_id": request.custom_id}
+        content = {"line": request.line, **custom_id, **_plain(result)}
     try:
         text = to_json(content)
     except ValueError:  # NaN or an infinity, which JSON does not have
         message = "the answer has log-probabilities that are no finite numbers: the model's logits overflow"
         return answer_error(request.line, LineError(message, request.custom_id))
-    return Answer(request.line, text, _num_completion_tokens(result), is_error=False)
+    return Answer(request.line, text, num_tokens, is_error=False)
 
 
-def answer_error(line: int, error: Exception, code: str = "invalid_request") -> Answer:
-    """What one is answered with that cannot be served, of either kind."""
+def answer_error(line: int, error: LineError, code: str = "invalid_request") -> Answer:
+    """The answer to a line, plain or OpenAI's, that cannot be served."""
     message = f"line {line}: {error}"
     if len(message) > MAX_MESSAGE:  # many messages quote what is wrong
         message = message[:MAX_MESSAGE] + "..."
-    head = _openai_head(line, getattr(error, "custom_id", None))
     described = {"code": code, "message": message}
-    return Answer(line, to_json({**head, "response": None, "error": described}), 0, is_error=True)
-
-
-def _plain_answer(request: Request, result: dict[str, Any]) -> dict[str, Any]:
-    custom_id = {} if request.custom_id is None else {"custom_id": request.custom_id}
-    return {"line": request.line, **custom_id, **_plain(result)}
-
-
-def _openai_answer(request: Request, result: dict[str, Any], model: str) -> dict[str, Any]:
-    body = _openai_response(request, result, model)
-    response = {"status_code": 200, "request_id": body["id"], "body": body}
-    return {**_openai_head(request.line, request.custom_id), "response": response, "error": None}
+    content = {**_openai_head(line, error.custom_id), "response": None, "error": described}
+    return Answer(line, to_json(content), 0, is_error=True)
 
 
 def _openai_head(line: int, custom_id: str | int | None) -> dict[str, Any]:
@@ -225,7 +222,7 @@ def _openai_head(line: int, custom_id: str | int | None) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """A result as JSON has it: named tuples become objects."""
+    """A result, or a part of one, for JSON: log-probabilities are written as objects."""
     if isinstance(value, Logprob):
         return value._asdict()
     if isinstance(value, dict):
@@ -235,19 +232,18 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _openai_response(request: Request, result: dict[str, Any], model: str) -> dict[str, Any]:
-    is_chat, outputs = request.messages is not None, result.get("outputs", [result])
-    num_prompt, num_drawn = result["num_prompt_tokens"], _num_completion_tokens(result)
+def _openai_response(request: Request, result: dict[str, Any], num_tokens: int, model: str) -> dict[str, Any]:
+    num_prompt_tokens = result["num_prompt_tokens"]
     body = {
         "id": f"line-{request.line}",
-        "object": "chat.completion" if is_chat else "text_completion",
+        "object": "text_completion" if request.messages is None else "chat.completion",
         "created": int(time.time()),
         "model": request.model or model,
-        "choices": [_choice(index, output, request) for index, output in enumerate(outputs)],
+        "choices": [_choice(i, output, request) for i, output in enumerate(result.get("outputs", [result]))],
         "usage": {
-            "prompt_tokens": num_prompt,
-            "completion_tokens": num_drawn,
-            "total_tokens": num_prompt + num_drawn,
+            "prompt_tokens": num_prompt_tokens,
+            "completion_tokens": num_tokens,
+            "total_tokens": num_prompt_tokens + num_tokens,
             "prompt_tokens_details": {"cached_tokens": result["num_cached_tokens"]},
         },
     }
@@ -261,40 +257,33 @@ def _choice(index: int, output: dict[str, Any], request: Request) -> dict[str, A
     content = {"message": {"role": "assistant", "content": text}} if is_chat else {"text": text}
     logprobs = None
     if "logprobs" in output:
-        drawn = list(zip(output["token_ids"], output["logprobs"], strict=False))
-        describe = _chat_logprobs if is_chat else _completion_logprobs
-        logprobs = describe(drawn, request.params.logprobs)
+        places = zip(output["token_ids"], output["logprobs"], strict=False)
+        drawn = [(likeliest[token_id], list(likeliest.values())) for token_id, likeliest in places]
+        logprobs = _chat_logprobs(drawn, request.params.logprobs) if is_chat else _completion_logprobs(drawn)
     return {"index": index, **content, "logprobs": logprobs, "finish_reason": output["finish_reason"]}
 
 
-def _chat_logprobs(drawn: list[tuple[int, dict[int, Logprob]]], count: int) -> dict[str, Any]:
-    def describe(entry: Logprob) -> dict[str, Any]:
+def _chat_logprobs(drawn: list[tuple[Logprob, list[Logprob]]], count: int) -> dict[str, Any]:
+    """OpenAI's log-probabilities of a chat, from each drawn token's and those of the `count` likeliest."""
+
+    def shape(entry: Logprob) -> dict[str, Any]:
         return {"token": entry.decoded_token, "logprob": entry.logprob}
 
-    content = [
-        {**describe(found[token_id]), "top_logprobs": [describe(e) for e in list(found.values())[:count]]}
-        for token_id, found in drawn
-    ]
-    return {"content": content}
+    places = [{**shape(entry), "top_logprobs": [shape(e) for e in top[:count]]} for entry, top in drawn]
+    return {"content": places}
 
 
-def _completion_logprobs(drawn: list[tuple[int, dict[int, Logprob]]], _: int) -> dict[str, Any]:
-    entries = [found[token_id] for token_id, found in drawn]
+def _completion_logprobs(drawn: list[tuple[Logprob, list[Logprob]]]) -> dict[str, Any]:
     return {
-        "tokens": [entry.decoded_token for entry in entries],
-        "token_logprobs": [entry.logprob for entry in entries],
-        "top_logprobs": [{e.decoded_token: e.logprob for e in found.values()} for _, found in drawn],
+        "tokens": [entry.decoded_token for entry, _ in drawn],
+        "token_logprobs": [entry.logprob for entry, _ in drawn],
+        "top_logprobs": [{e.decoded_token: e.logprob for e in top} for _, top in drawn],
     }
-
-
-def _num_completion_tokens(result: dict[str, Any]) -> int:
-    """The tokens drawn for all completions of a result."""
-    return sum(len(output["token_ids"]) for output in result.get("outputs", [result]))
 
 
 def to_json(answer: dict[str, Any]) -> bytes:
     """
-    A whole line. JSON may hold lone surrogates, which UTF-8 cannot: they are written as escapes. Raises
+    A whole line of the output. Lone surrogates, which UTF-8 cannot hold, are written as escapes. Raises
     ValueError for NaN and infinities.
     """
     text = json.dumps(answer, ensure_ascii=False, allow_nan=False)

@@ -1,18 +1,17 @@
 """A batch over several engines: this process hands spans of the input to Ray actors, each with an engine of
 its own, and writes their answers. Only this module knows Ray.
 
-Spans are read as the engines have room for them. The answers of a span arrive all at once or not at all, so
-that none is missing or double. When an engine dies another one takes its place, and the spans that it had
-under way are computed again: at first together with others, then alone, then line by line. Only a line that
-ends an engine alone is to blame for it, and answered with the error. If this process dies, --resume goes on
-from the output.
+Spans are read when an engine has room for them. The answers of a span arrive all at once or not at all, so
+none is missing or double. When an engine dies another one takes its place, and the spans that it had under
+way are computed again: first together with others, then alone, then line by line. Only a line that kills an
+engine in which it is alone is answered with an error. If this process dies, --resume goes on from the output.
 """
 
 import argparse
 import asyncio
+import contextlib
 import itertools
 import os
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from typing import Any, NamedTuple
 
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.batch.files import Output, Span, read_span, split, split_lines
-from nanovllm.batch.lines import Answer, LineError, answer, answer_error, parse_line, read_request
+from nanovllm.batch.lines import Answer, LineError, answer, answer_error, describe, parse_line, read_request
 from nanovllm.config import Config
 from nanovllm.distributed.ranks import EngineDeadError
 
@@ -30,21 +29,22 @@ try:
 except ImportError as error:
     raise ValueError('--data-parallel needs Ray: pip install -e ".[ray]"') from error
 
-MAX_SPAN = 128  # lines; what is lost with an engine, for each span under way
-SPANS_PER_ENGINE = 32  # at least, where the input is long enough, for all engines to end at the same time
-MAX_ATTEMPTS = 3  # of a span, the last one alone in its engine
-MAX_DEATHS = 8  # of engines that take each other's place, without an answer of any
+MAX_SPAN = 128  # lines; an engine that dies loses at most as many answers for each span under way
+SPANS_PER_ENGINE = 32  # at least, where the input is long enough: then all engines end at about the same time
+MAX_ATTEMPTS = 3  # to compute a span, the last one alone in its engine
+MAX_DEATHS = 8  # of engines in one place of the pool, one after another, without an answer from any
+ROOM_FACTOR = 4  # lines under way in an engine, in multiples of the sequences it runs
 
 
 class Engine:
-    """An actor: several calls run in it at once, so that the engine need not wait for a span's last line."""
+    """The actor. It answers several spans at once, so that no engine waits for the last line of a span."""
 
     def __init__(self, path: str, model: str, options: dict[str, Any], defaults: dict[str, Any], seed: Any):
         self.path, self.defaults, self.seed = Path(path), defaults, seed
         self.model, self.options = model, options
 
     async def start(self) -> None:
-        """Load the model: no part of the constructor, of whose exceptions Ray passes on only the text."""
+        """Load the model. Not in the constructor: of its exceptions Ray passes on nothing but the text."""
         self.llm = AsyncLLM(self.model, **self.options)
 
     async def answer(self, span: Span) -> list[Answer]:
@@ -67,54 +67,43 @@ class Engine:
 def run_on_ray(
     args: argparse.Namespace,
     output: Output,
-    num_lines: int,
     report: Callable[[Answer], None],
-    started: Callable[[float], None],
+    started: Callable[[], None],
     warn: Callable[[str], None],
 ) -> None:
     """
-    Answer the `num_lines` that `output` does not hold yet, with `args.data_parallel` engines. `started` is
-    told when the first engine was there, `warn` of every engine that dies.
+    Answer the lines that `output` does not hold yet, with `args.data_parallel` engines. `started` is called
+    when the first engine is ready, `warn` for every engine that dies.
     """
-    size = max(1, min(MAX_SPAN, num_lines // (args.data_parallel * SPANS_PER_ENGINE)))
     with _cluster(args):
-        # No shuffle: the lines of a span stand together in the input, so that prompts with a common beginning
-        # that were written one after the other meet in one engine, and its prefix cache.
-        pool = Pool(args, split(args.input, size, output), num_lines, warn)
-        for number, found in enumerate(itertools.chain.from_iterable(pool.answers())):
-            if not number:
-                started(pool.began)
+        for found in Pool(args, output, started, warn).answers():
             report(found)
 
 
-class _cluster:
-    """Ray for as long as the run lasts: the cluster at --ray-address, or one of this host alone."""
-
-    def __init__(self, args: argparse.Namespace):
-        self.args = args
-
-    def __enter__(self) -> None:
-        how: dict[str, Any] = {"address": self.args.ray_address}
-        if self.args.ray_address is None:
-            # Ray counts on a core for each actor, also where there are fewer.
-            num_cpus = max(os.cpu_count() or 1, self.args.data_parallel)
-            how = {"address": "local", "num_cpus": num_cpus, "include_dashboard": False}
-        ray.init(**how, log_to_driver=False, logging_level="ERROR")
-
-    def __exit__(self, *_: Any) -> None:
+@contextlib.contextmanager
+def _cluster(args: argparse.Namespace) -> Iterator[None]:
+    """Ray while the run lasts: the cluster at --ray-address, or one of this host alone."""
+    options: dict[str, Any] = {"address": args.ray_address}
+    if args.ray_address is None:
+        num_cpus = max(os.cpu_count() or 1, args.data_parallel)  # Ray wants one for each actor
+        options = {"address": "local", "num_cpus": num_cpus, "include_dashboard": False}
+    ray.init(**options, log_to_driver=False, logging_level="ERROR")
+    try:
+        yield
+    finally:
         ray.shutdown()
 
 
 def _resources(args: argparse.Namespace) -> dict[str, float]:
-    """What each actor needs of the cluster. Raises ValueError if that is more than it has."""
+    """What each actor asks of the cluster. Raises ValueError if that is more than there is."""
     count, ranks = args.data_parallel, args.engine.get("tensor_parallel_size", Config.tensor_parallel_size)
-    there = ray.cluster_resources()
-    if args.engine.get("device") == "cpu" or not there.get("GPU"):
-        return {"num_cpus": max(1, int(there["CPU"]) // count), "num_gpus": 0}
-    if count * ranks > there["GPU"]:
+    available = ray.cluster_resources()
+    if args.engine.get("device") == "cpu" or not available.get("GPU"):
+        return {"num_cpus": max(1, int(available["CPU"]) // count), "num_gpus": 0}
+    if count * ranks > available["GPU"]:
         raise ValueError(
             f"--data-parallel {count} with tensor_parallel_size={ranks} needs {count * ranks} GPUs, but the "
-            f"Ray cluster has {there['GPU']:.0f}"
+            f"Ray cluster has {available['GPU']:.0f}"
         )
     return {"num_cpus": 1, "num_gpus": ranks}
 
@@ -127,7 +116,7 @@ class Work(NamedTuple):
 
     @property
     def is_suspect(self) -> bool:
-        """Whether it must be alone in its engine, which then dies through no other's fault."""
+        """Whether it must be alone in its engine: if that dies, no other line can be the cause."""
         return self.num_deaths == MAX_ATTEMPTS - 1
 
 
@@ -136,45 +125,54 @@ class Member:
     """An engine of the pool."""
 
     actor: Any
-    num_deaths: int  # of those that it takes the place of, since the last answer of any
+    num_deaths: int  # of engines before it in its place, since the last answer from any of them
     is_up: bool = False
     load: int = 0  # lines under way; a suspect takes all the room
 
 
 class Pool:
     """
-    The engines, and what they have under way. What is computed again comes before what is new, and suspects
-    in the end, when an engine has nothing else to do.
+    The engines, and what they have under way. Spans to compute again come before new ones, and suspects last,
+    when an engine has nothing else to do.
     """
 
     def __init__(
-        self, args: argparse.Namespace, spans: Iterator[Span], num_lines: int, warn: Callable[[str], None]
+        self,
+        args: argparse.Namespace,
+        output: Output,
+        started: Callable[[], None],
+        warn: Callable[[str], None],
     ):
-        self.args, self.spans, self.num_missing, self.warn = args, spans, num_lines, warn
-        self.began: float | None = None  # when the first engine was there
+        self.args, self.started, self.warn = args, started, warn
+        self.is_started = False
+        self.num_missing = output.num_missing()
+        size = max(1, min(MAX_SPAN, self.num_missing // (args.data_parallel * SPANS_PER_ENGINE)))
+        # Lines are not shuffled: neighbours in the input often begin alike, and those of a span go to one
+        # engine, which finds their common beginning in its prefix cache.
+        self.spans = split(args.input, size, output)
         self.again: deque[Work] = deque()
         self.suspects: deque[Work] = deque()
-        # Spans wait for their last lines: four times what an engine can run keeps it full meanwhile. But none
-        # may have more than its share.
+        # Lines that are done wait for the others of their span, so an engine gets more lines than it can run
+        # at once, but never more than its share of the input.
         max_num_seqs = args.engine.get("max_num_seqs", Config.max_num_seqs)
-        self.room = min(4 * max_num_seqs, -(-num_lines // args.data_parallel))  # lines
+        self.room = min(ROOM_FACTOR * max_num_seqs, -(-self.num_missing // args.data_parallel))  # lines
         self.actors = ray.remote(Engine).options(**_resources(args), max_concurrency=self.room)
-        self.calls: dict[Any, tuple[Member, Work | None]] = {}  # under way; without work the engine starts
+        self.calls: dict[Any, tuple[Member, Work | None]] = {}  # under way; no work: the engine is starting
         self.members = [self._start() for _ in range(args.data_parallel)]
 
-    def answers(self) -> Iterator[list[Answer]]:
-        """Those of one span after the other, in the order in which they are done."""
+    def answers(self) -> Iterator[Answer]:
+        """All answers, in the order in which their spans are done."""
         while self.num_missing and self._feed():
             [call], _ = ray.wait(list(self.calls))
             member, work = self.calls.pop(call)
             try:
-                answers = ray.get(call) or []  # a start has none
+                answers = ray.get(call) or []  # none from a start
             except ray.exceptions.RayError as error:
                 answers = self._recover(member, work, _cause_of_death(error))
             else:
                 self._finish(member, work)
             self.num_missing -= len(answers)
-            yield answers
+            yield from answers
 
     def _start(self, num_deaths: int = 0) -> Member:
         args = self.args
@@ -185,7 +183,7 @@ class Pool:
         return member
 
     def _feed(self) -> bool:
-        """Give the engines as much as they have room for. False where nothing is under way then."""
+        """Give the engines as much work as they have room for. False if nothing is under way afterwards."""
         for member in self.members:
             while member.is_up and member.load < self.room and (work := self._next(member)) is not None:
                 member.load += self._load(work)
@@ -204,14 +202,16 @@ class Pool:
 
     def _finish(self, member: Member, work: Work | None) -> None:
         if work is None:
-            member.is_up, self.began = True, self.began or time.time()
+            if not self.is_started:
+                self.started()
+            member.is_up = self.is_started = True
         else:
             member.load -= self._load(work)
             member.num_deaths = 0
 
     def _recover(self, member: Member, work: Work | None, cause: str) -> list[Answer]:
-        """Do again, in another engine, what one was doing that has died."""
-        if member in self.members:  # no other call has told of it
+        """Have another engine do what an engine that has died was doing. An answer if a line is to blame."""
+        if member in self.members:  # else another call has reported this death
             self._replace(member, work, cause)
         if work is None:
             return []
@@ -238,7 +238,7 @@ class Pool:
         self.members[self.members.index(member)] = self._start(num_deaths)
 
     def _blame(self, span: Span, cause: str) -> Answer:
-        """What a line is answered with that has ended an engine alone."""
+        """The answer to a line that was alone in an engine when that died."""
         [(line, text)] = read_span(self.args.input, span)
         try:
             custom_id = parse_line(line, text, self.args.defaults).custom_id
@@ -249,13 +249,9 @@ class Pool:
 
 
 def _cause_of_death(error: Exception) -> str:
-    """Why an engine is no more. Raises what no other engine would mend, such as a bad option."""
+    """Why an engine has died. Raises errors that another engine would have too, such as a bad option."""
     if not isinstance(error, ray.exceptions.RayTaskError):
         return str(error).strip().splitlines()[-1]
     if isinstance(error.cause, RuntimeError | MemoryError):
-        return _describe(error.cause)
+        return describe(error.cause)
     raise error.cause
-
-
-def _describe(error: BaseException) -> str:
-    return str(error) or type(error).__name__
