@@ -2,7 +2,7 @@
 
     python -m nanovllm.batch --model M --input in.jsonl --output out.jsonl [--resume]
 
-Lines are read, tokenized and fed when the engine has room for them, and each answer is written as soon as it is
+Lines are read and tokenized when the engine has room for them, and each answer is written as soon as it is
 there: memory does not grow with the file, and whatever ends a run, --resume goes on from what the output
 holds. lines.py has what lines look like, files.py how files are read and written, and ray.py how Ray spreads
 the work over several engines.
@@ -42,16 +42,14 @@ class _Stderr:
     """stderr, but no run ends because writing to it fails: its reader may be gone, or its disk full."""
 
     def write(self, text: str) -> None:
-        self._try(lambda: sys.stderr.write(text))
-
-    def flush(self) -> None:
-        self._try(lambda: sys.stderr.flush())
-
-    def _try(self, show: Callable[[], Any]) -> None:
         try:
-            show()
+            sys.stderr.write(text)
+            sys.stderr.flush()
         except (OSError, ValueError):  # ValueError where it was closed
             sys.stderr = open(os.devnull, "w")  # noqa: SIM115  else Python flushes it at the exit, and fails
+
+    def flush(self) -> None:
+        """Nothing is left to do after `write`."""
 
     def __getattr__(self, name: str) -> Any:  # tqdm asks for its encoding and width
         return getattr(sys.stderr, name)
@@ -61,14 +59,13 @@ class Progress:
     """The progress bar: finished lines, time left, tokens drawn per second, errors."""
 
     def __init__(self, num_lines: int):
-        self.num_tokens = self.num_lines = self.num_errors = 0
+        self.num_tokens = self.num_errors = 0
         self.start = time.time()
         self.bar = tqdm(
             total=num_lines, unit="line", desc="Batch", smoothing=0, dynamic_ncols=True, file=_Stderr()
         )
 
     def update(self, answer: Answer) -> None:
-        self.num_lines += 1
         self.num_tokens += answer.num_tokens
         self.num_errors += answer.is_error
         speed = self.num_tokens / self._seconds()
@@ -86,7 +83,7 @@ class Progress:
         self.bar.close()
         seconds = self._seconds()
         print(
-            f"{self.num_lines} lines, {self.num_errors} of them errors, {self.num_tokens} tokens in "
+            f"{self.bar.n} lines, {self.num_errors} of them errors, {self.num_tokens} tokens in "
             f"{seconds:.1f} s: {self.num_tokens / seconds:.0f} tok/s",
             file=_Stderr(),
         )

@@ -23,23 +23,11 @@ ROWS_AT_ONCE = 1024  # that are read from a Parquet file
 
 
 class Span(NamedTuple):
-    """
-    Neighbouring lines of the input, from byte (in Parquet: row) `start` of it on. `done` has a byte for each
-    line, 1 where there is nothing to answer; zeros at its end are left out.
-    """
+    """Neighbouring lines of the input, all to be answered, from byte (in Parquet: row) `start` of it on."""
 
     start: int
     first_line: int
     num_lines: int
-    done: bytes
-
-    @property
-    def num_missing(self) -> int:
-        return self.num_lines - self.done.count(1)
-
-    def is_missing(self) -> list[bool]:
-        """For each line, whether it is to be answered."""
-        return [not any(self.done[i : i + 1]) for i in range(self.num_lines)]
 
 
 def is_parquet(path: Path) -> bool:
@@ -83,29 +71,33 @@ def _texts(path: Path, start: int = 0) -> Iterator[tuple[bytes, int]]:
 
 
 def split(path: Path, size: int, output: "Output") -> Iterator[Span]:
-    """The lines that the output does not hold, in spans of `size` lines in the order of the input."""
-    sizes = itertools.repeat(1) if is_parquet(path) else (num_bytes for _, num_bytes in _texts(path))
-    start = 0
-    for first_line in range(1, len(output.done), size):
-        done = bytes(output.done[first_line : first_line + size])
-        if 0 in done:
-            yield Span(start, first_line, len(done), done.rstrip(b"\0"))
-        start += sum(itertools.islice(sizes, len(done)))
+    """The lines that the output does not hold, in spans of at most `size` lines in the order of the input."""
+    lines = zip(range(1, len(output.done)), _starts(path), strict=False)
+    for is_done, neighbours in itertools.groupby(lines, lambda line: output.holds(line[0])):
+        while not is_done and (part := list(itertools.islice(neighbours, size))):
+            first_line, start = part[0]
+            yield Span(start, first_line, len(part))
 
 
-def split_lines(span: Span) -> Iterator[Span]:
-    """A span for each line to answer."""
-    for i in itertools.compress(range(span.num_lines), span.is_missing()):
-        yield span._replace(done=bytes(other != i for other in range(span.num_lines)))
+def split_lines(path: Path, span: Span) -> Iterator[Span]:
+    """A span for each line of a span."""
+    for i, start in zip(range(span.num_lines), _starts(path, span.start), strict=False):
+        yield Span(start, span.first_line + i, 1)
+
+
+def _starts(path: Path, start: int = 0) -> Iterator[int]:
+    """Where the line at `start`, and each line after it, begins."""
+    sizes = itertools.repeat(1) if is_parquet(path) else (size for _, size in _texts(path, start))
+    return itertools.accumulate(sizes, initial=start)
 
 
 def read_span(path: Path, span: Span) -> list[tuple[int, bytes]]:
-    """The lines to answer, with their numbers."""
+    """The lines of a span, with their numbers."""
     if is_parquet(path):
         texts = _rows(path, span.start, span.num_lines)
     else:
         texts = (text for text, _ in itertools.islice(_texts(path, span.start), span.num_lines))
-    return list(itertools.compress(enumerate(texts, span.first_line), span.is_missing()))
+    return list(enumerate(texts, span.first_line))
 
 
 def _rows(path: Path, start: int, size: int) -> Iterator[bytes]:

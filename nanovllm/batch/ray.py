@@ -7,11 +7,11 @@ way are computed again: first together with others, then alone, then line by lin
 engine in which it is alone is answered with an error. If this process dies, --resume goes on from the output.
 """
 
-import argparse
 import asyncio
 import contextlib
 import itertools
 import os
+from argparse import Namespace
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -39,20 +39,19 @@ ROOM_FACTOR = 4  # lines under way in an engine, in multiples of the sequences i
 class Engine:
     """The actor. It answers several spans at once, so that no engine waits for the last line of a span."""
 
-    def __init__(self, path: str, model: str, options: dict[str, Any], defaults: dict[str, Any], seed: Any):
-        self.path, self.defaults, self.seed = Path(path), defaults, seed
-        self.model, self.options = model, options
+    def __init__(self, path: str, model: str, args: Namespace):
+        self.path, self.model, self.args = Path(path), model, args
 
     async def start(self) -> None:
         """Load the model. Not in the constructor: of its exceptions Ray passes on nothing but the text."""
-        self.llm = AsyncLLM(self.model, **self.options)
+        self.llm = AsyncLLM(self.model, **self.args.engine)
 
     async def answer(self, span: Span) -> list[Answer]:
         return await asyncio.gather(*itertools.starmap(self._answer, read_span(self.path, span)))
 
     async def _answer(self, line: int, text: bytes) -> Answer:
         try:
-            request, token_ids = read_request(self.llm.llm, line, text, self.defaults, self.seed)
+            request, token_ids = read_request(self.llm.llm, line, text, self.args.defaults, self.args.seed)
         except LineError as error:
             return answer_error(line, error)
         try:
@@ -65,7 +64,7 @@ class Engine:
 
 
 def run_on_ray(
-    args: argparse.Namespace,
+    args: Namespace,
     output: Output,
     report: Callable[[Answer], None],
     started: Callable[[], None],
@@ -81,7 +80,7 @@ def run_on_ray(
 
 
 @contextlib.contextmanager
-def _cluster(args: argparse.Namespace) -> Iterator[None]:
+def _cluster(args: Namespace) -> Iterator[None]:
     """Ray while the run lasts: the cluster at --ray-address, or one of this host alone."""
     options: dict[str, Any] = {"address": args.ray_address}
     if args.ray_address is None:
@@ -94,7 +93,7 @@ def _cluster(args: argparse.Namespace) -> Iterator[None]:
         ray.shutdown()
 
 
-def _resources(args: argparse.Namespace) -> dict[str, float]:
+def _resources(args: Namespace) -> dict[str, float]:
     """What each actor asks of the cluster. Raises ValueError if that is more than there is."""
     count, ranks = args.data_parallel, args.engine.get("tensor_parallel_size", Config.tensor_parallel_size)
     available = ray.cluster_resources()
@@ -125,9 +124,8 @@ class Member:
     """An engine of the pool."""
 
     actor: Any
+    load: int  # lines under way; a suspect takes all the room, and so does the start
     num_deaths: int  # of engines before it in its place, since the last answer from any of them
-    is_up: bool = False
-    load: int = 0  # lines under way; a suspect takes all the room
 
 
 class Pool:
@@ -137,11 +135,7 @@ class Pool:
     """
 
     def __init__(
-        self,
-        args: argparse.Namespace,
-        output: Output,
-        started: Callable[[], None],
-        warn: Callable[[str], None],
+        self, args: Namespace, output: Output, started: Callable[[], None], warn: Callable[[str], None]
     ):
         self.args, self.started, self.warn = args, started, warn
         self.is_started = False
@@ -175,17 +169,17 @@ class Pool:
             yield from answers
 
     def _start(self, num_deaths: int = 0) -> Member:
-        args = self.args
-        model = str(Path(args.model).resolve()) if Path(args.model).exists() else args.model
-        actor = self.actors.remote(str(args.input.resolve()), model, args.engine, args.defaults, args.seed)
-        member = Member(actor, num_deaths)
+        model = self.args.model
+        model = str(Path(model).resolve()) if Path(model).exists() else model
+        actor = self.actors.remote(str(self.args.input.resolve()), model, self.args)
+        member = Member(actor, self.room, num_deaths)
         self.calls[actor.start.remote()] = member, None
         return member
 
     def _feed(self) -> bool:
         """Give the engines as much work as they have room for. False if nothing is under way afterwards."""
         for member in self.members:
-            while member.is_up and member.load < self.room and (work := self._next(member)) is not None:
+            while member.load < self.room and (work := self._next(member)) is not None:
                 member.load += self._load(work)
                 self.calls[member.actor.answer.remote(work.span)] = member, work
         return bool(self.calls)
@@ -197,17 +191,16 @@ class Pool:
             return Work(span)
         return self.suspects.popleft() if self.suspects and not member.load else None
 
-    def _load(self, work: Work) -> int:
-        return self.room if work.is_suspect else work.span.num_missing
+    def _load(self, work: Work | None) -> int:
+        return self.room if work is None or work.is_suspect else work.span.num_lines
 
     def _finish(self, member: Member, work: Work | None) -> None:
-        if work is None:
-            if not self.is_started:
-                self.started()
-            member.is_up = self.is_started = True
-        else:
-            member.load -= self._load(work)
+        member.load -= self._load(work)
+        if work is not None:
             member.num_deaths = 0
+        elif not self.is_started:
+            self.is_started = True
+            self.started()
 
     def _recover(self, member: Member, work: Work | None, cause: str) -> list[Answer]:
         """Have another engine do what an engine that has died was doing. An answer if a line is to blame."""
@@ -218,22 +211,22 @@ class Pool:
         span, work = work.span, Work(work.span, work.num_deaths + 1)
         if work.num_deaths < MAX_ATTEMPTS:
             (self.suspects if work.is_suspect else self.again).append(work)
-        elif span.num_missing == 1:
+        elif span.num_lines == 1:
             return [self._blame(span, cause)]
         else:
-            self.warn(f"{span.num_missing} lines from {span.first_line} on are tried one by one")
-            self.suspects.extend(Work(line, MAX_ATTEMPTS - 1) for line in split_lines(span))
+            self.warn(f"{span.num_lines} lines from {span.first_line} on are tried one by one")
+            lines = split_lines(self.args.input, span)
+            self.suspects.extend(Work(line, MAX_ATTEMPTS - 1) for line in lines)
         return []
 
     def _replace(self, member: Member, work: Work | None, cause: str) -> None:
         ray.kill(member.actor)  # its process can outlive the engine
         num_deaths = member.num_deaths + 1
         if num_deaths == MAX_DEATHS:
-            raise RuntimeError(
-                f"{num_deaths} engines in a row have died without an answer, the last: {cause}"
-            )
+            message = f"{num_deaths} engines in a row have died without an answer, the last: {cause}"
+            raise RuntimeError(message)
         lost = [work, *(other for owner, other in self.calls.values() if owner is member)]
-        num_lost = sum(work.span.num_missing for work in lost if work is not None)
+        num_lost = sum(work.span.num_lines for work in lost if work is not None)
         self.warn(f"an engine has died with {num_lost} lines under way, another takes its place: {cause}")
         self.members[self.members.index(member)] = self._start(num_deaths)
 

@@ -208,7 +208,7 @@ MUTATIONS = [
         "nanovllm/batch/ray",
         ("return self.num_deaths == MAX_ATTEMPTS - 1", "return False"),
         ("if self.suspects and not member.load else None", "if self.suspects else None"),
-        ("self.room if work.is_suspect else work.span.num_missing", "work.span.num_missing"),
+        ("self.room if work is None or work.is_suspect", "self.room if work is None"),
         ("member.load < self.room and (work", "(work"),
         ("            member.num_deaths = 0", "            pass"),
         ("if num_deaths == MAX_DEATHS:", "if False:"),
