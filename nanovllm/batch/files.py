@@ -1,7 +1,8 @@
 """Reads the lines of a batch, and writes their answers so that none is lost or doubled however a run ends.
 
-Files are JSON lines or, where their names end in .parquet, Parquet (needs pyarrow, part of the `ray` extra).
-An input is read twice: first to find its lines (`find_lines`), then to answer them.
+Files are JSON lines or, where their names end in .parquet, Parquet (needs pyarrow, part of the `ray` extra);
+in a .txt file each line is a prompt. An input is read twice: first to find its lines (`find_lines`), then to
+answer them.
 
 A line is appended by one system call, and a part of a Parquet folder appears by one renaming. Only a kill in
 the middle of that call can leave a piece of a line: it has no line feed, and resuming cuts it off.
@@ -16,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nanovllm.batch.lines import MAX_LINE, Answer
+from nanovllm.batch.lines import MAX_LINE, Answer, to_json
 
 ANSWERS_PER_PART = 4096  # of a Parquet folder
 ROWS_AT_ONCE = 1024  # that are read from a Parquet file
@@ -67,7 +68,15 @@ def _texts(path: Path, start: int = 0) -> Iterator[tuple[bytes, int]]:
             while piece and not piece.endswith(b"\n"):
                 piece = file.readline(2**20)
                 size += len(piece)
-            yield text, size
+            yield _as_json(path, text), size
+
+
+def _as_json(path: Path, text: bytes) -> bytes:
+    """A line as JSON. In a .txt file it is the prompt itself."""
+    if path.suffix != ".txt" or text.isspace():
+        return text
+    # A byte that is not UTF-8 becomes a surrogate: the engine then refuses this prompt and no other.
+    return to_json({"prompt": text.decode("utf-8-sig", "surrogateescape").rstrip("\r\n")})
 
 
 def split(path: Path, size: int, output: "Output") -> Iterator[Span]:
