@@ -1,5 +1,5 @@
-"""What one request asks for: how its tokens are drawn, when it ends, and what it is told. Knows nothing about
-the engine.
+"""What one request asks for: how its tokens are drawn, when it ends, and what its result contains. Knows
+nothing of the engine.
 """
 
 import math
@@ -21,40 +21,40 @@ MAX_LOGIT_BIAS = 100.0
 class SamplingParams:
     """
     temperature:                divides the logits before sampling; 0 is greedy decoding.
-    max_tokens:                 most tokens to generate, at least 1; None is as many as fit the context, where
-                                any completion ends.
+    max_tokens:                 most tokens to generate, at least 1; None is as many as fit the context, whose
+                                end is the end of every completion.
     ignore_eos:                 go on to `max_tokens` even when an end-of-sequence token is drawn.
     top_p:                      draw from the fewest likeliest tokens that together have this probability.
     top_k:                      draw from this many likeliest tokens; 0 and -1 are all of them.
     min_p:                      draw from tokens at least this probable, as a share of the likeliest one's.
     seed:                       draw the same tokens for the same prompt every time.
-    n:                          completions of the prompt; each draws for itself, with a seed of its own.
-    stop:                       a text or several that end the completion, which then ends before it; of
-                                those that one token completes the first to begin counts, then the first in
-                                the list.
-    stop_token_ids:             token ids that end the completion, whose text then ends before it.
-    include_stop_str_in_output: leave in the text what ended it, be it a text or a token.
+    n:                          how many completions of the prompt to draw, each with a seed of its own.
+    stop:                       one or more texts that end the completion; its text then ends before them. If
+                                one token completes several, the one that begins first counts, and of those
+                                that begin together the first in the list.
+    stop_token_ids:             token ids that end the completion; its text then ends before them.
+    include_stop_str_in_output: keep in the text what ended it, whether a text or a token.
     min_tokens:                 before so many tokens nothing but `max_tokens` ends the completion.
-    logprobs:                   tell the log-probabilities of each drawn token and of so many likeliest ones.
+    logprobs:                   return log-probabilities of each drawn token and of so many likeliest ones.
     prompt_logprobs:            the same for the prompt's tokens.
-    presence_penalty:           taken off the logits of tokens that the completion has.
-    frequency_penalty:          taken off the logits of tokens, as often as the completion has them.
-    repetition_penalty:         divides the positive logits of tokens that prompt or completion have, and
+    presence_penalty:           subtracted from the logits of tokens that are in the completion.
+    frequency_penalty:          subtracted from a token's logit once for each time it is in the completion.
+    repetition_penalty:         divides the positive logits of tokens that are in prompt or completion, and
                                 multiplies the negative ones (Keskar et al. 2019, arXiv:1909.05858).
-    logit_bias:                 {token id: what is added to its logit}, from -100 to 100.
+    logit_bias:                 {token id: number to add to its logit}, from -100 to 100.
     allowed_token_ids:          the only tokens that may be drawn; None is all.
-    bad_words:                  texts that the completion may not have as the tokens that the tokenizer makes
-                                of them at the beginning of a text and after a space. The same text cut into
-                                other tokens (" Par" + "is") is not noticed.
+    bad_words:                  texts that may not be in the completion as the tokens that the tokenizer makes
+                                of them at the beginning of a text or after a space. The same text in other
+                                tokens (" Par" + "is") is not noticed.
     skip_special_tokens:        leave special tokens out of the text.
-    detokenize:                 make a text at all; without, it is empty, and `stop` cannot be used.
+    detokenize:                 decode the tokens; if False, the text is empty and `stop` cannot be used.
 
-    Logits are changed in this order: biases and bans, penalties, temperature, min_p, top_k, top_p (whose
-    probabilities are those among what min_p and top_k left). Tokens of equal logits are kept or left out
-    together. Log-probabilities are those of the model, before any of this.
+    Logits are changed in this order: biases and bans, penalties, temperature, min_p, top_k, top_p (with the
+    probabilities among the tokens that min_p and top_k left). Tokens with equal logits are kept or left out
+    together. Log-probabilities are the model's, before any of these changes.
 
-    Raises ValueError with the offending value. Collections may be given as lists or sets, and `logit_bias`
-    as a dict; they are kept as tuples.
+    Raises ValueError with the bad value. Collections may be given as lists or sets, and `logit_bias` as a
+    dict; they are kept as tuples.
     """
 
     temperature: float = 1.0
@@ -81,42 +81,34 @@ class SamplingParams:
     detokenize: bool = True
 
     def __post_init__(self) -> None:
-        self._check(_is_number(self.temperature), "temperature", "a number")
-        self._check(self.temperature >= 0, "temperature", "finite and at least 0 (0 is greedy)")
+        check = self._check
+        check(_is_number(self.temperature), "temperature", "a number")
+        check(self.temperature >= 0, "temperature", "finite and at least 0 (0 is greedy)")
         is_limit = self.max_tokens is None or _is_integer(self.max_tokens, 1, MAX_TOKENS)
-        self._check(is_limit, "max_tokens", "None or an integer of at least 1")
-        self._check(_is_integer(self.n, 1, MAX_N), "n", f"an integer from 1 to {MAX_N}")
+        check(is_limit, "max_tokens", "None or an integer of at least 1")
+        check(_is_integer(self.n, 1, MAX_N), "n", f"an integer from 1 to {MAX_N}")
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"):
             check_bool(getattr(self, name), name)
-        self._check(_is_number(self.top_p, 0, 1) and self.top_p > 0, "top_p", "above 0 and at most 1")
-        self._check(
-            _is_integer(self.top_k, -1, MAX_TOKENS), "top_k", "0 or -1 (all tokens) or an integer above"
-        )
-        self._check(_is_number(self.min_p, 0, 1), "min_p", "from 0 to 1")
+        check(_is_number(self.top_p, 0, 1) and self.top_p > 0, "top_p", "above 0 and at most 1")
+        check(_is_integer(self.top_k, -1, MAX_TOKENS), "top_k", "0 or -1 (all tokens) or an integer above")
+        check(_is_number(self.min_p, 0, 1), "min_p", "from 0 to 1")
         is_seed = self.seed is None or _is_integer(self.seed, 0, MAX_SEED)
-        self._check(is_seed, "seed", f"None or an integer from 0 to {MAX_SEED}")
+        check(is_seed, "seed", f"None or an integer from 0 to {MAX_SEED}")
         most = f"max_tokens={self.max_tokens}" if self.max_tokens is not None else MAX_TOKENS
         is_count = _is_integer(self.min_tokens, 0, self.max_tokens or MAX_TOKENS)
-        self._check(is_count, "min_tokens", f"an integer from 0 to {most}")
+        check(is_count, "min_tokens", f"an integer from 0 to {most}")
         for name in ("logprobs", "prompt_logprobs"):
-            value = getattr(self, name)
-            self._check(
-                value is None or _is_integer(value, 0, MAX_LOGPROBS),
-                name,
-                f"None or an integer from 0 to {MAX_LOGPROBS}",
-            )
+            is_count = getattr(self, name) is None or _is_integer(getattr(self, name), 0, MAX_LOGPROBS)
+            check(is_count, name, f"None or an integer from 0 to {MAX_LOGPROBS}")
         for name in ("presence_penalty", "frequency_penalty"):
-            self._check(_is_number(getattr(self, name), -2, 2), name, "from -2 to 2")
-        self._check(
-            _is_number(self.repetition_penalty) and self.repetition_penalty > 0,
-            "repetition_penalty",
-            "a number above 0",
-        )
+            check(_is_number(getattr(self, name), -2, 2), name, "from -2 to 2")
+        is_factor = _is_number(self.repetition_penalty) and self.repetition_penalty > 0
+        check(is_factor, "repetition_penalty", "a number above 0")
         self._set_collections()
         self._set_numbers()
 
     def _set_numbers(self) -> None:
-        """Keep numbers as Python's own: sums of numpy's may overflow."""
+        """Keep numbers as Python's own: numpy's may overflow in sums."""
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, Real) and not isinstance(value, bool):
@@ -124,46 +116,42 @@ class SamplingParams:
                 object.__setattr__(self, field.name, number)
 
     def _set_collections(self) -> None:
-        """Check what may be given as one collection or another, and keep it as a tuple."""
+        """Check the fields that are collections of any kind, and keep them as tuples."""
+        given_stop = self.stop
         stop = (self.stop,) if isinstance(self.stop, str) else _as_tuple(self.stop)
         texts = "a list of texts, none of them empty or with a lone surrogate"
-        self._check_each(stop, _is_text, "stop", f"a text or {texts}")
+        self._set_each("stop", stop, _is_text, f"a text or {texts}")
         if stop and not self.detokenize:
-            raise ValueError(
-                f"stop needs a text to look at, but detokenize is False; got stop={shown(self.stop)}"
-            )
-        stop_ids = _as_tuple(self.stop_token_ids)
-        self._check_each(stop_ids, _is_token_id, "stop_token_ids", "a list of token ids")
-        allowed = None if self.allowed_token_ids is None else _as_tuple(self.allowed_token_ids)
+            message = "stop needs a text to look at, but detokenize is False; got stop="
+            raise ValueError(message + shown(given_stop))
+        ids = "a list of token ids"
+        self._set_each("stop_token_ids", _as_tuple(self.stop_token_ids), _is_token_id, ids, int)
         if self.allowed_token_ids is not None:
-            is_list = "None or a list of token ids, which is not empty"
-            self._check(allowed, "allowed_token_ids", is_list)
-            self._check_each(allowed, _is_token_id, "allowed_token_ids", is_list)
-        bad_words = _as_tuple(self.bad_words)
-        self._check_each(bad_words, _is_text, "bad_words", texts)
+            allowed = _as_tuple(self.allowed_token_ids) or None
+            ids = f"None or {ids}, which is not empty"
+            self._set_each("allowed_token_ids", allowed, _is_token_id, ids, int)
+        self._set_each("bad_words", _as_tuple(self.bad_words), _is_text, texts)
         bias = self.logit_bias
         bias = tuple(bias.items()) if isinstance(bias, Mapping) else _as_tuple(bias)
-        self._check_each(bias, _is_bias, "logit_bias", "a dict of token ids with biases from -100 to 100")
-        object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(map(int, stop_ids)))
-        object.__setattr__(self, "allowed_token_ids", allowed and tuple(map(int, allowed)))
-        object.__setattr__(self, "bad_words", bad_words)
-        object.__setattr__(self, "logit_bias", tuple((int(i), float(value)) for i, value in bias))
+        biases = "a dict of token ids with biases from -100 to 100"
+        self._set_each("logit_bias", bias, _is_bias, biases, lambda pair: (int(pair[0]), float(pair[1])))
 
     def _check(self, is_good: Any, name: str, allowed: str) -> None:
         if not is_good:
             raise ValueError(f"{name} must be {allowed}, got {shown(getattr(self, name))}")
 
-    def _check_each(
-        self, values: tuple | None, is_good: Callable[[Any], Any], name: str, allowed: str
-    ) -> None:
-        """Check the values of a collection, of which a message may show too few to find the bad one."""
+    def _set_each(
+        self, name: str, values: tuple | None, is_good: Callable[[Any], Any], allowed: str,
+        convert: Callable[[Any], Any] = lambda value: value,
+    ) -> None:  # fmt: skip
+        """Check each value of a collection, and keep them as a tuple."""
         self._check(values is not None, name, allowed)
         for value in values:
             if not is_good(value):
-                alone = value is getattr(self, name)
-                fault = allowed if alone else f"{allowed} (at fault: {shown(value)})"
-                self._check(False, name, fault)
+                # A long collection is shortened in the message, so that it may not show the bad value.
+                is_alone = value is getattr(self, name)
+                self._check(False, name, allowed if is_alone else f"{allowed} (at fault: {shown(value)})")
+        object.__setattr__(self, name, tuple(map(convert, values)))
 
 
 def recommended_params(generation_config: Mapping[str, Any]) -> SamplingParams:
@@ -193,7 +181,7 @@ def _is_number(value: Any, low: float = -math.inf, high: float = math.inf) -> bo
 
 
 def _as_tuple(values: Any) -> tuple | None:
-    """None, which asks for nothing, as an empty tuple; what is no collection of values as None."""
+    """The collection as a tuple, and None as an empty one. Returns None for anything else."""
     if values is None:
         return ()
     return tuple(values) if isinstance(values, (list, tuple, set, frozenset)) else None

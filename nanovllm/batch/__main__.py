@@ -24,7 +24,7 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from nanovllm.batch.files import find_lines, open_output, read_lines
-from nanovllm.batch.lines import Answer, LineError, Request, answer, answer_error, read_request
+from nanovllm.batch.lines import Answer, LineError, Request, answer, answer_error, describe, read_request
 from nanovllm.config import Config
 from nanovllm.llm import LLM
 from nanovllm.sampling_params import MAX_SEED, SamplingParams
@@ -94,14 +94,15 @@ class Progress:
 
 def read_ahead(items: Iterator[Any], chunk: int = 32, num_chunks: int = 8) -> Iterator[Any]:
     """The items, computed up to `num_chunks` chunks ahead by a thread, while the device is busy."""
+
+    def take() -> list[Any]:
+        return list(itertools.islice(items, chunk))
+
     with ThreadPoolExecutor(1) as pool:
+        ahead = deque(pool.submit(take) for _ in range(num_chunks))
         try:
-            ahead = deque()
-            while True:
-                while len(ahead) < num_chunks:
-                    ahead.append(pool.submit(lambda: list(itertools.islice(items, chunk))))
-                if not (ready := ahead.popleft().result()):
-                    return
+            while ready := ahead.popleft().result():
+                ahead.append(pool.submit(take))
                 yield from ready
         finally:
             pool.shutdown(cancel_futures=True)
@@ -226,7 +227,7 @@ def run_command(argv: list[str] | None = None) -> None:
     except (ValueError, OSError) as error:
         sys.exit(f"nanovllm.batch: {error}")
     except (RuntimeError, MemoryError) as error:  # a rank has died, or the device's memory is too small
-        sys.exit(f"nanovllm.batch: {str(error) or type(error).__name__}; --resume goes on from here")
+        sys.exit(f"nanovllm.batch: {describe(error)}; --resume goes on from here")
     except KeyboardInterrupt:
         sys.exit("nanovllm.batch: interrupted; --resume goes on from here")
 

@@ -1,7 +1,7 @@
-"""GPU memory that the processes of one host have all mapped, through the CUDA runtime's IPC calls.
+"""GPU memory that all ranks of a host have mapped, through the CUDA runtime's IPC calls.
 
-Of what CUDA offers for this it is the part that every version has and that needs nothing but a handle of 64
-bytes to be passed on: no server, no socket, no file.
+Of CUDA's ways to share memory this is the one that every version has, and a process only has to pass a handle
+of 64 bytes on to the others.
 """
 
 import ctypes
@@ -20,10 +20,10 @@ class Handle(ctypes.Structure):
 
 class SharedBuffer:
     """
-    Once it `is_mapped`, `buffer` is int32 [num_words] on this rank's GPU, and `addresses` says where each
-    rank's begins in this process. `gather` gives every rank's value of an integer.
+    If `is_mapped`, `buffer` is int32 [num_words] on this rank's GPU, and `addresses` says where the buffer of
+    each rank is in this process. `gather` sends an integer to all ranks and returns every rank's.
 
-    Memory of a rank that has died stays valid for those who have mapped it.
+    The memory of a rank that has died stays valid where it is mapped.
     """
 
     def __init__(self, num_words: int, rank: int, device: torch.device, gather: Callable[[int], list[int]]):
@@ -34,10 +34,10 @@ class SharedBuffer:
         self.addresses: list[int] = []
         self.is_mapped = False
         with torch.cuda.device(device):
-            torch.cuda.synchronize()  # creates the context, if nothing has yet
-            own_status = self._call("Malloc", ctypes.byref(self._own), ctypes.c_size_t(4 * num_words))
-            own_status = own_status or self._call("IpcGetMemHandle", ctypes.byref(handle), self._own)
-            handles = gather(0 if own_status else int.from_bytes(bytes(handle), "little"))
+            torch.cuda.synchronize()  # creates the CUDA context if there is none yet
+            failed = self._call("Malloc", ctypes.byref(self._own), ctypes.c_size_t(4 * num_words))
+            failed = failed or self._call("IpcGetMemHandle", ctypes.byref(handle), self._own)
+            handles = gather(0 if failed else int.from_bytes(bytes(handle), "little"))
             if not all(handles):
                 return
             for i, value in enumerate(handles):
@@ -53,7 +53,7 @@ class SharedBuffer:
         self.is_mapped = True
 
     def _call(self, name: str, *args: Any) -> int:
-        """Call the runtime; anything but 0 is an error, which is then forgotten."""
+        """Call the CUDA runtime. Returns 0 or an error, which is cleared so that no later call reports it."""
         status = getattr(self._runtime, f"cuda{name}")(*args)
         if status:
             self._runtime.cudaGetLastError()
@@ -61,8 +61,8 @@ class SharedBuffer:
 
     def close(self) -> None:
         """
-        Give the memory back. Nothing that uses it may be running on this rank, and the others must have
-        ended: what they have mapped may not be freed.
+        Free the memory. No kernel that uses it may be running on this rank, and the other ranks must have
+        ended: memory that another process has mapped must not be freed.
         """
         with torch.cuda.device(self._device):
             for address in self._others:
@@ -72,12 +72,8 @@ class SharedBuffer:
 
 
 class _CudaArray:
-    """int32 [length] at an address, as the CUDA array interface describes it."""
+    """int32 [length] at an address, for torch.as_tensor (the CUDA array interface)."""
 
     def __init__(self, address: int, length: int):
-        self.__cuda_array_interface__ = {
-            "data": (address, False),
-            "shape": (length,),
-            "typestr": "<i4",
-            "version": 3,
-        }
+        interface = {"data": (address, False), "shape": (length,), "typestr": "<i4", "version": 3}
+        self.__cuda_array_interface__ = interface

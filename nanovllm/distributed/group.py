@@ -1,20 +1,21 @@
-"""The tensor-parallel ranks as layers see them: who I am, and what all of us have together.
+"""The tensor-parallel ranks as layers see them: which rank this process is, and sums over all ranks.
 
-A layer takes the group that it is built under (`use_group`) and keeps it. Without one it is rank 0 of 1, for
-which every operation here gives back its input. On a CPU the ranks talk through gloo. On GPUs they write into
-each other's memory (kernels/all_reduce.py), or through NCCL where they cannot reach it. No default process
-group is touched: that belongs to the user's program.
+A layer takes the group that it is built under (`use_group`) and keeps it. Without one it is rank 0 of 1, and
+every operation returns its input. On a CPU the ranks communicate through gloo; on GPUs they write into each
+other's memory (kernels/all_reduce.py), or use NCCL where they cannot. torch's default process group is left
+alone: it belongs to the user's program.
 """
 
 import contextlib
 import functools
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,39 +26,29 @@ from nanovllm.distributed.cuda_ipc import SharedBuffer
 from nanovllm.kernels.all_reduce import PeerMemory
 from nanovllm.kernels.layernorm import add_rms_norm
 
-CONNECT_TIMEOUT = timedelta(seconds=60)  # from the moment when all are there
-FOREVER = timedelta(days=1000)  # a rank that died is noticed otherwise, and one that waits is not dead
+CONNECT_TIMEOUT = timedelta(seconds=60)  # counted from when all ranks are ready
+FOREVER = timedelta(days=1000)  # no timeout: ranks.py notices a dead rank, and a slow one may take its time
+POLL_SECONDS = 0.002
 
 
+@dataclass(eq=False)
 class Group:
-    """
-    rank, size: this process's place. folder: where the ranks meet, readable by this user alone. peer_access:
-    whether each GPU can write into the others' memory. check: called while waiting for others; raises to end
-    the wait.
-    """
+    """This process's place among the ranks, and, after `connect`, what they have in common."""
 
-    def __init__(
-        self,
-        rank: int = 0,
-        size: int = 1,
-        folder: str = "",
-        peer_access: bool = False,
-        check: Callable[[], None] = lambda: None,
-    ):
-        self.rank = rank
-        self.size = size
-        self.folder = folder
-        self.peer_access = peer_access
-        self.check = check
-        self.backend: Any = None
-        self.peers: PeerMemory | None = None
-        self.shared: SharedBuffer | None = None
+    rank: int = 0
+    size: int = 1
+    folder: str = ""  # readable by this user only; the ranks find each other by files in it
+    peer_access: bool = False  # whether each GPU can write into the others' memory
+    check: Callable[[], None] = lambda: None  # called while waiting for other ranks; raises to end the wait
+    backend: Any = field(default=None, init=False)
+    peers: PeerMemory | None = field(default=None, init=False)
+    shared: SharedBuffer | None = field(default=None, init=False)
 
     def connect(self, device: torch.device, dtype: torch.dtype, max_num_seqs: int) -> None:
-        """Reach the other ranks. Activations have this dtype, a step draws up to `max_num_seqs` tokens."""
+        """Connect to the other ranks. dtype: of activations. max_num_seqs: most tokens drawn in a step."""
         if self.size == 1:
             return
-        self.gather("ready", 0)  # some may still be loading, which takes as long as it takes
+        self.gather("ready", 0)  # waits for ranks that are still loading, however long
         if device.type == "cpu":
             self.backend = self._interruptible(self._gloo)
         elif not (self.peer_access and self._map_peers(device, dtype, max_num_seqs)):
@@ -65,7 +56,7 @@ class Group:
         self.gather("connected", 0)
 
     def _map_peers(self, device: torch.device, dtype: torch.dtype, max_num_seqs: int) -> bool:
-        """Reach the other GPUs' memory. False, on every rank, if one of them cannot."""
+        """Map the other GPUs' memory. If this fails on one rank, all ranks return False."""
         num_words = PeerMemory.num_words(self.size, max_num_seqs)
         self.shared = SharedBuffer(num_words, self.rank, device, functools.partial(self.gather, "memory"))
         if not all(self.gather("mapped", int(self.shared.is_mapped))):
@@ -74,7 +65,7 @@ class Group:
         return True
 
     def _store(self) -> dist.Store:
-        return dist.FileStore(os.path.join(self.folder, "store"), self.size)
+        return dist.FileStore(f"{self.folder}/store", self.size)
 
     def _gloo(self) -> Any:
         options = dist.ProcessGroupGloo._Options()
@@ -83,25 +74,20 @@ class Group:
         return dist.ProcessGroupGloo(self._store(), self.rank, self.size, options)
 
     def gather(self, name: str, value: int) -> list[int]:
-        """Every rank's value, once all have called this with the same new name. Slow: for the start."""
+        """Every rank's value, when all ranks have called this with the same name, each name once. Slow."""
         if self.size == 1:
             return [value]
-        paths = [os.path.join(self.folder, f"{name}.{rank}") for rank in range(self.size)]
-        temporary = paths[self.rank] + ".new"
-        with open(temporary, "w") as file:
-            file.write(str(value))
-        os.rename(temporary, paths[self.rank])
-        while not all(map(os.path.exists, paths)):
+        paths = [Path(self.folder, f"{name}.{rank}") for rank in range(self.size)]
+        unfinished = Path(self.folder, f"{name}.{self.rank}.new")
+        unfinished.write_text(str(value))
+        unfinished.rename(paths[self.rank])
+        while not all(path.exists() for path in paths):
             self.check()
-            time.sleep(0.002)
-        values = []
-        for path in paths:
-            with open(path) as file:
-                values.append(int(file.read()))
-        return values
+            time.sleep(POLL_SECONDS)
+        return [int(path.read_text()) for path in paths]
 
     def _interruptible(self, function: Callable[[], Any]) -> Any:
-        """What the function returns; `check` may end the wait for it, which then goes on by itself."""
+        """What the function returns. `check` may end the wait for it; its thread then goes on alone."""
         result: Future = Future()
 
         def run() -> None:
@@ -113,11 +99,11 @@ class Group:
         threading.Thread(target=run, daemon=True).start()
         while not result.done():
             self.check()
-            time.sleep(0.002)
+            time.sleep(POLL_SECONDS)
         return result.result()
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum of every rank's x [tokens, features]. May be computed in place."""
+        """The sum of every rank's x [tokens, features], which may be overwritten."""
         if self.size == 1:
             return x
         if self.peers is not None:
@@ -132,7 +118,7 @@ class Group:
     ) -> tuple[Tensor, Tensor]:
         """
         (rms_norm(total), total) for total = sum of every rank's x + residual, all [tokens, hidden]. With more
-        than two ranks each may keep only its share of the rows of the second up to date.
+        than two ranks, each rank's `total` may be valid only in the rows of its share.
         """
         if self.peers is not None:
             return self.peers.all_reduce_add_rms_norm(x, residual, weight, eps)
@@ -140,31 +126,32 @@ class Group:
 
     def best_token(self, scores: Tensor, token_ids: Tensor) -> Tensor:
         """
-        Of every rank's scores float32 [batch] and token ids int64 [batch]: the ids with the highest scores,
-        the lowest of equals. The same on every rank.
+        Of every rank's scores float32 [batch] and token ids int64 [batch], those with the highest score; of
+        equal scores the lowest id. All ranks return the same.
         """
         if self.size == 1:
             return token_ids
         if self.peers is not None:
             return self.peers.best_token(scores, token_ids)
-        everyones = scores.new_zeros(self.size, 2, len(scores), dtype=torch.float64)  # exact up to 2^53
-        everyones[self.rank, 0], everyones[self.rank, 1] = scores, token_ids
-        scores, token_ids = self.all_reduce(everyones).unbind(1)
+        # A sum in which all ranks but one have 0 at each place; float64 holds token ids exactly.
+        of_all_ranks = scores.new_zeros(self.size, 2, len(scores), dtype=torch.float64)
+        of_all_ranks[self.rank, 0], of_all_ranks[self.rank, 1] = scores, token_ids
+        scores, token_ids = self.all_reduce(of_all_ranks).unbind(1)
         return token_ids.masked_fill(scores < scores.amax(0), torch.inf).amin(0).long()
 
     def abort(self) -> None:
-        """Let the device finish although other ranks are gone. What it computes from now on is worthless."""
+        """Let the device finish although other ranks are gone. What it computes from now on is wrong."""
         if self.peers is not None:
             self.peers.abort()
-        elif self.backend is not None and self.backend.name() == "nccl":  # gloo notices by itself
+        elif self.backend is not None and self.backend.name() == "nccl":  # gloo raises an error by itself
             self.backend.abort()
 
     def leave(self) -> None:
-        """Talk to no other rank any more, when nothing of the group is under way on this one."""
+        """Disconnect from the other ranks. No operation of the group may be under way on this rank."""
         self.peers = self.backend = None
 
     def close(self) -> None:
-        """Leave the group and free this rank's part of its memory, once nobody else has that mapped."""
+        """Leave, and free this rank's shared memory, which no other rank may have mapped any more."""
         self.leave()
         if self.shared is not None:
             self.shared.close()

@@ -1,8 +1,8 @@
-"""The processes of a tensor-parallel engine: starts, feeds and watches the ranks, and sees that all end.
+"""The processes of a tensor-parallel engine: starts the ranks, sends them commands, and sees that all end.
 
 Rank 0 is the user's process. The others are fresh interpreters that import nothing of the user's program, so
-a script needs no `if __name__ == "__main__"`. Everything goes through anonymous pipes: commands to a rank,
-and back from it a report when it fails. The end of the pipe is how each side learns that the other is gone.
+a script needs no `if __name__ == "__main__"`. Anonymous pipes carry commands to a rank, and back from it a
+report if it fails. When one side has ended, the other side finds the pipe closed.
 """
 
 import atexit
@@ -36,8 +36,8 @@ class EngineDeadError(RuntimeError):
     """The engine has ended, by `exit` or because a rank failed, and cannot be used again."""
 
 
-# A rank looks for modules where rank 0 does, from the first import on. It ends when its parent is gone, also
-# while it still imports torch or waits for the parent in a collective.
+# The program of a rank. It has rank 0's search path for modules from the first import on, and ends when its
+# parent has ended, also while it imports torch or waits for the parent in a collective.
 START_RANK = """
 import sys
 sys.path[:] = sys.argv[1].split("\\n")
@@ -55,11 +55,10 @@ serve(int(sys.argv[4]), int(sys.argv[5]))
 
 class Ranks:
     """
-    Rank 0's hold on the others. `failure` says why they are gone, if they are; then every call raises it.
+    Rank 0's view of the other ranks. `failure` says why they have ended, if they have; every call raises it.
 
-    A step that has begun on one rank must be finished by all. So rank 0's part runs in a thread of its own,
-    where neither Ctrl-C nor another signal's handler can break it off half-way; an exception in there ends
-    all ranks.
+    A step that has begun on one rank must be finished on all. So rank 0's part runs in a thread of its own,
+    where neither Ctrl-C nor another signal's handler can interrupt it; an exception in it ends all ranks.
     """
 
     def __init__(self, config: Config, checkpoint: Checkpoint):
@@ -69,7 +68,7 @@ class Ranks:
         self._closed = False
         self._step: Future | None = None
         size = config.tensor_parallel_size
-        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # do without NVLink multicast
+        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # no NVLink multicast
         num_threads = max(1, torch.get_num_threads() // size)
         self._processes: list[subprocess.Popen] = []
         self._commands: list[connection.Connection] = []
@@ -95,13 +94,13 @@ class Ranks:
         reports, from_rank = Pipe(duplex=False)
         with for_rank, from_rank:
             fds = [for_rank.fileno(), from_rank.fileno()]
-            package = Path(__file__).parents[2]  # which sys.path may name relative to a folder since left
+            package = Path(__file__).parents[2]  # in sys.path, maybe relative to an earlier working folder
             args = ["\n".join(map(str, [*sys.path, package])), os.getpid(), self._folder, *fds]
             process = subprocess.Popen(
                 [spawn.get_executable(), "-c", START_RANK, *map(str, args)],
                 pass_fds=fds,
                 stdin=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C in a terminal goes to rank 0, which decides what it means
+                start_new_session=True,  # Ctrl-C in a terminal reaches rank 0 only
             )
         self._processes.append(process)
         self._commands.append(commands)
@@ -116,7 +115,7 @@ class Ranks:
             raise EngineDeadError(self.failure)
 
     def call(self, runner: Any, name: str, args: tuple) -> Any:
-        """Do the same on every rank, and return what it gives on this one, where `runner` is."""
+        """Call a method of the runner on every rank, and return the result of this rank's `runner`."""
         self.check()
         step = Future()
         with self._lock:
@@ -137,12 +136,12 @@ class Ranks:
             raise
 
     def explain(self, error: BaseException) -> None:
-        """Raise EngineDeadError if another rank's end is the reason, which the watch may be about to find."""
+        """Raise EngineDeadError if another rank has ended, which `_watch` may be about to notice."""
         if self._failed.wait(1):
             raise EngineDeadError(self.failure) from error
 
     def _watch(self) -> None:
-        """Wait for the first rank that reports or dies. The others' complaints about it come later."""
+        """Wait for the first rank that fails or dies; the errors of others, which it causes, come later."""
         ready = [self._reports.index(report) for report in connection.wait(self._reports)]
         if self._closed:
             return
@@ -167,7 +166,7 @@ class Ranks:
                     self._failed.set()
 
     def finish_step(self) -> None:
-        """Wait for rank 0's part of a step that Ctrl-C or another exception did not wait for."""
+        """Wait for rank 0's part of a step when Ctrl-C or another exception has ended the wait in `call`."""
         if self._step is not None:
             wait([self._step], timeout=5)
 
@@ -193,7 +192,7 @@ class Ranks:
 
 
 def serve(commands_fd: int, reports_fd: int) -> None:
-    """The life of a rank other than 0: do what it is told until there is nobody who could tell it."""
+    """The main function of a rank other than 0: carry out rank 0's commands until rank 0 has ended."""
     commands = connection.Connection(commands_fd, writable=False)
     reports = connection.Connection(reports_fd, readable=False)
     try:
@@ -212,12 +211,12 @@ def serve(commands_fd: int, reports_fd: int) -> None:
     except BaseException as error:
         with contextlib.suppress(OSError):
             reports.send((time.monotonic(), f"failed: {_describe(error)}", traceback.format_exc()))
-        time.sleep(1)  # rank 0 ends this process, or has ended itself
-        os._exit(1)  # whatever threads and collectives are still waiting for
+        time.sleep(1)  # rank 0 kills this process, or has ended
+        os._exit(1)  # does not wait for threads or collectives
 
 
 def _obey(runner: Any, commands: connection.Connection, folder: str) -> NoReturn:
-    """Do what rank 0 says until it has ended."""
+    """Carry out rank 0's commands until it has ended."""
     while True:
         while not commands.poll(1):
             runner.check_device()
@@ -231,21 +230,18 @@ def _obey(runner: Any, commands: connection.Connection, folder: str) -> NoReturn
 
 
 def _work(tasks: queue.SimpleQueue, config: Config, num_threads: int) -> None:
-    _prepare_thread(config, num_threads)
+    """Rank 0's thread: what every rank's main thread does."""
+    torch.set_num_threads(num_threads)
+    device = config.device_of(0)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     while (task := tasks.get()) is not None:
         future, function, *args = task
         try:
             future.set_result(function(*args))
         except BaseException as error:
             future.set_exception(error)
-        task = future = function = args = None
-
-
-def _prepare_thread(config: Config, num_threads: int) -> None:
-    torch.set_num_threads(num_threads)
-    device = config.device_of(0)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+        task = future = function = args = None  # keep nothing alive while waiting for the next task
 
 
 def _describe(error: BaseException) -> str:
@@ -261,7 +257,7 @@ def _describe_end(process: subprocess.Popen) -> str:
 
 
 def _peer_access(config: Config) -> bool:
-    """Whether each of the engine's GPUs can reach the memory of all others."""
+    """Whether each of the engine's GPUs can write into the memory of all others."""
     device = torch.device(config.device)
     if device.type != "cuda" or not torch.version.cuda:
         return False

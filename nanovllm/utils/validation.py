@@ -1,7 +1,7 @@
-"""How a value that is refused looks in the message: as its repr, shortened to at most MAX_SHOWN characters.
+"""How error messages show a value that is refused: its repr, shortened to at most MAX_SHOWN characters.
 
-Whatever the value is (endless, nested a thousand times, with a repr that raises or that nobody can print),
-this takes milliseconds and raises nothing.
+This takes milliseconds and raises nothing, whatever the value is: endless, nested a thousand times, with a
+repr that raises an error or cannot be printed.
 """
 
 import reprlib
@@ -22,12 +22,12 @@ class _ShortRepr(reprlib.Repr):
     def repr_int(self, x: int, level: int) -> str:
         try:
             return super().repr_int(x, level)
-        except ValueError:  # more digits than Python is willing to count
+        except ValueError:  # more digits than Python writes out
             return f"an integer of {x.bit_length()} bits"
 
 
 def shown(value: Any) -> str:
-    """The repr, shortened; lone surrogates are escaped, so that a message with it can be printed."""
+    """The shortened repr. Lone surrogates are escaped, so that the message can be printed."""
     try:
         text = _ShortRepr().repr(value)
     except Exception as error:  # a type that only looks like a list
@@ -43,7 +43,7 @@ def check_bool(value: Any, name: str) -> None:
 
 
 def find_surrogate(text: str) -> int:
-    """The place of the first lone surrogate, which UTF-8 cannot write, or -1."""
+    """The index of the first lone surrogate, which UTF-8 cannot encode, or -1."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
