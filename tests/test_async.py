@@ -134,7 +134,7 @@ def test_a_bad_request_is_refused_and_disturbs_nobody(engine):
     assert len(asyncio.run(run())["token_ids"]) == 20
 
 
-@pytest.mark.parametrize("where", ["model_runner.launch", "scheduler.add"])
+@pytest.mark.parametrize("where", ["batches.prefill", "scheduler.add"])
 def test_an_exception_of_the_engine_reaches_all_and_leaves_it_usable(engine, monkeypatch, where):
     def broken(*_):
         raise MemoryError("there is none left")

@@ -205,7 +205,7 @@ def test_a_bad_chat_is_refused(llm, messages):
         llm.chat(messages, GREEDY, use_tqdm=False)
 
 
-STEP_CALLS = ("prefill", "decode")  # what the engine asks of its ranks to compute a step
+STEP_CALLS = ("run",)  # what the engine asks of its ranks to compute a step
 
 
 class Boom(Exception):
@@ -595,7 +595,7 @@ def test_what_a_failed_step_was_to_compute_is_found_by_nobody(llm, model, monkey
 
     with monkeypatch.context() as patch:
         first = llm.add_request(prompt, GREEDY)
-        patch.setattr(llm.model_runner, "launch", broken)
+        patch.setattr(llm.model_runner, "run", broken)
         with pytest.raises(error, match="injected"):
             llm.step()
     if then == "abort":

@@ -12,7 +12,7 @@ import threading
 
 import pytest
 import torch
-from test_shaping import MIXED
+from test_edits import MIXED
 
 from nanovllm import LLM, AsyncLLM, SamplingParams
 from nanovllm.engine import isolation

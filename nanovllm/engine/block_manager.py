@@ -138,7 +138,6 @@ class BlockManager:
         """
         Prepare for writing the last token: open a block if it is the first of one, close the block it fills.
         """
-        self._adopt(seq)
         if len(seq.block_table) * self.block_size < len(seq):
             seq.block_table.append(self._take_free_block())
         elif len(seq) % self.block_size == 0 and len(seq.token_ids) == len(seq):
@@ -165,7 +164,6 @@ class BlockManager:
         Blocks that hold the sequence's beginning, up to the first miss and never including its last token.
         None for a sequence whose prompt is to be scored, which takes computing it.
         """
-        self._adopt(seq)
         found: list[int] = []
         if self.enable_prefix_caching and seq.is_scored:
             for i in range((len(seq) - 1) // self.block_size):
@@ -190,7 +188,3 @@ class BlockManager:
             prefix = seq.block_hashes[-1] if seq.block_hashes else -1
             seq.block_hashes.append(self.compute_hash(seq.block(len(seq.block_hashes)), prefix))
         return seq.block_hashes[i]
-
-    def _adopt(self, seq: Sequence) -> None:
-        """A sequence counts in the blocks of the pool it takes them from."""
-        seq.block_size = self.block_size

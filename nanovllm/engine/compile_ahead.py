@@ -22,8 +22,11 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm.config import Config
+from nanovllm.engine.batch import largest_batch
 from nanovllm.kernels import runtime
+from nanovllm.kernels.all_reduce import PeerMemory
 from nanovllm.kernels.runtime import triton
+from nanovllm.sampling_params import Needs
 
 TIMEOUT = 30  # seconds; far more than all kernels take
 MAX_PROCESSES = 16
@@ -153,3 +156,30 @@ def _compile_part(
         os._exit(0)
     finally:
         os._exit(1)
+
+
+@torch.inference_mode()
+def launch_every_kernel(make_runner: Callable[[], Any]) -> Iterator[None]:
+    """
+    Launch every kernel that prefill and decode have, through a ModelRunner that is on the CPU. Yields when
+    the kernels of the warm-up are through.
+    """
+    runner = make_runner()
+    config, group = runner.config, runner.group
+    if group.size > 1:
+        seqs, half_bytes = config.max_num_seqs, 1 << 20
+        words = torch.empty(PeerMemory.num_words(group.size, seqs, half_bytes), dtype=torch.int32)
+        addresses = [0] * group.size
+        group.peers = PeerMemory(group.rank, addresses, words, config.torch_dtype, seqs, half_bytes)
+    batch = largest_batch(config, num_tokens=16)  # kernels do not depend on how many
+    batch = batch._replace(scoring=None)  # log-probabilities are torch's work
+    filters, edits = Needs.FILTERS, Needs.RULES | Needs.TOKEN_FLAGS
+    runner.run(batch._replace(needs=filters | edits))
+    *smaller, largest = runner.graph_sizes
+    runner._decode_step(runner._padding(largest), Needs(0))
+    yield
+    for needs in (Needs(0), filters, edits):
+        runner.run(batch._replace(needs=needs))
+    runner.run(batch._replace(needs=Needs(0), lens_k=batch.lens_k + 1))  # some keys are in the cache
+    for size in smaller:
+        runner._decode_step(runner._padding(size), Needs(0))

@@ -1,6 +1,6 @@
 """The loop: queues requests, runs steps, and undoes a step that did not run to its end.
 
-Follow `step` -> `Scheduler.schedule` -> `ModelRunner.launch` -> `Scheduler.postprocess`.
+Follow `step` -> `Scheduler.schedule` -> `ModelRunner.run` -> `Scheduler.postprocess`.
 """
 
 import contextlib
@@ -17,10 +17,11 @@ from typing import Any, NamedTuple
 from nanovllm.checkpoints import Checkpoint, open_checkpoint
 from nanovllm.config import Config
 from nanovllm.distributed.ranks import SHUT_DOWN, EngineDeadError, Ranks
+from nanovllm.engine.batch import BatchMaker, StepOutput
+from nanovllm.engine.edits import num_rule_words
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.step_data import StepOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.prompts import Prompt, Prompts
 from nanovllm.text.results import GrowingText, record_logprobs
@@ -73,13 +74,14 @@ class LLMEngine:
                 self.config = replace(
                     self.config,
                     eos=tuple(token_id for token_id in eos if token_id < vocab_size),
-                    num_kvcache_blocks=self.model_runner.num_kvcache_blocks,
+                    num_kvcache_blocks=self.model_runner.kv_cache.num_blocks,
                 )
                 self._generation_config = checkpoint.generation_config()
             except BaseException:
                 self.exit()
                 raise
         self.scheduler = Scheduler(self.config)
+        self.batches = BatchMaker(self.config)
         self.prompts = Prompts(self.config, self.tokenizer, self.scheduler)
         self._seeds = random.Random(self.config.seed)
         self._overlap = self.config.device != "cpu"
@@ -156,6 +158,8 @@ class LLMEngine:
         seed = self._seeds.getrandbits(63) if params.seed is None else (params.seed + index) % 2**63
         seq = Sequence(token_ids, params, self.config.kvcache_block_size, seed)
         seq.bad_words = self.prompts.bad_words(params)
+        ends = self.scheduler.end_token_ids(params)
+        seq.num_rule_words = num_rule_words(params, seq.bad_words, ends)
         if params.prompt_logprobs is not None and index == 0:
             seq.scored_token_ids = token_ids[1:]
         return seq
@@ -216,6 +220,7 @@ class LLMEngine:
         if self.model_runner is not None:  # not shut down in the middle of its work
             try:
                 self.model_runner.call("reset")
+                self.batches.reset()
             except Exception as error:
                 raise EngineDeadError(f"the engine cannot go on after a step that failed: {error}") from error
         for seq_id in self._ended:
@@ -234,7 +239,9 @@ class LLMEngine:
 
     def _launch(self, sequences: list[Sequence], is_prefill: bool) -> Step:
         num_tokens = sum(seq.num_scheduled_tokens for seq in sequences) if is_prefill else -len(sequences)
-        output = self.model_runner.launch(sequences, is_prefill)
+        batch = self.batches.prefill(sequences) if is_prefill else self.batches.decode(sequences)
+        with self.model_runner.on_device():
+            output = self.model_runner.call("run", batch).to_host(batch)
         return Step(sequences, self.scheduler.advance(sequences), num_tokens, output)
 
     def _collect(self, step: Step, attempt: Attempt) -> int:

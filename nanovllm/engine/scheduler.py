@@ -11,16 +11,29 @@ preempted.
 from collections import deque
 from collections.abc import Iterable
 from operator import attrgetter
+from typing import Any, Protocol
 
-from nanovllm.config import Config
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.forecast import Forecast
 from nanovllm.engine.sequence import Sequence, SequenceStatus
-from nanovllm.engine.shaping import RULE_WORDS, num_rule_words
 from nanovllm.sampling_params import SamplingParams
 
 MAX_PREFILLS_IN_A_ROW = 4  # while a sequence waits to decode
 SHARE_WEIGHT = 1 / 32  # of one request's end in `Scheduler.expected_share`
+RULE_WORDS = 1 << 22  # int32 on a device that the rules of all running requests may take
+
+
+class SchedulerConfig(Protocol):
+    """What the scheduler wants to know of the engine's `Config`."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    eos: int | tuple[int, ...]
+    num_kvcache_blocks: int
+    kvcache_block_size: int
+    enable_prefix_caching: bool
+    hf_config: Any  # its `context_limit`
 
 
 class Scheduler:
@@ -29,7 +42,7 @@ class Scheduler:
     before any younger one and is preempted last, so each decode step brings it one token nearer its end.
     """
 
-    def __init__(self, config: Config):
+    def __init__(self, config: SchedulerConfig):
         self.max_num_seqs = config.max_num_seqs
         self.max_num_batched_tokens = config.max_num_batched_tokens
         self.max_model_len = config.max_model_len
@@ -59,7 +72,6 @@ class Scheduler:
         self.check(len(seq))
         seq.max_num_tokens = min(seq.max_num_tokens, self.max_num_tokens)
         seq.end_token_ids = self.end_token_ids(seq.sampling_params)
-        seq.num_rule_words = num_rule_words(seq.sampling_params, seq.bad_words, seq.end_token_ids)
         self.waiting.append(seq)
 
     def end_token_ids(self, params: SamplingParams) -> frozenset[int]:
@@ -280,7 +292,7 @@ class Scheduler:
         self.block_manager.deallocate(seq)
         self.free_rows.append(seq.row)
         self.num_rule_words -= seq.num_rule_words
-        seq.row, seq.num_sent_blocks = -1, 0
+        seq.row = -1
 
     def clear(self) -> None:
         """
@@ -293,7 +305,7 @@ class Scheduler:
         self.chunked: Sequence | None = None  # the running sequence, always the last, not yet fully prefilled
         self.blocked: Sequence | None = None  # waits for others to give blocks back; not looked at until then
         self.num_prefills_in_a_row = 0  # while somebody waited to decode
-        self.free_rows = list(range(self.max_num_seqs))[::-1]  # of the device's decode state
+        self.free_rows = list(range(self.max_num_seqs))[::-1]  # of the devices' tables
         self.num_rule_words = 0  # of those that are running
 
     def restart(self, sequences: Iterable[Sequence]) -> None:

@@ -5,8 +5,7 @@ One request on its way through the engine: its tokens, how far they are computed
 from enum import Enum, auto
 from itertools import count
 
-from nanovllm.engine.shaping import extras_of
-from nanovllm.sampling_params import MAX_TOKENS, SamplingParams
+from nanovllm.sampling_params import MAX_TOKENS, SamplingParams, needs_of
 
 # A token's log-probability and rank (1 is the likeliest), then the likeliest tokens and theirs.
 TokenLogprobs = tuple[float, int, list[int], list[float]]
@@ -28,13 +27,12 @@ class Sequence:
     """
 
     _ids = count()
-    block_size = 256
 
     def __init__(
         self,
         token_ids: list[int],
         sampling_params: SamplingParams = SamplingParams(),
-        block_size: int | None = None,
+        block_size: int = 256,
         seed: int = 0,
     ):
         self.seq_id = next(Sequence._ids)
@@ -45,38 +43,35 @@ class Sequence:
         self.num_cached_tokens = 0
         self.num_computed_tokens = 0
         self.num_scheduled_tokens = 0
-        self.block_table: list[int] = []
-        self.row = -1  # of the device's decode state, while running
-        self.num_sent_blocks = 0  # how much of the block table the device knows
-        self.block_hashes: list[int] = []  # chained hashes of the full blocks seen so far
-        # What float32 can work with: below it only the best token is left, above it all are alike.
-        self.temperature = (
-            min(sampling_params.temperature, 1e20) if sampling_params.temperature > 1e-6 else 0.0
-        )
-        self.max_tokens = MAX_TOKENS if sampling_params.max_tokens is None else sampling_params.max_tokens
-        self.max_num_tokens = self.num_prompt_tokens + self.max_tokens  # the scheduler lowers it to what fits
-        self.ignore_eos = sampling_params.ignore_eos
-        self.sampling_params = sampling_params
-        self.extras = extras_of(sampling_params)
-        self.leader: Sequence | None = None  # the first completion of the same prompt, for the others
-        self.block_copies: list[tuple[int, int]] = []  # (from, to): to be copied before the next step
-        self.bad_words: list[list[int]] = []  # as token ids, filled in by the engine, like the next
-        self.num_rule_words = 0  # int32 that they and the other rules take on the device
-        self.scored_token_ids: list[
-            int
-        ] = []  # after each of the first tokens: what comes there, to be scored
-        self.num_scored = 0  # how many of them a step has scored or is about to
-        self.prompt_logprobs: list[TokenLogprobs] = []  # of these, and of the completion's tokens
-        self.logprobs: list[TokenLogprobs] = []
-        self.end_token_ids: frozenset[int] = frozenset()  # filled in by the scheduler, which knows eos
-        self.finish_reason: str | None = None  # "stop", "length", "abort" or "error"
-        self.error: Exception | None = None  # what has ended it, if that is an error of its own
-        self.stop_reason: str | int | None = None  # the text or token id of the request that ended it
-        self.text: str | None = None  # of the completion, where a stop text has cut it
         self.num_prompt_tokens_cached: int | None = None  # found in the cache when it was admitted first
+        # Until the scheduler lowers it to what fits.
+        self.max_num_tokens = self.num_prompt_tokens + (sampling_params.max_tokens or MAX_TOKENS)
+
+        # Where it is
+        self.block_size = block_size
+        self.block_table: list[int] = []
+        self.block_hashes: list[int] = []  # chained hashes of the full blocks seen so far
+        self.block_copies: list[tuple[int, int]] = []  # (from, to): to be copied before the next step
+        self.row = -1  # of the devices' tables, while running
+
+        # What it asks for
+        self.sampling_params = sampling_params
+        self.needs = int(needs_of(sampling_params))  # an int, since each step combines those of all
         self.seed = seed  # with a token's position it decides the noise that token is drawn with
-        if block_size is not None:
-            self.block_size = block_size
+        self.leader: Sequence | None = None  # the first completion of the same prompt, for the others
+        self.end_token_ids: frozenset[int] = frozenset()  # filled in by the scheduler, which knows eos
+        self.bad_words: list[list[int]] = []  # as token ids, filled in by the engine, like the next three
+        self.num_rule_words = 0  # int32 that they and the other rules take on a device
+        self.scored_token_ids: list[int] = []  # what comes after each of the first tokens
+        self.num_scored = 0  # how many of these a step has scored or is about to
+
+        # What is told of it
+        self.prompt_logprobs: list[TokenLogprobs] = []  # of scored_token_ids, and of the completion's tokens
+        self.logprobs: list[TokenLogprobs] = []
+        self.finish_reason: str | None = None  # "stop", "length", "abort" or "error"
+        self.stop_reason: str | int | None = None  # the text or token id of the request that ended it
+        self.error: Exception | None = None  # what has ended it, if that is an error of its own
+        self.text: str | None = None  # of the completion, where a stop text has cut it
 
     def __len__(self) -> int:
         return self.num_tokens
@@ -141,7 +136,7 @@ class Sequence:
         self.num_tokens = len(self.token_ids)
         self.num_cached_tokens = self.num_computed_tokens = self.num_scheduled_tokens = 0
         self.block_table, self.block_copies = [], []
-        self.row, self.num_sent_blocks = -1, 0
+        self.row = -1
         del self.block_hashes[self.num_tokens // self.block_size :]
         del self.logprobs[self.num_completion_tokens :]
         self.num_scored = len(self.prompt_logprobs)

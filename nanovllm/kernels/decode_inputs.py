@@ -1,6 +1,6 @@
 """The inputs of a decode step, gathered on the device from what it remembers of the running sequences.
 
-The host sends only changes (see engine/decode_state.py); a step that changes nothing costs it nothing.
+The host sends only changes (see engine/device_rows.py); a step that changes nothing costs it nothing.
 """
 
 from typing import NamedTuple
@@ -22,23 +22,24 @@ class DecodeInputs(NamedTuple):
     next_positions: Tensor  # int64 [batch], of the tokens to be drawn
 
 
-def decode_inputs(
-    rows: Tensor,
-    tokens: Tensor,
-    lengths: Tensor,
-    block_tables: Tensor,
-    temperatures: Tensor,
-    seeds: Tensor,
-    block_size: int,
-) -> DecodeInputs:
+class InputTables(NamedTuple):
+    """What is remembered of each sequence, a row each. A row of length 0 is padding."""
+
+    tokens: Tensor  # int32 [rows], of the next input
+    lengths: Tensor  # int32 [rows], which count the input token
+    block_tables: Tensor  # int32 [rows, max blocks]
+    temperatures: Tensor  # float32 [rows]
+    seeds: Tensor  # int64 [rows]
+
+
+def decode_inputs(rows: Tensor, tables: InputTables, block_size: int) -> DecodeInputs:
     """
-    rows int32 [batch] picks a row of the others for every sequence of the batch: tokens and lengths int32
-    [rows], block_tables int32 [rows, max blocks], temperatures float32 [rows], seeds int64 [rows]. A row of
-    length 0 is padding. `lengths` counts the input token; it is advanced for the next step, in place.
+    rows int32 [batch] picks a row of the tables for every sequence of the batch. The lengths are advanced for
+    the next step, in place.
     """
-    if not use_triton(tokens):
-        return decode_inputs_torch(rows, tokens, lengths, block_tables, temperatures, seeds, block_size)
-    batch, width = len(rows), block_tables.shape[1]
+    if not use_triton(rows):
+        return decode_inputs_torch(rows, tables, block_size)
+    batch, width = len(rows), tables.block_tables.shape[1]
     out = DecodeInputs(
         *(torch.empty(batch, dtype=torch.int64, device=rows.device) for _ in range(2)),
         *(torch.empty(batch, dtype=torch.int32, device=rows.device) for _ in range(2)),
@@ -46,37 +47,18 @@ def decode_inputs(
         torch.empty(batch, dtype=torch.float32, device=rows.device),
         *(torch.empty(batch, dtype=torch.int64, device=rows.device) for _ in range(2)),
     )
-    _decode_inputs_kernel[(batch,)](
-        rows,
-        tokens,
-        lengths,
-        block_tables,
-        temperatures,
-        seeds,
-        *out,
-        width,
-        BLOCK_SIZE=block_size,
-        num_warps=1,
-    )
+    _decode_inputs_kernel[(batch,)](rows, *tables, *out, width, BLOCK_SIZE=block_size, num_warps=1)
     return out
 
 
-def decode_inputs_torch(
-    rows: Tensor,
-    tokens: Tensor,
-    lengths: Tensor,
-    block_tables: Tensor,
-    temperatures: Tensor,
-    seeds: Tensor,
-    block_size: int,
-) -> DecodeInputs:
-    length, tables = lengths[rows], block_tables[rows]
+def decode_inputs_torch(rows: Tensor, tables: InputTables, block_size: int) -> DecodeInputs:
+    tokens, length, block_tables, temperatures, seeds = (table[rows] for table in tables)
     positions = (length - 1).clamp_min(0).long()
-    blocks = tables.gather(1, positions[:, None] // block_size).squeeze(1)
+    blocks = block_tables.gather(1, positions[:, None] // block_size).squeeze(1)
     slots = torch.where(length > 0, blocks * block_size + positions % block_size, -1).int()
-    lengths[rows] = length + (length > 0)
+    tables.lengths[rows] = length + (length > 0)
     return DecodeInputs(
-        tokens[rows].long(), positions, slots, length, tables, temperatures[rows], seeds[rows], length.long()
+        tokens.long(), positions, slots, length, block_tables, temperatures, seeds, length.long()
     )
 
 

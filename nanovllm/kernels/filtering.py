@@ -6,6 +6,8 @@ what lies above three points of the range that is left, which shrinks it to a qu
 in it. A first pass sets apart the few best of every lane, and whatever can be decided among these is.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -15,15 +17,23 @@ BLOCK = 2048  # logits that are looked at together, each by a lane of its own
 STAGES = 6  # so that enough of a row is on its way
 BEST = 4  # logits of every lane that are set apart
 MAX_PASSES = 128  # far more than float32 can need in a range of real logits
+LOG2_E = 1.4426950408889634
+
+
+class Filters(NamedTuple):
+    """Of a row, in the order of the table's columns. The defaults keep all tokens."""
+
+    top_k: float = 0.0
+    top_p: float = 1.0
+    min_p: float = 0.0
 
 
 def filter_thresholds(logits: Tensor, temperatures: Tensor, filters: Tensor) -> Tensor:
     """The lowest logit of each row that its filters keep, float32 [batch]; -inf where none is asked for.
 
     logits [batch, vocabulary], temperatures float32 [batch] (0 is greedy: nothing to filter), filters float32
-    [batch, 3 or more columns]: top_k (0 is all), top_p (1 is all) and min_p (0 is all). Applied in the order
-    min_p, top_k, top_p, each to what those before it leave; equal logits are kept or left out together. A
-    row's threshold depends on nothing but the row.
+    [batch, 3]: Filters. Applied in the order min_p, top_k, top_p, each to what those before it leave; equal
+    logits are kept or left out together. A row's threshold depends on nothing but the row.
     """
     if not use_triton(logits):
         return filter_thresholds_torch(logits, temperatures, filters)
@@ -40,6 +50,8 @@ def filter_thresholds(logits: Tensor, temperatures: Tensor, filters: Tensor) -> 
             filters.stride(0),
             logits.shape[1],
             BLOCK=BLOCK,
+            BEST=BEST,
+            LOG2_E=LOG2_E,
             STAGES=STAGES,
             MAX_PASSES=MAX_PASSES,
             num_warps=8,
@@ -50,7 +62,7 @@ def filter_thresholds(logits: Tensor, temperatures: Tensor, filters: Tensor) -> 
 
 def filter_thresholds_torch(logits: Tensor, temperatures: Tensor, filters: Tensor) -> Tensor:
     thresholds = torch.full((len(logits),), -torch.inf, dtype=torch.float32, device=logits.device)
-    top_k, top_p, min_p = filters[:, :3].unbind(1)
+    top_k, top_p, min_p = filters.unbind(1)
     rows = ((temperatures > 0) & ((top_k > 0) | (top_p < 1) | (min_p > 0))).nonzero().flatten()
     if not len(rows):
         return thresholds
@@ -77,6 +89,8 @@ def _threshold_kernel(
     filter_stride,
     vocab,
     BLOCK: tl.constexpr,
+    BEST: tl.constexpr,
+    LOG2_E: tl.constexpr,
     STAGES: tl.constexpr,
     MAX_PASSES: tl.constexpr,
 ):
@@ -89,8 +103,8 @@ def _threshold_kernel(
     threshold = tl.full([], float("-inf"), tl.float32)
     if (temperature > 0) & ((top_k > 0) | (top_p < 1) | (min_p > 0)):
         row = logits + i * row_stride
-        few = bests + i * 4 * BLOCK
-        scale = 1.4426950408889634 / temperature
+        few = bests + i * BEST * BLOCK
+        scale = LOG2_E / temperature
         lane = tl.arange(0, BLOCK)
         first = tl.full([BLOCK], float("-inf"), tl.float32)
         second, third, fourth, least = first, first, first, -first
@@ -110,10 +124,10 @@ def _threshold_kernel(
         complete = _next_above_kernel(tl.max(fourth, axis=0))  # from here on `few` has all there are
         threshold = tl.maximum(tl.min(least, axis=0), best + tl.log2(min_p) / scale)
         if (top_k > 0) & (top_k < vocab):
-            if _weigh_kernel(few, 4 * BLOCK, complete, best, scale, True, BLOCK, 1) >= top_k:
+            if _weigh_kernel(few, BEST * BLOCK, complete, best, scale, True, BLOCK, 1) >= top_k:
                 low = tl.maximum(threshold, complete)
                 threshold = _search_kernel(
-                    few, 4 * BLOCK, low, best, scale, top_k, True, BLOCK, 1, MAX_PASSES
+                    few, BEST * BLOCK, low, best, scale, top_k, True, BLOCK, 1, MAX_PASSES
                 )
             else:
                 threshold = _search_kernel(
@@ -121,13 +135,13 @@ def _threshold_kernel(
                 )
         if top_p < 1:
             low = tl.maximum(threshold, complete)
-            enough = _weigh_kernel(few, 4 * BLOCK, low, best, scale, False, BLOCK, 1)
+            enough = _weigh_kernel(few, BEST * BLOCK, low, best, scale, False, BLOCK, 1)
             weight = enough
             if threshold < complete:
                 weight = _weigh_kernel(row, vocab, threshold, best, scale, False, BLOCK, STAGES)
             if enough >= top_p * weight:
                 threshold = _search_kernel(
-                    few, 4 * BLOCK, low, best, scale, top_p * weight, False, BLOCK, 1, MAX_PASSES
+                    few, BEST * BLOCK, low, best, scale, top_p * weight, False, BLOCK, 1, MAX_PASSES
                 )
             else:
                 threshold = _search_kernel(

@@ -1,26 +1,36 @@
 """Changes to logits before a token is drawn. Rows that ask for none are not touched.
 
-Rules are for biases and for banned tokens and words, marks for penalties and allowed tokens.
+Rules are for biases and for banned tokens and words, token flags for penalties and allowed tokens.
 
 A rule adds a number to one token's logit, as long as the sequence is short enough and the tokens drawn last
-are those that the rule names. A mark says of one token of the vocabulary how often the completion has it,
-whether the prompt has it, and whether it may not be drawn at all.
+are those that the rule names. A token's flags say how often the completion has it, whether the prompt has it,
+and whether it may not be drawn at all.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from nanovllm.kernels.runtime import cdiv, tl, triton, use_triton
 
-FOREVER = 2**31 - 1
-FIELDS = 5  # of a rule, see apply_rules
+RULE_FIELDS = 5  # see apply_rules
 HISTORY = 1024  # tokens drawn last that are remembered; a power of 2
-IN_PROMPT, BANNED = 1 << 30, 1 << 29  # marks; what is below counts occurrences in the completion
+IN_PROMPT, BANNED = 1 << 30, 1 << 29  # token flags; the bits below count occurrences in the completion
 COUNT = BANNED - 1
 PROGRAMS_A_ROW = 8  # so that others do not wait long for a row of very many rules
 RULES_AT_ONCE = 128
 TOKENS_AT_ONCE = 16
 BLOCK = 4096
+
+
+class Penalties(NamedTuple):
+    """Of a row, in the order of the table's columns."""
+
+    presence: float = 0.0
+    frequency: float = 0.0
+    repetition: float = 1.0
+    has_flags: float = 0.0  # 0: the row's token flags mean nothing
 
 
 def apply_rules(
@@ -34,7 +44,7 @@ def apply_rules(
     """Change logits float32 [batch, vocabulary] in place.
 
     rows int32 [batch] says whose rules and history; positions int64 [batch] those of the tokens to be drawn.
-    rules has a row's, int32: their number, then FIELDS numbers of each, field by field
+    rules has a row's, int32: their number, then RULE_FIELDS numbers of each, field by field
       the position from which the rule holds no longer
       the bits of the float32 that it adds
       the token whose logit changes
@@ -69,7 +79,7 @@ def apply_rules_torch(
         if row not in rules:
             continue
         words, number = rules[row], int(rules[row][0])
-        until, added, token, end, length = words[1 : 1 + FIELDS * number].view(FIELDS, number)
+        until, added, token, end, length = words[1 : 1 + RULE_FIELDS * number].view(RULE_FIELDS, number)
         holds = position < until
         left = (holds & (length > 0)).nonzero()[:, 0]  # of which the tokens so far agree
         back = 1
@@ -81,40 +91,41 @@ def apply_rules_torch(
         x.index_add_(0, token[holds], added.view(torch.float32)[holds])
 
 
-def apply_marks(logits: Tensor, rows: Tensor, penalties: Tensor, marks: Tensor) -> None:
+def apply_token_flags(logits: Tensor, rows: Tensor, penalties: Tensor, token_flags: Tensor) -> None:
     """Change logits float32 [batch, vocabulary] in place.
 
-    penalties float32 [batch, 4]: presence, frequency and repetition penalty as SamplingParams has them, and
-    whether the row has marks at all. marks int32 [rows, vocabulary], of which rows int32 [batch] picks the
-    sequences'.
+    penalties float32 [batch, 4]: Penalties. token_flags int32 [rows, vocabulary], of which rows int32 [batch]
+    picks the sequences'.
     """
     if not use_triton(logits):
-        return apply_marks_torch(logits, rows, penalties, marks)
+        return apply_token_flags_torch(logits, rows, penalties, token_flags)
     batch, vocab = logits.shape
     if batch:
-        _marks_kernel[(cdiv(vocab, BLOCK), batch)](
+        _token_flags_kernel[(cdiv(vocab, BLOCK), batch)](
             logits,
             rows,
             penalties,
-            marks,
+            token_flags,
             logits.stride(0),
             penalties.stride(0),
-            marks.stride(0),
+            token_flags.stride(0),
             vocab,
+            IN_PROMPT=IN_PROMPT,
+            BANNED=BANNED,
             BLOCK=BLOCK,
             num_warps=8,
         )
 
 
-def apply_marks_torch(logits: Tensor, rows: Tensor, penalties: Tensor, marks: Tensor) -> None:
-    marked = (penalties[:, 3] > 0).nonzero().flatten()
-    presence, frequency, repetition = penalties[marked, :3, None].unbind(1)
-    x, mark = logits[marked], marks[rows[marked].long()]
-    count = mark & COUNT
-    repeated = torch.where(x > 0, x / repetition, x * repetition)
-    x = torch.where(mark & (COUNT | IN_PROMPT) > 0, repeated, x)
-    x = x - frequency * count - presence * (count > 0)
-    logits[marked] = x.masked_fill(mark & BANNED > 0, -torch.inf)
+def apply_token_flags_torch(logits: Tensor, rows: Tensor, penalties: Tensor, token_flags: Tensor) -> None:
+    presence, frequency, repetition, has_flags = Penalties(*penalties.unsqueeze(2).unbind(1))
+    flagged = (has_flags > 0).flatten().nonzero().flatten()
+    x, flags = logits[flagged], token_flags[rows[flagged].long()]
+    count = flags & COUNT
+    repeated = torch.where(x > 0, x / repetition[flagged], x * repetition[flagged])
+    x = torch.where(flags & (COUNT | IN_PROMPT) > 0, repeated, x)
+    x = x - frequency[flagged] * count - presence[flagged] * (count > 0)
+    logits[flagged] = x.masked_fill(flags & BANNED > 0, -torch.inf)
 
 
 @triton.jit
@@ -141,9 +152,10 @@ def _rules_kernel(
             index = start + tl.arange(0, BLOCK)
             inside = index < number
             rule = words + 1 + index
-            holds = inside & (position < tl.load(rule, mask=inside, other=0))
+            until = tl.load(rule, mask=inside, other=0)
             end = tl.load(rule + 3 * number, mask=inside, other=0)
             length = tl.load(rule + 4 * number, mask=inside, other=0)
+            holds = inside & (position < until)
             compared = 0
             longest = tl.max(tl.where(holds, length, 0), axis=0)
             while compared < longest:
@@ -161,28 +173,31 @@ def _rules_kernel(
 
 
 @triton.jit
-def _marks_kernel(
+def _token_flags_kernel(
     logits,
     rows,
     penalties,
-    marks,
+    token_flags,
     logits_stride,
     penalties_stride,
-    marks_stride,
+    flags_stride,
     vocab,
+    IN_PROMPT: tl.constexpr,
+    BANNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     i = tl.program_id(1).to(tl.int64)
     penalty = penalties + i * penalties_stride
-    if tl.load(penalty + 3) > 0:
+    has_flags = tl.load(penalty + 3)
+    if has_flags > 0:
         presence, frequency, repetition = tl.load(penalty), tl.load(penalty + 1), tl.load(penalty + 2)
         column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         inside = column < vocab
         address = logits + i * logits_stride + column
         x = tl.load(address, mask=inside)
-        mark = tl.load(marks + tl.load(rows + i).to(tl.int64) * marks_stride + column, mask=inside)
-        count = mark & 0x1FFFFFFF
+        flags = tl.load(token_flags + tl.load(rows + i).to(tl.int64) * flags_stride + column, mask=inside)
+        count = flags & (BANNED - 1)
         repeated = tl.where(x > 0, x / repetition, x * repetition)
-        x = tl.where((mark & 0x5FFFFFFF) > 0, repeated, x)
+        x = tl.where((count > 0) | ((flags & IN_PROMPT) > 0), repeated, x)
         x = x - frequency * count - tl.where(count > 0, presence, 0.0)
-        tl.store(address, tl.where((mark & 0x20000000) > 0, float("-inf"), x), mask=inside)
+        tl.store(address, tl.where((flags & BANNED) > 0, float("-inf"), x), mask=inside)

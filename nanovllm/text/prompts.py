@@ -10,8 +10,8 @@ from typing import Any
 
 from nanovllm.checkpoints.tokenizer import render_chat, tokenizer_errors
 from nanovllm.config import Config
-from nanovllm.engine.scheduler import Scheduler
-from nanovllm.engine.shaping import RULE_WORDS, num_rule_words
+from nanovllm.engine.edits import num_rule_words
+from nanovllm.engine.scheduler import RULE_WORDS, Scheduler
 from nanovllm.kernels.logit_edits import HISTORY
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.validation import check_bool, find_surrogate, shown

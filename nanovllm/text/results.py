@@ -4,8 +4,8 @@ import functools
 from operator import itemgetter
 from typing import Any, NamedTuple
 
+from nanovllm.engine.batch import StepOutput
 from nanovllm.engine.sequence import Sequence, TokenLogprobs
-from nanovllm.engine.step_data import StepOutput
 from nanovllm.sampling_params import MAX_LOGPROBS
 from nanovllm.text.detokenizer import Detokenizer, vocabulary_of
 

@@ -6,6 +6,7 @@ Every thread has its own, since each may drive an engine.
 
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -39,28 +40,9 @@ def get_context() -> Context:
     return _context.get()
 
 
-def set_context(
-    is_prefill: bool,
-    cu_seqlens_q: torch.Tensor | None = None,
-    cu_seqlens_k: torch.Tensor | None = None,
-    max_seqlen_q: int = 0,
-    max_seqlen_k: int = 0,
-    slot_mapping: torch.Tensor | None = None,
-    context_lens: torch.Tensor | None = None,
-    block_tables: torch.Tensor | None = None,
-) -> None:
-    _context.set(
-        Context(
-            is_prefill,
-            cu_seqlens_q,
-            cu_seqlens_k,
-            max_seqlen_q,
-            max_seqlen_k,
-            slot_mapping,
-            context_lens,
-            block_tables,
-        )
-    )
+def set_context(is_prefill: bool, **fields: Any) -> None:
+    """The fields are those of `Context`."""
+    _context.set(Context(is_prefill, **fields))
 
 
 def reset_context() -> None:

@@ -551,7 +551,7 @@ def test_a_long_file_is_read_no_further_than_the_engine_has_room(engine):
 
 
 def test_a_line_that_the_engine_fails_with_is_answered_with_its_error(answers_of, engine, monkeypatch):
-    launch = engine.model_runner.launch
+    launch = engine._launch
 
     def failing(sequences, is_prefill):
         if any(seq.prompt_token_ids == [7, 7] for seq in sequences):
@@ -561,7 +561,7 @@ def test_a_line_that_the_engine_fails_with_is_answered_with_its_error(answers_of
     lines = [{"prompt": prompt, "temperature": 0} for prompt in ([1, 2, 3], [7, 7], [], [4, 5])]
     lines[1]["custom_id"] = "a"
     expected = answers_of(lines)
-    monkeypatch.setattr(engine.model_runner, "launch", failing)
+    monkeypatch.setattr(engine, "_launch", failing)
     answers = answers_of(lines)
     error = {"code": "server_error", "message": "line 2: MemoryError: too much"}
     assert answers.pop(1) == {"id": "line-2", "line": 2, "custom_id": "a", "response": None, "error": error}

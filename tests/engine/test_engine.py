@@ -199,7 +199,7 @@ def test_the_kv_cache_may_have_another_dtype_than_the_model(folder, dtype):
     for cache_dtype in ("auto", *DTYPES):
         with LLM(str(folder), **options, kv_cache_dtype=cache_dtype) as llm:
             expected = DTYPES[dtype if cache_dtype == "auto" else cache_dtype]
-            assert llm.model_runner.kv_cache.dtype == expected
+            assert llm.model_runner.kv_cache.pages.dtype == expected
             found[cache_dtype] = llm.generate(prompts, params, use_tqdm=False)
     assert found["auto"] == found[dtype] == found["float32"]
     for result, exact in zip(chain(*found.values()), found["auto"] * len(found), strict=True):
@@ -467,7 +467,7 @@ def test_the_model_and_the_cache_are_freed_with_the_engine(folder, how):
     llm = LLM(str(folder), **EXACT, num_kvcache_blocks=8)
     llm.generate([[1, 2, 3]], SamplingParams(0, 4), use_tqdm=False)
     runner = llm.model_runner
-    parts = [weakref.ref(runner.model), weakref.ref(runner.kv_cache)]
+    parts = [weakref.ref(runner.model), weakref.ref(runner.kv_cache.pages)]
     del runner
     if how == "exit":
         llm.exit()

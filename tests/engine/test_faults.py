@@ -20,7 +20,7 @@ from nanovllm import LLM, AsyncLLM, SamplingParams
 from nanovllm import llm as llm_module
 from nanovllm.distributed.ranks import EngineDeadError
 from nanovllm.engine import isolation, llm_engine
-from nanovllm.engine.step_data import StepOutput
+from nanovllm.engine.batch import StepOutput
 from nanovllm.text import results as texts
 from tiny_checkpoints import EXACT, make_checkpoint, one_thread  # noqa: F401
 
@@ -42,20 +42,20 @@ METHODS = {
         "_take_free_block",
     ],
     "runner": [
+        "call",
+        "run",
         "prepare_prefill",
         "prepare_decode",
-        "launch",
-        "call",
-        "prefill",
-        "decode",
+        "prepare_sample",
         "run_model",
         "_draw",
     ],
-    "state": ["changes", "apply", "next_inputs", "feed"],
-    "shaping": ["update", "write", "apply", "remember"],
+    "batches": ["prefill", "decode"],
+    "host rows": ["prefill", "decode"],
+    "device rows": ["apply", "_apply_edits", "next_inputs", "edit_logits", "note_drawn"],
     "model": ["forward", "compute_logits"],
     "engine": ["_enqueue", "_step", "_launch", "_collect", "_check_stop_texts"],
-    "output": ["token_ids", "logprobs", "prompt_logprobs"],
+    "output": ["to_host", "token_ids", "logprobs", "prompt_logprobs"],
     "text": ["find_stop"],
     "records": ["record_logprobs"],
     "results": ["make_result"],
@@ -113,8 +113,9 @@ def object_of(llm: LLM, place: str):
         "scheduler": llm.scheduler,
         "block_manager": llm.scheduler.block_manager,
         "runner": runner,
-        "state": runner.state,
-        "shaping": runner.shaping,
+        "batches": llm.batches,
+        "host rows": llm.batches.rows,
+        "device rows": runner.rows,
         "model": runner.model,
         "engine": llm,
         "output": StepOutput,
@@ -231,8 +232,8 @@ def test_an_error_in_async_llm_reaches_one_task_at_most(async_engine, expected, 
 
 POISON = [[250, 251, 252] * 3, SamplingParams(0, 20, True, n=2, stop="never\n seen")]
 POISONED = {  # what fails for each sequence of it
-    "launch": lambda sequences, is_prefill: sequences,
-    "decoding": lambda sequences, is_prefill: [] if is_prefill else sequences,
+    "launching": lambda sequences, is_prefill: sequences,
+    "decoding": lambda sequences: sequences,
     "enqueueing": lambda seq: [seq],
     "find_stop": lambda text: [text.seq] if len(text.seq.token_ids) > 12 else [],
     "look": lambda text: [text.seq] if len(text.seq.token_ids) > 12 else [],
@@ -243,8 +244,8 @@ POISONED = {  # what fails for each sequence of it
 def poison(llm: LLM, patch: pytest.MonkeyPatch, what: str) -> list[int]:
     """Have the poisoned prompt fail wherever it takes part. Returns a list that gets an item each time."""
     target, name = {
-        "launch": (llm.model_runner, "launch"),
-        "decoding": (llm.model_runner, "launch"),
+        "launching": (llm, "_launch"),
+        "decoding": (llm.batches, "decode"),
         "enqueueing": (llm.scheduler, "add"),
         "find_stop": (texts.GrowingText, "find_stop"),
         "look": (texts.GrowingText, "look"),
@@ -296,7 +297,7 @@ def test_a_request_that_fails_is_the_only_one_of_async_llm_that_does(
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("what", ["launch", "decoding", "find_stop", "result"])
+@pytest.mark.parametrize("what", ["launching", "decoding", "find_stop", "result"])
 def test_a_request_that_fails_is_the_only_one_of_generate_from_that_does(
     engine, expected, monkeypatch, what, overlap
 ):
@@ -323,7 +324,7 @@ def test_the_culprit_of_a_step_is_found_at_the_second_failure(folder, monkeypatc
     prompts = [[i] * 3 for i in range(25)] + [POISON[0]] + [[i] * 3 for i in range(50, 65)]
     with LLM(folder, **EXACT, num_kvcache_blocks=200) as llm:
         expected = tokens_of(llm.generate(prompts, params, use_tqdm=False))
-        failures = poison(llm, monkeypatch, "launch")
+        failures = poison(llm, monkeypatch, "launching")
         found = dict(llm.generate_from([(prompt, params) for prompt in prompts], return_exceptions=True))
         assert isinstance(found.pop(25), torch.OutOfMemoryError) and len(failures) == 2
         assert all(result["token_ids"] == expected[i] for i, result in found.items())
@@ -358,7 +359,7 @@ def test_when_memory_runs_out_the_message_says_what_to_lower(folder, engine, mon
         with pytest.raises(torch.OutOfMemoryError, match=hint):
             LLM(folder, **EXACT)
         return
-    monkeypatch.setattr(engine.model_runner, "_begin_prefill" if phase == "prefill" else "run_model", fail)
+    monkeypatch.setattr(engine.model_runner, "prepare_prefill" if phase == "prefill" else "run_model", fail)
     with pytest.raises(torch.OutOfMemoryError, match=hint):
         engine.generate(PROMPTS, PARAMS, use_tqdm=False)
     assert_empty(engine)

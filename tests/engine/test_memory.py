@@ -3,7 +3,8 @@
 import pytest
 
 from nanovllm import LLM
-from nanovllm.engine.model_runner import ALL_EXTRAS
+from nanovllm.engine.batch import largest_batch
+from nanovllm.sampling_params import Needs
 from tiny_checkpoints import EXACT, make_checkpoint, one_thread  # noqa: F401
 
 
@@ -21,11 +22,11 @@ def test_the_warm_up_is_the_largest_step_there_can_be(
 ):
     sizes = dict(max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs)
     with LLM(folder, **EXACT, **sizes, max_model_len=max_model_len, num_kvcache_blocks=20) as llm:
-        batch = llm.model_runner._largest_prefill()
+        batch = largest_batch(llm.config, max_num_batched_tokens)
     longest = max_model_len - 1  # a longer prompt leaves no room for a token
     assert sum(batch.lens_q) == min(max_num_batched_tokens, max_num_seqs * longest)
     assert len(batch.lens_q) == min(max_num_seqs, max_num_batched_tokens)
-    assert max(batch.lens_q) <= longest and batch.extras == ALL_EXTRAS
+    assert max(batch.lens_q) <= longest and batch.needs == ~Needs(0)
     assert (batch.scoring is not None) == (max(batch.lens_q) > 1)
 
 

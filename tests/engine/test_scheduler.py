@@ -259,7 +259,7 @@ def test_any_end_of_sequence_token_ends_a_sequence_and_is_kept(eos):
         scheduler.add(sequence)
     run_all(scheduler, runner)
     for sequence in sequences:
-        ends = () if sequence.ignore_eos else ids
+        ends = () if sequence.sampling_params.ignore_eos else ids
         assert sequence.completion_token_ids == expected_completion(sequence.prompt_token_ids, 20, ends)
     assert any(sequence.num_completion_tokens < 20 for sequence in sequences)
 
@@ -714,7 +714,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             is_new = sequence is new or sequence in self.chunked or sequence.num_scheduled_tokens > 0
             tokens = len(sequence) + is_new
             steps = sequence.max_num_tokens - tokens
-            if not sequence.ignore_eos and self.eos:
+            if not sequence.sampling_params.ignore_eos and self.eos:
                 steps = math.ceil(steps * self.scheduler.expected_share)
             if is_new:
                 steps += (len(sequence) - sequence.num_computed_tokens) // self.budget
@@ -821,7 +821,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Every request ends, with exactly its tokens (checked by the step that ends it)."""
         if not hasattr(self, "scheduler"):
             return
-        limit = 50 + 8 * sum(len(s) + s.max_tokens for s in self.requests)
+        limit = 50 + 8 * sum(len(s) + s.sampling_params.max_tokens for s in self.requests)
         while self.requests:
             self.take_step()
             limit -= 1

@@ -450,8 +450,8 @@ def test_decode_inputs_are_those_of_the_twin_and_padding_stays_empty(device, blo
     seeds = torch.randint(-(2**62), 2**62, (7,), generator=generator)
     given = [x.to(device) for x in (tokens, lengths.int(), tables, torch.rand(7), seeds)]
     twins = [x.clone() for x in given]
-    got = decode_inputs.decode_inputs(rows, *given, block_size)
-    expected = decode_inputs.decode_inputs_torch(rows, *twins, block_size)
+    got = decode_inputs.decode_inputs(rows, decode_inputs.InputTables(*given), block_size)
+    expected = decode_inputs.decode_inputs_torch(rows, decode_inputs.InputTables(*twins), block_size)
     used = torch.arange(num_blocks, device=device) * block_size < expected.context_lens[:, None].clamp_min(1)
     for name in got._fields:
         one, other = getattr(got, name), getattr(expected, name)
@@ -535,7 +535,7 @@ def test_thresholds_are_those_of_the_twin(device, dtype, monkeypatch):
     logits[5:8, ::3] -= 1e30  # as bans are
     temperatures = torch.rand(40, generator=generator) + 0.3
     temperatures[39] = 0.0
-    filters = torch.zeros(40, 8)
+    filters = torch.zeros(40, 3)
     filters[:24, 0] = torch.tensor([3, 40, 7, 1, 2, 9, 20, 30, 50, 60, 64, 65, 90, 128, 200, 299] + [5] * 8)
     filters[16:20, 0] = torch.tensor([vocab - 1, vocab, vocab + 1, 2**20])
     filters[:, 1] = 1.0
@@ -579,8 +579,10 @@ def pack_rules(rules: list[tuple[int, float, list[int]]]) -> torch.Tensor:
     for until, added, (*prefix, token) in rules:
         before += prefix
         bits = torch.tensor(added).view(torch.int32).item()
-        fields.append((until, bits, token, 1 + len(rules) * logit_edits.FIELDS + len(before), len(prefix)))
-    fields = torch.tensor(fields, dtype=torch.int32).reshape(-1, logit_edits.FIELDS)
+        fields.append(
+            (until, bits, token, 1 + len(rules) * logit_edits.RULE_FIELDS + len(before), len(prefix))
+        )
+    fields = torch.tensor(fields, dtype=torch.int32).reshape(-1, logit_edits.RULE_FIELDS)
     return torch.tensor([len(rules), *fields.T.flatten().tolist(), *before], dtype=torch.int32)
 
 
@@ -630,16 +632,16 @@ def test_several_rules_for_a_token_add_up(device):
 
 
 @on_devices
-def test_marks_change_what_their_twin_changes(device):
+def test_token_flags_change_what_their_twin_changes(device):
     generator, logits, rows = edit_inputs(device, vocab=9000)
-    marks = torch.randint(0, 3, (8, 9000), generator=generator, dtype=torch.int32)
-    marks += torch.randint(0, 2, marks.shape, generator=generator).int() * logit_edits.IN_PROMPT
-    marks += (torch.rand(marks.shape, generator=generator) < 0.1).int() * logit_edits.BANNED
+    flags = torch.randint(0, 3, (8, 9000), generator=generator, dtype=torch.int32)
+    flags += torch.randint(0, 2, flags.shape, generator=generator).int() * logit_edits.IN_PROMPT
+    flags += (torch.rand(flags.shape, generator=generator) < 0.1).int() * logit_edits.BANNED
     penalties = torch.tensor([[0.5, 0.2, 1.3], [1, 1, 2], [-1, -0.5, 0.7], [0, 0, 1], [0, 2, 1]])
     penalties = torch.cat((penalties, torch.tensor([[1.0, 0, 1, 1, 1]]).T), 1)
     got, expected = logits.clone(), logits.clone()
-    logit_edits.apply_marks(got, rows, penalties.to(device), marks.to(device))
-    logit_edits.apply_marks_torch(expected, rows, penalties.to(device), marks.to(device))
+    logit_edits.apply_token_flags(got, rows, penalties.to(device), flags.to(device))
+    logit_edits.apply_token_flags_torch(expected, rows, penalties.to(device), flags.to(device))
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
     assert torch.equal(got[1], logits[1])
     assert torch.equal(got.isinf(), expected.isinf()) and got.isinf().any()

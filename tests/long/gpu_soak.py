@@ -15,7 +15,7 @@ import time
 import torch
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine.model_runner import get_graph_sizes
+from nanovllm.engine.cuda_graphs import get_graph_sizes
 
 KINDS = {
     "filters": {"top_k": 50, "top_p": 0.9},

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
-TESTS = ["simulation", "block_manager", "scheduler", "overlap", "engine", "sampling", "shaping", "requests"]
+TESTS = ["simulation", "block_manager", "scheduler", "overlap", "engine", "sampling", "edits", "requests"]
 TESTS += ["faults", "errors", "kernels", "gguf", "batch_ray", "batch"]
 TIMEOUT = 300  # seconds for one file of tests
 
@@ -71,7 +71,6 @@ MUTATIONS = [
         ("self.block_manager.forget_uncomputed(seq)", "pass"),
         ("seq.num_tokens = len(seq.token_ids)", "pass"),
         ("self.free_rows.append(seq.row)", "self.free_rows.insert(0, 0)"),
-        ("seq.row, seq.num_sent_blocks = -1, 0", "seq.row = -1"),
         ("self.num_rule_words + seq.num_rule_words > RULE_WORDS", "seq.num_rule_words > RULE_WORDS"),
         ("self.num_rule_words -= seq.num_rule_words", "self.num_rule_words = 0"),
     ),
@@ -119,7 +118,7 @@ MUTATIONS = [
     *mutations_of(
         "sequence",
         ("return -(-self.num_tokens // self.block_size)", "return self.num_tokens // self.block_size + 1"),
-        ("self.num_prompt_tokens + self.max_tokens", "self.num_prompt_tokens + self.max_tokens + 1"),
+        ("self.num_prompt_tokens + (sampling", "self.num_prompt_tokens + 1 + (sampling"),
         (
             "return self.token_ids[self.num_prompt_tokens :]",
             "return self.token_ids[self.num_prompt_tokens - 1 :]",
@@ -142,66 +141,69 @@ MUTATIONS = [
     ),
     *mutations_of(
         "model_runner",
-        ("+ position % self.block_size", "+ (position + 1) % self.block_size"),
-        ("from_cache = lens_k != lens_q", "from_cache = False"),
-        (
-            "positions = [seq.num_computed_tokens + seq.num_scheduled_tokens for seq in sequences]",
-            "positions = [seq.num_scheduled_tokens for seq in sequences]",
-        ),
-        ("row[: len(seq.block_table)] = seq.block_table", "row[: len(seq.block_table)] = seq.block_table[0]"),
+        ("from_cache = not np.array_equal(batch.lens_q, batch.lens_k)", "from_cache = False"),
+        ("return self.rows.inputs.block_tables[rows]", "return self.rows.inputs.block_tables[rows] * 0"),
+        ("(batch.lens_k - batch.lens_q).tolist()", "(batch.lens_k * 0).tolist()"),
+    ),
+    *mutations_of(
+        "kv_cache",
         ("cache[target] = cache[source]", "cache[source] = cache[target]"),
         ("for part in range(0, len(sources), COPIED_AT_ONCE):", "for part in [0]:"),
     ),
     *mutations_of(
-        "decode_state",
-        ("if self.sent_batch[:batch_size] != batch:", "if not self.sent_batch:"),
-        ("if num_sent == num_blocks:", "if num_sent:"),
+        "batch",
+        ("+ position % self.block_size", "+ (position + 1) % self.block_size"),
         (
-            "values += [seq.seed & 0xFFFFFFFF, seq.seed >> 32, len(seq)]",
-            "values += [0, seq.seed >> 32, len(seq)]",
+            "lens_k = [seq.num_computed_tokens + seq.num_scheduled_tokens for seq in sequences]",
+            "lens_k = [seq.num_scheduled_tokens for seq in sequences]",
         ),
-        (
-            "range(start + num_sent, start + num_blocks)",
-            "range(start + num_sent + 1, start + num_blocks + 1)",
-        ),
-        ("self.sent_batch: list[int] = []", "self.sent_batch = getattr(self, 'sent_batch', [])"),
-    ),
-    *mutations_of(
-        "step_data",
         (
             "indices.append(np.arange(first + seq.num_scored, first + end))",
             "indices.append(np.arange(seq.num_scored, end))",
         ),
         ("start += seq.num_scheduled_tokens", "start += len(seq)"),
+        ("needs |= seq.needs", "needs = seq.needs"),
     ),
     *mutations_of(
-        "nanovllm/text/results",
-        ("start, stop = min(found, key=itemgetter(0))", "start, stop = max(found, key=itemgetter(0))"),
-        ("start, stop = min(found, key=itemgetter(0))", "start, stop = min(found)"),
-        ("start, stop = min(found, key=itemgetter(0))", "start, stop = found[0]"),
-    ),
-    *mutations_of(
-        "shaping",
-        ("if seq.extras or seq.row in self.set_rows]", "if seq.extras]"),
-        ("self.history[to_device(np.array(list(update.rules)))] = -1", "pass"),
-        ("self.marks[to_device(update.marked_rows)] = to_device(update.marked_fill)[:, None]", "pass"),
-        ("min(seq.num_prompt_tokens + params.min_tokens, FOREVER)", "min(params.min_tokens, FOREVER)"),
+        "device_rows",
+        ("if rows != self.batch:", "if not self.batch:"),
+        ("if len(seq.block_table) != num_blocks[seq.row]:", "if False:"),
+        ('"seeds": [seq.seed & 0xFFFFFFFF, seq.seed >> 32],', '"seeds": [0, seq.seed >> 32],'),
         (
-            "marks[token_id] = marks.get(token_id, fill) + count",
-            "marks[token_id] = marks.get(token_id, fill) + 1",
+            "range(start + num_sent, start + num_blocks)",
+            "range(start + num_sent + 1, start + num_blocks + 1)",
         ),
-        (
-            "return list(enumerate(seq.token_ids[start:], start))",
-            "return list(enumerate(seq.token_ids[start:], start + 1))",
-        ),
-        ("if row not in self.ruled or self.ruled[row].row != row]", "if row not in self.ruled]"),
-        ("        for row in [*update.unruled_rows, *update.rules]:", "        for row in update.rules:"),
+        ("            self.num_blocks[seq.row] = 0\n", ""),
+        ("self.batch: list[int] = []", "self.batch = getattr(self, 'batch', [])"),
+        ("self.history[to_device(np.array(list(edits.rules)), self.device)] = -1", "pass"),
+        ("self.token_flags[to_device(edits.flagged_rows, self.device)] = fills[:, None]", "pass"),
+        ("if seq.row != row]", "if False]"),
+        ("rows = [*edits.dropped_rows, *edits.rules]", "rows = [*edits.rules]"),
         (
             "self.rules[row].data_ptr() if row in self.rules else 0",
             "self.rules[row].data_ptr() if row in self.rules else 1",
         ),
         ("(rows, positions % HISTORY)", "(rows, positions % (HISTORY - 1))"),
         ("        self.rules.clear()\n", ""),
+    ),
+    *mutations_of(
+        "edits",
+        ("min(seq.num_prompt_tokens + params.min_tokens, FOREVER)", "min(params.min_tokens, FOREVER)"),
+        (
+            "flags[token_id] = flags.get(token_id, fill) + count",
+            "flags[token_id] = flags.get(token_id, fill) + 1",
+        ),
+        (
+            "return list(enumerate(seq.token_ids[start:], start))",
+            "return list(enumerate(seq.token_ids[start:], start + 1))",
+        ),
+        ("float(seq.needs & Needs.TOKEN_FLAGS > 0)", "1.0"),
+    ),
+    *mutations_of(
+        "nanovllm/text/results",
+        ("start, stop = min(found, key=itemgetter(0))", "start, stop = max(found, key=itemgetter(0))"),
+        ("start, stop = min(found, key=itemgetter(0))", "start, stop = min(found)"),
+        ("start, stop = min(found, key=itemgetter(0))", "start, stop = found[0]"),
     ),
     *mutations_of("nanovllm/batch/files", ("        while rest:", "        if rest:")),
     *mutations_of(

@@ -14,8 +14,8 @@ from test_engine import assert_empty, tokens_of
 from tokenizers import Tokenizer, decoders, models
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine import model_runner
-from nanovllm.engine.step_data import StepOutput
+from nanovllm.engine import kv_cache
+from nanovllm.engine.batch import StepOutput
 from nanovllm.text.results import make_result
 from tiny_checkpoints import EXACT, make_checkpoint, one_thread  # noqa: F401
 
@@ -183,14 +183,14 @@ def test_n_completions_compute_their_prompt_once(llm, monkeypatch, caching, leng
     """But for its last token, whose logits each completion draws from."""
     llm.scheduler.clear()
     monkeypatch.setattr(llm.scheduler.block_manager, "enable_prefix_caching", caching)
-    computed, prepare = [], llm.model_runner.prepare_prefill
+    computed, prefill = [], llm.batches.prefill
 
     def counting(sequences):
-        batch = prepare(sequences)
+        batch = prefill(sequences)
         computed.extend(batch.lens_q)
         return batch
 
-    monkeypatch.setattr(llm.model_runner, "prepare_prefill", counting)
+    monkeypatch.setattr(llm.batches, "prefill", counting)
     prompts = [[i, *range(length - 1)] for i in range(2)]
     results = llm.generate(prompts, SamplingParams(1.0, 20, True, n=3, seed=7), use_tqdm=False)
     assert sorted(computed) == sorted([length, length, 1, 1, 1, 1])
@@ -217,7 +217,7 @@ def test_n_completions_compute_their_prompt_once(llm, monkeypatch, caching, leng
 @pytest.mark.parametrize("overlap, max_tokens", [(True, 30), (False, 30), (True, 1)])
 @pytest.mark.usefixtures("no_forecast")
 def test_n_completions_do_not_depend_on_the_schedule(engine, options, overlap, max_tokens, monkeypatch):
-    monkeypatch.setattr(model_runner, "COPIED_AT_ONCE", 2)  # blocks, of which some steps copy more
+    monkeypatch.setattr(kv_cache, "COPIED_AT_ONCE", 2)  # blocks, of which some steps copy more
     prompts = [[i, *PROMPT][: 41 - 9 * i] for i in range(4)]
     params = SamplingParams(1.0, max_tokens, True, n=3, seed=3)
     expected = engine.generate(prompts, params, use_tqdm=False)

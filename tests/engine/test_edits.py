@@ -8,6 +8,7 @@ import asyncio
 import json
 import math
 import random
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -21,12 +22,14 @@ from test_sampling import RANDOM_SEEDS, assert_follows
 from nanovllm import LLM, AsyncLLM, SamplingParams
 from nanovllm.batch import __main__ as batch
 from nanovllm.batch.lines import Answer
-from nanovllm.engine import scheduler, shaping
+from nanovllm.engine import device_rows, edits, scheduler
+from nanovllm.engine.device_rows import DeviceRows, HostRows, RowLayout
+from nanovllm.engine.edits import BAN, num_rule_words
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.shaping import BAN, Shaping, num_rule_words
 from nanovllm.kernels import logit_edits
 from nanovllm.kernels.filtering import filter_thresholds_torch
 from nanovllm.layers.sampler import Sampler
+from nanovllm.sampling_params import Needs
 from nanovllm.text import prompts
 from tiny_checkpoints import EXACT, load_reference, make_checkpoint, one_thread  # noqa: F401
 
@@ -406,7 +409,7 @@ def random_word(pick: random.Random) -> list[int]:
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_rules_of_any_shape_leave_what_plain_arithmetic_leaves(folder, monkeypatch, name):
-    for module in (shaping, logit_edits):
+    for module in (device_rows, edits, logit_edits):
         monkeypatch.setattr(module, "HISTORY", 16)  # fewer than there are tokens to draw
     pick, words, params = random.Random(0), {}, []
     for i in range(12):
@@ -417,10 +420,9 @@ def test_rules_of_any_shape_leave_what_plain_arithmetic_leaves(folder, monkeypat
     logits = [5 - i / 8 for i in range(VOCAB)]
     with LLM(str(folder), **EXACT, **{"num_kvcache_blocks": 100, **SCHEDULES[name]}) as llm:
         llm._overlap = True
-        apply, always = llm.model_runner.shaping.apply, torch.tensor(logits)
-        monkeypatch.setattr(
-            llm.model_runner.shaping, "apply", lambda x, *args: apply(always.expand(len(x), -1), *args)
-        )
+        rows, always = llm.model_runner.rows, torch.tensor(logits)
+        edit = rows.edit_logits
+        monkeypatch.setattr(rows, "edit_logits", lambda x, *args: edit(always.expand(len(x), -1), *args))
         monkeypatch.setattr(llm.prompts, "bad_words", lambda params: words[params.bad_words])
         prompts = [[i, *PROMPT[: 3 * i + 1]] for i in range(len(params))]
         results = llm.generate(prompts, params, use_tqdm=False)
@@ -453,33 +455,43 @@ def test_a_preempted_request_goes_on_as_if_nothing_had_been(engine, monkeypatch,
     assert finished == [(seq.seq_id, expected)] and expected != generate(engine)["token_ids"]
 
 
-def begin(table: Shaping, row: int, words: list[list[int]], **params) -> Sequence:
-    """Give the row to a new sequence."""
-    seq = Sequence([1, 2], SamplingParams(bad_words=["stands for these"], **params))
-    seq.row, seq.bad_words = row, words
-    table.write(table.update([seq]), torch.from_numpy)
-    return seq
+class Rows:
+    """Both halves, for four sequences."""
+
+    def __init__(self):
+        config = SimpleNamespace(
+            max_num_seqs=4, kvcache_block_size=16, max_model_len=64, hf_config=SimpleNamespace(vocab_size=50)
+        )
+        layout = RowLayout(config)
+        self.host, self.device = HostRows(layout), DeviceRows(layout, torch.device("cpu"))
+
+    def begin(self, row: int, words: list[list[int]] = (), **params) -> Sequence:
+        """Give the row to a new sequence."""
+        params["bad_words"] = ["stands for these"] if words else ()
+        seq = Sequence([1, 2], SamplingParams(**params))
+        seq.row, seq.bad_words = row, words
+        self.device.apply(self.host.prefill([seq]))
+        return seq
 
 
 def test_the_rules_of_a_row_are_its_own_and_go_with_its_sequence():
-    table = Shaping(4, 50, torch.device("cpu"))
+    both = Rows()
+    table, begin = both.device, both.begin
 
     def shaped(row: int) -> torch.Tensor:
         rows, positions = torch.tensor([row], dtype=torch.int32), torch.tensor([4])
-        return table.apply(torch.zeros(1, 50), rows, positions, torch.ones(1), 2)[0][0]
+        return table.edit_logits(torch.zeros(1, 50), rows, positions, torch.ones(1), Needs.RULES)[0][0]
 
     def sizes() -> dict[int, int]:
         return {row: rules.untyped_storage().nbytes() // 4 for row, rules in table.rules.items()}
 
-    first = begin(table, 0, [[3, 4, 5], [7]], logit_bias={9: 2.0})
+    first = begin(0, [[3, 4, 5], [7]], logit_bias={9: 2.0})
     for position, token_id in ((2, 3), (3, 4)):
-        table.remember(torch.tensor([0]), torch.tensor([position]), torch.tensor([token_id]), 2)
+        table.note_drawn(torch.tensor([0]), torch.tensor([position]), torch.tensor([token_id]), Needs.RULES)
     expected = torch.zeros(50)
     expected[[5, 7]], expected[9] = BAN, 2.0
     assert torch.equal(shaped(0), expected)
-    other = begin(
-        table, 1, [[*range(20)], *([i] for i in range(30, 40))], logit_bias={i: 1.0 for i in range(20)}
-    )
+    other = begin(1, [[*range(20)], *([i] for i in range(30, 40))], logit_bias={i: 1.0 for i in range(20)})
     assert torch.equal(shaped(0), expected)
     assert (shaped(1)[30:40] == BAN).all() and torch.equal(shaped(1)[:20], torch.ones(20))
     assert (
@@ -488,46 +500,44 @@ def test_the_rules_of_a_row_are_its_own_and_go_with_its_sequence():
         == {0: 1 + 3 * 5 + 2, 1: 1 + 31 * 5 + 19}
     )
     first.row = -1
-    another = begin(table, 0, [[3, 4, 5]])
+    another = begin(0, [[3, 4, 5]])
     assert not shaped(0).any(), "what an earlier sequence drew in this row counts for the next"
     other.row = -1
-    last = begin(table, 2, [[1]])
+    last = begin(2, [[1]])
     assert sizes() == {another.row: 1 + 5 + 2, last.row: 1 + 5}, (
         "the rules of a sequence that has ended are kept"
     )
     assert [table.rule_addresses[row] for row in (0, 2)] == [table.rules[row].data_ptr() for row in (0, 2)]
     another.row = -1
-    plain = Sequence([1, 2])
-    plain.row = 0
-    table.write(table.update([plain]), torch.from_numpy)
+    begin(0)
     assert list(sizes()) == [2] and table.rule_addresses[0] == 0 and not shaped(0).any()
     table.reset()
     assert not sizes() and not table.rule_addresses.any() and not shaped(2).any()
 
 
 class Costs:
-    """Notes how many bytes an engine's Shaping has on the device, is sent and goes through."""
+    """Notes how many bytes an engine's rows have on the device, are sent and are gone through."""
 
     def __init__(self, llm: LLM, monkeypatch: pytest.MonkeyPatch):
-        self.table = llm.model_runner.shaping
+        self.table = llm.model_runner.rows
         self.most, self.sent, self.read = 0, [], []
-        write, apply_rules = self.table.write, logit_edits.apply_rules
+        apply_edits, apply_rules = self.table._apply_edits, logit_edits.apply_rules
 
-        def noted_write(update, to_device):
-            arrays = [x for x in update if isinstance(x, numpy.ndarray)] + list(update.rules.values())
+        def noted_edits(edits):
+            arrays = [x for x in edits if isinstance(x, numpy.ndarray)] + list(edits.rules.values())
             self.sent.append(sum(array.nbytes for array in arrays))
-            write(update, to_device)
+            apply_edits(edits)
             self.most = max(self.most, self.on_device())
 
         def noted_rules(logits, rows, positions, rules, *args):
             self.read.append(sum(rules[row].nbytes for row in rows.tolist() if row in rules))
             apply_rules(logits, rows, positions, rules, *args)
 
-        monkeypatch.setattr(self.table, "write", noted_write)
-        monkeypatch.setattr(shaping, "apply_rules", noted_rules)
+        monkeypatch.setattr(self.table, "_apply_edits", noted_edits)
+        monkeypatch.setattr(device_rows, "apply_rules", noted_rules)
 
     def on_device(self) -> int:
-        tables = [x for x in vars(self.table).values() if isinstance(x, torch.Tensor)]
+        tables = [self.table.buffer, self.table.token_flags, self.table.history, self.table.rule_addresses]
         return sum(x.untyped_storage().nbytes() for x in [*tables, *self.table.rules.values()])
 
 

@@ -1,0 +1,83 @@
+"""CUDA graphs: a step's kernels recorded once, and from then on launched as one.
+
+Knows nothing of what is recorded, which must depend on nothing but the device's memory.
+"""
+
+import collections
+import contextlib
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+
+RESERVED_BYTES = 512 << 20  # for what graphs take beside their tensors
+# By device, of engines that have ended: the workspace that cuBLAS has for a stream is never given back.
+_spare_streams: dict[torch.device, collections.deque[torch.cuda.Stream]] = {}
+
+
+def get_graph_sizes(max_num_seqs: int) -> list[int]:
+    """Batch sizes that CUDA graphs are made for: padding costs little where the weights decide the time."""
+    sizes = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, *range(128, max_num_seqs, 32)]
+    return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
+
+
+class CudaGraphs:
+    """All share one pool of memory: only one runs at a time, and each overwrites the others' results."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, Any]] = {}
+        self._pool = self._pool_owner = None
+        self._stream = torch.cuda.Stream(device)  # not torch's own, which is one for all devices and threads
+        with contextlib.suppress(IndexError):
+            self._stream = _spare_streams.setdefault(device, collections.deque()).pop()
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._graphs
+
+    def reserve(self, num_bytes: int) -> None:
+        """
+        Let the shared memory begin as one piece in which the largest step fits: it would grow with every
+        larger batch, which finds no room in what smaller ones left.
+        """
+        self._pool_owner, _ = self._record(
+            lambda: torch.zeros(max(1, num_bytes), dtype=torch.uint8, device=self.device)
+        )
+
+    def capture(self, key: Hashable, step: Callable[[], Any]) -> None:
+        """
+        Record the step. It must have run once before, which creates handles and compiles kernels: a capture
+        cannot.
+        """
+        self._graphs[key] = self._record(step)
+
+    def replay(self, key: Hashable) -> Any:
+        """Enqueue the step again, and return what it computes, which is where the last time's was."""
+        graph, result = self._graphs[key]
+        graph.replay()
+        return result
+
+    def _record(self, step: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+        graph, pool = torch.cuda.CUDAGraph(), self._pool
+        self._pool = None  # one in which a capture has failed cannot be used again
+        try:
+            # Other threads of the user's program may go on using the device.
+            with torch.cuda.graph(graph, pool, stream=self._stream, capture_error_mode="thread_local"):
+                result = step()
+        except torch.AcceleratorError as error:
+            raise RuntimeError(
+                "a CUDA graph could not be captured. If another thread of the program waits for the whole "
+                "device (torch.cuda.synchronize), which CUDA forbids meanwhile, let it wait for a stream or "
+                f"an event; enforce_eager=True does without graphs. {error}"
+            ) from error
+        self._pool = graph.pool()
+        return graph, result
+
+    def close(self) -> None:
+        """Free the graphs' memory, and hand on the stream."""
+        self._graphs.clear()
+        self._pool_owner = None
+        _spare_streams[self.device].append(self._stream)

@@ -1,0 +1,70 @@
+"""The KV cache of one rank: its memory, and the layers' views of it.
+
+Knows bytes and pages, nothing about who owns a page. Before `allocate` the layers have empty views, which the
+warm-up writes nothing to.
+"""
+
+import math
+
+import torch
+
+from nanovllm.config import Config
+from nanovllm.layers.attention import Attention
+
+MAX_BLOCKS = 1 << 18  # Python's objects for more would take longer to make than a small model to load
+COPIED_AT_ONCE = 256  # blocks
+
+
+class KVCache:
+    """
+    `pages` is [2, layers, blocks, block_size, kv_heads of this rank, head_dim]; 2 is keys and values.
+    """
+
+    def __init__(self, config: Config, layers: list[Attention], device: torch.device):
+        self.config = config
+        self.layers = layers
+        self.dtype = config.kv_cache_torch_dtype
+        self.device = device
+        self.page_shape = (config.kvcache_block_size, layers[0].num_kv_heads, layers[0].head_dim)
+        self.page_bytes = math.prod(self.page_shape) * self.dtype.itemsize  # keys or values of one layer
+        self.num_blocks = 0
+        self._set_views(torch.empty(2, len(layers), 0, *self.page_shape, dtype=self.dtype, device=device))
+
+    def _set_views(self, pages: torch.Tensor) -> None:
+        self.pages = pages
+        for i, layer in enumerate(self.layers):
+            layer.k_cache, layer.v_cache = pages[0, i], pages[1, i]
+
+    @property
+    def copy_bytes(self) -> int:
+        """What `copy_blocks` needs beside the pages."""
+        return COPIED_AT_ONCE * self.page_bytes
+
+    def num_blocks_in(self, budget: int) -> int:
+        """The blocks that so many bytes are for. Raises ValueError if that is not enough for one sequence."""
+        config = self.config
+        block_bytes = 2 * len(self.layers) * self.page_bytes
+        needed = -(-config.max_model_len // config.kvcache_block_size)
+        if budget // block_bytes < needed:
+            raise ValueError(
+                f"the KV cache of one sequence of max_model_len={config.max_model_len} tokens needs "
+                f"{needed * block_bytes:,} bytes, {needed * block_bytes - budget:,} more than there are; "
+                f"raise gpu_memory_utilization (now {config.gpu_memory_utilization}), or lower "
+                f"max_model_len or max_num_batched_tokens (now {config.max_num_batched_tokens})"
+            )
+        # Blocks that no sequence needs are where later prompts find the beginnings of earlier ones.
+        most = MAX_BLOCKS if config.enable_prefix_caching else config.max_num_seqs * needed
+        return min(most, budget // block_bytes)
+
+    def allocate(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        shape = (2, len(self.layers), num_blocks, *self.page_shape)
+        # Zeros, since a page that was never written may be read under a mask, where a NaN would survive.
+        self._set_views(torch.zeros(shape, dtype=self.dtype, device=self.device))
+
+    def copy_blocks(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Copy pages, int64 [blocks] both; some at a time, as they pass through other memory."""
+        for part in range(0, len(sources), COPIED_AT_ONCE):
+            source, target = (blocks[part : part + COPIED_AT_ONCE] for blocks in (sources, targets))
+            for cache in self.pages.flatten(0, 1):
+                cache[target] = cache[source]
