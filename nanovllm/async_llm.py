@@ -9,31 +9,28 @@ import contextlib
 import queue
 import threading
 import weakref
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from nanovllm.distributed.ranks import SHUT_DOWN, EngineDeadError
-from nanovllm.engine.isolation import Isolation, outcome
-from nanovllm.engine.sequence import Sequence
 from nanovllm.llm import LLM
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.text.prompts import Prompt
-from nanovllm.text.results import GrowingText
+from nanovllm.text.prompts import Prompt, Request
+from nanovllm.text.results import GrowingText, outcome
 
 
-class Request:
-    """`events` gets pieces of text, where they are wanted, and in the end the result or an exception."""
+@dataclass(eq=False)
+class Listener:
+    """Who waits for a request: `events` gets pieces of text, if wanted, and then the result or an error."""
 
-    def __init__(self, token_ids: list[int], params: SamplingParams, wants_text: bool):
-        self.token_ids = token_ids
-        self.params = params
-        self.wants_text = wants_text
-        self.loop = asyncio.get_running_loop()
-        self.events: asyncio.Queue[str | dict | BaseException] = asyncio.Queue()
-        self.sequences: list[Sequence] = []
-        self.text: GrowingText | None = None
+    request: Request
+    wants_text: bool
+    loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
+    events: asyncio.Queue[str | dict | BaseException] = field(default_factory=asyncio.Queue)
+    text: GrowingText | None = None
 
-    def report(self, event: str | dict | BaseException) -> None:
+    def hear(self, event: str | dict | BaseException) -> None:
         """Called by the engine's thread."""
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
             self.loop.call_soon_threadsafe(self.events.put_nowait, event)
@@ -44,8 +41,8 @@ class Worker:
 
     def __init__(self, llm: LLM):
         self.llm = llm
-        self.inbox: queue.SimpleQueue[tuple[str, Request] | None] = queue.SimpleQueue()
-        self.requests: dict[Request, None] = {}  # those under way
+        self.inbox: queue.SimpleQueue[tuple[Callable, Listener] | None] = queue.SimpleQueue()
+        self.listeners: dict[Listener, None] = {}  # whose requests are under way
         self.thread = threading.Thread(target=self.run, daemon=True)
         self.thread.start()
 
@@ -58,64 +55,59 @@ class Worker:
         self.llm.exit()
         while not self.inbox.empty():  # came too late
             if (command := self.inbox.get()) is not None:
-                command[1].report(EngineDeadError(SHUT_DOWN))
+                command[1].hear(EngineDeadError(SHUT_DOWN))
 
     def run(self) -> None:
-        """Do what the inbox says, step, tell the requests what is new; sleep when all is done."""
-        isolation = Isolation(self.llm)
+        """Do what the inbox says, step, tell the listeners what is new; sleep when all is done."""
         while True:
             try:
                 with contextlib.suppress(queue.Empty):
                     while (command := self.inbox.get(block=self.llm.is_finished())) is not None:
-                        self.do(*command)
+                        function, listener = command
+                        function(listener)
                     self.fail(EngineDeadError(SHUT_DOWN))
                     return
-                isolation.step()
-                self.report()
+                self.llm.step(isolate=True)
+                for listener in list(self.listeners):
+                    self.tell(listener)
             except BaseException as error:
                 with contextlib.suppress(Exception):  # if that fails too, so will the next step
                     self.llm.clear()
                 self.fail(error)
 
-    def do(self, command: str, request: Request) -> None:
-        if command == "abort":
-            self.end(request)
-            return
-        self.requests[request] = None  # first of all: whatever goes wrong now must reach it
+    def add(self, listener: Listener) -> None:
+        self.listeners[listener] = None  # first of all: whatever goes wrong now must reach it
         try:
-            request.sequences = self.llm._enqueue_all(request.token_ids, request.params)
-            if request.wants_text:
-                request.text = GrowingText(self.llm.tokenizer, request.sequences[0])
+            self.llm.add_request(listener.request)
+            if listener.wants_text:
+                listener.text = GrowingText(self.llm.tokenizer, listener.request.completions[0])
         except Exception as error:
-            self.end(request, error)
+            self.end(listener, error)
 
-    def report(self) -> None:
-        for request in list(self.requests):
-            try:
-                self.tell(request)
-            except Exception as error:  # a decoder's
-                self.end(request, error)
+    def tell(self, listener: Listener) -> None:
+        completions = listener.request.completions
+        try:
+            if listener.text is not None and (piece := listener.text.look()):
+                listener.hear(piece)
+            if all(seq.is_finished for seq in completions):
+                self.end(listener, outcome(self.llm.tokenizer, completions))
+            elif listener.loop.is_closed():
+                self.end(listener)
+        except Exception as error:  # a decoder's
+            self.end(listener, error)
 
-    def tell(self, request: Request) -> None:
-        if request.text is not None and (piece := request.text.look()):
-            request.report(piece)
-        if all(seq.is_finished for seq in request.sequences):
-            self.end(request, outcome(self.llm.tokenizer, request.sequences))
-        elif request.loop.is_closed():
-            self.end(request)
-
-    def end(self, request: Request, event: dict | Exception | None = None) -> None:
-        """Let go of a request; the event is the last that it is told."""
-        self.requests.pop(request, None)
+    def end(self, listener: Listener, event: dict | Exception | None = None) -> None:
+        """Let go of a listener and its request; the event is the last that it hears."""
+        self.listeners.pop(listener, None)
         if event is not None:
-            request.report(event)
-        for seq in request.sequences:
+            listener.hear(event)
+        for seq in listener.request.completions:
             self.llm.abort(seq.seq_id)
 
     def fail(self, error: BaseException) -> None:
-        requests, self.requests = self.requests, {}
-        for request in requests:
-            request.report(error)
+        listeners, self.listeners = self.listeners, {}
+        for listener in listeners:
+            listener.hear(error)
 
 
 class AsyncLLM:
@@ -152,23 +144,24 @@ class AsyncLLM:
     async def _events(
         self, prompt: Prompt, params: SamplingParams, wants_text: bool
     ) -> AsyncIterator[str | dict[str, Any]]:
-        self.llm._check_usable()
-        request = Request(self.llm.prompts.read(prompt, params), params, wants_text)
+        request = self.llm.prompts.read(prompt, params)
         if wants_text:
             self.llm.prompts.check_streamable(params)
-        self.llm.prompts.warn_of_context([(request.token_ids, params)])
-        self._worker.inbox.put(("add", request))
+        self.llm.prompts.warn_of_context([request])
+        listener = Listener(request, wants_text)
+        self._worker.inbox.put((self._worker.add, listener))
         event: str | dict | BaseException = ""
         try:
-            self.llm._check_usable()  # if it was shut down meanwhile, nobody may have seen the request
+            if not self._end.alive:  # exit() was called, and maybe nobody looks into the inbox any more
+                raise EngineDeadError(SHUT_DOWN)
             while isinstance(event, str):
-                event = await request.events.get()
+                event = await listener.events.get()
                 if isinstance(event, BaseException):
                     raise event
                 yield event
         finally:
             if isinstance(event, str):  # left before the end
-                self._worker.inbox.put(("abort", request))
+                self._worker.inbox.put((self._worker.end, listener))
 
     def exit(self) -> None:
         """End the engine, and every request under way with an EngineDeadError. May be called twice."""

@@ -3,21 +3,39 @@
 Follow `LLM.generate` downwards: `LLMEngine.step` is next.
 """
 
+import contextlib
+import itertools
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from numbers import Integral
 from operator import itemgetter
 from typing import Any
 
 from tqdm.auto import tqdm
 
-from nanovllm.engine.isolation import Isolation, outcome
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams, recommended_params
-from nanovllm.text.prompts import Messages, Prompt, as_token_ids, check_template_kwargs
-from nanovllm.text.results import GrowingText, make_result
-from nanovllm.utils.validation import check_bool, shown
+from nanovllm.text.prompts import Messages, Prompt, Request, as_token_ids
+from nanovllm.text.results import GrowingText, make_result, outcome
+from nanovllm.utils.validation import check, check_bool
+
+
+class Progress(tqdm):
+    """A bar, if there is a total, of the completions that have ended, with the speed of the last steps."""
+
+    def __init__(self, total: int | None):
+        super().__init__(total=total, desc="Generating", dynamic_ncols=True, disable=total is None)
+        self.speed, self.seconds = {"Prefill": "-", "Decode": "-"}, 0.0
+
+    def count(self, num_ended: int, num_tokens: int, seconds: float) -> None:
+        """A step and what it returned."""
+        self.seconds += seconds
+        if num_tokens:  # else it has only launched what the next one collects
+            phase = "Prefill" if num_tokens > 0 else "Decode"
+            self.speed[phase] = f"{abs(num_tokens) / self.seconds:.0f}tok/s"
+            self.seconds = 0.0
+        self.set_postfix(self.speed, refresh=False)
+        self.update(num_ended)
 
 
 class LLM(LLMEngine):
@@ -27,6 +45,8 @@ class LLM(LLMEngine):
     After any exception inside `generate` and its kin the engine is empty and usable: no request left, all
     blocks free.
     """
+
+    _call: dict[int, Request] | None = None  # whose the unfinished requests are, see _take_turn
 
     def generate(
         self,
@@ -67,26 +87,11 @@ class LLM(LLMEngine):
         between two results, and closing the iterator drops what is left. Until the last result other calls
         are a RuntimeError.
         """
-        self._check_idle()
+        self._take_turn()
         check_bool(use_tqdm, "use_tqdm")
-        return self._generate(self.prompts.read_all(prompts, sampling_params), use_tqdm)
-
-    def _generate(
-        self, requests: list[tuple[list[int], SamplingParams]], use_tqdm: bool
-    ) -> Iterator[tuple[int, dict[str, Any]]]:
-        owner = self._begin()
-        try:
-            groups = [self._enqueue_all(*request) for request in requests]
-            index = {seq.seq_id: i for i, group in enumerate(groups) for seq in group}
-            num_left = list(map(len, groups))
-            for seq_id in self._run_to_end(len(index), use_tqdm):
-                i = index[seq_id]
-                num_left[i] -= 1
-                if not num_left[i]:
-                    yield i, make_result(self.tokenizer, groups[i])
-        except BaseException:
-            self._drop(owner)
-            raise
+        requests = self.prompts.read_all(prompts, sampling_params)
+        total = sum(request.params.n for request in requests) if use_tqdm else None
+        return self._results(self._run(requests, total=total), make_result)
 
     def generate_from(
         self,
@@ -100,77 +105,52 @@ class LLM(LLMEngine):
         bad request is a ValueError when its turn comes. With `return_exceptions` a request that is bad, or
         fails for reasons of its own such as its size, yields (index, exception) and the others go on.
         """
-        owner = self._begin()
         limit = 2 * self.config.max_num_seqs if max_unfinished is None else max_unfinished
-        if isinstance(limit, bool) or not isinstance(limit, Integral) or limit < 1:
-            raise ValueError(f"max_unfinished must be an integer of at least 1, got {shown(limit)}")
+        is_count = isinstance(limit, Integral) and not isinstance(limit, bool) and limit >= 1
+        check(is_count, "max_unfinished must be an integer of at least 1", limit)
         check_bool(return_exceptions, "return_exceptions")
-        step, result_of = self._step, make_result
-        if return_exceptions:
-            step, result_of = Isolation(self).step, outcome
-        coming, groups = enumerate(requests), {}  # the second by seq_id: (index, all completions)
-        has_warned = False
-        try:
-            while True:
-                self._own(owner)
-                refused = None
-                while len(self._requests) < limit and (numbered := next(coming, None)) is not None:
-                    i, request = numbered
-                    try:
-                        token_ids, params = self._read_request(i, request)
-                        which = f"prompts[{i}], and maybe later ones"
-                        has_warned = has_warned or self.prompts.warn_of_context([(token_ids, params)], which)
-                        group = self._enqueue_all(token_ids, params)
-                    except ValueError as error:
-                        if not return_exceptions:
-                            raise
-                        refused = i, error
-                        break
-                    groups.update({seq.seq_id: (i, group) for seq in group})
-                if refused is not None:
-                    yield refused
-                    continue
-                if not groups and self.is_finished():
-                    self._owner = None
-                    return
-                for seq_id, _ in step()[0]:
-                    i, group = groups.pop(seq_id)
-                    if not any(seq.seq_id in groups for seq in group):
-                        yield i, result_of(self.tokenizer, group)
-        except BaseException:
-            self._drop(owner)
-            raise
+        coming = self._read_each(requests, return_exceptions)
+        make = outcome if return_exceptions else make_result
+        return self._results(self._run(coming, limit, return_exceptions), make)
 
-    def _read_request(self, i: int, request: Any) -> tuple[list[int], SamplingParams]:
-        if not isinstance(request, tuple) or len(request) != 2:
-            raise ValueError(f"requests[{i}] must be (prompt, SamplingParams), got {shown(request)}")
-        prompt, params = request
-        return self.prompts.read(prompt, params, f"prompts[{i}]"), params
+    def _read_each(self, requests: Iterable[Any], return_exceptions: bool) -> Iterator[Request]:
+        has_warned = False
+        for i, request in enumerate(requests):
+            try:
+                is_pair = isinstance(request, tuple) and len(request) == 2
+                check(is_pair, f"requests[{i}] must be (prompt, SamplingParams)", request)
+                request = self.prompts.read(*request, i)
+                which = f"prompts[{i}], and maybe later ones"
+                has_warned = has_warned or self.prompts.warn_of_context([request], which)
+            except ValueError as error:
+                if not return_exceptions:
+                    raise
+                request = Request(index=i, error=error)
+            yield request
+
+    def _results(self, steps: Iterator[list[Request]], make: Callable) -> Iterator[tuple[int, Any]]:
+        with contextlib.closing(steps):
+            for request in itertools.chain.from_iterable(steps):
+                yield request.index, request.error or make(self.tokenizer, request.completions)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams = SamplingParams()) -> Iterator[str]:
         """
         The text of one completion, piece by piece while it is made: whole characters that join to the "text"
         of `generate`. Closing the iterator drops the request.
         """
-        self._check_idle()
-        token_ids = self.prompts.read(prompt, sampling_params)
+        self._take_turn()
+        request = self.prompts.read(prompt, sampling_params)
         self.prompts.check_streamable(sampling_params)
-        self.prompts.warn_of_context([(token_ids, sampling_params)])
-        return self._stream(token_ids, sampling_params)
+        self.prompts.warn_of_context([request])
+        return self._pieces(request)
 
-    def _stream(self, token_ids: list[int], params: SamplingParams) -> Iterator[str]:
-        owner = self._begin()
-        try:
-            text = GrowingText(self.tokenizer, self._enqueue(self._make_sequence(token_ids, params)))
-            while not text.seq.is_finished:
-                self._step()
-                if text.seq.is_finished:
-                    self._finish_steps()
+    def _pieces(self, request: Request) -> Iterator[str]:
+        text = None
+        with contextlib.closing(self._run([request])) as steps:
+            for _ in steps:
+                text = text or GrowingText(self.tokenizer, request.completions[0])
                 if piece := text.look():
                     yield piece
-        except BaseException:
-            self._drop(owner)
-            raise
 
     def score(self, prompts: Prompt | list[Prompt], use_tqdm: bool = True) -> list[dict[str, Any]]:
         """
@@ -182,28 +162,17 @@ class LLM(LLMEngine):
         """
         check_bool(use_tqdm, "use_tqdm")
         texts = self.prompts.read_texts(prompts)
-        self._begin()
-        try:
-            scored = [self._enqueue_scoring(token_ids) for token_ids in texts]
-            for _ in self._run_to_end(sum(seq is not None for seq in scored), use_tqdm):
-                pass
-        except BaseException:
-            self.clear()
-            raise
-        logprobs = [[logprob for logprob, *_ in seq.prompt_logprobs] if seq else [] for seq in scored]
-        return [
-            {"token_ids": ids, "token_logprobs": [None, *found], "logprob": sum(found)}
-            for ids, found in zip(texts, logprobs, strict=True)
-        ]
-
-    def _enqueue_scoring(self, token_ids: list[int]) -> Sequence | None:
-        """Queue what scores all tokens but the first; a single token leaves nothing to score."""
-        if len(token_ids) == 1:
-            return None
         params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
-        seq = self._make_sequence(token_ids[:-1], params)
-        seq.scored_token_ids = token_ids[1:]
-        return self._enqueue(seq)
+        requests = [Request(ids[:-1], params, scored_token_ids=ids[1:]) for ids in texts]
+        scored = [request for request in requests if request.token_ids]  # of more than the first token
+        for _ in self._run(scored, total=len(scored) if use_tqdm else None):
+            pass
+        results = []
+        for token_ids, request in zip(texts, requests, strict=True):
+            logprobs = [logprob for seq in request.completions for logprob, *_ in seq.prompt_logprobs]
+            sums = {"token_logprobs": [None, *logprobs], "logprob": sum(logprobs)}
+            results.append({"token_ids": token_ids, **sums})
+        return results
 
     def chat(
         self,
@@ -222,29 +191,20 @@ class LLM(LLMEngine):
         add_generation_prompt=False more of the last one. What else the template understands (such as
         enable_thinking) goes into chat_template_kwargs.
         """
-        self._check_usable()
-        token_ids = self.prompts.read_chats(
-            messages,
-            chat_template,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            tools=tools,
-            **check_template_kwargs(chat_template_kwargs),
-        )
+        options = (chat_template, add_generation_prompt, continue_final_message, tools, chat_template_kwargs)
+        token_ids = self.prompts.read_chats(messages, *options)
         return self.generate(token_ids, sampling_params, use_tqdm)
 
     def encode(self, text: str) -> list[int]:
         """The token ids of a text, as a prompt of it would have them."""
-        if not isinstance(text, str):
-            raise ValueError(f"text must be a string, got {shown(text)}")
+        check(isinstance(text, str), "text must be a string", text)
         return self.prompts.tokenize(text, "text")
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
         """The text of token ids."""
         if self.tokenizer is None:
             raise ValueError(f"{self.config.model!r} has no tokenizer")
-        if not isinstance(token_ids, (list, tuple)):
-            raise ValueError(f"token_ids must be a list of token ids, got {shown(token_ids)}")
+        check(isinstance(token_ids, (list, tuple)), "token_ids must be a list of token ids", token_ids)
         check_bool(skip_special_tokens, "skip_special_tokens")
         vocab_size = max(self.prompts.vocab_size, len(self.tokenizer))  # either may have more
         token_ids = as_token_ids(token_ids, vocab_size, "token_ids")
@@ -253,49 +213,72 @@ class LLM(LLMEngine):
     def default_sampling_params(self) -> SamplingParams:
         """What the checkpoint's generation_config.json recommends. Raises ValueError for a bad value."""
         try:
-            return recommended_params(self._generation_config)
+            return recommended_params(self.generation_config)
         except ValueError as error:
             raise ValueError(f"generation_config.json of {self.config.model!r}: {error}") from None
 
-    def _run_to_end(self, num_requests: int, use_tqdm: bool) -> Iterator[int]:
-        """Step until they all are finished, yielding their ids as they are; shows progress and speed."""
-        speed = {"Prefill": "-", "Decode": "-"}
-        with tqdm(total=num_requests, desc="Generating", dynamic_ncols=True, disable=not use_tqdm) as bar:
-            seconds = 0.0
-            while num_requests:
-                start = time.perf_counter()
-                finished, num_tokens = self._step()
-                seconds += time.perf_counter() - start
-                if num_tokens:  # else it has only launched a step, for the next call to collect
-                    phase = "Prefill" if num_tokens > 0 else "Decode"
-                    speed[phase] = f"{abs(num_tokens) / seconds:.0f}tok/s"
-                    seconds = 0.0
-                bar.set_postfix(speed, refresh=False)
-                bar.update(len(finished))
-                num_requests -= len(finished)
-                if not num_requests:
-                    self._finish_steps()
-                yield from (seq_id for seq_id, _ in finished)
+    def add_request(self, prompt: Prompt | Request, sampling_params: SamplingParams | None = None) -> int:
+        """`LLMEngine.add_request`. Raises RuntimeError while the requests of another call are unfinished."""
+        self._take_turn()
+        return super().add_request(prompt, sampling_params)
 
-    def _finish_steps(self) -> None:
-        """Drain the step launched before we knew that every request had ended."""
-        while not self.is_finished():
-            self._step()
-        self._owner = None
+    def step(self, isolate: bool = False) -> tuple[list[tuple[int, list[int]]], int]:
+        """`LLMEngine.step`. Raises RuntimeError while the requests of another call are unfinished."""
+        self._take_turn()
+        return super().step(isolate)
 
-    def _check_idle(self) -> None:
-        self._check_usable()
-        if self._requests:
-            raise RuntimeError("this needs an idle engine, but there are requests that are not finished")
-        self._finish_steps()
+    def _take_turn(self, call: dict[int, Request] | None = None) -> None:
+        """
+        One call at a time has the engine, until its requests have ended. It is known by the dict that it has
+        these in; None stands for `add_request` and `step`.
+        """
+        self.check_usable()
+        if self.unfinished and self._call is not call:
+            raise RuntimeError(
+                "the engine is not idle: it is busy with the unfinished requests of another call"
+            )
+        self._call = call
 
-    def _begin(self) -> object:
-        """For a call that has the engine to itself. Returns the owner of its requests."""
-        self._check_idle()
-        self._owner = object()
-        return self._owner
+    def _run(
+        self,
+        coming: Iterable[Request],
+        max_unfinished: int | None = None,
+        isolate: bool = False,
+        total: int | None = None,
+    ) -> Iterator[list[Request]]:
+        """
+        Queue requests while there is room, and step, until all have ended. Yields after each step those that
+        have ended with it, and at once one that could not be read. With a `total` of completions there is a
+        progress bar.
+        """
+        queued: dict[int, Request] = {}  # by each seq_id that has not ended
+        coming, limit = iter(coming), max_unfinished or 2 * self.config.max_num_seqs
+        self._take_turn(queued)
+        try:
+            with Progress(total) as progress:
+                while True:
+                    ended = self._queue(coming, limit, queued)
+                    if not ended:
+                        if not queued or self.is_finished():
+                            return
+                        self._take_turn(queued)
+                        start = time.perf_counter()
+                        finished, num_tokens = super().step(isolate)
+                        progress.count(len(finished), num_tokens, time.perf_counter() - start)
+                        found = dict.fromkeys(queued.pop(i) for i, _ in finished if i in queued)
+                        ended = [r for r in found if all(seq.is_finished for seq in r.completions)]
+                    yield ended
+        except BaseException:
+            if self._call is queued:  # an iterator may be closed when the engine is another call's
+                self.clear()
+            raise
 
-    def _drop(self, owner: object) -> None:
-        """Drop every request, unless the engine has gone over to another call (an iterator may live on)."""
-        if self._owner is owner and not self._is_python_ending():
-            self.clear()
+    def _queue(self, coming: Iterator[Request], limit: int, queued: dict[int, Request]) -> list[Request]:
+        """Queue requests while fewer than `limit` completions are, up to one that could not be read."""
+        while len(queued) < limit and (request := next(coming, None)) is not None:
+            if request.error is not None:
+                return [request]
+            self._take_turn(queued)
+            super().add_request(request)
+            queued.update((seq.seq_id, request) for seq in request.completions)
+        return []

@@ -30,7 +30,7 @@ def engine(request, folder):
         yield engine
         asyncio.run(idle(engine))
         assert_empty(engine.llm)
-        assert not engine.llm._requests
+        assert not engine.llm.unfinished
 
 
 def make_prompts(count: int) -> list[list[int]]:
@@ -50,7 +50,7 @@ async def collect(stream) -> str:
 async def idle(engine: AsyncLLM) -> None:
     """Until the thread has done what it was told."""
     deadline = asyncio.get_running_loop().time() + 10
-    while not (engine.llm.is_finished() and not engine._worker.requests and engine._worker.inbox.empty()):
+    while not (engine.llm.is_finished() and not engine._worker.listeners and engine._worker.inbox.empty()):
         assert asyncio.get_running_loop().time() < deadline
         await asyncio.sleep(0.005)
 
@@ -182,7 +182,7 @@ def test_a_loop_that_is_closed_takes_its_requests_with_it(engine):
     loop = asyncio.new_event_loop()
     task = loop.create_task(engine.generate([1], SamplingParams(0, 400, True)))
     loop.run_until_complete(asyncio.sleep(0.05))
-    assert engine._worker.requests
+    assert engine._worker.listeners
     task._log_destroy_pending = False
     loop.close()
     asyncio.run(idle(engine))

@@ -148,7 +148,7 @@ def test_what_only_equals_a_request_id_aborts_nothing(llm, request_id):
             llm.abort(request_id)
         with pytest.raises(ValueError, match="request_id"):
             llm.abort(float(made))
-        assert list(llm._requests) == [made]
+        assert list(llm.unfinished) == [made]
     finally:
         llm.abort(made)
         llm.step()

@@ -358,7 +358,7 @@ def test_ctrl_c_at_any_line_of_step_loses_no_request_and_no_token(model, overlap
         def run(*interrupts: int) -> list[tuple[str, int]]:
             """Returns the lines up to the first interrupt."""
             ids = [llm.add_request(*request) for request in zip(prompts, params, strict=True)]
-            sequences, found, lines = list(llm._requests.values()), [], []
+            sequences, found, lines = list(llm.unfinished.values()), [], []
 
             def use() -> None:
                 while not llm.is_finished():

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 from nanovllm.sampling_params import MAX_SEED, SamplingParams
-from nanovllm.text.prompts import check_template_kwargs
 from nanovllm.text.results import Logprob
 from nanovllm.utils.validation import shown
 
@@ -68,7 +67,7 @@ def read_request(
     """
     request = parse_line(line, text, defaults, seed)
     try:
-        return request, llm.prompts.read(_prompt(llm, request), request.params)
+        return request, llm.prompts.read(_prompt(llm, request), request.params).token_ids
     except MemoryError:
         raise  # not the line's fault: the run ends, and --resume answers the line
     except Exception as error:
@@ -81,10 +80,7 @@ def _prompt(llm: Any, request: Request) -> Any:
         return request.prompt
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise ValueError(f"messages must be a list of objects, got {shown(messages)}")
-    options = {"add_generation_prompt": True, "continue_final_message": False, "tools": None}
-    options |= request.chat_options
-    extra = check_template_kwargs(options.pop("chat_template_kwargs", None))
-    return llm.prompts.read_chats(messages, None, **extra, **options)[0]
+    return llm.prompts.read_chats(messages, **request.chat_options)[0]
 
 
 def parse_line(line: int, text: bytes, defaults: dict[str, Any], seed: int | None = None) -> Request:

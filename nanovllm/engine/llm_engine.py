@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from numbers import Integral
 from typing import Any, NamedTuple
 
@@ -19,13 +19,14 @@ from nanovllm.config import Config
 from nanovllm.distributed.ranks import SHUT_DOWN, EngineDeadError, Ranks
 from nanovllm.engine.batch import BatchMaker, StepOutput
 from nanovllm.engine.edits import num_rule_words
+from nanovllm.engine.isolation import end_culprit
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.text.prompts import Prompt, Prompts
-from nanovllm.text.results import GrowingText, record_logprobs
-from nanovllm.utils.validation import shown
+from nanovllm.text.prompts import Prompt, Prompts, Request
+from nanovllm.text.results import GrowingText, record_logprobs, watch_stops
+from nanovllm.utils.validation import check
 
 
 class Step(NamedTuple):
@@ -37,13 +38,13 @@ class Step(NamedTuple):
     output: StepOutput
 
 
+@dataclass
 class Attempt:
-    """A change of the books that has begun, such as a step, and what is needed to undo it."""
+    """A step, or another change of the books, that has begun, and what is needed to undo it."""
 
-    def __init__(self):
-        self.sequences: list[Sequence] = []  # that are being computed or looked at, and may be to blame
-        self.drawing: list[Sequence] = []  # whose next token is being recorded
-        self.lengths: list[int] = []  # the number of tokens they had before
+    sequences: list[Sequence] = field(default_factory=list)  # being computed or looked at: may be to blame
+    drawing: list[Sequence] = field(default_factory=list)  # whose next token is being recorded
+    lengths: list[int] = field(default_factory=list)  # the number of tokens they had before
 
 
 class LLMEngine:
@@ -51,7 +52,7 @@ class LLMEngine:
     `LLMEngine(model, **options)`: options are the fields of `Config`.
 
     After any exception inside `step` the requests are what they were before, and the next step goes on with
-    them.
+    them. `unfinished` has the sequences that have not ended, by id, for reading.
     """
 
     model_runner: ModelRunner | None = None
@@ -76,7 +77,7 @@ class LLMEngine:
                     eos=tuple(token_id for token_id in eos if token_id < vocab_size),
                     num_kvcache_blocks=self.model_runner.kv_cache.num_blocks,
                 )
-                self._generation_config = checkpoint.generation_config()
+                self.generation_config = checkpoint.generation_config()
             except BaseException:
                 self.exit()
                 raise
@@ -86,11 +87,10 @@ class LLMEngine:
         self._seeds = random.Random(self.config.seed)
         self._overlap = self.config.device != "cpu"
         self._under_way: Step | None = None
-        self._requests: dict[int, Sequence] = {}  # those that are not finished, by seq_id
-        self._ended: dict[int, Sequence] = {}  # those that are, but that no step has reported yet
+        self.unfinished: dict[int, Sequence] = {}
+        self._ended: dict[int, Sequence] = {}  # those that have ended, but that no step has reported yet
         self._texts: dict[int, GrowingText] = {}  # of those with stop texts
         self._attempt: Attempt | None = None  # the last one, until it has come to its end
-        self._owner: object = None  # the call that the unfinished requests are of; None is add_request
         self._counts = Counter()
 
     def _start_runner(self, checkpoint: Checkpoint) -> ModelRunner:
@@ -134,59 +134,63 @@ class LLMEngine:
         if not self._is_python_ending():
             self.exit()
 
-    def add_request(self, prompt: Prompt, sampling_params: SamplingParams) -> int:
+    def add_request(self, prompt: Prompt | Request, sampling_params: SamplingParams | None = None) -> int:
         """
         Queue one request and return its id. Raises ValueError, changing nothing, if it cannot be served.
+
+        prompt: a string, a list of token ids or a dict as for `LLM.generate`; or a `Request` that `prompts`
+        has read with its parameters, all of whose completions are queued, or none. The id is the first one's.
         """
-        self._own()
-        token_ids = self.prompts.read(prompt, sampling_params)
-        if sampling_params.n > 1:
-            raise ValueError(f"add_request makes one completion of a prompt, got n={sampling_params.n}")
-        self.prompts.warn_of_context([(token_ids, sampling_params)])
-        return self._enqueue(self._make_sequence(token_ids, sampling_params)).seq_id
-
-    def _enqueue_all(self, token_ids: list[int], params: SamplingParams) -> list[Sequence]:
-        """Queue all completions of a prompt."""
-        sequences = [self._make_sequence(token_ids, params, index) for index in range(params.n)]
-        for seq in sequences[1:]:
-            seq.leader = sequences[0]
-        self._enqueue(*sequences)
-        return sequences
-
-    def _make_sequence(self, token_ids: list[int], params: SamplingParams, index: int = 0) -> Sequence:
-        """The index-th completion of a prompt."""
-        seed = self._seeds.getrandbits(63) if params.seed is None else (params.seed + index) % 2**63
-        seq = Sequence(token_ids, params, self.config.kvcache_block_size, seed)
-        seq.bad_words = self.prompts.bad_words(params)
-        ends = self.scheduler.end_token_ids(params)
-        seq.num_rule_words = num_rule_words(params, seq.bad_words, ends)
-        if params.prompt_logprobs is not None and index == 0:
-            seq.scored_token_ids = token_ids[1:]
-        return seq
-
-    def _enqueue(self, *sequences: Sequence) -> Sequence:
-        """Queue all of them, or none. Returns the first."""
-        with_stops = [seq for seq in sequences if seq.sampling_params.stop]
-        texts = {seq.seq_id: GrowingText(self.tokenizer, seq) for seq in with_stops}
+        self.check_usable()
+        request = prompt
+        if not isinstance(request, Request):
+            request = self.prompts.read(prompt, sampling_params)
+            if request.params.n > 1:
+                raise ValueError(f"add_request makes one completion of a prompt, got n={request.params.n}")
+            self.prompts.warn_of_context([request])
+        completions = [self._make_sequence(request, index) for index in range(request.params.n)]
+        for seq in completions[1:]:
+            seq.leader = completions[0]
+        texts = watch_stops(self.tokenizer, completions)
         with self._attempting():
-            for seq in sequences:
+            for seq in completions:
                 self.scheduler.add(seq)
             self._texts.update(texts)
-            self._requests.update({seq.seq_id: seq for seq in sequences})
-        return sequences[0]
+            self.unfinished.update({seq.seq_id: seq for seq in completions})
+        request.completions = completions
+        return completions[0].seq_id
 
-    def step(self) -> tuple[list[tuple[int, list[int]]], int]:
+    def _make_sequence(self, request: Request, index: int) -> Sequence:
+        """The index-th completion of a prompt."""
+        params = request.params
+        seed = self._seeds.getrandbits(63) if params.seed is None else (params.seed + index) % 2**63
+        seq = Sequence(request.token_ids, params, self.config.kvcache_block_size, seed)
+        seq.bad_words = request.bad_words
+        seq.num_rule_words = num_rule_words(params, seq.bad_words, self.scheduler.end_token_ids(params))
+        seq.scored_token_ids = [] if index else request.scored_token_ids
+        return seq
+
+    def step(self, isolate: bool = False) -> tuple[list[tuple[int, list[int]]], int]:
         """
         Run one step. Returns the requests that finished as (id, completion token ids), and the number of
         prompt tokens computed, or minus the number of sequences decoded. On a GPU a step returns what the one
         before it computed (the first returns nothing), so that the device never waits for the host. Aborted
         requests are returned by the next step.
+
+        With `isolate` a request that makes steps fail ends alone, and one of its completions has the `error`;
+        only what no request is to blame for is raised.
         """
-        self._own()
-        return self._step()
+        try:
+            return self._step()
+        except Exception as error:
+            if not isolate or isinstance(error, EngineDeadError):
+                raise
+            self.check_usable()  # where there are several ranks, a step that fails on one ends the engine
+            end_culprit(self, error)
+            return [], 0
 
     def _step(self) -> tuple[list[tuple[int, list[int]]], int]:
-        self._check_usable()
+        self.check_usable()
         start = time.perf_counter()
         with self._attempting(reports=True) as attempt:
             attempt.sequences, is_prefill = self.scheduler.schedule()
@@ -194,6 +198,11 @@ class LLMEngine:
             if self._overlap:  # the host's work on this step is done while the device is busy with it
                 step, self._under_way = self._under_way, step
             num_tokens = self._collect(step, attempt) if step is not None else 0
+            if not self.unfinished:
+                self.scheduler.max_running = self.scheduler.max_num_seqs
+                if self._under_way is not None:  # launched before we knew that every request had ended
+                    self._collect(self._under_way, attempt)
+                    self._under_way = None
             self._counts["seconds"] += time.perf_counter() - start
             return [(seq.seq_id, seq.completion_token_ids) for seq in self._ended.values()], num_tokens
 
@@ -203,19 +212,19 @@ class LLMEngine:
         Change the books, at the end of which all that have ended may have been reported. Where this is broken
         off, at whatever line, the next attempt undoes it first.
         """
-        self._recover()
+        self.recover()
         self._attempt = Attempt()
         yield self._attempt
         self._ended, self._attempt = {} if reports else self._ended, None
 
-    def _recover(self) -> None:
+    def recover(self) -> list[Sequence]:
         """
-        Undo an attempt that was broken off, if the last one was. What it has computed, and where, is unknown:
-        so nothing is kept that the cache holds, and all requests that had not ended before are queued again
-        with the tokens they had.
+        Undo an attempt that was broken off, if the last one was, and return the sequences it was about. What
+        it has computed, and where, is unknown: so nothing is kept that the cache holds, and all requests that
+        had not ended before are queued again with the tokens they had.
         """
-        if self._attempt is None:
-            return
+        if (attempt := self._attempt) is None:
+            return []
         self._under_way = None
         if self.model_runner is not None:  # not shut down in the middle of its work
             try:
@@ -224,18 +233,14 @@ class LLMEngine:
             except Exception as error:
                 raise EngineDeadError(f"the engine cannot go on after a step that failed: {error}") from error
         for seq_id in self._ended:
-            self._requests.pop(seq_id, None)
-        for seq, length in zip(self._attempt.drawing, self._attempt.lengths, strict=False):
-            if seq.seq_id in self._requests:
+            self.unfinished.pop(seq_id, None)
+        for seq, length in zip(attempt.drawing, attempt.lengths, strict=False):
+            if seq.seq_id in self.unfinished:
                 del seq.token_ids[length:]
-        self.scheduler.restart(self._requests.values())
-        self._texts = {}
-        for seq in self._requests.values():
-            if seq.sampling_params.stop:
-                text = self._texts[seq.seq_id] = GrowingText(self.tokenizer, seq)
-                with contextlib.suppress(Exception):  # comes again where the text is looked at next
-                    text.look()
+        self.scheduler.restart(self.unfinished.values())
+        self._texts = watch_stops(self.tokenizer, self.unfinished.values())
         self._attempt = None
+        return attempt.sequences
 
     def _launch(self, sequences: list[Sequence], is_prefill: bool) -> Step:
         num_tokens = sum(seq.num_scheduled_tokens for seq in sequences) if is_prefill else -len(sequences)
@@ -247,57 +252,52 @@ class LLMEngine:
     def _collect(self, step: Step, attempt: Attempt) -> int:
         attempt.sequences = step.sequences
         token_ids = step.output.token_ids()
-        self._check_usable()  # where a rank has failed the tokens are worthless
+        self.check_usable()  # where a rank has failed the tokens are worthless
         attempt.lengths = [len(seq.token_ids) for seq in step.drawing]
         attempt.drawing = step.drawing
         record_logprobs(step.sequences, step.drawing, step.output)
         finished = self.scheduler.postprocess(step.sequences, token_ids, step.drawing)
         if self._texts:
-            finished = self._check_stop_texts(step.drawing, finished, attempt)
+            finished += self._find_stops(step.drawing, attempt)
         for seq in finished:
-            self._ended[seq.seq_id] = self._requests[seq.seq_id]
-            del self._requests[seq.seq_id]
+            self._end(seq)
             self._counts["finished"] += 1
             self._counts["prompt"] += seq.num_prompt_tokens
             self._counts["cached"] += seq.num_prompt_tokens_cached
         self._counts["drawn"] += len(step.drawing)
         return step.num_tokens
 
-    def _check_stop_texts(
-        self, drawing: list[Sequence], finished: list[Sequence], attempt: Attempt
-    ) -> list[Sequence]:
+    def _find_stops(self, drawing: list[Sequence], attempt: Attempt) -> list[Sequence]:
         """
-        End the sequences whose newest tokens complete a stop text, and return all that have finished. Where
-        steps overlap, the token that such a sequence draws meanwhile is never looked at.
+        Stop the sequences whose newest tokens complete a stop text. Returns those that had not finished with
+        these tokens anyway. Where steps overlap, what a stopped one draws meanwhile is never looked at.
         """
+        stopped = []
         for seq in drawing:
-            text = self._texts.get(seq.seq_id)
-            if text is None:
-                continue
-            attempt.sequences = [seq]
-            if (stop := text.find_stop()) is not None:
-                if not seq.is_finished:
-                    finished.append(seq)
-                self.scheduler.stop(seq, stop)
-        for seq in finished:
-            self._texts.pop(seq.seq_id, None)
-        return finished
+            if (text := self._texts.get(seq.seq_id)) is not None:
+                attempt.sequences = [seq]
+                if (stop := text.find_stop()) is not None:
+                    stopped += [] if seq.is_finished else [seq]
+                    self.scheduler.stop(seq, stop)
+        return stopped
+
+    def _end(self, seq: Sequence) -> None:
+        self._ended[seq.seq_id] = seq
+        del self.unfinished[seq.seq_id]
+        self._texts.pop(seq.seq_id, None)
 
     def abort(self, request_id: int) -> None:
         """
         End a request and free its blocks at once. Its result has what there is so far and the finish_reason
         "abort". That it has finished already, or never was, is no error.
         """
-        self._check_usable()
-        if isinstance(request_id, bool) or not isinstance(request_id, Integral):  # 1.0 would find 1
-            raise ValueError(f"request_id must be an integer, got {shown(request_id)}")
+        self.check_usable()
+        is_integer = isinstance(request_id, Integral) and not isinstance(request_id, bool)
+        check(is_integer, "request_id must be an integer", request_id)  # 1.0 would find 1
         with self._attempting():
-            seq = self._requests.get(request_id)
-            if seq is not None:
+            if (seq := self.unfinished.get(request_id)) is not None:
                 self.scheduler.abort(seq)
-                self._texts.pop(request_id, None)
-                self._ended[request_id] = seq
-                del self._requests[request_id]
+                self._end(seq)
 
     def stats(self) -> dict[str, float]:
         """
@@ -321,23 +321,19 @@ class LLMEngine:
 
     def is_finished(self) -> bool:
         """Whether no request is left."""
-        return not self._requests and not self._ended and self._under_way is None
+        return not self.unfinished and not self._ended and self._under_way is None
 
     def clear(self) -> None:
         """Drop every request."""
-        self._owner, self._requests, self._ended, self._attempt = None, {}, {}, Attempt()
+        if self._is_python_ending():
+            return
+        self.unfinished, self._ended, self._attempt = {}, {}, Attempt()
         if self.ranks is not None and self.ranks.failure:
             self.exit()
-        self._recover()
+        self.recover()
 
-    def _own(self, owner: object = None) -> None:
-        """The requests to come are this owner's. Raises RuntimeError if there are another's, unfinished."""
-        self._check_usable()
-        if self._requests and self._owner is not owner:
-            raise RuntimeError("the engine is busy with the unfinished requests of another call")
-        self._owner = owner
-
-    def _check_usable(self) -> None:
+    def check_usable(self) -> None:
+        """Raise EngineDeadError if the engine was shut down or has lost a rank."""
         if self.ranks is not None:
             self.ranks.check()
         if self.model_runner is None:

@@ -115,7 +115,10 @@ class Scheduler:
             scheduled.append(seq)
         held_back: list[Sequence] = []
         forecast = None
-        while self.waiting and budget and len(self.running) + len(held_back) < self.max_num_seqs:
+        limit = self.max_num_seqs
+        if self.max_running < limit:  # one more, so that each has a prefill to itself to fail in
+            limit = min(self.max_running, len(self.running) + 1)
+        while self.waiting and budget and len(self.running) + len(held_back) < limit:
             seq = self.waiting[0]
             if seq is self.blocked:
                 break
@@ -274,6 +277,7 @@ class Scheduler:
         """End a sequence, which may have been preempted or released while its last token was under way."""
         seq.num_tokens = len(seq.token_ids)
         seq.finish_reason, seq.stop_reason = reason, stop_reason
+        self.max_running = min(self.max_running + 1, self.max_num_seqs)
         if reason != "abort" and seq.may_end_early:
             half = seq.num_completion_tokens / 2
             share = half / (seq.max_num_tokens - seq.num_prompt_tokens - half)
@@ -307,6 +311,8 @@ class Scheduler:
         self.num_prefills_in_a_row = 0  # while somebody waited to decode
         self.free_rows = list(range(self.max_num_seqs))[::-1]  # of the devices' tables
         self.num_rule_words = 0  # of those that are running
+        # Fewer than max_num_seqs while a request that makes steps fail is looked for; one more with each end.
+        self.max_running = self.max_num_seqs
 
     def restart(self, sequences: Iterable[Sequence]) -> None:
         """`clear`, and queue these again, the first to arrive first: they are computed from their tokens."""

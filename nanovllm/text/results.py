@@ -1,6 +1,7 @@
 """What users get back: the text of a completion, whole or while it grows, and the result of a prompt."""
 
 import functools
+from collections.abc import Iterable
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -47,17 +48,8 @@ def completion_text(tokenizer: Any, seq: Sequence) -> str:
 
 
 def make_result(tokenizer: Any, completions: list[Sequence]) -> dict[str, Any]:
-    """The result of a prompt (see `LLMEngine.generate`) from its finished completions."""
-    outputs = [
-        {
-            "text": completion_text(tokenizer, seq),
-            "token_ids": seq.completion_token_ids,
-            "finish_reason": seq.finish_reason,
-            "stop_reason": seq.stop_reason,
-            **_describe_logprobs(tokenizer, seq),
-        }
-        for seq in completions
-    ]
+    """The result of a prompt (see `LLM.generate`) from its finished completions."""
+    outputs = [_describe_completion(tokenizer, seq) for seq in completions]
     first = completions[0]
     prompt = {
         "num_prompt_tokens": first.num_prompt_tokens,
@@ -69,11 +61,25 @@ def make_result(tokenizer: Any, completions: list[Sequence]) -> dict[str, Any]:
     return {**outputs[0], **prompt, **({"outputs": outputs} if len(outputs) > 1 else {})}
 
 
-def _describe_logprobs(tokenizer: Any, seq: Sequence) -> dict[str, list[dict[int, Logprob]]]:
-    count = seq.sampling_params.logprobs
-    if count is None:
-        return {}
-    return {"logprobs": _describe(tokenizer, seq.completion_token_ids, seq.logprobs, count)}
+def outcome(tokenizer: Any, completions: list[Sequence]) -> dict[str, Any] | Exception:
+    """`make_result`, or the error that has ended one of the completions, or that comes of making it."""
+    errors = [seq.error for seq in completions if seq.error is not None]
+    try:
+        return errors[0] if errors else make_result(tokenizer, completions)
+    except Exception as error:  # a decoder's
+        return error
+
+
+def _describe_completion(tokenizer: Any, seq: Sequence) -> dict[str, Any]:
+    output = {
+        "text": completion_text(tokenizer, seq),
+        "token_ids": seq.completion_token_ids,
+        "finish_reason": seq.finish_reason,
+        "stop_reason": seq.stop_reason,
+    }
+    if (count := seq.sampling_params.logprobs) is not None:
+        output["logprobs"] = _describe(tokenizer, seq.completion_token_ids, seq.logprobs, count)
+    return output
 
 
 def _describe(
@@ -106,7 +112,10 @@ class GrowingText:
         The stop text that the newest tokens complete, if they do; the completion's text then ends there. Of
         several the one that begins first counts, then the one that is listed first.
         """
-        params, num_old = self.seq.sampling_params, self.pieces.num_settled
+        params = self.seq.sampling_params
+        if self.pieces.num_tokens == 0:  # it may take the place of one that has looked at all but the newest
+            self._read(-1)
+        num_old = self.pieces.num_settled
         text = self._read()
         if self.pieces.num_tokens < params.min_tokens:
             return None
@@ -132,6 +141,11 @@ class GrowingText:
         self.num_shown += len(piece)
         return piece
 
-    def _read(self) -> str:
-        self.pieces.add(self.seq.token_ids[self.seq.num_prompt_tokens + self.pieces.num_tokens :])
+    def _read(self, end: int | None = None) -> str:
+        self.pieces.add(self.seq.token_ids[self.seq.num_prompt_tokens + self.pieces.num_tokens : end])
         return self.pieces.text
+
+
+def watch_stops(tokenizer: Any, sequences: Iterable[Sequence]) -> dict[int, GrowingText]:
+    """The texts, by seq_id, of those sequences that a stop text may end."""
+    return {seq.seq_id: GrowingText(tokenizer, seq) for seq in sequences if seq.sampling_params.stop}

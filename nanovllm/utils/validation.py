@@ -37,9 +37,14 @@ def shown(value: Any) -> str:
     return text if len(text) <= MAX_SHOWN else f"{text[:half]}...{text[-half:]}"
 
 
+def check(is_good: bool, rule: str, value: Any) -> None:
+    """Raise ValueError with the rule and the value, unless it is good."""
+    if not is_good:
+        raise ValueError(f"{rule}, got {shown(value)}")
+
+
 def check_bool(value: Any, name: str) -> None:
-    if not isinstance(value, bool):
-        raise ValueError(f"{name} must be True or False, got {shown(value)}")
+    check(isinstance(value, bool), f"{name} must be True or False", value)
 
 
 def find_surrogate(text: str) -> int:

@@ -578,7 +578,7 @@ def test_an_error_while_requests_are_taken_leaves_the_engine_empty(engine):
         list(engine.generate_from(requests()))
     with pytest.raises(ValueError, match=r"prompts\[1\] is empty"):
         list(engine.generate_from([("x", SamplingParams()), ("", SamplingParams())]))
-    assert engine.is_finished() and not engine._requests
+    assert engine.is_finished() and not engine.unfinished
     assert list(engine.generate_from([])) == []
 
 

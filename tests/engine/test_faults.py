@@ -19,8 +19,9 @@ from test_engine import assert_empty, tokens_of
 from nanovllm import LLM, AsyncLLM, SamplingParams
 from nanovllm import llm as llm_module
 from nanovllm.distributed.ranks import EngineDeadError
-from nanovllm.engine import isolation, llm_engine
+from nanovllm.engine import llm_engine
 from nanovllm.engine.batch import StepOutput
+from nanovllm.engine.sequence import Sequence
 from nanovllm.text import results as texts
 from tiny_checkpoints import EXACT, make_checkpoint, one_thread  # noqa: F401
 
@@ -54,7 +55,7 @@ METHODS = {
     "host rows": ["prefill", "decode"],
     "device rows": ["apply", "_apply_edits", "next_inputs", "edit_logits", "note_drawn"],
     "model": ["forward", "compute_logits"],
-    "engine": ["_enqueue", "_step", "_launch", "_collect", "_check_stop_texts"],
+    "engine": ["_make_sequence", "_step", "_launch", "_collect", "_find_stops"],
     "output": ["to_host", "token_ids", "logprobs", "prompt_logprobs"],
     "text": ["find_stop"],
     "records": ["record_logprobs"],
@@ -98,6 +99,14 @@ def expected_results(engine):
 @pytest.fixture
 def expected(expected_results):
     return tokens_of(expected_results)
+
+
+def queue(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> list[list[Sequence]]:
+    """Returns the completions of each."""
+    requests = llm.prompts.read_all(prompts, params)
+    for request in requests:
+        llm.add_request(request)
+    return [request.completions for request in requests]
 
 
 def logprobs_of(prompt: list[int], result: dict) -> list[float]:
@@ -190,7 +199,7 @@ def test_an_error_in_stream_or_score_is_raised_and_leaves_the_engine_right(engin
 @pytest.mark.parametrize("place, name", SITES, ids=lambda x: x)
 def test_after_an_error_in_step_the_next_one_goes_on(engine, expected_results, monkeypatch, place, name):
     for number in (1, 2):
-        groups = [engine._enqueue_all(*request) for request in zip(PROMPTS, PARAMS, strict=True)]
+        groups = queue(engine, PROMPTS, PARAMS)
         ids = [seq.seq_id for group in groups for seq in group]
         found, num_raised = [], 0
         with monkeypatch.context() as patch:
@@ -249,7 +258,7 @@ def poison(llm: LLM, patch: pytest.MonkeyPatch, what: str) -> list[int]:
         "enqueueing": (llm.scheduler, "add"),
         "find_stop": (texts.GrowingText, "find_stop"),
         "look": (texts.GrowingText, "look"),
-        "result": (isolation, "make_result"),
+        "result": (texts, "make_result"),
     }[what]
     function, failures = getattr(target, name), []
 

@@ -24,6 +24,7 @@ from test_engine import assert_empty
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.forecast import Forecast
 from nanovllm.engine.sequence import Sequence
+from nanovllm.text.prompts import Request
 from nanovllm.text.results import GrowingText, Logprob, make_result
 from tiny_checkpoints import EXACT, make_checkpoint, make_tokenizer
 
@@ -36,7 +37,7 @@ CLOSE = 1e-4  # logits and log-probabilities that rounding may swap
 CHECKPOINT = dict(vocab_size=VOCAB, num_hidden_layers=1, max_position_embeddings=256, seed=1)
 
 
-class Request(NamedTuple):
+class Question(NamedTuple):
     """`params` is None where the prompt is to be scored."""
 
     prompt: list[int]
@@ -100,11 +101,11 @@ def random_params(pick: random.Random) -> SamplingParams:
     return SamplingParams(pick.choice([0, 0, 0.7, 1, 1.5]), max_tokens, seed=pick.randrange(2**63), **chosen)
 
 
-def random_requests(pick: random.Random, llm: LLM, beginnings: list[list[int]]) -> list[Request]:
+def random_requests(pick: random.Random, llm: LLM, beginnings: list[list[int]]) -> list[Question]:
     requests, count = [], pick.randint(1, 14)
     while len(requests) < count:
         prompt = random_prompt(pick, beginnings)
-        request = Request(prompt, random_params(pick) if pick.random() < 0.9 else None)
+        request = Question(prompt, random_params(pick) if pick.random() < 0.9 else None)
         try:
             if request.params is not None:
                 llm.prompts.read(*request)
@@ -117,7 +118,7 @@ def random_requests(pick: random.Random, llm: LLM, beginnings: list[list[int]]) 
 # --- how it is answered ---
 
 
-def answer_at_once(llm: LLM, requests: list[Request]) -> list[Answer]:
+def answer_at_once(llm: LLM, requests: list[Question]) -> list[Answer]:
     asked = [request for request in requests if request.params is not None]
     prompts, params = [request.prompt for request in asked], [request.params for request in asked]
     results = iter(llm.generate(prompts, params, use_tqdm=False))
@@ -126,7 +127,7 @@ def answer_at_once(llm: LLM, requests: list[Request]) -> list[Answer]:
     return [Answer(next(scores if request.params is None else results)) for request in requests]
 
 
-def answer_in_steps(llm: LLM, requests: list[Request], pick: random.Random, counts: Counter) -> list[Answer]:
+def answer_in_steps(llm: LLM, requests: list[Question], pick: random.Random, counts: Counter) -> list[Answer]:
     """Requests arrive while others run, some are aborted, and texts are looked at while they grow."""
     groups: list[list[Sequence]] = []
     texts: dict[int, tuple[GrowingText, list[str]]] = {}
@@ -135,12 +136,16 @@ def answer_in_steps(llm: LLM, requests: list[Request], pick: random.Random, coun
         while len(groups) < len(requests) and (pick.random() < 0.8 or llm.is_finished()):
             prompt, params = requests[len(groups)]
             if params is None:
-                groups.append([seq] if (seq := llm._enqueue_scoring(prompt)) else [])
-                continue
-            groups.append(llm._enqueue_all(prompt, params))
-            if params.n == 1 and params.detokenize:
+                scoring = SamplingParams(0, 1, True)
+                request = Request(prompt[:-1], scoring, scored_token_ids=prompt[1:])
+            else:
+                request = llm.prompts.read(prompt, params)
+            if request.token_ids:  # else there is nothing to score
+                llm.add_request(request)
+            groups.append(request.completions)
+            if params is not None and params.n == 1 and params.detokenize:
                 texts[len(groups) - 1] = GrowingText(llm.tokenizer, groups[-1][0]), []
-        if pick.random() < abort_rate and (unfinished := sorted(llm._requests)):
+        if pick.random() < abort_rate and (unfinished := sorted(llm.unfinished)):
             llm.abort(pick.choice(unfinished))
             counts["aborted"] += 1
         llm.step()
@@ -202,7 +207,7 @@ def check_logprobs(expected: list[dict[int, Logprob]], found: list[dict[int, Log
                 assert entry.decoded_token == others[token_id].decoded_token
 
 
-def rounding_explains(llm: LLM, request: Request, found: Answer) -> bool:
+def rounding_explains(llm: LLM, request: Question, found: Answer) -> bool:
     """Whether the default engine answers like this too, if its last matrix is changed by a few millionths."""
     weight = llm.model_runner.model.lm_head.weight
     exact, noise = weight.detach().clone(), torch.Generator().manual_seed(0)
@@ -224,7 +229,7 @@ def check_empty(llm: LLM) -> None:
     assert_empty(llm)
     assert sorted(llm.scheduler.free_rows) == list(range(llm.config.max_num_seqs))
     assert not llm.scheduler.running and not llm.scheduler.waiting and llm.scheduler.chunked is None
-    assert not llm._requests and not llm._texts
+    assert not llm.unfinished and not llm._texts
 
 
 def fuzz_once(default: LLM, seed: int, counts: Counter) -> None:

@@ -49,9 +49,10 @@ MUTATIONS = [
         ("half = seq.num_completion_tokens / 2", "half = 0"),
         ("return leader if len(seq) == seq.num_prompt_tokens else None", "return leader"),
         (
-            "len(self.running) + len(held_back) < self.max_num_seqs",
-            "len(self.running) < self.max_num_seqs + 1",
+            "len(self.running) + len(held_back) < limit",
+            "len(self.running) < limit + 1",
         ),
+        ("limit = min(self.max_running, len(self.running) + 1)", "limit = self.max_running"),
         ("if num_tokens > budget and scheduled:", "if num_tokens > budget + 1 and scheduled:"),
         ("if seq.num_prompt_tokens_cached is None:", "if seq.num_prompt_tokens_cached is not None:"),
         ("self.waiting.extendleft(reversed(held_back))", "self.waiting.extend(held_back)"),
@@ -131,12 +132,12 @@ MUTATIONS = [
         "llm_engine",
         ("del seq.token_ids[length:]", "pass"),
         ("self._ended, self._attempt = {} if reports else self._ended, None", "self._attempt = None"),
-        ("            self._requests.pop(seq_id, None)", "            pass"),
+        ("            self.unfinished.pop(seq_id, None)", "            pass"),
+        ("            if not self.unfinished:\n", "            if False:\n"),
     ),
     *mutations_of(
         "isolation",
         ("if len(suspects) == 1:", "if suspects:"),
-        ("len(scheduler.running) + 1)", "10**9)"),
         ("if seq is group or seq.leader is group:", "if seq is culprit:"),
     ),
     *mutations_of(
@@ -204,6 +205,13 @@ MUTATIONS = [
         ("start, stop = min(found, key=itemgetter(0))", "start, stop = max(found, key=itemgetter(0))"),
         ("start, stop = min(found, key=itemgetter(0))", "start, stop = min(found)"),
         ("start, stop = min(found, key=itemgetter(0))", "start, stop = found[0]"),
+        ("            self._read(-1)", "            pass"),
+    ),
+    *mutations_of(
+        "nanovllm/llm",
+        ("if self.unfinished and self._call is not call:", "if False:"),
+        ("if self._call is queued:", "if True:"),
+        ("if not queued or self.is_finished():", "if not queued:"),
     ),
     *mutations_of("nanovllm/batch/files", ("        while rest:", "        if rest:")),
     *mutations_of(

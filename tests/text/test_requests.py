@@ -116,6 +116,25 @@ def test_a_stop_text_ends_the_completion_at_the_token_that_completes_it(llm, say
     assert generate(llm, temperature=0, **params, include_stop_str_in_output=True)["text"] == TEXT[:end]
 
 
+def test_a_stop_text_before_min_tokens_does_not_count_after_a_step_that_failed_either(llm, says):
+    def failing():
+        monkeypatch.undo()
+        raise MemoryError
+
+    says(TEXT)
+    llm.add_request(PROMPT, SamplingParams(0, 15, True, stop="One", min_tokens=8))
+    [seq] = llm.unfinished.values()
+    while seq.num_completion_tokens < 11:
+        llm.step()
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(llm.scheduler, "schedule", failing)
+        with pytest.raises(MemoryError):
+            llm.step()
+    while not llm.is_finished():
+        llm.step()
+    assert (seq.finish_reason, seq.num_completion_tokens) == ("length", 15)
+
+
 def test_the_stop_text_that_comes_first_is_the_one_that_counts(llm, says):
     says(TEXT)
     result = generate(llm, temperature=0, max_tokens=60, stop=["Done", "z", ", zw", "zwölf"])
@@ -232,7 +251,9 @@ def test_a_leader_that_is_aborted_leaves_the_other_completions_alone(llm):
     expected = generate(llm, temperature=1.0, max_tokens=20, n=3, seed=1)["outputs"]
     for num_steps in range(4):
         llm.scheduler.clear()
-        group = llm._enqueue_all(PROMPT, SamplingParams(1.0, 20, True, n=3, seed=1))
+        request = llm.prompts.read(PROMPT, SamplingParams(1.0, 20, True, n=3, seed=1))
+        llm.add_request(request)
+        group = request.completions
         for _ in range(num_steps):
             llm.step()
         llm.abort(group[0].seq_id)
@@ -374,14 +395,31 @@ def test_an_iterator_that_has_done_its_work_leaves_later_calls_alone(llm, kind, 
     found = [next(later)]
     if how == "close":
         first.close()
-    elif how == "go on" and kind == "generate_from":  # it would take more
-        with pytest.raises(RuntimeError, match="another call"):
-            next(first)
     elif how == "go on":
         assert list(first) == []
     del first
     found += later
     assert [i for i, _ in found] == [0, 1] and found[1][1]["token_ids"] == expected[1]
+
+
+def test_an_iterator_that_would_take_more_is_refused_while_another_call_has_the_engine(llm):
+    params = SamplingParams(0, 3, True)
+    first = llm.generate_from([(PROMPT, params)] * 2, max_unfinished=1)
+    next(first)
+    later = llm.generate_iter([[1], [2]], [params, SamplingParams(0, 9, True)])
+    found = [next(later)]
+    with pytest.raises(RuntimeError, match="another call"):
+        next(first)
+    assert [i for i, _ in [*found, *later]] == [0, 1]
+
+
+def test_an_iterator_whose_requests_are_dropped_or_told_to_others_ends(llm):
+    params = [SamplingParams(0, 3, True), SamplingParams(0, 50, True)]
+    for use in (llm.clear, lambda: (llm.abort(*llm.unfinished), llm.generate([[1]], use_tqdm=False))):
+        results = llm.generate_iter([[1], PROMPT], params)
+        next(results)
+        use()
+        assert list(results) == []
 
 
 def test_an_iterator_shares_the_engine_with_nobody(llm):
@@ -541,7 +579,7 @@ def test_an_aborted_request_leaves_at_any_moment_and_disturbs_nobody(llm, monkey
 def test_the_result_of_an_aborted_request_has_what_there_is(llm):
     results = llm.generate_iter([PROMPT, [1]], [SamplingParams(0, 50, True), SamplingParams(0, 3, True)])
     assert next(results)[1]["finish_reason"] == "length"
-    [request_id] = llm._requests
+    [request_id] = llm.unfinished
     llm.abort(request_id)
     [(index, result)] = results
     assert index == 0 and result["finish_reason"] == "abort" and result["stop_reason"] is None
@@ -551,7 +589,7 @@ def test_the_result_of_an_aborted_request_has_what_there_is(llm):
 
 def test_a_request_that_is_aborted_before_it_runs_has_nothing_cached(llm):
     request_id = llm.add_request(PROMPT, SamplingParams())
-    seq = llm._requests[request_id]
+    seq = llm.unfinished[request_id]
     llm.abort(request_id)
     llm.step()
     result = make_result(llm.tokenizer, [seq])
