@@ -140,7 +140,7 @@ class BlockManager:
         """
         if len(seq.block_table) * self.block_size < len(seq):
             seq.block_table.append(self._take_free_block())
-        elif len(seq) % self.block_size == 0 and len(seq.token_ids) == len(seq):
+        elif seq.last_block_num_tokens == self.block_size and len(seq.token_ids) == len(seq):
             self._close(seq, seq.num_blocks - 1)
 
     def may_close(self, seq: Sequence) -> None:

@@ -245,13 +245,13 @@ class Scheduler:
             if seq.status is over:  # by the token before, which was not known when this step began
                 self.num_surplus_tokens += 1
                 continue
-            seq.token_ids.append(token_id)
+            seq.append_token(token_id)
             num_known = len(seq.token_ids)
             if num_known % block_size == 0:
                 self.block_manager.may_close(seq)
             if token_id in seq.end_token_ids:
                 by_request = token_id in seq.sampling_params.stop_token_ids
-                self._finish(seq, "stop", token_id if by_request else None)
+                self._finish(seq, "stop", seq.last_token if by_request else None)
                 finished.append(seq)
             elif num_known == seq.max_num_tokens:
                 self._finish(seq, "length")

@@ -149,5 +149,6 @@ class Sequence:
         return self.token_ids[i * self.block_size : (i + 1) * self.block_size]
 
     def append_token(self, token_id: int) -> None:
-        self.num_tokens += 1
+        """`num_tokens` counts it already if the step that drew it was counted ahead."""
         self.token_ids.append(token_id)
+        self.num_tokens = max(self.num_tokens, len(self.token_ids))

@@ -11,10 +11,9 @@ from typing import Any
 
 from nanovllm.checkpoints.tokenizer import render_chat, tokenizer_errors
 from nanovllm.config import Config
-from nanovllm.engine.edits import num_rule_words
+from nanovllm.engine.edits import HISTORY, num_rule_words
 from nanovllm.engine.scheduler import RULE_WORDS, Scheduler
 from nanovllm.engine.sequence import Sequence
-from nanovllm.kernels.logit_edits import HISTORY
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.validation import check, check_bool, find_surrogate, shown
 
