@@ -2,9 +2,9 @@
 nothing of the engine.
 """
 
-import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from enum import IntFlag
 from numbers import Integral, Real
 from typing import Any
@@ -16,6 +16,7 @@ MAX_TOKENS = 2**31 - 1
 MAX_N = 16_384
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 100.0
+MIN_FLOAT, MAX_FLOAT = sys.float_info.min, sys.float_info.max
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,68 +83,55 @@ class SamplingParams:
     detokenize: bool = True
 
     def __post_init__(self) -> None:
-        check = self._check
-        check(_is_number(self.temperature), "temperature", "a number")
-        check(self.temperature >= 0, "temperature", "finite and at least 0 (0 is greedy)")
-        is_limit = self.max_tokens is None or _is_integer(self.max_tokens, 1, MAX_TOKENS)
-        check(is_limit, "max_tokens", "None or an integer of at least 1")
-        check(_is_integer(self.n, 1, MAX_N), "n", f"an integer from 1 to {MAX_N}")
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"):
             check_bool(getattr(self, name), name)
-        check(_is_number(self.top_p, 0, 1) and self.top_p > 0, "top_p", "above 0 and at most 1")
-        check(_is_integer(self.top_k, -1, MAX_TOKENS), "top_k", "0 or -1 (all tokens) or an integer above")
-        check(_is_number(self.min_p, 0, 1), "min_p", "from 0 to 1")
-        is_seed = self.seed is None or _is_integer(self.seed, 0, MAX_SEED)
-        check(is_seed, "seed", f"None or an integer from 0 to {MAX_SEED}")
-        most = f"max_tokens={self.max_tokens}" if self.max_tokens is not None else MAX_TOKENS
-        is_count = _is_integer(self.min_tokens, 0, self.max_tokens or MAX_TOKENS)
-        check(is_count, "min_tokens", f"an integer from 0 to {most}")
-        for name in ("logprobs", "prompt_logprobs"):
-            is_count = getattr(self, name) is None or _is_integer(getattr(self, name), 0, MAX_LOGPROBS)
-            check(is_count, name, f"None or an integer from 0 to {MAX_LOGPROBS}")
-        for name in ("presence_penalty", "frequency_penalty"):
-            check(_is_number(getattr(self, name), -2, 2), name, "from -2 to 2")
-        is_factor = _is_number(self.repetition_penalty) and self.repetition_penalty > 0
-        check(is_factor, "repetition_penalty", "a number above 0")
+        self._set_number("temperature", float, 0, MAX_FLOAT, "finite and at least 0 (0 is greedy)")
+        self._set_number("top_p", float, MIN_FLOAT, 1, "above 0 and at most 1")
+        self._set_number("top_k", int, -1, MAX_TOKENS, "0 or -1 (all tokens) or an integer above")
+        self._set_number("min_p", float, 0, 1, "from 0 to 1")
+        self._set_number("presence_penalty", float, -2, 2, "from -2 to 2")
+        self._set_number("frequency_penalty", float, -2, 2, "from -2 to 2")
+        self._set_number("repetition_penalty", float, MIN_FLOAT, MAX_FLOAT, "a number above 0")
+        self._set_number("n", int, 1, MAX_N, f"an integer from 1 to {MAX_N}")
+        optional = dict(max_tokens=(1, MAX_TOKENS), seed=(0, MAX_SEED))
+        optional |= dict.fromkeys(("logprobs", "prompt_logprobs"), (0, MAX_LOGPROBS))
+        for name, (low, high) in optional.items():
+            if getattr(self, name) is not None:
+                self._set_number(name, int, low, high, f"None or an integer from {low} to {high}")
+        most, said = self.max_tokens or MAX_TOKENS, f"an integer from 0 to max_tokens={self.max_tokens}"
+        self._set_number("min_tokens", int, 0, most, said)
         self._set_collections()
-        self._set_numbers()
 
-    def _set_numbers(self) -> None:
-        """Keep numbers as Python's own: numpy's may overflow in sums."""
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, Real) and not isinstance(value, bool):
-                number = int(value) if isinstance(value, Integral) else float(value)
-                object.__setattr__(self, field.name, number)
+    def _set_number(self, name: str, kind: type, low: float, high: float, allowed: str) -> None:
+        """Check a number, and keep it as Python's own: numpy's may overflow in sums."""
+        value = getattr(self, name)
+        self._check(_is_number(value, kind, low, high), name, allowed)
+        object.__setattr__(self, name, kind(value))
 
     def _set_collections(self) -> None:
         """Check the fields that are collections of any kind, and keep them as tuples."""
         given_stop = self.stop
         stop = (self.stop,) if isinstance(self.stop, str) else _as_tuple(self.stop)
         texts = "a list of texts, none of them empty or with a lone surrogate"
-        self._set_each("stop", stop, _is_text, f"a text or {texts}")
+        self._set_each("stop", stop, _is_text, str, f"a text or {texts}")
         if stop and not self.detokenize:
             message = "stop needs a text to look at, but detokenize is False; got stop="
             raise ValueError(message + shown(given_stop))
+        self._set_each("bad_words", _as_tuple(self.bad_words), _is_text, str, texts)
         ids = "a list of token ids"
-        self._set_each("stop_token_ids", _as_tuple(self.stop_token_ids), _is_token_id, ids, int)
+        self._set_each("stop_token_ids", _as_tuple(self.stop_token_ids), _is_token_id, int, ids)
         if self.allowed_token_ids is not None:
             allowed = _as_tuple(self.allowed_token_ids) or None
-            ids = f"None or {ids}, which is not empty"
-            self._set_each("allowed_token_ids", allowed, _is_token_id, ids, int)
-        self._set_each("bad_words", _as_tuple(self.bad_words), _is_text, texts)
+            said = f"None or {ids}, which is not empty"
+            self._set_each("allowed_token_ids", allowed, _is_token_id, int, said)
         bias = self.logit_bias
         bias = tuple(bias.items()) if isinstance(bias, Mapping) else _as_tuple(bias)
         biases = "a dict of token ids with biases from -100 to 100"
-        self._set_each("logit_bias", bias, _is_bias, biases, lambda pair: (int(pair[0]), float(pair[1])))
-
-    def _check(self, is_good: Any, name: str, allowed: str) -> None:
-        if not is_good:
-            raise ValueError(f"{name} must be {allowed}, got {shown(getattr(self, name))}")
+        self._set_each("logit_bias", bias, _is_bias, lambda pair: (int(pair[0]), float(pair[1])), biases)
 
     def _set_each(
-        self, name: str, values: tuple | None, is_good: Callable[[Any], Any], allowed: str,
-        convert: Callable[[Any], Any] = lambda value: value,
+        self, name: str, values: tuple | None, is_good: Callable[[Any], bool], convert: Callable[[Any], Any],
+        allowed: str,
     ) -> None:  # fmt: skip
         """Check each value of a collection, and keep them as a tuple."""
         self._check(values is not None, name, allowed)
@@ -153,6 +141,10 @@ class SamplingParams:
                 is_alone = value is getattr(self, name)
                 self._check(False, name, allowed if is_alone else f"{allowed} (at fault: {shown(value)})")
         object.__setattr__(self, name, tuple(map(convert, values)))
+
+    def _check(self, is_good: bool, name: str, allowed: str) -> None:
+        if not is_good:
+            raise ValueError(f"{name} must be {allowed}, got {shown(getattr(self, name))}")
 
 
 class Needs(IntFlag):
@@ -188,25 +180,18 @@ def recommended_params(generation_config: Mapping[str, Any]) -> SamplingParams:
     What a checkpoint's generation_config.json recommends: temperature (0 where do_sample is false), top_p,
     top_k, min_p, repetition_penalty and, as max_tokens, max_new_tokens. Raises ValueError for a bad value.
     """
-    same = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    keys = {**dict(zip(same, same, strict=True)), "max_tokens": "max_new_tokens"}
-    found = {field: generation_config.get(key) for field, key in keys.items()}
+    found = {"max_tokens": generation_config.get("max_new_tokens")}
+    for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"):
+        found[name] = generation_config.get(name)
     if generation_config.get("do_sample") is False:
         found["temperature"] = 0.0
-    return SamplingParams(**{field: value for field, value in found.items() if value is not None})
+    return SamplingParams(**{name: value for name, value in found.items() if value is not None})
 
 
-def _is_integer(value: Any, low: int, high: float = math.inf) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool) and low <= value <= high
-
-
-def _is_number(value: Any, low: float = -math.inf, high: float = math.inf) -> bool:
-    if isinstance(value, bool) or not isinstance(value, Real):
-        return False
-    try:
-        return math.isfinite(value) and low <= value <= high
-    except OverflowError:  # an integer beyond all floats
-        return False
+def _is_number(value: Any, kind: type, low: float, high: float) -> bool:
+    """NaN is none, for it is not in any range."""
+    number = Integral if kind is int else Real
+    return isinstance(value, number) and not isinstance(value, bool) and low <= value <= high
 
 
 def _as_tuple(values: Any) -> tuple | None:
@@ -221,11 +206,9 @@ def _is_text(value: Any) -> bool:
 
 
 def _is_token_id(value: Any) -> bool:
-    return _is_integer(value, 0)
+    return _is_number(value, int, 0, MAX_FLOAT)
 
 
 def _is_bias(value: Any) -> bool:
-    if not isinstance(value, tuple) or len(value) != 2:
-        return False
-    token_id, bias = value
-    return _is_token_id(token_id) and _is_number(bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
+    is_pair = isinstance(value, tuple) and len(value) == 2 and _is_token_id(value[0])
+    return is_pair and _is_number(value[1], float, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
