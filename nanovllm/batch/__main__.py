@@ -24,12 +24,11 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from nanovllm.batch.files import find_lines, open_output, read_lines
-from nanovllm.batch.lines import Answer, LineError, Request, answer, answer_error, describe, read_request
-from nanovllm.config import Config
+from nanovllm.batch.lines import Answer, answer, describe, read_request
+from nanovllm.config import FILLED_IN, Config
 from nanovllm.llm import LLM
-from nanovllm.sampling_params import MAX_SEED, SamplingParams
+from nanovllm.sampling_params import SamplingParams
 
-SAMPLING_OPTIONS = ("temperature", "top_p", "top_k", "min_p")
 ORDER = """\
 Every line of the input, blank ones aside, gets one line in the output, written when it is done and so not in
 order. Each has the number of its input line, counted from 1, as "line", and the "custom_id" of that line
@@ -60,10 +59,8 @@ class Progress:
 
     def __init__(self, num_lines: int):
         self.num_tokens = self.num_errors = 0
-        self.start = time.time()
-        self.bar = tqdm(
-            total=num_lines, unit="line", desc="Batch", smoothing=0, dynamic_ncols=True, file=_Stderr()
-        )
+        look = dict(unit="line", desc="Batch", smoothing=0, dynamic_ncols=True)
+        self.bar = tqdm(total=num_lines, file=_Stderr(), **look)
 
     def update(self, answer: Answer) -> None:
         self.num_tokens += answer.num_tokens
@@ -74,7 +71,7 @@ class Progress:
 
     def restart(self) -> None:
         """Leave what came before, such as loading the model, out of the speed."""
-        self.start = self.bar.start_t = time.time()
+        self.bar.start_t = time.time()
 
     def warn(self, text: str) -> None:
         self.bar.write(f"nanovllm.batch: {text}", file=self.bar.fp)
@@ -82,14 +79,11 @@ class Progress:
     def close(self) -> None:
         self.bar.close()
         seconds = self._seconds()
-        print(
-            f"{self.bar.n} lines, {self.num_errors} of them errors, {self.num_tokens} tokens in "
-            f"{seconds:.1f} s: {self.num_tokens / seconds:.0f} tok/s",
-            file=_Stderr(),
-        )
+        done = f"{self.bar.n} lines, {self.num_errors} of them errors, {self.num_tokens} tokens"
+        print(f"{done} in {seconds:.1f} s: {self.num_tokens / seconds:.0f} tok/s", file=_Stderr())
 
     def _seconds(self) -> float:
-        return max(time.time() - self.start, 1e-3)  # clocks can be set back
+        return max(time.time() - self.bar.start_t, 1e-3)  # clocks can be set back
 
 
 def read_ahead(items: Iterator[Any], chunk: int = 32, num_chunks: int = 8) -> Iterator[Any]:
@@ -113,26 +107,17 @@ def run(
     lines: Iterable[tuple[int, bytes]],
     report: Callable[[Answer], None],
     defaults: dict[str, Any],
-    seed: int | None = None,
 ) -> None:
     """Answer all lines with one engine. `report` gets each answer when it is done."""
-
-    def prepare() -> Iterator[Answer | tuple[Request, list[int]]]:
-        for line, text in lines:
-            try:
-                yield read_request(llm, line, text, defaults, seed)
-            except LineError as error:  # not yielded: its traceback would keep the whole text in memory
-                yield answer_error(line, error)
-
     requests = {}  # the unfinished ones, by the number that the engine gives them
     numbers = itertools.count()
 
     def feed() -> Iterator[tuple[list[int], SamplingParams]]:
-        for prepared in read_ahead(prepare()):
-            if isinstance(prepared, Answer):
-                report(prepared)
+        for found in read_ahead(read_request(llm, line, text, defaults) for line, text in lines):
+            if isinstance(found, Answer):
+                report(found)
             else:
-                request, token_ids = prepared
+                request, token_ids = found
                 requests[next(numbers)] = request
                 yield token_ids, request.params
 
@@ -143,37 +128,33 @@ def run(
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line. `engine` are the options for `LLM` in it, `defaults` those for SamplingParams."""
-    parser = argparse.ArgumentParser(
-        prog="python -m nanovllm.batch",
-        description="Generate text for a file of prompts.",
-        epilog=ORDER,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--model", required=True, help="folder, .gguf file or hub id")
-    parser.add_argument("--input", type=Path, required=True, help="lines of .jsonl, .txt or .parquet")
-    parser.add_argument("--output", type=Path, required=True, help="gets the answers, a JSON object a line")
-    parser.add_argument(
-        "--data-parallel", type=int, metavar="N", help="engines, spread by Ray over the GPUs of its cluster"
-    )
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="python -m nanovllm.batch", formatter_class=layout)
+    parser.description, parser.epilog = "Generate text for a file of prompts.", ORDER
+    add = parser.add_argument
+    add("--model", required=True, help="folder, .gguf file or hub id")
+    add("--input", type=Path, required=True, help="lines of .jsonl, .txt or .parquet")
+    add("--output", type=Path, required=True, help="gets the answers, a JSON object a line")
+    engines = "engines, spread by Ray over the GPUs of its cluster"
+    add("--data-parallel", type=int, metavar="N", help=engines)
     address = "of a Ray cluster, such as auto (default: $RAY_ADDRESS, or else one of this host alone)"
-    parser.add_argument("--ray-address", default=os.environ.get("RAY_ADDRESS"), help=address)
-    parser.add_argument("--resume", action="store_true", help="answer what the output does not hold yet")
+    add("--ray-address", default=os.environ.get("RAY_ADDRESS"), help=address)
+    add("--resume", action="store_true", help="answer what the output does not hold yet")
     seed = "makes sampling repeatable: line i draws with a seed made of this and i, unless it has its own"
-    parser.add_argument("--seed", type=int, help=seed)
-    sampling = parser.add_argument_group("sampling", "for lines that do not say otherwise")
-    most = "default: 256, and as many as fit for OpenAI's lines"
-    sampling.add_argument("--max-tokens", type=int, default=argparse.SUPPRESS, help=most)
-    for name in SAMPLING_OPTIONS:
-        default = getattr(SamplingParams(), name)
-        option = "--" + name.replace("_", "-")
-        sampling.add_argument(option, type=type(default), default=default, help="default: %(default)s")
-    _add_engine_options(parser.add_argument_group("engine", "the options of LLM (docs/options.md)"))
+    sampling = {
+        "seed": (int, seed),
+        "max_tokens": (int, "default: 256, and as many as fit for OpenAI's lines"),
+    }
+    for name in ("temperature", "top_p", "top_k", "min_p"):
+        sampling[name] = _option(getattr(SamplingParams(), name))
+    own = (*FILLED_IN, "model", "seed")
+    engine = {field.name: _option(field.default) for field in fields(Config) if field.name not in own}
+    _add_options(parser.add_argument_group("sampling", "for lines that do not say otherwise"), sampling)
+    _add_options(parser.add_argument_group("engine", "the options of LLM (docs/options.md)"), engine)
     args = parser.parse_args(argv)
-    args.engine = {f.name: getattr(args, f.name) for f in _engine_fields() if f.name in args}
-    args.defaults = {name: getattr(args, name) for name in ("max_tokens", *SAMPLING_OPTIONS) if name in args}
+    args.defaults = {name: getattr(args, name) for name in sampling if name in args}
+    args.engine = {name: getattr(args, name) for name in engine if name in args}
     SamplingParams(**args.defaults)  # checks them before a model is loaded
-    if args.seed is not None and not 0 <= args.seed <= MAX_SEED:
-        raise ValueError(f"--seed must be from 0 to {MAX_SEED}, got {args.seed}")
     if args.data_parallel is not None and args.data_parallel < 1:
         raise ValueError(f"--data-parallel must be at least 1, got {args.data_parallel}")
     if not args.input.is_file():
@@ -183,15 +164,15 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def _engine_fields() -> list[Any]:
-    return [f for f in fields(Config) if f.init and f.name not in ("model", "seed")]
+def _option(default: Any) -> tuple[type, str]:
+    return type(default), f"default: {default}"
 
 
-def _add_engine_options(group: Any) -> None:
-    for field in _engine_fields():
-        option, kind = "--" + field.name.replace("_", "-"), type(field.default)
+def _add_options(group: Any, options: dict[str, tuple[type, str]]) -> None:
+    """Options by their types and helps, which are in the result only where they are given."""
+    for name, (kind, text) in options.items():
         how = {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": kind, "metavar": "X"}
-        group.add_argument(option, default=argparse.SUPPRESS, help=f"default: {field.default}", **how)
+        group.add_argument("--" + name.replace("_", "-"), default=argparse.SUPPRESS, help=text, **how)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -217,7 +198,7 @@ def main(argv: list[str] | None = None) -> None:
             with LLM(args.model, **args.engine) as llm:
                 progress.restart()
                 lines = ((line, text) for line, text in read_lines(args.input) if not output.holds(line))
-                run(llm, lines, report, args.defaults, args.seed)
+                run(llm, lines, report, args.defaults)
 
 
 def run_command(argv: list[str] | None = None) -> None:

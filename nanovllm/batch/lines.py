@@ -20,6 +20,7 @@ IGNORED_FIELDS = {"model", "user", "metadata"}  # OpenAI's; the model is the one
 MAX_LINE = 64 * 2**20  # bytes, with the line feed
 MAX_MESSAGE = 1000  # characters of an error message
 DEFAULT_MAX_TOKENS = 256  # of plain lines; OpenAI's lines get as many tokens as fit
+CustomId = str | int | None
 PATHS = {"/v1/completions": "prompt", "/v1/chat/completions": "messages"}
 
 
@@ -28,7 +29,7 @@ class Request:
     """What one line asks for. Either `prompt` or `messages` is None."""
 
     line: int
-    custom_id: str | int | None
+    custom_id: CustomId
     is_openai: bool
     prompt: str | list[int] | None
     messages: list[dict[str, Any]] | None
@@ -46,32 +47,24 @@ class Answer(NamedTuple):
     is_error: bool
 
 
-class LineError(ValueError):
-    """What is wrong with a line, with the line's custom_id if that could be read."""
-
-    def __init__(self, message: str, custom_id: str | int | None = None):
-        super().__init__(message)
-        self.custom_id = custom_id
-
-
 def describe(error: BaseException) -> str:
     return str(error) or type(error).__name__
 
 
 def read_request(
-    llm: Any, line: int, text: bytes, defaults: dict[str, Any], seed: int | None = None
-) -> tuple[Request, list[int]]:
+    llm: Any, line: int, text: bytes, defaults: dict[str, Any]
+) -> tuple[Request, list[int]] | Answer:
     """
     The request of a line (see `parse_line`) and the token ids of its prompt, checked by the engine that is to
-    serve them. Raises LineError.
+    serve them; or, if the line cannot be served, the answer that says why.
     """
-    request = parse_line(line, text, defaults, seed)
     try:
+        request = parse_line(line, text, defaults)
         return request, llm.prompts.read(_prompt(llm, request), request.params).token_ids
     except MemoryError:
         raise  # not the line's fault: the run ends, and --resume answers the line
-    except Exception as error:
-        raise LineError(describe(error), request.custom_id) from error
+    except Exception as error:  # a line can hold anything; no line may stop the others
+        return answer_error(line, find_custom_id(text), describe(error))
 
 
 def _prompt(llm: Any, request: Request) -> Any:
@@ -83,44 +76,13 @@ def _prompt(llm: Any, request: Request) -> Any:
     return llm.prompts.read_chats(messages, **request.chat_options)[0]
 
 
-def parse_line(line: int, text: bytes, defaults: dict[str, Any], seed: int | None = None) -> Request:
+def parse_line(line: int, text: bytes, defaults: dict[str, Any]) -> Request:
     """
-    The request of a line. `defaults` are sampling fields for lines that do not have them. With `seed`, a line
-    that has no seed gets one made of `seed` and the line's number, so that it draws the same tokens wherever
-    and in whatever order lines are computed. Raises LineError.
+    The request of a line. `defaults` are sampling fields for lines that do not have them. Of a seed among
+    them and the line's number a seed for the line is made, so that it draws the same tokens wherever and in
+    whatever order lines are computed. Raises ValueError, and RecursionError for JSON nested too deeply.
     """
-    custom_id = None
-    try:
-        if len(text) > MAX_LINE:
-            raise ValueError(f"longer than {MAX_LINE} bytes")
-        content = _DECODER.decode(text.decode("utf-8-sig"))
-        if not isinstance(content, dict):
-            raise ValueError("a line must be a JSON object")
-        custom_id = _read_custom_id(content)
-        return _read_request(line, content, defaults, seed)
-    except json.JSONDecodeError as error:
-        raise LineError(f"not JSON: {error.msg} at column {error.colno}") from error
-    except MemoryError:
-        raise
-    except Exception as error:  # a line can hold anything; no line may stop the others
-        raise LineError(describe(error), custom_id) from error
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"not JSON: {name}")
-
-
-_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)  # json.loads accepts NaN and Infinity
-
-
-def _read_custom_id(content: dict[str, Any]) -> str | int | None:
-    custom_id = content.get("custom_id")
-    if isinstance(custom_id, bool) or not isinstance(custom_id, (str, int, type(None))):
-        raise ValueError(f"custom_id must be a text or an integer, got {shown(custom_id)}")
-    return custom_id
-
-
-def _read_request(line: int, content: dict[str, Any], defaults: dict[str, Any], seed: int | None) -> Request:
+    content = _decode(text)
     is_openai = "body" in content
     body = _openai_body(content) if is_openai else content
     body = {name: value for name, value in body.items() if value is not None}
@@ -132,14 +94,50 @@ def _read_request(line: int, content: dict[str, Any], defaults: dict[str, Any], 
         raise ValueError('there must be either "prompt" or "messages"')
     sampling = {name: value for name, value in body.items() if name in SAMPLING_FIELDS}
     defaults = {"max_tokens": None if is_openai else DEFAULT_MAX_TOKENS, **defaults}
-    if seed is not None:  # so far apart that the n completions of a line do not use the next line's seed
-        defaults = {**defaults, "seed": (seed + (line << 32)) & MAX_SEED}
-    chat_options = {name: body[name] for name in CHAT_FIELDS & body.keys()}
+    if "seed" in defaults:  # so far apart that the n completions of a line do not use the next line's seed
+        defaults["seed"] = (defaults["seed"] + (line << 32)) & MAX_SEED
     params = read_params(sampling, defaults)
     prompt, messages, model = body.get("prompt"), body.get("messages"), body.get("model")
     if not isinstance(model, str | None):
         raise ValueError(f"model must be a text, got {shown(model)}")
-    return Request(line, content.get("custom_id"), is_openai, prompt, messages, params, chat_options, model)
+    chat_options = {name: body[name] for name in CHAT_FIELDS & body.keys()}
+    custom_id = _read_custom_id(content)
+    return Request(line, custom_id, is_openai, prompt, messages, params, chat_options, model)
+
+
+def find_custom_id(text: bytes) -> CustomId:
+    """The custom_id of a line that may have anything wrong with it."""
+    try:
+        return _read_custom_id(_decode(text))
+    except (ValueError, RecursionError):
+        return None
+
+
+def _decode(text: bytes) -> dict[str, Any]:
+    """The JSON object of a line."""
+    if len(text) > MAX_LINE:
+        raise ValueError(f"longer than {MAX_LINE} bytes")
+    try:
+        content = _DECODER.decode(text.decode("utf-8-sig"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON: {error.msg} at column {error.colno}") from error
+    if not isinstance(content, dict):
+        raise ValueError("a line must be a JSON object")
+    return content
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"not JSON: {name}")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)  # json.loads accepts NaN and Infinity
+
+
+def _read_custom_id(content: dict[str, Any]) -> CustomId:
+    custom_id = content.get("custom_id")
+    if isinstance(custom_id, bool) or not isinstance(custom_id, (str, int, type(None))):
+        raise ValueError(f"custom_id must be a text or an integer, got {shown(custom_id)}")
+    return custom_id
 
 
 def _openai_body(content: dict[str, Any]) -> dict[str, Any]:
@@ -150,9 +148,7 @@ def _openai_body(content: dict[str, Any]) -> dict[str, Any]:
     if content.get("method", "POST") != "POST":
         raise ValueError(f'method must be "POST", got {shown(content["method"])}')
     if url is not None and (not isinstance(url, str) or PATHS.get(url) not in body):
-        raise ValueError(
-            f"url must be /v1/chat/completions for messages or /v1/completions for a prompt, got {shown(url)}"
-        )
+        raise ValueError(f"url must be one of {', '.join(PATHS)} and fit the body, got {shown(url)}")
     return body
 
 
@@ -173,19 +169,15 @@ def read_params(sampling: dict[str, Any], defaults: dict[str, Any]) -> SamplingP
     if top_logprobs is not None and wanted is not True:
         raise ValueError(f"top_logprobs={shown(top_logprobs)} needs logprobs=true, got {shown(wanted)}")
     if isinstance(bias := sampling.get("logit_bias"), dict):  # the keys of a JSON object are texts
-        try:
-            sampling["logit_bias"] = {int(token_id): value for token_id, value in bias.items()}
-        except ValueError:
-            message = f"logit_bias must be an object with token ids as keys, got {shown(bias)}"
-            raise ValueError(message) from None
+        sampling["logit_bias"] = {int(key) if key.isdecimal() else key: value for key, value in bias.items()}
     return SamplingParams(**{**defaults, **sampling})
 
 
 def answer(request: Request, result: dict[str, Any] | Exception, model: str) -> Answer:
     """The answer to a line, from the engine's result for it or the error that it failed with."""
     if isinstance(result, Exception):
-        error = LineError(f"{type(result).__name__}: {result}", request.custom_id)
-        return answer_error(request.line, error, "server_error")
+        message = f"{type(result).__name__}: {result}"
+        return answer_error(request.line, request.custom_id, message, "server_error")
     num_tokens = sum(len(output["token_ids"]) for output in result.get("outputs", [result]))
     if request.is_openai:
         body = _openai_response(request, result, num_tokens, model)
@@ -198,21 +190,21 @@ def answer(request: Request, result: dict[str, Any] | Exception, model: str) -> 
         text = to_json(content)
     except ValueError:  # NaN or an infinity, which JSON does not have
         message = "the answer has log-probabilities that are no finite numbers: the model's logits overflow"
-        return answer_error(request.line, LineError(message, request.custom_id))
+        return answer_error(request.line, request.custom_id, message)
     return Answer(request.line, text, num_tokens, is_error=False)
 
 
-def answer_error(line: int, error: LineError, code: str = "invalid_request") -> Answer:
+def answer_error(line: int, custom_id: CustomId, message: str, code: str = "invalid_request") -> Answer:
     """The answer to a line, plain or OpenAI's, that cannot be served."""
-    message = f"line {line}: {error}"
+    message = f"line {line}: {message}"
     if len(message) > MAX_MESSAGE:  # many messages quote what is wrong
         message = message[:MAX_MESSAGE] + "..."
-    described = {"code": code, "message": message}
-    content = {**_openai_head(line, error.custom_id), "response": None, "error": described}
+    error = {"code": code, "message": message}
+    content = {**_openai_head(line, custom_id), "response": None, "error": error}
     return Answer(line, to_json(content), 0, is_error=True)
 
 
-def _openai_head(line: int, custom_id: str | int | None) -> dict[str, Any]:
+def _openai_head(line: int, custom_id: CustomId) -> dict[str, Any]:
     name = f"line-{line}"
     return {"id": name, "line": line, "custom_id": name if custom_id is None else custom_id}
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.batch.files import Output, Span, read_span, split, split_lines
-from nanovllm.batch.lines import Answer, LineError, answer, answer_error, describe, parse_line, read_request
+from nanovllm.batch.lines import Answer, answer, answer_error, describe, find_custom_id, read_request
 from nanovllm.config import Config
 from nanovllm.distributed.ranks import EngineDeadError
 
@@ -50,10 +50,10 @@ class Engine:
         return await asyncio.gather(*itertools.starmap(self._answer, read_span(self.path, span)))
 
     async def _answer(self, line: int, text: bytes) -> Answer:
-        try:
-            request, token_ids = read_request(self.llm.llm, line, text, self.args.defaults, self.args.seed)
-        except LineError as error:
-            return answer_error(line, error)
+        found = read_request(self.llm.llm, line, text, self.args.defaults)
+        if isinstance(found, Answer):
+            return found
+        request, token_ids = found
         try:
             result = await self.llm.generate(token_ids, request.params)
         except EngineDeadError:
@@ -233,12 +233,8 @@ class Pool:
     def _blame(self, span: Span, cause: str) -> Answer:
         """The answer to a line that was alone in an engine when that died."""
         [(line, text)] = read_span(self.args.input, span)
-        try:
-            custom_id = parse_line(line, text, self.args.defaults).custom_id
-        except LineError as error:
-            custom_id = error.custom_id
-        error = LineError(f"every engine that computed it has died: {cause}", custom_id)
-        return answer_error(line, error, "server_error")
+        message = f"every engine that computed it has died: {cause}"
+        return answer_error(line, find_custom_id(text), message, "server_error")
 
 
 def _cause_of_death(error: Exception) -> str:

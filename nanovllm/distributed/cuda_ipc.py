@@ -6,6 +6,7 @@ of 64 bytes on to the others.
 
 import ctypes
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -49,7 +50,9 @@ class SharedBuffer:
                         return
                     self._others.append(address)
                 self.addresses.append(address.value)
-        self.buffer = torch.as_tensor(_CudaArray(self._own.value, num_words), device=device)
+        array = {"data": (self._own.value, False), "shape": (num_words,), "typestr": "<i4", "version": 3}
+        buffer = SimpleNamespace(__cuda_array_interface__=array)
+        self.buffer = torch.as_tensor(buffer, device=device)
         self.is_mapped = True
 
     def _call(self, name: str, *args: Any) -> int:
@@ -69,11 +72,3 @@ class SharedBuffer:
                 self._call("IpcCloseMemHandle", address)
             self._call("Free", self._own)
         self._others, self._own = [], ctypes.c_void_p()
-
-
-class _CudaArray:
-    """int32 [length] at an address, for torch.as_tensor (the CUDA array interface)."""
-
-    def __init__(self, address: int, length: int):
-        interface = {"data": (address, False), "shape": (length,), "typestr": "<i4", "version": 3}
-        self.__cuda_array_interface__ = interface

@@ -50,9 +50,12 @@ class Group:
             return
         self.gather("ready", 0)  # waits for ranks that are still loading, however long
         if device.type == "cpu":
-            self.backend = self._interruptible(self._gloo)
+            connected: Future = Future()  # in a thread, which goes on alone if `check` ends the wait
+            threading.Thread(target=fulfil, args=(connected, self._gloo), daemon=True).start()
+            self._wait_until(connected.done)
+            self.backend = connected.result()
         elif not (self.peer_access and self._map_peers(device, dtype, max_num_seqs)):
-            self.backend = dist.ProcessGroupNCCL(self._store(), self.rank, self.size)
+            self.backend = dist.ProcessGroupNCCL(*self._place())
         self.gather("connected", 0)
 
     def _map_peers(self, device: torch.device, dtype: torch.dtype, max_num_seqs: int) -> bool:
@@ -64,14 +67,14 @@ class Group:
         self.peers = PeerMemory(self.rank, self.shared.addresses, self.shared.buffer, dtype, max_num_seqs)
         return True
 
-    def _store(self) -> dist.Store:
-        return dist.FileStore(f"{self.folder}/store", self.size)
+    def _place(self) -> tuple[dist.Store, int, int]:
+        return dist.FileStore(f"{self.folder}/store", self.size), self.rank, self.size
 
     def _gloo(self) -> Any:
         options = dist.ProcessGroupGloo._Options()
         options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
         options._timeout = CONNECT_TIMEOUT
-        return dist.ProcessGroupGloo(self._store(), self.rank, self.size, options)
+        return dist.ProcessGroupGloo(*self._place(), options)
 
     def gather(self, name: str, value: int) -> list[int]:
         """Every rank's value, when all ranks have called this with the same name, each name once. Slow."""
@@ -81,26 +84,13 @@ class Group:
         unfinished = Path(self.folder, f"{name}.{self.rank}.new")
         unfinished.write_text(str(value))
         unfinished.rename(paths[self.rank])
-        while not all(path.exists() for path in paths):
-            self.check()
-            time.sleep(POLL_SECONDS)
+        self._wait_until(lambda: all(path.exists() for path in paths))
         return [int(path.read_text()) for path in paths]
 
-    def _interruptible(self, function: Callable[[], Any]) -> Any:
-        """What the function returns. `check` may end the wait for it; its thread then goes on alone."""
-        result: Future = Future()
-
-        def run() -> None:
-            try:
-                result.set_result(function())
-            except BaseException as error:
-                result.set_exception(error)
-
-        threading.Thread(target=run, daemon=True).start()
-        while not result.done():
+    def _wait_until(self, is_done: Callable[[], bool]) -> None:
+        while not is_done():
             self.check()
             time.sleep(POLL_SECONDS)
-        return result.result()
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of every rank's x [tokens, features], which may be overwritten."""
@@ -156,6 +146,14 @@ class Group:
         if self.shared is not None:
             self.shared.close()
             self.shared = None
+
+
+def fulfil(result: Future, function: Callable[..., Any], *args: Any) -> None:
+    """Give the future what the function returns or raises."""
+    try:
+        result.set_result(function(*args))
+    except BaseException as error:
+        result.set_exception(error)
 
 
 _group: ContextVar[Group] = ContextVar("group", default=Group())  # noqa: B039

@@ -7,6 +7,7 @@ report if it fails. When one side has ended, the other side finds the pipe close
 
 import atexit
 import contextlib
+import itertools
 import os
 import pickle
 import queue
@@ -27,7 +28,7 @@ import torch
 
 from nanovllm.checkpoints import Checkpoint
 from nanovllm.config import Config
-from nanovllm.distributed.group import Group
+from nanovllm.distributed.group import Group, fulfil
 
 SHUT_DOWN = "this engine has been shut down by exit()"
 
@@ -63,21 +64,19 @@ class Ranks:
 
     def __init__(self, config: Config, checkpoint: Checkpoint):
         self.failure: str | None = None
-        self._failed = threading.Event()
-        self._lock = threading.Lock()
+        self._failed, self._lock = threading.Event(), threading.Lock()
         self._closed = False
         self._step: Future | None = None
-        size = config.tensor_parallel_size
-        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # no NVLink multicast
-        num_threads = max(1, torch.get_num_threads() // size)
+        self._tasks: queue.SimpleQueue = queue.SimpleQueue()
         self._processes: list[subprocess.Popen] = []
         self._commands: list[connection.Connection] = []
         self._reports: list[connection.Connection] = []
-        self._tasks: queue.SimpleQueue = queue.SimpleQueue()
-        self._folder = ""
+        self._folder = tempfile.mkdtemp(prefix="nanovllm-")
         atexit.register(self.close)
         try:
-            self._folder = tempfile.mkdtemp(prefix="nanovllm-")
+            os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # no NVLink multicast
+            size = config.tensor_parallel_size
+            num_threads = max(1, torch.get_num_threads() // size)
             place = (size, self._folder, _peer_access(config))
             self.group = Group(0, *place, check=self.check)
             threading.Thread(target=_work, args=(self._tasks, config, num_threads), daemon=True).start()
@@ -96,13 +95,10 @@ class Ranks:
             fds = [for_rank.fileno(), from_rank.fileno()]
             package = Path(__file__).parents[2]  # in sys.path, maybe relative to an earlier working folder
             args = ["\n".join(map(str, [*sys.path, package])), os.getpid(), self._folder, *fds]
-            process = subprocess.Popen(
-                [spawn.get_executable(), "-c", START_RANK, *map(str, args)],
-                pass_fds=fds,
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C in a terminal reaches rank 0 only
-            )
-        self._processes.append(process)
+            command = [spawn.get_executable(), "-c", START_RANK, *map(str, args)]
+            # A session of its own: Ctrl-C in a terminal reaches rank 0 only.
+            options = dict(pass_fds=fds, stdin=subprocess.DEVNULL, start_new_session=True)
+            self._processes.append(subprocess.Popen(command, **options))
         self._commands.append(commands)
         self._reports.append(reports)
 
@@ -142,17 +138,19 @@ class Ranks:
 
     def _watch(self) -> None:
         """Wait for the first rank that fails or dies; the errors of others, which it causes, come later."""
-        ready = [self._reports.index(report) for report in connection.wait(self._reports)]
-        if self._closed:
-            return
-        found = []
-        for i in ready:
-            try:
-                when, cause, details = self._reports[i].recv()
-            except (EOFError, OSError):
-                when, cause, details = 0.0, _describe_end(self._processes[i]), ""
-            found.append((when, f"rank {i + 1} {cause}", details))
-        self._fail(*min(found)[1:])
+        ready = connection.wait(self._reports)
+        if not self._closed:
+            _, cause, details = min(map(self._read_report, ready))
+            self._fail(cause, details)
+
+    def _read_report(self, report: connection.Connection) -> tuple[float, str, str]:
+        """When and how the rank ended, and its traceback."""
+        i = self._reports.index(report)
+        try:
+            when, cause, details = report.recv()
+        except (EOFError, OSError):
+            when, cause, details = 0.0, _describe_end(self._processes[i]), ""
+        return when, f"rank {i + 1} {cause}", details
 
     def _fail(self, cause: str, details: str = "") -> None:
         with self._lock:
@@ -187,8 +185,7 @@ class Ranks:
         for process in self._processes:
             process.kill()
             process.wait()
-        if self._folder:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def serve(commands_fd: int, reports_fd: int) -> None:
@@ -196,11 +193,7 @@ def serve(commands_fd: int, reports_fd: int) -> None:
     commands = connection.Connection(commands_fd, writable=False)
     reports = connection.Connection(reports_fd, readable=False)
     try:
-        message = commands.recv_bytes()
-    except EOFError:
-        os._exit(0)
-    try:
-        config, checkpoint, place, num_threads = pickle.loads(message)
+        config, checkpoint, place, num_threads = pickle.loads(commands.recv_bytes())
         group = Group(*place)
         torch.set_num_threads(num_threads)
         from nanovllm.engine.model_runner import ModelRunner
@@ -236,12 +229,8 @@ def _work(tasks: queue.SimpleQueue, config: Config, num_threads: int) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     while (task := tasks.get()) is not None:
-        future, function, *args = task
-        try:
-            future.set_result(function(*args))
-        except BaseException as error:
-            future.set_exception(error)
-        task = future = function = args = None  # keep nothing alive while waiting for the next task
+        fulfil(*task)
+        task = None  # keep nothing alive while waiting for the next task
 
 
 def _describe(error: BaseException) -> str:
@@ -258,9 +247,7 @@ def _describe_end(process: subprocess.Popen) -> str:
 
 def _peer_access(config: Config) -> bool:
     """Whether each of the engine's GPUs can write into the memory of all others."""
-    device = torch.device(config.device)
-    if device.type != "cuda" or not torch.version.cuda:
+    devices = [config.device_of(rank) for rank in range(config.tensor_parallel_size)]
+    if devices[0].type != "cuda" or not torch.version.cuda:
         return False
-    first = device.index or 0
-    indices = range(first, first + config.tensor_parallel_size)
-    return all(torch.cuda.can_device_access_peer(i, j) for i in indices for j in indices if i != j)
+    return all(torch.cuda.can_device_access_peer(*pair) for pair in itertools.permutations(devices, 2))
