@@ -103,10 +103,7 @@ def read_ahead(items: Iterator[Any], chunk: int = 32, num_chunks: int = 8) -> It
 
 
 def run(
-    llm: LLM,
-    lines: Iterable[tuple[int, bytes]],
-    report: Callable[[Answer], None],
-    defaults: dict[str, Any],
+    llm: LLM, lines: Iterable[tuple[int, bytes]], report: Callable[[Answer], None], defaults: dict[str, Any]
 ) -> None:
     """Answer all lines with one engine. `report` gets each answer when it is done."""
     requests = {}  # the unfinished ones, by the number that the engine gives them
@@ -188,17 +185,15 @@ def main(argv: list[str] | None = None) -> None:
                 output.write(answer)
                 progress.update(answer)
 
-            if not num_lines:
-                return
-            if args.data_parallel is not None:
+            if num_lines and args.data_parallel is not None:
                 from nanovllm.batch.ray import run_on_ray  # an extra, which takes a second to import
 
                 run_on_ray(args, output, report, progress.restart, progress.warn)
-                return
-            with LLM(args.model, **args.engine) as llm:
-                progress.restart()
-                lines = ((line, text) for line, text in read_lines(args.input) if not output.holds(line))
-                run(llm, lines, report, args.defaults)
+            elif num_lines:
+                with LLM(args.model, **args.engine) as llm:
+                    progress.restart()
+                    lines = ((line, text) for line, text in read_lines(args.input) if not output.holds(line))
+                    run(llm, lines, report, args.defaults)
 
 
 def run_command(argv: list[str] | None = None) -> None:

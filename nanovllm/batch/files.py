@@ -40,9 +40,7 @@ def find_lines(path: Path) -> bytearray:
     done = bytearray(b"\1")
     if is_parquet(path):
         return done + bytes(_pyarrow().parquet.ParquetFile(path).metadata.num_rows)
-    for text, _ in _texts(path):
-        done.append(text.isspace())
-    return done
+    return done + bytes(text.isspace() for text, _ in _texts(path))
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
@@ -58,8 +56,8 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 def _texts(path: Path, start: int = 0) -> Iterator[tuple[bytes, int]]:
     """
-    The lines from a byte on, with their sizes. Only a line feed ends a line. Of a line longer than MAX_LINE
-    only the beginning is kept, and `parse_line` refuses it for its length.
+    The lines from a byte on, as JSON, and their sizes. Only a line feed ends a line; in a .txt file it is the
+    prompt itself. Of one longer than MAX_LINE only the beginning is kept, and `parse_line` refuses it.
     """
     with open(path, "rb") as file:
         file.seek(start)
@@ -68,15 +66,10 @@ def _texts(path: Path, start: int = 0) -> Iterator[tuple[bytes, int]]:
             while piece and not piece.endswith(b"\n"):
                 piece = file.readline(2**20)
                 size += len(piece)
-            yield _as_json(path, text), size
-
-
-def _as_json(path: Path, text: bytes) -> bytes:
-    """A line as JSON. In a .txt file it is the prompt itself."""
-    if path.suffix != ".txt" or text.isspace():
-        return text
-    # A byte that is not UTF-8 becomes a surrogate: the engine then refuses this prompt and no other.
-    return to_json({"prompt": text.decode("utf-8-sig", "surrogateescape").rstrip("\r\n")})
+            if path.suffix == ".txt" and not text.isspace():
+                # A byte that is not UTF-8 becomes a surrogate: the engine then refuses this prompt alone.
+                text = to_json({"prompt": text.decode("utf-8-sig", "surrogateescape").rstrip("\r\n")})
+            yield text, size
 
 
 def split(path: Path, size: int, output: "Output") -> Iterator[Span]:
@@ -159,10 +152,8 @@ class Output:
                 raise ValueError(f"--output {path} exists already; go on from it with --resume, or remove it")
             for place, line in self._read():  # which may be damaged, or the output of another input
                 if type(line) is not int or not 0 < line < len(done):
-                    raise ValueError(
-                        f"--output {path} cannot be resumed: {place} is no answer to one of the "
-                        f"{len(done) - 1} lines of the input"
-                    )
+                    fault = f"{place} is no answer to one of the {len(done) - 1} lines of the input"
+                    raise ValueError(f"--output {path} cannot be resumed: {fault}")
                 done[line] = 1
         except BaseException:
             os.close(self.file)
@@ -222,6 +213,7 @@ class ParquetOutput(Output):
     def __init__(self, path: Path, resume: bool, done: bytearray):
         self.pyarrow = _pyarrow()
         self.answers: list[Answer] = []
+        self.numbers = itertools.count()  # of parts that this run may write, if they are not there yet
         super().__init__(path, resume, done)
 
     def _open(self) -> int:
@@ -251,12 +243,11 @@ class ParquetOutput(Output):
     def _write_part(self) -> None:
         answers, self.answers = self.answers, []
         columns = {"line": [a.line for a in answers], "answer": [a.text.decode().strip() for a in answers]}
-        numbers = (part.stem.removeprefix("part-") for part in self._parts())
-        # One more than the highest number, not the number of parts: a part may have been taken away.
-        name = f"part-{max((int(n) + 1 for n in numbers if n.isdecimal()), default=0):06}.parquet"
-        unfinished = self.path / f".{name}"
+        paths = (self.path / f"part-{number:06}.parquet" for number in self.numbers)
+        path = next(path for path in paths if not path.exists())
+        unfinished = path.with_name(f".{path.name}")
         self.pyarrow.parquet.write_table(self.pyarrow.table(columns), unfinished)
-        unfinished.replace(self.path / name)
+        unfinished.replace(path)
 
     def close(self) -> None:
         try:

@@ -7,7 +7,7 @@ fields of a result. Every answer has the number of its input line, counted from 
 
 import json
 import time
-from dataclasses import dataclass, field, fields
+from dataclasses import fields
 from typing import Any, NamedTuple
 
 from nanovllm.sampling_params import MAX_SEED, SamplingParams
@@ -24,8 +24,7 @@ CustomId = str | int | None
 PATHS = {"/v1/completions": "prompt", "/v1/chat/completions": "messages"}
 
 
-@dataclass(slots=True)
-class Request:
+class Request(NamedTuple):
     """What one line asks for. Either `prompt` or `messages` is None."""
 
     line: int
@@ -34,8 +33,8 @@ class Request:
     prompt: str | list[int] | None
     messages: list[dict[str, Any]] | None
     params: SamplingParams
-    chat_options: dict[str, Any] = field(default_factory=dict)
-    model: str | None = None  # the line's name for the model, which the answer repeats
+    chat_options: dict[str, Any]
+    model: str | None  # the line's name for the model, which the answer repeats
 
 
 class Answer(NamedTuple):
@@ -221,19 +220,17 @@ def _plain(value: Any) -> Any:
 
 
 def _openai_response(request: Request, result: dict[str, Any], num_tokens: int, model: str) -> dict[str, Any]:
-    num_prompt_tokens = result["num_prompt_tokens"]
+    num_asked = result["num_prompt_tokens"]
+    usage = {"prompt_tokens": num_asked, "completion_tokens": num_tokens}
+    usage["total_tokens"] = num_asked + num_tokens
+    usage["prompt_tokens_details"] = {"cached_tokens": result["num_cached_tokens"]}
     body = {
         "id": f"line-{request.line}",
         "object": "text_completion" if request.messages is None else "chat.completion",
         "created": int(time.time()),
         "model": request.model or model,
         "choices": [_choice(i, output, request) for i, output in enumerate(result.get("outputs", [result]))],
-        "usage": {
-            "prompt_tokens": num_prompt_tokens,
-            "completion_tokens": num_tokens,
-            "total_tokens": num_prompt_tokens + num_tokens,
-            "prompt_tokens_details": {"cached_tokens": result["num_cached_tokens"]},
-        },
+        "usage": usage,
     }
     if "prompt_logprobs" in result:
         body["prompt_logprobs"] = _plain(result["prompt_logprobs"])
@@ -243,25 +240,21 @@ def _openai_response(request: Request, result: dict[str, Any], num_tokens: int, 
 def _choice(index: int, output: dict[str, Any], request: Request) -> dict[str, Any]:
     text, is_chat = output["text"], request.messages is not None
     content = {"message": {"role": "assistant", "content": text}} if is_chat else {"text": text}
-    logprobs = None
-    if "logprobs" in output:
-        places = zip(output["token_ids"], output["logprobs"], strict=False)
-        drawn = [(likeliest[token_id], list(likeliest.values())) for token_id, likeliest in places]
-        logprobs = _chat_logprobs(drawn, request.params.logprobs) if is_chat else _completion_logprobs(drawn)
+    logprobs = _openai_logprobs(output, is_chat, request.params.logprobs) if "logprobs" in output else None
     return {"index": index, **content, "logprobs": logprobs, "finish_reason": output["finish_reason"]}
 
 
-def _chat_logprobs(drawn: list[tuple[Logprob, list[Logprob]]], count: int) -> dict[str, Any]:
-    """OpenAI's log-probabilities of a chat, from each drawn token's and those of the `count` likeliest."""
+def _openai_logprobs(output: dict[str, Any], is_chat: bool, count: int) -> dict[str, Any]:
+    """The log-probabilities of each drawn token and of the `count` likeliest ones."""
 
     def shape(entry: Logprob) -> dict[str, Any]:
         return {"token": entry.decoded_token, "logprob": entry.logprob}
 
-    places = [{**shape(entry), "top_logprobs": [shape(e) for e in top[:count]]} for entry, top in drawn]
-    return {"content": places}
-
-
-def _completion_logprobs(drawn: list[tuple[Logprob, list[Logprob]]]) -> dict[str, Any]:
+    places = zip(output["token_ids"], output["logprobs"], strict=False)
+    drawn = [(likeliest[token_id], list(likeliest.values())) for token_id, likeliest in places]
+    if is_chat:
+        places = [{**shape(entry), "top_logprobs": [*map(shape, top[:count])]} for entry, top in drawn]
+        return {"content": places}
     return {
         "tokens": [entry.decoded_token for entry, _ in drawn],
         "token_logprobs": [entry.logprob for entry, _ in drawn],

@@ -8,7 +8,6 @@ engine in which it is alone is answered with an error. If this process dies, --r
 """
 
 import asyncio
-import contextlib
 import itertools
 import os
 from argparse import Namespace
@@ -64,31 +63,22 @@ class Engine:
 
 
 def run_on_ray(
-    args: Namespace,
-    output: Output,
-    report: Callable[[Answer], None],
-    started: Callable[[], None],
+    args: Namespace, output: Output, report: Callable[[Answer], None], started: Callable[[], None],
     warn: Callable[[str], None],
-) -> None:
+) -> None:  # fmt: skip
     """
-    Answer the lines that `output` does not hold yet, with `args.data_parallel` engines. `started` is called
-    when the first engine is ready, `warn` for every engine that dies.
+    Answer the lines that `output` does not hold yet, with `args.data_parallel` engines in the cluster at
+    --ray-address, or in one of this host alone. `started` is called when the first engine is ready, `warn`
+    for every engine that dies.
     """
-    with _cluster(args):
-        for found in Pool(args, output, started, warn).answers():
-            report(found)
-
-
-@contextlib.contextmanager
-def _cluster(args: Namespace) -> Iterator[None]:
-    """Ray while the run lasts: the cluster at --ray-address, or one of this host alone."""
     options: dict[str, Any] = {"address": args.ray_address}
     if args.ray_address is None:
         num_cpus = max(os.cpu_count() or 1, args.data_parallel)  # Ray wants one for each actor
         options = {"address": "local", "num_cpus": num_cpus, "include_dashboard": False}
     ray.init(**options, log_to_driver=False, logging_level="ERROR")
     try:
-        yield
+        for found in Pool(args, output, started, warn).answers():
+            report(found)
     finally:
         ray.shutdown()
 
@@ -100,10 +90,8 @@ def _resources(args: Namespace) -> dict[str, float]:
     if args.engine.get("device") == "cpu" or not available.get("GPU"):
         return {"num_cpus": max(1, int(available["CPU"]) // count), "num_gpus": 0}
     if count * ranks > available["GPU"]:
-        raise ValueError(
-            f"--data-parallel {count} with tensor_parallel_size={ranks} needs {count * ranks} GPUs, but the "
-            f"Ray cluster has {available['GPU']:.0f}"
-        )
+        need = f"--data-parallel {count} with tensor_parallel_size={ranks} needs {count * ranks} GPUs"
+        raise ValueError(f"{need}, but the Ray cluster has {available['GPU']:.0f}")
     return {"num_cpus": 1, "num_gpus": ranks}
 
 
@@ -159,12 +147,17 @@ class Pool:
         while self.num_missing and self._feed():
             [call], _ = ray.wait(list(self.calls))
             member, work = self.calls.pop(call)
+            member.load -= self._load(work)
             try:
                 answers = ray.get(call) or []  # none from a start
             except ray.exceptions.RayError as error:
                 answers = self._recover(member, work, _cause_of_death(error))
             else:
-                self._finish(member, work)
+                if work is not None:
+                    member.num_deaths = 0
+                elif not self.is_started:
+                    self.is_started = True
+                    self.started()
             self.num_missing -= len(answers)
             yield from answers
 
@@ -193,14 +186,6 @@ class Pool:
 
     def _load(self, work: Work | None) -> int:
         return self.room if work is None or work.is_suspect else work.span.num_lines
-
-    def _finish(self, member: Member, work: Work | None) -> None:
-        member.load -= self._load(work)
-        if work is not None:
-            member.num_deaths = 0
-        elif not self.is_started:
-            self.is_started = True
-            self.started()
 
     def _recover(self, member: Member, work: Work | None, cause: str) -> list[Answer]:
         """Have another engine do what an engine that has died was doing. An answer if a line is to blame."""
