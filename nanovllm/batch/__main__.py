@@ -138,10 +138,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--ray-address", default=os.environ.get("RAY_ADDRESS"), help=address)
     add("--resume", action="store_true", help="answer what the output does not hold yet")
     seed = "makes sampling repeatable: line i draws with a seed made of this and i, unless it has its own"
-    sampling = {
-        "seed": (int, seed),
-        "max_tokens": (int, "default: 256, and as many as fit for OpenAI's lines"),
-    }
+    most = "default: 256, and as many as fit for OpenAI's lines"
+    sampling = {"seed": (int, seed), "max_tokens": (int, most)}
     for name in ("temperature", "top_p", "top_k", "min_p"):
         sampling[name] = _option(getattr(SamplingParams(), name))
     own = (*FILLED_IN, "model", "seed")
@@ -176,9 +174,8 @@ def main(argv: list[str] | None = None) -> None:
     if sys.stderr is None:  # it was closed: the next file would get number 2, and what libraries write there
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     args = parse_args(argv)
-    done = find_lines(args.input)
-    with contextlib.closing(open_output(args.output, args.resume, done)) as output:
-        num_lines = output.num_missing()
+    with contextlib.closing(open_output(args.output, args.resume, find_lines(args.input))) as output:
+        num_lines = output.done.count(0)
         with contextlib.closing(Progress(num_lines)) as progress:
 
             def report(answer: Answer) -> None:
@@ -192,8 +189,8 @@ def main(argv: list[str] | None = None) -> None:
             elif num_lines:
                 with LLM(args.model, **args.engine) as llm:
                     progress.restart()
-                    lines = ((line, text) for line, text in read_lines(args.input) if not output.holds(line))
-                    run(llm, lines, report, args.defaults)
+                    missing = (item for item in read_lines(args.input) if not output.done[item[0]])
+                    run(llm, missing, report, args.defaults)
 
 
 def run_command(argv: list[str] | None = None) -> None:

@@ -75,7 +75,7 @@ def _texts(path: Path, start: int = 0) -> Iterator[tuple[bytes, int]]:
 def split(path: Path, size: int, output: "Output") -> Iterator[Span]:
     """The lines that the output does not hold, in spans of at most `size` lines in the order of the input."""
     lines = zip(range(1, len(output.done)), _starts(path), strict=False)
-    for is_done, neighbours in itertools.groupby(lines, lambda line: output.holds(line[0])):
+    for is_done, neighbours in itertools.groupby(lines, lambda line: output.done[line[0]]):
         while not is_done and (part := list(itertools.islice(neighbours, size))):
             first_line, start = part[0]
             yield Span(start, first_line, len(part))
@@ -187,12 +187,6 @@ class Output:
                 yield f"its line {number}", line
                 size += len(text)
         os.ftruncate(self.file, size)
-
-    def holds(self, line: int) -> bool:
-        return self.done[line] == 1
-
-    def num_missing(self) -> int:
-        return self.done.count(0)
 
     def write(self, answer: Answer) -> None:
         rest = memoryview(answer.text)

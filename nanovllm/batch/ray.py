@@ -127,7 +127,7 @@ class Pool:
     ):
         self.args, self.started, self.warn = args, started, warn
         self.is_started = False
-        self.num_missing = output.num_missing()
+        self.num_missing = output.done.count(0)
         size = max(1, min(MAX_SPAN, self.num_missing // (args.data_parallel * SPANS_PER_ENGINE)))
         # Lines are not shuffled: neighbours in the input often begin alike, and those of a span go to one
         # engine, which finds their common beginning in its prefix cache.

@@ -182,7 +182,6 @@ class Ranks:
         for process in self._processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=max(0, deadline - time.monotonic()))
-        for process in self._processes:
             process.kill()
             process.wait()
         shutil.rmtree(self._folder, ignore_errors=True)
