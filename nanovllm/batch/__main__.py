@@ -189,8 +189,7 @@ def main(argv: list[str] | None = None) -> None:
             elif num_lines:
                 with LLM(args.model, **args.engine) as llm:
                     progress.restart()
-                    missing = (item for item in read_lines(args.input) if not output.done[item[0]])
-                    run(llm, missing, report, args.defaults)
+                    run(llm, read_lines(args.input, output.done), report, args.defaults)
 
 
 def run_command(argv: list[str] | None = None) -> None:

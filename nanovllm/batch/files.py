@@ -43,15 +43,13 @@ def find_lines(path: Path) -> bytearray:
     return done + bytes(text.isspace() for text, _ in _texts(path))
 
 
-def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """The lines that are not blank, with their numbers from 1."""
+def read_lines(path: Path, done: bytearray) -> Iterator[tuple[int, bytes]]:
+    """The lines that are not done, with their numbers from 1."""
+    texts = (text for text, _ in _texts(path))
     if is_parquet(path):
         batches = _pyarrow().parquet.ParquetFile(path).iter_batches(ROWS_AT_ONCE)
-        yield from enumerate((_to_line(row) for batch in batches for row in batch.to_pylist()), 1)
-        return
-    for number, (text, _) in enumerate(_texts(path), 1):
-        if not text.isspace():
-            yield number, text
+        texts = (_to_line(row) for batch in batches for row in batch.to_pylist())
+    return ((line, text) for line, text in enumerate(texts, 1) if not done[line])
 
 
 def _texts(path: Path, start: int = 0) -> Iterator[tuple[bytes, int]]:
@@ -72,10 +70,10 @@ def _texts(path: Path, start: int = 0) -> Iterator[tuple[bytes, int]]:
             yield text, size
 
 
-def split(path: Path, size: int, output: "Output") -> Iterator[Span]:
-    """The lines that the output does not hold, in spans of at most `size` lines in the order of the input."""
-    lines = zip(range(1, len(output.done)), _starts(path), strict=False)
-    for is_done, neighbours in itertools.groupby(lines, lambda line: output.done[line[0]]):
+def split(path: Path, size: int, done: bytearray) -> Iterator[Span]:
+    """The lines that are not done, in spans of at most `size` lines in the order of the input."""
+    lines = zip(range(1, len(done)), _starts(path), strict=False)
+    for is_done, neighbours in itertools.groupby(lines, lambda line: done[line[0]]):
         while not is_done and (part := list(itertools.islice(neighbours, size))):
             first_line, start = part[0]
             yield Span(start, first_line, len(part))

@@ -131,7 +131,7 @@ class Pool:
         size = max(1, min(MAX_SPAN, self.num_missing // (args.data_parallel * SPANS_PER_ENGINE)))
         # Lines are not shuffled: neighbours in the input often begin alike, and those of a span go to one
         # engine, which finds their common beginning in its prefix cache.
-        self.spans = split(args.input, size, output)
+        self.spans = split(args.input, size, output.done)
         self.again: deque[Work] = deque()
         self.suspects: deque[Work] = deque()
         # Lines that are done wait for the others of their span, so an engine gets more lines than it can run

@@ -302,8 +302,8 @@ def test_each_line_of_a_text_file_is_a_prompt(tmp_path, engine):
     path.write_bytes('\ufefffirst\r\n\n  \n {"zweite"} \u2028 Zeile\nbad '.encode() + b"\xff\n\nlast")
     output = open_output(tmp_path / "out.jsonl", False, find_lines(path))
     with contextlib.closing(output):
-        lines = [item for span in batch_files.split(path, 3, output) for item in read_span(path, span)]
-    assert lines == list(read_lines(path))
+        lines = [item for span in batch_files.split(path, 3, output.done) for item in read_span(path, span)]
+    assert lines == list(read_lines(path, output.done))
     prompts = {line: parse_line(line, text, {}).prompt for line, text in lines}
     assert prompts == {1: "first", 4: ' {"zweite"} \u2028 Zeile', 5: "bad \udcff", 7: "last"}
     for line, text in lines:
@@ -388,14 +388,14 @@ def test_a_line_that_is_too_long_is_never_held_whole_and_moves_no_number(tmp_pat
     path = write_lines(tmp_path / "in.jsonl", ["x" * 5000, fits, fits + " ", "", "x" * 2**21])
     path.write_bytes(path.read_bytes() + b"{" * 101)  # without a line feed
     assert find_lines(path) == b"\1\0\0\0\1\0\0"
-    lines = list(read_lines(path))
+    lines = list(read_lines(path, find_lines(path)))
     assert [line for line, _ in lines] == [1, 2, 3, 5, 6] and max(len(text) for _, text in lines) == 101
     answers = answers_of([text.decode() for _, text in lines])
     found = [a["error"]["message"] if a.get("error") else "fine" for a in answers]
     assert found == [f"line {i}: longer than 100 bytes" if i != 2 else "fine" for i in range(1, 6)]
     with contextlib.closing(open_output(tmp_path / "out.jsonl", False, find_lines(path))) as output:
         for size in (1, 2, 10):
-            spans = batch_files.split(path, size, output)
+            spans = batch_files.split(path, size, output.done)
             assert [item for span in spans for item in read_span(path, span)] == lines
 
 
@@ -604,8 +604,8 @@ def test_spans_hold_the_lines_that_the_output_does_not(tmp_path, size):
     with contextlib.closing(open_output(tmp_path / "out.jsonl", False, find_lines(path))) as output:
         for line in (2, 9, 10, 11, 12):
             output.done[line] = 1
-        expected = [(line, text) for line, text in read_lines(path) if not output.done[line]]
-        spans = list(batch_files.split(path, size, output))
+        expected = list(read_lines(path, output.done))
+        spans = list(batch_files.split(path, size, output.done))
     assert [item for span in spans for item in read_span(path, span)] == expected
     assert max(span.num_lines for span in spans) <= size
     for span in spans:
@@ -617,7 +617,7 @@ def test_spans_keep_neighbours_together(tmp_path):
     """Prompts with a common beginning that stand together meet in one engine, and its prefix cache."""
     path = write_lines(tmp_path / "in.jsonl", [f"group {i // 40}" for i in range(640)])
     with contextlib.closing(open_output(tmp_path / "out.jsonl", False, find_lines(path))) as output:
-        spans = list(batch_files.split(path, 40, output))
+        spans = list(batch_files.split(path, 40, output.done))
     groups = [{text for _, text in read_span(path, span)} for span in spans]
     assert groups == [{b"group %d\n" % i} for i in range(16)]
 
@@ -677,9 +677,9 @@ def test_spans_of_a_parquet_file_are_rows_of_its_groups(tmp_path, size):
     path = write_parquet(tmp_path / "in.parquet", [{"prompt": str(i), "n": None} for i in range(20)])
     with contextlib.closing(open_output(tmp_path / "out.jsonl", False, find_lines(path))) as output:
         output.done[5] = 1
-        spans = list(batch_files.split(path, size, output))
+        spans = list(batch_files.split(path, size, output.done))
     found = [item for span in spans for item in read_span(path, span)]
-    assert found == [(line, text) for line, text in read_lines(path) if line != 5]
+    assert found == list(read_lines(path, output.done))
     alone = [line for span in spans for line in batch_files.split_lines(path, span)]
     assert [item for line in alone for item in read_span(path, line)] == found
 
