@@ -52,17 +52,12 @@ class PeerMemory:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of every rank's x [rows, hidden]."""
-        return self._run(x, None, None, 0.0)[1]
+        return self.all_reduce_add_rms_norm(x, None, None, 0.0)[1]
 
     def all_reduce_add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor]:
-        """See `Group.all_reduce_add_rms_norm`. Which rank sums up which rows depends on shapes alone."""
-        return self._run(x, residual, weight, eps)
-
-    def _run(
         self, x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor | None, Tensor]:
+        """See `Group.all_reduce_add_rms_norm`. Which rank sums up which rows depends on shapes alone."""
         rows, hidden = x.shape
         total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         normed = None if weight is None else torch.empty_like(total)

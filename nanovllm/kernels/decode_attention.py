@@ -12,21 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.kernels.runtime import (
-    LOG2_E,
-    MIN_DOT_SIZE,
-    NUM_COUNTERS,
-    arrival_counters,
-    cdiv,
-    empty_padded,
-    next_power_of_2,
-    num_multiprocessors,
-    overlap_options,
-    prefetch_each,
-    tl,
-    triton,
-    use_triton,
-)
+from nanovllm.kernels import runtime
+from nanovllm.kernels.runtime import LOG2_E, cdiv, next_power_of_2, prefetch_each, tl, triton, use_triton
 
 MAX_SPLITS = 32
 TWIN_GROUP = 8  # sequences that the torch twin computes at once
@@ -49,29 +36,27 @@ def paged_decode_attention(
     batch, heads, head_dim = q.shape
     block_size, kv_heads = k_cache.shape[1:3]
     group = heads // kv_heads
-    splits = cdiv(PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors(q.device), batch * kv_heads)
-    splits = min(splits, MAX_SPLITS)
-    dim_pad = max(MIN_DOT_SIZE, next_power_of_2(head_dim))
+    multiprocessors = runtime.num_multiprocessors(q.device)
+    splits = min(cdiv(PROGRAMS_PER_MULTIPROCESSOR * multiprocessors, batch * kv_heads), MAX_SPLITS)
+    dim_pad = max(runtime.MIN_DOT_SIZE, next_power_of_2(head_dim))
     element_size = k_cache.element_size()
     if q.dtype != k_cache.dtype:  # each tile is held twice: as it was read, and converted
         element_size = 2 * max(q.element_size(), element_size)
     tile, num_warps, num_stages = _tile(dim_pad, element_size, splits > 1)
+    partial = counters = None
     if splits > 1:
-        assert batch * kv_heads <= NUM_COUNTERS
         partial = torch.empty(batch * heads * splits * (head_dim + 1), dtype=torch.float32, device=q.device)
-        counters = arrival_counters(q.device)
-    else:
-        partial = counters = None
-    out = empty_padded(batch, heads * head_dim, q).view(q.shape)
+        counters = runtime.arrival_counters(q.device)
+    out = runtime.empty_padded(batch, heads * head_dim, q).view(q.shape)
     if batch:
         _decode_kernel[(kv_heads, batch, splits)](
             q, k_cache, v_cache, block_tables, context_lens,
             out, partial, counters,
-            scale * LOG2_E, *q.stride()[:2], block_tables.stride(0), splits, num_multiprocessors(q.device),
-            KV_HEADS=kv_heads, GROUP=group, GROUP_PAD=max(MIN_DOT_SIZE, next_power_of_2(group)),
+            scale * LOG2_E, *q.stride()[:2], block_tables.stride(0), splits, multiprocessors,
+            KV_HEADS=kv_heads, GROUP=group, GROUP_PAD=max(runtime.MIN_DOT_SIZE, next_power_of_2(group)),
             HEAD_DIM=head_dim, DIM_PAD=dim_pad, BLOCK_SIZE=block_size,
             TILE=tile, MAX_SPLITS=MAX_SPLITS, SPLIT=splits > 1,
-            num_warps=num_warps, num_stages=num_stages, **overlap_options(q.device),
+            num_warps=num_warps, num_stages=num_stages, **runtime.overlap_options(q.device),
         )  # fmt: skip
     return out
 
@@ -83,7 +68,7 @@ def _tile(dim_pad: int, element_size: int, split: bool) -> tuple[int, int, int]:
     """
     most_tokens, num_warps, num_stages = (64, 2, 3) if split else (128, 4, 2)
     tokens = min(most_tokens, most_tokens * MEASURED_ROW_BYTES // (dim_pad * element_size))
-    return max(MIN_DOT_SIZE, tokens), num_warps, num_stages
+    return max(runtime.MIN_DOT_SIZE, tokens), num_warps, num_stages
 
 
 def paged_decode_attention_torch(

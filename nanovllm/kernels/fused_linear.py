@@ -14,23 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanovllm.kernels import runtime
 from nanovllm.kernels.activation import silu_and_mul_torch
-from nanovllm.kernels.runtime import (
-    HAVE_TRITON,
-    cdiv,
-    empty_padded,
-    is_on_gpu,
-    next_power_of_2,
-    num_multiprocessors,
-    overlap_options,
-    prefetch,
-    shared_memory,
-    tl,
-    triton,
-    use_triton,
-)
+from nanovllm.kernels.runtime import cdiv, is_on_gpu, next_power_of_2, prefetch, tl, triton, use_triton
 
-if HAVE_TRITON:
+if runtime.HAVE_TRITON:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
 MAX_ROWS = 256
@@ -56,84 +44,38 @@ def can_fuse(residual: Tensor, weight: Tensor) -> bool:
         return False
     rows, hidden = residual.shape
     fits = rows <= MAX_ROWS and hidden <= MAX_FEATURES and weight.shape[1] * weight.element_size() % 16 == 0
-    return fits and overlap_options(residual.device)["OVERLAP"] and shared_memory(residual.device) >= 220_000
+    can_overlap = runtime.overlap_options(residual.device)["OVERLAP"]
+    return fits and can_overlap and runtime.has_hopper_shared_memory(residual.device)
 
 
-def norm_linear(
-    scaled: Tensor, weight: Tensor, bias: Tensor | None, squares: Tensor | None, eps: float, gated: bool
-) -> Tensor:
-    """activation(scaled / rms(x) @ weight.T + bias): [rows, out] for weight [out, hidden].
+def fused_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None,
+    squares: Tensor | None = None, eps: float = 0.0, silu_and_mul: bool = False,
+    residual: Tensor | None = None, next_norm_weight: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    """activation(x @ weight.T + bias) + residual: [rows, out] for x [rows, in], weight [out, in].
 
-    scaled [rows, hidden] is x * the norm's weight, and squares float32 [rows, parts] add up to the squares of
-    x's rows; without them scaled is divided already. If gated, the first half of the weight's rows are gates,
-    the second half is what they multiply after SiLU, and the result is [rows, out / 2]. Sums are float32 and
-    rounded once, at the end.
+    Returns (result, scaled, squares). An RMSNorm is split over two products: the one before it is given a
+    residual [rows, out] and the norm's weight, and returns scaled = result * next_norm_weight and float32
+    squares [rows, parts], whose sums are those of the squares of the result's rows. The one after it takes
+    this scaled as its x, and divides by the root mean square that follows from these squares. Without a
+    residual there are no scaled and squares; without squares x is multiplied as it is. With silu_and_mul the
+    first half of the weight's rows are gates, the second half is what they multiply, and the result is
+    [rows, out / 2]. Sums are float32 and rounded once, at the end.
     """
-    multiply = _launch if use_triton(scaled) else fused_linear_torch
-    return multiply(scaled, weight, bias, squares=squares, eps=eps, gated=gated)[0]
-
-
-def linear_add(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, next_norm_weight: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """x @ weight.T + bias + residual, [rows, hidden], and the first half of the next norm of it.
-
-    That is the sum times the norm's weight, [rows, hidden], and float32 [rows, parts], which add up to the
-    squares of the sum's rows.
-    """
-    multiply = _launch if use_triton(x) else fused_linear_torch
-    return multiply(x, weight, bias, residual=residual, next_norm_weight=next_norm_weight)
-
-
-def fused_linear_torch(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    *,
-    squares: Tensor | None = None,
-    eps: float = 0.0,
-    gated: bool = False,
-    residual: Tensor | None = None,
-    next_norm_weight: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    y = F.linear(x, weight)
-    if squares is not None:
-        y = (y * torch.rsqrt(squares.sum(-1, keepdim=True) / x.shape[-1] + eps)).to(y.dtype)
-    if bias is not None:
-        y = y + bias
-    if gated:
-        y = silu_and_mul_torch(y)
-    if residual is None:
-        return y, None, None
-    y = y + residual
-    return y, y * next_norm_weight, y.float().square().sum(-1, keepdim=True)
-
-
-def _launch(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    *,
-    squares: Tensor | None = None,
-    eps: float = 0.0,
-    gated: bool = False,
-    residual: Tensor | None = None,
-    next_norm_weight: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    if not use_triton(x):
+        return fused_linear_torch(x, weight, bias, squares, eps, silu_and_mul, residual, next_norm_weight)
     rows, in_features = x.shape
-    parts = 2 if gated else 1
+    parts = 2 if silu_and_mul else 1
     width = weight.shape[0] // parts
-    block_m, block_n, block_k, num_warps, num_stages = _tile(rows, width, gated)
+    block_m, block_n, block_k, num_warps, num_stages = _tile(rows, width, silu_and_mul)
     blocks_m, blocks_n = cdiv(rows, block_m), cdiv(width, block_n)
-    out, scaled, new_squares = empty_padded(rows, width, x), None, None
+    out, scaled, new_squares = runtime.empty_padded(rows, width, x), None, None
     if next_norm_weight is not None:
-        scaled = empty_padded(rows, width, x)
+        scaled = runtime.empty_padded(rows, width, x)
         new_squares = torch.empty(rows, blocks_n, dtype=torch.float32, device=x.device)
-    overlap = overlap_options(x.device)
     # Spare programs only wait. They keep the next kernel's programs, which arrive early, evenly spread.
-    programs = blocks_m * blocks_n
-    if overlap["OVERLAP"]:
-        programs = max(programs, num_multiprocessors(x.device))
+    programs = max(blocks_m * blocks_n, runtime.num_multiprocessors(x.device))
     num_squares = 0 if squares is None else squares.shape[1]
     x_rows, pairs = _readable_rows(x, blocks_m * block_m), weight.view(parts, width, in_features)
     if rows:
@@ -145,13 +87,31 @@ def _launch(
             eps, 0 if residual is None else residual.stride(0), rows, in_features, width,
             BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, PARTS=parts,
             NUM_SQUARES=num_squares, SQUARES_PAD=next_power_of_2(max(1, num_squares)),
-            num_warps=num_warps, num_stages=num_stages, **overlap,
+            num_warps=num_warps, num_stages=num_stages, **runtime.overlap_options(x.device),
         )  # fmt: skip
     return out, scaled, new_squares
 
 
-def _tile(rows: int, width: int, gated: bool) -> tuple[int, int, int, int, int]:
-    kind = "gated" if gated else "wide" if width > WIDE else "narrow"
+def fused_linear_torch(
+    x: Tensor, weight: Tensor, bias: Tensor | None,
+    squares: Tensor | None = None, eps: float = 0.0, silu_and_mul: bool = False,
+    residual: Tensor | None = None, next_norm_weight: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    y = F.linear(x, weight)
+    if squares is not None:
+        y = (y * torch.rsqrt(squares.sum(-1, keepdim=True) / x.shape[-1] + eps)).to(y.dtype)
+    if bias is not None:
+        y = y + bias
+    if silu_and_mul:
+        y = silu_and_mul_torch(y)
+    if residual is None:
+        return y, None, None
+    y = y + residual
+    return y, y * next_norm_weight, y.float().square().sum(-1, keepdim=True)
+
+
+def _tile(rows: int, width: int, silu_and_mul: bool) -> tuple[int, int, int, int, int]:
+    kind = "gated" if silu_and_mul else "wide" if width > WIDE else "narrow"
     return TILES[next((most for most in TILES if rows <= most), MAX_ROWS)][kind]
 
 

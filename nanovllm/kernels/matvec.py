@@ -26,15 +26,10 @@ def can_use_matvec(x: Tensor) -> bool:
 
 
 def linear_small(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    norm_weight: Tensor | None = None,
-    eps: float = 0.0,
-    residual: Tensor | None = None,
-    silu_and_mul: bool = False,
-) -> Tensor:
+    x: Tensor, weight: Tensor, bias: Tensor | None = None,
+    norm_weight: Tensor | None = None, eps: float = 0.0,
+    residual: Tensor | None = None, silu_and_mul: bool = False,
+) -> Tensor:  # fmt: skip
     """activation(rms_norm(x) @ weight.T + bias) + residual: [rows, out] for x [rows, in], weight [out, in].
 
     Each part is left out unless asked for: the norm if norm_weight [in] is None, the addition if residual
@@ -42,9 +37,7 @@ def linear_small(
     they multiply, and the result is [rows, out / 2]. Sums are float32 and rounded once, at the end.
     """
     if not use_triton(x):
-        return linear_small_torch(
-            x, weight, bias, norm_weight=norm_weight, eps=eps, residual=residual, silu_and_mul=silu_and_mul
-        )
+        return linear_small_torch(x, weight, bias, norm_weight, eps, residual, silu_and_mul)
     rows, in_features = x.shape
     out_features = weight.shape[0]
     rows_pad = next_power_of_2(rows)
@@ -63,15 +56,10 @@ def linear_small(
 
 
 def linear_small_torch(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    norm_weight: Tensor | None = None,
-    eps: float = 0.0,
-    residual: Tensor | None = None,
-    silu_and_mul: bool = False,
-) -> Tensor:
+    x: Tensor, weight: Tensor, bias: Tensor | None = None,
+    norm_weight: Tensor | None = None, eps: float = 0.0,
+    residual: Tensor | None = None, silu_and_mul: bool = False,
+) -> Tensor:  # fmt: skip
     if norm_weight is not None:
         x = rms_norm_torch(x, norm_weight, eps)
     y = F.linear(x, weight, bias)

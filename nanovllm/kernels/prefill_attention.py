@@ -11,18 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.kernels.runtime import (
-    LOG2_E,
-    MIN_DOT_SIZE,
-    cdiv,
-    next_power_of_2,
-    shared_memory,
-    tl,
-    triton,
-    use_triton,
-)
-
-HOPPER_SHARED_MEMORY = 220_000  # bytes; earlier cards and those for desktops have less
+from nanovllm.kernels import runtime
+from nanovllm.kernels.runtime import LOG2_E, cdiv, next_power_of_2, tl, triton, use_triton
 
 
 def varlen_prefill_attention(
@@ -43,7 +33,7 @@ def varlen_prefill_attention(
     tokens, heads, head_dim = q.shape
     kv_heads = k.shape[-2]
     out = torch.empty(tokens, heads, head_dim, dtype=q.dtype, device=q.device)
-    dim_pad = max(MIN_DOT_SIZE, next_power_of_2(head_dim))
+    dim_pad = max(runtime.MIN_DOT_SIZE, next_power_of_2(head_dim))
     element_size = max(q.element_size(), k.element_size())
     query_tile, key_tile, num_warps, num_stages = _tiles(dim_pad, element_size, q.device)
     if tokens:
@@ -63,7 +53,7 @@ def _tiles(dim_pad: int, element_size: int, device: torch.device) -> tuple[int, 
     """Queries and keys of a tile, warps, pipeline stages: the fastest on Hopper, what fits on other chips."""
     if element_size > 2:
         return 16, 16, 4, 1
-    if shared_memory(device) < HOPPER_SHARED_MEMORY:
+    if not runtime.has_hopper_shared_memory(device):
         return (128, 64, 8, 2) if dim_pad <= 128 else (128, 32, 8, 1)
     return {128: (128, 128, 8, 3), 256: (128, 64, 8, 2)}.get(dim_pad, (128, 64, 8, 3))
 

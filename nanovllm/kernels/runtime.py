@@ -6,6 +6,7 @@ stand-ins there: the decorated functions exist and nothing ever calls them.
 
 import functools
 import os
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,19 +20,13 @@ try:
 except ImportError:
     HAVE_TRITON = False
 
-    class _TritonStandIn:
-        @staticmethod
-        def constexpr(value: Any) -> Any:
-            return value
-
-        @staticmethod
-        def jit(function=None, **_options):
-            return function if function is not None else (lambda decorated: decorated)
-
-    triton = tl = _TritonStandIn()
+    triton = tl = SimpleNamespace(
+        constexpr=lambda value: value,
+        jit=lambda function=None, **_options: function or (lambda decorated: decorated),
+    )
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton's own switch: kernels run as Python on CPUs
-NUM_COUNTERS = 1 << 16
+NUM_COUNTERS = 1 << 16  # as many as a grid can have rows
 ROW_PADDING = 128
 MIN_DOT_SIZE = 16  # the smallest side of a matrix that `tl.dot` multiplies
 LOG2_E = 1.4426950408889634  # exp(x) is computed as exp2(x * LOG2_E), which GPUs have an instruction for
@@ -64,10 +59,10 @@ def num_multiprocessors(device: torch.device) -> int:
     return properties.multi_processor_count if properties else 4
 
 
-def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory of one multiprocessor, nearly all of which one program may use."""
+def has_hopper_shared_memory(device: torch.device) -> bool:
+    """Whether a program may use 220 KB of shared memory. Earlier GPUs and those for desktops have less."""
     properties = gpu_properties(device)
-    return properties.shared_memory_per_multiprocessor if properties else 232_448
+    return properties is None or properties.shared_memory_per_multiprocessor >= 220_000
 
 
 def overlap_options(device: torch.device) -> dict[str, bool]:

@@ -9,18 +9,8 @@ draws.
 import torch
 from torch import Tensor
 
-from nanovllm.kernels.runtime import (
-    INTERPRETED,
-    LOG2_E,
-    NUM_COUNTERS,
-    arrival_counters,
-    cdiv,
-    next_power_of_2,
-    num_multiprocessors,
-    tl,
-    triton,
-    use_triton,
-)
+from nanovllm.kernels import runtime
+from nanovllm.kernels.runtime import LOG2_E, cdiv, next_power_of_2, tl, triton, use_triton
 
 BLOCK = 1024
 PROGRAMS_PER_MULTIPROCESSOR = 24  # several waves, so that all multiprocessors end at about the same time
@@ -48,21 +38,20 @@ def sample(
         return sample_torch(logits, temperatures, seeds, positions, vocab_start, thresholds)
     batch, vocab = logits.shape
     num_tiles = cdiv(vocab, BLOCK)
-    num_programs = PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors(logits.device)
+    num_programs = PROGRAMS_PER_MULTIPROCESSOR * runtime.num_multiprocessors(logits.device)
     tiles_per_chunk = max(1, num_tiles * batch // num_programs)
     chunks = cdiv(num_tiles, tiles_per_chunk)
     values = torch.empty(batch, dtype=torch.float32, device=logits.device)
     token_ids = torch.empty(batch, dtype=torch.int64, device=logits.device)
     chunk_values = torch.empty(batch, chunks, dtype=torch.float32, device=logits.device)
     chunk_ids = torch.empty(batch, chunks, dtype=torch.int32, device=logits.device)
-    assert batch <= NUM_COUNTERS
     if batch:
         _sample_kernel[(chunks, batch)](
             logits, temperatures, seeds, positions, thresholds,
-            values, token_ids, chunk_values, chunk_ids, arrival_counters(logits.device),
+            values, token_ids, chunk_values, chunk_ids, runtime.arrival_counters(logits.device),
             logits.stride(0), vocab, vocab_start, tiles_per_chunk,
             BLOCK=BLOCK, CHUNKS_PAD=next_power_of_2(num_tiles), LOG2_E=LOG2_E,
-            FAST=not INTERPRETED, FILTER=thresholds is not None, num_warps=4,
+            FAST=not runtime.INTERPRETED, num_warps=4,
         )  # fmt: skip
     return values, token_ids
 
@@ -73,14 +62,9 @@ def sample_torch(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     if thresholds is not None:
         logits = logits.masked_fill(logits.float() < thresholds[:, None], -torch.inf)
-    greedy, noisy = (temperatures <= 0).nonzero().flatten(), (temperatures > 0).nonzero().flatten()
-    if not len(noisy):
-        values, token_ids = logits.max(dim=-1)
-        return values.float(), token_ids + vocab_start
-    values = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
-    token_ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
-    values[greedy], token_ids[greedy] = logits[greedy].float().max(dim=-1)
-    for rows in noisy.split(max(1, TWIN_ELEMENTS // logits.shape[1])):
+    best, token_ids = logits.max(dim=-1)
+    values = best.float()
+    for rows in (temperatures > 0).nonzero().flatten().split(max(1, TWIN_ELEMENTS // logits.shape[1])):
         scores = logits[rows].float().mul_((temperatures[rows].reciprocal() * LOG2_E)[:, None])
         scores -= _minus_noise(seeds[rows], positions[rows], vocab_start, logits.shape[1])
         values[rows], token_ids[rows] = scores.max(dim=-1)
@@ -176,8 +160,7 @@ def _sample_kernel(
     logits, temperatures, seeds, positions, thresholds,
     values, token_ids, chunk_values, chunk_ids, counters,
     row_stride, vocab, vocab_start, tiles_per_chunk,
-    BLOCK: tl.constexpr, CHUNKS_PAD: tl.constexpr, LOG2_E: tl.constexpr,
-    FAST: tl.constexpr, FILTER: tl.constexpr,
+    BLOCK: tl.constexpr, CHUNKS_PAD: tl.constexpr, LOG2_E: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """A program searches a chunk of a row; the last of a row's programs picks the best chunk."""
     chunk = tl.program_id(0)
@@ -191,13 +174,13 @@ def _sample_kernel(
     end = tl.minimum(begin + tiles_per_chunk * BLOCK, vocab)
     lane_best = tl.full([BLOCK], float("-inf"), tl.float32)
     lane_start = tl.zeros([BLOCK], tl.int32) + begin
-    threshold = tl.load(thresholds + row) if FILTER else 0.0
+    threshold = tl.load(thresholds + row) if thresholds is not None else 0.0
     scale = (1.0 / tl.where(temperature > 0, temperature, 1.0)) * LOG2_E
     for start in tl.range(begin, end, BLOCK, num_stages=3):
         column = start + tl.arange(0, BLOCK)
         address = logits + row.to(tl.int64) * row_stride + column
         score = tl.load(address, mask=column < end, other=float("-inf")).to(tl.float32)
-        if FILTER:
+        if thresholds is not None:
             score = tl.where(score < threshold, float("-inf"), score)
         if temperature > 0:
             bits = _two_rounds_kernel((column + vocab_start).to(tl.uint32) * multiplier + offset)

@@ -48,34 +48,33 @@ def flash_decode(q, k_cache, v_cache, block_tables, context_lens, scale):
     return flash_attn_with_kvcache(q.unsqueeze(1), k_cache, v_cache, **options).squeeze(1)
 
 
+KERNELS = AttentionBackend(varlen_prefill_attention, paged_decode_attention)  # on a CPU their torch twins
+BACKENDS = {
+    "auto": KERNELS,
+    "triton": KERNELS,
+    "torch": AttentionBackend(varlen_prefill_attention_torch, paged_decode_attention_torch),
+    "flash": AttentionBackend(flash_prefill, flash_decode),
+}
+
+
 def get_backend(config: Config, device: torch.device) -> AttentionBackend:
     """The back-end that `attention_backend` names. Raises ValueError if it cannot work here."""
-    name = config.attention_backend
-    flash_problem = (
-        "the package flash-attn is not installed"
-        if not HAVE_FLASH
-        else "it needs a CUDA device"
-        if device.type != "cuda"
-        else "it computes bfloat16 and float16 only"
-        if config.torch_dtype == torch.float32
-        else f"it reads a KV cache of the model's dtype only, and kv_cache_dtype is {config.kv_cache_dtype!r}"
-        if config.kv_cache_torch_dtype != config.torch_dtype
-        else "it needs a kvcache_block_size that is a multiple of 256"
-        if config.kvcache_block_size % 256
-        else None
-    )
-    if name == "flash" and flash_problem:
-        raise ValueError(f"attention_backend='flash' cannot be used: {flash_problem}")
-    if name == "triton" and (device.type != "cuda" or not HAVE_TRITON):
-        raise ValueError(
-            "attention_backend='triton' cannot be used: it needs a CUDA device and the package triton"
-        )
-    triton = AttentionBackend(varlen_prefill_attention, paged_decode_attention)
-    if name == "torch":
-        return AttentionBackend(varlen_prefill_attention_torch, paged_decode_attention_torch)
-    if name == "flash":
-        return AttentionBackend(flash_prefill, flash_decode)
-    return triton
+    name, on_cpu = config.attention_backend, device.type != "cuda"
+    cache = f"it reads a KV cache of the model's dtype only, and kv_cache_dtype is {config.kv_cache_dtype!r}"
+    problems = {
+        "flash": {
+            "the package flash-attn is not installed": not HAVE_FLASH,
+            "it needs a CUDA device": on_cpu,
+            "it computes bfloat16 and float16 only": config.torch_dtype == torch.float32,
+            cache: config.kv_cache_torch_dtype != config.torch_dtype,
+            "it needs a kvcache_block_size that is a multiple of 256": config.kvcache_block_size % 256,
+        },
+        "triton": {"it needs a CUDA device and the package triton": on_cpu or not HAVE_TRITON},
+    }
+    for problem, applies in problems.get(name, {}).items():
+        if applies:
+            raise ValueError(f"attention_backend={name!r} cannot be used: {problem}")
+    return BACKENDS[name]
 
 
 class Attention(nn.Module):
@@ -83,21 +82,15 @@ class Attention(nn.Module):
 
     def __init__(self, num_heads: int, head_dim: int, scale: float, num_kv_heads: int):
         super().__init__()
-        self.num_heads = num_heads
-        self.head_dim = head_dim
-        self.scale = scale
-        self.num_kv_heads = num_kv_heads
+        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
+        self.head_dim, self.scale = head_dim, scale
         self.k_cache = self.v_cache = torch.empty(0)
-        self.backend = AttentionBackend(varlen_prefill_attention, paged_decode_attention)
+        self.backend = KERNELS
 
     def rotate_and_store(
-        self,
-        positions: torch.Tensor,
-        qkv: torch.Tensor,
-        rotary_emb: RotaryEmbedding,
-        q_norm: RMSNorm | None,
-        k_norm: RMSNorm | None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        self, positions: torch.Tensor, qkv: torch.Tensor,
+        rotary_emb: RotaryEmbedding, q_norm: RMSNorm | None, k_norm: RMSNorm | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
         """
         Normalise and rotate the queries and keys in qkv [tokens, (heads + 2 kv_heads) * head_dim], which may
         be overwritten, and store keys and values. -> q, k and v, [tokens, heads of each, head_dim].

@@ -1,7 +1,7 @@
 """RMSNorm, alone or fused with the residual addition before it (arXiv:1910.07467)."""
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from nanovllm.distributed.group import get_group
 from nanovllm.kernels.layernorm import rms_norm
@@ -18,9 +18,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(hidden_size), requires_grad=False)
         self.weight.weight_loader = default_weight_loader
 
-    def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None = None
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """
         x [..., hidden] -> norm(x). With a residual of the same shape x is this rank's part of a sum over the
         ranks -> (norm(sum + residual), sum + residual).

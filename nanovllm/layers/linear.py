@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from nanovllm.distributed.group import get_group
-from nanovllm.kernels.fused_linear import can_fuse, linear_add, norm_linear
+from nanovllm.kernels.fused_linear import can_fuse, fused_linear
 from nanovllm.kernels.matvec import can_use_matvec, linear_small
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.layernorm import RMSNorm
@@ -80,20 +80,16 @@ class ColumnParallelLinear(LinearBase):
         self._load_rows(param, loaded_weight, self.total_output_size, 0)
 
     def _load_rows(
-        self, param: nn.Parameter, loaded_weight: Any, total: int, offset: int, parts: int = 0, part: int = -1
+        self, param: nn.Parameter, loaded_weight: Any, total: int, offset: int, replicas: int = 1
     ) -> None:
         """
-        Copy one of `parts` equal parts of the `total` rows of `loaded_weight` to the parameter's rows at
-        `offset`.
+        Copy this rank's part of the `total` rows of `loaded_weight` to the parameter's rows at `offset`. So
+        many neighbouring ranks as there are `replicas` hold the same part.
         """
-        expected = (total, *param.shape[1:])
-        if tuple(loaded_weight.shape) != expected:
-            raise ValueError(f"shape {tuple(loaded_weight.shape)}, expected {expected}")
-        parts, part = parts or self.group.size, self.group.rank if part < 0 else part
-        rows = divide(total, parts)
-        default_weight_loader(
-            param.data[offset : offset + rows], loaded_weight[part * rows : (part + 1) * rows]
-        )
+        rows = divide(total * replicas, self.group.size)
+        start = self.group.rank // replicas * rows
+        part, shape = slice(start, start + rows), (total, *param.shape[1:])
+        default_weight_loader(param.data[offset : offset + rows], loaded_weight, part, shape)
 
     def forward(self, stream: Stream, silu_and_mul: bool = False) -> torch.Tensor:
         """
@@ -101,19 +97,14 @@ class ColumnParallelLinear(LinearBase):
         features of this rank]. With silu_and_mul the first half of these are gates, the second half is what
         they multiply, and the result has half as many.
         """
+        options = {"eps": stream.norm.eps, "silu_and_mul": silu_and_mul}
         if self._uses_matvec(stream.x):
-            norm = stream.norm if stream.scaled is None else None
-            return linear_small(
-                stream.x if norm else stream.normalised(),
-                self.weight,
-                self.bias,
-                norm_weight=norm.weight if norm else None,
-                eps=stream.norm.eps,
-                silu_and_mul=silu_and_mul,
-            )
+            if stream.scaled is None:
+                return linear_small(stream.x, self.weight, self.bias, stream.norm.weight, **options)
+            return linear_small(stream.normalised(), self.weight, self.bias, **options)
         if self._is_fused(stream.x):
             scaled = stream.normalised() if stream.squares is None else stream.scaled
-            return norm_linear(scaled, self.weight, self.bias, stream.squares, stream.norm.eps, silu_and_mul)
+            return fused_linear(scaled, self.weight, self.bias, stream.squares, **options)[0]
         y = F.linear(stream.normalised(), self.weight, self.bias)
         return self.act_fn(y) if silu_and_mul else y
 
@@ -139,13 +130,9 @@ class QKVParallelLinear(MergedColumnParallelLinear):
     """
 
     def __init__(
-        self,
-        hidden_size: int,
-        head_size: int,
-        total_num_heads: int,
-        total_num_kv_heads: int | None = None,
-        bias: bool = False,
-    ):
+        self, hidden_size: int, head_size: int,
+        total_num_heads: int, total_num_kv_heads: int | None = None, bias: bool = False,
+    ):  # fmt: skip
         size = get_group().size
         self.head_size = head_size
         self.total_num_kv_heads = total_num_kv_heads or total_num_heads
@@ -161,9 +148,8 @@ class QKVParallelLinear(MergedColumnParallelLinear):
             super().weight_loader(param, loaded_weight, 0)
             return
         offset = (self.num_heads + (self.num_kv_heads if shard_id == "v" else 0)) * self.head_size
-        parts = self.group.size // self.num_kv_replicas
-        part = self.group.rank // self.num_kv_replicas
-        self._load_rows(param, loaded_weight, self.total_num_kv_heads * self.head_size, offset, parts, part)
+        total = self.total_num_kv_heads * self.head_size
+        self._load_rows(param, loaded_weight, total, offset, self.num_kv_replicas)
 
 
 class RowParallelLinear(LinearBase):
@@ -180,11 +166,10 @@ class RowParallelLinear(LinearBase):
         if param.dim() == 1:  # the bias
             default_weight_loader(param, loaded_weight)
             return
-        expected = (param.shape[0], self.input_size)
-        if tuple(loaded_weight.shape) != expected:
-            raise ValueError(f"shape {tuple(loaded_weight.shape)}, expected {expected}")
-        start = self.group.rank * param.shape[1]
-        default_weight_loader(param, loaded_weight[:, start : start + param.shape[1]])
+        rows, width = param.shape
+        start = self.group.rank * width
+        part = slice(None), slice(start, start + width)
+        default_weight_loader(param, loaded_weight, part, (rows, self.input_size))
 
     def add_to(self, stream: Stream, x: torch.Tensor, next_norm: RMSNorm) -> Stream:
         """
@@ -192,14 +177,13 @@ class RowParallelLinear(LinearBase):
         input features of this rank].
         """
         bias = self.bias if self.group.rank == 0 else None
-        if self._uses_matvec(x):
-            if self.group.size == 1:
-                return Stream(linear_small(x, self.weight, bias, residual=stream.x), next_norm)
-            part = linear_small(x, self.weight, bias)
-        elif self._is_fused(stream.x):
-            total, scaled, squares = linear_add(x, self.weight, bias, stream.x, next_norm.weight)
+        if self._uses_matvec(x) and self.group.size == 1:
+            return Stream(linear_small(x, self.weight, bias, residual=stream.x), next_norm)
+        if self._is_fused(stream.x):
+            total, scaled, squares = fused_linear(
+                x, self.weight, bias, residual=stream.x, next_norm_weight=next_norm.weight
+            )
             return Stream(total, next_norm, scaled, squares)
-        else:
-            part = F.linear(x, self.weight, bias)
-        normed, total = next_norm(part, stream.x)
+        multiply = linear_small if self._uses_matvec(x) else F.linear
+        normed, total = next_norm(multiply(x, self.weight, bias), stream.x)
         return Stream(total, next_norm, normed)

@@ -45,9 +45,8 @@ class Qwen3Attention(nn.Module):
 
     def attend(self, positions: torch.Tensor, qkv: torch.Tensor) -> torch.Tensor:
         """From the projections to the heads' outputs, [tokens, heads * head_dim]."""
-        return self.attn(
-            *self.attn.rotate_and_store(positions, qkv, self.rotary_emb, self.q_norm, self.k_norm)
-        )
+        q, k, v = self.attn.rotate_and_store(positions, qkv, self.rotary_emb, self.q_norm, self.k_norm)
+        return self.attn(q, k, v)
 
 
 class Qwen3MLP(nn.Module):

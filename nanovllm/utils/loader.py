@@ -19,14 +19,18 @@ from nanovllm.checkpoints import Checkpoint, open_checkpoint
 IGNORED = re.compile(r".*\.rotary_emb\.inv_freq")
 
 
-def default_weight_loader(param: torch.Tensor, loaded_weight: Any) -> None:
+def default_weight_loader(
+    param: torch.Tensor, loaded_weight: Any, part: Any = slice(None), shape: tuple[int, ...] | None = None
+) -> None:
     """
-    Copy all of `loaded_weight`, which gives a tensor when sliced. Raises ValueError on a wrong shape and on a
-    weight that is not finite, or not any more in the parameter's dtype.
+    Copy a part of `loaded_weight`, which gives a tensor when sliced. Raises ValueError on a shape of the
+    whole that is not `shape` (the parameter's, unless given), and on a weight that is not finite, or not any
+    more in the parameter's dtype.
     """
-    if tuple(loaded_weight.shape) != tuple(param.shape):
-        raise ValueError(f"shape {tuple(loaded_weight.shape)}, expected {tuple(param.shape)}")
-    param.data.copy_(loaded_weight[:])
+    expected = tuple(param.shape) if shape is None else shape
+    if tuple(loaded_weight.shape) != expected:
+        raise ValueError(f"shape {tuple(loaded_weight.shape)}, expected {expected}")
+    param.data.copy_(loaded_weight[part])
     # The sum is finite only if all weights are, and takes a few percent of loading; `isfinite` takes several
     # times as long. Where the sum of finite weights overflows, the slower test decides.
     if not math.isfinite(param.data.sum()) and not all(map(math.isfinite, param.data.aminmax())):

@@ -65,12 +65,16 @@ def plain_norm_linear(x, norm_weight, weight, bias, gated):
     return y
 
 
+def linear_add(x, weight, bias, residual, norm_weight):
+    return fused_linear.fused_linear(x, weight, bias, residual=residual, next_norm_weight=norm_weight)
+
+
 def check_norm_linear(rows, hidden, width, device, dtype):
     x, scaled, squares, norm_weight = half_normalised(rows, hidden, device, dtype)
     for gated in (False, True):
         weight = (rand(width * (1 + gated), hidden, device=device) * hidden**-0.5).to(dtype)
         for bias in (None, rand(len(weight), device=device, dtype=dtype)):
-            got = fused_linear.norm_linear(scaled, weight, bias, squares, EPS, gated)
+            got = fused_linear.fused_linear(scaled, weight, bias, squares, EPS, gated)[0]
             expected = plain_norm_linear(x, norm_weight, weight, bias, gated)
             assert got.shape == (rows, width) and got.dtype == dtype
             assert error(got, expected) < tolerance(dtype)
@@ -86,7 +90,7 @@ def check_linear_add(rows, in_features, hidden, device, dtype):
         rand(*shape, device=device, dtype=dtype) for shape in ((rows, hidden), (hidden,))
     )
     for bias in (None, rand(hidden, device=device, dtype=dtype)):
-        total, scaled, squares = fused_linear.linear_add(x, weight, bias, residual, norm_weight)
+        total, scaled, squares = linear_add(x, weight, bias, residual, norm_weight)
         expected = x.double() @ weight.double().T + residual.double()
         if bias is not None:
             expected = expected + bias.double()
@@ -147,7 +151,7 @@ def test_every_tile_of_the_table_is_right(device, dtype, monkeypatch):
 def test_what_is_normalised_already_is_only_multiplied(device, dtype):
     x, norm_weight = rand(5, 96, device=device, dtype=dtype), rand(96, device=device, dtype=dtype)
     weight = rand(32, 96, device=device, dtype=dtype)
-    got = fused_linear.norm_linear(rms_norm_torch(x, norm_weight, EPS), weight, None, None, EPS, False)
+    got = fused_linear.fused_linear(rms_norm_torch(x, norm_weight, EPS), weight, None)[0]
     assert error(got, plain_norm_linear(x, norm_weight, weight, None, False)) < tolerance(dtype)
 
 
@@ -155,7 +159,7 @@ def test_what_is_normalised_already_is_only_multiplied(device, dtype):
 def test_no_rows_give_no_rows(device, dtype):
     x, weight = rand(0, 64, device=device, dtype=dtype), rand(32, 64, device=device, dtype=dtype)
     residual = rand(0, 32, device=device, dtype=dtype)
-    assert fused_linear.linear_add(x, weight, None, residual, weight[:, 0])[0].shape == (0, 32)
+    assert linear_add(x, weight, None, residual, weight[:, 0])[0].shape == (0, 32)
 
 
 @pytest.mark.gpu
@@ -176,8 +180,8 @@ def test_a_captured_layer_gives_the_same_bits_every_time():
         total, scaled, squares = x, rms_norm_torch(x, norm_weight, EPS), None
         for _ in range(count):
             for into, out, gated in ((0, 1, False), (2, 3, True)):
-                wide = fused_linear.norm_linear(scaled, weights[into], None, squares, EPS, gated)
-                total, scaled, squares = fused_linear.linear_add(wide, weights[out], None, total, norm_weight)
+                wide = fused_linear.fused_linear(scaled, weights[into], None, squares, EPS, gated)[0]
+                total, scaled, squares = linear_add(wide, weights[out], None, total, norm_weight)
             torch.cuda.synchronize() if not torch.cuda.is_current_stream_capturing() else None
         return total
 

@@ -336,7 +336,7 @@ def test_bfloat16_stays_near_float32(tmp_path):
 def test_a_product_is_fused_only_if_the_copy_engine_can_read_its_rows(sizes, monkeypatch):
     monkeypatch.setattr(fused_linear, "is_on_gpu", lambda tensor: True)
     monkeypatch.setattr(fused_linear, "use_triton", lambda tensor: True)
-    monkeypatch.setattr(fused_linear, "overlap_options", lambda device: {"OVERLAP": True})
+    monkeypatch.setattr(fused_linear.runtime, "overlap_options", lambda device: {"OVERLAP": True})
     config = read_config(make_config(**sizes))
     residual = torch.empty(3, config.hidden_size, dtype=torch.bfloat16)
     matrices = [weight for weight in Qwen3ForCausalLM(config).model.layers.parameters() if weight.dim() == 2]
