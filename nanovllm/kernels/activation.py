@@ -16,10 +16,9 @@ def silu_and_mul(x: Tensor) -> Tensor:
     width = x.shape[-1] // 2
     out = torch.empty(*x.shape[:-1], width, dtype=x.dtype, device=x.device)
     rows = x.reshape(-1, 2 * width)
-    if rows.shape[0]:
-        _silu_and_mul_kernel[(rows.shape[0], cdiv(width, BLOCK))](
-            rows, out, rows.stride(0), width, BLOCK=BLOCK
-        )
+    if len(rows):
+        grid = len(rows), cdiv(width, BLOCK)
+        _silu_and_mul_kernel[grid](rows, out, rows.stride(0), width, BLOCK=BLOCK)
     return out
 
 

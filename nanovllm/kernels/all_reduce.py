@@ -71,8 +71,7 @@ class PeerMemory:
             _all_reduce_kernel[(part.stop - start,)](
                 x[part], None if residual is None else residual[part], weight,
                 None if normed is None else normed[part], total[part],
-                self.addresses, self.aborted, self.turn * self.half, most_rows,
-                eps, x.stride(0), hidden,
+                self.addresses, self.aborted, self.turn * self.half, most_rows, eps, x.stride(0), hidden,
                 RANK=self.rank, SIZE=self.size, TWO_HOPS=two_hops,
                 BITS=tl.int32 if x.element_size() == 4 else tl.int16,
                 MISSING=-(1 << (8 * x.element_size() - 1)), BLOCK=block,
@@ -87,8 +86,7 @@ class PeerMemory:
         best = torch.empty_like(token_ids)
         _best_token_kernel[(cdiv(batch, SAMPLE_BLOCK),)](
             scores, token_ids, best,
-            self.addresses, self.aborted, self.best_start,
-            batch, self.max_num_seqs,
+            self.addresses, self.aborted, self.best_start, batch, self.max_num_seqs,
             RANK=self.rank, SIZE=self.size, MISSING=INT32_MIN, BLOCK=SAMPLE_BLOCK, num_warps=4,
         )  # fmt: skip
         self.turn = 0  # all ranks have finished with both halves
@@ -133,10 +131,8 @@ def _part_row(sender, row, most_rows, SIZE: tl.constexpr, TWO_HOPS: tl.constexpr
 
 @triton.jit(do_not_specialize=["most_rows"])
 def _all_reduce_kernel(
-    x, residual, weight,
-    normed, total,
-    addresses, aborted, half_start, most_rows,
-    eps, x_stride, hidden,
+    x, residual, weight, normed, total,
+    addresses, aborted, half_start, most_rows, eps, x_stride, hidden,
     RANK: tl.constexpr, SIZE: tl.constexpr, TWO_HOPS: tl.constexpr,
     BITS: tl.constexpr, MISSING: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -199,8 +195,7 @@ def _all_reduce_kernel(
 @triton.jit(do_not_specialize=["start", "batch", "most_rows"])
 def _best_token_kernel(
     scores, token_ids, best,
-    addresses, aborted, start,
-    batch, most_rows,
+    addresses, aborted, start, batch, most_rows,
     RANK: tl.constexpr, SIZE: tl.constexpr, MISSING: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A program takes BLOCK sequences, and sends and receives first their scores, then their tokens."""

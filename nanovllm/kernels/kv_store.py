@@ -20,9 +20,7 @@ def store_kvcache(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, 
     tokens, heads, head_dim = key.shape
     if tokens:
         _store_kernel[(tokens,)](
-            key, value,
-            k_cache, v_cache, slot_mapping,
-            *key.stride()[:2], *value.stride()[:2],
+            key, value, k_cache, v_cache, slot_mapping, *key.stride()[:2], *value.stride()[:2],
             HEADS=heads, HEADS_PAD=next_power_of_2(heads),
             HEAD_DIM=head_dim, DIM_PAD=next_power_of_2(head_dim),
         )  # fmt: skip
@@ -55,19 +53,17 @@ def qk_norm_rope_store(
     programs = cdiv(num_heads, HEADS_PER_PROGRAM) + 2 * cdiv(num_kv_heads, HEADS_PER_PROGRAM)
     if qkv.shape[0]:
         _qk_norm_rope_store_kernel[(qkv.shape[0] * programs,)](
-            qkv, q_weight, k_weight, eps,
-            positions, cos_sin,
+            qkv, q_weight, k_weight, eps, positions, cos_sin,
             k_cache, v_cache, slot_mapping, qkv.stride(0),
-            NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads,
+            NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEADS=HEADS_PER_PROGRAM,
             HEAD_DIM=head_dim, HALF_PAD=next_power_of_2(head_dim // 2),
-            HEADS=HEADS_PER_PROGRAM, num_warps=1, **overlap_options(qkv.device),
+            num_warps=1, **overlap_options(qkv.device),
         )  # fmt: skip
 
 
 @triton.jit
 def _store_kernel(
-    key, value,
-    k_cache, v_cache, slot_mapping,
+    key, value, k_cache, v_cache, slot_mapping,
     key_token_stride, key_head_stride, value_token_stride, value_head_stride,
     HEADS: tl.constexpr, HEADS_PAD: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr,
 ):  # fmt: skip
@@ -87,12 +83,10 @@ def _store_kernel(
 
 @triton.jit
 def _qk_norm_rope_store_kernel(
-    qkv, q_weight, k_weight, eps,
-    positions, cos_sin,
+    qkv, q_weight, k_weight, eps, positions, cos_sin,
     k_cache, v_cache, slot_mapping, token_stride,
-    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, HALF_PAD: tl.constexpr,
-    HEADS: tl.constexpr, OVERLAP: tl.constexpr,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HALF_PAD: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """A program takes HEADS heads of one token. Of a token's programs the first take q, then k, then v."""
     Q_PROGRAMS: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS

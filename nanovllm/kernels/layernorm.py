@@ -12,30 +12,13 @@ from nanovllm.kernels.runtime import next_power_of_2, tl, triton, use_triton
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x [..., hidden] / rms(x) * weight [hidden], in the dtype of x."""
-    if not use_triton(x):
-        return rms_norm_torch(x, weight, eps)
-    return _launch(x, None, weight, eps)[0]
+    return add_rms_norm(x, None, weight, eps)[0]
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(rms_norm(x + residual), x + residual), both [..., hidden]."""
+def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(rms_norm(x + residual), x + residual), both [..., hidden]; without a residual x takes its place."""
     if not use_triton(x):
         return add_rms_norm_torch(x, residual, weight, eps)
-    return _launch(x, residual, weight, eps)
-
-
-def rms_norm_torch(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    wide = x.float()
-    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (wide * scale).to(x.dtype) * weight
-
-
-def add_rms_norm_torch(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    total = x + residual
-    return rms_norm_torch(total, weight, eps), total
-
-
-def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor | None]:
     hidden = x.shape[-1]
     rows = x.reshape(-1, hidden)
     normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -50,7 +33,20 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> t
             eps, rows.stride(0), 0 if residual is None else residual.stride(0), hidden,
             BLOCK=block, num_warps=max(1, min(16, block // 256)),
         )  # fmt: skip
-    return normed, total
+    return normed, x if total is None else total
+
+
+def rms_norm_torch(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.float()
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (wide * scale).to(x.dtype) * weight
+
+
+def add_rms_norm_torch(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    total = x if residual is None else x + residual
+    return rms_norm_torch(total, weight, eps), total
 
 
 @triton.jit

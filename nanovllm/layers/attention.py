@@ -20,8 +20,6 @@ from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.utils.context import get_context
 
-__all__ = ["Attention", "AttentionBackend", "get_backend", "store_kvcache"]
-
 try:
     from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 

@@ -30,8 +30,8 @@ class VocabParallelEmbedding(nn.Module):
         self.weight.weight_loader = self.weight_loader
 
     def weight_loader(self, param: nn.Parameter, loaded_weight: Any) -> None:
-        rows, shape = slice(self.vocab_start, self.vocab_end), (self.num_embeddings, param.shape[1])
-        default_weight_loader(param.data[: rows.stop - rows.start], loaded_weight, rows, shape)
+        mine, shape = slice(self.vocab_start, self.vocab_end), (self.num_embeddings, param.shape[1])
+        default_weight_loader(param.data[: self.vocab_end - self.vocab_start], loaded_weight, mine, shape)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """input_ids [tokens] -> [tokens, embedding_dim], complete on every rank."""

@@ -42,12 +42,9 @@ class LinearBase(nn.Module):
         super().__init__()
         self.group = get_group()
         self.weight = nn.Parameter(torch.empty(output_size, input_size), requires_grad=False)
-        self.weight.weight_loader = self.weight_loader
-        if bias:
-            self.bias = nn.Parameter(torch.zeros(output_size), requires_grad=False)
-            self.bias.weight_loader = self.weight_loader
-        else:
-            self.register_parameter("bias", None)
+        self.bias = nn.Parameter(torch.zeros(output_size), requires_grad=False) if bias else None
+        for param in self.parameters():
+            param.weight_loader = self.weight_loader
 
     def _uses_matvec(self, x: torch.Tensor) -> bool:
         return not get_context().is_prefill and can_use_matvec(x)
@@ -83,8 +80,8 @@ class ColumnParallelLinear(LinearBase):
         self, param: nn.Parameter, loaded_weight: Any, total: int, offset: int, replicas: int = 1
     ) -> None:
         """
-        Copy this rank's part of the `total` rows of `loaded_weight` to the parameter's rows at `offset`. So
-        many neighbouring ranks as there are `replicas` hold the same part.
+        Copy this rank's part of the `total` rows of `loaded_weight` to the parameter's rows at `offset`. Each
+        part goes to `replicas` neighbouring ranks.
         """
         rows = divide(total * replicas, self.group.size)
         start = self.group.rank // replicas * rows

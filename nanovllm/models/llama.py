@@ -2,13 +2,12 @@
 Llama 2, 3 and what is built like them (SmolLM2, TinyLlama, ...): Qwen3 without norms on queries and keys.
 """
 
-from typing import Any
-
+from nanovllm.checkpoints.model_config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3ForCausalLM, Variant
 
 
 class LlamaForCausalLM(Qwen3ForCausalLM):
     @staticmethod
-    def variant(config: Any) -> Variant:
+    def variant(config: ModelConfig) -> Variant:
         bias = config.attention_bias
         return Variant(qk_norm=False, qkv_bias=bias, o_bias=bias, mlp_bias=config.mlp_bias)

@@ -4,11 +4,12 @@ Tokens of all sequences come concatenated, [tokens, ...]; only attention knows w
 (through `Context`). Layers pass on a `Stream`: the residual in front of the norm that comes next.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
+from nanovllm.checkpoints.model_config import ModelConfig
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.layernorm import RMSNorm
@@ -27,7 +28,7 @@ class Variant(NamedTuple):
 
 
 class Qwen3Attention(nn.Module):
-    def __init__(self, config: Any, variant: Variant, rotary_emb: RotaryEmbedding):
+    def __init__(self, config: ModelConfig, variant: Variant, rotary_emb: RotaryEmbedding):
         super().__init__()
         head_dim, num_heads = config.head_dim, config.num_attention_heads
         self.qkv_proj = QKVParallelLinear(
@@ -50,7 +51,7 @@ class Qwen3Attention(nn.Module):
 
 
 class Qwen3MLP(nn.Module):
-    def __init__(self, config: Any, variant: Variant):
+    def __init__(self, config: ModelConfig, variant: Variant):
         super().__init__()
         hidden_size, width = config.hidden_size, config.intermediate_size
         self.gate_up_proj = MergedColumnParallelLinear(hidden_size, [width, width], variant.mlp_bias)
@@ -61,7 +62,7 @@ class Qwen3MLP(nn.Module):
 
 
 class Qwen3DecoderLayer(nn.Module):
-    def __init__(self, config: Any, variant: Variant, rotary_emb: RotaryEmbedding):
+    def __init__(self, config: ModelConfig, variant: Variant, rotary_emb: RotaryEmbedding):
         super().__init__()
         self.self_attn = Qwen3Attention(config, variant, rotary_emb)
         self.mlp = Qwen3MLP(config, variant)
@@ -75,7 +76,7 @@ class Qwen3DecoderLayer(nn.Module):
 
 
 class Qwen3Model(nn.Module):
-    def __init__(self, config: Any, variant: Variant):
+    def __init__(self, config: ModelConfig, variant: Variant):
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size)
         rotary_emb = get_rope(config.head_dim, config.max_model_len, config.rope_parameters)
@@ -105,7 +106,7 @@ class Qwen3ForCausalLM(nn.Module):
         "up_proj": ("gate_up_proj", 1),
     }
 
-    def __init__(self, config: Any):
+    def __init__(self, config: ModelConfig):
         super().__init__()
         self.model = Qwen3Model(config, self.variant(config))
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size)
@@ -113,7 +114,7 @@ class Qwen3ForCausalLM(nn.Module):
             self.lm_head.tie_to(self.model.embed_tokens)
 
     @staticmethod
-    def variant(config: Any) -> Variant:
+    def variant(config: ModelConfig) -> Variant:
         bias = config.attention_bias
         return Variant(qk_norm=True, qkv_bias=bias, o_bias=bias, mlp_bias=False)
 
