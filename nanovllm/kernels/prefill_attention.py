@@ -64,14 +64,14 @@ def varlen_prefill_attention_torch(
     scale: float, block_tables: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     kv_heads = k.shape[-2]
-    for i, (begin, end) in enumerate(pairwise(starts_q)):
-        len_q, len_k = end - begin, starts_k[i + 1] - starts_k[i]
+    places = zip(pairwise(cu_seqlens_q.tolist()), pairwise(cu_seqlens_k.tolist()), strict=True)
+    for i, ((begin, end), (begin_k, end_k)) in enumerate(places):
+        len_q, len_k = end - begin, end_k - begin_k
         if len_q == 0:
             continue
         if block_tables is None:
-            keys, values = k[starts_k[i] : starts_k[i + 1]], v[starts_k[i] : starts_k[i + 1]]
+            keys, values = k[begin_k:end_k], v[begin_k:end_k]
         else:
             blocks = block_tables[i, : cdiv(len_k, k.shape[1])]
             keys, values = (cache[blocks].flatten(0, 1)[:len_k].to(q.dtype) for cache in (k, v))

@@ -64,7 +64,9 @@ def sample_torch(
         logits = logits.masked_fill(logits.float() < thresholds[:, None], -torch.inf)
     best, token_ids = logits.max(dim=-1)
     values = best.float()
-    for rows in (temperatures > 0).nonzero().flatten().split(max(1, TWIN_ELEMENTS // logits.shape[1])):
+    noisy = (temperatures > 0).nonzero().flatten()
+    most_rows = max(1, TWIN_ELEMENTS // logits.shape[1])
+    for rows in noisy.split(most_rows) if len(noisy) else ():
         scores = logits[rows].float().mul_((temperatures[rows].reciprocal() * LOG2_E)[:, None])
         scores -= _minus_noise(seeds[rows], positions[rows], vocab_start, logits.shape[1])
         values[rows], token_ids[rows] = scores.max(dim=-1)

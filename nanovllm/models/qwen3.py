@@ -30,11 +30,10 @@ class Variant(NamedTuple):
 class Qwen3Attention(nn.Module):
     def __init__(self, config: ModelConfig, variant: Variant, rotary_emb: RotaryEmbedding):
         super().__init__()
-        head_dim, num_heads = config.head_dim, config.num_attention_heads
-        self.qkv_proj = QKVParallelLinear(
-            config.hidden_size, head_dim, num_heads, config.num_key_value_heads, variant.qkv_bias
-        )
-        self.o_proj = RowParallelLinear(num_heads * head_dim, config.hidden_size, variant.o_bias)
+        hidden_size, head_dim, num_heads = config.hidden_size, config.head_dim, config.num_attention_heads
+        num_kv_heads = config.num_key_value_heads
+        self.qkv_proj = QKVParallelLinear(hidden_size, head_dim, num_heads, num_kv_heads, variant.qkv_bias)
+        self.o_proj = RowParallelLinear(num_heads * head_dim, hidden_size, variant.o_bias)
         self.q_norm = RMSNorm(head_dim, config.rms_norm_eps) if variant.qk_norm else None
         self.k_norm = RMSNorm(head_dim, config.rms_norm_eps) if variant.qk_norm else None
         self.rotary_emb = rotary_emb
