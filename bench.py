@@ -259,7 +259,7 @@ def load_transformers_model(args: argparse.Namespace):
     hf_config = checkpoint.hf_config()
     dtype = hf_config.dtype or ("float32" if args.device == "cpu" else "bfloat16")
     with torch.device(args.device):
-        fields = CONFIG_MAPPING[hf_config.model_type].from_dict(hf_config.raw)
+        fields = CONFIG_MAPPING[hf_config.raw["model_type"]].from_dict(hf_config.raw)
         dtype = getattr(torch, dtype if args.dtype == "auto" else args.dtype)
         model = AutoModelForCausalLM.from_config(fields, dtype=dtype)
     if not checkpoint.random_weights:

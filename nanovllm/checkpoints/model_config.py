@@ -9,29 +9,22 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from nanovllm.utils.validation import shown
+from nanovllm.utils.validation import check_bool, shown
 
 # The architectures that are known, and which of their defaults are not those of all others.
 ARCHITECTURES = {"LlamaForCausalLM": {}, "Qwen2ForCausalLM": {}, "Qwen3ForCausalLM": {"head_dim": 128}}
-DEFAULTS = {
-    "model_type": "",
-    "attention_bias": False,
-    "mlp_bias": False,
-    "tie_word_embeddings": False,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-}
-SIZES = "num_hidden_layers num_attention_heads num_key_value_heads hidden_size intermediate_size vocab_size"
-SIZES = [*SIZES.split(), "max_position_embeddings", "head_dim"]  # the last one's default is made of others
+# Settings that may stand in a config.json with this value only.
+SUPPORTED = {"quantization_config": {}, "hidden_act": "silu", "use_sliding_window": False}
+FLAGS = ["attention_bias", "mlp_bias", "tie_word_embeddings"]
+SIZES = ["hidden_size", "intermediate_size", "vocab_size", "max_position_embeddings", "num_attention_heads"]
 MAX_LAYERS, MAX_SIZE = 2**10, 2**24  # no real model comes near; without a limit, memory would run out first
-# The kinds of rotary scaling, and which settings each of them needs.
+# The kinds of rotary scaling, and which numbers each of them needs.
 ROPE_TYPES = {
     "default": [],
     "linear": ["factor"],
     "llama3": ["factor", "low_freq_factor", "high_freq_factor"],
     "yarn": ["factor"],
-    "frequency_factors": ["factors"],
+    "frequency_factors": [],
 }
 ROPE_NUMBERS = "rope_theta factor original_max_position_embeddings low_freq_factor high_freq_factor beta_fast"
 ROPE_NUMBERS = [*ROPE_NUMBERS.split(), "beta_slow", "attention_factor", "mscale", "mscale_all_dim"]
@@ -45,7 +38,6 @@ class ModelConfig:
     the file itself.
     """
 
-    model_type: str
     architectures: list[str]
     hidden_size: int
     intermediate_size: int
@@ -59,7 +51,6 @@ class ModelConfig:
     attention_bias: bool
     mlp_bias: bool
     tie_word_embeddings: bool
-    hidden_act: str
     dtype: str | None
     rope_parameters: dict[str, Any]
     raw: dict[str, Any] = field(repr=False)
@@ -70,41 +61,37 @@ class ModelConfig:
     def from_dict(cls, source: str | Path, raw: dict[str, Any]) -> "ModelConfig":
         """Raises ValueError naming the source and what is wrong or not supported."""
         try:
-            values = _read({name: value for name, value in raw.items() if value is not None})
+            values = _read({name: value for name, value in raw.items() if value is not None}) | {"raw": raw}
         except ValueError as error:
             raise ValueError(f"{source}: {error}") from None
-        values.update(raw=raw, max_model_len=values["context_limit"])
         return cls(**{field.name: values[field.name] for field in fields(cls)})
 
 
 def _read(given: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a ModelConfig, among others."""
     architectures = _read_architectures(given)  # first, since the others' files have other fields
-    values = DEFAULTS | ARCHITECTURES[architectures[0]] | given
-    for name, default in DEFAULTS.items():
-        if not isinstance(default, float) and type(values[name]) is not type(default):
-            raise ValueError(f"{name} cannot be {shown(values[name])}")
+    values = {"rms_norm_eps": 1e-6} | dict.fromkeys(FLAGS, False) | ARCHITECTURES[architectures[0]] | given
     _check_number("rms_norm_eps", values["rms_norm_eps"], 0, 1)
-    values.setdefault("num_key_value_heads", values.get("num_attention_heads"))
+    for name in FLAGS:
+        check_bool(values[name], name)
+    _check_size("num_hidden_layers", values.get("num_hidden_layers"), MAX_LAYERS)
     for name in SIZES:
-        if name == "head_dim":
-            values.setdefault(name, values["hidden_size"] // values["num_attention_heads"])
-        value, limit = values.get(name), MAX_LAYERS if name == "num_hidden_layers" else MAX_SIZE
-        if type(value) is not int or not 1 <= value <= limit:
-            raise ValueError(f"{name} must be an integer from 1 to {limit}, got {shown(value)}")
-    heads, kv_heads = values["num_attention_heads"], values["num_key_value_heads"]
+        _check_size(name, values.get(name))
+    heads = values["num_attention_heads"]
+    kv_heads = values.setdefault("num_key_value_heads", heads)
+    head_dim = values.setdefault("head_dim", values["hidden_size"] // heads)
+    _check_size("num_key_value_heads", kv_heads)
+    _check_size("head_dim", head_dim)
     if heads % kv_heads:
-        raise ValueError(
-            f"num_key_value_heads must divide num_attention_heads, which is {heads}, got {kv_heads}"
-        )
-    if values["head_dim"] % 2:
-        raise ValueError(f"head_dim must be even, got {values['head_dim']}")
+        raise ValueError(f"num_key_value_heads={kv_heads} must divide num_attention_heads={heads}")
+    if head_dim % 2:
+        raise ValueError(f"head_dim must be even, got {head_dim}")
     rope_parameters = _read_rope_parameters(values)
     limit = _context_limit(rope_parameters, values["max_position_embeddings"])
     dtype = given.get("dtype") or given.get("torch_dtype")  # the second is the older spelling
     dtype = str(dtype).removeprefix("torch.") if dtype else None
-    return values | dict(
-        architectures=architectures, dtype=dtype, rope_parameters=rope_parameters, context_limit=limit
-    )
+    values.update(architectures=architectures, rope_parameters=rope_parameters, dtype=dtype)
+    return values | {"context_limit": limit, "max_model_len": limit}
 
 
 def _read_architectures(given: dict[str, Any]) -> list[str]:
@@ -114,15 +101,11 @@ def _read_architectures(given: dict[str, Any]) -> list[str]:
         names = [str(names)]
     known = [name for name in names if name in ARCHITECTURES]
     if not known:
-        raise ValueError(
-            f"architecture {', '.join(names) or 'none'} is not known; known ones: {', '.join(ARCHITECTURES)}"
-        )
-    if given.get("quantization_config"):
-        raise ValueError("quantized safetensors checkpoints (quantization_config) are not supported")
-    if given.get("hidden_act", "silu") != "silu":
-        raise ValueError(f"hidden_act must be 'silu', got {shown(given['hidden_act'])}")
-    if given.get("use_sliding_window"):
-        raise ValueError("checkpoints with use_sliding_window=true are not supported")
+        names = ", ".join(names) or "none"
+        raise ValueError(f"architecture {names} is not known; known ones: {', '.join(ARCHITECTURES)}")
+    for name, value in SUPPORTED.items():
+        if given.get(name, value) != value:
+            raise ValueError(f"{name} = {shown(given[name])} is not supported")
     layer_types = given.get("layer_types", [])
     if not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types):
         raise ValueError(f"layer_types must all be 'full_attention', got {shown(layer_types)}")
@@ -130,9 +113,12 @@ def _read_architectures(given: dict[str, Any]) -> list[str]:
 
 
 def _read_rope_parameters(values: dict[str, Any]) -> dict[str, Any]:
-    """All rotary settings, from `rope_parameters` or `rope_theta` and `rope_scaling`."""
+    """
+    All rotary settings, from `rope_parameters` or `rope_theta` and `rope_scaling`. Raises ValueError unless
+    every angle will be a finite number, which the ranges ensure.
+    """
     settings = {
-        "rope_theta": values["rope_theta"],
+        "rope_theta": values.get("rope_theta", 10000.0),
         "original_max_position_embeddings": values["max_position_embeddings"],
     }
     for spelling in ("rope_scaling", "rope_parameters"):
@@ -142,36 +128,23 @@ def _read_rope_parameters(values: dict[str, Any]) -> dict[str, Any]:
         settings.update({name: value for name, value in found.items() if value is not None})
     if nested := [name for name, value in settings.items() if isinstance(value, dict)]:
         raise ValueError(f"rotary settings for one kind of layer ({nested[0]!r}) are not supported")
-    rope_type = settings.setdefault("rope_type", settings.get("type", "default"))
-    if rope_type not in [*ROPE_TYPES]:  # which may be no text
-        raise ValueError(
-            f"rope type {shown(rope_type)} is not supported; known types: {', '.join(ROPE_TYPES)}"
-        )
-    if missing := [name for name in ROPE_TYPES[rope_type] if name not in settings]:
-        raise ValueError(f"rope type {rope_type!r} needs {missing[0]!r}, which the config does not give")
-    _check_rope_parameters(settings, values["head_dim"])
-    return settings
-
-
-def _check_rope_parameters(settings: dict[str, Any], head_dim: int) -> None:
-    """Raise ValueError unless every angle will be a finite number, which these ranges ensure."""
-    numbers = [(name, settings[name]) for name in ROPE_NUMBERS if name in settings]
-    if settings["rope_type"] == "frequency_factors":
-        factors = settings["factors"]
-        if not isinstance(factors, list) or len(factors) != head_dim // 2:
-            raise ValueError(f"rotary factors must be {head_dim // 2} numbers, got {shown(factors)}")
-        numbers += [("each of the rotary factors", factor) for factor in factors]
-    for name, value in numbers:
-        _check_number(name, value, 2 if name == "rope_theta" else 1e-6, 1e15)
-    if settings["rope_type"] == "llama3" and settings["low_freq_factor"] >= settings["high_freq_factor"]:
+    kind = settings.setdefault("rope_type", settings.get("type", "default"))
+    if kind not in [*ROPE_TYPES]:  # which may be no text
+        raise ValueError(f"rope type {shown(kind)} is not supported; known types: {', '.join(ROPE_TYPES)}")
+    for name in ROPE_NUMBERS:
+        if name in settings or name in ROPE_TYPES[kind]:
+            _check_number(name, settings.get(name), 2 if name == "rope_theta" else 1e-6, 1e15)
+    if kind == "frequency_factors":
+        factors, count = settings.get("factors"), values["head_dim"] // 2
+        if not isinstance(factors, list) or len(factors) != count:
+            raise ValueError(f"rotary factors must be {count} numbers, got {shown(factors)}")
+        for factor in factors:
+            _check_number("each of the rotary factors", factor, 1e-6, 1e15)
+    if kind == "llama3" and settings["low_freq_factor"] >= settings["high_freq_factor"]:
         raise ValueError(f"high_freq_factor must be more than low_freq_factor, got {shown(settings)}")
     if settings.get("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError(f"partial_rotary_factor must be 1, got {shown(settings['partial_rotary_factor'])}")
-
-
-def _check_number(name: str, value: Any, least: float, greatest: float) -> None:
-    if type(value) not in (int, float) or not least <= value <= greatest:  # nor is NaN
-        raise ValueError(f"{name} must be a number from {least} to {greatest}, got {shown(value)}")
+    return settings
 
 
 def _context_limit(rope_parameters: dict[str, Any], trained: int) -> int:
@@ -179,12 +152,21 @@ def _context_limit(rope_parameters: dict[str, Any], trained: int) -> int:
     How many positions the checkpoint is for. Scaling extends what it was trained on by its factor, which
     `max_position_embeddings` counts already in some checkpoints (Llama 3.1's) and in others not (Qwen3's).
     """
-    if rope_parameters["rope_type"] not in ("linear", "llama3", "yarn"):
+    if "factor" not in ROPE_TYPES[rope_parameters["rope_type"]]:
         return trained
     limit = int(max(trained, rope_parameters["factor"] * rope_parameters["original_max_position_embeddings"]))
-    if limit > MAX_SIZE:
-        raise ValueError(f"rotary settings extend the context beyond {MAX_SIZE} positions, to {limit}")
+    _check_size("the context, extended by the rotary factor,", limit)
     return limit
+
+
+def _check_size(name: str, value: Any, limit: int = MAX_SIZE) -> None:
+    if type(value) is not int or not 1 <= value <= limit:
+        raise ValueError(f"{name} must be an integer from 1 to {limit}, got {shown(value)}")
+
+
+def _check_number(name: str, value: Any, least: float, greatest: float) -> None:
+    if type(value) not in (int, float) or not least <= value <= greatest:  # nor is NaN
+        raise ValueError(f"{name} must be a number from {least} to {greatest}, got {shown(value)}")
 
 
 def merge_eos_ids(source: str, *values: Any) -> tuple[int, ...]:
@@ -193,7 +175,5 @@ def merge_eos_ids(source: str, *values: Any) -> tuple[int, ...]:
     token_ids = [token_id for some in lists for token_id in some if token_id is not None]
     for token_id in token_ids:
         if type(token_id) is not int or token_id < 0:
-            raise ValueError(
-                f"{source}: eos_token_id must be one token id or a list of them, got {shown(token_id)}"
-            )
+            raise ValueError(f"{source}: eos_token_id must be token ids, got {shown(token_id)}")
     return tuple(dict.fromkeys(token_ids))

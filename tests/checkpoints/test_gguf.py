@@ -31,7 +31,8 @@ def interleave_halves(tensor: torch.Tensor, heads: int) -> torch.Tensor:
 def write_gguf(folder: Path, quantisation: str = "F32", extra_tensors=(), **metadata) -> Path:
     """The checkpoint of a folder as llama.cpp would store it, its matrices quantised."""
     config = open_checkpoint(folder).hf_config()
-    writer = gguf.GGUFWriter(folder / "model.gguf", config.model_type)
+    architecture = config.raw["model_type"]
+    writer = gguf.GGUFWriter(folder / "model.gguf", architecture)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -45,7 +46,7 @@ def write_gguf(folder: Path, quantisation: str = "F32", extra_tensors=(), **meta
         writer.add_value_length(config.head_dim)
         writer.add_rope_dimension_count(config.head_dim)
     for key, value in metadata.items():
-        key = key.replace("__", ".").replace("ARCH", config.model_type)
+        key = key.replace("__", ".").replace("ARCH", architecture)
         add = {
             str: writer.add_string,
             int: writer.add_uint32,
@@ -60,7 +61,7 @@ def write_gguf(folder: Path, quantisation: str = "F32", extra_tensors=(), **meta
         module, kind = name.rsplit(".", 1)
         if module.startswith("model.layers."):
             layer, part = module.removeprefix("model.layers.").split(".", 1)
-            if config.model_type == "llama" and names[part] in heads:
+            if architecture == "llama" and names[part] in heads:
                 tensor = interleave_halves(tensor, heads[names[part]])
             module = f"blk.{layer}.{names[part]}"
         else:
