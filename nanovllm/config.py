@@ -2,18 +2,20 @@
 
 import difflib
 import os
+import re
 from dataclasses import dataclass, fields, replace
-from numbers import Integral, Real
+from numbers import Real
 from typing import Any
 
 import torch
 
 from nanovllm.checkpoints import Checkpoint
 from nanovllm.checkpoints.model_config import ModelConfig
-from nanovllm.utils.validation import check_bool, shown
+from nanovllm.utils.validation import check_bool, is_integer, shown
 
 MAX_SIZE = 2**31 - 1
 MAX_GRID = 2**16 - 1  # of a kernel's second and third dimension
+DEVICE = re.compile("auto|cpu|cuda(:[1-9]?[0-9])?")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 FILLED_IN = ("hf_config", "eos")  # from the checkpoint
 
@@ -77,8 +79,7 @@ class Config:
         self._check_integer("kvcache_block_size", 16)
         if self.kvcache_block_size % 16:
             raise ValueError(f"kvcache_block_size must be a multiple of 16, got {self.kvcache_block_size}")
-        blocks = self.num_kvcache_blocks
-        if not isinstance(blocks, Integral) or blocks != -1:
+        if not is_integer(self.num_kvcache_blocks, -1, -1):
             self._check_integer("num_kvcache_blocks", 1)
         if self.seed is not None:
             self._check_integer("seed", 0, 2**63 - 1)
@@ -96,7 +97,7 @@ class Config:
     def _check_integer(self, name: str, low: int, high: int = MAX_SIZE) -> None:
         """For `__post_init__`, which alone may set fields: numpy's integers become Python's."""
         value = getattr(self, name)
-        if isinstance(value, bool) or not isinstance(value, Integral) or not low <= value <= high:
+        if not is_integer(value, low, high):
             raise ValueError(f"{name} must be an integer from {low} to {high}, got {shown(value)}")
         object.__setattr__(self, name, int(value))
 
@@ -134,27 +135,19 @@ class Config:
     def _check_split(self) -> None:
         """Raise ValueError unless the model can be split over the ranks, and there are so many devices."""
         size, hf_config = self.tensor_parallel_size, self.hf_config
+        kv_heads, vocab_size = hf_config.num_key_value_heads, hf_config.vocab_size
+        given = f"tensor_parallel_size={size}"
         for name in ("num_attention_heads", "intermediate_size"):
             if getattr(hf_config, name) % size:
-                raise ValueError(
-                    f"tensor_parallel_size={size} must divide {name}, which is {getattr(hf_config, name)}"
-                )
-        kv_heads = hf_config.num_key_value_heads
+                raise ValueError(f"{given} must divide {name}, which is {getattr(hf_config, name)}")
         if kv_heads % size and size % kv_heads:
+            raise ValueError(f"{given} must divide num_key_value_heads={kv_heads} or be a multiple of it")
+        if (size - 1) * -(-vocab_size // size) >= vocab_size:
+            raise ValueError(f"{given} leaves a rank without a part of the vocabulary of size {vocab_size}")
+        last = self.device_of(size - 1)
+        if size > 1 and last.type == "cuda" and last.index >= (count := torch.cuda.device_count()):
             raise ValueError(
-                f"tensor_parallel_size={size} must divide num_key_value_heads, which is {kv_heads}, "
-                f"or be a multiple of it"
-            )
-        if (size - 1) * -(-hf_config.vocab_size // size) >= hf_config.vocab_size:
-            raise ValueError(
-                f"tensor_parallel_size={size} leaves a rank without a part of the vocabulary, whose size is "
-                f"{hf_config.vocab_size}"
-            )
-        device = torch.device(self.device)
-        if size > 1 and device.type == "cuda" and (device.index or 0) + size > torch.cuda.device_count():
-            raise ValueError(
-                f"tensor_parallel_size={size} needs the CUDA devices from {device.index or 0} to "
-                f"{(device.index or 0) + size - 1}, but there are {torch.cuda.device_count()}"
+                f"{given} needs the devices {self.device_of(0)} to {last}, but there are {count}"
             )
 
     def device_of(self, rank: int) -> torch.device:
@@ -168,14 +161,12 @@ class Config:
         The dtype of weights and activations. Checkpoints that name none, as quantised and F16 GGUF files:
         float32 on a CPU, bfloat16 elsewhere.
         """
-        if self.dtype != "auto":
-            return DTYPES[self.dtype]
-        name = self.hf_config.dtype
+        name = self.hf_config.dtype if self.dtype == "auto" else self.dtype
         if name is None:
-            return torch.float32 if self.device == "cpu" else torch.bfloat16
+            name = "float32" if self.device == "cpu" else "bfloat16"
         if name not in DTYPES:
             raise ValueError(
-                f"the checkpoint's dtype {name!r} is not supported; set dtype to one of {list(DTYPES)}"
+                f"the checkpoint's dtype {name!r} is unknown; set dtype to one of {list(DTYPES)}"
             )
         return DTYPES[name]
 
@@ -184,14 +175,12 @@ class Config:
         return self.torch_dtype if self.kv_cache_dtype == "auto" else DTYPES[self.kv_cache_dtype]
 
     def _resolve_device(self) -> str:
-        if isinstance(self.device, str) and self.device == "auto":
-            return "cuda" if torch.cuda.is_available() else "cpu"
-        try:
-            kind = torch.device(self.device).type if isinstance(self.device, (str, torch.device)) else None
-        except (RuntimeError, ValueError):  # ValueError: a lone surrogate
-            kind = None
-        if kind not in ("cpu", "cuda"):
+        """The device that "auto" stands for, or else `device` itself."""
+        if not isinstance(self.device, (str, torch.device)) or not DEVICE.fullmatch(str(self.device)):
             raise ValueError(f"device must be 'auto', 'cpu', 'cuda' or 'cuda:N', got {shown(self.device)}")
-        if kind == "cuda" and not torch.cuda.is_available():
-            raise ValueError(f"device={shown(self.device)} was asked for, but torch finds no CUDA device")
-        return str(self.device)
+        device = str(self.device)
+        if device == "cpu" or torch.cuda.is_available():
+            return "cuda" if device == "auto" else device
+        if device != "auto":
+            raise ValueError(f"device={device!r} was asked for, but torch finds no CUDA device")
+        return "cpu"

@@ -5,6 +5,7 @@ repr that raises an error or cannot be printed.
 """
 
 import reprlib
+from numbers import Integral
 from typing import Any
 
 MAX_SHOWN = 500
@@ -41,6 +42,11 @@ def check(is_good: bool, rule: str, value: Any) -> None:
     """Raise ValueError with the rule and the value, unless it is good."""
     if not is_good:
         raise ValueError(f"{rule}, got {shown(value)}")
+
+
+def is_integer(value: Any, low: int, high: float) -> bool:
+    """Whether it is an integer, numpy's too, from `low` to `high`."""
+    return isinstance(value, Integral) and not isinstance(value, bool) and low <= value <= high
 
 
 def check_bool(value: Any, name: str) -> None:
