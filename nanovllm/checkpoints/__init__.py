@@ -7,22 +7,18 @@ folder leads out of it.
 
 import os
 
+from nanovllm.checkpoints.base import Checkpoint
 from nanovllm.checkpoints.folder import FolderCheckpoint
 from nanovllm.checkpoints.gguf import GGUFCheckpoint
 from nanovllm.checkpoints.hub import download
 from nanovllm.checkpoints.shapes import SHAPES, ShapeCheckpoint
 from nanovllm.checkpoints.smollm2 import fetch_smollm2
 
-# What a checkpoint has, whatever its kind. It can be pickled, for the other ranks.
-#   path                      what opens it again, without asking the hub
-#   random_weights            whether weights are made up ("dummy") instead of read
-#   hf_config()               its ModelConfig
-#   tokenizer()               a transformers tokenizer, or None
-#   eos_token_ids(tokenizer)  every token id that ends a sequence
-#   generation_config()       what generation_config.json holds
-#   tensors()                 objects with `name` (Hugging Face's), `file` and `shape`; slices are torch
-#                             tensors, read when they are taken
-Checkpoint = FolderCheckpoint | GGUFCheckpoint | ShapeCheckpoint
+# Checkpoints of every kind have, besides what `Checkpoint` gives them:
+#   hf_config()    their ModelConfig
+#   tokenizer()    a transformers tokenizer, or None
+#   tensors()      if weights are not random: objects with `name` (Hugging Face's), `file` and `shape`; slices
+#                  are torch tensors, read when they are taken
 
 
 def open_checkpoint(model: str | os.PathLike, load_format: str = "auto") -> Checkpoint:
@@ -35,7 +31,7 @@ def open_checkpoint(model: str | os.PathLike, load_format: str = "auto") -> Chec
     path = os.path.abspath(os.path.expanduser(name))
     if not name or not os.path.exists(path):
         if name in SHAPES and dummy:
-            return ShapeCheckpoint(name)
+            return ShapeCheckpoint(name, dummy)
         path = str(fetch_smollm2()) if name == "smollm2" else download(name, weights=not dummy)
     if os.path.isfile(path):
         if load_format == "safetensors" or not path.lower().endswith(".gguf"):

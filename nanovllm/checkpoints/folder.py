@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 
-from nanovllm.checkpoints.model_config import ModelConfig, merge_eos_ids
+from nanovllm.checkpoints.base import Checkpoint
+from nanovllm.checkpoints.model_config import ModelConfig
 from nanovllm.checkpoints.tokenizer import guard_decode, tokenizer_errors, toy_tokenizer
-from nanovllm.checkpoints.untrusted import file_inside, has_room_for, leads_inside, read_json
+from nanovllm.checkpoints.untrusted import check_room, file_inside, leads_inside, read_json
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+DTYPES = ("F16", "BF16", "F32", "F64")
 FOLDER_SUFFIXES = (".safetensors", ".json", ".jinja", ".txt", ".model", ".spm", ".codes", ".tokenizer")
 TEMPLATE_FOLDER = "additional_chat_templates"
 # transformers takes any of its classes by name. Those that are no tokenizers may read pickles, or ask the
@@ -24,12 +26,11 @@ FILE_SETTINGS = ("vocab", "merges", "source_spm", "target_spm")
 VOCAB_IS_TEXT = re.compile(rb'"(?:v|\\u0076)(?:o|\\u006[fF])(?:c|\\u0063)(?:a|\\u0061)(?:b|\\u0062)"\s*:\s*"')
 
 
-class FolderCheckpoint:
+class FolderCheckpoint(Checkpoint):
     """A local folder in Hugging Face's layout."""
 
     def __init__(self, path: str, random_weights: bool = False):
-        self.path = path
-        self.random_weights = random_weights
+        super().__init__(path, random_weights)
         self.folder = Path(path)
         for entry in [*self.folder.iterdir(), *self.folder.glob(f"{TEMPLATE_FOLDER}/*")]:
             if entry.suffix in FOLDER_SUFFIXES:
@@ -43,12 +44,9 @@ class FolderCheckpoint:
 
     def hf_config(self) -> ModelConfig:
         config = ModelConfig.from_dict(self.folder / "config.json", self.config)
-        stored = sum(file.stat().st_size for file in self.folder.glob("*.safetensors"))
-        if not self.random_weights and not has_room_for(config, stored):
-            self._shards()  # whose error is clearer if there are no weights at all
-            raise ValueError(
-                f"{self.folder / 'config.json'} describes a larger model than its files can hold"
-            )
+        if not self.random_weights:
+            stored = sum(file.stat().st_size for file in self._shards())
+            check_room(f"{self.path}/config.json", config, stored, bits=8)
         return config
 
     def tokenizer(self) -> Any:
@@ -57,16 +55,14 @@ class FolderCheckpoint:
         self._check_tokenizer_config()
         from transformers import AutoTokenizer
 
+        options = {"local_files_only": True, "trust_remote_code": False}
         with tokenizer_errors(f"{self.path}: transformers cannot read the tokenizer"):
-            tokenizer = AutoTokenizer.from_pretrained(
-                self.path, local_files_only=True, trust_remote_code=False
-            )
-        return guard_decode(tokenizer, self.path)
+            return guard_decode(AutoTokenizer.from_pretrained(self.path, **options), self.path)
 
     def _check_tokenizer_config(self) -> None:
         """Raise ValueError if transformers would open a file elsewhere or load what is no tokenizer."""
         file = self.folder / "tokenizer_config.json"
-        settings = read_json(file) if file.exists() else {}
+        settings = read_json(file)
         for name in (self.config.get("tokenizer_class"), settings.get("tokenizer_class")):
             if name is not None and not (isinstance(name, str) and TOKENIZER_CLASS.fullmatch(name)):
                 raise ValueError(f"{self.path}: tokenizer_class cannot be {name!r:.100}")
@@ -76,21 +72,17 @@ class FolderCheckpoint:
             if names_file and value is not None:
                 raise ValueError(f"{file}: {key} cannot be {value!r:.100}; files have fixed names")
         versions = settings.get("fast_tokenizer_files", [])
-        if not isinstance(versions, list) or not all(isinstance(name, str) for name in versions):
-            raise ValueError(f"{file}: fast_tokenizer_files must be a list of names, got {versions!r:.100}")
+        versions = versions if isinstance(versions, list) else [versions]
         stored = [file_inside(self.folder, name) for name in versions]
         for file in (self.folder / "tokenizer.json", *stored):
             if file.exists() and VOCAB_IS_TEXT.search(file.read_bytes()):
                 raise ValueError(f"{file}: the vocabulary cannot be the name of a file")
 
     def generation_config(self) -> dict[str, Any]:
-        file = self.folder / "generation_config.json"
-        return read_json(file) if file.exists() else {}
+        return read_json(self.folder / "generation_config.json")
 
-    def eos_token_ids(self, tokenizer: Any) -> tuple[int, ...]:
-        generation = self.generation_config()
-        found = generation.get("eos_token_id"), self.config.get("eos_token_id")
-        return merge_eos_ids(self.path, *found, getattr(tokenizer, "eos_token_id", None))
+    def named_eos(self) -> list[Any]:
+        return [self.generation_config().get("eos_token_id"), self.config.get("eos_token_id")]
 
     def tensors(self) -> Iterator["SafetensorsTensor"]:
         from safetensors import SafetensorError, safe_open
@@ -113,13 +105,9 @@ class FolderCheckpoint:
         if not index.exists():
             files = sorted(self.folder.glob("*.safetensors"))
             if not files:
-                others = sorted(
-                    file.name for ending in ("bin", "pt", "pth") for file in self.folder.glob(f"*.{ending}")
-                )
-                instead = f" (only {', '.join(others[:3])})" if others else ""
-                raise ValueError(
-                    f"{self.path} has no safetensors file{instead}; only safetensors and GGUF are read"
-                )
+                others = sorted(f.name for f in self.folder.iterdir() if f.suffix in (".bin", ".pt", ".pth"))
+                found = f"no safetensors file (only {', '.join(others[:3])})" if others else "no weights"
+                raise ValueError(f"{self.path} has {found}; only safetensors and GGUF are read")
             return {file: [] for file in files}
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
@@ -138,10 +126,8 @@ class SafetensorsTensor:
         self.name = name
         self.shape = tuple(stored.get_shape())
         self._stored = stored
-        if stored.get_dtype() not in ("F16", "BF16", "F32", "F64"):
-            raise ValueError(
-                f"{file}: tensor {name} has dtype {stored.get_dtype()}; only F16, BF16, F32 and F64 are read"
-            )
+        if (dtype := stored.get_dtype()) not in DTYPES:
+            raise ValueError(f"{file}: tensor {name} has dtype {dtype}; read are only {', '.join(DTYPES)}")
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         return self._stored[index]

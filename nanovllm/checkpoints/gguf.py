@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from nanovllm.checkpoints.model_config import ModelConfig, merge_eos_ids
+from nanovllm.checkpoints.base import Checkpoint
+from nanovllm.checkpoints.model_config import ModelConfig
 from nanovllm.checkpoints.tokenizer import tokenizer_errors, tokenizer_from_gguf
-from nanovllm.checkpoints.untrusted import has_room_for
+from nanovllm.checkpoints.untrusted import check_room
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 MODULES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -46,7 +47,7 @@ MAX_ITEMS = 2**21
 MAX_HEADER_BYTES = 2**28
 
 
-class GGUFCheckpoint:
+class GGUFCheckpoint(Checkpoint):
     """`metadata` are the header's keys and values; `stored` are the tensors by llama.cpp's names."""
 
     def __init__(self, path: str, random_weights: bool = False):
@@ -54,8 +55,7 @@ class GGUFCheckpoint:
             import gguf
         except ImportError as error:
             raise ImportError("GGUF files need the gguf package: pip install nano-vllm[demo]") from error
-        self.path = path
-        self.random_weights = random_weights
+        super().__init__(path, random_weights)
         try:
             header = _Header(path, gguf)
         except (ValueError, KeyError, OverflowError, struct.error) as error:
@@ -99,25 +99,21 @@ class GGUFCheckpoint:
             "dtype": None if embedding.dtype == torch.float16 else embedding.dtype,
         }
         config = ModelConfig.from_dict(self.path, raw)
-        # The smallest quantisations take between one and two bits a weight.
-        if not self.random_weights and not has_room_for(config, os.path.getsize(self.path), bits=1):
-            raise ValueError(f"{self.path} describes a larger model than it can hold")
+        if not self.random_weights:  # the smallest quantisations take between one and two bits a weight
+            check_room(self.path, config, os.path.getsize(self.path), bits=1)
         return config
 
     def tokenizer(self) -> Any:
         with tokenizer_errors(f"{self.path}: cannot build the tokenizer"):
             return tokenizer_from_gguf(self.metadata)
 
-    def generation_config(self) -> dict[str, Any]:
-        return {}
-
-    def eos_token_ids(self, tokenizer: Any) -> tuple[int, ...]:
+    def named_eos(self) -> list[Any]:
         found = [self.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
         tokens = self.metadata.get("tokenizer.ggml.tokens", [])
         # It ends a turn of a chat, whichever token the file calls the end of text.
         if isinstance(tokens, list) and "<|im_end|>" in tokens:
             found.append(tokens.index("<|im_end|>"))
-        return merge_eos_ids(self.path, *found, getattr(tokenizer, "eos_token_id", None))
+        return found
 
     def tensors(self) -> Iterator["GGUFTensor"]:
         heads = self._number("attention.head_count")

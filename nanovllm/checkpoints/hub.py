@@ -10,17 +10,14 @@ HUB_FILES = ("*.json", "*.jinja", "merges.txt", "vocab.txt", "tokenizer.model")
 
 def download(name: str, weights: bool) -> str:
     """The local folder of a hub id, from the cache or the network. Raises ValueError."""
+    missing = f"model {name!r}: there is no such folder"
     if not HUB_ID.fullmatch(name) or name.endswith(".gguf"):
-        raise ValueError(
-            f"model {name!r}: there is no such folder or .gguf file, and it is not a hub id ('owner/name'), "
-            f"'smollm2' or, with load_format='dummy', one of {list(SHAPES)}"
-        )
+        known = f"'smollm2' or, with load_format='dummy', one of {list(SHAPES)}"
+        raise ValueError(f"{missing} or .gguf file, and it is not a hub id ('owner/name'), {known}")
     from huggingface_hub import snapshot_download
 
     patterns = [*HUB_FILES, "*.safetensors"] if weights else list(HUB_FILES)
     try:
         return snapshot_download(name, allow_patterns=patterns, ignore_patterns=["*/*"])
     except Exception as error:  # unknown, private or gated; no network and not in the cache; disk full
-        raise ValueError(
-            f"model {name!r}: there is no such folder, and the hub does not give it: {error}"
-        ) from error
+        raise ValueError(f"{missing}, and the hub does not give it: {error}") from error

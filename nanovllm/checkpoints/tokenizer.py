@@ -78,10 +78,10 @@ def toy_tokenizer() -> Any:
     others = iter(range(0x100, 0x200))
     tokenizer = Tokenizer(models.BPE({chr(b if b in printable else next(others)): b for b in range(256)}, []))
     _make_byte_level(tokenizer)
-    tokenizer.add_special_tokens([AddedToken("<|end|>", special=True, normalized=False)])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|end|>", chat_template=TOY_CHAT_TEMPLATE
-    )
+    end = "<|end|>"
+    tokenizer.add_special_tokens([AddedToken(end, special=True, normalized=False)])
+    names = {"eos_token": end, "pad_token": end, "chat_template": TOY_CHAT_TEMPLATE}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
 
 
 def tokenizer_from_gguf(metadata: dict[str, Any]) -> Any:
@@ -90,38 +90,30 @@ def tokenizer_from_gguf(metadata: dict[str, Any]) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     builders = {"gpt2": _byte_pair_tokenizer, "llama": _sentencepiece_tokenizer}
-    kind = metadata.get("tokenizer.ggml.model")
+    given = {key.removeprefix("tokenizer.ggml."): value for key, value in metadata.items()}
+    kind = given.get("model")
     if kind is None:
         return None
     if kind not in builders:
         raise ValueError(f"tokenizer.ggml.model {kind!r} is not known; known ones: {', '.join(builders)}")
-    tokens = metadata["tokenizer.ggml.tokens"]
-    tokenizer = builders[kind](metadata, {token: i for i, token in enumerate(tokens)})
-    types = metadata.get("tokenizer.ggml.token_type", [])
+    tokens = given["tokens"]
+    tokenizer = builders[kind](given, {token: i for i, token in enumerate(tokens)})
+    types = given.get("token_type", [])
     for wanted, add in ((CONTROL, tokenizer.add_special_tokens), (USER_DEFINED, tokenizer.add_tokens)):
         chosen = [tokens[i] for i, type_ in enumerate(types) if type_ == wanted]
         add([AddedToken(token, special=wanted == CONTROL, normalized=False) for token in chosen])
     names = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
-    named = {
-        name: tokens[metadata[f"tokenizer.ggml.{key}_token_id"]]
-        for key, name in names.items()
-        if f"tokenizer.ggml.{key}_token_id" in metadata
-    }
+    ids = {name: given.get(f"{key}_token_id") for key, name in names.items()}
+    named = {name: tokens[token_id] for name, token_id in ids.items() if token_id is not None}
     # If the metadata does not say, these kinds begin with BOS.
-    begins = kind == "llama" or metadata.get("tokenizer.ggml.pre") == "llama-bpe"
-    if metadata.get("tokenizer.ggml.add_bos_token", begins) and "bos_token" in named:
+    begins = kind == "llama" or given.get("pre") == "llama-bpe"
+    if given.get("add_bos_token", begins) and "bos_token" in named:
         bos = named["bos_token"]
         tokenizer.post_processor = processors.TemplateProcessing(
-            single=[bos, "$A"],
-            pair=[bos, "$A", bos, "$B"],
-            special_tokens=[(bos, metadata["tokenizer.ggml.bos_token_id"])],
+            single=[bos, "$A"], pair=[bos, "$A", bos, "$B"], special_tokens=[(bos, ids["bos_token"])]
         )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        chat_template=metadata.get("tokenizer.chat_template"),
-        clean_up_tokenization_spaces=False,
-        **named,
-    )
+    named |= {"chat_template": given.get("tokenizer.chat_template"), "clean_up_tokenization_spaces": False}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **named)
 
 
 def _make_byte_level(tokenizer: Any, pre: str = "gpt-2") -> None:
@@ -130,34 +122,33 @@ def _make_byte_level(tokenizer: Any, pre: str = "gpt-2") -> None:
 
     if pre not in SPLITS:
         raise ValueError(f"tokenizer.ggml.pre {pre!r} is not known; known ones: {', '.join(SPLITS)}")
-    steps = [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=SPLITS[pre] is None)]
+    steps = [pre_tokenizers.Digits(individual_digits=True)] if pre == "smollm" else []
     if SPLITS[pre] is not None:
-        steps.insert(0, pre_tokenizers.Split(Regex(SPLITS[pre]), "isolated"))
-    if pre == "smollm":
-        steps.insert(0, pre_tokenizers.Digits(individual_digits=True))
+        steps.append(pre_tokenizers.Split(Regex(SPLITS[pre]), "isolated"))
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=SPLITS[pre] is None))
     if pre == "qwen2":
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
     tokenizer.decoder = decoders.ByteLevel()
 
 
-def _byte_pair_tokenizer(metadata: dict[str, Any], vocabulary: dict[str, int]) -> Any:
+def _byte_pair_tokenizer(given: dict[str, Any], vocabulary: dict[str, int]) -> Any:
     from tokenizers import Tokenizer, models
 
-    pre = metadata.get("tokenizer.ggml.pre", "default")
-    merges = [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
+    pre = given.get("pre", "default")
+    merges = [tuple(merge.split(" ", 1)) for merge in given["merges"]]
     # Llama 3's vocabulary has words that its merges do not lead to.
     tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=pre == "llama-bpe"))
     _make_byte_level(tokenizer, pre)
     return tokenizer
 
 
-def _sentencepiece_tokenizer(metadata: dict[str, Any], vocabulary: dict[str, int]) -> Any:
+def _sentencepiece_tokenizer(given: dict[str, Any], vocabulary: dict[str, int]) -> Any:
     """SentencePiece's BPE: neighbours merge into the token of highest score; unknown characters are bytes."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
-    tokens, scores = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.scores"]
-    types = metadata.get("tokenizer.ggml.token_type", [NORMAL] * len(tokens))
+    tokens, scores = given["tokens"], given["scores"]
+    types = given.get("token_type", [NORMAL] * len(tokens))
     if sum(map(len, tokens)) > MAX_CHARACTERS:
         raise ValueError(f"its tokens have more than {MAX_CHARACTERS} characters")
     merged = [i for i in range(len(tokens)) if types[i] == NORMAL and len(tokens[i]) <= LONGEST_MERGED]
@@ -167,14 +158,13 @@ def _sentencepiece_tokenizer(metadata: dict[str, Any], vocabulary: dict[str, int
         for cut in range(1, len(token))
         if token[:cut] in vocabulary and token[cut:] in vocabulary
     ]
-    unknown = tokens[metadata.get("tokenizer.ggml.unknown_token_id", 0)]
+    unknown = tokens[given.get("unknown_token_id", 0)]
     model = models.BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
     tokenizer = Tokenizer(model)
-    prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
-    steps = [normalizers.Prepend("▁")] if prefix else []
-    tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
-    strip = [decoders.Strip(" ", 1, 0)] if prefix else []
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
-    )
+    encode = [normalizers.Replace(" ", "▁")]
+    decode = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    if given.get("add_space_prefix", True):
+        encode.insert(0, normalizers.Prepend("▁"))
+        decode.append(decoders.Strip(" ", 1, 0))
+    tokenizer.normalizer, tokenizer.decoder = normalizers.Sequence(encode), decoders.Sequence(decode)
     return tokenizer

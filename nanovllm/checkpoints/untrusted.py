@@ -11,31 +11,26 @@ from typing import Any
 from nanovllm.checkpoints.model_config import ModelConfig
 
 # By name or ending; several times what the largest models have. JSON takes many times its size in memory.
-MAX_BYTES = {
-    "tokenizer.json": 2**26,
-    "vocab.json": 2**26,
-    ".json": 2**24,
-    ".jinja": 2**20,
-    ".safetensors": math.inf,
-}
+MAX_BYTES = {"tokenizer.json": 2**26, ".json": 2**24, ".jinja": 2**20, ".safetensors": math.inf}
 MAX_BYTES_OF_OTHERS = 2**28
 
 
-def has_room_for(config: ModelConfig, stored: int, bits: int = 8) -> bool:
+def check_room(source: str, config: ModelConfig, stored: int, bits: int) -> None:
     """
-    Whether files of `stored` bytes can hold the matrices of a model, at `bits` a weight, the fewest that any
-    format needs. If not, a small file could make us allocate any amount of memory.
+    Raise ValueError unless files of `stored` bytes can hold the matrices of a model, at `bits` a weight, the
+    fewest that any format needs. If they cannot, a small file could make us allocate any amount of memory.
     """
     heads = 2 * (config.num_attention_heads + config.num_key_value_heads)
     per_layer = config.hidden_size * (heads * config.head_dim + 3 * config.intermediate_size)
     weights = config.vocab_size * config.hidden_size + config.num_hidden_layers * per_layer
-    return weights * bits <= 8 * max(stored, 2**24)
+    if weights * bits > 8 * max(stored, 2**24):
+        raise ValueError(f"{source} describes a larger model than its files can hold")
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The object that a JSON file holds. Raises ValueError naming the file."""
+    """The object that a JSON file holds, {} if there is no such file. Raises ValueError naming the file."""
     try:
-        value = json.loads(file.read_bytes())
+        value = json.loads(file.read_bytes()) if file.exists() else {}
     except (ValueError, OSError, RecursionError) as error:
         raise ValueError(f"{file} is not readable JSON: {error}") from error
     if not isinstance(value, dict):
@@ -45,11 +40,11 @@ def read_json(file: Path) -> dict[str, Any]:
 
 def file_inside(folder: Path, name: str) -> Path:
     """The file of this name. Raises ValueError unless it is regular, in the folder, and not too large."""
-    path = folder / name
     try:
-        inside = leads_inside(folder, path)
-        regular = path.is_file()
-    except (OSError, ValueError, RuntimeError) as error:  # a name too long, a zero byte, a cycle of links
+        path = folder / name
+        inside, regular = leads_inside(folder, path), path.is_file()
+    # No text, a name too long, a zero byte, a cycle of links.
+    except (TypeError, OSError, ValueError, RuntimeError) as error:
         raise ValueError(f"{folder}: cannot open {name!r}: {error}") from error
     if not inside:
         raise ValueError(f"{folder}: {name!r} leads out of the folder")

@@ -28,9 +28,8 @@ class RotaryEmbedding(nn.Module):
 
     def __init__(self, inverse_frequencies: torch.Tensor, max_position: int, scale: float = 1.0):
         super().__init__()
-        angles = torch.outer(
-            torch.arange(max_position, dtype=torch.float32, device="cpu"), inverse_frequencies
-        )
+        positions = torch.arange(max_position, dtype=torch.float32, device="cpu")
+        angles = torch.outer(positions, inverse_frequencies)
         table = torch.cat((angles.cos(), angles.sin()), dim=-1) * scale
         self.register_buffer("cos_sin_cache", table.to(torch.get_default_device()), persistent=False)
 
@@ -45,13 +44,12 @@ class RotaryEmbedding(nn.Module):
 def get_rope(head_dim: int, max_position: int, parameters: dict[str, Any]) -> RotaryEmbedding:
     """The embedding that `rope_parameters` of a `ModelConfig` describe, where they were checked."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
-    frequencies = 1.0 / parameters["rope_theta"] ** exponents
-    scale = 1.0
+    frequencies, scale = 1.0 / parameters["rope_theta"] ** exponents, 1.0
     match parameters["rope_type"]:
         case "linear":
-            frequencies = frequencies / parameters["factor"]
+            frequencies /= parameters["factor"]
         case "frequency_factors":
-            frequencies = frequencies / torch.tensor(parameters["factors"], dtype=torch.float32, device="cpu")
+            frequencies /= torch.tensor(parameters["factors"], dtype=torch.float32, device="cpu")
         case "llama3":
             frequencies = _scale_llama3(frequencies, parameters)
         case "yarn":
@@ -63,7 +61,7 @@ def _scale_llama3(frequencies: torch.Tensor, p: dict[str, Any]) -> torch.Tensor:
     """Long waves are slowed down by `factor`, short ones kept, those between blended."""
     turns = p["original_max_position_embeddings"] * frequencies / (2 * math.pi)
     kept = (turns - p["low_freq_factor"]) / (p["high_freq_factor"] - p["low_freq_factor"])
-    return _blend(frequencies, p["factor"], kept.clamp(0, 1))
+    return _blend(frequencies, p["factor"], kept)
 
 
 def _scale_yarn(frequencies: torch.Tensor, p: dict[str, Any]) -> torch.Tensor:
@@ -79,12 +77,12 @@ def _scale_yarn(frequencies: torch.Tensor, p: dict[str, Any]) -> torch.Tensor:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
     ramp = (torch.arange(dim // 2, device="cpu") - low) / max(high - low, 0.001)
-    return _blend(frequencies, p["factor"], 1 - ramp.clamp(0, 1))
+    return _blend(frequencies, p["factor"], 1 - ramp)
 
 
 def _yarn_attention_scale(p: dict[str, Any]) -> float:
     def scale(weight: float) -> float:
-        return 0.1 * weight * math.log(p["factor"]) + 1.0 if p["factor"] > 1 else 1.0
+        return 0.1 * weight * math.log(max(p["factor"], 1)) + 1.0
 
     if "attention_factor" in p:
         return p["attention_factor"]
@@ -94,4 +92,6 @@ def _yarn_attention_scale(p: dict[str, Any]) -> float:
 
 
 def _blend(frequencies: torch.Tensor, factor: float, kept: torch.Tensor) -> torch.Tensor:
+    """`kept` is the share of each frequency that is not divided by `factor`, where it is from 0 to 1."""
+    kept = kept.clamp(0, 1)
     return frequencies * kept + frequencies / factor * (1 - kept)

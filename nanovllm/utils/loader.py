@@ -6,7 +6,6 @@ parameter without a tensor are errors: a model never runs with missing weights.
 
 import math
 import os
-import re
 import zlib
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch import nn
 from nanovllm.checkpoints import Checkpoint, open_checkpoint
 
 # Old versions of transformers saved these; here they are computed from the configuration.
-IGNORED = re.compile(r".*\.rotary_emb\.inv_freq")
+IGNORED = ".rotary_emb.inv_freq"
 
 
 def default_weight_loader(
@@ -52,21 +51,20 @@ def load_model(model: nn.Module, path: str | os.PathLike | Checkpoint) -> None:
     # With another default device, whole tensors would be copied to it before they are sliced.
     with torch.device("cpu"):
         for tensor in checkpoint.tensors():
+            source = f"{tensor.file}: tensor {tensor.name}"
             if tensor.name not in places:
-                if IGNORED.fullmatch(tensor.name) or is_tied(model, tensor.name):
+                if tensor.name.endswith(IGNORED) or is_tied(model, tensor.name):
                     continue
-                raise ValueError(
-                    f"{tensor.file}: tensor {tensor.name} has no place in {type(model).__name__}"
-                )
+                raise ValueError(f"{source} has no place in {type(model).__name__}")
             if tensor.name not in waiting:
-                raise ValueError(f"{tensor.file}: tensor {tensor.name} comes a second time")
+                raise ValueError(f"{source} comes a second time")
             waiting.remove(tensor.name)
             param, shard_ids = places[tensor.name]
             weight_loader = getattr(param, "weight_loader", default_weight_loader)
             try:
                 weight_loader(param, tensor, *shard_ids)
             except ValueError as error:
-                raise ValueError(f"{tensor.file}: tensor {tensor.name}: {error}") from error
+                raise ValueError(f"{source}: {error}") from error
     if waiting:
         first, *others = [name for name in places if name in waiting]
         more = f" and {len(others)} others" if others else ""

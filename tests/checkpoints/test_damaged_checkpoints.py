@@ -274,7 +274,7 @@ def test_a_model_that_its_files_cannot_hold_is_refused_before_it_is_built(folder
 def test_a_model_that_a_gguf_file_cannot_hold_is_refused(sources):
     checkpoint = open_checkpoint(sources["gguf"] / "model.gguf")
     checkpoint.metadata["qwen3.feed_forward_length"] = 2**24
-    with pytest.raises(ValueError, match="model.gguf describes a larger model than it can hold"):
+    with pytest.raises(ValueError, match="model.gguf describes a larger model than its files can hold"):
         checkpoint.hf_config()
 
 
