@@ -103,12 +103,13 @@ class FolderCheckpoint(Checkpoint):
         """Files with weights -> the tensors that the index lists for each; none if there is no index."""
         index = self.folder / "model.safetensors.index.json"
         if not index.exists():
-            files = sorted(self.folder.glob("*.safetensors"))
-            if not files:
-                others = sorted(f.name for f in self.folder.iterdir() if f.suffix in (".bin", ".pt", ".pth"))
-                found = f"no safetensors file (only {', '.join(others[:3])})" if others else "no weights"
-                raise ValueError(f"{self.path} has {found}; only safetensors and GGUF are read")
-            return {file: [] for file in files}
+            if files := sorted(self.folder.glob("*.safetensors")):
+                return {file: [] for file in files}
+            others = sorted(
+                file.name for file in self.folder.iterdir() if file.suffix in (".bin", ".pt", ".pth")
+            )
+            only = f" (only {', '.join(others[:3])})" if others else ""
+            raise ValueError(f"{self.path} has no safetensors file{only}; only safetensors and GGUF are read")
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
             raise ValueError(f"{index}: weight_map must say the file of each tensor")
@@ -127,7 +128,7 @@ class SafetensorsTensor:
         self.shape = tuple(stored.get_shape())
         self._stored = stored
         if (dtype := stored.get_dtype()) not in DTYPES:
-            raise ValueError(f"{file}: tensor {name} has dtype {dtype}; read are only {', '.join(DTYPES)}")
+            raise ValueError(f"{file}: tensor {name} has dtype {dtype}, which is none of {', '.join(DTYPES)}")
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         return self._stored[index]
