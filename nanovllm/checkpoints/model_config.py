@@ -13,8 +13,9 @@ from nanovllm.utils.validation import check_bool, shown
 
 # The architectures that are known, and which of their defaults are not those of all others.
 ARCHITECTURES = {"LlamaForCausalLM": {}, "Qwen2ForCausalLM": {}, "Qwen3ForCausalLM": {"head_dim": 128}}
-# Settings that may stand in a config.json with this value only.
+# Settings that may have this value only.
 SUPPORTED = {"quantization_config": {}, "hidden_act": "silu", "use_sliding_window": False}
+SUPPORTED["partial_rotary_factor"] = 1.0
 FLAGS = ["attention_bias", "mlp_bias", "tie_word_embeddings"]
 SIZES = ["hidden_size", "intermediate_size", "vocab_size", "max_position_embeddings", "num_attention_heads"]
 MAX_LAYERS, MAX_SIZE = 2**10, 2**24  # no real model comes near; without a limit, memory would run out first
@@ -82,6 +83,12 @@ def _read(given: dict[str, Any]) -> dict[str, Any]:
     if head_dim % 2:
         raise ValueError(f"head_dim must be even, got {head_dim}")
     rope_parameters = _read_rope_parameters(values)
+    for name, value in SUPPORTED.items():
+        if (found := (rope_parameters | given).get(name, value)) != value:
+            raise ValueError(f"{name} = {shown(found)} is not supported")
+    layer_types = given.get("layer_types", [])
+    if not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types):
+        raise ValueError(f"layer_types must all be 'full_attention', got {shown(layer_types)}")
     limit = _context_limit(rope_parameters, values["max_position_embeddings"])
     dtype = given.get("dtype") or given.get("torch_dtype")  # the second is the older spelling
     dtype = str(dtype).removeprefix("torch.") if dtype else None
@@ -90,7 +97,7 @@ def _read(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_architectures(given: dict[str, Any]) -> list[str]:
-    """Those that are known. Raises ValueError if there are none, or if one does what we do not."""
+    """Those that are known. Raises ValueError if there are none."""
     names = given.get("architectures", [])
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         names = [str(names)]
@@ -98,12 +105,6 @@ def _read_architectures(given: dict[str, Any]) -> list[str]:
     if not known:
         names = ", ".join(names) or "none"
         raise ValueError(f"architecture {names} is not known; known ones: {', '.join(ARCHITECTURES)}")
-    for name, value in SUPPORTED.items():
-        if given.get(name, value) != value:
-            raise ValueError(f"{name} = {shown(given[name])} is not supported")
-    layer_types = given.get("layer_types", [])
-    if not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types):
-        raise ValueError(f"layer_types must all be 'full_attention', got {shown(layer_types)}")
     return known
 
 
@@ -137,8 +138,6 @@ def _read_rope_parameters(values: dict[str, Any]) -> dict[str, Any]:
             _check_number("each of the rotary factors", factor, 1e-6, 1e15)
     if kind == "llama3" and settings["low_freq_factor"] >= settings["high_freq_factor"]:
         raise ValueError(f"high_freq_factor must be more than low_freq_factor, got {shown(settings)}")
-    if settings.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError(f"partial_rotary_factor must be 1, got {shown(settings['partial_rotary_factor'])}")
     return settings
 
 

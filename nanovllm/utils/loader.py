@@ -46,27 +46,26 @@ def load_model(model: nn.Module, path: str | os.PathLike | Checkpoint) -> None:
     if checkpoint.random_weights:
         fill_with_random_values(model)
         return
-    places = find_places(model)
-    waiting = set(places)
+    waiting = find_places(model)
+    known = set(waiting)
     # With another default device, whole tensors would be copied to it before they are sliced.
     with torch.device("cpu"):
         for tensor in checkpoint.tensors():
             source = f"{tensor.file}: tensor {tensor.name}"
-            if tensor.name not in places:
+            if tensor.name not in known:
                 if tensor.name.endswith(IGNORED) or is_tied(model, tensor.name):
                     continue
                 raise ValueError(f"{source} has no place in {type(model).__name__}")
             if tensor.name not in waiting:
                 raise ValueError(f"{source} comes a second time")
-            waiting.remove(tensor.name)
-            param, shard_ids = places[tensor.name]
+            param, shard_ids = waiting.pop(tensor.name)
             weight_loader = getattr(param, "weight_loader", default_weight_loader)
             try:
                 weight_loader(param, tensor, *shard_ids)
             except ValueError as error:
                 raise ValueError(f"{source}: {error}") from error
     if waiting:
-        first, *others = [name for name in places if name in waiting]
+        first, *others = waiting
         more = f" and {len(others)} others" if others else ""
         raise ValueError(f"{checkpoint.path} has no tensor {first}{more}")
 

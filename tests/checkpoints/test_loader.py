@@ -576,6 +576,8 @@ def test_a_damaged_config_is_an_error_naming_it(tmp_path, text):
         {"hidden_act": "gelu"},
         {"quantization_config": {"quant_method": "gptq"}},
         {"use_sliding_window": True},
+        {"partial_rotary_factor": 0.5},
+        {"rope_parameters": {"partial_rotary_factor": 0.5}},
         {"layer_types": ["full_attention", "sliding_attention"]},
         {"layer_types": 7},
         {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e6}}},
