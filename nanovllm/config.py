@@ -146,9 +146,7 @@ class Config:
             raise ValueError(f"{given} leaves a rank without a part of the vocabulary of size {vocab_size}")
         last = self.device_of(size - 1)
         if size > 1 and last.type == "cuda" and last.index >= (count := torch.cuda.device_count()):
-            raise ValueError(
-                f"{given} needs the devices {self.device_of(0)} to {last}, but there are {count}"
-            )
+            raise ValueError(f"{given} needs devices {self.device_of(0)} to {last}, but there are {count}")
 
     def device_of(self, rank: int) -> torch.device:
         """The device of a rank: neighbours, beginning with the one that was asked for."""
@@ -165,9 +163,7 @@ class Config:
         if name is None:
             name = "float32" if self.device == "cpu" else "bfloat16"
         if name not in DTYPES:
-            raise ValueError(
-                f"the checkpoint's dtype {name!r} is unknown; set dtype to one of {list(DTYPES)}"
-            )
+            raise ValueError(f"set dtype, since the checkpoint's {name!r} is none of {list(DTYPES)}")
         return DTYPES[name]
 
     @property

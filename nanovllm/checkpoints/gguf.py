@@ -144,12 +144,10 @@ class GGUFCheckpoint(Checkpoint):
             factors = self.stored[FREQUENCY_FACTORS][:].tolist()
             return {"rope_type": "frequency_factors", "factors": factors}
         kind = self.metadata.get(f"{self.architecture}.rope.scaling.type", "none")
-        if kind not in ("none", "linear", "yarn"):
-            raise ValueError(
-                f"{self.path}: rope.scaling.type {kind!r} is not known; known: none, linear, yarn"
-            )
         if kind == "none":
             return None
+        if kind not in ("linear", "yarn"):
+            raise ValueError(f"{self.path}: rope.scaling.type {kind!r} is not known; known: linear, yarn")
         scaling = {"rope_type": kind, "factor": self._number("rope.scaling.factor", kind=float)}
         if kind == "yarn":
             original = self._number("rope.scaling.original_context_length", self._number("context_length"))
