@@ -84,8 +84,9 @@ def _read(given: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"head_dim must be even, got {head_dim}")
     rope_parameters = _read_rope_parameters(values)
     for name, value in SUPPORTED.items():
-        if (found := (rope_parameters | given).get(name, value)) != value:
-            raise ValueError(f"{name} = {shown(found)} is not supported")
+        for settings in (given, rope_parameters):
+            if settings.get(name, value) != value:
+                raise ValueError(f"{name} = {shown(settings[name])} is not supported")
     layer_types = given.get("layer_types", [])
     if not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types):
         raise ValueError(f"layer_types must all be 'full_attention', got {shown(layer_types)}")
@@ -113,10 +114,8 @@ def _read_rope_parameters(values: dict[str, Any]) -> dict[str, Any]:
     All rotary settings, from `rope_parameters` or `rope_theta` and `rope_scaling`. Raises ValueError unless
     every angle will be a finite number, which the ranges ensure.
     """
-    settings = {
-        "rope_theta": values.get("rope_theta", 10000.0),
-        "original_max_position_embeddings": values["max_position_embeddings"],
-    }
+    settings = {"original_max_position_embeddings": values["max_position_embeddings"]}
+    settings["rope_theta"] = values.get("rope_theta", 10000.0)
     for spelling in ("rope_scaling", "rope_parameters"):
         found = values.get(spelling, {})
         if not isinstance(found, dict):
