@@ -57,30 +57,18 @@ def decode_inputs_torch(rows: Tensor, tables: InputTables, block_size: int) -> D
     blocks = block_tables.gather(1, positions[:, None] // block_size).squeeze(1)
     slots = torch.where(length > 0, blocks * block_size + positions % block_size, -1).int()
     tables.lengths[rows] = length + (length > 0)
-    return DecodeInputs(
-        tokens.long(), positions, slots, length, block_tables, temperatures, seeds, length.long()
-    )
+    sampling = temperatures, seeds, length.long()
+    return DecodeInputs(tokens.long(), positions, slots, length, block_tables, *sampling)
 
 
 @triton.jit(do_not_specialize=["width"])
 def _decode_inputs_kernel(
     rows,
-    tokens,
-    lengths,
-    block_tables,
-    temperatures,
-    seeds,
-    input_ids,
-    positions,
-    slot_mapping,
-    context_lens,
-    batch_tables,
-    batch_temperatures,
-    batch_seeds,
-    next_positions,
-    width,
-    BLOCK_SIZE: tl.constexpr,
-):
+    tokens, lengths, block_tables, temperatures, seeds,  # InputTables
+    input_ids, positions, slot_mapping, context_lens,  # DecodeInputs, from here on
+    batch_tables, batch_temperatures, batch_seeds, next_positions,
+    width, BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
     i = tl.program_id(0)
     row = tl.load(rows + i).to(tl.int64)
     length = tl.load(lengths + row)

@@ -11,13 +11,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nanovllm.kernels.runtime import tl, triton, use_triton
+from nanovllm.kernels.runtime import LOG2_E, tl, triton, use_triton
 
 BLOCK = 2048  # logits that are looked at together, each by a lane of its own
 STAGES = 6  # so that enough of a row is on its way
 BEST = 4  # logits of every lane that are set apart
 MAX_PASSES = 128  # far more than float32 can need in a range of real logits
-LOG2_E = 1.4426950408889634
 
 
 class Filters(NamedTuple):
@@ -41,22 +40,11 @@ def filter_thresholds(logits: Tensor, temperatures: Tensor, filters: Tensor) -> 
     bests = torch.empty(len(logits), BEST * BLOCK, dtype=torch.float32, device=logits.device)
     if len(logits):
         _threshold_kernel[(len(logits),)](
-            logits,
-            temperatures,
-            filters,
-            thresholds,
-            bests,
-            logits.stride(0),
-            filters.stride(0),
-            logits.shape[1],
-            BLOCK=BLOCK,
-            BEST=BEST,
-            LOG2_E=LOG2_E,
-            STAGES=STAGES,
-            MAX_PASSES=MAX_PASSES,
-            num_warps=8,
-            maxnreg=128,  # two programs on a multiprocessor
-        )
+            logits, temperatures, filters, thresholds, bests,
+            logits.stride(0), filters.stride(0), logits.shape[1],
+            BLOCK=BLOCK, BEST=BEST, LOG2_E=LOG2_E, STAGES=STAGES, MAX_PASSES=MAX_PASSES,
+            num_warps=8, maxnreg=128,  # so that two programs fit on a multiprocessor
+        )  # fmt: skip
     return thresholds
 
 
@@ -80,20 +68,11 @@ def filter_thresholds_torch(logits: Tensor, temperatures: Tensor, filters: Tenso
 
 @triton.jit
 def _threshold_kernel(
-    logits,
-    temperatures,
-    filters,
-    thresholds,
-    bests,
-    row_stride,
-    filter_stride,
-    vocab,
-    BLOCK: tl.constexpr,
-    BEST: tl.constexpr,
-    LOG2_E: tl.constexpr,
-    STAGES: tl.constexpr,
-    MAX_PASSES: tl.constexpr,
-):
+    logits, temperatures, filters, thresholds, bests,
+    row_stride, filter_stride, vocab,
+    BLOCK: tl.constexpr, BEST: tl.constexpr, LOG2_E: tl.constexpr,
+    STAGES: tl.constexpr, MAX_PASSES: tl.constexpr,
+):  # fmt: skip
     """One program a row, so that a row's sums are always added up in the same order."""
     i = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperatures + i)
@@ -152,8 +131,9 @@ def _threshold_kernel(
 
 @triton.jit
 def _weigh_kernel(
-    row, length, low, best, scale, COUNT: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr
-):
+    row, length, low, best, scale,
+    COUNT: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """What the logits from `low` on weigh: 1 each (COUNT) or exp2((logit - best) * scale)."""
     total = tl.zeros([BLOCK], tl.float32)
     for start in tl.range(0, length, BLOCK, num_stages=STAGES):
@@ -166,17 +146,9 @@ def _weigh_kernel(
 
 @triton.jit
 def _search_kernel(
-    row,
-    length,
-    low,
-    best,
-    scale,
-    enough,
-    COUNT: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
-    MAX_PASSES: tl.constexpr,
-):
+    row, length, low, best, scale, enough,
+    COUNT: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, MAX_PASSES: tl.constexpr,
+):  # fmt: skip
     """
     The largest logit from `low` on for which the logits from it on weigh enough, see _weigh_kernel; the least
     of them if all do not.
