@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm.config import Config
-from nanovllm.engine.batch import largest_batch
+from nanovllm.engine.memory import largest_batch
 from nanovllm.kernels import runtime
 from nanovllm.kernels.all_reduce import PeerMemory
 from nanovllm.kernels.runtime import triton

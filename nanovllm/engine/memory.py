@@ -7,7 +7,30 @@ from typing import Any
 
 import torch
 
+from nanovllm.engine.batch import Batch, BatchMaker
+from nanovllm.engine.scoring import SCORED_AT_ONCE
+from nanovllm.engine.sequence import Sequence
+from nanovllm.sampling_params import SamplingParams
+
 CPU_KV_CACHE_BYTES = 4 << 30
+EVERYTHING = SamplingParams(top_k=1, logit_bias={0: 1.0}, presence_penalty=1.0, logprobs=0, prompt_logprobs=0)
+
+
+def largest_batch(config: Any, num_tokens: int) -> Batch:
+    """
+    The largest prefill step that has at most so many tokens: as many sequences as possible, each of which
+    asks for all that a request can ask for.
+    """
+    num_seqs = min(config.max_num_seqs, num_tokens)
+    sequences = []
+    for row in range(num_seqs):
+        length = min(max(1, config.max_model_len - 1), num_tokens - (num_seqs - row - 1))
+        num_tokens -= length
+        seq = Sequence([0] * length, EVERYTHING)
+        seq.num_scheduled_tokens, seq.row = length, row
+        seq.scored_token_ids = seq.token_ids[1:][:SCORED_AT_ONCE] if row == 0 else []
+        sequences.append(seq)
+    return BatchMaker(config).prefill(sequences)
 
 
 def bytes_taken_by(step: Callable[[], Any], device: torch.device) -> int:

@@ -16,12 +16,15 @@ import torch
 from nanovllm.checkpoints import Checkpoint
 from nanovllm.config import Config
 from nanovllm.distributed.group import Group, use_group
-from nanovllm.engine.batch import SCORED_AT_ONCE, Batch, Scoring, StepOutput, largest_batch
+from nanovllm.engine.batch import Batch, StepOutput
 from nanovllm.engine.compile_ahead import CompileAhead, launch_every_kernel
 from nanovllm.engine.cuda_graphs import RESERVED_BYTES, CudaGraphs, get_graph_sizes
-from nanovllm.engine.device_rows import DeviceRows, RowLayout, to_device
+from nanovllm.engine.device_rows import DeviceRows, RowLayout
+from nanovllm.engine.edits import DeviceEdits
 from nanovllm.engine.kv_cache import KVCache
-from nanovllm.engine.memory import bytes_left, bytes_taken_by, explain_memory
+from nanovllm.engine.memory import bytes_left, bytes_taken_by, explain_memory, largest_batch
+from nanovllm.engine.scoring import Scoring, score
+from nanovllm.engine.transfer import to_device
 from nanovllm.kernels.runtime import HAVE_TRITON
 from nanovllm.layers.attention import Attention, get_backend
 from nanovllm.layers.sampler import Sampler, TopLogprobs, top_logprobs
@@ -183,7 +186,7 @@ class ModelRunner:
         if num_blocks == -1:
             budget = bytes_left(self.device, self.config.gpu_memory_utilization)
             if self.device.type == "cuda":  # a step copies pages before it computes anything
-                budget -= max(self.step_bytes, self.kv_cache.copy_bytes) + DeviceRows.reserved_bytes
+                budget -= max(self.step_bytes, self.kv_cache.copy_bytes) + DeviceEdits.reserved_bytes
                 budget -= RESERVED_BYTES if self.graphs is not None else 0
             num_blocks = self.kv_cache.num_blocks_in(min(self.group.gather("budget", budget)))
         self.kv_cache.allocate(num_blocks)
@@ -264,18 +267,9 @@ class ModelRunner:
     def run_model(self, inputs: ModelInputs, needs: Needs, scoring: Scoring | None = None) -> StepOutput:
         """From token ids to the tokens drawn after them."""
         hidden_states = self.model(inputs.input_ids, inputs.positions)
-        scores = self._score(hidden_states, scoring) if scoring is not None else None
+        scores = score(self.model.lm_head, hidden_states, scoring) if scoring is not None else None
         tokens, logprobs = self._draw(self.model.compute_logits(hidden_states), inputs.sampling, needs)
         return StepOutput(tokens, logprobs, scores)
-
-    def _score(self, hidden_states: torch.Tensor, scoring: Scoring) -> TopLogprobs:
-        """How likely each target is after its token."""
-        indices, targets = (to_device(array, self.device) for array in scoring[:2])
-        parts = []
-        for index, target in zip(indices.split(SCORED_AT_ONCE), targets.split(SCORED_AT_ONCE), strict=True):
-            logits = self.model.lm_head.logits(hidden_states[index])
-            parts.append(top_logprobs(self.model.lm_head.gather(logits), target))
-        return TopLogprobs(*map(torch.cat, zip(*parts, strict=True)))
 
     def _draw(
         self, logits: torch.Tensor, sampling: SamplingInputs, needs: Needs
@@ -284,7 +278,7 @@ class ModelRunner:
         rows, temperatures, seeds, positions = sampling
         if needs:
             logits = self.model.lm_head.gather(logits)
-            edited, thresholds = self.rows.edit_logits(logits, rows, positions, temperatures, needs)
+            edited, thresholds = self.rows.edits.edit_logits(logits, rows, positions, temperatures, needs)
             tokens = self.sampler(edited, temperatures, seeds, positions, thresholds, is_whole=True)
         else:
             tokens = self.sampler(logits, temperatures, seeds, positions)

@@ -1,9 +1,12 @@
 """What users get back: the text of a completion, whole or while it grows, and the result of a prompt."""
 
 import functools
+import itertools
 from collections.abc import Iterable
 from operator import itemgetter
 from typing import Any, NamedTuple
+
+from torch import Tensor
 
 from nanovllm.engine.batch import StepOutput
 from nanovllm.engine.sequence import Sequence, TokenLogprobs
@@ -22,17 +25,27 @@ class Logprob(NamedTuple):
 
 
 def record_logprobs(sequences: list[Sequence], drawing: list[Sequence], output: StepOutput) -> None:
-    """Give the sequences of a step, and those that draw a token in it, what they want to know."""
-    if output.has_prompt_logprobs:
+    """Give the sequences of a step, and those that draw a token in it, the log-probabilities they ask for."""
+    if output.scores is not None:
         num_top = max(seq.sampling_params.prompt_logprobs or 0 for seq in sequences)
-        for seq, found in zip(sequences, output.prompt_logprobs(num_top), strict=True):
-            seq.prompt_logprobs += found
-    if output.has_logprobs:
-        asked = [seq.sampling_params.logprobs is not None and not seq.is_finished for seq in drawing]
-        rows = [row for row, wanted in enumerate(asked) if wanted]
+        found = iter(_token_logprobs(*output.scores, num_top))
+        for seq, count in zip(sequences, output.score_counts, strict=True):
+            seq.prompt_logprobs += itertools.islice(found, count)
+    if output.tokens_logprobs is not None:
+        asking = [seq.sampling_params.logprobs is not None and not seq.is_finished for seq in drawing]
+        rows = [row for row, asks in enumerate(asking) if asks]
         num_top = max((drawing[row].sampling_params.logprobs for row in rows), default=0)
-        for row, found in zip(rows, output.logprobs(rows, num_top), strict=True):
-            drawing[row].logprobs.append(found)
+        found = _token_logprobs(*(tensor[rows] for tensor in output.tokens_logprobs), num_top)
+        for row, token_logprobs in zip(rows, found, strict=True):
+            drawing[row].logprobs.append(token_logprobs)
+
+
+def _token_logprobs(
+    logprobs: Tensor, ranks: Tensor, top_token_ids: Tensor, top_logprobs: Tensor, num_top: int
+) -> list[TokenLogprobs]:
+    """One for each row of the tensors, with so many of the likeliest tokens."""
+    tensors = logprobs, ranks, top_token_ids[:, :num_top], top_logprobs[:, :num_top]
+    return list(zip(*(tensor.tolist() for tensor in tensors), strict=True))
 
 
 def completion_text(tokenizer: Any, seq: Sequence) -> str:

@@ -22,7 +22,7 @@ from test_sampling import RANDOM_SEEDS, assert_follows
 from nanovllm import LLM, AsyncLLM, SamplingParams
 from nanovllm.batch import __main__ as batch
 from nanovllm.batch.lines import Answer
-from nanovllm.engine import device_rows, edits, scheduler
+from nanovllm.engine import edits, scheduler
 from nanovllm.engine.device_rows import DeviceRows, HostRows, RowLayout
 from nanovllm.engine.edits import BAN, num_rule_words
 from nanovllm.engine.sequence import Sequence
@@ -409,7 +409,7 @@ def random_word(pick: random.Random) -> list[int]:
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_rules_of_any_shape_leave_what_plain_arithmetic_leaves(folder, monkeypatch, name):
-    for module in (device_rows, edits, logit_edits):
+    for module in (edits, logit_edits):
         monkeypatch.setattr(module, "HISTORY", 16)  # fewer than there are tokens to draw
     pick, words, params = random.Random(0), {}, []
     for i in range(12):
@@ -476,7 +476,7 @@ class Rows:
 
 def test_the_rules_of_a_row_are_its_own_and_go_with_its_sequence():
     both = Rows()
-    table, begin = both.device, both.begin
+    table, begin = both.device.edits, both.begin
 
     def shaped(row: int) -> torch.Tensor:
         rows, positions = torch.tensor([row], dtype=torch.int32), torch.tensor([4])
@@ -487,7 +487,9 @@ def test_the_rules_of_a_row_are_its_own_and_go_with_its_sequence():
 
     first = begin(0, [[3, 4, 5], [7]], logit_bias={9: 2.0})
     for position, token_id in ((2, 3), (3, 4)):
-        table.note_drawn(torch.tensor([0]), torch.tensor([position]), torch.tensor([token_id]), Needs.RULES)
+        both.device.note_drawn(
+            torch.tensor([0]), torch.tensor([position]), torch.tensor([token_id]), Needs.RULES
+        )
     expected = torch.zeros(50)
     expected[[5, 7]], expected[9] = BAN, 2.0
     assert torch.equal(shaped(0), expected)
@@ -511,7 +513,7 @@ def test_the_rules_of_a_row_are_its_own_and_go_with_its_sequence():
     another.row = -1
     begin(0)
     assert list(sizes()) == [2] and table.rule_addresses[0] == 0 and not shaped(0).any()
-    table.reset()
+    both.device.reset()
     assert not sizes() and not table.rule_addresses.any() and not shaped(2).any()
 
 
@@ -519,9 +521,10 @@ class Costs:
     """Notes how many bytes an engine's rows have on the device, are sent and are gone through."""
 
     def __init__(self, llm: LLM, monkeypatch: pytest.MonkeyPatch):
-        self.table = llm.model_runner.rows
+        self.rows = llm.model_runner.rows
+        self.table = self.rows.edits
         self.most, self.sent, self.read = 0, [], []
-        apply_edits, apply_rules = self.table._apply_edits, logit_edits.apply_rules
+        apply_edits, apply_rules = self.table.apply, logit_edits.apply_rules
 
         def noted_edits(edits):
             arrays = [x for x in edits if isinstance(x, numpy.ndarray)] + list(edits.rules.values())
@@ -533,11 +536,11 @@ class Costs:
             self.read.append(sum(rules[row].nbytes for row in rows.tolist() if row in rules))
             apply_rules(logits, rows, positions, rules, *args)
 
-        monkeypatch.setattr(self.table, "_apply_edits", noted_edits)
-        monkeypatch.setattr(device_rows, "apply_rules", noted_rules)
+        monkeypatch.setattr(self.table, "apply", noted_edits)
+        monkeypatch.setattr(edits, "apply_rules", noted_rules)
 
     def on_device(self) -> int:
-        tables = [self.table.buffer, self.table.token_flags, self.table.history, self.table.rule_addresses]
+        tables = [self.rows.buffer, self.table.token_flags, self.table.history, self.table.rule_addresses]
         return sum(x.untyped_storage().nbytes() for x in [*tables, *self.table.rules.values()])
 
 

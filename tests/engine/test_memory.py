@@ -3,7 +3,7 @@
 import pytest
 
 from nanovllm import LLM
-from nanovllm.engine.batch import largest_batch
+from nanovllm.engine.memory import largest_batch
 from nanovllm.sampling_params import Needs
 from tiny_checkpoints import EXACT, make_checkpoint, one_thread  # noqa: F401
 

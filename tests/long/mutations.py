@@ -158,12 +158,15 @@ MUTATIONS = [
             "lens_k = [seq.num_computed_tokens + seq.num_scheduled_tokens for seq in sequences]",
             "lens_k = [seq.num_scheduled_tokens for seq in sequences]",
         ),
+        ("needs |= seq.needs", "needs = seq.needs"),
+    ),
+    *mutations_of(
+        "scoring",
         (
             "indices.append(np.arange(first + seq.num_scored, first + end))",
             "indices.append(np.arange(seq.num_scored, end))",
         ),
         ("start += seq.num_scheduled_tokens", "start += len(seq)"),
-        ("needs |= seq.needs", "needs = seq.needs"),
     ),
     *mutations_of(
         "device_rows",
@@ -176,6 +179,9 @@ MUTATIONS = [
         ),
         ("            self.num_blocks[seq.row] = 0\n", ""),
         ("self.batch: list[int] = []", "self.batch = getattr(self, 'batch', [])"),
+    ),
+    *mutations_of(
+        "edits",
         ("self.history[to_device(np.array(list(edits.rules)), self.device)] = -1", "pass"),
         ("self.token_flags[to_device(edits.flagged_rows, self.device)] = fills[:, None]", "pass"),
         ("if seq.row != row]", "if False]"),
@@ -186,9 +192,6 @@ MUTATIONS = [
         ),
         ("(rows, positions % HISTORY)", "(rows, positions % (HISTORY - 1))"),
         ("        self.rules.clear()\n", ""),
-    ),
-    *mutations_of(
-        "edits",
         ("min(seq.num_prompt_tokens + params.min_tokens, FOREVER)", "min(params.min_tokens, FOREVER)"),
         (
             "flags[token_id] = flags.get(token_id, fill) + count",

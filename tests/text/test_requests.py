@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine import kv_cache
-from nanovllm.engine.batch import StepOutput
+from nanovllm.text import results as text_results
 from nanovllm.text.results import make_result
 from tiny_checkpoints import EXACT, make_checkpoint, one_thread  # noqa: F401
 
@@ -344,11 +344,12 @@ def test_the_text_of_a_token_is_made_once_however_often_it_is_told(llm, monkeypa
 
 
 def test_only_the_rows_that_ask_for_log_probabilities_are_read(llm, monkeypatch):
-    read, logprobs = [], StepOutput.logprobs
-    monkeypatch.setattr(StepOutput, "logprobs", lambda *args: (read.append(args[1:]), logprobs(*args))[1])
+    read, token_logprobs = [], text_results._token_logprobs
+    noted = lambda *args: (read.append((args[0], args[-1])), token_logprobs(*args))[1]  # noqa: E731
+    monkeypatch.setattr(text_results, "_token_logprobs", noted)
     params = [SamplingParams(0, 9, True), SamplingParams(0, 5, True, logprobs=3), SamplingParams(0, 9, True)]
     results = llm.generate([[1], [2], [3]], params, use_tqdm=False)
-    assert [(len(rows), num_top) for rows, num_top in read if rows] == [(1, 3)] * 5
+    assert [(len(rows), num_top) for rows, num_top in read if len(rows)] == [(1, 3)] * 5
     assert [list(result.get("logprobs", "")) != [] for result in results] == [False, True, False]
 
 
