@@ -15,7 +15,7 @@ import torch
 from test_edits import MIXED
 
 from nanovllm import LLM, AsyncLLM, SamplingParams
-from nanovllm.engine import llm_engine
+from nanovllm.engine import recovery
 from nanovllm.layers.attention import HAVE_FLASH
 from tiny_checkpoints import UNALIGNED, load_reference, make_checkpoint
 
@@ -340,7 +340,7 @@ class Hog:
     def __init__(self, llm: LLM, monkeypatch: pytest.MonkeyPatch, when: int):
         self.taken: list[torch.Tensor] = []
         self.num_steps, self.when = 0, when
-        launch, recover = llm._launch, llm.recover
+        launch, recover = llm._launch, recovery.recover
 
         def launch_without_memory(*args):
             self.num_steps += 1
@@ -348,12 +348,12 @@ class Hog:
                 self.take()
             return launch(*args)
 
-        def recover_with_memory():
+        def recover_with_memory(engine):
             self.taken.clear()
-            return recover()
+            return recover(engine)
 
         monkeypatch.setattr(llm, "_launch", launch_without_memory)
-        monkeypatch.setattr(llm, "recover", recover_with_memory)
+        monkeypatch.setattr(recovery, "recover", recover_with_memory)
 
     def take(self) -> None:
         torch.cuda.synchronize()
@@ -394,9 +394,9 @@ def test_when_memory_runs_out_every_request_of_async_llm_goes_on(checkpoint, mon
     with AsyncLLM(checkpoint, enforce_eager=True) as llm:
         expected = asyncio.run(run(llm))
         hog = Hog(llm.llm, monkeypatch, when)
-        failed, end_culprit = [], llm_engine.end_culprit
+        failed, end_culprit = [], recovery.end_culprit
         monkeypatch.setattr(
-            llm_engine, "end_culprit", lambda *args: (failed.append(args[1]), end_culprit(*args))
+            recovery, "end_culprit", lambda *args: (failed.append(args[1]), end_culprit(*args))
         )
         assert asyncio.run(run(llm)) == expected
         assert hog.num_steps > when and [type(error) for error in failed] == [torch.OutOfMemoryError]

@@ -19,6 +19,7 @@ import tempfile
 import threading
 import time
 import traceback
+from collections.abc import Iterator
 from concurrent.futures import Future, wait
 from multiprocessing import Pipe, connection, spawn
 from pathlib import Path
@@ -135,6 +136,21 @@ class Ranks:
         """Raise EngineDeadError if another rank has ended, which `_watch` may be about to notice."""
         if self._failed.wait(1):
             raise EngineDeadError(self.failure) from error
+
+    @contextlib.contextmanager
+    def starting(self) -> Iterator[None]:
+        """While rank 0's runner is made. If that fails, end the other ranks and raise what failed on them."""
+        try:
+            yield
+        except BaseException as error:
+            try:
+                if isinstance(error, RuntimeError):
+                    self.explain(error)
+                raise
+            finally:
+                self.group.abort()
+                self.close(at_once=True)
+                self.group.close()
 
     def _watch(self) -> None:
         """Wait for the first rank that fails or dies; the errors of others, which it causes, come later."""

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from nanovllm.engine.scheduler import RULE_WORDS
+from nanovllm.engine.limits import RULE_WORDS
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.transfer import to_device
 from nanovllm.kernels.filtering import Filters, filter_thresholds

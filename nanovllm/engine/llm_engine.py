@@ -1,25 +1,22 @@
-"""The loop: queues requests, runs steps, and undoes a step that did not run to its end.
+"""The loop: queues requests and runs steps until they have ended.
 
 Follow `step` -> `Scheduler.schedule` -> `ModelRunner.run` -> `Scheduler.postprocess`.
 """
 
-import contextlib
 import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from numbers import Integral
 from typing import Any, NamedTuple
 
 from nanovllm.checkpoints import Checkpoint, open_checkpoint
 from nanovllm.config import Config
 from nanovllm.distributed.ranks import SHUT_DOWN, EngineDeadError, Ranks
+from nanovllm.engine import recovery
 from nanovllm.engine.batch import BatchMaker, StepOutput
-from nanovllm.engine.edits import num_rule_words
-from nanovllm.engine.isolation import end_culprit
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
@@ -38,15 +35,6 @@ class Step(NamedTuple):
     output: StepOutput
 
 
-@dataclass
-class Attempt:
-    """A step, or another change of the books, that has begun, and what is needed to undo it."""
-
-    sequences: list[Sequence] = field(default_factory=list)  # being computed or looked at: may be to blame
-    drawing: list[Sequence] = field(default_factory=list)  # whose next token is being recorded
-    lengths: list[int] = field(default_factory=list)  # the number of tokens they had before
-
-
 class LLMEngine:
     """
     `LLMEngine(model, **options)`: options are the fields of `Config`.
@@ -57,20 +45,20 @@ class LLMEngine:
 
     model_runner: ModelRunner | None = None
     ranks: Ranks | None = None
-    # While Python itself ends, modules may be gone before the engine, this one's names too. Nothing is tidied
-    # up then: the end of the process does that.
+    # When Python itself ends, modules (and this one's names) may be gone before the engine. Nothing is freed
+    # then: the end of the process does that.
     _is_python_ending = staticmethod(sys.is_finalizing)
 
     def __init__(self, model: str, **options: Any):
         config = Config.from_options(model, options)
         checkpoint = open_checkpoint(config.model, config.load_format)
         self.config = config.with_checkpoint(checkpoint)
-        with ThreadPoolExecutor(1) as pool:  # a tokenizer takes long to import and needs no device
+        with ThreadPoolExecutor(1) as pool:  # importing a tokenizer takes long and needs no device
             tokenizer = pool.submit(checkpoint.tokenizer)
             self.model_runner = self._start_runner(checkpoint)
             try:
                 self.tokenizer = tokenizer.result()
-                vocab_size = self.config.hf_config.vocab_size  # what lies beyond is never drawn, nor banned
+                vocab_size = self.config.hf_config.vocab_size  # token ids beyond it are never drawn
                 eos = checkpoint.eos_token_ids(self.tokenizer)
                 self.config = replace(
                     self.config,
@@ -83,32 +71,23 @@ class LLMEngine:
                 raise
         self.scheduler = Scheduler(self.config)
         self.batches = BatchMaker(self.config)
-        self.prompts = Prompts(self.config, self.tokenizer, self.scheduler)
+        self.prompts = Prompts(self.config, self.tokenizer, self.scheduler.limits)
         self._seeds = random.Random(self.config.seed)
         self._overlap = self.config.device != "cpu"
-        self._under_way: Step | None = None
+        self.under_way: Step | None = None
         self.unfinished: dict[int, Sequence] = {}
-        self._ended: dict[int, Sequence] = {}  # those that have ended, but that no step has reported yet
-        self._texts: dict[int, GrowingText] = {}  # of those with stop texts
-        self._attempt: Attempt | None = None  # the last one, until it has come to its end
+        self.ended: dict[int, Sequence] = {}  # have ended, but no step has returned them yet
+        self.texts: dict[int, GrowingText] = {}  # of sequences with stop texts
+        self.attempt: recovery.Attempt | None = None  # under way, or broken off
         self._counts = Counter()
 
     def _start_runner(self, checkpoint: Checkpoint) -> ModelRunner:
-        """This process's model runner, which has the other ranks' with it."""
+        """Rank 0's model runner; starts the other ranks, which make theirs at the same time."""
         if self.config.tensor_parallel_size == 1:
             return ModelRunner(self.config, checkpoint)
         self.ranks = Ranks(self.config, checkpoint)
-        try:
+        with self.ranks.starting():
             return ModelRunner(self.config, checkpoint, 0, self.ranks.group, self.ranks)
-        except BaseException as error:
-            try:
-                if isinstance(error, RuntimeError):
-                    self.ranks.explain(error)
-                raise
-            finally:
-                self.ranks.group.abort()
-                self.ranks.close(at_once=True)
-                self.ranks.group.close()
 
     def exit(self) -> None:
         """
@@ -152,10 +131,10 @@ class LLMEngine:
         for seq in completions[1:]:
             seq.leader = completions[0]
         texts = watch_stops(self.tokenizer, completions)
-        with self._attempting():
+        with recovery.attempting(self):
             for seq in completions:
                 self.scheduler.add(seq)
-            self._texts.update(texts)
+            self.texts.update(texts)
             self.unfinished.update({seq.seq_id: seq for seq in completions})
         request.completions = completions
         return completions[0].seq_id
@@ -165,8 +144,7 @@ class LLMEngine:
         params = request.params
         seed = self._seeds.getrandbits(63) if params.seed is None else (params.seed + index) % 2**63
         seq = Sequence(request.token_ids, params, self.config.kvcache_block_size, seed)
-        seq.bad_words = request.bad_words
-        seq.num_rule_words = num_rule_words(params, seq.bad_words, self.scheduler.end_token_ids(params))
+        seq.bad_words, seq.num_rule_words = request.bad_words, request.num_rule_words
         seq.scored_token_ids = [] if index else request.scored_token_ids
         return seq
 
@@ -185,62 +163,26 @@ class LLMEngine:
         except Exception as error:
             if not isolate or isinstance(error, EngineDeadError):
                 raise
-            self.check_usable()  # where there are several ranks, a step that fails on one ends the engine
-            end_culprit(self, error)
+            self.check_usable()  # with several ranks, a step that fails on one of them ends the engine
+            recovery.end_culprit(self, error)
             return [], 0
 
     def _step(self) -> tuple[list[tuple[int, list[int]]], int]:
         self.check_usable()
         start = time.perf_counter()
-        with self._attempting(reports=True) as attempt:
+        with recovery.attempting(self, reports=True) as attempt:
             attempt.sequences, is_prefill = self.scheduler.schedule()
             step = self._launch(attempt.sequences, is_prefill) if attempt.sequences else None
-            if self._overlap:  # the host's work on this step is done while the device is busy with it
-                step, self._under_way = self._under_way, step
+            if self._overlap:  # collect the step before this one, while the device is busy with this one
+                step, self.under_way = self.under_way, step
             num_tokens = self._collect(step, attempt) if step is not None else 0
             if not self.unfinished:
                 self.scheduler.max_running = self.scheduler.max_num_seqs
-                if self._under_way is not None:  # launched before we knew that every request had ended
-                    self._collect(self._under_way, attempt)
-                    self._under_way = None
+                if self.under_way is not None:  # drain the step launched before we knew that all had ended
+                    self._collect(self.under_way, attempt)
+                    self.under_way = None
             self._counts["seconds"] += time.perf_counter() - start
-            return [(seq.seq_id, seq.completion_token_ids) for seq in self._ended.values()], num_tokens
-
-    @contextlib.contextmanager
-    def _attempting(self, reports: bool = False) -> Iterator[Attempt]:
-        """
-        Change the books, at the end of which all that have ended may have been reported. Where this is broken
-        off, at whatever line, the next attempt undoes it first.
-        """
-        self.recover()
-        self._attempt = Attempt()
-        yield self._attempt
-        self._ended, self._attempt = {} if reports else self._ended, None
-
-    def recover(self) -> list[Sequence]:
-        """
-        Undo an attempt that was broken off, if the last one was, and return the sequences it was about. What
-        it has computed, and where, is unknown: so nothing is kept that the cache holds, and all requests that
-        had not ended before are queued again with the tokens they had.
-        """
-        if (attempt := self._attempt) is None:
-            return []
-        self._under_way = None
-        if self.model_runner is not None:  # not shut down in the middle of its work
-            try:
-                self.model_runner.call("reset")
-                self.batches.reset()
-            except Exception as error:
-                raise EngineDeadError(f"the engine cannot go on after a step that failed: {error}") from error
-        for seq_id in self._ended:
-            self.unfinished.pop(seq_id, None)
-        for seq, length in zip(attempt.drawing, attempt.lengths, strict=False):
-            if seq.seq_id in self.unfinished:
-                del seq.token_ids[length:]
-        self.scheduler.restart(self.unfinished.values())
-        self._texts = watch_stops(self.tokenizer, self.unfinished.values())
-        self._attempt = None
-        return attempt.sequences
+            return [(seq.seq_id, seq.completion_token_ids) for seq in self.ended.values()], num_tokens
 
     def _launch(self, sequences: list[Sequence], is_prefill: bool) -> Step:
         num_tokens = sum(seq.num_scheduled_tokens for seq in sequences) if is_prefill else -len(sequences)
@@ -249,7 +191,7 @@ class LLMEngine:
             output = self.model_runner.call("run", batch).to_host(batch)
         return Step(sequences, self.scheduler.advance(sequences), num_tokens, output)
 
-    def _collect(self, step: Step, attempt: Attempt) -> int:
+    def _collect(self, step: Step, attempt: recovery.Attempt) -> int:
         attempt.sequences = step.sequences
         token_ids = step.output.token_ids()
         self.check_usable()  # where a rank has failed the tokens are worthless
@@ -257,24 +199,23 @@ class LLMEngine:
         attempt.drawing = step.drawing
         record_logprobs(step.sequences, step.drawing, step.output)
         finished = self.scheduler.postprocess(step.sequences, token_ids, step.drawing)
-        if self._texts:
+        if self.texts:
             finished += self._find_stops(step.drawing, attempt)
         for seq in finished:
             self._end(seq)
-            self._counts["finished"] += 1
-            self._counts["prompt"] += seq.num_prompt_tokens
-            self._counts["cached"] += seq.num_prompt_tokens_cached
+            cached = seq.num_prompt_tokens_cached
+            self._counts.update(finished=1, prompt=seq.num_prompt_tokens, cached=cached)
         self._counts["drawn"] += len(step.drawing)
         return step.num_tokens
 
-    def _find_stops(self, drawing: list[Sequence], attempt: Attempt) -> list[Sequence]:
+    def _find_stops(self, drawing: list[Sequence], attempt: recovery.Attempt) -> list[Sequence]:
         """
-        Stop the sequences whose newest tokens complete a stop text. Returns those that had not finished with
-        these tokens anyway. Where steps overlap, what a stopped one draws meanwhile is never looked at.
+        Stop the sequences whose newest tokens complete a stop text. Returns those that these tokens had not
+        finished already. A token that a step under way draws for a stopped one is thrown away.
         """
         stopped = []
         for seq in drawing:
-            if (text := self._texts.get(seq.seq_id)) is not None:
+            if (text := self.texts.get(seq.seq_id)) is not None:
                 attempt.sequences = [seq]
                 if (stop := text.find_stop()) is not None:
                     stopped += [] if seq.is_finished else [seq]
@@ -282,19 +223,19 @@ class LLMEngine:
         return stopped
 
     def _end(self, seq: Sequence) -> None:
-        self._ended[seq.seq_id] = seq
+        self.ended[seq.seq_id] = seq
         del self.unfinished[seq.seq_id]
-        self._texts.pop(seq.seq_id, None)
+        self.texts.pop(seq.seq_id, None)
 
     def abort(self, request_id: int) -> None:
         """
-        End a request and free its blocks at once. Its result has what there is so far and the finish_reason
-        "abort". That it has finished already, or never was, is no error.
+        End a request and free its blocks at once. Its result has the tokens so far and the finish_reason
+        "abort". If there is no such request, or it has finished, this does nothing.
         """
         self.check_usable()
         is_integer = isinstance(request_id, Integral) and not isinstance(request_id, bool)
         check(is_integer, "request_id must be an integer", request_id)  # 1.0 would find 1
-        with self._attempting():
+        with recovery.attempting(self):
             if (seq := self.unfinished.get(request_id)) is not None:
                 self.scheduler.abort(seq)
                 self._end(seq)
@@ -321,16 +262,16 @@ class LLMEngine:
 
     def is_finished(self) -> bool:
         """Whether no request is left."""
-        return not self.unfinished and not self._ended and self._under_way is None
+        return not self.unfinished and not self.ended and self.under_way is None
 
     def clear(self) -> None:
         """Drop every request."""
         if self._is_python_ending():
             return
-        self.unfinished, self._ended, self._attempt = {}, {}, Attempt()
+        self.unfinished, self.ended, self.attempt = {}, {}, recovery.Attempt()
         if self.ranks is not None and self.ranks.failure:
             self.exit()
-        self.recover()
+        recovery.recover(self)
 
     def check_usable(self) -> None:
         """Raise EngineDeadError if the engine was shut down or has lost a rank."""

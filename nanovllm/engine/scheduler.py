@@ -11,29 +11,15 @@ preempted.
 from collections import deque
 from collections.abc import Iterable
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import Any
 
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.forecast import Forecast
+from nanovllm.engine.limits import RULE_WORDS, Limits
 from nanovllm.engine.sequence import Sequence, SequenceStatus
-from nanovllm.sampling_params import SamplingParams
 
 MAX_PREFILLS_IN_A_ROW = 4  # while a sequence waits to decode
 SHARE_WEIGHT = 1 / 32  # of one request's end in `Scheduler.expected_share`
-RULE_WORDS = 1 << 22  # int32 on a device that the rules of all running requests may take
-
-
-class SchedulerConfig(Protocol):
-    """What the scheduler wants to know of the engine's `Config`."""
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
-    eos: int | tuple[int, ...]
-    num_kvcache_blocks: int
-    kvcache_block_size: int
-    enable_prefix_caching: bool
-    hf_config: Any  # its `context_limit`
 
 
 class Scheduler:
@@ -42,20 +28,16 @@ class Scheduler:
     before any younger one and is preempted last, so each decode step brings it one token nearer its end.
     """
 
-    def __init__(self, config: SchedulerConfig):
+    def __init__(self, config: Any):
         self.max_num_seqs = config.max_num_seqs
         self.max_num_batched_tokens = config.max_num_batched_tokens
-        self.max_model_len = config.max_model_len
-        self.eos = frozenset((config.eos,) if isinstance(config.eos, int) else config.eos)
-        self.block_manager = BlockManager(
-            config.num_kvcache_blocks, config.kvcache_block_size, config.enable_prefix_caching
-        )
+        self.limits = Limits(config)
         self.block_size = config.kvcache_block_size
-        # Tokens in the longest sequence: the last one is never written to the cache.
-        self.max_num_tokens = min(self.max_model_len, config.num_kvcache_blocks * self.block_size + 1)
-        self.longest_model_len = config.hf_config.context_limit
-        # What sequences that may end early are expected to draw of the tokens that they still may: as much as
-        # those that have lately ended did from half way on, where a running one is on average.
+        self.block_manager = BlockManager(
+            config.num_kvcache_blocks, self.block_size, config.enable_prefix_caching
+        )
+        # The share of its remaining tokens that a sequence which may end early is expected to draw. Measured
+        # on those that have ended, from the middle of their completions: a running one is there on average.
         self.expected_share = 1.0
         self.clear()
         self.num_preemptions = 0
@@ -69,31 +51,10 @@ class Scheduler:
         Queue a request, which ends where the context does. Raises ValueError if its prompt could never fit,
         however empty the engine is.
         """
-        self.check(len(seq))
-        seq.max_num_tokens = min(seq.max_num_tokens, self.max_num_tokens)
-        seq.end_token_ids = self.end_token_ids(seq.sampling_params)
+        self.limits.check(len(seq))
+        seq.max_num_tokens = min(seq.max_num_tokens, self.limits.max_num_tokens)
+        seq.end_token_ids = self.limits.end_token_ids(seq.sampling_params)
         self.waiting.append(seq)
-
-    def end_token_ids(self, params: SamplingParams) -> frozenset[int]:
-        """The tokens that end such a request."""
-        eos = frozenset() if params.ignore_eos else self.eos
-        return eos | frozenset(params.stop_token_ids) if params.stop_token_ids else eos
-
-    def check(self, num_prompt_tokens: int, num_tokens: int = 1) -> None:
-        """Raise ValueError if not even so many tokens could be drawn after such a prompt."""
-        total = num_prompt_tokens + num_tokens
-        if total <= self.max_num_tokens:
-            return
-        needed = f"the prompt has {num_prompt_tokens} tokens and needs room for {total}"
-        if total > self.max_model_len:
-            limit = f"may be raised to {self.longest_model_len}, the checkpoint's own limit"
-            if self.max_model_len == self.longest_model_len:
-                limit = "is the checkpoint's own limit"
-            raise ValueError(f"{needed}, but max_model_len is {self.max_model_len}, which {limit}")
-        raise ValueError(
-            f"{needed}, but {self.block_manager.num_blocks} KV cache blocks of {self.block_size} tokens are "
-            f"enough for {self.max_num_tokens}; raise num_kvcache_blocks or gpu_memory_utilization"
-        )
 
     def schedule(self) -> tuple[list[Sequence], bool]:
         """

@@ -12,7 +12,7 @@ from typing import Any
 from nanovllm.checkpoints.tokenizer import render_chat, tokenizer_errors
 from nanovllm.config import Config
 from nanovllm.engine.edits import HISTORY, num_rule_words
-from nanovllm.engine.scheduler import RULE_WORDS, Scheduler
+from nanovllm.engine.limits import RULE_WORDS, Limits
 from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.validation import check, check_bool, find_surrogate, shown
@@ -32,6 +32,7 @@ class Request:
     token_ids: list[int] = field(default_factory=list)
     params: SamplingParams = SamplingParams()
     bad_words: list[list[int]] = field(default_factory=list)  # as token ids
+    num_rule_words: int = 0  # int32 that its rules take on a device
     scored_token_ids: list[int] = field(default_factory=list)  # what comes after each of the first tokens
     index: int = 0  # among the prompts of its call
     error: Exception | None = None  # why it could not be read
@@ -54,13 +55,11 @@ def as_token_ids(values: list | tuple, vocab_size: int, name: str) -> list[int]:
 
 
 class Prompts:
-    """`scheduler` knows what can never fit, and what ends a request."""
-
-    def __init__(self, config: Config, tokenizer: Any, scheduler: Scheduler):
+    def __init__(self, config: Config, tokenizer: Any, limits: Limits):
         self.model = config.model
         self.vocab_size = config.hf_config.vocab_size
         self.tokenizer = tokenizer
-        self.scheduler = scheduler
+        self.limits = limits
         self._bad_word = functools.lru_cache(1024)(self._read_bad_word)
 
     def read_all(self, prompts: Any, sampling_params: Any) -> list[Request]:
@@ -81,7 +80,7 @@ class Prompts:
 
     def warn_of_context(self, requests: list[Request], which: str | None = None) -> bool:
         """Warn, once for all of them, of requests that the context may end before their max_tokens."""
-        most = self.scheduler.max_num_tokens
+        most = self.limits.max_num_tokens
         asked = [(len(request.token_ids), request.params.max_tokens or 0) for request in requests]
         beyond = [max_tokens for length, max_tokens in asked if length + max_tokens > most]
         if beyond:
@@ -112,12 +111,12 @@ class Prompts:
         rule = f"sampling_params for {name} must be SamplingParams"
         check(isinstance(sampling_params, SamplingParams), rule, sampling_params)
         token_ids = self._read_token_ids(prompt, 1, name)
-        bad_words = self._check_params(sampling_params, name)
+        bad_words, num_rule_words = self._read_rules(sampling_params, name)
         scored_token_ids = [] if sampling_params.prompt_logprobs is None else token_ids[1:]
-        return Request(token_ids, sampling_params, bad_words, scored_token_ids, index or 0)
+        return Request(token_ids, sampling_params, bad_words, num_rule_words, scored_token_ids, index or 0)
 
-    def _check_params(self, params: SamplingParams, name: str) -> list[list[int]]:
-        """Raise ValueError for what this model cannot do. Returns the bad words."""
+    def _read_rules(self, params: SamplingParams, name: str) -> tuple[list[list[int]], int]:
+        """Bad words as token ids, and `num_rule_words`. Raises ValueError for what the model cannot do."""
         for kind in ("stop", "bad_words"):
             if (texts := getattr(params, kind)) and self.tokenizer is None:
                 raise ValueError(
@@ -132,7 +131,7 @@ class Prompts:
                     f"sampling_params for {name}: token ids in {kind} must be from 0 to {self.vocab_size - 1}"
                 )
                 check(max(token_ids) < self.vocab_size, rule, max(token_ids))
-        bad_words, ends = self.bad_words(params), self.scheduler.end_token_ids(params)
+        bad_words, ends = self.bad_words(params), self.limits.end_token_ids(params)
         if (size := num_rule_words(params, bad_words, ends)) > RULE_WORDS:
             raise ValueError(
                 f"sampling_params for {name}: bad_words of {sum(map(len, bad_words)):,} tokens and "
@@ -145,7 +144,7 @@ class Prompts:
                 f"sampling_params for {name}: min_tokens={params.min_tokens} is not reached: each "
                 f"of allowed_token_ids={shown(allowed)} ends a completion"
             )
-        return bad_words
+        return bad_words, size
 
     def bad_words(self, params: SamplingParams) -> list[list[int]]:
         """The bad words as token ids."""
@@ -180,7 +179,7 @@ class Prompts:
         if not token_ids:
             raise ValueError(f"{name} is empty: {shown(prompt)}")
         try:
-            self.scheduler.check(len(token_ids), num_new_tokens)
+            self.limits.check(len(token_ids), num_new_tokens)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
         return token_ids

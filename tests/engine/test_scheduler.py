@@ -323,7 +323,7 @@ def test_a_prompt_that_leaves_no_room_for_a_token_is_refused_when_it_is_added(
         scheduler.add(make_sequence([1] * prompt, 1))
     assert scheduler.is_finished() and not scheduler.waiting
     check_pool(scheduler.block_manager, [])
-    scheduler.check(longest, 0)  # a text that is only scored needs no more
+    scheduler.limits.check(longest, 0)  # a text that is only scored needs no more
 
 
 def test_a_long_generation_alone_in_the_pool_never_starves():

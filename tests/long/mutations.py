@@ -35,9 +35,7 @@ def mutations_of(file: str, *pairs: tuple[str, str]) -> list[Mutation]:
 MUTATIONS = [
     *mutations_of(
         "scheduler",
-        ("if total <= self.max_num_tokens:", "if total < self.max_num_tokens:"),
-        ("config.num_kvcache_blocks * self.block_size + 1", "config.num_kvcache_blocks * self.block_size"),
-        ("min(seq.max_num_tokens, self.max_num_tokens)", "seq.max_num_tokens"),
+        ("min(seq.max_num_tokens, self.limits.max_num_tokens)", "seq.max_num_tokens"),
         ("self.num_prefills_in_a_row == MAX_PREFILLS_IN_A_ROW", "False"),
         ("len(self.running) > (self.chunked is not None)", "len(self.running) > 0"),
         ("        self.num_prefills_in_a_row = 0\n        return", "        return"),
@@ -68,12 +66,17 @@ MUTATIONS = [
         ("if seq.status is over:", "if False:"),
         ("if num_known % block_size == 0:", "if num_known % block_size == 1:"),
         ("elif num_known == seq.max_num_tokens:", "elif num_known == seq.max_num_tokens + 1:"),
-        ("if token_id in seq.end_token_ids:", "if token_id in self.eos:"),
+        ("if token_id in seq.end_token_ids:", "if token_id in self.limits.eos:"),
         ("self.block_manager.forget_uncomputed(seq)", "pass"),
         ("seq.num_tokens = len(seq.token_ids)", "pass"),
         ("self.free_rows.append(seq.row)", "self.free_rows.insert(0, 0)"),
         ("self.num_rule_words + seq.num_rule_words > RULE_WORDS", "seq.num_rule_words > RULE_WORDS"),
         ("self.num_rule_words -= seq.num_rule_words", "self.num_rule_words = 0"),
+    ),
+    *mutations_of(
+        "limits",
+        ("if total <= self.max_num_tokens:", "if total < self.max_num_tokens:"),
+        ("min(config.max_model_len, num_cache_tokens + 1)", "min(config.max_model_len, num_cache_tokens)"),
     ),
     *mutations_of(
         "block_manager",
@@ -130,13 +133,13 @@ MUTATIONS = [
     ),
     *mutations_of(
         "llm_engine",
-        ("del seq.token_ids[length:]", "pass"),
-        ("self._ended, self._attempt = {} if reports else self._ended, None", "self._attempt = None"),
-        ("            self.unfinished.pop(seq_id, None)", "            pass"),
         ("            if not self.unfinished:\n", "            if False:\n"),
     ),
     *mutations_of(
-        "isolation",
+        "recovery",
+        ("del seq.token_ids[length:]", "pass"),
+        ("engine.ended, engine.attempt = {} if reports else engine.ended, None", "engine.attempt = None"),
+        ("        engine.unfinished.pop(seq_id, None)", "        pass"),
         ("if len(suspects) == 1:", "if suspects:"),
         ("if seq is group or seq.leader is group:", "if seq is culprit:"),
     ),

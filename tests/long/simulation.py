@@ -186,7 +186,7 @@ class Simulation:
             self.work[seq.seq_id] = sum(map(self.most_drawn, self.requests.values()))
             self.arrived[seq.seq_id] = self.step_number
             self.expected[seq.seq_id] = expected_completion(
-                prompt, params, self.scheduler.eos, seq.seed, self.max_num_tokens
+                prompt, params, self.scheduler.limits.eos, seq.seed, self.max_num_tokens
             )
         self.counts["requests"] += len(group)
         self.counts["ended by the context"] += (max_tokens or room + 1) > room

@@ -35,7 +35,7 @@ def llm(request, engine, monkeypatch):
     monkeypatch.setattr(engine, "_overlap", request.param)
     yield engine
     assert_empty(engine)
-    assert not engine._texts
+    assert not engine.texts
 
 
 def generate(llm: LLM, **params) -> dict:

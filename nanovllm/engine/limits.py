@@ -1,0 +1,37 @@
+"""What no request can exceed, and what ends it, whatever else is running."""
+
+from typing import Any
+
+from nanovllm.sampling_params import SamplingParams
+
+RULE_WORDS = 1 << 22  # int32 on a device that the rules of all running requests may take
+
+
+class Limits:
+    def __init__(self, config: Any):
+        self.config = config
+        self.eos = frozenset((config.eos,) if isinstance(config.eos, int) else config.eos)
+        # In the longest sequence, whose last token needs no room in the cache: nothing is computed after it.
+        num_cache_tokens = config.num_kvcache_blocks * config.kvcache_block_size
+        self.max_num_tokens = min(config.max_model_len, num_cache_tokens + 1)
+
+    def end_token_ids(self, params: SamplingParams) -> frozenset[int]:
+        """The tokens that end such a request."""
+        eos = frozenset() if params.ignore_eos else self.eos
+        return eos | frozenset(params.stop_token_ids) if params.stop_token_ids else eos
+
+    def check(self, num_prompt_tokens: int, num_tokens: int = 1) -> None:
+        """Raise ValueError if there is no room for so many tokens after such a prompt."""
+        total, config = num_prompt_tokens + num_tokens, self.config
+        if total <= self.max_num_tokens:
+            return
+        needed = f"the prompt has {num_prompt_tokens} tokens and needs room for {total}"
+        if total > config.max_model_len:
+            limit, longest = "is the checkpoint's own limit", config.hf_config.context_limit
+            if config.max_model_len < longest:
+                limit = f"may be raised to {longest}, the checkpoint's own limit"
+            raise ValueError(f"{needed}, but max_model_len is {config.max_model_len}, which {limit}")
+        raise ValueError(
+            f"{needed}, but {config.num_kvcache_blocks} KV cache blocks of {config.kvcache_block_size} "
+            f"tokens are enough for {self.max_num_tokens}; raise num_kvcache_blocks or gpu_memory_utilization"
+        )
