@@ -176,10 +176,10 @@ def launch_every_kernel(make_runner: Callable[[], Any]) -> Iterator[None]:
     filters, edits = Needs.FILTERS, Needs.RULES | Needs.TOKEN_FLAGS
     runner.run(batch._replace(needs=filters | edits))
     *smaller, largest = runner.graph_sizes
-    runner._decode_step(runner._padding(largest), Needs(0))
+    runner.decode_step(runner.padding(largest), Needs(0))
     yield
     for needs in (Needs(0), filters, edits):
         runner.run(batch._replace(needs=needs))
     runner.run(batch._replace(needs=Needs(0), lens_k=batch.lens_k + 1))  # some keys are in the cache
     for size in smaller:
-        runner._decode_step(runner._padding(size), Needs(0))
+        runner.decode_step(runner.padding(size), Needs(0))

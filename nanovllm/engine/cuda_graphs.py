@@ -11,18 +11,22 @@ from typing import Any
 import torch
 
 RESERVED_BYTES = 512 << 20  # for what graphs take beside their tensors
-# By device, of engines that have ended: the workspace that cuBLAS has for a stream is never given back.
+# By device, the streams of engines that have ended. They are used again, because the workspace that cuBLAS
+# takes for each stream is never freed.
 _spare_streams: dict[torch.device, collections.deque[torch.cuda.Stream]] = {}
 
 
 def get_graph_sizes(max_num_seqs: int) -> list[int]:
-    """Batch sizes that CUDA graphs are made for: padding costs little where the weights decide the time."""
+    """
+    Batch sizes that CUDA graphs are made for. A batch is padded to the next one, which costs little: in small
+    batches most of the time goes into reading the weights.
+    """
     sizes = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, *range(128, max_num_seqs, 32)]
     return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
 
 
 class CudaGraphs:
-    """All share one pool of memory: only one runs at a time, and each overwrites the others' results."""
+    """All share one pool of memory: one runs at a time, and overwrites the results of the others."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -32,37 +36,31 @@ class CudaGraphs:
         with contextlib.suppress(IndexError):
             self._stream = _spare_streams.setdefault(device, collections.deque()).pop()
 
-    def __len__(self) -> int:
-        return len(self._graphs)
-
     def __contains__(self, key: Hashable) -> bool:
         return key in self._graphs
 
     def reserve(self, num_bytes: int) -> None:
         """
-        Let the shared memory begin as one piece in which the largest step fits: it would grow with every
-        larger batch, which finds no room in what smaller ones left.
+        Begin the shared memory as one piece in which the largest step fits. Else it would grow with every
+        larger batch, which does not fit into the pieces that smaller ones have left.
         """
         self._pool_owner, _ = self._record(
             lambda: torch.zeros(max(1, num_bytes), dtype=torch.uint8, device=self.device)
         )
 
     def capture(self, key: Hashable, step: Callable[[], Any]) -> None:
-        """
-        Record the step. It must have run once before, which creates handles and compiles kernels: a capture
-        cannot.
-        """
+        """Record the step. It must have run before: a capture cannot create handles or compile kernels."""
         self._graphs[key] = self._record(step)
 
     def replay(self, key: Hashable) -> Any:
-        """Enqueue the step again, and return what it computes, which is where the last time's was."""
+        """Enqueue the step again and return its results, which overwrite those of the last time."""
         graph, result = self._graphs[key]
         graph.replay()
         return result
 
     def _record(self, step: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
         graph, pool = torch.cuda.CUDAGraph(), self._pool
-        self._pool = None  # one in which a capture has failed cannot be used again
+        self._pool = None  # a pool in which a capture has failed cannot be used again
         try:
             # Other threads of the user's program may go on using the device.
             with torch.cuda.graph(graph, pool, stream=self._stream, capture_error_mode="thread_local"):
@@ -77,7 +75,7 @@ class CudaGraphs:
         return graph, result
 
     def close(self) -> None:
-        """Free the graphs' memory, and hand on the stream."""
+        """Free the graphs' memory, and leave the stream to a later engine."""
         self._graphs.clear()
         self._pool_owner = None
         _spare_streams[self.device].append(self._stream)

@@ -6,7 +6,6 @@ method runs on every rank. Follow `run`.
 
 import contextlib
 import functools
-import threading
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -32,8 +31,7 @@ from nanovllm.models import get_model_class
 from nanovllm.sampling_params import Needs
 from nanovllm.utils.context import reset_context, set_context
 from nanovllm.utils.loader import load_model
-
-_default_dtype_lock = threading.RLock()  # torch has one for all threads
+from nanovllm.utils.torch_defaults import lock, torch_defaults
 
 
 class ModelInputs(NamedTuple):
@@ -56,14 +54,10 @@ class SamplingInputs(NamedTuple):
 class ModelRunner:
     @explain_memory
     def __init__(
-        self,
-        config: Config,
-        checkpoint: Checkpoint,
-        rank: int = 0,
-        group: Group | None = None,
-        ranks: Any = None,
-    ):
-        """`ranks` is rank 0's hold on the other members of `group`, where there are any."""
+        self, config: Config, checkpoint: Checkpoint,
+        rank: int = 0, group: Group | None = None, ranks: Any = None,
+    ):  # fmt: skip
+        """With several ranks: `group` is how they compute together, `ranks` how rank 0 calls the others."""
         self.rank = rank
         self.ranks = ranks
         self.device = config.device_of(rank)
@@ -71,11 +65,11 @@ class ModelRunner:
         with self.on_device():
             make_runner = functools.partial(ModelRunner.without_weights, config, group)
             launches = functools.partial(launch_every_kernel, make_runner)
-            with _default_dtype_lock:  # held by another thread it would never be free in a forked process
+            with lock:  # a fork while another thread holds it would leave it locked for ever
                 self.kernels = CompileAhead(self.device, rank, config, launches)
             try:
                 self._build(config, config.hf_config, group)
-                with self._defaults(), use_group(group):
+                with torch_defaults(config.torch_dtype, self.device), use_group(group):
                     load_model(self.model, checkpoint)
                 self.kernels.wait_for_warmup()
                 group.connect(self.device, config.torch_dtype, config.max_num_seqs)
@@ -87,7 +81,7 @@ class ModelRunner:
 
     @classmethod
     def without_weights(cls, config: Config, group: Group) -> "ModelRunner":
-        """On the CPU, for `launch_every_kernel`. Layers after the second are like it, and left out."""
+        """On the CPU, for `launch_every_kernel`. Two layers launch all the kernels that there are."""
         hf_config = config.hf_config
         hf_config = replace(hf_config, num_hidden_layers=min(2, hf_config.num_hidden_layers))
         runner = object.__new__(cls)
@@ -99,7 +93,7 @@ class ModelRunner:
         """Make the model, without its weights, and what else `run` works with."""
         self.config = config
         self.group = group
-        with self._defaults(), use_group(group):
+        with torch_defaults(config.torch_dtype, self.device), use_group(group):
             self.model = get_model_class(hf_config)(hf_config)
             self.sampler = Sampler(self.model.lm_head.vocab_start)
         layers = [module for module in self.model.modules() if isinstance(module, Attention)]
@@ -108,41 +102,29 @@ class ModelRunner:
             layer.backend = backend
         self.kv_cache = KVCache(config, layers, self.device)
         self.rows = DeviceRows(RowLayout(config), self.device)
-        # The torch twins of the attention kernels look at lengths on the host, which a graph cannot.
+        # The torch twins of the attention kernels read lengths on the host, which a graph cannot do.
         twins = config.attention_backend == "torch" or not HAVE_TRITON
         is_eager = config.enforce_eager or self.device.type != "cuda" or twins
         self.graph_sizes = get_graph_sizes(config.max_num_seqs)
         self.graphs = None if is_eager else CudaGraphs(self.device)
 
     def on_device(self) -> contextlib.AbstractContextManager:
-        """For every entry from a user's thread: work on this runner's GPU and its default stream."""
+        """Work on this runner's GPU and its default stream, whatever the user's thread works on."""
         if self.device.type != "cuda":
             return contextlib.nullcontext()
         return torch.cuda.stream(torch.cuda.default_stream(self.device))
 
-    @contextlib.contextmanager
-    def _defaults(self):
-        """New tensors get the model's dtype and device."""
-        with _default_dtype_lock:
-            dtype = torch.get_default_dtype()
-            torch.set_default_dtype(self.config.torch_dtype)
-            try:
-                with self.device:
-                    yield
-            finally:
-                torch.set_default_dtype(dtype)
-
     def call(self, name: str, *args: Any) -> Any:
-        """Do the same thing on every rank and return what it gives on this one, which is rank 0."""
+        """Called on rank 0: call a method on every rank, and return its result on rank 0."""
         return self.ranks.call(self, name, args) if self.ranks is not None else getattr(self, name)(*args)
 
     def check_device(self) -> None:
-        """Raise what went wrong on the device, if something did; nobody else would notice on this rank."""
+        """Raise an error of the device, if there was one: other ranks than 0 never wait for it otherwise."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).query()
 
     def exit(self) -> None:
-        """Free the device's memory, except what the group shares: other ranks may still have that mapped."""
+        """Free the device's memory, except what the group shares, which other ranks may still have mapped."""
         with self.on_device():
             self._wait_for_device()
             self.kernels.stop()
@@ -154,7 +136,7 @@ class ModelRunner:
                 torch.cuda.empty_cache()
 
     def reset(self) -> None:
-        """Wait for what was enqueued and forget what the device was told, after a step that failed."""
+        """After a step that failed: wait for what was enqueued, and forget what the rows hold."""
         with self.on_device():
             self._wait_for_device()
             self.rows.reset()
@@ -175,17 +157,16 @@ class ModelRunner:
         batch = largest_batch(self.config, self.config.max_num_batched_tokens)
         self.step_bytes = bytes_taken_by(lambda: self.run(batch), self.device)
         if self.graphs is not None:
-            padding = self._padding(self.config.max_num_seqs)
-            decode_step = functools.partial(self._decode_step, padding, batch.needs)
-            self.graphs.reserve(bytes_taken_by(decode_step, self.device))
+            padding = self.padding(self.config.max_num_seqs)
+            self.graphs.reserve(bytes_taken_by(lambda: self.decode_step(padding, batch.needs), self.device))
         self.rows.reset()
 
     def allocate_kv_cache(self) -> None:
-        """Take the memory that the options allow and nothing else needs. ValueError if that is too little."""
+        """Take all memory that the options allow and nothing else needs. ValueError if that is too little."""
         num_blocks = self.config.num_kvcache_blocks
         if num_blocks == -1:
             budget = bytes_left(self.device, self.config.gpu_memory_utilization)
-            if self.device.type == "cuda":  # a step copies pages before it computes anything
+            if self.device.type == "cuda":  # max: a step has copied its pages before it computes anything
                 budget -= max(self.step_bytes, self.kv_cache.copy_bytes) + DeviceEdits.reserved_bytes
                 budget -= RESERVED_BYTES if self.graphs is not None else 0
             num_blocks = self.kv_cache.num_blocks_in(min(self.group.gather("budget", budget)))
@@ -200,35 +181,31 @@ class ModelRunner:
         if batch.is_prefill:
             if batch.block_copies is not None:
                 self.kv_cache.copy_blocks(*to_device(batch.block_copies, self.device))
-            return self._prefill_step(batch)
+            return self.run_model(self.prepare_prefill(batch), batch.needs, batch.scoring)
         self.kernels.wait()
         if self.graphs is None:
-            return self._decode_step(self.rows.batch[: batch.num_sequences], batch.needs)
+            return self.decode_step(self.rows.batch[: batch.num_sequences], batch.needs)
         size = next(size for size in self.graph_sizes if size >= batch.num_sequences)
         if (size, batch.needs) not in self.graphs:
             self.capture_cudagraph(size, batch.needs)
         return self.graphs.replay((size, batch.needs))
 
-    def _prefill_step(self, batch: Batch) -> StepOutput:
-        try:
-            return self.run_model(self.prepare_prefill(batch), batch.needs, batch.scoring)
-        finally:
-            reset_context()
-
-    def _decode_step(self, rows: torch.Tensor, needs: Needs) -> StepOutput:
+    def decode_step(self, rows: torch.Tensor, needs: Needs) -> StepOutput:
         """For these rows, int32 [batch]. Depends on the device's memory alone, so that it can be captured."""
-        try:
-            return self.run_model(self.prepare_decode(rows), needs)
-        finally:
-            reset_context()
+        return self.run_model(self.prepare_decode(rows), needs)
 
     def prepare_prefill(self, batch: Batch) -> ModelInputs:
         """Also sets the context."""
         rows = to_device(batch.rows, self.device)
-        # Some keys were computed by earlier steps, or are by neighbours in this one.
+        # Whether some keys were computed by earlier steps, or are computed by neighbours in this one.
         from_cache = not np.array_equal(batch.lens_q, batch.lens_k)
         spans = zip((batch.lens_k - batch.lens_q).tolist(), batch.lens_k.tolist(), strict=True)
         positions = np.concatenate([np.arange(*span) for span in spans])
+        inputs = ModelInputs(
+            to_device(batch.token_ids, self.device, torch.int64),
+            to_device(positions, self.device),
+            self.prepare_sample(rows, to_device(batch.lens_k, self.device, torch.int64)),
+        )
         set_context(
             True,
             cu_seqlens_q=to_device(_starts(batch.lens_q), self.device),
@@ -238,11 +215,7 @@ class ModelRunner:
             slot_mapping=to_device(batch.slot_mapping, self.device),
             block_tables=self.prepare_block_tables(rows) if from_cache else None,
         )
-        return ModelInputs(
-            to_device(batch.token_ids, self.device, torch.int64),
-            to_device(positions, self.device),
-            self.prepare_sample(rows, to_device(batch.lens_k, self.device, torch.int64)),
-        )
+        return inputs
 
     def prepare_decode(self, rows: torch.Tensor) -> ModelInputs:
         """Also sets the context."""
@@ -257,7 +230,7 @@ class ModelRunner:
         return ModelInputs(inputs.input_ids, inputs.positions, sampling)
 
     def prepare_block_tables(self, rows: torch.Tensor) -> torch.Tensor:
-        """int32 [sequences, blocks of the longest there can be]; beyond a sequence's end nothing is read."""
+        """int32 [sequences, blocks of the longest possible one]; nobody reads beyond a sequence's end."""
         return self.rows.inputs.block_tables[rows]
 
     def prepare_sample(self, rows: torch.Tensor, positions: torch.Tensor) -> SamplingInputs:
@@ -265,11 +238,14 @@ class ModelRunner:
         return SamplingInputs(rows, inputs.temperatures[rows], inputs.seeds[rows], positions)
 
     def run_model(self, inputs: ModelInputs, needs: Needs, scoring: Scoring | None = None) -> StepOutput:
-        """From token ids to the tokens drawn after them."""
-        hidden_states = self.model(inputs.input_ids, inputs.positions)
-        scores = score(self.model.lm_head, hidden_states, scoring) if scoring is not None else None
-        tokens, logprobs = self._draw(self.model.compute_logits(hidden_states), inputs.sampling, needs)
-        return StepOutput(tokens, logprobs, scores)
+        """From token ids to the tokens drawn after them. Ends the context that `prepare_...` has set."""
+        try:
+            hidden_states = self.model(inputs.input_ids, inputs.positions)
+            scores = score(self.model.lm_head, hidden_states, scoring) if scoring is not None else None
+            tokens, logprobs = self._draw(self.model.compute_logits(hidden_states), inputs.sampling, needs)
+            return StepOutput(tokens, logprobs, scores)
+        finally:
+            reset_context()
 
     def _draw(
         self, logits: torch.Tensor, sampling: SamplingInputs, needs: Needs
@@ -287,16 +263,16 @@ class ModelRunner:
 
     @torch.inference_mode()
     def capture_cudagraph(self, batch_size: int, needs: Needs) -> None:
-        """Record the decode step for this number of rows. Done when first needed: a start waits for none."""
-        self._decode_step(self._padding(batch_size), needs)
-        step = functools.partial(self._decode_step, self.rows.batch[:batch_size], needs)
-        self.graphs.capture((batch_size, needs), step)
+        """Record the decode step for this many rows. Done when first needed, so that starting is quick."""
+        self.decode_step(self.padding(batch_size), needs)
+        rows = self.rows.batch[:batch_size]
+        self.graphs.capture((batch_size, needs), lambda: self.decode_step(rows, needs))
 
-    def _padding(self, batch_size: int) -> torch.Tensor:
+    def padding(self, batch_size: int) -> torch.Tensor:
         """Rows that no sequence has."""
         return torch.full((batch_size,), self.rows.padding_row, dtype=torch.int32, device=self.device)
 
 
 def _starts(lengths: np.ndarray) -> np.ndarray:
-    """int32 [sequences + 1], where each begins when they stand behind one another."""
+    """int32 [sequences + 1], where each begins if they stand one after another, and where the last ends."""
     return np.cumsum([0, *lengths.tolist()]).astype(np.int32)
