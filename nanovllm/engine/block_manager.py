@@ -2,7 +2,7 @@
 
 Knows sequences and numbers of blocks, nothing about tensors. The idea: a full block is identified by a hash
 chained over everything before it, so equal prefixes find each other's blocks, and freeing a block only makes
-it available: its contents stay findable until somebody else needs the room.
+it available: its contents stay findable until the block is handed out again.
 """
 
 from collections import OrderedDict
@@ -53,7 +53,7 @@ class BlockManager:
         self.reset()
 
     def reset(self) -> None:
-        """Begin anew, whatever state the blocks are in: all are free and hold nothing."""
+        """Start again, whatever state the blocks are in: all are free and hold nothing."""
         self.blocks = [Block(i) for i in range(self.num_blocks)]
         self.hash_to_block_id: dict[int, int] = {}
         self.free_block_ids: OrderedDict[int, None] = OrderedDict.fromkeys(range(self.num_blocks))
@@ -73,8 +73,8 @@ class BlockManager:
 
     def can_allocate(self, seq: Sequence, cached_blocks: list[int] | None = None) -> bool:
         """
-        Whether all blocks of the sequence can be had now. Whoever knows what `find_cached_blocks` says passes
-        it on, here and to `allocate`: nothing is looked up twice.
+        Whether there are blocks for the whole sequence now. `cached_blocks` is what `find_cached_blocks`
+        returns, here and for `allocate`; it is looked up if it is not given.
         """
         cached_blocks = self.find_cached_blocks(seq) if cached_blocks is None else cached_blocks
         return len(self.free_block_ids) >= self.num_new_blocks(seq, cached_blocks)
@@ -89,10 +89,9 @@ class BlockManager:
         ones.
 
         The full ones are closed at once, before their contents are computed: a sequence admitted behind this
-        one runs in the same step or later, and each layer writes its keys and values before anybody reads
-        them. Nobody finds what was never computed: a step that does not run to its end is followed by a
-        `reset`, before anything else is looked up, and a prompt that ends between two of its chunks by
-        `forget_uncomputed`.
+        one runs in the same step or later, and each layer writes its keys and values before it reads any.
+        Blocks that are never computed are never found: after a step that fails all blocks are `reset`, and
+        `forget_uncomputed` follows a sequence that ends between two chunks of its prompt.
         """
         assert not seq.block_table
         hits = self.find_cached_blocks(seq) if cached_blocks is None else cached_blocks
@@ -110,9 +109,7 @@ class BlockManager:
         seq.num_cached_tokens = seq.num_computed_tokens = len(hits) * self.block_size
 
     def deallocate(self, seq: Sequence) -> None:
-        """
-        Give all blocks back, last to first: the beginning of a prompt is the likeliest to be wanted again.
-        """
+        """Give all blocks back, last to first: a prompt's beginning is the likeliest to be used again."""
         for block_id in reversed(seq.block_table):
             block = self.blocks[block_id]
             block.ref_count -= 1
@@ -123,7 +120,7 @@ class BlockManager:
         seq.num_cached_tokens = seq.num_computed_tokens = 0
 
     def forget_uncomputed(self, seq: Sequence) -> None:
-        """Let nobody find the blocks that were closed for a prompt but are never going to be computed."""
+        """Make the blocks unfindable that were closed for a prompt but will never be computed."""
         for block_id in seq.block_table[seq.num_computed_tokens // self.block_size :]:
             block = self.blocks[block_id]
             if self.hash_to_block_id.get(block.hash) == block_id:
@@ -131,12 +128,12 @@ class BlockManager:
             block.update(-1, [])
 
     def can_append(self, seq: Sequence) -> bool:
-        """Whether the sequence's last token has, or can get, a block to be written in."""
+        """Whether the sequence's last token has a block, or can get one."""
         return len(seq.block_table) * self.block_size >= len(seq) or bool(self.free_block_ids)
 
     def may_append(self, seq: Sequence) -> None:
         """
-        Prepare for writing the last token: open a block if it is the first of one, close the block it fills.
+        Prepare for writing the last token: open a block if it is the first in one, close the block it fills.
         """
         if len(seq.block_table) * self.block_size < len(seq):
             seq.block_table.append(self._take_free_block())
@@ -161,8 +158,8 @@ class BlockManager:
 
     def find_cached_blocks(self, seq: Sequence) -> list[int]:
         """
-        Blocks that hold the sequence's beginning, up to the first miss and never including its last token.
-        None for a sequence whose prompt is to be scored, which takes computing it.
+        Blocks that hold the sequence's beginning, up to the first miss and without its last token, which must
+        be computed. An empty list if the prompt is to be scored: all of it must be computed for that.
         """
         found: list[int] = []
         if self.enable_prefix_caching and seq.is_scored:
@@ -181,8 +178,8 @@ class BlockManager:
 
     def _block_hash(self, seq: Sequence, i: int) -> int:
         """
-        Hash of the sequence's i-th block, which is full. Kept, since a waiting sequence is looked up whenever
-        blocks have become free.
+        Hash of the sequence's i-th block, which is full. Hashes are kept: a waiting sequence is looked up
+        each time blocks have become free.
         """
         while len(seq.block_hashes) <= i:
             prefix = seq.block_hashes[-1] if seq.block_hashes else -1

@@ -219,7 +219,7 @@ class LLMEngine:
                 attempt.sequences = [seq]
                 if (stop := text.find_stop()) is not None:
                     stopped += [] if seq.is_finished else [seq]
-                    self.scheduler.stop(seq, stop)
+                    self.scheduler.end(seq, "stop", stop)
         return stopped
 
     def _end(self, seq: Sequence) -> None:
@@ -237,7 +237,7 @@ class LLMEngine:
         check(is_integer, "request_id must be an integer", request_id)  # 1.0 would find 1
         with recovery.attempting(self):
             if (seq := self.unfinished.get(request_id)) is not None:
-                self.scheduler.abort(seq)
+                self.scheduler.end(seq, "abort")
                 self._end(seq)
 
     def stats(self) -> dict[str, float]:

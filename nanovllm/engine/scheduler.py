@@ -2,10 +2,10 @@
 devices.
 
 A step is all prefill or all decode. Prefill goes first, but no more than MAX_PREFILLS_IN_A_ROW steps while
-somebody waits to decode. Both `waiting` and `running` are in order of arrival (a preempted sequence goes back
-to the front), so the oldest running sequence is never preempted by a younger one. A sequence is admitted if
-all that run are expected to reach their ends; where some do not end as early as expected, the youngest is
-preempted.
+a sequence waits to decode. Both `waiting` and `running` are in order of arrival (a preempted sequence goes
+back to the front), so the oldest running sequence is never preempted for a younger one. A sequence is
+admitted if the blocks are expected to suffice until all that run have ended; where they do not after all, the
+youngest is preempted.
 """
 
 from collections import deque
@@ -19,13 +19,13 @@ from nanovllm.engine.limits import RULE_WORDS, Limits
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 
 MAX_PREFILLS_IN_A_ROW = 4  # while a sequence waits to decode
-SHARE_WEIGHT = 1 / 32  # of one request's end in `Scheduler.expected_share`
+SHARE_WEIGHT = 1 / 32  # how much one request that ends changes `Scheduler.expected_share`
 
 
 class Scheduler:
     """
-    Progress: every request fits the pool alone (`add` checks it), the oldest running sequence gets its block
-    before any younger one and is preempted last, so each decode step brings it one token nearer its end.
+    Why all requests end: each fits the pool alone (`add` checks it), and the oldest running sequence gets its
+    block first and is preempted last, so that each decode step brings it one token nearer its end.
     """
 
     def __init__(self, config: Any):
@@ -41,7 +41,9 @@ class Scheduler:
         self.expected_share = 1.0
         self.clear()
         self.num_preemptions = 0
-        self.num_surplus_tokens = 0  # drawn by steps that began before their sequence was known to have ended
+        self.num_surplus_tokens = (
+            0  # drawn for sequences that had ended, in steps launched before that was known
+        )
 
     def is_finished(self) -> bool:
         return not self.waiting and not self.running
@@ -77,7 +79,7 @@ class Scheduler:
         held_back: list[Sequence] = []
         forecast = None
         limit = self.max_num_seqs
-        if self.max_running < limit:  # one more, so that each has a prefill to itself to fail in
+        if self.max_running < limit:  # one a step: if a prefill fails, this shows which sequence made it fail
             limit = min(self.max_running, len(self.running) + 1)
         while self.waiting and budget and len(self.running) + len(held_back) < limit:
             seq = self.waiting[0]
@@ -118,7 +120,7 @@ class Scheduler:
 
     @staticmethod
     def _running_leader(seq: Sequence) -> Sequence | None:
-        """The running sequence whose prompt is all that this one has, if there is one."""
+        """The first completion of the same prompt, if it is running and this one has only the prompt yet."""
         leader = seq.leader
         if leader is None or leader.status != SequenceStatus.RUNNING or leader.row < 0:
             return None
@@ -126,13 +128,13 @@ class Scheduler:
 
     @staticmethod
     def _has_computed_prompt(seq: Sequence) -> bool:
-        """By an earlier step: what this one finds in the cache may be about to be computed by a neighbour."""
+        """Whether earlier steps have. What this step is about to compute cannot be copied yet."""
         return seq.num_scheduled_tokens == 0 and seq.num_computed_tokens >= seq.num_prompt_tokens
 
     def _copy_prompt(self, leader: Sequence, seq: Sequence) -> None:
         """
-        Have what the cache does not share copied from the leader's blocks: all but the last token, which is
-        computed for its logits.
+        Have the part of the prompt that is in no shared block copied from the leader's blocks. Only the last
+        token is computed, for its logits.
         """
         last = (len(seq) - 1) // self.block_size
         blocks = slice(seq.num_cached_blocks, last + 1)
@@ -165,7 +167,7 @@ class Scheduler:
         return sorted(decoding, key=attrgetter("num_tokens"), reverse=True)
 
     def preempt(self, seq: Sequence) -> None:
-        """Take the sequence's blocks; it keeps its tokens and is computed again when there is room."""
+        """Take the sequence's blocks. It keeps its tokens, and is computed again when there is room."""
         seq.status = SequenceStatus.WAITING
         seq.num_scheduled_tokens = 0
         self._release(seq)
@@ -175,7 +177,7 @@ class Scheduler:
     def advance(self, sequences: list[Sequence]) -> list[Sequence]:
         """
         Count a step as under way, so that the next one can be scheduled before its tokens are known. Returns
-        the sequences that draw a token in it: all, or none if it is a prompt's chunk that is not the last.
+        the sequences that draw a token in it: all but one whose prompt is not yet computed to its end.
         """
         drawing, released = [], False
         for seq in sequences:
@@ -184,7 +186,7 @@ class Scheduler:
             if seq.num_computed_tokens == seq.num_tokens:
                 seq.num_tokens += 1
                 drawing.append(seq)
-                if seq.num_tokens == seq.max_num_tokens:  # it needs nothing any more
+                if seq.num_tokens == seq.max_num_tokens:  # its last token needs neither row nor blocks
                     self._release(seq)
                     released = True
         if released:
@@ -195,7 +197,7 @@ class Scheduler:
         self, sequences: list[Sequence], token_ids: list[int], drawing: list[Sequence] | None = None
     ) -> list[Sequence]:
         """
-        Record the tokens of a step, one per scheduled sequence, and return the sequences that end with them.
+        Record the tokens of a step, one per sequence that draws, and return the sequences that end with them.
         `drawing` is what `advance` returned, if it was called when the step began. Steps are recorded in
         order.
         """
@@ -203,7 +205,7 @@ class Scheduler:
             drawing = self.advance(sequences)
         finished, block_size, over = [], self.block_size, SequenceStatus.FINISHED
         for seq, token_id in zip(drawing, token_ids, strict=False):
-            if seq.status is over:  # by the token before, which was not known when this step began
+            if seq.status is over:  # ended by the token before, which was not known when this step began
                 self.num_surplus_tokens += 1
                 continue
             seq.append_token(token_id)
@@ -221,21 +223,16 @@ class Scheduler:
             self.running = [seq for seq in self.running if not seq.is_finished]
         return finished
 
-    def stop(self, seq: Sequence, text: str) -> None:
-        """End a sequence because of a text that its tokens have come to contain."""
-        if seq.is_finished:  # at the same token, for another reason
-            seq.finish_reason, seq.stop_reason = "stop", text
+    def end(self, seq: Sequence, reason: str, stop_text: str | None = None) -> None:
+        """End a sequence between two steps: it is aborted, or its text has come to contain a stop text."""
+        if seq.is_finished:  # by the same token, for another reason
+            seq.finish_reason, seq.stop_reason = reason, stop_text
             return
-        self._finish(seq, "stop", text)
-        self.running = [other for other in self.running if other is not seq]
-
-    def abort(self, seq: Sequence) -> None:
-        """End a sequence at whatever point, but not in the middle of a step's scheduling."""
-        self._finish(seq, "abort")
+        self._finish(seq, reason, stop_text)
         self.running = [other for other in self.running if other is not seq]
 
     def _finish(self, seq: Sequence, reason: str, stop_reason: str | int | None = None) -> None:
-        """End a sequence, which may have been preempted or released while its last token was under way."""
+        """It may have been preempted or released while its last token was under way."""
         seq.num_tokens = len(seq.token_ids)
         seq.finish_reason, seq.stop_reason = reason, stop_reason
         self.max_running = min(self.max_running + 1, self.max_num_seqs)
@@ -261,22 +258,22 @@ class Scheduler:
 
     def clear(self) -> None:
         """
-        Drop every request after a step that failed, at whatever point. What it wrote is unknown, so nothing
-        that the cache holds is kept.
+        Drop every request, in whatever state a failed step has left it. What the step wrote is unknown, so
+        nothing that the cache holds is kept.
         """
         self.block_manager.reset()
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
-        self.chunked: Sequence | None = None  # the running sequence, always the last, not yet fully prefilled
-        self.blocked: Sequence | None = None  # waits for others to give blocks back; not looked at until then
-        self.num_prefills_in_a_row = 0  # while somebody waited to decode
-        self.free_rows = list(range(self.max_num_seqs))[::-1]  # of the devices' tables
-        self.num_rule_words = 0  # of those that are running
-        # Fewer than max_num_seqs while a request that makes steps fail is looked for; one more with each end.
+        self.chunked: Sequence | None = None  # is in the middle of its prompt; the last of `running`
+        self.blocked: Sequence | None = None  # did not fit, and will not until blocks are given back
+        self.num_prefills_in_a_row = 0  # while a sequence waited to decode
+        self.free_rows = list(range(self.max_num_seqs))[::-1]  # of the devices' tables, see device_rows.py
+        self.num_rule_words = 0  # of the running sequences
+        # Lowered while recovery.py looks for a request that makes steps fail; one more with each that ends.
         self.max_running = self.max_num_seqs
 
     def restart(self, sequences: Iterable[Sequence]) -> None:
-        """`clear`, and queue these again, the first to arrive first: they are computed from their tokens."""
+        """`clear`, and queue these again, in order of arrival. They are computed again from their tokens."""
         self.clear()
         for seq in sequences:
             seq.restart()

@@ -43,35 +43,35 @@ class Sequence:
         self.num_cached_tokens = 0
         self.num_computed_tokens = 0
         self.num_scheduled_tokens = 0
-        self.num_prompt_tokens_cached: int | None = None  # found in the cache when it was admitted first
-        # Until the scheduler lowers it to what fits.
+        self.num_prompt_tokens_cached: int | None = None  # num_cached_tokens of its first admission
+        # The scheduler lowers this to what fits.
         self.max_num_tokens = self.num_prompt_tokens + (sampling_params.max_tokens or MAX_TOKENS)
 
-        # Where it is
+        # Where it lives
         self.block_size = block_size
         self.block_table: list[int] = []
         self.block_hashes: list[int] = []  # chained hashes of the full blocks seen so far
-        self.block_copies: list[tuple[int, int]] = []  # (from, to): to be copied before the next step
+        self.block_copies: list[tuple[int, int]] = []  # (from, to) of blocks to copy before its next step
         self.row = -1  # of the devices' tables, while running
 
         # What it asks for
         self.sampling_params = sampling_params
-        self.needs = int(needs_of(sampling_params))  # an int, since each step combines those of all
-        self.seed = seed  # with a token's position it decides the noise that token is drawn with
-        self.leader: Sequence | None = None  # the first completion of the same prompt, for the others
-        self.end_token_ids: frozenset[int] = frozenset()  # filled in by the scheduler, which knows eos
-        self.bad_words: list[list[int]] = []  # as token ids, filled in by the engine, like the next three
-        self.num_rule_words = 0  # int32 that they and the other rules take on a device
-        self.scored_token_ids: list[int] = []  # what comes after each of the first tokens
-        self.num_scored = 0  # how many of these a step has scored or is about to
+        self.needs = int(needs_of(sampling_params))  # an int: every step combines those of all
+        self.seed = seed  # this and a token's position decide the noise it is drawn with
+        self.leader: Sequence | None = None  # first completion of the same prompt, if this is another
+        self.end_token_ids: frozenset[int] = frozenset()  # set by the scheduler, which knows eos
+        self.bad_words: list[list[int]] = []  # as token ids; this and the next two are set by the engine
+        self.num_rule_words = 0  # int32 that all its rules take on a device, see edits.py
+        self.scored_token_ids: list[int] = []  # the i-th is to be scored as what follows token i
+        self.num_scored = 0  # how many of these steps have scored, or are about to
 
-        # What is told of it
-        self.prompt_logprobs: list[TokenLogprobs] = []  # of scored_token_ids, and of the completion's tokens
-        self.logprobs: list[TokenLogprobs] = []
+        # What its result says
+        self.prompt_logprobs: list[TokenLogprobs] = []  # of scored_token_ids
+        self.logprobs: list[TokenLogprobs] = []  # of the completion's tokens
         self.finish_reason: str | None = None  # "stop", "length", "abort" or "error"
-        self.stop_reason: str | int | None = None  # the text or token id of the request that ended it
-        self.error: Exception | None = None  # what has ended it, if that is an error of its own
-        self.text: str | None = None  # of the completion, where a stop text has cut it
+        self.stop_reason: str | int | None = None  # the stop text or stop token id that ended it
+        self.error: Exception | None = None  # that ended it, if the sequence is to blame for it
+        self.text: str | None = None  # of the completion, if a stop text has cut it
 
     def __len__(self) -> int:
         return self.num_tokens
@@ -113,12 +113,12 @@ class Sequence:
 
     @property
     def num_blocks_at_most(self) -> int:
-        """Blocks that it has in the end if it draws all its tokens, of which the last needs no place."""
+        """If it draws all its tokens, of which the last is never written to the cache."""
         return -(-(self.max_num_tokens - 1) // self.block_size)
 
     @property
     def may_end_early(self) -> bool:
-        """Whether it can end before it has drawn all its tokens."""
+        """Whether it can end before it has max_num_tokens."""
         return bool(self.end_token_ids or self.sampling_params.stop)
 
     @property
@@ -127,11 +127,11 @@ class Sequence:
 
     @property
     def is_scored(self) -> bool:
-        """Whether nothing of it is to be scored any more."""
+        """Whether nothing is left to be scored."""
         return self.num_scored == len(self.scored_token_ids)
 
     def restart(self) -> None:
-        """Be a request again that has its tokens and nothing computed, whatever a step made of it."""
+        """Be a waiting request again that has its tokens and nothing computed, whatever a failed step did."""
         self.status = SequenceStatus.WAITING
         self.num_tokens = len(self.token_ids)
         self.num_cached_tokens = self.num_computed_tokens = self.num_scheduled_tokens = 0
@@ -149,6 +149,6 @@ class Sequence:
         return self.token_ids[i * self.block_size : (i + 1) * self.block_size]
 
     def append_token(self, token_id: int) -> None:
-        """`num_tokens` counts it already if the step that drew it was counted ahead."""
+        """`num_tokens` counts it already if `Scheduler.advance` has counted its step."""
         self.token_ids.append(token_id)
         self.num_tokens = max(self.num_tokens, len(self.token_ids))

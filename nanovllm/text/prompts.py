@@ -33,7 +33,9 @@ class Request:
     params: SamplingParams = SamplingParams()
     bad_words: list[list[int]] = field(default_factory=list)  # as token ids
     num_rule_words: int = 0  # int32 that its rules take on a device
-    scored_token_ids: list[int] = field(default_factory=list)  # what comes after each of the first tokens
+    scored_token_ids: list[int] = field(
+        default_factory=list
+    )  # the i-th is to be scored as what follows token i
     index: int = 0  # among the prompts of its call
     error: Exception | None = None  # why it could not be read
     completions: list[Sequence] = field(default_factory=list)

@@ -543,7 +543,7 @@ def test_when_the_one_without_room_is_aborted_the_next_gets_its_turn():
         scheduled, _ = scheduler.schedule()
         scheduler.postprocess(scheduled, [1] * len(scheduled))
     assert list(scheduler.waiting) == [blocked, behind]
-    scheduler.abort(blocked)
+    scheduler.end(blocked, "abort")
     assert scheduler.schedule() == ([behind], True)
 
 

@@ -193,7 +193,7 @@ class Simulation:
         self.counts["completions of the same prompt"] += len(group) - 1
 
     def abort(self, seq: Sequence) -> None:
-        self.scheduler.abort(seq)
+        self.scheduler.end(seq, "abort")
         self.end(seq)
         assert seq.finish_reason == "abort"
         self.counts["aborts"] += 1
@@ -266,7 +266,7 @@ class Simulation:
             stops = seq.seq_id in self.requests and seq.sampling_params.stop
             if stops and seq.completion_token_ids[-2:] == [2, 3]:
                 finished += [] if seq in finished else [seq]
-                self.scheduler.stop(seq, STOP_TEXT)
+                self.scheduler.end(seq, "stop", STOP_TEXT)
         for seq in finished:
             assert seq.completion_token_ids == self.expected[seq.seq_id], "not the tokens of the model"
             self.end(seq)
