@@ -22,7 +22,7 @@ from nanovllm.text.results import GrowingText, outcome
 
 @dataclass(eq=False)
 class Listener:
-    """Who waits for a request: `events` gets pieces of text, if wanted, and then the result or an error."""
+    """A task waits for a request: `events` gets pieces of text, if wanted, then the result or an error."""
 
     request: Request
     wants_text: bool
@@ -37,7 +37,7 @@ class Listener:
 
 
 class Worker:
-    """The engine's thread. It knows nothing of the AsyncLLM, which could not be deleted otherwise."""
+    """The engine's thread. It holds no reference to the AsyncLLM, which could never be deleted otherwise."""
 
     def __init__(self, llm: LLM):
         self.llm = llm
@@ -49,11 +49,13 @@ class Worker:
     def stop(self) -> None:
         """End the engine, and every request under way with an EngineDeadError."""
         self.inbox.put(None)
-        if threading.current_thread() is self.thread:  # the garbage collector came by; `llm` goes with it
+        if (
+            threading.current_thread() is self.thread
+        ):  # called by the garbage collector, which then deletes `llm`
             return
         self.thread.join()
         self.llm.exit()
-        while not self.inbox.empty():  # came too late
+        while not self.inbox.empty():  # commands that came too late
             if (command := self.inbox.get()) is not None:
                 command[1].hear(EngineDeadError(SHUT_DOWN))
 
@@ -76,7 +78,7 @@ class Worker:
                 self.fail(error)
 
     def add(self, listener: Listener) -> None:
-        self.listeners[listener] = None  # first of all: whatever goes wrong now must reach it
+        self.listeners[listener] = None  # first, so that whatever goes wrong from here on reaches it
         try:
             self.llm.add_request(listener.request)
             if listener.wants_text:
@@ -97,7 +99,7 @@ class Worker:
             self.end(listener, error)
 
     def end(self, listener: Listener, event: dict | Exception | None = None) -> None:
-        """Let go of a listener and its request; the event is the last that it hears."""
+        """Forget a listener and end its request; the event is the last one that it gets."""
         self.listeners.pop(listener, None)
         if event is not None:
             listener.hear(event)
@@ -115,8 +117,8 @@ class AsyncLLM:
     `AsyncLLM(model, **options)`: options are those of `LLM`. Requests of any number of tasks run together.
 
     A task that is cancelled, or leaves its `async for`, takes its request with it: the blocks are free at
-    once. An exception that one request causes, such as running out of memory, is raised to its task alone;
-    any other to all tasks under way, and unless it is an EngineDeadError the engine is empty and usable then.
+    once. An exception that one request causes, such as running out of memory, is raised in its task alone;
+    any other in all tasks under way, and then the engine is empty and usable unless it is an EngineDeadError.
     """
 
     def __init__(self, model: str, **options: Any):
@@ -152,7 +154,7 @@ class AsyncLLM:
         self._worker.inbox.put((self._worker.add, listener))
         event: str | dict | BaseException = ""
         try:
-            if not self._end.alive:  # exit() was called, and maybe nobody looks into the inbox any more
+            if not self._end.alive:  # exit() was called: the thread may no longer read the inbox
                 raise EngineDeadError(SHUT_DOWN)
             while isinstance(event, str):
                 event = await listener.events.get()

@@ -21,16 +21,16 @@ from nanovllm.utils.validation import check, check_bool
 
 
 class Progress(tqdm):
-    """A bar, if there is a total, of the completions that have ended, with the speed of the last steps."""
+    """Counts completions that have ended and shows the speed of the last steps; hidden without a total."""
 
     def __init__(self, total: int | None):
         super().__init__(total=total, desc="Generating", dynamic_ncols=True, disable=total is None)
         self.speed, self.seconds = {"Prefill": "-", "Decode": "-"}, 0.0
 
     def count(self, num_ended: int, num_tokens: int, seconds: float) -> None:
-        """A step and what it returned."""
+        """Add what a step has returned, and how long it took."""
         self.seconds += seconds
-        if num_tokens:  # else it has only launched what the next one collects
+        if num_tokens:  # else the step has only launched what the next one collects
             phase = "Prefill" if num_tokens > 0 else "Decode"
             self.speed[phase] = f"{abs(num_tokens) / self.seconds:.0f}tok/s"
             self.seconds = 0.0
@@ -46,7 +46,7 @@ class LLM(LLMEngine):
     blocks free.
     """
 
-    _call: dict[int, Request] | None = None  # whose the unfinished requests are, see _take_turn
+    _call: dict[int, Request] | None = None  # the call that the unfinished requests belong to, see _take_turn
 
     def generate(
         self,
@@ -58,18 +58,18 @@ class LLM(LLMEngine):
         Complete the prompts; results are in their order.
 
         prompts: a string, a list of token ids or a dict with one of these as "prompt" or "prompt_token_ids",
-        or a list of such. sampling_params: one for all, or one each. Raises ValueError naming the prompt or
-        parameter at fault, before anything is computed. Warns of a max_tokens beyond the context, where a
-        completion ends.
+        or a list of such. sampling_params: one for all, or one each. Raises a ValueError that names the wrong
+        prompt or parameter, before anything is computed. Warns of a max_tokens that reaches beyond the
+        context, at whose end a completion ends.
 
         Every result has
           text, token_ids    the completion; token_ids include what ended it
           finish_reason      "stop" (an end-of-sequence token, a stop text or token), "length" or "abort"
           stop_reason        the stop text or stop token id that ended it, else None
           num_prompt_tokens, num_cached_tokens   of the prompt, and how many of these the KV cache had
-          outputs            with n > 1 all completions, of which the first also stands above
+          outputs            with n > 1 all completions; the keys above are the first one's
         and where parameters ask for them
-          logprobs           of each token of the completion a dict {token id: Logprob}: of that token and the
+          logprobs           for each token of the completion a dict {token id: Logprob} of it and of the
                              likeliest ones, each with logprob, rank (1 is the likeliest) and decoded_token
           prompt_logprobs    the same for the prompt, whose first token has None
         """
@@ -83,9 +83,9 @@ class LLM(LLMEngine):
         use_tqdm: bool = False,
     ) -> Iterator[tuple[int, dict[str, Any]]]:
         """
-        `generate` that yields (index of the prompt, result) as soon as a prompt is done. Nothing is computed
-        between two results, and closing the iterator drops what is left. Until the last result other calls
-        are a RuntimeError.
+        Like `generate`, but yields (index of the prompt, result) as soon as a prompt is done. Nothing is
+        computed unless the next result is asked for, and closing the iterator drops what is left. Until the
+        last result other calls raise a RuntimeError.
         """
         self._take_turn()
         check_bool(use_tqdm, "use_tqdm")
@@ -102,8 +102,8 @@ class LLM(LLMEngine):
         """
         `generate_iter` for any number of requests in bounded memory: the next is taken from `requests` only
         while fewer than `max_unfinished` completions (default: twice max_num_seqs) are queued or running. A
-        bad request is a ValueError when its turn comes. With `return_exceptions` a request that is bad, or
-        fails for reasons of its own such as its size, yields (index, exception) and the others go on.
+        bad request raises a ValueError when its turn comes. With `return_exceptions` a request that is bad,
+        or fails for reasons of its own such as its size, yields (index, exception) and the others go on.
         """
         limit = 2 * self.config.max_num_seqs if max_unfinished is None else max_unfinished
         is_count = isinstance(limit, Integral) and not isinstance(limit, bool) and limit >= 1
@@ -135,8 +135,8 @@ class LLM(LLMEngine):
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams = SamplingParams()) -> Iterator[str]:
         """
-        The text of one completion, piece by piece while it is made: whole characters that join to the "text"
-        of `generate`. Closing the iterator drops the request.
+        The text of one completion, piece by piece while it is made. Pieces are whole characters; joined they
+        are the "text" of `generate`. Closing the iterator drops the request.
         """
         self._take_turn()
         request = self.prompts.read(prompt, sampling_params)
@@ -164,7 +164,7 @@ class LLM(LLMEngine):
         texts = self.prompts.read_texts(prompts)
         params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
         requests = [Request(ids[:-1], params, scored_token_ids=ids[1:]) for ids in texts]
-        scored = [request for request in requests if request.token_ids]  # of more than the first token
+        scored = [request for request in requests if request.token_ids]  # texts of more than one token
         for _ in self._run(scored, total=len(scored) if use_tqdm else None):
             pass
         results = []
@@ -187,16 +187,16 @@ class LLM(LLMEngine):
     ) -> list[dict[str, Any]]:
         """
         `generate` for one conversation or a list of them, through the checkpoint's chat template or the one
-        given. The answer is a new message, or with continue_final_message=True and
-        add_generation_prompt=False more of the last one. What else the template understands (such as
-        enable_thinking) goes into chat_template_kwargs.
+        given. The answer is a new message; with continue_final_message=True and add_generation_prompt=False
+        it continues the last one. Other variables of the template (such as enable_thinking) go into
+        chat_template_kwargs.
         """
         options = (chat_template, add_generation_prompt, continue_final_message, tools, chat_template_kwargs)
         token_ids = self.prompts.read_chats(messages, *options)
         return self.generate(token_ids, sampling_params, use_tqdm)
 
     def encode(self, text: str) -> list[int]:
-        """The token ids of a text, as a prompt of it would have them."""
+        """The token ids of a text, the same as when it is a prompt."""
         check(isinstance(text, str), "text must be a string", text)
         return self.prompts.tokenize(text, "text")
 
@@ -229,8 +229,8 @@ class LLM(LLMEngine):
 
     def _take_turn(self, call: dict[int, Request] | None = None) -> None:
         """
-        One call at a time has the engine, until its requests have ended. It is known by the dict that it has
-        these in; None stands for `add_request` and `step`.
+        Only one call at a time may use the engine, until its requests have ended. A call is identified by its
+        dict of queued requests; None stands for `add_request` and `step`.
         """
         self.check_usable()
         if self.unfinished and self._call is not call:
@@ -247,11 +247,11 @@ class LLM(LLMEngine):
         total: int | None = None,
     ) -> Iterator[list[Request]]:
         """
-        Queue requests while there is room, and step, until all have ended. Yields after each step those that
-        have ended with it, and at once one that could not be read. With a `total` of completions there is a
-        progress bar.
+        Queue requests while there is room, and step, until all have ended. Yields the requests that a step
+        has ended, after each step, and a request that could not be read, at once. With a `total` of
+        completions there is a progress bar.
         """
-        queued: dict[int, Request] = {}  # by each seq_id that has not ended
+        queued: dict[int, Request] = {}  # by the seq_id of each completion that has not ended
         coming, limit = iter(coming), max_unfinished or 2 * self.config.max_num_seqs
         self._take_turn(queued)
         try:
@@ -269,12 +269,12 @@ class LLM(LLMEngine):
                         ended = [r for r in found if all(seq.is_finished for seq in r.completions)]
                     yield ended
         except BaseException:
-            if self._call is queued:  # an iterator may be closed when the engine is another call's
+            if self._call is queued:  # an iterator may be closed when another call uses the engine
                 self.clear()
             raise
 
     def _queue(self, coming: Iterator[Request], limit: int, queued: dict[int, Request]) -> list[Request]:
-        """Queue requests while fewer than `limit` completions are, up to one that could not be read."""
+        """Queue requests until `limit` completions are queued, or up to one that could not be read."""
         while len(queued) < limit and (request := next(coming, None)) is not None:
             if request.error is not None:
                 return [request]

@@ -1,5 +1,5 @@
-"""Turns tokens into text: each by itself, and all of them while they come, for whoever must look at a text
-that is not finished.
+"""Turns tokens into text: single tokens, and a completion's tokens while they are drawn, for streaming and
+stop texts.
 """
 
 import codecs
@@ -7,26 +7,26 @@ import weakref
 from typing import Any
 
 INCOMPLETE = "\ufffd"  # what the bytes of half a character decode to
-BYTES = [f"<0x{byte:02X}>" for byte in range(256)]  # in vocabularies that write rare characters byte by byte
-MANY = 16  # tokens of which nothing is settled
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]  # the byte tokens of vocabularies that have such
+MANY = 16  # unsettled tokens from which on the window is cut, so that decoding it stays cheap
 
 
 class Vocabulary(dict[int, str]):
     """
-    The text of each token alone, made when it is asked for first. `hidden` are the special tokens that have
-    no text where these are skipped; `byte_of` has the bytes of byte tokens, and `runs_are_text` says whether
-    a run of these is all text, or nothing but replacement characters.
+    The text of each single token, decoded when it is asked for first. `hidden` are the special tokens that
+    skip_special_tokens skips. `byte_of` has the byte of each byte token; `runs_are_text` says whether a run
+    of these becomes text as a whole, and nothing but replacement characters if a byte of it is wrong.
     """
 
     def __init__(self, tokenizer: Any):
         super().__init__()
-        self._tokenizer = weakref.proxy(tokenizer)  # which keeps this: see vocabulary_of
+        self._tokenizer = weakref.proxy(tokenizer)  # a strong reference would keep it in _vocabularies
         special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
         self.hidden = {i for i in special if not tokenizer.decode([i], skip_special_tokens=True)}
         ids = tokenizer.convert_tokens_to_ids(BYTES)
         names = [None if i is None else tokenizer.convert_ids_to_tokens(i) for i in ids]
         self.byte_of = {i: byte for byte, i in enumerate(ids) if names[byte] == BYTES[byte]}
-        self.invalid = [i for i, byte in self.byte_of.items() if byte == 0xFF]  # in any text
+        self.invalid = [i for i, byte in self.byte_of.items() if byte == 0xFF]  # never part of UTF-8
         self.runs_are_text = False
         if len(self.byte_of) == len(BYTES):
             euro = [ids[byte] for byte in "€".encode()]
@@ -46,7 +46,7 @@ _vocabularies: weakref.WeakKeyDictionary[Any, Vocabulary] = weakref.WeakKeyDicti
 
 
 def vocabulary_of(tokenizer: Any) -> Vocabulary:
-    """The same one for all requests, for as long as there is the tokenizer."""
+    """One for all requests; it lives as long as the tokenizer."""
     if (found := _vocabularies.get(tokenizer)) is None:
         found = _vocabularies[tokenizer] = Vocabulary(tokenizer)
     return found
@@ -54,8 +54,8 @@ def vocabulary_of(tokenizer: Any) -> Vocabulary:
 
 class ByteRun:
     """
-    Byte tokens in a row that may go on: `text` is what is in front of them, and their own text as long as it
-    is one. Otherwise, and after half a character, nothing of them shows.
+    Byte tokens in a row, of which more may come. `text` is the text in front of them and, while their bytes
+    are valid, their own. Nothing of the run shows once a byte was wrong, or while a character is incomplete.
     """
 
     def __init__(self, before: str):
@@ -68,7 +68,7 @@ class ByteRun:
         return self.is_valid and not self._utf8.getstate()[0]
 
     def add(self, data: bytes) -> str:
-        """What shows with these bytes."""
+        """Add these bytes and return the text that shows."""
         try:
             self.text += self._utf8.decode(data) if self.is_valid else ""
         except UnicodeDecodeError:
@@ -78,12 +78,12 @@ class ByteRun:
 
 class Detokenizer:
     """
-    `text` is what the tokens so far say, up to the last complete character; its first `num_settled`
-    characters stay whatever comes. How a token is written may depend on the one before it, so a few tokens
-    that are settled already are always decoded with the new ones, and their text taken off. A run of byte
-    tokens is settled when it is over, since one bad byte turns all of it into replacement characters.
+    `text` is the text of the tokens so far, up to the last complete character. Its first `num_settled`
+    characters will not change, whatever tokens come. A token's text may depend on the token before it, so a
+    few settled tokens are always decoded together with the new ones, and their text is cut off. A run of byte
+    tokens is settled when it is over, since one wrong byte turns all of it into replacement characters.
 
-    What a token costs does not depend on how many came since something was settled.
+    The time that a token takes does not depend on how many came since something was settled.
     """
 
     def __init__(self, tokenizer: Any, skip_special_tokens: bool = True):
@@ -95,9 +95,9 @@ class Detokenizer:
         self._vocabulary = vocabulary_of(tokenizer)
         self._hidden = self._vocabulary.hidden if skip_special_tokens else set()
         self._window: list[int] = []  # the tokens that are decoded together
-        self._num_context_tokens = 0  # of these, whose text is in front of what is new
-        self._num_context = 0  # characters of that
-        self._decided = ""  # between the settled text and that of the window after its context
+        self._num_context_tokens = 0  # how many of these are settled ones, in front of the new ones
+        self._num_context = 0  # how many characters these have
+        self._decided = ""  # text between the settled text and the new tokens' text
         self._run: ByteRun | None = None  # at the end of the window, if it is long
 
     def add(self, token_ids: list[int]) -> None:
@@ -107,7 +107,7 @@ class Detokenizer:
                 self._add(token_id)
 
     def num_held_back(self, stops: tuple[str, ...]) -> int:
-        """How many characters at the end of the settled text may be the beginning of one of these."""
+        """How many characters at the end of the settled text may begin one of these stop texts."""
         settled = self.text[: self.num_settled]
         longest = max(map(len, stops), default=0) - 1
         lengths = range(min(longest, len(settled)), 0, -1)
@@ -134,7 +134,7 @@ class Detokenizer:
                 self._begin_run(new)
 
     def _new_of(self, text: str) -> str:
-        """What follows the settled text, if the window says this."""
+        """What follows the settled text, if this is the window's text."""
         return self._decided + text[self._num_context :]
 
     def _show(self, new: str) -> None:
@@ -147,7 +147,7 @@ class Detokenizer:
         self._decided = ""
 
     def _begin_run(self, new: str) -> None:
-        """Let the byte tokens at the end of the window be read as bytes from here on."""
+        """From here on, read the byte tokens at the end of the window as bytes."""
         byte_of, start = self._vocabulary.byte_of, len(self._window)
         while start and self._window[start - 1] in byte_of:
             start -= 1
@@ -160,12 +160,12 @@ class Detokenizer:
 
     def _cut(self, text: str) -> None:
         """
-        Take tokens off the window whose text is decided, though not yet what their neighbours say: all but a
-        few, if the window without them says the same.
+        Take all but a few tokens off the window, if the rest decodes to the same text without them: their
+        text is decided then, although it is not settled.
         """
         cut = len(self._window) - MANY // 2
         window, context = self._window[cut - MANY // 2 :], self._window[cut - MANY // 2 : cut]
-        # A character may go on after the cut: the last one before it is not decided if it is half.
+        # The cut may be inside a character: what comes before it of that character is not decided.
         before, known = (self._decode(t).removesuffix(INCOMPLETE) for t in (self._window[:cut], context))
         if before + self._decode(window)[len(known) :] == text:
             self._decided = self._new_of(before)

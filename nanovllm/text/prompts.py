@@ -1,5 +1,5 @@
-"""Reads what users give as prompts: turns it into requests, and refuses what cannot be served by name and
-value, before anything has changed.
+"""Reads what users give as prompts: turns it into requests, or raises an error that names what cannot be
+served, before anything has changed.
 """
 
 import functools
@@ -17,7 +17,7 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.validation import check, check_bool, find_surrogate, shown
 
-# What `chat` passes to a chat template, which chat_template_kwargs cannot set too.
+# What `chat` itself passes to a chat template: chat_template_kwargs must not set these.
 CHAT_OPTIONS = {"messages", "chat_template", "add_generation_prompt", "continue_final_message", "tools"}
 CHAT_OPTIONS |= {"self", "conversation", "tokenize"}
 
@@ -27,7 +27,7 @@ Messages = list[dict[str, Any]]
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """A prompt that has been read, and what is asked for; once it is queued, also its `completions`."""
+    """A prompt that has been read, and its parameters; once it is queued, also its `completions`."""
 
     token_ids: list[int] = field(default_factory=list)
     params: SamplingParams = SamplingParams()
@@ -42,7 +42,7 @@ class Request:
 
 
 def as_token_ids(values: list | tuple, vocab_size: int, name: str) -> list[int]:
-    """Token ids as a list of Python's integers. Raises ValueError for what is none."""
+    """Token ids as a list of Python's integers. Raises ValueError for anything else."""
     token_ids = list(values)
     if set(map(type, token_ids)) - {int}:  # numpy's integers, or what is no token id at all
         for token_id in token_ids:
@@ -65,10 +65,7 @@ class Prompts:
         self._bad_word = functools.lru_cache(1024)(self._read_bad_word)
 
     def read_all(self, prompts: Any, sampling_params: Any) -> list[Request]:
-        """
-        One prompt or a list of them, with parameters for all or for each. Warns of those that the context
-        ends.
-        """
+        """One prompt or a list of them, with parameters for all or for each. Calls `warn_of_context`."""
         prompts = self._as_list(prompts)
         if isinstance(sampling_params, SamplingParams):
             sampling_params = [sampling_params] * len(prompts)
@@ -81,7 +78,7 @@ class Prompts:
         return requests
 
     def warn_of_context(self, requests: list[Request], which: str | None = None) -> bool:
-        """Warn, once for all of them, of requests that the context may end before their max_tokens."""
+        """Warn once if the context may end some of these requests before they have max_tokens."""
         most = self.limits.max_num_tokens
         asked = [(len(request.token_ids), request.params.max_tokens or 0) for request in requests]
         beyond = [max_tokens for length, max_tokens in asked if length + max_tokens > most]
@@ -104,7 +101,7 @@ class Prompts:
         return [prompts] if prompts and all(isinstance(p, Integral) for p in prompts) else prompts
 
     def read_texts(self, texts: Any) -> list[list[int]]:
-        """The token ids of a text or a list of texts that are complete."""
+        """The token ids of a text or a list of texts, after which nothing is drawn."""
         return [self._read_token_ids(text, 0, f"prompts[{i}]") for i, text in enumerate(self._as_list(texts))]
 
     def read(self, prompt: Any, sampling_params: Any, index: int | None = None) -> Request:
@@ -154,8 +151,8 @@ class Prompts:
 
     def _read_bad_word(self, text: str) -> list[list[int]]:
         """
-        As it is written at the beginning of a text and after a space, which most tokenizers write
-        differently; without what has tokens that the model never draws.
+        Its token ids at the beginning of a text and after a space, for which most tokenizers have different
+        tokens. Leaves out what contains tokens that the model never draws.
         """
         starts = (start + text.lstrip(" ") for start in ("", " "))
         token_ids = [ids for start in starts if (ids := self.tokenize(start, "bad_words", False))]
@@ -243,7 +240,7 @@ class Prompts:
                 text = render_chat(self.tokenizer, conversation, **options, **kwargs)
             except Exception as error:  # whatever a template raises
                 raise ValueError(f"the chat template does not accept conversation {i}: {error}") from error
-            # the template writes the special tokens itself
+            # The template writes the special tokens itself.
             token_ids.append(self.tokenize(text, f"conversation {i}", add_special_tokens=False))
         return token_ids
 

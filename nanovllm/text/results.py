@@ -75,7 +75,7 @@ def make_result(tokenizer: Any, completions: list[Sequence]) -> dict[str, Any]:
 
 
 def outcome(tokenizer: Any, completions: list[Sequence]) -> dict[str, Any] | Exception:
-    """`make_result`, or the error that has ended one of the completions, or that comes of making it."""
+    """`make_result`; or the error that has ended one of the completions, or that `make_result` raises."""
     errors = [seq.error for seq in completions if seq.error is not None]
     try:
         return errors[0] if errors else make_result(tokenizer, completions)
@@ -98,7 +98,7 @@ def _describe_completion(tokenizer: Any, seq: Sequence) -> dict[str, Any]:
 def _describe(
     tokenizer: Any, token_ids: list[int], found: list[TokenLogprobs], count: int
 ) -> list[dict[int, Logprob]]:
-    """For each token what is known of it and of the `count` likeliest ones, likeliest first."""
+    """For each place the Logprob of its token and of the `count` likeliest ones, likeliest first."""
     text_of = {}.get if tokenizer is None else vocabulary_of(tokenizer).__getitem__
     make = functools.partial(tuple.__new__, Logprob)  # what Logprob(...) does, in half the time
     described = []
@@ -122,11 +122,11 @@ class GrowingText:
 
     def find_stop(self) -> str | None:
         """
-        The stop text that the newest tokens complete, if they do; the completion's text then ends there. Of
-        several the one that begins first counts, then the one that is listed first.
+        The stop text that the newest tokens complete, if there is one; the completion's text ends there. Of
+        several the one that begins first counts, and of these the one that is listed first.
         """
         params = self.seq.sampling_params
-        if self.pieces.num_tokens == 0:  # it may take the place of one that has looked at all but the newest
+        if self.pieces.num_tokens == 0:  # made after a failed step: earlier tokens were searched before that
             self._read(-1)
         num_old = self.pieces.num_settled
         text = self._read()
@@ -141,9 +141,7 @@ class GrowingText:
         return stop
 
     def look(self) -> str:
-        """
-        What is new since the last look: whole characters, and nothing that a stop text may yet take back.
-        """
+        """What is new since the last look: whole characters, and nothing that may belong to a stop text."""
         if self.seq.is_finished:
             sure = completion_text(self.tokenizer, self.seq)
         else:
@@ -160,5 +158,5 @@ class GrowingText:
 
 
 def watch_stops(tokenizer: Any, sequences: Iterable[Sequence]) -> dict[int, GrowingText]:
-    """The texts, by seq_id, of those sequences that a stop text may end."""
+    """By seq_id, the texts of the sequences that have stop texts."""
     return {seq.seq_id: GrowingText(tokenizer, seq) for seq in sequences if seq.sampling_params.stop}
