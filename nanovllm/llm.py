@@ -49,11 +49,9 @@ class LLM(LLMEngine):
     _call: dict[int, Request] | None = None  # the call that the unfinished requests belong to, see _take_turn
 
     def generate(
-        self,
-        prompts: Prompt | list[Prompt],
-        sampling_params: SamplingParams | list[SamplingParams] = SamplingParams(),
-        use_tqdm: bool = True,
-    ) -> list[dict[str, Any]]:
+        self, prompts: Prompt | list[Prompt],
+        sampling_params: SamplingParams | list[SamplingParams] = SamplingParams(), use_tqdm: bool = True,
+    ) -> list[dict[str, Any]]:  # fmt: skip
         """
         Complete the prompts; results are in their order.
 
@@ -77,11 +75,9 @@ class LLM(LLMEngine):
         return [result for _, result in found]
 
     def generate_iter(
-        self,
-        prompts: Prompt | list[Prompt],
-        sampling_params: SamplingParams | list[SamplingParams] = SamplingParams(),
-        use_tqdm: bool = False,
-    ) -> Iterator[tuple[int, dict[str, Any]]]:
+        self, prompts: Prompt | list[Prompt],
+        sampling_params: SamplingParams | list[SamplingParams] = SamplingParams(), use_tqdm: bool = False,
+    ) -> Iterator[tuple[int, dict[str, Any]]]:  # fmt: skip
         """
         Like `generate`, but yields (index of the prompt, result) as soon as a prompt is done. Nothing is
         computed unless the next result is asked for, and closing the iterator drops what is left. Until the
@@ -94,11 +90,9 @@ class LLM(LLMEngine):
         return self._results(self._run(requests, total=total), make_result)
 
     def generate_from(
-        self,
-        requests: Iterable[tuple[Prompt, SamplingParams]],
-        max_unfinished: int | None = None,
-        return_exceptions: bool = False,
-    ) -> Iterator[tuple[int, dict[str, Any] | Exception]]:
+        self, requests: Iterable[tuple[Prompt, SamplingParams]],
+        max_unfinished: int | None = None, return_exceptions: bool = False,
+    ) -> Iterator[tuple[int, dict[str, Any] | Exception]]:  # fmt: skip
         """
         `generate_iter` for any number of requests in bounded memory: the next is taken from `requests` only
         while fewer than `max_unfinished` completions (default: twice max_num_seqs) are queued or running. A
@@ -175,16 +169,12 @@ class LLM(LLMEngine):
         return results
 
     def chat(
-        self,
-        messages: Messages | list[Messages],
-        sampling_params: SamplingParams | list[SamplingParams] = SamplingParams(),
-        use_tqdm: bool = True,
+        self, messages: Messages | list[Messages],
+        sampling_params: SamplingParams | list[SamplingParams] = SamplingParams(), use_tqdm: bool = True,
         chat_template: str | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        tools: list[dict[str, Any]] | None = None,
-        chat_template_kwargs: dict[str, Any] | None = None,
-    ) -> list[dict[str, Any]]:
+        add_generation_prompt: bool = True, continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None, chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> list[dict[str, Any]]:  # fmt: skip
         """
         `generate` for one conversation or a list of them, through the checkpoint's chat template or the one
         given. The answer is a new message; with continue_final_message=True and add_generation_prompt=False
@@ -234,18 +224,13 @@ class LLM(LLMEngine):
         """
         self.check_usable()
         if self.unfinished and self._call is not call:
-            raise RuntimeError(
-                "the engine is not idle: it is busy with the unfinished requests of another call"
-            )
+            raise RuntimeError("the engine is not idle: busy with the unfinished requests of another call")
         self._call = call
 
     def _run(
-        self,
-        coming: Iterable[Request],
-        max_unfinished: int | None = None,
-        isolate: bool = False,
-        total: int | None = None,
-    ) -> Iterator[list[Request]]:
+        self, coming: Iterable[Request],
+        max_unfinished: int | None = None, isolate: bool = False, total: int | None = None,
+    ) -> Iterator[list[Request]]:  # fmt: skip
         """
         Queue requests while there is room, and step, until all have ended. Yields the requests that a step
         has ended, after each step, and a request that could not be read, at once. With a `total` of

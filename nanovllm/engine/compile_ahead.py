@@ -2,9 +2,8 @@
 
 Without it the first `generate` on a machine whose kernel cache is empty would compile them one after another.
 What there is to compile follows from the calls themselves: forked processes go through the engine's steps on
-the CPU without computing products, and where a kernel would be launched it is compiled instead, into Triton's
-cache on disk, where the engine finds it. Nothing depends on this: a kernel that is missing in the cache is
-compiled when it is launched.
+the CPU without computing products, and compile each kernel instead of launching it. The engine finds the
+kernels in Triton's cache on disk. A kernel that is missing there is compiled when it is launched.
 """
 
 import ctypes
@@ -38,8 +37,8 @@ PR_SET_PDEATHSIG = 1  # of Linux's prctl
 class CompileAhead:
     """
     Begins when it is made. `launches` launches every kernel that there is to compile, and yields between
-    those that the start of an engine needs and the others. All ranks make one: rank 0 compiles what it shares
-    with the others, each of those its few own kernels.
+    those that the start of an engine needs and the others. All ranks make one: rank 0 compiles the kernels
+    that all ranks launch, every other rank the few that differ from rank 0's.
     """
 
     def __init__(
@@ -66,17 +65,17 @@ class CompileAhead:
         os.close(report)
 
     def wait_for_warmup(self) -> None:
-        """Until what the start needs is compiled, or takes too long."""
+        """Wait until what the start needs is compiled, or it takes too long."""
         missing = len(self._processes)
-        while missing and self._can_read(self._deadline - time.monotonic()):
+        while missing:
+            seconds = max(0, self._deadline - time.monotonic())
+            if not select.select([self._reports], [], [], seconds)[0]:
+                return
             reported = len(os.read(self._reports, missing))
             missing = missing - reported if reported else 0  # 0: all have ended
 
-    def _can_read(self, seconds: float) -> bool:
-        return bool(select.select([self._reports], [], [], max(0, seconds))[0])
-
     def wait(self) -> None:
-        """Until all is compiled, or takes too long."""
+        """Wait until all is compiled, or it takes too long."""
         if not self._processes:
             return
         if not any([self._exit_status(process) for process in self._processes]):
@@ -95,13 +94,13 @@ class CompileAhead:
         return ended[1]
 
     def stop(self) -> None:
-        """Leave the rest uncompiled."""
+        """Stop compiling."""
         self._deadline = 0.0
         self.wait()
 
 
 def _fingerprint(properties: Any, rank: int, config: Config) -> str:
-    """Tells apart whatever leads to other kernels."""
+    """A key of all that decides which kernels there are."""
     names = ("kvcache_block_size", "max_num_seqs", "tensor_parallel_size", "attention_backend")
     options = [config.torch_dtype, config.kv_cache_torch_dtype, *(getattr(config, name) for name in names)]
     facts = torch.__version__, triton.__version__, properties, rank, options, vars(config.hf_config)
@@ -112,7 +111,7 @@ def _fingerprint(properties: Any, rank: int, config: Config) -> str:
 
 
 def _zeroed_if_small(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Indices, which no kernel fills here, are 0. The pages of large tensors are not touched."""
+    """Small tensors may be indices, which no kernel writes here: they are 0. Large ones take no memory."""
 
     def made(*args: Any, **options: Any) -> torch.Tensor:
         tensor = make(*args, **options)
@@ -122,14 +121,9 @@ def _zeroed_if_small(make: Callable[..., torch.Tensor]) -> Callable[..., torch.T
 
 
 def _compile_part(
-    launches: Callable[[], Iterator[None]],
-    driver: Any,
-    properties: Any,
-    report: int,
-    rank: int,
-    part: int,
-    num_parts: int,
-) -> NoReturn:
+    launches: Callable[[], Iterator[None]], driver: Any, properties: Any,
+    report: int, rank: int, part: int, num_parts: int,
+) -> NoReturn:  # fmt: skip
     """Compile every num_parts-th of the kernels that `launches` launches, in this process, which ends."""
     try:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # ends with the engine, however that ends

@@ -33,9 +33,8 @@ class Scheduler:
         self.max_num_batched_tokens = config.max_num_batched_tokens
         self.limits = Limits(config)
         self.block_size = config.kvcache_block_size
-        self.block_manager = BlockManager(
-            config.num_kvcache_blocks, self.block_size, config.enable_prefix_caching
-        )
+        num_blocks, is_caching = config.num_kvcache_blocks, config.enable_prefix_caching
+        self.block_manager = BlockManager(num_blocks, self.block_size, is_caching)
         # The share of its remaining tokens that a sequence which may end early is expected to draw. Measured
         # on those that have ended, from the middle of their completions: a running one is there on average.
         self.expected_share = 1.0

@@ -86,10 +86,9 @@ class Prompts:
             found = sorted(set(beyond))
             values = ", ".join(map(str, found[:3])) + ", ..." * (len(found) > 3)
             which = which or f"{len(beyond)} of {len(requests)} prompts"
-            message = f"max_tokens={values} reaches beyond the context of {most} tokens for {which}"
-            warnings.warn(
-                f"{message}: such a completion ends there, with finish_reason 'length'", stacklevel=2
-            )
+            message = f"max_tokens={values} reaches beyond the context of {most} tokens for {which}: "
+            message += "such a completion ends there, with finish_reason 'length'"
+            warnings.warn(message, stacklevel=2)
         return bool(beyond)
 
     @staticmethod
@@ -116,33 +115,27 @@ class Prompts:
 
     def _read_rules(self, params: SamplingParams, name: str) -> tuple[list[list[int]], int]:
         """Bad words as token ids, and `num_rule_words`. Raises ValueError for what the model cannot do."""
+        where = f"sampling_params for {name}"
         for kind in ("stop", "bad_words"):
             if (texts := getattr(params, kind)) and self.tokenizer is None:
-                raise ValueError(
-                    f"sampling_params for {name} have {kind}={shown(texts)}, but {self.model!r} "
-                    f"has no tokenizer; use stop_token_ids or logit_bias"
-                )
+                remedy = f"but {self.model!r} has no tokenizer; use stop_token_ids or logit_bias"
+                raise ValueError(f"{where} have {kind}={shown(texts)}, {remedy}")
         named = {"allowed_token_ids": params.allowed_token_ids or (), "stop_token_ids": params.stop_token_ids}
         named["logit_bias"] = [token_id for token_id, _ in params.logit_bias]
         for kind, token_ids in named.items():
-            if token_ids:
-                rule = (
-                    f"sampling_params for {name}: token ids in {kind} must be from 0 to {self.vocab_size - 1}"
-                )
-                check(max(token_ids) < self.vocab_size, rule, max(token_ids))
+            highest = max(token_ids, default=0)
+            rule = f"{where}: token ids in {kind} must be from 0 to {self.vocab_size - 1}"
+            check(highest < self.vocab_size, rule, highest)
         bad_words, ends = self.bad_words(params), self.limits.end_token_ids(params)
         if (size := num_rule_words(params, bad_words, ends)) > RULE_WORDS:
             raise ValueError(
-                f"sampling_params for {name}: bad_words of {sum(map(len, bad_words)):,} tokens and "
-                f"logit_bias of {len(params.logit_bias):,} take {4 * size:,} bytes of the device's memory, "
+                f"{where}: bad_words of {sum(map(len, bad_words)):,} tokens and logit_bias of {len(params.logit_bias):,} take {4 * size:,} bytes of the device's memory, "
                 f"of which all requests together may have {4 * RULE_WORDS:,}"
             )
         allowed = params.allowed_token_ids
         if params.min_tokens and allowed and ends.issuperset(allowed):
-            raise ValueError(
-                f"sampling_params for {name}: min_tokens={params.min_tokens} is not reached: each "
-                f"of allowed_token_ids={shown(allowed)} ends a completion"
-            )
+            rule = f"each of allowed_token_ids={shown(allowed)} ends a completion"
+            raise ValueError(f"{where}: min_tokens={params.min_tokens} is not reached: {rule}")
         return bad_words, size
 
     def bad_words(self, params: SamplingParams) -> list[list[int]]:
@@ -187,10 +180,8 @@ class Prompts:
         if self.tokenizer is None:
             raise ValueError(f"{name} is text, but {self.model!r} has no tokenizer; pass token ids")
         if (place := find_surrogate(text)) >= 0:
-            raise ValueError(
-                f"{name} cannot be tokenized: the lone surrogate {text[place]!r} at {place} is no character; "
-                f"got {shown(text)}"
-            )
+            reason = f"the lone surrogate {text[place]!r} at {place} is no character"
+            raise ValueError(f"{name} cannot be tokenized: {reason}; got {shown(text)}")
         try:
             with tokenizer_errors(f"the tokenizer of {self.model!r}"):
                 return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
@@ -198,14 +189,10 @@ class Prompts:
             raise ValueError(f"{name} cannot be tokenized: {error}; got {shown(text)}") from error
 
     def read_chats(
-        self,
-        messages: Any,
-        chat_template: str | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        tools: list[Any] | None = None,
-        chat_template_kwargs: dict[str, Any] | None = None,
-    ) -> list[list[int]]:
+        self, messages: Any, chat_template: str | None = None,
+        add_generation_prompt: bool = True, continue_final_message: bool = False,
+        tools: list[Any] | None = None, chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> list[list[int]]:  # fmt: skip
         """The token ids of one conversation or a list of them, see `LLM.chat`."""
         check_bool(add_generation_prompt, "add_generation_prompt")
         check_bool(continue_final_message, "continue_final_message")
