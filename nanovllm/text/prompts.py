@@ -129,7 +129,8 @@ class Prompts:
         bad_words, ends = self.bad_words(params), self.limits.end_token_ids(params)
         if (size := num_rule_words(params, bad_words, ends)) > RULE_WORDS:
             raise ValueError(
-                f"{where}: bad_words of {sum(map(len, bad_words)):,} tokens and logit_bias of {len(params.logit_bias):,} take {4 * size:,} bytes of the device's memory, "
+                f"{where}: bad_words of {sum(map(len, bad_words)):,} tokens and logit_bias of "
+                f"{len(params.logit_bias):,} take {4 * size:,} bytes of the device's memory, "
                 f"of which all requests together may have {4 * RULE_WORDS:,}"
             )
         allowed = params.allowed_token_ids
