@@ -11,7 +11,7 @@ import torch
 from nanovllm.config import Config
 from nanovllm.layers.attention import Attention
 
-MAX_BLOCKS = 1 << 18  # Python's objects for more would take longer to make than a small model to load
+MAX_BLOCKS = 1 << 18  # making Python's objects for more blocks takes longer than loading a small model
 COPIED_AT_ONCE = 256  # blocks
 
 
@@ -37,11 +37,11 @@ class KVCache:
 
     @property
     def copy_bytes(self) -> int:
-        """What `copy_blocks` needs beside the pages."""
+        """The memory that `copy_blocks` takes for a while."""
         return COPIED_AT_ONCE * self.page_bytes
 
     def num_blocks_in(self, budget: int) -> int:
-        """The blocks that so many bytes are for. Raises ValueError if that is not enough for one sequence."""
+        """How many blocks fit into so many bytes. ValueError if these are too few for one sequence."""
         config = self.config
         block_bytes = 2 * len(self.layers) * self.page_bytes
         needed = -(-config.max_model_len // config.kvcache_block_size)
@@ -52,7 +52,7 @@ class KVCache:
                 f"raise gpu_memory_utilization (now {config.gpu_memory_utilization}), or lower "
                 f"max_model_len or max_num_batched_tokens (now {config.max_num_batched_tokens})"
             )
-        # Blocks that no sequence needs are where later prompts find the beginnings of earlier ones.
+        # Only the prefix cache has a use for more blocks than the running sequences can need.
         most = MAX_BLOCKS if config.enable_prefix_caching else config.max_num_seqs * needed
         return min(most, budget // block_bytes)
 
@@ -63,7 +63,7 @@ class KVCache:
         self._set_views(torch.zeros(shape, dtype=self.dtype, device=self.device))
 
     def copy_blocks(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """Copy pages, int64 [blocks] both; some at a time, as they pass through other memory."""
+        """Copy pages, both int64 [blocks]. A few at a time: `copy_bytes` is what that takes."""
         for part in range(0, len(sources), COPIED_AT_ONCE):
             source, target = (blocks[part : part + COPIED_AT_ONCE] for blocks in (sources, targets))
             for cache in self.pages.flatten(0, 1):

@@ -34,7 +34,7 @@ def largest_batch(config: Any, num_tokens: int) -> Batch:
 
 
 def bytes_taken_by(step: Callable[[], Any], device: torch.device) -> int:
-    """Bytes that torch has to take from the GPU for this."""
+    """The bytes that torch takes from the GPU while this runs."""
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved(device)
     torch.cuda.reset_peak_memory_stats(device)
@@ -45,7 +45,7 @@ def bytes_taken_by(step: Callable[[], Any], device: torch.device) -> int:
 
 
 def bytes_left(device: torch.device, share: float) -> int:
-    """Of this share of the card's memory, what nobody uses."""
+    """How much of this share of the card's memory is free."""
     if device.type != "cuda":
         return CPU_KV_CACHE_BYTES
     free, total = torch.cuda.mem_get_info(device)
@@ -53,7 +53,7 @@ def bytes_left(device: torch.device, share: float) -> int:
 
 
 def explain_memory(method):
-    """When memory runs out in this method of something with a `config`, say what can be done about it."""
+    """Decorates a method of an object that has a `config`: when memory runs out, say which options help."""
 
     @functools.wraps(method)
     def explained(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,6 +1,6 @@
-"""The inputs of a decode step, gathered on the device from what it remembers of the running sequences.
+"""The inputs of a decode step, gathered on the device from its tables of the running sequences.
 
-The host sends only changes (see engine/device_rows.py); a step that changes nothing costs it nothing.
+The host sends only changes of these tables (see engine/device_rows.py), and for most steps nothing.
 """
 
 from typing import NamedTuple
@@ -23,7 +23,7 @@ class DecodeInputs(NamedTuple):
 
 
 class InputTables(NamedTuple):
-    """What is remembered of each sequence, a row each. A row of length 0 is padding."""
+    """What the device keeps of each sequence, one row each. A row of length 0 is padding."""
 
     tokens: Tensor  # int32 [rows], of the next input
     lengths: Tensor  # int32 [rows], which count the input token
@@ -34,8 +34,8 @@ class InputTables(NamedTuple):
 
 def decode_inputs(rows: Tensor, tables: InputTables, block_size: int) -> DecodeInputs:
     """
-    rows int32 [batch] picks a row of the tables for every sequence of the batch. The lengths are advanced for
-    the next step, in place.
+    rows int32 [batch] are the rows of the batch's sequences. Adds 1 to their lengths in the table, for the
+    next step.
     """
     if not use_triton(rows):
         return decode_inputs_torch(rows, tables, block_size)

@@ -1,9 +1,10 @@
 """top-k, top-p and min-p as one number a row, found without sorting: the lowest logit that may be drawn.
 
-For top-k it is the largest v for which k logits are at least v; for top-p the same with the logits' weights
-(exp(logit / temperature)) instead of their number. Both are found by counting: a pass over the row weighs
-what lies above three points of the range that is left, which shrinks it to a quarter, until one logit is left
-in it. A first pass sets apart the few best of every lane, and whatever can be decided among these is.
+For top-k it is the largest v for which k logits are at least v. For top-p the logits' weights, exp(logit /
+temperature), are added up instead of counting the logits. Both are found by search: a pass over the row adds
+up what lies above each of three points that divide the remaining range into quarters, and keeps one quarter,
+until one logit is left in it. A first pass copies the BEST largest logits of every lane; where those suffice,
+the search looks at nothing else.
 """
 
 from typing import NamedTuple
@@ -13,14 +14,14 @@ from torch import Tensor
 
 from nanovllm.kernels.runtime import LOG2_E, tl, triton, use_triton
 
-BLOCK = 2048  # logits that are looked at together, each by a lane of its own
-STAGES = 6  # so that enough of a row is on its way
-BEST = 4  # logits of every lane that are set apart
+BLOCK = 2048  # logits that are read together, one by each lane
+STAGES = 6  # blocks that are loaded ahead
+BEST = 4  # logits of every lane that are copied
 MAX_PASSES = 128  # far more than float32 can need in a range of real logits
 
 
 class Filters(NamedTuple):
-    """Of a row, in the order of the table's columns. The defaults keep all tokens."""
+    """A row's filters, in the order of the table's columns. The defaults keep all tokens."""
 
     top_k: float = 0.0
     top_p: float = 1.0
@@ -28,11 +29,11 @@ class Filters(NamedTuple):
 
 
 def filter_thresholds(logits: Tensor, temperatures: Tensor, filters: Tensor) -> Tensor:
-    """The lowest logit of each row that its filters keep, float32 [batch]; -inf where none is asked for.
+    """The lowest logit of each row that its filters keep, float32 [batch]; -inf for a row without filters.
 
     logits [batch, vocabulary], temperatures float32 [batch] (0 is greedy: nothing to filter), filters float32
-    [batch, 3]: Filters. Applied in the order min_p, top_k, top_p, each to what those before it leave; equal
-    logits are kept or left out together. A row's threshold depends on nothing but the row.
+    [batch, 3] are Filters. min_p is applied first, then top_k, then top_p, each to what is left. Of equal
+    logits all are kept or none. A row's threshold depends on nothing but the row.
     """
     if not use_triton(logits):
         return filter_thresholds_torch(logits, temperatures, filters)

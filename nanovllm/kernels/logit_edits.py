@@ -1,10 +1,10 @@
 """Changes to logits before a token is drawn. Rows that ask for none are not touched.
 
-Rules are for biases and for banned tokens and words, token flags for penalties and allowed tokens.
+Biases, and banned tokens and words, are rules; penalties and allowed tokens are token flags.
 
-A rule adds a number to one token's logit, as long as the sequence is short enough and the tokens drawn last
-are those that the rule names. A token's flags say how often the completion has it, whether the prompt has it,
-and whether it may not be drawn at all.
+A rule adds a number to one token's logit, if the sequence has not reached a certain length and the tokens
+drawn last are those that the rule names. A token's flags say how often the completion has it, whether the
+prompt has it, and whether it is banned.
 """
 
 from typing import NamedTuple
@@ -15,17 +15,17 @@ from torch import Tensor
 from nanovllm.kernels.runtime import cdiv, tl, triton, use_triton
 
 RULE_FIELDS = 5  # see apply_rules
-HISTORY = 1024  # tokens drawn last that are remembered; a power of 2
+HISTORY = 1024  # how many of the tokens drawn last are kept; a power of 2
 IN_PROMPT, BANNED = 1 << 30, 1 << 29  # token flags; the bits below count occurrences in the completion
 COUNT = BANNED - 1
-PROGRAMS_A_ROW = 8  # so that others do not wait long for a row of very many rules
+PROGRAMS_A_ROW = 8  # share a row's rules, so that other rows do not wait long for one with very many
 RULES_AT_ONCE = 128
 TOKENS_AT_ONCE = 16
 BLOCK = 4096
 
 
 class Penalties(NamedTuple):
-    """Of a row, in the order of the table's columns."""
+    """A row's penalties, in the order of the table's columns."""
 
     presence: float = 0.0
     frequency: float = 0.0
@@ -39,16 +39,17 @@ def apply_rules(
 ) -> None:  # fmt: skip
     """Change logits float32 [batch, vocabulary] in place.
 
-    rows int32 [batch] says whose rules and history; positions int64 [batch] those of the tokens to be drawn.
-    rules has a row's, int32: their number, then RULE_FIELDS numbers of each, field by field
-      the position from which the rule holds no longer
+    rows int32 [batch] are the sequences' rows of rules and history; positions int64 [batch] are those of the
+    tokens to be drawn. rules has an int32 tensor for each row that has rules: their number n, then
+    RULE_FIELDS fields of n numbers each
+      the position from which on the rule does not apply
       the bits of the float32 that it adds
-      the token whose logit changes
-      where the tokens end, counted from the beginning of all this, that must have been drawn just before it
+      the token whose logit it changes
+      the index in this tensor where the rule's preceding tokens end, which must have been drawn just before
       how many those are, at most HISTORY
-    and behind the fields those tokens. addresses int64 [rows] says where they lie on the device, and 0 for a
-    row that has none: a kernel in a CUDA graph finds them although they come and go. history int32 [rows,
-    HISTORY]: the token drawn at each position, modulo HISTORY, and -1 for what was not drawn.
+    and then the preceding tokens of all rules. addresses int64 [rows] are the addresses of these tensors, 0
+    for a row without rules: so a kernel in a CUDA graph finds tensors that were made after its capture.
+    history int32 [rows, HISTORY] has the token drawn at each position modulo HISTORY, -1 where none was.
     """
     if not use_triton(logits):
         return apply_rules_torch(logits, rows, positions, rules, history)
@@ -69,7 +70,7 @@ def apply_rules_torch(
         words, number = rules[row], int(rules[row][0])
         until, added, token, end, length = words[1 : 1 + RULE_FIELDS * number].view(RULE_FIELDS, number)
         holds = position < until
-        left = (holds & (length > 0)).nonzero()[:, 0]  # of which the tokens so far agree
+        left = (holds & (length > 0)).nonzero()[:, 0]  # rules whose preceding tokens agree so far
         back = 1
         while len(left):
             agrees = words[end[left] - back] == history[row, (position - back) % HISTORY]
@@ -82,8 +83,8 @@ def apply_rules_torch(
 def apply_token_flags(logits: Tensor, rows: Tensor, penalties: Tensor, token_flags: Tensor) -> None:
     """Change logits float32 [batch, vocabulary] in place.
 
-    penalties float32 [batch, 4]: Penalties. token_flags int32 [rows, vocabulary], of which rows int32 [batch]
-    picks the sequences'.
+    penalties float32 [batch, 4] are Penalties. token_flags is int32 [rows, vocabulary]; rows int32 [batch]
+    are the sequences' rows of it.
     """
     if not use_triton(logits):
         return apply_token_flags_torch(logits, rows, penalties, token_flags)

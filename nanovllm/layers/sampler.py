@@ -14,7 +14,7 @@ ROWS_AT_ONCE = 64  # of log-probabilities, which take several times the memory o
 
 
 class Sampler(nn.Module):
-    """Where ranks hold parts of the vocabulary, each draws from its own and the best score wins."""
+    """Where each rank holds a part of the vocabulary, each draws from its part, and the best score wins."""
 
     def __init__(self, vocab_start: int = 0):
         super().__init__()
@@ -33,7 +33,7 @@ class Sampler(nn.Module):
         """
         logits [batch, this rank's vocabulary, or all of it], temperatures float32 [batch] (0 is greedy),
         seeds and positions int64 [batch] -> token ids int64 [batch], drawn from softmax(logits / temperature)
-        where logits reach their row's threshold, float32 [batch], if there are thresholds.
+        among the logits that are not below their row's threshold, float32 [batch], if there are thresholds.
 
         The draw is the argmax of the scaled logits plus Gumbel noise, which follows softmax's distribution
         without computing it. The noise depends on seed, position and token id alone, so neighbours do not
