@@ -420,7 +420,7 @@ def test_rules_of_any_shape_leave_what_plain_arithmetic_leaves(folder, monkeypat
     logits = [5 - i / 8 for i in range(VOCAB)]
     with LLM(str(folder), **EXACT, **{"num_kvcache_blocks": 100, **SCHEDULES[name]}) as llm:
         llm._overlap = True
-        rows, always = llm.model_runner.rows, torch.tensor(logits)
+        rows, always = llm.model_runner.rows.edits, torch.tensor(logits)
         edit = rows.edit_logits
         monkeypatch.setattr(rows, "edit_logits", lambda x, *args: edit(always.expand(len(x), -1), *args))
         monkeypatch.setattr(llm.prompts, "bad_words", lambda params: words[params.bad_words])
