@@ -12,14 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from nanovllm.engine.edits import (
-    DeviceEdits,
-    HostEdits,
-    LogitEdits,
-    filters_of,
-    penalties_of,
-    temperature_of,
-)
+from nanovllm.engine.edits import DeviceEdits, HostEdits, LogitEdits, settings_of
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.transfer import to_device
 from nanovllm.kernels.decode_inputs import DecodeInputs, InputTables, decode_inputs
@@ -72,13 +65,9 @@ class HostRows:
         """Everything about these sequences as it is after the step, which draws a token for each."""
         indices: list[int] = []
         values: list[int] = []
+        settings = np.array(list(map(settings_of, sequences)), dtype=np.float32).view(np.int32).tolist()
         num_filters = len(Filters._fields)
-        numbers = [
-            (temperature_of(seq.sampling_params), *filters_of(seq.sampling_params), *penalties_of(seq))
-            for seq in sequences
-        ]
-        words = np.array(numbers, dtype=np.float32).view(np.int32).tolist()
-        for seq, (temperature, *others) in zip(sequences, words, strict=True):
+        for seq, (temperature, *others) in zip(sequences, settings, strict=True):
             row = {
                 "seeds": [seq.seed & 0xFFFFFFFF, seq.seed >> 32],
                 "lengths": [seq.num_computed_tokens + seq.num_scheduled_tokens + 1],

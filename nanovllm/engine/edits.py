@@ -43,20 +43,16 @@ def num_rule_words(params: SamplingParams, bad_words: list[list[int]], end_token
     return 1 + RULE_FIELDS * num_rules + sum(len(word) - 1 for word in bad_words)
 
 
-def temperature_of(params: SamplingParams) -> float:
-    """Within what float32 can divide by. Below that it is greedy; above it all tokens are equally likely."""
-    return min(params.temperature, 1e20) if params.temperature > 1e-6 else 0.0
-
-
-def filters_of(params: SamplingParams) -> Filters:
-    return Filters(max(params.top_k, 0), max(params.top_p, 1e-30), params.min_p)
-
-
-def penalties_of(seq: Sequence) -> Penalties:
+def settings_of(seq: Sequence) -> list[float]:
+    """Temperature, then `Filters`, then `Penalties`, all within what float32 can compute with."""
     params = seq.sampling_params
-    repetition = min(max(params.repetition_penalty, 1e-6), 1e6)  # float32 can multiply and divide by it
+    # Below 1e-6 it is greedy; above 1e20 all tokens are equally likely.
+    temperature = min(params.temperature, 1e20) if params.temperature > 1e-6 else 0.0
+    filters = Filters(max(params.top_k, 0), max(params.top_p, 1e-30), params.min_p)
+    repetition = min(max(params.repetition_penalty, 1e-6), 1e6)
     has_flags = float(seq.needs & Needs.TOKEN_FLAGS > 0)
-    return Penalties(params.presence_penalty, params.frequency_penalty, repetition, has_flags)
+    penalties = Penalties(params.presence_penalty, params.frequency_penalty, repetition, has_flags)
+    return [temperature, *filters, *penalties]
 
 
 def rules_of(seq: Sequence) -> np.ndarray:

@@ -127,7 +127,7 @@ class Scheduler:
 
     @staticmethod
     def _has_computed_prompt(seq: Sequence) -> bool:
-        """Whether earlier steps have. What this step is about to compute cannot be copied yet."""
+        """Whether earlier steps have: what this step is about to compute cannot be copied yet."""
         return seq.num_scheduled_tokens == 0 and seq.num_computed_tokens >= seq.num_prompt_tokens
 
     def _copy_prompt(self, leader: Sequence, seq: Sequence) -> None:
