@@ -16,9 +16,7 @@ COPIED_AT_ONCE = 256  # blocks
 
 
 class KVCache:
-    """
-    `pages` is [2, layers, blocks, block_size, kv_heads of this rank, head_dim]; 2 is keys and values.
-    """
+    """`pages` is [2, layers, blocks, block_size, kv_heads of this rank, head_dim]; 2 is keys and values."""
 
     def __init__(self, config: Config, layers: list[Attention], device: torch.device):
         self.config = config

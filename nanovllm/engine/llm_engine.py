@@ -90,10 +90,7 @@ class LLMEngine:
             return ModelRunner(self.config, checkpoint, 0, self.ranks.group, self.ranks)
 
     def exit(self) -> None:
-        """
-        Free the devices' memory and end the other ranks. May be called twice; the engine cannot be used
-        afterwards.
-        """
+        """Free the devices' memory and end the other ranks. May be called twice; the engine is dead then."""
         runner, self.model_runner = self.model_runner, None
         if runner is not None:
             if self.ranks is not None:

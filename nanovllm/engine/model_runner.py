@@ -31,7 +31,7 @@ from nanovllm.models import get_model_class
 from nanovllm.sampling_params import Needs
 from nanovllm.utils.context import reset_context, set_context
 from nanovllm.utils.loader import load_model
-from nanovllm.utils.torch_defaults import lock, torch_defaults
+from nanovllm.utils.torch_defaults import dtype_lock, torch_defaults
 
 
 class ModelInputs(NamedTuple):
@@ -65,7 +65,7 @@ class ModelRunner:
         with self.on_device():
             make_runner = functools.partial(ModelRunner.without_weights, config, group)
             launches = functools.partial(launch_every_kernel, make_runner)
-            with lock:  # a fork while another thread holds it would leave it locked for ever
+            with dtype_lock:  # a fork while another thread holds it would leave it locked for ever
                 self.kernels = CompileAhead(self.device, rank, config, launches)
             try:
                 self._build(config, config.hf_config, group)

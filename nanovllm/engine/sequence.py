@@ -1,6 +1,4 @@
-"""
-One request on its way through the engine: its tokens, how far they are computed, and the blocks they live in.
-"""
+"""One request on its way through the engine: its tokens, how far they are computed, and its blocks."""
 
 from enum import Enum, auto
 from itertools import count

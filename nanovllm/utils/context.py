@@ -13,24 +13,18 @@ import torch
 
 @dataclass(slots=True)
 class Context:
-    """
-    is_prefill:   the step computes prompts (of any length each) rather than one token per sequence.
-    cu_seqlens_q: int32 [sequences + 1], where each sequence's computed tokens begin. Prefill only.
-    cu_seqlens_k: int32 [sequences + 1], the same for the keys they attend to. Prefill only.
-    max_seqlen_q, max_seqlen_k: the longest of each. Prefill only.
-    slot_mapping: int32 [tokens], KV cache slot that each token writes; -1 writes nothing.
-    context_lens: int32 [sequences], tokens in the cache after this step's write. Decode only.
-    block_tables: int32 [sequences, blocks]; in prefill only if some keys come from the cache.
-    """
+    """A prefill step computes any number of tokens of each sequence, a decode step one of each."""
 
     is_prefill: bool = False
+    # Prefill only: int32 [sequences + 1], where the tokens to compute (q) and the keys that they attend to (k)
+    # of each sequence begin, and the most of each that a sequence has.
     cu_seqlens_q: torch.Tensor | None = None
     cu_seqlens_k: torch.Tensor | None = None
     max_seqlen_q: int = 0
     max_seqlen_k: int = 0
-    slot_mapping: torch.Tensor | None = None
-    context_lens: torch.Tensor | None = None
-    block_tables: torch.Tensor | None = None
+    slot_mapping: torch.Tensor | None = None  # int32 [tokens], KV cache slot of each token; -1: do not write
+    context_lens: torch.Tensor | None = None  # decode only: int32 [sequences], tokens that the cache then has
+    block_tables: torch.Tensor | None = None  # int32 [sequences, blocks]; None: no key comes from the cache
 
 
 _context: ContextVar[Context] = ContextVar("context", default=Context())  # noqa: B039

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import torch
 
-lock = threading.RLock()  # torch has one default dtype for all threads
+dtype_lock = threading.RLock()  # torch has one default dtype for all threads
 
 
 @contextlib.contextmanager
 def torch_defaults(dtype: torch.dtype, device: torch.device) -> Iterator[None]:
-    with lock:
+    with dtype_lock:
         earlier = torch.get_default_dtype()
         torch.set_default_dtype(dtype)
         try:
