@@ -132,7 +132,7 @@ class BlockManager:
         return len(seq.block_table) * self.block_size >= len(seq) or bool(self.free_block_ids)
 
     def may_append(self, seq: Sequence) -> None:
-        """Prepare for writing the last token: open a block if it begins one, close the block that it fills."""
+        """Before the last token is written: open a block if it begins one, close the block that it fills."""
         if len(seq.block_table) * self.block_size < len(seq):
             seq.block_table.append(self._take_free_block())
         elif seq.last_block_num_tokens == self.block_size and len(seq.token_ids) == len(seq):

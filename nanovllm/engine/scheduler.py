@@ -58,7 +58,7 @@ class Scheduler:
         self.waiting.append(seq)
 
     def schedule(self) -> tuple[list[Sequence], bool]:
-        """The sequences of the next step, each with its `num_scheduled_tokens`; and whether it is a prefill."""
+        """The sequences of the next step, each with its `num_scheduled_tokens`, and if it is a prefill."""
         can_decode = len(self.running) > (self.chunked is not None)
         is_due = can_decode and self.num_prefills_in_a_row == MAX_PREFILLS_IN_A_ROW
         if not is_due and (sequences := self._schedule_prefill()):

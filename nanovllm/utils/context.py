@@ -16,13 +16,13 @@ class Context:
     """A prefill step computes any number of tokens of each sequence, a decode step one of each."""
 
     is_prefill: bool = False
-    # Prefill only: int32 [sequences + 1], where the tokens to compute (q) and the keys that they attend to (k)
-    # of each sequence begin, and the most of each that a sequence has.
+    # Prefill only: int32 [sequences + 1], where each sequence's tokens to compute (q) and the keys that they
+    # attend to (k) begin; and the most of each that a sequence has.
     cu_seqlens_q: torch.Tensor | None = None
     cu_seqlens_k: torch.Tensor | None = None
     max_seqlen_q: int = 0
     max_seqlen_k: int = 0
-    slot_mapping: torch.Tensor | None = None  # int32 [tokens], KV cache slot of each token; -1: do not write
+    slot_mapping: torch.Tensor | None = None  # int32 [tokens], KV cache slot of each; -1: do not write
     context_lens: torch.Tensor | None = None  # decode only: int32 [sequences], tokens that the cache then has
     block_tables: torch.Tensor | None = None  # int32 [sequences, blocks]; None: no key comes from the cache
 
