@@ -148,7 +148,8 @@ class Output:
             self._lock()
             if not resume and not self._is_empty():
                 raise ValueError(f"--output {path} exists already; go on from it with --resume, or remove it")
-            for place, line in self._read():  # which may be damaged, or the output of another input
+            # An output may be a pipe, which cannot be read, or be damaged, or be that of another input.
+            for place, line in self._read() if resume else ():
                 if type(line) is not int or not 0 < line < len(done):
                     fault = f"{place} is no answer to one of the {len(done) - 1} lines of the input"
                     raise ValueError(f"--output {path} cannot be resumed: {fault}")
