@@ -2,6 +2,7 @@
 nothing of the engine.
 """
 
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -206,7 +207,7 @@ def _is_text(value: Any) -> bool:
 
 
 def _is_token_id(value: Any) -> bool:
-    return _is_number(value, int, 0, MAX_FLOAT)
+    return _is_number(value, int, 0, math.inf)
 
 
 def _is_bias(value: Any) -> bool:

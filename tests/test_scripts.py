@@ -54,12 +54,12 @@ def test_a_file_of_prompts_goes_to_the_batch_tool_with_all_options(tmp_path, mon
     options = "--model m --output out --temperature 0 --max-tokens 4 --tensor-parallel-size 2 --enforce-eager"
     example.main([*options.split(), *f"--device cpu --seed 3 --top-k=5 --resume --prompts={prompts}".split()])
     plain, full = asked
-    assert (plain.model, plain.input, plain.engine, plain.seed) == ("smollm2", prompts, {}, None)
+    assert (plain.model, plain.input, plain.engine) == ("smollm2", prompts, {})
     assert (plain.defaults["temperature"], plain.defaults["max_tokens"]) == (0.6, 256)
-    assert (full.model, full.input, full.output, full.seed) == ("m", prompts, Path("out"), 3)
+    assert (full.model, full.input, full.output) == ("m", prompts, Path("out"))
     assert full.resume
     assert full.engine == {"tensor_parallel_size": 2, "enforce_eager": True, "device": "cpu"}
-    assert (full.defaults["temperature"], full.defaults["max_tokens"], full.defaults["top_k"]) == (0, 4, 5)
+    assert full.defaults == {"temperature": 0, "max_tokens": 4, "top_k": 5, "seed": 3}
 
 
 def test_the_answers_of_a_file_are_printed_where_no_output_is_named(tmp_path, checkpoint):
