@@ -49,9 +49,7 @@ class Worker:
     def stop(self) -> None:
         """End the engine, and every request under way with an EngineDeadError."""
         self.inbox.put(None)
-        if (
-            threading.current_thread() is self.thread
-        ):  # called by the garbage collector, which then deletes `llm`
+        if threading.current_thread() is self.thread:  # the garbage collector calls, and then deletes `llm`
             return
         self.thread.join()
         self.llm.exit()

@@ -4,14 +4,13 @@ import difflib
 import os
 import re
 from dataclasses import dataclass, fields, replace
-from numbers import Real
 from typing import Any
 
 import torch
 
 from nanovllm.checkpoints import Checkpoint
 from nanovllm.checkpoints.model_config import ModelConfig
-from nanovllm.utils.validation import check_bool, is_integer, shown
+from nanovllm.utils.validation import check_bool, is_number, shown
 
 MAX_SIZE = 2**31 - 1
 MAX_GRID = 2**16 - 1  # of a kernel's second and third dimension
@@ -79,12 +78,12 @@ class Config:
         self._check_integer("kvcache_block_size", 16)
         if self.kvcache_block_size % 16:
             raise ValueError(f"kvcache_block_size must be a multiple of 16, got {self.kvcache_block_size}")
-        if not is_integer(self.num_kvcache_blocks, -1, -1):
+        if not is_number(self.num_kvcache_blocks, int, -1, -1):
             self._check_integer("num_kvcache_blocks", 1)
         if self.seed is not None:
             self._check_integer("seed", 0, 2**63 - 1)
         utilization = self.gpu_memory_utilization
-        if isinstance(utilization, bool) or not isinstance(utilization, Real) or not 0 < utilization <= 1:
+        if not is_number(utilization, float, 0, 1) or utilization == 0:
             raise ValueError(f"gpu_memory_utilization must be a number in (0, 1], got {shown(utilization)}")
         for name in ("enforce_eager", "enable_prefix_caching"):
             check_bool(getattr(self, name), name)
@@ -97,7 +96,7 @@ class Config:
     def _check_integer(self, name: str, low: int, high: int = MAX_SIZE) -> None:
         """For `__post_init__`, which alone may set fields: numpy's integers become Python's."""
         value = getattr(self, name)
-        if not is_integer(value, low, high):
+        if not is_number(value, int, low, high):
             raise ValueError(f"{name} must be an integer from {low} to {high}, got {shown(value)}")
         object.__setattr__(self, name, int(value))
 

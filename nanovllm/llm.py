@@ -7,7 +7,6 @@ import contextlib
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator
-from numbers import Integral
 from operator import itemgetter
 from typing import Any
 
@@ -17,7 +16,7 @@ from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.sampling_params import SamplingParams, recommended_params
 from nanovllm.text.prompts import Messages, Prompt, Request, as_token_ids
 from nanovllm.text.results import GrowingText, make_result, outcome
-from nanovllm.utils.validation import check, check_bool
+from nanovllm.utils.validation import check, check_bool, is_number
 
 
 class Progress(tqdm):
@@ -100,8 +99,7 @@ class LLM(LLMEngine):
         or fails for reasons of its own such as its size, yields (index, exception) and the others go on.
         """
         limit = 2 * self.config.max_num_seqs if max_unfinished is None else max_unfinished
-        is_count = isinstance(limit, Integral) and not isinstance(limit, bool) and limit >= 1
-        check(is_count, "max_unfinished must be an integer of at least 1", limit)
+        check(is_number(limit, int, 1), "max_unfinished must be an integer of at least 1", limit)
         check_bool(return_exceptions, "return_exceptions")
         coming = self._read_each(requests, return_exceptions)
         make = outcome if return_exceptions else make_result

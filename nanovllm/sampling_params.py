@@ -2,15 +2,13 @@
 nothing of the engine.
 """
 
-import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntFlag
-from numbers import Integral, Real
 from typing import Any
 
-from nanovllm.utils.validation import check_bool, find_surrogate, shown
+from nanovllm.utils.validation import check_bool, find_surrogate, is_number, shown
 
 MAX_SEED = 2**63 - 1
 MAX_TOKENS = 2**31 - 1
@@ -106,7 +104,7 @@ class SamplingParams:
     def _set_number(self, name: str, kind: type, low: float, high: float, allowed: str) -> None:
         """Check a number, and keep it as Python's own: numpy's may overflow in sums."""
         value = getattr(self, name)
-        self._check(_is_number(value, kind, low, high), name, allowed)
+        self._check(is_number(value, kind, low, high), name, allowed)
         object.__setattr__(self, name, kind(value))
 
     def _set_collections(self) -> None:
@@ -189,12 +187,6 @@ def recommended_params(generation_config: Mapping[str, Any]) -> SamplingParams:
     return SamplingParams(**{name: value for name, value in found.items() if value is not None})
 
 
-def _is_number(value: Any, kind: type, low: float, high: float) -> bool:
-    """NaN is none, for it is not in any range."""
-    number = Integral if kind is int else Real
-    return isinstance(value, number) and not isinstance(value, bool) and low <= value <= high
-
-
 def _as_tuple(values: Any) -> tuple | None:
     """The collection as a tuple, and None as an empty one. Returns None for anything else."""
     if values is None:
@@ -207,9 +199,9 @@ def _is_text(value: Any) -> bool:
 
 
 def _is_token_id(value: Any) -> bool:
-    return _is_number(value, int, 0, math.inf)
+    return is_number(value, int, 0)
 
 
 def _is_bias(value: Any) -> bool:
     is_pair = isinstance(value, tuple) and len(value) == 2 and _is_token_id(value[0])
-    return is_pair and _is_number(value[1], float, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
+    return is_pair and is_number(value[1], float, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)

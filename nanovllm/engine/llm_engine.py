@@ -9,7 +9,6 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from numbers import Integral
 from typing import Any, NamedTuple
 
 from nanovllm.checkpoints import Checkpoint, open_checkpoint
@@ -23,7 +22,7 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.prompts import Prompt, Prompts, Request
 from nanovllm.text.results import GrowingText, record_logprobs, watch_stops
-from nanovllm.utils.validation import check
+from nanovllm.utils.validation import check, is_number
 
 
 class Step(NamedTuple):
@@ -230,8 +229,7 @@ class LLMEngine:
         "abort". If there is no such request, or it has finished, this does nothing.
         """
         self.check_usable()
-        is_integer = isinstance(request_id, Integral) and not isinstance(request_id, bool)
-        check(is_integer, "request_id must be an integer", request_id)  # 1.0 would find 1
+        check(is_number(request_id, int), "request_id must be an integer", request_id)  # 1.0 would find 1
         with recovery.attempting(self):
             if (seq := self.unfinished.get(request_id)) is not None:
                 self.scheduler.end(seq, "abort")

@@ -40,9 +40,8 @@ class Scheduler:
         self.expected_share = 1.0
         self.clear()
         self.num_preemptions = 0
-        self.num_surplus_tokens = (
-            0  # drawn for sequences that had ended, in steps launched before that was known
-        )
+        # Tokens drawn for sequences that had ended, in steps launched before that was known.
+        self.num_surplus_tokens = 0
 
     def is_finished(self) -> bool:
         return not self.waiting and not self.running

@@ -110,7 +110,7 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
     """Several matrices with the same input, one below the other, each split by output features."""
 
     def __init__(self, input_size: int, output_sizes: list[int], bias: bool = False):
-        for size in output_sizes:
+        for size in output_sizes:  # each, not only their sum, must be divisible
             divide(size, get_group().size)
         self.output_sizes = output_sizes
         super().__init__(input_size, sum(output_sizes), bias)

@@ -15,7 +15,7 @@ from nanovllm.engine.edits import HISTORY, num_rule_words
 from nanovllm.engine.limits import RULE_WORDS, Limits
 from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.validation import check, check_bool, find_surrogate, shown
+from nanovllm.utils.validation import check, check_bool, find_surrogate, is_number, shown
 
 # What `chat` itself passes to a chat template: chat_template_kwargs must not set these.
 CHAT_OPTIONS = {"messages", "chat_template", "add_generation_prompt", "continue_final_message", "tools"}
@@ -33,9 +33,7 @@ class Request:
     params: SamplingParams = SamplingParams()
     bad_words: list[list[int]] = field(default_factory=list)  # as token ids
     num_rule_words: int = 0  # int32 that its rules take on a device
-    scored_token_ids: list[int] = field(
-        default_factory=list
-    )  # the i-th is to be scored as what follows token i
+    scored_token_ids: list[int] = field(default_factory=list)  # the i-th is scored as what follows token i
     index: int = 0  # among the prompts of its call
     error: Exception | None = None  # why it could not be read
     completions: list[Sequence] = field(default_factory=list)
@@ -46,8 +44,7 @@ def as_token_ids(values: list | tuple, vocab_size: int, name: str) -> list[int]:
     token_ids = list(values)
     if set(map(type, token_ids)) - {int}:  # numpy's integers, or what is no token id at all
         for token_id in token_ids:
-            is_integer = isinstance(token_id, Integral) and not isinstance(token_id, bool)
-            check(is_integer, f"{name}: token ids must be integers", token_id)
+            check(is_number(token_id, int), f"{name}: token ids must be integers", token_id)
         token_ids = [int(token_id) for token_id in token_ids]
     lowest, highest = min(token_ids, default=0), max(token_ids, default=0)
     if lowest < 0 or highest >= vocab_size:
@@ -106,8 +103,9 @@ class Prompts:
     def read(self, prompt: Any, sampling_params: Any, index: int | None = None) -> Request:
         """One prompt, or the index-th of several."""
         name = "prompt" if index is None else f"prompts[{index}]"
-        rule = f"sampling_params for {name} must be SamplingParams"
-        check(isinstance(sampling_params, SamplingParams), rule, sampling_params)
+        if not isinstance(sampling_params, SamplingParams):
+            found = shown(sampling_params)
+            raise ValueError(f"sampling_params for {name} must be SamplingParams, got {found}")
         token_ids = self._read_token_ids(prompt, 1, name)
         bad_words, num_rule_words = self._read_rules(sampling_params, name)
         scored_token_ids = [] if sampling_params.prompt_logprobs is None else token_ids[1:]
@@ -123,9 +121,9 @@ class Prompts:
         named = {"allowed_token_ids": params.allowed_token_ids or (), "stop_token_ids": params.stop_token_ids}
         named["logit_bias"] = [token_id for token_id, _ in params.logit_bias]
         for kind, token_ids in named.items():
-            highest = max(token_ids, default=0)
-            rule = f"{where}: token ids in {kind} must be from 0 to {self.vocab_size - 1}"
-            check(highest < self.vocab_size, rule, highest)
+            if (highest := max(token_ids, default=0)) >= self.vocab_size:
+                rule = f"{where}: token ids in {kind} must be from 0 to {self.vocab_size - 1}"
+                raise ValueError(f"{rule}, got {shown(highest)}")
         bad_words, ends = self.bad_words(params), self.limits.end_token_ids(params)
         if (size := num_rule_words(params, bad_words, ends)) > RULE_WORDS:
             raise ValueError(
@@ -165,8 +163,8 @@ class Prompts:
             ((key, prompt),) = prompt.items()
             if isinstance(prompt, str) != (key == "prompt"):
                 raise ValueError(f"{name}: {key} cannot be {shown(prompt)}")
-        rule = f"{name} must be a string or a list of token ids"
-        check(isinstance(prompt, (str, list, tuple)), rule, prompt)
+        if not isinstance(prompt, (str, list, tuple)):
+            raise ValueError(f"{name} must be a string or a list of token ids, got {shown(prompt)}")
         token_ids = self.tokenize(prompt, name) if isinstance(prompt, str) else prompt
         token_ids = as_token_ids(token_ids, self.vocab_size, name)
         if not token_ids:

@@ -4,8 +4,9 @@ This takes milliseconds and raises nothing, whatever the value is: endless, nest
 repr that raises an error or cannot be printed.
 """
 
+import math
 import reprlib
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any
 
 MAX_SHOWN = 500
@@ -44,9 +45,10 @@ def check(is_good: bool, rule: str, value: Any) -> None:
         raise ValueError(f"{rule}, got {shown(value)}")
 
 
-def is_integer(value: Any, low: int, high: float) -> bool:
-    """Whether it is an integer, numpy's too, from `low` to `high`."""
-    return isinstance(value, Integral) and not isinstance(value, bool) and low <= value <= high
+def is_number(value: Any, kind: type, low: float = -math.inf, high: float = math.inf) -> bool:
+    """Whether it is an int or a float (kind), or numpy's, from `low` to `high`. NaN is in no range."""
+    number = Integral if kind is int else Real
+    return isinstance(value, number) and not isinstance(value, bool) and low <= value <= high
 
 
 def check_bool(value: Any, name: str) -> None:
