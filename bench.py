@@ -1,11 +1,12 @@
 """How fast the engine generates: many random prompts at once, tokens per second at the end.
 
     python bench.py                                          256 sequences, random weights, Qwen3-0.6B
+    python bench.py --workload shared                        prompts that have 2,000 tokens in common
     python bench.py --model smollm2 --engine both ...        the same work by transformers, and the ratio
     python bench.py --trace trace.json --plot run.png        where the time of a step goes; the run over time
 
 The default workload is the one that engines of this kind compare on: 133,966 output tokens. Every repetition
-keeps its lengths and draws new token ids, so that no prefix cache can help.
+keeps the lengths and what prompts have in common but has new token ids: a prefix cache only helps within it.
 """
 
 import argparse
@@ -16,8 +17,9 @@ import random
 import statistics
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ import torch
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.checkpoints import SHAPES, open_checkpoint
+from nanovllm.config import Config
 
 MAX_TOKEN_ID = 10_000
 ENGINE_OPTIONS = (
@@ -38,41 +41,102 @@ ENGINE_OPTIONS = (
 )
 
 
+def alike(num_seqs: int, input_len: int, output_len: int, **others: int) -> dict[str, int]:
+    """The options of a workload whose prompts all have as many tokens of their own, and as many answered."""
+    spans = dict(min_input_len=input_len, max_input_len=input_len)
+    spans |= dict(min_output_len=output_len, max_output_len=output_len)
+    return {"num_seqs": num_seqs, **spans, **others}
+
+
+# By name, the defaults of the options that describe the work, where they differ from nano's.
+WORKLOADS = {
+    "nano": {},
+    "shared": alike(1024, 50, 128, common_len=2000),
+    "groups": alike(512, 100, 200, common_len=3000, groups=4),
+    "rollout": alike(64, 1000, 256, n=16),
+    "long": alike(16, 16_000, 256),
+    "short": alike(2048, 32, 64),
+}
+
+
 @dataclass
 class Workload:
-    """Prompts of random token ids, and how many tokens each of them is to be answered with."""
+    """
+    Prompts of random token ids, and how many tokens each is to be answered with, `n` times. Those of one
+    group begin with the same `common_len` tokens.
+    """
 
     prompts: list[list[int]]
     max_tokens: list[int]
+    common_len: int = 0
+    n: int = 1
+
+    @property
+    def num_output_tokens(self) -> int:
+        return self.n * sum(self.max_tokens)
 
     def with_fresh_tokens(self, seed: int) -> "Workload":
-        """The same lengths with other token ids."""
+        """
+        The same lengths with other token ids. Those at one position all move by the same distance, so that
+        prompts have as much in common as before.
+        """
         rng = random.Random(seed)
-        return Workload([[rng.randint(0, MAX_TOKEN_ID) for _ in p] for p in self.prompts], self.max_tokens)
+        moves = [rng.randint(0, MAX_TOKEN_ID) for _ in range(max(map(len, self.prompts)))]
+        prompts = [
+            [(token + move) % (MAX_TOKEN_ID + 1) for token, move in zip(p, moves, strict=False)]
+            for p in self.prompts
+        ]
+        return replace(self, prompts=prompts)
 
     def within_vocabulary(self, vocab_size: int) -> "Workload":
         """Fold the ids of a workload into a vocabulary that may be smaller."""
-        return Workload([[token % vocab_size for token in p] for p in self.prompts], self.max_tokens)
+        return replace(self, prompts=[[token % vocab_size for token in p] for p in self.prompts])
+
+    def without_n(self) -> "Workload":
+        """The same work with every prompt `n` times, each of them answered once."""
+        prompts = [p for p in self.prompts for _ in range(self.n)]
+        return Workload(prompts, [m for m in self.max_tokens for _ in range(self.n)], self.common_len)
 
     def for_warmup(self, limit: int) -> "Workload":
-        """At most `limit` sequences that end one after another: every batch size occurs once, for a step."""
-        prompts = self.with_fresh_tokens(1 << 32).prompts[:limit]
-        return Workload(prompts, [min(i + 2, m) for i, m in enumerate(self.max_tokens[:limit])])
+        """
+        At most `limit` sequences that end one after another, whatever the workload's lengths: every batch
+        size occurs once, for a step.
+        """
+        prompts = self.with_fresh_tokens(1 << 32).without_n().prompts[:limit]
+        return Workload(prompts, [i + 2 for i in range(len(prompts))], self.common_len)
+
+    def segments(self) -> list[tuple[int, int, list[int]]]:
+        """
+        What is computed once at best, each as (begin, end, tokens drawn by every completion that has it): the
+        beginning that a group has in common, and what a prompt has of its own.
+        """
+        groups, segments = defaultdict(list), []
+        for prompt, max_tokens in zip(self.prompts, self.max_tokens, strict=True):
+            groups[tuple(prompt[: self.common_len])] += [max_tokens] * self.n
+            segments.append((self.common_len, len(prompt), [max_tokens] * self.n))
+        return segments + [(0, self.common_len, max_tokens) for max_tokens in groups.values()]
 
 
 def draw_workload(args: argparse.Namespace) -> Workload:
-    """Draw each prompt's length and ids, then all output lengths: the order is part of the workload."""
+    """
+    Draw each prompt's length and own ids, then all output lengths, then what groups have in common and who is
+    in which: the order is part of the workload.
+    """
     rng = random.Random(args.seed)
     low, high = args.min_output_len, args.max_output_len
-    prompts = [
+    own = [
         [rng.randint(0, MAX_TOKEN_ID) for _ in range(rng.randint(args.min_input_len, args.max_input_len))]
         for _ in range(args.num_seqs)
     ]
-    max_tokens = [rng.randint(low, high) for _ in prompts]
+    max_tokens = [rng.randint(low, high) for _ in own]
     if args.spread_output:
         gaps = max(args.num_seqs - 1, 1)
         max_tokens = [low + round(i * (high - low) / gaps) for i in range(args.num_seqs)]
-    return Workload(prompts, max_tokens)
+    common = [[rng.randint(0, MAX_TOKEN_ID) for _ in range(args.common_len)] for _ in range(args.groups)]
+    order = [common[i % args.groups] for i in range(args.num_seqs)]
+    rng.shuffle(order)
+    prompts = [begin + end for begin, end in zip(order, own, strict=True)]
+    return Workload(prompts, max_tokens, args.common_len, args.n)
 
 
 @dataclass
@@ -85,6 +149,12 @@ class Run:
     prefill_seconds: float = 0.0
     decode_tokens: int = 0
     decode_seconds: float = 0.0
+
+    # Prompt tokens taken over from the KV cache, how many of these in copied parts of blocks, and tokens of
+    # the context that decode steps read for a whole group at once.
+    cached_tokens: int = 0
+    copied_tokens: int = 0
+    grouped_tokens: int = 0
 
     timeline: list[tuple[float, int, int, int]] = field(default_factory=list, repr=False)
     """Of each step: when it ended, tokens decoded in it, sequences running and KV cache blocks used then."""
@@ -143,11 +213,16 @@ class NanoVLLM:
         self.vocab_size = self.llm.config.hf_config.vocab_size
         self.warmup_seqs = self.llm.config.max_num_seqs
 
+    def add_prompt(self, prompt: list[int], max_tokens: int, n: int) -> None:
+        params = SamplingParams(max_tokens=max_tokens, n=n, **self.sampling)
+        self.llm.add_request(self.llm.prompts.read(prompt, params))
+
     def floor(self, workload: Workload, ceilings: Ceilings) -> dict[str, float]:
         """
         The least that this work can take: every prompt token costs 2 operations per parameter and its
-        attention; every decode step reads the weights once and the KV cache of every sequence in it. Of
-        several ranks, each does its share at the same time.
+        attention; every decode step reads the weights once and the KV cache of every sequence in it. What
+        sequences have in common is computed once, and read once a step. Of several ranks, each does its
+        share at the same time.
         """
         config, model = self.llm.config, self.llm.model_runner.model
         hf_config, ranks = config.hf_config, config.tensor_parallel_size
@@ -156,13 +231,21 @@ class NanoVLLM:
         embedding = 0 if hf_config.tie_word_embeddings else head  # looked up, not read
         parameters = sum(p.numel() for p in model.parameters()) - embedding
         width = hf_config.num_attention_heads // ranks * head_dim * layers
-        lengths = [(len(p), n) for p, n in zip(workload.prompts, workload.max_tokens, strict=True)]
-        flops = sum(2 * (parameters - head) * p + 2 * width * p * p + 2 * head for p, _ in lengths)
+        segments, max_tokens = workload.segments(), workload.without_n().max_tokens
+
+        def num_steps(counts: list[int]) -> int:
+            return max(max(counts) - 1, (sum(counts) - len(counts)) // config.max_num_seqs)
+
+        flops = sum(
+            2 * (parameters - head) * (end - begin) + 2 * width * (end**2 - begin**2)
+            for begin, end, _ in segments
+        )
+        flops += 2 * head * len(workload.prompts)
         kv_values = 2 * layers * max(hf_config.num_key_value_heads // ranks, 1) * head_dim  # of one token
-        kv_reads = kv_values * sum((n - 1) * p + n * (n - 1) // 2 for p, n in lengths)
-        steps = max(max(n for _, n in lengths) - 1, sum(n - 1 for _, n in lengths) // config.max_num_seqs)
+        kv_reads = sum((end - begin) * num_steps(counts) for begin, end, counts in segments)
+        kv_reads = kv_values * (kv_reads + sum(n * (n - 1) // 2 for n in max_tokens))
         read = kv_reads * config.kv_cache_torch_dtype.itemsize
-        read += steps * parameters * model.lm_head.weight.itemsize
+        read += num_steps(max_tokens) * parameters * model.lm_head.weight.itemsize
         return {
             "prefill_flops": flops,
             "decode_bytes": read,
@@ -172,7 +255,7 @@ class NanoVLLM:
     def trace(self, workload: Workload, file: str, steps: int = 5) -> None:
         """Write a Chrome trace of a few decode steps in the middle of the work."""
         for prompt in workload.prompts:
-            self.llm.add_request(prompt, SamplingParams(max_tokens=50 + steps, **self.sampling))
+            self.add_prompt(prompt, 50 + steps, workload.n)
         decoded = 0
         while decoded < 20:
             decoded += self.llm.step()[1] < 0
@@ -186,10 +269,10 @@ class NanoVLLM:
             self.llm.step()
 
     def run(self, workload: Workload) -> Run:
-        run = Run(0, 0.0)
+        run, before_run = Run(0, 0.0), self.llm.stats()
         start = now = time.perf_counter()
         for prompt, max_tokens in zip(workload.prompts, workload.max_tokens, strict=True):
-            self.llm.add_request(prompt, SamplingParams(max_tokens=max_tokens, **self.sampling))
+            self.add_prompt(prompt, max_tokens, workload.n)
         while not self.llm.is_finished():
             finished, num_tokens = self.llm.step()
             if not num_tokens:  # a step was launched, and its time is that of the call that collects it
@@ -206,6 +289,10 @@ class NanoVLLM:
                 run.decode_seconds += now - before
             run.output_tokens += sum(len(token_ids) for _, token_ids in finished)
         run.seconds = now - start
+        stats = self.llm.stats()
+        for kind in ("cached", "copied", "grouped"):  # an engine to compare with may not count all of them
+            count = stats.get(f"num_{kind}_tokens", 0) - before_run.get(f"num_{kind}_tokens", 0)
+            setattr(run, f"{kind}_tokens", count)
         return run
 
     def close(self) -> None:
@@ -230,7 +317,7 @@ class Transformers:
             config.top_k, config.top_p = args.top_k, args.top_p
 
     def run(self, workload: Workload) -> Run:
-        output_tokens = 0
+        output_tokens, workload = 0, workload.without_n()
         start = time.perf_counter()
         for i in range(0, len(workload.prompts), self.batch_size):
             prompts = workload.prompts[i : i + self.batch_size]
@@ -293,9 +380,9 @@ def bench(args: argparse.Namespace, name: str, workload: Workload) -> tuple[list
             if repeat:
                 workload = workload.with_fresh_tokens(args.seed + repeat).within_vocabulary(engine.vocab_size)
             runs.append(engine.run(workload))
-            if runs[-1].output_tokens != sum(workload.max_tokens):
+            if runs[-1].output_tokens != workload.num_output_tokens:
                 raise RuntimeError(
-                    f"{name} made {runs[-1].output_tokens} of {sum(workload.max_tokens)} tokens"
+                    f"{name} made {runs[-1].output_tokens} of {workload.num_output_tokens} tokens"
                 )
         if args.trace and name == "nanovllm":
             engine.trace(workload, args.trace)
@@ -365,7 +452,20 @@ def describe(name: str, result: dict) -> str:
         if seconds:
             share, rate = result[f"{phase}_share"], tokens / seconds
             lines.append(f"  {phase:8}{tokens:9,} tokens in {seconds:.2f} s ({share:.1%}), {rate:,.1f} tok/s")
+    cached, copied, grouped = (result[f"{kind}_tokens"] for kind in ("cached", "copied", "grouped"))
+    if cached or grouped:
+        lines.append(
+            f"  shared  {cached:9,} tokens taken over, {copied:,} copied; {grouped:,} read in groups"
+        )
     return "\n".join(lines)
+
+
+def describe_workload(name: str, workload: Workload) -> str:
+    distinct = sum(end - begin for begin, end, _ in workload.segments())
+    return (
+        f"{name}: {len(workload.prompts):,} prompts of {sum(map(len, workload.prompts)):,} tokens, "
+        f"{distinct:,} to be computed; n={workload.n}, {workload.num_output_tokens:,} tokens to be drawn"
+    )
 
 
 def describe_device(device: str) -> str:
@@ -387,11 +487,16 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         help="built-in shape, folder, .gguf file, hub id or smollm2 (fetched)",
     )
     add("--load-format", help="dummy for random weights, all that a built-in shape has")
-    add("--num-seqs", type=int, default=256, help="number of sequences")
-    add("--min-input-len", type=int, default=100, help="prompt tokens, at least")
-    add("--max-input-len", type=int, default=1024, help="prompt tokens, at most")
+    workload = "what the defaults of the options from --num-seqs to --n describe"
+    add("--workload", choices=list(WORKLOADS), default="nano", help=workload)
+    add("--num-seqs", type=int, default=256, help="number of prompts")
+    add("--common-len", type=int, default=0, help="tokens that all prompts of a group begin with")
+    add("--groups", type=int, default=1, help="number of groups, which arrive mixed")
+    add("--min-input-len", type=int, default=100, help="a prompt's own tokens, at least")
+    add("--max-input-len", type=int, default=1024, help="a prompt's own tokens, at most")
     add("--min-output-len", type=int, default=100, help="output tokens of a sequence, at least")
     add("--max-output-len", type=int, default=1024, help="output tokens of a sequence, at most")
+    add("--n", type=int, default=1, help="completions of each prompt")
     add("--spread-output", action="store_true", help="space the output lengths evenly, do not draw them")
     add("--temperature", type=float, default=0.6, help="0 is greedy")
     add("--top-k", type=int, default=0, help="as in SamplingParams, like the next two")
@@ -410,18 +515,24 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--trace", metavar="FILE", help="write a Chrome trace of a few decode steps there")
     add("--plot", metavar="FILE", help="draw batch size, KV cache use and speed over the median repetition")
     add("--json", metavar="FILE", help="write settings and results there; - is standard output")
+    parser.set_defaults(**WORKLOADS[parser.parse_args(argv).workload])
     args = parser.parse_args(argv)
     if args.load_format is None:
         args.load_format = "dummy" if args.model in SHAPES else "auto"
     if args.device == "auto":
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
-    for name in ("num_seqs", "min_input_len", "min_output_len", "repeats", "batch_size"):
+    if args.common_len < 0:
+        parser.error(f"--common-len must be at least 0, got {args.common_len}")
+    for name in ("num_seqs", "groups", "n", "min_input_len", "min_output_len", "repeats", "batch_size"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
     for kind in ("input", "output"):
         low, high = getattr(args, f"min_{kind}_len"), getattr(args, f"max_{kind}_len")
         if low > high:
             parser.error(f"--min-{kind}-len {low} is more than --max-{kind}-len {high}")
+    longest = args.common_len + args.max_input_len + args.max_output_len
+    if args.max_model_len is None and longest > Config.max_model_len:
+        args.max_model_len = longest
     return args
 
 
@@ -430,6 +541,7 @@ def main(argv: list[str] | None = None) -> None:
     workload = draw_workload(args)
     people = sys.stderr if args.json == "-" else sys.stdout
 
+    print(describe_workload(args.workload, workload), file=people, flush=True)
     results = {}
     for name in ENGINES if args.engine == "both" else [args.engine]:
         runs, floor = bench(args, name, workload)

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import subprocess
 import sys
 import time
@@ -95,8 +96,62 @@ def test_the_default_workload_is_the_one_that_engines_compare_on():
     args = bench.parse_args([])
     workload = bench.draw_workload(args)
     assert workload == bench.Workload(prompts, max_tokens)
-    assert sum(workload.max_tokens) == 133_966
-    assert args.temperature == 0.6
+    assert workload.num_output_tokens == 133_966
+    assert (args.workload, args.temperature, args.max_model_len) == ("nano", 0.6, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_prompts", "num_tokens", "num_distinct", "num_drawn"),
+    [
+        ("shared", 1024, 1024 * 2050, 2000 + 1024 * 50, 1024 * 128),
+        ("groups", 4 * 128, 4 * 128 * 3100, 4 * 3000 + 4 * 128 * 100, 4 * 128 * 200),
+        ("rollout", 64, 64 * 1000, 64 * 1000, 64 * 16 * 256),
+        ("long", 16, 16 * 16_000, 16 * 16_000, 16 * 256),
+        ("short", 2048, 2048 * 32, 2048 * 32, 2048 * 64),
+    ],
+)
+def test_a_workload_has_its_numbers(name, num_prompts, num_tokens, num_distinct, num_drawn):
+    args = bench.parse_args(["--workload", name])
+    workload = bench.draw_workload(args)
+    assert len(workload.prompts) == num_prompts
+    assert sum(map(len, workload.prompts)) == num_tokens
+    assert sum(end - begin for begin, end, _ in workload.segments()) == num_distinct
+    assert workload.num_output_tokens == num_drawn
+    assert args.max_model_len == (16_256 if name == "long" else None)
+
+
+def test_options_go_before_what_the_workload_sets():
+    options = "--workload groups --num-seqs 8 --groups 2 --common-len 9 --min-input-len 5 --n 3".split()
+    workload = bench.draw_workload(bench.parse_args([*options, "--max-model-len", "20"]))
+    assert (len(workload.prompts), workload.common_len, workload.n) == (8, 9, 3)
+    assert all(9 + 5 <= len(prompt) <= 9 + 100 for prompt in workload.prompts)
+    begins = [tuple(prompt[:9]) for prompt in workload.prompts]
+    assert sorted(map(begins.count, set(begins))) == [4, 4]
+    assert begins != sorted(begins) and begins != sorted(begins, reverse=True)  # they arrive mixed
+    assert bench.parse_args([*options, "--max-model-len", "20"]).max_model_len == 20
+
+
+def common_lengths(prompts: list[list[int]]) -> list[int]:
+    """How many tokens each prompt begins with that every other one begins with as well."""
+    first = prompts[0]
+    return [next(i for i in range(len(first)) if p[i] != first[i]) for p in prompts[1:]]
+
+
+def test_fresh_tokens_keep_what_prompts_have_in_common_and_nothing_else():
+    workload = bench.draw_workload(bench.parse_args("--workload shared --num-seqs 8".split()))
+    fresh, warmup = workload.with_fresh_tokens(1), workload.for_warmup(8)
+    for prompts in (workload.prompts, fresh.prompts, warmup.prompts):
+        assert common_lengths(prompts) == [2000] * 7
+    assert len({work.prompts[0][0] for work in (workload, fresh, warmup)}) == 3
+    assert fresh.segments() == workload.segments()
+
+
+def test_the_warmup_has_every_batch_size_although_all_sequences_of_the_workload_end_together():
+    workload = bench.draw_workload(bench.parse_args("--workload rollout --num-seqs 4".split()))
+    warmup = workload.for_warmup(40)
+    assert (len(warmup.prompts), warmup.n) == (40, 1)
+    assert warmup.max_tokens == list(range(2, 42))
+    assert warmup.prompts[0] == warmup.prompts[15] != warmup.prompts[16]
 
 
 def test_fresh_tokens_keep_the_lengths():
@@ -120,7 +175,10 @@ def test_token_ids_fit_the_vocabulary():
     assert workload.prompts == [[0, 319, 0, 79]]
 
 
-@pytest.mark.parametrize("options", ["--num-seqs 0", "--min-input-len 9 --max-input-len 8", "--repeats 0"])
+@pytest.mark.parametrize(
+    "options",
+    ["--num-seqs 0", "--min-input-len 9 --max-input-len 8", "--repeats 0", "--common-len -1", "--workload x"],
+)
 def test_impossible_workloads_are_refused(options):
     with pytest.raises(SystemExit):
         bench.parse_args(options.split())
@@ -140,12 +198,49 @@ def test_bench_compares_both_engines_on_the_same_work(tmp_path, checkpoint, caps
     assert ours["output_tokens"] == theirs["output_tokens"] == sum(workload.max_tokens)
     assert report["ratio"] == pytest.approx(ours["tokens_per_second"] / theirs["tokens_per_second"])
     for run in ours["repeats"]:
-        assert run["prefill_tokens"] == sum(map(len, workload.prompts))
+        assert run["prefill_tokens"] + run["cached_tokens"] == sum(map(len, workload.prompts))
         assert run["decode_tokens"] == sum(workload.max_tokens) - len(workload.prompts)
         assert 0 < run["prefill_seconds"] + run["decode_seconds"] <= run["seconds"]
     assert len(ours["repeats"]) == len(theirs["repeats"]) == 3
     assert ours["tokens_per_second_min"] <= ours["tokens_per_second"] <= ours["tokens_per_second_max"]
     assert "nanovllm / transformers" in capsys.readouterr().out
+
+
+TINY = {
+    "shared": "--num-seqs 6 --common-len 40 --min-input-len 3 --max-input-len 9",
+    "groups": "--num-seqs 8 --common-len 40 --min-input-len 3 --max-input-len 9",
+    "rollout": "--num-seqs 2 --n 3 --min-input-len 30 --max-input-len 30",
+    "long": "--num-seqs 2 --min-input-len 300 --max-input-len 300",
+    "short": "--num-seqs 7 --min-input-len 8 --max-input-len 8",
+}
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_both_engines_do_every_workload(name, checkpoint, capsys):
+    options = f"--workload {name} {TINY[name]} --min-output-len 4 --max-output-len 6 --max-model-len 400"
+    options += f" --engine both --model {checkpoint} --device cpu --repeats 2 --json -"
+    bench.main(options.split())
+    captured = capsys.readouterr()
+    workload = bench.draw_workload(bench.parse_args(options.split()))
+    results = json.loads(captured.out)["results"]
+    for result in results.values():
+        assert {run["output_tokens"] for run in result["repeats"]} == {workload.num_output_tokens}
+    ours = results["nanovllm"]
+    asked_for = workload.n * sum(map(len, workload.prompts))
+    for run in ours["repeats"]:  # none has found what the one before it has left in the cache
+        assert sum(end - begin for begin, end, _ in workload.segments()) - 20 <= run["prefill_tokens"]
+        assert run["prefill_tokens"] <= asked_for
+    assert ours["floor"]["seconds"] > 0
+    assert captured.err.startswith(f"{name}: {len(workload.prompts)} prompts of ")
+
+
+def test_bench_tells_what_was_shared(checkpoint, capsys):
+    options = "--workload shared --num-seqs 4 --common-len 300 --min-input-len 3 --max-input-len 9"
+    options += f" --min-output-len 2 --max-output-len 2 --model {checkpoint} --device cpu --repeats 1"
+    bench.main([*options.split(), "--max-num-seqs", "1", "--max-model-len", "400"])
+    printed = capsys.readouterr().out
+    taken_over = re.search(r"^  shared +([\d,]+) tokens taken over, [\d,]+ copied", printed, re.MULTILINE)
+    assert int(taken_over[1].replace(",", "")) >= 3 * 256  # whole blocks at least
 
 
 def test_bench_can_print_json_alone(checkpoint, capsys):
@@ -198,5 +293,9 @@ def test_the_floor_counts_weights_once_a_step_and_every_key_and_value_read(tmp_p
     parameters = sum(p.numel() for p in engine.llm.model_runner.model.parameters())
     kv_bytes = 2 * 2 * 2 * 16 * 4  # keys and values, layers, heads, head_dim, float32
     reads = (10 + 1) + (10 + 2) + (20 + 1) + (20 + 2) + (20 + 3) + (20 + 4)
+    assert floor["decode_bytes"] == 4 * parameters * 4 + kv_bytes * reads
+    shared = bench.Workload([[1] * 10, [1] * 8 + [2] * 12], [3, 5], common_len=8, n=2)
+    floor = engine.floor(shared, bench.Ceilings(bandwidth=1e9, flops=1e12))
+    reads = 4 * 8 + (2 * 2 + 4 * 12) + 2 * (1 + 2 + 1 + 2 + 3 + 4)  # in common, of each prompt, drawn
     assert floor["decode_bytes"] == 4 * parameters * 4 + kv_bytes * reads
     engine.close()
