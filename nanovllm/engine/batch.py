@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from nanovllm.engine.device_rows import HostRows, RowLayout, RowUpdates
+from nanovllm.engine.groups import PrefixGroups
 from nanovllm.engine.scoring import Scoring, take_scoring
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.transfer import to_host
@@ -18,8 +19,9 @@ from nanovllm.sampling_params import Needs
 
 class Batch(NamedTuple):
     """
-    One step. A decode step computes the last token of each sequence and needs the first three fields only:
-    which rows take part, and each one's last token and place, devices know by the `row_updates` so far.
+    One step. A decode step computes the last token of each sequence and needs the first three fields and the
+    last only: which rows take part, each one's last token and place, and what is read in groups, devices know
+    by the `row_updates` so far.
     """
 
     num_sequences: int
@@ -32,6 +34,11 @@ class Batch(NamedTuple):
     slot_mapping: np.ndarray | None = None  # int32 [tokens], see Context
     block_copies: np.ndarray | None = None  # int64 [2, blocks], from and to; copied before anything else
     scoring: Scoring | None = None
+    num_grouped_tokens: int = 0  # that a decode step reads in groups (groups.py), counted for each sequence
+
+    @property
+    def is_grouped(self) -> bool:
+        return self.num_grouped_tokens > 0
 
     @property
     def is_prefill(self) -> bool:
@@ -41,15 +48,18 @@ class Batch(NamedTuple):
 class BatchMaker:
     """Turns scheduled sequences into batches. All must be run, in order; if one is not, `reset` follows."""
 
-    def __init__(self, config: Any):
+    def __init__(self, config: Any, groups: PrefixGroups | None = None):
+        """Without `groups` each sequence of a decode step reads its own keys and values."""
         self.block_size = config.kvcache_block_size
-        self.rows = HostRows(RowLayout(config))
+        self.rows = HostRows(RowLayout(config), groups)
 
     def reset(self) -> None:
         self.rows.reset()
 
     def decode(self, sequences: list[Sequence]) -> Batch:
-        return Batch(len(sequences), _needs(sequences), self.rows.decode(sequences))
+        updates = self.rows.decode(sequences)
+        grouped = self.rows.num_grouped_tokens
+        return Batch(len(sequences), _needs(sequences), updates, num_grouped_tokens=grouped)
 
     def prefill(self, sequences: list[Sequence]) -> Batch:
         """Takes pending page copies and tokens to be scored off the sequences."""

@@ -14,6 +14,7 @@ import signal
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,6 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm.config import Config
+from nanovllm.engine.device_rows import can_group
 from nanovllm.engine.memory import largest_batch
 from nanovllm.kernels import runtime
 from nanovllm.kernels.all_reduce import PeerMemory
@@ -101,7 +103,8 @@ class CompileAhead:
 
 def _fingerprint(properties: Any, rank: int, config: Config) -> str:
     """A key of all that decides which kernels there are."""
-    names = ("kvcache_block_size", "max_num_seqs", "tensor_parallel_size", "attention_backend")
+    names = ["kvcache_block_size", "max_num_seqs", "tensor_parallel_size", "attention_backend"]
+    names += ["enable_prefix_caching"]
     options = [config.torch_dtype, config.kv_cache_torch_dtype, *(getattr(config, name) for name in names)]
     facts = torch.__version__, triton.__version__, properties, rank, options, vars(config.hf_config)
     digest = hashlib.sha256(repr(facts).encode())
@@ -170,10 +173,11 @@ def launch_every_kernel(make_runner: Callable[[], Any]) -> Iterator[None]:
     filters, edits = Needs.FILTERS, Needs.RULES | Needs.TOKEN_FLAGS
     runner.run(batch._replace(needs=filters | edits))
     *smaller, largest = runner.graph_sizes
-    runner.decode_step(runner.padding(largest), Needs(0))
+    is_grouped = can_group(config)
+    runner.decode_step(*runner.padding(largest, is_grouped), Needs(0))
     yield
     for needs in (Needs(0), filters, edits):
         runner.run(batch._replace(needs=needs))
     runner.run(batch._replace(needs=Needs(0), lens_k=batch.lens_k + 1))  # some keys are in the cache
-    for size in smaller:
-        runner.decode_step(runner.padding(size), Needs(0))
+    for size, grouped in [*product(smaller, {False, is_grouped}), (largest, False)]:
+        runner.decode_step(*runner.padding(size, grouped), Needs(0))

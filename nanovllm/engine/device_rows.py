@@ -4,7 +4,8 @@ Each running sequence has a row (`Sequence.row`). It says how to go on (last tok
 to draw (temperature, seed) and how to change logits before that (edits.py). The device itself appends each
 token that it draws. The host writes a row when its sequence is prefilled; later it sends newly opened blocks
 and which rows take part. All tables are made with the engine, so that their memory is known before the KV
-cache takes the rest; only rules come and go with their sequences.
+cache takes the rest; only rules come and go with their sequences. Behind the rows' tables lie those that say
+what sequences of the decode step begin with in common (groups.py).
 """
 
 from typing import Any, NamedTuple
@@ -13,11 +14,14 @@ import numpy as np
 import torch
 
 from nanovllm.engine.edits import DeviceEdits, HostEdits, LogitEdits, settings_of
+from nanovllm.engine.groups import PrefixGroups, max_slots, max_tasks, table_sizes
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.transfer import to_device
 from nanovllm.kernels.decode_inputs import DecodeInputs, InputTables, decode_inputs
 from nanovllm.kernels.filtering import Filters
 from nanovllm.kernels.logit_edits import Penalties
+from nanovllm.kernels.runtime import cdiv, num_multiprocessors
+from nanovllm.kernels.shared_prefix import MAX_PARTS, SharedPrefixes, members_per_task
 from nanovllm.sampling_params import Needs
 
 
@@ -33,11 +37,13 @@ class RowLayout:
         self.padding_row: int = config.max_num_seqs
         self.max_blocks = -(-config.max_model_len // self.block_size)
         self.num_rows = -(-(self.padding_row + 1) // 4) * 4  # each table begins at a multiple of 16 bytes
-        self.widths = {"seeds": 2, "tokens": 1, "lengths": 1, "temperatures": 1, "batch": 1}
-        self.widths |= {"filters": len(Filters._fields), "penalties": len(Penalties._fields)}
-        self.widths |= {"block_tables": self.max_blocks}
-        ends = np.cumsum([width * self.num_rows for width in self.widths.values()]).tolist()
-        self.starts = dict(zip(self.widths, [0, *ends], strict=False))
+        widths = {"seeds": 2, "tokens": 1, "lengths": 1, "temperatures": 1, "batch": 1}
+        widths |= {"filters": len(Filters._fields), "penalties": len(Penalties._fields)}
+        widths |= {"block_tables": self.max_blocks}
+        self.sizes = {name: width * self.num_rows for name, width in widths.items()}
+        self.sizes |= table_sizes(self.num_rows, MAX_PARTS)
+        ends = np.cumsum([*self.sizes.values()]).tolist()
+        self.starts = dict(zip(self.sizes, [0, *ends], strict=False))
         self.num_words: int = ends[-1]
 
 
@@ -48,11 +54,29 @@ class RowUpdates(NamedTuple):
     edits: LogitEdits | None
 
 
+def can_group(config: Any) -> bool:
+    """Whether decode steps may read together what sequences begin with in common."""
+    return config.enable_prefix_caching and config.attention_backend != "flash"
+
+
+def make_groups(config: Any) -> PrefixGroups | None:
+    if not can_group(config):
+        return None
+    kv_heads = config.hf_config.num_key_value_heads
+    num_programs = 2 * num_multiprocessors(config.device_of(0))
+    return PrefixGroups(
+        RowLayout(config).num_rows,
+        MAX_PARTS,
+        members_per_task(config.hf_config.num_attention_heads // kv_heads),
+        cdiv(num_programs, max(1, kv_heads // config.tensor_parallel_size)),
+    )
+
+
 class HostRows:
     """The host's half: knows what was sent. Every device applies all updates, in the order they are made."""
 
-    def __init__(self, layout: RowLayout):
-        self.layout = layout
+    def __init__(self, layout: RowLayout, groups: PrefixGroups | None = None):
+        self.layout, self.groups = layout, groups
         self.reset()
 
     def reset(self) -> None:
@@ -60,9 +84,18 @@ class HostRows:
         self.batch: list[int] = []  # rows of the last decode step
         self.num_blocks = [0] * self.layout.padding_row  # by row, how many blocks were sent
         self.edits = HostEdits(self.layout.vocab_size)
+        self.has_prefilled = False  # since the last decode step: the same rows may be other sequences
+        if self.groups is not None:
+            self.groups.reset()
+
+    @property
+    def num_grouped_tokens(self) -> int:
+        """How many tokens the last decode step reads for its sequences in groups."""
+        return 0 if self.groups is None else self.groups.num_grouped_tokens
 
     def prefill(self, sequences: list[Sequence]) -> RowUpdates:
         """Everything about these sequences as it is after the step, which draws a token for each."""
+        self.has_prefilled = True
         indices: list[int] = []
         values: list[int] = []
         settings = np.array(list(map(settings_of, sequences)), dtype=np.float32).view(np.int32).tolist()
@@ -87,7 +120,11 @@ class HostRows:
         """What has changed since the last step; None if nothing has."""
         indices: list[int] = []
         values: list[int] = []
+        changes = None
         rows, num_blocks = [seq.row for seq in sequences], self.num_blocks
+        if self.groups is not None and (self.has_prefilled or rows != self.batch):
+            changes = self.groups.update(sequences)
+        self.has_prefilled = False
         if rows != self.batch:
             values += rows + [self.layout.padding_row] * (len(self.batch) - len(rows))
             start = self.layout.starts["batch"]
@@ -96,7 +133,13 @@ class HostRows:
         for seq in sequences:
             if len(seq.block_table) != num_blocks[seq.row]:
                 self._add_blocks(seq, indices, values)
-        return RowUpdates(_words(indices, values), None) if indices else None
+        if not indices and changes is None:
+            return None
+        words = _words(indices, values)
+        if changes is not None:
+            changes[0] += self.layout.starts["prefix_lens"]
+            words = np.concatenate([words, changes.astype(np.int32)], axis=1)
+        return RowUpdates(words, None)
 
     def _add_blocks(self, seq: Sequence, indices: list[int], values: list[int]) -> None:
         """Add the part of the block table that was not sent yet."""
@@ -119,8 +162,7 @@ class DeviceRows:
         self.device = device
         num_rows = layout.num_rows
         self.buffer = torch.zeros(layout.num_words, dtype=torch.int32, device=device)
-        parts = self.buffer.split([width * num_rows for width in layout.widths.values()])
-        tables = dict(zip(layout.widths, parts, strict=True))
+        tables = dict(zip(layout.sizes, self.buffer.split([*layout.sizes.values()]), strict=True))
         self.inputs = InputTables(
             tables["tokens"],
             tables["lengths"],
@@ -131,6 +173,7 @@ class DeviceRows:
         self.batch = tables["batch"]  # the rows of the decode step, and padding behind them
         floats = (tables[name].view(torch.float32).view(num_rows, -1) for name in ("filters", "penalties"))
         self.edits = DeviceEdits(*floats, layout.vocab_size)
+        self.shared = SharedPrefixes(*(tables[name] for name in SharedPrefixes._fields))
         self.reset()
 
     def reset(self) -> None:
@@ -148,6 +191,18 @@ class DeviceRows:
     def next_inputs(self, rows: torch.Tensor) -> DecodeInputs:
         """Inputs of the decode step for these rows, int32 [batch], whose lengths count its tokens then."""
         return decode_inputs(rows, self.inputs, self.block_size)
+
+    def shared_prefixes(self, batch_size: int) -> SharedPrefixes:
+        """The part that a decode step of so many sequences needs."""
+        lens, num_parts, parts, members, tasks, num_tasks = self.shared
+        return SharedPrefixes(
+            lens[:batch_size],
+            num_parts[:batch_size],
+            parts.view(-1, MAX_PARTS)[:batch_size],
+            members[: max_slots(batch_size)],
+            tasks.view(-1, 4)[: max_tasks(batch_size)],
+            num_tasks[:1],
+        )
 
     def note_drawn(
         self, rows: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor, needs: Needs

@@ -16,6 +16,7 @@ from nanovllm.config import Config
 from nanovllm.distributed.ranks import SHUT_DOWN, EngineDeadError, Ranks
 from nanovllm.engine import recovery
 from nanovllm.engine.batch import BatchMaker, StepOutput
+from nanovllm.engine.device_rows import make_groups
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
@@ -69,7 +70,7 @@ class LLMEngine:
                 self.exit()
                 raise
         self.scheduler = Scheduler(self.config)
-        self.batches = BatchMaker(self.config)
+        self.batches = BatchMaker(self.config, make_groups(self.config))
         self.prompts = Prompts(self.config, self.tokenizer, self.scheduler.limits)
         self._seeds = random.Random(self.config.seed)
         self._overlap = self.config.device != "cpu"
@@ -183,6 +184,7 @@ class LLMEngine:
     def _launch(self, sequences: list[Sequence], is_prefill: bool) -> Step:
         num_tokens = sum(seq.num_scheduled_tokens for seq in sequences) if is_prefill else -len(sequences)
         batch = self.batches.prefill(sequences) if is_prefill else self.batches.decode(sequences)
+        self._counts["grouped"] += batch.num_grouped_tokens
         with self.model_runner.on_device():
             output = self.model_runner.call("run", batch).to_host(batch)
         return Step(sequences, self.scheduler.advance(sequences), num_tokens, output)
@@ -238,8 +240,9 @@ class LLMEngine:
     def stats(self) -> dict[str, float]:
         """
         Counts since the engine was made: requests (finished, running and waiting now), prompt tokens of the
-        finished ones and how many of these the KV cache had, tokens drawn, preemptions, and tokens drawn per
-        second of computing.
+        finished ones and how many of these the KV cache had, context tokens that decode steps read once for
+        several requests (counted for each of them), tokens drawn, preemptions, and tokens drawn per second of
+        computing.
         """
         counts, scheduler = self._counts, self.scheduler
         num_generated = counts["drawn"] - scheduler.num_surplus_tokens
@@ -250,6 +253,7 @@ class LLMEngine:
             "num_prompt_tokens": counts["prompt"],
             "num_cached_tokens": counts["cached"],
             "cache_hit_rate": counts["cached"] / max(counts["prompt"], 1),
+            "num_grouped_tokens": counts["grouped"],
             "num_generated_tokens": num_generated,
             "num_preemptions": scheduler.num_preemptions,
             "tokens_per_second": num_generated / counts["seconds"] if counts["seconds"] else 0.0,

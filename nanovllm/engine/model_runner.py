@@ -18,13 +18,14 @@ from nanovllm.distributed.group import Group, use_group
 from nanovllm.engine.batch import Batch, StepOutput
 from nanovllm.engine.compile_ahead import CompileAhead, launch_every_kernel
 from nanovllm.engine.cuda_graphs import RESERVED_BYTES, CudaGraphs, get_graph_sizes
-from nanovllm.engine.device_rows import DeviceRows, RowLayout
+from nanovllm.engine.device_rows import DeviceRows, RowLayout, can_group
 from nanovllm.engine.edits import DeviceEdits
 from nanovllm.engine.kv_cache import KVCache
 from nanovllm.engine.memory import bytes_left, bytes_taken_by, explain_memory, largest_batch
 from nanovllm.engine.scoring import Scoring, score
 from nanovllm.engine.transfer import to_device
 from nanovllm.kernels.runtime import HAVE_TRITON
+from nanovllm.kernels.shared_prefix import SharedPrefixes
 from nanovllm.layers.attention import Attention, get_backend
 from nanovllm.layers.sampler import Sampler, TopLogprobs, top_logprobs
 from nanovllm.models import get_model_class
@@ -157,8 +158,9 @@ class ModelRunner:
         batch = largest_batch(self.config, self.config.max_num_batched_tokens)
         self.step_bytes = bytes_taken_by(lambda: self.run(batch), self.device)
         if self.graphs is not None:
-            padding = self.padding(self.config.max_num_seqs)
-            self.graphs.reserve(bytes_taken_by(lambda: self.decode_step(padding, batch.needs), self.device))
+            padding = self.padding(self.config.max_num_seqs, can_group(self.config))
+            step = functools.partial(self.decode_step, *padding, batch.needs)
+            self.graphs.reserve(bytes_taken_by(step, self.device))
         self.rows.reset()
 
     def allocate_kv_cache(self) -> None:
@@ -184,15 +186,19 @@ class ModelRunner:
             return self.run_model(self.prepare_prefill(batch), batch.needs, batch.scoring)
         self.kernels.wait()
         if self.graphs is None:
-            return self.decode_step(self.rows.batch[: batch.num_sequences], batch.needs)
+            return self.decode_step(*self.decoding(batch.num_sequences, batch.is_grouped), batch.needs)
         size = next(size for size in self.graph_sizes if size >= batch.num_sequences)
-        if (size, batch.needs) not in self.graphs:
-            self.capture_cudagraph(size, batch.needs)
-        return self.graphs.replay((size, batch.needs))
+        key = size, batch.is_grouped, batch.needs
+        if key not in self.graphs:
+            self.capture_cudagraph(*key)
+        return self.graphs.replay(key)
 
-    def decode_step(self, rows: torch.Tensor, needs: Needs) -> StepOutput:
-        """For these rows, int32 [batch]. Depends on the device's memory alone, so that it can be captured."""
-        return self.run_model(self.prepare_decode(rows), needs)
+    def decode_step(self, rows: torch.Tensor, shared: SharedPrefixes | None, needs: Needs) -> StepOutput:
+        """
+        For these rows, int32 [batch], and what they share. Depends on the device's memory alone, so that it
+        can be captured.
+        """
+        return self.run_model(self.prepare_decode(rows, shared), needs)
 
     def prepare_prefill(self, batch: Batch) -> ModelInputs:
         """Also sets the context."""
@@ -217,7 +223,7 @@ class ModelRunner:
         )
         return inputs
 
-    def prepare_decode(self, rows: torch.Tensor) -> ModelInputs:
+    def prepare_decode(self, rows: torch.Tensor, shared: SharedPrefixes | None = None) -> ModelInputs:
         """Also sets the context."""
         inputs = self.rows.next_inputs(rows)
         set_context(
@@ -225,6 +231,7 @@ class ModelRunner:
             slot_mapping=inputs.slot_mapping,
             context_lens=inputs.context_lens,
             block_tables=inputs.block_tables,
+            shared=shared,
         )
         sampling = SamplingInputs(rows, inputs.temperatures, inputs.seeds, inputs.next_positions)
         return ModelInputs(inputs.input_ids, inputs.positions, sampling)
@@ -262,15 +269,24 @@ class ModelRunner:
         return tokens, top_logprobs(logits, tokens) if needs & Needs.LOGPROBS else None
 
     @torch.inference_mode()
-    def capture_cudagraph(self, batch_size: int, needs: Needs) -> None:
+    def capture_cudagraph(self, batch_size: int, is_grouped: bool, needs: Needs) -> None:
         """Record the decode step for this many rows. Done when first needed, so that starting is quick."""
-        self.decode_step(self.padding(batch_size), needs)
-        rows = self.rows.batch[:batch_size]
-        self.graphs.capture((batch_size, needs), lambda: self.decode_step(rows, needs))
+        self.decode_step(*self.padding(batch_size, is_grouped), needs)
+        inputs = self.decoding(batch_size, is_grouped)
+        key = batch_size, is_grouped, needs
+        self.graphs.capture(key, lambda: self.decode_step(*inputs, needs))
 
-    def padding(self, batch_size: int) -> torch.Tensor:
-        """Rows that no sequence has."""
-        return torch.full((batch_size,), self.rows.padding_row, dtype=torch.int32, device=self.device)
+    def decoding(self, batch_size: int, is_grouped: bool) -> tuple[torch.Tensor, SharedPrefixes | None]:
+        """The rows of the decode step, with padding behind them, and what its sequences share."""
+        shared = self.rows.shared_prefixes(batch_size) if is_grouped else None
+        return self.rows.batch[:batch_size], shared
+
+    def padding(self, batch_size: int, is_grouped: bool) -> tuple[torch.Tensor, SharedPrefixes | None]:
+        """Rows that no sequence has, and that share nothing."""
+        rows, shared = self.decoding(batch_size, is_grouped)
+        return torch.full_like(rows, self.rows.padding_row), shared and SharedPrefixes(
+            *map(torch.zeros_like, shared)
+        )
 
 
 def _starts(lengths: np.ndarray) -> np.ndarray:

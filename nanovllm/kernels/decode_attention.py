@@ -8,12 +8,20 @@ graph serves every length. Longer sequences should come first: programs start in
 when the last ones are short, all multiprocessors finish at about the same time.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.kernels import runtime
 from nanovllm.kernels.runtime import LOG2_E, cdiv, next_power_of_2, prefetch_each, tl, triton, use_triton
+from nanovllm.kernels.shared_prefix import (
+    MAX_PARTS,
+    SharedPrefixes,
+    shared_prefix_attention,
+    shared_prefix_attention_torch,
+)
 
 MAX_SPLITS = 32
 TWIN_GROUP = 8  # sequences that the torch twin computes at once
@@ -22,17 +30,19 @@ MEASURED_ROW_BYTES = 256  # of a key: 128 elements of 2 bytes, for which the til
 
 
 def paged_decode_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, context_lens: Tensor, scale: float
-) -> Tensor:
+    q: Tensor, k_cache: Tensor, v_cache: Tensor,
+    block_tables: Tensor, context_lens: Tensor, scale: float, shared: SharedPrefixes | None = None,
+) -> Tensor:  # fmt: skip
     """softmax(q k^T * scale) v over the first context_lens tokens of every sequence, in the shape of q.
 
     q is [batch, heads, head_dim] with a contiguous last dimension, the caches are contiguous
     [blocks, block_size, kv_heads, head_dim], block_tables int32 [batch, max_blocks], context_lens int32
     [batch]. Entries of a block table beyond the end of its sequence are ignored. A context of 0 (a padded
     row) gives zeros. Keys and values of another dtype than q's are converted to it when they are read.
+    With `shared`, what sequences begin with in common is read once.
     """
     if not use_triton(q):
-        return paged_decode_attention_torch(q, k_cache, v_cache, block_tables, context_lens, scale)
+        return paged_decode_attention_torch(q, k_cache, v_cache, block_tables, context_lens, scale, shared)
     batch, heads, head_dim = q.shape
     block_size, kv_heads = k_cache.shape[1:3]
     group = heads // kv_heads
@@ -42,7 +52,12 @@ def paged_decode_attention(
     element_size = k_cache.element_size()
     if q.dtype != k_cache.dtype:  # each tile is held twice: as it was read, and converted
         element_size = 2 * max(q.element_size(), element_size)
-    tile, num_warps, num_stages = _tile(dim_pad, element_size, splits > 1)
+    tile, num_warps, num_stages = _tile(dim_pad, element_size, splits > 1 or shared is not None)
+    prefix_lens = num_parts = parts = prefix_out = prefix_log_sums = None
+    if shared is not None:
+        prefix_lens, num_parts, parts = shared[:3]
+        prefixes = shared_prefix_attention(q, k_cache, v_cache, block_tables, scale, shared)
+        prefix_out, prefix_log_sums = prefixes
     partial = counters = None
     if splits > 1:
         partial = torch.empty(batch * heads * splits * (head_dim + 1), dtype=torch.float32, device=q.device)
@@ -51,11 +66,12 @@ def paged_decode_attention(
     if batch:
         _decode_kernel[(kv_heads, batch, splits)](
             q, k_cache, v_cache, block_tables, context_lens,
+            prefix_lens, num_parts, parts, prefix_out, prefix_log_sums,
             out, partial, counters,
             scale * LOG2_E, *q.stride()[:2], block_tables.stride(0), splits, multiprocessors,
             KV_HEADS=kv_heads, GROUP=group, GROUP_PAD=max(runtime.MIN_DOT_SIZE, next_power_of_2(group)),
             HEAD_DIM=head_dim, DIM_PAD=dim_pad, BLOCK_SIZE=block_size,
-            TILE=tile, MAX_SPLITS=MAX_SPLITS, SPLIT=splits > 1,
+            TILE=tile, MAX_SPLITS=MAX_SPLITS, SPLIT=splits > 1, MAX_PARTS=MAX_PARTS,
             num_warps=num_warps, num_stages=num_stages, **runtime.overlap_options(q.device),
         )  # fmt: skip
     return out
@@ -72,30 +88,45 @@ def _tile(dim_pad: int, element_size: int, split: bool) -> tuple[int, int, int]:
 
 
 def paged_decode_attention_torch(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, context_lens: Tensor, scale: float
-) -> Tensor:
-    lengths, order = context_lens.sort()
+    q: Tensor, k_cache: Tensor, v_cache: Tensor,
+    block_tables: Tensor, context_lens: Tensor, scale: float, shared: SharedPrefixes | None = None,
+) -> Tensor:  # fmt: skip
+    begins = torch.zeros_like(context_lens) if shared is None else shared.prefix_lens
+    lengths, order = (context_lens - begins).sort()
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+    log_sums = torch.full(q.shape[:2], float("-inf"), device=q.device)
     # Groups of similar length need little padding, and the keys of one group fit in a CPU's cache.
     for rows, group_lengths in zip(order.split(TWIN_GROUP), lengths.split(TWIN_GROUP), strict=True):
         if longest := int(group_lengths[-1]):
-            tables, ends = block_tables[rows], group_lengths[:, None]
-            out[rows] = _attend_torch(q[rows], k_cache, v_cache, tables, ends, longest, scale)
-    return out
+            caches, tables, first = (k_cache, v_cache), block_tables[rows], begins[rows]
+            out[rows], scores = _attend_torch(q[rows], *caches, tables, first, group_lengths, longest, scale)
+            if shared is not None:
+                log_sums[rows] = scores().logsumexp(-1)
+    if shared is None:
+        return out
+    partial, prefix_log_sums = shared_prefix_attention_torch(q, k_cache, v_cache, block_tables, scale, shared)
+    most = int(shared.num_parts.max())
+    is_part = torch.arange(most, device=q.device) < shared.num_parts[:, None]  # [batch, parts]
+    places = torch.where(is_part, shared.parts[:, :most], 0)
+    prefix_log_sums = (prefix_log_sums[places] / LOG2_E).masked_fill(~is_part[..., None], float("-inf"))
+    weights = torch.cat([log_sums[:, None], prefix_log_sums], dim=1).softmax(1).nan_to_num()
+    results = torch.cat([out[:, None].float(), partial[places]], dim=1)  # [batch, 1 + parts, heads, head_dim]
+    return (results * weights[..., None]).sum(1).to(q.dtype)
 
 
 def _attend_torch(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor,
-    lengths: Tensor, longest: int, scale: float,
-) -> Tensor:  # fmt: skip
+    begins: Tensor, lengths: Tensor, longest: int, scale: float,
+) -> tuple[Tensor, Callable[[], Tensor]]:  # fmt: skip
+    """Attention over `lengths` tokens from `begins` on; and what computes scores [batch, heads, longest]."""
     batch, heads, head_dim = q.shape
     block_size, kv_heads = k_cache.shape[1:3]
     token = torch.arange(longest, device=q.device)
-    seen = token < lengths
+    seen = token < lengths[:, None]
     # Positions beyond a sequence's end read its first token instead of a slot that was never written.
-    token = torch.where(seen, token, 0)
+    token = torch.where(seen, token, 0) + begins[:, None]
     blocks = block_tables.gather(1, token // block_size)
-    slots = torch.where(lengths > 0, blocks * block_size + token % block_size, 0).flatten()
+    slots = torch.where(lengths[:, None] > 0, blocks * block_size + token % block_size, 0).flatten()
     keys, values = (
         cache.view(-1, kv_heads, head_dim).index_select(0, slots).unflatten(0, (batch, longest)).to(q.dtype)
         for cache in (k_cache, v_cache)
@@ -104,17 +135,25 @@ def _attend_torch(
     queries, mask = q.unflatten(1, (kv_heads, -1)), seen[:, None, None]
     keys, values = keys.transpose(1, 2), values.transpose(1, 2)
     out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale)
-    return out.reshape(batch, heads, head_dim).masked_fill(lengths[:, None] == 0, 0.0)
+    out = out.reshape(batch, heads, head_dim).masked_fill(lengths[:, None, None] == 0, 0.0)
+
+    def scores() -> Tensor:
+        scores = queries.float() @ keys.transpose(2, 3).float() * scale
+        return scores.masked_fill(~mask, float("-inf")).flatten(1, 2)
+
+    return out, scores
 
 
 @triton.jit(do_not_specialize=["table_stride", "splits", "num_multiprocessors"])
 def _decode_kernel(
     q, k_cache, v_cache, block_tables, context_lens,
+    prefix_lens, num_parts, parts, prefix_out, prefix_log_sums,
     out, partial, counters,
     scale_log2, q_batch_stride, q_head_stride, table_stride, splits, num_multiprocessors,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    TILE: tl.constexpr, MAX_SPLITS: tl.constexpr, SPLIT: tl.constexpr, OVERLAP: tl.constexpr,
+    TILE: tl.constexpr, MAX_SPLITS: tl.constexpr, SPLIT: tl.constexpr, MAX_PARTS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """A program computes one kv head of a sequence; when SPLIT, over a part of its context (whole tiles)."""
     ROW_BYTES: tl.constexpr = HEAD_DIM * k_cache.dtype.element_ty.primitive_bitwidth // 8
@@ -123,12 +162,15 @@ def _decode_kernel(
     split = tl.program_id(2)
     context_len = tl.load(context_lens + seq)
     begin = 0
+    if prefix_lens is not None:
+        begin = tl.load(prefix_lens + seq)
     end = context_len
     used_splits = 1  # a short context has fewer tiles than there are splits
     if SPLIT:
-        split_len = tl.maximum(tl.cdiv(tl.cdiv(context_len, TILE), splits), 1) * TILE
-        used_splits = tl.maximum(tl.cdiv(context_len, split_len), 1)
-        begin = split * split_len
+        own_len = context_len - begin
+        split_len = tl.maximum(tl.cdiv(tl.cdiv(own_len, TILE), splits), 1) * TILE
+        used_splits = tl.maximum(tl.cdiv(own_len, split_len), 1)
+        begin += split * split_len
         end = tl.minimum(begin + split_len, context_len)
     table = block_tables + seq.to(tl.int64) * table_stride
     if OVERLAP:
@@ -156,6 +198,16 @@ def _decode_kernel(
     highest = tl.full([GROUP_PAD], float("-inf"), tl.float32)
     total = tl.zeros([GROUP_PAD], tl.float32)
     acc = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
+    if prefix_lens is not None:
+        # The first split adds what groups have computed. The first part is loaded before it is needed.
+        used_parts = tl.where(split == 0, tl.load(num_parts + seq), 0)
+        prefix_out += head[:, None] * HEAD_DIM + dim[None, :]
+        prefix_log_sums += head
+        places = parts + seq * MAX_PARTS
+        first_part, first_log_sum = _load_part(
+            places, 0, used_parts, prefix_out, prefix_log_sums, row, dim,
+            KV_HEADS, GROUP, HEAD_DIM,
+        )  # fmt: skip
     for start in range(begin, end, TILE):
         token = start + tl.arange(0, TILE)
         seen = token < end
@@ -173,6 +225,15 @@ def _decode_kernel(
         total = total * shrink + tl.sum(weight, axis=1)
         acc = tl.dot(weight.to(value.dtype), value, acc * shrink[:, None], input_precision="ieee")
         highest = new_highest
+
+    if prefix_lens is not None:
+        highest, total, acc = _add_part(first_part, first_log_sum, highest, total, acc)
+        for i in range(1, used_parts):
+            part, log_sum = _load_part(
+                places, i, used_parts, prefix_out, prefix_log_sums, row, dim,
+                KV_HEADS, GROUP, HEAD_DIM,
+            )  # fmt: skip
+            highest, total, acc = _add_part(part, log_sum, highest, total, acc)
 
     result = acc / tl.where(total > 0, total, 1.0)[:, None]
     out_address = out + (seq.to(tl.int64) * KV_HEADS * GROUP + head[:, None]) * HEAD_DIM + dim[None, :]
@@ -201,7 +262,28 @@ def _decode_kernel(
                 share = share / tl.sum(share)
                 part_mask = is_used[:, None] & (dim < HEAD_DIM)[None, :]
                 part_address = partial + part_row[:, None] * HEAD_DIM + dim[None, :]
-                parts = tl.load(part_address, mask=part_mask, other=0.0)
-                combined = tl.sum(parts * share[:, None], axis=0)
+                results = tl.load(part_address, mask=part_mask, other=0.0)
+                combined = tl.sum(results * share[:, None], axis=0)
                 out_row = out + ((seq.to(tl.int64) * KV_HEADS + kv_head) * GROUP + member) * HEAD_DIM
                 tl.store(out_row + dim, combined, mask=dim < HEAD_DIM)
+
+
+@triton.jit
+def _load_part(
+    places, i, used_parts, prefix_out, prefix_log_sums, row, dim,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
+):  # fmt: skip
+    """The i-th partial result of groups and log2 of its softmax's denominator (-inf: there is none)."""
+    first_row = tl.load(places + i, mask=i < used_parts, other=0).to(tl.int64) * KV_HEADS * GROUP
+    is_there = row < tl.where(i < used_parts, GROUP, 0)
+    inside = is_there[:, None] & (dim < HEAD_DIM)[None, :]
+    part = tl.load(prefix_out + first_row * HEAD_DIM, mask=inside, other=0.0)
+    return part, tl.load(prefix_log_sums + first_row, mask=is_there, other=float("-inf"))
+
+
+@triton.jit
+def _add_part(part, log_sum, highest, total, acc):
+    new_highest = tl.maximum(tl.maximum(highest, log_sum), -1.0e30)  # finite where nothing was seen
+    shrink = tl.exp2(highest - new_highest)
+    weight = tl.exp2(log_sum - new_highest)
+    return new_highest, total * shrink + weight, acc * shrink[:, None] + part * weight[:, None]

@@ -134,13 +134,13 @@ def _prefill_kernel(
     total = tl.zeros([QUERY_TILE], tl.float32)
     acc = tl.zeros([QUERY_TILE, DIM_PAD], tl.float32)
     for start in range(0, all_seen, KEY_TILE):  # every query of the tile sees these keys: no mask
-        highest, total, acc = _attend(
-            query, k_head, v_head, table, start, len_k, last_key, highest, total, acc,
+        highest, total, acc = attend_to_tile(
+            query, k_head, v_head, table, start, len_k, None, last_key, highest, total, acc,
             scale_log2, k_token_stride, v_token_stride, HEAD_DIM, DIM_PAD, BLOCK_SIZE, KEY_TILE, False,
         )  # fmt: skip
     for start in range(all_seen, some_seen, KEY_TILE):
-        highest, total, acc = _attend(
-            query, k_head, v_head, table, start, len_k, last_key, highest, total, acc,
+        highest, total, acc = attend_to_tile(
+            query, k_head, v_head, table, start, len_k, None, last_key, highest, total, acc,
             scale_log2, k_token_stride, v_token_stride, HEAD_DIM, DIM_PAD, BLOCK_SIZE, KEY_TILE, True,
         )  # fmt: skip
 
@@ -150,13 +150,16 @@ def _prefill_kernel(
 
 
 @triton.jit
-def _attend(
-    query, k_head, v_head, table, start, len_k, last_key, highest, total, acc,
+def attend_to_tile(
+    query, k_head, v_head, table, start, len_k, first_key, last_key, highest, total, acc,
     scale_log2, k_token_stride, v_token_stride,
     HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEY_TILE: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Add a tile: exp2(score - highest) of its keys to `total`, its values with these weights to `acc`."""
+    """
+    Add a tile: exp2(score - highest) of its keys to `total`, its values with these weights to `acc`. If it is
+    MASKED, a query sees keys from first_key (None: from 0) to last_key. `start` is a multiple of KEY_TILE.
+    """
     token = start + tl.arange(0, KEY_TILE)
     dim = tl.arange(0, DIM_PAD)
     slot = token.to(tl.int64)
@@ -170,6 +173,8 @@ def _attend(
     v_address = v_head + slot[:, None] * v_token_stride + dim[None, :]
     if MASKED:
         inside = token < len_k
+        if first_key is not None:
+            inside &= token >= first_key
         key = tl.load(k_address, mask=inside[None, :] & (dim < HEAD_DIM)[:, None], other=0.0)
         value = tl.load(v_address, mask=inside[:, None] & (dim < HEAD_DIM)[None, :], other=0.0)
     elif HEAD_DIM == DIM_PAD:
@@ -182,6 +187,8 @@ def _attend(
     score = tl.dot(query, key, input_precision="ieee")
     if MASKED:
         score = tl.where(token[None, :] <= last_key[:, None], score, float("-inf"))
+        if first_key is not None:
+            score = tl.where(inside[None, :], score, float("-inf"))
     new_highest = tl.maximum(highest, tl.max(score, axis=1) * scale_log2)
     if MASKED:
         new_highest = tl.maximum(new_highest, -1.0e30)  # finite for a query that has seen no key yet

@@ -41,7 +41,8 @@ def flash_prefill(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_
     return flash_attn_varlen_func(q, k, v, *lengths, **options)
 
 
-def flash_decode(q, k_cache, v_cache, block_tables, context_lens, scale):
+def flash_decode(q, k_cache, v_cache, block_tables, context_lens, scale, shared=None):
+    assert shared is None, "it reads nothing in groups"
     options = dict(cache_seqlens=context_lens, block_table=block_tables, softmax_scale=scale, causal=True)
     return flash_attn_with_kvcache(q.unsqueeze(1), k_cache, v_cache, **options).squeeze(1)
 
@@ -118,7 +119,8 @@ class Attention(nn.Module):
         step = get_context()
         if not step.is_prefill:
             caches = self.k_cache, self.v_cache
-            out = self.backend.decode(q, *caches, step.block_tables, step.context_lens, self.scale)
+            lengths = step.context_lens
+            out = self.backend.decode(q, *caches, step.block_tables, lengths, self.scale, step.shared)
         else:
             if step.block_tables is not None:
                 k, v = self.k_cache, self.v_cache

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from nanovllm.kernels.shared_prefix import SharedPrefixes
+
 
 @dataclass(slots=True)
 class Context:
@@ -25,6 +27,7 @@ class Context:
     slot_mapping: torch.Tensor | None = None  # int32 [tokens], KV cache slot of each; -1: do not write
     context_lens: torch.Tensor | None = None  # decode only: int32 [sequences], tokens that the cache then has
     block_tables: torch.Tensor | None = None  # int32 [sequences, blocks]; None: no key comes from the cache
+    shared: SharedPrefixes | None = None  # decode only; None: each sequence reads all of its own tokens
 
 
 _context: ContextVar[Context] = ContextVar("context", default=Context())  # noqa: B039

@@ -705,6 +705,7 @@ def test_stats_count_what_was_done(engine):
         "num_prompt_tokens": 81,
         "num_cached_tokens": 32,
         "num_generated_tokens": 30,
+        "num_grouped_tokens": 0,
         "num_preemptions": 0,
     }
     assert after["cache_hit_rate"] == after["num_cached_tokens"] / after["num_prompt_tokens"]

@@ -1,0 +1,155 @@
+"""Attention of many sequences over what they begin with in common: keys and values are read once for all.
+
+The query heads of a group's members stand below one another in a tile, so that one pass over the group's
+tokens serves them all, on tensor cores. The results are partial: `paged_decode_attention` adds each
+sequence's own tokens. Known as cascade attention, Hydragen (Juravsky et al., 2024), DeFT (Yao et al., 2025).
+A fixed number of programs reads on the device what there is to do: one captured graph serves every grouping.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nanovllm.kernels import runtime
+from nanovllm.kernels.prefill_attention import attend_to_tile
+from nanovllm.kernels.runtime import LOG2_E, next_power_of_2, tl, triton
+
+MAX_PARTS = 16  # partial results of a sequence
+QUERY_TILE = 64  # query rows: members times their heads for one kv head
+
+
+class SharedPrefixes(NamedTuple):
+    """
+    What the sequences of a decode step begin with in common, on the device. A task is four numbers: the place
+    of its first member in `members`, the number of its members, begin and end of its tokens. It computes
+    attention over these tokens of its first member's block table, for all its members; each member's partial
+    result lies at the member's place. Its tasks cover a sequence's first `prefix_lens` tokens, each once.
+    """
+
+    prefix_lens: Tensor  # int32 [batch]
+    num_parts: Tensor  # int32 [batch], partial results of each
+    parts: Tensor  # int32 [batch, MAX_PARTS], where these lie
+    members: Tensor  # int32 [places], which sequence of the batch
+    tasks: Tensor  # int32 [tasks, 4]
+    num_tasks: Tensor  # int32 [1]
+
+
+def members_per_task(heads_per_kv_head: int) -> int:
+    """The most members that a task may have."""
+    return max(1, QUERY_TILE // heads_per_kv_head)
+
+
+def shared_prefix_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, scale: float, shared: SharedPrefixes
+) -> tuple[Tensor, Tensor]:
+    """
+    The partial results, float32 [places, heads, head_dim], and log2 of each softmax's denominator, float32
+    [places, heads]; the other arguments are those of `paged_decode_attention`.
+    """
+    _, heads, head_dim = q.shape
+    block_size, kv_heads = k_cache.shape[1:3]
+    group, places = heads // kv_heads, len(shared.members)
+    partial = torch.empty(places, heads, head_dim, dtype=torch.float32, device=q.device)
+    log_sums = torch.empty(places, heads, dtype=torch.float32, device=q.device)
+    dim_pad = max(runtime.MIN_DOT_SIZE, next_power_of_2(head_dim))
+    key_tile, num_warps, num_stages, programs = _tile(dim_pad, max(q.element_size(), k_cache.element_size()))
+    _shared_prefix_kernel[(programs * runtime.num_multiprocessors(q.device),)](
+        q, k_cache, v_cache, block_tables, partial, log_sums,
+        shared.members, shared.tasks, shared.num_tasks,
+        scale * LOG2_E, *q.stride()[:2], block_tables.stride(0),
+        KV_HEADS=kv_heads, GROUP=group, HEAD_DIM=head_dim, DIM_PAD=dim_pad, BLOCK_SIZE=block_size,
+        QUERY_TILE=max(QUERY_TILE, next_power_of_2(group)), KEY_TILE=key_tile,
+        num_warps=num_warps, num_stages=num_stages, **runtime.overlap_options(q.device),
+    )  # fmt: skip
+    return partial, log_sums
+
+
+def _tile(dim_pad: int, element_size: int) -> tuple[int, int, int, int]:
+    """Keys of a tile, warps, pipeline stages, programs of a multiprocessor."""
+    if element_size > 2:
+        return 16, 4, 1, 2
+    return {64: (64, 4, 3, 3), 128: (64, 4, 3, 2)}.get(dim_pad, (32, 4, 2, 1))
+
+
+def shared_prefix_attention_torch(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, scale: float, shared: SharedPrefixes
+) -> tuple[Tensor, Tensor]:
+    _, heads, head_dim = q.shape
+    block_size, kv_heads = k_cache.shape[1:3]
+    partial = torch.zeros(len(shared.members), heads, head_dim, dtype=torch.float32, device=q.device)
+    log_sums = torch.zeros(len(shared.members), heads, dtype=torch.float32, device=q.device)
+    for first, count, begin, end in shared.tasks[: int(shared.num_tasks)].tolist():
+        places = slice(first, first + count)
+        members = shared.members[places]
+        token = torch.arange(begin, end, device=q.device)
+        slots = block_tables[members[0], token // block_size] * block_size + token % block_size
+        # [kv_heads, tokens, head_dim], and query rows [kv_heads, members * heads per kv head, head_dim]
+        keys, values = (
+            cache.view(-1, kv_heads, head_dim)[slots].transpose(0, 1).float() for cache in (k_cache, v_cache)
+        )
+        queries = q[members].unflatten(1, (kv_heads, -1)).transpose(0, 1).flatten(1, 2).float()
+        scores = queries @ keys.transpose(1, 2) * scale
+        log_sum = scores.logsumexp(-1)
+        out = (scores - log_sum[..., None]).exp() @ values
+        partial[places] = out.unflatten(1, (count, -1)).transpose(0, 1).flatten(1, 2)
+        log_sums[places] = log_sum.unflatten(1, (count, -1)).transpose(0, 1).flatten(1, 2) * LOG2_E
+    return partial, log_sums
+
+
+@triton.jit(do_not_specialize=["table_stride"])
+def _shared_prefix_kernel(
+    q, k_cache, v_cache, block_tables, partial, log_sums,
+    members, tasks, num_tasks,
+    scale_log2, q_batch_stride, q_head_stride, table_stride,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, QUERY_TILE: tl.constexpr, KEY_TILE: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """A program computes every n-th pair of a task and a kv head, if there are n programs."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    TOKEN_STRIDE: tl.constexpr = KV_HEADS * HEAD_DIM
+    row = tl.arange(0, QUERY_TILE)
+    dim = tl.arange(0, DIM_PAD)
+    for item in range(tl.program_id(0), tl.load(num_tasks) * KV_HEADS, tl.num_programs(0)):
+        kv_head = item % KV_HEADS
+        task = tasks + item // KV_HEADS * 4
+        first, count, begin, end = tl.load(task), tl.load(task + 1), tl.load(task + 2), tl.load(task + 3)
+        place = first + row // GROUP
+        head = kv_head * GROUP + row % GROUP
+        is_row = row < count * GROUP
+        member = tl.load(members + place, mask=is_row, other=0).to(tl.int64)
+        inside = is_row[:, None] & (dim < HEAD_DIM)[None, :]
+        q_address = q + member[:, None] * q_batch_stride + head[:, None] * q_head_stride + dim[None, :]
+        query = tl.load(q_address, mask=inside, other=0.0)
+
+        table = block_tables + tl.load(members + first).to(tl.int64) * table_stride
+        k_head = k_cache + kv_head * HEAD_DIM
+        v_head = v_cache + kv_head * HEAD_DIM
+        last_key = tl.full([QUERY_TILE], -1, tl.int32) + end
+        highest = tl.full([QUERY_TILE], float("-inf"), tl.float32)
+        total = tl.zeros([QUERY_TILE], tl.float32)
+        acc = tl.zeros([QUERY_TILE, DIM_PAD], tl.float32)
+        aligned = tl.cdiv(begin, KEY_TILE) * KEY_TILE
+        whole_end = end // KEY_TILE * KEY_TILE
+        # Whole tiles first, then a part of one in front of them and one behind them, if there are such.
+        for start in range(aligned, whole_end, KEY_TILE):
+            highest, total, acc = attend_to_tile(
+                query, k_head, v_head, table, start, end, begin, last_key, highest, total, acc,
+                scale_log2, TOKEN_STRIDE, TOKEN_STRIDE, HEAD_DIM, DIM_PAD, BLOCK_SIZE, KEY_TILE, False,
+            )  # fmt: skip
+        for start in range(begin // KEY_TILE * KEY_TILE, begin, KEY_TILE):
+            highest, total, acc = attend_to_tile(
+                query, k_head, v_head, table, start, end, begin, last_key, highest, total, acc,
+                scale_log2, TOKEN_STRIDE, TOKEN_STRIDE, HEAD_DIM, DIM_PAD, BLOCK_SIZE, KEY_TILE, True,
+            )  # fmt: skip
+        for start in range(tl.maximum(aligned, whole_end), end, KEY_TILE):
+            highest, total, acc = attend_to_tile(
+                query, k_head, v_head, table, start, end, begin, last_key, highest, total, acc,
+                scale_log2, TOKEN_STRIDE, TOKEN_STRIDE, HEAD_DIM, DIM_PAD, BLOCK_SIZE, KEY_TILE, True,
+            )  # fmt: skip
+
+        out_row = place.to(tl.int64) * KV_HEADS * GROUP + head
+        tl.store(partial + out_row[:, None] * HEAD_DIM + dim[None, :], acc / total[:, None], mask=inside)
+        tl.store(log_sums + out_row, highest + tl.log2(total), mask=is_row)

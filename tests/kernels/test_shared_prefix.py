@@ -1,0 +1,107 @@
+"""Decode attention that reads once what sequences begin with in common, against plain attention of each."""
+
+import random
+
+import pytest
+import torch
+from test_kernels import (
+    KERNEL_SHAPES,
+    NAN,
+    SHAPES,
+    attention_tolerance,
+    error,
+    in_both_types,
+    on,
+    on_devices,
+    paged_caches,
+    plain_attention,
+    rand,
+)
+
+from nanovllm.kernels.decode_attention import paged_decode_attention, paged_decode_attention_torch
+from nanovllm.kernels.shared_prefix import MAX_PARTS, SharedPrefixes, members_per_task
+
+# Groups of sequences: how many tokens they have in common, and of the second half of them, how many more.
+SMALL, LARGE = [(3, 40, 21), (1, 0, 0), (2, 16, 0), (6, 67, 30)], [(70, 500, 131), (3, 0, 0), (17, 1024, 700)]
+
+
+def make_prefixes(groups, own_lens, piece, per_task, order):
+    """The description of `groups`, with sequence i at place order[i] of the batch, and each one's length."""
+    batch = len(order)
+    prefix_lens, parts = [0] * batch, [[] for _ in range(batch)]
+    members, tasks, lengths, i = [], [], [0] * batch, 0
+    for count, common, more in groups:
+        everyone = order[i : i + count]
+        for some, begin, end in ((everyone, 0, common), (everyone[count // 2 :], common, common + more)):
+            for start in range(begin, end, piece):
+                for first in range(0, len(some), per_task):
+                    chunk = some[first : first + per_task]
+                    tasks.append((len(members), len(chunk), start, min(start + piece, end)))
+                    for member in chunk:
+                        parts[member].append(len(members))
+                        members.append(member)
+                        prefix_lens[member] = min(start + piece, end)
+        for member in everyone:
+            lengths[member] = prefix_lens[member] + own_lens.pop()
+        i += count
+    for own in parts:
+        assert len(own) <= MAX_PARTS
+    tables = [
+        prefix_lens, list(map(len, parts)), [own + [2**30] * (MAX_PARTS - len(own)) for own in parts],
+        [*members, 2**30], [*tasks, (2**30,) * 4], [len(tasks)],
+    ]  # fmt: skip
+    return SharedPrefixes(*(torch.tensor(x, dtype=torch.int32) for x in tables)), lengths
+
+
+def check(attend, groups, heads, kv_heads, head_dim, block_size, piece, device, dtype, padding=0):
+    batch = sum(count for count, _, _ in groups) + padding
+    order = random.Random(0).sample(range(batch), batch)
+    per_task = members_per_task(heads // kv_heads)
+    own_lens = random.Random(1).choices(range(1, on(device, 300, 30)), k=batch - padding)
+    shared, lengths = make_prefixes(groups, own_lens, piece, per_task, order)
+    k_cache, v_cache, tables, sequences = paged_caches(lengths, block_size, kv_heads, head_dim, device, dtype)
+    for first, count, begin, end in shared.tasks[
+        :-1
+    ].tolist():  # only the first member has what all begin with
+        leader, *others = shared.members[first : first + count].tolist()
+        token = torch.arange(begin, end, device=device)
+        for member in others:
+            slots = tables[member].long()[token // block_size] * block_size + token % block_size
+            for cache, own, common in zip(
+                (k_cache, v_cache), sequences[member], sequences[leader], strict=True
+            ):
+                own[begin:end] = common[begin:end]
+                cache.view(-1, kv_heads, head_dim)[slots] = NAN
+    q = rand(batch, heads + 2 * kv_heads, head_dim, device=device, dtype=dtype)[:, :heads]
+    context_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
+    shared = SharedPrefixes(*(x.to(device) for x in shared))
+    out = attend(q, k_cache, v_cache, tables, context_lens, head_dim**-0.5, shared)
+    assert out.shape == q.shape and out.dtype == dtype
+    for i, (k, v) in enumerate(sequences):
+        expected = (
+            plain_attention(q[i : i + 1], k, v, head_dim**-0.5) if lengths[i] else torch.zeros_like(q[:1])
+        )
+        assert error(out[i : i + 1], expected) < attention_tolerance(dtype), i
+
+
+@pytest.mark.parametrize("heads, kv_heads, head_dim", SHAPES)
+@pytest.mark.parametrize("block_size", [16, 48])
+def test_the_twin_reads_common_tokens_from_one_table(heads, kv_heads, head_dim, block_size):
+    shape = heads, kv_heads, head_dim
+    check(paged_decode_attention_torch, SMALL, *shape, block_size, 32, "cpu", torch.float32, padding=2)
+
+
+@on_devices
+@in_both_types
+@pytest.mark.parametrize("heads, kv_heads, head_dim", KERNEL_SHAPES)
+def test_common_tokens_are_read_from_one_table(device, dtype, heads, kv_heads, head_dim):
+    shape = heads, kv_heads, head_dim
+    check(paged_decode_attention, on(device, LARGE, SMALL), *shape, 16, on(device, 256, 64), device, dtype)
+
+
+@on_devices
+@pytest.mark.parametrize("block_size", [16, 48, 256])
+@pytest.mark.parametrize("groups", [[(2, 33, 0)], [(1, 0, 0)], SMALL], ids=["one", "none", "some"])
+def test_every_block_size_and_number_of_splits(device, block_size, groups):
+    """Few sequences: their own tokens are split, and the first split adds what the group has computed."""
+    check(paged_decode_attention, groups, 4, 2, 64, block_size, 32, device, torch.float32, padding=1)
