@@ -15,7 +15,7 @@ import torch
 from test_edits import MIXED
 
 from nanovllm import LLM, AsyncLLM, SamplingParams
-from nanovllm.engine import recovery
+from nanovllm.engine import groups, recovery
 from nanovllm.layers.attention import HAVE_FLASH
 from tiny_checkpoints import UNALIGNED, load_reference, make_checkpoint
 
@@ -140,6 +140,29 @@ def test_requests_of_every_kind_draw_the_same_tokens_in_every_mode(checkpoint, s
             assert {i: (entry.logprob, entry.rank) for i, entry in told.items()} == {
                 i: (pytest.approx(entry.logprob, abs=1e-3), entry.rank) for i, entry in entries.items()
             }
+
+
+@pytest.mark.parametrize("options", MODES.values(), ids=MODES.keys())
+@pytest.mark.usefixtures("no_forecast")
+def test_prompts_that_share_are_answered_as_by_transformers(
+    checkpoint, options, monkeypatch
+):
+    """Tokens are taken over, copied and read in groups, in all sizes of graphs as sequences join and end."""
+    small = dict(MIN_SHARED_TOKENS=8, MIN_GROUP_SAVED=8, MIN_SAVED_TOKENS=64, MIN_PIECE=32, PIECE_STEP=16)
+    for name, value in small.items():
+        monkeypatch.setattr(groups, name, value)
+    reference, pick = load_reference(checkpoint).cuda(), random.Random(1)
+    system, *documents = ([pick.randrange(320) for _ in range(length)] for length in (41, 60, 23))
+    begins = [system + documents[0]] * 9 + [system + documents[1]] * 6 + [system] * 3 + [[]] * 2
+    prompts = [begin + [pick.randrange(320) for _ in range(pick.randint(1, 20))] for begin in begins]
+    params = [SamplingParams(0, max_tokens=10 + 5 * (i % 7), ignore_eos=True, n=1 + i % 2) for i in range(20)]
+    with LLM(checkpoint, **options) as llm:
+        results = llm.generate(prompts, params, use_tqdm=False)
+        stats = llm.stats()
+    assert stats["num_grouped_tokens"] and stats["num_cached_tokens"] and stats["num_copied_tokens"]
+    for prompt, result in zip(prompts, results, strict=True):
+        for output in result.get("outputs", [result]):
+            assert_greedy(reference, prompt, output["token_ids"], 2e-3)
 
 
 @pytest.mark.parametrize("caching", [True, False], ids=["cached", "not cached"])
