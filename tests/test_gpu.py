@@ -144,9 +144,7 @@ def test_requests_of_every_kind_draw_the_same_tokens_in_every_mode(checkpoint, s
 
 @pytest.mark.parametrize("options", MODES.values(), ids=MODES.keys())
 @pytest.mark.usefixtures("no_forecast")
-def test_prompts_that_share_are_answered_as_by_transformers(
-    checkpoint, options, monkeypatch
-):
+def test_prompts_that_share_are_answered_as_by_transformers(checkpoint, options, monkeypatch):
     """Tokens are taken over, copied and read in groups, in all sizes of graphs as sequences join and end."""
     small = dict(MIN_SHARED_TOKENS=8, MIN_GROUP_SAVED=8, MIN_SAVED_TOKENS=64, MIN_PIECE=32, PIECE_STEP=16)
     for name, value in small.items():

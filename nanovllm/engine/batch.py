@@ -32,7 +32,7 @@ class Batch(NamedTuple):
     lens_k: np.ndarray | None = None  # int32 [sequences], tokens that the KV cache has of each after the step
     token_ids: np.ndarray | None = None  # int32 [tokens], those to be computed
     slot_mapping: np.ndarray | None = None  # int32 [tokens], see Context
-    block_copies: np.ndarray | None = None  # int64 [2, blocks], from and to; copied before anything else
+    block_copies: np.ndarray | None = None  # int64 [3, copies], see BlockCopy; done before anything else
     scoring: Scoring | None = None
     num_grouped_tokens: int = 0  # that a decode step reads in groups (groups.py), counted for each sequence
 
@@ -96,10 +96,10 @@ def _needs(sequences: list[Sequence]) -> Needs:
 
 
 def _take_block_copies(sequences: list[Sequence]) -> np.ndarray | None:
-    copies = [pair for seq in sequences for pair in seq.block_copies]
+    copies = [seq.block_copy for seq in sequences if seq.block_copy is not None]
     for seq in sequences:
-        seq.block_copies = []
-    return np.array(copies).T if copies else None
+        seq.block_copy = None
+    return np.ascontiguousarray(np.array(copies, dtype=np.int64).T) if copies else None
 
 
 class StepOutput(NamedTuple):

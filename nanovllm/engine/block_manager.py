@@ -2,48 +2,63 @@
 
 Knows sequences and numbers of blocks, nothing about tensors. The idea: a full block is identified by a hash
 chained over everything before it, so equal prefixes find each other's blocks, and freeing a block only makes
-it available: its contents stay findable until the block is handed out again.
+it available: its contents stay findable until the block is handed out again. Where two prompts part ways
+inside a block, the second one has a copy made of what they have in common.
 """
 
 from collections import OrderedDict
+from typing import NamedTuple
 
 import numpy as np
 import xxhash
 
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.prefix_index import PrefixIndex
+from nanovllm.engine.sequence import BlockCopy, Sequence
 
 
 class Block:
     """
     One page. Open (`hash == -1`): being written, owned by one sequence. Closed: full, hashed, immutable,
-    shared by `ref_count` sequences, and still findable when that is 0.
+    shared by `ref_count` sequences, and still findable when that is 0. `token_ids` are those that can be
+    found in it, `parent` is the hash of the block before it (-1 for a first one).
     """
 
-    __slots__ = ("block_id", "ref_count", "hash", "token_ids")
+    __slots__ = ("block_id", "ref_count", "hash", "token_ids", "parent")
 
     def __init__(self, block_id: int):
         self.block_id = block_id
         self.ref_count = 0
         self.hash = -1
         self.token_ids: list[int] = []
+        self.parent = -1
 
     def update(self, hash: int, token_ids: list[int]) -> None:
-        """Close the block."""
+        """Close the block, or (hash -1) say what of it can be found while it is open."""
         self.hash = hash
         self.token_ids = token_ids
 
     def reset(self) -> None:
         """Hand the block out as new: open, one owner."""
         self.ref_count = 1
-        self.hash = -1
-        self.token_ids = []
+        self.update(-1, [])
+
+
+class PrefixMatch(NamedTuple):
+    """What the cache has of a sequence's beginning."""
+
+    blocks: list[int]  # whole ones
+    source: int = -1  # a block whose first `num_copied` tokens follow them, to be copied; -1: none
+    num_copied: int = 0
+    num_computing: int = 0  # the most that could be copied after the step that is being scheduled
 
 
 class BlockManager:
     """
     Invariants: every block is either free or used; it is free exactly when its `ref_count` is 0; an entry of
     `hash_to_block_id` names a block that holds that hash. `free_block_ids` is ordered, least recently freed
-    first. No operation costs more than the blocks it touches.
+    first. A block that can be found is in `computing` until the step that computes it has been enqueued, and
+    in `computed` then. A free block that is copied from is `pinned` until the copy has been enqueued. No
+    operation costs more than the blocks it touches.
     """
 
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True):
@@ -58,6 +73,8 @@ class BlockManager:
         self.hash_to_block_id: dict[int, int] = {}
         self.free_block_ids: OrderedDict[int, None] = OrderedDict.fromkeys(range(self.num_blocks))
         self.used_block_ids: set[int] = set()
+        self.computed, self.computing = PrefixIndex(), PrefixIndex()
+        self.pinned: set[int] = set()
 
     @staticmethod
     def compute_hash(token_ids: list[int], prefix: int = -1) -> int:
@@ -71,22 +88,22 @@ class BlockManager:
         h.update(np.array(token_ids, dtype="<i8").tobytes())
         return h.intdigest()
 
-    def can_allocate(self, seq: Sequence, cached_blocks: list[int] | None = None) -> bool:
+    def can_allocate(self, seq: Sequence, match: PrefixMatch | None = None) -> bool:
         """
-        Whether there are blocks for the whole sequence now. `cached_blocks` is what `find_cached_blocks`
-        returns, here and for `allocate`; it is looked up if it is not given.
+        Whether there are blocks for the whole sequence now. `match` is what `find_prefix` returns, here and
+        for `allocate`; it is looked up if it is not given.
         """
-        cached_blocks = self.find_cached_blocks(seq) if cached_blocks is None else cached_blocks
-        return len(self.free_block_ids) >= self.num_new_blocks(seq, cached_blocks)
+        match = self.find_prefix(seq) if match is None else match
+        return len(self.free_block_ids) >= self.num_new_blocks(seq, match.blocks)
 
     def num_new_blocks(self, seq: Sequence, cached_blocks: list[int]) -> int:
         """Blocks that `allocate` would take from the free ones. Hits on used blocks cost none."""
         return seq.num_blocks - sum(self.blocks[i].ref_count > 0 for i in cached_blocks)
 
-    def allocate(self, seq: Sequence, cached_blocks: list[int] | None = None) -> None:
+    def allocate(self, seq: Sequence, match: PrefixMatch | None = None) -> None:
         """
         Give the sequence blocks for all its tokens: shared ones as far as its beginning is cached, then new
-        ones.
+        ones, the first of which may begin with tokens copied from another block.
 
         The full ones are closed at once, before their contents are computed: a sequence admitted behind this
         one runs in the same step or later, and each layer writes its keys and values before it reads any.
@@ -94,38 +111,52 @@ class BlockManager:
         `forget_uncomputed` follows a sequence that ends between two chunks of its prompt.
         """
         assert not seq.block_table
-        hits = self.find_cached_blocks(seq) if cached_blocks is None else cached_blocks
-        for block_id in hits:
-            block = self.blocks[block_id]
-            if block.ref_count == 0:
-                del self.free_block_ids[block_id]
-                self.used_block_ids.add(block_id)
-            block.ref_count += 1
+        match = self.find_prefix(seq) if match is None else match
+        num_hits = len(match.blocks)
+        for block_id in match.blocks:
+            self._share(block_id)
             seq.block_table.append(block_id)
-        for i in range(len(hits), seq.num_blocks):
+        if match.num_copied and not self.blocks[match.source].ref_count:
+            self._share(match.source)
+            self.pinned.add(match.source)
+        for i in range(num_hits, seq.num_blocks):
             seq.block_table.append(self._take_free_block())
-            if (i + 1) * self.block_size <= len(seq):
-                self._close(seq, i)
-        seq.num_cached_tokens = seq.num_computed_tokens = len(hits) * self.block_size
+            self._list(seq, i, self.computing)
+        if match.num_copied:
+            seq.block_copy = BlockCopy(match.source, seq.block_table[num_hits], match.num_copied)
+        seq.num_cached_tokens = seq.num_computed_tokens = num_hits * self.block_size + match.num_copied
+
+    def note_computed(self, seq: Sequence, start: int) -> None:
+        """A prefill step has been enqueued that computes the sequence's tokens from this one on."""
+        end, size = seq.num_computed_tokens, self.block_size
+        if self.enable_prefix_caching:
+            stop = seq.num_blocks if end == seq.num_tokens else end // size
+            for block_id in seq.block_table[start // size : stop]:
+                entry = self.blocks[block_id].parent, self.blocks[block_id].token_ids, block_id
+                self.computing.remove(*entry)
+                self.computed.add(*entry)
+
+    def end_copies(self) -> bool:
+        """The copies of the admitted have been enqueued. Returns whether blocks have become free by that."""
+        pinned, self.pinned = self.pinned, set()
+        for block_id in pinned:
+            self._give_back(block_id)
+        return bool(pinned)
 
     def deallocate(self, seq: Sequence) -> None:
         """Give all blocks back, last to first: a prompt's beginning is the likeliest to be used again."""
+        end = min(len(seq.token_ids), seq.num_computed_tokens)
+        if end % self.block_size and self.blocks[seq.block_table[end // self.block_size]].hash == -1:
+            self._list(seq, end // self.block_size, self.computed, end)
         for block_id in reversed(seq.block_table):
-            block = self.blocks[block_id]
-            block.ref_count -= 1
-            if block.ref_count == 0:
-                self.used_block_ids.remove(block_id)
-                self.free_block_ids[block_id] = None
+            self._give_back(block_id)
         seq.block_table.clear()
         seq.num_cached_tokens = seq.num_computed_tokens = 0
 
     def forget_uncomputed(self, seq: Sequence) -> None:
         """Make the blocks unfindable that were closed for a prompt but will never be computed."""
         for block_id in seq.block_table[seq.num_computed_tokens // self.block_size :]:
-            block = self.blocks[block_id]
-            if self.hash_to_block_id.get(block.hash) == block_id:
-                del self.hash_to_block_id[block.hash]
-            block.update(-1, [])
+            self._forget(self.blocks[block_id])
 
     def can_append(self, seq: Sequence) -> bool:
         """Whether the sequence's last token has a block, or can get one."""
@@ -136,43 +167,91 @@ class BlockManager:
         if len(seq.block_table) * self.block_size < len(seq):
             seq.block_table.append(self._take_free_block())
         elif seq.last_block_num_tokens == self.block_size and len(seq.token_ids) == len(seq):
-            self._close(seq, seq.num_blocks - 1)
+            self._list(seq, seq.num_blocks - 1, self.computed)
 
     def may_close(self, seq: Sequence) -> None:
         """Close the block that the sequence's newest known token fills, if that token is computed already."""
         known = len(seq.token_ids)
         if known % self.block_size == 0 and seq.block_table and seq.num_computed_tokens >= known:
-            self._close(seq, known // self.block_size - 1)
+            self._list(seq, known // self.block_size - 1, self.computed)
+
+    def find_prefix(self, seq: Sequence) -> PrefixMatch:
+        """
+        What the cache has of the sequence's beginning, but for its last token, which must be computed:
+        whole blocks up to the first miss, and from another block what follows. Nothing if the prompt is to be
+        scored: all of it must be computed for that.
+        """
+        found, parent = PrefixMatch([]), -1
+        if not self.enable_prefix_caching or not seq.is_scored:
+            return found
+        while True:
+            start = len(found.blocks) * self.block_size
+            token_ids = seq.token_ids[start : min(start + self.block_size, len(seq) - 1)]
+            block_id, num_common = self._find_closed(seq, token_ids, len(found.blocks)), self.block_size
+            if block_id == -1:
+                block_id, num_common = self.computed.longest(parent, token_ids)
+            if num_common < self.block_size:
+                break
+            found.blocks.append(block_id)
+            parent = self.blocks[block_id].hash
+        num_computing = self.computing.longest(parent, token_ids)[1]
+        is_free = num_common and self.blocks[block_id].ref_count == 0
+        if is_free and len(self.free_block_ids) <= self.num_new_blocks(seq, found.blocks):
+            block_id, num_common = -1, 0  # no room for it beside the new blocks
+        return PrefixMatch(found.blocks, block_id, num_common, num_computing)
+
+    def _find_closed(self, seq: Sequence, token_ids: list[int], i: int) -> int:
+        """The block that the hash of the sequence's i-th block leads to, if it has these tokens; else -1."""
+        if len(token_ids) == self.block_size:
+            block_id = self.hash_to_block_id.get(self._block_hash(seq, i), -1)
+            if block_id != -1 and self.blocks[block_id].token_ids == token_ids:
+                return block_id
+        return -1
+
+    def _share(self, block_id: int) -> None:
+        block = self.blocks[block_id]
+        if block.ref_count == 0:
+            del self.free_block_ids[block_id]
+            self.used_block_ids.add(block_id)
+        block.ref_count += 1
+
+    def _give_back(self, block_id: int) -> None:
+        block = self.blocks[block_id]
+        block.ref_count -= 1
+        if block.ref_count == 0:
+            self.used_block_ids.remove(block_id)
+            self.free_block_ids[block_id] = None
 
     def _take_free_block(self) -> int:
         block_id, _ = self.free_block_ids.popitem(last=False)
         block = self.blocks[block_id]
         assert block.ref_count == 0
-        if self.hash_to_block_id.get(block.hash) == block_id:
-            del self.hash_to_block_id[block.hash]
+        self._forget(block)
         block.reset()
         self.used_block_ids.add(block_id)
         return block_id
 
-    def find_cached_blocks(self, seq: Sequence) -> list[int]:
-        """
-        Blocks that hold the sequence's beginning, up to the first miss and without its last token, which must
-        be computed. An empty list if the prompt is to be scored: all of it must be computed for that.
-        """
-        found: list[int] = []
-        if self.enable_prefix_caching and seq.is_scored:
-            for i in range((len(seq) - 1) // self.block_size):
-                block_id = self.hash_to_block_id.get(self._block_hash(seq, i), -1)
-                if block_id == -1 or self.blocks[block_id].token_ids != seq.block(i):
-                    break
-                found.append(block_id)
-        return found
-
-    def _close(self, seq: Sequence, i: int) -> None:
+    def _list(self, seq: Sequence, i: int, index: PrefixIndex, end: int | None = None) -> None:
+        """Have the sequence's i-th block found by its tokens up to this one. Closes it if that fills it."""
         if self.enable_prefix_caching:
-            block_id = seq.block_table[i]
-            self.blocks[block_id].update(self._block_hash(seq, i), seq.block(i))
-            self.hash_to_block_id[self.blocks[block_id].hash] = block_id
+            block = self.blocks[seq.block_table[i]]
+            self._forget(block)
+            token_ids = seq.token_ids[i * self.block_size : (i + 1) * self.block_size if end is None else end]
+            block.parent = self._block_hash(seq, i - 1) if i else -1
+            if len(token_ids) == self.block_size:
+                block.update(self._block_hash(seq, i), token_ids)
+                self.hash_to_block_id[block.hash] = block.block_id
+            else:
+                block.update(-1, token_ids)
+            index.add(block.parent, token_ids, block.block_id)
+
+    def _forget(self, block: Block) -> None:
+        """Make the block unfindable."""
+        if self.hash_to_block_id.get(block.hash) == block.block_id:
+            del self.hash_to_block_id[block.hash]
+        for index in (self.computed, self.computing):
+            index.remove(block.parent, block.token_ids, block.block_id)
+        block.update(-1, [])
 
     def _block_hash(self, seq: Sequence, i: int) -> int:
         """

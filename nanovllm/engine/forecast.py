@@ -14,8 +14,8 @@ from nanovllm.engine.sequence import Sequence, SequenceStatus
 
 class Forecast:
     """
-    Made for one prefill step. A sequence that may end early is expected to draw `share` of the tokens that it
-    may still draw. `budget` is how many prompt tokens a step computes at most.
+    Made for one prefill step, before it admits anybody. A sequence that may end early is expected to draw
+    `share` of the tokens that it may still draw. `budget` is how many prompt tokens a step computes at most.
     """
 
     def __init__(self, running: list[Sequence], block_manager: BlockManager, share: float, budget: int):
@@ -23,33 +23,45 @@ class Forecast:
         self.block_manager = block_manager
         self.share = share
         self.budget = budget
-        self.num_blocks_at_most = sum(seq.num_blocks_at_most for seq in running)
+        self.held_back: list[tuple[Sequence, list[int]]] = []  # these join in the next step, with their hits
+        growths = (seq.num_blocks_at_most - len(seq.block_table) for seq in running)
+        self.num_blocks_at_most = len(block_manager.used_block_ids) + sum(growths)
 
     def admits(self, seq: Sequence, cached_blocks: list[int]) -> bool:
         """
         Whether the blocks suffice until all have ended if this sequence, of which the cache has these blocks,
-        runs too. If so, the caller adds it to `running`.
+        runs too. If so, the caller adds it to `running` or `held_back`.
         """
-        at_most, there = self.num_blocks_at_most + seq.num_blocks_at_most, self.block_manager.num_blocks
+        there = self.block_manager.num_blocks
+        at_most = self.num_blocks_at_most + seq.num_blocks_at_most - self._num_shared(cached_blocks)
         if self.running and at_most > there and self._most_needed(seq, cached_blocks) > there:
             return False
         self.num_blocks_at_most = at_most
         return True
 
+    def _num_owners(self, block_id: int) -> int:
+        """A pin ends with the step."""
+        return self.block_manager.blocks[block_id].ref_count - (block_id in self.block_manager.pinned)
+
+    def _num_shared(self, cached_blocks: list[int]) -> int:
+        return sum(self._num_owners(block_id) > 0 for block_id in cached_blocks)
+
     def _most_needed(self, seq: Sequence, cached_blocks: list[int]) -> int:
         """The most blocks that will be in use in any decode step."""
-        blocks, size, found = self.block_manager.blocks, self.block_manager.block_size, set(cached_blocks)
+        manager, joining = self.block_manager, [*self.held_back, (seq, cached_blocks)]
+        size, found = manager.block_size, {block_id for _, cached in joining for block_id in cached}
 
         def is_own(block_id: int) -> bool:
-            return blocks[block_id].ref_count == 1 and block_id not in found
+            return self._num_owners(block_id) == 1 and block_id not in found
 
         # A table begins with its shared blocks. They count as never given back.
         num_shared = [bisect_left(other.block_table, True, key=is_own) for other in self.running]
         num_own = sum(len(other.block_table) for other in self.running) - sum(num_shared)
-        num_shared.append(seq.num_blocks - self.block_manager.num_new_blocks(seq, cached_blocks))
-        growths = map(self._growth, [*self.running, seq])
+        num_shared += [self._num_shared(cached) for _, cached in joining]
+        growths = map(self._growth, [*self.running, *(other for other, _ in joining)])
         growing = [(*growth, shared) for growth, shared in zip(growths, num_shared, strict=True)]
-        needed = len(self.block_manager.used_block_ids) - num_own
+        needed = len(manager.used_block_ids) - num_own
+        needed -= sum(self._num_owners(block_id) == 0 for block_id in manager.pinned)
         most, rests = 0, []
         for num_steps, num_tokens, shared in sorted(growing, reverse=True):  # those that end last first
             # In its k-th decode step it needs ceil((num_tokens + k - 1) / size) blocks.

@@ -9,10 +9,10 @@ import math
 import torch
 
 from nanovllm.config import Config
+from nanovllm.kernels.copy_pages import copy_pages
 from nanovllm.layers.attention import Attention
 
 MAX_BLOCKS = 1 << 18  # making Python's objects for more blocks takes longer than loading a small model
-COPIED_AT_ONCE = 256  # blocks
 
 
 class KVCache:
@@ -32,11 +32,6 @@ class KVCache:
         self.pages = pages
         for i, layer in enumerate(self.layers):
             layer.k_cache, layer.v_cache = pages[0, i], pages[1, i]
-
-    @property
-    def copy_bytes(self) -> int:
-        """The memory that `copy_blocks` takes for a while."""
-        return COPIED_AT_ONCE * self.page_bytes
 
     def num_blocks_in(self, budget: int) -> int:
         """How many blocks fit into so many bytes. ValueError if these are too few for one sequence."""
@@ -60,9 +55,6 @@ class KVCache:
         # Zeros, since a page that was never written may be read under a mask, where a NaN would survive.
         self._set_views(torch.zeros(shape, dtype=self.dtype, device=self.device))
 
-    def copy_blocks(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """Copy pages, both int64 [blocks]. A few at a time: `copy_bytes` is what that takes."""
-        for part in range(0, len(sources), COPIED_AT_ONCE):
-            source, target = (blocks[part : part + COPIED_AT_ONCE] for blocks in (sources, targets))
-            for cache in self.pages.flatten(0, 1):
-                cache[target] = cache[source]
+    def copy_blocks(self, sources: torch.Tensor, targets: torch.Tensor, num_tokens: torch.Tensor) -> None:
+        """Copy the first tokens of blocks, all int64 [copies]. No target may be a source."""
+        copy_pages(self.pages, sources, targets, num_tokens)

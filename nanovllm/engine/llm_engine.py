@@ -240,9 +240,9 @@ class LLMEngine:
     def stats(self) -> dict[str, float]:
         """
         Counts since the engine was made: requests (finished, running and waiting now), prompt tokens of the
-        finished ones and how many of these the KV cache had, context tokens that decode steps read once for
-        several requests (counted for each of them), tokens drawn, preemptions, and tokens drawn per second of
-        computing.
+        finished ones and how many of these the KV cache had, tokens copied from blocks of others, context
+        tokens that decode steps read once for several requests (counted for each of them), tokens drawn,
+        preemptions, and tokens drawn per second of computing.
         """
         counts, scheduler = self._counts, self.scheduler
         num_generated = counts["drawn"] - scheduler.num_surplus_tokens
@@ -252,6 +252,7 @@ class LLMEngine:
             "num_requests_waiting": len(scheduler.waiting),
             "num_prompt_tokens": counts["prompt"],
             "num_cached_tokens": counts["cached"],
+            "num_copied_tokens": scheduler.num_copied_tokens,
             "cache_hit_rate": counts["cached"] / max(counts["prompt"], 1),
             "num_grouped_tokens": counts["grouped"],
             "num_generated_tokens": num_generated,

@@ -168,8 +168,8 @@ class ModelRunner:
         num_blocks = self.config.num_kvcache_blocks
         if num_blocks == -1:
             budget = bytes_left(self.device, self.config.gpu_memory_utilization)
-            if self.device.type == "cuda":  # max: a step has copied its pages before it computes anything
-                budget -= max(self.step_bytes, self.kv_cache.copy_bytes) + DeviceEdits.reserved_bytes
+            if self.device.type == "cuda":
+                budget -= self.step_bytes + DeviceEdits.reserved_bytes
                 budget -= RESERVED_BYTES if self.graphs is not None else 0
             num_blocks = self.kv_cache.num_blocks_in(min(self.group.gather("budget", budget)))
         self.kv_cache.allocate(num_blocks)

@@ -2,10 +2,15 @@
 devices.
 
 A step is all prefill or all decode. Prefill goes first, but no more than MAX_PREFILLS_IN_A_ROW steps while
-a sequence waits to decode. Both `waiting` and `running` are in order of arrival (a preempted sequence goes
-back to the front), so the oldest running sequence is never preempted for a younger one. A sequence is
+a sequence waits to decode. `waiting` is in order of arrival (a preempted sequence goes back to the front) and
+`running` in order of admission, so the first to run is never preempted for a later one. A sequence is
 admitted if the blocks are expected to suffice until all that run have ended; where they do not after all, the
 youngest is preempted.
+
+Prompts share whole blocks that the same step computes, but can only copy what an earlier one has. So a prompt
+that could copy at least WAIT_TOKENS more after the step that is being scheduled is held back, but only once:
+nobody waits for more than one prefill step by this. It keeps its place in front of all that arrived later,
+and what these are given meanwhile leaves it the row, the blocks and the rule words that it needs.
 """
 
 from collections import deque
@@ -19,6 +24,7 @@ from nanovllm.engine.limits import RULE_WORDS, Limits
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 
 MAX_PREFILLS_IN_A_ROW = 4  # while a sequence waits to decode
+WAIT_TOKENS = 64
 SHARE_WEIGHT = 1 / 32  # how much one request that ends changes `Scheduler.expected_share`
 
 
@@ -40,6 +46,7 @@ class Scheduler:
         self.expected_share = 1.0
         self.clear()
         self.num_preemptions = 0
+        self.num_copied_tokens = 0  # from other blocks, for those admitted
         # Tokens drawn for sequences that had ended, in steps launched before that was known.
         self.num_surplus_tokens = 0
 
@@ -61,9 +68,10 @@ class Scheduler:
         can_decode = len(self.running) > (self.chunked is not None)
         is_due = can_decode and self.num_prefills_in_a_row == MAX_PREFILLS_IN_A_ROW
         if not is_due and (sequences := self._schedule_prefill()):
+            self.is_prefill = True
             self.num_prefills_in_a_row += can_decode
             return sequences, True
-        self.num_prefills_in_a_row = 0
+        self.is_prefill, self.num_prefills_in_a_row = False, 0
         return self._schedule_decode(), False
 
     def _schedule_prefill(self) -> list[Sequence]:
@@ -73,6 +81,7 @@ class Scheduler:
             budget -= self._schedule_chunk(seq, budget)
             scheduled.append(seq)
         held_back: list[Sequence] = []
+        num_rule_words = self.num_rule_words  # with those held back
         forecast = None
         limit = self.max_num_seqs
         if self.max_running < limit:  # one a step: if a prefill fails, this shows which sequence made it fail
@@ -81,61 +90,40 @@ class Scheduler:
             seq = self.waiting[0]
             if seq is self.blocked:
                 break
-            leader = self._running_leader(seq)
-            if leader is not None and not self._has_computed_prompt(leader):
-                held_back.append(self.waiting.popleft())
-                continue
-            cached_blocks = self.block_manager.find_cached_blocks(seq)
-            num_tokens = 1 if leader is not None else len(seq) - len(cached_blocks) * self.block_size
-            if num_tokens > budget and scheduled:
+            match = self.block_manager.find_prefix(seq)
+            waits = not seq.has_waited and match.num_computing - match.num_copied >= WAIT_TOKENS
+            num_cached_tokens = len(match.blocks) * self.block_size + match.num_copied
+            if len(seq) - num_cached_tokens > budget and scheduled and not waits:
                 break  # only a prompt that has a whole step to itself is computed in chunks
             forecast = forecast or Forecast(
                 self.running, self.block_manager, self.expected_share, self.max_num_batched_tokens
             )
             if (
-                not self.block_manager.can_allocate(seq, cached_blocks)
-                or self.num_rule_words + seq.num_rule_words > RULE_WORDS
-                or not forecast.admits(seq, cached_blocks)
+                not self.block_manager.can_allocate(seq, match)
+                or num_rule_words + seq.num_rule_words > RULE_WORDS
+                or not forecast.admits(seq, match.blocks)
             ):
                 self.blocked = seq
                 break
-            self.block_manager.allocate(seq, cached_blocks)
-            if leader is not None:
-                self._copy_prompt(leader, seq)
             self.waiting.popleft()
+            num_rule_words += seq.num_rule_words
+            if waits:
+                seq.has_waited = True
+                held_back.append(seq)
+                forecast.held_back.append((seq, match.blocks))
+                continue
+            self.block_manager.allocate(seq, match)
             self.running.append(seq)
             seq.status = SequenceStatus.RUNNING
             seq.row = self.free_rows.pop()
             self.num_rule_words += seq.num_rule_words
+            self.num_copied_tokens += match.num_copied
             if seq.num_prompt_tokens_cached is None:
                 seq.num_prompt_tokens_cached = seq.num_cached_tokens
             budget -= self._schedule_chunk(seq, budget)
             scheduled.append(seq)
         self.waiting.extendleft(reversed(held_back))
         return scheduled
-
-    @staticmethod
-    def _running_leader(seq: Sequence) -> Sequence | None:
-        """The first completion of the same prompt, if it is running and this one has only the prompt yet."""
-        leader = seq.leader
-        if leader is None or leader.status != SequenceStatus.RUNNING or leader.row < 0:
-            return None
-        return leader if len(seq) == seq.num_prompt_tokens else None
-
-    @staticmethod
-    def _has_computed_prompt(seq: Sequence) -> bool:
-        """Whether earlier steps have: what this step is about to compute cannot be copied yet."""
-        return seq.num_scheduled_tokens == 0 and seq.num_computed_tokens >= seq.num_prompt_tokens
-
-    def _copy_prompt(self, leader: Sequence, seq: Sequence) -> None:
-        """
-        Have the part of the prompt that is in no shared block copied from the leader's blocks. Only the last
-        token is computed, for its logits.
-        """
-        last = (len(seq) - 1) // self.block_size
-        blocks = slice(seq.num_cached_blocks, last + 1)
-        seq.block_copies = list(zip(leader.block_table[blocks], seq.block_table[blocks], strict=True))
-        seq.num_computed_tokens = len(seq) - 1
 
     def _schedule_chunk(self, seq: Sequence, budget: int) -> int:
         remaining = len(seq) - seq.num_computed_tokens
@@ -176,9 +164,14 @@ class Scheduler:
         the sequences that draw a token in it: all but one whose prompt is not yet computed to its end.
         """
         drawing, released = [], False
+        if self.block_manager.end_copies():
+            self.blocked = None
         for seq in sequences:
+            start = seq.num_computed_tokens
             seq.num_computed_tokens += seq.num_scheduled_tokens
             seq.num_scheduled_tokens = 0
+            if self.is_prefill:
+                self.block_manager.note_computed(seq, start)
             if seq.num_computed_tokens == seq.num_tokens:
                 seq.num_tokens += 1
                 drawing.append(seq)
@@ -262,6 +255,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.chunked: Sequence | None = None  # is in the middle of its prompt; the last of `running`
         self.blocked: Sequence | None = None  # did not fit, and will not until blocks are given back
+        self.is_prefill = False  # of the step scheduled last
         self.num_prefills_in_a_row = 0  # while a sequence waited to decode
         self.free_rows = list(range(self.max_num_seqs))[::-1]  # of the devices' tables, see device_rows.py
         self.num_rule_words = 0  # of the running sequences

@@ -2,6 +2,7 @@
 
 from enum import Enum, auto
 from itertools import count
+from typing import NamedTuple
 
 from nanovllm.sampling_params import MAX_TOKENS, SamplingParams, needs_of
 
@@ -13,6 +14,14 @@ class SequenceStatus(Enum):
     WAITING = auto()
     RUNNING = auto()
     FINISHED = auto()
+
+
+class BlockCopy(NamedTuple):
+    """Before the sequence's next step, copy the first tokens of one block to another."""
+
+    source: int
+    target: int
+    num_tokens: int
 
 
 class Sequence:
@@ -49,7 +58,8 @@ class Sequence:
         self.block_size = block_size
         self.block_table: list[int] = []
         self.block_hashes: list[int] = []  # chained hashes of the full blocks seen so far
-        self.block_copies: list[tuple[int, int]] = []  # (from, to) of blocks to copy before its next step
+        self.block_copy: BlockCopy | None = None
+        self.has_waited = False  # once for tokens that another one's prefill computed
         self.row = -1  # of the devices' tables, while running
 
         # What it asks for
@@ -133,7 +143,7 @@ class Sequence:
         self.status = SequenceStatus.WAITING
         self.num_tokens = len(self.token_ids)
         self.num_cached_tokens = self.num_computed_tokens = self.num_scheduled_tokens = 0
-        self.block_table, self.block_copies = [], []
+        self.block_table, self.block_copy = [], None
         self.row = -1
         del self.block_hashes[self.num_tokens // self.block_size :]
         del self.logprobs[self.num_completion_tokens :]

@@ -14,7 +14,6 @@ from test_engine import assert_empty, tokens_of
 from tokenizers import Tokenizer, decoders, models
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine import kv_cache
 from nanovllm.text import results as text_results
 from nanovllm.text.results import make_result
 from tiny_checkpoints import EXACT, make_checkpoint, one_thread  # noqa: F401
@@ -53,7 +52,7 @@ def test_a_result_says_why_it_ended_and_what_was_cached(llm):
     result = generate(llm, temperature=0, max_tokens=20)
     assert result["finish_reason"] == "length" and result["stop_reason"] is None
     assert result["num_prompt_tokens"] == 40 and result["num_cached_tokens"] == 0
-    assert generate(llm, temperature=0, max_tokens=20) == {**result, "num_cached_tokens": 32}
+    assert generate(llm, temperature=0, max_tokens=20) == {**result, "num_cached_tokens": 39}
     assert "outputs" not in result
 
 
@@ -196,30 +195,43 @@ def test_a_seed_draws_the_same_tokens_in_any_company(llm):
     assert len({tuple(tokens) for tokens in tokens_of(together)}) == 5
 
 
-@pytest.mark.parametrize("caching", [True, False], ids=["cached", "not cached"])
-@pytest.mark.parametrize("length", [1, 16, 17, 40])
-def test_n_completions_compute_their_prompt_once(llm, monkeypatch, caching, length):
+@pytest.mark.parametrize(
+    "block_size, length, computed",
+    [
+        (16, 1, 1),
+        (16, 40, 8),  # whole blocks are shared at once, waiting for the rest would not pay
+        (48, 40, 40),
+        (96, 65, 1),
+        (96, 95, 1),
+        (96, 96, 1),
+        (96, 97, 1),
+        (96, 150, 54),
+        (96, 180, 1),
+        (None, 40, 40),
+    ],
+)
+@pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlapped"])
+def test_n_completions_compute_a_long_prompt_once(engine, monkeypatch, block_size, length, computed, overlap):
     """But for its last token, whose logits each completion draws from."""
-    llm.scheduler.clear()
-    monkeypatch.setattr(llm.scheduler.block_manager, "enable_prefix_caching", caching)
-    computed, prefill = [], llm.batches.prefill
+    options = dict(kvcache_block_size=block_size) if block_size else dict(enable_prefix_caching=False)
+    with LLM(engine.config.model, **{**EXACT, "num_kvcache_blocks": 40, **options}) as other:
+        other._overlap = overlap
+        prefill, lengths = other.batches.prefill, []
 
-    def counting(sequences):
-        batch = prefill(sequences)
-        computed.extend(batch.lens_q)
-        return batch
+        def counting(sequences):
+            batch = prefill(sequences)
+            lengths.extend(batch.lens_q)
+            return batch
 
-    monkeypatch.setattr(llm.batches, "prefill", counting)
-    prompts = [[i, *range(length - 1)] for i in range(2)]
-    results = llm.generate(prompts, SamplingParams(1.0, 20, True, n=3, seed=7), use_tqdm=False)
-    assert sorted(computed) == sorted([length, length, 1, 1, 1, 1])
-    assert results[0]["num_cached_tokens"] == 0
-    monkeypatch.undo()
-    llm.scheduler.clear()
+        monkeypatch.setattr(other.batches, "prefill", counting)
+        prompts = [[i, *(j % 250 for j in range(length - 1))] for i in range(2)]
+        results = other.generate(prompts, SamplingParams(1.0, 20, True, n=3, seed=7), use_tqdm=False)
+        assert sorted(lengths) == sorted([length] * 2 + [computed] * 4)
+        assert results[0]["num_cached_tokens"] == 0
     for prompt, result in zip(prompts, results, strict=True):
         for i, output in enumerate(result["outputs"]):
             alone = SamplingParams(1.0, 20, True, seed=7 + i)
-            assert tokens_of(llm.generate([prompt], alone, use_tqdm=False)) == [output["token_ids"]]
+            assert tokens_of(engine.generate([prompt], alone, use_tqdm=False)) == [output["token_ids"]]
 
 
 @pytest.mark.parametrize(
@@ -235,8 +247,7 @@ def test_n_completions_compute_their_prompt_once(llm, monkeypatch, caching, leng
 )
 @pytest.mark.parametrize("overlap, max_tokens", [(True, 30), (False, 30), (True, 1)])
 @pytest.mark.usefixtures("no_forecast")
-def test_n_completions_do_not_depend_on_the_schedule(engine, options, overlap, max_tokens, monkeypatch):
-    monkeypatch.setattr(kv_cache, "COPIED_AT_ONCE", 2)  # blocks, of which some steps copy more
+def test_n_completions_do_not_depend_on_the_schedule(engine, options, overlap, max_tokens):
     prompts = [[i, *PROMPT][: 41 - 9 * i] for i in range(4)]
     params = SamplingParams(1.0, max_tokens, True, n=3, seed=3)
     expected = engine.generate(prompts, params, use_tqdm=False)
@@ -704,12 +715,17 @@ def test_stats_count_what_was_done(engine):
         "num_requests_waiting": 0,
         "num_prompt_tokens": 81,
         "num_cached_tokens": 32,
+        "num_copied_tokens": 0,
         "num_generated_tokens": 30,
         "num_grouped_tokens": 0,
         "num_preemptions": 0,
     }
     assert after["cache_hit_rate"] == after["num_cached_tokens"] / after["num_prompt_tokens"]
     assert after["tokens_per_second"] > 0
+    engine.generate(PROMPT, SamplingParams(0, 10, True), use_tqdm=False)
+    again = engine.stats()
+    assert again["num_copied_tokens"] - after["num_copied_tokens"] == 7
+    assert again["num_cached_tokens"] - after["num_cached_tokens"] == 39
     engine.add_request([1], SamplingParams(0, 2))
     assert engine.stats()["num_requests_waiting"] == 1
     while not engine.is_finished():

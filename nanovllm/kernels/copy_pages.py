@@ -1,0 +1,57 @@
+"""Copies the beginnings of blocks of the KV cache to other blocks, for all layers in one launch.
+
+A block's keys of one layer lie one after another, and its values too, so that the first tokens of a block
+are 2 * layers stretches of memory. They are copied as integers, whatever their dtype is.
+"""
+
+import torch
+from torch import Tensor
+
+from nanovllm.kernels.runtime import cdiv, tl, triton, use_triton
+
+WORDS_PER_PROGRAM = 1024
+
+
+def copy_pages(pages: Tensor, sources: Tensor, targets: Tensor, num_tokens: Tensor) -> None:
+    """
+    Copy the first num_tokens[i] tokens of block sources[i] to block targets[i]. No target may be a source.
+
+    pages is [2, layers, blocks, block_size, kv_heads, head_dim], the others int32 or int64 [copies]. All are
+    contiguous.
+    """
+    if not use_triton(pages):
+        return copy_pages_torch(pages, sources, targets, num_tokens)
+    *_, block_size, heads, head_dim = pages.shape
+    token_bytes = heads * head_dim * pages.itemsize
+    types = torch.int64, torch.int32, torch.int16, torch.uint8
+    word_type = next(dtype for dtype in types if token_bytes % dtype.itemsize == 0)
+    words = pages.flatten(3).flatten(0, 1).view(word_type)  # [2 * layers, blocks, words of a block]
+    parts = cdiv(words.shape[2], WORDS_PER_PROGRAM)
+    if len(sources):
+        _copy_kernel[(len(sources) * parts, len(words))](
+            words, sources, targets, num_tokens, words.stride(0),
+            TOKEN_WORDS=words.shape[2] // block_size, BLOCK_WORDS=words.shape[2],
+            PARTS=parts, WORDS=WORDS_PER_PROGRAM,
+        )  # fmt: skip
+
+
+def copy_pages_torch(pages: Tensor, sources: Tensor, targets: Tensor, num_tokens: Tensor) -> None:
+    for source, target, end in zip(sources.tolist(), targets.tolist(), num_tokens.tolist(), strict=True):
+        pages[:, :, target, :end] = pages[:, :, source, :end]
+
+
+@triton.jit(do_not_specialize=["sources", "targets", "num_tokens"])
+def _copy_kernel(
+    pages, sources, targets, num_tokens, plane_stride,
+    TOKEN_WORDS: tl.constexpr, BLOCK_WORDS: tl.constexpr, PARTS: tl.constexpr, WORDS: tl.constexpr,
+):  # fmt: skip
+    """A program copies WORDS words of the keys or values of one layer."""
+    copy, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
+    num_words = tl.load(num_tokens + copy).to(tl.int32) * TOKEN_WORDS
+    if part * WORDS >= num_words:
+        return
+    word = part * WORDS + tl.arange(0, WORDS)
+    plane = pages + tl.program_id(1).to(tl.int64) * plane_stride
+    source = plane + tl.load(sources + copy).to(tl.int64) * BLOCK_WORDS
+    target = plane + tl.load(targets + copy).to(tl.int64) * BLOCK_WORDS
+    tl.store(target + word, tl.load(source + word, mask=word < num_words), mask=word < num_words)
