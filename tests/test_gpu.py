@@ -157,7 +157,9 @@ def test_prompts_that_share_are_answered_as_by_transformers(checkpoint, options,
     with LLM(checkpoint, **options) as llm:
         results = llm.generate(prompts, params, use_tqdm=False)
         stats = llm.stats()
-    assert stats["num_grouped_tokens"] and stats["num_cached_tokens"] and stats["num_copied_tokens"]
+    assert stats["num_grouped_tokens"] and stats["num_cached_tokens"]
+    # In blocks of 16, all that is worth waiting for is in whole ones, and these prompts are admitted together.
+    assert stats["num_copied_tokens"] or options == MODES["blocks of 16"]
     for prompt, result in zip(prompts, results, strict=True):
         for output in result.get("outputs", [result]):
             assert_greedy(reference, prompt, output["token_ids"], 2e-3)

@@ -112,19 +112,20 @@ class BlockManager:
         """
         assert not seq.block_table
         match = self.find_prefix(seq) if match is None else match
-        num_hits = len(match.blocks)
+        num_cached_tokens = len(match.blocks) * self.block_size + match.num_copied
+        seq.num_cached_tokens = seq.num_computed_tokens = num_cached_tokens
         for block_id in match.blocks:
             self._share(block_id)
             seq.block_table.append(block_id)
         if match.num_copied and not self.blocks[match.source].ref_count:
             self._share(match.source)
             self.pinned.add(match.source)
-        for i in range(num_hits, seq.num_blocks):
+        for i in range(seq.num_cached_blocks, seq.num_blocks):
             seq.block_table.append(self._take_free_block())
             self._list(seq, i, self.computing)
         if match.num_copied:
-            seq.block_copy = BlockCopy(match.source, seq.block_table[num_hits], match.num_copied)
-        seq.num_cached_tokens = seq.num_computed_tokens = num_hits * self.block_size + match.num_copied
+            target = seq.block_table[seq.num_cached_blocks]
+            seq.block_copy = BlockCopy(match.source, target, match.num_copied)
 
     def note_computed(self, seq: Sequence, start: int) -> None:
         """A prefill step has been enqueued that computes the sequence's tokens from this one on."""

@@ -27,6 +27,7 @@ from nanovllm.engine.device_rows import can_group
 from nanovllm.engine.memory import largest_batch
 from nanovllm.kernels import runtime
 from nanovllm.kernels.all_reduce import PeerMemory
+from nanovllm.kernels.prefill_attention import SHORT_QUERIES
 from nanovllm.kernels.runtime import triton
 from nanovllm.sampling_params import Needs
 
@@ -169,18 +170,21 @@ def launch_every_kernel(make_runner: Callable[[], Any]) -> Iterator[None]:
         words = torch.empty(PeerMemory.num_words(group.size, seqs, half_bytes), dtype=torch.int32)
         addresses = [0] * group.size
         group.peers = PeerMemory(group.rank, addresses, words, config.torch_dtype, seqs, half_bytes)
-    batch = largest_batch(config, num_tokens=16)  # kernels do not depend on how many
-    batch = batch._replace(scoring=None)  # log-probabilities are torch's work
+    short = largest_batch(config, num_tokens=16)  # kernels do not depend on how many
+    short = short._replace(scoring=None)  # log-probabilities are torch's work
+    tokens = np.zeros(len(short.token_ids) + SHORT_QUERIES * len(short.lens_q), dtype=np.int32)
+    lengths = dict(lens_q=short.lens_q + SHORT_QUERIES, lens_k=short.lens_k + SHORT_QUERIES)
+    long = short._replace(**lengths, token_ids=tokens, slot_mapping=tokens)
     filters, edits = Needs.FILTERS, Needs.RULES | Needs.TOKEN_FLAGS
-    runner.run(batch._replace(needs=filters | edits))
+    runner.run(long._replace(needs=filters | edits))
     *smaller, largest = runner.graph_sizes
     is_grouped = can_group(config)
     runner.decode_step(*runner.padding(largest, is_grouped), Needs(0))
     yield
     for needs in (Needs(0), filters, edits):
-        runner.run(batch._replace(needs=needs))
-    copies = np.zeros((3, 1), dtype=np.int64)
-    cached = batch._replace(needs=Needs(0), lens_k=batch.lens_k + 1, block_copies=copies)
-    runner.run(cached)  # some keys are in the cache
+        runner.run(short._replace(needs=needs))
+    for batch in (short, long):  # some keys are in the cache
+        copies = np.zeros((3, 1), dtype=np.int64)
+        runner.run(batch._replace(needs=Needs(0), lens_k=batch.lens_k + 1, block_copies=copies))
     for size, grouped in [*product(smaller, {False, is_grouped}), (largest, False)]:
         runner.decode_step(*runner.padding(size, grouped), Needs(0))

@@ -10,7 +10,6 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Iterable
 from operator import mul
-from sys import byteorder
 from typing import NamedTuple
 
 import numpy as np
@@ -77,7 +76,7 @@ class PrefixGroups:
 
     def reset(self) -> None:
         """Forget all sequences and what was sent."""
-        self._keys: dict[int, bytes] = {}  # by seq_id, the prompt as bytes that sort as its tokens do
+        self._keys: dict[int, bytes] = {}  # by seq_id, the prompt as bytes, which are quick to compare
         self._sorted: list[tuple[bytes, int]] = []  # the same, as (prompt, seq_id)
         self._common: list[int] = []  # tokens that each has in common with the one before; 0 if they are few
         self._sent = np.zeros(sum(table_sizes(self.num_rows, self.max_parts).values()), np.int32)
@@ -106,10 +105,7 @@ class PrefixGroups:
         return np.stack([changed, tables[changed]]) if len(changed) else None
 
     def _join(self, seq: Sequence) -> None:
-        tokens = array("I", seq.token_ids[: seq.num_prompt_tokens])
-        if byteorder == "little":
-            tokens.byteswap()
-        key = self._keys[seq.seq_id] = tokens.tobytes()
+        key = self._keys[seq.seq_id] = array("I", seq.token_ids[: seq.num_prompt_tokens]).tobytes()
         place = bisect_left(self._sorted, (key, seq.seq_id))
         self._sorted.insert(place, (key, seq.seq_id))
         self._common.insert(place, count_common(self._sorted[place - 1][0], key) if place else 0)

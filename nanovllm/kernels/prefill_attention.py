@@ -14,6 +14,10 @@ from torch import Tensor
 from nanovllm.kernels import runtime
 from nanovllm.kernels.runtime import LOG2_E, cdiv, next_power_of_2, tl, triton, use_triton
 
+SHORT_QUERIES = (
+    64  # at most so many tokens of each sequence: short prompts, and ends of those that are cached
+)
+
 
 def varlen_prefill_attention(
     q: Tensor, k: Tensor, v: Tensor,
@@ -35,7 +39,7 @@ def varlen_prefill_attention(
     out = torch.empty(tokens, heads, head_dim, dtype=q.dtype, device=q.device)
     dim_pad = max(runtime.MIN_DOT_SIZE, next_power_of_2(head_dim))
     element_size = max(q.element_size(), k.element_size())
-    query_tile, key_tile, num_warps, num_stages = _tiles(dim_pad, element_size, q.device)
+    query_tile, key_tile, num_warps, num_stages = _tiles(dim_pad, element_size, max_seqlen_q, q.device)
     if tokens:
         paged = block_tables is not None
         _prefill_kernel[(cdiv(max_seqlen_q, query_tile), heads, len(cu_seqlens_q) - 1)](
@@ -49,12 +53,16 @@ def varlen_prefill_attention(
     return out
 
 
-def _tiles(dim_pad: int, element_size: int, device: torch.device) -> tuple[int, int, int, int]:
+def _tiles(
+    dim_pad: int, element_size: int, max_seqlen_q: int, device: torch.device
+) -> tuple[int, int, int, int]:
     """Queries and keys of a tile, warps, pipeline stages: the fastest on Hopper, what fits on other chips."""
     if element_size > 2:
         return 16, 16, 4, 1
     if not runtime.has_hopper_shared_memory(device):
         return (128, 64, 8, 2) if dim_pad <= 128 else (128, 32, 8, 1)
+    if max_seqlen_q <= SHORT_QUERIES and dim_pad <= 128:
+        return SHORT_QUERIES, 64, 4, 3
     return {128: (128, 128, 8, 3), 256: (128, 64, 8, 2)}.get(dim_pad, (128, 64, 8, 3))
 
 
