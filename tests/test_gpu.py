@@ -158,7 +158,7 @@ def test_prompts_that_share_are_answered_as_by_transformers(checkpoint, options,
         results = llm.generate(prompts, params, use_tqdm=False)
         stats = llm.stats()
     assert stats["num_grouped_tokens"] and stats["num_cached_tokens"]
-    # In blocks of 16, all that is worth waiting for is in whole ones, and these prompts are admitted together.
+    # In blocks of 16, all that is worth waiting for is in whole ones, and these are admitted together.
     assert stats["num_copied_tokens"] or options == MODES["blocks of 16"]
     for prompt, result in zip(prompts, results, strict=True):
         for output in result.get("outputs", [result]):

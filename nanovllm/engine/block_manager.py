@@ -9,11 +9,10 @@ inside a block, the second one has a copy made of what they have in common.
 from collections import OrderedDict
 from typing import NamedTuple
 
-import numpy as np
 import xxhash
 
 from nanovllm.engine.prefix_index import PrefixIndex
-from nanovllm.engine.sequence import BlockCopy, Sequence
+from nanovllm.engine.sequence import TOKEN_BYTES, BlockCopy, Sequence, pack
 
 
 class Block:
@@ -82,11 +81,7 @@ class BlockManager:
         xxh64 of the previous block's hash (8 little-endian bytes, none for the first block) and the ids as
         int64.
         """
-        h = xxhash.xxh64()
-        if prefix != -1:
-            h.update(prefix.to_bytes(8, "little"))
-        h.update(np.array(token_ids, dtype="<i8").tobytes())
-        return h.intdigest()
+        return hash_packed(pack(token_ids), prefix)
 
     def can_allocate(self, seq: Sequence, match: PrefixMatch | None = None) -> bool:
         """
@@ -260,6 +255,14 @@ class BlockManager:
         each time blocks have become free.
         """
         while len(seq.block_hashes) <= i:
-            prefix = seq.block_hashes[-1] if seq.block_hashes else -1
-            seq.block_hashes.append(self.compute_hash(seq.block(len(seq.block_hashes)), prefix))
+            prefix, block = seq.block_hashes[-1] if seq.block_hashes else -1, len(seq.block_hashes)
+            start, size = block * self.block_size * TOKEN_BYTES, self.block_size * TOKEN_BYTES
+            packed = seq.packed_prompt[start : start + size]
+            if len(packed) < size:  # it has tokens of the completion
+                packed = pack(seq.block(block))
+            seq.block_hashes.append(hash_packed(packed, prefix))
         return seq.block_hashes[i]
+
+
+def hash_packed(packed: bytes, prefix: int) -> int:
+    return xxhash.xxh64_intdigest((prefix.to_bytes(8, "little") if prefix != -1 else b"") + packed)

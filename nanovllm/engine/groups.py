@@ -6,7 +6,6 @@ prompts those that begin alike are neighbours, and the lengths that neighbours h
 groups, and groups within groups. What the tables say, `SharedPrefixes` in kernels/shared_prefix.py explains.
 """
 
-from array import array
 from bisect import bisect_left
 from collections.abc import Iterable
 from operator import mul
@@ -14,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.sequence import TOKEN_BYTES, Sequence
 
 # Where reading together begins to pay, measured on an H200 with 8 kv heads of 128 and bfloat16: two sequences
 # from 128 to 256 tokens on, four from 64 on; a whole step from 8,000 to 16,000 tokens on that are not read.
@@ -23,7 +22,6 @@ MIN_GROUP_SAVED = 192  # tokens that a group must read less often: (members - 1)
 MIN_SAVED_TOKENS = 16_384  # the same for all groups of a step: else each sequence reads its own
 MIN_PIECE = 256  # tokens of a task, if its group has so many
 PIECE_STEP = 128
-TOKEN_BYTES = 4  # in the sorted list
 
 
 def max_slots(batch_size: int) -> int:
@@ -105,7 +103,7 @@ class PrefixGroups:
         return np.stack([changed, tables[changed]]) if len(changed) else None
 
     def _join(self, seq: Sequence) -> None:
-        key = self._keys[seq.seq_id] = array("I", seq.token_ids[: seq.num_prompt_tokens]).tobytes()
+        key = self._keys[seq.seq_id] = seq.packed_prompt
         place = bisect_left(self._sorted, (key, seq.seq_id))
         self._sorted.insert(place, (key, seq.seq_id))
         self._common.insert(place, count_common(self._sorted[place - 1][0], key) if place else 0)

@@ -1,13 +1,24 @@
 """One request on its way through the engine: its tokens, how far they are computed, and its blocks."""
 
 from enum import Enum, auto
+from functools import cached_property
 from itertools import count
 from typing import NamedTuple
+
+import numpy as np
 
 from nanovllm.sampling_params import MAX_TOKENS, SamplingParams, needs_of
 
 # A token's log-probability and rank (1 is the likeliest), then the likeliest tokens and theirs.
 TokenLogprobs = tuple[float, int, list[int], list[float]]
+
+
+TOKEN_BYTES = 8  # of a packed token
+
+
+def pack(token_ids: list[int]) -> bytes:
+    """The ids as little-endian int64."""
+    return np.array(token_ids, dtype="<i8").tobytes()
 
 
 class SequenceStatus(Enum):
@@ -106,6 +117,11 @@ class Sequence:
     @property
     def prompt_token_ids(self) -> list[int]:
         return self.token_ids[: self.num_prompt_tokens]
+
+    @cached_property
+    def packed_prompt(self) -> bytes:
+        """The prompt as int64, which are hashed and compared much faster than a list of Python's integers."""
+        return pack(self.prompt_token_ids)
 
     @property
     def completion_token_ids(self) -> list[int]:
