@@ -19,17 +19,16 @@ class Block:
     """
     One page. Open (`hash == -1`): being written, owned by one sequence. Closed: full, hashed, immutable,
     shared by `ref_count` sequences, and still findable when that is 0. `token_ids` are those that can be
-    found in it, `parent` is the hash of the block before it (-1 for a first one).
+    found in it.
     """
 
-    __slots__ = ("block_id", "ref_count", "hash", "token_ids", "parent")
+    __slots__ = ("block_id", "ref_count", "hash", "token_ids")
 
     def __init__(self, block_id: int):
         self.block_id = block_id
         self.ref_count = 0
         self.hash = -1
         self.token_ids: list[int] = []
-        self.parent = -1
 
     def update(self, hash: int, token_ids: list[int]) -> None:
         """Close the block, or (hash -1) say what of it can be found while it is open."""
@@ -128,9 +127,7 @@ class BlockManager:
         if self.enable_prefix_caching:
             stop = seq.num_blocks if end == seq.num_tokens else end // size
             for block_id in seq.block_table[start // size : stop]:
-                entry = self.blocks[block_id].parent, self.blocks[block_id].token_ids, block_id
-                self.computing.remove(*entry)
-                self.computed.add(*entry)
+                self.computing.move(block_id, self.computed)
 
     def end_copies(self) -> bool:
         """The copies of the admitted have been enqueued. Returns whether blocks have become free by that."""
@@ -233,20 +230,19 @@ class BlockManager:
             block = self.blocks[seq.block_table[i]]
             self._forget(block)
             token_ids = seq.token_ids[i * self.block_size : (i + 1) * self.block_size if end is None else end]
-            block.parent = self._block_hash(seq, i - 1) if i else -1
             if len(token_ids) == self.block_size:
                 block.update(self._block_hash(seq, i), token_ids)
                 self.hash_to_block_id[block.hash] = block.block_id
             else:
                 block.update(-1, token_ids)
-            index.add(block.parent, token_ids, block.block_id)
+            index.add(block.block_id, self._block_hash(seq, i - 1) if i else -1, token_ids)
 
     def _forget(self, block: Block) -> None:
         """Make the block unfindable."""
         if self.hash_to_block_id.get(block.hash) == block.block_id:
             del self.hash_to_block_id[block.hash]
         for index in (self.computed, self.computing):
-            index.remove(block.parent, block.token_ids, block.block_id)
+            index.remove(block.block_id)
         block.update(-1, [])
 
     def _block_hash(self, seq: Sequence, i: int) -> int:

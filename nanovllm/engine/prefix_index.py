@@ -2,43 +2,64 @@
 
 Knows hashes, tokens and numbers of blocks; nothing about who owns them. The idea: blocks that follow the same
 tokens are kept sorted by their own, so the one that has most in common with some tokens is a neighbour of the
-place where these would stand. Finding it takes a binary search, however many blocks there are.
+place where these would stand. Finding it takes a binary search, however many blocks there are. Tokens are
+sorted as bytes, which are compared in C: in any order of bytes equal beginnings are neighbours.
 """
 
+from array import array
 from bisect import bisect_left, insort
+
+TOKEN_BYTES = array("I").itemsize
 
 
 class PrefixIndex:
     """Of each block: the hash of the block before it (`parent`, -1 for a first block), and its tokens."""
 
     def __init__(self) -> None:
-        self._children: dict[int, list[tuple[list[int], int]]] = {}  # by parent: (tokens, block id), sorted
+        self._blocks: dict[int, tuple[int, bytes]] = {}  # by block id: parent, tokens
+        self._children: dict[int, list[tuple[bytes, int]]] = {}  # by parent: (tokens, block id), sorted
 
-    def add(self, parent: int, token_ids: list[int], block_id: int) -> None:
-        insort(self._children.setdefault(parent, []), (token_ids, block_id))
+    def add(self, block_id: int, parent: int, token_ids: list[int]) -> None:
+        self._insert(block_id, parent, _to_bytes(token_ids))
 
-    def remove(self, parent: int, token_ids: list[int], block_id: int) -> None:
+    def _insert(self, block_id: int, parent: int, tokens: bytes) -> None:
+        self._blocks[block_id] = parent, tokens
+        insort(self._children.setdefault(parent, []), (tokens, block_id))
+
+    def remove(self, block_id: int) -> None:
         """Does nothing if the block is not there."""
-        children = self._children.get(parent, [])
-        i = bisect_left(children, (token_ids, block_id))
-        if children[i : i + 1] == [(token_ids, block_id)]:
-            del children[i]
+        if block_id in self._blocks:
+            parent, tokens = self._blocks.pop(block_id)
+            children = self._children[parent]
+            del children[bisect_left(children, (tokens, block_id))]
             if not children:
                 del self._children[parent]
 
+    def move(self, block_id: int, other: "PrefixIndex") -> None:
+        """To another index."""
+        parent, tokens = self._blocks[block_id]
+        self.remove(block_id)
+        other._insert(block_id, parent, tokens)
+
     def longest(self, parent: int, token_ids: list[int]) -> tuple[int, int]:
         """The block that begins with most of these tokens, and with how many; (-1, 0) if none does."""
-        children = self._children.get(parent, [])
-        i = bisect_left(children, (token_ids,))
         best = -1, 0
-        for others, block_id in children[max(i - 1, 0) : i + 1]:
-            if (num_common := num_common_tokens(others, token_ids)) > best[1]:
-                best = block_id, num_common
+        if children := self._children.get(parent):
+            tokens = _to_bytes(token_ids)
+            i = bisect_left(children, (tokens,))
+            for others, block_id in children[max(i - 1, 0) : i + 1]:
+                one_more = slice((best[1] + 1) * TOKEN_BYTES)
+                if others[one_more] == tokens[one_more]:
+                    best = block_id, num_common_bytes(others, tokens) // TOKEN_BYTES
         return best
 
 
-def num_common_tokens(a: list[int], b: list[int]) -> int:
-    """How many tokens both begin with. Compares halves: slices are compared in C."""
+def _to_bytes(token_ids: list[int]) -> bytes:
+    return array("I", token_ids).tobytes()
+
+
+def num_common_bytes(a: bytes, b: bytes) -> int:
+    """How many bytes both begin with. Compares halves: slices are compared in C."""
     low, high = 0, min(len(a), len(b))
     while low < high:
         middle = (low + high + 1) // 2
