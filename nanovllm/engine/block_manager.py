@@ -12,7 +12,7 @@ from typing import NamedTuple
 import xxhash
 
 from nanovllm.engine.prefix_index import PrefixIndex
-from nanovllm.engine.sequence import TOKEN_BYTES, BlockCopy, Sequence, pack
+from nanovllm.engine.sequence import TOKEN_BYTES, BlockCopy, Sequence, pack, unpack
 
 
 class Block:
@@ -22,23 +22,27 @@ class Block:
     found in it.
     """
 
-    __slots__ = ("block_id", "ref_count", "hash", "token_ids")
+    __slots__ = ("block_id", "ref_count", "hash", "packed")
 
     def __init__(self, block_id: int):
         self.block_id = block_id
         self.ref_count = 0
         self.hash = -1
-        self.token_ids: list[int] = []
+        self.packed = b""  # its tokens, see sequence.pack
 
-    def update(self, hash: int, token_ids: list[int]) -> None:
+    @property
+    def token_ids(self) -> list[int]:
+        return unpack(self.packed)
+
+    def update(self, hash: int, packed: bytes) -> None:
         """Close the block, or (hash -1) say what of it can be found while it is open."""
         self.hash = hash
-        self.token_ids = token_ids
+        self.packed = packed
 
     def reset(self) -> None:
         """Hand the block out as new: open, one owner."""
         self.ref_count = 1
-        self.update(-1, [])
+        self.update(-1, b"")
 
 
 class PrefixMatch(NamedTuple):
@@ -75,12 +79,13 @@ class BlockManager:
         self.pinned: set[int] = set()
 
     @staticmethod
-    def compute_hash(token_ids: list[int], prefix: int = -1) -> int:
+    def compute_hash(token_ids: list[int] | bytes, prefix: int = -1) -> int:
         """
         xxh64 of the previous block's hash (8 little-endian bytes, none for the first block) and the ids as
-        int64.
+        int64 (bytes are packed ids).
         """
-        return hash_packed(pack(token_ids), prefix)
+        packed = token_ids if isinstance(token_ids, bytes) else pack(token_ids)
+        return xxhash.xxh64_intdigest((prefix.to_bytes(8, "little") if prefix != -1 else b"") + packed)
 
     def can_allocate(self, seq: Sequence, match: PrefixMatch | None = None) -> bool:
         """
@@ -179,25 +184,25 @@ class BlockManager:
             return found
         while True:
             start = len(found.blocks) * self.block_size
-            token_ids = seq.token_ids[start : min(start + self.block_size, len(seq) - 1)]
-            block_id, num_common = self._find_closed(seq, token_ids, len(found.blocks)), self.block_size
+            packed = seq.packed(start, min(start + self.block_size, len(seq) - 1))
+            block_id, num_common = self._find_closed(seq, packed, len(found.blocks)), self.block_size
             if block_id == -1:
-                block_id, num_common = self.computed.longest(parent, token_ids)
+                block_id, num_common = self.computed.longest(parent, packed)
             if num_common < self.block_size:
                 break
             found.blocks.append(block_id)
             parent = self.blocks[block_id].hash
-        num_computing = self.computing.longest(parent, token_ids)[1]
+        num_computing = self.computing.longest(parent, packed)[1]
         is_free = num_common and self.blocks[block_id].ref_count == 0
         if is_free and len(self.free_block_ids) <= self.num_new_blocks(seq, found.blocks):
             block_id, num_common = -1, 0  # no room for it beside the new blocks
         return PrefixMatch(found.blocks, block_id, num_common, num_computing)
 
-    def _find_closed(self, seq: Sequence, token_ids: list[int], i: int) -> int:
+    def _find_closed(self, seq: Sequence, packed: bytes, i: int) -> int:
         """The block that the hash of the sequence's i-th block leads to, if it has these tokens; else -1."""
-        if len(token_ids) == self.block_size:
+        if len(packed) == self.block_size * TOKEN_BYTES:
             block_id = self.hash_to_block_id.get(self._block_hash(seq, i), -1)
-            if block_id != -1 and self.blocks[block_id].token_ids == token_ids:
+            if block_id != -1 and self.blocks[block_id].packed == packed:
                 return block_id
         return -1
 
@@ -229,13 +234,14 @@ class BlockManager:
         if self.enable_prefix_caching:
             block = self.blocks[seq.block_table[i]]
             self._forget(block)
-            token_ids = seq.token_ids[i * self.block_size : (i + 1) * self.block_size if end is None else end]
-            if len(token_ids) == self.block_size:
-                block.update(self._block_hash(seq, i), token_ids)
+            start = i * self.block_size
+            packed = seq.packed(start, min(start + self.block_size, len(seq)) if end is None else end)
+            if len(packed) == self.block_size * TOKEN_BYTES:
+                block.update(self._block_hash(seq, i), packed)
                 self.hash_to_block_id[block.hash] = block.block_id
             else:
-                block.update(-1, token_ids)
-            index.add(block.block_id, self._block_hash(seq, i - 1) if i else -1, token_ids)
+                block.update(-1, packed)
+            index.add(block.block_id, self._block_hash(seq, i - 1) if i else -1, packed)
 
     def _forget(self, block: Block) -> None:
         """Make the block unfindable."""
@@ -243,7 +249,7 @@ class BlockManager:
             del self.hash_to_block_id[block.hash]
         for index in (self.computed, self.computing):
             index.remove(block.block_id)
-        block.update(-1, [])
+        block.update(-1, b"")
 
     def _block_hash(self, seq: Sequence, i: int) -> int:
         """
@@ -251,14 +257,7 @@ class BlockManager:
         each time blocks have become free.
         """
         while len(seq.block_hashes) <= i:
-            prefix, block = seq.block_hashes[-1] if seq.block_hashes else -1, len(seq.block_hashes)
-            start, size = block * self.block_size * TOKEN_BYTES, self.block_size * TOKEN_BYTES
-            packed = seq.packed_prompt[start : start + size]
-            if len(packed) < size:  # it has tokens of the completion
-                packed = pack(seq.block(block))
-            seq.block_hashes.append(hash_packed(packed, prefix))
+            prefix = seq.block_hashes[-1] if seq.block_hashes else -1
+            start = len(seq.block_hashes) * self.block_size
+            seq.block_hashes.append(self.compute_hash(seq.packed(start, start + self.block_size), prefix))
         return seq.block_hashes[i]
-
-
-def hash_packed(packed: bytes, prefix: int) -> int:
-    return xxhash.xxh64_intdigest((prefix.to_bytes(8, "little") if prefix != -1 else b"") + packed)

@@ -141,6 +141,8 @@ class LLMEngine:
         params = request.params
         seed = self._seeds.getrandbits(63) if params.seed is None else (params.seed + index) % 2**63
         seq = Sequence(request.token_ids, params, self.config.kvcache_block_size, seed)
+        if request.packed is not None:
+            seq.packed_prompt = request.packed
         seq.bad_words, seq.num_rule_words = request.bad_words, request.num_rule_words
         seq.scored_token_ids = [] if index else request.scored_token_ids
         return seq

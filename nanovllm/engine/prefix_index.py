@@ -6,23 +6,19 @@ place where these would stand. Finding it takes a binary search, however many bl
 sorted as bytes, which are compared in C: in any order of bytes equal beginnings are neighbours.
 """
 
-from array import array
 from bisect import bisect_left, insort
 
-TOKEN_BYTES = array("I").itemsize
+from nanovllm.engine.sequence import TOKEN_BYTES
 
 
 class PrefixIndex:
-    """Of each block: the hash of the block before it (`parent`, -1 for a first block), and its tokens."""
+    """Of each block: the hash of the block before it (`parent`, -1 for a first block), and its tokens, packed."""
 
     def __init__(self) -> None:
         self._blocks: dict[int, tuple[int, bytes]] = {}  # by block id: parent, tokens
         self._children: dict[int, list[tuple[bytes, int]]] = {}  # by parent: (tokens, block id), sorted
 
-    def add(self, block_id: int, parent: int, token_ids: list[int]) -> None:
-        self._insert(block_id, parent, _to_bytes(token_ids))
-
-    def _insert(self, block_id: int, parent: int, tokens: bytes) -> None:
+    def add(self, block_id: int, parent: int, tokens: bytes) -> None:
         self._blocks[block_id] = parent, tokens
         insort(self._children.setdefault(parent, []), (tokens, block_id))
 
@@ -39,23 +35,18 @@ class PrefixIndex:
         """To another index."""
         parent, tokens = self._blocks[block_id]
         self.remove(block_id)
-        other._insert(block_id, parent, tokens)
+        other.add(block_id, parent, tokens)
 
-    def longest(self, parent: int, token_ids: list[int]) -> tuple[int, int]:
+    def longest(self, parent: int, tokens: bytes) -> tuple[int, int]:
         """The block that begins with most of these tokens, and with how many; (-1, 0) if none does."""
         best = -1, 0
         if children := self._children.get(parent):
-            tokens = _to_bytes(token_ids)
             i = bisect_left(children, (tokens,))
             for others, block_id in children[max(i - 1, 0) : i + 1]:
                 one_more = slice((best[1] + 1) * TOKEN_BYTES)
                 if others[one_more] == tokens[one_more]:
                     best = block_id, num_common_bytes(others, tokens) // TOKEN_BYTES
         return best
-
-
-def _to_bytes(token_ids: list[int]) -> bytes:
-    return array("I", token_ids).tobytes()
 
 
 def num_common_bytes(a: bytes, b: bytes) -> int:

@@ -21,6 +21,10 @@ def pack(token_ids: list[int]) -> bytes:
     return np.array(token_ids, dtype="<i8").tobytes()
 
 
+def unpack(packed: bytes) -> list[int]:
+    return np.frombuffer(packed, dtype="<i8").tolist()
+
+
 class SequenceStatus(Enum):
     WAITING = auto()
     RUNNING = auto()
@@ -122,6 +126,12 @@ class Sequence:
     def packed_prompt(self) -> bytes:
         """The prompt as int64, which are hashed and compared much faster than a list of Python's integers."""
         return pack(self.prompt_token_ids)
+
+    def packed(self, begin: int, end: int) -> bytes:
+        """Tokens begin..end, as far as they are known."""
+        if end <= self.num_prompt_tokens:
+            return self.packed_prompt[begin * TOKEN_BYTES : end * TOKEN_BYTES]
+        return pack(self.token_ids[begin:end])
 
     @property
     def completion_token_ids(self) -> list[int]:

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.prefix_index import PrefixIndex, num_common_bytes
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.sequence import Sequence, pack
 
 BLOCK_SIZE = 256
 
@@ -240,13 +240,13 @@ some_tokens = st.lists(st.sampled_from([0, 1, 256, 2**32 - 1]), max_size=6)
 def test_the_index_finds_what_looking_at_every_block_finds(blocks, data):
     index, left = PrefixIndex(), dict(enumerate(blocks))
     for block_id in data.draw(st.permutations(range(len(blocks)))):
-        index.add(block_id, *blocks[block_id])
+        index.add(block_id, blocks[block_id][0], pack(blocks[block_id][1]))
     for block_id in data.draw(st.lists(st.integers(0, 40))):  # some of them more than once, or never there
         index.remove(block_id)
         left.pop(block_id, None)
     for parent, wanted in data.draw(st.lists(st.tuples(st.integers(-1, 1), some_tokens), min_size=1)):
         there = {i: num_common(tokens, wanted) for i, (p, tokens) in left.items() if p == parent}
-        block_id, found = index.longest(parent, wanted)
+        block_id, found = index.longest(parent, pack(wanted))
         assert found == max(there.values(), default=0)
         assert there[block_id] == found if found else block_id == -1
 
