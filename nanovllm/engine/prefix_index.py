@@ -12,7 +12,7 @@ from nanovllm.engine.sequence import TOKEN_BYTES
 
 
 class PrefixIndex:
-    """Of each block: the hash of the block before it (`parent`, -1 for a first block), and its tokens, packed."""
+    """Has the hash of the block before each block (`parent`, -1 for a first block), and its packed tokens."""
 
     def __init__(self) -> None:
         self._blocks: dict[int, tuple[int, bytes]] = {}  # by block id: parent, tokens
