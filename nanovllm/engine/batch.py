@@ -3,6 +3,7 @@
 Rank 0 makes the batch from scheduled sequences and waits for the output. Ranks never see a `Sequence`.
 """
 
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from nanovllm.engine.device_rows import HostRows, RowLayout, RowUpdates
 from nanovllm.engine.groups import PrefixGroups
 from nanovllm.engine.scoring import Scoring, take_scoring
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.sequence import Sequence, unpack
 from nanovllm.engine.transfer import to_host
 from nanovllm.layers.sampler import TopLogprobs
 from nanovllm.sampling_params import Needs
@@ -63,29 +64,39 @@ class BatchMaker:
 
     def prefill(self, sequences: list[Sequence]) -> Batch:
         """Takes pending page copies and tokens to be scored off the sequences."""
-        lens_q = [seq.num_scheduled_tokens for seq in sequences]
-        lens_k = [seq.num_computed_tokens + seq.num_scheduled_tokens for seq in sequences]
-        token_ids, slots = [], []
-        for seq, end in zip(sequences, lens_k, strict=True):
-            token_ids.append(np.array(seq[seq.num_computed_tokens : end], dtype=np.int32))
-            position = np.arange(seq.num_computed_tokens, end, dtype=np.int32)
-            if seq.block_table:
-                blocks = np.array(seq.block_table, dtype=np.int32)[position // self.block_size]
-                slots.append(blocks * self.block_size + position % self.block_size)
-            else:  # warm-up
-                slots.append(np.full_like(position, -1))
+        lens_q = np.array([seq.num_scheduled_tokens for seq in sequences], dtype=np.int32)
+        starts = np.array([seq.num_computed_tokens for seq in sequences], dtype=np.int32)
+        lens_k = starts + lens_q
+        spans = zip(sequences, starts.tolist(), lens_k.tolist(), strict=True)
+        packed = b"".join(seq.packed(start, end) for seq, start, end in spans)
         return Batch(
             len(sequences),
             _needs(sequences),
             self.rows.prefill(sequences),
             np.array([seq.row for seq in sequences], dtype=np.int32),
-            np.array(lens_q, dtype=np.int32),
-            np.array(lens_k, dtype=np.int32),
-            np.concatenate(token_ids),
-            np.concatenate(slots),
+            lens_q,
+            lens_k,
+            unpack(packed).astype(np.int32),
+            self._slots(sequences, lens_q, lens_k),
             _take_block_copies(sequences),
             take_scoring(sequences),
         )
+
+    def _slots(self, sequences: list[Sequence], lens_q: np.ndarray, lens_k: np.ndarray) -> np.ndarray:
+        positions = token_positions(lens_q, lens_k)
+        tables = [seq.block_table for seq in sequences]
+        if not tables[0]:  # warm-up
+            return np.full_like(positions, -1)
+        blocks = np.array(list(chain.from_iterable(tables)), dtype=np.int32)
+        first = np.cumsum([0, *map(len, tables[:-1])], dtype=np.int32)
+        places = np.repeat(first, lens_q) + positions // self.block_size
+        return blocks[places] * self.block_size + positions % self.block_size
+
+
+def token_positions(lens_q: np.ndarray, lens_k: np.ndarray) -> np.ndarray:
+    """int32 [tokens], the positions of the last lens_q of lens_k tokens of each sequence."""
+    ends = np.cumsum(lens_q, dtype=np.int32)
+    return np.arange(ends[-1], dtype=np.int32) + np.repeat(lens_k - ends, lens_q)
 
 
 def _needs(sequences: list[Sequence]) -> Needs:

@@ -32,7 +32,7 @@ class Block:
 
     @property
     def token_ids(self) -> list[int]:
-        return unpack(self.packed)
+        return unpack(self.packed).tolist()
 
     def update(self, hash: int, packed: bytes) -> None:
         """Close the block, or (hash -1) say what of it can be found while it is open."""
@@ -245,6 +245,8 @@ class BlockManager:
 
     def _forget(self, block: Block) -> None:
         """Make the block unfindable."""
+        if not block.packed:
+            return
         if self.hash_to_block_id.get(block.hash) == block.block_id:
             del self.hash_to_block_id[block.hash]
         for index in (self.computed, self.computing):

@@ -96,25 +96,28 @@ class HostRows:
     def prefill(self, sequences: list[Sequence]) -> RowUpdates:
         """Everything about these sequences as it is after the step, which draws a token for each."""
         self.has_prefilled = True
-        indices: list[int] = []
-        values: list[int] = []
-        settings = np.array(list(map(settings_of, sequences)), dtype=np.float32).view(np.int32).tolist()
-        num_filters = len(Filters._fields)
-        for seq, (temperature, *others) in zip(sequences, settings, strict=True):
-            row = {
-                "seeds": [seq.seed & 0xFFFFFFFF, seq.seed >> 32],
-                "lengths": [seq.num_computed_tokens + seq.num_scheduled_tokens + 1],
-                "temperatures": [temperature],
-                "filters": others[:num_filters],
-                "penalties": others[num_filters:],
-            }
-            for name, row_values in row.items():
-                start = self.layout.starts[name] + seq.row * len(row_values)
-                indices.extend(range(start, start + len(row_values)))
-                values.extend(row_values)
+        rows = np.array([[seq.row] for seq in sequences])
+        settings = np.array(list(map(settings_of, sequences)), dtype=np.float32)
+        lengths = [[seq.num_computed_tokens + seq.num_scheduled_tokens + 1] for seq in sequences]
+        tables = {
+            "seeds": np.array([[seq.seed] for seq in sequences], dtype="<i8"),
+            "lengths": np.array(lengths, dtype=np.int32),
+            "temperatures": settings[:, :1],
+            "filters": settings[:, 1 : 1 + len(Filters._fields)],
+            "penalties": settings[:, 1 + len(Filters._fields) :],
+        }
+        words = []
+        for name, table in tables.items():
+            values = np.ascontiguousarray(table).view(np.int32)  # [sequences, words of a row]
+            indices = self.layout.starts[name] + rows * values.shape[1] + np.arange(values.shape[1])
+            words.append(np.stack([indices.ravel(), values.ravel()]).astype(np.int32))
+        block_indices: list[int] = []
+        block_ids: list[int] = []
+        for seq in sequences:
             self.num_blocks[seq.row] = 0
-            self._add_blocks(seq, indices, values)
-        return RowUpdates(_words(indices, values), self.edits.prefill(sequences))
+            self._add_blocks(seq, block_indices, block_ids)
+        words.append(_words(block_indices, block_ids))
+        return RowUpdates(np.concatenate(words, axis=1), self.edits.prefill(sequences))
 
     def decode(self, sequences: list[Sequence]) -> RowUpdates | None:
         """What has changed since the last step; None if nothing has."""

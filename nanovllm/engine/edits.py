@@ -30,6 +30,7 @@ from nanovllm.sampling_params import Needs, SamplingParams, has_penalties, has_r
 
 FLAGS_AT_ONCE = 1 << 18  # copied to a device together
 FOREVER = 2**31 - 1  # a position that no sequence reaches
+RULES, TOKEN_FLAGS = int(Needs.RULES), int(Needs.TOKEN_FLAGS)  # `&` takes many times as long for an IntFlag
 # Added to the logit of a banned token. Not -inf, which tokens outside allowed_token_ids have: where all the
 # allowed ones are banned, one of them is drawn all the same.
 BAN = -1e30
@@ -50,7 +51,7 @@ def settings_of(seq: Sequence) -> list[float]:
     temperature = min(params.temperature, 1e20) if params.temperature > 1e-6 else 0.0
     filters = Filters(max(params.top_k, 0), max(params.top_p, 1e-30), params.min_p)
     repetition = min(max(params.repetition_penalty, 1e-6), 1e6)
-    has_flags = float(seq.needs & Needs.TOKEN_FLAGS > 0)
+    has_flags = float(seq.needs & TOKEN_FLAGS > 0)
     penalties = Penalties(params.presence_penalty, params.frequency_penalty, repetition, has_flags)
     return [temperature, *filters, *penalties]
 
@@ -118,8 +119,8 @@ class HostEdits:
         dropped = [row for row, seq in self.ruled.items() if seq.row != row]
         for row in dropped:
             del self.ruled[row]
-        ruled = [seq for seq in sequences if seq.needs & Needs.RULES]
-        flagged = [seq for seq in sequences if seq.needs & Needs.TOKEN_FLAGS]
+        ruled = [seq for seq in sequences if seq.needs & RULES]
+        flagged = [seq for seq in sequences if seq.needs & TOKEN_FLAGS]
         if not (dropped or ruled or flagged):
             return None
         self.ruled.update({seq.row: seq for seq in ruled})

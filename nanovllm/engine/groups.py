@@ -86,10 +86,13 @@ class PrefixGroups:
         changes in the tables, int64 [2, changes]: indices and values. None if nothing does, or if there are
         no groups (`num_grouped_tokens` is 0 then): nobody reads the tables.
         """
-        places = {seq.seq_id: place for place, seq in enumerate(sequences)}
+        long_ones = [
+            (i, seq) for i, seq in enumerate(sequences) if seq.num_prompt_tokens >= MIN_SHARED_TOKENS
+        ]
+        places = {seq.seq_id: place for place, seq in long_ones}
         for seq_id in self._keys.keys() - places.keys():
             self._leave(seq_id)
-        for seq in sequences:
+        for _, seq in long_ones:
             if seq.seq_id not in self._keys:
                 self._join(seq)
         groups, num_pieces, prefix_lens = self._plan()

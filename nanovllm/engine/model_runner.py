@@ -15,7 +15,7 @@ import torch
 from nanovllm.checkpoints import Checkpoint
 from nanovllm.config import Config
 from nanovllm.distributed.group import Group, use_group
-from nanovllm.engine.batch import Batch, StepOutput
+from nanovllm.engine.batch import Batch, StepOutput, token_positions
 from nanovllm.engine.compile_ahead import CompileAhead, launch_every_kernel
 from nanovllm.engine.cuda_graphs import RESERVED_BYTES, CudaGraphs, get_graph_sizes
 from nanovllm.engine.device_rows import DeviceRows, RowLayout, can_group
@@ -205,11 +205,9 @@ class ModelRunner:
         rows = to_device(batch.rows, self.device)
         # Whether some keys were computed by earlier steps, or are computed by neighbours in this one.
         from_cache = not np.array_equal(batch.lens_q, batch.lens_k)
-        spans = zip((batch.lens_k - batch.lens_q).tolist(), batch.lens_k.tolist(), strict=True)
-        positions = np.concatenate([np.arange(*span) for span in spans])
         inputs = ModelInputs(
             to_device(batch.token_ids, self.device, torch.int64),
-            to_device(positions, self.device),
+            to_device(token_positions(batch.lens_q, batch.lens_k), self.device, torch.int64),
             self.prepare_sample(rows, to_device(batch.lens_k, self.device, torch.int64)),
         )
         set_context(

@@ -21,8 +21,8 @@ def pack(token_ids: list[int]) -> bytes:
     return np.array(token_ids, dtype="<i8").tobytes()
 
 
-def unpack(packed: bytes) -> list[int]:
-    return np.frombuffer(packed, dtype="<i8").tolist()
+def unpack(packed: bytes) -> np.ndarray:
+    return np.frombuffer(packed, dtype="<i8")
 
 
 class SequenceStatus(Enum):
