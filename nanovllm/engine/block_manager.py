@@ -51,7 +51,7 @@ class PrefixMatch(NamedTuple):
     blocks: list[int]  # whole ones
     source: int = -1  # a block whose first `num_copied` tokens follow them, to be copied; -1: none
     num_copied: int = 0
-    num_computing: int = 0  # the most that could be copied after the step that is being scheduled
+    num_computing: int = 0  # how many could be copied after the step that is being scheduled
 
 
 class BlockManager:
@@ -192,10 +192,10 @@ class BlockManager:
                 break
             found.blocks.append(block_id)
             parent = self.blocks[block_id].hash
-        num_computing = self.computing.longest(parent, packed)[1]
         is_free = num_common and self.blocks[block_id].ref_count == 0
         if is_free and len(self.free_block_ids) <= self.num_new_blocks(seq, found.blocks):
             block_id, num_common = -1, 0  # no room for it beside the new blocks
+        num_computing = self.computing.longest(parent, packed, num_common)[1]
         return PrefixMatch(found.blocks, block_id, num_common, num_computing)
 
     def _find_closed(self, seq: Sequence, packed: bytes, i: int) -> int:

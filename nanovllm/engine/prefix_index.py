@@ -37,14 +37,17 @@ class PrefixIndex:
         self.remove(block_id)
         other.add(block_id, parent, tokens)
 
-    def longest(self, parent: int, tokens: bytes) -> tuple[int, int]:
-        """The block that begins with most of these tokens, and with how many; (-1, 0) if none does."""
-        best = -1, 0
+    def longest(self, parent: int, tokens: bytes, more_than: int = 0) -> tuple[int, int]:
+        """
+        The block that begins with most of these tokens, and with how many. (-1, more_than) if none begins
+        with more than that.
+        """
+        best = -1, more_than
         if children := self._children.get(parent):
             i = bisect_left(children, (tokens,))
             for others, block_id in children[max(i - 1, 0) : i + 1]:
-                one_more = slice((best[1] + 1) * TOKEN_BYTES)
-                if others[one_more] == tokens[one_more]:
+                end = (best[1] + 1) * TOKEN_BYTES
+                if len(others) >= end and others[:end] == tokens[:end]:
                     best = block_id, num_common_bytes(others, tokens) // TOKEN_BYTES
         return best
 

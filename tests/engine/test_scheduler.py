@@ -777,6 +777,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             return False
         num_blocks = len(self.manager.blocks)
         at_most = sum(-(-(s.max_num_tokens - 1) // self.block_size) for s in [*admitted, waiting[0]])
+        tables = [*(s.block_table for s in admitted), self.manager.find_prefix(waiting[0]).blocks]
+        held = set().union(*tables[:-1])  # each is counted once
+        at_most -= sum(map(len, tables[:-1])) + len(held & set(tables[-1])) - len(held)
         return not admitted or at_most <= num_blocks or self.most_needed(admitted, waiting[0]) <= num_blocks
 
     def most_needed(self, admitted: list[Sequence], new: Sequence) -> int:

@@ -6,6 +6,7 @@ each, the best of so many rounds, and fails if sharing costs more than 1.2 times
 """
 
 import argparse
+import gc
 import random
 import time
 from types import SimpleNamespace
@@ -45,6 +46,7 @@ def seconds(group_size: int, seed: int) -> tuple[float, int]:
     """How long the host works for these prompts, and how many tokens it has copied."""
     scheduler, batches = Scheduler(CONFIG), BatchMaker(CONFIG)
     sequences = make_sequences(group_size, seed)
+    gc.collect()  # what earlier rounds left
     start = time.process_time()
     for seq in sequences:
         scheduler.add(seq)
@@ -64,7 +66,7 @@ def compare(rounds: int) -> dict[int, tuple[float, int]]:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=10)
     found = compare(parser.parse_args().rounds)
     for size, (best, copied) in found.items():
         ratio = best / found[1][0]
