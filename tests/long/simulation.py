@@ -1,20 +1,26 @@
-"""A simulated engine: the real Scheduler and BlockManager over a fake model, through random histories.
+"""A simulated engine: the real Scheduler, BlockManager, BatchMaker and PrefixGroups over a fake device.
 
-`python tests/long/simulation.py --steps 1000000 --seed 0` runs that many steps and says what happened in
-them. The fake model's next token depends on the seed, the position and every token before it, and each slot
-of its KV cache holds a hash of all tokens up to the one written there: a wrong slot, a stale block, a wrong
-copy or a lost token ends in a wrong read.
+`python tests/long/simulation.py --steps 1000000 --seed 0` runs that many steps of random histories and says
+what happened in them. The next token depends on the seed, the position and every token before it, and each
+slot of the KV cache holds a hash of all tokens up to the one written there: a wrong slot, a stale block, a
+wrong copy or a lost token ends in a wrong read. What a group reads for its members is read through the first
+one's block table: it must be what each would have read in its own.
+
+What is shared is checked against a search of the whole cache (`WatchedBlocks`): a prompt takes over every
+token but its last that it has in common with what earlier steps computed, and whole blocks of what its own
+step computes. What is copied was computed before, and its block is not handed out before the copy. A prompt
+is held back once at most, for WAIT_TOKENS tokens at least that its step computes.
 
 Progress, which every request's end is checked against (`Simulation.bound`): requests are admitted in order
 of arrival, and the oldest running one is preempted last. It draws a token in each decode step and at the end
 of its prompt. If somebody can decode, there are at most MAX_PREFILLS_IN_A_ROW steps before the next decode
 step; if nobody can, the oldest is alone and its prompt is computed in at most C = ceil(max_model_len /
 budget) steps. So the oldest draws a token every MAX_PREFILLS_IN_A_ROW + C steps at the latest. While a
-request is under way, the oldest running one did not arrive after it, except for completions that wait for the
-first of their group to compute the prompt, which others may overtake. So it takes no more than D *
-(MAX_PREFILLS_IN_A_ROW + C) steps, where D is the sum of what the requests that it found there, those that
-overtook it and itself may draw: nobody starves, whoever comes later, and no preemption goes on for ever.
-Where no request may end early the lengths are known, and nobody is preempted at all.
+request is under way, the oldest running one did not arrive after it, except for those that overtook it in the
+one step in which it was held back. So it takes no more than D * (MAX_PREFILLS_IN_A_ROW + C) steps, where D is
+the sum of what the requests that it found there, those that overtook it and itself may draw: nobody starves,
+whoever comes later, and no preemption goes on for ever. Where no request may end early the lengths are known,
+and nobody is preempted at all.
 """
 
 import argparse
@@ -22,12 +28,22 @@ import random
 import time
 from collections import Counter
 from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
 
+import numpy as np
 import paths  # noqa: F401
 from test_block_manager import check_pool
 
+from nanovllm.engine import groups
+from nanovllm.engine import scheduler as scheduler_module
+from nanovllm.engine.batch import Batch, BatchMaker
+from nanovllm.engine.block_manager import BlockManager, PrefixMatch
+from nanovllm.engine.device_rows import RowLayout
+from nanovllm.engine.groups import PrefixGroups, max_slots, max_tasks
 from nanovllm.engine.scheduler import MAX_PREFILLS_IN_A_ROW, Scheduler
-from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.engine.sequence import BlockCopy, Sequence, SequenceStatus
+from nanovllm.kernels.shared_prefix import MAX_PARTS, SharedPrefixes
 from nanovllm.sampling_params import SamplingParams
 
 PRIME = (1 << 61) - 1
@@ -40,6 +56,18 @@ def extend(state: int, token: int) -> int:
     return (state * 1_000_003 + token + 1) % PRIME
 
 
+def states_of(token_ids: list[int]) -> list[int]:
+    """The hash after each of the tokens."""
+    states = [0]
+    for token in token_ids:
+        states.append(extend(states[-1], token))
+    return states[1:]
+
+
+def num_common(a: list[int], b: list[int]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
 def next_token(seed: int, position: int, state: int) -> int:
     return (extend(extend(state, position), seed) >> 7) % VOCAB
 
@@ -48,9 +76,7 @@ def expected_completion(
     prompt: list[int], params: SamplingParams, eos: frozenset[int], seed: int, most: int
 ) -> list[int]:
     """most: tokens of prompt and completion together."""
-    state, tokens = 0, []
-    for token in prompt:
-        state = extend(state, token)
+    state, tokens = states_of(prompt)[-1], []
     while len(tokens) != params.max_tokens and len(prompt) + len(tokens) < most:
         tokens.append(next_token(seed, len(prompt) + len(tokens), state))
         state = extend(state, tokens[-1])
@@ -61,42 +87,216 @@ def expected_completion(
 
 
 class FakeModel:
-    """Computes what is scheduled; like a device it knows the tokens it drew before the host does."""
+    """
+    A device: computes batches, of which it knows no more than they and the tables say. It knows the tokens
+    that it drew before the host does.
+    """
 
-    def __init__(self, block_size: int):
-        self.block_size = block_size
+    def __init__(self, config: Any, groups: PrefixGroups | None):
+        self.block_size, self.batches = config.kvcache_block_size, BatchMaker(config, groups)
+        layout = RowLayout(config)
+        self.words = np.zeros(layout.num_words, np.int32)
+        self.tables = dict(
+            zip(layout.sizes, np.split(self.words, [*layout.starts.values()][1:]), strict=True)
+        )
+        self.block_tables = self.tables["block_tables"].reshape(layout.num_rows, -1)
         self.slots: dict[int, int] = {}
         self.states: dict[int, list[int]] = {}  # by seq_id: the hash after each of its tokens
 
-    def run(self, sequences: list[Sequence], is_prefill: bool) -> list[int]:
-        size, slots, spans, written = self.block_size, self.slots, [], 0
-        for seq in sequences:
-            assert not seq.block_copies or seq.num_scheduled_tokens == 1, "copied, and yet computed"
-            for source, target in seq.block_copies:
-                slots.update({target * size + i: slots.get(source * size + i, -1) for i in range(size)})
-            seq.block_copies = []
-        for seq in sequences:
-            states = self.states.setdefault(seq.seq_id, [])
-            for token in seq.token_ids[len(states) :]:
-                states.append(extend(states[-1] if states else 0, token))
-            assert len(states) == len(seq), "tokens that nobody drew"
-            start = seq.num_computed_tokens
-            end = start + seq.num_scheduled_tokens
-            assert start < end <= len(seq) and (is_prefill or end - start == 1)
-            table = [block * size for block in seq.block_table]
-            assert len(table) * size >= end
-            spans.append((seq, states, table, end))
-            new = {table[i // size] + i % size: states[i] for i in range(start, end)}
-            slots.update(new)
-            written += len(new)
-        tokens = []
-        for seq, states, table, end in spans:
-            read = [slots[table[i // size] + i % size] for i in range(end)]
-            assert read == states[:end], f"{seq} reads what it did not write"
-            tokens.append(next_token(seq.seed, end, states[end - 1]))
-            if end == len(states):
-                states.append(extend(states[-1], tokens[-1]))
-        return tokens
+    def reset(self) -> None:
+        """What a failed step did is unknown."""
+        self.batches.reset()
+        self.words[:] = 0
+        self.slots.clear()
+
+    def run(self, sequences: list[Sequence], is_prefill: bool) -> tuple[list[int], int]:
+        """Returns the next tokens, and how many were read in groups."""
+        states = list(map(self.states_of, sequences))
+        copied = [(seq, seq.block_copy) for seq in sequences if seq.block_copy]
+        batch = self.batches.prefill(sequences) if is_prefill else self.batches.decode(sequences)
+        if batch.row_updates is not None:
+            indices, values = batch.row_updates.words
+            self.words[indices] = values
+        rows = batch.rows if is_prefill else self.tables["batch"][: len(sequences)]
+        tables, ends = self.block_tables[rows], batch.lens_k if is_prefill else self.tables["lengths"][rows]
+        starts = ends - (batch.lens_q if is_prefill else 1)
+        self.tables["lengths"][rows] = ends + 1
+        assert starts.tolist() == [seq.num_computed_tokens for seq in sequences]
+        assert (ends - starts).tolist() == [seq.num_scheduled_tokens for seq in sequences]
+        self.copy(batch, copied)
+        slots = list(map(self.slots_of, tables, starts, ends))
+        assert not is_prefill or batch.slot_mapping.tolist() == sum(slots, [])
+        for written, known, start, end in zip(slots, states, starts, ends, strict=True):
+            self.slots.update(zip(written, known[start:end], strict=True))
+        tokens, in_groups = [], self.read_in_groups(batch, tables, ends)
+        for seq, known, table, end, read in zip(sequences, states, tables, ends, in_groups, strict=True):
+            read += [self.slots[slot] for slot in self.slots_of(table, len(read), end)]
+            assert read == known[:end], f"{seq} reads what it did not write"
+            tokens.append(next_token(seq.seed, int(end), known[end - 1]))
+            if end == len(known):
+                known.append(extend(known[-1], tokens[-1]))
+        return tokens, batch.num_grouped_tokens
+
+    def states_of(self, seq: Sequence) -> list[int]:
+        states = self.states.setdefault(seq.seq_id, [])
+        for token in seq.token_ids[len(states) :]:
+            states.append(extend(states[-1] if states else 0, token))
+        assert len(states) == len(seq), "tokens that nobody drew"
+        return states
+
+    def slots_of(self, table: np.ndarray, start: int, end: int) -> list[int]:
+        """Where the tokens start..end lie."""
+        places = np.arange(start, end)
+        return (table[places // self.block_size] * self.block_size + places % self.block_size).tolist()
+
+    def copy(self, batch: Batch, sequences: list[tuple[Sequence, BlockCopy]]) -> None:
+        """All at once, in any order, before anything else that the step does."""
+        copies = [] if batch.block_copies is None else batch.block_copies.T.tolist()
+        assert copies == [list(copy) for _, copy in sequences]
+        copied: dict[int, int] = {}
+        for seq, (source, target, num_tokens) in sequences:
+            start, end = seq.num_computed_tokens - num_tokens, seq.num_computed_tokens
+            assert start < end and start % self.block_size == 0, "not the beginning of a block"
+            assert seq.block_copy is None and seq.block_table[start // self.block_size] == target
+            read = [self.slots.get(source * self.block_size + i) for i in range(num_tokens)]
+            assert read == self.states[seq.seq_id][start:end], "copied what no earlier step computed"
+            written = {target * self.block_size + i: state for i, state in enumerate(read)}
+            assert not written.keys() & copied.keys(), "copied twice to the same place"
+            copied.update(written)
+        self.slots.update(copied)
+
+    def read_in_groups(self, batch: Batch, tables: np.ndarray, ends: np.ndarray) -> list[list[int]]:
+        """What tasks read for each sequence of the batch, see SharedPrefixes."""
+        size = batch.num_sequences
+        if not batch.is_grouped:
+            return [[] for _ in range(size)]
+        shared = SharedPrefixes(*(self.tables[name] for name in SharedPrefixes._fields))
+        assert not shared.prefix_lens[size:].any() and not shared.num_parts[size:].any(), "padding reads"
+        members, found = shared.members[: max_slots(size)], {}
+        tasks = shared.tasks.reshape(-1, 4)[: max_tasks(size)]
+        assert shared.num_tasks[0] <= len(tasks)
+        for first, count, begin, end in tasks[: shared.num_tasks[0]].tolist():
+            part = [self.slots[slot] for slot in self.slots_of(tables[members[first]], begin, end)]
+            for slot in range(first, first + count):
+                assert slot not in found, "two tasks for the same part"
+                found[slot] = int(members[slot]), begin, part
+        read: list[list[int]] = []
+        for place, parts in enumerate(shared.parts.reshape(-1, MAX_PARTS)[:size]):
+            mine: list[int] = []
+            slots = parts[: shared.num_parts[place]].tolist()
+            for member, begin, part in sorted(found[slot] for slot in slots):
+                assert member == place and begin == len(mine), "not its own part, a gap or an overlap"
+                mine += part
+            assert len(mine) == shared.prefix_lens[place] < ends[place], "beyond its own tokens"
+            read.append(mine)
+        assert sum(map(len, read)) == batch.num_grouped_tokens
+        return read
+
+
+class WatchedBlocks(BlockManager):
+    """
+    The real one. Beside it, by brute force: what each block holds (`model.slots`, emptied when a block is
+    handed out) and how much of that must be found.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, is_caching: bool, simulation: "Simulation"):
+        self.simulation, self.slots = simulation, simulation.model.slots
+        super().__init__(num_blocks, block_size, is_caching)
+
+    def reset(self) -> None:
+        super().reset()
+        self.given_back = [0] * self.num_blocks  # by block: tokens that could be found when it was given back
+        self.num_prefilled: dict[int, int] = {}  # by seq_id: its tokens when it was admitted
+        self.gains: dict[int, int] = {}  # by seq_id: tokens that it could copy after this step, but not now
+        self.sources: set[int] = set()  # of this step's copies
+
+    def may_share(self, seq: Sequence) -> bool:
+        return self.enable_prefix_caching and seq.is_scored
+
+    def find_prefix(self, seq: Sequence) -> PrefixMatch:
+        match = super().find_prefix(seq)
+        computing = max(self.simulation.computing(seq), default=0) if self.may_share(seq) else 0
+        self.gains[seq.seq_id] = computing - len(match.blocks) * self.block_size - match.num_copied
+        return match
+
+    def allocate(self, seq: Sequence, match: PrefixMatch | None = None) -> None:
+        counts, size = self.simulation.counts, self.block_size
+        most = self.most_in_common(seq) if self.may_share(seq) else 0
+        super().allocate(seq, match)
+        self.num_prefilled[seq.seq_id] = len(seq)
+        num_copied = seq.block_copy.num_tokens if seq.block_copy else 0
+        assert seq.num_cached_tokens == seq.num_computed_tokens < len(seq)
+        num_blocks, rest = divmod(seq.num_cached_tokens - num_copied, size)
+        assert rest == 0 and num_blocks == most // size, "not all whole blocks are shared"
+        if num_copied:
+            self.sources.add(seq.block_copy.source)
+            counts["copies"] += 1
+        if num_copied < most % size:
+            assert not num_copied and not self.free_block_ids, "not all common tokens are copied"
+            counts["copies for which no block was free"] += 1
+        assert num_copied <= most % size, "copies more than is in common"
+        is_long = self.gains[seq.seq_id] >= self.simulation.wait_tokens
+        assert seq.has_waited or not is_long, "computes what others of its step compute"
+        for block_id in seq.block_table[num_blocks:]:
+            self.hand_out(block_id)
+
+    def may_append(self, seq: Sequence) -> None:
+        num_blocks = len(seq.block_table)
+        super().may_append(seq)
+        for block_id in seq.block_table[num_blocks:]:
+            self.hand_out(block_id)
+
+    def hand_out(self, block_id: int) -> None:
+        assert block_id not in self.sources, "handed out, but still to be copied from"
+        self.given_back[block_id] = 0
+        for i in range(self.block_size):
+            self.slots.pop(block_id * self.block_size + i, None)
+
+    def deallocate(self, seq: Sequence) -> None:
+        table, num_tokens = list(seq.block_table), min(seq.num_computed_tokens, len(seq.token_ids))
+        super().deallocate(seq)
+        for i, block_id in enumerate(table):
+            here = min(num_tokens - i * self.block_size, self.block_size)
+            self.given_back[block_id] = max(self.given_back[block_id], here)
+
+    def most_in_common(self, seq: Sequence) -> int:
+        """How many of the sequence's tokens, from the first one but without the last, are to be found."""
+        size, states, num_tokens = self.block_size, states_of(seq.token_ids)[:-1], 0
+        blocks, computing = self.contents(), self.contents_of_this_step()
+        while True:
+            states_here = states[num_tokens : num_tokens + size]
+            most = max(num_common(states_here, block) for block in blocks)
+            if most < size and states_here not in computing:
+                return num_tokens + most
+            num_tokens += size
+
+    def contents(self) -> list[list[int]]:
+        """
+        The hashes of tokens that are to be found in each block: all that are known and computed where the
+        block is full or was given back, else those that it had when admitted, once all are computed.
+        """
+        size, num_tokens = self.block_size, list(self.given_back)
+        for seq in self.simulation.scheduler.running:
+            computed = min(seq.num_computed_tokens, len(seq.token_ids))
+            num_prefilled = self.num_prefilled[seq.seq_id]
+            num_open = num_prefilled if computed >= num_prefilled else 0
+            for i, block_id in enumerate(seq.block_table):
+                here = size if (i + 1) * size <= computed else num_open - i * size
+                num_tokens[block_id] = max(num_tokens[block_id], here)
+        return [
+            [self.slots[i] for i in range(block * size, block * size + count) if i in self.slots]
+            for block, count in enumerate(num_tokens)
+        ]
+
+    def contents_of_this_step(self) -> list[list[int]]:
+        """The same of whole blocks that this step computes."""
+        size, found = self.block_size, []
+        for seq in self.simulation.scheduler.running:
+            if seq.num_scheduled_tokens:
+                end = (seq.num_computed_tokens + seq.num_scheduled_tokens) // size * size
+                states = states_of(seq.token_ids[:end])
+                found += [states[i : i + size] for i in range(0, end, size)]
+        return found
 
 
 class Simulation:
@@ -104,42 +304,56 @@ class Simulation:
 
     def __init__(self, pick: random.Random, counts: Counter | None = None):
         self.pick, self.counts = pick, Counter() if counts is None else counts
-        self.block_size, num_blocks = pick.randint(2, 4), pick.randint(2, 14)
+        self.block_size, num_blocks = pick.choice([2, 3, 4, 4, 8, 16]), pick.randint(2, 14)
         self.max_model_len = pick.choice([12, 30, 60])
         # The last token of a sequence needs no place in the cache.
         self.max_num_tokens = min(num_blocks * self.block_size + 1, self.max_model_len)
         self.exact = pick.random() < 0.2  # no request may end before its max_tokens
         self.is_forecast_wrong = pick.random() < 0.6  # others are expected to end at once
         self.overlap = pick.random() < 0.5
-        self.max_num_seqs, self.budget = pick.randint(1, 6), pick.choice([1, 2, 3, pick.randint(3, 30)])
-        self.scheduler = Scheduler(
-            SimpleNamespace(
-                max_num_seqs=self.max_num_seqs,
-                max_num_batched_tokens=self.budget,
-                max_model_len=self.max_model_len,
-                eos=pick.choice([(), (0,), 0, (0, 1)]),
-                num_kvcache_blocks=num_blocks,
-                kvcache_block_size=self.block_size,
-                enable_prefix_caching=pick.random() < 0.8,
-                hf_config=SimpleNamespace(context_limit=100),
-            )
+        self.wait_tokens = pick.choice([1, 2, 3, 5, 64])
+        self.max_num_seqs, self.budget = pick.randint(1, 8), pick.choice([1, 2, 3, pick.randint(3, 30)])
+        config = SimpleNamespace(
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.budget,
+            max_model_len=self.max_model_len,
+            eos=pick.choice([(), (0,), 0, (0, 1)]),
+            num_kvcache_blocks=num_blocks,
+            kvcache_block_size=self.block_size,
+            enable_prefix_caching=pick.random() < 0.8,
+            hf_config=SimpleNamespace(context_limit=100, vocab_size=VOCAB),
         )
-        self.model = FakeModel(self.block_size)
+        step = pick.choice([1, 2, 3])
+        self.limits = {
+            "MIN_SHARED_TOKENS": pick.randint(1, 4),
+            "MIN_SAVED_TOKENS": pick.choice([1, 9, 30]),
+            "MIN_GROUP_SAVED": 1,
+        }
+        self.limits |= {"PIECE_STEP": step, "MIN_PIECE": 2 * step}
+        sizes = RowLayout(config).num_rows, MAX_PARTS, pick.choice([1, 2, 3, 64]), pick.choice([1, 4, 20])
+        self.model = FakeModel(config, PrefixGroups(*sizes) if config.enable_prefix_caching else None)
+        self.scheduler = Scheduler(config)
+        self.scheduler.block_manager = WatchedBlocks(
+            num_blocks, self.block_size, config.enable_prefix_caching, self
+        )
         self.step_number = 0
         self.requests: dict[int, Sequence] = {}  # unfinished, by seq_id, in order of arrival
         self.expected: dict[int, list[int]] = {}
         self.work: dict[int, int] = {}  # by seq_id: D (see above)
         self.arrived: dict[int, int] = {}  # by seq_id: in which step
+        self.held_back: set[int] = set()  # seq_ids
         self.num_waited = 0  # prefill steps since somebody who can decode last did
         self.prompts: list[list[int]] = [[]]  # of some earlier requests, with completions
         self.under_way: tuple | None = None
 
     def run(self, num_steps: int) -> None:
-        for _ in range(num_steps):
-            self.users_act()
-            self.step()
-        while self.requests or self.under_way:
-            self.step()
+        wait = patch.object(scheduler_module, "WAIT_TOKENS", self.wait_tokens)
+        with wait, patch.multiple(groups, **self.limits):
+            for _ in range(num_steps):
+                self.users_act()
+                self.step()
+            while self.requests or self.under_way:
+                self.step()
         self.check()
         assert not self.scheduler.block_manager.used_block_ids and self.scheduler.is_finished()
 
@@ -147,12 +361,16 @@ class Simulation:
 
     def users_act(self) -> None:
         chance = self.pick.random()
-        if chance < 0.25 and len(self.requests) < 20:
-            self.arrive()
+        if chance < 0.2 and len(self.requests) < 20:
+            beginning = self.pick.choice(self.prompts)
+            for _ in range(self.pick.choice([1, 1, 1, 3])):
+                self.arrive(beginning)
+                beginning = self.prompts[-1]
         elif chance < 0.29 and self.requests:
             self.abort(self.pick.choice(list(self.requests.values())))
         elif chance < 0.292:
             self.scheduler.clear()
+            self.model.reset()
             self.requests.clear()
             self.under_way = None
             self.counts["clears"] += 1
@@ -161,9 +379,9 @@ class Simulation:
         elif chance < 0.302:
             self.fail()
 
-    def arrive(self) -> None:
+    def arrive(self, beginning: list[int]) -> None:
         pick = self.pick
-        prompt = list(pick.choice(self.prompts))[: pick.randint(0, self.max_num_tokens)]
+        prompt = beginning[: pick.randint(0, self.max_num_tokens)]
         prompt += [pick.randrange(VOCAB) for _ in range(pick.randint(1, 8))]
         prompt = prompt[: self.max_num_tokens - 1]
         room = self.max_num_tokens - len(prompt)
@@ -179,9 +397,9 @@ class Simulation:
         group = [Sequence(prompt, params, self.block_size, seed) for seed in seeds]
         if pick.random() < 0.1:
             group[0].scored_token_ids = prompt[1:]
+        self.prompts = [*self.prompts[-7:], prompt]
         for seq in group:
             self.scheduler.add(seq)
-            seq.leader = group[0] if seq is not group[0] else None
             self.requests[seq.seq_id] = seq
             self.work[seq.seq_id] = sum(map(self.most_drawn, self.requests.values()))
             self.arrived[seq.seq_id] = self.step_number
@@ -200,9 +418,12 @@ class Simulation:
 
     def fail(self) -> None:
         """A step that was to be computed next fails: all begin anew with the tokens that are known."""
+        waiting = list(self.scheduler.waiting)
         self.scheduler.schedule()
+        self.note_overtaking(waiting)
         self.under_way = None
         self.scheduler.restart(self.requests.values())
+        self.model.reset()
         for seq in self.requests.values():
             del self.model.states.get(seq.seq_id, [])[len(seq) :]
             self.work[seq.seq_id] = sum(map(self.most_drawn, self.requests.values()))
@@ -240,10 +461,11 @@ class Simulation:
             assert self.num_waited <= MAX_PREFILLS_IN_A_ROW, "kept from decoding"
             self.note_overtaking(waiting)
             if is_prefill:
+                assert self.scheduler.chunked in (None, *sequences[:1]), "a chunk beside others"
                 assert sum(seq.num_scheduled_tokens for seq in sequences) <= self.budget
-            tokens = self.model.run(sequences, is_prefill)
-            for seq in sequences:
-                seq.num_scored = len(seq.scored_token_ids)
+            tokens, num_grouped = self.model.run(sequences, is_prefill)
+            self.counts["tokens read in groups"] += num_grouped
+            self.scheduler.block_manager.sources.clear()
             step = sequences, tokens, self.scheduler.advance(sequences)
         else:
             assert self.under_way or not self.requests, "a step without work"
@@ -297,12 +519,24 @@ class Simulation:
 
     def note_overtaking(self, waiting: list[Sequence]) -> None:
         """A sequence that is admitted before an older one may draw tokens while that one waits."""
-        for i, seq in enumerate(waiting):
-            if seq.row >= 0:
-                for other in waiting[:i]:
-                    if other.row < 0:
-                        assert other.leader is not None, "overtaken by a younger one"
-                        self.work[other.seq_id] += self.most_drawn(seq)
+        gains = self.scheduler.block_manager.gains
+        now = {seq.seq_id for seq in waiting if seq.has_waited} - self.held_back
+        assert all(gains[seq_id] >= self.wait_tokens for seq_id in now), "held back for too little"
+        self.held_back |= now
+        self.counts["held back"] += len(now)
+        last = max((i for i, seq in enumerate(waiting) if seq.row >= 0), default=0)
+        for i, seq in enumerate(waiting[:last]):
+            if seq.row < 0:
+                assert seq.seq_id in now, "overtaken, but not held back in this step"
+                self.counts["overtaken"] += 1
+                self.work[seq.seq_id] += sum(self.most_drawn(s) for s in waiting[i:] if s.row >= 0)
+
+    def computing(self, seq: Sequence) -> list[int]:
+        """Tokens but the last that it has in common with each that the step computes, up to a block of it."""
+        step = [other for other in self.scheduler.running if other.num_scheduled_tokens]
+        common = [num_common(seq.token_ids[:-1], other.token_ids) for other in step]
+        first = [other.num_computed_tokens // self.block_size * self.block_size for other in step]
+        return [num for num, start in zip(common, first, strict=True) if num >= start]
 
     # --- what must hold at every moment ---
 
@@ -319,7 +553,7 @@ class Simulation:
         leaving = [seq for seq in requests if seq.row == -1 and seq.status is SequenceStatus.RUNNING]
         assert all(len(seq) == seq.max_num_tokens for seq in leaving), "without a row, but not at its end"
         assert sorted(seq.seq_id for seq in [*running, *waiting, *leaving]) == sorted(self.requests)
-        first_come = [seq.seq_id for seq in [*running, *waiting] if seq.leader is None]
+        first_come = [seq.seq_id for seq in [*running, *waiting] if seq.seq_id not in self.held_back]
         assert first_come == sorted(first_come), "overtaken by a younger one"
         new = [seq.seq_id for seq in waiting if seq.num_prompt_tokens_cached is None]
         assert new == sorted(new), "the queue is out of order"
@@ -327,7 +561,9 @@ class Simulation:
             closed = (len(seq.token_ids) - 1) // self.block_size
             blocks = [scheduler.block_manager.blocks[i] for i in seq.block_table]
             for i, block in enumerate(blocks):
-                assert block.hash == -1 or block.token_ids == seq.block(i), "a block of other tokens"
+                tokens = seq.block(i)[: len(block.token_ids)]
+                assert block.token_ids == tokens, "a block of other tokens"
+                assert block.hash == -1 or len(tokens) == self.block_size, "closed, but not full"
                 assert block.ref_count == 1 or block.hash != -1, "an open block is shared"
             if scheduler.block_manager.enable_prefix_caching:
                 assert all(block.hash != -1 for block in blocks[:closed]), "a full block stays open"
