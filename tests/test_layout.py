@@ -36,7 +36,7 @@ MUST_NOT_IMPORT = {
     "async_llm": "batch",
 }
 
-HOST_ONLY = ["engine/sequence.py", "engine/scheduler.py", "engine/block_manager.py"]
+HOST_ONLY = "engine/sequence.py engine/scheduler.py engine/block_manager.py engine/prefix_index.py".split()
 
 # One decode step, models, layers and kernels aside, in the order in which it is read.
 DECODE_STEP = """
@@ -383,7 +383,7 @@ def find_long_files(modules: dict[str, Module], limit: int) -> list[str]:
 
 def test_the_package_stays_small():
     sizes = {module.path: count_code_lines(module) for module in package().values()}
-    assert sum(sizes.values()) <= 6550, sorted(sizes.items(), key=lambda item: -item[1])
+    assert sum(sizes.values()) <= 7150, sorted(sizes.items(), key=lambda item: -item[1])
 
 
 def test_no_file_is_longer_than_350_lines():
@@ -400,7 +400,7 @@ def test_one_decode_step_is_read_in_eight_files():
     missing = [path for path in DECODE_STEP if path not in lengths]
     assert len(DECODE_STEP) <= 8 and not missing, f"there is no {missing}"
     read = {path: lengths[path] for path in DECODE_STEP}
-    assert sum(read.values()) <= 1540, f"{sum(read.values())} lines: {read}"
+    assert sum(read.values()) <= 1740, f"{sum(read.values())} lines: {read}"
 
 
 # The checks themselves, on tiny trees

@@ -259,7 +259,8 @@ class BlockManager:
         each time blocks have become free.
         """
         while len(seq.block_hashes) <= i:
-            prefix = seq.block_hashes[-1] if seq.block_hashes else -1
-            start = len(seq.block_hashes) * self.block_size
-            seq.block_hashes.append(self.compute_hash(seq.packed(start, start + self.block_size), prefix))
+            prefix, next_one = seq.block_hashes[-1] if seq.block_hashes else -1, len(seq.block_hashes)
+            start, end = next_one * self.block_size, (next_one + 1) * self.block_size
+            token_ids = seq.packed(start, end) if end <= seq.num_prompt_tokens else seq.block(next_one)
+            seq.block_hashes.append(self.compute_hash(token_ids, prefix))
         return seq.block_hashes[i]
