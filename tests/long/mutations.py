@@ -111,7 +111,6 @@ MUTATIONS = [
         ("if len(seq.block_table) * self.block_size < len(seq):", "if len(seq.block_table) < len(seq):"),
         ("and seq.num_computed_tokens >= known:", "and True:"),
         ("popitem(last=False)", "popitem(last=True)"),
-        ("        block.reset()\n", "        block.ref_count = 1\n"),
         ("min(start + self.block_size, len(seq) - 1)", "start + self.block_size"),
         ("if block_id != -1 and self.blocks[block_id].packed == packed:", "if block_id != -1:"),
         ('if prefix != -1 else b""', 'if False else b""'),

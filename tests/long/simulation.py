@@ -211,7 +211,7 @@ class WatchedBlocks(BlockManager):
         self.sources: set[int] = set()  # of this step's copies
 
     def may_share(self, seq: Sequence) -> bool:
-        return self.enable_prefix_caching and seq.is_scored
+        return self.enable_prefix_caching and seq.num_scored == len(seq.scored_token_ids)
 
     def find_prefix(self, seq: Sequence) -> PrefixMatch:
         match = super().find_prefix(seq)
