@@ -53,7 +53,8 @@ def shared_prefix_attention(
     partial = torch.empty(places, heads, head_dim, dtype=torch.float32, device=q.device)
     log_sums = torch.empty(places, heads, dtype=torch.float32, device=q.device)
     dim_pad = max(runtime.MIN_DOT_SIZE, next_power_of_2(head_dim))
-    key_tile, num_warps, num_stages, programs = _tile(dim_pad, max(q.element_size(), k_cache.element_size()))
+    element_size = max(q.element_size(), k_cache.element_size())
+    key_tile, num_warps, num_stages, programs = _tile(dim_pad, element_size, q.device)
     _shared_prefix_kernel[(programs * runtime.num_multiprocessors(q.device),)](
         q, k_cache, v_cache, block_tables, partial, log_sums,
         shared.members, shared.tasks, shared.num_tasks,
@@ -65,10 +66,12 @@ def shared_prefix_attention(
     return partial, log_sums
 
 
-def _tile(dim_pad: int, element_size: int) -> tuple[int, int, int, int]:
-    """Keys of a tile, warps, pipeline stages, programs of a multiprocessor."""
+def _tile(dim_pad: int, element_size: int, device: torch.device) -> tuple[int, int, int, int]:
+    """Keys of a tile, warps, pipeline stages, programs of a multiprocessor: measured on Hopper."""
     if element_size > 2:
         return 16, 4, 1, 2
+    if not runtime.has_hopper_shared_memory(device):
+        return (64, 4, 2, 1) if dim_pad <= 128 else (32, 4, 1, 1)
     return {64: (64, 4, 3, 3), 128: (64, 4, 3, 2)}.get(dim_pad, (32, 4, 2, 1))
 
 
