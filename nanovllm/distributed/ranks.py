@@ -120,6 +120,11 @@ class Ranks:
                 raise EngineDeadError(SHUT_DOWN)
             self._step = step
             self._tasks.put((step, self._call, runner, name, args))
+        while not step.done():
+            with contextlib.suppress(TimeoutError):
+                return step.result(timeout=1)
+            if self._failed.is_set():  # gloo does not always notice that another rank has gone
+                raise EngineDeadError(self.failure)
         return step.result()
 
     def _call(self, runner: Any, name: str, args: tuple) -> Any:
@@ -182,7 +187,7 @@ class Ranks:
     def finish_step(self) -> None:
         """Wait for rank 0's part of a step when Ctrl-C or another exception has ended the wait in `call`."""
         if self._step is not None:
-            wait([self._step], timeout=5)
+            wait([self._step], timeout=1 if self._failed.is_set() else 5)
 
     def close(self, at_once: bool = False) -> None:
         """End the other ranks. May be called twice."""

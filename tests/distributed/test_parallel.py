@@ -373,6 +373,24 @@ def test_a_failing_rank_ends_generate_with_its_number_and_the_cause(model, attem
     assert_ended(llm, cause)
 
 
+def test_generate_ends_with_a_rank_whose_end_the_communication_does_not_notice(model, monkeypatch):
+    """Now and then gloo waits for ever for a rank that was killed."""
+    llm = start(model.folder)
+    group, calls, released = llm.ranks.group, iter(range(7)), threading.Event()
+
+    def waiting_best_token(*args):
+        if next(calls, None) is None:
+            released.wait()
+        return Group.best_token(group, *args)
+
+    monkeypatch.setattr(group, "best_token", waiting_best_token)
+    kill = os.kill, llm.ranks._processes[0].pid, signal.SIGKILL
+    with later(0.5, *kill), pytest.raises(RuntimeError, match="rank 1 was killed by SIGKILL"):
+        generate_forever(llm)
+    assert_ended(llm, "rank 1 was killed by SIGKILL")
+    released.set()
+
+
 def test_an_exception_on_rank_0_in_the_middle_of_a_step_ends_the_others(model, monkeypatch):
     """They wait for its part of the step, for which there is no way back."""
     llm = start(model.folder)
