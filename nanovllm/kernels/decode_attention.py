@@ -8,8 +8,6 @@ graph serves every length. Longer sequences should come first: programs start in
 when the last ones are short, all multiprocessors finish at about the same time.
 """
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -52,7 +50,8 @@ def paged_decode_attention(
     element_size = k_cache.element_size()
     if q.dtype != k_cache.dtype:  # each tile is held twice: as it was read, and converted
         element_size = 2 * max(q.element_size(), element_size)
-    tile, num_warps, num_stages = _tile(dim_pad, element_size, splits > 1 or shared is not None)
+    is_short = splits > 1 or shared is not None  # what a program reads: a split, or a few tokens of one's own
+    tile, num_warps, num_stages = _tile(dim_pad, element_size, is_short)
     prefix_lens = num_parts = parts = prefix_out = prefix_log_sums = None
     if shared is not None:
         prefix_lens, num_parts, parts = shared[:3]
@@ -77,12 +76,12 @@ def paged_decode_attention(
     return out
 
 
-def _tile(dim_pad: int, element_size: int, split: bool) -> tuple[int, int, int]:
+def _tile(dim_pad: int, element_size: int, is_short: bool) -> tuple[int, int, int]:
     """Tokens of a tile, warps, pipeline stages.
 
-    Keys and values of a tile take at most 64 KB, or 32 KB where contexts are split and latency counts more.
+    Keys and values of a tile take at most 64 KB, or 32 KB where `is_short` says that latency counts more.
     """
-    most_tokens, num_warps, num_stages = (64, 2, 3) if split else (128, 4, 2)
+    most_tokens, num_warps, num_stages = (64, 2, 3) if is_short else (128, 4, 2)
     tokens = min(most_tokens, most_tokens * MEASURED_ROW_BYTES // (dim_pad * element_size))
     return max(runtime.MIN_DOT_SIZE, tokens), num_warps, num_stages
 
@@ -98,10 +97,16 @@ def paged_decode_attention_torch(
     # Groups of similar length need little padding, and the keys of one group fit in a CPU's cache.
     for rows, group_lengths in zip(order.split(TWIN_GROUP), lengths.split(TWIN_GROUP), strict=True):
         if longest := int(group_lengths[-1]):
-            caches, tables, first = (k_cache, v_cache), block_tables[rows], begins[rows]
-            out[rows], scores = _attend_torch(q[rows], *caches, tables, first, group_lengths, longest, scale)
+            spans = begins[rows], group_lengths, longest
+            keys, values, seen = _gather_torch(k_cache, v_cache, block_tables[rows], *spans)
+            # The query heads of one kv head are the query rows, so K and V are never expanded.
+            queries = q[rows].unflatten(1, (k_cache.shape[2], -1))
+            keys, values, mask = keys.to(q.dtype), values.to(q.dtype), seen[:, None, None]
+            attended = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale)
+            out[rows] = attended.flatten(1, 2).masked_fill(group_lengths[:, None, None] == 0, 0.0)
             if shared is not None:
-                log_sums[rows] = scores().logsumexp(-1)
+                scores = queries.float() @ keys.transpose(2, 3).float() * scale
+                log_sums[rows] = scores.masked_fill(~mask, float("-inf")).logsumexp(-1).flatten(1, 2)
     if shared is None:
         return out
     partial, prefix_log_sums = shared_prefix_attention_torch(q, k_cache, v_cache, block_tables, scale, shared)
@@ -114,34 +119,25 @@ def paged_decode_attention_torch(
     return (results * weights[..., None]).sum(1).to(q.dtype)
 
 
-def _attend_torch(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor,
-    begins: Tensor, lengths: Tensor, longest: int, scale: float,
-) -> tuple[Tensor, Callable[[], Tensor]]:  # fmt: skip
-    """Attention over `lengths` tokens from `begins` on; and what computes scores [batch, heads, longest]."""
-    batch, heads, head_dim = q.shape
-    block_size, kv_heads = k_cache.shape[1:3]
-    token = torch.arange(longest, device=q.device)
+def _gather_torch(
+    k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, begins: Tensor, lengths: Tensor, longest: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """
+    Keys and values [batch, kv_heads, longest, head_dim] of `lengths` tokens from `begins` on, and which of
+    the longest are such a token, bool [batch, longest].
+    """
+    batch, (block_size, kv_heads, head_dim) = len(lengths), k_cache.shape[1:]
+    token = torch.arange(longest, device=lengths.device)
     seen = token < lengths[:, None]
     # Positions beyond a sequence's end read its first token instead of a slot that was never written.
     token = torch.where(seen, token, 0) + begins[:, None]
     blocks = block_tables.gather(1, token // block_size)
     slots = torch.where(lengths[:, None] > 0, blocks * block_size + token % block_size, 0).flatten()
     keys, values = (
-        cache.view(-1, kv_heads, head_dim).index_select(0, slots).unflatten(0, (batch, longest)).to(q.dtype)
+        cache.view(-1, kv_heads, head_dim).index_select(0, slots).unflatten(0, (batch, longest))
         for cache in (k_cache, v_cache)
     )
-    # The query heads of one kv head are the query rows, so K and V are never expanded.
-    queries, mask = q.unflatten(1, (kv_heads, -1)), seen[:, None, None]
-    keys, values = keys.transpose(1, 2), values.transpose(1, 2)
-    out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale)
-    out = out.reshape(batch, heads, head_dim).masked_fill(lengths[:, None, None] == 0, 0.0)
-
-    def scores() -> Tensor:
-        scores = queries.float() @ keys.transpose(2, 3).float() * scale
-        return scores.masked_fill(~mask, float("-inf")).flatten(1, 2)
-
-    return out, scores
+    return keys.transpose(1, 2), values.transpose(1, 2), seen
 
 
 @triton.jit(do_not_specialize=["table_stride", "splits", "num_multiprocessors"])
