@@ -29,7 +29,7 @@ def copy_pages(pages: Tensor, sources: Tensor, targets: Tensor, num_tokens: Tens
     parts = cdiv(words.shape[2], WORDS_PER_PROGRAM)
     if len(sources):
         _copy_kernel[(len(sources) * parts, len(words))](
-            words, sources, targets, num_tokens, words.stride(0),
+            words, sources, targets, num_tokens, words.shape[1],
             TOKEN_WORDS=words.shape[2] // block_size, BLOCK_WORDS=words.shape[2],
             PARTS=parts, WORDS=WORDS_PER_PROGRAM,
         )  # fmt: skip
@@ -40,9 +40,9 @@ def copy_pages_torch(pages: Tensor, sources: Tensor, targets: Tensor, num_tokens
         pages[:, :, target, :end] = pages[:, :, source, :end]
 
 
-@triton.jit(do_not_specialize=["sources", "targets", "num_tokens"])
+@triton.jit(do_not_specialize=["sources", "targets", "num_tokens", "num_blocks"])
 def _copy_kernel(
-    pages, sources, targets, num_tokens, plane_stride,
+    pages, sources, targets, num_tokens, num_blocks,
     TOKEN_WORDS: tl.constexpr, BLOCK_WORDS: tl.constexpr, PARTS: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     """A program copies WORDS words of the keys or values of one layer."""
@@ -51,7 +51,7 @@ def _copy_kernel(
     if part * WORDS >= num_words:
         return
     word = part * WORDS + tl.arange(0, WORDS)
-    plane = pages + tl.program_id(1).to(tl.int64) * plane_stride
+    plane = pages + tl.program_id(1).to(tl.int64) * num_blocks * BLOCK_WORDS
     source = plane + tl.load(sources + copy).to(tl.int64) * BLOCK_WORDS
     target = plane + tl.load(targets + copy).to(tl.int64) * BLOCK_WORDS
     tl.store(target + word, tl.load(source + word, mask=word < num_words), mask=word < num_words)
