@@ -10,20 +10,25 @@ import torch
 
 from nanovllm.config import Config
 from nanovllm.kernels.copy_pages import copy_pages
+from nanovllm.kernels.int8_cache import is_int8, page_shape
 from nanovllm.layers.attention import Attention
 
 MAX_BLOCKS = 1 << 18  # making Python's objects for more blocks takes longer than loading a small model
 
 
 class KVCache:
-    """`pages` is [2, layers, blocks, block_size, kv_heads of this rank, head_dim]; 2 is keys and values."""
+    """
+    `pages` is [2, layers, blocks, block_size, kv_heads of this rank, head_dim]; 2 is keys and values. 8-bit
+    pages are laid out by `kernels/int8_cache.py`.
+    """
 
     def __init__(self, config: Config, layers: list[Attention], device: torch.device):
         self.config = config
         self.layers = layers
         self.dtype = config.kv_cache_torch_dtype
         self.device = device
-        self.page_shape = (config.kvcache_block_size, layers[0].num_kv_heads, layers[0].head_dim)
+        heads, head_dim = layers[0].num_kv_heads, layers[0].head_dim
+        self.page_shape = page_shape(config.kvcache_block_size, heads, head_dim, self.dtype)
         self.page_bytes = math.prod(self.page_shape) * self.dtype.itemsize  # keys or values of one layer
         self.num_blocks = 0
         self._set_views(torch.empty(2, len(layers), 0, *self.page_shape, dtype=self.dtype, device=device))
@@ -43,7 +48,8 @@ class KVCache:
                 f"the KV cache of one sequence of max_model_len={config.max_model_len} tokens needs "
                 f"{needed * block_bytes:,} bytes, {needed * block_bytes - budget:,} more than there are; "
                 f"raise gpu_memory_utilization (now {config.gpu_memory_utilization}), or lower "
-                f"max_model_len or max_num_batched_tokens (now {config.max_num_batched_tokens})"
+                f"max_model_len or max_num_batched_tokens (now {config.max_num_batched_tokens}), or set "
+                "kv_cache_dtype='int8'"
             )
         # Only the prefix cache has a use for more blocks than the running sequences can need.
         most = MAX_BLOCKS if config.enable_prefix_caching else config.max_num_seqs * needed
@@ -56,5 +62,8 @@ class KVCache:
         self._set_views(torch.zeros(shape, dtype=self.dtype, device=self.device))
 
     def copy_blocks(self, sources: torch.Tensor, targets: torch.Tensor, num_tokens: torch.Tensor) -> None:
-        """Copy the first tokens of blocks, all int64 [copies]. No target may be a source."""
-        copy_pages(self.pages, sources, targets, num_tokens)
+        """Copy at least the first tokens of blocks, all int64 [copies]. No target may be a source."""
+        pages = self.pages
+        if is_int8(pages):  # the bytes of a token are not contiguous: copy whole blocks, as if of one token
+            pages, num_tokens = pages.flatten(3)[..., None, None, :], torch.ones_like(num_tokens)
+        copy_pages(pages, sources, targets, num_tokens)

@@ -244,7 +244,7 @@ class LLMEngine:
         Counts since the engine was made: requests (finished, running and waiting now), prompt tokens of the
         finished ones and how many of these the KV cache had, tokens copied from blocks of others, context
         tokens that decode steps read once for several requests (counted for each of them), tokens drawn,
-        preemptions, and tokens drawn per second of computing.
+        preemptions, and tokens drawn per second of computing. And how many tokens the KV cache has room for.
         """
         counts, scheduler = self._counts, self.scheduler
         num_generated = counts["drawn"] - scheduler.num_surplus_tokens
@@ -259,6 +259,7 @@ class LLMEngine:
             "num_grouped_tokens": counts["grouped"],
             "num_generated_tokens": num_generated,
             "num_preemptions": scheduler.num_preemptions,
+            "num_kv_cache_tokens": self.config.num_kvcache_blocks * self.config.kvcache_block_size,
             "tokens_per_second": num_generated / counts["seconds"] if counts["seconds"] else 0.0,
         }
 

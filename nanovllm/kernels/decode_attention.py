@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.kernels import runtime
+from nanovllm.kernels.int8_cache import read_tokens
 from nanovllm.kernels.runtime import LOG2_E, cdiv, next_power_of_2, prefetch_each, tl, triton, use_triton
 from nanovllm.kernels.shared_prefix import (
     MAX_PARTS,
@@ -96,11 +97,11 @@ def paged_decode_attention_torch(
     log_sums = torch.full(q.shape[:2], float("-inf"), device=q.device)
     # Groups of similar length need little padding, and the keys of one group fit in a CPU's cache.
     for rows, group_lengths in zip(order.split(TWIN_GROUP), lengths.split(TWIN_GROUP), strict=True):
-        if longest := int(group_lengths[-1]):
-            spans = begins[rows], group_lengths, longest
-            keys, values, seen = _gather_torch(k_cache, v_cache, block_tables[rows], *spans)
+        if group_lengths[-1]:
+            spans = begins[rows], context_lens[rows]
+            keys, values, seen = read_tokens(k_cache, v_cache, block_tables[rows], *spans, q.shape[2])
             # The query heads of one kv head are the query rows, so K and V are never expanded.
-            queries = q[rows].unflatten(1, (k_cache.shape[2], -1))
+            queries = q[rows].unflatten(1, (keys.shape[1], -1))
             keys, values, mask = keys.to(q.dtype), values.to(q.dtype), seen[:, None, None]
             attended = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale)
             out[rows] = attended.flatten(1, 2).masked_fill(group_lengths[:, None, None] == 0, 0.0)
@@ -117,27 +118,6 @@ def paged_decode_attention_torch(
     weights = torch.cat([log_sums[:, None], prefix_log_sums], dim=1).softmax(1).nan_to_num()
     results = torch.cat([out[:, None].float(), partial[places]], dim=1)  # [batch, 1 + parts, heads, head_dim]
     return (results * weights[..., None]).sum(1).to(q.dtype)
-
-
-def _gather_torch(
-    k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, begins: Tensor, lengths: Tensor, longest: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """
-    Keys and values [batch, kv_heads, longest, head_dim] of `lengths` tokens from `begins` on, and which of
-    the longest are such a token, bool [batch, longest].
-    """
-    batch, (block_size, kv_heads, head_dim) = len(lengths), k_cache.shape[1:]
-    token = torch.arange(longest, device=lengths.device)
-    seen = token < lengths[:, None]
-    # Positions beyond a sequence's end read its first token instead of a slot that was never written.
-    token = torch.where(seen, token, 0) + begins[:, None]
-    blocks = block_tables.gather(1, token // block_size)
-    slots = torch.where(lengths[:, None] > 0, blocks * block_size + token % block_size, 0).flatten()
-    keys, values = (
-        cache.view(-1, kv_heads, head_dim).index_select(0, slots).unflatten(0, (batch, longest))
-        for cache in (k_cache, v_cache)
-    )
-    return keys.transpose(1, 2), values.transpose(1, 2), seen
 
 
 @triton.jit(do_not_specialize=["table_stride", "splits", "num_multiprocessors"])

@@ -8,6 +8,7 @@ Their dtype may be any floating one: keys and values are rounded to it when they
 
 from torch import Tensor
 
+from nanovllm.kernels.int8_cache import is_int8, store_int8_torch
 from nanovllm.kernels.runtime import cdiv, next_power_of_2, overlap_options, tl, triton, use_triton
 
 HEADS_PER_PROGRAM = 8
@@ -32,6 +33,8 @@ def store_kvcache_torch(
     written = slot_mapping >= 0
     if not written.all():
         key, value, slot_mapping = key[written], value[written], slot_mapping[written]
+    if is_int8(k_cache):
+        return store_int8_torch(key, value, k_cache, v_cache, slot_mapping)
     for cache, new in ((k_cache, key), (v_cache, value)):
         cache.view(-1, *cache.shape[2:])[slot_mapping] = new.to(cache.dtype)
 

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.kernels import runtime
+from nanovllm.kernels.int8_cache import read_tokens
 from nanovllm.kernels.runtime import LOG2_E, cdiv, next_power_of_2, tl, triton, use_triton
 
 SHORT_QUERIES = (
@@ -72,22 +73,20 @@ def varlen_prefill_attention_torch(
     scale: float, block_tables: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    kv_heads = k.shape[-2]
     places = zip(pairwise(cu_seqlens_q.tolist()), pairwise(cu_seqlens_k.tolist()), strict=True)
     for i, ((begin, end), (begin_k, end_k)) in enumerate(places):
         len_q, len_k = end - begin, end_k - begin_k
         if len_q == 0:
             continue
         if block_tables is None:
-            keys, values = k[begin_k:end_k], v[begin_k:end_k]
+            keys, values = (x[begin_k:end_k].transpose(0, 1) for x in (k, v))
         else:
-            blocks = block_tables[i, : cdiv(len_k, k.shape[1])]
-            keys, values = (cache[blocks].flatten(0, 1)[:len_k].to(q.dtype) for cache in (k, v))
+            span = torch.tensor([[0], [len_k]], device=q.device)
+            found = read_tokens(k, v, block_tables[i : i + 1], *span, q.shape[2])[:2]
+            keys, values = (x[0, :, :len_k].to(q.dtype) for x in found)
         # [kv_heads, heads per kv head, tokens, head_dim]; K and V are expanded without a copy.
-        queries = q[begin:end].unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
-        keys, values = (
-            x.transpose(0, 1).unsqueeze(1).expand(-1, queries.shape[1], -1, -1) for x in (keys, values)
-        )
+        queries = q[begin:end].unflatten(1, (len(keys), -1)).permute(1, 2, 0, 3)
+        keys, values = (x.unsqueeze(1).expand(-1, queries.shape[1], -1, -1) for x in (keys, values))
         mask = None
         if len_q != len_k:
             mask = torch.ones(len_q, len_k, dtype=torch.bool, device=q.device).tril(len_k - len_q)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.kernels import runtime
+from nanovllm.kernels.int8_cache import read_tokens
 from nanovllm.kernels.prefill_attention import attend_to_tile
 from nanovllm.kernels.runtime import LOG2_E, next_power_of_2, tl, triton
 
@@ -79,20 +80,18 @@ def shared_prefix_attention_torch(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, scale: float, shared: SharedPrefixes
 ) -> tuple[Tensor, Tensor]:
     _, heads, head_dim = q.shape
-    block_size, kv_heads = k_cache.shape[1:3]
     partial = torch.zeros(len(shared.members), heads, head_dim, dtype=torch.float32, device=q.device)
     log_sums = torch.zeros(len(shared.members), heads, dtype=torch.float32, device=q.device)
-    for first, count, begin, end in shared.tasks[: int(shared.num_tasks)].tolist():
+    for task in shared.tasks[: int(shared.num_tasks)]:
+        first, count = task[:2].tolist()
         places = slice(first, first + count)
         members = shared.members[places]
-        token = torch.arange(begin, end, device=q.device)
-        slots = block_tables[members[0], token // block_size] * block_size + token % block_size
+        span = block_tables[members[:1]], task[2:3], task[3:4]
+        keys, values, seen = read_tokens(k_cache, v_cache, *span, head_dim)
         # [kv_heads, tokens, head_dim], and query rows [kv_heads, members * heads per kv head, head_dim]
-        keys, values = (
-            cache.view(-1, kv_heads, head_dim)[slots].transpose(0, 1).float() for cache in (k_cache, v_cache)
-        )
-        queries = q[members].unflatten(1, (kv_heads, -1)).transpose(0, 1).flatten(1, 2).float()
-        scores = queries @ keys.transpose(1, 2) * scale
+        keys, values = keys[0].float(), values[0].float()
+        queries = q[members].unflatten(1, (len(keys), -1)).transpose(0, 1).flatten(1, 2).float()
+        scores = (queries @ keys.mT * scale).masked_fill(~seen, float("-inf"))
         log_sum = scores.logsumexp(-1)
         out = (scores - log_sum[..., None]).exp() @ values
         partial[places] = out.unflatten(1, (count, -1)).transpose(0, 1).flatten(1, 2)

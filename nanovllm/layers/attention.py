@@ -13,6 +13,7 @@ from torch import nn
 
 from nanovllm.config import Config
 from nanovllm.kernels.decode_attention import paged_decode_attention, paged_decode_attention_torch
+from nanovllm.kernels.int8_cache import as_stored, hadamard_rotate, is_int8
 from nanovllm.kernels.kv_store import qk_norm_rope_store, store_kvcache
 from nanovllm.kernels.prefill_attention import varlen_prefill_attention, varlen_prefill_attention_torch
 from nanovllm.kernels.runtime import HAVE_TRITON, use_triton
@@ -77,7 +78,10 @@ def get_backend(config: Config, device: torch.device) -> AttentionBackend:
 
 
 class Attention(nn.Module):
-    """`k_cache` and `v_cache`, [blocks, block_size, kv_heads, head_dim], are views that the runner sets."""
+    """
+    `k_cache` and `v_cache`, [blocks, block_size, kv_heads, head_dim] or 8-bit, are views that the runner
+    sets.
+    """
 
     def __init__(self, num_heads: int, head_dim: int, scale: float, num_kv_heads: int):
         super().__init__()
@@ -92,7 +96,9 @@ class Attention(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
         """
         Normalise and rotate the queries and keys in qkv [tokens, (heads + 2 kv_heads) * head_dim], which may
-        be overwritten, and store keys and values. -> q, k and v, [tokens, heads of each, head_dim].
+        be overwritten, and store keys and values. -> q, k and v, [tokens, heads of each, head_dim]. With an
+        8-bit cache k and v of a prefill are rounded as those in the cache are, so that results do not depend
+        on which tokens come from there.
         """
         slots = get_context().slot_mapping
         q, k, v = qkv.view(len(qkv), -1, self.head_dim).split(
@@ -107,8 +113,12 @@ class Attention(nn.Module):
         if q_norm is not None:
             q, k = q_norm(q), k_norm(k)
         q, k = rotary_emb(positions, q, k)
+        if is_int8(self.k_cache):
+            q, k = hadamard_rotate(q).to(q.dtype), hadamard_rotate(k)
         if self.k_cache.numel():  # empty in the warm-up
             store_kvcache(k, v, self.k_cache, self.v_cache, slots)
+        if is_int8(self.k_cache) and get_context().is_prefill:
+            k, v = as_stored(k).to(q.dtype), as_stored(v).to(q.dtype)
         return q, k, v
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
