@@ -21,7 +21,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
@@ -37,6 +37,7 @@ ENGINE_OPTIONS = (
     "tensor_parallel_size",
     "enforce_eager",
     "dtype",
+    "kv_cache_dtype",
     "device",
 )
 
@@ -241,10 +242,10 @@ class NanoVLLM:
             for begin, end, _ in segments
         )
         flops += 2 * head * len(workload.prompts)
-        kv_values = 2 * layers * max(hf_config.num_key_value_heads // ranks, 1) * head_dim  # of one token
+        page_bytes = self.llm.model_runner.kv_cache.page_bytes
+        kv_bytes = 2 * layers * page_bytes // config.kvcache_block_size  # of one token
         kv_reads = sum((end - begin) * num_steps(counts) for begin, end, counts in segments)
-        kv_reads = kv_values * (kv_reads + sum(n * (n - 1) // 2 for n in max_tokens))
-        read = kv_reads * config.kv_cache_torch_dtype.itemsize
+        read = kv_bytes * (kv_reads + sum(n * (n - 1) // 2 for n in max_tokens))
         read += num_steps(max_tokens) * parameters * model.lm_head.weight.itemsize
         return {
             "prefill_flops": flops,
@@ -294,6 +295,10 @@ class NanoVLLM:
             count = stats.get(f"num_{kind}_tokens", 0) - before_run.get(f"num_{kind}_tokens", 0)
             setattr(run, f"{kind}_tokens", count)
         return run
+
+    def describe_cache(self) -> str:
+        num_tokens = self.llm.stats()["num_kv_cache_tokens"]
+        return f"nanovllm: {num_tokens:,} tokens of KV cache, kv_cache_dtype={self.llm.config.kv_cache_dtype}"
 
     def close(self) -> None:
         self.llm.exit()
@@ -360,7 +365,9 @@ def load_transformers_model(args: argparse.Namespace):
 ENGINES = {"nanovllm": NanoVLLM, "transformers": Transformers}
 
 
-def bench(args: argparse.Namespace, name: str, workload: Workload) -> tuple[list[Run], dict[str, float]]:
+def bench(
+    args: argparse.Namespace, name: str, workload: Workload, people: TextIO
+) -> tuple[list[Run], dict[str, float]]:
     """
     Load one engine, warm it up, time the workload `args.repeats` times, and free the engine's memory. Also
     returns the floor, for an engine that knows its own.
@@ -370,6 +377,8 @@ def bench(args: argparse.Namespace, name: str, workload: Workload) -> tuple[list
         ceilings = Ceilings.measure(args.device)
         torch.cuda.empty_cache()  # the engine measures how much memory is free
     engine = ENGINES[name](args)
+    if name == "nanovllm":
+        print(engine.describe_cache(), file=people, flush=True)
     try:
         workload = workload.within_vocabulary(engine.vocab_size)
         engine.run(workload.for_warmup(engine.warmup_seqs).within_vocabulary(engine.vocab_size))
@@ -511,6 +520,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--tensor-parallel-size", type=int)
     add("--enforce-eager", action="store_true", help="do without CUDA graphs")
     add("--dtype", default="auto")
+    add("--kv-cache-dtype", default="auto")
     add("--device", default="auto")
     add("--trace", metavar="FILE", help="write a Chrome trace of a few decode steps there")
     add("--plot", metavar="FILE", help="draw batch size, KV cache use and speed over the median repetition")
@@ -544,7 +554,7 @@ def main(argv: list[str] | None = None) -> None:
     print(describe_workload(args.workload, workload), file=people, flush=True)
     results = {}
     for name in ENGINES if args.engine == "both" else [args.engine]:
-        runs, floor = bench(args, name, workload)
+        runs, floor = bench(args, name, workload, people)
         results[name] = summarize(runs)
         print(describe(name, results[name]), file=people, flush=True)
         if floor:

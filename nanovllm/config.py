@@ -91,9 +91,9 @@ class Config:
         self._check_choice("dtype", ("auto", *DTYPES))
         if isinstance(self.kv_cache_dtype, str) and self.kv_cache_dtype.startswith("fp8"):
             raise ValueError(
-                f"kv_cache_dtype={self.kv_cache_dtype!r} is not offered: 'int8' takes as many bytes, is 7 to 30 "
-                "times closer to a bfloat16 cache (KL divergence of the next token's distribution), and has "
-                "nothing to calibrate, since its scales are made for each token and head as it is stored"
+                f"kv_cache_dtype={self.kv_cache_dtype!r} is not offered: 'int8' takes as many bytes, is "
+                "7 to 30 times closer to a bfloat16 cache (KL divergence of the next token's distribution), "
+                "and has nothing to calibrate: each token and head gets its scale when it is stored"
             )
         self._check_choice("kv_cache_dtype", ("auto", *KV_CACHE_DTYPES))
         self._check_choice("load_format", ("auto", "safetensors", "gguf", "dummy"))

@@ -244,10 +244,12 @@ def test_bench_tells_what_was_shared(checkpoint, capsys):
 
 
 def test_bench_can_print_json_alone(checkpoint, capsys):
-    bench.main([*SMALL, "--model", str(checkpoint), "--repeats", "1", "--json", "-"])
+    options = ["--kv-cache-dtype", "int8", "--repeats", "1", "--json", "-"]
+    bench.main([*SMALL, "--model", str(checkpoint), *options])
     captured = capsys.readouterr()
     assert json.loads(captured.out)["settings"]["num_seqs"] == 5
     assert "tok/s" in captured.err
+    assert re.search("^nanovllm: [1-9][0-9,]+ tokens of KV cache, kv_cache_dtype=int8$", captured.err, re.M)
 
 
 def test_bench_draws_the_run_traces_steps_and_states_the_floor(tmp_path, capsys):
@@ -284,14 +286,15 @@ def test_the_call_that_only_launches_a_step_counts_to_its_phase(checkpoint, monk
     engine.close()
 
 
-def test_the_floor_counts_weights_once_a_step_and_every_key_and_value_read(tmp_path):
+@pytest.mark.parametrize("cache_dtype, row_bytes", [("auto", 16 * 4), ("int8", 16 + 2)])
+def test_the_floor_counts_weights_once_a_step_and_every_key_and_value_read(tmp_path, cache_dtype, row_bytes):
     folder = make_checkpoint(tmp_path / "model", tie_word_embeddings=True, head_dim=16)
-    args = bench.parse_args(["--model", str(folder), "--device", "cpu"])
+    args = bench.parse_args(["--model", str(folder), "--device", "cpu", "--kv-cache-dtype", cache_dtype])
     engine = bench.NanoVLLM(args)
     work = bench.Workload([[1] * 10, [2] * 20], [3, 5])
     floor = engine.floor(work, bench.Ceilings(bandwidth=1e9, flops=1e12))
     parameters = sum(p.numel() for p in engine.llm.model_runner.model.parameters())
-    kv_bytes = 2 * 2 * 2 * 16 * 4  # keys and values, layers, heads, head_dim, float32
+    kv_bytes = 2 * 2 * 2 * row_bytes  # keys and values, layers, heads
     reads = (10 + 1) + (10 + 2) + (20 + 1) + (20 + 2) + (20 + 3) + (20 + 4)
     assert floor["decode_bytes"] == 4 * parameters * 4 + kv_bytes * reads
     shared = bench.Workload([[1] * 10, [1] * 8 + [2] * 12], [3, 5], common_len=8, n=2)

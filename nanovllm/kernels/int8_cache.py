@@ -1,11 +1,12 @@
 """The 8-bit KV cache: how its pages are laid out, and how vectors become bytes and are read again.
 
-A layer's `k_cache` and `v_cache` are uint8 [blocks, kv_heads, block_size * (head_dim + 2)]. A block has of each
-head its tokens' bytes and behind them a bfloat16 scale of each token: value = (byte - 128) * scale. Scales are
-made when a token is stored, so there is nothing to calibrate; bfloat16 has the range of the model's numbers, so
-that no vector is too large or too small. K's bytes are [block_size, head_dim]. V's are [head_dim, block_size],
-since they are multiplied along tokens and a GPU's matrix unit cannot transpose bytes on their way. The bias of
-128 lets a byte permutation make float16 numbers of them, where a conversion would cost more.
+A layer's `k_cache` and `v_cache` are uint8 [blocks, kv_heads, block_size * (head_dim + 2)]. A block has of
+each head its tokens' bytes and behind them a bfloat16 scale of each token: value = (byte - 128) * scale.
+Scales are made when a token is stored, so there is nothing to calibrate; bfloat16 has the range of the
+model's numbers, so that no vector is too large or too small. K's bytes are [block_size, head_dim]. V's are
+[head_dim, block_size], since they are multiplied along tokens and a GPU's matrix unit cannot transpose bytes
+on their way. The bias of 128 lets a byte permutation make float16 numbers of them, where a conversion would
+cost more.
 
 K is sensitive, through the few channels that are large in some models. So q and K are rotated by a Hadamard
 matrix, which spreads each channel over all of them and leaves the products of q and K what they were.

@@ -719,9 +719,12 @@ def test_stats_count_what_was_done(engine):
         "num_generated_tokens": 30,
         "num_grouped_tokens": 0,
         "num_preemptions": 0,
+        "num_kv_cache_tokens": 0,
     }
     assert after["cache_hit_rate"] == after["num_cached_tokens"] / after["num_prompt_tokens"]
     assert after["tokens_per_second"] > 0
+    blocks = engine.scheduler.block_manager.blocks
+    assert after["num_kv_cache_tokens"] == len(blocks) * engine.config.kvcache_block_size
     engine.generate(PROMPT, SamplingParams(0, 10, True), use_tqdm=False)
     again = engine.stats()
     assert again["num_copied_tokens"] - after["num_copied_tokens"] == 7
