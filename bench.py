@@ -242,8 +242,7 @@ class NanoVLLM:
             for begin, end, _ in segments
         )
         flops += 2 * head * len(workload.prompts)
-        page_bytes = self.llm.model_runner.kv_cache.page_bytes
-        kv_bytes = 2 * layers * page_bytes // config.kvcache_block_size  # of one token
+        kv_bytes = self.llm.model_runner.kv_cache.block_bytes // config.kvcache_block_size  # of one token
         kv_reads = sum((end - begin) * num_steps(counts) for begin, end, counts in segments)
         read = kv_bytes * (kv_reads + sum(n * (n - 1) // 2 for n in max_tokens))
         read += num_steps(max_tokens) * parameters * model.lm_head.weight.itemsize

@@ -29,19 +29,23 @@ class KVCache:
         self.device = device
         heads, head_dim = layers[0].num_kv_heads, layers[0].head_dim
         self.page_shape = page_shape(config.kvcache_block_size, heads, head_dim, self.dtype)
-        self.page_bytes = math.prod(self.page_shape) * self.dtype.itemsize  # keys or values of one layer
+        self.block_bytes = len(layers) * math.prod(self.page_shape) * self.dtype.itemsize
         self.num_blocks = 0
-        self._set_views(torch.empty(2, len(layers), 0, *self.page_shape, dtype=self.dtype, device=device))
+        self._set_views(torch.empty(self._shape(0), dtype=self.dtype, device=device))
+
+    def _shape(self, num_blocks: int) -> tuple[int, ...]:
+        planes, *page = self.page_shape
+        return planes, len(self.layers), num_blocks, *page
 
     def _set_views(self, pages: torch.Tensor) -> None:
         self.pages = pages
         for i, layer in enumerate(self.layers):
-            layer.k_cache, layer.v_cache = pages[0, i], pages[1, i]
+            layer.k_cache, layer.v_cache = pages[0, i], pages[-1, i]
 
     def num_blocks_in(self, budget: int) -> int:
         """How many blocks fit into so many bytes. ValueError if these are too few for one sequence."""
         config = self.config
-        block_bytes = 2 * len(self.layers) * self.page_bytes
+        block_bytes = self.block_bytes
         needed = -(-config.max_model_len // config.kvcache_block_size)
         if budget // block_bytes < needed:
             raise ValueError(
@@ -57,9 +61,8 @@ class KVCache:
 
     def allocate(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        shape = (2, len(self.layers), num_blocks, *self.page_shape)
         # Zeros, since a page that was never written may be read under a mask, where a NaN would survive.
-        self._set_views(torch.zeros(shape, dtype=self.dtype, device=self.device))
+        self._set_views(torch.zeros(self._shape(num_blocks), dtype=self.dtype, device=self.device))
 
     def copy_blocks(self, sources: torch.Tensor, targets: torch.Tensor, num_tokens: torch.Tensor) -> None:
         """Copy at least the first tokens of blocks, all int64 [copies]. No target may be a source."""

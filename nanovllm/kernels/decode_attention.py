@@ -13,7 +13,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.kernels import runtime
-from nanovllm.kernels.int8_cache import read_tokens
+from nanovllm.kernels.int8_cache import (
+    fast_log2,
+    is_int8,
+    larger_of_each,
+    load_int8_tile,
+    page_sizes,
+    read_tokens,
+    scale_to_float16,
+    widen,
+)
 from nanovllm.kernels.runtime import LOG2_E, cdiv, next_power_of_2, prefetch_each, tl, triton, use_triton
 from nanovllm.kernels.shared_prefix import (
     MAX_PARTS,
@@ -23,6 +32,7 @@ from nanovllm.kernels.shared_prefix import (
 )
 
 MAX_SPLITS = 32
+MIN_COLUMNS = 8  # of a matrix product whose rows are tokens
 TWIN_GROUP = 8  # sequences that the torch twin computes at once
 PROGRAMS_PER_MULTIPROCESSOR = 3
 MEASURED_ROW_BYTES = 256  # of a key: 128 elements of 2 bytes, for which the tiles were measured
@@ -43,15 +53,20 @@ def paged_decode_attention(
     if not use_triton(q):
         return paged_decode_attention_torch(q, k_cache, v_cache, block_tables, context_lens, scale, shared)
     batch, heads, head_dim = q.shape
-    block_size, kv_heads = k_cache.shape[1:3]
+    block_size, kv_heads = page_sizes(k_cache, head_dim)
     group = heads // kv_heads
+    group_pad = max(MIN_COLUMNS, next_power_of_2(group))
     multiprocessors = runtime.num_multiprocessors(q.device)
     splits = min(cdiv(PROGRAMS_PER_MULTIPROCESSOR * multiprocessors, batch * kv_heads), MAX_SPLITS)
     dim_pad = max(runtime.MIN_DOT_SIZE, next_power_of_2(head_dim))
     element_size = k_cache.element_size()
-    if q.dtype != k_cache.dtype:  # each tile is held twice: as it was read, and converted
+    if is_int8(k_cache):
+        element_size = 2  # of float16, which it becomes
+    elif q.dtype != k_cache.dtype:  # each tile is held twice: as it was read, and converted
         element_size = 2 * max(q.element_size(), element_size)
     is_short = splits > 1 or shared is not None  # what a program reads: a split, or a few tokens of one's own
+    # Four warps would multiply many columns by an instruction that wants its operands elsewhere.
+    is_short |= group_pad > MIN_COLUMNS
     tile, num_warps, num_stages = _tile(dim_pad, element_size, is_short)
     prefix_lens = num_parts = parts = prefix_out = prefix_log_sums = None
     if shared is not None:
@@ -69,7 +84,7 @@ def paged_decode_attention(
             prefix_lens, num_parts, parts, prefix_out, prefix_log_sums,
             out, partial, counters,
             scale * LOG2_E, *q.stride()[:2], block_tables.stride(0), splits, multiprocessors,
-            KV_HEADS=kv_heads, GROUP=group, GROUP_PAD=max(runtime.MIN_DOT_SIZE, next_power_of_2(group)),
+            KV_HEADS=kv_heads, GROUP=group, GROUP_PAD=group_pad,
             HEAD_DIM=head_dim, DIM_PAD=dim_pad, BLOCK_SIZE=block_size,
             TILE=tile, MAX_SPLITS=MAX_SPLITS, SPLIT=splits > 1, MAX_PARTS=MAX_PARTS,
             num_warps=num_warps, num_stages=num_stages, **runtime.overlap_options(q.device),
@@ -131,15 +146,21 @@ def _decode_kernel(
     TILE: tl.constexpr, MAX_SPLITS: tl.constexpr, SPLIT: tl.constexpr, MAX_PARTS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """A program computes one kv head of a sequence; when SPLIT, over a part of its context (whole tiles)."""
-    ROW_BYTES: tl.constexpr = HEAD_DIM * k_cache.dtype.element_ty.primitive_bitwidth // 8
+    """
+    A program computes one kv head of a sequence; when SPLIT, over a part of its context (whole tiles). Heads
+    are columns: a tile of keys [TILE, DIM_PAD] times queries [DIM_PAD, GROUP_PAD], since the matrix unit
+    takes 16 rows, and as few as 8 columns.
+    """
+    INT8: tl.constexpr = k_cache.dtype.element_ty == tl.uint8
+    PAGE: tl.constexpr = (2 * HEAD_DIM + 4) * BLOCK_SIZE  # bytes of a head in a block, with INT8
     kv_head = tl.program_id(0)
     seq = tl.program_id(1)
     split = tl.program_id(2)
     context_len = tl.load(context_lens + seq)
-    begin = 0
+    first = 0  # the first token, and where its tile begins
     if prefix_lens is not None:
-        begin = tl.load(prefix_lens + seq)
+        first = tl.load(prefix_lens + seq)
+    begin = first // TILE * TILE
     end = context_len
     used_splits = 1  # a short context has fewer tiles than there are splits
     if SPLIT:
@@ -151,13 +172,8 @@ def _decode_kernel(
     table = block_tables + seq.to(tl.int64) * table_stride
     if OVERLAP:
         # The programs that start first prefetch their first tile while the query is still being computed.
-        if ROW_BYTES % 16 == 0 and seq * KV_HEADS + kv_head < num_multiprocessors:
-            early = begin + tl.arange(0, TILE)
-            early_block = tl.load(table + early // BLOCK_SIZE, mask=early < end, other=0)
-            early_row = (early_block.to(tl.int64) * BLOCK_SIZE + early % BLOCK_SIZE) * KV_HEADS + kv_head
-            size = tl.where(early < end, ROW_BYTES, 0)
-            prefetch_each((k_cache + early_row * HEAD_DIM).to(tl.int64), size)
-            prefetch_each((v_cache + early_row * HEAD_DIM).to(tl.int64), size)
+        if seq * KV_HEADS + kv_head < num_multiprocessors:
+            _prefetch_tile(k_cache, v_cache, table, kv_head, begin, end, KV_HEADS, HEAD_DIM, BLOCK_SIZE, TILE)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if SPLIT:
@@ -166,18 +182,24 @@ def _decode_kernel(
 
     row = tl.arange(0, GROUP_PAD)
     dim = tl.arange(0, DIM_PAD)
-    inside = (row < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
+    inside = (row < GROUP)[None, :] & (dim < HEAD_DIM)[:, None]
     head = kv_head * GROUP + row
-    q_address = q + seq.to(tl.int64) * q_batch_stride + head[:, None] * q_head_stride + dim[None, :]
+    q_address = q + seq.to(tl.int64) * q_batch_stride + head[None, :] * q_head_stride + dim[:, None]
     query = tl.load(q_address, mask=inside, other=0.0)
+    if INT8:
+        query, scale_log2, bias = scale_to_float16(query, scale_log2)
 
+    # Sums over the tokens stay apart until the end, one for each place in a tile.
     highest = tl.full([GROUP_PAD], float("-inf"), tl.float32)
-    total = tl.zeros([GROUP_PAD], tl.float32)
-    acc = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
+    total = tl.zeros([TILE, GROUP_PAD], tl.float32)
+    acc = tl.zeros([DIM_PAD, GROUP_PAD], tl.float32)
+    if INT8:
+        highest_byte = tl.full([GROUP_PAD], -1.0e30, tl.float32)
+        byte_total = tl.zeros([TILE, GROUP_PAD], tl.float32)
     if prefix_lens is not None:
         # The first split adds what groups have computed. The first part is loaded before it is needed.
         used_parts = tl.where(split == 0, tl.load(num_parts + seq), 0)
-        prefix_out += head[:, None] * HEAD_DIM + dim[None, :]
+        prefix_out += head[None, :] * HEAD_DIM + dim[:, None]
         prefix_log_sums += head
         places = parts + seq * MAX_PARTS
         first_part, first_log_sum = _load_part(
@@ -187,20 +209,59 @@ def _decode_kernel(
     for start in range(begin, end, TILE):
         token = start + tl.arange(0, TILE)
         seen = token < end
-        block = tl.load(table + token // BLOCK_SIZE, mask=seen, other=0)
-        offset = ((block.to(tl.int64) * BLOCK_SIZE + token % BLOCK_SIZE) * KV_HEADS + kv_head) * HEAD_DIM
-        key_mask = seen[None, :] & (dim < HEAD_DIM)[:, None]
-        value_mask = seen[:, None] & (dim < HEAD_DIM)[None, :]
-        key = tl.load(k_cache + offset[None, :] + dim[:, None], mask=key_mask, other=0.0).to(query.dtype)
-        value = tl.load(v_cache + offset[:, None] + dim[None, :], mask=value_mask, other=0.0).to(query.dtype)
-        score = tl.dot(query, key, input_precision="ieee")
-        score = tl.where(seen[None, :], score, float("-inf"))
-        new_highest = tl.maximum(highest, tl.max(score, axis=1) * scale_log2)
+        if prefix_lens is not None:
+            seen &= token >= first
+        if INT8:
+            key, value, key_scale, value_scale = load_int8_tile(
+                k_cache + kv_head * PAGE,
+                KV_HEADS * PAGE,
+                table,
+                start,
+                end,
+                HEAD_DIM,
+                DIM_PAD,
+                BLOCK_SIZE,
+                TILE,
+            )
+            score = tl.dot(widen(key), query, tl.zeros([TILE, GROUP_PAD], tl.float32) + bias[None, :])
+            score = score * key_scale[:, None]
+        else:
+            block = tl.load(table + token // BLOCK_SIZE, mask=seen, other=0)
+            slot = block.to(tl.int64) * BLOCK_SIZE + token % BLOCK_SIZE
+            row_start = (slot * KV_HEADS + kv_head) * HEAD_DIM
+            key_mask = seen[:, None] & (dim < HEAD_DIM)[None, :]
+            value_mask = seen[None, :] & (dim < HEAD_DIM)[:, None]
+            key = tl.load(k_cache + row_start[:, None] + dim[None, :], mask=key_mask, other=0.0)
+            value = tl.load(v_cache + row_start[None, :] + dim[:, None], mask=value_mask, other=0.0)
+            key, value = key.to(query.dtype), value.to(query.dtype)
+            score = tl.dot(key, query, input_precision="ieee")
+        score = tl.where(seen[:, None], score * scale_log2, float("-inf"))
+        if INT8:
+            # Bytes are multiplied by their scale times their probability, in float16, so 1 at most.
+            byte_score = score + fast_log2(value_scale)[:, None]
+            tile_highest, byte_highest = tl.reduce((score, byte_score), 0, larger_of_each)
+        else:
+            tile_highest = tl.max(score, axis=0)
+        new_highest = tl.maximum(highest, tile_highest)
         shrink = tl.exp2(highest - new_highest)
-        weight = tl.exp2(score * scale_log2 - new_highest[:, None])
-        total = total * shrink + tl.sum(weight, axis=1)
-        acc = tl.dot(weight.to(value.dtype), value, acc * shrink[:, None], input_precision="ieee")
+        weight = tl.exp2(score - new_highest[None, :])
+        total = total * shrink[None, :] + weight
         highest = new_highest
+        if INT8:
+            new_highest = tl.maximum(highest_byte, byte_highest)
+            shrink = tl.exp2(highest_byte - new_highest)
+            weight = tl.exp2(byte_score - new_highest[None, :]).to(tl.float16)
+            byte_total = byte_total * shrink[None, :] + weight.to(tl.float32)
+            highest_byte = new_highest
+            acc = tl.dot(widen(value), weight, acc * shrink[None, :])
+        else:
+            weight = weight.to(value.dtype)
+            acc = tl.dot(value, weight, acc * shrink[None, :], input_precision="ieee")
+
+    total = tl.sum(total, axis=0)
+    if INT8:
+        acc = acc - 1152.0 * tl.sum(byte_total, axis=0)[None, :]
+        acc = acc * tl.exp2(highest_byte - tl.where(total > 0, highest, 0.0))[None, :]
 
     if prefix_lens is not None:
         highest, total, acc = _add_part(first_part, first_log_sum, highest, total, acc)
@@ -211,8 +272,8 @@ def _decode_kernel(
             )  # fmt: skip
             highest, total, acc = _add_part(part, log_sum, highest, total, acc)
 
-    result = acc / tl.where(total > 0, total, 1.0)[:, None]
-    out_address = out + (seq.to(tl.int64) * KV_HEADS * GROUP + head[:, None]) * HEAD_DIM + dim[None, :]
+    result = acc / tl.where(total > 0, total, 1.0)[None, :]
+    out_address = out + (seq.to(tl.int64) * KV_HEADS * GROUP + head[None, :]) * HEAD_DIM + dim[:, None]
     if used_splits == 1:
         tl.store(out_address, result, mask=inside)
         return
@@ -223,7 +284,7 @@ def _decode_kernel(
         first_row = pair * splits * GROUP
         log_sums = partial + num_rows.to(tl.int64) * HEAD_DIM  # log2 of each partial softmax's denominator
         own_row = (first_row + split * GROUP + row).to(tl.int64)
-        tl.store(partial + own_row[:, None] * HEAD_DIM + dim[None, :], result, mask=inside)
+        tl.store(partial + own_row[None, :] * HEAD_DIM + dim[:, None], result, mask=inside)
         tl.store(log_sums + own_row, highest + tl.log2(total), mask=row < GROUP)
         tl.debug_barrier()  # all threads have stored their part before the counter says so
         num_before = tl.atomic_add(counters + pair, 1)
@@ -252,7 +313,7 @@ def _load_part(
     """The i-th partial result of groups and log2 of its softmax's denominator (-inf: there is none)."""
     first_row = tl.load(places + i, mask=i < used_parts, other=0).to(tl.int64) * KV_HEADS * GROUP
     is_there = row < tl.where(i < used_parts, GROUP, 0)
-    inside = is_there[:, None] & (dim < HEAD_DIM)[None, :]
+    inside = is_there[None, :] & (dim < HEAD_DIM)[:, None]
     part = tl.load(prefix_out + first_row * HEAD_DIM, mask=inside, other=0.0)
     return part, tl.load(prefix_log_sums + first_row, mask=is_there, other=float("-inf"))
 
@@ -262,4 +323,27 @@ def _add_part(part, log_sum, highest, total, acc):
     new_highest = tl.maximum(tl.maximum(highest, log_sum), -1.0e30)  # finite where nothing was seen
     shrink = tl.exp2(highest - new_highest)
     weight = tl.exp2(log_sum - new_highest)
-    return new_highest, total * shrink + weight, acc * shrink[:, None] + part * weight[:, None]
+    return new_highest, total * shrink + weight, acc * shrink[None, :] + part * weight[None, :]
+
+
+@triton.jit
+def _prefetch_tile(
+    k_cache, v_cache, table, kv_head, begin, end,
+    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Start to load the tile at `begin` into the L2 cache, as far as it has tokens."""
+    ROW_BYTES: tl.constexpr = HEAD_DIM * k_cache.dtype.element_ty.primitive_bitwidth // 8
+    if ROW_BYTES % 16 == 0:
+        token = begin + tl.arange(0, TILE)
+        block = tl.load(table + token // BLOCK_SIZE, mask=token < end, other=0).to(tl.int64)
+        size = tl.where(token < end, ROW_BYTES, 0)
+        if k_cache.dtype.element_ty == tl.uint8:
+            page = (block * KV_HEADS + kv_head) * ((2 * HEAD_DIM + 4) * BLOCK_SIZE)
+            row = page + token % BLOCK_SIZE * HEAD_DIM
+            prefetch_each((k_cache + row).to(tl.int64), size)
+            if BLOCK_SIZE < TILE:  # the values of a block take as much as its keys
+                prefetch_each((v_cache + BLOCK_SIZE * HEAD_DIM + row).to(tl.int64), size)
+        else:
+            row = ((block * BLOCK_SIZE + token % BLOCK_SIZE) * KV_HEADS + kv_head) * HEAD_DIM
+            prefetch_each((k_cache + row).to(tl.int64), size)
+            prefetch_each((v_cache + row).to(tl.int64), size)

@@ -1,15 +1,15 @@
 """The 8-bit KV cache: how its pages are laid out, and how vectors become bytes and are read again.
 
-A layer's `k_cache` and `v_cache` are uint8 [blocks, kv_heads, block_size * (head_dim + 2)]. A block has of
-each head its tokens' bytes and behind them a bfloat16 scale of each token: value = (byte - 128) * scale.
-Scales are made when a token is stored, so there is nothing to calibrate; bfloat16 has the range of the
-model's numbers, so that no vector is too large or too small. K's bytes are [block_size, head_dim]. V's are
-[head_dim, block_size], since they are multiplied along tokens and a GPU's matrix unit cannot transpose bytes
-on their way. The bias of 128 lets a byte permutation make float16 numbers of them, where a conversion would
-cost more.
+A layer's `k_cache` and `v_cache` are one tensor, uint8 [blocks, kv_heads, block_size * (2 * head_dim + 4)].
+Of each head a block has its keys' bytes [block_size, head_dim], its values' bytes [head_dim, block_size] and
+its scales, bfloat16 [block_size, 2], of a token's key and of its value: value = (byte - 128) * scale. Scales
+are made when a token is stored, so there is nothing to calibrate, and bfloat16 has the range of the model's
+numbers, so that no vector is too large or too small. Values are multiplied along tokens, and a GPU's matrix
+unit cannot transpose bytes on their way, so they lie transposed. The bias of 128 lets a byte permutation make
+float16 numbers of them, where a conversion would cost more, and both scales of a token are one word.
 
 K is sensitive, through the few channels that are large in some models. So q and K are rotated by a Hadamard
-matrix, which spreads each channel over all of them and leaves the products of q and K what they were.
+matrix, which spreads each channel over many and leaves the products of q and K what they were.
 """
 
 import functools
@@ -17,23 +17,21 @@ import functools
 import torch
 from torch import Tensor
 
-SCALE_BYTES = 2
+from nanovllm.kernels.runtime import IS_INTERPRETED, tl, triton
+
+SCALE_BYTES = 4  # of a key and a value
 BIAS = 128
 LARGEST = 127
-TILE = 16  # tokens: every block has a whole number of tiles
-SMALLEST_SCALE = 1e-30  # vectors of less are stored as 0, before quotients overflow
-
-
-def page_bytes(block_size: int, head_dim: int) -> int:
-    """Of one head's keys or values in a block."""
-    return block_size * (head_dim + SCALE_BYTES)
+TILE = 16  # tokens; every block has a whole number of tiles
+SMALLEST = 1e-30  # scale; vectors of less are stored as 0, before quotients overflow
+SMALLEST_SCALE = tl.constexpr(SMALLEST)
 
 
 def page_shape(block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> tuple[int, ...]:
-    """Of the keys or values of a block in a layer, for a cache of any dtype."""
+    """Of a layer's block, for a cache of any dtype: [planes, ...]. Keys and values are planes, or one."""
     if dtype == torch.uint8:
-        return kv_heads, page_bytes(block_size, head_dim)
-    return block_size, kv_heads, head_dim
+        return 1, kv_heads, block_size * (2 * head_dim + SCALE_BYTES)
+    return 2, block_size, kv_heads, head_dim
 
 
 def is_int8(cache: Tensor) -> bool:
@@ -43,17 +41,21 @@ def is_int8(cache: Tensor) -> bool:
 def page_sizes(cache: Tensor, head_dim: int) -> tuple[int, int]:
     """block_size and kv_heads of a cache of any dtype."""
     if is_int8(cache):
-        return cache.shape[2] // page_bytes(1, head_dim), cache.shape[1]
+        return cache.shape[2] // (2 * head_dim + SCALE_BYTES), cache.shape[1]
     return cache.shape[1], cache.shape[2]
 
 
 def hadamard_rotate(x: Tensor) -> Tensor:
     """
-    Each head in x [..., head_dim] times the orthonormal Hadamard matrix in Sylvester's order; if head_dim is
-    no power of two, in blocks of the largest one that divides it. float32.
+    Each head of x [..., head_dim] times an orthonormal Hadamard matrix: the one of size 2 mixes the halves
+    that rotary embedding pairs, and one of the largest power of two that divides half a head mixes blocks
+    inside them. If head_dim is a power of two, that is Sylvester's matrix. float32.
     """
-    size = x.shape[-1] & -x.shape[-1]
-    return (x.float().unflatten(-1, (-1, size)) @ _hadamard(size, x.device)).flatten(-2)
+    half = x.shape[-1] // 2
+    size = half & -half
+    parts = x.float().unflatten(-1, (2, -1, size)) @ _hadamard(size, x.device)
+    first, second = parts.unbind(-3)
+    return torch.stack((first + second, first - second), dim=-3).flatten(-3) / 2**0.5
 
 
 @functools.cache
@@ -68,7 +70,7 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     """x [..., head_dim] as bytes of this shape, and scales, bfloat16 [...]."""
     x = x.float()
     scales = (x.abs().amax(-1) / LARGEST).bfloat16()
-    steps = scales.float().masked_fill(scales < SMALLEST_SCALE, float("inf"))[..., None]
+    steps = scales.float().masked_fill(scales <= SMALLEST, float("inf"))[..., None]
     return ((x / steps).round().clamp(-LARGEST, LARGEST) + BIAS).to(torch.uint8), scales
 
 
@@ -82,12 +84,15 @@ def as_stored(x: Tensor) -> Tensor:
     return dequantize(*quantize(x))
 
 
-def store_int8_torch(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+def store_int8_torch(key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
     """Quantise and store key and value [tokens, kv_heads, head_dim] in slots [tokens], all at least 0."""
-    block_size, _ = page_sizes(k_cache, key.shape[-1])
-    at = slots // block_size, slice(None), slots % block_size
-    for (values, scales), new in zip(_parts(k_cache, v_cache, key.shape[-1]), (key, value), strict=True):
-        values[at], scales[at] = quantize(new)
+    block_size, _ = page_sizes(cache, key.shape[-1])
+    block, token = slots // block_size, slots % block_size
+    keys, values, scales = _parts(cache, key.shape[-1])
+    at = block, slice(None), token // TILE, token % TILE
+    keys[at], k_scales = quantize(key)
+    values.mT[at], v_scales = quantize(value)
+    scales[at] = torch.stack((k_scales, v_scales), dim=-1)
 
 
 def read_tokens(
@@ -110,7 +115,7 @@ def read_tokens(
     blocks = torch.where(ends[:, None] > begins[:, None], blocks, 0)
     place = place % (block_size // unit)
     if is_int8(k_cache):
-        return *_read_tiles(k_cache, v_cache, blocks, place, seen, head_dim), seen
+        return *_read_tiles(k_cache, blocks, place, seen, head_dim), seen
     slots = (blocks * block_size + place).flatten()
     keys, values = (
         cache.view(-1, kv_heads, head_dim).index_select(0, slots).unflatten(0, place.shape)
@@ -120,33 +125,155 @@ def read_tokens(
 
 
 def _read_tiles(
-    k_cache: Tensor, v_cache: Tensor, blocks: Tensor, tiles: Tensor, seen: Tensor, head_dim: int
-) -> tuple[Tensor, ...]:
+    cache: Tensor, blocks: Tensor, tiles: Tensor, seen: Tensor, head_dim: int
+) -> tuple[Tensor, Tensor]:
     """
     Keys and values, float32 [batch, kv_heads, tokens, head_dim], of tiles [batch, tiles] of these blocks.
     Tokens that are not `seen` become 0: their bytes may be anything.
     """
-    (keys, k_scales), (values, v_scales) = _parts(k_cache, v_cache, head_dim)
-    head = torch.arange(k_cache.shape[1], device=blocks.device)[:, None]
-    at = blocks[:, None], head, tiles[:, None]
-    # As words of 16 bytes, [blocks, kv_heads, tiles, head_dim]: single bytes would take far longer.
-    keys = keys.unflatten(2, (-1, TILE)).flatten(3).view(torch.complex128)[at].view(torch.uint8)
-    keys = keys.flatten(2).unflatten(2, (-1, head_dim))
-    values = values.mT.view(torch.complex128).mT[at].mT.contiguous().view(torch.uint8).mT
-    k_scales, v_scales = (
-        scales.unflatten(2, (-1, TILE))[at].flatten(2).masked_fill(~seen[:, None], 0.0)
-        for scales in (k_scales, v_scales)
+    at = blocks[:, None], torch.arange(cache.shape[1], device=blocks.device)[:, None], tiles[:, None]
+    keys, values, scales = _parts(cache, head_dim)
+    # As words of 16 bytes: single bytes would take far longer.
+    word = torch.complex128
+    parts = keys.flatten(3).view(word), values.view(word)[..., 0], scales.flatten(3).view(word)
+    keys, values, scales = (
+        words[at].view(part.dtype).unflatten(3, part.shape[3:])
+        for words, part in zip(parts, (keys, values, scales), strict=True)
     )
-    return dequantize(keys, k_scales), dequantize(values, v_scales)
+    scales = scales.float().masked_fill(~seen.unflatten(1, (-1, TILE))[:, None, :, :, None], 0.0)
+    keys = keys.float().sub_(BIAS).mul_(scales[..., :1])
+    values = values.float().sub_(BIAS).mul_(scales[..., None, :, 1])
+    return keys.flatten(2, 3), values.mT.flatten(2, 3)
 
 
-def _parts(k_cache: Tensor, v_cache: Tensor, head_dim: int) -> tuple[tuple[Tensor, Tensor], ...]:
+def _parts(cache: Tensor, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
     """
-    Views of K and of V: bytes [blocks, kv_heads, block_size, head_dim], V's transposed in memory, and scales
-    [blocks, kv_heads, block_size].
+    Views of the bytes of keys [blocks, kv_heads, tiles, 16, head_dim] and of values [blocks, kv_heads, tiles,
+    head_dim, 16], and of the scales, bfloat16 [blocks, kv_heads, tiles, 16, 2].
     """
-    block_size, _ = page_sizes(k_cache, head_dim)
-    sizes = block_size * head_dim, block_size * SCALE_BYTES
-    (keys, k_scales), (values, v_scales) = (cache.split(sizes, dim=-1) for cache in (k_cache, v_cache))
-    keys, values = keys.unflatten(2, (block_size, head_dim)), values.unflatten(2, (head_dim, block_size)).mT
-    return (keys, k_scales.view(torch.bfloat16)), (values, v_scales.view(torch.bfloat16))
+    block_size, _ = page_sizes(cache, head_dim)
+    sizes = block_size * head_dim, block_size * head_dim, block_size * SCALE_BYTES
+    keys, values, scales = cache.split(sizes, dim=-1)
+    values = values.unflatten(2, (head_dim, -1, TILE)).transpose(2, 3)
+    return (
+        keys.unflatten(2, (-1, TILE, head_dim)),
+        values,
+        scales.view(torch.bfloat16).unflatten(2, (-1, TILE, 2)),
+    )
+
+
+@triton.jit
+def load_int8_tile(
+    head, block_stride, table, start, end,
+    HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """
+    The bytes of keys [TILE, DIM_PAD] and values [DIM_PAD, TILE] from `start` on, a multiple of TILE, and both
+    scales [TILE], of the head that begins at `head` in block 0. Behind `end` bytes may be anything and scales
+    are 0.
+    """
+    token = tl.arange(0, TILE)
+    dim = tl.arange(0, DIM_PAD)
+    if BLOCK_SIZE % TILE == 0:  # the whole tile is in one block
+        block = tl.load(table + start // BLOCK_SIZE)
+        place = tl.multiple_of(start % BLOCK_SIZE, TILE) + token
+    else:
+        block = tl.load(table + (start + token) // BLOCK_SIZE, mask=start + token < end, other=0)
+        place = (start + token) % BLOCK_SIZE
+    page = head + block.to(tl.int64) * block_stride
+    # Behind the end nothing is read; 16 values of one dim are read at once.
+    is_key = (start + token < end)[:, None]
+    is_value = (start + token // 16 * 16 < end)[None, :]
+    if HEAD_DIM != DIM_PAD:
+        is_key &= (dim < HEAD_DIM)[None, :]
+        is_value &= (dim < HEAD_DIM)[:, None]
+    key = tl.load((page + place * HEAD_DIM)[:, None] + dim[None, :], mask=is_key, other=0)
+    columns = tl.max_contiguous(tl.multiple_of(page + BLOCK_SIZE * HEAD_DIM + place, 16), 16)
+    value = tl.load(columns[None, :] + dim[:, None] * BLOCK_SIZE, mask=is_value, other=0)
+    scales = (page + 2 * BLOCK_SIZE * HEAD_DIM + place * 4).to(tl.pointer_type(tl.uint32))
+    both = tl.load(scales, mask=start + token < end, other=0)
+    key_scale = (both << 16).to(tl.float32, bitcast=True)
+    value_scale = (both & 0xFFFF0000).to(tl.float32, bitcast=True)
+    return key, value, key_scale, value_scale
+
+
+@triton.jit
+def widen(byte):
+    """1024 + byte in float16, whose bits are 0x6400 + byte: a permutation of bytes makes two of them."""
+    if IS_INTERPRETED:
+        return byte.to(tl.float16) + 1024.0
+    return tl.inline_asm_elementwise(
+        "prmt.b32 $0, $2, 0x64646464, 0x4140; prmt.b32 $1, $2, 0x64646464, 0x4342;",
+        "=r,=r,r", [byte], dtype=tl.float16, is_pure=True, pack=4,
+    )  # fmt: skip
+
+
+@triton.jit
+def dequantize_tile(byte, scale):
+    """float32; bytes and scales can be broadcast."""
+    return (widen(byte) - 1152.0).to(tl.float32) * scale
+
+
+@triton.jit
+def quantize_halves(half1, half2):
+    """The bytes of both halves [rows, dims] of vectors, their scale [rows, 1], and what they stand for."""
+    peak = tl.maximum(tl.max(tl.abs(half1), axis=1), tl.max(tl.abs(half2), axis=1))
+    scale = (peak / 127.0).to(tl.bfloat16)[:, None]
+    step = scale.to(tl.float32)
+    inverse = tl.where(step > SMALLEST_SCALE, 1.0 / step, 0.0)
+    whole1, whole2 = _round(half1 * inverse), _round(half2 * inverse)
+    byte1, byte2 = (whole1 + 128.0).to(tl.uint8), (whole2 + 128.0).to(tl.uint8)
+    return byte1, byte2, scale, whole1 * step, whole2 * step
+
+
+@triton.jit
+def _round(x):
+    """To the nearest whole number from -127 to 127: float32 has no place for fractions beside 1.5 * 2^23."""
+    x = (x + 12582912.0) - 12582912.0
+    return tl.minimum(tl.maximum(x, -127.0), 127.0)
+
+
+@triton.jit
+def rotate_halves(half1, half2, ROWS: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr):
+    """`hadamard_rotate` of vectors whose halves are [ROWS, WIDTH], mixing 2 ** STAGES dims of each half."""
+    norm = tl.rsqrt(tl.full([1, 1], 2.0 * (1 << STAGES), tl.float32))
+    half1, half2 = (half1 + half2) * norm, (half1 - half2) * norm
+    return _butterflies(half1, ROWS, WIDTH, STAGES), _butterflies(half2, ROWS, WIDTH, STAGES)
+
+
+@triton.jit
+def _butterflies(x, ROWS: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr):
+    for stage in tl.static_range(STAGES):
+        pairs = tl.reshape(x, [ROWS, WIDTH // (2 << stage), 2, 1 << stage])
+        first, second = tl.split(tl.permute(pairs, [0, 1, 3, 2]))
+        pairs = tl.permute(tl.join(first + second, first - second), [0, 1, 3, 2])
+        x = tl.reshape(pairs, [ROWS, WIDTH])
+    return x
+
+
+@triton.jit
+def scale_to_float16(query, scale_log2):
+    """
+    Queries [DIM_PAD, columns] in float16 for a product with widened keys, what scores are to be multiplied by
+    [1, columns], and what the product begins with [columns], since each widened value is 1152 too large.
+    """
+    query = query.to(tl.float32)
+    largest = tl.maximum(tl.max(tl.abs(query), axis=0), 1.0e-30)
+    query = (query / largest[None, :]).to(tl.float16)
+    return query, (largest * scale_log2)[None, :], -1152.0 * tl.sum(query.to(tl.float32), axis=0)
+
+
+@triton.jit
+def fast_log2(x):
+    """-inf for 0. A single instruction, where `tl.log2` is a polynomial."""
+    if IS_INTERPRETED:
+        return tl.log2(x)
+    return tl.inline_asm_elementwise(
+        "lg2.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def larger_of_each(a1, a2, b1, b2):
+    """For `tl.reduce` of two tensors at once."""
+    return tl.maximum(a1, b1), tl.maximum(a2, b2)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.kernels import runtime
-from nanovllm.kernels.int8_cache import read_tokens
+from nanovllm.kernels.int8_cache import dequantize_tile, load_int8_tile, page_sizes, read_tokens
 from nanovllm.kernels.runtime import LOG2_E, cdiv, next_power_of_2, tl, triton, use_triton
 
 SHORT_QUERIES = (
@@ -36,19 +36,19 @@ def varlen_prefill_attention(
         lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
         return varlen_prefill_attention_torch(q, k, v, *lengths, scale, block_tables)
     tokens, heads, head_dim = q.shape
-    kv_heads = k.shape[-2]
+    block_size, kv_heads = page_sizes(k, head_dim) if block_tables is not None else (1, k.shape[1])
     out = torch.empty(tokens, heads, head_dim, dtype=q.dtype, device=q.device)
     dim_pad = max(runtime.MIN_DOT_SIZE, next_power_of_2(head_dim))
     element_size = max(q.element_size(), k.element_size())
     query_tile, key_tile, num_warps, num_stages = _tiles(dim_pad, element_size, max_seqlen_q, q.device)
     if tokens:
-        paged = block_tables is not None
+        table_stride = 0 if block_tables is None else block_tables.stride(0)
         _prefill_kernel[(cdiv(max_seqlen_q, query_tile), heads, len(cu_seqlens_q) - 1)](
             q, k, v, out,
             cu_seqlens_q, cu_seqlens_k, block_tables, scale * LOG2_E,
-            *q.stride()[:2], *k.stride()[-3:-1], *v.stride()[-3:-1], block_tables.stride(0) if paged else 0,
+            *q.stride()[:2], *k.stride()[-3:-1], *v.stride()[-3:-1], table_stride,
             GROUP=heads // kv_heads, HEAD_DIM=head_dim, DIM_PAD=dim_pad,
-            BLOCK_SIZE=k.shape[1] if paged else 1, QUERY_TILE=query_tile, KEY_TILE=key_tile,
+            BLOCK_SIZE=block_size, QUERY_TILE=query_tile, KEY_TILE=key_tile,
             num_warps=num_warps, num_stages=num_stages,
         )  # fmt: skip
     return out
@@ -168,29 +168,36 @@ def attend_to_tile(
     MASKED, a query sees keys from first_key (None: from 0) to last_key. `start` is a multiple of KEY_TILE.
     """
     token = start + tl.arange(0, KEY_TILE)
-    dim = tl.arange(0, DIM_PAD)
-    slot = token.to(tl.int64)
-    if table is not None:
-        if BLOCK_SIZE % KEY_TILE == 0:  # the whole tile is in one block
-            block = tl.load(table + start // BLOCK_SIZE)
-        else:
-            block = tl.load(table + token // BLOCK_SIZE, mask=token < len_k, other=0)
-        slot = block.to(tl.int64) * BLOCK_SIZE + token % BLOCK_SIZE
-    k_address = k_head + slot[None, :] * k_token_stride + dim[:, None]
-    v_address = v_head + slot[:, None] * v_token_stride + dim[None, :]
-    if MASKED:
-        inside = token < len_k
-        if first_key is not None:
-            inside &= token >= first_key
-        key = tl.load(k_address, mask=inside[None, :] & (dim < HEAD_DIM)[:, None], other=0.0)
-        value = tl.load(v_address, mask=inside[:, None] & (dim < HEAD_DIM)[None, :], other=0.0)
-    elif HEAD_DIM == DIM_PAD:
-        key = tl.load(k_address)
-        value = tl.load(v_address)
+    inside = token < len_k
+    if first_key is not None:
+        inside &= token >= first_key
+    if k_head.dtype.element_ty == tl.uint8:
+        key, value, key_scale, value_scale = load_int8_tile(
+            k_head, k_token_stride, table, start, len_k, HEAD_DIM, DIM_PAD, BLOCK_SIZE, KEY_TILE
+        )
+        key = tl.trans(dequantize_tile(key, key_scale[:, None]).to(query.dtype))
+        value = tl.trans(dequantize_tile(value, value_scale[None, :]).to(query.dtype))
     else:
-        key = tl.load(k_address, mask=(dim < HEAD_DIM)[:, None], other=0.0)
-        value = tl.load(v_address, mask=(dim < HEAD_DIM)[None, :], other=0.0)
-    key, value = key.to(query.dtype), value.to(query.dtype)
+        dim = tl.arange(0, DIM_PAD)
+        slot = token.to(tl.int64)
+        if table is not None:
+            if BLOCK_SIZE % KEY_TILE == 0:  # the whole tile is in one block
+                block = tl.load(table + start // BLOCK_SIZE)
+            else:
+                block = tl.load(table + token // BLOCK_SIZE, mask=token < len_k, other=0)
+            slot = block.to(tl.int64) * BLOCK_SIZE + token % BLOCK_SIZE
+        k_address = k_head + slot[None, :] * k_token_stride + dim[:, None]
+        v_address = v_head + slot[:, None] * v_token_stride + dim[None, :]
+        if MASKED:
+            key = tl.load(k_address, mask=inside[None, :] & (dim < HEAD_DIM)[:, None], other=0.0)
+            value = tl.load(v_address, mask=inside[:, None] & (dim < HEAD_DIM)[None, :], other=0.0)
+        elif HEAD_DIM == DIM_PAD:
+            key = tl.load(k_address)
+            value = tl.load(v_address)
+        else:
+            key = tl.load(k_address, mask=(dim < HEAD_DIM)[:, None], other=0.0)
+            value = tl.load(v_address, mask=(dim < HEAD_DIM)[None, :], other=0.0)
+        key, value = key.to(query.dtype), value.to(query.dtype)
     score = tl.dot(query, key, input_precision="ieee")
     if MASKED:
         score = tl.where(token[None, :] <= last_key[:, None], score, float("-inf"))

@@ -26,6 +26,7 @@ except ImportError:
     )
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton's own switch: kernels run as Python on CPUs
+IS_INTERPRETED = tl.constexpr(INTERPRETED)  # for kernels
 NUM_COUNTERS = 1 << 16  # as many as a grid can have rows
 ROW_PADDING = 128
 MIN_DOT_SIZE = 16  # the smallest side of a matrix that `tl.dot` multiplies

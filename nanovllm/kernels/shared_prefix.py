@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.kernels import runtime
-from nanovllm.kernels.int8_cache import read_tokens
+from nanovllm.kernels.int8_cache import page_sizes, read_tokens
 from nanovllm.kernels.prefill_attention import attend_to_tile
 from nanovllm.kernels.runtime import LOG2_E, next_power_of_2, tl, triton
 
@@ -49,7 +49,7 @@ def shared_prefix_attention(
     [places, heads]; the other arguments are those of `paged_decode_attention`.
     """
     _, heads, head_dim = q.shape
-    block_size, kv_heads = k_cache.shape[1:3]
+    block_size, kv_heads = page_sizes(k_cache, head_dim)
     group, places = heads // kv_heads, len(shared.members)
     partial = torch.empty(places, heads, head_dim, dtype=torch.float32, device=q.device)
     log_sums = torch.empty(places, heads, dtype=torch.float32, device=q.device)
@@ -111,7 +111,10 @@ def _shared_prefix_kernel(
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    TOKEN_STRIDE: tl.constexpr = KV_HEADS * HEAD_DIM
+    # Elements from a head to the next, and from a token to the next; with 8 bits from a block to the next.
+    IS_INT8: tl.constexpr = k_cache.dtype.element_ty == tl.uint8
+    HEAD_STRIDE: tl.constexpr = (2 * HEAD_DIM + 4) * BLOCK_SIZE if IS_INT8 else HEAD_DIM
+    STRIDE: tl.constexpr = KV_HEADS * HEAD_STRIDE
     row = tl.arange(0, QUERY_TILE)
     dim = tl.arange(0, DIM_PAD)
     for item in range(tl.program_id(0), tl.load(num_tasks) * KV_HEADS, tl.num_programs(0)):
@@ -127,8 +130,8 @@ def _shared_prefix_kernel(
         query = tl.load(q_address, mask=inside, other=0.0)
 
         table = block_tables + tl.load(members + first).to(tl.int64) * table_stride
-        k_head = k_cache + kv_head * HEAD_DIM
-        v_head = v_cache + kv_head * HEAD_DIM
+        k_head = k_cache + kv_head * HEAD_STRIDE
+        v_head = v_cache + kv_head * HEAD_STRIDE
         last_key = tl.full([QUERY_TILE], -1, tl.int32) + end
         highest = tl.full([QUERY_TILE], float("-inf"), tl.float32)
         total = tl.zeros([QUERY_TILE], tl.float32)
@@ -139,17 +142,17 @@ def _shared_prefix_kernel(
         for start in range(aligned, whole_end, KEY_TILE):
             highest, total, acc = attend_to_tile(
                 query, k_head, v_head, table, start, end, begin, last_key, highest, total, acc,
-                scale_log2, TOKEN_STRIDE, TOKEN_STRIDE, HEAD_DIM, DIM_PAD, BLOCK_SIZE, KEY_TILE, False,
+                scale_log2, STRIDE, STRIDE, HEAD_DIM, DIM_PAD, BLOCK_SIZE, KEY_TILE, False,
             )  # fmt: skip
         for start in range(begin // KEY_TILE * KEY_TILE, begin, KEY_TILE):
             highest, total, acc = attend_to_tile(
                 query, k_head, v_head, table, start, end, begin, last_key, highest, total, acc,
-                scale_log2, TOKEN_STRIDE, TOKEN_STRIDE, HEAD_DIM, DIM_PAD, BLOCK_SIZE, KEY_TILE, True,
+                scale_log2, STRIDE, STRIDE, HEAD_DIM, DIM_PAD, BLOCK_SIZE, KEY_TILE, True,
             )  # fmt: skip
         for start in range(tl.maximum(aligned, whole_end), end, KEY_TILE):
             highest, total, acc = attend_to_tile(
                 query, k_head, v_head, table, start, end, begin, last_key, highest, total, acc,
-                scale_log2, TOKEN_STRIDE, TOKEN_STRIDE, HEAD_DIM, DIM_PAD, BLOCK_SIZE, KEY_TILE, True,
+                scale_log2, STRIDE, STRIDE, HEAD_DIM, DIM_PAD, BLOCK_SIZE, KEY_TILE, True,
             )  # fmt: skip
 
         out_row = place.to(tl.int64) * KV_HEADS * GROUP + head

@@ -100,7 +100,8 @@ class Attention(nn.Module):
         8-bit cache k and v of a prefill are rounded as those in the cache are, so that results do not depend
         on which tokens come from there.
         """
-        slots = get_context().slot_mapping
+        step = get_context()
+        slots = step.slot_mapping
         q, k, v = qkv.view(len(qkv), -1, self.head_dim).split(
             (self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1
         )
@@ -108,7 +109,7 @@ class Attention(nn.Module):
             weights = (q_norm.weight, k_norm.weight, q_norm.eps) if q_norm else (None, None, 0.0)
             heads = self.num_heads, self.num_kv_heads, self.head_dim
             cos_sin, caches = rotary_emb.cos_sin_cache, (self.k_cache, self.v_cache)
-            qk_norm_rope_store(qkv, *heads, *weights, positions, cos_sin, *caches, slots)
+            qk_norm_rope_store(qkv, *heads, *weights, positions, cos_sin, *caches, slots, step.is_prefill)
             return q, k, v
         if q_norm is not None:
             q, k = q_norm(q), k_norm(k)
@@ -117,7 +118,7 @@ class Attention(nn.Module):
             q, k = hadamard_rotate(q).to(q.dtype), hadamard_rotate(k)
         if self.k_cache.numel():  # empty in the warm-up
             store_kvcache(k, v, self.k_cache, self.v_cache, slots)
-        if is_int8(self.k_cache) and get_context().is_prefill:
+        if is_int8(self.k_cache) and step.is_prefill:
             k, v = as_stored(k).to(q.dtype), as_stored(v).to(q.dtype)
         return q, k, v
 
