@@ -211,6 +211,52 @@ def test_the_kv_cache_may_have_another_dtype_than_the_model(folder, dtype):
                 assert one.logprob == pytest.approx(other.logprob, abs=0.05)
 
 
+@pytest.fixture(scope="module")
+def answers_of_8_bits(folder):
+    with LLM(str(folder), **EXACT, num_kvcache_blocks=200, kv_cache_dtype="int8") as llm:
+        return tokens_of(llm.generate(make_prompts(), GREEDY, use_tqdm=False))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.usefixtures("no_forecast")
+def test_every_mode_gives_the_same_tokens_from_an_8_bit_cache(folder, answers_of_8_bits, mode):
+    """Keys and values of the step itself are rounded as well, so it does not matter which are in the cache."""
+    with LLM(str(folder), **{**EXACT, **MODES[mode]}, kv_cache_dtype="int8") as llm, Watch(llm) as seen:
+        llm._overlap = True
+        assert tokens_of(llm.generate(make_prompts(), GREEDY, use_tqdm=False)) == answers_of_8_bits
+        assert_empty(llm)
+    assert (seen.preemptions > 0) == ("preempted" in mode)
+    assert (max(seen.cached) > 0) == ("without prefix caching" not in mode)
+
+
+def test_scores_from_an_8_bit_cache_depend_on_no_chunk_and_no_prefix(folder):
+    prompt = make_prompts()[7]
+    params = SamplingParams(0, 3, True, prompt_logprobs=2)
+    found = []
+    for options in ({}, dict(max_num_batched_tokens=23), dict(kvcache_block_size=64)):
+        with LLM(str(folder), **{**EXACT, "num_kvcache_blocks": 40, "kv_cache_dtype": "int8", **options}) as llm:
+            for _ in range(2):  # the second time from the cache
+                (result,) = llm.generate([prompt], params, use_tqdm=False)
+                found.append([[one.logprob for one in place.values()] for place in result["prompt_logprobs"][1:]])
+                found.append(llm.score([prompt[:50]], [prompt[50:]]))
+    logprobs, scores = found[::2], found[1::2]
+    for one in logprobs:
+        torch.testing.assert_close(one, logprobs[0], rtol=0, atol=1e-4)
+    assert scores
+
+
+def test_an_8_bit_cache_holds_nearly_four_times_the_tokens_of_float32(folder):
+    """1 byte an element and 2 more a vector, for 4 bytes an element; the pages take what there is."""
+    options = {**EXACT, "max_num_seqs": 1}
+    held = {}
+    for dtype in ("float32", "int8"):
+        with LLM(str(folder), **options, kv_cache_dtype=dtype) as llm:
+            pages = llm.model_runner.kv_cache.pages
+            held[dtype] = pages.nbytes / llm.stats()["num_kv_cache_tokens"]
+    head_dim, vectors = 16, 2 * 2 * 2  # keys and values, layers, heads
+    assert held == {"float32": 4 * head_dim * vectors, "int8": (head_dim + 2) * vectors}
+
+
 def test_identical_prompts_in_one_call_are_computed_once(llm):
     prompt = [9, *range(64)]
     with Watch(llm) as seen:

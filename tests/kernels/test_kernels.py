@@ -19,6 +19,7 @@ from nanovllm.kernels import (
     decode_attention,
     decode_inputs,
     filtering,
+    int8_cache,
     kv_store,
     layernorm,
     logit_edits,
@@ -117,7 +118,10 @@ def test_silu_and_mul_matches_its_twin(device, dtype, width):
 
 
 def empty_caches(blocks, block_size, kv_heads, head_dim, device, dtype):
-    shape = (blocks, block_size, kv_heads, head_dim)
+    """NaN in every slot; 8-bit caches have any bytes and scales."""
+    shape = (blocks, *int8_cache.page_shape(block_size, kv_heads, head_dim, dtype))
+    if dtype == torch.uint8:
+        return [torch.randint(256, shape, dtype=dtype).to(device) for _ in "kv"]
     return [torch.full(shape, NAN, device=device, dtype=dtype) for _ in "kv"]
 
 
@@ -231,10 +235,9 @@ def paged_caches(lengths, block_size, kv_heads, head_dim, device, dtype):
         blocks = [order.pop() for _ in range(count)]
         tables[i, :count] = torch.tensor(blocks, dtype=torch.int32)
         slots = torch.tensor([blocks[t // block_size] * block_size + t % block_size for t in range(length)])
-        kv = [rand(length, kv_heads, head_dim, device=device, dtype=dtype) for _ in caches]
-        for cache, new in zip(caches, kv, strict=True):
-            cache.view(-1, kv_heads, head_dim)[slots.to(device).long()] = new
-        sequences.append(kv)
+        kv = [rand(length, kv_heads, head_dim, device=device) for _ in caches]
+        kv_store.store_kvcache_torch(*kv, *caches, slots.to(device).long())
+        sequences.append([int8_cache.as_stored(x) if dtype == torch.uint8 else x.to(dtype) for x in kv])
     return *caches, tables.to(device), sequences
 
 

@@ -19,6 +19,7 @@ from test_kernels import (
 )
 
 from nanovllm.kernels.decode_attention import paged_decode_attention, paged_decode_attention_torch
+from nanovllm.kernels.kv_store import store_kvcache_torch
 from nanovllm.kernels.shared_prefix import MAX_PARTS, SharedPrefixes, members_per_task
 
 # Groups of sequences: how many tokens they have in common, and of the second half of them, how many more.
@@ -53,13 +54,17 @@ def make_prefixes(groups, own_lens, piece, per_task, order):
     return SharedPrefixes(*(torch.tensor(x, dtype=torch.int32) for x in tables)), lengths
 
 
-def check(attend, groups, heads, kv_heads, head_dim, block_size, piece, device, dtype, padding=0):
+def check(
+    attend, groups, heads, kv_heads, head_dim, block_size, piece, device, dtype, padding=0, cache_dtype=None
+):
     batch = sum(count for count, _, _ in groups) + padding
     order = random.Random(0).sample(range(batch), batch)
     per_task = members_per_task(heads // kv_heads)
     own_lens = random.Random(1).choices(range(1, on(device, 300, 30)), k=batch - padding)
     shared, lengths = make_prefixes(groups, own_lens, piece, per_task, order)
-    k_cache, v_cache, tables, sequences = paged_caches(lengths, block_size, kv_heads, head_dim, device, dtype)
+    k_cache, v_cache, tables, sequences = paged_caches(
+        lengths, block_size, kv_heads, head_dim, device, cache_dtype or dtype
+    )
     for first, count, begin, end in shared.tasks[
         :-1
     ].tolist():  # only the first member has what all begin with
@@ -67,11 +72,10 @@ def check(attend, groups, heads, kv_heads, head_dim, block_size, piece, device, 
         token = torch.arange(begin, end, device=device)
         for member in others:
             slots = tables[member].long()[token // block_size] * block_size + token % block_size
-            for cache, own, common in zip(
-                (k_cache, v_cache), sequences[member], sequences[leader], strict=True
-            ):
+            for own, common in zip(sequences[member], sequences[leader], strict=True):
                 own[begin:end] = common[begin:end]
-                cache.view(-1, kv_heads, head_dim)[slots] = NAN
+            nothing = torch.full((len(slots), kv_heads, head_dim), NAN, device=device)
+            store_kvcache_torch(nothing, nothing, k_cache, v_cache, slots)
     q = rand(batch, heads + 2 * kv_heads, head_dim, device=device, dtype=dtype)[:, :heads]
     context_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
     shared = SharedPrefixes(*(x.to(device) for x in shared))
