@@ -412,7 +412,7 @@ BAD_OPTIONS = [
     *[("max_model_len", value) for value in (0, -5, 2.5, None)],
     *[("num_kvcache_blocks", value) for value in (0, -2, 1.5, "8")],
     *[("dtype", value) for value in ("int8", "float64", "fp32", 16, None)],
-    *[("kv_cache_dtype", value) for value in ("int3", 16)],
+    *[("kv_cache_dtype", value) for value in ("int3", 16, "uint8")],
     *[("device", value) for value in ("tpu", "gpu", 3.5, "cuda:x", "meta")],
     *[("load_format", value) for value in ("pickle", "pt", 1)],
     *[("attention_backend", value) for value in ("magic", 1)],
@@ -427,6 +427,14 @@ def test_a_bad_option_is_refused_by_its_name_and_value(model, name, value):
     shown = re.escape(repr(value).strip("'"))
     with pytest.raises(ValueError, match=f"(?s)(?=.*{name})(?=.*{shown})"):
         LLM(model.folder, **{"device": "cpu", name: value})
+
+
+@pytest.mark.parametrize("dtype", ["fp8", "fp8_e4m3", "fp8_e5m2"])
+def test_who_asks_for_an_fp8_cache_is_told_of_int8(dtype):
+    with pytest.raises(
+        ValueError, match=f"kv_cache_dtype='{dtype}' .* 'int8' .* closer .* nothing to calibrate"
+    ):
+        Config("a model", kv_cache_dtype=dtype)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the device is there")
@@ -448,6 +456,7 @@ def test_a_backend_that_cannot_work_here_is_refused_with_the_reason(model, backe
         ({"dtype": "float32", "kv_cache_dtype": "bfloat16"}, "it computes bfloat16 and float16 only"),
         ({"dtype": "bfloat16", "kv_cache_dtype": "float16"}, "kv_cache_dtype is 'float16'"),
         ({"dtype": "float16", "kv_cache_dtype": "float32"}, "kv_cache_dtype is 'float32'"),
+        ({"dtype": "float16", "kv_cache_dtype": "int8"}, "kv_cache_dtype is 'int8'"),
         ({"dtype": "float16", "kvcache_block_size": 16}, "a multiple of 256"),
         ({"dtype": "float16", "kv_cache_dtype": "float16"}, None),
         ({"dtype": "bfloat16"}, None),

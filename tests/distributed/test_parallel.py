@@ -205,6 +205,7 @@ CASES = {
     "qwen3, 2 KV heads": dict(num_key_value_heads=2, vocab_size=321),
     "qwen2, 1 KV head": dict(num_key_value_heads=1, vocab_size=323, tie_word_embeddings=True),
     "llama, 4 KV heads": dict(num_key_value_heads=4, vocab_size=322),
+    "qwen3, 8-bit KV cache": dict(num_key_value_heads=2, vocab_size=321),
 }
 
 
@@ -218,6 +219,8 @@ def test_any_number_of_ranks_gives_the_tokens_of_one(tmp_path, case):
     prompts = [[pick.randrange(321) for _ in range(30)], [5], [*shared[:40], 1], shared, [*shared, 2, 3]]
     params = [SamplingParams(temperature, 14, True) for temperature in (0, 1.2, 1.2, 0, 1.2)]
     options = {**EXACT, "num_kvcache_blocks": 9, "max_num_batched_tokens": 40, "seed": 7}
+    if "8-bit" in case:
+        options["kv_cache_dtype"] = "int8"
     results = []
     for size in (1, 2, 4):
         with LLM(folder, **options, tensor_parallel_size=size) as llm, Watch(llm) as seen:

