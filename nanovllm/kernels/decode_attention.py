@@ -68,6 +68,8 @@ def paged_decode_attention(
     # Four warps would multiply many columns by an instruction that wants its operands elsewhere.
     is_short |= group_pad > MIN_COLUMNS
     tile, num_warps, num_stages = _tile(dim_pad, element_size, is_short)
+    if is_int8(k_cache) and not is_short and runtime.has_hopper_shared_memory(q.device):
+        num_stages = 5  # a tile in advance
     prefix_lens = num_parts = parts = prefix_out = prefix_log_sums = None
     if shared is not None:
         prefix_lens, num_parts, parts = shared[:3]
@@ -195,7 +197,6 @@ def _decode_kernel(
     acc = tl.zeros([DIM_PAD, GROUP_PAD], tl.float32)
     if INT8:
         highest_byte = tl.full([GROUP_PAD], -1.0e30, tl.float32)
-        byte_total = tl.zeros([TILE, GROUP_PAD], tl.float32)
     if prefix_lens is not None:
         # The first split adds what groups have computed. The first part is loaded before it is needed.
         used_parts = tl.where(split == 0, tl.load(num_parts + seq), 0)
@@ -213,16 +214,9 @@ def _decode_kernel(
             seen &= token >= first
         if INT8:
             key, value, key_scale, value_scale = load_int8_tile(
-                k_cache + kv_head * PAGE,
-                KV_HEADS * PAGE,
-                table,
-                start,
-                end,
-                HEAD_DIM,
-                DIM_PAD,
-                BLOCK_SIZE,
-                TILE,
-            )
+                k_cache + kv_head * PAGE, KV_HEADS * PAGE, table, start, end,
+                HEAD_DIM, DIM_PAD, BLOCK_SIZE, TILE, True,
+            )  # fmt: skip
             score = tl.dot(widen(key), query, tl.zeros([TILE, GROUP_PAD], tl.float32) + bias[None, :])
             score = score * key_scale[:, None]
         else:
@@ -238,7 +232,7 @@ def _decode_kernel(
         score = tl.where(seen[:, None], score * scale_log2, float("-inf"))
         if INT8:
             # Bytes are multiplied by their scale times their probability, in float16, so 1 at most.
-            byte_score = score + fast_log2(value_scale)[:, None]
+            byte_score = score + tl.where(seen, fast_log2(value_scale), 0.0)[:, None]
             tile_highest, byte_highest = tl.reduce((score, byte_score), 0, larger_of_each)
         else:
             tile_highest = tl.max(score, axis=0)
@@ -251,16 +245,14 @@ def _decode_kernel(
             new_highest = tl.maximum(highest_byte, byte_highest)
             shrink = tl.exp2(highest_byte - new_highest)
             weight = tl.exp2(byte_score - new_highest[None, :]).to(tl.float16)
-            byte_total = byte_total * shrink[None, :] + weight.to(tl.float32)
             highest_byte = new_highest
-            acc = tl.dot(widen(value), weight, acc * shrink[None, :])
+            acc = tl.dot(widen(value) - 1152.0, weight, acc * shrink[None, :])
         else:
             weight = weight.to(value.dtype)
             acc = tl.dot(value, weight, acc * shrink[None, :], input_precision="ieee")
 
     total = tl.sum(total, axis=0)
     if INT8:
-        acc = acc - 1152.0 * tl.sum(byte_total, axis=0)[None, :]
         acc = acc * tl.exp2(highest_byte - tl.where(total > 0, highest, 0.0))[None, :]
 
     if prefix_lens is not None:
@@ -338,11 +330,11 @@ def _prefetch_tile(
         block = tl.load(table + token // BLOCK_SIZE, mask=token < end, other=0).to(tl.int64)
         size = tl.where(token < end, ROW_BYTES, 0)
         if k_cache.dtype.element_ty == tl.uint8:
-            page = (block * KV_HEADS + kv_head) * ((2 * HEAD_DIM + 4) * BLOCK_SIZE)
-            row = page + token % BLOCK_SIZE * HEAD_DIM
+            # The values of 16 tokens take as much as their keys, and lie as far apart.
+            row = (block * KV_HEADS + kv_head) * ((2 * HEAD_DIM + 4) * BLOCK_SIZE)
+            row += token % BLOCK_SIZE * HEAD_DIM
             prefetch_each((k_cache + row).to(tl.int64), size)
-            if BLOCK_SIZE < TILE:  # the values of a block take as much as its keys
-                prefetch_each((v_cache + BLOCK_SIZE * HEAD_DIM + row).to(tl.int64), size)
+            prefetch_each((v_cache + row + BLOCK_SIZE * HEAD_DIM).to(tl.int64), size)
         else:
             row = ((block * BLOCK_SIZE + token % BLOCK_SIZE) * KV_HEADS + kv_head) * HEAD_DIM
             prefetch_each((k_cache + row).to(tl.int64), size)

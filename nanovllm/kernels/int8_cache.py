@@ -1,12 +1,14 @@
 """The 8-bit KV cache: how its pages are laid out, and how vectors become bytes and are read again.
 
 A layer's `k_cache` and `v_cache` are one tensor, uint8 [blocks, kv_heads, block_size * (2 * head_dim + 4)].
-Of each head a block has its keys' bytes [block_size, head_dim], its values' bytes [head_dim, block_size] and
-its scales, bfloat16 [block_size, 2], of a token's key and of its value: value = (byte - 128) * scale. Scales
-are made when a token is stored, so there is nothing to calibrate, and bfloat16 has the range of the model's
-numbers, so that no vector is too large or too small. Values are multiplied along tokens, and a GPU's matrix
-unit cannot transpose bytes on their way, so they lie transposed. The bias of 128 lets a byte permutation make
-float16 numbers of them, where a conversion would cost more, and both scales of a token are one word.
+Of each head a block has its keys' bytes [block_size, head_dim], its values' bytes
+[block_size / 16, head_dim, 16] and its scales, bfloat16 [block_size, 2], of a token's key and of its value:
+value = (byte - 128) * scale. Scales are made when a token is stored, so there is nothing to calibrate, and
+bfloat16 has the range of the model's numbers, so that no vector is too large or too small. Values are
+multiplied along tokens, and a GPU's matrix unit cannot transpose bytes on their way: so 16 tokens stand side
+by side. (More would scatter the bytes of a token that is stored over more memory.) The bias of 128 lets a
+byte permutation make float16 numbers of them, where a conversion would cost more, and both scales of a token
+are one word.
 
 K is sensitive, through the few channels that are large in some models. So q and K are rotated by a Hadamard
 matrix, which spreads each channel over many and leaves the products of q and K what they were.
@@ -132,13 +134,10 @@ def _read_tiles(
     Tokens that are not `seen` become 0: their bytes may be anything.
     """
     at = blocks[:, None], torch.arange(cache.shape[1], device=blocks.device)[:, None], tiles[:, None]
-    keys, values, scales = _parts(cache, head_dim)
-    # As words of 16 bytes: single bytes would take far longer.
-    word = torch.complex128
-    parts = keys.flatten(3).view(word), values.view(word)[..., 0], scales.flatten(3).view(word)
+    word = torch.complex128  # 16 bytes: single ones would take far longer
     keys, values, scales = (
-        words[at].view(part.dtype).unflatten(3, part.shape[3:])
-        for words, part in zip(parts, (keys, values, scales), strict=True)
+        part.flatten(3).view(word)[at].view(part.dtype).unflatten(3, part.shape[3:])
+        for part in _parts(cache, head_dim)
     )
     scales = scales.float().masked_fill(~seen.unflatten(1, (-1, TILE))[:, None, :, :, None], 0.0)
     keys = keys.float().sub_(BIAS).mul_(scales[..., :1])
@@ -154,44 +153,56 @@ def _parts(cache: Tensor, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
     block_size, _ = page_sizes(cache, head_dim)
     sizes = block_size * head_dim, block_size * head_dim, block_size * SCALE_BYTES
     keys, values, scales = cache.split(sizes, dim=-1)
-    values = values.unflatten(2, (head_dim, -1, TILE)).transpose(2, 3)
-    return (
-        keys.unflatten(2, (-1, TILE, head_dim)),
-        values,
-        scales.view(torch.bfloat16).unflatten(2, (-1, TILE, 2)),
-    )
+    keys, values = keys.unflatten(2, (-1, TILE, head_dim)), values.unflatten(2, (-1, head_dim, TILE))
+    return keys, values, scales.view(torch.bfloat16).unflatten(2, (-1, TILE, 2))
 
 
 @triton.jit
 def load_int8_tile(
     head, block_stride, table, start, end,
     HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
+    BY_GROUPS: tl.constexpr,
 ):  # fmt: skip
     """
     The bytes of keys [TILE, DIM_PAD] and values [DIM_PAD, TILE] from `start` on, a multiple of TILE, and both
-    scales [TILE], of the head that begins at `head` in block 0. Behind `end` bytes may be anything and scales
-    are 0.
+    scales [TILE], of the head that begins at `head` in block 0. Behind `end` the last token, or another one
+    of its 16, is repeated. BY_GROUPS says which way of reading values suits what multiplies them.
     """
-    token = tl.arange(0, TILE)
     dim = tl.arange(0, DIM_PAD)
+    token = tl.minimum(start + tl.arange(0, TILE), end - 1)
+    first = tl.minimum(start + tl.arange(0, TILE // 16) * 16, (end - 1) // 16 * 16)  # of each 16
     if BLOCK_SIZE % TILE == 0:  # the whole tile is in one block
-        block = tl.load(table + start // BLOCK_SIZE)
-        place = tl.multiple_of(start % BLOCK_SIZE, TILE) + token
+        page = head + tl.load(table + start // BLOCK_SIZE).to(tl.int64) * block_stride
+        first_page = page
+        place, first = token - start // BLOCK_SIZE * BLOCK_SIZE, first - start // BLOCK_SIZE * BLOCK_SIZE
     else:
-        block = tl.load(table + (start + token) // BLOCK_SIZE, mask=start + token < end, other=0)
-        place = (start + token) % BLOCK_SIZE
-    page = head + block.to(tl.int64) * block_stride
-    # Behind the end nothing is read; 16 values of one dim are read at once.
-    is_key = (start + token < end)[:, None]
-    is_value = (start + token // 16 * 16 < end)[None, :]
-    if HEAD_DIM != DIM_PAD:
-        is_key &= (dim < HEAD_DIM)[None, :]
-        is_value &= (dim < HEAD_DIM)[:, None]
-    key = tl.load((page + place * HEAD_DIM)[:, None] + dim[None, :], mask=is_key, other=0)
-    columns = tl.max_contiguous(tl.multiple_of(page + BLOCK_SIZE * HEAD_DIM + place, 16), 16)
-    value = tl.load(columns[None, :] + dim[:, None] * BLOCK_SIZE, mask=is_value, other=0)
-    scales = (page + 2 * BLOCK_SIZE * HEAD_DIM + place * 4).to(tl.pointer_type(tl.uint32))
-    both = tl.load(scales, mask=start + token < end, other=0)
+        page = head + tl.load(table + token // BLOCK_SIZE).to(tl.int64) * block_stride
+        first_page = head + tl.load(table + first // BLOCK_SIZE).to(tl.int64) * block_stride
+        place, first = token % BLOCK_SIZE, first % BLOCK_SIZE
+    is_dim = dim < HEAD_DIM
+    rows = (page + place * HEAD_DIM)[:, None] + dim[None, :]
+    if HEAD_DIM == DIM_PAD:
+        key = tl.load(rows)
+    else:
+        key = tl.load(rows, mask=is_dim[None, :], other=0)
+    if BY_GROUPS:
+        byte = tl.arange(0, 16 * DIM_PAD)
+        groups = (first_page + (BLOCK_SIZE + first) * HEAD_DIM)[:, None] + byte[None, :]
+        if HEAD_DIM == DIM_PAD:
+            value = tl.load(groups)
+        else:
+            value = tl.load(groups, mask=(byte < 16 * HEAD_DIM)[None, :], other=0)
+        value = tl.permute(tl.reshape(value, [TILE // 16, DIM_PAD, 16]), [1, 0, 2])
+        value = tl.reshape(value, [DIM_PAD, TILE])
+    else:
+        place16 = (start + tl.arange(0, TILE)) % BLOCK_SIZE
+        columns = page + (BLOCK_SIZE + place16 // 16 * 16) * HEAD_DIM + place16 % 16
+        columns = tl.max_contiguous(tl.multiple_of(columns, 16), 16)[None, :] + dim[:, None] * 16
+        if HEAD_DIM == DIM_PAD:
+            value = tl.load(columns)
+        else:
+            value = tl.load(columns, mask=is_dim[:, None], other=0)
+    both = tl.load((page + 2 * BLOCK_SIZE * HEAD_DIM + place * 4).to(tl.pointer_type(tl.uint32)))
     key_scale = (both << 16).to(tl.float32, bitcast=True)
     value_scale = (both & 0xFFFF0000).to(tl.float32, bitcast=True)
     return key, value, key_scale, value_scale

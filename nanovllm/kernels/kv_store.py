@@ -158,9 +158,9 @@ def _qk_norm_rope_store_kernel(
                 place = slot % BLOCK_SIZE
                 page = (slot // BLOCK_SIZE * NUM_KV_HEADS + head) * ((2 * HEAD_DIM + 4) * BLOCK_SIZE)
                 if is_v:
-                    values = v_cache + page + BLOCK_SIZE * HEAD_DIM + half * BLOCK_SIZE + place
-                    tl.store(values, byte1, mask=inside)
-                    tl.store(values + HALF * BLOCK_SIZE, byte2, mask=inside)
+                    values = v_cache + page + (BLOCK_SIZE + place // 16 * 16) * HEAD_DIM + place % 16
+                    tl.store(values + half * 16, byte1, mask=inside)
+                    tl.store(values + (HALF + half) * 16, byte2, mask=inside)
                 else:
                     keys = k_cache + page + place * HEAD_DIM + half
                     tl.store(keys, byte1, mask=inside)

@@ -173,8 +173,10 @@ def attend_to_tile(
         inside &= token >= first_key
     if k_head.dtype.element_ty == tl.uint8:
         key, value, key_scale, value_scale = load_int8_tile(
-            k_head, k_token_stride, table, start, len_k, HEAD_DIM, DIM_PAD, BLOCK_SIZE, KEY_TILE
+            k_head, k_token_stride, table, start, len_k, HEAD_DIM, DIM_PAD, BLOCK_SIZE, KEY_TILE, False
         )
+        if MASKED:
+            value_scale = tl.where(inside, value_scale, 0.0)
         key = tl.trans(dequantize_tile(key, key_scale[:, None]).to(query.dtype))
         value = tl.trans(dequantize_tile(value, value_scale[None, :]).to(query.dtype))
     else:

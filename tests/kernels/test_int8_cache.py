@@ -20,7 +20,6 @@ from nanovllm.kernels.int8_cache import (
     as_stored,
     hadamard_rotate,
     is_int8,
-    page_bytes,
     page_shape,
     page_sizes,
     quantize,
@@ -90,13 +89,14 @@ def test_the_rotation_is_orthonormal_and_leaves_products_as_they_were(head_dim):
     assert hadamard_rotate(q.bfloat16()).dtype == torch.float32
 
 
-@pytest.mark.parametrize("head_dim, size", [(128, 128), (80, 16), (96, 32), (112, 16), (20, 4)])
-def test_blocks_are_rotated_alone_in_sylvesters_order(head_dim, size):
-    signs = hadamard_rotate(torch.eye(head_dim)) * size**0.5
-    row, column = torch.meshgrid(torch.arange(head_dim), torch.arange(head_dim), indexing="ij")
-    common_bits = [(row & column & (1 << bit)).bool() for bit in range(size.bit_length() - 1)]
-    expected = torch.where(row // size == column // size, (-1.0) ** torch.stack(common_bits).sum(0), 0.0)
-    torch.testing.assert_close(signs, expected)
+@pytest.mark.parametrize("head_dim, size", [(128, 64), (80, 8), (96, 16), (112, 8), (20, 2)])
+def test_the_halves_are_mixed_and_blocks_inside_them_in_sylvesters_order(head_dim, size):
+    pair = matrix = torch.tensor([[1.0, 1.0], [1.0, -1.0]])
+    while len(matrix) < size:
+        matrix = torch.kron(pair, matrix)
+    blocks = torch.kron(torch.eye(head_dim // 2 // size), matrix)
+    signs = hadamard_rotate(torch.eye(head_dim)) * (2 * size) ** 0.5
+    torch.testing.assert_close(signs, torch.kron(pair, blocks))
 
 
 @on_head_dims
@@ -104,27 +104,28 @@ def test_blocks_are_rotated_alone_in_sylvesters_order(head_dim, size):
 def test_pages_hold_the_tokens_stored_in_them_and_nothing_else_changes(head_dim, block_size):
     kv_heads, tokens = 3, 40
     caches = empty_caches(4, block_size, kv_heads, head_dim, "cpu", INT8)
-    assert caches[0].shape[1:] == page_shape(block_size, kv_heads, head_dim, INT8)
-    assert caches[0].shape[2] == page_bytes(block_size, head_dim) == block_size * (head_dim + 2)
-    assert is_int8(caches[0]) and page_sizes(caches[0], head_dim) == (block_size, kv_heads)
-    before = [cache.clone() for cache in caches]
+    page = caches[0]
+    assert (1, *page.shape[1:]) == page_shape(block_size, kv_heads, head_dim, INT8)
+    assert page.shape[1:] == (kv_heads, block_size * (2 * head_dim + 4))
+    assert is_int8(page) and page_sizes(page, head_dim) == (block_size, kv_heads)
+    expected = page.clone()
     slots = torch.randperm(4 * block_size)[:tokens].to(torch.int32)
     slots[::4] = -1
     key, value = rand(tokens, kv_heads, head_dim), rand(tokens, kv_heads, head_dim)
     store_kvcache_torch(key, value, *caches, slots)
-    for cache, old, new, is_transposed in zip(caches, before, (key, value), (False, True), strict=True):
-        for token, slot in enumerate(slots.tolist()):
-            if slot < 0:
-                continue
-            block, place = divmod(slot, block_size)
-            for head in range(kv_heads):
-                expected, scale = quantize(new[token, head])
-                at = torch.arange(head_dim)
-                at = at * block_size + place if is_transposed else place * head_dim + at
-                old[block, head, at] = expected
-                end = block_size * head_dim + 2 * place
-                old[block, head, end : end + 2] = scale[None].view(INT8)
-        assert torch.equal(cache, old)
+    dim = torch.arange(head_dim)
+    for token, slot in enumerate(slots.tolist()):
+        if slot < 0:
+            continue
+        block, place = divmod(slot, block_size)
+        for head in range(kv_heads):
+            bytes_of = expected[block, head]
+            values_at, scales_at = block_size * head_dim, 2 * block_size * head_dim + 4 * place
+            bytes_of[place * head_dim + dim], key_scale = quantize(key[token, head])
+            values_at += place // 16 * 16 * head_dim
+            bytes_of[values_at + dim * 16 + place % 16], value_scale = quantize(value[token, head])
+            bytes_of[scales_at : scales_at + 4] = torch.stack([key_scale, value_scale]).view(INT8)
+    assert torch.equal(page, expected)
 
 
 def test_reading_gives_the_tokens_of_a_span_in_their_order():
@@ -174,8 +175,9 @@ def attend_to_one(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dtype: torc
     """Decode attention of one query over all of k and v, through a cache of this dtype."""
     length, kv_heads, head_dim = k.shape
     num_blocks = -(-length // 256)
-    shape = page_shape(256, kv_heads, head_dim, dtype)
-    caches = [torch.zeros(num_blocks, *shape, dtype=dtype) for _ in "kv"]
+    planes, *page = page_shape(256, kv_heads, head_dim, dtype)
+    pages = torch.zeros(planes, num_blocks, *page, dtype=dtype)
+    caches = pages[0], pages[-1]
     if dtype == INT8:
         q, k = hadamard_rotate(q), hadamard_rotate(k)
     store_kvcache_torch(k, v, *caches, torch.arange(length))

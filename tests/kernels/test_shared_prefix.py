@@ -10,12 +10,12 @@ from test_kernels import (
     SHAPES,
     attention_tolerance,
     error,
-    in_both_types,
     on,
     on_devices,
     paged_caches,
     plain_attention,
     rand,
+    with_caches,
 )
 
 from nanovllm.kernels.decode_attention import paged_decode_attention, paged_decode_attention_torch
@@ -65,9 +65,8 @@ def check(
     k_cache, v_cache, tables, sequences = paged_caches(
         lengths, block_size, kv_heads, head_dim, device, cache_dtype or dtype
     )
-    for first, count, begin, end in shared.tasks[
-        :-1
-    ].tolist():  # only the first member has what all begin with
+    for first, count, begin, end in shared.tasks[:-1].tolist():
+        # Only the first member has what all begin with.
         leader, *others = shared.members[first : first + count].tolist()
         token = torch.arange(begin, end, device=device)
         for member in others:
@@ -85,7 +84,7 @@ def check(
         expected = (
             plain_attention(q[i : i + 1], k, v, head_dim**-0.5) if lengths[i] else torch.zeros_like(q[:1])
         )
-        assert error(out[i : i + 1], expected) < attention_tolerance(dtype), i
+        assert error(out[i : i + 1], expected) < attention_tolerance(dtype, cache_dtype), i
 
 
 @pytest.mark.parametrize("heads, kv_heads, head_dim", SHAPES)
@@ -96,11 +95,11 @@ def test_the_twin_reads_common_tokens_from_one_table(heads, kv_heads, head_dim, 
 
 
 @on_devices
-@in_both_types
+@with_caches
 @pytest.mark.parametrize("heads, kv_heads, head_dim", KERNEL_SHAPES)
-def test_common_tokens_are_read_from_one_table(device, dtype, heads, kv_heads, head_dim):
-    shape = heads, kv_heads, head_dim
-    check(paged_decode_attention, on(device, LARGE, SMALL), *shape, 16, on(device, 256, 64), device, dtype)
+def test_common_tokens_are_read_from_one_table(device, dtype, cache_dtype, heads, kv_heads, head_dim):
+    groups, options = on(device, LARGE, SMALL), (heads, kv_heads, head_dim, 16, on(device, 256, 64))
+    check(paged_decode_attention, groups, *options, device, dtype, cache_dtype=cache_dtype)
 
 
 @on_devices
