@@ -142,27 +142,56 @@ def test_requests_of_every_kind_draw_the_same_tokens_in_every_mode(checkpoint, s
             }
 
 
-@pytest.mark.parametrize("options", MODES.values(), ids=MODES.keys())
-@pytest.mark.usefixtures("no_forecast")
-def test_prompts_that_share_are_answered_as_by_transformers(checkpoint, options, monkeypatch):
-    """Tokens are taken over, copied and read in groups, in all sizes of graphs as sequences join and end."""
+def answer_prompts_that_share(checkpoint: str, monkeypatch, **options) -> list[tuple[list[int], dict]]:
+    """
+    Prompts and their greedy completions. Tokens are taken over, copied and read in groups, in all sizes of
+    graphs as sequences join and end.
+    """
     small = dict(MIN_SHARED_TOKENS=8, MIN_GROUP_SAVED=8, MIN_SAVED_TOKENS=64, MIN_PIECE=32, PIECE_STEP=16)
     for name, value in small.items():
         monkeypatch.setattr(groups, name, value)
-    reference, pick = load_reference(checkpoint).cuda(), random.Random(1)
+    pick = random.Random(1)
     system, *documents = ([pick.randrange(320) for _ in range(length)] for length in (41, 60, 23))
     begins = [system + documents[0]] * 9 + [system + documents[1]] * 6 + [system] * 3 + [[]] * 2
     prompts = [begin + [pick.randrange(320) for _ in range(pick.randint(1, 20))] for begin in begins]
-    params = [SamplingParams(0, max_tokens=10 + 5 * (i % 7), ignore_eos=True, n=1 + i % 2) for i in range(20)]
+    lengths = [dict(max_tokens=10 + 5 * (i % 7), n=1 + i % 2) for i in range(20)]
+    params = [SamplingParams(0, ignore_eos=True, logprobs=0, **length) for length in lengths]
     with LLM(checkpoint, **options) as llm:
         results = llm.generate(prompts, params, use_tqdm=False)
         stats = llm.stats()
     assert stats["num_grouped_tokens"] and stats["num_cached_tokens"]
     # In blocks of 16, all that is worth waiting for is in whole ones, and these are admitted together.
-    assert stats["num_copied_tokens"] or options == MODES["blocks of 16"]
-    for prompt, result in zip(prompts, results, strict=True):
-        for output in result.get("outputs", [result]):
-            assert_greedy(reference, prompt, output["token_ids"], 2e-3)
+    is_mode_of_16 = options.get("kvcache_block_size") == 16 and "num_kvcache_blocks" not in options
+    assert stats["num_copied_tokens"] or (is_mode_of_16 and "max_num_batched_tokens" not in options)
+    pairs = zip(prompts, results, strict=True)
+    return [(prompt, output) for prompt, result in pairs for output in result.get("outputs", [result])]
+
+
+@pytest.mark.parametrize("options", MODES.values(), ids=MODES.keys())
+@pytest.mark.usefixtures("no_forecast")
+def test_prompts_that_share_are_answered_as_by_transformers(checkpoint, options, monkeypatch):
+    reference = load_reference(checkpoint).cuda()
+    for prompt, output in answer_prompts_that_share(checkpoint, monkeypatch, **options):
+        assert_greedy(reference, prompt, output["token_ids"], 2e-3)
+
+
+@pytest.fixture(scope="module")
+def cpu_with_8_bits(checkpoint):
+    with LLM(checkpoint, device="cpu", kv_cache_dtype="int8", num_kvcache_blocks=100) as llm:
+        yield llm
+
+
+@pytest.mark.parametrize("options", MODES.values(), ids=MODES.keys())
+@pytest.mark.usefixtures("no_forecast")
+def test_an_8_bit_cache_makes_tokens_as_likely_as_on_a_cpu(checkpoint, cpu_with_8_bits, options, monkeypatch):
+    """Where a prefill reads what decode steps have written here."""
+    answers = answer_prompts_that_share(checkpoint, monkeypatch, **options, kv_cache_dtype="int8")
+    texts = [prompt + output["token_ids"] for prompt, output in answers]
+    scores = cpu_with_8_bits.score(texts, use_tqdm=False)
+    for (prompt, output), score in zip(answers, scores, strict=True):
+        pairs = zip(output["token_ids"], output["logprobs"], strict=True)
+        told = [entries[token].logprob for token, entries in pairs]
+        assert told == pytest.approx(score["token_logprobs"][len(prompt) :], abs=1e-2)
 
 
 @pytest.mark.parametrize("caching", [True, False], ids=["cached", "not cached"])

@@ -28,7 +28,7 @@ TESTS = [
     "edits",
     "requests",
 ]
-TESTS += ["faults", "errors", "kernels", "gguf", "batch_ray", "batch"]
+TESTS += ["faults", "errors", "kernels", "int8_cache", "gguf", "batch_ray", "batch"]
 TIMEOUT = 300  # seconds for one file of tests
 
 
@@ -311,16 +311,36 @@ MUTATIONS = [
     ),
     *mutations_of(
         "nanovllm/kernels/kv_store",
-        ("    if slot >= 0:", "    if slot > 0:"),
+        ("            if slot >= 0:", "            if slot > 0:"),
+        ("    elif slot >= 0:", "    elif slot > 0:"),
+        ("ROUND_KV=is_prefill and is_8_bit", "ROUND_KV=False"),
+        ("(BLOCK_SIZE + place // 16 * 16) * HEAD_DIM", "(BLOCK_SIZE + place) * HEAD_DIM"),
         ("    if slot < 0:", "    if slot <= 0:"),
         ("written = slot_mapping >= 0", "written = slot_mapping > 0"),
     ),
     *mutations_of(
         "nanovllm/kernels/decode_attention",
+        ("            key, value = key.to(query.dtype), value.to(query.dtype)", "            pass"),
+        ("tl.where(seen, fast_log2(value_scale), 0.0)", "fast_log2(value_scale)"),
+        ("widen(value) - 1152.0", "widen(value) - 1151.0"),
+        ("begin = first // TILE * TILE", "begin = first"),
+    ),
+    *mutations_of(
+        "nanovllm/kernels/int8_cache",
+        ("x.abs().amax(-1) / LARGEST", "x.abs().amax(-1) / 126"),
+        ('.masked_fill(scales <= SMALLEST, float("inf"))', ""),
+        ("half & -half", "1"),
+        ("tl.minimum(start + tl.arange(0, TILE), end - 1)", "start + tl.arange(0, TILE)"),
+        ("(end - 1) // 16 * 16)", "end - 1)"),
         (
-            "dim[None, :], mask=value_mask, other=0.0).to(query.dtype)",
-            "dim[None, :], mask=value_mask, other=0.0)",
+            "tl.maximum(tl.max(tl.abs(half1), axis=1), tl.max(tl.abs(half2), axis=1))",
+            "tl.max(tl.abs(half1), axis=1)",
         ),
+        ("key_scale = (both << 16)", "key_scale = (both & 0xFFFF0000)"),
+    ),
+    *mutations_of(
+        "nanovllm/layers/attention",
+        ("if is_int8(self.k_cache) and step.is_prefill:", "if False:"),
     ),
     *mutations_of(
         "nanovllm/kernels/prefill_attention",
