@@ -176,22 +176,37 @@ def test_prompts_that_share_are_answered_as_by_transformers(checkpoint, options,
 
 
 @pytest.fixture(scope="module")
-def cpu_with_8_bits(checkpoint):
-    with LLM(checkpoint, device="cpu", kv_cache_dtype="int8", num_kvcache_blocks=100) as llm:
-        yield llm
+def on_cpus(checkpoint):
+    """The same model twice on the CPU: with a cache of floats, and with one of 8 bits."""
+    options = dict(device="cpu", num_kvcache_blocks=100)
+    with LLM(checkpoint, **options) as exact, LLM(checkpoint, **options, kv_cache_dtype="int8") as rounded:
+        yield exact, rounded
 
 
 @pytest.mark.parametrize("options", MODES.values(), ids=MODES.keys())
 @pytest.mark.usefixtures("no_forecast")
-def test_an_8_bit_cache_makes_tokens_as_likely_as_on_a_cpu(checkpoint, cpu_with_8_bits, options, monkeypatch):
-    """Where a prefill reads what decode steps have written here."""
+def test_an_8_bit_cache_makes_tokens_as_likely_as_on_a_cpu(checkpoint, on_cpus, options, monkeypatch):
+    """
+    Where a prefill reads what decode steps have written here. Numbers that lie on the border of two bytes
+    may be rounded otherwise, so it is the mean that counts, held against what rounding to bytes does at all.
+    """
     answers = answer_prompts_that_share(checkpoint, monkeypatch, **options, kv_cache_dtype="int8")
     texts = [prompt + output["token_ids"] for prompt, output in answers]
-    scores = cpu_with_8_bits.score(texts, use_tqdm=False)
-    for (prompt, output), score in zip(answers, scores, strict=True):
-        pairs = zip(output["token_ids"], output["logprobs"], strict=True)
-        told = [entries[token].logprob for token, entries in pairs]
-        assert told == pytest.approx(score["token_logprobs"][len(prompt) :], abs=1e-2)
+    told = [
+        entries[token].logprob
+        for _, output in answers
+        for token, entries in zip(output["token_ids"], output["logprobs"], strict=True)
+    ]
+    exact, rounded = (
+        [
+            logprob
+            for (prompt, _), score in zip(answers, llm.score(texts, use_tqdm=False), strict=True)
+            for logprob in score["token_logprobs"][len(prompt) :]
+        ]
+        for llm in on_cpus
+    )
+    told, exact, rounded = torch.tensor([told, exact, rounded])
+    assert (told - rounded).abs().mean() < (exact - rounded).abs().mean() / 5
 
 
 @pytest.mark.parametrize("caching", [True, False], ids=["cached", "not cached"])

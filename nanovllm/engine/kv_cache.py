@@ -52,8 +52,8 @@ class KVCache:
                 f"the KV cache of one sequence of max_model_len={config.max_model_len} tokens needs "
                 f"{needed * block_bytes:,} bytes, {needed * block_bytes - budget:,} more than there are; "
                 f"raise gpu_memory_utilization (now {config.gpu_memory_utilization}), or lower "
-                f"max_model_len or max_num_batched_tokens (now {config.max_num_batched_tokens}), or set "
-                "kv_cache_dtype='int8'"
+                f"max_model_len or max_num_batched_tokens (now {config.max_num_batched_tokens})"
+                + ("" if is_int8(self.pages) else ", or set kv_cache_dtype='int8'")
             )
         # Only the prefix cache has a use for more blocks than the running sequences can need.
         most = MAX_BLOCKS if config.enable_prefix_caching else config.max_num_seqs * needed
