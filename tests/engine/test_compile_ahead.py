@@ -24,9 +24,10 @@ from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.checkpoints import open_checkpoint
 from nanovllm.distributed.group import Group
 
-config = Config(sys.argv[1], device="cpu", dtype="bfloat16", max_num_seqs=300)
-config = config.with_checkpoint(open_checkpoint(sys.argv[1]))
-rank, size = int(sys.argv[2]), int(sys.argv[3])
+model, rank, size, *desktop_cache = sys.argv[1:]
+rank, size, cache = int(rank), int(size), (desktop_cache or ["auto"])[0]
+config = Config(model, device="cpu", dtype="bfloat16", max_num_seqs=300, kv_cache_dtype=cache)
+config = config.with_checkpoint(open_checkpoint(model))
 gpu = SimpleNamespace(multi_processor_count=132, shared_memory_per_multiprocessor=233472, major=9, minor=0)
 driver = SimpleNamespace(launcher_cls=lambda source, metadata: None)
 compile_for_real = triton.JITFunction.run
@@ -43,7 +44,7 @@ def compile_attention(kernel, *args, **options):
     return SimpleNamespace(src=None, metadata=None)
 
 triton.JITFunction.run = compile_kernel
-if sys.argv[4:] == ["desktop"]:
+if desktop_cache:
     triton.JITFunction.run = compile_attention
     triton.runtime.driver.set_active(driver)
     gpu = SimpleNamespace(multi_processor_count=82, shared_memory_per_multiprocessor=102400, major=8, minor=6)
@@ -91,10 +92,11 @@ def test_other_ranks_compile_only_what_is_their_own(folder):
     assert {line.split()[0] for line in first | second} == {"_all_reduce_kernel", "_best_token_kernel"}
 
 
+@pytest.mark.parametrize("cache", ["auto", "int8"])
 @pytest.mark.parametrize("head_dim", [128, 256])
-def test_attention_fits_into_the_shared_memory_of_a_desktop_gpu(tmp_path, head_dim):
+def test_attention_fits_into_the_shared_memory_of_a_desktop_gpu(tmp_path, head_dim, cache):
     folder = make_checkpoint(tmp_path, head_dim=head_dim, vocab_size=257)
-    first, second = compiled(folder, 0, 1, "desktop")
+    first, second = compiled(folder, 0, 1, cache)
     shared = [(name, int(size)) for name, size in map(str.split, first | second)]  # bytes
     assert len({name for name, _ in shared}) == 3
     assert max(size for _, size in shared) <= 99 << 10, shared
