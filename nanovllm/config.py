@@ -39,6 +39,8 @@ class Config:
     load_format:            "auto", "safetensors", "gguf" or "dummy" (random weights).
     attention_backend:      "auto", "flash", "triton" or "torch".
     kv_cache_dtype:         "auto" (same as dtype), "float32", "bfloat16", "float16" or "int8".
+    quantization:           None (weights stay as the checkpoint stores them), or "fp8" or "int4": made while
+                            they are loaded.
     enable_prefix_caching:  share KV cache blocks between sequences that begin with the same tokens.
     seed:                   makes the sampling of the whole engine reproducible.
 
@@ -61,6 +63,7 @@ class Config:
     load_format: str = "auto"
     attention_backend: str = "auto"
     kv_cache_dtype: str = "auto"
+    quantization: str | None = None
     enable_prefix_caching: bool = True
     seed: int | None = None
 
@@ -96,6 +99,8 @@ class Config:
                 "and has nothing to calibrate: each token and head gets its scale when it is stored"
             )
         self._check_choice("kv_cache_dtype", ("auto", *KV_CACHE_DTYPES))
+        if self.quantization is not None:
+            self._check_choice("quantization", ("fp8", "int4"))
         self._check_choice("load_format", ("auto", "safetensors", "gguf", "dummy"))
         self._check_choice("attention_backend", ("auto", "flash", "triton", "torch"))
         object.__setattr__(self, "device", self._resolve_device())

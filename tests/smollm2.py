@@ -4,11 +4,14 @@
 """
 
 import hashlib
+import json
 import os
 from pathlib import Path
 
 import pytest
+from safetensors.torch import save_file
 
+from nanovllm.checkpoints import open_checkpoint
 from nanovllm.checkpoints.smollm2 import FILE, SHA256, fetch_smollm2
 
 
@@ -26,3 +29,20 @@ def smollm2_gguf() -> Path:
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     assert digest == SHA256, f"{path} is not {FILE}: its SHA-256 is {digest}"
     return path
+
+
+@pytest.fixture(scope="session")
+def smollm2_folder(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model as a folder, its weights dequantised to bfloat16."""
+    folder = tmp_path_factory.mktemp("smollm2")
+    checkpoint = open_checkpoint(smollm2_gguf)
+    tensors = {tensor.name: tensor[:].bfloat16().contiguous() for tensor in checkpoint.tensors()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    tokenizer = checkpoint.tokenizer()
+    tokenizer.save_pretrained(folder)
+    raw = checkpoint.hf_config().raw | {
+        "dtype": "bfloat16",
+        "eos_token_id": list(checkpoint.eos_token_ids(tokenizer)),
+    }
+    (folder / "config.json").write_text(json.dumps(raw))
+    return folder

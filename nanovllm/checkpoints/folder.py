@@ -13,7 +13,10 @@ from nanovllm.checkpoints.tokenizer import guard_decode, tokenizer_errors, toy_t
 from nanovllm.checkpoints.untrusted import check_room, file_inside, leads_inside, read_json
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
-DTYPES = ("F16", "BF16", "F32", "F64")
+DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
+# Of quantised weights and what belongs to them.
+DTYPES |= {"F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu}
+DTYPES |= {"U8": torch.uint8, "I8": torch.int8, "I32": torch.int32, "I64": torch.int64}
 FOLDER_SUFFIXES = (".safetensors", ".json", ".jinja", ".txt", ".model", ".spm", ".codes", ".tokenizer")
 TEMPLATE_FOLDER = "additional_chat_templates"
 # transformers takes any of its classes by name. Those that are no tokenizers may read pickles, or ask the
@@ -46,7 +49,8 @@ class FolderCheckpoint(Checkpoint):
         config = ModelConfig.from_dict(self.folder / "config.json", self.config)
         if not self.random_weights:
             stored = sum(file.stat().st_size for file in self._shards())
-            check_room(f"{self.path}/config.json", config, stored, bits=8)
+            bits = 4 if config.quantization_config else 8
+            check_room(f"{self.path}/config.json", config, stored, bits)
         return config
 
     def tokenizer(self) -> Any:
@@ -129,6 +133,7 @@ class SafetensorsTensor:
         self._stored = stored
         if (dtype := stored.get_dtype()) not in DTYPES:
             raise ValueError(f"{file}: tensor {name} has dtype {dtype}, which is none of {', '.join(DTYPES)}")
+        self.dtype = DTYPES[dtype]
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         return self._stored[index]

@@ -14,8 +14,7 @@ from nanovllm.utils.validation import check_bool, shown
 # The architectures that are known, and which of their defaults are not those of all others.
 ARCHITECTURES = {"LlamaForCausalLM": {}, "Qwen2ForCausalLM": {}, "Qwen3ForCausalLM": {"head_dim": 128}}
 # Settings that may have this value only.
-SUPPORTED = {"quantization_config": {}, "hidden_act": "silu", "use_sliding_window": False}
-SUPPORTED["partial_rotary_factor"] = 1.0
+SUPPORTED = {"hidden_act": "silu", "use_sliding_window": False, "partial_rotary_factor": 1.0}
 FLAGS = ["attention_bias", "mlp_bias", "tie_word_embeddings"]
 SIZES = ["hidden_size", "intermediate_size", "vocab_size", "max_position_embeddings", "num_attention_heads"]
 MAX_LAYERS, MAX_SIZE = 2**10, 2**24  # no real model comes near; without a limit, memory would run out first
@@ -49,6 +48,7 @@ class ModelConfig:
     tie_word_embeddings: bool
     dtype: str | None
     rope_parameters: dict[str, Any]
+    quantization_config: dict[str, Any] | None  # as the file has it; None if weights are not quantised
     raw: dict[str, Any] = field(repr=False)
     context_limit: int  # positions that the checkpoint is for
     max_model_len: int  # positions that the engine uses: the length of the table of rotations
@@ -90,10 +90,14 @@ def _read(given: dict[str, Any]) -> dict[str, Any]:
     layer_types = given.get("layer_types", [])
     if not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types):
         raise ValueError(f"layer_types must all be 'full_attention', got {shown(layer_types)}")
+    quantization_config = given.get("quantization_config") or None
+    if not isinstance(quantization_config, dict | type(None)):
+        raise ValueError(f"quantization_config cannot be {shown(quantization_config)}")
     limit = _context_limit(rope_parameters, values["max_position_embeddings"])
     dtype = given.get("dtype") or given.get("torch_dtype")  # the second is the older spelling
     dtype = str(dtype).removeprefix("torch.") if dtype else None
     values.update(architectures=architectures, rope_parameters=rope_parameters, dtype=dtype)
+    values["quantization_config"] = quantization_config
     return values | {"context_limit": limit, "max_model_len": limit}
 
 

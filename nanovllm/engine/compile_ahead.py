@@ -29,6 +29,7 @@ from nanovllm.kernels import runtime
 from nanovllm.kernels.all_reduce import PeerMemory
 from nanovllm.kernels.prefill_attention import SHORT_QUERIES
 from nanovllm.kernels.runtime import triton
+from nanovllm.layers.quantization.scaled import Scaled
 from nanovllm.sampling_params import Needs
 
 TIMEOUT = 30  # seconds; far more than all kernels take
@@ -106,7 +107,7 @@ class CompileAhead:
 def _fingerprint(properties: Any, rank: int, config: Config) -> str:
     """A key of all that decides which kernels there are."""
     names = ["kvcache_block_size", "max_num_seqs", "tensor_parallel_size", "attention_backend"]
-    names += ["enable_prefix_caching"]
+    names += ["enable_prefix_caching", "quantization"]
     options = [config.torch_dtype, config.kv_cache_torch_dtype, *(getattr(config, name) for name in names)]
     facts = torch.__version__, triton.__version__, properties, rank, options, vars(config.hf_config)
     digest = hashlib.sha256(repr(facts).encode())
@@ -134,6 +135,7 @@ def _compile_part(
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # ends with the engine, however that ends
         torch.set_num_threads(1)  # the others' are not there after a fork
         F.linear = lambda x, weight, bias=None: x.new_empty(*x.shape[:-1], len(weight))
+        Scaled.multiply = lambda format, x, bias: x.new_empty(*x.shape[:-1], format.shape[0])
         torch.empty_like = _zeroed_if_small(torch.empty_like)
         torch.empty = torch.zeros = _zeroed_if_small(torch.empty)
         target = triton.backends.compiler.GPUTarget("cuda", 10 * properties.major + properties.minor, 32)

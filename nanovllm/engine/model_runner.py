@@ -28,7 +28,7 @@ from nanovllm.kernels.runtime import HAVE_TRITON
 from nanovllm.kernels.shared_prefix import SharedPrefixes
 from nanovllm.layers.attention import Attention, get_backend
 from nanovllm.layers.sampler import Sampler, TopLogprobs, top_logprobs
-from nanovllm.models import get_model_class
+from nanovllm.models import build_model
 from nanovllm.sampling_params import Needs
 from nanovllm.utils.context import reset_context, set_context
 from nanovllm.utils.loader import load_model
@@ -95,7 +95,7 @@ class ModelRunner:
         self.config = config
         self.group = group
         with torch_defaults(config.torch_dtype, self.device), use_group(group):
-            self.model = get_model_class(hf_config)(hf_config)
+            self.model = build_model(hf_config, config.quantization)
             self.sampler = Sampler(self.model.lm_head.vocab_start)
         layers = [module for module in self.model.modules() if isinstance(module, Attention)]
         backend = get_backend(config, config.device_of(self.rank))

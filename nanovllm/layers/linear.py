@@ -1,18 +1,22 @@
 """Matrix products, split over the tensor-parallel ranks by output features (columns) or input features
 (rows), and the choice of who computes them.
 
-A product is computed by one of three: for one or two rows by a matrix-vector kernel, for a decode batch of a
-small model by a kernel that has its neighbours folded in, and else by torch's library. A prefill always uses
-the library, so that a start compiles one way only.
+A product of a weight that is not quantised is computed by one of three: for one or two rows by a
+matrix-vector kernel, for a decode batch of a small model by a kernel that has its neighbours folded in, and
+else by torch's library. A prefill always uses the library, so that a start compiles one way only. A quantised
+weight multiplies itself (layers/quantization).
 
 Each parameter carries a `weight_loader` that takes this rank's shard out of the checkpoint's tensor by
 slicing, so that no more than the shard is read from disk. Weights are [output features, input features].
 """
 
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from nanovllm.distributed.group import get_group
@@ -20,6 +24,9 @@ from nanovllm.kernels.fused_linear import can_fuse, fused_linear
 from nanovllm.kernels.matvec import can_use_matvec, linear_small
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.quantization.plain import Plain
+from nanovllm.layers.quantization.scaled import Part, StoredTensor, matrix_shape
+from nanovllm.layers.quantization.scheme import Scheme
 from nanovllm.layers.residual_stream import Stream
 from nanovllm.utils.context import get_context
 from nanovllm.utils.loader import default_weight_loader
@@ -32,61 +39,124 @@ def divide(numerator: int, denominator: int) -> int:
     return numerator // denominator
 
 
+_allocates: ContextVar[bool] = ContextVar("allocates", default=True)
+
+
+@contextlib.contextmanager
+def without_formats() -> Iterator[None]:
+    """Linear layers made here get their weights by `assign_formats`, when their names are known."""
+    token = _allocates.set(False)
+    try:
+        yield
+    finally:
+        _allocates.reset(token)
+
+
+def assign_formats(model: nn.Module, scheme: Scheme | None) -> None:
+    """
+    Give each linear layer its weight, in the format that the scheme has for its names in a checkpoint. Raises
+    ValueError if the parts of a merged one have different formats.
+    """
+    merged: dict[str, list[str]] = {}
+    for source, (target, _) in model.packed_modules_mapping.items():
+        merged.setdefault(target, []).append(source)
+    for name, layer in model.named_modules():
+        if not isinstance(layer, LinearBase):
+            continue
+        parent, _, own = name.rpartition(".")
+        names = [f"{parent}.{source}" for source in merged.get(own, [own])]
+        first, *others = formats = [scheme and scheme.find(each) for each in names]
+        if any(other != first for other in others):
+            stored = (f"{n}: {f or 'not quantised'}" for n, f in zip(names, formats, strict=True))
+            raise ValueError(f"{own} needs one format for all its parts, got {'; '.join(stored)}")
+        layer.set_format(first.kind(layer.parts, **first.settings) if first else Plain(layer.parts))
+
+
 class LinearBase(nn.Module):
     """
-    A weight of this rank's size and, if wanted, a bias. Subclasses say how checkpoints are cut to fit, in
-    `weight_loader`.
+    A matrix of this rank's size in some format, and, if wanted, a bias. `parts` are the checkpoint's matrices
+    that it is made of, by the name (`shard_id`) under which they are loaded.
     """
 
-    def __init__(self, input_size: int, output_size: int, bias: bool = False):
+    def __init__(self, parts: dict[Any, Part], bias: bool = False):
         super().__init__()
         self.group = get_group()
-        self.weight = nn.Parameter(torch.empty(output_size, input_size), requires_grad=False)
-        self.bias = nn.Parameter(torch.zeros(output_size), requires_grad=False) if bias else None
-        for param in self.parameters():
-            param.weight_loader = self.weight_loader
+        self.parts = parts
+        self.bias = None
+        if bias:
+            self.bias = nn.Parameter(torch.zeros(matrix_shape(parts)[0]), requires_grad=False)
+            self.bias.weight_loader = self.weight_loader
+        if _allocates.get():
+            self.set_format(Plain(parts))
+
+    def set_format(self, format: Any) -> None:
+        """Keep the weight in this format of layers/quantization."""
+        self.format = format
+        self.is_plain = isinstance(format, Plain)
+        for name, param in format.parameters.items():
+            # Other formats load tensors that differ from their parameters, see `stored_tensors`.
+            param.weight_loader = self.weight_loader if self.is_plain else None
+            self.register_parameter(name, param)
+
+    def stored_tensors(self) -> dict[str, StoredTensor]:
+        """What checkpoints have in place of `weight`."""
+        return {
+            name: stored._replace(load=functools.partial(self._load_stored, stored.load))
+            for name, stored in self.format.stored.items()
+            if name != "bias" or self.bias is None
+        }
+
+    def _load_stored(
+        self, load: Callable[[Any, Part], None], loaded_weight: Any, shard_id: Any = None
+    ) -> None:
+        load(loaded_weight, self.parts[shard_id])
+
+    def weight_loader(self, param: nn.Parameter, loaded_weight: Any, shard_id: Any = None) -> None:
+        part = self.parts[shard_id]
+        cut = (part.rows, part.columns)[: param.dim()]
+        cut, shape = cut if len(cut) > 1 else cut[0], part.shape[: param.dim()]
+        default_weight_loader(param.data[part.place], loaded_weight, cut, shape)
 
     def _uses_matvec(self, x: torch.Tensor) -> bool:
-        return not get_context().is_prefill and can_use_matvec(x)
+        return self.is_plain and not get_context().is_prefill and can_use_matvec(x)
 
     def _is_fused(self, residual: torch.Tensor) -> bool:
         """Whether the product beside this residual takes the addition to it, or its norm, into its kernel."""
-        return not get_context().is_prefill and self.group.size == 1 and can_fuse(residual, self.weight)
+        if not self.is_plain or get_context().is_prefill or self.group.size > 1:
+            return False
+        return can_fuse(residual, self.weight)
 
 
 class ReplicatedLinear(LinearBase):
     """Not split: every rank holds and computes all of it."""
 
-    def weight_loader(self, param: nn.Parameter, loaded_weight: Any) -> None:
-        default_weight_loader(param, loaded_weight)
+    def __init__(self, input_size: int, output_size: int, bias: bool = False):
+        super().__init__({None: Part((output_size, input_size))}, bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [tokens, input features] -> [tokens, output features]."""
-        return F.linear(x, self.weight, self.bias)
+        return self.format.multiply(x, self.bias)
 
 
 class ColumnParallelLinear(LinearBase):
     """Split by output features; what comes out is this rank's part."""
 
     def __init__(self, input_size: int, output_size: int, bias: bool = False):
-        self.total_output_size = output_size
-        super().__init__(input_size, divide(output_size, get_group().size), bias)
+        self._build(input_size, {None: (output_size, 1)}, bias)
+
+    def _build(self, input_size: int, matrices: dict[Any, tuple[int, int]], bias: bool) -> None:
+        """
+        From matrices one below the other: for each, its number of rows, and how many neighbouring ranks hold
+        the same part of it.
+        """
+        group, parts, offset = get_group(), {}, 0
+        for shard_id, (total, replicas) in matrices.items():
+            rows = divide(total * replicas, group.size)
+            start = group.rank // replicas * rows
+            parts[shard_id] = Part((total, input_size), slice(start, start + rows), offset=offset)
+            offset += rows
+        super().__init__(parts, bias)
         self.act_fn = SiluAndMul()
-
-    def weight_loader(self, param: nn.Parameter, loaded_weight: Any) -> None:
-        self._load_rows(param, loaded_weight, self.total_output_size, 0)
-
-    def _load_rows(
-        self, param: nn.Parameter, loaded_weight: Any, total: int, offset: int, replicas: int = 1
-    ) -> None:
-        """
-        Copy this rank's part of the `total` rows of `loaded_weight` to the parameter's rows at `offset`. Each
-        part goes to `replicas` neighbouring ranks.
-        """
-        rows = divide(total * replicas, self.group.size)
-        start = self.group.rank // replicas * rows
-        part, shape = slice(start, start + rows), (total, *param.shape[1:])
-        default_weight_loader(param.data[offset : offset + rows], loaded_weight, part, shape)
 
     def forward(self, stream: Stream, silu_and_mul: bool = False) -> torch.Tensor:
         """
@@ -102,7 +172,7 @@ class ColumnParallelLinear(LinearBase):
         if self._is_fused(stream.x):
             scaled = stream.normalised() if stream.squares is None else stream.scaled
             return fused_linear(scaled, self.weight, self.bias, stream.squares, **options)[0]
-        y = F.linear(stream.normalised(), self.weight, self.bias)
+        y = self.format.multiply(stream.normalised(), self.bias)
         return self.act_fn(y) if silu_and_mul else y
 
 
@@ -110,14 +180,7 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
     """Several matrices with the same input, one below the other, each split by output features."""
 
     def __init__(self, input_size: int, output_sizes: list[int], bias: bool = False):
-        for size in output_sizes:  # each, not only their sum, must be divisible
-            divide(size, get_group().size)
-        self.output_sizes = output_sizes
-        super().__init__(input_size, sum(output_sizes), bias)
-
-    def weight_loader(self, param: nn.Parameter, loaded_weight: Any, shard_id: int = 0) -> None:
-        offset = sum(self.output_sizes[:shard_id]) // self.group.size
-        self._load_rows(param, loaded_weight, self.output_sizes[shard_id], offset)
+        self._build(input_size, {i: (size, 1) for i, size in enumerate(output_sizes)}, bias)
 
 
 class QKVParallelLinear(MergedColumnParallelLinear):
@@ -131,22 +194,13 @@ class QKVParallelLinear(MergedColumnParallelLinear):
         total_num_heads: int, total_num_kv_heads: int | None = None, bias: bool = False,
     ):  # fmt: skip
         size = get_group().size
-        self.head_size = head_size
-        self.total_num_kv_heads = total_num_kv_heads or total_num_heads
-        self.num_heads = divide(total_num_heads, size)
-        self.num_kv_replicas = max(1, size // self.total_num_kv_heads)
-        self.num_kv_heads = divide(self.total_num_kv_heads * self.num_kv_replicas, size)
-        # sizes over all ranks, replicas counted
-        kv_size = self.num_kv_heads * size * head_size
-        super().__init__(hidden_size, [total_num_heads * head_size, kv_size, kv_size], bias)
-
-    def weight_loader(self, param: nn.Parameter, loaded_weight: Any, shard_id: str = "q") -> None:
-        if shard_id == "q":
-            super().weight_loader(param, loaded_weight, 0)
-            return
-        offset = (self.num_heads + (self.num_kv_heads if shard_id == "v" else 0)) * self.head_size
-        total = self.total_num_kv_heads * self.head_size
-        self._load_rows(param, loaded_weight, total, offset, self.num_kv_replicas)
+        total_num_kv_heads = total_num_kv_heads or total_num_heads
+        num_kv_replicas = max(1, size // total_num_kv_heads)
+        num_heads = divide(total_num_heads, size)
+        num_kv_heads = divide(total_num_kv_heads * num_kv_replicas, size)
+        key = total_num_kv_heads * head_size, num_kv_replicas
+        self._build(hidden_size, {"q": (total_num_heads * head_size, 1), "k": key, "v": key}, bias)
+        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
 
 
 class RowParallelLinear(LinearBase):
@@ -156,17 +210,10 @@ class RowParallelLinear(LinearBase):
     """
 
     def __init__(self, input_size: int, output_size: int, bias: bool = False):
-        self.input_size = input_size
-        super().__init__(divide(input_size, get_group().size), output_size, bias)
-
-    def weight_loader(self, param: nn.Parameter, loaded_weight: Any) -> None:
-        if param.dim() == 1:  # the bias
-            default_weight_loader(param, loaded_weight)
-            return
-        rows, width = param.shape
-        start = self.group.rank * width
-        part = slice(None), slice(start, start + width)
-        default_weight_loader(param, loaded_weight, part, (rows, self.input_size))
+        group = get_group()
+        width = divide(input_size, group.size)
+        columns = slice(group.rank * width, group.rank * width + width)
+        super().__init__({None: Part((output_size, input_size), columns=columns)}, bias)
 
     def add_to(self, stream: Stream, x: torch.Tensor, next_norm: RMSNorm) -> Stream:
         """
@@ -181,6 +228,7 @@ class RowParallelLinear(LinearBase):
                 x, self.weight, bias, residual=stream.x, next_norm_weight=next_norm.weight
             )
             return Stream(total, next_norm, scaled, squares)
-        multiply = linear_small if self._uses_matvec(x) else F.linear
-        normed, total = next_norm(multiply(x, self.weight, bias), stream.x)
+        uses_matvec = self._uses_matvec(x)
+        y = linear_small(x, self.weight, bias) if uses_matvec else self.format.multiply(x, bias)
+        normed, total = next_norm(y, stream.x)
         return Stream(total, next_norm, normed)

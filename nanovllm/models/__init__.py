@@ -6,6 +6,8 @@ checkpoints/model_config.py.
 from torch import nn
 
 from nanovllm.checkpoints.model_config import ModelConfig
+from nanovllm.layers.linear import assign_formats, without_formats
+from nanovllm.layers.quantization import read_scheme
 from nanovllm.models.llama import LlamaForCausalLM
 from nanovllm.models.qwen2 import Qwen2ForCausalLM
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
@@ -16,3 +18,15 @@ MODELS = {model.__name__: model for model in (LlamaForCausalLM, Qwen2ForCausalLM
 def get_model_class(config: ModelConfig) -> type[nn.Module]:
     """The class of the first known architecture that the checkpoint names."""
     return MODELS[config.architectures[0]]
+
+
+def build_model(config: ModelConfig, quantization: str | None = None) -> nn.Module:
+    """
+    The model, with memory for its weights in the format that the checkpoint or this option of the engine asks
+    for. Raises ValueError if that is not supported.
+    """
+    scheme = read_scheme(config.quantization_config, quantization)
+    with without_formats():
+        model = get_model_class(config)(config)
+    assign_formats(model, scheme)
+    return model

@@ -4,18 +4,22 @@ Each parameter's `weight_loader` decides which part of a tensor goes where. A te
 parameter without a tensor are errors: a model never runs with missing weights.
 """
 
+import functools
 import math
 import os
 import zlib
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from nanovllm.checkpoints import Checkpoint, open_checkpoint
 
-# Old versions of transformers saved these; here they are computed from the configuration.
-IGNORED = ".rotary_emb.inv_freq"
+# Old versions of transformers saved the first; here they are computed from the configuration. The others are
+# for a KV cache of 8 bits.
+IGNORED = (".rotary_emb.inv_freq", ".self_attn.k_scale", ".self_attn.v_scale")
+FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 
 def default_weight_loader(
@@ -26,14 +30,24 @@ def default_weight_loader(
     whole that is not `shape` (the parameter's, unless given), and on a weight that is not finite, or not any
     more in the parameter's dtype.
     """
-    expected = tuple(param.shape) if shape is None else shape
-    if tuple(loaded_weight.shape) != expected:
-        raise ValueError(f"shape {tuple(loaded_weight.shape)}, expected {expected}")
+    check_stored(loaded_weight, tuple(param.shape) if shape is None else shape)
     param.data.copy_(loaded_weight[part])
+    check_finite(param.data)
+
+
+def check_stored(loaded_weight: Any, shape: tuple[int, ...], dtypes: set[torch.dtype] = FLOATS) -> None:
+    """Raise ValueError on another shape, and on a dtype that is none of these."""
+    if tuple(loaded_weight.shape) != shape:
+        raise ValueError(f"shape {tuple(loaded_weight.shape)}, expected {shape}")
+    if loaded_weight.dtype is not None and loaded_weight.dtype not in dtypes:  # None: becomes float32
+        raise ValueError(f"dtype {loaded_weight.dtype}, expected {' or '.join(sorted(map(str, dtypes)))}")
+
+
+def check_finite(values: torch.Tensor) -> None:
     # The sum is finite only if all weights are, and takes a few percent of loading; `isfinite` takes several
     # times as long. Where the sum of finite weights overflows, the slower test decides.
-    if not math.isfinite(param.data.sum()) and not all(map(math.isfinite, param.data.aminmax())):
-        raise ValueError(f"holds NaN, infinity, or a number too large for {param.dtype}")
+    if not math.isfinite(values.sum()) and not all(map(math.isfinite, values.aminmax())):
+        raise ValueError(f"holds NaN, infinity, or a number too large for {values.dtype}")
 
 
 @torch.no_grad()
@@ -58,33 +72,56 @@ def load_model(model: nn.Module, path: str | os.PathLike | Checkpoint) -> None:
                 raise ValueError(f"{source} has no place in {type(model).__name__}")
             if tensor.name not in waiting:
                 raise ValueError(f"{source} comes a second time")
-            param, shard_ids = waiting.pop(tensor.name)
-            weight_loader = getattr(param, "weight_loader", default_weight_loader)
             try:
-                weight_loader(param, tensor, *shard_ids)
+                waiting.pop(tensor.name).load(tensor)
             except ValueError as error:
                 raise ValueError(f"{source}: {error}") from error
-    if waiting:
-        first, *others = waiting
+    if missing := [name for name, place in waiting.items() if not place.is_optional]:
+        first, *others = missing
         more = f" and {len(others)} others" if others else ""
         raise ValueError(f"{checkpoint.path} has no tensor {first}{more}")
+    for module in quantised_layers(model).values():
+        module.format.finish()
 
 
-def find_places(model: nn.Module) -> dict[str, tuple[nn.Parameter, tuple]]:
+class Place(NamedTuple):
+    """Where a tensor goes: `load` takes the tensor."""
+
+    load: Callable[[Any], None]
+    is_optional: bool = False
+
+
+def find_places(model: nn.Module) -> dict[str, Place]:
     """
-    Name in a checkpoint of each tensor that the model needs -> the parameter that it goes to, and, if it is a
-    part of a packed one, a tuple of which part.
+    Name in a checkpoint of each tensor that the model takes -> its place. Several may be parts of one
+    parameter. A layer whose checkpoints have other tensors than it has parameters says so in
+    `stored_tensors`; those parameters have None as `weight_loader`.
     """
     packed = getattr(model, "packed_modules_mapping", {})
-    places = {}
+    found = {}
     for name, param in model.named_parameters():
+        loader = getattr(param, "weight_loader", default_weight_loader)
+        if loader is not None:
+            found[name] = Place(functools.partial(loader, param))
+    for name, layer in quantised_layers(model).items():
+        for inner, stored in layer.stored_tensors().items():
+            found[f"{name}.{inner}"] = Place(*stored)
+    places = {}
+    for name, place in found.items():
         parts = name.split(".")
-        places[name] = (param, ())
-        for source, (target, shard_id) in packed.items():
-            if target in parts:
-                places.pop(name, None)
-                places[".".join(source if part == target else part for part in parts)] = (param, (shard_id,))
+        merged = [source for source, (target, _) in packed.items() if target in parts]
+        if not merged:
+            places[name] = place
+        for source in merged:
+            target, shard_id = packed[source]
+            load = functools.partial(_load_shard, place.load, shard_id)
+            source_name = ".".join(source if part == target else part for part in parts)
+            places[source_name] = place._replace(load=load)
     return places
+
+
+def _load_shard(load: Callable[..., None], shard_id: Any, tensor: Any) -> None:
+    load(tensor, shard_id)
 
 
 def is_tied(model: nn.Module, name: str) -> bool:
@@ -93,12 +130,30 @@ def is_tied(model: nn.Module, name: str) -> bool:
     return name in every_name and name not in dict(model.named_parameters())
 
 
+def quantised_layers(model: nn.Module) -> dict[str, Any]:
+    """Layers whose checkpoints have other tensors than they have parameters, by name."""
+    layers = {name: module for name, module in model.named_modules() if hasattr(module, "stored_tensors")}
+    return {name: layer for name, layer in layers.items() if layer.format.stored}
+
+
 def fill_with_random_values(model: nn.Module) -> None:
-    """Norms are 1, biases 0, matrices normal with deviation 0.02, the same every time for the same name."""
+    """
+    Norms are 1, biases 0, matrices normal with deviation 0.02, the same every time for the same name.
+    Quantised ones are made from such a matrix.
+    """
     generators: dict[torch.device, torch.Generator] = {}
+
+    def make_normal(matrix: torch.Tensor, name: str) -> torch.Tensor:
+        generator = generators.setdefault(matrix.device, torch.Generator(matrix.device))
+        return matrix.normal_(0, 0.02, generator=generator.manual_seed(zlib.crc32(name.encode())))
+
     for name, param in model.named_parameters():
+        if getattr(param, "weight_loader", default_weight_loader) is None:
+            continue
         if param.dim() == 1:
             param.fill_(0 if name.endswith("bias") else 1)
-            continue
-        generator = generators.setdefault(param.device, torch.Generator(param.device))
-        param.normal_(0, 0.02, generator=generator.manual_seed(zlib.crc32(name.encode())))
+        else:
+            make_normal(param, name)
+    for name, layer in quantised_layers(model).items():
+        matrix = torch.empty(layer.format.shape, device=next(layer.parameters()).device)
+        layer.format.fill(make_normal(matrix, f"{name}.weight"))

@@ -1,0 +1,239 @@
+"""What the weight formats have in common: which part of a checkpoint's matrices a rank holds, and weights
+that are codes of few bits times scales.
+
+A scale is for a tile of the matrix: a row, a part of a row (a group), a block. A rank's cut need not fall on
+the checkpoint's tiles. Where it does not, the rank's own tiles are smaller: of the greatest size that divides
+every cut, so that each of them lies in one of the checkpoint's.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from nanovllm.kernels.runtime import cdiv
+from nanovllm.utils.loader import check_finite, check_stored
+
+PIECE = 2**22  # weights that are converted at a time
+SCALES = {torch.float32, torch.bfloat16, torch.float16}
+
+
+@dataclass(frozen=True)
+class Part:
+    """
+    A matrix of a checkpoint, of this shape, and this rank's share of it: `rows` and `columns` (None: all),
+    which are the rows from `offset` on of the layer's own matrix.
+    """
+
+    shape: tuple[int, int]
+    rows: slice | None = None
+    columns: slice | None = None
+    offset: int = 0
+
+    def __post_init__(self) -> None:
+        for name, size in zip(("rows", "columns"), self.shape, strict=True):
+            object.__setattr__(self, name, getattr(self, name) or slice(0, size))
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Rows and columns of the share."""
+        return self.rows.stop - self.rows.start, self.columns.stop - self.columns.start
+
+    @property
+    def place(self) -> slice:
+        """Its rows in the layer's own matrix."""
+        return slice(self.offset, self.offset + self.size[0])
+
+
+class StoredTensor(NamedTuple):
+    """A tensor that checkpoints have for each part: what loads it, and whether it may be missing."""
+
+    load: Callable[..., None]
+    is_optional: bool = False
+
+
+def matrix_shape(parts: dict[Any, Part]) -> tuple[int, int]:
+    """Rows and columns of a layer's own matrix, which these parts make up."""
+    sizes = [part.size for part in parts.values()]
+    return sum(rows for rows, _ in sizes), sizes[0][1]
+
+
+def ignore(loaded: Any, part: Part) -> None:
+    """Load nothing: what a checkpoint says of activations is not needed."""
+
+
+class Scaled:
+    """
+    codes * scales, or (codes - zeros) * scales, of shape [out, in]. `scales` and `zeros` are [rows of tiles,
+    columns of tiles], `tile` is rows and columns of one; the last may be cut off by the matrix's end. The
+    product is rounded to `product_dtype`, as the libraries do that the checkpoints come from.
+
+    Subclasses have the codes: `codes` and `set_codes`, the codes' range `lowest` to `highest`, and `stored`,
+    the checkpoint's tensors by name.
+    """
+
+    lowest: float
+    highest: float
+    keeps_scale_dtype = False
+    zero_point = 0  # where there are no `zeros`
+
+    def __init__(self, parts: dict[Any, Part], stored_tile: tuple[int, int]):
+        """`stored_tile`: rows and columns of the checkpoint's tiles; 0 is all that there are."""
+        self.parts = parts
+        self.shape = matrix_shape(parts)
+        self.stored_tile = stored_tile
+        cuts = [(part.offset, part.rows.start) for part in parts.values()]
+        rows = math.gcd(stored_tile[0], *(cut for pair in cuts for cut in pair)) or self.shape[0]
+        columns = math.gcd(stored_tile[1], *(part.columns.start for part in parts.values()))
+        columns = min(columns, self.shape[1]) or self.shape[1]
+        self.tile = (1 if columns == self.shape[1] else rows), columns  # a scale a row costs next to nothing
+        self.stored: dict[str, StoredTensor] = {}
+        self.parameters: dict[str, nn.Parameter] = {}
+        self.product_dtype: torch.dtype | None = None  # as long as no scales are loaded
+        scale_dtype = torch.get_default_dtype() if self.keeps_scale_dtype else torch.float32
+        grid = [cdiv(size, tile) for size, tile in zip(self.shape, self.tile, strict=True)]
+        self.scales = self._parameter("scales", *grid, dtype=scale_dtype)
+        self.zeros: nn.Parameter | None = None
+
+    def _parameter(self, name: str, *shape: int, dtype: torch.dtype) -> nn.Parameter:
+        param = nn.Parameter(torch.empty(*shape, dtype=dtype), requires_grad=False)
+        self.parameters[name] = param
+        return param
+
+    # Products
+
+    def codes(self, rows: slice) -> torch.Tensor:
+        """These rows' codes, [rows, in]."""
+        raise NotImplementedError
+
+    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """x [tokens, in] @ weight.T + bias: [tokens, out]."""
+        outputs = []
+        for rows in self.pieces(self.shape[0]):
+            weight = self.dequantise(rows).to(x.dtype)
+            outputs.append(F.linear(x, weight, None if bias is None else bias[rows]))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+
+    def dequantise(self, rows: slice) -> torch.Tensor:
+        """These rows of the weight, which begin with a tile, as `product_dtype`."""
+        dtype = self.product_dtype or self.scales.dtype
+        codes = self.codes(rows).to(dtype)
+        if self.zeros is not None or self.zero_point:
+            codes -= self.zero_point if self.zeros is None else self._expand(self.zeros, rows).to(dtype)
+        return codes.mul_(self._expand(self.scales, rows).to(dtype))
+
+    def _expand(self, grid: torch.Tensor, rows: slice) -> torch.Tensor:
+        """What a grid holds for each weight of these rows."""
+        height, width = self.tile
+        grid = grid[rows.start // height : cdiv(rows.stop, height)]
+        if height > 1:
+            grid = grid.repeat_interleave(height, 0)[: rows.stop - rows.start]
+        return grid if grid.shape[1] == 1 else grid.repeat_interleave(width, 1)[:, : self.shape[1]]
+
+    def pieces(self, num_rows: int) -> Iterator[slice]:
+        """Rows that are converted together, so that their copies take little memory."""
+        step = cdiv(max(1, PIECE // self.shape[1]), self.tile[0]) * self.tile[0]
+        return (slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step))
+
+    # Loading
+
+    def load_scales(self, loaded: Any, part: Part, transposed: bool = False, dtypes: set = SCALES) -> None:
+        self._check_grid(loaded, part, transposed, dtypes)
+        if dtypes is SCALES:
+            self._keep_dtype(loaded.dtype)
+        check_finite(self._load_grid(self.scales, loaded, part, transposed))
+
+    def _check_grid(self, loaded: Any, part: Part, transposed: bool, dtypes: set) -> None:
+        height, width = self.stored_tile
+        if height == 1 and width and part.shape[1] % width:
+            raise ValueError(f"groups of {width} inputs do not divide {part.shape[1]} of them")
+        grid = self._stored_grid(part)
+        if grid == (1, 1) and tuple(loaded.shape) in ((), (1,)):
+            grid = tuple(loaded.shape)
+        check_stored(loaded, grid[::-1] if transposed else grid, dtypes)
+
+    def _stored_grid(self, part: Part) -> tuple[int, ...]:
+        pairs = zip(part.shape, self.stored_tile, strict=True)
+        return tuple(cdiv(size, tile) if tile else 1 for size, tile in pairs)
+
+    def _keep_dtype(self, dtype: torch.dtype) -> None:
+        """Note in which dtype the products are rounded. One matrix cannot have two."""
+        if self.product_dtype not in (None, dtype):
+            raise ValueError(f"dtype {dtype}, but a part of the same matrix has {self.product_dtype}")
+        self.product_dtype = dtype
+        if self.keeps_scale_dtype and self.scales.dtype != dtype:
+            self.scales.data = torch.empty_like(self.scales, dtype=dtype)
+
+    def _load_grid(
+        self, target: torch.Tensor, loaded: Any, part: Part, transposed: bool = False
+    ) -> torch.Tensor:
+        """
+        Fill a part of `target`, a grid of this rank's tiles, with what the checkpoint's grid has for them:
+        `loaded` [rows, columns], or [columns, rows] if transposed. Returns the part.
+        """
+        index = []
+        for stored, tile, cut in zip(self.stored_tile, self.tile, (part.rows, part.columns), strict=True):
+            starts = torch.arange(cut.start, cut.stop, tile, device="cpu")
+            index.append(starts // stored if stored else torch.zeros_like(starts))
+        rows, columns = (slice(int(each[0]), int(each[-1]) + 1) for each in index)
+        if len(loaded.shape) < 2:
+            values = loaded[...].reshape(1, 1)
+        else:
+            values = loaded[columns, rows].t() if transposed else loaded[rows, columns]
+        values = values[index[0] - rows.start][:, index[1] - columns.start]
+        start = part.offset // self.tile[0]
+        target = target.data[start : start + len(values)]
+        return target.copy_(values)
+
+    # Made here
+
+    def load_floats(self, loaded: Any, part: Part) -> None:
+        """Quantise a part that is stored in floating point."""
+        check_stored(loaded, part.shape)
+        for rows in self.pieces(part.size[0]):
+            start = part.rows.start
+            matrix = loaded[start + rows.start : start + rows.stop, part.columns]
+            matrix = matrix.to(self.scales.device, torch.float32)
+            check_finite(matrix)
+            self._quantise(matrix, part.offset + rows.start)
+
+    def fill(self, matrix: torch.Tensor) -> None:
+        """Quantise the whole of a matrix."""
+        if self.zeros is not None:
+            self.zeros.data.fill_(self.zero_point)
+        for rows in self.pieces(self.shape[0]):
+            self._quantise(matrix[rows].float(), rows.start)
+
+    def _quantise(self, matrix: torch.Tensor, start: int) -> None:
+        """Set the codes and scales of the rows from `start` on to what comes nearest to float32 values."""
+        (num_rows, width), (tile_rows, tile_columns) = matrix.shape, self.tile
+        padded = F.pad(matrix, (0, -width % tile_columns, 0, -num_rows % tile_rows))
+        tiles = padded.view(len(padded) // tile_rows, tile_rows, -1, tile_columns)
+        scales = self.choose_scales(tiles).to(self.scales.dtype)
+        codes = self.round(tiles / scales.float()).view_as(padded)
+        first = start // tile_rows
+        self.scales.data[first : first + len(tiles)] = scales[:, 0, :, 0]
+        self.set_codes(slice(start, start + num_rows), codes[:num_rows, :width])
+
+    def choose_scales(self, tiles: torch.Tensor) -> torch.Tensor:
+        """For tiles [rows, rows of a tile, columns, columns of a tile]: [rows, 1, columns, 1]."""
+        return self.smallest(tiles.abs().amax((1, 3), keepdim=True) / self.highest)
+
+    @staticmethod
+    def smallest(scales: torch.Tensor) -> torch.Tensor:
+        """Scales for tiles of zeros must not be 0, in float16 either."""
+        return scales.clamp_min(1e-7)
+
+    def round(self, values: torch.Tensor) -> torch.Tensor:
+        return values.round_().clamp_(self.lowest, self.highest)
+
+    def set_codes(self, rows: slice, codes: torch.Tensor) -> None:
+        """Store the codes of these rows, which are float32 [rows, in]."""
+        raise NotImplementedError
+
+    def finish(self) -> None:
+        """Called when all tensors are loaded."""
