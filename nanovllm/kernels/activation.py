@@ -24,7 +24,7 @@ def silu_and_mul(x: Tensor) -> Tensor:
 
 def silu_and_mul_torch(x: Tensor) -> Tensor:
     gate, up = x.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    return F.silu(gate).mul_(up)
 
 
 @triton.jit

@@ -31,13 +31,21 @@ def store_kvcache(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, 
 def store_kvcache_torch(
     key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
 ) -> None:
-    written = slot_mapping >= 0
-    if not written.all():
+    slots = slot_mapping.tolist()
+    if len(slots) == 1:  # a copy takes a fraction of the time of an index
+        page, offset = divmod(slots[0], k_cache.shape[1])
+        if page >= 0:
+            k_cache[page, offset].copy_(key[0])
+            v_cache[page, offset].copy_(value[0])
+        return
+    slot_mapping = slot_mapping.long()
+    if min(slots, default=0) < 0:
+        written = slot_mapping >= 0
         key, value, slot_mapping = key[written], value[written], slot_mapping[written]
     if is_int8(k_cache):
         return store_int8_torch(key, value, k_cache, slot_mapping)
     for cache, new in ((k_cache, key), (v_cache, value)):
-        cache.view(-1, *cache.shape[2:])[slot_mapping] = new.to(cache.dtype)
+        cache.view(-1, *cache.shape[2:]).index_copy_(0, slot_mapping, new.to(cache.dtype))
 
 
 def qk_norm_rope_store(

@@ -18,7 +18,8 @@ def apply_rotary_emb(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> t
     Rotate x [tokens, heads, head_dim] by cos, sin [tokens, 1, head_dim / 2], in float32. Returns x's dtype.
     """
     first, second = x.float().chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    turned = torch.addcmul(first * cos, second, sin, value=-1), torch.addcmul(second * cos, first, sin)
+    return torch.cat(turned, dim=-1).to(x.dtype)
 
 
 class RotaryEmbedding(nn.Module):
@@ -32,13 +33,26 @@ class RotaryEmbedding(nn.Module):
         angles = torch.outer(positions, inverse_frequencies)
         table = torch.cat((angles.cos(), angles.sin()), dim=-1) * scale
         self.register_buffer("cos_sin_cache", table.to(torch.get_default_device()), persistent=False)
+        self._last_angles: tuple[torch.Tensor, ...] = (torch.empty(0),)  # positions, cosines and sines
 
     def forward(
         self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """positions [tokens]; query and key [tokens, heads, head_dim], not changed."""
-        cos, sin = self.cos_sin_cache[positions].unsqueeze(1).chunk(2, dim=-1)
-        return apply_rotary_emb(query, cos, sin), apply_rotary_emb(key, cos, sin)
+        cos, sin = self.angles(positions)
+        rotated = apply_rotary_emb(torch.cat((query, key), dim=1), cos, sin)
+        return rotated.split((query.shape[1], key.shape[1]), dim=1)
+
+    def angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """
+        Cosines and sines, [tokens, 1, head_dim / 2]. Every layer of a step asks with the same tensor, which
+        nobody changes, so they are looked up once.
+        """
+        last, *found = self._last_angles
+        if last is not positions:
+            found = self.cos_sin_cache[positions].unsqueeze(1).chunk(2, dim=-1)
+            self._last_angles = positions, *found
+        return tuple(found)
 
 
 def get_rope(head_dim: int, max_position: int, parameters: dict[str, Any]) -> RotaryEmbedding:
