@@ -27,6 +27,7 @@ from nanovllm.engine.transfer import to_device
 from nanovllm.kernels.runtime import HAVE_TRITON
 from nanovllm.kernels.shared_prefix import SharedPrefixes
 from nanovllm.layers.attention import Attention, get_backend
+from nanovllm.layers.linear import pack_weights
 from nanovllm.layers.sampler import Sampler, TopLogprobs, top_logprobs
 from nanovllm.models import build_model
 from nanovllm.sampling_params import Needs
@@ -72,6 +73,7 @@ class ModelRunner:
                 self._build(config, config.hf_config, group)
                 with torch_defaults(config.torch_dtype, self.device), use_group(group):
                     load_model(self.model, checkpoint)
+                pack_weights(self.model)
                 self.kernels.wait_for_warmup()
                 group.connect(self.device, config.torch_dtype, config.max_num_seqs)
                 self.warmup_model()

@@ -23,6 +23,7 @@ from nanovllm.distributed.group import get_group
 from nanovllm.kernels.fused_linear import can_fuse, fused_linear
 from nanovllm.kernels.matvec import can_use_matvec, linear_small
 from nanovllm.layers.activation import SiluAndMul
+from nanovllm.layers.embed_head import ParallelLMHead
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.quantization.plain import Plain
 from nanovllm.layers.quantization.scaled import Part, StoredTensor, matrix_shape
@@ -72,6 +73,16 @@ def assign_formats(model: nn.Module, scheme: Scheme | None) -> None:
         layer.set_format(first.kind(layer.parts, **first.settings) if first else Plain(layer.parts))
 
 
+def pack_weights(model: nn.Module) -> None:
+    """
+    Once all weights are loaded: bring those that are not quantised into the layout that a CPU multiplies
+    fastest.
+    """
+    for module in model.modules():
+        if isinstance(module, (LinearBase, ParallelLMHead)):
+            module.pack()
+
+
 class LinearBase(nn.Module):
     """
     A matrix of this rank's size in some format, and, if wanted, a bias. `parts` are the checkpoint's matrices
@@ -97,6 +108,12 @@ class LinearBase(nn.Module):
             # Other formats load tensors that differ from their parameters, see `stored_tensors`.
             param.weight_loader = self.weight_loader if self.is_plain else None
             self.register_parameter(name, param)
+
+    def pack(self) -> None:
+        """Once the weight is loaded: bring it into the layout that multiplies fastest."""
+        if self.is_plain:
+            self.format.pack()
+            self.weight = self.format.weight
 
     def stored_tensors(self) -> dict[str, StoredTensor]:
         """What checkpoints have in place of `weight`."""

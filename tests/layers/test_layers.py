@@ -1,12 +1,14 @@
 """Layers against the formulas that define them, and the shards of all ranks against the whole matrix."""
 
 import math
+import weakref
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from nanovllm.distributed.group import Group, use_group
+from nanovllm.kernels.decode_attention import paged_decode_attention_torch
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.attention import Attention, store_kvcache
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
@@ -468,3 +470,63 @@ def test_sizes_that_the_ranks_do_not_divide_are_refused():
     ):
         with pytest.raises(ValueError):
             on_rank(0, 4, make)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 3, 40])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_packed_weight_multiplies_as_before_and_its_unpacked_copy_is_gone(dtype, rows, bias):
+    layer = ReplicatedLinear(48, 80, bias).to(dtype)
+    layer.format.weight.data.normal_()
+    if bias:
+        layer.bias.data.normal_()
+    before, weight = weakref.ref(layer.weight), layer.weight.detach().clone()
+    x = torch.randn(rows, 48, dtype=dtype)
+    expected = layer(x)
+    layer.pack()
+    assert layer.weight.is_mkldnn and before() is None
+    torch.testing.assert_close(layer(x), expected, **tolerance(dtype))
+    torch.testing.assert_close(layer.weight.to_dense(), weight, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_tied_head_is_packed_and_the_embedding_still_looks_rows_up(dtype):
+    embedding, head = VocabParallelEmbedding(40, 16).to(dtype), ParallelLMHead(40, 16).to(dtype)
+    embedding.weight.data.normal_()
+    head.tie_to(embedding)
+    x = torch.randn(3, 16, dtype=dtype)
+    expected, ids = head.logits(x), torch.tensor([0, 39])
+    head.pack()
+    torch.testing.assert_close(head.logits(x), expected, **tolerance(dtype))
+    torch.testing.assert_close(embedding(ids), embedding.weight[ids])
+
+
+def test_an_untied_head_keeps_its_weight_once():
+    head = ParallelLMHead(40, 16)
+    head.weight.data.normal_()
+    head.pack()
+    assert head.weight.is_mkldnn
+
+
+def test_weights_stay_as_they_are_where_onednn_cannot_multiply_them(monkeypatch):
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    layer, head = ReplicatedLinear(16, 16), ParallelLMHead(40, 16)
+    for module in (layer, head):
+        module.pack()
+        assert not module.weight.is_mkldnn
+
+
+@pytest.mark.parametrize("blocks", [[0], [2, 3, 4], [4, 1, 3]])
+def test_a_single_sequence_attends_to_its_own_blocks_only(blocks):
+    """Side by side they are read where they lie; nothing beyond the sequence's end counts."""
+    k_cache, v_cache = torch.full((2, 6, 4, 2, 8), float("nan")).unbind(0)
+    keys, values = torch.randn(2, len(blocks) * 4 - 1, 2, 8).unbind(0)
+    for i, (key, value) in enumerate(zip(keys, values, strict=True)):
+        k_cache[blocks[i // 4], i % 4], v_cache[blocks[i // 4], i % 4] = key, value
+    q = torch.randn(1, 6, 8)
+    tables = torch.tensor([[*blocks, 0]], dtype=torch.int32)
+    out = paged_decode_attention_torch(q, k_cache, v_cache, tables, torch.tensor([len(keys)]), 0.3)
+    wide = [x.repeat_interleave(3, dim=1).transpose(0, 1) for x in (keys, values)]
+    weights = (q.transpose(0, 1) @ wide[0].transpose(1, 2) * 0.3).softmax(-1)
+    torch.testing.assert_close(out, (weights @ wide[1]).transpose(0, 1), atol=1e-5, rtol=1e-5)
+    assert not paged_decode_attention_torch(q, k_cache, v_cache, tables, torch.tensor([0]), 0.3).any()
