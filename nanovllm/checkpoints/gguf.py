@@ -97,6 +97,7 @@ class GGUFCheckpoint(Checkpoint):
             "tie_word_embeddings": "output.weight" not in self.stored,
             # F16 is what converters write, also for models trained in bfloat16, whose range is larger.
             "dtype": None if embedding.dtype == torch.float16 else embedding.dtype,
+            "quantization_config": None if self.random_weights else {"quant_method": "gguf"},
         }
         config = ModelConfig.from_dict(self.path, raw)
         if not self.random_weights:  # the smallest quantisations take between one and two bits a weight
@@ -182,15 +183,21 @@ class GGUFTensor:
             whole = self._decode(self.encoded)
             return (whole if self.order is None else whole[self.order])[index]
         rows, columns = index if isinstance(index, tuple) else (index, slice(None))
+        start, stop, _ = columns.indices(self.shape[1])
+        blocks = self.blocks(rows, columns)
+        if not len(blocks):  # the last of many ranks may have no row of a small vocabulary
+            return torch.empty(0, stop - start)
+        values = self._decode(blocks.reshape(len(blocks), -1))
+        skipped = start // self.block_size * self.block_size
+        return values[:, start - skipped : stop - skipped]
+
+    def blocks(self, rows: slice, columns: slice) -> np.ndarray:
+        """Those of a matrix that these rows and columns touch, as stored: uint8 [rows, blocks, bytes of one]."""
         encoded = self.encoded[rows if self.order is None else self.order[rows]]
         start, stop, _ = columns.indices(self.shape[1])
-        if not len(encoded):  # the last of many ranks may have no row of a small vocabulary
-            return torch.empty(0, stop - start)
-        first_block, end_block = start // self.block_size, -(-stop // self.block_size)
         block_bytes = self.encoded.shape[1] * self.block_size // max(self.shape[1], 1)
-        values = self._decode(encoded[:, first_block * block_bytes : end_block * block_bytes])
-        skipped = first_block * self.block_size
-        return values[:, start - skipped : stop - skipped]
+        blocks = encoded.reshape(len(encoded), -1, max(block_bytes, 1))
+        return blocks[:, start // self.block_size : -(-stop // self.block_size)]
 
     def _decode(self, encoded: np.ndarray) -> torch.Tensor:
         if self.dtype is not None:

@@ -578,7 +578,8 @@ def differences(llm: LLM, path: Path) -> str:
     """How the loaded model differs from what the file says, or nothing."""
     expected = packed(read_safetensors(path) if path.is_dir() else read_gguf(path))
     config = llm.config.hf_config
-    loaded = dict(llm.model_runner.model.named_parameters())
+    params = llm.model_runner.model.named_parameters()
+    loaded = {name: param.to_dense() if param.is_mkldnn else param for name, param in params}
     if config.tie_word_embeddings:
         expected.pop("lm_head.weight", None)
     if loaded.keys() != expected.keys():

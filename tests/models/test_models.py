@@ -133,7 +133,7 @@ def all_logits(llm: LLM, prompts: list[list[int]]) -> list[torch.Tensor]:
                 torch.tensor([token for prompt in prompts for token in prompt]),
                 torch.cat([torch.arange(length) for length in lengths]),
             )
-            logits = hidden @ model.lm_head.weight.T
+            logits = model.lm_head.logits(hidden)
             last = model.compute_logits(hidden)
     finally:
         reset_context()

@@ -8,6 +8,7 @@ from typing import Any
 
 from nanovllm.layers.quantization.compressed_tensors import read_compressed_tensors
 from nanovllm.layers.quantization.fp8 import make_fp8, read_fp8
+from nanovllm.layers.quantization.gguf import read_gguf
 from nanovllm.layers.quantization.int4 import make_int4, read_awq, read_gptq
 from nanovllm.layers.quantization.scheme import Scheme, choose
 
@@ -18,6 +19,7 @@ READERS = {
     "gptq": read_gptq,
     "auto-round": read_gptq,
     "awq": read_awq,
+    "gguf": read_gguf,
 }
 # From the option `quantization` to what is made of weights that are not quantised.
 MAKERS = {"fp8": make_fp8, "int4": make_int4}
@@ -28,7 +30,7 @@ def read_scheme(config: dict[str, Any] | None, option: str | None) -> Scheme | N
     How the weights are quantised, or None: as a checkpoint's `quantization_config` says, or else the option.
     Raises ValueError naming the field that asks for what is not supported.
     """
-    if config is None:
+    if config is None or (option is not None and config.get("quant_method") == "gguf"):
         return MAKERS[option]() if option is not None else None
     try:
         scheme = READERS[choose(config, "quant_method", READERS)](config)
