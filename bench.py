@@ -3,6 +3,7 @@
     python bench.py                                          256 sequences, random weights, Qwen3-0.6B
     python bench.py --workload shared                        prompts that have 2,000 tokens in common
     python bench.py --model smollm2 --engine both ...        the same work by transformers, and the ratio
+    python bench.py --model smollm2 --device cpu --temperature 0 --engine llama.cpp ...      and by llama.cpp
     python bench.py --trace trace.json --plot run.png        where the time of a step goes; the run over time
 
 The default workload is the one that engines of this kind compare on: 133,966 output tokens. Every repetition
@@ -23,6 +24,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
 
+import numpy as np
 import torch
 
 from nanovllm import LLM, SamplingParams
@@ -361,7 +363,90 @@ def load_transformers_model(args: argparse.Namespace):
     return model.eval()
 
 
-ENGINES = {"nanovllm": NanoVLLM, "transformers": Transformers}
+class LlamaCpp:
+    """
+    llama.cpp on a .gguf file, with as many threads as torch has: all prompts at first, as many tokens at a
+    time as this engine takes, then a token of every sequence a step. Draws the likeliest tokens.
+    """
+
+    warmup_seqs = 2
+
+    def __init__(self, args: argparse.Namespace):
+        try:
+            import llama_cpp
+        except ImportError as error:
+            raise ValueError(
+                "--engine llama.cpp needs llama-cpp-python: pip install llama-cpp-python"
+            ) from error
+        path = open_checkpoint(args.model, args.load_format).path
+        if args.device != "cpu" or args.temperature or not path.lower().endswith(".gguf"):
+            raise ValueError("--engine llama.cpp needs --device cpu, --temperature 0 and a .gguf file")
+        self.api = llama_cpp
+        self.be_quiet = llama_cpp.llama_log_callback(lambda *_: None)  # called as long as the library lives
+        llama_cpp.llama_log_set(self.be_quiet, None)
+        llama_cpp.llama_backend_init()
+        self.model = llama_cpp.llama_model_load_from_file(
+            path.encode(), llama_cpp.llama_model_default_params()
+        )
+        if not self.model:
+            raise ValueError(f"llama.cpp cannot load {path}")
+        self.vocab_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self.model))
+        self.most_tokens = Config.max_num_batched_tokens
+
+    def run(self, workload: Workload) -> Run:
+        api, workload, run = self.api, workload.without_n(), Run(0, 0.0)
+        prompts, max_tokens = workload.prompts, workload.max_tokens
+        params = api.llama_context_default_params()
+        params.n_ctx = sum(map(len, prompts)) + sum(max_tokens)
+        params.n_seq_max, params.kv_unified = len(prompts), True
+        params.n_batch, params.n_ubatch = min(self.most_tokens, params.n_ctx), 512
+        params.n_threads = params.n_threads_batch = torch.get_num_threads()
+        context = api.llama_init_from_model(self.model, params)
+        if not context:
+            raise ValueError(f"llama.cpp cannot make a context of {params.n_ctx} tokens")
+        places = [
+            (token, i, seq, i == len(prompt) - 1)
+            for seq, prompt in enumerate(prompts)
+            for i, token in enumerate(prompt)
+        ]
+        tokens: dict[int, int] = {}  # of each sequence, the newest
+        start = now = time.perf_counter()
+        for begin in range(0, len(places), params.n_batch):
+            tokens |= self._compute(context, places[begin : begin + params.n_batch])
+        run.prefill_tokens, run.prefill_seconds = len(places), time.perf_counter() - now
+        run.output_tokens, now = len(tokens), time.perf_counter()
+        for step in range(1, max(max_tokens)):
+            running = [seq for seq in tokens if max_tokens[seq] > step]
+            drawn = self._compute(
+                context, [(tokens[seq], len(prompts[seq]) + step - 1, seq, True) for seq in running]
+            )
+            tokens |= drawn
+            run.decode_tokens += len(drawn)
+        run.decode_seconds, run.seconds = time.perf_counter() - now, time.perf_counter() - start
+        run.output_tokens += run.decode_tokens
+        api.llama_free(context)
+        return run
+
+    def _compute(self, context: Any, places: list[tuple[int, int, int, bool]]) -> dict[int, int]:
+        """One step over (token, position, sequence, whether it draws): the tokens that sequences draw."""
+        batch = self.api.llama_batch_init(len(places), 0, 1)
+        batch.n_tokens = len(places)
+        for i, (token, position, seq, draws) in enumerate(places):
+            batch.token[i], batch.pos[i], batch.logits[i] = token, position, draws
+            batch.n_seq_id[i], batch.seq_id[i][0] = 1, seq
+        failed = self.api.llama_decode(context, batch)
+        self.api.llama_batch_free(batch)
+        if failed:
+            raise RuntimeError(f"llama_decode returned {failed}")
+        rows = ((i, place[2]) for i, place in enumerate(places) if place[3])
+        logits = ((seq, self.api.llama_get_logits_ith(context, i)) for i, seq in rows)
+        return {seq: int(np.ctypeslib.as_array(row, (self.vocab_size,)).argmax()) for seq, row in logits}
+
+    def close(self) -> None:
+        self.api.llama_model_free(self.model)
+
+
+ENGINES = {"nanovllm": NanoVLLM, "transformers": Transformers, "llama.cpp": LlamaCpp}
 
 
 def bench(
@@ -487,7 +572,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         description="Benchmark Nano-vLLM.", formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     add = parser.add_argument
-    both = "both: one after the other, and the ratio"
+    both = "both: nanovllm and transformers, one after the other, and the ratio"
     add("--engine", choices=[*ENGINES, "both"], default="nanovllm", help=both)
     add(
         "--model",
@@ -552,7 +637,7 @@ def main(argv: list[str] | None = None) -> None:
 
     print(describe_workload(args.workload, workload), file=people, flush=True)
     results = {}
-    for name in ENGINES if args.engine == "both" else [args.engine]:
+    for name in ("nanovllm", "transformers") if args.engine == "both" else [args.engine]:
         runs, floor = bench(args, name, workload, people)
         results[name] = summarize(runs)
         print(describe(name, results[name]), file=people, flush=True)

@@ -192,7 +192,7 @@ class GGUFTensor:
         return values[:, start - skipped : stop - skipped]
 
     def blocks(self, rows: slice, columns: slice) -> np.ndarray:
-        """Those of a matrix that these rows and columns touch, as stored: uint8 [rows, blocks, bytes of one]."""
+        """Those of a matrix that these rows and columns touch, as stored: uint8 [rows, blocks, bytes]."""
         encoded = self.encoded[rows if self.order is None else self.order[rows]]
         start, stop, _ = columns.indices(self.shape[1])
         block_bytes = self.encoded.shape[1] * self.block_size // max(self.shape[1], 1)
