@@ -48,11 +48,18 @@ def to_fp8(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The codes and the scales [rows of tiles, columns of tiles] of this dtype."""
     tiles = tiles_of(weight.float(), rows, columns)
-    scales = (tiles.abs().amax((1, 3)) / 448).clamp_min(1e-12)
-    if dtype == torch.float8_e8m0fnu:
-        scales = scales.log2().ceil().exp2()
-    scales = scales.to(dtype)
-    codes = (tiles / scales.float()[:, None, :, None]).clamp(-448, 448).to(E4M3)
+    largest = (tiles.abs().amax((1, 3), keepdim=True) / 448).clamp_min(1e-12)
+    best, least = None, torch.inf
+    for step in range(-4, 5):  # how the weights lie between powers of two matters
+        scales = largest * 2 ** (step / 8)
+        if dtype == torch.float8_e8m0fnu:
+            scales = scales.log2().ceil().exp2()
+        scales = scales.to(dtype).float()
+        codes = (tiles / scales).clamp_(-448, 448).to(E4M3).float()
+        error = codes.mul_(scales).sub_(tiles).square_().sum((1, 3), keepdim=True)
+        best = scales if best is None else torch.where(error < least, scales, best)
+        least = error.clamp_max(least)
+    codes, scales = (tiles / best).clamp_(-448, 448).to(E4M3), best[:, 0, :, 0].to(dtype)
     codes = codes.view(tiles.shape[0] * tiles.shape[1], -1)
     return codes[: weight.shape[0], : weight.shape[1]].contiguous(), scales
 
@@ -86,24 +93,25 @@ def to_integers(
     tiles = tiles_of(weight.float(), 1, group)
     low, high = tiles.amin((1, 3), keepdim=True), tiles.amax((1, 3), keepdim=True)
     top = 2**bits - 1
+    middle = torch.full_like(low, (top + 1) / 2)
     best, least = None, torch.inf
-    for shrink in torch.linspace(1, 0.7, 16):
+    for shrink in (1, 0.95, 0.9):
         if is_symmetric:
-            scales = torch.maximum(-low / (top + 1), high / (top - 1)) * 2 * shrink
-            zeros = torch.full_like(scales, 2 ** (bits - 1))
+            scales = torch.maximum(-low, high * (top + 1) / (top - 1)) * shrink / middle
+            candidates = [middle]
         else:
-            scales = (high.clamp_min(0) - low.clamp_max(0)) * shrink / top
-            zeros = (-low.clamp_max(0) * shrink / scales.clamp_min(1e-6)).round().clamp(0, top)
+            low, high = low.clamp_max(0), high.clamp_min(0)
+            scales = (high - low) * shrink / top
+            exact = -low * shrink / scales.clamp_min(1e-6)
+            candidates = [exact.floor().clamp(0, top), exact.ceil().clamp(0, top)]
         scales = scales.clamp_min(1e-6).to(dtype)
-        codes = (tiles / scales.float() + zeros).round().clamp(0, top)
-        error = ((codes - zeros) * scales.float() - tiles).square().sum((1, 3), keepdim=True)
-        found = codes, scales, zeros
-        best = (
-            found
-            if best is None
-            else [torch.where(error < least, a, b) for a, b in zip(found, best, strict=True)]
-        )
-        least = error.clamp_max(least)
+        for zeros in candidates:
+            codes = (tiles / scales.float()).add_(zeros).round_().clamp_(0, top)
+            error = ((codes - zeros) * scales.float()).sub_(tiles).square_().sum((1, 3), keepdim=True)
+            found = codes, scales, zeros
+            if best is not None:
+                found = [torch.where(error < least, new, old) for new, old in zip(found, best, strict=True)]
+            best, least = found, error.clamp_max(least)
     codes, scales, zeros = best
     codes = codes.view(len(weight), -1)[:, : weight.shape[1]].to(torch.int32)
     return codes, scales[:, 0, :, 0], zeros[:, 0, :, 0].to(torch.int32)

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import time
+import types
 from operator import itemgetter
 from pathlib import Path
 
@@ -241,6 +242,16 @@ def test_bench_tells_what_was_shared(checkpoint, capsys):
     printed = capsys.readouterr().out
     taken_over = re.search(r"^  shared +([\d,]+) tokens taken over, [\d,]+ copied", printed, re.MULTILINE)
     assert int(taken_over[1].replace(",", "")) >= 3 * 256  # whole blocks at least
+
+
+def test_bench_says_what_llama_cpp_needs(checkpoint, monkeypatch):
+    options = [*SMALL, "--model", str(checkpoint), "--device", "cpu", "--engine", "llama.cpp"]
+    monkeypatch.setitem(sys.modules, "llama_cpp", None)
+    with pytest.raises(ValueError, match="pip install llama-cpp-python"):
+        bench.main(options)
+    monkeypatch.setitem(sys.modules, "llama_cpp", types.ModuleType("llama_cpp"))
+    with pytest.raises(ValueError, match="a .gguf file"):
+        bench.main(options)
 
 
 def test_bench_can_print_json_alone(checkpoint, capsys):

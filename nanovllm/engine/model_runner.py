@@ -27,9 +27,8 @@ from nanovllm.engine.transfer import to_device
 from nanovllm.kernels.runtime import HAVE_TRITON
 from nanovllm.kernels.shared_prefix import SharedPrefixes
 from nanovllm.layers.attention import Attention, get_backend
-from nanovllm.layers.linear import pack_weights
 from nanovllm.layers.sampler import Sampler, TopLogprobs, top_logprobs
-from nanovllm.models import build_model
+from nanovllm.models import build_model, pack_weights
 from nanovllm.sampling_params import Needs
 from nanovllm.utils.context import reset_context, set_context
 from nanovllm.utils.loader import load_model

@@ -23,7 +23,6 @@ from nanovllm.distributed.group import get_group
 from nanovllm.kernels.fused_linear import can_fuse, fused_linear
 from nanovllm.kernels.matvec import can_use_matvec, linear_small
 from nanovllm.layers.activation import SiluAndMul
-from nanovllm.layers.embed_head import ParallelLMHead
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.quantization.plain import Plain
 from nanovllm.layers.quantization.scaled import Part, StoredTensor, matrix_shape
@@ -71,16 +70,6 @@ def assign_formats(model: nn.Module, scheme: Scheme | None) -> None:
             stored = (f"{n}: {f or 'not quantised'}" for n, f in zip(names, formats, strict=True))
             raise ValueError(f"{own} needs one format for all its parts, got {'; '.join(stored)}")
         layer.set_format(first.kind(layer.parts, **first.settings) if first else Plain(layer.parts))
-
-
-def pack_weights(model: nn.Module) -> None:
-    """
-    Once all weights are loaded: bring those that are not quantised into the layout that a CPU multiplies
-    fastest.
-    """
-    for module in model.modules():
-        if isinstance(module, (LinearBase, ParallelLMHead)):
-            module.pack()
 
 
 class LinearBase(nn.Module):

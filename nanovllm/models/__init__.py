@@ -6,7 +6,8 @@ checkpoints/model_config.py.
 from torch import nn
 
 from nanovllm.checkpoints.model_config import ModelConfig
-from nanovllm.layers.linear import assign_formats, without_formats
+from nanovllm.layers.embed_head import ParallelLMHead
+from nanovllm.layers.linear import LinearBase, assign_formats, without_formats
 from nanovllm.layers.quantization import read_scheme
 from nanovllm.models.llama import LlamaForCausalLM
 from nanovllm.models.qwen2 import Qwen2ForCausalLM
@@ -30,3 +31,13 @@ def build_model(config: ModelConfig, quantization: str | None = None) -> nn.Modu
         model = get_model_class(config)(config)
     assign_formats(model, scheme)
     return model
+
+
+def pack_weights(model: nn.Module) -> None:
+    """
+    Once all weights are loaded: bring those that are not quantised into the layout that a CPU multiplies
+    fastest.
+    """
+    for module in model.modules():
+        if isinstance(module, (LinearBase, ParallelLMHead)):
+            module.pack()

@@ -164,7 +164,7 @@ class Int4(Scaled):
     def _load_gptq(self, loaded: Any, part: Part) -> None:
         check_stored(loaded, (cdiv(part.shape[1], 8), part.shape[0]), {torch.int32})
         words = loaded[part.columns.start // 8 : cdiv(part.columns.stop, 8), part.rows]
-        self._set_words(words.t(), part)
+        self._set_words(words.to(self.qweight.device).t(), part)
 
     def _set_words(self, words: torch.Tensor, part: Part) -> None:
         """Words [rows, of eight inputs each], which may begin before this rank's first input."""
