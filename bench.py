@@ -13,6 +13,7 @@ keeps the lengths and what prompts have in common but has new token ids: a prefi
 import argparse
 import gc
 import json
+import math
 import platform
 import random
 import statistics
@@ -30,6 +31,7 @@ import torch
 from nanovllm import LLM, SamplingParams
 from nanovllm.checkpoints import SHAPES, open_checkpoint
 from nanovllm.config import Config
+from nanovllm.layers.linear import LinearBase
 
 MAX_TOKEN_ID = 10_000
 ENGINE_OPTIONS = (
@@ -40,6 +42,7 @@ ENGINE_OPTIONS = (
     "enforce_eager",
     "dtype",
     "kv_cache_dtype",
+    "quantization",
     "device",
 )
 
@@ -223,7 +226,8 @@ class NanoVLLM:
     def floor(self, workload: Workload, ceilings: Ceilings) -> dict[str, float]:
         """
         The least that this work can take: every prompt token costs 2 operations per parameter and its
-        attention; every decode step reads the weights once and the KV cache of every sequence in it. What
+        attention; every decode step reads the weights, as they are stored, once and the KV cache of every
+        sequence in it. What
         sequences have in common is computed once, and read once a step. Of several ranks, each does its
         share at the same time.
         """
@@ -231,8 +235,10 @@ class NanoVLLM:
         hf_config, ranks = config.hf_config, config.tensor_parallel_size
         layers, head_dim = hf_config.num_hidden_layers, hf_config.head_dim
         head = model.lm_head.weight.numel()
-        embedding = 0 if hf_config.tie_word_embeddings else head  # looked up, not read
-        parameters = sum(p.numel() for p in model.parameters()) - embedding
+        formats = [layer.format for layer in model.modules() if isinstance(layer, LinearBase)]
+        vectors = [p for p in model.parameters() if p.dim() == 1 and p.is_floating_point()]  # norms, biases
+        parameters = head + sum(math.prod(each.shape) for each in (*formats, *vectors))
+        read_once = [model.lm_head.weight, *vectors, *(t for f in formats for t in f.parameters.values())]
         width = hf_config.num_attention_heads // ranks * head_dim * layers
         segments, max_tokens = workload.segments(), workload.without_n().max_tokens
 
@@ -247,7 +253,7 @@ class NanoVLLM:
         kv_bytes = self.llm.model_runner.kv_cache.block_bytes // config.kvcache_block_size  # of one token
         kv_reads = sum((end - begin) * num_steps(counts) for begin, end, counts in segments)
         read = kv_bytes * (kv_reads + sum(n * (n - 1) // 2 for n in max_tokens))
-        read += num_steps(max_tokens) * parameters * model.lm_head.weight.itemsize
+        read += num_steps(max_tokens) * sum(tensor.nbytes for tensor in read_once)
         return {
             "prefill_flops": flops,
             "decode_bytes": read,
@@ -605,6 +611,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--enforce-eager", action="store_true", help="do without CUDA graphs")
     add("--dtype", default="auto")
     add("--kv-cache-dtype", default="auto")
+    add("--quantization")
     add("--device", default="auto")
     add("--trace", metavar="FILE", help="write a Chrome trace of a few decode steps there")
     add("--plot", metavar="FILE", help="draw batch size, KV cache use and speed over the median repetition")

@@ -313,3 +313,15 @@ def test_the_floor_counts_weights_once_a_step_and_every_key_and_value_read(tmp_p
     reads = 4 * 8 + (2 * 2 + 4 * 12) + 2 * (1 + 2 + 1 + 2 + 3 + 4)  # in common, of each prompt, drawn
     assert floor["decode_bytes"] == 4 * parameters * 4 + kv_bytes * reads
     engine.close()
+
+
+def test_the_floor_counts_quantised_weights_as_they_are_stored(tmp_path):
+    folder, floors = make_checkpoint(tmp_path / "model", tie_word_embeddings=True, head_dim=16), []
+    for options in ([], ["--quantization", "int4"]):
+        engine = bench.NanoVLLM(bench.parse_args(["--model", str(folder), "--device", "cpu", *options]))
+        floors.append(engine.floor(bench.Workload([[1] * 10], [2]), bench.Ceilings(1e9, 1e12)))
+        engine.close()
+    plain, packed = floors
+    matrices = 2 * (64 * (4 + 2 + 2) * 16 + 64 * 64 + 3 * 64 * 96)
+    assert plain["prefill_flops"] == packed["prefill_flops"]
+    assert plain["decode_bytes"] - packed["decode_bytes"] == matrices * (32 - 4 - 32 // 32) // 8

@@ -195,8 +195,8 @@ class GGUFTensor:
         """Those of a matrix that these rows and columns touch, as stored: uint8 [rows, blocks, bytes]."""
         encoded = self.encoded[rows if self.order is None else self.order[rows]]
         start, stop, _ = columns.indices(self.shape[1])
-        block_bytes = self.encoded.shape[1] * self.block_size // max(self.shape[1], 1)
-        blocks = encoded.reshape(len(encoded), -1, max(block_bytes, 1))
+        num_blocks = self.shape[1] // self.block_size
+        blocks = encoded.reshape(len(encoded), num_blocks, encoded.shape[1] // max(num_blocks, 1))
         return blocks[:, start // self.block_size : -(-stop // self.block_size)]
 
     def _decode(self, encoded: np.ndarray) -> torch.Tensor:

@@ -59,8 +59,7 @@ class ModelRunner:
         rank: int = 0, group: Group | None = None, ranks: Any = None,
     ):  # fmt: skip
         """With several ranks: `group` is how they compute together, `ranks` how rank 0 calls the others."""
-        self.rank = rank
-        self.ranks = ranks
+        self.rank, self.ranks = rank, ranks
         self.device = config.device_of(rank)
         group = group or Group()
         with self.on_device():

@@ -19,6 +19,7 @@ from nanovllm.kernels.int8_cache import (
     larger_of_each,
     load_int8_tile,
     page_sizes,
+    read_sequence,
     read_tokens,
     scale_to_float16,
     widen,
@@ -108,8 +109,11 @@ def paged_decode_attention_torch(
     q: Tensor, k_cache: Tensor, v_cache: Tensor,
     block_tables: Tensor, context_lens: Tensor, scale: float, shared: SharedPrefixes | None = None,
 ) -> Tensor:  # fmt: skip
-    if shared is None and len(q) == 1 and not is_int8(k_cache):
-        return _attend_one_torch(q, k_cache, v_cache, block_tables, context_lens, scale)
+    if shared is None and len(q) == 1 and not is_int8(k_cache):  # a single sequence needs no mask
+        found = read_sequence(k_cache, v_cache, block_tables[0], int(context_lens))
+        keys, values = (x.to(q.dtype) for x in found)
+        queries = q.unflatten(1, (keys.shape[1], -1))
+        return F.scaled_dot_product_attention(queries, keys, values, scale=scale).reshape(q.shape)
     begins = torch.zeros_like(context_lens) if shared is None else shared.prefix_lens
     lengths, order = (context_lens - begins).sort()
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
@@ -137,24 +141,6 @@ def paged_decode_attention_torch(
     weights = torch.cat([log_sums[:, None], prefix_log_sums], dim=1).softmax(1).nan_to_num()
     results = torch.cat([out[:, None].float(), partial[places]], dim=1)  # [batch, 1 + parts, heads, head_dim]
     return (results * weights[..., None]).sum(1).to(q.dtype)
-
-
-def _attend_one_torch(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, context_lens: Tensor, scale: float
-) -> Tensor:
-    """A single sequence needs no mask, and where its blocks lie side by side, no copy of its tokens."""
-    length = int(context_lens)
-    if length == 0:
-        return torch.zeros_like(q)
-    blocks = block_tables[0, : cdiv(length, k_cache.shape[1])]
-    first, *others = blocks.tolist()
-    if others == [*range(first + 1, first + 1 + len(others))]:
-        pages = (cache[first : first + len(blocks)] for cache in (k_cache, v_cache))
-    else:
-        pages = (cache.index_select(0, blocks) for cache in (k_cache, v_cache))
-    keys, values = (page.flatten(0, 1)[:length].transpose(0, 1)[None].to(q.dtype) for page in pages)
-    queries = q.view(1, keys.shape[1], -1, q.shape[2])  # the query heads of one kv head are the query rows
-    return F.scaled_dot_product_attention(queries, keys, values, scale=scale).reshape(q.shape)
 
 
 @triton.jit(do_not_specialize=["table_stride", "splits", "num_multiprocessors"])

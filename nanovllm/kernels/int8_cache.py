@@ -19,7 +19,7 @@ import functools
 import torch
 from torch import Tensor
 
-from nanovllm.kernels.runtime import IS_INTERPRETED, tl, triton
+from nanovllm.kernels.runtime import IS_INTERPRETED, cdiv, tl, triton
 
 SCALE_BYTES = 4  # of a key and a value
 BIAS = 128
@@ -124,6 +124,23 @@ def read_tokens(
         for cache in (k_cache, v_cache)
     )
     return keys.transpose(1, 2), values.transpose(1, 2), seen
+
+
+def read_sequence(
+    k_cache: Tensor, v_cache: Tensor, block_table: Tensor, length: int
+) -> tuple[Tensor, Tensor]:
+    """
+    Keys and values [1, kv_heads, length, head_dim] of one sequence, for caches that are not 8-bit. Where its
+    blocks lie side by side, they are not copied.
+    """
+    blocks = block_table[: cdiv(length, k_cache.shape[1])]
+    numbers = blocks.tolist()
+    if numbers and numbers == [*range(numbers[0], numbers[0] + len(numbers))]:
+        pages = (cache[numbers[0] : numbers[-1] + 1] for cache in (k_cache, v_cache))
+    else:
+        pages = (cache.index_select(0, blocks) for cache in (k_cache, v_cache))
+    keys, values = (page.flatten(0, 1)[:length].transpose(0, 1)[None] for page in pages)
+    return keys, values
 
 
 def _read_tiles(

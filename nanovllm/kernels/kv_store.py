@@ -32,7 +32,7 @@ def store_kvcache_torch(
     key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
 ) -> None:
     slots = slot_mapping.tolist()
-    if len(slots) == 1:  # a copy takes a fraction of the time of an index
+    if len(slots) == 1 and not is_int8(k_cache):  # a copy takes a fraction of the time of an index
         page, offset = divmod(slots[0], k_cache.shape[1])
         if page >= 0:
             k_cache[page, offset].copy_(key[0])

@@ -25,11 +25,11 @@ from nanovllm.kernels.matvec import can_use_matvec, linear_small
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.quantization.plain import Plain
-from nanovllm.layers.quantization.scaled import Part, StoredTensor, matrix_shape
+from nanovllm.layers.quantization.scaled import Part, matrix_shape
 from nanovllm.layers.quantization.scheme import Scheme
 from nanovllm.layers.residual_stream import Stream
 from nanovllm.utils.context import get_context
-from nanovllm.utils.loader import default_weight_loader
+from nanovllm.utils.loader import StoredTensor, default_weight_loader
 
 
 def divide(numerator: int, denominator: int) -> int:

@@ -84,28 +84,27 @@ def load_model(model: nn.Module, path: str | os.PathLike | Checkpoint) -> None:
         module.format.finish()
 
 
-class Place(NamedTuple):
-    """Where a tensor goes: `load` takes the tensor."""
+class StoredTensor(NamedTuple):
+    """A tensor that checkpoints have: what loads it, and whether it may be missing."""
 
-    load: Callable[[Any], None]
+    load: Callable[..., None]
     is_optional: bool = False
 
 
-def find_places(model: nn.Module) -> dict[str, Place]:
+def find_places(model: nn.Module) -> dict[str, StoredTensor]:
     """
-    Name in a checkpoint of each tensor that the model takes -> its place. Several may be parts of one
-    parameter. A layer whose checkpoints have other tensors than it has parameters says so in
-    `stored_tensors`; those parameters have None as `weight_loader`.
+    Each tensor that the model takes, by its name in a checkpoint. Several may be parts of one parameter. A
+    layer whose checkpoints have other tensors than it has parameters says so in `stored_tensors`; those
+    parameters have None as `weight_loader`.
     """
     packed = getattr(model, "packed_modules_mapping", {})
     found = {}
     for name, param in model.named_parameters():
         loader = getattr(param, "weight_loader", default_weight_loader)
         if loader is not None:
-            found[name] = Place(functools.partial(loader, param))
+            found[name] = StoredTensor(functools.partial(loader, param))
     for name, layer in quantised_layers(model).items():
-        for inner, stored in layer.stored_tensors().items():
-            found[f"{name}.{inner}"] = Place(*stored)
+        found |= {f"{name}.{inner}": stored for inner, stored in layer.stored_tensors().items()}
     places = {}
     for name, place in found.items():
         parts = name.split(".")

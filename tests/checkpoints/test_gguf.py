@@ -11,9 +11,11 @@ from gguf.quants import dequantize, quantize
 from safetensors.torch import load_file
 from smollm2 import smollm2_gguf  # noqa: F401  a fixture
 
+from nanovllm import LLM, SamplingParams
 from nanovllm.checkpoints import open_checkpoint
 from nanovllm.checkpoints.gguf import LAYER_MODULES, MODULES, GGUFTensor
 from nanovllm.checkpoints.tokenizer import SPLITS, tokenizer_from_gguf
+from nanovllm.layers.quantization.gguf import PackedCodes
 from nanovllm.models import get_model_class
 from nanovllm.utils.loader import load_model
 from tiny_checkpoints import load_reference, make_checkpoint
@@ -148,6 +150,30 @@ def test_the_config_comes_back(tmp_path, architecture, overrides):
         if hasattr(expected, field):
             assert getattr(config, field) == getattr(expected, field), field
     assert config.rope_parameters == expected.rope_parameters
+
+
+# With few tokens to choose from, the best one is further ahead than what is rounded otherwise on two ranks.
+FEW_TOKENS = dict(vocab_size=16, hidden_size=128, intermediate_size=256, num_key_value_heads=4, head_dim=32)
+
+
+@pytest.mark.parametrize("architecture, quantisation, seed", [("llama", "Q4_1", 4), ("qwen3", "Q4_0", 3)])
+def test_two_ranks_of_a_packed_file_answer_as_one(tmp_path, architecture, quantisation, seed):
+    make_checkpoint(tmp_path, architecture, seed, tokenizer=False, **FEW_TOKENS)
+    options = dict(device="cpu", dtype="bfloat16", kvcache_block_size=16, num_kvcache_blocks=40)
+    options["model"] = str(write_gguf(tmp_path, quantisation))
+    prompts = [[1, 2, 3], [*range(16)], [7] * 17]
+    answers = []
+    for size in (1, 2):
+        with LLM(**options, tensor_parallel_size=size) as llm:
+            layer = llm.model_runner.model.model.layers[0]
+            for linear, rows in (layer.self_attn.qkv_proj, 384), (layer.mlp.gate_up_proj, 512):
+                [product] = linear.format.products
+                assert isinstance(product, PackedCodes) and product.shape == (rows // size, 128)
+            answers.append(llm.generate(prompts, SamplingParams(0, 6, True, logprobs=2), use_tqdm=False))
+    for one, two in zip(*answers, strict=True):
+        for first, second in (list(step.values())[:2] for step in one["logprobs"]):
+            assert abs(first.logprob - second.logprob) > 0.2
+        assert one["token_ids"] == two["token_ids"]
 
 
 @pytest.mark.parametrize(

@@ -346,6 +346,24 @@ def test_the_decode_twin_gives_zeros_when_every_row_is_padding():
     check_decode(decode_attention.paged_decode_attention_torch, [0, 0], 4, 2, 64, 16, "cpu", torch.float32)
 
 
+@pytest.mark.parametrize("cache_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("slot", [-1, 0, 37])
+def test_a_token_alone_is_stored_as_among_others(slot, cache_dtype):
+    alone, among = (empty_caches(3, 16, 2, 64, "cpu", cache_dtype) for _ in range(2))
+    key, value, slots = rand(2, 2, 64), rand(2, 2, 64), torch.tensor([slot, -1])
+    kv_store.store_kvcache_torch(key[:1], value[:1], *alone, slots[:1])
+    kv_store.store_kvcache_torch(key, value, *among, slots)
+    for one, other in zip(alone, among, strict=True):
+        torch.testing.assert_close(one, other, atol=0, rtol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("cache_dtype", [torch.float32, torch.bfloat16, INT8], ids=str)
+@pytest.mark.parametrize("length", [0, 1, 100])
+def test_the_decode_twin_computes_a_sequence_alone(length, cache_dtype):
+    attend = decode_attention.paged_decode_attention_torch
+    check_decode(attend, [length], 4, 2, 64, 16, "cpu", torch.float32, cache_dtype)
+
+
 @on_devices
 @with_caches
 @pytest.mark.parametrize("heads, kv_heads, head_dim", KERNEL_SHAPES)

@@ -2,14 +2,12 @@
 any rank, and engines that keep it packed answer as transformers does with the unpacked one.
 """
 
-import math
 from pathlib import Path
 
 import pytest
 import torch
-from quantised_checkpoints import PACKERS, Packer, awq, compressed, gptq, quantise
+from quantised_checkpoints import PACKERS, Packer, quantise
 from safetensors.torch import load_file, save_file
-from smollm2 import smollm2_folder, smollm2_gguf  # noqa: F401  fixtures
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanovllm import LLM, SamplingParams
@@ -98,7 +96,7 @@ def assert_products(layer: LinearBase, expected: torch.Tensor) -> None:
     """They are those of the expected matrix, but for one rounding."""
     x, bias = torch.randn(5, expected.shape[1]), torch.randn(len(expected))
     y, exact = layer.format.multiply(x, bias), x.double() @ expected.double().T + bias
-    torch.testing.assert_close(y.double(), exact, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(y.double(), exact, rtol=1e-5, atol=2**-20 * exact.abs().max().item())
     y = layer.format.multiply(x.bfloat16(), None).double()
     exact = x.bfloat16().double() @ expected.bfloat16().double().T
     torch.testing.assert_close(y, exact, rtol=2**-8, atol=2**-8 * exact.abs().max().item())
@@ -265,55 +263,6 @@ def test_parts_of_one_matrix_must_have_one_format(tmp_path, floats):
     folder = quantise(floats("qwen3"), tmp_path / "packed", packer, kept=("k_proj",))
     with pytest.raises(ValueError, match=r"qkv_proj needs one format.*q_proj: fp8.*k_proj: not quantised"):
         load(folder)
-
-
-# A real model
-
-# Its own file has 4 bits and scales with exact offsets, which these formats do not have: all layers in 4 bits
-# would cost it 15 to 19%. So the more sensitive ones are left as they are.
-SENSITIVE = {
-    "pack": {"ignore": ["lm_head", "re:.*self_attn", "re:.*down_proj"]},
-    "gptq": {"dynamic": {"-:.*self_attn": {}, "-:.*down_proj": {}}},
-    "awq": {"modules_to_not_convert": ["self_attn", "down_proj"]},
-}
-REAL = {
-    "fp8": (PACKERS["fp8 block, bf16 scales"], 0.01, ()),
-    "pack": (
-        compressed("pack-quantized", 4, "group", group_size=32, symmetric=False),
-        0.08,
-        SENSITIVE["pack"],
-    ),
-    "gptq": (gptq(sym=False), 0.08, SENSITIVE["gptq"]),
-    "awq": (awq(), 0.08, SENSITIVE["awq"]),
-}
-README = Path(__file__).parents[2] / "README.md"
-
-
-def answer_and_perplexity(folder: Path) -> tuple[str, float]:
-    """The latter of the README."""
-    options = dict(device="cpu", dtype="float32", kvcache_block_size=16, num_kvcache_blocks=280)
-    with LLM(str(folder), **options, max_num_seqs=2) as llm:
-        ids = llm.encode(README.read_text())
-        halves = [ids[:2048], ids[2048:]]
-        logprob = sum(score["logprob"] for score in llm.score(halves, use_tqdm=False))
-        [answer] = llm.generate(["The capital of France is"], SamplingParams(0, 4), use_tqdm=False)
-    return answer["text"], math.exp(-logprob / (len(ids) - 2))
-
-
-@pytest.fixture(scope="module")
-def perplexity(smollm2_folder) -> float:  # noqa: F811
-    """That of the weights in bfloat16."""
-    return answer_and_perplexity(smollm2_folder)[1]
-
-
-@pytest.mark.parametrize("name", REAL)
-def test_a_real_model_stays_what_it_is(tmp_path, smollm2_folder, perplexity, name):  # noqa: F811
-    packer, limit, exceptions = REAL[name]
-    kept = ("q_proj", "k_proj", "v_proj", "o_proj", "down_proj") if exceptions else ()
-    folder = quantise(smollm2_folder, tmp_path, with_config(packer, **dict(exceptions)), kept=kept)
-    answer, found = answer_and_perplexity(folder)
-    assert "Paris" in answer
-    assert found == pytest.approx(perplexity, rel=limit)
 
 
 # What is refused

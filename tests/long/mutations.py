@@ -316,6 +316,8 @@ MUTATIONS = [
         ("ROUND_KV=is_prefill and is_8_bit", "ROUND_KV=False"),
         ("(BLOCK_SIZE + place // 16 * 16) * HEAD_DIM", "(BLOCK_SIZE + place) * HEAD_DIM"),
         ("    if slot < 0:", "    if slot <= 0:"),
+        ("if len(slots) == 1 and not is_int8(k_cache):", "if len(slots) == 1:"),
+        ("        if page >= 0:", "        if page > 0:"),
         ("written = slot_mapping >= 0", "written = slot_mapping > 0"),
     ),
     *mutations_of(
@@ -324,9 +326,11 @@ MUTATIONS = [
         ("tl.where(seen, fast_log2(value_scale), 0.0)", "fast_log2(value_scale)"),
         ("widen(value) - 1152.0", "widen(value) - 1151.0"),
         ("begin = first // TILE * TILE", "begin = first"),
+        ("len(q) == 1 and not is_int8(k_cache):", "len(q) == 1:"),
     ),
     *mutations_of(
         "nanovllm/kernels/int8_cache",
+        ("if numbers and numbers == [*range(numbers[0], numbers[0] + len(numbers))]:", "if numbers:"),
         ("x.abs().amax(-1) / LARGEST", "x.abs().amax(-1) / 126"),
         ('.masked_fill(scales <= SMALLEST, float("inf"))', ""),
         ("half & -half", "1"),

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from smollm2 import smollm2_gguf  # noqa: F401
 
@@ -24,10 +23,10 @@ def next_logprobs(model: str | Path, tokens: list[int], **options) -> torch.Tens
     """Of the token after each of these, float32 [tokens, vocabulary]."""
     hidden = []
     with LLM(str(model), device="cpu", dtype="float32", **options) as llm:
-        transformer, head = llm.model_runner.model.model, llm.model_runner.model.lm_head.weight
+        transformer, head = llm.model_runner.model.model, llm.model_runner.model.lm_head
         transformer.register_forward_hook(lambda _module, _inputs, output: hidden.append(output.clone()))
         llm.generate([tokens], SamplingParams(0, 1, True), use_tqdm=False)
-        return F.linear(torch.cat(hidden), head).log_softmax(-1)
+        return head.logits(torch.cat(hidden)).log_softmax(-1)
 
 
 def divergence(exact: torch.Tensor, rounded: torch.Tensor) -> float:

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from nanovllm.layers.quantization.scaled import SCALES, Part, Scaled, StoredTensor, ignore
+from nanovllm.layers.quantization.scaled import SCALES, Part, Scaled, ignore
 from nanovllm.layers.quantization.scheme import Format, Scheme, choose, listed, same_for_all
-from nanovllm.utils.loader import check_stored
+from nanovllm.utils.loader import StoredTensor, check_stored
 from nanovllm.utils.validation import shown
 
 EXPONENTS = {torch.float8_e8m0fnu, *SCALES}

@@ -15,9 +15,9 @@ import torch
 
 from nanovllm.kernels import runtime
 from nanovllm.layers.quantization import plain
-from nanovllm.layers.quantization.scaled import Part, StoredTensor, matrix_shape
+from nanovllm.layers.quantization.scaled import Part, matrix_shape
 from nanovllm.layers.quantization.scheme import Format, Scheme, same_for_all
-from nanovllm.utils.loader import check_finite, check_stored
+from nanovllm.utils.loader import StoredTensor, check_finite, check_stored
 
 TYPES = {"Q4_0", "Q4_1"}
 BLOCK = 32  # inputs
@@ -46,10 +46,15 @@ class GGUF:
 
     def __init__(self, parts: dict[Any, Part]):
         self.shape = matrix_shape(parts)
-        self.parameters: dict[str, torch.nn.Parameter] = {}
         self.stored = {"weight": StoredTensor(self._load)}
         self.products: list[PackedCodes | Converted] = []
         self._waiting: dict[int, Codes | torch.Tensor | None] = {part.offset: None for part in parts.values()}
+
+    @property
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """What it multiplies with; nothing as long as parts are missing."""
+        found = [tensor for product in self.products for tensor in product.tensors]
+        return {str(i): tensor for i, tensor in enumerate(found)}
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """x [tokens, in] @ weight.T + bias: [tokens, out]."""
@@ -109,6 +114,7 @@ class PackedCodes:
         self.packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.int(), 1)
         pairs = torch.stack((scales, zeros), dim=-1).to(torch.bfloat16)
         self.scales_and_zeros = pairs.transpose(0, 1).contiguous()  # [blocks, out, 2]
+        self.tensors = self.packed, self.scales_and_zeros
         # torch lays codes out as suits the CPU. Only this layout is known here; any can be multiplied.
         self.is_readable = torch.equal(self._codes(slice(0, self.shape[0])).flatten(1).t(), codes)
 
@@ -144,6 +150,7 @@ class Converted:
 
     def __init__(self, weight: torch.Tensor):
         self.weight = plain.packed(weight) if plain.can_pack(weight) else weight
+        self.tensors = (self.weight,)
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         return plain.multiply(x, self.weight)

@@ -12,7 +12,7 @@ import torch
 
 from nanovllm.kernels.runtime import cdiv
 from nanovllm.layers.quantization.int8 import bytes_of, check_shape
-from nanovllm.layers.quantization.scaled import SCALES, Part, Scaled, StoredTensor, ignore
+from nanovllm.layers.quantization.scaled import Part, Scaled, ignore
 from nanovllm.layers.quantization.scheme import (
     Format,
     Scheme,
@@ -24,7 +24,7 @@ from nanovllm.layers.quantization.scheme import (
     refuse,
     same_for_all,
 )
-from nanovllm.utils.loader import check_stored
+from nanovllm.utils.loader import StoredTensor, check_stored
 from nanovllm.utils.validation import shown
 
 AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # where AWQ has each of eight outputs in an int32
@@ -184,7 +184,7 @@ class Int4(Scaled):
         self.qweight.data[part.place] = pack(codes.t())
 
     def _load_transposed_scales(self, loaded: Any, part: Part) -> None:
-        self.load_scales(loaded, part, transposed=True, dtypes=SCALES)
+        self.load_scales(loaded, part, transposed=True)
 
     def _load_packed_zeros(self, loaded: Any, part: Part) -> None:
         rows, columns = self._stored_grid(part)

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from nanovllm.kernels.runtime import cdiv
-from nanovllm.layers.quantization.scaled import Part, Scaled, StoredTensor, ignore
-from nanovllm.utils.loader import check_stored
+from nanovllm.layers.quantization.scaled import Part, Scaled, ignore
+from nanovllm.utils.loader import StoredTensor, check_stored
 
 SIGN = 0x80  # packed codes are stored with 128 added
 

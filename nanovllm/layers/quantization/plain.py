@@ -19,7 +19,8 @@ class Plain:
     """`weight` [out, in]. It is loaded by the layer's `weight_loader`."""
 
     def __init__(self, parts: dict[Any, Part]):
-        self.weight = nn.Parameter(torch.empty(matrix_shape(parts)), requires_grad=False)
+        self.shape = matrix_shape(parts)
+        self.weight = nn.Parameter(torch.empty(self.shape), requires_grad=False)
         self.parameters = {"weight": self.weight}
         self.stored = {}
 
@@ -53,6 +54,11 @@ def packed(weight: torch.Tensor) -> torch.Tensor:
 
 def multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x [tokens, in] @ weight.T + bias: [tokens, out]."""
-    if weight.is_mkldnn:
-        return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
-    return F.linear(x, weight, bias)
+    if not weight.is_mkldnn:
+        return F.linear(x, weight, bias)
+    num_rows = len(x)
+    # oneDNN makes code for each number of rows and each shape of a weight: milliseconds, and half a megabyte
+    # that it keeps. So that there are few, rows are filled up, by an eighth at most.
+    step = 1 << max(0, (num_rows - 1).bit_length() - 4)
+    x = F.pad(x, (0, 0, 0, -num_rows % step)) if num_rows % step else x
+    return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")[:num_rows]

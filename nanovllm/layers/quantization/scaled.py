@@ -7,16 +7,16 @@ every cut, so that each of them lies in one of the checkpoint's.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from nanovllm.kernels.runtime import cdiv
-from nanovllm.utils.loader import check_finite, check_stored
+from nanovllm.utils.loader import StoredTensor, check_finite, check_stored
 
 PIECE = 2**22  # weights that are converted at a time
 SCALES = {torch.float32, torch.bfloat16, torch.float16}
@@ -47,13 +47,6 @@ class Part:
     def place(self) -> slice:
         """Its rows in the layer's own matrix."""
         return slice(self.offset, self.offset + self.size[0])
-
-
-class StoredTensor(NamedTuple):
-    """A tensor that checkpoints have for each part: what loads it, and whether it may be missing."""
-
-    load: Callable[..., None]
-    is_optional: bool = False
 
 
 def matrix_shape(parts: dict[Any, Part]) -> tuple[int, int]:
