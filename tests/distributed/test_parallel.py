@@ -268,7 +268,7 @@ def test_two_engines_started_at_the_same_moment_in_one_process_do_not_meet(model
     del engines, first, second  # one of them without exit()
     assert wait_until(lambda: len(ranks_of()) == num_ranks)
     gc.collect()
-    assert len(os.listdir("/proc/self/fd")) <= num_files
+    assert wait_until(lambda: len(os.listdir("/proc/self/fd")) <= num_files)
 
 
 def test_memory_that_other_ranks_have_mapped_is_freed_when_they_have_ended(model):
