@@ -7,6 +7,7 @@ alone: it belongs to the user's program.
 """
 
 import contextlib
+import ctypes
 import functools
 import threading
 import time
@@ -136,8 +137,13 @@ class Group:
         elif self.backend is not None and self.backend.name() == "nccl":  # gloo raises an error by itself
             self.backend.abort()
 
+    def keep_backend(self) -> None:
+        """Never free it: that would wait for an operation which may never end, as other ranks have gone."""
+        if self.backend is not None:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.backend))
+
     def leave(self) -> None:
-        """Disconnect from the other ranks. No operation of the group may be under way on this rank."""
+        """Disconnect from the other ranks. An operation may be under way only after `keep_backend`."""
         self.peers = self.backend = None
 
     def close(self) -> None:

@@ -188,6 +188,8 @@ class Ranks:
         """Wait for rank 0's part of a step when Ctrl-C or another exception has ended the wait in `call`."""
         if self._step is not None:
             wait([self._step], timeout=1 if self._failed.is_set() else 5)
+            if not self._step.done():
+                self.group.keep_backend()
 
     def close(self, at_once: bool = False) -> None:
         """End the other ranks. May be called twice."""

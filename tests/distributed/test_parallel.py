@@ -380,6 +380,9 @@ def test_generate_ends_with_a_rank_whose_end_the_communication_does_not_notice(m
     """Now and then gloo waits for ever for a rank that was killed."""
     llm = start(model.folder)
     group, calls, released = llm.ranks.group, iter(range(7)), threading.Event()
+    backend = SimpleNamespace(allreduce=group.backend.allreduce, name=group.backend.name)
+    group.backend = backend
+    num_references = sys.getrefcount(backend)
 
     def waiting_best_token(*args):
         if next(calls, None) is None:
@@ -391,7 +394,9 @@ def test_generate_ends_with_a_rank_whose_end_the_communication_does_not_notice(m
     with later(0.5, *kill), pytest.raises(RuntimeError, match="rank 1 was killed by SIGKILL"):
         generate_forever(llm)
     assert_ended(llm, "rank 1 was killed by SIGKILL")
+    assert sys.getrefcount(backend) == num_references  # freeing it would wait as well
     released.set()
+    backend.allreduce = backend.name = None
 
 
 def test_an_exception_on_rank_0_in_the_middle_of_a_step_ends_the_others(model, monkeypatch):
