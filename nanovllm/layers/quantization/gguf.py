@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from nanovllm.kernels import runtime
-from nanovllm.layers.quantization import plain
+from nanovllm.layers.quantization.plain import can_pack, multiply, packed
 from nanovllm.layers.quantization.scaled import Part, matrix_shape
 from nanovllm.layers.quantization.scheme import Format, Scheme, same_for_all
 from nanovllm.utils.loader import StoredTensor, check_finite, check_stored
@@ -149,11 +149,11 @@ class Converted:
     """Weights in the dtype of the model."""
 
     def __init__(self, weight: torch.Tensor):
-        self.weight = plain.packed(weight) if plain.can_pack(weight) else weight
+        self.weight = packed(weight) if can_pack(weight) else weight
         self.tensors = (self.weight,)
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
-        return plain.multiply(x, self.weight)
+        return multiply(x, self.weight)
 
     def dequantise(self) -> torch.Tensor:
         return self.weight.to_dense() if self.weight.is_mkldnn else self.weight
