@@ -252,6 +252,8 @@ def _decode_kernel(
             shrink = tl.exp2(highest_byte - new_highest)
             weight = tl.exp2(byte_score - new_highest[None, :]).to(tl.float16)
             highest_byte = new_highest
+            # 1152 = 1024 + 128, by which `widen` gives too much, goes at once: left in the sum over a long
+            # context it would cost float32 its last digits. (Of a score it is taken off in `bias`.)
             acc = tl.dot(widen(value) - 1152.0, weight, acc * shrink[None, :])
         else:
             weight = weight.to(value.dtype)

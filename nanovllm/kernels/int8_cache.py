@@ -183,7 +183,8 @@ def load_int8_tile(
     """
     The bytes of keys [TILE, DIM_PAD] and values [DIM_PAD, TILE] from `start` on, a multiple of TILE, and both
     scales [TILE], of the head that begins at `head` in block 0. Behind `end` the last token, or another one
-    of its 16, is repeated. BY_GROUPS says which way of reading values suits what multiplies them.
+    of its 16, is repeated. BY_GROUPS reads the values of 16 tokens as one piece of memory, which is fastest
+    where values are the left factor of a product; as the right factor they would have to be rearranged.
     """
     dim = tl.arange(0, DIM_PAD)
     token = tl.minimum(start + tl.arange(0, TILE), end - 1)
