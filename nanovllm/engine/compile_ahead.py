@@ -29,7 +29,6 @@ from nanovllm.kernels import runtime
 from nanovllm.kernels.all_reduce import PeerMemory
 from nanovllm.kernels.prefill_attention import SHORT_QUERIES
 from nanovllm.kernels.runtime import triton
-from nanovllm.layers.quantization.scaled import Scaled
 from nanovllm.sampling_params import Needs
 
 TIMEOUT = 30  # seconds; far more than all kernels take
@@ -135,7 +134,9 @@ def _compile_part(
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # ends with the engine, however that ends
         torch.set_num_threads(1)  # the others' are not there after a fork
         F.linear = lambda x, weight, bias=None: x.new_empty(*x.shape[:-1], len(weight))
-        Scaled.multiply = lambda format, x, bias: x.new_empty(*x.shape[:-1], format.shape[0])
+        torch._scaled_mm = lambda x, weight, out_dtype, **_: x.new_empty(
+            len(x), weight.shape[1], dtype=out_dtype
+        )
         torch.empty_like = _zeroed_if_small(torch.empty_like)
         torch.empty = torch.zeros = _zeroed_if_small(torch.empty)
         target = triton.backends.compiler.GPUTarget("cuda", 10 * properties.major + properties.minor, 32)

@@ -1,12 +1,30 @@
-"""The gated activation of the MLP (SwiGLU, arXiv:2002.05202)."""
+"""SwiGLU's activation."""
+
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from nanovllm.kernels.activation import silu_and_mul
+from nanovllm.kernels.fp8_linear import QuantisedRows, Unscaled, silu_and_mul_quantise
 
 
 class SiluAndMul(nn.Module):
+    """x [..., 2 * width] -> silu(first half) * second half, [..., width]."""
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [tokens, 2 * n], gate then up -> silu(gate) * up [tokens, n]."""
         return silu_and_mul(x)
+
+
+class Gates(NamedTuple):
+    """A product in front of the activation: the product that follows knows whether it wants it quantised."""
+
+    product: torch.Tensor | Unscaled  # [tokens, 2 * width]
+
+    def activated(self) -> torch.Tensor:
+        """[tokens, width]."""
+        return silu_and_mul(self.product.scaled() if isinstance(self.product, Unscaled) else self.product)
+
+    def quantised(self, group: int) -> QuantisedRows:
+        """The same with a scale for so many of its numbers, or, if that is 0, for each row."""
+        return silu_and_mul_quantise(self.product, group)

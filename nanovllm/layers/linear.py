@@ -4,7 +4,7 @@
 A product of a weight that is not quantised is computed by one of three: for one or two rows by a
 matrix-vector kernel, for a decode batch of a small model by a kernel that has its neighbours folded in, and
 else by torch's library. A prefill always uses the library, so that a start compiles one way only. A quantised
-weight multiplies itself (layers/quantization).
+weight multiplies itself (layers/quantization), perhaps by input that is quantised too.
 
 Each parameter carries a `weight_loader` that takes this rank's shard out of the checkpoint's tensor by
 slicing, so that no more than the shard is read from disk. Weights are [output features, input features].
@@ -20,9 +20,9 @@ import torch
 from torch import nn
 
 from nanovllm.distributed.group import get_group
+from nanovllm.kernels.fp8_linear import quantise
 from nanovllm.kernels.fused_linear import can_fuse, fused_linear
-from nanovllm.kernels.matvec import can_use_matvec, linear_small
-from nanovllm.layers.activation import SiluAndMul
+from nanovllm.layers.activation import Gates, SiluAndMul
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.quantization.plain import Plain
 from nanovllm.layers.quantization.scaled import Part, matrix_shape
@@ -124,7 +124,7 @@ class LinearBase(nn.Module):
         default_weight_loader(param.data[part.place], loaded_weight, cut, shape)
 
     def _uses_matvec(self, x: torch.Tensor) -> bool:
-        return self.is_plain and not get_context().is_prefill and can_use_matvec(x)
+        return not get_context().is_prefill and self.format.can_use_matvec(x)
 
     def _is_fused(self, residual: torch.Tensor) -> bool:
         """Whether the product beside this residual takes the addition to it, or its norm, into its kernel."""
@@ -164,20 +164,25 @@ class ColumnParallelLinear(LinearBase):
         super().__init__(parts, bias)
         self.act_fn = SiluAndMul()
 
-    def forward(self, stream: Stream, silu_and_mul: bool = False) -> torch.Tensor:
+    def forward(self, stream: Stream, silu_and_mul: bool = False) -> torch.Tensor | Gates:
         """
         norm(x) @ weight.T + bias for the stream's x [tokens, input features] and norm: [tokens, output
         features of this rank]. With silu_and_mul the first half of these are gates, the second half is what
-        they multiply, and the result has half as many.
+        they multiply, and the result has half as many; or it is `Gates`, where that is left to the product
+        that follows.
         """
         options = {"eps": stream.norm.eps, "silu_and_mul": silu_and_mul}
         if self._uses_matvec(stream.x):
-            if stream.scaled is None:
-                return linear_small(stream.x, self.weight, self.bias, stream.norm.weight, **options)
-            return linear_small(stream.normalised(), self.weight, self.bias, **options)
+            if stream.is_untouched:
+                return self.format.matvec(stream.x, self.bias, stream.norm.weight, **options)
+            return self.format.matvec(stream.normalised(), self.bias, **options)
         if self._is_fused(stream.x):
             scaled = stream.normalised() if stream.squares is None else stream.scaled
             return fused_linear(scaled, self.weight, self.bias, stream.squares, **options)[0]
+        group = self.format.activation_group(stream.x)
+        if group is not None:
+            y = self.format.multiply(stream.quantised(group), self.bias, leave_scales=silu_and_mul)
+            return Gates(y) if silu_and_mul else y
         y = self.format.multiply(stream.normalised(), self.bias)
         return self.act_fn(y) if silu_and_mul else y
 
@@ -221,20 +226,27 @@ class RowParallelLinear(LinearBase):
         columns = slice(group.rank * width, group.rank * width + width)
         super().__init__({None: Part((output_size, input_size), columns=columns)}, bias)
 
-    def add_to(self, stream: Stream, x: torch.Tensor, next_norm: RMSNorm) -> Stream:
+    def add_to(self, stream: Stream, x: torch.Tensor | Gates, next_norm: RMSNorm) -> Stream:
         """
         The stream plus x @ weight.T + bias, summed over the ranks, in front of the next norm. x [tokens,
         input features of this rank].
         """
         bias = self.bias if self.group.rank == 0 else None
-        if self._uses_matvec(x) and self.group.size == 1:
-            return Stream(linear_small(x, self.weight, bias, residual=stream.x), next_norm)
+        is_alone = self.group.size == 1
+        group = None if self._uses_matvec(stream.x) else self.format.activation_group(stream.x)
+        if group is not None:
+            rows = x.quantised(group) if isinstance(x, Gates) else quantise(x, group)
+            y = self.format.multiply(rows, bias, leave_scales=is_alone)
+            return Stream(stream.x, next_norm, added=y)
+        x = x.activated() if isinstance(x, Gates) else x
+        if self._uses_matvec(x) and is_alone:
+            return Stream(self.format.matvec(x, bias, residual=stream.x), next_norm)
         if self._is_fused(stream.x):
             total, scaled, squares = fused_linear(
                 x, self.weight, bias, residual=stream.x, next_norm_weight=next_norm.weight
             )
             return Stream(total, next_norm, scaled, squares)
         uses_matvec = self._uses_matvec(x)
-        y = linear_small(x, self.weight, bias) if uses_matvec else self.format.multiply(x, bias)
+        y = self.format.matvec(x, bias) if uses_matvec else self.format.multiply(x, bias)
         normed, total = next_norm(y, stream.x)
         return Stream(total, next_norm, normed)

@@ -1,28 +1,49 @@
 """The residual stream between two layers, and how far the norm behind it has been computed.
 
 RMSNorm needs whole rows, and who multiplies next knows best when to normalise them: a product of a few rows
-does it itself, a product of some hundred rows leaves half of it to the next, the library's wants it done.
-Models pass a `Stream` on and never ask.
+does it itself, a product of some hundred rows leaves half of it to the next, the library's wants it done, and
+a product in 8 bits wants its input quantised besides. Models pass a `Stream` on and never ask.
 """
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from torch import Tensor
 
+from nanovllm.kernels.fp8_linear import QuantisedRows, Unscaled, add_rms_norm_quantise, quantise
 from nanovllm.layers.layernorm import RMSNorm
 
 
-class Stream(NamedTuple):
+@dataclass
+class Stream:
     """
     `x` in front of `norm`. Without `scaled` nothing of the norm is computed yet. `scaled` alone is norm(x);
-    with `squares` it is x * norm.weight, still to be divided by the root mean square of x's rows.
+    with `squares` it is x * norm.weight, still to be divided by the root mean square of x's rows. If there is
+    something to be added to x, that is done together with the norm.
     """
 
     x: Tensor  # [tokens, hidden]; with several ranks only the share that this one has to add to
     norm: RMSNorm
     scaled: Tensor | None = None  # [tokens, hidden]
     squares: Tensor | None = None  # float32 [tokens, parts]: their sums are those of the squares of x's rows
+    added: Tensor | Unscaled | None = None  # [tokens, hidden], this rank's part of a sum over the ranks
+
+    @property
+    def is_untouched(self) -> bool:
+        return self.scaled is None and self.added is None
 
     def normalised(self) -> Tensor:
         """norm(x), [tokens, hidden]."""
+        if self.added is not None:
+            added = self.added.scaled() if isinstance(self.added, Unscaled) else self.added
+            self.scaled, self.x = self.norm(added, self.x)
+            self.added = None
         return self.norm(self.x) if self.scaled is None or self.squares is not None else self.scaled
+
+    def quantised(self, group: int) -> QuantisedRows:
+        """norm(x) with a scale for so many of its numbers, or, if that is 0, for each row."""
+        if self.scaled is not None or self.norm.group.size > 1:
+            return quantise(self.normalised(), group)
+        x, residual = (self.x, None) if self.added is None else (self.added, self.x)
+        rows, self.x = add_rms_norm_quantise(x, residual, self.norm.weight, self.norm.eps, group)
+        self.added = None
+        return rows

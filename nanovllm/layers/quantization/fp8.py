@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from nanovllm.kernels.fp8_linear import QuantisedRows, Unscaled, can_use_fp8, fp8_linear
 from nanovllm.layers.quantization.scaled import SCALES, Part, Scaled, ignore
 from nanovllm.layers.quantization.scheme import Format, Scheme, choose, listed, same_for_all
 from nanovllm.utils.loader import StoredTensor, check_stored
@@ -62,8 +63,16 @@ class Fp8(Scaled):
         """Scales of whatever dtype, with products that are rounded only once."""
         self.load_scales(loaded, part, dtypes=EXPONENTS)
 
-    def codes(self, rows: slice) -> torch.Tensor:
-        return self.weight[rows]
+    def activation_group(self, x: torch.Tensor) -> int | None:
+        weight = self.quantised
+        return weight.group if can_use_fp8(x, weight) else None
+
+    def multiply(
+        self, x: torch.Tensor | QuantisedRows, bias: torch.Tensor | None, leave_scales: bool = False
+    ) -> torch.Tensor | Unscaled:
+        if isinstance(x, QuantisedRows):
+            return fp8_linear(x, self.quantised, bias, leave_scales)
+        return super().multiply(x, bias)
 
     def round(self, values: torch.Tensor) -> torch.Tensor:
         return values.clamp_(-self.highest, self.highest)

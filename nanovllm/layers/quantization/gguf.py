@@ -17,6 +17,7 @@ from nanovllm.kernels import runtime
 from nanovllm.layers.quantization.plain import can_pack, multiply, packed
 from nanovllm.layers.quantization.scaled import Part, matrix_shape
 from nanovllm.layers.quantization.scheme import Format, Scheme, same_for_all
+from nanovllm.layers.quantization.weight_format import WeightFormat
 from nanovllm.utils.loader import StoredTensor, check_finite, check_stored
 
 TYPES = {"Q4_0", "Q4_1"}
@@ -41,7 +42,7 @@ class Codes(NamedTuple):
     zeros: torch.Tensor
 
 
-class GGUF:
+class GGUF(WeightFormat):
     """A weight [out, in] whose parts have types of their own: neighbours of one kind are one product."""
 
     def __init__(self, parts: dict[Any, Part]):
@@ -56,7 +57,9 @@ class GGUF:
         found = [tensor for product in self.products for tensor in product.tensors]
         return {str(i): tensor for i, tensor in enumerate(found)}
 
-    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def multiply(
+        self, x: torch.Tensor, bias: torch.Tensor | None, leave_scales: bool = False
+    ) -> torch.Tensor:
         """x [tokens, in] @ weight.T + bias: [tokens, out]."""
         outputs = [product.multiply(x) for product in self.products]
         y = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from nanovllm.kernels.quantised_weight import BLOCK, pack, unpack
 from nanovllm.kernels.runtime import cdiv
 from nanovllm.layers.quantization.int8 import bytes_of, check_shape
 from nanovllm.layers.quantization.scaled import Part, Scaled, ignore
@@ -88,7 +89,7 @@ def make_int4() -> Scheme:
 
 class Int4(Scaled):
     """
-    `qweight` uint8 [out, in / 2]: two codes from 0 to 15 a byte, the first in the low half. `scales` have the
+    `weight` uint8 [out, in / 2], see kernels/quantised_weight.py. `scales` have the
     dtype of the checkpoint's, `zeros` are uint8; a symmetric weight has none, and its zero point is 8. If the
     checkpoint groups inputs that are not neighbours, input i of the weight is input `order[i]` of x.
     """
@@ -103,7 +104,8 @@ class Int4(Scaled):
     ):  # fmt: skip
         super().__init__(parts, (tile_rows, group))
         self.group, self.is_symmetric, self.added_to_zeros = group, is_symmetric, added_to_zeros
-        self.qweight = self._parameter("qweight", self.shape[0], cdiv(self.shape[1], 2), dtype=torch.uint8)
+        num_bytes = cdiv(self.shape[1], BLOCK) * BLOCK // 2
+        self.weight = self._parameter("qweight", self.shape[0], num_bytes, dtype=torch.uint8)
         if not is_symmetric:
             self.zeros = self._parameter("zeros", *self.scales.shape, dtype=torch.uint8)
         self.order = self._parameter("order", self.shape[1], dtype=torch.int64) if has_order else None
@@ -133,14 +135,16 @@ class Int4(Scaled):
 
     # Products
 
-    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def multiply(
+        self, x: torch.Tensor, bias: torch.Tensor | None, leave_scales: bool = False
+    ) -> torch.Tensor:
         return super().multiply(x if self.order is None else x[..., self.order], bias)
 
-    def codes(self, rows: slice) -> torch.Tensor:
-        return unpack(self.qweight[rows])[:, : self.shape[1]]
+    def can_use_matvec(self, x: torch.Tensor) -> bool:
+        return self.order is None and super().can_use_matvec(x)
 
     def set_codes(self, rows: slice, codes: torch.Tensor) -> None:
-        self.qweight.data[rows] = pack((codes + SYMMETRIC_ZERO).to(torch.uint8))
+        self.weight.data[rows] = pack((codes + SYMMETRIC_ZERO).to(torch.uint8))
 
     def choose_scales(self, tiles: torch.Tensor) -> torch.Tensor:
         """Those with the least squared error, of either sign: there is one more code below 0 than above."""
@@ -164,24 +168,23 @@ class Int4(Scaled):
     def _load_gptq(self, loaded: Any, part: Part) -> None:
         check_stored(loaded, (cdiv(part.shape[1], 8), part.shape[0]), {torch.int32})
         words = loaded[part.columns.start // 8 : cdiv(part.columns.stop, 8), part.rows]
-        self._set_words(words.to(self.qweight.device).t(), part)
+        self._set_words(words.to(self.weight.device).t(), part)
 
     def _set_words(self, words: torch.Tensor, part: Part) -> None:
         """Words [rows, of eight inputs each], which may begin before this rank's first input."""
-        packed = bytes_of(words.to(self.qweight.device))
         skipped = part.columns.start % 8
-        if skipped % 2:
-            packed, skipped = pack(unpack(packed)[:, 1:]), skipped - 1
-        first = skipped // 2
-        self.qweight.data[part.place] = packed[:, first : first + self.qweight.shape[1]]
+        for rows in self.pieces(len(words)):
+            codes = _unpack_words(words[rows].to(self.weight.device))[:, skipped : skipped + self.shape[1]]
+            start = part.offset + rows.start
+            self.weight.data[start : start + len(codes)] = pack(codes)
 
     def _load_awq(self, loaded: Any, part: Part) -> None:
         check_stored(loaded, (part.shape[1], cdiv(part.shape[0], 8)), {torch.int32})
         first = part.rows.start // 8
-        words = loaded[part.columns, first : cdiv(part.rows.stop, 8)].to(self.qweight.device)
+        words = loaded[part.columns, first : cdiv(part.rows.stop, 8)].to(self.weight.device)
         skipped = part.rows.start - 8 * first
         codes = _unpack_awq(words)[:, skipped : skipped + part.size[0]]
-        self.qweight.data[part.place] = pack(codes.t())
+        self.weight.data[part.place] = pack(codes.t())
 
     def _load_transposed_scales(self, loaded: Any, part: Part) -> None:
         self.load_scales(loaded, part, transposed=True)
@@ -189,11 +192,11 @@ class Int4(Scaled):
     def _load_packed_zeros(self, loaded: Any, part: Part) -> None:
         rows, columns = self._stored_grid(part)
         check_stored(loaded, (cdiv(rows, 8), columns), {torch.int32})
-        self._set_zeros(unpack(bytes_of(loaded[:].t())), part)
+        self._set_zeros(_unpack_words(loaded[:].t()), part)
 
     def _load_gptq_zeros(self, loaded: Any, part: Part) -> None:
         self._check_zero_words(loaded, part)
-        self._set_zeros(unpack(bytes_of(loaded[:])) + self.added_to_zeros & 15, part)
+        self._set_zeros(_unpack_words(loaded[:]) + self.added_to_zeros & 15, part)
 
     def _load_awq_zeros(self, loaded: Any, part: Part) -> None:
         self._check_zero_words(loaded, part)
@@ -234,7 +237,7 @@ class Int4(Scaled):
             return
         self.order.data.copy_(self._found_order)
         for rows in self.pieces(self.shape[0]):
-            self.qweight.data[rows] = pack(self.codes(rows)[:, self.order])
+            self.weight.data[rows] = pack(unpack(self.weight[rows])[:, self.order])
 
     def fill(self, matrix: torch.Tensor) -> None:
         super().fill(matrix)
@@ -242,22 +245,15 @@ class Int4(Scaled):
             self.order.data.copy_(torch.arange(self.shape[1]))
 
 
-def unpack(packed: torch.Tensor) -> torch.Tensor:
-    """uint8 [rows, bytes] -> uint8 [rows, 2 * bytes], of 4 bits each."""
+def _unpack_words(words: torch.Tensor) -> torch.Tensor:
+    """int32 [rows, n] -> uint8 [rows, 8 * n]: codes, the first in the lowest bits."""
+    packed = bytes_of(words)
     return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
-
-
-def pack(codes: torch.Tensor) -> torch.Tensor:
-    """uint8 [rows, n], of 4 bits each -> uint8 [rows, n / 2]."""
-    if codes.shape[-1] % 2:
-        codes = torch.nn.functional.pad(codes, (0, 1))
-    return codes[:, ::2] | codes[:, 1::2] << 4
 
 
 def _unpack_awq(words: torch.Tensor) -> torch.Tensor:
     """int32 [rows, n] -> uint8 [rows, 8 * n]."""
-    codes = unpack(bytes_of(words))
-    return codes.view(len(words), -1, 8)[:, :, AWQ_ORDER].flatten(1)
+    return _unpack_words(words).view(len(words), -1, 8)[:, :, AWQ_ORDER].flatten(1)
 
 
 def _check_zeros(loaded: Any, part: Part) -> None:

@@ -56,9 +56,6 @@ class Int8(Scaled):
         check_stored(loaded, (cdiv(rows, 4), columns), {torch.int32})
         self._load_grid(self.zeros, _unpack(loaded[:].t()), part, transposed=True)
 
-    def codes(self, rows: slice) -> torch.Tensor:
-        return self.weight[rows]
-
     def set_codes(self, rows: slice, codes: torch.Tensor) -> None:
         self.weight.data[rows] = codes.to(torch.int8)
 

@@ -10,12 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from nanovllm.kernels.matvec import can_use_matvec, linear_small
 from nanovllm.layers.quantization.scaled import Part, matrix_shape
+from nanovllm.layers.quantization.weight_format import WeightFormat
 
 FEWEST_ROWS = 1  # the layout is chosen for so many rows; measured, it is no slower for many
 
 
-class Plain:
+class Plain(WeightFormat):
     """`weight` [out, in]. It is loaded by the layer's `weight_loader`."""
 
     def __init__(self, parts: dict[Any, Part]):
@@ -24,9 +26,16 @@ class Plain:
         self.parameters = {"weight": self.weight}
         self.stored = {}
 
-    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """x [tokens, in] @ weight.T + bias: [tokens, out]."""
+    def multiply(
+        self, x: torch.Tensor, bias: torch.Tensor | None, leave_scales: bool = False
+    ) -> torch.Tensor:
         return multiply(x, self.weight, bias)
+
+    def can_use_matvec(self, x: torch.Tensor) -> bool:
+        return can_use_matvec(x)
+
+    def matvec(self, x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        return linear_small(x, self.weight, *args, **options)
 
     def pack(self) -> None:
         """Bring the weight into the layout that multiplies fastest here. The one it had is freed."""

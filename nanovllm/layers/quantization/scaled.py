@@ -15,7 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanovllm.kernels.runtime import cdiv
+from nanovllm.kernels.quantised_linear import can_use_quantised_linear, quantised_linear
+from nanovllm.kernels.quantised_matvec import can_use_quantised_matvec, quantised_matvec
+from nanovllm.kernels.quantised_weight import QuantisedWeight, dequantise, dequantise_torch
+from nanovllm.kernels.runtime import cdiv, use_triton
+from nanovllm.layers.quantization.weight_format import WeightFormat
 from nanovllm.utils.loader import StoredTensor, check_finite, check_stored
 
 PIECE = 2**22  # weights that are converted at a time
@@ -59,16 +63,17 @@ def ignore(loaded: Any, part: Part) -> None:
     """Load nothing: what a checkpoint says of activations is not needed."""
 
 
-class Scaled:
+class Scaled(WeightFormat):
     """
     codes * scales, or (codes - zeros) * scales, of shape [out, in]. `scales` and `zeros` are [rows of tiles,
     columns of tiles], `tile` is rows and columns of one; the last may be cut off by the matrix's end. The
     product is rounded to `product_dtype`, as the libraries do that the checkpoints come from.
 
-    Subclasses have the codes: `codes` and `set_codes`, the codes' range `lowest` to `highest`, and `stored`,
+    Subclasses have the codes: `weight` and `set_codes`, the codes' range `lowest` to `highest`, and `stored`,
     the checkpoint's tensors by name.
     """
 
+    weight: nn.Parameter
     lowest: float
     highest: float
     keeps_scale_dtype = False
@@ -99,33 +104,35 @@ class Scaled:
 
     # Products
 
-    def codes(self, rows: slice) -> torch.Tensor:
-        """These rows' codes, [rows, in]."""
-        raise NotImplementedError
+    @property
+    def quantised(self) -> QuantisedWeight:
+        """What kernels need to know."""
+        return QuantisedWeight(self.weight, self.shape, self.scales, self.tile, self.zeros, self.zero_point)
 
-    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """x [tokens, in] @ weight.T + bias: [tokens, out]."""
+    def multiply(
+        self, x: torch.Tensor, bias: torch.Tensor | None, leave_scales: bool = False
+    ) -> torch.Tensor:
+        """By a kernel for some rows, and else by the library, from floats that are made in pieces."""
+        weight = self.quantised
+        if can_use_quantised_linear(x, weight):
+            return quantised_linear(x, weight, bias)
+        if use_triton(x) and weight.can_be_read():
+            return F.linear(x, dequantise(weight, x.dtype), bias)
         outputs = []
         for rows in self.pieces(self.shape[0]):
-            weight = self.dequantise(rows).to(x.dtype)
-            outputs.append(F.linear(x, weight, None if bias is None else bias[rows]))
+            piece = self.dequantise(rows).to(x.dtype)
+            outputs.append(F.linear(x, piece, None if bias is None else bias[rows]))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+
+    def can_use_matvec(self, x: torch.Tensor) -> bool:
+        return can_use_quantised_matvec(x, self.quantised)
+
+    def matvec(self, x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        return quantised_matvec(x, self.quantised, *args, **options)
 
     def dequantise(self, rows: slice) -> torch.Tensor:
         """These rows of the weight, which begin with a tile, as `product_dtype`."""
-        dtype = self.product_dtype or self.scales.dtype
-        codes = self.codes(rows).to(dtype)
-        if self.zeros is not None or self.zero_point:
-            codes -= self.zero_point if self.zeros is None else self._expand(self.zeros, rows).to(dtype)
-        return codes.mul_(self._expand(self.scales, rows).to(dtype))
-
-    def _expand(self, grid: torch.Tensor, rows: slice) -> torch.Tensor:
-        """What a grid holds for each weight of these rows."""
-        height, width = self.tile
-        grid = grid[rows.start // height : cdiv(rows.stop, height)]
-        if height > 1:
-            grid = grid.repeat_interleave(height, 0)[: rows.stop - rows.start]
-        return grid if grid.shape[1] == 1 else grid.repeat_interleave(width, 1)[:, : self.shape[1]]
+        return dequantise_torch(self.quantised, rows, self.product_dtype or self.scales.dtype)
 
     def pieces(self, num_rows: int) -> Iterator[slice]:
         """Rows that are converted together, so that their copies take little memory."""
@@ -227,6 +234,3 @@ class Scaled:
     def set_codes(self, rows: slice, codes: torch.Tensor) -> None:
         """Store the codes of these rows, which are float32 [rows, in]."""
         raise NotImplementedError
-
-    def finish(self) -> None:
-        """Called when all tensors are loaded."""

@@ -1,0 +1,199 @@
+"""Weights of 4 and 8 bits: what kernels know of them, and how codes become numbers.
+
+weight = (code - zero) * scale, a scale for each tile of the matrix. A code is a byte (e4m3 or integer), or
+half of one: then a block of 32 inputs is 16 bytes, whose low halves are its first 16 codes and whose high
+halves are the others, so that a thread that reads 16 bytes has neighbours in both. Codes become floats by
+placing their bits beside an exponent, where a conversion instruction would cost several times as much.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nanovllm.kernels.runtime import IS_INTERPRETED, cdiv, tl, triton, use_triton
+
+BLOCK = 32  # inputs whose 4-bit codes are packed together
+HALF = BLOCK // 2
+PIECE_BYTES = 16  # that a thread reads at once
+TILE = 2048  # weights of a row that a program converts
+# Kinds of codes, as kernels know them.
+FP8, INT8, INT4 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
+
+class QuantisedWeight(NamedTuple):
+    """
+    A matrix [out, in]. `scales` and `zeros` are [rows of tiles, columns of tiles], `tile` is rows and columns
+    of one; the last may be cut off by the matrix's end. Without `zeros` every code's zero is `zero_point`.
+    """
+
+    codes: Tensor  # float8_e4m3fn or int8 [out, in]; or uint8 [out, bytes] of 4-bit codes
+    shape: tuple[int, int]
+    scales: Tensor
+    tile: tuple[int, int]
+    zeros: Tensor | None = None  # int8 or uint8
+    zero_point: int = 0
+
+    @property
+    def kind(self) -> int:
+        """FP8, INT8 or INT4."""
+        kinds = {torch.float8_e4m3fn: FP8, torch.int8: INT8, torch.uint8: INT4}
+        return kinds[self.codes.dtype].value
+
+    @property
+    def group(self) -> int:
+        """Inputs that share a scale; 0 if a whole row does."""
+        return 0 if self.scales.shape[1] == 1 else self.tile[1]
+
+    def can_be_read(self) -> bool:
+        """Whether kernels can read it: tiles do not cut through what a thread reads at once."""
+        unit = BLOCK if self.kind == INT4 else PIECE_BYTES
+        return self.shape[1] % unit == 0 and self.group % unit == 0
+
+    def codes_of(self, rows: slice) -> Tensor:
+        """These rows' codes, [rows, in]."""
+        return unpack(self.codes[rows])[:, : self.shape[1]] if self.kind == INT4 else self.codes[rows]
+
+
+def unpack(packed: Tensor) -> Tensor:
+    """uint8 [rows, bytes] -> uint8 [rows, 2 * bytes], codes of 4 bits."""
+    halves = packed.unflatten(-1, (-1, HALF))
+    return torch.cat((halves & 15, halves >> 4), dim=-1).flatten(-2)
+
+
+def pack(codes: Tensor) -> Tensor:
+    """uint8 [rows, n], codes of 4 bits -> uint8 [rows, bytes of whole blocks]."""
+    padding = -codes.shape[-1] % BLOCK
+    if padding:
+        codes = torch.nn.functional.pad(codes, (0, padding))
+    low, high = codes.unflatten(-1, (-1, 2, HALF)).unbind(-2)
+    return (low | high << 4).flatten(-2)
+
+
+def dequantise_torch(weight: QuantisedWeight, rows: slice, dtype: torch.dtype) -> Tensor:
+    """These rows of the weight, which begin with a tile, [rows, in]. Every step is rounded to `dtype`."""
+    codes = weight.codes_of(rows).to(dtype)
+    if weight.zeros is not None:
+        codes -= _expand(weight, weight.zeros, rows).to(dtype)
+    elif weight.zero_point:
+        codes -= weight.zero_point
+    return codes.mul_(_expand(weight, weight.scales, rows).to(dtype))
+
+
+def dequantise(weight: QuantisedWeight, dtype: torch.dtype) -> Tensor:
+    """The whole weight [out, in], rounded once."""
+    if not use_triton(weight.codes):
+        return dequantise_torch(weight, slice(0, weight.shape[0]), torch.float32).to(dtype)
+    rows, width = weight.shape
+    out = torch.empty(rows, width, dtype=dtype, device=weight.codes.device)
+    _dequantise_kernel[(rows, cdiv(width, TILE))](
+        weight.codes.view(torch.uint8), weight.scales, weight.zeros, out,
+        KIND=weight.kind, WIDTH=width, GROUP=weight.group, TILE_ROWS=weight.tile[0],
+        ZERO_POINT=weight.zero_point, SIZE=TILE,
+    )  # fmt: skip
+    return out
+
+
+def _expand(weight: QuantisedWeight, grid: Tensor, rows: slice) -> Tensor:
+    """What a grid of tiles holds for each weight of these rows."""
+    height, width = weight.tile
+    grid = grid[rows.start // height : cdiv(rows.stop, height)]
+    if height > 1:
+        grid = grid.repeat_interleave(height, 0)[: rows.stop - rows.start]
+    return grid if grid.shape[1] == 1 else grid.repeat_interleave(width, 1)[:, : weight.shape[1]]
+
+
+@triton.jit
+def byte_to_float(words, shift: tl.constexpr, KIND: tl.constexpr):
+    """One of the codes of 8 bits in each word, by arithmetic."""
+    code = (words >> shift) & 0xFF
+    if KIND == INT8:
+        return tl.where(code > 127, code - 256, code).to(tl.float32)
+    exponent = (code >> 3) & 15
+    fraction = (code & 7) + tl.where(exponent > 0, 8, 0)
+    size = fraction.to(tl.float32) * tl.exp2((tl.maximum(exponent, 1) - 10).to(tl.float32))
+    return tl.where(code > 127, -size, size)
+
+
+@triton.jit
+def codes_to_bf16(codes, KIND: tl.constexpr):
+    """uint8 [..., n], codes of 8 bits -> bfloat16 of this shape, which is exact; float32 if interpreted."""
+    if IS_INTERPRETED:
+        return byte_to_float(codes.to(tl.int32), 0, KIND)
+    if KIND == FP8:
+        # Moved to where bfloat16 has them, the bits are 2^-120 times the number.
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 pair, sign, factor;
+            mov.b32 factor, 0x7b807b80;
+            prmt.b32 pair, $2, 0, 0x1404;
+            and.b32 sign, pair, 0x80008000;
+            shr.b32 pair, pair, 4;
+            and.b32 pair, pair, 0x07f007f0;
+            or.b32 pair, pair, sign;
+            mul.bf16x2 $0, pair, factor;
+            prmt.b32 pair, $2, 0, 0x3424;
+            and.b32 sign, pair, 0x80008000;
+            shr.b32 pair, pair, 4;
+            and.b32 pair, pair, 0x07f007f0;
+            or.b32 pair, pair, sign;
+            mul.bf16x2 $1, pair, factor;
+            }""",
+            "=r,=r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=4,
+        )  # fmt: skip
+    return codes.to(tl.int8, bitcast=True).to(tl.float32).to(tl.bfloat16)
+
+
+@triton.jit
+def halves_to_bf16(packed):
+    """uint8 -> two bfloat16 tensors of its shape: 128 + the codes in the low, and in the high halves."""
+    if IS_INTERPRETED:
+        return (128 + (packed & 15)).to(tl.float32), (128 + (packed >> 4)).to(tl.float32)
+    low = tl.inline_asm_elementwise(
+        """{
+        .reg .b32 halves;
+        and.b32 halves, $2, 0x0f0f0f0f;
+        prmt.b32 $0, halves, 0x43434343, 0x7170;
+        prmt.b32 $1, halves, 0x43434343, 0x7372;
+        }""",
+        "=r,=r,r", [packed], dtype=tl.bfloat16, is_pure=True, pack=4,
+    )  # fmt: skip
+    high = tl.inline_asm_elementwise(
+        """{
+        .reg .b32 halves;
+        shr.b32 halves, $2, 4;
+        and.b32 halves, halves, 0x0f0f0f0f;
+        prmt.b32 $0, halves, 0x43434343, 0x7170;
+        prmt.b32 $1, halves, 0x43434343, 0x7372;
+        }""",
+        "=r,=r,r", [packed], dtype=tl.bfloat16, is_pure=True, pack=4,
+    )  # fmt: skip
+    return low, high
+
+
+@triton.jit
+def _dequantise_kernel(
+    codes, scales, zeros, out, KIND: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
+    TILE_ROWS: tl.constexpr, ZERO_POINT: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    COUNT: tl.constexpr = SIZE // 2 if KIND == INT4 else SIZE
+    byte = tl.program_id(1) * COUNT + tl.arange(0, COUNT)
+    column = byte
+    if KIND == INT4:
+        column = tl.max_contiguous(tl.multiple_of(byte // 16 * 32 + byte % 16, 16), 16)
+    inside = column < WIDTH
+    place = (row // TILE_ROWS) * (1 if GROUP == 0 else tl.cdiv(WIDTH, GROUP)) + tl.zeros([COUNT], tl.int64)
+    if GROUP > 0:
+        place += column // GROUP
+    scale = tl.load(scales + place, mask=inside, other=0.0).to(tl.float32)
+    zero = ZERO_POINT
+    if zeros is not None:
+        zero = tl.load(zeros + place, mask=inside, other=0).to(tl.float32)
+    if KIND == INT4:
+        packed = tl.load(codes + row * (WIDTH // 2) + byte, mask=inside, other=0).to(tl.int32)
+        tl.store(out + row * WIDTH + column, ((packed & 15).to(tl.float32) - zero) * scale, mask=inside)
+        tl.store(out + row * WIDTH + column + 16, ((packed >> 4).to(tl.float32) - zero) * scale, mask=inside)
+    else:
+        code = tl.load(codes + row * WIDTH + byte, mask=inside, other=0).to(tl.int32)
+        tl.store(out + row * WIDTH + column, (byte_to_float(code, 0, KIND) - zero) * scale, mask=inside)

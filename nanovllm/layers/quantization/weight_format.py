@@ -1,0 +1,44 @@
+"""What a linear layer knows of its weight, whatever the format."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from nanovllm.kernels.fp8_linear import QuantisedRows, Unscaled
+from nanovllm.utils.loader import StoredTensor
+
+
+class WeightFormat:
+    """A weight [out, in]: `parameters` are its tensors, `stored` what a checkpoint has in their place."""
+
+    shape: tuple[int, int]
+    parameters: dict[str, torch.Tensor | nn.Parameter]
+    stored: dict[str, StoredTensor]
+
+    def multiply(
+        self, x: torch.Tensor | QuantisedRows, bias: torch.Tensor | None, leave_scales: bool = False
+    ) -> torch.Tensor | Unscaled:
+        """
+        x [tokens, in] @ weight.T + bias: [tokens, out]. With leave_scales the product of a quantised x may be
+        left without its scales.
+        """
+        raise NotImplementedError
+
+    def can_use_matvec(self, x: torch.Tensor) -> bool:
+        """Whether `matvec` works for rows like x, and is the fastest way to multiply."""
+        return False
+
+    def matvec(self, x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        """The product of a few rows with its neighbours, as `kernels.matvec.linear_small`."""
+        raise NotImplementedError
+
+    def activation_group(self, x: torch.Tensor) -> int | None:
+        """
+        None if rows like x are multiplied as they are. Otherwise they are to be quantised, with a scale for
+        so many inputs; 0 is one for a row.
+        """
+        return None
+
+    def finish(self) -> None:
+        """Called when all tensors are loaded."""
