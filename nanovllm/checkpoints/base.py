@@ -2,14 +2,19 @@
 
 from typing import Any
 
+import torch
+
 from nanovllm.utils.validation import shown
 
 
 class Checkpoint:
     """
     `path` is what opens it again, without asking the hub. `random_weights` says whether weights are made up
-    ("dummy") instead of read. It can be pickled, for the other ranks.
+    ("dummy") instead of read. It can be pickled, for the other ranks. `device` is where quantised values are
+    decoded: whoever loads them says where they will be.
     """
+
+    device = torch.device("cpu")
 
     def __init__(self, path: str, random_weights: bool = False):
         self.path = path

@@ -1,8 +1,9 @@
 """GGUF files: configuration, tokenizer and (mostly quantised) tensors of a model in one file.
 
 Translates llama.cpp's names and layouts to Hugging Face's, so no other module knows the format. The header
-is read here, with every length checked against the file; the `gguf` package decodes quantised values. Tensors
-stay quantised in the mapped file until they are sliced. Source: the specification, docs/gguf.md of ggml.
+is read here, with every length checked against the file. Tensors stay quantised in the mapped file until they
+are sliced; gguf_blocks.py decodes the usual types, the `gguf` package the others. Source: the specification,
+docs/gguf.md of ggml.
 """
 
 import math
@@ -17,6 +18,7 @@ import numpy as np
 import torch
 
 from nanovllm.checkpoints.base import Checkpoint
+from nanovllm.checkpoints.gguf_blocks import TYPES, Groups, decode_groups, decode_values
 from nanovllm.checkpoints.model_config import ModelConfig
 from nanovllm.checkpoints.tokenizer import tokenizer_errors, tokenizer_from_gguf
 from nanovllm.checkpoints.untrusted import check_room
@@ -130,7 +132,7 @@ class GGUFCheckpoint(Checkpoint):
                 name = f"model.layers.{layer}.{LAYER_MODULES[part]}"
                 if self.architecture == "llama" and part in rotated:
                     order = _rotary_order(tensor.shape[0], rotated[part])
-            yield replace(tensor, name=f"{name}.{kind}", order=order)
+            yield replace(tensor, name=f"{name}.{kind}", order=order, device=self.device)
 
     def _number(self, key: str, default: Any = None, kind: type = int) -> Any:
         key = f"{self.architecture}.{key}"
@@ -161,8 +163,8 @@ class GGUFCheckpoint(Checkpoint):
 @dataclass
 class GGUFTensor:
     """
-    One tensor in the mapped file. Slices are torch tensors, of the stored dtype or, if quantised, float32.
-    Only the rows and, in each row, the blocks that a slice touches are read.
+    One tensor in the mapped file. Slices are torch tensors, of the stored dtype or, if quantised, float32 on
+    `device`. Only the rows and, in each row, the blocks that a slice touches are read.
     """
 
     file: str
@@ -172,6 +174,7 @@ class GGUFTensor:
     block_size: int  # values that are quantised together
     encoded: np.ndarray  # uint8 [..., bytes of a row]
     order: np.ndarray | None = None  # where each row is stored
+    device: torch.device = Checkpoint.device
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -184,24 +187,34 @@ class GGUFTensor:
             return (whole if self.order is None else whole[self.order])[index]
         rows, columns = index if isinstance(index, tuple) else (index, slice(None))
         start, stop, _ = columns.indices(self.shape[1])
-        blocks = self.blocks(rows, columns)
-        if not len(blocks):  # the last of many ranks may have no row of a small vocabulary
+        encoded = self._touched(rows, start, stop)
+        if not len(encoded):  # the last of many ranks may have no row of a small vocabulary
             return torch.empty(0, stop - start)
-        values = self._decode(blocks.reshape(len(blocks), -1))
         skipped = start // self.block_size * self.block_size
-        return values[:, start - skipped : stop - skipped]
+        return self._decode(encoded)[:, start - skipped : stop - skipped]
 
-    def blocks(self, rows: slice, columns: slice) -> np.ndarray:
-        """Those of a matrix that these rows and columns touch, as stored: uint8 [rows, blocks, bytes]."""
-        encoded = self.encoded[rows if self.order is None else self.order[rows]]
+    def groups(self, rows: slice, columns: slice) -> Iterator[Groups]:
+        """
+        The codes and scales of these rows, some rows after the others, and of these columns, which are whole
+        groups. Only for types that gguf_blocks.py knows.
+        """
         start, stop, _ = columns.indices(self.shape[1])
-        num_blocks = self.shape[1] // self.block_size
-        blocks = encoded.reshape(len(encoded), num_blocks, encoded.shape[1] // max(num_blocks, 1))
-        return blocks[:, start // self.block_size : -(-stop // self.block_size)]
+        skipped = start // self.block_size * self.block_size
+        for each in decode_groups(self._touched(rows, start, stop), self.quantisation.name, self.device):
+            size = each.codes.shape[-1]
+            yield each.cut(slice((start - skipped) // size, (stop - skipped) // size))
+
+    def _touched(self, rows: slice, start: int, stop: int) -> np.ndarray:
+        """The blocks of a matrix in which these rows and columns are: uint8 [rows, bytes of some blocks]."""
+        encoded = self.encoded[rows if self.order is None else self.order[rows]]
+        size = encoded.shape[1] // max(self.shape[1] // self.block_size, 1)
+        return encoded[:, start // self.block_size * size : -(-stop // self.block_size) * size]
 
     def _decode(self, encoded: np.ndarray) -> torch.Tensor:
         if self.dtype is not None:
             return torch.from_numpy(np.array(encoded)).view(self.dtype)
+        if self.quantisation.name in TYPES:
+            return decode_values(encoded, self.quantisation.name, self.device)
         from gguf.quants import dequantize
 
         try:

@@ -60,6 +60,7 @@ def load_model(model: nn.Module, path: str | os.PathLike | Checkpoint) -> None:
     if checkpoint.random_weights:
         fill_with_random_values(model)
         return
+    checkpoint.device = next(model.parameters()).device
     waiting = find_places(model)
     known = set(waiting)
     # With another default device, whole tensors would be copied to it before they are sliced.

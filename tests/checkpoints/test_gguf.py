@@ -7,8 +7,8 @@ from pathlib import Path
 import gguf
 import pytest
 import torch
-from gguf.quants import dequantize, quantize
-from safetensors.torch import load_file
+from gguf_packer import decode, encode
+from safetensors.torch import load_file, save_file
 from smollm2 import smollm2_gguf  # noqa: F401  a fixture
 
 from nanovllm import LLM, SamplingParams
@@ -18,7 +18,7 @@ from nanovllm.checkpoints.tokenizer import SPLITS, tokenizer_from_gguf
 from nanovllm.layers.quantization.gguf import PackedCodes
 from nanovllm.models import get_model_class
 from nanovllm.utils.loader import load_model
-from tiny_checkpoints import load_reference, make_checkpoint
+from tiny_checkpoints import assert_greedy, load_reference, make_checkpoint
 
 ARCHITECTURES = ["llama", "qwen2", "qwen3"]
 QUANTISATIONS = ["F32", "F16", "BF16", "Q8_0", "Q4_0"]
@@ -30,8 +30,14 @@ def interleave_halves(tensor: torch.Tensor, heads: int) -> torch.Tensor:
     return halves.transpose(1, 2).reshape(tensor.shape)
 
 
-def write_gguf(folder: Path, quantisation: str = "F32", extra_tensors=(), **metadata) -> Path:
-    """The checkpoint of a folder as llama.cpp would store it, its matrices quantised."""
+def write_gguf(
+    folder: Path, quantisation: str | dict[str, str] = "F32", extra_tensors=(), **metadata
+) -> Path:
+    """
+    The checkpoint of a folder as llama.cpp would store it, its matrices quantised: all of them as one type,
+    or each as said for the last part of its name, the others as for "".
+    """
+    kinds = {"": quantisation} if isinstance(quantisation, str) else quantisation
     config = open_checkpoint(folder).hf_config()
     architecture = config.raw["model_type"]
     writer = gguf.GGUFWriter(folder / "model.gguf", architecture)
@@ -68,8 +74,9 @@ def write_gguf(folder: Path, quantisation: str = "F32", extra_tensors=(), **meta
             module = f"blk.{layer}.{names[part]}"
         else:
             module = names.get(module, module)
-        type_ = gguf.GGMLQuantizationType[quantisation if tensor.dim() == 2 else "F32"]
-        writer.add_tensor(f"{module}.{kind}", quantize(tensor.numpy(), type_), raw_dtype=type_)
+        stored = kinds.get(module.rpartition(".")[2], kinds[""]) if tensor.dim() == 2 else "F32"
+        type_ = gguf.GGMLQuantizationType[stored]
+        writer.add_tensor(f"{module}.{kind}", encode(tensor, stored), raw_dtype=type_)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -79,8 +86,8 @@ def write_gguf(folder: Path, quantisation: str = "F32", extra_tensors=(), **meta
 
 def requantised(tensor: torch.Tensor, quantisation: str) -> torch.Tensor:
     """What is left of a matrix after a trip through a quantisation."""
-    type_ = gguf.GGMLQuantizationType[quantisation if tensor.dim() == 2 else "F32"]
-    return torch.from_numpy(dequantize(quantize(tensor.numpy(), type_), type_))
+    kind = quantisation if tensor.dim() == 2 else "F32"
+    return decode(encode(tensor, kind), kind)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -156,7 +163,40 @@ def test_the_config_comes_back(tmp_path, architecture, overrides):
 FEW_TOKENS = dict(vocab_size=16, hidden_size=128, intermediate_size=256, num_key_value_heads=4, head_dim=32)
 
 
-@pytest.mark.parametrize("architecture, quantisation, seed", [("llama", "Q4_1", 4), ("qwen3", "Q4_0", 3)])
+# A file with a mixture of types, as llama.cpp makes them.
+MIXTURES = {
+    "Q4_K": {"": "Q4_K", "attn_v": "Q6_K", "ffn_down": "Q6_K", "token_embd": "Q6_K"},
+    "Q5_K": {"": "Q5_K", "attn_k": "Q8_0", "attn_output": "Q5_1", "ffn_up": "Q5_0"},
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("architecture, mixture, seed", [("llama", "Q4_K", 0), ("qwen3", "Q5_K", 0)])
+def test_greedy_tokens_are_those_of_transformers_on_the_dequantised_weights(
+    tmp_path, architecture, mixture, seed, dtype
+):
+    sizes = FEW_TOKENS | {"hidden_size": 256, "head_dim": 64}
+    make_checkpoint(tmp_path, architecture, seed, tokenizer=False, **sizes)
+    file = write_gguf(tmp_path, MIXTURES[mixture]).rename(tmp_path.with_suffix(".gguf"))
+    tensors = {tensor.name: tensor[:].contiguous() for tensor in open_checkpoint(file).tensors()}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    theirs = load_reference(tmp_path)
+    prompts = [[1, 2, 3], [*range(16)], [7] * 40]
+    with LLM(str(file), device="cpu", dtype=dtype, kvcache_block_size=16, num_kvcache_blocks=40) as llm:
+        for prompt, result in zip(
+            prompts, llm.generate(prompts, SamplingParams(0, 6, True), use_tqdm=False), strict=True
+        ):
+            assert_greedy(theirs, prompt, result["token_ids"])
+
+
+@pytest.mark.parametrize(
+    "architecture, quantisation, seed",
+    [
+        ("llama", "Q4_1", 4),
+        ("qwen3", "Q4_0", 3),
+        ("llama", "Q8_0", 18),
+    ],
+)
 def test_two_ranks_of_a_packed_file_answer_as_one(tmp_path, architecture, quantisation, seed):
     make_checkpoint(tmp_path, architecture, seed, tokenizer=False, **FEW_TOKENS)
     options = dict(device="cpu", dtype="bfloat16", kvcache_block_size=16, num_kvcache_blocks=40)

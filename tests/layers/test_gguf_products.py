@@ -1,32 +1,29 @@
-"""Products of GGUF's types of 4 bits, which stay packed on a CPU that computes in bfloat16."""
+"""Products of GGUF's types, which stay packed on a CPU that computes in bfloat16."""
 
-import gguf
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
-from gguf.quants import dequantize, quantize
+from gguf_packer import as_stored, decode, encode, random_rows
 from smollm2 import smollm2_gguf  # noqa: F401  a fixture
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.checkpoints.gguf import GGUFTensor
 from nanovllm.kernels import runtime
 from nanovllm.layers.quantization import read_scheme
-from nanovllm.layers.quantization.gguf import GGUF, MANY_ROWS, Converted, PackedCodes, read_blocks
+from nanovllm.layers.quantization.gguf import BITS, GGUF, MANY_ROWS, Converted, PackedCodes
 from nanovllm.layers.quantization.scaled import Part
 from nanovllm.utils.torch_defaults import torch_defaults
 from tiny_checkpoints import one_thread  # noqa: F401
 
-KINDS = ["Q4_0", "Q4_1"]
 CPU = torch.device("cpu")
 
 
 def stored(matrix: torch.Tensor, kind: str) -> tuple[GGUFTensor, torch.Tensor]:
     """The matrix as a file has it, and its values then."""
-    type_ = gguf.GGMLQuantizationType[kind]
-    encoded = quantize(matrix.numpy(), type_)
-    block = gguf.GGML_QUANT_SIZES[type_][0]
-    tensor = GGUFTensor("file", "name", tuple(matrix.shape), type_, block, encoded)
-    return tensor, torch.from_numpy(dequantize(encoded, type_))
+    encoded = encode(matrix, kind)
+    return as_stored(encoded, kind), decode(encoded, kind)
 
 
 def load(parts: dict[str, Part], tensors: dict[str, GGUFTensor]) -> GGUF:
@@ -44,69 +41,87 @@ def assert_multiplies(weight: GGUF, expected: torch.Tensor) -> None:
     largest = expected.abs().max()
     assert (weight.dequantise().float() - expected).abs().max() <= largest * 2**-7
     exact = weight.dequantise().float()
-    for rows in (1, 5, MANY_ROWS):
+    for rows in (1, 5, MANY_ROWS[2], MANY_ROWS[1]):
         x, bias = torch.randn(rows, expected.shape[1]).bfloat16(), torch.randn(len(expected)).bfloat16()
         y = x.float() @ exact.t()
         torch.testing.assert_close(weight.multiply(x, None).float(), y, atol=0.15, rtol=2**-7)
         torch.testing.assert_close(weight.multiply(x, bias).float(), y + bias.float(), atol=0.15, rtol=2**-6)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_codes_and_scales_are_the_file_s_bit_for_bit(kind):
-    tensor, values = stored(torch.randn(64, 96) * torch.logspace(-3, 3, 64)[:, None], kind)
-    codes, scales, zeros = read_blocks(tensor.blocks(slice(0, 64), slice(0, 96)), kind)
-    blocks = (codes.float() - 8).view(64, 3, 32) * scales[..., None] + zeros[..., None]
-    assert torch.equal(blocks.flatten(1), values)
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", BITS)
 def test_a_weight_stays_packed_and_multiplies_as_its_values_do(kind):
-    tensor, values = stored(torch.randn(192, 128), kind)
-    weight = load({"": Part((192, 128))}, {"": tensor})
+    tensor, values = stored(torch.randn(192, 256), kind)
+    weight = load({"": Part((192, 256))}, {"": tensor})
     assert [type(product) for product in weight.products] == [PackedCodes]
-    assert sum(tensor.nbytes for tensor in weight.parameters.values()) == 192 * 128 * 5 // 8
+    bits = (4 if BITS[kind] == 4 else 8) + 32 / (
+        16 if kind == "Q6_K" else 32
+    )  # codes, and two numbers a group
+    assert sum(tensor.nbytes for tensor in weight.parameters.values()) == 192 * 256 * bits / 8
     assert_multiplies(weight, values)
 
 
-def test_where_the_layout_of_codes_is_not_known_many_rows_are_multiplied_all_the_same():
-    tensor, values = stored(torch.randn(128, 64), "Q4_1")
+@pytest.mark.parametrize("kind", BITS)
+def test_every_code_comes_back_within_a_rounding_of_its_scale_and_zero(kind):
+    encoded = random_rows(128, 512, kind)
+    expected = decode(encoded, kind)
+    weight = load({"": Part((128, 512))}, {"": as_stored(encoded, kind)})
+    lost = (weight.dequantise().float() - expected).norm() / expected.norm()
+    assert lost < 1.8 * (expected.bfloat16().float() - expected).norm() / expected.norm()
+    x = torch.eye(512).bfloat16()
+    assert len(x) > MANY_ROWS[1]
+    one_by_one = torch.cat([weight.multiply(row[None], None) for row in x]).t().float()
+    assert (one_by_one - expected).norm() / expected.norm() < 0.004
+    torch.testing.assert_close(weight.multiply(x, None).t(), weight.dequantise(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["Q4_1", "Q8_0"])
+def test_where_the_layout_of_codes_is_not_known_many_rows_are_multiplied_all_the_same(kind):
+    tensor, values = stored(torch.randn(128, 64), kind)
     weight = load({"": Part((128, 64))}, {"": tensor})
-    x = torch.randn(MANY_ROWS, 64).bfloat16()
+    x = torch.randn(MANY_ROWS[1], 64).bfloat16()
     assert weight.products[0].is_readable or "AVX512" not in torch.backends.cpu.get_cpu_capability()
     weight.products[0].is_readable = False
     torch.testing.assert_close(weight.multiply(x, None).float(), x.float() @ values.t(), atol=0.3, rtol=0.02)
 
 
 def test_parts_of_different_types_make_one_weight_whatever_their_order_in_the_file():
-    shapes = {"q": (128, "Q4_1"), "k": (64, "Q4_0"), "v": (64, "Q8_0"), "w": (64, "F32"), "z": (64, "Q4_0")}
+    kinds = ["Q4_1", "Q4_0", "Q4_K", "Q8_0", "Q5_K", "Q5_0", "F32", "Q6_K", "Q5_1"]
     parts, tensors, values, offset = {}, {}, [], 0
-    for name, (rows, kind) in shapes.items():
-        parts[name] = Part((rows, 96), offset=offset)
-        tensors[name], value = stored(torch.randn(rows, 96), kind)
+    for name, (rows, kind) in enumerate(zip([128, *[64] * 8], kinds, strict=True)):
+        parts[name] = Part((rows, 256), offset=offset)
+        tensors[name], value = stored(torch.randn(rows, 256), kind)
         values.append(value)
         offset += rows
     weight = load(parts, dict(reversed(tensors.items())))
-    assert [type(product) for product in weight.products] == [PackedCodes, Converted, PackedCodes]
+    assert [type(product) for product in weight.products] == [
+        PackedCodes, PackedCodes, Converted, PackedCodes, PackedCodes
+    ]  # fmt: skip
+    assert [len(product.dequantise()) for product in weight.products] == [256, 192, 64, 64, 64]
     assert_multiplies(weight, torch.cat(values))
 
 
+@pytest.mark.parametrize("kind", ["Q4_1", "Q4_K", "Q5_K", "Q6_K", "Q8_0"])
 @pytest.mark.parametrize("rows", [slice(64, 128), slice(32, 64)])
-@pytest.mark.parametrize("columns", [slice(0, 64), slice(64, 128), slice(48, 96)])
-def test_a_rank_has_its_part_also_where_cuts_go_through_blocks(rows, columns):
-    tensor, values = stored(torch.randn(128, 128), "Q4_1")
-    weight = load({"": Part((128, 128), rows, columns)}, {"": tensor})
+@pytest.mark.parametrize("columns", [slice(0, 64), slice(64, 512), slice(48, 96)])
+def test_a_rank_has_its_part_also_where_cuts_go_through_blocks(kind, rows, columns):
+    tensor, values = stored(torch.randn(128, 512), kind)
+    tensor = replace(tensor, order=np.arange(128)[::-1].copy())
+    values = values.flip(0)
+    weight = load({"": Part((128, 512), rows, columns)}, {"": tensor})
     fits = (rows.stop - rows.start) == 64 and columns.start % 32 == 0
     assert [type(product) for product in weight.products] == [PackedCodes if fits else Converted]
     assert_multiplies(weight, values[rows, columns])
 
 
+@pytest.mark.parametrize("kind", ["Q4_1", "Q5_0", "Q8_0", "Q6_K"])
 @pytest.mark.parametrize("damage", ["shape", "infinite"])
-def test_damaged_weights_are_refused(damage):
-    tensor, _ = stored(torch.randn(64, 64), "Q4_1")
+def test_damaged_weights_are_refused(kind, damage):
+    tensor, _ = stored(torch.randn(64, 256), kind)
     if damage == "infinite":
-        tensor.encoded[3, :2] = np.frombuffer(np.float16(np.inf).tobytes(), np.uint8)
+        start = 208 if kind == "Q6_K" else 0
+        tensor.encoded[3, start : start + 2] = np.frombuffer(np.float16(np.inf).tobytes(), np.uint8)
     with pytest.raises(ValueError, match="expected" if damage == "shape" else "infinity"):
-        load({"": Part((64, 96) if damage == "shape" else (64, 64))}, {"": tensor})
+        load({"": Part((64, 512) if damage == "shape" else (64, 256))}, {"": tensor})
 
 
 @pytest.mark.parametrize(

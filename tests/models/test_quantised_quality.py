@@ -7,13 +7,18 @@ more sensitive matrices are left as they are. The limits are about one and a hal
 """
 
 import math
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from gguf_packer import as_stored, encode
 from quantised_checkpoints import PACKERS, awq, compressed, gptq, quantise
 from smollm2 import smollm2_folder, smollm2_gguf  # noqa: F401  fixtures
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.checkpoints.gguf import GGUFCheckpoint, GGUFTensor
+from nanovllm.layers.quantization import gguf
 
 README = Path(__file__).parents[2] / "README.md"
 NUM_TOKENS = 500
@@ -61,3 +66,30 @@ def test_its_own_file_stays_close_when_it_stays_packed(smollm2_gguf, base):  # n
     answer, perplexity = answer_and_perplexity(smollm2_gguf, dtype="bfloat16")
     assert "Paris" in answer
     assert perplexity == pytest.approx(base, rel=0.01)
+
+
+def store_as(monkeypatch: pytest.MonkeyPatch, kind: str, kind_of_down: str) -> None:
+    """Matrices of GGUF files, the vocabulary's aside, are read as if they had been stored as these types."""
+    tensors, others = GGUFCheckpoint.tensors, {}
+
+    def replaced(checkpoint: GGUFCheckpoint) -> Iterator[GGUFTensor]:
+        for tensor in tensors(checkpoint):
+            if tensor.name.endswith("proj.weight") and tensor.name not in others:
+                target = kind_of_down if "down_proj" in tensor.name else kind
+                encoded = encode(tensor[:].float(), target)
+                others[tensor.name] = replace(as_stored(encoded, target), name=tensor.name)
+            yield others.get(tensor.name, tensor)
+
+    monkeypatch.setattr(GGUFCheckpoint, "tensors", replaced)
+
+
+# Rows of 576 inputs, which all matrices but `down_proj` have, are no whole blocks of 256.
+@pytest.mark.parametrize("kinds", [("Q8_0", "Q6_K"), ("Q5_0", "Q5_K"), ("Q5_1", "Q4_K")], ids=str)
+def test_other_types_answer_and_are_as_close_packed_as_converted(smollm2_gguf, kinds, monkeypatch):  # noqa: F811
+    store_as(monkeypatch, *kinds)
+    answer, perplexity = answer_and_perplexity(smollm2_gguf, dtype="bfloat16")
+    assert "Paris" in answer
+    monkeypatch.setattr(gguf, "BITS", {})
+    answer, converted = answer_and_perplexity(smollm2_gguf, dtype="bfloat16")
+    assert "Paris" in answer
+    assert perplexity == pytest.approx(converted, rel=0.01)

@@ -1,16 +1,16 @@
-"""GGUF's types of 4 bits, Q4_0 and Q4_1, kept packed where a CPU computes in bfloat16.
+"""GGUF's types, kept packed where a CPU computes in bfloat16.
 
-A block of 32 inputs has a scale and a lowest value (Q4_0's codes are around 8). torch has a product for
-exactly that, `_weight_int4pack_mm_for_cpu`: (code - 8) * scale + zero with both in the dtype of the
-activations, which is the only rounding. It is made for few rows; for many the weight is converted in pieces.
-In float32 that product is several times slower than oneDNN's on converted weights, and for other types torch
-has none: they are converted when they are loaded.
+torch has a product for codes of 4 bits in groups of 32, 64, ... inputs, `_weight_int4pack_mm_for_cpu`:
+(code - 8) * scale + zero, with scale and zero in the dtype of the activations, which is the only rounding.
+Codes of more bits are two digits in one group: 16 * x is multiplied by the high one and x by the low one, so
+that both have the same scale. The product is made for few rows; for many the weight is converted in pieces.
+In float32 it is several times slower than oneDNN's on converted weights: these are made when loading.
 """
 
-from itertools import groupby
+import functools
+from itertools import chain, groupby
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from nanovllm.kernels import runtime
@@ -20,10 +20,11 @@ from nanovllm.layers.quantization.scheme import Format, Scheme, same_for_all
 from nanovllm.layers.quantization.weight_format import WeightFormat
 from nanovllm.utils.loader import StoredTensor, check_finite, check_stored
 
-TYPES = {"Q4_0", "Q4_1"}
-BLOCK = 32  # inputs
+# The types that stay packed: bits of a code.
+BITS = {"Q4_0": 4, "Q4_1": 4, "Q4_K": 4, "Q5_0": 5, "Q5_1": 5, "Q5_K": 5, "Q6_K": 6, "Q8_0": 8}
+BLOCK = 32  # inputs: a multiple of every type's group
 LANES = 64  # outputs whose codes torch keeps together, where it has AVX-512
-MANY_ROWS = 64  # from here on, converting a weight first is faster
+MANY_ROWS = {1: 64, 2: 32}  # by digits: from here on, converting a weight first is faster
 PIECE = 2**20  # weights that are converted at a time
 
 
@@ -34,14 +35,6 @@ def read_gguf(config: dict[str, Any]) -> Scheme:
     return same_for_all(Format(GGUF, {}), lambda name: not is_fast)
 
 
-class Codes(NamedTuple):
-    """(codes - 8) * scales + zeros: uint8 [out, in], and float32 [out, blocks of inputs]."""
-
-    codes: torch.Tensor
-    scales: torch.Tensor
-    zeros: torch.Tensor
-
-
 class GGUF(WeightFormat):
     """A weight [out, in] whose parts have types of their own: neighbours of one kind are one product."""
 
@@ -49,7 +42,7 @@ class GGUF(WeightFormat):
         self.shape = matrix_shape(parts)
         self.stored = {"weight": StoredTensor(self._load)}
         self.products: list[PackedCodes | Converted] = []
-        self._waiting: dict[int, Codes | torch.Tensor | None] = {part.offset: None for part in parts.values()}
+        self._waiting: dict[int, list[Packed | torch.Tensor]] = {part.offset: [] for part in parts.values()}
 
     @property
     def parameters(self) -> dict[str, torch.Tensor]:
@@ -72,59 +65,85 @@ class GGUF(WeightFormat):
     def _load(self, loaded: Any, part: Part) -> None:
         check_stored(loaded, part.shape)
         self._waiting[part.offset] = self._read(loaded, part)
-        if any(each is None for each in self._waiting.values()):
+        if not all(self._waiting.values()):
             return
-        in_order = [each for _, each in sorted(self._waiting.items())]
-        self._waiting = dict.fromkeys(self._waiting)
-        for kind, run in groupby(in_order, type):
-            if kind is Codes:
-                self.products.append(PackedCodes(*map(torch.cat, zip(*run, strict=True))))
-            else:
-                self.products.append(Converted(torch.cat([*run])))
+        in_order = chain.from_iterable(self._waiting.pop(offset) for offset in sorted(self._waiting))
+        for layout, run in groupby(in_order, lambda each: each.layout if isinstance(each, Packed) else None):
+            pieces = [*run]
+            self.products.append(PackedCodes(pieces) if layout else Converted(torch.cat(pieces)))
 
-    def _read(self, loaded: Any, part: Part) -> Codes | torch.Tensor:
-        cut = part.columns
-        has_codes = getattr(loaded, "quantisation", None) is not None and loaded.quantisation.name in TYPES
-        if has_codes and cut.start % BLOCK == cut.stop % BLOCK == part.size[0] % LANES == 0:
-            codes = read_blocks(loaded.blocks(part.rows, cut), loaded.quantisation.name)
-            check_finite(codes.scales + codes.zeros)
-            return codes
+    def _read(self, loaded: Any, part: Part) -> "list[Packed | torch.Tensor]":
+        cut, kind = part.columns, getattr(getattr(loaded, "quantisation", None), "name", None)
+        if kind in BITS and cut.start % BLOCK == cut.stop % BLOCK == part.size[0] % LANES == 0:
+            return [pack(groups, kind) for groups in loaded.groups(part.rows, cut)]
         values = loaded[part.rows, cut].to(torch.get_default_dtype())
         check_finite(values)
-        return values
+        return [values]
 
     def finish(self) -> None:
         """Called when all tensors are loaded."""
 
 
-def read_blocks(blocks: np.ndarray, kind: str) -> Codes:
-    """Blocks as they are stored, uint8 [rows, blocks, bytes]: float16 scale, in Q4_1 minimum, 16 pairs."""
-    first = 2 if kind == "Q4_0" else 4
-    head = torch.from_numpy(blocks[..., :first].copy()).view(torch.float16).float()
-    pairs = torch.from_numpy(blocks[..., first:].copy())
-    codes = torch.cat((pairs & 15, pairs >> 4), dim=-1).flatten(1)
-    scales = head[..., 0]
-    # Exact in float32: the sum of a float16 number and eight times another of similar size.
-    zeros = torch.zeros_like(scales) if kind == "Q4_0" else head[..., 1] + 8 * scales
-    return Codes(codes, scales, zeros)
+class Layout(NamedTuple):
+    """Digits of a code, and inputs of a group."""
+
+    digits: int
+    group: int
+
+
+class Packed(NamedTuple):
+    """
+    Rows of codes as torch packs them, a row's groups of [digits, inputs], and each group's scale and zero in
+    bfloat16 [groups, rows, 2].
+    """
+
+    codes: torch.Tensor
+    scales_and_zeros: torch.Tensor
+    layout: Layout
+
+
+def pack(groups: Any, kind: str) -> Packed:
+    """The groups of a type, as GGUFTensor has them."""
+    (codes, scales, offsets), bits = groups, BITS[kind]
+    zeros = torch.zeros_like(scales)
+    if (
+        offsets is not None
+    ):  # around 0 like other types' codes: their zeros are small, so rounding loses little
+        middle = 2 ** (bits - 1)
+        codes, zeros = codes.view(torch.int8) - middle, offsets + middle * scales
+    if bits < 8:  # the product takes 8 off
+        codes = codes + 8
+    else:  # no room for 8 more
+        zeros = 8 * scales
+    check_finite(scales + zeros)
+    layout = Layout(1 if bits == 4 else 2, codes.shape[-1])
+    if layout.digits == 2:
+        codes = torch.stack(((codes >> 4) + 8, codes & 15), dim=2)
+        zeros = zeros / 17  # it comes with 16 * x and with x
+    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.flatten(1).int(), 1)
+    pairs = torch.stack((scales, zeros), dim=-1).to(torch.bfloat16)
+    return Packed(packed, pairs.transpose(0, 1), layout)
 
 
 class PackedCodes:
-    """Half a byte a weight, and scale and zero of each block in bfloat16."""
+    """Half a byte a digit, and a scale and a zero of two bytes a group."""
 
-    def __init__(self, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor):
-        self.shape = tuple(codes.shape)
-        self.packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.int(), 1)
-        pairs = torch.stack((scales, zeros), dim=-1).to(torch.bfloat16)
-        self.scales_and_zeros = pairs.transpose(0, 1).contiguous()  # [blocks, out, 2]
+    def __init__(self, pieces: list[Packed]):
+        packed, pairs, (layout, *_) = zip(*pieces, strict=True)
+        self.packed, self.scales_and_zeros = torch.cat(packed), torch.cat(pairs, dim=1)
         self.tensors = self.packed, self.scales_and_zeros
-        # torch lays codes out as suits the CPU. Only this layout is known here; any can be multiplied.
-        self.is_readable = torch.equal(self._codes(slice(0, self.shape[0])).flatten(1).t(), codes)
+        self.digits, self.group = layout
+        groups, rows, _ = self.scales_and_zeros.shape
+        self.shape = rows, groups * self.group
+        self.places = torch.tensor([[16.0], [1.0]], dtype=torch.bfloat16)  # what the digits stand for
+        self.is_readable = is_readable()
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
-        if len(x) < MANY_ROWS or not self.is_readable:
-            pairs = self.scales_and_zeros
-            return torch.ops.aten._weight_int4pack_mm_for_cpu(x.contiguous(), self.packed, BLOCK, pairs)
+        if len(x) < MANY_ROWS[self.digits] or not self.is_readable:
+            if self.digits == 2:
+                x = (x.unflatten(-1, (-1, 1, self.group)) * self.places).flatten(1)
+            size, pairs = self.digits * self.group, self.scales_and_zeros
+            return torch.ops.aten._weight_int4pack_mm_for_cpu(x.contiguous(), self.packed, size, pairs)
         return torch.cat([x @ self._columns(piece) for piece in self._pieces()], dim=-1)
 
     def dequantise(self) -> torch.Tensor:
@@ -135,17 +154,34 @@ class PackedCodes:
         step = max(1, PIECE // width // LANES) * LANES
         return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
 
-    def _codes(self, rows: slice) -> torch.Tensor:
-        """Of these outputs, uint8 [in, blocks of outputs, 64]."""
-        pairs = self.packed.view(-1, self.shape[1], LANES // 2)
-        pairs = pairs[rows.start // LANES : rows.stop // LANES].transpose(0, 1)
-        return torch.cat((pairs & 15, pairs >> 4), dim=-1)
-
     def _columns(self, rows: slice) -> torch.Tensor:
         """These outputs' weights transposed, bfloat16 [in, outputs]."""
-        codes = self._codes(rows).to(torch.bfloat16).sub_(8).view(-1, BLOCK, rows.stop - rows.start)
+        pairs = self.packed.view(-1, len(self.scales_and_zeros), self.digits, self.group, LANES // 2)
+        pairs = pairs[rows.start // LANES : rows.stop // LANES]
+        codes = unpack(pairs).permute(1, 2, 0, 3).flatten(2)  # [groups, inputs, outputs]
         scales, zeros = self.scales_and_zeros[:, rows].permute(2, 0, 1).unsqueeze(2).contiguous()
-        return torch.addcmul(zeros, codes, scales).flatten(0, 1)
+        middle, times = (8, 1) if self.digits == 1 else (8 * 16 + 8, 16 + 1)
+        return torch.addcmul(zeros * times, codes.to(torch.bfloat16).sub_(middle), scales).flatten(0, 1)
+
+
+def unpack(pairs: torch.Tensor) -> torch.Tensor:
+    """
+    The codes, uint8 [blocks of outputs, groups, inputs, 64], in what torch packs with AVX-512, [blocks of
+    outputs, groups, digits, inputs, 32]: those of output i and i + 32 are one byte.
+    """
+    if pairs.shape[2] == 1:
+        return torch.cat((pairs & 15, pairs >> 4), dim=-1).squeeze(2)
+    high, low = pairs.unbind(2)
+    return torch.cat((high << 4 | low & 15, high & 240 | low >> 4), dim=-1)
+
+
+@functools.cache
+def is_readable() -> bool:
+    """Whether `unpack` knows how torch lays codes out, which is as suits the CPU. Any can be multiplied."""
+    codes = torch.arange(2 * LANES * BLOCK, dtype=torch.int32).view(2 * LANES, BLOCK) % 13
+    pairs = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
+    found = unpack(pairs.view(2, 1, 1, BLOCK, LANES // 2))
+    return torch.equal(found.transpose(2, 3).reshape_as(codes), codes)
 
 
 class Converted:
