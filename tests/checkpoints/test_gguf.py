@@ -14,6 +14,7 @@ from smollm2 import smollm2_gguf  # noqa: F401  a fixture
 from nanovllm import LLM, SamplingParams
 from nanovllm.checkpoints import open_checkpoint
 from nanovllm.checkpoints.gguf import LAYER_MODULES, MODULES, GGUFTensor
+from nanovllm.checkpoints.gguf_blocks import decode_values
 from nanovllm.checkpoints.tokenizer import SPLITS, tokenizer_from_gguf
 from nanovllm.layers.quantization.gguf import PackedCodes
 from nanovllm.models import get_model_class
@@ -236,6 +237,25 @@ def test_parameters_are_the_same_from_gguf_and_safetensors(tmp_path, architectur
     ours, theirs = (model.state_dict() for model in models)
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_values_are_decoded_where_they_will_be(tmp_path, monkeypatch, device):
+    make_checkpoint(tmp_path)
+    checkpoint = open_checkpoint(write_gguf(tmp_path, "Q8_0"))
+    config = checkpoint.hf_config()
+    model = get_model_class(config)(config).to(device)
+    devices = []
+    monkeypatch.setattr(
+        "nanovllm.checkpoints.gguf.decode_values",
+        lambda encoded, kind, where: devices.append(where.type) or decode_values(encoded, kind, where),
+    )
+    load_model(model, checkpoint)
+    assert {*devices} == {device}
+    stored = {tensor.name: tensor[:].cpu() for tensor in checkpoint.tensors()}
+    embedding = model.model.embed_tokens.weight
+    assert embedding.device.type == device
+    assert torch.equal(embedding.cpu(), stored["model.embed_tokens.weight"])
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

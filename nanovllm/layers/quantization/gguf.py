@@ -67,7 +67,7 @@ class GGUF(WeightFormat):
         self._waiting[part.offset] = self._read(loaded, part)
         if not all(self._waiting.values()):
             return
-        in_order = chain.from_iterable(self._waiting.pop(offset) for offset in sorted(self._waiting))
+        in_order, self._waiting = chain.from_iterable(self._waiting.values()), {}  # as `parts` are
         for layout, run in groupby(in_order, lambda each: each.layout if isinstance(each, Packed) else None):
             pieces = [*run]
             self.products.append(PackedCodes(pieces) if layout else Converted(torch.cat(pieces)))
