@@ -2,8 +2,8 @@
 
 Where weights have a scale for each 128 x 128 block, activations get one for each 128 inputs of a row; where
 weights have one for each row, activations do too. torch's library multiplies. It takes these scales itself,
-but is faster without them, so where the next kernel can apply them that is left to it (`Unscaled`). Quantising
-is part of what computes the activations: an RMSNorm or SwiGLU.
+but is faster without them, so where the next kernel can apply them that is left to it (`Unscaled`).
+Quantising is part of what computes the activations: an RMSNorm or SwiGLU.
 """
 
 from typing import NamedTuple

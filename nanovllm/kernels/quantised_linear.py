@@ -5,8 +5,8 @@ an output has too few tiles to fill the GPU, several programs share the inputs o
 arrive adds up their sums.
 
 Measured on an H200 with the four matrices of a layer of Qwen3-8B's shape and groups of 32 inputs, in
-microseconds, and by the library in bfloat16: 4 rows 80 (115), 16 rows 90 (115), 64 rows 170 (118), 128 rows 230
-(125). It takes more instructions than the reading of 4 bits leaves time for.
+microseconds, and by the library in bfloat16: 4 rows 80 (115), 16 rows 90 (115), 64 rows 170 (118), 128 rows
+230 (125). It takes more instructions than the reading of 4 bits leaves time for.
 """
 
 import torch
@@ -15,7 +15,6 @@ from torch import Tensor
 
 from nanovllm.kernels import runtime
 from nanovllm.kernels.quantised_weight import (
-    BLOCK,
     INT4,
     QuantisedWeight,
     codes_to_bf16,
@@ -41,7 +40,7 @@ TILES = {16: (64, 256, 4, 3, 3), 64: (128, 256, 8, 2, 1), MAX_ROWS: (128, 128, 8
 def can_use_quantised_linear(x: Tensor, weight: QuantisedWeight) -> bool:
     """Whether `quantised_linear` works for these rows [rows, features]."""
     group = weight.group
-    fits = group == 0 or (group & (group - 1) == 0 and group >= BLOCK)
+    fits = group & (group - 1) == 0 and (group > 0 or weight.offsets is None)
     is_possible = is_on_gpu(x) and use_triton(x) and x.dtype == torch.bfloat16 and weight.can_be_read()
     return is_possible and fits and 0 < x.shape[0] <= MAX_ROWS
 
@@ -62,7 +61,7 @@ def quantised_linear(x: Tensor, weight: QuantisedWeight, bias: Tensor | None = N
     if splits > 1:
         partial = torch.empty(splits, rows, out_features, dtype=torch.float32, device=x.device)
     _quantised_linear_kernel[(tiles, splits)](
-        x, weight.codes.view(torch.uint8), weight.scales, weight.zeros, bias, out,
+        x, weight.codes.view(torch.uint8), weight.scales, weight.zeros, weight.offsets, bias, out,
         partial, runtime.arrival_counters(x.device),
         x.stride(0), rows, out_features,
         KIND=weight.kind, IN_FEATURES=in_features, GROUP=weight.group, TILE_ROWS=weight.tile[0],
@@ -80,7 +79,7 @@ def quantised_linear_torch(x: Tensor, weight: QuantisedWeight, bias: Tensor | No
 
 @triton.jit(do_not_specialize=["rows"])
 def _quantised_linear_kernel(
-    x, codes, scales, zeros, bias, out, partial, counters,
+    x, codes, scales, zeros, offsets, bias, out, partial, counters,
     x_stride, rows, out_features,
     KIND: tl.constexpr, IN_FEATURES: tl.constexpr, GROUP: tl.constexpr, TILE_ROWS: tl.constexpr,
     ZERO_POINT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -129,6 +128,10 @@ def _quantised_linear_kernel(
                 zero = _expand(zero.to(low.dtype), BLOCK_N, GROUPS, BYTES)
             scale = tl.load(scales + place, mask=there, other=0.0).to(low.dtype)
             scale = _expand(scale, BLOCK_N, GROUPS, BYTES)
+            offset = 0.0
+            if offsets is not None:
+                offset = tl.load(offsets + place, mask=there, other=0.0).to(low.dtype)
+                offset = _expand(offset, BLOCK_N, GROUPS, BYTES)
         elif zeros is not None:
             zero = tl.load(zeros + line // TILE_ROWS, mask=real_line, other=0).to(tl.float32) + above
             zero = zero.to(low.dtype)[:, None]
@@ -137,11 +140,11 @@ def _quantised_linear_kernel(
         if KIND == INT4 or zeros is not None:
             low -= zero
         if GROUP > 0:
-            low *= scale
+            low = (low * scale + offset).to(low.dtype)
         if KIND == INT4:
             high -= zero
             if GROUP > 0:
-                high *= scale
+                high = (high * scale + offset).to(low.dtype)
         acc = tl.dot(low, low_x.to(low.dtype), acc, input_precision="ieee")
         if KIND == INT4:
             acc = tl.dot(high, high_x.to(low.dtype), acc, input_precision="ieee")

@@ -66,7 +66,8 @@ def quantised_matvec(
     programs = cdiv(tiles, cdiv(tiles, most))  # each has about as many tiles
     out = torch.empty(rows, out_features // (1 + silu_and_mul), dtype=x.dtype, device=x.device)
     _quantised_matvec_kernel[(programs,)](
-        x, weight.codes.view(torch.int32), weight.scales, weight.zeros, bias, norm_weight, residual, out,
+        x, weight.codes.view(torch.int32), weight.scales, weight.zeros, weight.offsets,
+        bias, norm_weight, residual, out,
         eps, x.stride(0), residual.stride(0) if residual is not None else 0, out_features,
         KIND=weight.kind, IN_FEATURES=in_features, GROUP=weight.group, TILE_ROWS=weight.tile[0],
         ZERO_POINT=weight.zero_point, ROWS=rows, ROWS_PAD=rows_pad, HEIGHT=height, PIECES=pieces,
@@ -171,13 +172,13 @@ def _power_of_two(exponent):
 
 @triton.jit
 def _load_tile(
-    words, scales, zeros, tile, out_features, KIND: tl.constexpr, IN_FEATURES: tl.constexpr,
+    words, scales, zeros, offsets, tile, out_features, KIND: tl.constexpr, IN_FEATURES: tl.constexpr,
     GROUP: tl.constexpr, TILE_ROWS: tl.constexpr, ZERO_POINT: tl.constexpr,
     HEIGHT: tl.constexpr, PIECES: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
     """
     HEIGHT rows of the weight (gates and ups in turn if GATED): words [PIECES, HEIGHT, 1, 4], and scales and
-    zeros [PIECES or 1, HEIGHT, 1].
+    zeros, or offsets, [PIECES or 1, HEIGHT, 1].
     """
     INPUTS: tl.constexpr = 32 if KIND == INT4 else 16
     line = tile * HEIGHT + tl.arange(0, HEIGHT)
@@ -200,12 +201,14 @@ def _load_tile(
     zero = scale
     if zeros is not None:
         zero = tl.load(zeros + place, mask=inside, other=0).to(scale.dtype)
+    if offsets is not None:
+        zero = tl.load(offsets + place, mask=inside, other=0.0)
     return found, scale, zero
 
 
 @triton.jit
 def _quantised_matvec_kernel(
-    x, words, scales, zeros, bias, norm_weight, residual, out,
+    x, words, scales, zeros, offsets, bias, norm_weight, residual, out,
     eps, x_stride, residual_stride, out_features,
     KIND: tl.constexpr, IN_FEATURES: tl.constexpr, GROUP: tl.constexpr, TILE_ROWS: tl.constexpr,
     ZERO_POINT: tl.constexpr, ROWS: tl.constexpr, ROWS_PAD: tl.constexpr, HEIGHT: tl.constexpr,
@@ -216,7 +219,7 @@ def _quantised_matvec_kernel(
     tile = tl.program_id(0)
     num_programs = tl.num_programs(0)
     found, scale, zero = _load_tile(
-        words, scales, zeros, tile, out_features,
+        words, scales, zeros, offsets, tile, out_features,
         KIND, IN_FEATURES, GROUP, TILE_ROWS, ZERO_POINT, HEIGHT, PIECES, GATED,
     )  # fmt: skip
     if OVERLAP:
@@ -253,6 +256,8 @@ def _quantised_matvec_kernel(
             others *= _power_of_two(-exponent)[None, :, :, None]
             i, j, k, m, n, o, p, q = _pairs_of(others, PIECES, ROWS_PAD, 2)
     sums = tl.sum(values, axis=3)  # [PIECES, 1, ROWS_PAD]
+    if KIND == INT4:
+        sums += tl.sum(others, axis=3)
 
     width = out_features
     if GATED:
@@ -261,7 +266,7 @@ def _quantised_matvec_kernel(
         current, its_scale, its_zero = found, scale, zero
         next_tile = tile + num_programs
         found, scale, zero = _load_tile(
-            words, scales, zeros, next_tile, out_features,
+            words, scales, zeros, offsets, next_tile, out_features,
             KIND, IN_FEATURES, GROUP, TILE_ROWS, ZERO_POINT, HEIGHT, PIECES, GATED,
         )  # fmt: skip
         # What the result is combined with is asked for before the sums.
@@ -280,8 +285,7 @@ def _quantised_matvec_kernel(
             parts = _multiply_by_arithmetic(current, values, KIND, 0)
             if KIND == INT4:
                 parts += _multiply_by_arithmetic(current, others, KIND, 4)
-                zero_sums = sums + tl.sum(others, axis=3)
-                parts -= (ZERO_POINT if zeros is None else its_zero.to(tl.float32)) * zero_sums
+                parts -= (ZERO_POINT if zeros is None else its_zero.to(tl.float32)) * sums
         else:
             even, odd = tl.split(tl.reshape(current, [PIECES, HEIGHT, 1, 2, 2]))
             first, third = tl.split(even)
@@ -307,7 +311,10 @@ def _quantised_matvec_kernel(
                 )
         if KIND != INT4 and zeros is not None:
             parts -= its_zero.to(tl.float32) * sums
-        acc = tl.sum(parts * its_scale.to(tl.float32), axis=0) * factor  # [HEIGHT, ROWS_PAD]
+        parts *= its_scale.to(tl.float32)
+        if offsets is not None:
+            parts += its_zero.to(tl.float32) * sums
+        acc = tl.sum(parts, axis=0) * factor  # [HEIGHT, ROWS_PAD]
         if bias is not None:
             acc += added[:, None]
         if GATED:

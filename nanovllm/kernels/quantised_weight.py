@@ -1,9 +1,10 @@
 """Weights of 4 and 8 bits: what kernels know of them, and how codes become numbers.
 
-weight = (code - zero) * scale, a scale for each tile of the matrix. A code is a byte (e4m3 or integer), or
-half of one: then a block of 32 inputs is 16 bytes, whose low halves are its first 16 codes and whose high
-halves are the others, so that a thread that reads 16 bytes has neighbours in both. Codes become floats by
-placing their bits beside an exponent, where a conversion instruction would cost several times as much.
+weight = (code - zero) * scale + offset, one of each for a tile of the matrix. A code is a byte (e4m3 or
+integer), or half of one: then a block of 32 inputs is 16 bytes, whose low halves are its first 16 codes and
+whose high halves are the others, so that a thread that reads 16 bytes has neighbours in both. Codes become
+floats by placing their bits beside an exponent, where a conversion instruction would cost several times as
+much.
 """
 
 from typing import NamedTuple
@@ -23,8 +24,9 @@ FP8, INT8, INT4 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 class QuantisedWeight(NamedTuple):
     """
-    A matrix [out, in]. `scales` and `zeros` are [rows of tiles, columns of tiles], `tile` is rows and columns
-    of one; the last may be cut off by the matrix's end. Without `zeros` every code's zero is `zero_point`.
+    A matrix [out, in]. `scales`, `zeros` and `offsets` are [rows of tiles, columns of tiles], `tile` is rows
+    and columns of one; the last may be cut off by the matrix's end. Without `zeros` every code's zero is
+    `zero_point`.
     """
 
     codes: Tensor  # float8_e4m3fn or int8 [out, in]; or uint8 [out, bytes] of 4-bit codes
@@ -33,6 +35,7 @@ class QuantisedWeight(NamedTuple):
     tile: tuple[int, int]
     zeros: Tensor | None = None  # int8 or uint8
     zero_point: int = 0
+    offsets: Tensor | None = None
 
     @property
     def kind(self) -> int:
@@ -77,7 +80,8 @@ def dequantise_torch(weight: QuantisedWeight, rows: slice, dtype: torch.dtype) -
         codes -= _expand(weight, weight.zeros, rows).to(dtype)
     elif weight.zero_point:
         codes -= weight.zero_point
-    return codes.mul_(_expand(weight, weight.scales, rows).to(dtype))
+    codes.mul_(_expand(weight, weight.scales, rows).to(dtype))
+    return codes if weight.offsets is None else codes.add_(_expand(weight, weight.offsets, rows).to(dtype))
 
 
 def dequantise(weight: QuantisedWeight, dtype: torch.dtype) -> Tensor:
@@ -87,7 +91,7 @@ def dequantise(weight: QuantisedWeight, dtype: torch.dtype) -> Tensor:
     rows, width = weight.shape
     out = torch.empty(rows, width, dtype=dtype, device=weight.codes.device)
     _dequantise_kernel[(rows, cdiv(width, TILE))](
-        weight.codes.view(torch.uint8), weight.scales, weight.zeros, out,
+        weight.codes.view(torch.uint8), weight.scales, weight.zeros, weight.offsets, out,
         KIND=weight.kind, WIDTH=width, GROUP=weight.group, TILE_ROWS=weight.tile[0],
         ZERO_POINT=weight.zero_point, SIZE=TILE,
     )  # fmt: skip
@@ -173,7 +177,7 @@ def halves_to_bf16(packed):
 
 @triton.jit
 def _dequantise_kernel(
-    codes, scales, zeros, out, KIND: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
+    codes, scales, zeros, offsets, out, KIND: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
     TILE_ROWS: tl.constexpr, ZERO_POINT: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -190,10 +194,16 @@ def _dequantise_kernel(
     zero = ZERO_POINT
     if zeros is not None:
         zero = tl.load(zeros + place, mask=inside, other=0).to(tl.float32)
+    offset = 0.0
+    if offsets is not None:
+        offset = tl.load(offsets + place, mask=inside, other=0.0).to(tl.float32)
     if KIND == INT4:
         packed = tl.load(codes + row * (WIDTH // 2) + byte, mask=inside, other=0).to(tl.int32)
-        tl.store(out + row * WIDTH + column, ((packed & 15).to(tl.float32) - zero) * scale, mask=inside)
-        tl.store(out + row * WIDTH + column + 16, ((packed >> 4).to(tl.float32) - zero) * scale, mask=inside)
+        low, high = (packed & 15).to(tl.float32), (packed >> 4).to(tl.float32)
+        tl.store(out + row * WIDTH + column, (low - zero) * scale + offset, mask=inside)
+        tl.store(out + row * WIDTH + column + 16, (high - zero) * scale + offset, mask=inside)
     else:
         code = tl.load(codes + row * WIDTH + byte, mask=inside, other=0).to(tl.int32)
-        tl.store(out + row * WIDTH + column, (byte_to_float(code, 0, KIND) - zero) * scale, mask=inside)
+        tl.store(
+            out + row * WIDTH + column, (byte_to_float(code, 0, KIND) - zero) * scale + offset, mask=inside
+        )

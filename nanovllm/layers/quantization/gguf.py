@@ -1,6 +1,7 @@
-"""GGUF's types, kept packed where a CPU computes in bfloat16.
+"""GGUF's types, kept packed on GPUs, where kernels multiply them, and where a CPU computes in bfloat16.
 
-torch has a product for codes of 4 bits in groups of 32, 64, ... inputs, `_weight_int4pack_mm_for_cpu`:
+For CPUs torch has a product for codes of 4 bits in groups of 32, 64, ... inputs,
+`_weight_int4pack_mm_for_cpu`:
 (code - 8) * scale + zero, with scale and zero in the dtype of the activations, which is the only rounding.
 Codes of more bits are two digits in one group: 16 * x is multiplied by the high one and x by the low one, so
 that both have the same scale. The product is made for few rows; for many the weight is converted in pieces.
@@ -13,9 +14,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from nanovllm.checkpoints.gguf_blocks import Groups
 from nanovllm.kernels import runtime
+from nanovllm.kernels.quantised_matvec import can_use_quantised_matvec, quantised_matvec
+from nanovllm.kernels.quantised_weight import QuantisedWeight, dequantise_torch
+from nanovllm.kernels.quantised_weight import pack as pack_halves
 from nanovllm.layers.quantization.plain import can_pack, multiply, packed
-from nanovllm.layers.quantization.scaled import Part, matrix_shape
+from nanovllm.layers.quantization.scaled import Part, matrix_shape, multiply_by_kernels
 from nanovllm.layers.quantization.scheme import Format, Scheme, same_for_all
 from nanovllm.layers.quantization.weight_format import WeightFormat
 from nanovllm.utils.loader import StoredTensor, check_finite, check_stored
@@ -30,8 +35,9 @@ PIECE = 2**20  # weights that are converted at a time
 
 def read_gguf(config: dict[str, Any]) -> Scheme:
     """All layers are loaded by `GGUF` where its products are fast, else none."""
-    on_cpu = torch.get_default_device().type == "cpu" and runtime.compiling_for is None
-    is_fast = on_cpu and torch.get_default_dtype() == torch.bfloat16
+    on_gpu = torch.get_default_device().type == "cuda" or runtime.compiling_for is not None
+    dtypes = {torch.bfloat16, torch.float16} if on_gpu and runtime.HAVE_TRITON else {torch.bfloat16}
+    is_fast = torch.get_default_dtype() in dtypes
     return same_for_all(Format(GGUF, {}), lambda name: not is_fast)
 
 
@@ -41,8 +47,8 @@ class GGUF(WeightFormat):
     def __init__(self, parts: dict[Any, Part]):
         self.shape = matrix_shape(parts)
         self.stored = {"weight": StoredTensor(self._load)}
-        self.products: list[PackedCodes | Converted] = []
-        self._waiting: dict[int, list[Packed | torch.Tensor]] = {part.offset: [] for part in parts.values()}
+        self.products: list[PackedCodes | KernelCodes | Converted] = []
+        self._waiting: dict[int, list[Piece]] = {part.offset: [] for part in parts.values()}
 
     @property
     def parameters(self) -> dict[str, torch.Tensor]:
@@ -53,10 +59,18 @@ class GGUF(WeightFormat):
     def multiply(
         self, x: torch.Tensor, bias: torch.Tensor | None, leave_scales: bool = False
     ) -> torch.Tensor:
-        """x [tokens, in] @ weight.T + bias: [tokens, out]."""
-        outputs = [product.multiply(x) for product in self.products]
+        # Kernels that are compiled ahead are so before anything is loaded.
+        outputs = [product.multiply(x) for product in self.products] or [x.new_empty(len(x), self.shape[0])]
         y = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
         return y if bias is None else y + bias
+
+    def can_use_matvec(self, x: torch.Tensor) -> bool:
+        first, *others = self.products or [None]
+        is_one = isinstance(first, KernelCodes) and not others
+        return is_one and can_use_quantised_matvec(x, first.weight)
+
+    def matvec(self, x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        return quantised_matvec(x, self.products[0].weight, *args, **options)
 
     def dequantise(self) -> torch.Tensor:
         """The weight that is multiplied."""
@@ -68,20 +82,19 @@ class GGUF(WeightFormat):
         if not all(self._waiting.values()):
             return
         in_order, self._waiting = chain.from_iterable(self._waiting.values()), {}  # as `parts` are
-        for layout, run in groupby(in_order, lambda each: each.layout if isinstance(each, Packed) else None):
-            pieces = [*run]
-            self.products.append(PackedCodes(pieces) if layout else Converted(torch.cat(pieces)))
+        for kind, run in groupby(in_order, kind_of):
+            self.products.append(kind.product([*run]))
 
-    def _read(self, loaded: Any, part: Part) -> "list[Packed | torch.Tensor]":
+    def _read(self, loaded: Any, part: Part) -> "list[Piece]":
         cut, kind = part.columns, getattr(getattr(loaded, "quantisation", None), "name", None)
-        if kind in BITS and cut.start % BLOCK == cut.stop % BLOCK == part.size[0] % LANES == 0:
-            return [pack(groups, kind) for groups in loaded.groups(part.rows, cut)]
+        if kind in BITS and cut.start % BLOCK == cut.stop % BLOCK == 0:
+            if torch.device(loaded.device).type == "cuda":
+                return [pack_for_kernels(groups, BITS[kind]) for groups in loaded.groups(part.rows, cut)]
+            if part.size[0] % LANES == 0:
+                return [pack(groups, kind) for groups in loaded.groups(part.rows, cut)]
         values = loaded[part.rows, cut].to(torch.get_default_dtype())
         check_finite(values)
         return [values]
-
-    def finish(self) -> None:
-        """Called when all tensors are loaded."""
 
 
 class Layout(NamedTuple):
@@ -184,10 +197,50 @@ def is_readable() -> bool:
     return torch.equal(found.transpose(2, 3).reshape_as(codes), codes)
 
 
+def pack_for_kernels(groups: Groups, bits: int) -> QuantisedWeight:
+    """As kernels want them. Scales and offsets stay float16 if that is what the file has."""
+    codes, scales, offsets = groups
+    check_finite(scales if offsets is None else scales + offsets)
+    rows, group = len(codes), codes.shape[-1]
+    codes, zero_point = codes.flatten(1), 0
+    shape = rows, codes.shape[1]
+    if bits == 4:
+        zero_point = 8 if offsets is None else 0
+        codes = pack_halves((codes + zero_point).view(torch.uint8))
+    else:
+        codes = codes.view(torch.int8)
+    numbers = [each for each in (scales, offsets) if each is not None]
+    if all(torch.equal(each.half().float(), each) for each in numbers):
+        scales, offsets = scales.half(), None if offsets is None else offsets.half()
+    return QuantisedWeight(codes, shape, scales, (1, group), None, zero_point, offsets)
+
+
+class KernelCodes:
+    """Codes, scales and offsets that GPU kernels multiply."""
+
+    def __init__(self, pieces: list[QuantisedWeight]):
+        first, rows = pieces[0], sum(piece.shape[0] for piece in pieces)
+        codes, scales = (
+            torch.cat([getattr(piece, name) for piece in pieces]) for name in ("codes", "scales")
+        )
+        offsets = None if first.offsets is None else torch.cat([piece.offsets for piece in pieces])
+        self.weight = first._replace(
+            codes=codes, shape=(rows, first.shape[1]), scales=scales, offsets=offsets
+        )
+        self.tensors = tuple(each for each in (codes, scales, offsets) if each is not None)
+
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        return multiply_by_kernels(x, self.weight, None)
+
+    def dequantise(self) -> torch.Tensor:
+        return dequantise_torch(self.weight, slice(0, self.weight.shape[0]), torch.float32)
+
+
 class Converted:
     """Weights in the dtype of the model."""
 
-    def __init__(self, weight: torch.Tensor):
+    def __init__(self, pieces: list[torch.Tensor]):
+        weight = torch.cat(pieces)
         self.weight = packed(weight) if can_pack(weight) else weight
         self.tensors = (self.weight,)
 
@@ -196,3 +249,21 @@ class Converted:
 
     def dequantise(self) -> torch.Tensor:
         return self.weight.to_dense() if self.weight.is_mkldnn else self.weight
+
+
+Piece = Packed | QuantisedWeight | torch.Tensor
+
+
+class Kind(NamedTuple):
+    """What neighbouring pieces of a weight must agree in to become one product, and which."""
+
+    product: type[PackedCodes] | type[KernelCodes] | type[Converted]
+    facts: tuple = ()
+
+
+def kind_of(piece: Piece) -> Kind:
+    if isinstance(piece, Packed):
+        return Kind(PackedCodes, piece.layout)
+    if isinstance(piece, QuantisedWeight):
+        return Kind(KernelCodes, (piece.kind, piece.tile, piece.offsets is None, piece.scales.dtype))
+    return Kind(Converted)

@@ -63,6 +63,13 @@ def ignore(loaded: Any, part: Part) -> None:
     """Load nothing: what a checkpoint says of activations is not needed."""
 
 
+def multiply_by_kernels(x: torch.Tensor, weight: QuantisedWeight, bias: torch.Tensor | None) -> torch.Tensor:
+    """x @ weight.T + bias: for some rows from the codes, for more from a weight that is converted first."""
+    if can_use_quantised_linear(x, weight):
+        return quantised_linear(x, weight, bias)
+    return F.linear(x, dequantise(weight, x.dtype), bias)
+
+
 class Scaled(WeightFormat):
     """
     codes * scales, or (codes - zeros) * scales, of shape [out, in]. `scales` and `zeros` are [rows of tiles,
@@ -114,10 +121,8 @@ class Scaled(WeightFormat):
     ) -> torch.Tensor:
         """By a kernel for some rows, and else by the library, from floats that are made in pieces."""
         weight = self.quantised
-        if can_use_quantised_linear(x, weight):
-            return quantised_linear(x, weight, bias)
         if use_triton(x) and weight.can_be_read():
-            return F.linear(x, dequantise(weight, x.dtype), bias)
+            return multiply_by_kernels(x, weight, bias)
         outputs = []
         for rows in self.pieces(self.shape[0]):
             piece = self.dequantise(rows).to(x.dtype)
