@@ -110,9 +110,9 @@ def paged_decode_attention_torch(
     block_tables: Tensor, context_lens: Tensor, scale: float, shared: SharedPrefixes | None = None,
 ) -> Tensor:  # fmt: skip
     if shared is None and len(q) == 1 and not is_int8(k_cache):  # a single sequence needs no mask
-        found = read_sequence(k_cache, v_cache, block_tables[0], int(context_lens))
-        keys, values = (x.to(q.dtype) for x in found)
-        queries = q.unflatten(1, (keys.shape[1], -1))
+        keys, values = read_sequence(k_cache, v_cache, block_tables[0], int(context_lens))
+        keys, values = keys.to(q.dtype), values.to(q.dtype)
+        queries = q.reshape(1, keys.shape[1], -1, q.shape[2])  # a view, which costs less than `unflatten`
         return F.scaled_dot_product_attention(queries, keys, values, scale=scale).reshape(q.shape)
     begins = torch.zeros_like(context_lens) if shared is None else shared.prefix_lens
     lengths, order = (context_lens - begins).sort()

@@ -52,11 +52,13 @@ def decode_inputs(rows: Tensor, tables: InputTables, block_size: int) -> DecodeI
 
 
 def decode_inputs_torch(rows: Tensor, tables: InputTables, block_size: int) -> DecodeInputs:
-    tokens, length, block_tables, temperatures, seeds = (table[rows] for table in tables)
-    positions = (length - 1).clamp_min(0).long()
+    tokens, length, block_tables, temperatures, seeds = (table.index_select(0, rows) for table in tables)
+    is_real = length > 0
+    new_tokens = is_real.int()
+    positions = (length - new_tokens).long()
     blocks = block_tables.gather(1, positions[:, None] // block_size).squeeze(1)
-    slots = torch.where(length > 0, blocks * block_size + positions % block_size, -1).int()
-    tables.lengths[rows] = length + (length > 0)
+    slots = torch.where(is_real, blocks * block_size + positions % block_size, -1).int()
+    tables.lengths.index_add_(0, rows, new_tokens)
     sampling = temperatures, seeds, length.long()
     return DecodeInputs(tokens.long(), positions, slots, length, block_tables, *sampling)
 

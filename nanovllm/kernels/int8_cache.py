@@ -133,14 +133,15 @@ def read_sequence(
     Keys and values [1, kv_heads, length, head_dim] of one sequence, for caches that are not 8-bit. Where its
     blocks lie side by side, they are not copied.
     """
-    blocks = block_table[: cdiv(length, k_cache.shape[1])]
+    _, block_size, *head_sizes = k_cache.shape
+    blocks = block_table[: cdiv(length, block_size)]
     numbers = blocks.tolist()
-    if numbers and numbers == [*range(numbers[0], numbers[0] + len(numbers))]:
-        pages = (cache[numbers[0] : numbers[-1] + 1] for cache in (k_cache, v_cache))
-    else:
-        pages = (cache.index_select(0, blocks) for cache in (k_cache, v_cache))
-    keys, values = (page.flatten(0, 1)[:length].transpose(0, 1)[None] for page in pages)
-    return keys, values
+    first = numbers[0] if numbers else 0
+    if numbers != [*range(first, first + len(numbers))]:
+        k_cache, v_cache, first = k_cache.index_select(0, blocks), v_cache.index_select(0, blocks), 0
+    keys, values = k_cache.view(1, -1, *head_sizes), v_cache.view(1, -1, *head_sizes)
+    start = first * block_size
+    return keys.narrow(1, start, length).transpose(1, 2), values.narrow(1, start, length).transpose(1, 2)
 
 
 def _read_tiles(

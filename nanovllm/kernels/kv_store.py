@@ -35,8 +35,8 @@ def store_kvcache_torch(
     if len(slots) == 1 and not is_int8(k_cache):  # a copy takes a fraction of the time of an index
         page, offset = divmod(slots[0], k_cache.shape[1])
         if page >= 0:
-            k_cache[page, offset].copy_(key[0])
-            v_cache[page, offset].copy_(value[0])
+            k_cache[page, offset] = key
+            v_cache[page, offset] = value
         return
     slot_mapping = slot_mapping.long()
     if min(slots, default=0) < 0:

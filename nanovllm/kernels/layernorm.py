@@ -4,6 +4,8 @@ Everything is computed in float32 and rounded where transformers rounds: the sum
 the normalised row before it is multiplied by the weight. Inputs are never changed.
 """
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -38,9 +40,15 @@ def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float)
 
 def rms_norm_torch(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     wide = x.float()
-    # On a CPU, `mean` and `square` of a few rows take several times as long as this.
-    scale = (wide * wide).sum(-1, keepdim=True).mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
+    # On a CPU, `mean` and `square` of a few rows take several times as long as this, and plain numbers twice.
+    share, floor = _constant(1 / x.shape[-1], x.device), _constant(eps, x.device)
+    scale = (wide * wide).sum(-1, keepdim=True).mul_(share).add_(floor).rsqrt_()
     return (wide * scale).to(x.dtype).mul_(weight)
+
+
+@functools.cache
+def _constant(value: float, device: torch.device) -> Tensor:
+    return torch.tensor(value, dtype=torch.float32, device=device)
 
 
 def add_rms_norm_torch(

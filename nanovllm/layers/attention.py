@@ -102,14 +102,13 @@ class Attention(nn.Module):
         """
         step = get_context()
         slots = step.slot_mapping
-        q, k, v = qkv.view(len(qkv), -1, self.head_dim).split(
-            (self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1
-        )
+        heads = self.num_heads, self.num_kv_heads, self.num_kv_heads
+        q, k, v = qkv.view(len(qkv), -1, self.head_dim).split_with_sizes(heads, dim=1)
         if use_triton(qkv):
             weights = (q_norm.weight, k_norm.weight, q_norm.eps) if q_norm else (None, None, 0.0)
-            heads = self.num_heads, self.num_kv_heads, self.head_dim
+            sizes = self.num_heads, self.num_kv_heads, self.head_dim
             cos_sin, caches = rotary_emb.cos_sin_cache, (self.k_cache, self.v_cache)
-            qk_norm_rope_store(qkv, *heads, *weights, positions, cos_sin, *caches, slots, step.is_prefill)
+            qk_norm_rope_store(qkv, *sizes, *weights, positions, cos_sin, *caches, slots, step.is_prefill)
             return q, k, v
         if q_norm is not None:
             q, k = q_norm(q), k_norm(k)

@@ -15,11 +15,11 @@ from torch import nn
 
 def apply_rotary_emb(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """
-    Rotate x [tokens, heads, head_dim] by cos, sin [tokens, 1, head_dim / 2], in float32. Returns x's dtype.
+    Rotate x [tokens, heads, head_dim] in float32, by cos and sin [tokens, 1, head_dim] as
+    `RotaryEmbedding.angles` returns them. Returns x's dtype.
     """
-    first, second = x.float().chunk(2, dim=-1)
-    turned = torch.addcmul(first * cos, second, sin, value=-1), torch.addcmul(second * cos, first, sin)
-    return torch.cat(turned, dim=-1).to(x.dtype)
+    wide = x.float()
+    return (wide * cos).addcmul_(wide.roll(x.shape[-1] // 2, -1), sin).to(x.dtype)
 
 
 class RotaryEmbedding(nn.Module):
@@ -39,18 +39,19 @@ class RotaryEmbedding(nn.Module):
         self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """positions [tokens]; query and key [tokens, heads, head_dim], not changed."""
-        cos, sin = self.angles(positions)
-        rotated = apply_rotary_emb(torch.cat((query, key), dim=1), cos, sin)
-        return rotated.split((query.shape[1], key.shape[1]), dim=1)
+        rotated = apply_rotary_emb(torch.cat((query, key), dim=1), *self.angles(positions))
+        return rotated.split_with_sizes((query.shape[1], key.shape[1]), dim=1)
 
     def angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """
-        Cosines and sines, [tokens, 1, head_dim / 2]. Every layer of a step asks with the same tensor, which
-        nobody changes, so they are looked up once.
+        Cosines and sines for both halves of a head, [tokens, 1, head_dim]: those sines are negative that the
+        second half gets into the first with. Every layer of a step asks with the same tensor, which nobody
+        changes, so they are looked up once.
         """
         last, *found = self._last_angles
         if last is not positions:
-            found = self.cos_sin_cache[positions].unsqueeze(1).chunk(2, dim=-1)
+            cos, sin = self.cos_sin_cache[positions].unsqueeze(1).chunk(2, dim=-1)
+            found = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
             self._last_angles = positions, *found
         return tuple(found)
 

@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 from test_block_manager import check_pool
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import DTYPES
@@ -539,3 +540,29 @@ def test_engines_leave_torch_as_they_found_it(folder):
         assert (torch.get_default_dtype(), torch.get_default_device(), torch.is_grad_enabled()) == before
         llm.generate([[1]], SamplingParams(0, 1), use_tqdm=False)
     assert (torch.get_default_dtype(), torch.get_default_device(), torch.is_grad_enabled()) == before
+
+
+class CountOperations(TorchDispatchMode):
+    """Counts torch's operations, views too."""
+
+    count = 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        self.count += 1
+        return operation(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_one_sequence_takes_few_operations_a_layer(tmp_path, dtype):
+    """On a CPU each takes a microsecond or two, which for a small model is as much as its products."""
+    counts = []
+    for num_layers in (1, 3):
+        folder = make_checkpoint(tmp_path / str(num_layers), "llama", num_hidden_layers=num_layers)
+        with LLM(str(folder), **EXACT | {"dtype": dtype}, num_kvcache_blocks=8) as llm:
+            llm.add_request([5] * 20, GREEDY)
+            for _ in range(3):
+                llm.step()
+            with CountOperations() as operations:
+                llm.step()
+            counts.append(operations.count)
+    assert (counts[1] - counts[0]) / 2 <= 64

@@ -176,6 +176,7 @@ def norm_rope_and_store(
     """The parts, one after another."""
     q, k, v = qkv.unflatten(-1, (-1, head_dim)).split((heads, kv_heads, kv_heads), dim=1)
     cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
+    cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
     for x, weight in ((q, q_weight), (k, k_weight)):
         normed = x if weight is None else layernorm.rms_norm_torch(x, weight, eps)
         x.copy_(apply_rotary_emb(normed, cos, sin))

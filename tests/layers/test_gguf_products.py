@@ -1,6 +1,7 @@
 """Products of GGUF's types, which stay packed on a CPU that computes in bfloat16."""
 
 from dataclasses import replace
+from itertools import groupby
 
 import numpy as np
 import pytest
@@ -12,8 +13,16 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.checkpoints.gguf import GGUFTensor
 from nanovllm.kernels import runtime
 from nanovllm.layers.quantization import read_scheme
-from nanovllm.layers.quantization.gguf import BITS, GGUF, MANY_ROWS, Converted, PackedCodes
-from nanovllm.layers.quantization.scaled import Part
+from nanovllm.layers.quantization.gguf import (
+    BITS,
+    GGUF,
+    MANY_ROWS,
+    Converted,
+    PackedCodes,
+    kind_of,
+    pack_for_kernels,
+)
+from nanovllm.layers.quantization.scaled import Part, multiply_by_kernels
 from nanovllm.utils.torch_defaults import torch_defaults
 from tiny_checkpoints import one_thread  # noqa: F401
 
@@ -126,13 +135,39 @@ def test_damaged_weights_are_refused(kind, damage):
 
 @pytest.mark.parametrize(
     "dtype, gpu, is_packed",
-    [(torch.bfloat16, None, True), (torch.float32, None, False), (torch.bfloat16, "a GPU", False)],
+    [
+        (torch.bfloat16, None, True),
+        (torch.float16, None, False),
+        (torch.float32, None, False),
+        (torch.bfloat16, "a GPU", True),
+        (torch.float16, "a GPU", True),
+        (torch.float32, "a GPU", False),
+    ],
 )
-def test_weights_are_packed_on_a_cpu_in_bfloat16_only(dtype, gpu, is_packed, monkeypatch):
+def test_weights_are_packed_in_bfloat16_and_on_gpus_in_float16(dtype, gpu, is_packed, monkeypatch):
     monkeypatch.setattr(runtime, "compiling_for", gpu)
     with torch_defaults(dtype, CPU):
         assert (read_scheme({"quant_method": "gguf"}, None).find("any") is not None) == is_packed
         assert read_scheme({"quant_method": "gguf"}, "int4").kinds == {"int4"}
+
+
+@pytest.mark.parametrize("kind", BITS)
+def test_what_gpu_kernels_read_is_bit_for_bit_what_the_file_means(kind):
+    """q and k of one type are one product, and v of another a second. Here the kernels' twins compute."""
+    kinds = {"q": kind, "k": kind, "v": "Q8_0" if kind != "Q8_0" else "Q4_1"}
+    encoded = {name: random_rows(64, 512, kind) for name, kind in kinds.items()}
+    pieces = [
+        pack_for_kernels(groups, BITS[kinds[name]])
+        for name, rows in encoded.items()
+        for groups in as_stored(rows, kinds[name]).groups(slice(0, 64), slice(0, 512))
+    ]
+    products = [found.product([*run]) for found, run in groupby(pieces, kind_of)]
+    assert [product.weight.shape for product in products] == [(128, 512), (64, 512)]
+    got = torch.cat([product.dequantise() for product in products])
+    assert torch.equal(got, torch.cat([decode(rows, kinds[name]) for name, rows in encoded.items()]))
+    x = torch.randn(3, 512)
+    y = torch.cat([multiply_by_kernels(x, product.weight, None) for product in products], dim=-1)
+    torch.testing.assert_close(y, x @ got.T, rtol=1e-4, atol=1e-4 * (x @ got.T).abs().max().item())
 
 
 def test_smollm2_answers_with_packed_weights(smollm2_gguf):  # noqa: F811

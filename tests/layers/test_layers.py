@@ -131,8 +131,8 @@ def test_rotary_scores_depend_on_the_distance_alone():
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rotation_keeps_the_dtype(dtype):
     x = torch.randn(4, 2, 16).to(dtype)
-    angles = torch.randn(4, 1, 8)
-    y = apply_rotary_emb(x, angles.cos(), angles.sin())
+    rope = get_rope(16, 64, {"rope_type": "default", "rope_theta": 10000.0})
+    y = apply_rotary_emb(x, *rope.angles(torch.tensor([3, 0, 17, 63])))
     assert y.dtype == dtype and y.shape == x.shape
     torch.testing.assert_close(y.float().norm(dim=-1), x.float().norm(dim=-1), **tolerance(dtype))
 

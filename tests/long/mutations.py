@@ -330,7 +330,7 @@ MUTATIONS = [
     ),
     *mutations_of(
         "nanovllm/kernels/int8_cache",
-        ("if numbers and numbers == [*range(numbers[0], numbers[0] + len(numbers))]:", "if numbers:"),
+        ("if numbers != [*range(first, first + len(numbers))]:", "if not numbers:"),
         ("x.abs().amax(-1) / LARGEST", "x.abs().amax(-1) / 126"),
         ('.masked_fill(scales <= SMALLEST, float("inf"))', ""),
         ("half & -half", "1"),

@@ -69,5 +69,7 @@ def multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = 
     # oneDNN makes code for each number of rows and each shape of a weight: milliseconds, and half a megabyte
     # that it keeps. So that there are few, rows are filled up, by an eighth at most.
     step = 1 << max(0, (num_rows - 1).bit_length() - 4)
-    x = F.pad(x, (0, 0, 0, -num_rows % step)) if num_rows % step else x
+    if num_rows % step == 0:
+        return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
+    x = F.pad(x, (0, 0, 0, -num_rows % step))
     return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")[:num_rows]
