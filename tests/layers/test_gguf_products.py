@@ -154,7 +154,7 @@ def test_weights_are_packed_in_bfloat16_and_on_gpus_in_float16(dtype, gpu, is_pa
 @pytest.mark.parametrize("kind", BITS)
 def test_what_gpu_kernels_read_is_bit_for_bit_what_the_file_means(kind):
     """q and k of one type are one product, and v of another a second. Here the kernels' twins compute."""
-    kinds = {"q": kind, "k": kind, "v": "Q8_0" if kind != "Q8_0" else "Q4_1"}
+    kinds = {"q": kind, "k": kind, "v": "Q4_1" if kind != "Q4_1" else "Q8_0"}
     encoded = {name: random_rows(64, 512, kind) for name, kind in kinds.items()}
     pieces = [
         pack_for_kernels(groups, BITS[kinds[name]])
