@@ -34,8 +34,8 @@ from nanovllm.kernels.runtime import (
 
 INPUTS_PER_THREAD = 64  # of a row, kept in registers
 MAX_WARPS = 16
-WARPS_PER_MULTIPROCESSOR = 24
-HEIGHT = 4  # rows of the weight that a program multiplies at once, for one row of x
+WARPS_PER_MULTIPROCESSOR = 16
+HEIGHT = 4  # rows of a weight of 4 bits that a program multiplies at once, for one row of x
 
 
 def can_use_quantised_matvec(x: Tensor, weight: QuantisedWeight) -> bool:
@@ -60,7 +60,8 @@ def quantised_matvec(
     inputs = PIECE_BYTES * (2 if weight.kind == INT4 else 1)  # of a piece
     pieces = next_power_of_2(in_features // inputs)
     num_warps = max(1, min(pieces * inputs * rows_pad // (32 * INPUTS_PER_THREAD), MAX_WARPS))
-    height = HEIGHT // rows_pad
+    height = HEIGHT // (rows_pad if weight.kind == INT4 else 2 * rows_pad)
+    height = max(height, 1 + silu_and_mul)
     tiles = cdiv(out_features, height)
     most = num_multiprocessors(x.device) * WARPS_PER_MULTIPROCESSOR // num_warps
     programs = cdiv(tiles, cdiv(tiles, most))  # each has about as many tiles

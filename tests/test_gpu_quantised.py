@@ -1,0 +1,48 @@
+"""Quantised weights on a GPU, through the whole engine, against transformers with the unpacked ones."""
+
+import pytest
+from quantised_checkpoints import PACKERS, quantise
+from test_gpu import GREEDY, assert_greedy, make_prompts
+
+from nanovllm import LLM
+from tiny_checkpoints import load_reference, make_checkpoint
+
+pytestmark = pytest.mark.gpu
+
+# Every format, with sizes that its fastest kernels take, and once with some that they do not.
+QUANTISED = [
+    ("fp8 block", "qwen3", 512),
+    ("fp8 block", "llama", 192),
+    ("fp8 tensor", "llama", 512),
+    ("float channel", "qwen2", 512),
+    ("int channel", "qwen3", 512),
+    ("int group, asymmetric", "qwen3", 512),
+    ("pack 8", "qwen2", 512),
+    ("pack 4", "qwen3", 512),
+    ("pack 4, asymmetric", "llama", 192),
+    ("gptq, ordered", "qwen3", 512),
+    ("gptq, one group", "qwen3", 512),
+    ("awq", "qwen2", 512),
+]
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlapped", "plain"])
+@pytest.mark.parametrize("name, architecture, size", QUANTISED)
+def test_quantised_weights_answer_as_transformers_does_with_the_unpacked_ones(
+    tmp_path, name, architecture, size, overlap
+):
+    sizes = dict(hidden_size=size, intermediate_size=size, head_dim=64, num_attention_heads=4)
+    floats = make_checkpoint(tmp_path / "floats", architecture, seed=6, **sizes, num_key_value_heads=2)
+    reference = tmp_path / "reference"
+    folder = str(quantise(floats, tmp_path / "packed", PACKERS[name], reference))
+    exact = load_reference(reference).cuda()
+    prompts = make_prompts(40)
+    # Input in 8-bit floating point is rounded 16 times as coarsely as in bfloat16.
+    tolerance = 0.5 if name.startswith(("fp8", "float")) else 0.1
+    caches = {} if overlap else {"kv_cache_dtype": "int8", "enforce_eager": True}
+    with LLM(folder, dtype="bfloat16", max_num_seqs=40, **caches) as llm:
+        llm._overlap = overlap
+        for batch in (1, 2, 20, 40):
+            results = llm.generate(prompts[:batch], GREEDY, use_tqdm=False)
+            for prompt, result in zip(prompts, results, strict=False):
+                assert_greedy(exact, prompt, result["token_ids"], tolerance)
