@@ -345,7 +345,7 @@ import os, sys
 from nanovllm import LLM, SamplingParams
 
 cache = os.environ["TRITON_CACHE_DIR"]
-with LLM(sys.argv[1], dtype="bfloat16", max_num_seqs=300) as llm:
+with LLM(sys.argv[1], dtype="bfloat16", max_num_seqs=300, quantization=(*sys.argv[2:], None)[0]) as llm:
     before = set(os.listdir(cache))
     for count in (1, 2, 3, 40, 100, 200, 300):
         prompts = [[(7 * i + j) % 320 for j in range(10 + i % 90)] for i in range(count)]
@@ -355,9 +355,10 @@ with LLM(sys.argv[1], dtype="bfloat16", max_num_seqs=300) as llm:
 """
 
 
-def test_a_start_compiles_what_generate_needs(checkpoint, tmp_path):
+@pytest.mark.parametrize("quantization", [(), ("fp8",), ("int4",)], ids=str)
+def test_a_start_compiles_what_generate_needs(checkpoint, tmp_path, quantization):
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, "-c", COLD_RUN, checkpoint]
+    command = [sys.executable, "-c", COLD_RUN, checkpoint, *quantization]
     run = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-3000:]
     count, late = run.stdout.split(maxsplit=1)

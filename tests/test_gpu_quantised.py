@@ -1,6 +1,7 @@
 """Quantised weights on a GPU, through the whole engine, against transformers with the unpacked ones."""
 
 import pytest
+import torch
 from quantised_checkpoints import PACKERS, quantise
 from test_gpu import GREEDY, assert_greedy, make_prompts
 
@@ -46,3 +47,18 @@ def test_quantised_weights_answer_as_transformers_does_with_the_unpacked_ones(
             results = llm.generate(prompts[:batch], GREEDY, use_tqdm=False)
             for prompt, result in zip(prompts, results, strict=False):
                 assert_greedy(exact, prompt, result["token_ids"], tolerance)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("name", ["fp8 block", "float channel", "pack 4, asymmetric"])
+def test_two_ranks_answer_as_transformers_does_too(tmp_path, name):
+    sizes = dict(hidden_size=1024, intermediate_size=1024, head_dim=64, num_attention_heads=16)
+    floats = make_checkpoint(tmp_path / "floats", "qwen3", seed=6, **sizes, num_key_value_heads=4)
+    reference = tmp_path / "reference"
+    folder = str(quantise(floats, tmp_path / "packed", PACKERS[name], reference))
+    exact, prompts = load_reference(reference).cuda(), make_prompts(20)
+    with LLM(folder, dtype="bfloat16", max_num_seqs=20, tensor_parallel_size=2) as llm:
+        for batch in (1, 20):
+            results = llm.generate(prompts[:batch], GREEDY, use_tqdm=False)
+            for prompt, result in zip(prompts, results, strict=False):
+                assert_greedy(exact, prompt, result["token_ids"], 0.5)
