@@ -356,7 +356,7 @@ with LLM(sys.argv[1], dtype="bfloat16", max_num_seqs=300, quantization=(*sys.arg
 """
 
 
-@pytest.mark.parametrize("quantization", [(), ("fp8",), ("int4",)], ids=str)
+@pytest.mark.parametrize("quantization", [(), ("fp8",)], ids=str)
 def test_a_start_compiles_what_generate_needs(checkpoint, tmp_path, quantization):
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-c", COLD_RUN, checkpoint, *quantization]
