@@ -6,6 +6,7 @@ but is faster without them, so where the next kernel can apply them that is left
 Quantising is part of what computes the activations: an RMSNorm or SwiGLU.
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from nanovllm.kernels.activation import silu_and_mul_torch
 from nanovllm.kernels.layernorm import add_rms_norm_torch
-from nanovllm.kernels.quantised_weight import FP8, QuantisedWeight
+from nanovllm.kernels.quantised_weight import QuantisedWeight
 from nanovllm.kernels.runtime import (
     cdiv,
     gpu_properties,
@@ -58,7 +59,7 @@ class Unscaled(NamedTuple):
 def can_use_fp8(x: Tensor, weight: QuantisedWeight) -> bool:
     """Whether rows like x [rows, features] can be quantised and multiplied by this weight."""
     is_possible = is_on_gpu(x) and use_triton(x) and gpu_supports_fp8(x.device)
-    if weight.kind != FP8.value or not is_possible or x.dtype != torch.bfloat16:
+    if not weight.is_fp8 or not is_possible or x.dtype != torch.bfloat16:
         return False
     out_features, in_features = weight.shape
     if not weight.group:
@@ -94,14 +95,12 @@ def fp8_linear(
     return y if bias is None else y.add_(bias)
 
 
-_ones: dict[torch.device, Tensor] = {}
-
-
+@functools.cache
 def _one(device: torch.device) -> Tensor:
-    """1, float32, made once a device and not while a graph is captured."""
-    if device not in _ones:
-        _ones[device] = torch.ones((), dtype=torch.float32, device=device)
-    return _ones[device]
+    """1, float32. As with `runtime.arrival_counters`, memory allocated during a capture would not last."""
+    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    assert not capturing, "a product must have run once before it is captured"
+    return torch.ones((), dtype=torch.float32, device=device)
 
 
 def quantise(x: Tensor, group: int) -> QuantisedRows:

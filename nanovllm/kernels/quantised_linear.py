@@ -42,7 +42,8 @@ def can_use_quantised_linear(x: Tensor, weight: QuantisedWeight) -> bool:
     group = weight.group
     fits = group & (group - 1) == 0 and (group > 0 or weight.offsets is None)
     is_possible = is_on_gpu(x) and use_triton(x) and x.dtype == torch.bfloat16 and weight.can_be_read()
-    return is_possible and fits and 0 < x.shape[0] <= MAX_ROWS
+    # Earlier GPUs do not compute in bfloat16.
+    return is_possible and fits and runtime.gpu_supports(x.device, 8, 0) and 0 < x.shape[0] <= MAX_ROWS
 
 
 def quantised_linear(x: Tensor, weight: QuantisedWeight, bias: Tensor | None = None) -> Tensor:
@@ -52,6 +53,8 @@ def quantised_linear(x: Tensor, weight: QuantisedWeight, bias: Tensor | None = N
     (rows, in_features), out_features = x.shape, weight.shape[0]
     tile = TILES[next(most for most in TILES if rows <= most)]
     block_n, block_k, num_warps, num_stages, programs = tile
+    if not runtime.has_hopper_shared_memory(x.device):
+        num_stages = 2
     block_m = max(runtime.MIN_DOT_SIZE, next_power_of_2(rows))
     block_k = min(block_k, weight.group) if weight.group > 64 else block_k
     tiles, steps = cdiv(out_features, block_n), cdiv(in_features, block_k)

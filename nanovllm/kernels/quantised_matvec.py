@@ -22,6 +22,7 @@ from nanovllm.kernels.quantised_weight import (
 from nanovllm.kernels.runtime import (
     IS_INTERPRETED,
     cdiv,
+    gpu_supports,
     gpu_supports_fp8,
     is_on_gpu,
     next_power_of_2,
@@ -40,10 +41,11 @@ HEIGHT = 4  # rows of a weight of 4 bits that a program multiplies at once, for 
 
 def can_use_quantised_matvec(x: Tensor, weight: QuantisedWeight) -> bool:
     """Whether `quantised_matvec` works for these rows [rows, features], and is the fastest way."""
-    can_compute = is_on_gpu(x) and use_triton(x) and x.element_size() == 2 and weight.can_be_read()
-    # Earlier GPUs have no instruction that converts such codes.
-    has_fp8 = weight.kind != FP8.value or gpu_supports_fp8(x.device)
-    return can_compute and has_fp8 and 0 < x.shape[0] <= MAX_ROWS
+    if not (is_on_gpu(x) and use_triton(x) and x.element_size() == 2 and weight.can_be_read()):
+        return False
+    # Earlier GPUs cannot convert pairs of codes in 8-bit floating point, or of float32, to float16.
+    can_convert = gpu_supports_fp8(x.device) if weight.is_fp8 else gpu_supports(x.device, 8, 0)
+    return can_convert and 0 < x.shape[0] <= MAX_ROWS
 
 
 def quantised_matvec(
@@ -57,10 +59,10 @@ def quantised_matvec(
     rows, in_features = x.shape
     out_features = weight.shape[0]
     rows_pad = next_power_of_2(rows)
-    inputs = PIECE_BYTES * (2 if weight.kind == INT4 else 1)  # of a piece
+    inputs = PIECE_BYTES * (2 if weight.is_int4 else 1)  # of a piece
     pieces = next_power_of_2(in_features // inputs)
     num_warps = max(1, min(pieces * inputs * rows_pad // (32 * INPUTS_PER_THREAD), MAX_WARPS))
-    height = HEIGHT // (rows_pad if weight.kind == INT4 else 2 * rows_pad)
+    height = HEIGHT // (rows_pad if weight.is_int4 else 2 * rows_pad)
     height = max(height, 1 + silu_and_mul)
     tiles = cdiv(out_features, height)
     most = num_multiprocessors(x.device) * WARPS_PER_MULTIPROCESSOR // num_warps
@@ -167,8 +169,8 @@ def _pairs_of(values, PIECES: tl.constexpr, ROWS: tl.constexpr, DISTANCE: tl.con
 
 @triton.jit
 def _power_of_two(exponent):
-    """2 ** exponent, float32, for int32 within the range of float32."""
-    return (tl.minimum(tl.maximum(exponent + 127, 1), 254) << 23).to(tl.float32, bitcast=True)
+    """2 ** exponent, float32, for int32 from -126 to 127."""
+    return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -250,6 +252,7 @@ def _quantised_matvec_kernel(
     if not IS_INTERPRETED:
         # The largest becomes 4 to 8: no sum of 16 products with codes up to 448 leaves the range of float16.
         exponent = (tl.max(largest, axis=0).to(tl.int32, bitcast=True) >> 23) - 129  # [1, ROWS_PAD]
+        exponent = tl.maximum(exponent, -126)
         values *= _power_of_two(-exponent)[None, :, :, None]
         factor *= _power_of_two(exponent)
         a, b, c, d, e, f, g, h = _pairs_of(values, PIECES, ROWS_PAD, 2 if KIND == INT4 else 1)

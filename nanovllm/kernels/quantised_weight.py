@@ -18,8 +18,9 @@ BLOCK = 32  # inputs whose 4-bit codes are packed together
 HALF = BLOCK // 2
 PIECE_BYTES = 16  # that a thread reads at once
 TILE = 2048  # weights of a row that a program converts
-# Kinds of codes, as kernels know them.
-FP8, INT8, INT4 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+# Kinds of codes by the dtype that holds them, and the same as numbers for kernels.
+KINDS = [torch.float8_e4m3fn, torch.int8, torch.uint8]
+FP8, INT8, INT4 = map(tl.constexpr, range(len(KINDS)))
 
 
 class QuantisedWeight(NamedTuple):
@@ -39,9 +40,16 @@ class QuantisedWeight(NamedTuple):
 
     @property
     def kind(self) -> int:
-        """FP8, INT8 or INT4."""
-        kinds = {torch.float8_e4m3fn: FP8, torch.int8: INT8, torch.uint8: INT4}
-        return kinds[self.codes.dtype].value
+        """FP8, INT8 or INT4, for kernels."""
+        return KINDS.index(self.codes.dtype)
+
+    @property
+    def is_fp8(self) -> bool:
+        return self.codes.dtype == torch.float8_e4m3fn
+
+    @property
+    def is_int4(self) -> bool:
+        return self.codes.dtype == torch.uint8
 
     @property
     def group(self) -> int:
@@ -50,12 +58,12 @@ class QuantisedWeight(NamedTuple):
 
     def can_be_read(self) -> bool:
         """Whether kernels can read it: tiles do not cut through what a thread reads at once."""
-        unit = BLOCK if self.kind == INT4 else PIECE_BYTES
+        unit = BLOCK if self.is_int4 else PIECE_BYTES
         return self.shape[1] % unit == 0 and self.group % unit == 0
 
     def codes_of(self, rows: slice) -> Tensor:
         """These rows' codes, [rows, in]."""
-        return unpack(self.codes[rows])[:, : self.shape[1]] if self.kind == INT4 else self.codes[rows]
+        return unpack(self.codes[rows])[:, : self.shape[1]] if self.is_int4 else self.codes[rows]
 
 
 def unpack(packed: Tensor) -> Tensor:
@@ -125,23 +133,25 @@ def codes_to_bf16(codes, KIND: tl.constexpr):
     if IS_INTERPRETED:
         return byte_to_float(codes.to(tl.int32), 0, KIND)
     if KIND == FP8:
-        # Moved to where bfloat16 has them, the bits are 2^-120 times the number.
+        # Moved to where bfloat16 has them, the bits are 2^-120 times the number. GPUs before Hopper cannot
+        # multiply pairs without adding: -0, which changes nothing.
         return tl.inline_asm_elementwise(
             """{
-            .reg .b32 pair, sign, factor;
+            .reg .b32 pair, sign, factor, zero;
             mov.b32 factor, 0x7b807b80;
+            mov.b32 zero, 0x80008000;
             prmt.b32 pair, $2, 0, 0x1404;
             and.b32 sign, pair, 0x80008000;
             shr.b32 pair, pair, 4;
             and.b32 pair, pair, 0x07f007f0;
             or.b32 pair, pair, sign;
-            mul.bf16x2 $0, pair, factor;
+            fma.rn.bf16x2 $0, pair, factor, zero;
             prmt.b32 pair, $2, 0, 0x3424;
             and.b32 sign, pair, 0x80008000;
             shr.b32 pair, pair, 4;
             and.b32 pair, pair, 0x07f007f0;
             or.b32 pair, pair, sign;
-            mul.bf16x2 $1, pair, factor;
+            fma.rn.bf16x2 $1, pair, factor, zero;
             }""",
             "=r,=r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=4,
         )  # fmt: skip

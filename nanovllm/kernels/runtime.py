@@ -66,10 +66,15 @@ def has_hopper_shared_memory(device: torch.device) -> bool:
     return properties is None or properties.shared_memory_per_multiprocessor >= 220_000
 
 
+def gpu_supports(device: torch.device, major: int, minor: int) -> bool:
+    """Whether a GPU is NVIDIA's and has the instructions of this compute capability."""
+    properties = gpu_properties(device)
+    return bool(properties and torch.version.cuda and (properties.major, properties.minor) >= (major, minor))
+
+
 def gpu_supports_fp8(device: torch.device) -> bool:
     """Whether a GPU converts and multiplies numbers in 8-bit floating point."""
-    properties = gpu_properties(device)
-    return bool(properties and torch.version.cuda and (properties.major, properties.minor) >= (8, 9))
+    return gpu_supports(device, 8, 9)
 
 
 def overlap_options(device: torch.device) -> dict[str, bool]:

@@ -6,13 +6,15 @@ As in test_kernels.py, the Triton kernels run through Triton's interpreter in a 
 import os
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from test_kernels import error
 
-from nanovllm.kernels import fp8_linear, quantised_linear, quantised_matvec
+from nanovllm.kernels import fp8_linear, quantised_linear, quantised_matvec, runtime
 from nanovllm.kernels.fp8_linear import QuantisedRows, Unscaled
 from nanovllm.kernels.quantised_weight import QuantisedWeight, dequantise, dequantise_torch, pack, unpack
 from nanovllm.kernels.runtime import HAVE_TRITON, INTERPRETED, arrival_counters
@@ -144,10 +146,11 @@ def test_matrix_vector_products_are_right(device, dtype, name, shape, rows):
 
 
 @on_devices
-@pytest.mark.parametrize("size", [1e-30, 1e6])
+@pytest.mark.parametrize("size", [2e-38, 1e-30, 1e6])  # the first is near the smallest
 @pytest.mark.parametrize("name", ["fp8, a scale a row", "int8, a scale a row", "int4, groups of 32"])
 def test_matrix_vector_products_take_inputs_of_every_size(device, dtype, name, size):
     weight = make_weight(name, (64, 256), device)
+    weight = weight._replace(scales=1000 * weight.scales)
     x = torch.randn(2, 256, device=device, dtype=dtype)
     x[0], x[1, 1:] = x[0] * size, 0  # a row of one input
     x[1, 0] = size
@@ -225,6 +228,85 @@ def test_quantised_rows_are_the_rows_within_the_rounding_of_their_largest(device
     half = Unscaled(product[:, :width], unscaled.row_scales, unscaled.column_scales[:width])
     got, got_total = fp8_linear.add_rms_norm_quantise(half, residual, gain, EPS, group)
     assert error(got_total, plain[:, :width] + residual.double()) < 5e-3
+
+
+# What multiplies one row, and 20 rows, on GPUs of some compute capabilities.
+USED = {
+    ("fp8, blocks", 7, 5): ("library", "library"),
+    ("fp8, blocks", 8, 0): ("linear", "linear"),
+    ("fp8, blocks", 8, 9): ("matvec", "linear"),
+    ("fp8, blocks", 9, 0): ("matvec", "8 bits"),
+    ("fp8, a scale a row", 8, 6): ("linear", "linear"),
+    ("fp8, a scale a row", 8, 9): ("matvec", "8 bits"),
+    ("fp8, a scale a row", 12, 0): ("matvec", "8 bits"),
+    ("int8, groups of 16", 7, 5): ("library", "library"),
+    ("int8, groups of 16", 8, 0): ("matvec", "linear"),
+    ("int4, groups of 32", 7, 5): ("library", "library"),
+    ("int4, groups of 32", 8, 6): ("matvec", "linear"),
+    ("int4, groups of 32", 9, 0): ("matvec", "linear"),
+}
+
+
+@pytest.mark.skipif(not HAVE_TRITON, reason="needs Triton")
+@pytest.mark.parametrize("name, major, minor", USED)
+def test_a_gpu_is_given_only_kernels_that_it_has_the_instructions_for(name, major, minor, monkeypatch):
+    monkeypatch.setattr(runtime, "compiling_for", SimpleNamespace(major=major, minor=minor))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    weight = make_weight(name, (512, 512), "cpu")
+
+    def used(rows: int, is_decode: bool, dtype: torch.dtype = torch.bfloat16) -> str:
+        x = torch.empty(rows, 512, dtype=dtype)
+        if is_decode and quantised_matvec.can_use_quantised_matvec(x, weight):
+            return "matvec"
+        if fp8_linear.can_use_fp8(x, weight):
+            return "8 bits"
+        return "linear" if quantised_linear.can_use_quantised_linear(x, weight) else "library"
+
+    assert (used(1, True), used(20, True)) == USED[name, major, minor]
+    assert used(1, False) == USED[name, major, minor][1]  # a prefill
+    assert used(129, True) == ("8 bits" if USED[name, major, minor][1] == "8 bits" else "library")
+    assert used(20, True, torch.float16) == used(1, True, torch.float32) == "library"
+    monkeypatch.setattr(torch.version, "cuda", None)  # another maker's GPU
+    assert used(1, True) == used(20, True) == "library"
+
+
+DESKTOP = """
+import sys
+from types import SimpleNamespace
+import torch, triton
+sys.path[:0] = sys.argv[1:]
+from nanovllm.kernels import quantised_linear, quantised_weight, runtime
+from test_quantised import make_weight
+
+target = triton.backends.compiler.GPUTarget("cuda", 86, 32)
+triton.runtime.driver.set_active(SimpleNamespace(
+    get_current_target=lambda: target, get_current_device=lambda: 0, get_current_stream=lambda device: 0
+))
+compile_kernel = triton.JITFunction.run
+
+def compile_instead(kernel, *args, grid, warmup, **options):
+    compiled = compile_kernel(kernel, *args, grid=grid, warmup=True, **options)
+    print(kernel.__name__, compiled.metadata.shared)
+
+triton.JITFunction.run = compile_instead
+torch.version.cuda = "13.0"
+runtime.compiling_for = SimpleNamespace(
+    major=8, minor=6, multi_processor_count=82, shared_memory_per_multiprocessor=102400
+)
+for name in ("fp8, blocks", "int8, groups of 32 with offsets", "int4, groups of 128 with zeros"):
+    x, weight = torch.empty(128, 1024, dtype=torch.bfloat16), make_weight(name, (1024, 1024), "cpu")
+    quantised_linear.quantised_linear(x, weight)
+    quantised_weight.dequantise(weight, torch.bfloat16)
+"""
+
+
+@pytest.mark.skipif(INTERPRETED or not HAVE_TRITON, reason="compiles with Triton")
+def test_products_of_some_rows_compile_for_a_desktop_gpu_and_fit_into_its_shared_memory():
+    folders = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+    child = subprocess.run([sys.executable, "-c", DESKTOP, *folders], capture_output=True, text=True)
+    assert child.returncode == 0, child.stderr[-2000:]
+    shared = [line.split() for line in child.stdout.splitlines()]
+    assert len(shared) == 6 and all(int(size) <= 99 << 10 for _, size in shared), shared
 
 
 @pytest.mark.gpu

@@ -2,6 +2,8 @@
 any rank, and engines that keep it packed answer as transformers does with the unpacked one.
 """
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -446,3 +448,32 @@ def test_no_layer_ever_has_a_weight_of_full_size(floats, option, share):
     for layer in linear_layers(model).values():
         rows, columns = layer.format.shape
         assert sum(param.nbytes for param in layer.parameters()) < share * 4 * rows * columns
+
+
+WITHOUT_TRITON = """
+import sys
+sys.modules["triton"] = None  # importing it fails
+import torch
+from nanovllm.distributed.group import Group, use_group
+from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.linear import ColumnParallelLinear, without_formats
+from nanovllm.layers.quantization import read_scheme
+from nanovllm.layers.residual_stream import Stream
+from nanovllm.utils.context import reset_context
+
+reset_context()
+x = torch.randn(3, 64)
+for option in ("fp8", "int4"):
+    with use_group(Group(0, 1)), without_formats():
+        layer, norm = ColumnParallelLinear(64, 96), RMSNorm(64)
+    format = read_scheme(None, option).find("any")
+    layer.set_format(format.kind(layer.parts, **format.settings))
+    layer.format.fill(torch.randn(96, 64))
+    expected = norm(x) @ layer.format.dequantise(slice(0, 96)).T
+    torch.testing.assert_close(layer(Stream(x, norm)), expected)
+"""
+
+
+def test_quantised_weights_need_no_triton():
+    child = subprocess.run([sys.executable, "-c", WITHOUT_TRITON], capture_output=True, text=True)
+    assert child.returncode == 0, child.stderr
