@@ -44,9 +44,8 @@ def decode_groups(encoded: np.ndarray, kind: str, device: torch.device) -> Itera
     rows, width = encoded.shape
     step = max(1, PIECE // max(width, 1) // ROWS) * ROWS
     for start in range(0, rows, step):
-        piece = np.require(
-            encoded[start : start + step], requirements="CW"
-        )  # torch wants to be able to write
+        # torch wants to be able to write.
+        piece = np.require(encoded[start : start + step], requirements="CW")
         blocks = torch.from_numpy(piece).to(device).view(len(piece), width // type_.bytes, type_.bytes)
         yield Groups(*(each if each is None else each.flatten(1, 2) for each in type_.decode(blocks)))
 

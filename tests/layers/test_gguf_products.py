@@ -134,18 +134,22 @@ def test_damaged_weights_are_refused(kind, damage):
 
 
 @pytest.mark.parametrize(
-    "dtype, gpu, is_packed",
+    "dtype, gpu, has_triton, is_packed",
     [
-        (torch.bfloat16, None, True),
-        (torch.float16, None, False),
-        (torch.float32, None, False),
-        (torch.bfloat16, "a GPU", True),
-        (torch.float16, "a GPU", True),
-        (torch.float32, "a GPU", False),
+        (torch.bfloat16, None, False, True),
+        (torch.float16, None, True, False),
+        (torch.float32, None, True, False),
+        (torch.bfloat16, "a GPU", True, True),
+        (torch.float16, "a GPU", True, True),
+        (torch.float32, "a GPU", True, False),
+        (torch.bfloat16, "a GPU", False, False),
     ],
 )
-def test_weights_are_packed_in_bfloat16_and_on_gpus_in_float16(dtype, gpu, is_packed, monkeypatch):
+def test_weights_are_packed_in_bfloat16_and_on_gpus_in_float16(
+    dtype, gpu, has_triton, is_packed, monkeypatch
+):
     monkeypatch.setattr(runtime, "compiling_for", gpu)
+    monkeypatch.setattr(runtime, "HAVE_TRITON", has_triton)
     with torch_defaults(dtype, CPU):
         assert (read_scheme({"quant_method": "gguf"}, None).find("any") is not None) == is_packed
         assert read_scheme({"quant_method": "gguf"}, "int4").kinds == {"int4"}
@@ -153,11 +157,15 @@ def test_weights_are_packed_in_bfloat16_and_on_gpus_in_float16(dtype, gpu, is_pa
 
 @pytest.mark.parametrize("kind", BITS)
 def test_what_gpu_kernels_read_is_bit_for_bit_what_the_file_means(kind):
-    """q and k of one type are one product, and v of another a second. Here the kernels' twins compute."""
+    """
+    q and k of one type are one product, also where rows are 0, and v of another a second. Here the kernels'
+    twins compute.
+    """
     kinds = {"q": kind, "k": kind, "v": "Q4_1" if kind != "Q4_1" else "Q8_0"}
     encoded = {name: random_rows(64, 512, kind) for name, kind in kinds.items()}
+    encoded["k"][:] = encode(torch.zeros(64, 512), kind)
     pieces = [
-        pack_for_kernels(groups, BITS[kinds[name]])
+        pack_for_kernels(groups, kinds[name])
         for name, rows in encoded.items()
         for groups in as_stored(rows, kinds[name]).groups(slice(0, 64), slice(0, 512))
     ]

@@ -36,8 +36,8 @@ PIECE = 2**20  # weights that are converted at a time
 def read_gguf(config: dict[str, Any]) -> Scheme:
     """All layers are loaded by `GGUF` where its products are fast, else none."""
     on_gpu = torch.get_default_device().type == "cuda" or runtime.compiling_for is not None
-    dtypes = {torch.bfloat16, torch.float16} if on_gpu and runtime.HAVE_TRITON else {torch.bfloat16}
-    is_fast = torch.get_default_dtype() in dtypes
+    dtypes = {torch.bfloat16, torch.float16} if on_gpu else {torch.bfloat16}
+    is_fast = torch.get_default_dtype() in dtypes and (runtime.HAVE_TRITON or not on_gpu)
     return same_for_all(Format(GGUF, {}), lambda name: not is_fast)
 
 
@@ -89,7 +89,7 @@ class GGUF(WeightFormat):
         cut, kind = part.columns, getattr(getattr(loaded, "quantisation", None), "name", None)
         if kind in BITS and cut.start % BLOCK == cut.stop % BLOCK == 0:
             if torch.device(loaded.device).type == "cuda":
-                return [pack_for_kernels(groups, BITS[kind]) for groups in loaded.groups(part.rows, cut)]
+                return [pack_for_kernels(groups, kind) for groups in loaded.groups(part.rows, cut)]
             if part.size[0] % LANES == 0:
                 return [pack(groups, kind) for groups in loaded.groups(part.rows, cut)]
         values = loaded[part.rows, cut].to(torch.get_default_dtype())
@@ -119,9 +119,8 @@ def pack(groups: Any, kind: str) -> Packed:
     """The groups of a type, as GGUFTensor has them."""
     (codes, scales, offsets), bits = groups, BITS[kind]
     zeros = torch.zeros_like(scales)
-    if (
-        offsets is not None
-    ):  # around 0 like other types' codes: their zeros are small, so rounding loses little
+    if offsets is not None:
+        # Around 0 like other types' codes: their zeros are small, so rounding loses little.
         middle = 2 ** (bits - 1)
         codes, zeros = codes.view(torch.int8) - middle, offsets + middle * scales
     if bits < 8:  # the product takes 8 off
@@ -197,20 +196,19 @@ def is_readable() -> bool:
     return torch.equal(found.transpose(2, 3).reshape_as(codes), codes)
 
 
-def pack_for_kernels(groups: Groups, bits: int) -> QuantisedWeight:
-    """As kernels want them. Scales and offsets stay float16 if that is what the file has."""
+def pack_for_kernels(groups: Groups, kind: str) -> QuantisedWeight:
+    """The same as kernels want them. Scales and offsets stay float16 if that is what the type has."""
     codes, scales, offsets = groups
     check_finite(scales if offsets is None else scales + offsets)
     rows, group = len(codes), codes.shape[-1]
     codes, zero_point = codes.flatten(1), 0
     shape = rows, codes.shape[1]
-    if bits == 4:
+    if BITS[kind] == 4:
         zero_point = 8 if offsets is None else 0
         codes = pack_halves((codes + zero_point).view(torch.uint8))
     else:
         codes = codes.view(torch.int8)
-    numbers = [each for each in (scales, offsets) if each is not None]
-    if all(torch.equal(each.half().float(), each) for each in numbers):
+    if not kind.endswith("_K"):  # those have a float16 times an integer
         scales, offsets = scales.half(), None if offsets is None else offsets.half()
     return QuantisedWeight(codes, shape, scales, (1, group), None, zero_point, offsets)
 
