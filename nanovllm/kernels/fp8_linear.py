@@ -59,7 +59,7 @@ class Unscaled(NamedTuple):
 def can_use_fp8(x: Tensor, weight: QuantisedWeight) -> bool:
     """Whether rows like x [rows, features] can be quantised and multiplied by this weight."""
     is_possible = is_on_gpu(x) and use_triton(x) and gpu_supports_fp8(x.device)
-    if not weight.is_fp8 or not is_possible or x.dtype != torch.bfloat16:
+    if not (is_possible and weight.is_fp8 and x.dtype == torch.bfloat16):
         return False
     out_features, in_features = weight.shape
     if not weight.group:

@@ -53,7 +53,11 @@ def quantised_matvec(
     norm_weight: Tensor | None = None, eps: float = 0.0,
     residual: Tensor | None = None, silu_and_mul: bool = False,
 ) -> Tensor:  # fmt: skip
-    """activation(rms_norm(x) @ weight.T + bias) + residual, as `matvec.linear_small`."""
+    """
+    activation(rms_norm(x) @ weight.T + bias) + residual, as `matvec.linear_small`, with an activation or a
+    residual, not both.
+    """
+    assert residual is None or not silu_and_mul
     if not use_triton(x):
         return quantised_matvec_torch(x, weight, bias, norm_weight, eps, residual, silu_and_mul)
     rows, in_features = x.shape

@@ -27,7 +27,7 @@ class QuantisedWeight(NamedTuple):
     """
     A matrix [out, in]. `scales`, `zeros` and `offsets` are [rows of tiles, columns of tiles], `tile` is rows
     and columns of one; the last may be cut off by the matrix's end. Without `zeros` every code's zero is
-    `zero_point`.
+    `zero_point`; there are no `zeros` beside `offsets`.
     """
 
     codes: Tensor  # float8_e4m3fn or int8 [out, in]; or uint8 [out, bytes] of 4-bit codes

@@ -232,21 +232,20 @@ class RowParallelLinear(LinearBase):
         input features of this rank].
         """
         bias = self.bias if self.group.rank == 0 else None
-        is_alone = self.group.size == 1
-        group = None if self._uses_matvec(stream.x) else self.format.activation_group(stream.x)
+        is_alone, uses_matvec = self.group.size == 1, self._uses_matvec(stream.x)
+        group = None if uses_matvec else self.format.activation_group(stream.x)
         if group is not None:
             rows = x.quantised(group) if isinstance(x, Gates) else quantise(x, group)
             y = self.format.multiply(rows, bias, leave_scales=is_alone)
             return Stream(stream.x, next_norm, added=y)
         x = x.activated() if isinstance(x, Gates) else x
-        if self._uses_matvec(x) and is_alone:
+        if uses_matvec and is_alone:
             return Stream(self.format.matvec(x, bias, residual=stream.x), next_norm)
         if self._is_fused(stream.x):
             total, scaled, squares = fused_linear(
                 x, self.weight, bias, residual=stream.x, next_norm_weight=next_norm.weight
             )
             return Stream(total, next_norm, scaled, squares)
-        uses_matvec = self._uses_matvec(x)
         y = self.format.matvec(x, bias) if uses_matvec else self.format.multiply(x, bias)
         normed, total = next_norm(y, stream.x)
         return Stream(total, next_norm, normed)

@@ -115,7 +115,7 @@ class Packed(NamedTuple):
     layout: Layout
 
 
-def pack(groups: Any, kind: str) -> Packed:
+def pack(groups: Groups, kind: str) -> Packed:
     """The groups of a type, as GGUFTensor has them."""
     (codes, scales, offsets), bits = groups, BITS[kind]
     zeros = torch.zeros_like(scales)

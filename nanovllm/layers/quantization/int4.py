@@ -89,9 +89,9 @@ def make_int4() -> Scheme:
 
 class Int4(Scaled):
     """
-    `weight` uint8 [out, in / 2], see kernels/quantised_weight.py. `scales` have the
-    dtype of the checkpoint's, `zeros` are uint8; a symmetric weight has none, and its zero point is 8. If the
-    checkpoint groups inputs that are not neighbours, input i of the weight is input `order[i]` of x.
+    `weight` uint8 [out, in / 2], see kernels/quantised_weight.py. `scales` have the dtype of the
+    checkpoint's, `zeros` are uint8; a symmetric weight has none, and its zero point is 8. If the checkpoint
+    groups inputs that are not neighbours, input i of the weight is input `order[i]` of x.
     """
 
     lowest, highest = -8.0, 7.0

@@ -40,5 +40,9 @@ class WeightFormat:
         """
         return None
 
+    def fill(self, matrix: torch.Tensor) -> None:
+        """Make the weight of a random matrix [out, in], where a format has other tensors than `weight`."""
+        raise NotImplementedError
+
     def finish(self) -> None:
         """Called when all tensors are loaded."""
