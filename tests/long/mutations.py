@@ -28,7 +28,19 @@ TESTS = [
     "edits",
     "requests",
 ]
-TESTS += ["faults", "errors", "kernels", "int8_cache", "gguf", "batch_ray", "batch"]
+TESTS += [
+    "faults",
+    "errors",
+    "kernels",
+    "int8_cache",
+    "quantised",
+    "quantization",
+    "gguf_blocks",
+    "gguf_products",
+    "gguf",
+    "batch_ray",
+    "batch",
+]
 TIMEOUT = 300  # seconds for one file of tests
 
 
@@ -357,6 +369,75 @@ MUTATIONS = [
         ("self.turn = 0  # all ranks have finished with both halves", "pass"),
     ),
     *mutations_of("nanovllm/checkpoints/tokenizer", ("tokenizer.normalizer = normalizers.NFC()", "pass")),
+    *mutations_of(
+        "nanovllm/kernels/quantised_weight",
+        ("low | high << 4", "high | low << 4"),
+        (
+            "scale + offset, mask=inside)\n        tl.store(out + row * WIDTH + column + 16",
+            "scale, mask=inside)\n        tl.store(out + row * WIDTH + column + 16",
+        ),
+        ("zero = ZERO_POINT\n", "zero = 0\n"),
+        ("place += column // GROUP", "place += byte // GROUP"),
+        ("place = (row // TILE_ROWS)", "place = row"),
+        ("return tl.where(code > 127, -size, size)", "return size"),
+        ("tl.where(exponent > 0, 8, 0)", "8"),
+        (
+            "return KINDS.index(self.codes.dtype)",
+            "return (FP8, INT8, INT4)[KINDS.index(self.codes.dtype)].value",
+        ),
+        (
+            "grid = grid[rows.start // height : cdiv(rows.stop, height)]",
+            "grid = grid[: cdiv(rows.stop, height)]",
+        ),
+    ),
+    *mutations_of(
+        "nanovllm/kernels/quantised_matvec",
+        ("place += piece * INPUTS // GROUP", "place += piece // GROUP"),
+        (
+            "_multiply_by_arithmetic(current, others, KIND, 4)",
+            "_multiply_by_arithmetic(current, others, KIND, 0)",
+        ),
+        ("            parts += its_zero.to(tl.float32) * sums", "            pass"),
+        ("        if KIND != INT4 and zeros is not None:", "        if False:"),
+        ("        squares += others * others", "        pass"),
+        ("row = (line % 2) * (out_features // 2) + line // 2\n    piece", "row = line\n    piece"),
+        ("can_convert = gpu_supports_fp8(x.device) if weight.is_fp8 else", "can_convert ="),
+    ),
+    *mutations_of(
+        "nanovllm/kernels/quantised_linear",
+        ("        tl.store(counter, 0)", "        pass"),
+        ("step = tl.program_id(1) * STEPS + i", "step = i"),
+        ("place = step * BLOCK_K // GROUP + group", "place = step * BLOCK_K // GROUP"),
+        ("above: tl.constexpr = 128 if KIND == INT4 else 0", "above: tl.constexpr = 0"),
+        ("STEPS=cdiv(steps, splits)", "STEPS=steps // splits"),
+        ("if GROUP == 0:\n        acc *=", "if True:\n        acc *="),
+        ("        num_stages = 2\n", "        pass\n"),
+    ),
+    *mutations_of(
+        "nanovllm/kernels/fp8_linear",
+        ("    value = (value * scale).to(dtype).to(tl.float32) * gain", "    value = value * gain"),
+        ("scales + part.to(tl.int64) * padded_rows + row", "scales + part.to(tl.int64) * WIDTH + row"),
+        ("column_scales + WIDTH + column", "column_scales + column"),
+        ("div(LARGEST).clamp_min(SMALLEST)", "div(LARGEST)"),
+        ("value *= tl.load(row_scales + row) * tl", "value *= tl"),
+    ),
+    *mutations_of(
+        "nanovllm/checkpoints/gguf_blocks",
+        ("sub_(8).unsqueeze(-2)", "sub_(7).unsqueeze(-2)"),
+        ("torch.cat((steps & 63, (rest >> 4)", "torch.cat((steps & 63, (rest & 15)"),
+        (
+            "return floats(scale) * scales, -floats(step) * steps",
+            "return floats(scale) * scales, floats(step) * steps",
+        ),
+        ("torch.cat((pairs & 15, pairs >> 4), dim=-1)", "torch.cat((pairs >> 4, pairs & 15), dim=-1)"),
+    ),
+    *mutations_of(
+        "nanovllm/layers/quantization/gguf",
+        ("zero_point = 8 if offsets is None else 0", "zero_point = 8"),
+        ("(piece.kind, piece.tile, piece.offsets is None, piece.scales.dtype)", "(piece.kind,)"),
+        ("and (runtime.HAVE_TRITON or not on_gpu)", ""),
+        ("zeros = zeros / 17  #", "pass  #"),
+    ),
 ]
 
 
