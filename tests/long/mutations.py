@@ -33,6 +33,7 @@ TESTS += [
     "errors",
     "kernels",
     "int8_cache",
+    "fp8_products",
     "quantised",
     "quantization",
     "gguf_blocks",
@@ -420,6 +421,18 @@ MUTATIONS = [
         ("column_scales + WIDTH + column", "column_scales + column"),
         ("div(LARGEST).clamp_min(SMALLEST)", "div(LARGEST)"),
         ("value *= tl.load(row_scales + row) * tl", "value *= tl"),
+        ("leave_scales and bias is None and not", "leave_scales and not"),
+        ("return Unscaled(y, x.scales, weight.scales[:, 0])", "return y"),
+    ),
+    *mutations_of(
+        "nanovllm/layers/residual_stream",
+        ("(self.x, None) if self.added is None else (self.added, self.x)", "(self.x, None)"),
+        ("        self.added = None\n        return rows", "        return rows"),
+        ("added = self.added.scaled() if", "added = self.added.values if"),
+    ),
+    *mutations_of(
+        "nanovllm/layers/activation",
+        ("silu_and_mul(self.product.scaled()", "silu_and_mul(self.product.values"),
     ),
     *mutations_of(
         "nanovllm/checkpoints/gguf_blocks",

@@ -217,15 +217,11 @@ class KernelCodes:
     """Codes, scales and offsets that GPU kernels multiply."""
 
     def __init__(self, pieces: list[QuantisedWeight]):
-        first, rows = pieces[0], sum(piece.shape[0] for piece in pieces)
-        codes, scales = (
-            torch.cat([getattr(piece, name) for piece in pieces]) for name in ("codes", "scales")
-        )
-        offsets = None if first.offsets is None else torch.cat([piece.offsets for piece in pieces])
-        self.weight = first._replace(
-            codes=codes, shape=(rows, first.shape[1]), scales=scales, offsets=offsets
-        )
-        self.tensors = tuple(each for each in (codes, scales, offsets) if each is not None)
+        names = ["codes", "scales", *(["offsets"] if pieces[0].offsets is not None else [])]
+        found = {name: torch.cat([getattr(piece, name) for piece in pieces]) for name in names}
+        shape = len(found["codes"]), pieces[0].shape[1]
+        self.weight = pieces[0]._replace(shape=shape, **found)
+        self.tensors = tuple(found.values())
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         return multiply_by_kernels(x, self.weight, None)
