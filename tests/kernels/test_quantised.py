@@ -119,6 +119,28 @@ def test_converting_is_exact_up_to_one_rounding(device, dtype, name, shape):
 
 
 @on_devices
+@pytest.mark.parametrize("kind", ["fp8", "int8", "int4"])
+def test_every_code_is_the_same_number_everywhere(device, dtype, kind):
+    """e4m3's subnormal numbers among them."""
+    codes, zero_point = torch.arange(256, dtype=torch.uint8).view(8, 32), 0
+    if kind == "int4":
+        codes, zero_point = pack(codes & 15), 8
+    elif kind == "int8":
+        codes = codes.view(torch.int8)
+    else:
+        codes = codes.where(codes & 127 < 127, 0).view(torch.float8_e4m3fn)  # without NaN
+    scales = torch.ones(8, 1, device=device)
+    weight = QuantisedWeight(codes.to(device), (8, 32), scales, (1, 32), zero_point=zero_point)
+    matrix = matrix_of(weight).to(dtype)
+    assert torch.equal(dequantise(weight, dtype), matrix)
+    x = torch.eye(32, device=device, dtype=dtype)
+    assert torch.equal(quantised_linear.quantised_linear(x, weight), matrix.T)
+    for row in range(0, 32 if device == "cuda" else 8, 2):  # the interpreter takes long
+        pair = slice(row, row + 2)
+        assert torch.equal(quantised_matvec.quantised_matvec(x[pair], weight), matrix[:, pair].T)
+
+
+@on_devices
 @of_every_format
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("rows", [1, 2])

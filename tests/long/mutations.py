@@ -383,10 +383,6 @@ MUTATIONS = [
         ("return tl.where(code > 127, -size, size)", "return size"),
         ("tl.where(exponent > 0, 8, 0)", "8"),
         (
-            "return KINDS.index(self.codes.dtype)",
-            "return (FP8, INT8, INT4)[KINDS.index(self.codes.dtype)].value",
-        ),
-        (
             "grid = grid[rows.start // height : cdiv(rows.stop, height)]",
             "grid = grid[: cdiv(rows.stop, height)]",
         ),
