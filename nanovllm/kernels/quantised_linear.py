@@ -54,7 +54,7 @@ def quantised_linear(x: Tensor, weight: QuantisedWeight, bias: Tensor | None = N
     tile = TILES[next(most for most in TILES if rows <= most)]
     block_n, block_k, num_warps, num_stages, programs = tile
     if not runtime.has_hopper_shared_memory(x.device):
-        num_stages = 2
+        num_stages = 2  # more do not fit
     block_m = max(runtime.MIN_DOT_SIZE, next_power_of_2(rows))
     block_k = min(block_k, weight.group) if weight.group > 64 else block_k
     tiles, steps = cdiv(out_features, block_n), cdiv(in_features, block_k)

@@ -408,7 +408,7 @@ MUTATIONS = [
         ("above: tl.constexpr = 128 if KIND == INT4 else 0", "above: tl.constexpr = 0"),
         ("STEPS=cdiv(steps, splits)", "STEPS=steps // splits"),
         ("if GROUP == 0:\n        acc *=", "if True:\n        acc *="),
-        ("        num_stages = 2\n", "        pass\n"),
+        ("        num_stages = 2  # more", "        pass  # more"),
     ),
     *mutations_of(
         "nanovllm/kernels/fp8_linear",
