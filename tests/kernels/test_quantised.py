@@ -41,7 +41,7 @@ FORMATS = {
     "int4, groups of 128 with zeros": ("int4", (1, 128), "zeros"),
 }
 of_every_format = pytest.mark.parametrize("name", FORMATS)
-SHAPES = [(40, 384), (64, 256), (258, 640)]  # outputs, inputs
+SHAPES = [(40, 352), (64, 256), (258, 640)]  # outputs, inputs: the first cut off tiles of 64 and 128
 
 
 def skip_most_on_a_cpu(device: str, shape: tuple[int, int], rows: int = 0, usual: int = 0) -> None:
@@ -191,7 +191,7 @@ def test_products_of_some_rows_are_right(device, dtype, name, shape, rows, monke
     skip_most_on_a_cpu(device, shape, rows, 20)
     if device == "cpu":
         # Tiles so small that several programs share the inputs of one.
-        monkeypatch.setattr(quantised_linear, "TILES", {128: (16, 64, 4, 2, 8)})
+        monkeypatch.setattr(quantised_linear, "TILES", {128: (16, 32, 4, 2, 8)})
     weight = make_weight(name, shape, device)
     x = torch.randn(rows, 2 * shape[1], device=device, dtype=dtype)[:, : shape[1]]
     bias = torch.randn(shape[0], device=device, dtype=dtype)
