@@ -228,13 +228,14 @@ def test_quantised_rows_are_the_rows_within_the_rounding_of_their_largest(device
         room = expected.double().abs() * (2**-4 + 2**-7) + largest * (
             2**-9 / 448 + 2**-8 * (device == "cuda")
         )
-        wrong = (values_of(got) - expected.double()).abs() > room
+        wrong = ~((values_of(got) - expected.double()).abs() <= room)  # NaN is
         if device == "cpu":  # the interpreter rounds 127 to 64, for want of a carry to the exponent
-            wrong &= (expected / values_of(got)).abs() < 1.9
+            wrong &= ~((expected / values_of(got)).abs() >= 1.9)
         assert not wrong.any()
         assert got.rows == rows and len(got.codes) % 16 == 0
 
     check(fp8_linear.quantise(x, group), x)
+    check(fp8_linear.quantise_torch(x, group), x)
     normed, total = fp8_linear.add_rms_norm_torch(x, residual, gain, EPS)
     got, got_total = fp8_linear.add_rms_norm_quantise(x, residual, gain, EPS, group)
     check(got, normed)
