@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from nanovllm.checkpoints.transformers_config import read_transformers_config
 from nanovllm.utils.validation import check_bool, shown
 
 # The architectures that are known, and which of their defaults are not those of all others.
@@ -28,9 +29,10 @@ ROPE_NUMBERS = [*ROPE_NUMBERS.split(), "beta_slow", "attention_factor", "mscale"
 @dataclass(frozen=True)
 class ModelConfig:
     """
-    Fields have the names of config.json. `architectures` are those that are known, `rope_parameters` are all
-    rotary settings, whichever way the file spells them, `dtype` is None if the file names none, and `raw` is
-    the file itself.
+    Fields have the names of config.json. `architectures` are those that have a class here; without one
+    transformers builds the model from `raw`, the file itself, and of all others only sizes count.
+    `rope_parameters` are all rotary settings, whichever way the file spells them, and `dtype` is None if the
+    file names none.
     """
 
     architectures: list[str]
@@ -57,16 +59,21 @@ class ModelConfig:
     def from_dict(cls, source: str | Path, raw: dict[str, Any]) -> "ModelConfig":
         """Raises ValueError naming the source and what is wrong or not supported."""
         try:
-            values = _read({name: value for name, value in raw.items() if value is not None}) | {"raw": raw}
+            values = _read(raw) | {"raw": raw}
         except ValueError as error:
             raise ValueError(f"{source}: {error}") from None
         return cls(**{field.name: values[field.name] for field in fields(cls)})
 
 
-def _read(given: dict[str, Any]) -> dict[str, Any]:
+def _read(raw: dict[str, Any]) -> dict[str, Any]:
     """The fields of a ModelConfig, among others."""
+    given = {name: value for name, value in raw.items() if value is not None}
     architectures = _read_architectures(given)  # first, since the others' files have other fields
-    values = {"rms_norm_eps": 1e-6} | dict.fromkeys(FLAGS, False) | ARCHITECTURES[architectures[0]] | given
+    if not architectures:
+        kept = ("dtype", "torch_dtype", "quantization_config")
+        given = read_transformers_config(raw) | {name: given[name] for name in kept if name in given}
+    own = ARCHITECTURES[architectures[0]] if architectures else {}
+    values = {"rms_norm_eps": 1e-6} | dict.fromkeys(FLAGS, False) | own | given
     _check_number("rms_norm_eps", values["rms_norm_eps"], 0, 1)
     for name in FLAGS:
         check_bool(values[name], name)
@@ -102,15 +109,11 @@ def _read(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_architectures(given: dict[str, Any]) -> list[str]:
-    """Those that are known. Raises ValueError if there are none."""
+    """Those that have a class here."""
     names = given.get("architectures", [])
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         names = [str(names)]
-    known = [name for name in names if name in ARCHITECTURES]
-    if not known:
-        names = ", ".join(names) or "none"
-        raise ValueError(f"architecture {names} is not known; known ones: {', '.join(ARCHITECTURES)}")
-    return known
+    return [name for name in names if name in ARCHITECTURES]
 
 
 def _read_rope_parameters(values: dict[str, Any]) -> dict[str, Any]:

@@ -112,7 +112,14 @@ class Attention(nn.Module):
             return q, k, v
         if q_norm is not None:
             q, k = q_norm(q), k_norm(k)
-        q, k = rotary_emb(positions, q, k)
+        return self.store(*rotary_emb(positions, q, k), v)
+
+    def store(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Store keys and values that are rotated already. -> q, k and v to attend with."""
+        step = get_context()
+        slots = step.slot_mapping
         if is_int8(self.k_cache):
             q, k = hadamard_rotate(q).to(q.dtype), hadamard_rotate(k)
         if self.k_cache.numel():  # empty in the warm-up

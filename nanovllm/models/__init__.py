@@ -12,13 +12,14 @@ from nanovllm.layers.quantization import read_scheme
 from nanovllm.models.llama import LlamaForCausalLM
 from nanovllm.models.qwen2 import Qwen2ForCausalLM
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
+from nanovllm.models.transformers_model import TransformersForCausalLM
 
 MODELS = {model.__name__: model for model in (LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)}
 
 
 def get_model_class(config: ModelConfig) -> type[nn.Module]:
-    """The class of the first known architecture that the checkpoint names."""
-    return MODELS[config.architectures[0]]
+    """The class of the first known architecture that the checkpoint names, or that for all others."""
+    return MODELS[config.architectures[0]] if config.architectures else TransformersForCausalLM
 
 
 def build_model(config: ModelConfig, quantization: str | None = None) -> nn.Module:

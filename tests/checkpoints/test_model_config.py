@@ -46,7 +46,7 @@ def test_settings_can_be_read_by_their_names_and_not_be_set():
 
 def test_another_architecture_is_named_even_where_its_sizes_have_other_names():
     with pytest.raises(
-        ValueError, match="config.json: architecture GPT2LMHeadModel is not known; known ones"
+        ValueError, match="config.json: architecture 'GPT2LMHeadModel' of model type None is not"
     ):
         ModelConfig.from_dict("config.json", {"architectures": ["GPT2LMHeadModel"], "n_embd": 768})
 

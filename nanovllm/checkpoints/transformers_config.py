@@ -1,0 +1,74 @@
+"""The configuration of an architecture that this project has no class for, read by transformers.
+
+Knows no layers. Whether the model can be run is found out when it is built (models/transformers_model.py).
+"""
+
+from typing import Any
+
+from nanovllm.utils.validation import shown
+
+# Model types that give transformers' own logits here, as a test shows. Others may keep a state, attend in
+# another way, or do something beside attention that nobody would notice until the text is wrong.
+VERIFIED = (
+    "arcee cohere cohere2 ernie4_5 exaone4 gemma gemma3_text glm glm4 gpt2 granite hunyuan_v1_dense "
+    "hyperclovax internlm3 iquestcoder jais2 ministral ministral3 mistral nanochat nemotron olmo olmo2 "
+    "olmo3 persimmon phi phi3 seed_oss smollm3 starcoder2"
+).split()
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def transformers_config(raw: dict[str, Any]) -> Any:
+    """transformers' configuration object. Raises ValueError if it is none of a decoder that it knows."""
+    from transformers import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    kind, names = raw.get("model_type"), raw.get("architectures")
+    name = names[0] if isinstance(names, list) and names else None
+    known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind) if isinstance(kind, str) else None
+    if name is None or name not in (known if isinstance(known, tuple | list) else (known,)):
+        raise ValueError(
+            f"architecture {shown(name)} of model type {shown(kind)} is not known, neither here nor as a "
+            "decoder of this version of transformers"
+        )
+    if kind not in VERIFIED:
+        raise ValueError(f"model type {kind!r} is not supported; through transformers: {', '.join(VERIFIED)}")
+    try:
+        return CONFIG_MAPPING[kind](**{key: value for key, value in raw.items() if key != "architectures"})
+    except Exception as error:  # whatever a foreign file makes of foreign code
+        raise ValueError(f"transformers cannot read the configuration: {error!r:.300}") from error
+
+
+def read_transformers_config(raw: dict[str, Any]) -> dict[str, Any]:
+    """
+    The sizes that the engine needs, by the names of this project. Raises ValueError naming what cannot be
+    run.
+    """
+    config = transformers_config(raw)
+    heads = _size(config, "num_attention_heads")
+    found = {"hidden_size": _size(config, "hidden_size"), "vocab_size": _size(config, "vocab_size")}
+    found |= {"num_attention_heads": heads, "num_hidden_layers": _size(config, "num_hidden_layers")}
+    found["num_key_value_heads"] = getattr(config, "num_key_value_heads", None) or heads
+    found["head_dim"] = getattr(config, "head_dim", None) or found["hidden_size"] // heads
+    found["max_position_embeddings"] = _context_limit(config)
+    found["tie_word_embeddings"] = bool(getattr(config, "tie_word_embeddings", False))
+    # Only to judge how large the files must be at least: some architectures have no such field.
+    found["intermediate_size"] = getattr(config, "intermediate_size", None) or 1
+    return found
+
+
+def _size(config: Any, name: str) -> Any:
+    value = getattr(config, name, None)
+    if type(value) is not int:
+        raise ValueError(f"{name} must be an integer, got {shown(value)}")
+    return value
+
+
+def _context_limit(config: Any) -> int:
+    """Positions that the checkpoint is for; not more than a window, within which it attends to everything."""
+    limit = _size(config, "max_position_embeddings")
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if not kinds <= {FULL, SLIDING}:
+        raise ValueError(f"layer_types {sorted(kinds - {FULL, SLIDING})} are not supported")
+    window = getattr(config, "sliding_window", None)
+    uses_window = SLIDING in kinds or (not kinds and getattr(config, "use_sliding_window", True))
+    return min(limit, window) if type(window) is int and window > 0 and uses_window else limit

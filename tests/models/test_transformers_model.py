@@ -1,0 +1,105 @@
+"""Architectures that transformers builds: greedy tokens as by transformers itself, or a refusal by name."""
+
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from quantised_checkpoints import PACKERS, quantise
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.checkpoints.transformers_config import VERIFIED
+from tiny_checkpoints import EXACT, SMALL, assert_greedy, edit_json, load_reference, one_thread  # noqa: F401
+
+CHANGES = {"hunyuan_v1_dense": {"head_dim": 16}, "ministral": {"head_dim": 16}}  # which have no default
+PROMPTS = [[1, 2, 3], [*range(40)], [7] * 17, [*range(39), 5]]
+GREEDY = SamplingParams(0, 6, True)
+
+
+def make(kind: str, folder: Path, **changes) -> Path:
+    """A small random checkpoint, with those settings of SMALL that its configuration has."""
+    cls = CONFIG_MAPPING[kind]
+    known = {"tie_word_embeddings", *getattr(cls, "attribute_map", {})}
+    known |= {field.name for field in fields(cls)} if is_dataclass(cls) else set(cls().to_dict())
+    settings = {name: value for name, value in SMALL.items() if name in known and value is not None}
+    config = cls(**settings | {"eos_token_id": 1, "bos_token_id": 1, "pad_token_id": 1} | changes)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name or "ln_" in name:
+                parameter.uniform_(0.5, 1.5)
+            else:
+                parameter.normal_(0, 0.3 if name.endswith("bias") else 0.15)
+    model.save_pretrained(folder)
+    return folder
+
+
+def assert_answers_as_transformers(folder: Path, reference: Path | None = None, **options) -> None:
+    """Chunks of prompts, hits in the cache and several sequences in a step."""
+    theirs = load_reference(reference or folder)
+    options = EXACT | dict(num_kvcache_blocks=40, max_num_batched_tokens=24) | options
+    with LLM(str(folder), **options) as llm:
+        for prompt, result in zip(PROMPTS, llm.generate(PROMPTS, GREEDY, use_tqdm=False), strict=True):
+            assert_greedy(theirs, prompt, result["token_ids"])
+
+
+@pytest.mark.parametrize("kind", VERIFIED)
+def test_greedy_tokens_are_those_of_transformers(tmp_path, kind):
+    if kind not in CONFIG_MAPPING:
+        pytest.skip("this version of transformers does not know it")
+    assert_answers_as_transformers(make(kind, tmp_path, **CHANGES.get(kind, {})))
+
+
+def test_the_documentation_lists_them():
+    text = (Path(__file__).parents[2] / "docs/options.md").read_text()
+    assert all(f"`{kind}`" in text for kind in VERIFIED)
+
+
+@pytest.mark.parametrize("name", ["fp8 tensor", "pack 4"])
+def test_their_weights_may_be_quantised(tmp_path, name):
+    floats, reference = make("mistral", tmp_path / "floats"), tmp_path / "reference"
+    folder = quantise(floats, tmp_path / "packed", PACKERS[name], reference)
+    assert_answers_as_transformers(folder, reference)
+
+
+def test_with_an_8_bit_cache_tokens_are_nearly_as_likely(tmp_path):
+    folder = make("mistral", tmp_path)
+    with LLM(str(folder), **EXACT, num_kvcache_blocks=40) as llm:
+        exact = llm.score(PROMPTS, use_tqdm=False)
+    with LLM(str(folder), **EXACT, num_kvcache_blocks=40, kv_cache_dtype="int8") as llm:
+        rounded = llm.score(PROMPTS, use_tqdm=False)
+    for one, other in zip(exact, rounded, strict=True):
+        assert one["logprob"] == pytest.approx(other["logprob"], abs=0.3)
+
+
+def test_a_window_limits_the_context(tmp_path):
+    folder = make("mistral", tmp_path, sliding_window=48)
+    with LLM(str(folder), **EXACT, num_kvcache_blocks=40) as llm:
+        assert llm.config.max_model_len == 48
+
+
+@pytest.mark.parametrize(
+    "kind, changes, message",
+    [
+        ("gemma2", {"architectures": ["Gemma2ForCausalLM"]}, "model type 'gemma2' is not supported"),
+        ("mixtral", {"architectures": ["MixtralForCausalLM"]}, "model type 'mixtral' is not supported"),
+        ("mistral", {"architectures": ["MistralModel"]}, "architecture 'MistralModel'"),
+        ("mistral", {"architectures": []}, "architecture None"),
+        ("mistral", {"hidden_size": "64"}, "cannot read the configuration"),
+        ("mistral", {"num_attention_heads": 0}, "num_attention_heads"),
+        ("no such type", {}, "is not known"),
+        (["mistral"], {}, "is not known"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_by_name(tmp_path, kind, changes, message):
+    folder = make("mistral", tmp_path)
+    edit_json(folder / "config.json", model_type=kind, **changes)
+    with pytest.raises(ValueError, match=message):
+        LLM(str(folder), **EXACT)
+
+
+def test_ranks_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="tensor_parallel_size must be 1"):
+        LLM(str(make("mistral", tmp_path)), **EXACT, tensor_parallel_size=2)
