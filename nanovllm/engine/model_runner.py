@@ -103,7 +103,7 @@ class ModelRunner:
             layer.backend = backend
         self.kv_cache = KVCache(config, layers, self.device)
         self.rows = DeviceRows(RowLayout(config), self.device)
-        # The torch twins of the attention kernels read lengths on the host, and so may what transformers runs.
+        # The torch twins of the attention kernels read numbers on the host, and so may transformers' code.
         twins = config.attention_backend == "torch" or not HAVE_TRITON or not config.hf_config.architectures
         is_eager = config.enforce_eager or self.device.type != "cuda" or twins
         self.graph_sizes = get_graph_sizes(config.max_num_seqs)
