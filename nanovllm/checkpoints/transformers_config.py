@@ -10,9 +10,10 @@ from nanovllm.utils.validation import shown
 # Model types that give transformers' own logits here, as a test shows. Others may keep a state, attend in
 # another way, or do something beside attention that nobody would notice until the text is wrong.
 VERIFIED = (
-    "arcee cohere cohere2 ernie4_5 exaone4 gemma gemma3_text glm glm4 gpt2 granite hunyuan_v1_dense "
-    "hyperclovax internlm3 iquestcoder jais2 ministral ministral3 mistral nanochat nemotron olmo olmo2 "
-    "olmo3 persimmon phi phi3 seed_oss smollm3 starcoder2"
+    "arcee cohere cohere2 cwm ernie4_5 exaone4 gemma gemma3_text glm glm4 gpt-sw3 gpt2 gpt_bigcode "
+    "granite hunyuan_v1_dense hyperclovax internlm3 iquestcoder jais2 ministral ministral3 mistral "
+    "modernbert-decoder nanochat nemotron olmo olmo2 olmo3 persimmon phi phi3 seed_oss smollm3 "
+    "starcoder2"
 ).split()
 FULL, SLIDING = "full_attention", "sliding_attention"
 
