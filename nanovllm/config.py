@@ -148,9 +148,12 @@ class Config:
         size, hf_config = self.tensor_parallel_size, self.hf_config
         kv_heads, vocab_size = hf_config.num_key_value_heads, hf_config.vocab_size
         given = f"tensor_parallel_size={size}"
-        for name in ("num_attention_heads", "intermediate_size"):
-            if getattr(hf_config, name) % size:
-                raise ValueError(f"{given} must divide {name}, which is {getattr(hf_config, name)}")
+        widths = {name: getattr(hf_config, name) for name in ("num_attention_heads", "intermediate_size")}
+        if hf_config.experts is not None:
+            widths["moe_intermediate_size"] = hf_config.experts.moe_intermediate_size
+        for name, width in widths.items():
+            if width % size:
+                raise ValueError(f"{given} must divide {name}, which is {width}")
         if kv_heads % size and size % kv_heads:
             raise ValueError(f"{given} must divide num_key_value_heads={kv_heads} or be a multiple of it")
         if (size - 1) * -(-vocab_size // size) >= vocab_size:

@@ -102,7 +102,7 @@ CALLED_FROM_OUTSIDE = {
     "batch/__main__.py": "_Stderr.flush",  # sys.stderr's
     "utils/validation.py": "_ShortRepr.repr_int",  # reprlib's
 }
-WAITING_FOR_AN_ISSUE = {"layers/linear.py": "ReplicatedLinear", "layers/attention.py": "store_kvcache"}
+WAITING_FOR_AN_ISSUE = {"layers/attention.py": "store_kvcache"}
 TABLES = [CONTRACT, CALLED_BY_USERS, CALLED_FROM_OUTSIDE, WAITING_FOR_AN_ISSUE]
 
 
@@ -383,7 +383,7 @@ def find_long_files(modules: dict[str, Module], limit: int) -> list[str]:
 
 def test_the_package_stays_small():
     sizes = {module.path: count_code_lines(module) for module in package().values()}
-    assert sum(sizes.values()) <= 9800, sorted(sizes.items(), key=lambda item: -item[1])
+    assert sum(sizes.values()) <= 10400, sorted(sizes.items(), key=lambda item: -item[1])
 
 
 def test_no_file_is_longer_than_350_lines():

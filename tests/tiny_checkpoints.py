@@ -10,7 +10,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from nanovllm.checkpoints.model_config import ModelConfig
 
-ARCHITECTURES = {"qwen3": "Qwen3", "qwen2": "Qwen2", "llama": "Llama"}
+ARCHITECTURES = {"qwen3": "Qwen3", "qwen2": "Qwen2", "llama": "Llama", "mistral": "Mistral"}
+ARCHITECTURES["qwen3_moe"] = "Qwen3Moe"
 
 # The engine options under which results are compared: the same everywhere.
 EXACT = dict(device="cpu", dtype="float32", kvcache_block_size=16)
@@ -63,8 +64,16 @@ def make_tokenizer() -> transformers.PreTrainedTokenizerFast:
     return fast
 
 
+# What an architecture has besides.
+OWN = {"mistral": dict(sliding_window=None)}
+OWN["qwen3_moe"] = dict(
+    num_experts=8, num_experts_per_tok=3, moe_intermediate_size=32, norm_topk_prob=True, mlp_only_layers=[]
+)
+
+
 def make_config(architecture: str = "qwen3", **overrides) -> transformers.PretrainedConfig:
-    return getattr(transformers, ARCHITECTURES[architecture] + "Config")(**{**SMALL, **overrides})
+    settings = {**SMALL, **OWN.get(architecture, {}), **overrides}
+    return getattr(transformers, ARCHITECTURES[architecture] + "Config")(**settings)
 
 
 def read_config(config: transformers.PretrainedConfig, **changes) -> ModelConfig:

@@ -14,16 +14,41 @@ from nanovllm.utils.validation import check_bool, shown
 
 # The architectures that are known, and which of their defaults are not those of all others.
 ARCHITECTURES = {"LlamaForCausalLM": {}, "Qwen2ForCausalLM": {}, "Qwen3ForCausalLM": {"head_dim": 128}}
+ARCHITECTURES["MistralForCausalLM"] = {"sliding_window": 4096}
+ARCHITECTURES["Qwen3MoeForCausalLM"] = {
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": False,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
 # Settings that may have this value only.
 SUPPORTED = {"hidden_act": "silu", "use_sliding_window": False, "partial_rotary_factor": 1.0}
 FLAGS = ["attention_bias", "mlp_bias", "tie_word_embeddings"]
 SIZES = ["hidden_size", "intermediate_size", "vocab_size", "max_position_embeddings", "num_attention_heads"]
-MAX_LAYERS, MAX_SIZE = 2**10, 2**24  # no real model comes near; without a limit, memory would run out first
+# No real model comes near; without a limit, memory would run out first.
+MAX_LAYERS, MAX_EXPERTS, MAX_SIZE = 2**10, 2**12, 2**24
 # The kinds of rotary scaling, and which numbers each of them needs.
 ROPE_TYPES = {"default": [], "frequency_factors": [], "linear": ["factor"], "yarn": ["factor"]}
 ROPE_TYPES["llama3"] = ["factor", "low_freq_factor", "high_freq_factor"]
 ROPE_NUMBERS = "rope_theta factor original_max_position_embeddings low_freq_factor high_freq_factor beta_fast"
 ROPE_NUMBERS = [*ROPE_NUMBERS.split(), "beta_slow", "attention_factor", "mscale", "mscale_all_dim"]
+
+
+@dataclass(frozen=True)
+class ExpertsConfig:
+    """The mixture of experts that takes the place of some layers' MLP. Fields as in config.json."""
+
+    num_experts: int
+    num_experts_per_tok: int
+    moe_intermediate_size: int
+    norm_topk_prob: bool
+    decoder_sparse_step: int
+    mlp_only_layers: list[int]
+
+    def replaces_mlp(self, layer: int) -> bool:
+        return layer not in self.mlp_only_layers and (layer + 1) % self.decoder_sparse_step == 0
 
 
 @dataclass(frozen=True)
@@ -50,6 +75,7 @@ class ModelConfig:
     tie_word_embeddings: bool
     dtype: str | None
     rope_parameters: dict[str, Any]
+    experts: ExpertsConfig | None  # None if each layer has an MLP
     quantization_config: dict[str, Any] | None  # as the file has it; None if weights are not quantised
     raw: dict[str, Any] = field(repr=False)
     context_limit: int  # positions that the checkpoint is for
@@ -101,10 +127,13 @@ def _read(raw: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(quantization_config, dict | type(None)):
         raise ValueError(f"quantization_config cannot be {shown(quantization_config)}")
     limit = _context_limit(rope_parameters, values["max_position_embeddings"])
+    if "sliding_window" in ARCHITECTURES[architectures[0]]:
+        _check_window(raw.get("sliding_window", values["sliding_window"]), limit)
     dtype = given.get("dtype") or given.get("torch_dtype")  # the second is the older spelling
     dtype = str(dtype).removeprefix("torch.") if dtype else None
     values.update(architectures=architectures, rope_parameters=rope_parameters, dtype=dtype)
     values["quantization_config"] = quantization_config
+    values["experts"] = _read_experts(values) if "num_experts" in ARCHITECTURES[architectures[0]] else None
     return values | {"context_limit": limit, "max_model_len": limit}
 
 
@@ -114,6 +143,26 @@ def _read_architectures(given: dict[str, Any]) -> list[str]:
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         names = [str(names)]
     return [name for name in names if name in ARCHITECTURES]
+
+
+def _check_window(window: Any, positions: int) -> None:
+    """Raise ValueError if attention to the last so many tokens alone differs from attention to all."""
+    if window is not None and not (type(window) is int and window >= positions):
+        raise ValueError(f"sliding_window = {shown(window)} is not supported; supported: null")
+
+
+def _read_experts(values: dict[str, Any]) -> ExpertsConfig:
+    values["num_experts"] = values.get("num_local_experts", values["num_experts"])  # the newer spelling
+    experts = ExpertsConfig(**{field.name: values[field.name] for field in fields(ExpertsConfig)})
+    _check_size("num_experts", experts.num_experts, MAX_EXPERTS)
+    _check_size("num_experts_per_tok", experts.num_experts_per_tok, experts.num_experts)
+    _check_size("moe_intermediate_size", experts.moe_intermediate_size)
+    _check_size("decoder_sparse_step", experts.decoder_sparse_step)
+    check_bool(experts.norm_topk_prob, "norm_topk_prob")
+    layers = experts.mlp_only_layers
+    if not isinstance(layers, list) or not all(type(layer) is int for layer in layers):
+        raise ValueError(f"mlp_only_layers must be a list of integers, got {shown(layers)}")
+    return experts
 
 
 def _read_rope_parameters(values: dict[str, Any]) -> dict[str, Any]:

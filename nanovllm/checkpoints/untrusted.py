@@ -21,8 +21,12 @@ def check_room(source: str, config: ModelConfig, stored: int, bits: int) -> None
     fewest that any format needs. If they cannot, a small file could make us allocate any amount of memory.
     """
     heads = 2 * (config.num_attention_heads + config.num_key_value_heads)
-    per_layer = config.hidden_size * (heads * config.head_dim + 3 * config.intermediate_size)
-    weights = config.vocab_size * config.hidden_size + config.num_hidden_layers * per_layer
+    layers, experts = config.num_hidden_layers, config.experts
+    num_sparse = sum(map(experts.replaces_mlp, range(layers))) if experts else 0
+    widths = layers * heads * config.head_dim + (layers - num_sparse) * 3 * config.intermediate_size
+    if experts:
+        widths += num_sparse * experts.num_experts * 3 * experts.moe_intermediate_size
+    weights = config.hidden_size * (config.vocab_size + widths)
     if weights * bits > 8 * max(stored, 2**24):
         raise ValueError(f"{source} describes a larger model than its files can hold")
 

@@ -139,9 +139,11 @@ class ReplicatedLinear(LinearBase):
     def __init__(self, input_size: int, output_size: int, bias: bool = False):
         super().__init__({None: Part((output_size, input_size))}, bias)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [tokens, input features] -> [tokens, output features]."""
-        return self.format.multiply(x, self.bias)
+    def forward(self, stream: Stream) -> torch.Tensor:
+        """norm(x) @ weight.T + bias for the stream's x and norm: [tokens, output features]."""
+        if stream.is_untouched and self._uses_matvec(stream.x):
+            return self.format.matvec(stream.x, self.bias, stream.norm.weight, eps=stream.norm.eps)
+        return self.format.multiply(stream.normalised(), self.bias)
 
 
 class ColumnParallelLinear(LinearBase):

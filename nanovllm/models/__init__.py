@@ -10,11 +10,14 @@ from nanovllm.layers.embed_head import ParallelLMHead
 from nanovllm.layers.linear import LinearBase, assign_formats, without_formats
 from nanovllm.layers.quantization import read_scheme
 from nanovllm.models.llama import LlamaForCausalLM
+from nanovllm.models.mistral import MistralForCausalLM
 from nanovllm.models.qwen2 import Qwen2ForCausalLM
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
+from nanovllm.models.qwen3_moe import Qwen3MoeForCausalLM
 from nanovllm.models.transformers_model import TransformersForCausalLM
 
-MODELS = {model.__name__: model for model in (LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)}
+CLASSES = LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM
+MODELS = {model.__name__: model for model in CLASSES}
 
 
 def get_model_class(config: ModelConfig) -> type[nn.Module]:
@@ -28,6 +31,10 @@ def build_model(config: ModelConfig, quantization: str | None = None) -> nn.Modu
     for. Raises ValueError if that is not supported.
     """
     scheme = read_scheme(config.quantization_config, quantization)
+    if scheme is not None and config.experts is not None:
+        source = "quantization_config" if config.quantization_config else f"quantization={quantization!r}"
+        name = config.architectures[0]
+        raise ValueError(f"{source}: quantised weights of experts ({name}) are not supported")
     with without_formats():
         model = get_model_class(config)(config)
     assign_formats(model, scheme)

@@ -61,10 +61,10 @@ class Qwen3MLP(nn.Module):
 
 
 class Qwen3DecoderLayer(nn.Module):
-    def __init__(self, config: ModelConfig, variant: Variant, rotary_emb: RotaryEmbedding):
+    def __init__(self, config: ModelConfig, variant: Variant, rotary_emb: RotaryEmbedding, mlp: nn.Module):
         super().__init__()
         self.self_attn = Qwen3Attention(config, variant, rotary_emb)
-        self.mlp = Qwen3MLP(config, variant)
+        self.mlp = mlp
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
@@ -75,13 +75,11 @@ class Qwen3DecoderLayer(nn.Module):
 
 
 class Qwen3Model(nn.Module):
-    def __init__(self, config: ModelConfig, variant: Variant):
+    def __init__(self, config: ModelConfig, variant: Variant, mlps: list[nn.Module]):
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size)
         rotary_emb = get_rope(config.head_dim, config.max_model_len, config.rope_parameters)
-        self.layers = nn.ModuleList(
-            Qwen3DecoderLayer(config, variant, rotary_emb) for _ in range(config.num_hidden_layers)
-        )
+        self.layers = nn.ModuleList(Qwen3DecoderLayer(config, variant, rotary_emb, mlp) for mlp in mlps)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -107,7 +105,8 @@ class Qwen3ForCausalLM(nn.Module):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.model = Qwen3Model(config, self.variant(config))
+        mlps = [self.make_mlp(config, layer) for layer in range(config.num_hidden_layers)]
+        self.model = Qwen3Model(config, self.variant(config), mlps)
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size)
         if config.tie_word_embeddings:
             self.lm_head.tie_to(self.model.embed_tokens)
@@ -116,6 +115,9 @@ class Qwen3ForCausalLM(nn.Module):
     def variant(config: ModelConfig) -> Variant:
         bias = config.attention_bias
         return Variant(qk_norm=True, qkv_bias=bias, o_bias=bias, mlp_bias=False)
+
+    def make_mlp(self, config: ModelConfig, layer: int) -> nn.Module:
+        return Qwen3MLP(config, self.variant(config))
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """input_ids, positions int64 [tokens] -> hidden states [tokens, hidden_size]."""

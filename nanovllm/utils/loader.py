@@ -94,16 +94,23 @@ class StoredTensor(NamedTuple):
 
 def find_places(model: nn.Module) -> dict[str, StoredTensor]:
     """
-    Each tensor that the model takes, by its name in a checkpoint. Several may be parts of one parameter. A
-    layer whose checkpoints have other tensors than it has parameters says so in `stored_tensors`; those
+    Each tensor that the model takes, by its name in a checkpoint. Several may be parts of one parameter: of
+    one that `packed_modules_mapping` names, or whose `stored_parts` say which tensors of its module they are.
+    A layer whose checkpoints have other tensors than it has parameters says so in `stored_tensors`; those
     parameters have None as `weight_loader`.
     """
     packed = getattr(model, "packed_modules_mapping", {})
     found = {}
     for name, param in model.named_parameters():
         loader = getattr(param, "weight_loader", default_weight_loader)
-        if loader is not None:
-            found[name] = StoredTensor(functools.partial(loader, param))
+        if loader is None:
+            continue
+        load, module = functools.partial(loader, param), name.rpartition(".")[0]
+        stored_parts = getattr(param, "stored_parts", {})
+        for source, shard_id in stored_parts.items():
+            found[f"{module}.{source}"] = StoredTensor(functools.partial(_load_shard, load, shard_id))
+        if not stored_parts:
+            found[name] = StoredTensor(load)
     for name, layer in quantised_layers(model).items():
         found |= {f"{name}.{inner}": stored for inner, stored in layer.stored_tensors().items()}
     places = {}

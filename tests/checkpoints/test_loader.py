@@ -19,7 +19,7 @@ from nanovllm.checkpoints.tokenizer import toy_tokenizer
 from nanovllm.distributed.group import Group, use_group
 from nanovllm.models import get_model_class
 from nanovllm.utils.loader import default_weight_loader, load_model
-from tiny_checkpoints import EXACT, load_reference, make_checkpoint
+from tiny_checkpoints import ARCHITECTURES, EXACT, load_reference, make_checkpoint
 
 
 def build_model(folder: Path) -> nn.Module:
@@ -67,7 +67,7 @@ def assert_same_parameters(model: nn.Module, expected: dict[str, torch.Tensor]) 
         )
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "qwen2", "llama"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("shard_size", ["5GB", "60KB"])
 def test_parameters_are_what_transformers_loads(tmp_path, architecture, tied, shard_size):
@@ -114,6 +114,28 @@ def test_ranks_together_hold_every_weight_and_only_their_part(tmp_path, size):
             assert torch.equal(
                 torch.cat(parts, dim=1 if "o_proj" in name or "down_proj" in name else 0), whole
             )
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_together_hold_every_expert_and_only_their_part(tmp_path, size):
+    make_checkpoint(tmp_path, "qwen3_moe", num_key_value_heads=4)
+    ranks = []
+    for rank in range(size):
+        with use_group(Group(rank, size)):
+            ranks.append(load(tmp_path).state_dict())
+    whole = {name: value for name, value in expected_parameters(tmp_path).items() if ".mlp." in name}
+    assert {name.split("mlp.")[1] for name in whole} == {
+        "gate.weight", "experts.gate_up_proj", "experts.down_proj"
+    }  # fmt: skip
+    for name, value in whole.items():
+        parts = [rank[name] for rank in ranks]
+        if name.endswith("gate.weight"):
+            assert all(torch.equal(part, value) for part in parts)
+        elif name.endswith("gate_up_proj"):
+            gates, ups = zip(*(part.chunk(2, dim=1) for part in parts), strict=True)
+            assert torch.equal(torch.cat([*gates, *ups], dim=1), value)
+        else:
+            assert torch.equal(torch.cat(parts, dim=2), value)
 
 
 def test_slices_are_views_of_the_mapped_file(tmp_path):
@@ -182,6 +204,23 @@ def shorten_norm(tensors):
     tensors["model.norm.weight"] = tensors["model.norm.weight"][:-1].clone()
 
 
+def remove_expert(tensors):
+    for part in ("gate", "up", "down"):
+        del tensors[f"model.layers.1.mlp.experts.7.{part}_proj.weight"]
+
+
+def add_expert(tensors):
+    tensors["model.layers.1.mlp.experts.8.up_proj.weight"] = torch.ones(32, 64)
+
+
+def shorten_expert(tensors):
+    tensors["model.layers.0.mlp.experts.2.up_proj.weight"] = torch.ones(31, 64)
+
+
+def spoil_expert(tensors):
+    tensors["model.layers.0.mlp.experts.5.down_proj.weight"][3, 3] = float("nan")
+
+
 def make_integers(tensors):
     tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.int64)
 
@@ -201,6 +240,23 @@ def make_integers(tensors):
 )
 def test_what_does_not_fit_is_an_error_naming_file_and_tensor(tmp_path, change, message):
     make_checkpoint(tmp_path)
+    change_tensors(tmp_path, change)
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (remove_expert, r"has no tensor model.layers.1.mlp.experts.7.gate_proj.weight and 2 others"),
+        (add_expert, r"model.safetensors: tensor model.layers.1.mlp.experts.8.up_proj.weight has no place"),
+        (shorten_expert, r"model.safetensors: tensor .*0.mlp.experts.2.up_proj.weight: shape \(31, 64\)"),
+        (spoil_expert, r"model.safetensors: tensor .*0.mlp.experts.5.down_proj.weight: holds NaN"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_what_does_not_fit_an_expert_is_an_error_naming_file_and_tensor(tmp_path, change, message):
+    make_checkpoint(tmp_path, "qwen3_moe")
     change_tensors(tmp_path, change)
     with pytest.raises(ValueError, match=message):
         load(tmp_path)
@@ -242,11 +298,11 @@ def test_the_default_weight_loader_refuses_to_broadcast():
 # Configuration, tokenizer and end-of-sequence ids
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_config_has_the_fields_and_defaults_of_transformers(tmp_path, architecture):
     sizes = "hidden_size intermediate_size vocab_size max_position_embeddings num_hidden_layers"
     needed = {name: 64 for name in sizes.split()} | {"num_attention_heads": 4, "num_key_value_heads": 4}
-    name = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}[architecture] + "ForCausalLM"
+    name = ARCHITECTURES[architecture] + "ForCausalLM"
     raw = {"model_type": architecture, "architectures": [name], **needed}
     (tmp_path / "config.json").write_text(json.dumps(raw))
     config = open_checkpoint(tmp_path, "dummy").hf_config()
@@ -255,6 +311,10 @@ def test_a_config_has_the_fields_and_defaults_of_transformers(tmp_path, architec
         assert getattr(config, name) == getattr(expected, name), name
     assert config.head_dim == (getattr(expected, "head_dim", None) or 16)
     assert bool(config.attention_bias) == bool(getattr(expected, "attention_bias", False))
+    assert (config.experts is not None) == hasattr(expected, "num_experts")
+    if config.experts is not None:
+        for name, value in vars(config.experts).items():
+            assert getattr(expected, name) == value, name
 
 
 def test_code_that_a_checkpoint_brings_is_never_run(tmp_path):
@@ -330,7 +390,7 @@ def test_each_shape_has_its_published_number_of_parameters(name):
         model = get_model_class(config)(config)
     billions = sum(param.numel() for param in model.parameters()) / 1e9
     assert billions == pytest.approx(
-        {"0.6b": 0.596, "4b": 4.022, "8b": 8.191, "32b": 32.762}[name[6:]], abs=1e-3
+        {"0.6b": 0.596, "4b": 4.022, "8b": 8.191, "32b": 32.762, "30b-a3b": 30.532}[name[6:]], abs=1e-3
     )
 
 
@@ -346,6 +406,15 @@ def test_random_weights_need_no_file_and_are_the_same_each_time(tmp_path):
     weight = first.model.layers[0].mlp.down_proj.weight
     assert weight.std() == pytest.approx(0.02, rel=0.1)
     assert not torch.equal(weight, first.model.layers[1].mlp.down_proj.weight)
+
+
+def test_random_weights_of_experts_differ(tmp_path):
+    make_checkpoint(tmp_path, "qwen3_moe")
+    model = build_model(tmp_path)
+    load_model(model, open_checkpoint(tmp_path, "dummy"))
+    matrices = [matrix for layer in model.model.layers for matrix in layer.mlp.experts.gate_up_proj]
+    assert all(matrix.std().item() == pytest.approx(0.02, rel=0.1) for matrix in matrices)
+    assert len({matrix.sum().item() for matrix in matrices}) == 16
 
 
 def test_the_toy_tokenizer_maps_bytes_to_themselves():

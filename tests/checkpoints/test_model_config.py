@@ -51,6 +51,45 @@ def test_another_architecture_is_named_even_where_its_sizes_have_other_names():
         ModelConfig.from_dict("config.json", {"architectures": ["GPT2LMHeadModel"], "n_embd": 768})
 
 
+MOE = SMALL | {"architectures": ["Qwen3MoeForCausalLM"]}
+
+
+def test_the_number_of_experts_is_read_in_both_spellings():
+    for name in ("num_experts", "num_local_experts"):
+        assert ModelConfig.from_dict("config.json", MOE | {name: 9}).experts.num_experts == 9
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("num_experts", 0),
+        ("num_experts", 2**12 + 1),
+        ("num_experts_per_tok", 129),
+        ("num_experts_per_tok", 0),
+        ("moe_intermediate_size", 64.0),
+        ("decoder_sparse_step", 0),
+        ("norm_topk_prob", "true"),
+        ("mlp_only_layers", 3),
+        ("mlp_only_layers", [0, "1"]),
+    ],
+)
+def test_impossible_experts_are_refused_by_name(name, value):
+    with pytest.raises(ValueError, match=f"config.json: {name} must be"):
+        ModelConfig.from_dict("config.json", MOE | {name: value})
+
+
+def test_mistrals_window_is_refused_by_name_unless_it_is_as_long_as_the_context():
+    mistral = SMALL | {"architectures": ["MistralForCausalLM"]}
+    for window in (None, 64):
+        assert ModelConfig.from_dict("config.json", mistral | {"sliding_window": window})
+    for window in (63, 0, "all", 64.0):
+        with pytest.raises(ValueError, match="config.json: sliding_window = .* is not supported"):
+            ModelConfig.from_dict("config.json", mistral | {"sliding_window": window})
+    # What a file that says nothing means.
+    with pytest.raises(ValueError, match="config.json: sliding_window = 4096 is not supported"):
+        ModelConfig.from_dict("config.json", mistral | {"max_position_embeddings": 4097})
+
+
 numbers = st.sampled_from([1e-6, 0.5, 1, 2, 2.0000001, 1e4, 2**24, 1e15]) | st.floats(1e-6, 1e15)
 
 

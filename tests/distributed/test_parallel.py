@@ -206,6 +206,7 @@ CASES = {
     "qwen2, 1 KV head": dict(num_key_value_heads=1, vocab_size=323, tie_word_embeddings=True),
     "llama, 4 KV heads": dict(num_key_value_heads=4, vocab_size=322),
     "qwen3, 8-bit KV cache": dict(num_key_value_heads=2, vocab_size=321),
+    "qwen3_moe, a layer with an MLP": dict(mlp_only_layers=[0], vocab_size=322),
 }
 
 
@@ -311,6 +312,7 @@ IMPOSSIBLE = [
     (4, "intermediate_size", dict(intermediate_size=98)),
     (4, "num_key_value_heads", dict(num_key_value_heads=6, num_attention_heads=12)),
     (4, "vocabulary", dict(vocab_size=9)),
+    (4, "moe_intermediate_size", dict(moe_intermediate_size=34, architectures=["Qwen3MoeForCausalLM"])),
 ]
 
 

@@ -377,7 +377,7 @@ def test_a_replicated_matrix_is_whole_on_every_rank(tp_size):
         load(layer.weight, weight)
         load(layer.bias, bias)
         x = torch.randn(2, 5)
-        torch.testing.assert_close(layer(x), F.linear(x, weight, bias))
+        torch.testing.assert_close(layer(normalised(x)), F.linear(x, weight, bias))
 
 
 @TP_SIZES
@@ -481,7 +481,7 @@ def test_a_packed_weight_multiplies_as_before_and_its_unpacked_copy_is_gone(dtyp
     if bias:
         layer.bias.data.normal_()
     before, weight = weakref.ref(layer.weight), layer.weight.detach().clone()
-    x = torch.randn(rows, 48, dtype=dtype)
+    x = normalised(torch.randn(rows, 48, dtype=dtype))
     expected = layer(x)
     layer.pack()
     assert layer.weight.is_mkldnn and before() is None

@@ -79,10 +79,21 @@ def describe(architecture: str, number: int) -> tuple[dict, str]:
         tie_word_embeddings=number % 2 == 1,
         rope_theta=pick.choice([1000.0, 10000.0, 500000.0]),
     )
-    if architecture != "qwen2":
+    if architecture not in ("qwen2", "mistral"):
         settings["attention_bias"] = (number // 2) % 2 == 1
     if architecture == "llama":
         settings["mlp_bias"] = (number // 4) % 2 == 1
+    if architecture == "qwen3_moe":
+        top_k = 1 + number % 8
+        settings.update(
+            num_experts=max(top_k, pick.choice([4, 8, 11])),
+            num_experts_per_tok=top_k,
+            moe_intermediate_size=pick.choice([16, 24, 40]),
+            norm_topk_prob=(number // 8) % 2 == 0,
+            num_hidden_layers=2 + number % 2,
+            decoder_sparse_step=1 + (number // 4) % 2,
+            mlp_only_layers=[0] if number % 3 == 1 else [],
+        )
     if rope := ROPES[number % len(ROPES)]:
         settings["rope_scaling"] = rope
     return settings, SPELLINGS[number % len(SPELLINGS)]
@@ -208,6 +219,11 @@ def test_the_cases_meet_everything_that_they_claim():
         natural = [s["hidden_size"] // s["num_attention_heads"] for s in settings]
         assert any(s["head_dim"] > n for s, n in zip(settings, natural, strict=True))
         assert any(s["head_dim"] < n for s, n in zip(settings, natural, strict=True))
+        if architecture == "qwen3_moe":
+            assert {s["num_experts_per_tok"] for s in settings} == set(range(1, 9))
+            assert {s["norm_topk_prob"] for s in settings} == {True, False}
+            left_out = {(s["decoder_sparse_step"], *s["mlp_only_layers"]) for s in settings}
+            assert left_out == {(1,), (2,), (1, 0), (2, 0)}
         ropes = {(s.get("rope_scaling", {}).get("rope_type", "default"), spelling) for s, spelling in cases}
         assert ropes >= {(kind, how) for kind in ("default", "linear", "llama3", "yarn") for how in SPELLINGS}
 

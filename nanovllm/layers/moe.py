@@ -1,0 +1,70 @@
+"""A mixture of experts, with the MLP's signature: a router chooses a few of many small MLPs for each token.
+
+Every rank holds a part of each expert's width, as of an MLP's, and all ranks choose alike.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from nanovllm.distributed.group import get_group
+from nanovllm.kernels.moe import choose_experts, run_experts
+from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.linear import ReplicatedLinear, divide
+from nanovllm.layers.quantization.scaled import Part
+from nanovllm.layers.residual_stream import Stream
+from nanovllm.utils.loader import default_weight_loader
+
+
+class MixtureOfExperts(nn.Module):
+    """
+    The router `gate` gives each expert a probability; the `top_k` most probable compute, and their outputs
+    are summed, weighted by their probabilities, which `normalise` makes sum to 1.
+    """
+
+    def __init__(self, hidden_size: int, width: int, num_experts: int, top_k: int, normalise: bool):
+        super().__init__()
+        self.top_k, self.normalise = top_k, normalise
+        self.gate = ReplicatedLinear(hidden_size, num_experts)
+        self.experts = Experts(hidden_size, width, num_experts)
+
+    def forward(self, stream: Stream, next_norm: RMSNorm) -> Stream:
+        chosen = choose_experts(self.gate(stream), self.top_k, self.normalise)
+        y = run_experts(stream.normalised(), self.experts.gate_up_proj, self.experts.down_proj, chosen)
+        normed, total = next_norm(y, stream.x)
+        return Stream(total, next_norm, normed)
+
+
+class Experts(nn.Module):
+    """The matrices of all experts, one behind the other. Checkpoints have three tensors for each expert."""
+
+    def __init__(self, hidden_size: int, width: int, num_experts: int):
+        super().__init__()
+        group = get_group()
+        share = divide(width, group.size)
+        mine = slice(group.rank * share, group.rank * share + share)
+        column_parts = [Part((width, hidden_size), mine, offset=offset) for offset in (0, share)]
+        down = {"down_proj": Part((hidden_size, width), columns=mine)}
+        gate_up = dict(zip(("gate_proj", "up_proj"), column_parts, strict=True))
+        self.gate_up_proj = _stacked(num_experts, (2 * share, hidden_size), gate_up)
+        self.down_proj = _stacked(num_experts, (hidden_size, share), down)
+
+
+def _stacked(num_experts: int, shape: tuple[int, int], parts: dict[str, Part]) -> nn.Parameter:
+    """[experts, *shape], which is loaded from a tensor for each expert and part."""
+    param = nn.Parameter(torch.empty(num_experts, *shape), requires_grad=False)
+    param.weight_loader = _load_part
+    param.stored_parts = {
+        f"{expert}.{name}.weight": (expert, part)
+        for expert in range(num_experts)
+        for name, part in parts.items()
+    }
+    return param
+
+
+def _load_part(param: nn.Parameter, loaded_weight: Any, place: tuple[int, Part]) -> None:
+    expert, part = place
+    default_weight_loader(
+        param.data[expert][part.place], loaded_weight, (part.rows, part.columns), part.shape
+    )
