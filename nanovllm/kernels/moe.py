@@ -1,4 +1,10 @@
-"""A mixture of experts: the choice of experts for each token, and their SwiGLU networks."""
+"""The products of the experts' SwiGLU networks in a mixture of experts, for any number of tokens.
+
+A token and one of its experts are a *pair*, numbered token * top_k + place. Pairs are sorted by expert, so
+that each expert's weights are read for tiles of pairs. Which tile belongs to which expert stands in a table
+on the device: the number of programs depends on sizes alone, as a CUDA graph needs it, and programs too many
+end at once.
+"""
 
 from typing import NamedTuple
 
@@ -6,48 +12,176 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanovllm.kernels import runtime
 from nanovllm.kernels.activation import silu_and_mul_torch
+from nanovllm.kernels.router import Chosen
+from nanovllm.kernels.runtime import cdiv, next_power_of_2, tl, triton, use_triton
+
+PAIRS_PER_PROGRAM = 256
+# Pairs, rows of the weight and inputs a tile, warps, pipeline stages, by the most pairs that an expert has on
+# average in a decode step that they are for.
+DECODE_TILES = {4: (16, 128, 128, 4, 3), 1 << 30: (64, 128, 64, 4, 4)}
+PREFILL_TILE = (128, 128, 64, 8, 3)  # one for all prefills, so that a start compiles one way only
 
 
-class Chosen(NamedTuple):
-    """The experts of each token, the most probable first, and what their outputs are multiplied by."""
-
-    experts: Tensor  # int32 [tokens, top_k]
-    weights: Tensor  # float32 [tokens, top_k]
-
-
-def choose_experts(logits: Tensor, top_k: int, normalise: bool) -> Chosen:
-    """
-    The most probable experts by their logits [tokens, experts], of equal ones the first. Their weights are
-    their probabilities among all experts, or, to normalise, among those that are chosen.
-    """
-    return choose_experts_torch(logits, top_k, normalise)
-
-
-def choose_experts_torch(logits: Tensor, top_k: int, normalise: bool) -> Chosen:
-    # Not `topk`: which of equal ones it takes is open.
-    weights, experts = logits.float().softmax(-1).sort(dim=-1, descending=True, stable=True)
-    weights, experts = weights[:, :top_k], experts[:, :top_k]
-    if normalise:
-        weights = weights / weights.sum(-1, keepdim=True)
-    return Chosen(experts.int(), weights)
-
-
-def run_experts(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Chosen) -> Tensor:
+def run_experts(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Chosen, is_prefill: bool = True) -> Tensor:
     """
     The weighted sum of what the chosen experts make of each row of x [tokens, hidden]: [tokens, hidden].
     gate_up is [experts, 2 * width, hidden], gates first, and down [experts, hidden, width].
     """
-    return run_experts_torch(x, gate_up, down, chosen)
+    if not use_triton(x):
+        return run_experts_torch(x, gate_up, down, chosen)
+    rows, hidden = x.shape
+    num_experts, _, width = down.shape
+    num_pairs = chosen.experts.numel()
+    tile = PREFILL_TILE
+    if not is_prefill:
+        tile = next(tile for most, tile in DECODE_TILES.items() if num_pairs <= most * num_experts)
+    groups = group_by_expert(chosen.experts, num_experts, tile[0])
+    gated = torch.empty(num_pairs, width, dtype=x.dtype, device=x.device)
+    parts = torch.empty(rows, chosen.experts.shape[1], hidden, dtype=x.dtype, device=x.device)
+    if rows:
+        _multiply_grouped(x, gate_up, groups, gated, tile, top_k=chosen.experts.shape[1])
+        _multiply_grouped(gated, down, groups, parts.view(num_pairs, hidden), tile, weights=chosen.weights)
+    return parts.sum(1)
 
 
 def run_experts_torch(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Chosen) -> Tensor:
-    out = torch.zeros_like(x)
+    top_k = chosen.experts.shape[1]
     experts, weights = chosen.experts.flatten(), chosen.weights.flatten().to(x.dtype)
+    parts = x.new_empty(len(experts), x.shape[1])
     counts = torch.bincount(experts, minlength=len(gate_up)).tolist()
     for expert, pairs in enumerate(experts.argsort(stable=True).split(counts)):
         if len(pairs):
-            tokens = pairs // chosen.experts.shape[1]
-            hidden = silu_and_mul_torch(F.linear(x[tokens], gate_up[expert]))
-            out.index_add_(0, tokens, F.linear(hidden, down[expert]) * weights[pairs, None])
-    return out
+            gated = silu_and_mul_torch(F.linear(x[pairs // top_k], gate_up[expert]))
+            parts[pairs] = F.linear(gated, down[expert]) * weights[pairs, None]
+    return parts.view(-1, top_k, x.shape[1]).sum(1)
+
+
+class Groups(NamedTuple):
+    """Pairs by expert. The tiles of all experts are numbered one after another."""
+
+    pairs: Tensor  # int32 [experts, tokens]: an expert has a token once at most
+    table: Tensor  # int32 [2, experts]: how many pairs each expert has, and where its tiles end
+    max_tiles: int  # that there can be
+
+
+def group_by_expert(experts: Tensor, num_experts: int, block: int) -> Groups:
+    """Sort the pairs of experts int32 [tokens, top_k], for tiles of `block` pairs."""
+    num_pairs, device = experts.numel(), experts.device
+    pairs = torch.empty(num_experts, len(experts), dtype=torch.int32, device=device)
+    table = torch.empty(2, num_experts, dtype=torch.int32, device=device)
+    if num_pairs:
+        _group_kernel[(cdiv(num_pairs, PAIRS_PER_PROGRAM),)](
+            experts, runtime.arrival_counters(device), pairs, table, num_pairs, len(experts),
+            EXPERTS=num_experts, EXPERTS_PAD=next_power_of_2(num_experts),
+            TILE=block, BLOCK=PAIRS_PER_PROGRAM, num_warps=4, **runtime.overlap_options(device),
+        )  # fmt: skip
+    return Groups(pairs, table, max_tiles(num_pairs, num_experts, block))
+
+
+def max_tiles(num_pairs: int, num_experts: int, block: int) -> int:
+    """The most tiles of `block` pairs that there can be: each expert may have one that is not full."""
+    return (num_pairs + min(num_experts, num_pairs) * (block - 1)) // block
+
+
+@triton.jit(do_not_specialize=["num_pairs", "rows"])
+def _group_kernel(
+    experts, counters, pairs, table, num_pairs, rows,
+    EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr,
+    TILE: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Counts with a counter for each expert; the last program writes the table and clears the counters."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_real = pair < num_pairs
+    expert = tl.load(experts + pair, mask=is_real, other=0)
+    place = tl.atomic_add(counters + expert, 1, mask=is_real)
+    tl.store(pairs + expert.to(tl.int64) * rows + place, pair, mask=is_real)
+    tl.debug_barrier()  # all threads have counted before the last counter says so
+    num_before = tl.atomic_add(counters + EXPERTS, 1)
+    if num_before == tl.num_programs(0) - 1:
+        each = tl.arange(0, EXPERTS_PAD)
+        is_expert = each < EXPERTS
+        counts = tl.load(counters + each, mask=is_expert, other=0, cache_modifier=".cg")
+        tl.store(counters + each, 0, mask=is_expert)
+        tl.store(counters + EXPERTS, 0)
+        tl.store(table + each, counts, mask=is_expert)
+        tl.store(table + EXPERTS + each, tl.cumsum(tl.cdiv(counts, TILE), 0), mask=is_expert)
+
+
+def _multiply_grouped(
+    x: Tensor, weight: Tensor, groups: Groups, out: Tensor, tile: tuple[int, ...],
+    top_k: int = 0, weights: Tensor | None = None,
+) -> None:  # fmt: skip
+    """
+    out[pair] = weight[its expert] @ x[pair], multiplied by weights[pair]. With top_k x has a row for each
+    token instead, and the first half of the weight's rows are gates, the second half is what they multiply.
+    """
+    block_m, lines, block_k, num_warps, num_stages = tile
+    if x.element_size() == 4:
+        block_k //= 2
+    if not runtime.has_hopper_shared_memory(x.device):
+        block_k //= 2
+    num_experts, _, in_features = weight.shape
+    width, parts = out.shape[1], 2 if top_k else 1
+    block_n = lines // parts
+    _grouped_kernel[(groups.max_tiles * cdiv(width, block_n),)](
+        x, weight, groups.pairs, groups.table, weights, out,
+        x.stride(0), groups.pairs.shape[1], groups.max_tiles,
+        EXPERTS=num_experts, EXPERTS_PAD=next_power_of_2(num_experts),
+        PAIRS_PER_ROW=top_k or 1, PARTS=parts,
+        IN_FEATURES=in_features, OUT_FEATURES=width,
+        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
+        num_warps=num_warps, num_stages=num_stages, **runtime.overlap_options(x.device),
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["rows", "max_tiles"])
+def _grouped_kernel(
+    x, weight, pairs, table, weights, out, x_stride, rows, max_tiles,
+    EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr, PAIRS_PER_ROW: tl.constexpr, PARTS: tl.constexpr,
+    IN_FEATURES: tl.constexpr, OUT_FEATURES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """A program computes BLOCK_N outputs of a tile of pairs. Programs side by side share rows of weights."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    tile = tl.program_id(0) % max_tiles
+    block_n = tl.program_id(0) // max_tiles
+    each = tl.arange(0, EXPERTS_PAD)
+    ends = tl.load(table + EXPERTS + each, mask=each < EXPERTS, other=2147483647)
+    is_before = ends <= tile
+    expert = tl.sum(is_before.to(tl.int32), axis=0)
+    if expert == EXPERTS:
+        return
+    begin = tl.max(tl.where(is_before, ends, 0), axis=0)
+    member = (tile - begin) * BLOCK_M + tl.arange(0, BLOCK_M)
+    is_real = member < tl.load(table + expert)
+    pair = tl.load(pairs + expert.to(tl.int64) * rows + member, mask=is_real, other=0).to(tl.int64)
+    # Gates and ups in turn, so that the two of a pair stand side by side in the result.
+    line = tl.arange(0, BLOCK_N * PARTS)
+    weight_row = block_n * BLOCK_N + line // PARTS
+    is_line = weight_row < OUT_FEATURES
+    weight_row += (line % PARTS) * OUT_FEATURES
+    column = tl.arange(0, BLOCK_K)
+    x_address = x + (pair // PAIRS_PER_ROW)[:, None] * x_stride + column[None, :]
+    weight += expert.to(tl.int64) * (PARTS * OUT_FEATURES * IN_FEATURES)
+    weight_address = weight + weight_row[None, :] * IN_FEATURES + column[:, None]
+    acc = tl.zeros([BLOCK_M, BLOCK_N * PARTS], tl.float32)
+    for start in range(0, IN_FEATURES, BLOCK_K):
+        present = start + column < IN_FEATURES
+        x_tile = tl.load(x_address + start, mask=is_real[:, None] & present[None, :], other=0.0)
+        weight_tile = tl.load(weight_address + start, mask=present[:, None] & is_line[None, :], other=0.0)
+        acc = tl.dot(x_tile, weight_tile, acc, input_precision="ieee")
+    if PARTS == 2:
+        gate, up = tl.split(tl.reshape(acc, [BLOCK_M, BLOCK_N, 2]))
+        acc = gate / (1.0 + tl.exp(-gate)) * up
+    if weights is not None:
+        acc *= tl.load(weights + pair, mask=is_real, other=0.0)[:, None]
+    column_out = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    valid = is_real[:, None] & (column_out < OUT_FEATURES)[None, :]
+    tl.store(out + pair[:, None] * OUT_FEATURES + column_out[None, :], acc, mask=valid)

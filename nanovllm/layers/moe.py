@@ -9,11 +9,14 @@ import torch
 from torch import nn
 
 from nanovllm.distributed.group import get_group
-from nanovllm.kernels.moe import choose_experts, run_experts
+from nanovllm.kernels.moe import run_experts
+from nanovllm.kernels.moe_matvec import can_use_few, run_experts_few
+from nanovllm.kernels.router import choose_experts
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import ReplicatedLinear, divide
 from nanovllm.layers.quantization.scaled import Part
 from nanovllm.layers.residual_stream import Stream
+from nanovllm.utils.context import get_context
 from nanovllm.utils.loader import default_weight_loader
 
 
@@ -31,7 +34,15 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, stream: Stream, next_norm: RMSNorm) -> Stream:
         chosen = choose_experts(self.gate(stream), self.top_k, self.normalise)
-        y = run_experts(stream.normalised(), self.experts.gate_up_proj, self.experts.down_proj, chosen)
+        weights, is_prefill = (self.experts.gate_up_proj, self.experts.down_proj), get_context().is_prefill
+        if is_prefill or not can_use_few(stream.x):
+            y = run_experts(stream.normalised(), *weights, chosen, is_prefill)
+        else:
+            norm = (stream.norm.weight, stream.norm.eps) if stream.is_untouched else (None, 0.0)
+            x = stream.x if stream.is_untouched else stream.normalised()
+            if self.gate.group.size == 1:
+                return Stream(run_experts_few(x, *weights, chosen, *norm, residual=stream.x), next_norm)
+            y = run_experts_few(x, *weights, chosen, *norm)
         normed, total = next_norm(y, stream.x)
         return Stream(total, next_norm, normed)
 

@@ -1,0 +1,139 @@
+"""The experts of a few tokens: matrix-vector products, one for each token and each expert of it.
+
+As in matvec.py, what surrounds the products is part of them: the RMSNorm of the input and SwiGLU's activation
+of the first, the weighted sum over the experts and the residual addition of the second. A token and one of
+its experts are a *pair*, numbered token * top_k + place.
+"""
+
+import torch
+from torch import Tensor
+
+from nanovllm.kernels import runtime
+from nanovllm.kernels.layernorm import rms_norm_torch
+from nanovllm.kernels.moe import run_experts_torch
+from nanovllm.kernels.router import Chosen
+from nanovllm.kernels.runtime import cdiv, next_power_of_2, tl, triton, use_triton
+
+MAX_FEW_ROWS = 4
+GATES_HEIGHT, GATES_WIDTH = 4, 1024  # rows and columns of a weight that a program multiplies at a time
+SUM_HEIGHT, SUM_WIDTH = 2, 256
+
+
+def can_use_few(x: Tensor) -> bool:
+    """Whether `run_experts_few` is the fastest way for these rows of a decode step."""
+    return use_triton(x) and x.shape[0] <= MAX_FEW_ROWS
+
+
+def run_experts_few(
+    x: Tensor, gate_up: Tensor, down: Tensor, chosen: Chosen,
+    norm_weight: Tensor | None = None, eps: float = 0.0, residual: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """
+    The weighted sum of what the chosen experts make of each row of x [rows, hidden]: [rows, hidden]. With
+    norm_weight [hidden] x is normalised first; residual [rows, hidden] is added to the sum.
+    """
+    if not use_triton(x):
+        return run_experts_few_torch(x, gate_up, down, chosen, norm_weight, eps, residual)
+    rows, hidden = x.shape
+    top_k, width = chosen.experts.shape[1], down.shape[2]
+    options = {"num_warps": 4, **runtime.overlap_options(x.device)}
+    gated = torch.empty(rows * top_k, width, dtype=x.dtype, device=x.device)
+    _gates_few_kernel[(cdiv(2 * width, GATES_HEIGHT), rows * top_k)](
+        x, gate_up, chosen.experts, norm_weight, gated, eps, x.stride(0),
+        HIDDEN=hidden, EXPERT_WIDTH=width, TOP_K=top_k,
+        HEIGHT=GATES_HEIGHT, WIDTH=min(next_power_of_2(hidden), GATES_WIDTH), **options,
+    )  # fmt: skip
+    out = torch.empty(rows, hidden, dtype=x.dtype, device=x.device)
+    _sum_few_kernel[(cdiv(hidden, SUM_HEIGHT), rows)](
+        gated, down, *chosen, residual, out, residual.stride(0) if residual is not None else 0,
+        HIDDEN=hidden, EXPERT_WIDTH=width, TOP_K=top_k, TOP_K_PAD=next_power_of_2(top_k),
+        HEIGHT=SUM_HEIGHT, WIDTH=min(next_power_of_2(width), SUM_WIDTH), **options,
+    )  # fmt: skip
+    return out
+
+
+def run_experts_few_torch(
+    x: Tensor, gate_up: Tensor, down: Tensor, chosen: Chosen,
+    norm_weight: Tensor | None = None, eps: float = 0.0, residual: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    x = x if norm_weight is None else rms_norm_torch(x, norm_weight, eps)
+    y = run_experts_torch(x, gate_up, down, chosen)
+    return y if residual is None else y + residual
+
+
+@triton.jit
+def _gates_few_kernel(
+    x, weight, experts, norm_weight, out, eps, x_stride,
+    HIDDEN: tl.constexpr, EXPERT_WIDTH: tl.constexpr, TOP_K: tl.constexpr,
+    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """A program takes HEIGHT rows of a pair's expert, gates and ups in turn, WIDTH columns at a time."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    pair = tl.program_id(1)
+    first = tl.program_id(0) * HEIGHT
+    line = first + tl.arange(0, HEIGHT)
+    inside = (line < 2 * EXPERT_WIDTH)[:, None]
+    weight_row = tl.load(experts + pair).to(tl.int64) * 2 * EXPERT_WIDTH
+    weight_row += (line % 2) * EXPERT_WIDTH + line // 2
+    column = tl.arange(0, WIDTH)[None, :]
+    address = weight + weight_row[:, None] * HIDDEN + column
+    x += (pair // TOP_K) * x_stride
+    tile = tl.load(address, mask=inside & (column < HIDDEN), other=0.0)
+    # As in matvec.py, sums are kept apart by column until the end.
+    products = tl.zeros([HEIGHT, WIDTH], tl.float32)
+    squares = tl.zeros([1, WIDTH], tl.float32)
+    for start in range(0, HIDDEN, WIDTH):
+        current = tile.to(tl.float32)
+        place = start + column
+        tile = tl.load(address + start + WIDTH, mask=inside & (place + WIDTH < HIDDEN), other=0.0)
+        values = tl.load(x + place, mask=place < HIDDEN, other=0.0).to(tl.float32)
+        if norm_weight is not None:
+            squares += values * values
+            values *= tl.load(norm_weight + place, mask=place < HIDDEN, other=0.0).to(tl.float32)
+        products += current * values
+    acc = tl.sum(products, axis=1)
+    if norm_weight is not None:
+        acc *= tl.rsqrt(tl.sum(squares) / HIDDEN + eps)
+    gate, up = tl.split(tl.reshape(acc, [HEIGHT // 2, 2]))
+    place = first // 2 + tl.arange(0, HEIGHT // 2)
+    result = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(out + pair * EXPERT_WIDTH + place, result, mask=place < EXPERT_WIDTH)
+
+
+@triton.jit
+def _sum_few_kernel(
+    x, weight, experts, weights, residual, out, residual_stride,
+    HIDDEN: tl.constexpr, EXPERT_WIDTH: tl.constexpr, TOP_K: tl.constexpr, TOP_K_PAD: tl.constexpr,
+    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """A program takes HEIGHT rows of all experts of a token, WIDTH columns at a time."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(1)
+    line = tl.program_id(0) * HEIGHT + tl.arange(0, HEIGHT)
+    member = tl.arange(0, TOP_K_PAD)
+    is_chosen = member < TOP_K
+    expert = tl.load(experts + row * TOP_K + member, mask=is_chosen, other=0).to(tl.int64)
+    share = tl.load(weights + row * TOP_K + member, mask=is_chosen, other=0.0)
+    # [experts, rows of the weight, columns]
+    column = tl.arange(0, WIDTH)[None, None, :]
+    weight_row = expert[:, None, None] * HIDDEN + line[None, :, None]
+    address = weight + weight_row * EXPERT_WIDTH + column
+    inside = is_chosen[:, None, None] & (line < HIDDEN)[None, :, None]
+    x_address = x + (row * TOP_K + member)[:, None, None] * EXPERT_WIDTH + column
+    tile = tl.load(address, mask=inside & (column < EXPERT_WIDTH), other=0.0)
+    products = tl.zeros([TOP_K_PAD, HEIGHT, WIDTH], tl.float32)
+    for start in range(0, EXPERT_WIDTH, WIDTH):
+        current = tile.to(tl.float32)
+        place = start + column
+        tile = tl.load(address + start + WIDTH, mask=inside & (place + WIDTH < EXPERT_WIDTH), other=0.0)
+        present = is_chosen[:, None, None] & (place < EXPERT_WIDTH)
+        products += current * tl.load(x_address + start, mask=present, other=0.0).to(tl.float32)
+    acc = tl.sum(tl.sum(products, axis=2) * share[:, None], axis=0)
+    if residual is not None:
+        added = tl.load(residual + row * residual_stride + line, mask=line < HIDDEN, other=0.0)
+        acc += added.to(tl.float32)
+    tl.store(out + row * HIDDEN + line, acc, mask=line < HIDDEN)

@@ -1,0 +1,254 @@
+"""The kernels of a mixture of experts against their torch twins, and these against plain arithmetic.
+
+As in test_kernels.py, the Triton kernels run through Triton's interpreter in a child process, and on a GPU.
+"""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_kernels import DEVICES, HALF, error, in_both_types, on, on_devices, rand, tolerance
+
+from nanovllm.kernels import moe, moe_matvec, router
+from nanovllm.kernels.runtime import HAVE_TRITON, INTERPRETED, arrival_counters
+
+EPS = 1e-5
+NAN = float("nan")
+
+
+@pytest.mark.skipif(INTERPRETED or not HAVE_TRITON, reason="this is the child process, or Triton is missing")
+def test_the_kernels_agree_with_their_twins_in_tritons_interpreter():
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", "cpu", __file__]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    child = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert child.returncode == 0, child.stdout[-4000:] + child.stderr[-2000:]
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+def make_experts(num_experts, hidden, width, device, dtype):
+    gate_up = rand(num_experts, 2 * width, hidden, device=device) * hidden**-0.5
+    down = rand(num_experts, hidden, width, device=device) * width**-0.5
+    return gate_up.to(dtype), down.to(dtype)
+
+
+def choose(rows, top_k, num_experts, device, allowed=None):
+    """Different experts for each row, of those that are allowed, with random weights."""
+    allowed = range(num_experts) if allowed is None else allowed
+    orders = torch.stack([torch.randperm(len(allowed))[:top_k] for _ in range(rows)])
+    experts = torch.tensor(list(allowed), dtype=torch.int32)[orders].to(device)
+    return router.Chosen(experts, torch.rand(rows, top_k).to(device))
+
+
+def plain_mixture(x, gate_up, down, chosen):
+    """In double precision, one pair at a time."""
+    x, gate_up, down = x.double(), gate_up.double(), down.double()
+    out = torch.zeros_like(x)
+    for row, (experts, weights) in enumerate(zip(*map(torch.Tensor.tolist, chosen), strict=True)):
+        for expert, weight in zip(experts, weights, strict=True):
+            gate, up = (gate_up[expert] @ x[row]).chunk(2)
+            out[row] += weight * (down[expert] @ (F.silu(gate) * up))
+    return out
+
+
+# The choice of experts
+
+
+@pytest.mark.parametrize("normalise", [True, False])
+@pytest.mark.parametrize("top_k", range(1, 9))
+def test_the_chosen_experts_are_those_with_the_highest_probabilities(top_k, normalise):
+    logits = rand(30, 11)
+    experts, weights = router.choose_experts_torch(logits, top_k, normalise)
+    best, indices = logits.softmax(-1).topk(top_k)
+    assert torch.equal(experts.long(), indices) and experts.dtype == torch.int32
+    torch.testing.assert_close(weights, best / best.sum(-1, keepdim=True) if normalise else best)
+
+
+def test_of_equal_experts_the_first_are_chosen():
+    logits = torch.tensor([[1.0, 3.0, 3.0, 0.0, 3.0], [2.0] * 5, [0.0, -1.0, 0.0, -1.0, -1.0]])
+    experts, weights = router.choose_experts_torch(logits, 3, True)
+    assert experts.tolist() == [[1, 2, 4], [0, 1, 2], [0, 2, 1]]
+    torch.testing.assert_close(weights[:2], torch.full((2, 3), 1 / 3))
+
+
+@on_devices
+@in_both_types
+@pytest.mark.parametrize("normalise", [True, False])
+@pytest.mark.parametrize("num_experts", [11, 128])
+def test_the_choice_matches_its_twin(device, dtype, normalise, num_experts):
+    for rows in on(device, (1, 2, 3, 4, 5, 40, 500), (1, 6)):
+        for top_k in on(device, range(1, 9), (1, 2, 7, 8)):
+            # Few different logits, so that there are many ties; of rows that are parts of longer ones.
+            logits = torch.randint(-3, 4, (rows, 2 * num_experts), device=device).to(dtype)[:, :num_experts]
+            logits = logits if top_k % 2 else logits + rand(rows, num_experts, device=device, dtype=dtype)
+            got = router.choose_experts(logits, top_k, normalise)
+            expected = router.choose_experts_torch(logits, top_k, normalise)
+            assert torch.equal(got.experts, expected.experts)
+            assert got.experts.dtype == torch.int32 and got.weights.dtype == torch.float32
+            torch.testing.assert_close(got.weights, expected.weights)
+
+
+@on_devices
+@pytest.mark.parametrize("value", [NAN, float("inf"), -float("inf")])
+def test_whatever_the_logits_a_token_gets_different_experts_that_exist(device, value):
+    logits = rand(5, 6, device=device)
+    logits[1], logits[2, 1:], logits[3, ::2] = value, value, value
+    experts = router.choose_experts(logits, 5, True).experts
+    for row in experts.tolist():
+        assert len(set(row)) == 5 and set(row) <= set(range(6))
+
+
+# The experts' products
+
+SIZES = [(8, 40, 16), (5, 72, 20), (3, 24, 70)]  # experts, hidden, width
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_experts, hidden, width", SIZES)
+def test_the_twins_do_plain_arithmetic(monkeypatch, dtype, num_experts, hidden, width):
+    for module in (moe, moe_matvec):
+        monkeypatch.setattr(module, "use_triton", lambda tensor: False)
+    weights = make_experts(num_experts, hidden, width, "cpu", dtype)
+    x, residual, norm_weight = (
+        rand(7, hidden, dtype=dtype),
+        rand(7, hidden, dtype=dtype),
+        1 + rand(hidden) / 4,
+    )
+    chosen = choose(7, 2, num_experts, "cpu")
+    got = moe.run_experts(x, *weights, chosen)
+    assert got.dtype == dtype and error(got, plain_mixture(x, *weights, chosen)) < tolerance(dtype)
+    got = moe_matvec.run_experts_few(x, *weights, chosen, norm_weight.to(dtype), EPS, residual)
+    normed = x.double() / (x.double().square().mean(-1, keepdim=True) + EPS).sqrt() * norm_weight.to(dtype)
+    assert error(got, plain_mixture(normed, *weights, chosen) + residual.double()) < tolerance(dtype)
+
+
+@on_devices
+@in_both_types
+@pytest.mark.parametrize("num_experts, hidden, width", SIZES)
+def test_a_few_rows_match_plain_arithmetic(device, dtype, num_experts, hidden, width):
+    if device == "cpu" and num_experts != 5:
+        pytest.skip("takes long in the interpreter")
+    weights = make_experts(num_experts, hidden, width, device, dtype)
+    norm_weight = (1 + rand(hidden, device=device) / 4).to(dtype)
+    for rows in on(device, (1, 2, 3, 4), (2,)):
+        x, residual = (rand(rows, 2 * hidden, device=device, dtype=dtype)[:, :hidden] for _ in range(2))
+        for top_k in on(device, range(1, num_experts + 1), (3,)):
+            chosen = choose(rows, top_k, num_experts, device)
+            got = moe_matvec.run_experts_few(x, *weights, chosen)
+            assert got.dtype == dtype and got.shape == (rows, hidden)
+            assert error(got, plain_mixture(x, *weights, chosen)) < tolerance(dtype)
+            got = moe_matvec.run_experts_few(x, *weights, chosen, norm_weight, EPS, residual)
+            wide = x.double()
+            normed = wide / (wide.square().mean(-1, keepdim=True) + EPS).sqrt() * norm_weight.double()
+            assert error(got, plain_mixture(normed, *weights, chosen) + residual) < tolerance(dtype)
+
+
+@on_devices
+@pytest.mark.parametrize("hidden, width", [(1030, 2), (4, 270)])
+def test_a_few_long_rows_match_plain_arithmetic(device, hidden, width):
+    weights, x = make_experts(2, hidden, width, device, HALF), rand(1, hidden, device=device, dtype=HALF)
+    chosen = choose(1, 1, 2, device)
+    got = moe_matvec.run_experts_few(x, *weights, chosen)
+    assert error(got, plain_mixture(x, *weights, chosen)) < tolerance(HALF)
+
+
+def group_cases(device):
+    """rows, top_k, experts, and which of them are chosen: all, one, some that are not neighbours."""
+    yield from [(1, 1, 8, None), (40, 1, 8, [5]), (33, 2, 11, [1, 6, 7]), (17, 8, 8, None), (5, 3, 128, None)]
+    yield (300, 4, 5, None)  # several programs count, and experts have several tiles
+    if device == "cuda":
+        yield from [(512, 8, 128, None), (512, 8, 128, [*range(0, 128, 16)]), (4000, 8, 64, None)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_pairs_are_grouped_by_expert_and_the_counters_are_clear_again(device):
+    for rows, top_k, num_experts, allowed in group_cases(device):
+        experts = choose(rows, top_k, num_experts, device, allowed).experts
+        for block in (16, 64):
+            groups = moe.group_by_expert(experts, num_experts, block)
+            counts = torch.bincount(experts.flatten(), minlength=num_experts)
+            ends = ((counts + block - 1) // block).cumsum(0)
+            assert torch.equal(groups.table, torch.stack([counts, ends]).int())
+            assert ends[-1] <= groups.max_tiles
+            for expert, count in enumerate(counts.tolist()):
+                expected = (experts.flatten() == expert).nonzero().flatten()
+                assert torch.equal(groups.pairs[expert, :count].long().sort().values, expected)
+            assert not arrival_counters(experts.device).any()
+
+
+@pytest.mark.parametrize("rows, top_k, num_experts", [(1, 8, 128), (16, 8, 128), (64, 2, 4), (1, 1, 1)])
+def test_there_are_no_more_tiles_than_pairs_and_experts_can_need(rows, top_k, num_experts):
+    pairs = rows * top_k
+    for block in (16, 64):
+        worst = min(pairs, num_experts) - 1  # experts with one pair each, and one that has the rest
+        needed = worst + -(-min(rows, pairs - worst) // block)
+        assert needed <= moe.max_tiles(pairs, num_experts, block) <= pairs
+
+
+@on_devices
+@in_both_types
+@pytest.mark.parametrize("is_prefill", [True, False])
+@pytest.mark.parametrize("num_experts, hidden, width", SIZES)
+def test_grouped_rows_match_plain_arithmetic(device, dtype, is_prefill, num_experts, hidden, width):
+    weights = make_experts(num_experts, hidden, width, device, dtype)
+    cases = [(7, 3, None), (40, 1, [1]), (40, 2, [0, 2])]  # rows, top_k, experts that are chosen
+    cases += on(device, [(1, 1, None), (300, 2, None), (40, num_experts, None)], [])
+    for rows, top_k, allowed in cases:
+        x = rand(rows, 2 * hidden, device=device, dtype=dtype)[:, :hidden]
+        chosen = choose(rows, top_k, num_experts, device, allowed)
+        got = moe.run_experts(x, *weights, chosen, is_prefill)
+        assert got.dtype == dtype and got.shape == (rows, hidden)
+        assert error(got, plain_mixture(x, *weights, chosen)) < tolerance(dtype)
+
+
+@on_devices
+def test_no_rows_are_no_work(device):
+    x, weights = rand(0, 64, device=device, dtype=HALF), make_experts(4, 64, 24, device, HALF)
+    chosen = router.choose_experts(rand(0, 4, device=device), 2, True)
+    assert moe.run_experts(x, *weights, chosen).shape == (0, 64)
+
+
+@on_devices
+def test_a_row_does_not_depend_on_the_rows_beside_it(device):
+    """Bit for bit, wherever it lands in its expert's tiles."""
+    weights, x = make_experts(4, 64, 24, device, HALF), rand(30, 64, device=device, dtype=HALF)
+    chosen = choose(30, 2, 4, device)
+    together = moe.run_experts(x, *weights, chosen)
+    order = torch.randperm(30, device=device)
+    again = moe.run_experts(x[order], *weights, router.Chosen(*(part[order] for part in chosen)))
+    assert torch.equal(together[order], again)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 4, 16, 256, 512])
+def test_a_captured_graph_computes_what_its_inputs_hold_at_each_replay(rows):
+    """At the size of a real model's layer."""
+    weights = make_experts(128, 2048, 768, "cuda", torch.bfloat16)
+    x, logits = rand(rows, 2048, device="cuda", dtype=torch.bfloat16), rand(rows, 128, device="cuda")
+
+    def step():
+        chosen = router.choose_experts(logits, 8, True)
+        return (
+            moe_matvec.run_experts_few(x, *weights, chosen)
+            if rows <= 4
+            else moe.run_experts(x, *weights, chosen, False)
+        )
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    for bias in (0, 30):  # at last all tokens go to the same experts
+        x.normal_()
+        logits.normal_()
+        logits[:, 3:11] += bias
+        graph.replay()
+        expected = moe.run_experts_torch(x, *weights, router.choose_experts_torch(logits, 8, True))
+        assert error(out, expected) < 1e-2
+    assert not arrival_counters(out.device).any()
