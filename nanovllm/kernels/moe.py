@@ -14,6 +14,7 @@ from torch import Tensor
 
 from nanovllm.kernels import runtime
 from nanovllm.kernels.activation import silu_and_mul_torch
+from nanovllm.kernels.layernorm import add_rms_norm_torch
 from nanovllm.kernels.router import Chosen
 from nanovllm.kernels.runtime import cdiv, next_power_of_2, tl, triton, use_triton
 
@@ -26,8 +27,8 @@ PREFILL_TILE = (128, 128, 64, 8, 3)  # one for all prefills, so that a start com
 
 def run_experts(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Chosen, is_prefill: bool = True) -> Tensor:
     """
-    The weighted sum of what the chosen experts make of each row of x [tokens, hidden]: [tokens, hidden].
-    gate_up is [experts, 2 * width, hidden], gates first, and down [experts, hidden, width].
+    What each of the chosen experts makes of a row of x [tokens, hidden], multiplied by its weight: [tokens,
+    top_k, hidden]. gate_up is [experts, 2 * width, hidden], gates first, and down [experts, hidden, width].
     """
     if not use_triton(x):
         return run_experts_torch(x, gate_up, down, chosen)
@@ -43,7 +44,7 @@ def run_experts(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Chosen, is_pre
     if rows:
         _multiply_grouped(x, gate_up, groups, gated, tile, top_k=chosen.experts.shape[1])
         _multiply_grouped(gated, down, groups, parts.view(num_pairs, hidden), tile, weights=chosen.weights)
-    return parts.sum(1)
+    return parts
 
 
 def run_experts_torch(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Chosen) -> Tensor:
@@ -55,7 +56,50 @@ def run_experts_torch(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Chosen) 
         if len(pairs):
             gated = silu_and_mul_torch(F.linear(x[pairs // top_k], gate_up[expert]))
             parts[pairs] = F.linear(gated, down[expert]) * weights[pairs, None]
-    return parts.view(-1, top_k, x.shape[1]).sum(1)
+    return parts.view(-1, top_k, x.shape[1])
+
+
+def add_parts_rms_norm(parts: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """
+    (rms_norm(total), total) for total = residual [tokens, hidden] + the sum of parts [tokens, top_k, hidden].
+    """
+    if not use_triton(parts):
+        return add_rms_norm_torch(parts.sum(1), residual, weight, eps)
+    rows, top_k, hidden = parts.shape
+    normed, total = (torch.empty(rows, hidden, dtype=parts.dtype, device=parts.device) for _ in range(2))
+    block = next_power_of_2(hidden)
+    if rows:
+        _add_parts_kernel[(rows,)](
+            parts, residual, weight, normed, total, eps, residual.stride(0),
+            HIDDEN=hidden, TOP_K=top_k, BLOCK=block,
+            num_warps=max(1, min(16, block // 256)), **runtime.overlap_options(parts.device),
+        )  # fmt: skip
+    return normed, total
+
+
+@triton.jit
+def _add_parts_kernel(
+    parts, residual, weight, normed, total, eps, residual_stride,
+    HIDDEN: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < HIDDEN
+    acc = tl.load(residual + row * residual_stride + column, mask=inside, other=0.0).to(tl.float32)
+    for k in tl.static_range(TOP_K):
+        part = tl.load(parts + (row * TOP_K + k) * HIDDEN + column, mask=inside, other=0.0)
+        acc += part.to(tl.float32)
+    value = acc.to(total.dtype.element_ty)
+    tl.store(total + row * HIDDEN + column, value, mask=inside)
+    wide = value.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide) / HIDDEN + eps)
+    gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(
+        normed + row * HIDDEN + column, (wide * scale).to(value.dtype).to(tl.float32) * gain, mask=inside
+    )
 
 
 class Groups(NamedTuple):

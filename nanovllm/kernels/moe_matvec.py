@@ -57,7 +57,7 @@ def run_experts_few_torch(
     norm_weight: Tensor | None = None, eps: float = 0.0, residual: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     x = x if norm_weight is None else rms_norm_torch(x, norm_weight, eps)
-    y = run_experts_torch(x, gate_up, down, chosen)
+    y = run_experts_torch(x, gate_up, down, chosen).sum(1)
     return y if residual is None else y + residual
 
 

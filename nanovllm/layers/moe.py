@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from nanovllm.distributed.group import get_group
-from nanovllm.kernels.moe import run_experts
+from nanovllm.kernels.moe import add_parts_rms_norm, run_experts
 from nanovllm.kernels.moe_matvec import can_use_few, run_experts_few
 from nanovllm.kernels.router import choose_experts
 from nanovllm.layers.layernorm import RMSNorm
@@ -35,12 +35,17 @@ class MixtureOfExperts(nn.Module):
     def forward(self, stream: Stream, next_norm: RMSNorm) -> Stream:
         chosen = choose_experts(self.gate(stream), self.top_k, self.normalise)
         weights, is_prefill = (self.experts.gate_up_proj, self.experts.down_proj), get_context().is_prefill
+        is_alone = self.gate.group.size == 1
         if is_prefill or not can_use_few(stream.x):
-            y = run_experts(stream.normalised(), *weights, chosen, is_prefill)
+            parts = run_experts(stream.normalised(), *weights, chosen, is_prefill)
+            if is_alone:
+                normed, total = add_parts_rms_norm(parts, stream.x, next_norm.weight, next_norm.eps)
+                return Stream(total, next_norm, normed)
+            y = parts.sum(1)
         else:
             norm = (stream.norm.weight, stream.norm.eps) if stream.is_untouched else (None, 0.0)
             x = stream.x if stream.is_untouched else stream.normalised()
-            if self.gate.group.size == 1:
+            if is_alone:
                 return Stream(run_experts_few(x, *weights, chosen, *norm, residual=stream.x), next_norm)
             y = run_experts_few(x, *weights, chosen, *norm)
         normed, total = next_norm(y, stream.x)

@@ -90,7 +90,13 @@ def test_all_kernels_are_compiled_each_by_one_process(folder):
 def test_the_kernels_of_a_mixture_of_experts_are_compiled_too(tmp_path):
     folder = make_checkpoint(tmp_path, "qwen3_moe", head_dim=64, vocab_size=257)
     names = [line.split()[0] for part in compiled(folder, 0, 1) for line in part]
-    expected = {"_choose_kernel": 1, "_gates_few_kernel": 1, "_sum_few_kernel": 1, "_group_kernel": 3}
+    expected = {
+        "_choose_kernel": 1,
+        "_gates_few_kernel": 1,
+        "_sum_few_kernel": 1,
+        "_group_kernel": 3,
+        "_add_parts_kernel": 1,
+    }
     # Two products, each with a tile for prefill, for decode steps of some rows, and of many.
     expected["_grouped_kernel"] = 6
     assert {name: names.count(name) for name in expected} == expected

@@ -13,7 +13,12 @@ import torch.nn.functional as F
 from test_kernels import DEVICES, HALF, error, in_both_types, on, on_devices, rand, tolerance
 
 from nanovllm.kernels import moe, moe_matvec, router
+from nanovllm.kernels.layernorm import rms_norm_torch
 from nanovllm.kernels.runtime import HAVE_TRITON, INTERPRETED, arrival_counters
+from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.moe import MixtureOfExperts
+from nanovllm.layers.residual_stream import Stream
+from nanovllm.utils.context import reset_context, set_context
 
 EPS = 1e-5
 NAN = float("nan")
@@ -122,7 +127,7 @@ def test_the_twins_do_plain_arithmetic(monkeypatch, dtype, num_experts, hidden, 
     )
     chosen = choose(7, 2, num_experts, "cpu")
     got = moe.run_experts(x, *weights, chosen)
-    assert got.dtype == dtype and error(got, plain_mixture(x, *weights, chosen)) < tolerance(dtype)
+    assert got.dtype == dtype and error(got.sum(1), plain_mixture(x, *weights, chosen)) < tolerance(dtype)
     got = moe_matvec.run_experts_few(x, *weights, chosen, norm_weight.to(dtype), EPS, residual)
     normed = x.double() / (x.double().square().mean(-1, keepdim=True) + EPS).sqrt() * norm_weight.to(dtype)
     assert error(got, plain_mixture(normed, *weights, chosen) + residual.double()) < tolerance(dtype)
@@ -203,15 +208,31 @@ def test_grouped_rows_match_plain_arithmetic(device, dtype, is_prefill, num_expe
         x = rand(rows, 2 * hidden, device=device, dtype=dtype)[:, :hidden]
         chosen = choose(rows, top_k, num_experts, device, allowed)
         got = moe.run_experts(x, *weights, chosen, is_prefill)
-        assert got.dtype == dtype and got.shape == (rows, hidden)
-        assert error(got, plain_mixture(x, *weights, chosen)) < tolerance(dtype)
+        assert got.dtype == dtype and got.shape == (rows, top_k, hidden)
+        assert error(got.sum(1), plain_mixture(x, *weights, chosen)) < tolerance(dtype)
+
+
+@on_devices
+@in_both_types
+@pytest.mark.parametrize("hidden", [40, 2048])
+def test_the_sum_with_the_residual_and_its_norm_match_their_twin(device, dtype, hidden):
+    for rows in (1, 7):
+        shapes = (rows, 3, hidden), (hidden,), (rows, 2 * hidden)
+        parts, weight, residual = (rand(*shape, device=device, dtype=dtype) for shape in shapes)
+        residual = residual[:, :hidden]
+        normed, total = moe.add_parts_rms_norm(parts, residual, weight, EPS)
+        expected = parts.double().sum(1) + residual.double()
+        assert total.dtype == normed.dtype == dtype and error(total, expected) < tolerance(dtype)
+        assert error(normed, rms_norm_torch(total, weight, EPS)) < tolerance(dtype)
 
 
 @on_devices
 def test_no_rows_are_no_work(device):
     x, weights = rand(0, 64, device=device, dtype=HALF), make_experts(4, 64, 24, device, HALF)
     chosen = router.choose_experts(rand(0, 4, device=device), 2, True)
-    assert moe.run_experts(x, *weights, chosen).shape == (0, 64)
+    parts = moe.run_experts(x, *weights, chosen)
+    assert parts.shape == (0, 2, 64)
+    assert all(out.shape == (0, 64) for out in moe.add_parts_rms_norm(parts, x, x.new_ones(64), EPS))
 
 
 @on_devices
@@ -223,6 +244,28 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(device):
     order = torch.randperm(30, device=device)
     again = moe.run_experts(x[order], *weights, router.Chosen(*(part[order] for part in chosen)))
     assert torch.equal(together[order], again)
+
+
+@on_devices
+@pytest.mark.parametrize("rows, is_prefill", [(2, False), (2, True), (6, False)])
+@pytest.mark.parametrize("is_untouched", [True, False])
+def test_a_layer_computes_by_kernels_what_it_computes_by_their_twins(device, rows, is_prefill, is_untouched):
+    layer, norm, next_norm = MixtureOfExperts(40, 12, 6, 3, True), RMSNorm(40), RMSNorm(40)
+    for param in (*layer.parameters(), norm.weight, next_norm.weight):
+        param.data.normal_(0, 0.5)
+    layer, norm, next_norm = (module.to(device) for module in (layer, norm, next_norm))
+    x = rand(rows, 40, device=device)
+    stream = Stream(x, norm, None if is_untouched else norm(x))
+    set_context(is_prefill)
+    try:
+        got = layer(stream, next_norm)
+    finally:
+        reset_context()
+    parts = (layer.experts.gate_up_proj, layer.experts.down_proj)
+    chosen = router.choose_experts_torch(norm(x) @ layer.gate.weight.T, 3, True)
+    expected = x + plain_mixture(norm(x), *parts, chosen)
+    assert got.norm is next_norm and error(got.x, expected) < 1e-5
+    assert error(got.normalised(), next_norm(expected.float())) < 1e-5
 
 
 @pytest.mark.gpu
@@ -249,6 +292,6 @@ def test_a_captured_graph_computes_what_its_inputs_hold_at_each_replay(rows):
         logits.normal_()
         logits[:, 3:11] += bias
         graph.replay()
-        expected = moe.run_experts_torch(x, *weights, router.choose_experts_torch(logits, 8, True))
+        expected = moe.run_experts_torch(x, *weights, router.choose_experts_torch(logits, 8, True)).sum(1)
         assert error(out, expected) < 1e-2
     assert not arrival_counters(out.device).any()
