@@ -32,6 +32,7 @@ TESTS += [
     "faults",
     "errors",
     "kernels",
+    "experts",
     "int8_cache",
     "fp8_products",
     "quantised",
@@ -368,6 +369,18 @@ MUTATIONS = [
         ("most_rows -= most_rows % self.size", "pass"),
         ("self.turn ^= 1", "pass"),
         ("self.turn = 0  # all ranks have finished with both halves", "pass"),
+    ),
+    *mutations_of(
+        "nanovllm/kernels/router",
+        ("value = tl.where(value > LOWEST, value, LOWEST)", "pass"),
+    ),
+    *mutations_of(
+        "nanovllm/kernels/moe",
+        ("tl.store(counters + each, 0, mask=is_expert)", "pass"),
+        ("is_real = member < tl.load(table + expert)", "is_real = member <= tl.load(table + expert)"),
+    ),
+    *mutations_of(
+        "nanovllm/kernels/moe_matvec", ("tl.sum(squares) / HIDDEN + eps", "tl.sum(squares) / HIDDEN")
     ),
     *mutations_of("nanovllm/checkpoints/tokenizer", ("tokenizer.normalizer = normalizers.NFC()", "pass")),
     *mutations_of(
