@@ -127,13 +127,13 @@ def _read(raw: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(quantization_config, dict | type(None)):
         raise ValueError(f"quantization_config cannot be {shown(quantization_config)}")
     limit = _context_limit(rope_parameters, values["max_position_embeddings"])
-    if "sliding_window" in ARCHITECTURES[architectures[0]]:
-        _check_window(raw.get("sliding_window", values["sliding_window"]), limit)
+    if "sliding_window" in own:
+        limit = _within_window(raw.get("sliding_window", values["sliding_window"]), limit)
     dtype = given.get("dtype") or given.get("torch_dtype")  # the second is the older spelling
     dtype = str(dtype).removeprefix("torch.") if dtype else None
     values.update(architectures=architectures, rope_parameters=rope_parameters, dtype=dtype)
     values["quantization_config"] = quantization_config
-    values["experts"] = _read_experts(values) if "num_experts" in ARCHITECTURES[architectures[0]] else None
+    values["experts"] = _read_experts(values) if "num_experts" in own else None
     return values | {"context_limit": limit, "max_model_len": limit}
 
 
@@ -145,10 +145,12 @@ def _read_architectures(given: dict[str, Any]) -> list[str]:
     return [name for name in names if name in ARCHITECTURES]
 
 
-def _check_window(window: Any, positions: int) -> None:
-    """Raise ValueError if attention to the last so many tokens alone differs from attention to all."""
-    if window is not None and not (type(window) is int and window >= positions):
-        raise ValueError(f"sliding_window = {shown(window)} is not supported; supported: null")
+def _within_window(window: Any, positions: int) -> int:
+    """How many of these positions attend to all before them, if each attends to the last so many."""
+    if window is None:
+        return positions
+    _check_size("sliding_window", window)
+    return min(window, positions)
 
 
 def _read_experts(values: dict[str, Any]) -> ExpertsConfig:

@@ -11,7 +11,7 @@ from nanovllm.utils.validation import shown
 # another way, or do something beside attention that nobody would notice until the text is wrong.
 VERIFIED = (
     "arcee cohere cohere2 cwm ernie4_5 exaone4 gemma gemma3_text glm glm4 gpt-sw3 gpt2 gpt_bigcode "
-    "granite hunyuan_v1_dense hyperclovax internlm3 iquestcoder jais2 ministral ministral3 mistral "
+    "granite hunyuan_v1_dense hyperclovax internlm3 iquestcoder jais2 ministral ministral3 "
     "modernbert-decoder nanochat nemotron olmo olmo2 olmo3 persimmon phi phi3 seed_oss smollm3 "
     "starcoder2"
 ).split()
@@ -59,8 +59,8 @@ def read_transformers_config(raw: dict[str, Any]) -> dict[str, Any]:
 
 def _size(config: Any, name: str) -> Any:
     value = getattr(config, name, None)
-    if type(value) is not int:
-        raise ValueError(f"{name} must be an integer, got {shown(value)}")
+    if type(value) is not int or value < 1:
+        raise ValueError(f"{name} must be an integer from 1 on, got {shown(value)}")
     return value
 
 

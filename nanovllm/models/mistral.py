@@ -1,4 +1,4 @@
-"""Mistral without a sliding window: Llama without biases."""
+"""Mistral: Llama without biases. Within its sliding window, if there is one, it attends to everything."""
 
 from nanovllm.models.llama import LlamaForCausalLM
 

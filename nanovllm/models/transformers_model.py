@@ -17,7 +17,8 @@ from nanovllm.checkpoints.model_config import ModelConfig
 from nanovllm.checkpoints.transformers_config import transformers_config
 from nanovllm.distributed.group import get_group
 from nanovllm.layers.attention import Attention
-from nanovllm.layers.linear import ReplicatedLinear
+from nanovllm.layers.linear import LinearBase
+from nanovllm.layers.quantization.scaled import Part
 from nanovllm.utils.context import get_context
 
 NAME = "nano_vllm"  # of the attention function
@@ -144,12 +145,15 @@ def give_memory(model: nn.Module) -> None:
                 setattr(module, name, made[param])
 
 
-class Linear(ReplicatedLinear):
-    """For input of any number of dimensions."""
+class Linear(LinearBase):
+    """For input of any number of dimensions. Not split: every rank would hold all of it."""
+
+    def __init__(self, input_size: int, output_size: int, bias: bool):
+        super().__init__({None: Part((output_size, input_size))}, bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.reshape(-1, x.shape[-1])
-        return super().forward(rows).view(*x.shape[:-1], -1)
+        return self.format.multiply(rows, self.bias).view(*x.shape[:-1], -1)
 
 
 def attend(

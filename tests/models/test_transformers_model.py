@@ -59,13 +59,13 @@ def test_the_documentation_lists_them():
 
 @pytest.mark.parametrize("name", ["fp8 tensor", "pack 4"])
 def test_their_weights_may_be_quantised(tmp_path, name):
-    floats, reference = make("mistral", tmp_path / "floats"), tmp_path / "reference"
+    floats, reference = make("olmo", tmp_path / "floats"), tmp_path / "reference"
     folder = quantise(floats, tmp_path / "packed", PACKERS[name], reference)
     assert_answers_as_transformers(folder, reference)
 
 
 def test_with_an_8_bit_cache_tokens_are_nearly_as_likely(tmp_path):
-    folder = make("mistral", tmp_path)
+    folder = make("olmo", tmp_path)
     with LLM(str(folder), **EXACT, num_kvcache_blocks=40) as llm:
         exact = llm.score(PROMPTS, use_tqdm=False)
     with LLM(str(folder), **EXACT, num_kvcache_blocks=40, kv_cache_dtype="int8") as llm:
@@ -74,8 +74,9 @@ def test_with_an_8_bit_cache_tokens_are_nearly_as_likely(tmp_path):
         assert one["logprob"] == pytest.approx(other["logprob"], abs=0.3)
 
 
-def test_a_window_limits_the_context(tmp_path):
-    folder = make("mistral", tmp_path, sliding_window=48)
+@pytest.mark.parametrize("kind", ["mistral", "starcoder2"])
+def test_a_window_limits_the_context(tmp_path, kind):
+    folder = make(kind, tmp_path, sliding_window=48)
     with LLM(str(folder), **EXACT, num_kvcache_blocks=40) as llm:
         assert llm.config.max_model_len == 48
 
@@ -85,16 +86,16 @@ def test_a_window_limits_the_context(tmp_path):
     [
         ("gemma2", {"architectures": ["Gemma2ForCausalLM"]}, "model type 'gemma2' is not supported"),
         ("mixtral", {"architectures": ["MixtralForCausalLM"]}, "model type 'mixtral' is not supported"),
-        ("mistral", {"architectures": ["MistralModel"]}, "architecture 'MistralModel'"),
-        ("mistral", {"architectures": []}, "architecture None"),
-        ("mistral", {"hidden_size": "64"}, "cannot read the configuration"),
-        ("mistral", {"num_attention_heads": 0}, "num_attention_heads"),
+        ("olmo", {"architectures": ["OlmoModel"]}, "architecture 'OlmoModel'"),
+        ("olmo", {"architectures": []}, "architecture None"),
+        ("olmo", {"hidden_size": "64"}, "cannot read the configuration"),
+        ("olmo", {"num_attention_heads": 0}, "num_attention_heads"),
         ("no such type", {}, "is not known"),
-        (["mistral"], {}, "is not known"),
+        (["olmo"], {}, "is not known"),
     ],
 )
 def test_what_cannot_be_run_is_refused_by_name(tmp_path, kind, changes, message):
-    folder = make("mistral", tmp_path)
+    folder = make("olmo", tmp_path)
     edit_json(folder / "config.json", model_type=kind, **changes)
     with pytest.raises(ValueError, match=message):
         LLM(str(folder), **EXACT)
@@ -102,4 +103,4 @@ def test_what_cannot_be_run_is_refused_by_name(tmp_path, kind, changes, message)
 
 def test_ranks_are_refused(tmp_path):
     with pytest.raises(ValueError, match="tensor_parallel_size must be 1"):
-        LLM(str(make("mistral", tmp_path)), **EXACT, tensor_parallel_size=2)
+        LLM(str(make("olmo", tmp_path)), **EXACT, tensor_parallel_size=2)
