@@ -20,7 +20,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 def transformers_config(raw: dict[str, Any]) -> Any:
     """transformers' configuration object. Raises ValueError if it is none of a decoder that it knows."""
-    from transformers import CONFIG_MAPPING
+    from transformers import CONFIG_MAPPING, __version__
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     kind, names = raw.get("model_type"), raw.get("architectures")
@@ -31,6 +31,8 @@ def transformers_config(raw: dict[str, Any]) -> Any:
             f"architecture {shown(name)} of model type {shown(kind)} is not known, neither here nor as a "
             "decoder of this version of transformers"
         )
+    if int(__version__.split(".")[0]) < 5:  # with some of 4's the tokens are others
+        raise ValueError(f"architecture {shown(name)} needs transformers 5 or newer, this is {__version__}")
     if kind not in VERIFIED:
         raise ValueError(f"model type {kind!r} is not supported; through transformers: {', '.join(VERIFIED)}")
     try:

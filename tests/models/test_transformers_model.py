@@ -101,6 +101,13 @@ def test_what_cannot_be_run_is_refused_by_name(tmp_path, kind, changes, message)
         LLM(str(folder), **EXACT)
 
 
+def test_an_old_transformers_is_refused(tmp_path, monkeypatch):
+    folder = make("olmo", tmp_path)
+    monkeypatch.setattr("transformers.__version__", "4.57.1")
+    with pytest.raises(ValueError, match="needs transformers 5 or newer, this is 4.57.1"):
+        LLM(str(folder), **EXACT)
+
+
 def test_ranks_are_refused(tmp_path):
     with pytest.raises(ValueError, match="tensor_parallel_size must be 1"):
         LLM(str(make("olmo", tmp_path)), **EXACT, tensor_parallel_size=2)
