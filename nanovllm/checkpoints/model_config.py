@@ -97,7 +97,10 @@ def _read(raw: dict[str, Any]) -> dict[str, Any]:
     architectures = _read_architectures(given)  # first, since the others' files have other fields
     if not architectures:
         kept = ("dtype", "torch_dtype", "quantization_config")
-        given = read_transformers_config(raw) | {name: given[name] for name in kept if name in given}
+        try:
+            given = read_transformers_config(raw) | {name: given[name] for name in kept if name in given}
+        except ValueError as error:
+            raise ValueError(f"{error}; known without transformers: {', '.join(ARCHITECTURES)}") from None
     own = ARCHITECTURES[architectures[0]] if architectures else {}
     values = {"rms_norm_eps": 1e-6} | dict.fromkeys(FLAGS, False) | own | given
     _check_number("rms_norm_eps", values["rms_norm_eps"], 0, 1)
