@@ -65,7 +65,7 @@ def make_tokenizer() -> transformers.PreTrainedTokenizerFast:
 
 
 # What an architecture has besides.
-OWN = {"mistral": dict(sliding_window=None)}
+OWN = {"mistral": dict(sliding_window=None, head_dim=16)}
 OWN["qwen3_moe"] = dict(
     num_experts=8, num_experts_per_tok=3, moe_intermediate_size=32, norm_topk_prob=True, mlp_only_layers=[]
 )

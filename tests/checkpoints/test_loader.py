@@ -47,6 +47,8 @@ def change_json(file: Path, **changes) -> None:
 def expected_parameters(folder: Path) -> dict[str, torch.Tensor]:
     """Ours by name, put together from the model that transformers loads."""
     theirs = load_reference(folder).state_dict()
+    if any(".experts.0." in name for name in theirs):
+        pytest.skip("transformers 4 has a module for each expert")
     ours = {}
     for name, value in theirs.items():
         for parts, packed in (("qkv", "qkv_proj"), (("gate", "up"), "gate_up_proj")):
