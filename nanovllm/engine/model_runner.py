@@ -104,8 +104,8 @@ class ModelRunner:
         self.kv_cache = KVCache(config, layers, self.device)
         self.rows = DeviceRows(RowLayout(config), self.device)
         # The torch twins of the attention kernels read numbers on the host, and so may transformers' code.
-        twins = config.attention_backend == "torch" or not HAVE_TRITON or not config.hf_config.architectures
-        is_eager = config.enforce_eager or self.device.type != "cuda" or twins
+        reads = config.attention_backend == "torch" or not HAVE_TRITON or not config.hf_config.architectures
+        is_eager = config.enforce_eager or self.device.type != "cuda" or reads
         self.graph_sizes = get_graph_sizes(config.max_num_seqs)
         self.graphs = None if is_eager else CudaGraphs(self.device)
 

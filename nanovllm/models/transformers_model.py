@@ -6,6 +6,7 @@ attends to those of each sequence, so that many sequences can be computed as one
 become this project's, so that formats of weights work. Nothing here knows an architecture by name.
 """
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -65,9 +66,10 @@ class TransformersForCausalLM(nn.Module):
                 f"{name} is not supported: not each of its layers has attention of the usual kind"
             )
         for _, module in sorted(found.items()):
-            heads = config.num_attention_heads, config.head_dim, 0.0, config.num_key_value_heads
-            attention = Attention(*heads)
-            module.nano_vllm_attention = (attention,)
+            scale = config.head_dim**-0.5  # `attend` is told if it is another
+            heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+            attention = Attention(heads, config.head_dim, scale, kv_heads)
+            module.nano_vllm_attention = (attention,)  # not a child, either
             yield attention
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -110,11 +112,11 @@ def build(config: ModelConfig) -> Any:
 
 @contextmanager
 def without_memory() -> Iterator[None]:
-    """Parameters that are made here take no memory, but buffers have their values."""
-    register = nn.Module.register_parameter
+    """Parameters that this thread makes here take no memory, but buffers have their values."""
+    register, thread = nn.Module.register_parameter, threading.get_ident()
 
     def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if param is not None:
+        if param is not None and threading.get_ident() == thread:
             param = nn.Parameter(param.detach().to("meta"), requires_grad=False)
         register(module, name, param)
 
@@ -171,7 +173,8 @@ def attend(
     shape = 1, attention.num_kv_heads, query.shape[2], attention.head_dim
     if key.shape != shape or value.shape != shape or not getattr(module, "is_causal", True):
         raise ValueError(f"{type(module).__name__} is not supported: not all heads or layers are alike")
-    attention.scale = attention.head_dim**-0.5 if scaling is None else float(scaling)
+    if scaling is not None:
+        attention.scale = float(scaling)
     q, k, v = (each[0].transpose(0, 1).contiguous() for each in (query, key, value))
     out = attention(*attention.store(q, k, v))
     return out.view(1, len(q), attention.num_heads, attention.head_dim), None

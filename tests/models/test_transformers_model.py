@@ -1,5 +1,6 @@
 """Architectures that transformers builds: greedy tokens as by transformers itself, or a refusal by name."""
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.checkpoints.transformers_config import VERIFIED
+from nanovllm.models.transformers_model import without_memory
 from tiny_checkpoints import EXACT, SMALL, assert_greedy, edit_json, load_reference, one_thread  # noqa: F401
 
 CHANGES = {"hunyuan_v1_dense": {"head_dim": 16}, "ministral": {"head_dim": 16}}  # which have no default
@@ -72,6 +74,13 @@ def test_with_an_8_bit_cache_tokens_are_nearly_as_likely(tmp_path):
         rounded = llm.score(PROMPTS, use_tqdm=False)
     for one, other in zip(exact, rounded, strict=True):
         assert one["logprob"] == pytest.approx(other["logprob"], abs=0.3)
+
+
+def test_what_other_threads_make_meanwhile_has_memory():
+    with without_memory(), ThreadPoolExecutor(1) as thread:
+        other = thread.submit(torch.nn.Linear, 2, 2).result()
+        assert torch.nn.Linear(2, 2).weight.is_meta and not other.weight.is_meta
+    assert not torch.nn.Linear(2, 2).weight.is_meta
 
 
 @pytest.mark.parametrize("kind", ["mistral", "starcoder2"])
