@@ -18,7 +18,7 @@ from nanovllm.kernels.quantised_weight import (
     INT4,
     QuantisedWeight,
     codes_to_bf16,
-    dequantise_torch,
+    dequantise_whole_torch,
     halves_to_bf16,
 )
 from nanovllm.kernels.runtime import (
@@ -76,7 +76,7 @@ def quantised_linear(x: Tensor, weight: QuantisedWeight, bias: Tensor | None = N
 
 
 def quantised_linear_torch(x: Tensor, weight: QuantisedWeight, bias: Tensor | None = None) -> Tensor:
-    whole = dequantise_torch(weight, slice(0, weight.shape[0]), torch.float32).to(x.dtype)
+    whole = dequantise_whole_torch(weight, x.dtype)
     return F.linear(x, whole, bias)
 
 

@@ -17,7 +17,7 @@ from nanovllm.kernels.quantised_weight import (
     PIECE_BYTES,
     QuantisedWeight,
     byte_to_float,
-    dequantise_torch,
+    dequantise_whole_torch,
 )
 from nanovllm.kernels.runtime import (
     IS_INTERPRETED,
@@ -88,7 +88,7 @@ def quantised_matvec_torch(
     norm_weight: Tensor | None = None, eps: float = 0.0,
     residual: Tensor | None = None, silu_and_mul: bool = False,
 ) -> Tensor:  # fmt: skip
-    whole = dequantise_torch(weight, slice(0, weight.shape[0]), torch.float32).to(x.dtype)
+    whole = dequantise_whole_torch(weight, x.dtype)
     return linear_small_torch(x, whole, bias, norm_weight, eps, residual, silu_and_mul)
 
 

@@ -95,7 +95,7 @@ def dequantise_torch(weight: QuantisedWeight, rows: slice, dtype: torch.dtype) -
 def dequantise(weight: QuantisedWeight, dtype: torch.dtype) -> Tensor:
     """The whole weight [out, in], rounded once."""
     if not use_triton(weight.codes):
-        return dequantise_torch(weight, slice(0, weight.shape[0]), torch.float32).to(dtype)
+        return dequantise_whole_torch(weight, dtype)
     rows, width = weight.shape
     out = torch.empty(rows, width, dtype=dtype, device=weight.codes.device)
     _dequantise_kernel[(rows, cdiv(width, TILE))](
@@ -104,6 +104,10 @@ def dequantise(weight: QuantisedWeight, dtype: torch.dtype) -> Tensor:
         ZERO_POINT=weight.zero_point, SIZE=TILE,
     )  # fmt: skip
     return out
+
+
+def dequantise_whole_torch(weight: QuantisedWeight, dtype: torch.dtype) -> Tensor:
+    return dequantise_torch(weight, slice(0, weight.shape[0]), torch.float32).to(dtype)
 
 
 def _expand(weight: QuantisedWeight, grid: Tensor, rows: slice) -> Tensor:

@@ -3,14 +3,20 @@
 As in test_kernels.py, the Triton kernels run through Triton's interpreter in a child process, and on a GPU.
 """
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 import torch.nn.functional as F
-from test_kernels import DEVICES, HALF, error, in_both_types, on, on_devices, rand, tolerance
+from test_kernels import (
+    DEVICES,
+    HALF,
+    assert_passes_in_the_interpreter,
+    error,
+    in_both_types,
+    on,
+    on_devices,
+    rand,
+    tolerance,
+)
 
 from nanovllm.kernels import moe, moe_matvec, router
 from nanovllm.kernels.layernorm import rms_norm_torch
@@ -26,10 +32,7 @@ NAN = float("nan")
 
 @pytest.mark.skipif(INTERPRETED or not HAVE_TRITON, reason="this is the child process, or Triton is missing")
 def test_the_kernels_agree_with_their_twins_in_tritons_interpreter():
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", "cpu", __file__]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    child = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert child.returncode == 0, child.stdout[-4000:] + child.stderr[-2000:]
+    assert_passes_in_the_interpreter(__file__)
 
 
 @pytest.fixture(autouse=True)

@@ -44,12 +44,17 @@ with_caches = pytest.mark.parametrize(
 NAN = float("nan")
 
 
-@pytest.mark.skipif(INTERPRETED or not HAVE_TRITON, reason="this is the child process, or Triton is missing")
-def test_the_kernels_agree_with_their_twins_in_tritons_interpreter():
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", "cpu", __file__]
+def assert_passes_in_the_interpreter(file: str) -> None:
+    """Run a file's tests for CPUs again, in a child process in which Triton's kernels are interpreted."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", "cpu", file]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     child = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert child.returncode == 0, child.stdout[-4000:] + child.stderr[-2000:]
+
+
+@pytest.mark.skipif(INTERPRETED or not HAVE_TRITON, reason="this is the child process, or Triton is missing")
+def test_the_kernels_agree_with_their_twins_in_tritons_interpreter():
+    assert_passes_in_the_interpreter(__file__)
 
 
 def error(got, expected):

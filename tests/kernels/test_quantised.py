@@ -3,7 +3,6 @@
 As in test_kernels.py, the Triton kernels run through Triton's interpreter in a child process, and on a GPU.
 """
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from test_kernels import error
+from test_kernels import assert_passes_in_the_interpreter, error
 
 from nanovllm.kernels import fp8_linear, quantised_linear, quantised_matvec, runtime
 from nanovllm.kernels.fp8_linear import QuantisedRows, Unscaled
@@ -51,10 +50,7 @@ def skip_most_on_a_cpu(device: str, shape: tuple[int, int], rows: int = 0, usual
 
 @pytest.mark.skipif(INTERPRETED or not HAVE_TRITON, reason="this is the child process, or Triton is missing")
 def test_the_kernels_agree_with_their_twins_in_tritons_interpreter():
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", "cpu", __file__]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    child = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert child.returncode == 0, child.stdout[-4000:] + child.stderr[-2000:]
+    assert_passes_in_the_interpreter(__file__)
 
 
 @pytest.fixture(autouse=True)

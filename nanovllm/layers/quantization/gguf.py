@@ -17,7 +17,7 @@ import torch
 from nanovllm.checkpoints.gguf_blocks import Groups
 from nanovllm.kernels import runtime
 from nanovllm.kernels.quantised_matvec import can_use_quantised_matvec, quantised_matvec
-from nanovllm.kernels.quantised_weight import QuantisedWeight, dequantise_torch
+from nanovllm.kernels.quantised_weight import QuantisedWeight, dequantise_whole_torch
 from nanovllm.kernels.quantised_weight import pack as pack_halves
 from nanovllm.layers.quantization.plain import can_pack, multiply, packed
 from nanovllm.layers.quantization.scaled import Part, matrix_shape, multiply_by_kernels
@@ -227,7 +227,7 @@ class KernelCodes:
         return multiply_by_kernels(x, self.weight, None)
 
     def dequantise(self) -> torch.Tensor:
-        return dequantise_torch(self.weight, slice(0, self.weight.shape[0]), torch.float32)
+        return dequantise_whole_torch(self.weight, torch.float32)
 
 
 class Converted:
