@@ -383,7 +383,7 @@ def find_long_files(modules: dict[str, Module], limit: int) -> list[str]:
 
 def test_the_package_stays_small():
     sizes = {module.path: count_code_lines(module) for module in package().values()}
-    assert sum(sizes.values()) <= 10400, sorted(sizes.items(), key=lambda item: -item[1])
+    assert sum(sizes.values()) <= 13000, sorted(sizes.items(), key=lambda item: -item[1])
 
 
 def test_no_file_is_longer_than_350_lines():
