@@ -21,8 +21,8 @@ from nanovllm.kernels.runtime import cdiv, next_power_of_2, tl, triton, use_trit
 PAIRS_PER_PROGRAM = 256
 # Pairs, rows of the weight and inputs a tile, warps, pipeline stages, by the most pairs that an expert has on
 # average in a decode step that they are for.
-DECODE_TILES = {4: (16, 128, 128, 4, 3), 1 << 30: (64, 128, 64, 4, 4)}
-PREFILL_TILE = (128, 128, 64, 8, 3)  # one for all prefills, so that a start compiles one way only
+DECODE_TILES = {8: (16, 128, 128, 4, 3), 16: (32, 128, 128, 4, 3), 1 << 30: (64, 128, 64, 4, 3)}
+PREFILL_TILE = (128, 256, 64, 8, 4)  # one for all prefills, so that a start compiles one way only
 
 
 def run_experts(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Chosen, is_prefill: bool = True) -> Tensor:

@@ -15,8 +15,8 @@ from nanovllm.kernels.router import Chosen
 from nanovllm.kernels.runtime import cdiv, next_power_of_2, tl, triton, use_triton
 
 MAX_FEW_ROWS = 4
-GATES_HEIGHT, GATES_WIDTH = 4, 1024  # rows and columns of a weight that a program multiplies at a time
-SUM_HEIGHT, SUM_WIDTH = 2, 256
+GATES_HEIGHT, GATES_WIDTH = 2, 1024  # rows and columns of a weight that a program multiplies at a time
+SUM_HEIGHT, SUM_WIDTH = 2, 128
 
 
 def can_use_few(x: Tensor) -> bool:
