@@ -460,14 +460,19 @@ def test_a_backend_that_cannot_work_here_is_refused_with_the_reason(model, backe
         ({"dtype": "float16", "kvcache_block_size": 16}, "a multiple of 256"),
         ({"dtype": "float16", "kv_cache_dtype": "float16"}, None),
         ({"dtype": "bfloat16"}, None),
+        ({"dtype": "bfloat16", "head_dim": 512}, "heads of up to 256"),
+        ({"dtype": "bfloat16", "sinks": torch.zeros(4)}, "no attention sinks"),
+        ({"dtype": "bfloat16", "window": 8, "softcap": 50.0}, None),
     ],
 )
-def test_flash_attention_is_refused_dtypes_and_blocks_that_it_cannot_read(monkeypatch, options, reason):
+def test_flash_attention_is_refused_what_it_cannot_compute_or_read(monkeypatch, options, reason):
     monkeypatch.setattr(attention, "HAVE_FLASH", True)
+    rule = {name: options.pop(name) for name in ("window", "softcap", "sinks") if name in options}
+    layers = [attention.Attention(4, options.pop("head_dim", 64), 0.125, 4, **rule)]
     config = Config("a model", device="cpu", attention_backend="flash", **options)
     refused = pytest.raises(ValueError, match=f"attention_backend='flash'.*{reason}")
     with refused if reason else contextlib.nullcontext():
-        assert attention.get_backend(config, torch.device("cuda")).decode is attention.flash_decode
+        assert attention.get_backend(config, torch.device("cuda"), layers).decode is attention.flash_decode
 
 
 def test_a_pool_smaller_than_the_model_length_serves_what_fits(model):

@@ -98,7 +98,7 @@ class ModelRunner:
             self.model = build_model(hf_config, config.quantization)
             self.sampler = Sampler(self.model.lm_head.vocab_start)
         layers = [module for module in self.model.modules() if isinstance(module, Attention)]
-        backend = get_backend(config, config.device_of(self.rank))
+        backend = get_backend(config, config.device_of(self.rank), layers)
         for layer in layers:
             layer.backend = backend
         self.kv_cache = KVCache(config, layers, self.device)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.kernels import runtime
+from nanovllm.kernels.attention_rule import AttentionRule, attend_torch
 from nanovllm.kernels.int8_cache import (
     fast_log2,
     is_int8,
@@ -28,6 +29,9 @@ from nanovllm.kernels.runtime import LOG2_E, cdiv, next_power_of_2, prefetch_eac
 from nanovllm.kernels.shared_prefix import (
     MAX_PARTS,
     SharedPrefixes,
+    add_part,
+    add_parts_torch,
+    load_part,
     shared_prefix_attention,
     shared_prefix_attention_torch,
 )
@@ -41,18 +45,18 @@ MEASURED_ROW_BYTES = 256  # of a key: 128 elements of 2 bytes, for which the til
 
 def paged_decode_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor,
-    block_tables: Tensor, context_lens: Tensor, scale: float, shared: SharedPrefixes | None = None,
+    block_tables: Tensor, context_lens: Tensor, rule: AttentionRule, shared: SharedPrefixes | None = None,
 ) -> Tensor:  # fmt: skip
-    """softmax(q k^T * scale) v over the first context_lens tokens of every sequence, in the shape of q.
+    """Attention by this rule over the first context_lens tokens of every sequence, in the shape of q.
 
     q is [batch, heads, head_dim] with a contiguous last dimension, the caches are contiguous
     [blocks, block_size, kv_heads, head_dim], block_tables int32 [batch, max_blocks], context_lens int32
     [batch]. Entries of a block table beyond the end of its sequence are ignored. A context of 0 (a padded
     row) gives zeros. Keys and values of another dtype than q's are converted to it when they are read.
-    With `shared`, what sequences begin with in common is read once.
+    With `shared`, what sequences begin with in common is read once; a rule with a window takes none.
     """
     if not use_triton(q):
-        return paged_decode_attention_torch(q, k_cache, v_cache, block_tables, context_lens, scale, shared)
+        return paged_decode_attention_torch(q, k_cache, v_cache, block_tables, context_lens, rule, shared)
     batch, heads, head_dim = q.shape
     block_size, kv_heads = page_sizes(k_cache, head_dim)
     group = heads // kv_heads
@@ -74,7 +78,7 @@ def paged_decode_attention(
     prefix_lens = num_parts = parts = prefix_out = prefix_log_sums = None
     if shared is not None:
         prefix_lens, num_parts, parts = shared[:3]
-        prefixes = shared_prefix_attention(q, k_cache, v_cache, block_tables, scale, shared)
+        prefixes = shared_prefix_attention(q, k_cache, v_cache, block_tables, rule, shared)
         prefix_out, prefix_log_sums = prefixes
     partial = counters = None
     if splits > 1:
@@ -86,7 +90,7 @@ def paged_decode_attention(
             q, k_cache, v_cache, block_tables, context_lens,
             prefix_lens, num_parts, parts, prefix_out, prefix_log_sums,
             out, partial, counters,
-            scale * LOG2_E, *q.stride()[:2], block_tables.stride(0), splits, multiprocessors,
+            rule.scale * LOG2_E, *q.stride()[:2], block_tables.stride(0), splits, multiprocessors,
             KV_HEADS=kv_heads, GROUP=group, GROUP_PAD=group_pad,
             HEAD_DIM=head_dim, DIM_PAD=dim_pad, BLOCK_SIZE=block_size,
             TILE=tile, MAX_SPLITS=MAX_SPLITS, SPLIT=splits > 1, MAX_PARTS=MAX_PARTS,
@@ -107,14 +111,18 @@ def _tile(dim_pad: int, element_size: int, is_short: bool) -> tuple[int, int, in
 
 def paged_decode_attention_torch(
     q: Tensor, k_cache: Tensor, v_cache: Tensor,
-    block_tables: Tensor, context_lens: Tensor, scale: float, shared: SharedPrefixes | None = None,
+    block_tables: Tensor, context_lens: Tensor, rule: AttentionRule, shared: SharedPrefixes | None = None,
 ) -> Tensor:  # fmt: skip
-    if shared is None and len(q) == 1 and not is_int8(k_cache):  # a single sequence needs no mask
-        keys, values = read_sequence(k_cache, v_cache, block_tables[0], int(context_lens))
+    assert shared is None or not rule.window
+    begins = torch.zeros_like(context_lens) if shared is None else shared.prefix_lens
+    if rule.window:
+        begins = (context_lens - rule.window).clamp_min(0)
+    is_plain = shared is None and rule.is_plain
+    if is_plain and len(q) == 1 and not is_int8(k_cache):  # a single sequence needs no mask
+        keys, values = read_sequence(k_cache, v_cache, block_tables[0], int(begins), int(context_lens))
         keys, values = keys.to(q.dtype), values.to(q.dtype)
         queries = q.reshape(1, keys.shape[1], -1, q.shape[2])  # a view, which costs less than `unflatten`
-        return F.scaled_dot_product_attention(queries, keys, values, scale=scale).reshape(q.shape)
-    begins = torch.zeros_like(context_lens) if shared is None else shared.prefix_lens
+        return F.scaled_dot_product_attention(queries, keys, values, scale=rule.scale).reshape(q.shape)
     lengths, order = (context_lens - begins).sort()
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     log_sums = torch.full(q.shape[:2], float("-inf"), device=q.device)
@@ -126,21 +134,25 @@ def paged_decode_attention_torch(
             # The query heads of one kv head are the query rows, so K and V are never expanded.
             queries = q[rows].unflatten(1, (keys.shape[1], -1))
             keys, values, mask = keys.to(q.dtype), values.to(q.dtype), seen[:, None, None]
-            attended = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale)
-            out[rows] = attended.flatten(1, 2).masked_fill(group_lengths[:, None, None] == 0, 0.0)
-            if shared is not None:
-                scores = queries.float() @ keys.transpose(2, 3).float() * scale
-                log_sums[rows] = scores.masked_fill(~mask, float("-inf")).logsumexp(-1).flatten(1, 2)
-    if shared is None:
-        return out
-    partial, prefix_log_sums = shared_prefix_attention_torch(q, k_cache, v_cache, block_tables, scale, shared)
-    most = int(shared.num_parts.max())
-    is_part = torch.arange(most, device=q.device) < shared.num_parts[:, None]  # [batch, parts]
-    places = torch.where(is_part, shared.parts[:, :most], 0)
-    prefix_log_sums = (prefix_log_sums[places] / LOG2_E).masked_fill(~is_part[..., None], float("-inf"))
-    weights = torch.cat([log_sums[:, None], prefix_log_sums], dim=1).softmax(1).nan_to_num()
-    results = torch.cat([out[:, None].float(), partial[places]], dim=1)  # [batch, 1 + parts, heads, head_dim]
-    return (results * weights[..., None]).sum(1).to(q.dtype)
+            if is_plain:
+                attended = F.scaled_dot_product_attention(
+                    queries, keys, values, attn_mask=mask, scale=rule.scale
+                )
+            else:
+                sinks = rule.sinks_of_groups(keys.shape[1])
+                attended, sums = attend_torch(queries, keys, values, mask, rule, sinks)
+                log_sums[rows] = sums.flatten(1, 2)
+            out[rows] = attended.flatten(1, 2).masked_fill(group_lengths[:, None, None] == 0, 0.0).to(q.dtype)
+    return (
+        out
+        if shared is None
+        else add_parts_torch(
+            out,
+            log_sums,
+            *shared_prefix_attention_torch(q, k_cache, v_cache, block_tables, rule, shared),
+            shared,
+        )
+    )
 
 
 @triton.jit(do_not_specialize=["table_stride", "splits", "num_multiprocessors"])
@@ -209,7 +221,7 @@ def _decode_kernel(
         prefix_out += head[None, :] * HEAD_DIM + dim[:, None]
         prefix_log_sums += head
         places = parts + seq * MAX_PARTS
-        first_part, first_log_sum = _load_part(
+        first_part, first_log_sum = load_part(
             places, 0, used_parts, prefix_out, prefix_log_sums, row, dim,
             KV_HEADS, GROUP, HEAD_DIM,
         )  # fmt: skip
@@ -264,13 +276,13 @@ def _decode_kernel(
         acc = acc * tl.exp2(highest_byte - tl.where(total > 0, highest, 0.0))[None, :]
 
     if prefix_lens is not None:
-        highest, total, acc = _add_part(first_part, first_log_sum, highest, total, acc)
+        highest, total, acc = add_part(first_part, first_log_sum, highest, total, acc)
         for i in range(1, used_parts):
-            part, log_sum = _load_part(
+            part, log_sum = load_part(
                 places, i, used_parts, prefix_out, prefix_log_sums, row, dim,
                 KV_HEADS, GROUP, HEAD_DIM,
             )  # fmt: skip
-            highest, total, acc = _add_part(part, log_sum, highest, total, acc)
+            highest, total, acc = add_part(part, log_sum, highest, total, acc)
 
     result = acc / tl.where(total > 0, total, 1.0)[None, :]
     out_address = out + (seq.to(tl.int64) * KV_HEADS * GROUP + head[None, :]) * HEAD_DIM + dim[:, None]
@@ -303,27 +315,6 @@ def _decode_kernel(
                 combined = tl.sum(results * share[:, None], axis=0)
                 out_row = out + ((seq.to(tl.int64) * KV_HEADS + kv_head) * GROUP + member) * HEAD_DIM
                 tl.store(out_row + dim, combined, mask=dim < HEAD_DIM)
-
-
-@triton.jit
-def _load_part(
-    places, i, used_parts, prefix_out, prefix_log_sums, row, dim,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
-):  # fmt: skip
-    """The i-th partial result of groups and log2 of its softmax's denominator (-inf: there is none)."""
-    first_row = tl.load(places + i, mask=i < used_parts, other=0).to(tl.int64) * KV_HEADS * GROUP
-    is_there = row < tl.where(i < used_parts, GROUP, 0)
-    inside = is_there[None, :] & (dim < HEAD_DIM)[:, None]
-    part = tl.load(prefix_out + first_row * HEAD_DIM, mask=inside, other=0.0)
-    return part, tl.load(prefix_log_sums + first_row, mask=is_there, other=float("-inf"))
-
-
-@triton.jit
-def _add_part(part, log_sum, highest, total, acc):
-    new_highest = tl.maximum(tl.maximum(highest, log_sum), -1.0e30)  # finite where nothing was seen
-    shrink = tl.exp2(highest - new_highest)
-    weight = tl.exp2(log_sum - new_highest)
-    return new_highest, total * shrink + weight, acc * shrink[None, :] + part * weight[None, :]
 
 
 @triton.jit

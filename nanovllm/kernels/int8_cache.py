@@ -127,21 +127,21 @@ def read_tokens(
 
 
 def read_sequence(
-    k_cache: Tensor, v_cache: Tensor, block_table: Tensor, length: int
+    k_cache: Tensor, v_cache: Tensor, block_table: Tensor, begin: int, end: int
 ) -> tuple[Tensor, Tensor]:
     """
-    Keys and values [1, kv_heads, length, head_dim] of one sequence, for caches that are not 8-bit. Where its
-    blocks lie side by side, they are not copied.
+    Keys and values [1, kv_heads, tokens, head_dim] of one sequence's tokens begin..end, for caches that are
+    not 8-bit. Where the blocks lie side by side, they are not copied.
     """
     _, block_size, *head_sizes = k_cache.shape
-    blocks = block_table[: cdiv(length, block_size)]
+    blocks = block_table[begin // block_size : cdiv(end, block_size)]
     numbers = blocks.tolist()
     first = numbers[0] if numbers else 0
     if numbers != [*range(first, first + len(numbers))]:
         k_cache, v_cache, first = k_cache.index_select(0, blocks), v_cache.index_select(0, blocks), 0
     keys, values = k_cache.view(1, -1, *head_sizes), v_cache.view(1, -1, *head_sizes)
-    start = first * block_size
-    return keys.narrow(1, start, length).transpose(1, 2), values.narrow(1, start, length).transpose(1, 2)
+    span = first * block_size + begin % block_size, end - begin
+    return keys.narrow(1, *span).transpose(1, 2), values.narrow(1, *span).transpose(1, 2)
 
 
 def _read_tiles(

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.kernels import runtime
-from nanovllm.kernels.int8_cache import dequantize_tile, load_int8_tile, page_sizes, read_tokens
+from nanovllm.kernels.attention_rule import AttentionRule, attend_torch
+from nanovllm.kernels.int8_cache import TILE, dequantize_tile, load_int8_tile, page_sizes, read_tokens
 from nanovllm.kernels.runtime import LOG2_E, cdiv, next_power_of_2, tl, triton, use_triton
 
 SHORT_QUERIES = (
@@ -23,9 +24,9 @@ SHORT_QUERIES = (
 def varlen_prefill_attention(
     q: Tensor, k: Tensor, v: Tensor,
     cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
-    scale: float, block_tables: Tensor | None = None,
+    rule: AttentionRule, block_tables: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Attention of q [tokens, heads, head_dim] over k, v; returns the shape of q.
+    """Attention of q [tokens, heads, head_dim] over k, v by this rule; returns the shape of q.
 
     cu_seqlens_q and cu_seqlens_k are int32 [sequences + 1] running totals. k and v are
     [total_k, kv_heads, head_dim], last dimension contiguous, or with block_tables (int32
@@ -34,7 +35,7 @@ def varlen_prefill_attention(
     """
     if not use_triton(q):
         lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-        return varlen_prefill_attention_torch(q, k, v, *lengths, scale, block_tables)
+        return varlen_prefill_attention_torch(q, k, v, *lengths, rule, block_tables)
     tokens, heads, head_dim = q.shape
     block_size, kv_heads = page_sizes(k, head_dim) if block_tables is not None else (1, k.shape[1])
     out = torch.empty(tokens, heads, head_dim, dtype=q.dtype, device=q.device)
@@ -45,7 +46,7 @@ def varlen_prefill_attention(
         table_stride = 0 if block_tables is None else block_tables.stride(0)
         _prefill_kernel[(cdiv(max_seqlen_q, query_tile), heads, len(cu_seqlens_q) - 1)](
             q, k, v, out,
-            cu_seqlens_q, cu_seqlens_k, block_tables, scale * LOG2_E,
+            cu_seqlens_q, cu_seqlens_k, block_tables, rule.scale * LOG2_E,
             *q.stride()[:2], *k.stride()[-3:-1], *v.stride()[-3:-1], table_stride,
             GROUP=heads // kv_heads, HEAD_DIM=head_dim, DIM_PAD=dim_pad,
             BLOCK_SIZE=block_size, QUERY_TILE=query_tile, KEY_TILE=key_tile,
@@ -70,7 +71,7 @@ def _tiles(
 def varlen_prefill_attention_torch(
     q: Tensor, k: Tensor, v: Tensor,
     cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
-    scale: float, block_tables: Tensor | None = None,
+    rule: AttentionRule, block_tables: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     places = zip(pairwise(cu_seqlens_q.tolist()), pairwise(cu_seqlens_k.tolist()), strict=True)
@@ -78,21 +79,30 @@ def varlen_prefill_attention_torch(
         len_q, len_k = end - begin, end_k - begin_k
         if len_q == 0:
             continue
+        # Nobody sees the keys before this one, which begins a tile of 8-bit caches.
+        first = max(0, len_k - len_q - rule.window + 1) // TILE * TILE if rule.window else 0
         if block_tables is None:
-            keys, values = (x[begin_k:end_k].transpose(0, 1) for x in (k, v))
+            keys, values = (x[begin_k + first : end_k].transpose(0, 1) for x in (k, v))
         else:
-            span = torch.tensor([[0], [len_k]], device=q.device)
+            span = torch.tensor([[first], [len_k]], device=q.device)
             found = read_tokens(k, v, block_tables[i : i + 1], *span, q.shape[2])[:2]
-            keys, values = (x[0, :, :len_k].to(q.dtype) for x in found)
+            keys, values = (x[0, :, : len_k - first].to(q.dtype) for x in found)
         # [kv_heads, heads per kv head, tokens, head_dim]; K and V are expanded without a copy.
         queries = q[begin:end].unflatten(1, (len(keys), -1)).permute(1, 2, 0, 3)
+        sinks = rule.sinks_of_groups(len(keys))
         keys, values = (x.unsqueeze(1).expand(-1, queries.shape[1], -1, -1) for x in (keys, values))
-        mask = None
-        if len_q != len_k:
-            mask = torch.ones(len_q, len_k, dtype=torch.bool, device=q.device).tril(len_k - len_q)
-        attended = F.scaled_dot_product_attention(
-            queries, keys, values, attn_mask=mask, is_causal=mask is None, scale=scale
-        )
+        mask, last = None, len_k - first - len_q  # of the keys, the last that the first query sees
+        if last or not rule.is_plain or 0 < rule.window < len_k:
+            mask = torch.ones(len_q, len_k - first, dtype=torch.bool, device=q.device).tril(last)
+            mask = mask.triu(last - rule.window + 1) if rule.window else mask
+        if rule.is_plain:
+            attended = F.scaled_dot_product_attention(
+                queries, keys, values, attn_mask=mask, is_causal=mask is None, scale=rule.scale
+            )
+        else:
+            attended = attend_torch(
+                queries, keys, values, mask, rule, None if sinks is None else sinks[..., None]
+            )[0]
         out[begin:end] = attended.permute(2, 0, 1, 3).flatten(1, 2)
     return out
 

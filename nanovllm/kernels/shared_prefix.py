@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.kernels import runtime
+from nanovllm.kernels.attention_rule import AttentionRule, attend_torch
 from nanovllm.kernels.int8_cache import page_sizes, read_tokens
 from nanovllm.kernels.prefill_attention import attend_to_tile
 from nanovllm.kernels.runtime import LOG2_E, next_power_of_2, tl, triton
@@ -42,7 +43,12 @@ def members_per_task(heads_per_kv_head: int) -> int:
 
 
 def shared_prefix_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, scale: float, shared: SharedPrefixes
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    rule: AttentionRule,
+    shared: SharedPrefixes,
 ) -> tuple[Tensor, Tensor]:
     """
     The partial results, float32 [places, heads, head_dim], and log2 of each softmax's denominator, float32
@@ -59,7 +65,7 @@ def shared_prefix_attention(
     _shared_prefix_kernel[(programs * runtime.num_multiprocessors(q.device),)](
         q, k_cache, v_cache, block_tables, partial, log_sums,
         shared.members, shared.tasks, shared.num_tasks,
-        scale * LOG2_E, *q.stride()[:2], block_tables.stride(0),
+        rule.scale * LOG2_E, *q.stride()[:2], block_tables.stride(0),
         KV_HEADS=kv_heads, GROUP=group, HEAD_DIM=head_dim, DIM_PAD=dim_pad, BLOCK_SIZE=block_size,
         QUERY_TILE=max(QUERY_TILE, next_power_of_2(group)), KEY_TILE=key_tile,
         num_warps=num_warps, num_stages=num_stages, **runtime.overlap_options(q.device),
@@ -77,7 +83,12 @@ def _tile(dim_pad: int, element_size: int, device: torch.device) -> tuple[int, i
 
 
 def shared_prefix_attention_torch(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, scale: float, shared: SharedPrefixes
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    rule: AttentionRule,
+    shared: SharedPrefixes,
 ) -> tuple[Tensor, Tensor]:
     _, heads, head_dim = q.shape
     partial = torch.zeros(len(shared.members), heads, head_dim, dtype=torch.float32, device=q.device)
@@ -89,14 +100,28 @@ def shared_prefix_attention_torch(
         span = block_tables[members[:1]], task[2:3], task[3:4]
         keys, values, seen = read_tokens(k_cache, v_cache, *span, head_dim)
         # [kv_heads, tokens, head_dim], and query rows [kv_heads, members * heads per kv head, head_dim]
-        keys, values = keys[0].float(), values[0].float()
-        queries = q[members].unflatten(1, (len(keys), -1)).transpose(0, 1).flatten(1, 2).float()
-        scores = (queries @ keys.mT * scale).masked_fill(~seen, float("-inf"))
-        log_sum = scores.logsumexp(-1)
-        out = (scores - log_sum[..., None]).exp() @ values
+        keys, values = keys[0], values[0]
+        queries = q[members].unflatten(1, (len(keys), -1)).transpose(0, 1).flatten(1, 2)
+        out, log_sum = attend_torch(queries, keys, values, seen, rule)
         partial[places] = out.unflatten(1, (count, -1)).transpose(0, 1).flatten(1, 2)
         log_sums[places] = log_sum.unflatten(1, (count, -1)).transpose(0, 1).flatten(1, 2) * LOG2_E
     return partial, log_sums
+
+
+def add_parts_torch(
+    out: Tensor, log_sums: Tensor, partial: Tensor, prefix_log_sums: Tensor, shared: SharedPrefixes
+) -> Tensor:
+    """
+    To each sequence's attention over its own tokens, `out` [batch, heads, head_dim] with the log of the
+    denominators [batch, heads], what `shared_prefix_attention` returns. -> Attention over both.
+    """
+    most = int(shared.num_parts.max())
+    is_part = torch.arange(most, device=out.device) < shared.num_parts[:, None]  # [batch, parts]
+    places = torch.where(is_part, shared.parts[:, :most], 0)
+    prefix_log_sums = (prefix_log_sums[places] / LOG2_E).masked_fill(~is_part[..., None], float("-inf"))
+    weights = torch.cat([log_sums[:, None], prefix_log_sums], dim=1).softmax(1).nan_to_num()
+    results = torch.cat([out[:, None].float(), partial[places]], dim=1)  # [batch, 1 + parts, heads, head_dim]
+    return (results * weights[..., None]).sum(1).to(out.dtype)
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -158,3 +183,24 @@ def _shared_prefix_kernel(
         out_row = place.to(tl.int64) * KV_HEADS * GROUP + head
         tl.store(partial + out_row[:, None] * HEAD_DIM + dim[None, :], acc / total[:, None], mask=inside)
         tl.store(log_sums + out_row, highest + tl.log2(total), mask=is_row)
+
+
+@triton.jit
+def load_part(
+    places, i, used_parts, prefix_out, prefix_log_sums, row, dim,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
+):  # fmt: skip
+    """The i-th partial result of groups and log2 of its softmax's denominator (-inf: there is none)."""
+    first_row = tl.load(places + i, mask=i < used_parts, other=0).to(tl.int64) * KV_HEADS * GROUP
+    is_there = row < tl.where(i < used_parts, GROUP, 0)
+    inside = is_there[None, :] & (dim < HEAD_DIM)[:, None]
+    part = tl.load(prefix_out + first_row * HEAD_DIM, mask=inside, other=0.0)
+    return part, tl.load(prefix_log_sums + first_row, mask=is_there, other=float("-inf"))
+
+
+@triton.jit
+def add_part(part, log_sum, highest, total, acc):
+    new_highest = tl.maximum(tl.maximum(highest, log_sum), -1.0e30)  # finite where nothing was seen
+    shrink = tl.exp2(highest - new_highest)
+    weight = tl.exp2(log_sum - new_highest)
+    return new_highest, total * shrink + weight, acc * shrink[None, :] + part * weight[None, :]

@@ -6,12 +6,13 @@ all.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from nanovllm.config import Config
+from nanovllm.kernels.attention_rule import AttentionRule
 from nanovllm.kernels.decode_attention import paged_decode_attention, paged_decode_attention_torch
 from nanovllm.kernels.int8_cache import as_stored, hadamard_rotate, is_int8
 from nanovllm.kernels.kv_store import qk_norm_rope_store, store_kvcache
@@ -36,15 +37,19 @@ class AttentionBackend(NamedTuple):
     decode: Callable[..., torch.Tensor]
 
 
-def flash_prefill(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, block_tables):
+def flash_options(rule: AttentionRule) -> dict[str, Any]:
+    window = (rule.window - 1, 0) if rule.window else (-1, -1)  # which does not count the token itself
+    return dict(softmax_scale=rule.scale, causal=True, window_size=window, softcap=rule.softcap)
+
+
+def flash_prefill(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, rule, block_tables):
     lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-    options = dict(softmax_scale=scale, causal=True, block_table=block_tables)
-    return flash_attn_varlen_func(q, k, v, *lengths, **options)
+    return flash_attn_varlen_func(q, k, v, *lengths, block_table=block_tables, **flash_options(rule))
 
 
-def flash_decode(q, k_cache, v_cache, block_tables, context_lens, scale, shared=None):
+def flash_decode(q, k_cache, v_cache, block_tables, context_lens, rule, shared=None):
     assert shared is None, "it reads nothing in groups"
-    options = dict(cache_seqlens=context_lens, block_table=block_tables, softmax_scale=scale, causal=True)
+    options = dict(cache_seqlens=context_lens, block_table=block_tables, **flash_options(rule))
     return flash_attn_with_kvcache(q.unsqueeze(1), k_cache, v_cache, **options).squeeze(1)
 
 
@@ -57,7 +62,7 @@ BACKENDS = {
 }
 
 
-def get_backend(config: Config, device: torch.device) -> AttentionBackend:
+def get_backend(config: Config, device: torch.device, layers: "list[Attention]") -> AttentionBackend:
     """The back-end that `attention_backend` names. Raises ValueError if it cannot work here."""
     name, on_cpu = config.attention_backend, device.type != "cuda"
     cache = f"it reads a KV cache of the model's dtype only, and kv_cache_dtype is {config.kv_cache_dtype!r}"
@@ -68,6 +73,8 @@ def get_backend(config: Config, device: torch.device) -> AttentionBackend:
             "it computes bfloat16 and float16 only": config.torch_dtype == torch.float32,
             cache: config.kv_cache_torch_dtype != config.torch_dtype,
             "it needs a kvcache_block_size that is a multiple of 256": config.kvcache_block_size % 256,
+            "it knows no attention sinks": any(layer.rule.sinks is not None for layer in layers),
+            "it computes heads of up to 256": any(layer.head_dim > 256 for layer in layers),
         },
         "triton": {"it needs a CUDA device and the package triton": on_cpu or not HAVE_TRITON},
     }
@@ -80,13 +87,16 @@ def get_backend(config: Config, device: torch.device) -> AttentionBackend:
 class Attention(nn.Module):
     """
     `k_cache` and `v_cache`, [blocks, block_size, kv_heads, head_dim] or 8-bit, are views that the runner
-    sets.
+    sets. What `window`, `softcap` and `sinks` [heads] do, `AttentionRule` says.
     """
 
-    def __init__(self, num_heads: int, head_dim: int, scale: float, num_kv_heads: int):
+    def __init__(
+        self, num_heads: int, head_dim: int, scale: float, num_kv_heads: int,
+        *, window: int = 0, softcap: float = 0.0, sinks: nn.Parameter | None = None,
+    ):  # fmt: skip
         super().__init__()
-        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
-        self.head_dim, self.scale = head_dim, scale
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
+        self.rule = AttentionRule(scale, window, softcap, sinks)
         self.k_cache = self.v_cache = torch.empty(0)
         self.backend = KERNELS
 
@@ -137,10 +147,12 @@ class Attention(nn.Module):
         if not step.is_prefill:
             caches = self.k_cache, self.v_cache
             lengths = step.context_lens
-            out = self.backend.decode(q, *caches, step.block_tables, lengths, self.scale, step.shared)
+            # What sequences share may lie before the window, of which a layer reads less by itself.
+            shared = None if self.rule.window else step.shared
+            out = self.backend.decode(q, *caches, step.block_tables, lengths, self.rule, shared)
         else:
             if step.block_tables is not None:
                 k, v = self.k_cache, self.v_cache
             lengths = step.cu_seqlens_q, step.cu_seqlens_k, step.max_seqlen_q, step.max_seqlen_k
-            out = self.backend.prefill(q, k, v, *lengths, self.scale, step.block_tables)
+            out = self.backend.prefill(q, k, v, *lengths, self.rule, step.block_tables)
         return out.reshape(len(q), -1)

@@ -174,7 +174,7 @@ def attend(
     if key.shape != shape or value.shape != shape or not getattr(module, "is_causal", True):
         raise ValueError(f"{type(module).__name__} is not supported: not all heads or layers are alike")
     if scaling is not None:
-        attention.scale = float(scaling)
+        attention.rule = attention.rule._replace(scale=float(scaling))
     q, k, v = (each[0].transpose(0, 1).contiguous() for each in (query, key, value))
     out = attention(*attention.store(q, k, v))
     return out.view(1, len(q), attention.num_heads, attention.head_dim), None

@@ -15,6 +15,7 @@ from test_kernels import (
 )
 from test_shared_prefix import LARGE, SMALL, check
 
+from nanovllm.kernels.attention_rule import AttentionRule
 from nanovllm.kernels.decode_attention import paged_decode_attention_torch
 from nanovllm.kernels.int8_cache import (
     as_stored,
@@ -183,7 +184,7 @@ def attend_to_one(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dtype: torc
         q, k = hadamard_rotate(q), hadamard_rotate(k)
     store_kvcache_torch(k, v, *caches, torch.arange(length))
     table, length = torch.arange(num_blocks)[None], torch.tensor([length])
-    return paged_decode_attention_torch(q, *caches, table, length, head_dim**-0.5)
+    return paged_decode_attention_torch(q, *caches, table, length, AttentionRule(head_dim**-0.5))
 
 
 @pytest.mark.parametrize("place", [0, 17_003, 31_999])
@@ -196,7 +197,7 @@ def test_a_needle_is_found_among_32000_tokens_as_with_bfloat16(place):
     v = (hidden @ to_value).unflatten(1, (heads, head_dim))
     for sharpness in (3, 1):  # at 1 it competes with all the others
         q = sharpness * k[place : place + 1] + rand(1, heads, head_dim) / 2
-        exact = plain_attention(q, k, v, head_dim**-0.5)
+        exact = plain_attention(q, k, v, AttentionRule(head_dim**-0.5))
         assert error(exact, v[place : place + 1]) < 0.02 or sharpness == 1
         for dtype in (torch.bfloat16, INT8):
             assert error(attend_to_one(q, k, v, dtype), exact) < 0.02
@@ -222,5 +223,5 @@ def test_what_an_ended_sequence_left_does_no_harm():
     key, value = rand(1, 1, 64), rand(1, 1, 64)
     store_kvcache_torch(key, value, k_cache, v_cache, torch.tensor([0]))
     table, length = torch.tensor([[0]]), torch.tensor([1])
-    out = paged_decode_attention_torch(rand(1, 1, 64), k_cache, v_cache, table, length, 1.0)
+    out = paged_decode_attention_torch(rand(1, 1, 64), k_cache, v_cache, table, length, AttentionRule(1.0))
     torch.testing.assert_close(out, as_stored(value))

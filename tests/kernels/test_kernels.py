@@ -9,9 +9,11 @@ import os
 import random
 import subprocess
 import sys
+from typing import NamedTuple
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from nanovllm.kernels import (
     activation,
@@ -27,6 +29,7 @@ from nanovllm.kernels import (
     prefill_attention,
     sampling,
 )
+from nanovllm.kernels.attention_rule import AttentionRule
 from nanovllm.kernels.runtime import HAVE_TRITON, INTERPRETED
 from nanovllm.layers.rotary_embedding import apply_rotary_emb
 
@@ -299,15 +302,38 @@ def paged_caches(lengths, block_size, kv_heads, head_dim, device, dtype):
     return *caches, tables.to(device), sequences
 
 
-def plain_attention(q, k, v, scale):
+def plain_attention(q, k, v, rule):
     """Causal attention in float64 of the last tokens: q [len_q, heads, dim], k, v [len_k, kv_heads, dim]."""
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     q, k, v = (x.double().transpose(0, 1) for x in (q, k, v))
-    scores = q @ k.transpose(1, 2) * scale
-    hidden = torch.ones_like(scores, dtype=torch.bool).triu(k.shape[1] - q.shape[1] + 1)
-    scores = scores.masked_fill(hidden, float("-inf"))
+    scores = q @ k.transpose(1, 2) * rule.scale
+    if rule.softcap:
+        scores = rule.softcap * torch.tanh(scores / rule.softcap)
+    last = k.shape[1] - q.shape[1]  # the last key that the first query sees
+    seen = torch.ones_like(scores, dtype=torch.bool).tril(last)
+    if rule.window:
+        seen = seen.triu(last - rule.window + 1)
+    scores = scores.masked_fill(~seen, float("-inf"))
+    if rule.sinks is not None:  # a key without a value
+        sinks = rule.sinks.double()[:, None, None].expand(-1, q.shape[1], 1)
+        scores, v = torch.cat([scores, sinks], dim=-1), F.pad(v, (0, 0, 0, 1))
     return (scores.softmax(-1) @ v).transpose(0, 1)
+
+
+class Features(NamedTuple):
+    """What makes an `AttentionRule` for any number of heads."""
+
+    window: int = 0
+    softcap: float = 0.0
+    has_sinks: bool = False
+
+    def rule(self, heads, head_dim, device):
+        sinks = rand(heads, device=device) + 1 if self.has_sinks else None
+        return AttentionRule(head_dim**-0.5, self.window, self.softcap, sinks)
+
+
+PLAIN = Features()
 
 
 def attention_tolerance(dtype, cache_dtype=None):
@@ -316,18 +342,20 @@ def attention_tolerance(dtype, cache_dtype=None):
     return 1e-3 if cache_dtype == INT8 else 2e-6  # 8-bit caches are multiplied in float16
 
 
-def check_decode(attend, lengths, heads, kv_heads, head_dim, block_size, device, dtype, cache_dtype=None):
+def check_decode(
+    attend, lengths, heads, kv_heads, head_dim, block_size, device, dtype, cache_dtype=None, features=PLAIN
+):
     k_cache, v_cache, tables, sequences = paged_caches(
         lengths, block_size, kv_heads, head_dim, device, cache_dtype or dtype
     )
     q = rand(len(lengths), heads + 2 * kv_heads, head_dim, device=device, dtype=dtype)[:, :heads]
     context_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
-    scale = head_dim**-0.5
-    out = attend(q, k_cache, v_cache, tables, context_lens, scale)
+    rule = features.rule(heads, head_dim, device)
+    out = attend(q, k_cache, v_cache, tables, context_lens, rule)
     assert out.shape == q.shape and out.dtype == dtype
     for i, (k, v) in enumerate(sequences):
         if lengths[i]:
-            expected = plain_attention(q[i : i + 1], k, v, scale)
+            expected = plain_attention(q[i : i + 1], k, v, rule)
             assert error(out[i : i + 1], expected) < attention_tolerance(dtype, cache_dtype)
         else:
             assert (out[i] == 0).all()
@@ -401,36 +429,40 @@ def test_decode_reaches_blocks_beyond_two_gigabytes():
     slot = torch.tensor([(blocks - 1) * block_size], device="cuda")
     kv_store.store_kvcache(k, v, *caches, slot)
     table, length = (torch.tensor(x, dtype=torch.int32, device="cuda") for x in ([[blocks - 1]], [1]))
-    assert torch.equal(decode_attention.paged_decode_attention(q, *caches, table, length, 1.0), v)
+    assert torch.equal(
+        decode_attention.paged_decode_attention(q, *caches, table, length, AttentionRule(1.0)), v
+    )
 
 
 @pytest.mark.gpu
 @needs_cuda
 def test_one_captured_decode_graph_serves_every_length():
     k_cache, v_cache, tables, sequences = paged_caches([900, 1200], 16, 2, 64, "cuda", torch.float32)
-    q, scale = rand(2, 4, 64, device="cuda"), 0.125
+    q, rule = rand(2, 4, 64, device="cuda"), AttentionRule(0.125)
     context_lens = torch.tensor([1, 1], dtype=torch.int32, device="cuda")
     attend = decode_attention.paged_decode_attention
-    attend(q, k_cache, v_cache, tables, context_lens, scale)
+    attend(q, k_cache, v_cache, tables, context_lens, rule)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = attend(q, k_cache, v_cache, tables, context_lens, scale)
+        out = attend(q, k_cache, v_cache, tables, context_lens, rule)
     for lengths in ([1, 1200], [900, 0], [64, 65], [513, 1199]):
         context_lens.copy_(torch.tensor(lengths))
         out.fill_(NAN)
         graph.replay()
         for i, length in enumerate(lengths):
             k, v = (x[:length] for x in sequences[i])
-            expected = plain_attention(q[i : i + 1], k, v, scale) if length else torch.zeros_like(q[:1])
+            expected = plain_attention(q[i : i + 1], k, v, rule) if length else torch.zeros_like(q[:1])
             assert error(out[i : i + 1], expected) < 2e-6
 
 
-def check_prefill(attend, lengths, heads, kv_heads, head_dim, device, dtype, block_size=0, cache_dtype=None):
+def check_prefill(
+    attend, lengths, heads, kv_heads, head_dim, device, dtype, block_size=0, cache_dtype=None, features=PLAIN
+):
     """lengths: (len_q, len_k) of each sequence."""
     lens_q, lens_k = zip(*lengths, strict=True)
     cu_q, cu_k = (torch.tensor([0, *x]).cumsum(0).to(device, torch.int32) for x in (lens_q, lens_k))
     qkv = rand(sum(lens_q), heads + 2, head_dim, device=device, dtype=dtype)
-    q, scale = qkv[:, :heads], head_dim**-0.5
+    q, rule = qkv[:, :heads], features.rule(heads, head_dim, device)
     if block_size:
         k, v, tables, sequences = paged_caches(
             lens_k, block_size, kv_heads, head_dim, device, cache_dtype or dtype
@@ -439,11 +471,12 @@ def check_prefill(attend, lengths, heads, kv_heads, head_dim, device, dtype, blo
         kv = rand(sum(lens_k), 2 * kv_heads, head_dim, device=device, dtype=dtype)
         k, v, tables = kv[:, :kv_heads], kv[:, kv_heads:], None
         sequences = list(zip(k.split(lens_k), v.split(lens_k), strict=True))
-    out = attend(q, k, v, cu_q, cu_k, max(lens_q), max(lens_k), scale, tables)
+    out = attend(q, k, v, cu_q, cu_k, max(lens_q), max(lens_k), rule, tables)
     assert out.shape == q.shape and out.dtype == dtype
     for queries, got, (keys, values) in zip(q.split(lens_q), out.split(lens_q), sequences, strict=True):
         if len(queries):
-            assert error(got, plain_attention(queries, keys, values, scale)) < attention_tolerance(dtype)
+            expected = plain_attention(queries, keys, values, rule)
+            assert error(got, expected) < attention_tolerance(dtype)
 
 
 PREFILL_LENGTHS = [(5, 5), (1, 40), (0, 7), (33, 33), (16, 70), (64, 64)]

@@ -7,6 +7,7 @@ import torch
 from test_kernels import (
     KERNEL_SHAPES,
     NAN,
+    PLAIN,
     SHAPES,
     attention_tolerance,
     error,
@@ -55,8 +56,9 @@ def make_prefixes(groups, own_lens, piece, per_task, order):
 
 
 def check(
-    attend, groups, heads, kv_heads, head_dim, block_size, piece, device, dtype, padding=0, cache_dtype=None
-):
+    attend, groups, heads, kv_heads, head_dim, block_size, piece, device, dtype, padding=0, cache_dtype=None,
+    features=PLAIN,
+):  # fmt: skip
     batch = sum(count for count, _, _ in groups) + padding
     order = random.Random(0).sample(range(batch), batch)
     per_task = members_per_task(heads // kv_heads)
@@ -78,12 +80,11 @@ def check(
     q = rand(batch, heads + 2 * kv_heads, head_dim, device=device, dtype=dtype)[:, :heads]
     context_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
     shared = SharedPrefixes(*(x.to(device) for x in shared))
-    out = attend(q, k_cache, v_cache, tables, context_lens, head_dim**-0.5, shared)
+    rule = features.rule(heads, head_dim, device)
+    out = attend(q, k_cache, v_cache, tables, context_lens, rule, shared)
     assert out.shape == q.shape and out.dtype == dtype
     for i, (k, v) in enumerate(sequences):
-        expected = (
-            plain_attention(q[i : i + 1], k, v, head_dim**-0.5) if lengths[i] else torch.zeros_like(q[:1])
-        )
+        expected = plain_attention(q[i : i + 1], k, v, rule) if lengths[i] else torch.zeros_like(q[:1])
         assert error(out[i : i + 1], expected) < attention_tolerance(dtype, cache_dtype), i
 
 

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm.distributed.group import Group, use_group
+from nanovllm.kernels.attention_rule import AttentionRule
 from nanovllm.kernels.decode_attention import paged_decode_attention_torch
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.attention import Attention, store_kvcache
@@ -525,8 +526,12 @@ def test_a_single_sequence_attends_to_its_own_blocks_only(blocks):
         k_cache[blocks[i // 4], i % 4], v_cache[blocks[i // 4], i % 4] = key, value
     q = torch.randn(1, 6, 8)
     tables = torch.tensor([[*blocks, 0]], dtype=torch.int32)
-    out = paged_decode_attention_torch(q, k_cache, v_cache, tables, torch.tensor([len(keys)]), 0.3)
+    out = paged_decode_attention_torch(
+        q, k_cache, v_cache, tables, torch.tensor([len(keys)]), AttentionRule(0.3)
+    )
     wide = [x.repeat_interleave(3, dim=1).transpose(0, 1) for x in (keys, values)]
     weights = (q.transpose(0, 1) @ wide[0].transpose(1, 2) * 0.3).softmax(-1)
     torch.testing.assert_close(out, (weights @ wide[1]).transpose(0, 1), atol=1e-5, rtol=1e-5)
-    assert not paged_decode_attention_torch(q, k_cache, v_cache, tables, torch.tensor([0]), 0.3).any()
+    assert not paged_decode_attention_torch(
+        q, k_cache, v_cache, tables, torch.tensor([0]), AttentionRule(0.3)
+    ).any()
