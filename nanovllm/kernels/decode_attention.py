@@ -40,6 +40,7 @@ MAX_SPLITS = 32
 MIN_COLUMNS = 8  # of a matrix product whose rows are tokens
 TWIN_GROUP = 8  # sequences that the torch twin computes at once
 PROGRAMS_PER_MULTIPROCESSOR = 3
+COMBINED_ELEMENTS = 4096  # of partial results that a program adds up at a time
 MEASURED_ROW_BYTES = 256  # of a key: 128 elements of 2 bytes, for which the tiles were measured
 
 
@@ -93,7 +94,8 @@ def paged_decode_attention(
             rule.scale * LOG2_E, *q.stride()[:2], block_tables.stride(0), splits, multiprocessors,
             KV_HEADS=kv_heads, GROUP=group, GROUP_PAD=group_pad,
             HEAD_DIM=head_dim, DIM_PAD=dim_pad, BLOCK_SIZE=block_size,
-            TILE=tile, MAX_SPLITS=MAX_SPLITS, SPLIT=splits > 1, MAX_PARTS=MAX_PARTS,
+            TILE=tile, SPLIT=splits > 1, MAX_PARTS=MAX_PARTS,
+            MOST_COMBINED=max(1, COMBINED_ELEMENTS // (group_pad * dim_pad)),
             num_warps=num_warps, num_stages=num_stages, **runtime.overlap_options(q.device),
         )  # fmt: skip
     return out
@@ -163,8 +165,8 @@ def _decode_kernel(
     scale_log2, q_batch_stride, q_head_stride, table_stride, splits, num_multiprocessors,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    TILE: tl.constexpr, MAX_SPLITS: tl.constexpr, SPLIT: tl.constexpr, MAX_PARTS: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    TILE: tl.constexpr, SPLIT: tl.constexpr, MAX_PARTS: tl.constexpr,
+    MOST_COMBINED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """
     A program computes one kv head of a sequence; when SPLIT, over a part of its context (whole tiles). Heads
@@ -302,19 +304,27 @@ def _decode_kernel(
         num_before = tl.atomic_add(counters + pair, 1)
         if num_before == used_splits - 1:
             tl.store(counters + pair, 0)
-            each_split = tl.arange(0, MAX_SPLITS)
-            is_used = each_split < used_splits
-            for member in tl.static_range(GROUP):
-                part_row = (first_row + each_split * GROUP + member).to(tl.int64)
+            # A few splits at a time, so that all heads are waited for at once.
+            each_split = tl.arange(0, MOST_COMBINED)
+            highest = tl.full([GROUP_PAD], -1.0e30, tl.float32)  # finite for columns that are no head
+            total = tl.zeros([GROUP_PAD], tl.float32)
+            combined = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
+            for start in range(0, used_splits, MOST_COMBINED):
+                part_row = (first_row + (start + each_split)[:, None] * GROUP + row[None, :]).to(tl.int64)
+                is_used = (start + each_split < used_splits)[:, None] & (row < GROUP)[None, :]
                 log_sum = tl.load(log_sums + part_row, mask=is_used, other=float("-inf"))
-                share = tl.exp2(log_sum - tl.max(log_sum))
-                share = share / tl.sum(share)
-                part_mask = is_used[:, None] & (dim < HEAD_DIM)[None, :]
-                part_address = partial + part_row[:, None] * HEAD_DIM + dim[None, :]
+                part_address = partial + part_row[:, :, None] * HEAD_DIM + dim[None, None, :]
+                part_mask = is_used[:, :, None] & (dim < HEAD_DIM)[None, None, :]
                 results = tl.load(part_address, mask=part_mask, other=0.0)
-                combined = tl.sum(results * share[:, None], axis=0)
-                out_row = out + ((seq.to(tl.int64) * KV_HEADS + kv_head) * GROUP + member) * HEAD_DIM
-                tl.store(out_row + dim, combined, mask=dim < HEAD_DIM)
+                new_highest = tl.maximum(highest, tl.max(log_sum, axis=0))
+                shrink = tl.exp2(highest - new_highest)
+                weight = tl.exp2(log_sum - new_highest[None, :])
+                total = total * shrink + tl.sum(weight, axis=0)
+                combined = combined * shrink[:, None] + tl.sum(results * weight[:, :, None], axis=0)
+                highest = new_highest
+            combined = combined / tl.where(total > 0, total, 1.0)[:, None]
+            out_rows = out + (pair.to(tl.int64) * GROUP + row)[:, None] * HEAD_DIM + dim[None, :]
+            tl.store(out_rows, combined, mask=(row < GROUP)[:, None] & (dim < HEAD_DIM)[None, :])
 
 
 @triton.jit
