@@ -36,6 +36,7 @@ from nanovllm.layers.linear import LinearBase
 MAX_TOKEN_ID = 10_000
 ENGINE_OPTIONS = (
     "load_format",
+    "model_impl",
     "max_num_seqs",
     "max_model_len",
     "tensor_parallel_size",
@@ -612,6 +613,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--dtype", default="auto")
     add("--kv-cache-dtype", default="auto")
     add("--quantization")
+    add("--model-impl", default="auto", help="transformers for its modules, also where there is a class here")
     add("--device", default="auto")
     add("--trace", metavar="FILE", help="write a Chrome trace of a few decode steps there")
     add("--plot", metavar="FILE", help="draw batch size, KV cache use and speed over the median repetition")

@@ -37,6 +37,7 @@ class Config:
     device:                 "auto" (CUDA where there is one), "cpu", "cuda" or "cuda:N".
     dtype:                  "auto" (the checkpoint's), "float32", "bfloat16" or "float16".
     load_format:            "auto", "safetensors", "gguf" or "dummy" (random weights).
+    model_impl:             "auto", "native" (only classes of this project) or "transformers" (its modules).
     attention_backend:      "auto", "flash", "triton" or "torch".
     kv_cache_dtype:         "auto" (same as dtype), "float32", "bfloat16", "float16" or "int8".
     quantization:           None (weights stay as the checkpoint stores them), or "fp8" or "int4": made while
@@ -61,6 +62,7 @@ class Config:
     device: str = "auto"
     dtype: str = "auto"
     load_format: str = "auto"
+    model_impl: str = "auto"
     attention_backend: str = "auto"
     kv_cache_dtype: str = "auto"
     quantization: str | None = None
@@ -102,6 +104,7 @@ class Config:
         if self.quantization is not None:
             self._check_choice("quantization", ("fp8", "int4"))
         self._check_choice("load_format", ("auto", "safetensors", "gguf", "dummy"))
+        self._check_choice("model_impl", ("auto", "native", "transformers"))
         self._check_choice("attention_backend", ("auto", "flash", "triton", "torch"))
         object.__setattr__(self, "device", self._resolve_device())
 
@@ -136,7 +139,7 @@ class Config:
         These options completed by what the checkpoint says of the model. Raises ValueError if they do not fit
         it.
         """
-        hf_config = checkpoint.hf_config()
+        hf_config = checkpoint.hf_config(self.model_impl)
         length = min(self.max_model_len, hf_config.context_limit)
         hf_config = replace(hf_config, max_model_len=length)
         config = replace(self, model=checkpoint.path, hf_config=hf_config, max_model_len=length)

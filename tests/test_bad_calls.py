@@ -176,7 +176,9 @@ def test_the_bad_one_of_many_values_is_shown():
         SamplingParams(stop_token_ids=[1] * 1000 + [-7])
 
 
-@pytest.mark.parametrize("name", ["dtype", "kv_cache_dtype", "load_format", "attention_backend", "device"])
+@pytest.mark.parametrize(
+    "name", "dtype kv_cache_dtype load_format model_impl attention_backend device".split()
+)
 @pytest.mark.parametrize("value", [np.array(["auto"]), np.array(["auto", "cpu"]), b"cpu", 10**30], ids=repr)
 def test_what_only_looks_like_a_name_is_refused(shared_engines, name, value):
     with pytest.raises(ValueError, match=re.escape(f"got {value!r}")):

@@ -1,13 +1,16 @@
 """README.md and docs/: links lead somewhere, and tables list what there is."""
 
 import re
+import textwrap
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from nanovllm import SamplingParams
+from nanovllm.checkpoints.transformers_config import VERIFIED
 from nanovllm.config import Config
+from nanovllm.models import MODELS
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -46,3 +49,34 @@ def test_the_path_of_a_request_names_modules_that_there_are():
     [path] = re.findall(r"## The path of one request\n(.*?)\n## ", PAGES[0].read_text(), re.DOTALL)
     modules = re.findall(r"`(?:nanovllm/)?([\w/]+\.py|[a-z]+/)`", path)
     assert len(modules) > 15 and not [name for name in modules if not (ROOT / "nanovllm" / name).exists()]
+
+
+def models_page() -> str:
+    """docs/models.md as it has to be. `python tests/test_docs.py` writes it."""
+
+    def listed(names: list[str]) -> str:
+        return textwrap.fill(", ".join(f"`{name}`" for name in sorted(names)) + ".", 120)
+
+    return f"""# What loads
+
+This page is written by `python tests/test_docs.py`, and a test fails where it is not up to date.
+
+## Architectures with a class of their own
+
+{listed(MODELS)}
+
+## Model types through transformers
+
+Their greedy tokens are those of transformers, as a test of each shows on a small random model. Those above
+are built so with `model_impl="transformers"`.
+
+{listed(VERIFIED)}
+"""
+
+
+def test_the_page_of_models_lists_what_there_is():
+    assert (ROOT / "docs/models.md").read_text() == models_page()
+
+
+if __name__ == "__main__":
+    (ROOT / "docs/models.md").write_text(models_page())

@@ -415,6 +415,7 @@ BAD_OPTIONS = [
     *[("kv_cache_dtype", value) for value in ("int3", 16, "uint8")],
     *[("device", value) for value in ("tpu", "gpu", 3.5, "cuda:x", "meta")],
     *[("load_format", value) for value in ("pickle", "pt", 1)],
+    *[("model_impl", value) for value in ("vllm", None)],
     *[("attention_backend", value) for value in ("magic", 1)],
     *[("enforce_eager", value) for value in ("yes", None, 2)],
     *[("enable_prefix_caching", value) for value in ("no", None)],

@@ -15,7 +15,7 @@ from nanovllm.checkpoints.shapes import SHAPES, ShapeCheckpoint
 from nanovllm.checkpoints.smollm2 import fetch_smollm2
 
 # Checkpoints of every kind have, besides what `Checkpoint` gives them:
-#   hf_config()    their ModelConfig
+#   hf_config()    their ModelConfig, for an option `model_impl`
 #   tokenizer()    a transformers tokenizer, or None
 #   tensors()      if weights are not random: objects with `name` (Hugging Face's), `file` and `shape`; slices
 #                  are torch tensors, read when they are taken

@@ -45,8 +45,8 @@ class FolderCheckpoint(Checkpoint):
             raise ValueError(f"{path} has no config.json{hint}")
         self.config = read_json(self.folder / "config.json")
 
-    def hf_config(self) -> ModelConfig:
-        config = ModelConfig.from_dict(self.folder / "config.json", self.config)
+    def hf_config(self, model_impl: str = "auto") -> ModelConfig:
+        config = ModelConfig.from_dict(self.folder / "config.json", self.config, model_impl)
         if not self.random_weights:
             stored = sum(file.stat().st_size for file in self._shards())
             bits = 4 if config.quantization_config else 8

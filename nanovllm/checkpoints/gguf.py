@@ -71,7 +71,7 @@ class GGUFCheckpoint(Checkpoint):
     def __reduce__(self) -> tuple:
         return GGUFCheckpoint, (self.path, self.random_weights)  # maps the file anew
 
-    def hf_config(self) -> ModelConfig:
+    def hf_config(self, model_impl: str = "auto") -> ModelConfig:
         heads, hidden_size = self._number("attention.head_count"), self._number("embedding_length")
         head_dim = self._number("attention.key_length", hidden_size // max(heads, 1))
         for name in ("attention.value_length", "rope.dimension_count"):
@@ -101,7 +101,7 @@ class GGUFCheckpoint(Checkpoint):
             "dtype": None if embedding.dtype == torch.float16 else embedding.dtype,
             "quantization_config": None if self.random_weights else {"quant_method": "gguf"},
         }
-        config = ModelConfig.from_dict(self.path, raw)
+        config = ModelConfig.from_dict(self.path, raw, model_impl)
         if not self.random_weights:  # the smallest quantisations take between one and two bits a weight
             check_room(self.path, config, os.path.getsize(self.path), bits=1)
         return config

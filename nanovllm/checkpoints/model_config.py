@@ -54,8 +54,8 @@ class ExpertsConfig:
 @dataclass(frozen=True)
 class ModelConfig:
     """
-    Fields have the names of config.json. `architectures` are those that have a class here; without one
-    transformers builds the model from `raw`, the file itself, and of all others only sizes count.
+    Fields have the names of config.json. `architectures` are those whose classes here are to be used; without
+    one transformers builds the model from `raw`, the file itself, and of all others only sizes count.
     `rope_parameters` are all rotary settings, whichever way the file spells them, and `dtype` is None if the
     file names none.
     """
@@ -82,20 +82,27 @@ class ModelConfig:
     max_model_len: int  # positions that the engine uses: the length of the table of rotations
 
     @classmethod
-    def from_dict(cls, source: str | Path, raw: dict[str, Any]) -> "ModelConfig":
-        """Raises ValueError naming the source and what is wrong or not supported."""
+    def from_dict(cls, source: str | Path, raw: dict[str, Any], model_impl: str = "auto") -> "ModelConfig":
+        """
+        `model_impl` as the engine's option. Raises ValueError naming the source and what is wrong or not
+        supported.
+        """
         try:
-            values = _read(raw) | {"raw": raw}
+            values = _read(raw, model_impl) | {"raw": raw}
         except ValueError as error:
             raise ValueError(f"{source}: {error}") from None
         return cls(**{field.name: values[field.name] for field in fields(cls)})
 
 
-def _read(raw: dict[str, Any]) -> dict[str, Any]:
+def _read(raw: dict[str, Any], model_impl: str) -> dict[str, Any]:
     """The fields of a ModelConfig, among others."""
     given = {name: value for name, value in raw.items() if value is not None}
-    architectures = _read_architectures(given)  # first, since the others' files have other fields
+    # First, since the others' files have other fields.
+    architectures = _read_architectures(given) if model_impl != "transformers" else []
     if not architectures:
+        if model_impl == "native":
+            known, name = ", ".join(ARCHITECTURES), shown(given.get("architectures"))
+            raise ValueError(f"model_impl='native' has no class for architectures {name}, only for {known}")
         kept = ("dtype", "torch_dtype", "quantization_config")
         try:
             given = read_transformers_config(raw) | {name: given[name] for name in kept if name in given}

@@ -27,7 +27,7 @@ MIXTURES = {
 class ShapeCheckpoint(Checkpoint):
     """The configuration of one of `SHAPES`, and no files."""
 
-    def hf_config(self) -> ModelConfig:
+    def hf_config(self, model_impl: str = "auto") -> ModelConfig:
         is_mixture = self.path in MIXTURES
         raw = {
             "model_type": "qwen3_moe" if is_mixture else "qwen3",
@@ -40,7 +40,7 @@ class ShapeCheckpoint(Checkpoint):
             "dtype": "bfloat16",
             **MIXTURES.get(self.path, {}),
         }
-        return ModelConfig.from_dict(self.path, raw)
+        return ModelConfig.from_dict(self.path, raw, model_impl)
 
     def tokenizer(self) -> Any:
         return toy_tokenizer()

@@ -11,8 +11,8 @@ from nanovllm.utils.validation import shown
 # another way, or do something beside attention that nobody would notice until the text is wrong.
 VERIFIED = (
     "arcee cohere cohere2 cwm ernie4_5 exaone4 gemma gemma3_text glm glm4 gpt-sw3 gpt2 gpt_bigcode "
-    "granite hunyuan_v1_dense hyperclovax internlm3 iquestcoder jais2 ministral ministral3 "
-    "modernbert-decoder nanochat nemotron olmo olmo2 olmo3 persimmon phi phi3 seed_oss smollm3 "
+    "granite hunyuan_v1_dense hyperclovax internlm3 iquestcoder jais2 llama ministral ministral3 mistral "
+    "modernbert-decoder nanochat nemotron olmo olmo2 olmo3 persimmon phi phi3 qwen2 qwen3 seed_oss smollm3 "
     "starcoder2"
 ).split()
 FULL, SLIDING = "full_attention", "sliding_attention"

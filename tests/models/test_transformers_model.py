@@ -10,9 +10,18 @@ from quantised_checkpoints import PACKERS, quantise
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.checkpoints.transformers_config import VERIFIED
+from nanovllm.checkpoints import open_checkpoint
+from nanovllm.checkpoints.transformers_config import VERIFIED, transformers_config
 from nanovllm.models.transformers_model import without_memory
-from tiny_checkpoints import EXACT, SMALL, assert_greedy, edit_json, load_reference, one_thread  # noqa: F401
+from tiny_checkpoints import (
+    EXACT,
+    SMALL,
+    assert_greedy,
+    edit_json,
+    load_reference,
+    make_checkpoint,
+    one_thread,  # noqa: F401
+)
 
 CHANGES = {"hunyuan_v1_dense": {"head_dim": 16}, "ministral": {"head_dim": 16}}  # which have no default
 PROMPTS = [[1, 2, 3], [*range(40)], [7] * 17, [*range(39), 5]]
@@ -42,6 +51,7 @@ def assert_answers_as_transformers(folder: Path, reference: Path | None = None, 
     """Chunks of prompts, hits in the cache and several sequences in a step."""
     theirs = load_reference(reference or folder)
     options = EXACT | dict(num_kvcache_blocks=40, max_num_batched_tokens=24) | options
+    options |= {"model_impl": "transformers"}
     with LLM(str(folder), **options) as llm:
         for prompt, result in zip(PROMPTS, llm.generate(PROMPTS, GREEDY, use_tqdm=False), strict=True):
             assert_greedy(theirs, prompt, result["token_ids"])
@@ -52,11 +62,6 @@ def test_greedy_tokens_are_those_of_transformers(tmp_path, kind):
     if kind not in CONFIG_MAPPING:
         pytest.skip("this version of transformers does not know it")
     assert_answers_as_transformers(make(kind, tmp_path, **CHANGES.get(kind, {})))
-
-
-def test_the_documentation_lists_them():
-    text = (Path(__file__).parents[2] / "docs/options.md").read_text()
-    assert all(f"`{kind}`" in text for kind in VERIFIED)
 
 
 @pytest.mark.parametrize("name", ["fp8 tensor", "pack 4"])
@@ -115,6 +120,26 @@ def test_an_old_transformers_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("transformers.__version__", "4.57.1")
     with pytest.raises(ValueError, match="needs transformers 5 or newer, this is 4.57.1"):
         LLM(str(folder), **EXACT)
+
+
+def test_an_architecture_that_has_a_class_can_be_built_by_transformers_too(tmp_path):
+    folder = make_checkpoint(tmp_path, "qwen3")
+    for model_impl, name in [("auto", "Qwen3"), ("native", "Qwen3"), ("transformers", "Transformers")]:
+        with LLM(str(folder), **EXACT, num_kvcache_blocks=40, model_impl=model_impl) as llm:
+            assert type(llm.model_runner.model).__name__ == f"{name}ForCausalLM"
+
+
+def test_only_architectures_that_have_a_class_are_native(tmp_path):
+    with pytest.raises(ValueError, match="model_impl='native' has no class for .*Olmo.*only for Llama"):
+        LLM(str(make("olmo", tmp_path)), **EXACT, model_impl="native")
+
+
+def test_transformers_reads_the_shapes_that_benchmarks_name():
+    ours, theirs = (open_checkpoint("qwen3-8b", "dummy").hf_config(impl) for impl in ("auto", "transformers"))
+    names = "hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim vocab_size"
+    for name in [*names.split(), "context_limit", "dtype", "tie_word_embeddings"]:
+        assert getattr(ours, name) == getattr(theirs, name), name
+    assert transformers_config(theirs.raw).rope_parameters["rope_theta"] == 1e6
 
 
 def test_ranks_are_refused(tmp_path):
