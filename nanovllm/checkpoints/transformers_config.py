@@ -10,10 +10,11 @@ from nanovllm.utils.validation import shown
 # Model types that give transformers' own logits here, as a test shows. Others may keep a state, attend in
 # another way, or do something beside attention that nobody would notice until the text is wrong.
 VERIFIED = (
-    "arcee cohere cohere2 cwm ernie4_5 exaone4 gemma gemma3_text glm glm4 gpt-sw3 gpt2 gpt_bigcode "
-    "granite hunyuan_v1_dense hyperclovax internlm3 iquestcoder jais2 llama ministral ministral3 mistral "
-    "modernbert-decoder nanochat nemotron olmo olmo2 olmo3 persimmon phi phi3 qwen2 qwen3 seed_oss smollm3 "
-    "starcoder2"
+    "afmoe apertus arcee aria_text bitnet cohere cohere2 cohere2_moe ctrl cwm deepseek_v3 ernie4_5 "
+    "ernie4_5_moe exaone4 exaone_moe flex_olmo gemma gemma3_text glm glm4 glm4_moe glm4_moe_lite gpt-sw3 "
+    "gpt2 gpt_bigcode gpt_neox granite hunyuan_v1_dense hyperclovax internlm3 iquestcoder jais2 llama "
+    "ministral ministral3 mistral mixtral modernbert-decoder nanochat nemotron olmo olmo2 olmo3 olmoe opt "
+    "persimmon phi phi3 qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 starcoder2"
 ).split()
 FULL, SLIDING = "full_attention", "sliding_attention"
 

@@ -7,7 +7,7 @@ become this project's, so that formats of weights work. Nothing here knows an ar
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,13 +18,10 @@ from nanovllm.checkpoints.model_config import ModelConfig
 from nanovllm.checkpoints.transformers_config import transformers_config
 from nanovllm.distributed.group import get_group
 from nanovllm.layers.attention import Attention
-from nanovllm.layers.linear import LinearBase
-from nanovllm.layers.quantization.scaled import Part
+from nanovllm.models.transformers_parts import NAME, Linear, register
+from nanovllm.models.transformers_weights import converted
 from nanovllm.utils.context import get_context
-
-NAME = "nano_vllm"  # of the attention function
-# What attention functions may be given that this project's attention does not compute.
-UNKNOWN_ARGUMENTS = ("softcap", "s_aux", "position_bias")
+from nanovllm.utils.loader import find_places
 
 
 class TransformersForCausalLM(nn.Module):
@@ -37,8 +34,9 @@ class TransformersForCausalLM(nn.Module):
         if get_group().size > 1:
             raise ValueError("tensor_parallel_size must be 1 for an architecture that transformers builds")
         model = build(config)
-        self._base = (model.base_model,)  # not a child, or its parameters would have two names
-        self.attention = nn.ModuleList(self._give_attention(config))
+        self._model = (model,)  # not a child, or its parameters would have other names
+        self._base = (model.base_model,)
+        self.attention = nn.ModuleList(try_out(model.base_model, config.num_hidden_layers))
         for parent in [*self._base[0].modules()]:
             for name, child in [*parent.named_children()]:
                 if type(child) is nn.Linear:
@@ -50,36 +48,19 @@ class TransformersForCausalLM(nn.Module):
         for name, child in model.named_children():
             self.add_module(name, child)
         object.__setattr__(self, "lm_head", head)  # under its own name it is a child already
-        # A mask of four dimensions is one that transformers passes on as it is, and `attend` needs none.
-        self.register_buffer("no_mask", torch.empty(1, 1, 1, 1), persistent=False)
-
-    def _give_attention(self, config: ModelConfig) -> Iterator[Attention]:
-        """Each layer's attention module gets a part of the cache."""
-        found = {
-            module.layer_idx: module
-            for module in self._base[0].modules()
-            if type(getattr(module, "layer_idx", None)) is int and "ttention" in type(module).__name__
-        }
-        if [*sorted(found)] != [*range(config.num_hidden_layers)]:
-            name = type(self._base[0]).__name__
-            raise ValueError(
-                f"{name} is not supported: not each of its layers has attention of the usual kind"
-            )
-        for _, module in sorted(found.items()):
-            scale = config.head_dim**-0.5  # `attend` is told if it is another
-            heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-            attention = Attention(heads, config.head_dim, scale, kv_heads)
-            module.nano_vllm_attention = (attention,)  # not a child, either
-            yield attention
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """input_ids, positions int64 [tokens] -> hidden states [tokens, hidden_size]."""
         tokens = {"input_ids": input_ids[None], "position_ids": positions[None]}
-        return self._base[0](**tokens, attention_mask=self.no_mask, use_cache=False).last_hidden_state[0]
+        return self._base[0](**tokens, use_cache=False).last_hidden_state[0]
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """-> logits [sequences, vocab_size]."""
         return self.lm_head(hidden_states)
+
+    def converted(self, tensors: Iterable[Any]) -> Iterator[Any]:
+        """A checkpoint's tensors by the names that parameters have here."""
+        return converted(self._model[0], find_places(self), tensors)
 
 
 def build(config: ModelConfig) -> Any:
@@ -87,24 +68,20 @@ def build(config: ModelConfig) -> Any:
     The model of transformers, its parameters without memory. Raises ValueError if it does not let other
     attention be used.
     """
-    from transformers import AttentionInterface, AutoModelForCausalLM
-    from transformers.masking_utils import AttentionMaskInterface
+    from transformers import AutoModelForCausalLM
 
-    AttentionInterface.register(NAME, attend)
-    AttentionMaskInterface.register(NAME, lambda *_args, **_options: None)  # `attend` needs no mask
+    register()
     theirs = transformers_config(config.raw)
-    theirs.num_hidden_layers = config.num_hidden_layers
+    theirs.num_hidden_layers, theirs.pad_token_id = config.num_hidden_layers, None  # there is no padding
     with without_memory():
         try:
-            dtype = torch.get_default_dtype()
-            model = AutoModelForCausalLM.from_config(theirs, attn_implementation=NAME, dtype=dtype)
+            options = {"attn_implementation": NAME, "experts_implementation": NAME}
+            model = AutoModelForCausalLM.from_config(theirs, **options, dtype=torch.get_default_dtype())
         except Exception as error:  # whatever a foreign file makes of foreign code
             raise ValueError(f"transformers cannot build the model: {error!r:.300}") from error
     name = type(model).__name__
     if not getattr(model, "_supports_attention_backend", False):
         raise ValueError(f"{name} is not supported: its attention cannot be replaced")
-    if many := [name for name, param in model.named_parameters() if param.dim() > 2]:
-        raise ValueError(f"{name} is not supported: {many[0]} is no matrix, but holds experts or filters")
     if model.base_model is model or model.get_output_embeddings() is None:
         raise ValueError(f"{name} is not supported: it has no head for a vocabulary")
     return model.eval()
@@ -147,37 +124,31 @@ def give_memory(model: nn.Module) -> None:
                 setattr(module, name, made[param])
 
 
-class Linear(LinearBase):
-    """For input of any number of dimensions. Not split: every rank would hold all of it."""
-
-    def __init__(self, input_size: int, output_size: int, bias: bool):
-        super().__init__({None: Part((output_size, input_size))}, bias)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        rows = x.reshape(-1, x.shape[-1])
-        return self.format.multiply(rows, self.bias).view(*x.shape[:-1], -1)
-
-
-def attend(
-    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-    attention_mask: Any, scaling: float | None = None, **options: Any,
-) -> tuple[torch.Tensor, None]:  # fmt: skip
+def try_out(base: Any, num_layers: int) -> list[Attention]:
     """
-    transformers' interface: query, key and value [1, heads, tokens, head_dim], rotated already, to [1,
-    tokens, heads, head_dim]. Positions and masks follow from the step's context.
+    The attention of each layer, as it asks for it on the meta device. Raises ValueError if a layer has none,
+    or depends on data.
     """
-    attention: Attention = module.nano_vllm_attention[0]
-    for name in UNKNOWN_ARGUMENTS:
-        if options.get(name) is not None:
-            raise ValueError(f"{type(module).__name__} is not supported: its attention has {name}")
-    shape = 1, attention.num_kv_heads, query.shape[2], attention.head_dim
-    if key.shape != shape or value.shape != shape or not getattr(module, "is_causal", True):
-        raise ValueError(f"{type(module).__name__} is not supported: not all heads or layers are alike")
-    if scaling is not None:
-        attention.rule = attention.rule._replace(scale=float(scaling))
-    q, k, v = (each[0].transpose(0, 1).contiguous() for each in (query, key, value))
-    out = attention(*attention.store(q, k, v))
-    return out.view(1, len(q), attention.num_heads, attention.head_dim), None
+    name = type(base).__name__
+    buffers = {name: buffer.to("meta") for name, buffer in base.named_buffers()}
+    tokens = torch.zeros(1, 2, dtype=torch.int64, device="meta")
+    inputs = {"input_ids": tokens, "position_ids": tokens, "use_cache": False}
+    try:
+        torch.func.functional_call(base, buffers, (), inputs)
+    except ValueError:
+        raise
+    except Exception as error:
+        raise ValueError(f"{name} is not supported: {error!r:.300}") from error
+    found = [
+        vars(module)["nano_vllm_attention"]
+        for module in base.modules()
+        if "nano_vllm_attention" in vars(module)
+    ]
+    if len(found) != num_layers:
+        raise ValueError(
+            f"{name} is not supported: {len(found)} of {num_layers} layers have attention of the usual kind"
+        )
+    return [attention for (attention,) in found]
 
 
 class Head:
@@ -218,8 +189,12 @@ class Given(nn.Module):
     def __init__(self, hidden_states: torch.Tensor):
         super().__init__()
         self.hidden_states = hidden_states
+        object.__setattr__(self, "decoder", self)  # where the layers are in some models
 
     def forward(self, *_args: Any, **_options: Any) -> Any:
         from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
-        return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=self.hidden_states)
+        class Output(BaseModelOutputWithPastAndCrossAttentions):
+            router_logits = None  # which heads of mixtures of experts ask for
+
+        return Output(last_hidden_state=self.hidden_states)

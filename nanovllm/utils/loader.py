@@ -23,7 +23,7 @@ FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 
 def default_weight_loader(
-    param: torch.Tensor, loaded_weight: Any, part: Any = slice(None), shape: tuple[int, ...] | None = None
+    param: torch.Tensor, loaded_weight: Any, part: Any = ..., shape: tuple[int, ...] | None = None
 ) -> None:
     """
     Copy a part of `loaded_weight`, which gives a tensor when sliced. Raises ValueError on a shape of the
@@ -65,7 +65,8 @@ def load_model(model: nn.Module, path: str | os.PathLike | Checkpoint) -> None:
     known = set(waiting)
     # With another default device, whole tensors would be copied to it before they are sliced.
     with torch.device("cpu"):
-        for tensor in checkpoint.tensors():
+        tensors = checkpoint.tensors()
+        for tensor in model.converted(tensors) if hasattr(model, "converted") else tensors:
             source = f"{tensor.file}: tensor {tensor.name}"
             if tensor.name not in known:
                 if tensor.name.endswith(IGNORED) or is_tied(model, tensor.name):

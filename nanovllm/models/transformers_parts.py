@@ -1,0 +1,109 @@
+"""What stands in place of parts of a model that transformers has built: attention, experts, matrix products.
+
+transformers calls attention and experts by functions that are registered under a name. Before the model has
+memory it is tried out on the meta device, where tensors have shapes only: then each attention module gets
+what it asks for, and a forward that depends on data fails, which no CUDA graph could hold either.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from nanovllm.kernels.moe import run_experts
+from nanovllm.kernels.router import Chosen
+from nanovllm.layers.attention import Attention
+from nanovllm.layers.linear import LinearBase
+from nanovllm.layers.quantization.scaled import Part
+from nanovllm.utils.context import get_context
+
+NAME = "nano_vllm"  # of the functions
+# What attention functions may be given that this project's attention does not compute.
+UNKNOWN_ARGUMENTS = ("softcap", "s_aux", "position_bias")
+
+
+def register() -> None:
+    from transformers import AttentionInterface
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    AttentionInterface.register(NAME, attend)  # no mask of this name: it gets none, and needs none
+    ALL_EXPERTS_FUNCTIONS.register(NAME, compute_experts)
+
+
+def attend(
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    attention_mask: Any, scaling: float | None = None, **options: Any,
+) -> tuple[torch.Tensor, None]:  # fmt: skip
+    """
+    transformers' interface: query, key and value [1, heads, tokens, head_dim], rotated already, to [1,
+    tokens, heads, head_dim]. Positions and masks follow from the step's context.
+    """
+    _, num_heads, num_tokens, _ = query.shape
+    if query.is_meta:
+        attention = make_attention(module, query, key, value, scaling, options)
+        module.nano_vllm_attention = (attention,)  # not a child, or it would have two names
+        return query.new_empty(1, num_tokens, num_heads, value.shape[-1]), None
+    attention: Attention = module.nano_vllm_attention[0]
+    narrower = attention.head_dim - value.shape[-1]
+    q, k, v = (each[0].transpose(0, 1).contiguous() for each in (query, key, F.pad(value, (0, narrower))))
+    out = attention(*attention.store(q, k, v)).view(1, num_tokens, num_heads, attention.head_dim)
+    return out[..., : value.shape[-1]], None
+
+
+def make_attention(
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    scaling: float | None, options: dict[str, Any],
+) -> Attention:  # fmt: skip
+    """As a module asks for it. Raises ValueError for what is not computed here."""
+    name = f"{type(module).__name__} is not supported"
+    for unknown in UNKNOWN_ARGUMENTS:
+        if options.get(unknown) is not None:
+            raise ValueError(f"{name}: its attention has {unknown}")
+    if hasattr(module, "nano_vllm_attention"):
+        raise ValueError(f"{name}: it attends more than once")
+    (_, num_heads, num_tokens, head_dim), (_, num_kv_heads, *_) = query.shape, key.shape
+    is_usual = key.shape == (1, num_kv_heads, num_tokens, head_dim) and value.shape[:3] == key.shape[:3]
+    if not is_usual or value.shape[-1] > head_dim or not getattr(module, "is_causal", True):
+        raise ValueError(f"{name}: it attends not only to the tokens before")
+    return Attention(num_heads, head_dim, scaling or head_dim**-0.5, num_kv_heads)
+
+
+def compute_experts(
+    module: nn.Module, hidden_states: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """
+    transformers' interface: hidden_states [tokens, hidden], experts int64 and their weights [tokens, top_k],
+    to [tokens, hidden].
+    """
+    if hidden_states.is_meta:
+        return torch.empty_like(hidden_states)
+    if is_swiglu(module):
+        chosen = Chosen(experts.int().contiguous(), weights.float().contiguous())
+        matrices = module.gate_up_proj, module.down_proj
+        return run_experts(hidden_states, *matrices, chosen, get_context().is_prefill).sum(1)
+    from transformers.integrations.moe import grouped_mm_experts_forward
+
+    return grouped_mm_experts_forward(module, hidden_states, experts, weights)
+
+
+def is_swiglu(module: nn.Module) -> bool:
+    """Whether experts are what this project's kernels compute."""
+    from transformers.integrations.moe import _default_apply_gate
+
+    others = module.is_transposed or module.has_bias or module.has_post_expert_norm
+    if others or not module.has_gate or not module.is_concatenated:
+        return False
+    is_silu = type(getattr(module, "act_fn", None)).__name__ in ("SiLU", "SiLUActivation")
+    return is_silu and type(module)._apply_gate is _default_apply_gate
+
+
+class Linear(LinearBase):
+    """For input of any number of dimensions. Not split: every rank would hold all of it."""
+
+    def __init__(self, input_size: int, output_size: int, bias: bool):
+        super().__init__({None: Part((output_size, input_size))}, bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        return self.format.multiply(rows, self.bias).view(*x.shape[:-1], -1)

@@ -1,0 +1,40 @@
+"""Small random checkpoints of any model type that transformers knows."""
+
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from tiny_checkpoints import SMALL
+
+# Of mixtures of experts, by the names that configurations have.
+EXPERTS = dict(num_experts=4, num_local_experts=4, n_routed_experts=4, num_experts_per_tok=2)
+EXPERTS |= dict(moe_intermediate_size=24, expert_ffn_hidden_size=24, shared_expert_intermediate_size=24)
+# What a type needs besides.
+CHANGES: dict[str, dict] = {"hunyuan_v1_dense": {"head_dim": 16}, "ministral": {"head_dim": 16}}
+LATENT = dict(num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=16, v_head_dim=8)
+LATENT |= dict(qk_nope_head_dim=8, qk_rope_head_dim=8, n_group=2, topk_group=1, first_k_dense_replace=1)
+CHANGES["deepseek_v3"] = LATENT
+
+
+def make(kind: str, folder: Path, **changes) -> Path:
+    """A checkpoint with those settings of SMALL that its configuration has."""
+    cls = CONFIG_MAPPING[kind]
+    known = {"tie_word_embeddings", *getattr(cls, "attribute_map", {})}
+    known |= {field.name for field in fields(cls)} if is_dataclass(cls) else set(cls().to_dict())
+    settings = {
+        name: value for name, value in (SMALL | EXPERTS).items() if name in known and value is not None
+    }
+    settings |= {"eos_token_id": 1, "bos_token_id": 1, "pad_token_id": 1}
+    config = cls(**settings | CHANGES.get(kind, {}) | changes)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name or "ln_" in name:
+                parameter.uniform_(0.5, 1.5)
+            else:
+                parameter.normal_(0, 0.3 if name.endswith("bias") else 0.15)
+    model.save_pretrained(folder)
+    return folder
