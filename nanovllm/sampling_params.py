@@ -2,13 +2,14 @@
 nothing of the engine.
 """
 
+import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntFlag
 from typing import Any
 
-from nanovllm.utils.validation import check_bool, find_surrogate, is_number, shown
+from nanovllm.utils.validation import check, check_bool, find_surrogate, is_number, shown
 
 MAX_SEED = 2**63 - 1
 MAX_TOKENS = 2**31 - 1
@@ -16,6 +17,48 @@ MAX_N = 16_384
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 100.0
 MIN_FLOAT, MAX_FLOAT = sys.float_info.min, sys.float_info.max
+
+
+@dataclass(frozen=True, slots=True)
+class StructuredOutputsParams:
+    """
+    What a completion must look like; exactly one of
+
+    json:        a JSON schema as a dict or text, or a pydantic model class: a JSON value that fits it.
+    regex:       a regular expression in the syntax of Rust's regex, which the whole completion matches.
+    choice:      a list of texts, of which the completion is one.
+    grammar:     a context-free grammar in the notation of Lark or of GBNF, whose language it belongs to.
+    json_object: True: any JSON object.
+
+    With disable_any_whitespace JSON has no spaces and line breaks between its parts. Raises ValueError with
+    the bad value. A schema is kept as text.
+    """
+
+    json: str | Mapping[str, Any] | type | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool = False
+
+    def __post_init__(self) -> None:
+        check_bool(self.disable_any_whitespace, "disable_any_whitespace")
+        if self.json_object is not None:
+            check_bool(self.json_object, "json_object")
+            object.__setattr__(self, "json_object", self.json_object or None)
+        kinds = ("json", "regex", "choice", "grammar", "json_object")
+        given = {kind: value for kind in kinds if (value := getattr(self, kind)) is not None}
+        check(len(given) == 1, f"structured outputs need exactly one of {', '.join(kinds)}", given)
+        if self.json is not None:
+            object.__setattr__(self, "json", _read_schema(self.json))
+        for kind in ("regex", "grammar"):
+            is_good = kind not in given or _is_text(given[kind])
+            check(is_good, f"{kind} must be a text, not empty or with a lone surrogate", given.get(kind))
+        if self.choice is not None:
+            texts = _as_tuple(self.choice) or ()
+            rule = "choice must be a list of texts, none of them empty or with a lone surrogate"
+            check(texts != () and all(map(_is_text, texts)), rule, self.choice)
+            object.__setattr__(self, "choice", texts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +92,12 @@ class SamplingParams:
                                 tokens (" Par" + "is") is not noticed.
     skip_special_tokens:        leave special tokens out of the text.
     detokenize:                 decode the tokens; if False, the text is empty and `stop` cannot be used.
+    structured_outputs:         draw only tokens with which the completion can come to look as this says.
 
-    Logits are changed in this order: biases and bans, penalties, temperature, min_p, top_k, top_p (with the
-    probabilities among the tokens that min_p and top_k left). Tokens with equal logits are kept or left out
-    together. Log-probabilities are the model's, before any of these changes.
+    Logits are changed in this order: biases and bans, penalties, the tokens that structured_outputs rules
+    out, temperature, min_p, top_k, top_p (with the probabilities among the tokens that min_p and top_k left).
+    Tokens with equal logits are kept or left out together. Log-probabilities are the model's, before any of
+    these changes.
 
     Raises ValueError with the bad value. Collections may be given as lists or sets, and `logit_bias` as a
     dict; they are kept as tuples.
@@ -80,6 +125,7 @@ class SamplingParams:
     bad_words: Sequence[str] | None = ()
     skip_special_tokens: bool = True
     detokenize: bool = True
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"):
@@ -100,6 +146,11 @@ class SamplingParams:
         most, said = self.max_tokens or MAX_TOKENS, f"an integer from 0 to max_tokens={self.max_tokens}"
         self._set_number("min_tokens", int, 0, most, said)
         self._set_collections()
+        is_good = isinstance(self.structured_outputs, StructuredOutputsParams | None)
+        self._check(is_good, "structured_outputs", "None or StructuredOutputsParams")
+        if self.structured_outputs is not None and self.allowed_token_ids is not None:
+            found = f"allowed_token_ids={shown(self.allowed_token_ids)}"
+            raise ValueError(f"structured_outputs decide which tokens are allowed, got {found} as well")
 
     def _set_number(self, name: str, kind: type, low: float, high: float, allowed: str) -> None:
         """Check a number, and keep it as Python's own: numpy's may overflow in sums."""
@@ -153,6 +204,7 @@ class Needs(IntFlag):
     RULES = 2  # logit_bias, bad_words, min_tokens
     TOKEN_FLAGS = 4  # penalties, allowed_token_ids
     LOGPROBS = 8
+    MASKS = 16  # structured_outputs
 
 
 def needs_of(params: SamplingParams) -> Needs:
@@ -163,6 +215,8 @@ def needs_of(params: SamplingParams) -> Needs:
         needs |= Needs.RULES
     if has_penalties(params) or params.allowed_token_ids is not None:
         needs |= Needs.TOKEN_FLAGS
+    if params.structured_outputs is not None:
+        needs |= Needs.MASKS
     return needs if params.logprobs is None else needs | Needs.LOGPROBS
 
 
@@ -192,6 +246,22 @@ def _as_tuple(values: Any) -> tuple | None:
     if values is None:
         return ()
     return tuple(values) if isinstance(values, (list, tuple, set, frozenset)) else None
+
+
+def _read_schema(schema: Any) -> str:
+    """A JSON schema as text, from any of its forms."""
+    if callable(of_model := getattr(schema, "model_json_schema", None)):
+        schema = of_model()
+    try:
+        if isinstance(schema, Mapping):
+            schema = json.dumps(dict(schema), allow_nan=False)
+        if isinstance(schema, str) and isinstance(json.loads(schema), dict | bool):
+            return schema
+        reason = "it is neither an object nor true or false"
+    except (TypeError, ValueError, RecursionError) as error:
+        reason = str(error)
+    rule = "json must be a JSON schema, as a dict or text, or a pydantic model class"
+    raise ValueError(f"{rule}, got {shown(schema)}: {reason}")
 
 
 def _is_text(value: Any) -> bool:

@@ -24,6 +24,7 @@ import torch.nn.functional as F
 
 from nanovllm.config import Config
 from nanovllm.engine.device_rows import can_group
+from nanovllm.engine.masks import TokenMasks
 from nanovllm.engine.memory import largest_batch
 from nanovllm.kernels import runtime
 from nanovllm.kernels.all_reduce import PeerMemory
@@ -184,8 +185,10 @@ def launch_every_kernel(make_runner: Callable[[], Any]) -> Iterator[None]:
     is_grouped = can_group(config)
     runner.decode_step(*runner.padding(largest, is_grouped), Needs(0))
     yield
-    for needs in (Needs(0), filters, edits):
+    for needs in (Needs(0), filters, edits, Needs.MASKS, edits | Needs.MASKS):
         runner.run(short._replace(needs=needs))
+        if runner.undrawn is not None:
+            runner.draw(TokenMasks(np.full(len(short.lens_q), -1, np.int32), np.zeros((0, 1), np.int32)))
     for batch in (short, long):  # some keys are in the cache
         copies = np.zeros((3, 1), dtype=np.int64)
         runner.run(batch._replace(needs=Needs(0), lens_k=batch.lens_k + 1, block_copies=copies))

@@ -5,6 +5,7 @@ Knows nothing of what is recorded, which must depend on nothing but the device's
 
 import collections
 import contextlib
+import functools
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -30,7 +31,7 @@ class CudaGraphs:
 
     def __init__(self, device: torch.device):
         self.device = device
-        self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, Any]] = {}
+        self._graphs: dict[Hashable, tuple[list[torch.cuda.CUDAGraph], Any]] = {}
         self._pool = self._pool_owner = None
         self._stream = torch.cuda.Stream(device)  # not torch's own, which is one for all devices and threads
         with contextlib.suppress(IndexError):
@@ -48,14 +49,25 @@ class CudaGraphs:
             lambda: torch.zeros(max(1, num_bytes), dtype=torch.uint8, device=self.device)
         )
 
-    def capture(self, key: Hashable, step: Callable[[], Any]) -> None:
-        """Record the step. It must have run before: a capture cannot create handles or compile kernels."""
-        self._graphs[key] = self._record(step)
+    def capture(self, key: Hashable, *stages: Callable[..., Any]) -> None:
+        """
+        Record a step, in one or more stages: each is called with what the one before it has returned. It must
+        have run before: a capture cannot create handles or compile kernels.
+        """
+        graphs, results = [], ()
+        for stage in stages:
+            graph, result = self._record(functools.partial(stage, *results))
+            graphs.append(graph)
+            results = (result,)
+        self._graphs[key] = graphs, result
 
-    def replay(self, key: Hashable) -> Any:
-        """Enqueue the step again and return its results, which overwrite those of the last time."""
-        graph, result = self._graphs[key]
-        graph.replay()
+    def replay(self, key: Hashable, stage: int = 0) -> Any:
+        """
+        Enqueue a stage of the step again, no other step between it and the one before. Returns what the last
+        stage computes, which overwrites that of the last time.
+        """
+        graphs, result = self._graphs[key]
+        graphs[stage].replay()
         return result
 
     def _record(self, step: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:

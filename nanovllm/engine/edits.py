@@ -1,5 +1,6 @@
 """How requests change logits: by rules (biases, banned tokens and words), token flags (penalties, allowed
-tokens) and filters (top-k, top-p, min-p). kernels/logit_edits.py says what rules and token flags are.
+tokens), masks (structured outputs) and filters (top-k, top-p, min-p). kernels/logit_edits.py says what rules
+and token flags are.
 
 First come functions that turn a request's parameters into numbers. `HostEdits` collects what a step must send
 of them; `DeviceEdits` keeps them in a row for each running sequence and applies them to logits.
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 
 from nanovllm.engine.limits import RULE_WORDS
+from nanovllm.engine.masks import DeviceMasks
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.transfer import to_device
 from nanovllm.kernels.filtering import Filters, filter_thresholds
@@ -154,6 +156,7 @@ class DeviceEdits:
         self.token_flags = torch.zeros(num_rows, vocab_size, dtype=torch.int32, device=self.device)
         self.history = torch.full((num_rows, HISTORY), -1, dtype=torch.int32, device=self.device)
         self.rule_addresses = torch.zeros(num_rows, dtype=torch.int64, device=self.device)
+        self.masks = DeviceMasks(num_rows, vocab_size, self.device)
         # Each row's rules are a tensor of their own. Steps under way may still read one that is dropped here:
         # its memory is reused only by later work of the same stream.
         self.rules: dict[int, torch.Tensor] = {}
@@ -188,19 +191,23 @@ class DeviceEdits:
 
     def edit_logits(
         self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor,
-        temperatures: torch.Tensor, needs: Needs,
+        temperatures: torch.Tensor, needs: Needs, vocab_start: int = 0,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
         """
         The logits to draw from, [batch, vocabulary], and the lowest that may be drawn in each row, float32
-        [batch], or None without filters. logits [batch, vocabulary] are not changed; rows int32, positions
-        int64 (of the tokens to be drawn) and temperatures float32 are [batch].
+        [batch], or None without filters. logits [batch, vocabulary] are changed only if none of them is
+        needed later; where masks are all that is needed, they may be a shard that begins at vocab_start. rows
+        int32, positions int64 (of the tokens to be drawn) and temperatures float32 are [batch].
         """
-        if needs & (Needs.RULES | Needs.TOKEN_FLAGS):
+        is_needed_later = needs & Needs.LOGPROBS and needs & Needs.MASKS
+        if needs & (Needs.RULES | Needs.TOKEN_FLAGS) or is_needed_later:
             logits = logits.to(torch.float32, copy=True)
         if needs & Needs.RULES:
             apply_rules(logits, rows, positions, self.rules, self.rule_addresses, self.history)
         if needs & Needs.TOKEN_FLAGS:
             apply_token_flags(logits, rows, self.penalties[rows], self.token_flags)
+        if needs & Needs.MASKS:
+            self.masks.apply(logits, vocab_start)
         if needs & Needs.FILTERS:
             return logits, filter_thresholds(logits, temperatures, self.filters[rows])
         return logits, None

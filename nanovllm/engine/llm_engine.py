@@ -8,31 +8,34 @@ import sys
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 from nanovllm.checkpoints import Checkpoint, open_checkpoint
 from nanovllm.config import Config
 from nanovllm.distributed.ranks import SHUT_DOWN, EngineDeadError, Ranks
 from nanovllm.engine import recovery
-from nanovllm.engine.batch import BatchMaker, StepOutput
+from nanovllm.engine.batch import Batch, BatchMaker, StepOutput
 from nanovllm.engine.device_rows import make_groups
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.text.grammar import GrammarError, Grammars
 from nanovllm.text.prompts import Prompt, Prompts, Request
 from nanovllm.text.results import GrowingText, record_logprobs, watch_stops
 from nanovllm.utils.validation import check, is_number
 
 
-class Step(NamedTuple):
-    """A step under way."""
+@dataclass(eq=False)
+class Step:
+    """A step under way. Its `output` is None while it waits for masks to draw with, see `_draw`."""
 
     sequences: list[Sequence]
     drawing: list[Sequence]
     num_tokens: int
-    output: StepOutput
+    batch: Batch
+    output: StepOutput | None
 
 
 class LLMEngine:
@@ -71,7 +74,8 @@ class LLMEngine:
                 raise
         self.scheduler = Scheduler(self.config)
         self.batches = BatchMaker(self.config, make_groups(self.config))
-        self.prompts = Prompts(self.config, self.tokenizer, self.scheduler.limits)
+        self.grammars = Grammars(self.config, self.tokenizer)
+        self.prompts = Prompts(self.config, self.tokenizer, self.scheduler.limits, self.grammars)
         self._seeds = random.Random(self.config.seed)
         self._overlap = self.config.device != "cpu"
         self.under_way: Step | None = None
@@ -144,6 +148,7 @@ class LLMEngine:
         if request.packed is not None:
             seq.packed_prompt = request.packed
         seq.bad_words, seq.num_rule_words = request.bad_words, request.num_rule_words
+        seq.grammar = request.grammar
         seq.scored_token_ids = [] if index else request.scored_token_ids
         return seq
 
@@ -175,6 +180,8 @@ class LLMEngine:
             if self._overlap:  # collect the step before this one, while the device is busy with this one
                 step, self.under_way = self.under_way, step
             num_tokens = self._collect(step, attempt) if step is not None else 0
+            if self.under_way is not None:  # now that all tokens before its own are known
+                self._draw(self.under_way, attempt)
             if not self.unfinished:
                 self.scheduler.max_running = self.scheduler.max_num_seqs
                 if self.under_way is not None:  # drain the step launched before we knew that all had ended
@@ -188,10 +195,28 @@ class LLMEngine:
         batch = self.batches.prefill(sequences) if is_prefill else self.batches.decode(sequences)
         self._counts["grouped"] += batch.num_grouped_tokens
         with self.model_runner.on_device():
-            output = self.model_runner.call("run", batch).to_host(batch)
-        return Step(sequences, self.scheduler.advance(sequences), num_tokens, output)
+            output = self.model_runner.call("run", batch)
+            output = output and output.to_host(batch)
+        return Step(sequences, self.scheduler.advance(sequences), num_tokens, batch, output)
+
+    def _draw(self, step: Step, attempt: recovery.Attempt) -> None:
+        """
+        Let a step draw its tokens that has waited for masks, which are made here, of all tokens before them.
+        On a GPU its forward pass runs meanwhile.
+        """
+        if step.output is not None:
+            return
+        attempt.sequences = step.sequences
+        try:
+            masks = self.grammars.masks(step.sequences)
+        except GrammarError as error:
+            attempt.sequences = [error.sequence]
+            raise
+        with self.model_runner.on_device():
+            step.output = self.model_runner.call("draw", masks).to_host(step.batch)
 
     def _collect(self, step: Step, attempt: recovery.Attempt) -> int:
+        self._draw(step, attempt)
         attempt.sequences = step.sequences
         token_ids = step.output.token_ids()
         self.check_usable()  # where a rank has failed the tokens are worthless
@@ -226,6 +251,7 @@ class LLMEngine:
         self.ended[seq.seq_id] = seq
         del self.unfinished[seq.seq_id]
         self.texts.pop(seq.seq_id, None)
+        self.grammars.drop(seq.seq_id)
 
     def abort(self, request_id: int) -> None:
         """

@@ -6,6 +6,7 @@ method runs on every rank. Follow `run`.
 
 import contextlib
 import functools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from nanovllm.engine.cuda_graphs import RESERVED_BYTES, CudaGraphs, get_graph_si
 from nanovllm.engine.device_rows import DeviceRows, RowLayout, can_group
 from nanovllm.engine.edits import DeviceEdits
 from nanovllm.engine.kv_cache import KVCache
+from nanovllm.engine.masks import TokenMasks
 from nanovllm.engine.memory import bytes_left, bytes_taken_by, explain_memory, largest_batch
 from nanovllm.engine.scoring import Scoring, score
 from nanovllm.engine.transfer import to_device
@@ -50,6 +52,14 @@ class SamplingInputs(NamedTuple):
     temperatures: torch.Tensor  # float32 [sequences]
     seeds: torch.Tensor  # int64 [sequences]
     positions: torch.Tensor  # int64 [sequences], of the tokens to be drawn
+
+
+class Computed(NamedTuple):
+    """A step up to its logits."""
+
+    logits: torch.Tensor  # [sequences, this rank's vocabulary]
+    sampling: SamplingInputs
+    scores: TopLogprobs | None  # of prompts
 
 
 class ModelRunner:
@@ -108,6 +118,7 @@ class ModelRunner:
         is_eager = config.enforce_eager or self.device.type != "cuda" or reads
         self.graph_sizes = get_graph_sizes(config.max_num_seqs)
         self.graphs = None if is_eager else CudaGraphs(self.device)
+        self.undrawn: Callable[[], StepOutput] | None = None  # the rest of a step that waits for masks
 
     def on_device(self) -> contextlib.AbstractContextManager:
         """Work on this runner's GPU and its default stream, whatever the user's thread works on."""
@@ -132,7 +143,7 @@ class ModelRunner:
             if self.graphs is not None:
                 self.graphs.close()
             self.group.leave()
-            self.model = self.sampler = self.kv_cache = self.rows = None
+            self.model = self.sampler = self.kv_cache = self.rows = self.undrawn = None
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
 
@@ -141,6 +152,7 @@ class ModelRunner:
         with self.on_device():
             self._wait_for_device()
             self.rows.reset()
+            self.undrawn = None
 
     def _wait_for_device(self) -> None:
         if self.device.type == "cuda":
@@ -176,29 +188,54 @@ class ModelRunner:
 
     @explain_memory
     @torch.inference_mode()
-    def run(self, batch: Batch) -> StepOutput:
-        """Enqueue a step on the device without waiting for it. A later step may overwrite its output."""
+    def run(self, batch: Batch) -> StepOutput | None:
+        """
+        Enqueue a step on the device without waiting for it. A later step may overwrite its output. A step
+        that needs masks, which depend on tokens that are still being drawn, is finished by `draw`.
+        """
         if batch.row_updates is not None:
             self.rows.apply(batch.row_updates)
         if batch.is_prefill:
             if batch.block_copies is not None:
                 self.kv_cache.copy_blocks(*to_device(batch.block_copies, self.device))
-            return self.run_model(self.prepare_prefill(batch), batch.needs, batch.scoring)
-        self.kernels.wait()
+            computed = self.run_model(self.prepare_prefill(batch), batch.scoring)
+            rest = functools.partial(self._draw, batch.needs, computed)
+        else:
+            self.kernels.wait()
+            rest = self._begin_decode(batch)
+        if batch.needs & Needs.MASKS:
+            self.undrawn = rest
+            return None
+        return rest()
+
+    def _begin_decode(self, batch: Batch) -> Callable[[], StepOutput]:
+        """Enqueue a decode step as far as anything can wait for masks. Returns what enqueues the rest."""
         if self.graphs is None:
-            return self.decode_step(*self.decoding(batch.num_sequences, batch.is_grouped), batch.needs)
+            inputs = self.prepare_decode(*self.decoding(batch.num_sequences, batch.is_grouped))
+            return functools.partial(self._draw, batch.needs, self.run_model(inputs))
         size = next(size for size in self.graph_sizes if size >= batch.num_sequences)
         key = size, batch.is_grouped, batch.needs
         if key not in self.graphs:
             self.capture_cudagraph(*key)
-        return self.graphs.replay(key)
+        if batch.needs & Needs.MASKS:
+            self.graphs.replay(key, 0)
+            return functools.partial(self.graphs.replay, key, 1)
+        return functools.partial(self.graphs.replay, key, 0)
+
+    @explain_memory
+    @torch.inference_mode()
+    def draw(self, masks: TokenMasks) -> StepOutput:
+        """Finish the step that `run` has begun."""
+        self.rows.edits.masks.receive(masks)
+        rest, self.undrawn = self.undrawn, None
+        return rest()
 
     def decode_step(self, rows: torch.Tensor, shared: SharedPrefixes | None, needs: Needs) -> StepOutput:
         """
         For these rows, int32 [batch], and what they share. Depends on the device's memory alone, so that it
         can be captured.
         """
-        return self.run_model(self.prepare_decode(rows, shared), needs)
+        return self._draw(needs, self.run_model(self.prepare_decode(rows, shared)))
 
     def prepare_prefill(self, batch: Batch) -> ModelInputs:
         """Also sets the context."""
@@ -242,37 +279,38 @@ class ModelRunner:
         inputs = self.rows.inputs
         return SamplingInputs(rows, inputs.temperatures[rows], inputs.seeds[rows], positions)
 
-    def run_model(self, inputs: ModelInputs, needs: Needs, scoring: Scoring | None = None) -> StepOutput:
-        """From token ids to the tokens drawn after them. Ends the context that `prepare_...` has set."""
+    def run_model(self, inputs: ModelInputs, scoring: Scoring | None = None) -> Computed:
+        """From token ids to the logits after them. Ends the context that `prepare_...` has set."""
         try:
             hidden_states = self.model(inputs.input_ids, inputs.positions)
             scores = score(self.model.lm_head, hidden_states, scoring) if scoring is not None else None
-            tokens, logprobs = self._draw(self.model.compute_logits(hidden_states), inputs.sampling, needs)
-            return StepOutput(tokens, logprobs, scores)
+            return Computed(self.model.compute_logits(hidden_states), inputs.sampling, scores)
         finally:
             reset_context()
 
-    def _draw(
-        self, logits: torch.Tensor, sampling: SamplingInputs, needs: Needs
-    ) -> tuple[torch.Tensor, TopLogprobs | None]:
-        """The next tokens, int64 [sequences], from this rank's logits; they become the next step's inputs."""
-        rows, temperatures, seeds, positions = sampling
-        if needs:
+    def _draw(self, needs: Needs, computed: Computed) -> StepOutput:
+        """From logits to the next tokens, which become the next step's inputs."""
+        logits, (rows, temperatures, seeds, positions), scores = computed
+        if is_whole := needs | Needs.MASKS != Needs.MASKS:  # masks alone do with a shard of the logits
             logits = self.model.lm_head.gather(logits)
-            edited, thresholds = self.rows.edits.edit_logits(logits, rows, positions, temperatures, needs)
-            tokens = self.sampler(edited, temperatures, seeds, positions, thresholds, is_whole=True)
-        else:
-            tokens = self.sampler(logits, temperatures, seeds, positions)
+        start = 0 if is_whole else self.sampler.vocab_start
+        edits = self.rows.edits
+        edited, thresholds = edits.edit_logits(logits, rows, positions, temperatures, needs, start)
+        tokens = self.sampler(edited, temperatures, seeds, positions, thresholds, is_whole)
         self.rows.note_drawn(rows, positions, tokens, needs)
-        return tokens, top_logprobs(logits, tokens) if needs & Needs.LOGPROBS else None
+        logprobs = top_logprobs(logits, tokens) if needs & Needs.LOGPROBS else None
+        return StepOutput(tokens, logprobs, scores)
 
     @torch.inference_mode()
     def capture_cudagraph(self, batch_size: int, is_grouped: bool, needs: Needs) -> None:
         """Record the decode step for this many rows. Done when first needed, so that starting is quick."""
         self.decode_step(*self.padding(batch_size, is_grouped), needs)
         inputs = self.decoding(batch_size, is_grouped)
-        key = batch_size, is_grouped, needs
-        self.graphs.capture(key, lambda: self.decode_step(*inputs, needs))
+        key, draw = (batch_size, is_grouped, needs), functools.partial(self._draw, needs)
+        if needs & Needs.MASKS:
+            self.graphs.capture(key, lambda: self.run_model(self.prepare_decode(*inputs)), draw)
+        else:
+            self.graphs.capture(key, lambda: self.decode_step(*inputs, needs))
 
     def decoding(self, batch_size: int, is_grouped: bool) -> tuple[torch.Tensor, SharedPrefixes | None]:
         """The rows of the decode step, with padding behind them, and what its sequences share."""

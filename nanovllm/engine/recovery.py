@@ -59,6 +59,7 @@ def recover(engine: Any) -> list[Sequence]:
             del seq.token_ids[length:]
     engine.scheduler.restart(engine.unfinished.values())
     engine.texts = watch_stops(engine.tokenizer, engine.unfinished.values())
+    engine.grammars.reset()
     engine.attempt = None
     return attempt.sequences
 

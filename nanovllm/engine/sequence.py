@@ -3,7 +3,7 @@
 from enum import Enum, auto
 from functools import cached_property
 from itertools import count
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -84,6 +84,7 @@ class Sequence:
         self.leader: Sequence | None = None  # first completion of the same prompt, if this is another
         self.end_token_ids: frozenset[int] = frozenset()  # set by the scheduler, which knows eos
         self.bad_words: list[list[int]] = []  # as token ids; this and the next two are set by the engine
+        self.grammar: Any = None  # compiled, if it asks for structured outputs; set by the engine
         self.num_rule_words = 0  # int32 that all its rules take on a device, see edits.py
         self.scored_token_ids: list[int] = []  # the i-th is to be scored as what follows token i
         self.num_scored = 0  # how many of these steps have scored, or are about to

@@ -15,6 +15,7 @@ from nanovllm.engine.edits import HISTORY, num_rule_words
 from nanovllm.engine.limits import RULE_WORDS, Limits
 from nanovllm.engine.sequence import Sequence, pack
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.text.grammar import Grammars
 from nanovllm.utils.validation import check, check_bool, find_surrogate, is_number, shown
 
 # What `chat` itself passes to a chat template: chat_template_kwargs must not set these.
@@ -36,6 +37,7 @@ class Request:
     scored_token_ids: list[int] = field(default_factory=list)  # the i-th is scored as what follows token i
     index: int = 0  # among the prompts of its call
     packed: bytes | None = None  # token_ids once more, see `Sequence.packed_prompt`
+    grammar: Any = None  # compiled structured outputs
     error: Exception | None = None  # why it could not be read
     completions: list[Sequence] = field(default_factory=list)
 
@@ -55,11 +57,11 @@ def as_token_ids(values: list | tuple, vocab_size: int, name: str) -> list[int]:
 
 
 class Prompts:
-    def __init__(self, config: Config, tokenizer: Any, limits: Limits):
+    def __init__(self, config: Config, tokenizer: Any, limits: Limits, grammars: Grammars):
         self.model = config.model
         self.vocab_size = config.hf_config.vocab_size
         self.tokenizer = tokenizer
-        self.limits = limits
+        self.limits, self.grammars = limits, grammars
         self._bad_word = functools.lru_cache(1024)(self._read_bad_word)
 
     def read_all(self, prompts: Any, sampling_params: Any) -> list[Request]:
@@ -109,12 +111,21 @@ class Prompts:
             raise ValueError(f"sampling_params for {name} must be SamplingParams, got {found}")
         token_ids = self._read_token_ids(prompt, 1, name)
         bad_words, num_rule_words = self._read_rules(sampling_params, name)
+        grammar = self._read_grammar(sampling_params, name)
         scored_token_ids = [] if sampling_params.prompt_logprobs is None else token_ids[1:]
         packed = pack(
             token_ids
         )  # while they are in the processor's cache: later it takes three times as long
         rest = num_rule_words, scored_token_ids, index or 0, packed
-        return Request(token_ids, sampling_params, bad_words, *rest)
+        return Request(token_ids, sampling_params, bad_words, *rest, grammar)
+
+    def _read_grammar(self, params: SamplingParams, name: str) -> Any:
+        if params.structured_outputs is None:
+            return None
+        try:
+            return self.grammars.compile(params.structured_outputs)
+        except ValueError as error:
+            raise ValueError(f"sampling_params for {name}: {error}") from error
 
     def _read_rules(self, params: SamplingParams, name: str) -> tuple[list[list[int]], int]:
         """Bad words as token ids, and `num_rule_words`. Raises ValueError for what the model cannot do."""

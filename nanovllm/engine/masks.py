@@ -1,0 +1,47 @@
+"""Masks of tokens that may be drawn, which the host makes anew for each step: see kernels/token_masks.py.
+
+A step's forward pass runs meanwhile, and masks are copied to the device beside it.
+"""
+
+import contextlib
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from nanovllm.kernels.runtime import cdiv
+from nanovllm.kernels.token_masks import apply_masks
+
+
+class TokenMasks(NamedTuple):
+    """The masks of one step."""
+
+    index: np.ndarray  # int32 [sequences], which of the masks each has, -1 for none
+    bits: np.ndarray  # int32 [masks, words]
+
+
+class DeviceMasks:
+    """The device's copy of a step's masks, always in the same place, so that a CUDA graph finds it."""
+
+    def __init__(self, num_rows: int, vocab_size: int, device: torch.device):
+        self.index = torch.full((num_rows,), -1, dtype=torch.int32, device=device)
+        self.bits = torch.zeros(num_rows, cdiv(vocab_size, 32), dtype=torch.int32, device=device)
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def receive(self, masks: TokenMasks) -> None:
+        """
+        Copy a step's masks to the device. The step before it must have been drawn, as it has been if masks
+        were made of its tokens: nobody reads its masks any more.
+        """
+        bits = np.ascontiguousarray(masks.bits[:, : self.bits.shape[1]])  # the tokenizer may have more tokens
+        with torch.cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext():
+            for target, source in ((self.index, masks.index), (self.bits, bits)):
+                source = torch.from_numpy(source)
+                source = source.pin_memory() if self._stream is not None else source
+                target[: len(source)].copy_(source, non_blocking=True)
+        if self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+
+    def apply(self, logits: torch.Tensor, vocab_start: int) -> None:
+        """Change logits [batch, vocabulary or a shard of it that begins at vocab_start] in place."""
+        apply_masks(logits, self.index, self.bits, vocab_start)
