@@ -61,7 +61,8 @@ def paged_decode_attention(
     batch, heads, head_dim = q.shape
     block_size, kv_heads = page_sizes(k_cache, head_dim)
     group = heads // kv_heads
-    group_pad = max(MIN_COLUMNS, next_power_of_2(group))
+    heads_pad = next_power_of_2(group)
+    group_pad = max(MIN_COLUMNS, heads_pad)
     multiprocessors = runtime.num_multiprocessors(q.device)
     splits = min(cdiv(PROGRAMS_PER_MULTIPROCESSOR * multiprocessors, batch * kv_heads), MAX_SPLITS)
     dim_pad = max(runtime.MIN_DOT_SIZE, next_power_of_2(head_dim))
@@ -95,7 +96,7 @@ def paged_decode_attention(
             KV_HEADS=kv_heads, GROUP=group, GROUP_PAD=group_pad,
             HEAD_DIM=head_dim, DIM_PAD=dim_pad, BLOCK_SIZE=block_size,
             TILE=tile, SPLIT=splits > 1, MAX_PARTS=MAX_PARTS,
-            MOST_COMBINED=max(1, COMBINED_ELEMENTS // (group_pad * dim_pad)),
+            HEADS_PAD=heads_pad, MOST_COMBINED=max(1, COMBINED_ELEMENTS // (heads_pad * dim_pad)),
             num_warps=num_warps, num_stages=num_stages, **runtime.overlap_options(q.device),
         )  # fmt: skip
     return out
@@ -166,7 +167,7 @@ def _decode_kernel(
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr, SPLIT: tl.constexpr, MAX_PARTS: tl.constexpr,
-    MOST_COMBINED: tl.constexpr, OVERLAP: tl.constexpr,
+    HEADS_PAD: tl.constexpr, MOST_COMBINED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """
     A program computes one kv head of a sequence; when SPLIT, over a part of its context (whole tiles). Heads
@@ -304,27 +305,41 @@ def _decode_kernel(
         num_before = tl.atomic_add(counters + pair, 1)
         if num_before == used_splits - 1:
             tl.store(counters + pair, 0)
-            # A few splits at a time, so that all heads are waited for at once.
-            each_split = tl.arange(0, MOST_COMBINED)
-            highest = tl.full([GROUP_PAD], -1.0e30, tl.float32)  # finite for columns that are no head
-            total = tl.zeros([GROUP_PAD], tl.float32)
-            combined = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
-            for start in range(0, used_splits, MOST_COMBINED):
-                part_row = (first_row + (start + each_split)[:, None] * GROUP + row[None, :]).to(tl.int64)
-                is_used = (start + each_split < used_splits)[:, None] & (row < GROUP)[None, :]
-                log_sum = tl.load(log_sums + part_row, mask=is_used, other=float("-inf"))
-                part_address = partial + part_row[:, :, None] * HEAD_DIM + dim[None, None, :]
-                part_mask = is_used[:, :, None] & (dim < HEAD_DIM)[None, None, :]
-                results = tl.load(part_address, mask=part_mask, other=0.0)
-                new_highest = tl.maximum(highest, tl.max(log_sum, axis=0))
-                shrink = tl.exp2(highest - new_highest)
-                weight = tl.exp2(log_sum - new_highest[None, :])
-                total = total * shrink + tl.sum(weight, axis=0)
-                combined = combined * shrink[:, None] + tl.sum(results * weight[:, :, None], axis=0)
-                highest = new_highest
-            combined = combined / tl.where(total > 0, total, 1.0)[:, None]
-            out_rows = out + (pair.to(tl.int64) * GROUP + row)[:, None] * HEAD_DIM + dim[None, :]
-            tl.store(out_rows, combined, mask=(row < GROUP)[:, None] & (dim < HEAD_DIM)[None, :])
+            out += pair.to(tl.int64) * GROUP * HEAD_DIM
+            _combine_splits(
+                partial, log_sums, first_row, used_splits, out, dim,
+                GROUP, HEADS_PAD, HEAD_DIM, DIM_PAD, MOST_COMBINED,
+            )  # fmt: skip
+
+
+@triton.jit
+def _combine_splits(
+    partial, log_sums, first_row, used_splits, out, dim,
+    GROUP: tl.constexpr, HEADS_PAD: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr,
+    MOST_COMBINED: tl.constexpr,
+):  # fmt: skip
+    """Add up the partial results of all splits, some at a time, so that all heads are waited for at once."""
+    head = tl.arange(0, HEADS_PAD)
+    split = tl.arange(0, MOST_COMBINED)
+    is_head = head < GROUP
+    is_dim = dim < HEAD_DIM
+    highest = tl.full([HEADS_PAD], -1.0e30, tl.float32)  # finite where there is no head
+    total = tl.zeros([HEADS_PAD], tl.float32)
+    acc = tl.zeros([HEADS_PAD, DIM_PAD], tl.float32)
+    for start in range(0, used_splits, MOST_COMBINED):
+        part_row = (first_row + (start + split)[:, None] * GROUP + head[None, :]).to(tl.int64)
+        is_used = (start + split < used_splits)[:, None] & is_head[None, :]
+        log_sum = tl.load(log_sums + part_row, mask=is_used, other=float("-inf"))
+        address = partial + part_row[:, :, None] * HEAD_DIM + dim[None, None, :]
+        part = tl.load(address, mask=is_used[:, :, None] & is_dim[None, None, :], other=0.0)
+        new_highest = tl.maximum(highest, tl.max(log_sum, axis=0))
+        shrink = tl.exp2(highest - new_highest)
+        weight = tl.exp2(log_sum - new_highest[None, :])
+        total = total * shrink + tl.sum(weight, axis=0)
+        acc = acc * shrink[:, None] + tl.sum(part * weight[:, :, None], axis=0)
+        highest = new_highest
+    result = acc / tl.where(total > 0, total, 1.0)[:, None]
+    tl.store(out + head[:, None] * HEAD_DIM + dim[None, :], result, mask=is_head[:, None] & is_dim[None, :])
 
 
 @triton.jit
