@@ -10,11 +10,12 @@ import time
 from dataclasses import fields
 from typing import Any, NamedTuple
 
-from nanovllm.sampling_params import MAX_SEED, SamplingParams
+from nanovllm.sampling_params import MAX_SEED, SamplingParams, StructuredOutputsParams
 from nanovllm.text.results import Logprob
 from nanovllm.utils.validation import shown
 
 SAMPLING_FIELDS = {f.name for f in fields(SamplingParams)} | {"max_completion_tokens", "top_logprobs"}
+SAMPLING_FIELDS |= {"response_format"}
 CHAT_FIELDS = {"tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"}
 IGNORED_FIELDS = {"model", "user", "metadata"}  # OpenAI's; the model is the one on the command line
 MAX_LINE = 64 * 2**20  # bytes, with the line feed
@@ -169,7 +170,25 @@ def read_params(sampling: dict[str, Any], defaults: dict[str, Any]) -> SamplingP
         raise ValueError(f"top_logprobs={shown(top_logprobs)} needs logprobs=true, got {shown(wanted)}")
     if isinstance(bias := sampling.get("logit_bias"), dict):  # the keys of a JSON object are texts
         sampling["logit_bias"] = {int(key) if key.isdecimal() else key: value for key, value in bias.items()}
+    if isinstance(wanted := sampling.get("structured_outputs"), dict):
+        _check_fields(wanted, {f.name for f in fields(StructuredOutputsParams)})
+        sampling["structured_outputs"] = StructuredOutputsParams(**wanted)
+    wanted = _read_response_format(sampling.pop("response_format", {"type": "text"}))
+    if wanted is not None and sampling.setdefault("structured_outputs", wanted) != wanted:
+        raise ValueError("there must be either response_format or structured_outputs")
     return SamplingParams(**{**defaults, **sampling})
+
+
+def _read_response_format(value: Any) -> StructuredOutputsParams | None:
+    match value:
+        case {"type": "text"}:
+            return None
+        case {"type": "json_object"}:
+            return StructuredOutputsParams(json_object=True)
+        case {"type": "json_schema", "json_schema": {"schema": schema}}:
+            return StructuredOutputsParams(json=schema)
+    rule = "response_format must have the type text, json_object, or json_schema with json_schema.schema"
+    raise ValueError(f"{rule}, got {shown(value)}")
 
 
 def answer(request: Request, result: dict[str, Any] | Exception, model: str) -> Answer:

@@ -7,6 +7,7 @@ what the matchers allow next. Knows nothing of logits or devices.
 
 import functools
 import json
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -48,11 +49,17 @@ class Grammars:
         A matcher at the beginning of a text, for `Sequence.grammar`. Raises ValueError if llguidance is not
         installed, cannot work with the tokenizer, or finds no text that is as wanted.
         """
-        matcher = self._llguidance.LLMatcher(self._vocabulary, self._source(wanted), log_level=0)
-        if not matcher.is_error():
-            matcher.compute_bitmask()  # finds out whether there is a first token
-        if matcher.is_error():
-            raise ValueError(f"structured_outputs={shown(wanted)} cannot be used: {_reason(matcher)}")
+        vocabulary = self._vocabulary
+        try:
+            matcher = self._llguidance.LLMatcher(vocabulary, self._source(wanted), log_level=0)
+            if not matcher.is_error():
+                matcher.compute_bitmask()  # finds out whether there is a first token
+            reason = _reason(matcher)
+        except ValueError as error:
+            reason = str(error)
+        if reason:
+            given = {name: value for name, value in asdict(wanted).items() if value}
+            raise ValueError(f"structured_outputs={shown(given)} cannot be used: {reason}")
         return matcher
 
     def _source(self, wanted: StructuredOutputsParams) -> str:
@@ -74,8 +81,7 @@ class Grammars:
             import llguidance
             import llguidance.hf
         except ImportError as error:
-            message = 'structured_outputs need llguidance: pip install "nano-vllm[structured]"'
-            raise ValueError(f"{message} ({error})") from error
+            raise ValueError('structured_outputs need llguidance: pip install -e ".[structured]"') from error
         return llguidance
 
     @functools.cached_property
@@ -139,6 +145,6 @@ class Grammars:
 
 
 def _reason(matcher: Any) -> str:
-    """Why a matcher is in error, without the description of its state."""
+    """Why a matcher is in error, without the description of its state; empty if it is not."""
     reason = matcher.get_error().split("\n<")[0].strip()
     return "no text fits" if reason.startswith("NoExtension") else reason

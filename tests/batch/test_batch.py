@@ -11,9 +11,10 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+import jsonschema
 import pytest
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, SamplingParams, StructuredOutputsParams
 from nanovllm.batch import __main__ as batch
 from nanovllm.batch import files as batch_files
 from nanovllm.batch import lines as batch_lines
@@ -89,6 +90,42 @@ def test_an_openai_line_has_them_in_its_body():
     assert request.params == SamplingParams(n=2, top_k=4, max_tokens=6, logprobs=3, logit_bias={5: -1})
 
 
+SCHEMA = {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 3}
+
+
+@pytest.mark.parametrize(
+    ("asked", "wanted"),
+    [
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "json_object"}}, StructuredOutputsParams(json_object=True)),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}},
+            StructuredOutputsParams(json=SCHEMA),
+        ),
+        ({"structured_outputs": {"regex": "a+"}}, StructuredOutputsParams(regex="a+")),
+    ],
+)
+def test_what_a_completion_must_look_like_is_said_as_openai_or_vllm_does(asked, wanted):
+    assert parse({"prompt": "x", **asked}).params.structured_outputs == wanted
+    assert parse({"body": {"prompt": "x", **asked}}).params.structured_outputs == wanted
+
+
+def test_a_line_gets_the_json_it_asks_for_and_a_broken_schema_is_the_error_of_its_line(answers_of):
+    def openai(schema: dict) -> dict:
+        form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+        return {"body": {"prompt": "x", "max_tokens": 60, "seed": 3, "response_format": form}}
+
+    good, broken, regex = answers_of(
+        [openai(SCHEMA), openai({"type": "foo"}), {"prompt": "x", "structured_outputs": {"regex": "a{3}"}}]
+    )
+    choice = good["response"]["body"]["choices"][0]
+    assert choice["finish_reason"] == "stop"
+    jsonschema.validate(json.loads(choice["text"]), SCHEMA)
+    assert "line 2: sampling_params for prompt: structured_outputs=" in broken["error"]["message"]
+    assert broken["error"]["message"].endswith("cannot be used: Invalid type: foo")
+    assert regex["text"] == "aaa"
+
+
 @pytest.mark.parametrize(
     ("asked", "count"),
     [({"logprobs": True}, 0), ({"logprobs": False}, None), ({"logprobs": 4}, 4), ({"logprobs": None}, None)],
@@ -127,6 +164,12 @@ BAD_LINES = [
     ({}, 'either "prompt" or "messages"'),
     ({"prompt": "x", "messages": []}, 'either "prompt" or "messages"'),
     ({"prompt": "x", "temperature": -1}, "temperature must be .* got -1"),
+    ({"prompt": "x", "response_format": {"type": "xml"}}, "response_format must have .* got {'type': 'xml'}"),
+    ({"prompt": "x", "structured_outputs": {"xml": "a"}}, "unknown fields: xml"),
+    (
+        {"prompt": "x", "structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+        "either response_format or structured_outputs",
+    ),
     ({"prompt": "x", "temperature": "hot"}, "temperature must be .* got 'hot'"),
     ({"prompt": "x", "logit_bias": {"a": 1}}, "logit_bias must be .* got {'a': 1}"),
     ({"prompt": "x", "max_tokens": 1, "max_completion_tokens": 2}, "differ"),

@@ -16,7 +16,7 @@ from soak import resident_bytes, soak
 from test_async import idle
 from test_engine import assert_empty, tokens_of
 
-from nanovllm import LLM, AsyncLLM, SamplingParams
+from nanovllm import LLM, AsyncLLM, SamplingParams, StructuredOutputsParams
 from nanovllm import llm as llm_module
 from nanovllm.distributed.ranks import EngineDeadError
 from nanovllm.engine import llm_engine
@@ -30,7 +30,7 @@ PARAMS = [
     SamplingParams(0, 30, True, frequency_penalty=0.5, logprobs=1, prompt_logprobs=0),
     SamplingParams(0, 20, True, n=2, stop="never\n seen"),
     SamplingParams(0, 30, True, logit_bias={3: 1.0}),
-    SamplingParams(0, 25, True, top_k=3),
+    SamplingParams(0, 25, True, top_k=3, structured_outputs=StructuredOutputsParams(regex="[a-z]*")),
 ]
 METHODS = {
     "scheduler": ["add", "schedule", "preempt", "advance", "postprocess", "_finish", "_release"],
@@ -53,6 +53,7 @@ METHODS = {
         "prepare_sample",
         "run_model",
         "_draw",
+        "draw",
     ],
     "batches": ["prefill", "decode"],
     "host rows": ["prefill", "decode"],
@@ -60,7 +61,8 @@ METHODS = {
     "host edits": ["prefill"],
     "device edits": ["apply", "edit_logits", "note_drawn"],
     "model": ["forward", "compute_logits"],
-    "engine": ["_make_sequence", "_step", "_launch", "_collect", "_find_stops"],
+    "engine": ["_make_sequence", "_step", "_launch", "_draw", "_collect", "_find_stops"],
+    "grammars": ["masks", "drop"],
     "output": ["to_host", "token_ids"],
     "text": ["find_stop"],
     "records": ["record_logprobs"],
@@ -135,6 +137,7 @@ def object_of(llm: LLM, place: str):
         "device edits": runner.rows.edits,
         "model": runner.model,
         "engine": llm,
+        "grammars": llm.grammars,
         "output": StepOutput,
         "text": texts.GrowingText,
         "records": llm_engine,

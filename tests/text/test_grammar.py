@@ -1,0 +1,388 @@
+"""Structured outputs: completions that look as their requests say, whatever else the requests ask for, and
+however the engine runs them.
+
+The model has random weights: without masks none of its completions would have any form.
+"""
+
+import asyncio
+import json
+import re
+import subprocess
+import sys
+from collections import Counter
+from typing import Literal
+
+import jsonschema
+import pytest
+from structured_schemas import CHECKPOINT, ENDINGS, run
+from test_engine import assert_empty, tokens_of
+
+from nanovllm import LLM, AsyncLLM, SamplingParams, StructuredOutputsParams
+from nanovllm.sampling_params import Needs
+from nanovllm.text.grammar import GrammarError
+from tiny_checkpoints import EXACT, edit_json, make_checkpoint, make_tokenizer, one_thread  # noqa: F401
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "pattern": "^[A-Z][a-z]+$"},
+        "kind": {"enum": ["cat", "dog"]},
+        "ages": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 20}, "maxItems": 3},
+    },
+    "required": ["name", "kind"],
+    "additionalProperties": False,
+}
+JSON = StructuredOutputsParams(json=SCHEMA, disable_any_whitespace=True)
+END = 256
+LETTERS = make_tokenizer().convert_tokens_to_ids(list("abc"))
+# Requests of every kind, some of which ask for structured outputs.
+MIXED = [
+    dict(structured_outputs=JSON, n=2),
+    dict(),
+    dict(structured_outputs=JSON, presence_penalty=0.8, frequency_penalty=0.3, repetition_penalty=1.2),
+    dict(structured_outputs=StructuredOutputsParams(regex="([a-z]{2,7} ){2,4}end"), top_p=0.8, top_k=40),
+    dict(temperature=0, logprobs=2, max_tokens=30),
+    dict(structured_outputs=JSON, stop='","'),
+    dict(structured_outputs=StructuredOutputsParams(choice=["yes", "no", "é😀"]), logprobs=1),
+    dict(structured_outputs=StructuredOutputsParams(grammar='start: "(" start ")" | "x"'), min_tokens=4),
+    dict(structured_outputs=StructuredOutputsParams(regex="a*b"), ignore_eos=True, max_tokens=12),
+    dict(structured_outputs=StructuredOutputsParams(regex="[a-c]*"), logit_bias={LETTERS[0]: 3}, min_p=0.05),
+    dict(bad_words=["e"], min_tokens=3, max_tokens=20),
+]
+PARAMS = [
+    SamplingParams(**{"max_tokens": 60, "seed": i, **each}) for i, each in enumerate([*MIXED, *MIXED[:3]])
+]
+PROMPTS = [[i, *range(7 * i % 40)] for i in range(len(PARAMS))]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> str:
+    return str(make_checkpoint(tmp_path_factory.mktemp("checkpoint"), **CHECKPOINT))
+
+
+@pytest.fixture(scope="module")
+def llm(folder):
+    with LLM(folder, **EXACT, num_kvcache_blocks=400) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def alone(llm) -> list[dict]:
+    """The results of the mixed requests, each run by itself."""
+    pairs = zip(PROMPTS, PARAMS, strict=True)
+    return [llm.generate([prompt], params, use_tqdm=False)[0] for prompt, params in pairs]
+
+
+def answer(llm: LLM, wanted: StructuredOutputsParams, **settings) -> dict:
+    params = SamplingParams(**{"max_tokens": 200, "seed": 5, "structured_outputs": wanted, **settings})
+    return llm.generate("Say: ", params, use_tqdm=False)[0]
+
+
+# --- what a completion looks like ---
+
+
+def test_a_completion_fits_its_regular_expression_as_a_whole(llm):
+    texts = {answer(llm, StructuredOutputsParams(regex="[a-c]{3}-[0-9]+"), seed=i)["text"] for i in range(8)}
+    assert len(texts) == 8 and all(re.fullmatch("[a-c]{3}-[0-9]+", text) for text in texts)
+
+
+def test_a_completion_is_one_of_the_choices(llm):
+    texts = ["yes", "yesterday", 'a "quoted"\nline', "é😀"]
+    found = {answer(llm, StructuredOutputsParams(choice=texts), seed=i)["text"] for i in range(40)}
+    assert found == set(texts)
+
+
+@pytest.mark.parametrize("grammar", ['start: "(" start ")" | "x"', 'root ::= "(" root ")" | "x"'])
+def test_a_completion_belongs_to_a_grammar_of_lark_or_gbnf(llm, grammar):
+    found = {answer(llm, StructuredOutputsParams(grammar=grammar), seed=i)["text"] for i in range(8)}
+    assert found == {"(" * depth + "x" + ")" * depth for depth in map(len, (f.split("x")[0] for f in found))}
+    assert len(found) > 2
+
+
+def test_a_completion_is_a_json_object(llm):
+    for seed in range(4):
+        result = answer(llm, StructuredOutputsParams(json_object=True), seed=seed, logit_bias=ENDINGS)
+        assert isinstance(json.loads(result["text"]), dict)
+
+
+class Cat:
+    """Stands for a pydantic model, of which nothing but its schema is asked."""
+
+    @staticmethod
+    def model_json_schema() -> dict:
+        return SCHEMA
+
+
+@pytest.mark.parametrize("schema", [SCHEMA, json.dumps(SCHEMA), Cat], ids=["dict", "text", "model"])
+def test_a_completion_fits_its_schema_and_ends_there(llm, schema):
+    result = answer(llm, StructuredOutputsParams(json=schema), logit_bias=ENDINGS)
+    jsonschema.validate(json.loads(result["text"]), SCHEMA)
+    assert result["finish_reason"] == "stop" and result["token_ids"][-1] == END
+
+
+def test_a_pydantic_model_is_a_schema(llm):
+    pydantic = pytest.importorskip("pydantic")
+
+    class Car(pydantic.BaseModel):
+        brand: str = pydantic.Field(max_length=9)
+        kind: Literal["sedan", "SUV"]
+        year: int = pydantic.Field(ge=1990, le=2030)
+
+    for seed in range(3):
+        result = answer(llm, StructuredOutputsParams(json=Car), seed=seed, logit_bias=ENDINGS)
+        Car.model_validate_json(result["text"])
+
+
+def test_random_schemas_get_answers_that_fit(llm):
+    assert run(llm, 60, seed=0)["stop"] > 60
+
+
+def test_max_tokens_may_end_a_completion_in_the_middle(llm):
+    result = answer(llm, JSON, max_tokens=5)
+    assert (result["finish_reason"], len(result["token_ids"])) == ("length", 5)
+
+
+def test_after_the_end_of_its_text_a_completion_that_ignores_it_has_nothing_but_ends(llm):
+    result = answer(llm, StructuredOutputsParams(regex="ab"), max_tokens=9, ignore_eos=True)
+    assert result["text"] == "ab" and result["token_ids"][2:] == [END] * 7
+
+
+def test_whatever_is_banned_or_asked_for_the_text_stays_as_wanted(llm):
+    wanted = StructuredOutputsParams(regex="ab|ba")
+    settings = [{"bad_words": ["a", "b"]}, {"min_tokens": 20}, {"logit_bias": dict.fromkeys(LETTERS, -100)}]
+    for each in settings:
+        assert answer(llm, wanted, **each)["text"] in ("ab", "ba")
+
+
+def test_log_probabilities_are_the_models_own_before_the_mask(llm):
+    params = SamplingParams(0, 8, logprobs=0, structured_outputs=StructuredOutputsParams(regex="[xyz]{8}"))
+    [result] = llm.generate([[1, 2, 3]], params, use_tqdm=False)
+    [scores] = llm.score([[1, 2, 3, *result["token_ids"]]], use_tqdm=False)
+    places = zip(result["token_ids"], result["logprobs"], strict=True)
+    told = [entries[token_id].logprob for token_id, entries in places]
+    assert told == pytest.approx(scores["token_logprobs"][3:], abs=1e-4)
+
+
+def test_a_stream_and_asyncio_give_the_same_text(llm, folder):
+    params = SamplingParams(max_tokens=60, seed=2, structured_outputs=JSON)
+    [result] = llm.generate("x", params, use_tqdm=False)
+    assert "".join(llm.stream("x", params)) == result["text"]
+    with AsyncLLM(folder, **EXACT, num_kvcache_blocks=40) as engine:
+        assert asyncio.run(engine.generate("x", params))["text"] == result["text"]
+
+
+# --- whatever else is running, and however ---
+
+
+def assert_same(results: list[dict], expected: list[dict]) -> None:
+    assert tokens_of(results) == tokens_of(expected)
+    for result, other in zip(results, expected, strict=True):
+        outputs, others = (each.get("outputs", [each]) for each in (result, other))
+        ends = [
+            [(o["text"], o["finish_reason"], o["stop_reason"]) for o in each] for each in (outputs, others)
+        ]
+        assert ends[0] == ends[1]
+
+
+MODES = {
+    "together": {},
+    "preemption": {"num_kvcache_blocks": 9},
+    "chunks": {"max_num_batched_tokens": 24},
+    "three at a time": {"max_num_seqs": 3},
+}
+
+
+@pytest.mark.parametrize("options", MODES.values(), ids=MODES)
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlapped", "plain"])
+@pytest.mark.usefixtures("no_forecast")
+def test_every_request_gets_the_tokens_that_it_gets_alone(folder, alone, options, overlap):
+    with LLM(folder, **{**EXACT, "num_kvcache_blocks": 400, **options}) as llm:
+        llm._overlap = overlap
+        assert_same(llm.generate(PROMPTS, PARAMS, use_tqdm=False), alone)
+        assert (llm.stats()["num_preemptions"] > 0) == ("num_kvcache_blocks" in options)
+        assert not llm.grammars._matchers, "kept for requests that have ended"
+        assert_empty(llm)
+
+
+def test_two_ranks_draw_the_tokens_of_one(folder, alone):
+    with LLM(folder, **EXACT, num_kvcache_blocks=400, tensor_parallel_size=2) as llm:
+        assert_same(llm.generate(PROMPTS, PARAMS, use_tqdm=False), alone)
+        masks_only = [i for i, params in enumerate(PARAMS) if i in (0, 5)]
+        few = [[each[i] for i in masks_only] for each in (PROMPTS, PARAMS, alone)]
+        assert_same(llm.generate(*few[:2], use_tqdm=False), few[2])
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlapped", "plain"])
+def test_only_steps_with_such_a_request_wait_for_masks(llm, monkeypatch, overlap):
+    needs, called = [], Counter()
+    call = llm.model_runner.call
+
+    def count(name, *args):
+        called[name] += 1
+        needs.extend([args[0].needs] if name == "run" else [])
+        return call(name, *args)
+
+    monkeypatch.setattr(llm, "_overlap", overlap)
+    monkeypatch.setattr(llm.model_runner, "call", count)
+    llm.generate([[1]] * 3, SamplingParams(0, 9), use_tqdm=False)
+    assert called["run"] and not called["draw"] and not any(need & Needs.MASKS for need in needs)
+    called.clear()
+    params = [SamplingParams(0, 20, True), SamplingParams(0, 5, True, structured_outputs=JSON)]
+    llm.generate([[1]] * 2, params, use_tqdm=False)
+    assert called["draw"] == 5 < called["run"]
+
+
+def test_the_forward_pass_is_enqueued_before_the_tokens_that_masks_depend_on_are_read(llm, monkeypatch):
+    order = []
+
+    def watch(target, name):
+        function = getattr(target, name)
+        monkeypatch.setattr(target, name, lambda *args: (order.append(name), function(*args))[1])
+
+    watch(llm.model_runner, "run")
+    watch(llm.scheduler, "postprocess")
+    watch(llm.grammars, "masks")
+    watch(llm.model_runner, "draw")
+    monkeypatch.setattr(llm, "_overlap", True)
+    llm.generate([[1]], SamplingParams(0, 3, True, structured_outputs=JSON), use_tqdm=False)
+    rest = ["run", "postprocess", "masks", "draw"] * 2 + ["postprocess"]
+    assert order == ["run", "masks", "draw", *rest]
+
+
+# --- once compiled ---
+
+
+def test_a_schema_is_compiled_once_however_it_is_written(folder, monkeypatch):
+    with LLM(folder, **EXACT, num_kvcache_blocks=40) as llm:
+        compiled = []
+        source = llm.grammars._source
+        monkeypatch.setattr(
+            llm.grammars, "_source", lambda wanted: (compiled.append(wanted), source(wanted))[1]
+        )
+        for _ in range(2):
+            for schema in (SCHEMA, dict(SCHEMA), json.dumps(SCHEMA)):
+                answer(llm, StructuredOutputsParams(json=schema), max_tokens=2)
+        assert len(compiled) == 1
+
+
+def test_importing_the_package_does_not_import_llguidance():
+    script = "import sys, nanovllm; assert not {'llguidance', 'jsonschema'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+# --- what goes wrong ---
+
+
+BAD = [
+    ({}, "exactly one of json, regex, choice, grammar, json_object"),
+    ({"regex": "a", "choice": ["b"]}, "exactly one of .* got {'choice': \\['b'\\], 'regex': 'a'}"),
+    ({"json_object": False}, "exactly one of"),
+    ({"json_object": 1}, "json_object must be True or False, got 1"),
+    ({"json": 5}, "json must be a JSON schema.* got 5"),
+    ({"json": "{"}, "json must be a JSON schema.* got '{': Expecting"),
+    ({"json": "[1]"}, "json must be a JSON schema.* neither an object nor true or false"),
+    ({"json": {"enum": [float("nan")]}}, "json must be a JSON schema.* got {'enum': \\[nan\\]}"),
+    ({"json": {"enum": [object()]}}, "json must be a JSON schema.* not JSON serializable"),
+    ({"regex": ""}, "regex must be a text, not empty"),
+    ({"regex": 5}, "regex must be a text.* got 5"),
+    ({"grammar": "\ud800"}, "grammar must be a text.*lone surrogate"),
+    ({"choice": []}, "choice must be a list of texts.* got \\[\\]"),
+    ({"choice": "yes"}, "choice must be a list of texts.* got 'yes'"),
+    ({"choice": ["a", ""]}, "choice must be a list of texts.* got \\['a', ''\\]"),
+    ({"json": {}, "disable_any_whitespace": 0}, "disable_any_whitespace must be True or False, got 0"),
+]
+
+
+@pytest.mark.parametrize("fields, message", BAD, ids=str)
+def test_a_bad_value_is_refused_by_name(fields, message):
+    with pytest.raises(ValueError, match=message):
+        StructuredOutputsParams(**fields)
+
+
+def test_sampling_params_take_nothing_else_and_no_second_list_of_allowed_tokens():
+    with pytest.raises(ValueError, match="structured_outputs must be None or Struct.* got {'regex': 'a'}"):
+        SamplingParams(structured_outputs={"regex": "a"})
+    with pytest.raises(ValueError, match=r"which tokens are allowed, got allowed_token_ids=\(1, 2\) as well"):
+        SamplingParams(structured_outputs=JSON, allowed_token_ids=[1, 2])
+
+
+IMPOSSIBLE = [
+    (dict(json={"type": "foo"}), "Invalid type: foo"),
+    (dict(json={"not": {}}), "Unimplemented keys"),
+    (dict(json={"type": "string", "minLength": 5, "maxLength": 3}), "Unsatisfiable schema"),
+    (dict(json={"$ref": "#/nowhere"}), "'/nowhere' does not exist"),
+    (dict(json={"enum": ["\ud800"]}), "cannot be used"),
+    (dict(json='{"items":' * 500 + "{}" + "}" * 500), "recursion limit"),
+    (dict(regex="a("), "unclosed group"),
+    (dict(regex=r"b[^\s\S]"), "no text fits"),
+    (dict(grammar="start: other"), 'unknown name: "other"'),
+    (dict(grammar="root ::= ("), "GBNF"),
+]
+
+
+@pytest.mark.parametrize("fields, message", IMPOSSIBLE, ids=str)
+def test_a_broken_or_impossible_grammar_is_an_error_of_its_request_before_anything_changes(
+    llm, fields, message
+):
+    params = [SamplingParams(0, 3), SamplingParams(structured_outputs=StructuredOutputsParams(**fields))]
+    with pytest.raises(ValueError, match=rf"(?s)prompts\[1\]: structured_outputs={{'.*{message}"):
+        llm.generate([[1], [2]], params, use_tqdm=False)
+    assert_empty(llm)
+    (_, good), (_, error) = sorted(
+        llm.generate_from([([1], params[0]), ([2], params[1])], return_exceptions=True), key=lambda x: x[0]
+    )
+    assert len(good["token_ids"]) == 3 and isinstance(error, ValueError)
+
+
+def test_a_grammar_that_fails_on_the_way_ends_its_request_alone(llm, monkeypatch):
+    masks, failed = llm.grammars.masks, []
+
+    def fail(sequences):
+        for seq in sequences:
+            if seq.prompt_token_ids == [2] and len(seq.token_ids) == 4:
+                failed.append(seq)
+                raise GrammarError(seq, "too large")
+        return masks(sequences)
+
+    params = SamplingParams(0, 20, structured_outputs=JSON)
+    expected = llm.generate([[1], [3]], params, use_tqdm=False)
+    monkeypatch.setattr(llm.grammars, "masks", fail)
+    requests = [([token], params) for token in (1, 2, 3)]
+    for overlap in (True, False):
+        monkeypatch.setattr(llm, "_overlap", overlap)
+        found = dict(llm.generate_from(requests, return_exceptions=True))
+        assert [found[0], found[2]] == expected
+        assert isinstance(found[1], GrammarError) and "after 3 tokens: too large" in str(found[1])
+        assert_empty(llm)
+    assert len(failed) == 2, "others were suspected"
+
+
+def test_a_token_that_a_grammar_does_not_allow_is_an_error_and_no_answer(llm):
+    """As where the model has too few tokens to write what is wanted."""
+    [request] = llm.prompts.read_all([[1, 2]], SamplingParams(structured_outputs=JSON))
+    llm.add_request(request)
+    [seq] = request.completions
+    seq.append_token(7)
+    with pytest.raises(GrammarError, match="doesn't satisfy the grammar") as error:
+        llm.grammars.masks([seq])
+    assert error.value.sequence is seq and "\n" not in str(error.value)
+    llm.clear()
+
+
+def test_without_llguidance_the_error_says_how_to_install_it(folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with LLM(folder, **EXACT, num_kvcache_blocks=40) as llm:
+        with pytest.raises(ValueError, match=r'need llguidance: pip install -e ".\[structured\]"'):
+            answer(llm, JSON)
+
+
+def test_without_a_tokenizer_or_an_end_token_there_is_no_structured_output(tmp_path):
+    folder = make_checkpoint(tmp_path / "bare", tokenizer=False, num_hidden_layers=1)
+    with LLM(str(folder), **EXACT, num_kvcache_blocks=20) as llm:
+        with pytest.raises(ValueError, match="structured_outputs need a tokenizer, but .* has none"):
+            llm.generate([[1]], SamplingParams(structured_outputs=JSON), use_tqdm=False)
+    folder = make_checkpoint(tmp_path / "endless", **CHECKPOINT)
+    edit_json(folder / "tokenizer_config.json", eos_token=None)
+    with LLM(str(folder), **EXACT, num_kvcache_blocks=20) as llm:
+        with pytest.raises(ValueError, match="need an end-of-sequence token, but .* has none"):
+            llm.generate([[1]], SamplingParams(structured_outputs=JSON), use_tqdm=False)
