@@ -10,12 +10,21 @@ from tiny_checkpoints import SMALL
 
 # Of mixtures of experts, by the names that configurations have.
 EXPERTS = dict(num_experts=4, num_local_experts=4, n_routed_experts=4, num_experts_per_tok=2)
-EXPERTS |= dict(moe_intermediate_size=24, expert_ffn_hidden_size=24, shared_expert_intermediate_size=24)
+EXPERTS |= dict(
+    n_shared_experts=1,
+    moe_intermediate_size=24,
+    expert_ffn_hidden_size=24,
+    shared_expert_intermediate_size=24,
+)
+# Layers of both kinds, where there are two: a window, and experts.
+MIXED = dict(sliding_window=8, first_k_dense_replace=1, num_dense_layers=1, moe_layer_start_index=1)
+MIXED |= dict(use_sliding_window=True, layer_types=["sliding_attention", "full_attention"])
 # What a type needs besides.
-CHANGES: dict[str, dict] = {"hunyuan_v1_dense": {"head_dim": 16}, "ministral": {"head_dim": 16}}
 LATENT = dict(num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=16, v_head_dim=8)
 LATENT |= dict(qk_nope_head_dim=8, qk_rope_head_dim=8, n_group=2, topk_group=1, first_k_dense_replace=1)
-CHANGES["deepseek_v3"] = LATENT
+CHANGES = dict.fromkeys("deepseek_v2 deepseek_v3 glm4_moe_lite axk1 minicpm3".split(), LATENT)
+CHANGES["youtu"] = LATENT | {"pad_token_id": None}  # a row of whose embedding transformers clears
+CHANGES |= dict.fromkeys("hunyuan_v1_dense hunyuan_v1_moe ministral dots1 helium".split(), {"head_dim": 16})
 
 
 def make(kind: str, folder: Path, **changes) -> Path:
@@ -24,7 +33,9 @@ def make(kind: str, folder: Path, **changes) -> Path:
     known = {"tie_word_embeddings", *getattr(cls, "attribute_map", {})}
     known |= {field.name for field in fields(cls)} if is_dataclass(cls) else set(cls().to_dict())
     settings = {
-        name: value for name, value in (SMALL | EXPERTS).items() if name in known and value is not None
+        name: value
+        for name, value in (SMALL | EXPERTS | MIXED).items()
+        if name in known and value is not None
     }
     settings |= {"eos_token_id": 1, "bos_token_id": 1, "pad_token_id": 1}
     config = cls(**settings | CHANGES.get(kind, {}) | changes)

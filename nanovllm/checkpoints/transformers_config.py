@@ -10,11 +10,14 @@ from nanovllm.utils.validation import shown
 # Model types that give transformers' own logits here, as a test shows. Others may keep a state, attend in
 # another way, or do something beside attention that nobody would notice until the text is wrong.
 VERIFIED = (
-    "afmoe apertus arcee aria_text bitnet cohere cohere2 cohere2_moe ctrl cwm deepseek_v3 ernie4_5 "
-    "ernie4_5_moe exaone4 exaone_moe flex_olmo gemma gemma3_text glm glm4 glm4_moe glm4_moe_lite gpt-sw3 "
-    "gpt2 gpt_bigcode gpt_neox granite hunyuan_v1_dense hyperclovax internlm3 iquestcoder jais2 llama "
+    "afmoe apertus arcee aria_text axk1 biogpt bitnet cohere cohere2 cohere2_moe ctrl cwm deepseek_v2 "
+    "deepseek_v3 dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo flint gemma gemma2 gemma3_text "
+    "glm glm4 glm4_moe glm4_moe_lite gpt-sw3 gpt2 gpt_bigcode gpt_neox gpt_oss granite granite_swa "
+    "granitemoe granitemoe_swa granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax "
+    "internlm3 iquestcoder jais2 kolibri1 laguna llama mellum minicpm3 minimax_m2 "
     "ministral ministral3 mistral mixtral modernbert-decoder nanochat nemotron olmo olmo2 olmo3 olmoe opt "
-    "persimmon phi phi3 qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 starcoder2"
+    "persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open stablelm "
+    "starcoder2 vaultgemma youtu"
 ).split()
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -68,11 +71,14 @@ def _size(config: Any, name: str) -> Any:
 
 
 def _context_limit(config: Any) -> int:
-    """Positions that the checkpoint is for; not more than a window, within which it attends to everything."""
+    """Positions that the checkpoint is for."""
     limit = _size(config, "max_position_embeddings")
     kinds = set(getattr(config, "layer_types", None) or ())
     if not kinds <= {FULL, SLIDING}:
         raise ValueError(f"layer_types {sorted(kinds - {FULL, SLIDING})} are not supported")
-    window = getattr(config, "sliding_window", None)
-    uses_window = SLIDING in kinds or (not kinds and getattr(config, "use_sliding_window", True))
-    return min(limit, window) if type(window) is int and window > 0 and uses_window else limit
+    # Where a longer sequence turns all its keys by other angles, the cache could not keep them.
+    rope = getattr(config, "rope_parameters", None) or {}
+    for settings in (rope, *rope.values()):
+        if isinstance(settings, dict) and settings.get("rope_type") == "longrope":
+            limit = min(limit, settings.get("original_max_position_embeddings", limit))
+    return limit

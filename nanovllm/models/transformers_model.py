@@ -36,6 +36,7 @@ class TransformersForCausalLM(nn.Module):
         model = build(config)
         self._model = (model,)  # not a child, or its parameters would have other names
         self._base = (model.base_model,)
+        fix_rotations(model)
         self.attention = nn.ModuleList(try_out(model.base_model, config.num_hidden_layers))
         for parent in [*self._base[0].modules()]:
             for name, child in [*parent.named_children()]:
@@ -43,16 +44,20 @@ class TransformersForCausalLM(nn.Module):
                     setattr(
                         parent, name, Linear(child.in_features, child.out_features, child.bias is not None)
                     )
-        give_memory(model)
+        made = give_memory(model)
+        for attention in self.attention:
+            attention.rule = attention.rule._replace(sinks=made.get(attention.rule.sinks))
         head = Head(model)
         for name, child in model.named_children():
             self.add_module(name, child)
         object.__setattr__(self, "lm_head", head)  # under its own name it is a child already
+        # A mask of four dimensions is one that transformers passes on as it is, and `attend` needs none.
+        self.register_buffer("no_mask", torch.empty(1, 1, 1, 1), persistent=False)
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """input_ids, positions int64 [tokens] -> hidden states [tokens, hidden_size]."""
         tokens = {"input_ids": input_ids[None], "position_ids": positions[None]}
-        return self._base[0](**tokens, use_cache=False).last_hidden_state[0]
+        return self._base[0](**tokens, attention_mask=self.no_mask, use_cache=False).last_hidden_state[0]
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """-> logits [sequences, vocab_size]."""
@@ -72,7 +77,7 @@ def build(config: ModelConfig) -> Any:
 
     register()
     theirs = transformers_config(config.raw)
-    theirs.num_hidden_layers, theirs.pad_token_id = config.num_hidden_layers, None  # there is no padding
+    theirs.num_hidden_layers = config.num_hidden_layers
     with without_memory():
         try:
             options = {"attn_implementation": NAME, "experts_implementation": NAME}
@@ -80,8 +85,6 @@ def build(config: ModelConfig) -> Any:
         except Exception as error:  # whatever a foreign file makes of foreign code
             raise ValueError(f"transformers cannot build the model: {error!r:.300}") from error
     name = type(model).__name__
-    if not getattr(model, "_supports_attention_backend", False):
-        raise ValueError(f"{name} is not supported: its attention cannot be replaced")
     if model.base_model is model or model.get_output_embeddings() is None:
         raise ValueError(f"{name} is not supported: it has no head for a vocabulary")
     return model.eval()
@@ -104,10 +107,10 @@ def without_memory() -> Iterator[None]:
         nn.Module.register_parameter = register
 
 
-def give_memory(model: nn.Module) -> None:
+def give_memory(model: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
     """
     Give the parameters that have no memory some; what is tied stays so. Buffers that checkpoints have become
-    parameters, which are loaded.
+    parameters, which are loaded. Returns what stands in the place of each.
     """
     made: dict[nn.Parameter, nn.Parameter] = {}
     model.tie_weights()
@@ -122,6 +125,15 @@ def give_memory(model: nn.Module) -> None:
                         torch.empty(param.shape, dtype=param.dtype), requires_grad=False
                     )
                 setattr(module, name, made[param])
+    return made
+
+
+def fix_rotations(model: nn.Module) -> None:
+    """Within the allowed context no angles depend on a sequence's length: do not compute them anew."""
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        if kinds is not None:
+            module.rope_type = dict.fromkeys(kinds, "default") if isinstance(kinds, dict) else "default"
 
 
 def try_out(base: Any, num_layers: int) -> list[Attention]:
@@ -132,7 +144,7 @@ def try_out(base: Any, num_layers: int) -> list[Attention]:
     name = type(base).__name__
     buffers = {name: buffer.to("meta") for name, buffer in base.named_buffers()}
     tokens = torch.zeros(1, 2, dtype=torch.int64, device="meta")
-    inputs = {"input_ids": tokens, "position_ids": tokens, "use_cache": False}
+    inputs = {"input_ids": tokens, "position_ids": tokens, "attention_mask": tokens, "use_cache": False}
     try:
         torch.func.functional_call(base, buffers, (), inputs)
     except ValueError:

@@ -5,6 +5,7 @@ memory it is tried out on the meta device, where tensors have shapes only: then 
 what it asks for, and a forward that depends on data fails, which no CUDA graph could hold either.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,16 +20,33 @@ from nanovllm.layers.quantization.scaled import Part
 from nanovllm.utils.context import get_context
 
 NAME = "nano_vllm"  # of the functions
-# What attention functions may be given that this project's attention does not compute.
-UNKNOWN_ARGUMENTS = ("softcap", "s_aux", "position_bias")
 
 
 def register() -> None:
     from transformers import AttentionInterface
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+    from transformers.masking_utils import AttentionMaskInterface
 
-    AttentionInterface.register(NAME, attend)  # no mask of this name: it gets none, and needs none
+    AttentionInterface.register(NAME, attend)
+    AttentionMaskInterface.register(NAME, note_window)
     ALL_EXPERTS_FUNCTIONS.register(NAME, compute_experts)
+
+
+def note_window(
+    *, mask_function: Callable[..., Any], local_size: int | None = None, **_: Any
+) -> torch.Tensor:
+    """
+    transformers' interface, called when a model is tried out only: a mask that says how far its layers look
+    back. Raises ValueError if the function of (batch, head, query, key) is neither causal nor of a window.
+    """
+    window = local_size or 0
+    distance, query = window or 64, torch.tensor(2 * window + 64, device="cpu")
+    sees = {1: False, 0: True, 1 - distance: True, -distance: window == 0}
+    if any(bool(mask_function(0, 0, query, query + step)) is not seen for step, seen in sees.items()):
+        raise ValueError("its mask is neither causal nor of a window")
+    mask = torch.empty(1, 1, 1, 1, device="meta")
+    mask.window = window
+    return mask
 
 
 def attend(
@@ -41,6 +59,7 @@ def attend(
     """
     _, num_heads, num_tokens, _ = query.shape
     if query.is_meta:
+        options["sliding_window"] = getattr(attention_mask, "window", options.get("sliding_window"))
         attention = make_attention(module, query, key, value, scaling, options)
         module.nano_vllm_attention = (attention,)  # not a child, or it would have two names
         return query.new_empty(1, num_tokens, num_heads, value.shape[-1]), None
@@ -57,16 +76,20 @@ def make_attention(
 ) -> Attention:  # fmt: skip
     """As a module asks for it. Raises ValueError for what is not computed here."""
     name = f"{type(module).__name__} is not supported"
-    for unknown in UNKNOWN_ARGUMENTS:
-        if options.get(unknown) is not None:
-            raise ValueError(f"{name}: its attention has {unknown}")
+    if options.get("position_bias") is not None:
+        raise ValueError(f"{name}: its attention depends on distances between tokens")
     if hasattr(module, "nano_vllm_attention"):
         raise ValueError(f"{name}: it attends more than once")
     (_, num_heads, num_tokens, head_dim), (_, num_kv_heads, *_) = query.shape, key.shape
     is_usual = key.shape == (1, num_kv_heads, num_tokens, head_dim) and value.shape[:3] == key.shape[:3]
     if not is_usual or value.shape[-1] > head_dim or not getattr(module, "is_causal", True):
         raise ValueError(f"{name}: it attends not only to the tokens before")
-    return Attention(num_heads, head_dim, scaling or head_dim**-0.5, num_kv_heads)
+    sinks = options.get("s_aux")
+    if sinks is not None and not isinstance(sinks, nn.Parameter):
+        raise ValueError(f"{name}: its sinks are computed")
+    features = {"window": options.get("sliding_window") or 0, "softcap": options.get("softcap") or 0.0}
+    scale = head_dim**-0.5 if scaling is None else float(scaling)
+    return Attention(num_heads, head_dim, scale, num_kv_heads, **features, sinks=sinks)
 
 
 def compute_experts(

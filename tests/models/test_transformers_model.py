@@ -67,17 +67,31 @@ def test_what_other_threads_make_meanwhile_has_memory():
     assert not torch.nn.Linear(2, 2).weight.is_meta
 
 
-@pytest.mark.parametrize("kind", ["mistral", "starcoder2"])
-def test_a_window_limits_the_context(tmp_path, kind):
-    folder = make(kind, tmp_path, sliding_window=48)
+def test_a_window_limits_the_context(tmp_path):
+    folder = make("mistral", tmp_path, sliding_window=48)
     with LLM(str(folder), **EXACT, num_kvcache_blocks=40) as llm:
         assert llm.config.max_model_len == 48
+
+
+def rope(kind: str, **settings) -> dict:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 1e4, **settings}}
+
+
+def test_angles_that_depend_on_the_length_limit_the_context(tmp_path):
+    factors = dict(short_factor=[1.5] * 8, long_factor=[9.0] * 8)
+    folder = make("phi3", tmp_path, **rope("longrope", **factors), original_max_position_embeddings=48)
+    assert_answers_as_transformers(folder)
+    with LLM(str(folder), **EXACT, num_kvcache_blocks=40) as llm:
+        assert llm.config.max_model_len == 48
+
+
+def test_angles_that_grow_behind_the_context_are_those_within_it(tmp_path):
+    assert_answers_as_transformers(make("glm", tmp_path, **rope("dynamic", factor=2.0)))
 
 
 @pytest.mark.parametrize(
     "kind, changes, message",
     [
-        ("gemma2", {"architectures": ["Gemma2ForCausalLM"]}, "model type 'gemma2' is not supported"),
         ("mamba", {"architectures": ["MambaForCausalLM"]}, "model type 'mamba' is not supported"),
         ("olmo", {"architectures": ["OlmoModel"]}, "architecture 'OlmoModel'"),
         ("olmo", {"architectures": []}, "architecture None"),
