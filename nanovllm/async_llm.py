@@ -14,23 +14,26 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nanovllm.distributed.ranks import SHUT_DOWN, EngineDeadError
-from nanovllm.llm import LLM
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.llm import LLM, NOT_PICKLED, Params
+from nanovllm.text.chat import Messages
 from nanovllm.text.prompts import Prompt, Request
-from nanovllm.text.results import GrowingText, outcome
+from nanovllm.text.results import GrowingOutput, GrowingText, Piece, Result, make_score, outcome
+from nanovllm.utils.validation import check
+
+Event = str | Piece | Result | BaseException
 
 
 @dataclass(eq=False)
 class Listener:
-    """A task waits for a request: `events` gets pieces of text, if wanted, then the result or an error."""
+    """A task waits for a request: `events` gets pieces, if there is a kind, then the result or an error."""
 
     request: Request
-    wants_text: bool
+    kind: type[GrowingText | GrowingOutput] | None
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
-    events: asyncio.Queue[str | dict | BaseException] = field(default_factory=asyncio.Queue)
-    text: GrowingText | None = None
+    events: asyncio.Queue[Event] = field(default_factory=asyncio.Queue)
+    growing: GrowingText | GrowingOutput | None = None
 
-    def hear(self, event: str | dict | BaseException) -> None:
+    def hear(self, event: Event) -> None:
         """Called by the engine's thread."""
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
             self.loop.call_soon_threadsafe(self.events.put_nowait, event)
@@ -79,28 +82,32 @@ class Worker:
         self.listeners[listener] = None  # first, so that whatever goes wrong from here on reaches it
         try:
             self.llm.add_request(listener.request)
-            if listener.wants_text:
-                listener.text = GrowingText(self.llm.tokenizer, listener.request.completions[0])
+            if listener.kind is not None:
+                listener.growing = listener.kind(self.llm.tokenizer, listener.request.completions[0])
         except Exception as error:
             self.end(listener, error)
 
     def tell(self, listener: Listener) -> None:
         completions = listener.request.completions
         try:
-            if listener.text is not None and (piece := listener.text.look()):
+            if listener.growing is not None and (piece := listener.growing.look()):
                 listener.hear(piece)
             if all(seq.is_finished for seq in completions):
-                self.end(listener, outcome(self.llm.tokenizer, completions))
+                self.end(listener, listener.request.label(outcome(self.llm.tokenizer, completions)))
             elif listener.loop.is_closed():
                 self.end(listener)
         except Exception as error:  # a decoder's
             self.end(listener, error)
 
-    def end(self, listener: Listener, event: dict | Exception | None = None) -> None:
+    def end(self, listener: Listener, event: Result | Exception | None = None) -> None:
         """Forget a listener and end its request; the event is the last one that it gets."""
         self.listeners.pop(listener, None)
         if event is not None:
             listener.hear(event)
+        self.abort(listener)
+
+    def abort(self, listener: Listener) -> None:
+        """End a request; unless it is forgotten, its listener gets the result so far."""
         for seq in listener.request.completions:
             self.llm.abort(seq.seq_id)
 
@@ -122,46 +129,105 @@ class AsyncLLM:
     def __init__(self, model: str, **options: Any):
         self.llm = LLM(model, **options)
         self._worker = Worker(self.llm)
+        self._named: dict[str, Listener] = {}  # those under way whose callers gave them an id
         self._end = weakref.finalize(self, self._worker.stop)  # also when the program ends
 
+    def __reduce__(self) -> Any:
+        raise TypeError(NOT_PICKLED)
+
     async def generate(
-        self, prompt: Prompt, sampling_params: SamplingParams = SamplingParams()
-    ) -> dict[str, Any]:
-        """The result of one prompt, as `LLM.generate` describes it. Raises ValueError for a bad one."""
-        async for event in self._events(prompt, sampling_params, wants_text=False):
+        self, prompt: Prompt, sampling_params: Params = None, request_id: str | None = None
+    ) -> Result:
+        """
+        The result of one prompt, as `LLM.generate` describes it. Raises ValueError for a bad one. A
+        `request_id` is a text that no other request has: the result has it, and `abort` takes it.
+        """
+        request = self.llm.prompts.read(prompt, sampling_params)
+        return await self._result(request, request_id)
+
+    async def chat(
+        self,
+        messages: Messages,
+        sampling_params: Params = None,
+        request_id: str | None = None,
+        **options: Any,
+    ) -> Result:
+        """The result of one conversation, as `LLM.chat` describes it, with the options that it describes."""
+        chats = self.llm.prompts.render_chats(messages, **options)
+        if len(chats) > 1:
+            raise ValueError(
+                f"messages must be one conversation, got {len(chats)}: call chat for each of them"
+            )
+        return await self.generate(chats[0], sampling_params, request_id)
+
+    async def score(self, prompt: Prompt) -> dict[str, Any]:
+        """How likely the model finds a text, as `LLM.score` describes it."""
+        [(token_ids, request)] = self.llm.prompts.read_scored([prompt])
+        if request.token_ids:
+            await self._result(request)
+        return make_score(token_ids, request)
+
+    async def stream(
+        self, prompt: Prompt, sampling_params: Params = None, objects: bool = False,
+        request_id: str | None = None,
+    ) -> AsyncIterator[str | Piece]:  # fmt: skip
+        """One completion, piece by piece, as `LLM.stream` describes it."""
+        request = self.llm.prompts.read(prompt, sampling_params)
+        self.llm.prompts.check_streamable(request.params, objects)
+        kind = GrowingOutput if objects else GrowingText
+        async with contextlib.aclosing(self._events(request, kind, request_id)) as events:
+            async for event in events:
+                if not isinstance(event, Result):
+                    yield event
+
+    async def _result(self, request: Request, request_id: str | None = None) -> Result:
+        async for event in self._events(request, None, request_id):
             result = event
         return result
 
-    async def stream(
-        self, prompt: Prompt, sampling_params: SamplingParams = SamplingParams()
-    ) -> AsyncIterator[str]:
-        """The text of one completion, piece by piece, as `LLM.stream` describes it."""
-        async with contextlib.aclosing(self._events(prompt, sampling_params, wants_text=True)) as events:
-            async for event in events:
-                if isinstance(event, str):
-                    yield event
-
     async def _events(
-        self, prompt: Prompt, params: SamplingParams, wants_text: bool
-    ) -> AsyncIterator[str | dict[str, Any]]:
-        request = self.llm.prompts.read(prompt, params)
-        if wants_text:
-            self.llm.prompts.check_streamable(params)
+        self, request: Request, kind: type[GrowingText | GrowingOutput] | None, request_id: str | None
+    ) -> AsyncIterator[str | Piece | Result]:
+        self.llm.check_usable()
         self.llm.prompts.warn_of_context([request])
-        listener = Listener(request, wants_text)
+        listener = Listener(request, kind)
+        if request_id is not None:
+            check(isinstance(request_id, str), "request_id must be a text", request_id)
+            if self._named.setdefault(request_id, listener) is not listener:
+                raise ValueError(f"request_id must be a new one, got that of another request: {request_id!r}")
+            request.request_id = request_id
         self._worker.inbox.put((self._worker.add, listener))
-        event: str | dict | BaseException = ""
+        event: Event = ""
         try:
             if not self._end.alive:  # exit() was called: the thread may no longer read the inbox
                 raise EngineDeadError(SHUT_DOWN)
-            while isinstance(event, str):
+            while not isinstance(event, Result):
                 event = await listener.events.get()
                 if isinstance(event, BaseException):
                     raise event
                 yield event
         finally:
-            if isinstance(event, str):  # left before the end
+            if isinstance(event, str | Piece):  # left before the end
                 self._worker.inbox.put((self._worker.end, listener))
+            if request_id is not None:
+                self._named.pop(request_id, None)
+
+    def abort(self, request_id: str) -> None:
+        """End the request that was given this id, if there is one; its result has the tokens so far."""
+        if (listener := self._named.get(request_id)) is not None:
+            self._worker.inbox.put((self._worker.abort, listener))
+
+    def encode(self, text: str) -> list[int]:
+        """`LLM.encode`."""
+        return self.llm.encode(text)
+
+    def stats(self) -> dict[str, float]:
+        """`LLM.stats`."""
+        return self.llm.stats()
+
+    def get_tokenizer(self) -> Any:
+        """`LLM.get_tokenizer`."""
+        return self.llm.get_tokenizer()
 
     def exit(self) -> None:
         """End the engine, and every request under way with an EngineDeadError. May be called twice."""

@@ -5,6 +5,7 @@ Follow `LLM.generate` downwards: `LLMEngine.step` is next.
 
 import contextlib
 import itertools
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from operator import itemgetter
@@ -12,11 +13,17 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
+from nanovllm.distributed.ranks import EngineDeadError
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.sampling_params import SamplingParams, recommended_params
-from nanovllm.text.prompts import Messages, Prompt, Request, as_token_ids
-from nanovllm.text.results import GrowingText, make_result, outcome
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.text.chat import Messages
+from nanovllm.text.prompts import Prompt, Request, as_token_ids
+from nanovllm.text.results import GrowingOutput, GrowingText, Piece, Result, make_result, make_score, outcome
 from nanovllm.utils.validation import check, check_bool, is_number
+
+NOT_PICKLED = "an engine cannot be pickled or copied: make one in each process that uses one, or share one \
+among the tasks of a process with AsyncLLM"
+Params = SamplingParams | None  # None is what the checkpoint recommends
 
 
 class Progress(tqdm):
@@ -39,7 +46,8 @@ class Progress(tqdm):
 
 class LLM(LLMEngine):
     """
-    `LLM(model, **options)`: options are the fields of `Config`.
+    `LLM(model, **options)`: options are the fields of `Config`. It belongs to the process that made it, and
+    does one call at a time; `AsyncLLM` serves many tasks.
 
     After any exception inside `generate` and its kin the engine is empty and usable: no request left, all
     blocks free.
@@ -47,19 +55,42 @@ class LLM(LLMEngine):
 
     _call: dict[int, Request] | None = None  # the call that the unfinished requests belong to, see _take_turn
 
+    def __init__(self, model: str, **options: Any):
+        self._process_id = os.getpid()
+        self._own_ids: dict[int | str, int | str] = {}  # caller's id -> engine's, and the other way round
+        super().__init__(model, **options)
+
+    def __reduce__(self) -> Any:
+        raise TypeError(NOT_PICKLED)
+
+    def check_usable(self) -> None:
+        """`LLMEngine.check_usable`. Raises EngineDeadError also in a fork: its threads are not there."""
+        if self._process_id != (process_id := os.getpid()):
+            raise EngineDeadError(
+                f"this engine belongs to process {self._process_id}, and this is process {process_id}, a "
+                "fork of it: make an engine in the process that is to use it"
+            )
+        super().check_usable()
+
+    def exit(self) -> None:
+        """`LLMEngine.exit`; does nothing in a fork of the process that has the engine."""
+        if self._process_id == os.getpid():
+            super().exit()
+
     def generate(
-        self, prompts: Prompt | list[Prompt],
-        sampling_params: SamplingParams | list[SamplingParams] = SamplingParams(), use_tqdm: bool = True,
-    ) -> list[dict[str, Any]]:  # fmt: skip
+        self, prompts: Prompt | Iterable[Prompt],
+        sampling_params: Params | list[Params] = None, use_tqdm: bool = True,
+    ) -> list[Result]:  # fmt: skip
         """
         Complete the prompts; results are in their order.
 
-        prompts: a string, a list of token ids or a dict with one of these as "prompt" or "prompt_token_ids",
-        or a list of such. sampling_params: one for all, or one each. Raises a ValueError that names the wrong
-        prompt or parameter, before anything is computed. Warns of a max_tokens that reaches beyond the
-        context, at whose end a completion ends.
+        prompts: a string, token ids, or a dict with "prompt" or "prompt_token_ids" (or both: then the ids
+        count), or a list of such; a list may also be an array, a column of a table, a generator and the like.
+        sampling_params: one for all, or one each; None is what the checkpoint recommends. Raises a ValueError
+        that names the wrong prompt or parameter, before anything is computed. Warns of a max_tokens that
+        reaches beyond the context, at whose end a completion ends.
 
-        Every result has
+        Every result is a dict with
           text, token_ids    the completion; token_ids include what ended it
           finish_reason      "stop" (an end-of-sequence token, a stop text or token), "length" or "abort"
           stop_reason        the stop text or stop token id that ended it, else None
@@ -69,14 +100,16 @@ class LLM(LLMEngine):
           logprobs           for each token of the completion a dict {token id: Logprob} of it and of the
                              likeliest ones, each with logprob, rank (1 is the likeliest) and decoded_token
           prompt_logprobs    the same for the prompt, whose first token has None
+        All of these are attributes, too. As attributes only it has prompt (the text), prompt_token_ids,
+        request_id, finished and, for any n, outputs, which have an index and a cumulative_logprob besides.
         """
         found = sorted(self.generate_iter(prompts, sampling_params, use_tqdm), key=itemgetter(0))
         return [result for _, result in found]
 
     def generate_iter(
-        self, prompts: Prompt | list[Prompt],
-        sampling_params: SamplingParams | list[SamplingParams] = SamplingParams(), use_tqdm: bool = False,
-    ) -> Iterator[tuple[int, dict[str, Any]]]:  # fmt: skip
+        self, prompts: Prompt | Iterable[Prompt],
+        sampling_params: Params | list[Params] = None, use_tqdm: bool = False,
+    ) -> Iterator[tuple[int, Result]]:  # fmt: skip
         """
         Like `generate`, but yields (index of the prompt, result) as soon as a prompt is done. Nothing is
         computed unless the next result is asked for, and closing the iterator drops what is left. Until the
@@ -89,9 +122,9 @@ class LLM(LLMEngine):
         return self._results(self._run(requests, total=total), make_result)
 
     def generate_from(
-        self, requests: Iterable[tuple[Prompt, SamplingParams]],
+        self, requests: Iterable[tuple[Prompt, Params]],
         max_unfinished: int | None = None, return_exceptions: bool = False,
-    ) -> Iterator[tuple[int, dict[str, Any] | Exception]]:  # fmt: skip
+    ) -> Iterator[tuple[int, Result | Exception]]:  # fmt: skip
         """
         `generate_iter` for any number of requests in bounded memory: the next is taken from `requests` only
         while fewer than `max_unfinished` completions (default: twice max_num_seqs) are queued or running. A
@@ -123,28 +156,31 @@ class LLM(LLMEngine):
     def _results(self, steps: Iterator[list[Request]], make: Callable) -> Iterator[tuple[int, Any]]:
         with contextlib.closing(steps):
             for request in itertools.chain.from_iterable(steps):
-                yield request.index, request.error or make(self.tokenizer, request.completions)
+                yield request.index, request.error or request.label(make(self.tokenizer, request.completions))
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams = SamplingParams()) -> Iterator[str]:
+    def stream(
+        self, prompt: Prompt, sampling_params: Params = None, objects: bool = False
+    ) -> Iterator[str | Piece]:
         """
         The text of one completion, piece by piece while it is made. Pieces are whole characters; joined they
-        are the "text" of `generate`. Closing the iterator drops the request.
+        are the "text" of `generate`. With `objects` each is a `Piece`: text, token_ids, logprobs where asked
+        for, and in the last one the finish_reason. Closing the iterator drops the request.
         """
         self._take_turn()
         request = self.prompts.read(prompt, sampling_params)
-        self.prompts.check_streamable(sampling_params)
+        self.prompts.check_streamable(request.params, objects)
         self.prompts.warn_of_context([request])
-        return self._pieces(request)
+        return self._pieces(request, GrowingOutput if objects else GrowingText)
 
-    def _pieces(self, request: Request) -> Iterator[str]:
-        text = None
+    def _pieces(self, request: Request, kind: type[GrowingText | GrowingOutput]) -> Iterator[str | Piece]:
+        growing = None
         with contextlib.closing(self._run([request])) as steps:
             for _ in steps:
-                text = text or GrowingText(self.tokenizer, request.completions[0])
-                if piece := text.look():
+                growing = growing or kind(self.tokenizer, request.completions[0])
+                if piece := growing.look():
                     yield piece
 
-    def score(self, prompts: Prompt | list[Prompt], use_tqdm: bool = True) -> list[dict[str, Any]]:
+    def score(self, prompts: Prompt | Iterable[Prompt], use_tqdm: bool = True) -> list[dict[str, Any]]:
         """
         How likely the model finds texts (or token ids, or dicts as for `generate`). Every result has
           token_ids        of the text
@@ -153,35 +189,37 @@ class LLM(LLMEngine):
           logprob          their sum, the log-likelihood of the text
         """
         check_bool(use_tqdm, "use_tqdm")
-        texts = self.prompts.read_texts(prompts)
-        params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
-        requests = [Request(ids[:-1], params, scored_token_ids=ids[1:]) for ids in texts]
-        scored = [request for request in requests if request.token_ids]  # texts of more than one token
-        for _ in self._run(scored, total=len(scored) if use_tqdm else None):
+        scored = self.prompts.read_scored(prompts)
+        requests = [request for _, request in scored if request.token_ids]  # texts of more than one token
+        for _ in self._run(requests, total=len(requests) if use_tqdm else None):
             pass
-        results = []
-        for token_ids, request in zip(texts, requests, strict=True):
-            logprobs = [logprob for seq in request.completions for logprob, *_ in seq.prompt_logprobs]
-            sums = {"token_logprobs": [None, *logprobs], "logprob": sum(logprobs)}
-            results.append({"token_ids": token_ids, **sums})
-        return results
+        return list(itertools.starmap(make_score, scored))
 
     def chat(
-        self, messages: Messages | list[Messages],
-        sampling_params: SamplingParams | list[SamplingParams] = SamplingParams(), use_tqdm: bool = True,
+        self, messages: Messages | Iterable[Messages],
+        sampling_params: Params | list[Params] = None, use_tqdm: bool = True,
         chat_template: str | None = None,
         add_generation_prompt: bool = True, continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None, chat_template_kwargs: dict[str, Any] | None = None,
-    ) -> list[dict[str, Any]]:  # fmt: skip
+        chat_template_content_format: str = "auto",
+    ) -> list[Result]:  # fmt: skip
         """
         `generate` for one conversation or a list of them, through the checkpoint's chat template or the one
         given. The answer is a new message; with continue_final_message=True and add_generation_prompt=False
         it continues the last one. Other variables of the template (such as enable_thinking) go into
         chat_template_kwargs.
+
+        A content is a string or a list of parts {"type": "text", "text": ...}. The template gets what it is
+        found to take, unless chat_template_content_format says "string" (parts are joined by line feeds) or
+        "openai" (all are lists of parts).
         """
         options = (chat_template, add_generation_prompt, continue_final_message, tools, chat_template_kwargs)
-        token_ids = self.prompts.read_chats(messages, *options)
-        return self.generate(token_ids, sampling_params, use_tqdm)
+        chats = self.prompts.render_chats(messages, *options, chat_template_content_format)
+        return self.generate(chats, sampling_params, use_tqdm)
+
+    def get_tokenizer(self) -> Any:
+        """The tokenizer of transformers, or None if the checkpoint has none."""
+        return self.tokenizer
 
     def encode(self, text: str) -> list[int]:
         """The token ids of a text, the same as when it is a prompt."""
@@ -200,20 +238,41 @@ class LLM(LLMEngine):
 
     def default_sampling_params(self) -> SamplingParams:
         """What the checkpoint's generation_config.json recommends. Raises ValueError for a bad value."""
-        try:
-            return recommended_params(self.generation_config)
-        except ValueError as error:
-            raise ValueError(f"generation_config.json of {self.config.model!r}: {error}") from None
+        return self.prompts.recommended()
 
-    def add_request(self, prompt: Prompt | Request, sampling_params: SamplingParams | None = None) -> int:
-        """`LLMEngine.add_request`. Raises RuntimeError while the requests of another call are unfinished."""
+    get_default_sampling_params = default_sampling_params
+
+    def add_request(
+        self, prompt: Prompt | Request, sampling_params: Params = None, request_id: str | None = None
+    ) -> int | str:
+        """
+        `LLMEngine.add_request`. The id may be the caller's own: a text that no unfinished request has. Raises
+        RuntimeError while the requests of another call are unfinished.
+        """
         self._take_turn()
-        return super().add_request(prompt, sampling_params)
+        if request_id is None:
+            return super().add_request(prompt, sampling_params)
+        check(isinstance(request_id, str), "request_id must be a text", request_id)
+        if self._own_ids.get(request_id) in self.unfinished:
+            raise ValueError(
+                f"request_id must be a new one, got that of an unfinished request: {request_id!r}"
+            )
+        if self.is_finished():
+            self._own_ids.clear()
+        seq_id = super().add_request(prompt, sampling_params)
+        self._own_ids |= {request_id: seq_id, seq_id: request_id}
+        return request_id
 
-    def step(self, isolate: bool = False) -> tuple[list[tuple[int, list[int]]], int]:
+    def abort(self, request_id: int | str) -> None:
+        """`LLMEngine.abort`."""
+        is_own = isinstance(request_id, str) and request_id in self._own_ids
+        super().abort(self._own_ids[request_id] if is_own else request_id)
+
+    def step(self, isolate: bool = False) -> tuple[list[tuple[int | str, list[int]]], int]:
         """`LLMEngine.step`. Raises RuntimeError while the requests of another call are unfinished."""
         self._take_turn()
-        return super().step(isolate)
+        finished, num_tokens = super().step(isolate)
+        return [(self._own_ids.get(i, i), token_ids) for i, token_ids in finished], num_tokens
 
     def _take_turn(self, call: dict[int, Request] | None = None) -> None:
         """
@@ -222,7 +281,10 @@ class LLM(LLMEngine):
         """
         self.check_usable()
         if self.unfinished and self._call is not call:
-            raise RuntimeError("the engine is not idle: busy with the unfinished requests of another call")
+            raise RuntimeError(
+                "the engine is not idle: busy with the unfinished requests of another call. AsyncLLM takes "
+                "many calls at once; or make another engine, in a process of its own"
+            )
         self._call = call
 
     def _run(

@@ -61,7 +61,7 @@ class StructuredOutputsParams:
             object.__setattr__(self, "choice", texts)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class SamplingParams:
     """
     temperature:                divides the logits before sampling; 0 is greedy decoding.
@@ -98,6 +98,8 @@ class SamplingParams:
     out, temperature, min_p, top_k, top_p (with the probabilities among the tokens that min_p and top_k left).
     Tokens with equal logits are kept or left out together. Log-probabilities are the model's, before any of
     these changes.
+
+    Fields may be assigned to: the next call checks them again, and requests made before keep what they had.
 
     Raises ValueError with the bad value. Collections may be given as lists or sets, and `logit_bias` as a
     dict; they are kept as tuples.
@@ -156,7 +158,7 @@ class SamplingParams:
         """Check a number, and keep it as Python's own: numpy's may overflow in sums."""
         value = getattr(self, name)
         self._check(is_number(value, kind, low, high), name, allowed)
-        object.__setattr__(self, name, kind(value))
+        setattr(self, name, kind(value))
 
     def _set_collections(self) -> None:
         """Check the fields that are collections of any kind, and keep them as tuples."""
@@ -190,7 +192,7 @@ class SamplingParams:
                 # A long collection is shortened in the message, so that it may not show the bad value.
                 is_alone = value is getattr(self, name)
                 self._check(False, name, allowed if is_alone else f"{allowed} (at fault: {shown(value)})")
-        object.__setattr__(self, name, tuple(map(convert, values)))
+        setattr(self, name, tuple(map(convert, values)))
 
     def _check(self, is_good: bool, name: str, allowed: str) -> None:
         if not is_good:

@@ -152,7 +152,7 @@ def test_lists_of_unequal_length_are_refused_with_both_lengths(llm, count):
         llm.generate([[1], [2]], [GREEDY] * count, use_tqdm=False)
 
 
-@pytest.mark.parametrize("params", [None, 0.5, {"temperature": 1.0}, "greedy", SamplingParams], ids=repr)
+@pytest.mark.parametrize("params", [0.5, {"temperature": 1.0}, "greedy", SamplingParams], ids=repr)
 def test_sampling_params_of_a_wrong_type_are_refused(llm, params):
     for use in (
         lambda: llm.generate([[1], [2]], params, use_tqdm=False),
@@ -409,7 +409,7 @@ BAD_OPTIONS = [
     *[("gpu_memory_utilization", value) for value in (0, 1.5, -0.1, math.nan, math.inf, "0.9", None)],
     *[("max_num_batched_tokens", value) for value in (0, -1, 1.5, "16", None)],
     *[("max_num_seqs", value) for value in (0, -1, 1.5, 2**16, None)],
-    *[("max_model_len", value) for value in (0, -5, 2.5, None)],
+    *[("max_model_len", value) for value in (0, -5, 2.5, "all")],
     *[("num_kvcache_blocks", value) for value in (0, -2, 1.5, "8")],
     *[("dtype", value) for value in ("int8", "float64", "fp32", 16, None)],
     *[("kv_cache_dtype", value) for value in ("int3", 16, "uint8")],

@@ -92,10 +92,11 @@ CONTRACT = {
 # What may stand there although nothing in the package calls it.
 CALLED_BY_USERS = {
     "llm.py": """LLM.generate LLM.generate_iter LLM.generate_from LLM.stream LLM.chat LLM.score LLM.encode
-        LLM.decode LLM.default_sampling_params""",
+        LLM.decode LLM.get_tokenizer LLM.default_sampling_params""",
     "engine/llm_engine.py": """LLMEngine.add_request LLMEngine.step LLMEngine.abort LLMEngine.clear
         LLMEngine.is_finished LLMEngine.stats LLMEngine.exit""",
-    "async_llm.py": "AsyncLLM.generate AsyncLLM.stream AsyncLLM.exit",
+    "async_llm.py": """AsyncLLM.generate AsyncLLM.stream AsyncLLM.chat AsyncLLM.score AsyncLLM.encode
+        AsyncLLM.stats AsyncLLM.get_tokenizer AsyncLLM.abort AsyncLLM.exit""",
 }
 CALLED_FROM_OUTSIDE = {
     "distributed/ranks.py": "serve",  # what a new process runs

@@ -67,6 +67,7 @@ class Ranks:
         self.failure: str | None = None
         self._failed, self._lock = threading.Event(), threading.Lock()
         self._closed = False
+        self._process_id = os.getpid()
         self._step: Future | None = None
         self._tasks: queue.SimpleQueue = queue.SimpleQueue()
         self._processes: list[subprocess.Popen] = []
@@ -192,7 +193,9 @@ class Ranks:
                 self.group.keep_backend()
 
     def close(self, at_once: bool = False) -> None:
-        """End the other ranks. May be called twice."""
+        """End the other ranks. May be called twice; does nothing in a fork of the process that has them."""
+        if self._process_id != os.getpid():
+            return
         with self._lock:
             self._closed = True
             self._tasks.put(None)

@@ -6,6 +6,7 @@ warm-up writes nothing to.
 
 import math
 
+import numpy as np
 import torch
 
 from nanovllm.config import Config
@@ -62,7 +63,7 @@ class KVCache:
     def allocate(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         # Zeros, since a page that was never written may be read under a mask, where a NaN would survive.
-        self._set_views(torch.zeros(self._shape(num_blocks), dtype=self.dtype, device=self.device))
+        self._set_views(_zeros(self._shape(num_blocks), self.dtype, self.device))
 
     def copy_blocks(self, sources: torch.Tensor, targets: torch.Tensor, num_tokens: torch.Tensor) -> None:
         """Copy at least the first tokens of blocks, all int64 [copies]. No target may be a source."""
@@ -70,3 +71,10 @@ class KVCache:
         if is_int8(pages):  # the bytes of a token are not contiguous: copy whole blocks, as if of one token
             pages, num_tokens = pages.flatten(3)[..., None, None, :], torch.ones_like(num_tokens)
         copy_pages(pages, sources, targets, num_tokens)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """On a CPU the memory is only mapped: it takes room page by page as it is written."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)

@@ -75,7 +75,8 @@ class LLMEngine:
         self.scheduler = Scheduler(self.config)
         self.batches = BatchMaker(self.config, make_groups(self.config))
         self.grammars = Grammars(self.config, self.tokenizer)
-        self.prompts = Prompts(self.config, self.tokenizer, self.scheduler.limits, self.grammars)
+        limits, recommended = self.scheduler.limits, self.generation_config
+        self.prompts = Prompts(self.config, self.tokenizer, limits, self.grammars, recommended)
         self._seeds = random.Random(self.config.seed)
         self._overlap = self.config.device != "cpu"
         self.under_way: Step | None = None

@@ -1,4 +1,4 @@
-"""Attention to a context that several programs have split among them: their parts, added up by log-sum-exp."""
+"""Attention to a context that several programs have split among them: parts are added up by log-sum-exp."""
 
 from nanovllm.kernels.runtime import tl, triton
 

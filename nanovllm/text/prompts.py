@@ -5,25 +5,23 @@ served, before anything has changed.
 import functools
 import itertools
 import warnings
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from numbers import Integral
 from typing import Any
 
-from nanovllm.checkpoints.tokenizer import render_chat, tokenizer_errors
+from nanovllm.checkpoints.tokenizer import tokenizer_errors
 from nanovllm.config import Config
 from nanovllm.engine.edits import HISTORY, num_rule_words
 from nanovllm.engine.limits import RULE_WORDS, Limits
 from nanovllm.engine.sequence import Sequence, pack
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.sampling_params import SamplingParams, recommended_params
+from nanovllm.text.chat import render
 from nanovllm.text.grammar import Grammars
-from nanovllm.utils.validation import check, check_bool, find_surrogate, is_number, shown
+from nanovllm.text.results import Result
+from nanovllm.utils.validation import as_list, check, check_bool, find_surrogate, is_number, shown
 
-# What `chat` itself passes to a chat template: chat_template_kwargs must not set these.
-CHAT_OPTIONS = {"messages", "chat_template", "add_generation_prompt", "continue_final_message", "tools"}
-CHAT_OPTIONS |= {"self", "conversation", "tokenize"}
-
-Prompt = str | list[int] | dict[str, Any]
-Messages = list[dict[str, Any]]
+Prompt = str | Iterable[int] | dict[str, Any]
 
 
 @dataclass(eq=False, slots=True)
@@ -40,6 +38,15 @@ class Request:
     grammar: Any = None  # compiled structured outputs
     error: Exception | None = None  # why it could not be read
     completions: list[Sequence] = field(default_factory=list)
+    text: str | None = None  # of the prompt, unless it was given as token ids alone
+    request_id: str | None = None  # the caller's own
+
+    def label(self, result: Any) -> Any:
+        """Put what the completions do not know into their result, and return it."""
+        if isinstance(result, Result):
+            result.prompt = self.text
+            result.request_id = result.request_id if self.request_id is None else self.request_id
+        return result
 
 
 def as_token_ids(values: list | tuple, vocab_size: int, name: str) -> list[int]:
@@ -57,23 +64,41 @@ def as_token_ids(values: list | tuple, vocab_size: int, name: str) -> list[int]:
 
 
 class Prompts:
-    def __init__(self, config: Config, tokenizer: Any, limits: Limits, grammars: Grammars):
+    def __init__(
+        self, config: Config, tokenizer: Any, limits: Limits,
+        grammars: Grammars, generation_config: dict[str, Any],
+    ):  # fmt: skip
         self.model = config.model
         self.vocab_size = config.hf_config.vocab_size
         self.tokenizer = tokenizer
         self.limits, self.grammars = limits, grammars
+        self.generation_config = generation_config
         self._bad_word = functools.lru_cache(1024)(self._read_bad_word)
+
+    def recommended(self) -> SamplingParams:
+        """What the checkpoint's generation_config.json recommends. Raises ValueError for a bad value."""
+        try:
+            return recommended_params(self.generation_config)
+        except ValueError as error:
+            raise ValueError(f"generation_config.json of {self.model!r}: {error}") from None
 
     def read_all(self, prompts: Any, sampling_params: Any) -> list[Request]:
         """One prompt or a list of them, with parameters for all or for each. Calls `warn_of_context`."""
         prompts = self._as_list(prompts)
-        if isinstance(sampling_params, SamplingParams):
+        if sampling_params is None or isinstance(sampling_params, SamplingParams):
             sampling_params = [sampling_params] * len(prompts)
-        rule = "sampling_params must be SamplingParams or a list of them"
+        rule = (
+            "sampling_params must be SamplingParams, None (the checkpoint's recommendation) or a list of them"
+        )
         check(isinstance(sampling_params, (list, tuple)), rule, sampling_params)
         if len(sampling_params) != len(prompts):
             raise ValueError(f"there are {len(prompts)} prompts but {len(sampling_params)} sampling_params")
-        requests = list(map(self.read, prompts, sampling_params, itertools.count()))
+        checked: dict[int, SamplingParams] = {}  # by the identity of those given, which are often one
+        for i, params in enumerate(sampling_params):
+            if id(params) not in checked:
+                checked[id(params)] = self._check_params(params, f"prompts[{i}]")
+        each = (checked[id(params)] for params in sampling_params)
+        requests = list(map(self._read, prompts, each, itertools.count()))
         self.warn_of_context(requests)
         return requests
 
@@ -95,21 +120,35 @@ class Prompts:
     def _as_list(prompts: Any) -> list[Any]:
         if isinstance(prompts, (str, dict)):
             return [prompts]
-        rule = "prompts must be a string, a list of token ids, or a list of these"
-        check(isinstance(prompts, (list, tuple)), rule, prompts)
-        return [prompts] if prompts and all(isinstance(p, Integral) for p in prompts) else prompts
+        found = as_list(prompts)
+        rule = "prompts must be a string, a list of token ids, or a list (or another iterable) of these"
+        check(found is not None, rule, prompts)
+        return [found] if found and all(isinstance(p, Integral) for p in found) else found
 
-    def read_texts(self, texts: Any) -> list[list[int]]:
-        """The token ids of a text or a list of texts, after which nothing is drawn."""
-        return [self._read_token_ids(text, 0, f"prompts[{i}]") for i, text in enumerate(self._as_list(texts))]
+    def read_scored(self, texts: Any) -> list[tuple[list[int], Request]]:
+        """The token ids of a text or a list of texts, and the request that scores them."""
+        params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+        found = [
+            self._read_prompt(text, 0, f"prompts[{i}]")[0] for i, text in enumerate(self._as_list(texts))
+        ]
+        return [(ids, Request(ids[:-1], params, scored_token_ids=ids[1:])) for ids in found]
 
     def read(self, prompt: Any, sampling_params: Any, index: int | None = None) -> Request:
-        """One prompt, or the index-th of several."""
+        """One prompt, or the index-th of several, with parameters of its own."""
         name = "prompt" if index is None else f"prompts[{index}]"
-        if not isinstance(sampling_params, SamplingParams):
-            found = shown(sampling_params)
-            raise ValueError(f"sampling_params for {name} must be SamplingParams, got {found}")
-        token_ids = self._read_token_ids(prompt, 1, name)
+        return self._read(prompt, self._check_params(sampling_params, name), index)
+
+    def _check_params(self, params: Any, name: str) -> SamplingParams:
+        """A checked copy: fields may have been assigned to, and may be again while the request runs."""
+        if not isinstance(params, SamplingParams | None):
+            raise ValueError(
+                f"sampling_params for {name} must be SamplingParams or None, got {shown(params)}"
+            )
+        return self.recommended() if params is None else replace(params)
+
+    def _read(self, prompt: Any, sampling_params: SamplingParams, index: int | None) -> Request:
+        name = "prompt" if index is None else f"prompts[{index}]"
+        token_ids, text = self._read_prompt(prompt, 1, name)
         bad_words, num_rule_words = self._read_rules(sampling_params, name)
         grammar = self._read_grammar(sampling_params, name)
         scored_token_ids = [] if sampling_params.prompt_logprobs is None else token_ids[1:]
@@ -117,7 +156,7 @@ class Prompts:
             token_ids
         )  # while they are in the processor's cache: later it takes three times as long
         rest = num_rule_words, scored_token_ids, index or 0, packed
-        return Request(token_ids, sampling_params, bad_words, *rest, grammar)
+        return Request(token_ids, sampling_params, bad_words, *rest, grammar, text=text)
 
     def _read_grammar(self, params: SamplingParams, name: str) -> Any:
         if params.structured_outputs is None:
@@ -172,24 +211,30 @@ class Prompts:
         distinct = [ids for i, ids in enumerate(token_ids) if ids not in token_ids[:i]]
         return [ids for ids in distinct if max(ids) < self.vocab_size]
 
-    def _read_token_ids(self, prompt: Any, num_new_tokens: int, name: str) -> list[int]:
+    def _read_prompt(self, prompt: Any, num_new_tokens: int, name: str) -> tuple[list[int], str | None]:
+        """The token ids of a prompt, and its text if it has one."""
+        given, text = prompt, None
         if isinstance(prompt, dict):
-            has_one_key = list(prompt) in (["prompt"], ["prompt_token_ids"])
-            check(has_one_key, f"{name} must have one key, prompt or prompt_token_ids", prompt)
-            ((key, prompt),) = prompt.items()
-            if isinstance(prompt, str) != (key == "prompt"):
-                raise ValueError(f"{name}: {key} cannot be {shown(prompt)}")
-        if not isinstance(prompt, (str, list, tuple)):
-            raise ValueError(f"{name} must be a string or a list of token ids, got {shown(prompt)}")
-        token_ids = self.tokenize(prompt, name) if isinstance(prompt, str) else prompt
+            has_one = prompt.keys() <= {"prompt", "prompt_token_ids"} and len(prompt) > 0
+            check(has_one, f"{name} must have prompt or prompt_token_ids, and no other key", prompt)
+            for key, value in prompt.items():
+                if isinstance(value, str) != (key == "prompt"):
+                    raise ValueError(f"{name}: {key} cannot be {shown(value)}")
+            text = prompt.get("prompt")
+            given = prompt.get("prompt_token_ids", text)
+        elif isinstance(prompt, str):
+            text = prompt
+        token_ids = self.tokenize(given, name) if isinstance(given, str) else as_list(given)
+        if token_ids is None:
+            raise ValueError(f"{name} must be a string or a list of token ids, got {shown(given)}")
         token_ids = as_token_ids(token_ids, self.vocab_size, name)
         if not token_ids:
-            raise ValueError(f"{name} is empty: {shown(prompt)}")
+            raise ValueError(f"{name} is empty: {shown(given)}")
         try:
             self.limits.check(len(token_ids), num_new_tokens)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
-        return token_ids
+        return token_ids, text
 
     def tokenize(self, text: str, name: str, add_special_tokens: bool = True) -> list[int]:
         if self.tokenizer is None:
@@ -203,61 +248,23 @@ class Prompts:
         except ValueError as error:
             raise ValueError(f"{name} cannot be tokenized: {error}; got {shown(text)}") from error
 
-    def read_chats(
-        self, messages: Any, chat_template: str | None = None,
-        add_generation_prompt: bool = True, continue_final_message: bool = False,
-        tools: list[Any] | None = None, chat_template_kwargs: dict[str, Any] | None = None,
-    ) -> list[list[int]]:  # fmt: skip
+    def read_chats(self, messages: Any, *options: Any, **named_options: Any) -> list[list[int]]:
         """The token ids of one conversation or a list of them, see `LLM.chat`."""
-        check_bool(add_generation_prompt, "add_generation_prompt")
-        check_bool(continue_final_message, "continue_final_message")
-        if continue_final_message and add_generation_prompt:
-            raise ValueError("continue_final_message=True needs add_generation_prompt=False, got True")
-        check(isinstance(chat_template, str | None), "chat_template must be a string", chat_template)
-        are_tools = isinstance(tools, list) and all(
-            isinstance(tool, dict) or callable(tool) for tool in tools
-        )
-        check(tools is None or are_tools, "tools must be a list of JSON schemas or functions", tools)
-        kwargs = {} if chat_template_kwargs is None else chat_template_kwargs
-        are_named = isinstance(kwargs, dict) and all(isinstance(name, str) for name in kwargs)
-        check(are_named, "chat_template_kwargs must be a dict of names and values", kwargs)
-        if taken := sorted(CHAT_OPTIONS & set(kwargs)):
-            raise ValueError(f"chat_template_kwargs cannot have {taken[0]!r}, which chat itself sets")
-        is_list = isinstance(messages, list) and len(messages) > 0
-        check(is_list, "messages must be a conversation or a list of conversations", messages)
-        conversations = [messages] if isinstance(messages[0], dict) else messages
-        for i, conversation in enumerate(conversations):
-            _check_conversation(conversation, f"conversation {i}")
-        if self.tokenizer is None or (chat_template or self.tokenizer.chat_template) is None:
-            raise ValueError(f"the tokenizer of {self.model!r} has no chat template")
-        options = dict(
-            chat_template=chat_template,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            tools=tools,
-        )
-        token_ids = []
-        for i, conversation in enumerate(conversations):
-            try:
-                text = render_chat(self.tokenizer, conversation, **options, **kwargs)
-            except Exception as error:  # whatever a template raises
-                raise ValueError(f"the chat template does not accept conversation {i}: {error}") from error
-            # The template writes the special tokens itself.
-            token_ids.append(self.tokenize(text, f"conversation {i}", add_special_tokens=False))
-        return token_ids
+        return [chat["prompt_token_ids"] for chat in self.render_chats(messages, *options, **named_options)]
 
-    def check_streamable(self, params: SamplingParams) -> None:
-        if self.tokenizer is None or not params.detokenize or params.n > 1:
+    def render_chats(self, messages: Any, *options: Any, **named_options: Any) -> list[dict[str, Any]]:
+        """One conversation or a list of them, see `LLM.chat`, as dicts of text and token ids."""
+        chats = []
+        for i, text in enumerate(render(self.tokenizer, self.model, messages, *options, **named_options)):
+            # The template writes the special tokens itself.
+            token_ids = self.tokenize(text, f"conversation {i}", add_special_tokens=False)
+            chats.append({"prompt": text, "prompt_token_ids": token_ids})
+        return chats
+
+    def check_streamable(self, params: SamplingParams, objects: bool) -> None:
+        check_bool(objects, "objects")
+        if objects and params.n > 1:
+            raise ValueError(f"stream gives one completion: it needs n=1, got n={params.n}")
+        if not objects and (self.tokenizer is None or not params.detokenize or params.n > 1):
             rule = "stream gives the text of one completion: it needs a tokenizer, detokenize and n=1"
             raise ValueError(f"{rule}, got detokenize={params.detokenize} and n={params.n}")
-
-
-def _check_conversation(conversation: Any, name: str) -> None:
-    rule = f"{name} must be a list of dicts with role and content"
-    check(isinstance(conversation, list) and len(conversation) > 0, rule, conversation)
-    for message in conversation:
-        check(isinstance(message, dict) and {"role", "content"} <= message.keys(), rule, message)
-        role, content = message["role"], message["content"]
-        check(isinstance(role, str), f"{name}: role must be a string", role)
-        rule_of_content = f"{name}: content must be a string, None, or parts that the template knows"
-        check(isinstance(content, str | list | dict | None), rule_of_content, content)

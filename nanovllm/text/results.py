@@ -16,6 +16,44 @@ from nanovllm.text.detokenizer import Detokenizer, vocabulary_of
 PLACES = range(1, MAX_LOGPROBS + 1)
 
 
+class Described(dict[str, Any]):
+    """A dict whose keys are attributes as well. What was not asked for is None as an attribute and no key."""
+
+    OPTIONAL = ("logprobs", "prompt_logprobs")
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self or name in self.OPTIONAL:
+            return self.get(name)
+        raise AttributeError(f"{type(self).__name__} has no {name!r}, only {', '.join(self)}")
+
+
+class Completion(Described):
+    """One completion of a prompt."""
+
+    index: int = 0  # among the prompt's completions
+    cumulative_logprob: float | None = None  # of all its tokens, where logprobs were asked for
+
+
+class Piece(Described):
+    """
+    What is new of a completion since the last piece: text (which may be held back for later pieces),
+    token_ids, and logprobs where asked for. The last piece has its finish_reason and stop_reason.
+    """
+
+
+class Result(Described):
+    """
+    All completions of a prompt: the keys are those of the first one, and the attribute `outputs` has all. The
+    prompt itself is in attributes only, so that a result that is printed or written as JSON stays short.
+    """
+
+    outputs: list[Completion]
+    prompt: str | None = None  # its text, unless it was given as token ids
+    prompt_token_ids: list[int]
+    request_id: int | str
+    finished = True
+
+
 class Logprob(NamedTuple):
     """The natural logarithm of a token's probability at its place, and its rank there: 1 is the likeliest."""
 
@@ -60,9 +98,9 @@ def completion_text(tokenizer: Any, seq: Sequence) -> str:
     return tokenizer.decode(token_ids, skip_special_tokens=params.skip_special_tokens)
 
 
-def make_result(tokenizer: Any, completions: list[Sequence]) -> dict[str, Any]:
+def make_result(tokenizer: Any, completions: list[Sequence]) -> Result:
     """The result of a prompt (see `LLM.generate`) from its finished completions."""
-    outputs = [_describe_completion(tokenizer, seq) for seq in completions]
+    outputs = [_describe_completion(tokenizer, seq, index) for index, seq in enumerate(completions)]
     first = completions[0]
     prompt = {
         "num_prompt_tokens": first.num_prompt_tokens,
@@ -71,10 +109,13 @@ def make_result(tokenizer: Any, completions: list[Sequence]) -> dict[str, Any]:
     if (count := first.sampling_params.prompt_logprobs) is not None:
         described = _describe(tokenizer, first.prompt_token_ids[1:], first.prompt_logprobs, count)
         prompt["prompt_logprobs"] = [None, *described]
-    return {**outputs[0], **prompt, **({"outputs": outputs} if len(outputs) > 1 else {})}
+    result = Result(**outputs[0], **prompt, **({"outputs": outputs} if len(outputs) > 1 else {}))
+    result.outputs, result.prompt_token_ids = outputs, first.prompt_token_ids
+    result.request_id = first.seq_id
+    return result
 
 
-def outcome(tokenizer: Any, completions: list[Sequence]) -> dict[str, Any] | Exception:
+def outcome(tokenizer: Any, completions: list[Sequence]) -> Result | Exception:
     """`make_result`; or the error that has ended one of the completions, or that `make_result` raises."""
     errors = [seq.error for seq in completions if seq.error is not None]
     try:
@@ -83,15 +124,23 @@ def outcome(tokenizer: Any, completions: list[Sequence]) -> dict[str, Any] | Exc
         return error
 
 
-def _describe_completion(tokenizer: Any, seq: Sequence) -> dict[str, Any]:
-    output = {
-        "text": completion_text(tokenizer, seq),
-        "token_ids": seq.completion_token_ids,
-        "finish_reason": seq.finish_reason,
-        "stop_reason": seq.stop_reason,
-    }
+def make_score(token_ids: list[int], request: Any) -> dict[str, Any]:
+    """The result of `LLM.score` for a text, whose request has been computed unless it has a single token."""
+    logprobs = [logprob for seq in request.completions for logprob, *_ in seq.prompt_logprobs]
+    return {"token_ids": token_ids, "token_logprobs": [None, *logprobs], "logprob": sum(logprobs)}
+
+
+def _describe_completion(tokenizer: Any, seq: Sequence, index: int) -> Completion:
+    output = Completion(
+        text=completion_text(tokenizer, seq),
+        token_ids=seq.completion_token_ids,
+        finish_reason=seq.finish_reason,
+        stop_reason=seq.stop_reason,
+    )
+    output.index = index
     if (count := seq.sampling_params.logprobs) is not None:
         output["logprobs"] = _describe(tokenizer, seq.completion_token_ids, seq.logprobs, count)
+        output.cumulative_logprob = sum(logprob for logprob, *_ in seq.logprobs)
     return output
 
 
@@ -155,6 +204,30 @@ class GrowingText:
     def _read(self, end: int | None = None) -> str:
         self.pieces.add(self.seq.token_ids[self.seq.num_prompt_tokens + self.pieces.num_tokens : end])
         return self.pieces.text
+
+
+class GrowingOutput:
+    """A completion that is being made, in pieces with tokens and what belongs to them."""
+
+    def __init__(self, tokenizer: Any, seq: Sequence):
+        self.tokenizer, self.seq = tokenizer, seq
+        has_text = tokenizer is not None and seq.sampling_params.detokenize
+        self.text = GrowingText(tokenizer, seq) if has_text else None
+        self.num_shown = 0  # tokens
+
+    def look(self) -> Piece | None:
+        """What is new since the last look, or None."""
+        seq, start = self.seq, self.num_shown
+        token_ids = seq.completion_token_ids[start:]
+        if not token_ids and not seq.is_finished:
+            return None
+        self.num_shown += len(token_ids)
+        text = "" if self.text is None else self.text.look()
+        piece = Piece(text=text, token_ids=token_ids)
+        piece.update(finish_reason=seq.finish_reason, stop_reason=seq.stop_reason)
+        if (count := seq.sampling_params.logprobs) is not None:
+            piece["logprobs"] = _describe(self.tokenizer, token_ids, seq.logprobs[start:], count)
+        return piece
 
 
 def watch_stops(tokenizer: Any, sequences: Iterable[Sequence]) -> dict[int, GrowingText]:

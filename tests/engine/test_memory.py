@@ -1,9 +1,12 @@
 """What the engine keeps free for its largest step, and how much of the rest becomes KV cache."""
 
+import os
+from pathlib import Path
+
 import pytest
 
-from nanovllm import LLM
-from nanovllm.engine.memory import largest_batch
+from nanovllm import LLM, SamplingParams
+from nanovllm.engine.memory import CPU_KV_CACHE_BYTES, largest_batch
 from nanovllm.sampling_params import Needs
 from tiny_checkpoints import EXACT, make_checkpoint, one_thread  # noqa: F401
 
@@ -36,3 +39,17 @@ def test_blocks_that_no_sequence_needs_serve_the_prefix_cache(folder):
         assert llm.config.num_kvcache_blocks > 100 * needed
     with LLM(folder, **EXACT, max_num_seqs=3, enable_prefix_caching=False) as llm:
         assert llm.config.num_kvcache_blocks == 3 * needed
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_a_cpu_has_memory_for_what_is_written_only(folder):
+    before = resident_bytes()
+    with LLM(folder, device="cpu", dtype="float32") as llm:
+        cache = llm.model_runner.kv_cache
+        assert cache.pages.nbytes > 0.99 * CPU_KV_CACHE_BYTES
+        llm.generate([[1] * 300], SamplingParams(0, 4, True), use_tqdm=False)
+        assert cache.pages[:, :, 0].any() and not cache.pages[:, :, -1].any()
+        assert resident_bytes() - before < CPU_KV_CACHE_BYTES / 10

@@ -134,6 +134,7 @@ VALUES: dict[str, Callable[[Random], Any]] = {
 NUMBERS = {"integer", "huge", "float", "not finite", "numpy integer", "numpy float"}
 INTEGERS = {"integer", "huge", "numpy integer"}
 LISTS = {"list", "deep list", "endless list", "tuple"}
+ITERABLES = LISTS | {"array", "generator"}
 TEXTS = {"text", "surrogate"}
 
 
@@ -220,9 +221,8 @@ PARAMS: dict[str, tuple] = {
 }
 CONFIG: dict[str, tuple] = {
     **fields_are("model", {"text"}, one_of("no-such-model", "", "\ud800", "nul\0nul")),
-    **fields_are(
-        "max_num_batched_tokens max_num_seqs max_model_len", INTEGERS, negative, too_large, one_of(0)
-    ),
+    **fields_are("max_num_batched_tokens max_num_seqs", INTEGERS, negative, too_large, one_of(0)),
+    **fields_are("max_model_len", INTEGERS | {"none"}, negative, too_large, one_of(0)),
     **fields_are("num_kvcache_blocks", INTEGERS, one_of(0, -2, -(10**400)), too_large),
     **fields_are("kvcache_block_size", INTEGERS, negative, too_large, one_of(0, 8, 17, 100, 33)),
     **fields_are("tensor_parallel_size", INTEGERS, negative, too_large, one_of(0, 9, 16)),
@@ -286,7 +286,7 @@ def score(on: Engines, prompt: Any, _: Any) -> Any:
 
 
 def prompt_of_a_wrong_type(rng: Random) -> tuple[Any, str]:
-    prompt = wrong(rng, {"text", "surrogate", "dict", *LISTS})
+    prompt = wrong(rng, {"text", "surrogate", "dict", *ITERABLES})
     return prompt, beginning(prompt)
 
 
@@ -315,11 +315,11 @@ def prompt_that_is_empty(rng: Random) -> tuple[Any, str]:
 
 def prompt_that_is_a_bad_dict(rng: Random) -> tuple[Any, str]:
     prompt = rng.choice(
-        [{}, {"text": "a"}, {"prompt": "a", "prompt_token_ids": [1]}, {1: 2}, {"prompt": "a", "seed": 1}]
+        [{}, {"text": "a"}, {"prompt_token_ids": [1], "seed": 1}, {1: 2}, {"prompt": "a", "seed": 1}]
     )
     if rng.random() < 0.5:
         return prompt, beginning(prompt)
-    key, legal = rng.choice([("prompt", {"text", "surrogate"}), ("prompt_token_ids", LISTS)])
+    key, legal = rng.choice([("prompt", {"text", "surrogate"}), ("prompt_token_ids", ITERABLES)])
     value = wrong(rng, legal)
     return {key: value}, beginning(value)
 
@@ -344,7 +344,7 @@ for way, use in ONE.items():
 
     @kind(f"{way}: sampling_params of a wrong type")
     def _(rng: Random, use: Callable = use) -> tuple[Call, str]:
-        params = wrong(rng, LISTS)
+        params = wrong(rng, LISTS | {"none"})
         return lambda on: use(on, [1], params), beginning(params)
 
     @kind(f"{way}: prompt that leaves no room for a token")
@@ -365,7 +365,7 @@ for way, use in ONE.items():
 
 @kind("generate: prompts of a wrong type")
 def _(rng: Random) -> tuple[Call, str]:
-    prompts = wrong(rng, {"text", *LISTS, "dict", "surrogate"})
+    prompts = wrong(rng, {"text", *ITERABLES, "dict", "surrogate"})
     use = rng.choice([LLM.generate, LLM.generate_iter, lambda llm, prompts, _: llm.score(prompts)])
     return lambda on: use(on.llm, prompts, GOOD), beginning(prompts)
 
@@ -381,7 +381,7 @@ def _(rng: Random) -> tuple[Call, str]:
 
 @kind("generate: a list of sampling_params with a bad one")
 def _(rng: Random) -> tuple[Call, str]:
-    params = wrong(rng, set())
+    params = wrong(rng, {"none"})
     use = rng.choice([LLM.generate, LLM.generate_iter])
     return lambda on: use(on.llm, [[1], [2]], [GOOD, params]), beginning(params)
 
@@ -557,7 +557,7 @@ def _(rng: Random) -> tuple[Call, str]:
             ("continue_final_message", {"bool"}),
             ("tools", {"none"} | LISTS),
             ("chat_template_kwargs", {"none", "dict"}),
-            ("params", LISTS),
+            ("params", LISTS | {"none"}),
         ]
     )
     value = wrong(rng, legal)

@@ -505,8 +505,11 @@ def test_a_prompt_may_be_a_dict(llm):
     given = [{"prompt": "hello"}, {"prompt_token_ids": llm.encode("hello")}]
     assert tokens_of(llm.generate(given, params, use_tqdm=False)) == expected * 2
     assert tokens_of(llm.generate(given[0], params, use_tqdm=False)) == expected
-    two, wrong = {"prompt": "a", "prompt_token_ids": [1]}, [{"prompt": [1]}, {"prompt_token_ids": "a"}]
-    for bad in ({}, {"text": "a"}, two, *wrong):
+    both = {"prompt": "as it was written", "prompt_token_ids": llm.encode("hello")}
+    [result] = llm.generate(both, params, use_tqdm=False)
+    assert [result["token_ids"]] == expected and result.prompt == "as it was written"
+    wrong = [{"prompt": [1]}, {"prompt_token_ids": "a"}, both | {"seed": 1}, both | {"prompt": 5}]
+    for bad in ({}, {"text": "a"}, *wrong):
         with pytest.raises(ValueError, match=r"prompts\[0\]"):
             llm.generate([bad], params, use_tqdm=False)
 

@@ -1,0 +1,109 @@
+"""Conversations as text: checks them, and has the checkpoint's chat template write them."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from nanovllm.checkpoints.tokenizer import render_chat
+from nanovllm.utils.validation import as_list, check, check_bool
+
+# What `chat` itself passes to a chat template: chat_template_kwargs must not set these.
+CHAT_OPTIONS = {"messages", "chat_template", "add_generation_prompt", "continue_final_message", "tools"}
+CHAT_OPTIONS |= {"self", "conversation", "tokenize"}
+CONTENT_FORMATS = ("auto", "string", "openai")
+PROBE = "a text to find again"
+
+Messages = Iterable[dict[str, Any]]
+
+
+def render(
+    tokenizer: Any, model: str, messages: Any, chat_template: str | None = None,
+    add_generation_prompt: bool = True, continue_final_message: bool = False,
+    tools: list[Any] | None = None, chat_template_kwargs: dict[str, Any] | None = None,
+    chat_template_content_format: str = "auto",
+) -> list[str]:  # fmt: skip
+    """The texts of one conversation or a list of them, see `LLM.chat`. Raises ValueError."""
+    check_bool(add_generation_prompt, "add_generation_prompt")
+    check_bool(continue_final_message, "continue_final_message")
+    if continue_final_message and add_generation_prompt:
+        raise ValueError("continue_final_message=True needs add_generation_prompt=False, got True")
+    check(isinstance(chat_template, str | None), "chat_template must be a string", chat_template)
+    are_tools = isinstance(tools, list) and all(isinstance(tool, dict) or callable(tool) for tool in tools)
+    check(tools is None or are_tools, "tools must be a list of JSON schemas or functions", tools)
+    kwargs = {} if chat_template_kwargs is None else chat_template_kwargs
+    are_named = isinstance(kwargs, dict) and all(isinstance(name, str) for name in kwargs)
+    check(are_named, "chat_template_kwargs must be a dict of names and values", kwargs)
+    if taken := sorted(CHAT_OPTIONS & set(kwargs)):
+        raise ValueError(f"chat_template_kwargs cannot have {taken[0]!r}, which chat itself sets")
+    form = chat_template_content_format
+    rule = f"chat_template_content_format must be one of {', '.join(CONTENT_FORMATS)}"
+    check(isinstance(form, str) and form in CONTENT_FORMATS, rule, form)
+    found = as_list(messages)
+    is_list = bool(found) and isinstance(found[0], (dict, list, tuple))
+    check(is_list, "messages must be a conversation or a list of conversations", messages)
+    conversations = [found] if isinstance(found[0], dict) else found
+    for i, conversation in enumerate(conversations):
+        _check_conversation(conversation, f"conversation {i}")
+    if tokenizer is None or (chat_template or tokenizer.chat_template) is None:
+        raise ValueError(f"the tokenizer of {model!r} has no chat template")
+    if form == "openai":
+        conversations = [[_with_parts(message) for message in each] for each in conversations]
+    elif any(map(_has_parts, conversations)) and (
+        form == "string" or not _takes_parts(tokenizer, chat_template)
+    ):
+        conversations = [
+            [_without_parts(m, f"conversation {i}") for m in c] for i, c in enumerate(conversations)
+        ]
+    options = dict(
+        chat_template=chat_template,
+        add_generation_prompt=add_generation_prompt,
+        continue_final_message=continue_final_message,
+        tools=tools,
+    )
+    texts = []
+    for i, conversation in enumerate(conversations):
+        try:
+            texts.append(render_chat(tokenizer, conversation, **options, **kwargs))
+        except Exception as error:  # whatever a template raises
+            raise ValueError(f"the chat template does not accept conversation {i}: {error}") from error
+    return texts
+
+
+def _check_conversation(conversation: Any, name: str) -> None:
+    rule = f"{name} must be a list of dicts with role and content"
+    check(isinstance(conversation, list | tuple) and len(conversation) > 0, rule, conversation)
+    for message in conversation:
+        check(isinstance(message, dict) and {"role", "content"} <= message.keys(), rule, message)
+        role, content = message["role"], message["content"]
+        check(isinstance(role, str), f"{name}: role must be a string", role)
+        rule_of_content = f"{name}: content must be a string, None, or parts that the template knows"
+        check(isinstance(content, str | list | dict | None), rule_of_content, content)
+
+
+def _has_parts(conversation: list[dict[str, Any]]) -> bool:
+    return any(isinstance(message["content"], list) for message in conversation)
+
+
+def _takes_parts(tokenizer: Any, chat_template: str | None) -> bool:
+    """Whether the template writes the text of a part, and not the part as Python shows it."""
+    chat = [{"role": "user", "content": [{"type": "text", "text": PROBE}]}]
+    try:
+        text = render_chat(tokenizer, chat, chat_template=chat_template)
+    except Exception:  # whatever a template raises that wants a string
+        return False
+    return PROBE in text and not any(quote + PROBE in text for quote in "'\"")
+
+
+def _with_parts(message: dict[str, Any]) -> dict[str, Any]:
+    content = message["content"]
+    return message | {"content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
+
+
+def _without_parts(message: dict[str, Any], name: str) -> dict[str, Any]:
+    content = message["content"]
+    if not isinstance(content, list):
+        return message
+    texts = [part.get("text") if isinstance(part, dict) else part for part in content]
+    rule = f"{name}: the chat template wants a string, so all parts of a content must be texts"
+    for text, part in zip(texts, content, strict=True):
+        check(isinstance(text, str), rule, part)
+    return message | {"content": "\n".join(texts)}
