@@ -3,13 +3,16 @@
 import difflib
 import os
 import re
-from dataclasses import dataclass, fields, replace
+import warnings
+from collections.abc import Collection
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
 
-from nanovllm.checkpoints import Checkpoint
+from nanovllm.checkpoints import Checkpoint, open_checkpoint
 from nanovllm.checkpoints.model_config import ModelConfig
+from nanovllm.foreign_options import without_foreign
 from nanovllm.utils.validation import check_bool, is_number, shown
 
 MAX_SIZE = 2**31 - 1
@@ -17,6 +20,9 @@ MAX_GRID = 2**16 - 1  # of a kernel's second and third dimension
 DEVICE = re.compile("auto|cpu|cuda(:[1-9]?[0-9])?")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 KV_CACHE_DTYPES = {**DTYPES, "int8": torch.uint8}  # the bytes of kernels/int8_cache.py
+OTHER_NAMES = {"half": "float16", "float": "float32"}  # of dtypes
+# Formats that other engines want to be told, and this one finds in the checkpoint.
+FOUND_FORMATS = "compressed-tensors gptq gptq_marlin awq awq_marlin auto-round gguf".split()
 FILLED_IN = ("hf_config", "eos")  # from the checkpoint
 
 
@@ -26,7 +32,8 @@ class Config:
     model:                  folder, `.gguf` file, hub id, "smollm2", or a shape such as qwen3-0.6b (dummy).
     max_num_batched_tokens: most prompt tokens computed in one step; longer prompts are computed in chunks.
     max_num_seqs:           most sequences running at once.
-    max_model_len:          most tokens of prompt and completion; capped by the checkpoint's own limit.
+    max_model_len:          most tokens of prompt and completion; capped by the checkpoint's own limit, which
+                            None stands for.
     gpu_memory_utilization: share of the whole card's memory that the engine may fill, in (0, 1].
     tensor_parallel_size:   ranks (GPUs, or processes on a CPU) that the model is split over, 1 to 8.
     enforce_eager:          never use CUDA graphs.
@@ -44,6 +51,11 @@ class Config:
                             they are loaded.
     enable_prefix_caching:  share KV cache blocks between sequences that begin with the same tokens.
     seed:                   makes the sampling of the whole engine reproducible.
+    tokenizer:              folder, `.gguf` file or hub id with the tokenizer, if not with the model.
+    hf_overrides:           fields of config.json to read as if the file had them.
+    revision:               branch, tag or commit of a hub id.
+    download_dir:           where files of the hub are kept; None is its usual cache.
+    token:                  for the hub; None is the one that is logged in.
 
     Raises ValueError naming the option, its value and what is allowed.
     """
@@ -51,7 +63,7 @@ class Config:
     model: str
     max_num_batched_tokens: int = 16384
     max_num_seqs: int = 512
-    max_model_len: int = 4096
+    max_model_len: int | None = 4096
     gpu_memory_utilization: float = 0.9
     tensor_parallel_size: int = 1
     enforce_eager: bool = False
@@ -68,6 +80,11 @@ class Config:
     quantization: str | None = None
     enable_prefix_caching: bool = True
     seed: int | None = None
+    tokenizer: str | os.PathLike | None = None
+    hf_overrides: dict[str, Any] | None = None
+    revision: str | None = None
+    download_dir: str | os.PathLike | None = None
+    token: str | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         # A filled-in Config is a copy of one that was checked, and may be made in a forked process, which
@@ -79,7 +96,8 @@ class Config:
         object.__setattr__(self, "model", str(self.model))
         self._check_integer("max_num_batched_tokens", 1)
         self._check_integer("max_num_seqs", 1, MAX_GRID)
-        self._check_integer("max_model_len", 1)
+        if self.max_model_len is not None:
+            self._check_integer("max_model_len", 1)
         self._check_integer("tensor_parallel_size", 1, 8)
         self._check_integer("kvcache_block_size", 16)
         if self.kvcache_block_size % 16:
@@ -93,6 +111,10 @@ class Config:
             raise ValueError(f"gpu_memory_utilization must be a number in (0, 1], got {shown(utilization)}")
         for name in ("enforce_eager", "enable_prefix_caching"):
             check_bool(getattr(self, name), name)
+        for name in ("dtype", "kv_cache_dtype"):
+            value = getattr(self, name)
+            value = str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
+            object.__setattr__(self, name, OTHER_NAMES.get(value, value) if isinstance(value, str) else value)
         self._check_choice("dtype", ("auto", *DTYPES))
         if isinstance(self.kv_cache_dtype, str) and self.kv_cache_dtype.startswith("fp8"):
             raise ValueError(
@@ -101,11 +123,25 @@ class Config:
                 "and has nothing to calibrate: each token and head gets its scale when it is stored"
             )
         self._check_choice("kv_cache_dtype", ("auto", *KV_CACHE_DTYPES))
+        if isinstance(self.quantization, str) and self.quantization in FOUND_FORMATS:
+            raise ValueError(
+                f"quantization={self.quantization!r} is to be left out: the format of quantised weights is "
+                "found in the checkpoint, and 'fp8' and 'int4' make them from others"
+            )
         if self.quantization is not None:
             self._check_choice("quantization", ("fp8", "int4"))
         self._check_choice("load_format", ("auto", "safetensors", "gguf", "dummy"))
         self._check_choice("model_impl", ("auto", "native", "transformers"))
         self._check_choice("attention_backend", ("auto", "flash", "triton", "torch"))
+        for name, kinds, kind in (
+            ("tokenizer", (str, os.PathLike), "a name or a path"),
+            ("hf_overrides", (dict,), "a dict of fields of config.json"),
+            ("revision", (str,), "a text"),
+            ("download_dir", (str, os.PathLike), "a path"),
+            ("token", (str, bool), "a text"),
+        ):
+            if not isinstance(value := getattr(self, name), (*kinds, type(None))):
+                raise ValueError(f"{name} must be None or {kind}, got {shown(value)}")
         object.__setattr__(self, "device", self._resolve_device())
 
     def _check_integer(self, name: str, low: int, high: int = MAX_SIZE) -> None:
@@ -123,24 +159,37 @@ class Config:
     @classmethod
     def from_options(cls, model: str, options: dict[str, Any]) -> "Config":
         """
-        A Config from keyword arguments. An unknown one is a TypeError naming it and the nearest known one.
+        A Config from keyword arguments. An unknown one is a TypeError naming it and a known one like it, or
+        all of them.
         """
+        options = without_foreign(options)
         known = [option.name for option in fields(cls) if option.name not in FILLED_IN]
         for name in options:
             if name in FILLED_IN:
                 raise TypeError(f"{name} is no option: the engine fills it in from the checkpoint")
             if name not in known:
-                nearest = difflib.get_close_matches(name, known, n=1, cutoff=0)[0]
-                raise TypeError(f"unknown option {shown(name)}; the nearest known one is {nearest!r}")
+                alike = difflib.get_close_matches(name, known, n=1)
+                hint = (
+                    f"the nearest known one is {alike[0]!r}" if alike else f"known ones: {', '.join(known)}"
+                )
+                raise TypeError(f"unknown option {shown(name)}; {hint}")
         return cls(model, **options)
 
-    def with_checkpoint(self, checkpoint: Checkpoint) -> "Config":
+    def open_checkpoint(self) -> Checkpoint:
+        hub = {"revision": self.revision, "cache_dir": self.download_dir, "token": self.token}
+        return open_checkpoint(self.model, self.load_format, self.tokenizer, self.hf_overrides, hub)
+
+    def with_checkpoint(self, checkpoint: Checkpoint, given: Collection[str] = ()) -> "Config":
         """
         These options completed by what the checkpoint says of the model. Raises ValueError if they do not fit
-        it.
+        it. Of those that were `given`, not defaults, it is said if they are cut.
         """
         hf_config = checkpoint.hf_config(self.model_impl)
-        length = min(self.max_model_len, hf_config.context_limit)
+        length, limit = self.max_model_len or hf_config.context_limit, hf_config.context_limit
+        if length > limit and "max_model_len" in given:
+            message = f"max_model_len={length} is cut to {limit}, which is the checkpoint's own limit"
+            warnings.warn(message, stacklevel=4)
+        length = min(length, limit)
         hf_config = replace(hf_config, max_model_len=length)
         config = replace(self, model=checkpoint.path, hf_config=hf_config, max_model_len=length)
         config._check_split()

@@ -54,6 +54,7 @@ class LLM(LLMEngine):
     """
 
     _call: dict[int, Request] | None = None  # the call that the unfinished requests belong to, see _take_turn
+    _process_id = -1  # of the process that made it
 
     def __init__(self, model: str, **options: Any):
         self._process_id = os.getpid()
@@ -79,7 +80,7 @@ class LLM(LLMEngine):
 
     def generate(
         self, prompts: Prompt | Iterable[Prompt],
-        sampling_params: Params | list[Params] = None, use_tqdm: bool = True,
+        sampling_params: Params | list[SamplingParams] = None, use_tqdm: bool = True,
     ) -> list[Result]:  # fmt: skip
         """
         Complete the prompts; results are in their order.
@@ -108,7 +109,7 @@ class LLM(LLMEngine):
 
     def generate_iter(
         self, prompts: Prompt | Iterable[Prompt],
-        sampling_params: Params | list[Params] = None, use_tqdm: bool = False,
+        sampling_params: Params | list[SamplingParams] = None, use_tqdm: bool = False,
     ) -> Iterator[tuple[int, Result]]:  # fmt: skip
         """
         Like `generate`, but yields (index of the prompt, result) as soon as a prompt is done. Nothing is
@@ -122,7 +123,7 @@ class LLM(LLMEngine):
         return self._results(self._run(requests, total=total), make_result)
 
     def generate_from(
-        self, requests: Iterable[tuple[Prompt, Params]],
+        self, requests: Iterable[tuple[Prompt, SamplingParams]],
         max_unfinished: int | None = None, return_exceptions: bool = False,
     ) -> Iterator[tuple[int, Result | Exception]]:  # fmt: skip
         """
@@ -197,7 +198,7 @@ class LLM(LLMEngine):
 
     def chat(
         self, messages: Messages | Iterable[Messages],
-        sampling_params: Params | list[Params] = None, use_tqdm: bool = True,
+        sampling_params: Params | list[SamplingParams] = None, use_tqdm: bool = True,
         chat_template: str | None = None,
         add_generation_prompt: bool = True, continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None, chat_template_kwargs: dict[str, Any] | None = None,

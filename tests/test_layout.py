@@ -97,10 +97,12 @@ CALLED_BY_USERS = {
         LLMEngine.is_finished LLMEngine.stats LLMEngine.exit""",
     "async_llm.py": """AsyncLLM.generate AsyncLLM.stream AsyncLLM.chat AsyncLLM.score AsyncLLM.encode
         AsyncLLM.stats AsyncLLM.get_tokenizer AsyncLLM.abort AsyncLLM.exit""",
+    "distributed/__init__.py": "cleanup_dist_env_and_memory",
 }
 CALLED_FROM_OUTSIDE = {
     "distributed/ranks.py": "serve",  # what a new process runs
     "batch/__main__.py": "_Stderr.flush",  # sys.stderr's
+    "utils/argparse_utils.py": "FlexibleArgumentParser.parse_known_args",  # argparse's
     "utils/validation.py": "_ShortRepr.repr_int",  # reprlib's
 }
 WAITING_FOR_AN_ISSUE = {"layers/attention.py": "store_kvcache"}

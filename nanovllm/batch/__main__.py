@@ -17,7 +17,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +24,10 @@ from tqdm.auto import tqdm
 
 from nanovllm.batch.files import find_lines, open_output, read_lines
 from nanovllm.batch.lines import Answer, answer, describe, read_request
-from nanovllm.config import FILLED_IN, Config
+from nanovllm.engine_args import add_options, command_line_options
 from nanovllm.llm import LLM
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.argparse_utils import FlexibleArgumentParser
 
 ORDER = """\
 Every line of the input, blank ones aside, gets one line in the output, written when it is done and so not in
@@ -126,7 +126,7 @@ def run(
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line. `engine` are the options for `LLM` in it, `defaults` those for SamplingParams."""
     layout = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog="python -m nanovllm.batch", formatter_class=layout)
+    parser = FlexibleArgumentParser(prog="python -m nanovllm.batch", formatter_class=layout)
     parser.description, parser.epilog = "Generate text for a file of prompts.", ORDER
     add = parser.add_argument
     add("--model", required=True, help="folder, .gguf file or hub id")
@@ -141,11 +141,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     most = "default: 256, and as many as fit for OpenAI's lines"
     sampling = {"seed": (int, seed), "max_tokens": (int, most)}
     for name in ("temperature", "top_p", "top_k", "min_p"):
-        sampling[name] = _option(getattr(SamplingParams(), name))
-    own = (*FILLED_IN, "model", "seed")
-    engine = {field.name: _option(field.default) for field in fields(Config) if field.name not in own}
-    _add_options(parser.add_argument_group("sampling", "for lines that do not say otherwise"), sampling)
-    _add_options(parser.add_argument_group("engine", "the options of LLM (docs/options.md)"), engine)
+        default = getattr(SamplingParams(), name)
+        sampling[name] = type(default), f"default: {default}"
+    engine = command_line_options()
+    del engine["seed"]
+    add_options(parser.add_argument_group("sampling", "for lines that do not say otherwise"), sampling)
+    add_options(parser.add_argument_group("engine", "the options of LLM (docs/options.md)"), engine)
     args = parser.parse_args(argv)
     args.defaults = {name: getattr(args, name) for name in sampling if name in args}
     args.engine = {name: getattr(args, name) for name in engine if name in args}
@@ -157,17 +158,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     if args.output.exists() and args.output.samefile(args.input):
         raise ValueError(f"--output {args.output} is the --input")
     return args
-
-
-def _option(default: Any) -> tuple[type, str]:
-    return type(default), f"default: {default}"
-
-
-def _add_options(group: Any, options: dict[str, tuple[type, str]]) -> None:
-    """Options by their types and helps, which are in the result only where they are given."""
-    for name, (kind, text) in options.items():
-        how = {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": kind, "metavar": "X"}
-        group.add_argument("--" + name.replace("_", "-"), default=argparse.SUPPRESS, help=text, **how)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -6,6 +6,7 @@ folder leads out of it.
 """
 
 import os
+from typing import Any
 
 from nanovllm.checkpoints.base import Checkpoint
 from nanovllm.checkpoints.folder import FolderCheckpoint
@@ -21,18 +22,39 @@ from nanovllm.checkpoints.smollm2 import fetch_smollm2
 #                  are torch tensors, read when they are taken
 
 
-def open_checkpoint(model: str | os.PathLike, load_format: str = "auto") -> Checkpoint:
+def open_checkpoint(
+    model: str | os.PathLike, load_format: str = "auto", tokenizer: str | os.PathLike | None = None,
+    hf_overrides: dict[str, Any] | None = None, hub: dict[str, Any] | None = None,
+) -> Checkpoint:  # fmt: skip
     """
     Find a checkpoint without reading its weights. `model` is a folder, a `.gguf` file, a Hugging Face hub id,
-    "smollm2" or, with load_format="dummy", one of `SHAPES`. Raises ValueError that says what was looked for.
+    "smollm2" or, with load_format="dummy", one of `SHAPES`. Another `tokenizer` is in such a place, too.
+    `hub` has options for downloads. Raises ValueError that says what was looked for.
     """
+    hub = {name: value for name, value in (hub or {}).items() if value is not None}
+    checkpoint = _find(model, load_format, hub)
+    if hf_overrides:
+        checkpoint.override(hf_overrides)
+    if tokenizer is not None and os.fspath(tokenizer) != os.fspath(model):
+        hub.pop("revision", None)  # is the model's
+        try:
+            checkpoint.tokenizer_source = _find(tokenizer, "auto", hub, only_tokenizer=True)
+        except ValueError as error:
+            raise ValueError(f"tokenizer: {error}") from error
+    return checkpoint
+
+
+def _find(
+    model: str | os.PathLike, load_format: str, hub: dict[str, Any], only_tokenizer: bool = False
+) -> Checkpoint:
     dummy = load_format == "dummy"
     name = os.fspath(model)
     path = os.path.abspath(os.path.expanduser(name))
     if not name or not os.path.exists(path):
         if name in SHAPES and dummy:
             return ShapeCheckpoint(name, dummy)
-        path = str(fetch_smollm2()) if name == "smollm2" else download(name, weights=not dummy)
+        weights = not dummy and not only_tokenizer
+        path = str(fetch_smollm2()) if name == "smollm2" else download(name, weights, hub)
     if os.path.isfile(path):
         if load_format == "safetensors" or not path.lower().endswith(".gguf"):
             raise ValueError(f"model {name!r} is neither a folder nor, for load_format='gguf', a .gguf file")
@@ -41,4 +63,4 @@ def open_checkpoint(model: str | os.PathLike, load_format: str = "auto") -> Chec
         raise ValueError(f"model {name!r} is a folder, but load_format='gguf' reads a .gguf file")
     if not os.path.isdir(path):
         raise ValueError(f"model {name!r} is neither a folder nor a regular file")
-    return FolderCheckpoint(path, dummy)
+    return FolderCheckpoint(path, dummy, only_tokenizer)

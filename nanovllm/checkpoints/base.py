@@ -15,10 +15,15 @@ class Checkpoint:
     """
 
     device = torch.device("cpu")
+    tokenizer_source: "Checkpoint | None" = None  # where the tokenizer is, if not here
 
     def __init__(self, path: str, random_weights: bool = False):
         self.path = path
         self.random_weights = random_weights
+
+    def override(self, fields: dict[str, Any]) -> None:
+        """Read config.json as if it had these fields. Raises ValueError if there is no such file."""
+        raise ValueError(f"hf_overrides are for config.json, which {self.path!r} does not have")
 
     def generation_config(self) -> dict[str, Any]:
         """What generation_config.json holds."""

@@ -30,9 +30,9 @@ VOCAB_IS_TEXT = re.compile(rb'"(?:v|\\u0076)(?:o|\\u006[fF])(?:c|\\u0063)(?:a|\\
 
 
 class FolderCheckpoint(Checkpoint):
-    """A local folder in Hugging Face's layout."""
+    """A local folder in Hugging Face's layout; `only_tokenizer` says that nothing else has to be there."""
 
-    def __init__(self, path: str, random_weights: bool = False):
+    def __init__(self, path: str, random_weights: bool = False, only_tokenizer: bool = False):
         super().__init__(path, random_weights)
         self.folder = Path(path)
         for entry in [*self.folder.iterdir(), *self.folder.glob(f"{TEMPLATE_FOLDER}/*")]:
@@ -40,7 +40,9 @@ class FolderCheckpoint(Checkpoint):
                 file_inside(self.folder, str(entry.relative_to(self.folder)))
             elif entry.is_symlink() and not leads_inside(self.folder, entry):  # to a folder, perhaps
                 raise ValueError(f"{self.folder}: {entry.name!r} leads out of the folder")
-        if not (self.folder / "config.json").exists():
+        if only_tokenizer and not self._has_tokenizer():
+            raise ValueError(f"{path} has none of {', '.join(TOKENIZER_FILES)}")
+        if not only_tokenizer and not (self.folder / "config.json").exists():
             hint = "; name the .gguf file itself to load it" if any(self.folder.glob("*.gguf")) else ""
             raise ValueError(f"{path} has no config.json{hint}")
         self.config = read_json(self.folder / "config.json")
@@ -53,8 +55,14 @@ class FolderCheckpoint(Checkpoint):
             check_room(f"{self.path}/config.json", config, stored, bits)
         return config
 
+    def override(self, fields: dict[str, Any]) -> None:
+        self.config = self.config | fields
+
+    def _has_tokenizer(self) -> bool:
+        return any((self.folder / name).exists() for name in TOKENIZER_FILES)
+
     def tokenizer(self) -> Any:
-        if not any((self.folder / name).exists() for name in TOKENIZER_FILES):
+        if not self._has_tokenizer():
             return toy_tokenizer() if self.random_weights else None
         self._check_tokenizer_config()
         from transformers import AutoTokenizer

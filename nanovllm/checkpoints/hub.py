@@ -1,6 +1,7 @@
 """Checkpoints on the Hugging Face hub: downloads the files that are needed, unless they are in its cache."""
 
 import re
+from typing import Any
 
 from nanovllm.checkpoints.shapes import SHAPES
 
@@ -8,8 +9,11 @@ HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 HUB_FILES = ("*.json", "*.jinja", "merges.txt", "vocab.txt", "tokenizer.model")
 
 
-def download(name: str, weights: bool) -> str:
-    """The local folder of a hub id, from the cache or the network. Raises ValueError."""
+def download(name: str, weights: bool, options: dict[str, Any]) -> str:
+    """
+    The local folder of a hub id, from the cache or the network. `options` are those of `snapshot_download`.
+    Raises ValueError.
+    """
     missing = f"model {name!r}: there is no such folder"
     if not HUB_ID.fullmatch(name) or name.endswith(".gguf"):
         known = f"'smollm2' or, with load_format='dummy', one of {list(SHAPES)}"
@@ -18,6 +22,6 @@ def download(name: str, weights: bool) -> str:
 
     patterns = [*HUB_FILES, "*.safetensors"] if weights else list(HUB_FILES)
     try:
-        return snapshot_download(name, allow_patterns=patterns, ignore_patterns=["*/*"])
+        return snapshot_download(name, allow_patterns=patterns, ignore_patterns=["*/*"], **options)
     except Exception as error:  # unknown, private or gated; no network and not in the cache; disk full
         raise ValueError(f"{missing}, and the hub does not give it: {error}") from error

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nanovllm.checkpoints import Checkpoint, open_checkpoint
+from nanovllm.checkpoints import Checkpoint
 from nanovllm.config import Config
 from nanovllm.distributed.ranks import SHUT_DOWN, EngineDeadError, Ranks
 from nanovllm.engine import recovery
@@ -54,10 +54,10 @@ class LLMEngine:
 
     def __init__(self, model: str, **options: Any):
         config = Config.from_options(model, options)
-        checkpoint = open_checkpoint(config.model, config.load_format)
-        self.config = config.with_checkpoint(checkpoint)
+        checkpoint = config.open_checkpoint()
+        self.config = config.with_checkpoint(checkpoint, options)
         with ThreadPoolExecutor(1) as pool:  # importing a tokenizer takes long and needs no device
-            tokenizer = pool.submit(checkpoint.tokenizer)
+            tokenizer = pool.submit((checkpoint.tokenizer_source or checkpoint).tokenizer)
             self.model_runner = self._start_runner(checkpoint)
             try:
                 self.tokenizer = tokenizer.result()

@@ -85,10 +85,12 @@ class Prompts:
     def read_all(self, prompts: Any, sampling_params: Any) -> list[Request]:
         """One prompt or a list of them, with parameters for all or for each. Calls `warn_of_context`."""
         prompts = self._as_list(prompts)
-        if sampling_params is None or isinstance(sampling_params, SamplingParams):
+        if sampling_params is None:
+            sampling_params = self.recommended()
+        if isinstance(sampling_params, SamplingParams):
             sampling_params = [sampling_params] * len(prompts)
         rule = (
-            "sampling_params must be SamplingParams, None (the checkpoint's recommendation) or a list of them"
+            "sampling_params must be SamplingParams, a list of them, or None (what the checkpoint recommends)"
         )
         check(isinstance(sampling_params, (list, tuple)), rule, sampling_params)
         if len(sampling_params) != len(prompts):
@@ -128,23 +130,23 @@ class Prompts:
     def read_scored(self, texts: Any) -> list[tuple[list[int], Request]]:
         """The token ids of a text or a list of texts, and the request that scores them."""
         params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
-        found = [
-            self._read_prompt(text, 0, f"prompts[{i}]")[0] for i, text in enumerate(self._as_list(texts))
-        ]
+        texts = enumerate(self._as_list(texts))
+        found = [self._read_prompt(text, 0, f"prompts[{i}]")[0] for i, text in texts]
         return [(ids, Request(ids[:-1], params, scored_token_ids=ids[1:])) for ids in found]
 
     def read(self, prompt: Any, sampling_params: Any, index: int | None = None) -> Request:
         """One prompt, or the index-th of several, with parameters of its own."""
         name = "prompt" if index is None else f"prompts[{index}]"
+        if sampling_params is None and index is None:
+            sampling_params = self.recommended()
         return self._read(prompt, self._check_params(sampling_params, name), index)
 
     def _check_params(self, params: Any, name: str) -> SamplingParams:
         """A checked copy: fields may have been assigned to, and may be again while the request runs."""
-        if not isinstance(params, SamplingParams | None):
-            raise ValueError(
-                f"sampling_params for {name} must be SamplingParams or None, got {shown(params)}"
-            )
-        return self.recommended() if params is None else replace(params)
+        check(
+            isinstance(params, SamplingParams), f"sampling_params for {name} must be SamplingParams", params
+        )
+        return replace(params)
 
     def _read(self, prompt: Any, sampling_params: SamplingParams, index: int | None) -> Request:
         name = "prompt" if index is None else f"prompts[{index}]"

@@ -344,7 +344,7 @@ for way, use in ONE.items():
 
     @kind(f"{way}: sampling_params of a wrong type")
     def _(rng: Random, use: Callable = use) -> tuple[Call, str]:
-        params = wrong(rng, LISTS | {"none"})
+        params = wrong(rng, LISTS | ({"none"} if use is not ONE["generate_from"] else set()))
         return lambda on: use(on, [1], params), beginning(params)
 
     @kind(f"{way}: prompt that leaves no room for a token")
@@ -381,7 +381,7 @@ def _(rng: Random) -> tuple[Call, str]:
 
 @kind("generate: a list of sampling_params with a bad one")
 def _(rng: Random) -> tuple[Call, str]:
-    params = wrong(rng, {"none"})
+    params = wrong(rng, set())
     use = rng.choice([LLM.generate, LLM.generate_iter])
     return lambda on: use(on.llm, [[1], [2]], [GOOD, params]), beginning(params)
 

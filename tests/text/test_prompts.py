@@ -109,13 +109,24 @@ def test_none_is_what_the_checkpoint_recommends(llm):
     expected = SamplingParams(temperature=0, max_tokens=7)
     assert llm.get_default_sampling_params() == llm.default_sampling_params() == expected
     given = answers(llm, TEXTS, expected)
-    assert answers(llm, TEXTS, None) == answers(llm, TEXTS, [expected, None]) == given
+    assert answers(llm, TEXTS, None) == given
     assert [result["token_ids"] for result in llm.generate(TEXTS, use_tqdm=False)] == given
     assert "".join(llm.stream(TEXTS[0])) == llm.generate(TEXTS[0], expected, use_tqdm=False)[0]["text"]
     llm.add_request(TEXTS[0])
     while not llm.is_finished():
         finished, _ = llm.step()
     assert finished[0][1] == given[0]
+
+
+@pytest.mark.parametrize(
+    "use",
+    [lambda llm, pair: llm.generate([pair[0]], [pair[1]]), lambda llm, pair: list(llm.generate_from([pair]))],
+)
+def test_parameters_of_single_prompts_are_not_left_open(llm, use):
+    with pytest.raises(
+        ValueError, match=r"sampling_params for prompts\[0\] must be SamplingParams, got None"
+    ):
+        use(llm, ("hello", None))
 
 
 def test_a_recommendation_may_be_changed(llm):

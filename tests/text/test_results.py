@@ -187,7 +187,7 @@ def test_a_chat_is_one_conversation(front):
     chat = [{"role": "user", "content": "hello"}]
     with pytest.raises(ValueError, match="messages must be one conversation, got 2"):
         asyncio.run(front.chat([chat, chat], GREEDY))
-    with pytest.raises(ValueError, match="sampling_params for prompt must be SamplingParams or None, got 5"):
+    with pytest.raises(ValueError, match="sampling_params for prompt must be SamplingParams, got 5"):
         asyncio.run(front.chat(chat, 5))
 
 
