@@ -14,6 +14,7 @@ import argparse
 import gc
 import json
 import math
+import os
 import platform
 import random
 import statistics
@@ -574,6 +575,27 @@ def describe_device(device: str) -> str:
     return torch.cuda.get_device_name(device)
 
 
+def check_writable(parser: argparse.ArgumentParser, option: str, file: str) -> None:
+    """Refuse a file that could not be written at the end. Leaves no file where there was none."""
+    is_new = not os.path.exists(file)
+    try:
+        open(file, "a").close()
+    except OSError as error:
+        parser.error(f"{option} {file} cannot be written: {error.strerror}")
+    if is_new:
+        os.remove(file)
+
+
+def check_drawable(parser: argparse.ArgumentParser, file: str) -> None:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        parser.error('--plot needs matplotlib: pip install -e ".[demo]"')
+    known = Figure().canvas.get_supported_filetypes()
+    if (suffix := Path(file).suffix[1:].lower()) and suffix not in known:
+        parser.error(f"--plot {file} cannot be drawn: the name must end in one of .{', .'.join(known)}")
+
+
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Benchmark Nano-vLLM.", formatter_class=argparse.ArgumentDefaultsHelpFormatter
@@ -633,6 +655,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         low, high = getattr(args, f"min_{kind}_len"), getattr(args, f"max_{kind}_len")
         if low > high:
             parser.error(f"--min-{kind}-len {low} is more than --max-{kind}-len {high}")
+    for name in ("plot", "json"):  # written at the end of a run that may take minutes
+        if (file := getattr(args, name)) and file != "-":
+            check_writable(parser, f"--{name}", file)
+    if args.plot:
+        check_drawable(parser, args.plot)
     longest = args.common_len + args.max_input_len + args.max_output_len
     if args.max_model_len is None and longest > Config.max_model_len:
         args.max_model_len = longest

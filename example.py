@@ -52,5 +52,8 @@ def main(argv: list[str]) -> None:
 if __name__ == "__main__":
     try:
         main(sys.argv[1:])
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RuntimeError) as error:
         sys.exit(f"example.py: {error}")
+    except KeyboardInterrupt:
+        print("example.py: interrupted", file=sys.stderr)
+        sys.exit(130)

@@ -504,7 +504,7 @@ def test_a_folder_without_a_config_is_named(tmp_path):
     dict(architectures=["MambaForCausalLM"]),
     dict(architectures=["MambaForCausalLM"], model_type="mamba"),
     dict(architectures=["NobodyKnows"], model_type="nobody_knows"),
-    dict(architectures=["Qwen2MoeForCausalLM"], model_type="qwen2_moe"),
+    dict(architectures=["BloomForCausalLM"], model_type="bloom"),
     dict(architectures=[]),
     dict(architectures=None),
 ], ids=str)  # fmt: skip

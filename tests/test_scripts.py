@@ -87,6 +87,20 @@ def test_a_user_error_is_one_line():
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("error, status", [("KeyboardInterrupt", 130), ("RuntimeError('out of memory')", 1)])
+def test_an_example_that_is_ended_shows_no_traceback(error, status):
+    program = f"""
+import runpy, nanovllm
+def end(*_, **__):
+    raise {error}
+nanovllm.LLM.__init__ = end
+runpy.run_path("example.py", run_name="__main__")
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == status
+    assert done.stderr.startswith("example.py: ") and "Traceback" not in done.stderr
+
+
 # --- bench.py ---
 
 
@@ -183,6 +197,22 @@ def test_token_ids_fit_the_vocabulary():
 def test_impossible_workloads_are_refused(options):
     with pytest.raises(SystemExit):
         bench.parse_args(options.split())
+
+
+@pytest.mark.parametrize("option", ["--plot", "--json"])
+def test_a_file_that_cannot_be_written_is_refused_before_the_run(tmp_path, capsys, option):
+    for file in (tmp_path / "missing" / "file.png", tmp_path):
+        with pytest.raises(SystemExit):
+            bench.parse_args([option, str(file)])
+        assert f"{option} {file} cannot be written: " in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        bench.parse_args(["--plot", str(tmp_path / "run.mp3")])
+    assert "the name must end in one of ." in capsys.readouterr().err
+    kept = tmp_path / "kept.png"
+    kept.write_text("kept")
+    for file in (kept, tmp_path / "new.png"):
+        assert getattr(bench.parse_args([option, str(file)]), option.strip("-")) == str(file)
+    assert kept.read_text() == "kept" and not (tmp_path / "new.png").exists()
 
 
 SMALL = "--device cpu --num-seqs 5 --min-input-len 4 --max-input-len 40 --min-output-len 2".split()

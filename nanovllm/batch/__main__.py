@@ -23,7 +23,7 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from nanovllm.batch.files import find_lines, open_output, read_lines
-from nanovllm.batch.lines import Answer, answer, describe, read_request
+from nanovllm.batch.lines import Answer, Request, answer, describe, read_request
 from nanovllm.engine_args import add_options, command_line_options
 from nanovllm.llm import LLM
 from nanovllm.sampling_params import SamplingParams
@@ -106,7 +106,9 @@ def run(
     llm: LLM, lines: Iterable[tuple[int, bytes]], report: Callable[[Answer], None], defaults: dict[str, Any]
 ) -> None:
     """Answer all lines with one engine. `report` gets each answer when it is done."""
-    requests = {}  # the unfinished ones, by the number that the engine gives them
+    # By the number that the engine gives a prompt: its line's request, how many prompts that has, which of
+    # them it is, and the results that there are.
+    prompts_of: dict[int, tuple[Request, int, int, dict[int, Any]]] = {}
     numbers = itertools.count()
 
     def feed() -> Iterator[tuple[list[int], SamplingParams]]:
@@ -114,13 +116,18 @@ def run(
             if isinstance(found, Answer):
                 report(found)
             else:
-                request, token_ids = found
-                requests[next(numbers)] = request
-                yield token_ids, request.params
+                request, prompts = found
+                results: dict[int, Any] = {}
+                for i, token_ids in enumerate(prompts):
+                    prompts_of[next(numbers)] = request, len(prompts), i, results
+                    yield token_ids, request.params
 
-    with contextlib.closing(feed()) as prompts:
-        for number, result in llm.generate_from(prompts, return_exceptions=True):
-            report(answer(requests.pop(number), result, llm.config.model))
+    with contextlib.closing(feed()) as requests:
+        for number, result in llm.generate_from(requests, return_exceptions=True):
+            request, count, i, results = prompts_of.pop(number)
+            results[i] = result
+            if len(results) == count:
+                report(answer(request, [results[i] for i in range(count)], llm.config.model))
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -160,7 +167,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def main(argv: list[str] | None = None) -> None:
+def main(argv: list[str] | None = None) -> bool:
+    """Returns whether there were lines to answer, and none could be."""
     if sys.stderr is None:  # it was closed: the next file would get number 2, and what libraries write there
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     args = parse_args(argv)
@@ -180,18 +188,24 @@ def main(argv: list[str] | None = None) -> None:
                 with LLM(args.model, **args.engine) as llm:
                     progress.restart()
                     run(llm, read_lines(args.input, output.done), report, args.defaults)
+        return 0 < num_lines == progress.num_errors
 
 
 def run_command(argv: list[str] | None = None) -> None:
-    """`main`, for a shell: errors that a user can cause or correct are one line each."""
+    """
+    `main`, for a shell: errors that a user can cause or correct are one line each. The exit code is 1 after
+    an error or if every line was answered with one, and 130 after Ctrl-C.
+    """
     try:
-        main(argv)
+        if main(argv):
+            sys.exit("nanovllm.batch: every line was answered with an error, see the output")
     except (ValueError, OSError) as error:
         sys.exit(f"nanovllm.batch: {error}")
     except (RuntimeError, MemoryError) as error:  # a rank has died, or the device's memory is too small
         sys.exit(f"nanovllm.batch: {describe(error)}; --resume goes on from here")
     except KeyboardInterrupt:
-        sys.exit("nanovllm.batch: interrupted; --resume goes on from here")
+        print("nanovllm.batch: interrupted; --resume goes on from here", file=_Stderr())
+        sys.exit(130)  # what a shell makes of an end by this signal
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import fcntl
 import functools
 import itertools
 import json
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -117,12 +118,20 @@ def _row_group(path: Path, group: int) -> Any:
 
 
 def _to_line(row: dict[str, Any]) -> bytes:
-    """A row as a line. Parquet gives every object the fields of all objects; the empty ones are left out."""
+    """
+    A row as a line. Parquet gives every object the fields of all objects; the empty ones are left out. So are
+    numbers that JSON does not have, which are how tables write that there is none.
+    """
+
+    def is_empty(value: Any) -> bool:
+        return value is None or (isinstance(value, float) and not math.isfinite(value))
 
     def without_empty(value: Any) -> Any:
         if isinstance(value, dict):
-            return {name: without_empty(item) for name, item in value.items() if item is not None}
-        return [without_empty(item) for item in value] if isinstance(value, list) else value
+            return {name: without_empty(item) for name, item in value.items() if not is_empty(item)}
+        if isinstance(value, list):
+            return [None if is_empty(item) else without_empty(item) for item in value]
+        return value
 
     return json.dumps(without_empty(row), default=str).encode()
 

@@ -2,9 +2,11 @@
 
 A file may mix two kinds of lines: those of OpenAI's batch files (`custom_id`, `body`), whose answers have
 OpenAI's shape, and plain ones (`prompt` or `messages` beside the sampling fields), whose answers have the
-fields of a result. Every answer has the number of its input line, counted from 1, to restore the order by.
+fields of a result, and hand back what else the line has. Every answer has the number of its input line,
+counted from 1, to restore the order by.
 """
 
+import itertools
 import json
 import time
 from dataclasses import fields
@@ -17,7 +19,12 @@ from nanovllm.utils.validation import shown
 SAMPLING_FIELDS = {f.name for f in fields(SamplingParams)} | {"max_completion_tokens", "top_logprobs"}
 SAMPLING_FIELDS |= {"response_format"}
 CHAT_FIELDS = {"tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"}
-IGNORED_FIELDS = {"model", "user", "metadata"}  # OpenAI's; the model is the one on the command line
+# OpenAI's that change nothing, whatever they are; the model is the one on the command line.
+IGNORED_FIELDS = set(
+    "model user metadata service_tier store safety_identifier prompt_cache_key parallel_tool_calls".split()
+)
+# And those that change nothing as long as they are this.
+IGNORED_VALUES = {"stream": False, "tool_choice": "auto", "echo": False, "modalities": ["text"]}
 MAX_LINE = 64 * 2**20  # bytes, with the line feed
 MAX_MESSAGE = 1000  # characters of an error message
 DEFAULT_MAX_TOKENS = 256  # of plain lines; OpenAI's lines get as many tokens as fit
@@ -31,11 +38,16 @@ class Request(NamedTuple):
     line: int
     custom_id: CustomId
     is_openai: bool
-    prompt: str | list[int] | None
+    prompt: str | list[int] | list[str | list[int]] | None
     messages: list[dict[str, Any]] | None
     params: SamplingParams
     chat_options: dict[str, Any]
     model: str | None  # the line's name for the model, which the answer repeats
+    rest: dict[str, Any]  # what else a plain line has, which the answer hands back
+
+    @property
+    def has_many_prompts(self) -> bool:
+        return isinstance(self.prompt, list) and any(isinstance(each, str | list) for each in self.prompt)
 
 
 class Answer(NamedTuple):
@@ -53,27 +65,29 @@ def describe(error: BaseException) -> str:
 
 def read_request(
     llm: Any, line: int, text: bytes, defaults: dict[str, Any]
-) -> tuple[Request, list[int]] | Answer:
+) -> tuple[Request, list[list[int]]] | Answer:
     """
-    The request of a line (see `parse_line`) and the token ids of its prompt, checked by the engine that is to
-    serve them; or, if the line cannot be served, the answer that says why.
+    The request of a line (see `parse_line`) and the token ids of each of its prompts, checked by the engine
+    that is to serve them; or, if the line cannot be served, the answer that says why.
     """
     try:
         request = parse_line(line, text, defaults)
-        return request, llm.prompts.read(_prompt(llm, request), request.params).token_ids
+        indices = itertools.count() if request.has_many_prompts else itertools.repeat(None)
+        read = map(llm.prompts.read, _prompts(llm, request), itertools.repeat(request.params), indices)
+        return request, [each.token_ids for each in read]
     except MemoryError:
         raise  # not the line's fault: the run ends, and --resume answers the line
     except Exception as error:  # a line can hold anything; no line may stop the others
         return answer_error(line, find_custom_id(text), describe(error))
 
 
-def _prompt(llm: Any, request: Request) -> Any:
+def _prompts(llm: Any, request: Request) -> list[Any]:
     messages = request.messages
     if messages is None:
-        return request.prompt
+        return request.prompt if request.has_many_prompts else [request.prompt]
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise ValueError(f"messages must be a list of objects, got {shown(messages)}")
-    return llm.prompts.read_chats(messages, **request.chat_options)[0]
+    return llm.prompts.read_chats(messages, **request.chat_options)
 
 
 def parse_line(line: int, text: bytes, defaults: dict[str, Any]) -> Request:
@@ -83,13 +97,19 @@ def parse_line(line: int, text: bytes, defaults: dict[str, Any]) -> Request:
     whatever order lines are computed. Raises ValueError, and RecursionError for JSON nested too deeply.
     """
     content = _decode(text)
-    is_openai = "body" in content
+    is_plain = "prompt" in content or "messages" in content
+    is_openai = isinstance(content.get("body"), dict) or ("body" in content and not is_plain)
     body = _openai_body(content) if is_openai else content
-    body = {name: value for name, value in body.items() if value is not None}
-    known = {"prompt", "messages"} | SAMPLING_FIELDS | (IGNORED_FIELDS if is_openai else {"custom_id"})
-    known |= CHAT_FIELDS if "messages" in body else set()
-    known |= {"stream"} if is_openai and body.get("stream") is False else set()
-    _check_fields(body, known)
+    given = body
+    body = {name: value for name, value in given.items() if value is not None}
+    known = {"prompt", "messages"} | SAMPLING_FIELDS | (CHAT_FIELDS if "messages" in body else set())
+    if is_openai:
+        ignored = {name for name, value in IGNORED_VALUES.items() if body.get(name) == value}
+        _check_fields(body, known | IGNORED_FIELDS | ignored)
+        rest = {}
+    else:
+        _check_fields(body, body.keys() - CHAT_FIELDS | known)
+        rest = {name: value for name, value in given.items() if name not in known | {"custom_id"}}
     if ("prompt" in body) == ("messages" in body):
         raise ValueError('there must be either "prompt" or "messages"')
     sampling = {name: value for name, value in body.items() if name in SAMPLING_FIELDS}
@@ -97,12 +117,13 @@ def parse_line(line: int, text: bytes, defaults: dict[str, Any]) -> Request:
     if "seed" in defaults:  # so far apart that the n completions of a line do not use the next line's seed
         defaults["seed"] = (defaults["seed"] + (line << 32)) & MAX_SEED
     params = read_params(sampling, defaults)
-    prompt, messages, model = body.get("prompt"), body.get("messages"), body.get("model")
+    messages, model = body.get("messages"), body.get("model") if is_openai else None
     if not isinstance(model, str | None):
         raise ValueError(f"model must be a text, got {shown(model)}")
     chat_options = {name: body[name] for name in CHAT_FIELDS & body.keys()}
     custom_id = _read_custom_id(content)
-    return Request(line, custom_id, is_openai, prompt, messages, params, chat_options, model)
+    asked = body.get("prompt"), messages, params, chat_options
+    return Request(line, custom_id, is_openai, *asked, model, rest)
 
 
 def find_custom_id(text: bytes) -> CustomId:
@@ -191,19 +212,27 @@ def _read_response_format(value: Any) -> StructuredOutputsParams | None:
     raise ValueError(f"{rule}, got {shown(value)}")
 
 
-def answer(request: Request, result: dict[str, Any] | Exception, model: str) -> Answer:
-    """The answer to a line, from the engine's result for it or the error that it failed with."""
-    if isinstance(result, Exception):
-        message = f"{type(result).__name__}: {result}"
+def answer(request: Request, result: Any, model: str) -> Answer:
+    """
+    The answer to a line, from the engine's result for it or the error that it failed with, or from a list of
+    these, one for each of its prompts.
+    """
+    results = result if isinstance(result, list) else [result]
+    if errors := [result for result in results if isinstance(result, Exception)]:
+        message = f"{type(errors[0]).__name__}: {errors[0]}"
         return answer_error(request.line, request.custom_id, message, "server_error")
-    num_tokens = sum(len(output["token_ids"]) for output in result.get("outputs", [result]))
+    outputs = [output for result in results for output in result.get("outputs", [result])]
+    num_tokens = sum(len(output["token_ids"]) for output in outputs)
     if request.is_openai:
-        body = _openai_response(request, result, num_tokens, model)
+        body = _openai_response(request, results, outputs, num_tokens, model)
         response = {"status_code": 200, "request_id": body["id"], "body": body}
         content = {**_openai_head(request.line, request.custom_id), "response": response, "error": None}
     else:
         custom_id = {} if request.custom_id is None else {"custom_id": request.custom_id}
-        content = {"line": request.line, **custom_id, **_plain(result)}
+        found = {"results": results} if request.has_many_prompts else results[0]
+        content = {"line": request.line, **custom_id, **_plain(found)}
+        # A field of a result may have the name of one that the line has.
+        content |= {f"input_{name}" if name in content else name: each for name, each in request.rest.items()}
     try:
         text = to_json(content)
     except ValueError:  # NaN or an infinity, which JSON does not have
@@ -238,21 +267,30 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _openai_response(request: Request, result: dict[str, Any], num_tokens: int, model: str) -> dict[str, Any]:
-    num_asked = result["num_prompt_tokens"]
+def _openai_response(
+    request: Request,
+    results: list[dict[str, Any]],
+    outputs: list[dict[str, Any]],
+    num_tokens: int,
+    model: str,
+) -> dict[str, Any]:
+    num_asked, num_cached = (
+        sum(result[name] for result in results) for name in ("num_prompt_tokens", "num_cached_tokens")
+    )
     usage = {"prompt_tokens": num_asked, "completion_tokens": num_tokens}
     usage["total_tokens"] = num_asked + num_tokens
-    usage["prompt_tokens_details"] = {"cached_tokens": result["num_cached_tokens"]}
+    usage["prompt_tokens_details"] = {"cached_tokens": num_cached}
     body = {
         "id": f"line-{request.line}",
         "object": "text_completion" if request.messages is None else "chat.completion",
         "created": int(time.time()),
         "model": request.model or model,
-        "choices": [_choice(i, output, request) for i, output in enumerate(result.get("outputs", [result]))],
+        "choices": [_choice(i, output, request) for i, output in enumerate(outputs)],
         "usage": usage,
     }
-    if "prompt_logprobs" in result:
-        body["prompt_logprobs"] = _plain(result["prompt_logprobs"])
+    if "prompt_logprobs" in results[0]:
+        scores = [_plain(result["prompt_logprobs"]) for result in results]
+        body["prompt_logprobs"] = scores if request.has_many_prompts else scores[0]
     return body
 
 

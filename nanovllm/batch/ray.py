@@ -52,14 +52,13 @@ class Engine:
         found = read_request(self.llm.llm, line, text, self.args.defaults)
         if isinstance(found, Answer):
             return found
-        request, token_ids = found
-        try:
-            result = await self.llm.generate(token_ids, request.params)
-        except EngineDeadError:
-            raise
-        except Exception as error:  # of this request alone
-            result = error
-        return answer(request, result, self.llm.llm.config.model)
+        request, prompts = found
+        calls = (self.llm.generate(token_ids, request.params) for token_ids in prompts)
+        results = await asyncio.gather(*calls, return_exceptions=True)  # exceptions of this request alone
+        for result in results:
+            if isinstance(result, EngineDeadError):
+                raise result
+        return answer(request, results, self.llm.llm.config.model)
 
 
 def run_on_ray(

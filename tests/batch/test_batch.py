@@ -126,6 +126,14 @@ def test_a_line_gets_the_json_it_asks_for_and_a_broken_schema_is_the_error_of_it
     assert regex["text"] == "aaa"
 
 
+def test_fields_of_openai_that_change_nothing_are_accepted():
+    body = {"messages": [], "model": "m", "user": "u", "metadata": {"a": "b"}, "service_tier": "auto"}
+    body |= {"store": True, "safety_identifier": "s", "prompt_cache_key": "k", "parallel_tool_calls": False}
+    body |= {"tool_choice": "auto", "stream": False, "echo": False, "modalities": ["text"]}
+    request = parse({"custom_id": "a", "body": body})
+    assert request.params == SamplingParams(max_tokens=None) and not request.rest
+
+
 @pytest.mark.parametrize(
     ("asked", "count"),
     [({"logprobs": True}, 0), ({"logprobs": False}, None), ({"logprobs": 4}, 4), ({"logprobs": None}, None)],
@@ -159,7 +167,7 @@ BAD_LINES = [
     ("[]", "must be a JSON object"),
     ("[" * 100_000, "recursion"),
     ('{"prompt": "\\ud800', "not JSON"),
-    ({"prompt": "x", "foo": 1, "bar": 2}, "unknown fields: bar, foo"),
+    ({"body": {"prompt": "x", "foo": 1, "bar": 2}}, "unknown fields: bar, foo"),
     ({"prompt": "x", "tools": []}, "unknown fields: tools"),
     ({}, 'either "prompt" or "messages"'),
     ({"prompt": "x", "messages": []}, 'either "prompt" or "messages"'),
@@ -178,6 +186,8 @@ BAD_LINES = [
     ({"body": 5}, "body must be an object, got 5"),
     ({"body": {"prompt": "x"}, "prompt": "x"}, "unknown fields: prompt"),
     ({"body": {"prompt": "x", "stream": True}}, "unknown fields: stream"),
+    ({"body": {"prompt": "x", "tool_choice": "required"}}, "unknown fields: tool_choice"),
+    ({"body": {"prompt": "x", "echo": True}}, "unknown fields: echo"),
     ({"body": {"prompt": "x"}, "url": "/v1/embeddings"}, "url must be .* got '/v1/embeddings'"),
     ({"body": {"prompt": "x"}, "url": "/v1/chat/completions"}, "url must be"),
     ({"body": {"prompt": "x"}, "method": "GET"}, "method must be"),
@@ -273,6 +283,44 @@ def test_every_completion_of_a_line_is_a_choice(answers_of):
         assert found == pytest.approx(choice["logprobs"]["token_logprobs"], abs=1e-4)
 
 
+def test_what_else_a_plain_line_has_is_handed_back(answers_of):
+    rest = {"id": 7, "label": None, "meta": {"a": [1.5, "ü"]}, "model": "m", "body": "of a letter"}
+    line = {"prompt": "ab", "temperature": 0, **rest, "text": "the original", "line": "first"}
+    [plain, answer] = answers_of([{"prompt": "ab", "temperature": 0}, line])
+    expected = {**plain, "line": 2, **rest, "input_text": "the original", "input_line": "first"}
+    expected["num_cached_tokens"] = answer["num_cached_tokens"]
+    assert answer == expected
+
+
+def test_a_line_may_have_a_list_of_prompts(answers_of):
+    prompts = ["ab", [1, 2, 3], "abcabc"]
+    alone = answers_of([{"prompt": prompt, "temperature": 0, "logprobs": 1} for prompt in prompts])
+    many = {"prompt": prompts, "temperature": 0, "logprobs": 1, "n": 2, "id": 5}
+    plain, openai = answers_of([many, {"custom_id": "a", "body": {**many, "id": None}}])
+    assert plain["id"] == 5 and [result["text"] for result in plain["results"]] == [a["text"] for a in alone]
+    body = openai["response"]["body"]
+    assert [choice["index"] for choice in body["choices"]] == [*range(6)]
+    assert [choice["text"] for choice in body["choices"]] == [a["text"] for a in alone for _ in range(2)]
+    assert body["usage"]["prompt_tokens"] == sum(a["num_prompt_tokens"] for a in alone)
+    assert body["usage"]["completion_tokens"] == 2 * sum(len(a["token_ids"]) for a in alone)
+    [bad] = answers_of([{"prompt": ["ab", [999]]}])
+    assert "prompts[1]: token ids must be from 0 to 256, got 999" in bad["error"]["message"]
+
+
+def test_a_line_fails_with_any_of_its_prompts(answers_of, engine, monkeypatch):
+    launch = engine._launch
+
+    def failing(sequences, is_prefill):
+        if any(seq.prompt_token_ids == [7, 7] for seq in sequences):
+            raise MemoryError("too much")
+        return launch(sequences, is_prefill)
+
+    monkeypatch.setattr(engine, "_launch", failing)
+    failed, other = answers_of([{"prompt": [[1], [7, 7], [2]]}, {"prompt": "x"}])
+    assert failed["error"] == {"code": "server_error", "message": "line 1: MemoryError: too much"}
+    assert other["token_ids"]
+
+
 def test_a_stop_text_ends_an_answer(answers_of, engine):
     [token_id] = engine.encode("A")
     always = {"prompt": "x", "max_tokens": 12, "temperature": 0, "logit_bias": {str(token_id): 100}}
@@ -287,7 +335,7 @@ def test_bad_lines_are_answered_with_their_number_and_stop_nothing(answers_of):
         {"prompt": "x" * 600, "custom_id": "long"},
         {"prompt": ""},
         {"prompt": 5},
-        {"body": {"prompt": ["a", "b"]}},
+        {"body": {"prompt": ["a", []]}},
         {"prompt": "\ud800"},
         {"prompt": [257]},
         {"messages": "x"},
@@ -482,6 +530,27 @@ def test_a_run_that_its_machine_ends_says_that_it_can_be_resumed(monkeypatch, er
     monkeypatch.setattr(batch, "main", fail)
     with pytest.raises(SystemExit, match="^nanovllm.batch: (rank 1 has died|MemoryError); --resume goes on"):
         batch.run_command()
+
+
+@pytest.mark.parametrize("lines, code", [(["{", "x"], 1), (["{", {"prompt": "x"}], None), ([], None)])
+def test_a_run_has_failed_if_every_line_has(tmp_path, checkpoint, lines, code):
+    source, output = write_lines(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
+    files = ["--model", str(checkpoint), "--input", str(source), "--output", str(output)]
+    failed = pytest.raises(SystemExit, match="every line was answered with an error")
+    with failed if code else contextlib.nullcontext():
+        batch.run_command([*files, *ENGINE])
+    assert len(read_answers(output)) == len(lines)
+
+
+def test_a_run_that_is_interrupted_ends_as_shells_expect(monkeypatch, capsys):
+    def interrupted(argv):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(batch, "main", interrupted)
+    with pytest.raises(SystemExit) as end:
+        batch.run_command()
+    assert end.value.code == 130
+    assert capsys.readouterr().err == "nanovllm.batch: interrupted; --resume goes on from here\n"
 
 
 @pytest.mark.parametrize("rest", [b"", b"{", b'{"line": 2, "te', b'{"line": 2}'])
@@ -688,12 +757,15 @@ def read_parts(folder: Path) -> dict[int, dict]:
 def test_parquet_is_read_and_written_and_resumed(tmp_path, checkpoint, monkeypatch):
     rows = [{"prompt": f"question {i}", "temperature": 0.0, "max_tokens": 1 + i % 5} for i in range(20)]
     rows += [{"messages": [{"role": "user", "content": "x"}]}, {"custom_id": "c", "prompt": "x", "seed": 1}]
+    rows[0] |= {"score": 0.5, "scores": [1.5, float("nan")]}
+    rows[1] |= {"score": float("nan")}  # as tables write that there is none
     columns = dict.fromkeys(name for row in rows for name in row)
     source = write_parquet(tmp_path / "in.parquet", [{**columns, **row} for row in rows])
     whole, parts = tmp_path / "whole.parquet", tmp_path / "parts.parquet"
     run_batch(checkpoint, source, whole)
     answers = read_parts(whole)
     assert sorted(answers) == list(range(1, 23)) and answers[22]["custom_id"] == "c"
+    assert (answers[1]["score"], answers[1]["scores"]) == (0.5, [1.5, None]) and "score" not in answers[2]
     assert [len(answers[line]["token_ids"]) for line in range(1, 21)] == [1 + i % 5 for i in range(20)]
 
     monkeypatch.setattr(batch_files, "ANSWERS_PER_PART", 5)
