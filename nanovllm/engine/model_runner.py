@@ -27,7 +27,7 @@ from nanovllm.engine.memory import bytes_left, bytes_taken_by, explain_memory, l
 from nanovllm.engine.scoring import Scoring, score
 from nanovllm.engine.transfer import to_device
 from nanovllm.kernels.runtime import HAVE_TRITON
-from nanovllm.kernels.shared_prefix import SharedPrefixes
+from nanovllm.kernels.shared_prefix import SharedPrefixes, can_share
 from nanovllm.layers.attention import Attention, get_backend
 from nanovllm.layers.sampler import Sampler, TopLogprobs, top_logprobs
 from nanovllm.models import build_model, pack_weights
@@ -109,8 +109,11 @@ class ModelRunner:
             self.sampler = Sampler(self.model.lm_head.vocab_start)
         layers = [module for module in self.model.modules() if isinstance(module, Attention)]
         backend = get_backend(config, config.device_of(self.rank), layers)
+        heads = hf_config.num_attention_heads // hf_config.num_key_value_heads
         for layer in layers:
             layer.backend = backend
+            sizes = layer.num_heads // layer.num_kv_heads, layer.head_dim, config.torch_dtype.itemsize
+            layer.reads_together &= can_share(heads, *sizes, config.device_of(self.rank))
         self.kv_cache = KVCache(config, layers, self.device)
         self.rows = DeviceRows(RowLayout(config), self.device)
         # The torch twins of the attention kernels read numbers on the host, and so may transformers' code.

@@ -8,6 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from nanovllm.kernels.runtime import LOG2_E, tl, triton
+
+UNIT = tl.constexpr(LOG2_E)  # kernels compute exp2 of scores that are multiplied by this
+
 
 class AttentionRule(NamedTuple):
     """
@@ -48,3 +52,10 @@ def attend_torch(
     if sinks is not None:
         log_sums = torch.logaddexp(log_sums, sinks)
     return (scores - log_sums).exp().nan_to_num() @ v.float(), log_sums.squeeze(-1)
+
+
+@triton.jit
+def soften(score, SOFTCAP: tl.constexpr):
+    """softcap * tanh(score / softcap), of scores in units of log2."""
+    tanh = 1.0 - 2.0 / (1.0 + tl.exp2(score * (2.0 / SOFTCAP)))
+    return tanh * (SOFTCAP * UNIT)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.kernels import runtime
-from nanovllm.kernels.attention_rule import AttentionRule, attend_torch
+from nanovllm.kernels.attention_rule import UNIT, AttentionRule, attend_torch, soften
 from nanovllm.kernels.int8_cache import (
     fast_log2,
     is_int8,
@@ -92,11 +92,11 @@ def paged_decode_attention(
         _decode_kernel[(kv_heads, batch, splits)](
             q, k_cache, v_cache, block_tables, context_lens,
             prefix_lens, num_parts, parts, prefix_out, prefix_log_sums,
-            out, partial, counters,
+            out, partial, counters, rule.sinks,
             rule.scale * LOG2_E, *q.stride()[:2], block_tables.stride(0), splits, multiprocessors,
             KV_HEADS=kv_heads, GROUP=group, GROUP_PAD=group_pad,
             HEAD_DIM=head_dim, DIM_PAD=dim_pad, BLOCK_SIZE=block_size,
-            TILE=tile, SPLIT=splits > 1, MAX_PARTS=MAX_PARTS,
+            TILE=tile, SPLIT=splits > 1, MAX_PARTS=MAX_PARTS, WINDOW=rule.window, SOFTCAP=rule.softcap,
             HEADS_PAD=heads_pad, MOST_COMBINED=max(1, COMBINED_ELEMENTS // (heads_pad * dim_pad)),
             num_warps=num_warps, num_stages=num_stages, **runtime.overlap_options(q.device),
         )  # fmt: skip
@@ -163,11 +163,12 @@ def paged_decode_attention_torch(
 def _decode_kernel(
     q, k_cache, v_cache, block_tables, context_lens,
     prefix_lens, num_parts, parts, prefix_out, prefix_log_sums,
-    out, partial, counters,
+    out, partial, counters, sinks,
     scale_log2, q_batch_stride, q_head_stride, table_stride, splits, num_multiprocessors,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr, SPLIT: tl.constexpr, MAX_PARTS: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     HEADS_PAD: tl.constexpr, MOST_COMBINED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """
@@ -184,6 +185,8 @@ def _decode_kernel(
     first = 0  # the first token, and where its tile begins
     if prefix_lens is not None:
         first = tl.load(prefix_lens + seq)
+    if WINDOW:
+        first = tl.maximum(context_len - WINDOW, 0)
     begin = first // TILE * TILE
     end = context_len
     used_splits = 1  # a short context has fewer tiles than there are splits
@@ -219,6 +222,10 @@ def _decode_kernel(
     acc = tl.zeros([DIM_PAD, GROUP_PAD], tl.float32)
     if INT8:
         highest_byte = tl.full([GROUP_PAD], -1.0e30, tl.float32)
+    if sinks is not None:  # the first split begins with a key that has no value
+        sink = tl.load(sinks + head, mask=row < GROUP, other=0.0).to(tl.float32) * UNIT
+        highest = tl.where(split == 0, sink, highest)
+        total += tl.where((tl.arange(0, TILE) == 0) & (split == 0), 1.0, 0.0)[:, None]
     if prefix_lens is not None:
         # The first split adds what groups have computed. The first part is loaded before it is needed.
         used_parts = tl.where(split == 0, tl.load(num_parts + seq), 0)
@@ -233,6 +240,8 @@ def _decode_kernel(
         token = start + tl.arange(0, TILE)
         seen = token < end
         if prefix_lens is not None:
+            seen &= token >= first
+        if WINDOW:
             seen &= token >= first
         if INT8:
             key, value, key_scale, value_scale = load_int8_tile(
@@ -251,7 +260,10 @@ def _decode_kernel(
             value = tl.load(v_cache + row_start[None, :] + dim[:, None], mask=value_mask, other=0.0)
             key, value = key.to(query.dtype), value.to(query.dtype)
             score = tl.dot(key, query, input_precision="ieee")
-        score = tl.where(seen[:, None], score * scale_log2, float("-inf"))
+        score = score * scale_log2
+        if SOFTCAP > 0:
+            score = soften(score, SOFTCAP)
+        score = tl.where(seen[:, None], score, float("-inf"))
         if INT8:
             # Bytes are multiplied by their scale times their probability, in float16, so 1 at most.
             byte_score = score + tl.where(seen, fast_log2(value_scale), 0.0)[:, None]

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.kernels import runtime
-from nanovllm.kernels.attention_rule import AttentionRule, attend_torch
+from nanovllm.kernels.attention_rule import UNIT, AttentionRule, attend_torch, soften
 from nanovllm.kernels.int8_cache import TILE, dequantize_tile, load_int8_tile, page_sizes, read_tokens
 from nanovllm.kernels.runtime import LOG2_E, cdiv, next_power_of_2, tl, triton, use_triton
 
@@ -46,10 +46,11 @@ def varlen_prefill_attention(
         table_stride = 0 if block_tables is None else block_tables.stride(0)
         _prefill_kernel[(cdiv(max_seqlen_q, query_tile), heads, len(cu_seqlens_q) - 1)](
             q, k, v, out,
-            cu_seqlens_q, cu_seqlens_k, block_tables, rule.scale * LOG2_E,
+            cu_seqlens_q, cu_seqlens_k, block_tables, rule.sinks, rule.scale * LOG2_E,
             *q.stride()[:2], *k.stride()[-3:-1], *v.stride()[-3:-1], table_stride,
             GROUP=heads // kv_heads, HEAD_DIM=head_dim, DIM_PAD=dim_pad,
             BLOCK_SIZE=block_size, QUERY_TILE=query_tile, KEY_TILE=key_tile,
+            WINDOW=rule.window, SOFTCAP=rule.softcap,
             num_warps=num_warps, num_stages=num_stages,
         )  # fmt: skip
     return out
@@ -61,7 +62,10 @@ def _tiles(
     """Queries and keys of a tile, warps, pipeline stages: the fastest on Hopper, what fits on other chips."""
     if element_size > 2:
         return 16, 16, 4, 1
-    if not runtime.has_hopper_shared_memory(device):
+    is_hopper = runtime.has_hopper_shared_memory(device)
+    if dim_pad > 256:
+        return (64, 32, 8, 2) if is_hopper else (64, 16, 8, 1)
+    if not is_hopper:
         return (128, 64, 8, 2) if dim_pad <= 128 else (128, 32, 8, 1)
     if max_seqlen_q <= SHORT_QUERIES and dim_pad <= 128:
         return SHORT_QUERIES, 64, 4, 3
@@ -110,10 +114,10 @@ def varlen_prefill_attention_torch(
 @triton.jit(do_not_specialize=["table_stride"])
 def _prefill_kernel(
     q, k, v, out,
-    cu_seqlens_q, cu_seqlens_k, block_tables, scale_log2,
+    cu_seqlens_q, cu_seqlens_k, block_tables, sinks, scale_log2,
     q_token_stride, q_head_stride, k_token_stride, k_head_stride, v_token_stride, v_head_stride, table_stride,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    QUERY_TILE: tl.constexpr, KEY_TILE: tl.constexpr,
+    QUERY_TILE: tl.constexpr, KEY_TILE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """A program computes QUERY_TILE queries of one head of one sequence."""
     tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the last tile sees the most keys, so it starts first
@@ -149,16 +153,32 @@ def _prefill_kernel(
 
     highest = tl.full([QUERY_TILE], float("-inf"), tl.float32)
     total = tl.zeros([QUERY_TILE], tl.float32)
+    if sinks is not None:  # a key that has no value comes first
+        highest = tl.zeros([QUERY_TILE], tl.float32) + tl.load(sinks + head).to(tl.float32) * UNIT
+        total += 1.0
     acc = tl.zeros([QUERY_TILE, DIM_PAD], tl.float32)
-    for start in range(0, all_seen, KEY_TILE):  # every query of the tile sees these keys: no mask
+    begin, first_key = 0, None
+    if WINDOW:
+        first_key = tl.maximum(len_k - len_q + first - WINDOW + 1, 0)  # that the first query sees
+        begin = tl.maximum(len_k - len_q + first + QUERY_TILE - WINDOW, 0)  # that the last one does
+        begin = tl.minimum(tl.cdiv(begin, KEY_TILE) * KEY_TILE, all_seen)
+        for start in range(first_key // KEY_TILE * KEY_TILE, begin, KEY_TILE):
+            highest, total, acc = attend_to_tile(
+                query, k_head, v_head, table, start, len_k, first_key, last_key, highest, total, acc,
+                scale_log2, k_token_stride, v_token_stride, HEAD_DIM, DIM_PAD, BLOCK_SIZE, KEY_TILE,
+                WINDOW, SOFTCAP, True,
+            )  # fmt: skip
+    for start in range(begin, all_seen, KEY_TILE):  # every query of the tile sees these keys: no mask
         highest, total, acc = attend_to_tile(
-            query, k_head, v_head, table, start, len_k, None, last_key, highest, total, acc,
-            scale_log2, k_token_stride, v_token_stride, HEAD_DIM, DIM_PAD, BLOCK_SIZE, KEY_TILE, False,
+            query, k_head, v_head, table, start, len_k, first_key, last_key, highest, total, acc,
+            scale_log2, k_token_stride, v_token_stride, HEAD_DIM, DIM_PAD, BLOCK_SIZE, KEY_TILE,
+            WINDOW, SOFTCAP, False,
         )  # fmt: skip
     for start in range(all_seen, some_seen, KEY_TILE):
         highest, total, acc = attend_to_tile(
-            query, k_head, v_head, table, start, len_k, None, last_key, highest, total, acc,
-            scale_log2, k_token_stride, v_token_stride, HEAD_DIM, DIM_PAD, BLOCK_SIZE, KEY_TILE, True,
+            query, k_head, v_head, table, start, len_k, first_key, last_key, highest, total, acc,
+            scale_log2, k_token_stride, v_token_stride, HEAD_DIM, DIM_PAD, BLOCK_SIZE, KEY_TILE,
+            WINDOW, SOFTCAP, True,
         )  # fmt: skip
 
     result = acc / tl.where(total > 0, total, 1.0)[:, None]
@@ -171,11 +191,12 @@ def attend_to_tile(
     query, k_head, v_head, table, start, len_k, first_key, last_key, highest, total, acc,
     scale_log2, k_token_stride, v_token_stride,
     HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEY_TILE: tl.constexpr,
-    MASKED: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """
     Add a tile: exp2(score - highest) of its keys to `total`, its values with these weights to `acc`. If it is
-    MASKED, a query sees keys from first_key (None: from 0) to last_key. `start` is a multiple of KEY_TILE.
+    MASKED, a query sees keys from first_key (None: from 0) to last_key, within its window. `start` is a
+    multiple of KEY_TILE.
     """
     token = start + tl.arange(0, KEY_TILE)
     inside = token < len_k
@@ -211,10 +232,14 @@ def attend_to_tile(
             value = tl.load(v_address, mask=(dim < HEAD_DIM)[None, :], other=0.0)
         key, value = key.to(query.dtype), value.to(query.dtype)
     score = tl.dot(query, key, input_precision="ieee")
+    if SOFTCAP > 0:
+        score, scale_log2 = soften(score * scale_log2, SOFTCAP), 1.0
     if MASKED:
         score = tl.where(token[None, :] <= last_key[:, None], score, float("-inf"))
         if first_key is not None:
             score = tl.where(inside[None, :], score, float("-inf"))
+        if WINDOW:
+            score = tl.where(token[None, :] > last_key[:, None] - WINDOW, score, float("-inf"))
     new_highest = tl.maximum(highest, tl.max(score, axis=1) * scale_log2)
     if MASKED:
         new_highest = tl.maximum(new_highest, -1.0e30)  # finite for a query that has seen no key yet

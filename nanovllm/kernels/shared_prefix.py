@@ -42,6 +42,15 @@ def members_per_task(heads_per_kv_head: int) -> int:
     return max(1, QUERY_TILE // heads_per_kv_head)
 
 
+def can_share(config_heads: int, heads: int, head_dim: int, element_size: int, device: torch.device) -> bool:
+    """
+    Whether a layer with so many heads for one kv head can compute tasks that were made for `config_heads`.
+    Of other layers' members not all would have a place in a tile, or the tile none in shared memory.
+    """
+    fits = head_dim * element_size <= 1024 or runtime.has_hopper_shared_memory(device)
+    return fits and members_per_task(config_heads) <= members_per_task(heads)
+
+
 def shared_prefix_attention(
     q: Tensor,
     k_cache: Tensor,
@@ -67,7 +76,7 @@ def shared_prefix_attention(
         shared.members, shared.tasks, shared.num_tasks,
         rule.scale * LOG2_E, *q.stride()[:2], block_tables.stride(0),
         KV_HEADS=kv_heads, GROUP=group, HEAD_DIM=head_dim, DIM_PAD=dim_pad, BLOCK_SIZE=block_size,
-        QUERY_TILE=max(QUERY_TILE, next_power_of_2(group)), KEY_TILE=key_tile,
+        QUERY_TILE=max(QUERY_TILE, next_power_of_2(group)), KEY_TILE=key_tile, SOFTCAP=rule.softcap,
         num_warps=num_warps, num_stages=num_stages, **runtime.overlap_options(q.device),
     )  # fmt: skip
     return partial, log_sums
@@ -78,7 +87,7 @@ def _tile(dim_pad: int, element_size: int, device: torch.device) -> tuple[int, i
     if element_size > 2:
         return 16, 4, 1, 2
     if not runtime.has_hopper_shared_memory(device):
-        return (64, 4, 2, 1) if dim_pad <= 128 else (32, 4, 1, 1)
+        return (64, 4, 2, 1) if dim_pad <= 128 else (32 if dim_pad <= 256 else 16, 4, 1, 1)
     return {64: (64, 4, 3, 3), 128: (64, 4, 3, 2)}.get(dim_pad, (32, 4, 2, 1))
 
 
@@ -130,7 +139,8 @@ def _shared_prefix_kernel(
     members, tasks, num_tasks,
     scale_log2, q_batch_stride, q_head_stride, table_stride,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, QUERY_TILE: tl.constexpr, KEY_TILE: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, QUERY_TILE: tl.constexpr, KEY_TILE: tl.constexpr, SOFTCAP: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """A program computes every n-th pair of a task and a kv head, if there are n programs."""
     if OVERLAP:
@@ -167,17 +177,20 @@ def _shared_prefix_kernel(
         for start in range(aligned, whole_end, KEY_TILE):
             highest, total, acc = attend_to_tile(
                 query, k_head, v_head, table, start, end, begin, last_key, highest, total, acc,
-                scale_log2, STRIDE, STRIDE, HEAD_DIM, DIM_PAD, BLOCK_SIZE, KEY_TILE, False,
+                scale_log2, STRIDE, STRIDE, HEAD_DIM, DIM_PAD, BLOCK_SIZE, KEY_TILE,
+                0, SOFTCAP, False,
             )  # fmt: skip
         for start in range(begin // KEY_TILE * KEY_TILE, begin, KEY_TILE):
             highest, total, acc = attend_to_tile(
                 query, k_head, v_head, table, start, end, begin, last_key, highest, total, acc,
-                scale_log2, STRIDE, STRIDE, HEAD_DIM, DIM_PAD, BLOCK_SIZE, KEY_TILE, True,
+                scale_log2, STRIDE, STRIDE, HEAD_DIM, DIM_PAD, BLOCK_SIZE, KEY_TILE,
+                0, SOFTCAP, True,
             )  # fmt: skip
         for start in range(tl.maximum(aligned, whole_end), end, KEY_TILE):
             highest, total, acc = attend_to_tile(
                 query, k_head, v_head, table, start, end, begin, last_key, highest, total, acc,
-                scale_log2, STRIDE, STRIDE, HEAD_DIM, DIM_PAD, BLOCK_SIZE, KEY_TILE, True,
+                scale_log2, STRIDE, STRIDE, HEAD_DIM, DIM_PAD, BLOCK_SIZE, KEY_TILE,
+                0, SOFTCAP, True,
             )  # fmt: skip
 
         out_row = place.to(tl.int64) * KV_HEADS * GROUP + head

@@ -97,6 +97,8 @@ class Attention(nn.Module):
         super().__init__()
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.rule = AttentionRule(scale, window, softcap, sinks)
+        # Shared beginnings may lie before the window, of which a layer reads less by itself.
+        self.reads_together = not window
         self.k_cache = self.v_cache = torch.empty(0)
         self.backend = KERNELS
 
@@ -147,8 +149,7 @@ class Attention(nn.Module):
         if not step.is_prefill:
             caches = self.k_cache, self.v_cache
             lengths = step.context_lens
-            # What sequences share may lie before the window, of which a layer reads less by itself.
-            shared = None if self.rule.window else step.shared
+            shared = step.shared if self.reads_together else None
             out = self.backend.decode(q, *caches, step.block_tables, lengths, self.rule, shared)
         else:
             if step.block_tables is not None:

@@ -535,3 +535,19 @@ def test_a_single_sequence_attends_to_its_own_blocks_only(blocks):
     assert not paged_decode_attention_torch(
         q, k_cache, v_cache, tables, torch.tensor([0]), AttentionRule(0.3)
     ).any()
+
+
+def test_a_layer_with_a_window_reads_no_shared_beginning():
+    """It would read what is before its window, by a table that may end before it."""
+    layer, plain = (Attention(2, 8, 1.0, 1, window=window) for window in (3, 0))
+    caches, q = torch.randn(2, 1, 16, 1, 8), torch.randn(1, 2, 8)
+    step = dict(block_tables=torch.zeros(1, 1, dtype=torch.int32), context_lens=torch.tensor([5]))
+    found = []
+    for each in (layer, plain):
+        each.k_cache, each.v_cache = caches
+        for shared in (None, "what the back-end is given"):
+            set_context(False, **step, shared=shared)
+            each.backend = each.backend._replace(decode=lambda *given: found.append(given[-1]) or given[0])
+            each(q, None, None)
+    reset_context()
+    assert found == [None, None, None, "what the back-end is given"]
