@@ -19,29 +19,22 @@ MAX_BLOCKS = 1 << 18  # making Python's objects for more blocks takes longer tha
 
 class KVCache:
     """
-    `pages` is [2, layers, blocks, block_size, kv_heads of this rank, head_dim]; 2 is keys and values. 8-bit
-    pages are laid out by `kernels/int8_cache.py`.
+    Layers whose heads are alike in size and number share a tensor of `pages`: [2, layers, blocks,
+    block_size, kv_heads of this rank, head_dim]; 2 is keys and values. Of most models that is all layers.
+    A block has its number in each tensor. 8-bit pages are laid out by `kernels/int8_cache.py`.
     """
 
     def __init__(self, config: Config, layers: list[Attention], device: torch.device):
         self.config = config
-        self.layers = layers
         self.dtype = config.kv_cache_torch_dtype
         self.device = device
-        heads, head_dim = layers[0].num_kv_heads, layers[0].head_dim
-        self.page_shape = page_shape(config.kvcache_block_size, heads, head_dim, self.dtype)
-        self.block_bytes = len(layers) * math.prod(self.page_shape) * self.dtype.itemsize
-        self.num_blocks = 0
-        self._set_views(torch.empty(self._shape(0), dtype=self.dtype, device=device))
-
-    def _shape(self, num_blocks: int) -> tuple[int, ...]:
-        planes, *page = self.page_shape
-        return planes, len(self.layers), num_blocks, *page
-
-    def _set_views(self, pages: torch.Tensor) -> None:
-        self.pages = pages
-        for i, layer in enumerate(self.layers):
-            layer.k_cache, layer.v_cache = pages[0, i], pages[-1, i]
+        self.groups: dict[tuple[int, ...], list[Attention]] = {}  # by the shape of a layer's page
+        for layer in layers:
+            sizes = config.kvcache_block_size, layer.num_kv_heads, layer.head_dim
+            self.groups.setdefault(page_shape(*sizes, self.dtype), []).append(layer)
+        elements = sum(len(group) * math.prod(shape) for shape, group in self.groups.items())
+        self.block_bytes = elements * self.dtype.itemsize
+        self.allocate(0)
 
     def num_blocks_in(self, budget: int) -> int:
         """How many blocks fit into so many bytes. ValueError if these are too few for one sequence."""
@@ -54,7 +47,7 @@ class KVCache:
                 f"{needed * block_bytes:,} bytes, {needed * block_bytes - budget:,} more than there are; "
                 f"raise gpu_memory_utilization (now {config.gpu_memory_utilization}), or lower "
                 f"max_model_len or max_num_batched_tokens (now {config.max_num_batched_tokens})"
-                + ("" if is_int8(self.pages) else ", or set kv_cache_dtype='int8'")
+                + ("" if is_int8(self.pages[0]) else ", or set kv_cache_dtype='int8'")
             )
         # Only the prefix cache has a use for more blocks than the running sequences can need.
         most = MAX_BLOCKS if config.enable_prefix_caching else config.max_num_seqs * needed
@@ -62,15 +55,20 @@ class KVCache:
 
     def allocate(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        # Zeros, since a page that was never written may be read under a mask, where a NaN would survive.
-        self._set_views(_zeros(self._shape(num_blocks), self.dtype, self.device))
+        self.pages: list[torch.Tensor] = []
+        for (planes, *page), layers in self.groups.items():
+            # Zeros, since a page that was never written may be read under a mask, where a NaN would survive.
+            pages = _zeros((planes, len(layers), num_blocks, *page), self.dtype, self.device)
+            self.pages.append(pages)
+            for i, layer in enumerate(layers):
+                layer.k_cache, layer.v_cache = pages[0, i], pages[-1, i]
 
     def copy_blocks(self, sources: torch.Tensor, targets: torch.Tensor, num_tokens: torch.Tensor) -> None:
         """Copy at least the first tokens of blocks, all int64 [copies]. No target may be a source."""
-        pages = self.pages
-        if is_int8(pages):  # the bytes of a token are not contiguous: copy whole blocks, as if of one token
-            pages, num_tokens = pages.flatten(3)[..., None, None, :], torch.ones_like(num_tokens)
-        copy_pages(pages, sources, targets, num_tokens)
+        for pages in self.pages:
+            if is_int8(pages):  # the bytes of a token are not contiguous: copy whole blocks, as if of one token
+                pages, num_tokens = pages.flatten(3)[..., None, None, :], torch.ones_like(num_tokens)
+            copy_pages(pages, sources, targets, num_tokens)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

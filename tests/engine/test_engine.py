@@ -16,8 +16,11 @@ from test_block_manager import check_pool
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.config import DTYPES
+from nanovllm.config import DTYPES, Config
+from nanovllm.engine.kv_cache import KVCache
 from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.kernels.int8_cache import page_sizes
+from nanovllm.layers.attention import Attention
 from tiny_checkpoints import (
     ARCHITECTURES,
     EXACT,
@@ -200,7 +203,7 @@ def test_the_kv_cache_may_have_another_dtype_than_the_model(folder, dtype):
     for cache_dtype in ("auto", *DTYPES):
         with LLM(str(folder), **options, kv_cache_dtype=cache_dtype) as llm:
             expected = DTYPES[dtype if cache_dtype == "auto" else cache_dtype]
-            assert llm.model_runner.kv_cache.pages.dtype == expected
+            assert llm.model_runner.kv_cache.pages[0].dtype == expected
             found[cache_dtype] = llm.generate(prompts, params, use_tqdm=False)
     assert found["auto"] == found[dtype] == found["float32"]
     for result, exact in zip(chain(*found.values()), found["auto"] * len(found), strict=True):
@@ -253,7 +256,7 @@ def test_an_8_bit_cache_takes_a_byte_an_element_and_two_more_a_vector(folder):
         with LLM(str(folder), **EXACT, num_kvcache_blocks=8, kv_cache_dtype=dtype) as llm:
             cache, head_dim = llm.model_runner.kv_cache, llm.config.hf_config.head_dim
             assert llm.stats()["num_kv_cache_tokens"] == 8 * 16
-            size[dtype], room[dtype] = cache.pages.nbytes, cache.num_blocks_in(1 << 24)
+            size[dtype], room[dtype] = cache.pages[0].nbytes, cache.num_blocks_in(1 << 24)
     vectors = 2 * 2 * 2 * 8 * 16  # keys and values, layers, heads, tokens
     assert size == {"float32": 4 * head_dim * vectors, "int8": (head_dim + 2) * vectors}
     assert room == {dtype: (1 << 24) // (size[dtype] // 8) for dtype in room}
@@ -262,12 +265,34 @@ def test_an_8_bit_cache_takes_a_byte_an_element_and_two_more_a_vector(folder):
 def test_copies_of_8_bit_blocks_hold_the_tokens_that_are_asked_for(folder):
     with LLM(str(folder), **EXACT, num_kvcache_blocks=8, kv_cache_dtype="int8") as llm:
         cache = llm.model_runner.kv_cache
-        cache.pages.random_(256)
-        before = cache.pages.clone()
+        (pages,) = cache.pages
+        pages.random_(256)
+        before = pages.clone()
         cache.copy_blocks(torch.tensor([0, 5]), torch.tensor([3, 2]), torch.tensor([1, 16]))
-        assert torch.equal(cache.pages[:, :, [3, 2]], before[:, :, [0, 5]])
+        assert torch.equal(pages[:, :, [3, 2]], before[:, :, [0, 5]])
         others = [0, 1, 4, 5, 6, 7]
-        assert torch.equal(cache.pages[:, :, others], before[:, :, others])
+        assert torch.equal(pages[:, :, others], before[:, :, others])
+
+
+@pytest.mark.parametrize("dtype, token_bytes", [("float32", 4 * 2 * (64 + 32)), ("int8", 2 * 2 * 36 + 68)])
+def test_layers_with_other_heads_have_a_cache_of_their_own(dtype, token_bytes):
+    """With the same numbers of blocks: two layers of 2 heads of 16, and between them one of 1 head of 32."""
+    config = Config("a model", device="cpu", dtype="float32", kvcache_block_size=16, kv_cache_dtype=dtype)
+    layers = [Attention(4, head_dim, 1.0, heads) for heads, head_dim in ((2, 16), (1, 32), (2, 16))]
+    cache = KVCache(config, layers, torch.device("cpu"))
+    cache.allocate(6)
+    assert cache.block_bytes == 16 * token_bytes == sum(pages.nbytes for pages in cache.pages) // 6
+    assert [page.data_ptr() for page in (layers[0].k_cache, layers[2].k_cache)] == [
+        pages.data_ptr() for pages in cache.pages[0][0]
+    ]
+    for layer in layers:
+        assert page_sizes(layer.k_cache, layer.head_dim) == (16, layer.num_kv_heads)
+        for part in (layer.k_cache, layer.v_cache):
+            part.copy_(torch.arange(part.numel()).view(part.shape) % 251)
+    before = [layer.v_cache[1].clone() for layer in layers]
+    cache.copy_blocks(torch.tensor([1]), torch.tensor([4]), torch.tensor([16]))
+    for layer, expected in zip(layers, before, strict=True):
+        assert torch.equal(layer.v_cache[4], expected)
 
 
 def test_identical_prompts_in_one_call_are_computed_once(llm):
@@ -524,7 +549,7 @@ def test_the_model_and_the_cache_are_freed_with_the_engine(folder, how):
     llm = LLM(str(folder), **EXACT, num_kvcache_blocks=8)
     llm.generate([[1, 2, 3]], SamplingParams(0, 4), use_tqdm=False)
     runner = llm.model_runner
-    parts = [weakref.ref(runner.model), weakref.ref(runner.kv_cache.pages)]
+    parts = [weakref.ref(runner.model), weakref.ref(runner.kv_cache.pages[0])]
     del runner
     if how == "exit":
         llm.exit()
