@@ -6,15 +6,14 @@ on the device: the number of programs depends on sizes alone, as a CUDA graph ne
 end at once.
 """
 
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.kernels import runtime
-from nanovllm.kernels.activation import silu_and_mul_torch
+from nanovllm.kernels.experts import ExpertWeights, Groups, activate, activate_torch, find_tile
 from nanovllm.kernels.layernorm import add_rms_norm_torch
+from nanovllm.kernels.moe_quantised import QUANTISED_TILES, can_use_quantised, multiply_quantised
 from nanovllm.kernels.router import Chosen
 from nanovllm.kernels.runtime import cdiv, next_power_of_2, tl, triton, use_triton
 
@@ -25,37 +24,49 @@ DECODE_TILES = {8: (16, 128, 128, 4, 3), 16: (32, 128, 128, 4, 3), 1 << 30: (64,
 PREFILL_TILE = (128, 256, 64, 8, 4)  # one for all prefills, so that a start compiles one way only
 
 
-def run_experts(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Chosen, is_prefill: bool = True) -> Tensor:
+def run_experts(x: Tensor, experts: ExpertWeights, chosen: Chosen, is_prefill: bool = True) -> Tensor:
     """
     What each of the chosen experts makes of a row of x [tokens, hidden], multiplied by its weight: [tokens,
-    top_k, hidden]. gate_up is [experts, 2 * width, hidden], gates first, and down [experts, hidden, width].
+    top_k, hidden].
     """
     if not use_triton(x):
-        return run_experts_torch(x, gate_up, down, chosen)
+        return run_experts_torch(x, experts, chosen)
     rows, hidden = x.shape
-    num_experts, _, width = down.shape
-    num_pairs = chosen.experts.numel()
-    tile = PREFILL_TILE
-    if not is_prefill:
-        tile = next(tile for most, tile in DECODE_TILES.items() if num_pairs <= most * num_experts)
+    num_experts, num_pairs, top_k = experts.num_experts, chosen.experts.numel(), chosen.experts.shape[1]
+    multiply, tiles = _multiply_grouped, DECODE_TILES
+    if can_use_quantised(x, experts):
+        multiply, tiles = multiply_quantised, QUANTISED_TILES
+    else:
+        experts = experts.dequantised(x.dtype)
+    tile = next(tile for most, tile in tiles.items() if num_pairs <= most * num_experts)
+    if is_prefill:
+        tile = PREFILL_TILE if tiles is DECODE_TILES else [*tiles.values()][-1]
     groups = group_by_expert(chosen.experts, num_experts, tile[0])
-    gated = torch.empty(num_pairs, width, dtype=x.dtype, device=x.device)
-    parts = torch.empty(rows, chosen.experts.shape[1], hidden, dtype=x.dtype, device=x.device)
+    gated = torch.empty(num_pairs, experts.width, dtype=x.dtype, device=x.device)
+    parts = torch.empty(rows, top_k, hidden, dtype=x.dtype, device=x.device)
     if rows:
-        _multiply_grouped(x, gate_up, groups, gated, tile, top_k=chosen.experts.shape[1])
-        _multiply_grouped(gated, down, groups, parts.view(num_pairs, hidden), tile, weights=chosen.weights)
+        first = experts.gate_up, experts.gate_up_bias, groups, gated, tile
+        multiply(x, *first, top_k=top_k, is_clamped=experts.is_clamped)
+        second = experts.down, experts.down_bias, groups, parts.view(num_pairs, hidden), tile
+        multiply(gated, *second, weights=chosen.weights)
     return parts
 
 
-def run_experts_torch(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Chosen) -> Tensor:
-    top_k = chosen.experts.shape[1]
-    experts, weights = chosen.experts.flatten(), chosen.weights.flatten().to(x.dtype)
+def run_experts_torch(x: Tensor, weights: ExpertWeights, chosen: Chosen) -> Tensor:
+    top_k, num_experts = chosen.experts.shape[1], weights.num_experts
+    experts, shares = chosen.experts.flatten(), chosen.weights.flatten().to(x.dtype)
     parts = x.new_empty(len(experts), x.shape[1])
-    counts = torch.bincount(experts, minlength=len(gate_up)).tolist()
+    counts = torch.bincount(experts, minlength=num_experts).tolist()
+    biases = [
+        [None] * num_experts if bias is None else bias.view(num_experts, -1)
+        for bias in (weights.gate_up_bias, weights.down_bias)
+    ]
     for expert, pairs in enumerate(experts.argsort(stable=True).split(counts)):
         if len(pairs):
-            gated = silu_and_mul_torch(F.linear(x[pairs // top_k], gate_up[expert]))
-            parts[pairs] = F.linear(gated, down[expert]) * weights[pairs, None]
+            gate_up, down = (weights.matrix_torch(each, expert, x.dtype) for each in weights[:2])
+            y = F.linear(x[pairs // top_k], gate_up, biases[0][expert])
+            y = F.linear(activate_torch(y, weights.is_clamped), down, biases[1][expert])
+            parts[pairs] = y * shares[pairs, None]
     return parts.view(-1, top_k, x.shape[1])
 
 
@@ -100,14 +111,6 @@ def _add_parts_kernel(
     tl.store(
         normed + row * HIDDEN + column, (wide * scale).to(value.dtype).to(tl.float32) * gain, mask=inside
     )
-
-
-class Groups(NamedTuple):
-    """Pairs by expert. The tiles of all experts are numbered one after another."""
-
-    pairs: Tensor  # int32 [experts, tokens]: an expert has a token once at most
-    table: Tensor  # int32 [2, experts]: how many pairs each expert has, and where its tiles end
-    max_tiles: int  # that there can be
 
 
 def group_by_expert(experts: Tensor, num_experts: int, block: int) -> Groups:
@@ -157,26 +160,27 @@ def _group_kernel(
 
 
 def _multiply_grouped(
-    x: Tensor, weight: Tensor, groups: Groups, out: Tensor, tile: tuple[int, ...],
-    top_k: int = 0, weights: Tensor | None = None,
+    x: Tensor, weight: Tensor, bias: Tensor | None, groups: Groups, out: Tensor, tile: tuple[int, ...],
+    top_k: int = 0, weights: Tensor | None = None, is_clamped: bool = False,
 ) -> None:  # fmt: skip
     """
-    out[pair] = weight[its expert] @ x[pair], multiplied by weights[pair]. With top_k x has a row for each
-    token instead, and the first half of the weight's rows are gates, the second half is what they multiply.
+    out[pair] = weight of its expert @ x[pair] + bias, multiplied by weights[pair]. With top_k x has a row for
+    each token instead, and the first half of an expert's rows are gates, the second half is what they
+    multiply.
     """
     block_m, lines, block_k, num_warps, num_stages = tile
     if x.element_size() == 4:
         block_k //= 2
     if not runtime.has_hopper_shared_memory(x.device):
         block_k //= 2
-    num_experts, _, in_features = weight.shape
+    num_experts, in_features = len(groups.pairs), weight.shape[1]
     width, parts = out.shape[1], 2 if top_k else 1
     block_n = lines // parts
     _grouped_kernel[(groups.max_tiles * cdiv(width, block_n),)](
-        x, weight, groups.pairs, groups.table, weights, out,
+        x, weight, bias, groups.pairs, groups.table, weights, out,
         x.stride(0), groups.pairs.shape[1], groups.max_tiles,
         EXPERTS=num_experts, EXPERTS_PAD=next_power_of_2(num_experts),
-        PAIRS_PER_ROW=top_k or 1, PARTS=parts,
+        PAIRS_PER_ROW=top_k or 1, PARTS=parts, CLAMPED=is_clamped,
         IN_FEATURES=in_features, OUT_FEATURES=width,
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
         num_warps=num_warps, num_stages=num_stages, **runtime.overlap_options(x.device),
@@ -185,26 +189,21 @@ def _multiply_grouped(
 
 @triton.jit(do_not_specialize=["rows", "max_tiles"])
 def _grouped_kernel(
-    x, weight, pairs, table, weights, out, x_stride, rows, max_tiles,
+    x, weight, bias, pairs, table, weights, out, x_stride, rows, max_tiles,
     EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr, PAIRS_PER_ROW: tl.constexpr, PARTS: tl.constexpr,
-    IN_FEATURES: tl.constexpr, OUT_FEATURES: tl.constexpr,
+    CLAMPED: tl.constexpr, IN_FEATURES: tl.constexpr, OUT_FEATURES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """A program computes BLOCK_N outputs of a tile of pairs. Programs side by side share rows of weights."""
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    tile = tl.program_id(0) % max_tiles
     block_n = tl.program_id(0) // max_tiles
-    each = tl.arange(0, EXPERTS_PAD)
-    ends = tl.load(table + EXPERTS + each, mask=each < EXPERTS, other=2147483647)
-    is_before = ends <= tile
-    expert = tl.sum(is_before.to(tl.int32), axis=0)
+    expert, member, is_real = find_tile(
+        table, tl.program_id(0) % max_tiles, EXPERTS, EXPERTS_PAD, BLOCK_M
+    )
     if expert == EXPERTS:
         return
-    begin = tl.max(tl.where(is_before, ends, 0), axis=0)
-    member = (tile - begin) * BLOCK_M + tl.arange(0, BLOCK_M)
-    is_real = member < tl.load(table + expert)
     pair = tl.load(pairs + expert.to(tl.int64) * rows + member, mask=is_real, other=0).to(tl.int64)
     # Gates and ups in turn, so that the two of a pair stand side by side in the result.
     line = tl.arange(0, BLOCK_N * PARTS)
@@ -213,7 +212,8 @@ def _grouped_kernel(
     weight_row += (line % PARTS) * OUT_FEATURES
     column = tl.arange(0, BLOCK_K)
     x_address = x + (pair // PAIRS_PER_ROW)[:, None] * x_stride + column[None, :]
-    weight += expert.to(tl.int64) * (PARTS * OUT_FEATURES * IN_FEATURES)
+    its_lines = expert.to(tl.int64) * (PARTS * OUT_FEATURES)
+    weight += its_lines * IN_FEATURES
     weight_address = weight + weight_row[None, :] * IN_FEATURES + column[:, None]
     acc = tl.zeros([BLOCK_M, BLOCK_N * PARTS], tl.float32)
     for start in range(0, IN_FEATURES, BLOCK_K):
@@ -221,9 +221,11 @@ def _grouped_kernel(
         x_tile = tl.load(x_address + start, mask=is_real[:, None] & present[None, :], other=0.0)
         weight_tile = tl.load(weight_address + start, mask=present[:, None] & is_line[None, :], other=0.0)
         acc = tl.dot(x_tile, weight_tile, acc, input_precision="ieee")
+    if bias is not None:
+        acc += tl.load(bias + its_lines + weight_row, mask=is_line, other=0.0).to(tl.float32)[None, :]
     if PARTS == 2:
         gate, up = tl.split(tl.reshape(acc, [BLOCK_M, BLOCK_N, 2]))
-        acc = gate / (1.0 + tl.exp(-gate)) * up
+        acc = activate(gate, up, CLAMPED)
     if weights is not None:
         acc *= tl.load(weights + pair, mask=is_real, other=0.0)[:, None]
     column_out = block_n * BLOCK_N + tl.arange(0, BLOCK_N)

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from nanovllm.kernels import runtime
+from nanovllm.kernels.experts import ExpertWeights, activate
 from nanovllm.kernels.layernorm import rms_norm_torch
 from nanovllm.kernels.moe import run_experts_torch
+from nanovllm.kernels.moe_quantised_matvec import can_use_few_quantised, run_few_quantised
 from nanovllm.kernels.router import Chosen
 from nanovllm.kernels.runtime import cdiv, next_power_of_2, tl, triton, use_triton
 
@@ -19,13 +21,14 @@ GATES_HEIGHT, GATES_WIDTH = 2, 1024  # rows and columns of a weight that a progr
 SUM_HEIGHT, SUM_WIDTH = 2, 128
 
 
-def can_use_few(x: Tensor) -> bool:
+def can_use_few(x: Tensor, experts: ExpertWeights) -> bool:
     """Whether `run_experts_few` is the fastest way for these rows of a decode step."""
-    return use_triton(x) and x.shape[0] <= MAX_FEW_ROWS
+    is_possible = not experts.are_quantised or can_use_few_quantised(x, experts)
+    return use_triton(x) and is_possible and x.shape[0] <= MAX_FEW_ROWS
 
 
 def run_experts_few(
-    x: Tensor, gate_up: Tensor, down: Tensor, chosen: Chosen,
+    x: Tensor, experts: ExpertWeights, chosen: Chosen,
     norm_weight: Tensor | None = None, eps: float = 0.0, residual: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """
@@ -33,19 +36,21 @@ def run_experts_few(
     norm_weight [hidden] x is normalised first; residual [rows, hidden] is added to the sum.
     """
     if not use_triton(x):
-        return run_experts_few_torch(x, gate_up, down, chosen, norm_weight, eps, residual)
+        return run_experts_few_torch(x, experts, chosen, norm_weight, eps, residual)
+    if experts.are_quantised:
+        return run_few_quantised(x, experts, chosen, norm_weight, eps, residual)
     rows, hidden = x.shape
-    top_k, width = chosen.experts.shape[1], down.shape[2]
+    top_k, width = chosen.experts.shape[1], experts.width
     options = {"num_warps": 4, **runtime.overlap_options(x.device)}
     gated = torch.empty(rows * top_k, width, dtype=x.dtype, device=x.device)
     _gates_few_kernel[(cdiv(2 * width, GATES_HEIGHT), rows * top_k)](
-        x, gate_up, chosen.experts, norm_weight, gated, eps, x.stride(0),
-        HIDDEN=hidden, EXPERT_WIDTH=width, TOP_K=top_k,
+        x, experts.gate_up, experts.gate_up_bias, chosen.experts, norm_weight, gated, eps, x.stride(0),
+        HIDDEN=hidden, EXPERT_WIDTH=width, TOP_K=top_k, CLAMPED=experts.is_clamped,
         HEIGHT=GATES_HEIGHT, WIDTH=min(next_power_of_2(hidden), GATES_WIDTH), **options,
     )  # fmt: skip
     out = torch.empty(rows, hidden, dtype=x.dtype, device=x.device)
     _sum_few_kernel[(cdiv(hidden, SUM_HEIGHT), rows)](
-        gated, down, *chosen, residual, out, residual.stride(0) if residual is not None else 0,
+        gated, experts.down, experts.down_bias, *chosen, residual, out, residual.stride(0) if residual is not None else 0,
         HIDDEN=hidden, EXPERT_WIDTH=width, TOP_K=top_k, TOP_K_PAD=next_power_of_2(top_k),
         HEIGHT=SUM_HEIGHT, WIDTH=min(next_power_of_2(width), SUM_WIDTH), **options,
     )  # fmt: skip
@@ -53,18 +58,18 @@ def run_experts_few(
 
 
 def run_experts_few_torch(
-    x: Tensor, gate_up: Tensor, down: Tensor, chosen: Chosen,
+    x: Tensor, experts: ExpertWeights, chosen: Chosen,
     norm_weight: Tensor | None = None, eps: float = 0.0, residual: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     x = x if norm_weight is None else rms_norm_torch(x, norm_weight, eps)
-    y = run_experts_torch(x, gate_up, down, chosen).sum(1)
+    y = run_experts_torch(x, experts, chosen).sum(1)
     return y if residual is None else y + residual
 
 
 @triton.jit
 def _gates_few_kernel(
-    x, weight, experts, norm_weight, out, eps, x_stride,
-    HIDDEN: tl.constexpr, EXPERT_WIDTH: tl.constexpr, TOP_K: tl.constexpr,
+    x, weight, bias, experts, norm_weight, out, eps, x_stride,
+    HIDDEN: tl.constexpr, EXPERT_WIDTH: tl.constexpr, TOP_K: tl.constexpr, CLAMPED: tl.constexpr,
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """A program takes HEIGHT rows of a pair's expert, gates and ups in turn, WIDTH columns at a time."""
@@ -96,15 +101,17 @@ def _gates_few_kernel(
     acc = tl.sum(products, axis=1)
     if norm_weight is not None:
         acc *= tl.rsqrt(tl.sum(squares) / HIDDEN + eps)
+    if bias is not None:
+        acc += tl.load(bias + weight_row, mask=line < 2 * EXPERT_WIDTH, other=0.0).to(tl.float32)
     gate, up = tl.split(tl.reshape(acc, [HEIGHT // 2, 2]))
     place = first // 2 + tl.arange(0, HEIGHT // 2)
-    result = gate / (1.0 + tl.exp(-gate)) * up
+    result = activate(gate, up, CLAMPED)
     tl.store(out + pair * EXPERT_WIDTH + place, result, mask=place < EXPERT_WIDTH)
 
 
 @triton.jit
 def _sum_few_kernel(
-    x, weight, experts, weights, residual, out, residual_stride,
+    x, weight, bias, experts, weights, residual, out, residual_stride,
     HIDDEN: tl.constexpr, EXPERT_WIDTH: tl.constexpr, TOP_K: tl.constexpr, TOP_K_PAD: tl.constexpr,
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -132,7 +139,12 @@ def _sum_few_kernel(
         tile = tl.load(address + start + WIDTH, mask=inside & (place + WIDTH < EXPERT_WIDTH), other=0.0)
         present = is_chosen[:, None, None] & (place < EXPERT_WIDTH)
         products += current * tl.load(x_address + start, mask=present, other=0.0).to(tl.float32)
-    acc = tl.sum(tl.sum(products, axis=2) * share[:, None], axis=0)
+    sums = tl.sum(products, axis=2)
+    if bias is not None:
+        its_bias = bias + expert[:, None] * HIDDEN + line[None, :]
+        present = is_chosen[:, None] & (line < HIDDEN)[None, :]
+        sums += tl.load(its_bias, mask=present, other=0.0).to(tl.float32)
+    acc = tl.sum(sums * share[:, None], axis=0)
     if residual is not None:
         added = tl.load(residual + row * residual_stride + line, mask=line < HIDDEN, other=0.0)
         acc += added.to(tl.float32)

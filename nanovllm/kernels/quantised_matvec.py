@@ -16,8 +16,8 @@ from nanovllm.kernels.quantised_weight import (
     INT4,
     PIECE_BYTES,
     QuantisedWeight,
-    byte_to_float,
     dequantise_whole_torch,
+    multiply_by_arithmetic,
 )
 from nanovllm.kernels.runtime import (
     IS_INTERPRETED,
@@ -134,7 +134,7 @@ def _multiply_int4() -> list[str]:
     return lines
 
 
-def _assembler(lines: list[str]) -> tl.constexpr:
+def assembler(lines: list[str]) -> tl.constexpr:
     """`lines` multiply 16 bytes of codes ($1 to $4) with pairs of inputs ($5 and on)."""
     begin = ["{", ".reg .b32 code, sum;", ".reg .f16 first, second;", ".reg .f32 other;", "mov.b32 sum, 0;"]
     end = ["mov.b32 {first, second}, sum;", "cvt.f32.f16 $0, first;", "cvt.f32.f16 other, second;"]
@@ -142,13 +142,13 @@ def _assembler(lines: list[str]) -> tl.constexpr:
 
 
 MULTIPLY_FP8, MULTIPLY_INT8, MULTIPLY_INT4 = map(
-    _assembler, (_multiply_fp8(), _multiply_int8(), _multiply_int4())
+    assembler, (_multiply_fp8(), _multiply_int8(), _multiply_int4())
 )
 REGISTERS_8, REGISTERS_4 = tl.constexpr("=f" + ",r" * 12), tl.constexpr("=f" + ",r" * 22)
 
 
 @triton.jit
-def _pairs_of(values, PIECES: tl.constexpr, ROWS: tl.constexpr, DISTANCE: tl.constexpr):
+def pairs_of(values, PIECES: tl.constexpr, ROWS: tl.constexpr, DISTANCE: tl.constexpr):
     """
     float32 [PIECES, 1, ROWS, 16] -> eight int32 [PIECES, 1, ROWS], pairs of float16 numbers that stand so far
     apart.
@@ -172,7 +172,7 @@ def _pairs_of(values, PIECES: tl.constexpr, ROWS: tl.constexpr, DISTANCE: tl.con
 
 
 @triton.jit
-def _power_of_two(exponent):
+def power_of_two(exponent):
     """2 ** exponent, float32, for int32 from -126 to 127."""
     return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
 
@@ -257,12 +257,12 @@ def _quantised_matvec_kernel(
         # The largest becomes 4 to 8: no sum of 16 products with codes up to 448 leaves the range of float16.
         exponent = (tl.max(largest, axis=0).to(tl.int32, bitcast=True) >> 23) - 129  # [1, ROWS_PAD]
         exponent = tl.maximum(exponent, -126)
-        values *= _power_of_two(-exponent)[None, :, :, None]
-        factor *= _power_of_two(exponent)
-        a, b, c, d, e, f, g, h = _pairs_of(values, PIECES, ROWS_PAD, 2 if KIND == INT4 else 1)
+        values *= power_of_two(-exponent)[None, :, :, None]
+        factor *= power_of_two(exponent)
+        a, b, c, d, e, f, g, h = pairs_of(values, PIECES, ROWS_PAD, 2 if KIND == INT4 else 1)
         if KIND == INT4:
-            others *= _power_of_two(-exponent)[None, :, :, None]
-            i, j, k, m, n, o, p, q = _pairs_of(others, PIECES, ROWS_PAD, 2)
+            others *= power_of_two(-exponent)[None, :, :, None]
+            i, j, k, m, n, o, p, q = pairs_of(others, PIECES, ROWS_PAD, 2)
     sums = tl.sum(values, axis=3)  # [PIECES, 1, ROWS_PAD]
     if KIND == INT4:
         sums += tl.sum(others, axis=3)
@@ -290,9 +290,9 @@ def _quantised_matvec_kernel(
             its_residual = tl.load(residual + place, mask=valid, other=0.0).to(tl.float32)
 
         if IS_INTERPRETED:
-            parts = _multiply_by_arithmetic(current, values, KIND, 0)
+            parts = multiply_by_arithmetic(current, values, KIND, 0)
             if KIND == INT4:
-                parts += _multiply_by_arithmetic(current, others, KIND, 4)
+                parts += multiply_by_arithmetic(current, others, KIND, 4)
                 parts -= (ZERO_POINT if zeros is None else its_zero.to(tl.float32)) * sums
         else:
             even, odd = tl.split(tl.reshape(current, [PIECES, HEIGHT, 1, 2, 2]))
@@ -334,16 +334,3 @@ def _quantised_matvec_kernel(
         valid = (line < width)[:, None] & (member < ROWS)[None, :]
         tl.store(out + member[None, :] * width + line[:, None], acc, mask=valid)
         tile = next_tile
-
-
-@triton.jit
-def _multiply_by_arithmetic(words, values, KIND: tl.constexpr, shift: tl.constexpr):
-    """For Triton's interpreter: sums of products of `values` and the codes at this place of each byte."""
-    if KIND == INT4:
-        a, b = ((words >> shift) & 15).to(tl.float32), ((words >> (8 + shift)) & 15).to(tl.float32)
-        c, d = ((words >> (16 + shift)) & 15).to(tl.float32), ((words >> (24 + shift)) & 15).to(tl.float32)
-    else:
-        a, b = byte_to_float(words, 0, KIND), byte_to_float(words, 8, KIND)
-        c, d = byte_to_float(words, 16, KIND), byte_to_float(words, 24, KIND)
-    codes = tl.join(tl.join(a, c), tl.join(b, d))
-    return tl.sum(tl.reshape(codes, [words.shape[0], words.shape[1], 1, 16]) * values, axis=3)

@@ -18,9 +18,11 @@ BLOCK = 32  # inputs whose 4-bit codes are packed together
 HALF = BLOCK // 2
 PIECE_BYTES = 16  # that a thread reads at once
 TILE = 2048  # weights of a row that a program converts
-# Kinds of codes by the dtype that holds them, and the same as numbers for kernels.
+# Kinds of codes by the dtype that holds them, and the same as numbers for kernels. The last are codes of 4 bits
+# too, but in floating point (e2m1); their scales are powers of two (e8m0).
 KINDS = [torch.float8_e4m3fn, torch.int8, torch.uint8]
-FP8, INT8, INT4 = map(tl.constexpr, range(len(KINDS)))
+FP8, INT8, INT4, MXFP4 = map(tl.constexpr, range(len(KINDS) + 1))
+E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]  # the numbers of codes 0 to 7; 8 to 15 are their negatives
 
 
 class QuantisedWeight(NamedTuple):
@@ -37,11 +39,16 @@ class QuantisedWeight(NamedTuple):
     zeros: Tensor | None = None  # int8 or uint8
     zero_point: int = 0
     offsets: Tensor | None = None
+    product_dtype: torch.dtype = torch.float32  # of codes times scales, where a CPU makes a whole matrix
 
     @property
     def kind(self) -> int:
-        """FP8, INT8 or INT4, for kernels."""
-        return KINDS.index(self.codes.dtype)
+        """FP8, INT8, INT4 or MXFP4, for kernels."""
+        return len(KINDS) if self.is_mxfp4 else KINDS.index(self.codes.dtype)
+
+    @property
+    def is_mxfp4(self) -> bool:
+        return self.scales.dtype == torch.float8_e8m0fnu
 
     @property
     def is_fp8(self) -> bool:
@@ -49,6 +56,7 @@ class QuantisedWeight(NamedTuple):
 
     @property
     def is_int4(self) -> bool:
+        """Whether a byte is two codes."""
         return self.codes.dtype == torch.uint8
 
     @property
@@ -62,8 +70,11 @@ class QuantisedWeight(NamedTuple):
         return self.shape[1] % unit == 0 and self.group % unit == 0
 
     def codes_of(self, rows: slice) -> Tensor:
-        """These rows' codes, [rows, in]."""
-        return unpack(self.codes[rows])[:, : self.shape[1]] if self.is_int4 else self.codes[rows]
+        """These rows' codes, [rows, in]; numbers if they are in floating point."""
+        if not self.is_int4:
+            return self.codes[rows]
+        codes = unpack(self.codes[rows])[:, : self.shape[1]]
+        return torch.tensor(E2M1 + [-x for x in E2M1], device=codes.device)[codes.int()] if self.is_mxfp4 else codes
 
 
 def unpack(packed: Tensor) -> Tensor:
@@ -94,7 +105,7 @@ def dequantise_torch(weight: QuantisedWeight, rows: slice, dtype: torch.dtype) -
 
 def dequantise(weight: QuantisedWeight, dtype: torch.dtype) -> Tensor:
     """The whole weight [out, in], rounded once."""
-    if not use_triton(weight.codes):
+    if not use_triton(weight.codes) or weight.is_mxfp4 or not weight.can_be_read():
         return dequantise_whole_torch(weight, dtype)
     rows, width = weight.shape
     out = torch.empty(rows, width, dtype=dtype, device=weight.codes.device)
@@ -129,6 +140,31 @@ def byte_to_float(words, shift: tl.constexpr, KIND: tl.constexpr):
     fraction = (code & 7) + tl.where(exponent > 0, 8, 0)
     size = fraction.to(tl.float32) * tl.exp2((tl.maximum(exponent, 1) - 10).to(tl.float32))
     return tl.where(code > 127, -size, size)
+
+
+@triton.jit
+def half_to_float(packed, shift: tl.constexpr, KIND: tl.constexpr):
+    """One of the codes of 4 bits in each word, by arithmetic."""
+    code = (packed >> shift) & 15
+    if KIND == INT4:
+        return code.to(tl.float32)
+    exponent = (code >> 1) & 3
+    fraction = (code & 1) + tl.where(exponent > 0, 2, 0)
+    size = fraction.to(tl.float32) * tl.exp2((tl.maximum(exponent, 1) - 2).to(tl.float32))
+    return tl.where(code > 7, -size, size)
+
+
+@triton.jit
+def multiply_by_arithmetic(words, values, KIND: tl.constexpr, shift: tl.constexpr):
+    """For Triton's interpreter: sums of products of `values` and the codes at this place of each byte."""
+    if KIND == INT4 or KIND == MXFP4:
+        a, b = half_to_float(words, shift, KIND), half_to_float(words, 8 + shift, KIND)
+        c, d = half_to_float(words, 16 + shift, KIND), half_to_float(words, 24 + shift, KIND)
+    else:
+        a, b = byte_to_float(words, 0, KIND), byte_to_float(words, 8, KIND)
+        c, d = byte_to_float(words, 16, KIND), byte_to_float(words, 24, KIND)
+    codes = tl.join(tl.join(a, c), tl.join(b, d))
+    return tl.sum(tl.reshape(codes, [words.shape[0], words.shape[1], 1, 16]) * values, axis=3)
 
 
 @triton.jit
@@ -187,6 +223,51 @@ def halves_to_bf16(packed):
         "=r,=r,r", [packed], dtype=tl.bfloat16, is_pure=True, pack=4,
     )  # fmt: skip
     return low, high
+
+
+@triton.jit
+def e2m1_to_bf16(packed):
+    """
+    uint8 -> two bfloat16 tensors of its shape: the numbers in the low and in the high halves, times 2^-126
+    (where bfloat16 has these bits). `power_of_two_bf16` makes up for that.
+    """
+    if IS_INTERPRETED:
+        words = packed.to(tl.int32)
+        return half_to_float(words, 0, MXFP4), half_to_float(words, 4, MXFP4)
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 pair, bits, sign;
+        prmt.b32 pair, $4, 0, 0x1404;
+        shr.b32 bits, pair, 2;
+        and.b32 bits, bits, 0x01c001c0;
+        shl.b32 sign, pair, 4;
+        and.b32 sign, sign, 0x80008000;
+        or.b32 $0, bits, sign;
+        shr.b32 bits, pair, 6;
+        and.b32 bits, bits, 0x01c001c0;
+        and.b32 sign, pair, 0x80008000;
+        or.b32 $2, bits, sign;
+        prmt.b32 pair, $4, 0, 0x3424;
+        shr.b32 bits, pair, 2;
+        and.b32 bits, bits, 0x01c001c0;
+        shl.b32 sign, pair, 4;
+        and.b32 sign, sign, 0x80008000;
+        or.b32 $1, bits, sign;
+        shr.b32 bits, pair, 6;
+        and.b32 bits, bits, 0x01c001c0;
+        and.b32 sign, pair, 0x80008000;
+        or.b32 $3, bits, sign;
+        }""",
+        "=&r,=&r,=&r,=&r,r", [packed], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4,
+    )  # fmt: skip
+
+
+@triton.jit
+def power_of_two_bf16(scale):
+    """2^(scale - 127) for bytes up to 128, times what `e2m1_to_bf16` leaves out."""
+    if IS_INTERPRETED:
+        return tl.exp2(scale.to(tl.float32) - 127)
+    return ((scale.to(tl.int16) + 126) << 7).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit

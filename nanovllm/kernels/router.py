@@ -9,6 +9,8 @@ from nanovllm.kernels import runtime
 from nanovllm.kernels.runtime import cdiv, next_power_of_2, tl, triton, use_triton
 
 LOWEST = tl.constexpr(-3e38)
+TINY = 1e-20  # so that weights that are all 0 have no quotient of 0 and 0
+TINY_SUM = tl.constexpr(TINY)
 ROWS = 4
 
 
@@ -19,40 +21,78 @@ class Chosen(NamedTuple):
     weights: Tensor  # float32 [tokens, top_k]
 
 
-def choose_experts(logits: Tensor, top_k: int, normalise: bool) -> Chosen:
+class Routing(NamedTuple):
     """
-    The most probable experts by their logits [tokens, experts], of equal ones the first. Their weights are
-    their probabilities among all experts, or, to normalise, among those that are chosen.
+    How experts are chosen by their logits. An expert's score is its probability among all, or, with
+    `uses_sigmoid`, one of its own. The weights of those that are chosen are their scores, or, to `normalise`,
+    their shares in the sum of these, times `factor`. With groups, only experts of the `top_groups` best ones
+    can be chosen; a group is as good as its `best_of_group` best experts together. Softmax of the chosen
+    experts' logits is softmax of all, normalised.
+    """
+
+    top_k: int
+    normalise: bool = True
+    uses_sigmoid: bool = False
+    num_groups: int = 1
+    top_groups: int = 1
+    best_of_group: int = 2
+    factor: float = 1.0
+
+
+def choose_experts(logits: Tensor, routing: Routing, correction: Tensor | None = None) -> Chosen:
+    """
+    The best experts by their logits [tokens, experts], of equal ones the first. A correction [experts] is
+    added to the scores for the choice alone.
     """
     if not use_triton(logits):
-        return choose_experts_torch(logits, top_k, normalise)
+        return choose_experts_torch(logits, routing, correction)
     rows, num_experts = logits.shape
-    experts = torch.empty(rows, top_k, dtype=torch.int32, device=logits.device)
-    weights = torch.empty(rows, top_k, dtype=torch.float32, device=logits.device)
+    experts = torch.empty(rows, routing.top_k, dtype=torch.int32, device=logits.device)
+    weights = torch.empty(rows, routing.top_k, dtype=torch.float32, device=logits.device)
     if rows:
         _choose_kernel[(cdiv(rows, ROWS),)](
-            logits, experts, weights, rows, logits.stride(0),
+            logits, correction, experts, weights, rows, logits.stride(0),
             EXPERTS=num_experts, EXPERTS_PAD=next_power_of_2(num_experts),
-            TOP_K=top_k, TOP_K_PAD=next_power_of_2(top_k), NORMALISE=normalise, ROWS=ROWS,
+            TOP_K=routing.top_k, TOP_K_PAD=next_power_of_2(routing.top_k), NORMALISE=routing.normalise,
+            SIGMOID=routing.uses_sigmoid, GROUPS=routing.num_groups, TOP_GROUPS=routing.top_groups,
+            BEST=routing.best_of_group, FACTOR=routing.factor, ROWS=ROWS,
             num_warps=4, **runtime.overlap_options(logits.device),
         )  # fmt: skip
     return Chosen(experts, weights)
 
 
-def choose_experts_torch(logits: Tensor, top_k: int, normalise: bool) -> Chosen:
-    # Not `topk`: which of equal ones it takes is open.
-    logits, experts = logits.float().sort(dim=-1, descending=True, stable=True)
-    weights, experts = logits.softmax(-1)[:, :top_k], experts[:, :top_k]
-    if normalise:
-        weights = weights / weights.sum(-1, keepdim=True)
-    return Chosen(experts.int(), weights.contiguous())
+def choose_experts_torch(logits: Tensor, routing: Routing, correction: Tensor | None = None) -> Chosen:
+    logits = logits.float()
+    scores = logits.sigmoid() if routing.uses_sigmoid else logits.softmax(-1)
+    # By logits: probabilities may be equal, or 0, where these are not.
+    value = logits if correction is None and routing.num_groups == 1 and not routing.uses_sigmoid else scores
+    if correction is not None:
+        value = value + correction
+    if routing.num_groups > 1:
+        groups = value.unflatten(-1, (routing.num_groups, -1))
+        best = groups.sort(dim=-1, descending=True).values[..., : routing.best_of_group].sum(-1)
+        best = _first_of_the_highest(best, routing.top_groups)
+        is_chosen = torch.zeros(groups.shape[:2], dtype=torch.bool, device=value.device)
+        is_chosen.scatter_(1, best, True)
+        value = groups.masked_fill(~is_chosen[..., None], -torch.inf).flatten(1)
+    experts = _first_of_the_highest(value, routing.top_k)
+    weights = scores.gather(1, experts)
+    if routing.normalise:
+        weights = weights / (weights.sum(-1, keepdim=True) + TINY)
+    return Chosen(experts.int(), weights * routing.factor)
+
+
+def _first_of_the_highest(values: Tensor, count: int) -> Tensor:
+    """Not `topk`: which of equal ones it takes is open."""
+    return values.sort(dim=-1, descending=True, stable=True).indices[:, :count]
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _choose_kernel(
-    logits, experts, weights, rows, stride,
+    logits, correction, experts, weights, rows, stride,
     EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr, TOP_K: tl.constexpr, TOP_K_PAD: tl.constexpr,
-    NORMALISE: tl.constexpr, ROWS: tl.constexpr, OVERLAP: tl.constexpr,
+    NORMALISE: tl.constexpr, SIGMOID: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
+    BEST: tl.constexpr, FACTOR: tl.constexpr, ROWS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
@@ -64,19 +104,45 @@ def _choose_kernel(
     # NaN too becomes a number: whatever the logits, a token gets experts that exist, and each of them once.
     value = tl.where(value > LOWEST, value, LOWEST)
     value = tl.where(expert < EXPERTS, value, float("-inf"))
+    scores = value
+    if SIGMOID:
+        scores = 1.0 / (1.0 + tl.exp(-value))
+    else:
+        scores = tl.exp(value - tl.max(value, axis=1)[:, None])
+        scores /= tl.sum(scores, axis=1)[:, None]
+    if SIGMOID or GROUPS > 1 or correction is not None:
+        value = scores
+    if correction is not None:
+        value += tl.load(correction + expert, mask=expert < EXPERTS, other=0.0).to(tl.float32)
+    value = tl.where(expert < EXPERTS, value, float("-inf"))
+    if GROUPS > 1:
+        SIZE: tl.constexpr = EXPERTS // GROUPS
+        is_allowed = expert < 0
+        quality = tl.full([ROWS, EXPERTS_PAD], float("-inf"), tl.float32)  # of a group, at its first expert
+        for group in tl.static_range(GROUPS):
+            inside = tl.where(expert // SIZE == group, value, float("-inf"))
+            total = tl.zeros([ROWS], tl.float32)
+            for _ in tl.static_range(BEST):
+                highest, index = tl.max(inside, axis=1, return_indices=True)
+                total += highest
+                inside = tl.where(expert == index[:, None], float("-inf"), inside)
+            quality = tl.where(expert == group * SIZE, total[:, None], quality)
+        for _ in tl.static_range(TOP_GROUPS):
+            highest, index = tl.max(quality, axis=1, return_indices=True)
+            is_allowed = is_allowed | (expert // SIZE == index[:, None] // SIZE)
+            quality = tl.where(expert == index[:, None], float("-inf"), quality)
+        value = tl.where(is_allowed, value, float("-inf"))
     place = tl.arange(0, TOP_K_PAD)[None, :]
     chosen = tl.zeros([ROWS, TOP_K_PAD], tl.int32)
-    best = tl.full([ROWS, TOP_K_PAD], float("-inf"), tl.float32)
+    share = tl.zeros([ROWS, TOP_K_PAD], tl.float32)
     for k in tl.static_range(TOP_K):
         highest, index = tl.max(value, axis=1, return_indices=True)  # of equal ones the first
+        is_it = expert == index[:, None]
         chosen = tl.where(place == k, index[:, None], chosen)
-        best = tl.where(place == k, highest[:, None], best)
-        value = tl.where(expert == index[:, None], float("-inf"), value)
-    highest = tl.max(best, axis=1)[:, None]
-    shares = tl.exp(best - highest)
-    total = tl.sum(shares, axis=1)
-    if not NORMALISE:
-        total += tl.sum(tl.exp(value - highest), axis=1)
+        share = tl.where(place == k, tl.sum(tl.where(is_it, scores, 0.0), axis=1)[:, None], share)
+        value = tl.where(is_it, float("-inf"), value)
+    if NORMALISE:
+        share /= tl.sum(share, axis=1)[:, None] + TINY_SUM
     is_real = (row < rows) & (place < TOP_K)
     tl.store(experts + row * TOP_K + place, chosen, mask=is_real)
-    tl.store(weights + row * TOP_K + place, shares / total[:, None], mask=is_real)
+    tl.store(weights + row * TOP_K + place, share * FACTOR, mask=is_real)

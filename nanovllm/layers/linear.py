@@ -63,11 +63,11 @@ def assign_formats(model: nn.Module, scheme: Scheme | None) -> None:
     for name, layer in model.named_modules():
         if not isinstance(layer, LinearBase):
             continue
-        parent, _, own = name.rpartition(".")
-        names = [f"{parent}.{source}" for source in merged.get(own, [own])]
-        first, *others = formats = [scheme and scheme.find(each) for each in names]
+        names = layer.names_in_checkpoint(name, merged)
+        first, *others = formats = [scheme and layer.is_quantisable and scheme.find(each) for each in names]
         if any(other != first for other in others):
             stored = (f"{n}: {f or 'not quantised'}" for n, f in zip(names, formats, strict=True))
+            own = name.rpartition(".")[2]
             raise ValueError(f"{own} needs one format for all its parts, got {'; '.join(stored)}")
         layer.set_format(first.kind(layer.parts, **first.settings) if first else Plain(layer.parts))
 
@@ -77,6 +77,8 @@ class LinearBase(nn.Module):
     A matrix of this rank's size in some format, and, if wanted, a bias. `parts` are the checkpoint's matrices
     that it is made of, by the name (`shard_id`) under which they are loaded.
     """
+
+    is_quantisable = True
 
     def __init__(self, parts: dict[Any, Part], bias: bool = False):
         super().__init__()
@@ -104,12 +106,17 @@ class LinearBase(nn.Module):
             self.format.pack()
             self.weight = self.format.weight
 
-    def stored_tensors(self) -> dict[str, StoredTensor]:
-        """What checkpoints have in place of `weight`."""
+    def names_in_checkpoint(self, name: str, merged: dict[str, list[str]]) -> list[str]:
+        """The names of the matrices that make up the layer with this name; `merged` has those of some."""
+        parent, _, own = name.rpartition(".")
+        return [f"{parent}.{source}" for source in merged.get(own, [own])]
+
+    def stored_tensors(self, name: str) -> dict[str, StoredTensor]:
+        """What checkpoints have in place of the `weight` of the layer with this name."""
         return {
-            name: stored._replace(load=functools.partial(self._load_stored, stored.load))
-            for name, stored in self.format.stored.items()
-            if name != "bias" or self.bias is None
+            f"{name}.{inner}": stored._replace(load=functools.partial(self._load_stored, stored.load))
+            for inner, stored in self.format.stored.items()
+            if inner != "bias" or self.bias is None
         }
 
     def _load_stored(

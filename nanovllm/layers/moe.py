@@ -3,41 +3,38 @@
 Every rank holds a part of each expert's width, as of an MLP's, and all ranks choose alike.
 """
 
+import functools
 from typing import Any
 
 import torch
 from torch import nn
 
 from nanovllm.distributed.group import get_group
+from nanovllm.kernels.experts import ExpertWeights
 from nanovllm.kernels.moe import add_parts_rms_norm, run_experts
 from nanovllm.kernels.moe_matvec import can_use_few, run_experts_few
-from nanovllm.kernels.router import choose_experts
+from nanovllm.kernels.router import Chosen, Routing, choose_experts
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.linear import ReplicatedLinear, divide
-from nanovllm.layers.quantization.scaled import Part
+from nanovllm.layers.linear import LinearBase, ReplicatedLinear, divide
+from nanovllm.layers.quantization.plain import Plain
+from nanovllm.layers.quantization.scaled import Part, Scaled
 from nanovllm.layers.residual_stream import Stream
 from nanovllm.utils.context import get_context
-from nanovllm.utils.loader import default_weight_loader
+from nanovllm.utils.loader import StoredTensor
 
 
 class MixtureOfExperts(nn.Module):
-    """
-    The router `gate` gives each expert a probability; the `top_k` most probable compute, and their outputs
-    are summed, weighted by their probabilities, which `normalise` makes sum to 1.
-    """
+    """The experts that the router `gate` chooses compute, and their outputs are summed by its weights."""
 
-    def __init__(self, hidden_size: int, width: int, num_experts: int, top_k: int, normalise: bool):
+    def __init__(self, gate: "Router", experts: "Experts"):
         super().__init__()
-        self.top_k, self.normalise = top_k, normalise
-        self.gate = ReplicatedLinear(hidden_size, num_experts)
-        self.experts = Experts(hidden_size, width, num_experts)
+        self.gate, self.experts = gate, experts
 
     def forward(self, stream: Stream, next_norm: RMSNorm) -> Stream:
-        chosen = choose_experts(self.gate(stream), self.top_k, self.normalise)
-        weights, is_prefill = (self.experts.gate_up_proj, self.experts.down_proj), get_context().is_prefill
-        is_alone = self.gate.group.size == 1
-        if is_prefill or not can_use_few(stream.x):
-            parts = run_experts(stream.normalised(), *weights, chosen, is_prefill)
+        chosen, weights = self.gate(stream), self.experts.weights
+        is_prefill, is_alone = get_context().is_prefill, self.gate.group.size == 1
+        if is_prefill or not can_use_few(stream.x, weights):
+            parts = run_experts(stream.normalised(), weights, chosen, is_prefill)
             if is_alone:
                 normed, total = add_parts_rms_norm(parts, stream.x, next_norm.weight, next_norm.eps)
                 return Stream(total, next_norm, normed)
@@ -46,41 +43,84 @@ class MixtureOfExperts(nn.Module):
             norm = (stream.norm.weight, stream.norm.eps) if stream.is_untouched else (None, 0.0)
             x = stream.x if stream.is_untouched else stream.normalised()
             if is_alone:
-                return Stream(run_experts_few(x, *weights, chosen, *norm, residual=stream.x), next_norm)
-            y = run_experts_few(x, *weights, chosen, *norm)
+                return Stream(run_experts_few(x, weights, chosen, *norm, residual=stream.x), next_norm)
+            y = run_experts_few(x, weights, chosen, *norm)
         normed, total = next_norm(y, stream.x)
         return Stream(total, next_norm, normed)
 
 
+class Router(ReplicatedLinear):
+    """Chooses experts by its product with a token. Checkpoints do not quantise it."""
+
+    is_quantisable = False
+
+    def __init__(self, hidden_size: int, num_experts: int, routing: Routing, bias: bool = False):
+        super().__init__(hidden_size, num_experts, bias)
+        self.routing = routing
+
+    def forward(self, stream: Stream) -> Chosen:
+        return choose_experts(super().forward(stream), self.routing)
+
+
 class Experts(nn.Module):
-    """The matrices of all experts, one behind the other. Checkpoints have three tensors for each expert."""
+    """The matrices of all experts. Checkpoints have three tensors for each expert."""
 
     def __init__(self, hidden_size: int, width: int, num_experts: int):
         super().__init__()
+        self.num_experts = num_experts
         group = get_group()
         share = divide(width, group.size)
         mine = slice(group.rank * share, group.rank * share + share)
-        column_parts = [Part((width, hidden_size), mine, offset=offset) for offset in (0, share)]
-        down = {"down_proj": Part((hidden_size, width), columns=mine)}
-        gate_up = dict(zip(("gate_proj", "up_proj"), column_parts, strict=True))
-        self.gate_up_proj = _stacked(num_experts, (2 * share, hidden_size), gate_up)
-        self.down_proj = _stacked(num_experts, (hidden_size, share), down)
+        gates_and_ups, downs = {}, {}
+        for expert in range(num_experts):
+            for half, name in enumerate(("gate_proj", "up_proj")):
+                offset = (2 * expert + half) * share
+                gates_and_ups[f"{expert}.{name}"] = Part((width, hidden_size), mine, offset=offset)
+            part = Part((hidden_size, width), columns=mine, offset=expert * hidden_size)
+            downs[f"{expert}.down_proj"] = part
+        self.gate_up_proj, self.down_proj = StackedLinear(gates_and_ups), StackedLinear(downs)
+
+    @property
+    def weights(self) -> ExpertWeights:
+        return ExpertWeights(self.gate_up_proj.matrix, self.down_proj.matrix, self.num_experts)
 
 
-def _stacked(num_experts: int, shape: tuple[int, int], parts: dict[str, Part]) -> nn.Parameter:
-    """[experts, *shape], which is loaded from a tensor for each expert and part."""
-    param = nn.Parameter(torch.empty(num_experts, *shape), requires_grad=False)
-    param.weight_loader = _load_part
-    param.stored_parts = {
-        f"{expert}.{name}.weight": (expert, part)
-        for expert in range(num_experts)
-        for name, part in parts.items()
-    }
-    return param
+class StackedLinear(LinearBase):
+    """
+    The same matrix of all experts, one below the other. `parts` have the names that the experts' matrices have
+    in checkpoints, in the module that this one is in.
+    """
+
+    def set_format(self, format: Any) -> None:
+        if not isinstance(format, (Plain, Scaled)) or getattr(format, "order", None) is not None:
+            kind = "inputs in an order of their own" if isinstance(format, Scaled) else type(format).__name__
+            raise ValueError(f"quantised weights of experts with {kind} are not supported")
+        super().set_format(format)
+        for param in format.parameters.values():
+            param.weight_loader = None  # see `stored_tensors`
+
+    def pack(self) -> None:
+        """An expert's part of it is multiplied."""
+
+    @property
+    def matrix(self) -> Any:
+        """For kernels."""
+        return self.format.weight if self.is_plain else self.format.quantised
+
+    def names_in_checkpoint(self, name: str, merged: dict[str, list[str]]) -> list[str]:
+        """Of the first expert: others that differ find no place when they are loaded."""
+        return [f"{name.rpartition('.')[0]}.{part}" for part in self.parts if part.startswith("0.")]
+
+    def stored_tensors(self, name: str) -> dict[str, StoredTensor]:
+        parent, stored = name.rpartition(".")[0], self.format.stored
+        if self.is_plain:
+            stored = {"weight": StoredTensor(self.format.load)}
+        return {
+            f"{parent}.{source}.{inner}": each._replace(load=functools.partial(_load, each.load, part))
+            for source, part in self.parts.items()
+            for inner, each in stored.items()
+        }
 
 
-def _load_part(param: nn.Parameter, loaded_weight: Any, place: tuple[int, Part]) -> None:
-    expert, part = place
-    default_weight_loader(
-        param.data[expert][part.place], loaded_weight, (part.rows, part.columns), part.shape
-    )
+def _load(load: Any, part: Part, loaded_weight: torch.Tensor) -> None:
+    load(loaded_weight, part)

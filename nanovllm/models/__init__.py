@@ -31,10 +31,6 @@ def build_model(config: ModelConfig, quantization: str | None = None) -> nn.Modu
     for. Raises ValueError if that is not supported.
     """
     scheme = read_scheme(config.quantization_config, quantization)
-    if scheme is not None and config.experts is not None:
-        source = "quantization_config" if config.quantization_config else f"quantization={quantization!r}"
-        name = config.architectures[0]
-        raise ValueError(f"{source}: quantised weights of experts ({name}) are not supported")
     with without_formats():
         model = get_model_class(config)(config)
     assign_formats(model, scheme)

@@ -5,7 +5,8 @@ but those that the configuration leaves out.
 from torch import nn
 
 from nanovllm.checkpoints.model_config import ModelConfig
-from nanovllm.layers.moe import MixtureOfExperts
+from nanovllm.kernels.router import Routing
+from nanovllm.layers.moe import Experts, MixtureOfExperts, Router
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 
 
@@ -14,7 +15,8 @@ class Qwen3MoeForCausalLM(Qwen3ForCausalLM):
         experts = config.experts
         if not experts.replaces_mlp(layer):
             return super().make_mlp(config, layer)
+        routing = Routing(experts.num_experts_per_tok, experts.norm_topk_prob)
         return MixtureOfExperts(
-            config.hidden_size, experts.moe_intermediate_size,
-            experts.num_experts, experts.num_experts_per_tok, experts.norm_topk_prob,
-        )  # fmt: skip
+            Router(config.hidden_size, experts.num_experts, routing),
+            Experts(config.hidden_size, experts.moe_intermediate_size, experts.num_experts),
+        )

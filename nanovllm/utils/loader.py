@@ -82,7 +82,7 @@ def load_model(model: nn.Module, path: str | os.PathLike | Checkpoint) -> None:
         first, *others = missing
         more = f" and {len(others)} others" if others else ""
         raise ValueError(f"{checkpoint.path} has no tensor {first}{more}")
-    for module in quantised_layers(model).values():
+    for module in layers_that_store(model).values():
         module.format.finish()
 
 
@@ -95,9 +95,8 @@ class StoredTensor(NamedTuple):
 
 def find_places(model: nn.Module) -> dict[str, StoredTensor]:
     """
-    Each tensor that the model takes, by its name in a checkpoint. Several may be parts of one parameter: of
-    one that `packed_modules_mapping` names, or whose `stored_parts` say which tensors of its module they are.
-    A layer whose checkpoints have other tensors than it has parameters says so in `stored_tensors`; those
+    Each tensor that the model takes, by its name in a checkpoint. Several may be parts of one parameter, as
+    `packed_modules_mapping` says. A layer whose checkpoints have other tensors than it has parameters says so in `stored_tensors`; those
     parameters have None as `weight_loader`.
     """
     packed = getattr(model, "packed_modules_mapping", {})
@@ -106,14 +105,9 @@ def find_places(model: nn.Module) -> dict[str, StoredTensor]:
         loader = getattr(param, "weight_loader", default_weight_loader)
         if loader is None:
             continue
-        load, module = functools.partial(loader, param), name.rpartition(".")[0]
-        stored_parts = getattr(param, "stored_parts", {})
-        for source, shard_id in stored_parts.items():
-            found[f"{module}.{source}"] = StoredTensor(functools.partial(_load_shard, load, shard_id))
-        if not stored_parts:
-            found[name] = StoredTensor(load)
-    for name, layer in quantised_layers(model).items():
-        found |= {f"{name}.{inner}": stored for inner, stored in layer.stored_tensors().items()}
+        found[name] = StoredTensor(functools.partial(loader, param))
+    for name, layer in layers_that_store(model).items():
+        found |= layer.stored_tensors(name)
     places = {}
     for name, place in found.items():
         parts = name.split(".")
@@ -138,10 +132,10 @@ def is_tied(model: nn.Module, name: str) -> bool:
     return name in every_name and name not in dict(model.named_parameters())
 
 
-def quantised_layers(model: nn.Module) -> dict[str, Any]:
+def layers_that_store(model: nn.Module) -> dict[str, Any]:
     """Layers whose checkpoints have other tensors than they have parameters, by name."""
     layers = {name: module for name, module in model.named_modules() if hasattr(module, "stored_tensors")}
-    return {name: layer for name, layer in layers.items() if layer.format.stored}
+    return {name: layer for name, layer in layers.items() if layer.stored_tensors(name)}
 
 
 def fill_with_random_values(model: nn.Module) -> None:
@@ -162,6 +156,6 @@ def fill_with_random_values(model: nn.Module) -> None:
             param.fill_(0 if name.endswith("bias") else 1)
         else:
             make_normal(param, name)
-    for name, layer in quantised_layers(model).items():
+    for name, layer in layers_that_store(model).items():
         matrix = torch.empty(layer.format.shape, device=next(layer.parameters()).device)
         layer.format.fill(make_normal(matrix, f"{name}.weight"))

@@ -13,6 +13,7 @@ from torch import nn
 from nanovllm.kernels.matvec import can_use_matvec, linear_small
 from nanovllm.layers.quantization.scaled import Part, matrix_shape
 from nanovllm.layers.quantization.weight_format import WeightFormat
+from nanovllm.utils.loader import default_weight_loader
 
 FEWEST_ROWS = 1  # the layout is chosen for so many rows; measured, it is no slower for many
 
@@ -25,6 +26,14 @@ class Plain(WeightFormat):
         self.weight = nn.Parameter(torch.empty(self.shape), requires_grad=False)
         self.parameters = {"weight": self.weight}
         self.stored = {}
+
+    def load(self, loaded: Any, part: Part) -> None:
+        default_weight_loader(
+            self.weight.data[part.place], loaded, (part.rows, part.columns), part.shape
+        )
+
+    def fill(self, matrix: torch.Tensor) -> None:
+        self.weight.data.copy_(matrix)
 
     def multiply(
         self, x: torch.Tensor, bias: torch.Tensor | None, leave_scales: bool = False

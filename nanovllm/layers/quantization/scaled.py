@@ -114,7 +114,9 @@ class Scaled(WeightFormat):
     @property
     def quantised(self) -> QuantisedWeight:
         """What kernels need to know."""
-        return QuantisedWeight(self.weight, self.shape, self.scales, self.tile, self.zeros, self.zero_point)
+        dtype = self.product_dtype or self.scales.dtype
+        scales = self.scales, self.tile, self.zeros, self.zero_point
+        return QuantisedWeight(self.weight, self.shape, *scales, product_dtype=dtype)
 
     def multiply(
         self, x: torch.Tensor, bias: torch.Tensor | None, leave_scales: bool = False
@@ -137,7 +139,7 @@ class Scaled(WeightFormat):
 
     def dequantise(self, rows: slice) -> torch.Tensor:
         """These rows of the weight, which begin with a tile, as `product_dtype`."""
-        return dequantise_torch(self.quantised, rows, self.product_dtype or self.scales.dtype)
+        return dequantise_torch(self.quantised, rows, self.quantised.product_dtype)
 
     def pieces(self, num_rows: int) -> Iterator[slice]:
         """Rows that are converted together, so that their copies take little memory."""
