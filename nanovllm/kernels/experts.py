@@ -1,5 +1,5 @@
-"""What all kernels of a mixture of experts know: its weights, the activation between an expert's two products,
-and which tile of tokens belongs to which expert.
+"""What all kernels of a mixture of experts know: its weights, the activation between an expert's two
+products, and which tile of tokens belongs to which expert.
 """
 
 from typing import NamedTuple
@@ -77,15 +77,13 @@ def activate(gate, up, CLAMPED: tl.constexpr):
     if CLAMPED:
         gate = tl.minimum(gate, LIMIT_OF_KERNELS)
         up = tl.minimum(tl.maximum(up, -LIMIT_OF_KERNELS), LIMIT_OF_KERNELS)
-        return (up + 1.0) * gate / (1.0 + tl.exp(-ALPHA_OF_KERNELS * gate))
+        return (up + 1.0) * gate / (1.0 + tl.exp(gate * -ALPHA_OF_KERNELS))
     return gate / (1.0 + tl.exp(-gate)) * up
 
 
 @triton.jit
-def find_tile(
-    table, tile, EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr, BLOCK_M: tl.constexpr
-):
-    """The expert of a tile (EXPERTS if there is no such tile), its pairs' places, and which of these are real."""
+def find_tile(table, tile, EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr, BLOCK_M: tl.constexpr):
+    """The expert of a tile (EXPERTS if there is no such tile), its pairs' places, and which are real."""
     each = tl.arange(0, EXPERTS_PAD)
     ends = tl.load(table + EXPERTS + each, mask=each < EXPERTS, other=2147483647)
     is_before = ends <= tile

@@ -199,9 +199,7 @@ def _grouped_kernel(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     block_n = tl.program_id(0) // max_tiles
-    expert, member, is_real = find_tile(
-        table, tl.program_id(0) % max_tiles, EXPERTS, EXPERTS_PAD, BLOCK_M
-    )
+    expert, member, is_real = find_tile(table, tl.program_id(0) % max_tiles, EXPERTS, EXPERTS_PAD, BLOCK_M)
     if expert == EXPERTS:
         return
     pair = tl.load(pairs + expert.to(tl.int64) * rows + member, mask=is_real, other=0).to(tl.int64)

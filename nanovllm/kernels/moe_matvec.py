@@ -50,7 +50,8 @@ def run_experts_few(
     )  # fmt: skip
     out = torch.empty(rows, hidden, dtype=x.dtype, device=x.device)
     _sum_few_kernel[(cdiv(hidden, SUM_HEIGHT), rows)](
-        gated, experts.down, experts.down_bias, *chosen, residual, out, residual.stride(0) if residual is not None else 0,
+        gated, experts.down, experts.down_bias, *chosen, residual, out,
+        residual.stride(0) if residual is not None else 0,
         HIDDEN=hidden, EXPERT_WIDTH=width, TOP_K=top_k, TOP_K_PAD=next_power_of_2(top_k),
         HEIGHT=SUM_HEIGHT, WIDTH=min(next_power_of_2(width), SUM_WIDTH), **options,
     )  # fmt: skip

@@ -22,9 +22,10 @@ from nanovllm.kernels.quantised_weight import (
 )
 from nanovllm.kernels.runtime import cdiv, is_on_gpu, next_power_of_2, tl, triton, use_triton
 
-# Pairs and rows of the weight a tile, warps, pipeline stages, by the most pairs that an expert has on average.
+# Pairs and rows of the weight a tile, warps, pipeline stages, by the most pairs that an expert has on
+# average.
 QUANTISED_TILES = {4: (16, 128, 4, 4), 20: (32, 128, 4, 3), 48: (64, 128, 8, 3), 1 << 30: (128, 128, 8, 3)}
-BYTES = tl.constexpr(64)  # of a row that four threads side by side read
+BYTES = 64  # of a row that four threads side by side read
 
 
 def can_use_quantised(x: Tensor, experts: ExpertWeights) -> bool:
@@ -55,7 +56,7 @@ def multiply_quantised(
         EXPERTS=num_experts, EXPERTS_PAD=next_power_of_2(num_experts),
         PAIRS_PER_ROW=top_k or 1, PARTS=parts, CLAMPED=is_clamped,
         IN_FEATURES=weight.shape[1], OUT_FEATURES=width,
-        BLOCK_M=block_m, LINES=lines, CHUNKS=1 if weight.is_int4 else 2, WARPS=num_warps,
+        BLOCK_M=block_m, LINES=lines, BYTES=BYTES, CHUNKS=1 if weight.is_int4 else 2, WARPS=num_warps,
         STAGES=num_stages, num_warps=num_warps, **runtime.overlap_options(x.device),
     )  # fmt: skip
 
@@ -67,8 +68,8 @@ def _grouped_quantised_kernel(
     EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr,
     PAIRS_PER_ROW: tl.constexpr, PARTS: tl.constexpr, CLAMPED: tl.constexpr,
     IN_FEATURES: tl.constexpr, OUT_FEATURES: tl.constexpr,
-    BLOCK_M: tl.constexpr, LINES: tl.constexpr, CHUNKS: tl.constexpr, WARPS: tl.constexpr,
-    STAGES: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK_M: tl.constexpr, LINES: tl.constexpr, BYTES: tl.constexpr, CHUNKS: tl.constexpr,
+    WARPS: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """
     A program multiplies LINES rows of an expert's weight with a tile of pairs: one half of them are gates,
@@ -83,7 +84,7 @@ def _grouped_quantised_kernel(
     if expert == EXPERTS:
         return
     pair = tl.load(pairs + expert.to(tl.int64) * rows + member, mask=is_real, other=0).to(tl.int64)
-    PER_BYTE: tl.constexpr = 2 if KIND == INT4 or KIND == MXFP4 else 1  # codes
+    PER_BYTE: tl.constexpr = 2 if KIND >= INT4 else 1  # codes
     STEP: tl.constexpr = CHUNKS * BYTES * PER_BYTE
     ROW_BYTES: tl.constexpr = IN_FEATURES // PER_BYTE
     PIECE: tl.constexpr = 16 * PER_BYTE  # inputs of the codes that a thread reads at once
@@ -117,7 +118,8 @@ def _grouped_quantised_kernel(
         row_zero = tl.load(zeros + grid_row, mask=is_read, other=0).to(tl.float32) + above
     # Scales of codes are asked for a step ahead.
     if SCALES_SUMS:
-        next_scale = tl.load(scales + row // TILE_ROWS * GROUPS, mask=is_row, other=0.0)
+        sums_scales = row // TILE_ROWS * GROUPS
+        next_scale = tl.load(scales + sums_scales, mask=is_row, other=0.0)
     if SCALES_CODES:
         has_scale = is_read & (piece < IN_FEATURES)
         next_scale = tl.load(scales + grid_row + piece // GROUP, mask=has_scale, other=0)
@@ -149,28 +151,28 @@ def _grouped_quantised_kernel(
         scale, zero = row_zero, row_zero
         if SCALES_CODES:
             scale = power_of_two_bf16(next_scale) if KIND == MXFP4 else next_scale.to(low.dtype)
-            scale = _expand(scale, CHUNKS, UPPER, 8 * WARPS)
+            scale = _expand(scale, CHUNKS, UPPER, 8 * WARPS, BYTES)
             if zeros is not None:
                 zero = (next_zero.to(tl.float32) + above).to(low.dtype)
-                zero = _expand(zero, CHUNKS, UPPER, 8 * WARPS)
+                zero = _expand(zero, CHUNKS, UPPER, 8 * WARPS, BYTES)
             has_scale = is_read & (start + STEP + piece < IN_FEATURES)
             grid = grid_row + (start + STEP + piece) // GROUP
             next_scale = tl.load(scales + grid, mask=has_scale, other=0)
             if zeros is not None:
                 next_zero = tl.load(zeros + grid, mask=has_scale, other=0)
         low = _to_number(low, scale, zero, KIND == INT4 or zeros is not None, SCALES_CODES)
-        low = _arrange(low, LINES, CHUNKS, WARPS)
+        low = _arrange(low, LINES, CHUNKS, WARPS, BYTES)
         if SCALES_SUMS:
             sums = tl.dot(low, low_x.to(low.dtype), input_precision="ieee")
             acc += _in_order(sums, LINES, BLOCK_M) * next_scale[:, None]
-            group = (start + STEP) // GROUP
-            has_scale = is_row & (group < GROUPS)
-            next_scale = tl.load(scales + row // TILE_ROWS * GROUPS + group, mask=has_scale, other=0.0)
+            following = sums_scales + (start + STEP) // GROUP
+            has_scale = is_row & (following < sums_scales + GROUPS)
+            next_scale = tl.load(scales + following, mask=has_scale, other=0.0)
         else:
             acc = tl.dot(low, low_x.to(low.dtype), acc, input_precision="ieee")
         if PER_BYTE == 2:
             high = _to_number(high, scale, zero, KIND == INT4, SCALES_CODES)
-            high = _arrange(high, LINES, CHUNKS, WARPS)
+            high = _arrange(high, LINES, CHUNKS, WARPS, BYTES)
             acc = tl.dot(high, high_x.to(low.dtype), acc, input_precision="ieee")
     if not SCALES_SUMS:
         acc = _in_order(acc, LINES, BLOCK_M)
@@ -189,9 +191,7 @@ def _grouped_quantised_kernel(
 
 
 @triton.jit
-def _rows_of(
-    expert, block, half, place, HALF: tl.constexpr, PARTS: tl.constexpr, OUT_FEATURES: tl.constexpr
-):
+def _rows_of(expert, block, half, place, HALF: tl.constexpr, PARTS: tl.constexpr, OUT_FEATURES: tl.constexpr):
     """The weight's rows that stand at a place in one half of a program's rows, and whether they exist."""
     if PARTS == 2:
         row = block * HALF + place
@@ -204,7 +204,7 @@ def _rows_of(
 
 
 @triton.jit
-def _expand(grid, CHUNKS: tl.constexpr, UPPER: tl.constexpr, ROWS: tl.constexpr):
+def _expand(grid, CHUNKS: tl.constexpr, UPPER: tl.constexpr, ROWS: tl.constexpr, BYTES: tl.constexpr):
     """[CHUNKS, UPPER, ROWS, 4] -> [CHUNKS, UPPER, ROWS, BYTES], each number repeated."""
     wide = tl.broadcast_to(grid[:, :, :, :, None], [CHUNKS, UPPER, ROWS, 4, BYTES // 4])
     return tl.reshape(wide, [CHUNKS, UPPER, ROWS, BYTES])
@@ -220,7 +220,7 @@ def _to_number(codes, scale, zero, HAS_ZERO: tl.constexpr, IS_SCALED: tl.constex
 
 
 @triton.jit
-def _arrange(codes, LINES: tl.constexpr, CHUNKS: tl.constexpr, WARPS: tl.constexpr):
+def _arrange(codes, LINES: tl.constexpr, CHUNKS: tl.constexpr, WARPS: tl.constexpr, BYTES: tl.constexpr):
     """
     From codes as they are read to [LINES, CHUNKS * BYTES], without moving any between threads: this is how
     the matrix unit wants rows and inputs dealt out to warps, lanes and registers.

@@ -49,8 +49,8 @@ def _multiply_mxfp4() -> list[str]:
     lines = [".reg .b32 bits, sign;"]
 
     def place(source: str, left: int, target: str, mask: str) -> None:
-        shift = f"shl.b32 {target}, {source}, {left};" if left >= 0 else f"shr.b32 {target}, {source}, {-left};"
-        lines.extend([shift, f"and.b32 {target}, {target}, {mask};"])
+        lines.append(f"{'shl' if left > 0 else 'shr'}.b32 {target}, {source}, {abs(left)};")
+        lines.append(f"and.b32 {target}, {target}, {mask};")
 
     for word in range(4):
         for number, lowest in enumerate((0, 8, 4, 12)):  # the halves of bytes 0 and 2, 1 and 3, twice
@@ -134,7 +134,7 @@ def _few_quantised_kernel(
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    HALVES: tl.constexpr = KIND == INT4 or KIND == MXFP4
+    HALVES: tl.constexpr = KIND >= INT4
     INPUTS: tl.constexpr = 32 if HALVES else 16
     PER_EXPERT: tl.constexpr = IN_FEATURES // INPUTS  # pieces
     LINES: tl.constexpr = PARTS * OUT_FEATURES
@@ -233,9 +233,7 @@ def _few_quantised_kernel(
             else:
                 asm: tl.constexpr = MULTIPLY_FP8 if KIND == FP8 else MULTIPLY_INT8
             registers: tl.constexpr = REGISTERS_4 if HALVES else REGISTERS_8
-            parts = tl.inline_asm_elementwise(
-                asm, registers, inputs, dtype=tl.float32, is_pure=True, pack=1
-            )
+            parts = tl.inline_asm_elementwise(asm, registers, inputs, dtype=tl.float32, is_pure=True, pack=1)
         if not HALVES and zeros is not None:
             parts -= its_zero.to(tl.float32) * sums
         if KIND == MXFP4:

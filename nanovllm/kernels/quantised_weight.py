@@ -18,8 +18,8 @@ BLOCK = 32  # inputs whose 4-bit codes are packed together
 HALF = BLOCK // 2
 PIECE_BYTES = 16  # that a thread reads at once
 TILE = 2048  # weights of a row that a program converts
-# Kinds of codes by the dtype that holds them, and the same as numbers for kernels. The last are codes of 4 bits
-# too, but in floating point (e2m1); their scales are powers of two (e8m0).
+# Kinds of codes by the dtype that holds them, and the same as numbers for kernels. The last are codes of 4
+# bits too, but in floating point (e2m1); their scales are powers of two (e8m0).
 KINDS = [torch.float8_e4m3fn, torch.int8, torch.uint8]
 FP8, INT8, INT4, MXFP4 = map(tl.constexpr, range(len(KINDS) + 1))
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]  # the numbers of codes 0 to 7; 8 to 15 are their negatives
@@ -61,8 +61,8 @@ class QuantisedWeight(NamedTuple):
 
     @property
     def group(self) -> int:
-        """Inputs that share a scale; 0 if a whole row does."""
-        return 0 if self.scales.shape[1] == 1 else self.tile[1]
+        """Inputs that share a scale; 0 if a whole row does, and the scale may be applied to its sum."""
+        return 0 if self.scales.shape[1] == 1 and not self.is_mxfp4 else self.tile[1]
 
     def can_be_read(self) -> bool:
         """Whether kernels can read it: tiles do not cut through what a thread reads at once."""
@@ -74,7 +74,9 @@ class QuantisedWeight(NamedTuple):
         if not self.is_int4:
             return self.codes[rows]
         codes = unpack(self.codes[rows])[:, : self.shape[1]]
-        return torch.tensor(E2M1 + [-x for x in E2M1], device=codes.device)[codes.int()] if self.is_mxfp4 else codes
+        if not self.is_mxfp4:
+            return codes
+        return torch.tensor(E2M1 + [-x for x in E2M1], device=codes.device)[codes.int()]
 
 
 def unpack(packed: Tensor) -> Tensor:
@@ -157,7 +159,7 @@ def half_to_float(packed, shift: tl.constexpr, KIND: tl.constexpr):
 @triton.jit
 def multiply_by_arithmetic(words, values, KIND: tl.constexpr, shift: tl.constexpr):
     """For Triton's interpreter: sums of products of `values` and the codes at this place of each byte."""
-    if KIND == INT4 or KIND == MXFP4:
+    if KIND >= INT4:
         a, b = half_to_float(words, shift, KIND), half_to_float(words, 8 + shift, KIND)
         c, d = half_to_float(words, 16 + shift, KIND), half_to_float(words, 24 + shift, KIND)
     else:

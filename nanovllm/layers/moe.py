@@ -87,8 +87,8 @@ class Experts(nn.Module):
 
 class StackedLinear(LinearBase):
     """
-    The same matrix of all experts, one below the other. `parts` have the names that the experts' matrices have
-    in checkpoints, in the module that this one is in.
+    The same matrix of all experts, one below the other. `parts` have the names that the experts' matrices
+    have in checkpoints, in the module that this one is in.
     """
 
     def set_format(self, format: Any) -> None:

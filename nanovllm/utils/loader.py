@@ -96,8 +96,8 @@ class StoredTensor(NamedTuple):
 def find_places(model: nn.Module) -> dict[str, StoredTensor]:
     """
     Each tensor that the model takes, by its name in a checkpoint. Several may be parts of one parameter, as
-    `packed_modules_mapping` says. A layer whose checkpoints have other tensors than it has parameters says so in `stored_tensors`; those
-    parameters have None as `weight_loader`.
+    `packed_modules_mapping` says. A layer whose checkpoints have other tensors than it has parameters says so
+    in `stored_tensors`; those parameters have None as `weight_loader`.
     """
     packed = getattr(model, "packed_modules_mapping", {})
     found = {}

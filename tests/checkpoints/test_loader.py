@@ -51,6 +51,9 @@ def expected_parameters(folder: Path) -> dict[str, torch.Tensor]:
         pytest.skip("transformers 4 has a module for each expert")
     ours = {}
     for name, value in theirs.items():
+        if ".experts." in name:
+            ours[f"{name}.weight"] = value.flatten(0, 1)
+            continue
         for parts, packed in (("qkv", "qkv_proj"), (("gate", "up"), "gate_up_proj")):
             if f".{parts[0]}_proj." in name:
                 others = [theirs[name.replace(f".{parts[0]}_proj.", f".{part}_proj.")] for part in parts]
@@ -127,13 +130,15 @@ def test_ranks_together_hold_every_expert_and_only_their_part(tmp_path, size):
             ranks.append(load(tmp_path).state_dict())
     whole = {name: value for name, value in expected_parameters(tmp_path).items() if ".mlp." in name}
     assert {name.split("mlp.")[1] for name in whole} == {
-        "gate.weight", "experts.gate_up_proj", "experts.down_proj"
+        "gate.weight", "experts.gate_up_proj.weight", "experts.down_proj.weight"
     }  # fmt: skip
     for name, value in whole.items():
         parts = [rank[name] for rank in ranks]
+        if ".experts." in name:
+            value, *parts = (each.unflatten(0, (8, -1)) for each in (value, *parts))
         if name.endswith("gate.weight"):
             assert all(torch.equal(part, value) for part in parts)
-        elif name.endswith("gate_up_proj"):
+        elif "gate_up_proj" in name:
             gates, ups = zip(*(part.chunk(2, dim=1) for part in parts), strict=True)
             assert torch.equal(torch.cat([*gates, *ups], dim=1), value)
         else:
@@ -414,7 +419,8 @@ def test_random_weights_of_experts_differ(tmp_path):
     make_checkpoint(tmp_path, "qwen3_moe")
     model = build_model(tmp_path)
     load_model(model, open_checkpoint(tmp_path, "dummy"))
-    matrices = [matrix for layer in model.model.layers for matrix in layer.mlp.experts.gate_up_proj]
+    stacks = [layer.mlp.experts.gate_up_proj.weight for layer in model.model.layers]
+    matrices = [matrix for stack in stacks for matrix in stack.chunk(8)]
     assert all(matrix.std().item() == pytest.approx(0.02, rel=0.1) for matrix in matrices)
     assert len({matrix.sum().item() for matrix in matrices}) == 16
 

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from nanovllm.kernels.moe import DECODE_TILES, PREFILL_TILE
 from nanovllm.kernels.runtime import HAVE_TRITON
 from tiny_checkpoints import make_checkpoint
 
@@ -94,11 +95,11 @@ def test_the_kernels_of_a_mixture_of_experts_are_compiled_too(tmp_path):
         "_choose_kernel": 1,
         "_gates_few_kernel": 1,
         "_sum_few_kernel": 1,
-        "_group_kernel": 3,
+        "_group_kernel": len({tile[0] for tile in (*DECODE_TILES.values(), PREFILL_TILE)}),
         "_add_parts_kernel": 1,
     }
-    # Two products, each with a tile for prefill, for decode steps of some rows, and of many.
-    expected["_grouped_kernel"] = 6
+    # Two products, each with a tile for prefill and those for decode steps.
+    expected["_grouped_kernel"] = 2 * (len(DECODE_TILES) + 1)
     assert {name: names.count(name) for name in expected} == expected
 
 

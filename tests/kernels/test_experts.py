@@ -17,12 +17,17 @@ from test_kernels import (
     rand,
     tolerance,
 )
+from test_quantised import FORMATS, make_weight
 
-from nanovllm.kernels import moe, moe_matvec, router
+from nanovllm.kernels import moe, moe_matvec, moe_quantised_matvec, router
+from nanovllm.kernels.experts import ExpertWeights
 from nanovllm.kernels.layernorm import rms_norm_torch
+from nanovllm.kernels.moe_quantised_matvec import run_few_quantised
+from nanovllm.kernels.quantised_weight import QuantisedWeight, dequantise_torch, pack
+from nanovllm.kernels.router import Routing
 from nanovllm.kernels.runtime import HAVE_TRITON, INTERPRETED, arrival_counters
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.moe import MixtureOfExperts
+from nanovllm.layers.moe import Experts, MixtureOfExperts, Router
 from nanovllm.layers.residual_stream import Stream
 from nanovllm.utils.context import reset_context, set_context
 
@@ -43,7 +48,8 @@ def seeded():
 def make_experts(num_experts, hidden, width, device, dtype):
     gate_up = rand(num_experts, 2 * width, hidden, device=device) * hidden**-0.5
     down = rand(num_experts, hidden, width, device=device) * width**-0.5
-    return gate_up.to(dtype), down.to(dtype)
+    matrices = gate_up.to(dtype).flatten(0, 1), down.to(dtype).flatten(0, 1)
+    return ExpertWeights(*matrices, num_experts)
 
 
 def choose(rows, top_k, num_experts, device, allowed=None):
@@ -54,9 +60,10 @@ def choose(rows, top_k, num_experts, device, allowed=None):
     return router.Chosen(experts, torch.rand(rows, top_k).to(device))
 
 
-def plain_mixture(x, gate_up, down, chosen):
+def plain_mixture(x, weights, chosen):
     """In double precision, one pair at a time."""
-    x, gate_up, down = x.double(), gate_up.double(), down.double()
+    x = x.double()
+    gate_up, down = (each.double().unflatten(0, (weights.num_experts, -1)) for each in weights[:2])
     out = torch.zeros_like(x)
     for row, (experts, weights) in enumerate(zip(*map(torch.Tensor.tolist, chosen), strict=True)):
         for expert, weight in zip(experts, weights, strict=True):
@@ -72,7 +79,7 @@ def plain_mixture(x, gate_up, down, chosen):
 @pytest.mark.parametrize("top_k", range(1, 9))
 def test_the_chosen_experts_are_those_with_the_highest_probabilities(top_k, normalise):
     logits = rand(30, 11)
-    experts, weights = router.choose_experts_torch(logits, top_k, normalise)
+    experts, weights = router.choose_experts_torch(logits, Routing(top_k, normalise))
     best, indices = logits.softmax(-1).topk(top_k)
     assert torch.equal(experts.long(), indices) and experts.dtype == torch.int32
     torch.testing.assert_close(weights, best / best.sum(-1, keepdim=True) if normalise else best)
@@ -80,7 +87,7 @@ def test_the_chosen_experts_are_those_with_the_highest_probabilities(top_k, norm
 
 def test_of_equal_experts_the_first_are_chosen():
     logits = torch.tensor([[1.0, 3.0, 3.0, 0.0, 3.0], [2.0] * 5, [0.0, -1.0, 0.0, -1.0, -1.0]])
-    experts, weights = router.choose_experts_torch(logits, 3, True)
+    experts, weights = router.choose_experts_torch(logits, Routing(3, True))
     assert experts.tolist() == [[1, 2, 4], [0, 1, 2], [0, 2, 1]]
     torch.testing.assert_close(weights[:2], torch.full((2, 3), 1 / 3))
 
@@ -95,8 +102,8 @@ def test_the_choice_matches_its_twin(device, dtype, normalise, num_experts):
             # Few different logits, so that there are many ties; of rows that are parts of longer ones.
             logits = torch.randint(-3, 4, (rows, 2 * num_experts), device=device).to(dtype)[:, :num_experts]
             logits = logits if top_k % 2 else logits + rand(rows, num_experts, device=device, dtype=dtype)
-            got = router.choose_experts(logits, top_k, normalise)
-            expected = router.choose_experts_torch(logits, top_k, normalise)
+            got = router.choose_experts(logits, Routing(top_k, normalise))
+            expected = router.choose_experts_torch(logits, Routing(top_k, normalise))
             assert torch.equal(got.experts, expected.experts)
             assert got.experts.dtype == torch.int32 and got.weights.dtype == torch.float32
             torch.testing.assert_close(got.weights, expected.weights)
@@ -107,7 +114,7 @@ def test_the_choice_matches_its_twin(device, dtype, normalise, num_experts):
 def test_whatever_the_logits_a_token_gets_different_experts_that_exist(device, value):
     logits = rand(5, 6, device=device)
     logits[1], logits[2, 1:], logits[3, ::2] = value, value, value
-    experts = router.choose_experts(logits, 5, True).experts
+    experts = router.choose_experts(logits, Routing(5, True)).experts
     for row in experts.tolist():
         assert len(set(row)) == 5 and set(row) <= set(range(6))
 
@@ -129,11 +136,11 @@ def test_the_twins_do_plain_arithmetic(monkeypatch, dtype, num_experts, hidden, 
         1 + rand(hidden) / 4,
     )
     chosen = choose(7, 2, num_experts, "cpu")
-    got = moe.run_experts(x, *weights, chosen)
-    assert got.dtype == dtype and error(got.sum(1), plain_mixture(x, *weights, chosen)) < tolerance(dtype)
-    got = moe_matvec.run_experts_few(x, *weights, chosen, norm_weight.to(dtype), EPS, residual)
+    got = moe.run_experts(x, weights, chosen)
+    assert got.dtype == dtype and error(got.sum(1), plain_mixture(x, weights, chosen)) < tolerance(dtype)
+    got = moe_matvec.run_experts_few(x, weights, chosen, norm_weight.to(dtype), EPS, residual)
     normed = x.double() / (x.double().square().mean(-1, keepdim=True) + EPS).sqrt() * norm_weight.to(dtype)
-    assert error(got, plain_mixture(normed, *weights, chosen) + residual.double()) < tolerance(dtype)
+    assert error(got, plain_mixture(normed, weights, chosen) + residual.double()) < tolerance(dtype)
 
 
 @on_devices
@@ -148,13 +155,13 @@ def test_a_few_rows_match_plain_arithmetic(device, dtype, num_experts, hidden, w
         x, residual = (rand(rows, 2 * hidden, device=device, dtype=dtype)[:, :hidden] for _ in range(2))
         for top_k in on(device, range(1, num_experts + 1), (3,)):
             chosen = choose(rows, top_k, num_experts, device)
-            got = moe_matvec.run_experts_few(x, *weights, chosen)
+            got = moe_matvec.run_experts_few(x, weights, chosen)
             assert got.dtype == dtype and got.shape == (rows, hidden)
-            assert error(got, plain_mixture(x, *weights, chosen)) < tolerance(dtype)
-            got = moe_matvec.run_experts_few(x, *weights, chosen, norm_weight, EPS, residual)
+            assert error(got, plain_mixture(x, weights, chosen)) < tolerance(dtype)
+            got = moe_matvec.run_experts_few(x, weights, chosen, norm_weight, EPS, residual)
             wide = x.double()
             normed = wide / (wide.square().mean(-1, keepdim=True) + EPS).sqrt() * norm_weight.double()
-            assert error(got, plain_mixture(normed, *weights, chosen) + residual) < tolerance(dtype)
+            assert error(got, plain_mixture(normed, weights, chosen) + residual) < tolerance(dtype)
 
 
 @on_devices
@@ -162,8 +169,8 @@ def test_a_few_rows_match_plain_arithmetic(device, dtype, num_experts, hidden, w
 def test_a_few_long_rows_match_plain_arithmetic(device, hidden, width):
     weights, x = make_experts(2, hidden, width, device, HALF), rand(1, hidden, device=device, dtype=HALF)
     chosen = choose(1, 1, 2, device)
-    got = moe_matvec.run_experts_few(x, *weights, chosen)
-    assert error(got, plain_mixture(x, *weights, chosen)) < tolerance(HALF)
+    got = moe_matvec.run_experts_few(x, weights, chosen)
+    assert error(got, plain_mixture(x, weights, chosen)) < tolerance(HALF)
 
 
 def group_cases(device):
@@ -210,9 +217,106 @@ def test_grouped_rows_match_plain_arithmetic(device, dtype, is_prefill, num_expe
     for rows, top_k, allowed in cases:
         x = rand(rows, 2 * hidden, device=device, dtype=dtype)[:, :hidden]
         chosen = choose(rows, top_k, num_experts, device, allowed)
-        got = moe.run_experts(x, *weights, chosen, is_prefill)
+        got = moe.run_experts(x, weights, chosen, is_prefill)
         assert got.dtype == dtype and got.shape == (rows, top_k, hidden)
-        assert error(got.sum(1), plain_mixture(x, *weights, chosen)) < tolerance(dtype)
+        assert error(got.sum(1), plain_mixture(x, weights, chosen)) < tolerance(dtype)
+
+
+# Weights of few bits
+
+QUANTISED_SIZES = [(8, 512, 384), (6, 352, 96), (16, 2048, 768)]  # experts, hidden, width
+
+QUANTISED_SIZES = [(8, 512, 384), (6, 352, 96), (16, 2048, 768)]  # experts, hidden, width
+ON_A_CPU = {  # formats, and whether there are biases
+    "fp8, a scale a row": False,
+    "fp8, blocks": False,
+    "int8, a zero a row": True,
+    "int4, groups of 32": False,
+    "int4, groups of 64 with zeros": False,
+    "mxfp4": True,
+}
+QUANTISED = [name for name in FORMATS if "offsets" not in name] + ["mxfp4"]
+
+
+def make_quantised(name, num_experts, rows, width, device):
+    shape = num_experts * rows, width
+    if name != "mxfp4":
+        return make_weight(name, shape, device, rows)
+    codes = pack(torch.randint(16, shape, dtype=torch.uint8)).to(device)
+    scales = torch.randint(115, 122, (shape[0], -(-width // 32)), dtype=torch.uint8, device=device)
+    return QuantisedWeight(codes, shape, scales.view(torch.float8_e8m0fnu), (1, 32))
+
+
+def make_quantised_experts(name, num_experts, hidden, width, device, has_bias):
+    gate_up = make_quantised(name, num_experts, 2 * width, hidden, device)
+    down = make_quantised(name, num_experts, hidden, width, device)
+    biases = [rand(len(each.codes), device=device) * has_bias for each in (gate_up, down)]
+    return ExpertWeights(gate_up, down, num_experts, *(biases if has_bias else [None, None]), has_bias)
+
+
+def skip_most_on_a_cpu(device, name, has_bias):
+    if device == "cpu" and (name not in ON_A_CPU or has_bias != ON_A_CPU[name]):
+        pytest.skip("takes long in the interpreter")
+
+
+def in_floats(weights):
+    """Weights that are to mean the same."""
+    matrices = (
+        dequantise_torch(each, slice(0, each.shape[0]), torch.float64).to(each.codes.device)
+        for each in weights[:2]
+    )  # fmt: skip
+    return ExpertWeights(*matrices, *weights[2:])
+
+
+def exact_mixture(x, weights, chosen):
+    return moe.run_experts_torch(x.double(), in_doubles(in_floats(weights)), in_doubles(chosen))
+
+
+def in_doubles(parts):
+    return parts._replace(**{
+        name: value.double() for name, value in parts._asdict().items()
+        if isinstance(value, torch.Tensor) and value.is_floating_point()
+    })  # fmt: skip
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@on_devices
+@pytest.mark.parametrize("name", QUANTISED)
+def test_experts_of_few_bits_match_plain_arithmetic(device, name, has_bias):
+    skip_most_on_a_cpu(device, name, has_bias)
+    dtype = on(device, torch.bfloat16, torch.float32)
+    for num_experts, hidden, width in on(device, QUANTISED_SIZES, [(2, 160, 32)]):
+        weights = make_quantised_experts(name, num_experts, hidden, width, device, has_bias)
+        for rows, top_k in on(device, [(1, 1), (3, 3), (8, 2), (40, 5), (150, 4), (512, 2)], [(5, 1)]):
+            x = rand(rows, 2 * hidden, device=device, dtype=dtype)[:, :hidden]
+            chosen = choose(rows, top_k, num_experts, device)
+            for is_prefill in on(device, [False, True], [False]):
+                assert moe.can_use_quantised(x, weights)
+                got = moe.run_experts(x, weights, chosen, is_prefill)
+                assert got.dtype == dtype and error(got, exact_mixture(x, weights, chosen)) < tolerance(dtype)
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@on_devices
+@pytest.mark.parametrize("name", QUANTISED)
+def test_a_few_rows_and_experts_of_few_bits_match_plain_arithmetic(monkeypatch, device, name, has_bias):
+    skip_most_on_a_cpu(device, name, has_bias)
+    if device == "cpu":
+        monkeypatch.setattr(moe_quantised_matvec, "HEIGHT", 64)
+    dtype = on(device, torch.bfloat16, torch.float32)
+    for num_experts, hidden, width in on(device, QUANTISED_SIZES, [(2, 160, 32)]):
+        weights = make_quantised_experts(name, num_experts, hidden, width, device, has_bias)
+        norm_weight = (1 + rand(hidden, device=device) / 4).to(dtype)
+        for rows, top_k in on(device, [(1, 1), (1, 6), (2, 3), (4, 2)], [(1, 2)]):
+            x, residual = (rand(rows, 2 * hidden, device=device, dtype=dtype)[:, :hidden] for _ in range(2))
+            chosen = choose(rows, top_k, num_experts, device)
+            got = run_few_quantised(x, weights, chosen, norm_weight, EPS, residual)
+            wide = x.double()
+            normed = wide / (wide.square().mean(-1, keepdim=True) + EPS).sqrt() * norm_weight.double()
+            expected = exact_mixture(normed, weights, chosen).sum(1) + residual
+            assert got.dtype == dtype and error(got, expected) < tolerance(dtype)
+            got = run_few_quantised(x, weights, chosen)
+            assert error(got, exact_mixture(x, weights, chosen).sum(1)) < tolerance(dtype)
 
 
 @on_devices
@@ -232,8 +336,8 @@ def test_the_sum_with_the_residual_and_its_norm_match_their_twin(device, dtype, 
 @on_devices
 def test_no_rows_are_no_work(device):
     x, weights = rand(0, 64, device=device, dtype=HALF), make_experts(4, 64, 24, device, HALF)
-    chosen = router.choose_experts(rand(0, 4, device=device), 2, True)
-    parts = moe.run_experts(x, *weights, chosen)
+    chosen = router.choose_experts(rand(0, 4, device=device), Routing(2, True))
+    parts = moe.run_experts(x, weights, chosen)
     assert parts.shape == (0, 2, 64)
     assert all(out.shape == (0, 64) for out in moe.add_parts_rms_norm(parts, x, x.new_ones(64), EPS))
 
@@ -243,9 +347,9 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(device):
     """Bit for bit, wherever it lands in its expert's tiles."""
     weights, x = make_experts(4, 64, 24, device, HALF), rand(30, 64, device=device, dtype=HALF)
     chosen = choose(30, 2, 4, device)
-    together = moe.run_experts(x, *weights, chosen)
+    together = moe.run_experts(x, weights, chosen)
     order = torch.randperm(30, device=device)
-    again = moe.run_experts(x[order], *weights, router.Chosen(*(part[order] for part in chosen)))
+    again = moe.run_experts(x[order], weights, router.Chosen(*(part[order] for part in chosen)))
     assert torch.equal(together[order], again)
 
 
@@ -253,7 +357,8 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(device):
 @pytest.mark.parametrize("rows, is_prefill", [(2, False), (2, True), (6, False)])
 @pytest.mark.parametrize("is_untouched", [True, False])
 def test_a_layer_computes_by_kernels_what_it_computes_by_their_twins(device, rows, is_prefill, is_untouched):
-    layer, norm, next_norm = MixtureOfExperts(40, 12, 6, 3, True), RMSNorm(40), RMSNorm(40)
+    layer = MixtureOfExperts(Router(40, 6, Routing(3)), Experts(40, 12, 6))
+    norm, next_norm = RMSNorm(40), RMSNorm(40)
     for param in (*layer.parameters(), norm.weight, next_norm.weight):
         param.data.normal_(0, 0.5)
     layer, norm, next_norm = (module.to(device) for module in (layer, norm, next_norm))
@@ -264,9 +369,8 @@ def test_a_layer_computes_by_kernels_what_it_computes_by_their_twins(device, row
         got = layer(stream, next_norm)
     finally:
         reset_context()
-    parts = (layer.experts.gate_up_proj, layer.experts.down_proj)
-    chosen = router.choose_experts_torch(norm(x) @ layer.gate.weight.T, 3, True)
-    expected = x + plain_mixture(norm(x), *parts, chosen)
+    chosen = router.choose_experts_torch(norm(x) @ layer.gate.weight.T, Routing(3, True))
+    expected = x + plain_mixture(norm(x), layer.experts.weights, chosen)
     assert got.norm is next_norm and error(got.x, expected) < 1e-5
     assert error(got.normalised(), next_norm(expected.float())) < 1e-5
 
@@ -279,10 +383,10 @@ def test_a_captured_graph_computes_what_its_inputs_hold_at_each_replay(rows):
     x, logits = rand(rows, 2048, device="cuda", dtype=torch.bfloat16), rand(rows, 128, device="cuda")
 
     def step():
-        chosen = router.choose_experts(logits, 8, True)
+        chosen = router.choose_experts(logits, Routing(8, True))
         if rows <= 4:
-            return moe_matvec.run_experts_few(x, *weights, chosen)
-        return moe.run_experts(x, *weights, chosen, False).sum(1)
+            return moe_matvec.run_experts_few(x, weights, chosen)
+        return moe.run_experts(x, weights, chosen, False).sum(1)
 
     step()
     graph = torch.cuda.CUDAGraph()
@@ -293,6 +397,8 @@ def test_a_captured_graph_computes_what_its_inputs_hold_at_each_replay(rows):
         logits.normal_()
         logits[:, 3:11] += bias
         graph.replay()
-        expected = moe.run_experts_torch(x, *weights, router.choose_experts_torch(logits, 8, True)).sum(1)
+        expected = moe.run_experts_torch(
+            x, weights, router.choose_experts_torch(logits, Routing(8, True))
+        ).sum(1)
         assert error(out, expected) < 1e-2
     assert not arrival_counters(out.device).any()

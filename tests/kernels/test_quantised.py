@@ -3,6 +3,7 @@
 As in test_kernels.py, the Triton kernels run through Triton's interpreter in a child process, and on a GPU.
 """
 
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -58,8 +59,10 @@ def seeded():
     torch.manual_seed(0)
 
 
-def make_weight(name: str, shape: tuple[int, int], device: str) -> QuantisedWeight:
+def make_weight(name: str, shape: tuple[int, int], device: str, rows: int = 0) -> QuantisedWeight:
+    """Tiles end where parts of so many rows do."""
     kind, (height, width), besides = FORMATS[name]
+    height = math.gcd(height, rows)
     tile = height or shape[0], width or shape[1]
     grid = -(-shape[0] // tile[0]), -(-shape[1] // tile[1])
     if kind == "fp8":

@@ -6,20 +6,21 @@ import torch.nn.functional as F
 from test_layers import TP_SIZES, on_rank
 
 from nanovllm import LLM
+from nanovllm.kernels.router import Routing
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.moe import MixtureOfExperts
+from nanovllm.layers.moe import Experts, MixtureOfExperts, Router
 from nanovllm.layers.residual_stream import Stream
+from nanovllm.utils.loader import find_places
 from tiny_checkpoints import EXACT, edit_json, make_checkpoint
 
 HIDDEN, WIDTH, EXPERTS, TOP_K = 12, 8, 5, 2
 
 
 def make_layer(normalise: bool, weights: dict[str, torch.Tensor]) -> MixtureOfExperts:
-    layer = MixtureOfExperts(HIDDEN, WIDTH, EXPERTS, TOP_K, normalise)
-    layer.gate.weight.weight_loader(layer.gate.weight, weights["gate.weight"])
-    for param in layer.experts.parameters():
-        for name, place in param.stored_parts.items():
-            param.weight_loader(param, weights[name], place)
+    router = Router(HIDDEN, EXPERTS, Routing(TOP_K, normalise))
+    layer = MixtureOfExperts(router, Experts(HIDDEN, WIDTH, EXPERTS))
+    for name, stored in find_places(layer).items():
+        stored.load(weights[name.removeprefix("experts.")])
     return layer
 
 
@@ -55,12 +56,18 @@ def test_the_ranks_parts_add_up_to_the_weighted_sum_of_the_chosen_experts(tp_siz
     torch.testing.assert_close(total, mixture(norm(x), weights, normalise), atol=1e-5, rtol=1e-5)
 
 
-def test_experts_that_should_be_quantised_are_refused(tmp_path):
+@pytest.mark.parametrize(
+    "config, what",
+    [
+        (
+            {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True},
+            "inputs in an order of their own",
+        ),
+        ({"quant_method": "gguf"}, "GGUF"),
+    ],
+)
+def test_formats_that_experts_cannot_have_are_refused(tmp_path, config, what):
     folder = make_checkpoint(tmp_path, "qwen3_moe", tokenizer=False)
-    message = r"experts \(Qwen3MoeForCausalLM\) are not supported"
-    with pytest.raises(ValueError, match=f"quantization='int4': quantised weights of {message}"):
-        LLM(str(folder), **EXACT, quantization="int4")
-    fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    edit_json(folder / "config.json", quantization_config=fp8)
-    with pytest.raises(ValueError, match=f"quantization_config: quantised weights of {message}"):
-        LLM(str(folder), **EXACT)
+    edit_json(folder / "config.json", quantization_config=config)
+    with pytest.raises(ValueError, match=f"quantised weights of experts with {what} are not supported"):
+        LLM(str(folder), **EXACT | {"dtype": "bfloat16"})

@@ -24,6 +24,7 @@ from nanovllm.layers.linear import (
     RowParallelLinear,
     without_formats,
 )
+from nanovllm.layers.moe import Router, StackedLinear
 from nanovllm.layers.quantization import read_scheme, scaled
 from nanovllm.models import build_model
 from nanovllm.utils.loader import load_model
@@ -54,7 +55,7 @@ def make_layer(make, packer: Packer, rank: int = 0, size: int = 1) -> LinearBase
 
 def load_parts(layer: LinearBase, packed: dict) -> None:
     """`packed`: shard_id -> tensors by the ends of their names."""
-    places = layer.stored_tensors()
+    places = {name.removeprefix("layer."): place for name, place in layer.stored_tensors("layer").items()}
     for shard_id, tensors in packed.items():
         assert {name for name, place in places.items() if not place.is_optional} <= tensors.keys()
         for name, tensor in tensors.items():
@@ -149,7 +150,7 @@ def floats(tmp_path_factory):
     def get(architecture: str) -> Path:
         if architecture not in made:
             folder = tmp_path_factory.mktemp(architecture)
-            made[architecture] = make_checkpoint(folder, architecture, **SIZES)
+            made[architecture] = make_checkpoint(folder, architecture, **SIZES, moe_intermediate_size=192)
         return made[architecture]
 
     return get
@@ -164,6 +165,8 @@ ENGINES = [
     ("llama", "gptq, ordered"),
     ("qwen2", "gptq, asymmetric"),
     ("qwen3", "awq"),
+    *(("qwen3_moe", name) for name in ("fp8 block", "fp8 tensor", "float channel", "int channel")),
+    *(("qwen3_moe", name) for name in ("pack 4, asymmetric", "gptq", "awq")),
 ]
 
 
@@ -183,10 +186,18 @@ def test_an_engine_answers_as_transformers_does_with_the_unpacked_weights(
     assert_answers_as(folder, reference)
 
 
-@pytest.mark.parametrize("name", ["fp8 block", "pack 4, asymmetric"])
-def test_two_ranks_answer_as_one(tmp_path, floats, name):
+@pytest.mark.parametrize(
+    "architecture, name",
+    [
+        ("qwen3", "fp8 block"),
+        ("qwen3", "pack 4, asymmetric"),
+        ("qwen3_moe", "fp8 block"),
+        ("qwen3_moe", "awq"),
+    ],
+)
+def test_two_ranks_answer_as_one(tmp_path, floats, architecture, name):
     reference = tmp_path / "reference"
-    folder = quantise(floats("qwen3"), tmp_path / "packed", PACKERS[name], reference)
+    folder = quantise(floats(architecture), tmp_path / "packed", PACKERS[name], reference)
     assert_answers_as(folder, reference, tensor_parallel_size=2)
 
 
@@ -198,7 +209,9 @@ def load(folder: Path, quantization: str | None = None, load_format: str = "auto
 
 
 def linear_layers(model: torch.nn.Module) -> dict[str, LinearBase]:
-    return {name: layer for name, layer in model.named_modules() if isinstance(layer, LinearBase)}
+    """All but routers, which are never quantised."""
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, LinearBase)}
+    return {name: layer for name, layer in layers.items() if not isinstance(layer, Router)}
 
 
 def with_config(packer: Packer, **changes) -> Packer:
@@ -367,15 +380,20 @@ def test_weights_are_quantised_while_they_are_loaded(floats, option, error, size
             assert layer.bias is None or torch.equal(layer.bias, plain[name].bias)
 
 
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe"])
 @pytest.mark.parametrize("option", ["fp8", "int4"])
-def test_an_engine_of_weights_made_here_answers_as_its_own_matrices_do(tmp_path, floats, option):
-    folder = floats("qwen3")
+def test_an_engine_of_weights_made_here_answers_as_its_own_matrices_do(
+    tmp_path, floats, option, architecture
+):
+    folder = floats(architecture)
     tensors, layers = load_file(folder / "model.safetensors"), linear_layers(load(folder, option))
     for name, layer in layers.items():
         parent, _, own = name.rpartition(".")
         names = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}.get(
             own, [own]
         )
+        if isinstance(layer, StackedLinear):
+            names = layer.parts
         sizes = [part.size[0] for part in layer.parts.values()]
         for part, matrix in zip(names, matrix_of(layer).split(sizes), strict=True):
             tensors[f"{parent}.{part}.weight"] = matrix.contiguous()
@@ -389,9 +407,12 @@ def test_an_engine_of_weights_made_here_answers_as_its_own_matrices_do(tmp_path,
 DUMMIES = ["fp8 block", "float channel", "pack 8, asymmetric", "pack 4, asymmetric", "gptq, ordered", "awq"]
 
 
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe"])
 @pytest.mark.parametrize("name", [*DUMMIES, "option fp8", "option int4"])
-def test_dummy_weights_are_quantised_random_matrices(tmp_path, floats, name):
-    folder, option = floats("qwen3"), None
+def test_dummy_weights_are_quantised_random_matrices(tmp_path, floats, name, architecture):
+    if architecture == "qwen3_moe" and "ordered" in name:
+        pytest.skip("experts have no orders of inputs")
+    folder, option = floats(architecture), None
     if name.startswith("option"):
         option = name.split()[1]
     else:

@@ -377,7 +377,10 @@ MUTATIONS = [
     *mutations_of(
         "nanovllm/kernels/moe",
         ("tl.store(counters + each, 0, mask=is_expert)", "pass"),
-        ("is_real = member < tl.load(table + expert)", "is_real = member <= tl.load(table + expert)"),
+    ),
+    *mutations_of(
+        "nanovllm/kernels/experts",
+        ("member < tl.load(table + expert", "member <= tl.load(table + expert"),
     ),
     *mutations_of(
         "nanovllm/kernels/moe_matvec", ("tl.sum(squares) / HIDDEN + eps", "tl.sum(squares) / HIDDEN")
@@ -404,8 +407,8 @@ MUTATIONS = [
         "nanovllm/kernels/quantised_matvec",
         ("place += piece * INPUTS // GROUP", "place += piece // GROUP"),
         (
-            "_multiply_by_arithmetic(current, others, KIND, 4)",
-            "_multiply_by_arithmetic(current, others, KIND, 0)",
+            "multiply_by_arithmetic(current, others, KIND, 4)",
+            "multiply_by_arithmetic(current, others, KIND, 0)",
         ),
         ("            parts += its_zero.to(tl.float32) * sums", "            pass"),
         ("        if KIND != INT4 and zeros is not None:", "        if False:"),

@@ -28,9 +28,7 @@ class Plain(WeightFormat):
         self.stored = {}
 
     def load(self, loaded: Any, part: Part) -> None:
-        default_weight_loader(
-            self.weight.data[part.place], loaded, (part.rows, part.columns), part.shape
-        )
+        default_weight_loader(self.weight.data[part.place], loaded, (part.rows, part.columns), part.shape)
 
     def fill(self, matrix: torch.Tensor) -> None:
         self.weight.data.copy_(matrix)
