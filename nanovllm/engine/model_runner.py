@@ -21,6 +21,7 @@ from nanovllm.engine.compile_ahead import CompileAhead, launch_every_kernel
 from nanovllm.engine.cuda_graphs import RESERVED_BYTES, CudaGraphs, get_graph_sizes
 from nanovllm.engine.device_rows import DeviceRows, RowLayout, can_group
 from nanovllm.engine.edits import DeviceEdits
+from nanovllm.engine.graph_trial import can_be_recorded
 from nanovllm.engine.kv_cache import KVCache
 from nanovllm.engine.masks import TokenMasks
 from nanovllm.engine.memory import bytes_left, bytes_taken_by, explain_memory, largest_batch
@@ -116,8 +117,8 @@ class ModelRunner:
             layer.reads_together &= can_share(heads, *sizes, config.device_of(self.rank))
         self.kv_cache = KVCache(config, layers, self.device)
         self.rows = DeviceRows(RowLayout(config), self.device)
-        # The torch twins of the attention kernels read numbers on the host, and so may transformers' code.
-        reads = config.attention_backend == "torch" or not HAVE_TRITON or not config.hf_config.architectures
+        # The torch twins of the attention kernels read numbers on the host.
+        reads = config.attention_backend == "torch" or not HAVE_TRITON
         is_eager = config.enforce_eager or self.device.type != "cuda" or reads
         self.graph_sizes = get_graph_sizes(config.max_num_seqs)
         self.graphs = None if is_eager else CudaGraphs(self.device)
@@ -176,6 +177,8 @@ class ModelRunner:
             padding = self.padding(self.config.max_num_seqs, can_group(self.config))
             step = functools.partial(self.decode_step, *padding, batch.needs)
             self.graphs.reserve(bytes_taken_by(step, self.device))
+            if not self.config.hf_config.architectures and not can_be_recorded(step, self.device):
+                self.graphs = None
         self.rows.reset()
 
     def allocate_kv_cache(self) -> None:

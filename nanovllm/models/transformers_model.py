@@ -3,7 +3,8 @@
 transformers computes everything between the products as its authors wrote it. Its attention modules call a
 function that is registered under a name; here that is one which stores keys and values in the paged cache and
 attends to those of each sequence, so that many sequences can be computed as one row of tokens. Linear layers
-become this project's, so that formats of weights work. Nothing here knows an architecture by name.
+become this project's, so that formats of weights work, and so does what has a faster twin here. Nothing here
+knows an architecture by name.
 """
 
 import threading
@@ -18,7 +19,8 @@ from nanovllm.checkpoints.model_config import ModelConfig
 from nanovllm.checkpoints.transformers_config import transformers_config
 from nanovllm.distributed.group import get_group
 from nanovllm.layers.attention import Attention
-from nanovllm.models.transformers_parts import NAME, Linear, register
+from nanovllm.models.transformers_faster import PACKED, GatedMLP, leave_rotations, replacement
+from nanovllm.models.transformers_parts import NAME, register
 from nanovllm.models.transformers_weights import converted
 from nanovllm.utils.context import get_context
 from nanovllm.utils.loader import find_places
@@ -37,13 +39,14 @@ class TransformersForCausalLM(nn.Module):
         self._model = (model,)  # not a child, or its parameters would have other names
         self._base = (model.base_model,)
         fix_rotations(model)
+        leave_rotations(model.base_model)
         self.attention = nn.ModuleList(try_out(model.base_model, config.num_hidden_layers))
         for parent in [*self._base[0].modules()]:
             for name, child in [*parent.named_children()]:
-                if type(child) is nn.Linear:
-                    setattr(
-                        parent, name, Linear(child.in_features, child.out_features, child.bias is not None)
-                    )
+                if (faster := replacement(child)) is not None:
+                    setattr(parent, name, faster)
+                    if isinstance(faster, GatedMLP):
+                        self.packed_modules_mapping = PACKED
         made = give_memory(model)
         for attention in self.attention:
             attention.rule = attention.rule._replace(sinks=made.get(attention.rule.sinks))

@@ -1,4 +1,4 @@
-"""What stands in place of parts of a model that transformers has built: attention, experts, matrix products.
+"""What stands in place of parts of a model that transformers has built: attention and experts.
 
 transformers calls attention and experts by functions that are registered under a name. Before the model has
 memory it is tried out on the meta device, where tensors have shapes only: then each attention module gets
@@ -15,8 +15,7 @@ from torch import nn
 from nanovllm.kernels.moe import run_experts
 from nanovllm.kernels.router import Chosen
 from nanovllm.layers.attention import Attention
-from nanovllm.layers.linear import LinearBase
-from nanovllm.layers.quantization.scaled import Part
+from nanovllm.models.transformers_faster import hands_over_rotation, rotate_again
 from nanovllm.utils.context import get_context
 
 NAME = "nano_vllm"  # of the functions
@@ -54,16 +53,22 @@ def attend(
     attention_mask: Any, scaling: float | None = None, **options: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
     """
-    transformers' interface: query, key and value [1, heads, tokens, head_dim], rotated already, to [1,
-    tokens, heads, head_dim]. Positions and masks follow from the step's context.
+    transformers' interface: query, key and value [1, heads, tokens, head_dim], rotated already or with a
+    `rotation`, to [1, tokens, heads, head_dim]. Positions and masks follow from the step's context.
     """
     _, num_heads, num_tokens, _ = query.shape
     if query.is_meta:
         options["sliding_window"] = getattr(attention_mask, "window", options.get("sliding_window"))
         attention = make_attention(module, query, key, value, scaling, options)
         module.nano_vllm_attention = (attention,)  # not a child, or it would have two names
+        if not hands_over_rotation(query, key, value):
+            rotate_again(module)
         return query.new_empty(1, num_tokens, num_heads, value.shape[-1]), None
     attention: Attention = module.nano_vllm_attention[0]
+    if hasattr(query, "rotation"):
+        qkv = torch.cat((query, key, value), dim=1)[0].transpose(0, 1).flatten(1)
+        q, k, v = attention.rotate_and_store(query.rotation.positions, qkv, query.rotation, None, None)
+        return attention(q, k, v).view(1, num_tokens, num_heads, attention.head_dim), None
     narrower = attention.head_dim - value.shape[-1]
     q, k, v = (each[0].transpose(0, 1).contiguous() for each in (query, key, F.pad(value, (0, narrower))))
     out = attention(*attention.store(q, k, v)).view(1, num_tokens, num_heads, attention.head_dim)
@@ -119,14 +124,3 @@ def is_swiglu(module: nn.Module) -> bool:
         return False
     is_silu = type(getattr(module, "act_fn", None)).__name__ in ("SiLU", "SiLUActivation")
     return is_silu and type(module)._apply_gate is _default_apply_gate
-
-
-class Linear(LinearBase):
-    """For input of any number of dimensions. Not split: every rank would hold all of it."""
-
-    def __init__(self, input_size: int, output_size: int, bias: bool):
-        super().__init__({None: Part((output_size, input_size))}, bias)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        rows = x.reshape(-1, x.shape[-1])
-        return self.format.multiply(rows, self.bias).view(*x.shape[:-1], -1)

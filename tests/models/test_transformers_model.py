@@ -12,6 +12,8 @@ from transformers_checkpoints import make
 from nanovllm import LLM, SamplingParams
 from nanovllm.checkpoints import open_checkpoint
 from nanovllm.checkpoints.transformers_config import VERIFIED, transformers_config
+from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.models.transformers_faster import GatedMLP, replacement, rotates_halves
 from nanovllm.models.transformers_model import without_memory
 from tiny_checkpoints import (
     EXACT,
@@ -58,6 +60,61 @@ def test_with_an_8_bit_cache_tokens_are_nearly_as_likely(tmp_path):
         rounded = llm.score(PROMPTS, use_tqdm=False)
     for one, other in zip(exact, rounded, strict=True):
         assert one["logprob"] == pytest.approx(other["logprob"], abs=0.3)
+
+
+@pytest.mark.parametrize(
+    "kind, has_norms, has_networks, rotates",
+    [("qwen3", True, True, True), ("gemma2", False, False, True), ("glm", True, False, False)],
+)
+def test_what_computes_the_same_as_a_faster_part_is_replaced(
+    tmp_path, kind, has_norms, has_networks, rotates
+):
+    with LLM(str(make(kind, tmp_path)), **EXACT, num_kvcache_blocks=40, model_impl="transformers") as llm:
+        modules = [*llm.model_runner.model.modules()]
+    assert any(isinstance(module, RMSNorm) for module in modules) == has_norms
+    assert any(isinstance(module, GatedMLP) for module in modules) == has_networks
+    assert any("forward" in vars(module) for module in modules) == rotates
+
+
+class OtherNorm(torch.nn.Module):
+    """Almost an RMSNorm: `power` 2 and `shift` 0 would make it one."""
+
+    def __init__(self, power: float, shift: float, eps: float = 1e-6):
+        super().__init__()
+        self.weight, self.power, self.shift, self.eps = torch.nn.Parameter(torch.ones(8)), power, shift, eps
+
+    def forward(self, x):
+        scale = (x.abs().pow(self.power).mean(-1, keepdim=True) + self.eps).rsqrt()
+        return x * scale * (self.weight + self.shift)
+
+
+@pytest.mark.parametrize("power, shift", [(2, 0), (2, 1), (1.9, 0)])
+def test_a_norm_is_known_by_what_it_computes(power, shift):
+    found = replacement(OtherNorm(power, shift))
+    assert isinstance(found, RMSNorm) == ((power, shift) == (2, 0))
+
+
+class OtherMLP(torch.nn.Module):
+    def __init__(self, act_fn):
+        super().__init__()
+        self.gate_proj, self.up_proj = torch.nn.Linear(8, 16, bias=False), torch.nn.Linear(8, 16, bias=False)
+        self.down_proj, self.act_fn = torch.nn.Linear(16, 8, bias=False), act_fn
+
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+@pytest.mark.parametrize("act_fn", [torch.nn.SiLU(), torch.nn.GELU()])
+def test_a_network_is_known_by_what_it_computes(act_fn):
+    assert isinstance(replacement(OtherMLP(act_fn)), GatedMLP) == isinstance(act_fn, torch.nn.SiLU)
+
+
+def test_a_rotation_is_known_by_what_it_computes():
+    from transformers.models.glm import modeling_glm
+    from transformers.models.llama import modeling_llama
+
+    assert rotates_halves(modeling_llama.apply_rotary_pos_emb)
+    assert not rotates_halves(modeling_glm.apply_rotary_pos_emb)
 
 
 def test_what_other_threads_make_meanwhile_has_memory():

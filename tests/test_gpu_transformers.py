@@ -1,0 +1,46 @@
+"""What transformers builds, on a GPU: decode steps are recorded as CUDA graphs, and tokens are its own."""
+
+import warnings
+
+import pytest
+import torch
+from transformers_checkpoints import make
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.checkpoints.transformers_config import VERIFIED
+from nanovllm.models.transformers_model import TransformersForCausalLM
+from tiny_checkpoints import assert_greedy, load_reference
+
+pytestmark = pytest.mark.gpu
+
+PROMPTS = [[1, 2, 3], [*range(40)], [7] * 17, [*range(39), 5]]
+OPTIONS = dict(dtype="float32", kvcache_block_size=16, num_kvcache_blocks=60, model_impl="transformers")
+
+
+def assert_answers(folder) -> bool:
+    """Returns whether there were CUDA graphs."""
+    reference = load_reference(folder)
+    with LLM(str(folder), **OPTIONS) as llm:
+        results = llm.generate(PROMPTS, SamplingParams(0, 20, True), use_tqdm=False)
+        has_graphs = llm.model_runner.graphs is not None
+    for prompt, result in zip(PROMPTS, results, strict=True):
+        assert_greedy(reference, prompt, result["token_ids"])
+    return has_graphs
+
+
+@pytest.mark.parametrize("kind", VERIFIED)
+def test_decode_steps_are_recorded_and_right(tmp_path, kind):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*without CUDA graphs.*")
+        assert assert_answers(make(kind, tmp_path))
+
+
+def test_a_step_that_cannot_be_recorded_is_run_without_graphs(tmp_path, monkeypatch):
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        input_ids.sum().item()
+        return own(self, input_ids, positions)
+
+    own = TransformersForCausalLM.forward
+    monkeypatch.setattr(TransformersForCausalLM, "forward", forward)
+    with pytest.warns(UserWarning, match="without CUDA graphs"):
+        assert not assert_answers(make("llama", tmp_path))
