@@ -5,6 +5,7 @@
     python bench.py --model smollm2 --engine both ...        the same work by transformers, and the ratio
     python bench.py --model smollm2 --device cpu --temperature 0 --engine llama.cpp ...      and by llama.cpp
     python bench.py --trace trace.json --plot run.png        where the time of a step goes; the run over time
+    python bench.py --structured                             answers that fit JSON schemas, beside free ones
 
 The default workload is the one that engines of this kind compare on: 133,966 output tokens. Every repetition
 keeps the lengths and what prompts have in common but has new token ids: a prefix cache only helps within it.
@@ -29,8 +30,9 @@ from typing import Any, TextIO
 import numpy as np
 import torch
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, SamplingParams, StructuredOutputsParams
 from nanovllm.checkpoints import SHAPES, open_checkpoint
+from nanovllm.checkpoints.tokenizer import toy_tokenizer
 from nanovllm.config import Config
 from nanovllm.layers.linear import LinearBase
 
@@ -457,6 +459,136 @@ class LlamaCpp:
 ENGINES = {"nanovllm": NanoVLLM, "transformers": Transformers, "llama.cpp": LlamaCpp}
 
 
+def draw_schemas(rng: random.Random, count: int) -> list[dict[str, Any]]:
+    """Records as extraction tasks ask for: nested, with enums, ranges, lists, and texts with patterns."""
+    patterns = [
+        "^[A-Z][a-z]{2,12}( [A-Z][a-z]{2,12}){0,2}$",
+        "^[0-9]{4}-[0-9]{2}-[0-9]{2}$",
+        "^[A-F0-9]{8,32}$",
+    ]
+
+    def value(depth: int) -> dict[str, Any]:
+        kinds: list[dict[str, Any]] = [
+            {"type": "string", "maxLength": rng.randint(20, 200)},
+            {"type": "string", "pattern": rng.choice(patterns)},
+            {"enum": rng.sample(["red", "green", "blue", "black", "white", "none of these"], 3)},
+            {"type": "integer", "minimum": 0, "maximum": 10 ** rng.randint(1, 6)},
+            {"type": "number", "minimum": -90, "maximum": 90},
+            {"type": "boolean"},
+        ]
+        if depth < 2:
+            least = rng.randint(1, 3)
+            kinds.append(
+                {"type": "array", "items": value(depth + 1), "minItems": least, "maxItems": 2 * least}
+            )
+            kinds.append(record(depth + 1, rng.randint(2, 4)))
+        return rng.choice(kinds)
+
+    def record(depth: int, num_fields: int) -> dict[str, Any]:
+        fields = {
+            f"{rng.choice(['name', 'place', 'amount', 'notes'])}_{i}": value(depth) for i in range(num_fields)
+        }
+        required = [*fields][: -1 if rng.random() < 0.3 else None]
+        return {"type": "object", "properties": fields, "required": required, "additionalProperties": False}
+
+    return [record(0, rng.randint(4, 8)) for _ in range(count)]
+
+
+def wide_tokenizer(vocab_size: int) -> Any:
+    """
+    For random weights: the toy tokenizer with as many more tokens as the model has, made of letters, digits
+    and JSON's signs, so that finding the allowed ones takes as long as in a real vocabulary.
+    """
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    rng, toy = random.Random(0), toy_tokenizer()
+    vocabulary, letters = toy.get_vocab(), "etaoinshrdlucmfwygpbvkxqjz"
+    weights = range(len(letters), 0, -1)
+    while len(vocabulary) < vocab_size:
+        word = "".join(rng.choices(letters, weights, k=rng.randint(2, 10)))
+        others = "".join(rng.choices('0123456789{}[]":,.-_', k=rng.randint(2, 4)))
+        text = rng.choice([word, "\u0120" + word, "\u0120" + word.capitalize(), word.capitalize(), others])
+        vocabulary.setdefault(text, len(vocabulary))
+    tokenizer, known = Tokenizer(models.BPE(vocabulary, [])), toy.backend_tokenizer
+    tokenizer.pre_tokenizer, tokenizer.decoder = known.pre_tokenizer, known.decoder
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=toy.eos_token)
+
+
+def bench_structured(args: argparse.Namespace, workload: Workload, people: TextIO) -> dict[str, Any]:
+    """
+    Answers that fit 40 JSON schemas, and free ones of the same lengths, in turns: tokens per second of both.
+    Few requests at once are several such rounds one after another.
+    """
+    import jsonschema
+
+    engine = NanoVLLM(args)
+    llm, schemas = engine.llm, draw_schemas(random.Random(args.seed), 40)
+    if open_checkpoint(args.model, args.load_format).random_weights:
+        llm.grammars.tokenizer = wide_tokenizer(engine.vocab_size)
+    tokenizer, [end, *_] = llm.grammars.tokenizer, llm.config.eos
+    wanted = [StructuredOutputsParams(json=schema, disable_any_whitespace=True) for schema in schemas]
+    make_masks, mask_seconds = llm.grammars.masks, []
+
+    def timed_masks(sequences: list[Any]) -> Any:
+        start = time.perf_counter()
+        masks = make_masks(sequences)
+        mask_seconds.append(time.perf_counter() - start)
+        return masks
+
+    llm.grammars.masks = timed_masks
+
+    def answer(prompts: list[list[int]], params: list[SamplingParams]) -> tuple[float, list[list[int]]]:
+        start, answers = time.perf_counter(), {}
+        ids = [llm.add_request(prompt, each) for prompt, each in zip(prompts, params, strict=True)]
+        while not llm.is_finished():
+            answers.update(llm.step()[0])
+        return time.perf_counter() - start, [answers[i] for i in ids]
+
+    num_rounds, most = max(1, 64 // len(workload.prompts)), args.max_output_len
+    runs = []
+    for repeat in range(args.repeats + 1):  # the first one warms up
+        seconds, num_tokens, num_ended = {"structured": 0.0, "free": 0.0}, 0, 0
+        mask_seconds.clear()
+        for number in range(num_rounds):
+            seed = args.seed + 2 * (repeat * num_rounds + number)
+            prompts, others = (
+                workload.with_fresh_tokens(seed + i).within_vocabulary(engine.vocab_size).prompts
+                for i in (1, 2)
+            )
+            which = [(number * len(prompts) + i) % len(schemas) for i in range(len(prompts))]
+            settings = dict(
+                temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, min_p=args.min_p
+            )
+            params = [
+                SamplingParams(max_tokens=most, structured_outputs=wanted[i], **settings) for i in which
+            ]
+            took, answers = answer(prompts, params)
+            seconds["structured"] += took
+            lengths = list(map(len, answers))
+            params = [SamplingParams(max_tokens=length, ignore_eos=True, **settings) for length in lengths]
+            seconds["free"] += answer(others, params)[0]
+            num_tokens += sum(lengths)
+            for i, token_ids in zip(which, answers, strict=True):
+                if token_ids[-1] == end:
+                    num_ended += 1
+                    jsonschema.validate(json.loads(tokenizer.decode(token_ids[:-1])), schemas[i])
+        speeds = {kind: num_tokens / each for kind, each in seconds.items()}
+        ratio = speeds["structured"] / speeds["free"]
+        masks = 1000 * statistics.median(mask_seconds)
+        runs.append({**speeds, "ratio": ratio, "tokens": num_tokens, "ended": num_ended, "mask_ms": masks})
+        told = f"{num_rounds} x {len(workload.prompts)} answers, {num_ended} ended and fit their schemas"
+        told += (
+            f", {num_tokens:,} tokens: {speeds['structured']:,.0f} tok/s, free {speeds['free']:,.0f} tok/s"
+        )
+        told += f", ratio {ratio:.1%}; masks took {masks:.2f} ms a step" + " (warm-up)" * (not repeat)
+        print(told, file=people, flush=True)
+    engine.close()
+    ratios = sorted(run["ratio"] for run in runs[1:])
+    print(f"median ratio {statistics.median(ratios):.1%} ({ratios[0]:.1%} to {ratios[-1]:.1%})", file=people)
+    return {"repeats": runs[1:], "ratio": statistics.median(ratios)}
+
+
 def bench(
     args: argparse.Namespace, name: str, workload: Workload, people: TextIO
 ) -> tuple[list[Run], dict[str, float]]:
@@ -620,6 +752,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--max-output-len", type=int, default=1024, help="output tokens of a sequence, at most")
     add("--n", type=int, default=1, help="completions of each prompt")
     add("--spread-output", action="store_true", help="space the output lengths evenly, do not draw them")
+    structured = "compare answers that fit JSON schemas with free ones, of at most --max-output-len tokens"
+    add("--structured", action="store_true", help=structured)
     add("--temperature", type=float, default=0.6, help="0 is greedy")
     add("--top-k", type=int, default=0, help="as in SamplingParams, like the next two")
     add("--top-p", type=float, default=1.0)
@@ -672,8 +806,10 @@ def main(argv: list[str] | None = None) -> None:
     people = sys.stderr if args.json == "-" else sys.stdout
 
     print(describe_workload(args.workload, workload), file=people, flush=True)
-    results = {}
-    for name in ("nanovllm", "transformers") if args.engine == "both" else [args.engine]:
+    results = {"structured": bench_structured(args, workload, people)} if args.structured else {}
+    for name in (
+        () if args.structured else ("nanovllm", "transformers") if args.engine == "both" else [args.engine]
+    ):
         runs, floor = bench(args, name, workload, people)
         results[name] = summarize(runs)
         print(describe(name, results[name]), file=people, flush=True)

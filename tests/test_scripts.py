@@ -355,3 +355,16 @@ def test_the_floor_counts_quantised_weights_as_they_are_stored(tmp_path):
     matrices = 2 * (64 * (4 + 2 + 2) * 16 + 64 * 64 + 3 * 64 * 96)
     assert plain["prefill_flops"] == packed["prefill_flops"]
     assert plain["decode_bytes"] - packed["decode_bytes"] == matrices * (32 - 4 - 32 // 32) // 8
+
+
+def test_answers_that_fit_schemas_are_timed_beside_free_ones_of_the_same_lengths(
+    tmp_path, checkpoint, capsys
+):
+    options = f"--structured --model {checkpoint} --load-format dummy --device cpu --num-seqs 40 --repeats 1"
+    options += f" --min-input-len 2 --max-input-len 9 --max-output-len 120 --json {tmp_path / 'report.json'}"
+    bench.main(options.split())
+    report = json.loads((tmp_path / "report.json").read_text())["results"]["structured"]
+    [run] = report["repeats"]
+    assert run["ratio"] == report["ratio"] == run["structured"] / run["free"] > 0
+    assert 0 < run["ended"] <= 40 < run["tokens"] <= 40 * 120
+    assert f"{run['ended']} ended and fit their schemas, {run['tokens']:,} tokens" in capsys.readouterr().out

@@ -28,6 +28,7 @@ from nanovllm.kernels import (
     matvec,
     prefill_attention,
     sampling,
+    token_masks,
 )
 from nanovllm.kernels.attention_rule import AttentionRule
 from nanovllm.kernels.runtime import HAVE_TRITON, INTERPRETED
@@ -773,6 +774,25 @@ def test_token_flags_change_what_their_twin_changes(device):
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
     assert torch.equal(got[1], logits[1])
     assert torch.equal(got.isinf(), expected.isinf()) and got.isinf().any()
+
+
+@on_devices
+@in_both_types
+@pytest.mark.parametrize("vocab, vocab_start", [(9000, 0), (5000, 4000), (5, 8995), (31, 33)])
+def test_masks_rule_out_what_their_twin_rules_out_and_touch_no_other_row(device, dtype, vocab, vocab_start):
+    generator = torch.Generator().manual_seed(0)
+    bits = torch.randint(-(2**31), 2**31, (3, 282), generator=generator, dtype=torch.int64).int().to(device)
+    index = torch.tensor([2, -1, 0, 1, -1, 2, 0], dtype=torch.int32, device=device)  # longer than the batch
+    logits = rand(5, vocab, device=device, dtype=dtype)
+    got, expected = logits.clone(), logits.clone()
+    token_masks.apply_masks(got, index, bits, vocab_start)
+    token_masks.apply_masks_torch(expected, index, bits, vocab_start)
+    assert torch.equal(got, expected)
+    for row, mask in enumerate([2, None, 0, 1, None]):
+        tokens = range(vocab_start, vocab_start + vocab)
+        words = [] if mask is None else bits[mask].tolist()
+        banned = [mask is not None and not words[token // 32] >> (token % 32) & 1 for token in tokens]
+        assert torch.equal(got[row].isinf(), torch.tensor(banned, device=device))
 
 
 def test_tokens_are_drawn_with_the_probabilities_of_the_softmax():

@@ -61,8 +61,9 @@ def integer(pick: random.Random, _depth: int) -> dict[str, Any]:
 
 
 def number(pick: random.Random, _depth: int) -> dict[str, Any]:
-    low = round(pick.uniform(-50, 50), 2)
-    return {"type": "number", **pick.choice([{}, {"minimum": low, "exclusiveMaximum": low + 3}])}
+    low = pick.randint(-5000, 5000) / 100
+    # Not exclusiveMaximum: a number of many digits just below it becomes it where it is read as a float.
+    return {"type": "number", **pick.choice([{}, {"minimum": low, "maximum": low + 3}])}
 
 
 def choice(pick: random.Random, _depth: int) -> dict[str, Any]:
