@@ -160,10 +160,10 @@ class AsyncLLM:
             )
         return await self.generate(chats[0], sampling_params, request_id)
 
-    async def score(self, prompt: Prompt) -> dict[str, Any]:
+    async def score(self, prompt: Prompt, from_token: int = 1) -> dict[str, Any]:
         """How likely the model finds a text, as `LLM.score` describes it."""
-        [(token_ids, request)] = self.llm.prompts.read_scored([prompt])
-        if request.token_ids:
+        [(token_ids, request)] = self.llm.prompts.read_scored([prompt], from_token)
+        if request.has_scores:
             await self._result(request)
         return make_score(token_ids, request)
 

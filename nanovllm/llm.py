@@ -181,17 +181,22 @@ class LLM(LLMEngine):
                 if piece := growing.look():
                     yield piece
 
-    def score(self, prompts: Prompt | Iterable[Prompt], use_tqdm: bool = True) -> list[dict[str, Any]]:
+    def score(
+        self, prompts: Prompt | Iterable[Prompt], use_tqdm: bool = True, from_token: int | list[int] = 1
+    ) -> list[dict[str, Any]]:
         """
-        How likely the model finds texts (or token ids, or dicts as for `generate`). Every result has
+        How likely the model finds texts (or token ids, or dicts as for `generate`), from this token of theirs
+        on (one for all, or one each). What lies before it comes from the KV cache where that has it: texts
+        that begin alike compute their beginning once. Every result has
           token_ids        of the text
           token_logprobs   natural logarithm of each token's probability after those before it; None for the
-                           first
-          logprob          their sum, the log-likelihood of the text
+                           first, and for those before from_token
+          token_ranks      their ranks, 1 for the likeliest token; None likewise
+          logprob          the sum of the logarithms
         """
         check_bool(use_tqdm, "use_tqdm")
-        scored = self.prompts.read_scored(prompts)
-        requests = [request for _, request in scored if request.token_ids]  # texts of more than one token
+        scored = self.prompts.read_scored(prompts, from_token)
+        requests = [request for _, request in scored if request.has_scores]
         for _ in self._run(requests, total=len(requests) if use_tqdm else None):
             pass
         return list(itertools.starmap(make_score, scored))

@@ -175,16 +175,15 @@ class BlockManager:
 
     def find_prefix(self, seq: Sequence) -> PrefixMatch:
         """
-        What the cache has of the sequence's beginning, but for its last token, which must be computed:
-        whole blocks up to the first miss, and from another block what follows. Nothing if the prompt is to be
-        scored: all of it must be computed for that.
+        What the cache has of the sequence's beginning, as far as it need not be computed: whole blocks up to
+        the first miss, and from another block what follows.
         """
         found, parent = PrefixMatch([]), -1
-        if not self.enable_prefix_caching or not seq.is_scored:
+        if not self.enable_prefix_caching:
             return found
         while True:
             start = len(found.blocks) * self.block_size
-            packed = seq.packed(start, min(start + self.block_size, len(seq) - 1))
+            packed = seq.packed(start, min(start + self.block_size, seq.num_cacheable_tokens))
             block_id, num_common = self._find_closed(seq, packed, len(found.blocks)), self.block_size
             if block_id == -1:
                 block_id, num_common = self.computed.longest(parent, packed)

@@ -66,13 +66,13 @@ class KVCache:
     def copy_blocks(self, sources: torch.Tensor, targets: torch.Tensor, num_tokens: torch.Tensor) -> None:
         """Copy at least the first tokens of blocks, all int64 [copies]. No target may be a source."""
         for pages in self.pages:
-            if is_int8(pages):  # the bytes of a token are not contiguous: copy whole blocks, as if of one token
+            if is_int8(pages):  # a token's bytes lie apart: copy whole blocks, as if of one token
                 pages, num_tokens = pages.flatten(3)[..., None, None, :], torch.ones_like(num_tokens)
             copy_pages(pages, sources, targets, num_tokens)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """On a CPU the memory is only mapped: it takes room page by page as it is written."""
-    if device.type != "cpu":
+    if device.type != "cpu" or 0 in shape:
         return torch.zeros(shape, dtype=dtype, device=device)
     return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)

@@ -151,6 +151,7 @@ class LLMEngine:
         seq.bad_words, seq.num_rule_words = request.bad_words, request.num_rule_words
         seq.grammar = request.grammar
         seq.scored_token_ids = [] if index else request.scored_token_ids
+        seq.first_scored = seq.num_scored = request.first_scored
         return seq
 
     def step(self, isolate: bool = False) -> tuple[list[tuple[int, list[int]]], int]:

@@ -33,7 +33,8 @@ def take_scoring(sequences: list[Sequence]) -> Scoring | None:
         targets.append(np.array(seq.scored_token_ids[seq.num_scored : end], dtype=np.int64))
         seq.num_scored = max(seq.num_scored, end)
         start += seq.num_scheduled_tokens
-    return Scoring(np.concatenate(indices), np.concatenate(targets), list(map(len, targets)))
+    counts = list(map(len, targets))
+    return Scoring(np.concatenate(indices), np.concatenate(targets), counts) if any(counts) else None
 
 
 def score(lm_head: ParallelLMHead, hidden_states: torch.Tensor, scoring: Scoring) -> TopLogprobs:

@@ -87,10 +87,11 @@ class Sequence:
         self.grammar: Any = None  # compiled, if it asks for structured outputs; set by the engine
         self.num_rule_words = 0  # int32 that all its rules take on a device, see edits.py
         self.scored_token_ids: list[int] = []  # the i-th is to be scored as what follows token i
-        self.num_scored = 0  # how many of these steps have scored, or are about to
+        self.first_scored = 0  # nobody asks for those before it
+        self.num_scored = 0  # how many of these are not to be scored, or steps have scored, or are about to
 
         # What its result says
-        self.prompt_logprobs: list[TokenLogprobs] = []  # of scored_token_ids
+        self.prompt_logprobs: list[TokenLogprobs] = []  # of scored_token_ids[first_scored:]
         self.logprobs: list[TokenLogprobs] = []  # of the completion's tokens
         self.finish_reason: str | None = None  # "stop", "length", "abort" or "error"
         self.stop_reason: str | int | None = None  # the stop text or stop token id that ended it
@@ -165,6 +166,13 @@ class Sequence:
         """Whether nothing is left to be scored."""
         return self.num_scored == len(self.scored_token_ids)
 
+    @property
+    def num_cacheable_tokens(self) -> int:
+        """
+        How many of its tokens may come from the cache: none that the next token or a score is computed from.
+        """
+        return self.num_tokens - 1 if self.is_scored else self.num_scored
+
     def restart(self) -> None:
         """Be a waiting request again that has its tokens and nothing computed, whatever a failed step did."""
         self.status = SequenceStatus.WAITING
@@ -174,7 +182,7 @@ class Sequence:
         self.row = -1
         del self.block_hashes[self.num_tokens // self.block_size :]
         del self.logprobs[self.num_completion_tokens :]
-        self.num_scored = len(self.prompt_logprobs)
+        self.num_scored = self.first_scored + len(self.prompt_logprobs)
         self.finish_reason = self.stop_reason = self.text = None
 
     def block(self, i: int) -> list[int]:

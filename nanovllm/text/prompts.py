@@ -33,6 +33,7 @@ class Request:
     bad_words: list[list[int]] = field(default_factory=list)  # as token ids
     num_rule_words: int = 0  # int32 that its rules take on a device
     scored_token_ids: list[int] = field(default_factory=list)  # the i-th is scored as what follows token i
+    first_scored: int = 0  # those before it are not
     index: int = 0  # among the prompts of its call
     packed: bytes | None = None  # token_ids once more, see `Sequence.packed_prompt`
     grammar: Any = None  # compiled structured outputs
@@ -47,6 +48,11 @@ class Request:
             result.prompt = self.text
             result.request_id = result.request_id if self.request_id is None else self.request_id
         return result
+
+    @property
+    def has_scores(self) -> bool:
+        """Whether it scores any token: no text of a single one does."""
+        return self.first_scored < len(self.scored_token_ids)
 
 
 def as_token_ids(values: list | tuple, vocab_size: int, name: str) -> list[int]:
@@ -127,12 +133,21 @@ class Prompts:
         check(found is not None, rule, prompts)
         return [found] if found and all(isinstance(p, Integral) for p in found) else found
 
-    def read_scored(self, texts: Any) -> list[tuple[list[int], Request]]:
-        """The token ids of a text or a list of texts, and the request that scores them."""
+    def read_scored(self, texts: Any, from_token: Any) -> list[tuple[list[int], Request]]:
+        """The token ids of a text or a list of texts, and the request that scores them, see `LLM.score`."""
+        texts = self._as_list(texts)
         params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
-        texts = enumerate(self._as_list(texts))
-        found = [self._read_prompt(text, 0, f"prompts[{i}]")[0] for i, text in texts]
-        return [(ids, Request(ids[:-1], params, scored_token_ids=ids[1:])) for ids in found]
+        first_tokens = from_token if isinstance(from_token, (list, tuple)) else [from_token] * len(texts)
+        if len(first_tokens) != len(texts):
+            raise ValueError(f"there are {len(texts)} prompts but {len(first_tokens)} from_token")
+        found = []
+        for i, (text, first) in enumerate(zip(texts, first_tokens, strict=True)):
+            ids, _ = self._read_prompt(text, 0, f"prompts[{i}]")
+            rule = f"from_token must be an integer from 0 to {len(ids)}, the tokens of prompts[{i}]"
+            check(is_number(first, int, 0, len(ids)), rule, first)
+            scoring = dict(scored_token_ids=ids[1:], first_scored=max(int(first) - 1, 0))
+            found.append((ids, Request(ids[:-1], params, **scoring)))
+        return found
 
     def read(self, prompt: Any, sampling_params: Any, index: int | None = None) -> Request:
         """One prompt, or the index-th of several, with parameters of its own."""
@@ -157,7 +172,7 @@ class Prompts:
         packed = pack(
             token_ids
         )  # while they are in the processor's cache: later it takes three times as long
-        rest = num_rule_words, scored_token_ids, index or 0, packed
+        rest = num_rule_words, scored_token_ids, 0, index or 0, packed
         return Request(token_ids, sampling_params, bad_words, *rest, grammar, text=text)
 
     def _read_grammar(self, params: SamplingParams, name: str) -> Any:

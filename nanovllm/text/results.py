@@ -125,9 +125,12 @@ def outcome(tokenizer: Any, completions: list[Sequence]) -> Result | Exception:
 
 
 def make_score(token_ids: list[int], request: Any) -> dict[str, Any]:
-    """The result of `LLM.score` for a text, whose request has been computed unless it has a single token."""
-    logprobs = [logprob for seq in request.completions for logprob, *_ in seq.prompt_logprobs]
-    return {"token_ids": token_ids, "token_logprobs": [None, *logprobs], "logprob": sum(logprobs)}
+    """The result of `LLM.score` for a text, whose request has been computed if it scores any token."""
+    found = [(logprob, rank) for seq in request.completions for logprob, rank, *_ in seq.prompt_logprobs]
+    logprobs, ranks = map(list, zip(*found, strict=True)) if found else ([], [])
+    left_out = [None] * (len(token_ids) - len(found))
+    sums = {"token_logprobs": left_out + logprobs, "logprob": sum(logprobs)}
+    return {"token_ids": token_ids, **sums, "token_ranks": left_out + ranks}
 
 
 def _describe_completion(tokenizer: Any, seq: Sequence, index: int) -> Completion:

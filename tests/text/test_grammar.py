@@ -282,7 +282,7 @@ BAD = [
     ({"json": "{"}, "json must be a JSON schema.* got '{': Expecting"),
     ({"json": "[1]"}, "json must be a JSON schema.* neither an object nor true or false"),
     ({"json": {"enum": [float("nan")]}}, "json must be a JSON schema.* got {'enum': \\[nan\\]}"),
-    ({"json": {"enum": [object()]}}, "json must be a JSON schema.* not JSON serializable"),
+    ({"json": {"enum": [object]}}, "json must be a JSON schema.* not JSON serializable"),
     ({"regex": ""}, "regex must be a text, not empty"),
     ({"regex": 5}, "regex must be a text.* got 5"),
     ({"grammar": "\ud800"}, "grammar must be a text.*lone surrogate"),
