@@ -35,10 +35,11 @@ class DeviceMasks:
         """
         bits = np.ascontiguousarray(masks.bits[:, : self.bits.shape[1]])  # the tokenizer may have more tokens
         with torch.cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext():
-            for target, source in ((self.index, masks.index), (self.bits, bits)):
-                source = torch.from_numpy(source)
-                source = source.pin_memory() if self._stream is not None else source
-                target[: len(source)].copy_(source, non_blocking=True)
+            for target, array in ((self.index, masks.index), (self.bits, bits)):
+                if len(array):
+                    source = torch.from_numpy(array)
+                    source = source.pin_memory() if self._stream is not None else source
+                    target[: len(array)].copy_(source, non_blocking=True)
         if self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 

@@ -21,7 +21,7 @@ import pytest
 import torch
 from test_engine import assert_empty
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, SamplingParams, StructuredOutputsParams
 from nanovllm.engine.forecast import Forecast
 from nanovllm.engine.sequence import Sequence
 from nanovllm.text.prompts import Request
@@ -32,6 +32,13 @@ VOCAB = 257
 LETTERS = "abcd"
 LETTER_IDS = make_tokenizer().convert_tokens_to_ids(list(LETTERS))
 LONGEST_PROMPT, MOST_TOKENS = 64, 24
+STRUCTURES = [
+    StructuredOutputsParams(regex="[abcd]*"),
+    StructuredOutputsParams(regex="(a|bb|cab){2,9}d?"),
+    StructuredOutputsParams(choice=["abba", "ab", "dad", "cabbage"]),
+    StructuredOutputsParams(grammar='start: "a" start "b" | "c"'),
+    StructuredOutputsParams(json={"type": "array", "items": {"enum": ["a", "ab", 1]}, "maxItems": 4}),
+]
 SAME = ("text", "finish_reason", "stop_reason")
 CLOSE = 1e-4  # logits and log-probabilities that rounding may swap
 CHECKPOINT = dict(vocab_size=VOCAB, num_hidden_layers=1, max_position_embeddings=256, seed=1)
@@ -96,6 +103,9 @@ def random_params(pick: random.Random) -> SamplingParams:
     chosen = {name: draw() for name, draw in some.items() if pick.random() < 0.25}
     if pick.random() < 0.4:
         chosen["allowed_token_ids"] = LETTER_IDS
+    if pick.random() < 0.2:
+        chosen.pop("allowed_token_ids", None)
+        chosen["structured_outputs"] = pick.choice(STRUCTURES)
     if "stop" not in chosen and pick.random() < 0.1:
         chosen["detokenize"] = False
     return SamplingParams(pick.choice([0, 0, 0.7, 1, 1.5]), max_tokens, seed=pick.randrange(2**63), **chosen)
@@ -229,7 +239,7 @@ def check_empty(llm: LLM) -> None:
     assert_empty(llm)
     assert sorted(llm.scheduler.free_rows) == list(range(llm.config.max_num_seqs))
     assert not llm.scheduler.running and not llm.scheduler.waiting and llm.scheduler.chunked is None
-    assert not llm.unfinished and not llm.texts
+    assert not llm.unfinished and not llm.texts and not llm.grammars._matchers
 
 
 def fuzz_once(default: LLM, seed: int, counts: Counter) -> None:
