@@ -14,6 +14,7 @@ from typing import Literal
 
 import jsonschema
 import pytest
+from smollm2 import smollm2_gguf  # noqa: F401
 from structured_schemas import CHECKPOINT, ENDINGS, run
 from test_engine import assert_empty, tokens_of
 
@@ -131,6 +132,18 @@ def test_a_pydantic_model_is_a_schema(llm):
     for seed in range(3):
         result = answer(llm, StructuredOutputsParams(json=Car), seed=seed, logit_bias=ENDINGS)
         Car.model_validate_json(result["text"])
+
+
+def test_a_real_model_reads_a_sentence_into_json(smollm2_gguf):  # noqa: F811
+    properties = {"city": {"type": "string", "maxLength": 20}, "in_europe": {"type": "boolean"}}
+    schema = {"type": "object", "properties": properties, "required": [*properties]}
+    wanted = StructuredOutputsParams(
+        json={**schema, "additionalProperties": False}, disable_any_whitespace=True
+    )
+    prompt = "Paris is the capital of France. The city of this sentence as JSON:\n"
+    with LLM(str(smollm2_gguf), device="cpu", num_kvcache_blocks=4) as llm:
+        [result] = llm.generate(prompt, SamplingParams(0, 40, structured_outputs=wanted), use_tqdm=False)
+    assert json.loads(result["text"])["city"] == "Paris"
 
 
 def test_random_schemas_get_answers_that_fit(llm):
