@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from nanovllm.checkpoints.model_config import ModelConfig
 
 ARCHITECTURES = {"qwen3": "Qwen3", "qwen2": "Qwen2", "llama": "Llama", "mistral": "Mistral"}
-ARCHITECTURES["qwen3_moe"] = "Qwen3Moe"
+ARCHITECTURES |= {"qwen3_moe": "Qwen3Moe", "gemma3": "Gemma3"}
 
 # The engine options under which results are compared: the same everywhere.
 EXACT = dict(device="cpu", dtype="float32", kvcache_block_size=16)
@@ -66,6 +66,7 @@ def make_tokenizer() -> transformers.PreTrainedTokenizerFast:
 
 # What an architecture has besides.
 OWN = {"mistral": dict(sliding_window=None, head_dim=16)}
+OWN["gemma3"] = dict(sliding_window=24, sliding_window_pattern=2, head_dim=16, query_pre_attn_scalar=24)
 OWN["qwen3_moe"] = dict(
     num_experts=8, num_experts_per_tok=3, moe_intermediate_size=32, norm_topk_prob=True, mlp_only_layers=[]
 )
@@ -73,12 +74,13 @@ OWN["qwen3_moe"] = dict(
 
 def make_config(architecture: str = "qwen3", **overrides) -> transformers.PretrainedConfig:
     settings = {**SMALL, **OWN.get(architecture, {}), **overrides}
-    return getattr(transformers, ARCHITECTURES[architecture] + "Config")(**settings)
+    name = "Gemma3TextConfig" if architecture == "gemma3" else ARCHITECTURES[architecture] + "Config"
+    return getattr(transformers, name)(**settings)
 
 
 def read_config(config: transformers.PretrainedConfig, **changes) -> ModelConfig:
     """What the engine makes of a config.json that transformers writes, with some fields changed."""
-    architecture = type(config).__name__.removesuffix("Config") + "ForCausalLM"
+    architecture = type(config).__name__.removesuffix("Config").removesuffix("Text") + "ForCausalLM"
     return ModelConfig.from_dict("a test", config.to_dict() | {"architectures": [architecture]} | changes)
 
 
@@ -152,6 +154,11 @@ def spell_rope(folder: Path, spelling: str) -> None:
     """
     config = json.loads((folder / "config.json").read_text())
     settings = dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
+    if "sliding_attention" in settings:  # by kind of layer
+        if spelling == "rope_parameters":
+            return
+        edit_json(folder / "config.json", rope_local_base_freq=settings["sliding_attention"]["rope_theta"])
+        settings = settings["full_attention"]
     theta = settings.pop("rope_theta", None) or config.get("rope_theta", 10000.0)
     rope_type = settings.pop("rope_type", "default")
     if spelling == "rope_parameters":

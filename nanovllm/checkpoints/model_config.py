@@ -9,13 +9,21 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from nanovllm.checkpoints.transformers_config import read_transformers_config
+from nanovllm.checkpoints.transformers_config import FULL, SLIDING, read_transformers_config
 from nanovllm.utils.validation import check_bool, shown
 
 # The architectures that are known, and which of their defaults are not those of all others.
-ARCHITECTURES = {"LlamaForCausalLM": {}, "Qwen2ForCausalLM": {}, "Qwen3ForCausalLM": {"head_dim": 128}}
+ARCHITECTURES: dict[str, dict[str, Any]] = {"LlamaForCausalLM": {}}
 ARCHITECTURES["MistralForCausalLM"] = {"sliding_window": 4096}
+ARCHITECTURES["Qwen2ForCausalLM"] = {
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+}
+ARCHITECTURES["Qwen3ForCausalLM"] = ARCHITECTURES["Qwen2ForCausalLM"] | {"head_dim": 128}
 ARCHITECTURES["Qwen3MoeForCausalLM"] = {
+    "use_sliding_window": False,
+    "sliding_window": 4096,
     "num_experts": 128,
     "num_experts_per_tok": 8,
     "moe_intermediate_size": 768,
@@ -23,8 +31,19 @@ ARCHITECTURES["Qwen3MoeForCausalLM"] = {
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
 }
+ARCHITECTURES["Gemma3ForCausalLM"] = {
+    "head_dim": 256,
+    "sliding_window": 4096,
+    "sliding_window_pattern": 6,
+    "rope_theta": 1e6,
+    "rope_local_base_freq": 1e4,
+    "query_pre_attn_scalar": 256,
+    "hidden_act": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+}
 # Settings that may have this value only.
-SUPPORTED = {"hidden_act": "silu", "use_sliding_window": False, "partial_rotary_factor": 1.0}
+SUPPORTED = {"partial_rotary_factor": 1.0, "final_logit_softcapping": None, "attn_logit_softcapping": None}
+SUPPORTED["use_bidirectional_attention"] = False
 FLAGS = ["attention_bias", "mlp_bias", "tie_word_embeddings"]
 SIZES = ["hidden_size", "intermediate_size", "vocab_size", "max_position_embeddings", "num_attention_heads"]
 # No real model comes near; without a limit, memory would run out first.
@@ -56,8 +75,9 @@ class ModelConfig:
     """
     Fields have the names of config.json. `architectures` are those whose classes here are to be used; without
     one transformers builds the model from `raw`, the file itself, and of all others only sizes count.
-    `rope_parameters` are all rotary settings, whichever way the file spells them, and `dtype` is None if the
-    file names none.
+    `rope_parameters` are all rotary settings, whichever way the file spells them, of layers without a window,
+    and `local_rope_parameters` those of the others. `windows` has of each layer to how many tokens it attends
+    (0: to all), and `dtype` is None if the file names none.
     """
 
     architectures: list[str]
@@ -75,6 +95,9 @@ class ModelConfig:
     tie_word_embeddings: bool
     dtype: str | None
     rope_parameters: dict[str, Any]
+    local_rope_parameters: dict[str, Any]
+    windows: tuple[int, ...]
+    query_pre_attn_scalar: float  # attention scores are divided by its root
     experts: ExpertsConfig | None  # None if each layer has an MLP
     quantization_config: dict[str, Any] | None  # as the file has it; None if weights are not quantised
     raw: dict[str, Any] = field(repr=False)
@@ -92,6 +115,17 @@ class ModelConfig:
         except ValueError as error:
             raise ValueError(f"{source}: {error}") from None
         return cls(**{field.name: values[field.name] for field in fields(cls)})
+
+    def window(self, layer: int) -> int:
+        """To how many tokens a layer attends; 0 if these are all that there can be."""
+        window = self.windows[layer]
+        return window if window < self.max_model_len else 0
+
+    @property
+    def tokens_in_reach(self) -> int:
+        """To how many tokens a token attends in any layer; 0: to all."""
+        windows = [*map(self.window, range(self.num_hidden_layers))]
+        return max(windows) if all(windows) else 0
 
 
 def _read(raw: dict[str, Any], model_impl: str) -> dict[str, Any]:
@@ -125,23 +159,24 @@ def _read(raw: dict[str, Any], model_impl: str) -> dict[str, Any]:
         raise ValueError(f"num_key_value_heads={kv_heads} must divide num_attention_heads={heads}")
     if head_dim % 2:
         raise ValueError(f"head_dim must be even, got {head_dim}")
-    rope_parameters = _read_rope_parameters(values)
-    for name, value in SUPPORTED.items():
+    _check_number("query_pre_attn_scalar", values.setdefault("query_pre_attn_scalar", head_dim), 1e-6, 1e15)
+    rope_parameters, local = (_read_rope_parameters(values, kind) for kind in (FULL, SLIDING))
+    activation = "hidden_activation" if "hidden_activation" in given else "hidden_act"
+    for name, value in (SUPPORTED | {activation: own.get("hidden_act", "silu")}).items():
         for settings in (given, rope_parameters):
             if settings.get(name, value) != value:
                 raise ValueError(f"{name} = {shown(settings[name])} is not supported")
-    layer_types = given.get("layer_types", [])
-    if not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types):
-        raise ValueError(f"layer_types must all be 'full_attention', got {shown(layer_types)}")
     quantization_config = given.get("quantization_config") or None
     if not isinstance(quantization_config, dict | type(None)):
         raise ValueError(f"quantization_config cannot be {shown(quantization_config)}")
     limit = _context_limit(rope_parameters, values["max_position_embeddings"])
-    if "sliding_window" in own:
-        limit = _within_window(raw.get("sliding_window", values["sliding_window"]), limit)
     dtype = given.get("dtype") or given.get("torch_dtype")  # the second is the older spelling
     dtype = str(dtype).removeprefix("torch.") if dtype else None
     values.update(architectures=architectures, rope_parameters=rope_parameters, dtype=dtype)
+    values["local_rope_parameters"] = local
+    values["windows"] = (
+        _read_windows(values, raw, own) if architectures else (0,) * values["num_hidden_layers"]
+    )
     values["quantization_config"] = quantization_config
     values["experts"] = _read_experts(values) if "num_experts" in own else None
     return values | {"context_limit": limit, "max_model_len": limit}
@@ -155,12 +190,27 @@ def _read_architectures(given: dict[str, Any]) -> list[str]:
     return [name for name in names if name in ARCHITECTURES]
 
 
-def _within_window(window: Any, positions: int) -> int:
-    """How many of these positions attend to all before them, if each attends to the last so many."""
-    if window is None:
-        return positions
-    _check_size("sliding_window", window)
-    return min(window, positions)
+def _read_windows(values: dict[str, Any], raw: dict[str, Any], own: dict[str, Any]) -> tuple[int, ...]:
+    """Of each layer, from `layer_types`, or from what takes its place in this architecture."""
+    num_layers, is_used = values["num_hidden_layers"], values.get("use_sliding_window", True)
+    check_bool(is_used, "use_sliding_window")
+    window = raw.get("sliding_window", own["sliding_window"]) if "sliding_window" in own else None
+    if not is_used or window is None:
+        window, kinds, allowed = 0, [FULL] * num_layers, [FULL]
+    else:
+        _check_size("sliding_window", window)
+        first, every = (
+            values[name] if name in own else 0 for name in ("max_window_layers", "sliding_window_pattern")
+        )
+        _check_number("max_window_layers", first, 0, MAX_SIZE)
+        _check_number("sliding_window_pattern", every, 0, MAX_SIZE)
+        has_window = [i >= first and not (every and (i + 1) % every == 0) for i in range(num_layers)]
+        kinds, allowed = [SLIDING if each else FULL for each in has_window], [FULL, SLIDING]
+    kinds = values.get("layer_types", kinds)
+    if not isinstance(kinds, list) or len(kinds) < num_layers or any(kind not in allowed for kind in kinds):
+        expected = " or ".join(map(repr, allowed))
+        raise ValueError(f"layer_types must be {expected} for each layer, got {shown(kinds)}")
+    return tuple(window if kind == SLIDING else 0 for kind in kinds)
 
 
 def _read_experts(values: dict[str, Any]) -> ExpertsConfig:
@@ -177,17 +227,26 @@ def _read_experts(values: dict[str, Any]) -> ExpertsConfig:
     return experts
 
 
-def _read_rope_parameters(values: dict[str, Any]) -> dict[str, Any]:
+def _read_rope_parameters(values: dict[str, Any], layer_type: str) -> dict[str, Any]:
     """
-    All rotary settings, from `rope_parameters` or `rope_theta` and `rope_scaling`. Raises ValueError unless
-    every angle will be a finite number, which the ranges ensure.
+    All rotary settings of one kind of layer, from `rope_parameters` (which may have them by kind) or
+    `rope_theta` and `rope_scaling`, beside which `rope_local_base_freq` is for layers with a window. Raises
+    ValueError unless every angle will be a finite number, which the ranges ensure.
     """
     settings = {"original_max_position_embeddings": values["max_position_embeddings"]}
-    settings["rope_theta"] = values.get("rope_theta", 10000.0)
+    has_kinds = "rope_local_base_freq" in values
+    is_local = has_kinds and layer_type == SLIDING
+    settings["rope_theta"] = values["rope_local_base_freq"] if is_local else values.get("rope_theta", 10000.0)
     for spelling in ("rope_scaling", "rope_parameters"):
         found = values.get(spelling, {})
         if not isinstance(found, dict):
             raise ValueError(f"{spelling} cannot be {shown(found)}")
+        if has_kinds and any(isinstance(value, dict) for value in found.values()):
+            found = found.get(layer_type) or {}
+            if not isinstance(found, dict):
+                raise ValueError(f"{spelling} of {layer_type!r} cannot be {shown(found)}")
+        elif is_local:
+            continue
         settings.update({name: value for name, value in found.items() if value is not None})
     if nested := [name for name, value in settings.items() if isinstance(value, dict)]:
         raise ValueError(f"rotary settings for one kind of layer ({nested[0]!r}) are not supported")

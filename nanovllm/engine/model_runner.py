@@ -93,9 +93,13 @@ class ModelRunner:
 
     @classmethod
     def without_weights(cls, config: Config, group: Group) -> "ModelRunner":
-        """On the CPU, for `launch_every_kernel`. Two layers launch all the kernels that there are."""
+        """
+        On the CPU, for `launch_every_kernel`. Two layers launch all the kernels that there are, if each kind
+        of window is among theirs.
+        """
         hf_config = config.hf_config
-        hf_config = replace(hf_config, num_hidden_layers=min(2, hf_config.num_hidden_layers))
+        windows = (*dict.fromkeys(hf_config.windows), *hf_config.windows)[:2]
+        hf_config = replace(hf_config, num_hidden_layers=min(2, hf_config.num_hidden_layers), windows=windows)
         runner = object.__new__(cls)
         runner.rank, runner.device = group.rank, torch.device("cpu")
         runner._build(config, hf_config, Group(group.rank, group.size))

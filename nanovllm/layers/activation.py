@@ -1,11 +1,11 @@
-"""SwiGLU's activation."""
+"""The activations of gated MLPs: SwiGLU's, and GeGLU's."""
 
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from nanovllm.kernels.activation import silu_and_mul
+from nanovllm.kernels.activation import gelu_and_mul, silu_and_mul
 from nanovllm.kernels.fp8_linear import QuantisedRows, Unscaled, silu_and_mul_quantise
 
 
@@ -14,6 +14,13 @@ class SiluAndMul(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return silu_and_mul(x)
+
+
+class GeluAndMul(nn.Module):
+    """x [..., 2 * width] -> gelu(first half) * second half, [..., width], with the approximation by tanh."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return gelu_and_mul(x)
 
 
 class Gates(NamedTuple):

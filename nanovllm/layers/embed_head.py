@@ -20,6 +20,8 @@ GATHER_WIDTH = 1024
 
 
 class VocabParallelEmbedding(nn.Module):
+    scale = 1.0  # of embeddings, rounded to their dtype
+
     def __init__(self, num_embeddings: int, embedding_dim: int):
         super().__init__()
         self.num_embeddings = num_embeddings
@@ -37,10 +39,13 @@ class VocabParallelEmbedding(nn.Module):
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """input_ids [tokens] -> [tokens, embedding_dim], complete on every rank."""
         if self.vocab_end - self.vocab_start == self.num_embeddings:
-            return F.embedding(input_ids, self.weight)
+            return self._scaled(F.embedding(input_ids, self.weight))
         mine = (input_ids >= self.vocab_start) & (input_ids < self.vocab_end)
         y = F.embedding((input_ids - self.vocab_start) * mine, self.weight) * mine.unsqueeze(1)
-        return self.group.all_reduce(y)
+        return self._scaled(self.group.all_reduce(y))
+
+    def _scaled(self, y: torch.Tensor) -> torch.Tensor:
+        return y if self.scale == 1 else y * torch.tensor(self.scale, dtype=y.dtype, device="cpu").item()
 
 
 class ParallelLMHead(VocabParallelEmbedding):

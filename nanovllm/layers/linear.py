@@ -235,26 +235,33 @@ class RowParallelLinear(LinearBase):
         columns = slice(group.rank * width, group.rank * width + width)
         super().__init__({None: Part((output_size, input_size), columns=columns)}, bias)
 
-    def add_to(self, stream: Stream, x: torch.Tensor | Gates, next_norm: RMSNorm) -> Stream:
+    def add_to(
+        self, stream: Stream, x: torch.Tensor | Gates, next_norm: RMSNorm, own_norm: RMSNorm | None = None
+    ) -> Stream:
         """
         The stream plus x @ weight.T + bias, summed over the ranks, in front of the next norm. x [tokens,
-        input features of this rank].
+        input features of this rank]. With a norm of its own the product is normalised before it is added.
         """
         bias = self.bias if self.group.rank == 0 else None
-        is_alone, uses_matvec = self.group.size == 1, self._uses_matvec(stream.x)
+        is_alone = self.group.size == 1 and own_norm is None  # nothing is done between product and addition
+        uses_matvec = self._uses_matvec(stream.x)
         group = None if uses_matvec else self.format.activation_group(stream.x)
         if group is not None:
             rows = x.quantised(group) if isinstance(x, Gates) else quantise(x, group)
             y = self.format.multiply(rows, bias, leave_scales=is_alone)
-            return Stream(stream.x, next_norm, added=y)
-        x = x.activated() if isinstance(x, Gates) else x
-        if uses_matvec and is_alone:
-            return Stream(self.format.matvec(x, bias, residual=stream.x), next_norm)
-        if self._is_fused(stream.x):
-            total, scaled, squares = fused_linear(
-                x, self.weight, bias, residual=stream.x, next_norm_weight=next_norm.weight
-            )
-            return Stream(total, next_norm, scaled, squares)
-        y = self.format.matvec(x, bias) if uses_matvec else self.format.multiply(x, bias)
+            if own_norm is None:
+                return Stream(stream.x, next_norm, added=y)
+        else:
+            x = x.activated() if isinstance(x, Gates) else x
+            if uses_matvec and is_alone:
+                return Stream(self.format.matvec(x, bias, residual=stream.x), next_norm)
+            if is_alone and self._is_fused(stream.x):
+                total, scaled, squares = fused_linear(
+                    x, self.weight, bias, residual=stream.x, next_norm_weight=next_norm.weight
+                )
+                return Stream(total, next_norm, scaled, squares)
+            y = self.format.matvec(x, bias) if uses_matvec else self.format.multiply(x, bias)
+        if own_norm is not None:
+            return Stream(stream.x + own_norm(self.group.all_reduce(y)), next_norm)
         normed, total = next_norm(y, stream.x)
         return Stream(total, next_norm, normed)

@@ -1,4 +1,4 @@
-"""Mistral: Llama without biases. Within its sliding window, if there is one, it attends to everything."""
+"""Mistral: Llama without biases, all of whose layers may attend to a window of tokens only."""
 
 from nanovllm.models.llama import LlamaForCausalLM
 

@@ -28,7 +28,7 @@ class Variant(NamedTuple):
 
 
 class Qwen3Attention(nn.Module):
-    def __init__(self, config: ModelConfig, variant: Variant, rotary_emb: RotaryEmbedding):
+    def __init__(self, config: ModelConfig, variant: Variant, rotary_emb: RotaryEmbedding, window: int):
         super().__init__()
         hidden_size, head_dim, num_heads = config.hidden_size, config.head_dim, config.num_attention_heads
         num_kv_heads = config.num_key_value_heads
@@ -37,7 +37,8 @@ class Qwen3Attention(nn.Module):
         self.q_norm = RMSNorm(head_dim, config.rms_norm_eps) if variant.qk_norm else None
         self.k_norm = RMSNorm(head_dim, config.rms_norm_eps) if variant.qk_norm else None
         self.rotary_emb = rotary_emb
-        self.attn = Attention(self.qkv_proj.num_heads, head_dim, head_dim**-0.5, self.qkv_proj.num_kv_heads)
+        sizes = head_dim, config.query_pre_attn_scalar**-0.5, self.qkv_proj.num_kv_heads
+        self.attn = Attention(self.qkv_proj.num_heads, *sizes, window=window)
 
     def forward(self, positions: torch.Tensor, stream: Stream, next_norm: RMSNorm) -> Stream:
         qkv = self.qkv_proj(stream)
@@ -61,9 +62,9 @@ class Qwen3MLP(nn.Module):
 
 
 class Qwen3DecoderLayer(nn.Module):
-    def __init__(self, config: ModelConfig, variant: Variant, rotary_emb: RotaryEmbedding, mlp: nn.Module):
+    def __init__(self, config: ModelConfig, self_attn: nn.Module, mlp: nn.Module):
         super().__init__()
-        self.self_attn = Qwen3Attention(config, variant, rotary_emb)
+        self.self_attn = self_attn
         self.mlp = mlp
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -75,11 +76,10 @@ class Qwen3DecoderLayer(nn.Module):
 
 
 class Qwen3Model(nn.Module):
-    def __init__(self, config: ModelConfig, variant: Variant, mlps: list[nn.Module]):
+    def __init__(self, config: ModelConfig, layers: list[nn.Module]):
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size)
-        rotary_emb = get_rope(config.head_dim, config.max_model_len, config.rope_parameters)
-        self.layers = nn.ModuleList(Qwen3DecoderLayer(config, variant, rotary_emb, mlp) for mlp in mlps)
+        self.layers = nn.ModuleList(layers)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -103,10 +103,20 @@ class Qwen3ForCausalLM(nn.Module):
         "up_proj": ("gate_up_proj", 1),
     }
 
+    layer_class = Qwen3DecoderLayer
+
     def __init__(self, config: ModelConfig):
         super().__init__()
-        mlps = [self.make_mlp(config, layer) for layer in range(config.num_hidden_layers)]
-        self.model = Qwen3Model(config, self.variant(config), mlps)
+        everywhere, local = config.rope_parameters, config.local_rope_parameters
+        rope = local_rope = get_rope(config.head_dim, config.max_model_len, everywhere)
+        if any(config.windows) and local != everywhere:
+            local_rope = get_rope(config.head_dim, config.max_model_len, local)
+        layers = []
+        for i in range(config.num_hidden_layers):
+            rotary_emb = local_rope if config.windows[i] else rope
+            self_attn = Qwen3Attention(config, self.variant(config), rotary_emb, config.window(i))
+            layers.append(self.layer_class(config, self_attn, self.make_mlp(config, i)))
+        self.model = Qwen3Model(config, layers)
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size)
         if config.tie_word_embeddings:
             self.lm_head.tie_to(self.model.embed_tokens)

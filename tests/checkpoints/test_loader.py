@@ -652,7 +652,7 @@ def test_a_damaged_config_is_an_error_naming_it(tmp_path, text):
         {"architectures": 7},
         {"hidden_act": "gelu"},
         {"quantization_config": 7},
-        {"use_sliding_window": True},
+        {"use_sliding_window": "yes"},
         {"partial_rotary_factor": 0.5},
         {"rope_parameters": {"partial_rotary_factor": 0.5}},
         {"layer_types": ["full_attention", "sliding_attention"]},

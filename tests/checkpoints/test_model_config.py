@@ -78,15 +78,81 @@ def test_impossible_experts_are_refused_by_name(name, value):
         ModelConfig.from_dict("config.json", MOE | {name: value})
 
 
-def test_mistrals_window_limits_the_context():
-    mistral = SMALL | {"architectures": ["MistralForCausalLM"], "max_position_embeddings": 5000}
-    limits = {None: 5000, 5001: 5000, 63: 63}
-    for window, limit in limits.items():
-        assert ModelConfig.from_dict("c", mistral | {"sliding_window": window}).context_limit == limit
-    assert ModelConfig.from_dict("c", mistral).context_limit == 4096  # what a file that says nothing means
-    for window in (0, "all", 64.0):
-        with pytest.raises(ValueError, match="config.json: sliding_window must be an integer from 1"):
-            ModelConfig.from_dict("config.json", mistral | {"sliding_window": window})
+def windows(architecture, **changes):
+    shape = SMALL | {"architectures": [f"{architecture}ForCausalLM"], "num_hidden_layers": 3}
+    return ModelConfig.from_dict("config.json", shape | changes)
+
+
+TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
+
+
+@pytest.mark.parametrize(
+    "architecture, changes, expected",
+    [
+        ("Llama", {"sliding_window": 7}, (0, 0, 0)),
+        ("Mistral", {}, (4096, 4096, 4096)),  # what a file that says nothing means
+        ("Mistral", {"sliding_window": None}, (0, 0, 0)),
+        ("Mistral", {"sliding_window": 7}, (7, 7, 7)),
+        ("Qwen2", {"sliding_window": 7, "max_window_layers": 1}, (0, 0, 0)),
+        ("Qwen2", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}, (0, 7, 7)),
+        ("Qwen3", {"use_sliding_window": True, "sliding_window": 7}, (0, 0, 0)),  # from layer 28 on
+        ("Qwen3", {"use_sliding_window": True, "sliding_window": 7, "layer_types": TYPES}, (7, 0, 7)),
+        ("Qwen3Moe", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2}, (7, 7, 7)),
+        ("Gemma3", {"sliding_window": 7, "sliding_window_pattern": 2}, (7, 0, 7)),
+        ("Gemma3", {"layer_types": TYPES}, (4096, 0, 4096)),
+    ],
+)
+def test_which_layers_have_a_window_is_read_in_every_spelling(architecture, changes, expected):
+    assert windows(architecture, **changes).windows == expected
+
+
+def test_a_window_as_long_as_the_context_is_none():
+    config = windows("Mistral", max_position_embeddings=5000)
+    assert (config.context_limit, config.window(0), config.tokens_in_reach) == (5000, 4096, 4096)
+    config = dataclasses.replace(config, max_model_len=4096)
+    assert (config.window(0), config.tokens_in_reach) == (0, 0)
+    mixed = windows("Gemma3", sliding_window=7, sliding_window_pattern=2)
+    assert (mixed.window(0), mixed.window(1), mixed.tokens_in_reach) == (7, 0, 0)
+
+
+@pytest.mark.parametrize(
+    "changes, name",
+    [
+        ({"sliding_window": 0}, "sliding_window"),
+        ({"sliding_window": "all"}, "sliding_window"),
+        ({"sliding_window": 64.0}, "sliding_window"),
+        ({"sliding_window_pattern": "6"}, "sliding_window_pattern"),
+        ({"layer_types": TYPES[:2]}, "layer_types"),
+        ({"layer_types": ["chunked_attention"] * 3}, "layer_types"),
+        ({"layer_types": [["full_attention"]] * 3}, "layer_types"),
+        ({"sliding_window": None, "layer_types": TYPES}, "layer_types"),
+        ({"query_pre_attn_scalar": 0}, "query_pre_attn_scalar"),
+        ({"rope_local_base_freq": 0}, "rope_theta"),
+        ({"rope_parameters": {"sliding_attention": {"rope_type": "magic"}}}, "magic"),
+        ({"rope_parameters": {"sliding_attention": {}, "full_attention": 7}}, "full_attention"),
+        ({"rope_parameters": {"sliding_attention": {"rope_theta": {}}}}, "rope_theta"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ({"hidden_activation": "silu"}, "hidden_activation"),
+    ],
+    ids=str,
+)
+def test_what_makes_no_windows_is_refused_by_name(changes, name):
+    with pytest.raises(ValueError, match=f"config.json: .*{name}"):
+        windows("Gemma3", **changes)
+
+
+def test_layers_with_a_window_have_rotary_settings_of_their_own():
+    scaling = {"rope_type": "linear", "factor": 8.0}
+    old = {"rope_theta": 5e5, "rope_local_base_freq": 2e4, "rope_scaling": scaling}
+    by_kind = {"full_attention": scaling | {"rope_theta": 5e5}, "sliding_attention": {"rope_theta": 2e4}}
+    for spelled in (old, {"rope_parameters": by_kind}):
+        config = windows("Gemma3", **spelled)
+        everywhere, local = config.rope_parameters, config.local_rope_parameters
+        assert (everywhere["rope_theta"], everywhere["factor"]) == (5e5, 8.0)
+        assert (local["rope_theta"], local["rope_type"]) == (2e4, "default")
+    config = windows("Gemma3")
+    assert (config.rope_parameters["rope_theta"], config.local_rope_parameters["rope_theta"]) == (1e6, 1e4)
 
 
 numbers = st.sampled_from([1e-6, 0.5, 1, 2, 2.0000001, 1e4, 2**24, 1e15]) | st.floats(1e-6, 1e15)
