@@ -241,6 +241,33 @@ def compressed(form: str, bits: int, strategy: str, dtype: torch.dtype = torch.b
     return Packer(config, pack, unpack, bits)
 
 
+# --- MXFP4 ---
+
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+def mxfp4() -> Packer:
+    """Of the experts of one matrix, [experts, in, out] as gpt-oss has them in floating point."""
+
+    def pack(weight: torch.Tensor) -> Tensors:
+        groups = weight.float().transpose(1, 2).unflatten(-1, (-1, 32))
+        exponents = (groups.abs().amax(-1) / 6).clamp_min(2**-100).log2().ceil()
+        values = groups / exponents.exp2()[..., None]
+        codes = (values[..., None] - E2M1).abs().argmin(-1).to(torch.uint8)
+        return {
+            "blocks": codes[..., ::2] | codes[..., 1::2] << 4,
+            "scales": (exponents + 127).to(torch.uint8),
+        }
+
+    def unpack(packed: Tensors) -> torch.Tensor:
+        codes = torch.stack((packed["blocks"] & 15, packed["blocks"] >> 4), -1).flatten(-2)
+        values = E2M1[codes.int()] * (packed["scales"].float() - 127).exp2()[..., None]
+        return values.flatten(-2).transpose(1, 2)
+
+    excepted = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    return Packer({"quant_method": "mxfp4", "modules_to_not_convert": excepted}, pack, unpack, bits=4)
+
+
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 PACKERS = {
     "fp8 block": fp8([128, 128]),
@@ -280,7 +307,13 @@ def quantise(
     packed, meant = {}, {}
     for name, value in tensors.items():
         layer = name.removesuffix(".weight")
-        if layer.rpartition(".")[2] not in QUANTISED or layer == name or layer.endswith(kept or (" ",)):
+        if name.endswith((".gate_up_proj", ".down_proj")):  # of all experts
+            parts = packer.pack(value)
+            packed |= {f"{name}_{end}": part for end, part in parts.items()}
+            meant[name] = packer.unpack(parts)
+            continue
+        is_other = layer.rpartition(".")[2] not in QUANTISED or layer == name
+        if is_other or layer.endswith(kept or (" ",)) or packer.config["quant_method"] == "mxfp4":
             packed[name] = meant[name] = value
             continue
         parts = packer.pack(value)

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from nanovllm.checkpoints.model_config import ModelConfig
 
 ARCHITECTURES = {"qwen3": "Qwen3", "qwen2": "Qwen2", "llama": "Llama", "mistral": "Mistral"}
-ARCHITECTURES |= {"qwen3_moe": "Qwen3Moe", "gemma3": "Gemma3"}
+ARCHITECTURES |= {"qwen3_moe": "Qwen3Moe", "gemma3": "Gemma3", "gpt_oss": "GptOss"}
 
 # The engine options under which results are compared: the same everywhere.
 EXACT = dict(device="cpu", dtype="float32", kvcache_block_size=16)
@@ -71,6 +71,10 @@ OWN["qwen3_moe"] = dict(
     num_experts=8, num_experts_per_tok=3, moe_intermediate_size=32, norm_topk_prob=True, mlp_only_layers=[]
 )
 
+OWN["gpt_oss"] = dict(
+    num_local_experts=4, num_experts_per_tok=2, intermediate_size=64, head_dim=16, sliding_window=24
+)
+
 
 def make_config(architecture: str = "qwen3", **overrides) -> transformers.PretrainedConfig:
     settings = {**SMALL, **OWN.get(architecture, {}), **overrides}
@@ -100,7 +104,7 @@ def make_checkpoint(
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter.uniform_(0.5, 1.5)
-            elif name.endswith("bias"):
+            elif name.endswith(("bias", "sinks")):
                 parameter.normal_(0, 0.3)
             else:
                 parameter.normal_(0, 0.15)

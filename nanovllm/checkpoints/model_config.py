@@ -41,9 +41,28 @@ ARCHITECTURES["Gemma3ForCausalLM"] = {
     "hidden_act": "gelu_pytorch_tanh",
     "tie_word_embeddings": True,
 }
+ARCHITECTURES["GptOssForCausalLM"] = {
+    "num_experts": 128,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": None,  # intermediate_size
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "rms_norm_eps": 1e-5,
+    "attention_bias": True,
+    "sliding_window": 128,
+    "sliding_window_pattern": 2,
+    "rope_theta": 150000.0,
+    "rope_scaling": {
+        "rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False,
+    },
+}  # fmt: skip
 # Settings that may have this value only.
 SUPPORTED = {"partial_rotary_factor": 1.0, "final_logit_softcapping": None, "attn_logit_softcapping": None}
 SUPPORTED["use_bidirectional_attention"] = False
+SUPPORTED |= {"swiglu_limit": 7.0, "swiglu_alpha": 1.702}
 FLAGS = ["attention_bias", "mlp_bias", "tie_word_embeddings"]
 SIZES = ["hidden_size", "intermediate_size", "vocab_size", "max_position_embeddings", "num_attention_heads"]
 # No real model comes near; without a limit, memory would run out first.
@@ -143,6 +162,8 @@ def _read(raw: dict[str, Any], model_impl: str) -> dict[str, Any]:
         except ValueError as error:
             raise ValueError(f"{error}; known without transformers: {', '.join(ARCHITECTURES)}") from None
     own = ARCHITECTURES[architectures[0]] if architectures else {}
+    if "rope_parameters" in given:  # takes the place of all settings
+        own = {name: value for name, value in own.items() if name != "rope_scaling"}
     values = {"rms_norm_eps": 1e-6} | dict.fromkeys(FLAGS, False) | own | given
     _check_number("rms_norm_eps", values["rms_norm_eps"], 0, 1)
     for name in FLAGS:
@@ -215,6 +236,8 @@ def _read_windows(values: dict[str, Any], raw: dict[str, Any], own: dict[str, An
 
 def _read_experts(values: dict[str, Any]) -> ExpertsConfig:
     values["num_experts"] = values.get("num_local_experts", values["num_experts"])  # the newer spelling
+    if values["moe_intermediate_size"] is None:
+        values["moe_intermediate_size"] = values["intermediate_size"]
     experts = ExpertsConfig(**{field.name: values[field.name] for field in fields(ExpertsConfig)})
     _check_size("num_experts", experts.num_experts, MAX_EXPERTS)
     _check_size("num_experts_per_tok", experts.num_experts_per_tok, experts.num_experts)

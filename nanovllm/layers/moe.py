@@ -20,7 +20,7 @@ from nanovllm.layers.quantization.plain import Plain
 from nanovllm.layers.quantization.scaled import Part, Scaled
 from nanovllm.layers.residual_stream import Stream
 from nanovllm.utils.context import get_context
-from nanovllm.utils.loader import StoredTensor
+from nanovllm.utils.loader import StoredTensor, default_weight_loader
 
 
 class MixtureOfExperts(nn.Module):
@@ -63,12 +63,18 @@ class Router(ReplicatedLinear):
 
 
 class Experts(nn.Module):
-    """The matrices of all experts. Checkpoints have three tensors for each expert."""
+    """
+    The matrices of all experts. Checkpoints have three tensors for each expert; with `linear` JointLinear
+    two for all, and as many biases. With `is_clamped` the activation is gpt-oss's.
+    """
 
-    def __init__(self, hidden_size: int, width: int, num_experts: int):
+    def __init__(
+        self, hidden_size: int, width: int, num_experts: int,
+        linear: "type[StackedLinear] | None" = None, bias: bool = False, is_clamped: bool = False,
+    ):  # fmt: skip
         super().__init__()
-        self.num_experts = num_experts
-        group = get_group()
+        self.num_experts, self.is_clamped = num_experts, is_clamped
+        self.group = group = get_group()
         share = divide(width, group.size)
         mine = slice(group.rank * share, group.rank * share + share)
         gates_and_ups, downs = {}, {}
@@ -78,11 +84,15 @@ class Experts(nn.Module):
                 gates_and_ups[f"{expert}.{name}"] = Part((width, hidden_size), mine, offset=offset)
             part = Part((hidden_size, width), columns=mine, offset=expert * hidden_size)
             downs[f"{expert}.down_proj"] = part
-        self.gate_up_proj, self.down_proj = StackedLinear(gates_and_ups), StackedLinear(downs)
+        linear = linear or StackedLinear
+        self.gate_up_proj, self.down_proj = linear(gates_and_ups, bias), linear(downs, bias)
 
     @property
     def weights(self) -> ExpertWeights:
-        return ExpertWeights(self.gate_up_proj.matrix, self.down_proj.matrix, self.num_experts)
+        """For kernels. Rank 0 alone adds the second bias."""
+        matrices = self.gate_up_proj.matrix, self.down_proj.matrix
+        biases = self.gate_up_proj.bias, self.down_proj.bias if self.group.rank == 0 else None
+        return ExpertWeights(*matrices, self.num_experts, *biases, self.is_clamped)
 
 
 class StackedLinear(LinearBase):
@@ -124,3 +134,44 @@ class StackedLinear(LinearBase):
 
 def _load(load: Any, part: Part, loaded_weight: torch.Tensor) -> None:
     load(loaded_weight, part)
+
+
+class JointLinear(StackedLinear):
+    """
+    `StackedLinear` of checkpoints that have one tensor for all experts, gates and ups in turn (gpt-oss's).
+    One in floating point has the inputs first.
+    """
+
+    def __init__(self, parts: dict[str, Part], bias: bool = False):
+        super().__init__(parts, bias)
+        if bias:
+            self.bias.weight_loader = None  # see `stored_tensors`
+
+    def names_in_checkpoint(self, name: str, merged: dict[str, list[str]]) -> list[str]:
+        return [name]
+
+    def stored_tensors(self, name: str) -> dict[str, StoredTensor]:
+        stored = {"weight": StoredTensor(self.format.load)} if self.is_plain else self.format.stored
+        if unknown := stored.keys() - {"weight", "blocks", "scales"}:
+            raise ValueError(f"quantised weights of joint experts with {min(unknown)} are not supported")
+        if self.bias is not None:
+            stored = stored | {"bias": StoredTensor(self._load_bias)}
+        return {
+            name if inner == "weight" else f"{name}_{inner}": each._replace(
+                load=functools.partial(self._load_each, each.load, inner == "weight")
+            )
+            for inner, each in stored.items()
+        }
+
+    def _load_each(self, load: Any, is_transposed: bool, loaded_weight: Any) -> None:
+        """Take the experts' parts out of the tensor of all."""
+        per_expert = sum(name.startswith("0.") for name in self.parts)
+        if loaded_weight.shape[0] != len(self.parts) // per_expert:
+            raise ValueError(f"holds {loaded_weight.shape[0]} experts, not {len(self.parts) // per_expert}")
+        for number, part in enumerate(self.parts.values()):
+            matrix = loaded_weight[number // per_expert]
+            matrix = matrix.t() if is_transposed else matrix
+            load(matrix[number % per_expert :: per_expert], part)
+
+    def _load_bias(self, loaded_weight: torch.Tensor, part: Part) -> None:
+        default_weight_loader(self.bias.data[part.place], loaded_weight, part.rows, part.shape[:1])

@@ -10,6 +10,7 @@ from nanovllm.layers.embed_head import ParallelLMHead
 from nanovllm.layers.linear import LinearBase, assign_formats, without_formats
 from nanovllm.layers.quantization import read_scheme
 from nanovllm.models.gemma3 import Gemma3ForCausalLM
+from nanovllm.models.gpt_oss import GptOssForCausalLM
 from nanovllm.models.llama import LlamaForCausalLM
 from nanovllm.models.mistral import MistralForCausalLM
 from nanovllm.models.qwen2 import Qwen2ForCausalLM
@@ -18,7 +19,7 @@ from nanovllm.models.qwen3_moe import Qwen3MoeForCausalLM
 from nanovllm.models.transformers_model import TransformersForCausalLM
 
 CLASSES = LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM
-CLASSES += (Gemma3ForCausalLM,)
+CLASSES += Gemma3ForCausalLM, GptOssForCausalLM
 MODELS = {model.__name__: model for model in CLASSES}
 
 

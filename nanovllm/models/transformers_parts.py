@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from nanovllm.kernels.experts import ExpertWeights
 from nanovllm.kernels.moe import run_experts
 from nanovllm.kernels.router import Chosen
 from nanovllm.layers.attention import Attention
@@ -108,8 +109,9 @@ def compute_experts(
         return torch.empty_like(hidden_states)
     if is_swiglu(module):
         chosen = Chosen(experts.int().contiguous(), weights.float().contiguous())
-        matrices = module.gate_up_proj, module.down_proj
-        return run_experts(hidden_states, *matrices, chosen, get_context().is_prefill).sum(1)
+        matrices = (each.flatten(0, 1) for each in (module.gate_up_proj, module.down_proj))
+        weights = ExpertWeights(*matrices, len(module.down_proj))
+        return run_experts(hidden_states, weights, chosen, get_context().is_prefill).sum(1)
     from transformers.integrations.moe import grouped_mm_experts_forward
 
     return grouped_mm_experts_forward(module, hidden_states, experts, weights)

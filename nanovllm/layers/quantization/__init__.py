@@ -10,6 +10,7 @@ from nanovllm.layers.quantization.compressed_tensors import read_compressed_tens
 from nanovllm.layers.quantization.fp8 import make_fp8, read_fp8
 from nanovllm.layers.quantization.gguf import read_gguf
 from nanovllm.layers.quantization.int4 import make_int4, read_awq, read_gptq
+from nanovllm.layers.quantization.mxfp4 import read_mxfp4
 from nanovllm.layers.quantization.scheme import Scheme, choose
 
 # From the `quant_method` of a checkpoint's `quantization_config` to what reads the rest of it.
@@ -20,6 +21,7 @@ READERS = {
     "auto-round": read_gptq,
     "awq": read_awq,
     "gguf": read_gguf,
+    "mxfp4": read_mxfp4,
 }
 # From the option `quantization` to what is made of weights that are not quantised.
 MAKERS = {"fp8": make_fp8, "int4": make_int4}
