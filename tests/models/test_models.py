@@ -102,6 +102,13 @@ def describe(architecture: str, number: int) -> tuple[dict, str]:
             decoder_sparse_step=1 + (number // 4) % 2,
             mlp_only_layers=[0] if number % 3 == 1 else [],
         )
+    if architecture == "gpt_oss":
+        settings.update(
+            num_local_experts=pick.choice([2, 4, 7]),
+            num_experts_per_tok=1 + number % 2,
+            sliding_window=pick.choice([5, 16, 40]),
+            layer_types=None,
+        )
     if rope := ROPES[number % len(ROPES)]:
         # transformers 5.23 looks for `truncate` beside the kinds of layers, where no file has it.
         left_out = {"truncate"} if architecture == "gemma3" else set()
