@@ -104,13 +104,15 @@ def _choose_kernel(
     # NaN too becomes a number: whatever the logits, a token gets experts that exist, and each of them once.
     value = tl.where(value > LOWEST, value, LOWEST)
     value = tl.where(expert < EXPERTS, value, float("-inf"))
-    scores = value
+    BY_LOGITS: tl.constexpr = not SIGMOID and GROUPS == 1 and correction is None
     if SIGMOID:
         scores = 1.0 / (1.0 + tl.exp(-value))
     else:
-        scores = tl.exp(value - tl.max(value, axis=1)[:, None])
-        scores /= tl.sum(scores, axis=1)[:, None]
-    if SIGMOID or GROUPS > 1 or correction is not None:
+        peak = tl.max(value, axis=1)
+        scores = tl.exp(value - peak[:, None])
+        total = tl.sum(scores, axis=1)
+        scores /= total[:, None]
+    if not BY_LOGITS:
         value = scores
     if correction is not None:
         value += tl.load(correction + expert, mask=expert < EXPERTS, other=0.0).to(tl.float32)
@@ -121,12 +123,12 @@ def _choose_kernel(
         quality = tl.full([ROWS, EXPERTS_PAD], float("-inf"), tl.float32)  # of a group, at its first expert
         for group in tl.static_range(GROUPS):
             inside = tl.where(expert // SIZE == group, value, float("-inf"))
-            total = tl.zeros([ROWS], tl.float32)
+            best = tl.zeros([ROWS], tl.float32)
             for _ in tl.static_range(BEST):
                 highest, index = tl.max(inside, axis=1, return_indices=True)
-                total += highest
+                best += highest
                 inside = tl.where(expert == index[:, None], float("-inf"), inside)
-            quality = tl.where(expert == group * SIZE, total[:, None], quality)
+            quality = tl.where(expert == group * SIZE, best[:, None], quality)
         for _ in tl.static_range(TOP_GROUPS):
             highest, index = tl.max(quality, axis=1, return_indices=True)
             is_allowed = is_allowed | (expert // SIZE == index[:, None] // SIZE)
@@ -139,7 +141,11 @@ def _choose_kernel(
         highest, index = tl.max(value, axis=1, return_indices=True)  # of equal ones the first
         is_it = expert == index[:, None]
         chosen = tl.where(place == k, index[:, None], chosen)
-        share = tl.where(place == k, tl.sum(tl.where(is_it, scores, 0.0), axis=1)[:, None], share)
+        if BY_LOGITS:
+            score = tl.exp(highest - peak) / total
+        else:
+            score = tl.sum(tl.where(is_it, scores, 0.0), axis=1)
+        share = tl.where(place == k, score[:, None], share)
         value = tl.where(is_it, float("-inf"), value)
     if NORMALISE:
         share /= tl.sum(share, axis=1)[:, None] + TINY_SUM

@@ -3,6 +3,9 @@
 As in test_kernels.py, the Triton kernels run through Triton's interpreter in a child process, and on a GPU.
 """
 
+import importlib
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -117,6 +120,69 @@ def test_whatever_the_logits_a_token_gets_different_experts_that_exist(device, v
     experts = router.choose_experts(logits, Routing(5, True)).experts
     for row in experts.tolist():
         assert len(set(row)) == 5 and set(row) <= set(range(6))
+
+
+# transformers' routers: name of the model and the class, its settings, and the same as a routing. Whether
+# scores are corrected for the choice.
+GROUPS = dict(n_group=4, topk_group=2, routed_scaling_factor=2.5, norm_topk_prob=True)
+ROUTERS = {
+    "softmax": ("mixtral", "MixtralTopKRouter", {}, Routing(3), None),
+    "softmax, not normalised": (
+        "olmoe", "OlmoeTopKRouter", {"norm_topk_prob": False}, Routing(3, False), None
+    ),
+    "softmax of the chosen": ("gpt_oss", "GptOssTopKRouter", {}, Routing(3), None),
+    "sigmoid in groups": (
+        "glm4_moe", "Glm4MoeTopkRouter", GROUPS,
+        Routing(3, True, True, 4, 2, factor=2.5), "e_score_correction_bias",
+    ),
+    "sigmoid in one group": (
+        "glm4_moe", "Glm4MoeTopkRouter", GROUPS | dict(n_group=1, topk_group=1, norm_topk_prob=False),
+        Routing(3, False, True, factor=2.5), "e_score_correction_bias",
+    ),
+    "softmax in groups": (
+        "deepseek_v2", "DeepseekV2TopkRouter", GROUPS | dict(topk_method="group_limited_greedy"),
+        Routing(3, False, False, 4, 2, best_of_group=1, factor=2.5), None,
+    ),
+    "softmax, corrected": (
+        "ernie4_5_moe", "Ernie4_5_MoeTopKRouter", dict(moe_norm_min=1e-12), Routing(3),
+        "moe_statics.e_score_correction_bias",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_experts_are_chosen_as_by_transformers_routers(name):
+    family, kind, settings, routing, corrected = ROUTERS[name]
+    module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    sizes = dict(num_experts_per_tok=3, num_experts=16, num_local_experts=16, hidden_size=24)
+    theirs = getattr(module, kind)(SimpleNamespace(**sizes, **settings)).float()
+    values = {**dict(theirs.named_parameters()), **dict(theirs.named_buffers())}
+    for value in values.values():
+        value.data.normal_()
+    correction = None
+    if corrected:
+        correction = values[corrected].data.mul_(0.1).flatten()
+    logits, weights, experts = theirs(torch.randn(50, 24))
+    got = router.choose_experts_torch(logits, routing, correction)
+    dense = [torch.zeros(50, 16, dtype=torch.float32) for _ in range(2)]
+    dense[0].scatter_(1, got.experts.long(), got.weights)
+    dense[1].scatter_(1, experts, weights.detach().float())
+    torch.testing.assert_close(*dense)
+    if name != "softmax of the chosen" and correction is None and routing.num_groups == 1:
+        assert torch.equal(got.experts.long(), experts)
+
+
+@on_devices
+@pytest.mark.parametrize("name", ROUTERS)
+def test_every_routing_matches_its_twin_and_takes_the_first_of_equal_ones(device, name):
+    *_, routing, corrected = ROUTERS[name]
+    for rows, num_experts in on(device, [(1, 16), (7, 16), (300, 160)], [(5, 16)]):
+        logits = torch.randint(-2, 3, (rows, num_experts), device=device).float()
+        correction = torch.randint(2, (num_experts,), device=device) / 4 if corrected else None
+        got = router.choose_experts(logits, routing, correction)
+        expected = router.choose_experts_torch(logits, routing, correction)
+        assert torch.equal(got.experts, expected.experts)
+        torch.testing.assert_close(got.weights, expected.weights)
 
 
 # The experts' products
