@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from quantised_checkpoints import PACKERS, quantise
+from quantised_checkpoints import PACKERS, mxfp4, quantise
 from test_gpu import GREEDY, make_prompts
 
 from nanovllm import LLM
@@ -25,6 +25,10 @@ QUANTISED = [
     ("gptq, ordered", "qwen3", 512),
     ("gptq, one group", "qwen3", 512),
     ("awq", "qwen2", 512),
+    *((name, "qwen3_moe", 512) for name in ("fp8 block", "float channel", "int channel", "pack 4", "awq")),
+    ("fp8 tensor", "qwen3_moe", 192),
+    ("mxfp4", "gpt_oss", 512),
+    ("mxfp4", "gpt_oss", 192),
 ]
 BATCHES = 1, 2, 20, 40
 
@@ -94,9 +98,12 @@ def test_quantised_weights_answer_as_transformers_does_with_the_unpacked_ones(
     tmp_path, name, architecture, size, overlap
 ):
     sizes = dict(hidden_size=size, intermediate_size=size, head_dim=64, num_attention_heads=4)
+    if architecture == "qwen3_moe":
+        sizes["moe_intermediate_size"] = size // 2
     floats = make_checkpoint(tmp_path / "floats", architecture, seed=6, **sizes, num_key_value_heads=2)
     reference = tmp_path / "reference"
-    folder = str(quantise(floats, tmp_path / "packed", PACKERS[name], reference))
+    packer = (PACKERS | {"mxfp4": mxfp4()})[name]
+    folder = str(quantise(floats, tmp_path / "packed", packer, reference))
     prompts = make_prompts(40)
     caches = {} if overlap else {"kv_cache_dtype": "int8", "enforce_eager": True}
     with LLM(folder, dtype="bfloat16", max_num_seqs=40, **caches) as llm:
