@@ -122,10 +122,9 @@ class ModelRunner:
         self.kv_cache = KVCache(config, layers, self.device)
         self.rows = DeviceRows(RowLayout(config), self.device)
         # The torch twins of the attention kernels read numbers on the host.
-        reads = config.attention_backend == "torch" or not HAVE_TRITON
-        is_eager = config.enforce_eager or self.device.type != "cuda" or reads
+        reads = config.attention_backend == "torch" or not HAVE_TRITON or self.device.type != "cuda"
         self.graph_sizes = get_graph_sizes(config.max_num_seqs)
-        self.graphs = None if is_eager else CudaGraphs(self.device)
+        self.graphs = None if config.enforce_eager or reads else CudaGraphs(self.device)
         self.undrawn: Callable[[], StepOutput] | None = None  # the rest of a step that waits for masks
 
     def on_device(self) -> contextlib.AbstractContextManager:

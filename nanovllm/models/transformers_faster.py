@@ -19,6 +19,7 @@ from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import LinearBase
 from nanovllm.layers.quantization.scaled import Part
 from nanovllm.layers.rotary_embedding import RotaryEmbedding, apply_rotary_emb
+from nanovllm.models.transformers_ranks import part_of
 
 ROTATE = "apply_rotary_pos_emb"  # the name that the function has in transformers
 GATED = ["gate_proj.weight", "up_proj.weight", "down_proj.weight"]
@@ -27,25 +28,36 @@ PACKED = {"gate_proj": ("gate_and_up", 0), "up_proj": ("gate_and_up", 1)}
 
 
 class Linear(LinearBase):
-    """For input of any number of dimensions. Not split: every rank holds all of it."""
+    """For input of any number of dimensions. `is_part`: the ranks' products have to be summed up."""
+
+    def __init__(self, parts: dict[Any, Part], bias: bool = False, is_part: bool = False):
+        super().__init__(parts, bias)
+        self.is_part = is_part
 
     def forward(self, x: torch.Tensor, silu_and_mul: bool = False) -> torch.Tensor:
         """With silu_and_mul the first half of the product are gates, the second is what they multiply."""
         rows = x.reshape(-1, x.shape[-1])
+        bias = self.bias if self.group.rank == 0 or not self.is_part else None
         if self._uses_matvec(rows):
-            y = self.format.matvec(rows, self.bias, silu_and_mul=silu_and_mul)
+            y = self.format.matvec(rows, bias, silu_and_mul=silu_and_mul)
         else:
-            y = self.format.multiply(rows, self.bias)
+            y = self.format.multiply(rows, bias)
             y = SiluAndMul()(y) if silu_and_mul else y
+        y = self.group.all_reduce(y) if self.is_part else y
         return y.view(*x.shape[:-1], -1)
 
 
+def linear_like(module: nn.Linear) -> Linear:
+    is_part = getattr(module, "cut", None) == "rowwise"
+    return Linear({None: part_of(module)}, module.bias is not None, is_part)
+
+
 class GatedMLP(nn.Module):
-    def __init__(self, hidden_size: int, width: int):
+    def __init__(self, gate: nn.Linear, up: nn.Linear, down: nn.Linear):
         super().__init__()
-        gates, ups = Part((width, hidden_size)), Part((width, hidden_size), offset=width)
-        self.gate_and_up = Linear({0: gates, 1: ups})
-        self.down_proj = Linear({None: Part((hidden_size, width))})
+        gates = part_of(gate)
+        self.gate_and_up = Linear({0: gates, 1: part_of(up, offset=gates.size[0])})
+        self.down_proj = linear_like(down)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down_proj(self.gate_and_up(x, silu_and_mul=True))
@@ -54,7 +66,7 @@ class GatedMLP(nn.Module):
 def replacement(module: nn.Module) -> nn.Module | None:
     """What computes the same as a module that needs no memory yet; None if nothing is known that does."""
     if type(module) is nn.Linear:
-        return Linear({None: Part((module.out_features, module.in_features))}, module.bias is not None)
+        return linear_like(module)
     shapes = {name: tuple(param.shape) for name, param in module.named_parameters()}
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if [*shapes] == ["weight"] and len(shapes["weight"]) == 1 and isinstance(eps, float):
@@ -67,7 +79,7 @@ def replacement(module: nn.Module) -> nn.Module | None:
         gate, up, down = weights
         expected = F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
         if _computes(module, dict(zip(GATED, weights, strict=True)), x, expected):
-            return GatedMLP(*shapes["down_proj.weight"])
+            return GatedMLP(module.gate_proj, module.up_proj, module.down_proj)
     return None
 
 

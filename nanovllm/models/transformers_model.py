@@ -21,6 +21,7 @@ from nanovllm.distributed.group import get_group
 from nanovllm.layers.attention import Attention
 from nanovllm.models.transformers_faster import PACKED, GatedMLP, leave_rotations, replacement
 from nanovllm.models.transformers_parts import NAME, register
+from nanovllm.models.transformers_ranks import cut_modules
 from nanovllm.models.transformers_weights import converted
 from nanovllm.utils.context import get_context
 from nanovllm.utils.loader import find_places
@@ -33,8 +34,6 @@ class TransformersForCausalLM(nn.Module):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        if get_group().size > 1:
-            raise ValueError("tensor_parallel_size must be 1 for an architecture that transformers builds")
         model = build(config)
         self._model = (model,)  # not a child, or its parameters would have other names
         self._base = (model.base_model,)
@@ -127,6 +126,7 @@ def give_memory(model: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
                     made[param] = nn.Parameter(
                         torch.empty(param.shape, dtype=param.dtype), requires_grad=False
                     )
+                    vars(made[param]).update(vars(param))  # how a part of it is loaded
                 setattr(module, name, made[param])
     return made
 
@@ -141,19 +141,21 @@ def fix_rotations(model: nn.Module) -> None:
 
 def try_out(base: Any, num_layers: int) -> list[Attention]:
     """
-    The attention of each layer, as it asks for it on the meta device. Raises ValueError if a layer has none,
-    or depends on data.
+    The attention of each layer on this rank, as it asks for it on the meta device. Raises ValueError if a
+    layer has none, or depends on data.
     """
     name = type(base).__name__
+    shares = cut_modules(base)
     buffers = {name: buffer.to("meta") for name, buffer in base.named_buffers()}
     tokens = torch.zeros(1, 2, dtype=torch.int64, device="meta")
     inputs = {"input_ids": tokens, "position_ids": tokens, "attention_mask": tokens, "use_cache": False}
     try:
-        torch.func.functional_call(base, buffers, (), inputs)
+        torch.func.functional_call(base, buffers | shares, (), inputs)
     except ValueError:
         raise
     except Exception as error:
-        raise ValueError(f"{name} is not supported: {error!r:.300}") from error
+        ranks = f" with tensor_parallel_size={get_group().size}" if shares else ""
+        raise ValueError(f"{name} is not supported{ranks}: {error!r:.300}") from error
     found = [
         vars(module)["nano_vllm_attention"]
         for module in base.modules()

@@ -17,6 +17,7 @@ from nanovllm.kernels.moe import run_experts
 from nanovllm.kernels.router import Chosen
 from nanovllm.layers.attention import Attention
 from nanovllm.models.transformers_faster import hands_over_rotation, rotate_again
+from nanovllm.models.transformers_ranks import sum_over_ranks
 from nanovllm.utils.context import get_context
 
 NAME = "nano_vllm"  # of the functions
@@ -110,11 +111,13 @@ def compute_experts(
     if is_swiglu(module):
         chosen = Chosen(experts.int().contiguous(), weights.float().contiguous())
         matrices = (each.flatten(0, 1) for each in (module.gate_up_proj, module.down_proj))
-        weights = ExpertWeights(*matrices, len(module.down_proj))
-        return run_experts(hidden_states, weights, chosen, get_context().is_prefill).sum(1)
-    from transformers.integrations.moe import grouped_mm_experts_forward
+        stacked = ExpertWeights(*matrices, len(module.down_proj))
+        y = run_experts(hidden_states, stacked, chosen, get_context().is_prefill).sum(1)
+    else:
+        from transformers.integrations.moe import grouped_mm_experts_forward
 
-    return grouped_mm_experts_forward(module, hidden_states, experts, weights)
+        y = grouped_mm_experts_forward(module, hidden_states, experts, weights)
+    return sum_over_ranks(module, y)
 
 
 def is_swiglu(module: nn.Module) -> bool:

@@ -192,6 +192,19 @@ def test_transformers_reads_the_shapes_that_benchmarks_name():
     assert transformers_config(theirs.raw).rope_parameters["rope_theta"] == 1e6
 
 
-def test_ranks_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="tensor_parallel_size must be 1"):
-        LLM(str(make("olmo", tmp_path)), **EXACT, tensor_parallel_size=2)
+@pytest.mark.parametrize("kind", ["phi", "mixtral", "deepseek_v2", "glm"])
+def test_ranks_have_parts_of_what_transformers_builds(tmp_path, kind):
+    assert_answers_as_transformers(make(kind, tmp_path), tensor_parallel_size=2)
+
+
+@pytest.mark.parametrize(
+    "kind, message",
+    [
+        ("stablelm", "StableLmModel has no plan to split it"),
+        ("granite_swa", "tensor_parallel_size must be 1: layers.0.self_attn"),
+        ("phi3", "Phi3Model has no plan to split it"),
+    ],
+)
+def test_what_ranks_cannot_have_parts_of_is_refused(tmp_path, kind, message):
+    with pytest.raises(ValueError, match=message):
+        LLM(str(make(kind, tmp_path)), **EXACT, tensor_parallel_size=2)
