@@ -73,6 +73,6 @@ class KVCache:
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """On a CPU the memory is only mapped: it takes room page by page as it is written."""
-    if device.type != "cpu" or 0 in shape:
+    if device.type != "cpu" or 0 in shape:  # of no bytes there are no other views
         return torch.zeros(shape, dtype=dtype, device=device)
     return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
