@@ -24,6 +24,15 @@ LATENT = dict(num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=16, v_head_dim
 LATENT |= dict(qk_nope_head_dim=8, qk_rope_head_dim=8, n_group=2, topk_group=1, first_k_dense_replace=1)
 CHANGES = dict.fromkeys("deepseek_v2 deepseek_v3 glm4_moe_lite axk1 minicpm3".split(), LATENT)
 CHANGES["youtu"] = LATENT | {"pad_token_id": None}  # a row of whose embedding transformers clears
+CHANGES["gemma4_text"] = dict(
+    vocab_size_per_layer_input=320,
+    hidden_size_per_layer_input=16,
+    head_dim=16,
+    global_head_dim=32,
+    num_hidden_layers=4,
+    num_kv_shared_layers=2,
+    layer_types=["sliding_attention", "full_attention"] * 2,
+)
 CHANGES |= dict.fromkeys("hunyuan_v1_dense hunyuan_v1_moe ministral dots1 helium".split(), {"head_dim": 16})
 
 

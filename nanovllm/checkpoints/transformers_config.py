@@ -12,9 +12,9 @@ from nanovllm.utils.validation import shown
 VERIFIED = (
     "afmoe apertus arcee aria_text axk1 biogpt bitnet cohere cohere2 cohere2_moe ctrl cwm deepseek_v2 "
     "deepseek_v3 dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo flint gemma gemma2 gemma3_text "
-    "glm glm4 glm4_moe glm4_moe_lite gpt-sw3 gpt2 gpt_bigcode gpt_neox gpt_oss granite granite_swa "
-    "granitemoe granitemoe_swa granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax "
-    "internlm3 iquestcoder jais2 kolibri1 laguna llama mellum minicpm3 minimax_m2 "
+    "gemma4_text glm glm4 glm4_moe glm4_moe_lite gpt-sw3 gpt2 gpt_bigcode gpt_neox gpt_oss granite "
+    "granite_swa granitemoe granitemoe_swa granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 "
+    "hyperclovax internlm3 iquestcoder jais2 kolibri1 laguna llama mellum mimo_v2_flash minicpm3 minimax_m2 "
     "ministral ministral3 mistral mixtral modernbert-decoder nanochat nemotron olmo olmo2 olmo3 olmoe opt "
     "persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open stablelm "
     "starcoder2 vaultgemma youtu"
@@ -51,6 +51,7 @@ def read_transformers_config(raw: dict[str, Any]) -> dict[str, Any]:
     run.
     """
     config = transformers_config(raw)
+    config.allow_global_per_layer_attribute_access = True  # sizes that layers may differ from
     heads = _size(config, "num_attention_heads")
     found = {"hidden_size": _size(config, "hidden_size"), "vocab_size": _size(config, "vocab_size")}
     found |= {"num_attention_heads": heads, "num_hidden_layers": _size(config, "num_hidden_layers")}

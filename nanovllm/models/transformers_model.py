@@ -212,6 +212,6 @@ class Given(nn.Module):
         from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
         class Output(BaseModelOutputWithPastAndCrossAttentions):
-            router_logits = None  # which heads of mixtures of experts ask for
+            router_logits = shared_kv_states = None  # which some heads ask for
 
         return Output(last_hidden_state=self.hidden_states)

@@ -14,6 +14,7 @@ from torch import nn
 
 from nanovllm.kernels.experts import ExpertWeights
 from nanovllm.kernels.moe import run_experts
+from nanovllm.kernels.moe_matvec import can_use_few, run_experts_few
 from nanovllm.kernels.router import Chosen
 from nanovllm.layers.attention import Attention
 from nanovllm.models.transformers_faster import hands_over_rotation, rotate_again
@@ -111,8 +112,11 @@ def compute_experts(
     if is_swiglu(module):
         chosen = Chosen(experts.int().contiguous(), weights.float().contiguous())
         matrices = (each.flatten(0, 1) for each in (module.gate_up_proj, module.down_proj))
-        stacked = ExpertWeights(*matrices, len(module.down_proj))
-        y = run_experts(hidden_states, stacked, chosen, get_context().is_prefill).sum(1)
+        stacked, is_prefill = ExpertWeights(*matrices, len(module.down_proj)), get_context().is_prefill
+        if is_prefill or not can_use_few(hidden_states, stacked):
+            y = run_experts(hidden_states, stacked, chosen, is_prefill).sum(1)
+        else:
+            y = run_experts_few(hidden_states, stacked, chosen)
     else:
         from transformers.integrations.moe import grouped_mm_experts_forward
 
