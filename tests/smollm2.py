@@ -44,5 +44,6 @@ def smollm2_folder(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory)
         "dtype": "bfloat16",
         "eos_token_id": list(checkpoint.eos_token_ids(tokenizer)),
     }
+    del raw["quantization_config"]
     (folder / "config.json").write_text(json.dumps(raw))
     return folder
