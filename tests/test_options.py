@@ -182,8 +182,8 @@ def test_overrides_are_read_as_if_config_json_had_them(tmp_path, folder):
     with LLM(folder, **OPTIONS, hf_overrides=overrides) as llm, LLM(edited, **OPTIONS) as expected:
         assert llm.config.max_model_len == 100
         assert tokens(llm) == tokens(expected)
-    with LLM(folder, **OPTIONS, hf_overrides={}, tensor_parallel_size=2) as llm:
-        assert llm.config.max_model_len == 512
+        with LLM(folder, **OPTIONS, hf_overrides=overrides, tensor_parallel_size=2) as two:
+            assert tokens(two) == tokens(expected)
 
 
 def test_overrides_need_a_config_json():
