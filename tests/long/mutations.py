@@ -318,7 +318,7 @@ MUTATIONS = [
         ("if num_deaths == MAX_DEATHS:", "if False:"),
         ("if member in self.members:", "if True:"),
         ("Work(line, MAX_ATTEMPTS - 1) for line", "Work(line, 0) for line"),
-        ("        except EngineDeadError:\n            raise\n", ""),
+        ("                raise result\n", "                pass\n"),
     ),
     *mutations_of(
         "nanovllm/kernels/decode_inputs",
