@@ -48,8 +48,8 @@ def resident_bytes() -> int:
 def test_a_cpu_has_memory_for_what_is_written_only(folder):
     before = resident_bytes()
     with LLM(folder, device="cpu", dtype="float32") as llm:
-        cache = llm.model_runner.kv_cache
-        assert cache.pages.nbytes > 0.99 * CPU_KV_CACHE_BYTES
+        [pages] = llm.model_runner.kv_cache.pages
+        assert pages.nbytes > 0.99 * CPU_KV_CACHE_BYTES
         llm.generate([[1] * 300], SamplingParams(0, 4, True), use_tqdm=False)
-        assert cache.pages[:, :, 0].any() and not cache.pages[:, :, -1].any()
+        assert pages[:, :, 0].any() and not pages[:, :, -1].any()
         assert resident_bytes() - before < CPU_KV_CACHE_BYTES / 10

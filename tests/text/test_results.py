@@ -166,7 +166,8 @@ def test_async_results_have_the_same_attributes(front, llm):
 
 
 def test_the_score_of_one_token_is_nothing(front):
-    assert asyncio.run(front.score([5])) == {"token_ids": [5], "token_logprobs": [None], "logprob": 0}
+    nothing = {"token_logprobs": [None], "logprob": 0, "token_ranks": [None]}
+    assert asyncio.run(front.score([5])) == {"token_ids": [5], **nothing}
 
 
 @pytest.mark.parametrize("name", STREAMED)
