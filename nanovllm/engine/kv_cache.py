@@ -75,6 +75,4 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     """On a CPU the memory is only mapped: it takes room page by page as it is written."""
     if device.type != "cpu" or 0 in shape:  # of no bytes there are no other views
         return torch.zeros(shape, dtype=dtype, device=device)
-    size = math.prod(shape)
-    memory = np.zeros(max(size, 1) * dtype.itemsize, np.uint8)  # of no bytes another dtype has no view
-    return torch.from_numpy(memory).view(dtype)[:size].view(shape)
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
