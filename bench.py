@@ -34,6 +34,7 @@ from nanovllm import LLM, SamplingParams, StructuredOutputsParams
 from nanovllm.checkpoints import SHAPES, open_checkpoint
 from nanovllm.checkpoints.tokenizer import toy_tokenizer
 from nanovllm.config import Config
+from nanovllm.layers.embed_head import ParallelLMHead
 from nanovllm.layers.linear import LinearBase
 
 MAX_TOKEN_ID = 10_000
@@ -238,11 +239,14 @@ class NanoVLLM:
         config, model = self.llm.config, self.llm.model_runner.model
         hf_config, ranks = config.hf_config, config.tensor_parallel_size
         layers, head_dim = hf_config.num_hidden_layers, hf_config.head_dim
-        head = model.lm_head.weight.numel()
+        head = hf_config.vocab_size * hf_config.hidden_size // ranks
         formats = [layer.format for layer in model.modules() if isinstance(layer, LinearBase)]
         vectors = [p for p in model.parameters() if p.dim() == 1 and p.is_floating_point()]  # norms, biases
-        parameters = head + sum(math.prod(each.shape) for each in (*formats, *vectors))
-        read_once = [model.lm_head.weight, *vectors, *(t for f in formats for t in f.parameters.values())]
+        own_head = (
+            [p for p in model.lm_head.parameters()] if isinstance(model.lm_head, ParallelLMHead) else []
+        )
+        parameters = sum(math.prod(each.shape) for each in (*own_head, *formats, *vectors))
+        read_once = [*own_head, *vectors, *(t for f in formats for t in f.parameters.values())]
         width = hf_config.num_attention_heads // ranks * head_dim * layers
         segments, max_tokens = workload.segments(), workload.without_n().max_tokens
 

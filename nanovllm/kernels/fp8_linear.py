@@ -126,23 +126,27 @@ def quantise_torch(x: Tensor, group: int) -> QuantisedRows:
 
 
 def add_rms_norm_quantise(
-    x: Tensor | Unscaled, residual: Tensor | None, weight: Tensor, eps: float, group: int
-) -> tuple[QuantisedRows, Tensor]:
-    """As `layernorm.add_rms_norm`, with the normalised rows [rows, hidden] quantised."""
+    x: Tensor | Unscaled, residual: Tensor | None, weight: Tensor, eps: float, group: int, keep: bool = False
+) -> tuple[QuantisedRows, Tensor, Tensor | None]:
+    """
+    As `layernorm.add_rms_norm`, with the normalised rows [rows, hidden] quantised; to `keep`, as they are,
+    too. -> quantised rows, the sum, normalised rows or None.
+    """
     values, row_scales, column_scales = x if isinstance(x, Unscaled) else (x, None, None)
     if not use_triton(values):
         x = x.scaled() if isinstance(x, Unscaled) else x
         normed, total = add_rms_norm_torch(x, residual, weight, eps)
-        return quantise_torch(normed, group), total
+        return quantise_torch(normed, group), total, normed if keep else None
     quantised = _empty_rows(values, values.shape[1], group)
     total = None if residual is None else torch.empty_like(residual)
+    normed = torch.empty(values.shape, dtype=values.dtype, device=values.device) if keep else None
     if len(values):
         _norm_quantise_kernel[(len(values),)](
-            values, row_scales, column_scales, residual, weight, total, *_targets(quantised),
+            values, row_scales, column_scales, residual, weight, total, normed, *_targets(quantised),
             eps, values.stride(0), 0 if residual is None else residual.stride(0),
             **_shape(values.shape[1], group),
         )  # fmt: skip
-    return quantised, values if total is None else total
+    return quantised, values if total is None else total, normed
 
 
 def silu_and_mul_quantise(x: Tensor | Unscaled, group: int) -> QuantisedRows:
@@ -206,7 +210,7 @@ def _quantise_kernel(
 
 @triton.jit
 def _norm_quantise_kernel(
-    x, row_scales, column_scales, residual, weight, total, codes, scales, padded_rows,
+    x, row_scales, column_scales, residual, weight, total, normed, codes, scales, padded_rows,
     eps, x_stride, residual_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Rounds where layernorm's kernel does."""
@@ -225,6 +229,8 @@ def _norm_quantise_kernel(
     scale = tl.rsqrt(tl.sum(value * value) / WIDTH + eps)
     gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     value = (value * scale).to(dtype).to(tl.float32) * gain
+    if normed is not None:
+        tl.store(normed + row * WIDTH + column, value, mask=inside)
     _store_quantised(value, row, codes, scales, padded_rows, WIDTH, BLOCK, GROUP)
 
 

@@ -12,7 +12,9 @@ from torch import Tensor
 
 from nanovllm.kernels import runtime
 from nanovllm.kernels.experts import ExpertWeights, Groups, activate, activate_torch, find_tile
+from nanovllm.kernels.fp8_linear import QuantisedRows, quantise
 from nanovllm.kernels.layernorm import add_rms_norm_torch
+from nanovllm.kernels.moe_fp8 import FP8_TILES, can_use_fp8_experts, multiply_fp8
 from nanovllm.kernels.moe_quantised import QUANTISED_TILES, can_use_quantised, multiply_quantised
 from nanovllm.kernels.router import Chosen
 from nanovllm.kernels.runtime import cdiv, next_power_of_2, tl, triton, use_triton
@@ -24,17 +26,25 @@ DECODE_TILES = {8: (16, 128, 128, 4, 3), 16: (32, 128, 128, 4, 3), 1 << 30: (64,
 PREFILL_TILE = (128, 256, 64, 8, 4)  # one for all prefills, so that a start compiles one way only
 
 
-def run_experts(x: Tensor, experts: ExpertWeights, chosen: Chosen, is_prefill: bool = True) -> Tensor:
+def run_experts(
+    x: Tensor,
+    experts: ExpertWeights,
+    chosen: Chosen,
+    is_prefill: bool = True,
+    rows_of_x: QuantisedRows | None = None,
+) -> Tensor:
     """
     What each of the chosen experts makes of a row of x [tokens, hidden], multiplied by its weight: [tokens,
-    top_k, hidden].
+    top_k, hidden]. `rows_of_x` is x quantised, if it is already as `can_use_fp8_experts` asks for it.
     """
     if not use_triton(x):
         return run_experts_torch(x, experts, chosen)
     rows, hidden = x.shape
     num_experts, num_pairs, top_k = experts.num_experts, chosen.experts.numel(), chosen.experts.shape[1]
     multiply, tiles = _multiply_grouped, DECODE_TILES
-    if can_use_quantised(x, experts):
+    if can_use_fp8_experts(x, experts):
+        multiply, tiles = multiply_fp8, FP8_TILES
+    elif can_use_quantised(x, experts):
         multiply, tiles = multiply_quantised, QUANTISED_TILES
     else:
         experts = experts.dequantised(x.dtype)
@@ -45,8 +55,12 @@ def run_experts(x: Tensor, experts: ExpertWeights, chosen: Chosen, is_prefill: b
     gated = torch.empty(num_pairs, experts.width, dtype=x.dtype, device=x.device)
     parts = torch.empty(rows, top_k, hidden, dtype=x.dtype, device=x.device)
     if rows:
+        if multiply is multiply_fp8:
+            x = rows_of_x or quantise(x, experts.gate_up.group)
         first = experts.gate_up, experts.gate_up_bias, groups, gated, tile
         multiply(x, *first, top_k=top_k, is_clamped=experts.is_clamped)
+        if multiply is multiply_fp8:
+            gated = quantise(gated, experts.down.group)
         second = experts.down, experts.down_bias, groups, parts.view(num_pairs, hidden), tile
         multiply(gated, *second, weights=chosen.weights)
     return parts

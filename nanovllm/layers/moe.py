@@ -12,6 +12,7 @@ from torch import nn
 from nanovllm.distributed.group import get_group
 from nanovllm.kernels.experts import ExpertWeights
 from nanovllm.kernels.moe import add_parts_rms_norm, run_experts
+from nanovllm.kernels.moe_fp8 import can_use_fp8_experts
 from nanovllm.kernels.moe_matvec import can_use_few, run_experts_few
 from nanovllm.kernels.router import Chosen, Routing, choose_experts
 from nanovllm.layers.layernorm import RMSNorm
@@ -31,10 +32,15 @@ class MixtureOfExperts(nn.Module):
         self.gate, self.experts = gate, experts
 
     def forward(self, stream: Stream, next_norm: RMSNorm) -> Stream:
-        chosen, weights = self.gate(stream), self.experts.weights
-        is_prefill, is_alone = get_context().is_prefill, self.gate.group.size == 1
-        if is_prefill or not can_use_few(stream.x, weights):
-            parts = run_experts(stream.normalised(), weights, chosen, is_prefill)
+        weights, is_alone = self.experts.weights, self.gate.group.size == 1
+        is_prefill = get_context().is_prefill
+        is_few = not is_prefill and can_use_few(stream.x, weights)
+        rows = None
+        if not is_few and can_use_fp8_experts(stream.x, weights):
+            rows = stream.quantised(weights.gate_up.group, keep=True)
+        chosen = self.gate(stream)
+        if not is_few:
+            parts = run_experts(stream.normalised(), weights, chosen, is_prefill, rows)
             if is_alone:
                 normed, total = add_parts_rms_norm(parts, stream.x, next_norm.weight, next_norm.eps)
                 return Stream(total, next_norm, normed)

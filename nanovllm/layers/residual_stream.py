@@ -39,11 +39,15 @@ class Stream:
             self.added = None
         return self.norm(self.x) if self.scaled is None or self.squares is not None else self.scaled
 
-    def quantised(self, group: int) -> QuantisedRows:
-        """norm(x) with a scale for so many of its numbers, or, if that is 0, for each row."""
+    def quantised(self, group: int, keep: bool = False) -> QuantisedRows:
+        """
+        norm(x) with a scale for so many of its numbers, or, if that is 0, for each row. `keep` says that
+        `normalised` will be asked for, too.
+        """
         if self.scaled is not None or self.norm.group.size > 1:
             return quantise(self.normalised(), group)
         x, residual = (self.x, None) if self.added is None else (self.added, self.x)
-        rows, self.x = add_rms_norm_quantise(x, residual, self.norm.weight, self.norm.eps, group)
+        norm = self.norm.weight, self.norm.eps
+        rows, self.x, self.scaled = add_rms_norm_quantise(x, residual, *norm, group, keep)
         self.added = None
         return rows

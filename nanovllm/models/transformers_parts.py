@@ -128,7 +128,8 @@ def is_swiglu(module: nn.Module) -> bool:
     """Whether experts are what this project's kernels compute."""
     from transformers.integrations.moe import _default_apply_gate
 
-    others = module.is_transposed or module.has_bias or module.has_post_expert_norm
+    others = module.is_transposed or module.has_bias
+    others |= getattr(module, "has_post_expert_norm", False)  # which older versions do not know
     if others or not module.has_gate or not module.is_concatenated:
         return False
     is_silu = type(getattr(module, "act_fn", None)).__name__ in ("SiLU", "SiLUActivation")

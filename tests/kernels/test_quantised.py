@@ -238,7 +238,7 @@ def test_quantised_rows_are_the_rows_within_the_rounding_of_their_largest(device
     check(fp8_linear.quantise(x, group), x)
     check(fp8_linear.quantise_torch(x, group), x)
     normed, total = fp8_linear.add_rms_norm_torch(x, residual, gain, EPS)
-    got, got_total = fp8_linear.add_rms_norm_quantise(x, residual, gain, EPS, group)
+    got, got_total, _ = fp8_linear.add_rms_norm_quantise(x, residual, gain, EPS, group)
     check(got, normed)
     assert error(got_total, total) < 1e-2
     check(fp8_linear.add_rms_norm_quantise(residual, None, gain, EPS, group)[0],
@@ -250,8 +250,9 @@ def test_quantised_rows_are_the_rows_within_the_rounding_of_their_largest(device
     gate, up = plain.chunk(2, dim=-1)
     check(fp8_linear.silu_and_mul_quantise(unscaled, group), F.silu(gate) * up)
     half = Unscaled(product[:, :width], unscaled.row_scales, unscaled.column_scales[:width])
-    got, got_total = fp8_linear.add_rms_norm_quantise(half, residual, gain, EPS, group)
+    got, got_total, normed = fp8_linear.add_rms_norm_quantise(half, residual, gain, EPS, group, True)
     assert error(got_total, plain[:, :width] + residual.double()) < 5e-3
+    assert error(normed, fp8_linear.add_rms_norm_torch(got_total, None, gain, EPS)[0]) < 1e-2
 
 
 # What multiplies one row, and 20 rows, on GPUs of some compute capabilities.
