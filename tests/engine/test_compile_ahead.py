@@ -4,8 +4,10 @@ import subprocess
 import sys
 
 import pytest
+from quantised_checkpoints import mxfp4, quantise
 
 from nanovllm.kernels.moe import DECODE_TILES, PREFILL_TILE
+from nanovllm.kernels.moe_quantised import QUANTISED_TILES
 from nanovllm.kernels.runtime import HAVE_TRITON
 from tiny_checkpoints import make_checkpoint
 
@@ -101,6 +103,16 @@ def test_the_kernels_of_a_mixture_of_experts_are_compiled_too(tmp_path):
     # Two products, each with a tile for prefill and those for decode steps.
     expected["_grouped_kernel"] = 2 * (len(DECODE_TILES) + 1)
     assert {name: names.count(name) for name in expected} == expected
+
+
+def test_the_kernels_of_quantised_experts_are_compiled_too(tmp_path):
+    sizes = dict(head_dim=64, hidden_size=128, intermediate_size=128, vocab_size=257)
+    floats = make_checkpoint(tmp_path / "floats", "gpt_oss", **sizes)
+    folder = quantise(floats, tmp_path / "packed", mxfp4())
+    names = [line.split()[0] for part in compiled(folder, 0, 1) for line in part]
+    expected = {"_few_quantised_kernel": 2, "_grouped_quantised_kernel": 2 * len(QUANTISED_TILES)}
+    assert {name: names.count(name) for name in expected} == expected
+    assert not {"_grouped_kernel", "_gates_few_kernel", "_dequantise_kernel"} & {*names}
 
 
 def test_other_ranks_compile_only_what_is_their_own(folder):

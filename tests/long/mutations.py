@@ -34,6 +34,7 @@ TESTS += [
     "errors",
     "kernels",
     "experts",
+    "gpt_oss",
     "int8_cache",
     "fp8_products",
     "quantised",
@@ -376,6 +377,37 @@ MUTATIONS = [
     *mutations_of(
         "nanovllm/kernels/router",
         ("value = tl.where(value > LOWEST, value, LOWEST)", "pass"),
+        (
+            "mask=is_real)\n    tl.store(weights + row * TOP_K + place, share * FACTOR",
+            "mask=is_real)\n    tl.store(weights + row * TOP_K + place, share",
+        ),
+        ("index[:, None] // SIZE", "index[:, None]"),
+    ),
+    *mutations_of(
+        "nanovllm/kernels/moe_quantised",
+        ("k // 2 % 4) * PIECE", "k // 2 % 2) * PIECE"),
+        ("following = sums_scales + (start + STEP) // GROUP", "following = sums_scales + start // GROUP"),
+        ("ZERO_POINT + 128 if", "ZERO_POINT if"),
+    ),
+    *mutations_of(
+        "nanovllm/kernels/moe_quantised_matvec",
+        ("        others *= share\n", ""),
+        ("added *= tl.load(weights + pair", "added = tl.load(weights + pair"),
+    ),
+    *mutations_of(
+        "nanovllm/layers/moe",
+        ("self.down_proj.bias if self.group.rank == 0 else None", "self.down_proj.bias"),
+        (
+            "matrix[number % per_expert :: per_expert]",
+            "matrix[number % per_expert * len(matrix) // 2 :][: len(matrix) // per_expert]",
+        ),
+    ),
+    *mutations_of(
+        "nanovllm/layers/quantization/mxfp4",
+        (
+            "torch.stack((packed & 15, packed >> 4), dim=-1)",
+            "torch.stack((packed >> 4, packed & 15), dim=-1)",
+        ),
     ),
     *mutations_of(
         "nanovllm/kernels/moe",
