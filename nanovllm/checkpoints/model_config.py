@@ -48,6 +48,8 @@ ARCHITECTURES["GptOssForCausalLM"] = {
     "norm_topk_prob": True,
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
+    "swiglu_limit": 7.0,
+    "swiglu_alpha": 1.702,
     "num_key_value_heads": 8,
     "head_dim": 64,
     "rms_norm_eps": 1e-5,
