@@ -146,10 +146,22 @@ class BlockManager:
         end = min(len(seq.token_ids), seq.num_computed_tokens)
         if end % self.block_size and self.blocks[seq.block_table[end // self.block_size]].hash == -1:
             self._list(seq, end // self.block_size, self.computed, end)
-        for block_id in reversed(seq.block_table):
+        for block_id in reversed(seq.block_table[seq.num_released_blocks :]):
             self._give_back(block_id)
         seq.block_table.clear()
+        seq.num_released_blocks = 0
         seq.num_cached_tokens = seq.num_computed_tokens = 0
+
+    def release(self, seq: Sequence, num_tokens: int) -> bool:
+        """
+        Give back the blocks of the sequence's first tokens, so many, which no layer will read again. They
+        stay in its table, where nobody looks. Returns whether there are any.
+        """
+        first, end = seq.num_released_blocks, num_tokens // self.block_size
+        for block_id in reversed(seq.block_table[first : max(first, end)]):
+            self._give_back(block_id)
+        seq.num_released_blocks = max(first, end)
+        return first < end
 
     def forget_uncomputed(self, seq: Sequence) -> None:
         """Make the blocks unfindable that were closed for a prompt but will never be computed."""

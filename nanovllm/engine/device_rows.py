@@ -56,7 +56,8 @@ class RowUpdates(NamedTuple):
 
 def can_group(config: Any) -> bool:
     """Whether decode steps may read together what sequences begin with in common."""
-    return config.enable_prefix_caching and config.attention_backend != "flash"
+    nobody_does = config.attention_backend == "flash" or config.hf_config.tokens_in_reach
+    return config.enable_prefix_caching and not nobody_does
 
 
 def make_groups(config: Any) -> PrefixGroups | None:

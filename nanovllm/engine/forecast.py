@@ -54,8 +54,12 @@ class Forecast:
         def is_own(block_id: int) -> bool:
             return self._num_owners(block_id) == 1 and block_id not in found
 
-        # A table begins with its shared blocks. They count as never given back.
-        num_shared = [bisect_left(other.block_table, True, key=is_own) for other in self.running]
+        # A table begins with blocks that are not its own any more, then shared ones, which count as never
+        # given back. That it will release others does not count.
+        num_shared = [
+            bisect_left(other.block_table, True, lo=other.num_released_blocks, key=is_own)
+            for other in self.running
+        ]
         num_own = sum(len(other.block_table) for other in self.running) - sum(num_shared)
         num_shared += [self._num_shared(cached) for _, cached in joining]
         growths = map(self._growth, [*self.running, *(other for other, _ in joining)])

@@ -93,10 +93,7 @@ class ModelRunner:
 
     @classmethod
     def without_weights(cls, config: Config, group: Group) -> "ModelRunner":
-        """
-        On the CPU, for `launch_every_kernel`. Two layers launch all the kernels that there are, if each kind
-        of window is among theirs.
-        """
+        """On the CPU, for `launch_every_kernel`. Two layers of unlike windows launch all kernels."""
         hf_config = config.hf_config
         windows = (*dict.fromkeys(hf_config.windows), *hf_config.windows)[:2]
         hf_config = replace(hf_config, num_hidden_layers=min(2, hf_config.num_hidden_layers), windows=windows)

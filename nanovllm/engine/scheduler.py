@@ -39,6 +39,7 @@ class Scheduler:
         self.max_num_batched_tokens = config.max_num_batched_tokens
         self.limits = Limits(config)
         self.block_size = config.kvcache_block_size
+        self.tokens_in_reach = config.hf_config.tokens_in_reach
         num_blocks, is_caching = config.num_kvcache_blocks, config.enable_prefix_caching
         self.block_manager = BlockManager(num_blocks, self.block_size, is_caching)
         # The share of its remaining tokens that a sequence which may end early is expected to draw. Measured
@@ -172,6 +173,9 @@ class Scheduler:
             seq.num_scheduled_tokens = 0
             if self.is_prefill:
                 self.block_manager.note_computed(seq, start)
+            num_past = seq.num_computed_tokens + 1 - self.tokens_in_reach  # the next token is one of those
+            if self.tokens_in_reach and self.block_manager.release(seq, num_past):
+                self.blocked = None
             if seq.num_computed_tokens == seq.num_tokens:
                 seq.num_tokens += 1
                 drawing.append(seq)

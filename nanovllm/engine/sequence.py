@@ -72,6 +72,7 @@ class Sequence:
         # Where it lives
         self.block_size = block_size
         self.block_table: list[int] = []
+        self.num_released_blocks = 0  # of the table's first, which no layer reads again: they are not its own
         self.block_hashes: list[int] = []  # chained hashes of the full blocks seen so far
         self.block_copy: BlockCopy | None = None
         self.has_waited = False  # once for tokens that another one's prefill computed
@@ -178,7 +179,7 @@ class Sequence:
         self.status = SequenceStatus.WAITING
         self.num_tokens = len(self.token_ids)
         self.num_cached_tokens = self.num_computed_tokens = self.num_scheduled_tokens = 0
-        self.block_table, self.block_copy = [], None
+        self.block_table, self.block_copy, self.num_released_blocks = [], None, 0
         self.row = -1
         del self.block_hashes[self.num_tokens // self.block_size :]
         del self.logprobs[self.num_completion_tokens :]

@@ -34,7 +34,7 @@ def make_scheduler(**options) -> Scheduler:
         num_kvcache_blocks=32,
         kvcache_block_size=4,
         enable_prefix_caching=True,
-        hf_config=SimpleNamespace(context_limit=200_000),
+        hf_config=SimpleNamespace(context_limit=200_000, tokens_in_reach=0),
     )
     return Scheduler(SimpleNamespace(**{**defaults, **options}))
 
@@ -912,3 +912,43 @@ SchedulerMachine.TestCase.settings = settings(
     suppress_health_check=list(HealthCheck),
 )
 TestSchedulerHistories = SchedulerMachine.TestCase
+
+
+def test_blocks_that_no_layer_reads_again_go_back_to_the_pool():
+    """With a window of 9 tokens and blocks of 4 a sequence keeps 3 or 4 blocks, however long it becomes."""
+    scheduler = make_scheduler(
+        num_kvcache_blocks=16, hf_config=SimpleNamespace(context_limit=200_000, tokens_in_reach=9)
+    )
+    manager = scheduler.block_manager
+    seq = make_sequence(range(10, 30), max_tokens=40, ignore_eos=True)
+    scheduler.add(seq)
+    seen = []
+    while not scheduler.is_finished():
+        sequences, _ = scheduler.schedule()
+        first = max(0, seq.num_computed_tokens + 1 - 9)
+        own = seq.block_table[seq.num_released_blocks :]
+        assert seq.num_released_blocks * 4 <= first, "a block that this step reads was given back"
+        assert set(own) == manager.used_block_ids
+        seen.append(len(own))
+        scheduler.postprocess(sequences, [1])
+    assert seen[0] == 5 and set(seen[1:]) == {3}
+    assert not manager.used_block_ids and len(manager.free_block_ids) == 16
+    again = make_sequence(range(10, 30))
+    assert len(manager.find_prefix(again).blocks) == 4, "until it is handed out, a block can be found"
+
+
+def test_a_block_that_is_shared_stays_used_when_one_of_its_sequences_has_left_it_behind():
+    scheduler = make_scheduler(hf_config=SimpleNamespace(context_limit=200_000, tokens_in_reach=4))
+    first, second = make_sequence([*range(16)], 30, True), make_sequence([*range(12), 99], 30, True)
+    scheduler.add(first)
+    scheduler.postprocess(scheduler.schedule()[0], [1])
+    beginning = first.block_table[:3]
+    scheduler.add(second)
+    sequences, is_prefill = scheduler.schedule()
+    assert is_prefill and second.block_table[:3] == beginning and first.num_released_blocks == 3
+    assert [scheduler.block_manager.blocks[i].ref_count for i in beginning] == [1, 1, 1]
+    scheduler.postprocess(sequences, [1])
+    assert [scheduler.block_manager.blocks[i].ref_count for i in beginning] == [0, 0, 1]
+    scheduler.preempt(scheduler.running.pop())
+    assert not second.block_table and second.num_released_blocks == 0
+    check_pool(scheduler.block_manager, [first.block_table[first.num_released_blocks :]])

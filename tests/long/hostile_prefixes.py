@@ -27,7 +27,7 @@ CONFIG = SimpleNamespace(
     num_kvcache_blocks=20_000,
     kvcache_block_size=BLOCK_SIZE,
     enable_prefix_caching=True,
-    hf_config=SimpleNamespace(context_limit=4096, vocab_size=150_000),
+    hf_config=SimpleNamespace(context_limit=4096, vocab_size=150_000, tokens_in_reach=0),
 )
 
 

@@ -69,6 +69,10 @@ MUTATIONS = [
         ("            if seq is chunked:\n                continue", "            pass"),
         ("decoding = self.running if self.chunked is None else self.running[:-1]", "decoding = self.running"),
         ("if seq is self.blocked:", "if False:"),
+        (
+            "seq.num_computed_tokens + 1 - self.tokens_in_reach",
+            "seq.num_computed_tokens + 2 - self.tokens_in_reach",
+        ),
         ("        self.blocked = None\n        self.block_manager", "        self.block_manager"),
         ("or not forecast.admits(seq, match.blocks)", ""),
         ("half = seq.num_completion_tokens / 2", "half = 0"),
@@ -109,11 +113,16 @@ MUTATIONS = [
     ),
     *mutations_of(
         "block_manager",
+        ("seq.block_table[seq.num_released_blocks :]", "seq.block_table"),
+        ("        seq.num_released_blocks = 0\n", ""),
         ("return len(self.free_block_ids) >= self.num_new", "return len(self.free_block_ids) > self.num_new"),
         ("sum(self.blocks[i].ref_count > 0 for i in cached_blocks)", "len(cached_blocks)"),
         ("block.ref_count += 1", "block.ref_count = 1"),
         ("min(start + self.block_size, len(seq)) if end is None", "len(seq) if end is None"),
-        ("for block_id in reversed(seq.block_table):", "for block_id in seq.block_table:"),
+        (
+            "reversed(seq.block_table[seq.num_released_blocks :])",
+            "seq.block_table[seq.num_released_blocks :]",
+        ),
         (
             "        if block.ref_count == 0:\n            self.used",
             "        if True:\n            self.used",
@@ -340,6 +349,12 @@ MUTATIONS = [
     ),
     *mutations_of(
         "nanovllm/kernels/decode_attention",
+        ("first = tl.maximum(context_len - WINDOW, 0)", "first = tl.maximum(context_len - WINDOW + 1, 0)"),
+        ("highest = tl.where(split == 0, sink, highest)", "highest += sink"),
+        (
+            "begins = (context_lens - rule.window).clamp_min(0)",
+            "begins = (context_lens - rule.window + 1).clamp_min(0)",
+        ),
         ("            key, value = key.to(query.dtype), value.to(query.dtype)", "            pass"),
         ("tl.where(seen, fast_log2(value_scale), 0.0)", "fast_log2(value_scale)"),
         ("widen(value) - 1152.0", "widen(value) - 1151.0"),
@@ -366,6 +381,9 @@ MUTATIONS = [
     ),
     *mutations_of(
         "nanovllm/kernels/prefill_attention",
+        ("token[None, :] > last_key[:, None] - WINDOW", "token[None, :] >= last_key[:, None] - WINDOW"),
+        ("begin = tl.minimum(tl.cdiv(begin, KEY_TILE) * KEY_TILE, all_seen)", "begin = 0"),
+        ("mask.triu(last - rule.window + 1)", "mask.triu(last - rule.window)"),
         ("    key, value = key.to(query.dtype), value.to(query.dtype)", "    pass"),
     ),
     *mutations_of(

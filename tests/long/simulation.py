@@ -94,7 +94,7 @@ class FakeModel:
 
     def __init__(self, config: Any, groups: PrefixGroups | None):
         self.block_size, self.batches = config.kvcache_block_size, BatchMaker(config, groups)
-        layout = RowLayout(config)
+        layout, self.reach = RowLayout(config), config.hf_config.tokens_in_reach
         self.words = np.zeros(layout.num_words, np.int32)
         self.tables = dict(
             zip(layout.sizes, np.split(self.words, [*layout.starts.values()][1:]), strict=True)
@@ -130,8 +130,10 @@ class FakeModel:
             self.slots.update(zip(written, known[start:end], strict=True))
         tokens, in_groups = [], self.read_in_groups(batch, tables, ends)
         for seq, known, table, end, read in zip(sequences, states, tables, ends, in_groups, strict=True):
-            read += [self.slots[slot] for slot in self.slots_of(table, len(read), end)]
-            assert read == known[:end], f"{seq} reads what it did not write"
+            # Of a window, what the first token of the step sees and all behind it.
+            first = max(0, seq.num_computed_tokens + 1 - self.reach) if self.reach else 0
+            read += [self.slots[slot] for slot in self.slots_of(table, first + len(read), end)]
+            assert read == known[first:end], f"{seq} reads what it did not write"
             tokens.append(next_token(seq.seed, int(end), known[end - 1]))
             if end == len(known):
                 known.append(extend(known[-1], tokens[-1]))
@@ -210,18 +212,15 @@ class WatchedBlocks(BlockManager):
         self.gains: dict[int, int] = {}  # by seq_id: tokens that it could copy after this step, but not now
         self.sources: set[int] = set()  # of this step's copies
 
-    def may_share(self, seq: Sequence) -> bool:
-        return self.enable_prefix_caching and seq.num_scored == len(seq.scored_token_ids)
-
     def find_prefix(self, seq: Sequence) -> PrefixMatch:
         match = super().find_prefix(seq)
-        computing = max(self.simulation.computing(seq), default=0) if self.may_share(seq) else 0
+        computing = max(self.simulation.computing(seq), default=0) if self.enable_prefix_caching else 0
         self.gains[seq.seq_id] = computing - len(match.blocks) * self.block_size - match.num_copied
         return match
 
     def allocate(self, seq: Sequence, match: PrefixMatch | None = None) -> None:
         counts, size = self.simulation.counts, self.block_size
-        most = self.most_in_common(seq) if self.may_share(seq) else 0
+        most = self.most_in_common(seq) if self.enable_prefix_caching else 0
         super().allocate(seq, match)
         self.num_prefilled[seq.seq_id] = len(seq)
         num_copied = seq.block_copy.num_tokens if seq.block_copy else 0
@@ -254,14 +253,23 @@ class WatchedBlocks(BlockManager):
 
     def deallocate(self, seq: Sequence) -> None:
         table, num_tokens = list(seq.block_table), min(seq.num_computed_tokens, len(seq.token_ids))
+        num_released = seq.num_released_blocks
         super().deallocate(seq)
-        for i, block_id in enumerate(table):
+        for i, block_id in [*enumerate(table)][num_released:]:
             here = min(num_tokens - i * self.block_size, self.block_size)
             self.given_back[block_id] = max(self.given_back[block_id], here)
 
+    def release(self, seq: Sequence, num_tokens: int) -> bool:
+        first = seq.num_released_blocks
+        released = super().release(seq, num_tokens)
+        for block_id in seq.block_table[first : seq.num_released_blocks]:
+            self.given_back[block_id] = self.block_size
+            self.simulation.counts["released blocks"] += 1
+        return released
+
     def most_in_common(self, seq: Sequence) -> int:
         """How many of the sequence's tokens, from the first one but without the last, are to be found."""
-        size, states, num_tokens = self.block_size, states_of(seq.token_ids)[:-1], 0
+        size, states, num_tokens = self.block_size, states_of(seq.token_ids)[: seq.num_cacheable_tokens], 0
         blocks, computing = self.contents(), self.contents_of_this_step()
         while True:
             states_here = states[num_tokens : num_tokens + size]
@@ -280,7 +288,7 @@ class WatchedBlocks(BlockManager):
             computed = min(seq.num_computed_tokens, len(seq.token_ids))
             num_prefilled = self.num_prefilled[seq.seq_id]
             num_open = num_prefilled if computed >= num_prefilled else 0
-            for i, block_id in enumerate(seq.block_table):
+            for i, block_id in [*enumerate(seq.block_table)][seq.num_released_blocks :]:
                 here = size if (i + 1) * size <= computed else num_open - i * size
                 num_tokens[block_id] = max(num_tokens[block_id], here)
         return [
@@ -321,7 +329,9 @@ class Simulation:
             num_kvcache_blocks=num_blocks,
             kvcache_block_size=self.block_size,
             enable_prefix_caching=pick.random() < 0.8,
-            hf_config=SimpleNamespace(context_limit=100, vocab_size=VOCAB),
+            hf_config=SimpleNamespace(
+                context_limit=100, vocab_size=VOCAB, tokens_in_reach=pick.choice([0, 0, 0, 1, 2, 5, 12])
+            ),
         )
         step = pick.choice([1, 2, 3])
         self.limits = {
@@ -331,7 +341,8 @@ class Simulation:
         }
         self.limits |= {"PIECE_STEP": step, "MIN_PIECE": 2 * step}
         sizes = RowLayout(config).num_rows, MAX_PARTS, pick.choice([1, 2, 3, 64]), pick.choice([1, 4, 20])
-        self.model = FakeModel(config, PrefixGroups(*sizes) if config.enable_prefix_caching else None)
+        can_group = config.enable_prefix_caching and not config.hf_config.tokens_in_reach
+        self.model = FakeModel(config, PrefixGroups(*sizes) if can_group else None)
         self.scheduler = Scheduler(config)
         self.scheduler.block_manager = WatchedBlocks(
             num_blocks, self.block_size, config.enable_prefix_caching, self
@@ -534,7 +545,7 @@ class Simulation:
     def computing(self, seq: Sequence) -> list[int]:
         """Tokens but the last that it has in common with each that the step computes, up to a block of it."""
         step = [other for other in self.scheduler.running if other.num_scheduled_tokens]
-        common = [num_common(seq.token_ids[:-1], other.token_ids) for other in step]
+        common = [num_common(seq.token_ids[: seq.num_cacheable_tokens], other.token_ids) for other in step]
         first = [other.num_computed_tokens // self.block_size * self.block_size for other in step]
         return [num for num, start in zip(common, first, strict=True) if num >= start]
 
@@ -542,7 +553,7 @@ class Simulation:
 
     def check(self) -> None:
         scheduler, requests = self.scheduler, list(self.requests.values())
-        check_pool(scheduler.block_manager, [seq.block_table for seq in requests])
+        check_pool(scheduler.block_manager, [seq.block_table[seq.num_released_blocks :] for seq in requests])
         running, waiting = scheduler.running, list(scheduler.waiting)
         assert all(seq.status is SequenceStatus.RUNNING and seq.row >= 0 for seq in running)
         assert not any(seq.num_scheduled_tokens for seq in running), "scheduled, but not in the step"
@@ -559,14 +570,19 @@ class Simulation:
         assert new == sorted(new), "the queue is out of order"
         for seq in running:
             closed = (len(seq.token_ids) - 1) // self.block_size
-            blocks = [scheduler.block_manager.blocks[i] for i in seq.block_table]
-            for i, block in enumerate(blocks):
+            first = seq.num_released_blocks
+            blocks = [scheduler.block_manager.blocks[i] for i in seq.block_table[first:]]
+            if reach := scheduler.tokens_in_reach:
+                assert first == max(0, seq.num_computed_tokens + 1 - reach) // self.block_size
+            for i, block in enumerate(blocks, first):
                 tokens = seq.block(i)[: len(block.token_ids)]
                 assert block.token_ids == tokens, "a block of other tokens"
                 assert block.hash == -1 or len(tokens) == self.block_size, "closed, but not full"
                 assert block.ref_count == 1 or block.hash != -1, "an open block is shared"
             if scheduler.block_manager.enable_prefix_caching:
-                assert all(block.hash != -1 for block in blocks[:closed]), "a full block stays open"
+                assert all(block.hash != -1 for block in blocks[: max(0, closed - first)]), (
+                    "a full block stays open"
+                )
 
 
 def simulate(seed: int, num_steps: int, counts: Counter) -> None:
