@@ -123,9 +123,10 @@ def test_the_twin_of_rms_norm_divides_by_the_root_of_the_mean_square():
 @on_devices
 @in_both_types
 @pytest.mark.parametrize("width", [8, 1536, 3072])
-def test_silu_and_mul_matches_its_twin(device, dtype, width):
-    x = rand(on(device, 200, 3), 2 * width + 16, device=device, dtype=dtype)[:, : 2 * width]
+def test_activations_of_gates_match_their_twins(device, dtype, width):
+    x = 3 * rand(on(device, 200, 3), 2 * width + 16, device=device, dtype=dtype)[:, : 2 * width]
     assert error(activation.silu_and_mul(x), activation.silu_and_mul_torch(x)) < tolerance(dtype)
+    assert error(activation.gelu_and_mul(x), activation.gelu_and_mul_torch(x)) < tolerance(dtype)
 
 
 # KV store
