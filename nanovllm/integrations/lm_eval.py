@@ -28,7 +28,7 @@ Scored = tuple[Any, list[int], list[int]]  # the harness's name for the request,
 class NanoVLLM(TemplateLM):
     """
     pretrained:         the model, as for `LLM`, whose other options may be given too.
-    max_length:         most tokens that are computed for a request.
+    max_length:         most tokens that are computed for a request; as many as the model can, if not given.
     max_gen_toks:       most tokens of a completion, where the task does not say.
     add_bos_token:      begin each text with the special tokens, or not; None leaves that to the tokenizer.
     prefix_token_id:    what stands before a text that has no context; the tokenizer's BOS, else EOS.
@@ -46,7 +46,7 @@ class NanoVLLM(TemplateLM):
         super().__init__()
         if max_length is not None:
             options["max_model_len"] = max_length + 1  # nothing is computed after the last token
-        options = {"kvcache_block_size": BLOCK_SIZE, **options}
+        options = {"kvcache_block_size": BLOCK_SIZE, "max_model_len": None, **options}
         self.llm = LLM(pretrained, device="auto" if device == DEFAULT_DEVICE else device, **options)
         self.tokenizer = self.llm.tokenizer
         if self.tokenizer is None:
