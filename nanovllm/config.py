@@ -51,6 +51,8 @@ class Config:
                             they are loaded.
     enable_prefix_caching:  share KV cache blocks between sequences that begin with the same tokens.
     seed:                   makes the sampling of the whole engine reproducible.
+    lora:                   folder or hub id of an adapter in PEFT's format, merged into the weights while
+                            they are loaded.
     tokenizer:              folder, `.gguf` file or hub id with the tokenizer, if not with the model.
     hf_overrides:           fields of config.json to read as if the file had them.
     revision:               branch, tag or commit of a hub id.
@@ -80,6 +82,7 @@ class Config:
     quantization: str | None = None
     enable_prefix_caching: bool = True
     seed: int | None = None
+    lora: str | os.PathLike | None = None
     tokenizer: str | os.PathLike | None = None
     hf_overrides: dict[str, Any] | None = None
     revision: str | None = None
@@ -139,6 +142,7 @@ class Config:
             ("revision", (str,), "a text"),
             ("download_dir", (str, os.PathLike), "a path"),
             ("token", (str, bool), "a text"),
+            ("lora", (str, os.PathLike), "a folder or hub id of an adapter"),
         ):
             if not isinstance(value := getattr(self, name), (*kinds, type(None))):
                 raise ValueError(f"{name} must be None or {kind}, got {shown(value)}")
@@ -177,7 +181,8 @@ class Config:
 
     def open_checkpoint(self) -> Checkpoint:
         hub = {"revision": self.revision, "cache_dir": self.download_dir, "token": self.token}
-        return open_checkpoint(self.model, self.load_format, self.tokenizer, self.hf_overrides, hub)
+        others = self.tokenizer, self.hf_overrides, hub, self.lora
+        return open_checkpoint(self.model, self.load_format, *others)
 
     def with_checkpoint(self, checkpoint: Checkpoint, given: Collection[str] = ()) -> "Config":
         """
@@ -185,6 +190,15 @@ class Config:
         it. Of those that were `given`, not defaults, it is said if they are cut.
         """
         hf_config = checkpoint.hf_config(self.model_impl)
+        if self.lora is not None:
+            is_quantised = hf_config.quantization_config is not None
+            if is_quantised or checkpoint.random_weights:
+                kind = "quantised" if is_quantised else "made up"
+                raise ValueError(
+                    f"lora={shown(self.lora)} cannot be merged with weights that are {kind}, as in "
+                    f"{checkpoint.path}; load those that it was trained on, and if they are to be quantised, "
+                    "with quantization='fp8' or 'int4'"
+                )
         length, limit = self.max_model_len or hf_config.context_limit, hf_config.context_limit
         if length > limit and "max_model_len" in given:
             message = f"max_model_len={length} is cut to {limit}, which is the checkpoint's own limit"

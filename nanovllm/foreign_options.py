@@ -26,7 +26,7 @@ TEXT_ONLY = "models here read and write text alone"
 # Name -> the values that change nothing, and what to do for another one.
 REFUSED: dict[str, tuple[tuple, str]] = {
     "data_parallel_size": ((1,), "python -m nanovllm.batch --data-parallel runs several engines"),
-    "enable_lora": ((False,), "merge the adapter into the weights"),
+    "enable_lora": ((False,), "lora='folder or hub id' merges one adapter into the weights"),
     "enable_prompt_embeds": ((False,), "prompts are texts or token ids"),
     "generation_config": (("auto",), "pass SamplingParams to the call"),
     "hf_config_path": ((), "name single fields in hf_overrides"),

@@ -8,6 +8,7 @@ folder leads out of it.
 import os
 from typing import Any
 
+from nanovllm.checkpoints.adapter import open_adapter
 from nanovllm.checkpoints.base import Checkpoint
 from nanovllm.checkpoints.folder import FolderCheckpoint
 from nanovllm.checkpoints.gguf import GGUFCheckpoint
@@ -25,18 +26,22 @@ from nanovllm.checkpoints.smollm2 import fetch_smollm2
 def open_checkpoint(
     model: str | os.PathLike, load_format: str = "auto", tokenizer: str | os.PathLike | None = None,
     hf_overrides: dict[str, Any] | None = None, hub: dict[str, Any] | None = None,
+    lora: str | os.PathLike | None = None,
 ) -> Checkpoint:  # fmt: skip
     """
     Find a checkpoint without reading its weights. `model` is a folder, a `.gguf` file, a Hugging Face hub id,
     "smollm2" or, with load_format="dummy", one of `SHAPES`. Another `tokenizer` is in such a place, too.
-    `hub` has options for downloads. Raises ValueError that says what was looked for.
+    A `lora` adapter is a folder or a hub id. `hub` has options for downloads. Raises ValueError that says
+    what was looked for.
     """
     hub = {name: value for name, value in (hub or {}).items() if value is not None}
     checkpoint = _find(model, load_format, hub)
     if hf_overrides:
         checkpoint.override(hf_overrides)
+    hub.pop("revision", None)  # is the model's
+    if lora is not None:
+        checkpoint.adapter = open_adapter(lora, hub)
     if tokenizer is not None and os.fspath(tokenizer) != os.fspath(model):
-        hub.pop("revision", None)  # is the model's
         try:
             checkpoint.tokenizer_source = _find(tokenizer, "auto", hub, only_tokenizer=True)
         except ValueError as error:

@@ -16,6 +16,7 @@ class Checkpoint:
 
     device = torch.device("cpu")
     tokenizer_source: "Checkpoint | None" = None  # where the tokenizer is, if not here
+    adapter: Any = None  # an `Adapter` to be merged into the weights
 
     def __init__(self, path: str, random_weights: bool = False):
         self.path = path

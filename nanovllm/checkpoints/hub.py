@@ -18,9 +18,21 @@ def download(name: str, weights: bool, options: dict[str, Any]) -> str:
     if not HUB_ID.fullmatch(name) or name.endswith(".gguf"):
         known = f"'smollm2' or, with load_format='dummy', one of {list(SHAPES)}"
         raise ValueError(f"{missing} or .gguf file, and it is not a hub id ('owner/name'), {known}")
+    patterns = [*HUB_FILES, "*.safetensors"] if weights else list(HUB_FILES)
+    return _fetch(name, patterns, options, missing)
+
+
+def download_adapter(name: str, files: list[str], options: dict[str, Any]) -> str:
+    """The same for these files of an adapter."""
+    missing = f"lora {name!r}: there is no such folder"
+    if not HUB_ID.fullmatch(name):
+        raise ValueError(f"{missing}, and it is not a hub id ('owner/name')")
+    return _fetch(name, files, options, missing)
+
+
+def _fetch(name: str, patterns: list[str], options: dict[str, Any], missing: str) -> str:
     from huggingface_hub import snapshot_download
 
-    patterns = [*HUB_FILES, "*.safetensors"] if weights else list(HUB_FILES)
     try:
         return snapshot_download(name, allow_patterns=patterns, ignore_patterns=["*/*"], **options)
     except Exception as error:  # unknown, private or gated; no network and not in the cache; disk full

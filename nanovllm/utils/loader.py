@@ -8,6 +8,7 @@ import functools
 import math
 import os
 import zlib
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -66,7 +67,11 @@ def load_model(model: nn.Module, path: str | os.PathLike | Checkpoint) -> None:
     # With another default device, whole tensors would be copied to it before they are sliced.
     with torch.device("cpu"):
         tensors = checkpoint.tensors()
-        for tensor in model.converted(tensors) if hasattr(model, "converted") else tensors:
+        if hasattr(model, "converted"):
+            tensors = model.converted(tensors)
+        if checkpoint.adapter is not None:
+            tensors = checkpoint.adapter.merged(tensors, tied_names(model))
+        for tensor in tensors:
             source = f"{tensor.file}: tensor {tensor.name}"
             if tensor.name not in known:
                 if tensor.name.endswith(IGNORED) or is_tied(model, tensor.name):
@@ -124,6 +129,13 @@ def find_places(model: nn.Module) -> dict[str, StoredTensor]:
 
 def _load_shard(load: Callable[..., None], shard_id: Any, tensor: Any) -> None:
     load(tensor, shard_id)
+
+
+def tied_names(model: nn.Module) -> set[str]:
+    """The names of parameters that have several."""
+    names = [(name, id(param)) for name, param in model.named_parameters(remove_duplicate=False)]
+    counts = Counter(param for _, param in names)
+    return {name for name, param in names if counts[param] > 1}
 
 
 def is_tied(model: nn.Module, name: str) -> bool:
