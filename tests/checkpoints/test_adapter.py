@@ -41,7 +41,7 @@ def make_adapter(folder: Path, target: Path, **settings) -> transformers.PreTrai
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
-    model.save_pretrained(target, save_embedding_layers=False)
+    model.save_pretrained(target)
     return model.merge_and_unload().eval()
 
 
@@ -86,6 +86,26 @@ def test_an_engine_computes_with_the_merged_weights(folder, tmp_path, name, opti
         [score] = llm.score([PROMPT], use_tqdm=False)
     assert score["token_logprobs"][1:] == pytest.approx(expected, abs=1e-4)
     assert expected != pytest.approx(logprobs_of(load_reference(folder)), abs=1e-2)
+
+
+def test_matrices_of_single_experts_are_merged(tmp_path):
+    """peft no longer makes such adapters: against the formula."""
+    folder = make_checkpoint(tmp_path / "model", "qwen3_moe", seed=1)
+    torch.manual_seed(0)
+    a, b, factors = torch.randn(8, 3, 32), torch.randn(8, 64, 3), {}
+    for i in range(8):
+        name = f"base_model.model.model.layers.1.mlp.experts.{i}.down_proj"
+        factors |= {f"{name}.lora_A.weight": a[i].clone(), f"{name}.lora_B.weight": b[i].clone()}
+    (tmp_path / "adapter").mkdir()
+    save_file(factors, tmp_path / "adapter/adapter_model.safetensors")
+    edit_json(tmp_path / "adapter/adapter_config.json", peft_type="LORA", r=3, lora_alpha=6)
+    reference = load_reference(folder)
+    with torch.no_grad():
+        reference.model.layers[1].mlp.experts.down_proj += 2 * b @ a
+    with LLM(str(folder), lora=tmp_path / "adapter", **EXACT, num_kvcache_blocks=8) as llm:
+        [score] = llm.score([PROMPT], use_tqdm=False)
+    assert score["token_logprobs"][1:] == pytest.approx(logprobs_of(reference), abs=1e-3)
+    assert score["token_logprobs"][1:] != pytest.approx(logprobs_of(load_reference(folder)), abs=1e-2)
 
 
 def test_matrices_that_are_stored_transposed_are_merged_so(tmp_path):
