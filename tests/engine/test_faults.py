@@ -30,7 +30,7 @@ PARAMS = [
     SamplingParams(0, 30, True, frequency_penalty=0.5, logprobs=1, prompt_logprobs=0),
     SamplingParams(0, 20, True, n=2, stop="never\n seen"),
     SamplingParams(0, 30, True, logit_bias={3: 1.0}),
-    SamplingParams(0, 25, True, top_k=3, structured_outputs=StructuredOutputsParams(regex="[a-z]*")),
+    SamplingParams(0, 25, True, top_k=3, structured_outputs=StructuredOutputsParams(regex="([a-z][0-9])*")),
 ]
 METHODS = {
     "scheduler": ["add", "schedule", "preempt", "advance", "postprocess", "_finish", "_release"],
