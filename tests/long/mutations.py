@@ -28,6 +28,7 @@ TESTS = [
     "sampling",
     "edits",
     "requests",
+    "grammar",
 ]
 TESTS += [
     "faults",
@@ -228,12 +229,15 @@ MUTATIONS = [
     *mutations_of(
         "llm_engine",
         ("            if not self.unfinished:\n", "            if False:\n"),
+        ("                self._draw(self.under_way, attempt)\n", "                pass\n"),
+        ("        self.grammars.drop(seq.seq_id)", "        pass"),
     ),
     *mutations_of(
         "recovery",
         ("del seq.token_ids[length:]", "pass"),
         ("engine.ended, engine.attempt = {} if reports else engine.ended, None", "engine.attempt = None"),
         ("        engine.unfinished.pop(seq_id, None)", "        pass"),
+        ("    engine.grammars.reset()", "    pass"),
         ("if len(suspects) == 1:", "if suspects:"),
         ("if seq is group or seq.leader is group:", "if seq is culprit:"),
     ),
@@ -242,6 +246,15 @@ MUTATIONS = [
         ("from_cache = not np.array_equal(batch.lens_q, batch.lens_k)", "from_cache = False"),
         ("return self.rows.inputs.block_tables[rows]", "return self.rows.inputs.block_tables[rows] * 0"),
         ("token_positions(batch.lens_q, batch.lens_k)", "token_positions(batch.lens_q, batch.lens_q)"),
+        ("start = 0 if is_whole else self.sampler.vocab_start", "start = 0"),
+    ),
+    *mutations_of(
+        "nanovllm/text/grammar",
+        (" and not seq.is_finished", ""),
+    ),
+    *mutations_of(
+        "nanovllm/kernels/token_masks",
+        ("token = column + vocab_start", "token = column"),
     ),
     *mutations_of(
         "nanovllm/kernels/copy_pages",
@@ -303,6 +316,7 @@ MUTATIONS = [
             "return list(enumerate(seq.token_ids[start:], start + 1))",
         ),
         ("float(seq.needs & TOKEN_FLAGS > 0)", "1.0"),
+        ("is_needed_later = needs & Needs.LOGPROBS and needs & Needs.MASKS", "is_needed_later = False"),
     ),
     *mutations_of(
         "nanovllm/text/results",
