@@ -36,6 +36,9 @@ def build_model(config: ModelConfig, quantization: str | None = None) -> nn.Modu
     scheme = read_scheme(config.quantization_config, quantization)
     with without_formats():
         model = get_model_class(config)(config)
+    stacked = [name for name, param in model.named_parameters() if param.dim() > 2]  # by transformers
+    if scheme is not None and stacked:
+        raise ValueError(f"{stacked[0]} cannot be quantised, as experts can only in classes of this project")
     assign_formats(model, scheme)
     return model
 

@@ -58,6 +58,11 @@ def test_their_weights_may_be_quantised(tmp_path, name):
     assert_answers_as_transformers(folder, reference)
 
 
+def test_their_experts_are_not_quantised(tmp_path):
+    with pytest.raises(ValueError, match="model.layers.0.mlp.experts.gate_up_proj cannot be quantised"):
+        LLM(str(make("mixtral", tmp_path)), **EXACT, quantization="int4")
+
+
 def test_with_an_8_bit_cache_tokens_are_nearly_as_likely(tmp_path):
     folder = make("olmo", tmp_path)
     with LLM(str(folder), **EXACT, num_kvcache_blocks=40) as llm:
@@ -136,12 +141,6 @@ def test_what_other_threads_make_meanwhile_has_memory():
         other = thread.submit(torch.nn.Linear, 2, 2).result()
         assert torch.nn.Linear(2, 2).weight.is_meta and not other.weight.is_meta
     assert not torch.nn.Linear(2, 2).weight.is_meta
-
-
-def test_a_window_limits_the_context(tmp_path):
-    folder = make("mistral", tmp_path, sliding_window=48)
-    with LLM(str(folder), **EXACT, num_kvcache_blocks=40) as llm:
-        assert llm.config.max_model_len == 48
 
 
 def rope(kind: str, **settings) -> dict:
