@@ -151,4 +151,4 @@ def test_without_layer_types_every_other_layer_has_a_window(tmp_path, folders):
     (tmp_path / "config.json").write_text((folders[0] / "config.json").read_text())
     edit_json(tmp_path / "config.json", layer_types=None)
     config = ModelConfig.from_dict("config.json", json.loads((tmp_path / "config.json").read_text()))
-    assert config.windows == [24, 0, 24]
+    assert config.windows == (24, 0, 24)
