@@ -14,7 +14,7 @@ from nanovllm.kernels import runtime
 from nanovllm.kernels.experts import ExpertWeights, Groups, activate, activate_torch, find_tile
 from nanovllm.kernels.fp8_linear import QuantisedRows, quantise
 from nanovllm.kernels.layernorm import add_rms_norm_torch
-from nanovllm.kernels.moe_fp8 import FP8_TILES, can_use_fp8_experts, multiply_fp8
+from nanovllm.kernels.moe_fp8 import FP8_BLOCK_TILES, FP8_TILES, can_use_fp8_experts, multiply_fp8
 from nanovllm.kernels.moe_quantised import QUANTISED_TILES, can_use_quantised, multiply_quantised
 from nanovllm.kernels.router import Chosen
 from nanovllm.kernels.runtime import cdiv, next_power_of_2, tl, triton, use_triton
@@ -43,7 +43,7 @@ def run_experts(
     num_experts, num_pairs, top_k = experts.num_experts, chosen.experts.numel(), chosen.experts.shape[1]
     multiply, tiles = _multiply_grouped, DECODE_TILES
     if can_use_fp8_experts(x, experts):
-        multiply, tiles = multiply_fp8, FP8_TILES
+        multiply, tiles = multiply_fp8, FP8_BLOCK_TILES if experts.gate_up.group else FP8_TILES
     elif can_use_quantised(x, experts):
         multiply, tiles = multiply_quantised, QUANTISED_TILES
     else:
