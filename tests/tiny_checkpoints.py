@@ -103,7 +103,7 @@ def make_checkpoint(
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
-                parameter.uniform_(0.5, 1.5)
+                parameter.uniform_(0.5, 1.5).sub_(int(architecture == "gemma3"))  # which adds 1
             elif name.endswith(("bias", "sinks")):
                 parameter.normal_(0, 0.3)
             else:

@@ -66,7 +66,7 @@ def expected_parameters(folder: Path) -> dict[str, torch.Tensor]:
                 others = [theirs[name.replace(f".{parts[0]}_proj.", f".{part}_proj.")] for part in parts]
                 ours[name.replace(f"{parts[0]}_proj", packed)] = torch.cat(others)
         if not any(f".{part}_proj." in name for part in ("q", "k", "v", "gate", "up")):
-            ours[name] = value
+            ours[name] = value + 1 if "norm" in name and "gemma3" in type(model).__module__ else value
     return ours
 
 
@@ -320,7 +320,8 @@ def test_a_config_has_the_fields_and_defaults_of_transformers(tmp_path, architec
     raw = {"model_type": architecture, "architectures": [name], **needed}
     (tmp_path / "config.json").write_text(json.dumps(raw))
     config = open_checkpoint(tmp_path, "dummy").hf_config()
-    expected = CONFIG_MAPPING[architecture].from_dict(raw)
+    model_type = "gemma3_text" if architecture == "gemma3" else architecture
+    expected = CONFIG_MAPPING[model_type].from_dict(raw)
     for name in [*needed, "rms_norm_eps", "tie_word_embeddings", "architectures"]:
         assert getattr(config, name) == getattr(expected, name), name
     assert config.head_dim == (getattr(expected, "head_dim", None) or 16)
