@@ -41,7 +41,7 @@ MAX_SPLITS = 32
 MIN_COLUMNS = 8  # of a matrix product whose rows are tokens
 TWIN_GROUP = 8  # sequences that the torch twin computes at once
 PROGRAMS_PER_MULTIPROCESSOR = 3
-COMBINED_ELEMENTS = 8192  # of partial results that a program adds up at a time
+COMBINED_ELEMENTS = 4096  # of partial results that a program adds up at a time
 MEASURED_ROW_BYTES = 256  # of a key: 128 elements of 2 bytes, for which the tiles were measured
 
 

@@ -69,6 +69,11 @@ def as_token_ids(values: list | tuple, vocab_size: int, name: str) -> list[int]:
     return token_ids
 
 
+@functools.lru_cache(4096)  # making it takes ten times as long as finding it
+def _checked_copy(params: SamplingParams) -> SamplingParams:
+    return replace(params)
+
+
 class Prompts:
     def __init__(
         self, config: Config, tokenizer: Any, limits: Limits,
@@ -101,12 +106,7 @@ class Prompts:
         check(isinstance(sampling_params, (list, tuple)), rule, sampling_params)
         if len(sampling_params) != len(prompts):
             raise ValueError(f"there are {len(prompts)} prompts but {len(sampling_params)} sampling_params")
-        checked: dict[int, SamplingParams] = {}  # by the identity of those given, which are often one
-        for i, params in enumerate(sampling_params):
-            if id(params) not in checked:
-                checked[id(params)] = self._check_params(params, f"prompts[{i}]")
-        each = (checked[id(params)] for params in sampling_params)
-        requests = list(map(self._read, prompts, each, itertools.count()))
+        requests = list(map(self.read, prompts, sampling_params, itertools.count()))
         self.warn_of_context(requests)
         return requests
 
@@ -154,26 +154,27 @@ class Prompts:
         name = "prompt" if index is None else f"prompts[{index}]"
         if sampling_params is None and index is None:
             sampling_params = self.recommended()
-        return self._read(prompt, self._check_params(sampling_params, name), index)
-
-    def _check_params(self, params: Any, name: str) -> SamplingParams:
-        """A checked copy: fields may have been assigned to, and may be again while the request runs."""
-        check(
-            isinstance(params, SamplingParams), f"sampling_params for {name} must be SamplingParams", params
-        )
-        return replace(params)
-
-    def _read(self, prompt: Any, sampling_params: SamplingParams, index: int | None) -> Request:
-        name = "prompt" if index is None else f"prompts[{index}]"
+        params = self._check_params(sampling_params, name)
         token_ids, text = self._read_prompt(prompt, 1, name)
-        bad_words, num_rule_words = self._read_rules(sampling_params, name)
-        grammar = self._read_grammar(sampling_params, name)
-        scored_token_ids = [] if sampling_params.prompt_logprobs is None else token_ids[1:]
+        bad_words, num_rule_words = self._read_rules(params, name)
+        grammar = self._read_grammar(params, name)
+        scored_token_ids = [] if params.prompt_logprobs is None else token_ids[1:]
         packed = pack(
             token_ids
         )  # while they are in the processor's cache: later it takes three times as long
         rest = num_rule_words, scored_token_ids, 0, index or 0, packed
-        return Request(token_ids, sampling_params, bad_words, *rest, grammar, text=text)
+        return Request(token_ids, params, bad_words, *rest, grammar, text=text)
+
+    @staticmethod
+    def _check_params(params: Any, name: str) -> SamplingParams:
+        """A checked copy: fields may have been assigned to, and may be again while the request runs."""
+        check(
+            isinstance(params, SamplingParams), f"sampling_params for {name} must be SamplingParams", params
+        )
+        try:
+            return _checked_copy(params)
+        except TypeError:  # what was assigned has no hash
+            return replace(params)
 
     def _read_grammar(self, params: SamplingParams, name: str) -> Any:
         if params.structured_outputs is None:
