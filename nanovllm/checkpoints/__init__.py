@@ -59,7 +59,7 @@ def _find(
         if name in SHAPES and dummy:
             return ShapeCheckpoint(name, dummy)
         weights = not dummy and not only_tokenizer
-        path = str(fetch_smollm2()) if name == "smollm2" else download(name, weights, hub)
+        path = str(fetch_smollm2()) if name == "smollm2" else download(name, weights, **hub)
     if os.path.isfile(path):
         if load_format == "safetensors" or not path.lower().endswith(".gguf"):
             raise ValueError(f"model {name!r} is neither a folder nor, for load_format='gguf', a .gguf file")

@@ -9,7 +9,7 @@ HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 HUB_FILES = ("*.json", "*.jinja", "merges.txt", "vocab.txt", "tokenizer.model")
 
 
-def download(name: str, weights: bool, options: dict[str, Any]) -> str:
+def download(name: str, weights: bool, **options: Any) -> str:
     """
     The local folder of a hub id, from the cache or the network. `options` are those of `snapshot_download`.
     Raises ValueError.
