@@ -9,7 +9,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from tiny_checkpoints import SMALL
 
 # Of mixtures of experts, by the names that configurations have.
-EXPERTS = dict(num_experts=4, num_local_experts=4, n_routed_experts=4, num_experts_per_tok=2)
+EXPERTS = dict(num_experts=12, num_local_experts=12, n_routed_experts=12, num_experts_per_tok=2)
 EXPERTS |= dict(
     n_shared_experts=1,
     moe_intermediate_size=24,

@@ -43,6 +43,7 @@ TESTS += [
     "gguf_blocks",
     "gguf_products",
     "gguf",
+    "transformers_model",
     "batch_ray",
     "batch",
 ]
@@ -529,6 +530,33 @@ MUTATIONS = [
         ("(piece.kind, piece.tile, piece.offsets is None, piece.scales.dtype)", "(piece.kind,)"),
         ("and (runtime.HAVE_TRITON or not on_gpu)", ""),
         ("zeros = zeros / 17  #", "pass  #"),
+    ),
+    *mutations_of(
+        "nanovllm/models/transformers_parts",
+        ("F.pad(value, (0, narrower))", "value"),
+        ("-distance: window == 0}", "-distance: True}"),
+        ("if not hands_over_rotation(query, key, value):", "if False:"),
+    ),
+    *mutations_of(
+        "nanovllm/models/transformers_faster",
+        ("bias = self.bias if self.group.rank == 0 or not self.is_part else None", "bias = self.bias"),
+        ("y = self.group.all_reduce(y) if self.is_part else y", "pass"),
+    ),
+    *mutations_of(
+        "nanovllm/models/transformers_model",
+        ("_replace(sinks=made.get(attention.rule.sinks))", "_replace(sinks=None)"),
+    ),
+    *mutations_of(
+        "nanovllm/models/transformers_ranks",
+        ('.chunk(2 if dim == EXPERTS_CUT["gate_up_proj"] else 1, dim)', ".chunk(1, dim)"),
+    ),
+    *mutations_of(
+        "nanovllm/models/transformers_weights",
+        ("sources.sort(key=lambda source: dot_natural_key(source[0].name))", "pass"),
+    ),
+    *mutations_of(
+        "nanovllm/checkpoints/transformers_config",
+        ('if isinstance(settings, dict) and settings.get("rope_type") == "longrope":', "if False:"),
     ),
 ]
 
