@@ -260,7 +260,7 @@ def test_settings_that_make_no_numbers_are_refused(folder, changes):
     "changes",
     [
         *({field: 2**24} for field in ("hidden_size", "intermediate_size", "vocab_size", "head_dim")),
-        {"num_hidden_layers": 2**10, "intermediate_size": 2**10},
+        {"num_hidden_layers": 2**10, "intermediate_size": 2**10, "layer_types": None},
         {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 2**12},
         {"architectures": ["Qwen3MoeForCausalLM"], "moe_intermediate_size": 2**17},
     ],

@@ -29,7 +29,8 @@ def test_the_warm_up_is_the_largest_step_there_can_be(
     longest = max_model_len - 1  # a longer prompt leaves no room for a token
     assert sum(batch.lens_q) == min(max_num_batched_tokens, max_num_seqs * longest)
     assert len(batch.lens_q) == min(max_num_seqs, max_num_batched_tokens)
-    assert max(batch.lens_q) <= longest and batch.needs == ~Needs(0)
+    # Masks change logits where they are, and have their room from the start.
+    assert max(batch.lens_q) <= longest and batch.needs == ~Needs.MASKS
     assert (batch.scoring is not None) == (max(batch.lens_q) > 1)
 
 
