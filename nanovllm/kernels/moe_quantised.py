@@ -112,8 +112,8 @@ def _grouped_quantised_kernel(
     column = tl.max_contiguous(tl.multiple_of(column, 2), 2)
     its_x = x + (pair // PAIRS_PER_ROW)[None, :] * x_stride + column[:, None]
     # What a code stands above its number; integers of 4 bits come with 128 added.
-    above: tl.constexpr = ZERO_POINT + 128 if KIND == INT4 else ZERO_POINT
-    row_zero = tl.full([1, 1, 1, 1], above, tl.float32)
+    above: tl.constexpr = 128 if KIND == INT4 else 0
+    row_zero = tl.full([1, 1, 1, 1], above + ZERO_POINT, tl.float32)
     if zeros is not None and GROUP == 0:
         row_zero = tl.load(zeros + grid_row, mask=is_read, other=0).to(tl.float32) + above
     # Scales of codes are asked for a step ahead.

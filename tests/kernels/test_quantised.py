@@ -78,7 +78,7 @@ def make_weight(name: str, shape: tuple[int, int], device: str, rows: int = 0) -
     if besides == "offsets":
         offsets = torch.randn(grid, device=device)
     scales = ((torch.rand(grid) + 0.5) / 100).to(device)
-    zero_point = 8 if kind == "int4" and besides is None else 0
+    zero_point = 8 if kind == "int4" and besides != "offsets" else 0  # which zeros take the place of
     return QuantisedWeight(codes.to(device), shape, scales, tile, zeros, zero_point, offsets)
 
 
