@@ -24,6 +24,7 @@ from nanovllm.checkpoints.tokenizer import tokenizer_errors, tokenizer_from_gguf
 from nanovllm.checkpoints.untrusted import check_room
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+ARCHITECTURES["gemma3"] = "Gemma3ForCausalLM"
 MODULES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 LAYER_MODULES = {
     "attn_norm": "input_layernorm",
@@ -38,6 +39,13 @@ LAYER_MODULES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+GEMMA_MODULES = LAYER_MODULES | {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+# They end a turn of a chat, whichever token the file calls the end of text.
+ENDS_OF_TURN = ("<|im_end|>", "<end_of_turn>")
 FREQUENCY_FACTORS = "rope_freqs.weight"
 PLAIN_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 
@@ -101,6 +109,8 @@ class GGUFCheckpoint(Checkpoint):
             "dtype": None if embedding.dtype == torch.float16 else embedding.dtype,
             "quantization_config": None if self.random_weights else {"quant_method": "gguf"},
         }
+        if self.architecture == "gemma3":
+            raw |= self._gemma_settings(raw)
         config = ModelConfig.from_dict(self.path, raw, model_impl)
         if not self.random_weights:  # the smallest quantisations take between one and two bits a weight
             check_room(self.path, config, os.path.getsize(self.path), bits=1)
@@ -113,14 +123,15 @@ class GGUFCheckpoint(Checkpoint):
     def named_eos(self) -> list[Any]:
         found = [self.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
         tokens = self.metadata.get("tokenizer.ggml.tokens", [])
-        # It ends a turn of a chat, whichever token the file calls the end of text.
-        if isinstance(tokens, list) and "<|im_end|>" in tokens:
-            found.append(tokens.index("<|im_end|>"))
+        if isinstance(tokens, list):
+            found += [tokens.index(end) for end in ENDS_OF_TURN if end in tokens]
         return found
 
     def tensors(self) -> Iterator["GGUFTensor"]:
         heads = self._number("attention.head_count")
         rotated = {"attn_q": heads, "attn_k": self._number("attention.head_count_kv", heads)}
+        is_gemma = self.architecture == "gemma3"
+        modules = GEMMA_MODULES if is_gemma else LAYER_MODULES
         for stored_name, tensor in self.stored.items():
             if stored_name == FREQUENCY_FACTORS:
                 continue
@@ -128,11 +139,12 @@ class GGUFCheckpoint(Checkpoint):
             name, order = MODULES.get(module, module), None
             block, _, rest = module.partition(".")
             layer, _, part = rest.partition(".")
-            if block == "blk" and part in LAYER_MODULES:
-                name = f"model.layers.{layer}.{LAYER_MODULES[part]}"
+            if block == "blk" and part in modules:
+                name = f"model.layers.{layer}.{modules[part]}"
                 if self.architecture == "llama" and part in rotated:
                     order = _rotary_order(tensor.shape[0], rotated[part])
-            yield replace(tensor, name=f"{name}.{kind}", order=order, device=self.device)
+            added = 1.0 if is_gemma and name.endswith("norm") else 0.0
+            yield replace(tensor, name=f"{name}.{kind}", order=order, added=added, device=self.device)
 
     def _number(self, key: str, default: Any = None, kind: type = int) -> Any:
         key = f"{self.architecture}.{key}"
@@ -141,6 +153,20 @@ class GGUFCheckpoint(Checkpoint):
             raise ValueError(f"{self.path}: {key} must be one {kind.__name__}, got {value!r:.100}")
         # Stored as float32: 1e-6 must not come back as 9.999999974752427e-07.
         return value if kind is int else float(str(np.float32(value)))
+
+    def _gemma_settings(self, raw: dict[str, Any]) -> dict[str, Any]:
+        window = self._number("attention.sliding_window", 0)
+        divisor = raw["head_dim"]
+        if raw["num_hidden_layers"] == 62:  # the model of 27b, which is not told in any other way
+            divisor = raw["hidden_size"] // max(raw["num_attention_heads"], 1)
+        return {
+            "model_type": "gemma3_text",
+            "sliding_window": window or None,
+            "sliding_window_pattern": self._number("attention.sliding_window_pattern", 6) if window else 1,
+            "rope_local_base_freq": self._number("rope.freq_base_swa", 10000.0, kind=float),
+            "query_pre_attn_scalar": divisor,
+            "final_logit_softcapping": self.metadata.get("gemma3.final_logit_softcapping") or None,
+        }
 
     def _rope_scaling(self) -> dict[str, Any] | None:
         if FREQUENCY_FACTORS in self.stored:  # how llama.cpp stores the scaling of Llama 3.1
@@ -174,6 +200,7 @@ class GGUFTensor:
     block_size: int  # values that are quantised together
     encoded: np.ndarray  # uint8 [..., bytes of a row]
     order: np.ndarray | None = None  # where each row is stored
+    added: float = 0.0  # what the converter added to the values of a vector
     device: torch.device = Checkpoint.device
 
     @property
@@ -184,6 +211,8 @@ class GGUFTensor:
     def __getitem__(self, index: slice | tuple[slice, slice]) -> torch.Tensor:
         if len(self.shape) != 2:
             whole = self._decode(self.encoded)
+            if self.added:  # exact where the sum was made in float32
+                whole = whole.float() - self.added
             return (whole if self.order is None else whole[self.order])[index]
         rows, columns = index if isinstance(index, tuple) else (index, slice(None))
         start, stop, _ = columns.indices(self.shape[1])

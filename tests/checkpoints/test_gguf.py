@@ -11,18 +11,27 @@ from gguf_packer import decode, encode
 from safetensors.torch import load_file, save_file
 from smollm2 import smollm2_gguf  # noqa: F401  a fixture
 
+import tiny_checkpoints
 from nanovllm import LLM, SamplingParams
 from nanovllm.checkpoints import open_checkpoint
-from nanovllm.checkpoints.gguf import LAYER_MODULES, MODULES, GGUFTensor
+from nanovllm.checkpoints.gguf import GEMMA_MODULES, LAYER_MODULES, MODULES, GGUFTensor
 from nanovllm.checkpoints.gguf_blocks import decode_values
+from nanovllm.checkpoints.model_config import ModelConfig
 from nanovllm.checkpoints.tokenizer import SPLITS, tokenizer_from_gguf
 from nanovllm.layers.quantization.gguf import PackedCodes
 from nanovllm.models import get_model_class
 from nanovllm.utils.loader import load_model
-from tiny_checkpoints import assert_greedy, load_reference, make_checkpoint
+from tiny_checkpoints import assert_greedy, load_reference
 
-ARCHITECTURES = ["llama", "qwen2", "qwen3"]
+ARCHITECTURES = ["llama", "qwen2", "qwen3", "gemma3"]
 QUANTISATIONS = ["F32", "F16", "BF16", "Q8_0", "Q4_0"]
+
+
+def make_checkpoint(folder: Path, architecture: str = "qwen3", *args, **settings) -> Path:
+    """One that fits into the format, which does not say by what Gemma divides scores."""
+    if architecture == "gemma3":
+        settings = {"query_pre_attn_scalar": settings.get("head_dim", 16)} | settings
+    return tiny_checkpoints.make_checkpoint(folder, architecture, *args, **settings)
 
 
 def interleave_halves(tensor: torch.Tensor, heads: int) -> torch.Tensor:
@@ -40,7 +49,8 @@ def write_gguf(
     """
     kinds = {"": quantisation} if isinstance(quantisation, str) else quantisation
     config = open_checkpoint(folder).hf_config()
-    architecture = config.raw["model_type"]
+    architecture = config.raw["model_type"].removesuffix("_text")
+    is_gemma = architecture == "gemma3"
     writer = gguf.GGUFWriter(folder / "model.gguf", architecture)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
@@ -54,6 +64,12 @@ def write_gguf(
         writer.add_key_length(config.head_dim)
         writer.add_value_length(config.head_dim)
         writer.add_rope_dimension_count(config.head_dim)
+    if is_gemma:
+        windows = {
+            "sliding_window": max(config.windows),
+            "sliding_window_pattern": config.windows.index(0) + 1,
+        }
+        metadata = {f"ARCH__attention__{name}": value for name, value in windows.items()} | metadata
     for key, value in metadata.items():
         key = key.replace("__", ".").replace("ARCH", architecture)
         add = {
@@ -63,7 +79,8 @@ def write_gguf(
             list: writer.add_array,
         }
         add[type(value)](key, value)
-    names = {theirs: ours for ours, theirs in {**MODULES, **LAYER_MODULES}.items()}
+    modules = MODULES | (GEMMA_MODULES if is_gemma else LAYER_MODULES)
+    names = {theirs: ours for ours, theirs in modules.items()}
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
     tensors = [tensor for file in folder.glob("*.safetensors") for tensor in load_file(file).items()]
     for name, tensor in [*tensors, *extra_tensors]:
@@ -75,6 +92,8 @@ def write_gguf(
             module = f"blk.{layer}.{names[part]}"
         else:
             module = names.get(module, module)
+        if is_gemma and module.endswith("norm"):
+            tensor = tensor + 1
         stored = kinds.get(module.rpartition(".")[2], kinds[""]) if tensor.dim() == 2 else "F32"
         type_ = gguf.GGMLQuantizationType[stored]
         writer.add_tensor(f"{module}.{kind}", encode(tensor, stored), raw_dtype=type_)
@@ -101,6 +120,8 @@ def test_all_tensors_come_back(tmp_path, architecture, quantisation, tied):
     assert tensors.keys() == expected.keys()
     for name, value in expected.items():
         assert tensors[name].shape == tuple(value.shape)
+        if architecture == "gemma3" and "norm" in name:
+            value = value + 1 - 1  # which is in the file and loses some bits
         assert torch.equal(tensors[name][:].float(), requantised(value, quantisation)), name
 
 
@@ -158,6 +179,55 @@ def test_the_config_comes_back(tmp_path, architecture, overrides):
         if hasattr(expected, field):
             assert getattr(config, field) == getattr(expected, field), field
     assert config.rope_parameters == expected.rope_parameters
+    assert config.windows == expected.windows
+    assert config.local_rope_parameters == expected.local_rope_parameters
+    assert config.query_pre_attn_scalar == expected.query_pre_attn_scalar
+
+
+def gemma_config(folder: Path, **metadata) -> ModelConfig:
+    """Of a file of Gemma 3 with seven layers and this metadata."""
+    checkpoint = open_checkpoint(write_gguf(make_checkpoint(folder, "gemma3")))
+    checkpoint.metadata["gemma3.block_count"] = 7
+    del checkpoint.metadata["gemma3.attention.sliding_window_pattern"]
+    for key, value in metadata.items():
+        checkpoint.metadata["gemma3." + key.replace("__", ".")] = value
+    return checkpoint.hf_config()
+
+
+def test_every_sixth_layer_of_gemma_attends_to_all_unless_the_file_says_otherwise(tmp_path):
+    config = gemma_config(tmp_path)
+    assert config.windows == (24,) * 5 + (0, 24)
+    assert gemma_config(tmp_path, attention__sliding_window_pattern=3).windows == (24, 24, 0, 24, 24, 0, 24)
+    assert gemma_config(tmp_path, attention__sliding_window=0).windows == (0,) * 7
+
+
+def test_layers_of_gemma_with_a_window_have_rotations_of_their_own(tmp_path):
+    scaling = dict(rope__scaling__type="linear", rope__scaling__factor=8.0, rope__freq_base=5e5)
+    config = gemma_config(tmp_path, **scaling)
+    assert (config.rope_parameters["factor"], config.rope_parameters["rope_theta"]) == (8, 5e5)
+    local = config.local_rope_parameters
+    assert (local["rope_type"], local["rope_theta"]) == ("default", 1e4)
+    assert gemma_config(tmp_path, rope__freq_base_swa=2e4).local_rope_parameters["rope_theta"] == 2e4
+
+
+@pytest.mark.parametrize("layers, divisor", [(7, 32), (62, 64 / 4)])
+def test_gemma_divides_scores_by_the_size_of_a_head_but_in_the_largest_model(tmp_path, layers, divisor):
+    sizes = dict(attention__key_length=32, attention__value_length=32, rope__dimension_count=32)
+    assert gemma_config(tmp_path, block_count=layers, **sizes).query_pre_attn_scalar == divisor
+
+
+@pytest.mark.parametrize(
+    "metadata, message",
+    [
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0 is not supported"),
+        ({"attention__sliding_window_pattern": [True] * 7}, "sliding_window_pattern must be one int"),
+        ({"attention__sliding_window": -1}, "sliding_window must be an integer from 1"),
+    ],
+    ids=str,
+)
+def test_what_gemma_files_may_say_and_the_model_does_not_have_is_refused(tmp_path, metadata, message):
+    with pytest.raises(ValueError, match=f"model.gguf: .*{message}"):
+        gemma_config(tmp_path, **metadata)
 
 
 # With few tokens to choose from, the best one is further ahead than what is rounded otherwise on two ranks.
@@ -172,7 +242,9 @@ MIXTURES = {
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("architecture, mixture, seed", [("llama", "Q4_K", 0), ("qwen3", "Q5_K", 0)])
+@pytest.mark.parametrize(
+    "architecture, mixture, seed", [("llama", "Q4_K", 0), ("qwen3", "Q5_K", 0), ("gemma3", "Q4_K", 0)]
+)
 def test_greedy_tokens_are_those_of_transformers_on_the_dequantised_weights(
     tmp_path, architecture, mixture, seed, dtype
 ):
@@ -458,6 +530,9 @@ def test_every_end_that_the_file_names_is_an_eos_id(tmp_path):
     )
     assert checkpoint.tokenizer() is None
     assert set(checkpoint.eos_token_ids(None)) == {3, 4, 258}
+    tokens[7] = "<end_of_turn>"
+    checkpoint.metadata["tokenizer.ggml.tokens"] = tokens
+    assert set(checkpoint.eos_token_ids(None)) == {3, 4, 7, 258}
 
 
 # Hostile files
