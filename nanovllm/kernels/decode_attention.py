@@ -118,15 +118,17 @@ def paged_decode_attention_torch(
     block_tables: Tensor, context_lens: Tensor, rule: AttentionRule, shared: SharedPrefixes | None = None,
 ) -> Tensor:  # fmt: skip
     assert shared is None or not rule.window
-    begins = torch.zeros_like(context_lens) if shared is None else shared.prefix_lens
-    if rule.window:
-        begins = (context_lens - rule.window).clamp_min(0)
     is_plain = shared is None and rule.is_plain
     if is_plain and len(q) == 1 and not is_int8(k_cache):  # a single sequence needs no mask
-        keys, values = read_sequence(k_cache, v_cache, block_tables[0], int(begins), int(context_lens))
+        end = int(context_lens)
+        begin = max(end - rule.window, 0) if rule.window else 0
+        keys, values = read_sequence(k_cache, v_cache, block_tables[0], begin, end)
         keys, values = keys.to(q.dtype), values.to(q.dtype)
         queries = q.reshape(1, keys.shape[1], -1, q.shape[2])  # a view, which costs less than `unflatten`
         return F.scaled_dot_product_attention(queries, keys, values, scale=rule.scale).reshape(q.shape)
+    begins = torch.zeros_like(context_lens) if shared is None else shared.prefix_lens
+    if rule.window:
+        begins = (context_lens - rule.window).clamp_min(0)
     lengths, order = (context_lens - begins).sort()
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     log_sums = torch.full(q.shape[:2], float("-inf"), device=q.device)
