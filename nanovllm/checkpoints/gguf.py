@@ -165,7 +165,7 @@ class GGUFCheckpoint(Checkpoint):
             "sliding_window_pattern": self._number("attention.sliding_window_pattern", 6) if window else 1,
             "rope_local_base_freq": self._number("rope.freq_base_swa", 10000.0, kind=float),
             "query_pre_attn_scalar": divisor,
-            "final_logit_softcapping": self.metadata.get("gemma3.final_logit_softcapping") or None,
+            "final_logit_softcapping": self.metadata.get("gemma3.final_logit_softcapping"),
         }
 
     def _rope_scaling(self) -> dict[str, Any] | None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import gguf
 import pytest
 import torch
+import transformers
 from gguf_packer import decode, encode
 from safetensors.torch import load_file, save_file
 from smollm2 import smollm2_gguf  # noqa: F401  a fixture
@@ -14,7 +15,7 @@ from smollm2 import smollm2_gguf  # noqa: F401  a fixture
 import tiny_checkpoints
 from nanovllm import LLM, SamplingParams
 from nanovllm.checkpoints import open_checkpoint
-from nanovllm.checkpoints.gguf import GEMMA_MODULES, LAYER_MODULES, MODULES, GGUFTensor
+from nanovllm.checkpoints.gguf import GGUFTensor
 from nanovllm.checkpoints.gguf_blocks import decode_values
 from nanovllm.checkpoints.model_config import ModelConfig
 from nanovllm.checkpoints.tokenizer import SPLITS, tokenizer_from_gguf
@@ -79,22 +80,19 @@ def write_gguf(
             list: writer.add_array,
         }
         add[type(value)](key, value)
-    modules = MODULES | (GEMMA_MODULES if is_gemma else LAYER_MODULES)
-    names = {theirs: ours for ours, theirs in modules.items()}
+    codes = {name: code for code, name in gguf.MODEL_ARCH_NAMES.items()}
+    names = gguf.get_tensor_name_map(codes[architecture], config.num_hidden_layers)
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
     tensors = [tensor for file in folder.glob("*.safetensors") for tensor in load_file(file).items()]
     for name, tensor in [*tensors, *extra_tensors]:
         module, kind = name.rsplit(".", 1)
-        if module.startswith("model.layers."):
-            layer, part = module.removeprefix("model.layers.").split(".", 1)
-            if architecture == "llama" and names[part] in heads:
-                tensor = interleave_halves(tensor, heads[names[part]])
-            module = f"blk.{layer}.{names[part]}"
-        else:
-            module = names.get(module, module)
+        module = names.get_name(module) or module
+        part = module.rpartition(".")[2]
+        if architecture == "llama" and part in heads:
+            tensor = interleave_halves(tensor, heads[part])
         if is_gemma and module.endswith("norm"):
             tensor = tensor + 1
-        stored = kinds.get(module.rpartition(".")[2], kinds[""]) if tensor.dim() == 2 else "F32"
+        stored = kinds.get(part, kinds[""]) if tensor.dim() == 2 else "F32"
         type_ = gguf.GGMLQuantizationType[stored]
         writer.add_tensor(f"{module}.{kind}", encode(tensor, stored), raw_dtype=type_)
     writer.write_header_to_file()
@@ -198,7 +196,9 @@ def test_every_sixth_layer_of_gemma_attends_to_all_unless_the_file_says_otherwis
     config = gemma_config(tmp_path)
     assert config.windows == (24,) * 5 + (0, 24)
     assert gemma_config(tmp_path, attention__sliding_window_pattern=3).windows == (24, 24, 0, 24, 24, 0, 24)
-    assert gemma_config(tmp_path, attention__sliding_window=0).windows == (0,) * 7
+    config = gemma_config(tmp_path, attention__sliding_window=0)
+    assert config.windows == (0,) * 7
+    assert {*transformers.Gemma3TextConfig(**config.raw).layer_types} == {"full_attention"}
 
 
 def test_layers_of_gemma_with_a_window_have_rotations_of_their_own(tmp_path):

@@ -515,6 +515,13 @@ MUTATIONS = [
         ("silu_and_mul(self.product.scaled()", "silu_and_mul(self.product.values"),
     ),
     *mutations_of(
+        "nanovllm/checkpoints/gguf",
+        ('added = 1.0 if is_gemma and name.endswith("norm") else 0.0', "added = 0.0"),
+        ('"attention.sliding_window_pattern", 6) if window else 1', '"attention.sliding_window_pattern", 6)'),
+        ('if raw["num_hidden_layers"] == 62:', "if False:"),
+        ('ENDS_OF_TURN = ("<|im_end|>", "<end_of_turn>")', 'ENDS_OF_TURN = ("<|im_end|>",)'),
+    ),
+    *mutations_of(
         "nanovllm/checkpoints/gguf_blocks",
         ("sub_(8).unsqueeze(-2)", "sub_(7).unsqueeze(-2)"),
         ("torch.cat((steps & 63, (rest >> 4)", "torch.cat((steps & 63, (rest & 15)"),
