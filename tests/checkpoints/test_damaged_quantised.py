@@ -216,7 +216,7 @@ def test_scales_of_an_8_bit_cache_and_of_activations_are_not_needed(tmp_path, pa
 
 def test_files_of_4_bits_a_weight_have_room_for_their_model(tmp_path, packed, monkeypatch):
     folder = copy_with(packed("awq"), tmp_path, lambda tensors: None)
-    large = dict(num_hidden_layers=200, hidden_size=1024, intermediate_size=3072)
+    large = dict(num_hidden_layers=200, hidden_size=1024, intermediate_size=3072, layer_types=None)
     edit_json(folder / "config.json", **large)
     with open(folder / "model.safetensors", "ab") as file:
         file.truncate(1_500_000_000)  # 2.8e9 weights

@@ -420,7 +420,7 @@ MUTATIONS = [
         "nanovllm/kernels/moe_quantised",
         ("k // 2 % 4) * PIECE", "k // 2 % 2) * PIECE"),
         ("following = sums_scales + (start + STEP) // GROUP", "following = sums_scales + start // GROUP"),
-        ("ZERO_POINT + 128 if", "ZERO_POINT if"),
+        ("above + ZERO_POINT, tl.float32", "above, tl.float32"),
     ),
     *mutations_of(
         "nanovllm/kernels/moe_quantised_matvec",

@@ -83,8 +83,9 @@ def test_random_models_stay_close_to_themselves(tmp_path, architecture, head_dim
     tokens = make_tokens()
     exact, rounded = (next_logprobs(folder, tokens, **TINY, kv_cache_dtype=x) for x in ("float32", "int8"))
     # Where two experts are nearly as likely, a little is enough for the other one.
-    assert 0 < divergence(exact, rounded) < (4e-3 if architecture in ("qwen3_moe", "gpt_oss") else 1e-3)
-    assert agreement(exact, rounded) > 0.95
+    most, least = (4e-3, 0.93) if architecture in ("qwen3_moe", "gpt_oss") else (1e-3, 0.95)
+    assert 0 < divergence(exact, rounded) < most
+    assert agreement(exact, rounded) > least
 
 
 def test_large_biases_of_keys_do_not_blur_the_others(tmp_path, request):

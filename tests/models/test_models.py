@@ -108,6 +108,7 @@ def describe(architecture: str, number: int) -> tuple[dict, str]:
             num_experts_per_tok=1 + number % 2,
             sliding_window=pick.choice([5, 16, 40]),
             layer_types=None,
+            num_hidden_layers=2 + number % 2,  # one layer alone has a window, and gives back its blocks
         )
     if rope := ROPES[number % len(ROPES)]:
         # transformers 5.23 looks for `truncate` beside the kinds of layers, where no file has it.
