@@ -326,7 +326,8 @@ def test_a_config_has_the_fields_and_defaults_of_transformers(tmp_path, architec
         assert getattr(config, name) == getattr(expected, name), name
     assert config.head_dim == (getattr(expected, "head_dim", None) or 16)
     assert bool(config.attention_bias) == bool(getattr(expected, "attention_bias", False))
-    assert (config.experts is not None) == hasattr(expected, "num_experts")
+    has_experts = hasattr(expected, "num_experts") or hasattr(expected, "num_local_experts")
+    assert (config.experts is not None) == has_experts
     if config.experts is not None:
         for name, value in vars(config.experts).items():
             assert getattr(expected, name, value) == value, name
