@@ -178,12 +178,10 @@ class LLMEngine:
         start = time.perf_counter()
         with recovery.attempting(self, reports=True) as attempt:
             attempt.sequences, is_prefill = self.scheduler.schedule()
-            step = self._launch(attempt.sequences, is_prefill) if attempt.sequences else None
+            step = self._launch(attempt.sequences, is_prefill, attempt) if attempt.sequences else None
             if self._overlap:  # collect the step before this one, while the device is busy with this one
                 step, self.under_way = self.under_way, step
             num_tokens = self._collect(step, attempt) if step is not None else 0
-            if self.under_way is not None:  # now that all tokens before its own are known
-                self._draw(self.under_way, attempt)
             if not self.unfinished:
                 self.scheduler.max_running = self.scheduler.max_num_seqs
                 if self.under_way is not None:  # drain the step launched before we knew that all had ended
@@ -192,10 +190,13 @@ class LLMEngine:
             self._counts["seconds"] += time.perf_counter() - start
             return [(seq.seq_id, seq.completion_token_ids) for seq in self.ended.values()], num_tokens
 
-    def _launch(self, sequences: list[Sequence], is_prefill: bool) -> Step:
+    def _launch(self, sequences: list[Sequence], is_prefill: bool, attempt: recovery.Attempt) -> Step:
         num_tokens = sum(seq.num_scheduled_tokens for seq in sequences) if is_prefill else -len(sequences)
         batch = self.batches.prefill(sequences) if is_prefill else self.batches.decode(sequences)
         self._counts["grouped"] += batch.num_grouped_tokens
+        if self.under_way is not None:  # as late as can be: a GPU that has drawn waits for the next step
+            self._draw(self.under_way, attempt)
+            attempt.sequences = sequences
         with self.model_runner.on_device():
             output = self.model_runner.call("run", batch)
             output = output and output.to_host(batch)

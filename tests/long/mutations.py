@@ -230,7 +230,7 @@ MUTATIONS = [
     *mutations_of(
         "llm_engine",
         ("            if not self.unfinished:\n", "            if False:\n"),
-        ("                self._draw(self.under_way, attempt)\n", "                pass\n"),
+        ("            self._draw(self.under_way, attempt)\n", "            pass\n"),
         ("        self.grammars.drop(seq.seq_id)", "        pass"),
     ),
     *mutations_of(
