@@ -231,8 +231,7 @@ class LLMEngine:
             finished += self._find_stops(step.drawing, attempt)
         for seq in finished:
             self._end(seq)
-            cached = seq.num_prompt_tokens_cached
-            self._counts.update(finished=1, prompt=seq.num_prompt_tokens, cached=cached)
+            self._counts.update(finished=1, prompt=seq.num_prompt_tokens, cached=seq.num_prompt_tokens_cached)
         self._counts["drawn"] += len(step.drawing)
         return step.num_tokens
 
