@@ -194,7 +194,7 @@ class LLMEngine:
         num_tokens = sum(seq.num_scheduled_tokens for seq in sequences) if is_prefill else -len(sequences)
         batch = self.batches.prefill(sequences) if is_prefill else self.batches.decode(sequences)
         self._counts["grouped"] += batch.num_grouped_tokens
-        if self.under_way is not None:  # as late as can be: a GPU that has drawn waits for the next step
+        if self.under_way is not None:  # not earlier: from its draw on the GPU waits for this step
             self._draw(self.under_way, attempt)
             attempt.sequences = sequences
         with self.model_runner.on_device():

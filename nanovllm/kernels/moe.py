@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nanovllm.kernels import runtime
 from nanovllm.kernels.experts import ExpertWeights, Groups, activate, activate_torch, find_tile
-from nanovllm.kernels.fp8_linear import QuantisedRows, quantise
+from nanovllm.kernels.fp8_linear import QuantisedRows
 from nanovllm.kernels.layernorm import add_rms_norm_torch
 from nanovllm.kernels.moe_fp8 import FP8_BLOCK_TILES, FP8_TILES, can_use_fp8_experts, multiply_fp8
 from nanovllm.kernels.moe_quantised import QUANTISED_TILES, can_use_quantised, multiply_quantised
@@ -35,7 +35,7 @@ def run_experts(
 ) -> Tensor:
     """
     What each of the chosen experts makes of a row of x [tokens, hidden], multiplied by its weight: [tokens,
-    top_k, hidden]. `rows_of_x` is x quantised, if it is already as `can_use_fp8_experts` asks for it.
+    top_k, hidden]. `rows_of_x` is x quantised already, which `can_use_fp8_experts` must allow.
     """
     if not use_triton(x):
         return run_experts_torch(x, experts, chosen)
@@ -55,12 +55,8 @@ def run_experts(
     gated = torch.empty(num_pairs, experts.width, dtype=x.dtype, device=x.device)
     parts = torch.empty(rows, top_k, hidden, dtype=x.dtype, device=x.device)
     if rows:
-        if multiply is multiply_fp8:
-            x = rows_of_x or quantise(x, experts.gate_up.group)
         first = experts.gate_up, experts.gate_up_bias, groups, gated, tile
-        multiply(x, *first, top_k=top_k, is_clamped=experts.is_clamped)
-        if multiply is multiply_fp8:
-            gated = quantise(gated, experts.down.group)
+        multiply(rows_of_x or x, *first, top_k=top_k, is_clamped=experts.is_clamped)
         second = experts.down, experts.down_bias, groups, parts.view(num_pairs, hidden), tile
         multiply(gated, *second, weights=chosen.weights)
     return parts

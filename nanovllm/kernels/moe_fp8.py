@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nanovllm.kernels import runtime
 from nanovllm.kernels.experts import ExpertWeights, Groups, activate, find_tile
-from nanovllm.kernels.fp8_linear import GROUP, QuantisedRows
+from nanovllm.kernels.fp8_linear import GROUP, QuantisedRows, quantise
 from nanovllm.kernels.quantised_weight import QuantisedWeight
 from nanovllm.kernels.runtime import (
     cdiv,
@@ -42,10 +42,11 @@ def _is_multiplied(weight: QuantisedWeight) -> bool:
 
 
 def multiply_fp8(
-    x: QuantisedRows, weight: QuantisedWeight, bias: Tensor | None, groups: Groups, out: Tensor,
+    x: Tensor | QuantisedRows, weight: QuantisedWeight, bias: Tensor | None, groups: Groups, out: Tensor,
     tile: tuple[int, ...], top_k: int = 0, weights: Tensor | None = None, is_clamped: bool = False,
 ) -> None:  # fmt: skip
-    """As `multiply_grouped` of moe.py."""
+    """As `_multiply_grouped` of moe.py. x is quantised if it is not yet."""
+    x = x if isinstance(x, QuantisedRows) else quantise(x, weight.group)
     block_m, lines, num_warps, num_stages = tile
     if not runtime.has_hopper_shared_memory(out.device):
         num_stages = 2

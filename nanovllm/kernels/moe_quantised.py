@@ -42,7 +42,7 @@ def multiply_quantised(
     x: Tensor, weight: QuantisedWeight, bias: Tensor | None, groups: Groups, out: Tensor,
     tile: tuple[int, ...], top_k: int = 0, weights: Tensor | None = None, is_clamped: bool = False,
 ) -> None:  # fmt: skip
-    """As `multiply_grouped` of moe.py. Codes become bfloat16, in which they are multiplied."""
+    """As `_multiply_grouped` of moe.py. Codes become bfloat16, in which they are multiplied."""
     block_m, lines, num_warps, num_stages = tile
     if not runtime.has_hopper_shared_memory(x.device):
         num_stages = 2

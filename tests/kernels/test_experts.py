@@ -22,7 +22,7 @@ from test_kernels import (
 )
 from test_quantised import FORMATS, make_weight
 
-from nanovllm.kernels import fp8_linear, moe, moe_matvec, moe_quantised_matvec, router
+from nanovllm.kernels import fp8_linear, moe, moe_fp8, moe_matvec, moe_quantised_matvec, router
 from nanovllm.kernels.experts import ExpertWeights, activate_torch
 from nanovllm.kernels.layernorm import rms_norm_torch
 from nanovllm.kernels.moe_quantised_matvec import run_few_quantised
@@ -387,6 +387,27 @@ def test_experts_of_few_bits_match_plain_arithmetic(device, name, has_bias):
                     assert error(got, rounded_mixture(x, weights, chosen)) < 2e-2
                 else:
                     assert error(got, exact_mixture(x, weights, chosen)) < tolerance(dtype)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="on a GPU the test above does it")
+@pytest.mark.parametrize("name, width", [("fp8, a scale a row", 160), ("fp8, blocks", 256)])
+def test_products_in_8_bits_are_those_of_rounded_inputs_on_a_cpu(monkeypatch, name, width):
+    # The interpreter rounds 127 to 64, for want of a carry to the exponent.
+    monkeypatch.setattr(moe_fp8, "quantise", fp8_linear.quantise_torch)
+    weight, x, chosen = make_quantised(name, 2, 256, width, "cpu"), rand(5, width), choose(5, 1, 2, "cpu")
+    groups, tile = moe.group_by_expert(chosen.experts, 2, 16), (16, 128, 4, 2)
+    matrices = dequantise_torch(weight, slice(0, 512), torch.float64).unflatten(0, (2, 256))
+    rounded = as_quantised(x, weight.group)
+    products = (matrices[chosen.experts[:, 0].long()] @ rounded[..., None])[..., 0]
+    gated, out = torch.empty(5, 128), torch.empty(5, 256)
+    moe_fp8.multiply_fp8(x, weight, None, groups, out, tile, weights=chosen.weights)
+    assert error(out, products * chosen.weights) < 1e-6
+    moe_fp8.multiply_fp8(x, weight, None, groups, gated, tile, top_k=1)
+    assert error(gated, activate_torch(products)) < 1e-6
+    bias = rand(512)
+    rows = fp8_linear.quantise_torch(x, weight.group)
+    moe_fp8.multiply_fp8(rows, weight, bias, groups, out, tile)
+    assert error(out, products + bias.view(2, 256)[chosen.experts[:, 0].long()]) < 1e-6
 
 
 @pytest.mark.parametrize("has_bias", [False, True])

@@ -417,6 +417,11 @@ MUTATIONS = [
         ("index[:, None] // SIZE", "index[:, None]"),
     ),
     *mutations_of(
+        "nanovllm/kernels/moe_fp8",
+        ("* scale[:, None] * x_scale[None, :]", "* scale[:, None]"),
+        ("(line % PARTS) * OUT_FEATURES + place", "place"),
+    ),
+    *mutations_of(
         "nanovllm/kernels/moe_quantised",
         ("k // 2 % 4) * PIECE", "k // 2 % 2) * PIECE"),
         ("following = sums_scales + (start + STEP) // GROUP", "following = sums_scales + start // GROUP"),
