@@ -115,7 +115,10 @@ def make_checkpoint(
 
 
 def load_reference(folder: Path, dtype=torch.float32):
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    # With torch's attention older versions of transformers leave the softcap of scores out without a word.
+    softcap = getattr(transformers.AutoConfig.from_pretrained(folder), "attn_logit_softcapping", None)
+    options = {"attn_implementation": "eager"} if softcap else {}
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options).eval()
 
 
 @torch.no_grad()
