@@ -41,6 +41,7 @@ MAX_SPLITS = 32
 MIN_COLUMNS = 8  # of a matrix product whose rows are tokens
 TWIN_GROUP = 8  # sequences that the torch twin computes at once
 PROGRAMS_PER_MULTIPROCESSOR = 3
+MAX_APART = 16  # programs that the query heads of a small batch are dealt out to, for each split
 COMBINED_ELEMENTS = 4096  # of partial results that a program adds up at a time
 MEASURED_ROW_BYTES = 256  # of a key: 128 elements of 2 bytes, for which the tiles were measured
 
@@ -62,10 +63,14 @@ def paged_decode_attention(
     batch, heads, head_dim = q.shape
     block_size, kv_heads = page_sizes(k_cache, head_dim)
     group = heads // kv_heads
-    heads_pad = next_power_of_2(group)
-    group_pad = max(MIN_COLUMNS, heads_pad)
     multiprocessors = runtime.num_multiprocessors(q.device)
     splits = min(cdiv(PROGRAMS_PER_MULTIPROCESSOR * multiprocessors, batch * kv_heads), MAX_SPLITS)
+    readers = 1
+    # A small batch leaves programs free, and what takes its time is adding up splits: share the query heads.
+    while shared is None and group % 2 == 0 and 2 * batch * kv_heads * readers <= MAX_APART:
+        group, readers = group // 2, 2 * readers
+    heads_pad = next_power_of_2(group)
+    group_pad = max(MIN_COLUMNS, heads_pad)
     dim_pad = max(runtime.MIN_DOT_SIZE, next_power_of_2(head_dim))
     element_size = k_cache.element_size()
     if is_int8(k_cache):
@@ -89,12 +94,12 @@ def paged_decode_attention(
         counters = runtime.arrival_counters(q.device)
     out = runtime.empty_padded(batch, heads * head_dim, q).view(q.shape)
     if batch:
-        _decode_kernel[(kv_heads, batch, splits)](
+        _decode_kernel[(kv_heads * readers, batch, splits)](
             q, k_cache, v_cache, block_tables, context_lens,
             prefix_lens, num_parts, parts, prefix_out, prefix_log_sums,
             out, partial, counters, rule.sinks,
             rule.scale * LOG2_E, *q.stride()[:2], block_tables.stride(0), splits, multiprocessors,
-            KV_HEADS=kv_heads, GROUP=group, GROUP_PAD=group_pad,
+            KV_HEADS=kv_heads, READERS=readers, GROUP=group, GROUP_PAD=group_pad,
             HEAD_DIM=head_dim, DIM_PAD=dim_pad, BLOCK_SIZE=block_size,
             TILE=tile, SPLIT=splits > 1, MAX_PARTS=MAX_PARTS, WINDOW=rule.window, SOFTCAP=rule.softcap,
             HEADS_PAD=heads_pad, MOST_COMBINED=max(1, COMBINED_ELEMENTS // (heads_pad * dim_pad)),
@@ -141,24 +146,16 @@ def paged_decode_attention_torch(
             queries = q[rows].unflatten(1, (keys.shape[1], -1))
             keys, values, mask = keys.to(q.dtype), values.to(q.dtype), seen[:, None, None]
             if is_plain:
-                attended = F.scaled_dot_product_attention(
-                    queries, keys, values, attn_mask=mask, scale=rule.scale
-                )
+                attended = F.scaled_dot_product_attention(queries, keys, values, mask, scale=rule.scale)
             else:
                 sinks = rule.sinks_of_groups(keys.shape[1])
                 attended, sums = attend_torch(queries, keys, values, mask, rule, sinks)
                 log_sums[rows] = sums.flatten(1, 2)
             out[rows] = attended.flatten(1, 2).masked_fill(group_lengths[:, None, None] == 0, 0.0).to(q.dtype)
-    return (
-        out
-        if shared is None
-        else add_parts_torch(
-            out,
-            log_sums,
-            *shared_prefix_attention_torch(q, k_cache, v_cache, block_tables, rule, shared),
-            shared,
-        )
-    )
+    if shared is None:
+        return out
+    prefixes = shared_prefix_attention_torch(q, k_cache, v_cache, block_tables, rule, shared)
+    return add_parts_torch(out, log_sums, *prefixes, shared)
 
 
 @triton.jit(do_not_specialize=["table_stride", "splits", "num_multiprocessors"])
@@ -167,20 +164,22 @@ def _decode_kernel(
     prefix_lens, num_parts, parts, prefix_out, prefix_log_sums,
     out, partial, counters, sinks,
     scale_log2, q_batch_stride, q_head_stride, table_stride, splits, num_multiprocessors,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
+    KV_HEADS: tl.constexpr, READERS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr, SPLIT: tl.constexpr, MAX_PARTS: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     HEADS_PAD: tl.constexpr, MOST_COMBINED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """
-    A program computes one kv head of a sequence; when SPLIT, over a part of its context (whole tiles). Heads
-    are columns: a tile of keys [TILE, DIM_PAD] times queries [DIM_PAD, GROUP_PAD], since the matrix unit
-    takes 16 rows, and as few as 8 columns.
+    A program computes the query heads of one kv head of a sequence, or one of READERS shares of them; when
+    SPLIT, over a part of its context (whole tiles). Heads are columns: a tile of keys [TILE, DIM_PAD] times
+    queries [DIM_PAD, GROUP_PAD], since the matrix unit takes 16 rows, and as few as 8 columns.
     """
     INT8: tl.constexpr = k_cache.dtype.element_ty == tl.uint8
     PAGE: tl.constexpr = (2 * HEAD_DIM + 4) * BLOCK_SIZE  # bytes of a head in a block, with INT8
-    kv_head = tl.program_id(0)
+    SHARES: tl.constexpr = KV_HEADS * READERS
+    share = tl.program_id(0)
+    kv_head = share // READERS
     seq = tl.program_id(1)
     split = tl.program_id(2)
     context_len = tl.load(context_lens + seq)
@@ -201,7 +200,7 @@ def _decode_kernel(
     table = block_tables + seq.to(tl.int64) * table_stride
     if OVERLAP:
         # The programs that start first prefetch their first tile while the query is still being computed.
-        if seq * KV_HEADS + kv_head < num_multiprocessors:
+        if seq * SHARES + share < num_multiprocessors:
             _prefetch_tile(k_cache, v_cache, table, kv_head, begin, end, KV_HEADS, HEAD_DIM, BLOCK_SIZE, TILE)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -212,7 +211,7 @@ def _decode_kernel(
     row = tl.arange(0, GROUP_PAD)
     dim = tl.arange(0, DIM_PAD)
     inside = (row < GROUP)[None, :] & (dim < HEAD_DIM)[:, None]
-    head = kv_head * GROUP + row
+    head = share * GROUP + row
     q_address = q + seq.to(tl.int64) * q_batch_stride + head[None, :] * q_head_stride + dim[:, None]
     query = tl.load(q_address, mask=inside, other=0.0)
     if INT8:
@@ -236,7 +235,7 @@ def _decode_kernel(
         places = parts + seq * MAX_PARTS
         first_part, first_log_sum = load_part(
             places, 0, used_parts, prefix_out, prefix_log_sums, row, dim,
-            KV_HEADS, GROUP, HEAD_DIM,
+            SHARES, GROUP, HEAD_DIM,
         )  # fmt: skip
     for start in range(begin, end, TILE):
         token = start + tl.arange(0, TILE)
@@ -298,19 +297,19 @@ def _decode_kernel(
         for i in range(1, used_parts):
             part, log_sum = load_part(
                 places, i, used_parts, prefix_out, prefix_log_sums, row, dim,
-                KV_HEADS, GROUP, HEAD_DIM,
+                SHARES, GROUP, HEAD_DIM,
             )  # fmt: skip
             highest, total, acc = add_part(part, log_sum, highest, total, acc)
 
     result = acc / tl.where(total > 0, total, 1.0)[None, :]
-    out_address = out + (seq.to(tl.int64) * KV_HEADS * GROUP + head[None, :]) * HEAD_DIM + dim[:, None]
+    out_address = out + (seq.to(tl.int64) * SHARES * GROUP + head[None, :]) * HEAD_DIM + dim[:, None]
     if used_splits == 1:
         tl.store(out_address, result, mask=inside)
         return
 
     if SPLIT:
-        pair = seq * KV_HEADS + kv_head
-        num_rows = tl.num_programs(1) * KV_HEADS * splits * GROUP
+        pair = seq * SHARES + share
+        num_rows = tl.num_programs(1) * SHARES * splits * GROUP
         first_row = pair * splits * GROUP
         log_sums = partial + num_rows.to(tl.int64) * HEAD_DIM  # log2 of each partial softmax's denominator
         own_row = (first_row + split * GROUP + row).to(tl.int64)

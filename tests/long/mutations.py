@@ -374,6 +374,7 @@ MUTATIONS = [
         ("tl.where(seen, fast_log2(value_scale), 0.0)", "fast_log2(value_scale)"),
         ("widen(value) - 1152.0", "widen(value) - 1151.0"),
         ("begin = first // TILE * TILE", "begin = first"),
+        ("kv_head = share // READERS", "kv_head = share % KV_HEADS"),
         ("len(q) == 1 and not is_int8(k_cache):", "len(q) == 1:"),
     ),
     *mutations_of(
