@@ -21,6 +21,7 @@ from nanovllm.kernels.runtime import (
     gpu_supports_fp8,
     is_on_gpu,
     next_power_of_2,
+    overlap_options,
     tl,
     triton,
     use_triton,
@@ -109,7 +110,7 @@ def quantise(x: Tensor, group: int) -> QuantisedRows:
         return quantise_torch(x, group)
     quantised = _empty_rows(x, x.shape[1], group)
     if len(x):
-        _quantise_kernel[(len(x),)](x, *_targets(quantised), x.stride(0), **_shape(x.shape[1], group))
+        _quantise_kernel[(len(x),)](x, *_targets(quantised), x.stride(0), **_options(x, x.shape[1], group))
     return quantised
 
 
@@ -126,25 +127,34 @@ def quantise_torch(x: Tensor, group: int) -> QuantisedRows:
 
 
 def add_rms_norm_quantise(
-    x: Tensor | Unscaled, residual: Tensor | None, weight: Tensor, eps: float, group: int, keep: bool = False
-) -> tuple[QuantisedRows, Tensor, Tensor | None]:
+    x: Tensor | Unscaled,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    group: int | None,
+    keep: bool = False,
+) -> tuple[QuantisedRows | None, Tensor, Tensor | None]:
     """
-    As `layernorm.add_rms_norm`, with the normalised rows [rows, hidden] quantised; to `keep`, as they are,
-    too. -> quantised rows, the sum, normalised rows or None.
+    As `layernorm.add_rms_norm`, with the normalised rows [rows, hidden] quantised, unless group is None; to
+    `keep`, as they are, too. x may be parts [rows, parts, hidden] of a sum, beside a residual.
+    -> quantised rows or None, the sum, normalised rows or None.
     """
     values, row_scales, column_scales = x if isinstance(x, Unscaled) else (x, None, None)
     if not use_triton(values):
         x = x.scaled() if isinstance(x, Unscaled) else x
-        normed, total = add_rms_norm_torch(x, residual, weight, eps)
-        return quantise_torch(normed, group), total, normed if keep else None
-    quantised = _empty_rows(values, values.shape[1], group)
+        normed, total = add_rms_norm_torch(x.sum(1) if x.dim() == 3 else x, residual, weight, eps)
+        return None if group is None else quantise_torch(normed, group), total, normed if keep else None
+    rows, hidden = len(values), values.shape[-1]
+    parts = values.shape[1] if values.dim() == 3 else 1
+    quantised = None if group is None else _empty_rows(values, hidden, group)
     total = None if residual is None else torch.empty_like(residual)
-    normed = torch.empty(values.shape, dtype=values.dtype, device=values.device) if keep else None
-    if len(values):
-        _norm_quantise_kernel[(len(values),)](
-            values, row_scales, column_scales, residual, weight, total, normed, *_targets(quantised),
+    normed = torch.empty(rows, hidden, dtype=values.dtype, device=values.device) if keep else None
+    if rows:
+        _norm_quantise_kernel[(rows,)](
+            values, row_scales, column_scales, residual, weight, total, normed,
+            *((None, None, 0) if quantised is None else _targets(quantised)),
             eps, values.stride(0), 0 if residual is None else residual.stride(0),
-            **_shape(values.shape[1], group),
+            PARTS=parts, **_options(values, hidden, group, 256 if parts > 1 else 512),
         )  # fmt: skip
     return quantised, values if total is None else total, normed
 
@@ -158,8 +168,9 @@ def silu_and_mul_quantise(x: Tensor | Unscaled, group: int) -> QuantisedRows:
     quantised = _empty_rows(values, width, group)
     if len(values):
         _silu_quantise_kernel[(len(values),)](
-            values, row_scales, column_scales, *_targets(quantised), values.stride(0), **_shape(width, group)
-        )
+            values, row_scales, column_scales, *_targets(quantised), values.stride(0),
+            **_options(values, width, group),
+        )  # fmt: skip
     return quantised
 
 
@@ -174,9 +185,10 @@ def _targets(quantised: QuantisedRows) -> tuple[Tensor, Tensor, int]:
     return quantised.codes, quantised.scales, len(quantised.codes)
 
 
-def _shape(width: int, group: int) -> dict[str, int]:
+def _options(x: Tensor, width: int, group: int | None, per_warp: int = 512) -> dict[str, int | None]:
     block = next_power_of_2(width)
-    return {"WIDTH": width, "BLOCK": block, "GROUP": group, "num_warps": max(1, min(16, block // 512))}
+    sizes = {"WIDTH": width, "BLOCK": block, "GROUP": group, "num_warps": max(1, min(16, block // per_warp))}
+    return sizes | overlap_options(x.device)
 
 
 @triton.jit
@@ -200,8 +212,12 @@ def _store_quantised(
 
 @triton.jit
 def _quantise_kernel(
-    x, codes, scales, padded_rows, x_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr
-):
+    x, codes, scales, padded_rows, x_stride,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     value = tl.load(x + row * x_stride + column, mask=column < WIDTH, other=0.0).to(tl.float32)
@@ -211,34 +227,49 @@ def _quantise_kernel(
 @triton.jit
 def _norm_quantise_kernel(
     x, row_scales, column_scales, residual, weight, total, normed, codes, scales, padded_rows,
-    eps, x_stride, residual_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
+    eps, x_stride, residual_stride,
+    PARTS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Rounds where layernorm's kernel does."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
-    value = tl.load(x + row * x_stride + column, mask=inside, other=0.0)
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+    # Weights need not be waited for, and behind the sum of squares this load would cost its time once more.
+    gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    if row_scales is not None:
+        column_scale = tl.load(column_scales + column, mask=inside, other=0.0)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+    x += row * x_stride + column
+    value = tl.load(x, mask=inside, other=0.0)
     dtype: tl.constexpr = value.dtype
     value = value.to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        value += tl.load(x + part * WIDTH, mask=inside, other=0.0).to(tl.float32)
     if row_scales is not None:
-        value *= tl.load(row_scales + row) * tl.load(column_scales + column, mask=inside, other=0.0)
+        value *= tl.load(row_scales + row) * column_scale
     if residual is not None:
         value += tl.load(residual + row * residual_stride + column, mask=inside, other=0.0).to(tl.float32)
         value = value.to(dtype).to(tl.float32)
         tl.store(total + row * WIDTH + column, value, mask=inside)
     scale = tl.rsqrt(tl.sum(value * value) / WIDTH + eps)
-    gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     value = (value * scale).to(dtype).to(tl.float32) * gain
     if normed is not None:
         tl.store(normed + row * WIDTH + column, value, mask=inside)
-    _store_quantised(value, row, codes, scales, padded_rows, WIDTH, BLOCK, GROUP)
+    if codes is not None:
+        _store_quantised(value, row, codes, scales, padded_rows, WIDTH, BLOCK, GROUP)
 
 
 @triton.jit
 def _silu_quantise_kernel(
     x, row_scales, column_scales, codes, scales, padded_rows, x_stride,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH

@@ -13,7 +13,6 @@ from torch import Tensor
 from nanovllm.kernels import runtime
 from nanovllm.kernels.experts import ExpertWeights, Groups, activate, activate_torch, find_tile
 from nanovllm.kernels.fp8_linear import QuantisedRows
-from nanovllm.kernels.layernorm import add_rms_norm_torch
 from nanovllm.kernels.moe_fp8 import FP8_BLOCK_TILES, FP8_TILES, can_use_fp8_experts, multiply_fp8
 from nanovllm.kernels.moe_quantised import QUANTISED_TILES, can_use_quantised, multiply_quantised
 from nanovllm.kernels.router import Chosen
@@ -78,49 +77,6 @@ def run_experts_torch(x: Tensor, weights: ExpertWeights, chosen: Chosen) -> Tens
             y = F.linear(activate_torch(y, weights.is_clamped), down, biases[1][expert])
             parts[pairs] = y * shares[pairs, None]
     return parts.view(-1, top_k, x.shape[1])
-
-
-def add_parts_rms_norm(parts: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """
-    (rms_norm(total), total) for total = residual [tokens, hidden] + the sum of parts [tokens, top_k, hidden].
-    """
-    if not use_triton(parts):
-        return add_rms_norm_torch(parts.sum(1), residual, weight, eps)
-    rows, top_k, hidden = parts.shape
-    normed, total = (torch.empty(rows, hidden, dtype=parts.dtype, device=parts.device) for _ in range(2))
-    block = next_power_of_2(hidden)
-    if rows:
-        _add_parts_kernel[(rows,)](
-            parts, residual, weight, normed, total, eps, residual.stride(0),
-            HIDDEN=hidden, TOP_K=top_k, BLOCK=block,
-            num_warps=max(1, min(16, block // 256)), **runtime.overlap_options(parts.device),
-        )  # fmt: skip
-    return normed, total
-
-
-@triton.jit
-def _add_parts_kernel(
-    parts, residual, weight, normed, total, eps, residual_stride,
-    HIDDEN: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
-    if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)
-    inside = column < HIDDEN
-    acc = tl.load(residual + row * residual_stride + column, mask=inside, other=0.0).to(tl.float32)
-    for k in tl.static_range(TOP_K):
-        part = tl.load(parts + (row * TOP_K + k) * HIDDEN + column, mask=inside, other=0.0)
-        acc += part.to(tl.float32)
-    value = acc.to(total.dtype.element_ty)
-    tl.store(total + row * HIDDEN + column, value, mask=inside)
-    wide = value.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(wide * wide) / HIDDEN + eps)
-    gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(
-        normed + row * HIDDEN + column, (wide * scale).to(value.dtype).to(tl.float32) * gain, mask=inside
-    )
 
 
 def group_by_expert(experts: Tensor, num_experts: int, block: int) -> Groups:

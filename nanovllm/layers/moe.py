@@ -11,7 +11,7 @@ from torch import nn
 
 from nanovllm.distributed.group import get_group
 from nanovllm.kernels.experts import ExpertWeights
-from nanovllm.kernels.moe import add_parts_rms_norm, run_experts
+from nanovllm.kernels.moe import run_experts
 from nanovllm.kernels.moe_fp8 import can_use_fp8_experts
 from nanovllm.kernels.moe_matvec import can_use_few, run_experts_few
 from nanovllm.kernels.router import Chosen, Routing, choose_experts
@@ -41,18 +41,12 @@ class MixtureOfExperts(nn.Module):
         chosen = self.gate(stream)
         if not is_few:
             parts = run_experts(stream.normalised(), weights, chosen, is_prefill, rows)
-            if is_alone:
-                normed, total = add_parts_rms_norm(parts, stream.x, next_norm.weight, next_norm.eps)
-                return Stream(total, next_norm, normed)
-            y = parts.sum(1)
-        else:
-            norm = (stream.norm.weight, stream.norm.eps) if stream.is_untouched else (None, 0.0)
-            x = stream.x if stream.is_untouched else stream.normalised()
-            if is_alone:
-                return Stream(run_experts_few(x, weights, chosen, *norm, residual=stream.x), next_norm)
-            y = run_experts_few(x, weights, chosen, *norm)
-        normed, total = next_norm(y, stream.x)
-        return Stream(total, next_norm, normed)
+            return Stream(stream.x, next_norm, added=parts if is_alone else parts.sum(1))
+        norm = (stream.norm.weight, stream.norm.eps) if stream.is_untouched else (None, 0.0)
+        x = stream.x if stream.is_untouched else stream.normalised()
+        if is_alone:
+            return Stream(run_experts_few(x, weights, chosen, *norm, residual=stream.x), next_norm)
+        return Stream(stream.x, next_norm, added=run_experts_few(x, weights, chosen, *norm))
 
 
 class Router(ReplicatedLinear):

@@ -25,7 +25,7 @@ class Stream:
     norm: RMSNorm
     scaled: Tensor | None = None  # [tokens, hidden]
     squares: Tensor | None = None  # float32 [tokens, parts]: their sums are those of the squares of x's rows
-    added: Tensor | Unscaled | None = None  # [tokens, hidden], this rank's part of a sum over the ranks
+    added: Tensor | Unscaled | None = None  # as x, or, with one rank, parts of a sum [tokens, parts, hidden]
 
     @property
     def is_untouched(self) -> bool:
@@ -33,10 +33,11 @@ class Stream:
 
     def normalised(self) -> Tensor:
         """norm(x), [tokens, hidden]."""
-        if self.added is not None:
-            added = self.added.scaled() if isinstance(self.added, Unscaled) else self.added
-            self.scaled, self.x = self.norm(added, self.x)
+        if self.added is not None and self.norm.group.size > 1:
+            self.scaled, self.x = self.norm(self.added, self.x)
             self.added = None
+        elif self.added is not None:
+            self._add(None, keep=True)
         return self.norm(self.x) if self.scaled is None or self.squares is not None else self.scaled
 
     def quantised(self, group: int, keep: bool = False) -> QuantisedRows:
@@ -46,6 +47,9 @@ class Stream:
         """
         if self.scaled is not None or self.norm.group.size > 1:
             return quantise(self.normalised(), group)
+        return self._add(group, keep)
+
+    def _add(self, group: int | None, keep: bool) -> QuantisedRows | None:
         x, residual = (self.x, None) if self.added is None else (self.added, self.x)
         norm = self.norm.weight, self.norm.eps
         rows, self.x, self.scaled = add_rms_norm_quantise(x, residual, *norm, group, keep)

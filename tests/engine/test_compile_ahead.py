@@ -98,7 +98,7 @@ def test_the_kernels_of_a_mixture_of_experts_are_compiled_too(tmp_path):
         "_gates_few_kernel": 1,
         "_sum_few_kernel": 1,
         "_group_kernel": len({tile[0] for tile in (*DECODE_TILES.values(), PREFILL_TILE)}),
-        "_add_parts_kernel": 1,
+        "_norm_quantise_kernel": 1,
     }
     # Two products, each with a tile for prefill and those for decode steps.
     expected["_grouped_kernel"] = 2 * (len(DECODE_TILES) + 1)

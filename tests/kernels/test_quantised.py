@@ -253,6 +253,10 @@ def test_quantised_rows_are_the_rows_within_the_rounding_of_their_largest(device
     got, got_total, normed = fp8_linear.add_rms_norm_quantise(half, residual, gain, EPS, group, True)
     assert error(got_total, plain[:, :width] + residual.double()) < 5e-3
     assert error(normed, fp8_linear.add_rms_norm_torch(got_total, None, gain, EPS)[0]) < 1e-2
+    parts = torch.randn(rows, 3, width, device=device, dtype=dtype)
+    got, got_total, normed = fp8_linear.add_rms_norm_quantise(parts, residual, gain, EPS, group, True)
+    assert error(got_total, parts.double().sum(1) + residual.double()) < 5e-3
+    check(got, normed)
 
 
 # What multiplies one row, and 20 rows, on GPUs of some compute capabilities.

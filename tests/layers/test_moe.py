@@ -7,6 +7,7 @@ from test_layers import TP_SIZES, on_rank
 
 from nanovllm import LLM
 from nanovllm.kernels.router import Routing
+from nanovllm.layers import residual_stream
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.moe import Experts, MixtureOfExperts, Router
 from nanovllm.layers.residual_stream import Stream
@@ -54,6 +55,23 @@ def test_the_ranks_parts_add_up_to_the_weighted_sum_of_the_chosen_experts(tp_siz
         torch.testing.assert_close(stream.normalised(), next_norm(stream.x))
         total += stream.x - x
     torch.testing.assert_close(total, mixture(norm(x), weights, normalise), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("group", [0, 128])
+def test_what_experts_add_is_summed_and_normalised_together_with_its_rounding_to_8_bits(monkeypatch, group):
+    torch.manual_seed(0)
+    layer = MixtureOfExperts(Router(128, 4, Routing(2)), Experts(128, 8, 4))
+    for param in layer.parameters():
+        param.data.normal_(0, 0.1)
+    x, norm, next_norm = torch.randn(7, 128), RMSNorm(128), RMSNorm(128)
+    expected = layer(Stream(x, norm), next_norm)
+    normed = expected.normalised()
+    stream = layer(Stream(x, norm), next_norm)
+    monkeypatch.setattr(residual_stream, "quantise", None)  # the one that finds its rows already normalised
+    rows = stream.quantised(group)
+    assert torch.equal(stream.x, expected.x) and not torch.equal(stream.x, x)
+    scales = rows.scales[:7, None] if group == 0 else rows.scales[0, :7, None]
+    assert (rows.codes[:7].float() * scales - normed).norm() < 2**-4 * normed.norm()
 
 
 @pytest.mark.parametrize(
