@@ -154,7 +154,7 @@ def add_rms_norm_quantise(
             values, row_scales, column_scales, residual, weight, total, normed,
             *((None, None, 0) if quantised is None else _targets(quantised)),
             eps, values.stride(0), 0 if residual is None else residual.stride(0),
-            PARTS=parts, **_options(values, hidden, group, 256 if parts > 1 else 512),
+            PARTS=parts, **_options(values, hidden, group),
         )  # fmt: skip
     return quantised, values if total is None else total, normed
 
@@ -185,10 +185,10 @@ def _targets(quantised: QuantisedRows) -> tuple[Tensor, Tensor, int]:
     return quantised.codes, quantised.scales, len(quantised.codes)
 
 
-def _options(x: Tensor, width: int, group: int | None, per_warp: int = 512) -> dict[str, int | None]:
+def _options(x: Tensor, width: int, group: int | None) -> dict[str, int | None]:
     block = next_power_of_2(width)
-    sizes = {"WIDTH": width, "BLOCK": block, "GROUP": group, "num_warps": max(1, min(16, block // per_warp))}
-    return sizes | overlap_options(x.device)
+    sizes = {"WIDTH": width, "BLOCK": block, "GROUP": group}
+    return {**sizes, "num_warps": max(1, min(16, block // 256)), **overlap_options(x.device)}
 
 
 @triton.jit
