@@ -111,7 +111,8 @@ def _group_kernel(
     pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_real = pair < num_pairs
     expert = tl.load(experts + pair, mask=is_real, other=0)
-    place = tl.atomic_add(counters + expert, 1, mask=is_real)
+    # Relaxed, so that all are under way at once: the counter of programs brings order.
+    place = tl.atomic_add(counters + expert, 1, mask=is_real, sem="relaxed")
     tl.store(pairs + expert.to(tl.int64) * rows + place, pair, mask=is_real)
     tl.debug_barrier()  # all threads have counted before the last counter says so
     num_before = tl.atomic_add(counters + EXPERTS, 1)
