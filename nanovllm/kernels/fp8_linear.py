@@ -127,13 +127,9 @@ def quantise_torch(x: Tensor, group: int) -> QuantisedRows:
 
 
 def add_rms_norm_quantise(
-    x: Tensor | Unscaled,
-    residual: Tensor | None,
-    weight: Tensor,
-    eps: float,
-    group: int | None,
-    keep: bool = False,
-) -> tuple[QuantisedRows | None, Tensor, Tensor | None]:
+    x: Tensor | Unscaled, residual: Tensor | None, weight: Tensor, eps: float,
+    group: int | None, keep: bool = False,
+) -> tuple[QuantisedRows | None, Tensor, Tensor | None]:  # fmt: skip
     """
     As `layernorm.add_rms_norm`, with the normalised rows [rows, hidden] quantised, unless group is None; to
     `keep`, as they are, too. x may be parts [rows, parts, hidden] of a sum, beside a residual.

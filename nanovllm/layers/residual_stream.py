@@ -37,7 +37,7 @@ class Stream:
             self.scaled, self.x = self.norm(self.added, self.x)
             self.added = None
         elif self.added is not None:
-            self._add(None, keep=True)
+            self._normalise(None, keep=True)
         return self.norm(self.x) if self.scaled is None or self.squares is not None else self.scaled
 
     def quantised(self, group: int, keep: bool = False) -> QuantisedRows:
@@ -47,9 +47,10 @@ class Stream:
         """
         if self.scaled is not None or self.norm.group.size > 1:
             return quantise(self.normalised(), group)
-        return self._add(group, keep)
+        return self._normalise(group, keep)
 
-    def _add(self, group: int | None, keep: bool) -> QuantisedRows | None:
+    def _normalise(self, group: int | None, keep: bool) -> QuantisedRows | None:
+        """On one rank: what is to be added, the norm, and unless group is None the codes, by one kernel."""
         x, residual = (self.x, None) if self.added is None else (self.added, self.x)
         norm = self.norm.weight, self.norm.eps
         rows, self.x, self.scaled = add_rms_norm_quantise(x, residual, *norm, group, keep)
