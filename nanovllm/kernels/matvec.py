@@ -15,9 +15,9 @@ from nanovllm.kernels.layernorm import rms_norm_torch
 from nanovllm.kernels.runtime import cdiv, is_on_gpu, next_power_of_2, overlap_options, tl, triton, use_triton
 
 MAX_ROWS = 2
-TILE_ELEMENTS = 8192
-MIN_PROGRAMS = 512
-MAX_HEIGHT = 8
+LARGE_WEIGHT = 1 << 24  # elements
+# Elements of a tile, fewest programs, most rows of the weight a program; by whether the weight is large.
+TILES = {False: (4096, 1024, 4), True: (8192, 512, 8)}
 
 
 def can_use_matvec(x: Tensor) -> bool:
@@ -42,9 +42,10 @@ def linear_small(
     out_features = weight.shape[0]
     rows_pad = next_power_of_2(rows)
     # Enough programs to fill the chip, and each with rows enough that it seldom reads x.
-    height = next_power_of_2(out_features // MIN_PROGRAMS + 1) // 2
-    height = max(2, min(height, MAX_HEIGHT // rows_pad))
-    width = min(next_power_of_2(in_features), TILE_ELEMENTS // (height * rows_pad))
+    tile_elements, min_programs, max_height = TILES[weight.numel() >= LARGE_WEIGHT]
+    height = next_power_of_2(out_features // min_programs + 1) // 2
+    height = max(2, min(height, max_height // rows_pad))
+    width = min(next_power_of_2(in_features), tile_elements // (height * rows_pad))
     out = torch.empty(rows, out_features // (1 + silu_and_mul), dtype=x.dtype, device=x.device)
     _matvec_kernel[(cdiv(out_features, height),)](
         x, weight, bias, norm_weight, residual, out,
