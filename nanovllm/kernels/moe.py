@@ -14,7 +14,12 @@ from nanovllm.kernels import runtime
 from nanovllm.kernels.experts import ExpertWeights, Groups, activate, activate_torch, find_tile
 from nanovllm.kernels.fp8_linear import QuantisedRows
 from nanovllm.kernels.moe_fp8 import FP8_BLOCK_TILES, FP8_TILES, can_use_fp8_experts, multiply_fp8
-from nanovllm.kernels.moe_quantised import QUANTISED_TILES, can_use_quantised, multiply_quantised
+from nanovllm.kernels.moe_quantised import (
+    QUANTISED_TILES,
+    arranged_width,
+    can_use_quantised,
+    multiply_quantised,
+)
 from nanovllm.kernels.router import Chosen
 from nanovllm.kernels.runtime import cdiv, next_power_of_2, tl, triton, use_triton
 
@@ -40,18 +45,19 @@ def run_experts(
         return run_experts_torch(x, experts, chosen)
     rows, hidden = x.shape
     num_experts, num_pairs, top_k = experts.num_experts, chosen.experts.numel(), chosen.experts.shape[1]
-    multiply, tiles = _multiply_grouped, DECODE_TILES
+    multiply, tiles, width = _multiply_grouped, DECODE_TILES, experts.width
     if can_use_fp8_experts(x, experts):
         multiply, tiles = multiply_fp8, FP8_BLOCK_TILES if experts.gate_up.group else FP8_TILES
     elif can_use_quantised(x, experts):
         multiply, tiles = multiply_quantised, QUANTISED_TILES
+        width = arranged_width(width)
     else:
         experts = experts.dequantised(x.dtype)
     tile = next(tile for most, tile in tiles.items() if num_pairs <= most * num_experts)
     if is_prefill:
         tile = PREFILL_TILE if tiles is DECODE_TILES else [*tiles.values()][-1]
     groups = group_by_expert(chosen.experts, num_experts, tile[0])
-    gated = torch.empty(num_pairs, experts.width, dtype=x.dtype, device=x.device)
+    gated = torch.empty(num_pairs, width, dtype=x.dtype, device=x.device)
     parts = torch.empty(rows, top_k, hidden, dtype=x.dtype, device=x.device)
     if rows:
         first = experts.gate_up, experts.gate_up_bias, groups, gated, tile

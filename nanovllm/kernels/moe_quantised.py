@@ -1,9 +1,10 @@
 """The grouped products of experts whose weights are codes of 8 or 4 bits: what moe.py does for plain ones.
 
 Weights are the left side of the product, where the matrix unit takes them from registers. A thread reads 16
-bytes of a row at once and needs other inputs than its neighbours for each instruction of the matrix unit;
-since the order of the inputs does not matter if it is the same on both sides, the tile's inputs are numbered
-so that a thread has read what it needs (`_arrange`).
+bytes of a row at once and needs other inputs than its neighbours for each instruction of the matrix unit.
+Since the order of the inputs does not matter if it is the same on both sides, a tile's inputs are numbered so
+that a thread has read what it needs (`_deal_out`), and x is *arranged*: its columns are put in this order
+beforehand, or every program would gather them two at a time.
 """
 
 import torch
@@ -25,7 +26,8 @@ from nanovllm.kernels.runtime import cdiv, is_on_gpu, next_power_of_2, tl, trito
 # Pairs and rows of the weight a tile, warps, pipeline stages, by the most pairs that an expert has on
 # average.
 QUANTISED_TILES = {4: (16, 128, 4, 4), 20: (32, 128, 4, 3), 48: (64, 128, 8, 3), 1 << 30: (128, 128, 8, 3)}
-BYTES = 64  # of a row that four threads side by side read
+BYTES = 64  # of a row that four threads side by side read; the inputs of their codes are a block
+STEP = 2 * BYTES  # inputs that are multiplied at once: a block of codes of 4 bits, or two of 8 bits
 
 
 def can_use_quantised(x: Tensor, experts: ExpertWeights) -> bool:
@@ -33,30 +35,55 @@ def can_use_quantised(x: Tensor, experts: ExpertWeights) -> bool:
     weights = experts.gate_up, experts.down
     if not all(isinstance(each, QuantisedWeight) and each.can_be_read() for each in weights):
         return False
+    if weights[0].is_int4 != weights[1].is_int4:  # the first product's results are arranged for the second
+        return False
     if not is_on_gpu(x):
         return use_triton(x)
     return x.element_size() == 2 and runtime.gpu_supports(x.device, 8, 0)
+
+
+def arranged_width(features: int) -> int:
+    """How many columns inputs have when they are arranged."""
+    return cdiv(features, STEP) * STEP
+
+
+def arrange(x: Tensor, weight: QuantisedWeight) -> Tensor:
+    """The columns of x [rows, in_features] in the order that `multiply_quantised` wants, and then zeros."""
+    rows, in_features = x.shape
+    width = arranged_width(in_features)
+    arranged = torch.empty(rows, width, dtype=x.dtype, device=x.device)
+    _arrange_kernel[(rows,)](
+        x, arranged, x.stride(0),
+        IN_FEATURES=in_features, WIDTH=width, WIDTH_PAD=next_power_of_2(width),
+        PER_BYTE=2 if weight.is_int4 else 1, BYTES=BYTES, num_warps=4, **runtime.overlap_options(x.device),
+    )  # fmt: skip
+    return arranged
 
 
 def multiply_quantised(
     x: Tensor, weight: QuantisedWeight, bias: Tensor | None, groups: Groups, out: Tensor,
     tile: tuple[int, ...], top_k: int = 0, weights: Tensor | None = None, is_clamped: bool = False,
 ) -> None:  # fmt: skip
-    """As `_multiply_grouped` of moe.py. Codes become bfloat16, in which they are multiplied."""
+    """
+    As `_multiply_grouped` of moe.py. Codes become bfloat16, in which they are multiplied. With top_k the
+    result is arranged for the next product, without it x must be.
+    """
+    x = arrange(x, weight) if top_k else x
     block_m, lines, num_warps, num_stages = tile
     if not runtime.has_hopper_shared_memory(x.device):
         num_stages = 2
-    num_experts, width, parts = len(groups.pairs), out.shape[1], 2 if top_k else 1
+    num_experts, parts = len(groups.pairs), 2 if top_k else 1
+    width = weight.shape[0] // (num_experts * parts)
     scales = weight.scales.view(torch.uint8) if weight.is_mxfp4 else weight.scales
-    _grouped_quantised_kernel[(groups.max_tiles * cdiv(parts * width, lines),)](
+    _grouped_quantised_kernel[(groups.max_tiles * cdiv(parts * out.shape[1], lines),)](
         x, weight.codes.view(torch.uint8), scales, weight.zeros, bias,
         groups.pairs, groups.table, weights, out,
         x.stride(0), groups.pairs.shape[1], groups.max_tiles,
         KIND=weight.kind, GROUP=weight.group, TILE_ROWS=weight.tile[0], ZERO_POINT=weight.zero_point,
         EXPERTS=num_experts, EXPERTS_PAD=next_power_of_2(num_experts),
         PAIRS_PER_ROW=top_k or 1, PARTS=parts, CLAMPED=is_clamped,
-        IN_FEATURES=weight.shape[1], OUT_FEATURES=width,
-        BLOCK_M=block_m, LINES=lines, BYTES=BYTES, CHUNKS=1 if weight.is_int4 else 2, WARPS=num_warps,
+        IN_FEATURES=weight.shape[1], OUT_FEATURES=width, OUT_WIDTH=out.shape[1],
+        BLOCK_M=block_m, LINES=lines, BYTES=BYTES, STEP=STEP, WARPS=num_warps,
         STAGES=num_stages, num_warps=num_warps, **runtime.overlap_options(x.device),
     )  # fmt: skip
 
@@ -67,8 +94,8 @@ def _grouped_quantised_kernel(
     KIND: tl.constexpr, GROUP: tl.constexpr, TILE_ROWS: tl.constexpr, ZERO_POINT: tl.constexpr,
     EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr,
     PAIRS_PER_ROW: tl.constexpr, PARTS: tl.constexpr, CLAMPED: tl.constexpr,
-    IN_FEATURES: tl.constexpr, OUT_FEATURES: tl.constexpr,
-    BLOCK_M: tl.constexpr, LINES: tl.constexpr, BYTES: tl.constexpr, CHUNKS: tl.constexpr,
+    IN_FEATURES: tl.constexpr, OUT_FEATURES: tl.constexpr, OUT_WIDTH: tl.constexpr,
+    BLOCK_M: tl.constexpr, LINES: tl.constexpr, BYTES: tl.constexpr, STEP: tl.constexpr,
     WARPS: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """
@@ -85,7 +112,7 @@ def _grouped_quantised_kernel(
         return
     pair = tl.load(pairs + expert.to(tl.int64) * rows + member, mask=is_real, other=0).to(tl.int64)
     PER_BYTE: tl.constexpr = 2 if KIND >= INT4 else 1  # codes
-    STEP: tl.constexpr = CHUNKS * BYTES * PER_BYTE
+    CHUNKS: tl.constexpr = STEP // (BYTES * PER_BYTE)
     ROW_BYTES: tl.constexpr = IN_FEATURES // PER_BYTE
     PIECE: tl.constexpr = 16 * PER_BYTE  # inputs of the codes that a thread reads at once
     HALF: tl.constexpr = LINES // 2
@@ -108,9 +135,7 @@ def _grouped_quantised_kernel(
     piece = (chunk * 4 + tl.arange(0, 4)[None, None, None, :]) * PIECE
     grid_row = read // TILE_ROWS * GROUPS
     k = tl.arange(0, CHUNKS * BYTES)
-    column = (k // BYTES * 4 + k // 2 % 4) * PIECE + k % BYTES // 8 * 2 + k % 2
-    column = tl.max_contiguous(tl.multiple_of(column, 2), 2)
-    its_x = x + (pair // PAIRS_PER_ROW)[None, :] * x_stride + column[:, None]
+    its_x = x + (pair // PAIRS_PER_ROW)[None, :] * x_stride + k[:, None]
     # What a code stands above its number; integers of 4 bits come with 128 added.
     above: tl.constexpr = 128 if KIND == INT4 else 0
     row_zero = tl.full([1, 1, 1, 1], above + ZERO_POINT, tl.float32)
@@ -132,16 +157,9 @@ def _grouped_quantised_kernel(
         if IN_FEATURES % STEP:
             is_there = is_read & (start // PER_BYTE + byte < ROW_BYTES)
         found = tl.load(its_codes + start // PER_BYTE, mask=is_there, other=0)
-        inside = start + column < IN_FEATURES
-        if IN_FEATURES % STEP:
-            low_x = tl.load(its_x + start, mask=inside[:, None], other=0.0)
-        else:
-            low_x = tl.load(its_x + start)
+        low_x = tl.load(its_x + start, mask=is_real[None, :], other=0.0)
         if PER_BYTE == 2:
-            if IN_FEATURES % STEP:
-                high_x = tl.load(its_x + start + 16, mask=inside[:, None], other=0.0)
-            else:
-                high_x = tl.load(its_x + start + 16)
+            high_x = tl.load(its_x + start + BYTES, mask=is_real[None, :], other=0.0)
             if KIND == INT4:
                 low, high = halves_to_bf16(found)
             else:
@@ -161,7 +179,7 @@ def _grouped_quantised_kernel(
             if zeros is not None:
                 next_zero = tl.load(zeros + grid, mask=has_scale, other=0)
         low = _to_number(low, scale, zero, KIND == INT4 or zeros is not None, SCALES_CODES)
-        low = _arrange(low, LINES, CHUNKS, WARPS, BYTES)
+        low = _deal_out(low, LINES, CHUNKS, WARPS, BYTES)
         if SCALES_SUMS:
             sums = tl.dot(low, low_x.to(low.dtype), input_precision="ieee")
             acc += _in_order(sums, LINES, BLOCK_M) * next_scale[:, None]
@@ -172,7 +190,7 @@ def _grouped_quantised_kernel(
             acc = tl.dot(low, low_x.to(low.dtype), acc, input_precision="ieee")
         if PER_BYTE == 2:
             high = _to_number(high, scale, zero, KIND == INT4, SCALES_CODES)
-            high = _arrange(high, LINES, CHUNKS, WARPS, BYTES)
+            high = _deal_out(high, LINES, CHUNKS, WARPS, BYTES)
             acc = tl.dot(high, high_x.to(low.dtype), acc, input_precision="ieee")
     if not SCALES_SUMS:
         acc = _in_order(acc, LINES, BLOCK_M)
@@ -186,8 +204,34 @@ def _grouped_quantised_kernel(
     if weights is not None:
         acc *= tl.load(weights + pair, mask=is_real, other=0.0)[None, :]
     out_row = block * (LINES // PARTS) + tl.arange(0, LINES // PARTS)
-    valid = is_real[None, :] & (out_row < OUT_FEATURES)[:, None]
-    tl.store(out + pair[None, :] * OUT_FEATURES + out_row[:, None], acc, mask=valid)
+    valid = is_real[None, :] & (out_row < OUT_WIDTH)[:, None]
+    if PARTS == 2:
+        out_row = _arranged_place(out_row, PER_BYTE, BYTES)
+    tl.store(out + pair[None, :] * OUT_WIDTH + out_row[:, None], acc, mask=valid)
+
+
+@triton.jit
+def _arrange_kernel(
+    x, out, x_stride, IN_FEATURES: tl.constexpr, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr,
+    PER_BYTE: tl.constexpr, BYTES: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, WIDTH_PAD)
+    value = tl.load(x + row * x_stride + column, mask=column < IN_FEATURES, other=0.0)
+    tl.store(out + row * WIDTH + _arranged_place(column, PER_BYTE, BYTES), value, mask=column < WIDTH)
+
+
+@triton.jit
+def _arranged_place(column, PER_BYTE: tl.constexpr, BYTES: tl.constexpr):
+    """Where an input stands when it is arranged: in its block after those of other halves of a byte."""
+    BLOCK: tl.constexpr = BYTES * PER_BYTE
+    within = column % BLOCK
+    piece, within = within // (16 * PER_BYTE), within % (16 * PER_BYTE)
+    half, within = within // 16, within % 16
+    return column // BLOCK * BLOCK + half * BYTES + within // 2 * 8 + piece * 2 + within % 2
 
 
 @triton.jit
@@ -220,7 +264,7 @@ def _to_number(codes, scale, zero, HAS_ZERO: tl.constexpr, IS_SCALED: tl.constex
 
 
 @triton.jit
-def _arrange(codes, LINES: tl.constexpr, CHUNKS: tl.constexpr, WARPS: tl.constexpr, BYTES: tl.constexpr):
+def _deal_out(codes, LINES: tl.constexpr, CHUNKS: tl.constexpr, WARPS: tl.constexpr, BYTES: tl.constexpr):
     """
     From codes as they are read to [LINES, CHUNKS * BYTES], without moving any between threads: this is how
     the matrix unit wants rows and inputs dealt out to warps, lanes and registers.
@@ -231,6 +275,6 @@ def _arrange(codes, LINES: tl.constexpr, CHUNKS: tl.constexpr, WARPS: tl.constex
 
 @triton.jit
 def _in_order(sums, LINES: tl.constexpr, BLOCK_M: tl.constexpr):
-    """From `_arrange`'s order of the rows to all of the first half, then all of the second."""
+    """From `_deal_out`'s order of the rows to all of the first half, then all of the second."""
     sums = tl.permute(tl.reshape(sums, [LINES // 16, 2, 8, BLOCK_M]), [1, 0, 2, 3])
     return tl.reshape(sums, [LINES, BLOCK_M])

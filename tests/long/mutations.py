@@ -424,7 +424,7 @@ MUTATIONS = [
     ),
     *mutations_of(
         "nanovllm/kernels/moe_quantised",
-        ("k // 2 % 4) * PIECE", "k // 2 % 2) * PIECE"),
+        ("within // 2 * 8 + piece * 2", "within // 2 * 2 + piece * 16"),
         ("following = sums_scales + (start + STEP) // GROUP", "following = sums_scales + start // GROUP"),
         ("above + ZERO_POINT, tl.float32", "above, tl.float32"),
     ),
