@@ -20,6 +20,7 @@ from nanovllm.engine.device_rows import make_groups
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.stats import stats_of
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.grammar import GrammarError, Grammars
 from nanovllm.text.prompts import Prompt, Prompts, Request
@@ -48,6 +49,7 @@ class LLMEngine:
 
     model_runner: ModelRunner | None = None
     ranks: Ranks | None = None
+    grammars: Grammars | None = None
     # When Python itself ends, modules (and this one's names) may be gone before the engine. Nothing is freed
     # then: the end of the process does that.
     _is_python_ending = staticmethod(sys.is_finalizing)
@@ -101,6 +103,8 @@ class LLMEngine:
             if self.ranks is not None:
                 self.ranks.finish_step()
             runner.exit()
+        if self.grammars is not None:
+            self.grammars.close()
         if self.ranks is not None:
             self.ranks.close()
             self.ranks.group.close()
@@ -204,8 +208,8 @@ class LLMEngine:
 
     def _draw(self, step: Step, attempt: recovery.Attempt) -> None:
         """
-        Let a step draw its tokens that has waited for masks, which are made here, of all tokens before them.
-        On a GPU its forward pass runs meanwhile.
+        Let a step draw its tokens that has waited for masks, which are made of all tokens before them. On a
+        GPU its forward pass runs meanwhile; `_collect` has begun them when it got the last of these tokens.
         """
         if step.output is not None:
             return
@@ -227,6 +231,8 @@ class LLMEngine:
         attempt.drawing = step.drawing
         record_logprobs(step.sequences, step.drawing, step.output)
         finished = self.scheduler.postprocess(step.sequences, token_ids, step.drawing)
+        if self.under_way is not None and self.under_way.output is None:
+            self.grammars.begin(self.under_way.sequences)
         if self.texts:
             finished += self._find_stops(step.drawing, attempt)
         for seq in finished:
@@ -268,28 +274,8 @@ class LLMEngine:
                 self._end(seq)
 
     def stats(self) -> dict[str, float]:
-        """
-        Counts since the engine was made: requests (finished, running and waiting now), prompt tokens of the
-        finished ones and how many of these the KV cache had, tokens copied from blocks of others, context
-        tokens that decode steps read once for several requests (counted for each of them), tokens drawn,
-        preemptions, and tokens drawn per second of computing. And how many tokens the KV cache has room for.
-        """
-        counts, scheduler = self._counts, self.scheduler
-        num_generated = counts["drawn"] - scheduler.num_surplus_tokens
-        return {
-            "num_requests_finished": counts["finished"],
-            "num_requests_running": len(scheduler.running),
-            "num_requests_waiting": len(scheduler.waiting),
-            "num_prompt_tokens": counts["prompt"],
-            "num_cached_tokens": counts["cached"],
-            "num_copied_tokens": scheduler.num_copied_tokens,
-            "cache_hit_rate": counts["cached"] / max(counts["prompt"], 1),
-            "num_grouped_tokens": counts["grouped"],
-            "num_generated_tokens": num_generated,
-            "num_preemptions": scheduler.num_preemptions,
-            "num_kv_cache_tokens": self.config.num_kvcache_blocks * self.config.kvcache_block_size,
-            "tokens_per_second": num_generated / counts["seconds"] if counts["seconds"] else 0.0,
-        }
+        """What it has done since it was made, and how many tokens the KV cache has room for: see stats.py."""
+        return stats_of(self, self._counts)
 
     def is_finished(self) -> bool:
         """Whether no request is left."""

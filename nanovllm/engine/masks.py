@@ -26,7 +26,9 @@ class DeviceMasks:
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device):
         self.index = torch.full((num_rows,), -1, dtype=torch.int32, device=device)
         self.bits = torch.zeros(num_rows, cdiv(vocab_size, 32), dtype=torch.int32, device=device)
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        is_gpu = device.type == "cuda"
+        self._stream = torch.cuda.Stream(device) if is_gpu else None
+        self._sent = torch.empty(num_rows, dtype=torch.int32, device="cpu", pin_memory=is_gpu)  # index
 
     def receive(self, masks: TokenMasks) -> None:
         """
@@ -34,12 +36,13 @@ class DeviceMasks:
         were made of its tokens: nobody reads its masks any more.
         """
         bits = np.ascontiguousarray(masks.bits[:, : self.bits.shape[1]])  # the tokenizer may have more tokens
+        index = self._sent[: len(masks.index)].copy_(torch.from_numpy(masks.index))
         with torch.cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext():
-            for target, array in ((self.index, masks.index), (self.bits, bits)):
-                if len(array):
-                    source = torch.from_numpy(array)
-                    source = source.pin_memory() if self._stream is not None else source
-                    target[: len(array)].copy_(source, non_blocking=True)
+            self.index[: len(index)].copy_(index, non_blocking=True)
+            if len(bits):
+                source = torch.from_numpy(bits)
+                source = source.pin_memory() if self._stream is not None else source
+                self.bits[: len(bits)].copy_(source, non_blocking=True)
         if self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 

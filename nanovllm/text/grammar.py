@@ -1,8 +1,8 @@
 """Structured outputs: which tokens a completion can go on with, so that it becomes what its request asks for.
 
 llguidance compiles schemas and grammars and follows texts through them. It is imported when the first request
-asks for it. `Grammars` keeps a matcher for each sequence, which has read the tokens drawn so far; masks are
-what the matchers allow next. Knows nothing of logits or devices.
+asks for it. `Grammars` keeps a reader for each sequence (mask_threads.py), which has read the tokens drawn so
+far; masks are what may come next. Knows nothing of logits or devices.
 """
 
 import functools
@@ -17,6 +17,7 @@ from nanovllm.config import Config
 from nanovllm.engine.masks import TokenMasks
 from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import StructuredOutputsParams
+from nanovllm.text.mask_threads import MaskThreads, Reader, problem_of
 from nanovllm.utils.validation import shown
 
 MAX_COMPILED = 1024  # grammars that are kept
@@ -38,11 +39,13 @@ class Grammars:
 
     def reset(self) -> None:
         """Forget how far sequences have been read. They are read again when they go on."""
-        self._matchers: dict[int, tuple[Any, int]] = {}  # by seq_id, and how many tokens it has read
+        self._readers: dict[int, Reader] = {}  # by seq_id
+        self._begun: tuple[list[Sequence], list[Reader], TokenMasks] | None = None  # masks being made
+        self._bits: np.ndarray | None = None  # threads may still write to the old ones
 
     def drop(self, seq_id: int) -> None:
         """Forget a sequence that has ended."""
-        self._matchers.pop(seq_id, None)
+        self._readers.pop(seq_id, None)
 
     def _compile(self, wanted: StructuredOutputsParams) -> Any:
         """
@@ -54,7 +57,7 @@ class Grammars:
             matcher = self._llguidance.LLMatcher(vocabulary, self._source(wanted), log_level=0)
             if not matcher.is_error():
                 matcher.compute_bitmask()  # finds out whether there is a first token
-            reason = _reason(matcher)
+            reason = problem_of(matcher)
         except ValueError as error:
             reason = str(error)
         if reason:
@@ -101,50 +104,54 @@ class Grammars:
             raise ValueError(f"{rule}: {error}") from error
 
     @functools.cached_property
-    def _executor(self) -> Any:
-        """Threads, which work without Python's lock."""
-        return self._llguidance.LLExecutor()
+    def _threads(self) -> MaskThreads:
+        return MaskThreads()
 
-    @functools.cached_property
-    def _bits(self) -> np.ndarray:
+    def close(self) -> None:
+        """End the threads."""
+        if "_threads" in self.__dict__:
+            self._threads.close()
+
+    def _make_bits(self) -> np.ndarray:
         """int32 [sequences, words]: where masks are made, from where a GPU can copy them by itself."""
         words = -(-self._vocabulary.vocab_size // 32)
         shape, is_pinned = (self.config.max_num_seqs, words), self.config.device != "cpu"
         return torch.empty(shape, dtype=torch.int32, device="cpu", pin_memory=is_pinned).numpy()
+
+    def begin(self, sequences: list[Sequence]) -> None:
+        """
+        Begin to make masks for a step of these sequences, of which all tokens are known that the step draws
+        after. `masks` for the same step comes next.
+        """
+        guided = [i for i, seq in enumerate(sequences) if seq.grammar is not None and not seq.is_finished]
+        index = np.full(len(sequences), -1, dtype=np.int32)
+        index[guided] = range(len(guided))
+        bits, readers = np.zeros((0, 1), dtype=np.int32), []
+        for place, i in enumerate(guided):
+            seq = sequences[i]
+            if (reader := self._readers.get(seq.seq_id)) is None:
+                reader = self._readers[seq.seq_id] = Reader(seq)
+            reader.prepare(place)
+            readers.append(reader)
+        if readers:
+            self._bits = self._make_bits() if self._bits is None else self._bits
+            bits = self._bits[: len(readers)]
+            self._threads.begin(readers, bits)
+        self._begun = sequences, readers, TokenMasks(index, bits)
 
     def masks(self, sequences: list[Sequence]) -> TokenMasks:
         """
         What each of the sequences may go on with after all its tokens, which must be known. The array is used
         again for the next masks. Raises GrammarError.
         """
-        guided = [i for i, seq in enumerate(sequences) if seq.grammar is not None and not seq.is_finished]
-        index = np.full(len(sequences), -1, dtype=np.int32)
-        index[guided] = range(len(guided))
-        if not guided:
-            return TokenMasks(index, np.zeros((0, 1), dtype=np.int32))
-        matchers, steps = [], []
-        for seq in (sequences[i] for i in guided):
-            matcher, num_read = self._matchers.get(seq.seq_id) or (None, seq.num_prompt_tokens)
-            matcher = matcher or seq.grammar.deep_copy()
-            new = seq.token_ids[num_read:]
-            if len(new) == 1:
-                steps.append((matcher, new[0]))
-            else:
-                matcher.consume_tokens(new)
-            self._matchers[seq.seq_id] = matcher, len(seq.token_ids)
-            matchers.append(matcher)
-        if steps:
-            self._executor.consume_token_par(steps)
-        bits = self._bits[: len(matchers)]
-        places = list(zip(matchers, range(len(matchers)), strict=True))
-        self._executor.unsafe_compute_mask_ptr(places, bits.ctypes.data, bits.strides[0], len(bits))
-        for i, matcher in zip(guided, matchers, strict=True):
-            if matcher.is_error():
-                raise GrammarError(sequences[i], _reason(matcher))
-        return TokenMasks(index, bits)
-
-
-def _reason(matcher: Any) -> str:
-    """Why a matcher is in error, without the description of its state; empty if it is not."""
-    reason = matcher.get_error().split("\n<")[0].strip()
-    return "no text fits" if reason.startswith("NoExtension") else reason
+        if self._begun is None:
+            self.begin(sequences)
+        begun, readers, masks = self._begun
+        assert begun is sequences, "masks were begun for another step"
+        if readers:
+            self._threads.wait()
+        self._begun = None
+        for reader in readers:
+            if reader.problem and not reader.sequence.is_finished:
+                raise GrammarError(reader.sequence, reader.problem)
+        return masks

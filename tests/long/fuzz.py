@@ -239,7 +239,7 @@ def check_empty(llm: LLM) -> None:
     assert_empty(llm)
     assert sorted(llm.scheduler.free_rows) == list(range(llm.config.max_num_seqs))
     assert not llm.scheduler.running and not llm.scheduler.waiting and llm.scheduler.chunked is None
-    assert not llm.unfinished and not llm.texts and not llm.grammars._matchers
+    assert not llm.unfinished and not llm.texts and not llm.grammars._readers
 
 
 def fuzz_once(default: LLM, seed: int, counts: Counter) -> None:

@@ -10,9 +10,12 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from threading import Event
+from threading import enumerate as enumerate_threads
 from typing import Literal
 
 import jsonschema
+import numpy as np
 import pytest
 from smollm2 import smollm2_gguf  # noqa: F401
 from structured_schemas import CHECKPOINT, ENDINGS, run
@@ -21,6 +24,7 @@ from test_engine import assert_empty, tokens_of
 from nanovllm import LLM, AsyncLLM, SamplingParams, StructuredOutputsParams
 from nanovllm.sampling_params import Needs
 from nanovllm.text.grammar import GrammarError
+from nanovllm.text.mask_threads import MaskThreads, Reader
 from tiny_checkpoints import EXACT, edit_json, make_checkpoint, make_tokenizer, one_thread  # noqa: F401
 
 SCHEMA = {
@@ -213,7 +217,7 @@ def test_every_request_gets_the_tokens_that_it_gets_alone(folder, alone, options
         llm._overlap = overlap
         assert_same(llm.generate(PROMPTS, PARAMS, use_tqdm=False), alone)
         assert (llm.stats()["num_preemptions"] > 0) == ("num_kvcache_blocks" in options)
-        assert not llm.grammars._matchers, "kept for requests that have ended"
+        assert not llm.grammars._readers, "kept for requests that have ended"
         assert_empty(llm)
 
 
@@ -223,6 +227,17 @@ def test_two_ranks_draw_the_tokens_of_one(folder, alone):
         masks_only = [i for i, params in enumerate(PARAMS) if i in (0, 5)]
         few = [[each[i] for i in masks_only] for each in (PROMPTS, PARAMS, alone)]
         assert_same(llm.generate(*few[:2], use_tqdm=False), few[2])
+
+
+def test_nothing_is_kept_of_a_request_aborted_while_its_first_step_is_under_way(llm, monkeypatch):
+    monkeypatch.setattr(llm, "_overlap", True)
+    request_id = llm.add_request([1], SamplingParams(structured_outputs=JSON))
+    llm.step()
+    llm.abort(request_id)
+    while not llm.is_finished():
+        llm.step()
+    assert not llm.grammars._readers
+    assert_empty(llm)
 
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlapped", "plain"])
@@ -254,12 +269,86 @@ def test_the_forward_pass_is_enqueued_before_the_tokens_that_masks_depend_on_are
 
     watch(llm.model_runner, "run")
     watch(llm.scheduler, "postprocess")
+    watch(llm.scheduler, "schedule")
+    watch(llm.grammars, "begin")
     watch(llm.grammars, "masks")
     watch(llm.model_runner, "draw")
     monkeypatch.setattr(llm, "_overlap", True)
     llm.generate([[1]], SamplingParams(0, 3, True, structured_outputs=JSON), use_tqdm=False)
-    rest = ["run", "postprocess", "masks", "draw"] * 2 + ["postprocess"]
-    assert order == ["run", "masks", "draw", *rest]
+    rest = ["run", "postprocess", "begin", "schedule", "masks", "draw"] * 2 + ["postprocess"]
+    assert order == ["schedule", "run", "schedule", "masks", "begin", "draw", *rest]
+
+
+# --- threads ---
+
+
+def readers_of(llm: LLM, *prompts: list[int], wanted: StructuredOutputsParams = JSON) -> list[Reader]:
+    requests = llm.prompts.read_all(list(prompts), SamplingParams(structured_outputs=wanted))
+    for request in requests:
+        llm.add_request(request)
+    return [Reader(request.completions[0]) for request in requests]
+
+
+def test_masks_that_were_slow_begin_first(llm, monkeypatch):
+    threads, order = MaskThreads(), []
+    readers = readers_of(llm, [1], [2], [3])
+    for place, reader in enumerate(readers):
+        reader.prepare(place)
+        reader.seconds = (2.0, 3.0, 1.0)[place]
+        monkeypatch.setattr(reader, "make_mask", lambda *where, place=place: order.append(place))
+    threads._num_threads = 1
+    threads.begin(readers, np.zeros((3, 8), np.int32))
+    threads.wait()
+    assert order == [1, 0, 2]
+    threads.close()
+    llm.clear()
+
+
+def test_a_slow_mask_holds_up_no_other(llm, monkeypatch):
+    threads, made, last = MaskThreads(), [], Event()
+    readers = readers_of(llm, *([i] for i in range(9)))
+
+    def make(place: int) -> None:
+        assert place or last.wait(60), "the others wait for this one"
+        made.append(place)
+        last.set() if len(made) == 8 else None
+
+    threads._num_threads = 2
+    for place, reader in enumerate(readers):
+        monkeypatch.setattr(reader, "make_mask", lambda *where, place=place: make(place))
+    threads.begin(readers, np.zeros((9, 8), np.int32))
+    threads.wait()
+    assert sorted(made) == list(range(9)) and made[-1] == 0
+    threads.close()
+    llm.clear()
+
+
+def test_threads_that_a_failed_step_has_left_write_to_memory_of_their_own(llm, monkeypatch):
+    sequences = [reader.sequence for reader in readers_of(llm, [1], [2])]
+    go_on, make_mask = Event(), Reader.make_mask
+
+    def wait(reader: Reader, *where: int) -> None:
+        assert go_on.wait(60)
+        make_mask(reader, *where)
+
+    monkeypatch.setattr(Reader, "make_mask", wait)
+    llm.grammars.begin(sequences)
+    left_behind = llm.grammars._bits
+    llm.clear()
+    go_on.set()
+    index, bits = llm.grammars.masks(sequences)
+    assert index.tolist() == [0, 1] and not np.shares_memory(left_behind, bits)
+
+
+def test_threads_end_with_the_engine(folder):
+    def alive() -> int:
+        return sum(thread.name.startswith("masks") for thread in enumerate_threads())
+
+    before = alive()
+    with LLM(folder, **EXACT, num_kvcache_blocks=40) as llm:
+        llm.generate([[1]] * 4, SamplingParams(0, 3, structured_outputs=JSON), use_tqdm=False)
+        assert alive() > before
+    assert alive() == before
 
 
 # --- once compiled ---
@@ -368,6 +457,37 @@ def test_a_grammar_that_fails_on_the_way_ends_its_request_alone(llm, monkeypatch
         assert isinstance(found[1], GrammarError) and "after 3 tokens: too large" in str(found[1])
         assert_empty(llm)
     assert len(failed) == 2, "others were suspected"
+
+
+class Panic(BaseException):
+    """What llguidance raises where it has a defect is no Exception either."""
+
+
+class BrokenMatcher:
+    def deep_copy(self) -> "BrokenMatcher":
+        return self
+
+    def unsafe_compute_mask_ptr(self, address: int, num_bytes: int) -> None:
+        raise Panic("no such state")
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlapped", "plain"])
+def test_an_error_in_a_thread_ends_its_request_alone(llm, monkeypatch, overlap):
+    monkeypatch.setattr(llm, "_overlap", overlap)
+    params = SamplingParams(0, 20, structured_outputs=JSON)
+    expected = llm.generate([[1], [3]], params, use_tqdm=False)
+    make = llm._make_sequence
+
+    def make_broken(request, index):
+        seq = make(request, index)
+        seq.grammar = BrokenMatcher() if seq.token_ids == [2] else seq.grammar
+        return seq
+
+    monkeypatch.setattr(llm, "_make_sequence", make_broken)
+    found = dict(llm.generate_from([([token], params) for token in (1, 2, 3)], return_exceptions=True))
+    assert [found[0], found[2]] == expected
+    assert isinstance(found[1], GrammarError) and "Panic: no such state" in str(found[1])
+    assert_empty(llm)
 
 
 def test_a_token_that_a_grammar_does_not_allow_is_an_error_and_no_answer(llm):
