@@ -39,6 +39,7 @@ from nanovllm.layers.linear import LinearBase
 
 MAX_TOKEN_ID = 10_000
 ENGINE_OPTIONS = (
+    "tokenizer",
     "load_format",
     "model_impl",
     "max_num_seqs",
@@ -501,7 +502,8 @@ def draw_schemas(rng: random.Random, count: int) -> list[dict[str, Any]]:
 def wide_tokenizer(vocab_size: int) -> Any:
     """
     For random weights: the toy tokenizer with as many more tokens as the model has, made of letters, digits
-    and JSON's signs, so that finding the allowed ones takes as long as in a real vocabulary.
+    and JSON's signs. Finding the allowed ones takes somewhat longer than in a real vocabulary, where more of
+    them begin alike: with Qwen's, 60 us for a mask instead of 80, and 1.9 ms at most instead of 3.1 ms.
     """
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
@@ -528,9 +530,9 @@ def bench_structured(args: argparse.Namespace, workload: Workload, people: TextI
 
     engine = NanoVLLM(args)
     llm, schemas = engine.llm, draw_schemas(random.Random(args.seed), 40)
-    if open_checkpoint(args.model, args.load_format).random_weights:
+    if open_checkpoint(args.model, args.load_format).random_weights and args.tokenizer is None:
         llm.grammars.tokenizer = wide_tokenizer(engine.vocab_size)
-    tokenizer, [end, *_] = llm.grammars.tokenizer, llm.config.eos
+    tokenizer, ends = llm.grammars.tokenizer, llm.config.eos
     wanted = [StructuredOutputsParams(json=schema, disable_any_whitespace=True) for schema in schemas]
     make_masks, mask_seconds = llm.grammars.masks, []
 
@@ -574,7 +576,7 @@ def bench_structured(args: argparse.Namespace, workload: Workload, people: TextI
             seconds["free"] += answer(others, params)[0]
             num_tokens += sum(lengths)
             for i, token_ids in zip(which, answers, strict=True):
-                if token_ids[-1] == end:
+                if token_ids[-1] in ends:
                     num_ended += 1
                     jsonschema.validate(json.loads(tokenizer.decode(token_ids[:-1])), schemas[i])
         speeds = {kind: num_tokens / each for kind, each in seconds.items()}
@@ -744,6 +746,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         default="qwen3-0.6b",
         help="built-in shape, folder, .gguf file, hub id or smollm2 (fetched)",
     )
+    add("--tokenizer", help="folder or hub id, for random weights; else they get a made-up vocabulary")
     add("--load-format", help="dummy for random weights, all that a built-in shape has")
     workload = "what the defaults of the options from --num-seqs to --n describe"
     add("--workload", choices=list(WORKLOADS), default="nano", help=workload)

@@ -25,7 +25,7 @@ from nanovllm.kernels.runtime import cdiv, is_on_gpu, next_power_of_2, tl, trito
 
 # Pairs and rows of the weight a tile, warps, pipeline stages, by the most pairs that an expert has on
 # average.
-QUANTISED_TILES = {4: (16, 128, 4, 4), 20: (32, 128, 4, 3), 48: (64, 128, 8, 3), 1 << 30: (128, 128, 8, 3)}
+QUANTISED_TILES = {4: (16, 128, 4, 4), 20: (32, 128, 4, 3), 48: (64, 128, 4, 3), 1 << 30: (128, 128, 8, 3)}
 BYTES = 64  # of a row that four threads side by side read; the inputs of their codes are a block
 STEP = 2 * BYTES  # inputs that are multiplied at once: a block of codes of 4 bits, or two of 8 bits
 

@@ -21,6 +21,9 @@ from nanovllm.text.mask_threads import MaskThreads, Reader, problem_of
 from nanovllm.utils.validation import shown
 
 MAX_COMPILED = 1024  # grammars that are kept
+# Tokens of these kinds llguidance allows all at once where it can; lengths, since texts may be limited.
+SLICES = [r"[\x20\x0A\x0D\x09]+"]
+SLICES += [rf'[^"\\\x00-\x1F\x7F]{{1,{most}}}' for most in (1, 3, 5, 8, 12, 30, "")]
 
 
 class GrammarError(RuntimeError):
@@ -98,14 +101,14 @@ class Grammars:
             raise ValueError(f"structured_outputs need an end-of-sequence token, but {model!r} has none")
         size = max(config.hf_config.vocab_size, len(tokenizer))
         try:
-            return self._llguidance.hf.from_tokenizer(tokenizer, n_vocab=size, eos_token=ends)
+            return self._llguidance.hf.from_tokenizer(tokenizer, size, ends, SLICES)
         except Exception as error:  # whatever it does not know
             rule = f"structured_outputs cannot be used with the tokenizer of {model!r}"
             raise ValueError(f"{rule}: {error}") from error
 
     @functools.cached_property
     def _threads(self) -> MaskThreads:
-        return MaskThreads()
+        return MaskThreads(self._llguidance.LLExecutor())
 
     def close(self) -> None:
         """End the threads."""
@@ -127,11 +130,9 @@ class Grammars:
         index = np.full(len(sequences), -1, dtype=np.int32)
         index[guided] = range(len(guided))
         bits, readers = np.zeros((0, 1), dtype=np.int32), []
-        for place, i in enumerate(guided):
-            seq = sequences[i]
+        for seq in (sequences[i] for i in guided):
             if (reader := self._readers.get(seq.seq_id)) is None:
                 reader = self._readers[seq.seq_id] = Reader(seq)
-            reader.prepare(place)
             readers.append(reader)
         if readers:
             self._bits = self._make_bits() if self._bits is None else self._bits
@@ -152,6 +153,6 @@ class Grammars:
             self._threads.wait()
         self._begun = None
         for reader in readers:
-            if reader.problem and not reader.sequence.is_finished:
-                raise GrammarError(reader.sequence, reader.problem)
+            if reader.matcher.is_error() and not reader.sequence.is_finished:
+                raise GrammarError(reader.sequence, problem_of(reader.matcher))
         return masks

@@ -1,22 +1,11 @@
-"""Threads that make masks, one sequence's after another's, so that a slow mask holds up no others.
+"""Masks are made in the background, by llguidance's threads, which need none of Python's locks."""
 
-Most masks take some 25 us, but one in a hundred takes fifty times as long; llguidance works on them without
-Python's lock. Threads that are left behind by a step that failed go on for a moment, with matchers and memory
-that nobody else uses any more.
-"""
-
-import os
-import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from queue import SimpleQueue
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 
 from nanovllm.engine.sequence import Sequence
-
-MAX_THREADS = 16  # more would only wait for Python's lock
 
 
 class Reader:
@@ -26,28 +15,12 @@ class Reader:
         self.sequence = sequence
         self.matcher: Any = sequence.grammar.deep_copy()
         self.num_read = sequence.num_prompt_tokens
-        self.new: list[int] = []  # tokens to be read before the next mask is made
-        self.place = 0  # of the next mask
-        self.seconds = 0.0  # that the last mask took
-        self.problem = ""  # why the text cannot go on
 
-    def prepare(self, place: int) -> None:
-        """Take over what is new of the sequence."""
-        self.place, self.new = place, self.sequence.token_ids[self.num_read :]
-        self.num_read += len(self.new)
-
-    def make_mask(self, address: int, num_bytes: int) -> None:
-        """Read what is new, and write there what may come next."""
-        start = time.perf_counter()
-        try:
-            for token_id in self.new:
-                self.matcher.consume_token(token_id)
-            self.matcher.unsafe_compute_mask_ptr(address, num_bytes)
-            if self.matcher.is_error():
-                self.problem = problem_of(self.matcher)
-        except BaseException as error:  # as llguidance's panics are
-            self.problem = f"{type(error).__name__}: {error}"
-        self.seconds = time.perf_counter() - start
+    def take_new(self) -> list[int]:
+        """The tokens of the sequence that have not been read, which the caller reads now."""
+        new = self.sequence.token_ids[self.num_read :]
+        self.num_read += len(new)
+        return new
 
 
 def problem_of(matcher: Any) -> str:
@@ -57,35 +30,42 @@ def problem_of(matcher: Any) -> str:
 
 
 class MaskThreads:
-    def __init__(self):
-        self._num_threads = min(os.cpu_count() or 1, MAX_THREADS)
-        if hasattr(os, "sched_getaffinity"):
-            self._num_threads = min(len(os.sched_getaffinity(0)), MAX_THREADS)
-        self._pool = ThreadPoolExecutor(self._num_threads, "masks")
-        self._num_busy, self._ends = 0, SimpleQueue()
+    """
+    One thread waits for llguidance's, which share the sequences among them. A mask a thread of Python's would
+    be slower than no threads at all: each would wait for Python's lock before and after its 25 us of work.
+    """
+
+    def __init__(self, executor: Any):
+        """executor: llguidance's LLExecutor."""
+        self._executor = executor
+        self._thread = ThreadPoolExecutor(1, "masks")
+        self._made: Future | None = None
 
     def begin(self, readers: list[Reader], bits: np.ndarray) -> None:
-        """Make the next mask of each in its place among bits, int32 [masks, words]."""
-        self._num_busy, self._ends = min(len(readers), self._num_threads), SimpleQueue()
-        # Whose mask was slow begins first: it is likely to be slow again.
-        todo = iter(sorted(readers, key=lambda reader: reader.seconds, reverse=True))
-        if self._num_busy == 1:  # quicker than to wake a thread
-            return _make_masks(todo, bits, self._ends)
-        for _ in range(self._num_busy):
-            self._pool.submit(_make_masks, todo, bits, self._ends)
+        """Make the next mask of each, in their order, in bits, int32 [readers, words]."""
+        work = [reader.matcher for reader in readers], [reader.take_new() for reader in readers], bits
+        if len(readers) == 1:  # quicker than to wake a thread
+            self._make(*work)
+        else:
+            self._made = self._thread.submit(self._make, *work)
+
+    def _make(self, matchers: list[Any], new: list[list[int]], bits: np.ndarray) -> None:
+        steps = []
+        for matcher, token_ids in zip(matchers, new, strict=True):
+            if len(token_ids) == 1:
+                steps.append((matcher, token_ids[0]))
+            else:
+                matcher.consume_tokens(token_ids)
+        if steps:
+            self._executor.consume_token_par(steps)
+        places = [(matcher, place) for place, matcher in enumerate(matchers)]
+        self._executor.unsafe_compute_mask_ptr(places, bits.ctypes.data, bits.strides[0], len(bits))
 
     def wait(self) -> None:
         """Until all masks are made."""
-        for _ in range(self._num_busy):
-            self._ends.get()
-        self._num_busy = 0
+        made, self._made = self._made, None
+        if made is not None:
+            made.result()
 
     def close(self) -> None:
-        self._pool.shutdown()
-
-
-def _make_masks(todo: Iterator[Reader], bits: np.ndarray, ends: SimpleQueue) -> None:
-    address, num_bytes = bits.ctypes.data, bits.strides[0]
-    for reader in todo:  # which several threads take from
-        reader.make_mask(address + reader.place * num_bytes, num_bytes)
-    ends.put(None)
+        self._thread.shutdown()

@@ -253,12 +253,12 @@ MUTATIONS = [
         "nanovllm/text/grammar",
         (" and not seq.is_finished", ""),
         ("self._bits: np.ndarray | None = None", "self._bits = getattr(self, '_bits', None)"),
-        ("            if reader.problem and not reader.sequence.is_finished:", "            if False:"),
+        ("if reader.matcher.is_error() and not reader.sequence.is_finished", "if False"),
     ),
     *mutations_of(
         "nanovllm/text/mask_threads",
-        ("reverse=True", "reverse=False"),
         ("self.sequence.token_ids[self.num_read :]", "self.sequence.token_ids[-1:]"),
+        ("            made.result()", "            pass"),
     ),
     *mutations_of(
         "nanovllm/kernels/token_masks",
