@@ -7,6 +7,7 @@ kernels in Triton's cache on disk. A kernel that is missing there is compiled wh
 """
 
 import ctypes
+import gc
 import hashlib
 import os
 import select
@@ -132,6 +133,7 @@ def _compile_part(
 ) -> NoReturn:  # fmt: skip
     """Compile every num_parts-th of the kernels that `launches` launches, in this process, which ends."""
     try:
+        gc.freeze()  # memory of a GPU that was garbage at the fork could not be freed here
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # ends with the engine, however that ends
         torch.set_num_threads(1)  # the others' are not there after a fork
         F.linear = lambda x, weight, bias=None: x.new_empty(*x.shape[:-1], len(weight))

@@ -111,9 +111,10 @@ class Grammars:
         return MaskThreads(self._llguidance.LLExecutor())
 
     def close(self) -> None:
-        """End the threads."""
+        """End the threads and free what masks were made in."""
         if "_threads" in self.__dict__:
             self._threads.close()
+        self.reset()
 
     def _make_bits(self) -> np.ndarray:
         """int32 [sequences, words]: where masks are made, from where a GPU can copy them by itself."""

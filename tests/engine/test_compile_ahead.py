@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(not HAVE_TRITON, reason="needs Triton")
 
 # Where a kernel would be compiled for a GPU its name is printed.
 SCRIPT = """
-import functools, os, sys
+import functools, gc, os, sys
 from types import SimpleNamespace
 import torch, triton
 
@@ -54,7 +54,21 @@ if desktop_cache:
 reports, report = os.pipe()
 os.set_blocking(reports, False)  # a process that has failed reports nothing
 make_runner = functools.partial(ModelRunner.without_weights, config, Group(rank, size))
-launches = functools.partial(launch_every_kernel, make_runner)
+
+class Garbage:
+    def __init__(self):
+        self.itself = self
+
+    def __del__(self):
+        os._exit(9)  # as memory of a GPU, which cannot be freed after a fork
+
+gc.disable()
+Garbage()
+
+def launches():
+    gc.collect()
+    return launch_every_kernel(make_runner)
+
 for part in range(2):
     child = os.fork()
     if child == 0:

@@ -255,6 +255,7 @@ MUTATIONS = [
         ("self._bits: np.ndarray | None = None", "self._bits = getattr(self, '_bits', None)"),
         ("if reader.matcher.is_error() and not reader.sequence.is_finished", "if False"),
     ),
+    *mutations_of("nanovllm/engine/compile_ahead", ("        gc.freeze()", "        gc.isenabled()")),
     *mutations_of(
         "nanovllm/text/mask_threads",
         ("self.sequence.token_ids[self.num_read :]", "self.sequence.token_ids[-1:]"),
