@@ -232,7 +232,7 @@ def _norm_quantise_kernel(
     inside = column < WIDTH
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
-    # Weights need not be waited for, and behind the sum of squares this load would cost its time once more.
+    # Weights do not change, so they are loaded while the kernel before this one ends.
     gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     if row_scales is not None:
         column_scale = tl.load(column_scales + column, mask=inside, other=0.0)
