@@ -39,7 +39,8 @@ class Scheduler:
         self.max_num_batched_tokens = config.max_num_batched_tokens
         self.limits = Limits(config)
         self.block_size = config.kvcache_block_size
-        self.tokens_in_reach = config.hf_config.tokens_in_reach
+        # 2 at least, if there is an end to it: a block is closed a step after its last token has been drawn.
+        self.tokens_in_reach = config.hf_config.tokens_in_reach and max(2, config.hf_config.tokens_in_reach)
         num_blocks, is_caching = config.num_kvcache_blocks, config.enable_prefix_caching
         self.block_manager = BlockManager(num_blocks, self.block_size, is_caching)
         # The share of its remaining tokens that a sequence which may end early is expected to draw. Measured

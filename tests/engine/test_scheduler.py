@@ -937,6 +937,23 @@ def test_blocks_that_no_layer_reads_again_go_back_to_the_pool():
     assert len(manager.find_prefix(again).blocks) == 4, "until it is handed out, a block can be found"
 
 
+def test_a_block_goes_back_only_when_all_its_tokens_are_known():
+    scheduler = make_scheduler(hf_config=SimpleNamespace(context_limit=200_000, tokens_in_reach=1))
+    seq = make_sequence([1, 2, 3], max_tokens=9, ignore_eos=True)
+    scheduler.add(seq)
+    before, _ = scheduler.schedule()
+    scheduler.advance(before)
+    for token_id in (4, 5):  # each step begins before the token of the one before it is known
+        assert seq.num_released_blocks == 0
+        sequences, _ = scheduler.schedule()
+        drawing = scheduler.advance(sequences)
+        assert seq.num_released_blocks * 4 <= len(seq.token_ids)
+        scheduler.postprocess(before, [token_id], drawing)
+        before = sequences
+    assert seq.num_released_blocks == 1
+    assert len(scheduler.block_manager.find_prefix(make_sequence([1, 2, 3, 4, 6])).blocks) == 1
+
+
 def test_a_block_that_is_shared_stays_used_when_one_of_its_sequences_has_left_it_behind():
     scheduler = make_scheduler(hf_config=SimpleNamespace(context_limit=200_000, tokens_in_reach=4))
     first, second = make_sequence([*range(16)], 30, True), make_sequence([*range(12), 99], 30, True)
