@@ -26,7 +26,7 @@ from nanovllm.engine.forecast import Forecast
 from nanovllm.engine.sequence import Sequence
 from nanovllm.text.prompts import Request
 from nanovllm.text.results import GrowingText, Logprob, make_result
-from tiny_checkpoints import EXACT, make_checkpoint, make_tokenizer
+from tiny_checkpoints import ARCHITECTURES, EXACT, make_checkpoint, make_tokenizer
 
 VOCAB = 257
 LETTERS = "abcd"
@@ -294,6 +294,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--architecture", choices=ARCHITECTURES, default="qwen3")
+    parser.add_argument("--sliding-window", type=int, help="of an architecture that has one")
     args = parser.parse_args()
     torch.set_num_threads(1)
     start = time.perf_counter()
@@ -304,7 +306,8 @@ def main() -> None:
             print(f"{counts['rounds']:,} rounds in {seconds:,.0f} s, {counts['tokens']:,} tokens", flush=True)
 
     with tempfile.TemporaryDirectory() as folder:
-        make_checkpoint(Path(folder), "qwen3", **CHECKPOINT)
+        window = {"sliding_window": args.sliding_window} if args.sliding_window else {}
+        make_checkpoint(Path(folder), args.architecture, **CHECKPOINT, **window)
         counts = fuzz(folder, args.rounds, args.seed, report)
     print(", ".join(f"{count:,} {name}" for name, count in sorted(counts.items())))
 
