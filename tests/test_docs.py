@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from nanovllm import SamplingParams
-from nanovllm.checkpoints.transformers_config import VERIFIED
+from nanovllm.checkpoints.transformers_config import REFUSED, VERIFIED
 from nanovllm.config import Config
 from nanovllm.models import MODELS
 
@@ -59,6 +59,7 @@ def models_page() -> str:
     def listed(names: list[str]) -> str:
         return textwrap.fill(", ".join(f"`{name}`" for name in sorted(names)) + ".", 120)
 
+    refused = "\n\n".join(f"Because {reason}: {listed(kinds)}" for reason, kinds in REFUSED.items())
     return f"""# What loads
 
 This page is written by `python tests/test_docs.py`, and a test fails where it is not up to date.
@@ -73,6 +74,12 @@ Their greedy tokens are those of transformers, as a test of each shows on a smal
 are built so with `model_impl="transformers"`.
 
 {listed(VERIFIED)}
+
+## Refused
+
+{refused}
+
+Of any other type no test shows that it is right. It is refused by its name, too.
 """
 
 

@@ -19,6 +19,22 @@ VERIFIED = (
     "persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open stablelm "
     "starcoder2 vaultgemma youtu"
 ).split()
+# Why others are refused, as far as there is more to say than that no test shows them to be right.
+REFUSED = {
+    "it keeps a state of another kind than keys and values": (
+        "bailing_hybrid bamba falcon_h1 falcon_mamba granitemoehybrid jamba kimi_linear lfm2 lfm2_moe lfm3 "
+        "mamba mamba2 minimax nemotron_h olmo_hybrid qwen3_5_moe_text qwen3_5_text qwen3_next qwen4_exp_text "
+        "recurrent_gemma rwkv xlstm zamba zamba2"
+    ).split(),
+    "it is an encoder, or a decoder that needs one": (
+        "bart bert bert-generation big_bird bigbird_pegasus blenderbot blenderbot-small camembert "
+        "data2vec-text electra ernie marian mbart megatron-bert musicgen musicgen_melody mvp pegasus plbart "
+        "prophetnet rembert roberta roberta-prelayernorm roc_bert roformer trocr whisper xlm-roberta "
+        "xlm-roberta-xl xmod"
+    ).split(),
+    "it shifts scores by the distance of tokens (ALiBi)": ["bloom", "falcon", "mpt"],
+    "it attends to tokens that an index chooses": "axk2 deepseek_v32 deepseek_v4 glm_moe_dsa hy_v4".split(),
+}
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
@@ -38,7 +54,11 @@ def transformers_config(raw: dict[str, Any]) -> Any:
     if int(__version__.split(".")[0]) < 5:  # with some of 4's the tokens are others
         raise ValueError(f"architecture {shown(name)} needs transformers 5 or newer, this is {__version__}")
     if kind not in VERIFIED:
-        raise ValueError(f"model type {kind!r} is not supported; through transformers: {', '.join(VERIFIED)}")
+        reason = next(
+            (why for why, kinds in REFUSED.items() if kind in kinds), "no test shows it to be right"
+        )
+        known = ", ".join(VERIFIED)
+        raise ValueError(f"model type {kind!r} is not supported: {reason}; through transformers: {known}")
     try:
         return CONFIG_MAPPING[kind](**{key: value for key, value in raw.items() if key != "architectures"})
     except Exception as error:  # whatever a foreign file makes of foreign code

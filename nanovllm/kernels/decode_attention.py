@@ -42,7 +42,7 @@ MIN_COLUMNS = 8  # of a matrix product whose rows are tokens
 TWIN_GROUP = 8  # sequences that the torch twin computes at once
 PROGRAMS_PER_MULTIPROCESSOR = 3
 MAX_APART = 16  # programs that the query heads of a small batch are dealt out to, for each split
-COMBINED_ELEMENTS = 4096  # of partial results that a program adds up at a time
+COMBINED_ELEMENTS = 8192  # of partial results that a program adds up at a time
 MEASURED_ROW_BYTES = 256  # of a key: 128 elements of 2 bytes, for which the tiles were measured
 
 

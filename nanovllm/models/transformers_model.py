@@ -116,18 +116,18 @@ def give_memory(model: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
     """
     made: dict[nn.Parameter, nn.Parameter] = {}
     model.tie_weights()
-    for module in model.modules():
+    for prefix, module in model.named_modules():
         for name in {*module._buffers} - module._non_persistent_buffers_set:
             buffer = module._buffers.pop(name)
             setattr(module, name, nn.Parameter(buffer, requires_grad=False))
         for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
-            if param.device.type == "meta":
-                if param not in made:
-                    made[param] = nn.Parameter(
-                        torch.empty(param.shape, dtype=param.dtype), requires_grad=False
-                    )
-                    vars(made[param]).update(vars(param))  # how a part of it is loaded
-                setattr(module, name, made[param])
+            if param not in made:
+                is_wide = any(part in f"{prefix}.{name}" for part in model._keep_in_fp32_modules_strict)
+                dtype = torch.float32 if is_wide else param.dtype
+                memory = torch.empty(param.shape, dtype=dtype) if param.is_meta else param.to(dtype)
+                made[param] = nn.Parameter(memory, requires_grad=False)
+                vars(made[param]).update(vars(param))  # how a part of it is loaded
+            setattr(module, name, made[param])
     return made
 
 
@@ -150,7 +150,8 @@ def try_out(base: Any, num_layers: int) -> list[Attention]:
     tokens = torch.zeros(1, 2, dtype=torch.int64, device="meta")
     inputs = {"input_ids": tokens, "position_ids": tokens, "attention_mask": tokens, "use_cache": False}
     try:
-        torch.func.functional_call(base, buffers | shares, (), inputs)
+        with torch.device("cpu"):  # the default of steps, too
+            torch.func.functional_call(base, buffers | shares, (), inputs)
     except ValueError:
         raise
     except Exception as error:

@@ -69,7 +69,7 @@ def attend(
         return query.new_empty(1, num_tokens, num_heads, value.shape[-1]), None
     attention: Attention = module.nano_vllm_attention[0]
     if hasattr(query, "rotation"):
-        qkv = torch.cat((query, key, value), dim=1)[0].transpose(0, 1).flatten(1)
+        qkv = torch.cat([each[0].transpose(0, 1) for each in (query, key, value)], dim=1).flatten(1)
         q, k, v = attention.rotate_and_store(query.rotation.positions, qkv, query.rotation, None, None)
         return attention(q, k, v).view(1, num_tokens, num_heads, attention.head_dim), None
     narrower = attention.head_dim - value.shape[-1]

@@ -7,11 +7,12 @@ import pytest
 import torch
 from quantised_checkpoints import PACKERS, quantise
 from transformers import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers_checkpoints import make
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.checkpoints import open_checkpoint
-from nanovllm.checkpoints.transformers_config import VERIFIED, transformers_config
+from nanovllm.checkpoints.transformers_config import REFUSED, VERIFIED, transformers_config
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.models.transformers_faster import GatedMLP, replacement, rotates_halves
 from nanovllm.models.transformers_model import without_memory
@@ -36,6 +37,11 @@ def assert_answers_as_transformers(folder: Path, reference: Path | None = None, 
     with LLM(str(folder), **options) as llm:
         for prompt, result in zip(PROMPTS, llm.generate(PROMPTS, GREEDY, use_tqdm=False), strict=True):
             assert_greedy(theirs, prompt, result["token_ids"])
+        for prompt, result in zip(PROMPTS, llm.score(PROMPTS, use_tqdm=False), strict=True):
+            with torch.no_grad():
+                logits = theirs(input_ids=torch.tensor([prompt])).logits[0, :-1]
+            expected = logits.log_softmax(-1).gather(1, torch.tensor(prompt)[1:, None]).sum().item()
+            assert result["logprob"] == pytest.approx(expected, abs=2e-3)
 
 
 @pytest.mark.parametrize("kind", VERIFIED)
@@ -122,6 +128,14 @@ def test_a_rotation_is_known_by_what_it_computes():
     assert not rotates_halves(modeling_glm.apply_rotary_pos_emb)
 
 
+def test_what_transformers_keeps_in_float32_stays_so(tmp_path):
+    folder = make("deepseek_v3", tmp_path)
+    with LLM(str(folder), **EXACT | {"dtype": "bfloat16"}, num_kvcache_blocks=40) as llm:
+        dtypes = {name: param.dtype for name, param in llm.model_runner.model.named_parameters()}
+    [kept] = [dtype for name, dtype in dtypes.items() if name.endswith("e_score_correction_bias")]
+    assert kept == torch.float32 and dtypes["model.embed_tokens.weight"] == torch.bfloat16
+
+
 def test_what_other_threads_make_meanwhile_has_memory():
     with without_memory(), ThreadPoolExecutor(1) as thread:
         other = thread.submit(torch.nn.Linear, 2, 2).result()
@@ -148,7 +162,14 @@ def test_angles_that_grow_behind_the_context_are_those_within_it(tmp_path):
 @pytest.mark.parametrize(
     "kind, changes, message",
     [
-        ("mamba", {"architectures": ["MambaForCausalLM"]}, "model type 'mamba' is not supported"),
+        ("mamba", {"architectures": ["MambaForCausalLM"]}, "'mamba' is not supported: it keeps a state of"),
+        ("bert", {"architectures": ["BertLMHeadModel"]}, "'bert' is not supported: it is an encoder, or"),
+        ("bloom", {"architectures": ["BloomForCausalLM"]}, "'bloom' is not supported: it shifts scores"),
+        (
+            "doge",
+            {"architectures": ["DogeForCausalLM"]},
+            "'doge' is not supported: no test shows it to be right",
+        ),
         ("olmo", {"architectures": ["OlmoModel"]}, "architecture 'OlmoModel'"),
         ("olmo", {"architectures": []}, "architecture None"),
         ("olmo", {"hidden_size": "64"}, "cannot read the configuration"),
@@ -162,6 +183,13 @@ def test_what_cannot_be_run_is_refused_by_name(tmp_path, kind, changes, message)
     edit_json(folder / "config.json", model_type=kind, **changes)
     with pytest.raises(ValueError, match=message):
         LLM(str(folder), **EXACT)
+
+
+def test_what_is_refused_for_a_reason_is_known_and_not_verified():
+    refused = [kind for kinds in REFUSED.values() for kind in kinds]
+    assert len(refused) == len({*refused} - {*VERIFIED}) and {*refused} <= {
+        *MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    }
 
 
 def test_an_old_transformers_is_refused(tmp_path, monkeypatch):

@@ -221,6 +221,28 @@ def test_every_request_gets_the_tokens_that_it_gets_alone(folder, alone, options
         assert_empty(llm)
 
 
+class Graphs(dict):
+    """Stands for CUDA graphs: what was captured runs again when it is replayed, with a stage's own inputs."""
+
+    def capture(self, key, *stages):
+        self[key] = stages
+
+    def replay(self, key, stage):
+        self.computed = self[key][stage](*([self.computed] if stage else []))
+        return self.computed
+
+
+def test_graphs_padded_to_their_sizes_draw_the_same_tokens_in_one_stage_or_two(folder, alone):
+    with LLM(folder, **EXACT, num_kvcache_blocks=400) as llm:
+        graphs = llm.model_runner.graphs = Graphs()
+        llm._overlap = True
+        assert_same(llm.generate(PROMPTS, PARAMS, use_tqdm=False), alone)
+        llm.generate(PROMPTS[:3], SamplingParams(0, 3), use_tqdm=False)
+        llm.model_runner.graphs = None
+        assert {len(stages) for (*_, needs), stages in graphs.items() if needs & Needs.MASKS} == {2}
+        assert {len(stages) for (*_, needs), stages in graphs.items() if not needs & Needs.MASKS} == {1}
+
+
 def test_two_ranks_draw_the_tokens_of_one(folder, alone):
     with LLM(folder, **EXACT, num_kvcache_blocks=400, tensor_parallel_size=2) as llm:
         assert_same(llm.generate(PROMPTS, PARAMS, use_tqdm=False), alone)
