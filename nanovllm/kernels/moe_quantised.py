@@ -226,7 +226,10 @@ def _arrange_kernel(
 
 @triton.jit
 def _arranged_place(column, PER_BYTE: tl.constexpr, BYTES: tl.constexpr):
-    """Where an input stands when it is arranged: in its block after those of other halves of a byte."""
+    """
+    Where an input stands when it is arranged. In a block, those whose codes are low halves of bytes come
+    before those of high halves; of each, two at a time are taken from the four pieces in turn.
+    """
     BLOCK: tl.constexpr = BYTES * PER_BYTE
     within = column % BLOCK
     piece, within = within // (16 * PER_BYTE), within % (16 * PER_BYTE)

@@ -1,4 +1,4 @@
-"""Masks are made in the background, by llguidance's threads, which need none of Python's locks."""
+"""Masks are made in the background by llguidance's threads, which do not need Python's lock."""
 
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -31,8 +31,8 @@ def problem_of(matcher: Any) -> str:
 
 class MaskThreads:
     """
-    One thread waits for llguidance's, which share the sequences among them. A mask a thread of Python's would
-    be slower than no threads at all: each would wait for Python's lock before and after its 25 us of work.
+    One thread waits while llguidance's share the sequences among them. Python's own threads, making a mask
+    each, were slower than that: they wait for Python's lock before and after every 25 us of work.
     """
 
     def __init__(self, executor: Any):
