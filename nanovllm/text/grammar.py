@@ -5,6 +5,7 @@ asks for it. `Grammars` keeps a reader for each sequence (mask_threads.py), whic
 far; masks are what may come next. Knows nothing of logits or devices.
 """
 
+import contextlib
 import functools
 import json
 from dataclasses import asdict
@@ -17,10 +18,10 @@ from nanovllm.config import Config
 from nanovllm.engine.masks import TokenMasks
 from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import StructuredOutputsParams
-from nanovllm.text.mask_threads import MaskThreads, Reader, problem_of
+from nanovllm.text.mask_threads import Grammar, MaskThreads, Reader, problem_of
 from nanovllm.utils.validation import shown
 
-MAX_COMPILED = 1024  # grammars that are kept
+MAX_COMPILED = 256  # grammars that are kept; each with up to MAX_LEXERS lexers of a megabyte or so
 # Tokens of these kinds llguidance allows all at once where it can; lengths, since texts may be limited.
 SLICES = [r"[\x20\x0A\x0D\x09]+"]
 SLICES += [rf'[^"\\\x00-\x1F\x7F]{{1,{most}}}' for most in (1, 3, 5, 8, 12, 30, "")]
@@ -38,23 +39,32 @@ class Grammars:
     def __init__(self, config: Config, tokenizer: Any):
         self.config, self.tokenizer = config, tokenizer
         self.compile = functools.lru_cache(MAX_COMPILED)(self._compile)
-        self.reset()
+        self._readers: dict[int, Reader] = {}  # by seq_id
+        self._ended: list[Reader] = []  # of sequences that have ended; threads may still be using them
+        self._begun: tuple[list[Sequence], list[Reader], TokenMasks] | None = None  # masks being made
+        self._bits: np.ndarray | None = None
 
     def reset(self) -> None:
         """Forget how far sequences have been read. They are read again when they go on."""
-        self._readers: dict[int, Reader] = {}  # by seq_id
-        self._begun: tuple[list[Sequence], list[Reader], TokenMasks] | None = None  # masks being made
-        self._bits: np.ndarray | None = None  # threads may still write to the old ones
+        if "_threads" in self.__dict__:
+            with contextlib.suppress(Exception):  # it was the step's
+                self._threads.wait()
+        self._ended += self._readers.values()
+        self._readers, self._begun = {}, None
 
     def drop(self, seq_id: int) -> None:
         """Forget a sequence that has ended."""
-        self._readers.pop(seq_id, None)
+        if (reader := self._readers.pop(seq_id, None)) is not None:
+            self._ended.append(reader)
 
-    def _compile(self, wanted: StructuredOutputsParams) -> Any:
+    def _compile(self, wanted: StructuredOutputsParams) -> Grammar:
         """
-        A matcher at the beginning of a text, for `Sequence.grammar`. Raises ValueError if llguidance is not
-        installed, cannot work with the tokenizer, or finds no text that is as wanted.
+        For `Sequence.grammar`. Raises ValueError if llguidance is not installed, cannot work with the
+        tokenizer, or finds no text that is as wanted.
         """
+        return Grammar(lambda: self._make_matcher(wanted))
+
+    def _make_matcher(self, wanted: StructuredOutputsParams) -> Any:
         vocabulary = self._vocabulary
         try:
             matcher = self._llguidance.LLMatcher(vocabulary, self._source(wanted), log_level=0)
@@ -114,7 +124,7 @@ class Grammars:
         """End the threads and free what masks were made in."""
         if "_threads" in self.__dict__:
             self._threads.close()
-        self.reset()
+        self._bits = None
 
     def _make_bits(self) -> np.ndarray:
         """int32 [sequences, words]: where masks are made, from where a GPU can copy them by itself."""
@@ -127,14 +137,18 @@ class Grammars:
         Begin to make masks for a step of these sequences, of which all tokens are known that the step draws
         after. `masks` for the same step comes next.
         """
-        guided = [i for i, seq in enumerate(sequences) if seq.grammar is not None and not seq.is_finished]
+        while self._ended:
+            self._ended.pop().close()
+        guided = []
+        for i, seq in enumerate(sequences):
+            if seq.grammar is not None and not seq.is_finished:
+                if (reader := self._readers.get(seq.seq_id)) is None:
+                    reader = self._readers[seq.seq_id] = Reader(seq)
+                guided.append((i, reader))
+        guided.sort(key=lambda each: id(each[1].lexer))  # a thread takes neighbours, who wait for each other
         index = np.full(len(sequences), -1, dtype=np.int32)
-        index[guided] = range(len(guided))
-        bits, readers = np.zeros((0, 1), dtype=np.int32), []
-        for seq in (sequences[i] for i in guided):
-            if (reader := self._readers.get(seq.seq_id)) is None:
-                reader = self._readers[seq.seq_id] = Reader(seq)
-            readers.append(reader)
+        index[[i for i, _ in guided]] = range(len(guided))
+        bits, readers = np.zeros((0, 1), dtype=np.int32), [reader for _, reader in guided]
         if readers:
             self._bits = self._make_bits() if self._bits is None else self._bits
             bits = self._bits[: len(readers)]

@@ -1,5 +1,7 @@
 """Masks are made in the background by llguidance's threads, which do not need Python's lock."""
 
+from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -7,14 +9,57 @@ import numpy as np
 
 from nanovllm.engine.sequence import Sequence
 
+MAX_LEXERS = 16  # of a grammar
+
+
+class Grammar:
+    """
+    A compiled grammar. A matcher follows one text. What it finds out about texts is kept in its lexer, which
+    it shares with its copies, and which only one of them can use at a time. So there are several lexers, and
+    matchers of texts that have ended are used again, since their lexers know more.
+    """
+
+    def __init__(self, compile_matcher: Callable[[], Any]):
+        self._compile = compile_matcher
+        first = compile_matcher()
+        self._lexers = deque([first])  # a matcher of each
+        self._idle = [(first, first)]  # lexers and matchers that no sequence has
+
+    def take(self) -> tuple[Any, Any]:
+        """A matcher at the beginning of a text, and which lexer it has: the first matcher with the same."""
+        if self._idle:
+            lexer, matcher = self._idle.pop()
+        elif len(self._lexers) < MAX_LEXERS:
+            lexer = matcher = self._compile()
+            self._lexers.append(lexer)
+        else:
+            self._lexers.rotate()
+            lexer = self._lexers[0]
+            matcher = lexer.deep_copy()
+        matcher.reset()
+        return lexer, matcher
+
+    def put_back(self, lexer: Any, matcher: Any) -> None:
+        if lexer not in self._lexers:
+            return
+        if matcher.is_error():  # perhaps its lexer has grown too large
+            self._lexers.remove(lexer)
+            self._idle = [each for each in self._idle if each[0] is not lexer]
+        else:
+            self._idle.append((lexer, matcher))
+
 
 class Reader:
     """Follows the text of one sequence through its grammar."""
 
     def __init__(self, sequence: Sequence):
         self.sequence = sequence
-        self.matcher: Any = sequence.grammar.deep_copy()
+        self.lexer, self.matcher = sequence.grammar.take()
         self.num_read = sequence.num_prompt_tokens
+
+    def close(self) -> None:
+        """Leave the matcher to another sequence. No thread may be using it."""
+        self.sequence.grammar.put_back(self.lexer, self.matcher)
 
     def take_new(self) -> list[int]:
         """The tokens of the sequence that have not been read, which the caller reads now."""
@@ -63,9 +108,9 @@ class MaskThreads:
 
     def wait(self) -> None:
         """Until all masks are made."""
-        made, self._made = self._made, None
-        if made is not None:
-            made.result()
+        if self._made is not None:
+            self._made.result()
+            self._made = None
 
     def close(self) -> None:
         self._thread.shutdown()

@@ -9,10 +9,10 @@ import json
 import re
 import subprocess
 import sys
+import time
 from collections import Counter
-from threading import Event
 from threading import enumerate as enumerate_threads
-from typing import Literal
+from typing import Any, Literal
 
 import jsonschema
 import numpy as np
@@ -24,7 +24,7 @@ from test_engine import assert_empty, tokens_of
 from nanovllm import LLM, AsyncLLM, SamplingParams, StructuredOutputsParams
 from nanovllm.sampling_params import Needs
 from nanovllm.text.grammar import GrammarError
-from nanovllm.text.mask_threads import MaskThreads, Reader
+from nanovllm.text.mask_threads import MAX_LEXERS, MaskThreads, Reader
 from tiny_checkpoints import EXACT, edit_json, make_checkpoint, make_tokenizer, one_thread  # noqa: F401
 
 SCHEMA = {
@@ -311,21 +311,50 @@ def readers_of(llm: LLM, *prompts: list[int], wanted: StructuredOutputsParams = 
     return [Reader(request.completions[0]) for request in requests]
 
 
-def test_threads_that_a_failed_step_has_left_write_to_memory_of_their_own(llm, monkeypatch):
+def test_a_failed_step_waits_for_its_threads(llm, monkeypatch):
+    """They use matchers that other sequences get, and write to where the next masks are made."""
     sequences = [reader.sequence for reader in readers_of(llm, [1], [2])]
-    go_on, make = Event(), MaskThreads._make
+    make, ended = MaskThreads._make, []
 
-    def wait(threads: MaskThreads, *work: list) -> None:
-        assert go_on.wait(60)
-        make(threads, *work)
+    def make_slowly(*work: Any) -> None:
+        time.sleep(0.2)
+        make(*work)
+        ended.append(True)
 
-    monkeypatch.setattr(MaskThreads, "_make", wait)
-    llm.grammars.begin(sequences)
-    left_behind = llm.grammars._bits
-    llm.clear()
-    go_on.set()
+    with monkeypatch.context() as patched:
+        patched.setattr(MaskThreads, "_make", make_slowly)
+        llm.grammars.begin(sequences)
+        llm.clear()
+        assert ended
     index, bits = llm.grammars.masks(sequences)
-    assert index.tolist() == [0, 1] and bits.any() and not np.shares_memory(left_behind, bits)
+    assert sorted(index.tolist()) == [0, 1] and bits.any()
+    llm.clear()
+
+
+def test_texts_of_a_grammar_have_lexers_of_their_own_which_later_ones_use_again(llm):
+    grammar = llm.grammars.compile(StructuredOutputsParams(regex="[ab]{3}[0-9]"))
+    taken = [grammar.take() for _ in range(MAX_LEXERS + 4)]
+    assert len({id(lexer) for lexer, _ in taken}) == MAX_LEXERS
+    assert len({id(matcher) for _, matcher in taken}) == len(taken)
+    lexer, matcher = taken[0]
+    first = matcher.compute_bitmask()
+    matcher.consume_token(
+        int(np.flatnonzero(np.unpackbits(np.frombuffer(first, np.uint8), bitorder="little"))[0])
+    )
+    grammar.put_back(lexer, matcher)
+    assert grammar.take() == (lexer, matcher) and matcher.compute_bitmask() == first
+
+
+def test_a_lexer_that_has_failed_is_not_used_again(llm):
+    grammar = llm.grammars.compile(StructuredOutputsParams(regex="[ab]{3}[0-8]"))
+    taken = [grammar.take() for _ in range(2 * MAX_LEXERS)]
+    failed, matcher = taken[0]
+    copies = [each for each in taken[1:] if each[0] is failed]
+    matcher.consume_token(7)
+    assert matcher.is_error() and copies
+    for each in [*copies, taken[0], *copies]:
+        grammar.put_back(*each)
+    assert all(grammar.take()[0] is not failed for _ in range(2 * MAX_LEXERS))
 
 
 def test_threads_end_with_the_engine(folder):
