@@ -28,6 +28,7 @@ from nanovllm.kernels.logit_edits import (
     apply_rules,
     apply_token_flags,
 )
+from nanovllm.kernels.token_masks import Masks, apply_masks
 from nanovllm.sampling_params import Needs, SamplingParams, has_penalties, has_rules
 
 FLAGS_AT_ONCE = 1 << 18  # copied to a device together
@@ -191,26 +192,27 @@ class DeviceEdits:
 
     def edit_logits(
         self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor,
-        temperatures: torch.Tensor, needs: Needs, vocab_start: int = 0,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+        temperatures: torch.Tensor, needs: Needs,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, Masks | None]:  # fmt: skip
         """
-        The logits to draw from, [batch, vocabulary], and the lowest that may be drawn in each row, float32
-        [batch], or None without filters. logits [batch, vocabulary] are changed only if none of them is
-        needed later; where masks are all that is needed, they may be a shard that begins at vocab_start. rows
-        int32, positions int64 (of the tokens to be drawn) and temperatures float32 are [batch].
+        What to draw from: logits [batch, vocabulary]; the lowest that may be drawn in each row, float32
+        [batch], where there are filters; and masks that have not been applied. logits [batch, vocabulary] are
+        changed only if none of them is needed later; without rules, flags and filters they may be a shard.
+        rows int32, positions int64 (of the tokens to be drawn) and temperatures float32 are [batch].
         """
-        is_needed_later = needs & Needs.LOGPROBS and needs & Needs.MASKS
-        if needs & (Needs.RULES | Needs.TOKEN_FLAGS) or is_needed_later:
+        masks = self.masks.tables if needs & Needs.MASKS else None
+        is_filtered = needs & Needs.FILTERS
+        if needs & (Needs.RULES | Needs.TOKEN_FLAGS) or masks and is_filtered and needs & Needs.LOGPROBS:
             logits = logits.to(torch.float32, copy=True)
         if needs & Needs.RULES:
             apply_rules(logits, rows, positions, self.rules, self.rule_addresses, self.history)
         if needs & Needs.TOKEN_FLAGS:
             apply_token_flags(logits, rows, self.penalties[rows], self.token_flags)
-        if needs & Needs.MASKS:
-            self.masks.apply(logits, vocab_start)
-        if needs & Needs.FILTERS:
-            return logits, filter_thresholds(logits, temperatures, self.filters[rows])
-        return logits, None
+        if not is_filtered:
+            return logits, None, masks
+        if masks is not None:
+            apply_masks(logits, masks)
+        return logits, filter_thresholds(logits, temperatures, self.filters[rows]), None
 
     def note_drawn(
         self, rows: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor, needs: Needs

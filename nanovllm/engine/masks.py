@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from nanovllm.kernels.runtime import cdiv
-from nanovllm.kernels.token_masks import apply_masks
+from nanovllm.kernels.token_masks import Masks
 
 
 class TokenMasks(NamedTuple):
@@ -24,8 +24,10 @@ class DeviceMasks:
     """The device's copy of a step's masks, always in the same place, so that a CUDA graph finds it."""
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device):
-        self.index = torch.full((num_rows,), -1, dtype=torch.int32, device=device)
-        self.bits = torch.zeros(num_rows, cdiv(vocab_size, 32), dtype=torch.int32, device=device)
+        self.tables = Masks(
+            torch.full((num_rows,), -1, dtype=torch.int32, device=device),
+            torch.zeros(num_rows, cdiv(vocab_size, 32), dtype=torch.int32, device=device),
+        )
         is_gpu = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if is_gpu else None
         self._sent = torch.empty(num_rows, dtype=torch.int32, device="cpu", pin_memory=is_gpu)  # index
@@ -35,17 +37,14 @@ class DeviceMasks:
         Copy a step's masks to the device. The step before it must have been drawn, as it has been if masks
         were made of its tokens: nobody reads its masks any more.
         """
-        bits = np.ascontiguousarray(masks.bits[:, : self.bits.shape[1]])  # the tokenizer may have more tokens
+        tables = self.tables
+        bits = np.ascontiguousarray(masks.bits[:, : tables.bits.shape[1]])  # a tokenizer may have more tokens
         index = self._sent[: len(masks.index)].copy_(torch.from_numpy(masks.index))
         with torch.cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext():
-            self.index[: len(index)].copy_(index, non_blocking=True)
+            tables.index[: len(index)].copy_(index, non_blocking=True)
             if len(bits):
                 source = torch.from_numpy(bits)
                 source = source.pin_memory() if self._stream is not None else source
-                self.bits[: len(bits)].copy_(source, non_blocking=True)
+                tables.bits[: len(bits)].copy_(source, non_blocking=True)
         if self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
-
-    def apply(self, logits: torch.Tensor, vocab_start: int) -> None:
-        """Change logits [batch, vocabulary or a shard of it that begins at vocab_start] in place."""
-        apply_masks(logits, self.index, self.bits, vocab_start)

@@ -299,10 +299,8 @@ class ModelRunner:
         logits, (rows, temperatures, seeds, positions), scores = computed
         if is_whole := needs | Needs.MASKS != Needs.MASKS:  # masks alone do with a shard of the logits
             logits = self.model.lm_head.gather(logits)
-        start = 0 if is_whole else self.sampler.vocab_start
-        edits = self.rows.edits
-        edited, thresholds = edits.edit_logits(logits, rows, positions, temperatures, needs, start)
-        tokens = self.sampler(edited, temperatures, seeds, positions, thresholds, is_whole)
+        edited, *allowed = self.rows.edits.edit_logits(logits, rows, positions, temperatures, needs)
+        tokens = self.sampler(edited, temperatures, seeds, positions, *allowed, is_whole)
         self.rows.note_drawn(rows, positions, tokens, needs)
         logprobs = top_logprobs(logits, tokens) if needs & Needs.LOGPROBS else None
         return StepOutput(tokens, logprobs, scores)

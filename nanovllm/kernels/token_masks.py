@@ -3,6 +3,8 @@
 A mask has one bit for each token of the vocabulary, 1 where the token may be drawn.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -11,34 +13,36 @@ from nanovllm.kernels.runtime import cdiv, tl, triton, use_triton
 BLOCK = 4096
 
 
-def apply_masks(logits: Tensor, index: Tensor, masks: Tensor, vocab_start: int = 0) -> None:
-    """Change logits [batch, vocabulary, or a shard of it that begins at vocab_start] in place.
+class Masks(NamedTuple):
+    index: Tensor  # int32 [batch or more], which of the masks each row has, -1 for none
+    bits: Tensor  # int32 [masks, words]; token t is bit t % 32 of word t // 32
 
-    index int32 [batch or more] says which of masks int32 [number, words] each row has, -1 for none. Token t
-    is bit t % 32 of word t // 32.
-    """
+
+def apply_masks(logits: Tensor, masks: Masks) -> None:
+    """Change logits [batch, vocabulary] in place."""
     if not use_triton(logits):
-        return apply_masks_torch(logits, index, masks, vocab_start)
+        return apply_masks_torch(logits, masks)
     batch, vocab = logits.shape
     if batch and vocab:
         _mask_kernel[(cdiv(vocab, BLOCK), batch)](
-            logits, index, masks, logits.stride(0), masks.stride(0), vocab, vocab_start,
+            logits, masks.index, masks.bits, logits.stride(0), masks.bits.stride(0), vocab,
             BLOCK=BLOCK, num_warps=8,
         )  # fmt: skip
 
 
-def apply_masks_torch(logits: Tensor, index: Tensor, masks: Tensor, vocab_start: int = 0) -> None:
-    (rows,) = (index[: len(logits)] >= 0).nonzero(as_tuple=True)
+def apply_masks_torch(logits: Tensor, masks: Masks, vocab_start: int = 0) -> None:
+    """The logits may be a shard of the vocabulary that begins at vocab_start."""
+    (rows,) = (masks.index[: len(logits)] >= 0).nonzero(as_tuple=True)
     tokens = torch.arange(vocab_start, vocab_start + logits.shape[1], device=logits.device)
-    words = masks[index[rows].long()][:, tokens // 32]
+    words = masks.bits[masks.index[rows].long()][:, tokens // 32]
     is_banned = (words >> (tokens % 32)) & 1 == 0
     logits[rows] = logits[rows].masked_fill(is_banned, -torch.inf)
 
 
-@triton.jit(do_not_specialize=["vocab_start"])
+@triton.jit
 def _mask_kernel(
     logits, index, masks,
-    logits_stride, masks_stride, vocab, vocab_start,
+    logits_stride, masks_stride, vocab,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1).to(tl.int64)
@@ -46,8 +50,7 @@ def _mask_kernel(
     if place >= 0:
         column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         inside = column < vocab
-        token = column + vocab_start
-        word = tl.load(masks + place.to(tl.int64) * masks_stride + token // 32, mask=inside, other=0)
-        is_banned = ((word >> (token % 32)) & 1) == 0
+        word = tl.load(masks + place.to(tl.int64) * masks_stride + column // 32, mask=inside, other=0)
+        is_banned = ((word >> (column % 32)) & 1) == 0
         address = logits + row * logits_stride + column
         tl.store(address, tl.full([BLOCK], float("-inf"), logits.dtype.element_ty), mask=inside & is_banned)

@@ -8,6 +8,7 @@ from torch import nn
 
 from nanovllm.distributed.group import get_group
 from nanovllm.kernels.sampling import sample
+from nanovllm.kernels.token_masks import Masks
 from nanovllm.sampling_params import MAX_LOGPROBS
 
 ROWS_AT_ONCE = 64  # of log-probabilities, which take several times the memory of their logits
@@ -28,19 +29,22 @@ class Sampler(nn.Module):
         seeds: torch.Tensor,
         positions: torch.Tensor,
         thresholds: torch.Tensor | None = None,
+        masks: Masks | None = None,
         is_whole: bool = False,
     ) -> torch.Tensor:
         """
         logits [batch, this rank's vocabulary, or all of it], temperatures float32 [batch] (0 is greedy),
         seeds and positions int64 [batch] -> token ids int64 [batch], drawn from softmax(logits / temperature)
-        among the logits that are not below their row's threshold, float32 [batch], if there are thresholds.
+        among the logits that are not below their row's threshold, float32 [batch], if there are thresholds,
+        and that their row's mask allows, if there are masks.
 
         The draw is the argmax of the scaled logits plus Gumbel noise, which follows softmax's distribution
         without computing it. The noise depends on seed, position and token id alone, so neighbours do not
         matter.
         """
         vocab_start = 0 if is_whole else self.vocab_start
-        return self.group.best_token(*sample(logits, temperatures, seeds, positions, vocab_start, thresholds))
+        settings = temperatures, seeds, positions, vocab_start, thresholds, masks
+        return self.group.best_token(*sample(logits, *settings))
 
 
 class TopLogprobs(NamedTuple):

@@ -32,6 +32,7 @@ from nanovllm.kernels import (
 )
 from nanovllm.kernels.attention_rule import AttentionRule
 from nanovllm.kernels.runtime import HAVE_TRITON, INTERPRETED
+from nanovllm.kernels.token_masks import Masks
 from nanovllm.layers.rotary_embedding import apply_rotary_emb
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -777,23 +778,48 @@ def test_token_flags_change_what_their_twin_changes(device):
     assert torch.equal(got.isinf(), expected.isinf()) and got.isinf().any()
 
 
-@on_devices
-@in_both_types
-@pytest.mark.parametrize("vocab, vocab_start", [(9000, 0), (5000, 4000), (5, 8995), (31, 33)])
-def test_masks_rule_out_what_their_twin_rules_out_and_touch_no_other_row(device, dtype, vocab, vocab_start):
+def mask_inputs(device):
     generator = torch.Generator().manual_seed(0)
     bits = torch.randint(-(2**31), 2**31, (3, 282), generator=generator, dtype=torch.int64).int().to(device)
     index = torch.tensor([2, -1, 0, 1, -1, 2, 0], dtype=torch.int32, device=device)  # longer than the batch
-    logits = rand(5, vocab, device=device, dtype=dtype)
+    return Masks(index, bits)
+
+
+@on_devices
+@in_both_types
+@pytest.mark.parametrize("vocab", [9000, 5])
+def test_masks_rule_out_what_their_twin_rules_out_and_touch_no_other_row(device, dtype, vocab):
+    masks, logits = mask_inputs(device), rand(5, vocab, device=device, dtype=dtype)
     got, expected = logits.clone(), logits.clone()
-    token_masks.apply_masks(got, index, bits, vocab_start)
-    token_masks.apply_masks_torch(expected, index, bits, vocab_start)
+    token_masks.apply_masks(got, masks)
+    token_masks.apply_masks_torch(expected, masks)
     assert torch.equal(got, expected)
     for row, mask in enumerate([2, None, 0, 1, None]):
-        tokens = range(vocab_start, vocab_start + vocab)
-        words = [] if mask is None else bits[mask].tolist()
-        banned = [mask is not None and not words[token // 32] >> (token % 32) & 1 for token in tokens]
+        words = [] if mask is None else masks.bits[mask].tolist()
+        banned = [mask is not None and not words[token // 32] >> (token % 32) & 1 for token in range(vocab)]
         assert torch.equal(got[row].isinf(), torch.tensor(banned, device=device))
+
+
+@on_devices
+@in_both_types
+@pytest.mark.parametrize("vocab, vocab_start", [(9000, 0), (5000, 4000), (31, 33)])
+def test_drawing_with_masks_is_drawing_from_masked_logits(device, dtype, vocab, vocab_start):
+    masks = mask_inputs(device)
+    logits, seeds, positions = sampling_inputs(5, vocab, device, dtype)
+    settings = torch.tensor([0.0, 0.7, 1.5, 1.0, 0.0], device=device), seeds, positions, vocab_start
+    masked = logits.clone()
+    token_masks.apply_masks_torch(masked, masks, vocab_start)
+    expected = sampling.sample(masked, *settings)
+    for found in (
+        sampling.sample(logits, *settings, None, masks),
+        sampling.sample_torch(logits, *settings, None, masks),
+    ):
+        assert torch.equal(found[1], expected[1])
+        torch.testing.assert_close(found[0], expected[0], rtol=1e-5, atol=1e-5)
+    thresholds = masked.float().topk(9).values[:, -1].clone()
+    found = sampling.sample(logits, *settings, thresholds, masks)[1]
+    assert torch.equal(found, sampling.sample(masked, *settings, thresholds)[1])
+    assert not torch.equal(found, sampling.sample(logits, *settings)[1]), "masks made no difference"
 
 
 def test_tokens_are_drawn_with_the_probabilities_of_the_softmax():

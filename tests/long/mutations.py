@@ -325,7 +325,8 @@ MUTATIONS = [
             "return list(enumerate(seq.token_ids[start:], start + 1))",
         ),
         ("float(seq.needs & TOKEN_FLAGS > 0)", "1.0"),
-        ("is_needed_later = needs & Needs.LOGPROBS and needs & Needs.MASKS", "is_needed_later = False"),
+        ("masks and is_filtered and needs & Needs.LOGPROBS", "False"),
+        ("            apply_masks(logits, masks)", "            pass"),
     ),
     *mutations_of(
         "nanovllm/text/results",
