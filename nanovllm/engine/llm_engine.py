@@ -209,7 +209,7 @@ class LLMEngine:
     def _draw(self, step: Step, attempt: recovery.Attempt) -> None:
         """
         Let a step draw its tokens that has waited for masks, which are made of all tokens before them. On a
-        GPU its forward pass runs meanwhile; `_collect` has begun them when it got the last of these tokens.
+        GPU its forward pass runs meanwhile.
         """
         if step.output is not None:
             return
@@ -231,8 +231,6 @@ class LLMEngine:
         attempt.drawing = step.drawing
         record_logprobs(step.sequences, step.drawing, step.output)
         finished = self.scheduler.postprocess(step.sequences, token_ids, step.drawing)
-        if self.under_way is not None and self.under_way.output is None:
-            self.grammars.begin(self.under_way.sequences)
         if self.texts:
             finished += self._find_stops(step.drawing, attempt)
         for seq in finished:

@@ -1,11 +1,10 @@
 """Structured outputs: which tokens a completion can go on with, so that it becomes what its request asks for.
 
 llguidance compiles schemas and grammars and follows texts through them. It is imported when the first request
-asks for it. `Grammars` keeps a reader for each sequence (mask_threads.py), which has read the tokens drawn so
+asks for it. `Grammars` keeps a reader for each sequence (matchers.py), which has read the tokens drawn so
 far; masks are what may come next. Knows nothing of logits or devices.
 """
 
-import contextlib
 import functools
 import json
 from dataclasses import asdict
@@ -18,7 +17,7 @@ from nanovllm.config import Config
 from nanovllm.engine.masks import TokenMasks
 from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import StructuredOutputsParams
-from nanovllm.text.mask_threads import Grammar, MaskThreads, Reader, problem_of
+from nanovllm.text.matchers import Grammar, Reader, problem_of
 from nanovllm.utils.validation import shown
 
 MAX_COMPILED = 256  # grammars that are kept; each with up to MAX_LEXERS lexers of a megabyte or so
@@ -40,22 +39,16 @@ class Grammars:
         self.config, self.tokenizer = config, tokenizer
         self.compile = functools.lru_cache(MAX_COMPILED)(self._compile)
         self._readers: dict[int, Reader] = {}  # by seq_id
-        self._ended: list[Reader] = []  # of sequences that have ended; threads may still be using them
-        self._begun: tuple[list[Sequence], list[Reader], TokenMasks] | None = None  # masks being made
-        self._bits: np.ndarray | None = None
 
     def reset(self) -> None:
         """Forget how far sequences have been read. They are read again when they go on."""
-        if "_threads" in self.__dict__:
-            with contextlib.suppress(Exception):  # it was the step's
-                self._threads.wait()
-        self._ended += self._readers.values()
-        self._readers, self._begun = {}, None
+        for seq_id in [*self._readers]:
+            self.drop(seq_id)
 
     def drop(self, seq_id: int) -> None:
         """Forget a sequence that has ended."""
         if (reader := self._readers.pop(seq_id, None)) is not None:
-            self._ended.append(reader)
+            reader.close()
 
     def _compile(self, wanted: StructuredOutputsParams) -> Grammar:
         """
@@ -117,57 +110,61 @@ class Grammars:
             raise ValueError(f"{rule}: {error}") from error
 
     @functools.cached_property
-    def _threads(self) -> MaskThreads:
-        return MaskThreads(self._llguidance.LLExecutor())
+    def _threads(self) -> Any:
+        """They share sequences among them, without Python's lock."""
+        return self._llguidance.LLExecutor()
 
-    def close(self) -> None:
-        """End the threads and free what masks were made in."""
-        if "_threads" in self.__dict__:
-            self._threads.close()
-        self._bits = None
-
-    def _make_bits(self) -> np.ndarray:
+    @functools.cached_property
+    def _bits(self) -> np.ndarray:
         """int32 [sequences, words]: where masks are made, from where a GPU can copy them by itself."""
         words = -(-self._vocabulary.vocab_size // 32)
         shape, is_pinned = (self.config.max_num_seqs, words), self.config.device != "cpu"
         return torch.empty(shape, dtype=torch.int32, device="cpu", pin_memory=is_pinned).numpy()
 
-    def begin(self, sequences: list[Sequence]) -> None:
-        """
-        Begin to make masks for a step of these sequences, of which all tokens are known that the step draws
-        after. `masks` for the same step comes next.
-        """
-        while self._ended:
-            self._ended.pop().close()
-        guided = []
-        for i, seq in enumerate(sequences):
-            if seq.grammar is not None and not seq.is_finished:
-                if (reader := self._readers.get(seq.seq_id)) is None:
-                    reader = self._readers[seq.seq_id] = Reader(seq)
-                guided.append((i, reader))
-        guided.sort(key=lambda each: id(each[1].lexer))  # a thread takes neighbours, who wait for each other
-        index = np.full(len(sequences), -1, dtype=np.int32)
-        index[[i for i, _ in guided]] = range(len(guided))
-        bits, readers = np.zeros((0, 1), dtype=np.int32), [reader for _, reader in guided]
-        if readers:
-            self._bits = self._make_bits() if self._bits is None else self._bits
-            bits = self._bits[: len(readers)]
-            self._threads.begin(readers, bits)
-        self._begun = sequences, readers, TokenMasks(index, bits)
+    def close(self) -> None:
+        """End the threads and free what masks were made in."""
+        for name in ("_threads", "_bits"):
+            self.__dict__.pop(name, None)
 
     def masks(self, sequences: list[Sequence]) -> TokenMasks:
         """
         What each of the sequences may go on with after all its tokens, which must be known. The array is used
         again for the next masks. Raises GrammarError.
         """
-        if self._begun is None:
-            self.begin(sequences)
-        begun, readers, masks = self._begun
-        assert begun is sequences, "masks were begun for another step"
-        if readers:
-            self._threads.wait()
-        self._begun = None
+        guided = [
+            (i, self._reader_of(seq))
+            for i, seq in enumerate(sequences)
+            if not seq.is_finished and seq.grammar
+        ]
+        guided.sort(
+            key=lambda each: id(each[1].lexer)
+        )  # a thread takes neighbours, which wait for each other
+        index = np.full(len(sequences), -1, dtype=np.int32)
+        index[[i for i, _ in guided]] = range(len(guided))
+        if not guided:
+            return TokenMasks(index, np.zeros((0, 1), dtype=np.int32))
+        bits, readers = self._bits[: len(guided)], [reader for _, reader in guided]
+        self._make_masks(readers, bits)
         for reader in readers:
-            if reader.matcher.is_error() and not reader.sequence.is_finished:
+            if reader.matcher.is_error():
                 raise GrammarError(reader.sequence, problem_of(reader.matcher))
-        return masks
+        return TokenMasks(index, bits)
+
+    def _reader_of(self, seq: Sequence) -> Reader:
+        if (reader := self._readers.get(seq.seq_id)) is None:
+            reader = self._readers[seq.seq_id] = Reader(seq)
+        return reader
+
+    def _make_masks(self, readers: list[Reader], bits: np.ndarray) -> None:
+        """In their order, in bits, int32 [readers, words]."""
+        steps = []
+        for reader in readers:
+            new = reader.take_new()
+            if len(new) == 1:
+                steps.append((reader.matcher, new[0]))
+            else:
+                reader.matcher.consume_tokens(new)
+        if steps:
+            self._threads.consume_token_par(steps)
+        places = [(reader.matcher, place) for place, reader in enumerate(readers)]
+        self._threads.unsafe_compute_mask_ptr(places, bits.ctypes.data, bits.strides[0], len(bits))

@@ -9,10 +9,8 @@ import json
 import re
 import subprocess
 import sys
-import time
 from collections import Counter
-from threading import enumerate as enumerate_threads
-from typing import Any, Literal
+from typing import Literal
 
 import jsonschema
 import numpy as np
@@ -23,8 +21,8 @@ from test_engine import assert_empty, tokens_of
 
 from nanovllm import LLM, AsyncLLM, SamplingParams, StructuredOutputsParams
 from nanovllm.sampling_params import Needs
-from nanovllm.text.grammar import GrammarError
-from nanovllm.text.mask_threads import MAX_LEXERS, MaskThreads, Reader
+from nanovllm.text.grammar import GrammarError, Grammars
+from nanovllm.text.matchers import MAX_LEXERS
 from tiny_checkpoints import EXACT, edit_json, make_checkpoint, make_tokenizer, one_thread  # noqa: F401
 
 SCHEMA = {
@@ -292,43 +290,15 @@ def test_the_forward_pass_is_enqueued_before_the_tokens_that_masks_depend_on_are
     watch(llm.model_runner, "run")
     watch(llm.scheduler, "postprocess")
     watch(llm.scheduler, "schedule")
-    watch(llm.grammars, "begin")
     watch(llm.grammars, "masks")
     watch(llm.model_runner, "draw")
     monkeypatch.setattr(llm, "_overlap", True)
     llm.generate([[1]], SamplingParams(0, 3, True, structured_outputs=JSON), use_tqdm=False)
-    rest = ["run", "postprocess", "begin", "schedule", "masks", "draw"] * 2 + ["postprocess"]
-    assert order == ["schedule", "run", "schedule", "masks", "begin", "draw", *rest]
+    rest = ["run", "postprocess", "schedule", "masks", "draw"] * 2 + ["postprocess"]
+    assert order == ["schedule", "run", "schedule", "masks", "draw", *rest]
 
 
-# --- threads ---
-
-
-def readers_of(llm: LLM, *prompts: list[int], wanted: StructuredOutputsParams = JSON) -> list[Reader]:
-    requests = llm.prompts.read_all(list(prompts), SamplingParams(structured_outputs=wanted))
-    for request in requests:
-        llm.add_request(request)
-    return [Reader(request.completions[0]) for request in requests]
-
-
-def test_a_failed_step_waits_for_its_threads(llm, monkeypatch):
-    """They use matchers that other sequences get, and write to where the next masks are made."""
-    sequences = [reader.sequence for reader in readers_of(llm, [1], [2])]
-    make, ended = MaskThreads._make, []
-
-    def make_slowly(*work: Any) -> None:
-        time.sleep(0.2)
-        make(*work)
-        ended.append(True)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(MaskThreads, "_make", make_slowly)
-        llm.grammars.begin(sequences)
-        llm.clear()
-        assert ended
-    index, bits = llm.grammars.masks(sequences)
-    assert sorted(index.tolist()) == [0, 1] and bits.any()
-    llm.clear()
+# --- matchers ---
 
 
 def test_texts_of_a_grammar_have_lexers_of_their_own_which_later_ones_use_again(llm):
@@ -355,17 +325,6 @@ def test_a_lexer_that_has_failed_is_not_used_again(llm):
     for each in [*copies, taken[0], *copies]:
         grammar.put_back(*each)
     assert all(grammar.take()[0] is not failed for _ in range(2 * MAX_LEXERS))
-
-
-def test_threads_end_with_the_engine(folder):
-    def alive() -> int:
-        return sum(thread.name.startswith("masks") for thread in enumerate_threads())
-
-    before = alive()
-    with LLM(folder, **EXACT, num_kvcache_blocks=40) as llm:
-        llm.generate([[1]] * 4, SamplingParams(0, 3, structured_outputs=JSON), use_tqdm=False)
-        assert alive() > before
-    assert alive() == before and llm.grammars._bits is None
 
 
 # --- once compiled ---
@@ -485,7 +444,7 @@ def test_an_error_of_a_thread_is_an_error_of_the_step(llm, monkeypatch, overlap)
     params = SamplingParams(0, 20, structured_outputs=JSON)
     expected = llm.generate([[1], [3]], params, use_tqdm=False)
     with monkeypatch.context() as patched:
-        patched.setattr(MaskThreads, "_make", fail)
+        patched.setattr(Grammars, "_make_masks", fail)
         with pytest.raises(OSError, match="no memory for a mask"):
             llm.generate([[1], [3]], params, use_tqdm=False)
     assert_empty(llm)
