@@ -464,8 +464,11 @@ class LlamaCpp:
 ENGINES = {"nanovllm": NanoVLLM, "transformers": Transformers, "llama.cpp": LlamaCpp}
 
 
-def draw_schemas(rng: random.Random, count: int) -> list[dict[str, Any]]:
-    """Records as extraction tasks ask for: nested, with enums, ranges, lists, and texts with patterns."""
+def draw_schemas(rng: random.Random, count: int, limit_strings: bool = False) -> list[dict[str, Any]]:
+    """
+    Records as extraction tasks ask for: nested, with enums, ranges, lists, and texts with patterns. Texts of
+    random weights without limits end where a token with a quotation mark happens to be drawn.
+    """
     patterns = [
         "^[A-Z][a-z]{2,12}( [A-Z][a-z]{2,12}){0,2}$",
         "^[0-9]{4}-[0-9]{2}-[0-9]{2}$",
@@ -474,7 +477,7 @@ def draw_schemas(rng: random.Random, count: int) -> list[dict[str, Any]]:
 
     def value(depth: int) -> dict[str, Any]:
         kinds: list[dict[str, Any]] = [
-            {"type": "string", "maxLength": rng.randint(20, 200)},
+            {"type": "string"} | ({"maxLength": rng.randint(20, 200)} if limit_strings else {}),
             {"type": "string", "pattern": rng.choice(patterns)},
             {"enum": rng.sample(["red", "green", "blue", "black", "white", "none of these"], 3)},
             {"type": "integer", "minimum": 0, "maximum": 10 ** rng.randint(1, 6)},
@@ -529,7 +532,7 @@ def bench_structured(args: argparse.Namespace, workload: Workload, people: TextI
     import jsonschema
 
     engine = NanoVLLM(args)
-    llm, schemas = engine.llm, draw_schemas(random.Random(args.seed), 40)
+    llm, schemas = engine.llm, draw_schemas(random.Random(args.seed), 40, args.limit_strings)
     if open_checkpoint(args.model, args.load_format).random_weights and args.tokenizer is None:
         llm.grammars.tokenizer = wide_tokenizer(engine.vocab_size)
     tokenizer, ends = llm.grammars.tokenizer, llm.config.eos
@@ -761,6 +764,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--spread-output", action="store_true", help="space the output lengths evenly, do not draw them")
     structured = "compare answers that fit JSON schemas with free ones, of at most --max-output-len tokens"
     add("--structured", action="store_true", help=structured)
+    limit = "with --structured: texts have a maxLength, near which masks take long; random weights get there"
+    add("--limit-strings", action="store_true", help=limit)
     add("--temperature", type=float, default=0.6, help="0 is greedy")
     add("--top-k", type=int, default=0, help="as in SamplingParams, like the next two")
     add("--top-p", type=float, default=1.0)
