@@ -169,8 +169,10 @@ def test_whatever_is_banned_or_asked_for_the_text_stays_as_wanted(llm):
         assert answer(llm, wanted, **each)["text"] in ("ab", "ba")
 
 
-def test_log_probabilities_are_the_models_own_before_the_mask(llm):
-    params = SamplingParams(0, 8, logprobs=0, structured_outputs=StructuredOutputsParams(regex="[xyz]{8}"))
+@pytest.mark.parametrize("settings", [{}, {"top_k": 2}], ids=["all", "filtered"])
+def test_log_probabilities_are_the_models_own_before_the_mask(llm, settings):
+    wanted = StructuredOutputsParams(regex="[xyz]{8}")
+    params = SamplingParams(1, 8, logprobs=0, structured_outputs=wanted, **settings)
     [result] = llm.generate([[1, 2, 3]], params, use_tqdm=False)
     [scores] = llm.score([[1, 2, 3, *result["token_ids"]]], use_tqdm=False)
     places = zip(result["token_ids"], result["logprobs"], strict=True)
