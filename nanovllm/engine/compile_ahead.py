@@ -12,6 +12,7 @@ import hashlib
 import os
 import select
 import signal
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -56,6 +57,7 @@ class CompileAhead:
             return
         driver = triton.runtime.driver.active  # a forked process cannot make it, nor ask for the properties
         properties = runtime.gpu_properties(device)
+        settle_keys()
         self._cache = triton.runtime.cache.get_cache_manager(_fingerprint(properties, rank, config))
         if self._cache.has_file(MARKER):
             return
@@ -103,6 +105,26 @@ class CompileAhead:
         """Stop compiling."""
         self._deadline = 0.0
         self.wait()
+
+
+def settle_keys() -> None:
+    """
+    Compute the keys of the functions that kernels call. Triton 3.6 leaves constants of a function that has no
+    key yet out of its callers' keys, by which the cache knows them: these would depend on which kernels had
+    been compiled before, in this process or a forked one.
+    """
+    modules = [module for name, module in [*sys.modules.items()] if name.startswith("nanovllm.kernels.")]
+    for function in [function for module in modules for function in vars(module).values()]:
+        if isinstance(function, triton.JITFunction):
+            _settle_callees(function)
+
+
+def _settle_callees(function: Any) -> None:
+    for name in function.fn.__code__.co_names:
+        callee = function.fn.__globals__.get(name)
+        if isinstance(callee, triton.JITFunction):
+            _settle_callees(callee)  # first
+            _ = callee.cache_key
 
 
 def _fingerprint(properties: Any, rank: int, config: Config) -> str:
