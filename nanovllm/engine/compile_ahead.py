@@ -212,8 +212,8 @@ def launch_every_kernel(make_runner: Callable[[], Any]) -> Iterator[None]:
     is_grouped = can_group(config)
     runner.decode_step(*runner.padding(largest, is_grouped), Needs(0))
     yield
-    some = Needs(0), filters, edits, filters | edits
-    for needs in (*some[:3], *(each | Needs.MASKS for each in some)):
+    kinds = Needs(0), filters, edits, filters | edits  # the last without masks is through
+    for needs in (*kinds[:3], *(kind | Needs.MASKS for kind in kinds)):
         runner.run(short._replace(needs=needs))
         if runner.undrawn is not None:
             runner.draw(TokenMasks(np.full(len(short.lens_q), -1, np.int32), np.zeros((0, 1), np.int32)))

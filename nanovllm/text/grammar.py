@@ -131,21 +131,16 @@ class Grammars:
         What each of the sequences may go on with after all its tokens, which must be known. The array is used
         again for the next masks. Raises GrammarError.
         """
-        guided = [
-            (i, self._reader_of(seq))
-            for i, seq in enumerate(sequences)
-            if not seq.is_finished and seq.grammar
-        ]
-        guided.sort(
-            key=lambda each: id(each[1].lexer)
-        )  # a thread takes neighbours, which wait for each other
+        guided = [i for i, seq in enumerate(sequences) if seq.grammar and not seq.is_finished]
+        readers = {i: self._reader_of(sequences[i]) for i in guided}
+        guided.sort(key=lambda i: id(readers[i].lexer))  # who waits for another is in the same thread's share
         index = np.full(len(sequences), -1, dtype=np.int32)
-        index[[i for i, _ in guided]] = range(len(guided))
+        index[guided] = range(len(guided))
         if not guided:
             return TokenMasks(index, np.zeros((0, 1), dtype=np.int32))
-        bits, readers = self._bits[: len(guided)], [reader for _, reader in guided]
-        self._make_masks(readers, bits)
-        for reader in readers:
+        bits = self._bits[: len(guided)]
+        self._make_masks([readers[i] for i in guided], bits)
+        for reader in readers.values():
             if reader.matcher.is_error():
                 raise GrammarError(reader.sequence, problem_of(reader.matcher))
         return TokenMasks(index, bits)

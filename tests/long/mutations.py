@@ -250,7 +250,7 @@ MUTATIONS = [
     ),
     *mutations_of(
         "nanovllm/text/grammar",
-        ("if not seq.is_finished and seq.grammar", "if seq.grammar"),
+        (" and not seq.is_finished", ""),
         ("if reader.matcher.is_error():", "if False:"),
     ),
     *mutations_of("nanovllm/engine/compile_ahead", ("        gc.freeze()", "        gc.isenabled()")),
