@@ -55,10 +55,10 @@ class Grammars:
         For `Sequence.grammar`. Raises ValueError if llguidance is not installed, cannot work with the
         tokenizer, or finds no text that is as wanted.
         """
-        return Grammar(lambda: self._make_matcher(wanted))
+        vocabulary = self._vocabulary  # takes a moment when it is first asked for
+        return Grammar(lambda: self._make_matcher(wanted, vocabulary))
 
-    def _make_matcher(self, wanted: StructuredOutputsParams) -> Any:
-        vocabulary = self._vocabulary
+    def _make_matcher(self, wanted: StructuredOutputsParams, vocabulary: Any) -> Any:
         try:
             matcher = self._llguidance.LLMatcher(vocabulary, self._source(wanted), log_level=0)
             if not matcher.is_error():
@@ -95,7 +95,7 @@ class Grammars:
 
     @functools.cached_property
     def _vocabulary(self) -> Any:
-        """The texts of all tokens; this takes a moment."""
+        """The texts of all tokens."""
         config, tokenizer, model = self.config, self.tokenizer, self.config.model
         if tokenizer is None:
             raise ValueError(f"structured_outputs need a tokenizer, but {model!r} has none")

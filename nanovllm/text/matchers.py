@@ -1,5 +1,6 @@
 """llguidance's matchers: each follows one text through a grammar and knows what it may go on with."""
 
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 from nanovllm.engine.sequence import Sequence
 
 MAX_LEXERS = 16  # of a grammar
+MAX_SECONDS = 1.0  # that compiling them takes
 
 
 class Grammar:
@@ -17,8 +19,10 @@ class Grammar:
     """
 
     def __init__(self, compile_matcher: Callable[[], Any]):
-        self._compile = compile_matcher
+        self._compile, start = compile_matcher, time.perf_counter()
         first = compile_matcher()
+        seconds = time.perf_counter() - start
+        self._max_lexers = max(1, min(MAX_LEXERS, int(MAX_SECONDS / seconds)))
         self._lexers = deque([first])  # a matcher of each
         self._idle = [(first, first)]  # lexers and matchers that no sequence has
 
@@ -26,7 +30,7 @@ class Grammar:
         """A matcher at the beginning of a text, and which lexer it has: the first matcher with the same."""
         if self._idle:
             lexer, matcher = self._idle.pop()
-        elif len(self._lexers) < MAX_LEXERS:
+        elif len(self._lexers) < self._max_lexers:
             lexer = matcher = self._compile()
             self._lexers.append(lexer)
         else:

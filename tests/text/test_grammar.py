@@ -9,8 +9,9 @@ import json
 import re
 import subprocess
 import sys
+import time
 from collections import Counter
-from typing import Literal
+from typing import Any, Literal
 
 import jsonschema
 import numpy as np
@@ -22,7 +23,7 @@ from test_engine import assert_empty, tokens_of
 from nanovllm import LLM, AsyncLLM, SamplingParams, StructuredOutputsParams
 from nanovllm.sampling_params import Needs
 from nanovllm.text.grammar import GrammarError, Grammars
-from nanovllm.text.matchers import MAX_LEXERS
+from nanovllm.text.matchers import MAX_LEXERS, Grammar
 from tiny_checkpoints import EXACT, edit_json, make_checkpoint, make_tokenizer, one_thread  # noqa: F401
 
 SCHEMA = {
@@ -315,6 +316,17 @@ def test_texts_of_a_grammar_have_lexers_of_their_own_which_later_ones_use_again(
     )
     grammar.put_back(lexer, matcher)
     assert grammar.take() == (lexer, matcher) and matcher.compute_bitmask() == first
+
+
+def test_a_grammar_that_takes_long_to_compile_is_compiled_once(llm):
+    compile_quickly = llm.grammars.compile(JSON).take()[1].deep_copy
+
+    def compile_slowly() -> Any:
+        time.sleep(0.6)
+        return compile_quickly()
+
+    grammar = Grammar(compile_slowly)
+    assert len({id(grammar.take()[0]) for _ in range(4)}) == 1
 
 
 def test_a_lexer_that_has_failed_is_not_used_again(llm):
