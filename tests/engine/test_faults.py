@@ -62,7 +62,7 @@ METHODS = {
     "device edits": ["apply", "edit_logits", "note_drawn"],
     "model": ["forward", "compute_logits"],
     "engine": ["_make_sequence", "_step", "_launch", "_draw", "_collect", "_find_stops"],
-    "grammars": ["begin", "masks", "drop"],
+    "grammars": ["masks", "_reader_of", "_make_masks", "drop"],
     "output": ["to_host", "token_ids"],
     "text": ["find_stop"],
     "records": ["record_logprobs"],
