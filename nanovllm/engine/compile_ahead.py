@@ -123,8 +123,8 @@ def _settle_callees(function: Any) -> None:
     for name in function.fn.__code__.co_names:
         callee = function.fn.__globals__.get(name)
         if isinstance(callee, triton.JITFunction):
-            _settle_callees(callee)  # first
-            _ = callee.cache_key
+            _settle_callees(callee)  # before its own key, for the same reason
+            _ = callee.cache_key  # computed once, and kept by Triton
 
 
 def _fingerprint(properties: Any, rank: int, config: Config) -> str:

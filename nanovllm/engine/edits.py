@@ -201,16 +201,16 @@ class DeviceEdits:
         rows int32, positions int64 (of the tokens to be drawn) and temperatures float32 are [batch].
         """
         masks = self.masks.tables if needs & Needs.MASKS else None
-        is_filtered = needs & Needs.FILTERS
-        if needs & (Needs.RULES | Needs.TOKEN_FLAGS) or masks and is_filtered and needs & Needs.LOGPROBS:
+        applies_masks = masks is not None and needs & Needs.FILTERS  # which filter what masks leave
+        if needs & (Needs.RULES | Needs.TOKEN_FLAGS) or (applies_masks and needs & Needs.LOGPROBS):
             logits = logits.to(torch.float32, copy=True)
         if needs & Needs.RULES:
             apply_rules(logits, rows, positions, self.rules, self.rule_addresses, self.history)
         if needs & Needs.TOKEN_FLAGS:
             apply_token_flags(logits, rows, self.penalties[rows], self.token_flags)
-        if not is_filtered:
+        if not needs & Needs.FILTERS:
             return logits, None, masks
-        if masks is not None:
+        if applies_masks:
             apply_masks(logits, masks)
         return logits, filter_thresholds(logits, temperatures, self.filters[rows]), None
 

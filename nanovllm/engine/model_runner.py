@@ -299,8 +299,9 @@ class ModelRunner:
         logits, (rows, temperatures, seeds, positions), scores = computed
         if is_whole := needs | Needs.MASKS != Needs.MASKS:  # masks alone do with a shard of the logits
             logits = self.model.lm_head.gather(logits)
-        edited, *allowed = self.rows.edits.edit_logits(logits, rows, positions, temperatures, needs)
-        tokens = self.sampler(edited, temperatures, seeds, positions, *allowed, is_whole)
+        edits = self.rows.edits
+        edited, thresholds, masks = edits.edit_logits(logits, rows, positions, temperatures, needs)
+        tokens = self.sampler(edited, temperatures, seeds, positions, thresholds, masks, is_whole)
         self.rows.note_drawn(rows, positions, tokens, needs)
         logprobs = top_logprobs(logits, tokens) if needs & Needs.LOGPROBS else None
         return StepOutput(tokens, logprobs, scores)

@@ -33,7 +33,8 @@ def sample(
     logits is [batch, vocabulary or a shard of it that begins at vocab_start]. temperatures float32 [batch],
     where 0 is greedy; seeds and positions int64 [batch]. Of equal scores the lowest token id wins. Scores
     with noise are log2(e) times those of the formula, because the GPU's logarithm has base 2. Tokens whose
-    logit is below the row's threshold, float32 [batch], or that its mask rules out, are not drawn.
+    logit is below the row's threshold, float32 [batch], are not drawn, nor those that its mask
+    rules out.
     """
     if not use_triton(logits):
         return sample_torch(logits, temperatures, seeds, positions, vocab_start, thresholds, masks)
@@ -185,7 +186,7 @@ def _sample_kernel(
     if mask_index is not None:
         place = tl.load(mask_index + row)
         words = masks + place.to(tl.int64) * masks_stride
-        masks_end = tl.where(place >= 0, end, 0)
+        masks_end = tl.where(place >= 0, end, 0)  # without a mask no word is read, and all are allowed
     scale = (1.0 / tl.where(temperature > 0, temperature, 1.0)) * LOG2_E
     for start in tl.range(begin, end, BLOCK, num_stages=3):
         column = start + tl.arange(0, BLOCK)
@@ -195,6 +196,7 @@ def _sample_kernel(
             score = tl.where(score < threshold, float("-inf"), score)
         if mask_index is not None:
             token = column + vocab_start
+            # Bit token % 32 of word token // 32.
             word = tl.load(words + (token >> 5), mask=column < masks_end, other=-1)
             score = tl.where((word >> (token & 31)) & 1 == 0, float("-inf"), score)
         if temperature > 0:

@@ -133,7 +133,8 @@ class Grammars:
         """
         guided = [i for i, seq in enumerate(sequences) if seq.grammar and not seq.is_finished]
         readers = {i: self._reader_of(sequences[i]) for i in guided}
-        guided.sort(key=lambda i: id(readers[i].lexer))  # who waits for another is in the same thread's share
+        # A thread works through neighbours: those that share a lexer would wait for each other in several.
+        guided.sort(key=lambda i: id(readers[i].lexer))
         index = np.full(len(sequences), -1, dtype=np.int32)
         index[guided] = range(len(guided))
         if not guided:

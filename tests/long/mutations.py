@@ -252,6 +252,7 @@ MUTATIONS = [
         "nanovllm/text/grammar",
         (" and not seq.is_finished", ""),
         ("if reader.matcher.is_error():", "if False:"),
+        ("            self.__dict__.pop(name, None)", "            pass"),
     ),
     *mutations_of("nanovllm/engine/compile_ahead", ("        gc.freeze()", "        gc.isenabled()")),
     *mutations_of(
@@ -324,7 +325,7 @@ MUTATIONS = [
             "return list(enumerate(seq.token_ids[start:], start + 1))",
         ),
         ("float(seq.needs & TOKEN_FLAGS > 0)", "1.0"),
-        ("masks and is_filtered and needs & Needs.LOGPROBS", "False"),
+        ("(applies_masks and needs & Needs.LOGPROBS)", "False"),
         ("            apply_masks(logits, masks)", "            pass"),
     ),
     *mutations_of(

@@ -304,6 +304,13 @@ def test_the_forward_pass_is_enqueued_before_the_tokens_that_masks_depend_on_are
 # --- matchers ---
 
 
+def test_threads_and_memory_of_masks_end_with_the_engine(folder):
+    with LLM(folder, **EXACT, num_kvcache_blocks=40) as llm:
+        llm.generate([[1]] * 4, SamplingParams(0, 3, structured_outputs=JSON), use_tqdm=False)
+        assert {"_threads", "_bits"} <= {*vars(llm.grammars)}
+    assert not {"_threads", "_bits"} & {*vars(llm.grammars)}
+
+
 def test_texts_of_a_grammar_have_lexers_of_their_own_which_later_ones_use_again(llm):
     grammar = llm.grammars.compile(StructuredOutputsParams(regex="[ab]{3}[0-9]"))
     taken = [grammar.take() for _ in range(MAX_LEXERS + 4)]
