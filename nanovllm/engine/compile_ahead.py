@@ -32,6 +32,7 @@ from nanovllm.kernels import runtime
 from nanovllm.kernels.all_reduce import PeerMemory
 from nanovllm.kernels.prefill_attention import SHORT_QUERIES
 from nanovllm.kernels.runtime import triton
+from nanovllm.models import pack_weights
 from nanovllm.sampling_params import Needs
 
 TIMEOUT = 30  # seconds; far more than all kernels take
@@ -195,6 +196,7 @@ def launch_every_kernel(make_runner: Callable[[], Any]) -> Iterator[None]:
     the kernels of the warm-up are through.
     """
     runner = make_runner()
+    pack_weights(runner.model)
     config, group = runner.config, runner.group
     if group.size > 1:
         seqs, half_bytes = config.max_num_seqs, 1 << 20

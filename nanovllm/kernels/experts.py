@@ -82,12 +82,40 @@ def activate(gate, up, CLAMPED: tl.constexpr):
 
 
 @triton.jit
-def find_tile(table, tile, EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr, BLOCK_M: tl.constexpr):
-    """The expert of a tile (EXPERTS if there is no such tile), its pairs' places, and which are real."""
+def finish_tile(
+    acc, bias, row, is_row, weights, pair, is_real,
+    HALF: tl.constexpr, BLOCK_M: tl.constexpr, PARTS: tl.constexpr, CLAMPED: tl.constexpr,
+):  # fmt: skip
+    """
+    From sums [2 * HALF rows of a weight, pairs of a tile] to what is stored: with biases, gates (one half of
+    the rows) applied to what they multiply if there are two PARTS, and multiplied by the pairs' weights.
+    """
+    if bias is not None:
+        acc += tl.load(bias + row, mask=is_row, other=0.0).to(tl.float32)[:, None]
+    if PARTS == 2:
+        gate, up = tl.split(tl.permute(tl.reshape(acc, [2, HALF, BLOCK_M]), [1, 2, 0]))
+        acc = activate(gate, up, CLAMPED)
+    if weights is not None:
+        acc *= tl.load(weights + pair, mask=is_real, other=0.0)[None, :]
+    return acc
+
+
+@triton.jit
+def find_tile(
+    pairs, table, rows, BLOCKS: tl.constexpr,
+    EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """
+    What a program multiplies: which of the BLOCKS of an expert's rows; the expert, or EXPERTS if there is no
+    such tile; the pairs int64 [BLOCK_M], and which of them are real. Programs side by side share the pairs.
+    """
+    tile = tl.program_id(0) // BLOCKS
     each = tl.arange(0, EXPERTS_PAD)
     ends = tl.load(table + EXPERTS + each, mask=each < EXPERTS, other=2147483647)
     is_before = ends <= tile
     expert = tl.sum(is_before.to(tl.int32), axis=0)
     begin = tl.max(tl.where(is_before, ends, 0), axis=0)
     member = (tile - begin) * BLOCK_M + tl.arange(0, BLOCK_M)
-    return expert, member, member < tl.load(table + expert, mask=expert < EXPERTS, other=0)
+    is_real = member < tl.load(table + expert, mask=expert < EXPERTS, other=0)
+    pair = tl.load(pairs + expert.to(tl.int64) * rows + member, mask=is_real, other=0).to(tl.int64)
+    return tl.program_id(0) % BLOCKS, expert, pair, is_real

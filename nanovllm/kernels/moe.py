@@ -14,6 +14,7 @@ from nanovllm.kernels import runtime
 from nanovllm.kernels.experts import ExpertWeights, Groups, activate, activate_torch, find_tile
 from nanovllm.kernels.fp8_linear import QuantisedRows
 from nanovllm.kernels.moe_fp8 import FP8_BLOCK_TILES, FP8_TILES, can_use_fp8_experts, multiply_fp8
+from nanovllm.kernels.moe_mxfp4 import MXFP4_TILES, can_use_mxfp4, multiply_mxfp4
 from nanovllm.kernels.moe_quantised import (
     QUANTISED_TILES,
     arranged_width,
@@ -48,6 +49,8 @@ def run_experts(
     multiply, tiles, width = _multiply_grouped, DECODE_TILES, experts.width
     if can_use_fp8_experts(x, experts):
         multiply, tiles = multiply_fp8, FP8_BLOCK_TILES if experts.gate_up.group else FP8_TILES
+    elif can_use_mxfp4(x, experts):
+        multiply, tiles = multiply_mxfp4, MXFP4_TILES
     elif can_use_quantised(x, experts):
         multiply, tiles = multiply_quantised, QUANTISED_TILES
         width = arranged_width(width)
@@ -151,7 +154,7 @@ def _multiply_grouped(
     block_n = lines // parts
     _grouped_kernel[(groups.max_tiles * cdiv(width, block_n),)](
         x, weight, bias, groups.pairs, groups.table, weights, out,
-        x.stride(0), groups.pairs.shape[1], groups.max_tiles,
+        x.stride(0), groups.pairs.shape[1],
         EXPERTS=num_experts, EXPERTS_PAD=next_power_of_2(num_experts),
         PAIRS_PER_ROW=top_k or 1, PARTS=parts, CLAMPED=is_clamped,
         IN_FEATURES=in_features, OUT_FEATURES=width,
@@ -160,22 +163,21 @@ def _multiply_grouped(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["rows", "max_tiles"])
+@triton.jit(do_not_specialize=["rows"])
 def _grouped_kernel(
-    x, weight, bias, pairs, table, weights, out, x_stride, rows, max_tiles,
+    x, weight, bias, pairs, table, weights, out, x_stride, rows,
     EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr, PAIRS_PER_ROW: tl.constexpr, PARTS: tl.constexpr,
     CLAMPED: tl.constexpr, IN_FEATURES: tl.constexpr, OUT_FEATURES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """A program computes BLOCK_N outputs of a tile of pairs. Programs side by side share rows of weights."""
+    """A program computes BLOCK_N outputs of a tile of pairs."""
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    block_n = tl.program_id(0) // max_tiles
-    expert, member, is_real = find_tile(table, tl.program_id(0) % max_tiles, EXPERTS, EXPERTS_PAD, BLOCK_M)
+    BLOCKS: tl.constexpr = (OUT_FEATURES + BLOCK_N - 1) // BLOCK_N
+    block_n, expert, pair, is_real = find_tile(pairs, table, rows, BLOCKS, EXPERTS, EXPERTS_PAD, BLOCK_M)
     if expert == EXPERTS:
         return
-    pair = tl.load(pairs + expert.to(tl.int64) * rows + member, mask=is_real, other=0).to(tl.int64)
     # Gates and ups in turn, so that the two of a pair stand side by side in the result.
     line = tl.arange(0, BLOCK_N * PARTS)
     weight_row = block_n * BLOCK_N + line // PARTS

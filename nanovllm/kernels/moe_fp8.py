@@ -55,7 +55,7 @@ def multiply_fp8(
     _grouped_fp8_kernel[(groups.max_tiles * cdiv(parts * width, lines),)](
         x.codes, x.scales, weight.codes, weight.scales, bias,
         groups.pairs, groups.table, weights, out,
-        len(x.codes), groups.pairs.shape[1], groups.max_tiles,
+        len(x.codes), groups.pairs.shape[1],
         GROUP=weight.group, TILE_ROWS=weight.tile[0],
         EXPERTS=num_experts, EXPERTS_PAD=next_power_of_2(num_experts),
         PAIRS_PER_ROW=top_k or 1, PARTS=parts, CLAMPED=is_clamped,
@@ -65,9 +65,9 @@ def multiply_fp8(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["padded_rows", "rows", "max_tiles"])
+@triton.jit(do_not_specialize=["padded_rows", "rows"])
 def _grouped_fp8_kernel(
-    x, x_scales, codes, scales, bias, pairs, table, weights, out, padded_rows, rows, max_tiles,
+    x, x_scales, codes, scales, bias, pairs, table, weights, out, padded_rows, rows,
     GROUP: tl.constexpr, TILE_ROWS: tl.constexpr,
     EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr,
     PAIRS_PER_ROW: tl.constexpr, PARTS: tl.constexpr, CLAMPED: tl.constexpr,
@@ -78,11 +78,10 @@ def _grouped_fp8_kernel(
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    block = tl.program_id(0) // max_tiles
-    expert, member, is_real = find_tile(table, tl.program_id(0) % max_tiles, EXPERTS, EXPERTS_PAD, BLOCK_M)
+    BLOCKS: tl.constexpr = (PARTS * OUT_FEATURES + LINES - 1) // LINES
+    block, expert, pair, is_real = find_tile(pairs, table, rows, BLOCKS, EXPERTS, EXPERTS_PAD, BLOCK_M)
     if expert == EXPERTS:
         return
-    pair = tl.load(pairs + expert.to(tl.int64) * rows + member, mask=is_real, other=0).to(tl.int64)
     token = pair // PAIRS_PER_ROW
     line = tl.arange(0, LINES)
     place = block * (LINES // PARTS) + line // PARTS

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.kernels import runtime
-from nanovllm.kernels.experts import ExpertWeights, Groups, activate, find_tile
+from nanovllm.kernels.experts import ExpertWeights, Groups, find_tile, finish_tile
 from nanovllm.kernels.quantised_weight import (
     INT4,
     MXFP4,
@@ -34,6 +34,8 @@ def can_use_quantised(x: Tensor, experts: ExpertWeights) -> bool:
     """Whether `multiply_quantised` works for these rows and both matrices of the experts."""
     weights = experts.gate_up, experts.down
     if not all(isinstance(each, QuantisedWeight) and each.can_be_read() for each in weights):
+        return False
+    if weights[0].is_in_bricks:
         return False
     if weights[0].is_int4 != weights[1].is_int4:  # the first product's results are arranged for the second
         return False
@@ -78,7 +80,7 @@ def multiply_quantised(
     _grouped_quantised_kernel[(groups.max_tiles * cdiv(parts * out.shape[1], lines),)](
         x, weight.codes.view(torch.uint8), scales, weight.zeros, bias,
         groups.pairs, groups.table, weights, out,
-        x.stride(0), groups.pairs.shape[1], groups.max_tiles,
+        x.stride(0), groups.pairs.shape[1],
         KIND=weight.kind, GROUP=weight.group, TILE_ROWS=weight.tile[0], ZERO_POINT=weight.zero_point,
         EXPERTS=num_experts, EXPERTS_PAD=next_power_of_2(num_experts),
         PAIRS_PER_ROW=top_k or 1, PARTS=parts, CLAMPED=is_clamped,
@@ -88,9 +90,9 @@ def multiply_quantised(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["rows", "max_tiles"])
+@triton.jit(do_not_specialize=["rows"])
 def _grouped_quantised_kernel(
-    x, codes, scales, zeros, bias, pairs, table, weights, out, x_stride, rows, max_tiles,
+    x, codes, scales, zeros, bias, pairs, table, weights, out, x_stride, rows,
     KIND: tl.constexpr, GROUP: tl.constexpr, TILE_ROWS: tl.constexpr, ZERO_POINT: tl.constexpr,
     EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr,
     PAIRS_PER_ROW: tl.constexpr, PARTS: tl.constexpr, CLAMPED: tl.constexpr,
@@ -105,12 +107,10 @@ def _grouped_quantised_kernel(
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    block = tl.program_id(0) // max_tiles
-    tile = tl.program_id(0) % max_tiles
-    expert, member, is_real = find_tile(table, tile, EXPERTS, EXPERTS_PAD, BLOCK_M)
+    BLOCKS: tl.constexpr = (PARTS * OUT_WIDTH + LINES - 1) // LINES
+    block, expert, pair, is_real = find_tile(pairs, table, rows, BLOCKS, EXPERTS, EXPERTS_PAD, BLOCK_M)
     if expert == EXPERTS:
         return
-    pair = tl.load(pairs + expert.to(tl.int64) * rows + member, mask=is_real, other=0).to(tl.int64)
     PER_BYTE: tl.constexpr = 2 if KIND >= INT4 else 1  # codes
     CHUNKS: tl.constexpr = STEP // (BYTES * PER_BYTE)
     ROW_BYTES: tl.constexpr = IN_FEATURES // PER_BYTE
@@ -124,11 +124,11 @@ def _grouped_quantised_kernel(
 
     # The rows in the order of the sums: all of the first half, then all of the second.
     line = tl.arange(0, LINES)
-    row, is_row = _rows_of(expert, block, line // HALF, line % HALF, HALF, PARTS, OUT_FEATURES)
+    row, is_row = rows_of(expert, block, line // HALF, line % HALF, HALF, PARTS, OUT_FEATURES)
     # And as they are read: [chunks, rows that a thread has, rows, bytes of a row].
     upper = tl.arange(0, UPPER)[None, :, None, None]
     place = upper // 2 * (8 * WARPS) + tl.arange(0, 8 * WARPS)[None, None, :, None]
-    read, is_read = _rows_of(expert, block, upper % 2, place, HALF, PARTS, OUT_FEATURES)
+    read, is_read = rows_of(expert, block, upper % 2, place, HALF, PARTS, OUT_FEATURES)
     chunk = tl.arange(0, CHUNKS)[:, None, None, None]
     byte = chunk * BYTES + tl.arange(0, BYTES)[None, None, None, :]
     its_codes = codes + read * ROW_BYTES + byte
@@ -182,7 +182,7 @@ def _grouped_quantised_kernel(
         low = _deal_out(low, LINES, CHUNKS, WARPS, BYTES)
         if SCALES_SUMS:
             sums = tl.dot(low, low_x.to(low.dtype), input_precision="ieee")
-            acc += _in_order(sums, LINES, BLOCK_M) * next_scale[:, None]
+            acc += in_order(sums, LINES, BLOCK_M) * next_scale[:, None]
             following = sums_scales + (start + STEP) // GROUP
             has_scale = is_row & (following < sums_scales + GROUPS)
             next_scale = tl.load(scales + following, mask=has_scale, other=0.0)
@@ -193,16 +193,10 @@ def _grouped_quantised_kernel(
             high = _deal_out(high, LINES, CHUNKS, WARPS, BYTES)
             acc = tl.dot(high, high_x.to(low.dtype), acc, input_precision="ieee")
     if not SCALES_SUMS:
-        acc = _in_order(acc, LINES, BLOCK_M)
+        acc = in_order(acc, LINES, BLOCK_M)
     if GROUP == 0:
         acc *= tl.load(scales + row // TILE_ROWS, mask=is_row, other=0.0).to(tl.float32)[:, None]
-    if bias is not None:
-        acc += tl.load(bias + row, mask=is_row, other=0.0).to(tl.float32)[:, None]
-    if PARTS == 2:
-        gate, up = tl.split(tl.permute(tl.reshape(acc, [2, HALF, BLOCK_M]), [1, 2, 0]))
-        acc = activate(gate, up, CLAMPED)
-    if weights is not None:
-        acc *= tl.load(weights + pair, mask=is_real, other=0.0)[None, :]
+    acc = finish_tile(acc, bias, row, is_row, weights, pair, is_real, HALF, BLOCK_M, PARTS, CLAMPED)
     out_row = block * (LINES // PARTS) + tl.arange(0, LINES // PARTS)
     valid = is_real[None, :] & (out_row < OUT_WIDTH)[:, None]
     if PARTS == 2:
@@ -238,7 +232,7 @@ def _arranged_place(column, PER_BYTE: tl.constexpr, BYTES: tl.constexpr):
 
 
 @triton.jit
-def _rows_of(expert, block, half, place, HALF: tl.constexpr, PARTS: tl.constexpr, OUT_FEATURES: tl.constexpr):
+def rows_of(expert, block, half, place, HALF: tl.constexpr, PARTS: tl.constexpr, OUT_FEATURES: tl.constexpr):
     """The weight's rows that stand at a place in one half of a program's rows, and whether they exist."""
     if PARTS == 2:
         row = block * HALF + place
@@ -277,7 +271,7 @@ def _deal_out(codes, LINES: tl.constexpr, CHUNKS: tl.constexpr, WARPS: tl.conste
 
 
 @triton.jit
-def _in_order(sums, LINES: tl.constexpr, BLOCK_M: tl.constexpr):
+def in_order(sums, LINES: tl.constexpr, BLOCK_M: tl.constexpr):
     """From `_deal_out`'s order of the rows to all of the first half, then all of the second."""
     sums = tl.permute(tl.reshape(sums, [LINES // 16, 2, 8, BLOCK_M]), [1, 0, 2, 3])
     return tl.reshape(sums, [LINES, BLOCK_M])

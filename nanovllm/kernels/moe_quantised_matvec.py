@@ -26,6 +26,8 @@ from nanovllm.kernels.quantised_matvec import (
     power_of_two,
 )
 from nanovllm.kernels.quantised_weight import (
+    BRICK_PIECES,
+    BRICK_ROWS,
     FP8,
     INT4,
     MXFP4,
@@ -42,6 +44,8 @@ from nanovllm.kernels.runtime import (
     tl,
     triton,
 )
+
+MAX_ROWS_IN_BRICKS = 2  # for more moe_mxfp4.py is faster
 
 
 def _multiply_mxfp4() -> list[str]:
@@ -66,9 +70,11 @@ MULTIPLY_MXFP4 = assembler(_multiply_mxfp4())
 
 
 def can_use_few_quantised(x: Tensor, experts: ExpertWeights) -> bool:
-    """Whether `run_few_quantised` works for a few rows like x."""
+    """Whether `run_few_quantised` works for a few rows like x, and is the fastest way."""
     return all(
-        isinstance(each, QuantisedWeight) and can_use_quantised_matvec(x[:1], each)
+        isinstance(each, QuantisedWeight)
+        and can_use_quantised_matvec(x[:1], each)
+        and (len(x) <= MAX_ROWS_IN_BRICKS or not each.is_in_bricks)
         for each in (experts.gate_up, experts.down)
     )
 
@@ -108,6 +114,7 @@ def _launch(
     most = max(1, num_multiprocessors(x.device) * WARPS_PER_MULTIPROCESSOR // (num_warps * owners))
     programs = cdiv(tiles, cdiv(tiles, most))  # each has about as many tiles
     scales = weight.scales.view(torch.uint8) if weight.is_mxfp4 else weight.scales
+    brick_rows, brick_pieces = (BRICK_ROWS, BRICK_PIECES) if weight.is_in_bricks else (1, 1)
     _few_quantised_kernel[(programs, owners)](
         x, weight.codes.view(torch.int32), scales, weight.zeros, bias, experts, weights,
         norm_weight, residual, out,
@@ -116,6 +123,7 @@ def _launch(
         TILE_ROWS=weight.tile[0], ZERO_POINT=weight.zero_point,
         MEMBERS=members, MEMBERS_PAD=next_power_of_2(members), ROWS_OF_X=rows_of_x,
         PARTS=parts, CLAMPED=is_clamped, HEIGHT=height, PIECES=pieces,
+        BRICK_ROWS=brick_rows, BRICK_PIECES=brick_pieces,
         num_warps=num_warps, **runtime.overlap_options(x.device),
     )  # fmt: skip
 
@@ -128,7 +136,7 @@ def _few_quantised_kernel(
     TILE_ROWS: tl.constexpr, ZERO_POINT: tl.constexpr,
     MEMBERS: tl.constexpr, MEMBERS_PAD: tl.constexpr, ROWS_OF_X: tl.constexpr,
     PARTS: tl.constexpr, CLAMPED: tl.constexpr, HEIGHT: tl.constexpr, PIECES: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    BRICK_ROWS: tl.constexpr, BRICK_PIECES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """A program takes every num_programs-th tile of HEIGHT rows of an owner. Sums are [PIECES, HEIGHT, 1]."""
     if OVERLAP:
@@ -144,13 +152,16 @@ def _few_quantised_kernel(
     place = owner * MEMBERS + piece // PER_EXPERT
     piece = piece % PER_EXPERT
     first_row = tl.load(experts + place, mask=is_piece, other=0).to(tl.int64) * LINES
-    its_words = words + (first_row * PER_EXPERT + piece) * 4
-    its_scales = first_row // TILE_ROWS
+    PER_ROW: tl.constexpr = (PER_EXPERT + BRICK_PIECES - 1) // BRICK_PIECES * BRICK_PIECES
+    its_pieces = piece // BRICK_PIECES * (BRICK_ROWS * BRICK_PIECES) + piece % BRICK_PIECES
+    its_pieces += first_row * PER_ROW
+    its_words = words + its_pieces * 4
+    GROUPS: tl.constexpr = (IN_FEATURES + GROUP - 1) // GROUP if GROUP > 0 else 1
+    its_scales = first_row // TILE_ROWS * GROUPS
     if GROUP > 0:
-        GROUPS: tl.constexpr = (IN_FEATURES + GROUP - 1) // GROUP
-        its_scales = its_scales * GROUPS + piece * INPUTS // GROUP
-    else:
-        GROUPS: tl.constexpr = 1
+        its_scales += piece * INPUTS // GROUP
+    if BRICK_ROWS > 1:  # a piece's scale stands where it does
+        its_scales = its_pieces
 
     column = piece[:, :, :, None] * INPUTS + tl.arange(0, 16)[None, None, None, :]
     present = is_piece[:, :, :, None]
@@ -195,14 +206,14 @@ def _few_quantised_kernel(
     tile = tl.program_id(0)
     found, scale, zero = _load_rows(
         its_words, scales, zeros, its_scales, is_piece, tile,
-        GROUPS, TILE_ROWS, PER_EXPERT, OUT_FEATURES, PARTS, HEIGHT,
+        GROUPS, TILE_ROWS, PER_ROW, BRICK_ROWS, BRICK_PIECES, OUT_FEATURES, PARTS, HEIGHT,
     )  # fmt: skip
     while tile * HEIGHT < LINES:
         current, its_scale, its_zero = found, scale, zero
         next_tile = tile + tl.num_programs(0)
         found, scale, zero = _load_rows(
             its_words, scales, zeros, its_scales, is_piece, next_tile,
-            GROUPS, TILE_ROWS, PER_EXPERT, OUT_FEATURES, PARTS, HEIGHT,
+            GROUPS, TILE_ROWS, PER_ROW, BRICK_ROWS, BRICK_PIECES, OUT_FEATURES, PARTS, HEIGHT,
         )  # fmt: skip
         line = tile * HEIGHT + tl.arange(0, HEIGHT)
         if IS_INTERPRETED:
@@ -271,7 +282,8 @@ def _row_of(line, OUT_FEATURES: tl.constexpr, PARTS: tl.constexpr):
 @triton.jit
 def _load_rows(
     its_words, scales, zeros, its_scales, is_piece, tile,
-    GROUPS: tl.constexpr, TILE_ROWS: tl.constexpr, PER_EXPERT: tl.constexpr,
+    GROUPS: tl.constexpr, TILE_ROWS: tl.constexpr, PER_ROW: tl.constexpr,
+    BRICK_ROWS: tl.constexpr, BRICK_PIECES: tl.constexpr,
     OUT_FEATURES: tl.constexpr, PARTS: tl.constexpr, HEIGHT: tl.constexpr,
 ):  # fmt: skip
     """
@@ -281,9 +293,12 @@ def _load_rows(
     inside = is_piece & (line < PARTS * OUT_FEATURES)
     row = _row_of(line, OUT_FEATURES, PARTS)
     word = tl.arange(0, 4)[None, None, None, :]
-    address = (its_words + row * (PER_EXPERT * 4))[:, :, :, None] + word
+    place = row // BRICK_ROWS * (BRICK_ROWS * PER_ROW) + row % BRICK_ROWS * BRICK_PIECES
+    address = (its_words + place * 4)[:, :, :, None] + word
     found = tl.load(address, mask=inside[:, :, :, None], other=0)
-    place = its_scales + row // TILE_ROWS * GROUPS
+    if BRICK_ROWS == 1:
+        place = row // TILE_ROWS * GROUPS
+    place += its_scales
     scale = tl.load(scales + place, mask=inside, other=0)
     zero = scale
     if zeros is not None:

@@ -12,12 +12,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from nanovllm.kernels import runtime
 from nanovllm.kernels.runtime import IS_INTERPRETED, cdiv, tl, triton, use_triton
 
 BLOCK = 32  # inputs whose 4-bit codes are packed together
 HALF = BLOCK // 2
 PIECE_BYTES = 16  # that a thread reads at once
 TILE = 2048  # weights of a row that a program converts
+BRICK_ROWS, BRICK_PIECES = 16, 4  # of MXFP4 in bricks: rows, and blocks of inputs
 # Kinds of codes by the dtype that holds them, and the same as numbers for kernels. The last are codes of 4
 # bits too, but in floating point (e2m1); their scales are powers of two (e8m0).
 KINDS = [torch.float8_e4m3fn, torch.int8, torch.uint8]
@@ -29,7 +31,7 @@ class QuantisedWeight(NamedTuple):
     """
     A matrix [out, in]. `scales`, `zeros` and `offsets` are [rows of tiles, columns of tiles], `tile` is rows
     and columns of one; the last may be cut off by the matrix's end. Without `zeros` every code's zero is
-    `zero_point`; there are no `zeros` beside `offsets`.
+    `zero_point`; there are no `zeros` beside `offsets`. Codes and scales may also be `in_bricks`.
     """
 
     codes: Tensor  # float8_e4m3fn or int8 [out, in]; or uint8 [out, bytes] of 4-bit codes
@@ -39,6 +41,7 @@ class QuantisedWeight(NamedTuple):
     zeros: Tensor | None = None  # int8 or uint8
     zero_point: int = 0
     offsets: Tensor | None = None
+    largest: Tensor | None = None  # uint8 [out], the largest scale of a row; only if it is `in_bricks`
     product_dtype: torch.dtype = torch.float32  # of codes times scales, where a CPU makes a whole matrix
 
     @property
@@ -63,6 +66,21 @@ class QuantisedWeight(NamedTuple):
     def group(self) -> int:
         """Inputs that share a scale; 0 if a whole row does, and the scale may be applied to its sum."""
         return 0 if self.scales.shape[1] == 1 and not self.is_mxfp4 else self.tile[1]
+
+    @property
+    def is_in_bricks(self) -> bool:
+        return self.largest is not None
+
+    def in_rows(self) -> "QuantisedWeight":
+        """The same, not in bricks."""
+        if not self.is_in_bricks:
+            return self
+        num_blocks = cdiv(self.shape[1], BLOCK)
+        codes, scales = (
+            each.view(torch.uint8).transpose(1, 2).flatten(2).flatten(0, 1)[:, : num_blocks * size]
+            for each, size in ((self.codes, PIECE_BYTES), (self.scales, 1))
+        )  # fmt: skip
+        return self._replace(codes=codes, scales=scales.contiguous().view(self.scales.dtype), largest=None)
 
     def can_be_read(self) -> bool:
         """Whether kernels can read it: tiles do not cut through what a thread reads at once."""
@@ -94,8 +112,29 @@ def pack(codes: Tensor) -> Tensor:
     return (low | high << 4).flatten(-2)
 
 
+def in_bricks(weight: QuantisedWeight) -> QuantisedWeight:
+    """
+    MXFP4 with codes [out / BRICK_ROWS, bricks of a row, BRICK_ROWS, bytes], and scales [.., BRICK_PIECES]:
+    what a program reads at once of neighbouring rows is one piece of memory. Zeros fill up the last ones.
+    """
+    scales = weight.scales.view(torch.uint8)
+    codes = _bricks(weight.codes, BRICK_PIECES * PIECE_BYTES)
+    bricks = _bricks(scales, BRICK_PIECES).view(weight.scales.dtype)
+    return weight._replace(codes=codes, scales=bricks, largest=scales.amax(1))
+
+
+def _bricks(matrix: Tensor, width: int) -> Tensor:
+    rows, size = matrix.shape
+    bricks = matrix.new_empty(rows // BRICK_ROWS, cdiv(size, width), BRICK_ROWS, width)
+    if runtime.compiling_for is None:  # else only the shape counts
+        padded = torch.nn.functional.pad(matrix, (0, -size % width))
+        bricks.copy_(padded.unflatten(1, (-1, width)).unflatten(0, (-1, BRICK_ROWS)).transpose(1, 2))
+    return bricks
+
+
 def dequantise_torch(weight: QuantisedWeight, rows: slice, dtype: torch.dtype) -> Tensor:
     """These rows of the weight, which begin with a tile, [rows, in]. Every step is rounded to `dtype`."""
+    weight = weight.in_rows()
     codes = weight.codes_of(rows).to(dtype)
     if weight.zeros is not None:
         codes -= _expand(weight, weight.zeros, rows).to(dtype)

@@ -110,7 +110,8 @@ class StackedLinear(LinearBase):
             param.weight_loader = None  # see `stored_tensors`
 
     def pack(self) -> None:
-        """An expert's part of it is multiplied."""
+        if not self.is_plain:  # of a plain one, an expert's part is multiplied
+            self.format.pack()
 
     @property
     def matrix(self) -> Any:

@@ -44,10 +44,7 @@ def build_model(config: ModelConfig, quantization: str | None = None) -> nn.Modu
 
 
 def pack_weights(model: nn.Module) -> None:
-    """
-    Once all weights are loaded: bring those that are not quantised into the layout that a CPU multiplies
-    fastest.
-    """
+    """Once all weights are loaded: bring them into the layouts that multiply fastest on their device."""
     for module in model.modules():
         if isinstance(module, (LinearBase, ParallelLMHead)):
             module.pack()

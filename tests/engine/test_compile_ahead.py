@@ -4,9 +4,10 @@ import subprocess
 import sys
 
 import pytest
-from quantised_checkpoints import mxfp4, quantise
+from quantised_checkpoints import PACKERS, mxfp4, quantise
 
 from nanovllm.kernels.moe import DECODE_TILES, PREFILL_TILE
+from nanovllm.kernels.moe_mxfp4 import MXFP4_TILES
 from nanovllm.kernels.moe_quantised import QUANTISED_TILES
 from nanovllm.kernels.runtime import HAVE_TRITON
 from tiny_checkpoints import make_checkpoint
@@ -119,14 +120,23 @@ def test_the_kernels_of_a_mixture_of_experts_are_compiled_too(tmp_path):
     assert {name: names.count(name) for name in expected} == expected
 
 
-def test_the_kernels_of_quantised_experts_are_compiled_too(tmp_path):
+@pytest.mark.parametrize("name, architecture", [("mxfp4", "gpt_oss"), ("pack 4", "qwen3_moe")])
+def test_the_kernels_of_quantised_experts_are_compiled_too(tmp_path, name, architecture):
     sizes = dict(head_dim=64, hidden_size=128, intermediate_size=128, vocab_size=257)
-    floats = make_checkpoint(tmp_path / "floats", "gpt_oss", **sizes)
-    folder = quantise(floats, tmp_path / "packed", mxfp4())
+    if architecture == "qwen3_moe":
+        sizes["moe_intermediate_size"] = 128
+    floats = make_checkpoint(tmp_path / "floats", architecture, **sizes)
+    folder = quantise(floats, tmp_path / "packed", mxfp4() if name == "mxfp4" else PACKERS[name])
     names = [line.split()[0] for part in compiled(folder, 0, 1) for line in part]
-    expected = {"_few_quantised_kernel": 2, "_grouped_quantised_kernel": 2 * len(QUANTISED_TILES)}
+    is_mxfp4 = name == "mxfp4"
+    expected = {
+        "_few_quantised_kernel": 2,
+        "_grouped_mxfp4_kernel": 2 * len(MXFP4_TILES) * is_mxfp4,
+        "_grouped_quantised_kernel": 2 * len(QUANTISED_TILES) * (not is_mxfp4),
+    }
     assert {name: names.count(name) for name in expected} == expected
-    assert not {"_grouped_kernel", "_gates_few_kernel", "_dequantise_kernel"} & {*names}
+    assert not {"_grouped_kernel", "_gates_few_kernel"} & {*names}
+    assert ("_dequantise_kernel" in names) != is_mxfp4  # of other layers' weights, for prefill
 
 
 def test_other_ranks_compile_only_what_is_their_own(folder):

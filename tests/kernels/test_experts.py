@@ -26,7 +26,13 @@ from nanovllm.kernels import fp8_linear, moe, moe_fp8, moe_matvec, moe_quantised
 from nanovllm.kernels.experts import ExpertWeights, activate_torch
 from nanovllm.kernels.layernorm import rms_norm_torch
 from nanovllm.kernels.moe_quantised_matvec import run_few_quantised
-from nanovllm.kernels.quantised_weight import QuantisedWeight, dequantise_torch, pack
+from nanovllm.kernels.quantised_weight import (
+    QuantisedWeight,
+    dequantise,
+    dequantise_torch,
+    in_bricks,
+    pack,
+)
 from nanovllm.kernels.router import Routing
 from nanovllm.kernels.runtime import HAVE_TRITON, INTERPRETED, arrival_counters
 from nanovllm.layers.layernorm import RMSNorm
@@ -298,27 +304,36 @@ ON_A_CPU = {  # formats, and whether there are biases
     "int4, groups of 32": False,
     "int4, groups of 64 with zeros": False,
     "mxfp4": True,
+    "mxfp4 in bricks": False,
 }
-QUANTISED = [name for name in FORMATS if "offsets" not in name] + ["mxfp4"]
+QUANTISED = [name for name in FORMATS if "offsets" not in name] + ["mxfp4", "mxfp4 in bricks"]
 
 
 def make_quantised(name, num_experts, rows, width, device):
     shape = num_experts * rows, width
-    if name != "mxfp4":
+    if not name.startswith("mxfp4"):
         return make_weight(name, shape, device, rows)
     codes = pack(torch.randint(16, shape, dtype=torch.uint8)).to(device)
-    scales = torch.randint(115, 122, (shape[0], -(-width // 32)), dtype=torch.uint8, device=device)
-    return QuantisedWeight(codes, shape, scales.view(torch.float8_e8m0fnu), (1, 32))
+    scales = torch.randint(110, 122, (shape[0], -(-width // 32)), dtype=torch.uint8, device=device)
+    weight = QuantisedWeight(codes, shape, scales.view(torch.float8_e8m0fnu), (1, 32))
+    return in_bricks(weight) if name == "mxfp4 in bricks" else weight
 
 
 def make_quantised_experts(name, num_experts, hidden, width, device, has_bias):
     gate_up = make_quantised(name, num_experts, 2 * width, hidden, device)
     down = make_quantised(name, num_experts, hidden, width, device)
-    biases = [rand(len(each.codes), device=device) * has_bias for each in (gate_up, down)]
+    biases = [rand(each.shape[0], device=device) * has_bias for each in (gate_up, down)]
     return ExpertWeights(gate_up, down, num_experts, *(biases if has_bias else [None, None]), has_bias)
 
 
+def skip_unless_hopper(device):
+    if device == "cuda" and torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("for Hopper GPUs")
+
+
 def skip_most_on_a_cpu(device, name, has_bias):
+    if "bricks" in name:
+        skip_unless_hopper(device)
     if device == "cpu" and (name not in ON_A_CPU or has_bias != ON_A_CPU[name]):
         pytest.skip("takes long in the interpreter")
 
@@ -380,13 +395,46 @@ def test_experts_of_few_bits_match_plain_arithmetic(device, name, has_bias):
             x = rand(rows, 2 * hidden, device=device, dtype=dtype)[:, :hidden]
             chosen = choose(rows, top_k, num_experts, device)
             for is_prefill in on(device, [False, True], [False]):
-                assert moe.can_use_quantised(x, weights)
+                assert moe.can_use_mxfp4(x, weights) != moe.can_use_quantised(x, weights)
                 got = moe.run_experts(x, weights, chosen, is_prefill)
                 assert got.dtype == dtype
                 if moe.can_use_fp8_experts(x, weights):
                     assert error(got, rounded_mixture(x, weights, chosen)) < 2e-2
-                else:
-                    assert error(got, exact_mixture(x, weights, chosen)) < tolerance(dtype)
+                else:  # in bricks inputs are rounded as to bfloat16
+                    limit = tolerance(torch.bfloat16 if "bricks" in name else dtype)
+                    assert error(got, exact_mixture(x, weights, chosen)) < limit
+
+
+@on_devices
+def test_numbers_of_mxfp4_in_bricks_are_multiplied_as_they_are(device):
+    """An input's by a row that is 1 there and else 0. Blocks far below the row's largest scale are 0."""
+    skip_unless_hopper(device)
+    weight = make_quantised("mxfp4", 1, 64, 160, "cpu")
+    scales = torch.randint(114, 129, (64, 5), dtype=torch.uint8)
+    scales[:, 1] = 128
+    weight = weight._replace(scales=scales.view(torch.float8_e8m0fnu))
+    expected = dequantise_torch(weight, slice(0, 64), torch.float32).T
+    expected *= (scales > 128 - 12).repeat_interleave(32, 1).T
+    weight = in_bricks(weight)
+    weight = weight._replace(
+        **{name: getattr(weight, name).to(device) for name in ("codes", "scales", "largest")}
+    )
+    x = torch.eye(160, device=device, dtype=on(device, torch.bfloat16, torch.float32))
+    for tile in [*moe.MXFP4_TILES.values()][:: on(device, 1, 3)]:
+        groups = moe.group_by_expert(torch.zeros(160, 1, dtype=torch.int32, device=device), 1, tile[0])
+        out = torch.full((160, 64), NAN, device=device, dtype=x.dtype)
+        moe.multiply_mxfp4(x, weight, None, groups, out, tile)
+        torch.testing.assert_close(out.float().cpu(), expected, rtol=1e-6, atol=0)
+
+
+def test_bricks_hold_what_rows_held():
+    weight = make_quantised("mxfp4", 2, 16, 96, "cpu")
+    bricks = in_bricks(weight)
+    assert bricks.codes.shape == (2, 1, 16, 64) and bricks.scales.shape == (2, 1, 16, 4)
+    assert bricks.codes[1, 0, 3, :48].tolist() == weight.codes[19].tolist()
+    for got, expected in zip(bricks.in_rows()[:3], weight[:3], strict=True):
+        assert got == expected if isinstance(got, tuple) else torch.equal(got, expected)
+    assert torch.equal(dequantise(bricks, torch.float32), dequantise(weight, torch.float32))
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="on a GPU the test above does it")

@@ -1,6 +1,7 @@
 """gpt-oss through the whole engine: its checkpoint as published, against transformers with what it means."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from nanovllm.checkpoints import open_checkpoint
 from nanovllm.checkpoints.model_config import ModelConfig
 from nanovllm.distributed.group import Group, use_group
 from nanovllm.kernels.quantised_weight import dequantise_whole_torch
-from nanovllm.models import build_model
+from nanovllm.layers.quantization import mxfp4 as mxfp4_format
+from nanovllm.models import build_model, pack_weights
 from nanovllm.utils.loader import load_model
 from tiny_checkpoints import EXACT, assert_greedy, edit_json, load_reference, make_checkpoint, one_thread  # noqa: F401
 
@@ -61,6 +63,26 @@ def test_the_packed_matrices_mean_bit_for_bit_what_they_should_on_every_rank(fol
         assert torch.equal(gate_up, torch.cat([whole[:, half::2][:, mine] for half in (0, 1)], dim=1))
         whole = expected["model.layers.1.mlp.experts.down_proj"].transpose(1, 2)
         assert torch.equal(down, whole[:, :, mine])
+
+
+@pytest.mark.parametrize("major", [8, 9, 10])
+def test_on_a_hopper_gpu_experts_of_whole_bricks_are_packed_and_mean_the_same(monkeypatch, folders, major):
+    monkeypatch.setattr(mxfp4_format, "gpu_properties", lambda device: SimpleNamespace(major=major))
+    rows, bricks = load(folders[0]), load(folders[0])
+    pack_weights(bricks)
+    assert bricks.model.layers[0].mlp.experts.weights.down.is_in_bricks == (major == 9)
+    for one, other in zip(rows.model.layers, bricks.model.layers, strict=True):
+        for weight, packed in zip(one.mlp.experts.weights[:2], other.mlp.experts.weights[:2], strict=True):
+            expected = dequantise_whole_torch(weight, torch.float32)
+            assert torch.equal(dequantise_whole_torch(packed, torch.float32), expected)
+
+
+def test_experts_of_other_sizes_are_not_packed(monkeypatch, folders):
+    monkeypatch.setattr(mxfp4_format, "gpu_properties", lambda device: SimpleNamespace(major=9))
+    with use_group(Group(0, 4)):  # 24 of the 96 rows of a gate
+        model = load(folders[0])
+        pack_weights(model)
+        assert not model.model.layers[0].mlp.experts.weights.gate_up.is_in_bricks
 
 
 def test_weights_of_a_shape_are_random_matrices_of_its_format(folders):

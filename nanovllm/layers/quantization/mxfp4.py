@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from nanovllm.kernels.quantised_weight import BLOCK, E2M1, pack
-from nanovllm.kernels.runtime import cdiv
+from nanovllm.kernels.quantised_weight import BLOCK, BRICK_ROWS, E2M1, QuantisedWeight, in_bricks, pack
+from nanovllm.kernels.runtime import cdiv, gpu_properties
 from nanovllm.layers.quantization.scaled import Part, Scaled
 from nanovllm.layers.quantization.scheme import Format, Scheme, listed
 from nanovllm.utils.loader import StoredTensor, check_stored
@@ -35,10 +35,22 @@ class Mxfp4(Scaled):
         self.scales.data = torch.empty(self.scales.shape, dtype=torch.float8_e8m0fnu)
         num_bytes = cdiv(self.shape[1], BLOCK) * BLOCK // 2
         self.weight = self._parameter("qweight", self.shape[0], num_bytes, dtype=torch.uint8)
+        self.largest: torch.Tensor | None = None
+        self.has_whole_bricks = all(part.size[0] % BRICK_ROWS == 0 for part in parts.values())
         self.stored = {
             "blocks": StoredTensor(self._load_blocks),
             "scales": StoredTensor(self._load_exponents),
         }
+
+    @property
+    def quantised(self) -> QuantisedWeight:
+        return super().quantised._replace(largest=self.largest)
+
+    def pack(self) -> None:
+        weight, properties = self.quantised, gpu_properties(self.weight.device)
+        if properties and properties.major == 9 and self.has_whole_bricks and weight.can_be_read():
+            weight = in_bricks(weight)
+            self.weight.data, self.scales.data, self.largest = weight.codes, weight.scales, weight.largest
 
     def _load_blocks(self, loaded: torch.Tensor, part: Part) -> None:
         """[rows, groups, bytes of a group], the first code of a byte in its low half."""

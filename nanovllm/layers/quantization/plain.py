@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from nanovllm.kernels.matvec import can_use_matvec, linear_small
+from nanovllm.kernels.runtime import is_on_gpu
 from nanovllm.layers.quantization.scaled import Part, matrix_shape
 from nanovllm.layers.quantization.weight_format import WeightFormat
 from nanovllm.utils.loader import default_weight_loader
@@ -53,7 +54,7 @@ class Plain(WeightFormat):
 
 def can_pack(weight: torch.Tensor) -> bool:
     """Whether oneDNN is there, and computes in the weight's dtype."""
-    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available() or not weight.numel():
+    if is_on_gpu(weight) or not torch.backends.mkldnn.is_available() or not weight.numel():
         return False
     computes = {
         torch.float32: lambda: True,

@@ -46,3 +46,6 @@ class WeightFormat:
 
     def finish(self) -> None:
         """Called when all tensors are loaded."""
+
+    def pack(self) -> None:
+        """Called after `finish`: bring the weight into the layout that multiplies fastest here."""
