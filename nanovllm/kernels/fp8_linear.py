@@ -25,6 +25,7 @@ from nanovllm.kernels.runtime import (
     tl,
     triton,
     use_triton,
+    wait_for_inputs,
 )
 
 GROUP = 128
@@ -211,9 +212,7 @@ def _quantise_kernel(
     x, codes, scales, padded_rows, x_stride,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_inputs(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     value = tl.load(x + row * x_stride + column, mask=column < WIDTH, other=0.0).to(tl.float32)
@@ -263,9 +262,7 @@ def _silu_quantise_kernel(
     x, row_scales, column_scales, codes, scales, padded_rows, x_stride,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_inputs(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH

@@ -29,6 +29,7 @@ from nanovllm.kernels.runtime import (
     tl,
     triton,
     use_triton,
+    wait_for_inputs,
 )
 
 MAX_ROWS = 128  # for more, converting the weight first is faster: 8,540 tok/s of 256 sequences, and 8,130
@@ -89,9 +90,7 @@ def _quantised_linear_kernel(
     STEPS: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """A program computes [BLOCK_N, BLOCK_M] of out.T, from STEPS times BLOCK_K inputs."""
-    if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_inputs(OVERLAP)
     BYTES: tl.constexpr = BLOCK_K // 2 if KIND == INT4 else BLOCK_K
     ROW_BYTES: tl.constexpr = IN_FEATURES // 2 if KIND == INT4 else IN_FEATURES
     line = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)

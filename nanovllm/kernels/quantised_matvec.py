@@ -31,6 +31,7 @@ from nanovllm.kernels.runtime import (
     tl,
     triton,
     use_triton,
+    wait_for_inputs,
 )
 
 INPUTS_PER_THREAD = 64  # of a row, kept in registers
@@ -229,9 +230,7 @@ def _quantised_matvec_kernel(
         words, scales, zeros, offsets, tile, out_features,
         KIND, IN_FEATURES, GROUP, TILE_ROWS, ZERO_POINT, HEIGHT, PIECES, GATED,
     )  # fmt: skip
-    if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_inputs(OVERLAP)
 
     member = tl.arange(0, ROWS_PAD)
     piece = tl.arange(0, PIECES)[:, None, None, None]

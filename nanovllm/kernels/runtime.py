@@ -113,6 +113,14 @@ def arrival_counters(device: torch.device) -> Tensor:
 
 
 @triton.jit
+def wait_for_inputs(OVERLAP: tl.constexpr):
+    """Where kernels overlap (`overlap_options`): let the next one start, and wait for all before this one."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
 def prefetch(start, size):
     """Start to load `size` bytes, from the address `start` on, into the L2 cache."""
     part = tl.cdiv(size, 128 * 16) * 16
