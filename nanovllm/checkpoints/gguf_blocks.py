@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 PIECE = 2**20  # bytes that are decoded at a time: what lies between then stays in a cache
 ROWS = 64  # a piece is a multiple of so many rows, or the last one
@@ -22,11 +23,11 @@ class Groups(NamedTuple):
     float32 [rows, groups].
     """
 
-    codes: torch.Tensor
-    scales: torch.Tensor
-    offsets: torch.Tensor | None = None
+    codes: Tensor
+    scales: Tensor
+    offsets: Tensor | None = None
 
-    def write(self, values: torch.Tensor) -> None:
+    def write(self, values: Tensor) -> None:
         """Set float32 [rows, values] to what these are."""
         values = values.view(self.codes.shape)
         torch.mul(self.codes.float(), self.scales.unsqueeze(-1), out=values)
@@ -50,7 +51,7 @@ def decode_groups(encoded: np.ndarray, kind: str, device: torch.device) -> Itera
         yield Groups(*(each if each is None else each.flatten(1, 2) for each in type_.decode(blocks)))
 
 
-def decode_values(encoded: np.ndarray, kind: str, device: torch.device) -> torch.Tensor:
+def decode_values(encoded: np.ndarray, kind: str, device: torch.device) -> Tensor:
     """Rows of blocks, uint8 [..., bytes], as float32 [..., values] on a device."""
     *shape, width = encoded.shape
     rows = encoded.reshape(math.prod(shape), width)
@@ -62,65 +63,65 @@ def decode_values(encoded: np.ndarray, kind: str, device: torch.device) -> torch
     return values.view(*shape, values.shape[1])
 
 
-def floats(pair: torch.Tensor) -> torch.Tensor:
+def floats(pair: Tensor) -> Tensor:
     """A float16 number, [..., 2 bytes], as float32 [..., 1]."""
     return pair.contiguous().view(torch.float16).float()
 
 
-def nibbles(pairs: torch.Tensor) -> torch.Tensor:
+def nibbles(pairs: Tensor) -> Tensor:
     """The low halves of n bytes, then the high ones: [..., 2 * n]."""
     return torch.cat((pairs & 15, pairs >> 4), dim=-1)
 
 
-def fields(packed: torch.Tensor, bits: int) -> torch.Tensor:
+def fields(packed: Tensor, bits: int) -> Tensor:
     """Bytes [..., n] to their fields of so many bits, the lowest of all bytes first: [..., 8 // bits, n]."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
     return (packed.unsqueeze(-2) >> shifts.unsqueeze(-1)) & (1 << bits) - 1
 
 
-def decode_q8_0(blocks: torch.Tensor) -> Groups:
+def decode_q8_0(blocks: Tensor) -> Groups:
     scale, codes = blocks.split([2, 32], -1)
     return Groups(codes.view(torch.int8).unsqueeze(-2), floats(scale))
 
 
-def decode_q4_0(blocks: torch.Tensor) -> Groups:
+def decode_q4_0(blocks: Tensor) -> Groups:
     scale, pairs = blocks.split([2, 16], -1)
     return Groups(nibbles(pairs).view(torch.int8).sub_(8).unsqueeze(-2), floats(scale))
 
 
-def decode_q4_1(blocks: torch.Tensor) -> Groups:
+def decode_q4_1(blocks: Tensor) -> Groups:
     scale, lowest, pairs = blocks.split([2, 2, 16], -1)
     return Groups(nibbles(pairs).unsqueeze(-2), floats(scale), floats(lowest))
 
 
-def decode_q5_0(blocks: torch.Tensor) -> Groups:
+def decode_q5_0(blocks: Tensor) -> Groups:
     scale, fifth, pairs = blocks.split([2, 4, 16], -1)
     return Groups(_with_fifth_bit(fifth, pairs).view(torch.int8).sub_(16), floats(scale))
 
 
-def decode_q5_1(blocks: torch.Tensor) -> Groups:
+def decode_q5_1(blocks: Tensor) -> Groups:
     scale, lowest, fifth, pairs = blocks.split([2, 2, 4, 16], -1)
     return Groups(_with_fifth_bit(fifth, pairs), floats(scale), floats(lowest))
 
 
-def _with_fifth_bit(fifth: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:
+def _with_fifth_bit(fifth: Tensor, pairs: Tensor) -> Tensor:
     """Codes of 5 bits [..., 1, 32]. Here a byte of fifth bits has those of eight neighbours."""
     bits = (fifth.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=fifth.device) & 1).flatten(-2)
     return (bits << 4).bitwise_or_(nibbles(pairs)).unsqueeze(-2)
 
 
-def decode_q4_k(blocks: torch.Tensor) -> Groups:
+def decode_q4_k(blocks: Tensor) -> Groups:
     scale, step, packed, pairs = blocks.split([2, 2, 12, 128], -1)
     return Groups(_rows_of_nibbles(pairs, 32), *_scales_and_offsets(scale, step, packed))
 
 
-def decode_q5_k(blocks: torch.Tensor) -> Groups:
+def decode_q5_k(blocks: Tensor) -> Groups:
     scale, step, packed, fifth, pairs = blocks.split([2, 2, 12, 32, 128], -1)
     codes = (fields(fifth, 1) << 4).bitwise_or_(_rows_of_nibbles(pairs, 32))
     return Groups(codes, *_scales_and_offsets(scale, step, packed))
 
 
-def decode_q6_k(blocks: torch.Tensor) -> Groups:
+def decode_q6_k(blocks: Tensor) -> Groups:
     pairs, upper, scales, scale = blocks.split([128, 64, 16, 2], -1)
     high = fields(upper.unflatten(-1, (2, 32)), 2).flatten(-2)  # [..., 2, 128]
     codes = (high << 4).bitwise_or_(_rows_of_nibbles(pairs, 64).view_as(high))
@@ -128,14 +129,12 @@ def decode_q6_k(blocks: torch.Tensor) -> Groups:
     return Groups(codes, floats(scale) * scales.view(torch.int8))
 
 
-def _rows_of_nibbles(pairs: torch.Tensor, width: int) -> torch.Tensor:
+def _rows_of_nibbles(pairs: Tensor, width: int) -> Tensor:
     """Rows of so many codes: the low halves of as many bytes, their high halves, those of the next bytes."""
     return nibbles(pairs.unflatten(-1, (-1, width))).flatten(-2).unflatten(-1, (-1, width))
 
 
-def _scales_and_offsets(
-    scale: torch.Tensor, step: torch.Tensor, packed: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _scales_and_offsets(scale: Tensor, step: Tensor, packed: Tensor) -> tuple[Tensor, Tensor]:
     """
     Of eight groups, whose multiples of the block's scale and step have 6 bits: those of the first four in the
     first eight bytes' low bits. The last four have 4 bits each in the last bytes, and 2 in the others' tops.
@@ -151,7 +150,7 @@ class Type(NamedTuple):
 
     values: int
     bytes: int
-    decode: Callable[[torch.Tensor], Groups]
+    decode: Callable[[Tensor], Groups]
 
 
 TYPES = {

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from nanovllm.engine.edits import DeviceEdits, HostEdits, LogitEdits, settings_of
 from nanovllm.engine.groups import PrefixGroups, max_slots, max_tasks, table_sizes
@@ -192,7 +193,7 @@ class DeviceRows:
         if updates.edits is not None:
             self.edits.apply(updates.edits)
 
-    def next_inputs(self, rows: torch.Tensor) -> DecodeInputs:
+    def next_inputs(self, rows: Tensor) -> DecodeInputs:
         """Inputs of the decode step for these rows, int32 [batch], whose lengths count its tokens then."""
         return decode_inputs(rows, self.inputs, self.block_size)
 
@@ -208,9 +209,7 @@ class DeviceRows:
             num_tasks[:1],
         )
 
-    def note_drawn(
-        self, rows: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor, needs: Needs
-    ) -> None:
+    def note_drawn(self, rows: Tensor, positions: Tensor, token_ids: Tensor, needs: Needs) -> None:
         """Make the tokens drawn for these rows, int64 [batch], the inputs of their next step."""
         self.inputs.tokens.index_put_((rows,), token_ids.int())
         self.edits.note_drawn(rows, positions, token_ids, needs)

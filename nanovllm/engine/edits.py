@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from nanovllm.engine.limits import RULE_WORDS
 from nanovllm.engine.masks import DeviceMasks
@@ -150,7 +151,7 @@ class DeviceEdits:
     # Beside the tables: the rules, a second time while they are copied, and flags while they are.
     reserved_bytes = 2 * 4 * RULE_WORDS + 32 * FLAGS_AT_ONCE
 
-    def __init__(self, filters: torch.Tensor, penalties: torch.Tensor, vocab_size: int):
+    def __init__(self, filters: Tensor, penalties: Tensor, vocab_size: int):
         """filters float32 [rows, 3] and penalties float32 [rows, 4] are written by `DeviceRows`."""
         self.filters, self.penalties = filters, penalties
         self.device, num_rows = filters.device, len(filters)
@@ -160,7 +161,7 @@ class DeviceEdits:
         self.masks = DeviceMasks(num_rows, vocab_size, self.device)
         # Each row's rules are a tensor of their own. Steps under way may still read one that is dropped here:
         # its memory is reused only by later work of the same stream.
-        self.rules: dict[int, torch.Tensor] = {}
+        self.rules: dict[int, Tensor] = {}
 
     def reset(self) -> None:
         """Forget the rules of all rows. A row's flags and history are written before they are read."""
@@ -191,9 +192,9 @@ class DeviceEdits:
                 self.token_flags.view(-1)[index] = flags.int()
 
     def edit_logits(
-        self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor,
-        temperatures: torch.Tensor, needs: Needs,
-    ) -> tuple[torch.Tensor, torch.Tensor | None, Masks | None]:  # fmt: skip
+        self, logits: Tensor, rows: Tensor, positions: Tensor,
+        temperatures: Tensor, needs: Needs,
+    ) -> tuple[Tensor, Tensor | None, Masks | None]:  # fmt: skip
         """
         What to draw from: logits [batch, vocabulary]; the lowest that may be drawn in each row, float32
         [batch], where there are filters; and masks that have not been applied. logits [batch, vocabulary] are
@@ -214,9 +215,7 @@ class DeviceEdits:
             apply_masks(logits, masks)
         return logits, filter_thresholds(logits, temperatures, self.filters[rows]), None
 
-    def note_drawn(
-        self, rows: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor, needs: Needs
-    ) -> None:
+    def note_drawn(self, rows: Tensor, positions: Tensor, token_ids: Tensor, needs: Needs) -> None:
         """Count the tokens drawn for these rows, int64 [batch], in their history and flags."""
         if needs & Needs.RULES:
             self.history.index_put_((rows, positions % HISTORY), token_ids.int())

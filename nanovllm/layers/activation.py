@@ -2,8 +2,7 @@
 
 from typing import NamedTuple
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from nanovllm.kernels.activation import gelu_and_mul, silu_and_mul
 from nanovllm.kernels.fp8_linear import QuantisedRows, Unscaled, silu_and_mul_quantise
@@ -12,23 +11,23 @@ from nanovllm.kernels.fp8_linear import QuantisedRows, Unscaled, silu_and_mul_qu
 class SiluAndMul(nn.Module):
     """x [..., 2 * width] -> silu(first half) * second half, [..., width]."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return silu_and_mul(x)
 
 
 class GeluAndMul(nn.Module):
     """x [..., 2 * width] -> gelu(first half) * second half, [..., width], with the approximation by tanh."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return gelu_and_mul(x)
 
 
 class Gates(NamedTuple):
     """A product in front of the activation: the product that follows knows whether it wants it quantised."""
 
-    product: torch.Tensor | Unscaled  # [tokens, 2 * width]
+    product: Tensor | Unscaled  # [tokens, 2 * width]
 
-    def activated(self) -> torch.Tensor:
+    def activated(self) -> Tensor:
         """[tokens, width]."""
         return silu_and_mul(self.product.scaled() if isinstance(self.product, Unscaled) else self.product)
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from nanovllm.config import Config
 from nanovllm.kernels.attention_rule import AttentionRule
@@ -33,8 +33,8 @@ except ImportError:
 class AttentionBackend(NamedTuple):
     """The signatures of `varlen_prefill_attention` and `paged_decode_attention`."""
 
-    prefill: Callable[..., torch.Tensor]
-    decode: Callable[..., torch.Tensor]
+    prefill: Callable[..., Tensor]
+    decode: Callable[..., Tensor]
 
 
 def flash_options(rule: AttentionRule) -> dict[str, Any]:
@@ -103,9 +103,9 @@ class Attention(nn.Module):
         self.backend = KERNELS
 
     def rotate_and_store(
-        self, positions: torch.Tensor, qkv: torch.Tensor,
+        self, positions: Tensor, qkv: Tensor,
         rotary_emb: RotaryEmbedding, q_norm: RMSNorm | None, k_norm: RMSNorm | None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """
         Normalise and rotate the queries and keys in qkv [tokens, (heads + 2 kv_heads) * head_dim], which may
         be overwritten, and store keys and values. -> q, k and v, [tokens, heads of each, head_dim]. With an
@@ -126,9 +126,7 @@ class Attention(nn.Module):
             q, k = q_norm(q), k_norm(k)
         return self.store(*rotary_emb(positions, q, k), v)
 
-    def store(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def store(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Store keys and values that are rotated already. -> q, k and v to attend with."""
         step = get_context()
         slots = step.slot_mapping
@@ -140,7 +138,7 @@ class Attention(nn.Module):
             k, v = as_stored(k).to(q.dtype), as_stored(v).to(q.dtype)
         return q, k, v
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """
         q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim], which are stored already ->
         [tokens, heads * head_dim].

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from nanovllm.distributed.group import get_group
 from nanovllm.kernels.runtime import cdiv
@@ -36,7 +36,7 @@ class VocabParallelEmbedding(nn.Module):
         mine, shape = slice(self.vocab_start, self.vocab_end), (self.num_embeddings, param.shape[1])
         default_weight_loader(param.data[: self.vocab_end - self.vocab_start], loaded_weight, mine, shape)
 
-    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, input_ids: Tensor) -> Tensor:
         """input_ids [tokens] -> [tokens, embedding_dim], complete on every rank."""
         if self.vocab_end - self.vocab_start == self.num_embeddings:
             return self._scaled(F.embedding(input_ids, self.weight))
@@ -44,12 +44,12 @@ class VocabParallelEmbedding(nn.Module):
         y = F.embedding((input_ids - self.vocab_start) * mine, self.weight) * mine.unsqueeze(1)
         return self._scaled(self.group.all_reduce(y))
 
-    def _scaled(self, y: torch.Tensor) -> torch.Tensor:
+    def _scaled(self, y: Tensor) -> Tensor:
         return y if self.scale == 1 else y * torch.tensor(self.scale, dtype=y.dtype, device="cpu").item()
 
 
 class ParallelLMHead(VocabParallelEmbedding):
-    packed: torch.Tensor | None = None  # the weight in the layout that multiplies fastest
+    packed: Tensor | None = None  # the weight in the layout that multiplies fastest
     is_tied = False
 
     def pack(self) -> None:
@@ -67,7 +67,7 @@ class ParallelLMHead(VocabParallelEmbedding):
         """Share the embedding's weight."""
         self.weight, self.is_tied = embedding.weight, True
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden_states: Tensor) -> Tensor:
         """
         hidden_states [tokens, embedding_dim] -> logits [sequences, this rank's vocabulary rows].
 
@@ -78,13 +78,13 @@ class ParallelLMHead(VocabParallelEmbedding):
             hidden_states = hidden_states[context.cu_seqlens_q[1:].long() - 1]
         return self.logits(hidden_states)
 
-    def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden_states: Tensor) -> Tensor:
         """hidden_states [tokens, embedding_dim] -> logits [tokens, this rank's vocabulary rows]."""
         if self.packed is not None:
             return multiply(hidden_states, self.packed)
         return F.linear(hidden_states, self.weight[: self.vocab_end - self.vocab_start])
 
-    def gather(self, logits: torch.Tensor) -> torch.Tensor:
+    def gather(self, logits: Tensor) -> Tensor:
         """Logits of every rank's vocabulary rows [tokens, num_embeddings], on every rank."""
         if self.group.size == 1:
             return logits

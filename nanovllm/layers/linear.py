@@ -17,7 +17,7 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from nanovllm.distributed.group import get_group
 from nanovllm.kernels.fp8_linear import quantise
@@ -130,10 +130,10 @@ class LinearBase(nn.Module):
         cut, shape = cut if len(cut) > 1 else cut[0], part.shape[: param.dim()]
         default_weight_loader(param.data[part.place], loaded_weight, cut, shape)
 
-    def _uses_matvec(self, x: torch.Tensor) -> bool:
+    def _uses_matvec(self, x: Tensor) -> bool:
         return not get_context().is_prefill and self.format.can_use_matvec(x)
 
-    def _is_fused(self, residual: torch.Tensor) -> bool:
+    def _is_fused(self, residual: Tensor) -> bool:
         """Whether the product beside this residual takes the addition to it, or its norm, into its kernel."""
         if not self.is_plain or get_context().is_prefill or self.group.size > 1:
             return False
@@ -146,7 +146,7 @@ class ReplicatedLinear(LinearBase):
     def __init__(self, input_size: int, output_size: int, bias: bool = False):
         super().__init__({None: Part((output_size, input_size))}, bias)
 
-    def forward(self, stream: Stream) -> torch.Tensor:
+    def forward(self, stream: Stream) -> Tensor:
         """norm(x) @ weight.T + bias for the stream's x and norm: [tokens, output features]."""
         if stream.is_untouched and self._uses_matvec(stream.x):
             return self.format.matvec(stream.x, self.bias, stream.norm.weight, eps=stream.norm.eps)
@@ -173,7 +173,7 @@ class ColumnParallelLinear(LinearBase):
         super().__init__(parts, bias)
         self.act_fn = SiluAndMul()
 
-    def forward(self, stream: Stream, silu_and_mul: bool = False) -> torch.Tensor | Gates:
+    def forward(self, stream: Stream, silu_and_mul: bool = False) -> Tensor | Gates:
         """
         norm(x) @ weight.T + bias for the stream's x [tokens, input features] and norm: [tokens, output
         features of this rank]. With silu_and_mul the first half of these are gates, the second half is what
@@ -236,7 +236,7 @@ class RowParallelLinear(LinearBase):
         super().__init__({None: Part((output_size, input_size), columns=columns)}, bias)
 
     def add_to(
-        self, stream: Stream, x: torch.Tensor | Gates, next_norm: RMSNorm, own_norm: RMSNorm | None = None
+        self, stream: Stream, x: Tensor | Gates, next_norm: RMSNorm, own_norm: RMSNorm | None = None
     ) -> Stream:
         """
         The stream plus x @ weight.T + bias, summed over the ranks, in front of the next norm. x [tokens,

@@ -10,10 +10,10 @@ import math
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
-def apply_rotary_emb(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def apply_rotary_emb(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """
     Rotate x [tokens, heads, head_dim] in float32, by cos and sin [tokens, 1, head_dim] as
     `RotaryEmbedding.angles` returns them. Returns x's dtype.
@@ -27,22 +27,20 @@ class RotaryEmbedding(nn.Module):
     Holds `cos_sin_cache`, float32 [max_position, head_dim]: the cosines of each position, then its sines.
     """
 
-    def __init__(self, inverse_frequencies: torch.Tensor, max_position: int, scale: float = 1.0):
+    def __init__(self, inverse_frequencies: Tensor, max_position: int, scale: float = 1.0):
         super().__init__()
         positions = torch.arange(max_position, dtype=torch.float32, device="cpu")
         angles = torch.outer(positions, inverse_frequencies)
         table = torch.cat((angles.cos(), angles.sin()), dim=-1) * scale
         self.register_buffer("cos_sin_cache", table.to(torch.get_default_device()), persistent=False)
-        self._last_angles: tuple[torch.Tensor, ...] = (torch.empty(0),)  # positions, cosines and sines
+        self._last_angles: tuple[Tensor, ...] = (torch.empty(0),)  # positions, cosines and sines
 
-    def forward(
-        self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, positions: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """positions [tokens]; query and key [tokens, heads, head_dim], not changed."""
         rotated = apply_rotary_emb(torch.cat((query, key), dim=1), *self.angles(positions))
         return rotated.split_with_sizes((query.shape[1], key.shape[1]), dim=1)
 
-    def angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """
         Cosines and sines for both halves of a head, [tokens, 1, head_dim]: those sines are negative that the
         second half gets into the first with. Every layer of a step asks with the same tensor, which nobody
@@ -72,14 +70,14 @@ def get_rope(head_dim: int, max_position: int, parameters: dict[str, Any]) -> Ro
     return RotaryEmbedding(frequencies, max_position, scale)
 
 
-def _scale_llama3(frequencies: torch.Tensor, p: dict[str, Any]) -> torch.Tensor:
+def _scale_llama3(frequencies: Tensor, p: dict[str, Any]) -> Tensor:
     """Long waves are slowed down by `factor`, short ones kept, those between blended."""
     turns = p["original_max_position_embeddings"] * frequencies / (2 * math.pi)
     kept = (turns - p["low_freq_factor"]) / (p["high_freq_factor"] - p["low_freq_factor"])
     return _blend(frequencies, p["factor"], kept)
 
 
-def _scale_yarn(frequencies: torch.Tensor, p: dict[str, Any]) -> torch.Tensor:
+def _scale_yarn(frequencies: Tensor, p: dict[str, Any]) -> Tensor:
     """Dimensions that turn more than `beta_fast` times are kept, less than `beta_slow` times slowed down."""
     dim = 2 * len(frequencies)
 
@@ -106,7 +104,7 @@ def _yarn_attention_scale(p: dict[str, Any]) -> float:
     return scale(1.0)
 
 
-def _blend(frequencies: torch.Tensor, factor: float, kept: torch.Tensor) -> torch.Tensor:
+def _blend(frequencies: Tensor, factor: float, kept: Tensor) -> Tensor:
     """`kept` is the share of each frequency that is not divided by `factor`, where it is from 0 to 1."""
     kept = kept.clamp(0, 1)
     return frequencies * kept + frequencies / factor * (1 - kept)

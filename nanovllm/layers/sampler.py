@@ -4,7 +4,7 @@ import itertools
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from nanovllm.distributed.group import get_group
 from nanovllm.kernels.sampling import sample
@@ -24,14 +24,14 @@ class Sampler(nn.Module):
 
     def forward(
         self,
-        logits: torch.Tensor,
-        temperatures: torch.Tensor,
-        seeds: torch.Tensor,
-        positions: torch.Tensor,
-        thresholds: torch.Tensor | None = None,
+        logits: Tensor,
+        temperatures: Tensor,
+        seeds: Tensor,
+        positions: Tensor,
+        thresholds: Tensor | None = None,
         masks: Masks | None = None,
         is_whole: bool = False,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """
         logits [batch, this rank's vocabulary, or all of it], temperatures float32 [batch] (0 is greedy),
         seeds and positions int64 [batch] -> token ids int64 [batch], drawn from softmax(logits / temperature)
@@ -50,19 +50,19 @@ class Sampler(nn.Module):
 class TopLogprobs(NamedTuple):
     """Log-probability and rank (1 is the likeliest) of given tokens, and the likeliest tokens with theirs."""
 
-    logprobs: torch.Tensor  # float32 [tokens]
-    ranks: torch.Tensor  # int64 [tokens]
-    top_token_ids: torch.Tensor  # int64 [tokens, MAX_LOGPROBS]
-    top_logprobs: torch.Tensor  # float32 [tokens, MAX_LOGPROBS]
+    logprobs: Tensor  # float32 [tokens]
+    ranks: Tensor  # int64 [tokens]
+    top_token_ids: Tensor  # int64 [tokens, MAX_LOGPROBS]
+    top_logprobs: Tensor  # float32 [tokens, MAX_LOGPROBS]
 
 
-def top_logprobs(logits: torch.Tensor, token_ids: torch.Tensor) -> TopLogprobs:
+def top_logprobs(logits: Tensor, token_ids: Tensor) -> TopLogprobs:
     """logits [tokens, vocabulary], token_ids int64 [tokens]."""
     parts = zip(logits.split(ROWS_AT_ONCE), token_ids.split(ROWS_AT_ONCE), strict=True)
     return TopLogprobs(*map(torch.cat, zip(*itertools.starmap(_top_logprobs, parts), strict=True)))
 
 
-def _top_logprobs(logits: torch.Tensor, token_ids: torch.Tensor) -> TopLogprobs:
+def _top_logprobs(logits: Tensor, token_ids: Tensor) -> TopLogprobs:
     chosen = logits.gather(1, token_ids[:, None])
     total = logits.float().logsumexp(1, keepdim=True)
     top = logits.topk(min(MAX_LOGPROBS, logits.shape[1]))

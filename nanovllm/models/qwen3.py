@@ -6,8 +6,7 @@ Tokens of all sequences come concatenated, [tokens, ...]; only attention knows w
 
 from typing import NamedTuple
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from nanovllm.checkpoints.model_config import ModelConfig
 from nanovllm.layers.attention import Attention
@@ -40,11 +39,11 @@ class Qwen3Attention(nn.Module):
         sizes = head_dim, config.query_pre_attn_scalar**-0.5, self.qkv_proj.num_kv_heads
         self.attn = Attention(self.qkv_proj.num_heads, *sizes, window=window)
 
-    def forward(self, positions: torch.Tensor, stream: Stream, next_norm: RMSNorm) -> Stream:
+    def forward(self, positions: Tensor, stream: Stream, next_norm: RMSNorm) -> Stream:
         qkv = self.qkv_proj(stream)
         return self.o_proj.add_to(stream, self.attend(positions, qkv), next_norm)
 
-    def attend(self, positions: torch.Tensor, qkv: torch.Tensor) -> torch.Tensor:
+    def attend(self, positions: Tensor, qkv: Tensor) -> Tensor:
         """From the projections to the heads' outputs, [tokens, heads * head_dim]."""
         q, k, v = self.attn.rotate_and_store(positions, qkv, self.rotary_emb, self.q_norm, self.k_norm)
         return self.attn(q, k, v)
@@ -69,7 +68,7 @@ class Qwen3DecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, positions: torch.Tensor, stream: Stream, next_norm: RMSNorm) -> Stream:
+    def forward(self, positions: Tensor, stream: Stream, next_norm: RMSNorm) -> Stream:
         """The stream comes in front of `input_layernorm`."""
         stream = self.self_attn(positions, stream, self.post_attention_layernorm)
         return self.mlp(stream, next_norm)
@@ -82,7 +81,7 @@ class Qwen3Model(nn.Module):
         self.layers = nn.ModuleList(layers)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         first, *next_norms = [*(layer.input_layernorm for layer in self.layers), self.norm]
         stream = Stream(self.embed_tokens(input_ids), first)
         for layer, next_norm in zip(self.layers, next_norms, strict=True):
@@ -129,10 +128,10 @@ class Qwen3ForCausalLM(nn.Module):
     def make_mlp(self, config: ModelConfig, layer: int) -> nn.Module:
         return Qwen3MLP(config, self.variant(config))
 
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         """input_ids, positions int64 [tokens] -> hidden states [tokens, hidden_size]."""
         return self.model(input_ids, positions)
 
-    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """-> logits [sequences, vocab_size]."""
         return self.lm_head(hidden_states)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from nanovllm.kernels.layernorm import rms_norm_torch
 from nanovllm.layers.activation import SiluAndMul
@@ -34,7 +34,7 @@ class Linear(LinearBase):
         super().__init__(parts, bias)
         self.is_part = is_part
 
-    def forward(self, x: torch.Tensor, silu_and_mul: bool = False) -> torch.Tensor:
+    def forward(self, x: Tensor, silu_and_mul: bool = False) -> Tensor:
         """With silu_and_mul the first half of the product are gates, the second is what they multiply."""
         rows = x.reshape(-1, x.shape[-1])
         bias = self.bias if self.group.rank == 0 or not self.is_part else None
@@ -59,7 +59,7 @@ class GatedMLP(nn.Module):
         self.gate_and_up = Linear({0: gates, 1: part_of(up, offset=gates.size[0])})
         self.down_proj = linear_like(down)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(self.gate_and_up(x, silu_and_mul=True))
 
 
@@ -83,25 +83,23 @@ def replacement(module: nn.Module) -> nn.Module | None:
     return None
 
 
-def _random(*shape: int) -> torch.Tensor:
+def _random(*shape: int) -> Tensor:
     generator = torch.Generator("cpu").manual_seed(0)
     return torch.randn(*shape, generator=generator, dtype=torch.float32, device="cpu")
 
 
-def _computes(
-    module: nn.Module, weights: dict[str, torch.Tensor], x: torch.Tensor, expected: torch.Tensor
-) -> bool:
+def _computes(module: nn.Module, weights: dict[str, Tensor], x: Tensor, expected: Tensor) -> bool:
     try:
         y = torch.func.functional_call(module, weights, (x,))
     except (TypeError, ValueError, RuntimeError, AttributeError):  # it wants other arguments
         return False
-    return isinstance(y, torch.Tensor) and y.shape == x.shape and torch.allclose(y, expected, rtol=1e-4)
+    return isinstance(y, Tensor) and y.shape == x.shape and torch.allclose(y, expected, rtol=1e-4)
 
 
 class Rotation(RotaryEmbedding):
     """Of the tokens of one step, from cos and sin [1, tokens, head_dim], whose halves are alike."""
 
-    def __init__(self, cos: torch.Tensor, sin: torch.Tensor):
+    def __init__(self, cos: Tensor, sin: Tensor):
         nn.Module.__init__(self)
         _, num_tokens, self.head_dim = cos.shape
         half = self.head_dim // 2
@@ -124,7 +122,7 @@ def leave_rotations(base: nn.Module) -> None:
             module.forward = types.MethodType(types.FunctionType(forward.__code__, names, *rest), module)
 
 
-def hands_over_rotation(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+def hands_over_rotation(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether these have come straight from the function, and whole heads are to be rotated."""
     rotation = getattr(query, "rotation", None)
     if rotation is None or getattr(key, "rotation", None) is not rotation:
@@ -136,9 +134,7 @@ def rotate_again(module: nn.Module) -> None:
     vars(module).pop("forward", None)
 
 
-def _note_rotation(
-    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, **_: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _note_rotation(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
     """In place of transformers' function. All layers of a step have the same cosines."""
     if not hasattr(cos, "rotation"):
         cos.rotation = Rotation(cos, sin)

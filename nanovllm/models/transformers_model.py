@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from nanovllm.checkpoints.model_config import ModelConfig
 from nanovllm.checkpoints.transformers_config import transformers_config
@@ -56,12 +56,12 @@ class TransformersForCausalLM(nn.Module):
         # A mask of four dimensions is one that transformers passes on as it is, and `attend` needs none.
         self.register_buffer("no_mask", torch.empty(1, 1, 1, 1), persistent=False)
 
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         """input_ids, positions int64 [tokens] -> hidden states [tokens, hidden_size]."""
         tokens = {"input_ids": input_ids[None], "position_ids": positions[None]}
         return self._base[0](**tokens, attention_mask=self.no_mask, use_cache=False).last_hidden_state[0]
 
-    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """-> logits [sequences, vocab_size]."""
         return self.lm_head(hidden_states)
 
@@ -180,14 +180,14 @@ class Head:
     def __init__(self, model: Any):
         self.model = model
 
-    def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def __call__(self, hidden_states: Tensor) -> Tensor:
         """-> logits [sequences, vocab_size], in a prefill of the last token of each."""
         context = get_context()
         if context.is_prefill:
             hidden_states = hidden_states[context.cu_seqlens_q[1:].long() - 1]
         return self.logits(hidden_states)
 
-    def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden_states: Tensor) -> Tensor:
         """-> logits [tokens, vocab_size]."""
         name = self.model.base_model_prefix
         base = self.model._modules[name]
@@ -197,14 +197,14 @@ class Head:
         finally:
             self.model._modules[name] = base
 
-    def gather(self, logits: torch.Tensor) -> torch.Tensor:
+    def gather(self, logits: Tensor) -> Tensor:
         return logits
 
 
 class Given(nn.Module):
     """In place of the layers: what they have computed already."""
 
-    def __init__(self, hidden_states: torch.Tensor):
+    def __init__(self, hidden_states: Tensor):
         super().__init__()
         self.hidden_states = hidden_states
         object.__setattr__(self, "decoder", self)  # where the layers are in some models

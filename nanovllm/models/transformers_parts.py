@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from nanovllm.kernels.experts import ExpertWeights
 from nanovllm.kernels.moe import run_experts
@@ -34,9 +34,7 @@ def register() -> None:
     ALL_EXPERTS_FUNCTIONS.register(NAME, compute_experts)
 
 
-def note_window(
-    *, mask_function: Callable[..., Any], local_size: int | None = None, **_: Any
-) -> torch.Tensor:
+def note_window(*, mask_function: Callable[..., Any], local_size: int | None = None, **_: Any) -> Tensor:
     """
     transformers' interface, called when a model is tried out only: a mask that says how far its layers look
     back. Raises ValueError if the function of (batch, head, query, key) is neither causal nor of a window.
@@ -52,9 +50,9 @@ def note_window(
 
 
 def attend(
-    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
     attention_mask: Any, scaling: float | None = None, **options: Any,
-) -> tuple[torch.Tensor, None]:  # fmt: skip
+) -> tuple[Tensor, None]:  # fmt: skip
     """
     transformers' interface: query, key and value [1, heads, tokens, head_dim], rotated already or with a
     `rotation`, to [1, tokens, heads, head_dim]. Positions and masks follow from the step's context.
@@ -79,7 +77,7 @@ def attend(
 
 
 def make_attention(
-    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
     scaling: float | None, options: dict[str, Any],
 ) -> Attention:  # fmt: skip
     """As a module asks for it. Raises ValueError for what is not computed here."""
@@ -100,9 +98,7 @@ def make_attention(
     return Attention(num_heads, head_dim, scale, num_kv_heads, **features, sinks=sinks)
 
 
-def compute_experts(
-    module: nn.Module, hidden_states: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor
-) -> torch.Tensor:
+def compute_experts(module: nn.Module, hidden_states: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
     """
     transformers' interface: hidden_states [tokens, hidden], experts int64 and their weights [tokens, top_k],
     to [tokens, hidden].

@@ -10,7 +10,7 @@ import re
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from nanovllm.distributed.group import get_group
 from nanovllm.layers.linear import divide
@@ -23,7 +23,7 @@ EXPERTS, EXPERTS_CUT = "moe_tp_experts", {"gate_up_proj": 1, "down_proj": 2}
 WHOLE = "replicated_with_grad_allreduce colwise_gather_output rowwise_split_input mla_kv_a_proj".split()
 
 
-def cut_modules(base: Any) -> dict[str, torch.Tensor]:
+def cut_modules(base: Any) -> dict[str, Tensor]:
     """
     Note in `cut` how modules are cut. Returns what parameters this rank has a part of, by name and without
     memory. Raises ValueError if the plan cannot be followed.
@@ -86,6 +86,6 @@ def part_of(linear: nn.Linear, offset: int = 0) -> Part:
     return Part(shape, **{"rows" if cut == "colwise" else "columns": mine}, offset=offset)
 
 
-def sum_over_ranks(module: nn.Module, y: torch.Tensor) -> torch.Tensor:
+def sum_over_ranks(module: nn.Module, y: Tensor) -> Tensor:
     """What a module that may be cut has computed of [tokens, features]."""
     return module.nano_vllm_group.all_reduce(y) if hasattr(module, "cut") else y

@@ -8,7 +8,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from nanovllm.kernels.shared_prefix import SharedPrefixes
 
@@ -20,13 +20,13 @@ class Context:
     is_prefill: bool = False
     # Prefill only: int32 [sequences + 1], where each sequence's tokens to compute (q) and the keys that they
     # attend to (k) begin; and the most of each that a sequence has.
-    cu_seqlens_q: torch.Tensor | None = None
-    cu_seqlens_k: torch.Tensor | None = None
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
     max_seqlen_q: int = 0
     max_seqlen_k: int = 0
-    slot_mapping: torch.Tensor | None = None  # int32 [tokens], KV cache slot of each; -1: do not write
-    context_lens: torch.Tensor | None = None  # decode only: int32 [sequences], tokens that the cache then has
-    block_tables: torch.Tensor | None = None  # int32 [sequences, blocks]; None: no key comes from the cache
+    slot_mapping: Tensor | None = None  # int32 [tokens], KV cache slot of each; -1: do not write
+    context_lens: Tensor | None = None  # decode only: int32 [sequences], tokens that the cache then has
+    block_tables: Tensor | None = None  # int32 [sequences, blocks]; None: no key comes from the cache
     shared: SharedPrefixes | None = None  # decode only; None: each sequence reads all of its own tokens
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from nanovllm.checkpoints import Checkpoint, open_checkpoint
 
@@ -24,7 +24,7 @@ FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 
 def default_weight_loader(
-    param: torch.Tensor, loaded_weight: Any, part: Any = ..., shape: tuple[int, ...] | None = None
+    param: Tensor, loaded_weight: Any, part: Any = ..., shape: tuple[int, ...] | None = None
 ) -> None:
     """
     Copy a part of `loaded_weight`, which gives a tensor when sliced. Raises ValueError on a shape of the
@@ -44,7 +44,7 @@ def check_stored(loaded_weight: Any, shape: tuple[int, ...], dtypes: set[torch.d
         raise ValueError(f"dtype {loaded_weight.dtype}, expected {' or '.join(sorted(map(str, dtypes)))}")
 
 
-def check_finite(values: torch.Tensor) -> None:
+def check_finite(values: Tensor) -> None:
     # The sum is finite only if all weights are, and takes a few percent of loading; `isfinite` takes several
     # times as long. Where the sum of finite weights overflows, the slower test decides.
     if not math.isfinite(values.sum()) and not all(map(math.isfinite, values.aminmax())):
@@ -157,7 +157,7 @@ def fill_with_random_values(model: nn.Module) -> None:
     """
     generators: dict[torch.device, torch.Generator] = {}
 
-    def make_normal(matrix: torch.Tensor, name: str) -> torch.Tensor:
+    def make_normal(matrix: Tensor, name: str) -> Tensor:
         generator = generators.setdefault(matrix.device, torch.Generator(matrix.device))
         return matrix.normal_(0, 0.02, generator=generator.manual_seed(zlib.crc32(name.encode())))
 

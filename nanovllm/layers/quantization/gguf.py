@@ -13,6 +13,7 @@ from itertools import chain, groupby
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from nanovllm.checkpoints.gguf_blocks import Groups
 from nanovllm.kernels import runtime
@@ -51,28 +52,26 @@ class GGUF(WeightFormat):
         self._waiting: dict[int, list[Piece]] = {part.offset: [] for part in parts.values()}
 
     @property
-    def parameters(self) -> dict[str, torch.Tensor]:
+    def parameters(self) -> dict[str, Tensor]:
         """What it multiplies with; nothing as long as parts are missing."""
         found = [tensor for product in self.products for tensor in product.tensors]
         return {str(i): tensor for i, tensor in enumerate(found)}
 
-    def multiply(
-        self, x: torch.Tensor, bias: torch.Tensor | None, leave_scales: bool = False
-    ) -> torch.Tensor:
+    def multiply(self, x: Tensor, bias: Tensor | None, leave_scales: bool = False) -> Tensor:
         # Kernels that are compiled ahead are so before anything is loaded.
         outputs = [product.multiply(x) for product in self.products] or [x.new_empty(len(x), self.shape[0])]
         y = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
         return y if bias is None else y + bias
 
-    def can_use_matvec(self, x: torch.Tensor) -> bool:
+    def can_use_matvec(self, x: Tensor) -> bool:
         first, *others = self.products or [None]
         is_one = isinstance(first, KernelCodes) and not others
         return is_one and can_use_quantised_matvec(x, first.weight)
 
-    def matvec(self, x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+    def matvec(self, x: Tensor, *args: Any, **options: Any) -> Tensor:
         return quantised_matvec(x, self.products[0].weight, *args, **options)
 
-    def dequantise(self) -> torch.Tensor:
+    def dequantise(self) -> Tensor:
         """The weight that is multiplied."""
         return torch.cat([product.dequantise() for product in self.products])
 
@@ -110,8 +109,8 @@ class Packed(NamedTuple):
     bfloat16 [groups, rows, 2].
     """
 
-    codes: torch.Tensor
-    scales_and_zeros: torch.Tensor
+    codes: Tensor
+    scales_and_zeros: Tensor
     layout: Layout
 
 
@@ -150,7 +149,7 @@ class PackedCodes:
         self.places = torch.tensor([[16.0], [1.0]], dtype=torch.bfloat16)  # what the digits stand for
         self.is_readable = is_readable()
 
-    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+    def multiply(self, x: Tensor) -> Tensor:
         if len(x) < MANY_ROWS[self.digits] or not self.is_readable:
             if self.digits == 2:
                 x = (x.unflatten(-1, (-1, 1, self.group)) * self.places).flatten(1)
@@ -158,7 +157,7 @@ class PackedCodes:
             return torch.ops.aten._weight_int4pack_mm_for_cpu(x.contiguous(), self.packed, size, pairs)
         return torch.cat([x @ self._columns(piece) for piece in self._pieces()], dim=-1)
 
-    def dequantise(self) -> torch.Tensor:
+    def dequantise(self) -> Tensor:
         return torch.cat([self._columns(piece).t() for piece in self._pieces()])
 
     def _pieces(self) -> list[slice]:
@@ -166,7 +165,7 @@ class PackedCodes:
         step = max(1, PIECE // width // LANES) * LANES
         return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
 
-    def _columns(self, rows: slice) -> torch.Tensor:
+    def _columns(self, rows: slice) -> Tensor:
         """These outputs' weights transposed, bfloat16 [in, outputs]."""
         pairs = self.packed.view(-1, len(self.scales_and_zeros), self.digits, self.group, LANES // 2)
         pairs = pairs[rows.start // LANES : rows.stop // LANES]
@@ -176,7 +175,7 @@ class PackedCodes:
         return torch.addcmul(zeros * times, codes.to(torch.bfloat16).sub_(middle), scales).flatten(0, 1)
 
 
-def unpack(pairs: torch.Tensor) -> torch.Tensor:
+def unpack(pairs: Tensor) -> Tensor:
     """
     The codes, uint8 [blocks of outputs, groups, inputs, 64], in what torch packs with AVX-512, [blocks of
     outputs, groups, digits, inputs, 32]: those of output i and i + 32 are one byte.
@@ -223,29 +222,29 @@ class KernelCodes:
         self.weight = pieces[0]._replace(shape=shape, **found)
         self.tensors = tuple(found.values())
 
-    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+    def multiply(self, x: Tensor) -> Tensor:
         return multiply_by_kernels(x, self.weight, None)
 
-    def dequantise(self) -> torch.Tensor:
+    def dequantise(self) -> Tensor:
         return dequantise_whole_torch(self.weight, torch.float32)
 
 
 class Converted:
     """Weights in the dtype of the model."""
 
-    def __init__(self, pieces: list[torch.Tensor]):
+    def __init__(self, pieces: list[Tensor]):
         weight = torch.cat(pieces)
         self.weight = packed(weight) if can_pack(weight) else weight
         self.tensors = (self.weight,)
 
-    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+    def multiply(self, x: Tensor) -> Tensor:
         return multiply(x, self.weight)
 
-    def dequantise(self) -> torch.Tensor:
+    def dequantise(self) -> Tensor:
         return self.weight.to_dense() if self.weight.is_mkldnn else self.weight
 
 
-Piece = Packed | QuantisedWeight | torch.Tensor
+Piece = Packed | QuantisedWeight | Tensor
 
 
 class Kind(NamedTuple):

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from nanovllm.kernels.quantised_weight import BLOCK, pack, unpack
 from nanovllm.kernels.runtime import cdiv
@@ -109,7 +110,7 @@ class Int4(Scaled):
         if not is_symmetric:
             self.zeros = self._parameter("zeros", *self.scales.shape, dtype=torch.uint8)
         self.order = self._parameter("order", self.shape[1], dtype=torch.int64) if has_order else None
-        self._found_order: torch.Tensor | None = None
+        self._found_order: Tensor | None = None
         order = StoredTensor(self._load_order, not has_order)
         if source == "floats":
             self.stored = {"weight": StoredTensor(self.load_floats)}
@@ -135,18 +136,16 @@ class Int4(Scaled):
 
     # Products
 
-    def multiply(
-        self, x: torch.Tensor, bias: torch.Tensor | None, leave_scales: bool = False
-    ) -> torch.Tensor:
+    def multiply(self, x: Tensor, bias: Tensor | None, leave_scales: bool = False) -> Tensor:
         return super().multiply(x if self.order is None else x[..., self.order], bias)
 
-    def can_use_matvec(self, x: torch.Tensor) -> bool:
+    def can_use_matvec(self, x: Tensor) -> bool:
         return self.order is None and super().can_use_matvec(x)
 
-    def set_codes(self, rows: slice, codes: torch.Tensor) -> None:
+    def set_codes(self, rows: slice, codes: Tensor) -> None:
         self.weight.data[rows] = pack((codes + SYMMETRIC_ZERO).to(torch.uint8))
 
-    def choose_scales(self, tiles: torch.Tensor) -> torch.Tensor:
+    def choose_scales(self, tiles: Tensor) -> Tensor:
         """Those with the least squared error, of either sign: there is one more code below 0 than above."""
         largest = tiles.abs().amax((1, 3), keepdim=True)
         sign = torch.where(tiles.amax((1, 3), keepdim=True) == largest, -1.0, 1.0)
@@ -170,7 +169,7 @@ class Int4(Scaled):
         words = loaded[part.columns.start // 8 : cdiv(part.columns.stop, 8), part.rows]
         self._set_words(words.to(self.weight.device).t(), part)
 
-    def _set_words(self, words: torch.Tensor, part: Part) -> None:
+    def _set_words(self, words: Tensor, part: Part) -> None:
         """Words [rows, of eight inputs each], which may begin before this rank's first input."""
         skipped = part.columns.start % 8
         for rows in self.pieces(len(words)):
@@ -206,7 +205,7 @@ class Int4(Scaled):
         rows, columns = self._stored_grid(part)
         check_stored(loaded, (columns, cdiv(rows, 8)), {torch.int32})
 
-    def _set_zeros(self, zeros: torch.Tensor, part: Part) -> None:
+    def _set_zeros(self, zeros: Tensor, part: Part) -> None:
         """From those of the whole part, [groups, outputs]."""
         if self.zeros is not None:
             self._load_grid(self.zeros, zeros, part, transposed=True)
@@ -239,19 +238,19 @@ class Int4(Scaled):
         for rows in self.pieces(self.shape[0]):
             self.weight.data[rows] = pack(unpack(self.weight[rows])[:, self.order])
 
-    def fill(self, matrix: torch.Tensor) -> None:
+    def fill(self, matrix: Tensor) -> None:
         super().fill(matrix)
         if self.order is not None:
             self.order.data.copy_(torch.arange(self.shape[1]))
 
 
-def _unpack_words(words: torch.Tensor) -> torch.Tensor:
+def _unpack_words(words: Tensor) -> Tensor:
     """int32 [rows, n] -> uint8 [rows, 8 * n]: codes, the first in the lowest bits."""
     packed = bytes_of(words)
     return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
 
 
-def _unpack_awq(words: torch.Tensor) -> torch.Tensor:
+def _unpack_awq(words: Tensor) -> Tensor:
     """int32 [rows, n] -> uint8 [rows, 8 * n]."""
     return _unpack_words(words).view(len(words), -1, 8)[:, :, AWQ_ORDER].flatten(1)
 

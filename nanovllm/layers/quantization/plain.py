@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from nanovllm.kernels.matvec import can_use_matvec, linear_small
 from nanovllm.kernels.runtime import is_on_gpu
@@ -31,18 +31,16 @@ class Plain(WeightFormat):
     def load(self, loaded: Any, part: Part) -> None:
         default_weight_loader(self.weight.data[part.place], loaded, (part.rows, part.columns), part.shape)
 
-    def fill(self, matrix: torch.Tensor) -> None:
+    def fill(self, matrix: Tensor) -> None:
         self.weight.data.copy_(matrix)
 
-    def multiply(
-        self, x: torch.Tensor, bias: torch.Tensor | None, leave_scales: bool = False
-    ) -> torch.Tensor:
+    def multiply(self, x: Tensor, bias: Tensor | None, leave_scales: bool = False) -> Tensor:
         return multiply(x, self.weight, bias)
 
-    def can_use_matvec(self, x: torch.Tensor) -> bool:
+    def can_use_matvec(self, x: Tensor) -> bool:
         return can_use_matvec(x)
 
-    def matvec(self, x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+    def matvec(self, x: Tensor, *args: Any, **options: Any) -> Tensor:
         return linear_small(x, self.weight, *args, **options)
 
     def pack(self) -> None:
@@ -52,7 +50,7 @@ class Plain(WeightFormat):
             self.parameters["weight"] = self.weight
 
 
-def can_pack(weight: torch.Tensor) -> bool:
+def can_pack(weight: Tensor) -> bool:
     """Whether oneDNN is there, and computes in the weight's dtype."""
     if is_on_gpu(weight) or not torch.backends.mkldnn.is_available() or not weight.numel():
         return False
@@ -64,12 +62,12 @@ def can_pack(weight: torch.Tensor) -> bool:
     return computes[weight.dtype]()
 
 
-def packed(weight: torch.Tensor) -> torch.Tensor:
+def packed(weight: Tensor) -> Tensor:
     """The weight [out, in] in oneDNN's layout."""
     return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), FEWEST_ROWS)
 
 
-def multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [tokens, in] @ weight.T + bias: [tokens, out]."""
     if not weight.is_mkldnn:
         return F.linear(x, weight, bias)

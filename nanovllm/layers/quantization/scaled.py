@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from nanovllm.kernels.quantised_linear import can_use_quantised_linear, quantised_linear
 from nanovllm.kernels.quantised_matvec import can_use_quantised_matvec, quantised_matvec
@@ -63,7 +63,7 @@ def ignore(loaded: Any, part: Part) -> None:
     """Load nothing: what a checkpoint says of activations is not needed."""
 
 
-def multiply_by_kernels(x: torch.Tensor, weight: QuantisedWeight, bias: torch.Tensor | None) -> torch.Tensor:
+def multiply_by_kernels(x: Tensor, weight: QuantisedWeight, bias: Tensor | None) -> Tensor:
     """x @ weight.T + bias: for some rows from the codes, for more from a weight that is converted first."""
     if can_use_quantised_linear(x, weight):
         return quantised_linear(x, weight, bias)
@@ -118,9 +118,7 @@ class Scaled(WeightFormat):
         scales = self.scales, self.tile, self.zeros, self.zero_point
         return QuantisedWeight(self.weight, self.shape, *scales, product_dtype=dtype)
 
-    def multiply(
-        self, x: torch.Tensor, bias: torch.Tensor | None, leave_scales: bool = False
-    ) -> torch.Tensor:
+    def multiply(self, x: Tensor, bias: Tensor | None, leave_scales: bool = False) -> Tensor:
         """By a kernel for some rows, and else by the library, from floats that are made in pieces."""
         weight = self.quantised
         if use_triton(x) and weight.can_be_read():
@@ -131,13 +129,13 @@ class Scaled(WeightFormat):
             outputs.append(F.linear(x, piece, None if bias is None else bias[rows]))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
 
-    def can_use_matvec(self, x: torch.Tensor) -> bool:
+    def can_use_matvec(self, x: Tensor) -> bool:
         return can_use_quantised_matvec(x, self.quantised)
 
-    def matvec(self, x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+    def matvec(self, x: Tensor, *args: Any, **options: Any) -> Tensor:
         return quantised_matvec(x, self.quantised, *args, **options)
 
-    def dequantise(self, rows: slice) -> torch.Tensor:
+    def dequantise(self, rows: slice) -> Tensor:
         """These rows of the weight, which begin with a tile, as `product_dtype`."""
         return dequantise_torch(self.quantised, rows, self.quantised.product_dtype)
 
@@ -175,9 +173,7 @@ class Scaled(WeightFormat):
         if self.keeps_scale_dtype and self.scales.dtype != dtype:
             self.scales.data = torch.empty_like(self.scales, dtype=dtype)
 
-    def _load_grid(
-        self, target: torch.Tensor, loaded: Any, part: Part, transposed: bool = False
-    ) -> torch.Tensor:
+    def _load_grid(self, target: Tensor, loaded: Any, part: Part, transposed: bool = False) -> Tensor:
         """
         Fill a part of `target`, a grid of this rank's tiles, with what the checkpoint's grid has for them:
         `loaded` [rows, columns], or [columns, rows] if transposed. Returns the part.
@@ -208,14 +204,14 @@ class Scaled(WeightFormat):
             check_finite(matrix)
             self._quantise(matrix, part.offset + rows.start)
 
-    def fill(self, matrix: torch.Tensor) -> None:
+    def fill(self, matrix: Tensor) -> None:
         """Quantise the whole of a matrix."""
         if self.zeros is not None:
             self.zeros.data.fill_(self.zero_point)
         for rows in self.pieces(self.shape[0]):
             self._quantise(matrix[rows].float(), rows.start)
 
-    def _quantise(self, matrix: torch.Tensor, start: int) -> None:
+    def _quantise(self, matrix: Tensor, start: int) -> None:
         """Set the codes and scales of the rows from `start` on to what comes nearest to float32 values."""
         (num_rows, width), (tile_rows, tile_columns) = matrix.shape, self.tile
         padded = F.pad(matrix, (0, -width % tile_columns, 0, -num_rows % tile_rows))
@@ -226,18 +222,18 @@ class Scaled(WeightFormat):
         self.scales.data[first : first + len(tiles)] = scales[:, 0, :, 0]
         self.set_codes(slice(start, start + num_rows), codes[:num_rows, :width])
 
-    def choose_scales(self, tiles: torch.Tensor) -> torch.Tensor:
+    def choose_scales(self, tiles: Tensor) -> Tensor:
         """For tiles [rows, rows of a tile, columns, columns of a tile]: [rows, 1, columns, 1]."""
         return self.smallest(tiles.abs().amax((1, 3), keepdim=True) / self.highest)
 
     @staticmethod
-    def smallest(scales: torch.Tensor) -> torch.Tensor:
+    def smallest(scales: Tensor) -> Tensor:
         """Scales for tiles of zeros must not be 0, in float16 either."""
         return scales.clamp_min(1e-7)
 
-    def round(self, values: torch.Tensor) -> torch.Tensor:
+    def round(self, values: Tensor) -> Tensor:
         return values.round_().clamp_(self.lowest, self.highest)
 
-    def set_codes(self, rows: slice, codes: torch.Tensor) -> None:
+    def set_codes(self, rows: slice, codes: Tensor) -> None:
         """Store the codes of these rows, which are float32 [rows, in]."""
         raise NotImplementedError
