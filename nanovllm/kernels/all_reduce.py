@@ -85,8 +85,7 @@ class PeerMemory:
         batch = len(scores)
         best = torch.empty_like(token_ids)
         _best_token_kernel[(cdiv(batch, SAMPLE_BLOCK),)](
-            scores, token_ids, best,
-            self.addresses, self.aborted, self.best_start, batch, self.max_num_seqs,
+            scores, token_ids, best, self.addresses, self.aborted, self.best_start, batch, self.max_num_seqs,
             RANK=self.rank, SIZE=self.size, MISSING=INT32_MIN, BLOCK=SAMPLE_BLOCK, num_warps=4,
         )  # fmt: skip
         self.turn = 0  # all ranks have finished with both halves

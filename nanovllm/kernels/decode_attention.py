@@ -86,8 +86,7 @@ def paged_decode_attention(
     prefix_lens = num_parts = parts = prefix_out = prefix_log_sums = None
     if shared is not None:
         prefix_lens, num_parts, parts = shared[:3]
-        prefixes = shared_prefix_attention(q, k_cache, v_cache, block_tables, rule, shared)
-        prefix_out, prefix_log_sums = prefixes
+        prefix_out, prefix_log_sums = shared_prefix_attention(q, k_cache, v_cache, block_tables, rule, shared)
     partial = counters = None
     if splits > 1:
         partial = torch.empty(batch * heads * splits * (head_dim + 1), dtype=torch.float32, device=q.device)
@@ -96,8 +95,7 @@ def paged_decode_attention(
     if batch:
         _decode_kernel[(kv_heads * readers, batch, splits)](
             q, k_cache, v_cache, block_tables, context_lens,
-            prefix_lens, num_parts, parts, prefix_out, prefix_log_sums,
-            out, partial, counters, rule.sinks,
+            prefix_lens, num_parts, parts, prefix_out, prefix_log_sums, out, partial, counters, rule.sinks,
             rule.scale * LOG2_E, *q.stride()[:2], block_tables.stride(0), splits, multiprocessors,
             KV_HEADS=kv_heads, READERS=readers, GROUP=group, GROUP_PAD=group_pad,
             HEAD_DIM=head_dim, DIM_PAD=dim_pad, BLOCK_SIZE=block_size,
@@ -161,8 +159,7 @@ def paged_decode_attention_torch(
 @triton.jit(do_not_specialize=["table_stride", "splits", "num_multiprocessors"])
 def _decode_kernel(
     q, k_cache, v_cache, block_tables, context_lens,
-    prefix_lens, num_parts, parts, prefix_out, prefix_log_sums,
-    out, partial, counters, sinks,
+    prefix_lens, num_parts, parts, prefix_out, prefix_log_sums, out, partial, counters, sinks,
     scale_log2, q_batch_stride, q_head_stride, table_stride, splits, num_multiprocessors,
     KV_HEADS: tl.constexpr, READERS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
@@ -234,9 +231,8 @@ def _decode_kernel(
         prefix_log_sums += head
         places = parts + seq * MAX_PARTS
         first_part, first_log_sum = load_part(
-            places, 0, used_parts, prefix_out, prefix_log_sums, row, dim,
-            SHARES, GROUP, HEAD_DIM,
-        )  # fmt: skip
+            places, 0, used_parts, prefix_out, prefix_log_sums, row, dim, SHARES, GROUP, HEAD_DIM
+        )
     for start in range(begin, end, TILE):
         token = start + tl.arange(0, TILE)
         seen = token < end
@@ -296,9 +292,8 @@ def _decode_kernel(
         highest, total, acc = add_part(first_part, first_log_sum, highest, total, acc)
         for i in range(1, used_parts):
             part, log_sum = load_part(
-                places, i, used_parts, prefix_out, prefix_log_sums, row, dim,
-                SHARES, GROUP, HEAD_DIM,
-            )  # fmt: skip
+                places, i, used_parts, prefix_out, prefix_log_sums, row, dim, SHARES, GROUP, HEAD_DIM
+            )
             highest, total, acc = add_part(part, log_sum, highest, total, acc)
 
     result = acc / tl.where(total > 0, total, 1.0)[None, :]

@@ -132,9 +132,8 @@ def _threshold_kernel(
 
 @triton.jit
 def _weigh_kernel(
-    row, length, low, best, scale,
-    COUNT: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    row, length, low, best, scale, COUNT: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr
+):
     """What the logits from `low` on weigh: 1 each (COUNT) or exp2((logit - best) * scale)."""
     total = tl.zeros([BLOCK], tl.float32)
     for start in tl.range(0, length, BLOCK, num_stages=STAGES):

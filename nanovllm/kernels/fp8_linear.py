@@ -84,14 +84,8 @@ def fp8_linear(
         x_scales, weight_scales = x.scales.t(), weight.scales.t()
     else:
         x_scales, weight_scales = x.scales[:, None], weight.scales.t()
-    y = torch._scaled_mm(
-        x.codes,
-        codes,
-        scale_a=x_scales,
-        scale_b=weight_scales,
-        out_dtype=x.dtype,
-        use_fast_accum=not weight.group,
-    )[: x.rows]
+    options = {"out_dtype": x.dtype, "use_fast_accum": not weight.group}
+    y = torch._scaled_mm(x.codes, codes, scale_a=x_scales, scale_b=weight_scales, **options)[: x.rows]
     if is_left:
         return Unscaled(y, x.scales, weight.scales[:, 0])
     return y if bias is None else y.add_(bias)

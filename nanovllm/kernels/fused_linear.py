@@ -82,8 +82,7 @@ def fused_linear(
         _fused_linear_kernel[(programs,)](
             TensorDescriptor(x, [x_rows, in_features], list(x.stride()), [block_m, block_k]),
             TensorDescriptor(pairs, list(pairs.shape), list(pairs.stride()), [parts, block_n, block_k]),
-            weight, bias, squares, residual, next_norm_weight,
-            out, scaled, new_squares,
+            weight, bias, squares, residual, next_norm_weight, out, scaled, new_squares,
             eps, 0 if residual is None else residual.stride(0), rows, in_features, width,
             BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, PARTS=parts,
             NUM_SQUARES=num_squares, SQUARES_PAD=next_power_of_2(max(1, num_squares)),
@@ -126,8 +125,7 @@ def _readable_rows(x: Tensor, wanted: int) -> int:
 
 @triton.jit(do_not_specialize=["rows"])
 def _fused_linear_kernel(
-    x, weight, weight_start, bias, squares, residual, next_norm_weight,
-    out, scaled, new_squares,
+    x, weight, weight_start, bias, squares, residual, next_norm_weight, out, scaled, new_squares,
     eps, residual_stride, rows, in_features, width,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr,
     NUM_SQUARES: tl.constexpr, SQUARES_PAD: tl.constexpr, OVERLAP: tl.constexpr,
@@ -160,11 +158,8 @@ def _fused_linear_kernel(
     # What the result is combined with is asked for first: behind the loop each of these loads costs 1 us.
     if NUM_SQUARES > 0:
         part = tl.arange(0, SQUARES_PAD)
-        its_squares = tl.load(
-            squares + row[:, None] * NUM_SQUARES + part[None, :],
-            mask=real_row[:, None] & (part < NUM_SQUARES)[None, :],
-            other=0.0,
-        )
+        is_part = real_row[:, None] & (part < NUM_SQUARES)[None, :]
+        its_squares = tl.load(squares + row[:, None] * NUM_SQUARES + part[None, :], mask=is_part, other=0.0)
     if bias is not None:
         added = tl.load(bias + line, mask=real_line, other=0.0)
         if PARTS == 2:

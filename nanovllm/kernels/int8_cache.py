@@ -232,10 +232,8 @@ def widen(byte):
     """1024 + byte in float16, whose bits are 0x6400 + byte: a permutation of bytes makes two of them."""
     if IS_INTERPRETED:
         return byte.to(tl.float16) + 1024.0
-    return tl.inline_asm_elementwise(
-        "prmt.b32 $0, $2, 0x64646464, 0x4140; prmt.b32 $1, $2, 0x64646464, 0x4342;",
-        "=r,=r,r", [byte], dtype=tl.float16, is_pure=True, pack=4,
-    )  # fmt: skip
+    asm: tl.constexpr = "prmt.b32 $0, $2, 0x64646464, 0x4140; prmt.b32 $1, $2, 0x64646464, 0x4342;"
+    return tl.inline_asm_elementwise(asm, "=r,=r,r", [byte], dtype=tl.float16, is_pure=True, pack=4)
 
 
 @triton.jit
@@ -298,9 +296,8 @@ def fast_log2(x):
     """-inf for 0. A single instruction, where `tl.log2` is a polynomial."""
     if IS_INTERPRETED:
         return tl.log2(x)
-    return tl.inline_asm_elementwise(
-        "lg2.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-    )
+    asm: tl.constexpr = "lg2.approx.f32 $0, $1;"
+    return tl.inline_asm_elementwise(asm, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit

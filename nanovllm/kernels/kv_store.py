@@ -69,8 +69,7 @@ def qk_norm_rope_store(
     heads = HEADS_PER_PROGRAM // 2 if is_8_bit else HEADS_PER_PROGRAM  # which takes longer
     programs = cdiv(num_heads, heads) + 2 * cdiv(num_kv_heads, heads)
     _qk_norm_rope_store_kernel[(len(qkv) * programs,)](
-        qkv, q_weight, k_weight, eps, positions, cos_sin,
-        k_cache, v_cache, slot_mapping, qkv.stride(0),
+        qkv, q_weight, k_weight, eps, positions, cos_sin, k_cache, v_cache, slot_mapping, qkv.stride(0),
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEADS=heads,
         HEAD_DIM=head_dim, HALF_PAD=next_power_of_2(half), STAGES=(half & -half).bit_length() - 1,
         BLOCK_SIZE=page_sizes(k_cache, head_dim)[0] if is_8_bit else 1, ROUND_KV=is_prefill and is_8_bit,
@@ -100,8 +99,7 @@ def _store_kernel(
 
 @triton.jit
 def _qk_norm_rope_store_kernel(
-    qkv, q_weight, k_weight, eps, positions, cos_sin,
-    k_cache, v_cache, slot_mapping, token_stride,
+    qkv, q_weight, k_weight, eps, positions, cos_sin, k_cache, v_cache, slot_mapping, token_stride,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr, HALF_PAD: tl.constexpr, STAGES: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, ROUND_KV: tl.constexpr, OVERLAP: tl.constexpr,

@@ -56,8 +56,7 @@ def apply_rules(
     if len(logits):
         _rules_kernel[(len(logits), PROGRAMS_A_ROW)](
             logits, rows, positions, addresses, history, logits.stride(0),
-            HISTORY=HISTORY, PROGRAMS=PROGRAMS_A_ROW, BLOCK=RULES_AT_ONCE, TOKENS=TOKENS_AT_ONCE,
-            num_warps=4,
+            HISTORY=HISTORY, PROGRAMS=PROGRAMS_A_ROW, BLOCK=RULES_AT_ONCE, TOKENS=TOKENS_AT_ONCE, num_warps=4,
         )  # fmt: skip
 
 

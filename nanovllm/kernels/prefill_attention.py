@@ -16,9 +16,8 @@ from nanovllm.kernels.attention_rule import UNIT, AttentionRule, attend_torch, s
 from nanovllm.kernels.int8_cache import TILE, dequantize_tile, load_int8_tile, page_sizes, read_tokens
 from nanovllm.kernels.runtime import LOG2_E, cdiv, next_power_of_2, tl, triton, use_triton
 
-SHORT_QUERIES = (
-    64  # at most so many tokens of each sequence: short prompts, and ends of those that are cached
-)
+# At most so many tokens of each sequence: short prompts, and ends of those that are cached.
+SHORT_QUERIES = 64
 
 
 def varlen_prefill_attention(
@@ -45,13 +44,11 @@ def varlen_prefill_attention(
     if tokens:
         table_stride = 0 if block_tables is None else block_tables.stride(0)
         _prefill_kernel[(cdiv(max_seqlen_q, query_tile), heads, len(cu_seqlens_q) - 1)](
-            q, k, v, out,
-            cu_seqlens_q, cu_seqlens_k, block_tables, rule.sinks, rule.scale * LOG2_E,
+            q, k, v, out, cu_seqlens_q, cu_seqlens_k, block_tables, rule.sinks, rule.scale * LOG2_E,
             *q.stride()[:2], *k.stride()[-3:-1], *v.stride()[-3:-1], table_stride,
             GROUP=heads // kv_heads, HEAD_DIM=head_dim, DIM_PAD=dim_pad,
             BLOCK_SIZE=block_size, QUERY_TILE=query_tile, KEY_TILE=key_tile,
-            WINDOW=rule.window, SOFTCAP=rule.softcap,
-            num_warps=num_warps, num_stages=num_stages,
+            WINDOW=rule.window, SOFTCAP=rule.softcap, num_warps=num_warps, num_stages=num_stages,
         )  # fmt: skip
     return out
 
@@ -113,8 +110,7 @@ def varlen_prefill_attention_torch(
 
 @triton.jit(do_not_specialize=["table_stride"])
 def _prefill_kernel(
-    q, k, v, out,
-    cu_seqlens_q, cu_seqlens_k, block_tables, sinks, scale_log2,
+    q, k, v, out, cu_seqlens_q, cu_seqlens_k, block_tables, sinks, scale_log2,
     q_token_stride, q_head_stride, k_token_stride, k_head_stride, v_token_stride, v_head_stride, table_stride,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     QUERY_TILE: tl.constexpr, KEY_TILE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,

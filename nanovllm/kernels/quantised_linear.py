@@ -66,8 +66,7 @@ def quantised_linear(x: Tensor, weight: QuantisedWeight, bias: Tensor | None = N
         partial = torch.empty(splits, rows, out_features, dtype=torch.float32, device=x.device)
     _quantised_linear_kernel[(tiles, splits)](
         x, weight.codes.view(torch.uint8), weight.scales, weight.zeros, weight.offsets, bias, out,
-        partial, runtime.arrival_counters(x.device),
-        x.stride(0), rows, out_features,
+        partial, runtime.arrival_counters(x.device), x.stride(0), rows, out_features,
         KIND=weight.kind, IN_FEATURES=in_features, GROUP=weight.group, TILE_ROWS=weight.tile[0],
         ZERO_POINT=weight.zero_point, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
         STEPS=cdiv(steps, splits), SPLITS=splits, STAGES=num_stages,
@@ -77,8 +76,7 @@ def quantised_linear(x: Tensor, weight: QuantisedWeight, bias: Tensor | None = N
 
 
 def quantised_linear_torch(x: Tensor, weight: QuantisedWeight, bias: Tensor | None = None) -> Tensor:
-    whole = dequantise_whole_torch(weight, x.dtype)
-    return F.linear(x, whole, bias)
+    return F.linear(x, dequantise_whole_torch(weight, x.dtype), bias)
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -7,6 +7,8 @@ two at a time, which is exact, and are multiplied and added so for a piece of 16
 sums are float32. The input is brought into the range of float16 by a power of two.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -84,13 +86,8 @@ def quantised_matvec(
     return out
 
 
-def quantised_matvec_torch(
-    x: Tensor, weight: QuantisedWeight, bias: Tensor | None = None,
-    norm_weight: Tensor | None = None, eps: float = 0.0,
-    residual: Tensor | None = None, silu_and_mul: bool = False,
-) -> Tensor:  # fmt: skip
-    whole = dequantise_whole_torch(weight, x.dtype)
-    return linear_small_torch(x, whole, bias, norm_weight, eps, residual, silu_and_mul)
+def quantised_matvec_torch(x: Tensor, weight: QuantisedWeight, *args: Any, **options: Any) -> Tensor:
+    return linear_small_torch(x, dequantise_whole_torch(weight, x.dtype), *args, **options)
 
 
 def _multiply_fp8() -> list[str]:
@@ -142,9 +139,8 @@ def assembler(lines: list[str]) -> tl.constexpr:
     return tl.constexpr("\n".join([*begin, *lines, *end, "add.f32 $0, $0, other;", "}"]))
 
 
-MULTIPLY_FP8, MULTIPLY_INT8, MULTIPLY_INT4 = map(
-    assembler, (_multiply_fp8(), _multiply_int8(), _multiply_int4())
-)
+MULTIPLICATIONS = _multiply_fp8(), _multiply_int8(), _multiply_int4()
+MULTIPLY_FP8, MULTIPLY_INT8, MULTIPLY_INT4 = map(assembler, MULTIPLICATIONS)
 REGISTERS_8, REGISTERS_4 = tl.constexpr("=f" + ",r" * 12), tl.constexpr("=f" + ",r" * 22)
 
 
@@ -159,9 +155,8 @@ def pairs_of(values, PIECES: tl.constexpr, ROWS: tl.constexpr, DISTANCE: tl.cons
     else:
         values = tl.reshape(values, [PIECES, 1, ROWS, 4, 2, 2])
         first, second = tl.split(tl.permute(values, [0, 1, 2, 3, 5, 4]))
-    pairs = tl.inline_asm_elementwise(
-        "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [first, second], dtype=tl.int32, is_pure=True, pack=1
-    )
+    asm: tl.constexpr = "cvt.rn.f16x2.f32 $0, $2, $1;"
+    pairs = tl.inline_asm_elementwise(asm, "=r,f,f", [first, second], dtype=tl.int32, is_pure=True, pack=1)
     even, odd = tl.split(tl.reshape(pairs, [PIECES, 1, ROWS, 2, 2, 2]))
     a, c = tl.split(even)
     b, d = tl.split(odd)
@@ -313,9 +308,7 @@ def _quantised_matvec_kernel(
             else:
                 inputs = [first, second, third, fourth, a, b, c, d, e, f, g, h]
                 asm: tl.constexpr = MULTIPLY_FP8 if KIND == FP8 else MULTIPLY_INT8
-                parts = tl.inline_asm_elementwise(
-                    asm, REGISTERS_8, inputs, dtype=tl.float32, is_pure=True, pack=1
-                )
+                parts = tl.inline_asm_elementwise(asm, REGISTERS_8, inputs, tl.float32, is_pure=True, pack=1)
         if KIND != INT4 and zeros is not None:
             parts -= its_zero.to(tl.float32) * sums
         parts *= its_scale.to(tl.float32)

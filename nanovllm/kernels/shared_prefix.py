@@ -52,13 +52,9 @@ def can_share(config_heads: int, heads: int, head_dim: int, element_size: int, d
 
 
 def shared_prefix_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_tables: Tensor,
-    rule: AttentionRule,
-    shared: SharedPrefixes,
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k_cache: Tensor, v_cache: Tensor,
+    block_tables: Tensor, rule: AttentionRule, shared: SharedPrefixes,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """
     The partial results, float32 [places, heads, head_dim], and log2 of each softmax's denominator, float32
     [places, heads]; the other arguments are those of `paged_decode_attention`.
@@ -72,8 +68,7 @@ def shared_prefix_attention(
     element_size = max(q.element_size(), k_cache.element_size())
     key_tile, num_warps, num_stages, programs = _tile(dim_pad, element_size, q.device)
     _shared_prefix_kernel[(programs * runtime.num_multiprocessors(q.device),)](
-        q, k_cache, v_cache, block_tables, partial, log_sums,
-        shared.members, shared.tasks, shared.num_tasks,
+        q, k_cache, v_cache, block_tables, partial, log_sums, shared.members, shared.tasks, shared.num_tasks,
         rule.scale * LOG2_E, *q.stride()[:2], block_tables.stride(0),
         KV_HEADS=kv_heads, GROUP=group, HEAD_DIM=head_dim, DIM_PAD=dim_pad, BLOCK_SIZE=block_size,
         QUERY_TILE=max(QUERY_TILE, next_power_of_2(group)), KEY_TILE=key_tile, SOFTCAP=rule.softcap,
@@ -92,13 +87,9 @@ def _tile(dim_pad: int, element_size: int, device: torch.device) -> tuple[int, i
 
 
 def shared_prefix_attention_torch(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_tables: Tensor,
-    rule: AttentionRule,
-    shared: SharedPrefixes,
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k_cache: Tensor, v_cache: Tensor,
+    block_tables: Tensor, rule: AttentionRule, shared: SharedPrefixes,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     _, heads, head_dim = q.shape
     partial = torch.zeros(len(shared.members), heads, head_dim, dtype=torch.float32, device=q.device)
     log_sums = torch.zeros(len(shared.members), heads, dtype=torch.float32, device=q.device)
@@ -135,8 +126,7 @@ def add_parts_torch(
 
 @triton.jit(do_not_specialize=["table_stride"])
 def _shared_prefix_kernel(
-    q, k_cache, v_cache, block_tables, partial, log_sums,
-    members, tasks, num_tasks,
+    q, k_cache, v_cache, block_tables, partial, log_sums, members, tasks, num_tasks,
     scale_log2, q_batch_stride, q_head_stride, table_stride,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, QUERY_TILE: tl.constexpr, KEY_TILE: tl.constexpr, SOFTCAP: tl.constexpr,
@@ -177,20 +167,17 @@ def _shared_prefix_kernel(
         for start in range(aligned, whole_end, KEY_TILE):
             highest, total, acc = attend_to_tile(
                 query, k_head, v_head, table, start, end, begin, last_key, highest, total, acc,
-                scale_log2, STRIDE, STRIDE, HEAD_DIM, DIM_PAD, BLOCK_SIZE, KEY_TILE,
-                0, SOFTCAP, False,
+                scale_log2, STRIDE, STRIDE, HEAD_DIM, DIM_PAD, BLOCK_SIZE, KEY_TILE, 0, SOFTCAP, False,
             )  # fmt: skip
         for start in range(begin // KEY_TILE * KEY_TILE, begin, KEY_TILE):
             highest, total, acc = attend_to_tile(
                 query, k_head, v_head, table, start, end, begin, last_key, highest, total, acc,
-                scale_log2, STRIDE, STRIDE, HEAD_DIM, DIM_PAD, BLOCK_SIZE, KEY_TILE,
-                0, SOFTCAP, True,
+                scale_log2, STRIDE, STRIDE, HEAD_DIM, DIM_PAD, BLOCK_SIZE, KEY_TILE, 0, SOFTCAP, True,
             )  # fmt: skip
         for start in range(tl.maximum(aligned, whole_end), end, KEY_TILE):
             highest, total, acc = attend_to_tile(
                 query, k_head, v_head, table, start, end, begin, last_key, highest, total, acc,
-                scale_log2, STRIDE, STRIDE, HEAD_DIM, DIM_PAD, BLOCK_SIZE, KEY_TILE,
-                0, SOFTCAP, True,
+                scale_log2, STRIDE, STRIDE, HEAD_DIM, DIM_PAD, BLOCK_SIZE, KEY_TILE, 0, SOFTCAP, True,
             )  # fmt: skip
 
         out_row = place.to(tl.int64) * KV_HEADS * GROUP + head

@@ -40,11 +40,7 @@ def apply_masks_torch(logits: Tensor, masks: Masks, vocab_start: int = 0) -> Non
 
 
 @triton.jit
-def _mask_kernel(
-    logits, index, masks,
-    logits_stride, masks_stride, vocab,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
+def _mask_kernel(logits, index, masks, logits_stride, masks_stride, vocab, BLOCK: tl.constexpr):
     row = tl.program_id(1).to(tl.int64)
     place = tl.load(index + row)
     if place >= 0:
