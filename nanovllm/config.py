@@ -13,7 +13,7 @@ import torch
 from nanovllm.checkpoints import Checkpoint, open_checkpoint
 from nanovllm.checkpoints.model_config import ModelConfig
 from nanovllm.foreign_options import without_foreign
-from nanovllm.utils.validation import check_bool, is_number, shown
+from nanovllm.utils.validation import check, check_bool, is_number, shown
 
 MAX_SIZE = 2**31 - 1
 MAX_GRID = 2**16 - 1  # of a kernel's second and third dimension
@@ -94,8 +94,7 @@ class Config:
         # cannot ask CUDA for its devices.
         if self.hf_config is not None:
             return
-        if not isinstance(self.model, (str, os.PathLike)):
-            raise ValueError(f"model must be a name or a path, got {shown(self.model)}")
+        check(isinstance(self.model, (str, os.PathLike)), "model must be a name or a path", self.model)
         object.__setattr__(self, "model", str(self.model))
         self._check_integer("max_num_batched_tokens", 1)
         self._check_integer("max_num_seqs", 1, MAX_GRID)
@@ -151,14 +150,13 @@ class Config:
     def _check_integer(self, name: str, low: int, high: int = MAX_SIZE) -> None:
         """For `__post_init__`, which alone may set fields: numpy's integers become Python's."""
         value = getattr(self, name)
-        if not is_number(value, int, low, high):
-            raise ValueError(f"{name} must be an integer from {low} to {high}, got {shown(value)}")
+        check(is_number(value, int, low, high), f"{name} must be an integer from {low} to {high}", value)
         object.__setattr__(self, name, int(value))
 
     def _check_choice(self, name: str, allowed: tuple[str, ...]) -> None:
         value = getattr(self, name)
-        if not isinstance(value, str) or value not in allowed:  # an array would compare its elements
-            raise ValueError(f"{name} must be one of {list(allowed)}, got {shown(value)}")
+        # An array would compare its elements.
+        check(isinstance(value, str) and value in allowed, f"{name} must be one of {list(allowed)}", value)
 
     @classmethod
     def from_options(cls, model: str, options: dict[str, Any]) -> "Config":

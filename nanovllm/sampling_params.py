@@ -195,8 +195,7 @@ class SamplingParams:
         setattr(self, name, tuple(map(convert, values)))
 
     def _check(self, is_good: bool, name: str, allowed: str) -> None:
-        if not is_good:
-            raise ValueError(f"{name} must be {allowed}, got {shown(getattr(self, name))}")
+        check(is_good, f"{name} must be {allowed}", getattr(self, name))
 
 
 class Needs(IntFlag):

@@ -139,8 +139,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--model", required=True, help="folder, .gguf file or hub id")
     add("--input", type=Path, required=True, help="lines of .jsonl, .txt or .parquet")
     add("--output", type=Path, required=True, help="gets the answers, a JSON object a line")
-    engines = "engines, spread by Ray over the GPUs of its cluster"
-    add("--data-parallel", type=int, metavar="N", help=engines)
+    add("--data-parallel", type=int, metavar="N", help="engines, spread by Ray over the GPUs of its cluster")
     address = "of a Ray cluster, such as auto (default: $RAY_ADDRESS, or else one of this host alone)"
     add("--ray-address", default=os.environ.get("RAY_ADDRESS"), help=address)
     add("--resume", action="store_true", help="answer what the output does not hold yet")

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from nanovllm.sampling_params import MAX_SEED, SamplingParams, StructuredOutputsParams
 from nanovllm.text.results import Logprob
-from nanovllm.utils.validation import shown
+from nanovllm.utils.validation import check, shown
 
 SAMPLING_FIELDS = {f.name for f in fields(SamplingParams)} | {"max_completion_tokens", "top_logprobs"}
 SAMPLING_FIELDS |= {"response_format"}
@@ -99,8 +99,7 @@ def parse_line(line: int, text: bytes, defaults: dict[str, Any]) -> Request:
     content = _decode(text)
     is_plain = "prompt" in content or "messages" in content
     is_openai = isinstance(content.get("body"), dict) or ("body" in content and not is_plain)
-    body = _openai_body(content) if is_openai else content
-    given = body
+    given = _openai_body(content) if is_openai else content
     body = {name: value for name, value in given.items() if value is not None}
     known = {"prompt", "messages"} | SAMPLING_FIELDS | (CHAT_FIELDS if "messages" in body else set())
     if is_openai:
@@ -118,8 +117,7 @@ def parse_line(line: int, text: bytes, defaults: dict[str, Any]) -> Request:
         defaults["seed"] = (defaults["seed"] + (line << 32)) & MAX_SEED
     params = read_params(sampling, defaults)
     messages, model = body.get("messages"), body.get("model") if is_openai else None
-    if not isinstance(model, str | None):
-        raise ValueError(f"model must be a text, got {shown(model)}")
+    check(isinstance(model, str | None), "model must be a text", model)
     chat_options = {name: body[name] for name in CHAT_FIELDS & body.keys()}
     custom_id = _read_custom_id(content)
     asked = body.get("prompt"), messages, params, chat_options
@@ -164,10 +162,8 @@ def _read_custom_id(content: dict[str, Any]) -> CustomId:
 def _openai_body(content: dict[str, Any]) -> dict[str, Any]:
     _check_fields(content, {"custom_id", "method", "url", "body"})
     body, url = content["body"], content.get("url")
-    if not isinstance(body, dict):
-        raise ValueError(f"body must be an object, got {shown(body)}")
-    if content.get("method", "POST") != "POST":
-        raise ValueError(f'method must be "POST", got {shown(content["method"])}')
+    check(isinstance(body, dict), "body must be an object", body)
+    check(content.get("method", "POST") == "POST", 'method must be "POST"', content.get("method"))
     if url is not None and (not isinstance(url, str) or PATHS.get(url) not in body):
         raise ValueError(f"url must be one of {', '.join(PATHS)} and fit the body, got {shown(url)}")
     return body
@@ -268,17 +264,13 @@ def _plain(value: Any) -> Any:
 
 
 def _openai_response(
-    request: Request,
-    results: list[dict[str, Any]],
-    outputs: list[dict[str, Any]],
-    num_tokens: int,
-    model: str,
-) -> dict[str, Any]:
-    num_asked, num_cached = (
-        sum(result[name] for result in results) for name in ("num_prompt_tokens", "num_cached_tokens")
-    )
-    usage = {"prompt_tokens": num_asked, "completion_tokens": num_tokens}
-    usage["total_tokens"] = num_asked + num_tokens
+    request: Request, results: list[dict[str, Any]], outputs: list[dict[str, Any]],
+    num_tokens: int, model: str,
+) -> dict[str, Any]:  # fmt: skip
+    num_asked = sum(result["num_prompt_tokens"] for result in results)
+    num_cached = sum(result["num_cached_tokens"] for result in results)
+    total = num_asked + num_tokens
+    usage = {"prompt_tokens": num_asked, "completion_tokens": num_tokens, "total_tokens": total}
     usage["prompt_tokens_details"] = {"cached_tokens": num_cached}
     body = {
         "id": f"line-{request.line}",

@@ -20,7 +20,7 @@ import torch
 
 from nanovllm.checkpoints.hub import download_adapter
 from nanovllm.checkpoints.untrusted import file_inside, read_json
-from nanovllm.utils.validation import is_number, shown
+from nanovllm.utils.validation import check, is_number, shown
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # PEFT's wrappers around the model
@@ -60,10 +60,8 @@ class Adapter:
     def _refuse(self, config: dict[str, Any], field: str, *allowed: Any) -> None:
         """Raise ValueError unless the field has one of these values, or is not there."""
         value = config.get(field, allowed[0])
-        if not any(type(value) is type(each) and value == each for each in allowed):
-            raise ValueError(
-                f"{self.config_file}: {field} must be {' or '.join(map(repr, allowed))}, got {shown(value)}"
-            )
+        is_allowed = any(type(value) is type(each) and value == each for each in allowed)
+        check(is_allowed, f"{self.config_file}: {field} must be {' or '.join(map(repr, allowed))}", value)
 
     def _read_pattern(self, config: dict[str, Any], field: str) -> list[tuple[re.Pattern, Any]]:
         """As PEFT has it: a key is a regular expression for the end of a module's name."""

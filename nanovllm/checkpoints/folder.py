@@ -117,9 +117,7 @@ class FolderCheckpoint(Checkpoint):
         if not index.exists():
             if files := sorted(self.folder.glob("*.safetensors")):
                 return {file: [] for file in files}
-            others = sorted(
-                file.name for file in self.folder.iterdir() if file.suffix in (".bin", ".pt", ".pth")
-            )
+            others = sorted(f.name for f in self.folder.iterdir() if f.suffix in (".bin", ".pt", ".pth"))
             only = f" (only {', '.join(others[:3])})" if others else ""
             raise ValueError(f"{self.path} has no safetensors file{only}; only safetensors and GGUF are read")
         weight_map = read_json(index).get("weight_map")

@@ -10,26 +10,21 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.checkpoints.transformers_config import FULL, SLIDING, read_transformers_config
-from nanovllm.utils.validation import check_bool, shown
+from nanovllm.utils.validation import check, check_bool, shown
 
+QWEN_WINDOW = {"use_sliding_window": False, "sliding_window": 4096}
+EXPERTS = {"num_experts": 128, "decoder_sparse_step": 1, "mlp_only_layers": []}
 # The architectures that are known, and which of their defaults are not those of all others.
 ARCHITECTURES: dict[str, dict[str, Any]] = {"LlamaForCausalLM": {}}
 ARCHITECTURES["MistralForCausalLM"] = {"sliding_window": 4096}
-ARCHITECTURES["Qwen2ForCausalLM"] = {
-    "use_sliding_window": False,
-    "sliding_window": 4096,
-    "max_window_layers": 28,
-}
+ARCHITECTURES["Qwen2ForCausalLM"] = QWEN_WINDOW | {"max_window_layers": 28}
 ARCHITECTURES["Qwen3ForCausalLM"] = ARCHITECTURES["Qwen2ForCausalLM"] | {"head_dim": 128}
 ARCHITECTURES["Qwen3MoeForCausalLM"] = {
-    "use_sliding_window": False,
-    "sliding_window": 4096,
-    "num_experts": 128,
+    **QWEN_WINDOW,
+    **EXPERTS,
     "num_experts_per_tok": 8,
     "moe_intermediate_size": 768,
     "norm_topk_prob": False,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
 }
 ARCHITECTURES["Gemma3ForCausalLM"] = {
     "head_dim": 256,
@@ -42,12 +37,10 @@ ARCHITECTURES["Gemma3ForCausalLM"] = {
     "tie_word_embeddings": True,
 }
 ARCHITECTURES["GptOssForCausalLM"] = {
-    "num_experts": 128,
+    **EXPERTS,
     "num_experts_per_tok": 4,
     "moe_intermediate_size": None,  # intermediate_size
     "norm_topk_prob": True,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
     "swiglu_limit": 7.0,
     "swiglu_alpha": 1.702,
     "num_key_value_heads": 8,
@@ -63,8 +56,7 @@ ARCHITECTURES["GptOssForCausalLM"] = {
 }  # fmt: skip
 # Settings that may have this value only.
 SUPPORTED = {"partial_rotary_factor": 1.0, "final_logit_softcapping": None, "attn_logit_softcapping": None}
-SUPPORTED["use_bidirectional_attention"] = False
-SUPPORTED |= {"swiglu_limit": 7.0, "swiglu_alpha": 1.702}
+SUPPORTED |= {"use_bidirectional_attention": False, "swiglu_limit": 7.0, "swiglu_alpha": 1.702}
 FLAGS = ["attention_bias", "mlp_bias", "tie_word_embeddings"]
 SIZES = ["hidden_size", "intermediate_size", "vocab_size", "max_position_embeddings", "num_attention_heads"]
 # No real model comes near; without a limit, memory would run out first.
@@ -180,8 +172,7 @@ def _read(raw: dict[str, Any], model_impl: str) -> dict[str, Any]:
     _check_size("head_dim", head_dim)
     if heads % kv_heads:
         raise ValueError(f"num_key_value_heads={kv_heads} must divide num_attention_heads={heads}")
-    if head_dim % 2:
-        raise ValueError(f"head_dim must be even, got {head_dim}")
+    check(head_dim % 2 == 0, "head_dim must be even", head_dim)
     _check_number("query_pre_attn_scalar", values.setdefault("query_pre_attn_scalar", head_dim), 1e-6, 1e15)
     rope_parameters, local = (_read_rope_parameters(values, kind) for kind in (FULL, SLIDING))
     activation = "hidden_activation" if "hidden_activation" in given else "hidden_act"
@@ -195,12 +186,9 @@ def _read(raw: dict[str, Any], model_impl: str) -> dict[str, Any]:
     limit = _context_limit(rope_parameters, values["max_position_embeddings"])
     dtype = given.get("dtype") or given.get("torch_dtype")  # the second is the older spelling
     dtype = str(dtype).removeprefix("torch.") if dtype else None
-    values.update(architectures=architectures, rope_parameters=rope_parameters, dtype=dtype)
-    values["local_rope_parameters"] = local
-    values["windows"] = (
-        _read_windows(values, raw, own) if architectures else (0,) * values["num_hidden_layers"]
-    )
-    values["quantization_config"] = quantization_config
+    windows = _read_windows(values, raw, own) if architectures else (0,) * values["num_hidden_layers"]
+    values.update(architectures=architectures, rope_parameters=rope_parameters, local_rope_parameters=local)
+    values.update(windows=windows, dtype=dtype, quantization_config=quantization_config)
     values["experts"] = _read_experts(values) if "num_experts" in own else None
     return values | {"context_limit": limit, "max_model_len": limit}
 
@@ -222,9 +210,8 @@ def _read_windows(values: dict[str, Any], raw: dict[str, Any], own: dict[str, An
         window, kinds, allowed = 0, [FULL] * num_layers, [FULL]
     else:
         _check_size("sliding_window", window)
-        first, every = (
-            values[name] if name in own else 0 for name in ("max_window_layers", "sliding_window_pattern")
-        )
+        first = values["max_window_layers"] if "max_window_layers" in own else 0
+        every = values["sliding_window_pattern"] if "sliding_window_pattern" in own else 0
         _check_number("max_window_layers", first, 0, MAX_SIZE)
         _check_number("sliding_window_pattern", every, 0, MAX_SIZE)
         has_window = [i >= first and not (every and (i + 1) % every == 0) for i in range(num_layers)]
@@ -305,8 +292,7 @@ def _context_limit(rope_parameters: dict[str, Any], trained: int) -> int:
 
 
 def _check_size(name: str, value: Any, limit: int = MAX_SIZE) -> None:
-    if type(value) is not int or not 1 <= value <= limit:
-        raise ValueError(f"{name} must be an integer from 1 to {limit}, got {shown(value)}")
+    check(type(value) is int and 1 <= value <= limit, f"{name} must be an integer from 1 to {limit}", value)
 
 
 def _check_number(name: str, value: Any, least: float, greatest: float) -> None:

@@ -5,7 +5,7 @@ Knows no layers. Whether the model can be run is found out when it is built (mod
 
 from typing import Any
 
-from nanovllm.utils.validation import shown
+from nanovllm.utils.validation import check, shown
 
 # Model types that give transformers' own logits here, as a test shows. Others may keep a state, attend in
 # another way, or do something beside attention that nobody would notice until the text is wrong.
@@ -54,11 +54,9 @@ def transformers_config(raw: dict[str, Any]) -> Any:
     if int(__version__.split(".")[0]) < 5:  # with some of 4's the tokens are others
         raise ValueError(f"architecture {shown(name)} needs transformers 5 or newer, this is {__version__}")
     if kind not in VERIFIED:
-        reason = next(
-            (why for why, kinds in REFUSED.items() if kind in kinds), "no test shows it to be right"
-        )
+        reasons = [why for why, kinds in REFUSED.items() if kind in kinds] or ["no test shows it to be right"]
         known = ", ".join(VERIFIED)
-        raise ValueError(f"model type {kind!r} is not supported: {reason}; through transformers: {known}")
+        raise ValueError(f"model type {kind!r} is not supported: {reasons[0]}; through transformers: {known}")
     try:
         return CONFIG_MAPPING[kind](**{key: value for key, value in raw.items() if key != "architectures"})
     except Exception as error:  # whatever a foreign file makes of foreign code
@@ -86,8 +84,7 @@ def read_transformers_config(raw: dict[str, Any]) -> dict[str, Any]:
 
 def _size(config: Any, name: str) -> Any:
     value = getattr(config, name, None)
-    if type(value) is not int or value < 1:
-        raise ValueError(f"{name} must be an integer from 1 on, got {shown(value)}")
+    check(type(value) is int and value >= 1, f"{name} must be an integer from 1 on", value)
     return value
 
 

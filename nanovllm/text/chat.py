@@ -40,27 +40,19 @@ def render(
     found = as_list(messages)
     is_list = bool(found) and isinstance(found[0], (dict, list, tuple))
     check(is_list, "messages must be a conversation or a list of conversations", messages)
-    conversations = [found] if isinstance(found[0], dict) else found
-    for i, conversation in enumerate(conversations):
+    chats = [found] if isinstance(found[0], dict) else found
+    for i, conversation in enumerate(chats):
         _check_conversation(conversation, f"conversation {i}")
     if tokenizer is None or (chat_template or tokenizer.chat_template) is None:
         raise ValueError(f"the tokenizer of {model!r} has no chat template")
     if form == "openai":
-        conversations = [[_with_parts(message) for message in each] for each in conversations]
-    elif any(map(_has_parts, conversations)) and (
-        form == "string" or not _takes_parts(tokenizer, chat_template)
-    ):
-        conversations = [
-            [_without_parts(m, f"conversation {i}") for m in c] for i, c in enumerate(conversations)
-        ]
-    options = dict(
-        chat_template=chat_template,
-        add_generation_prompt=add_generation_prompt,
-        continue_final_message=continue_final_message,
-        tools=tools,
-    )
+        chats = [[_with_parts(message) for message in chat] for chat in chats]
+    elif any(map(_has_parts, chats)) and (form == "string" or not _takes_parts(tokenizer, chat_template)):
+        chats = [[_without_parts(m, f"conversation {i}") for m in chat] for i, chat in enumerate(chats)]
+    options = dict(add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message)
+    options |= dict(chat_template=chat_template, tools=tools)
     texts = []
-    for i, conversation in enumerate(conversations):
+    for i, conversation in enumerate(chats):
         try:
             texts.append(render_chat(tokenizer, conversation, **options, **kwargs))
         except Exception as error:  # whatever a template raises

@@ -63,9 +63,8 @@ def as_token_ids(values: list | tuple, vocab_size: int, name: str) -> list[int]:
             check(is_number(token_id, int), f"{name}: token ids must be integers", token_id)
         token_ids = [int(token_id) for token_id in token_ids]
     lowest, highest = min(token_ids, default=0), max(token_ids, default=0)
-    if lowest < 0 or highest >= vocab_size:
-        wrong = lowest if lowest < 0 else highest
-        raise ValueError(f"{name}: token ids must be from 0 to {vocab_size - 1}, got {shown(wrong)}")
+    wrong = lowest if lowest < 0 else highest
+    check(0 <= lowest <= highest < vocab_size, f"{name}: token ids must be from 0 to {vocab_size - 1}", wrong)
     return token_ids
 
 
@@ -100,9 +99,8 @@ class Prompts:
             sampling_params = self.recommended()
         if isinstance(sampling_params, SamplingParams):
             sampling_params = [sampling_params] * len(prompts)
-        rule = (
-            "sampling_params must be SamplingParams, a list of them, or None (what the checkpoint recommends)"
-        )
+        rule = "sampling_params must be SamplingParams, a list of them, or None"
+        rule += " (what the checkpoint recommends)"
         check(isinstance(sampling_params, (list, tuple)), rule, sampling_params)
         if len(sampling_params) != len(prompts):
             raise ValueError(f"there are {len(prompts)} prompts but {len(sampling_params)} sampling_params")
@@ -159,18 +157,16 @@ class Prompts:
         bad_words, num_rule_words = self._read_rules(params, name)
         grammar = self._read_grammar(params, name)
         scored_token_ids = [] if params.prompt_logprobs is None else token_ids[1:]
-        packed = pack(
-            token_ids
-        )  # while they are in the processor's cache: later it takes three times as long
+        # While they are in the processor's cache: later it takes three times as long.
+        packed = pack(token_ids)
         rest = num_rule_words, scored_token_ids, 0, index or 0, packed
         return Request(token_ids, params, bad_words, *rest, grammar, text=text)
 
     @staticmethod
     def _check_params(params: Any, name: str) -> SamplingParams:
         """A checked copy: fields may have been assigned to, and may be again while the request runs."""
-        check(
-            isinstance(params, SamplingParams), f"sampling_params for {name} must be SamplingParams", params
-        )
+        rule = f"sampling_params for {name} must be SamplingParams"
+        check(isinstance(params, SamplingParams), rule, params)
         try:
             return _checked_copy(params)
         except TypeError:  # what was assigned has no hash
@@ -231,7 +227,7 @@ class Prompts:
 
     def _read_prompt(self, prompt: Any, num_new_tokens: int, name: str) -> tuple[list[int], str | None]:
         """The token ids of a prompt, and its text if it has one."""
-        given, text = prompt, None
+        given, text = prompt, prompt if isinstance(prompt, str) else None
         if isinstance(prompt, dict):
             has_one = prompt.keys() <= {"prompt", "prompt_token_ids"} and len(prompt) > 0
             check(has_one, f"{name} must have prompt or prompt_token_ids, and no other key", prompt)
@@ -240,11 +236,8 @@ class Prompts:
                     raise ValueError(f"{name}: {key} cannot be {shown(value)}")
             text = prompt.get("prompt")
             given = prompt.get("prompt_token_ids", text)
-        elif isinstance(prompt, str):
-            text = prompt
         token_ids = self.tokenize(given, name) if isinstance(given, str) else as_list(given)
-        if token_ids is None:
-            raise ValueError(f"{name} must be a string or a list of token ids, got {shown(given)}")
+        check(token_ids is not None, f"{name} must be a string or a list of token ids", given)
         token_ids = as_token_ids(token_ids, self.vocab_size, name)
         if not token_ids:
             raise ValueError(f"{name} is empty: {shown(given)}")

@@ -134,12 +134,8 @@ def make_score(token_ids: list[int], request: Any) -> dict[str, Any]:
 
 
 def _describe_completion(tokenizer: Any, seq: Sequence, index: int) -> Completion:
-    output = Completion(
-        text=completion_text(tokenizer, seq),
-        token_ids=seq.completion_token_ids,
-        finish_reason=seq.finish_reason,
-        stop_reason=seq.stop_reason,
-    )
+    output = Completion(text=completion_text(tokenizer, seq), token_ids=seq.completion_token_ids)
+    output.update(finish_reason=seq.finish_reason, stop_reason=seq.stop_reason)
     output.index = index
     if (count := seq.sampling_params.logprobs) is not None:
         output["logprobs"] = _describe(tokenizer, seq.completion_token_ids, seq.logprobs, count)
