@@ -142,22 +142,17 @@ class AsyncLLM:
         The result of one prompt, as `LLM.generate` describes it. Raises ValueError for a bad one. A
         `request_id` is a text that no other request has: the result has it, and `abort` takes it.
         """
-        request = self.llm.prompts.read(prompt, sampling_params)
-        return await self._result(request, request_id)
+        return await self._result(self.llm.prompts.read(prompt, sampling_params), request_id)
 
     async def chat(
-        self,
-        messages: Messages,
-        sampling_params: Params = None,
-        request_id: str | None = None,
-        **options: Any,
-    ) -> Result:
+        self, messages: Messages, sampling_params: Params = None,
+        request_id: str | None = None, **options: Any,
+    ) -> Result:  # fmt: skip
         """The result of one conversation, as `LLM.chat` describes it, with the options that it describes."""
         chats = self.llm.prompts.render_chats(messages, **options)
         if len(chats) > 1:
-            raise ValueError(
-                f"messages must be one conversation, got {len(chats)}: call chat for each of them"
-            )
+            message = f"messages must be one conversation, got {len(chats)}: call chat for each of them"
+            raise ValueError(message)
         return await self.generate(chats[0], sampling_params, request_id)
 
     async def score(self, prompt: Prompt, from_token: int = 1) -> dict[str, Any]:

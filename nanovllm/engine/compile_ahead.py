@@ -163,9 +163,7 @@ def _compile_part(
         F.linear = lambda x, weight, bias=None: (
             linear(x, weight, bias) if weight.numel() < 64 else x.new_empty(*x.shape[:-1], len(weight))
         )
-        torch._scaled_mm = lambda x, weight, out_dtype, **_: x.new_empty(
-            len(x), weight.shape[1], dtype=out_dtype
-        )
+        torch._scaled_mm = lambda a, b, out_dtype, **_: a.new_empty(len(a), b.shape[1], dtype=out_dtype)
         torch.empty_like = _zeroed_if_small(torch.empty_like)
         torch.empty = torch.zeros = _zeroed_if_small(torch.empty)
         target = triton.backends.compiler.GPUTarget("cuda", 10 * properties.major + properties.minor, 32)

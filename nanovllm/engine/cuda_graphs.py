@@ -45,9 +45,8 @@ class CudaGraphs:
         Begin the shared memory as one piece in which the largest step fits. Else it would grow with every
         larger batch, which does not fit into the pieces that smaller ones have left.
         """
-        self._pool_owner, _ = self._record(
-            lambda: torch.zeros(max(1, num_bytes), dtype=torch.uint8, device=self.device)
-        )
+        zeros = functools.partial(torch.zeros, max(1, num_bytes), dtype=torch.uint8, device=self.device)
+        self._pool_owner, _ = self._record(zeros)
 
     def capture(self, key: Hashable, *stages: Callable[..., Any]) -> None:
         """

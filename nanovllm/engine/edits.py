@@ -192,9 +192,8 @@ class DeviceEdits:
                 self.token_flags.view(-1)[index] = flags.int()
 
     def edit_logits(
-        self, logits: Tensor, rows: Tensor, positions: Tensor,
-        temperatures: Tensor, needs: Needs,
-    ) -> tuple[Tensor, Tensor | None, Masks | None]:  # fmt: skip
+        self, logits: Tensor, rows: Tensor, positions: Tensor, temperatures: Tensor, needs: Needs
+    ) -> tuple[Tensor, Tensor | None, Masks | None]:
         """
         What to draw from: logits [batch, vocabulary]; the lowest that may be drawn in each row, float32
         [batch], where there are filters; and masks that have not been applied. logits [batch, vocabulary] are

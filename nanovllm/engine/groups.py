@@ -86,13 +86,11 @@ class PrefixGroups:
         changes in the tables, int64 [2, changes]: indices and values. None if nothing does, or if there are
         no groups (`num_grouped_tokens` is 0 then): nobody reads the tables.
         """
-        long_ones = [
-            (i, seq) for i, seq in enumerate(sequences) if seq.num_prompt_tokens >= MIN_SHARED_TOKENS
-        ]
-        places = {seq.seq_id: place for place, seq in long_ones}
+        long = [(i, seq) for i, seq in enumerate(sequences) if seq.num_prompt_tokens >= MIN_SHARED_TOKENS]
+        places = {seq.seq_id: place for place, seq in long}
         for seq_id in self._keys.keys() - places.keys():
             self._leave(seq_id)
-        for _, seq in long_ones:
+        for _, seq in long:
             if seq.seq_id not in self._keys:
                 self._join(seq)
         groups, num_pieces, prefix_lens = self._plan()

@@ -38,8 +38,7 @@ class KVCache:
 
     def num_blocks_in(self, budget: int) -> int:
         """How many blocks fit into so many bytes. ValueError if these are too few for one sequence."""
-        config = self.config
-        block_bytes = self.block_bytes
+        config, block_bytes = self.config, self.block_bytes
         needed = -(-config.max_model_len // config.kvcache_block_size)
         if budget // block_bytes < needed:
             raise ValueError(

@@ -325,9 +325,8 @@ class ModelRunner:
     def padding(self, batch_size: int, is_grouped: bool) -> tuple[torch.Tensor, SharedPrefixes | None]:
         """Rows that no sequence has, and that share nothing."""
         rows, shared = self.decoding(batch_size, is_grouped)
-        return torch.full_like(rows, self.rows.padding_row), shared and SharedPrefixes(
-            *map(torch.zeros_like, shared)
-        )
+        shared = shared and SharedPrefixes(*map(torch.zeros_like, shared))
+        return torch.full_like(rows, self.rows.padding_row), shared
 
 
 def _starts(lengths: np.ndarray) -> np.ndarray:

@@ -51,12 +51,9 @@ class Sequence:
     _ids = count()
 
     def __init__(
-        self,
-        token_ids: list[int],
-        sampling_params: SamplingParams = SamplingParams(),
-        block_size: int = 256,
-        seed: int = 0,
-    ):
+        self, token_ids: list[int], sampling_params: SamplingParams = SamplingParams(),
+        block_size: int = 256, seed: int = 0,
+    ):  # fmt: skip
         self.seq_id = next(Sequence._ids)
         self.status = SequenceStatus.WAITING
         self.token_ids = list(token_ids)

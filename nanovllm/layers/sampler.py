@@ -23,15 +23,9 @@ class Sampler(nn.Module):
         self.group = get_group()
 
     def forward(
-        self,
-        logits: Tensor,
-        temperatures: Tensor,
-        seeds: Tensor,
-        positions: Tensor,
-        thresholds: Tensor | None = None,
-        masks: Masks | None = None,
-        is_whole: bool = False,
-    ) -> Tensor:
+        self, logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor,
+        thresholds: Tensor | None = None, masks: Masks | None = None, is_whole: bool = False,
+    ) -> Tensor:  # fmt: skip
         """
         logits [batch, this rank's vocabulary, or all of it], temperatures float32 [batch] (0 is greedy),
         seeds and positions int64 [batch] -> token ids int64 [batch], drawn from softmax(logits / temperature)

@@ -43,8 +43,6 @@ def make_sinks(attention: Qwen3Attention) -> nn.Parameter:
     """[heads of this rank]."""
     group, heads = attention.qkv_proj.group, attention.attn.num_heads
     sinks = nn.Parameter(torch.empty(heads), requires_grad=False)
-    mine = slice(group.rank * heads, group.rank * heads + heads)
-    sinks.weight_loader = lambda param, loaded: default_weight_loader(
-        param, loaded, mine, (group.size * heads,)
-    )
+    mine, shape = slice(group.rank * heads, group.rank * heads + heads), (group.size * heads,)
+    sinks.weight_loader = lambda param, loaded: default_weight_loader(param, loaded, mine, shape)
     return sinks

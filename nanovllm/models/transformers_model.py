@@ -118,8 +118,7 @@ def give_memory(model: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
     model.tie_weights()
     for prefix, module in model.named_modules():
         for name in {*module._buffers} - module._non_persistent_buffers_set:
-            buffer = module._buffers.pop(name)
-            setattr(module, name, nn.Parameter(buffer, requires_grad=False))
+            setattr(module, name, nn.Parameter(module._buffers.pop(name), requires_grad=False))
         for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
             if param not in made:
                 is_wide = any(part in f"{prefix}.{name}" for part in model._keep_in_fp32_modules_strict)
@@ -157,16 +156,12 @@ def try_out(base: Any, num_layers: int) -> list[Attention]:
     except Exception as error:
         ranks = f" with tensor_parallel_size={get_group().size}" if shares else ""
         raise ValueError(f"{name} is not supported{ranks}: {error!r:.300}") from error
-    found = [
-        vars(module)["nano_vllm_attention"]
-        for module in base.modules()
-        if "nano_vllm_attention" in vars(module)
-    ]
+    attention = "nano_vllm_attention"
+    found = [vars(module)[attention][0] for module in base.modules() if attention in vars(module)]
     if len(found) != num_layers:
-        raise ValueError(
-            f"{name} is not supported: {len(found)} of {num_layers} layers have attention of the usual kind"
-        )
-    return [attention for (attention,) in found]
+        reason = f"{len(found)} of {num_layers} layers have attention of the usual kind"
+        raise ValueError(f"{name} is not supported: {reason}")
+    return found
 
 
 class Head:

@@ -108,9 +108,8 @@ def find_places(model: nn.Module) -> dict[str, StoredTensor]:
     found = {}
     for name, param in model.named_parameters():
         loader = getattr(param, "weight_loader", default_weight_loader)
-        if loader is None:
-            continue
-        found[name] = StoredTensor(functools.partial(loader, param))
+        if loader is not None:
+            found[name] = StoredTensor(functools.partial(loader, param))
     for name, layer in layers_that_store(model).items():
         found |= layer.stored_tensors(name)
     places = {}
@@ -121,14 +120,9 @@ def find_places(model: nn.Module) -> dict[str, StoredTensor]:
             places[name] = place
         for source in merged:
             target, shard_id = packed[source]
-            load = functools.partial(_load_shard, place.load, shard_id)
             source_name = ".".join(source if part == target else part for part in parts)
-            places[source_name] = place._replace(load=load)
+            places[source_name] = place._replace(load=functools.partial(place.load, shard_id=shard_id))
     return places
-
-
-def _load_shard(load: Callable[..., None], shard_id: Any, tensor: Any) -> None:
-    load(tensor, shard_id)
 
 
 def tied_names(model: nn.Module) -> set[str]:

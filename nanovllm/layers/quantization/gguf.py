@@ -65,8 +65,7 @@ class GGUF(WeightFormat):
 
     def can_use_matvec(self, x: Tensor) -> bool:
         first, *others = self.products or [None]
-        is_one = isinstance(first, KernelCodes) and not others
-        return is_one and can_use_quantised_matvec(x, first.weight)
+        return isinstance(first, KernelCodes) and not others and can_use_quantised_matvec(x, first.weight)
 
     def matvec(self, x: Tensor, *args: Any, **options: Any) -> Tensor:
         return quantised_matvec(x, self.products[0].weight, *args, **options)

@@ -161,8 +161,7 @@ class Int4(Scaled):
 
     def _load_packed(self, loaded: Any, part: Part) -> None:
         check_stored(loaded, (part.shape[0], cdiv(part.shape[1], 8)), {torch.int32})
-        words = loaded[part.rows, part.columns.start // 8 : cdiv(part.columns.stop, 8)]
-        self._set_words(words, part)
+        self._set_words(loaded[part.rows, part.columns.start // 8 : cdiv(part.columns.stop, 8)], part)
 
     def _load_gptq(self, loaded: Any, part: Part) -> None:
         check_stored(loaded, (cdiv(part.shape[1], 8), part.shape[0]), {torch.int32})
@@ -194,16 +193,16 @@ class Int4(Scaled):
         self._set_zeros(_unpack_words(loaded[:].t()), part)
 
     def _load_gptq_zeros(self, loaded: Any, part: Part) -> None:
-        self._check_zero_words(loaded, part)
-        self._set_zeros(_unpack_words(loaded[:]) + self.added_to_zeros & 15, part)
+        self._set_zeros(_unpack_words(self._zero_words(loaded, part)) + self.added_to_zeros & 15, part)
 
     def _load_awq_zeros(self, loaded: Any, part: Part) -> None:
-        self._check_zero_words(loaded, part)
-        self._set_zeros(_unpack_awq(loaded[:]), part)
+        self._set_zeros(_unpack_awq(self._zero_words(loaded, part)), part)
 
-    def _check_zero_words(self, loaded: Any, part: Part) -> None:
+    def _zero_words(self, loaded: Any, part: Part) -> Tensor:
+        """Those of the whole part, [groups, of eight outputs each]."""
         rows, columns = self._stored_grid(part)
         check_stored(loaded, (columns, cdiv(rows, 8)), {torch.int32})
+        return loaded[:]
 
     def _set_zeros(self, zeros: Tensor, part: Part) -> None:
         """From those of the whole part, [groups, outputs]."""

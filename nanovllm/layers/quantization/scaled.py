@@ -189,8 +189,7 @@ class Scaled(WeightFormat):
             values = loaded[columns, rows].t() if transposed else loaded[rows, columns]
         values = values[index[0] - rows.start][:, index[1] - columns.start]
         start = part.offset // self.tile[0]
-        target = target.data[start : start + len(values)]
-        return target.copy_(values)
+        return target.data[start : start + len(values)].copy_(values)
 
     # Made here
 
