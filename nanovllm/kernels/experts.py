@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nanovllm.kernels.activation import silu_and_mul_torch
 from nanovllm.kernels.quantised_weight import QuantisedWeight, dequantise, dequantise_torch
-from nanovllm.kernels.runtime import tl, triton
+from nanovllm.kernels.runtime import tl, triton, wait_for_inputs
 
 # gpt-oss's activation is (up + 1) * gate * sigmoid(ALPHA * gate), with both kept within LIMIT.
 ALPHA, LIMIT = 1.702, 7.0
@@ -103,12 +103,14 @@ def finish_tile(
 @triton.jit
 def find_tile(
     pairs, table, rows, BLOCKS: tl.constexpr,
-    EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr, BLOCK_M: tl.constexpr,
+    EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr, BLOCK_M: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """
-    What a program multiplies: which of the BLOCKS of an expert's rows; the expert, or EXPERTS if there is no
-    such tile; the pairs int64 [BLOCK_M], and which of them are real. Programs side by side share the pairs.
+    What a program multiplies, once its inputs are there: which of the BLOCKS of an expert's rows; the expert,
+    or EXPERTS if there is no such tile; the pairs int64 [BLOCK_M], and which of them are real. Programs side
+    by side share the pairs.
     """
+    wait_for_inputs(OVERLAP)
     tile = tl.program_id(0) // BLOCKS
     each = tl.arange(0, EXPERTS_PAD)
     ends = tl.load(table + EXPERTS + each, mask=each < EXPERTS, other=2147483647)

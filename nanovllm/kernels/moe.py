@@ -22,7 +22,7 @@ from nanovllm.kernels.moe_quantised import (
     multiply_quantised,
 )
 from nanovllm.kernels.router import Chosen
-from nanovllm.kernels.runtime import cdiv, next_power_of_2, tl, triton, use_triton
+from nanovllm.kernels.runtime import cdiv, next_power_of_2, tl, triton, use_triton, wait_for_inputs
 
 PAIRS_PER_PROGRAM = 256
 # Pairs, rows of the weight and inputs a tile, warps, pipeline stages, by the most pairs that an expert has on
@@ -114,9 +114,7 @@ def _group_kernel(
     TILE: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Counts with a counter for each expert; the last program writes the table and clears the counters."""
-    if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_inputs(OVERLAP)
     pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_real = pair < num_pairs
     expert = tl.load(experts + pair, mask=is_real, other=0)
@@ -171,11 +169,10 @@ def _grouped_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """A program computes BLOCK_N outputs of a tile of pairs."""
-    if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     BLOCKS: tl.constexpr = (OUT_FEATURES + BLOCK_N - 1) // BLOCK_N
-    block_n, expert, pair, is_real = find_tile(pairs, table, rows, BLOCKS, EXPERTS, EXPERTS_PAD, BLOCK_M)
+    block_n, expert, pair, is_real = find_tile(
+        pairs, table, rows, BLOCKS, EXPERTS, EXPERTS_PAD, BLOCK_M, OVERLAP
+    )
     if expert == EXPERTS:
         return
     # Gates and ups in turn, so that the two of a pair stand side by side in the result.

@@ -75,11 +75,10 @@ def _grouped_fp8_kernel(
     BLOCK_M: tl.constexpr, LINES: tl.constexpr, BLOCK_K: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """A program multiplies LINES rows of an expert's weight, gates and ups in turn, with a tile of pairs."""
-    if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     BLOCKS: tl.constexpr = (PARTS * OUT_FEATURES + LINES - 1) // LINES
-    block, expert, pair, is_real = find_tile(pairs, table, rows, BLOCKS, EXPERTS, EXPERTS_PAD, BLOCK_M)
+    block, expert, pair, is_real = find_tile(
+        pairs, table, rows, BLOCKS, EXPERTS, EXPERTS_PAD, BLOCK_M, OVERLAP
+    )
     if expert == EXPERTS:
         return
     token = pair // PAIRS_PER_ROW

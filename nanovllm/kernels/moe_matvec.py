@@ -14,7 +14,7 @@ from nanovllm.kernels.layernorm import rms_norm_torch
 from nanovllm.kernels.moe import run_experts_torch
 from nanovllm.kernels.moe_quantised_matvec import can_use_few_quantised, run_few_quantised
 from nanovllm.kernels.router import Chosen
-from nanovllm.kernels.runtime import cdiv, next_power_of_2, tl, triton, use_triton
+from nanovllm.kernels.runtime import cdiv, next_power_of_2, tl, triton, use_triton, wait_for_inputs
 
 MAX_FEW_ROWS = 4
 GATES_HEIGHT, GATES_WIDTH = 2, 1024  # rows and columns of a weight that a program multiplies at a time
@@ -74,9 +74,7 @@ def _gates_few_kernel(
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """A program takes HEIGHT rows of a pair's expert, gates and ups in turn, WIDTH columns at a time."""
-    if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_inputs(OVERLAP)
     pair = tl.program_id(1)
     first = tl.program_id(0) * HEIGHT
     line = first + tl.arange(0, HEIGHT)
@@ -117,9 +115,7 @@ def _sum_few_kernel(
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """A program takes HEIGHT rows of all experts of a token, WIDTH columns at a time."""
-    if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_inputs(OVERLAP)
     row = tl.program_id(1)
     line = tl.program_id(0) * HEIGHT + tl.arange(0, HEIGHT)
     member = tl.arange(0, TOP_K_PAD)

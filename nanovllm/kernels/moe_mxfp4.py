@@ -1,8 +1,8 @@
 """The grouped products of experts in MXFP4 on Hopper GPUs: as moe_quantised.py, but in 8-bit floating point.
 
-A code times its scale, relative to the largest scale of the row, fits into e4m3 (over 12 powers of two). One
-instruction looks four of these numbers up in a table in two registers; making bfloat16 of as many takes ten.
-Inputs are sums of two numbers in e4m3, which have the 8 bits of bfloat16 together.
+A code times its scale, relative to the largest scale of the row, fits into e4m3, if the scale is at most 11
+powers of two smaller. One instruction looks four of these numbers up in a table in two registers; making
+bfloat16 of as many takes ten. Inputs are sums of two numbers in e4m3, which have as many bits as bfloat16.
 """
 
 import torch
@@ -20,7 +20,7 @@ from nanovllm.kernels.runtime import IS_INTERPRETED, cdiv, next_power_of_2, tl, 
 MXFP4_TILES = {13: (16, 4, 128), 29: (32, 3, 128), 80: (64, 3, 168), 1 << 30: (128, 3, 255)}
 LINES, WARPS = 128, 4  # rows of the weight a tile, and who multiplies them
 STEP = 128  # inputs that are multiplied at once: the width of a brick
-ONE = tl.constexpr(127 + 6)  # the largest scale of a row stands for 2^6: 6 times it is below e4m3's 448
+ONE = tl.constexpr(127 + 6)  # a row's largest scale becomes 2^6: 6 times that is below e4m3's 448
 
 
 def can_use_mxfp4(x: Tensor, experts: ExpertWeights) -> bool:
@@ -81,8 +81,8 @@ def _split_kernel(
     tl.store(scales + row, scale)
     value /= scale
     first = value.to(tl.float8e4nv)
-    # Of 16 neighbours four threads have four each: of codes, those of two bytes that the thread reads, low
-    # halves before high ones.
+    # The matrix unit takes 16 neighbours from four threads. A thread's four are the codes of two bytes that it
+    # has read, low halves before high ones.
     piece, half, byte = column % 128 // 32, column % 32 // 16, column % 16
     place = column // 128 * 256 + byte // 2 * 16 + piece * 4 + byte % 2 * 2 + half
     parts += row * (2 * WIDTH) + place
@@ -102,11 +102,10 @@ def _grouped_mxfp4_kernel(
     A program multiplies LINES rows of an expert's weight, in halves as moe_quantised.py does, with a tile of
     pairs.
     """
-    if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     BLOCKS: tl.constexpr = (PARTS * OUT_FEATURES + LINES - 1) // LINES
-    block, expert, pair, is_real = find_tile(pairs, table, rows, BLOCKS, EXPERTS, EXPERTS_PAD, BLOCK_M)
+    block, expert, pair, is_real = find_tile(
+        pairs, table, rows, BLOCKS, EXPERTS, EXPERTS_PAD, BLOCK_M, OVERLAP
+    )
     if expert == EXPERTS:
         return
     token = pair // PAIRS_PER_ROW
@@ -119,7 +118,8 @@ def _grouped_mxfp4_kernel(
     upper = tl.arange(0, UPPER)[:, None, None]
     place = upper // 2 * (8 * WARPS) + tl.arange(0, 8 * WARPS)[None, :, None]
     read, is_read = rows_of(expert, block, upper % 2, place, HALF, PARTS, OUT_FEATURES)
-    its_largest = tl.load(largest + read, mask=is_read, other=0).to(tl.int32)
+    read = tl.where(is_read, read, 0)
+    its_largest = tl.load(largest + read).to(tl.int32)
     brick_row = read // BRICK_ROWS * (STEPS * BRICK_ROWS) + read % BRICK_ROWS
     its_codes = codes + brick_row * 64 + tl.arange(0, 64)[None, None, :]
     its_scales = scales + brick_row * 4 + tl.arange(0, 4)[None, None, :]
@@ -132,10 +132,10 @@ def _grouped_mxfp4_kernel(
 
     acc = tl.zeros([LINES, is_x.shape[0]], tl.float32)
     for step in tl.range(0, STEPS, num_stages=STAGES):
-        found = tl.load(its_codes + step * (BRICK_ROWS * 64), mask=is_read, other=0)
-        scale = tl.load(its_scales + step * (BRICK_ROWS * 4), mask=is_read, other=0)
+        found = tl.load(its_codes + step * (BRICK_ROWS * 64))
+        scale = tl.load(its_scales + step * (BRICK_ROWS * 4))
         x_tile = tl.load(its_x + step * 256, mask=is_x[None, :], other=0.0)
-        exponent = scale.to(tl.int32) - its_largest + 6
+        exponent = scale.to(tl.int32) - its_largest
         exponent = tl.broadcast_to(exponent[:, :, :, None], [UPPER, 8 * WARPS, 4, 16])
         first, second = _e2m1_to_e4m3(found, tl.reshape(exponent, found.shape))
         # As in moe_quantised.py, this is how the matrix unit wants rows and inputs dealt out.
@@ -159,36 +159,34 @@ def _grouped_mxfp4_kernel(
 @triton.jit
 def _e2m1_to_e4m3(packed, exponent):
     """
-    Numbers of uint8 [..., bytes] times 2^exponent (from -5 on; 0 below that) in e4m3. Of each word of four
-    bytes the first result has the numbers of two, low halves before high ones, and the second those of the
-    other two.
+    Numbers of uint8 [..., bytes] times 2^(6 + exponent), or 0 where that is below 2^-5, in e4m3. Of four
+    bytes the first result has the numbers of two, low halves before high ones, the second the others'.
     """
     if IS_INTERPRETED:
         words = packed.to(tl.int32)
         numbers = tl.join(half_to_float(words, 0, MXFP4), half_to_float(words, 4, MXFP4))
-        numbers *= tl.where(exponent < -5, 0.0, tl.exp2(exponent.to(tl.float32)))[:, :, :, None]
+        numbers *= tl.where(exponent < -11, 0.0, tl.exp2(6.0 + exponent))[:, :, :, None]
         numbers = tl.reshape(numbers, [packed.shape[0], packed.shape[1], packed.shape[2] // 4, 2, 4])
         first, second = tl.split(tl.permute(numbers, [0, 1, 2, 4, 3]))
         return (
             tl.reshape(first, packed.shape).to(tl.float8e4nv),
             tl.reshape(second, packed.shape).to(tl.float8e4nv),
         )
-    # The numbers of codes 0 to 3 and 4 to 7 as bytes; a step of the exponent is 8 in each.
-    small = tl.where(exponent < -5, 0, 0x3C383000 + exponent * 0x08080800)
-    large = tl.where(exponent < -5, 0, 0x4C484440 + exponent * 0x08080808)
+    # The numbers of codes 0 to 3 and 4 to 7 as bytes. A step of the exponent is 8 in each.
+    small = tl.where(exponent < -11, 0, 0x6C686000 + exponent * 0x08080800)
+    large = tl.where(exponent < -11, 0, 0x7C787470 + exponent * 0x08080808)
     return tl.inline_asm_elementwise(
         """{
         .reg .b32 index, sign, left;
         shl.b32 left, $2, 4;
-        and.b32 index, $2, 0x7777;
-        prmt.b32 index, $3, $7, index;
+        and.b32 index, $2, 0x77777777;
+        prmt.b32 $0, $3, $7, index;
         prmt.b32 sign, left, $2, 0x5140;
-        lop3.b32 $0, index, sign, 0x80808080, 0xf8;
-        shr.b32 index, $2, 16;
-        and.b32 index, index, 0x7777;
-        prmt.b32 index, $3, $7, index;
+        lop3.b32 $0, $0, sign, 0x80808080, 0xf8;
+        shr.b32 index, index, 16;
+        prmt.b32 $1, $3, $7, index;
         prmt.b32 sign, left, $2, 0x7362;
-        lop3.b32 $1, index, sign, 0x80808080, 0xf8;
+        lop3.b32 $1, $1, sign, 0x80808080, 0xf8;
         }""",
         "=&r,=&r,r,r,r,r,r,r,r,r,r", [packed, small, large],
         dtype=(tl.float8e4nv, tl.float8e4nv), is_pure=True, pack=4,

@@ -21,7 +21,7 @@ from nanovllm.kernels.quantised_weight import (
     halves_to_bf16,
     power_of_two_bf16,
 )
-from nanovllm.kernels.runtime import cdiv, is_on_gpu, next_power_of_2, tl, triton, use_triton
+from nanovllm.kernels.runtime import cdiv, is_on_gpu, next_power_of_2, tl, triton, use_triton, wait_for_inputs
 
 # Pairs and rows of the weight a tile, warps, pipeline stages, by the most pairs that an expert has on
 # average.
@@ -104,11 +104,10 @@ def _grouped_quantised_kernel(
     A program multiplies LINES rows of an expert's weight with a tile of pairs: one half of them are gates,
     the other half what they multiply, or all are neighbours. A thread has as many of either half.
     """
-    if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     BLOCKS: tl.constexpr = (PARTS * OUT_WIDTH + LINES - 1) // LINES
-    block, expert, pair, is_real = find_tile(pairs, table, rows, BLOCKS, EXPERTS, EXPERTS_PAD, BLOCK_M)
+    block, expert, pair, is_real = find_tile(
+        pairs, table, rows, BLOCKS, EXPERTS, EXPERTS_PAD, BLOCK_M, OVERLAP
+    )
     if expert == EXPERTS:
         return
     PER_BYTE: tl.constexpr = 2 if KIND >= INT4 else 1  # codes
@@ -209,9 +208,7 @@ def _arrange_kernel(
     x, out, x_stride, IN_FEATURES: tl.constexpr, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr,
     PER_BYTE: tl.constexpr, BYTES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_inputs(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, WIDTH_PAD)
     value = tl.load(x + row * x_stride + column, mask=column < IN_FEATURES, other=0.0)

@@ -43,6 +43,7 @@ from nanovllm.kernels.runtime import (
     num_multiprocessors,
     tl,
     triton,
+    wait_for_inputs,
 )
 
 MAX_ROWS_IN_BRICKS = 2  # for more moe_mxfp4.py is faster
@@ -139,9 +140,7 @@ def _few_quantised_kernel(
     BRICK_ROWS: tl.constexpr, BRICK_PIECES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """A program takes every num_programs-th tile of HEIGHT rows of an owner. Sums are [PIECES, HEIGHT, 1]."""
-    if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_inputs(OVERLAP)
     HALVES: tl.constexpr = KIND >= INT4
     INPUTS: tl.constexpr = 32 if HALVES else 16
     PER_EXPERT: tl.constexpr = IN_FEATURES // INPUTS  # pieces

@@ -438,7 +438,15 @@ MUTATIONS = [
         ("above + ZERO_POINT, tl.float32", "above, tl.float32"),
     ),
     *mutations_of(
+        "nanovllm/kernels/moe_mxfp4",
+        ("piece * 4 + byte % 2 * 2 + half", "piece * 4 + half * 2 + byte % 2"),
+        ("(value - first.to(tl.float32))", "(first.to(tl.float32) - value)"),
+        ("acc = first_sum + second_sum", "acc = first_sum"),
+        ("tl.where(exponent < -11, 0.0", "tl.where(exponent < -12, 0.0"),
+    ),
+    *mutations_of(
         "nanovllm/kernels/moe_quantised_matvec",
+        ("row % BRICK_ROWS * BRICK_PIECES", "row % BRICK_ROWS"),
         ("        others *= share\n", ""),
         ("added *= tl.load(weights + pair", "added = tl.load(weights + pair"),
     ),
@@ -452,6 +460,7 @@ MUTATIONS = [
     ),
     *mutations_of(
         "nanovllm/layers/quantization/mxfp4",
+        ("self.has_whole_bricks and ", ""),
         (
             "torch.stack((packed & 15, packed >> 4), dim=-1)",
             "torch.stack((packed >> 4, packed & 15), dim=-1)",
@@ -472,6 +481,8 @@ MUTATIONS = [
     *mutations_of(
         "nanovllm/kernels/quantised_weight",
         ("low | high << 4", "high | low << 4"),
+        ("largest=scales.amax(1)", "largest=scales.amin(1)"),
+        ("each.view(torch.uint8).transpose(1, 2)", "each.view(torch.uint8)"),
         (
             "scale + offset, mask=inside)\n        tl.store(out + row * WIDTH + column + 16",
             "scale, mask=inside)\n        tl.store(out + row * WIDTH + column + 16",
