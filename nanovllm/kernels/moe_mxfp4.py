@@ -81,8 +81,8 @@ def _split_kernel(
     tl.store(scales + row, scale)
     value /= scale
     first = value.to(tl.float8e4nv)
-    # The matrix unit takes 16 neighbours from four threads. A thread's four are the codes of two bytes that it
-    # has read, low halves before high ones.
+    # The matrix unit takes 16 neighbours from four threads. A thread's four are the codes of two bytes that
+    # it has read, low halves before high ones.
     piece, half, byte = column % 128 // 32, column % 32 // 16, column % 16
     place = column // 128 * 256 + byte // 2 * 16 + piece * 4 + byte % 2 * 2 + half
     parts += row * (2 * WIDTH) + place
