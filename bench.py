@@ -792,6 +792,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         args.load_format = "dummy" if args.model in SHAPES else "auto"
     if args.device == "auto":
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    if args.limit_strings and not args.structured:
+        parser.error("--limit-strings needs --structured")
     if args.common_len < 0:
         parser.error(f"--common-len must be at least 0, got {args.common_len}")
     for name in ("num_seqs", "groups", "n", "min_input_len", "min_output_len", "repeats", "batch_size"):

@@ -192,8 +192,11 @@ def test_token_ids_fit_the_vocabulary():
 
 @pytest.mark.parametrize(
     "options",
-    ["--num-seqs 0", "--min-input-len 9 --max-input-len 8", "--repeats 0", "--common-len -1", "--workload x"],
-)
+    [
+        "--num-seqs 0", "--min-input-len 9 --max-input-len 8", "--repeats 0", "--common-len -1",
+        "--workload x", "--limit-strings",
+    ],
+)  # fmt: skip
 def test_impossible_workloads_are_refused(options):
     with pytest.raises(SystemExit):
         bench.parse_args(options.split())
