@@ -182,6 +182,7 @@ def test_smollm2_answers_with_packed_weights(smollm2_gguf):  # noqa: F811
     with LLM(str(smollm2_gguf), dtype="bfloat16", device="cpu", max_model_len=256) as llm:
         formats = [layer.mlp.down_proj.format for layer in llm.model_runner.model.model.layers]
         assert all(isinstance(format.products[0], PackedCodes) for format in formats)
-        question = [{"role": "user", "content": "What is the capital of France?"}]
+        # Its answer begins with a token that is twice as likely as the next one: rounding differs by CPU.
+        question = [{"role": "user", "content": "Name the capital of Italy."}]
         result = llm.chat([question], SamplingParams(temperature=0, max_tokens=16), use_tqdm=False)[0]
-    assert "Paris" in result["text"]
+    assert "Rome" in result["text"]

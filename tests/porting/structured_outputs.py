@@ -22,7 +22,7 @@ schema = {
     "required": ["boat", "crew"],
     "additionalProperties": False,
 }
-structured_outputs_params_json = StructuredOutputsParams(json=schema)
+structured_outputs_params_json = StructuredOutputsParams(json=schema, disable_any_whitespace=True)
 sampling_params_json = SamplingParams(
     structured_outputs=structured_outputs_params_json, max_tokens=MAX_TOKENS
 )
