@@ -77,12 +77,14 @@ def test_on_a_hopper_gpu_experts_of_whole_bricks_are_packed_and_mean_the_same(mo
             assert torch.equal(dequantise_whole_torch(packed, torch.float32), expected)
 
 
-def test_experts_of_other_sizes_are_not_packed(monkeypatch, folders):
+@pytest.mark.parametrize("size", [2, 4])
+def test_experts_of_other_sizes_are_not_packed_neither_matrix(monkeypatch, folders, size):
     monkeypatch.setattr(mxfp4_format, "gpu_properties", lambda device: SimpleNamespace(major=9))
-    with use_group(Group(0, 4)):  # 24 of the 96 rows of a gate
+    with use_group(Group(0, size)):  # 48 or 24 of the 96 rows of a gate, and as many inputs of the second
         model = load(folders[0])
         pack_weights(model)
-        assert not model.model.layers[0].mlp.experts.weights.gate_up.is_in_bricks
+        weights = model.model.layers[0].mlp.experts.weights
+        assert not weights.gate_up.is_in_bricks and not weights.down.is_in_bricks
 
 
 def test_weights_of_a_shape_are_random_matrices_of_its_format(folders):

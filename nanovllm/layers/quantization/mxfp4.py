@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from nanovllm.kernels.quantised_weight import BLOCK, BRICK_ROWS, E2M1, QuantisedWeight, in_bricks, pack
+from nanovllm.kernels.quantised_weight import BLOCK, E2M1, QuantisedWeight, in_bricks, pack
 from nanovllm.kernels.runtime import cdiv, gpu_properties
 from nanovllm.layers.quantization.scaled import Part, Scaled
 from nanovllm.layers.quantization.scheme import Format, Scheme, listed
@@ -36,7 +36,8 @@ class Mxfp4(Scaled):
         num_bytes = cdiv(self.shape[1], BLOCK) * BLOCK // 2
         self.weight = self._parameter("qweight", self.shape[0], num_bytes, dtype=torch.uint8)
         self.largest: torch.Tensor | None = None
-        self.has_whole_bricks = all(part.size[0] % BRICK_ROWS == 0 for part in parts.values())
+        # The rows of gates are the inputs of the second product: either both weights are packed, or neither.
+        self.has_whole_bricks = all(part.size[0] % BLOCK == 0 for part in parts.values())
         self.stored = {
             "blocks": StoredTensor(self._load_blocks),
             "scales": StoredTensor(self._load_exponents),
