@@ -82,18 +82,16 @@ def activate(gate, up, CLAMPED: tl.constexpr):
 
 
 @triton.jit
-def finish_tile(
-    acc, bias, row, is_row, weights, pair, is_real,
-    HALF: tl.constexpr, BLOCK_M: tl.constexpr, PARTS: tl.constexpr, CLAMPED: tl.constexpr,
-):  # fmt: skip
+def finish_tile(acc, bias, row, is_row, weights, pair, is_real, PARTS: tl.constexpr, CLAMPED: tl.constexpr):
     """
-    From sums [2 * HALF rows of a weight, pairs of a tile] to what is stored: with biases, gates (one half of
-    the rows) applied to what they multiply if there are two PARTS, and multiplied by the pairs' weights.
+    From sums [rows of a weight, pairs of a tile] to what is stored: with biases, gates (the first half of the
+    rows) applied to what they multiply if there are two PARTS, and multiplied by the pairs' weights.
     """
     if bias is not None:
         acc += tl.load(bias + row, mask=is_row, other=0.0).to(tl.float32)[:, None]
     if PARTS == 2:
-        gate, up = tl.split(tl.permute(tl.reshape(acc, [2, HALF, BLOCK_M]), [1, 2, 0]))
+        halves = tl.reshape(acc, [2, acc.shape[0] // 2, acc.shape[1]])
+        gate, up = tl.split(tl.permute(halves, [1, 2, 0]))
         acc = activate(gate, up, CLAMPED)
     if weights is not None:
         acc *= tl.load(weights + pair, mask=is_real, other=0.0)[None, :]

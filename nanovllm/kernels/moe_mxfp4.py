@@ -3,6 +3,7 @@
 A code times its scale, relative to the largest scale of the row, fits into e4m3, if the scale is at most 11
 powers of two smaller. One instruction looks four of these numbers up in a table in two registers; making
 bfloat16 of as many takes ten. Inputs are sums of two numbers in e4m3, which have as many bits as bfloat16.
+Products of 8 bits are added up with fewer bits than float32 has, which costs a little precision.
 """
 
 import torch
@@ -13,21 +14,20 @@ from nanovllm.kernels.experts import ExpertWeights, Groups, find_tile, finish_ti
 from nanovllm.kernels.fp8_linear import LARGEST_CODE, SMALLEST_SCALE
 from nanovllm.kernels.moe_quantised import in_order, rows_of
 from nanovllm.kernels.quantised_weight import BRICK_ROWS, MXFP4, QuantisedWeight, half_to_float
-from nanovllm.kernels.runtime import IS_INTERPRETED, cdiv, next_power_of_2, tl, triton, use_triton
+from nanovllm.kernels.runtime import IS_INTERPRETED, cdiv, next_power_of_2, tl, triton, wait_for_inputs
 
 # Pairs of a tile, pipeline stages, and registers of a thread at most, so that a multiprocessor runs several
 # programs; by the most pairs that an expert has on average.
 MXFP4_TILES = {13: (16, 4, 128), 29: (32, 3, 128), 80: (64, 3, 168), 1 << 30: (128, 3, 255)}
 LINES, WARPS = 128, 4  # rows of the weight a tile, and who multiplies them
 STEP = 128  # inputs that are multiplied at once: the width of a brick
-ONE = tl.constexpr(127 + 6)  # a row's largest scale becomes 2^6: 6 times that is below e4m3's 448
 
 
 def can_use_mxfp4(x: Tensor, experts: ExpertWeights) -> bool:
     """Whether `multiply_mxfp4` works for these rows and both matrices of the experts."""
     weights = experts.gate_up, experts.down
     is_possible = all(isinstance(each, QuantisedWeight) and each.is_in_bricks for each in weights)
-    return is_possible and use_triton(x) and (x.element_size() == 2 or not runtime.is_on_gpu(x))
+    return is_possible and runtime.use_triton(x) and (x.element_size() == 2 or not runtime.is_on_gpu(x))
 
 
 def multiply_mxfp4(
@@ -38,7 +38,6 @@ def multiply_mxfp4(
     x, x_scales = split(x)
     block_m, num_stages, max_registers = tile
     num_experts, parts = len(groups.pairs), 2 if top_k else 1
-    options = {"maxnreg": max_registers} if runtime.is_on_gpu(x) else {}
     _grouped_mxfp4_kernel[(groups.max_tiles * cdiv(parts * out.shape[1], LINES),)](
         x, x_scales, weight.codes, weight.scales.view(torch.uint8), weight.largest, bias,
         groups.pairs, groups.table, weights, out, groups.pairs.shape[1],
@@ -46,7 +45,7 @@ def multiply_mxfp4(
         PAIRS_PER_ROW=top_k or 1, PARTS=parts, CLAMPED=is_clamped,
         STEPS=weight.codes.shape[1], BRICK_ROWS=BRICK_ROWS, OUT_FEATURES=out.shape[1], BLOCK_M=block_m,
         LINES=LINES, WARPS=WARPS, STAGES=num_stages, WIDE=block_m == 16,
-        num_warps=WARPS, **options, **runtime.overlap_options(x.device),
+        num_warps=WARPS, maxnreg=max_registers, **runtime.overlap_options(x.device),
     )  # fmt: skip
 
 
@@ -71,9 +70,7 @@ def _split_kernel(
     x, parts, scales, x_stride, IN_FEATURES: tl.constexpr, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_inputs(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, WIDTH_PAD)
     value = tl.load(x + row * x_stride + column, mask=column < IN_FEATURES, other=0.0).to(tl.float32)
@@ -121,10 +118,12 @@ def _grouped_mxfp4_kernel(
     read = tl.where(is_read, read, 0)
     its_largest = tl.load(largest + read).to(tl.int32)
     brick_row = read // BRICK_ROWS * (STEPS * BRICK_ROWS) + read % BRICK_ROWS
+    # Of a row a brick has 64 bytes of codes and 4 scales; x has 128 first and 128 second numbers a step.
     its_codes = codes + brick_row * 64 + tl.arange(0, 64)[None, None, :]
     its_scales = scales + brick_row * 4 + tl.arange(0, 4)[None, None, :]
     its_x, is_x = token * (STEPS * 256), is_real
-    if WIDE:  # both numbers of an input are multiplied at once, as columns side by side
+    # Where registers suffice, both numbers of an input are multiplied at once, as columns side by side.
+    if WIDE:
         its_x = tl.reshape(tl.join(token, token), [2 * BLOCK_M]) * (STEPS * 256)
         its_x += tl.arange(0, 2 * BLOCK_M) % 2 * 128
         is_x = tl.reshape(tl.join(is_real, is_real), [2 * BLOCK_M])
@@ -148,9 +147,10 @@ def _grouped_mxfp4_kernel(
         first_sum, second_sum = tl.split(tl.reshape(acc, [LINES, BLOCK_M, 2]))
         acc = first_sum + second_sum
     acc = in_order(acc, LINES, BLOCK_M)
-    acc *= tl.exp2(tl.load(largest + row, mask=is_row, other=0).to(tl.float32) - ONE)[:, None]
+    # The byte of a scale is its exponent and 127, and codes came times 2^6.
+    acc *= tl.exp2(tl.load(largest + row, mask=is_row, other=0).to(tl.float32) - (127 + 6))[:, None]
     acc *= tl.load(x_scales + token, mask=is_real, other=0.0)[None, :]
-    acc = finish_tile(acc, bias, row, is_row, weights, pair, is_real, HALF, BLOCK_M, PARTS, CLAMPED)
+    acc = finish_tile(acc, bias, row, is_row, weights, pair, is_real, PARTS, CLAMPED)
     out_row = block * (LINES // PARTS) + tl.arange(0, LINES // PARTS)
     valid = is_real[None, :] & (out_row < OUT_FEATURES)[:, None]
     tl.store(out + pair[None, :] * OUT_FEATURES + out_row[:, None], acc, mask=valid)
@@ -159,8 +159,9 @@ def _grouped_mxfp4_kernel(
 @triton.jit
 def _e2m1_to_e4m3(packed, exponent):
     """
-    Numbers of uint8 [..., bytes] times 2^(6 + exponent), or 0 where that is below 2^-5, in e4m3. Of four
-    bytes the first result has the numbers of two, low halves before high ones, the second the others'.
+    Numbers of uint8 [..., bytes] times 2^(6 + exponent), or 0 where that is below 2^-5, in e4m3. A row's
+    largest scale has exponent 0: 6 * 2^6 is below e4m3's 448. Of four bytes the first result has the numbers
+    of two, low halves before high ones, the second the others'.
     """
     if IS_INTERPRETED:
         words = packed.to(tl.int32)

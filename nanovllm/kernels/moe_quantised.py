@@ -35,7 +35,7 @@ def can_use_quantised(x: Tensor, experts: ExpertWeights) -> bool:
     weights = experts.gate_up, experts.down
     if not all(isinstance(each, QuantisedWeight) and each.can_be_read() for each in weights):
         return False
-    if weights[0].is_in_bricks:
+    if any(each.is_in_bricks for each in weights):  # those are moe_mxfp4.py's
         return False
     if weights[0].is_int4 != weights[1].is_int4:  # the first product's results are arranged for the second
         return False
@@ -195,7 +195,7 @@ def _grouped_quantised_kernel(
         acc = in_order(acc, LINES, BLOCK_M)
     if GROUP == 0:
         acc *= tl.load(scales + row // TILE_ROWS, mask=is_row, other=0.0).to(tl.float32)[:, None]
-    acc = finish_tile(acc, bias, row, is_row, weights, pair, is_real, HALF, BLOCK_M, PARTS, CLAMPED)
+    acc = finish_tile(acc, bias, row, is_row, weights, pair, is_real, PARTS, CLAMPED)
     out_row = block * (LINES // PARTS) + tl.arange(0, LINES // PARTS)
     valid = is_real[None, :] & (out_row < OUT_WIDTH)[:, None]
     if PARTS == 2:

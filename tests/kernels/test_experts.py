@@ -407,7 +407,7 @@ def test_experts_of_few_bits_match_plain_arithmetic(device, name, has_bias):
 
 @on_devices
 def test_numbers_of_mxfp4_in_bricks_are_multiplied_as_they_are(device):
-    """An input's by a row that is 1 there and else 0. Blocks far below the row's largest scale are 0."""
+    """A row that is 1 at one input gives that input's, or 0 if the scale is far below its row's largest."""
     skip_unless_hopper(device)
     weight = make_quantised("mxfp4", 1, 64, 160, "cpu")
     scales = torch.randint(114, 129, (64, 5), dtype=torch.uint8)

@@ -25,7 +25,10 @@ def read_mxfp4(config: dict[str, Any]) -> Scheme:
 
 
 class Mxfp4(Scaled):
-    """`weight` uint8 [out, in / 2], as of `Int4`, `scales` float8_e8m0fnu."""
+    """
+    `weight` uint8 [out, in / 2], as of `Int4`, `scales` float8_e8m0fnu. On Hopper GPUs `pack` brings both
+    into bricks, and `largest` is the largest scale of each row.
+    """
 
     lowest, highest = -6.0, 6.0
 
