@@ -43,6 +43,7 @@ from nanovllm.kernels.runtime import (
     num_multiprocessors,
     tl,
     triton,
+    wait_before_next,
     wait_for_inputs,
 )
 
@@ -140,7 +141,8 @@ def _few_quantised_kernel(
     BRICK_ROWS: tl.constexpr, BRICK_PIECES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """A program takes every num_programs-th tile of HEIGHT rows of an owner. Sums are [PIECES, HEIGHT, 1]."""
-    wait_for_inputs(OVERLAP)
+    if PARTS == 2:
+        wait_before_next(OVERLAP)  # the second product asks for its experts' weights while this one computes
     HALVES: tl.constexpr = KIND >= INT4
     INPUTS: tl.constexpr = 32 if HALVES else 16
     PER_EXPERT: tl.constexpr = IN_FEATURES // INPUTS  # pieces
@@ -161,6 +163,14 @@ def _few_quantised_kernel(
         its_scales += piece * INPUTS // GROUP
     if BRICK_ROWS > 1:  # a piece's scale stands where it does
         its_scales = its_pieces
+
+    tile = tl.program_id(0)
+    found, scale, zero = _load_rows(
+        its_words, scales, zeros, its_scales, is_piece, tile,
+        GROUPS, TILE_ROWS, PER_ROW, BRICK_ROWS, BRICK_PIECES, OUT_FEATURES, PARTS, HEIGHT,
+    )  # fmt: skip
+    if PARTS == 1:
+        wait_for_inputs(OVERLAP)
 
     column = piece[:, :, :, None] * INPUTS + tl.arange(0, 16)[None, None, None, :]
     present = is_piece[:, :, :, None]
@@ -202,11 +212,6 @@ def _few_quantised_kernel(
     if HALVES:
         sums += tl.sum(others, axis=3)
 
-    tile = tl.program_id(0)
-    found, scale, zero = _load_rows(
-        its_words, scales, zeros, its_scales, is_piece, tile,
-        GROUPS, TILE_ROWS, PER_ROW, BRICK_ROWS, BRICK_PIECES, OUT_FEATURES, PARTS, HEIGHT,
-    )  # fmt: skip
     while tile * HEIGHT < LINES:
         current, its_scale, its_zero = found, scale, zero
         next_tile = tile + tl.num_programs(0)

@@ -82,7 +82,8 @@ def overlap_options(device: torch.device) -> dict[str, bool]:
 
     GPUs can do that from Hopper on (programmatic dependent launch). Such a kernel may read weights and the
     step's inputs (positions, slots, lengths, block tables) at once, because no kernel launched with these
-    options writes them. Before it reads anything else, and before it writes, it must call `gdc_wait`.
+    options writes them. Before it reads anything else, and before it writes, it must call `gdc_wait`; only
+    the inputs of a kernel that used `wait_before_next` may be read by the next one at once, too.
     """
     properties = gpu_properties(device)
     if properties and torch.version.cuda and properties.major >= 9:
@@ -118,6 +119,14 @@ def wait_for_inputs(OVERLAP: tl.constexpr):
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def wait_before_next(OVERLAP: tl.constexpr):
+    """The same in the other order: the next kernel starts when the inputs of this one are there."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
