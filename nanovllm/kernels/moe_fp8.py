@@ -24,7 +24,7 @@ from nanovllm.kernels.runtime import (
 # Pairs and rows of the weight a tile, warps, pipeline stages, by the most pairs that an expert has on
 # average. Scales of blocks are applied to sums besides, for which larger tiles leave no registers.
 FP8_TILES = {8: (16, 64, 4, 4), 24: (32, 128, 4, 3), 48: (64, 128, 4, 4), 1 << 30: (256, 128, 8, 3)}
-FP8_BLOCK_TILES = {**FP8_TILES, 1 << 30: (64, 128, 4, 4)}
+FP8_BLOCK_TILES = {**FP8_TILES, 8: (16, 128, 4, 3), 1 << 30: (64, 128, 4, 4)}
 BLOCK_K = 128  # inputs of a tile
 
 
