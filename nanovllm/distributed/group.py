@@ -12,7 +12,7 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -51,12 +51,20 @@ class Group:
             return
         self.gather("ready", 0)  # waits for ranks that are still loading, however long
         if device.type == "cpu":
-            connected: Future = Future()  # in a thread, which goes on alone if `check` ends the wait
-            threading.Thread(target=fulfil, args=(connected, self._gloo), daemon=True).start()
-            self._wait_until(connected.done)
+            store, connected = Store(Path(self.folder)), Future()
+            # In a thread, so that `check` can end the wait.
+            threading.Thread(target=fulfil, args=(connected, self._gloo, store), daemon=True).start()
+            try:
+                self._wait_until(lambda: connected.done())
+            except BaseException:
+                store.is_wanted = False
+                wait([connected], timeout=1)  # longer only if a rank whose address is there does not answer
+                del connected  # its exception's traceback, by which the port would stay open with this one
+                raise
             self.backend = connected.result()
         elif not (self.peer_access and self._map_peers(device, dtype, max_num_seqs)):
-            self.backend = dist.ProcessGroupNCCL(*self._place())
+            store = dist.FileStore(f"{self.folder}/store", self.size)
+            self.backend = dist.ProcessGroupNCCL(store, self.rank, self.size)
         self.gather("connected", 0)
 
     def _map_peers(self, device: torch.device, dtype: torch.dtype, max_num_seqs: int) -> bool:
@@ -68,23 +76,18 @@ class Group:
         self.peers = PeerMemory(self.rank, self.shared.addresses, self.shared.buffer, dtype, max_num_seqs)
         return True
 
-    def _place(self) -> tuple[dist.Store, int, int]:
-        return dist.FileStore(f"{self.folder}/store", self.size), self.rank, self.size
-
-    def _gloo(self) -> Any:
+    def _gloo(self, store: dist.Store) -> Any:
         options = dist.ProcessGroupGloo._Options()
         options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
         options._timeout = CONNECT_TIMEOUT
-        return dist.ProcessGroupGloo(*self._place(), options)
+        return dist.ProcessGroupGloo(store, self.rank, self.size, options)
 
     def gather(self, name: str, value: int) -> list[int]:
         """Every rank's value, when all ranks have called this with the same name, each name once. Slow."""
         if self.size == 1:
             return [value]
         paths = [Path(self.folder, f"{name}.{rank}") for rank in range(self.size)]
-        unfinished = Path(self.folder, f"{name}.{self.rank}.new")
-        unfinished.write_text(str(value))
-        unfinished.rename(paths[self.rank])
+        publish(paths[self.rank], str(value).encode())
         self._wait_until(lambda: all(path.exists() for path in paths))
         return [int(path.read_text()) for path in paths]
 
@@ -154,12 +157,44 @@ class Group:
             self.shared = None
 
 
+class Store(dist.Store):
+    """Where gloo's ranks find each other's addresses. Those of torch wait for a missing one for minutes."""
+
+    def __init__(self, folder: Path):
+        super().__init__()
+        self.folder, self.is_wanted = folder, True
+
+    def _path(self, key: str) -> Path:
+        return self.folder / f"gloo.{key.replace('/', '.')}"
+
+    def set(self, key: str, value: bytes) -> None:
+        publish(self._path(key), value)
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self._path(key).read_bytes()
+
+    def wait(self, keys: list[str], _timeout: timedelta | None = None) -> None:
+        while not all(self._path(key).exists() for key in keys):
+            if not self.is_wanted:
+                raise RuntimeError("the wait for the other ranks has been given up")
+            time.sleep(POLL_SECONDS)
+
+
+def publish(path: Path, content: bytes) -> None:
+    """Write a file that other processes see whole or not at all."""
+    unfinished = path.with_name(f"{path.name}.new")
+    unfinished.write_bytes(content)
+    unfinished.rename(path)
+
+
 def fulfil(result: Future, function: Callable[..., Any], *args: Any) -> None:
     """Give the future what the function returns or raises."""
     try:
         result.set_result(function(*args))
     except BaseException as error:
         result.set_exception(error)
+        del result  # or it would keep itself alive by the exception's traceback
 
 
 _group: ContextVar[Group] = ContextVar("group", default=Group())  # noqa: B039

@@ -13,6 +13,7 @@ import os
 import pickle
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -429,6 +430,20 @@ def test_a_rank_killed_while_the_engine_starts_is_named(model, attempt):
 
     with later(0, kill), pytest.raises(RuntimeError, match="rank 1 was killed by SIGKILL"):
         generate_forever(start(model.folder))
+
+
+def test_a_rank_that_is_killed_before_it_tells_its_address_leaves_no_thread_and_no_port(tmp_path):
+    (tmp_path / "ready.1").write_text("0")
+    deadline = time.monotonic() + 0.5
+
+    def check() -> None:
+        if time.monotonic() > deadline:
+            raise RuntimeError("rank 1 was killed")
+
+    group = Group(0, 2, str(tmp_path), check=check)
+    with pytest.raises(RuntimeError, match="rank 1 was killed"):
+        group.connect(torch.device("cpu"), torch.float32, 1)
+    shutil.rmtree(tmp_path)  # `nothing_left` looks at the rest
 
 
 def test_an_engine_that_cannot_start_says_why_as_with_one_rank(tmp_path):
