@@ -55,11 +55,13 @@ class Group:
             # In a thread, so that `check` can end the wait.
             threading.Thread(target=fulfil, args=(connected, self._gloo, store), daemon=True).start()
             try:
-                self._wait_until(lambda: connected.done())
+                self._wait_until(lambda: connected.done())  # a method would keep it, see below
             except BaseException:
                 store.is_wanted = False
                 wait([connected], timeout=1)  # longer only if a rank whose address is there does not answer
-                del connected  # its exception's traceback, by which the port would stay open with this one
+                # The port is open as long as `connected` lives, and the traceback of this exception would
+                # keep it.
+                del connected
                 raise
             self.backend = connected.result()
         elif not (self.peer_access and self._map_peers(device, dtype, max_num_seqs)):

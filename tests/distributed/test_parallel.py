@@ -443,7 +443,7 @@ def test_a_rank_that_is_killed_before_it_tells_its_address_leaves_no_thread_and_
     group = Group(0, 2, str(tmp_path), check=check)
     with pytest.raises(RuntimeError, match="rank 1 was killed"):
         group.connect(torch.device("cpu"), torch.float32, 1)
-    shutil.rmtree(tmp_path)  # `nothing_left` looks at the rest
+    shutil.rmtree(tmp_path)  # as an engine's end does; `nothing_left` looks for threads and ports
 
 
 def test_an_engine_that_cannot_start_says_why_as_with_one_rank(tmp_path):
