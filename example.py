@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.batch.__main__ import run_command as run_batch
+from nanovllm.extensions.batch.__main__ import run_command as run_batch
 
 QUESTIONS = ["introduce yourself", "list all prime numbers within 100"]
 DEFAULTS = ["--model=smollm2", "--temperature=0.6", "--max-tokens=256"]  # given again, the last one counts

@@ -3,10 +3,15 @@
 Start at `LLM.generate` (llm.py) and follow it downwards.
 """
 
-from nanovllm.async_llm import AsyncLLM
-from nanovllm.engine_args import EngineArgs
+from nanovllm.extensions.api.async_llm import AsyncLLM
+from nanovllm.extensions.api.engine_args import EngineArgs
+from nanovllm.inputs import TextPrompt, TokensPrompt
 from nanovllm.llm import LLM
+from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
 
-__all__ = ["AsyncLLM", "EngineArgs", "LLM", "SamplingParams", "StructuredOutputsParams"]
+__all__ = [
+    "AsyncLLM", "CompletionOutput", "EngineArgs", "LLM", "RequestOutput", "SamplingParams",
+    "StructuredOutputsParams", "TextPrompt", "TokensPrompt",
+]  # fmt: skip
 __version__ = "0.1.0"

@@ -1,6 +1,5 @@
 """Every option of the engine, checked in one place before anything is loaded, and never changed again."""
 
-import difflib
 import os
 import re
 import warnings
@@ -10,16 +9,15 @@ from typing import Any
 
 import torch
 
-from nanovllm.checkpoints import Checkpoint, open_checkpoint
+from nanovllm.checkpoints.base import Checkpoint
 from nanovllm.checkpoints.model_config import ModelConfig
-from nanovllm.foreign_options import without_foreign
 from nanovllm.utils.validation import check, check_bool, is_number, shown
 
 MAX_SIZE = 2**31 - 1
 MAX_GRID = 2**16 - 1  # of a kernel's second and third dimension
 DEVICE = re.compile("auto|cpu|cuda(:[1-9]?[0-9])?")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-KV_CACHE_DTYPES = {**DTYPES, "int8": torch.uint8}  # the bytes of kernels/int8_cache.py
+KV_CACHE_DTYPES = {**DTYPES, "int8": torch.uint8}  # the bytes of extensions/int8_cache
 OTHER_NAMES = {"half": "float16", "float": "float32"}  # of dtypes
 # Formats that other engines want to be told, and this one finds in the checkpoint.
 FOUND_FORMATS = "compressed-tensors gptq gptq_marlin awq awq_marlin auto-round gguf".split()
@@ -161,46 +159,30 @@ class Config:
     @classmethod
     def from_options(cls, model: str, options: dict[str, Any]) -> "Config":
         """
-        A Config from keyword arguments. An unknown one is a TypeError naming it and a known one like it, or
-        all of them.
+        A Config from keyword arguments. An unknown one is a TypeError naming it and all known ones.
         """
-        options = without_foreign(options)
-        known = [option.name for option in fields(cls) if option.name not in FILLED_IN]
+        known = cls.option_names()
         for name in options:
             if name in FILLED_IN:
                 raise TypeError(f"{name} is no option: the engine fills it in from the checkpoint")
             if name not in known:
-                alike = difflib.get_close_matches(name, known, n=1)
-                hint = (
-                    f"the nearest known one is {alike[0]!r}" if alike else f"known ones: {', '.join(known)}"
-                )
-                raise TypeError(f"unknown option {shown(name)}; {hint}")
+                raise TypeError(f"unknown option {shown(name)}; known ones: {', '.join(known)}")
         return cls(model, **options)
 
-    def open_checkpoint(self) -> Checkpoint:
-        hub = {"revision": self.revision, "cache_dir": self.download_dir, "token": self.token}
-        others = self.tokenizer, self.hf_overrides, hub, self.lora
-        return open_checkpoint(self.model, self.load_format, *others)
+    @classmethod
+    def option_names(cls) -> list[str]:
+        return [option.name for option in fields(cls) if option.name not in FILLED_IN]
 
     def with_checkpoint(self, checkpoint: Checkpoint, given: Collection[str] = ()) -> "Config":
         """
         These options completed by what the checkpoint says of the model. Raises ValueError if they do not fit
         it. Of those that were `given`, not defaults, it is said if they are cut.
         """
-        hf_config = checkpoint.hf_config(self.model_impl)
-        if self.lora is not None:
-            is_quantised = hf_config.quantization_config is not None
-            if is_quantised or checkpoint.random_weights:
-                kind = "quantised" if is_quantised else "made up"
-                raise ValueError(
-                    f"lora={shown(self.lora)} cannot be merged with weights that are {kind}, as in "
-                    f"{checkpoint.path}; load those that it was trained on, and if they are to be quantised, "
-                    "with quantization='fp8' or 'int4'"
-                )
+        hf_config = checkpoint.hf_config()
         length, limit = self.max_model_len or hf_config.context_limit, hf_config.context_limit
         if length > limit and "max_model_len" in given:
             message = f"max_model_len={length} is cut to {limit}, which is the checkpoint's own limit"
-            warnings.warn(message, stacklevel=4)
+            warnings.warn(message, stacklevel=5)
         length = min(length, limit)
         hf_config = replace(hf_config, max_model_len=length)
         config = replace(self, model=checkpoint.path, hf_config=hf_config, max_model_len=length)
@@ -212,10 +194,7 @@ class Config:
         size, hf_config = self.tensor_parallel_size, self.hf_config
         kv_heads, vocab_size = hf_config.num_key_value_heads, hf_config.vocab_size
         given = f"tensor_parallel_size={size}"
-        widths = {name: getattr(hf_config, name) for name in ("num_attention_heads", "intermediate_size")}
-        if hf_config.experts is not None:
-            widths["moe_intermediate_size"] = hf_config.experts.moe_intermediate_size
-        for name, width in widths.items():
+        for name, width in hf_config.divided_sizes.items():
             if width % size:
                 raise ValueError(f"{given} must divide {name}, which is {width}")
         if kv_heads % size and size % kv_heads:
@@ -234,19 +213,18 @@ class Config:
     @property
     def torch_dtype(self) -> torch.dtype:
         """
-        The dtype of weights and activations. Checkpoints that name none, as quantised and F16 GGUF files:
-        float32 on a CPU, bfloat16 elsewhere.
+        The dtype of weights and activations.
         """
-        name = self.hf_config.dtype if self.dtype == "auto" else self.dtype
-        if name is None:
-            name = "float32" if self.device == "cpu" else "bfloat16"
+        name = self.dtype
+        if name == "auto":
+            name = self.hf_config.dtype or self.hf_config.usual_dtype(self.device)
         if name not in DTYPES:
             raise ValueError(f"set dtype, since the checkpoint's {name!r} is none of {list(DTYPES)}")
         return DTYPES[name]
 
     @property
     def kv_cache_torch_dtype(self) -> torch.dtype:
-        """uint8 of an 8-bit cache, which `kernels/int8_cache.py` describes."""
+        """uint8 of an 8-bit cache, which `extensions/int8_cache` describes."""
         return self.torch_dtype if self.kv_cache_dtype == "auto" else KV_CACHE_DTYPES[self.kv_cache_dtype]
 
     def _resolve_device(self) -> str:

@@ -4,6 +4,7 @@ Follow `LLM.generate` downwards: `LLMEngine.step` is next.
 """
 
 import contextlib
+import functools
 import itertools
 import os
 import time
@@ -11,39 +12,25 @@ from collections.abc import Callable, Iterable, Iterator
 from operator import itemgetter
 from typing import Any
 
-from tqdm.auto import tqdm
-
+from nanovllm.assembly import assemble, open_model
 from nanovllm.distributed.ranks import EngineDeadError
 from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.extensions.api.engine_args import show_options
+from nanovllm.extensions.api.foreign_options import missing_attribute, takes_foreign
+from nanovllm.extensions.text.chat import Messages
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.text.chat import Messages
 from nanovllm.text.prompts import Prompt, Request, as_token_ids
 from nanovllm.text.results import GrowingOutput, GrowingText, Piece, Result, make_result, make_score, outcome
+from nanovllm.utils.progress import MakeBar, Progress, bar_maker
 from nanovllm.utils.validation import check, check_bool, is_number
 
 NOT_PICKLED = "an engine cannot be pickled or copied: make one in each process that uses one, or share one \
 among the tasks of a process with AsyncLLM"
 Params = SamplingParams | None  # None is what the checkpoint recommends
+takes_foreign_options = functools.partial(takes_foreign, sampling=SamplingParams.__struct_fields__)
 
 
-class Progress(tqdm):
-    """Counts completions that have ended and shows the speed of the last steps; hidden without a total."""
-
-    def __init__(self, total: int | None):
-        super().__init__(total=total, desc="Generating", dynamic_ncols=True, disable=total is None)
-        self.speed, self.seconds = {"Prefill": "-", "Decode": "-"}, 0.0
-
-    def count(self, num_ended: int, num_tokens: int, seconds: float) -> None:
-        """Add what a step has returned, and how long it took."""
-        self.seconds += seconds
-        if num_tokens:  # else the step has only launched what the next one collects
-            phase = "Prefill" if num_tokens > 0 else "Decode"
-            self.speed[phase] = f"{abs(num_tokens) / self.seconds:.0f}tok/s"
-            self.seconds = 0.0
-        self.set_postfix(self.speed, refresh=False)
-        self.update(num_ended)
-
-
+@show_options
 class LLM(LLMEngine):
     """
     `LLM(model, **options)`: options are the fields of `Config`. It belongs to the process that made it, and
@@ -53,34 +40,48 @@ class LLM(LLMEngine):
     blocks free.
     """
 
+    assembly = f"{assemble.__module__}:{assemble.__name__}"
+    open_model = staticmethod(open_model)
     _call: dict[int, Request] | None = None  # the call that the unfinished requests belong to, see _take_turn
     _process_id = -1  # of the process that made it
 
-    def __init__(self, model: str, **options: Any):
+    def __init__(self, model: str | os.PathLike, **options: Any):
         self._process_id = os.getpid()
         self._own_ids: dict[int | str, int | str] = {}  # caller's id -> engine's, and the other way round
         super().__init__(model, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        raise missing_attribute(self, name)
 
     def __reduce__(self) -> Any:
         raise TypeError(NOT_PICKLED)
 
     def check_usable(self) -> None:
         """`LLMEngine.check_usable`. Raises EngineDeadError also in a fork: its threads are not there."""
-        if self._process_id != (process_id := os.getpid()):
+        if self._is_fork():
             raise EngineDeadError(
-                f"this engine belongs to process {self._process_id}, and this is process {process_id}, a "
+                f"this engine belongs to process {self._process_id}, and this is process {os.getpid()}, a "
                 "fork of it: make an engine in the process that is to use it"
             )
         super().check_usable()
 
     def exit(self) -> None:
         """`LLMEngine.exit`; does nothing in a fork of the process that has the engine."""
-        if self._process_id == os.getpid():
+        if not self._is_fork():
             super().exit()
 
+    def clear(self) -> None:
+        """`LLMEngine.clear`; does nothing in a fork of the process that has the engine."""
+        if not self._is_fork():
+            super().clear()
+
+    def _is_fork(self) -> bool:
+        return self._process_id != os.getpid()
+
+    @takes_foreign_options
     def generate(
         self, prompts: Prompt | Iterable[Prompt],
-        sampling_params: Params | list[SamplingParams] = None, use_tqdm: bool = True,
+        sampling_params: Params | list[SamplingParams] = None, use_tqdm: bool | MakeBar = True,
     ) -> list[Result]:  # fmt: skip
         """
         Complete the prompts; results are in their order.
@@ -90,6 +91,7 @@ class LLM(LLMEngine):
         sampling_params: one for all, or one each; None is what the checkpoint recommends. Raises a ValueError
         that names the wrong prompt or parameter, before anything is computed. Warns of a max_tokens that
         reaches beyond the context, at whose end a completion ends.
+        use_tqdm: whether there is a progress bar; or what makes it, as tqdm does.
 
         Every result is a dict with
           text, token_ids    the completion; token_ids include what ended it
@@ -107,9 +109,10 @@ class LLM(LLMEngine):
         found = sorted(self.generate_iter(prompts, sampling_params, use_tqdm), key=itemgetter(0))
         return [result for _, result in found]
 
+    @takes_foreign_options
     def generate_iter(
         self, prompts: Prompt | Iterable[Prompt],
-        sampling_params: Params | list[SamplingParams] = None, use_tqdm: bool = False,
+        sampling_params: Params | list[SamplingParams] = None, use_tqdm: bool | MakeBar = False,
     ) -> Iterator[tuple[int, Result]]:  # fmt: skip
         """
         Like `generate`, but yields (index of the prompt, result) as soon as a prompt is done. Nothing is
@@ -117,10 +120,10 @@ class LLM(LLMEngine):
         last result other calls raise a RuntimeError.
         """
         self._take_turn()
-        check_bool(use_tqdm, "use_tqdm")
+        make_bar = bar_maker(use_tqdm)
         requests = self.prompts.read_all(prompts, sampling_params)
-        total = sum(request.params.n for request in requests) if use_tqdm else None
-        return self._results(self._run(requests, total=total), make_result)
+        total = sum(request.params.n for request in requests)
+        return self._results(self._run(requests, total=total, make_bar=make_bar), make_result)
 
     def generate_from(
         self, requests: Iterable[tuple[Prompt, SamplingParams]],
@@ -159,6 +162,7 @@ class LLM(LLMEngine):
             for request in itertools.chain.from_iterable(steps):
                 yield request.index, request.error or request.label(make(self.tokenizer, request.completions))
 
+    @takes_foreign_options
     def stream(
         self, prompt: Prompt, sampling_params: Params = None, objects: bool = False
     ) -> Iterator[str | Piece]:
@@ -182,8 +186,9 @@ class LLM(LLMEngine):
                     yield piece
 
     def score(
-        self, prompts: Prompt | Iterable[Prompt], use_tqdm: bool = True, from_token: int | list[int] = 1
-    ) -> list[dict[str, Any]]:
+        self, prompts: Prompt | Iterable[Prompt],
+        use_tqdm: bool | MakeBar = True, from_token: int | list[int] = 1,
+    ) -> list[dict[str, Any]]:  # fmt: skip
         """
         How likely the model finds texts (or token ids, or dicts as for `generate`), from this token of theirs
         on (one for all, or one each). What lies before it comes from the KV cache where that has it: texts
@@ -194,16 +199,17 @@ class LLM(LLMEngine):
           token_ranks      their ranks, 1 for the likeliest token; None likewise
           logprob          the sum of the logarithms
         """
-        check_bool(use_tqdm, "use_tqdm")
+        make_bar = bar_maker(use_tqdm)
         scored = self.prompts.read_scored(prompts, from_token)
         requests = [request for _, request in scored if request.has_scores]
-        for _ in self._run(requests, total=len(requests) if use_tqdm else None):
+        for _ in self._run(requests, total=len(requests), make_bar=make_bar):
             pass
         return list(itertools.starmap(make_score, scored))
 
+    @takes_foreign_options
     def chat(
         self, messages: Messages | Iterable[Messages],
-        sampling_params: Params | list[SamplingParams] = None, use_tqdm: bool = True,
+        sampling_params: Params | list[SamplingParams] = None, use_tqdm: bool | MakeBar = True,
         chat_template: str | None = None,
         add_generation_prompt: bool = True, continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None, chat_template_kwargs: dict[str, Any] | None = None,
@@ -294,18 +300,20 @@ class LLM(LLMEngine):
 
     def _run(
         self, coming: Iterable[Request],
-        max_unfinished: int | None = None, isolate: bool = False, total: int | None = None,
+        max_unfinished: int | None = None, isolate: bool = False,
+        total: int | None = None, make_bar: MakeBar | None = None,
     ) -> Iterator[list[Request]]:  # fmt: skip
         """
         Queue requests while there is room, and step, until all have ended. Yields the requests that a step
-        has ended, after each step, and a request that could not be read, at once. With a `total` of
-        completions there is a progress bar.
+        has ended, after each step, and a request that could not be read, at once. A progress
+        bar counts the completions up to `total`, if something makes it.
         """
         queued: dict[int, Request] = {}  # by the seq_id of each completion that has not ended
         coming, limit = iter(coming), max_unfinished or 2 * self.config.max_num_seqs
         self._take_turn(queued)
         try:
-            with Progress(total) as progress:
+            progress = Progress(total, make_bar)
+            with contextlib.closing(progress.bar):
                 while True:
                     ended = self._queue(coming, limit, queued)
                     if not ended:

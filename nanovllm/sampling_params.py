@@ -5,10 +5,11 @@ nothing of the engine.
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import IntFlag
 from typing import Any
 
+from nanovllm.extensions.api.foreign_options import takes_foreign
 from nanovllm.utils.validation import check, check_bool, find_surrogate, is_number, shown
 
 MAX_SEED = 2**63 - 1
@@ -16,6 +17,7 @@ MAX_TOKENS = 2**31 - 1
 MAX_N = 16_384
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 100.0
+MAX_CHARACTERS = 2**20  # of a schema, a grammar, a regular expression, all choices
 MIN_FLOAT, MAX_FLOAT = sys.float_info.min, sys.float_info.max
 
 
@@ -30,8 +32,13 @@ class StructuredOutputsParams:
     grammar:     a context-free grammar in the notation of Lark or of GBNF, whose language it belongs to.
     json_object: True: any JSON object.
 
-    With disable_any_whitespace JSON has no spaces and line breaks between its parts. Raises ValueError with
-    the bad value. A schema is kept as text.
+    disable_any_whitespace:        JSON has no spaces and line breaks between its parts.
+    disable_additional_properties: JSON objects whose properties a schema lists have no others, unless it says
+                                   `additionalProperties`.
+    whitespace_pattern:            a regular expression of what may be between the parts of JSON, or nothing;
+                                   None is any number of spaces, tabs and line breaks.
+
+    Raises ValueError with the bad value. A schema is kept as text.
     """
 
     json: str | Mapping[str, Any] | type | None = None
@@ -40,9 +47,12 @@ class StructuredOutputsParams:
     grammar: str | None = None
     json_object: bool | None = None
     disable_any_whitespace: bool = False
+    disable_additional_properties: bool = True
+    whitespace_pattern: str | None = None
 
     def __post_init__(self) -> None:
-        check_bool(self.disable_any_whitespace, "disable_any_whitespace")
+        for name in ("disable_any_whitespace", "disable_additional_properties"):
+            check_bool(getattr(self, name), name)
         if self.json_object is not None:
             check_bool(self.json_object, "json_object")
             object.__setattr__(self, "json_object", self.json_object or None)
@@ -51,14 +61,23 @@ class StructuredOutputsParams:
         check(len(given) == 1, f"structured outputs need exactly one of {', '.join(kinds)}", given)
         if self.json is not None:
             object.__setattr__(self, "json", _read_schema(self.json))
-        for kind in ("regex", "grammar"):
-            is_good = kind not in given or _is_text(given[kind])
-            check(is_good, f"{kind} must be a text, not empty or with a lone surrogate", given.get(kind))
+        for name in ("regex", "grammar", "whitespace_pattern"):
+            value = getattr(self, name)
+            is_good = value is None or _is_text(value)
+            check(is_good, f"{name} must be a text, not empty or with a lone surrogate", value)
+        if self.disable_any_whitespace and self.whitespace_pattern is not None:
+            found = f"whitespace_pattern={shown(self.whitespace_pattern)}"
+            raise ValueError(f"disable_any_whitespace leaves no white space, got {found} as well")
         if self.choice is not None:
             texts = _as_tuple(self.choice) or ()
             rule = "choice must be a list of texts, none of them empty or with a lone surrogate"
             check(texts != () and all(map(_is_text, texts)), rule, self.choice)
             object.__setattr__(self, "choice", texts)
+        for name in ("json", "regex", "choice", "grammar", "whitespace_pattern"):
+            value = getattr(self, name) or ""
+            size = len(value) if isinstance(value, str) else sum(map(len, value))
+            if size > MAX_CHARACTERS:
+                raise ValueError(f"{name} must have at most {MAX_CHARACTERS:,} characters, got {size:,}")
 
 
 @dataclass(slots=True, unsafe_hash=True)
@@ -196,6 +215,10 @@ class SamplingParams:
 
     def _check(self, is_good: bool, name: str, allowed: str) -> None:
         check(is_good, f"{name} must be {allowed}", getattr(self, name))
+
+
+SamplingParams.__init__ = takes_foreign(SamplingParams.__init__)
+SamplingParams.__struct_fields__ = tuple(field.name for field in fields(SamplingParams))  # vLLM's name
 
 
 class Needs(IntFlag):

@@ -13,7 +13,8 @@ import signal
 import pytest
 import torch
 
-from nanovllm.engine.forecast import Forecast
+from nanovllm.engine.policies import Verdict
+from nanovllm.extensions.safety.forecast import Forecast
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -21,7 +22,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 @pytest.fixture
 def no_forecast(monkeypatch: pytest.MonkeyPatch) -> None:
     """Admit whoever fits now, so that in a small KV cache some are preempted later."""
-    monkeypatch.setattr(Forecast, "admits", lambda *_: True)
+    monkeypatch.setattr(Forecast, "admits", lambda *_: Verdict.ADMIT)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from nanovllm import SamplingParams
-from nanovllm.checkpoints.transformers_config import REFUSED, VERIFIED
+from nanovllm.assembly import MODELS
 from nanovllm.config import Config
-from nanovllm.models import MODELS
+from nanovllm.extensions.transformers.config import REFUSED, VERIFIED
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -51,6 +51,18 @@ def test_the_path_of_a_request_names_modules_that_there_are():
     [path] = re.findall(r"## The path of one request\n(.*?)\n## ", PAGES[0].read_text(), re.DOTALL)
     modules = re.findall(r"`(?:nanovllm/)?([\w/]+\.py|[a-z]+/)`", path)
     assert len(modules) > 15 and not [name for name in modules if not (ROOT / "nanovllm" / name).exists()]
+
+
+def test_the_readme_has_every_extension():
+    rows = re.findall(r"^\| (\w+) \| .* \| [\d,]+ \|$", PAGES[0].read_text(), re.MULTILINE)
+    folders = (ROOT / "nanovllm/extensions").glob("*/__init__.py")
+    assert sorted(rows) == sorted(file.parent.name for file in folders)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_that_a_page_names_are_there(page):
+    named = re.findall(r"\b(?:tests|nanovllm)/[\w/]+\.py\b", page.read_text())
+    assert not [name for name in named if not (ROOT / name).is_file()]
 
 
 def models_page() -> str:

@@ -14,10 +14,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_block_manager import check_pool
+from block_pool import check_pool
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.assembly import make_layout
 from nanovllm.config import Config
+from nanovllm.extensions.models.attention_rule import set_rule
 from nanovllm.layers import attention
 from tiny_checkpoints import (
     EXACT,
@@ -262,7 +264,7 @@ def test_an_exception_while_one_request_is_added_leaves_none_behind(llm, monkeyp
 
 def test_an_engine_that_is_shut_down_in_the_middle_of_generate_says_so(model, monkeypatch):
     llm = LLM(model.folder, **EXACT, num_kvcache_blocks=20)
-    monkeypatch.setattr("nanovllm.llm.tqdm.update", lambda *_: llm.exit())
+    monkeypatch.setattr("nanovllm.utils.progress.tqdm.update", lambda *_: llm.exit())
     with pytest.raises(RuntimeError, match=r"shut down by exit\(\)"):
         llm.generate(PROMPTS, GREEDY)
     assert llm.is_finished()
@@ -469,11 +471,13 @@ def test_a_backend_that_cannot_work_here_is_refused_with_the_reason(model, backe
 def test_flash_attention_is_refused_what_it_cannot_compute_or_read(monkeypatch, options, reason):
     monkeypatch.setattr(attention, "HAVE_FLASH", True)
     rule = {name: options.pop(name) for name in ("window", "softcap", "sinks") if name in options}
-    layers = [attention.Attention(4, options.pop("head_dim", 64), 0.125, 4, **rule)]
+    layer = attention.Attention(4, options.pop("head_dim", 64), 0.125, 4)
+    set_rule(layer, **rule)
     config = Config("a model", device="cpu", attention_backend="flash", **options)
     refused = pytest.raises(ValueError, match=f"attention_backend='flash'.*{reason}")
     with refused if reason else contextlib.nullcontext():
-        assert attention.get_backend(config, torch.device("cuda"), layers).decode is attention.flash_decode
+        found = attention.get_backend(config, torch.device("cuda"), [layer], make_layout(config))
+        assert isinstance(found, attention.FlashBackend)
 
 
 def test_a_pool_smaller_than_the_model_length_serves_what_fits(model):
@@ -505,8 +509,8 @@ def test_a_folder_without_a_config_is_named(tmp_path):
     dict(architectures=["MambaForCausalLM"], model_type="mamba"),
     dict(architectures=["NobodyKnows"], model_type="nobody_knows"),
     dict(architectures=["BloomForCausalLM"], model_type="bloom"),
-    dict(architectures=[]),
-    dict(architectures=None),
+    dict(architectures=[], model_type="nobody_knows"),
+    dict(architectures=None, model_type=None),
 ], ids=str)  # fmt: skip
 def test_an_unknown_architecture_lists_the_known_ones(tmp_path, changes):
     folder = make_checkpoint(tmp_path, tokenizer=False)

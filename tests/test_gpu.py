@@ -15,7 +15,8 @@ import torch
 from test_edits import MIXED
 
 from nanovllm import LLM, AsyncLLM, SamplingParams
-from nanovllm.engine import groups, recovery
+from nanovllm.extensions.prefixes import groups
+from nanovllm.extensions.safety import recovery
 from nanovllm.layers.attention import HAVE_FLASH
 from tiny_checkpoints import UNALIGNED, load_reference, make_checkpoint
 
@@ -346,7 +347,8 @@ from nanovllm import LLM, SamplingParams
 
 cache = os.environ["TRITON_CACHE_DIR"]
 with LLM(sys.argv[1], dtype="bfloat16", max_num_seqs=300, quantization=(*sys.argv[2:], None)[0]) as llm:
-    llm.model_runner.kernels.wait()  # what decoding needs may still be compiled; the first step waits for it
+    for observer in llm.model_runner.parts.observers:
+        observer.before_first_decode()  # waits for what is still being compiled
     before = set(os.listdir(cache))
     for count in (1, 2, 3, 40, 100, 200, 300):
         prompts = [[(7 * i + j) % 320 for j in range(10 + i % 90)] for i in range(count)]

@@ -1,15 +1,26 @@
-"""Options of `LLM` that scripts for other engines pass: what they do here, or what is said of them."""
+"""Options that scripts for other engines pass: what they do here, or what is said of them."""
 
+import asyncio
+import functools
+import inspect
+import io
+import pydoc
+import re
 import shutil
 import warnings
+from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import torch
+from tqdm import tqdm
 
-from nanovllm import LLM, SamplingParams
-from nanovllm.config import Config
-from nanovllm.foreign_options import REFUSED, WITHOUT_EFFECT
+from nanovllm import LLM, AsyncLLM, EngineArgs, SamplingParams
+from nanovllm.assembly import make_config
+from nanovllm.config import FILLED_IN, Config
+from nanovllm.extensions.api.engine_args import command_line_options
+from nanovllm.extensions.api.foreign_options import REFUSED, WITHOUT_EFFECT
 from tiny_checkpoints import EXACT, edit_json, make_checkpoint, one_thread  # noqa: F401
 
 OPTIONS = dict(**EXACT, num_kvcache_blocks=40)
@@ -31,33 +42,43 @@ def tokens(llm: LLM) -> list[int]:
 
 def test_options_without_effect_are_named_in_one_line(folder):
     options = dict(trust_remote_code=True, swap_space=4, disable_log_stats=True, enable_chunked_prefill=False)
-    options |= dict(
-        tokenizer_mode="auto", pipeline_parallel_size=1, hf_token=None, guided_decoding_backend="auto"
-    )
-    with pytest.warns(UserWarning) as said, LLM(folder, **OPTIONS, **options) as llm:
+    usual = dict(tokenizer_mode="auto", pipeline_parallel_size=1, hf_token=None, worker_use_ray=None)
+    with pytest.warns(UserWarning) as said, LLM(folder, **OPTIONS, **usual, **options) as llm:
         assert len(tokens(llm)) == 4
     assert [str(each.message) for each in said] == ["options without effect: " + ", ".join(options)]
     assert said[0].filename == __file__
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_an_option_that_would_change_results_is_refused_with_what_to_do(name):
-    with pytest.raises(ValueError, match=f"{name}='something' is not offered: .*{REFUSED[name][1][:20]}"):
-        Config.from_options("a model", {name: "something"})
-    allowed, remedy = REFUSED[name]
-    assert len(remedy) > 10
-    for value in (None, *allowed):
-        with pytest.warns(UserWarning, match=f"options without effect: {name}$"):
-            Config.from_options("a model", {name: value})
+TAKES_FOREIGN = [
+    lambda **options: make_config("a model", options),
+    SamplingParams,
+    functools.partial(EngineArgs, "a model"),
+]
+
+
+@pytest.mark.parametrize("take", TAKES_FOREIGN, ids=["LLM", "SamplingParams", "EngineArgs"])
+def test_an_option_that_would_change_results_is_refused_with_what_to_do(take):
+    for name, (neutral, remedy) in REFUSED.items():
+        told = re.escape(f"{name}='something' is not offered: {remedy}")
+        with pytest.raises(ValueError, match=told):
+            take(**{name: "something"})
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for value in (None, *neutral):
+                take(**{name: value})
+    for name in WITHOUT_EFFECT:
+        with pytest.warns(UserWarning, match=f"^options without effect: {name}$") as said:
+            assert take(**{name: "something"}) == take()
+        assert len(said) == 1
 
 
 def test_a_number_is_not_taken_for_a_flag():
     with pytest.raises(ValueError, match="enable_lora=0"):
-        Config.from_options("a model", {"enable_lora": 0})
+        make_config("a model", {"enable_lora": 0})
 
 
 def test_no_foreign_option_is_one_of_this_engine_and_none_stands_twice():
-    own = {*Config.__dataclass_fields__}
+    own = {*Config.__dataclass_fields__, *SamplingParams.__struct_fields__}
     assert not own & {*WITHOUT_EFFECT, *REFUSED}
     assert len({*WITHOUT_EFFECT, *REFUSED}) == len(WITHOUT_EFFECT) + len(REFUSED)
 
@@ -65,7 +86,89 @@ def test_no_foreign_option_is_one_of_this_engine_and_none_stands_twice():
 @pytest.mark.parametrize("name", ["kernels", "x" * 100, "logits_processor_pattern"])
 def test_an_unknown_option_has_no_neighbour_that_is_none(name):
     with pytest.raises(TypeError, match=f"unknown option '{name}'; known ones: model, .*, token$"):
-        Config.from_options("a model", {name: 1})
+        make_config("a model", {name: 1})
+
+
+@pytest.mark.parametrize(
+    "name, told",
+    [
+        ("max_new_tokens", "'max_tokens'"),
+        ("temprature", "'temperature'"),
+        ("penalty", "'presence_penalty'|'repetition_penalty'|known ones: temperature, max_tokens, "),
+    ],
+)
+def test_a_wrong_name_of_a_sampling_parameter_gets_one_like_it(name, told):
+    with pytest.raises(TypeError, match=f"unknown option '{name}'; .*({told})"):
+        SamplingParams(**{name: 1})
+
+
+# --- calls ---
+
+
+@pytest.fixture(scope="module")
+def llm(folder):
+    with LLM(folder, **OPTIONS, enable_prefix_caching=False) as llm:
+        yield llm
+
+
+CHAT = [{"role": "user", "content": "hello"}]
+CALLS: dict[str, Callable] = {
+    "generate": lambda llm, **options: llm.generate("hello", GREEDY, **options),
+    "generate_iter": lambda llm, **options: [
+        result for _, result in llm.generate_iter("hello", GREEDY, **options)
+    ],
+    "chat": lambda llm, **options: llm.chat(CHAT, GREEDY, **options),
+    "stream": lambda llm, **options: list(llm.stream("hello", GREEDY, **options)),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_call_takes_the_options_of_vllm(llm, call):
+    expected = CALLS[call](llm)
+    usual = dict(lora_request=None, tokenization_kwargs={}, guided_options_request=None, priority=None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert CALLS[call](llm, **usual) == expected
+    with pytest.warns(UserWarning, match="^options without effect: priority$") as said:
+        assert CALLS[call](llm, priority=[1]) == expected
+    assert said[0].filename == __file__
+    with pytest.raises(ValueError, match="lora_request='x' is not offered: LLM.model, lora="):
+        CALLS[call](llm, lora_request="x")
+    with pytest.raises(TypeError, match=r"sampling parameter: pass SamplingParams\(temperature=0\)"):
+        CALLS[call](llm, temperature=0)
+    with pytest.raises(TypeError, match="unknown option 'sampling_parms'; .* 'sampling_params'"):
+        CALLS[call](llm, sampling_parms=GREEDY)
+    assert llm.is_finished() and CALLS[call](llm) == expected
+
+
+def test_an_engine_for_tasks_takes_the_options_of_vllm(folder):
+    with AsyncLLM(folder, **OPTIONS) as engine:
+        result = asyncio.run(engine.generate("hello", GREEDY, "a", lora_request=None, trace_headers=None))
+        assert result.request_id == "a" and len(result["token_ids"]) == 4
+        with pytest.raises(TypeError, match=r"pass SamplingParams\(max_tokens=3\)"):
+            engine.generate("hello", max_tokens=3)
+        with pytest.raises(AttributeError, match="'AsyncLLM' object has no attribute 'sleep': llm.exit"):
+            engine.sleep()
+
+
+def test_a_sampling_parameter_is_no_option_of_the_engine():
+    with pytest.raises(TypeError, match=r"pass SamplingParams\(temperature=0\)"):
+        make_config("a model", {"temperature": 0})
+
+
+@pytest.mark.parametrize("call", ["generate", "chat", "score"])
+def test_the_progress_bar_may_be_the_callers_own(llm, call):
+    written, bars = io.StringIO(), []
+
+    def make_bar(**options) -> tqdm:
+        bars.append(tqdm(**options, file=written))
+        return bars[0]
+
+    prompts = [CHAT] * 3 if call == "chat" else ["hello"] * 3
+    params = [] if call == "score" else [GREEDY]
+    assert len(getattr(llm, call)(prompts, *params, use_tqdm=make_bar)) == 3
+    assert "3/3" in written.getvalue() and "Decode" in written.getvalue()
+    assert [(bar.n, bar.total, bar.disable) for bar in bars] == [(3, 3, True)]  # closed
 
 
 @pytest.mark.parametrize("name", ["awq", "gptq_marlin", "compressed-tensors"])
@@ -74,6 +177,33 @@ def test_the_format_of_quantised_weights_is_not_to_be_said(name):
         ValueError, match=f"quantization='{name}' is to be left out: .* found in the checkpoint"
     ):
         Config("a model", quantization=name)
+
+
+# --- where they are told ---
+
+
+@pytest.mark.parametrize("engine", [LLM, AsyncLLM])
+def test_help_and_completion_show_every_option_with_its_default(engine):
+    first, *shown = inspect.signature(engine).parameters.values()
+    known = [(f.name, f.default) for f in fields(Config) if f.name not in (*FILLED_IN, "model")]
+    assert (first.name, first.default) == ("model", inspect.Parameter.empty)
+    assert [(each.name, each.default) for each in shown] == known
+    assert {each.kind for each in shown} == {inspect.Parameter.KEYWORD_ONLY}
+    told = pydoc.plain(pydoc.render_doc(engine))
+    assert "kvcache_block_size: int = 256" in told and "tokens per KV cache block, a multiple of 16" in told
+
+    class Narrow(engine):
+        def __init__(self, model):
+            super().__init__(model, device="cpu")
+
+    assert list(inspect.signature(Narrow).parameters) == ["model"]
+
+
+def test_a_command_line_says_what_every_option_means():
+    for name, (_, text) in command_line_options().items():
+        meaning, default = text.removesuffix(")").split(" (default: ")
+        assert len(meaning) > 10 and default == str(getattr(Config, name)), name
+    assert command_line_options()["max_model_len"][1].endswith("limit, which None stands for (default: 4096)")
 
 
 # --- dtype, max_model_len ---
@@ -170,6 +300,7 @@ def test_a_hub_id_is_asked_for_with_revision_folder_and_token(folder, bare, monk
     hub = {"cache_dir": "/cache", "token": "secret"}
     assert asked == [
         ("owner/model", {"revision": "v2", **hub}),
+        ("owner/model", {"revision": "v2", **hub}),  # the weights, once the index is there
         ("owner/tokenizer", {"revision": None, **hub}),
     ]
 

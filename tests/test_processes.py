@@ -62,14 +62,22 @@ if __name__ == "__main__":
     if {kind} is AsyncLLM:
         use = lambda: asyncio.run(llm.generate([1, 2], params))
     expected = use()
+    if {kind} is LLM:
+        results = llm.generate_iter([[1, 2], [3]], [params, SamplingParams(0, 9, True)])
+        next(results)
     if not (child := os.fork()):
         try:
             use()
         except EngineDeadError as error:
             print(error, flush=True)
+        if {kind} is LLM:
+            llm.clear()
+            results.close()
         llm.exit()
         sys.exit(7)  # as a program ends: what is registered to run then is the parent's
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    if {kind} is LLM:
+        assert [len(result["token_ids"]) for _, result in results] == [9]
     result = use()
     if {kind} is LLM:
         [result], [expected] = result, expected
@@ -84,7 +92,7 @@ if __name__ == "__main__":
 def test_a_fork_is_told_by_process_and_leaves_the_engine_as_it_was(folder, kind, options):
     program = FORKED.format(kind=kind, folder=folder, options=OPTIONS | options)
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0, done.stderr
     assert "this engine belongs to process" in done.stdout and "a fork of it" in done.stdout

@@ -1,12 +1,10 @@
 """example.py and bench.py on a small random checkpoint."""
 
 import json
+import os
 import random
-import re
 import subprocess
 import sys
-import time
-import types
 from operator import itemgetter
 from pathlib import Path
 
@@ -15,8 +13,9 @@ import pytest
 import bench
 import example
 from nanovllm import LLM, SamplingParams
-from nanovllm import llm as llm_module
-from nanovllm.batch import __main__ as batch
+from nanovllm.extensions.batch import __main__ as batch
+from nanovllm.extensions.bench.__main__ import parse_args
+from nanovllm.extensions.bench.workloads import draw_workload
 from tiny_checkpoints import make_checkpoint
 
 ROOT = Path(example.__file__).parent
@@ -101,6 +100,47 @@ runpy.run_path("example.py", run_name="__main__")
     assert done.stderr.startswith("example.py: ") and "Traceback" not in done.stderr
 
 
+# --- other systems, progress bars ---
+
+
+def test_scripts_run_without_what_windows_does_not_have(tmp_path, checkpoint):
+    (tmp_path / "in.txt").write_text("abc\nabcabc\n")
+    program = f"""
+import asyncio, os, pathlib, signal, subprocess, sys
+import torch, transformers, tqdm.auto  # they look at sys.platform
+for name in "fcntl grp pwd readline resource termios tty".split():
+    sys.modules[name] = None
+for name in "WNOHANG fork getuid killpg mkfifo register_at_fork sched_getaffinity setsid".split():
+    delattr(os, name)
+for name in "SIGALRM SIGHUP SIGKILL SIGUSR1 pthread_sigmask".split():
+    delattr(signal, name)
+import bench, example, nanovllm, nanovllm.extensions.bench.__main__, nanovllm.extensions.server.__main__
+from nanovllm.extensions.batch.files import find_lines, open_output
+example.main("--model {checkpoint} --device cpu --max-tokens 4 --prompts in.txt --output out.jsonl".split())
+open_output(pathlib.Path("out.parquet"), False, find_lines(pathlib.Path("in.txt"))).close()
+"""
+    environ = os.environ | {"PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=environ, check=True)
+    assert sorted(answer["line"] for answer in read_jsonl(tmp_path / "out.jsonl")) == [1, 2]
+
+
+def test_tqdm_disable_hides_every_progress_bar_and_nothing_else(tmp_path, checkpoint):
+    (tmp_path / "in.txt").write_text("abc\n")
+    program = f"""
+from nanovllm import LLM, SamplingParams
+from nanovllm.extensions.batch.__main__ import Progress, run_command
+with LLM({str(checkpoint)!r}, device="cpu") as llm:
+    llm.generate("abc", SamplingParams(0, 2))
+run_command("--model {checkpoint} --device cpu --input in.txt --output out.jsonl --max-tokens 4".split())
+Progress(1).warn("heard")
+"""
+    command = [sys.executable, "-c", program]
+    environ = os.environ | {"TQDM_DISABLE": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=True)
+    assert "Generating" not in done.stderr and "Batch" not in done.stderr and "%|" not in done.stderr
+    assert "1 lines, 0 of them errors, 4 tokens" in done.stderr and "nanovllm.batch: heard" in done.stderr
+
+
 # --- bench.py ---
 
 
@@ -108,266 +148,53 @@ def test_the_default_workload_is_the_one_that_engines_compare_on():
     random.seed(0)
     prompts = [[random.randint(0, 10000) for _ in range(random.randint(100, 1024))] for _ in range(256)]
     max_tokens = [random.randint(100, 1024) for _ in range(256)]
-    args = bench.parse_args([])
-    workload = bench.draw_workload(args)
-    assert workload == bench.Workload(prompts, max_tokens)
-    assert workload.num_output_tokens == 133_966
-    assert (args.workload, args.temperature, args.max_model_len) == ("nano", 0.6, None)
+    assert bench.draw_workload("nano") == bench.Workload(prompts, max_tokens)
+    assert sum(max_tokens) == 133_966
 
 
-@pytest.mark.parametrize(
-    ("name", "num_prompts", "num_tokens", "num_distinct", "num_drawn"),
-    [
-        ("shared", 1024, 1024 * 2050, 2000 + 1024 * 50, 1024 * 128),
-        ("groups", 4 * 128, 4 * 128 * 3100, 4 * 3000 + 4 * 128 * 100, 4 * 128 * 200),
-        ("rollout", 64, 64 * 1000, 64 * 1000, 64 * 16 * 256),
-        ("long", 16, 16 * 16_000, 16 * 16_000, 16 * 256),
-        ("short", 2048, 2048 * 32, 2048 * 32, 2048 * 64),
-    ],
-)
-def test_a_workload_has_its_numbers(name, num_prompts, num_tokens, num_distinct, num_drawn):
-    args = bench.parse_args(["--workload", name])
-    workload = bench.draw_workload(args)
-    assert len(workload.prompts) == num_prompts
-    assert sum(map(len, workload.prompts)) == num_tokens
-    assert sum(end - begin for begin, end, _ in workload.segments()) == num_distinct
-    assert workload.num_output_tokens == num_drawn
-    assert args.max_model_len == (16_256 if name == "long" else None)
+@pytest.mark.parametrize("name", bench.WORKLOADS)
+def test_the_page_draws_the_same_work_as_the_extension(name):
+    page, extension = bench.draw_workload(name), draw_workload(parse_args(["--workload", name]))
+    assert (page.prompts, page.max_tokens) == (extension.prompts, extension.max_tokens)
 
 
-def test_options_go_before_what_the_workload_sets():
-    options = "--workload groups --num-seqs 8 --groups 2 --common-len 9 --min-input-len 5 --n 3".split()
-    workload = bench.draw_workload(bench.parse_args([*options, "--max-model-len", "20"]))
-    assert (len(workload.prompts), workload.common_len, workload.n) == (8, 9, 3)
-    assert all(9 + 5 <= len(prompt) <= 9 + 100 for prompt in workload.prompts)
-    begins = [tuple(prompt[:9]) for prompt in workload.prompts]
-    assert sorted(map(begins.count, set(begins))) == [4, 4]
-    assert begins != sorted(begins) and begins != sorted(begins, reverse=True)  # they arrive mixed
-    assert bench.parse_args([*options, "--max-model-len", "20"]).max_model_len == 20
+def test_fresh_tokens_of_the_page_keep_lengths_and_what_is_shared():
+    workload = bench.Workload([[7, 9, 10_000, 3], [7, 9, 5]], [1, 2])
+    assert workload.with_fresh_tokens(0, 100) == bench.Workload([[7, 9, 0, 3], [7, 9, 5]], [1, 2])
+    assert workload.with_fresh_tokens(1, 20_000) == bench.Workload([[8, 10, 0, 4], [8, 10, 6]], [1, 2])
 
 
-def common_lengths(prompts: list[list[int]]) -> list[int]:
-    """How many tokens each prompt begins with that every other one begins with as well."""
-    first = prompts[0]
-    return [next(i for i in range(len(first)) if p[i] != first[i]) for p in prompts[1:]]
-
-
-def test_fresh_tokens_keep_what_prompts_have_in_common_and_nothing_else():
-    workload = bench.draw_workload(bench.parse_args("--workload shared --num-seqs 8".split()))
-    fresh, warmup = workload.with_fresh_tokens(1), workload.for_warmup(8)
-    for prompts in (workload.prompts, fresh.prompts, warmup.prompts):
-        assert common_lengths(prompts) == [2000] * 7
-    assert len({work.prompts[0][0] for work in (workload, fresh, warmup)}) == 3
-    assert fresh.segments() == workload.segments()
-
-
-def test_the_warmup_has_every_batch_size_although_all_sequences_of_the_workload_end_together():
-    workload = bench.draw_workload(bench.parse_args("--workload rollout --num-seqs 4".split()))
-    warmup = workload.for_warmup(40)
-    assert (len(warmup.prompts), warmup.n) == (40, 1)
-    assert warmup.max_tokens == list(range(2, 42))
-    assert warmup.prompts[0] == warmup.prompts[15] != warmup.prompts[16]
-
-
-def test_fresh_tokens_keep_the_lengths():
-    workload = bench.draw_workload(bench.parse_args(["--num-seqs", "8"]))
-    fresh = workload.with_fresh_tokens(1)
-    assert [len(p) for p in fresh.prompts] == [len(p) for p in workload.prompts]
-    assert fresh.max_tokens == workload.max_tokens
-    assert all(a[:16] != b[:16] for a, b in zip(fresh.prompts, workload.prompts, strict=True))
-
-
-def test_output_lengths_can_be_spread_evenly():
-    options = "--num-seqs 32 --min-output-len 16 --max-output-len 256 --spread-output".split()
-    max_tokens = bench.draw_workload(bench.parse_args(options)).max_tokens
-    gaps = {b - a for a, b in zip(max_tokens, max_tokens[1:], strict=False)}
-    assert (len(max_tokens), max_tokens[0], max_tokens[-1]) == (32, 16, 256)
-    assert gaps == {7, 8}
-
-
-def test_token_ids_fit_the_vocabulary():
-    workload = bench.Workload([[0, 319, 320, 9999]], [1]).within_vocabulary(320)
-    assert workload.prompts == [[0, 319, 0, 79]]
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        "--num-seqs 0", "--min-input-len 9 --max-input-len 8", "--repeats 0", "--common-len -1",
-        "--workload x", "--limit-strings",
-    ],
-)  # fmt: skip
-def test_impossible_workloads_are_refused(options):
-    with pytest.raises(SystemExit):
-        bench.parse_args(options.split())
-
-
-@pytest.mark.parametrize("option", ["--plot", "--json"])
-def test_a_file_that_cannot_be_written_is_refused_before_the_run(tmp_path, capsys, option):
-    for file in (tmp_path / "missing" / "file.png", tmp_path):
-        with pytest.raises(SystemExit):
-            bench.parse_args([option, str(file)])
-        assert f"{option} {file} cannot be written: " in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        bench.parse_args(["--plot", str(tmp_path / "run.mp3")])
-    assert "the name must end in one of ." in capsys.readouterr().err
-    kept = tmp_path / "kept.png"
-    kept.write_text("kept")
-    for file in (kept, tmp_path / "new.png"):
-        assert getattr(bench.parse_args([option, str(file)]), option.strip("-")) == str(file)
-    assert kept.read_text() == "kept" and not (tmp_path / "new.png").exists()
-
-
-SMALL = "--device cpu --num-seqs 5 --min-input-len 4 --max-input-len 40 --min-output-len 2".split()
-SMALL += ["--max-output-len", "9"]
-
-
-def test_bench_compares_both_engines_on_the_same_work(tmp_path, checkpoint, capsys):
-    report_file = tmp_path / "report.json"
-    options = ["--engine", "both", "--model", str(checkpoint), "--repeats", "3", "--batch-size", "2"]
-    bench.main([*SMALL, *options, "--json", str(report_file)])
-    report = json.loads(report_file.read_text())
-    workload = bench.draw_workload(bench.parse_args(SMALL))
-    ours, theirs = report["results"]["nanovllm"], report["results"]["transformers"]
-    assert ours["output_tokens"] == theirs["output_tokens"] == sum(workload.max_tokens)
-    assert report["ratio"] == pytest.approx(ours["tokens_per_second"] / theirs["tokens_per_second"])
-    for run in ours["repeats"]:
-        assert run["prefill_tokens"] + run["cached_tokens"] == sum(map(len, workload.prompts))
-        assert run["decode_tokens"] == sum(workload.max_tokens) - len(workload.prompts)
-        assert 0 < run["prefill_seconds"] + run["decode_seconds"] <= run["seconds"]
-    assert len(ours["repeats"]) == len(theirs["repeats"]) == 3
-    assert ours["tokens_per_second_min"] <= ours["tokens_per_second"] <= ours["tokens_per_second_max"]
-    assert "nanovllm / transformers" in capsys.readouterr().out
-
-
-TINY = {
-    "shared": "--num-seqs 6 --common-len 40 --min-input-len 3 --max-input-len 9",
-    "groups": "--num-seqs 8 --common-len 40 --min-input-len 3 --max-input-len 9",
-    "rollout": "--num-seqs 2 --n 3 --min-input-len 30 --max-input-len 30",
-    "long": "--num-seqs 2 --min-input-len 300 --max-input-len 300",
-    "short": "--num-seqs 7 --min-input-len 8 --max-input-len 8",
-}
-
-
-@pytest.mark.parametrize("name", TINY)
-def test_both_engines_do_every_workload(name, checkpoint, capsys):
-    options = f"--workload {name} {TINY[name]} --min-output-len 4 --max-output-len 6 --max-model-len 400"
-    options += f" --engine both --model {checkpoint} --device cpu --repeats 2 --json -"
-    bench.main(options.split())
-    captured = capsys.readouterr()
-    workload = bench.draw_workload(bench.parse_args(options.split()))
-    results = json.loads(captured.out)["results"]
-    for result in results.values():
-        assert {run["output_tokens"] for run in result["repeats"]} == {workload.num_output_tokens}
-    ours = results["nanovllm"]
-    asked_for = workload.n * sum(map(len, workload.prompts))
-    for run in ours["repeats"]:  # none has found what the one before it has left in the cache
-        assert sum(end - begin for begin, end, _ in workload.segments()) - 20 <= run["prefill_tokens"]
-        assert run["prefill_tokens"] <= asked_for
-    assert ours["floor"]["seconds"] > 0
-    assert captured.err.startswith(f"{name}: {len(workload.prompts)} prompts of ")
-
-
-def test_bench_tells_what_was_shared(checkpoint, capsys):
-    options = "--workload shared --num-seqs 4 --common-len 300 --min-input-len 3 --max-input-len 9"
-    options += f" --min-output-len 2 --max-output-len 2 --model {checkpoint} --device cpu --repeats 1"
-    bench.main([*options.split(), "--max-num-seqs", "1", "--max-model-len", "400"])
+def test_the_page_prints_what_the_engine_makes(checkpoint, monkeypatch, capsys):
+    monkeypatch.setitem(bench.WORKLOADS, "shared", (6, (3, 9), (4, 8), 300))
+    made, run = [], bench.run
+    monkeypatch.setattr(bench, "run", lambda llm, work: made.append(run(llm, work)) or made[-1])
+    bench.main(["--workload", "shared", "--model", str(checkpoint)])
+    workload = bench.draw_workload("shared")
+    assert len(made) == 1 + bench.NUM_REPEATS
+    for figures in made:
+        tokens, seconds = figures.tokens, figures.seconds
+        assert tokens["output"] == sum(workload.max_tokens)
+        assert tokens["decode"] == sum(workload.max_tokens) - len(workload.prompts)
+        assert tokens["prefill"] + tokens["cached"] == sum(map(len, workload.prompts))
+        assert tokens["cached"] >= 5 * 256  # whole blocks at least, of this repetition alone
+        assert 0 < seconds["prefill"] + seconds["decode"] <= seconds["all"]
     printed = capsys.readouterr().out
-    taken_over = re.search(r"^  shared +([\d,]+) tokens taken over, [\d,]+ copied", printed, re.MULTILINE)
-    assert int(taken_over[1].replace(",", "")) >= 3 * 256  # whole blocks at least
+    slowest, median, fastest = sorted(figures.speed for figures in made[1:])
+    assert f"{median:,.1f} tok/s (median of 3, from {slowest:,.1f} to {fastest:,.1f})" in printed
+    assert "  prefill " in printed and "  decode " in printed and "taken over from other prompts" in printed
 
 
-def test_bench_says_what_llama_cpp_needs(checkpoint, monkeypatch):
-    options = [*SMALL, "--model", str(checkpoint), "--device", "cpu", "--engine", "llama.cpp"]
-    monkeypatch.setitem(sys.modules, "llama_cpp", None)
-    with pytest.raises(ValueError, match="pip install llama-cpp-python"):
-        bench.main(options)
-    monkeypatch.setitem(sys.modules, "llama_cpp", types.ModuleType("llama_cpp"))
-    with pytest.raises(ValueError, match="a .gguf file"):
-        bench.main(options)
-
-
-def test_bench_can_print_json_alone(checkpoint, capsys):
-    options = ["--kv-cache-dtype", "int8", "--repeats", "1", "--json", "-"]
-    bench.main([*SMALL, "--model", str(checkpoint), *options])
-    captured = capsys.readouterr()
-    assert json.loads(captured.out)["settings"]["num_seqs"] == 5
-    assert "tok/s" in captured.err
-    assert re.search("^nanovllm: [1-9][0-9,]+ tokens of KV cache, kv_cache_dtype=int8$", captured.err, re.M)
-
-
-def test_bench_draws_the_run_traces_steps_and_states_the_floor(tmp_path, capsys):
-    folder = make_checkpoint(tmp_path / "model")
-    arguments = f"--model {folder} --num-seqs 6 --min-input-len 5 --max-input-len 30 --max-output-len 200"
-    files = ["--trace", str(tmp_path / "trace.json"), "--plot", str(tmp_path / "run.png"), "--json", "-"]
-    bench.main([*arguments.split(), "--repeats", "1", "--device", "cpu", *files])
-    report = json.loads(capsys.readouterr().out)
-    floor = report["results"]["nanovllm"]["floor"]
-    assert 0 < floor["seconds"] < report["results"]["nanovllm"]["seconds"]
-    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_the_call_that_only_launches_a_step_counts_to_its_phase(checkpoint, monkeypatch):
-    """As on a GPU, where the first call collects nothing: the prefill has all of its time, and no decode."""
-    shown = []
-    engine = bench.NanoVLLM(bench.parse_args(["--model", str(checkpoint), "--device", "cpu"]))
-    engine.llm._overlap = True
-    prepare = engine.llm.model_runner.prepare_prefill
-    monkeypatch.setattr(
-        engine.llm.model_runner, "prepare_prefill", lambda batch: (time.sleep(0.5), prepare(batch))[1]
-    )
-    monkeypatch.setattr(llm_module.tqdm, "set_postfix", lambda _, speed, **__: shown.append(dict(speed)))
-    prompts = [[1] * 10, [2] * 20]
-    run = engine.run(bench.Workload(prompts, [3, 3]))
-    assert run.prefill_seconds > 0.5 > run.decode_seconds
-    assert (run.prefill_tokens, run.decode_tokens) == (30, 4)
-    assert run.prefill_seconds + run.decode_seconds == pytest.approx(run.seconds)
-    assert all(decoded or i == 0 for i, (_, decoded, *_) in enumerate(run.timeline))
-    engine.llm.generate(prompts, SamplingParams(0, 3, True))
-    assert shown[0] == {"Prefill": "-", "Decode": "-"}
-    assert shown[1]["Decode"] == "-" and 0 < int(shown[1]["Prefill"].removesuffix("tok/s")) < 30 / 0.5
-    engine.close()
-
-
-@pytest.mark.parametrize("cache_dtype, row_bytes", [("auto", 16 * 4), ("int8", 16 + 2)])
-def test_the_floor_counts_weights_once_a_step_and_every_key_and_value_read(tmp_path, cache_dtype, row_bytes):
-    folder = make_checkpoint(tmp_path / "model", tie_word_embeddings=True, head_dim=16)
-    args = bench.parse_args(["--model", str(folder), "--device", "cpu", "--kv-cache-dtype", cache_dtype])
-    engine = bench.NanoVLLM(args)
-    work = bench.Workload([[1] * 10, [2] * 20], [3, 5])
-    floor = engine.floor(work, bench.Ceilings(bandwidth=1e9, flops=1e12))
-    parameters = sum(p.numel() for p in engine.llm.model_runner.model.parameters())
-    kv_bytes = 2 * 2 * 2 * row_bytes  # keys and values, layers, heads
-    reads = (10 + 1) + (10 + 2) + (20 + 1) + (20 + 2) + (20 + 3) + (20 + 4)
-    assert floor["decode_bytes"] == 4 * parameters * 4 + kv_bytes * reads
-    shared = bench.Workload([[1] * 10, [1] * 8 + [2] * 12], [3, 5], common_len=8, n=2)
-    floor = engine.floor(shared, bench.Ceilings(bandwidth=1e9, flops=1e12))
-    reads = 4 * 8 + (2 * 2 + 4 * 12) + 2 * (1 + 2 + 1 + 2 + 3 + 4)  # in common, of each prompt, drawn
-    assert floor["decode_bytes"] == 4 * parameters * 4 + kv_bytes * reads
-    engine.close()
-
-
-def test_the_floor_counts_quantised_weights_as_they_are_stored(tmp_path):
-    folder, floors = make_checkpoint(tmp_path / "model", tie_word_embeddings=True, head_dim=16), []
-    for options in ([], ["--quantization", "int4"]):
-        engine = bench.NanoVLLM(bench.parse_args(["--model", str(folder), "--device", "cpu", *options]))
-        floors.append(engine.floor(bench.Workload([[1] * 10], [2]), bench.Ceilings(1e9, 1e12)))
-        engine.close()
-    plain, packed = floors
-    matrices = 2 * (64 * (4 + 2 + 2) * 16 + 64 * 64 + 3 * 64 * 96)
-    assert plain["prefill_flops"] == packed["prefill_flops"]
-    assert plain["decode_bytes"] - packed["decode_bytes"] == matrices * (32 - 4 - 32 // 32) // 8
-
-
-def test_answers_that_fit_schemas_are_timed_beside_free_ones_of_the_same_lengths(
-    tmp_path, checkpoint, capsys
-):
-    options = f"--structured --model {checkpoint} --load-format dummy --device cpu --num-seqs 40 --repeats 1"
-    options += f" --min-input-len 2 --max-input-len 9 --max-output-len 120 --json {tmp_path / 'report.json'}"
+@pytest.mark.parametrize("options", ["--n 2", "--workload groups", "--model smollm2", "--help", "--json=-"])
+def test_what_the_page_does_not_know_goes_to_the_extension(monkeypatch, options):
+    asked = []
+    monkeypatch.setattr("nanovllm.extensions.bench.__main__.main", asked.append)
     bench.main(options.split())
-    report = json.loads((tmp_path / "report.json").read_text())["results"]["structured"]
-    [run] = report["repeats"]
-    assert run["ratio"] == report["ratio"] == run["structured"] / run["free"] > 0
-    assert 0 < run["ended"] <= 40 < run["tokens"] <= 40 * 120
-    assert f"{run['ended']} ended and fit their schemas, {run['tokens']:,} tokens" in capsys.readouterr().out
+    assert asked == [options.split()]
+
+
+@pytest.mark.parametrize("options", ["--model missing", "--model missing --device cpu"])
+def test_an_error_of_the_benchmark_is_one_line(options):
+    command = [sys.executable, "bench.py", *options.split()]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.startswith("bench.py: model 'missing'") and "Traceback" not in done.stderr

@@ -1,27 +1,10 @@
-"""Tokenizers for checkpoints without files for one: from a GGUF file's metadata, or a toy for random weights.
-
-They are built with the `tokenizers` library and wrapped for transformers, so callers see one kind.
-"""
+"""What the engine needs of transformers' tokenizers, and a toy for random weights."""
 
 import contextlib
 import functools
 from collections.abc import Iterator
 from typing import Any
 
-CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
-OTHERS = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-# `tokenizer.ggml.pre` -> how text is cut before merging; None is GPT-2's way, built into `tokenizers`.
-SPLITS = {
-    "gpt-2": None,
-    "default": None,
-    "smollm": None,
-    "qwen2": rf"{CONTRACTIONS}|{WORDS}|\p{{N}}|{OTHERS}",
-    "llama-bpe": rf"{CONTRACTIONS}|{WORDS}|\p{{N}}{{1,3}}|{OTHERS}",
-}
-NORMAL, CONTROL, USER_DEFINED = 1, 3, 4  # of `tokenizer.ggml.token_type`
-LONGEST_MERGED = 256  # characters; a longer token is not the product of merges
-MAX_CHARACTERS = 2**22  # of all tokens together; several times what the largest vocabularies have
 MAX_TEXT = 2**26  # characters of a rendered chat
 
 TOY_CHAT_TEMPLATE = (
@@ -70,101 +53,16 @@ def render_chat(tokenizer: Any, conversation: list[dict[str, Any]], **options: A
 
 def toy_tokenizer() -> Any:
     """Ids 0 to 255 are the bytes of UTF-8 and 256 ends a sequence; any other id decodes to nothing."""
-    from tokenizers import AddedToken, Tokenizer, models
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     # The byte-level alphabet: printable bytes of Latin-1 as themselves, the others in order from U+0100 on.
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
     tokenizer = Tokenizer(models.BPE({chr(b if b in printable else next(others)): b for b in range(256)}, []))
-    _make_byte_level(tokenizer)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     end = "<|end|>"
     tokenizer.add_special_tokens([AddedToken(end, special=True, normalized=False)])
     names = {"eos_token": end, "pad_token": end, "chat_template": TOY_CHAT_TEMPLATE}
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
-
-
-def tokenizer_from_gguf(metadata: dict[str, Any]) -> Any:
-    """The tokenizer that a GGUF file describes, or None. Raises ValueError for an unknown kind."""
-    from tokenizers import AddedToken, processors
-    from transformers import PreTrainedTokenizerFast
-
-    builders = {"gpt2": _byte_pair_tokenizer, "llama": _sentencepiece_tokenizer}
-    given = {key.removeprefix("tokenizer.ggml."): value for key, value in metadata.items()}
-    kind = given.get("model")
-    if kind is None:
-        return None
-    if kind not in builders:
-        raise ValueError(f"tokenizer.ggml.model {kind!r} is not known; known ones: {', '.join(builders)}")
-    tokens = given["tokens"]
-    tokenizer = builders[kind](given, {token: i for i, token in enumerate(tokens)})
-    types = given.get("token_type", [])
-    for wanted, add in ((CONTROL, tokenizer.add_special_tokens), (USER_DEFINED, tokenizer.add_tokens)):
-        chosen = [tokens[i] for i, type_ in enumerate(types) if type_ == wanted]
-        add([AddedToken(token, special=wanted == CONTROL, normalized=False) for token in chosen])
-    names = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
-    ids = {name: given.get(f"{key}_token_id") for key, name in names.items()}
-    named = {name: tokens[token_id] for name, token_id in ids.items() if token_id is not None}
-    # If the metadata does not say, these kinds begin with BOS.
-    begins = kind == "llama" or given.get("pre") == "llama-bpe"
-    if given.get("add_bos_token", begins) and "bos_token" in named:
-        bos = named["bos_token"]
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single=[bos, "$A"], pair=[bos, "$A", bos, "$B"], special_tokens=[(bos, ids["bos_token"])]
-        )
-    named |= {"chat_template": given.get("tokenizer.chat_template"), "clean_up_tokenization_spaces": False}
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **named)
-
-
-def _make_byte_level(tokenizer: Any, pre: str = "gpt-2") -> None:
-    """Cut text in the way that `pre` names, and let merges work on the bytes of its pieces."""
-    from tokenizers import Regex, decoders, normalizers, pre_tokenizers
-
-    if pre not in SPLITS:
-        raise ValueError(f"tokenizer.ggml.pre {pre!r} is not known; known ones: {', '.join(SPLITS)}")
-    steps = [pre_tokenizers.Digits(individual_digits=True)] if pre == "smollm" else []
-    if SPLITS[pre] is not None:
-        steps.append(pre_tokenizers.Split(Regex(SPLITS[pre]), "isolated"))
-    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=SPLITS[pre] is None))
-    if pre == "qwen2":
-        tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
-    tokenizer.decoder = decoders.ByteLevel()
-
-
-def _byte_pair_tokenizer(given: dict[str, Any], vocabulary: dict[str, int]) -> Any:
-    from tokenizers import Tokenizer, models
-
-    pre = given.get("pre", "default")
-    merges = [tuple(merge.split(" ", 1)) for merge in given["merges"]]
-    # Llama 3's vocabulary has words that its merges do not lead to.
-    tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=pre == "llama-bpe"))
-    _make_byte_level(tokenizer, pre)
-    return tokenizer
-
-
-def _sentencepiece_tokenizer(given: dict[str, Any], vocabulary: dict[str, int]) -> Any:
-    """SentencePiece's BPE: neighbours merge into the token of highest score; unknown characters are bytes."""
-    from tokenizers import Tokenizer, decoders, models, normalizers
-
-    tokens, scores = given["tokens"], given["scores"]
-    types = given.get("token_type", [NORMAL] * len(tokens))
-    if sum(map(len, tokens)) > MAX_CHARACTERS:
-        raise ValueError(f"its tokens have more than {MAX_CHARACTERS} characters")
-    merged = [i for i in range(len(tokens)) if types[i] == NORMAL and len(tokens[i]) <= LONGEST_MERGED]
-    merges = [
-        (token[:cut], token[cut:])
-        for token in (tokens[i] for i in sorted(merged, key=lambda i: -scores[i]))
-        for cut in range(1, len(token))
-        if token[:cut] in vocabulary and token[cut:] in vocabulary
-    ]
-    unknown = tokens[given.get("unknown_token_id", 0)]
-    model = models.BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
-    tokenizer = Tokenizer(model)
-    encode = [normalizers.Replace(" ", "▁")]
-    decode = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    if given.get("add_space_prefix", True):
-        encode.insert(0, normalizers.Prepend("▁"))
-        decode.append(decoders.Strip(" ", 1, 0))
-    tokenizer.normalizer, tokenizer.decoder = normalizers.Sequence(encode), decoders.Sequence(decode)
-    return tokenizer

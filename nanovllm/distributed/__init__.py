@@ -1,12 +1,5 @@
 """Several ranks, and what scripts for vLLM import from here."""
 
-import gc
+from nanovllm.extensions.api.cleanup import cleanup_dist_env_and_memory
 
-import torch
-
-
-def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
-    """Free the device's memory that engines left which were deleted; `shutdown_ray` has no effect."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+__all__ = ["cleanup_dist_env_and_memory"]

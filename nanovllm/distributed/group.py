@@ -1,14 +1,12 @@
 """The tensor-parallel ranks as layers see them: which rank this process is, and sums over all ranks.
 
 A layer takes the group that it is built under (`use_group`) and keeps it. Without one it is rank 0 of 1, and
-every operation returns its input. On a CPU the ranks communicate through gloo; on GPUs they write into each
-other's memory (kernels/all_reduce.py), or use NCCL where they cannot. torch's default process group is left
-alone: it belongs to the user's program.
+every operation returns its input. On a CPU the ranks communicate through gloo, on GPUs through NCCL. torch's
+default process group is left alone: it belongs to the user's program.
 """
 
 import contextlib
 import ctypes
-import functools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,8 +21,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nanovllm.distributed.cuda_ipc import SharedBuffer
-from nanovllm.kernels.all_reduce import PeerMemory
 from nanovllm.kernels.layernorm import add_rms_norm
 
 CONNECT_TIMEOUT = timedelta(seconds=60)  # counted from when all ranks are ready
@@ -34,22 +30,26 @@ POLL_SECONDS = 0.002
 
 @dataclass(eq=False)
 class Group:
-    """This process's place among the ranks, and, after `connect`, what they have in common."""
+    """
+    This process's place among the ranks, and, after `connect`, their way to compute together. All ranks make
+    the same calls in the same order, and a step's last one is `best_token`.
+    """
 
     rank: int = 0
     size: int = 1
     folder: str = ""  # readable by this user only; the ranks find each other by files in it
-    peer_access: bool = False  # whether each GPU can write into the others' memory
     check: Callable[[], None] = lambda: None  # called while waiting for other ranks; raises to end the wait
     backend: Any = field(default=None, init=False)
-    peers: PeerMemory | None = field(default=None, init=False)
-    shared: SharedBuffer | None = field(default=None, init=False)
 
-    def connect(self, device: torch.device, dtype: torch.dtype, max_num_seqs: int) -> None:
-        """Connect to the other ranks. dtype: of activations. max_num_seqs: most tokens drawn in a step."""
+    def connect(self, device: torch.device) -> None:
+        """Connect to the other ranks."""
         if self.size == 1:
             return
         self.gather("ready", 0)  # waits for ranks that are still loading, however long
+        self._connect(device)
+        self.gather("connected", 0)
+
+    def _connect(self, device: torch.device) -> None:
         if device.type == "cpu":
             store, connected = Store(Path(self.folder)), Future()
             # In a thread, so that `check` can end the wait.
@@ -64,19 +64,9 @@ class Group:
                 del connected
                 raise
             self.backend = connected.result()
-        elif not (self.peer_access and self._map_peers(device, dtype, max_num_seqs)):
+        else:
             store = dist.FileStore(f"{self.folder}/store", self.size)
             self.backend = dist.ProcessGroupNCCL(store, self.rank, self.size)
-        self.gather("connected", 0)
-
-    def _map_peers(self, device: torch.device, dtype: torch.dtype, max_num_seqs: int) -> bool:
-        """Map the other GPUs' memory. If this fails on one rank, all ranks return False."""
-        num_words = PeerMemory.num_words(self.size, max_num_seqs)
-        self.shared = SharedBuffer(num_words, self.rank, device, functools.partial(self.gather, "memory"))
-        if not all(self.gather("mapped", int(self.shared.is_mapped))):
-            return False
-        self.peers = PeerMemory(self.rank, self.shared.addresses, self.shared.buffer, dtype, max_num_seqs)
-        return True
 
     def _gloo(self, store: dist.Store) -> Any:
         options = dist.ProcessGroupGloo._Options()
@@ -102,8 +92,6 @@ class Group:
         """The sum of every rank's x [tokens, features], which may be overwritten."""
         if self.size == 1:
             return x
-        if self.peers is not None:
-            return self.peers.all_reduce(x)
         options = dist.AllreduceOptions()
         options.timeout = FOREVER
         self.backend.allreduce([x], options).wait()
@@ -116,8 +104,6 @@ class Group:
         (rms_norm(total), total) for total = sum of every rank's x + residual, all [tokens, hidden]. With more
         than two ranks, each rank's `total` may be valid only in the rows of its share.
         """
-        if self.peers is not None:
-            return self.peers.all_reduce_add_rms_norm(x, residual, weight, eps)
         return add_rms_norm(self.all_reduce(x), residual, weight, eps)
 
     def best_token(self, scores: Tensor, token_ids: Tensor) -> Tensor:
@@ -127,8 +113,6 @@ class Group:
         """
         if self.size == 1:
             return token_ids
-        if self.peers is not None:
-            return self.peers.best_token(scores, token_ids)
         # A sum in which all ranks but one have 0 at each place; float64 holds token ids exactly.
         of_all_ranks = scores.new_zeros(self.size, 2, len(scores), dtype=torch.float64)
         of_all_ranks[self.rank, 0], of_all_ranks[self.rank, 1] = scores, token_ids
@@ -137,9 +121,7 @@ class Group:
 
     def abort(self) -> None:
         """Let the device finish although other ranks are gone. What it computes from now on is wrong."""
-        if self.peers is not None:
-            self.peers.abort()
-        elif self.backend is not None and self.backend.name() == "nccl":  # gloo raises an error by itself
+        if self.backend is not None and self.backend.name() == "nccl":  # gloo raises an error by itself
             self.backend.abort()
 
     def keep_backend(self) -> None:
@@ -149,14 +131,11 @@ class Group:
 
     def leave(self) -> None:
         """Disconnect from the other ranks. An operation may be under way only after `keep_backend`."""
-        self.peers = self.backend = None
+        self.backend = None
 
     def close(self) -> None:
-        """Leave, and free this rank's shared memory, which no other rank may have mapped any more."""
+        """Leave, and free what this rank shared with the others, which must have ended."""
         self.leave()
-        if self.shared is not None:
-            self.shared.close()
-            self.shared = None
 
 
 class Store(dist.Store):

@@ -1,25 +1,23 @@
 """The processes of a tensor-parallel engine: starts the ranks, sends them commands, and sees that all end.
 
 Rank 0 is the user's process. The others are fresh interpreters that import nothing of the user's program, so
-a script needs no `if __name__ == "__main__"`. Anonymous pipes carry commands to a rank, and back from it a
-report if it fails. When one side has ended, the other side finds the pipe closed.
+a script needs no `if __name__ == "__main__"`. An anonymous pipe carries commands to each rank, and nobody
+writes into a second one, its lifeline. When one side has ended, the other side finds a pipe closed.
 """
 
 import atexit
 import contextlib
-import itertools
 import os
 import pickle
 import queue
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from multiprocessing import Pipe, connection, spawn
 from pathlib import Path
@@ -27,7 +25,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from nanovllm.checkpoints import Checkpoint
+from nanovllm.checkpoints.base import Checkpoint
 from nanovllm.config import Config
 from nanovllm.distributed.group import Group, fulfil
 
@@ -43,15 +41,14 @@ class EngineDeadError(RuntimeError):
 START_RANK = """
 import sys
 sys.path[:] = sys.argv[1].split("\\n")
-import os, shutil, threading, time
+import importlib, os, shutil, threading, time
 def end_with(parent, folder):
     while os.getppid() == parent:
         time.sleep(0.1)
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)
 threading.Thread(target=end_with, args=(int(sys.argv[2]), sys.argv[3]), daemon=True).start()
-from nanovllm.distributed.ranks import serve
-serve(int(sys.argv[4]), int(sys.argv[5]))
+importlib.import_module(sys.argv[4]).serve(int(sys.argv[5]), int(sys.argv[6]))
 """
 
 
@@ -63,7 +60,11 @@ class Ranks:
     where neither Ctrl-C nor another signal's handler can interrupt it; an exception in it ends all ranks.
     """
 
-    def __init__(self, config: Config, checkpoint: Checkpoint):
+    module = __name__  # whose `serve` the other processes run
+
+    def __init__(
+        self, config: Config, checkpoint: Checkpoint, assembly: str, make_group: Callable[..., Group]
+    ):
         self.failure: str | None = None
         self._failed, self._lock = threading.Event(), threading.Lock()
         self._closed = False
@@ -72,37 +73,38 @@ class Ranks:
         self._tasks: queue.SimpleQueue = queue.SimpleQueue()
         self._processes: list[subprocess.Popen] = []
         self._commands: list[connection.Connection] = []
-        self._reports: list[connection.Connection] = []
+        self._lifelines: list[connection.Connection] = []
         self._folder = tempfile.mkdtemp(prefix="nanovllm-")
         atexit.register(self.close)
         try:
             os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # no NVLink multicast
             size = config.tensor_parallel_size
             num_threads = max(1, torch.get_num_threads() // size)
-            place = (size, self._folder, _peer_access(config))
-            self.group = Group(0, *place, check=self.check)
+            self.group = make_group(0, size, self._folder, check=self.check)
             threading.Thread(target=_work, args=(self._tasks, config, num_threads), daemon=True).start()
             for rank in range(1, size):
                 self._start()
-                self._send(rank, (config, checkpoint, (rank, *place), num_threads))
+                self._send(rank, (config, checkpoint, assembly, (rank, size, self._folder), num_threads))
             threading.Thread(target=self._watch, daemon=True).start()
         except BaseException:
             self.close(at_once=True)
+            self._close_lifelines()
             raise
 
     def _start(self) -> None:
         for_rank, commands = Pipe(duplex=False)
-        reports, from_rank = Pipe(duplex=False)
-        with for_rank, from_rank:
-            fds = [for_rank.fileno(), from_rank.fileno()]
+        lifeline, of_rank = Pipe(duplex=False)
+        self._commands.append(commands)
+        self._lifelines.append(lifeline)
+        with for_rank, of_rank:
+            fds = [for_rank.fileno(), of_rank.fileno()]
             package = Path(__file__).parents[2]  # in sys.path, maybe relative to an earlier working folder
-            args = ["\n".join(map(str, [*sys.path, package])), os.getpid(), self._folder, *fds]
+            search_path = "\n".join(map(str, [*sys.path, package]))
+            args = [search_path, os.getpid(), self._folder, self.module, *fds]
             command = [spawn.get_executable(), "-c", START_RANK, *map(str, args)]
             # A session of its own: Ctrl-C in a terminal reaches rank 0 only.
             options = dict(pass_fds=fds, stdin=subprocess.DEVNULL, start_new_session=True)
             self._processes.append(subprocess.Popen(command, **options))
-        self._commands.append(commands)
-        self._reports.append(reports)
 
     def _send(self, rank: int, message: Any) -> None:
         self._commands[rank - 1].send_bytes(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
@@ -135,7 +137,7 @@ class Ranks:
             return getattr(runner, name)(*args)
         except BaseException as error:
             self.explain(error)
-            self._fail(f"rank 0 failed: {_describe(error)}")
+            self._fail(f"rank 0 failed: {describe(error)}")
             raise
 
     def explain(self, error: BaseException) -> None:
@@ -159,20 +161,22 @@ class Ranks:
                 self.group.close()
 
     def _watch(self) -> None:
-        """Wait for the first rank that fails or dies; the errors of others, which it causes, come later."""
-        ready = connection.wait(self._reports)
-        if not self._closed:
-            _, cause, details = min(map(self._read_report, ready))
-            self._fail(cause, details)
-
-    def _read_report(self, report: connection.Connection) -> tuple[float, str, str]:
-        """When and how the rank ended, and its traceback."""
-        i = self._reports.index(report)
+        """Wait for the first rank that ends."""
         try:
-            when, cause, details = report.recv()
-        except (EOFError, OSError):
-            when, cause, details = 0.0, _describe_end(self._processes[i]), ""
-        return when, f"rank {i + 1} {cause}", details
+            ended = connection.wait(self._lifelines)
+            if not self._closed:
+                self._fail(*self._cause([self._lifelines.index(each) + 1 for each in ended]))
+        finally:
+            self._close_lifelines()
+
+    def _cause(self, ranks: list[int]) -> tuple[str, str]:
+        """Which of these ranks has ended all others; and details, where they are known."""
+        return f"rank {ranks[0]} has ended", ""
+
+    def _close_lifelines(self) -> None:
+        """`close` leaves this to the thread that waits for them."""
+        for lifeline in self._lifelines:
+            lifeline.close()
 
     def _fail(self, cause: str, details: str = "") -> None:
         with self._lock:
@@ -213,24 +217,29 @@ class Ranks:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def serve(commands_fd: int, reports_fd: int) -> None:
-    """The main function of a rank other than 0: carry out rank 0's commands until rank 0 has ended."""
-    commands = connection.Connection(commands_fd, writable=False)
-    reports = connection.Connection(reports_fd, readable=False)
+def serve(commands_fd: int, _lifeline_fd: int) -> NoReturn:
+    """The main function of a rank other than 0. Its lifeline closes when it ends."""
     try:
-        config, checkpoint, place, num_threads = pickle.loads(commands.recv_bytes())
-        group = Group(*place)
-        torch.set_num_threads(num_threads)
-        from nanovllm.engine.model_runner import ModelRunner
-
-        runner = ModelRunner(config, checkpoint, group.rank, group)
-        with runner.on_device():
-            _obey(runner, commands, group.folder)
-    except BaseException as error:
-        with contextlib.suppress(OSError):
-            reports.send((time.monotonic(), f"failed: {_describe(error)}", traceback.format_exc()))
-        time.sleep(1)  # rank 0 kills this process, or has ended
+        run_rank(commands_fd)
+    except BaseException:
+        traceback.print_exc()
         os._exit(1)  # does not wait for threads or collectives
+
+
+def run_rank(commands_fd: int) -> NoReturn:
+    """Make this rank's runner, and carry out rank 0's commands until rank 0 has ended."""
+    commands = connection.Connection(commands_fd, writable=False)
+    config, checkpoint, assembly, place, num_threads = pickle.loads(commands.recv_bytes())
+    torch.set_num_threads(num_threads)
+    from nanovllm.engine.interfaces import resolve
+    from nanovllm.engine.model_runner import ModelRunner
+
+    parts = resolve(assembly)(config)
+    group = parts.make_collectives(*place)
+    runner = ModelRunner(config, parts, group)
+    runner.start(checkpoint)
+    with runner.on_device():
+        _obey(runner, commands, group.folder)
 
 
 def _obey(runner: Any, commands: connection.Connection, folder: str) -> NoReturn:
@@ -258,21 +267,5 @@ def _work(tasks: queue.SimpleQueue, config: Config, num_threads: int) -> None:
         task = None  # keep nothing alive while waiting for the next task
 
 
-def _describe(error: BaseException) -> str:
+def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
-
-
-def _describe_end(process: subprocess.Popen) -> str:
-    try:
-        status = process.wait(timeout=1)
-    except subprocess.TimeoutExpired:
-        return "closed its report"
-    return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
-
-
-def _peer_access(config: Config) -> bool:
-    """Whether each of the engine's GPUs can write into the memory of all others."""
-    devices = [config.device_of(rank) for rank in range(config.tensor_parallel_size)]
-    if devices[0].type != "cuda" or not torch.version.cuda:
-        return False
-    return all(torch.cuda.can_device_access_peer(*pair) for pair in itertools.permutations(devices, 2))

@@ -10,10 +10,11 @@ import numpy as np
 import torch
 
 from nanovllm.engine.device_rows import HostRows, RowLayout, RowUpdates
-from nanovllm.engine.groups import PrefixGroups
-from nanovllm.engine.scoring import Scoring, take_scoring
+from nanovllm.engine.policies import PrefixCache
 from nanovllm.engine.sequence import Sequence, unpack
 from nanovllm.engine.transfer import to_host
+from nanovllm.extensions.logits.scoring import Scoring, take_scoring
+from nanovllm.extensions.prefixes.groups import PrefixGroups
 from nanovllm.layers.sampler import TopLogprobs
 from nanovllm.sampling_params import Needs
 
@@ -33,9 +34,11 @@ class Batch(NamedTuple):
     lens_k: np.ndarray | None = None  # int32 [sequences], tokens that the KV cache has of each after the step
     token_ids: np.ndarray | None = None  # int32 [tokens], those to be computed
     slot_mapping: np.ndarray | None = None  # int32 [tokens], see Context
-    block_copies: np.ndarray | None = None  # int64 [3, copies], see BlockCopy; done before anything else
     scoring: Scoring | None = None
-    num_grouped_tokens: int = 0  # that a decode step reads in groups (groups.py), counted for each sequence
+    messages: dict[str, Any] | None = None  # by field of Parts: what it has prepared for every rank
+    num_grouped_tokens: int = (
+        0  # that a decode step reads in groups (extensions/prefixes/groups.py), counted for each sequence
+    )
 
     @property
     def is_grouped(self) -> bool:
@@ -49,8 +52,11 @@ class Batch(NamedTuple):
 class BatchMaker:
     """Turns scheduled sequences into batches. All must be run, in order; if one is not, `reset` follows."""
 
-    def __init__(self, config: Any, groups: PrefixGroups | None = None):
+    def __init__(
+        self, config: Any, groups: PrefixGroups | None = None, prefix_cache: PrefixCache | None = None
+    ):
         """Without `groups` each sequence of a decode step reads its own keys and values."""
+        self.prefix_cache = prefix_cache or PrefixCache()
         self.block_size = config.kvcache_block_size
         self.rows = HostRows(RowLayout(config), groups)
 
@@ -63,7 +69,8 @@ class BatchMaker:
         return Batch(len(sequences), _needs(sequences), updates, num_grouped_tokens=grouped)
 
     def prefill(self, sequences: list[Sequence]) -> Batch:
-        """Takes pending page copies and tokens to be scored off the sequences."""
+        """Takes tokens to be scored off the sequences."""
+        message = self.prefix_cache.prepare(sequences)
         lens_q = np.array([seq.num_scheduled_tokens for seq in sequences], dtype=np.int32)
         starts = np.array([seq.num_computed_tokens for seq in sequences], dtype=np.int32)
         lens_k = starts + lens_q
@@ -78,8 +85,8 @@ class BatchMaker:
             lens_k,
             unpack(packed).astype(np.int32),
             self._slots(sequences, lens_q, lens_k),
-            _take_block_copies(sequences),
             take_scoring(sequences),
+            None if message is None else {"prefix_cache": message},
         )
 
     def _slots(self, sequences: list[Sequence], lens_q: np.ndarray, lens_k: np.ndarray) -> np.ndarray:
@@ -104,13 +111,6 @@ def _needs(sequences: list[Sequence]) -> Needs:
     for seq in sequences:
         needs |= seq.needs
     return Needs(needs)
-
-
-def _take_block_copies(sequences: list[Sequence]) -> np.ndarray | None:
-    copies = [seq.block_copy for seq in sequences if seq.block_copy is not None]
-    for seq in sequences:
-        seq.block_copy = None
-    return np.ascontiguousarray(np.array(copies, dtype=np.int64).T) if copies else None
 
 
 class StepOutput(NamedTuple):

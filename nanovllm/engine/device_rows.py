@@ -5,7 +5,7 @@ to draw (temperature, seed) and how to change logits before that (edits.py). The
 token that it draws. The host writes a row when its sequence is prefilled; later it sends newly opened blocks
 and which rows take part. All tables are made with the engine, so that their memory is known before the KV
 cache takes the rest; only rules come and go with their sequences. Behind the rows' tables lie those that say
-what sequences of the decode step begin with in common (groups.py).
+what sequences of the decode step begin with in common (extensions/prefixes/groups.py).
 """
 
 from typing import Any, NamedTuple
@@ -14,15 +14,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.engine.edits import DeviceEdits, HostEdits, LogitEdits, settings_of
-from nanovllm.engine.groups import PrefixGroups, max_slots, max_tasks, table_sizes
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.transfer import to_device
+from nanovllm.extensions.logits.edits import DeviceEdits, HostEdits, LogitEdits, settings_of
+from nanovllm.extensions.logits.kernels.filtering import Filters
+from nanovllm.extensions.logits.kernels.logit_edits import Penalties
+from nanovllm.extensions.prefixes.groups import PrefixGroups, max_slots, max_tasks, table_sizes
+from nanovllm.extensions.prefixes.kernels.shared_prefix import MAX_PARTS, SharedPrefixes, members_per_task
 from nanovllm.kernels.decode_inputs import DecodeInputs, InputTables, decode_inputs
-from nanovllm.kernels.filtering import Filters
-from nanovllm.kernels.logit_edits import Penalties
 from nanovllm.kernels.runtime import cdiv, num_multiprocessors
-from nanovllm.kernels.shared_prefix import MAX_PARTS, SharedPrefixes, members_per_task
 from nanovllm.sampling_params import Needs
 
 
@@ -37,6 +37,8 @@ class RowLayout:
         self.vocab_size: int = config.hf_config.vocab_size
         self.padding_row: int = config.max_num_seqs
         self.max_blocks = -(-config.max_model_len // self.block_size)
+        if config.num_kvcache_blocks != -1:  # else there will be enough for such a sequence
+            self.max_blocks = min(self.max_blocks, config.num_kvcache_blocks)
         self.num_rows = -(-(self.padding_row + 1) // 4) * 4  # each table begins at a multiple of 16 bytes
         widths = {"seeds": 2, "tokens": 1, "lengths": 1, "temperatures": 1, "batch": 1}
         widths |= {"filters": len(Filters._fields), "penalties": len(Penalties._fields)}

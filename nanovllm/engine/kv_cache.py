@@ -10,8 +10,7 @@ import numpy as np
 import torch
 
 from nanovllm.config import Config
-from nanovllm.kernels.copy_pages import copy_pages
-from nanovllm.kernels.int8_cache import is_int8, page_shape
+from nanovllm.kernels.cache_layout import CacheLayout
 from nanovllm.layers.attention import Attention
 
 MAX_BLOCKS = 1 << 18  # making Python's objects for more blocks takes longer than loading a small model
@@ -20,20 +19,20 @@ MAX_BLOCKS = 1 << 18  # making Python's objects for more blocks takes longer tha
 class KVCache:
     """
     Layers whose heads are alike in size and number share a tensor of `pages`: [2, layers, blocks,
-    block_size, kv_heads of this rank, head_dim]; 2 is keys and values. Of most models that is all layers.
-    A block has its number in each tensor. 8-bit pages are laid out by `kernels/int8_cache.py`.
+    block_size, kv_heads of this rank, head_dim], or as the layout has it; 2 is keys and values. Of most
+    models that is all layers. A block has its number in each tensor.
     """
 
-    def __init__(self, config: Config, layers: list[Attention], device: torch.device):
+    def __init__(self, config: Config, layers: list[Attention], device: torch.device, layout: CacheLayout):
         self.config = config
-        self.dtype = config.kv_cache_torch_dtype
+        self.layout = layout
         self.device = device
         self.groups: dict[tuple[int, ...], list[Attention]] = {}  # by the shape of a layer's page
         for layer in layers:
             sizes = config.kvcache_block_size, layer.num_kv_heads, layer.head_dim
-            self.groups.setdefault(page_shape(*sizes, self.dtype), []).append(layer)
+            self.groups.setdefault(layout.page_shape(*sizes), []).append(layer)
         elements = sum(len(group) * math.prod(shape) for shape, group in self.groups.items())
-        self.block_bytes = elements * self.dtype.itemsize
+        self.block_bytes = layout.planes * elements * layout.dtype.itemsize
         self.allocate(0)
 
     def num_blocks_in(self, budget: int) -> int:
@@ -46,18 +45,19 @@ class KVCache:
                 f"{needed * block_bytes:,} bytes, {needed * block_bytes - budget:,} more than there are; "
                 f"raise gpu_memory_utilization (now {config.gpu_memory_utilization}), or lower "
                 f"max_model_len or max_num_batched_tokens (now {config.max_num_batched_tokens})"
-                + ("" if is_int8(self.pages[0]) else ", or set kv_cache_dtype='int8'")
+                + ("" if self.layout.dtype.itemsize == 1 else ", or set a smaller kv_cache_dtype")
             )
         # Only the prefix cache has a use for more blocks than the running sequences can need.
-        most = MAX_BLOCKS if config.enable_prefix_caching else config.max_num_seqs * needed
+        most = max(MAX_BLOCKS, needed) if config.enable_prefix_caching else config.max_num_seqs * needed
         return min(most, budget // block_bytes)
 
     def allocate(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self.pages: list[torch.Tensor] = []
-        for (planes, *page), layers in self.groups.items():
+        for page, layers in self.groups.items():
             # Zeros, since a page that was never written may be read under a mask, where a NaN would survive.
-            pages = _zeros((planes, len(layers), num_blocks, *page), self.dtype, self.device)
+            shape = self.layout.planes, len(layers), num_blocks, *page
+            pages = _zeros(shape, self.layout.dtype, self.device)
             self.pages.append(pages)
             for i, layer in enumerate(layers):
                 layer.k_cache, layer.v_cache = pages[0, i], pages[-1, i]
@@ -65,9 +65,7 @@ class KVCache:
     def copy_blocks(self, sources: torch.Tensor, targets: torch.Tensor, num_tokens: torch.Tensor) -> None:
         """Copy at least the first tokens of blocks, all int64 [copies]. No target may be a source."""
         for pages in self.pages:
-            if is_int8(pages):  # a token's bytes lie apart: copy whole blocks, as if of one token
-                pages, num_tokens = pages.flatten(3)[..., None, None, :], torch.ones_like(num_tokens)
-            copy_pages(pages, sources, targets, num_tokens)
+            self.layout.copy(pages, sources, targets, num_tokens)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -4,8 +4,6 @@ from typing import Any
 
 from nanovllm.sampling_params import SamplingParams
 
-RULE_WORDS = 1 << 22  # int32 on a device that the rules of all running requests may take
-
 
 class Limits:
     def __init__(self, config: Any):

@@ -7,22 +7,24 @@ import random
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nanovllm.checkpoints import Checkpoint
+from nanovllm.checkpoints.base import Checkpoint
 from nanovllm.config import Config
 from nanovllm.distributed.ranks import SHUT_DOWN, EngineDeadError, Ranks
-from nanovllm.engine import recovery
 from nanovllm.engine.batch import Batch, BatchMaker, StepOutput
 from nanovllm.engine.device_rows import make_groups
+from nanovllm.engine.interfaces import resolve
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.stats import stats_of
+from nanovllm.extensions.safety import recovery
+from nanovllm.extensions.structured.grammar import GrammarError, Grammars
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.text.grammar import GrammarError, Grammars
 from nanovllm.text.prompts import Prompt, Prompts, Request
 from nanovllm.text.results import GrowingText, record_logprobs, watch_stops
 from nanovllm.utils.validation import check, is_number
@@ -50,14 +52,14 @@ class LLMEngine:
     model_runner: ModelRunner | None = None
     ranks: Ranks | None = None
     grammars: Grammars | None = None
+    assembly: str  # names the function that chooses the parts, as "package.module:name"
+    open_model: Callable[[str, dict[str, Any]], tuple[Config, Checkpoint]]  # from the arguments of an engine
     # When Python itself ends, modules (and this one's names) may be gone before the engine. Nothing is freed
     # then: the end of the process does that.
     _is_python_ending = staticmethod(sys.is_finalizing)
 
     def __init__(self, model: str, **options: Any):
-        config = Config.from_options(model, options)
-        checkpoint = config.open_checkpoint()
-        self.config = config.with_checkpoint(checkpoint, options)
+        self.config, checkpoint = self.open_model(model, options)
         with ThreadPoolExecutor(1) as pool:  # importing a tokenizer takes long and needs no device
             tokenizer = pool.submit((checkpoint.tokenizer_source or checkpoint).tokenizer)
             self.model_runner = self._start_runner(checkpoint)
@@ -74,8 +76,9 @@ class LLMEngine:
             except BaseException:
                 self.exit()
                 raise
-        self.scheduler = Scheduler(self.config)
-        self.batches = BatchMaker(self.config, make_groups(self.config))
+        prefix_cache = self.parts.prefix_cache
+        self.scheduler = Scheduler(self.config, prefix_cache, self.parts.admissions)
+        self.batches = BatchMaker(self.config, make_groups(self.config), prefix_cache)
         self.grammars = Grammars(self.config, self.tokenizer)
         limits, recommended = self.scheduler.limits, self.generation_config
         self.prompts = Prompts(self.config, self.tokenizer, limits, self.grammars, recommended)
@@ -84,17 +87,23 @@ class LLMEngine:
         self.under_way: Step | None = None
         self.unfinished: dict[int, Sequence] = {}
         self.ended: dict[int, Sequence] = {}  # have ended, but no step has returned them yet
+        self.drawn: list[Sequence] = []  # whose next tokens the last step has recorded
         self.texts: dict[int, GrowingText] = {}  # of sequences with stop texts
         self.attempt: recovery.Attempt | None = None  # under way, or broken off
         self._counts = Counter()
 
     def _start_runner(self, checkpoint: Checkpoint) -> ModelRunner:
         """Rank 0's model runner; starts the other ranks, which make theirs at the same time."""
+        parts = self.parts = resolve(self.assembly)(self.config)
         if self.config.tensor_parallel_size == 1:
-            return ModelRunner(self.config, checkpoint)
-        self.ranks = Ranks(self.config, checkpoint)
+            runner = ModelRunner(self.config, parts)
+            runner.start(checkpoint)
+            return runner
+        self.ranks = parts.make_ranks(self.config, checkpoint, self.assembly, parts.make_collectives)
+        runner = ModelRunner(self.config, parts, self.ranks.group, self.ranks)
         with self.ranks.starting():
-            return ModelRunner(self.config, checkpoint, 0, self.ranks.group, self.ranks)
+            runner.start(checkpoint)
+        return runner
 
     def exit(self) -> None:
         """Free the devices' memory and end the other ranks. May be called twice; the engine is dead then."""
@@ -179,6 +188,7 @@ class LLMEngine:
 
     def _step(self) -> tuple[list[tuple[int, list[int]]], int]:
         self.check_usable()
+        self.drawn = []
         start = time.perf_counter()
         with recovery.attempting(self, reports=True) as attempt:
             attempt.sequences, is_prefill = self.scheduler.schedule()
@@ -187,7 +197,7 @@ class LLMEngine:
                 step, self.under_way = self.under_way, step
             num_tokens = self._collect(step, attempt) if step is not None else 0
             if not self.unfinished:
-                self.scheduler.max_running = self.scheduler.max_num_seqs
+                self.scheduler.all_ended()
                 if self.under_way is not None:  # drain the step launched before we knew that all had ended
                     self._collect(self.under_way, attempt)
                     self.under_way = None
@@ -236,6 +246,7 @@ class LLMEngine:
         for seq in finished:
             self._end(seq)
             self._counts.update(finished=1, prompt=seq.num_prompt_tokens, cached=seq.num_prompt_tokens_cached)
+        self.drawn += step.drawing
         self._counts["drawn"] += len(step.drawing)
         return step.num_tokens
 

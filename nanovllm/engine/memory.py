@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from nanovllm.engine.batch import Batch, BatchMaker
-from nanovllm.engine.scoring import SCORED_AT_ONCE
 from nanovllm.engine.sequence import Sequence
+from nanovllm.extensions.logits.scoring import SCORED_AT_ONCE
 from nanovllm.sampling_params import SamplingParams
 
 CPU_KV_CACHE_BYTES = 4 << 30
@@ -42,6 +42,22 @@ def bytes_taken_by(step: Callable[[], Any], device: torch.device) -> int:
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     return torch.cuda.max_memory_reserved(device) - before
+
+
+def most_positions(config: Any, device: torch.device, num_ranks: int) -> int:
+    """
+    How many positions a sequence has at most, as far as can be said before there is a KV cache: that all of
+    the memory would hold, and at least those of the largest prefill step, which the warm-up runs without it.
+    """
+    tokens = config.num_kvcache_blocks * config.kvcache_block_size
+    if config.num_kvcache_blocks == -1:
+        hf_config, memory = config.hf_config, CPU_KV_CACHE_BYTES
+        if device.type == "cuda":
+            memory = int(torch.cuda.mem_get_info(device)[1] * config.gpu_memory_utilization)
+        kv_heads = max(1, hf_config.num_key_value_heads // num_ranks)
+        values = 2 * hf_config.num_hidden_layers * kv_heads * hf_config.head_dim
+        tokens = memory // (values * config.kv_cache_torch_dtype.itemsize)
+    return min(config.max_model_len, max(tokens + 1, config.max_num_batched_tokens))
 
 
 def bytes_left(device: torch.device, share: float) -> int:

@@ -13,29 +13,28 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from nanovllm.checkpoints import Checkpoint
+from nanovllm.checkpoints.base import Checkpoint
 from nanovllm.config import Config
 from nanovllm.distributed.group import Group, use_group
 from nanovllm.engine.batch import Batch, StepOutput, token_positions
-from nanovllm.engine.compile_ahead import CompileAhead, launch_every_kernel
 from nanovllm.engine.cuda_graphs import RESERVED_BYTES, CudaGraphs, get_graph_sizes
 from nanovllm.engine.device_rows import DeviceRows, RowLayout, can_group
-from nanovllm.engine.edits import DeviceEdits
-from nanovllm.engine.graph_trial import can_be_recorded
+from nanovllm.engine.interfaces import Parts
 from nanovllm.engine.kv_cache import KVCache
-from nanovllm.engine.masks import TokenMasks
-from nanovllm.engine.memory import bytes_left, bytes_taken_by, explain_memory, largest_batch
-from nanovllm.engine.scoring import Scoring, score
+from nanovllm.engine.memory import bytes_left, bytes_taken_by, explain_memory, largest_batch, most_positions
 from nanovllm.engine.transfer import to_device
+from nanovllm.extensions.logits.edits import DeviceEdits
+from nanovllm.extensions.logits.scoring import Scoring, score
+from nanovllm.extensions.prefixes.kernels.shared_prefix import SharedPrefixes
+from nanovllm.extensions.structured.masks import TokenMasks
 from nanovllm.kernels.runtime import HAVE_TRITON
-from nanovllm.kernels.shared_prefix import SharedPrefixes, can_share
-from nanovllm.layers.attention import Attention, get_backend
+from nanovllm.layers.attention import Attention
 from nanovllm.layers.sampler import Sampler, TopLogprobs, top_logprobs
-from nanovllm.models import build_model, pack_weights
+from nanovllm.models import pack_weights
 from nanovllm.sampling_params import Needs
 from nanovllm.utils.context import reset_context, set_context
 from nanovllm.utils.loader import load_model
-from nanovllm.utils.torch_defaults import dtype_lock, torch_defaults
+from nanovllm.utils.torch_defaults import torch_defaults
 
 
 class ModelInputs(NamedTuple):
@@ -64,65 +63,63 @@ class Computed(NamedTuple):
 
 
 class ModelRunner:
-    @explain_memory
     def __init__(
-        self, config: Config, checkpoint: Checkpoint,
-        rank: int = 0, group: Group | None = None, ranks: Any = None,
-    ):  # fmt: skip
-        """With several ranks: `group` is how they compute together, `ranks` how rank 0 calls the others."""
-        self.rank, self.ranks = rank, ranks
-        self.device = config.device_of(rank)
-        group = group or Group()
+        self, config: Config, parts: Parts, group: Group | None = None, ranks: Any = None, device: Any = None
+    ):
+        """`group` is how several ranks compute together, `ranks` how rank 0 calls the others."""
+        self.config, self.parts, self.ranks = config, parts, ranks
+        self.group = group or Group()
+        self.device = device or config.device_of(self.group.rank)
+
+    @explain_memory
+    def start(self, checkpoint: Checkpoint) -> None:
+        """Build and load the model, and take the memory that there is for the KV cache."""
+        make_runner = functools.partial(ModelRunner, parts=self.parts)
         with self.on_device():
-            make_runner = functools.partial(ModelRunner.without_weights, config, group)
-            launches = functools.partial(launch_every_kernel, make_runner)
-            with dtype_lock:  # a fork while another thread holds it would leave it locked for ever
-                self.kernels = CompileAhead(self.device, rank, config, launches)
             try:
-                self._build(config, config.hf_config, group)
-                with torch_defaults(config.torch_dtype, self.device), use_group(group):
-                    load_model(self.model, checkpoint)
-                pack_weights(self.model)
-                self.kernels.wait_for_warmup()
-                group.connect(self.device, config.torch_dtype, config.max_num_seqs)
+                self._notify("starting", self.group.rank, make_runner)
+                self.build()
+                self.load(checkpoint)
+                self._notify("before_warmup")
+                self.group.connect(self.device)
                 self.warmup_model()
                 self.allocate_kv_cache()
             except BaseException:
-                self.kernels.stop()
+                self._notify("stop")
                 raise
 
-    @classmethod
-    def without_weights(cls, config: Config, group: Group) -> "ModelRunner":
-        """On the CPU, for `launch_every_kernel`. Two layers of unlike windows launch all kernels."""
-        hf_config = config.hf_config
-        windows = (*dict.fromkeys(hf_config.windows), *hf_config.windows)[:2]
-        hf_config = replace(hf_config, num_hidden_layers=min(2, hf_config.num_hidden_layers), windows=windows)
-        runner = object.__new__(cls)
-        runner.rank, runner.device = group.rank, torch.device("cpu")
-        runner._build(config, hf_config, Group(group.rank, group.size))
-        return runner
+    def _notify(self, event: str, *args: Any) -> None:
+        for observer in self.parts.observers:
+            getattr(observer, event)(*args)
 
-    def _build(self, config: Config, hf_config: Any, group: Group) -> None:
+    def build(self) -> None:
         """Make the model, without its weights, and what else `run` works with."""
-        self.config = config
-        self.group = group
-        with torch_defaults(config.torch_dtype, self.device), use_group(group):
-            self.model = build_model(hf_config, config.quantization)
+        config, parts = self.config, self.parts
+        # A table of rotations for more would only take memory.
+        num_positions = most_positions(config, self.device, self.group.size)
+        hf_config = replace(config.hf_config, max_model_len=num_positions)
+        with torch_defaults(config.torch_dtype, self.device), use_group(self.group):
+            self.model = parts.build_model(hf_config, config.quantization)
             self.sampler = Sampler(self.model.lm_head.vocab_start)
         layers = [module for module in self.model.modules() if isinstance(module, Attention)]
-        backend = get_backend(config, config.device_of(self.rank), layers)
-        heads = hf_config.num_attention_heads // hf_config.num_key_value_heads
+        layout = parts.make_layout(config)
+        backend = parts.make_backend(config, config.device_of(self.group.rank), layers, layout)
         for layer in layers:
-            layer.backend = backend
-            sizes = layer.num_heads // layer.num_kv_heads, layer.head_dim, config.torch_dtype.itemsize
-            layer.reads_together &= can_share(heads, *sizes, config.device_of(self.rank))
-        self.kv_cache = KVCache(config, layers, self.device)
+            layer.layout, layer.backend = layout, backend.for_layer(layer)
+        self.kv_cache = KVCache(config, layers, self.device, layout)
         self.rows = DeviceRows(RowLayout(config), self.device)
         # The torch twins of the attention kernels read numbers on the host.
         reads = config.attention_backend == "torch" or not HAVE_TRITON or self.device.type != "cuda"
         self.graph_sizes = get_graph_sizes(config.max_num_seqs)
         self.graphs = None if config.enforce_eager or reads else CudaGraphs(self.device)
         self.undrawn: Callable[[], StepOutput] | None = None  # the rest of a step that waits for masks
+        self.has_decoded = False
+
+    def load(self, checkpoint: Checkpoint) -> None:
+        """Fill the model's weights."""
+        with torch_defaults(self.config.torch_dtype, self.device), use_group(self.group):
+            load_model(self.model, checkpoint)
+        pack_weights(self.model)
 
     def on_device(self) -> contextlib.AbstractContextManager:
         """Work on this runner's GPU and its default stream, whatever the user's thread works on."""
@@ -143,7 +140,7 @@ class ModelRunner:
         """Free the device's memory, except what the group shares, which other ranks may still have mapped."""
         with self.on_device():
             self._wait_for_device()
-            self.kernels.stop()
+            self._notify("stop")
             if self.graphs is not None:
                 self.graphs.close()
             self.group.leave()
@@ -177,7 +174,7 @@ class ModelRunner:
             padding = self.padding(self.config.max_num_seqs, can_group(self.config))
             step = functools.partial(self.decode_step, *padding, batch.needs)
             self.graphs.reserve(bytes_taken_by(step, self.device))
-            if not self.config.hf_config.architectures and not can_be_recorded(step, self.device):
+            if not self.parts.can_record(step, self.device):
                 self.graphs = None
         self.rows.reset()
 
@@ -202,12 +199,14 @@ class ModelRunner:
         if batch.row_updates is not None:
             self.rows.apply(batch.row_updates)
         if batch.is_prefill:
-            if batch.block_copies is not None:
-                self.kv_cache.copy_blocks(*to_device(batch.block_copies, self.device))
+            if batch.messages is not None:
+                self.parts.prefix_cache.receive(batch.messages["prefix_cache"], self.kv_cache)
             computed = self.run_model(self.prepare_prefill(batch), batch.scoring)
             rest = functools.partial(self._draw, batch.needs, computed)
         else:
-            self.kernels.wait()
+            if not self.has_decoded:
+                self.has_decoded = True
+                self._notify("before_first_decode")
             rest = self._begin_decode(batch)
         if batch.needs & Needs.MASKS:
             self.undrawn = rest
@@ -272,7 +271,7 @@ class ModelRunner:
             slot_mapping=inputs.slot_mapping,
             context_lens=inputs.context_lens,
             block_tables=inputs.block_tables,
-            shared=shared,
+            attention_plan=shared,
         )
         sampling = SamplingInputs(rows, inputs.temperatures, inputs.seeds, inputs.next_positions)
         return ModelInputs(inputs.input_ids, inputs.positions, sampling)

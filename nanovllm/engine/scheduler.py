@@ -4,28 +4,25 @@ devices.
 A step is all prefill or all decode. Prefill goes first, but no more than MAX_PREFILLS_IN_A_ROW steps while
 a sequence waits to decode. `waiting` is in order of arrival (a preempted sequence goes back to the front) and
 `running` in order of admission, so the first to run is never preempted for a later one. A sequence is
-admitted if the blocks are expected to suffice until all that run have ended; where they do not after all, the
-youngest is preempted.
+admitted if there are blocks for all its tokens and no `Admission` objects; where the blocks do not suffice
+later, the youngest is preempted.
 
-Prompts share whole blocks that the same step computes, but can only copy what an earlier one has. So a prompt
-that could copy at least WAIT_TOKENS more after the step that is being scheduled is held back, but only once:
-nobody waits for more than one prefill step by this. It keeps its place in front of all that arrived later,
-and what these are given meanwhile leaves it the row, the blocks and the rule words that it needs.
+An Admission may have a sequence wait for one step, and only once. It keeps its place in front of all that
+arrived later, and what these are given meanwhile leaves it the row and the blocks that it needs.
 """
 
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Iterable
 from operator import attrgetter
 from typing import Any
+from weakref import WeakSet
 
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.forecast import Forecast
-from nanovllm.engine.limits import RULE_WORDS, Limits
+from nanovllm.engine.limits import Limits
+from nanovllm.engine.policies import Admission, Admitting, PrefixCache, Verdict
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 
 MAX_PREFILLS_IN_A_ROW = 4  # while a sequence waits to decode
-WAIT_TOKENS = 64
-SHARE_WEIGHT = 1 / 32  # how much one request that ends changes `Scheduler.expected_share`
 
 
 class Scheduler:
@@ -34,21 +31,22 @@ class Scheduler:
     block first and is preempted last, so that each decode step brings it one token nearer its end.
     """
 
-    def __init__(self, config: Any):
+    def __init__(
+        self, config: Any, prefix_cache: PrefixCache | None = None, admissions: tuple[Admission, ...] = ()
+    ):
         self.max_num_seqs = config.max_num_seqs
         self.max_num_batched_tokens = config.max_num_batched_tokens
         self.limits = Limits(config)
         self.block_size = config.kvcache_block_size
-        # 2 at least, if there is an end to it: a block is closed a step after its last token has been drawn.
-        self.tokens_in_reach = config.hf_config.tokens_in_reach and max(2, config.hf_config.tokens_in_reach)
+        # How many tokens back the model looks, 0: to the first. 2 at least, since a block is closed a step
+        # after its last token has been drawn.
+        self.reach = config.hf_config.tokens_in_reach and max(2, config.hf_config.tokens_in_reach)
         num_blocks, is_caching = config.num_kvcache_blocks, config.enable_prefix_caching
-        self.block_manager = BlockManager(num_blocks, self.block_size, is_caching)
-        # The share of its remaining tokens that a sequence which may end early is expected to draw. Measured
-        # on those that have ended, from the middle of their completions: a running one is there on average.
-        self.expected_share = 1.0
+        self.block_manager = BlockManager(num_blocks, self.block_size, is_caching, prefix_cache)
+        self.admissions = admissions
+        self.have_waited: WeakSet[Sequence] = WeakSet()  # for one step, because an Admission said so
         self.clear()
         self.num_preemptions = 0
-        self.num_copied_tokens = 0  # from other blocks, for those admitted
         # Tokens drawn for sequences that had ended, in steps launched before that was known.
         self.num_surplus_tokens = 0
 
@@ -63,7 +61,7 @@ class Scheduler:
         self.limits.check(len(seq))
         seq.max_num_tokens = min(seq.max_num_tokens, self.limits.max_num_tokens)
         seq.end_token_ids = self.limits.end_token_ids(seq.sampling_params)
-        self.waiting.append(seq)
+        self.waiting[seq] = None
 
     def schedule(self) -> tuple[list[Sequence], bool]:
         """The sequences of the next step, each with its `num_scheduled_tokens`, and if it is a prefill."""
@@ -82,49 +80,38 @@ class Scheduler:
         if (seq := self.chunked) is not None:
             budget -= self._schedule_chunk(seq, budget)
             scheduled.append(seq)
-        held_back: list[Sequence] = []
-        num_rule_words = self.num_rule_words  # with those held back
-        forecast = None
-        limit = self.max_num_seqs
-        if self.max_running < limit:  # one a step: if a prefill fails, this shows which sequence made it fail
-            limit = min(self.max_running, len(self.running) + 1)
-        while self.waiting and budget and len(self.running) + len(held_back) < limit:
-            seq = self.waiting[0]
+        if not self.waiting or next(iter(self.waiting)) is self.blocked:
+            return scheduled
+        state = Admitting(self.block_manager, self.max_num_batched_tokens, self.running)
+        limits = [admission.begin(len(self.running), self.max_num_seqs) for admission in self.admissions]
+        limit = min(limits, default=self.max_num_seqs)
+        while self.waiting and budget and len(self.running) + len(state.waiting) < limit:
+            seq = next(iter(self.waiting))
             if seq is self.blocked:
                 break
-            match = self.block_manager.find_prefix(seq)
-            waits = not seq.has_waited and match.num_computing - match.num_copied >= WAIT_TOKENS
-            num_cached_tokens = len(match.blocks) * self.block_size + match.num_copied
-            if len(seq) - num_cached_tokens > budget and scheduled and not waits:
+            hit = self.block_manager.find(seq)
+            verdicts = [admission.admits(seq, hit, state) for admission in self.admissions]
+            waits = Verdict.WAIT in verdicts and seq not in self.have_waited
+            if len(seq) - hit.num_tokens > budget and scheduled and not waits:
                 break  # only a prompt that has a whole step to itself is computed in chunks
-            forecast = forecast or Forecast(
-                self.running, self.block_manager, self.expected_share, self.max_num_batched_tokens
-            )
-            if (
-                not self.block_manager.can_allocate(seq, match)
-                or num_rule_words + seq.num_rule_words > RULE_WORDS
-                or not forecast.admits(seq, match.blocks)
-            ):
+            if Verdict.STOP in verdicts or not self.block_manager.can_allocate(seq, hit):
                 self.blocked = seq
                 break
-            self.waiting.popleft()
-            num_rule_words += seq.num_rule_words
+            del self.waiting[seq]
             if waits:
-                seq.has_waited = True
-                held_back.append(seq)
-                forecast.held_back.append((seq, match.blocks))
+                self.have_waited.add(seq)
+                state.waiting.append((seq, hit))
                 continue
-            self.block_manager.allocate(seq, match)
+            self.block_manager.allocate(seq, hit)
             self.running.append(seq)
             seq.status = SequenceStatus.RUNNING
             seq.row = self.free_rows.pop()
-            self.num_rule_words += seq.num_rule_words
-            self.num_copied_tokens += match.num_copied
             if seq.num_prompt_tokens_cached is None:
                 seq.num_prompt_tokens_cached = seq.num_cached_tokens
             budget -= self._schedule_chunk(seq, budget)
             scheduled.append(seq)
-        self.waiting.extendleft(reversed(held_back))
+        for seq, _ in reversed(state.waiting):
+            self._put_first(seq)
         return scheduled
 
     def _schedule_chunk(self, seq: Sequence, budget: int) -> int:
@@ -157,8 +144,12 @@ class Scheduler:
         seq.status = SequenceStatus.WAITING
         seq.num_scheduled_tokens = 0
         self._release(seq)
-        self.waiting.appendleft(seq)
+        self._put_first(seq)
         self.num_preemptions += 1
+
+    def _put_first(self, seq: Sequence) -> None:
+        self.waiting[seq] = None
+        self.waiting.move_to_end(seq, last=False)
 
     def advance(self, sequences: list[Sequence]) -> list[Sequence]:
         """
@@ -166,17 +157,18 @@ class Scheduler:
         the sequences that draw a token in it: all but one whose prompt is not yet computed to its end.
         """
         drawing, released = [], False
-        if self.block_manager.end_copies():
+        if self.block_manager.unpin():
             self.blocked = None
         for seq in sequences:
             start = seq.num_computed_tokens
             seq.num_computed_tokens += seq.num_scheduled_tokens
             seq.num_scheduled_tokens = 0
             if self.is_prefill:
-                self.block_manager.note_computed(seq, start)
-            num_past = seq.num_computed_tokens + 1 - self.tokens_in_reach  # the next token is one of those
-            if self.tokens_in_reach and self.block_manager.release(seq, num_past):
-                self.blocked = None
+                self.block_manager.prefix_cache.written(seq, start, seq.num_computed_tokens)
+            if self.reach:  # the next token is within it
+                past = seq.num_computed_tokens + 1 - self.reach
+                if self.block_manager.release_before(seq, past):
+                    self.blocked = None
             if seq.num_computed_tokens == seq.num_tokens:
                 seq.num_tokens += 1
                 drawing.append(seq)
@@ -229,16 +221,18 @@ class Scheduler:
         """It may have been preempted or released while its last token was under way."""
         seq.num_tokens = len(seq.token_ids)
         seq.finish_reason, seq.stop_reason = reason, stop_reason
-        self.max_running = min(self.max_running + 1, self.max_num_seqs)
-        if reason != "abort" and seq.may_end_early:
-            half = seq.num_completion_tokens / 2
-            share = half / (seq.max_num_tokens - seq.num_prompt_tokens - half)
-            self.expected_share += SHARE_WEIGHT * (share - self.expected_share)
+        for admission in self.admissions:
+            admission.ended(seq)
         if seq.status == SequenceStatus.WAITING:
-            self.waiting.remove(seq)
+            del self.waiting[seq]
         elif seq.row >= 0:
             self._release(seq)
         seq.status = SequenceStatus.FINISHED
+
+    def all_ended(self) -> None:
+        """No request is left, also none whose last token is under way."""
+        for admission in self.admissions:
+            admission.all_ended()
 
     def _release(self, seq: Sequence) -> None:
         if seq is self.chunked:
@@ -247,7 +241,6 @@ class Scheduler:
         self.blocked = None
         self.block_manager.deallocate(seq)
         self.free_rows.append(seq.row)
-        self.num_rule_words -= seq.num_rule_words
         seq.row = -1
 
     def clear(self) -> None:
@@ -256,20 +249,17 @@ class Scheduler:
         nothing that the cache holds is kept.
         """
         self.block_manager.reset()
-        self.waiting: deque[Sequence] = deque()
+        self.waiting: OrderedDict[Sequence, None] = OrderedDict()  # any of them may leave at any time
         self.running: list[Sequence] = []
         self.chunked: Sequence | None = None  # is in the middle of its prompt; the last of `running`
         self.blocked: Sequence | None = None  # did not fit, and will not until blocks are given back
         self.is_prefill = False  # of the step scheduled last
         self.num_prefills_in_a_row = 0  # while a sequence waited to decode
         self.free_rows = list(range(self.max_num_seqs))[::-1]  # of the devices' tables, see device_rows.py
-        self.num_rule_words = 0  # of the running sequences
-        # Lowered while recovery.py looks for a request that makes steps fail; one more with each that ends.
-        self.max_running = self.max_num_seqs
 
     def restart(self, sequences: Iterable[Sequence]) -> None:
         """`clear`, and queue these again, in order of arrival. They are computed again from their tokens."""
         self.clear()
         for seq in sequences:
             seq.restart()
-            self.waiting.append(seq)
+            self.waiting[seq] = None

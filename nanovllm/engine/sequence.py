@@ -3,7 +3,7 @@
 from enum import Enum, auto
 from functools import cached_property
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -29,14 +29,6 @@ class SequenceStatus(Enum):
     WAITING = auto()
     RUNNING = auto()
     FINISHED = auto()
-
-
-class BlockCopy(NamedTuple):
-    """Before the sequence's next step, copy the first tokens of one block to another."""
-
-    source: int
-    target: int
-    num_tokens: int
 
 
 class Sequence:
@@ -69,10 +61,8 @@ class Sequence:
         # Where it lives
         self.block_size = block_size
         self.block_table: list[int] = []
-        self.num_released_blocks = 0  # of the table's first, which no layer reads again: they are not its own
+        self.num_released_blocks = 0  # leading blocks that no layer reads again: they were given back
         self.block_hashes: list[int] = []  # chained hashes of the full blocks seen so far
-        self.block_copy: BlockCopy | None = None
-        self.has_waited = False  # once for tokens that another one's prefill computed
         self.row = -1  # of the devices' tables, while running
 
         # What it asks for
@@ -176,7 +166,7 @@ class Sequence:
         self.status = SequenceStatus.WAITING
         self.num_tokens = len(self.token_ids)
         self.num_cached_tokens = self.num_computed_tokens = self.num_scheduled_tokens = 0
-        self.block_table, self.block_copy, self.num_released_blocks = [], None, 0
+        self.block_table, self.num_released_blocks = [], 0
         self.row = -1
         del self.block_hashes[self.num_tokens // self.block_size :]
         del self.logprobs[self.num_completion_tokens :]

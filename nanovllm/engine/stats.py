@@ -7,7 +7,7 @@ from typing import Any
 def stats_of(engine: Any, counts: Counter) -> dict[str, float]:
     """
     Counts since the engine was made: requests (finished, running and waiting now), prompt tokens of the
-    finished ones and how many of these the KV cache had, tokens copied from blocks of others, context tokens
+    finished ones and how many of these the KV cache had, what the prefix cache counts, context tokens
     that decode steps read once for several requests (counted for each of them), tokens drawn, preemptions,
     and tokens drawn per second of computing. And how many tokens the KV cache has room for.
     """
@@ -19,7 +19,7 @@ def stats_of(engine: Any, counts: Counter) -> dict[str, float]:
         "num_requests_waiting": len(scheduler.waiting),
         "num_prompt_tokens": counts["prompt"],
         "num_cached_tokens": counts["cached"],
-        "num_copied_tokens": scheduler.num_copied_tokens,
+        **scheduler.block_manager.prefix_cache.stats(),
         "cache_hit_rate": counts["cached"] / max(counts["prompt"], 1),
         "num_grouped_tokens": counts["grouped"],
         "num_generated_tokens": num_generated,

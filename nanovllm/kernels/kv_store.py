@@ -3,21 +3,20 @@
 A layer's keys and values of a token go to `slot = block_id * block_size + offset`; slot -1 means "do not
 write" (padding, or a token that is in the cache already). Caches are contiguous
 [blocks, block_size, kv_heads, head_dim], so slots index the rows of a [slots, kv_heads, head_dim] tensor.
-Their dtype may be any floating one: keys and values are rounded to it when they are written. 8-bit caches are
-described in `int8_cache.py`.
+Their dtype may be any floating one: keys and values are rounded to it when they are written.
 """
+
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from nanovllm.kernels.int8_cache import is_int8, page_sizes, quantize_halves, rotate_halves, store_int8_torch
+from nanovllm.kernels.attention_variant import Hooks
 from nanovllm.kernels.runtime import cdiv, next_power_of_2, overlap_options, tl, triton, use_triton
-
-HEADS_PER_PROGRAM = 8
 
 
 def store_kvcache(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
     """Write key, value [tokens, kv_heads, head_dim] (last dimension contiguous) to slot_mapping [tokens]."""
-    if not use_triton(key) or is_int8(k_cache):
+    if not use_triton(key):
         return store_kvcache_torch(key, value, k_cache, v_cache, slot_mapping)
     tokens, heads, head_dim = key.shape
     if tokens:
@@ -32,48 +31,66 @@ def store_kvcache_torch(
     key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
 ) -> None:
     slots = slot_mapping.tolist()
-    if len(slots) == 1 and not is_int8(k_cache):  # a copy takes a fraction of the time of an index
+    if len(slots) == 1:  # a copy takes a fraction of the time of an index
         page, offset = divmod(slots[0], k_cache.shape[1])
         if page >= 0:
             k_cache[page, offset] = key
             v_cache[page, offset] = value
         return
-    slot_mapping = slot_mapping.long()
-    if min(slots, default=0) < 0:
-        written = slot_mapping >= 0
-        key, value, slot_mapping = key[written], value[written], slot_mapping[written]
-    if is_int8(k_cache):
-        return store_int8_torch(key, value, k_cache, slot_mapping)
+    key, value, slot_mapping = only_written(key, value, slot_mapping)
     for cache, new in ((k_cache, key), (v_cache, value)):
         cache.view(-1, *cache.shape[2:]).index_copy_(0, slot_mapping, new.to(cache.dtype))
 
 
+def only_written(key: Tensor, value: Tensor, slot_mapping: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Without the tokens that are not to be written; slots as int64."""
+    slot_mapping = slot_mapping.long()
+    if min(slot_mapping.tolist(), default=0) < 0:
+        written = slot_mapping >= 0
+        key, value, slot_mapping = key[written], value[written], slot_mapping[written]
+    return key, value, slot_mapping
+
+
+class StoreSizes(NamedTuple):
+    NUM_HEADS: int
+    NUM_KV_HEADS: int
+    HEADS: int  # that a program takes
+    HEAD_DIM: int
+    HALF_PAD: int  # HEAD_DIM / 2 rounded up to a power of two
+
+
 def qk_norm_rope_store(
-    qkv: Tensor, num_heads: int, num_kv_heads: int, head_dim: int,
-    q_weight: Tensor | None, k_weight: Tensor | None, eps: float,
-    positions: Tensor, cos_sin: Tensor,
-    k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, is_prefill: bool = False,
-) -> None:  # fmt: skip
+    qkv: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    positions: Tensor,
+    cos_sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    hooks: "StoreHooks | None" = None,
+) -> None:
     """Normalise and rotate q and k in place, inside qkv, and store k and v in the caches.
 
     qkv is [tokens, (num_heads + 2 * num_kv_heads) * head_dim], rows contiguous. Each head of q and k goes
     through RMSNorm (unless the weights are None) and the rotary embedding (Su et al., 2021) of its token's
     position, which turns the halves (x1, x2) of a head into (x1 cos - x2 sin, x2 cos + x1 sin). cos_sin is
-    float32 [max_positions, head_dim], cosines then sines. The caches may be empty if every slot is -1. For
-    8-bit caches q and k are rotated by `hadamard_rotate` too, and in a prefill k and v become what the caches
-    hold of them. It has no torch twin: `Attention.rotate_and_store` does the same in parts.
+    float32 [max_positions, head_dim], cosines then sines. The caches may be empty if every slot is -1. It has
+    no torch reference: `Attention.rotate_and_store` does the same in parts.
     """
     if not len(qkv):
         return
-    is_8_bit, half = is_int8(k_cache), head_dim // 2
-    heads = HEADS_PER_PROGRAM // 2 if is_8_bit else HEADS_PER_PROGRAM  # which takes longer
+    hooks = hooks or StoreHooks()
+    heads = hooks.heads_per_program
+    sizes = StoreSizes(num_heads, num_kv_heads, heads, head_dim, next_power_of_2(head_dim // 2))
     programs = cdiv(num_heads, heads) + 2 * cdiv(num_kv_heads, heads)
     _qk_norm_rope_store_kernel[(len(qkv) * programs,)](
         qkv, q_weight, k_weight, eps, positions, cos_sin, k_cache, v_cache, slot_mapping, qkv.stride(0),
-        NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEADS=heads,
-        HEAD_DIM=head_dim, HALF_PAD=next_power_of_2(half), STAGES=(half & -half).bit_length() - 1,
-        BLOCK_SIZE=page_sizes(k_cache, head_dim)[0] if is_8_bit else 1, ROUND_KV=is_prefill and is_8_bit,
-        num_warps=1, **overlap_options(qkv.device),
+        SIZES=sizes, HOOKS=hooks, num_warps=1, **overlap_options(qkv.device),
     )  # fmt: skip
 
 
@@ -100,15 +117,13 @@ def _store_kernel(
 @triton.jit
 def _qk_norm_rope_store_kernel(
     qkv, q_weight, k_weight, eps, positions, cos_sin, k_cache, v_cache, slot_mapping, token_stride,
-    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, HALF_PAD: tl.constexpr, STAGES: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, ROUND_KV: tl.constexpr, OVERLAP: tl.constexpr,
+    SIZES: tl.constexpr, HOOKS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """A program takes HEADS heads of one token. Of a token's programs the first take q, then k, then v."""
-    INT8: tl.constexpr = k_cache.dtype.element_ty == tl.uint8
-    Q_PROGRAMS: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
-    KV_PROGRAMS: tl.constexpr = (NUM_KV_HEADS + HEADS - 1) // HEADS
-    HALF: tl.constexpr = HEAD_DIM // 2
+    HEADS: tl.constexpr = SIZES.HEADS
+    HALF: tl.constexpr = SIZES.HEAD_DIM // 2
+    Q_PROGRAMS: tl.constexpr = (SIZES.NUM_HEADS + HEADS - 1) // HEADS
+    KV_PROGRAMS: tl.constexpr = (SIZES.NUM_KV_HEADS + HEADS - 1) // HEADS
     PROGRAMS: tl.constexpr = Q_PROGRAMS + 2 * KV_PROGRAMS
     group = tl.program_id(0) % PROGRAMS
     token = (tl.program_id(0) // PROGRAMS).to(tl.int64)
@@ -116,14 +131,15 @@ def _qk_norm_rope_store_kernel(
     is_v = group >= Q_PROGRAMS + KV_PROGRAMS
     first_group = tl.where(is_q, 0, tl.where(is_v, Q_PROGRAMS + KV_PROGRAMS, Q_PROGRAMS))
     head = (group - first_group) * HEADS + tl.arange(0, HEADS)[:, None]
-    num_heads = tl.where(is_q, NUM_HEADS, NUM_KV_HEADS)
-    first_head = tl.where(is_q, 0, tl.where(is_v, NUM_HEADS + NUM_KV_HEADS, NUM_HEADS))
-    half = tl.arange(0, HALF_PAD)[None, :]
+    num_heads = tl.where(is_q, SIZES.NUM_HEADS, SIZES.NUM_KV_HEADS)
+    first_v = SIZES.NUM_HEADS + SIZES.NUM_KV_HEADS
+    first_head = tl.where(is_q, 0, tl.where(is_v, first_v, SIZES.NUM_HEADS))
+    half = tl.arange(0, SIZES.HALF_PAD)[None, :]
     inside = (head < num_heads) & (half < HALF)
-    address = qkv + token * token_stride + (first_head + head) * HEAD_DIM + half
+    address = qkv + token * token_stride + (first_head + head) * SIZES.HEAD_DIM + half
 
     rotated = half < tl.where(is_v, 0, HALF)  # none of v
-    cos_address = cos_sin + tl.load(positions + token) * HEAD_DIM + half
+    cos_address = cos_sin + tl.load(positions + token) * SIZES.HEAD_DIM + half
     cos = tl.load(cos_address, mask=rotated, other=0.0)
     sin = tl.load(cos_address + HALF, mask=rotated, other=0.0)
     if q_weight is not None:
@@ -143,41 +159,66 @@ def _qk_norm_rope_store_kernel(
     wide1, wide2 = x1.to(tl.float32), x2.to(tl.float32)
     if not is_v:
         if q_weight is not None:
-            scale = tl.rsqrt(tl.sum(wide1 * wide1 + wide2 * wide2, axis=1)[:, None] / HEAD_DIM + eps)
+            mean_square = tl.sum(wide1 * wide1 + wide2 * wide2, axis=1)[:, None] / SIZES.HEAD_DIM
+            scale = tl.rsqrt(mean_square + eps)
             # Rounded after the norm and again after the weight, as transformers' Qwen3RMSNorm does.
             wide1 = (wide1 * scale).to(x1.dtype).to(tl.float32) * weight1.to(tl.float32)
             wide2 = (wide2 * scale).to(x2.dtype).to(tl.float32) * weight2.to(tl.float32)
             wide1, wide2 = wide1.to(x1.dtype).to(tl.float32), wide2.to(x2.dtype).to(tl.float32)
         wide1, wide2 = (wide1 * cos - wide2 * sin).to(x1.dtype), (wide2 * cos + wide1 * sin).to(x1.dtype)
         wide1, wide2 = wide1.to(tl.float32), wide2.to(tl.float32)
-        if INT8:
-            wide1, wide2 = rotate_halves(wide1, wide2, HEADS, HALF_PAD, STAGES)
+        if HOOKS.rotate is not None:
+            wide1, wide2 = HOOKS.rotate(wide1, wide2, SIZES, HOOKS)
         tl.store(address, wide1, mask=inside)
         tl.store(address + HALF, wide2, mask=inside)
-    if INT8:
-        if not is_q:
-            byte1, byte2, scale, wide1, wide2 = quantize_halves(wide1, wide2)
-            if ROUND_KV:
-                tl.store(address, wide1, mask=inside)
-                tl.store(address + HALF, wide2, mask=inside)
-            if slot >= 0:
-                place = slot % BLOCK_SIZE
-                page = (slot // BLOCK_SIZE * NUM_KV_HEADS + head) * ((2 * HEAD_DIM + 4) * BLOCK_SIZE)
-                if is_v:
-                    values = v_cache + page + (BLOCK_SIZE + place // 16 * 16) * HEAD_DIM + place % 16
-                    tl.store(values + half * 16, byte1, mask=inside)
-                    tl.store(values + (HALF + half) * 16, byte2, mask=inside)
-                else:
-                    keys = k_cache + page + place * HEAD_DIM + half
-                    tl.store(keys, byte1, mask=inside)
-                    tl.store(keys + HALF, byte2, mask=inside)
-                scales = (k_cache + page + 2 * BLOCK_SIZE * HEAD_DIM).to(tl.pointer_type(tl.bfloat16))
-                tl.store(scales + 2 * place + is_v, scale, mask=head < num_heads)
-    elif slot >= 0:
-        offset = (slot * NUM_KV_HEADS + head) * HEAD_DIM + half
+    HOOKS.store(
+        k_cache,
+        v_cache,
+        slot,
+        head,
+        half,
+        is_q,
+        is_v,
+        head < num_heads,
+        inside,
+        address,
+        wide1,
+        wide2,
+        SIZES,
+        HOOKS,
+    )
+
+
+@triton.jit
+def store_rows(
+    k_cache, v_cache, slot, head, half, is_q, is_v, is_head, inside, address, half1, half2,
+    SIZES: tl.constexpr, HOOKS: tl.constexpr,
+):  # fmt: skip
+    """
+    Store both halves [HEADS, HALF_PAD], float32, of these heads of a token [HEADS, 1], if they are of k or v.
+    Of what they have, `inside` is true and `is_head`; they lie at `address`, where q, k and v come from.
+    """
+    if slot >= 0:
+        offset = (slot * SIZES.NUM_KV_HEADS + head) * SIZES.HEAD_DIM + half
+        HALF: tl.constexpr = SIZES.HEAD_DIM // 2
         if is_v:
-            tl.store(v_cache + offset, wide1, mask=inside)
-            tl.store(v_cache + offset + HALF, wide2, mask=inside)
+            tl.store(v_cache + offset, half1, mask=inside)
+            tl.store(v_cache + offset + HALF, half2, mask=inside)
         elif not is_q:
-            tl.store(k_cache + offset, wide1, mask=inside)
-            tl.store(k_cache + offset + HALF, wide2, mask=inside)
+            tl.store(k_cache + offset, half1, mask=inside)
+            tl.store(k_cache + offset + HALF, half2, mask=inside)
+
+
+class StoreHooks(NamedTuple):
+    """
+    Triton functions that the kernel above calls, with this record as the constant HOOKS.
+    rotate(half1, half2, SIZES, HOOKS) -> both halves of heads of q and k, rotated further; or None.
+    `store_rows` says what `store` gets.
+    """
+
+    rotate: Any = None
+    store: Any = store_rows
+    heads_per_program: int = 8
+    constants: Any = None  # what the hooks need besides: a record
+
+    cache_key = Hooks.cache_key

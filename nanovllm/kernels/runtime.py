@@ -33,7 +33,7 @@ MIN_DOT_SIZE = 16  # the smallest side of a matrix that `tl.dot` multiplies
 LOG2_E = 1.4426950408889634  # exp(x) is computed as exp2(x * LOG2_E), which GPUs have an instruction for
 
 # The properties of the GPU that this process compiles kernels for, while its own tensors are on the CPU
-# (engine/compile_ahead.py); None in all other processes.
+# (extensions/startup/compile_ahead.py); None in all other processes.
 compiling_for: Any = None
 
 

@@ -9,9 +9,9 @@ draws.
 import torch
 from torch import Tensor
 
+from nanovllm.extensions.structured.kernels.token_masks import Masks, apply_masks_torch
 from nanovllm.kernels import runtime
 from nanovllm.kernels.runtime import LOG2_E, cdiv, next_power_of_2, tl, triton, use_triton
-from nanovllm.kernels.token_masks import Masks, apply_masks_torch
 
 BLOCK = 1024
 PROGRAMS_PER_MULTIPROCESSOR = 24  # several waves, so that all multiprocessors end at about the same time

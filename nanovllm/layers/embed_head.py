@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from nanovllm.distributed.group import get_group
 from nanovllm.kernels.runtime import cdiv
-from nanovllm.layers.quantization.plain import can_pack, multiply, packed
+from nanovllm.layers.weight import can_pack, multiply, packed
 from nanovllm.utils.context import get_context
 from nanovllm.utils.loader import default_weight_loader
 
@@ -52,7 +52,7 @@ class ParallelLMHead(VocabParallelEmbedding):
     packed: Tensor | None = None  # the weight in the layout that multiplies fastest
     is_tied = False
 
-    def pack(self) -> None:
+    def finish(self) -> None:
         """
         As for linear layers. A weight that is tied is kept beside it: rows cannot be looked up in the other
         layout, and a decode step of a small model spends a third of its time here without it.

@@ -1,10 +1,8 @@
 """Matrix products, split over the tensor-parallel ranks by output features (columns) or input features
-(rows), and the choice of who computes them.
+(rows).
 
-A product of a weight that is not quantised is computed by one of three: for one or two rows by a
-matrix-vector kernel, for a decode batch of a small model by a kernel that has its neighbours folded in, and
-else by torch's library. A prefill always uses the library, so that a start compiles one way only. A quantised
-weight multiplies itself (layers/quantization), perhaps by input that is quantised too.
+A layer has a weight in some format (weight.py) and lists the products that can multiply it (product.py): it
+asks them in order which takes a step's rows. So a model says what it multiplies, never how.
 
 Each parameter carries a `weight_loader` that takes this rank's shard out of the checkpoint's tensor by
 slicing, so that no more than the shard is read from disk. Weights are [output features, input features].
@@ -20,14 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from nanovllm.distributed.group import get_group
-from nanovllm.kernels.fp8_linear import quantise
-from nanovllm.kernels.fused_linear import can_fuse, fused_linear
-from nanovllm.layers.activation import Gates, SiluAndMul
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.quantization.plain import Plain
-from nanovllm.layers.quantization.scaled import Part, matrix_shape
-from nanovllm.layers.quantization.scheme import Scheme
+from nanovllm.layers.product import Gated, Product
 from nanovllm.layers.residual_stream import Stream
+from nanovllm.layers.weight import DenseWeight, Shard, Weight, matrix_shape
 from nanovllm.utils.context import get_context
 from nanovllm.utils.loader import StoredTensor, default_weight_loader
 
@@ -43,8 +37,8 @@ _allocates: ContextVar[bool] = ContextVar("allocates", default=True)
 
 
 @contextlib.contextmanager
-def without_formats() -> Iterator[None]:
-    """Linear layers made here get their weights by `assign_formats`, when their names are known."""
+def without_weights() -> Iterator[None]:
+    """Linear layers made here get their weights by `assign_weights`, when their names are known."""
     token = _allocates.set(False)
     try:
         yield
@@ -52,59 +46,64 @@ def without_formats() -> Iterator[None]:
         _allocates.reset(token)
 
 
-def assign_formats(model: nn.Module, scheme: Scheme | None) -> None:
+def assign_weights(model: nn.Module, make_weight: Callable[["LinearBase", str, list[str]], Weight]) -> None:
     """
-    Give each linear layer its weight, in the format that the scheme has for its names in a checkpoint. Raises
-    ValueError if the parts of a merged one have different formats.
+    Give each linear layer its weight, made from the layer, its name, and the names of its matrices in a
+    checkpoint.
     """
     merged: dict[str, list[str]] = {}
     for source, (target, _) in model.packed_modules_mapping.items():
         merged.setdefault(target, []).append(source)
     for name, layer in model.named_modules():
-        if not isinstance(layer, LinearBase):
-            continue
-        names = layer.names_in_checkpoint(name, merged)
-        first, *others = formats = [scheme and layer.is_quantisable and scheme.find(each) for each in names]
-        if any(other != first for other in others):
-            stored = (f"{n}: {f or 'not quantised'}" for n, f in zip(names, formats, strict=True))
-            own = name.rpartition(".")[2]
-            raise ValueError(f"{own} needs one format for all its parts, got {'; '.join(stored)}")
-        layer.set_format(first.kind(layer.parts, **first.settings) if first else Plain(layer.parts))
+        if isinstance(layer, LinearBase):
+            layer.set_format(make_weight(layer, name, layer.names_in_checkpoint(name, merged)))
 
 
 class LinearBase(nn.Module):
     """
-    A matrix of this rank's size in some format, and, if wanted, a bias. `parts` are the checkpoint's matrices
-    that it is made of, by the name (`shard_id`) under which they are loaded.
+    A matrix of this rank's size in some format, and, if wanted, a bias. `shards` are this rank's share of the
+    checkpoint's matrices that it is made of, by the name (`shard_id`) under which they are loaded.
+    `hidden_size` is that of the residual stream that it reads or adds to, None if it does neither.
     """
 
-    is_quantisable = True
-
-    def __init__(self, parts: dict[Any, Part], bias: bool = False):
+    def __init__(self, shards: dict[Any, Shard], bias: bool = False, hidden_size: int | None = None):
         super().__init__()
+        self.hidden_size = hidden_size
         self.group = get_group()
-        self.parts = parts
+        self.shards = shards
         self.bias = None
         if bias:
-            self.bias = nn.Parameter(torch.zeros(matrix_shape(parts)[0]), requires_grad=False)
+            self.bias = nn.Parameter(torch.zeros(matrix_shape(shards)[0]), requires_grad=False)
             self.bias.weight_loader = self.weight_loader
         if _allocates.get():
-            self.set_format(Plain(parts))
+            self.set_format(DenseWeight(shards))
 
-    def set_format(self, format: Any) -> None:
-        """Keep the weight in this format of layers/quantization."""
+    def set_format(self, format: Weight) -> None:
+        """Keep the weight in this format."""
         self.format = format
-        self.is_plain = isinstance(format, Plain)
-        for name, param in format.parameters.items():
-            # Other formats load tensors that differ from their parameters, see `stored_tensors`.
-            param.weight_loader = self.weight_loader if self.is_plain else None
-            self.register_parameter(name, param)
+        for param in format.parameters.values():
+            param.weight_loader = None if format.stored else self.weight_loader
+        self._use_format()
 
-    def pack(self) -> None:
+    def _use_format(self) -> None:
+        """Register the weight's parameters, and list what multiplies it."""
+        for name, tensor in self.format.parameters.items():
+            if isinstance(tensor, nn.Parameter):
+                self.register_parameter(name, tensor)
+        self.products = self.format.products(self.hidden_size, self.group.size)
+
+    def finish(self) -> None:
         """Once the weight is loaded: bring it into the layout that multiplies fastest."""
-        if self.is_plain:
-            self.format.pack()
-            self.weight = self.format.weight
+        self.format.finish()
+        self._use_format()
+
+    def product(self, rows: int) -> Product:
+        """What multiplies so many rows in this step."""
+        is_prefill = get_context().is_prefill
+        for product in self.products:
+            if product.accepts(rows, is_prefill):
+                return product
+        raise AssertionError("the last product accepts everything")
 
     def names_in_checkpoint(self, name: str, merged: dict[str, list[str]]) -> list[str]:
         """The names of the matrices that make up the layer with this name; `merged` has those of some."""
@@ -120,37 +119,28 @@ class LinearBase(nn.Module):
         }
 
     def _load_stored(
-        self, load: Callable[[Any, Part], None], loaded_weight: Any, shard_id: Any = None
+        self, load: Callable[[Any, Shard], None], loaded_weight: Any, shard_id: Any = None
     ) -> None:
-        load(loaded_weight, self.parts[shard_id])
+        load(loaded_weight, self.shards[shard_id])
 
     def weight_loader(self, param: nn.Parameter, loaded_weight: Any, shard_id: Any = None) -> None:
-        part = self.parts[shard_id]
-        cut = (part.rows, part.columns)[: param.dim()]
-        cut, shape = cut if len(cut) > 1 else cut[0], part.shape[: param.dim()]
-        default_weight_loader(param.data[part.place], loaded_weight, cut, shape)
-
-    def _uses_matvec(self, x: Tensor) -> bool:
-        return not get_context().is_prefill and self.format.can_use_matvec(x)
-
-    def _is_fused(self, residual: Tensor) -> bool:
-        """Whether the product beside this residual takes the addition to it, or its norm, into its kernel."""
-        if not self.is_plain or get_context().is_prefill or self.group.size > 1:
-            return False
-        return can_fuse(residual, self.weight)
+        shard = self.shards[shard_id]
+        cut = (shard.rows, shard.columns)[: param.dim()]
+        cut, shape = cut if len(cut) > 1 else cut[0], shard.shape[: param.dim()]
+        default_weight_loader(param.data[shard.place], loaded_weight, cut, shape)
 
 
 class ReplicatedLinear(LinearBase):
     """Not split: every rank holds and computes all of it."""
 
     def __init__(self, input_size: int, output_size: int, bias: bool = False):
-        super().__init__({None: Part((output_size, input_size))}, bias)
+        super().__init__({None: Shard((output_size, input_size))}, bias)
 
     def forward(self, stream: Stream) -> Tensor:
         """norm(x) @ weight.T + bias for the stream's x and norm: [tokens, output features]."""
-        if stream.is_untouched and self._uses_matvec(stream.x):
-            return self.format.matvec(stream.x, self.bias, stream.norm.weight, eps=stream.norm.eps)
-        return self.format.multiply(stream.normalised(), self.bias)
+        # Where the norm is begun there is nothing left to fold in: the last, plain product does.
+        product = self.product(len(stream.x)) if stream.is_untouched else self.products[-1]
+        return product.norm_linear(stream, self.bias)
 
 
 class ColumnParallelLinear(LinearBase):
@@ -164,36 +154,21 @@ class ColumnParallelLinear(LinearBase):
         From matrices one below the other: for each, its number of rows, and how many neighbouring ranks hold
         the same part of it.
         """
-        group, parts, offset = get_group(), {}, 0
+        group, shards, offset = get_group(), {}, 0
         for shard_id, (total, replicas) in matrices.items():
             rows = divide(total * replicas, group.size)
             start = group.rank // replicas * rows
-            parts[shard_id] = Part((total, input_size), slice(start, start + rows), offset=offset)
+            shards[shard_id] = Shard((total, input_size), slice(start, start + rows), offset=offset)
             offset += rows
-        super().__init__(parts, bias)
-        self.act_fn = SiluAndMul()
+        super().__init__(shards, bias, input_size)
 
-    def forward(self, stream: Stream, silu_and_mul: bool = False) -> Tensor | Gates:
+    def forward(self, stream: Stream, silu_and_mul: bool = False) -> Tensor | Gated:
         """
         norm(x) @ weight.T + bias for the stream's x [tokens, input features] and norm: [tokens, output
         features of this rank]. With silu_and_mul the first half of these are gates, the second half is what
-        they multiply, and the result has half as many; or it is `Gates`, where that is left to the product
-        that follows.
+        they multiply, and the result has half as many, perhaps with the activation left to do.
         """
-        options = {"eps": stream.norm.eps, "silu_and_mul": silu_and_mul}
-        if self._uses_matvec(stream.x):
-            if stream.is_untouched:
-                return self.format.matvec(stream.x, self.bias, stream.norm.weight, **options)
-            return self.format.matvec(stream.normalised(), self.bias, **options)
-        if self._is_fused(stream.x):
-            scaled = stream.normalised() if stream.squares is None else stream.scaled
-            return fused_linear(scaled, self.weight, self.bias, stream.squares, **options)[0]
-        group = self.format.activation_group(stream.x)
-        if group is not None:
-            y = self.format.multiply(stream.quantised(group), self.bias, leave_scales=silu_and_mul)
-            return Gates(y) if silu_and_mul else y
-        y = self.format.multiply(stream.normalised(), self.bias)
-        return self.act_fn(y) if silu_and_mul else y
+        return self.product(len(stream.x)).norm_linear(stream, self.bias, silu_and_mul)
 
 
 class MergedColumnParallelLinear(ColumnParallelLinear):
@@ -233,35 +208,20 @@ class RowParallelLinear(LinearBase):
         group = get_group()
         width = divide(input_size, group.size)
         columns = slice(group.rank * width, group.rank * width + width)
-        super().__init__({None: Part((output_size, input_size), columns=columns)}, bias)
+        super().__init__({None: Shard((output_size, input_size), columns=columns)}, bias, output_size)
 
     def add_to(
-        self, stream: Stream, x: Tensor | Gates, next_norm: RMSNorm, own_norm: RMSNorm | None = None
+        self, stream: Stream, x: Tensor | Gated, next_norm: RMSNorm, own_norm: RMSNorm | None = None
     ) -> Stream:
         """
         The stream plus x @ weight.T + bias, summed over the ranks, in front of the next norm. x [tokens,
         input features of this rank]. With a norm of its own the product is normalised before it is added.
         """
         bias = self.bias if self.group.rank == 0 else None
-        is_alone = self.group.size == 1 and own_norm is None  # nothing is done between product and addition
-        uses_matvec = self._uses_matvec(stream.x)
-        group = None if uses_matvec else self.format.activation_group(stream.x)
-        if group is not None:
-            rows = x.quantised(group) if isinstance(x, Gates) else quantise(x, group)
-            y = self.format.multiply(rows, bias, leave_scales=is_alone)
-            if own_norm is None:
-                return Stream(stream.x, next_norm, added=y)
-        else:
-            x = x.activated() if isinstance(x, Gates) else x
-            if uses_matvec and is_alone:
-                return Stream(self.format.matvec(x, bias, residual=stream.x), next_norm)
-            if is_alone and self._is_fused(stream.x):
-                total, scaled, squares = fused_linear(
-                    x, self.weight, bias, residual=stream.x, next_norm_weight=next_norm.weight
-                )
-                return Stream(total, next_norm, scaled, squares)
-            y = self.format.matvec(x, bias) if uses_matvec else self.format.multiply(x, bias)
+        product = self.product(len(stream.x))
         if own_norm is not None:
-            return Stream(stream.x + own_norm(self.group.all_reduce(y)), next_norm)
-        normed, total = next_norm(y, stream.x)
-        return Stream(total, next_norm, normed)
+            y = self.group.all_reduce(product.linear(x, bias))
+            return Stream(stream.residual() + own_norm(y), next_norm)
+        if self.group.size > 1:
+            return stream.add(product.linear(x, bias), next_norm)
+        return product.linear_add(stream, x, bias, next_norm)

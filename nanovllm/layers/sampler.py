@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from nanovllm.distributed.group import get_group
+from nanovllm.extensions.structured.kernels.token_masks import Masks
 from nanovllm.kernels.sampling import sample
-from nanovllm.kernels.token_masks import Masks
 from nanovllm.sampling_params import MAX_LOGPROBS
 
 ROWS_AT_ONCE = 64  # of log-probabilities, which take several times the memory of their logits

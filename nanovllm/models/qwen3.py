@@ -27,7 +27,7 @@ class Variant(NamedTuple):
 
 
 class Qwen3Attention(nn.Module):
-    def __init__(self, config: ModelConfig, variant: Variant, rotary_emb: RotaryEmbedding, window: int):
+    def __init__(self, config: ModelConfig, variant: Variant, rotary_emb: RotaryEmbedding):
         super().__init__()
         hidden_size, head_dim, num_heads = config.hidden_size, config.head_dim, config.num_attention_heads
         num_kv_heads = config.num_key_value_heads
@@ -36,8 +36,8 @@ class Qwen3Attention(nn.Module):
         self.q_norm = RMSNorm(head_dim, config.rms_norm_eps) if variant.qk_norm else None
         self.k_norm = RMSNorm(head_dim, config.rms_norm_eps) if variant.qk_norm else None
         self.rotary_emb = rotary_emb
-        sizes = head_dim, config.query_pre_attn_scalar**-0.5, self.qkv_proj.num_kv_heads
-        self.attn = Attention(self.qkv_proj.num_heads, *sizes, window=window)
+        sizes = head_dim, head_dim**-0.5, self.qkv_proj.num_kv_heads
+        self.attn = Attention(self.qkv_proj.num_heads, *sizes)
 
     def forward(self, positions: Tensor, stream: Stream, next_norm: RMSNorm) -> Stream:
         qkv = self.qkv_proj(stream)
@@ -106,14 +106,10 @@ class Qwen3ForCausalLM(nn.Module):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        everywhere, local = config.rope_parameters, config.local_rope_parameters
-        rope = local_rope = get_rope(config.head_dim, config.max_model_len, everywhere)
-        if any(config.windows) and local != everywhere:
-            local_rope = get_rope(config.head_dim, config.max_model_len, local)
+        rope = get_rope(config.head_dim, config.max_model_len, config.rope_parameters)
         layers = []
         for i in range(config.num_hidden_layers):
-            rotary_emb = local_rope if config.windows[i] else rope
-            self_attn = Qwen3Attention(config, self.variant(config), rotary_emb, config.window(i))
+            self_attn = Qwen3Attention(config, self.variant(config), rope)
             layers.append(self.layer_class(config, self_attn, self.make_mlp(config, i)))
         self.model = Qwen3Model(config, layers)
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size)

@@ -12,16 +12,17 @@ from typing import Any
 
 from nanovllm.checkpoints.tokenizer import tokenizer_errors
 from nanovllm.config import Config
-from nanovllm.engine.edits import HISTORY, num_rule_words
-from nanovllm.engine.limits import RULE_WORDS, Limits
+from nanovllm.engine.limits import Limits
 from nanovllm.engine.sequence import Sequence, pack
+from nanovllm.extensions.logits.edits import HISTORY, RULE_WORDS, num_rule_words
+from nanovllm.extensions.structured.grammar import Grammars
+from nanovllm.extensions.text.chat import render
+from nanovllm.inputs import TextPrompt, TokensPrompt
 from nanovllm.sampling_params import SamplingParams, recommended_params
-from nanovllm.text.chat import render
-from nanovllm.text.grammar import Grammars
 from nanovllm.text.results import Result
 from nanovllm.utils.validation import as_list, check, check_bool, find_surrogate, is_number, shown
 
-Prompt = str | Iterable[int] | dict[str, Any]
+Prompt = str | Iterable[int] | TextPrompt | TokensPrompt
 
 
 @dataclass(eq=False, slots=True)
@@ -68,9 +69,20 @@ def as_token_ids(values: list | tuple, vocab_size: int, name: str) -> list[int]:
     return token_ids
 
 
-@functools.lru_cache(4096)  # making it takes ten times as long as finding it
-def _checked_copy(params: SamplingParams) -> SamplingParams:
-    return replace(params)
+def _name(index: int | None) -> str:
+    """What messages call a prompt, alone or the index-th of several."""
+    return "prompt" if index is None else f"prompts[{index}]"
+
+
+def _check_is_one(prompt: Any, name: str) -> None:
+    """Raise ValueError for several prompts in the place of one, and for a conversation."""
+    first = prompt
+    for _ in range(2):  # of a list of conversations or of token ids, too
+        first = first[0] if isinstance(first, (list, tuple)) and first else first
+    if isinstance(first, dict) and "role" in first:
+        raise ValueError(f"{name} has messages of a conversation, which `chat` takes: {shown(prompt)}")
+    if isinstance(first, str) and first is not prompt:
+        raise ValueError(f"{name} must be one prompt; `generate` takes a list of texts: {shown(prompt)}")
 
 
 class Prompts:
@@ -104,7 +116,14 @@ class Prompts:
         check(isinstance(sampling_params, (list, tuple)), rule, sampling_params)
         if len(sampling_params) != len(prompts):
             raise ValueError(f"there are {len(prompts)} prompts but {len(sampling_params)} sampling_params")
-        requests = list(map(self.read, prompts, sampling_params, itertools.count()))
+        checked: dict[int, SamplingParams] = {}  # by id: often all prompts have the same object
+        for i, params in enumerate(sampling_params):
+            if id(params) not in checked:
+                checked[id(params)] = self._check_params(params, _name(i))
+        each = (checked[id(params)] for params in sampling_params)
+        requests = list(map(self._read_checked, prompts, each, itertools.count()))
+        for i, request in enumerate(requests):
+            request.grammar = self.compile_grammar(request.params, i)
         self.warn_of_context(requests)
         return requests
 
@@ -149,36 +168,42 @@ class Prompts:
 
     def read(self, prompt: Any, sampling_params: Any, index: int | None = None) -> Request:
         """One prompt, or the index-th of several, with parameters of its own."""
-        name = "prompt" if index is None else f"prompts[{index}]"
+        request = self.read_but_grammar(prompt, sampling_params, index)
+        request.grammar = self.compile_grammar(request.params, index)
+        return request
+
+    def read_but_grammar(self, prompt: Any, sampling_params: Any, index: int | None = None) -> Request:
+        """The same without its grammar, which may take seconds to compile."""
         if sampling_params is None and index is None:
             sampling_params = self.recommended()
-        params = self._check_params(sampling_params, name)
+        params = self._check_params(sampling_params, _name(index))
+        return self._read_checked(prompt, params, index)
+
+    def _read_checked(self, prompt: Any, params: SamplingParams, index: int | None) -> Request:
+        name = _name(index)
         token_ids, text = self._read_prompt(prompt, 1, name)
         bad_words, num_rule_words = self._read_rules(params, name)
-        grammar = self._read_grammar(params, name)
         scored_token_ids = [] if params.prompt_logprobs is None else token_ids[1:]
         # While they are in the processor's cache: later it takes three times as long.
         packed = pack(token_ids)
         rest = num_rule_words, scored_token_ids, 0, index or 0, packed
-        return Request(token_ids, params, bad_words, *rest, grammar, text=text)
+        return Request(token_ids, params, bad_words, *rest, text=text)
+
+    def compile_grammar(self, params: SamplingParams, index: int | None = None) -> Any:
+        """The grammar of a request, if it wants one. Any thread may call this."""
+        if params.structured_outputs is None:
+            return None
+        try:
+            return self.grammars.compile(params.structured_outputs)
+        except ValueError as error:
+            raise ValueError(f"sampling_params for {_name(index)}: {error}") from error
 
     @staticmethod
     def _check_params(params: Any, name: str) -> SamplingParams:
         """A checked copy: fields may have been assigned to, and may be again while the request runs."""
         rule = f"sampling_params for {name} must be SamplingParams"
         check(isinstance(params, SamplingParams), rule, params)
-        try:
-            return _checked_copy(params)
-        except TypeError:  # what was assigned has no hash
-            return replace(params)
-
-    def _read_grammar(self, params: SamplingParams, name: str) -> Any:
-        if params.structured_outputs is None:
-            return None
-        try:
-            return self.grammars.compile(params.structured_outputs)
-        except ValueError as error:
-            raise ValueError(f"sampling_params for {name}: {error}") from error
+        return replace(params)
 
     def _read_rules(self, params: SamplingParams, name: str) -> tuple[list[list[int]], int]:
         """Bad words as token ids, and `num_rule_words`. Raises ValueError for what the model cannot do."""
@@ -227,6 +252,7 @@ class Prompts:
 
     def _read_prompt(self, prompt: Any, num_new_tokens: int, name: str) -> tuple[list[int], str | None]:
         """The token ids of a prompt, and its text if it has one."""
+        _check_is_one(prompt, name)
         given, text = prompt, prompt if isinstance(prompt, str) else None
         if isinstance(prompt, dict):
             has_one = prompt.keys() <= {"prompt", "prompt_token_ids"} and len(prompt) > 0

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from nanovllm.engine.batch import StepOutput
 from nanovllm.engine.sequence import Sequence, TokenLogprobs
+from nanovllm.extensions.text.detokenizer import Detokenizer, vocabulary_of
 from nanovllm.sampling_params import MAX_LOGPROBS
-from nanovllm.text.detokenizer import Detokenizer, vocabulary_of
 
 PLACES = range(1, MAX_LOGPROBS + 1)
 

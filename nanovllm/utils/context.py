@@ -10,8 +10,6 @@ from typing import Any
 
 from torch import Tensor
 
-from nanovllm.kernels.shared_prefix import SharedPrefixes
-
 
 @dataclass(slots=True)
 class Context:
@@ -27,7 +25,7 @@ class Context:
     slot_mapping: Tensor | None = None  # int32 [tokens], KV cache slot of each; -1: do not write
     context_lens: Tensor | None = None  # decode only: int32 [sequences], tokens that the cache then has
     block_tables: Tensor | None = None  # int32 [sequences, blocks]; None: no key comes from the cache
-    shared: SharedPrefixes | None = None  # decode only; None: each sequence reads all of its own tokens
+    attention_plan: Any = None  # decode only: what the attention back-end has planned for the whole batch
 
 
 _context: ContextVar[Context] = ContextVar("context", default=Context())  # noqa: B039

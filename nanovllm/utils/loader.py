@@ -4,22 +4,23 @@ Each parameter's `weight_loader` decides which part of a tensor goes where. A te
 parameter without a tensor are errors: a model never runs with missing weights.
 """
 
+import copy
 import functools
 import math
 import os
 import zlib
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from nanovllm.checkpoints import Checkpoint, open_checkpoint
+from nanovllm.checkpoints.base import Checkpoint
+from nanovllm.checkpoints.folder import FolderCheckpoint
 
-# Old versions of transformers saved the first; here they are computed from the configuration. The others are
+# Old versions of transformers saved the first two; here they follow from the configuration. The others are
 # for a KV cache of 8 bits.
-IGNORED = (".rotary_emb.inv_freq", ".self_attn.k_scale", ".self_attn.v_scale")
+IGNORED = (".rotary_emb.inv_freq", ".attn.masked_bias", ".self_attn.k_scale", ".self_attn.v_scale")
 FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 
@@ -54,10 +55,11 @@ def check_finite(values: Tensor) -> None:
 @torch.no_grad()
 def load_model(model: nn.Module, path: str | os.PathLike | Checkpoint) -> None:
     """
-    Fill every parameter of `model`, on the device and with the dtype that it has, from a checkpoint or what
-    `open_checkpoint` opens. Raises ValueError naming file and tensor.
+    Fill every parameter of `model`, on the device and with the dtype that it has, from a checkpoint or a
+    folder of one. Raises ValueError naming file and tensor.
     """
-    checkpoint = open_checkpoint(path) if isinstance(path, (str, os.PathLike)) else path
+    is_path = isinstance(path, (str, os.PathLike))
+    checkpoint = FolderCheckpoint(os.path.expanduser(path)) if is_path else path
     if checkpoint.random_weights:
         fill_with_random_values(model)
         return
@@ -69,14 +71,11 @@ def load_model(model: nn.Module, path: str | os.PathLike | Checkpoint) -> None:
         tensors = checkpoint.tensors()
         if hasattr(model, "converted"):
             tensors = model.converted(tensors)
-        if checkpoint.adapter is not None:
-            tensors = checkpoint.adapter.merged(tensors, tied_names(model))
+        tensors = with_places(model, known, tensors)
+        for change in checkpoint.changes:
+            tensors = change(tensors, second_names(model).values())
         for tensor in tensors:
             source = f"{tensor.file}: tensor {tensor.name}"
-            if tensor.name not in known:
-                if tensor.name.endswith(IGNORED) or is_tied(model, tensor.name):
-                    continue
-                raise ValueError(f"{source} has no place in {type(model).__name__}")
             if tensor.name not in waiting:
                 raise ValueError(f"{source} comes a second time")
             try:
@@ -87,8 +86,6 @@ def load_model(model: nn.Module, path: str | os.PathLike | Checkpoint) -> None:
         first, *others = missing
         more = f" and {len(others)} others" if others else ""
         raise ValueError(f"{checkpoint.path} has no tensor {first}{more}")
-    for module in layers_that_store(model).values():
-        module.format.finish()
 
 
 class StoredTensor(NamedTuple):
@@ -125,17 +122,48 @@ def find_places(model: nn.Module) -> dict[str, StoredTensor]:
     return places
 
 
-def tied_names(model: nn.Module) -> set[str]:
-    """The names of parameters that have several."""
-    names = [(name, id(param)) for name, param in model.named_parameters(remove_duplicate=False)]
-    counts = Counter(param for _, param in names)
-    return {name for name, param in names if counts[param] > 1}
+def with_places(model: nn.Module, known: Collection[str], tensors: Iterable[Any]) -> Iterator[Any]:
+    """
+    A checkpoint's tensors by the `known` names, without those that are not needed. Files of the layers alone
+    have names without "model.". A tied weight may be stored under either name; raises ValueError for one that
+    differs from the other, and for a tensor without a place.
+    """
+    tied, seconds, firsts = second_names(model), [], {}
+    for tensor in tensors:
+        if tensor.name not in known and f"model.{tensor.name}" in known:
+            tensor = renamed(tensor, f"model.{tensor.name}")
+        if tensor.name in tied:
+            seconds.append(tensor)
+        elif tensor.name in known:
+            if tensor.name in tied.values():
+                firsts[tensor.name] = tensor
+            yield tensor
+        elif not tensor.name.endswith(IGNORED):
+            source = f"{tensor.file}: tensor {tensor.name}"
+            raise ValueError(f"{source} has no place in {type(model).__name__}")
+    for tensor in seconds:
+        first = tied[tensor.name]
+        if first not in firsts:
+            firsts[first] = renamed(tensor, first)
+            yield firsts[first]
+        elif not torch.equal(firsts[first][...], tensor[...]):
+            raise ValueError(
+                f"{tensor.file}: tensor {tensor.name} differs from {first}, to which it is tied; "
+                "hf_overrides={'tie_word_embeddings': False} loads both"
+            )
 
 
-def is_tied(model: nn.Module, name: str) -> bool:
-    """Whether `name` is a second name of a parameter that is loaded under its first one."""
-    every_name = dict(model.named_parameters(remove_duplicate=False))
-    return name in every_name and name not in dict(model.named_parameters())
+def renamed(tensor: Any, name: str) -> Any:
+    tensor = copy.copy(tensor)
+    tensor.name = name
+    return tensor
+
+
+def second_names(model: nn.Module) -> dict[str, str]:
+    """Of parameters that have several: to each other name the first one, under which they are loaded."""
+    firsts = {param: name for name, param in model.named_parameters()}
+    every_name = model.named_parameters(remove_duplicate=False)
+    return {name: firsts[param] for name, param in every_name if firsts[param] != name}
 
 
 def layers_that_store(model: nn.Module) -> dict[str, Any]:

@@ -35,7 +35,11 @@ def shown(value: Any) -> str:
         text = _ShortRepr().repr(value)
     except Exception as error:  # a type that only looks like a list
         text = f"<{type(value).__name__}, whose repr raises {type(error).__name__}>"
-    text = text.encode("utf-8", "backslashreplace").decode()
+    return shorten(text.encode("utf-8", "backslashreplace").decode())
+
+
+def shorten(text: str) -> str:
+    """Its beginning and end, if it has more than MAX_SHOWN characters."""
     half = (MAX_SHOWN - 3) // 2
     return text if len(text) <= MAX_SHOWN else f"{text[:half]}...{text[-half:]}"
 

@@ -1,5 +1,6 @@
 """From a folder to parameters: each tensor in its place or an error that names it; no file is believed."""
 
+import fnmatch
 import json
 import os
 import shutil
@@ -9,15 +10,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import CONFIG_MAPPING
 
-from nanovllm import LLM, SamplingParams
-from nanovllm.checkpoints import SHAPES, open_checkpoint
+from nanovllm import LLM, SamplingParams, assembly
+from nanovllm.assembly import get_model_class, open_checkpoint
 from nanovllm.checkpoints.tokenizer import toy_tokenizer
 from nanovllm.distributed.group import Group, use_group
-from nanovllm.models import get_model_class
+from nanovllm.extensions.checkpoints.shapes import SHAPES
 from nanovllm.utils.loader import default_weight_loader, load_model
 from tiny_checkpoints import ARCHITECTURES, EXACT, load_reference, make_checkpoint
 
@@ -47,7 +49,7 @@ def change_json(file: Path, **changes) -> None:
 def expected_parameters(folder: Path) -> dict[str, torch.Tensor]:
     """Ours by name, put together from the model that transformers loads."""
     model = load_reference(folder)
-    theirs = model.state_dict()
+    theirs = {name: value.clone() for name, value in model.state_dict().items()}  # a file may be rewritten
     if any(".experts.0." in name for name in theirs):
         pytest.skip("transformers 4 has a module for each expert")
     ours = {}
@@ -190,6 +192,75 @@ def test_old_rotary_frequencies_and_a_second_copy_of_tied_embeddings_are_skipped
     assert_same_parameters(load(tmp_path), expected_parameters(tmp_path))
 
 
+@pytest.mark.parametrize("shard_size", ["5GB", "60KB"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_files_of_the_layers_alone_have_names_without_a_prefix(tmp_path, tied, shard_size):
+    folder = make_checkpoint(tmp_path, tie_word_embeddings=tied, shard_size=shard_size)
+    expected = expected_parameters(folder)
+    index = folder / "model.safetensors.index.json"
+    for file in folder.glob("*.safetensors"):
+        tensors = {name.removeprefix("model."): value for name, value in load_file(file).items()}
+        save_file(tensors, file, metadata={"format": "pt"})
+    if index.exists():
+        weight_map = json.loads(index.read_text())["weight_map"]
+        change_json(
+            index, weight_map={name.removeprefix("model."): file for name, file in weight_map.items()}
+        )
+    assert_same_parameters(load(folder), expected)
+
+
+@pytest.mark.parametrize("model_impl", ["native", "transformers"])
+def test_of_tied_weights_either_may_be_stored(tmp_path, model_impl):
+    if model_impl == "transformers" and transformers.__version__ < "5":
+        pytest.skip("models are built by transformers 5 or newer")
+    folder = make_checkpoint(tmp_path, tie_word_embeddings=True)
+    expected = load_reference(folder).state_dict()["lm_head.weight"].clone()
+
+    def rename(tensors):
+        tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+
+    change_tensors(folder, rename)
+    model = assembly.build_model(open_checkpoint(folder, model_impl=model_impl).hf_config())
+    load_model(model, folder)
+    found = dict(model.named_parameters(remove_duplicate=False))
+    assert torch.equal(found["model.embed_tokens.weight"], expected)
+    assert found["lm_head.weight"] is found["model.embed_tokens.weight"]
+
+
+def test_tied_weights_that_differ_are_refused(tmp_path):
+    folder = make_checkpoint(tmp_path, tie_word_embeddings=True)
+    change_tensors(folder, lambda tensors: tensors.update({"lm_head.weight": torch.ones(320, 64)}))
+    with pytest.raises(ValueError, match="lm_head.weight differs from model.embed_tokens.weight"):
+        load(folder)
+    with LLM(str(folder), **EXACT, num_kvcache_blocks=4, hf_overrides={"tie_word_embeddings": False}) as llm:
+        assert llm.generate([[1, 2]], SamplingParams(0, 2, True), use_tqdm=False)
+
+
+def test_a_dtype_counts_only_where_a_tensor_is_wanted(tmp_path):
+    folder = make_checkpoint(tmp_path)
+    expected, mask = expected_parameters(folder), torch.ones(3, 3, dtype=torch.bool)
+    change_tensors(
+        folder, lambda tensors: tensors.update({"model.layers.0.self_attn.rotary_emb.inv_freq": mask})
+    )
+    assert_same_parameters(load(folder), expected)
+    change_tensors(folder, lambda tensors: tensors.update({"model.norm.weight": mask}))
+    with pytest.raises(ValueError, match="tensor model.norm.weight: shape"):
+        load(folder)
+    change_tensors(folder, lambda tensors: tensors.update({"model.norm.weight": torch.ones(64) > 0}))
+    with pytest.raises(ValueError, match="tensor model.norm.weight: dtype BOOL, which is none of F16, BF16"):
+        load(folder)
+
+
+def test_a_second_copy_of_the_weights_by_other_names_is_not_read(tmp_path):
+    folder = make_checkpoint(tmp_path)
+    expected = expected_parameters(folder)
+    save_file({"tok_embeddings.weight": torch.ones(3)}, folder / "consolidated.safetensors")
+    assert_same_parameters(load(folder), expected)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match="no safetensors file .only consolidated.safetensors"):
+        load(folder)
+
+
 def add_stranger(tensors):
     tensors["model.layers.0.self_attn.stranger.weight"] = torch.ones(3)
 
@@ -294,7 +365,7 @@ def test_a_part_of_a_name_is_no_match():
             self.seq_proj.weight.weight_loader = lambda param, _: param.fill_(1)
 
     class Checkpoint:
-        path, random_weights, adapter = "here", False, None
+        path, random_weights, changes = "here", False, ()
 
         def tensors(self):
             yield SimpleNamespace(name="seq_proj.weight", file="here")
@@ -474,37 +545,56 @@ def test_a_shape_without_dummy_weights_is_refused(no_hub):
         open_checkpoint("qwen3-0.6b")
 
 
-def test_a_hub_id_is_fetched_with_only_the_files_needed(tmp_path, monkeypatch):
-    import fnmatch
+REPOSITORY = """
+    config.json tokenizer.json chat_template.jinja README.md pytorch_model.bin original/params.json
+    consolidated.safetensors consolidated-00001.safetensors model.safetensors.index.json
+    model-1.safetensors model-2.safetensors x.safetensors
+""".split()
 
+
+@pytest.fixture
+def fetch(tmp_path, monkeypatch):
+    """Files that are asked of a repository with REPOSITORY's, whose index lists some."""
     import huggingface_hub
 
-    make_checkpoint(tmp_path)
-    asked = {}
-    monkeypatch.setattr(
-        huggingface_hub,
-        "snapshot_download",
-        lambda name, **options: asked.update(options, name=name) or str(tmp_path),
-    )
+    weight_map = {"a": "model-1.safetensors", "b": "model-2.safetensors", "c": "x*"}
 
-    def fetched(file):
-        matches = [
-            any(fnmatch.fnmatch(file, p) for p in asked[f"{kind}_patterns"]) for kind in ("allow", "ignore")
-        ]
-        return matches == [True, False]
+    def download(name: str, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
+        assert name == "owner/name"
+        for file in REPOSITORY:
+            is_allowed, is_ignored = (
+                any(fnmatch.fnmatch(file, each) for each in patterns)
+                for patterns in (allow_patterns, ignore_patterns)
+            )
+            if is_allowed and not is_ignored and file != without:
+                is_index = file == "model.safetensors.index.json"
+                (tmp_path / file).write_text(json.dumps({"weight_map": weight_map} if is_index else {}))
+        return str(tmp_path)
 
-    assert open_checkpoint("owner/name").path == str(tmp_path)
-    assert asked["name"] == "owner/name"
-    assert (
-        fetched("model-00001-of-00002.safetensors")
-        and fetched("config.json")
-        and fetched("chat_template.jinja")
-    )
-    assert (
-        not fetched("pytorch_model.bin") and not fetched("original/params.json") and not fetched("README.md")
-    )
-    open_checkpoint("owner/name", "dummy")
-    assert fetched("config.json") and fetched("tokenizer.json") and not fetched("model.safetensors")
+    without = ""
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+
+    def fetch(load_format: str, missing: str = "") -> set[str]:
+        nonlocal without
+        without = missing
+        assert open_checkpoint("owner/name", load_format).path == str(tmp_path)
+        return {file.name for file in tmp_path.iterdir()}
+
+    return fetch
+
+
+SETTINGS = {"config.json", "tokenizer.json", "chat_template.jinja"}
+
+
+def test_of_a_hub_id_come_the_files_that_its_index_lists(fetch):
+    settings = SETTINGS | {"model.safetensors.index.json"}
+    assert fetch("dummy") == settings
+    assert fetch("auto") == settings | {"model-1.safetensors", "model-2.safetensors"}
+
+
+def test_of_a_hub_id_without_an_index_come_all_weights_but_a_second_copy(fetch):
+    weights = {"model-1.safetensors", "model-2.safetensors", "x.safetensors"}
+    assert fetch("auto", missing="model.safetensors.index.json") == SETTINGS | weights
 
 
 def test_a_hub_that_does_not_answer_is_named_with_the_id(tmp_path, monkeypatch):
@@ -608,6 +698,17 @@ def test_a_tensor_that_only_the_index_has_is_an_error_naming_both(sharded):
         load(sharded)
 
 
+def test_tensors_that_the_index_does_not_list_are_left_alone(sharded):
+    """Neither those of a file that it names nor those of other files, which many folders have beside."""
+    expected = expected_parameters(sharded)
+    first, *_, last = sorted(sharded.glob("*.safetensors"))
+    strangers = {"model.stranger.weight": torch.ones(3), "model.norm.weight": torch.zeros(64)}
+    save_file(strangers, sharded / "beside.safetensors")
+    for shard in (first, last):
+        save_file(strangers | load_file(shard), shard)
+    assert_same_parameters(load(sharded), expected)
+
+
 def truncate(raw: bytes) -> bytes:
     return raw[: len(raw) // 2]
 
@@ -658,8 +759,9 @@ def test_a_damaged_config_is_an_error_naming_it(tmp_path, text):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"architectures": ["UnheardOfForCausalLM"]},
-        {"architectures": None},
+        {"architectures": ["Qwen3ForSequenceClassification"]},
+        {"architectures": ["UnheardOfForCausalLM"], "model_type": "unheard_of"},
+        {"architectures": None, "model_type": None},
         {"architectures": [["Qwen3ForCausalLM"]]},
         {"architectures": 7},
         {"hidden_act": "gelu"},

@@ -28,14 +28,17 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from test_block_manager import check_pool
+from block_pool import check_pool
 from test_edits import MIXED
 from test_engine import Watch, tokens_of
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.distributed.group import Group
+from nanovllm.distributed.ranks import EngineDeadError, Ranks
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.device_rows import RowUpdates
+from nanovllm.extensions.ranks.peer_group import PeerGroup
+from nanovllm.extensions.ranks.reports import ReportingRanks
 from nanovllm.kernels.layernorm import add_rms_norm
 from nanovllm.sampling_params import Needs
 from tiny_checkpoints import EXACT, edit_json, make_checkpoint, one_thread  # noqa: F401
@@ -68,7 +71,7 @@ def ranks_of(parent: int | None = None) -> set[int]:
     found = set()
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            is_rank = b"nanovllm.distributed.ranks" in (process / "cmdline").read_bytes()
+            is_rank = b"def end_with(parent, folder)" in (process / "cmdline").read_bytes()
             if is_rank and f"TMPDIR={tempfile.gettempdir()}\0".encode() in (process / "environ").read_bytes():
                 stat = (process / "stat").read_text().rpartition(")")[2].split()
                 found |= {int(process.name)} if parent in (None, int(stat[1])) else set()
@@ -273,8 +276,33 @@ def test_two_engines_started_at_the_same_moment_in_one_process_do_not_meet(model
     assert wait_until(lambda: len(os.listdir("/proc/self/fd")) <= num_files)
 
 
+def test_an_end_closes_every_file_and_leaves_none_to_the_garbage_collector(model, monkeypatch):
+    gc.collect()
+    gc.disable()
+    try:
+        num_files = len(os.listdir("/proc/self/fd"))
+        llm = start(model.folder)
+        llm.exit()
+        assert wait_until(lambda: len(os.listdir("/proc/self/fd")) == num_files)
+        popen, started = subprocess.Popen, []
+
+        def failing_popen(*args, **options):
+            if started:
+                raise OSError("no more processes")
+            started.append(popen(*args, **options))
+            return started[0]
+
+        monkeypatch.setattr(subprocess, "Popen", failing_popen)
+        with pytest.raises(OSError, match="no more processes") as caught:
+            start(model.folder, 4)
+        assert wait_until(lambda: len(os.listdir("/proc/self/fd")) == num_files)
+        assert caught and llm
+    finally:
+        gc.enable()
+
+
 def test_memory_that_other_ranks_have_mapped_is_freed_when_they_have_ended(model):
-    calls, group = mock.Mock(), Group()
+    calls, group = mock.Mock(), PeerGroup()
     group.backend, group.shared = object(), calls.memory
     calls.ranks.group, calls.leave.side_effect = group, group.leave
     with LLM(model.folder, **OPTIONS) as llm:
@@ -290,7 +318,7 @@ def test_memory_that_other_ranks_have_mapped_is_freed_when_they_have_ended(model
 def test_a_group_of_one_gives_back_what_it_gets():
     group = Group()
     x, residual, weight = torch.randn(3, 8), torch.randn(3, 8), torch.randn(8)
-    group.connect(torch.device("cpu"), torch.float32, 4)
+    group.connect(torch.device("cpu"))
     assert group.gather("number", 5) == [5]
     assert group.all_reduce(x) is x
     assert group.best_token(x[:, 0], torch.tensor([4, 2, 3])).tolist() == [4, 2, 3]
@@ -305,6 +333,47 @@ def test_gathered_values_reach_every_rank_in_the_order_of_the_ranks(tmp_path):
         for name in ("budget", "memory"):
             values = [random.Random(name).getrandbits(512) + rank for rank in range(3)]
             assert list(pool.map(Group.gather, groups, [name] * 3, values)) == [values] * 3
+
+
+def test_of_equal_scores_every_rank_takes_the_lowest_token_id(tmp_path):
+    scores = torch.tensor([[1.0, 5.0, -2.0, 0.0, -torch.inf], [1.0, 4.0, -1.0, 0.0, -torch.inf]])
+    token_ids = torch.tensor([[7, 3, 6, 4, 5], [2, 8, 9, 11, 12]])
+    groups = [Group(rank, 2, str(tmp_path)) for rank in range(2)]
+
+    def best_token(group: Group) -> list[int]:
+        group.connect(torch.device("cpu"))
+        found = group.best_token(scores[group.rank], token_ids[group.rank]).tolist()
+        group.close()
+        return found
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(best_token, groups)) == [[2, 3, 9, 4, 5]] * 2
+
+
+class Report:
+    """The name of a method, whose reader writes into a file how many threads it has."""
+
+    def __init__(self, file: Path):
+        self.file = file
+
+    def __reduce__(self):
+        program = f"open({str(self.file)!r}, 'w').write(str(__import__('torch').get_num_threads()))"
+        return eval, (f"{program} and 'check_device'",)
+
+
+def test_the_ranks_share_the_threads_of_the_process(model, tmp_path):
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(5)
+    try:
+        with start(model.folder) as llm:
+            report = SimpleNamespace(check_device=torch.get_num_threads)
+            assert llm.ranks.call(report, "check_device", ()) == 2
+            llm.ranks._send(1, (Report(tmp_path / "threads"), ()))
+            assert wait_until((tmp_path / "threads").exists)
+            assert wait_until((tmp_path / "threads").read_text) == "2"
+        assert torch.get_num_threads() == 5
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 IMPOSSIBLE = [
@@ -359,9 +428,13 @@ def test_a_step_sends_what_is_new_and_never_the_tokens_so_far(llm, monkeypatch):
 # --- a rank's end ---
 
 
+# A step that asks for what is not there.
+IMPOSSIBLE = "run", (Batch(1, Needs(0), RowUpdates(np.full((2, 1), 10**9, dtype=np.int32), None)),)
+
+
 @pytest.mark.parametrize("attempt", range(4))
 def test_a_failing_rank_ends_generate_with_its_number_and_the_cause(model, attempt):
-    """Killed by a signal, or by an exception: a step that asks for what is not there."""
+    """Killed by a signal, or by an exception."""
     size = 4 if attempt == 0 else 2
     rank = size // 2
     llm = start(model.folder, size)
@@ -372,11 +445,21 @@ def test_a_failing_rank_ends_generate_with_its_number_and_the_cause(model, attem
         fault = os.kill, llm.ranks._processes[rank - 1].pid, getattr(signal, name)
     else:
         cause = f"rank {rank} failed: IndexError: .*1000000000"
-        updates = RowUpdates(np.full((2, 1), 10**9, dtype=np.int32), None)
-        fault = llm.ranks._send, rank, ("run", (Batch(1, Needs(0), updates),))
+        fault = llm.ranks._send, rank, IMPOSSIBLE
     with later(moment(attempt, 0.5), *fault), pytest.raises(RuntimeError, match=cause):
         generate_forever(llm)
     assert_ended(llm, cause)
+
+
+@pytest.mark.parametrize("way", ["killed", "exception"])
+def test_without_reports_a_rank_that_ends_ends_generate_with_its_number(model, monkeypatch, capfd, way):
+    monkeypatch.setattr("nanovllm.assembly.ReportingRanks", Ranks)
+    llm = start(model.folder)
+    fault = (llm.ranks._processes[0].kill,) if way == "killed" else (llm.ranks._send, 1, IMPOSSIBLE)
+    with later(0.3, *fault), pytest.raises(RuntimeError, match="^rank 1 has ended; the engine has ended"):
+        generate_forever(llm)
+    assert_ended(llm, "rank 1 has ended")
+    assert ("IndexError" in capfd.readouterr().err) == (way == "exception")
 
 
 def test_generate_ends_with_a_rank_whose_end_the_communication_does_not_notice(model, monkeypatch):
@@ -419,6 +502,23 @@ def test_an_exception_on_rank_0_in_the_middle_of_a_step_ends_the_others(model, m
     assert_ended(llm, "rank 0 failed: MemoryError: there is none left")
 
 
+def test_of_several_failures_the_earliest_is_told():
+    """It is the cause of the others, of which rank 0 may notice one as well."""
+    ranks, pipes = (
+        ReportingRanks.__new__(ReportingRanks),
+        [multiprocessing.Pipe(duplex=False) for _ in range(2)],
+    )
+    ranks.failure, ranks._closed, ranks.group = None, False, mock.Mock()
+    ranks._failed, ranks._lock = threading.Event(), threading.Lock()
+    ranks._processes, ranks._lifelines = [mock.Mock(), mock.Mock()], [reader for reader, _ in pipes]
+    for (_, writer), when in zip(pipes, (9.0, 8.0), strict=True):
+        writer.send((when, f"failed at {when}", "its traceback"))
+    ranks._watch()
+    ranks._fail("rank 0 failed")
+    with pytest.raises(EngineDeadError, match="^rank 2 failed at 8.0; .*\nits traceback$"):
+        ranks.check()
+
+
 @pytest.mark.parametrize("attempt", range(4))
 def test_a_rank_killed_while_the_engine_starts_is_named(model, attempt):
     others = ranks_of()
@@ -442,7 +542,7 @@ def test_a_rank_that_is_killed_before_it_tells_its_address_leaves_no_thread_and_
 
     group = Group(0, 2, str(tmp_path), check=check)
     with pytest.raises(RuntimeError, match="rank 1 was killed"):
-        group.connect(torch.device("cpu"), torch.float32, 1)
+        group.connect(torch.device("cpu"))
     shutil.rmtree(tmp_path)  # as an engine's end does; `nothing_left` looks for threads and ports
 
 

@@ -12,14 +12,14 @@ from unittest import mock
 
 import pytest
 import torch
-from test_block_manager import check_pool
+from block_pool import check_pool
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.assembly import make_layout
 from nanovllm.config import DTYPES, Config
 from nanovllm.engine.kv_cache import KVCache
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.kernels.int8_cache import page_sizes
 from nanovllm.layers.attention import Attention
 from tiny_checkpoints import (
     ARCHITECTURES,
@@ -279,14 +279,15 @@ def test_layers_with_other_heads_have_a_cache_of_their_own(dtype, token_bytes):
     """With the same numbers of blocks: two layers of 2 heads of 16, and between them one of 1 head of 32."""
     config = Config("a model", device="cpu", dtype="float32", kvcache_block_size=16, kv_cache_dtype=dtype)
     layers = [Attention(4, head_dim, 1.0, heads) for heads, head_dim in ((2, 16), (1, 32), (2, 16))]
-    cache = KVCache(config, layers, torch.device("cpu"))
+    layout = make_layout(config)
+    cache = KVCache(config, layers, torch.device("cpu"), layout)
     cache.allocate(6)
     assert cache.block_bytes == 16 * token_bytes == sum(pages.nbytes for pages in cache.pages) // 6
     assert [page.data_ptr() for page in (layers[0].k_cache, layers[2].k_cache)] == [
         pages.data_ptr() for pages in cache.pages[0][0]
     ]
     for layer in layers:
-        assert page_sizes(layer.k_cache, layer.head_dim) == (16, layer.num_kv_heads)
+        assert layout.page_sizes(layer.k_cache, layer.head_dim) == (16, layer.num_kv_heads)
         for part in (layer.k_cache, layer.v_cache):
             part.copy_(torch.arange(part.numel()).view(part.shape) % 251)
     before = [layer.v_cache[1].clone() for layer in layers]

@@ -1,14 +1,21 @@
 """What the engine keeps free for its largest step, and how much of the rest becomes KV cache."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
+import torch
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine.memory import CPU_KV_CACHE_BYTES, largest_batch
+from nanovllm.assembly import open_checkpoint
+from nanovllm.config import Config
+from nanovllm.engine.memory import CPU_KV_CACHE_BYTES, largest_batch, most_positions
+from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.sampling_params import Needs
-from tiny_checkpoints import EXACT, make_checkpoint, one_thread  # noqa: F401
+from tiny_checkpoints import EXACT, edit_json, make_checkpoint, one_thread  # noqa: F401
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +47,45 @@ def test_blocks_that_no_sequence_needs_serve_the_prefix_cache(folder):
         assert llm.config.num_kvcache_blocks > 100 * needed
     with LLM(folder, **EXACT, max_num_seqs=3, enable_prefix_caching=False) as llm:
         assert llm.config.num_kvcache_blocks == 3 * needed
+
+
+def test_the_rank_with_the_least_memory_decides_how_many_blocks_there_are():
+    group = SimpleNamespace(gather=lambda _, budget: [budget, budget // 4, budget // 2])
+    config = SimpleNamespace(num_kvcache_blocks=-1, gpu_memory_utilization=0.9)
+    cache = mock.Mock(num_blocks_in=lambda num_bytes: num_bytes >> 20)
+    device = torch.device("cpu")
+    runner = SimpleNamespace(config=config, group=group, kv_cache=cache, device=device)
+    ModelRunner.allocate_kv_cache(runner)
+    cache.allocate.assert_called_once_with(CPU_KV_CACHE_BYTES // 4 >> 20)
+
+
+def test_tables_are_as_long_as_a_sequence_can_be_whatever_a_file_claims(tmp_path):
+    """2**24 positions would take gigabytes; what the cache has room for takes some kilobytes."""
+    folder, prompt, answers = make_checkpoint(tmp_path), [*range(100)] + [7] * 20, []
+    for claimed in (512, 2**24):
+        edit_json(folder / "config.json", max_position_embeddings=claimed)
+        options = dict(max_model_len=None, num_kvcache_blocks=8, max_num_batched_tokens=32)
+        with LLM(str(folder), **EXACT, **options) as llm:
+            assert llm.config.max_model_len == claimed
+            runner = llm.model_runner
+            assert len(runner.model.model.layers[0].self_attn.rotary_emb.cos_sin_cache) == 8 * 16 + 1
+            assert runner.rows.inputs.block_tables.shape[1] == 8
+            answers += llm.generate([prompt], SamplingParams(0, 9, True), use_tqdm=False)
+            with pytest.raises(ValueError, match="8 KV cache blocks of 16 tokens are enough for 129"):
+                llm.generate([prompt + prompt], use_tqdm=False)
+    assert answers[0]["token_ids"] == answers[1]["token_ids"]
+
+
+def test_no_more_positions_than_all_of_the_memory_holds(folder, monkeypatch):
+    config = Config(folder, **EXACT, max_model_len=400).with_checkpoint(open_checkpoint(folder))
+    token_bytes = 2 * 2 * 2 * config.hf_config.head_dim * 4  # keys and values, layers, heads, float32
+    for room, budget, ranks, expected in [
+        (600, 1, 1, 400), (300, 1, 1, 301), (300, 350, 1, 350), (300, 500, 1, 400), (150, 1, 2, 301),
+        (150, 1, 4, 301),  # which share heads
+    ]:  # fmt: skip
+        monkeypatch.setattr("nanovllm.engine.memory.CPU_KV_CACHE_BYTES", room * token_bytes)
+        given = replace(config, max_num_batched_tokens=budget)
+        assert most_positions(given, torch.device("cpu"), ranks) == expected
 
 
 def resident_bytes() -> int:

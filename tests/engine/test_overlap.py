@@ -6,7 +6,7 @@ It is a GPU's way of working; here it runs on whatever device there is and must 
 import random
 
 import pytest
-from test_block_manager import check_pool
+from block_pool import check_pool
 
 from nanovllm import LLM, SamplingParams
 from tiny_checkpoints import EXACT, make_checkpoint, one_thread  # noqa: F401

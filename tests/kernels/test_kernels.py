@@ -15,24 +15,26 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from nanovllm.extensions.int8_cache.kernels import int8_cache
+from nanovllm.extensions.int8_cache.layout import Int8Layout
+from nanovllm.extensions.logits.kernels import filtering, logit_edits
+from nanovllm.extensions.models.attention_rule import AttentionRule
+from nanovllm.extensions.products.kernels import matvec
+from nanovllm.extensions.ranks.kernels import all_reduce
+from nanovllm.extensions.structured.kernels import token_masks
+from nanovllm.extensions.structured.kernels.token_masks import Masks
 from nanovllm.kernels import (
     activation,
-    all_reduce,
     decode_attention,
     decode_inputs,
-    filtering,
-    int8_cache,
     kv_store,
     layernorm,
-    logit_edits,
-    matvec,
     prefill_attention,
     sampling,
-    token_masks,
 )
-from nanovllm.kernels.attention_rule import AttentionRule
+from nanovllm.kernels.attention_variant import AttentionVariant
+from nanovllm.kernels.cache_layout import CacheLayout
 from nanovllm.kernels.runtime import HAVE_TRITON, INTERPRETED
-from nanovllm.kernels.token_masks import Masks
 from nanovllm.layers.rotary_embedding import apply_rotary_emb
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -133,13 +135,25 @@ def test_activations_of_gates_match_their_twins(device, dtype, width):
 # KV store
 
 
+def layout_of(dtype):
+    return Int8Layout() if dtype == INT8 else CacheLayout(dtype)
+
+
+def store_torch(key, value, k_cache, v_cache, slots):
+    """What the layout stores, without a kernel."""
+    store = layout_of(k_cache.dtype).store if k_cache.dtype == INT8 else kv_store.store_kvcache_torch
+    store(key, value, k_cache, v_cache, slots)
+
+
 def empty_caches(blocks, block_size, kv_heads, head_dim, device, dtype):
     """NaN in every slot; 8-bit caches have any bytes and scales."""
-    planes, *page = int8_cache.page_shape(block_size, kv_heads, head_dim, dtype)
-    pages = torch.full((planes, blocks, *page), 0 if dtype == INT8 else NAN, dtype=dtype)
+    layout = layout_of(dtype)
+    shape = layout.planes, blocks, *layout.page_shape(block_size, kv_heads, head_dim)
+    pages = torch.full(shape, 0 if dtype == INT8 else NAN, dtype=dtype)
     if dtype == INT8:
         pages.random_()
-    return [pages.to(device)[i] for i in (0, -1)] if planes == 2 else [pages[0].to(device)] * 2
+    pages = pages.to(device)
+    return [pages[0], pages[-1]]
 
 
 def random_slots(tokens, slots, device, dtype=torch.int32):
@@ -200,15 +214,14 @@ def norm_rope_and_store(
     for x, weight in ((q, q_weight), (k, k_weight)):
         normed = x if weight is None else layernorm.rms_norm_torch(x, weight, eps)
         x.copy_(apply_rotary_emb(normed, cos, sin))
-    keys = k
-    if int8_cache.is_int8(stores[0]):
-        keys = int8_cache.hadamard_rotate(k)
-        q.copy_(int8_cache.hadamard_rotate(q))
-        k.copy_(int8_cache.as_stored(keys) if is_prefill else keys)
+    layout = layout_of(stores[0].dtype)
+    rotated, keys = layout.rotate(q, k)
+    q.copy_(rotated)
     if stores[0].numel():
-        kv_store.store_kvcache_torch(keys, v, *stores)
-    if int8_cache.is_int8(stores[0]) and is_prefill:
-        v.copy_(int8_cache.as_stored(v))
+        store_torch(keys, v, *stores)
+    k.copy_(layout.as_stored(keys) if is_prefill else keys)
+    if is_prefill:
+        v.copy_(layout.as_stored(v))
 
 
 @on_devices
@@ -250,16 +263,21 @@ def test_8_bit_pages_are_written_as_the_twins_write_them(
     before = caches[0].clone()
     expected, twins = qkv.clone(), [caches[0].clone()] * 2
     arguments = (heads, kv_heads, head_dim, *weights, 1e-6, positions, cos_sin)
-    kv_store.qk_norm_rope_store(qkv, *arguments, *caches, slots, is_prefill)
+    hooks = Int8Layout().store_hooks(caches[0], head_dim, is_prefill)
+    kv_store.qk_norm_rope_store(qkv, *arguments, *caches, slots, hooks)
     norm_rope_and_store(expected, *arguments, *twins, slots, is_prefill=is_prefill)
     assert error(qkv, expected) < 8e-3
     block_tables = torch.arange(8, device=device)[None]
     span = torch.zeros(1, dtype=torch.int64, device=device), torch.tensor([8 * block_size], device=device)
-    *found, _ = int8_cache.read_tokens(*caches, block_tables, *span, head_dim)
-    *wanted, _ = int8_cache.read_tokens(*twins, block_tables, *span, head_dim)
+    *found, _ = Int8Layout().read(*caches, block_tables, *span, head_dim)
+    *wanted, _ = Int8Layout().read(*twins, block_tables, *span, head_dim)
     written = slots[slots >= 0].long()
     for got, want in zip(found, wanted, strict=True):
         assert error(got[0, :, written], want[0, :, written]) < 8e-3
+    if is_prefill:  # it attends to what is stored
+        kv = qkv.unflatten(-1, (-1, head_dim))[slots >= 0, heads:].split(kv_heads, dim=1)
+        for got, want in zip(found, kv, strict=True):
+            assert torch.equal(got[0, :, written].transpose(0, 1).to(dtype), want)
     for cache in (caches[0], twins[0]):  # what is not to be written stays
         pages = int8_cache._parts(cache, head_dim), int8_cache._parts(before, head_dim)
         for got, want, tokens_last in zip(*pages, (False, True, False), strict=True):
@@ -309,13 +327,16 @@ def paged_caches(lengths, block_size, kv_heads, head_dim, device, dtype):
         tables[i, :count] = torch.tensor(blocks, dtype=torch.int32)
         slots = torch.tensor([blocks[t // block_size] * block_size + t % block_size for t in range(length)])
         kv = [rand(length, kv_heads, head_dim, device=device) for _ in caches]
-        kv_store.store_kvcache_torch(*kv, *caches, slots.to(device).long())
-        sequences.append([int8_cache.as_stored(x) if dtype == torch.uint8 else x.to(dtype) for x in kv])
+        store_torch(*kv, *caches, slots.to(device).long())
+        stored = [layout_of(dtype).as_stored(x) for x in kv]
+        sequences.append([x if dtype == INT8 else x.to(dtype) for x in stored])
     return *caches, tables.to(device), sequences
 
 
 def plain_attention(q, k, v, rule):
     """Causal attention in float64 of the last tokens: q [len_q, heads, dim], k, v [len_k, kv_heads, dim]."""
+    if not isinstance(rule, AttentionRule):
+        rule = AttentionRule(rule.scale)
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     q, k, v = (x.double().transpose(0, 1) for x in (q, k, v))
@@ -334,13 +355,15 @@ def plain_attention(q, k, v, rule):
 
 
 class Features(NamedTuple):
-    """What makes an `AttentionRule` for any number of heads."""
+    """What makes a variant of attention for any number of heads."""
 
     window: int = 0
     softcap: float = 0.0
     has_sinks: bool = False
 
     def rule(self, heads, head_dim, device):
+        if self == Features():
+            return AttentionVariant(head_dim**-0.5)
         sinks = rand(heads, device=device) + 1 if self.has_sinks else None
         return AttentionRule(head_dim**-0.5, self.window, self.softcap, sinks)
 
@@ -363,7 +386,7 @@ def check_decode(
     q = rand(len(lengths), heads + 2 * kv_heads, head_dim, device=device, dtype=dtype)[:, :heads]
     context_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
     rule = features.rule(heads, head_dim, device)
-    out = attend(q, k_cache, v_cache, tables, context_lens, rule)
+    out = attend(q, k_cache, v_cache, tables, context_lens, rule, layout_of(cache_dtype or dtype))
     assert out.shape == q.shape and out.dtype == dtype
     for i, (k, v) in enumerate(sequences):
         if lengths[i]:
@@ -442,7 +465,7 @@ def test_decode_reaches_blocks_beyond_two_gigabytes():
     kv_store.store_kvcache(k, v, *caches, slot)
     table, length = (torch.tensor(x, dtype=torch.int32, device="cuda") for x in ([[blocks - 1]], [1]))
     assert torch.equal(
-        decode_attention.paged_decode_attention(q, *caches, table, length, AttentionRule(1.0)), v
+        decode_attention.paged_decode_attention(q, *caches, table, length, AttentionVariant(1.0)), v
     )
 
 
@@ -450,7 +473,7 @@ def test_decode_reaches_blocks_beyond_two_gigabytes():
 @needs_cuda
 def test_one_captured_decode_graph_serves_every_length():
     k_cache, v_cache, tables, sequences = paged_caches([900, 1200], 16, 2, 64, "cuda", torch.float32)
-    q, rule = rand(2, 4, 64, device="cuda"), AttentionRule(0.125)
+    q, rule = rand(2, 4, 64, device="cuda"), AttentionVariant(0.125)
     context_lens = torch.tensor([1, 1], dtype=torch.int32, device="cuda")
     attend = decode_attention.paged_decode_attention
     attend(q, k_cache, v_cache, tables, context_lens, rule)
@@ -483,7 +506,8 @@ def check_prefill(
         kv = rand(sum(lens_k), 2 * kv_heads, head_dim, device=device, dtype=dtype)
         k, v, tables = kv[:, :kv_heads], kv[:, kv_heads:], None
         sequences = list(zip(k.split(lens_k), v.split(lens_k), strict=True))
-    out = attend(q, k, v, cu_q, cu_k, max(lens_q), max(lens_k), rule, tables)
+    lengths = cu_q, cu_k, max(lens_q), max(lens_k)
+    out = attend(q, k, v, *lengths, rule, tables, layout_of(cache_dtype or dtype))
     assert out.shape == q.shape and out.dtype == dtype
     for queries, got, (keys, values) in zip(q.split(lens_q), out.split(lens_q), sequences, strict=True):
         if len(queries):

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm.distributed.group import Group, use_group
-from nanovllm.kernels.attention_rule import AttentionRule
+from nanovllm.kernels.attention_variant import AttentionVariant
 from nanovllm.kernels.decode_attention import paged_decode_attention_torch
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.attention import Attention, store_kvcache
@@ -484,7 +484,7 @@ def test_a_packed_weight_multiplies_as_before_and_its_unpacked_copy_is_gone(dtyp
     before, weight = weakref.ref(layer.weight), layer.weight.detach().clone()
     x = normalised(torch.randn(rows, 48, dtype=dtype))
     expected = layer(x)
-    layer.pack()
+    layer.finish()
     assert layer.weight.is_mkldnn and before() is None
     torch.testing.assert_close(layer(x), expected, **tolerance(dtype))
     torch.testing.assert_close(layer.weight.to_dense(), weight, atol=0, rtol=0)
@@ -497,7 +497,7 @@ def test_a_tied_head_is_packed_and_the_embedding_still_looks_rows_up(dtype):
     head.tie_to(embedding)
     x = torch.randn(3, 16, dtype=dtype)
     expected, ids = head.logits(x), torch.tensor([0, 39])
-    head.pack()
+    head.finish()
     torch.testing.assert_close(head.logits(x), expected, **tolerance(dtype))
     torch.testing.assert_close(embedding(ids), embedding.weight[ids])
 
@@ -505,7 +505,7 @@ def test_a_tied_head_is_packed_and_the_embedding_still_looks_rows_up(dtype):
 def test_an_untied_head_keeps_its_weight_once():
     head = ParallelLMHead(40, 16)
     head.weight.data.normal_()
-    head.pack()
+    head.finish()
     assert head.weight.is_mkldnn
 
 
@@ -513,7 +513,7 @@ def test_weights_stay_as_they_are_where_onednn_cannot_multiply_them(monkeypatch)
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     layer, head = ReplicatedLinear(16, 16), ParallelLMHead(40, 16)
     for module in (layer, head):
-        module.pack()
+        module.finish()
         assert not module.weight.is_mkldnn
 
 
@@ -527,27 +527,11 @@ def test_a_single_sequence_attends_to_its_own_blocks_only(blocks):
     q = torch.randn(1, 6, 8)
     tables = torch.tensor([[*blocks, 0]], dtype=torch.int32)
     out = paged_decode_attention_torch(
-        q, k_cache, v_cache, tables, torch.tensor([len(keys)]), AttentionRule(0.3)
+        q, k_cache, v_cache, tables, torch.tensor([len(keys)]), AttentionVariant(0.3)
     )
     wide = [x.repeat_interleave(3, dim=1).transpose(0, 1) for x in (keys, values)]
     weights = (q.transpose(0, 1) @ wide[0].transpose(1, 2) * 0.3).softmax(-1)
     torch.testing.assert_close(out, (weights @ wide[1]).transpose(0, 1), atol=1e-5, rtol=1e-5)
     assert not paged_decode_attention_torch(
-        q, k_cache, v_cache, tables, torch.tensor([0]), AttentionRule(0.3)
+        q, k_cache, v_cache, tables, torch.tensor([0]), AttentionVariant(0.3)
     ).any()
-
-
-def test_a_layer_with_a_window_reads_no_shared_beginning():
-    """It would read what is before its window, by a table that may end before it."""
-    layer, plain = (Attention(2, 8, 1.0, 1, window=window) for window in (3, 0))
-    caches, q = torch.randn(2, 1, 16, 1, 8), torch.randn(1, 2, 8)
-    step = dict(block_tables=torch.zeros(1, 1, dtype=torch.int32), context_lens=torch.tensor([5]))
-    found = []
-    for each in (layer, plain):
-        each.k_cache, each.v_cache = caches
-        for shared in (None, "what the back-end is given"):
-            set_context(False, **step, shared=shared)
-            each.backend = each.backend._replace(decode=lambda *given: found.append(given[-1]) or given[0])
-            each(q, None, None)
-    reset_context()
-    assert found == [None, None, None, "what the back-end is given"]

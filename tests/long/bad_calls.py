@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import paths  # noqa: F401
 import torch
-from test_block_manager import check_pool
+from block_pool import check_pool
 
 from nanovllm import LLM, AsyncLLM, SamplingParams
 from nanovllm.config import Config

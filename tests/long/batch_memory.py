@@ -13,9 +13,9 @@ from pathlib import Path
 import paths  # noqa: F401
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-from nanovllm.batch import __main__ as batch
-from nanovllm.batch import files as batch_files
-from nanovllm.batch.lines import Answer
+from nanovllm.extensions.batch import __main__ as batch
+from nanovllm.extensions.batch import files as batch_files
+from nanovllm.extensions.batch.lines import Answer
 from tiny_checkpoints import make_checkpoint
 
 

@@ -30,7 +30,8 @@ from gguf.quants import dequantize
 from test_gguf import byte_level_metadata, write_gguf
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.checkpoints.gguf import LAYER_MODULES, MODULES
+from nanovllm.extensions.checkpoints.gguf import MODULES
+from nanovllm.extensions.models.facts import LAYER_MODULES
 from tiny_checkpoints import make_checkpoint
 
 TINY = dict(

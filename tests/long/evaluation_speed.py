@@ -15,7 +15,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
 from lm_eval.models.huggingface import HFLM
 
-from nanovllm.integrations.lm_eval import NanoVLLM
+from nanovllm.extensions.api.lm_eval import NanoVLLM
 
 WORDS = (Path(__file__).parents[2] / "README.md").read_text().split()
 

@@ -33,17 +33,20 @@ from unittest.mock import patch
 
 import numpy as np
 import paths  # noqa: F401
-from test_block_manager import check_pool
+from block_pool import check_pool
 
-from nanovllm.engine import groups
-from nanovllm.engine import scheduler as scheduler_module
+from nanovllm.assembly import make_admissions, make_prefix_cache
 from nanovllm.engine.batch import Batch, BatchMaker
-from nanovllm.engine.block_manager import BlockManager, PrefixMatch
+from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.device_rows import RowLayout
-from nanovllm.engine.groups import PrefixGroups, max_slots, max_tasks
+from nanovllm.engine.policies import Hit
 from nanovllm.engine.scheduler import MAX_PREFILLS_IN_A_ROW, Scheduler
-from nanovllm.engine.sequence import BlockCopy, Sequence, SequenceStatus
-from nanovllm.kernels.shared_prefix import MAX_PARTS, SharedPrefixes
+from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.extensions.prefixes import groups, token_prefixes
+from nanovllm.extensions.prefixes.groups import PrefixGroups, max_slots, max_tasks
+from nanovllm.extensions.prefixes.kernels.shared_prefix import MAX_PARTS, SharedPrefixes
+from nanovllm.extensions.prefixes.token_prefixes import TokenPrefixes
+from nanovllm.extensions.safety.forecast import Forecast
 from nanovllm.sampling_params import SamplingParams
 
 PRIME = (1 << 61) - 1
@@ -92,8 +95,9 @@ class FakeModel:
     that it drew before the host does.
     """
 
-    def __init__(self, config: Any, groups: PrefixGroups | None):
-        self.block_size, self.batches = config.kvcache_block_size, BatchMaker(config, groups)
+    def __init__(self, config: Any, groups: PrefixGroups | None, prefix_cache: TokenPrefixes):
+        self.block_size, self.prefix_cache = config.kvcache_block_size, prefix_cache
+        self.batches = BatchMaker(config, groups, prefix_cache)
         layout, self.reach = RowLayout(config), config.hf_config.tokens_in_reach
         self.words = np.zeros(layout.num_words, np.int32)
         self.tables = dict(
@@ -112,7 +116,7 @@ class FakeModel:
     def run(self, sequences: list[Sequence], is_prefill: bool) -> tuple[list[int], int]:
         """Returns the next tokens, and how many were read in groups."""
         states = list(map(self.states_of, sequences))
-        copied = [(seq, seq.block_copy) for seq in sequences if seq.block_copy]
+        copied = [(seq, copy) for seq in sequences if (copy := self.copy_for(seq))]
         batch = self.batches.prefill(sequences) if is_prefill else self.batches.decode(sequences)
         if batch.row_updates is not None:
             indices, values = batch.row_updates.words
@@ -151,15 +155,20 @@ class FakeModel:
         places = np.arange(start, end)
         return (table[places // self.block_size] * self.block_size + places % self.block_size).tolist()
 
-    def copy(self, batch: Batch, sequences: list[tuple[Sequence, BlockCopy]]) -> None:
+    def copy_for(self, seq: Sequence) -> tuple[int, int, int] | None:
+        """From which block to which, and how many tokens."""
+        source, num_tokens = getattr(self.prefix_cache, "copies", {}).get(seq.seq_id, (-1, 0))
+        return (source, seq.block_table[seq.num_cached_blocks], num_tokens) if num_tokens else None
+
+    def copy(self, batch: Batch, sequences: list[tuple[Sequence, tuple[int, int, int]]]) -> None:
         """All at once, in any order, before anything else that the step does."""
-        copies = [] if batch.block_copies is None else batch.block_copies.T.tolist()
+        copies = batch.messages["prefix_cache"].T.tolist() if batch.messages else []
         assert copies == [list(copy) for _, copy in sequences]
         copied: dict[int, int] = {}
         for seq, (source, target, num_tokens) in sequences:
             start, end = seq.num_computed_tokens - num_tokens, seq.num_computed_tokens
             assert start < end and start % self.block_size == 0, "not the beginning of a block"
-            assert seq.block_copy is None and seq.block_table[start // self.block_size] == target
+            assert self.copy_for(seq) is None and seq.block_table[start // self.block_size] == target
             read = [self.slots.get(source * self.block_size + i) for i in range(num_tokens)]
             assert read == self.states[seq.seq_id][start:end], "copied what no earlier step computed"
             written = {target * self.block_size + i: state for i, state in enumerate(read)}
@@ -201,9 +210,9 @@ class WatchedBlocks(BlockManager):
     handed out) and how much of that must be found.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, is_caching: bool, simulation: "Simulation"):
+    def __init__(self, simulation: "Simulation", *sizes: Any):
         self.simulation, self.slots = simulation, simulation.model.slots
-        super().__init__(num_blocks, block_size, is_caching)
+        super().__init__(*sizes)
 
     def reset(self) -> None:
         super().reset()
@@ -212,30 +221,33 @@ class WatchedBlocks(BlockManager):
         self.gains: dict[int, int] = {}  # by seq_id: tokens that it could copy after this step, but not now
         self.sources: set[int] = set()  # of this step's copies
 
-    def find_prefix(self, seq: Sequence) -> PrefixMatch:
-        match = super().find_prefix(seq)
+    def find(self, seq: Sequence) -> Hit:
+        hit = super().find(seq)
         computing = max(self.simulation.computing(seq), default=0) if self.enable_prefix_caching else 0
-        self.gains[seq.seq_id] = computing - len(match.blocks) * self.block_size - match.num_copied
-        return match
+        self.gains[seq.seq_id] = computing - hit.num_tokens
+        return hit
 
-    def allocate(self, seq: Sequence, match: PrefixMatch | None = None) -> None:
+    def allocate(self, seq: Sequence, hit: Hit | None = None) -> None:
         counts, size = self.simulation.counts, self.block_size
         most = self.most_in_common(seq) if self.enable_prefix_caching else 0
-        super().allocate(seq, match)
+        super().allocate(seq, hit)
         self.num_prefilled[seq.seq_id] = len(seq)
-        num_copied = seq.block_copy.num_tokens if seq.block_copy else 0
+        copy = self.simulation.model.copy_for(seq)
+        num_copied = copy[2] if copy else 0
         assert seq.num_cached_tokens == seq.num_computed_tokens < len(seq)
         num_blocks, rest = divmod(seq.num_cached_tokens - num_copied, size)
         assert rest == 0 and num_blocks == most // size, "not all whole blocks are shared"
         if num_copied:
-            self.sources.add(seq.block_copy.source)
+            self.sources.add(copy[0])
             counts["copies"] += 1
         if num_copied < most % size:
             assert not num_copied and not self.free_block_ids, "not all common tokens are copied"
             counts["copies for which no block was free"] += 1
         assert num_copied <= most % size, "copies more than is in common"
         is_long = self.gains[seq.seq_id] >= self.simulation.wait_tokens
-        assert seq.has_waited or not is_long, "computes what others of its step compute"
+        assert seq in self.simulation.scheduler.have_waited or not is_long, (
+            "computes what others of its step compute"
+        )
         for block_id in seq.block_table[num_blocks:]:
             self.hand_out(block_id)
 
@@ -259,9 +271,9 @@ class WatchedBlocks(BlockManager):
             here = min(num_tokens - i * self.block_size, self.block_size)
             self.given_back[block_id] = max(self.given_back[block_id], here)
 
-    def release(self, seq: Sequence, num_tokens: int) -> bool:
+    def release_before(self, seq: Sequence, token: int) -> bool:
         first = seq.num_released_blocks
-        released = super().release(seq, num_tokens)
+        released = super().release_before(seq, token)
         for block_id in seq.block_table[first : seq.num_released_blocks]:
             self.given_back[block_id] = self.block_size
             self.simulation.counts["released blocks"] += 1
@@ -342,10 +354,13 @@ class Simulation:
         self.limits |= {"PIECE_STEP": step, "MIN_PIECE": 2 * step}
         sizes = RowLayout(config).num_rows, MAX_PARTS, pick.choice([1, 2, 3, 64]), pick.choice([1, 4, 20])
         can_group = config.enable_prefix_caching and not config.hf_config.tokens_in_reach
-        self.model = FakeModel(config, PrefixGroups(*sizes) if can_group else None)
-        self.scheduler = Scheduler(config)
+        prefix_cache = make_prefix_cache(config)
+        self.model = FakeModel(config, PrefixGroups(*sizes) if can_group else None, prefix_cache)
+        admissions = make_admissions(config)
+        self.forecast = next(part for part in admissions if isinstance(part, Forecast))
+        self.scheduler = Scheduler(config, prefix_cache, admissions)
         self.scheduler.block_manager = WatchedBlocks(
-            num_blocks, self.block_size, config.enable_prefix_caching, self
+            self, num_blocks, self.block_size, config.enable_prefix_caching, prefix_cache
         )
         self.step_number = 0
         self.requests: dict[int, Sequence] = {}  # unfinished, by seq_id, in order of arrival
@@ -358,7 +373,7 @@ class Simulation:
         self.under_way: tuple | None = None
 
     def run(self, num_steps: int) -> None:
-        wait = patch.object(scheduler_module, "WAIT_TOKENS", self.wait_tokens)
+        wait = patch.object(token_prefixes, "WAIT_TOKENS", self.wait_tokens)
         with wait, patch.multiple(groups, **self.limits):
             for _ in range(num_steps):
                 self.users_act()
@@ -459,7 +474,7 @@ class Simulation:
         self.step_number += 1
         preemptions, chunked = self.scheduler.num_preemptions, self.scheduler.chunked
         if self.is_forecast_wrong:
-            self.scheduler.expected_share = 0.0
+            self.forecast.share = 0.0
         waiting = list(self.scheduler.waiting)
         can_decode = any(seq is not self.scheduler.chunked for seq in self.scheduler.running)
         sequences, is_prefill = self.scheduler.schedule()
@@ -531,7 +546,7 @@ class Simulation:
     def note_overtaking(self, waiting: list[Sequence]) -> None:
         """A sequence that is admitted before an older one may draw tokens while that one waits."""
         gains = self.scheduler.block_manager.gains
-        now = {seq.seq_id for seq in waiting if seq.has_waited} - self.held_back
+        now = {seq.seq_id for seq in waiting if seq in self.scheduler.have_waited} - self.held_back
         assert all(gains[seq_id] >= self.wait_tokens for seq_id in now), "held back for too little"
         self.held_back |= now
         self.counts["held back"] += len(now)
@@ -572,12 +587,12 @@ class Simulation:
             closed = (len(seq.token_ids) - 1) // self.block_size
             first = seq.num_released_blocks
             blocks = [scheduler.block_manager.blocks[i] for i in seq.block_table[first:]]
-            if reach := scheduler.tokens_in_reach:
+            if reach := scheduler.reach:
                 assert first == max(0, seq.num_computed_tokens + 1 - reach) // self.block_size
             for i, block in enumerate(blocks, first):
                 tokens = seq.block(i)[: len(block.token_ids)]
                 assert block.token_ids == tokens, "a block of other tokens"
-                assert block.hash == -1 or len(tokens) == self.block_size, "closed, but not full"
+                assert (block.hash != -1) == (len(tokens) == self.block_size), "closed, but not full"
                 assert block.ref_count == 1 or block.hash != -1, "an open block is shared"
             if scheduler.block_manager.enable_prefix_caching:
                 assert all(block.hash != -1 for block in blocks[: max(0, closed - first)]), (

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.kernels import fused_linear
+from nanovllm.extensions.products.kernels import fused_linear
 from nanovllm.layers.rotary_embedding import get_rope
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.utils.context import reset_context, set_context

@@ -1,0 +1,1 @@
+"""Files of prompts: `python -m nanovllm.batch`. See extensions/batch."""

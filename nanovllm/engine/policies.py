@@ -1,0 +1,102 @@
+"""The two interfaces of scheduling: what of a prompt the KV cache has, and who may run.
+
+The classes here are the plain ones, of which the parts that assembly.py makes are subclasses. Rank 0's host
+has them, beside the Scheduler and its BlockManager, so nothing here knows tensors.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Any
+
+from nanovllm.engine.sequence import Sequence
+
+
+@dataclass
+class Hit:
+    """What the KV cache has of a sequence's beginning."""
+
+    blocks: list[int]  # whole ones, which the sequence is going to share
+    num_tokens: int  # that need not be computed: those of the blocks, and what a PrefixCache adds to them
+    pins: tuple[int, ...] = ()  # blocks that the step reads: not handed out before it has been enqueued
+
+
+class PrefixCache:
+    """
+    Finds what the KV cache has of a prompt. This one shares whole blocks, which the BlockManager finds by
+    their hashes. All but `receive` is called on rank 0's host, with sequences that have blocks, `find` aside.
+    """
+
+    def start(self, pool: Any) -> None:
+        """All blocks of `pool`, a BlockManager, are free and hold nothing: at first, and after a failure."""
+        self.pool = pool
+
+    def find(self, seq: Sequence) -> Hit:
+        """Of a waiting sequence. Changes nothing; at least one token is left to compute."""
+        blocks: list[int] = []
+        while (block_id := self.pool.find_block(seq, len(blocks))) != -1:
+            blocks.append(block_id)
+        return Hit(blocks, len(blocks) * self.pool.block_size)
+
+    def evict(self) -> int:
+        """Which free block is handed out next: the least recently freed one."""
+        return next(iter(self.pool.free_block_ids))
+
+    def forgotten(self, block_id: int) -> None:
+        """What this block held cannot be found any more."""
+
+    def allocated(self, seq: Sequence, hit: Hit) -> None:
+        """The sequence has got its blocks, of which those behind `hit` are to be computed."""
+
+    def written(self, seq: Sequence, start: int, end: int) -> None:
+        """
+        A step has been enqueued, or will be next, after which the cache holds tokens start..end. Called for
+        each chunk of a prompt, for each block that a completion fills, and for the last, partly filled block
+        before a sequence gives its blocks back.
+        """
+
+    def prepare(self, sequences: list[Sequence]) -> Any:
+        """What every rank must know before it prefills these, to be pickled; None: nothing."""
+
+    def receive(self, message: Any, kv_cache: Any) -> None:
+        """Do what `prepare` said. Called on every rank, before the step computes anything."""
+
+    def stats(self) -> dict[str, int]:
+        """Counts for `LLMEngine.stats`."""
+        return {}
+
+
+class Verdict(Enum):
+    ADMIT = auto()
+    WAIT = auto()  # not in this step, but those behind it may be admitted. Nobody has to wait twice
+    STOP = auto()  # neither it nor those behind it, before a sequence ends or gives blocks back
+
+
+@dataclass
+class Admitting:
+    """What a prefill step, which is being scheduled, has decided so far."""
+
+    pool: Any  # the BlockManager
+    max_num_batched_tokens: int
+    running: list[Sequence]  # with those that are already admitted
+    waiting: list[tuple[Sequence, Hit]] = field(default_factory=list)  # by WAIT: they join in the next step
+
+
+class Admission:
+    """
+    Has a say in which sequences run. All are asked, on rank 0's host; one that has no free blocks, no slot or
+    no room in the step's tokens is not admitted whatever they say.
+    """
+
+    def begin(self, num_running: int, max_num_seqs: int) -> int:
+        """A prefill step is about to admit sequences. Returns how many may run then, with these."""
+        return max_num_seqs
+
+    def admits(self, seq: Sequence, hit: Hit, state: Admitting) -> Verdict:
+        """Whether this sequence, the first of those that wait, may run. If all say so, it does."""
+        return Verdict.ADMIT
+
+    def ended(self, seq: Sequence) -> None:
+        """The sequence has ended; its `finish_reason` says why."""
+
+    def all_ended(self) -> None:
+        """No request is left."""

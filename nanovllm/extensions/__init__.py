@@ -1,0 +1,6 @@
+"""Everything the engine can do beyond the core, one folder a capability.
+
+Each folder's `__init__.py` opens with a page that teaches the idea. An extension imports the core and itself;
+five edges more are allowed: models -> experts -> quantised, transformers -> experts and quantised,
+checkpoints -> quantised.
+"""

@@ -1,0 +1,141 @@
+"""Options and methods that scripts for vLLM use and this engine does not have: options that change no result
+are accepted and said to be without effect; those that would change one are refused, and methods missed, with
+what to do instead. Nothing else knows of them.
+"""
+
+import difflib
+import functools
+import inspect
+import warnings
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from nanovllm.utils.validation import shown
+
+WITHOUT_EFFECT = """
+    async_scheduling calculate_kv_scales collect_detailed_traces compilation_config config_format
+    data_parallel_rank disable_cascade_attn disable_custom_all_reduce disable_log_requests
+    disable_log_stats disable_mm_preprocessor_cache distributed_executor_backend enable_chunked_prefill
+    enable_expert_parallel enable_log_requests engine_use_ray guided_decoding_backend
+    long_prefill_token_threshold max_context_len_to_capture max_long_partial_prefills
+    max_num_partial_prefills max_parallel_loading_workers max_seq_len_to_capture mm_processor_cache_gb
+    mm_processor_kwargs model_loader_extra_config multi_step_stream_outputs num_lookahead_slots
+    num_scheduler_steps num_speculative_tokens optimization_level otlp_traces_endpoint output_kind
+    preemption_mode prefix_caching_hash_algo priority ray_workers_use_nsight scheduler_delay_factor
+    scheduling_policy served_model_name skip_clone skip_mm_profiling skip_reading_prefix_cache
+    spaces_between_special_tokens speculative_config speculative_model stream_interval
+    structured_outputs_config swap_space trace_headers trust_remote_code use_tqdm_on_load
+    use_v2_block_manager worker_use_ray
+""".split()
+
+TEXT_ONLY = "models here read and write text alone"
+TEXT_OR_SCORES = "only text and scores are made"
+ONE_ADAPTER = "LLM(model, lora='folder or hub id') merges one adapter into the weights"
+NO_BEAMS = "SamplingParams(n=...) draws several completions"
+STRUCTURED = "pass structured_outputs=StructuredOutputsParams(...)"
+OWN_CODE = "ranks run this project's own code alone"
+NEW_ENGINE = "llm.exit() frees the memory; make a new engine"
+# Name -> the values that change nothing, as None does, and what to do for another one.
+REFUSED: dict[str, tuple[tuple, str]] = {
+    "best_of": ((1,), NO_BEAMS),
+    "cpu_offload_gb": ((0, 0.0), "for smaller weights there are quantization='int4' and more ranks"),
+    "data_parallel_size": ((1,), "python -m nanovllm.batch --data-parallel runs several engines"),
+    "do_sample": ((), "SamplingParams(temperature=0) is greedy, and any other temperature samples"),
+    "early_stopping": ((False,), NO_BEAMS),
+    "enable_lora": ((False,), ONE_ADAPTER),
+    "enable_prompt_embeds": ((False,), "prompts are texts or token ids"),
+    "enable_sleep_mode": ((False,), NEW_ENGINE),
+    "extra_args": (({},), "nothing here reads them"),
+    "flat_logprobs": ((False,), "logprobs are a dict for each token"),
+    "generation_config": (("auto",), "pass SamplingParams to the call"),
+    "guided_decoding": ((), STRUCTURED),
+    "guided_options_request": ((), STRUCTURED),
+    "hf_config_path": ((), "name single fields in hf_overrides"),
+    "hf_token": ((), "it is called token here"),
+    "length_penalty": ((1.0,), NO_BEAMS),
+    "limit_mm_per_prompt": (({},), TEXT_ONLY),
+    "logits_processors": (([],), "use logit_bias, allowed_token_ids or bad_words of SamplingParams"),
+    "logprobs_mode": (("raw_logprobs",), "log-probabilities are the model's own"),
+    "lora_request": ((), ONE_ADAPTER),
+    "max_logprobs": (tuple(range(21)), "a request can ask for 20 at most"),
+    "num_beams": ((1,), NO_BEAMS),
+    "num_gpu_blocks_override": ((), "it is called num_kvcache_blocks here"),
+    "num_return_sequences": ((), "it is called n here"),
+    "override_generation_config": (({},), "pass SamplingParams to the call"),
+    "pipeline_parallel_size": ((1,), "split the model with tensor_parallel_size"),
+    "prompt_adapter_request": ((), ONE_ADAPTER),
+    "prompt_token_ids": ((), "token ids are prompts, too: pass them as such"),
+    "rope_scaling": (({},), "put it into hf_overrides"),
+    "rope_theta": ((), "put it into hf_overrides"),
+    "runner": (("auto", "generate"), TEXT_OR_SCORES),
+    "skip_tokenizer_init": ((False,), "pass token ids, and SamplingParams(detokenize=False)"),
+    "task": (("auto", "generate"), TEXT_OR_SCORES),
+    "tokenization_kwargs": (({},), "pass the token ids that the tokenizer makes with them"),
+    "tokenizer_mode": (("auto", "hf"), "the tokenizer is what transformers makes of its files"),
+    "tokenizer_revision": ((), "download that revision, and pass its folder as tokenizer"),
+    "truncate_prompt_tokens": ((), "pass the last token ids of llm.encode(prompt)"),
+    "use_beam_search": ((False,), NO_BEAMS),
+    "worker_cls": (("auto",), OWN_CODE),
+    "worker_extension_cls": (("",), OWN_CODE),
+}
+
+SCORES = "llm.score(texts) says how likely texts are"
+MISSING_METHODS = {
+    **dict.fromkeys(("embed", "classify", "reward"), SCORES),
+    "beam_search": NO_BEAMS,
+    **dict.fromkeys(("collective_rpc", "apply_model"), OWN_CODE),
+    **dict.fromkeys(("sleep", "wake_up"), NEW_ENGINE),
+    "reset_prefix_cache": "enable_prefix_caching=False computes every prompt anew",
+    "get_metrics": "llm.stats() has the counts",
+    **dict.fromkeys(("start_profile", "stop_profile"), "torch.profiler around a call"),
+    "set_tokenizer": "LLM(model, tokenizer=...)",
+    "llm_engine": "LLM is the engine: llm.config, llm.add_request(...), llm.step()",
+}
+
+
+def own_options(
+    options: Mapping[str, Any], known: Collection[str], sampling: Collection[str] = (), stacklevel: int = 2
+) -> dict[str, Any]:
+    """
+    The options with a `known` name. Warns of those without effect. Raises ValueError for one that is refused
+    and TypeError for an unknown one, with a known one like it; fields of SamplingParams, `sampling`, are said
+    to be such.
+    """
+    ignored = []
+    for name in [name for name in options if name not in known]:
+        value = options[name]
+        if name in REFUSED:
+            neutral, remedy = REFUSED[name]
+            if value is not None and not any(type(value) is type(each) and value == each for each in neutral):
+                raise ValueError(f"{name}={shown(value)} is not offered: {remedy}")
+        elif name in WITHOUT_EFFECT:
+            ignored += [name] if value is not None else []
+        elif name in sampling:
+            raise TypeError(f"{name} is a sampling parameter: pass SamplingParams({name}={shown(value)})")
+        else:
+            alike = difflib.get_close_matches(name, known, n=1)
+            hint = f"the nearest known one is {alike[0]!r}" if alike else f"known ones: {', '.join(known)}"
+            raise TypeError(f"unknown option {shown(name)}; {hint}")
+    if ignored:
+        warnings.warn(f"options without effect: {', '.join(ignored)}", stacklevel=stacklevel + 1)
+    return {name: value for name, value in options.items() if name in known}
+
+
+def takes_foreign(function: Callable, sampling: Collection[str] = ()) -> Callable:
+    """The function of an object, which can also be called with options of vLLM, see `own_options`."""
+    _, *known = inspect.signature(function).parameters
+    names = frozenset(known)
+
+    @functools.wraps(function)
+    def call(*args: Any, **options: Any) -> Any:
+        if not names.issuperset(options):
+            options = own_options(options, known, sampling)
+        return function(*args, **options)
+
+    return call
+
+
+def missing_attribute(owner: object, name: str) -> AttributeError:
+    """The error for a name that an engine does not have."""
+    rest = f": {MISSING_METHODS[name]}" if name in MISSING_METHODS else ""
+    return AttributeError(f"{type(owner).__name__!r} object has no attribute {name!r}{rest}")

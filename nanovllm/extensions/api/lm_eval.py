@@ -1,0 +1,163 @@
+"""Runs the tasks of lm-evaluation-harness: `python -m nanovllm.integrations.lm_eval --model nanovllm ...`
+is `lm_eval` with one more model.
+
+Knows the harness and `LLM`. All requests of a task go to the engine at once, sorted by their tokens: those
+that begin alike are neighbours, and what they have in common is computed once.
+"""
+
+from typing import Any
+
+from lm_eval.__main__ import cli_evaluate
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import register_model
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.checkpoints.tokenizer import render_chat
+from nanovllm.utils.validation import check
+
+# Within a step prompts share whole blocks only, so that small ones leave less to be computed twice.
+BLOCK_SIZE = 16
+DEFAULT_DEVICE = "cuda:0"  # the harness's, also where there is none
+MAX_TOKENS_NAMES = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+Scored = tuple[Any, list[int], list[int]]  # the harness's name for the request, context, continuation
+
+
+@register_model("nanovllm")
+class NanoVLLM(TemplateLM):
+    """
+    pretrained:         the model, as for `LLM`, whose other options may be given too.
+    max_length:         most tokens that are computed for a request; as many as the model can, if not given.
+    max_gen_toks:       most tokens of a completion, where the task does not say.
+    add_bos_token:      begin each text with the special tokens, or not; None leaves that to the tokenizer.
+    prefix_token_id:    what stands before a text that has no context; the tokenizer's BOS, else EOS.
+    chat_template_args: variables of the chat template, of which enable_thinking may be given by itself.
+
+    The harness's batch_size is not needed: the engine makes its own batches.
+    """
+
+    def __init__(
+        self, pretrained: str, max_length: int | None = None, max_gen_toks: int = 256,
+        add_bos_token: bool | None = None, prefix_token_id: int | None = None,
+        chat_template_args: dict[str, Any] | None = None, enable_thinking: bool | None = None,
+        device: str = DEFAULT_DEVICE, batch_size: Any = None, max_batch_size: Any = None, **options: Any,
+    ):  # fmt: skip
+        super().__init__()
+        if max_length is not None:
+            options["max_model_len"] = max_length + 1  # nothing is computed after the last token
+        options = {"kvcache_block_size": BLOCK_SIZE, "max_model_len": None, **options}
+        self.llm = LLM(pretrained, device="auto" if device == DEFAULT_DEVICE else device, **options)
+        self.tokenizer = self.llm.tokenizer
+        if self.tokenizer is None:
+            raise ValueError(f"{pretrained!r} has no tokenizer, which evaluation needs")
+        self.pretrained = pretrained
+        self.max_length = self.llm.scheduler.limits.max_num_tokens - 1
+        self.max_gen_toks = max_gen_toks
+        self.add_bos_token = add_bos_token
+        self.custom_prefix_token_id = prefix_token_id
+        self.chat_template_args = dict(chat_template_args or {})
+        if enable_thinking is not None:
+            self.chat_template_args["enable_thinking"] = enable_thinking
+
+    @property
+    def eot_token_id(self) -> int:
+        return self.tokenizer.eos_token_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        candidates = self.custom_prefix_token_id, self.tokenizer.bos_token_id, self.eot_token_id
+        return next(token_id for token_id in candidates if token_id is not None)
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Part of the name under which the harness keeps rendered requests."""
+        return (self.tokenizer.name_or_path or self.pretrained).replace("/", "__")
+
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        options = dict(
+            add_generation_prompt=add_generation_prompt, continue_final_message=not add_generation_prompt
+        )
+        return render_chat(self.tokenizer, chat_history, **options, **self.chat_template_args)
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        """A text that a chat template has begun with BOS gets no second one."""
+        if add_special_tokens is None:
+            begins = string.startswith(self.tokenizer.decode([self.prefix_token_id]))
+            add_special_tokens = False if begins else self.add_bos_token
+        return self.llm.prompts.tokenize(string, "a request", add_special_tokens is not False)
+
+    def _loglikelihood_tokens(
+        self, requests: list[Scored], disable_tqdm: bool = False, **_: Any
+    ) -> list[tuple[float, bool]]:
+        """
+        Log-likelihood of each continuation, and whether it is greedy. Contexts that are too long lose their
+        start.
+        """
+        texts, first_tokens = [], []
+        for _, context, continuation in requests:
+            rule = f"a continuation must have at most max_length={self.max_length} tokens"
+            check(len(continuation) <= self.max_length, rule, len(continuation))
+            texts.append((context + continuation)[-self.max_length - 1 :])
+            first_tokens.append(len(texts[-1]) - len(continuation))
+        order = sorted(range(len(texts)), key=texts.__getitem__)
+        scores = self.llm.score([texts[i] for i in order], not disable_tqdm, [first_tokens[i] for i in order])
+        answers: dict[int, tuple[float, bool]] = {}
+        for i, score in zip(order, scores, strict=True):
+            is_greedy = all(rank == 1 for rank in score["token_ranks"][first_tokens[i] :])
+            answers[i] = score["logprob"], is_greedy
+            if requests[i][0] is not None:
+                self.cache_hook.add_partial("loglikelihood", requests[i][0], answers[i])
+        return [answers[i] for i in range(len(requests))]
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        """Of whole texts, in windows of max_length."""
+        windows, owners = [], []
+        for i, (text,) in enumerate(request.args for request in requests):
+            cut = get_rolling_token_windows(
+                self.tok_encode(text), self.prefix_token_id, max_seq_len=self.max_length, context_len=1
+            )
+            windows += [(None, *make_disjoint_window(window)) for window in cut]
+            owners += [i] * (len(windows) - len(owners))
+        sums = [0.0] * len(requests)
+        for i, (logprob, _) in zip(owners, self._loglikelihood_tokens(windows, disable_tqdm), strict=True):
+            sums[i] += logprob
+        for request, logprob in zip(requests, sums, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, logprob)
+        return sums
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        asked = []
+        for context, settings in (request.args for request in requests):
+            params = self._read_settings(settings)
+            room = self.max_length - params.max_tokens
+            check(room > 0, f"max_gen_toks must be less than max_length={self.max_length}", params.max_tokens)
+            asked.append((self.tok_encode(context)[-room:], params))
+        order = sorted(range(len(asked)), key=lambda i: asked[i][0])
+        prompts, params = [asked[i][0] for i in order], [asked[i][1] for i in order]
+        results = self.llm.generate(prompts, params, use_tqdm=not disable_tqdm)
+        texts = {i: result["text"] for i, result in zip(order, results, strict=True)}
+        for i, request in enumerate(requests):
+            self.cache_hook.add_partial("generate_until", request.args, texts[i])
+        return [texts[i] for i in range(len(requests))]
+
+    def _read_settings(self, settings: dict[str, Any]) -> SamplingParams:
+        """
+        The task's gen_kwargs, without those that it leaves open. What is not the harness's own must be an
+        option of `SamplingParams`.
+        """
+        settings = {name: value for name, value in settings.items() if value is not None}
+        until = settings.pop("until", [])
+        limits = [settings.pop(name) for name in MAX_TOKENS_NAMES if name in settings]
+        max_tokens = limits[0] if limits else self.max_gen_toks
+        temperature = settings.pop("temperature", 0.0)
+        if settings.pop("do_sample", None) is False:
+            temperature = 0.0
+        stop = [text for text in ([until] if isinstance(until, str) else until) if text]
+        return SamplingParams(float(temperature), int(max_tokens), stop=stop, **settings)
+
+
+if __name__ == "__main__":
+    cli_evaluate()

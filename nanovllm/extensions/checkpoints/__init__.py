@@ -1,0 +1,15 @@
+"""Where else models come from: GGUF files, the Hugging Face hub, adapters, and the names of shapes.
+
+The core reads a folder of safetensors files. This extension opens
+
+- `gguf.py`: a GGUF file (`gguf_file.py` reads its header, `gguf_tokenizer.py` makes its tokenizer), whose
+  tensors stay quantised until sliced;
+- `hub.py`: a hub id, of which only the files that are needed are downloaded; `smollm2.py`: a first model;
+- `adapter.py`: a LoRA adapter, merged into the weights as they are read;
+- `shapes.py`: random weights in the shape of a well-known model, for measuring speed.
+
+Checkpoints are other people's files. `untrusted.py` checks that no name or link in a folder leads out of it
+and that no file is too large to read. Nothing in a checkpoint is executed.
+
+It needs `extensions/quantised`, whose `gguf_blocks.py` decodes the blocks of GGUF's types.
+"""

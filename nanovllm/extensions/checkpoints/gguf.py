@@ -1,0 +1,194 @@
+"""GGUF files: configuration, tokenizer and (mostly quantised) tensors of a model in one file.
+
+Translates llama.cpp's names and layouts to Hugging Face's, so no other module knows them. gguf_file.py reads
+the file's bytes.
+"""
+
+import math
+import os
+import struct
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from nanovllm.checkpoints.base import Checkpoint
+from nanovllm.checkpoints.tokenizer import tokenizer_errors
+from nanovllm.extensions.checkpoints.gguf_file import GGUFTensor, Header
+from nanovllm.extensions.checkpoints.gguf_tokenizer import CONTROL, tokenizer_from_gguf
+
+MODULES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+# They end a turn of a chat, whichever token the file calls the end of text.
+ENDS_OF_TURN = ("<|im_end|>", "<end_of_turn>")
+# They do if they are control tokens: as text they may stand in any vocabulary.
+CONTROL_ENDS = (
+    "<|eot_id|> <|eom_id|> <|endoftext|> <|end|> <|end_of_text|> <|return|> <|call|> <EOT> _<EOT>".split()
+)
+FREQUENCY_FACTORS = "rope_freqs.weight"
+# Behind "ARCHITECTURE.rope." in names of keys.
+ROPE_KEYS = "dimension_count freq_base freq_base_swa scale_linear scaling.type scaling.factor".split()
+ROPE_KEYS += [f"scaling.{name}" for name in ("attn_factor", "original_context_length", "finetuned")]
+ROPE_KEYS += [f"scaling.yarn_{name}" for name in ("ext_factor", "attn_factor", "beta_fast", "beta_slow")]
+
+
+class GGUFCheckpoint(Checkpoint):
+    """
+    `metadata` are the header's keys and values; `stored` are the tensors by llama.cpp's names. `models` are
+    the `Facts` of those that can be read.
+    """
+
+    def __init__(self, path: str, random_weights: bool, models: Collection[Any]):
+        try:
+            import gguf
+        except ImportError as error:
+            raise ImportError("GGUF files need the gguf package: pip install nano-vllm[demo]") from error
+        super().__init__(path, random_weights)
+        try:
+            header = Header(path, gguf)
+        except (ValueError, KeyError, OverflowError, struct.error) as error:
+            raise ValueError(f"{path} is not a complete GGUF file: {error}") from error
+        self.metadata, self.stored = header.metadata, header.tensors
+        self.architecture = self.metadata.get("general.architecture")
+        known = {facts.gguf.architecture: facts for facts in models}
+        if self.architecture not in [*known]:  # which may be no text
+            names = ", ".join(known)
+            raise ValueError(f"{path}: architecture {self.architecture!r} is not known; known ones: {names}")
+        self.facts = known[self.architecture]
+
+    def __reduce__(self) -> tuple:
+        return GGUFCheckpoint, (self.path, self.random_weights, [self.facts])  # maps the file anew
+
+    def fields(self) -> dict[str, Any]:
+        """As in a config.json."""
+        embedding = self.stored.get("token_embd.weight")
+        if embedding is None or len(embedding.shape) != 2:
+            raise ValueError(f"{self.path} has no matrix token_embd.weight")
+        try:
+            return self._read_fields(embedding)
+        except ValueError as error:
+            raise ValueError(f"{self.path}: {error}") from None
+
+    def _read_fields(self, embedding: GGUFTensor) -> dict[str, Any]:
+        heads, hidden_size = self._number("attention.head_count"), self._number("embedding_length")
+        head_dim = self._number("attention.key_length", hidden_size // max(heads, 1))
+        for name in ("attention.value_length", "rope.dimension_count"):
+            if self._number(name, head_dim) != head_dim:
+                raise ValueError(f"{name} must be {head_dim} like the keys' length")
+        raw = {
+            "model_type": self.facts.model_type,
+            "architectures": [self.facts.model.__name__],
+            "vocab_size": embedding.shape[0],
+            "hidden_size": hidden_size,
+            "intermediate_size": self._number("feed_forward_length"),
+            "num_hidden_layers": self._number("block_count"),
+            "num_attention_heads": heads,
+            "num_key_value_heads": self._number("attention.head_count_kv", heads),
+            "head_dim": head_dim,
+            "max_position_embeddings": self._number("context_length"),
+            "rms_norm_eps": self._number("attention.layer_norm_rms_epsilon", kind=float),
+            "rope_theta": self._number("rope.freq_base", 10000.0, kind=float),
+            "rope_scaling": self._rope_scaling(),
+            "attention_bias": "blk.0.attn_q.bias" in self.stored,
+            "mlp_bias": "blk.0.ffn_up.bias" in self.stored,
+            "tie_word_embeddings": "output.weight" not in self.stored,
+            # F16 is what converters write, also for models trained in bfloat16, whose range is larger.
+            "dtype": None if embedding.dtype == torch.float16 else embedding.dtype,
+            "quantization_config": None if self.random_weights else self._quantisation(),
+        }
+        return raw | self.facts.gguf.read_fields(raw, self._number)
+
+    def stored_bytes(self) -> int:
+        return os.path.getsize(self.path)
+
+    def tokenizer(self) -> Any:
+        with tokenizer_errors(f"{self.path}: cannot build the tokenizer"):
+            return tokenizer_from_gguf(self.metadata)
+
+    def named_eos(self) -> list[Any]:
+        found = [self.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+        given = (self.metadata.get(f"tokenizer.ggml.{name}") for name in ("tokens", "token_type"))
+        tokens, types = (value if isinstance(value, list) else [] for value in given)
+        kinds = dict.fromkeys(tokens, CONTROL) | dict(zip(tokens, types, strict=False))
+        ends = {end for end in CONTROL_ENDS if kinds.get(end) == CONTROL}
+        if {"<|return|>", "<|call|>"} <= ends:  # in OpenAI's format another message may follow
+            ends.discard("<|end|>")
+        ends.update(end for end in ENDS_OF_TURN if end in kinds)
+        return found + [tokens.index(end) for end in sorted(ends)]
+
+    def tensors(self) -> Iterator[GGUFTensor]:
+        heads = self._number("attention.head_count")
+        rotated = {"attn_q": heads, "attn_k": self._number("attention.head_count_kv", heads)}
+        names = self.facts.gguf
+        for stored_name, tensor in self.stored.items():
+            if stored_name == FREQUENCY_FACTORS:
+                continue
+            module, _, kind = stored_name.rpartition(".")
+            name, order = MODULES.get(module, module), None
+            block, _, rest = module.partition(".")
+            layer, _, part = rest.partition(".")
+            if block == "blk" and part in names.modules:
+                name = f"model.layers.{layer}.{names.modules[part]}"
+                if names.rotates_neighbours and part in rotated:
+                    order = _rotary_order(tensor.shape[0], rotated[part])
+            added = names.added_to_norms if name.endswith("norm") else 0.0
+            yield replace(tensor, name=f"{name}.{kind}", order=order, added=added, device=self.device)
+
+    def _number(self, key: str, default: Any = None, kind: type = int) -> Any:
+        key = f"{self.architecture}.{key}"
+        value = self.metadata.get(key, default)
+        if type(value) is not kind:
+            raise ValueError(f"{key} must be one {kind.__name__}, got {value!r:.100}")
+        # Stored as float32: 1e-6 must not come back as 9.999999974752427e-07.
+        return value if kind is int else float(str(np.float32(value)))
+
+    def _quantisation(self) -> dict[str, Any]:
+        """Of the layers' matrices in all."""
+        matrices = [
+            each for each in self.stored.values() if each.name.startswith("blk.") and len(each.shape) == 2
+        ]
+        num_weights = sum(math.prod(matrix.shape) for matrix in matrices)
+        bits = 8 * sum(matrix.encoded.nbytes for matrix in matrices) / max(num_weights, 1)
+        return {"quant_method": "gguf", "num_weights": num_weights, "bits_per_weight": bits}
+
+    def _rope_scaling(self) -> dict[str, Any] | None:
+        """As llama.cpp reads it: "linear" where only a factor is given, and 0 is no factor."""
+        prefix = f"{self.architecture}.rope."
+        for key in self.metadata:
+            if key.startswith(prefix) and key.removeprefix(prefix) not in ROPE_KEYS:
+                raise ValueError(f"{key} is not supported")
+        for name in ("yarn_ext_factor", "yarn_attn_factor"):  # written by converters, not read by llama.cpp
+            if (value := self._number(f"rope.scaling.{name}", 1.0, kind=float)) != 1:
+                raise ValueError(f"rope.scaling.{name} = {value} is not supported, only 1")
+        kind = self.metadata.get(f"{self.architecture}.rope.scaling.type", "linear")
+        if kind not in ("none", "linear", "yarn"):
+            raise ValueError(f"rope.scaling.type {kind!r} is not known; known: linear, yarn")
+        older = self._number("rope.scale_linear", 0.0, kind=float)
+        factor = self._number("rope.scaling.factor", older, kind=float) or 1.0
+        scaling: dict[str, Any] = {"rope_type": kind, "factor": factor}
+        if kind == "yarn":
+            original = self._number("rope.scaling.original_context_length", self._number("context_length"))
+            scaling["original_max_position_embeddings"] = original
+            for name, default in (("beta_fast", 32.0), ("beta_slow", 1.0)):
+                scaling[name] = self._number(f"rope.scaling.yarn_{name}", default, kind=float)
+        elif kind == "none" or factor == 1:
+            scaling = {}
+        if FREQUENCY_FACTORS in self.stored:  # how llama.cpp stores the scaling of Llama 3.1
+            if kind == "yarn":
+                raise ValueError(f"{FREQUENCY_FACTORS} beside YaRN is not supported")
+            factors = self.stored[FREQUENCY_FACTORS][:] * scaling.get("factor", 1.0)
+            scaling = {"rope_type": "frequency_factors", "factors": factors.tolist()}
+        if (attn_factor := self._number("rope.scaling.attn_factor", 1.0, kind=float)) != 1:
+            scaling["attn_factor"] = attn_factor
+        return scaling or None
+
+
+def _rotary_order(rows: int, heads: int) -> np.ndarray | None:
+    """
+    Where each row of a query or key projection is stored. llama.cpp rotates neighbouring rows of a head
+    against each other and stores them so; here a head's first half is rotated against its second.
+    """
+    if heads < 1 or rows % (2 * heads):
+        return None  # the shape is wrong, which is an error when the tensor is loaded
+    return np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)

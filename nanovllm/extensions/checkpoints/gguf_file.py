@@ -1,0 +1,177 @@
+"""The bytes of a GGUF file: a header of keys and values, and tensors.
+
+Knows no model. The header is read with every length checked against the file. Tensors stay quantised in the
+mapped file until they are sliced; gguf_blocks.py decodes the usual types, the `gguf` package the others.
+Source: the specification, docs/gguf.md of ggml.
+"""
+
+import math
+import mmap
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from nanovllm.checkpoints.base import Checkpoint
+from nanovllm.extensions.quantised.gguf_blocks import TYPES, Groups, decode_groups, decode_values
+
+PLAIN_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
+# Number of the type in the file -> its code in `struct` and numpy.
+SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+STRING, ARRAY = 8, 9
+# Of a header; several times what the largest vocabularies need.
+MAX_ITEMS = 2**21
+MAX_HEADER_BYTES = 2**28
+
+
+@dataclass
+class GGUFTensor:
+    """
+    One tensor in the mapped file. Slices are torch tensors, of the stored dtype or, if quantised, float32 on
+    `device`. Only the rows and, in each row, the blocks that a slice touches are read.
+    """
+
+    file: str
+    name: str
+    shape: tuple[int, ...]
+    quantisation: Any  # a gguf.GGMLQuantizationType
+    block_size: int  # values that are quantised together
+    encoded: np.ndarray  # uint8 [..., bytes of a row]
+    order: np.ndarray | None = None  # where each row is stored
+    added: float = 0.0  # what the converter added to the values of a vector
+    device: torch.device = Checkpoint.device
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """None if the tensor is quantised."""
+        return PLAIN_DTYPES.get(self.quantisation.name)
+
+    def __getitem__(self, index: slice | tuple[slice, slice]) -> torch.Tensor:
+        if len(self.shape) != 2:
+            whole = self._decode(self.encoded)
+            if self.added:  # exact where the sum was made in float32
+                whole = whole.float() - self.added
+            return (whole if self.order is None else whole[self.order])[index]
+        rows, columns = index if isinstance(index, tuple) else (index, slice(None))
+        start, stop, _ = columns.indices(self.shape[1])
+        encoded = self._touched(rows, start, stop)
+        if not len(encoded):  # the last of many ranks may have no row of a small vocabulary
+            return torch.empty(0, stop - start)
+        skipped = start // self.block_size * self.block_size
+        return self._decode(encoded)[:, start - skipped : stop - skipped]
+
+    def groups(self, rows: slice, columns: slice) -> Iterator[Groups]:
+        """
+        The codes and scales of these rows, some rows after the others, and of these columns, which are whole
+        groups. Only for types that gguf_blocks.py knows.
+        """
+        start, stop, _ = columns.indices(self.shape[1])
+        skipped = start // self.block_size * self.block_size
+        for each in decode_groups(self._touched(rows, start, stop), self.quantisation.name, self.device):
+            size = each.codes.shape[-1]
+            yield each.cut(slice((start - skipped) // size, (stop - skipped) // size))
+
+    def _touched(self, rows: slice, start: int, stop: int) -> np.ndarray:
+        """The blocks of a matrix in which these rows and columns are: uint8 [rows, bytes of some blocks]."""
+        encoded = self.encoded[rows if self.order is None else self.order[rows]]
+        size = encoded.shape[1] // max(self.shape[1] // self.block_size, 1)
+        return encoded[:, start // self.block_size * size : -(-stop // self.block_size) * size]
+
+    def _decode(self, encoded: np.ndarray) -> torch.Tensor:
+        if self.dtype is not None:
+            return torch.from_numpy(np.array(encoded)).view(self.dtype)
+        if self.quantisation.name in TYPES:
+            return decode_values(encoded, self.quantisation.name, self.device)
+        from gguf.quants import dequantize
+
+        try:
+            return torch.from_numpy(dequantize(np.ascontiguousarray(encoded), self.quantisation))
+        except NotImplementedError as error:
+            raise ValueError(f"quantisation {self.quantisation.name} is not supported") from error
+
+
+class Header:
+    """
+    Metadata and the list of tensors. Reading past the end of the file raises, and the sum of all counts is
+    limited, so that no file costs more time or memory than that of a large model.
+    """
+
+    def __init__(self, path: str, gguf: Any):
+        with open(path, "rb") as file:
+            self.data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        if self.data[:4] != b"GGUF":
+            raise ValueError("it does not begin with 'GGUF'")
+        self.position = 4
+        self.items_left = MAX_ITEMS
+        version = self._scalar("I")
+        if version not in (2, 3):
+            raise ValueError(f"version {version} is not 2 or 3")
+        tensor_count, key_count = self._scalar("Q"), self._scalar("Q")
+        self.metadata: dict[str, Any] = {}
+        for _ in self._counted(key_count):
+            key = self._string()
+            if key in self.metadata:
+                raise ValueError(f"key {key!r} comes twice")
+            self.metadata[key] = self._value(self._scalar("I"))
+        self.tensors: dict[str, GGUFTensor] = {}
+        self._read_tensors(path, tensor_count, gguf)
+
+    def _read_tensors(self, path: str, count: int, gguf: Any) -> None:
+        entries = []
+        for _ in self._counted(count):
+            name, dimensions = self._string(), self._scalar("I")
+            if not 1 <= dimensions <= 4:
+                raise ValueError(f"tensor {name!r} has {dimensions} dimensions")
+            shape = tuple(self._scalar("Q") for _ in range(dimensions))[::-1]  # the file begins with columns
+            entries.append((name, shape, gguf.GGMLQuantizationType(self._scalar("I")), self._scalar("Q")))
+        alignment = self.metadata.get("general.alignment", 32)
+        if type(alignment) is not int or alignment < 1:
+            raise ValueError(f"general.alignment is {alignment!r}")
+        begin = free = -(-self.position // alignment) * alignment
+        for name, shape, quantisation, offset in sorted(entries, key=lambda entry: entry[3]):
+            block_size, block_bytes = gguf.GGML_QUANT_SIZES[quantisation]
+            if shape[-1] % block_size:
+                raise ValueError(f"tensor {name!r} of shape {shape} cannot be stored as {quantisation.name}")
+            row_bytes = shape[-1] // block_size * block_bytes
+            start, size = begin + offset, math.prod(shape[:-1]) * row_bytes
+            if start < free or name in self.tensors:
+                raise ValueError(f"tensor {name!r} overlaps another or comes twice")
+            if start + size > len(self.data):
+                raise ValueError(f"tensor {name!r} ends after the end of the file")
+            free = start + size
+            encoded = np.frombuffer(self.data, np.uint8, size, start).reshape(*shape[:-1], row_bytes)
+            self.tensors[name] = GGUFTensor(path, name, shape, quantisation, block_size, encoded)
+
+    def _counted(self, count: int) -> range:
+        self.items_left -= count
+        if self.items_left < 0:
+            raise ValueError(f"its header announces more than {MAX_ITEMS} items")
+        return range(count)
+
+    def _scalar(self, code: str) -> Any:
+        value = struct.unpack_from("<" + code, self.data, self.position)[0]
+        self.position += struct.calcsize("<" + code)
+        return value
+
+    def _string(self) -> str:
+        length = self._scalar("Q")
+        start, self.position = self.position, self.position + length
+        if self.position > min(len(self.data), MAX_HEADER_BYTES):
+            raise ValueError("a text runs past the end of the file or of any reasonable header")
+        return self.data[start : self.position].decode()
+
+    def _value(self, kind: int) -> Any:
+        if kind == STRING:
+            return self._string()
+        if kind != ARRAY:
+            return self._scalar(SCALARS[kind])
+        kind, count = self._scalar("I"), self._scalar("Q")
+        items = self._counted(count)
+        if kind == STRING:
+            return [self._string() for _ in items]
+        values = np.frombuffer(self.data, "<" + SCALARS[kind], count, self.position)
+        self.position += values.nbytes
+        return values.tolist()

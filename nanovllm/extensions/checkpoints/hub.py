@@ -1,0 +1,50 @@
+"""Checkpoints on the Hugging Face hub: downloads the files that are needed, unless they are in its cache."""
+
+import glob
+import re
+from pathlib import Path
+from typing import Any
+
+from nanovllm.checkpoints.folder import INDEX, OTHER_COPY, read_index
+from nanovllm.extensions.checkpoints.shapes import SHAPES
+from nanovllm.extensions.checkpoints.untrusted import file_inside
+
+HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+HUB_FILES = ("*.json", "*.jinja", "merges.txt", "vocab.txt", "tokenizer.model")
+
+
+def download(name: str, weights: bool, **options: Any) -> str:
+    """
+    The local folder of a hub id, from the cache or the network. `options` are those of `snapshot_download`.
+    Raises ValueError.
+    """
+    missing = f"model {name!r}: there is no such folder"
+    if not HUB_ID.fullmatch(name) or name.endswith(".gguf"):
+        known = f"'smollm2' or, with load_format='dummy', one of {list(SHAPES)}"
+        raise ValueError(f"{missing} or .gguf file, and it is not a hub id ('owner/name'), {known}")
+    folder = _fetch(name, [*HUB_FILES], options, missing)
+    if not weights:
+        return folder
+    path = Path(folder)
+    if (path / INDEX).exists():
+        file_inside(path, INDEX)
+    listed = [glob.escape(file) for file in read_index(path)] or ["*.safetensors"]
+    return _fetch(name, [*HUB_FILES, *listed], options, missing)
+
+
+def download_adapter(name: str, files: list[str], options: dict[str, Any]) -> str:
+    """The same for these files of an adapter."""
+    missing = f"lora {name!r}: there is no such folder"
+    if not HUB_ID.fullmatch(name):
+        raise ValueError(f"{missing}, and it is not a hub id ('owner/name')")
+    return _fetch(name, files, options, missing)
+
+
+def _fetch(name: str, patterns: list[str], options: dict[str, Any], missing: str) -> str:
+    from huggingface_hub import snapshot_download
+
+    ignored = ["*/*", OTHER_COPY]
+    try:
+        return snapshot_download(name, allow_patterns=patterns, ignore_patterns=ignored, **options)
+    except Exception as error:  # unknown, private or gated; no network and not in the cache; disk full
+        raise ValueError(f"{missing}, and the hub does not give it: {error}") from error

@@ -1,0 +1,95 @@
+"""Checks of folders that somebody else has written: no name leads out of them, no file is too large to read,
+and no tokenizer is anything else.
+"""
+
+import math
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from nanovllm.checkpoints.folder import FolderCheckpoint, read_json
+
+# By name or ending; several times what the largest models have. JSON takes many times its size in memory.
+MAX_BYTES = {"tokenizer.json": 2**26, ".json": 2**24, ".jinja": 2**20, ".safetensors": math.inf}
+MAX_BYTES_OF_OTHERS = 2**28
+FOLDER_SUFFIXES = (".safetensors", ".json", ".jinja", ".txt", ".model", ".spm", ".codes", ".tokenizer")
+TEMPLATE_FOLDER = "additional_chat_templates"
+# transformers takes any of its classes by name. Those that are no tokenizers may read pickles, or ask the
+# user whether to run code from the folder.
+TOKENIZER_CLASS = re.compile(r"(?!Auto)\w+(Tokenizer|TokenizerFast|Backend)")
+# Settings that some tokenizers take as names of files to open, like all settings that end in _file.
+FILE_SETTINGS = ("vocab", "merges", "source_spm", "target_spm")
+# In tokenizer.json, some tokenizers take a vocabulary that is a text as the name of a file. JSON may write
+# the letters of the key as escapes.
+VOCAB_IS_TEXT = re.compile(rb'"(?:v|\\u0076)(?:o|\\u006[fF])(?:c|\\u0063)(?:a|\\u0061)(?:b|\\u0062)"\s*:\s*"')
+
+
+class CheckedFolder(FolderCheckpoint):
+    """A folder from a stranger."""
+
+    def __init__(self, path: str, random_weights: bool = False, only_tokenizer: bool = False):
+        folder = Path(path)
+        for entry in [*folder.iterdir(), *folder.glob(f"{TEMPLATE_FOLDER}/*")]:
+            if entry.suffix in FOLDER_SUFFIXES:
+                file_inside(folder, str(entry.relative_to(folder)))
+            elif entry.is_symlink() and not leads_inside(folder, entry):  # to a folder, perhaps
+                raise ValueError(f"{folder}: {entry.name!r} leads out of the folder")
+        super().__init__(path, random_weights, only_tokenizer)
+
+    def file(self, name: str) -> Path:
+        return file_inside(self.folder, name)
+
+    def tokenizer(self) -> Any:
+        if self.has_tokenizer():
+            self._check_tokenizer_config()
+        return super().tokenizer()
+
+    def _check_tokenizer_config(self) -> None:
+        """Raise ValueError if transformers would open a file elsewhere or load what is no tokenizer."""
+        file = self.folder / "tokenizer_config.json"
+        settings = read_json(file)
+        for name in (self.config.get("tokenizer_class"), settings.get("tokenizer_class")):
+            if name is not None and not (isinstance(name, str) and TOKENIZER_CLASS.fullmatch(name)):
+                raise ValueError(f"{self.path}: tokenizer_class cannot be {name!r:.100}")
+        for key, value in settings.items():
+            # Many have the path of a special_tokens_map_file on the author's machine. It is never opened.
+            names_file = key in FILE_SETTINGS or (key.endswith("_file") and key != "special_tokens_map_file")
+            if names_file and value is not None:
+                raise ValueError(f"{file}: {key} cannot be {value!r:.100}; files have fixed names")
+        versions = settings.get("fast_tokenizer_files", [])
+        versions = versions if isinstance(versions, list) else [versions]
+        stored = [file_inside(self.folder, name) for name in versions]
+        for file in (self.folder / "tokenizer.json", *stored):
+            if file.exists() and VOCAB_IS_TEXT.search(file.read_bytes()):
+                raise ValueError(f"{file}: the vocabulary cannot be the name of a file")
+
+
+def file_inside(folder: Path, name: str) -> Path:
+    """The file of this name. Raises ValueError unless it is regular, in the folder, and not too large."""
+    try:
+        path = folder / name
+        inside, regular = leads_inside(folder, path), path.is_file()
+    # No text, a name too long, a zero byte, a cycle of links.
+    except (TypeError, OSError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{folder}: cannot open {name!r}: {error}") from error
+    if not inside:
+        raise ValueError(f"{folder}: {name!r} leads out of the folder")
+    if not regular:
+        raise ValueError(f"{path} is missing, or is not a regular file")
+    limit = MAX_BYTES.get(path.name, MAX_BYTES.get(path.suffix, MAX_BYTES_OF_OTHERS))
+    if path.stat().st_size > limit:
+        raise ValueError(f"{path} is larger than {limit} bytes")
+    return path
+
+
+def leads_inside(folder: Path, path: Path) -> bool:
+    """Whether a path, after following links, is in the folder. Raises OSError or RuntimeError for a cycle."""
+    root = folder.resolve()
+    if path.resolve().is_relative_to(root):
+        return True
+    # The hub's cache has files in `blobs`, and beside that folder `snapshots`, with folders of links to them.
+    if not path.is_symlink() or root.parent.name != "snapshots":
+        return False
+    target = os.path.normpath(path.parent.resolve() / os.readlink(path))
+    return Path(target).parent == root.parent.parent / "blobs"

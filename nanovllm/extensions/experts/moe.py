@@ -1,0 +1,185 @@
+"""A mixture of experts, with the MLP's signature: a router chooses a few of many small MLPs for each token.
+
+Every rank holds a part of each expert's width, as of an MLP's, and all ranks choose alike.
+"""
+
+import functools
+from typing import Any
+
+import torch
+from torch import nn
+
+from nanovllm.distributed.group import get_group
+from nanovllm.extensions.experts.kernels.experts import ExpertWeights
+from nanovllm.extensions.experts.kernels.moe import run_experts
+from nanovllm.extensions.experts.kernels.moe_fp8 import can_use_fp8_experts
+from nanovllm.extensions.experts.kernels.moe_matvec import can_use_few, run_experts_few
+from nanovllm.extensions.experts.kernels.router import Chosen, Routing, choose_experts
+from nanovllm.extensions.quantised.products import PendingAdd, quantised_rows
+from nanovllm.extensions.quantised.scaled import ScaledWeight
+from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.linear import LinearBase, ReplicatedLinear, divide
+from nanovllm.layers.residual_stream import Stream
+from nanovllm.layers.weight import DenseWeight, Shard, Weight
+from nanovllm.utils.context import get_context
+from nanovllm.utils.loader import StoredTensor, default_weight_loader
+
+
+class MixtureOfExperts(nn.Module):
+    """The experts that the router `gate` chooses compute, and their outputs are summed by its weights."""
+
+    def __init__(self, gate: "Router", experts: "Experts"):
+        super().__init__()
+        self.gate, self.experts = gate, experts
+
+    def forward(self, stream: Stream, next_norm: RMSNorm) -> Stream:
+        weights, is_alone = self.experts.weights, self.gate.group.size == 1
+        is_prefill = get_context().is_prefill
+        is_few = not is_prefill and can_use_few(stream.x, weights)
+        rows = None
+        if not is_few and can_use_fp8_experts(stream.x, weights):
+            rows = quantised_rows(stream, weights.gate_up.group, keep=True)
+        chosen = self.gate(stream)
+        if is_few:
+            norm = (stream.norm.weight, stream.norm.eps) if stream.is_untouched else (None, 0.0)
+            x = stream.x if stream.is_untouched else stream.normalised()
+            if is_alone:
+                total = run_experts_few(x, weights, chosen, *norm, residual=stream.residual())
+                return Stream(total, next_norm)
+            y = run_experts_few(x, weights, chosen, *norm)
+        else:
+            parts = run_experts(stream.normalised(), weights, chosen, is_prefill, rows)
+            if is_alone:
+                return PendingAdd(stream.residual(), next_norm, pending_add=parts)
+            y = parts.sum(1)
+        return stream.add(y, next_norm)
+
+
+class Router(ReplicatedLinear):
+    """Chooses experts by its product with a token. Checkpoints do not quantise it."""
+
+    is_quantisable = False
+
+    def __init__(self, hidden_size: int, num_experts: int, routing: Routing, bias: bool = False):
+        super().__init__(hidden_size, num_experts, bias)
+        self.routing = routing
+
+    def forward(self, stream: Stream) -> Chosen:
+        return choose_experts(super().forward(stream), self.routing)
+
+
+class Experts(nn.Module):
+    """
+    The matrices of all experts. Checkpoints have three tensors for each expert; with `linear` JointLinear
+    two for all, and as many biases. With `is_clamped` the activation is gpt-oss's.
+    """
+
+    def __init__(
+        self, hidden_size: int, width: int, num_experts: int,
+        linear: "type[StackedLinear] | None" = None, bias: bool = False, is_clamped: bool = False,
+    ):  # fmt: skip
+        super().__init__()
+        self.num_experts, self.is_clamped = num_experts, is_clamped
+        self.group = group = get_group()
+        share = divide(width, group.size)
+        mine = slice(group.rank * share, group.rank * share + share)
+        gates_and_ups, downs = {}, {}
+        for expert in range(num_experts):
+            for half, name in enumerate(("gate_proj", "up_proj")):
+                offset = (2 * expert + half) * share
+                gates_and_ups[f"{expert}.{name}"] = Shard((width, hidden_size), mine, offset=offset)
+            shard = Shard((hidden_size, width), columns=mine, offset=expert * hidden_size)
+            downs[f"{expert}.down_proj"] = shard
+        linear = linear or StackedLinear
+        self.gate_up_proj, self.down_proj = linear(gates_and_ups, bias), linear(downs, bias)
+
+    @property
+    def weights(self) -> ExpertWeights:
+        """For kernels. Rank 0 alone adds the second bias."""
+        matrices = self.gate_up_proj.matrix, self.down_proj.matrix
+        biases = self.gate_up_proj.bias, self.down_proj.bias if self.group.rank == 0 else None
+        return ExpertWeights(*matrices, self.num_experts, *biases, self.is_clamped)
+
+
+class StackedLinear(LinearBase):
+    """
+    The same matrix of all experts, one below the other. `shards` have the names that the experts' matrices
+    have in checkpoints, in the module that this one is in.
+    """
+
+    def set_format(self, format: Weight) -> None:
+        self.is_dense, is_scaled = isinstance(format, DenseWeight), isinstance(format, ScaledWeight)
+        if not (self.is_dense or is_scaled) or getattr(format, "order", None) is not None:
+            kind = "inputs in an order of their own" if is_scaled else type(format).__name__
+            raise ValueError(f"quantised weights of experts with {kind} are not supported")
+        super().set_format(format)
+        for param in format.parameters.values():
+            param.weight_loader = None  # see `stored_tensors`
+
+    def finish(self) -> None:
+        if not self.is_dense:  # of a dense one, an expert's part is multiplied
+            super().finish()
+
+    @property
+    def matrix(self) -> Any:
+        """For kernels."""
+        return self.format.weight if self.is_dense else self.format.quantised
+
+    def names_in_checkpoint(self, name: str, merged: dict[str, list[str]]) -> list[str]:
+        """Of the first expert: others that differ find no place when they are loaded."""
+        return [f"{name.rpartition('.')[0]}.{source}" for source in self.shards if source.startswith("0.")]
+
+    def stored_tensors(self, name: str) -> dict[str, StoredTensor]:
+        parent, stored = name.rpartition(".")[0], self.format.stored
+        if self.is_dense:
+            stored = {"weight": StoredTensor(self.format.load)}
+        return {
+            f"{parent}.{source}.{inner}": each._replace(load=functools.partial(_load, each.load, shard))
+            for source, shard in self.shards.items()
+            for inner, each in stored.items()
+        }
+
+
+def _load(load: Any, shard: Shard, loaded_weight: torch.Tensor) -> None:
+    load(loaded_weight, shard)
+
+
+class JointLinear(StackedLinear):
+    """
+    `StackedLinear` of checkpoints that have one tensor for all experts, gates and ups in turn (gpt-oss's).
+    One in floating point has the inputs first.
+    """
+
+    def __init__(self, shards: dict[str, Shard], bias: bool = False):
+        super().__init__(shards, bias)
+        if bias:
+            self.bias.weight_loader = None  # see `stored_tensors`
+
+    def names_in_checkpoint(self, name: str, merged: dict[str, list[str]]) -> list[str]:
+        return [name]
+
+    def stored_tensors(self, name: str) -> dict[str, StoredTensor]:
+        stored = {"weight": StoredTensor(self.format.load)} if self.is_dense else self.format.stored
+        if unknown := stored.keys() - {"weight", "blocks", "scales"}:
+            raise ValueError(f"quantised weights of joint experts with {min(unknown)} are not supported")
+        if self.bias is not None:
+            stored = stored | {"bias": StoredTensor(self._load_bias)}
+        return {
+            name if inner == "weight" else f"{name}_{inner}": each._replace(
+                load=functools.partial(self._load_each, each.load, inner == "weight")
+            )
+            for inner, each in stored.items()
+        }
+
+    def _load_each(self, load: Any, is_transposed: bool, loaded_weight: Any) -> None:
+        """Take the experts' shards out of the tensor of all."""
+        per_expert = sum(name.startswith("0.") for name in self.shards)
+        if loaded_weight.shape[0] != len(self.shards) // per_expert:
+            raise ValueError(f"holds {loaded_weight.shape[0]} experts, not {len(self.shards) // per_expert}")
+        for number, shard in enumerate(self.shards.values()):
+            matrix = loaded_weight[number // per_expert]
+            matrix = matrix.t() if is_transposed else matrix
+            load(matrix[number % per_expert :: per_expert], shard)
+
+    def _load_bias(self, loaded_weight: torch.Tensor, shard: Shard) -> None:
+        default_weight_loader(self.bias.data[shard.place], loaded_weight, shard.rows, shard.shape[:1])

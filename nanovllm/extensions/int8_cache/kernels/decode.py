@@ -1,0 +1,173 @@
+"""Decode attention over 8-bit pages: a kernel of its own, since bytes change every step of the arithmetic.
+
+Bytes become float16 by a permutation (`widen`), which leaves 1152 too much in each: of scores it is taken off
+at once, as the product's initial value. A token's key scale is multiplied into its scores, and its value
+scale into its weights. Weights are float16 there, so they need a running maximum of their own.
+"""
+
+from torch import Tensor
+
+from nanovllm.extensions.int8_cache.kernels.int8_cache import (
+    load_int8_tile,
+    page_sizes,
+    widen,
+)
+from nanovllm.kernels import runtime
+from nanovllm.kernels.attention_variant import AttentionVariant
+from nanovllm.kernels.decode_attention import launch_decode
+from nanovllm.kernels.runtime import IS_INTERPRETED, prefetch_each, tl, triton
+from nanovllm.kernels.split_kv import own_span, store_result
+
+FLOAT16_SIZE = 2  # of the elements that bytes become
+
+
+def int8_decode_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    variant: AttentionVariant,
+) -> Tensor:
+    """`paged_decode_attention` for 8-bit pages, on a GPU."""
+    # Where there is room, a tile in advance.
+    stages_of_long = 5 if runtime.has_hopper_shared_memory(q.device) else 2
+    return launch_decode(
+        _int8_decode_kernel,
+        q,
+        k_cache,
+        v_cache,
+        block_tables,
+        context_lens,
+        variant,
+        page_sizes(k_cache, q.shape[2]),
+        FLOAT16_SIZE,
+        stages_of_long,
+    )
+
+
+@triton.jit(do_not_specialize=["table_stride", "splits", "num_multiprocessors"])
+def _int8_decode_kernel(
+    q, k_cache, v_cache, block_tables, context_lens, extras, out, partial, counters,
+    scale_log2, q_batch_stride, q_head_stride, table_stride, splits, num_multiprocessors,
+    SIZES: tl.constexpr, HOOKS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """The frame, and the roles of rows and columns, are those of `_decode_kernel`."""
+    GROUP_PAD: tl.constexpr = SIZES.GROUP_PAD
+    DIM_PAD: tl.constexpr = SIZES.DIM_PAD
+    TILE: tl.constexpr = SIZES.TILE
+    PAGE: tl.constexpr = (2 * SIZES.HEAD_DIM + 4) * SIZES.BLOCK_SIZE  # bytes of a head in a block
+    SHARES: tl.constexpr = SIZES.KV_HEADS * SIZES.READERS
+    share = tl.program_id(0)
+    kv_head = share // SIZES.READERS
+    seq = tl.program_id(1)
+    split = tl.program_id(2)
+    context_len = tl.load(context_lens + seq)
+    first = 0
+    if HOOKS.first_token is not None:
+        first = HOOKS.first_token(extras, seq, context_len, HOOKS)
+    begin, end, used_splits = own_span(context_len, first, split, splits, SIZES)
+    table = block_tables + seq.to(tl.int64) * table_stride
+    if OVERLAP:
+        # The programs that start first prefetch their first tile while the query is still being computed.
+        if seq * SHARES + share < num_multiprocessors:
+            _prefetch_tile(k_cache, v_cache, table, kv_head, begin, end, SIZES)
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    if SIZES.SPLIT:
+        if split >= used_splits:
+            return
+
+    row = tl.arange(0, GROUP_PAD)
+    dim = tl.arange(0, DIM_PAD)
+    inside = (row < SIZES.GROUP)[None, :] & (dim < SIZES.HEAD_DIM)[:, None]
+    head = share * SIZES.GROUP + row
+    q_address = q + seq.to(tl.int64) * q_batch_stride + head[None, :] * q_head_stride + dim[:, None]
+    query = tl.load(q_address, mask=inside, other=0.0)
+    query, scale_log2, bias = scale_to_float16(query, scale_log2)
+
+    highest = tl.full([GROUP_PAD], float("-inf"), tl.float32)
+    total = tl.zeros([TILE, GROUP_PAD], tl.float32)
+    acc = tl.zeros([DIM_PAD, GROUP_PAD], tl.float32)
+    highest_byte = tl.full([GROUP_PAD], -1.0e30, tl.float32)
+    kept = ()
+    if HOOKS.begin is not None:
+        highest, total, kept = HOOKS.begin(
+            extras, seq, split == 0, row, head, dim, highest, total, SIZES, HOOKS
+        )
+    for start in range(begin, end, TILE):
+        token = start + tl.arange(0, TILE)
+        seen = token < end
+        if HOOKS.first_token is not None:
+            seen &= token >= first
+        key, value, key_scale, value_scale = load_int8_tile(
+            k_cache + kv_head * PAGE, SIZES.KV_HEADS * PAGE, table, start, end, SIZES, TILE, True
+        )
+        score = tl.zeros([TILE, GROUP_PAD], tl.float32) + bias[None, :]
+        score = tl.dot(widen(key), query, score) * key_scale[:, None] * scale_log2
+        if HOOKS.score is not None:
+            score = HOOKS.score(score, HOOKS)
+        score = tl.where(seen[:, None], score, float("-inf"))
+        # Bytes are multiplied by their scale times their probability, in float16, so 1 at most.
+        byte_score = score + tl.where(seen, fast_log2(value_scale), 0.0)[:, None]
+        tile_highest, byte_highest = tl.reduce((score, byte_score), 0, larger_of_each)
+        new_highest = tl.maximum(highest, tile_highest)
+        shrink = tl.exp2(highest - new_highest)
+        weight = tl.exp2(score - new_highest[None, :])
+        total = total * shrink[None, :] + weight
+        highest = new_highest
+        new_highest = tl.maximum(highest_byte, byte_highest)
+        shrink = tl.exp2(highest_byte - new_highest)
+        weight = tl.exp2(byte_score - new_highest[None, :]).to(tl.float16)
+        highest_byte = new_highest
+        # 1152 = 1024 + 128, by which `widen` gives too much, goes at once: left in the sum over a long
+        # context it would cost float32 its last digits. (Of a score it is taken off in `bias`.)
+        acc = tl.dot(widen(value) - 1152.0, weight, acc * shrink[None, :])
+
+    total = tl.sum(total, axis=0)
+    acc = acc * tl.exp2(highest_byte - tl.where(total > 0, highest, 0.0))[None, :]
+    if HOOKS.end is not None:
+        highest, total, acc = HOOKS.end(kept, row, dim, highest, total, acc, SIZES, HOOKS)
+    where = seq, share, split, splits, used_splits
+    store_result(out, partial, counters, (highest, total, acc), where, (row, head, dim), SIZES)
+
+
+@triton.jit
+def _prefetch_tile(k_cache, v_cache, table, kv_head, begin, end, SIZES: tl.constexpr):
+    """Start to load the tile at `begin` into the L2 cache, as far as it has tokens."""
+    if SIZES.HEAD_DIM % 16 == 0:
+        token = begin + tl.arange(0, SIZES.TILE)
+        block = tl.load(table + token // SIZES.BLOCK_SIZE, mask=token < end, other=0).to(tl.int64)
+        size = tl.where(token < end, SIZES.HEAD_DIM, 0)
+        # The values of 16 tokens take as much as their keys, and lie as far apart.
+        row = (block * SIZES.KV_HEADS + kv_head) * ((2 * SIZES.HEAD_DIM + 4) * SIZES.BLOCK_SIZE)
+        row += token % SIZES.BLOCK_SIZE * SIZES.HEAD_DIM
+        prefetch_each((k_cache + row).to(tl.int64), size)
+        prefetch_each((v_cache + row + SIZES.BLOCK_SIZE * SIZES.HEAD_DIM).to(tl.int64), size)
+
+
+@triton.jit
+def scale_to_float16(query, scale_log2):
+    """
+    Queries [DIM_PAD, columns] in float16 for a product with widened keys, what scores are to be multiplied by
+    [1, columns], and what the product begins with [columns], since each widened value is 1152 too large.
+    """
+    query = query.to(tl.float32)
+    largest = tl.maximum(tl.max(tl.abs(query), axis=0), 1.0e-30)
+    query = (query / largest[None, :]).to(tl.float16)
+    return query, (largest * scale_log2)[None, :], -1152.0 * tl.sum(query.to(tl.float32), axis=0)
+
+
+@triton.jit
+def fast_log2(x):
+    """-inf for 0. A single instruction, where `tl.log2` is a polynomial."""
+    if IS_INTERPRETED:
+        return tl.log2(x)
+    asm: tl.constexpr = "lg2.approx.f32 $0, $1;"
+    return tl.inline_asm_elementwise(asm, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def larger_of_each(a1, a2, b1, b2):
+    """For `tl.reduce` of two tensors at once."""
+    return tl.maximum(a1, b1), tl.maximum(a2, b2)

@@ -1,0 +1,65 @@
+"""The `CacheLayout` of 8-bit pages."""
+
+import torch
+from torch import Tensor
+
+from nanovllm.extensions.int8_cache.kernels.decode import int8_decode_attention
+from nanovllm.extensions.int8_cache.kernels.int8_cache import (
+    SCALE_BYTES,
+    as_stored,
+    hadamard_rotate,
+    load_dequantised,
+    page_sizes,
+    read_tokens,
+    store_int8_torch,
+)
+from nanovllm.extensions.int8_cache.kernels.store import int8_store_hooks
+from nanovllm.kernels.cache_layout import CacheLayout
+from nanovllm.kernels.kv_store import StoreHooks, only_written
+
+
+class Int8Layout(CacheLayout):
+    """Keys and values of a head lie in the same page: `k_cache` and `v_cache` are one tensor."""
+
+    planes = 1
+
+    def __init__(self):
+        super().__init__(torch.uint8)
+        self.load, self.decode = load_dequantised, int8_decode_attention
+
+    def page_shape(self, block_size: int, kv_heads: int, head_dim: int) -> tuple[int, ...]:
+        return kv_heads, block_size * (2 * head_dim + SCALE_BYTES)
+
+    def page_sizes(self, cache: Tensor, head_dim: int) -> tuple[int, int]:
+        return page_sizes(cache, head_dim)
+
+    def rotate(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return hadamard_rotate(q).to(q.dtype), hadamard_rotate(k)
+
+    def store(self, key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+        key, value, slots = only_written(key, value, slots)
+        store_int8_torch(key, value, k_cache, slots)
+
+    def as_stored(self, x: Tensor) -> Tensor:
+        return as_stored(x)
+
+    def store_hooks(self, cache: Tensor, head_dim: int, is_prefill: bool) -> StoreHooks:
+        return int8_store_hooks(cache, head_dim, is_prefill)
+
+    def read(
+        self,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        block_tables: Tensor,
+        begins: Tensor,
+        ends: Tensor,
+        head_dim: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return read_tokens(k_cache, block_tables, begins, ends, head_dim)
+
+    def read_one(self, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, begin: int, end: int) -> None:
+        return None  # bytes become numbers in one way only
+
+    def copy(self, pages: Tensor, sources: Tensor, targets: Tensor, num_tokens: Tensor) -> None:
+        """A token's bytes lie apart: copy whole blocks, as if of one token."""
+        super().copy(pages.flatten(3)[..., None, None, :], sources, targets, torch.ones_like(num_tokens))

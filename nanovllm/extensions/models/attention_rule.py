@@ -1,0 +1,130 @@
+"""Attention with a window, a soft limit of scores, or sinks: what Mistral, Gemma and gpt-oss do.
+
+What a rule leaves out is not compiled into the kernels.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nanovllm.kernels.attention_variant import AttentionVariant, Hooks
+from nanovllm.kernels.runtime import LOG2_E, tl, triton
+from nanovllm.layers.attention import Attention
+
+UNIT = tl.constexpr(LOG2_E)  # kernels compute exp2 of scores that are multiplied by this
+
+
+class RuleConstants(NamedTuple):
+    window: int
+    softcap: float
+
+
+@dataclass(eq=False)
+class AttentionRule(AttentionVariant):
+    """
+    A token attends to the last `window` tokens, itself among them (0: to all before it). A score s = q k^T *
+    scale becomes softcap * tanh(s / softcap), unless that is 0 (Gemma 2). exp(sinks[head]) joins the sum that
+    a head's probabilities are divided by: a key that has no value (gpt-oss).
+    """
+
+    scale: float
+    window: int = 0
+    softcap: float = 0.0
+    sinks: Tensor | None = None  # [heads], of any floating dtype
+
+    @property
+    def hooks(self) -> Hooks:
+        has_sinks = self.sinks is not None
+        return Hooks(
+            first_token=window_start if self.window else None,
+            first_token_prefill=window_start_prefill if self.window else None,
+            score=soften if self.softcap else None,
+            begin=begin_with_sink if has_sinks else None,
+            begin_prefill=begin_prefill_with_sink if has_sinks else None,
+            constants=RuleConstants(self.window, self.softcap),
+        )
+
+    @property
+    def extras(self) -> tuple[Tensor, ...]:
+        return () if self.sinks is None else (self.sinks,)
+
+    @property
+    def flash_problem(self) -> str:
+        return "" if self.sinks is None else "it knows no attention sinks"
+
+    def flash_options(self) -> dict[str, Any]:
+        window = (self.window - 1, 0) if self.window else (-1, -1)  # which does not count the token itself
+        return super().flash_options() | {"window_size": window, "softcap": self.softcap}
+
+    def first_token(self, context_lens: Tensor) -> Tensor:
+        if not self.window:
+            return super().first_token(context_lens)
+        return (context_lens - self.window).clamp_min(0)
+
+    def score(self, scores: Tensor) -> Tensor:
+        return self.softcap * (scores / self.softcap).tanh() if self.softcap else scores
+
+    def first_sums(self, kv_heads: int) -> Tensor | None:
+        return None if self.sinks is None else self.sinks.float().view(kv_heads, -1, 1)
+
+    def attend_decode(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rows: Any) -> Tensor:
+        if self._is_plain:
+            return super().attend_decode(q, k, v, mask, rows)
+        return self.attend_and_sum(q, k, v, mask, self.first_sums(q.shape[1]))[0]
+
+    def attend_prefill(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        if self._is_plain:
+            return super().attend_prefill(q, k, v, mask)
+        if mask is None:
+            mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
+        sinks = self.first_sums(len(q))
+        return self.attend_and_sum(q, k, v, mask, None if sinks is None else sinks[..., None])[0]
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether nothing but a window and a scale is needed."""
+        return not self.softcap and self.sinks is None
+
+
+def set_rule(attention: Attention, **features: Any) -> None:
+    """Give a layer a rule with these features, and those of the rule that it has."""
+    variant = attention.variant
+    rule = variant if isinstance(variant, AttentionRule) else AttentionRule(variant.scale)
+    attention.variant = replace(rule, **features)
+
+
+@triton.jit
+def window_start(extras, seq, context_len, HOOKS: tl.constexpr):
+    return tl.maximum(context_len - HOOKS.constants.window, 0)
+
+
+@triton.jit
+def window_start_prefill(extras, seq, context_len, HOOKS: tl.constexpr):
+    return context_len - HOOKS.constants.window
+
+
+@triton.jit
+def soften(score, HOOKS: tl.constexpr):
+    """softcap * tanh(score / softcap), of scores in units of log2."""
+    SOFTCAP: tl.constexpr = HOOKS.constants.softcap
+    tanh = 1.0 - 2.0 / (1.0 + tl.exp2(score * (2.0 / SOFTCAP)))
+    return tanh * (SOFTCAP * UNIT)
+
+
+@triton.jit
+def begin_with_sink(
+    extras, seq, is_first, row, head, dim, highest, total, SIZES: tl.constexpr, HOOKS: tl.constexpr
+):
+    """The first split begins with a key that has no value."""
+    sink = tl.load(extras[0] + head, mask=row < SIZES.GROUP, other=0.0).to(tl.float32) * UNIT
+    highest = tl.where(is_first, sink, highest)
+    total += tl.where((tl.arange(0, SIZES.TILE) == 0) & is_first, 1.0, 0.0)[:, None]
+    return highest, total, ()
+
+
+@triton.jit
+def begin_prefill_with_sink(extras, head, highest, total, HOOKS: tl.constexpr):
+    sink = tl.load(extras[0] + head).to(tl.float32) * UNIT
+    return tl.zeros_like(highest) + sink, total + 1.0

@@ -1,0 +1,164 @@
+"""The configuration of a decoder that has more than Qwen3: windows, experts, other rotations.
+
+One spelling for what files of many models say; what a file leaves out is in the model's `Facts`.
+"""
+
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import torch
+
+from nanovllm.checkpoints.model_config import (
+    MAX_SIZE,
+    ModelConfig,
+    check_number,
+    check_size,
+    read_dtype,
+    read_sizes,
+)
+from nanovllm.extensions.models.rope import FULL, SLIDING, context_limit, read_rope_parameters
+from nanovllm.utils.validation import check_bool, shown
+
+MAX_EXPERTS = 2**12
+DEFAULTS = {"rms_norm_eps": 1e-6, "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False}
+# Settings that may have this value only.
+SUPPORTED = {"partial_rotary_factor": 1.0, "final_logit_softcapping": None, "attn_logit_softcapping": None}
+SUPPORTED |= {"use_bidirectional_attention": False, "swiglu_limit": 7.0, "swiglu_alpha": 1.702}
+
+
+@dataclass(frozen=True)
+class ExpertsConfig:
+    """The mixture of experts that takes the place of some layers' MLP. Fields as in config.json."""
+
+    num_experts: int
+    num_experts_per_tok: int
+    moe_intermediate_size: int
+    norm_topk_prob: bool
+    decoder_sparse_step: int
+    mlp_only_layers: list[int]
+
+    def replaces_mlp(self, layer: int) -> bool:
+        return layer not in self.mlp_only_layers and (layer + 1) % self.decoder_sparse_step == 0
+
+
+@dataclass(frozen=True)
+class DecoderConfig(ModelConfig):
+    """
+    `architectures` are those whose classes here are to be used; without one transformers builds the model
+    from `raw`, the file itself, and of all other fields only sizes count. `rope_parameters` are all rotary
+    settings, whichever way the file spells them, of layers without a window, and `local_rope_parameters`
+    those of the others. `windows` has of each layer to how many tokens it attends (0: to all).
+    """
+
+    mlp_bias: bool
+    local_rope_parameters: dict[str, Any]
+    windows: tuple[int, ...]
+    query_pre_attn_scalar: float  # attention scores are divided by its root
+    experts: ExpertsConfig | None  # None if each layer has an MLP
+    quantization_config: dict[str, Any] | None  # as the file has it; None if weights are not quantised
+    raw: dict[str, Any] = field(repr=False)
+
+    def window(self, layer: int) -> int:
+        """To how many tokens a layer attends; 0 if these are all that there can be."""
+        window = self.windows[layer]
+        return window if window < self.max_model_len else 0
+
+    @property
+    def tokens_in_reach(self) -> int:
+        windows = [*map(self.window, range(self.num_hidden_layers))]
+        return max(windows) if all(windows) else 0
+
+    @property
+    def least_bits(self) -> int:
+        widths, experts = self.num_hidden_layers * self.layer_width, self.experts
+        if experts:
+            num_sparse = sum(map(experts.replaces_mlp, range(self.num_hidden_layers)))
+            sparse_width = experts.num_experts * experts.moe_intermediate_size
+            widths += num_sparse * 3 * (sparse_width - self.intermediate_size)
+        format = self.quantization_config
+        # GGUF's smallest types take between one and two bits a weight.
+        bits = 8 if format is None else 1 if format.get("quant_method") == "gguf" else 4
+        return bits * self.hidden_size * (self.vocab_size + widths)
+
+    @property
+    def divided_sizes(self) -> dict[str, int]:
+        own = {} if self.experts is None else {"moe_intermediate_size": self.experts.moe_intermediate_size}
+        return super().divided_sizes | own
+
+    def usual_dtype(self, device: str) -> str:
+        """Weights of 4 to 6 bits stay packed on a CPU that multiplies bfloat16 itself."""
+        bits = (self.quantization_config or {}).get("bits_per_weight", 0)
+        stays_packed = 4 <= bits < 7 and torch.cpu._is_avx512_bf16_supported()
+        return "bfloat16" if stays_packed else super().usual_dtype(device)
+
+    def shortened(self) -> "DecoderConfig":
+        windows = (*dict.fromkeys(self.windows), *self.windows)[:2]  # unlike ones, if there are
+        return replace(super().shortened(), windows=windows)
+
+
+def read_decoder(
+    raw: dict[str, Any], architectures: list[str], own: dict[str, Any], given: dict[str, Any]
+) -> DecoderConfig:
+    """
+    From the fields that a file has, `given`, and the defaults of its model. `architectures` is empty for one
+    without a class here. Raises ValueError naming what is wrong or not supported.
+    """
+    if "rope_parameters" in given:  # takes the place of all settings
+        own = {name: value for name, value in own.items() if name != "rope_scaling"}
+    values = read_sizes(DEFAULTS | own | given)
+    check_bool(values["mlp_bias"], "mlp_bias")
+    scalar = values.setdefault("query_pre_attn_scalar", values["head_dim"])
+    check_number("query_pre_attn_scalar", scalar, 1e-6, 1e15)
+    rope_parameters, local = (read_rope_parameters(values, kind) for kind in (FULL, SLIDING))
+    activation = "hidden_activation" if "hidden_activation" in given else "hidden_act"
+    for name, value in (SUPPORTED | {activation: own.get("hidden_act", "silu")}).items():
+        for settings in (given, rope_parameters):
+            if settings.get(name, value) != value:
+                raise ValueError(f"{name} = {shown(settings[name])} is not supported")
+    quantization_config = given.get("quantization_config") or None
+    if not isinstance(quantization_config, dict | type(None)):
+        raise ValueError(f"quantization_config cannot be {shown(quantization_config)}")
+    limit = context_limit(rope_parameters, values["max_position_embeddings"])
+    windows = _read_windows(values, raw, own) if architectures else (0,) * values["num_hidden_layers"]
+    values.update(architectures=architectures, rope_parameters=rope_parameters, local_rope_parameters=local)
+    values.update(windows=windows, dtype=read_dtype(given), quantization_config=quantization_config, raw=raw)
+    values["experts"] = _read_experts(values) if "num_experts" in own else None
+    return DecoderConfig.from_values(values | {"context_limit": limit, "max_model_len": limit})
+
+
+def _read_windows(values: dict[str, Any], raw: dict[str, Any], own: dict[str, Any]) -> tuple[int, ...]:
+    """Of each layer, from `layer_types`, or from what takes its place in this architecture."""
+    num_layers, is_used = values["num_hidden_layers"], values.get("use_sliding_window", True)
+    check_bool(is_used, "use_sliding_window")
+    window = raw.get("sliding_window", own["sliding_window"]) if "sliding_window" in own else None
+    if not is_used or window is None:
+        window, kinds, allowed = 0, [FULL] * num_layers, [FULL]
+    else:
+        check_size("sliding_window", window)
+        first = values["max_window_layers"] if "max_window_layers" in own else 0
+        every = values["sliding_window_pattern"] if "sliding_window_pattern" in own else 0
+        check_number("max_window_layers", first, 0, MAX_SIZE)
+        check_number("sliding_window_pattern", every, 0, MAX_SIZE)
+        has_window = [i >= first and not (every and (i + 1) % every == 0) for i in range(num_layers)]
+        kinds, allowed = [SLIDING if each else FULL for each in has_window], [FULL, SLIDING]
+    kinds = values.get("layer_types", kinds)
+    if not isinstance(kinds, list) or len(kinds) < num_layers or any(kind not in allowed for kind in kinds):
+        expected = " or ".join(map(repr, allowed))
+        raise ValueError(f"layer_types must be {expected} for each layer, got {shown(kinds)}")
+    return tuple(window if kind == SLIDING else 0 for kind in kinds)
+
+
+def _read_experts(values: dict[str, Any]) -> ExpertsConfig:
+    values["num_experts"] = values.get("num_local_experts", values["num_experts"])  # the newer spelling
+    if values["moe_intermediate_size"] is None:
+        values["moe_intermediate_size"] = values["intermediate_size"]
+    experts = ExpertsConfig(**{field.name: values[field.name] for field in fields(ExpertsConfig)})
+    check_size("num_experts", experts.num_experts, MAX_EXPERTS)
+    check_size("num_experts_per_tok", experts.num_experts_per_tok, experts.num_experts)
+    check_size("moe_intermediate_size", experts.moe_intermediate_size)
+    check_size("decoder_sparse_step", experts.decoder_sparse_step)
+    check_bool(experts.norm_topk_prob, "norm_topk_prob")
+    layers = experts.mlp_only_layers
+    if not isinstance(layers, list) or not all(type(layer) is int for layer in layers):
+        raise ValueError(f"mlp_only_layers must be a list of integers, got {shown(layers)}")
+    return experts

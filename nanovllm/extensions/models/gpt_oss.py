@@ -1,0 +1,70 @@
+"""gpt-oss: a mixture of experts with biases in each layer, attention with sinks, a window in some layers."""
+
+import torch
+from torch import nn
+
+from nanovllm.extensions.experts.kernels.router import Routing
+from nanovllm.extensions.experts.moe import Experts, JointLinear, MixtureOfExperts, Router
+from nanovllm.extensions.models.attention_rule import set_rule
+from nanovllm.extensions.models.config import DecoderConfig
+from nanovllm.extensions.models.facts import EXPERTS, Facts
+from nanovllm.models.qwen3 import Qwen3Attention, Qwen3ForCausalLM, Variant
+from nanovllm.utils.loader import default_weight_loader
+
+
+class GptOssForCausalLM(Qwen3ForCausalLM):
+    packed_modules_mapping = {
+        "q_proj": ("qkv_proj", "q"),
+        "k_proj": ("qkv_proj", "k"),
+        "v_proj": ("qkv_proj", "v"),
+        "router": ("gate", None),
+    }
+
+    def __init__(self, config: DecoderConfig):
+        super().__init__(config)
+        for layer in self.model.layers:
+            layer.self_attn.sinks = sinks = make_sinks(layer.self_attn)
+            set_rule(layer.self_attn.attn, sinks=sinks)
+
+    @staticmethod
+    def variant(config: DecoderConfig) -> Variant:
+        bias = config.attention_bias
+        return Variant(qk_norm=False, qkv_bias=bias, o_bias=bias, mlp_bias=False)
+
+    def make_mlp(self, config: DecoderConfig, layer: int) -> nn.Module:
+        experts, hidden_size = config.experts, config.hidden_size
+        routing = Routing(experts.num_experts_per_tok)
+        sizes = hidden_size, experts.moe_intermediate_size, experts.num_experts
+        return MixtureOfExperts(
+            Router(hidden_size, experts.num_experts, routing, bias=True),
+            Experts(*sizes, JointLinear, bias=True, is_clamped=True),
+        )
+
+
+def make_sinks(attention: Qwen3Attention) -> nn.Parameter:
+    """[heads of this rank]."""
+    group, heads = attention.qkv_proj.group, attention.attn.num_heads
+    sinks = nn.Parameter(torch.empty(heads), requires_grad=False)
+    mine, shape = slice(group.rank * heads, group.rank * heads + heads), (group.size * heads,)
+    sinks.weight_loader = lambda param, loaded: default_weight_loader(param, loaded, mine, shape)
+    return sinks
+
+
+ROPE = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
+DEFAULTS = {
+    **EXPERTS,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": None,  # intermediate_size
+    "norm_topk_prob": True,
+    "swiglu_limit": 7.0,
+    "swiglu_alpha": 1.702,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "rms_norm_eps": 1e-5,
+    "attention_bias": True,
+    "sliding_window": 128,
+    "sliding_window_pattern": 2,
+    "rope_theta": 150000.0,
+    "rope_scaling": ROPE,
+}
+FACTS = Facts(GptOssForCausalLM, "gpt_oss", DEFAULTS)

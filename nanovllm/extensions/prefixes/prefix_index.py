@@ -1,0 +1,67 @@
+"""Finds the block that has the longest beginning in common with some tokens.
+
+Knows hashes, tokens and numbers of blocks; nothing about who owns them. The idea: blocks that follow the same
+tokens are kept sorted by their own, so the one that has most in common with some tokens is a neighbour of the
+place where these would stand. Finding it takes a binary search, however many blocks there are. Tokens are
+sorted as bytes, which are compared in C: in any order of bytes equal beginnings are neighbours.
+"""
+
+from bisect import bisect_left, insort
+
+from nanovllm.engine.sequence import TOKEN_BYTES
+
+
+class PrefixIndex:
+    """Has the hash of the block before each block (`parent`, -1 for a first block), and its packed tokens."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[int, tuple[int, bytes]] = {}  # by block id: parent, tokens
+        self._children: dict[int, list[tuple[bytes, int]]] = {}  # by parent: (tokens, block id), sorted
+
+    def __contains__(self, block_id: int) -> bool:
+        return block_id in self._blocks
+
+    def add(self, block_id: int, parent: int, tokens: bytes) -> None:
+        self._blocks[block_id] = parent, tokens
+        insort(self._children.setdefault(parent, []), (tokens, block_id))
+
+    def remove(self, block_id: int) -> None:
+        """Does nothing if the block is not there."""
+        if block_id in self._blocks:
+            parent, tokens = self._blocks.pop(block_id)
+            children = self._children[parent]
+            del children[bisect_left(children, (tokens, block_id))]
+            if not children:
+                del self._children[parent]
+
+    def move(self, block_id: int, other: "PrefixIndex") -> None:
+        """To another index."""
+        parent, tokens = self._blocks[block_id]
+        self.remove(block_id)
+        other.add(block_id, parent, tokens)
+
+    def longest(self, parent: int, tokens: bytes, more_than: int = 0) -> tuple[int, int]:
+        """
+        The block that begins with most of these tokens, and with how many. (-1, more_than) if none begins
+        with more than that.
+        """
+        best = -1, more_than
+        if children := self._children.get(parent):
+            i = bisect_left(children, (tokens,))
+            for others, block_id in children[max(i - 1, 0) : i + 1]:
+                end = (best[1] + 1) * TOKEN_BYTES
+                if len(others) >= end and others[:end] == tokens[:end]:
+                    best = block_id, num_common_bytes(others, tokens) // TOKEN_BYTES
+        return best
+
+
+def num_common_bytes(a: bytes, b: bytes) -> int:
+    """How many bytes both begin with. Compares halves: slices are compared in C."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -1,0 +1,114 @@
+"""Prompts share cached tokens to the token: where two part ways inside a block, what is equal is copied.
+
+`TokenPrefixes` finds whole blocks as the core does, and behind them, with two indices, the block that begins
+with most of the tokens that follow. A block is in `computing` until the step that computes it has been
+enqueued, and in `computed` then; only computed tokens can be copied. Its other half, on every rank, copies
+them. `HoldBack` lets a prompt wait for one step that computes what it could copy then.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from nanovllm.engine.policies import Admission, Admitting, Hit, PrefixCache, Verdict
+from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.transfer import to_device
+from nanovllm.extensions.prefixes.prefix_index import PrefixIndex
+
+WAIT_TOKENS = 64
+
+
+@dataclass
+class TokenHit(Hit):
+    """`num_copied` tokens, the first ones of block `source`, follow the whole blocks."""
+
+    source: int = -1
+    num_copied: int = 0
+    num_computing: int = 0  # how many could be copied after the step that is being scheduled
+
+
+class TokenPrefixes(PrefixCache):
+    def __init__(self) -> None:
+        self.num_copied_tokens = 0
+
+    def start(self, pool: Any) -> None:
+        super().start(pool)
+        self.computed, self.computing = PrefixIndex(), PrefixIndex()
+        self.copies: dict[int, tuple[int, int]] = {}  # by seq_id: source and tokens, before its first step
+
+    def find(self, seq: Sequence) -> TokenHit:
+        """Whole blocks up to the first miss, and from another block what follows."""
+        pool, size = self.pool, self.pool.block_size
+        blocks: list[int] = []
+        parent = -1
+        while True:
+            start = len(blocks) * size
+            packed = seq.packed(start, min(start + size, seq.num_cacheable_tokens))
+            block_id, num_common = pool.find_block(seq, len(blocks)), size
+            if block_id == -1:
+                block_id, num_common = self.computed.longest(parent, packed)
+            if num_common < size:
+                break
+            blocks.append(block_id)
+            parent = pool.blocks[block_id].hash
+        is_free = num_common and pool.blocks[block_id].ref_count == 0
+        if is_free and len(pool.free_block_ids) <= pool.num_new_blocks(seq, blocks):
+            block_id, num_common = -1, 0  # no room for it beside the new blocks
+        num_computing = self.computing.longest(parent, packed, num_common)[1]
+        pins = (block_id,) if num_common else ()
+        return TokenHit(blocks, start + num_common, pins, block_id, num_common, num_computing)
+
+    def allocated(self, seq: Sequence, hit: TokenHit) -> None:
+        for i in range(len(hit.blocks), seq.num_blocks):
+            self._list(self.computing, seq, i, len(seq))
+        if hit.num_copied:
+            self.copies[seq.seq_id] = hit.source, hit.num_copied
+            self.num_copied_tokens += hit.num_copied
+
+    def written(self, seq: Sequence, start: int, end: int) -> None:
+        size = self.pool.block_size
+        for i in range(start // size, -(-end // size)):
+            block_id = seq.block_table[i]
+            if block_id not in self.computing:
+                self._list(self.computed, seq, i, end)
+            elif (i + 1) * size <= end or end == seq.num_tokens:  # else a chunk ends in the middle of it
+                self.computing.move(block_id, self.computed)
+
+    def forgotten(self, block_id: int) -> None:
+        for index in (self.computed, self.computing):
+            index.remove(block_id)
+
+    def _list(self, index: PrefixIndex, seq: Sequence, i: int, end: int) -> None:
+        """Have the sequence's i-th block found by its tokens up to token `end`."""
+        block, size = self.pool.blocks[seq.block_table[i]], self.pool.block_size
+        self.forgotten(block.block_id)
+        parent = self.pool.block_hash(seq, i - 1) if i else -1
+        packed = block.packed or seq.packed(i * size, min((i + 1) * size, end))
+        index.add(block.block_id, parent, packed)
+
+    def prepare(self, sequences: list[Sequence]) -> np.ndarray | None:
+        """int64 [3, copies]: from which block to which, and how many tokens."""
+        copies = []
+        for seq in sequences:
+            source, num_tokens = self.copies.pop(seq.seq_id, (-1, 0))
+            if num_tokens:
+                copies.append((source, seq.block_table[seq.num_cached_blocks], num_tokens))
+        return np.ascontiguousarray(np.array(copies, dtype=np.int64).T) if copies else None
+
+    def receive(self, message: np.ndarray, kv_cache: Any) -> None:
+        kv_cache.copy_blocks(*to_device(message, kv_cache.device))
+
+    def stats(self) -> dict[str, int]:
+        return {"num_copied_tokens": self.num_copied_tokens}
+
+
+class HoldBack(Admission):
+    """
+    Prompts share whole blocks that the same step computes, but can only copy what an earlier one has. So a
+    prompt that could copy much more after the step that is being scheduled waits for it.
+    """
+
+    def admits(self, seq: Sequence, hit: Hit, state: Admitting) -> Verdict:
+        waits = isinstance(hit, TokenHit) and hit.num_computing - hit.num_copied >= WAIT_TOKENS
+        return Verdict.WAIT if waits else Verdict.ADMIT

@@ -1,0 +1,19 @@
+"""Faster matrix products for decode batches, with their neighbours folded in.
+
+A decode step multiplies few rows by large weights, so its time is the time to read the weights plus whatever
+is lost between kernels. In a layer of Qwen3-0.6B a product takes a few microseconds, about as long as it
+takes to start a kernel, wait for its first bytes and drain it. The library's products leave RMSNorm, the
+residual addition and SwiGLU to kernels of their own, each of which pays that price again.
+
+Two kernels remove it:
+
+- `kernels/matvec.py` (gemv), for one or two rows: one pass over the weight at memory bandwidth, which
+  normalises its input, applies SwiGLU and adds the residual itself. Each program asks for its weights before
+  it waits for its input.
+- `kernels/fused_linear.py`, for decode batches of small models: tiles on tensor cores. RMSNorm needs the sum
+  of squares of a whole row, which no tile has. So the norm is split: the product before it multiplies by the
+  norm's weight and leaves partial sums of squares, and the product behind it divides by their root.
+
+`products.py` lists them for the core's layers. Neither changes what is computed, only where it is rounded. A
+prefill and large batches stay with the library, whose products are bound by arithmetic there.
+"""

@@ -1,0 +1,89 @@
+"""What the configuration of compressed-tensors says: groups of layers, each with its own format."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from nanovllm.extensions.quantised.fp8 import Fp8
+from nanovllm.extensions.quantised.int4 import Int4
+from nanovllm.extensions.quantised.int8 import Int8
+from nanovllm.extensions.quantised.patterns import pattern
+from nanovllm.extensions.quantised.scheme import (
+    Format,
+    Scheme,
+    choose,
+    choose_group,
+    names_in,
+    refuse,
+)
+from nanovllm.utils.validation import shown
+
+PACKED, FLOATS, INTEGERS, NAIVE = "pack-quantized", "float-quantized", "int-quantized", "naive-quantized"
+CLASS = "Linear"  # what transformers calls our layers
+BLOCK = [128, 128]
+
+
+def read_compressed_tensors(config: dict[str, Any]) -> Scheme:
+    """What a `quantization_config` says. Raises ValueError naming the field."""
+    refuse(config, "transform_config")
+    sparsity = config.get("sparsity_config")
+    if not isinstance(sparsity, dict) or sparsity.get("format") != "dense":
+        refuse(config, "sparsity_config")
+    groups = config.get("config_groups")
+    if not isinstance(groups, dict) or not groups or not all(isinstance(g, dict) for g in groups.values()):
+        raise ValueError(f"config_groups must be an object of objects, got {shown(groups)}")
+    formats: dict[str, Format] = {}
+    for name, group in groups.items():
+        try:
+            formats |= dict.fromkeys(names_in(group, "targets"), _read_group(config, group))
+        except ValueError as error:
+            raise ValueError(f"config_groups.{name}.{error}") from None
+    find_ignored, find_target = _finder("ignore", names_in(config, "ignore")), _finder("targets", formats)
+
+    def find(name: str) -> Format | None:
+        return None if find_ignored(name) else formats.get(find_target(name) or CLASS)
+
+    return Scheme([*formats.values()], find)
+
+
+def _finder(field: str, targets: Iterable[str]) -> Callable[[str], str | None]:
+    """Which of the targets is a layer's name, or else the first pattern of it in the order of their texts."""
+    names = set(targets)
+    patterns = {name: pattern(field, name[3:], name[3:]) for name in sorted(names) if name.startswith("re:")}
+    return lambda name: (
+        name if name in names else next((each for each in patterns if patterns[each].match(name)), None)
+    )
+
+
+def _read_group(config: dict[str, Any], group: dict[str, Any]) -> Format:
+    kinds = [PACKED, FLOATS, INTEGERS, NAIVE]
+    format = choose({"format": group.get("format") or config.get("format")}, "format", kinds)
+    weights = group.get("weights")
+    if not isinstance(weights, dict):
+        raise ValueError(f"weights must be an object, got {shown(weights)}")
+    try:
+        return _read_weights(format, weights)
+    except ValueError as error:
+        raise ValueError(f"weights.{error}") from None
+
+
+def _read_weights(format: str, weights: dict[str, Any]) -> Format:
+    kinds = {PACKED: ["int"], FLOATS: ["float"], INTEGERS: ["int"], NAIVE: ["int", "float"]}
+    kind = choose(weights, "type", kinds[format], "int")
+    bits = choose(weights, "num_bits", [4, 8] if format == PACKED else [8], 8)
+    refuse(weights, "dynamic")
+    strategies = ["tensor", "channel", "group", *(["block"] if kind == "float" else [])]
+    strategy = choose(weights, "strategy", strategies)
+    if strategy == "block":
+        choose(weights, "block_structure", [BLOCK])
+    group = choose_group(weights) if strategy == "group" else 0
+    tile = {"tensor": (0, 0), "block": tuple(BLOCK)}.get(strategy, (1, group))
+    orders = [None, False, "static", "weight", *(["group", "dynamic"] if bits == 4 else [])]
+    order = choose(weights, "actorder", orders)
+    is_symmetric = choose(weights, "symmetric", [True] if kind == "float" else [True, False], True)
+    if kind == "float":
+        return Format(Fp8, {"stored_tile": tile, "source": FLOATS})
+    if bits == 8:
+        settings = {"stored_tile": tile, "is_symmetric": is_symmetric, "is_packed": format == PACKED}
+        return Format(Int8, settings)
+    settings = {"group": group, "source": PACKED, "is_symmetric": is_symmetric, "tile_rows": tile[0]}
+    return Format(Int4, settings | {"has_order": order in ("group", "dynamic")})

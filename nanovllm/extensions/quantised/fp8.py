@@ -1,0 +1,83 @@
+"""Weights in 8-bit floating point (e4m3): one scale a tensor, a row or a block.
+
+The format of Qwen's and DeepSeek's checkpoints (`quant_method` "fp8", blocks of 128 x 128), one of
+compressed-tensors', and made here from weights of more bits.
+"""
+
+from typing import Any
+
+import torch
+
+from nanovllm.extensions.quantised.kernels.fp8_linear import can_use_fp8
+from nanovllm.extensions.quantised.products import Fp8Product, example_row
+from nanovllm.extensions.quantised.scaled import ONE_TILE, SCALES, ScaledWeight, ignore
+from nanovllm.extensions.quantised.scheme import Format, Scheme, choose, listed, same_for_all
+from nanovllm.layers.product import Product
+from nanovllm.layers.weight import Shard
+from nanovllm.utils.loader import StoredTensor, check_stored
+from nanovllm.utils.validation import shown
+
+EXPONENTS = {torch.float8_e8m0fnu, *SCALES}
+BLOCK = 128
+
+
+def read_fp8(config: dict[str, Any]) -> Scheme:
+    """What a `quantization_config` of quant_method "fp8" says. Raises ValueError naming the field."""
+    choose(config, "fmt", ["e4m3", "float8_e4m3fn"], "e4m3")
+    choose(config, "activation_scheme", ["dynamic", "static"], "dynamic")
+    choose(config, "scale_fmt", ["float", "ue8m0"], "float")
+    block = config.get("weight_block_size")
+    if block not in (None, [BLOCK, BLOCK]):
+        raise ValueError(f"weight_block_size = {shown(block)} is not supported; supported: [128, 128], null")
+    # AutoFP8 has no such field, and another name for its scales.
+    source = "fp8" if "weight_block_size" in config else "AutoFP8"
+    format = Format(Fp8, {"stored_tile": tuple(block or ONE_TILE), "source": source})
+    return same_for_all(format, listed(config, "modules_to_not_convert", "ignored_layers"))
+
+
+def make_fp8() -> Scheme:
+    """A scale for each row of each rank's part."""
+    return same_for_all(Format(Fp8, {"stored_tile": (1, 0), "source": "floats"}))
+
+
+class Fp8(ScaledWeight):
+    """`weight` float8_e4m3fn [out, in], `scales` float32."""
+
+    highest = 448.0
+
+    def __init__(self, shards: dict[Any, Shard], stored_tile: tuple[int, int], source: str):
+        super().__init__(shards, stored_tile)
+        self.weight = self._parameter("weight", *self.shape, dtype=torch.float8_e4m3fn)
+        if source == "floats":
+            self.stored = {"weight": StoredTensor(self.load_floats)}
+            return
+        self.stored = {"weight": StoredTensor(self._load_weight)}
+        unused = "input_scale", "activation_scale", "output_scale"  # the last is of keys or values
+        self.stored |= dict.fromkeys(unused, StoredTensor(ignore, True))
+        name = "weight_scale_inv" if source == "fp8" else "weight_scale"
+        load = self._load_exact_scales if source in ("fp8", "AutoFP8") else self.load_scales
+        self.stored[name] = StoredTensor(load)
+
+    def _load_weight(self, loaded: Any, shard: Shard) -> None:
+        check_stored(loaded, shard.shape, {torch.float8_e4m3fn})
+        target = self.weight.data[shard.place].copy_(loaded[shard.rows, shard.columns])
+        if ((target.view(torch.uint8) & 0x7F) == 0x7F).any():
+            raise ValueError("holds NaN")
+
+    def _load_exact_scales(self, loaded: Any, shard: Shard) -> None:
+        """Scales of whatever dtype, with products that are rounded only once."""
+        self.load_scales(loaded, shard, dtypes=EXPONENTS)
+
+    def products(self, hidden_size: int | None, num_ranks: int) -> list[Product]:
+        """In 8 bits beside a residual stream, where the norm or the activation quantises."""
+        *gemv, library = super().products(hidden_size, num_ranks)
+        weight = self.quantised
+        if hidden_size is None or not can_use_fp8(example_row(weight, self.dtype), weight):
+            return [*gemv, library]
+        return [*gemv, Fp8Product(weight), library]
+
+    def round(self, values: torch.Tensor) -> torch.Tensor:
+        return values.clamp_(-self.highest, self.highest)
+
+    def set_codes(self, rows: slice, codes: torch.Tensor) -> None:
+        self.weight.data[rows] = codes.to(torch.float8_e4m3fn)

@@ -1,0 +1,290 @@
+"""GGUF's types, kept packed on GPUs, where kernels multiply them, and where a CPU computes in bfloat16.
+
+For CPUs torch has a product for codes of 4 bits in groups of 32, 64, ... inputs,
+`_weight_int4pack_mm_for_cpu`:
+(code - 8) * scale + zero, with scale and zero in the dtype of the activations, which is the only rounding.
+Codes of more bits are two digits in one group: 16 * x is multiplied by the high one and x by the low one, so
+that both have the same scale. The product is made for few rows. For more, oneDNN's on the converted weight is
+faster: this is kept beside the codes where there is memory for both, else it is made again in pieces. In
+float32 the product for codes is several times slower than oneDNN's: only converted weights are made.
+"""
+
+import contextlib
+import functools
+import os
+from itertools import chain, groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nanovllm.extensions.quantised.gguf_blocks import Groups
+from nanovllm.extensions.quantised.kernels.quantised_weight import QuantisedWeight, dequantise_whole_torch
+from nanovllm.extensions.quantised.kernels.quantised_weight import pack as pack_halves
+from nanovllm.extensions.quantised.products import gemv_products
+from nanovllm.extensions.quantised.scaled import multiply_by_kernels
+from nanovllm.extensions.quantised.scheme import Format, Scheme, same_for_all
+from nanovllm.kernels import runtime
+from nanovllm.layers.product import Product
+from nanovllm.layers.weight import Shard, Weight, can_pack, multiply, packed
+from nanovllm.utils.loader import StoredTensor, check_finite, check_stored
+
+# The types that stay packed: bits of a code.
+BITS = {"Q4_0": 4, "Q4_1": 4, "Q4_K": 4, "Q5_0": 5, "Q5_1": 5, "Q5_K": 5, "Q6_K": 6, "Q8_0": 8}
+BLOCK = 32  # inputs: a multiple of every type's group
+LANES = 64  # outputs whose codes torch keeps together, where it has AVX-512
+# By digits, from how many rows on converting a weight first is faster, and multiplying one that is converted.
+MANY_ROWS = {1: 64, 2: 32}
+SOME_ROWS = {1: 8, 2: 4}
+PIECE = 2**20  # weights that are converted at a time
+CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
+
+
+def read_gguf(config: dict[str, Any]) -> Scheme:
+    """All layers are loaded by `GGUF` where its products are fast, else none."""
+    on_gpu = torch.get_default_device().type == "cuda" or runtime.compiling_for is not None
+    dtypes = {torch.bfloat16, torch.float16} if on_gpu else {torch.bfloat16}
+    is_fast = torch.get_default_dtype() in dtypes and (runtime.HAVE_TRITON or not on_gpu)
+    # Codes, their scales and weights in bfloat16 take less than 4 bytes each.
+    has_room = not on_gpu and 4 * config.get("num_weights", 0) <= host_memory() // 2
+    return same_for_all(Format(GGUF, {"keeps_weight": has_room}), lambda name: not is_fast)
+
+
+def host_memory() -> int:
+    """Bytes that the system, or the container, has in all; 0 if it does not say."""
+    if not hasattr(os, "sysconf"):
+        return 0
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with contextlib.suppress(OSError, ValueError):  # ValueError: "max"
+        total = min(total, int(CONTAINER_LIMIT.read_text()))
+    return total
+
+
+class GGUF(Weight):
+    """
+    A weight [out, in] whose shards have types of their own: neighbours of one kind are one run. With
+    keeps_weight a CPU has it in bfloat16, too. There are no `parameters` as long as shards are missing.
+    """
+
+    def __init__(self, shards: dict[Any, Shard], keeps_weight: bool = False):
+        super().__init__(shards)
+        self.keeps_weight = keeps_weight
+        self.stored = {"weight": StoredTensor(self._load)}
+        self.runs: list[PackedCodes | KernelCodes | Converted] = []
+        self._waiting: dict[int, list[Piece]] = {shard.offset: [] for shard in shards.values()}
+
+    def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        # Kernels that are compiled ahead are so before anything is loaded.
+        outputs = [run.multiply(x) for run in self.runs] or [x.new_empty(len(x), self.shape[0])]
+        y = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+        return y if bias is None else y + bias
+
+    def products(self, hidden_size: int | None, num_ranks: int) -> list[Product]:
+        found = super().products(hidden_size, num_ranks)
+        if len(self.runs) == 1 and isinstance(self.runs[0], KernelCodes):
+            return [*gemv_products(self.runs[0].weight, self.dtype), *found]
+        return found
+
+    def dequantise(self) -> Tensor:
+        """The weight that is multiplied."""
+        return torch.cat([run.dequantise() for run in self.runs])
+
+    def _load(self, loaded: Any, shard: Shard) -> None:
+        check_stored(loaded, shard.shape)
+        self._waiting[shard.offset] = self._read(loaded, shard)
+        if not all(self._waiting.values()):
+            return
+        in_order, self._waiting = chain.from_iterable(self._waiting.values()), {}  # as `shards` are
+        for kind, pieces in groupby(in_order, kind_of):
+            run = kind.run([*pieces])
+            if self.keeps_weight and isinstance(run, PackedCodes):
+                run.keep_weight()
+            self.runs.append(run)
+        tensors = [tensor for run in self.runs for tensor in run.tensors]
+        self.parameters = {str(i): tensor for i, tensor in enumerate(tensors)}
+
+    def _read(self, loaded: Any, shard: Shard) -> "list[Piece]":
+        cut, kind = shard.columns, getattr(getattr(loaded, "quantisation", None), "name", None)
+        if kind in BITS and cut.start % BLOCK == cut.stop % BLOCK == 0:
+            if torch.device(loaded.device).type == "cuda":
+                return [pack_for_kernels(groups, kind) for groups in loaded.groups(shard.rows, cut)]
+            if shard.size[0] % LANES == 0:
+                return [pack(groups, kind) for groups in loaded.groups(shard.rows, cut)]
+        values = loaded[shard.rows, cut].to(torch.get_default_dtype())
+        check_finite(values)
+        return [values]
+
+
+class Layout(NamedTuple):
+    """Digits of a code, and inputs of a group."""
+
+    digits: int
+    group: int
+
+
+class Packed(NamedTuple):
+    """
+    Rows of codes as torch packs them, a row's groups of [digits, inputs], and each group's scale and zero in
+    bfloat16 [groups, rows, 2].
+    """
+
+    codes: Tensor
+    scales_and_zeros: Tensor
+    layout: Layout
+
+
+def pack(groups: Groups, kind: str) -> Packed:
+    """The groups of a type, as GGUFTensor has them."""
+    (codes, scales, offsets), bits = groups, BITS[kind]
+    zeros = torch.zeros_like(scales)
+    if offsets is not None:
+        # Around 0 like other types' codes: their zeros are small, so rounding loses little.
+        middle = 2 ** (bits - 1)
+        codes, zeros = codes.view(torch.int8) - middle, offsets + middle * scales
+    if bits < 8:  # the product takes 8 off
+        codes = codes + 8
+    else:  # no room for 8 more
+        zeros = 8 * scales
+    check_finite(scales + zeros)
+    layout = Layout(1 if bits == 4 else 2, codes.shape[-1])
+    if layout.digits == 2:
+        codes = torch.stack(((codes >> 4) + 8, codes & 15), dim=2)
+        zeros = zeros / 17  # it comes with 16 * x and with x
+    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.flatten(1).int(), 1)
+    pairs = torch.stack((scales, zeros), dim=-1).to(torch.bfloat16)
+    return Packed(packed, pairs.transpose(0, 1), layout)
+
+
+class PackedCodes:
+    """Half a byte a digit, and a scale and a zero of two bytes a group."""
+
+    def __init__(self, pieces: list[Packed]):
+        packed, pairs, (layout, *_) = zip(*pieces, strict=True)
+        self.packed, self.scales_and_zeros = torch.cat(packed), torch.cat(pairs, dim=1)
+        self.tensors = self.packed, self.scales_and_zeros
+        self.digits, self.group = layout
+        groups, rows, _ = self.scales_and_zeros.shape
+        self.shape = rows, groups * self.group
+        self.places = torch.tensor([[16.0], [1.0]], dtype=torch.bfloat16)  # what the digits stand for
+        self.is_readable = is_readable()
+        self.weight: Tensor | None = None  # for more rows than the codes are multiplied with fast
+
+    def keep_weight(self) -> None:
+        if self.is_readable and can_pack(weight := self.dequantise()):
+            self.weight = packed(weight)
+            self.tensors += (self.weight,)
+
+    def multiply(self, x: Tensor) -> Tensor:
+        if self.weight is not None and len(x) >= SOME_ROWS[self.digits]:
+            return multiply(x, self.weight)
+        if len(x) < MANY_ROWS[self.digits] or not self.is_readable:
+            if self.digits == 2:
+                x = (x.unflatten(-1, (-1, 1, self.group)) * self.places).flatten(1)
+            size, pairs = self.digits * self.group, self.scales_and_zeros
+            return torch.ops.aten._weight_int4pack_mm_for_cpu(x.contiguous(), self.packed, size, pairs)
+        return torch.cat([x @ self._columns(piece) for piece in self._pieces()], dim=-1)
+
+    def dequantise(self) -> Tensor:
+        return torch.cat([self._columns(piece).t() for piece in self._pieces()])
+
+    def _pieces(self) -> list[slice]:
+        rows, width = self.shape
+        step = max(1, PIECE // width // LANES) * LANES
+        return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
+
+    def _columns(self, rows: slice) -> Tensor:
+        """These outputs' weights transposed, bfloat16 [in, outputs]."""
+        pairs = self.packed.view(-1, len(self.scales_and_zeros), self.digits, self.group, LANES // 2)
+        pairs = pairs[rows.start // LANES : rows.stop // LANES]
+        codes = unpack(pairs).permute(1, 2, 0, 3).flatten(2)  # [groups, inputs, outputs]
+        scales, zeros = self.scales_and_zeros[:, rows].permute(2, 0, 1).unsqueeze(2).contiguous()
+        middle, times = (8, 1) if self.digits == 1 else (8 * 16 + 8, 16 + 1)
+        return torch.addcmul(zeros * times, codes.to(torch.bfloat16).sub_(middle), scales).flatten(0, 1)
+
+
+def unpack(pairs: Tensor) -> Tensor:
+    """
+    The codes, uint8 [blocks of outputs, groups, inputs, 64], in what torch packs with AVX-512, [blocks of
+    outputs, groups, digits, inputs, 32]: those of output i and i + 32 are one byte.
+    """
+    if pairs.shape[2] == 1:
+        return torch.cat((pairs & 15, pairs >> 4), dim=-1).squeeze(2)
+    high, low = pairs.unbind(2)
+    return torch.cat((high << 4 | low & 15, high & 240 | low >> 4), dim=-1)
+
+
+@functools.cache
+def is_readable() -> bool:
+    """Whether `unpack` knows how torch lays codes out, which is as suits the CPU. Any can be multiplied."""
+    codes = torch.arange(2 * LANES * BLOCK, dtype=torch.int32).view(2 * LANES, BLOCK) % 13
+    pairs = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
+    found = unpack(pairs.view(2, 1, 1, BLOCK, LANES // 2))
+    return torch.equal(found.transpose(2, 3).reshape_as(codes), codes)
+
+
+def pack_for_kernels(groups: Groups, kind: str) -> QuantisedWeight:
+    """The same as kernels want them. Scales and offsets stay float16 if that is what the type has."""
+    codes, scales, offsets = groups
+    check_finite(scales if offsets is None else scales + offsets)
+    rows, group = len(codes), codes.shape[-1]
+    codes, zero_point = codes.flatten(1), 0
+    shape = rows, codes.shape[1]
+    if BITS[kind] == 4:
+        zero_point = 8 if offsets is None else 0
+        codes = pack_halves((codes + zero_point).view(torch.uint8))
+    else:
+        codes = codes.view(torch.int8)
+    if not kind.endswith("_K"):  # those have a float16 times an integer
+        scales, offsets = scales.half(), None if offsets is None else offsets.half()
+    return QuantisedWeight(codes, shape, scales, (1, group), None, zero_point, offsets)
+
+
+class KernelCodes:
+    """Codes, scales and offsets that GPU kernels multiply."""
+
+    def __init__(self, pieces: list[QuantisedWeight]):
+        names = ["codes", "scales", *(["offsets"] if pieces[0].offsets is not None else [])]
+        found = {name: torch.cat([getattr(piece, name) for piece in pieces]) for name in names}
+        shape = len(found["codes"]), pieces[0].shape[1]
+        self.weight = pieces[0]._replace(shape=shape, **found)
+        self.tensors = tuple(found.values())
+
+    def multiply(self, x: Tensor) -> Tensor:
+        return multiply_by_kernels(x, self.weight, None)
+
+    def dequantise(self) -> Tensor:
+        return dequantise_whole_torch(self.weight, torch.float32)
+
+
+class Converted:
+    """Weights in the dtype of the model."""
+
+    def __init__(self, pieces: list[Tensor]):
+        weight = torch.cat(pieces)
+        self.weight = packed(weight) if can_pack(weight) else weight
+        self.tensors = (self.weight,)
+
+    def multiply(self, x: Tensor) -> Tensor:
+        return multiply(x, self.weight)
+
+    def dequantise(self) -> Tensor:
+        return self.weight.to_dense() if self.weight.is_mkldnn else self.weight
+
+
+Piece = Packed | QuantisedWeight | Tensor
+
+
+class Kind(NamedTuple):
+    """What neighbouring pieces of a weight must agree in to become one run, and of which class."""
+
+    run: type[PackedCodes] | type[KernelCodes] | type[Converted]
+    facts: tuple = ()
+
+
+def kind_of(piece: Piece) -> Kind:
+    if isinstance(piece, Packed):
+        return Kind(PackedCodes, piece.layout)
+    if isinstance(piece, QuantisedWeight):
+        return Kind(KernelCodes, (piece.kind, piece.tile, piece.offsets is None, piece.scales.dtype))
+    return Kind(Converted)

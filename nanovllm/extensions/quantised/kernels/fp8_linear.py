@@ -1,0 +1,270 @@
+"""Products in 8-bit floating point: rows of activations are quantised as a checkpoint's weights are.
+
+Where weights have a scale for each 128 x 128 block, activations get one for each 128 inputs of a row; where
+weights have one for each row, activations do too. torch's library multiplies. It takes these scales itself,
+but is faster without them, so where the next kernel can apply them that is left to it (`Unscaled`).
+Quantising is part of what computes the activations: an RMSNorm or SwiGLU.
+"""
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nanovllm.extensions.quantised.kernels.quantised_weight import QuantisedWeight
+from nanovllm.kernels.activation import silu_and_mul_torch
+from nanovllm.kernels.layernorm import add_rms_norm_torch
+from nanovllm.kernels.runtime import (
+    cdiv,
+    gpu_properties,
+    gpu_supports_fp8,
+    is_on_gpu,
+    next_power_of_2,
+    overlap_options,
+    tl,
+    triton,
+    use_triton,
+    wait_for_inputs,
+)
+
+GROUP = 128
+LARGEST, SMALLEST = 448.0, 1e-30  # code, and scale
+LARGEST_CODE, SMALLEST_SCALE = tl.constexpr(LARGEST), tl.constexpr(SMALLEST)
+ROW_MULTIPLE = 16  # the library takes whole multiples of rows
+
+
+class QuantisedRows(NamedTuple):
+    """
+    x [rows, in] as float8_e4m3fn codes times scales, with room behind them for a multiple of ROW_MULTIPLE.
+    `scales`, float32, are [padded rows] or, of groups of 128 inputs, [groups, padded rows].
+    """
+
+    codes: Tensor
+    scales: Tensor
+    rows: int
+    dtype: torch.dtype  # of x
+
+
+class Unscaled(NamedTuple):
+    """A product [rows, out] that is still to be multiplied by a scale of each row and of each column."""
+
+    values: Tensor
+    row_scales: Tensor  # float32, at least [rows]
+    column_scales: Tensor  # float32 [out]
+
+    def scaled(self) -> Tensor:
+        rows = self.row_scales[: len(self.values), None]
+        return (self.values.float() * rows * self.column_scales).to(self.values.dtype)
+
+
+def can_use_fp8(x: Tensor, weight: QuantisedWeight) -> bool:
+    """Whether rows like x [rows, features] can be quantised and multiplied by this weight."""
+    is_possible = is_on_gpu(x) and use_triton(x) and gpu_supports_fp8(x.device)
+    if not (is_possible and weight.is_fp8 and x.dtype == torch.bfloat16):
+        return False
+    out_features, in_features = weight.shape
+    if not weight.group:
+        return out_features % 16 == in_features % 16 == 0
+    cuda = tuple(map(int, (torch.version.cuda or "0.0").split(".")[:2]))
+    # Four blocks of inputs: versions of torch differ in how they want the scales of fewer.
+    fits = weight.tile == (GROUP, GROUP) and in_features % (4 * GROUP) == out_features % GROUP == 0
+    return gpu_properties(x.device).major == 9 and cuda >= (12, 9) and fits
+
+
+def fp8_linear(
+    x: QuantisedRows, weight: QuantisedWeight, bias: Tensor | None = None, leave_scales: bool = False
+) -> Tensor | Unscaled:
+    """x @ weight.T + bias: [rows, out]. Without a bias, scales of rows may be left to the next kernel."""
+    codes = weight.codes.t()
+    is_left = leave_scales and bias is None and not weight.group
+    if is_left:
+        x_scales = weight_scales = _one(x.codes.device)
+    elif weight.group:
+        x_scales, weight_scales = x.scales.t(), weight.scales.t()
+    else:
+        x_scales, weight_scales = x.scales[:, None], weight.scales.t()
+    options = {"out_dtype": x.dtype, "use_fast_accum": not weight.group}
+    y = torch._scaled_mm(x.codes, codes, scale_a=x_scales, scale_b=weight_scales, **options)[: x.rows]
+    if is_left:
+        return Unscaled(y, x.scales, weight.scales[:, 0])
+    return y if bias is None else y.add_(bias)
+
+
+@functools.cache
+def _one(device: torch.device) -> Tensor:
+    """1, float32. As with `runtime.arrival_counters`, memory allocated during a capture would not last."""
+    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    assert not capturing, "a product must have run once before it is captured"
+    return torch.ones((), dtype=torch.float32, device=device)
+
+
+def quantise(x: Tensor, group: int) -> QuantisedRows:
+    """Quantise rows x [rows, width]; a scale is for `group` inputs, or for a row if that is 0."""
+    if not use_triton(x):
+        return quantise_torch(x, group)
+    quantised = _empty_rows(x, x.shape[1], group)
+    if len(x):
+        _quantise_kernel[(len(x),)](x, *_targets(quantised), x.stride(0), **_options(x, x.shape[1], group))
+    return quantised
+
+
+def quantise_torch(x: Tensor, group: int) -> QuantisedRows:
+    quantised = _empty_rows(x, x.shape[1], group)
+    parts = x.float().view(len(x), -1, group or x.shape[1])
+    scales = parts.abs().amax(-1).div(LARGEST).clamp_min(SMALLEST)
+    quantised.codes[: len(x)] = (parts / scales[..., None]).view_as(x).to(torch.float8_e4m3fn)
+    if group:
+        quantised.scales[:, : len(x)] = scales.t()
+    else:
+        quantised.scales[: len(x)] = scales[:, 0]
+    return quantised
+
+
+def add_rms_norm_quantise(
+    x: Tensor | Unscaled, residual: Tensor | None, weight: Tensor, eps: float,
+    group: int | None, keep: bool = False,
+) -> tuple[QuantisedRows | None, Tensor, Tensor | None]:  # fmt: skip
+    """
+    As `layernorm.add_rms_norm`, with the normalised rows [rows, hidden] quantised, unless group is None; to
+    `keep`, as they are, too. x may be parts [rows, parts, hidden] of a sum, beside a residual.
+    -> quantised rows or None, the sum, normalised rows or None.
+    """
+    values, row_scales, column_scales = x if isinstance(x, Unscaled) else (x, None, None)
+    if not use_triton(values):
+        x = x.scaled() if isinstance(x, Unscaled) else x
+        normed, total = add_rms_norm_torch(x.sum(1) if x.dim() == 3 else x, residual, weight, eps)
+        return None if group is None else quantise_torch(normed, group), total, normed if keep else None
+    rows, hidden = len(values), values.shape[-1]
+    parts = values.shape[1] if values.dim() == 3 else 1
+    quantised = None if group is None else _empty_rows(values, hidden, group)
+    total = None if residual is None else torch.empty_like(residual)
+    normed = torch.empty(rows, hidden, dtype=values.dtype, device=values.device) if keep else None
+    if rows:
+        _norm_quantise_kernel[(rows,)](
+            values, row_scales, column_scales, residual, weight, total, normed,
+            *((None, None, 0) if quantised is None else _targets(quantised)),
+            eps, values.stride(0), 0 if residual is None else residual.stride(0),
+            PARTS=parts, **_options(values, hidden, group),
+        )  # fmt: skip
+    return quantised, values if total is None else total, normed
+
+
+def silu_and_mul_quantise(x: Tensor | Unscaled, group: int) -> QuantisedRows:
+    """As `activation.silu_and_mul`, with the result [rows, width] quantised."""
+    values, row_scales, column_scales = x if isinstance(x, Unscaled) else (x, None, None)
+    if not use_triton(values):
+        return quantise_torch(silu_and_mul_torch(x.scaled() if isinstance(x, Unscaled) else x), group)
+    width = values.shape[1] // 2
+    quantised = _empty_rows(values, width, group)
+    if len(values):
+        _silu_quantise_kernel[(len(values),)](
+            values, row_scales, column_scales, *_targets(quantised), values.stride(0),
+            **_options(values, width, group),
+        )  # fmt: skip
+    return quantised
+
+
+def _empty_rows(x: Tensor, width: int, group: int) -> QuantisedRows:
+    padded = cdiv(len(x), ROW_MULTIPLE) * ROW_MULTIPLE
+    codes = torch.empty(padded, width, dtype=torch.float8_e4m3fn, device=x.device)
+    shape = (width // group, padded) if group else (padded,)
+    return QuantisedRows(codes, torch.empty(shape, dtype=torch.float32, device=x.device), len(x), x.dtype)
+
+
+def _targets(quantised: QuantisedRows) -> tuple[Tensor, Tensor, int]:
+    return quantised.codes, quantised.scales, len(quantised.codes)
+
+
+def _options(x: Tensor, width: int, group: int | None) -> dict[str, int | None]:
+    block = next_power_of_2(width)
+    sizes = {"WIDTH": width, "BLOCK": block, "GROUP": group}
+    return {**sizes, "num_warps": max(1, min(16, block // 256)), **overlap_options(x.device)}
+
+
+@triton.jit
+def _store_quantised(
+    value, row, codes, scales, padded_rows, WIDTH: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr
+):
+    """Store a row, float32 [BLOCK], which is 0 beyond WIDTH."""
+    if GROUP == 0:
+        scale = tl.maximum(tl.max(tl.abs(value)) / LARGEST_CODE, SMALLEST_SCALE)
+        tl.store(scales + row, scale)
+        quotient = value / scale
+    else:
+        parts = tl.reshape(value, [BLOCK // GROUP, GROUP])
+        scale = tl.maximum(tl.max(tl.abs(parts), axis=1) / LARGEST_CODE, SMALLEST_SCALE)
+        part = tl.arange(0, BLOCK // GROUP)
+        tl.store(scales + part.to(tl.int64) * padded_rows + row, scale, mask=part < WIDTH // GROUP)
+        quotient = tl.reshape(parts / scale[:, None], [BLOCK])
+    column = tl.arange(0, BLOCK)
+    tl.store(codes + row * WIDTH + column, quotient.to(codes.dtype.element_ty), mask=column < WIDTH)
+
+
+@triton.jit
+def _quantise_kernel(
+    x, codes, scales, padded_rows, x_stride,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    wait_for_inputs(OVERLAP)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    value = tl.load(x + row * x_stride + column, mask=column < WIDTH, other=0.0).to(tl.float32)
+    _store_quantised(value, row, codes, scales, padded_rows, WIDTH, BLOCK, GROUP)
+
+
+@triton.jit
+def _norm_quantise_kernel(
+    x, row_scales, column_scales, residual, weight, total, normed, codes, scales, padded_rows,
+    eps, x_stride, residual_stride,
+    PARTS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Rounds where layernorm's kernel does."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+    # Weights do not change, so they are loaded while the kernel before this one ends.
+    gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    if row_scales is not None:
+        column_scale = tl.load(column_scales + column, mask=inside, other=0.0)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+    x += row * x_stride + column
+    value = tl.load(x, mask=inside, other=0.0)
+    dtype: tl.constexpr = value.dtype
+    value = value.to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        value += tl.load(x + part * WIDTH, mask=inside, other=0.0).to(tl.float32)
+    if row_scales is not None:
+        value *= tl.load(row_scales + row) * column_scale
+    if residual is not None:
+        value += tl.load(residual + row * residual_stride + column, mask=inside, other=0.0).to(tl.float32)
+        value = value.to(dtype).to(tl.float32)
+        tl.store(total + row * WIDTH + column, value, mask=inside)
+    scale = tl.rsqrt(tl.sum(value * value) / WIDTH + eps)
+    value = (value * scale).to(dtype).to(tl.float32) * gain
+    if normed is not None:
+        tl.store(normed + row * WIDTH + column, value, mask=inside)
+    if codes is not None:
+        _store_quantised(value, row, codes, scales, padded_rows, WIDTH, BLOCK, GROUP)
+
+
+@triton.jit
+def _silu_quantise_kernel(
+    x, row_scales, column_scales, codes, scales, padded_rows, x_stride,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    wait_for_inputs(OVERLAP)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    gate = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(x + row * x_stride + WIDTH + column, mask=inside, other=0.0).to(tl.float32)
+    if row_scales is not None:
+        row_scale = tl.load(row_scales + row)
+        gate *= row_scale * tl.load(column_scales + column, mask=inside, other=0.0)
+        up *= row_scale * tl.load(column_scales + WIDTH + column, mask=inside, other=0.0)
+    value = gate / (1.0 + tl.exp(-gate)) * up
+    _store_quantised(value, row, codes, scales, padded_rows, WIDTH, BLOCK, GROUP)

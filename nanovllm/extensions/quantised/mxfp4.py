@@ -1,0 +1,92 @@
+"""MXFP4: experts' weights in 4-bit floating point (e2m1), with a power of two (e8m0) for 32 inputs.
+
+The format of gpt-oss's checkpoints, which have one tensor of codes and one of scales for all experts. Source:
+OCP's Microscaling Formats specification.
+"""
+
+from typing import Any
+
+import torch
+
+from nanovllm.extensions.quantised.kernels.quantised_weight import (
+    BLOCK,
+    E2M1,
+    QuantisedWeight,
+    in_bricks,
+    pack,
+)
+from nanovllm.extensions.quantised.scaled import ScaledWeight
+from nanovllm.extensions.quantised.scheme import Format, Scheme, listed
+from nanovllm.kernels.runtime import cdiv, gpu_properties
+from nanovllm.layers.weight import Shard
+from nanovllm.utils.loader import StoredTensor, check_stored
+
+GROUP = 32  # inputs that share a scale
+LARGEST_SCALE = 128  # 2: kernels multiply by it and by 2^126 at once
+
+
+def read_mxfp4(config: dict[str, Any]) -> Scheme:
+    """What a `quantization_config` of quant_method "mxfp4" says. Raises ValueError naming the field."""
+    is_excepted, format = listed(config, "modules_to_not_convert"), Format(Mxfp4, {})
+    return Scheme([format], lambda name: format if ".experts." in name and not is_excepted(name) else None)
+
+
+class Mxfp4(ScaledWeight):
+    """
+    `weight` uint8 [out, in / 2], as of `Int4`, `scales` float8_e8m0fnu. On Hopper GPUs `finish` brings both
+    into bricks, and `largest` is the largest scale of each row.
+    """
+
+    lowest, highest = -6.0, 6.0
+
+    def __init__(self, shards: dict[Any, Shard]):
+        super().__init__(shards, (1, GROUP))
+        self.product_dtype = torch.float32
+        self.scales.data = torch.empty(self.scales.shape, dtype=torch.float8_e8m0fnu)
+        num_bytes = cdiv(self.shape[1], BLOCK) * BLOCK // 2
+        self.weight = self._parameter("qweight", self.shape[0], num_bytes, dtype=torch.uint8)
+        self.largest: torch.Tensor | None = None
+        # The rows of gates are the inputs of the second product: either both weights are packed, or neither.
+        self.has_whole_bricks = all(shard.size[0] % BLOCK == 0 for shard in shards.values())
+        self.stored = {
+            "blocks": StoredTensor(self._load_blocks),
+            "scales": StoredTensor(self._load_exponents),
+        }
+
+    @property
+    def quantised(self) -> QuantisedWeight:
+        return super().quantised._replace(largest=self.largest)
+
+    def finish(self) -> None:
+        weight, properties = self.quantised, gpu_properties(self.weight.device)
+        if properties and properties.major == 9 and self.has_whole_bricks and weight.can_be_read():
+            weight = in_bricks(weight)
+            self.weight.data, self.scales.data, self.largest = weight.codes, weight.scales, weight.largest
+
+    def _load_blocks(self, loaded: torch.Tensor, shard: Shard) -> None:
+        """[rows, groups, bytes of a group], the first code of a byte in its low half."""
+        rows, inputs = shard.shape
+        check_stored(loaded, (rows, inputs // GROUP, GROUP // 2), {torch.uint8})
+        packed = loaded[shard.rows].to(self.weight.device)
+        codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1)
+        self.weight.data[shard.place] = pack(codes[:, shard.columns])
+
+    def _load_exponents(self, loaded: torch.Tensor, shard: Shard) -> None:
+        self._check_grid(loaded, shard, False, {torch.uint8})
+        if (loaded > LARGEST_SCALE).any():
+            raise ValueError(f"holds scales above 2 (a byte above {LARGEST_SCALE})")
+        self._load_grid(self.scales.view(torch.uint8), loaded, shard)
+
+    def choose_scales(self, tiles: torch.Tensor) -> torch.Tensor:
+        """The largest number becomes one from 4 to 8; what is above 6 is cut off."""
+        largest = self.smallest(tiles.abs().amax((1, 3), keepdim=True))
+        return torch.exp2(largest.log2().floor() - 2)
+
+    def round(self, values: torch.Tensor) -> torch.Tensor:
+        """To codes, not numbers."""
+        numbers = torch.tensor(E2M1, device=values.device)
+        sizes = torch.bucketize(values.abs(), (numbers[1:] + numbers[:-1]) / 2)
+        return sizes + 8 * (values < 0)
+
+    def set_codes(self, rows: slice, codes: torch.Tensor) -> None:
+        self.weight.data[rows] = pack(codes.to(torch.uint8))

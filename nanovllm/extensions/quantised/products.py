@@ -1,0 +1,130 @@
+"""Products of quantised weights, and what they leave half done for the next one.
+
+A product in 8 bits wants its input quantised, which is part of what computes it: of the norm
+(`quantised_rows`) or of the activation (`Gates`). torch's library is faster without scales, so they are left
+to that kernel, too: an addition to the residual waits for the norm that follows (`PendingAdd`).
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nanovllm.extensions.products.products import Gemv
+from nanovllm.extensions.quantised.kernels.fp8_linear import (
+    QuantisedRows,
+    Unscaled,
+    add_rms_norm_quantise,
+    fp8_linear,
+    quantise,
+    silu_and_mul_quantise,
+)
+from nanovllm.extensions.quantised.kernels.quantised_matvec import can_use_quantised_matvec, quantised_matvec
+from nanovllm.extensions.quantised.kernels.quantised_weight import QuantisedWeight
+from nanovllm.kernels.activation import silu_and_mul
+from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.product import Gated, Product, activated
+from nanovllm.layers.residual_stream import Stream
+
+
+@dataclass
+class PendingAdd(Stream):
+    """On one rank: something that is to be added to x together with the norm."""
+
+    pending_add: Tensor | Unscaled | None = None  # as x, or parts of a sum [tokens, parts, hidden]
+
+    @property
+    def is_untouched(self) -> bool:
+        return self.normed is None and self.pending_add is None
+
+    def residual(self) -> Tensor:
+        if self.pending_add is not None:
+            self.normalise(None, keep=True)
+        return self.x
+
+    def normalised(self) -> Tensor:
+        if self.pending_add is not None:
+            self.normalise(None, keep=True)
+        return super().normalised()
+
+    def normalise(self, scale_group: int | None, keep: bool) -> QuantisedRows | None:
+        """The addition, the norm, and unless scale_group is None its codes, by one kernel."""
+        added, residual, norm = self.pending_add, self.x, self.norm
+        rows, self.x, self.normed = add_rms_norm_quantise(
+            added, residual, norm.weight, norm.eps, scale_group, keep
+        )
+        self.pending_add = None
+        return rows
+
+
+def quantised_rows(stream: Stream, scale_group: int, keep: bool = False) -> QuantisedRows:
+    """
+    norm(x) with a scale for so many of its numbers, or, if that is 0, for each row. `keep` says that
+    `normalised` will be asked for, too.
+    """
+    if isinstance(stream, PendingAdd) and stream.pending_add is not None:
+        return stream.normalise(scale_group, keep)
+    if not stream.is_untouched or stream.norm.group.size > 1:
+        return quantise(stream.normalised(), scale_group)
+    norm = stream.norm.weight, stream.norm.eps
+    rows, _, stream.normed = add_rms_norm_quantise(stream.x, None, *norm, scale_group, keep)
+    return rows
+
+
+class Gates(NamedTuple):
+    """A product in front of the activation: the product that follows knows whether it wants it quantised."""
+
+    product: Tensor | Unscaled  # [tokens, 2 * width]
+
+    def activated(self) -> Tensor:
+        """[tokens, width]."""
+        return silu_and_mul(self.product.scaled() if isinstance(self.product, Unscaled) else self.product)
+
+    def quantised(self, scale_group: int) -> QuantisedRows:
+        """The same with a scale for so many of its numbers, or, if that is 0, for each row."""
+        return silu_and_mul_quantise(self.product, scale_group)
+
+
+class Fp8Product(Product):
+    """In 8 bits, for rows that are quantised as the weight is."""
+
+    def __init__(self, weight: QuantisedWeight):
+        self.weight = weight
+
+    def accepts(self, rows: int, is_prefill: bool) -> bool:
+        return True
+
+    def linear(self, x: Tensor | Gated, bias: Tensor | None, gated: bool = False) -> Tensor | Gates:
+        return self._multiply(self._quantised(x), bias, gated)
+
+    def norm_linear(self, stream: Stream, bias: Tensor | None, gated: bool = False) -> Tensor | Gates:
+        return self._multiply(quantised_rows(stream, self.weight.group), bias, gated)
+
+    def linear_add(
+        self, stream: Stream, x: Tensor | Gated, bias: Tensor | None, next_norm: RMSNorm
+    ) -> Stream:
+        y = fp8_linear(self._quantised(x), self.weight, bias, leave_scales=True)
+        return PendingAdd(stream.residual(), next_norm, pending_add=y)
+
+    def _quantised(self, x: Tensor | Gated) -> QuantisedRows:
+        if isinstance(x, Gates):
+            return x.quantised(self.weight.group)
+        return quantise(activated(x), self.weight.group)
+
+    def _multiply(self, rows: QuantisedRows, bias: Tensor | None, gated: bool) -> Tensor | Gates:
+        y = fp8_linear(rows, self.weight, bias, leave_scales=gated)
+        return Gates(y) if gated else y
+
+
+def gemv_products(weight: QuantisedWeight, dtype: torch.dtype) -> list[Product]:
+    """The product for a row or two, if this device has it for inputs of this dtype."""
+    if not can_use_quantised_matvec(example_row(weight, dtype), weight):
+        return []
+    return [Gemv(functools.partial(quantised_matvec, weight=weight))]
+
+
+def example_row(weight: QuantisedWeight, dtype: torch.dtype) -> Tensor:
+    """A row as the weight will be multiplied with."""
+    return torch.empty(1, 1, dtype=dtype, device=weight.codes.device).expand(1, weight.shape[1])

@@ -1,0 +1,204 @@
+"""What the weight formats have in common: codes of few bits times scales, and how both multiply.
+
+A scale is for a tile of the matrix: a row, a part of a row (a group), a block. A rank's cut need not fall on
+the checkpoint's tiles. Where it does not, the rank's own tiles are smaller: of the greatest size that divides
+every cut, so that each of them lies in one of the checkpoint's.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nanovllm.extensions.quantised.kernels.quantised_linear import can_use_quantised_linear, quantised_linear
+from nanovllm.extensions.quantised.kernels.quantised_weight import (
+    QuantisedWeight,
+    dequantise,
+    dequantise_torch,
+)
+from nanovllm.extensions.quantised.products import gemv_products
+from nanovllm.kernels.runtime import cdiv, use_triton
+from nanovllm.layers.product import Product
+from nanovllm.layers.weight import Shard, Weight
+from nanovllm.utils.loader import check_finite, check_stored
+
+PIECE = 2**22  # weights that are converted at a time
+ONE_TILE = 0, 0  # a checkpoint's tile, which has all rows and columns
+SCALES = {torch.float32, torch.bfloat16, torch.float16}
+
+
+def ignore(loaded: Any, shard: Shard) -> None:
+    """Load nothing: what a checkpoint says of activations is not needed."""
+
+
+def multiply_by_kernels(x: Tensor, weight: QuantisedWeight, bias: Tensor | None) -> Tensor:
+    """x @ weight.T + bias: for some rows from the codes, for more from a weight that is converted first."""
+    if can_use_quantised_linear(x, weight):
+        return quantised_linear(x, weight, bias)
+    return F.linear(x, dequantise(weight, x.dtype), bias)
+
+
+class ScaledWeight(Weight):
+    """
+    codes * scales, or (codes - zeros) * scales, of shape [out, in]. `scales` and `zeros` are [rows of tiles,
+    columns of tiles], `tile` is rows and columns of one; the last may be cut off by the matrix's end. The
+    product is rounded to `product_dtype`, as the libraries do that the checkpoints come from.
+
+    Subclasses have the codes: `weight` and `set_codes`, the codes' range `lowest` to `highest`, and `stored`,
+    the checkpoint's tensors by name.
+    """
+
+    weight: nn.Parameter
+    lowest: float
+    highest: float
+    keeps_scale_dtype = False
+    zero_point = 0  # where there are no `zeros`
+
+    def __init__(self, shards: dict[Any, Shard], stored_tile: tuple[int, int]):
+        """`stored_tile`: rows and columns of the checkpoint's tiles; 0 is all that there are."""
+        super().__init__(shards)
+        self.stored_tile = stored_tile
+        cuts = [(shard.offset, shard.rows.start) for shard in shards.values()]
+        rows = math.gcd(stored_tile[0], *(cut for pair in cuts for cut in pair)) or self.shape[0]
+        columns = math.gcd(stored_tile[1], *(shard.columns.start for shard in shards.values()))
+        columns = min(columns, self.shape[1]) or self.shape[1]
+        self.tile = (1 if columns == self.shape[1] else rows), columns  # a scale a row costs next to nothing
+        self.product_dtype: torch.dtype | None = None  # as long as no scales are loaded
+        scale_dtype = torch.get_default_dtype() if self.keeps_scale_dtype else torch.float32
+        grid = [cdiv(size, tile) for size, tile in zip(self.shape, self.tile, strict=True)]
+        self.scales = self._parameter("scales", *grid, dtype=scale_dtype)
+        self.zeros: nn.Parameter | None = None
+
+    def _parameter(self, name: str, *shape: int, dtype: torch.dtype) -> nn.Parameter:
+        param = nn.Parameter(torch.empty(*shape, dtype=dtype), requires_grad=False)
+        self.parameters[name] = param
+        return param
+
+    # Products
+
+    @property
+    def quantised(self) -> QuantisedWeight:
+        """What kernels need to know."""
+        dtype = self.product_dtype or self.scales.dtype
+        scales = self.scales, self.tile, self.zeros, self.zero_point
+        return QuantisedWeight(self.weight, self.shape, *scales, product_dtype=dtype)
+
+    def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """By a kernel for some rows, and else by the library, from floats that are made in pieces."""
+        weight = self.quantised
+        if use_triton(x) and weight.can_be_read():
+            return multiply_by_kernels(x, weight, bias)
+        outputs = []
+        for rows in self.pieces(self.shape[0]):
+            piece = self.dequantise(rows).to(x.dtype)
+            outputs.append(F.linear(x, piece, None if bias is None else bias[rows]))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+
+    def products(self, hidden_size: int | None, num_ranks: int) -> list[Product]:
+        gemv = gemv_products(self.quantised, self.dtype)
+        return [*gemv, *super().products(hidden_size, num_ranks)]
+
+    def dequantise(self, rows: slice) -> Tensor:
+        """These rows of the weight, which begin with a tile, as `product_dtype`."""
+        return dequantise_torch(self.quantised, rows, self.quantised.product_dtype)
+
+    def pieces(self, num_rows: int) -> Iterator[slice]:
+        """Rows that are converted together, so that their copies take little memory."""
+        step = cdiv(max(1, PIECE // self.shape[1]), self.tile[0]) * self.tile[0]
+        return (slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step))
+
+    # Loading
+
+    def load_scales(self, loaded: Any, shard: Shard, transposed: bool = False, dtypes: set = SCALES) -> None:
+        self._check_grid(loaded, shard, transposed, dtypes)
+        if dtypes is SCALES:
+            self._keep_dtype(loaded.dtype)
+        check_finite(self._load_grid(self.scales, loaded, shard, transposed))
+
+    def _check_grid(self, loaded: Any, shard: Shard, transposed: bool, dtypes: set) -> None:
+        height, width = self.stored_tile
+        if height == 1 and width and shard.shape[1] % width:
+            raise ValueError(f"groups of {width} inputs do not divide {shard.shape[1]} of them")
+        grid = self._stored_grid(shard)
+        if grid == (1, 1) and tuple(loaded.shape) in ((), (1,)):
+            grid = tuple(loaded.shape)
+        check_stored(loaded, grid[::-1] if transposed else grid, dtypes)
+
+    def _stored_grid(self, shard: Shard) -> tuple[int, ...]:
+        pairs = zip(shard.shape, self.stored_tile, strict=True)
+        return tuple(cdiv(size, tile) if tile else 1 for size, tile in pairs)
+
+    def _keep_dtype(self, dtype: torch.dtype) -> None:
+        """Note in which dtype the products are rounded. One matrix cannot have two."""
+        if self.product_dtype not in (None, dtype):
+            raise ValueError(f"dtype {dtype}, but a part of the same matrix has {self.product_dtype}")
+        self.product_dtype = dtype
+        if self.keeps_scale_dtype and self.scales.dtype != dtype:
+            self.scales.data = torch.empty_like(self.scales, dtype=dtype)
+
+    def _load_grid(self, target: Tensor, loaded: Any, shard: Shard, transposed: bool = False) -> Tensor:
+        """
+        Fill a part of `target`, a grid of this rank's tiles, with what the checkpoint's grid has for them:
+        `loaded` [rows, columns], or [columns, rows] if transposed. Returns the part.
+        """
+        index = []
+        for stored, tile, cut in zip(self.stored_tile, self.tile, (shard.rows, shard.columns), strict=True):
+            starts = torch.arange(cut.start, cut.stop, tile, device="cpu")
+            index.append(starts // stored if stored else torch.zeros_like(starts))
+        rows, columns = (slice(int(each[0]), int(each[-1]) + 1) for each in index)
+        if len(loaded.shape) < 2:
+            values = loaded[...].reshape(1, 1)
+        else:
+            values = loaded[columns, rows].t() if transposed else loaded[rows, columns]
+        values = values[index[0] - rows.start][:, index[1] - columns.start]
+        start = shard.offset // self.tile[0]
+        return target.data[start : start + len(values)].copy_(values)
+
+    # Made here
+
+    def load_floats(self, loaded: Any, shard: Shard) -> None:
+        """Quantise a part that is stored in floating point."""
+        check_stored(loaded, shard.shape)
+        for rows in self.pieces(shard.size[0]):
+            start = shard.rows.start
+            matrix = loaded[start + rows.start : start + rows.stop, shard.columns]
+            matrix = matrix.to(self.scales.device, torch.float32)
+            check_finite(matrix)
+            self._quantise(matrix, shard.offset + rows.start)
+
+    def fill(self, matrix: Tensor) -> None:
+        """Quantise the whole of a matrix."""
+        if self.zeros is not None:
+            self.zeros.data.fill_(self.zero_point)
+        for rows in self.pieces(self.shape[0]):
+            self._quantise(matrix[rows].float(), rows.start)
+
+    def _quantise(self, matrix: Tensor, start: int) -> None:
+        """Set the codes and scales of the rows from `start` on to what comes nearest to float32 values."""
+        (num_rows, width), (tile_rows, tile_columns) = matrix.shape, self.tile
+        padded = F.pad(matrix, (0, -width % tile_columns, 0, -num_rows % tile_rows))
+        tiles = padded.view(len(padded) // tile_rows, tile_rows, -1, tile_columns)
+        scales = self.choose_scales(tiles).to(self.scales.dtype)
+        codes = self.round(tiles / scales.float()).view_as(padded)
+        first = start // tile_rows
+        self.scales.data[first : first + len(tiles)] = scales[:, 0, :, 0]
+        self.set_codes(slice(start, start + num_rows), codes[:num_rows, :width])
+
+    def choose_scales(self, tiles: Tensor) -> Tensor:
+        """For tiles [rows, rows of a tile, columns, columns of a tile]: [rows, 1, columns, 1]."""
+        return self.smallest(tiles.abs().amax((1, 3), keepdim=True) / self.highest)
+
+    @staticmethod
+    def smallest(scales: Tensor) -> Tensor:
+        """Scales for tiles of zeros must not be 0, in float16 either."""
+        return scales.clamp_min(1e-7)
+
+    def round(self, values: Tensor) -> Tensor:
+        return values.round_().clamp_(self.lowest, self.highest)
+
+    def set_codes(self, rows: slice, codes: Tensor) -> None:
+        """Store the codes of these rows, which are float32 [rows, in]."""
+        raise NotImplementedError

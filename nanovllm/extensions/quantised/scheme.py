@@ -1,0 +1,114 @@
+"""Which layers of a checkpoint are quantised, and how: what the readers of `quantization_config` make of it.
+
+Configurations are other people's: each field is checked before it is used, and a message names it.
+"""
+
+import functools
+import re
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+from nanovllm.extensions.quantised.patterns import pattern
+from nanovllm.layers.linear import LinearBase
+from nanovllm.layers.weight import Weight
+from nanovllm.utils.validation import shown
+
+MAX_GROUP = 2**24
+MAX_PATTERNS = 2**12
+
+
+class Format(NamedTuple):
+    """A class of this folder, and what its objects are made with besides a layer's shards."""
+
+    kind: type
+    settings: dict[str, Any]
+
+    def __str__(self) -> str:
+        settings = ", ".join(f"{name}={value}" for name, value in self.settings.items())
+        return f"{self.kind.__name__.lower()} ({settings})"
+
+
+class Scheme(NamedTuple):
+    """
+    `formats` are all that occur. `find` gives the one of a layer with this name, or None if it is not
+    quantised.
+    """
+
+    formats: list[Format]
+    find: Callable[[str], Format | None]
+
+    @property
+    def kinds(self) -> set[str]:
+        """The names of the formats: fp8, int8, int4."""
+        return {format.kind.__name__.lower() for format in self.formats}
+
+    def make_weight(
+        self, dense: Callable[..., Weight], layer: LinearBase, name: str, sources: list[str]
+    ) -> Weight:
+        """
+        The weight of a layer, or what `dense` makes if it is not quantised. `sources` are the names of its
+        matrices; raises ValueError if they have different formats.
+        """
+        find = self.find if getattr(layer, "is_quantisable", True) else lambda source: None
+        first, *others = formats = [find(each) for each in sources]
+        if any(other != first for other in others):
+            stored = (f"{n}: {f or 'not quantised'}" for n, f in zip(sources, formats, strict=True))
+            own = name.rpartition(".")[2]
+            raise ValueError(f"{own} needs one format for all its parts, got {'; '.join(stored)}")
+        return first.kind(layer.shards, **first.settings) if first else dense(layer.shards)
+
+
+def same_for_all(format: Format, is_excepted: Callable[[str], bool] = lambda name: False) -> Scheme:
+    return Scheme([format], lambda name: None if is_excepted(name) else format)
+
+
+def choose(config: dict[str, Any], field: str, allowed: Iterable[Any], default: Any = None) -> Any:
+    """The value of a field, which is one of these. Where it is missing or null it is `default`."""
+    value = config.get(field)
+    value = default if value is None else value
+    allowed = list(allowed)
+    if not any(type(value) is type(each) and value == each for each in allowed):
+        known = ", ".join(map(repr, allowed))
+        raise ValueError(f"{field} = {shown(value)} is not supported; supported: {known}")
+    return value
+
+
+def choose_group(config: dict[str, Any], default: Any = None) -> int:
+    """`group_size`; 0 if a group is a whole row, which files write as -1."""
+    value = config.get("group_size", default)
+    if type(value) is not int or not (value == -1 or 1 <= value <= MAX_GROUP):
+        raise ValueError(f"group_size must be -1 or from 1 to {MAX_GROUP}, got {shown(value)}")
+    return max(value, 0)
+
+
+def refuse(config: dict[str, Any], *fields: str) -> None:
+    """Raise ValueError if any of these fields says something."""
+    for field in fields:
+        if config.get(field) not in (None, False, [], {}, ""):
+            raise ValueError(f"{field} = {shown(config[field])} is not supported")
+
+
+def names_in(config: dict[str, Any], field: str) -> list[str]:
+    """A field that lists names or patterns. Raises ValueError."""
+    names = config.get(field)
+    names = [] if names is None else names
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"{field} must be a list of names, got {shown(names)}")
+    if len(names) > MAX_PATTERNS:
+        raise ValueError(f"{field} has more than {MAX_PATTERNS} entries")
+    return names
+
+
+def listed(config: dict[str, Any], *fields: str) -> Callable[[str], bool]:
+    """
+    Whether these fields list a layer: by its name, the name of a module that it is in, or the last parts of
+    its name, such as "mlp.down_proj".
+    """
+    matches = []
+    for field in fields:
+        for name in names_in(config, field):
+            if re.fullmatch(r"[\w.]+", name):
+                matches.append(functools.partial(lambda inner, name: inner in f".{name}.", f".{name}."))
+            else:
+                matches.append(pattern(field, rf"(?:{name})(?:(?<=\.)|(?=\.|$))", name).match)
+    return lambda name: any(match(name) for match in matches)

@@ -1,0 +1,98 @@
+"""Predicts whether a waiting sequence can run to its end beside the running ones without a preemption.
+
+Knows lengths and numbers of blocks, nothing about queues. The idea: a sequence grows by one token a decode
+step and gives its blocks back when it ends. So the blocks that are in use rise in number until a sequence
+ends, and it is enough to count them in the decode steps in which one does.
+"""
+
+from bisect import bisect_left, insort
+from math import ceil
+
+from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.policies import Admission, Admitting, Hit, Verdict
+from nanovllm.engine.sequence import Sequence, SequenceStatus
+
+SHARE_WEIGHT = 1 / 32  # how much one request that ends changes `Forecast.share`
+
+
+class Forecast(Admission):
+    """
+    A sequence that may end early is expected to draw `share` of the tokens that it may still draw. Measured
+    on those that have ended, from the middle of their completions: a running one is there on average.
+    """
+
+    def __init__(self) -> None:
+        self.share = 1.0
+
+    def begin(self, num_running: int, max_num_seqs: int) -> int:
+        self.num_blocks_at_most: int | None = None  # all that run and are admitted, if nobody ends before
+        return max_num_seqs
+
+    def admits(self, seq: Sequence, hit: Hit, state: Admitting) -> Verdict:
+        """Whether the blocks suffice until all have ended if this sequence runs too."""
+        pool, running = state.pool, state.running
+        if self.num_blocks_at_most is None:
+            growths = (other.num_blocks_at_most - len(other.block_table) for other in running)
+            self.num_blocks_at_most = len(pool.used_block_ids) + sum(growths)
+        at_most = self.num_blocks_at_most + seq.num_blocks_at_most - num_shared(pool, hit)
+        if running and at_most > pool.num_blocks and self._most_needed(seq, hit, state) > pool.num_blocks:
+            return Verdict.STOP
+        self.num_blocks_at_most = at_most
+        return Verdict.ADMIT
+
+    def ended(self, seq: Sequence) -> None:
+        if seq.finish_reason != "abort" and seq.may_end_early:
+            half = seq.num_completion_tokens / 2
+            share = half / (seq.max_num_tokens - seq.num_prompt_tokens - half)
+            self.share += SHARE_WEIGHT * (share - self.share)
+
+    def _most_needed(self, seq: Sequence, hit: Hit, state: Admitting) -> int:
+        """The most blocks that will be in use in any decode step."""
+        pool, running, joining = state.pool, state.running, [*state.waiting, (seq, hit)]
+        size, found = pool.block_size, {block_id for _, other in joining for block_id in other.blocks}
+
+        def is_own(block_id: int) -> bool:
+            return num_owners(pool, block_id) == 1 and block_id not in found
+
+        # A table begins with blocks that were given back, then shared ones. Only exclusively owned blocks
+        # count as freed at the end. That it will release others before does not count.
+        shared = [
+            bisect_left(other.block_table, True, lo=other.num_released_blocks, key=is_own)
+            for other in running
+        ]
+        num_own = sum(len(other.block_table) for other in running) - sum(shared)
+        shared += [num_shared(pool, hit) for _, hit in joining]
+        budget = state.max_num_batched_tokens
+        growths = [self._growth(other, budget) for other in [*running, *(other for other, _ in joining)]]
+        growing = [(*growth, count) for growth, count in zip(growths, shared, strict=True)]
+        needed = len(pool.used_block_ids) - num_own
+        needed -= sum(num_owners(pool, block_id) == 0 for block_id in pool.pinned)
+        most, rests = 0, []
+        for num_steps, num_tokens, count in sorted(growing, reverse=True):  # those that end last first
+            # In its k-th decode step it needs ceil((num_tokens + k - 1) / size) blocks.
+            full, rest = divmod(num_tokens + size - 2, size)
+            needed += full - count
+            insort(rests, rest)
+            opened, rest = divmod(num_steps, size)
+            most = max(most, needed + len(rests) * (opened + 1) - bisect_left(rests, size - rest))
+        return most
+
+    def _growth(self, seq: Sequence, budget: int) -> tuple[int, int]:
+        """The decode steps that a sequence is expected to take, and the tokens it has in the first."""
+        is_prefilled = seq.status is SequenceStatus.RUNNING and not seq.num_scheduled_tokens
+        num_tokens = seq.num_tokens + (not is_prefilled)
+        num_steps = seq.max_num_tokens - num_tokens
+        if seq.may_end_early:
+            num_steps = ceil(num_steps * self.share)
+        if not is_prefilled:  # others decode between the chunks of its prompt, so it ends later
+            num_steps += (seq.num_tokens - seq.num_computed_tokens) // budget
+        return num_steps, num_tokens
+
+
+def num_owners(pool: BlockManager, block_id: int) -> int:
+    """A pin ends with the step."""
+    return pool.blocks[block_id].ref_count - (block_id in pool.pinned)
+
+
+def num_shared(pool: BlockManager, hit: Hit) -> int:
+    return sum(num_owners(pool, block_id) > 0 for block_id in hit.blocks)

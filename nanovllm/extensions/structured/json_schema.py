@@ -1,0 +1,66 @@
+"""JSON schemas: forbids the properties that a schema does not list. Knows nothing of llguidance.
+
+By the standard an object may have any others, which is seldom meant: a model goes on with them to max_tokens.
+"""
+
+from typing import Any
+from urllib.parse import unquote
+
+# Where a schema has others, which describe parts of a value, or nothing by themselves.
+NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+OTHERS = ("items", "prefixItems", "additionalItems", "additionalProperties", "contains", "propertyNames")
+LISTING = ("properties", "patternProperties")
+ALLOWING = ("additionalProperties", "unevaluatedProperties")
+
+
+def close_objects(root: Any) -> None:
+    """
+    Add `"additionalProperties": false` to every object schema that lists properties and says nothing of
+    others, in place. Schemas that describe an object together stay as they are: none knows the others' list.
+    """
+    listing: dict[int, dict] = {}  # by id
+    together: set[int] = set()
+    seen: set[tuple[int, bool]] = set()
+    left: list[tuple[Any, bool]] = [(root, False)]
+    while left:
+        schema, is_part = left.pop()
+        if isinstance(schema, list):
+            left.extend((each, is_part) for each in schema)
+        if not isinstance(schema, dict) or (id(schema), is_part) in seen:
+            continue
+        seen.add((id(schema), is_part))
+        is_listing = any(name in schema for name in LISTING)
+        # What describes the same value as the schema itself.
+        merged = [*_values(schema.get("allOf")), schema.get("anyOf"), schema.get("oneOf")]
+        merged.append(_resolve(root, schema.get("$ref")))
+        merged = [each for each in merged if each is not None]
+        is_part = is_part or is_listing + len(merged) > 1
+        left.extend((each, is_part) for each in merged)
+        left.extend((each, False) for name in NAMED for each in _values(schema.get(name)))
+        left.extend((schema.get(name), False) for name in OTHERS)
+        if is_listing and not any(name in schema for name in ALLOWING):
+            listing[id(schema)] = schema
+        if is_part:
+            together.add(id(schema))
+    for key in listing.keys() - together:
+        listing[key]["additionalProperties"] = False
+
+
+def _values(collection: Any) -> list[Any]:
+    if isinstance(collection, dict):
+        return [*collection.values()]
+    return collection if isinstance(collection, list) else []
+
+
+def _resolve(root: Any, reference: Any) -> Any:
+    """What a JSON pointer into the same schema refers to; None if there is nothing."""
+    if not isinstance(reference, str) or not reference.startswith("#"):
+        return None
+    found = root
+    for key in unquote(reference[1:]).split("/")[1:]:
+        key = key.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, list) and key.isdecimal() and int(key) < len(found):
+            found = found[int(key)]
+        else:
+            found = found.get(key) if isinstance(found, dict) else None
+    return found

@@ -1,0 +1,140 @@
+"""The configuration of an architecture that this project has no class for, read by transformers.
+
+Knows no layers. Whether the model can be run is found out when it is built (model.py).
+"""
+
+import copy
+from typing import Any
+
+from nanovllm.extensions.models.rope import FULL, SLIDING, check_rope_keys
+from nanovllm.utils.validation import check, is_number, shown
+
+# Model types that give transformers' own logits here, as a test shows. Others may keep a state, attend in
+# another way, or do something beside attention that nobody would notice until the text is wrong.
+VERIFIED = (
+    "afmoe apertus arcee aria_text axk1 biogpt bitnet cohere cohere2 cohere2_moe ctrl cwm deepseek_v2 "
+    "deepseek_v3 dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo flint gemma gemma2 gemma3_text "
+    "gemma4_text glm glm4 glm4_moe glm4_moe_lite gpt-sw3 gpt2 gpt_bigcode gpt_neox gpt_oss granite "
+    "granite_swa granitemoe granitemoe_swa granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 "
+    "hyperclovax internlm3 iquestcoder jais2 kolibri1 laguna llama mellum mimo_v2_flash minicpm3 minimax_m2 "
+    "ministral ministral3 mistral mixtral modernbert-decoder nanochat nemotron olmo olmo2 olmo3 olmoe opt "
+    "persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open stablelm "
+    "starcoder2 vaultgemma youtu"
+).split()
+# Why others are refused, as far as there is more to say than that no test shows them to be right.
+REFUSED = {
+    "it keeps a state of another kind than keys and values": (
+        "bailing_hybrid bamba falcon_h1 falcon_mamba granitemoehybrid jamba kimi_linear lfm2 lfm2_moe lfm3 "
+        "mamba mamba2 minimax nemotron_h olmo_hybrid qwen3_5_moe_text qwen3_5_text qwen3_next qwen4_exp_text "
+        "recurrent_gemma rwkv xlstm zamba zamba2"
+    ).split(),
+    "it is an encoder, or a decoder that needs one": (
+        "bart bert bert-generation big_bird bigbird_pegasus blenderbot blenderbot-small camembert "
+        "data2vec-text electra ernie marian mbart megatron-bert musicgen musicgen_melody mvp pegasus plbart "
+        "prophetnet rembert roberta roberta-prelayernorm roc_bert roformer trocr whisper xlm-roberta "
+        "xlm-roberta-xl xmod"
+    ).split(),
+    "it shifts scores by the distance of tokens (ALiBi)": ["bloom", "falcon", "mpt"],
+    "it attends to tokens that an index chooses": "axk2 deepseek_v32 deepseek_v4 glm_moe_dsa hy_v4".split(),
+}
+# What transformers' classes read besides, as far as they do not list it themselves.
+TRANSFORMERS_ROPE_KEYS = {"alpha", "short_factor", "long_factor", "short_mscale", "long_mscale"}
+
+
+def transformers_config(raw: dict[str, Any]) -> Any:
+    """transformers' configuration object. Raises ValueError if it is none of a decoder that it knows."""
+    from transformers import CONFIG_MAPPING, __version__
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    kind, names = raw.get("model_type"), raw.get("architectures") or []
+    names = names if isinstance(names, list) else [names]
+    name = names[0] if names else None
+    known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind) if isinstance(kind, str) else None
+    is_one = name in (known if isinstance(known, tuple | list) else (known,))
+    if known is None or not (is_one or model_type_decides(names)):
+        raise ValueError(
+            f"architecture {shown(name)} of model type {shown(kind)} is not known, neither here nor as a "
+            "decoder of this version of transformers"
+        )
+    if int(__version__.split(".")[0]) < 5:  # with some of 4's the tokens are others
+        raise ValueError(f"architecture {shown(name)} needs transformers 5 or newer, this is {__version__}")
+    if kind not in VERIFIED:
+        reasons = [why for why, kinds in REFUSED.items() if kind in kinds] or ["no test shows it to be right"]
+        known = ", ".join(VERIFIED)
+        raise ValueError(f"model type {kind!r} is not supported: {reasons[0]}; through transformers: {known}")
+    fields = copy.deepcopy({key: value for key, value in raw.items() if key != "architectures"})
+    try:
+        config = CONFIG_MAPPING[kind](**fields)
+    except Exception as error:  # whatever a foreign file makes of foreign code
+        raise ValueError(f"transformers cannot read the configuration: {error!r:.300}") from error
+    known = TRANSFORMERS_ROPE_KEYS.union(getattr(config, "ignore_keys_at_rope_validation", None) or ())
+    for settings in _rope_parameters(config):
+        check_rope_keys(settings, known)
+        if settings.get("attn_factor") is not None:
+            _honour_attn_factor(config, settings)
+    return config
+
+
+def _rope_parameters(config: Any) -> list[dict[str, Any]]:
+    """Rotary settings of all layers, or of each kind of layer."""
+    found = getattr(config, "rope_parameters", None) or {}
+    return [value for value in found.values() if isinstance(value, dict)] or [found]
+
+
+def _honour_attn_factor(config: Any, settings: dict[str, Any]) -> None:
+    """transformers knows no factor beside YaRN's own, but one in its place."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    value, kind = settings.pop("attn_factor"), settings.get("rope_type")
+    check(is_number(value, float, 1e-6, 1e15), "attn_factor must be a number from 1e-06 to 1e+15", value)
+    if settings is not config.rope_parameters or kind != "yarn":
+        raise ValueError(f"attn_factor is for rope_type 'yarn' in all layers alike, got {shown(kind)}")
+    settings["attention_factor"] = value * ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")[1]
+
+
+def model_type_decides(architectures: list[Any]) -> bool:
+    """
+    Whether `model_type` alone says what a model is, as with transformers' AutoModel: there are no names, or
+    only remote code's. One that transformers knows may be a class without an LM head.
+    """
+    import transformers
+
+    return all(str(name).isidentifier() and not hasattr(transformers, str(name)) for name in architectures)
+
+
+def read_transformers_config(raw: dict[str, Any]) -> dict[str, Any]:
+    """
+    The sizes that the engine needs, by the names of this project. Raises ValueError naming what cannot be
+    run.
+    """
+    config = transformers_config(raw)
+    config.allow_global_per_layer_attribute_access = True  # sizes that layers may differ from
+    heads = _size(config, "num_attention_heads")
+    found = {"hidden_size": _size(config, "hidden_size"), "vocab_size": _size(config, "vocab_size")}
+    found |= {"num_attention_heads": heads, "num_hidden_layers": _size(config, "num_hidden_layers")}
+    found["num_key_value_heads"] = getattr(config, "num_key_value_heads", None) or heads
+    found["head_dim"] = getattr(config, "head_dim", None) or found["hidden_size"] // heads
+    found["max_position_embeddings"] = _context_limit(config)
+    found["tie_word_embeddings"] = bool(getattr(config, "tie_word_embeddings", False))
+    # Only to judge how large the files must be at least: some architectures have no such field.
+    found["intermediate_size"] = getattr(config, "intermediate_size", None) or 1
+    return found
+
+
+def _size(config: Any, name: str) -> Any:
+    value = getattr(config, name, None)
+    check(type(value) is int and value >= 1, f"{name} must be an integer from 1 on", value)
+    return value
+
+
+def _context_limit(config: Any) -> int:
+    """Positions that the checkpoint is for."""
+    limit = _size(config, "max_position_embeddings")
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if not kinds <= {FULL, SLIDING}:
+        raise ValueError(f"layer_types {sorted(kinds - {FULL, SLIDING})} are not supported")
+    # Where a longer sequence turns all its keys by other angles, the cache could not keep them.
+    for settings in _rope_parameters(config):
+        if settings.get("rope_type") == "longrope":
+            limit = min(limit, settings.get("original_max_position_embeddings", limit))
+    return limit

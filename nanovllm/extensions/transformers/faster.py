@@ -1,0 +1,167 @@
+"""Parts of transformers' models for which this project has faster ones: products, norms, SwiGLU, rotations.
+
+What a norm, a network or a rotation is, is found out by what it computes: it is replaced only where random
+numbers show that the other one computes the same.
+"""
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nanovllm.extensions.transformers.ranks import part_of
+from nanovllm.kernels.layernorm import rms_norm_torch
+from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.linear import LinearBase
+from nanovllm.layers.product import activated
+from nanovllm.layers.rotary_embedding import RotaryEmbedding, apply_rotary_emb
+from nanovllm.layers.weight import Shard
+
+ROTATE = "apply_rotary_pos_emb"  # the name that the function has in transformers
+GATED = ["gate_proj.weight", "up_proj.weight", "down_proj.weight"]
+# Where a GatedMLP's parts are stored, as `packed_modules_mapping` says it.
+PACKED = {"gate_proj": ("gate_and_up", 0), "up_proj": ("gate_and_up", 1)}
+
+
+class Linear(LinearBase):
+    """
+    For input of any number of dimensions. `is_part`: the ranks' products have to be summed up;
+    `is_stored_transposed`: checkpoints have its weight as [in, out].
+    """
+
+    def __init__(
+        self,
+        shards: dict[Any, Shard],
+        bias: bool = False,
+        is_part: bool = False,
+        is_stored_transposed: bool = False,
+    ):
+        super().__init__(shards, bias)
+        self.is_part, self.is_stored_transposed = is_part, is_stored_transposed
+
+    def forward(self, x: Tensor, silu_and_mul: bool = False) -> Tensor:
+        """With silu_and_mul the first half of the product are gates, the second is what they multiply."""
+        rows = x.reshape(-1, x.shape[-1])
+        bias = self.bias if self.group.rank == 0 or not self.is_part else None
+        y = activated(self.product(len(rows)).linear(rows, bias, silu_and_mul))
+        y = self.group.all_reduce(y) if self.is_part else y
+        return y.view(*x.shape[:-1], -1)
+
+
+def linear_like(module: nn.Linear) -> Linear:
+    is_part = getattr(module, "cut", None) == "rowwise"
+    return Linear({None: part_of(module)}, module.bias is not None, is_part)
+
+
+class GatedMLP(nn.Module):
+    def __init__(self, gate: nn.Linear, up: nn.Linear, down: nn.Linear):
+        super().__init__()
+        gates = part_of(gate)
+        self.gate_and_up = Linear({0: gates, 1: part_of(up, offset=gates.size[0])})
+        self.down_proj = linear_like(down)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.gate_and_up(x, silu_and_mul=True))
+
+
+def replacement(module: nn.Module) -> nn.Module | None:
+    """What computes the same as a module that needs no memory yet; None if nothing is known that does."""
+    from transformers.pytorch_utils import Conv1D
+
+    if type(module) is nn.Linear:
+        return linear_like(module)
+    if type(module) is Conv1D:
+        return Linear({None: Shard((module.nf, module.nx))}, bias=True, is_stored_transposed=True)
+    shapes = {name: tuple(param.shape) for name, param in module.named_parameters()}
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if [*shapes] == ["weight"] and len(shapes["weight"]) == 1 and isinstance(eps, float):
+        (size,), weight = shapes["weight"], _random(*shapes["weight"]) + 1
+        x = _random(2, size) * eps**0.5
+        if _computes(module, {"weight": weight}, x, rms_norm_torch(x, weight, eps)):
+            return RMSNorm(size, eps)
+    if sorted(shapes) == sorted(GATED):
+        weights, x = [_random(5, 3), _random(5, 3), _random(3, 5)], _random(2, 3)
+        gate, up, down = weights
+        expected = F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
+        if _computes(module, dict(zip(GATED, weights, strict=True)), x, expected):
+            return GatedMLP(module.gate_proj, module.up_proj, module.down_proj)
+    return None
+
+
+def _random(*shape: int) -> Tensor:
+    generator = torch.Generator("cpu").manual_seed(0)
+    return torch.randn(*shape, generator=generator, dtype=torch.float32, device="cpu")
+
+
+def _computes(module: nn.Module, weights: dict[str, Tensor], x: Tensor, expected: Tensor) -> bool:
+    try:
+        y = torch.func.functional_call(module, weights, (x,))
+    except (TypeError, ValueError, RuntimeError, AttributeError):  # it wants other arguments
+        return False
+    return isinstance(y, Tensor) and y.shape == x.shape and torch.allclose(y, expected, rtol=1e-4)
+
+
+class Rotation(RotaryEmbedding):
+    """Of the tokens of one step, from cos and sin [1, tokens, head_dim], whose halves are alike."""
+
+    def __init__(self, cos: Tensor, sin: Tensor):
+        nn.Module.__init__(self)
+        _, num_tokens, self.head_dim = cos.shape
+        half = self.head_dim // 2
+        self.cos_sin_cache = torch.cat((cos[0, :, :half], sin[0, :, :half]), dim=-1).float()
+        self.positions = torch.arange(num_tokens, device=cos.device)
+        self._last_angles = (torch.empty(0),)
+
+
+def leave_rotations(base: nn.Module) -> None:
+    """
+    Let attention modules hand over queries and keys that are not rotated yet, with a `rotation` that says how
+    they have to be. One that changes them after that has to `rotate_again`.
+    """
+    for module in base.modules():
+        forward = type(module).forward
+        names = getattr(getattr(forward, "__code__", None), "co_names", ())
+        if ROTATE in names and rotates_halves(forward.__globals__.get(ROTATE)):
+            names = {**forward.__globals__, ROTATE: _note_rotation}
+            rest = forward.__name__, forward.__defaults__, forward.__closure__
+            module.forward = types.MethodType(types.FunctionType(forward.__code__, names, *rest), module)
+
+
+def hands_over_rotation(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether these have come straight from the function, and whole heads are to be rotated."""
+    rotation = getattr(query, "rotation", None)
+    if rotation is None or getattr(key, "rotation", None) is not rotation:
+        return False
+    return rotation.head_dim == query.shape[-1] == value.shape[-1]
+
+
+def rotate_again(module: nn.Module) -> None:
+    vars(module).pop("forward", None)
+
+
+def _note_rotation(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
+    """In place of transformers' function. All layers of a step have the same cosines."""
+    if not hasattr(cos, "rotation"):
+        cos.rotation = Rotation(cos, sin)
+    query.rotation = key.rotation = cos.rotation
+    return query, key
+
+
+@functools.cache
+def rotates_halves(function: Callable[..., Any]) -> bool:
+    """Whether the function is RotaryEmbedding's, for queries and keys [1, heads, tokens, head_dim]."""
+    query, key, (cos, sin) = _random(1, 2, 3, 8), _random(1, 1, 3, 8), _random(2, 1, 3, 4).repeat(1, 1, 1, 2)
+    signs = torch.tensor([-1.0] * 4 + [1.0] * 4, device="cpu")
+    try:
+        found = function(query, key, cos, sin)
+    except (TypeError, ValueError, RuntimeError):
+        return False
+    for given, rotated in zip((query, key), found, strict=True):
+        expected = apply_rotary_emb(given[0].transpose(0, 1), cos[0, :, None], sin[0, :, None] * signs)
+        if not torch.allclose(rotated[0].transpose(0, 1), expected, rtol=1e-4, atol=1e-6):
+            return False
+    return True

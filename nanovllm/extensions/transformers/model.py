@@ -1,0 +1,218 @@
+"""Any decoder that transformers can build: its modules, with this project's attention and matrix products.
+
+transformers computes everything between the products as its authors wrote it. Its attention modules call a
+function that is registered under a name; here that is one which stores keys and values in the paged cache and
+attends to those of each sequence, so that many sequences can be computed as one row of tokens. Linear layers
+become this project's, so that formats of weights work, and so does what has a faster twin here. Nothing here
+knows an architecture by name.
+"""
+
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nanovllm.checkpoints.base import Transposed
+from nanovllm.distributed.group import get_group
+from nanovllm.extensions.models.attention_rule import set_rule
+from nanovllm.extensions.models.config import DecoderConfig
+from nanovllm.extensions.transformers.config import transformers_config
+from nanovllm.extensions.transformers.faster import PACKED, GatedMLP, leave_rotations, replacement
+from nanovllm.extensions.transformers.parts import NAME, register
+from nanovllm.extensions.transformers.ranks import cut_modules
+from nanovllm.extensions.transformers.weights import converted
+from nanovllm.layers.attention import Attention
+from nanovllm.utils.context import get_context
+from nanovllm.utils.loader import find_places
+
+
+class TransformersForCausalLM(nn.Module):
+    """Its parameters have the names that transformers gives them, which are those of checkpoints."""
+
+    packed_modules_mapping: dict[str, tuple[str, Any]] = {}
+
+    def __init__(self, config: DecoderConfig):
+        super().__init__()
+        model = build(config)
+        self._model = (model,)  # not a child, or its parameters would have other names
+        self._base = (model.base_model,)
+        fix_rotations(model)
+        leave_rotations(model.base_model)
+        self.attention = nn.ModuleList(try_out(model.base_model, config.num_hidden_layers))
+        for parent in [*self._base[0].modules()]:
+            for name, child in [*parent.named_children()]:
+                if (faster := replacement(child)) is not None:
+                    setattr(parent, name, faster)
+                    if isinstance(faster, GatedMLP):
+                        self.packed_modules_mapping = PACKED
+        made = give_memory(model)
+        for attention in self.attention:
+            set_rule(attention, sinks=made.get(attention.variant.sinks))
+        head = Head(model)
+        for name, child in model.named_children():
+            self.add_module(name, child)
+        object.__setattr__(self, "lm_head", head)  # under its own name it is a child already
+        # A mask of four dimensions is one that transformers passes on as it is, and `attend` needs none.
+        self.register_buffer("no_mask", torch.empty(1, 1, 1, 1), persistent=False)
+
+    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        """input_ids, positions int64 [tokens] -> hidden states [tokens, hidden_size]."""
+        tokens = {"input_ids": input_ids[None], "position_ids": positions[None]}
+        return self._base[0](**tokens, attention_mask=self.no_mask, use_cache=False).last_hidden_state[0]
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor:
+        """-> logits [sequences, vocab_size]."""
+        return self.lm_head(hidden_states)
+
+    def converted(self, tensors: Iterable[Any]) -> Iterator[Any]:
+        """A checkpoint's tensors by the names, and in the shapes, that parameters have here."""
+        modules = self.named_modules()
+        turned = {f"{name}.weight" for name, each in modules if getattr(each, "is_stored_transposed", False)}
+        for tensor in converted(self._model[0], find_places(self), tensors):
+            yield Transposed(tensor) if tensor.name in turned else tensor
+
+
+def build(config: DecoderConfig) -> Any:
+    """
+    The model of transformers, its parameters without memory. Raises ValueError if it does not let other
+    attention be used.
+    """
+    from transformers import AutoModelForCausalLM
+
+    register()
+    theirs = transformers_config(config.raw)
+    theirs.num_hidden_layers = config.num_hidden_layers
+    with without_memory():
+        try:
+            options = {"attn_implementation": NAME, "experts_implementation": NAME}
+            model = AutoModelForCausalLM.from_config(theirs, **options, dtype=torch.get_default_dtype())
+        except Exception as error:  # whatever a foreign file makes of foreign code
+            raise ValueError(f"transformers cannot build the model: {error!r:.300}") from error
+    name = type(model).__name__
+    if model.base_model is model or model.get_output_embeddings() is None:
+        raise ValueError(f"{name} is not supported: it has no head for a vocabulary")
+    return model.eval()
+
+
+@contextmanager
+def without_memory() -> Iterator[None]:
+    """Parameters that this thread makes here take no memory, but buffers have their values."""
+    register, thread = nn.Module.register_parameter, threading.get_ident()
+
+    def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and threading.get_ident() == thread:
+            param = nn.Parameter(param.detach().to("meta"), requires_grad=False)
+        register(module, name, param)
+
+    nn.Module.register_parameter = register_on_meta
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register
+
+
+def give_memory(model: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
+    """
+    Give the parameters that have no memory some; what is tied stays so. Buffers that checkpoints have become
+    parameters, which are loaded. Returns what stands in the place of each.
+    """
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    model.tie_weights()
+    for prefix, module in model.named_modules():
+        for name in {*module._buffers} - module._non_persistent_buffers_set:
+            setattr(module, name, nn.Parameter(module._buffers.pop(name), requires_grad=False))
+        for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
+            if param not in made:
+                is_wide = any(part in f"{prefix}.{name}" for part in model._keep_in_fp32_modules_strict)
+                dtype = torch.float32 if is_wide else param.dtype
+                memory = torch.empty(param.shape, dtype=dtype) if param.is_meta else param.to(dtype)
+                made[param] = nn.Parameter(memory, requires_grad=False)
+                vars(made[param]).update(vars(param))  # how a part of it is loaded
+            setattr(module, name, made[param])
+    return made
+
+
+def fix_rotations(model: nn.Module) -> None:
+    """Within the allowed context no angles depend on a sequence's length: do not compute them anew."""
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        if kinds is not None:
+            module.rope_type = dict.fromkeys(kinds, "default") if isinstance(kinds, dict) else "default"
+
+
+def try_out(base: Any, num_layers: int) -> list[Attention]:
+    """
+    The attention of each layer on this rank, as it asks for it on the meta device. Raises ValueError if a
+    layer has none, or depends on data.
+    """
+    name = type(base).__name__
+    shares = cut_modules(base)
+    buffers = {name: buffer.to("meta") for name, buffer in base.named_buffers()}
+    tokens = torch.zeros(1, 2, dtype=torch.int64, device="meta")
+    inputs = {"input_ids": tokens, "position_ids": tokens, "attention_mask": tokens, "use_cache": False}
+    try:
+        with torch.device("cpu"):  # the default of steps, too
+            torch.func.functional_call(base, buffers | shares, (), inputs)
+    except ValueError:
+        raise
+    except Exception as error:
+        ranks = f" with tensor_parallel_size={get_group().size}" if shares else ""
+        raise ValueError(f"{name} is not supported{ranks}: {error!r:.300}") from error
+    attention = "nano_vllm_attention"
+    found = [vars(module)[attention][0] for module in base.modules() if attention in vars(module)]
+    if len(found) != num_layers:
+        reason = f"{len(found)} of {num_layers} layers have attention of the usual kind"
+        raise ValueError(f"{name} is not supported: {reason}")
+    return found
+
+
+class Head:
+    """
+    The LM head with all that transformers' forward does behind it (scales, caps), for hidden states
+    [tokens, hidden_size].
+    """
+
+    vocab_start = 0
+
+    def __init__(self, model: Any):
+        self.model = model
+
+    def __call__(self, hidden_states: Tensor) -> Tensor:
+        """-> logits [sequences, vocab_size], in a prefill of the last token of each."""
+        context = get_context()
+        if context.is_prefill:
+            hidden_states = hidden_states[context.cu_seqlens_q[1:].long() - 1]
+        return self.logits(hidden_states)
+
+    def logits(self, hidden_states: Tensor) -> Tensor:
+        """-> logits [tokens, vocab_size]."""
+        name = self.model.base_model_prefix
+        base = self.model._modules[name]
+        self.model._modules[name] = Given(hidden_states[None])
+        try:
+            return self.model(input_ids=None, inputs_embeds=hidden_states[None], use_cache=False).logits[0]
+        finally:
+            self.model._modules[name] = base
+
+    def gather(self, logits: Tensor) -> Tensor:
+        return logits
+
+
+class Given(nn.Module):
+    """In place of the layers: what they have computed already."""
+
+    def __init__(self, hidden_states: Tensor):
+        super().__init__()
+        self.hidden_states = hidden_states
+        object.__setattr__(self, "decoder", self)  # where the layers are in some models
+
+    def forward(self, *_args: Any, **_options: Any) -> Any:
+        from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
+
+        class Output(BaseModelOutputWithPastAndCrossAttentions):
+            router_logits = shared_kv_states = None  # which some heads ask for
+
+        return Output(last_hidden_state=self.hidden_states)

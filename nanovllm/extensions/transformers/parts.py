@@ -1,0 +1,137 @@
+"""What stands in place of parts of a model that transformers has built: attention and experts.
+
+transformers calls attention and experts by functions that are registered under a name. Before the model has
+memory it is tried out on the meta device, where tensors have shapes only: then each attention module gets
+what it asks for, and a forward that depends on data fails, which no CUDA graph could hold either.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nanovllm.extensions.experts.kernels.experts import ExpertWeights
+from nanovllm.extensions.experts.kernels.moe import run_experts
+from nanovllm.extensions.experts.kernels.moe_matvec import can_use_few, run_experts_few
+from nanovllm.extensions.experts.kernels.router import Chosen
+from nanovllm.extensions.models.attention_rule import set_rule
+from nanovllm.extensions.transformers.faster import hands_over_rotation, rotate_again
+from nanovllm.extensions.transformers.ranks import sum_over_ranks
+from nanovllm.layers.attention import Attention
+from nanovllm.utils.context import get_context
+
+NAME = "nano_vllm"  # of the functions
+OTHER_MASK = -1  # in place of a window; some models make such a mask, but no layer uses it
+
+
+def register() -> None:
+    from transformers import AttentionInterface
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+    from transformers.masking_utils import AttentionMaskInterface
+
+    AttentionInterface.register(NAME, attend)
+    AttentionMaskInterface.register(NAME, note_window)
+    ALL_EXPERTS_FUNCTIONS.register(NAME, compute_experts)
+
+
+def note_window(*, mask_function: Callable[..., Any], local_size: int | None = None, **_: Any) -> Tensor:
+    """
+    transformers' interface, called when a model is tried out only: a mask that says how far its layers look
+    back; OTHER_MASK if the function of (batch, head, query, key) is neither causal nor of a window.
+    """
+    window = local_size or 0
+    distance, query = window or 64, torch.tensor(2 * window + 64, device="cpu")
+    sees = {1: False, 0: True, 1 - distance: True, -distance: window == 0}
+    is_known = all(bool(mask_function(0, 0, query, query + step)) is seen for step, seen in sees.items())
+    mask = torch.empty(1, 1, 1, 1, device="meta")
+    mask.window = window if is_known else OTHER_MASK
+    return mask
+
+
+def attend(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
+    attention_mask: Any, scaling: float | None = None, **options: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """
+    transformers' interface: query, key and value [1, heads, tokens, head_dim], rotated already or with a
+    `rotation`, to [1, tokens, heads, head_dim]. Positions and masks follow from the step's context.
+    """
+    _, num_heads, num_tokens, _ = query.shape
+    if query.is_meta:
+        options["sliding_window"] = getattr(attention_mask, "window", options.get("sliding_window"))
+        attention = make_attention(module, query, key, value, scaling, options)
+        module.nano_vllm_attention = (attention,)  # not a child, or it would have two names
+        if not hands_over_rotation(query, key, value):
+            rotate_again(module)
+        return query.new_empty(1, num_tokens, num_heads, value.shape[-1]), None
+    attention: Attention = module.nano_vllm_attention[0]
+    if hasattr(query, "rotation"):
+        qkv = torch.cat([each[0].transpose(0, 1) for each in (query, key, value)], dim=1).flatten(1)
+        q, k, v = attention.rotate_and_store(query.rotation.positions, qkv, query.rotation, None, None)
+        return attention(q, k, v).view(1, num_tokens, num_heads, attention.head_dim), None
+    narrower = attention.head_dim - value.shape[-1]
+    q, k, v = (each[0].transpose(0, 1).contiguous() for each in (query, key, F.pad(value, (0, narrower))))
+    out = attention(*attention.store(q, k, v)).view(1, num_tokens, num_heads, attention.head_dim)
+    return out[..., : value.shape[-1]], None
+
+
+def make_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
+    scaling: float | None, options: dict[str, Any],
+) -> Attention:  # fmt: skip
+    """As a module asks for it. Raises ValueError for what is not computed here."""
+    name = f"{type(module).__name__} is not supported"
+    if options.get("position_bias") is not None:
+        raise ValueError(f"{name}: its attention depends on distances between tokens")
+    if options["sliding_window"] == OTHER_MASK:
+        raise ValueError(f"{name}: its mask is neither causal nor of a window")
+    if hasattr(module, "nano_vllm_attention"):
+        raise ValueError(f"{name}: it attends more than once")
+    (_, num_heads, num_tokens, head_dim), (_, num_kv_heads, *_) = query.shape, key.shape
+    is_usual = key.shape == (1, num_kv_heads, num_tokens, head_dim) and value.shape[:3] == key.shape[:3]
+    if not is_usual or value.shape[-1] > head_dim or not getattr(module, "is_causal", True):
+        raise ValueError(f"{name}: it attends not only to the tokens before")
+    sinks = options.get("s_aux")
+    if sinks is not None and not isinstance(sinks, nn.Parameter):
+        raise ValueError(f"{name}: its sinks are computed")
+    features = {"window": options.get("sliding_window") or 0, "softcap": options.get("softcap") or 0.0}
+    scale = head_dim**-0.5 if scaling is None else float(scaling)
+    attention = Attention(num_heads, head_dim, scale, num_kv_heads)
+    set_rule(attention, **features, sinks=sinks)
+    return attention
+
+
+def compute_experts(module: nn.Module, hidden_states: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+    """
+    transformers' interface: hidden_states [tokens, hidden], experts int64 and their weights [tokens, top_k],
+    to [tokens, hidden].
+    """
+    if hidden_states.is_meta:
+        return torch.empty_like(hidden_states)
+    if is_swiglu(module):
+        chosen = Chosen(experts.int().contiguous(), weights.float().contiguous())
+        matrices = (each.flatten(0, 1) for each in (module.gate_up_proj, module.down_proj))
+        stacked, is_prefill = ExpertWeights(*matrices, len(module.down_proj)), get_context().is_prefill
+        if is_prefill or not can_use_few(hidden_states, stacked):
+            y = run_experts(hidden_states, stacked, chosen, is_prefill).sum(1)
+        else:
+            y = run_experts_few(hidden_states, stacked, chosen)
+    else:
+        from transformers.integrations.moe import grouped_mm_experts_forward
+
+        y = grouped_mm_experts_forward(module, hidden_states, experts, weights)
+    return sum_over_ranks(module, y)
+
+
+def is_swiglu(module: nn.Module) -> bool:
+    """Whether experts are what this project's kernels compute."""
+    from transformers.integrations.moe import _default_apply_gate
+
+    others = module.is_transposed or module.has_bias
+    others |= getattr(module, "has_post_expert_norm", False)  # which older versions do not know
+    if others or not module.has_gate or not module.is_concatenated:
+        return False
+    is_silu = type(getattr(module, "act_fn", None)).__name__ in ("SiLU", "SiLUActivation")
+    return is_silu and type(module)._apply_gate is _default_apply_gate

@@ -1,0 +1,91 @@
+"""Which part of a model that transformers built each rank holds, by the plan that transformers has for it.
+
+A linear layer is cut by its outputs or by its inputs, after which ranks sum up, and experts by both, as an
+MLP is. What the plan would exchange in between, or leaves whole, every rank computes: the embedding and the
+head, too.
+"""
+
+import functools
+import re
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nanovllm.distributed.group import get_group
+from nanovllm.layers.linear import divide
+from nanovllm.layers.weight import Shard
+from nanovllm.utils.loader import check_stored, default_weight_loader
+
+# By the plan's word, the dimension in which a linear layer's parameters are cut.
+LINEAR = {"colwise": {"weight": 0, "bias": 0}, "rowwise": {"weight": 1}}
+EXPERTS, EXPERTS_CUT = "moe_tp_experts", {"gate_up_proj": 1, "down_proj": 2}
+WHOLE = "replicated_with_grad_allreduce colwise_gather_output rowwise_split_input mla_kv_a_proj".split()
+
+
+def cut_modules(base: Any) -> dict[str, Tensor]:
+    """
+    Note in `cut` how modules are cut. Returns what parameters this rank has a part of, by name and without
+    memory. Raises ValueError if the plan cannot be followed.
+    """
+    group, plan, shares = get_group(), base.config.base_model_tp_plan or {}, {}
+    if group.size == 1:
+        return {}
+    for prefix, module in base.named_modules():
+        way, cuts = plan.get(_generic(prefix)), {}
+        if isinstance(module, nn.Linear):
+            cuts = LINEAR.get(way, {})
+        elif way == EXPERTS and _has_plain_experts(module):
+            cuts = EXPERTS_CUT
+        if cuts:
+            module.cut, module.nano_vllm_group = way, group
+        elif way not in (None, *WHOLE):
+            raise ValueError(f"tensor_parallel_size must be 1: {prefix} cannot be split")
+        for name, param in [*module.named_parameters(recurse=False)]:
+            if name in cuts:
+                shape = list(param.shape)
+                shape[cuts[name]] = divide(shape[cuts[name]], group.size)
+                share = nn.Parameter(param.new_empty(shape), requires_grad=False)
+                shares[f"{prefix}.{name}"] = share
+                if way == EXPERTS:
+                    share.weight_loader = functools.partial(_load_share, whole=param.shape, dim=cuts[name])
+                    module.register_parameter(name, share)
+            elif _generic(f"{prefix}.{name}") in plan:
+                raise ValueError(f"tensor_parallel_size must be 1: {prefix}.{name} cannot be split")
+    if not shares:
+        raise ValueError(f"tensor_parallel_size must be 1: {type(base).__name__} has no plan to split it")
+    return shares
+
+
+def _generic(name: str) -> str:
+    return re.sub(r"\.\d+\.", ".*.", name)
+
+
+def _has_plain_experts(module: Any) -> bool:
+    """[experts, gates and ups, inputs] and [experts, outputs, inputs]."""
+    others = module.is_transposed or module.has_bias or module.has_post_expert_norm
+    return module.has_gate and module.is_concatenated and not others
+
+
+def _load_share(param: nn.Parameter, loaded_weight: Any, whole: torch.Size, dim: int) -> None:
+    check_stored(loaded_weight, tuple(whole))
+    group = get_group()
+    matrices = loaded_weight[...].chunk(2 if dim == EXPERTS_CUT["gate_up_proj"] else 1, dim)
+    share = torch.cat([matrix.chunk(group.size, dim)[group.rank] for matrix in matrices], dim)
+    default_weight_loader(param, share)
+
+
+def part_of(linear: nn.Linear, offset: int = 0) -> Shard:
+    """This rank's share, from this row on in a matrix of several."""
+    shape, group = (linear.out_features, linear.in_features), get_group()
+    cut = getattr(linear, "cut", None)
+    if cut is None:
+        return Shard(shape, offset=offset)
+    width = divide(shape[LINEAR[cut]["weight"]], group.size)
+    mine = slice(group.rank * width, group.rank * width + width)
+    return Shard(shape, **{"rows" if cut == "colwise" else "columns": mine}, offset=offset)
+
+
+def sum_over_ranks(module: nn.Module, y: Tensor) -> Tensor:
+    """What a module that may be cut has computed of [tokens, features]."""
+    return module.nano_vllm_group.all_reduce(y) if hasattr(module, "cut") else y

@@ -1,0 +1,73 @@
+"""A checkpoint's tensors by the names, and in the shapes, that transformers' modules have.
+
+The two differ for some architectures, most of all where experts are stored one by one and computed from one
+tensor. transformers knows how to rename and convert; here that is applied to tensors as they are read.
+"""
+
+import copy
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from nanovllm.utils.loader import renamed
+
+
+@dataclass
+class Converted:
+    """A tensor that was made of those of a file."""
+
+    name: str
+    file: str
+    value: torch.Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.value.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.value.dtype
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return self.value[index]
+
+
+def converted(model: Any, known: dict[str, Any], tensors: Iterable[Any]) -> Iterator[Any]:
+    """
+    The tensors for a model of transformers that has parameters of the `known` names. What is converted comes
+    last. Raises ValueError naming a tensor that cannot be converted.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
+
+    transforms = get_model_conversion_mapping(model)
+    converters = [each for each in transforms if isinstance(each, WeightConverter)]
+    renamings = [each for each in transforms if not isinstance(each, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    ignored = model._keys_to_ignore_on_load_unexpected or ()
+    waiting: dict[str, list[tuple[Any, str]]] = defaultdict(list)
+    for tensor in tensors:
+        name, pattern = rename_source_key(
+            tensor.name, renamings, converters, model.base_model_prefix, dict.fromkeys(known, True)
+        )
+        if pattern is not None:
+            waiting[name].append((tensor, pattern))
+        elif name in known and name != tensor.name:
+            yield renamed(tensor, name)
+        elif tensor.name in known or not any(re.search(each, tensor.name) for each in ignored):
+            yield tensor
+    for name, sources in waiting.items():
+        sources.sort(key=lambda source: dot_natural_key(source[0].name))
+        converter = copy.deepcopy(by_pattern[sources[0][1]])
+        for tensor, pattern in sources:
+            converter.add_tensor(name, tensor.name, pattern, lambda tensor=tensor: tensor[...])
+        try:
+            made = converter.convert(name, model=model, config=model.config)
+        except Exception as error:  # whatever a foreign file makes of foreign code
+            raise ValueError(f"{sources[0][0].file}: tensor {sources[0][0].name}: {error!r:.300}") from error
+        for target, value in made.items():
+            yield Converted(target, sources[0][0].file, value[0] if isinstance(value, list) else value)

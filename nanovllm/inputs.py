@@ -1,0 +1,18 @@
+"""Prompts as dicts, under the names that scripts for vLLM import."""
+
+from collections.abc import Iterable
+from typing import TypedDict
+
+
+class TextPrompt(TypedDict):
+    prompt: str
+
+
+class _OwnText(TypedDict, total=False):
+    prompt: str
+
+
+class TokensPrompt(_OwnText):
+    """Token ids, and maybe the text that they are of."""
+
+    prompt_token_ids: Iterable[int]

@@ -1,0 +1,121 @@
+"""What a layer's attention computes, and the places where an extension may change it.
+
+The core knows one kind: a query at position i sees the keys 0..i, and their values are added up with the
+weights softmax(scale * q k^T). Models differ in small ways (which keys are seen, what happens to a score,
+what the softmax begins with), and each way changes a line or two in the middle of a kernel. So the kernels
+call *hooks*: small Triton functions that are constants of a launch. The compiler inlines them, and a hook
+that nobody gives leaves no instruction behind.
+
+A variant has each change twice: as a hook for the kernels, and as a method in torch for the references.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class Hooks(NamedTuple):
+    """
+    Triton functions that attention kernels call, or None. Each gets this record itself as the constant HOOKS,
+    and the variant's tensors as `extras`. Scores, `highest` and log sums are in units of log2.
+
+    first_token(extras, seq, context_len, HOOKS): the first token that a decode step's query sees, at least 0;
+    `context_len` counts the tokens up to it, itself among them.
+    first_token_prefill(extras, seq, context_len, HOOKS): the same for a number or a tensor of them; below 0
+    is 0, too.
+    score(score, HOOKS): a tile of scores -> what takes their place.
+    begin(extras, seq, is_first, row, head, dim, highest, total, SIZES, HOOKS) -> highest, total, kept: what a
+    decode program begins with. `is_first` says whether it has the first split, to which keys may be added
+    that are not in the cache. `highest` is [GROUP_PAD], `total` [TILE, GROUP_PAD].
+    end(kept, row, dim, highest, total, acc, SIZES, HOOKS) -> highest, total, acc: what a decode program does
+    with its results, `total` [GROUP_PAD] and `acc` [DIM_PAD, GROUP_PAD].
+    begin_prefill(extras, head, highest, total, HOOKS) -> highest, total: the same for a tile of queries of
+    one head.
+    """
+
+    first_token: Any = None
+    score: Any = None
+    begin: Any = None
+    end: Any = None
+    first_token_prefill: Any = None
+    begin_prefill: Any = None
+    constants: Any = None  # what the hooks need besides: a record
+
+    @property
+    def cache_key(self) -> str:
+        """
+        By which Triton's cache on disk knows a launch with these hooks. It takes this property where there is
+        one, and else `str`, which tells the names of functions but not what they do.
+        """
+        return "-".join(str(getattr(each, "cache_key", each)) for each in self)
+
+
+class AttentionVariant:
+    """Plain causal attention, and what others replace."""
+
+    hooks = Hooks()
+    extras: tuple[Any, ...] = ()  # tensors for the hooks
+    # Whether a decode program reads only a few tokens, so that latency counts more than bandwidth.
+    reads_few = False
+    flash_problem = ""  # why flash-attn cannot compute it
+
+    def __init__(self, scale: float):
+        self.scale = scale
+
+    @property
+    def sees_all(self) -> bool:
+        """Whether queries see all tokens before them."""
+        return self.hooks.first_token is None
+
+    def flash_options(self) -> dict[str, Any]:
+        return {"softmax_scale": self.scale, "causal": True}
+
+    def first_token(self, context_lens: Tensor) -> Tensor:
+        """The first token that queries see whose contexts, themselves included, have so many tokens."""
+        return torch.zeros_like(context_lens)
+
+    def score(self, scores: Tensor) -> Tensor:
+        return scores
+
+    def first_sums(self, kv_heads: int) -> Tensor | None:
+        """
+        Logs of what softmax denominators begin with, float32 [kv_heads, heads of each, 1]; None if with 0.
+        """
+        return None
+
+    def attend_decode(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rows: Any) -> Tensor:
+        """
+        q [sequences, kv_heads, heads of each, head_dim], k and v [sequences, kv_heads, tokens, head_dim], of
+        these rows of the batch.
+        """
+        return F.scaled_dot_product_attention(q, k, v, mask, scale=self.scale)
+
+    def attend_prefill(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """
+        q, k and v [kv_heads, heads of each, tokens, head_dim]. No mask: as many queries as keys, and each
+        sees the keys up to its own.
+        """
+        is_causal = mask is None
+        return F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, scale=self.scale)
+
+    def finish_decode(self, out: Tensor) -> Tensor:
+        """What the reference of decode returns for these results of all rows [batch, heads, head_dim]."""
+        return out
+
+    def attend_and_sum(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, first_sums: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """
+        Attention of q [..., queries, head_dim] over k and v [..., keys, head_dim] where the mask is true, and
+        the log of each softmax's denominator [..., queries]: float32. `first_sums`, which are broadcast to
+        [..., queries, 1], are logs of what the denominators begin with. A query that sees nothing gets zeros.
+        """
+        scores = self.score(q.float() @ k.mT.float() * self.scale)
+        if mask is not None:
+            scores = scores.masked_fill(~mask, float("-inf"))
+        log_sums = scores.logsumexp(-1, keepdim=True)
+        if first_sums is not None:
+            log_sums = torch.logaddexp(log_sums, first_sums)
+        return (scores - log_sums).exp().nan_to_num() @ v.float(), log_sums.squeeze(-1)

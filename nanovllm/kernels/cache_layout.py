@@ -1,0 +1,157 @@
+"""How keys and values lie in the pages of the KV cache, and how they are read from there.
+
+A page holds the tokens of a block. In the core a token is a row: caches are contiguous
+[blocks, block_size, kv_heads, head_dim], in any floating dtype. Keys and values are rounded to it when they
+are written, and converted to the dtype of the queries when they are read. An extension that stores them in
+another way brings a `CacheLayout` of its own; nothing else asks what a page looks like.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanovllm.kernels.copy_pages import copy_pages
+from nanovllm.kernels.kv_store import StoreHooks, store_kvcache
+from nanovllm.kernels.runtime import cdiv, tl, triton
+
+
+class CacheLayout:
+    """
+    `load` is a Triton function that reads a tile of keys and values in the prefill kernel, `load_rows` says
+    how. `decode` is None, or computes `paged_decode_attention` for pages that its kernel cannot read.
+    """
+
+    planes = 2  # keys and values are two tensors
+    decode: Callable[..., Tensor] | None = None
+
+    def __init__(self, dtype: torch.dtype = torch.float32):
+        self.dtype = dtype
+        self.load: Any = load_rows
+
+    def page_shape(self, block_size: int, kv_heads: int, head_dim: int) -> tuple[int, ...]:
+        """Of one layer's block, in each plane."""
+        return block_size, kv_heads, head_dim
+
+    def page_sizes(self, cache: Tensor, head_dim: int) -> tuple[int, int]:
+        """block_size and kv_heads of a layer's cache."""
+        return cache.shape[1], cache.shape[2]
+
+    def rotate(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys as they are multiplied by each other."""
+        return q, k
+
+    def store(self, key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+        """See `store_kvcache`; the keys are rotated."""
+        store_kvcache(key, value, k_cache, v_cache, slots)
+
+    def as_stored(self, x: Tensor) -> Tensor:
+        """
+        What a prefill attends to in place of the keys or values x [..., head_dim], so that results do not
+        depend on which tokens come from the cache.
+        """
+        return x
+
+    def store_hooks(self, cache: Tensor, head_dim: int, is_prefill: bool) -> StoreHooks:
+        """What the kernel that rotates and stores in one does with a token."""
+        return StoreHooks()
+
+    def read(
+        self,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        block_tables: Tensor,
+        begins: Tensor,
+        ends: Tensor,
+        head_dim: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """
+        The tokens from begins to ends [batch] of sequences: keys and values [batch, kv_heads, longest,
+        head_dim], and which of these are such tokens, bool [batch, longest]. Behind them stands what does no
+        harm under a mask.
+        """
+        block_size, kv_heads = self.page_sizes(k_cache, head_dim)
+        blocks, offsets, seen = locate(block_tables, begins, ends, block_size)
+        slots = (blocks * block_size + offsets).flatten()
+        keys, values = (
+            cache.view(-1, kv_heads, head_dim).index_select(0, slots).unflatten(0, blocks.shape)
+            for cache in (k_cache, v_cache)
+        )
+        return keys.transpose(1, 2), values.transpose(1, 2), seen
+
+    def read_one(
+        self, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, begin: int, end: int
+    ) -> tuple[Tensor, Tensor] | None:
+        """
+        Keys and values [1, kv_heads, tokens, head_dim] of one sequence's tokens begin..end, if that is
+        quicker than `read`. Where the blocks lie side by side, they are not copied.
+        """
+        _, block_size, *head_sizes = k_cache.shape
+        blocks = block_table[begin // block_size : cdiv(end, block_size)]
+        numbers = blocks.tolist()
+        first = numbers[0] if numbers else 0
+        if numbers != [*range(first, first + len(numbers))]:
+            k_cache, v_cache, first = k_cache.index_select(0, blocks), v_cache.index_select(0, blocks), 0
+        keys, values = k_cache.view(1, -1, *head_sizes), v_cache.view(1, -1, *head_sizes)
+        span = first * block_size + begin % block_size, end - begin
+        return keys.narrow(1, *span).transpose(1, 2), values.narrow(1, *span).transpose(1, 2)
+
+    def copy(self, pages: Tensor, sources: Tensor, targets: Tensor, num_tokens: Tensor) -> None:
+        """Copy at least the first tokens of blocks in pages [planes, layers, blocks, ...]: `copy_pages`."""
+        copy_pages(pages, sources, targets, num_tokens)
+
+
+def locate(
+    block_tables: Tensor, begins: Tensor, ends: Tensor, block_size: int, unit: int = 1
+) -> tuple[Tensor, Tensor, Tensor]:
+    """
+    Where sequences' tokens from begins to ends lie, if so many are read at once (`unit`): the blocks and
+    the units within them, int [batch, longest], and which tokens of these units are asked for, bool
+    [batch, longest * unit].
+    """
+    first, last = begins // unit, (ends + unit - 1) // unit
+    place = first[:, None] + torch.arange(int((last - first).max()), device=ends.device)
+    token = (place[..., None] * unit + torch.arange(unit, device=ends.device)).flatten(1)
+    seen = (token >= begins[:, None]) & (token < ends[:, None])
+    # Places beyond a sequence's end read its first one instead, and those of an empty one block 0.
+    place = torch.where(place < last[:, None], place, first[:, None])
+    blocks = block_tables.gather(1, place // (block_size // unit))
+    blocks = torch.where(ends[:, None] > begins[:, None], blocks, 0)
+    return blocks, place % (block_size // unit), seen
+
+
+@triton.jit
+def load_rows(cache, start, len_k, inside, DTYPE: tl.constexpr, SIZES: tl.constexpr, MASKED: tl.constexpr):
+    """
+    The keys [DIM_PAD, KEY_TILE] and values [KEY_TILE, DIM_PAD] of the tokens from `start` on, a multiple of
+    KEY_TILE, in this dtype; if MASKED, of those `inside` only. `cache` says where the head of token 0 lies in
+    keys and in values (or with a block table, which may be None, that of block 0), and how far apart tokens
+    are (or what the strides of the caches' blocks are).
+    """
+    k_head, v_head, table, k_token_stride, v_token_stride = cache
+    token = start + tl.arange(0, SIZES.KEY_TILE)
+    dim = tl.arange(0, SIZES.DIM_PAD)
+    slot = token.to(tl.int64)
+    if table is not None:
+        if SIZES.BLOCK_SIZE % SIZES.KEY_TILE == 0:  # the whole tile is in one block
+            block = tl.load(table + start // SIZES.BLOCK_SIZE)
+        else:
+            block = tl.load(table + token // SIZES.BLOCK_SIZE, mask=token < len_k, other=0)
+        slot = block.to(tl.int64) * SIZES.BLOCK_SIZE + token % SIZES.BLOCK_SIZE
+    k_address = k_head + slot[None, :] * k_token_stride + dim[:, None]
+    v_address = v_head + slot[:, None] * v_token_stride + dim[None, :]
+    is_dim = dim < SIZES.HEAD_DIM
+    if MASKED:
+        key = tl.load(k_address, mask=inside[None, :] & is_dim[:, None], other=0.0)
+        value = tl.load(v_address, mask=inside[:, None] & is_dim[None, :], other=0.0)
+    elif SIZES.HEAD_DIM == SIZES.DIM_PAD:
+        key = tl.load(k_address)
+        value = tl.load(v_address)
+    else:
+        key = tl.load(k_address, mask=is_dim[:, None], other=0.0)
+        value = tl.load(v_address, mask=is_dim[None, :], other=0.0)
+    return key.to(DTYPE), value.to(DTYPE)
+
+
+ROWS = CacheLayout()

@@ -1,0 +1,144 @@
+"""Weights of linear layers: which shard of a checkpoint's matrices a rank holds, and what multiplies it.
+
+A layer knows its weight by the interface `Weight`. The one of this file is dense: a matrix of the model's
+dtype. On a CPU oneDNN multiplies fastest from a layout of its own, into which a weight is brought once, when
+it is loaded. Such a tensor (`is_mkldnn`) can only be multiplied, or read with `to_dense`.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nanovllm.kernels.runtime import is_on_gpu
+from nanovllm.layers.product import Library, Product
+from nanovllm.utils.loader import StoredTensor, default_weight_loader
+
+FEWEST_ROWS = 1  # the layout is chosen for so many rows; measured, it is no slower for many
+
+
+@dataclass(frozen=True)
+class Shard:
+    """
+    This rank's share of a checkpoint's matrix of this shape: `rows` and `columns` (None: all), which are the
+    rows from `offset` on of the layer's own matrix.
+    """
+
+    shape: tuple[int, int]
+    rows: slice | None = None
+    columns: slice | None = None
+    offset: int = 0
+
+    def __post_init__(self) -> None:
+        for name, size in zip(("rows", "columns"), self.shape, strict=True):
+            object.__setattr__(self, name, getattr(self, name) or slice(0, size))
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Rows and columns of the share."""
+        return self.rows.stop - self.rows.start, self.columns.stop - self.columns.start
+
+    @property
+    def place(self) -> slice:
+        """Its rows in the layer's own matrix."""
+        return slice(self.offset, self.offset + self.size[0])
+
+
+def matrix_shape(shards: dict[Any, Shard]) -> tuple[int, int]:
+    """Rows and columns of a layer's own matrix, which these shards make up."""
+    sizes = [shard.size for shard in shards.values()]
+    return sum(rows for rows, _ in sizes), sizes[0][1]
+
+
+class Weight:
+    """
+    A matrix [out, in] in some format. `parameters` are its tensors. `stored` says what loads a shard, a
+    function of (tensor, Shard), by the names that checkpoints have for its tensors; without any, the layer's
+    `weight_loader` fills `weight`.
+    """
+
+    parameters: dict[str, Tensor | nn.Parameter]
+    stored: dict[str, StoredTensor]
+
+    def __init__(self, shards: dict[Any, Shard]):
+        self.shards = shards
+        self.shape = matrix_shape(shards)
+        self.dtype = torch.get_default_dtype()  # of what it is multiplied with
+        self.parameters, self.stored = {}, {}
+
+    def fill(self, matrix: Tensor) -> None:
+        """Become this matrix [out, in], as nearly as the format can."""
+        raise NotImplementedError
+
+    def finish(self) -> None:
+        """Called when all tensors are loaded: bring them into the layout that multiplies fastest here."""
+
+    def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x [tokens, in] @ weight.T + bias: [tokens, out], for any number of tokens."""
+        raise NotImplementedError
+
+    def products(self, hidden_size: int | None, num_ranks: int) -> list[Product]:
+        """
+        What multiplies by it, in order of preference; the last accepts everything. Called when the weight is
+        made and again after `finish`. `hidden_size` is the width of the residual stream that the layer reads
+        or adds to, None if it does neither.
+        """
+        return [Library(self.multiply)]
+
+
+class DenseWeight(Weight):
+    """`weight` [out, in], in the dtype of the model. It is loaded by the layer's `weight_loader`."""
+
+    def __init__(self, shards: dict[Any, Shard]):
+        super().__init__(shards)
+        self.weight = nn.Parameter(torch.empty(self.shape), requires_grad=False)
+        self.parameters["weight"] = self.weight
+
+    def load(self, loaded: Any, shard: Shard) -> None:
+        target = self.weight.data[shard.place]
+        default_weight_loader(target, loaded, (shard.rows, shard.columns), shard.shape)
+
+    def fill(self, matrix: Tensor) -> None:
+        self.weight.data.copy_(matrix)
+
+    def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return multiply(x, self.weight, bias)
+
+    def finish(self) -> None:
+        """The layout that the weight had is freed."""
+        if can_pack(self.weight):
+            self.weight = nn.Parameter(packed(self.weight), requires_grad=False)
+            self.parameters["weight"] = self.weight
+
+
+def can_pack(weight: Tensor) -> bool:
+    """Whether oneDNN is there, and computes in the weight's dtype."""
+    if is_on_gpu(weight) or not torch.backends.mkldnn.is_available() or not weight.numel():
+        return False
+    computes = {
+        torch.float32: lambda: True,
+        torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
+        torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
+    }
+    return computes[weight.dtype]()
+
+
+def packed(weight: Tensor) -> Tensor:
+    """The weight [out, in] in oneDNN's layout."""
+    return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), FEWEST_ROWS)
+
+
+def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [tokens, in] @ weight.T + bias: [tokens, out]."""
+    if not weight.is_mkldnn:
+        return F.linear(x, weight, bias)
+    num_rows = len(x)
+    # oneDNN makes code for each number of rows and each shape of a weight: milliseconds, and half a megabyte
+    # that it keeps. So that there are few, rows are filled up, by an eighth at most.
+    step = 1 << max(0, (num_rows - 1).bit_length() - 4)
+    if num_rows % step == 0:
+        return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
+    x = F.pad(x, (0, 0, 0, -num_rows % step))
+    return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")[:num_rows]

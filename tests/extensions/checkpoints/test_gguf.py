@@ -1,0 +1,777 @@
+"""GGUF files: the same model comes out as the one that went in, and nothing hostile gets far."""
+
+import struct
+import time
+import warnings
+from pathlib import Path
+
+import gguf
+import pytest
+import torch
+import transformers
+from gguf_packer import decode, encode
+from safetensors.torch import load_file, save_file
+from smollm2 import smollm2_gguf  # noqa: F401  a fixture
+
+import tiny_checkpoints
+from nanovllm import LLM, SamplingParams
+from nanovllm.assembly import get_model_class, open_checkpoint
+from nanovllm.config import Config
+from nanovllm.extensions.checkpoints.gguf_file import GGUFTensor
+from nanovllm.extensions.checkpoints.gguf_tokenizer import SPLITS, tokenizer_from_gguf
+from nanovllm.extensions.models.config import DecoderConfig
+from nanovllm.extensions.quantised.gguf import PackedCodes
+from nanovllm.extensions.quantised.gguf_blocks import decode_values
+from nanovllm.layers.rotary_embedding import get_rope
+from nanovllm.utils.loader import load_model
+from tiny_checkpoints import assert_greedy, load_reference
+
+ARCHITECTURES = ["llama", "qwen2", "qwen3", "gemma3"]
+QUANTISATIONS = ["F32", "F16", "BF16", "Q8_0", "Q4_0"]
+
+
+def make_checkpoint(folder: Path, architecture: str = "qwen3", *args, **settings) -> Path:
+    """One that fits into the format, which does not say by what Gemma divides scores."""
+    if architecture == "gemma3":
+        settings = {"query_pre_attn_scalar": settings.get("head_dim", 16)} | settings
+    return tiny_checkpoints.make_checkpoint(folder, architecture, *args, **settings)
+
+
+def interleave_halves(tensor: torch.Tensor, heads: int) -> torch.Tensor:
+    """llama.cpp's order of the rows of q and k: of each head, both halves' first rows, second rows, ..."""
+    halves = tensor.reshape(heads, 2, tensor.shape[0] // heads // 2, -1)
+    return halves.transpose(1, 2).reshape(tensor.shape)
+
+
+def write_gguf(
+    folder: Path, quantisation: str | dict[str, str] = "F32", extra_tensors=(), **metadata
+) -> Path:
+    """
+    The checkpoint of a folder as llama.cpp would store it, its matrices quantised: all of them as one type,
+    or each as said for the last part of its name, the others as for "".
+    """
+    kinds = {"": quantisation} if isinstance(quantisation, str) else quantisation
+    config = open_checkpoint(folder).hf_config()
+    architecture = config.raw["model_type"].removesuffix("_text")
+    is_gemma = architecture == "gemma3"
+    writer = gguf.GGUFWriter(folder / "model.gguf", architecture)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    if getattr(config, "head_dim", None):
+        writer.add_key_length(config.head_dim)
+        writer.add_value_length(config.head_dim)
+        writer.add_rope_dimension_count(config.head_dim)
+    if is_gemma:
+        windows = {
+            "sliding_window": max(config.windows),
+            "sliding_window_pattern": config.windows.index(0) + 1,
+        }
+        metadata = {f"ARCH__attention__{name}": value for name, value in windows.items()} | metadata
+    for key, value in metadata.items():
+        key = key.replace("__", ".").replace("ARCH", architecture)
+        add = {
+            str: writer.add_string,
+            int: writer.add_uint32,
+            float: writer.add_float32,
+            list: writer.add_array,
+        }
+        add[type(value)](key, value)
+    codes = {name: code for code, name in gguf.MODEL_ARCH_NAMES.items()}
+    names = gguf.get_tensor_name_map(codes[architecture], config.num_hidden_layers)
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    tensors = [tensor for file in folder.glob("*.safetensors") for tensor in load_file(file).items()]
+    for name, tensor in [*tensors, *extra_tensors]:
+        module, kind = name.rsplit(".", 1)
+        module = names.get_name(module) or module
+        part = module.rpartition(".")[2]
+        if architecture == "llama" and part in heads:
+            tensor = interleave_halves(tensor, heads[part])
+        if is_gemma and module.endswith("norm"):
+            tensor = tensor + 1
+        stored = kinds.get(part, kinds[""]) if tensor.dim() == 2 else "F32"
+        type_ = gguf.GGMLQuantizationType[stored]
+        writer.add_tensor(f"{module}.{kind}", encode(tensor, stored), raw_dtype=type_)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return folder / "model.gguf"
+
+
+def requantised(tensor: torch.Tensor, quantisation: str) -> torch.Tensor:
+    """What is left of a matrix after a trip through a quantisation."""
+    kind = quantisation if tensor.dim() == 2 else "F32"
+    return decode(encode(tensor, kind), kind)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("quantisation", QUANTISATIONS)
+@pytest.mark.parametrize("tied", [False, True])
+def test_all_tensors_come_back(tmp_path, architecture, quantisation, tied):
+    make_checkpoint(tmp_path, architecture, tie_word_embeddings=tied, vocab_size=96)
+    expected = load_file(tmp_path / "model.safetensors")
+    tensors = {t.name: t for t in open_checkpoint(write_gguf(tmp_path, quantisation)).tensors()}
+    assert tensors.keys() == expected.keys()
+    for name, value in expected.items():
+        assert tensors[name].shape == tuple(value.shape)
+        if architecture == "gemma3" and "norm" in name:
+            value = value + 1 - 1  # which is in the file and loses some bits
+        assert torch.equal(tensors[name][:].float(), requantised(value, quantisation)), name
+
+
+def test_rotary_rows_of_biases_come_back_too(tmp_path):
+    make_checkpoint(tmp_path, "llama", attention_bias=True, mlp_bias=True)
+    expected = load_file(tmp_path / "model.safetensors")
+    checkpoint = open_checkpoint(write_gguf(tmp_path))
+    assert checkpoint.hf_config().attention_bias and checkpoint.hf_config().mlp_bias
+    tensors = {t.name: t[:] for t in checkpoint.tensors()}
+    assert tensors.keys() == expected.keys()
+    assert all(torch.equal(tensors[name], value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize("quantisation", QUANTISATIONS)
+def test_a_slice_is_a_part_of_the_whole(tmp_path, quantisation):
+    make_checkpoint(tmp_path, "llama", num_key_value_heads=4)
+    for tensor in open_checkpoint(write_gguf(tmp_path, quantisation)).tensors():
+        whole = tensor[:]
+        assert torch.equal(tensor[5:23], whole[5:23])
+        if whole.dim() == 2:
+            assert torch.equal(tensor[:, 16:40], whole[:, 16:40])
+            assert torch.equal(tensor[3:9, 32:64], whole[3:9, 32:64])
+            assert tensor[4:4].shape == whole[4:4].shape
+
+
+def test_a_slice_decodes_only_the_blocks_it_touches(tmp_path, monkeypatch):
+    make_checkpoint(tmp_path, "qwen3")
+    decoded = []
+    decode = GGUFTensor._decode
+    monkeypatch.setattr(
+        GGUFTensor, "_decode", lambda self, part: decoded.append(part.shape) or decode(self, part)
+    )
+    tensors = {t.name: t for t in open_checkpoint(write_gguf(tmp_path, "Q8_0")).tensors()}
+    down = tensors["model.layers.0.mlp.down_proj.weight"]  # [64, 96]: a row is 3 blocks of 34 bytes
+    down[8:16], down[:, 32:64], down[:, 40:60]
+    assert decoded == [(8, 102), (64, 34), (64, 34)]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "overrides", [{}, {"head_dim": 32}, {"rope_theta": 5e5, "rms_norm_eps": 1e-5}], ids=str
+)
+def test_the_config_comes_back(tmp_path, architecture, overrides):
+    if architecture == "qwen2" and "head_dim" in overrides:
+        pytest.skip("Qwen2 has no head_dim of its own")
+    make_checkpoint(tmp_path, architecture, **overrides)
+    expected = open_checkpoint(tmp_path).hf_config()
+    config = open_checkpoint(write_gguf(tmp_path)).hf_config()
+    assert type(config) is type(expected)
+    assert config.architectures == expected.architectures
+    fields = (
+        "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads"
+    )
+    for field in (*fields.split(), "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings", "dtype"):
+        if hasattr(expected, field):
+            assert getattr(config, field) == getattr(expected, field), field
+    assert config.rope_parameters == expected.rope_parameters
+    assert config.windows == expected.windows
+    assert config.local_rope_parameters == expected.local_rope_parameters
+    assert config.query_pre_attn_scalar == expected.query_pre_attn_scalar
+
+
+def gemma_config(folder: Path, **metadata) -> DecoderConfig:
+    """Of a file of Gemma 3 with seven layers and this metadata."""
+    checkpoint = open_checkpoint(write_gguf(make_checkpoint(folder, "gemma3")))
+    checkpoint.metadata["gemma3.block_count"] = 7
+    del checkpoint.metadata["gemma3.attention.sliding_window_pattern"]
+    for key, value in metadata.items():
+        checkpoint.metadata["gemma3." + key.replace("__", ".")] = value
+    return checkpoint.hf_config()
+
+
+def test_every_sixth_layer_of_gemma_attends_to_all_unless_the_file_says_otherwise(tmp_path):
+    config = gemma_config(tmp_path)
+    assert config.windows == (24,) * 5 + (0, 24)
+    assert gemma_config(tmp_path, attention__sliding_window_pattern=3).windows == (24, 24, 0, 24, 24, 0, 24)
+    config = gemma_config(tmp_path, attention__sliding_window=0)
+    assert config.windows == (0,) * 7
+    assert {*transformers.Gemma3TextConfig(**config.raw).layer_types} == {"full_attention"}
+
+
+def test_layers_of_gemma_with_a_window_have_rotations_of_their_own(tmp_path):
+    scaling = dict(rope__scaling__type="linear", rope__scaling__factor=8.0, rope__freq_base=5e5)
+    config = gemma_config(tmp_path, **scaling)
+    assert (config.rope_parameters["factor"], config.rope_parameters["rope_theta"]) == (8, 5e5)
+    local = config.local_rope_parameters
+    assert (local["rope_type"], local["rope_theta"]) == ("default", 1e4)
+    assert gemma_config(tmp_path, rope__freq_base_swa=2e4).local_rope_parameters["rope_theta"] == 2e4
+
+
+@pytest.mark.parametrize("layers, divisor", [(7, 32), (62, 64 / 4)])
+def test_gemma_divides_scores_by_the_size_of_a_head_but_in_the_largest_model(tmp_path, layers, divisor):
+    sizes = dict(attention__key_length=32, attention__value_length=32, rope__dimension_count=32)
+    assert gemma_config(tmp_path, block_count=layers, **sizes).query_pre_attn_scalar == divisor
+
+
+@pytest.mark.parametrize(
+    "metadata, message",
+    [
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0 is not supported"),
+        ({"attention__sliding_window_pattern": [True] * 7}, "sliding_window_pattern must be one int"),
+        ({"attention__sliding_window": -1}, "sliding_window must be an integer from 1"),
+    ],
+    ids=str,
+)
+def test_what_gemma_files_may_say_and_the_model_does_not_have_is_refused(tmp_path, metadata, message):
+    with pytest.raises(ValueError, match=f"model.gguf: .*{message}"):
+        gemma_config(tmp_path, **metadata)
+
+
+# With few tokens to choose from, the best one is further ahead than what is rounded otherwise on two ranks.
+FEW_TOKENS = dict(vocab_size=16, hidden_size=128, intermediate_size=256, num_key_value_heads=4, head_dim=32)
+
+
+# A file with a mixture of types, as llama.cpp makes them.
+MIXTURES = {
+    "Q4_K": {"": "Q4_K", "attn_v": "Q6_K", "ffn_down": "Q6_K", "token_embd": "Q6_K"},
+    "Q5_K": {"": "Q5_K", "attn_k": "Q8_0", "attn_output": "Q5_1", "ffn_up": "Q5_0"},
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "architecture, mixture, seed", [("llama", "Q4_K", 0), ("qwen3", "Q5_K", 0), ("gemma3", "Q4_K", 0)]
+)
+def test_greedy_tokens_are_those_of_transformers_on_the_dequantised_weights(
+    tmp_path, architecture, mixture, seed, dtype
+):
+    sizes = FEW_TOKENS | {"hidden_size": 256, "head_dim": 64}
+    make_checkpoint(tmp_path, architecture, seed, tokenizer=False, **sizes)
+    file = write_gguf(tmp_path, MIXTURES[mixture]).rename(tmp_path.with_suffix(".gguf"))
+    tensors = {tensor.name: tensor[:].contiguous() for tensor in open_checkpoint(file).tensors()}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    theirs = load_reference(tmp_path)
+    prompts = [[1, 2, 3], [*range(16)], [7] * 40]
+    with LLM(str(file), device="cpu", dtype=dtype, kvcache_block_size=16, num_kvcache_blocks=40) as llm:
+        for prompt, result in zip(
+            prompts, llm.generate(prompts, SamplingParams(0, 6, True), use_tqdm=False), strict=True
+        ):
+            assert_greedy(theirs, prompt, result["token_ids"])
+
+
+@pytest.mark.parametrize(
+    "architecture, quantisation, seed",
+    [
+        ("llama", "Q4_1", 4),
+        ("qwen3", "Q4_0", 3),
+        ("llama", "Q8_0", 18),
+    ],
+)
+def test_two_ranks_of_a_packed_file_answer_as_one(tmp_path, architecture, quantisation, seed):
+    make_checkpoint(tmp_path, architecture, seed, tokenizer=False, **FEW_TOKENS)
+    options = dict(device="cpu", dtype="bfloat16", kvcache_block_size=16, num_kvcache_blocks=40)
+    options["model"] = str(write_gguf(tmp_path, quantisation))
+    prompts = [[1, 2, 3], [*range(16)], [7] * 17]
+    answers = []
+    for size in (1, 2):
+        with LLM(**options, tensor_parallel_size=size) as llm:
+            layer = llm.model_runner.model.model.layers[0]
+            for linear, rows in (layer.self_attn.qkv_proj, 384), (layer.mlp.gate_up_proj, 512):
+                [product] = linear.format.runs
+                assert isinstance(product, PackedCodes) and product.shape == (rows // size, 128)
+            answers.append(llm.generate(prompts, SamplingParams(0, 6, True, logprobs=2), use_tqdm=False))
+    for one, two in zip(*answers, strict=True):
+        for first, second in (list(step.values())[:2] for step in one["logprobs"]):
+            assert abs(first.logprob - second.logprob) > 0.2
+        assert one["token_ids"] == two["token_ids"]
+
+
+@pytest.mark.parametrize(
+    "stored, dtype", [("Q8_0", None), ("F16", None), ("BF16", "bfloat16"), ("F32", "float32")]
+)
+def test_only_a_file_whose_converter_kept_the_dtype_names_it(tmp_path, stored, dtype):
+    make_checkpoint(tmp_path)
+    config = open_checkpoint(write_gguf(tmp_path, stored)).hf_config()
+    assert config.dtype == dtype
+
+
+@pytest.mark.parametrize(
+    "stored, multiplies_bfloat16, expected",
+    [
+        ({"": "Q4_0", "token_embd": "Q8_0"}, True, torch.bfloat16),
+        ("Q4_0", False, torch.float32),
+        ({"": "Q8_0", "token_embd": "Q4_0"}, True, torch.float32),
+        ("F16", True, torch.float32),
+    ],
+    ids=str,
+)
+def test_a_cpu_computes_files_of_few_bits_in_bfloat16_if_it_multiplies_that(
+    tmp_path, stored, multiplies_bfloat16, expected, monkeypatch
+):
+    monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: multiplies_bfloat16)
+    checkpoint = open_checkpoint(write_gguf(make_checkpoint(tmp_path), stored))
+    assert Config("a model", device="cpu").with_checkpoint(checkpoint).torch_dtype == expected
+    given = Config("a model", device="cpu", dtype="float16").with_checkpoint(checkpoint)
+    assert given.torch_dtype == torch.float16
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_parameters_are_the_same_from_gguf_and_safetensors(tmp_path, architecture):
+    make_checkpoint(tmp_path, architecture)
+    models = []
+    for source in (tmp_path, write_gguf(tmp_path)):
+        config = open_checkpoint(source).hf_config()
+        models.append(get_model_class(config)(config))
+        load_model(models[-1], open_checkpoint(source))
+    ours, theirs = (model.state_dict() for model in models)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_values_are_decoded_where_they_will_be(tmp_path, monkeypatch, device):
+    make_checkpoint(tmp_path)
+    checkpoint = open_checkpoint(write_gguf(tmp_path, "Q8_0"))
+    config = checkpoint.hf_config()
+    model = get_model_class(config)(config).to(device)
+    devices = []
+    monkeypatch.setattr(
+        "nanovllm.extensions.checkpoints.gguf_file.decode_values",
+        lambda encoded, kind, where: devices.append(where.type) or decode_values(encoded, kind, where),
+    )
+    load_model(model, checkpoint)
+    assert {*devices} == {device}
+    stored = {tensor.name: tensor[:].cpu() for tensor in checkpoint.tensors()}
+    embedding = model.model.embed_tokens.weight
+    assert embedding.device.type == device
+    assert torch.equal(embedding.cpu(), stored["model.embed_tokens.weight"])
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_model_can_have_the_shape_of_a_file_and_random_weights(tmp_path, architecture):
+    make_checkpoint(tmp_path, architecture)
+    file = write_gguf(tmp_path)
+    config = open_checkpoint(file, "dummy").hf_config()
+    model = get_model_class(config)(config)
+    load_model(model, open_checkpoint(file, "dummy"))
+    assert torch.equal(model.model.norm.weight, torch.ones(64))
+
+
+# Rotary scaling
+
+
+def test_linear_scaling_is_read(tmp_path):
+    make_checkpoint(tmp_path, "llama")
+    file = write_gguf(tmp_path, ARCH__rope__scaling__type="linear", ARCH__rope__scaling__factor=4.0)
+    rope = open_checkpoint(file).hf_config().rope_parameters
+    assert (rope["rope_type"], rope["factor"], rope["rope_theta"]) == ("linear", 4.0, 10000.0)
+    assert open_checkpoint(file).hf_config().context_limit == 4 * 512
+
+
+def test_yarn_scaling_is_read(tmp_path):
+    make_checkpoint(tmp_path, "qwen3")
+    scaling = dict(ARCH__rope__scaling__type="yarn", ARCH__rope__scaling__factor=4.0)
+    file = write_gguf(tmp_path, **scaling, ARCH__rope__scaling__original_context_length=128)
+    config = open_checkpoint(file).hf_config()
+    rope = config.rope_parameters
+    assert (rope["rope_type"], rope["factor"], rope["original_max_position_embeddings"]) == ("yarn", 4.0, 128)
+    assert config.context_limit == 512
+
+
+def rope_of(folder: Path, architecture: str = "llama", **keys) -> dict:
+    """The rotary settings of a file with these keys "ARCH.rope." of which "scaling." is left out."""
+    checkpoint = open_checkpoint(write_gguf(make_checkpoint(folder, architecture)))
+    for key, value in keys.items():
+        name = key if key.startswith("scale_") or key == "magic" else f"scaling.{key}"
+        checkpoint.metadata[f"{architecture}.rope.{name}"] = value
+    return checkpoint.hf_config().rope_parameters
+
+
+def test_scaling_is_linear_unless_the_file_says_otherwise(tmp_path):
+    for keys in ({"factor": 4.0}, {"scale_linear": 4.0}, {"factor": 4.0, "scale_linear": 2.0}):
+        rope = rope_of(tmp_path, **keys)
+        assert (rope["rope_type"], rope["factor"]) == ("linear", 4.0)
+    for keys in ({"factor": 0.0}, {"type": "linear"}, {"type": "none", "factor": 4.0}, {"scale_linear": 1.0}):
+        assert rope_of(tmp_path, **keys)["rope_type"] == "default"
+
+
+@pytest.mark.parametrize("keys", [{}, {"factor": 4.0}, {"type": "yarn", "factor": 4.0}], ids=str)
+def test_rotations_are_multiplied_by_attn_factor(tmp_path, keys):
+    tables = [
+        get_rope(16, 8, rope_of(tmp_path, **keys, **factor)).cos_sin_cache
+        for factor in ({}, {"attn_factor": 0.5})
+    ]
+    assert torch.equal(tables[0] / 2, tables[1])
+
+
+@pytest.mark.parametrize(
+    "keys, message",
+    [
+        ({"type": "longrope"}, "'longrope' is not known"),
+        ({"yarn_ext_factor": 0.0}, "rope.scaling.yarn_ext_factor = 0.0 is not supported, only 1"),
+        ({"yarn_attn_factor": 0.878}, "rope.scaling.yarn_attn_factor = 0.878 is not supported, only 1"),
+        ({"magic": 1.0}, "llama.rope.magic is not supported"),
+        ({"attn_factor": float("nan")}, "attn_factor must be a number from"),
+    ],
+    ids=str,
+)
+def test_scaling_that_is_not_computed_is_refused_by_name(tmp_path, keys, message):
+    with pytest.raises(ValueError, match=f"model.gguf: .*{message}"):
+        rope_of(tmp_path, **keys)
+
+
+def test_attn_factor_is_refused_for_the_two_rotations_of_gemma(tmp_path):
+    with pytest.raises(ValueError, match="attn_factor is not supported for gemma3, only 1"):
+        rope_of(tmp_path, "gemma3", attn_factor=0.5)
+    assert rope_of(tmp_path, "gemma3", attn_factor=1.0, yarn_attn_factor=1.0)["rope_type"] == "default"
+
+
+def test_llama3_scaling_comes_as_factors_and_gives_the_frequencies_of_transformers(tmp_path):
+    llama3 = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=128)
+    make_checkpoint(tmp_path, "llama", rope_scaling={"rope_type": "llama3", **llama3})
+    scaled = load_reference(tmp_path).model.rotary_emb.inv_freq
+    plain = 1.0 / 10000.0 ** (torch.arange(0, 16, 2) / 16)
+    file = write_gguf(tmp_path, extra_tensors=[("rope_freqs.weight", plain / scaled)])
+    checkpoint = open_checkpoint(file)
+    config = checkpoint.hf_config()
+    rope = config.rope_parameters
+    assert rope["rope_type"] == "frequency_factors" and config.context_limit == 512
+    torch.testing.assert_close(plain / torch.tensor(rope["factors"]), scaled)
+    load_model(get_model_class(config)(config), checkpoint)
+    checkpoint.metadata["llama.rope.scaling.factor"] = 2.0  # divides them besides
+    twice = checkpoint.hf_config().rope_parameters["factors"]
+    torch.testing.assert_close(torch.tensor(twice), 2 * torch.tensor(rope["factors"]))
+    checkpoint.metadata["llama.rope.scaling.type"] = "yarn"
+    with pytest.raises(ValueError, match="rope_freqs.weight beside YaRN is not supported"):
+        checkpoint.hf_config()
+
+
+# Tokenizers
+
+
+def test_smollm2_cuts_digits_one_by_one(smollm2_gguf):  # noqa: F811
+    tokenizer = open_checkpoint(smollm2_gguf).tokenizer()
+    pieces = [tokenizer.decode([i]) for i in tokenizer.encode("What is 1234?")]
+    assert pieces == ["What", " is", " ", "1", "2", "3", "4", "?"]
+    assert [tokenizer.decode([i]) for i in tokenizer.encode("a   12")] == ["a", "   ", "1", "2"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Hello, world!",
+        "  two   spaces",
+        "tab\tand\n\nlines\r\n",
+        "naïve Grüße 汉字",
+        "🙂👩‍👩‍👧",
+        "x = y[3:14]",
+        "\x00",
+    ],
+)
+def test_smollm2_text_survives_a_round_trip(smollm2_gguf, text):  # noqa: F811
+    tokenizer = open_checkpoint(smollm2_gguf).tokenizer()
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_smollm2_special_tokens_are_special(smollm2_gguf):  # noqa: F811
+    checkpoint = open_checkpoint(smollm2_gguf)
+    tokenizer = checkpoint.tokenizer()
+    assert tokenizer.encode("<|im_start|>user<|im_end|>") == [1, *tokenizer.encode("user"), 2]
+    assert tokenizer.decode([1, *tokenizer.encode("user"), 2], skip_special_tokens=True) == "user"
+    assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token) == (
+        "<|im_start|>",
+        "<|im_end|>",
+        "<|im_end|>",
+    )
+    assert checkpoint.eos_token_ids(tokenizer) == (2, 0)  # and <|endoftext|>
+
+
+def test_smollm2_chat_template_renders(smollm2_gguf):  # noqa: F811
+    tokenizer = open_checkpoint(smollm2_gguf).tokenizer()
+    messages = [{"role": "user", "content": "Hi"}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert text.startswith("<|im_start|>system\n") and text.endswith(
+        "user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_smollm2_loads_whole(smollm2_gguf):  # noqa: F811
+    checkpoint = open_checkpoint(smollm2_gguf)
+    config = checkpoint.hf_config()
+    assert config.tie_word_embeddings and config.rope_parameters["rope_theta"] == 100_000
+    model = get_model_class(config)(config)
+    load_model(model, checkpoint)
+    assert sum(param.numel() for param in model.parameters()) == 134_515_008
+
+
+def metadata_of(kind: str, tokens: list[str], types: list[int] | None = None, **others) -> dict:
+    types = types or [1] * len(tokens)
+    return {
+        f"tokenizer.ggml.{key}": value
+        for key, value in dict(model=kind, tokens=tokens, token_type=types, **others).items()
+    }
+
+
+def byte_level_metadata(pre: str, **others) -> dict:
+    """Every byte, pairs and triples of "1", and one special token."""
+    from nanovllm.checkpoints.tokenizer import toy_tokenizer
+
+    vocabulary = toy_tokenizer().get_vocab()
+    tokens = sorted(vocabulary, key=vocabulary.get)[:256] + ["11", "111", "<|im_end|>"]
+    return metadata_of("gpt2", tokens, [1] * 258 + [3], merges=["1 1", "11 1"], pre=pre, **others)
+
+
+@pytest.mark.parametrize(
+    "pre, pieces",
+    [
+        ("gpt-2", ["11", "111"]),
+        ("smollm", ["1", "1", "1", "1", "1"]),
+        ("qwen2", ["1", "1", "1", "1", "1"]),
+        ("llama-bpe", ["111", "11"]),
+    ],
+)
+def test_each_kind_of_splitting_cuts_digits_its_way(pre, pieces):
+    tokenizer = tokenizer_from_gguf(byte_level_metadata(pre))
+    assert tokenizer.tokenize("11111") == pieces
+    assert tokenizer.decode(tokenizer.encode("aé 11\n🙂 ")) == "aé 11\n🙂 "
+
+
+@pytest.mark.parametrize("pre", [None, "default"])
+def test_where_no_splitting_is_named_the_architecture_decides_or_a_warning_is_given(pre):
+    metadata = byte_level_metadata(pre)
+    if pre is None:
+        del metadata["tokenizer.ggml.pre"]
+    for architecture in ("qwen2", "qwen3"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            tokenizer = tokenizer_from_gguf(metadata | {"general.architecture": architecture})
+        assert tokenizer.tokenize("111") == ["1", "1", "1"]
+    with pytest.warns(UserWarning, match=f"tokenizer.ggml.pre is {pre!r}.*cut as by GPT-2"):
+        tokenizer = tokenizer_from_gguf(metadata | {"general.architecture": "llama"})
+    assert tokenizer.tokenize("111") == ["111"]
+
+
+@pytest.mark.parametrize("pre", SPLITS)
+@pytest.mark.filterwarnings("ignore:tokenizer.ggml.pre is")
+def test_only_qwen_composes_characters(pre):
+    tokenizer = tokenizer_from_gguf(byte_level_metadata(pre))
+    assert tokenizer.decode(tokenizer.encode("e\u0301")) == ("\u00e9" if pre == "qwen2" else "e\u0301")
+
+
+def test_unknown_kinds_of_tokenizers_are_refused_by_name():
+    with pytest.raises(ValueError, match="'deepseek-llm' is not known"):
+        tokenizer_from_gguf(byte_level_metadata("deepseek-llm"))
+    with pytest.raises(ValueError, match="'bert' is not known"):
+        tokenizer_from_gguf(metadata_of("bert", ["a"]))
+    assert tokenizer_from_gguf({}) is None
+
+
+@pytest.mark.parametrize("pre, usual", [("qwen2", False), ("llama-bpe", True)])
+def test_bos_is_added_where_the_file_says_so_and_else_where_its_kind_has_it(pre, usual):
+    for said, added in (({}, usual), ({"add_bos_token": True}, True), ({"add_bos_token": False}, False)):
+        tokenizer = tokenizer_from_gguf(byte_level_metadata(pre, bos_token_id=258, **said))
+        assert (tokenizer.encode("a")[0] == 258) == added
+
+
+def test_sentencepiece_merges_by_score_and_spells_the_unknown_in_bytes():
+    tokens = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "▁",
+        "a",
+        "b",
+        "ab",
+        "▁a",
+        "bb",
+    ]
+    scores = [0.0] * 262 + [-1.0, -2.0, -3.0]
+    types = [2, 3, 3] + [6] * 256 + [1] * 6
+    ids = dict(bos_token_id=1, eos_token_id=2, unknown_token_id=0)
+    tokenizer = tokenizer_from_gguf(metadata_of("llama", tokens, types, scores=scores, **ids))
+    assert tokenizer.tokenize("ab") == ["▁", "ab"]
+    assert tokenizer.tokenize("abb a") == ["▁", "ab", "b", "▁a"]
+    assert tokenizer.encode("é")[0] == 1
+    assert tokenizer.tokenize("é") == ["▁", "<0xC3>", "<0xA9>"]
+    assert tokenizer.decode(tokenizer.encode("ab é 🙂  b"), skip_special_tokens=True) == "ab é 🙂  b"
+
+
+def test_every_end_that_the_file_names_is_an_eos_id(tmp_path):
+    make_checkpoint(tmp_path)
+    tokens = byte_level_metadata("qwen2")["tokenizer.ggml.tokens"]
+    checkpoint = open_checkpoint(
+        write_gguf(
+            tmp_path,
+            tokenizer__ggml__tokens=tokens,
+            tokenizer__ggml__eos_token_id=3,
+            tokenizer__ggml__eot_token_id=4,
+        )
+    )
+    assert checkpoint.tokenizer() is None
+    assert set(checkpoint.eos_token_ids(None)) == {3, 4, 258}
+    tokens[7] = "<end_of_turn>"
+    checkpoint.metadata |= {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.eom_token_id": 5}
+    assert set(checkpoint.eos_token_ids(None)) == {3, 4, 5, 7, 258}
+
+
+def ends_of(checkpoint, tokens: list[str], types: list[int] | None) -> set[str]:
+    checkpoint.metadata |= {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": types}
+    return {tokens[i] for i in checkpoint.eos_token_ids(None)}
+
+
+def test_control_tokens_that_end_a_turn_are_known_by_their_text(tmp_path):
+    checkpoint = open_checkpoint(write_gguf(make_checkpoint(tmp_path)))
+    others = ["a", "<|start|>"]
+    for ends in (
+        ["<|im_end|>", "<|endoftext|>"],  # Qwen's, both of which end in its folder
+        ["<|eot_id|>", "<|eom_id|>", "<|end_of_text|>"],
+        ["<|end|>", "<EOT>", "_<EOT>"],
+        ["<|return|>", "<|call|>"],
+    ):
+        tokens = [*others, *ends]
+        assert ends_of(checkpoint, tokens, [3] * len(tokens)) == {*ends}
+        assert ends_of(checkpoint, tokens, None) == {*ends}
+        assert ends_of(checkpoint, tokens, [1] * len(tokens)) == {*ends} & {"<|im_end|>"}
+    harmony = ["<|end|>", "<|return|>", "<|call|>"]
+    assert ends_of(checkpoint, harmony, [3, 3, 3]) == {"<|return|>", "<|call|>"}
+    assert ends_of(checkpoint, harmony, [3, 3, 1]) == {"<|end|>", "<|return|>"}
+    assert ends_of(checkpoint, harmony, [3]) == {"<|return|>", "<|call|>"}
+
+
+# Hostile files
+
+
+def test_an_unknown_architecture_is_refused_with_the_known_ones(tmp_path):
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "mamba")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with pytest.raises(ValueError, match="'mamba' is not known; known ones: llama, qwen2, qwen3"):
+        open_checkpoint(tmp_path / "model.gguf")
+
+
+def text(value: bytes) -> bytes:
+    return struct.pack("<Q", len(value)) + value
+
+
+HUGE = 2**63
+HEADER = b"GGUF" + struct.pack("<I", 3)
+DAMAGED = {
+    "empty": b"",
+    "other magic": b"GGML" + bytes(100),
+    "only a magic": b"GGUF",
+    "version 99": b"GGUF" + struct.pack("<IQQ", 99, 0, 0),
+    "big-endian": b"GGUF" + struct.pack(">IQQ", 3, 0, 0),
+    "absurd number of tensors": HEADER + struct.pack("<QQ", HUGE, 0) + bytes(1000),
+    "absurd number of keys": HEADER + struct.pack("<QQ", 0, HUGE) + bytes(1000),
+    "absurd length of a key": HEADER + struct.pack("<QQQ", 0, 1, HUGE) + bytes(1000),
+    "absurd array of numbers": HEADER
+    + struct.pack("<QQ", 0, 1)
+    + text(b"a")
+    + struct.pack("<IIQ", 9, 4, HUGE),
+    "absurd array of texts": HEADER
+    + struct.pack("<QQ", 0, 1)
+    + text(b"a")
+    + struct.pack("<IIQ", 9, 8, 10**6),
+    "array of arrays": HEADER + struct.pack("<QQ", 0, 1) + text(b"a") + struct.pack("<IIQ", 9, 9, 1) * 1000,
+    "unknown type": HEADER + struct.pack("<QQ", 0, 1) + text(b"a") + struct.pack("<I", 77),
+    "text that is no UTF-8": HEADER + struct.pack("<QQ", 0, 1) + text(b"\xff"),
+    "tensor of unknown type": HEADER
+    + struct.pack("<QQ", 1, 0)
+    + text(b"a")
+    + struct.pack("<IQIQ", 1, 8, 999, 0),
+    "tensor of absurd size": HEADER
+    + struct.pack("<QQ", 1, 0)
+    + text(b"a")
+    + struct.pack("<IQQIQ", 2, HUGE, HUGE, 0, 0),
+    "tensor of absurd dimensions": HEADER + struct.pack("<QQ", 1, 0) + text(b"a") + struct.pack("<I", 2**31),
+    "tensor beyond the end": HEADER
+    + struct.pack("<QQ", 1, 0)
+    + text(b"a")
+    + struct.pack("<IQIQ", 1, 8, 0, HUGE),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_a_damaged_file_is_an_error_naming_it_at_once(tmp_path, damage):
+    file = tmp_path / "model.gguf"
+    file.write_bytes(DAMAGED[damage])
+    start = time.perf_counter()
+    with pytest.raises(ValueError, match="model.gguf is not a complete GGUF file"):
+        open_checkpoint(file)
+    assert time.perf_counter() - start < 2
+
+
+def test_overlapping_tensors_are_refused(tmp_path):
+    tensors = b"".join(text(name) + struct.pack("<IQIQ", 1, 8, 0, 0) for name in (b"a", b"b"))
+    (tmp_path / "model.gguf").write_bytes(HEADER + struct.pack("<QQ", 2, 0) + tensors + bytes(200))
+    with pytest.raises(ValueError, match="tensor 'b' overlaps"):
+        open_checkpoint(tmp_path / "model.gguf")
+
+
+def test_a_file_cut_anywhere_is_an_error_and_never_half_a_model(tmp_path):
+    make_checkpoint(tmp_path)
+    raw = write_gguf(tmp_path, "Q8_0").read_bytes()
+    for length in [*range(0, len(raw) - 1, len(raw) // 150), len(raw) - 40]:
+        (tmp_path / "cut.gguf").write_bytes(raw[:length])
+        with pytest.raises(ValueError, match="cut.gguf"):
+            open_checkpoint(tmp_path / "cut.gguf")
+
+
+def test_a_sparse_file_of_any_size_is_refused_at_once(tmp_path):
+    with open(tmp_path / "model.gguf", "wb") as file:
+        file.write(HEADER + struct.pack("<QQ", 0, 1) + text(b"a") + struct.pack("<IIQ", 9, 8, 2**28))
+        file.truncate(2**33)
+    start = time.perf_counter()
+    with pytest.raises(ValueError, match="announces more than"):
+        open_checkpoint(tmp_path / "model.gguf")
+    assert time.perf_counter() - start < 2
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        {"ARCH__attention__head_count": [4, 4]},
+        {"ARCH__embedding_length": "64"},
+        {"ARCH__block_count": 2**31},
+        {"ARCH__attention__key_length": 0},
+        {"ARCH__rope__freq_base": 10},
+    ],
+    ids=str,
+)
+def test_an_impossible_config_is_an_error_naming_the_file(tmp_path, metadata, monkeypatch):
+    make_checkpoint(tmp_path)
+    checkpoint = open_checkpoint(write_gguf(tmp_path))
+    checkpoint.metadata.update(
+        {key.replace("__", ".").replace("ARCH", "qwen3"): v for key, v in metadata.items()}
+    )
+    with pytest.raises(ValueError, match="model.gguf"):
+        checkpoint.hf_config()
+
+
+def test_a_damaged_tokenizer_is_an_error_naming_the_file(tmp_path):
+    make_checkpoint(tmp_path)
+    checkpoint = open_checkpoint(write_gguf(tmp_path))
+    for metadata in (
+        {"tokenizer.ggml.model": "gpt2"},
+        {"tokenizer.ggml.model": ["gpt2"]},
+        byte_level_metadata("qwen2", eos_token_id=10**6),
+        {**byte_level_metadata("qwen2"), "tokenizer.ggml.merges": ["a", "b c"]},
+        {**byte_level_metadata("qwen2"), "tokenizer.ggml.tokens": 7},
+    ):
+        checkpoint.metadata = metadata
+        with pytest.raises(ValueError, match="model.gguf: cannot build the tokenizer"):
+            checkpoint.tokenizer()
+
+
+def test_a_missing_gguf_package_is_an_error_that_says_what_to_install(tmp_path, monkeypatch):
+    (tmp_path / "model.gguf").write_bytes(HEADER)
+    monkeypatch.setitem(__import__("sys").modules, "gguf", None)
+    with pytest.raises(ImportError, match=r"pip install nano-vllm\[demo\]"):
+        open_checkpoint(tmp_path / "model.gguf")

@@ -1,0 +1,311 @@
+"""Groups of sequences that begin alike: what the tables say of them, and that answers do not change."""
+
+import random
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.engine.batch import BatchMaker
+from nanovllm.engine.sequence import Sequence
+from nanovllm.extensions.prefixes import groups as module
+from nanovllm.extensions.prefixes.groups import PrefixGroups, max_slots, max_tasks, table_sizes
+from tiny_checkpoints import EXACT, make_checkpoint, one_thread  # noqa: F401
+
+NUM_ROWS, MAX_PARTS, MEMBERS, NUM_TASKS = 40, 16, 4, 12
+
+
+class Tables:
+    """A device's tables, which know only what they are sent."""
+
+    def __init__(self):
+        self.sizes = table_sizes(NUM_ROWS, MAX_PARTS)
+        self.buffer = np.zeros(sum(self.sizes.values()), np.int32)
+
+    def apply(self, changes: np.ndarray | None) -> None:
+        if changes is not None:
+            indices, values = changes
+            assert (self.buffer[indices] != values).all()  # nothing is sent in vain
+            self.buffer[indices] = values
+
+    def __getattr__(self, name: str) -> np.ndarray:
+        start = sum(list(self.sizes.values())[: list(self.sizes).index(name)])
+        return self.buffer[start : start + self.sizes[name]]
+
+    @property
+    def used_tasks(self) -> list[list[int]]:
+        return self.tasks.reshape(-1, 4)[: self.num_tasks[0]].tolist()
+
+    def spans(self, place: int) -> list[tuple[int, int]]:
+        """Of the partial results of a sequence, in order."""
+        slots = self.parts.reshape(-1, MAX_PARTS)[place, : self.num_parts[place]].tolist()
+        tasks = ([t for t in self.used_tasks if t[0] <= slot < t[0] + t[1]] for slot in slots)
+        return sorted((begin, end) for [(_, _, begin, end)] in tasks)
+
+
+def make_groups() -> PrefixGroups:
+    return PrefixGroups(NUM_ROWS, MAX_PARTS, MEMBERS, NUM_TASKS)
+
+
+def check(tables: Tables, sequences: list[Sequence], members_per_task: int = MEMBERS) -> None:
+    """What the kernels rely on."""
+    size = len(sequences)
+    prompts = [seq.prompt_token_ids for seq in sequences]
+    assert len(tables.used_tasks) <= max_tasks(size)
+    slots: dict[int, int] = {}
+    for first, count, begin, end in tables.used_tasks:
+        places = tables.members[first : first + count].tolist()
+        assert 1 <= count <= members_per_task and begin < end and len(set(places)) == count
+        head = prompts[places[0]][:end]
+        assert len(head) == end and all(prompts[place][:end] == head for place in places)
+        for slot, place in enumerate(places, first):
+            assert slots.setdefault(slot, place) == place
+    assert len(slots) == sum(task[1] for task in tables.used_tasks) == tables.num_parts.sum()
+    assert max(slots) < max_slots(size) and tables.num_parts.max() <= MAX_PARTS
+    for place, prefix_len in enumerate(tables.prefix_lens[:size]):
+        parts = tables.parts.reshape(-1, MAX_PARTS)[place, : tables.num_parts[place]]
+        assert all(slots[slot] == place for slot in parts.tolist())
+        spans = tables.spans(place)
+        assert [0, *(end for _, end in spans)] == [*(begin for begin, _ in spans), prefix_len]
+    for name in ("prefix_lens", "num_parts"):  # a padded batch has nothing to read
+        assert not getattr(tables, name)[size:].any()
+
+
+class Prompts:
+    """Prompts that share beginnings, which share beginnings: each is one made before, cut and prolonged."""
+
+    def __init__(self, pick: random.Random, most_tokens: int):
+        self.pick, self.most_tokens, self.made = pick, most_tokens, [[]]
+
+    def make(self) -> Sequence:
+        prompt = self.pick.choice(self.made)
+        if self.pick.random() < 0.5:
+            prompt = prompt[: self.pick.randrange(len(prompt) + 1)]
+        if self.pick.random() < 0.8 or not prompt:
+            length = self.pick.choice([1, 5, 70, 300, self.most_tokens])
+            # Ids of which some have bytes in common, which is not enough.
+            prompt = [*prompt, *[self.pick.choice([1, 257, 65537, 2**31 - 1])] * length]
+        prompt = prompt[: self.most_tokens]
+        self.made.append(prompt)
+        seq = Sequence(prompt)
+        seq.append_token(1)
+        return seq
+
+
+@pytest.mark.parametrize("min_saved", [1, 2000])
+@settings(max_examples=60, deadline=None)
+@given(st.randoms(use_true_random=False), st.sampled_from([300, 5000]))
+def test_whatever_joins_and_leaves_the_tables_are_right(min_saved, pick, most_tokens):
+    prompts, groups, tables = Prompts(pick, most_tokens), make_groups(), Tables()
+    running: list[Sequence] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "MIN_SAVED_TOKENS", min_saved)
+        patch.setattr(module, "MIN_GROUP_SAVED", 1)
+        for _ in range(12):
+            running = [seq for seq in running if pick.random() < 0.8]
+            joining = pick.choice([0, 1, 2, NUM_ROWS])
+            running += [prompts.make() for _ in range(min(joining, NUM_ROWS - len(running)))]
+            pick.shuffle(running)
+            tables.apply(groups.update(running))
+            assert groups.update(running) is None
+            fresh, from_scratch = make_groups(), Tables()
+            from_scratch.apply(fresh.update(running))
+            assert fresh.num_grouped_tokens == groups.num_grouped_tokens
+            if groups.num_grouped_tokens:
+                check(tables, running)
+                assert tables.prefix_lens.sum() == groups.num_grouped_tokens
+                assert (tables.buffer == from_scratch.buffer).all()
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.randoms(use_true_random=False))
+def test_a_sequence_shares_all_that_it_has_in_common_with_another(pick):
+    prompts = Prompts(pick, 700)
+    running = [prompts.make() for _ in range(5)]
+    tables = Tables()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "MIN_SAVED_TOKENS", 0)
+        patch.setattr(module, "MIN_GROUP_SAVED", 1)
+        patch.setattr(module, "MIN_SHARED_TOKENS", 1)
+        tables.apply(make_groups().update(running))
+    for place, seq in enumerate(running):
+        others = [other.prompt_token_ids for other in running if other is not seq]
+        assert tables.prefix_lens[place] == max(common(seq.prompt_token_ids, other) for other in others)
+
+
+def common(first: list[int], second: list[int]) -> int:
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
+
+
+def tables_of(prompts: list[list[int]]) -> Tables:
+    tables = Tables()
+    tables.apply(make_groups().update([Sequence(prompt) for prompt in prompts]))
+    return tables
+
+
+def test_groups_within_groups():
+    system, first, second = [1] * 2000, [2] * 6000, [3] * 500
+    documents = [[*system, *first, i] for i in (10, 11)] + [[*system, *second, i] for i in range(10, 20)]
+    tables = tables_of([[5] * 50, *documents, system])
+    assert tables.prefix_lens[:14].tolist() == [0, *2 * [8000], *10 * [2500], 2000]
+    assert not tables.spans(0) and tables.spans(1)[-1][1] == 8000 and tables.spans(3)[-1] == (2000, 2500)
+    assert {end for begin, end in tables.spans(1)} > {end for begin, end in tables.spans(13)}
+    lengths = [end - begin for _, _, begin, end in tables.used_tasks]
+    assert min(lengths) >= 256 and len(lengths) >= NUM_TASKS / 2
+    assert all((begin - 2000 * (begin >= 2000)) % 128 == 0 for _, _, begin, _ in tables.used_tasks)
+
+
+@pytest.mark.parametrize(
+    "prompts",
+    [
+        [],
+        [[1] * 20000],
+        [[i] * 20000 for i in range(4)],
+        [[1] * 60 + [i] * 20000 for i in range(4)],  # what they share is short
+        [[1] * 500 + [i] for i in range(4)],  # sharing saves little
+    ],
+    ids=["nobody", "one", "nothing in common", "short", "small"],
+)
+def test_who_gains_little_reads_alone(prompts):
+    groups = make_groups()
+    assert groups.update([Sequence(prompt) for prompt in prompts]) is None and not groups.num_grouped_tokens
+
+
+def test_a_beginning_too_short_for_a_group_is_read_by_the_groups_within():
+    pairs = [[1] * 10 + [pair] * 9000 + [i] for pair in (2, 3) for i in (4, 5)]
+    tables = tables_of(pairs)
+    assert tables.prefix_lens[:4].tolist() == 4 * [9010]
+    assert all(tables.spans(place)[0][0] == 0 for place in range(4))
+
+
+def test_a_chain_of_ever_longer_prompts_has_room():
+    prompts = [[*range(100 * i), 10**6] for i in range(1, NUM_ROWS)]
+    tables = tables_of(prompts)
+    check(tables, [Sequence(prompt) for prompt in prompts])
+    assert tables.prefix_lens.sum() > 100 * NUM_ROWS**2 / 8  # a quarter of what they have in common
+
+
+@pytest.mark.parametrize(
+    "prompts, most_parts",
+    [
+        ([[1] * 8000 + [2] * 8000] * 2 + [[1] * 8000], MAX_PARTS),  # both groups could have as many
+        ([[1] * 9000] * NUM_ROWS, max_slots(NUM_ROWS) / NUM_ROWS),
+    ],
+)
+def test_a_large_device_gets_as_many_pieces_as_there_is_room_for(prompts, most_parts):
+    groups, tables = PrefixGroups(NUM_ROWS, MAX_PARTS, NUM_ROWS, 1000), Tables()
+    sequences = [Sequence(prompt) for prompt in prompts]
+    tables.apply(groups.update(sequences))
+    check(tables, sequences, NUM_ROWS)
+    assert most_parts * 0.8 <= tables.num_parts.max() <= most_parts
+
+
+def decoding(prompts: list[list[int]]) -> list[Sequence]:
+    sequences = [Sequence(prompt) for prompt in prompts]
+    for row, seq in enumerate(sequences):
+        seq.row, seq.num_scheduled_tokens = row, len(prompts[row])
+        seq.block_table = [row]
+    return sequences
+
+
+def test_a_steady_step_sends_nothing_and_a_new_sequence_in_an_old_row_is_seen():
+    hf_config = SimpleNamespace(vocab_size=50)
+    config = SimpleNamespace(
+        max_num_seqs=4,
+        kvcache_block_size=32768,
+        num_kvcache_blocks=-1,
+        max_model_len=32768,
+        hf_config=hf_config,
+    )
+    batches = BatchMaker(config, PrefixGroups(8, MAX_PARTS, MEMBERS, NUM_TASKS))
+    same, other = [1] * 18_000, [2] * 18_000
+    sequences = decoding([same, same, other])
+    batches.prefill(sequences)
+    first, second = batches.decode(sequences), batches.decode(sequences)
+    assert first.num_grouped_tokens == second.num_grouped_tokens == 36_000 and second.is_grouped
+    assert first.row_updates is not None and second.row_updates is None
+    [_, late, _] = decoding([other, other, other])
+    batches.prefill([late])
+    third = batches.decode([sequences[0], late, sequences[2]])
+    assert third.is_grouped and third.row_updates is not None
+    batches.prefill([late])
+    assert batches.decode([sequences[0], late, sequences[2]]).row_updates is None
+    alone = batches.decode(sequences[:1])
+    assert not alone.is_grouped and alone.row_updates.words.shape == (2, 3)  # the batch alone
+    batches.reset()
+    batches.prefill(sequences)
+    assert (batches.decode(sequences).row_updates.words == first.row_updates.words).all()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> str:
+    return str(make_checkpoint(tmp_path_factory.mktemp("checkpoint"), vocab_size=257))
+
+
+def make_requests() -> list[list[int]]:
+    """Some with a document, some with a system prompt in front of it, some alone."""
+    pick = random.Random(3)
+    system, first, second = ([pick.randrange(256) for _ in range(length)] for length in (70, 60, 43))
+    shared = [system + first] * 4 + [system + second] * 3 + [system] * 2 + [[]] * 2
+    prompts = [begin + [pick.randrange(256) for _ in range(pick.randrange(1, 9))] for begin in shared]
+    return [*prompts, prompts[0], prompts[0][:-1]]
+
+
+def answers(folder: str, abort=False, n=1, overlap=False, **options) -> tuple[list[list[int]], dict]:
+    with LLM(folder, **EXACT | dict(max_num_seqs=16, seed=0) | options) as llm:
+        llm._overlap = overlap
+        params = [
+            SamplingParams(temperature=0, max_tokens=6 + 3 * (i % 5), ignore_eos=True) for i in range(13)
+        ]
+        prompts = make_requests()
+        if abort:
+            ids = [llm.add_request(*request) for request in zip(prompts, params, strict=True)]
+            results, steps = {}, 0
+            while not llm.is_finished():
+                results |= dict(llm.step()[0])
+                steps += 1
+                if steps in (4, 6):
+                    llm.abort(ids[steps // 2])
+            kept = [results[i] for place, i in enumerate(ids) if place not in (2, 3)]
+            return kept, llm.stats()
+        for one in params:
+            object.__setattr__(one, "n", n)
+        results = llm.generate(prompts, params, use_tqdm=False)
+        completions = [c for result in results for c in result.get("completions", [result])]
+        return [completion["token_ids"] for completion in completions], llm.stats()
+
+
+CASES = {
+    "plain": {},
+    "torch": dict(attention_backend="torch"),
+    "large blocks": dict(kvcache_block_size=64),
+    "chunked": dict(max_num_batched_tokens=50),
+    "few rows": dict(max_num_seqs=5),
+    "preempted": dict(num_kvcache_blocks=24, overlap=True),
+    "aborted": dict(abort=True),
+    "overlapping": dict(overlap=True),
+    "completions": dict(n=3),
+    "ranks": dict(tensor_parallel_size=2),
+    "8-bit": dict(kv_cache_dtype="int8", n=3),
+    "8-bit, preempted": dict(kv_cache_dtype="int8", num_kvcache_blocks=24, overlap=True),
+    "8-bit, ranks": dict(kv_cache_dtype="int8", tensor_parallel_size=2),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_answers_are_those_without_groups(folder, monkeypatch, no_forecast, case):
+    for name, value in dict(
+        MIN_SHARED_TOKENS=8, MIN_GROUP_SAVED=8, MIN_SAVED_TOKENS=64, MIN_PIECE=32, PIECE_STEP=16
+    ).items():
+        monkeypatch.setattr(module, name, value)
+    alone, stats = answers(folder, enable_prefix_caching=False, **CASES[case])
+    assert not stats["num_grouped_tokens"]
+    together, stats = answers(folder, **CASES[case])
+    assert together == alone
+    assert stats["num_grouped_tokens"] > 1000
+    if "preempted" in case:
+        assert stats["num_preemptions"]

@@ -1,0 +1,73 @@
+"""Which products a layer lists, and which of them it is given for a step's rows."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from nanovllm.distributed.group import Group, use_group
+from nanovllm.extensions.products.products import FoldingWeight, FusedGemm, Gemv
+from nanovllm.kernels import runtime
+from nanovllm.layers.linear import ColumnParallelLinear, LinearBase, ReplicatedLinear, RowParallelLinear
+from nanovllm.layers.product import Library
+from nanovllm.utils.context import reset_context, set_context
+from nanovllm.utils.torch_defaults import torch_defaults
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """As in a process that compiles for such a GPU."""
+    properties = SimpleNamespace(major=9, minor=0, shared_memory_per_multiprocessor=233472)
+    monkeypatch.setattr(runtime, "compiling_for", properties)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+
+
+def make(kind: type[LinearBase], sizes=(512, 1024), dtype=torch.bfloat16, num_ranks=1) -> LinearBase:
+    with torch_defaults(dtype, CPU), use_group(Group(0, num_ranks)):
+        layer = kind(*sizes)
+        layer.set_format(FoldingWeight(layer.shards))
+    return layer
+
+
+def listed(*args, **options) -> list[type]:
+    return [type(product) for product in make(*args, **options).products]
+
+
+@pytest.mark.skipif(not runtime.HAVE_TRITON, reason="needs Triton")
+@pytest.mark.usefixtures("hopper")
+def test_what_folds_a_residual_in_is_listed_only_beside_a_narrow_one_on_one_rank():
+    everything = [Gemv, FusedGemm, Library]
+    assert listed(ColumnParallelLinear) == listed(RowParallelLinear) == everything
+    assert listed(ColumnParallelLinear, (512, 4096)) == listed(RowParallelLinear, (4096, 512)) == everything
+    for others in (
+        listed(ReplicatedLinear),
+        listed(ColumnParallelLinear, num_ranks=2),
+        listed(RowParallelLinear, num_ranks=2),
+        listed(ColumnParallelLinear, (2048, 512)),
+        listed(RowParallelLinear, (512, 2048)),
+        listed(RowParallelLinear, dtype=torch.float16),
+    ):
+        assert others == [Gemv, Library]
+    assert listed(ColumnParallelLinear, dtype=torch.float32) == [Library]
+
+
+def test_on_a_cpu_there_is_the_library_alone():
+    assert listed(ColumnParallelLinear) == listed(RowParallelLinear) == [Library]
+
+
+@pytest.mark.skipif(not runtime.HAVE_TRITON, reason="needs Triton")
+@pytest.mark.usefixtures("hopper")
+def test_a_prefill_is_the_librarys_and_a_decode_step_whose_product_comes_first():
+    layer = make(ColumnParallelLinear)
+
+    def given(rows: int, is_prefill: bool) -> type:
+        set_context(is_prefill)
+        try:
+            return type(layer.product(rows))
+        finally:
+            reset_context()
+
+    assert [given(rows, False) for rows in (1, 2, 3, 256, 257)] == [Gemv, Gemv, FusedGemm, FusedGemm, Library]
+    assert {given(rows, True) for rows in (1, 3, 257)} == {Library}

@@ -1,0 +1,129 @@
+"""Quantised weights on a GPU, through the whole engine, against transformers with the unpacked ones."""
+
+import pytest
+import torch
+from quantised_checkpoints import PACKERS, mxfp4, quantise
+from test_gpu import GREEDY, make_prompts
+
+from nanovllm import LLM
+from nanovllm.extensions.quantised.kernels import fp8_linear
+from tiny_checkpoints import load_reference, make_checkpoint
+
+pytestmark = pytest.mark.gpu
+
+# Every format, with sizes that its fastest kernels take, and once with some that they do not.
+QUANTISED = [
+    ("fp8 block", "qwen3", 512),
+    ("fp8 block", "llama", 192),
+    ("fp8 tensor", "llama", 512),
+    ("float channel", "qwen2", 512),
+    ("int channel", "qwen3", 512),
+    ("int group, asymmetric", "qwen3", 512),
+    ("pack 8", "qwen2", 512),
+    ("pack 4", "qwen3", 512),
+    ("pack 4, asymmetric", "llama", 192),
+    ("gptq, ordered", "qwen3", 512),
+    ("gptq, one group", "qwen3", 512),
+    ("awq", "qwen2", 512),
+    *((name, "qwen3_moe", 512) for name in ("fp8 block", "float channel", "int channel", "pack 4", "awq")),
+    ("fp8 tensor", "qwen3_moe", 192),
+    ("mxfp4", "gpt_oss", 512),
+    ("mxfp4", "gpt_oss", 192),
+]
+BATCHES = 1, 2, 20, 40
+
+
+def rounded_group(name: str, size: int) -> int | None:
+    """For how many inputs of a product activations get a scale of 8 bits; None: they keep 16."""
+    if name == "fp8 block":
+        return 128 if size % 512 == 0 else None
+    return 0 if name.startswith(("fp8", "float")) else None
+
+
+def logits_of(model, prompts: list[list[int]], results: list[dict]) -> torch.Tensor:
+    """Those from which each token of the results was drawn, float32 [tokens, vocabulary]."""
+    found = []
+    for prompt, result in zip(prompts, results, strict=False):
+        ids = torch.tensor([[*prompt, *result["token_ids"]]], device=model.device)
+        with torch.no_grad():
+            found.append(model(input_ids=ids).logits[0, len(prompt) - 1 : -1].float())
+    return torch.cat(found)
+
+
+def gaps(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """How much less likely these tokens are than the likeliest, as logits."""
+    return logits.amax(-1) - logits.gather(1, tokens[:, None])[:, 0]
+
+
+def round_inputs(model, group: int) -> None:
+    """Let a model of transformers multiply what `fp8_linear.quantise` makes of the input."""
+
+    def rounded(_module, args):
+        x = args[0].flatten(0, -2)
+        rows = fp8_linear.quantise_torch(x, group)
+        codes = rows.codes[: rows.rows].float()
+        if not group:
+            return ((codes * rows.scales[: rows.rows, None]).to(x.dtype).view_as(args[0]),)
+        scales = rows.scales[:, : rows.rows].T[..., None]
+        return ((codes.unflatten(1, (-1, group)) * scales).to(x.dtype).view_as(args[0]),)
+
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and name != "lm_head":
+            module.register_forward_pre_hook(rounded)
+
+
+def assert_answers_as(
+    reference: str, prompts: list[list[int]], results: list[dict], group: int | None = None
+) -> None:
+    """
+    Tokens are on average little less likely to transformers than the likeliest: not more than twice what its
+    own rounding costs, of activations to bfloat16, or, where they get 8 bits here, to these, with a scale for
+    `group` of them (0: for a row).
+    """
+    device = "cuda"
+    tokens = torch.cat([torch.tensor(result["token_ids"], device=device) for result in results])
+    exact = logits_of(load_reference(reference).to(device), prompts, results)
+    rounded = load_reference(reference, torch.bfloat16).to(device)
+    rounded.set_experts_implementation("eager")  # the others want rows of 16 bytes
+    if group is not None:
+        round_inputs(rounded, group)
+    noise = gaps(exact, logits_of(rounded, prompts, results).argmax(-1)).mean().item()
+    found = gaps(exact, tokens).mean().item()
+    assert found < 2 * noise + 0.01, (found, noise)
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlapped", "plain"])
+@pytest.mark.parametrize("name, architecture, size", QUANTISED)
+def test_quantised_weights_answer_as_transformers_does_with_the_unpacked_ones(
+    tmp_path, name, architecture, size, overlap
+):
+    sizes = dict(hidden_size=size, intermediate_size=size, head_dim=64, num_attention_heads=4)
+    if architecture == "qwen3_moe":
+        sizes["moe_intermediate_size"] = size // 2
+    floats = make_checkpoint(tmp_path / "floats", architecture, seed=6, **sizes, num_key_value_heads=2)
+    reference = tmp_path / "reference"
+    packer = (PACKERS | {"mxfp4": mxfp4()})[name]
+    folder = str(quantise(floats, tmp_path / "packed", packer, reference))
+    prompts = make_prompts(40)
+    caches = {} if overlap else {"kv_cache_dtype": "int8", "enforce_eager": True}
+    with LLM(folder, dtype="bfloat16", max_num_seqs=40, **caches) as llm:
+        llm._overlap = overlap
+        results = [result for n in BATCHES for result in llm.generate(prompts[:n], GREEDY, use_tqdm=False)]
+    group = rounded_group(name, size)
+    assert_answers_as(reference, [prompt for n in BATCHES for prompt in prompts[:n]], results, group)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("name", ["fp8 block", "float channel", "pack 4, asymmetric"])
+def test_two_ranks_answer_as_transformers_does_too(tmp_path, name):
+    sizes = dict(hidden_size=1024, intermediate_size=1024, head_dim=64, num_attention_heads=16)
+    floats = make_checkpoint(tmp_path / "floats", "qwen3", seed=6, **sizes, num_key_value_heads=4)
+    reference = tmp_path / "reference"
+    folder = str(quantise(floats, tmp_path / "packed", PACKERS[name], reference))
+    prompts = make_prompts(20)
+    with LLM(folder, dtype="bfloat16", max_num_seqs=20, tensor_parallel_size=2) as llm:
+        results = [
+            result for n in BATCHES[:3] for result in llm.generate(prompts[:n], GREEDY, use_tqdm=False)
+        ]
+    group = rounded_group(name, 1024)
+    assert_answers_as(reference, [prompt for n in BATCHES[:3] for prompt in prompts[:n]], results, group)

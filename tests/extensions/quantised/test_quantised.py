@@ -1,0 +1,381 @@
+"""The products of quantised weights against plain arithmetic with the matrix that their codes stand for.
+
+As in test_kernels.py, the Triton kernels run through Triton's interpreter in a child process, and on a GPU.
+"""
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_kernels import assert_passes_in_the_interpreter, error
+
+from nanovllm.extensions.quantised.kernels import fp8_linear, quantised_linear, quantised_matvec
+from nanovllm.extensions.quantised.kernels.fp8_linear import QuantisedRows, Unscaled
+from nanovllm.extensions.quantised.kernels.quantised_weight import (
+    QuantisedWeight,
+    dequantise,
+    dequantise_torch,
+    pack,
+    unpack,
+)
+from nanovllm.kernels import runtime
+from nanovllm.kernels.runtime import HAVE_TRITON, INTERPRETED, arrival_counters
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+GPU = pytest.param("cuda", torch.bfloat16, marks=[pytest.mark.gpu, needs_cuda], id="gpu")
+CPU = pytest.param("cpu", torch.float32, id="cpu")
+on_devices = pytest.mark.parametrize("device, dtype", [CPU, GPU] if INTERPRETED else [GPU])
+EPS = 1e-5
+# Kind of code; rows and inputs of a tile, 0 for all of them; what is subtracted or added besides.
+FORMATS = {
+    "fp8, a scale a row": ("fp8", (1, 0), None),
+    "fp8, blocks": ("fp8", (128, 128), None),
+    "int8, a scale a row": ("int8", (1, 0), None),
+    "int8, a zero a row": ("int8", (1, 0), "zeros"),
+    "int8, a scale a tensor": ("int8", (0, 0), None),
+    "int8, groups of 16": ("int8", (1, 16), None),
+    "int8, groups of 32 with offsets": ("int8", (1, 32), "offsets"),
+    "int4, a scale a row": ("int4", (1, 0), None),
+    "int4, a zero a row": ("int4", (1, 0), "zeros"),
+    "int4, groups of 32": ("int4", (1, 32), None),
+    "int4, groups of 32 with offsets": ("int4", (1, 32), "offsets"),
+    "int4, groups of 64 with zeros": ("int4", (1, 64), "zeros"),
+    "int4, groups of 128 with zeros": ("int4", (1, 128), "zeros"),
+}
+of_every_format = pytest.mark.parametrize("name", FORMATS)
+SHAPES = [(40, 352), (64, 256), (258, 640)]  # outputs, inputs: the first cut off tiles of 64 and 128
+
+
+def skip_most_on_a_cpu(device: str, shape: tuple[int, int], rows: int = 0, usual: int = 0) -> None:
+    if device == "cpu" and (shape != SHAPES[0] or rows != usual):
+        pytest.skip("takes long in the interpreter")
+
+
+@pytest.mark.skipif(INTERPRETED or not HAVE_TRITON, reason="this is the child process, or Triton is missing")
+def test_the_kernels_agree_with_their_twins_in_tritons_interpreter():
+    assert_passes_in_the_interpreter(__file__)
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+def make_weight(name: str, shape: tuple[int, int], device: str, rows: int = 0) -> QuantisedWeight:
+    """Tiles end where parts of so many rows do."""
+    kind, (height, width), besides = FORMATS[name]
+    height = math.gcd(height, rows)
+    tile = height or shape[0], width or shape[1]
+    grid = -(-shape[0] // tile[0]), -(-shape[1] // tile[1])
+    if kind == "fp8":
+        codes = (60 * torch.randn(shape)).clamp(-448, 448).to(torch.float8_e4m3fn)
+    elif kind == "int8":
+        codes = torch.randint(-128, 128, shape, dtype=torch.int8)
+    else:
+        codes = pack(torch.randint(16, shape, dtype=torch.uint8))
+    zeros = offsets = None
+    if besides == "zeros":
+        limits = (0, 16, torch.uint8) if kind == "int4" else (-20, 20, torch.int8)
+        zeros = torch.randint(*limits[:2], grid, dtype=limits[2]).to(device)
+    if besides == "offsets":
+        offsets = torch.randn(grid, device=device)
+    scales = ((torch.rand(grid) + 0.5) / 100).to(device)
+    zero_point = 8 if kind == "int4" and besides != "offsets" else 0  # which zeros take the place of
+    return QuantisedWeight(codes.to(device), shape, scales, tile, zeros, zero_point, offsets)
+
+
+def matrix_of(weight: QuantisedWeight) -> torch.Tensor:
+    return dequantise_torch(weight, slice(0, weight.shape[0]), torch.float64)
+
+
+def test_halves_of_bytes_hold_the_codes_they_were_given():
+    codes = torch.randint(16, (5, 70), dtype=torch.uint8)
+    assert pack(codes).shape == (5, 48)  # of whole blocks of 32
+    assert torch.equal(unpack(pack(codes))[:, :70], codes)
+    assert pack(codes)[0, 3] == codes[0, 3] + 16 * codes[0, 19]
+
+
+@of_every_format
+def test_the_matrix_is_codes_less_zeros_times_scales_plus_offsets(name):
+    weight = make_weight(name, (40, 128), "cpu")
+    rows, columns = torch.arange(40) // weight.tile[0], torch.arange(128) // weight.tile[1]
+    grids = [each for each in (weight.zeros, weight.scales, weight.offsets) if each is not None]
+    spread = {id(grid): grid[rows][:, columns].double() for grid in grids}
+    codes = unpack(weight.codes) if weight.codes.dtype == torch.uint8 else weight.codes
+    zeros = weight.zero_point if weight.zeros is None else spread[id(weight.zeros)]
+    expected = (codes.double() - zeros) * spread[id(weight.scales)]
+    expected += 0 if weight.offsets is None else spread[id(weight.offsets)]
+    torch.testing.assert_close(matrix_of(weight), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "name, unit", [("fp8, blocks", 16), ("int8, groups of 16", 16), ("int4, groups of 32", 32)]
+)
+def test_kernels_read_tiles_that_hold_whole_pieces_alone(name, unit):
+    """What a thread reads at once has one scale, and lies inside the row."""
+    weight = make_weight(name, (40, 12 * unit), "cpu")
+    for size in (unit // 4, unit // 2, unit, 3 * unit // 2, 2 * unit):
+        tiles = weight._replace(tile=(1, size), scales=torch.ones(40, -(-12 * unit // size)))
+        assert tiles.can_be_read() == (size % unit == 0)
+        cut_off = weight._replace(shape=(40, 10 * unit + size), tile=(1, 0), scales=torch.ones(40, 1))
+        assert cut_off.can_be_read() == (size % unit == 0)
+
+
+@on_devices
+@of_every_format
+@pytest.mark.parametrize("shape", SHAPES)
+def test_converting_is_exact_up_to_one_rounding(device, dtype, name, shape):
+    skip_most_on_a_cpu(device, shape)
+    weight = make_weight(name, shape, device)
+    assert torch.equal(
+        dequantise(weight, dtype), dequantise_torch(weight, slice(0, shape[0]), torch.float32).to(dtype)
+    ) or (error(dequantise(weight, torch.float32), matrix_of(weight)) < 1e-6)
+
+
+@on_devices
+@pytest.mark.parametrize("kind", ["fp8", "int8", "int4"])
+def test_every_code_is_the_same_number_everywhere(device, dtype, kind):
+    """e4m3's subnormal numbers among them."""
+    codes, zero_point = torch.arange(256, dtype=torch.uint8).view(8, 32), 0
+    if kind == "int4":
+        codes, zero_point = pack(codes & 15), 8
+    elif kind == "int8":
+        codes = codes.view(torch.int8)
+    else:
+        codes = codes.where(codes & 127 < 127, 0).view(torch.float8_e4m3fn)  # without NaN
+    scales = torch.ones(8, 1, device=device)
+    weight = QuantisedWeight(codes.to(device), (8, 32), scales, (1, 32), zero_point=zero_point)
+    matrix = matrix_of(weight).to(dtype)
+    assert torch.equal(dequantise(weight, dtype), matrix)
+    x = torch.eye(32, device=device, dtype=dtype)
+    assert torch.equal(quantised_linear.quantised_linear(x, weight), matrix.T)
+    for row in range(0, 32 if device == "cuda" else 8, 2):  # the interpreter takes long
+        pair = slice(row, row + 2)
+        assert torch.equal(quantised_matvec.quantised_matvec(x[pair], weight), matrix[:, pair].T)
+
+
+@on_devices
+@of_every_format
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("rows", [1, 2])
+def test_matrix_vector_products_are_right(device, dtype, name, shape, rows):
+    skip_most_on_a_cpu(device, shape, rows, 2)
+    weight = make_weight(name, shape, device)
+    matrix, (height, width) = matrix_of(weight), shape
+    x = torch.randn(rows, 2 * width, device=device, dtype=dtype)[:, :width] * 3
+    bias = torch.randn(height, device=device, dtype=dtype)
+    norm = torch.rand(width, device=device, dtype=dtype) + 0.5
+    residual = torch.randn(rows, height, device=device, dtype=dtype)
+    tolerance = 1e-5 if dtype == torch.float32 else 5e-3
+
+    expected = x.double() @ matrix.T + bias.double() + residual.double()
+    got = quantised_matvec.quantised_matvec(x, weight, bias, residual=residual)
+    assert error(got, expected) < tolerance
+    twin = quantised_matvec.quantised_matvec_torch(x, weight, bias, residual=residual)
+    assert error(twin, expected) < tolerance
+
+    wide = x.double()
+    wide = wide / (wide.square().mean(-1, keepdim=True) + EPS).sqrt() * norm.double()
+    gate, up = (wide @ matrix.T).chunk(2, dim=-1)
+    got = quantised_matvec.quantised_matvec(x, weight, None, norm, EPS, silu_and_mul=True)
+    assert error(got, F.silu(gate) * up) < 2 * tolerance
+
+
+@on_devices
+@pytest.mark.parametrize("size", [2e-38, 1e-30, 1e6])  # the first is near the smallest
+@pytest.mark.parametrize("name", ["fp8, a scale a row", "int8, a scale a row", "int4, groups of 32"])
+def test_matrix_vector_products_take_inputs_of_every_size(device, dtype, name, size):
+    if device == "cpu" and size != 1e6:
+        pytest.skip("the interpreter has no float16 into whose range they are brought")
+    weight = make_weight(name, (64, 256), device)
+    weight = weight._replace(scales=1000 * weight.scales)
+    x = torch.randn(2, 256, device=device, dtype=dtype)
+    x[0], x[1, 1:] = x[0] * size, 0  # a row of one input
+    x[1, 0] = size
+    got = quantised_matvec.quantised_matvec(x, weight)
+    for row in range(2):
+        assert error(got[row] / size, x[row].double() / size @ matrix_of(weight).T) < 5e-3
+    zero = quantised_matvec.quantised_matvec(torch.zeros_like(x), weight)
+    assert not zero.any()
+
+
+@on_devices
+@of_every_format
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("rows", [1, 3, 20, 70, 128])
+def test_products_of_some_rows_are_right(device, dtype, name, shape, rows, monkeypatch):
+    skip_most_on_a_cpu(device, shape, rows, 20)
+    if device == "cpu":
+        # Tiles so small that several programs share the inputs of one.
+        monkeypatch.setattr(quantised_linear, "TILES", {128: (16, 32, 4, 2, 8)})
+    weight = make_weight(name, shape, device)
+    x = torch.randn(rows, 2 * shape[1], device=device, dtype=dtype)[:, : shape[1]]
+    bias = torch.randn(shape[0], device=device, dtype=dtype)
+    expected = x.double() @ matrix_of(weight).T + bias.double()
+    tolerance = 1e-5 if dtype == torch.float32 else 8e-3  # weights are rounded too, offsets before that
+    for _ in range(2):  # the counters of arrivals are as they were
+        assert error(quantised_linear.quantised_linear(x, weight, bias), expected) < tolerance
+    assert error(quantised_linear.quantised_linear_torch(x, weight, bias), expected) < tolerance
+    assert not arrival_counters(x.device).any()
+
+
+def values_of(rows: QuantisedRows) -> torch.Tensor:
+    codes, count = rows.codes[: rows.rows].double(), rows.rows
+    if rows.scales.dim() == 1:
+        return codes * rows.scales[:count, None].double()
+    return (codes.unflatten(1, (-1, 128)) * rows.scales[:, :count].T[..., None].double()).flatten(1)
+
+
+@on_devices
+@pytest.mark.parametrize("group", [0, 128])
+@pytest.mark.parametrize("width", [128, 384])
+@pytest.mark.parametrize("rows", [1, 17])
+def test_quantised_rows_are_the_rows_within_the_rounding_of_their_largest(device, dtype, rows, width, group):
+    x = torch.randn(rows, 2 * width, device=device, dtype=dtype)[:, :width]
+    x[0] = 0
+    x[-1, 3] = 1e4 if rows > 1 else 0
+    gain = torch.rand(width, device=device, dtype=dtype) + 0.5
+    residual = torch.randn(rows, width, device=device, dtype=dtype)
+
+    def check(got: QuantisedRows, expected: torch.Tensor) -> None:
+        parts = expected.double().unflatten(1, (-1, group or width))
+        largest = parts.abs().amax(-1, keepdim=True).expand_as(parts).flatten(1)
+        # Half a step of e4m3, and what the order of float32 operations and the model's dtype leave open.
+        room = expected.double().abs() * (2**-4 + 2**-7) + largest * (
+            2**-9 / 448 + 2**-8 * (device == "cuda")
+        )
+        wrong = ~((values_of(got) - expected.double()).abs() <= room)  # NaN is
+        if device == "cpu":  # the interpreter rounds 127 to 64, for want of a carry to the exponent
+            wrong &= ~((expected / values_of(got)).abs() >= 1.9)
+        assert not wrong.any()
+        assert got.rows == rows and len(got.codes) % 16 == 0
+
+    check(fp8_linear.quantise(x, group), x)
+    check(fp8_linear.quantise_torch(x, group), x)
+    normed, total = fp8_linear.add_rms_norm_torch(x, residual, gain, EPS)
+    got, got_total, _ = fp8_linear.add_rms_norm_quantise(x, residual, gain, EPS, group)
+    check(got, normed)
+    assert error(got_total, total) < 1e-2
+    check(fp8_linear.add_rms_norm_quantise(residual, None, gain, EPS, group)[0],
+          fp8_linear.add_rms_norm_torch(residual, None, gain, EPS)[0])  # fmt: skip
+    product = torch.randn(rows, 2 * width, device=device, dtype=dtype) * 100
+    unscaled = Unscaled(product, torch.rand(32, device=device) / 50, torch.rand(2 * width, device=device))
+    plain = product.double() * unscaled.row_scales[:rows, None] * unscaled.column_scales
+    assert error(unscaled.scaled(), plain) < 5e-3
+    gate, up = plain.chunk(2, dim=-1)
+    check(fp8_linear.silu_and_mul_quantise(unscaled, group), F.silu(gate) * up)
+    half = Unscaled(product[:, :width], unscaled.row_scales, unscaled.column_scales[:width])
+    got, got_total, normed = fp8_linear.add_rms_norm_quantise(half, residual, gain, EPS, group, True)
+    assert error(got_total, plain[:, :width] + residual.double()) < 5e-3
+    assert error(normed, fp8_linear.add_rms_norm_torch(got_total, None, gain, EPS)[0]) < 1e-2
+    parts = torch.randn(rows, 3, width, device=device, dtype=dtype)
+    got, got_total, normed = fp8_linear.add_rms_norm_quantise(parts, residual, gain, EPS, group, True)
+    assert error(got_total, parts.double().sum(1) + residual.double()) < 5e-3
+    check(got, normed)
+
+
+# What multiplies one row, and 20 rows, on GPUs of some compute capabilities.
+USED = {
+    ("fp8, blocks", 7, 5): ("library", "library"),
+    ("fp8, blocks", 8, 0): ("linear", "linear"),
+    ("fp8, blocks", 8, 9): ("matvec", "linear"),
+    ("fp8, blocks", 9, 0): ("matvec", "8 bits"),
+    ("fp8, a scale a row", 8, 6): ("linear", "linear"),
+    ("fp8, a scale a row", 8, 9): ("matvec", "8 bits"),
+    ("fp8, a scale a row", 12, 0): ("matvec", "8 bits"),
+    ("int8, groups of 16", 7, 5): ("library", "library"),
+    ("int8, groups of 16", 8, 0): ("matvec", "linear"),
+    ("int4, groups of 32", 7, 5): ("library", "library"),
+    ("int4, groups of 32", 8, 6): ("matvec", "linear"),
+    ("int4, groups of 32", 9, 0): ("matvec", "linear"),
+}
+
+
+@pytest.mark.skipif(not HAVE_TRITON, reason="needs Triton")
+@pytest.mark.parametrize("name, major, minor", USED)
+def test_a_gpu_is_given_only_kernels_that_it_has_the_instructions_for(name, major, minor, monkeypatch):
+    monkeypatch.setattr(runtime, "compiling_for", SimpleNamespace(major=major, minor=minor))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    weight = make_weight(name, (512, 512), "cpu")
+
+    def used(rows: int, is_decode: bool, dtype: torch.dtype = torch.bfloat16) -> str:
+        x = torch.empty(rows, 512, dtype=dtype)
+        if is_decode and quantised_matvec.can_use_quantised_matvec(x, weight):
+            return "matvec"
+        if fp8_linear.can_use_fp8(x, weight):
+            return "8 bits"
+        return "linear" if quantised_linear.can_use_quantised_linear(x, weight) else "library"
+
+    assert (used(1, True), used(20, True)) == USED[name, major, minor]
+    assert used(1, False) == USED[name, major, minor][1]  # a prefill
+    assert used(129, True) == ("8 bits" if USED[name, major, minor][1] == "8 bits" else "library")
+    assert used(20, True, torch.float16) == used(1, True, torch.float32) == "library"
+    monkeypatch.setattr(torch.version, "cuda", None)  # another maker's GPU
+    assert used(1, True) == used(20, True) == "library"
+
+
+DESKTOP = """
+import sys
+from types import SimpleNamespace
+import torch, triton
+sys.path[:0] = sys.argv[1:]
+from nanovllm.kernels import runtime
+from nanovllm.extensions.quantised.kernels import quantised_linear
+from nanovllm.extensions.quantised.kernels import quantised_weight
+from test_quantised import make_weight
+
+target = triton.backends.compiler.GPUTarget("cuda", 86, 32)
+triton.runtime.driver.set_active(SimpleNamespace(
+    get_current_target=lambda: target, get_current_device=lambda: 0, get_current_stream=lambda device: 0
+))
+compile_kernel = triton.JITFunction.run
+
+def compile_instead(kernel, *args, grid, warmup, **options):
+    compiled = compile_kernel(kernel, *args, grid=grid, warmup=True, **options)
+    print(kernel.__name__, compiled.metadata.shared)
+
+triton.JITFunction.run = compile_instead
+torch.version.cuda = "13.0"
+runtime.compiling_for = SimpleNamespace(
+    major=8, minor=6, multi_processor_count=82, shared_memory_per_multiprocessor=102400
+)
+for name in ("fp8, blocks", "int8, groups of 32 with offsets", "int4, groups of 128 with zeros"):
+    x, weight = torch.empty(128, 1024, dtype=torch.bfloat16), make_weight(name, (1024, 1024), "cpu")
+    quantised_linear.quantised_linear(x, weight)
+    quantised_weight.dequantise(weight, torch.bfloat16)
+"""
+
+
+@pytest.mark.skipif(INTERPRETED or not HAVE_TRITON, reason="compiles with Triton")
+def test_products_of_some_rows_compile_for_a_desktop_gpu_and_fit_into_its_shared_memory():
+    tests = Path(__file__).parents[2]
+    folders = map(str, [Path(__file__).parent, tests / "kernels", tests / "support", tests.parent])
+    child = subprocess.run([sys.executable, "-c", DESKTOP, *folders], capture_output=True, text=True)
+    assert child.returncode == 0, child.stderr[-2000:]
+    shared = [line.split() for line in child.stdout.splitlines()]
+    assert len(shared) == 6 and all(int(size) <= 99 << 10 for _, size in shared), shared
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize("leave_scales", [False, True])
+@pytest.mark.parametrize("name", ["fp8, a scale a row", "fp8, blocks"])
+@pytest.mark.parametrize("rows", [1, 3, 16, 130, 300])
+def test_products_in_8_bits_are_right(rows, name, leave_scales):
+    weight = make_weight(name, (384, 1024), "cuda")
+    x = torch.randn(rows, 1024, device="cuda", dtype=torch.bfloat16)
+    if not fp8_linear.can_use_fp8(x, weight):
+        pytest.skip("needs a GPU that multiplies in 8 bits")
+    quantised = fp8_linear.quantise(x, weight.group)
+    expected = values_of(quantised) @ matrix_of(weight).T
+    y = fp8_linear.fp8_linear(quantised, weight, None, leave_scales)
+    assert isinstance(y, Unscaled) == (leave_scales and not weight.group)
+    assert error(y.scaled() if isinstance(y, Unscaled) else y, expected) < 5e-3
+    bias = torch.randn(384, device="cuda", dtype=torch.bfloat16)
+    y = fp8_linear.fp8_linear(quantised, weight, bias, leave_scales)
+    assert error(y, expected + bias.double()) < 5e-3

@@ -1,0 +1,319 @@
+"""Architectures that transformers builds: greedy tokens as by transformers itself, or a refusal by name."""
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from quantised_checkpoints import PACKERS, quantise
+from safetensors.torch import load_file, save_file
+from transformers import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers_checkpoints import MIXED, make, settings_of
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.assembly import open_checkpoint
+from nanovllm.extensions.transformers.config import REFUSED, VERIFIED, transformers_config
+from nanovllm.extensions.transformers.faster import GatedMLP, replacement, rotates_halves
+from nanovllm.extensions.transformers.model import without_memory
+from nanovllm.layers.layernorm import RMSNorm
+from tiny_checkpoints import (
+    EXACT,
+    assert_greedy,
+    edit_json,
+    load_reference,
+    make_checkpoint,
+    one_thread,  # noqa: F401
+)
+
+PROMPTS = [[1, 2, 3], [*range(40)], [7] * 17, [*range(39), 5]]
+GREEDY = SamplingParams(0, 6, True)
+
+
+def assert_answers_as_transformers(folder: Path, reference: Path | None = None, **options) -> None:
+    """Chunks of prompts, hits in the cache and several sequences in a step."""
+    theirs = load_reference(reference or folder)
+    options = EXACT | dict(num_kvcache_blocks=40, max_num_batched_tokens=24) | options
+    options |= {"model_impl": "transformers"}
+    with LLM(str(folder), **options) as llm:
+        for prompt, result in zip(PROMPTS, llm.generate(PROMPTS, GREEDY, use_tqdm=False), strict=True):
+            assert_greedy(theirs, prompt, result["token_ids"])
+        for prompt, result in zip(PROMPTS, llm.score(PROMPTS, use_tqdm=False), strict=True):
+            with torch.no_grad():
+                logits = theirs(input_ids=torch.tensor([prompt])).logits[0, :-1]
+            expected = logits.log_softmax(-1).gather(1, torch.tensor(prompt)[1:, None]).sum().item()
+            assert result["logprob"] == pytest.approx(expected, abs=2e-3)
+
+
+@pytest.mark.parametrize("kind", VERIFIED)
+def test_greedy_tokens_are_those_of_transformers(tmp_path, kind):
+    if kind not in CONFIG_MAPPING:
+        pytest.skip("this version of transformers does not know it")
+    assert_answers_as_transformers(make(kind, tmp_path))
+
+
+@pytest.mark.parametrize("kind", VERIFIED)
+def test_greedy_tokens_are_the_same_with_the_defaults_of_a_class(tmp_path, kind):
+    if kind not in CONFIG_MAPPING:
+        pytest.skip("this version of transformers does not know it")
+    if not {*MIXED} & settings_of(kind) and not CONFIG_MAPPING[kind]().tie_word_embeddings:
+        pytest.skip("these are what the other test has")
+    assert_answers_as_transformers(make(kind, tmp_path, has_own_defaults=True))
+
+
+@pytest.mark.parametrize(
+    "kind, architectures",
+    [
+        ("phimoe", ["PhiMoEForCausalLM"]),
+        ("internlm3", ["InternLM3ForCausalLM"]),
+        ("olmo", []),
+        ("olmo", None),
+        ("llama", ["LLaMAForCausalLM"]),
+        ("gemma3_text", None),
+    ],
+)
+def test_the_model_type_decides_where_architectures_do_not(tmp_path, kind, architectures):
+    """Names as remote code has them, or none."""
+    folder = make(kind, tmp_path)
+    edit_json(tmp_path / "config.json", architectures=architectures)
+    assert_answers_as_transformers(folder)
+    config = open_checkpoint(folder).hf_config()
+    has_class = {"llama": ["LlamaForCausalLM"], "gemma3_text": ["Gemma3ForCausalLM"]}
+    assert config.architectures == has_class.get(kind, [])
+
+
+def test_a_mask_that_is_neither_causal_nor_of_a_window_is_refused_where_it_is_used(tmp_path):
+    folder = make("qwen2_moe", tmp_path, use_sliding_window=False, layer_types=None)
+    edit_json(tmp_path / "config.json", layer_types=["sliding_attention", "full_attention"])
+    with pytest.raises(
+        ValueError, match="Qwen2MoeAttention is not supported: its mask is neither causal nor"
+    ):
+        LLM(str(folder), **EXACT)
+
+
+@pytest.mark.parametrize("name", ["fp8 tensor", "pack 4"])
+def test_their_weights_may_be_quantised(tmp_path, name):
+    floats, reference = make("olmo", tmp_path / "floats"), tmp_path / "reference"
+    folder = quantise(floats, tmp_path / "packed", PACKERS[name], reference)
+    assert_answers_as_transformers(folder, reference)
+
+
+@pytest.mark.parametrize("quantization", ["fp8", "int4"])
+def test_matrices_that_are_stored_transposed_are_quantised_as_others(tmp_path, quantization):
+    folder = make("gpt2", tmp_path)
+    options = EXACT | dict(num_kvcache_blocks=40)
+    with LLM(str(folder), **options) as llm:
+        exact = llm.score(PROMPTS, use_tqdm=False)
+    with LLM(str(folder), **options, quantization=quantization) as llm:
+        modules = llm.model_runner.model.named_modules()
+        formats = {
+            name: str(module.format.weight.dtype) for name, module in modules if hasattr(module, "format")
+        }
+        rounded = llm.score(PROMPTS, use_tqdm=False)
+    assert {*formats.values()} == {"torch.float8_e4m3fn" if quantization == "fp8" else "torch.uint8"}
+    for name in "attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj":
+        assert f"transformer.h.1.{name}" in formats
+    for one, other in zip(exact, rounded, strict=True):
+        assert one["logprob"] != other["logprob"] == pytest.approx(one["logprob"], rel=0.03)
+
+
+def test_their_experts_are_not_quantised(tmp_path):
+    with pytest.raises(ValueError, match="model.layers.0.mlp.experts.gate_up_proj cannot be quantised"):
+        LLM(str(make("mixtral", tmp_path)), **EXACT, quantization="int4")
+
+
+def test_with_an_8_bit_cache_tokens_are_nearly_as_likely(tmp_path):
+    folder = make("olmo", tmp_path)
+    with LLM(str(folder), **EXACT, num_kvcache_blocks=40) as llm:
+        exact = llm.score(PROMPTS, use_tqdm=False)
+    with LLM(str(folder), **EXACT, num_kvcache_blocks=40, kv_cache_dtype="int8") as llm:
+        rounded = llm.score(PROMPTS, use_tqdm=False)
+    for one, other in zip(exact, rounded, strict=True):
+        assert one["logprob"] == pytest.approx(other["logprob"], abs=0.3)
+
+
+@pytest.mark.parametrize(
+    "kind, has_norms, has_networks, rotates",
+    [("qwen3", True, True, True), ("gemma2", False, False, True), ("glm", True, False, False)],
+)
+def test_what_computes_the_same_as_a_faster_part_is_replaced(
+    tmp_path, kind, has_norms, has_networks, rotates
+):
+    with LLM(str(make(kind, tmp_path)), **EXACT, num_kvcache_blocks=40, model_impl="transformers") as llm:
+        modules = [*llm.model_runner.model.modules()]
+    assert any(isinstance(module, RMSNorm) for module in modules) == has_norms
+    assert any(isinstance(module, GatedMLP) for module in modules) == has_networks
+    assert any("forward" in vars(module) for module in modules) == rotates
+
+
+class OtherNorm(torch.nn.Module):
+    """Almost an RMSNorm: `power` 2 and `shift` 0 would make it one."""
+
+    def __init__(self, power: float, shift: float, eps: float = 1e-6):
+        super().__init__()
+        self.weight, self.power, self.shift, self.eps = torch.nn.Parameter(torch.ones(8)), power, shift, eps
+
+    def forward(self, x):
+        scale = (x.abs().pow(self.power).mean(-1, keepdim=True) + self.eps).rsqrt()
+        return x * scale * (self.weight + self.shift)
+
+
+@pytest.mark.parametrize("power, shift", [(2, 0), (2, 1), (1.9, 0)])
+def test_a_norm_is_known_by_what_it_computes(power, shift):
+    found = replacement(OtherNorm(power, shift))
+    assert isinstance(found, RMSNorm) == ((power, shift) == (2, 0))
+
+
+class OtherMLP(torch.nn.Module):
+    def __init__(self, act_fn):
+        super().__init__()
+        self.gate_proj, self.up_proj = torch.nn.Linear(8, 16, bias=False), torch.nn.Linear(8, 16, bias=False)
+        self.down_proj, self.act_fn = torch.nn.Linear(16, 8, bias=False), act_fn
+
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+@pytest.mark.parametrize("act_fn", [torch.nn.SiLU(), torch.nn.GELU()])
+def test_a_network_is_known_by_what_it_computes(act_fn):
+    assert isinstance(replacement(OtherMLP(act_fn)), GatedMLP) == isinstance(act_fn, torch.nn.SiLU)
+
+
+def test_a_rotation_is_known_by_what_it_computes():
+    from transformers.models.glm import modeling_glm
+    from transformers.models.llama import modeling_llama
+
+    assert rotates_halves(modeling_llama.apply_rotary_pos_emb)
+    assert not rotates_halves(modeling_glm.apply_rotary_pos_emb)
+
+
+def test_what_transformers_keeps_in_float32_stays_so(tmp_path):
+    folder = make("deepseek_v3", tmp_path)
+    with LLM(str(folder), **EXACT | {"dtype": "bfloat16"}, num_kvcache_blocks=40) as llm:
+        dtypes = {name: param.dtype for name, param in llm.model_runner.model.named_parameters()}
+    [kept] = [dtype for name, dtype in dtypes.items() if name.endswith("e_score_correction_bias")]
+    assert kept == torch.float32 and dtypes["model.embed_tokens.weight"] == torch.bfloat16
+
+
+def test_what_other_threads_make_meanwhile_has_memory():
+    with without_memory(), ThreadPoolExecutor(1) as thread:
+        other = thread.submit(torch.nn.Linear, 2, 2).result()
+        assert torch.nn.Linear(2, 2).weight.is_meta and not other.weight.is_meta
+    assert not torch.nn.Linear(2, 2).weight.is_meta
+
+
+MASKS = {
+    "gpt2": ["h.0.attn.bias", "h.0.attn.masked_bias"],
+    "gpt_neox": [
+        f"gpt_neox.layers.1.attention.{name}" for name in ("bias", "masked_bias", "rotary_emb.inv_freq")
+    ],
+}
+
+
+@pytest.mark.parametrize("kind", MASKS)
+def test_masks_that_old_files_hold_are_left_out(tmp_path, kind):
+    folder = make(kind, tmp_path)
+    prefix = "transformer."  # which GPT-2's files are published without
+    stored = load_file(folder / "model.safetensors")
+    stored = {name.removeprefix(prefix): value for name, value in stored.items()}
+    stored |= {name: torch.ones(1, 1, 4, 4, dtype=torch.bool) for name in MASKS[kind]}
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    assert_answers_as_transformers(folder)
+
+
+def rope(kind: str, **settings) -> dict:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 1e4, **settings}}
+
+
+def test_angles_that_depend_on_the_length_limit_the_context(tmp_path):
+    factors = dict(short_factor=[1.5] * 8, long_factor=[9.0] * 8)
+    folder = make("phi3", tmp_path, **rope("longrope", **factors), original_max_position_embeddings=48)
+    assert_answers_as_transformers(folder)
+    with LLM(str(folder), **EXACT, num_kvcache_blocks=40) as llm:
+        assert llm.config.max_model_len == 48
+
+
+def test_angles_that_grow_behind_the_context_are_those_within_it(tmp_path):
+    assert_answers_as_transformers(make("glm", tmp_path, **rope("dynamic", factor=2.0)))
+
+
+@pytest.mark.parametrize(
+    "kind, changes, message",
+    [
+        ("mamba", {"architectures": ["MambaForCausalLM"]}, "'mamba' is not supported: it keeps a state of"),
+        ("bert", {"architectures": ["BertLMHeadModel"]}, "'bert' is not supported: it is an encoder, or"),
+        ("bloom", {"architectures": ["BloomForCausalLM"]}, "'bloom' is not supported: it shifts scores"),
+        (
+            "doge",
+            {"architectures": ["DogeForCausalLM"]},
+            "'doge' is not supported: no test shows it to be right",
+        ),
+        ("olmo", {"architectures": ["OlmoModel"]}, "architecture 'OlmoModel'"),
+        ("olmo", {"architectures": 7}, "architecture 7"),
+        ("olmo", {"architectures": ["OlmoForSequenceClassification", "Olmo"]}, "architecture 'OlmoFor"),
+        ("llama", {"architectures": ["LlamaModel"]}, "architecture 'LlamaModel'"),
+        ("no such type", {"architectures": []}, "architecture None"),
+        ("olmo", {"hidden_size": "64"}, "cannot read the configuration"),
+        ("olmo", {"num_attention_heads": 0}, "num_attention_heads"),
+        ("no such type", {}, "is not known"),
+        (["olmo"], {}, "is not known"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_by_name(tmp_path, kind, changes, message):
+    folder = make("olmo", tmp_path)
+    edit_json(folder / "config.json", model_type=kind, **changes)
+    with pytest.raises(ValueError, match=message):
+        LLM(str(folder), **EXACT)
+
+
+def test_what_is_refused_for_a_reason_is_known_and_not_verified():
+    refused = [kind for kinds in REFUSED.values() for kind in kinds]
+    assert len(refused) == len({*refused} - {*VERIFIED}) and {*refused} <= {
+        *MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    }
+
+
+def test_an_old_transformers_is_refused(tmp_path, monkeypatch):
+    folder = make("olmo", tmp_path)
+    monkeypatch.setattr("transformers.__version__", "4.57.1")
+    with pytest.raises(ValueError, match="needs transformers 5 or newer, this is 4.57.1"):
+        LLM(str(folder), **EXACT)
+
+
+def test_an_architecture_that_has_a_class_can_be_built_by_transformers_too(tmp_path):
+    folder = make_checkpoint(tmp_path, "qwen3")
+    for model_impl, name in [("auto", "Qwen3"), ("native", "Qwen3"), ("transformers", "Transformers")]:
+        with LLM(str(folder), **EXACT, num_kvcache_blocks=40, model_impl=model_impl) as llm:
+            assert type(llm.model_runner.model).__name__ == f"{name}ForCausalLM"
+
+
+def test_only_architectures_that_have_a_class_are_native(tmp_path):
+    with pytest.raises(ValueError, match="model_impl='native' has no class for .*Olmo.*only for Llama"):
+        LLM(str(make("olmo", tmp_path)), **EXACT, model_impl="native")
+
+
+def test_transformers_reads_the_shapes_that_benchmarks_name():
+    checkpoints = (open_checkpoint("qwen3-8b", "dummy", model_impl=impl) for impl in ("auto", "transformers"))
+    ours, theirs = (checkpoint.hf_config() for checkpoint in checkpoints)
+    names = "hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim vocab_size"
+    for name in [*names.split(), "context_limit", "dtype", "tie_word_embeddings"]:
+        assert getattr(ours, name) == getattr(theirs, name), name
+    assert transformers_config(theirs.raw).rope_parameters["rope_theta"] == 1e6
+
+
+@pytest.mark.parametrize("kind", ["phi", "mixtral", "deepseek_v2", "glm"])
+def test_ranks_have_parts_of_what_transformers_builds(tmp_path, kind):
+    assert_answers_as_transformers(make(kind, tmp_path), tensor_parallel_size=2)
+
+
+@pytest.mark.parametrize(
+    "kind, message",
+    [
+        ("stablelm", "StableLmModel has no plan to split it"),
+        ("granite_swa", "tensor_parallel_size must be 1: layers.0.self_attn"),
+        ("phi3", "Phi3Model has no plan to split it"),
+    ],
+)
+def test_what_ranks_cannot_have_parts_of_is_refused(tmp_path, kind, message):
+    with pytest.raises(ValueError, match=message):
+        LLM(str(make(kind, tmp_path)), **EXACT, tensor_parallel_size=2)

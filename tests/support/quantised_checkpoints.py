@@ -1,0 +1,347 @@
+"""Small packers of every format of quantised weights, and for each a reference that unpacks it again:
+compressed-tensors' own code for its formats, transformers' for fp8, and a few lines for GPTQ and AWQ.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from compressed_tensors.compressors.base import BaseCompressor
+from compressed_tensors.quantization import QuantizationScheme
+from safetensors.torch import load_file, save_file
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+Tensors = dict[str, torch.Tensor]
+QUANTISED = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj".split()
+E4M3 = torch.float8_e4m3fn
+
+
+@dataclass
+class Packer:
+    """
+    `config` is the quantization_config, `pack` turns a matrix into a checkpoint's tensors by the ends of
+    their names, and `unpack` turns these into the matrix that they mean, in float32.
+    """
+
+    config: dict[str, Any]
+    pack: Callable[[torch.Tensor], Tensors]
+    unpack: Callable[[Tensors], torch.Tensor]
+    bits: int = field(default=8)
+
+
+# --- floating point ---
+
+
+def tiles_of(weight: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """[rows of tiles, rows of a tile, columns of tiles, columns of a tile], filled up with zeros."""
+    rows, columns = rows or weight.shape[0], columns or weight.shape[1]
+    padded = F.pad(weight, (0, -weight.shape[1] % columns, 0, -weight.shape[0] % rows))
+    return padded.view(padded.shape[0] // rows, rows, -1, columns)
+
+
+def to_fp8(
+    weight: torch.Tensor, rows: int, columns: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The codes and the scales [rows of tiles, columns of tiles] of this dtype."""
+    tiles = tiles_of(weight.float(), rows, columns)
+    scales = (tiles.abs().amax((1, 3)) / 448).clamp_min(1e-12)
+    if dtype == torch.float8_e8m0fnu:
+        scales = scales.log2().ceil().exp2()
+    scales = scales.to(dtype)
+    codes = (tiles / scales.float()[:, None, :, None]).clamp_(-448, 448).to(E4M3)
+    codes = codes.view(tiles.shape[0] * tiles.shape[1], -1)
+    return codes[: weight.shape[0], : weight.shape[1]].contiguous(), scales
+
+
+def fp8(
+    block: list[int] | None, dtype: torch.dtype = torch.float32, is_auto_fp8: bool = False, **config
+) -> Packer:
+    config = {"quant_method": "fp8"} | ({} if is_auto_fp8 else {"weight_block_size": block}) | config
+    scale_name = "weight_scale" if is_auto_fp8 else "weight_scale_inv"
+
+    def pack(weight: torch.Tensor) -> Tensors:
+        codes, scales = to_fp8(weight, *(block or (0, 0)), dtype)
+        packed = {"weight": codes, scale_name: scales if block else scales.view(())}
+        if config.get("activation_scheme") == "static":
+            packed["input_scale"] = torch.tensor(0.5)
+        return packed
+
+    def unpack(packed: Tensors) -> torch.Tensor:
+        codes, scales = packed["weight"], packed[scale_name]
+        height, width = codes.shape
+        if block:  # transformers wants whole blocks
+            codes = F.pad(codes.view(torch.uint8), (0, -width % block[1], 0, -height % block[0])).view(E4M3)
+        whole = Fp8Dequantize(None)._dequantize_one(codes, scales, torch.float32)
+        return whole[:height, :width]
+
+    return Packer(config, pack, unpack)
+
+
+# --- integers ---
+
+
+def to_integers(
+    weight: torch.Tensor, bits: int, group: int, is_symmetric: bool, dtype: torch.dtype, rows: int = 1
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes from 0 on [out, in], scales of this dtype and zero points [out, groups], which fit best."""
+    tiles = tiles_of(weight.float(), rows, group)
+    low, high = tiles.amin((1, 3), keepdim=True), tiles.amax((1, 3), keepdim=True)
+    top = 2**bits - 1
+    middle = torch.full_like(low, (top + 1) / 2)
+    best, least = None, torch.inf
+    for shrink in (1, 0.9):
+        if is_symmetric:
+            scales = torch.maximum(-low, high * (top + 1) / (top - 1)) * shrink / middle
+            candidates = [middle]
+        else:
+            low, high = low.clamp_max(0), high.clamp_min(0)
+            scales = (high - low) * shrink / top
+            exact = -low * shrink / scales.clamp_min(1e-6)
+            candidates = [exact.floor().clamp(0, top), exact.ceil().clamp(0, top)]
+        scales = scales.clamp_min(1e-6).to(dtype)
+        for zeros in candidates:
+            codes = (tiles / scales.float()).add_(zeros).round_().clamp_(0, top)
+            error = ((codes - zeros) * scales.float()).sub_(tiles).square_().sum((1, 3), keepdim=True)
+            found = codes, scales, zeros
+            if best is not None:
+                found = [torch.where(error < least, new, old) for new, old in zip(found, best, strict=True)]
+            best, least = found, error.clamp_max(least)
+    codes, scales, zeros = best
+    codes = codes.view(len(weight), -1)[:, : weight.shape[1]].to(torch.int32)
+    return codes, scales[:, 0, :, 0], zeros[:, 0, :, 0].to(torch.int32)
+
+
+def pack_words(values: torch.Tensor, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
+    """[rows, n] -> int32 [rows, n / 8]: the k-th of eight values is nibble order[k]."""
+    eights = values.reshape(len(values), -1, 8).long()
+    return sum(eights[:, :, k] << 4 * order[k] for k in range(8)).to(torch.int32)
+
+
+def unpack_words(words: torch.Tensor, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
+    return torch.stack([words >> 4 * nibble & 15 for nibble in order], -1).flatten(-2)
+
+
+def random_order(width: int) -> torch.Tensor:
+    return torch.randperm(width, generator=torch.Generator().manual_seed(width))
+
+
+def gptq(group: int = 32, dtype: torch.dtype = torch.float16, **config) -> Packer:
+    config = {"quant_method": "gptq", "bits": 4, "group_size": group, "sym": True, **config}
+    order = (lambda width: random_order(width)) if config.get("desc_act") else torch.arange
+    added = 0 if config.get("checkpoint_format") == "gptq_v2" else 1
+
+    def pack(weight: torch.Tensor) -> Tensors:
+        width, size = weight.shape[1], group if group > 0 else weight.shape[1]
+        groups = torch.empty(width, dtype=torch.int32)
+        groups[order(width)] = torch.arange(width, dtype=torch.int32) // size
+        codes, scales, zeros = to_integers(weight[:, order(width)], 4, size, config["sym"], dtype)
+        codes = codes[:, order(width).argsort()]
+        return {
+            "qweight": pack_words(codes).t().contiguous(),
+            "scales": scales.t().contiguous(),
+            "qzeros": pack_words((zeros - added & 15).t().contiguous()),
+            "g_idx": groups,
+        }
+
+    def unpack(packed: Tensors) -> torch.Tensor:
+        codes, groups = unpack_words(packed["qweight"].t()), packed["g_idx"].long()
+        zeros = (unpack_words(packed["qzeros"]) + added & 15).t()
+        return ((codes - zeros[:, groups]).to(dtype) * packed["scales"].t()[:, groups]).float()
+
+    return Packer(config, pack, unpack, bits=4)
+
+
+def awq(group: int = 32, dtype: torch.dtype = torch.float16, **config) -> Packer:
+    order = (0, 4, 1, 5, 2, 6, 3, 7)
+
+    def pack(weight: torch.Tensor) -> Tensors:
+        codes, scales, zeros = to_integers(weight, 4, group, False, dtype)
+        packed = {"qweight": codes, "qzeros": zeros}
+        packed = {name: pack_words(values.t().contiguous(), order) for name, values in packed.items()}
+        return packed | {"scales": scales.t().contiguous()}
+
+    def unpack(packed: Tensors) -> torch.Tensor:
+        codes, zeros = (unpack_words(packed[name], order).t() for name in ("qweight", "qzeros"))
+        codes -= zeros.repeat_interleave(group, 1)
+        return (codes.to(dtype) * packed["scales"].t().repeat_interleave(group, 1)).float()
+
+    config = {
+        "quant_method": "awq",
+        "bits": 4,
+        "group_size": group,
+        "zero_point": True,
+        "version": "gemm",
+        **config,
+    }
+    return Packer(config, pack, unpack, bits=4)
+
+
+# --- compressed-tensors ---
+
+
+def compressed(form: str, bits: int, strategy: str, dtype: torch.dtype = torch.bfloat16, **weights) -> Packer:
+    kind = "float" if form == "float-quantized" else "int"
+    weights = {
+        "num_bits": bits,
+        "type": kind,
+        "strategy": strategy,
+        "symmetric": True,
+        "dynamic": False,
+        **weights,
+    }
+    if strategy == "block":
+        weights["block_structure"] = [128, 128]
+    known = {
+        name: value for name, value in weights.items() if name != "actorder"
+    }  # it reads no other any more
+    scheme = QuantizationScheme(targets=["Linear"], weights=known)
+    compressor = BaseCompressor.get_value_from_registry(form)
+    group = {"block": 128, "group": weights.get("group_size")}.get(strategy, 0)
+    height = {"block": 128, "tensor": 0}.get(strategy, 1)
+    has_order = weights.get("actorder") == "group"
+
+    def pack(weight: torch.Tensor) -> Tensors:
+        if kind == "float":
+            codes, scales = to_fp8(weight, height, group, dtype)
+            return {"weight": codes, "weight_scale": scales.view(1) if strategy == "tensor" else scales}
+        order = random_order(weight.shape[1]) if has_order else torch.arange(weight.shape[1])
+        codes, scales, zeros = to_integers(weight[:, order], bits, group, weights["symmetric"], dtype, height)
+        if strategy == "tensor":
+            scales, zeros = scales.view(1), zeros.view(1)
+        middle = 2 ** (bits - 1)
+        values = (codes[:, order.argsort()] - middle).to(torch.int8)
+        packed = {"weight": values, "weight_scale": scales}
+        if form == "pack-quantized":
+            from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+
+            packed = {"weight_packed": pack_to_int32(values, bits), "weight_scale": scales}
+            packed["weight_shape"] = torch.tensor(weight.shape)
+            if not weights["symmetric"] and strategy == "tensor":
+                packed["weight_zero_point"] = (zeros - middle).to(torch.int8)
+            elif not weights["symmetric"]:
+                packed["weight_zero_point"] = pack_to_int32(
+                    (zeros - middle).to(torch.int8), bits, packed_dim=0
+                )
+        elif not weights["symmetric"]:
+            packed["weight_zero_point"] = (zeros - middle).to(torch.int8)
+        if has_order:
+            packed["weight_g_idx"] = (order.argsort() // group).to(torch.int32)
+        return packed
+
+    def unpack(packed: Tensors) -> torch.Tensor:
+        if has_order:  # which compressed-tensors leaves to whoever multiplies
+            order = packed["weight_g_idx"].argsort(stable=True)
+            from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32
+
+            shape = packed["weight_shape"].tolist()
+            values = unpack_from_int32(packed["weight_packed"], bits, shape)[:, order]
+            packed = packed | {"weight_packed": pack_to_int32(values, bits)}
+            return compressor.decompress(packed, scheme)["weight"].float()[:, order.argsort()]
+        return compressor.decompress(packed, scheme)["weight"].float()
+
+    config = {"quant_method": "compressed-tensors", "format": form, "ignore": ["lm_head"]}
+    config["config_groups"] = {
+        "group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}
+    }
+    return Packer(config, pack, unpack, bits)
+
+
+# --- MXFP4 ---
+
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+def mxfp4() -> Packer:
+    """Of the experts of one matrix, [experts, in, out] as gpt-oss has them in floating point."""
+
+    def pack(weight: torch.Tensor) -> Tensors:
+        groups = weight.float().transpose(1, 2).unflatten(-1, (-1, 32))
+        exponents = (groups.abs().amax(-1) / 6).clamp_min(2**-100).log2().ceil()
+        values = groups / exponents.exp2()[..., None]
+        codes = (values[..., None] - E2M1).abs().argmin(-1).to(torch.uint8)
+        return {
+            "blocks": codes[..., ::2] | codes[..., 1::2] << 4,
+            "scales": (exponents + 127).to(torch.uint8),
+        }
+
+    def unpack(packed: Tensors) -> torch.Tensor:
+        codes = torch.stack((packed["blocks"] & 15, packed["blocks"] >> 4), -1).flatten(-2)
+        values = E2M1[codes.int()] * (packed["scales"].float() - 127).exp2()[..., None]
+        return values.flatten(-2).transpose(1, 2)
+
+    excepted = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    return Packer({"quant_method": "mxfp4", "modules_to_not_convert": excepted}, pack, unpack, bits=4)
+
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+PACKERS = {
+    "fp8 block": fp8([128, 128]),
+    "fp8 block, bf16 scales": fp8([128, 128], BF16),
+    "fp8 block, e8m0 scales": fp8([128, 128], torch.float8_e8m0fnu, scale_fmt="ue8m0"),
+    "fp8 tensor": fp8(None, activation_scheme="static"),
+    "AutoFP8": fp8(None, is_auto_fp8=True, activation_scheme="static", ignored_layers=["lm_head"]),
+    "float channel": compressed("float-quantized", 8, "channel"),
+    "float tensor": compressed("float-quantized", 8, "tensor", F32),
+    "float block": compressed("float-quantized", 8, "block", BF16),
+    "int channel": compressed("int-quantized", 8, "channel"),
+    "int group, asymmetric": compressed("int-quantized", 8, "group", group_size=64, symmetric=False),
+    "pack 8": compressed("pack-quantized", 8, "group", group_size=64),
+    "pack 8, asymmetric": compressed("pack-quantized", 8, "channel", symmetric=False),
+    "pack 8, asymmetric tensor": compressed("pack-quantized", 8, "tensor", symmetric=False),
+    "pack 4, asymmetric tensor": compressed("pack-quantized", 4, "tensor", symmetric=False),
+    "pack 4": compressed("pack-quantized", 4, "group", group_size=32),
+    "pack 4, asymmetric": compressed("pack-quantized", 4, "group", group_size=64, symmetric=False),
+    "pack 4, channel": compressed("pack-quantized", 4, "channel", F16),
+    "pack 4, ordered": compressed("pack-quantized", 4, "group", group_size=32, actorder="group"),
+    "gptq": gptq(),
+    "gptq, asymmetric": gptq(64, sym=False),
+    "gptq v2": gptq(64, BF16, sym=False, checkpoint_format="gptq_v2"),
+    "gptq, ordered": gptq(desc_act=True),
+    "gptq, one group": gptq(-1),
+    "auto-round": gptq(quant_method="auto-round", packing_format="auto_round:auto_gptq"),
+    "awq": awq(),
+    "awq, groups of 64": awq(64, BF16),
+}
+
+
+def quantise(
+    source: Path, target: Path, packer: Packer, reference: Path | None = None, kept: tuple[str, ...] = ()
+) -> Path:
+    """
+    Copy a checkpoint of one file with its layers packed, and, as `reference`, with what their packed form
+    means. Layers whose names end with one of `kept` stay as they are.
+    """
+    tensors = load_file(source / "model.safetensors")
+    packed, meant = {}, {}
+    for name, value in tensors.items():
+        layer = name.removesuffix(".weight")
+        if name.endswith((".gate_up_proj", ".down_proj")):  # of all experts
+            parts = packer.pack(value)
+            packed |= {f"{name}_{end}": part for end, part in parts.items()}
+            meant[name] = packer.unpack(parts)
+            continue
+        is_other = layer.rpartition(".")[2] not in QUANTISED or layer == name
+        if is_other or layer.endswith(kept or (" ",)) or packer.config["quant_method"] == "mxfp4":
+            packed[name] = meant[name] = value
+            continue
+        parts = packer.pack(value)
+        packed |= {f"{layer}.{end}": part for end, part in parts.items()}
+        meant[name] = packer.unpack(parts)
+    config = json.loads((source / "config.json").read_text())
+    for folder, content, changes in (
+        (target, packed, {"quantization_config": packer.config}),
+        (reference, meant, {}),
+    ):
+        if folder is not None:
+            folder.mkdir(exist_ok=True)
+            for file in source.iterdir():
+                if file.suffix in (".json", ".jinja"):
+                    (folder / file.name).write_text(file.read_text())
+            (folder / "config.json").write_text(json.dumps(config | changes))
+            content = {name: value.contiguous() for name, value in content.items()}
+            save_file(content, folder / "model.safetensors", metadata={"format": "pt"})
+    return target

@@ -1,0 +1,64 @@
+"""Small random checkpoints of any model type that transformers knows."""
+
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from tiny_checkpoints import SMALL
+
+# Of mixtures of experts, by the names that configurations have.
+EXPERTS = dict(num_experts=12, num_local_experts=12, n_routed_experts=12, num_experts_per_tok=2)
+EXPERTS |= dict(
+    n_shared_experts=1,
+    moe_intermediate_size=24,
+    expert_ffn_hidden_size=24,
+    shared_expert_intermediate_size=24,
+)
+# Layers of both kinds, where there are two: a window, and experts.
+MIXED = dict(sliding_window=8, first_k_dense_replace=1, num_dense_layers=1, moe_layer_start_index=1)
+MIXED |= dict(use_sliding_window=True, layer_types=["sliding_attention", "full_attention"])
+# What a type needs besides.
+LATENT = dict(num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=16, v_head_dim=8)
+LATENT |= dict(qk_nope_head_dim=8, qk_rope_head_dim=8, n_group=2, topk_group=1, first_k_dense_replace=1)
+CHANGES = dict.fromkeys("deepseek_v2 deepseek_v3 glm4_moe_lite axk1 minicpm3".split(), LATENT)
+CHANGES["youtu"] = LATENT | {"pad_token_id": None}  # a row of whose embedding transformers clears
+CHANGES["gemma4_text"] = dict(
+    vocab_size_per_layer_input=320,
+    hidden_size_per_layer_input=16,
+    head_dim=16,
+    global_head_dim=32,
+    num_hidden_layers=4,
+    num_kv_shared_layers=2,
+    layer_types=["sliding_attention", "full_attention"] * 2,
+)
+CHANGES |= dict.fromkeys("hunyuan_v1_dense hunyuan_v1_moe ministral dots1 helium".split(), {"head_dim": 16})
+
+
+def settings_of(kind: str) -> set[str]:
+    cls = CONFIG_MAPPING[kind]
+    known = {"tie_word_embeddings", *getattr(cls, "attribute_map", {})}
+    return known | ({field.name for field in fields(cls)} if is_dataclass(cls) else set(cls().to_dict()))
+
+
+def make(kind: str, folder: Path, has_own_defaults: bool = False, **changes) -> Path:
+    """
+    A checkpoint with those settings of SMALL that its configuration has, and, unless with its class's own
+    defaults, of MIXED.
+    """
+    cls, known = CONFIG_MAPPING[kind], settings_of(kind)
+    wanted = SMALL | EXPERTS | ({"tie_word_embeddings": None} if has_own_defaults else MIXED)
+    settings = {name: value for name, value in wanted.items() if name in known and value is not None}
+    settings |= {"eos_token_id": 1, "bos_token_id": 1, "pad_token_id": 1}
+    config = cls(**settings | CHANGES.get(kind, {}) | changes)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name or "ln_" in name:
+                parameter.uniform_(0.5, 1.5)
+            else:
+                parameter.normal_(0, 0.3 if name.endswith("bias") else 0.15)
+    model.save_pretrained(folder)
+    return folder
