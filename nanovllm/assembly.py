@@ -13,8 +13,11 @@ from nanovllm.config import FILLED_IN, Config
 from nanovllm.distributed.group import Group
 from nanovllm.engine.device_rows import can_group
 from nanovllm.engine.interfaces import Parts, record_always
+from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.policies import Admission, PrefixCache
+from nanovllm.extensions.api.engine_args import show_options
 from nanovllm.extensions.api.foreign_options import own_options
+from nanovllm.extensions.api.llm import ApiLLM, takes_foreign_options
 from nanovllm.extensions.checkpoints.adapter import check_adaptable, open_adapter
 from nanovllm.extensions.checkpoints.gguf import GGUFCheckpoint
 from nanovllm.extensions.checkpoints.hub import download
@@ -23,6 +26,7 @@ from nanovllm.extensions.checkpoints.smollm2 import fetch_smollm2
 from nanovllm.extensions.checkpoints.untrusted import CheckedFolder
 from nanovllm.extensions.int8_cache.layout import Int8Layout
 from nanovllm.extensions.logits.budget import RuleBudget
+from nanovllm.extensions.logits.reading import FIELDS as FIELDS_OF_LOGITS
 from nanovllm.extensions.models import gemma3, gpt_oss, llama, mistral, qwen2, qwen3, qwen3_moe
 from nanovllm.extensions.models.config import DecoderConfig, read_decoder
 from nanovllm.extensions.models.facts import Facts
@@ -35,8 +39,10 @@ from nanovllm.extensions.ranks.peer_group import PeerGroup, stand_in
 from nanovllm.extensions.ranks.reports import ReportingRanks
 from nanovllm.extensions.safety.forecast import Forecast
 from nanovllm.extensions.safety.isolation import Isolation
+from nanovllm.extensions.safety.recovery import Recovery
 from nanovllm.extensions.startup.compile_ahead import CompileAhead
 from nanovllm.extensions.startup.graph_trial import can_be_recorded
+from nanovllm.extensions.text.llm import TextLLM
 from nanovllm.extensions.transformers.config import model_type_decides, read_transformers_config
 from nanovllm.extensions.transformers.model import TransformersForCausalLM
 from nanovllm.kernels.cache_layout import CacheLayout
@@ -49,16 +55,28 @@ FILES = llama, mistral, qwen2, qwen3, qwen3_moe, gemma3, gpt_oss
 MODELS: dict[str, Facts] = {file.FACTS.model.__name__: file.FACTS for file in FILES}
 
 
+def extend(llm: type[LLMEngine]) -> type[LLMEngine]:
+    """The engine with the ways to call it that extensions add."""
+    members = {"__doc__": llm.__doc__, "__module__": llm.__module__}
+    for name in ("generate", "generate_iter", "stream", "chat"):
+        members[name] = takes_foreign_options(getattr(TextLLM, name))
+    return show_options(type(llm.__name__, (ApiLLM, TextLLM, llm), members))
+
+
 def assemble(config: Config) -> Parts:
+    *_, isolation = admissions = make_admissions(config)
+    recovery = Recovery(isolation)
     return Parts(
         build_model,
         make_layout,
         make_backend,
         ReportingRanks,
         collectives(config),
-        observers=(CompileAhead(config, functools.partial(stand_in, config)),),
+        observers=(CompileAhead(config, functools.partial(stand_in, config)), recovery),
         prefix_cache=make_prefix_cache(config),
-        admissions=make_admissions(config),
+        admissions=admissions,
+        isolate=recovery.isolate_failing_request,
+        sampling_fields=FIELDS_OF_LOGITS | {"structured_outputs"},
         can_record=record_always if config.hf_config.architectures else can_be_recorded,
     )
 

@@ -104,7 +104,7 @@ class HostRows:
         settings = np.array(list(map(settings_of, sequences)), dtype=np.float32)
         lengths = [[seq.num_computed_tokens + seq.num_scheduled_tokens + 1] for seq in sequences]
         tables = {
-            "seeds": np.array([[seq.seed] for seq in sequences], dtype="<i8"),
+            "seeds": np.array([[seq.request.seed] for seq in sequences], dtype="<i8"),
             "lengths": np.array(lengths, dtype=np.int32),
             "temperatures": settings[:, :1],
             "filters": settings[:, 1 : 1 + len(Filters._fields)],

@@ -6,7 +6,7 @@ send to another.
 """
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,13 +15,16 @@ from torch import nn
 
 from nanovllm.distributed.group import Group
 from nanovllm.engine.policies import Admission, PrefixCache
+from nanovllm.engine.sequence import Sequence
 
 
 class Observer:
     """
-    Is told what an engine is about to do, and changes none of it. Called on every rank in the thread that
-    works there; what it raises ends the start or the step.
+    Is told what an engine does. The first methods are called on every rank, in the thread that works there;
+    those from `started` on by the loop, on rank 0's host. What one raises ends the start or the step.
     """
+
+    is_active = False  # whether before_step and after_step are called
 
     def starting(self, rank: int, make_runner: Callable[..., Any]) -> None:
         """
@@ -37,6 +40,39 @@ class Observer:
 
     def stop(self) -> None:
         """The runner ends, or could not be started."""
+
+    def started(self, engine: Any) -> None:
+        """The engine, of which this is a weak proxy, is ready."""
+
+    def added(self, sequences: list[Sequence]) -> None:
+        """These have been queued, or are kept after a failure and begin anew."""
+
+    def before_step(self) -> None:
+        """A step is about to be scheduled."""
+
+    def after_step(self, step: Any) -> None:
+        """
+        The tokens of this `Step` have been recorded, and nobody has been told yet. `LLMEngine.end` may be
+        called. If what fails here is about some of the sequences, `step.suspects` should say so.
+        """
+
+    def ended(self, seq: Sequence) -> None:
+        """The sequence has ended; the step that tells so may still fail."""
+
+    def failed(self, step: Any) -> Iterable[Sequence]:
+        """
+        A call was broken off while it worked on this Step. Returns the sequences to keep, ended ones
+        included; those that no observer keeps are dropped.
+        """
+        return ()
+
+    def cleared(self) -> None:
+        """Nothing is queued or running any more; those that are kept follow in `added`."""
+
+
+def reraise(error: Exception) -> None:
+    """No request is ended for what makes a step fail."""
+    raise error
 
 
 def record_always(_step: Callable[[], Any], _device: torch.device) -> bool:
@@ -56,6 +92,9 @@ class Parts:
     admissions: tuple[Admission, ...] = ()  # who may keep a sequence from running
     # (decode step, device) -> whether it can be recorded as a CUDA graph; asked once, in the warm-up.
     can_record: Callable[..., bool] = record_always
+    # After a step that failed: ends the request that is to blame, or raises the error.
+    isolate: Callable[[Exception], None] = reraise
+    sampling_fields: frozenset[str] = frozenset()  # of SamplingParams, that other parts than the core serve
 
 
 def resolve(name: str) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from nanovllm.engine.batch import Batch, BatchMaker
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.sequence import Request, Sequence
 from nanovllm.extensions.logits.scoring import SCORED_AT_ONCE
 from nanovllm.sampling_params import SamplingParams
 
@@ -26,7 +26,7 @@ def largest_batch(config: Any, num_tokens: int) -> Batch:
     for row in range(num_seqs):
         length = min(max(1, config.max_model_len - 1), num_tokens - (num_seqs - row - 1))
         num_tokens -= length
-        seq = Sequence([0] * length, EVERYTHING)
+        seq = Sequence(Request([0] * length, EVERYTHING))
         seq.num_scheduled_tokens, seq.row = length, row
         seq.scored_token_ids = seq.token_ids[1:][:SCORED_AT_ONCE] if row == 0 else []
         sequences.append(seq)

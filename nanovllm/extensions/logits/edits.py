@@ -67,7 +67,7 @@ def rules_of(seq: Sequence) -> np.ndarray:
     biases = Counter()
     for token_id, bias in params.logit_bias:
         biases[token_id] += bias
-    ends = sorted(seq.end_token_ids) if params.min_tokens else []
+    ends = sorted(seq.request.end_token_ids) if params.min_tokens else []
     words = [[token_id] for token_id in biases] + seq.bad_words + [[token_id] for token_id in ends]
     lengths = [len(word) - 1 for word in words]
     number, num_biases, num_ends = len(words), len(biases), len(ends)

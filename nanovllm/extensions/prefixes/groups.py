@@ -104,7 +104,7 @@ class PrefixGroups:
         return np.stack([changed, tables[changed]]) if len(changed) else None
 
     def _join(self, seq: Sequence) -> None:
-        key = self._keys[seq.seq_id] = seq.packed_prompt
+        key = self._keys[seq.seq_id] = seq.request.packed
         place = bisect_left(self._sorted, (key, seq.seq_id))
         self._sorted.insert(place, (key, seq.seq_id))
         self._common.insert(place, count_common(self._sorted[place - 1][0], key) if place else 0)

@@ -16,12 +16,12 @@ import numpy as np
 import torch
 
 from nanovllm.config import Config
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.sequence import Request, Sequence
 from nanovllm.extensions.structured.deep_stack import call_with_stack
 from nanovllm.extensions.structured.json_schema import close_objects
 from nanovllm.extensions.structured.masks import TokenMasks
 from nanovllm.extensions.structured.matchers import Grammar, Reader, problem_of
-from nanovllm.sampling_params import StructuredOutputsParams
+from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
 from nanovllm.utils.validation import shorten, shown
 
 MAX_COMPILED = 256  # grammars that are kept; each with up to MAX_LEXERS lexers of a megabyte or so
@@ -71,9 +71,18 @@ class Grammars:
         if (reader := self._readers.pop(seq_id, None)) is not None:
             reader.close()
 
+    is_slow = True
+
+    def wants(self, params: SamplingParams) -> bool:
+        return params.structured_outputs is not None
+
+    def check(self, request: Request) -> None:
+        """Puts the compiled grammar into `request.own`. Any thread may call this."""
+        request.own["grammar"] = self.compile(request.params.structured_outputs)
+
     def compile(self, wanted: StructuredOutputsParams) -> Grammar:
         """
-        For `Sequence.grammar`. Any thread may call this. Raises ValueError if llguidance is not installed,
+        Any thread may call this. Raises ValueError if llguidance is not installed,
         cannot work with the tokenizer, or finds no text that is as wanted.
         """
         entry = self._entry(wanted)

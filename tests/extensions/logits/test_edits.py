@@ -21,16 +21,15 @@ from test_sampling import RANDOM_SEEDS, assert_follows
 
 from nanovllm import LLM, AsyncLLM, SamplingParams
 from nanovllm.engine.device_rows import DeviceRows, HostRows, RowLayout
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.sequence import Request, Sequence
 from nanovllm.extensions.batch import __main__ as batch
 from nanovllm.extensions.batch.lines import Answer
-from nanovllm.extensions.logits import budget, edits
+from nanovllm.extensions.logits import budget, edits, reading
 from nanovllm.extensions.logits.edits import BAN, num_rule_words
 from nanovllm.extensions.logits.kernels import logit_edits
 from nanovllm.extensions.logits.kernels.filtering import filter_thresholds_torch
 from nanovllm.layers.sampler import Sampler
 from nanovllm.sampling_params import Needs
-from nanovllm.text import prompts
 from tiny_checkpoints import EXACT, load_reference, make_checkpoint, one_thread  # noqa: F401
 
 VOCAB = 257
@@ -209,7 +208,7 @@ def test_greedy_tokens_under_edits_are_those_of_transformers(llm, reference, nam
 def test_words_that_are_banned_do_not_come(llm, reference, monkeypatch):
     free = generate(llm)["token_ids"]
     words = [free[3:4], free[6:8], free[10:14]]
-    monkeypatch.setattr(llm.prompts, "bad_words", lambda params: words if params.bad_words else [])
+    monkeypatch.setattr(llm.prompts.checks[0], "bad_words", lambda params: words if params.bad_words else [])
     token_ids = generate(llm, bad_words=["stands for these"])["token_ids"]
     assert token_ids == reference_tokens(
         reference, [transformers.NoBadWordsLogitsProcessor(words, eos_token_id=-1)]
@@ -220,13 +219,13 @@ def test_words_that_are_banned_do_not_come(llm, reference, monkeypatch):
 
 def test_a_banned_word_counts_from_the_completion_on(llm, monkeypatch):
     free = generate(llm)["token_ids"]
-    monkeypatch.setattr(llm.prompts, "bad_words", lambda _: [[PROMPT[-1], free[0]]])
+    monkeypatch.setattr(llm.prompts.checks[0], "bad_words", lambda _: [[PROMPT[-1], free[0]]])
     assert generate(llm, bad_words=["stands for these"])["token_ids"] == free
 
 
 def test_banned_words_are_banned_with_and_without_a_space_before_them(engine):
     params = SamplingParams(bad_words=["ab", " c"])
-    words = [engine.decode(word) for word in engine.prompts.bad_words(params)]
+    words = [engine.decode(word) for word in engine.prompts.checks[0].bad_words(params)]
     assert words == ["ab", " ab", "c", " c"]
 
 
@@ -423,7 +422,7 @@ def test_rules_of_any_shape_leave_what_plain_arithmetic_leaves(folder, monkeypat
         rows, always = llm.model_runner.rows.edits, torch.tensor(logits)
         edit = rows.edit_logits
         monkeypatch.setattr(rows, "edit_logits", lambda x, *args: edit(always.expand(len(x), -1), *args))
-        monkeypatch.setattr(llm.prompts, "bad_words", lambda params: words[params.bad_words])
+        monkeypatch.setattr(llm.prompts.checks[0], "bad_words", lambda params: words[params.bad_words])
         prompts = [[i, *PROMPT[: 3 * i + 1]] for i in range(len(params))]
         results = llm.generate(prompts, params, use_tqdm=False)
     expected = [best_tokens(logits, words[one.bad_words], one) for one in params]
@@ -437,7 +436,7 @@ def test_a_preempted_request_goes_on_as_if_nothing_had_been(engine, monkeypatch,
     params = {"temperature": 0, "max_tokens": 30, "ignore_eos": True}
     if name == "a word":
         word = generate(engine)["token_ids"][11:14]
-        monkeypatch.setattr(engine.prompts, "bad_words", lambda _: [word])
+        monkeypatch.setattr(engine.prompts.checks[0], "bad_words", lambda _: [word])
         params["bad_words"] = ["stands for it"]
     else:
         params |= {
@@ -467,7 +466,7 @@ class Rows:
     def begin(self, row: int, words: list[list[int]] = (), **params) -> Sequence:
         """Give the row to a new sequence."""
         params["bad_words"] = ["stands for these"] if words else ()
-        seq = Sequence([1, 2], SamplingParams(**params))
+        seq = Sequence(Request([1, 2], SamplingParams(**params)))
         seq.row, seq.bad_words = row, words
         self.device.apply(self.host.prefill([seq]))
         return seq
@@ -553,7 +552,9 @@ def test_rules_take_no_more_memory_than_each_request_asks_for(folder, monkeypatc
         expected = tokens_of(llm.generate([PROMPT] * 4, [SamplingParams(0, 5, True)] * 4, use_tqdm=False))
         results = llm.generate([PROMPT] * 4, params, use_tqdm=False)
         assert tokens_of(results[:1] + results[2:]) == expected[:3]
-        words = [num_rule_words(one, llm.prompts.bad_words(one), one.stop_token_ids) for one in params]
+        words = [
+            num_rule_words(one, llm.prompts.checks[0].bad_words(one), one.stop_token_ids) for one in params
+        ]
         assert max(words) == words[1] < 7 * 2 * 4000
         assert costs.most - before == 4 * sum(words)
 
@@ -586,7 +587,7 @@ def test_rules_that_do_not_fit_together_wait_for_each_other(folder, monkeypatch)
 
 
 def test_rules_that_can_never_fit_fail_their_own_request_alone(folder, monkeypatch):
-    monkeypatch.setattr(prompts, "RULE_WORDS", 3000)
+    monkeypatch.setattr(reading, "RULE_WORDS", 3000)
     too_many = dict(bad_words=["a", *SHORT_WORDS[:300]], logit_bias={7: 1.0})
     complaint = (
         "bad_words of 1,503 tokens and logit_bias of 1 take 15,668 bytes of the device's memory, of which "
@@ -598,10 +599,10 @@ def test_rules_that_can_never_fit_fail_their_own_request_alone(folder, monkeypat
         with pytest.raises(ValueError, match=complaint):
             generate(llm, **too_many)
         with pytest.MonkeyPatch.context() as patch:  # all there is may be taken by one
-            size = llm.prompts.read("x", SamplingParams(bad_words=["abc"])).num_rule_words
-            patch.setattr(prompts, "RULE_WORDS", size)
+            size = llm.prompts.read("x", SamplingParams(bad_words=["abc"])).own["num_rule_words"]
+            patch.setattr(reading, "RULE_WORDS", size)
             generate(llm, bad_words=["abc"], max_tokens=1)
-            patch.setattr(prompts, "RULE_WORDS", size - 1)
+            patch.setattr(reading, "RULE_WORDS", size - 1)
             with pytest.raises(ValueError, match="bad_words of 7 tokens"):
                 generate(llm, bad_words=["abc"], max_tokens=1)
         generate(llm, bad_words=["y" * 1023], max_tokens=1)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.batch import BatchMaker
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.sequence import Request, Sequence
 from nanovllm.extensions.prefixes import groups as module
 from nanovllm.extensions.prefixes.groups import PrefixGroups, max_slots, max_tasks, table_sizes
 from tiny_checkpoints import EXACT, make_checkpoint, one_thread  # noqa: F401
@@ -90,7 +90,7 @@ class Prompts:
             prompt = [*prompt, *[self.pick.choice([1, 257, 65537, 2**31 - 1])] * length]
         prompt = prompt[: self.most_tokens]
         self.made.append(prompt)
-        seq = Sequence(prompt)
+        seq = Sequence(Request(prompt))
         seq.append_token(1)
         return seq
 
@@ -143,7 +143,7 @@ def common(first: list[int], second: list[int]) -> int:
 
 def tables_of(prompts: list[list[int]]) -> Tables:
     tables = Tables()
-    tables.apply(make_groups().update([Sequence(prompt) for prompt in prompts]))
+    tables.apply(make_groups().update([Sequence(Request(prompt)) for prompt in prompts]))
     return tables
 
 
@@ -172,7 +172,10 @@ def test_groups_within_groups():
 )
 def test_who_gains_little_reads_alone(prompts):
     groups = make_groups()
-    assert groups.update([Sequence(prompt) for prompt in prompts]) is None and not groups.num_grouped_tokens
+    assert (
+        groups.update([Sequence(Request(prompt)) for prompt in prompts]) is None
+        and not groups.num_grouped_tokens
+    )
 
 
 def test_a_beginning_too_short_for_a_group_is_read_by_the_groups_within():
@@ -185,7 +188,7 @@ def test_a_beginning_too_short_for_a_group_is_read_by_the_groups_within():
 def test_a_chain_of_ever_longer_prompts_has_room():
     prompts = [[*range(100 * i), 10**6] for i in range(1, NUM_ROWS)]
     tables = tables_of(prompts)
-    check(tables, [Sequence(prompt) for prompt in prompts])
+    check(tables, [Sequence(Request(prompt)) for prompt in prompts])
     assert tables.prefix_lens.sum() > 100 * NUM_ROWS**2 / 8  # a quarter of what they have in common
 
 
@@ -198,14 +201,14 @@ def test_a_chain_of_ever_longer_prompts_has_room():
 )
 def test_a_large_device_gets_as_many_pieces_as_there_is_room_for(prompts, most_parts):
     groups, tables = PrefixGroups(NUM_ROWS, MAX_PARTS, NUM_ROWS, 1000), Tables()
-    sequences = [Sequence(prompt) for prompt in prompts]
+    sequences = [Sequence(Request(prompt)) for prompt in prompts]
     tables.apply(groups.update(sequences))
     check(tables, sequences, NUM_ROWS)
     assert most_parts * 0.8 <= tables.num_parts.max() <= most_parts
 
 
 def decoding(prompts: list[list[int]]) -> list[Sequence]:
-    sequences = [Sequence(prompt) for prompt in prompts]
+    sequences = [Sequence(Request(prompt)) for prompt in prompts]
     for row, seq in enumerate(sequences):
         seq.row, seq.num_scheduled_tokens = row, len(prompts[row])
         seq.block_table = [row]

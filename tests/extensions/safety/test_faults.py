@@ -18,13 +18,14 @@ from test_async import idle
 from test_engine import assert_empty, tokens_of
 
 from nanovllm import LLM, AsyncLLM, SamplingParams, StructuredOutputsParams
-from nanovllm import llm as llm_module
 from nanovllm.distributed.ranks import EngineDeadError
 from nanovllm.engine import llm_engine
 from nanovllm.engine.batch import StepOutput
 from nanovllm.engine.sequence import Sequence
+from nanovllm.extensions.logits import recording
 from nanovllm.extensions.prefixes.token_prefixes import TokenPrefixes
-from nanovllm.text import results as texts
+from nanovllm.extensions.text import llm as text_llm
+from nanovllm.extensions.text import results as texts
 from nanovllm.utils import progress
 from tiny_checkpoints import EXACT, make_checkpoint, one_thread  # noqa: F401
 
@@ -66,7 +67,8 @@ METHODS = {
     "host edits": ["prefill"],
     "device edits": ["apply", "edit_logits", "note_drawn"],
     "model": ["forward", "compute_logits"],
-    "engine": ["_make_sequence", "_step", "_launch", "_draw", "_collect", "_find_stops"],
+    "engine": ["_make_sequence", "_step", "_launch", "_draw", "_collect"],
+    "stop texts": ["added", "after_step", "ended", "cleared"],
     "grammars": ["masks", "_reader_of", "_make_masks", "drop"],
     "output": ["to_host", "token_ids"],
     "text": ["find_stop"],
@@ -118,9 +120,7 @@ def expected(expected_results):
 def queue(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> list[list[Sequence]]:
     """Returns the completions of each."""
     requests = llm.prompts.read_all(prompts, params)
-    for request in requests:
-        llm.add_request(request)
-    return [request.completions for request in requests]
+    return [llm.queue(request) for request in requests]
 
 
 def logprobs_of(prompt: list[int], result: dict) -> list[float]:
@@ -146,10 +146,11 @@ def object_of(llm: LLM, place: str):
         "engine": llm,
         "grammars": llm.grammars,
         "output": StepOutput,
+        "stop texts": llm.stop_texts,
         "text": texts.GrowingText,
         "records": llm_engine,
-        "recording": texts,
-        "results": llm_module,
+        "recording": recording,
+        "results": text_llm,
         "progress bar": progress.tqdm,
     }[place]
 
