@@ -225,7 +225,11 @@ class LLMEngine:
             active = [observer for observer in self.observers if observer.is_active]
             for observer in active:
                 observer.before_step()
-            step = self._launch()
+            sequences, is_prefill = self.scheduler.schedule()
+            step = None
+            if sequences:
+                step = self.attempt = Step(sequences)
+                self._launch(step, is_prefill)
             if self._overlap:  # collect the step before this one, while the device is busy with this one
                 step, self.in_flight = self.in_flight, step
             if step is not None:
@@ -249,12 +253,9 @@ class LLMEngine:
         yield
         self.ended, self.attempt = {} if tells_ended else self.ended, None
 
-    def _launch(self) -> Step | None:
-        """Have the device begin the next step, if there is anything to compute."""
-        sequences, is_prefill = self.scheduler.schedule()
-        if not sequences:
-            return None
-        step = self.attempt = Step(sequences)
+    def _launch(self, step: Step, is_prefill: bool) -> None:
+        """Have the device begin a step."""
+        sequences = step.sequences
         if is_prefill:
             step.num_tokens = sum(seq.num_scheduled_tokens for seq in sequences)
             step.batch = self.batches.prefill(sequences)
@@ -269,7 +270,6 @@ class LLMEngine:
             output = self.model_runner.call("run", step.batch)
             step.output = output and output.to_host(step.batch)
         step.drawing = self.scheduler.advance(sequences)
-        return step
 
     def _draw(self, step: Step) -> None:
         """

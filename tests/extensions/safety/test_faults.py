@@ -261,7 +261,7 @@ def test_an_error_in_async_llm_reaches_one_task_at_most(async_engine, expected, 
 
 POISON = [[250, 251, 252] * 3, SamplingParams(0, 20, True, n=2, stop="never\n seen")]
 POISONED = {  # what fails for each sequence of it
-    "launching": lambda sequences, *_: sequences,
+    "launching": lambda step, *_: step.sequences,
     "decoding": lambda sequences: sequences,
     "enqueueing": lambda seq: [seq],
     "find_stop": lambda text: [text.seq] if len(text.seq.token_ids) > 12 else [],
