@@ -1,9 +1,12 @@
 """Attention over the paged KV cache, and the choice of who computes it.
 
 A layer stores the step's keys and values first and attends second, so sequences of one step may read each
-other's blocks. What a back-end must offer is two methods, one per phase; everything else is the same for
-all.
+other's blocks. What a back-end must offer is two methods, `prefill` and `decode`; everything else is the
+same for all.
 """
+
+from collections.abc import Hashable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,9 +35,15 @@ class AttentionBackend:
     """
     Computes attention for layers whose caches have this layout: with paged Triton kernels, on a CPU with
     their references in torch. Others do it in another way.
+
+    A back-end may plan decode steps, once for all layers. Rank 0's `plan` sees the sequences, and its message
+    reaches `receive` on every rank before the step, whose `Context.attention_plan` has what `inputs` returns.
+    This back-end plans nothing.
     """
 
     is_reference = False  # whether it computes in torch on a GPU, too
+    largest_plan: Hashable = False  # the key of the plan that takes most memory; False: `plan` is not called
+    num_decode_steps = 0  # on rank 0, so far: counted by the BatchMaker
 
     def __init__(self, layout: CacheLayout = ROWS):
         self.layout = layout
@@ -53,6 +62,33 @@ class AttentionBackend:
         """-> The shape of q."""
         tables = step.block_tables, step.context_lens
         return paged_decode_attention(q, k_cache, v_cache, *tables, variant, self.layout)
+
+    def plan(self, sequences: list[Any]) -> tuple[Hashable, Any]:
+        """
+        Called on rank 0 when other sequences decode than in the step before. Returns the plan's key, False if
+        there is none, and the message for every rank, None if there is nothing to say. A CUDA graph is
+        captured for each key.
+        """
+        return False, None
+
+    def allocate(self, device: torch.device) -> None:
+        """Make the tables of plans. Called on every rank, before the memory for the KV cache is counted."""
+
+    def receive(self, message: Any) -> None:
+        """Called on every rank, before the step."""
+
+    def inputs(self, batch_size: int, key: Hashable, is_empty: bool = False) -> Any:
+        """The plan for so many sequences: tensors that stay where they are. An empty one has no work."""
+
+    def stats(self) -> dict[str, int]:
+        """Counts for `LLMEngine.stats`, on rank 0."""
+        return {}
+
+    def reset(self) -> None:
+        """After a step that failed: forget all sequences."""
+
+    def close(self) -> None:
+        """Free the tables."""
 
 
 class TorchBackend(AttentionBackend):
