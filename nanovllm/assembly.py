@@ -11,7 +11,6 @@ from torch import nn
 from nanovllm.checkpoints.base import Checkpoint
 from nanovllm.config import FILLED_IN, Config
 from nanovllm.distributed.group import Group
-from nanovllm.engine.device_rows import can_group
 from nanovllm.engine.interfaces import Parts, record_always
 from nanovllm.engine.policies import Admission, PrefixCache
 from nanovllm.extensions.api.foreign_options import own_options
@@ -203,11 +202,7 @@ def make_backend(
     config: Config, device: torch.device, layers: list[Attention], layout: CacheLayout
 ) -> AttentionBackend:
     """Who computes attention. Raises ValueError if what `attention_backend` names cannot."""
-    backend = get_backend(config, device, layers, layout)
-    if not can_group(config):
-        return backend
-    heads = config.hf_config.num_attention_heads // config.hf_config.num_key_value_heads
-    return CascadeBackend(backend, heads, config.torch_dtype.itemsize, device)
+    return CascadeBackend(get_backend(config, device, layers, layout), config, device)
 
 
 def collectives(config: Config) -> Callable[..., Group]:
