@@ -1,7 +1,8 @@
 """From a configuration to the parts of an engine: the only file that names extensions.
 
-Where the folder `extensions` is missing, each function here gives what the core itself has. What has kernels
-is imported at once, since compiling ahead looks for them before a model is built; the rest when it is needed.
+The core alone comes first, which is all that there is where the folder `extensions` is missing. Of extensions
+those with kernels are imported at once, since compiling ahead looks for kernels before a model is built; the
+others where they are needed.
 """
 
 import functools
@@ -54,33 +55,35 @@ OPTIONS_OF_EXTENSIONS = """
 """.split()
 
 
-def assemble(config: Config) -> Parts:
-    """The parts of one rank."""
-    make_model = functools.partial(build_model, quantization=config.quantization)
-    if not EXTENDED:
-        return Parts(make_model, make_layout, make_backend, Ranks)
-    from nanovllm.extensions.ranks.reports import ReportingRanks
-    from nanovllm.extensions.startup.compile_ahead import CompileAhead
-    from nanovllm.extensions.startup.graph_trial import can_be_recorded
-
-    return Parts(
-        make_model,
-        make_layout,
-        make_backend,
-        ReportingRanks,
-        collectives(config),
-        observers=(CompileAhead(config, functools.partial(stand_in, config)),),
-        prefix_cache=make_prefix_cache(config),
-        admissions=make_admissions(config),
-        can_record=record_always if config.hf_config.architectures else can_be_recorded,
-    )
+def open_core(model: str, options: dict[str, Any]) -> tuple[Config, Checkpoint]:
+    """What the arguments of an engine say, completed by the folder that they name; and that, opened."""
+    config = Config.from_options(model, options)
+    served = dict(load_format=("auto", "safetensors", "dummy"), kv_cache_dtype=("auto", *DTYPES))
+    served |= {name: (getattr(Config, name),) for name in OPTIONS_OF_EXTENSIONS}
+    for name, values in served.items():
+        if getattr(config, name) not in values:  # of which one is a secret
+            raise ValueError(f"{name} must be {shown(values[0])} without the folder nanovllm/extensions")
+    checkpoint = FolderCheckpoint(os.path.expanduser(config.model), config.load_format == "dummy")
+    return config.with_checkpoint(checkpoint, options), checkpoint
 
 
-# The model
+def assemble_core(config: Config) -> Parts:
+    """The parts of one rank, which are the core's own."""
+    return Parts(Qwen3ForCausalLM, make_core_layout, get_backend, Ranks)
+
+
+def make_core_layout(config: Config) -> CacheLayout:
+    """Keys and values lie in the cache as they are."""
+    return CacheLayout(config.kv_cache_torch_dtype)
 
 
 def open_model(model: str, options: dict[str, Any]) -> tuple[Config, Checkpoint]:
-    """What the arguments of an engine say, completed by the checkpoint that they name; and that, opened."""
+    """
+    What the arguments of an engine say, among which some of vLLM's may be, completed by the checkpoint that
+    they name; and that, opened. Raises TypeError and ValueError naming an option.
+    """
+    if not EXTENDED:
+        return open_core(model, options)
     config = make_config(model, options)
     hub = {"revision": config.revision, "cache_dir": config.download_dir, "token": config.token}
     others = {name: getattr(config, name) for name in ("tokenizer", "hf_overrides", "lora", "model_impl")}
@@ -92,36 +95,43 @@ def open_model(model: str, options: dict[str, Any]) -> tuple[Config, Checkpoint]
     return config.with_checkpoint(checkpoint, options), checkpoint
 
 
-def make_config(model: str, options: dict[str, Any]) -> Config:
-    """From options, among which some of vLLM's may be. Raises TypeError and ValueError naming one."""
+def assemble(config: Config) -> Parts:
+    """The parts of one rank."""
     if not EXTENDED:
-        config = Config.from_options(model, options)
-        check_served(config)
-        return config
+        return assemble_core(config)
+    from nanovllm.extensions.ranks.reports import ReportingRanks
+    from nanovllm.extensions.startup.compile_ahead import CompileAhead
+    from nanovllm.extensions.startup.graph_trial import can_be_recorded
+
+    return Parts(
+        functools.partial(build_model, quantization=config.quantization),
+        make_layout,
+        make_backend,
+        ReportingRanks,
+        collectives(config),
+        observers=(CompileAhead(config, functools.partial(stand_in, config)),),
+        prefix_cache=make_prefix_cache(config),
+        admissions=make_admissions(config),
+        can_record=record_always if config.hf_config.architectures else can_be_recorded,
+    )
+
+
+# With extensions
+
+
+def make_config(model: str, options: dict[str, Any]) -> Config:
     from nanovllm.extensions.api.foreign_options import own_options
 
     filled_in = {name: value for name, value in options.items() if name in FILLED_IN}
     others = {name: value for name, value in options.items() if name not in FILLED_IN}
-    sampling = SamplingParams.__struct_fields__
-    own = own_options(others, Config.option_names(), sampling, stacklevel=5)
+    own = own_options(others, Config.option_names(), SamplingParams.__struct_fields__, stacklevel=5)
     return Config.from_options(model, filled_in | own)
-
-
-def check_served(config: Config) -> None:
-    """Raise ValueError naming an option that asks for what only extensions do."""
-    plain = dict(load_format=("auto", "safetensors", "dummy"), kv_cache_dtype=("auto", *DTYPES))
-    plain |= {name: (getattr(Config, name),) for name in OPTIONS_OF_EXTENSIONS}
-    for name, values in plain.items():
-        if (value := getattr(config, name)) not in values:
-            raise ValueError(f"{name}={shown(value)} needs nanovllm/extensions, which is not there")
 
 
 def open_checkpoint(
     model: str | os.PathLike, load_format: str = "auto", model_impl: str = "auto", **options: Any
 ) -> Checkpoint:
     """Open a checkpoint without reading its weights. Other options are those of extensions/checkpoints."""
-    if not EXTENDED:
-        return FolderCheckpoint(os.path.expanduser(model), load_format == "dummy")
     from nanovllm.extensions.checkpoints import opening
 
     gguf_models = [facts for facts in MODELS.values() if facts.gguf]
@@ -185,8 +195,6 @@ def build_model(config: ModelConfig, quantization: str | None = None) -> nn.Modu
     The model, with memory for its weights in the format that the checkpoint or this option of the engine asks
     for. Raises ValueError if that is not supported.
     """
-    if not EXTENDED:
-        return Qwen3ForCausalLM(config)
     scheme = read_scheme(config.quantization_config, quantization)
     with without_weights():
         model = get_model_class(config)(config)
@@ -201,13 +209,9 @@ def build_model(config: ModelConfig, quantization: str | None = None) -> nn.Modu
     return model
 
 
-# What runs it
-
-
 def make_layout(config: Config) -> CacheLayout:
     """How keys and values lie in the cache."""
-    is_int8 = config.kv_cache_torch_dtype == torch.uint8
-    return Int8Layout() if is_int8 else CacheLayout(config.kv_cache_torch_dtype)
+    return Int8Layout() if config.kv_cache_torch_dtype == torch.uint8 else make_core_layout(config)
 
 
 def make_backend(
@@ -215,7 +219,7 @@ def make_backend(
 ) -> AttentionBackend:
     """Who computes attention. Raises ValueError if what `attention_backend` names cannot."""
     backend = get_backend(config, device, layers, layout)
-    if not EXTENDED or not can_group(config):
+    if not can_group(config):
         return backend
     heads = config.hf_config.num_attention_heads // config.hf_config.num_key_value_heads
     return CascadeBackend(backend, heads, config.torch_dtype.itemsize, device)
