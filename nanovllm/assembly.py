@@ -35,6 +35,7 @@ if importlib.util.find_spec("nanovllm.extensions"):
     from nanovllm.extensions.logits.budget import RuleBudget
     from nanovllm.extensions.models import gemma3, gpt_oss, llama, mistral, qwen2, qwen3, qwen3_moe
     from nanovllm.extensions.models.config import read_decoder
+    from nanovllm.extensions.models.rope import check_rope_keys
     from nanovllm.extensions.models.windows import set_attention
     from nanovllm.extensions.prefixes.cascade import CascadeBackend
     from nanovllm.extensions.prefixes.token_prefixes import HoldBack, TokenPrefixes
@@ -159,7 +160,7 @@ def read_config(source: str, raw: dict[str, Any], model_impl: str = "auto") -> M
             )
         kept = ("dtype", "torch_dtype", "quantization_config")
         try:
-            sizes = read_transformers_config(raw)
+            sizes = read_transformers_config(raw, check_rope_keys)
         except ValueError as error:
             raise ValueError(f"{error}; known without transformers: {', '.join(MODELS)}") from None
         return read_decoder(raw, [], {}, sizes | {name: given[name] for name in kept if name in given})
