@@ -19,7 +19,6 @@ from nanovllm.checkpoints.base import Checkpoint
 from nanovllm.config import Config
 from nanovllm.distributed.ranks import SHUT_DOWN, EngineDeadError, Ranks
 from nanovllm.engine.batch import Batch, BatchMaker, StepOutput
-from nanovllm.engine.device_rows import make_groups
 from nanovllm.engine.input_processor import InputProcessor, Prompt
 from nanovllm.engine.interfaces import Observer, resolve
 from nanovllm.engine.model_runner import ModelRunner
@@ -88,7 +87,7 @@ class LLMEngine:
                 raise
         parts = self.parts
         self.scheduler = Scheduler(self.config, parts.prefix_cache, parts.admissions)
-        self.batches = BatchMaker(self.config, make_groups(self.config), parts.prefix_cache)
+        self.batches = BatchMaker(self.config, parts.prefix_cache, self.model_runner.backend)
         self.grammars = Grammars(self.config, self.tokenizer)
         self.prompts = self.make_prompts(
             self.config,
@@ -261,7 +260,6 @@ class LLMEngine:
             step.batch = self.batches.prefill(sequences)
         else:
             step.num_tokens, step.batch = -len(sequences), self.batches.decode(sequences)
-        self._counts["grouped"] += step.batch.num_grouped_tokens
         if self.in_flight is not None:  # not earlier: from its draw on the GPU waits for this step
             self.attempt = self.in_flight
             self._draw(self.in_flight)
