@@ -22,7 +22,11 @@ from nanovllm.extensions.checkpoints.shapes import SHAPES, ShapeCheckpoint
 from nanovllm.extensions.checkpoints.smollm2 import fetch_smollm2
 from nanovllm.extensions.checkpoints.untrusted import CheckedFolder
 from nanovllm.extensions.int8_cache.layout import Int8Layout
-from nanovllm.extensions.logits.budget import RuleBudget
+from nanovllm.extensions.logits.bias import BiasBudget, BiasProcessor
+from nanovllm.extensions.logits.filters import FilterProcessor
+from nanovllm.extensions.logits.logprobs import LogprobProcessor
+from nanovllm.extensions.logits.penalties import PenaltyProcessor
+from nanovllm.extensions.logits.scores import ScoreProcessor
 from nanovllm.extensions.models import gemma3, gpt_oss, llama, mistral, qwen2, qwen3, qwen3_moe
 from nanovllm.extensions.models.config import DecoderConfig, read_decoder
 from nanovllm.extensions.models.facts import Facts
@@ -37,6 +41,7 @@ from nanovllm.extensions.safety.forecast import Forecast
 from nanovllm.extensions.safety.isolation import Isolation
 from nanovllm.extensions.startup.compile_ahead import CompileAhead
 from nanovllm.extensions.startup.graph_trial import can_be_recorded
+from nanovllm.extensions.structured.bitmask import BitmaskProcessor
 from nanovllm.extensions.transformers.config import model_type_decides, read_transformers_config
 from nanovllm.extensions.transformers.model import TransformersForCausalLM
 from nanovllm.kernels.cache_layout import CacheLayout
@@ -50,6 +55,8 @@ MODELS: dict[str, Facts] = {file.FACTS.model.__name__: file.FACTS for file in FI
 
 
 def assemble(config: Config) -> Parts:
+    bias = BiasProcessor()
+    others = PenaltyProcessor(), BitmaskProcessor(), FilterProcessor(), LogprobProcessor(), ScoreProcessor()
     return Parts(
         build_model,
         make_layout,
@@ -58,7 +65,8 @@ def assemble(config: Config) -> Parts:
         collectives(config),
         observers=(CompileAhead(config, functools.partial(stand_in, config)),),
         prefix_cache=make_prefix_cache(config),
-        admissions=make_admissions(config),
+        admissions=make_admissions(config, bias),
+        logits_processors=(bias, *others),
         can_record=record_always if config.hf_config.architectures else can_be_recorded,
     )
 
@@ -221,6 +229,6 @@ def make_prefix_cache(config: Config) -> PrefixCache:
     return TokenPrefixes() if config.enable_prefix_caching else PrefixCache()
 
 
-def make_admissions(config: Config) -> tuple[Admission, ...]:
+def make_admissions(config: Config, bias: BiasProcessor) -> tuple[Admission, ...]:
     """All that may keep a sequence from running, though there is room for it."""
-    return HoldBack(), RuleBudget(), Forecast(), Isolation(config.max_num_seqs)
+    return HoldBack(), BiasBudget(bias), Forecast(), Isolation(config.max_num_seqs)

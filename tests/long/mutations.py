@@ -169,7 +169,7 @@ MUTATIONS = [
         ("if len(seq.block_table) * self.block_size < len(seq):", "if len(seq.block_table) < len(seq):"),
         ("and seq.num_computed_tokens >= known:", "and True:"),
         ("self.pinned: set[int] = set()", 'self.pinned = getattr(self, "pinned", set())'),
-        ("if end <= seq.num_cacheable_tokens:", "if end <= len(seq):"),
+        ("if end <= self.max_cached(seq):", "if end <= len(seq):"),
         (
             "if block_id != -1 and self.blocks[block_id].packed == seq.packed(start, end):",
             "if block_id != -1:",
@@ -189,7 +189,7 @@ MUTATIONS = [
     ),
     *mutations_of(
         "nanovllm/extensions/prefixes/token_prefixes",
-        ("min(start + size, seq.num_cacheable_tokens)", "start + size"),
+        ("min(start + size, self.pool.max_cached(seq))", "start + size"),
         ("seq.num_cached_blocks], num_tokens))", "seq.num_cached_blocks], num_tokens + 1))"),
         ("start + num_common, pins", "start, pins"),
         ("pins = (block_id,) if num_common else ()", "pins = ()"),
