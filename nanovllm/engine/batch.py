@@ -3,6 +3,7 @@
 Rank 0 makes the batch from scheduled sequences and waits for the output. Ranks never see a `Sequence`.
 """
 
+from collections.abc import Hashable
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -14,14 +15,14 @@ from nanovllm.engine.interfaces import LogitsProcessor, selected
 from nanovllm.engine.policies import PrefixCache
 from nanovllm.engine.sequence import Sequence, unpack
 from nanovllm.engine.transfer import to_host
-from nanovllm.extensions.prefixes.groups import PrefixGroups
+from nanovllm.layers.attention import AttentionBackend
 
 
 class Batch(NamedTuple):
     """
     One step. A decode step computes the last token of each sequence and needs the first three fields and the
-    last only: which rows take part, each one's last token and place, and what is read in groups, devices know
-    by the `row_updates` so far.
+    last two only: which rows take part, each one's last token and place devices know by the `row_updates` so
+    far.
     """
 
     num_sequences: int
@@ -33,13 +34,7 @@ class Batch(NamedTuple):
     lens_k: np.ndarray | None = None  # int32 [sequences], tokens that the KV cache has of each after the step
     token_ids: np.ndarray | None = None  # int32 [tokens], those to be computed
     slot_mapping: np.ndarray | None = None  # int32 [tokens], see Context
-    num_grouped_tokens: int = (
-        0  # that a decode step reads in groups (extensions/prefixes/groups.py), counted for each sequence
-    )
-
-    @property
-    def is_grouped(self) -> bool:
-        return self.num_grouped_tokens > 0
+    plan_key: Hashable = False  # of a decode step, see AttentionBackend
 
     @property
     def is_prefill(self) -> bool:
@@ -52,16 +47,17 @@ class BatchMaker:
     def __init__(
         self,
         config: Any,
-        groups: PrefixGroups | None = None,
         prefix_cache: PrefixCache | None = None,
+        backend: AttentionBackend | None = None,
         processors: tuple[LogitsProcessor, ...] = (),
     ):
-        """Without `groups` each sequence of a decode step reads its own keys and values."""
         self.prefix_cache = prefix_cache or PrefixCache()
+        self.backend = backend or AttentionBackend()
         self.processors = processors
         self.of_decode = sum(1 << i for i, each in enumerate(processors) if not each.prefill_only)
         self.block_size = config.kvcache_block_size
-        self.rows = HostRows(RowLayout(config), groups)
+        self.rows = HostRows(RowLayout(config))
+        self.plan_key: Hashable = False
         self.ever_wanted = 0
 
     def reset(self) -> None:
@@ -69,10 +65,13 @@ class BatchMaker:
         self.ever_wanted = 0
 
     def decode(self, sequences: list[Sequence]) -> Batch:
-        updates = self.rows.decode(sequences)
-        grouped = self.rows.num_grouped_tokens
+        updates, messages = self.rows.decode(sequences), None
+        if self.backend.largest_plan and self.rows.is_new_batch:
+            self.plan_key, message = self.backend.plan(sequences)
+            messages = None if message is None else {"attention": message}
+        self.backend.num_decode_steps += 1
         wanted = _wanted(sequences) & self.of_decode
-        return Batch(len(sequences), wanted, updates, num_grouped_tokens=grouped)
+        return Batch(len(sequences), wanted, updates, messages, plan_key=self.plan_key)
 
     def prefill(self, sequences: list[Sequence]) -> Batch:
         lens_q = np.array([seq.num_scheduled_tokens for seq in sequences], dtype=np.int32)

@@ -16,7 +16,6 @@ from nanovllm.checkpoints.base import Checkpoint
 from nanovllm.config import Config
 from nanovllm.distributed.ranks import SHUT_DOWN, EngineDeadError, Ranks
 from nanovllm.engine.batch import Batch, BatchMaker, StepOutput
-from nanovllm.engine.device_rows import make_groups
 from nanovllm.engine.interfaces import SequenceError, resolve, selected
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.scheduler import Scheduler
@@ -76,7 +75,8 @@ class LLMEngine:
                 raise
         parts, processors = self.parts, self.parts.logits_processors
         self.scheduler = Scheduler(self.config, parts.prefix_cache, parts.admissions, processors)
-        self.batches = BatchMaker(self.config, make_groups(self.config), parts.prefix_cache, processors)
+        backend = self.model_runner.backend
+        self.batches = BatchMaker(self.config, parts.prefix_cache, backend, processors)
         limits, recommended = self.scheduler.limits, self.generation_config
         self.prompts = Prompts(self.config, self.tokenizer, limits, processors, recommended)
         for processor in processors:
@@ -201,7 +201,6 @@ class LLMEngine:
     def _launch(self, sequences: list[Sequence], is_prefill: bool, attempt: recovery.Attempt) -> Step:
         num_tokens = sum(seq.num_scheduled_tokens for seq in sequences) if is_prefill else -len(sequences)
         batch = self.batches.prefill(sequences) if is_prefill else self.batches.decode(sequences)
-        self._counts["grouped"] += batch.num_grouped_tokens
         if self.under_way is not None:  # not earlier: from its sampling on the GPU waits for this step
             self._sample(self.under_way, attempt)
             attempt.sequences = sequences

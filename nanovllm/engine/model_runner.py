@@ -18,12 +18,11 @@ from nanovllm.config import Config
 from nanovllm.distributed.group import Group, use_group
 from nanovllm.engine.batch import Batch, StepOutput, token_positions
 from nanovllm.engine.cuda_graphs import RESERVED_BYTES, CudaGraphs, get_graph_sizes
-from nanovllm.engine.device_rows import DeviceRows, RowLayout, can_group
+from nanovllm.engine.device_rows import DeviceRows, RowLayout
 from nanovllm.engine.interfaces import Parts, selected
 from nanovllm.engine.kv_cache import KVCache
 from nanovllm.engine.memory import bytes_left, bytes_taken_by, explain_memory, largest_batch, most_positions
 from nanovllm.engine.transfer import to_device
-from nanovllm.extensions.prefixes.kernels.shared_prefix import SharedPrefixes
 from nanovllm.kernels.runtime import HAVE_TRITON
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.sampler import Sampler, SamplingStep
@@ -94,13 +93,14 @@ class ModelRunner:
         num_positions = most_positions(config, self.device, self.group.size)
         hf_config = replace(config.hf_config, max_model_len=num_positions)
         with torch_defaults(config.torch_dtype, self.device), use_group(self.group):
-            self.model = parts.build_model(hf_config, config.quantization)
+            self.model = parts.build_model(hf_config)
             self.sampler = Sampler()
         layers = [module for module in self.model.modules() if isinstance(module, Attention)]
         cache_layout = parts.make_layout(config)
-        backend = parts.make_backend(config, config.device_of(self.group.rank), layers, cache_layout)
+        self.backend = parts.make_backend(config, config.device_of(self.group.rank), layers, cache_layout)
+        self.backend.allocate(self.device)
         for layer in layers:
-            layer.layout, layer.backend = cache_layout, backend.for_layer(layer)
+            layer.layout, layer.backend = cache_layout, self.backend.for_layer(layer)
         self.kv_cache = KVCache(config, layers, self.device, cache_layout)
         layout = RowLayout(config)
         self.rows = DeviceRows(layout, self.device)
@@ -109,6 +109,7 @@ class ModelRunner:
             processor.allocate(layout.num_rows, config.hf_config.vocab_size, self.device)
         self.waiting = sum(1 << i for i, each in enumerate(self.processors) if each.waits_for_host)
         self.receivers = {processor.name: processor.receive for processor in self.processors}
+        self.receivers["attention"] = self.backend.receive
         self.receivers["prefix_cache"] = functools.partial(parts.prefix_cache.receive, kv_cache=self.kv_cache)
         # The torch twins of the attention kernels read numbers on the host.
         reads = config.attention_backend == "torch" or not HAVE_TRITON or self.device.type != "cuda"
@@ -146,10 +147,10 @@ class ModelRunner:
             if self.graphs is not None:
                 self.graphs.close()
             self.group.leave()
-            for processor in self.processors:
-                processor.close()
+            for part in (self.backend, *self.processors):
+                part.close()
             self.model = self.sampler = self.kv_cache = self.rows = self.unsampled = None
-            self.processors = self.receivers = ()
+            self.receivers.clear()
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
 
@@ -158,8 +159,8 @@ class ModelRunner:
         with self.on_device():
             self._wait_for_device()
             self.rows.reset()
-            for processor in self.processors:
-                processor.reset()
+            for part in (self.rows, self.backend, *self.processors):
+                part.reset()
             self.unsampled = None
 
     def _wait_for_device(self) -> None:
@@ -178,7 +179,7 @@ class ModelRunner:
         batch = largest_batch(self.config, self.config.max_num_batched_tokens, self.processors)
         self.step_bytes = bytes_taken_by(lambda: self.run(batch), self.device)
         if self.graphs is not None:
-            padding = self.padding(self.config.max_num_seqs, can_group(self.config))
+            padding = self.padding(self.config.max_num_seqs, self.backend.largest_plan)
             step = functools.partial(self.decode_step, *padding, batch.wanted)
             self.graphs.reserve(bytes_taken_by(step, self.device))
             if not self.parts.can_record(step, self.device):
@@ -229,10 +230,10 @@ class ModelRunner:
             self.has_decoded = True
             self._notify("before_first_decode")
         if self.graphs is None:
-            inputs = self.prepare_decode(*self.decoding(batch.num_sequences, batch.is_grouped))
+            inputs = self.prepare_decode(*self.decoding(batch.num_sequences, batch.plan_key))
             return Unsampled(wanted, None, self.run_model(inputs))
         size = next(size for size in self.graph_sizes if size >= batch.num_sequences)
-        key = size, batch.is_grouped, wanted
+        key = size, batch.plan_key, wanted
         if key not in self.graphs:
             self.capture_cudagraph(*key)
         if wanted & self.waiting:
@@ -245,12 +246,12 @@ class ModelRunner:
             return self.sample_logits(wanted, computed)
         return self.graphs.replay(key, 1 if wanted & self.waiting else 0)
 
-    def decode_step(self, rows: torch.Tensor, shared: SharedPrefixes | None, wanted: int) -> StepOutput:
+    def decode_step(self, rows: torch.Tensor, plan: Any, wanted: int) -> StepOutput:
         """
-        For these rows, int32 [batch], and what they share. Depends on the device's memory alone, so that it
-        can be captured.
+        For these rows, int32 [batch], with this plan of attention. Depends on the device's memory alone, so
+        that it can be captured.
         """
-        return self.sample_logits(wanted, self.run_model(self.prepare_decode(rows, shared)))
+        return self.sample_logits(wanted, self.run_model(self.prepare_decode(rows, plan)))
 
     def prepare_prefill(self, batch: Batch) -> ModelInputs:
         """Also sets the context."""
@@ -273,7 +274,7 @@ class ModelRunner:
         )
         return inputs
 
-    def prepare_decode(self, rows: torch.Tensor, shared: SharedPrefixes | None = None) -> ModelInputs:
+    def prepare_decode(self, rows: torch.Tensor, plan: Any = None) -> ModelInputs:
         """Also sets the context."""
         inputs = self.rows.next_inputs(rows)
         set_context(
@@ -281,7 +282,7 @@ class ModelRunner:
             slot_mapping=inputs.slot_mapping,
             context_lens=inputs.context_lens,
             block_tables=inputs.block_tables,
-            attention_plan=shared,
+            attention_plan=plan,
         )
         sampling = SamplingStep(rows, inputs.temperatures, inputs.seeds, inputs.next_positions)
         return ModelInputs(inputs.input_ids, inputs.positions, sampling)
@@ -329,26 +330,25 @@ class ModelRunner:
         return StepOutput(tokens, tensors)
 
     @torch.inference_mode()
-    def capture_cudagraph(self, batch_size: int, is_grouped: bool, wanted: int) -> None:
+    def capture_cudagraph(self, batch_size: int, plan_key: Hashable, wanted: int) -> None:
         """Record the decode step for this many rows. Done when first needed, so that starting is quick."""
-        self.decode_step(*self.padding(batch_size, is_grouped), wanted)
-        inputs = self.decoding(batch_size, is_grouped)
+        self.decode_step(*self.padding(batch_size, plan_key), wanted)
+        inputs = self.decoding(batch_size, plan_key)
         stages = [lambda: self.run_model(self.prepare_decode(*inputs))]
         stages += [functools.partial(self.sample_logits, wanted)]
         if not wanted & self.waiting:
             stages = [lambda: self.decode_step(*inputs, wanted)]
-        self.graphs.capture((batch_size, is_grouped, wanted), *stages)
+        self.graphs.capture((batch_size, plan_key, wanted), *stages)
 
-    def decoding(self, batch_size: int, is_grouped: bool) -> tuple[torch.Tensor, SharedPrefixes | None]:
-        """The rows of the decode step, with padding behind them, and what its sequences share."""
-        shared = self.rows.shared_prefixes(batch_size) if is_grouped else None
-        return self.rows.batch[:batch_size], shared
+    def decoding(self, batch_size: int, plan_key: Hashable) -> tuple[torch.Tensor, Any]:
+        """The rows of the decode step, with padding behind them, and its plan of attention."""
+        plan = self.backend.inputs(batch_size, plan_key) if plan_key else None
+        return self.rows.batch[:batch_size], plan
 
-    def padding(self, batch_size: int, is_grouped: bool) -> tuple[torch.Tensor, SharedPrefixes | None]:
-        """Rows that no sequence has, and that share nothing."""
-        rows, shared = self.decoding(batch_size, is_grouped)
-        shared = shared and SharedPrefixes(*map(torch.zeros_like, shared))
-        return torch.full_like(rows, self.rows.padding_row), shared
+    def padding(self, batch_size: int, plan_key: Hashable) -> tuple[torch.Tensor, Any]:
+        """Rows that no sequence has, and a plan without work."""
+        plan = self.backend.inputs(batch_size, plan_key, is_empty=True) if plan_key else None
+        return torch.full_like(self.rows.batch[:batch_size], self.rows.padding_row), plan
 
 
 def _starts(lengths: np.ndarray) -> np.ndarray:

@@ -28,7 +28,6 @@ import torch.nn.functional as F
 
 from nanovllm.config import Config
 from nanovllm.distributed.group import Group
-from nanovllm.engine.device_rows import can_group
 from nanovllm.engine.interfaces import Observer
 from nanovllm.engine.memory import largest_batch
 from nanovllm.kernels import runtime
@@ -212,8 +211,8 @@ def launch_every_kernel(config: Config, make_runner: Callable[..., Any], group: 
     kernels = [1 << i for i, p in enumerate(runner.processors) if not (p.needs_raw or p.prefill_only)]
     runner.run(long._replace(wanted=sum(kernels) & ~runner.waiting))
     *smaller, largest = runner.graph_sizes
-    is_grouped = can_group(config)
-    runner.decode_step(*runner.padding(largest, is_grouped), 0)
+    plan = runner.backend.largest_plan
+    runner.decode_step(*runner.padding(largest, plan), 0)
     yield
     # Which kernels there are depends on one logits processor, or on two of which one changes the dtype.
     for wanted in (0, *kernels, *map(sum, combinations(kernels, 2))):
@@ -222,5 +221,5 @@ def launch_every_kernel(config: Config, make_runner: Callable[..., Any], group: 
     for batch in (short, long):  # some keys are in the cache
         messages = {"prefix_cache": np.zeros((3, 1), dtype=np.int64)}
         runner.run(batch._replace(wanted=0, lens_k=batch.lens_k + 1, messages=messages))
-    for size, grouped in [*product(smaller, {False, is_grouped}), (largest, False)]:
-        runner.decode_step(*runner.padding(size, grouped), 0)
+    for size, key in [*product(smaller, {False, plan}), (largest, False)]:
+        runner.decode_step(*runner.padding(size, key), 0)
