@@ -17,6 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from nanovllm.assembly import make_admissions, make_prefix_cache
 from nanovllm.engine.scheduler import MAX_PREFILLS_IN_A_ROW, Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.extensions.logits.bias import BiasProcessor, BiasRequest
 from nanovllm.extensions.prefixes import token_prefixes
 from nanovllm.extensions.prefixes.token_prefixes import WAIT_TOKENS
 from nanovllm.extensions.safety.forecast import Forecast
@@ -38,7 +39,7 @@ def make_scheduler(is_plain: bool = False, **options) -> Scheduler:
         hf_config=SimpleNamespace(context_limit=200_000, tokens_in_reach=0),
     )
     config = SimpleNamespace(**{**defaults, **options})
-    parts = () if is_plain else (make_prefix_cache(config), make_admissions(config))
+    parts = () if is_plain else (make_prefix_cache(config), make_admissions(config, BiasProcessor()))
     return Scheduler(config, *parts)
 
 
@@ -53,6 +54,11 @@ def forecast_of(scheduler: Scheduler) -> Forecast:
 
 def make_sequence(tokens, max_tokens: int = 8, ignore_eos: bool = False, block_size: int = 4) -> Sequence:
     return Sequence(list(tokens), SamplingParams(0.0, max_tokens, ignore_eos), block_size=block_size)
+
+
+def give_rules(seq: Sequence, num_words: int) -> None:
+    """Biases or bans that take so many words on a device."""
+    seq.own = {"bias": BiasRequest([], num_words)}
 
 
 def next_token(tokens) -> int:
