@@ -16,14 +16,13 @@ from nanovllm.config import Config
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.transfer import to_device
 from nanovllm.extensions.prefixes.kernels.shared_prefix import (
-    CascadePlan,
     WithPrefix,
     can_share,
-    plan_shapes,
     queries_per_item,
     shared_prefix_attention,
     shared_prefix_attention_torch,
 )
+from nanovllm.extensions.prefixes.plan import CascadePlan, plan_shapes
 from nanovllm.extensions.prefixes.planner import CascadePlanner
 from nanovllm.kernels.attention_variant import AttentionVariant
 from nanovllm.kernels.runtime import cdiv, num_multiprocessors

@@ -3,7 +3,7 @@
 Knows prompts and tables of numbers; nothing about blocks or devices. Equal tokens at equal positions have
 equal keys and values, wherever these are stored, so comparing prompts is enough. In a sorted list of the
 prompts those that share a prefix are neighbours, and the lengths that neighbours have in common describe a
-tree of prefixes. `CascadePlan` in kernels/shared_prefix.py explains the tables.
+tree of prefixes. plan.py explains the tables.
 """
 
 from bisect import insort
@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from nanovllm.engine.sequence import Sequence
-from nanovllm.extensions.prefixes.kernels.shared_prefix import (
+from nanovllm.extensions.prefixes.plan import (
     MAX_PARTIALS,
     CascadePlan,
     max_queries,

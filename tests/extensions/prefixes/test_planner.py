@@ -12,7 +12,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.engine.batch import BatchMaker
 from nanovllm.engine.sequence import Sequence
 from nanovllm.extensions.prefixes import planner as module
-from nanovllm.extensions.prefixes.kernels.shared_prefix import (
+from nanovllm.extensions.prefixes.plan import (
     MAX_PARTIALS,
     CascadePlan,
     max_queries,

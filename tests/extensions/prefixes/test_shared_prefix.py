@@ -23,13 +23,12 @@ from test_kernels import (
 )
 
 from nanovllm.extensions.prefixes.kernels.shared_prefix import (
-    MAX_PARTIALS,
-    CascadePlan,
     WithPrefix,
     queries_per_item,
     shared_prefix_attention,
     shared_prefix_attention_torch,
 )
+from nanovllm.extensions.prefixes.plan import MAX_PARTIALS, CascadePlan
 from nanovllm.kernels.decode_attention import paged_decode_attention, paged_decode_attention_torch
 from nanovllm.layers.attention import Attention, AttentionBackend
 from nanovllm.utils.context import Context
