@@ -46,7 +46,7 @@ def record_always(_step: Callable[[], Any], _device: torch.device) -> bool:
 
 @dataclass(frozen=True)
 class Parts:
-    build_model: Callable[..., nn.Module]  # (ModelConfig, option `quantization`) -> the model without weights
+    build_model: Callable[..., nn.Module]  # ModelConfig -> the model, with memory for its weights
     make_layout: Callable[..., Any]  # Config -> CacheLayout
     make_backend: Callable[..., Any]  # (Config, device, attention layers, CacheLayout) -> AttentionBackend
     make_ranks: Callable[..., Any]  # (Config, checkpoint, name of the assembly, make_collectives) -> Ranks

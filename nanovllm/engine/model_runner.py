@@ -98,7 +98,7 @@ class ModelRunner:
         num_positions = most_positions(config, self.device, self.group.size)
         hf_config = replace(config.hf_config, max_model_len=num_positions)
         with torch_defaults(config.torch_dtype, self.device), use_group(self.group):
-            self.model = parts.build_model(hf_config, config.quantization)
+            self.model = parts.build_model(hf_config)
             self.sampler = Sampler(self.model.lm_head.vocab_start)
         layers = [module for module in self.model.modules() if isinstance(module, Attention)]
         layout = parts.make_layout(config)

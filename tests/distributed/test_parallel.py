@@ -453,7 +453,7 @@ def test_a_failing_rank_ends_generate_with_its_number_and_the_cause(model, attem
 
 @pytest.mark.parametrize("way", ["killed", "exception"])
 def test_without_reports_a_rank_that_ends_ends_generate_with_its_number(model, monkeypatch, capfd, way):
-    monkeypatch.setattr("nanovllm.assembly.ReportingRanks", Ranks)
+    monkeypatch.setattr("nanovllm.extensions.ranks.reports.ReportingRanks", Ranks)
     llm = start(model.folder)
     fault = (llm.ranks._processes[0].kill,) if way == "killed" else (llm.ranks._send, 1, IMPOSSIBLE)
     with later(0.3, *fault), pytest.raises(RuntimeError, match="^rank 1 has ended; the engine has ended"):

@@ -932,7 +932,7 @@ MUTATIONS = [
     ),
     *mutations_of(
         "nanovllm/extensions/transformers/model",
-        ("sinks=made.get(attention.variant.sinks)", "sinks=None"),
+        ('made.get(attention.features["sinks"])', "None"),
     ),
     *mutations_of(
         "nanovllm/extensions/transformers/ranks",
@@ -946,7 +946,7 @@ MUTATIONS = [
         "nanovllm/extensions/transformers/config",
         ('if settings.get("rope_type") == "longrope":', "if False:"),
         ('value * ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")[1]', "value"),
-        ("        check_rope_keys(settings, known)\n", ""),
+        ("        check_rope(settings, known)\n", ""),
         (" and not hasattr(transformers, str(name))", ""),
         ("str(name).isidentifier() and ", ""),
     ),
