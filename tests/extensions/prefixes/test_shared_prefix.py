@@ -4,7 +4,8 @@ import random
 
 import pytest
 import torch
-from test_kernels import (
+from extension_kernels import with_caches
+from kernel_checks import (
     KERNEL_SHAPES,
     NAN,
     PLAIN,
@@ -18,7 +19,6 @@ from test_kernels import (
     plain_attention,
     rand,
     store_torch,
-    with_caches,
 )
 
 from nanovllm.extensions.prefixes.cascade import CascadeBackend
