@@ -20,7 +20,6 @@ from nanovllm.checkpoints.model_config import ModelConfig
 from nanovllm.config import DTYPES, FILLED_IN, Config
 from nanovllm.distributed.group import Group
 from nanovllm.distributed.ranks import Ranks
-from nanovllm.engine.device_rows import can_group
 from nanovllm.engine.interfaces import Parts, record_always
 from nanovllm.engine.policies import Admission, PrefixCache
 from nanovllm.kernels.cache_layout import CacheLayout
@@ -36,6 +35,7 @@ if importlib.util.find_spec("nanovllm.extensions"):
     from nanovllm.extensions.logits.budget import RuleBudget
     from nanovllm.extensions.models import gemma3, gpt_oss, llama, mistral, qwen2, qwen3, qwen3_moe
     from nanovllm.extensions.models.config import read_decoder
+    from nanovllm.extensions.models.rope import check_rope_keys
     from nanovllm.extensions.models.windows import set_attention
     from nanovllm.extensions.prefixes.cascade import CascadeBackend
     from nanovllm.extensions.prefixes.token_prefixes import HoldBack, TokenPrefixes
@@ -160,7 +160,7 @@ def read_config(source: str, raw: dict[str, Any], model_impl: str = "auto") -> M
             )
         kept = ("dtype", "torch_dtype", "quantization_config")
         try:
-            sizes = read_transformers_config(raw)
+            sizes = read_transformers_config(raw, check_rope_keys)
         except ValueError as error:
             raise ValueError(f"{error}; known without transformers: {', '.join(MODELS)}") from None
         return read_decoder(raw, [], {}, sizes | {name: given[name] for name in kept if name in given})
@@ -218,11 +218,7 @@ def make_backend(
     config: Config, device: torch.device, layers: list[Attention], layout: CacheLayout
 ) -> AttentionBackend:
     """Who computes attention. Raises ValueError if what `attention_backend` names cannot."""
-    backend = get_backend(config, device, layers, layout)
-    if not can_group(config):
-        return backend
-    heads = config.hf_config.num_attention_heads // config.hf_config.num_key_value_heads
-    return CascadeBackend(backend, heads, config.torch_dtype.itemsize, device)
+    return CascadeBackend(get_backend(config, device, layers, layout), config, device)
 
 
 def collectives(config: Config) -> Callable[..., Group]:

@@ -3,6 +3,7 @@
 Rank 0 makes the batch from scheduled sequences and waits for the output. Ranks never see a `Sequence`.
 """
 
+from collections.abc import Hashable
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ from nanovllm.engine.policies import PrefixCache
 from nanovllm.engine.sequence import Sequence, unpack
 from nanovllm.engine.transfer import to_host
 from nanovllm.extensions.logits.scoring import Scoring, take_scoring
-from nanovllm.extensions.prefixes.groups import PrefixGroups
+from nanovllm.layers.attention import AttentionBackend
 from nanovllm.layers.sampler import TopLogprobs
 from nanovllm.sampling_params import Needs
 
@@ -22,8 +23,8 @@ from nanovllm.sampling_params import Needs
 class Batch(NamedTuple):
     """
     One step. A decode step computes the last token of each sequence and needs the first three fields and the
-    last only: which rows take part, each one's last token and place, and what is read in groups, devices know
-    by the `row_updates` so far.
+    last two only: which rows take part, each one's last token and place devices know by the `row_updates` so
+    far.
     """
 
     num_sequences: int
@@ -35,14 +36,8 @@ class Batch(NamedTuple):
     token_ids: np.ndarray | None = None  # int32 [tokens], those to be computed
     slot_mapping: np.ndarray | None = None  # int32 [tokens], see Context
     scoring: Scoring | None = None
-    messages: dict[str, Any] | None = None  # by field of Parts: what it has prepared for every rank
-    num_grouped_tokens: int = (
-        0  # that a decode step reads in groups (extensions/prefixes/groups.py), counted for each sequence
-    )
-
-    @property
-    def is_grouped(self) -> bool:
-        return self.num_grouped_tokens > 0
+    messages: dict[str, Any] | None = None  # by part of the engine: what every rank must know before the step
+    plan_key: Hashable = False  # of a decode step, see AttentionBackend
 
     @property
     def is_prefill(self) -> bool:
@@ -53,20 +48,25 @@ class BatchMaker:
     """Turns scheduled sequences into batches. All must be run, in order; if one is not, `reset` follows."""
 
     def __init__(
-        self, config: Any, groups: PrefixGroups | None = None, prefix_cache: PrefixCache | None = None
+        self, config: Any, prefix_cache: PrefixCache | None = None, backend: AttentionBackend | None = None
     ):
-        """Without `groups` each sequence of a decode step reads its own keys and values."""
         self.prefix_cache = prefix_cache or PrefixCache()
+        self.backend = backend or AttentionBackend()
         self.block_size = config.kvcache_block_size
-        self.rows = HostRows(RowLayout(config), groups)
+        self.rows = HostRows(RowLayout(config))
+        self.plan_key: Hashable = False
 
     def reset(self) -> None:
         self.rows.reset()
 
     def decode(self, sequences: list[Sequence]) -> Batch:
-        updates = self.rows.decode(sequences)
-        grouped = self.rows.num_grouped_tokens
-        return Batch(len(sequences), _needs(sequences), updates, num_grouped_tokens=grouped)
+        updates, messages = self.rows.decode(sequences), None
+        if self.backend.largest_plan and self.rows.is_new_batch:
+            self.plan_key, message = self.backend.plan(sequences)
+            messages = None if message is None else {"attention": message}
+        self.backend.num_decode_steps += 1
+        needs = _needs(sequences)
+        return Batch(len(sequences), needs, updates, messages=messages, plan_key=self.plan_key)
 
     def prefill(self, sequences: list[Sequence]) -> Batch:
         """Takes tokens to be scored off the sequences."""

@@ -4,8 +4,7 @@ Each running sequence has a row (`Sequence.row`). It says how to go on (last tok
 to draw (temperature, seed) and how to change logits before that (edits.py). The device itself appends each
 token that it draws. The host writes a row when its sequence is prefilled; later it sends newly opened blocks
 and which rows take part. All tables are made with the engine, so that their memory is known before the KV
-cache takes the rest; only rules come and go with their sequences. Behind the rows' tables lie those that say
-what sequences of the decode step begin with in common (extensions/prefixes/groups.py).
+cache takes the rest; only rules come and go with their sequences.
 """
 
 from typing import Any, NamedTuple
@@ -19,10 +18,7 @@ from nanovllm.engine.transfer import to_device
 from nanovllm.extensions.logits.edits import DeviceEdits, HostEdits, LogitEdits, settings_of
 from nanovllm.extensions.logits.kernels.filtering import Filters
 from nanovllm.extensions.logits.kernels.logit_edits import Penalties
-from nanovllm.extensions.prefixes.groups import PrefixGroups, max_slots, max_tasks, table_sizes
-from nanovllm.extensions.prefixes.kernels.shared_prefix import MAX_PARTS, SharedPrefixes, members_per_task
 from nanovllm.kernels.decode_inputs import DecodeInputs, InputTables, decode_inputs
-from nanovllm.kernels.runtime import cdiv, num_multiprocessors
 from nanovllm.sampling_params import Needs
 
 
@@ -44,7 +40,6 @@ class RowLayout:
         widths |= {"filters": len(Filters._fields), "penalties": len(Penalties._fields)}
         widths |= {"block_tables": self.max_blocks}
         self.sizes = {name: width * self.num_rows for name, width in widths.items()}
-        self.sizes |= table_sizes(self.num_rows, MAX_PARTS)
         ends = np.cumsum([*self.sizes.values()]).tolist()
         self.starts = dict(zip(self.sizes, [0, *ends], strict=False))
         self.num_words: int = ends[-1]
@@ -57,30 +52,11 @@ class RowUpdates(NamedTuple):
     edits: LogitEdits | None
 
 
-def can_group(config: Any) -> bool:
-    """Whether decode steps may read together what sequences begin with in common."""
-    nobody_does = config.attention_backend == "flash" or config.hf_config.tokens_in_reach
-    return config.enable_prefix_caching and not nobody_does
-
-
-def make_groups(config: Any) -> PrefixGroups | None:
-    if not can_group(config):
-        return None
-    kv_heads = config.hf_config.num_key_value_heads
-    num_programs = 2 * num_multiprocessors(config.device_of(0))
-    return PrefixGroups(
-        RowLayout(config).num_rows,
-        MAX_PARTS,
-        members_per_task(config.hf_config.num_attention_heads // kv_heads),
-        cdiv(num_programs, max(1, kv_heads // config.tensor_parallel_size)),
-    )
-
-
 class HostRows:
     """The host's half: knows what was sent. Every device applies all updates, in the order they are made."""
 
-    def __init__(self, layout: RowLayout, groups: PrefixGroups | None = None):
-        self.layout, self.groups = layout, groups
+    def __init__(self, layout: RowLayout):
+        self.layout = layout
         self.reset()
 
     def reset(self) -> None:
@@ -89,13 +65,7 @@ class HostRows:
         self.num_blocks = [0] * self.layout.padding_row  # by row, how many blocks were sent
         self.edits = HostEdits(self.layout.vocab_size)
         self.has_prefilled = False  # since the last decode step: the same rows may be other sequences
-        if self.groups is not None:
-            self.groups.reset()
-
-    @property
-    def num_grouped_tokens(self) -> int:
-        """How many tokens the last decode step reads for its sequences in groups."""
-        return 0 if self.groups is None else self.groups.num_grouped_tokens
+        self.is_new_batch = False  # whether the last decode step was the first one of its sequences
 
     def prefill(self, sequences: list[Sequence]) -> RowUpdates:
         """Everything about these sequences as it is after the step, which draws a token for each."""
@@ -127,11 +97,8 @@ class HostRows:
         """What has changed since the last step; None if nothing has."""
         indices: list[int] = []
         values: list[int] = []
-        changes = None
         rows, num_blocks = [seq.row for seq in sequences], self.num_blocks
-        if self.groups is not None and (self.has_prefilled or rows != self.batch):
-            changes = self.groups.update(sequences)
-        self.has_prefilled = False
+        self.is_new_batch, self.has_prefilled = self.has_prefilled or rows != self.batch, False
         if rows != self.batch:
             values += rows + [self.layout.padding_row] * (len(self.batch) - len(rows))
             start = self.layout.starts["batch"]
@@ -140,13 +107,7 @@ class HostRows:
         for seq in sequences:
             if len(seq.block_table) != num_blocks[seq.row]:
                 self._add_blocks(seq, indices, values)
-        if not indices and changes is None:
-            return None
-        words = _words(indices, values)
-        if changes is not None:
-            changes[0] += self.layout.starts["prefix_lens"]
-            words = np.concatenate([words, changes.astype(np.int32)], axis=1)
-        return RowUpdates(words, None)
+        return RowUpdates(_words(indices, values), None) if indices else None
 
     def _add_blocks(self, seq: Sequence, indices: list[int], values: list[int]) -> None:
         """Add the part of the block table that was not sent yet."""
@@ -180,7 +141,6 @@ class DeviceRows:
         self.batch = tables["batch"]  # the rows of the decode step, and padding behind them
         floats = (tables[name].view(torch.float32).view(num_rows, -1) for name in ("filters", "penalties"))
         self.edits = DeviceEdits(*floats, layout.vocab_size)
-        self.shared = SharedPrefixes(*(tables[name] for name in SharedPrefixes._fields))
         self.reset()
 
     def reset(self) -> None:
@@ -198,18 +158,6 @@ class DeviceRows:
     def next_inputs(self, rows: Tensor) -> DecodeInputs:
         """Inputs of the decode step for these rows, int32 [batch], whose lengths count its tokens then."""
         return decode_inputs(rows, self.inputs, self.block_size)
-
-    def shared_prefixes(self, batch_size: int) -> SharedPrefixes:
-        """The part that a decode step of so many sequences needs."""
-        lens, num_parts, parts, members, tasks, num_tasks = self.shared
-        return SharedPrefixes(
-            lens[:batch_size],
-            num_parts[:batch_size],
-            parts.view(-1, MAX_PARTS)[:batch_size],
-            members[: max_slots(batch_size)],
-            tasks.view(-1, 4)[: max_tasks(batch_size)],
-            num_tasks[:1],
-        )
 
     def note_drawn(self, rows: Tensor, positions: Tensor, token_ids: Tensor, needs: Needs) -> None:
         """Make the tokens drawn for these rows, int64 [batch], the inputs of their next step."""

@@ -16,7 +16,6 @@ from nanovllm.checkpoints.base import Checkpoint
 from nanovllm.config import Config
 from nanovllm.distributed.ranks import SHUT_DOWN, EngineDeadError, Ranks
 from nanovllm.engine.batch import Batch, BatchMaker, StepOutput
-from nanovllm.engine.device_rows import make_groups
 from nanovllm.engine.interfaces import resolve
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.scheduler import Scheduler
@@ -78,7 +77,7 @@ class LLMEngine:
                 raise
         prefix_cache = self.parts.prefix_cache
         self.scheduler = Scheduler(self.config, prefix_cache, self.parts.admissions)
-        self.batches = BatchMaker(self.config, make_groups(self.config), prefix_cache)
+        self.batches = BatchMaker(self.config, prefix_cache, self.model_runner.backend)
         self.grammars = Grammars(self.config, self.tokenizer)
         limits, recommended = self.scheduler.limits, self.generation_config
         self.prompts = Prompts(self.config, self.tokenizer, limits, self.grammars, recommended)
@@ -207,7 +206,6 @@ class LLMEngine:
     def _launch(self, sequences: list[Sequence], is_prefill: bool, attempt: recovery.Attempt) -> Step:
         num_tokens = sum(seq.num_scheduled_tokens for seq in sequences) if is_prefill else -len(sequences)
         batch = self.batches.prefill(sequences) if is_prefill else self.batches.decode(sequences)
-        self._counts["grouped"] += batch.num_grouped_tokens
         if self.under_way is not None:  # not earlier: from its draw on the GPU waits for this step
             self._draw(self.under_way, attempt)
             attempt.sequences = sequences

@@ -6,7 +6,7 @@ method runs on every rank. Follow `run`.
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -18,14 +18,13 @@ from nanovllm.config import Config
 from nanovllm.distributed.group import Group, use_group
 from nanovllm.engine.batch import Batch, StepOutput, token_positions
 from nanovllm.engine.cuda_graphs import RESERVED_BYTES, CudaGraphs, get_graph_sizes
-from nanovllm.engine.device_rows import DeviceRows, RowLayout, can_group
+from nanovllm.engine.device_rows import DeviceRows, RowLayout
 from nanovllm.engine.interfaces import Parts
 from nanovllm.engine.kv_cache import KVCache
 from nanovllm.engine.memory import bytes_left, bytes_taken_by, explain_memory, largest_batch, most_positions
 from nanovllm.engine.transfer import to_device
 from nanovllm.extensions.logits.edits import DeviceEdits
 from nanovllm.extensions.logits.scoring import Scoring, score
-from nanovllm.extensions.prefixes.kernels.shared_prefix import SharedPrefixes
 from nanovllm.extensions.structured.masks import TokenMasks
 from nanovllm.kernels.runtime import HAVE_TRITON
 from nanovllm.layers.attention import Attention
@@ -103,9 +102,10 @@ class ModelRunner:
             self.sampler = Sampler(self.model.lm_head.vocab_start)
         layers = [module for module in self.model.modules() if isinstance(module, Attention)]
         layout = parts.make_layout(config)
-        backend = parts.make_backend(config, config.device_of(self.group.rank), layers, layout)
+        self.backend = parts.make_backend(config, config.device_of(self.group.rank), layers, layout)
+        self.backend.allocate(self.device)
         for layer in layers:
-            layer.layout, layer.backend = layout, backend.for_layer(layer)
+            layer.layout, layer.backend = layout, self.backend.for_layer(layer)
         self.kv_cache = KVCache(config, layers, self.device, layout)
         self.rows = DeviceRows(RowLayout(config), self.device)
         # The torch twins of the attention kernels read numbers on the host.
@@ -144,6 +144,7 @@ class ModelRunner:
             if self.graphs is not None:
                 self.graphs.close()
             self.group.leave()
+            self.backend.close()
             self.model = self.sampler = self.kv_cache = self.rows = self.undrawn = None
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
@@ -153,6 +154,7 @@ class ModelRunner:
         with self.on_device():
             self._wait_for_device()
             self.rows.reset()
+            self.backend.reset()
             self.undrawn = None
 
     def _wait_for_device(self) -> None:
@@ -171,7 +173,7 @@ class ModelRunner:
         batch = largest_batch(self.config, self.config.max_num_batched_tokens)
         self.step_bytes = bytes_taken_by(lambda: self.run(batch), self.device)
         if self.graphs is not None:
-            padding = self.padding(self.config.max_num_seqs, can_group(self.config))
+            padding = self.padding(self.config.max_num_seqs, self.backend.largest_plan)
             step = functools.partial(self.decode_step, *padding, batch.needs)
             self.graphs.reserve(bytes_taken_by(step, self.device))
             if not self.parts.can_record(step, self.device):
@@ -198,9 +200,12 @@ class ModelRunner:
         """
         if batch.row_updates is not None:
             self.rows.apply(batch.row_updates)
+        messages = batch.messages or {}
+        if "prefix_cache" in messages:
+            self.parts.prefix_cache.receive(messages["prefix_cache"], self.kv_cache)
+        if "attention" in messages:
+            self.backend.receive(messages["attention"])
         if batch.is_prefill:
-            if batch.messages is not None:
-                self.parts.prefix_cache.receive(batch.messages["prefix_cache"], self.kv_cache)
             computed = self.run_model(self.prepare_prefill(batch), batch.scoring)
             rest = functools.partial(self._draw, batch.needs, computed)
         else:
@@ -216,10 +221,10 @@ class ModelRunner:
     def _begin_decode(self, batch: Batch) -> Callable[[], StepOutput]:
         """Enqueue a decode step as far as anything can wait for masks. Returns what enqueues the rest."""
         if self.graphs is None:
-            inputs = self.prepare_decode(*self.decoding(batch.num_sequences, batch.is_grouped))
+            inputs = self.prepare_decode(*self.decoding(batch.num_sequences, batch.plan_key))
             return functools.partial(self._draw, batch.needs, self.run_model(inputs))
         size = next(size for size in self.graph_sizes if size >= batch.num_sequences)
-        key = size, batch.is_grouped, batch.needs
+        key = size, batch.plan_key, batch.needs
         if key not in self.graphs:
             self.capture_cudagraph(*key)
         if batch.needs & Needs.MASKS:
@@ -235,12 +240,12 @@ class ModelRunner:
         rest, self.undrawn = self.undrawn, None
         return rest()
 
-    def decode_step(self, rows: torch.Tensor, shared: SharedPrefixes | None, needs: Needs) -> StepOutput:
+    def decode_step(self, rows: torch.Tensor, plan: Any, needs: Needs) -> StepOutput:
         """
-        For these rows, int32 [batch], and what they share. Depends on the device's memory alone, so that it
-        can be captured.
+        For these rows, int32 [batch], with this plan of attention. Depends on the device's memory alone, so
+        that it can be captured.
         """
-        return self._draw(needs, self.run_model(self.prepare_decode(rows, shared)))
+        return self._draw(needs, self.run_model(self.prepare_decode(rows, plan)))
 
     def prepare_prefill(self, batch: Batch) -> ModelInputs:
         """Also sets the context."""
@@ -263,7 +268,7 @@ class ModelRunner:
         )
         return inputs
 
-    def prepare_decode(self, rows: torch.Tensor, shared: SharedPrefixes | None = None) -> ModelInputs:
+    def prepare_decode(self, rows: torch.Tensor, plan: Any = None) -> ModelInputs:
         """Also sets the context."""
         inputs = self.rows.next_inputs(rows)
         set_context(
@@ -271,7 +276,7 @@ class ModelRunner:
             slot_mapping=inputs.slot_mapping,
             context_lens=inputs.context_lens,
             block_tables=inputs.block_tables,
-            attention_plan=shared,
+            attention_plan=plan,
         )
         sampling = SamplingInputs(rows, inputs.temperatures, inputs.seeds, inputs.next_positions)
         return ModelInputs(inputs.input_ids, inputs.positions, sampling)
@@ -306,26 +311,25 @@ class ModelRunner:
         return StepOutput(tokens, logprobs, scores)
 
     @torch.inference_mode()
-    def capture_cudagraph(self, batch_size: int, is_grouped: bool, needs: Needs) -> None:
+    def capture_cudagraph(self, batch_size: int, plan_key: Hashable, needs: Needs) -> None:
         """Record the decode step for this many rows. Done when first needed, so that starting is quick."""
-        self.decode_step(*self.padding(batch_size, is_grouped), needs)
-        inputs = self.decoding(batch_size, is_grouped)
-        key, draw = (batch_size, is_grouped, needs), functools.partial(self._draw, needs)
+        self.decode_step(*self.padding(batch_size, plan_key), needs)
+        inputs = self.decoding(batch_size, plan_key)
+        key, draw = (batch_size, plan_key, needs), functools.partial(self._draw, needs)
         if needs & Needs.MASKS:
             self.graphs.capture(key, lambda: self.run_model(self.prepare_decode(*inputs)), draw)
         else:
             self.graphs.capture(key, lambda: self.decode_step(*inputs, needs))
 
-    def decoding(self, batch_size: int, is_grouped: bool) -> tuple[torch.Tensor, SharedPrefixes | None]:
-        """The rows of the decode step, with padding behind them, and what its sequences share."""
-        shared = self.rows.shared_prefixes(batch_size) if is_grouped else None
-        return self.rows.batch[:batch_size], shared
+    def decoding(self, batch_size: int, plan_key: Hashable) -> tuple[torch.Tensor, Any]:
+        """The rows of the decode step, with padding behind them, and its plan of attention."""
+        plan = self.backend.inputs(batch_size, plan_key) if plan_key else None
+        return self.rows.batch[:batch_size], plan
 
-    def padding(self, batch_size: int, is_grouped: bool) -> tuple[torch.Tensor, SharedPrefixes | None]:
-        """Rows that no sequence has, and that share nothing."""
-        rows, shared = self.decoding(batch_size, is_grouped)
-        shared = shared and SharedPrefixes(*map(torch.zeros_like, shared))
-        return torch.full_like(rows, self.rows.padding_row), shared
+    def padding(self, batch_size: int, plan_key: Hashable) -> tuple[torch.Tensor, Any]:
+        """Rows that no sequence has, and a plan without work."""
+        plan = self.backend.inputs(batch_size, plan_key, is_empty=True) if plan_key else None
+        return torch.full_like(self.rows.batch[:batch_size], self.rows.padding_row), plan
 
 
 def _starts(lengths: np.ndarray) -> np.ndarray:

@@ -47,7 +47,7 @@ def seconds(group_size: int, seed: int) -> tuple[float, int]:
     """How long the host works for these prompts, and how many tokens it has copied."""
     prefix_cache = make_prefix_cache(CONFIG)
     scheduler = Scheduler(CONFIG, prefix_cache, make_admissions(CONFIG))
-    batches = BatchMaker(CONFIG, None, prefix_cache)
+    batches = BatchMaker(CONFIG, prefix_cache)
     sequences = make_sequences(group_size, seed)
     gc.collect()  # what earlier rounds left
     start = time.process_time()

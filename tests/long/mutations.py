@@ -411,9 +411,8 @@ MUTATIONS = [
     *mutations_of(
         "device_rows",
         ("        if rows != self.batch:", "        if not self.batch:"),
-        ("(self.has_prefilled or rows != self.batch)", "self.has_prefilled"),
-        ("(self.has_prefilled or rows != self.batch)", "rows != self.batch"),
-        ("            self.groups.reset()\n", "            pass\n"),
+        ("self.has_prefilled or rows != self.batch, False", "self.has_prefilled, False"),
+        ("self.has_prefilled or rows != self.batch, False", "rows != self.batch, False"),
         ("if len(seq.block_table) != num_blocks[seq.row]:", "if False:"),
         ("np.array([[seq.seed] for seq in sequences]", "np.array([[seq.seed >> 32] for seq in sequences]"),
         (
@@ -622,6 +621,8 @@ MUTATIONS = [
     *mutations_of(
         "nanovllm/extensions/prefixes/cascade",
         ("return self if is_fit and layer.variant.sees_all else", "return self if is_fit else"),
+        ("        self.groups.reset()\n", ""),
+        ("        self.num_counted_steps = self.num_decode_steps\n", ""),
         ("if step.attention_plan is not None:", "if False:"),
     ),
     *mutations_of(
@@ -939,7 +940,7 @@ MUTATIONS = [
     ),
     *mutations_of(
         "nanovllm/extensions/transformers/model",
-        ("sinks=made.get(attention.variant.sinks)", "sinks=None"),
+        ('made.get(attention.features["sinks"])', "None"),
     ),
     *mutations_of(
         "nanovllm/extensions/transformers/ranks",
@@ -953,7 +954,7 @@ MUTATIONS = [
         "nanovllm/extensions/transformers/config",
         ('if settings.get("rope_type") == "longrope":', "if False:"),
         ('value * ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")[1]', "value"),
-        ("        check_rope_keys(settings, known)\n", ""),
+        ("        check_rope(settings, known)\n", ""),
         (" and not hasattr(transformers, str(name))", ""),
         ("str(name).isidentifier() and ", ""),
     ),

@@ -33,6 +33,7 @@ from unittest.mock import patch
 
 import numpy as np
 import paths  # noqa: F401
+import torch
 from block_pool import check_pool
 
 from nanovllm.assembly import make_admissions, make_prefix_cache
@@ -43,10 +44,12 @@ from nanovllm.engine.policies import Hit
 from nanovllm.engine.scheduler import MAX_PREFILLS_IN_A_ROW, Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.extensions.prefixes import groups, token_prefixes
-from nanovllm.extensions.prefixes.groups import PrefixGroups, max_slots, max_tasks
-from nanovllm.extensions.prefixes.kernels.shared_prefix import MAX_PARTS, SharedPrefixes
+from nanovllm.extensions.prefixes.cascade import CascadeBackend
+from nanovllm.extensions.prefixes.groups import PrefixGroups
+from nanovllm.extensions.prefixes.kernels.shared_prefix import MAX_PARTS
 from nanovllm.extensions.prefixes.token_prefixes import TokenPrefixes
 from nanovllm.extensions.safety.forecast import Forecast
+from nanovllm.layers.attention import AttentionBackend
 from nanovllm.sampling_params import SamplingParams
 
 PRIME = (1 << 61) - 1
@@ -95,9 +98,9 @@ class FakeModel:
     that it drew before the host does.
     """
 
-    def __init__(self, config: Any, groups: PrefixGroups | None, prefix_cache: TokenPrefixes):
-        self.block_size, self.prefix_cache = config.kvcache_block_size, prefix_cache
-        self.batches = BatchMaker(config, groups, prefix_cache)
+    def __init__(self, config: Any, backend: CascadeBackend, prefix_cache: TokenPrefixes):
+        self.block_size, self.prefix_cache, self.backend = config.kvcache_block_size, prefix_cache, backend
+        self.batches = BatchMaker(config, prefix_cache, backend)
         layout, self.reach = RowLayout(config), config.hf_config.tokens_in_reach
         self.words = np.zeros(layout.num_words, np.int32)
         self.tables = dict(
@@ -110,6 +113,7 @@ class FakeModel:
     def reset(self) -> None:
         """What a failed step did is unknown."""
         self.batches.reset()
+        self.backend.reset()
         self.words[:] = 0
         self.slots.clear()
 
@@ -121,6 +125,9 @@ class FakeModel:
         if batch.row_updates is not None:
             indices, values = batch.row_updates.words
             self.words[indices] = values
+        messages, num_grouped = batch.messages or {}, self.backend.groups.num_grouped_tokens
+        if "attention" in messages:
+            self.backend.receive(messages["attention"])
         rows = batch.rows if is_prefill else self.tables["batch"][: len(sequences)]
         tables, ends = self.block_tables[rows], batch.lens_k if is_prefill else self.tables["lengths"][rows]
         starts = ends - (batch.lens_q if is_prefill else 1)
@@ -141,7 +148,7 @@ class FakeModel:
             tokens.append(next_token(seq.seed, int(end), known[end - 1]))
             if end == len(known):
                 known.append(extend(known[-1], tokens[-1]))
-        return tokens, batch.num_grouped_tokens
+        return tokens, 0 if is_prefill else num_grouped
 
     def states_of(self, seq: Sequence) -> list[int]:
         states = self.states.setdefault(seq.seq_id, [])
@@ -162,7 +169,7 @@ class FakeModel:
 
     def copy(self, batch: Batch, sequences: list[tuple[Sequence, tuple[int, int, int]]]) -> None:
         """All at once, in any order, before anything else that the step does."""
-        copies = batch.messages["prefix_cache"].T.tolist() if batch.messages else []
+        copies = batch.messages["prefix_cache"].T.tolist() if "prefix_cache" in (batch.messages or {}) else []
         assert copies == [list(copy) for _, copy in sequences]
         copied: dict[int, int] = {}
         for seq, (source, target, num_tokens) in sequences:
@@ -179,20 +186,20 @@ class FakeModel:
     def read_in_groups(self, batch: Batch, tables: np.ndarray, ends: np.ndarray) -> list[list[int]]:
         """What tasks read for each sequence of the batch, see SharedPrefixes."""
         size = batch.num_sequences
-        if not batch.is_grouped:
+        if not batch.plan_key:
             return [[] for _ in range(size)]
-        shared = SharedPrefixes(*(self.tables[name] for name in SharedPrefixes._fields))
-        assert not shared.prefix_lens[size:].any() and not shared.num_parts[size:].any(), "padding reads"
-        members, found = shared.members[: max_slots(size)], {}
-        tasks = shared.tasks.reshape(-1, 4)[: max_tasks(size)]
+        whole = self.backend.tables
+        assert not whole.prefix_lens[size:].any() and not whole.num_parts[size:].any(), "padding reads"
+        shared, found = self.backend.inputs(size, True), {}
+        members, tasks = shared.members.tolist(), shared.tasks
         assert shared.num_tasks[0] <= len(tasks)
         for first, count, begin, end in tasks[: shared.num_tasks[0]].tolist():
             part = [self.slots[slot] for slot in self.slots_of(tables[members[first]], begin, end)]
             for slot in range(first, first + count):
                 assert slot not in found, "two tasks for the same part"
-                found[slot] = int(members[slot]), begin, part
+                found[slot] = members[slot], begin, part
         read: list[list[int]] = []
-        for place, parts in enumerate(shared.parts.reshape(-1, MAX_PARTS)[:size]):
+        for place, parts in enumerate(shared.parts):
             mine: list[int] = []
             slots = parts[: shared.num_parts[place]].tolist()
             for member, begin, part in sorted(found[slot] for slot in slots):
@@ -200,7 +207,7 @@ class FakeModel:
                 mine += part
             assert len(mine) == shared.prefix_lens[place] < ends[place], "beyond its own tokens"
             read.append(mine)
-        assert sum(map(len, read)) == batch.num_grouped_tokens
+        assert sum(map(len, read)) == self.backend.groups.num_grouped_tokens
         return read
 
 
@@ -342,8 +349,14 @@ class Simulation:
             kvcache_block_size=self.block_size,
             enable_prefix_caching=pick.random() < 0.8,
             hf_config=SimpleNamespace(
-                context_limit=100, vocab_size=VOCAB, tokens_in_reach=pick.choice([0, 0, 0, 1, 2, 5, 12])
+                context_limit=100,
+                vocab_size=VOCAB,
+                num_attention_heads=1,
+                num_key_value_heads=1,
+                tokens_in_reach=pick.choice([0, 0, 0, 1, 2, 5, 12]),
             ),
+            attention_backend="auto",
+            tensor_parallel_size=1,
         )
         step = pick.choice([1, 2, 3])
         self.limits = {
@@ -352,10 +365,13 @@ class Simulation:
             "MIN_GROUP_SAVED": 1,
         }
         self.limits |= {"PIECE_STEP": step, "MIN_PIECE": 2 * step}
-        sizes = RowLayout(config).num_rows, MAX_PARTS, pick.choice([1, 2, 3, 64]), pick.choice([1, 4, 20])
-        can_group = config.enable_prefix_caching and not config.hf_config.tokens_in_reach
+        cpu = torch.device("cpu")
+        backend = CascadeBackend(AttentionBackend(), config, cpu)
+        backend.allocate(cpu)
+        sizes = pick.choice([1, 2, 3, 64]), pick.choice([1, 4, 20])
+        backend.groups = PrefixGroups(backend.groups.num_rows, MAX_PARTS, *sizes)
         prefix_cache = make_prefix_cache(config)
-        self.model = FakeModel(config, PrefixGroups(*sizes) if can_group else None, prefix_cache)
+        self.model = FakeModel(config, backend, prefix_cache)
         admissions = make_admissions(config)
         self.forecast = next(part for part in admissions if isinstance(part, Forecast))
         self.scheduler = Scheduler(config, prefix_cache, admissions)

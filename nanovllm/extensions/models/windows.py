@@ -10,6 +10,8 @@ from nanovllm.layers.rotary_embedding import get_rope
 def set_attention(model: nn.Module, config: DecoderConfig) -> None:
     """Layers that attend to a window may have a rotation of their own (Gemma 3)."""
     if not config.architectures:  # transformers' modules say it themselves
+        for attention in model.attention:
+            set_rule(attention, **attention.features)
         return
     if config.query_pre_attn_scalar != config.head_dim:
         for layer in model.model.layers:

@@ -83,7 +83,7 @@ class PrefixGroups:
     def update(self, sequences: list[Sequence]) -> np.ndarray | None:
         """
         To be called when other sequences decode than in the last step, or in another order. Returns what
-        changes in the tables, int64 [2, changes]: indices and values. None if nothing does, or if there are
+        changes in the tables, int32 [2, changes]: indices and values. None if nothing does, or if there are
         no groups (`num_grouped_tokens` is 0 then): nobody reads the tables.
         """
         long = [(i, seq) for i, seq in enumerate(sequences) if seq.num_prompt_tokens >= MIN_SHARED_TOKENS]
@@ -101,7 +101,7 @@ class PrefixGroups:
         tables = self._tables(groups, num_pieces, prefix_lens, order)
         (changed,) = np.nonzero(tables != self._sent)
         self._sent = tables
-        return np.stack([changed, tables[changed]]) if len(changed) else None
+        return np.stack([changed, tables[changed]]).astype(np.int32) if len(changed) else None
 
     def _join(self, seq: Sequence) -> None:
         key = self._keys[seq.seq_id] = seq.packed_prompt

@@ -16,24 +16,6 @@ from nanovllm.layers.residual_stream import Stream
 from nanovllm.layers.weight import DenseWeight
 
 
-class FoldingWeight(DenseWeight):
-    """A dense weight with products that fold their neighbours in, where a GPU has them."""
-
-    def gemv(self, x: Tensor, *args: Any, **options: Any) -> Tensor:
-        return linear_small(x, self.weight, *args, **options)
-
-    def products(self, hidden_size: int | None, num_ranks: int) -> list[Product]:
-        found: list[Product] = []
-        if can_use_matvec(self._example_row(self.shape[1])):
-            found.append(Gemv(self.gemv))
-        if hidden_size and num_ranks == 1 and can_fuse(self._example_row(hidden_size), self.weight):
-            found.append(FusedGemm(self))
-        return [*found, *super().products(hidden_size, num_ranks)]
-
-    def _example_row(self, width: int) -> Tensor:
-        return torch.empty(1, 1, dtype=self.dtype, device=self.weight.device).expand(1, width)
-
-
 class Gemv(Product):
     """
     In decode steps, for a row or two. `multiply` takes (x, bias, norm_weight, eps, residual, silu_and_mul) as
@@ -96,3 +78,23 @@ class FusedGemm(Library):
             residual=stream.residual(), next_norm_weight=next_norm.weight,
         )  # fmt: skip
         return SplitNorm(total, next_norm, scaled=scaled, sum_of_squares=squares)
+
+
+class FoldingWeight(DenseWeight):
+    """A dense weight with products that fold their neighbours in, where a GPU has them."""
+
+    make_gemv = Gemv  # quantised weights beside it are multiplied by it, too
+
+    def gemv(self, x: Tensor, *args: Any, **options: Any) -> Tensor:
+        return linear_small(x, self.weight, *args, **options)
+
+    def products(self, hidden_size: int | None, num_ranks: int) -> list[Product]:
+        found: list[Product] = []
+        if can_use_matvec(self._example_row(self.shape[1])):
+            found.append(self.make_gemv(self.gemv))
+        if hidden_size and num_ranks == 1 and can_fuse(self._example_row(hidden_size), self.weight):
+            found.append(FusedGemm(self))
+        return [*found, *super().products(hidden_size, num_ranks)]
+
+    def _example_row(self, width: int) -> Tensor:
+        return torch.empty(1, 1, dtype=self.dtype, device=self.weight.device).expand(1, width)

@@ -67,6 +67,8 @@ class GGUF(Weight):
     keeps_weight a CPU has it in bfloat16, too. There are no `parameters` as long as shards are missing.
     """
 
+    make_gemv = None  # see `gemv_products`
+
     def __init__(self, shards: dict[Any, Shard], keeps_weight: bool = False):
         super().__init__(shards)
         self.keeps_weight = keeps_weight
@@ -83,7 +85,7 @@ class GGUF(Weight):
     def products(self, hidden_size: int | None, num_ranks: int) -> list[Product]:
         found = super().products(hidden_size, num_ranks)
         if len(self.runs) == 1 and isinstance(self.runs[0], KernelCodes):
-            return [*gemv_products(self.runs[0].weight, self.dtype), *found]
+            return [*gemv_products(self.runs[0].weight, self.dtype, self.make_gemv), *found]
         return found
 
     def dequantise(self) -> Tensor:

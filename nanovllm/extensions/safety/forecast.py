@@ -54,7 +54,8 @@ class Forecast(Admission):
         def is_own(block_id: int) -> bool:
             return num_owners(pool, block_id) == 1 and block_id not in found
 
-        # A table begins with blocks that were given back, then shared ones. Only exclusively owned blocks
+        # A table begins with blocks that were given back, then shared ones (nearly always: two sequences may
+        # have computed their first block at once, and share a later one). Only exclusively owned blocks
         # count as freed at the end. That it will release others before does not count.
         shared = [
             bisect_left(other.block_table, True, lo=other.num_released_blocks, key=is_own)

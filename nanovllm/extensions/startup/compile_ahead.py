@@ -28,7 +28,6 @@ import torch.nn.functional as F
 
 from nanovllm.config import Config
 from nanovllm.distributed.group import Group
-from nanovllm.engine.device_rows import can_group
 from nanovllm.engine.interfaces import Observer
 from nanovllm.engine.memory import largest_batch
 from nanovllm.extensions.structured.masks import TokenMasks
@@ -214,8 +213,8 @@ def launch_every_kernel(config: Config, make_runner: Callable[..., Any], group: 
     filters, edits = Needs.FILTERS, Needs.RULES | Needs.TOKEN_FLAGS
     runner.run(long._replace(needs=filters | edits))
     *smaller, largest = runner.graph_sizes
-    is_grouped = can_group(config)
-    runner.decode_step(*runner.padding(largest, is_grouped), Needs(0))
+    plan = runner.backend.largest_plan
+    runner.decode_step(*runner.padding(largest, plan), Needs(0))
     yield
     kinds = Needs(0), filters, edits, filters | edits  # the last without masks is through
     for needs in (*kinds[:3], *(kind | Needs.MASKS for kind in kinds)):
@@ -225,5 +224,5 @@ def launch_every_kernel(config: Config, make_runner: Callable[..., Any], group: 
     for batch in (short, long):  # some keys are in the cache
         messages = {"prefix_cache": np.zeros((3, 1), dtype=np.int64)}
         runner.run(batch._replace(needs=Needs(0), lens_k=batch.lens_k + 1, messages=messages))
-    for size, grouped in [*product(smaller, {False, is_grouped}), (largest, False)]:
-        runner.decode_step(*runner.padding(size, grouped), Needs(0))
+    for size, key in [*product(smaller, {False, plan}), (largest, False)]:
+        runner.decode_step(*runner.padding(size, key), Needs(0))

@@ -4,9 +4,9 @@ Knows no layers. Whether the model can be run is found out when it is built (mod
 """
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
-from nanovllm.extensions.models.rope import FULL, SLIDING, check_rope_keys
 from nanovllm.utils.validation import check, is_number, shown
 
 # Model types that give transformers' own logits here, as a test shows. Others may keep a state, attend in
@@ -38,11 +38,16 @@ REFUSED = {
     "it attends to tokens that an index chooses": "axk2 deepseek_v32 deepseek_v4 glm_moe_dsa hy_v4".split(),
 }
 # What transformers' classes read besides, as far as they do not list it themselves.
-TRANSFORMERS_ROPE_KEYS = {"alpha", "short_factor", "long_factor", "short_mscale", "long_mscale"}
+ROPE_KEYS = {"alpha", "short_factor", "long_factor", "short_mscale", "long_mscale"}
+
+KINDS_OF_LAYERS = {"full_attention", "sliding_attention"}
 
 
-def transformers_config(raw: dict[str, Any]) -> Any:
-    """transformers' configuration object. Raises ValueError if it is none of a decoder that it knows."""
+def transformers_config(raw: dict[str, Any], check_rope: Callable[..., None] = lambda *settings: None) -> Any:
+    """
+    transformers' configuration object. Raises ValueError if it is none of a decoder that it knows.
+    `check_rope` is called with all rotary settings, and those of them that are transformers' own.
+    """
     from transformers import CONFIG_MAPPING, __version__
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -67,9 +72,9 @@ def transformers_config(raw: dict[str, Any]) -> Any:
         config = CONFIG_MAPPING[kind](**fields)
     except Exception as error:  # whatever a foreign file makes of foreign code
         raise ValueError(f"transformers cannot read the configuration: {error!r:.300}") from error
-    known = TRANSFORMERS_ROPE_KEYS.union(getattr(config, "ignore_keys_at_rope_validation", None) or ())
+    known = ROPE_KEYS.union(getattr(config, "ignore_keys_at_rope_validation", None) or ())
     for settings in _rope_parameters(config):
-        check_rope_keys(settings, known)
+        check_rope(settings, known)
         if settings.get("attn_factor") is not None:
             _honour_attn_factor(config, settings)
     return config
@@ -102,12 +107,12 @@ def model_type_decides(architectures: list[Any]) -> bool:
     return all(str(name).isidentifier() and not hasattr(transformers, str(name)) for name in architectures)
 
 
-def read_transformers_config(raw: dict[str, Any]) -> dict[str, Any]:
+def read_transformers_config(raw: dict[str, Any], check_rope: Callable[..., None]) -> dict[str, Any]:
     """
     The sizes that the engine needs, by the names of this project. Raises ValueError naming what cannot be
-    run.
+    run; see `transformers_config`.
     """
-    config = transformers_config(raw)
+    config = transformers_config(raw, check_rope)
     config.allow_global_per_layer_attribute_access = True  # sizes that layers may differ from
     heads = _size(config, "num_attention_heads")
     found = {"hidden_size": _size(config, "hidden_size"), "vocab_size": _size(config, "vocab_size")}
@@ -131,8 +136,8 @@ def _context_limit(config: Any) -> int:
     """Positions that the checkpoint is for."""
     limit = _size(config, "max_position_embeddings")
     kinds = set(getattr(config, "layer_types", None) or ())
-    if not kinds <= {FULL, SLIDING}:
-        raise ValueError(f"layer_types {sorted(kinds - {FULL, SLIDING})} are not supported")
+    if others := kinds - KINDS_OF_LAYERS:
+        raise ValueError(f"layer_types {sorted(others)} are not supported")
     # Where a longer sequence turns all its keys by other angles, the cache could not keep them.
     for settings in _rope_parameters(config):
         if settings.get("rope_type") == "longrope":

@@ -10,15 +10,13 @@ knows an architecture by name.
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from nanovllm.checkpoints.base import Transposed
 from nanovllm.distributed.group import get_group
-from nanovllm.extensions.models.attention_rule import set_rule
-from nanovllm.extensions.models.config import DecoderConfig
 from nanovllm.extensions.transformers.config import transformers_config
 from nanovllm.extensions.transformers.faster import PACKED, GatedMLP, leave_rotations, replacement
 from nanovllm.extensions.transformers.parts import NAME, register
@@ -29,12 +27,22 @@ from nanovllm.utils.context import get_context
 from nanovllm.utils.loader import find_places
 
 
+class FileConfig(Protocol):
+    """What config.json says, `raw`, and how many layers are to be built."""
+
+    raw: dict[str, Any]
+    num_hidden_layers: int
+
+
 class TransformersForCausalLM(nn.Module):
-    """Its parameters have the names that transformers gives them, which are those of checkpoints."""
+    """
+    Its parameters have the names that transformers gives them, which are those of checkpoints. Each of
+    `attention` says in `features` what of it is not plain (see parts.py); whoever builds a model heeds that.
+    """
 
     packed_modules_mapping: dict[str, tuple[str, Any]] = {}
 
-    def __init__(self, config: DecoderConfig):
+    def __init__(self, config: FileConfig):
         super().__init__()
         model = build(config)
         self._model = (model,)  # not a child, or its parameters would have other names
@@ -50,7 +58,7 @@ class TransformersForCausalLM(nn.Module):
                         self.packed_modules_mapping = PACKED
         made = give_memory(model)
         for attention in self.attention:
-            set_rule(attention, sinks=made.get(attention.variant.sinks))
+            attention.features["sinks"] = made.get(attention.features["sinks"])
         head = Head(model)
         for name, child in model.named_children():
             self.add_module(name, child)
@@ -75,7 +83,7 @@ class TransformersForCausalLM(nn.Module):
             yield Transposed(tensor) if tensor.name in turned else tensor
 
 
-def build(config: DecoderConfig) -> Any:
+def build(config: FileConfig) -> Any:
     """
     The model of transformers, its parameters without memory. Raises ValueError if it does not let other
     attention be used.

@@ -16,7 +16,6 @@ from nanovllm.extensions.experts.kernels.experts import ExpertWeights
 from nanovllm.extensions.experts.kernels.moe import run_experts
 from nanovllm.extensions.experts.kernels.moe_matvec import can_use_few, run_experts_few
 from nanovllm.extensions.experts.kernels.router import Chosen
-from nanovllm.extensions.models.attention_rule import set_rule
 from nanovllm.extensions.transformers.faster import hands_over_rotation, rotate_again
 from nanovllm.extensions.transformers.ranks import sum_over_ranks
 from nanovllm.layers.attention import Attention
@@ -81,7 +80,7 @@ def make_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
     scaling: float | None, options: dict[str, Any],
 ) -> Attention:  # fmt: skip
-    """As a module asks for it. Raises ValueError for what is not computed here."""
+    """As a module asks for it, in `features` too. Raises ValueError for what is not computed here."""
     name = f"{type(module).__name__} is not supported"
     if options.get("position_bias") is not None:
         raise ValueError(f"{name}: its attention depends on distances between tokens")
@@ -96,10 +95,10 @@ def make_attention(
     sinks = options.get("s_aux")
     if sinks is not None and not isinstance(sinks, nn.Parameter):
         raise ValueError(f"{name}: its sinks are computed")
-    features = {"window": options.get("sliding_window") or 0, "softcap": options.get("softcap") or 0.0}
     scale = head_dim**-0.5 if scaling is None else float(scaling)
     attention = Attention(num_heads, head_dim, scale, num_kv_heads)
-    set_rule(attention, **features, sinks=sinks)
+    window, softcap = options.get("sliding_window") or 0, options.get("softcap") or 0.0
+    attention.features = {"window": window, "softcap": softcap, "sinks": sinks}
     return attention
 
 

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,7 +13,9 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.engine.batch import BatchMaker
 from nanovllm.engine.sequence import Sequence
 from nanovllm.extensions.prefixes import groups as module
+from nanovllm.extensions.prefixes.cascade import CascadeBackend
 from nanovllm.extensions.prefixes.groups import PrefixGroups, max_slots, max_tasks, table_sizes
+from nanovllm.layers.attention import AttentionBackend
 from tiny_checkpoints import EXACT, make_checkpoint, one_thread  # noqa: F401
 
 NUM_ROWS, MAX_PARTS, MEMBERS, NUM_TASKS = 40, 16, 4, 12
@@ -213,32 +216,71 @@ def decoding(prompts: list[list[int]]) -> list[Sequence]:
 
 
 def test_a_steady_step_sends_nothing_and_a_new_sequence_in_an_old_row_is_seen():
-    hf_config = SimpleNamespace(vocab_size=50)
     config = SimpleNamespace(
         max_num_seqs=4,
         kvcache_block_size=32768,
         num_kvcache_blocks=-1,
         max_model_len=32768,
-        hf_config=hf_config,
+        hf_config=SimpleNamespace(
+            vocab_size=50, num_attention_heads=4, num_key_value_heads=2, tokens_in_reach=0
+        ),
+        attention_backend="auto",
+        enable_prefix_caching=True,
+        tensor_parallel_size=1,
     )
-    batches = BatchMaker(config, PrefixGroups(8, MAX_PARTS, MEMBERS, NUM_TASKS))
+    cpu = torch.device("cpu")
+    backend = CascadeBackend(AttentionBackend(), config, cpu)
+    backend.allocate(cpu)
+    batches = BatchMaker(config, backend=backend)
     same, other = [1] * 18_000, [2] * 18_000
     sequences = decoding([same, same, other])
     batches.prefill(sequences)
     first, second = batches.decode(sequences), batches.decode(sequences)
-    assert first.num_grouped_tokens == second.num_grouped_tokens == 36_000 and second.is_grouped
-    assert first.row_updates is not None and second.row_updates is None
+    assert first.plan_key and second.plan_key and backend.stats() == {"num_grouped_tokens": 2 * 36_000}
+    assert first.messages is not None and second.messages is second.row_updates is None
     [_, late, _] = decoding([other, other, other])
     batches.prefill([late])
     third = batches.decode([sequences[0], late, sequences[2]])
-    assert third.is_grouped and third.row_updates is not None
+    assert third.plan_key and third.messages is not None and third.row_updates is None
     batches.prefill([late])
-    assert batches.decode([sequences[0], late, sequences[2]]).row_updates is None
+    fourth = batches.decode([sequences[0], late, sequences[2]])
+    assert fourth.plan_key and fourth.messages is fourth.row_updates is None
     alone = batches.decode(sequences[:1])
-    assert not alone.is_grouped and alone.row_updates.words.shape == (2, 3)  # the batch alone
+    assert not alone.plan_key and alone.messages is None
+    assert alone.row_updates.words.shape == (2, 3)  # the batch alone
+    assert backend.stats() == {"num_grouped_tokens": 4 * 36_000}
     batches.reset()
+    backend.reset()
     batches.prefill(sequences)
-    assert (batches.decode(sequences).row_updates.words == first.row_updates.words).all()
+    again = batches.decode(sequences)
+    assert (again.row_updates.words == first.row_updates.words).all()
+    assert (again.messages["attention"] == first.messages["attention"]).all()
+    assert backend.stats() == {"num_grouped_tokens": 5 * 36_000}
+
+
+def test_a_device_has_the_tables_that_it_was_told_of():
+    """At addresses that never change; an empty plan has no work."""
+    config = SimpleNamespace(
+        max_num_seqs=6,
+        hf_config=SimpleNamespace(num_attention_heads=4, num_key_value_heads=2, tokens_in_reach=0),
+        attention_backend="auto",
+        enable_prefix_caching=True,
+        tensor_parallel_size=1,
+    )
+    cpu = torch.device("cpu")
+    backend = CascadeBackend(AttentionBackend(), config, cpu)
+    backend.allocate(cpu)
+    before = backend.inputs(3, True)
+    key, message = backend.plan([Sequence([1] * 18_000 + [i]) for i in range(3)])
+    backend.receive(message)
+    assert key is True and before.prefix_lens.tolist() == [18_000] * 3 and before.num_tasks.item() > 0
+    for table, same, empty in zip(
+        before, backend.inputs(3, True), backend.inputs(3, True, is_empty=True), strict=True
+    ):
+        assert table.data_ptr() == same.data_ptr() and table.shape == same.shape == empty.shape
+        assert not empty.any()
+    backend.reset()
+    assert not before.prefix_lens.any() and not before.num_tasks.any()
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 """Decode attention that reads once what sequences begin with in common, against plain attention of each."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -138,7 +139,10 @@ def test_the_back_end_behind_gets_what_each_sequence_has_of_its_own(is_planned):
     shared, _ = make_prefixes([(2, 32, 0)], [3, 5], 32, members_per_task(2), [0, 1])
     k_cache, v_cache, tables, _ = paged_caches([35, 37], 16, 2, 8, "cpu", torch.float32)
     layer = Attention(4, 8, 1.0, 2)
-    backend = CascadeBackend(Behind(), 2, 4, torch.device("cpu")).for_layer(layer)
+    sizes = SimpleNamespace(num_attention_heads=4, num_key_value_heads=2, tokens_in_reach=0)
+    options = dict(attention_backend="auto", enable_prefix_caching=True, torch_dtype=torch.float32)
+    config = SimpleNamespace(hf_config=sizes, **options)
+    backend = CascadeBackend(Behind(), config, torch.device("cpu")).for_layer(layer)
     step = Context(block_tables=tables, attention_plan=shared if is_planned else None)
     variant = backend.decode(rand(2, 4, 8), k_cache, v_cache, layer.variant, step)
     assert isinstance(variant, WithPrefix) is is_planned

@@ -154,6 +154,13 @@ def test_layers_that_are_not_quantised_have_the_products_of_dense_weights(produc
     assert kinds == {"qkv_proj": [Fp8Product, Library], "down_proj": [Library]}
 
 
+@pytest.mark.parametrize("dense, expected", [(FoldingWeight, Gemv), (DenseWeight, None)])
+def test_one_row_is_multiplied_as_by_a_dense_weight(dense, expected):
+    layer = QKVParallelLinear(HIDDEN, 64, 4, 2)
+    for scheme in read_scheme({"quant_method": "fp8", "fmt": "e4m3"}, None), read_scheme(None, "int4"):
+        assert scheme.make_weight(dense, layer, "qkv_proj", ["layers.0.q_proj"]).make_gemv is expected
+
+
 def test_a_product_without_gates_is_complete(products):
     layer, x, norm = make(QKVParallelLinear(HIDDEN, 64, 4, 2), ROW), torch.randn(3, HIDDEN), RMSNorm(HIDDEN)
     y, expected = layer(Stream(x, norm)), F.linear(norm(x), matrix_of(layer))

@@ -7,12 +7,10 @@ two at a time, which is exact, and are multiplied and added so for a piece of 16
 sums are float32. The input is brought into the range of float16 by a power of two.
 """
 
-from typing import Any
-
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.extensions.products.kernels.matvec import MAX_ROWS, linear_small_torch
 from nanovllm.extensions.quantised.kernels.quantised_weight import (
     FP8,
     INT4,
@@ -21,6 +19,8 @@ from nanovllm.extensions.quantised.kernels.quantised_weight import (
     dequantise_whole_torch,
     multiply_by_arithmetic,
 )
+from nanovllm.kernels.activation import silu_and_mul_torch
+from nanovllm.kernels.layernorm import rms_norm_torch
 from nanovllm.kernels.runtime import (
     IS_INTERPRETED,
     cdiv,
@@ -36,6 +36,7 @@ from nanovllm.kernels.runtime import (
     wait_for_inputs,
 )
 
+MAX_ROWS = 2
 INPUTS_PER_THREAD = 64  # of a row, kept in registers
 MAX_WARPS = 16
 WARPS_PER_MULTIPROCESSOR = 16
@@ -57,7 +58,7 @@ def quantised_matvec(
     residual: Tensor | None = None, silu_and_mul: bool = False,
 ) -> Tensor:  # fmt: skip
     """
-    activation(rms_norm(x) @ weight.T + bias) + residual, as `matvec.linear_small`, with an activation or a
+    activation(rms_norm(x) @ weight.T + bias) + residual, as a gemv of dense weights, with an activation or a
     residual, not both.
     """
     assert residual is None or not silu_and_mul
@@ -86,8 +87,17 @@ def quantised_matvec(
     return out
 
 
-def quantised_matvec_torch(x: Tensor, weight: QuantisedWeight, *args: Any, **options: Any) -> Tensor:
-    return linear_small_torch(x, dequantise_whole_torch(weight, x.dtype), *args, **options)
+def quantised_matvec_torch(
+    x: Tensor, weight: QuantisedWeight, bias: Tensor | None = None,
+    norm_weight: Tensor | None = None, eps: float = 0.0,
+    residual: Tensor | None = None, silu_and_mul: bool = False,
+) -> Tensor:  # fmt: skip
+    if norm_weight is not None:
+        x = rms_norm_torch(x, norm_weight, eps)
+    y = F.linear(x, dequantise_whole_torch(weight, x.dtype), bias)
+    if silu_and_mul:
+        y = silu_and_mul_torch(y)
+    return y if residual is None else y + residual
 
 
 def _multiply_fp8() -> list[str]:
