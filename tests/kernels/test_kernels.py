@@ -1,6 +1,6 @@
-"""Every kernel against its torch twin, and the twins against plain arithmetic.
+"""Every kernel against its torch reference, and the references against plain arithmetic.
 
-The twins run as they are. The Triton kernels run twice: through Triton's interpreter on the CPU, in a
+The references run as they are. The Triton kernels run twice: through Triton's interpreter on the CPU, in a
 child process because its switch must be set before Triton is imported, and
 where there is a GPU, for real (`-m gpu`).
 """
@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from nanovllm.extensions.int8_cache.kernels import int8_cache
 from nanovllm.extensions.int8_cache.layout import Int8Layout
 from nanovllm.extensions.logits.kernels import filtering, logit_edits
+from nanovllm.extensions.models import gelu
 from nanovllm.extensions.models.attention_rule import AttentionRule
 from nanovllm.extensions.products.kernels import matvec
 from nanovllm.extensions.ranks.kernels import all_reduce
@@ -129,7 +130,7 @@ def test_the_twin_of_rms_norm_divides_by_the_root_of_the_mean_square():
 def test_activations_of_gates_match_their_twins(device, dtype, width):
     x = 3 * rand(on(device, 200, 3), 2 * width + 16, device=device, dtype=dtype)[:, : 2 * width]
     assert error(activation.silu_and_mul(x), activation.silu_and_mul_torch(x)) < tolerance(dtype)
-    assert error(activation.gelu_and_mul(x), activation.gelu_and_mul_torch(x)) < tolerance(dtype)
+    assert error(gelu.GeluAndMul()(x), gelu.gelu_and_mul_torch(x)) < tolerance(dtype)
 
 
 # KV store
