@@ -36,6 +36,7 @@ from kernel_checks import (
 from nanovllm.extensions.int8_cache.kernels import int8_cache
 from nanovllm.extensions.int8_cache.layout import Int8Layout
 from nanovllm.extensions.logits.kernels import filtering, logit_edits
+from nanovllm.extensions.models import gelu
 from nanovllm.extensions.products.kernels import matvec
 from nanovllm.extensions.ranks.kernels import all_reduce
 from nanovllm.extensions.structured.kernels import token_masks
@@ -54,6 +55,14 @@ def test_the_kernels_agree_with_their_twins_in_tritons_interpreter():
 def test_the_decode_twin_computes_a_sequence_alone_from_8_bits(length):
     attend = decode_attention.paged_decode_attention_torch
     check_decode(attend, [length], 4, 2, 64, 16, "cpu", torch.float32, INT8)
+
+
+@on_devices
+@in_both_types
+@pytest.mark.parametrize("width", [8, 1536, 3072])
+def test_gelu_of_gates_matches_its_reference(device, dtype, width):
+    x = 3 * rand(on(device, 200, 3), 2 * width + 16, device=device, dtype=dtype)[:, : 2 * width]
+    assert error(gelu.GeluAndMul()(x), gelu.gelu_and_mul_torch(x)) < tolerance(dtype)
 
 
 @on_devices

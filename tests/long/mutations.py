@@ -793,7 +793,7 @@ MUTATIONS = [
         ("        if KIND != INT4 and zeros is not None:", "        if False:"),
         ("        squares += others * others", "        pass"),
         ("row = (line % 2) * (out_features // 2) + line // 2\n    piece", "row = line\n    piece"),
-        ("can_convert = gpu_supports_fp8(x.device) if weight.is_fp8 else", "can_convert ="),
+        ("can_convert = gpu_supports(x.device, 8, 9) if weight.is_fp8 else", "can_convert ="),
     ),
     *mutations_of(
         "nanovllm/extensions/quantised/kernels/quantised_linear",

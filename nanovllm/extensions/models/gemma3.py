@@ -8,7 +8,7 @@ import torch
 
 from nanovllm.extensions.models.config import DecoderConfig
 from nanovllm.extensions.models.facts import LAYER_MODULES, Facts, GGUFFacts, Number
-from nanovllm.layers.activation import GeluAndMul
+from nanovllm.extensions.models.gelu import GeluAndMul
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.residual_stream import Stream
 from nanovllm.models.qwen3 import Qwen3DecoderLayer, Qwen3ForCausalLM

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nanovllm.kernels import runtime
 from nanovllm.kernels.activation import silu_and_mul_torch
-from nanovllm.kernels.runtime import cdiv, is_on_gpu, next_power_of_2, prefetch, tl, triton, use_triton
+from nanovllm.kernels.runtime import cdiv, is_on_gpu, next_power_of_2, prefetch_each, tl, triton, use_triton
 
 if runtime.HAVE_TRITON:
     from triton.tools.tensor_descriptor import TensorDescriptor
@@ -148,9 +148,9 @@ def _fused_linear_kernel(
         begin = block_m * piece
         size = tl.minimum(piece, wanted - begin)
         address = (weight_start + block_n.to(tl.int64) * BLOCK_N * in_features).to(tl.int64) + begin
-        prefetch(address, size)
+        _prefetch(address, size)
         if PARTS == 2:
-            prefetch(address + width.to(tl.int64) * in_features * 2, size)
+            _prefetch(address + width.to(tl.int64) * in_features * 2, size)
         tl.extra.cuda.gdc_wait()
     if block_n * BLOCK_N >= width:
         return
@@ -196,3 +196,11 @@ def _fused_linear_kernel(
         tl.store(scaled + place, wide * gain.to(tl.float32)[None, :], mask=valid)
         blocks_n = tl.cdiv(width, BLOCK_N)
         tl.store(new_squares + row * blocks_n + block_n, tl.sum(wide * wide, axis=1), mask=real_row)
+
+
+@triton.jit
+def _prefetch(start, size):
+    """Start loading `size` bytes, from the address `start` on, into the L2 cache."""
+    part = tl.cdiv(size, 128 * 16) * 16
+    begin = tl.arange(0, 128) * part
+    prefetch_each(start + begin, tl.minimum(part, size - begin))
