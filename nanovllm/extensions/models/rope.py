@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nanovllm.checkpoints.model_config import check_number, check_size
 from nanovllm.extensions.models.facts import Fields
-from nanovllm.utils.validation import check, shown
+from nanovllm.utils.validation import shown
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 # The kinds of rotary scaling, and which numbers each of them needs.
