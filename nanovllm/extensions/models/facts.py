@@ -28,6 +28,10 @@ LAYER_MODULES = {
 }
 
 
+def no_fields(raw: Fields, number: Callable[..., Any]) -> Fields:
+    return {}
+
+
 @dataclass(frozen=True)
 class GGUFFacts:
     """
@@ -42,7 +46,7 @@ class GGUFFacts:
     modules: dict[str, str] = field(default_factory=lambda: LAYER_MODULES)
     rotates_neighbours: bool = False
     added_to_norms: float = 0.0
-    read_fields: Callable[..., Fields] = lambda raw, number: {}
+    read_fields: Callable[..., Fields] = no_fields
 
 
 @dataclass(frozen=True)
