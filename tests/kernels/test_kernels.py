@@ -37,7 +37,7 @@ from nanovllm.extensions.int8_cache.kernels import int8_cache
 from nanovllm.extensions.int8_cache.layout import Int8Layout
 from nanovllm.extensions.logits.kernels import filtering, logit_edits
 from nanovllm.extensions.models import gelu
-from nanovllm.extensions.products.kernels import matvec
+from nanovllm.extensions.products.kernels import gemv
 from nanovllm.extensions.ranks.kernels import all_reduce
 from nanovllm.extensions.structured.kernels import token_masks
 from nanovllm.extensions.structured.kernels.token_masks import Masks
@@ -407,9 +407,9 @@ def test_a_small_product_with_its_neighbours_matches_its_twin(device, dtype, row
         {"norm_weight": norm_weight, "eps": 1e-6},
         {"norm_weight": norm_weight, "eps": 1e-6, "silu_and_mul": True, "bias": bias},
     ):
-        got = matvec.linear_small(x, weight, **options)
+        got = gemv.gemv(x, weight, **options)
         wide = {name: v.double() if isinstance(v, torch.Tensor) else v for name, v in options.items()}
-        expected = matvec.linear_small_torch(x.double(), weight.double(), **wide)
+        expected = gemv.gemv_torch(x.double(), weight.double(), **wide)
         assert got.dtype == dtype and error(got, expected) < tolerance(dtype)
 
 

@@ -1004,7 +1004,7 @@ MUTATIONS = [
         ("4 <= bits < 7 and torch.cpu._is_avx512_bf16_supported()", "4 <= bits < 7"),
     ),
     *mutations_of("nanovllm/extensions/models/rope", ("    check_rope_keys(settings)\n", "")),
-    *mutations_of("nanovllm/extensions/models/rope", ('scale * parameters.get("attn_factor", 1.0)', "scale")),
+    *mutations_of("nanovllm/extensions/models/rope", ('scale * p.get("attn_factor", 1.0)', "scale")),
 ]
 
 

@@ -1,6 +1,6 @@
 """The experts of a few tokens: matrix-vector products, one for each token and each expert of it.
 
-As in matvec.py, what surrounds the products is part of them: the RMSNorm of the input and SwiGLU's activation
+As in gemv.py, what surrounds the products is part of them: the RMSNorm of the input and SwiGLU's activation
 of the first, the weighted sum over the experts and the residual addition of the second. A token and one of
 its experts are a *pair*, numbered token * top_k + place.
 """
@@ -93,7 +93,7 @@ def _gates_few_kernel(
     address = weight + weight_row[:, None] * HIDDEN + column
     x += (pair // TOP_K) * x_stride
     tile = tl.load(address, mask=inside & (column < HIDDEN), other=0.0)
-    # As in matvec.py, sums are kept apart by column until the end.
+    # As in gemv.py, sums are kept apart by column until the end.
     products = tl.zeros([HEIGHT, WIDTH], tl.float32)
     squares = tl.zeros([1, WIDTH], tl.float32)
     for start in range(0, HIDDEN, WIDTH):

@@ -1,10 +1,10 @@
 """Products of a quantised weight and one or two rows, with what surrounds them in a decoder layer folded in.
 
-The same work as matvec.py, where a weight's bytes are fewer and converting them costs more than multiplying:
-what counts is the number of instructions a code. So each program keeps its input in registers and goes
-through many rows of the weight; the next rows are on their way while one is multiplied. Codes become float16,
-two at a time, which is exact, and are multiplied and added so for a piece of 16 bytes. Scales and all further
-sums are float32. The input is brought into the range of float16 by a power of two.
+Quantised gemv is instruction-bound, as its weight has fewer bytes, which must be converted: what counts is
+the number of instructions a weight. So each program keeps its input in registers and goes through many rows
+of the weight; the next rows are on their way while one is multiplied. Codes become float16, two at a time,
+which is exact, and are multiplied and added so for a piece of 16 bytes. Scales and all further sums are
+float32. The input is brought into the range of float16 by a power of two.
 """
 
 import torch
