@@ -33,7 +33,9 @@ from nanovllm.utils.validation import shown
 if importlib.util.find_spec("nanovllm.extensions"):
     from nanovllm.extensions.checkpoints.shapes import SHAPES as SHAPES
     from nanovllm.extensions.int8_cache.layout import Int8Layout
-    from nanovllm.extensions.logits.budget import RuleBudget
+    from nanovllm.extensions.logits.bias import BiasBudget, BiasProcessor
+    from nanovllm.extensions.logits.filters import FilterProcessor
+    from nanovllm.extensions.logits.penalties import PenaltyProcessor
     from nanovllm.extensions.models import gemma3, gpt_oss, llama, mistral, qwen2, qwen3, qwen3_moe
     from nanovllm.extensions.models.config import read_decoder
     from nanovllm.extensions.models.rope import check_rope_keys
@@ -43,6 +45,7 @@ if importlib.util.find_spec("nanovllm.extensions"):
     from nanovllm.extensions.products.products import FoldingWeight
     from nanovllm.extensions.quantised.formats import read_scheme
     from nanovllm.extensions.ranks.peer_group import PeerGroup, stand_in
+    from nanovllm.extensions.structured.bitmask import BitmaskProcessor
 
     EXTENDED = True
     FILES = llama, mistral, qwen2, qwen3, qwen3_moe, gemma3, gpt_oss
@@ -114,14 +117,17 @@ def assemble(config: Config) -> Parts:
     """The parts of one rank."""
     if not EXTENDED:
         return assemble_core(config)
-    from nanovllm.extensions.logits.reading import FIELDS
+    from nanovllm.extensions.logits.logprobs import LogprobProcessor
+    from nanovllm.extensions.logits.scores import ScoreProcessor
     from nanovllm.extensions.ranks.reports import ReportingRanks
     from nanovllm.extensions.safety.recovery import Recovery
     from nanovllm.extensions.startup.compile_ahead import CompileAhead
     from nanovllm.extensions.startup.graph_trial import can_be_recorded
 
-    *_, isolation = admissions = make_admissions(config)
+    bias = BiasProcessor()
+    *_, isolation = admissions = make_admissions(config, bias)
     recovery = Recovery(isolation)
+    others = PenaltyProcessor(), BitmaskProcessor(), FilterProcessor(), LogprobProcessor(), ScoreProcessor()
     return Parts(
         functools.partial(build_model, quantization=config.quantization),
         make_layout,
@@ -131,8 +137,8 @@ def assemble(config: Config) -> Parts:
         observers=(CompileAhead(config, functools.partial(stand_in, config)), recovery),
         prefix_cache=make_prefix_cache(config),
         admissions=admissions,
+        logits_processors=(bias, *others),
         isolate=recovery.isolate_failing_request,
-        sampling_fields=FIELDS | {"structured_outputs"},
         can_record=record_always if config.hf_config.architectures else can_be_recorded,
     )
 
@@ -253,9 +259,9 @@ def make_prefix_cache(config: Config) -> PrefixCache:
     return TokenPrefixes() if config.enable_prefix_caching else PrefixCache()
 
 
-def make_admissions(config: Config) -> tuple[Admission, ...]:
+def make_admissions(config: Config, bias: Any) -> tuple[Admission, ...]:
     """All that may keep a sequence from running, though there is room for it."""
     from nanovllm.extensions.safety.forecast import Forecast
     from nanovllm.extensions.safety.isolation import Isolation
 
-    return HoldBack(), RuleBudget(), Forecast(), Isolation(config.max_num_seqs)
+    return HoldBack(), BiasBudget(bias), Forecast(), Isolation(config.max_num_seqs)

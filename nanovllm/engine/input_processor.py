@@ -2,31 +2,20 @@
 served, before anything has changed.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import fields, replace
-from itertools import count
-from typing import Any, Protocol
+from itertools import chain, count
+from typing import Any
 
 from nanovllm.checkpoints.tokenizer import tokenizer_errors
 from nanovllm.config import Config
+from nanovllm.engine.interfaces import LogitsProcessor, selected
 from nanovllm.engine.limits import Limits
 from nanovllm.engine.sequence import Request
 from nanovllm.sampling_params import SamplingParams, recommended_params
 from nanovllm.utils.validation import check, find_surrogate, is_number, shown
 
 Prompt = str | list[int]
-
-
-class RequestCheck(Protocol):
-    """What a part of the engine does with a request before it is queued. Any thread may call it."""
-
-    is_slow: bool  # it may take seconds
-
-    def wants(self, params: SamplingParams) -> bool:
-        """Whether `check` is to be called for a request with these."""
-
-    def check(self, request: Request) -> None:
-        """Put what it reads into `request.own`. Raises ValueError for what it cannot serve."""
 
 
 def as_token_ids(values: list | tuple, vocab_size: int, name: str) -> list[int]:
@@ -54,14 +43,15 @@ class InputProcessor:
         tokenizer: Any,
         limits: Limits,
         generation_config: dict[str, Any],
+        processors: tuple[LogitsProcessor, ...],
         served: Collection[str],
-        checks: list[RequestCheck],
     ):
-        """`served` are the fields of SamplingParams that a part of the engine serves."""
+        """`served` are the fields of SamplingParams that the engine serves beside the logits processors."""
         self.model, self.block_size = config.model, config.kvcache_block_size
         self.vocab_size = config.hf_config.vocab_size
-        self.tokenizer, self.limits, self.checks = tokenizer, limits, checks
+        self.tokenizer, self.limits, self.processors = tokenizer, limits, processors
         self.generation_config = generation_config
+        served = {*served, *chain.from_iterable(processor.fields for processor in processors)}
         self.unserved = [field for field in fields(SamplingParams) if field.name not in served]
 
     def recommended(self) -> SamplingParams:
@@ -90,49 +80,54 @@ class InputProcessor:
         each = (checked[id(params)] for params in sampling_params)
         requests = list(map(self._read_checked, prompts, each, count()))
         for i, request in enumerate(requests):
-            self.check(request, i, is_slow=True)
+            self.read_rest(request, i)
         return requests
 
     def read(self, prompt: Any, sampling_params: Any = None, index: int | None = None) -> Request:
         """One prompt, or the index-th of several, with parameters of its own."""
-        request = self.read_quickly(prompt, sampling_params, index)
-        self.check(request, index, is_slow=True)
+        request = self.read_at_once(prompt, sampling_params, index)
+        self.read_rest(request, index)
         return request
 
-    def read_quickly(self, prompt: Any, sampling_params: Any, index: int | None = None) -> Request:
-        """The same without its slow checks."""
+    def read_at_once(self, prompt: Any, sampling_params: Any, index: int | None = None) -> Request:
+        """The same but for what may take seconds: `read_rest` does that."""
         if sampling_params is None and index is None:
             sampling_params = self.recommended()
         return self._read_checked(prompt, self._read_params(sampling_params, name_of(index)), index)
 
+    def read_rest(self, request: Request, index: int | None = None) -> None:
+        """Read what may take seconds. Any thread may call this."""
+        for processor in selected(self.processors, request.wanted):
+            if processor.reads_slowly:
+                where = f"sampling_params for {name_of(index)}"
+                request.own[processor.name] = processor.read(request, where)
+
     def _read_checked(self, prompt: Any, params: SamplingParams, index: int | None) -> Request:
         token_ids, text = self.read_prompt(prompt, name_of(index))
-        request = Request(token_ids, params, self.block_size, text=text)
-        self.check(request, index, is_slow=False)
+        wanted = sum(1 << i for i, processor in enumerate(self.processors) if processor.wants(params))
+        request = Request(token_ids, params, self.block_size, text=text, wanted=wanted)
+        for processor in selected(self.processors, wanted):
+            if not processor.reads_slowly:
+                where = f"sampling_params for {name_of(index)}"
+                request.own[processor.name] = processor.read(request, where)
         return request
-
-    def check(self, request: Request, index: int | None, is_slow: bool) -> None:
-        """Run the slow checks, or the others. Any thread may call this."""
-        for each in self.checks:
-            if each.is_slow == is_slow and each.wants(request.params):
-                try:
-                    each.check(request)
-                except ValueError as error:
-                    raise ValueError(f"sampling_params for {name_of(index)}: {error}") from error
 
     def _read_params(self, params: Any, name: str) -> SamplingParams:
         """A checked copy: fields may have been assigned to, and may be again while the request runs."""
-        rule = f"sampling_params for {name} must be SamplingParams"
-        check(isinstance(params, SamplingParams), rule, params)
+        where = f"sampling_params for {name}"
+        check(isinstance(params, SamplingParams), f"{where} must be SamplingParams", params)
         params = replace(params)
         for field in self.unserved:
-            is_default = getattr(params, field.name) == field.default
-            rule = f"sampling_params for {name}: nothing here serves {field.name}"
-            check(is_default, rule, getattr(params, field.name))
-        highest = max(params.stop_token_ids, default=0)
-        rule = f"sampling_params for {name}: token ids in stop_token_ids must be from 0 to"
-        check(highest < self.vocab_size, f"{rule} {self.vocab_size - 1}", highest)
+            value = getattr(params, field.name)
+            check(value == field.default, f"{where}: nothing here serves {field.name}", value)
+        self.check_token_ids("stop_token_ids", params.stop_token_ids, where)
         return params
+
+    def check_token_ids(self, name: str, token_ids: Iterable[int], where: str) -> None:
+        """For ids that must be the model's."""
+        if (highest := max(token_ids, default=0)) >= self.vocab_size:
+            rule = f"{where}: token ids in {name} must be from 0 to {self.vocab_size - 1}"
+            raise ValueError(f"{rule}, got {shown(highest)}")
 
     def as_prompts(self, prompts: Any) -> list[Any]:
         """One prompt or a list of them as a list."""

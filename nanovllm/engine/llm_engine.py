@@ -20,15 +20,12 @@ from nanovllm.config import Config
 from nanovllm.distributed.ranks import SHUT_DOWN, EngineDeadError, Ranks
 from nanovllm.engine.batch import Batch, BatchMaker, StepOutput
 from nanovllm.engine.input_processor import InputProcessor, Prompt
-from nanovllm.engine.interfaces import Observer, resolve
+from nanovllm.engine.interfaces import Observer, SequenceError, resolve, selected
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.results import make_result
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Request, Sequence
 from nanovllm.engine.stats import stats_of
-from nanovllm.extensions.logits.reading import LogitsReader
-from nanovllm.extensions.logits.recording import record_logprobs
-from nanovllm.extensions.structured.grammar import GrammarError, Grammars
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.progress import Progress, tqdm
 from nanovllm.utils.validation import check, is_number
@@ -42,7 +39,7 @@ class Step:
     suspects: list[Sequence] = field(default_factory=list)  # if it is known to be one of these
     num_tokens: int = 0  # that it computes of prompts; or minus the number of sequences that it decodes
     batch: Batch | None = None
-    output: StepOutput | None = None  # None while it waits for masks to draw with, see `_draw`
+    output: StepOutput | None = None  # None while its sampling waits for the host, see `_sample`
     drawing: list[Sequence] = field(default_factory=list)  # the sequences whose next token it draws
     lengths: list[int] = field(default_factory=list)  # the tokens these had, before it was recorded
 
@@ -58,7 +55,6 @@ class LLMEngine:
 
     model_runner: ModelRunner | None = None
     ranks: Ranks | None = None
-    grammars: Grammars | None = None
     assembly: str  # names the function that chooses the parts, as "package.module:name"
     open_model: Callable[[str, dict[str, Any]], tuple[Config, Checkpoint]]  # from the arguments of an engine
     make_prompts: Callable[..., InputProcessor] = InputProcessor
@@ -85,18 +81,20 @@ class LLMEngine:
             except BaseException:
                 self.exit()
                 raise
-        parts = self.parts
-        self.scheduler = Scheduler(self.config, parts.prefix_cache, parts.admissions)
-        self.batches = BatchMaker(self.config, parts.prefix_cache, self.model_runner.backend)
-        self.grammars = Grammars(self.config, self.tokenizer)
+        parts, processors = self.parts, self.parts.logits_processors
+        self.scheduler = Scheduler(self.config, parts.prefix_cache, parts.admissions, processors)
+        backend = self.model_runner.backend
+        self.batches = BatchMaker(self.config, parts.prefix_cache, backend, processors)
         self.prompts = self.make_prompts(
             self.config,
             self.tokenizer,
             self.scheduler.limits,
             self.generation_config,
-            self.sampling_fields | parts.sampling_fields,
-            [LogitsReader(self.config, self.tokenizer, self.scheduler.limits), self.grammars],
+            processors,
+            self.sampling_fields,
         )
+        for processor in processors:
+            processor.start(self.config, self.prompts)
         self._seeds = random.Random(self.config.seed)
         self._overlap = self.config.device != "cpu"
         self.in_flight: Step | None = None
@@ -130,8 +128,6 @@ class LLMEngine:
             if self.ranks is not None:
                 self.ranks.finish_step()
             runner.exit()
-        if self.grammars is not None:
-            self.grammars.close()
         if self.ranks is not None:
             self.ranks.close()
             self.ranks.group.close()
@@ -189,7 +185,7 @@ class LLMEngine:
         """The index-th completion of a prompt."""
         seed = request.params.seed
         seed = self._seeds.getrandbits(63) if seed is None else (seed + index) % 2**63
-        return Sequence(replace(request, seed=seed, index=index))
+        return Sequence(replace(request, seed=seed))
 
     def _add(self, sequences: list[Sequence]) -> None:
         """Queue all of them, or none."""
@@ -260,38 +256,42 @@ class LLMEngine:
             step.batch = self.batches.prefill(sequences)
         else:
             step.num_tokens, step.batch = -len(sequences), self.batches.decode(sequences)
-        if self.in_flight is not None:  # not earlier: from its draw on the GPU waits for this step
+        if self.in_flight is not None and self.in_flight.output is None:
+            # Not earlier: from its sampling on the GPU waits for this step.
             self.attempt = self.in_flight
-            self._draw(self.in_flight)
+            self._sample(self.in_flight)
             self.attempt = step
         with self.model_runner.on_device():
             output = self.model_runner.call("run", step.batch)
             step.output = output and output.to_host(step.batch)
         step.drawing = self.scheduler.advance(sequences)
 
-    def _draw(self, step: Step) -> None:
+    def _sample(self, step: Step) -> None:
         """
-        Let a step draw its tokens that has waited for masks, which are made of all tokens before them. On a
-        GPU its forward pass runs meanwhile.
+        Finish a step whose sampling has waited for what logits processors make of all tokens before. On a GPU
+        its forward pass runs meanwhile.
         """
-        if step.output is not None:
-            return
+        messages = {}
         try:
-            masks = self.grammars.masks(step.sequences)
-        except GrammarError as error:
+            for processor in selected(self.parts.logits_processors, step.batch.wanted):
+                if processor.waits_for_host:
+                    messages[processor.name] = processor.host_input(step.sequences)
+        except SequenceError as error:
             step.suspects = [error.sequence]
             raise
         with self.model_runner.on_device():
-            step.output = self.model_runner.call("draw", masks).to_host(step.batch)
+            step.output = self.model_runner.call("sample", messages).to_host(step.batch)
 
     def _collect(self, step: Step, active: list[Observer]) -> None:
         """Wait for a step's tokens, and end the sequences that end with them."""
         self.attempt = step
-        self._draw(step)
+        if step.output is None:
+            self._sample(step)
         token_ids = step.output.token_ids()
         self.check_usable()  # where a rank has failed the tokens are worthless
         step.lengths = [len(seq.token_ids) for seq in step.drawing]
-        record_logprobs(step.sequences, step.drawing, step.output)
+        for name, tensors in step.output.tensors.items():
+            self.parts.logits_processor(name).record(step.sequences, step.drawing, tensors)
         finished = self.scheduler.postprocess(step.sequences, token_ids, step.drawing)
         for observer in active:
             observer.after_step(step)
@@ -309,7 +309,8 @@ class LLMEngine:
     def _end(self, seq: Sequence) -> None:
         self.ended[seq.seq_id] = seq
         del self.unfinished[seq.seq_id]
-        self.grammars.drop(seq.seq_id)
+        for processor in selected(self.parts.logits_processors, seq.request.wanted):
+            processor.ended(seq)
         self.tell("ended", seq)
         if seq.finish_reason != "abort":
             cached = seq.num_prompt_tokens_cached
@@ -343,7 +344,6 @@ class LLMEngine:
         self.ended = {i: seq for i, seq in self.ended.items() if i in kept}
         self.unfinished = {i: seq for i, seq in kept.items() if i not in self.ended}
         self.scheduler.restart(self.unfinished.values())
-        self.grammars.reset()
         self.tell("cleared")
         self.tell("added", [*self.unfinished.values()])
         self.attempt = None

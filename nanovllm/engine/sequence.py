@@ -11,10 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from nanovllm.sampling_params import MAX_TOKENS, SamplingParams, needs_of
-
-# A token's log-probability and rank (1 is the likeliest), then the likeliest tokens and theirs.
-TokenLogprobs = tuple[float, int, list[int], list[float]]
+from nanovllm.sampling_params import MAX_TOKENS, SamplingParams
 
 TOKEN_BYTES = 8  # of a packed token
 
@@ -36,11 +33,11 @@ class Request:
     params: SamplingParams = SamplingParams()
     block_size: int = 256  # of the KV cache
     seed: int = 0  # this and a token's position decide the noise it is drawn with
-    index: int = 0  # among the completions of its prompt
     max_num_tokens: int = 2 * MAX_TOKENS  # of prompt and completion
     end_token_ids: frozenset[int] = frozenset()  # any of these ends the completion
     text: str | None = None  # of the prompt, unless it was given as token ids alone
-    own: dict[str, Any] = field(default_factory=dict)  # what other parts than the core have read of it
+    wanted: int = 0  # the logits processors that it wants: bit i is the i-th of Parts
+    own: dict[str, Any] = field(default_factory=dict)  # by logits processor, what it keeps of the request
     packed: bytes = b""  # the prompt as int64, hashed and compared much faster than Python's integers
 
     def __post_init__(self) -> None:
@@ -72,7 +69,6 @@ class Sequence:
         self.token_ids = list(request.token_ids)
         self.block_hashes: list[int] = []  # chained hashes of the full blocks seen so far
         self.num_prompt_tokens_cached: int | None = None  # num_cached_tokens of its first admission
-        self._begin_to_keep(request)
         self.restart()
 
     def restart(self) -> None:
@@ -87,22 +83,6 @@ class Sequence:
         # The stop text or stop token id that ended it, or the error that it is to blame for.
         self.stop_reason: str | int | Exception | None = None
         del self.block_hashes[self.num_tokens // self.block_size :]
-        del self.logprobs[self.num_completion_tokens :]
-        self.num_scored = self.first_scored + len(self.prompt_logprobs)
-
-    def _begin_to_keep(self, request: Request) -> None:
-        """What logits processors know of it."""
-        self.needs = int(needs_of(request.params))  # an int: every step combines those of all
-        self.bad_words: list[list[int]] = request.own.get("bad_words", [])  # as token ids
-        self.grammar: Any = request.own.get("grammar")  # compiled, if it asks for structured outputs
-        self.num_rule_words: int = request.own.get("num_rule_words", 0)  # int32 on a device, see edits.py
-        # The i-th is to be scored as what follows token i; nobody asks for those before first_scored.
-        self.scored_token_ids: list[int] = []
-        if request.index == 0:
-            self.scored_token_ids = request.own.get("scored_token_ids", [])
-        self.first_scored = self.num_scored = request.own.get("first_scored", 0)
-        self.prompt_logprobs: list[TokenLogprobs] = []  # of scored_token_ids[first_scored:]
-        self.logprobs: list[TokenLogprobs] = []  # of the completion's tokens
 
     def __len__(self) -> int:
         return self.num_tokens
@@ -163,18 +143,6 @@ class Sequence:
     @property
     def last_block_num_tokens(self) -> int:
         return self.num_tokens - (self.num_blocks - 1) * self.block_size
-
-    @property
-    def is_scored(self) -> bool:
-        """Whether nothing is left to be scored."""
-        return self.num_scored == len(self.scored_token_ids)
-
-    @property
-    def num_cacheable_tokens(self) -> int:
-        """
-        How many of its tokens may come from the cache: none that the next token or a score is computed from.
-        """
-        return self.num_tokens - 1 if self.is_scored else self.num_scored
 
     def block(self, i: int) -> list[int]:
         """Token ids of the i-th block; the last one may be shorter than a block."""

@@ -24,7 +24,7 @@ TESTS = [
     "hold_back",
     "admission",
     "budget",
-    "groups",
+    "planner",
     "copy_pages",
     "overlap",
     "engine",
@@ -169,7 +169,7 @@ MUTATIONS = [
         ("if len(seq.block_table) * self.block_size < len(seq):", "if len(seq.block_table) < len(seq):"),
         ("and seq.num_computed_tokens >= known:", "and True:"),
         ("self.pinned: set[int] = set()", 'self.pinned = getattr(self, "pinned", set())'),
-        ("if end <= seq.num_cacheable_tokens:", "if end <= len(seq):"),
+        ("if end <= self.max_cached(seq):", "if end <= len(seq):"),
         (
             "if block_id != -1 and self.blocks[block_id].packed == seq.packed(start, end):",
             "if block_id != -1:",
@@ -189,7 +189,7 @@ MUTATIONS = [
     ),
     *mutations_of(
         "nanovllm/extensions/prefixes/token_prefixes",
-        ("min(start + size, seq.num_cacheable_tokens)", "start + size"),
+        ("min(start + size, self.pool.max_cached(seq))", "start + size"),
         ("seq.num_cached_blocks], num_tokens))", "seq.num_cached_blocks], num_tokens + 1))"),
         ("start + num_common, pins", "start, pins"),
         ("pins = (block_id,) if num_common else ()", "pins = ()"),
@@ -219,11 +219,11 @@ MUTATIONS = [
     ),
     *mutations_of(
         "nanovllm/extensions/prefixes/prefix_index",
-        ("end = (best[1] + 1) * TOKEN_BYTES", "end = (best[1] + 2) * TOKEN_BYTES"),
         (
-            "num_common_bytes(others, tokens) // TOKEN_BYTES",
-            "num_common_bytes(others, tokens) // TOKEN_BYTES + 1",
+            "(length := count_common(others, tokens)) > best[1]",
+            "(length := count_common(others, tokens)) > best[1] + 1",
         ),
+        ("if differ.any() else length", "if differ.any() else length + 1"),
         ("        self.remove(block_id)\n", ""),
         ("            if not children:", "            if False:"),
         ("children[max(i - 1, 0) : i + 1]", "children[i : i + 1]"),
@@ -235,32 +235,24 @@ MUTATIONS = [
         ),
     ),
     *mutations_of(
-        "nanovllm/extensions/prefixes/groups",
-        ("= seq.packed_prompt", "= seq.packed_prompt + bytes(8)"),
-        ("if place + 1 < len(self._sorted):", "if False:"),
-        ("self._common[place] = min(common, self._common[place])", "pass"),
+        "nanovllm/extensions/prefixes/planner",
+        ("(seq.packed_prompt, seq.seq_id)", "(seq.packed_prompt + bytes(8), seq.seq_id)"),
+        ("for prompt, seq_id in self._prompts if seq_id in seq_ids]", "for prompt, seq_id in self._prompts]"),
+        ("common[a, b] if (a, b) in common else", "max(common.values()) if common else"),
+        ("prefix_lens[first:last] = end", "prefix_lens[first:last] = end + 1"),
+        ("Prefix(first, last, int(prefix_lens[first]), end)", "Prefix(first, last, 0, end)"),
+        ("        self._sent = words\n", ""),
+        ("np.zeros(shape, np.int32) for shape", "np.ones(shape, np.int32) for shape"),
+        ("queries.extend(rows)", "queries.extend(np.sort(rows))"),
         (
-            "self._common[place] = min(common, self._common[place])",
-            "self._common[place] = max(common, self._common[place])",
+            "(first, min(self.queries_per_item, len(queries) - first), begin, end)",
+            "(first, self.queries_per_item, begin, end)",
         ),
-        (
-            "            high = middle - 1\n    return low",
-            "            high = middle - 1\n    return low + 1",
-        ),
-        ("prefix_lens[low:high] = end", "prefix_lens[low:high] = end + 1"),
-        ("Group(low, high, int(prefix_lens[low]), end)", "Group(low, high, 0, end)"),
-        ("        self._sent = tables\n", ""),
-        ("buffer = np.zeros_like(self._sent)", "buffer = self._sent.copy()"),
-        ("members.append(order[low:high])", "members.append(np.sort(order[low:high]))"),
-        (
-            "(slot + first, min(self.members_per_task, size - first), *span)",
-            "(slot + first, self.members_per_task, *span)",
-        ),
-        ("num_parts[low:high] += 1", "num_parts[low:high] = 1"),
+        ("tables.num_partials[rows] += 1", "tables.num_partials[rows] = 1"),
         ("return sorted(found, key=lambda interval: (interval[0], -interval[1]))", "return found"),
         (
-            "self.num_grouped_tokens = int(prefix_lens.sum())",
-            "self.num_grouped_tokens |= int(prefix_lens.sum())",
+            "self.num_prefix_tokens = int(prefix_lens.sum())",
+            "self.num_prefix_tokens |= int(prefix_lens.sum())",
         ),
     ),
     *mutations_of(
@@ -621,9 +613,9 @@ MUTATIONS = [
     *mutations_of(
         "nanovllm/extensions/prefixes/cascade",
         ("return self if is_fit and layer.variant.sees_all else", "return self if is_fit else"),
-        ("        self.groups.reset()\n", ""),
-        ("        self.num_counted_steps = self.num_decode_steps\n", ""),
-        ("if step.attention_plan is not None:", "if False:"),
+        ("        self.planner.reset()\n", ""),
+        ("        self.num_steps_before = self.num_decode_steps\n", ""),
+        ("if (plan := step.attention_plan) is not None:", "if False:"),
     ),
     *mutations_of(
         "nanovllm/extensions/prefixes/kernels/shared_prefix",
@@ -801,7 +793,7 @@ MUTATIONS = [
         ("        if KIND != INT4 and zeros is not None:", "        if False:"),
         ("        squares += others * others", "        pass"),
         ("row = (line % 2) * (out_features // 2) + line // 2\n    piece", "row = line\n    piece"),
-        ("can_convert = gpu_supports_fp8(x.device) if weight.is_fp8 else", "can_convert ="),
+        ("can_convert = gpu_supports(x.device, 8, 9) if weight.is_fp8 else", "can_convert ="),
     ),
     *mutations_of(
         "nanovllm/extensions/quantised/kernels/quantised_linear",
@@ -1012,7 +1004,7 @@ MUTATIONS = [
         ("4 <= bits < 7 and torch.cpu._is_avx512_bf16_supported()", "4 <= bits < 7"),
     ),
     *mutations_of("nanovllm/extensions/models/rope", ("    check_rope_keys(settings)\n", "")),
-    *mutations_of("nanovllm/extensions/models/rope", ('scale * parameters.get("attn_factor", 1.0)', "scale")),
+    *mutations_of("nanovllm/extensions/models/rope", ('scale * p.get("attn_factor", 1.0)', "scale")),
 ]
 
 

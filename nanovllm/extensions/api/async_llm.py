@@ -194,11 +194,10 @@ class AsyncLLM:
 
     async def score(self, prompt: Any, from_token: int = 1) -> dict[str, Any]:
         """How likely the model finds a text, as `LLM.score` describes it."""
-        [request] = self.llm.prompts.read_scored([prompt], from_token)
-        listener = Listener(request)
-        if self.llm.prompts.has_scores(request):
-            await self._last_event(listener)
-        return self.llm.make_score(request, listener.completions)
+        [(token_ids, request)] = self.llm.prompts.read_scored([prompt], from_token)
+        if request.own["scores"].is_open:
+            await self._last_event(Listener(request))
+        return self.llm.make_score(token_ids, request)
 
     async def stream(
         self,
@@ -216,11 +215,11 @@ class AsyncLLM:
                     yield event
 
     async def _read(self, prompt: Any, sampling_params: Params) -> Request:
-        """`InputProcessor.read`, with slow checks made in another thread, so that other tasks go on."""
+        """`InputProcessor.read`. What may take seconds is done in another thread: other tasks go on."""
         prompts = self.llm.prompts
-        request = prompts.read_quickly(prompt, sampling_params)
-        if prompts.is_slow(request):
-            await asyncio.to_thread(prompts.check, request, None, is_slow=True)
+        request = prompts.read_at_once(prompt, sampling_params)
+        if prompts.has_rest(request):
+            await asyncio.to_thread(prompts.read_rest, request)
         return request
 
     async def _last_event(self, listener: Listener, request_id: str | None = None) -> Any:

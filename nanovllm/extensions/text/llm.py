@@ -199,11 +199,11 @@ class TextLLM(LLMEngine):
           logprob          the sum of the logarithms
         """
         make_bar = _bar_maker(use_tqdm)
-        scored = [Asked(request) for request in self.prompts.read_scored(prompts, from_token)]
-        computed = [asked for asked in scored if self.prompts.has_scores(asked.request)]
+        scored = self.prompts.read_scored(prompts, from_token)
+        computed = [Asked(request) for _, request in scored if request.own["scores"].is_open]
         for _ in self._run(computed, total=len(computed), make_bar=make_bar):
             pass
-        return [self.make_score(asked.request, asked.completions) for asked in scored]
+        return list(itertools.starmap(make_score, scored))
 
     make_score = staticmethod(make_score)
 

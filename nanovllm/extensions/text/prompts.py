@@ -8,6 +8,7 @@ from numbers import Integral
 from typing import Any
 
 from nanovllm.engine.input_processor import InputProcessor, name_of
+from nanovllm.engine.interfaces import selected
 from nanovllm.engine.sequence import Request
 from nanovllm.extensions.text.chat import render
 from nanovllm.inputs import TextPrompt, TokensPrompt
@@ -35,16 +36,20 @@ class TextInputProcessor(InputProcessor):
         self.warn_of_context(requests)
         return requests
 
-    def is_slow(self, request: Request) -> bool:
-        """Whether it has slow checks."""
-        return any(each.is_slow and each.wants(request.params) for each in self.checks)
+    def has_rest(self, request: Request) -> bool:
+        """Whether there is anything for `read_rest` to do."""
+        return any(each.reads_slowly for each in selected(self.processors, request.wanted))
 
-    def check(self, request: Request, index: int | None, is_slow: bool) -> None:
-        if request.params.stop and self.tokenizer is None:
+    def _read_params(self, params: Any, name: str) -> SamplingParams:
+        params = super()._read_params(params, name)
+        self.check_has_tokenizer("stop", params.stop, f"sampling_params for {name}")
+        return params
+
+    def check_has_tokenizer(self, name: str, texts: tuple[str, ...], where: str) -> None:
+        """For texts that have to be turned into tokens."""
+        if texts and self.tokenizer is None:
             remedy = f"but {self.model!r} has no tokenizer; use stop_token_ids or logit_bias"
-            where = f"sampling_params for {name_of(index)}"
-            raise ValueError(f"{where} have stop={shown(request.params.stop)}, {remedy}")
-        super().check(request, index, is_slow)
+            raise ValueError(f"{where} have {name}={shown(texts)}, {remedy}")
 
     def warn_of_context(self, requests: list[Request], which: str | None = None) -> bool:
         """Warn once if the context may end some of these requests before they have max_tokens."""
@@ -86,8 +91,8 @@ class TextInputProcessor(InputProcessor):
         token_ids, own_text = super().read_prompt(given, name, num_new_tokens)
         return token_ids, own_text if text is None else text
 
-    def read_scored(self, texts: Any, from_token: Any) -> list[Request]:
-        """What scores a text or each of a list of texts, see `LLM.score`."""
+    def read_scored(self, texts: Any, from_token: Any) -> list[tuple[list[int], Request]]:
+        """The token ids of a text or a list of texts, and the request that scores them, see `LLM.score`."""
         texts = self.as_prompts(texts)
         params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
         first_tokens = from_token if isinstance(from_token, (list, tuple)) else [from_token] * len(texts)
@@ -98,14 +103,13 @@ class TextInputProcessor(InputProcessor):
             ids, _ = self.read_prompt(text, name_of(i), num_new_tokens=0)
             rule = f"from_token must be an integer from 0 to {len(ids)}, the tokens of prompts[{i}]"
             check(is_number(first, int, 0, len(ids)), rule, first)
-            own = {"text_token_ids": ids, "scored_token_ids": ids[1:], "first_scored": max(int(first) - 1, 0)}
-            found.append(Request(ids[:-1], params, self.block_size, own=own))
+            wanted, own = self._scoring(ids[1:], max(int(first) - 1, 0))
+            found.append((ids, Request(ids[:-1], params, self.block_size, wanted=wanted, own=own)))
         return found
 
-    @staticmethod
-    def has_scores(request: Request) -> bool:
-        """Whether it scores any token: no text of a single one does."""
-        return request.own["first_scored"] < len(request.own["scored_token_ids"])
+    def _scoring(self, targets: list[int], first: int) -> tuple[int, dict[str, Any]]:
+        [i] = [i for i, processor in enumerate(self.processors) if processor.name == "scores"]
+        return 1 << i, {"scores": self.processors[i].scoring(targets, first)}
 
     def read_chats(self, messages: Any, *options: Any, **named_options: Any) -> list[list[int]]:
         """The token ids of one conversation or a list of them, see `LLM.chat`."""

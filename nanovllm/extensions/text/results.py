@@ -5,7 +5,7 @@ import weakref
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from nanovllm.engine.sequence import Request, Sequence, TokenLogprobs
+from nanovllm.engine.sequence import Request, Sequence
 from nanovllm.extensions.text.detokenizer import Detokenizer, vocabulary_of
 from nanovllm.sampling_params import MAX_LOGPROBS
 
@@ -81,7 +81,7 @@ def make_result(tokenizer: Any, completions: list[Sequence]) -> Result:
         "num_cached_tokens": first.num_prompt_tokens_cached or 0,  # None: never admitted
     }
     if (count := first.sampling_params.prompt_logprobs) is not None:
-        described = _describe(tokenizer, first.prompt_token_ids[1:], first.prompt_logprobs, count)
+        described = _describe(tokenizer, first.prompt_token_ids[1:], first.request.own["scores"].found, count)
         prompt["prompt_logprobs"] = [None, *described]
     result = Result(**outputs[0], **prompt, **({"outputs": outputs} if len(outputs) > 1 else {}))
     result.outputs, result.prompt_token_ids = outputs, first.prompt_token_ids
@@ -98,10 +98,9 @@ def outcome(tokenizer: Any, completions: list[Sequence]) -> Result | Exception:
         return error
 
 
-def make_score(request: Request, completions: list[Sequence]) -> dict[str, Any]:
-    """The result of `LLM.score` for a text, of which there is a completion if any token is scored."""
-    token_ids = request.own["text_token_ids"]
-    found = [(logprob, rank) for seq in completions for logprob, rank, *_ in seq.prompt_logprobs]
+def make_score(token_ids: list[int], request: Request) -> dict[str, Any]:
+    """The result of `LLM.score` for a text, whose request has been computed if it scores any token."""
+    found = [(logprob, rank) for logprob, rank, *_ in request.own["scores"].found]
     logprobs, ranks = map(list, zip(*found, strict=True)) if found else ([], [])
     left_out = [None] * (len(token_ids) - len(found))
     sums = {"token_logprobs": left_out + logprobs, "logprob": sum(logprobs)}
@@ -113,14 +112,18 @@ def _describe_completion(tokenizer: Any, seq: Sequence, index: int) -> Completio
     output.update(finish_reason=seq.finish_reason, stop_reason=seq.stop_reason)
     output.index = index
     if (count := seq.sampling_params.logprobs) is not None:
-        output["logprobs"] = _describe(tokenizer, seq.completion_token_ids, seq.logprobs, count)
-        output.cumulative_logprob = sum(logprob for logprob, *_ in seq.logprobs)
+        found = _logprobs_of(seq)
+        output["logprobs"] = _describe(tokenizer, seq.completion_token_ids, found, count)
+        output.cumulative_logprob = sum(logprob for logprob, *_ in found)
     return output
 
 
-def _describe(
-    tokenizer: Any, token_ids: list[int], found: list[TokenLogprobs], count: int
-) -> list[dict[int, Logprob]]:
+def _logprobs_of(seq: Sequence) -> list[Any]:
+    """What the logits processor has found of the completion's tokens."""
+    return seq.request.own["logprobs"].get(seq.seq_id, [])[: seq.num_completion_tokens]
+
+
+def _describe(tokenizer: Any, token_ids: list[int], found: list[Any], count: int) -> list[dict[int, Logprob]]:
     """For each place the Logprob of its token and of the `count` likeliest ones, likeliest first."""
     text_of = {}.get if tokenizer is None else vocabulary_of(tokenizer).__getitem__
     make = functools.partial(tuple.__new__, Logprob)  # what Logprob(...) does, in half the time
@@ -200,5 +203,5 @@ class GrowingOutput:
         piece = Piece(text=text, token_ids=token_ids)
         piece.update(finish_reason=seq.finish_reason, stop_reason=seq.stop_reason)
         if (count := seq.sampling_params.logprobs) is not None:
-            piece["logprobs"] = _describe(self.tokenizer, token_ids, seq.logprobs[start:], count)
+            piece["logprobs"] = _describe(self.tokenizer, token_ids, _logprobs_of(seq)[start:], count)
         return piece

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from test_kernels import (
+from kernel_checks import (
     DEVICES,
     GPU,
     HALF,

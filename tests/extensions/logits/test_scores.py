@@ -88,8 +88,8 @@ def test_what_a_completion_has_computed_is_not_computed_for_scores_again(llm, re
 def test_a_step_that_fails_is_made_up_for(folder, reference, num_steps, monkeypatch):
     """Before, between and after the chunks that have scored tokens."""
     with LLM(folder, **EXACT, num_kvcache_blocks=20, max_num_batched_tokens=30) as llm:
-        [request] = llm.prompts.read_scored([CONTEXT], 40)
-        completions = llm.queue(request)
+        [(token_ids, request)] = llm.prompts.read_scored([CONTEXT], 40)
+        llm.queue(request)
         for _ in range(num_steps):
             llm.step()
         with monkeypatch.context() as patch, pytest.raises(MemoryError):
@@ -97,7 +97,7 @@ def test_a_step_that_fails_is_made_up_for(folder, reference, num_steps, monkeypa
             llm.step()
         while not llm.is_finished():
             llm.step()
-        assert_scores([make_score(request, completions)], [CONTEXT], [40], reference)
+        assert_scores([make_score(token_ids, request)], [CONTEXT], [40], reference)
         assert_empty(llm)
 
 

@@ -19,10 +19,8 @@ from test_engine import assert_empty, tokens_of
 
 from nanovllm import LLM, AsyncLLM, SamplingParams, StructuredOutputsParams
 from nanovllm.distributed.ranks import EngineDeadError
-from nanovllm.engine import llm_engine
 from nanovllm.engine.batch import StepOutput
 from nanovllm.engine.sequence import Sequence
-from nanovllm.extensions.logits import recording
 from nanovllm.extensions.prefixes.token_prefixes import TokenPrefixes
 from nanovllm.extensions.text import llm as text_llm
 from nanovllm.extensions.text import results as texts
@@ -58,22 +56,25 @@ METHODS = {
         "prepare_decode",
         "prepare_sample",
         "run_model",
-        "_draw",
-        "draw",
+        "forward",
+        "sample",
+        "sample_logits",
     ],
     "batches": ["prefill", "decode"],
     "host rows": ["prefill", "decode"],
     "device rows": ["apply", "next_inputs", "note_drawn"],
-    "host edits": ["prefill"],
-    "device edits": ["apply", "edit_logits", "note_drawn"],
+    "bias": ["prepare", "apply", "drawn"],
+    "penalties": ["prepare", "apply", "drawn"],
+    "filters": ["prepare", "apply"],
+    "bitmask": ["host_input", "apply", "ended"],
+    "logprobs": ["drawn", "record"],
+    "scores": ["max_cached", "prepare", "hidden", "record"],
     "model": ["forward", "compute_logits"],
-    "engine": ["_make_sequence", "_step", "_launch", "_draw", "_collect"],
+    "engine": ["_make_sequence", "_step", "_launch", "_sample", "_collect"],
     "stop texts": ["added", "after_step", "ended", "cleared"],
     "grammars": ["masks", "_reader_of", "_make_masks", "drop"],
     "output": ["to_host", "token_ids"],
     "text": ["find_stop"],
-    "records": ["record_logprobs"],
-    "recording": ["_token_logprobs"],
     "results": ["make_result"],
     "progress bar": ["update", "set_postfix"],
 }
@@ -139,19 +140,16 @@ def object_of(llm: LLM, place: str):
         "runner": runner,
         "batches": llm.batches,
         "host rows": llm.batches.rows,
-        "host edits": llm.batches.rows.edits,
         "device rows": runner.rows,
-        "device edits": runner.rows.edits,
         "model": runner.model,
         "engine": llm,
-        "grammars": llm.grammars,
+        "grammars": llm.parts.logits_processor("bitmask").grammars,
         "output": StepOutput,
         "stop texts": llm.stop_texts,
         "text": texts.GrowingText,
-        "records": llm_engine,
-        "recording": recording,
         "results": text_llm,
         "progress bar": progress.tqdm,
+        **{processor.name: processor for processor in llm.parts.logits_processors},
     }[place]
 
 

@@ -13,7 +13,7 @@ from nanovllm.extensions.quantised.kernels.quantised_weight import (
     dequantise_torch,
 )
 from nanovllm.kernels.activation import silu_and_mul_torch
-from nanovllm.kernels.runtime import tl, triton, wait_for_inputs
+from nanovllm.kernels.runtime import pdl_wait, tl, triton
 
 # gpt-oss's activation is (up + 1) * gate * sigmoid(ALPHA * gate), with both kept within LIMIT.
 ALPHA, LIMIT = 1.702, 7.0
@@ -112,7 +112,7 @@ def find_tile(
     or EXPERTS if there is no such tile; the pairs int64 [BLOCK_M], and which of them are real. Programs side
     by side share the pairs.
     """
-    wait_for_inputs(OVERLAP)
+    pdl_wait(OVERLAP)
     tile = tl.program_id(0) // BLOCKS
     each = tl.arange(0, EXPERTS_PAD)
     ends = tl.load(table + EXPERTS + each, mask=each < EXPERTS, other=2147483647)

@@ -33,7 +33,7 @@ from nanovllm.extensions.experts.kernels.moe_quantised import (
 from nanovllm.extensions.experts.kernels.router import Chosen
 from nanovllm.extensions.quantised.kernels.fp8_linear import QuantisedRows
 from nanovllm.kernels import runtime
-from nanovllm.kernels.runtime import cdiv, next_power_of_2, tl, triton, use_triton, wait_for_inputs
+from nanovllm.kernels.runtime import cdiv, next_power_of_2, pdl_wait, tl, triton, use_triton
 
 PAIRS_PER_PROGRAM = 256
 # Pairs, rows of the weight and inputs a tile, warps, pipeline stages, by the most pairs that an expert has on
@@ -125,7 +125,7 @@ def _group_kernel(
     TILE: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Counts with a counter for each expert; the last program writes the table and clears the counters."""
-    wait_for_inputs(OVERLAP)
+    pdl_wait(OVERLAP)
     pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_real = pair < num_pairs
     expert = tl.load(experts + pair, mask=is_real, other=0)

@@ -13,7 +13,7 @@ from nanovllm.extensions.quantised.kernels.quantised_weight import QuantisedWeig
 from nanovllm.kernels import runtime
 from nanovllm.kernels.runtime import (
     cdiv,
-    gpu_supports_fp8,
+    gpu_supports,
     is_on_gpu,
     next_power_of_2,
     tl,
@@ -31,7 +31,7 @@ BLOCK_K = 128  # inputs of a tile
 def can_use_fp8_experts(x: Tensor, experts: ExpertWeights) -> bool:
     """Whether rows like x [rows, features] can be quantised and multiplied by these experts."""
     weights = experts.gate_up, experts.down
-    if not (is_on_gpu(x) and use_triton(x) and gpu_supports_fp8(x.device) and x.dtype == torch.bfloat16):
+    if not (is_on_gpu(x) and use_triton(x) and gpu_supports(x.device, 8, 9) and x.dtype == torch.bfloat16):
         return False
     return all(isinstance(each, QuantisedWeight) and _is_multiplied(each) for each in weights)
 

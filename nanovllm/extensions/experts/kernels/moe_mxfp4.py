@@ -19,7 +19,7 @@ from nanovllm.extensions.quantised.kernels.quantised_weight import (
     half_to_float,
 )
 from nanovllm.kernels import runtime
-from nanovllm.kernels.runtime import IS_INTERPRETED, cdiv, next_power_of_2, tl, triton, wait_for_inputs
+from nanovllm.kernels.runtime import IS_INTERPRETED, cdiv, next_power_of_2, pdl_wait, tl, triton
 
 # Pairs of a tile, pipeline stages, and registers of a thread at most, so that a multiprocessor runs several
 # programs; by the most pairs that an expert has on average.
@@ -75,7 +75,7 @@ def _split_kernel(
     x, parts, scales, x_stride, IN_FEATURES: tl.constexpr, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    wait_for_inputs(OVERLAP)
+    pdl_wait(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, WIDTH_PAD)
     value = tl.load(x + row * x_stride + column, mask=column < IN_FEATURES, other=0.0).to(tl.float32)

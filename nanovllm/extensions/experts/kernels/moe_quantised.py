@@ -21,7 +21,7 @@ from nanovllm.extensions.quantised.kernels.quantised_weight import (
     power_of_two_bf16,
 )
 from nanovllm.kernels import runtime
-from nanovllm.kernels.runtime import cdiv, is_on_gpu, next_power_of_2, tl, triton, use_triton, wait_for_inputs
+from nanovllm.kernels.runtime import cdiv, is_on_gpu, next_power_of_2, pdl_wait, tl, triton, use_triton
 
 # Pairs and rows of the weight a tile, warps, pipeline stages, by the most pairs that an expert has on
 # average.
@@ -208,7 +208,7 @@ def _arrange_kernel(
     x, out, x_stride, IN_FEATURES: tl.constexpr, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr,
     PER_BYTE: tl.constexpr, BYTES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    wait_for_inputs(OVERLAP)
+    pdl_wait(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, WIDTH_PAD)
     value = tl.load(x + row * x_stride + column, mask=column < IN_FEATURES, other=0.0)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.kernels import runtime
-from nanovllm.kernels.runtime import cdiv, next_power_of_2, tl, triton, use_triton, wait_for_inputs
+from nanovllm.kernels.runtime import cdiv, next_power_of_2, pdl_wait, tl, triton, use_triton
 
 LOWEST = tl.constexpr(-3e38)
 TINY = 1e-20  # so that weights that are all 0 have no quotient of 0 and 0
@@ -94,7 +94,7 @@ def _choose_kernel(
     NORMALISE: tl.constexpr, SIGMOID: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
     BEST: tl.constexpr, FACTOR: tl.constexpr, ROWS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    wait_for_inputs(OVERLAP)
+    pdl_wait(OVERLAP)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     expert = tl.arange(0, EXPERTS_PAD)[None, :]
     is_real = (row < rows) & (expert < EXPERTS)
