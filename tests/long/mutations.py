@@ -699,13 +699,8 @@ MUTATIONS = [
     *mutations_of(
         "nanovllm/extensions/experts/kernels/router",
         ("value = tl.where(value > LOWEST, value, LOWEST)", "pass"),
-        (
-            "mask=is_real)\n    tl.store(weights + row * TOP_K + place, share * FACTOR",
-            "mask=is_real)\n    tl.store(weights + row * TOP_K + place, share",
-        ),
-        ("index[:, None] // SIZE", "index[:, None]"),
-        ("(weights.sum(-1, keepdim=True) + TINY)", "weights.sum(-1, keepdim=True)"),
-        ("tl.sum(share, axis=1)[:, None] + TINY_SUM", "tl.sum(share, axis=1)[:, None]"),
+        ("weights / weights.sum(-1, keepdim=True)", "weights"),
+        ("share /= tl.sum(share, axis=1)[:, None]", "pass"),
     ),
     *mutations_of(
         "nanovllm/extensions/experts/kernels/moe_fp8",
