@@ -572,7 +572,7 @@ MUTATIONS = [
         ("            member.num_deaths = 0", "            pass"),
         ("if num_deaths == MAX_DEATHS:", "if False:"),
         ("if member in self.members:", "if True:"),
-        ("Work(line, MAX_ATTEMPTS - 1) for line", "Work(line, 0) for line"),
+        ("Work([line], MAX_ATTEMPTS - 1) for line", "Work([line], 0) for line"),
         ("                raise result\n", "                pass\n"),
         ('if count * ranks > available["GPU"]:', 'if count > available["GPU"]:'),
         ('if count * ranks > available["GPU"]:', 'if count * ranks >= available["GPU"]:'),
