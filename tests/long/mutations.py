@@ -563,7 +563,7 @@ MUTATIONS = [
         ("            member.num_deaths = 0", "            pass"),
         ("if num_deaths == MAX_DEATHS:", "if False:"),
         ("if member in self.members:", "if True:"),
-        ("Work(line, MAX_ATTEMPTS - 1) for line", "Work(line, 0) for line"),
+        ("Work([line], MAX_ATTEMPTS - 1) for line", "Work([line], 0) for line"),
         ("                raise result\n", "                pass\n"),
         ('if count * ranks > available["GPU"]:', 'if count > available["GPU"]:'),
         ('if count * ranks > available["GPU"]:', 'if count * ranks >= available["GPU"]:'),
@@ -692,13 +692,8 @@ MUTATIONS = [
     *mutations_of(
         "nanovllm/extensions/experts/kernels/router",
         ("value = tl.where(value > LOWEST, value, LOWEST)", "pass"),
-        (
-            "mask=is_real)\n    tl.store(weights + row * TOP_K + place, share * FACTOR",
-            "mask=is_real)\n    tl.store(weights + row * TOP_K + place, share",
-        ),
-        ("index[:, None] // SIZE", "index[:, None]"),
-        ("(weights.sum(-1, keepdim=True) + TINY)", "weights.sum(-1, keepdim=True)"),
-        ("tl.sum(share, axis=1)[:, None] + TINY_SUM", "tl.sum(share, axis=1)[:, None]"),
+        ("weights / weights.sum(-1, keepdim=True)", "weights"),
+        ("share /= tl.sum(share, axis=1)[:, None]", "pass"),
     ),
     *mutations_of(
         "nanovllm/extensions/experts/kernels/moe_fp8",
