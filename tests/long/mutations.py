@@ -882,7 +882,10 @@ MUTATIONS = [
     *mutations_of(
         "nanovllm/checkpoints/model_config",
         ('any(kind != "full_attention" for kind in kinds)', "False"),
-        ("self.vocab_size + self.num_hidden_layers * self.layer_width", "self.vocab_size"),
+    ),
+    *mutations_of(
+        "nanovllm/extensions/checkpoints/sizes",
+        ("(config.vocab_size + widths)", "config.vocab_size"),
     ),
     *mutations_of(
         "nanovllm/checkpoints/folder",

@@ -519,7 +519,7 @@ def metadata_of(kind: str, tokens: list[str], types: list[int] | None = None, **
 
 def byte_level_metadata(pre: str, **others) -> dict:
     """Every byte, pairs and triples of "1", and one special token."""
-    from nanovllm.checkpoints.tokenizer import toy_tokenizer
+    from nanovllm.extensions.checkpoints.made_up import toy_tokenizer
 
     vocabulary = toy_tokenizer().get_vocab()
     tokens = sorted(vocabulary, key=vocabulary.get)[:256] + ["11", "111", "<|im_end|>"]
