@@ -846,7 +846,7 @@ MUTATIONS = [
     *mutations_of(
         "nanovllm/layers/linear",
         ("if product.accepts(rows, is_prefill):", "if True:"),
-        ("        self.format.finish()\n        self._use_format()", "        self.format.finish()"),
+        ("        self.matrix.finish()\n        self._use_matrix()", "        self.matrix.finish()"),
     ),
     *mutations_of(
         "nanovllm/layers/product",

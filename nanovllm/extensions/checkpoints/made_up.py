@@ -35,8 +35,8 @@ def fill_with_random_values(model: nn.Module) -> None:
             make_normal(param, name)
     for name, layer in model.named_modules():
         if getattr(layer, "stored_tensors", lambda name: {})(name):
-            matrix = torch.empty(layer.format.shape, device=next(layer.parameters()).device)
-            layer.format.fill(make_normal(matrix, f"{name}.weight"))
+            matrix = torch.empty(layer.matrix.shape, device=next(layer.parameters()).device)
+            layer.matrix.fill(make_normal(matrix, f"{name}.weight"))
 
 
 def toy_tokenizer() -> Any:
