@@ -834,7 +834,7 @@ MUTATIONS = [
     *mutations_of(
         "nanovllm/layers/linear",
         ("if product.accepts(rows, is_prefill):", "if True:"),
-        ("        self.format.finish()\n        self._use_format()", "        self.format.finish()"),
+        ("        self.matrix.finish()\n        self._use_matrix()", "        self.matrix.finish()"),
     ),
     *mutations_of(
         "nanovllm/layers/product",
@@ -870,7 +870,10 @@ MUTATIONS = [
     *mutations_of(
         "nanovllm/checkpoints/model_config",
         ('any(kind != "full_attention" for kind in kinds)', "False"),
-        ("self.vocab_size + self.num_hidden_layers * self.layer_width", "self.vocab_size"),
+    ),
+    *mutations_of(
+        "nanovllm/extensions/checkpoints/sizes",
+        ("(config.vocab_size + widths)", "config.vocab_size"),
     ),
     *mutations_of(
         "nanovllm/checkpoints/folder",
