@@ -563,7 +563,7 @@ MUTATIONS = [
         ("            member.num_deaths = 0", "            pass"),
         ("if num_deaths == MAX_DEATHS:", "if False:"),
         ("if member in self.members:", "if True:"),
-        ("Work(line, MAX_ATTEMPTS - 1) for line", "Work(line, 0) for line"),
+        ("Work([line], MAX_ATTEMPTS - 1) for line", "Work([line], 0) for line"),
         ("                raise result\n", "                pass\n"),
         ('if count * ranks > available["GPU"]:', 'if count > available["GPU"]:'),
         ('if count * ranks > available["GPU"]:', 'if count * ranks >= available["GPU"]:'),
@@ -692,13 +692,8 @@ MUTATIONS = [
     *mutations_of(
         "nanovllm/extensions/experts/kernels/router",
         ("value = tl.where(value > LOWEST, value, LOWEST)", "pass"),
-        (
-            "mask=is_real)\n    tl.store(weights + row * TOP_K + place, share * FACTOR",
-            "mask=is_real)\n    tl.store(weights + row * TOP_K + place, share",
-        ),
-        ("index[:, None] // SIZE", "index[:, None]"),
-        ("(weights.sum(-1, keepdim=True) + TINY)", "weights.sum(-1, keepdim=True)"),
-        ("tl.sum(share, axis=1)[:, None] + TINY_SUM", "tl.sum(share, axis=1)[:, None]"),
+        ("weights / weights.sum(-1, keepdim=True)", "weights"),
+        ("share /= tl.sum(share, axis=1)[:, None]", "pass"),
     ),
     *mutations_of(
         "nanovllm/extensions/experts/kernels/moe_fp8",
@@ -839,7 +834,7 @@ MUTATIONS = [
     *mutations_of(
         "nanovllm/layers/linear",
         ("if product.accepts(rows, is_prefill):", "if True:"),
-        ("        self.format.finish()\n        self._use_format()", "        self.format.finish()"),
+        ("        self.matrix.finish()\n        self._use_matrix()", "        self.matrix.finish()"),
     ),
     *mutations_of(
         "nanovllm/layers/product",
@@ -875,7 +870,10 @@ MUTATIONS = [
     *mutations_of(
         "nanovllm/checkpoints/model_config",
         ('any(kind != "full_attention" for kind in kinds)', "False"),
-        ("self.vocab_size + self.num_hidden_layers * self.layer_width", "self.vocab_size"),
+    ),
+    *mutations_of(
+        "nanovllm/extensions/checkpoints/sizes",
+        ("(config.vocab_size + widths)", "config.vocab_size"),
     ),
     *mutations_of(
         "nanovllm/checkpoints/folder",

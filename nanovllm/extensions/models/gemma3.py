@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
 from nanovllm.extensions.models.config import DecoderConfig
 from nanovllm.extensions.models.facts import LAYER_MODULES, Facts, Fields, GGUFFacts
@@ -13,6 +14,7 @@ from nanovllm.extensions.models.gelu import GeluAndMul
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.residual_stream import Stream
 from nanovllm.models.qwen3 import Qwen3DecoderLayer, Qwen3ForCausalLM
+from nanovllm.utils.loader import default_weight_loader
 
 
 class Gemma3DecoderLayer(Qwen3DecoderLayer):
@@ -37,10 +39,26 @@ class Gemma3ForCausalLM(Qwen3ForCausalLM):
 
     def __init__(self, config: DecoderConfig):
         super().__init__(config)
-        self.model.embed_tokens.scale = config.hidden_size**0.5
+        embedding = self.model.embed_tokens
+        scale = torch.tensor(config.hidden_size**0.5, dtype=embedding.weight.dtype, device="cpu").item()
+        embedding.register_forward_hook(lambda _module, _args, embedded: embedded * scale)
         for norm in self.modules():
             if isinstance(norm, RMSNorm):
-                norm.store_less_one()
+                store_less_one(norm)
+
+
+def store_less_one(norm: RMSNorm) -> None:
+    """
+    Say that checkpoints have the weight less 1. It is kept in float32: beside the 1 bfloat16 would lose most
+    of what they have.
+    """
+    norm.weight = nn.Parameter(norm.weight.float(), requires_grad=False)
+    norm.weight.weight_loader = _load_and_add_one
+
+
+def _load_and_add_one(param: nn.Parameter, loaded_weight: Any) -> None:
+    default_weight_loader(param, loaded_weight)
+    param.data += 1
 
 
 DEFAULTS = {

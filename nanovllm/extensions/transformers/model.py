@@ -15,13 +15,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from nanovllm.checkpoints.base import Transposed
 from nanovllm.distributed.group import get_group
 from nanovllm.extensions.transformers.config import transformers_config
 from nanovllm.extensions.transformers.faster import PACKED, GatedMLP, leave_rotations, replacement
 from nanovllm.extensions.transformers.parts import NAME, register
 from nanovllm.extensions.transformers.ranks import cut_modules
-from nanovllm.extensions.transformers.weights import converted
+from nanovllm.extensions.transformers.weights import Transposed, converted
 from nanovllm.layers.attention import Attention
 from nanovllm.utils.context import get_context
 from nanovllm.utils.loader import find_places
