@@ -110,7 +110,7 @@ class ModelRunner:
         self.waiting = sum(1 << i for i, each in enumerate(self.processors) if each.waits_for_host)
         self.receivers = {processor.name: processor.receive for processor in self.processors}
         self.receivers["attention"] = self.backend.receive
-        self.receivers["prefix_cache"] = functools.partial(parts.prefix_cache.receive, kv_cache=self.kv_cache)
+        self.receivers["prefix_cache"] = lambda message: parts.prefix_cache.receive(message, self.kv_cache)
         # The torch twins of the attention kernels read numbers on the host.
         reads = config.attention_backend == "torch" or not HAVE_TRITON or self.device.type != "cuda"
         self.graph_sizes = get_graph_sizes(config.max_num_seqs)
