@@ -3,6 +3,7 @@
 Follow `step` -> `Scheduler.schedule` -> `ModelRunner.run` -> `Scheduler.postprocess`.
 """
 
+import functools
 import random
 import sys
 import time
@@ -16,7 +17,7 @@ from nanovllm.checkpoints.base import Checkpoint
 from nanovllm.config import Config
 from nanovllm.distributed.ranks import SHUT_DOWN, EngineDeadError, Ranks
 from nanovllm.engine.batch import Batch, BatchMaker, StepOutput
-from nanovllm.engine.interfaces import SequenceError, resolve, selected
+from nanovllm.engine.interfaces import SequenceError, max_cached, resolve, selected
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
@@ -74,7 +75,8 @@ class LLMEngine:
                 self.exit()
                 raise
         parts, processors = self.parts, self.parts.logits_processors
-        self.scheduler = Scheduler(self.config, parts.prefix_cache, parts.admissions, processors)
+        limit = functools.partial(max_cached, processors)
+        self.scheduler = Scheduler(self.config, parts.prefix_cache, parts.admissions, limit)
         backend = self.model_runner.backend
         self.batches = BatchMaker(self.config, parts.prefix_cache, backend, processors)
         limits, recommended = self.scheduler.limits, self.generation_config

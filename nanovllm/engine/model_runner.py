@@ -48,12 +48,9 @@ class Computed(NamedTuple):
     tensors: dict[str, tuple[torch.Tensor, ...]]  # by logits processor, what it has to tell of all tokens
 
 
-class Unsampled(NamedTuple):
-    """A step between `forward` and `sample`."""
-
-    wanted: int  # see Batch
-    graph: Hashable | None  # the CUDA graph that samples
-    computed: Computed | None = None  # without a graph
+# A step between `forward` and `sample`: Batch.wanted, the key of the CUDA graph that samples, or without a
+# graph what there is to sample from.
+Forwarded = tuple[int, Hashable | None, Computed | None]
 
 
 class ModelRunner:
@@ -115,7 +112,7 @@ class ModelRunner:
         reads = config.attention_backend == "torch" or not HAVE_TRITON or self.device.type != "cuda"
         self.graph_sizes = get_graph_sizes(config.max_num_seqs)
         self.graphs = None if config.enforce_eager or reads else CudaGraphs(self.device)
-        self.unsampled: Unsampled | None = None
+        self.unsampled: Forwarded | None = None
         self.has_decoded = False
 
     def load(self, checkpoint: Checkpoint) -> None:
@@ -221,24 +218,24 @@ class ModelRunner:
         for name, message in (messages or {}).items():
             self.receivers[name](message)
 
-    def forward(self, batch: Batch) -> Unsampled:
+    def forward(self, batch: Batch) -> Forwarded:
         """Enqueue a step up to its logits. Where a CUDA graph has all of it, that is left to `_sample`."""
         wanted = batch.wanted
         if batch.is_prefill:
-            return Unsampled(wanted, None, self.run_model(self.prepare_prefill(batch), wanted))
+            return wanted, None, self.run_model(self.prepare_prefill(batch), wanted)
         if not self.has_decoded:
             self.has_decoded = True
             self._notify("before_first_decode")
         if self.graphs is None:
             inputs = self.prepare_decode(*self.decoding(batch.num_sequences, batch.plan_key))
-            return Unsampled(wanted, None, self.run_model(inputs))
+            return wanted, None, self.run_model(inputs)
         size = next(size for size in self.graph_sizes if size >= batch.num_sequences)
         key = size, batch.plan_key, wanted
         if key not in self.graphs:
             self.capture_cudagraph(*key)
         if wanted & self.waiting:
             self.graphs.replay(key, 0)
-        return Unsampled(wanted, key)
+        return wanted, key, None
 
     def _sample(self) -> StepOutput:
         (wanted, key, computed), self.unsampled = self.unsampled, None
@@ -296,15 +293,12 @@ class ModelRunner:
         return SamplingStep(rows, inputs.temperatures[rows], inputs.seeds[rows], positions)
 
     def run_model(self, inputs: ModelInputs, wanted: int = 0) -> Computed:
-        """
-        From token ids to the logits after them. Ends the context that `prepare_...` has set. `wanted` are the
-        logits processors that see the hidden states.
-        """
-        lm_head, tensors = self.model.lm_head, {}
+        """From token ids to the logits after them. Ends the context that `prepare_...` has set."""
+        tensors = {}
         try:
             hidden_states = self.model(inputs.input_ids, inputs.positions)
             for processor in selected(self.processors, wanted) if wanted else ():
-                if (found := processor.hidden(hidden_states, lm_head)) is not None:
+                if (found := processor.hidden(hidden_states, self.model.lm_head)) is not None:
                     tensors[processor.name] = found
             return Computed(self.model.compute_logits(hidden_states), inputs.sampling, tensors)
         finally:

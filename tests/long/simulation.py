@@ -27,6 +27,7 @@ import argparse
 import random
 import time
 from collections import Counter
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -40,6 +41,7 @@ from nanovllm.assembly import make_admissions, make_prefix_cache
 from nanovllm.engine.batch import Batch, BatchMaker
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.device_rows import RowLayout
+from nanovllm.engine.interfaces import max_cached
 from nanovllm.engine.policies import Hit
 from nanovllm.engine.scheduler import MAX_PREFILLS_IN_A_ROW, Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
@@ -375,7 +377,7 @@ class Simulation:
         self.model = FakeModel(config, backend, prefix_cache, (self.scores,))
         admissions = make_admissions(config, BiasProcessor())
         self.forecast = next(part for part in admissions if isinstance(part, Forecast))
-        self.scheduler = Scheduler(config, prefix_cache, admissions, (self.scores,))
+        self.scheduler = Scheduler(config, prefix_cache, admissions, partial(max_cached, (self.scores,)))
         self.scheduler.block_manager = WatchedBlocks(
             self, num_blocks, self.block_size, config.enable_prefix_caching, prefix_cache
         )
