@@ -396,7 +396,7 @@ MUTATIONS = [
             "lens_k = starts + lens_q",
             "lens_k = lens_q",
         ),
-        ("wanted |= seq.wanted", "wanted = seq.wanted"),
+        ("wanted |= seq.request.wanted", "wanted = seq.request.wanted"),
     ),
     *mutations_of(
         "nanovllm/extensions/logits/scores",
@@ -414,7 +414,10 @@ MUTATIONS = [
         ("self.has_prefilled or rows != self.batch, False", "self.has_prefilled, False"),
         ("self.has_prefilled or rows != self.batch, False", "rows != self.batch, False"),
         ("if len(seq.block_table) != num_blocks[seq.row]:", "if False:"),
-        ("np.array([[seq.seed] for seq in sequences]", "np.array([[seq.seed >> 32] for seq in sequences]"),
+        (
+            "np.array([[seq.request.seed] for seq in sequences]",
+            "np.array([[seq.seq_id] for seq in sequences]",
+        ),
         (
             "range(start + num_sent, start + num_blocks)",
             "range(start + num_sent + 1, start + num_blocks + 1)",
@@ -459,7 +462,7 @@ MUTATIONS = [
     *mutations_of(
         "nanovllm/extensions/logits/logprobs",
         ("            del so_far[len(seq.token_ids) - seq.num_prompt_tokens :]", "            pass"),
-        ("in seq.own and not seq.is_finished]", "in seq.own]"),
+        ("in seq.request.own and not seq.is_finished]", "in seq.request.own]"),
     ),
     *mutations_of(
         "nanovllm/text/results",
