@@ -126,14 +126,14 @@ MUTATIONS = [
         ("self.waiting.move_to_end(seq, last=False)", "pass"),
         ("reverse=True)", "reverse=False)"),
         ("if seq.num_tokens == seq.max_num_tokens:", "if seq.num_tokens == seq.max_num_tokens - 1:"),
-        ("self.running = [seq for seq in self.running if seq.row >= 0]", "pass"),
+        ("self.running = [seq for seq in self.running if seq.slot >= 0]", "pass"),
         ("if seq.status is over:", "if False:"),
         ("if num_known % block_size == 0:", "if num_known % block_size == 1:"),
         ("elif num_known == seq.max_num_tokens:", "elif num_known == seq.max_num_tokens + 1:"),
         ("if token_id in seq.end_token_ids:", "if token_id in self.limits.eos:"),
         ("self.block_manager.forget_uncomputed(seq)", "pass"),
         ("seq.num_tokens = len(seq.token_ids)", "pass"),
-        ("self.free_rows.append(seq.row)", "self.free_rows.insert(0, 0)"),
+        ("self.free_slots.append(seq.slot)", "self.free_slots.insert(0, 0)"),
         (
             "            del self.waiting[seq]\n        elif",
             "            self.waiting.pop(seq)\n            self.waiting = self.waiting.copy()\n        elif",
@@ -320,7 +320,7 @@ MUTATIONS = [
     *mutations_of(
         "model_runner",
         ("from_cache = not np.array_equal(batch.lens_q, batch.lens_k)", "from_cache = False"),
-        ("return self.rows.inputs.block_tables[rows]", "return self.rows.inputs.block_tables[rows] * 0"),
+        ("return self.slots.inputs.block_tables[slots]", "return self.slots.inputs.block_tables[slots] * 0"),
         ("token_positions(batch.lens_q, batch.lens_k)", "token_positions(batch.lens_q, batch.lens_q)"),
         ('min(self.group.gather("budget", budget))', 'self.group.gather("budget", budget)[0]'),
         ("        if not self.has_decoded:", "        if True:"),
@@ -409,11 +409,11 @@ MUTATIONS = [
         ("start += seq.num_scheduled_tokens", "start += len(seq)"),
     ),
     *mutations_of(
-        "device_rows",
-        ("        if rows != self.batch:", "        if not self.batch:"),
-        ("self.has_prefilled or rows != self.batch, False", "self.has_prefilled, False"),
-        ("self.has_prefilled or rows != self.batch, False", "rows != self.batch, False"),
-        ("if len(seq.block_table) != num_blocks[seq.row]:", "if False:"),
+        "slots",
+        ("        if slots != self.batch:", "        if not self.batch:"),
+        ("self.has_prefilled or slots != self.batch, False", "self.has_prefilled, False"),
+        ("self.has_prefilled or slots != self.batch, False", "slots != self.batch, False"),
+        ("if len(seq.block_table) != num_blocks[seq.slot]:", "if False:"),
         (
             "np.array([[seq.request.seed] for seq in sequences]",
             "np.array([[seq.seq_id] for seq in sequences]",
@@ -422,13 +422,13 @@ MUTATIONS = [
             "range(start + num_sent, start + num_blocks)",
             "range(start + num_sent + 1, start + num_blocks + 1)",
         ),
-        ("            self.num_blocks[seq.row] = 0\n", ""),
+        ("            self.num_blocks[seq.slot] = 0\n", ""),
         ("self.batch: list[int] = []", "self.batch = getattr(self, 'batch', [])"),
     ),
     *mutations_of(
         "nanovllm/extensions/logits/bias",
         ("self.history[to_device(np.array(list(message.rules)), device)] = -1", "pass"),
-        ("if seq.row != slot]", "if False]"),
+        ("if seq.slot != slot]", "if False]"),
         ("slots = [*message.dropped, *message.rules]", "slots = [*message.rules]"),
         (
             "self.rules[slot].data_ptr() if slot in self.rules else 0",
@@ -1017,9 +1017,7 @@ MUTATIONS = [
     *mutations_of(
         "memory", ("min(config.max_model_len, max(tokens + 1", "max(config.max_model_len, max(tokens + 1")
     ),
-    *mutations_of(
-        "device_rows", ("self.max_blocks = min(self.max_blocks, config.num_kvcache_blocks)", "pass")
-    ),
+    *mutations_of("slots", ("self.max_blocks = min(self.max_blocks, config.num_kvcache_blocks)", "pass")),
     *mutations_of(
         "nanovllm/extensions/models/config",
         ("4 <= bits < 7 and torch.cpu._is_avx512_bf16_supported()", "4 <= bits < 7"),

@@ -30,7 +30,7 @@ class FilterProcessor(LogitsProcessor):
             if self.name in seq.request.own:
                 params = seq.sampling_params
                 # Within what float32 can compute with.
-                wanted[seq.row] = Filters(max(params.top_k, 0), max(params.top_p, 1e-30), params.min_p)
+                wanted[seq.slot] = Filters(max(params.top_k, 0), max(params.top_p, 1e-30), params.min_p)
         return self.settings.of(sequences, wanted)
 
     def allocate(self, num_slots: int, vocab_size: int, device: torch.device) -> None:

@@ -81,14 +81,14 @@ class PenaltyProcessor(LogitsProcessor):
         for seq in flagged:
             params = seq.sampling_params
             repetition = min(max(params.repetition_penalty, 1e-6), 1e6)
-            wanted[seq.row] = Penalties(params.presence_penalty, params.frequency_penalty, repetition, 1.0)
+            wanted[seq.slot] = Penalties(params.presence_penalty, params.frequency_penalty, repetition, 1.0)
             fill, flags = token_flags_of(seq)
             fills.append(fill)
-            start = seq.row * self.vocab_size
+            start = seq.slot * self.vocab_size
             values |= {start + token_id: flag for token_id, flag in flags.items()}
         return PenaltyMessage(
             self.settings.of(sequences, wanted),
-            np.array([seq.row for seq in flagged], dtype=np.int64),
+            np.array([seq.slot for seq in flagged], dtype=np.int64),
             np.array(fills, dtype=np.int32),
             np.array(list(values.items()), dtype=np.int64).reshape(-1, 2),
         )

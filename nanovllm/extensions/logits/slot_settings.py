@@ -26,7 +26,7 @@ class SlotSettings:
 
     def of(self, sequences: list[Sequence], wanted: dict[int, Numbers]) -> SlotNumbers:
         """What these sequences have in their slots: by slot, what is wanted there."""
-        slots = [seq.row for seq in sequences]
+        slots = [seq.slot for seq in sequences]
         numbers = [wanted.get(slot, self.neutral) for slot in slots]
         return np.array(slots, dtype=np.int64), np.array(numbers, dtype=np.float32)
 
