@@ -63,7 +63,7 @@ HOST_ONLY = """
 # One decode step, models, layers and kernels aside, in the order in which it is read.
 DECODE_STEP = """
     engine/llm_engine.py engine/scheduler.py engine/sequence.py engine/block_manager.py
-    engine/batch.py engine/device_rows.py engine/model_runner.py engine/cuda_graphs.py
+    engine/batch.py engine/slots.py engine/model_runner.py engine/cuda_graphs.py
 """.split()
 
 # The vocabulary of design.md section 3. `Name.member` is a method or a field.

@@ -4,6 +4,7 @@ Follow `step` -> `Scheduler.schedule` -> `ModelRunner.run` -> `Scheduler.postpro
 """
 
 import contextlib
+import functools
 import random
 import sys
 import time
@@ -19,7 +20,7 @@ from nanovllm.config import Config
 from nanovllm.distributed.ranks import SHUT_DOWN, EngineDeadError, Ranks
 from nanovllm.engine.batch import Batch, BatchMaker, StepOutput
 from nanovllm.engine.input_processor import InputProcessor, Prompt
-from nanovllm.engine.interfaces import Observer, SequenceError, resolve, selected
+from nanovllm.engine.interfaces import Observer, SequenceError, max_cached, resolve, selected
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Request, Sequence
@@ -79,7 +80,8 @@ class LLMEngine:
                 self.exit()
                 raise
         parts, processors = self.parts, self.parts.logits_processors
-        self.scheduler = Scheduler(self.config, parts.prefix_cache, parts.admissions, processors)
+        limit = functools.partial(max_cached, processors)
+        self.scheduler = Scheduler(self.config, parts.prefix_cache, parts.admissions, limit)
         backend = self.model_runner.backend
         self.batches = BatchMaker(self.config, parts.prefix_cache, backend, processors)
         self.prompts = self.make_prompts(

@@ -32,7 +32,7 @@ STOPPING = dict(stop=["ab", "ba", "a" * 9, "b" * 9], min_tokens=8, allowed_token
 PROMPTS = [[*range(40)], [7] * 20, [*range(40)], [1, 2, 3]]
 PARAMS = [
     SamplingParams(0, 30, True, frequency_penalty=0.5, logprobs=1, prompt_logprobs=0),
-    SamplingParams(1, 20, True, n=2, seed=1, **STOPPING),
+    SamplingParams(1, 20, True, n=2, seed=1, top_k=2, **STOPPING),
     SamplingParams(0, 30, True, logit_bias={3: 1.0}),
     SamplingParams(0, 25, True, top_k=3, structured_outputs=StructuredOutputsParams(regex="([a-z][0-9])*")),
 ]
@@ -61,8 +61,8 @@ METHODS = {
         "sample_logits",
     ],
     "batches": ["prefill", "decode"],
-    "host rows": ["prefill", "decode"],
-    "device rows": ["apply", "next_inputs", "note_drawn"],
+    "host slots": ["prefill", "decode"],
+    "device slots": ["apply", "next_inputs", "note_drawn"],
     "bias": ["prepare", "apply", "drawn"],
     "penalties": ["prepare", "apply", "drawn"],
     "filters": ["prepare", "apply"],
@@ -139,8 +139,8 @@ def object_of(llm: LLM, place: str):
         "prefix cache": TokenPrefixes,
         "runner": runner,
         "batches": llm.batches,
-        "host rows": llm.batches.rows,
-        "device rows": runner.rows,
+        "host slots": llm.batches.slots,
+        "device slots": runner.slots,
         "model": runner.model,
         "engine": llm,
         "grammars": llm.parts.logits_processor("bitmask").grammars,
