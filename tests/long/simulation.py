@@ -1,10 +1,10 @@
-"""A simulated engine: the real Scheduler, BlockManager, BatchMaker and PrefixGroups over a fake device.
+"""A simulated engine: the real Scheduler, BlockManager, BatchMaker and CascadePlanner over a fake device.
 
 `python tests/long/simulation.py --steps 1000000 --seed 0` runs that many steps of random histories and says
 what happened in them. The next token depends on the seed, the position and every token before it, and each
 slot of the KV cache holds a hash of all tokens up to the one written there: a wrong slot, a stale block, a
-wrong copy or a lost token ends in a wrong read. What a group reads for its members is read through the first
-one's block table: it must be what each would have read in its own.
+wrong copy or a lost token ends in a wrong read. A shared prefix is read through the block table of one of its
+sequences: it must be what each would have read in its own.
 
 What is shared is checked against a search of the whole cache (`WatchedBlocks`): a prompt takes over every
 token but its last that it has in common with what earlier steps computed, and whole blocks of what its own
@@ -43,10 +43,11 @@ from nanovllm.engine.device_rows import RowLayout
 from nanovllm.engine.policies import Hit
 from nanovllm.engine.scheduler import MAX_PREFILLS_IN_A_ROW, Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
-from nanovllm.extensions.prefixes import groups, token_prefixes
+from nanovllm.extensions.logits.bias import BiasProcessor
+from nanovllm.extensions.logits.scores import ScoreProcessor
+from nanovllm.extensions.prefixes import planner, token_prefixes
 from nanovllm.extensions.prefixes.cascade import CascadeBackend
-from nanovllm.extensions.prefixes.groups import PrefixGroups
-from nanovllm.extensions.prefixes.kernels.shared_prefix import MAX_PARTS
+from nanovllm.extensions.prefixes.planner import CascadePlanner
 from nanovllm.extensions.prefixes.token_prefixes import TokenPrefixes
 from nanovllm.extensions.safety.forecast import Forecast
 from nanovllm.layers.attention import AttentionBackend
@@ -98,9 +99,9 @@ class FakeModel:
     that it drew before the host does.
     """
 
-    def __init__(self, config: Any, backend: CascadeBackend, prefix_cache: TokenPrefixes):
+    def __init__(self, config: Any, backend: CascadeBackend, prefix_cache: TokenPrefixes, processors: tuple):
         self.block_size, self.prefix_cache, self.backend = config.kvcache_block_size, prefix_cache, backend
-        self.batches = BatchMaker(config, prefix_cache, backend)
+        self.batches = BatchMaker(config, prefix_cache, backend, processors)
         layout, self.reach = RowLayout(config), config.hf_config.tokens_in_reach
         self.words = np.zeros(layout.num_words, np.int32)
         self.tables = dict(
@@ -118,14 +119,14 @@ class FakeModel:
         self.slots.clear()
 
     def run(self, sequences: list[Sequence], is_prefill: bool) -> tuple[list[int], int]:
-        """Returns the next tokens, and how many were read in groups."""
+        """Returns the next tokens, and how many were read as shared prefixes."""
         states = list(map(self.states_of, sequences))
         copied = [(seq, copy) for seq in sequences if (copy := self.copy_for(seq))]
         batch = self.batches.prefill(sequences) if is_prefill else self.batches.decode(sequences)
         if batch.row_updates is not None:
             indices, values = batch.row_updates.words
             self.words[indices] = values
-        messages, num_grouped = batch.messages or {}, self.backend.groups.num_grouped_tokens
+        messages, num_grouped = batch.messages or {}, self.backend.planner.num_prefix_tokens
         if "attention" in messages:
             self.backend.receive(messages["attention"])
         rows = batch.rows if is_prefill else self.tables["batch"][: len(sequences)]
@@ -139,8 +140,8 @@ class FakeModel:
         assert not is_prefill or batch.slot_mapping.tolist() == sum(slots, [])
         for written, known, start, end in zip(slots, states, starts, ends, strict=True):
             self.slots.update(zip(written, known[start:end], strict=True))
-        tokens, in_groups = [], self.read_in_groups(batch, tables, ends)
-        for seq, known, table, end, read in zip(sequences, states, tables, ends, in_groups, strict=True):
+        tokens, shared = [], self.read_prefixes(batch, tables, ends)
+        for seq, known, table, end, read in zip(sequences, states, tables, ends, shared, strict=True):
             # Of a window, what the first token of the step sees and all behind it.
             first = max(0, seq.num_computed_tokens + 1 - self.reach) if self.reach else 0
             read += [self.slots[slot] for slot in self.slots_of(table, first + len(read), end)]
@@ -183,31 +184,30 @@ class FakeModel:
             copied.update(written)
         self.slots.update(copied)
 
-    def read_in_groups(self, batch: Batch, tables: np.ndarray, ends: np.ndarray) -> list[list[int]]:
-        """What tasks read for each sequence of the batch, see SharedPrefixes."""
+    def read_prefixes(self, batch: Batch, tables: np.ndarray, ends: np.ndarray) -> list[list[int]]:
+        """What work items read for each sequence of the batch, see CascadePlan."""
         size = batch.num_sequences
         if not batch.plan_key:
             return [[] for _ in range(size)]
-        whole = self.backend.tables
-        assert not whole.prefix_lens[size:].any() and not whole.num_parts[size:].any(), "padding reads"
-        shared, found = self.backend.inputs(size, True), {}
-        members, tasks = shared.members.tolist(), shared.tasks
-        assert shared.num_tasks[0] <= len(tasks)
-        for first, count, begin, end in tasks[: shared.num_tasks[0]].tolist():
-            part = [self.slots[slot] for slot in self.slots_of(tables[members[first]], begin, end)]
-            for slot in range(first, first + count):
-                assert slot not in found, "two tasks for the same part"
-                found[slot] = members[slot], begin, part
+        whole, plan = self.backend.tables, self.backend.inputs(size, True)
+        assert not whole.prefix_lens[size:].any() and not whole.num_partials[size:].any(), "padding reads"
+        assert plan.num_work_items[0] <= len(plan.work_items)
+        found: dict[int, tuple[int, int, list[int]]] = {}
+        queries = plan.queries.tolist()
+        for first, count, begin, end in plan.work_items[: plan.num_work_items[0]].tolist():
+            states = [self.slots[slot] for slot in self.slots_of(tables[queries[first]], begin, end)]
+            for query in range(first, first + count):
+                assert query not in found, "two work items have the same query"
+                found[query] = queries[query], begin, states
         read: list[list[int]] = []
-        for place, parts in enumerate(shared.parts):
+        for row, partials in enumerate(plan.partials):
             mine: list[int] = []
-            slots = parts[: shared.num_parts[place]].tolist()
-            for member, begin, part in sorted(found[slot] for slot in slots):
-                assert member == place and begin == len(mine), "not its own part, a gap or an overlap"
-                mine += part
-            assert len(mine) == shared.prefix_lens[place] < ends[place], "beyond its own tokens"
+            for owner, begin, states in sorted(found[i] for i in partials[: plan.num_partials[row]].tolist()):
+                assert owner == row and begin == len(mine), "not its own result, a gap or an overlap"
+                mine += states
+            assert len(mine) == plan.prefix_lens[row] < ends[row], "beyond its own tokens"
             read.append(mine)
-        assert sum(map(len, read)) == self.backend.groups.num_grouped_tokens
+        assert sum(map(len, read)) == self.backend.planner.num_prefix_tokens
         return read
 
 
@@ -288,7 +288,7 @@ class WatchedBlocks(BlockManager):
 
     def most_in_common(self, seq: Sequence) -> int:
         """How many of the sequence's tokens, from the first one but without the last, are to be found."""
-        size, states, num_tokens = self.block_size, states_of(seq.token_ids)[: seq.num_cacheable_tokens], 0
+        size, states, num_tokens = self.block_size, states_of(seq.token_ids)[: self.max_cached(seq)], 0
         blocks, computing = self.contents(), self.contents_of_this_step()
         while True:
             states_here = states[num_tokens : num_tokens + size]
@@ -362,19 +362,20 @@ class Simulation:
         self.limits = {
             "MIN_SHARED_TOKENS": pick.randint(1, 4),
             "MIN_SAVED_TOKENS": pick.choice([1, 9, 30]),
-            "MIN_GROUP_SAVED": 1,
+            "MIN_PREFIX_SAVED": 1,
         }
-        self.limits |= {"PIECE_STEP": step, "MIN_PIECE": 2 * step}
+        self.limits |= {"ITEM_STEP": step, "MIN_ITEM_TOKENS": 2 * step}
         cpu = torch.device("cpu")
         backend = CascadeBackend(AttentionBackend(), config, cpu)
         backend.allocate(cpu)
         sizes = pick.choice([1, 2, 3, 64]), pick.choice([1, 4, 20])
-        backend.groups = PrefixGroups(backend.groups.num_rows, MAX_PARTS, *sizes)
+        backend.planner = CascadePlanner(backend.planner.num_rows, *sizes)
         prefix_cache = make_prefix_cache(config)
-        self.model = FakeModel(config, backend, prefix_cache)
-        admissions = make_admissions(config)
+        self.scores = ScoreProcessor()
+        self.model = FakeModel(config, backend, prefix_cache, (self.scores,))
+        admissions = make_admissions(config, BiasProcessor())
         self.forecast = next(part for part in admissions if isinstance(part, Forecast))
-        self.scheduler = Scheduler(config, prefix_cache, admissions)
+        self.scheduler = Scheduler(config, prefix_cache, admissions, (self.scores,))
         self.scheduler.block_manager = WatchedBlocks(
             self, num_blocks, self.block_size, config.enable_prefix_caching, prefix_cache
         )
@@ -390,7 +391,7 @@ class Simulation:
 
     def run(self, num_steps: int) -> None:
         wait = patch.object(token_prefixes, "WAIT_TOKENS", self.wait_tokens)
-        with wait, patch.multiple(groups, **self.limits):
+        with wait, patch.multiple(planner, **self.limits):
             for _ in range(num_steps):
                 self.users_act()
                 self.step()
@@ -438,7 +439,7 @@ class Simulation:
         seeds = [pick.getrandbits(63) for _ in range(pick.choice([1, 1, 1, 2, 4]))]
         group = [Sequence(prompt, params, self.block_size, seed) for seed in seeds]
         if pick.random() < 0.1:
-            group[0].scored_token_ids = prompt[1:]
+            group[0].wanted, group[0].own = 1, {"scores": self.scores.scoring(prompt[1:])}
         self.prompts = [*self.prompts[-7:], prompt]
         for seq in group:
             self.scheduler.add(seq)
@@ -466,6 +467,7 @@ class Simulation:
         self.under_way = None
         self.scheduler.restart(self.requests.values())
         self.model.reset()
+        self.scores.reset()
         for seq in self.requests.values():
             del self.model.states.get(seq.seq_id, [])[len(seq) :]
             self.work[seq.seq_id] = sum(map(self.most_drawn, self.requests.values()))
@@ -506,7 +508,7 @@ class Simulation:
                 assert self.scheduler.chunked in (None, *sequences[:1]), "a chunk beside others"
                 assert sum(seq.num_scheduled_tokens for seq in sequences) <= self.budget
             tokens, num_grouped = self.model.run(sequences, is_prefill)
-            self.counts["tokens read in groups"] += num_grouped
+            self.counts["tokens read as shared prefixes"] += num_grouped
             self.scheduler.block_manager.sources.clear()
             step = sequences, tokens, self.scheduler.advance(sequences)
         else:
@@ -576,7 +578,8 @@ class Simulation:
     def computing(self, seq: Sequence) -> list[int]:
         """Tokens but the last that it has in common with each that the step computes, up to a block of it."""
         step = [other for other in self.scheduler.running if other.num_scheduled_tokens]
-        common = [num_common(seq.token_ids[: seq.num_cacheable_tokens], other.token_ids) for other in step]
+        most = self.scheduler.block_manager.max_cached(seq)
+        common = [num_common(seq.token_ids[:most], other.token_ids) for other in step]
         first = [other.num_computed_tokens // self.block_size * self.block_size for other in step]
         return [num for num, start in zip(common, first, strict=True) if num >= start]
 

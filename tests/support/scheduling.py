@@ -35,8 +35,13 @@ def make_scheduler(is_plain: bool = False, **options) -> Scheduler:
         hf_config=SimpleNamespace(context_limit=200_000, tokens_in_reach=0),
     )
     config = SimpleNamespace(**{**defaults, **options})
-    parts = () if is_plain else (make_prefix_cache(config), make_admissions(config))
-    return Scheduler(config, *parts)
+    return Scheduler(config) if is_plain else Scheduler(config, *parts_of_extensions(config))
+
+
+def parts_of_extensions(config: Any) -> tuple[Any, Any]:
+    from nanovllm.extensions.logits.bias import BiasProcessor
+
+    return make_prefix_cache(config), make_admissions(config, BiasProcessor())
 
 
 def make_engine(**options) -> "tuple[Scheduler, FakeRunner]":
@@ -50,6 +55,13 @@ def forecast_of(scheduler: Scheduler) -> Any:
 
 def make_sequence(tokens, max_tokens: int = 8, ignore_eos: bool = False, block_size: int = 4) -> Sequence:
     return Sequence(list(tokens), SamplingParams(0.0, max_tokens, ignore_eos), block_size=block_size)
+
+
+def give_rules(seq: Sequence, num_words: int) -> None:
+    """Biases or bans that take so many words on a device."""
+    from nanovllm.extensions.logits.bias import BiasRequest
+
+    seq.own = {"bias": BiasRequest([], num_words)}
 
 
 def next_token(tokens) -> int:
