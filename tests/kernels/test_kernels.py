@@ -36,7 +36,8 @@ from kernel_checks import (
 from nanovllm.extensions.int8_cache.kernels import int8_cache
 from nanovllm.extensions.int8_cache.layout import Int8Layout
 from nanovllm.extensions.logits.kernels import filtering, logit_edits
-from nanovllm.extensions.products.kernels import matvec
+from nanovllm.extensions.models import gelu
+from nanovllm.extensions.products.kernels import gemv
 from nanovllm.extensions.ranks.kernels import all_reduce
 from nanovllm.extensions.structured.kernels import token_masks
 from nanovllm.extensions.structured.kernels.token_masks import Masks
@@ -54,6 +55,14 @@ def test_the_kernels_agree_with_their_twins_in_tritons_interpreter():
 def test_the_decode_twin_computes_a_sequence_alone_from_8_bits(length):
     attend = decode_attention.paged_decode_attention_torch
     check_decode(attend, [length], 4, 2, 64, 16, "cpu", torch.float32, INT8)
+
+
+@on_devices
+@in_both_types
+@pytest.mark.parametrize("width", [8, 1536, 3072])
+def test_gelu_of_gates_matches_its_reference(device, dtype, width):
+    x = 3 * rand(on(device, 200, 3), 2 * width + 16, device=device, dtype=dtype)[:, : 2 * width]
+    assert error(gelu.GeluAndMul()(x), gelu.gelu_and_mul_torch(x)) < tolerance(dtype)
 
 
 @on_devices
@@ -398,9 +407,9 @@ def test_a_small_product_with_its_neighbours_matches_its_twin(device, dtype, row
         {"norm_weight": norm_weight, "eps": 1e-6},
         {"norm_weight": norm_weight, "eps": 1e-6, "silu_and_mul": True, "bias": bias},
     ):
-        got = matvec.linear_small(x, weight, **options)
+        got = gemv.gemv(x, weight, **options)
         wide = {name: v.double() if isinstance(v, torch.Tensor) else v for name, v in options.items()}
-        expected = matvec.linear_small_torch(x.double(), weight.double(), **wide)
+        expected = gemv.gemv_torch(x.double(), weight.double(), **wide)
         assert got.dtype == dtype and error(got, expected) < tolerance(dtype)
 
 

@@ -566,7 +566,7 @@ MUTATIONS = [
         ("            member.num_deaths = 0", "            pass"),
         ("if num_deaths == MAX_DEATHS:", "if False:"),
         ("if member in self.members:", "if True:"),
-        ("Work(line, MAX_ATTEMPTS - 1) for line", "Work(line, 0) for line"),
+        ("Work([line], MAX_ATTEMPTS - 1) for line", "Work([line], 0) for line"),
         ("                raise result\n", "                pass\n"),
         ('if count * ranks > available["GPU"]:', 'if count > available["GPU"]:'),
         ('if count * ranks > available["GPU"]:', 'if count * ranks >= available["GPU"]:'),
@@ -695,13 +695,8 @@ MUTATIONS = [
     *mutations_of(
         "nanovllm/extensions/experts/kernels/router",
         ("value = tl.where(value > LOWEST, value, LOWEST)", "pass"),
-        (
-            "mask=is_real)\n    tl.store(weights + row * TOP_K + place, share * FACTOR",
-            "mask=is_real)\n    tl.store(weights + row * TOP_K + place, share",
-        ),
-        ("index[:, None] // SIZE", "index[:, None]"),
-        ("(weights.sum(-1, keepdim=True) + TINY)", "weights.sum(-1, keepdim=True)"),
-        ("tl.sum(share, axis=1)[:, None] + TINY_SUM", "tl.sum(share, axis=1)[:, None]"),
+        ("weights / weights.sum(-1, keepdim=True)", "weights"),
+        ("share /= tl.sum(share, axis=1)[:, None]", "pass"),
     ),
     *mutations_of(
         "nanovllm/extensions/experts/kernels/moe_fp8",
@@ -796,7 +791,7 @@ MUTATIONS = [
         ("        if KIND != INT4 and zeros is not None:", "        if False:"),
         ("        squares += others * others", "        pass"),
         ("row = (line % 2) * (out_features // 2) + line // 2\n    piece", "row = line\n    piece"),
-        ("can_convert = gpu_supports_fp8(x.device) if weight.is_fp8 else", "can_convert ="),
+        ("can_convert = gpu_supports(x.device, 8, 9) if weight.is_fp8 else", "can_convert ="),
     ),
     *mutations_of(
         "nanovllm/extensions/quantised/kernels/quantised_linear",
@@ -1007,7 +1002,7 @@ MUTATIONS = [
         ("4 <= bits < 7 and torch.cpu._is_avx512_bf16_supported()", "4 <= bits < 7"),
     ),
     *mutations_of("nanovllm/extensions/models/rope", ("    check_rope_keys(settings)\n", "")),
-    *mutations_of("nanovllm/extensions/models/rope", ('scale * parameters.get("attn_factor", 1.0)', "scale")),
+    *mutations_of("nanovllm/extensions/models/rope", ('scale * p.get("attn_factor", 1.0)', "scale")),
 ]
 
 

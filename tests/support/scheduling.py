@@ -35,13 +35,12 @@ def make_scheduler(is_plain: bool = False, **options) -> Scheduler:
         hf_config=SimpleNamespace(context_limit=200_000, tokens_in_reach=0),
     )
     config = SimpleNamespace(**{**defaults, **options})
-    return Scheduler(config) if is_plain else Scheduler(config, *parts_of_extensions(config))
-
-
-def parts_of_extensions(config: Any) -> tuple[Any, Any]:
+    if is_plain:
+        return Scheduler(config)
     from nanovllm.extensions.logits.bias import BiasProcessor
 
-    return make_prefix_cache(config), make_admissions(config, BiasProcessor())
+    parts = make_prefix_cache(config), make_admissions(config, BiasProcessor())
+    return Scheduler(config, *parts)
 
 
 def make_engine(**options) -> "tuple[Scheduler, FakeRunner]":

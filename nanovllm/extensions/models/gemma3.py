@@ -2,13 +2,14 @@
 first, and embeddings are scaled.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from nanovllm.extensions.models.config import DecoderConfig
-from nanovllm.extensions.models.facts import LAYER_MODULES, Facts, GGUFFacts, Number
-from nanovllm.layers.activation import GeluAndMul
+from nanovllm.extensions.models.facts import LAYER_MODULES, Facts, Fields, GGUFFacts
+from nanovllm.extensions.models.gelu import GeluAndMul
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.residual_stream import Stream
 from nanovllm.models.qwen3 import Qwen3DecoderLayer, Qwen3ForCausalLM
@@ -54,7 +55,7 @@ DEFAULTS = {
 }
 
 
-def read_gguf_fields(raw: dict[str, Any], number: Number) -> dict[str, Any]:
+def read_gguf_fields(raw: Fields, number: Callable[..., Any]) -> Fields:
     if "attn_factor" in (raw["rope_scaling"] or {}):  # for which of its two rotations is not said
         raise ValueError("rope.scaling.attn_factor is not supported for gemma3, only 1")
     window, divisor = number("attention.sliding_window", 0), raw["head_dim"]

@@ -169,8 +169,8 @@ def try_out(base: Any, num_layers: int) -> list[Attention]:
     except Exception as error:
         ranks = f" with tensor_parallel_size={get_group().size}" if shares else ""
         raise ValueError(f"{name} is not supported{ranks}: {error!r:.300}") from error
-    attention = "nano_vllm_attention"
-    found = [vars(module)[attention][0] for module in base.modules() if attention in vars(module)]
+    modules = (module for module in base.modules() if hasattr(module, "nano_vllm_attention"))
+    found = [module.nano_vllm_attention[0] for module in modules]
     if len(found) != num_layers:
         reason = f"{len(found)} of {num_layers} layers have attention of the usual kind"
         raise ValueError(f"{name} is not supported: {reason}")

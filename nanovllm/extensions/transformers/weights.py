@@ -24,13 +24,8 @@ class Converted:
     file: str
     value: torch.Tensor
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.value.shape)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.value.dtype
+    def __post_init__(self) -> None:
+        self.shape, self.dtype = tuple(self.value.shape), self.value.dtype
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         return self.value[index]

@@ -3,10 +3,13 @@
 That takes a GPU; here the library's product is replaced by one in float32.
 """
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
 
+from nanovllm.extensions.products.kernels.gemv import gemv
 from nanovllm.extensions.products.products import FoldingWeight, FusedGemm, Gemv
 from nanovllm.extensions.quantised import fp8
 from nanovllm.extensions.quantised.formats import read_scheme
@@ -120,7 +123,11 @@ def make_product(layer: LinearBase, kind: str) -> None:
         layer.set_format(FoldingWeight(layer.shards))
         make(layer, None)
         if kind != "library":
-            layer.products = [Gemv(layer.format.gemv) if kind == "gemv" else FusedGemm(layer.format)]
+            layer.products = [
+                Gemv(functools.partial(gemv, weight=layer.format.weight))
+                if kind == "gemv"
+                else FusedGemm(layer.format)
+            ]
 
 
 KINDS = ["library", "gemv", "fused", "8 bits"]
