@@ -119,7 +119,7 @@ def token_positions(lens_q: np.ndarray, lens_k: np.ndarray) -> np.ndarray:
 def _wanted(sequences: list[Sequence]) -> int:
     wanted = 0
     for seq in sequences:
-        wanted |= seq.wanted
+        wanted |= seq.request.wanted
     return wanted
 
 

@@ -89,7 +89,7 @@ class BlockManager:
 
     def max_cached(self, seq: Sequence) -> int:
         """How many of its tokens may come from the cache; the next one is computed from the last."""
-        limits = (processor.max_cached(seq) for processor in selected(self.processors, seq.wanted))
+        limits = (processor.max_cached(seq) for processor in selected(self.processors, seq.request.wanted))
         return min(limits, default=len(seq) - 1)
 
     def find_block(self, seq: Sequence, i: int) -> int:

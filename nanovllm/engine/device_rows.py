@@ -71,7 +71,7 @@ class HostRows:
         temperatures = [[temperature_of(seq.sampling_params)] for seq in sequences]
         lengths = [[seq.num_computed_tokens + seq.num_scheduled_tokens + 1] for seq in sequences]
         tables = {
-            "seeds": np.array([[seq.seed] for seq in sequences], dtype="<i8"),
+            "seeds": np.array([[seq.request.seed] for seq in sequences], dtype="<i8"),
             "lengths": np.array(lengths, dtype=np.int32),
             "temperatures": np.array(temperatures, dtype=np.float32),
         }

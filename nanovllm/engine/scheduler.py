@@ -64,8 +64,7 @@ class Scheduler:
         however empty the engine is.
         """
         self.limits.check(len(seq))
-        seq.max_num_tokens = min(seq.max_num_tokens, self.limits.max_num_tokens)
-        seq.end_token_ids = self.limits.end_token_ids(seq.sampling_params)
+        seq.request = self.limits.applied_to(seq.request)
         self.waiting[seq] = None
 
     def schedule(self) -> tuple[list[Sequence], bool]:
@@ -88,14 +87,16 @@ class Scheduler:
         if not self.waiting or next(iter(self.waiting)) is self.blocked:
             return scheduled
         state = Admitting(self.block_manager, self.max_num_batched_tokens, self.running)
-        limits = [admission.begin(len(self.running), self.max_num_seqs) for admission in self.admissions]
-        limit = min(limits, default=self.max_num_seqs)
+        admissions = [admission for admission in self.admissions if admission.is_active]
+        limit = self.max_num_seqs
+        for admission in admissions:
+            limit = min(limit, admission.begin(len(self.running), self.max_num_seqs))
         while self.waiting and budget and len(self.running) + len(state.waiting) < limit:
             seq = next(iter(self.waiting))
             if seq is self.blocked:
                 break
             hit = self.block_manager.find(seq)
-            verdicts = [admission.admits(seq, hit, state) for admission in self.admissions]
+            verdicts = [admission.admits(seq, hit, state) for admission in admissions]
             waits = Verdict.WAIT in verdicts and seq not in self.have_waited
             if len(seq) - hit.num_tokens > budget and scheduled and not waits:
                 break  # only a prompt that has a whole step to itself is computed in chunks
@@ -162,7 +163,7 @@ class Scheduler:
         the sequences that draw a token in it: all but one whose prompt is not yet computed to its end.
         """
         drawing, released = [], False
-        if self.block_manager.unpin():
+        if self.block_manager.pinned and self.block_manager.unpin():
             self.blocked = None
         for seq in sequences:
             start = seq.num_computed_tokens
@@ -177,7 +178,9 @@ class Scheduler:
             if seq.num_computed_tokens == seq.num_tokens:
                 seq.num_tokens += 1
                 drawing.append(seq)
-                if seq.num_tokens == seq.max_num_tokens:  # its last token needs neither row nor blocks
+                if (
+                    seq.num_tokens == seq.request.max_num_tokens
+                ):  # its last token needs neither row nor blocks
                     self._release(seq)
                     released = True
         if released:
@@ -203,26 +206,26 @@ class Scheduler:
             num_known = len(seq.token_ids)
             if num_known % block_size == 0:
                 self.block_manager.may_close(seq)
-            if token_id in seq.end_token_ids:
+            if token_id in seq.request.end_token_ids:
                 by_request = token_id in seq.sampling_params.stop_token_ids
                 self._finish(seq, "stop", seq.last_token if by_request else None)
                 finished.append(seq)
-            elif num_known == seq.max_num_tokens:
+            elif num_known == seq.request.max_num_tokens:
                 self._finish(seq, "length")
                 finished.append(seq)
         if finished:
             self.running = [seq for seq in self.running if not seq.is_finished]
         return finished
 
-    def end(self, seq: Sequence, reason: str, stop_text: str | None = None) -> None:
+    def end(self, seq: Sequence, reason: str, stop_reason: Any = None) -> None:
         """End a sequence between two steps: it is aborted, or its text has come to contain a stop text."""
         if seq.is_finished:  # by the same token, for another reason
-            seq.finish_reason, seq.stop_reason = reason, stop_text
+            seq.finish_reason, seq.stop_reason = reason, stop_reason
             return
-        self._finish(seq, reason, stop_text)
+        self._finish(seq, reason, stop_reason)
         self.running = [other for other in self.running if other is not seq]
 
-    def _finish(self, seq: Sequence, reason: str, stop_reason: str | int | None = None) -> None:
+    def _finish(self, seq: Sequence, reason: str, stop_reason: Any = None) -> None:
         """It may have been preempted or released while its last token was under way."""
         seq.num_tokens = len(seq.token_ids)
         seq.finish_reason, seq.stop_reason = reason, stop_reason

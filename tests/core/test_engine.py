@@ -10,7 +10,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from engines import ASSEMBLY, Core, Watch, assert_empty, tokens_of
+from engines import Core, Watch, assert_empty, tokens_of
 
 from nanovllm import SamplingParams
 from tiny_checkpoints import (
@@ -171,8 +171,6 @@ BAD_CALLS = {
 
 @pytest.mark.parametrize("call", BAD_CALLS)
 def test_a_bad_call_is_refused_before_anything_changes(llm, call):
-    if "extension" in call and ASSEMBLY == "engines:assemble_for_now":
-        pytest.skip("the loop is not cut from its extensions yet")
     with pytest.raises(ValueError):
         BAD_CALLS[call](llm)
     assert_empty(llm)

@@ -42,7 +42,7 @@ from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.device_rows import RowLayout
 from nanovllm.engine.policies import Hit
 from nanovllm.engine.scheduler import MAX_PREFILLS_IN_A_ROW, Scheduler
-from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.engine.sequence import Request, Sequence, SequenceStatus
 from nanovllm.extensions.logits.bias import BiasProcessor
 from nanovllm.extensions.logits.scores import ScoreProcessor
 from nanovllm.extensions.prefixes import planner, token_prefixes
@@ -146,7 +146,7 @@ class FakeModel:
             first = max(0, seq.num_computed_tokens + 1 - self.reach) if self.reach else 0
             read += [self.slots[slot] for slot in self.slots_of(table, first + len(read), end)]
             assert read == known[first:end], f"{seq} reads what it did not write"
-            tokens.append(next_token(seq.seed, int(end), known[end - 1]))
+            tokens.append(next_token(seq.request.seed, int(end), known[end - 1]))
             if end == len(known):
                 known.append(extend(known[-1], tokens[-1]))
         return tokens, 0 if is_prefill else num_grouped
@@ -437,7 +437,7 @@ class Simulation:
             )
         params = SamplingParams(0, max_tokens, **{"ignore_eos": True, **ends})
         seeds = [pick.getrandbits(63) for _ in range(pick.choice([1, 1, 1, 2, 4]))]
-        group = [Sequence(prompt, params, self.block_size, seed) for seed in seeds]
+        group = [Sequence(Request(prompt, params, self.block_size, seed)) for seed in seeds]
         if pick.random() < 0.1:
             group[0].wanted, group[0].own = 1, {"scores": self.scores.scoring(prompt[1:])}
         self.prompts = [*self.prompts[-7:], prompt]
@@ -447,7 +447,7 @@ class Simulation:
             self.work[seq.seq_id] = sum(map(self.most_drawn, self.requests.values()))
             self.arrived[seq.seq_id] = self.step_number
             self.expected[seq.seq_id] = expected_completion(
-                prompt, params, self.scheduler.limits.eos, seq.seed, self.max_num_tokens
+                prompt, params, self.scheduler.limits.eos, seq.request.seed, self.max_num_tokens
             )
         self.counts["requests"] += len(group)
         self.counts["ended by the context"] += (max_tokens or room + 1) > room
@@ -479,7 +479,7 @@ class Simulation:
         length = self.max_num_tokens + self.pick.randint(0, 3)
         waiting = list(self.scheduler.waiting)
         try:
-            self.scheduler.add(Sequence([1] * length, SamplingParams(0, self.pick.randint(1, 9))))
+            self.scheduler.add(Sequence(Request([1] * length, SamplingParams(0, self.pick.randint(1, 9)))))
         except ValueError:
             assert list(self.scheduler.waiting) == waiting
             self.counts["refused"] += 1
@@ -559,7 +559,7 @@ class Simulation:
         return self.work[seq.seq_id] * (MAX_PREFILLS_IN_A_ROW + chunks) + 2
 
     def most_drawn(self, seq: Sequence) -> int:
-        return seq.max_num_tokens - seq.num_prompt_tokens
+        return seq.request.max_num_tokens - seq.num_prompt_tokens
 
     def note_overtaking(self, waiting: list[Sequence]) -> None:
         """A sequence that is admitted before an older one may draw tokens while that one waits."""
@@ -596,7 +596,8 @@ class Simulation:
         rows = [seq.row for seq in running]
         assert sorted(rows + scheduler.free_rows) == list(range(self.max_num_seqs))
         leaving = [seq for seq in requests if seq.row == -1 and seq.status is SequenceStatus.RUNNING]
-        assert all(len(seq) == seq.max_num_tokens for seq in leaving), "without a row, but not at its end"
+        is_at_end = [len(seq) == seq.request.max_num_tokens for seq in leaving]
+        assert all(is_at_end), "without a row, but not at its end"
         assert sorted(seq.seq_id for seq in [*running, *waiting, *leaving]) == sorted(self.requests)
         first_come = [seq.seq_id for seq in [*running, *waiting] if seq.seq_id not in self.held_back]
         assert first_come == sorted(first_come), "overtaken by a younger one"

@@ -1,30 +1,17 @@
 """Engines under test: the core alone, what its scheduler does, and what must be left of no call."""
 
-from dataclasses import replace
 from unittest import mock
 
 from block_pool import check_pool
 
-from nanovllm.assembly import assemble_core, open_core
+from nanovllm.assembly import open_core
 from nanovllm.engine.llm_engine import LLMEngine
 
-Engine, ASSEMBLY = LLMEngine, "nanovllm.assembly:assemble_core"
-if not hasattr(LLMEngine, "generate"):  # as long as the loop is not cut from its extensions
-    from nanovllm.llm import LLM as Engine
 
-    ASSEMBLY = "engines:assemble_for_now"
-
-
-def assemble_for_now(config):
-    from nanovllm.extensions.safety.isolation import Isolation
-
-    return replace(assemble_core(config), admissions=(Isolation(config.max_num_seqs),))
-
-
-class Core(Engine):
+class Core(LLMEngine):
     """The engine without extensions, whether there are any or not."""
 
-    assembly = ASSEMBLY
+    assembly = "nanovllm.assembly:assemble_core"
     open_model = staticmethod(open_core)
 
 

@@ -29,7 +29,7 @@ class FilterProcessor(LogitsProcessor):
     def prepare(self, sequences: list[Sequence]) -> SlotChanges | None:
         wanted = {}
         for seq in sequences:
-            if self.name in seq.own:
+            if self.name in seq.request.own:
                 params = seq.sampling_params
                 # Within what float32 can compute with.
                 wanted[seq.row] = Filters(max(params.top_k, 0), max(params.top_p, 1e-30), params.min_p)

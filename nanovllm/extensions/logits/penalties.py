@@ -76,7 +76,7 @@ class PenaltyProcessor(LogitsProcessor):
             raise ValueError(f"{where}: min_tokens={params.min_tokens} is not reached: {rule}")
 
     def prepare(self, sequences: list[Sequence]) -> PenaltyMessage | None:
-        flagged = [seq for seq in sequences if self.name in seq.own]
+        flagged = [seq for seq in sequences if self.name in seq.request.own]
         wanted, fills, values = {}, [], {}
         for seq in flagged:
             params = seq.sampling_params

@@ -100,7 +100,7 @@ class CascadePlanner:
         known = {seq_id for _, seq_id in self._prompts}
         for seq in sequences:
             if seq.seq_id not in known:
-                insort(self._prompts, (seq.packed_prompt, seq.seq_id))
+                insort(self._prompts, (seq.request.packed, seq.seq_id))
         common = self._common
         self._common = {
             (a, b): common[a, b] if (a, b) in common else count_common(first, second)

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from test_sampling import RANDOM_SEEDS, assert_follows
 
 from nanovllm import LLM, AsyncLLM, SamplingParams
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.sequence import Request, Sequence
 from nanovllm.extensions.batch import __main__ as batch
 from nanovllm.extensions.batch.lines import Answer
 from nanovllm.extensions.logits import bias as biases
@@ -472,11 +472,11 @@ class Rows:
     def begin(self, row: int, words: list[list[int]] = (), **params) -> Sequence:
         """Give the row to a new sequence."""
         params["bad_words"] = ["stands for these"] if words else ()
-        seq = Sequence([1, 2], SamplingParams(**params))
+        seq = Sequence(Request([1, 2], SamplingParams(**params)))
         seq.row = row
         if self.table.wants(seq.sampling_params):
             size = num_rule_words(seq.sampling_params, words, ())
-            seq.own = {"bias": BiasRequest(words, size)}
+            seq.request.own["bias"] = BiasRequest(words, size)
         self.table.receive(self.table.prepare([seq]))
         return seq
 

@@ -18,12 +18,12 @@ from soak import resident_bytes, soak
 from test_async import idle
 
 from nanovllm import LLM, AsyncLLM, SamplingParams, StructuredOutputsParams
-from nanovllm import llm as llm_module
 from nanovllm.distributed.ranks import EngineDeadError
 from nanovllm.engine.batch import StepOutput
 from nanovllm.engine.sequence import Sequence
 from nanovllm.extensions.prefixes.token_prefixes import TokenPrefixes
-from nanovllm.text import results as texts
+from nanovllm.extensions.text import llm as text_llm
+from nanovllm.extensions.text import results as texts
 from nanovllm.utils import progress
 from tiny_checkpoints import EXACT, make_checkpoint, one_thread  # noqa: F401
 
@@ -70,7 +70,8 @@ METHODS = {
     "logprobs": ["drawn", "record"],
     "scores": ["max_cached", "prepare", "hidden", "record"],
     "model": ["forward", "compute_logits"],
-    "engine": ["_make_sequence", "_step", "_launch", "_sample", "_collect", "_find_stops"],
+    "engine": ["_make_sequence", "_step", "_launch", "_sample", "_collect"],
+    "stop texts": ["added", "after_step", "ended", "cleared"],
     "grammars": ["masks", "_reader_of", "_make_masks", "drop"],
     "output": ["to_host", "token_ids"],
     "text": ["find_stop"],
@@ -120,9 +121,7 @@ def expected(expected_results):
 def queue(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> list[list[Sequence]]:
     """Returns the completions of each."""
     requests = llm.prompts.read_all(prompts, params)
-    for request in requests:
-        llm.add_request(request)
-    return [request.completions for request in requests]
+    return [llm.queue(request) for request in requests]
 
 
 def logprobs_of(prompt: list[int], result: dict) -> list[float]:
@@ -146,8 +145,9 @@ def object_of(llm: LLM, place: str):
         "engine": llm,
         "grammars": llm.parts.logits_processor("bitmask").grammars,
         "output": StepOutput,
+        "stop texts": llm.stop_texts,
         "text": texts.GrowingText,
-        "results": llm_module,
+        "results": text_llm,
         "progress bar": progress.tqdm,
         **{processor.name: processor for processor in llm.parts.logits_processors},
     }[place]
@@ -259,7 +259,7 @@ def test_an_error_in_async_llm_reaches_one_task_at_most(async_engine, expected, 
 
 POISON = [[250, 251, 252] * 3, SamplingParams(0, 20, True, n=2, stop="never\n seen")]
 POISONED = {  # what fails for each sequence of it
-    "launching": lambda sequences, *_: sequences,
+    "launching": lambda step, *_: step.sequences,
     "decoding": lambda sequences: sequences,
     "enqueueing": lambda seq: [seq],
     "find_stop": lambda text: [text.seq] if len(text.seq.token_ids) > 12 else [],
