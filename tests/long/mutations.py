@@ -841,7 +841,7 @@ MUTATIONS = [
         ("return not is_prefill and rows <= MAX_FUSED_ROWS", "return not is_prefill"),
         ("        if not stream.is_untouched:\n", "        if False:\n"),
         ("if hidden_size and num_ranks == 1 and can_fuse", "if hidden_size and can_fuse"),
-        ("(stream.normalised(), None)", "(stream.residual(), None)"),
+        ("x = stream.normalised()\n", "x = stream.residual()\n"),
     ),
     *mutations_of(
         "nanovllm/layers/linear",
@@ -925,7 +925,7 @@ MUTATIONS = [
     ),
     *mutations_of(
         "nanovllm/extensions/transformers/parts",
-        ("F.pad(value, (0, narrower))", "value"),
+        ("value = F.pad(value, (0, narrower))", "pass"),
         ("-distance: window == 0}", "-distance: True}"),
         ("if not hands_over_rotation(query, key, value):", "if False:"),
         ('if options["sliding_window"] == OTHER_MASK:', "if False:"),
