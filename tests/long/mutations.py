@@ -936,6 +936,7 @@ MUTATIONS = [
         ("bias = self.bias if self.group.rank == 0 or not self.is_part else None", "bias = self.bias"),
         ("y = self.group.all_reduce(y) if self.is_part else y", "pass"),
         ("if type(module) is Conv1D:", "if False:"),
+        ("        up = gate.flip(0)", "        up = gate"),
     ),
     *mutations_of(
         "nanovllm/extensions/transformers/model",

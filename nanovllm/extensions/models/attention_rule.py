@@ -55,7 +55,7 @@ class AttentionRule(AttentionVariant):
         return "" if self.sinks is None else "it knows no attention sinks"
 
     def flash_options(self) -> dict[str, Any]:
-        window = self.window - 1, 0  # which does not count the token itself; -1 is all before it
+        window = (self.window - 1, 0) if self.window else (-1, -1)  # which does not count the token itself
         return super().flash_options() | {"window_size": window, "softcap": self.softcap}
 
     def first_token(self, context_lens: Tensor) -> Tensor:
