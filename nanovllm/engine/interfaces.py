@@ -179,6 +179,12 @@ def selected(processors: Iterable[LogitsProcessor], wanted: int) -> list[LogitsP
     return [processor for i, processor in enumerate(processors) if wanted >> i & 1]
 
 
+def max_cached(processors: Iterable[LogitsProcessor], seq: Sequence) -> int:
+    """How many of its tokens may come from the KV cache."""
+    limits = [processor.max_cached(seq) for processor in selected(processors, seq.request.wanted)]
+    return min(limits, default=len(seq) - 1)
+
+
 def record_always(_step: Callable[[], Any], _device: torch.device) -> bool:
     """The steps of the core's models can be recorded as CUDA graphs."""
     return True

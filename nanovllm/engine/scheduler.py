@@ -8,17 +8,16 @@ admitted if there are blocks for all its tokens and no `Admission` objects; wher
 later, the youngest is preempted.
 
 An Admission may have a sequence wait for one step, and only once. It keeps its place in front of all that
-arrived later, and what these are given meanwhile leaves it the row and the blocks that it needs.
+arrived later, and what these are given meanwhile leaves it the slot and the blocks that it needs.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from operator import attrgetter
 from typing import Any
 from weakref import WeakSet
 
-from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.interfaces import LogitsProcessor
+from nanovllm.engine.block_manager import BlockManager, all_but_the_last
 from nanovllm.engine.limits import Limits
 from nanovllm.engine.policies import Admission, Admitting, PrefixCache, Verdict
 from nanovllm.engine.sequence import Sequence, SequenceStatus
@@ -37,7 +36,7 @@ class Scheduler:
         config: Any,
         prefix_cache: PrefixCache | None = None,
         admissions: tuple[Admission, ...] = (),
-        processors: tuple[LogitsProcessor, ...] = (),
+        max_cached: Callable[[Sequence], int] = all_but_the_last,
     ):
         self.max_num_seqs = config.max_num_seqs
         self.max_num_batched_tokens = config.max_num_batched_tokens
@@ -47,7 +46,7 @@ class Scheduler:
         # after its last token has been drawn.
         self.reach = config.hf_config.tokens_in_reach and max(2, config.hf_config.tokens_in_reach)
         num_blocks, is_caching = config.num_kvcache_blocks, config.enable_prefix_caching
-        self.block_manager = BlockManager(num_blocks, self.block_size, is_caching, prefix_cache, processors)
+        self.block_manager = BlockManager(num_blocks, self.block_size, is_caching, prefix_cache, max_cached)
         self.admissions = admissions
         self.have_waited: WeakSet[Sequence] = WeakSet()  # for one step, because an Admission said so
         self.clear()
@@ -111,7 +110,7 @@ class Scheduler:
             self.block_manager.allocate(seq, hit)
             self.running.append(seq)
             seq.status = SequenceStatus.RUNNING
-            seq.row = self.free_rows.pop()
+            seq.slot = self.free_slots.pop()
             if seq.num_prompt_tokens_cached is None:
                 seq.num_prompt_tokens_cached = seq.num_cached_tokens
             budget -= self._schedule_chunk(seq, budget)
@@ -180,11 +179,11 @@ class Scheduler:
                 drawing.append(seq)
                 if (
                     seq.num_tokens == seq.request.max_num_tokens
-                ):  # its last token needs neither row nor blocks
+                ):  # its last token needs neither slot nor blocks
                     self._release(seq)
                     released = True
         if released:
-            self.running = [seq for seq in self.running if seq.row >= 0]
+            self.running = [seq for seq in self.running if seq.slot >= 0]
         return drawing
 
     def postprocess(
@@ -233,7 +232,7 @@ class Scheduler:
             admission.ended(seq)
         if seq.status == SequenceStatus.WAITING:
             del self.waiting[seq]
-        elif seq.row >= 0:
+        elif seq.slot >= 0:
             self._release(seq)
         seq.status = SequenceStatus.FINISHED
 
@@ -248,8 +247,8 @@ class Scheduler:
             self.chunked = None
         self.blocked = None
         self.block_manager.deallocate(seq)
-        self.free_rows.append(seq.row)
-        seq.row = -1
+        self.free_slots.append(seq.slot)
+        seq.slot = -1
 
     def clear(self) -> None:
         """
@@ -263,7 +262,7 @@ class Scheduler:
         self.blocked: Sequence | None = None  # did not fit, and will not until blocks are given back
         self.is_prefill = False  # of the step scheduled last
         self.num_prefills_in_a_row = 0  # while a sequence waited to decode
-        self.free_rows = list(range(self.max_num_seqs))[::-1]  # of the devices' tables, see device_rows.py
+        self.free_slots = list(range(self.max_num_seqs))[::-1]  # of the devices' tables, see slots.py
 
     def restart(self, sequences: Iterable[Sequence]) -> None:
         """`clear`, and queue these again, in order of arrival. They are computed again from their tokens."""

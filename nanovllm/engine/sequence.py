@@ -78,7 +78,7 @@ class Sequence:
         self.num_cached_tokens = self.num_computed_tokens = self.num_scheduled_tokens = 0
         self.block_table: list[int] = []
         self.num_released_blocks = 0  # leading blocks that no layer reads again: they were given back
-        self.row = -1  # of the devices' tables, while running
+        self.slot = -1  # of the devices' tables, while running
         self.finish_reason: str | None = None  # "stop", "length", "abort" or "error"
         # The stop text or stop token id that ended it, or the error that it is to blame for.
         self.stop_reason: str | int | Exception | None = None

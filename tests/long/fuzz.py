@@ -300,7 +300,7 @@ def check_by_reference(llm: LLM, request: Question, result: dict[str, Any], mode
 
 def check_empty(llm: LLM) -> None:
     assert_empty(llm)
-    assert sorted(llm.scheduler.free_rows) == list(range(llm.config.max_num_seqs))
+    assert sorted(llm.scheduler.free_slots) == list(range(llm.config.max_num_seqs))
     assert not llm.scheduler.running and not llm.scheduler.waiting and llm.scheduler.chunked is None
     assert (
         not llm.unfinished

@@ -68,7 +68,7 @@ def history_of(seq: Sequence) -> list[tuple[int, int]]:
     """Where in the flattened history the completion's last tokens stand, and their ids."""
     start = max(seq.num_prompt_tokens, len(seq.token_ids) - HISTORY)
     last = enumerate(seq.token_ids[start:], start)
-    return [(seq.row * HISTORY + position % HISTORY, token_id) for position, token_id in last]
+    return [(seq.slot * HISTORY + position % HISTORY, token_id) for position, token_id in last]
 
 
 class BiasMessage(NamedTuple):
@@ -135,10 +135,10 @@ class BiasProcessor(LogitsProcessor):
         return seq.request.own[self.name].num_words if self.name in seq.request.own else 0
 
     def prepare(self, sequences: list[Sequence]) -> BiasMessage | None:
-        dropped = [slot for slot, seq in self._in_slots.items() if seq.row != slot]
+        dropped = [slot for slot, seq in self._in_slots.items() if seq.slot != slot]
         for slot in dropped:
             del self._in_slots[slot]
-        here = {seq.row: seq for seq in sequences if self.name in seq.request.own}
+        here = {seq.slot: seq for seq in sequences if self.name in seq.request.own}
         if not (dropped or here):
             return None
         self._in_slots.update(here)

@@ -15,13 +15,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from nanovllm.checkpoints.base import Transposed
 from nanovllm.distributed.group import get_group
 from nanovllm.extensions.transformers.config import transformers_config
 from nanovllm.extensions.transformers.faster import PACKED, GatedMLP, leave_rotations, replacement
 from nanovllm.extensions.transformers.parts import NAME, register
 from nanovllm.extensions.transformers.ranks import cut_modules
-from nanovllm.extensions.transformers.weights import converted
+from nanovllm.extensions.transformers.weights import Transposed, converted
 from nanovllm.layers.attention import Attention
 from nanovllm.utils.context import get_context
 from nanovllm.utils.loader import find_places
@@ -108,7 +107,8 @@ def build(config: FileConfig) -> Any:
 @contextmanager
 def without_memory() -> Iterator[None]:
     """Parameters that this thread makes here take no memory, but buffers have their values."""
-    register, thread = nn.Module.register_parameter, threading.get_ident()
+    register = nn.Module.register_parameter
+    thread = threading.get_ident()
 
     def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         if param is not None and threading.get_ident() == thread:

@@ -217,7 +217,7 @@ def test_a_large_device_gets_as_many_pieces_as_there_is_room_for(prompts, most_p
 def decoding(prompts: list[list[int]]) -> list[Sequence]:
     sequences = [Sequence(Request(prompt)) for prompt in prompts]
     for row, seq in enumerate(sequences):
-        seq.row, seq.num_scheduled_tokens = row, len(prompts[row])
+        seq.slot, seq.num_scheduled_tokens = row, len(prompts[row])
         seq.block_table = [row]
     return sequences
 
@@ -232,23 +232,23 @@ def test_a_steady_step_sends_nothing_and_a_new_sequence_in_an_old_row_is_seen():
     batches.prefill(sequences)
     first, second = batches.decode(sequences), batches.decode(sequences)
     assert first.plan_key and second.plan_key and backend.stats() == {"num_grouped_tokens": 2 * 36_000}
-    assert first.messages is not None and second.messages is second.row_updates is None
+    assert first.messages is not None and second.messages is second.slot_updates is None
     [_, late, _] = decoding([other, other, other])
     batches.prefill([late])
     third = batches.decode([sequences[0], late, sequences[2]])
-    assert third.plan_key and third.messages is not None and third.row_updates is None
+    assert third.plan_key and third.messages is not None and third.slot_updates is None
     batches.prefill([late])
     fourth = batches.decode([sequences[0], late, sequences[2]])
-    assert fourth.plan_key and fourth.messages is fourth.row_updates is None
+    assert fourth.plan_key and fourth.messages is fourth.slot_updates is None
     alone = batches.decode(sequences[:1])
     assert not alone.plan_key and alone.messages is None
-    assert alone.row_updates.words.shape == (2, 3)  # the batch alone
+    assert alone.slot_updates.words.shape == (2, 3)  # the batch alone
     assert backend.stats() == {"num_grouped_tokens": 4 * 36_000}
     batches.reset()
     backend.reset()
     batches.prefill(sequences)
     again = batches.decode(sequences)
-    assert (again.row_updates.words == first.row_updates.words).all()
+    assert (again.slot_updates.words == first.slot_updates.words).all()
     assert (again.messages["attention"] == first.messages["attention"]).all()
     assert backend.stats() == {"num_grouped_tokens": 5 * 36_000}
 

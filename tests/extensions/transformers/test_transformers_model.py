@@ -107,7 +107,7 @@ def test_matrices_that_are_stored_transposed_are_quantised_as_others(tmp_path, q
     with LLM(str(folder), **options, quantization=quantization) as llm:
         modules = llm.model_runner.model.named_modules()
         formats = {
-            name: str(module.format.weight.dtype) for name, module in modules if hasattr(module, "format")
+            name: str(module.matrix.weight.dtype) for name, module in modules if hasattr(module, "matrix")
         }
         rounded = llm.score(PROMPTS, use_tqdm=False)
     assert {*formats.values()} == {"torch.float8_e4m3fn" if quantization == "fp8" else "torch.uint8"}
@@ -177,6 +177,15 @@ class OtherMLP(torch.nn.Module):
 @pytest.mark.parametrize("act_fn", [torch.nn.SiLU(), torch.nn.GELU()])
 def test_a_network_is_known_by_what_it_computes(act_fn):
     assert isinstance(replacement(OtherMLP(act_fn)), GatedMLP) == isinstance(act_fn, torch.nn.SiLU)
+
+
+class SwappedMLP(OtherMLP):
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.up_proj(x)) * self.gate_proj(x))
+
+
+def test_a_network_whose_gates_are_what_they_should_multiply_is_another():
+    assert replacement(SwappedMLP(torch.nn.SiLU())) is None
 
 
 def test_a_rotation_is_known_by_what_it_computes():
