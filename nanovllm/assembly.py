@@ -6,9 +6,9 @@ others where they are needed.
 """
 
 import functools
-import importlib.util
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.validation import shown
 
-if importlib.util.find_spec("nanovllm.extensions"):
+if Path(__file__).with_name("extensions").joinpath("__init__.py").exists():
     from nanovllm.extensions.checkpoints.shapes import SHAPES as SHAPES
     from nanovllm.extensions.int8_cache.layout import Int8Layout
     from nanovllm.extensions.logits.bias import BiasBudget, BiasProcessor
