@@ -45,9 +45,12 @@ if Path(__file__).with_name("extensions").joinpath("__init__.py").exists():
     from nanovllm.extensions.products.products import FoldingWeight
     from nanovllm.extensions.quantised.formats import read_scheme
     from nanovllm.extensions.ranks.peer_group import PeerGroup, stand_in
+    from nanovllm.extensions.safety.sampling_checks import check_sampling
     from nanovllm.extensions.structured.bitmask import BitmaskProcessor
+    from nanovllm.extensions.structured.params import check_structured_outputs
 
     EXTENDED = True
+    SamplingParams.checks = [check_sampling, check_structured_outputs]
     FILES = llama, mistral, qwen2, qwen3, qwen3_moe, gemma3, gpt_oss
     MODELS = {file.FACTS.model.__name__: file.FACTS for file in FILES}
 else:
