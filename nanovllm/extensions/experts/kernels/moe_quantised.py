@@ -32,12 +32,10 @@ STEP = 2 * BYTES  # inputs that are multiplied at once: a block of codes of 4 bi
 
 def can_use_quantised(x: Tensor, experts: ExpertWeights) -> bool:
     """Whether `multiply_quantised` works for these rows and both matrices of the experts."""
-    weights = experts.gate_up, experts.down
-    if not all(isinstance(each, QuantisedWeight) and each.can_be_read() for each in weights):
+    # Those in bricks are moe_mxfp4.py's.
+    if not experts.are_all(lambda each: each.can_be_read() and not each.is_in_bricks):
         return False
-    if any(each.is_in_bricks for each in weights):  # those are moe_mxfp4.py's
-        return False
-    if weights[0].is_int4 != weights[1].is_int4:  # the first product's results are arranged for the second
+    if experts.gate_up.is_int4 != experts.down.is_int4:  # the first product's results go into the second
         return False
     if not is_on_gpu(x):
         return use_triton(x)
