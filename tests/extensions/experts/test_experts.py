@@ -45,6 +45,7 @@ EPS = 0.01  # large enough to be missed where it is left out
 NAN = float("nan")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED or not HAVE_TRITON, reason="this is the child process, or Triton is missing")
 def test_the_kernels_agree_with_their_twins_in_tritons_interpreter():
     assert_passes_in_the_interpreter(__file__)

@@ -56,6 +56,7 @@ def skip_most_on_a_cpu(device: str, shape: tuple[int, int], rows: int = 0, usual
         pytest.skip("takes long in the interpreter")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED or not HAVE_TRITON, reason="this is the child process, or Triton is missing")
 def test_the_kernels_agree_with_their_twins_in_tritons_interpreter():
     assert_passes_in_the_interpreter(__file__)

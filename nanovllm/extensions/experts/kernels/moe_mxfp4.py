@@ -37,9 +37,8 @@ def can_use_mxfp4(x: Tensor, experts: ExpertWeights) -> bool:
 def multiply_mxfp4(x: Tensor, weight: QuantisedWeight, product: GroupedProduct) -> None:
     """With a weight in bricks."""
     block_m, num_stages, max_registers = product.tile
-    scales = weight.scales.view(torch.uint8)
     product.launch(
-        _grouped_mxfp4_kernel, LINES, *split(x), weight.codes, scales, weight.largest,
+        _grouped_mxfp4_kernel, LINES, *split(x), weight.codes, weight.readable_scales, weight.largest,
         STEPS=weight.codes.shape[1], BRICK_ROWS=BRICK_ROWS, OUT_FEATURES=product.out.shape[1],
         LINES=LINES, WARPS=WARPS, STAGES=num_stages, WIDE=block_m == 16,
         num_warps=WARPS, maxnreg=max_registers,

@@ -70,12 +70,11 @@ def multiply_quantised(x: Tensor, weight: QuantisedWeight, product: GroupedProdu
     if not runtime.has_hopper_shared_memory(x.device):
         num_stages = 2
     width = weight.shape[0] // (len(product.groups.pairs) * product.parts)
-    scales = weight.scales.view(torch.uint8) if weight.is_mxfp4 else weight.scales
     product.launch(
         _grouped_quantised_kernel, lines,
-        x, weight.codes.view(torch.uint8), scales, weight.zeros,
+        x, weight.codes.view(torch.uint8), weight.readable_scales, weight.zeros,
         numbers=[x.stride(0)],
-        KIND=weight.kind, GROUP=weight.group, TILE_ROWS=weight.tile[0], ZERO_POINT=weight.zero_point,
+        **weight.constants,
         IN_FEATURES=weight.shape[1], OUT_FEATURES=width, OUT_WIDTH=product.out.shape[1],
         LINES=lines, BYTES=BYTES, STEP=STEP, WARPS=num_warps, STAGES=num_stages, num_warps=num_warps,
     )  # fmt: skip

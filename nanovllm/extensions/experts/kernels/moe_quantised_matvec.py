@@ -11,11 +11,8 @@ from torch import Tensor
 from nanovllm.extensions.experts.kernels.experts import ExpertWeights, activate
 from nanovllm.extensions.experts.kernels.router import Chosen
 from nanovllm.extensions.quantised.kernels.quantised_matvec import (
-    HEIGHT,
-    INPUTS_PER_THREAD,
-    MAX_WARPS,
-    WARPS_PER_MULTIPROCESSOR,
     can_use_quantised_matvec,
+    matvec_sizes,
     multiply_words,
     pairs_of,
     power_of_two,
@@ -25,15 +22,12 @@ from nanovllm.extensions.quantised.kernels.quantised_weight import (
     BRICK_ROWS,
     INT4,
     MXFP4,
-    PIECE_BYTES,
     QuantisedWeight,
 )
-from nanovllm.kernels import runtime
 from nanovllm.kernels.runtime import (
     IS_INTERPRETED,
-    cdiv,
     next_power_of_2,
-    num_multiprocessors,
+    overlap_options,
     tl,
     triton,
     wait_before_next,
@@ -78,25 +72,17 @@ def _launch(
     """
     owners, out_features = out.shape
     in_features = weight.shape[1]
-    inputs = PIECE_BYTES * (2 if weight.is_int4 else 1)  # of a piece
-    pieces = next_power_of_2(members * in_features // inputs)
-    num_warps = max(1, min(pieces * inputs // (32 * INPUTS_PER_THREAD), MAX_WARPS))
-    height = HEIGHT if weight.is_int4 else HEIGHT // 2
-    tiles = cdiv(parts * out_features, height)
-    most = max(1, num_multiprocessors(x.device) * WARPS_PER_MULTIPROCESSOR // (num_warps * owners))
-    programs = cdiv(tiles, cdiv(tiles, most))  # each has about as many tiles
-    scales = weight.scales.view(torch.uint8) if weight.is_mxfp4 else weight.scales
+    shape = members * in_features, parts * out_features
+    programs, sizes = matvec_sizes(weight, *shape, x.device, owners=owners)
     brick_rows, brick_pieces = (BRICK_ROWS, BRICK_PIECES) if weight.is_in_bricks else (1, 1)
     _few_quantised_kernel[(programs, owners)](
-        x, weight.codes.view(torch.int32), scales, weight.zeros, bias, experts, weights,
+        x, weight.codes.view(torch.int32), weight.readable_scales, weight.zeros, bias, experts, weights,
         norm_weight, residual, out,
         eps, x.stride(0), residual.stride(0) if residual is not None else 0,
-        KIND=weight.kind, IN_FEATURES=in_features, OUT_FEATURES=out_features, GROUP=weight.group,
-        TILE_ROWS=weight.tile[0], ZERO_POINT=weight.zero_point,
+        **weight.constants, IN_FEATURES=in_features, OUT_FEATURES=out_features,
         MEMBERS=members, MEMBERS_PAD=next_power_of_2(members), ROWS_OF_X=rows_of_x,
-        PARTS=parts, CLAMPED=is_clamped, HEIGHT=height, PIECES=pieces,
-        BRICK_ROWS=brick_rows, BRICK_PIECES=brick_pieces,
-        num_warps=num_warps, **runtime.overlap_options(x.device),
+        PARTS=parts, CLAMPED=is_clamped, BRICK_ROWS=brick_rows, BRICK_PIECES=brick_pieces,
+        **sizes, **overlap_options(x.device),
     )  # fmt: skip
 
 

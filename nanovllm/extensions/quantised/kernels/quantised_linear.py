@@ -63,8 +63,7 @@ def quantised_linear(x: Tensor, weight: QuantisedWeight, bias: Tensor | None = N
     _quantised_linear_kernel[(tiles, splits)](
         x, weight.codes.view(torch.uint8), weight.scales, weight.zeros, weight.offsets, bias, out,
         partial, runtime.arrival_counters(x.device), x.stride(0), rows, out_features,
-        KIND=weight.kind, IN_FEATURES=in_features, GROUP=weight.group, TILE_ROWS=weight.tile[0],
-        ZERO_POINT=weight.zero_point, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
+        **weight.constants, IN_FEATURES=in_features, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
         STEPS=cdiv(steps, splits), SPLITS=splits, STAGES=num_stages,
         num_warps=num_warps, **runtime.overlap_options(x.device),
     )  # fmt: skip

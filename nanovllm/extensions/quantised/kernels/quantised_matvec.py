@@ -61,25 +61,35 @@ def quantised_matvec(
     assert residual is None or not silu_and_mul
     rows, in_features = x.shape
     out_features = weight.shape[0]
-    rows_pad = next_power_of_2(rows)
-    inputs = PIECE_BYTES * (2 if weight.is_int4 else 1)  # of a piece
-    pieces = next_power_of_2(in_features // inputs)
-    num_warps = max(1, min(pieces * inputs * rows_pad // (32 * INPUTS_PER_THREAD), MAX_WARPS))
-    height = HEIGHT // (rows_pad if weight.is_int4 else 2 * rows_pad)
-    height = max(height, 1 + silu_and_mul)
-    tiles = cdiv(out_features, height)
-    most = num_multiprocessors(x.device) * WARPS_PER_MULTIPROCESSOR // num_warps
-    programs = cdiv(tiles, cdiv(tiles, most))  # each has about as many tiles
-    out = torch.empty(rows, out_features // (1 + silu_and_mul), dtype=x.dtype, device=x.device)
+    parts, rows_pad = 1 + silu_and_mul, next_power_of_2(rows)
+    programs, sizes = matvec_sizes(weight, in_features, out_features, x.device, rows_pad, least_height=parts)
+    out = torch.empty(rows, out_features // parts, dtype=x.dtype, device=x.device)
     _quantised_matvec_kernel[(programs,)](
         x, weight.codes.view(torch.int32), weight.scales, weight.zeros, weight.offsets,
         bias, norm_weight, residual, out,
         eps, x.stride(0), residual.stride(0) if residual is not None else 0, out_features,
-        KIND=weight.kind, IN_FEATURES=in_features, GROUP=weight.group, TILE_ROWS=weight.tile[0],
-        ZERO_POINT=weight.zero_point, ROWS=rows, ROWS_PAD=rows_pad, HEIGHT=height, PIECES=pieces,
-        GATED=silu_and_mul, num_warps=num_warps, **overlap_options(x.device),
+        **weight.constants, IN_FEATURES=in_features, ROWS=rows, ROWS_PAD=rows_pad,
+        GATED=silu_and_mul, **sizes, **overlap_options(x.device),
     )  # fmt: skip
     return out
+
+
+def matvec_sizes(
+    weight: QuantisedWeight, width: int, out_features: int, device: torch.device,
+    rows: int = 1, owners: int = 1, least_height: int = 1,
+) -> tuple[int, dict[str, int]]:  # fmt: skip
+    """
+    How many programs multiply rows of x of this width, for each of so many owners of a result, and how much
+    each of them multiplies at once.
+    """
+    inputs = PIECE_BYTES * (2 if weight.is_int4 else 1)  # of a piece
+    pieces = next_power_of_2(width // inputs)
+    num_warps = max(1, min(pieces * inputs * rows // (32 * INPUTS_PER_THREAD), MAX_WARPS))
+    height = max(HEIGHT // (rows if weight.is_int4 else 2 * rows), least_height)
+    tiles = cdiv(out_features, height)
+    most = max(1, num_multiprocessors(device) * WARPS_PER_MULTIPROCESSOR // (num_warps * owners))
+    programs = cdiv(tiles, cdiv(tiles, most))  # each has about as many tiles
+    return programs, {"HEIGHT": height, "PIECES": pieces, "num_warps": num_warps}
 
 
 def _multiply_fp8() -> list[str]:

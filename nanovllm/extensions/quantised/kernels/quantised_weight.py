@@ -68,6 +68,17 @@ class QuantisedWeight(NamedTuple):
         return 0 if self.scales.shape[1] == 1 and not self.is_mxfp4 else self.tile[1]
 
     @property
+    def constants(self) -> dict[str, int]:
+        """For kernels."""
+        sizes = {"GROUP": self.group, "TILE_ROWS": self.tile[0]}
+        return {"KIND": self.kind, "ZERO_POINT": self.zero_point, **sizes}
+
+    @property
+    def readable_scales(self) -> Tensor:
+        """Those of MXFP4 as bytes, which are exponents."""
+        return self.scales.view(torch.uint8) if self.is_mxfp4 else self.scales
+
+    @property
     def is_in_bricks(self) -> bool:
         return self.largest is not None
 
@@ -117,7 +128,7 @@ def in_bricks(weight: QuantisedWeight) -> QuantisedWeight:
     MXFP4 with codes [out / BRICK_ROWS, bricks of a row, BRICK_ROWS, bytes], and scales [.., BRICK_PIECES]:
     what a program reads at once of neighbouring rows is one piece of memory. Zeros fill up the last ones.
     """
-    scales = weight.scales.view(torch.uint8)
+    scales = weight.readable_scales
     codes = _bricks(weight.codes, BRICK_PIECES * PIECE_BYTES)
     bricks = _bricks(scales, BRICK_PIECES).view(weight.scales.dtype)
     return weight._replace(codes=codes, scales=bricks, largest=scales.amax(1))
@@ -152,8 +163,7 @@ def dequantise(weight: QuantisedWeight, dtype: torch.dtype) -> Tensor:
     out = torch.empty(rows, width, dtype=dtype, device=weight.codes.device)
     _dequantise_kernel[(rows, cdiv(width, TILE))](
         weight.codes.view(torch.uint8), weight.scales, weight.zeros, weight.offsets, out,
-        KIND=weight.kind, WIDTH=width, GROUP=weight.group, TILE_ROWS=weight.tile[0],
-        ZERO_POINT=weight.zero_point, SIZE=TILE,
+        WIDTH=width, SIZE=TILE, **weight.constants,
     )  # fmt: skip
     return out
 
