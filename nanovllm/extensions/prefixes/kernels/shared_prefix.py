@@ -297,9 +297,9 @@ def add_parts(kept, row, dim, highest, total, acc, SIZES: tl.constexpr, HOOKS: t
 @triton.jit
 def load_part(places, i, used_parts, prefix_out, prefix_log_sums, row, dim, SIZES: tl.constexpr):
     """The i-th partial result of groups and log2 of its softmax's denominator (-inf: there is none)."""
-    HEADS: tl.constexpr = SIZES.KV_HEADS * SIZES.READERS * SIZES.GROUP
+    HEADS: tl.constexpr = SIZES.KV_HEADS * SIZES.READERS * SIZES.HEADS
     first_row = tl.load(places + i, mask=i < used_parts, other=0).to(tl.int64) * HEADS
-    is_there = row < tl.where(i < used_parts, SIZES.GROUP, 0)
+    is_there = row < tl.where(i < used_parts, SIZES.HEADS, 0)
     inside = is_there[None, :] & (dim < SIZES.HEAD_DIM)[:, None]
     part = tl.load(prefix_out + first_row * SIZES.HEAD_DIM, mask=inside, other=0.0)
     return part, tl.load(prefix_log_sums + first_row, mask=is_there, other=float("-inf"))
