@@ -652,11 +652,11 @@ MUTATIONS = [
     *mutations_of(
         "nanovllm/kernels/split_kv",
         ("begin = first // SIZES.TILE * SIZES.TILE", "begin = first"),
+        ("kv_head = share // SIZES.READERS", "kv_head = share % SIZES.KV_HEADS"),
     ),
     *mutations_of(
         "nanovllm/kernels/decode_attention",
         ("        key, value = key.to(query.dtype), value.to(query.dtype)", "        pass"),
-        ("kv_head = share // SIZES.READERS", "kv_head = share % SIZES.KV_HEADS"),
     ),
     *mutations_of(
         "nanovllm/kernels/cache_layout",
@@ -667,7 +667,6 @@ MUTATIONS = [
         "nanovllm/extensions/int8_cache/kernels/decode",
         ("tl.where(seen, fast_log2(value_scale), 0.0)", "fast_log2(value_scale)"),
         ("widen(value) - 1152.0", "widen(value) - 1151.0"),
-        ("kv_head = share // SIZES.READERS", "kv_head = share % SIZES.KV_HEADS"),
     ),
     *mutations_of(
         "nanovllm/extensions/int8_cache/layout",
