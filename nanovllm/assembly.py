@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from nanovllm.checkpoints.base import Checkpoint
-from nanovllm.config import FILLED_IN, Config
+from nanovllm.config import CHECKS, FILLED_IN, KV_CACHE_DTYPES, Config
 from nanovllm.distributed.group import Group
 from nanovllm.engine.device_rows import can_group
 from nanovllm.engine.interfaces import Parts, record_always
@@ -35,6 +35,7 @@ from nanovllm.extensions.ranks.peer_group import PeerGroup, stand_in
 from nanovllm.extensions.ranks.reports import ReportingRanks
 from nanovllm.extensions.safety.forecast import Forecast
 from nanovllm.extensions.safety.isolation import Isolation
+from nanovllm.extensions.safety.options import CHECKS_OF_EXTENSIONS
 from nanovllm.extensions.startup.compile_ahead import CompileAhead
 from nanovllm.extensions.startup.graph_trial import can_be_recorded
 from nanovllm.extensions.transformers.config import model_type_decides, read_transformers_config
@@ -46,6 +47,8 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.validation import shown
 
 FILES = llama, mistral, qwen2, qwen3, qwen3_moe, gemma3, gpt_oss
+CHECKS.update(CHECKS_OF_EXTENSIONS)
+KV_CACHE_DTYPES["int8"] = torch.uint8  # the bytes of extensions/int8_cache
 MODELS: dict[str, Facts] = {file.FACTS.model.__name__: file.FACTS for file in FILES}
 
 
