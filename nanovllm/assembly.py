@@ -31,6 +31,7 @@ from nanovllm.extensions.prefixes.cascade import CascadeBackend
 from nanovllm.extensions.prefixes.token_prefixes import HoldBack, TokenPrefixes
 from nanovllm.extensions.products.products import FoldingWeight
 from nanovllm.extensions.quantised.formats import read_scheme
+from nanovllm.extensions.ranks.gloo_group import GlooGroup
 from nanovllm.extensions.ranks.peer_group import PeerGroup, stand_in
 from nanovllm.extensions.ranks.reports import ReportingRanks
 from nanovllm.extensions.safety.forecast import Forecast
@@ -216,7 +217,7 @@ def make_backend(
 def collectives(config: Config) -> Callable[..., Group]:
     """What makes the group through which several ranks compute together."""
     on_gpus = config.device_of(0).type == "cuda"
-    return functools.partial(PeerGroup, config=config) if on_gpus else Group
+    return functools.partial(PeerGroup, config=config) if on_gpus else GlooGroup
 
 
 def make_prefix_cache(config: Config) -> PrefixCache:

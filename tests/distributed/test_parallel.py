@@ -37,6 +37,7 @@ from nanovllm.distributed.group import Group
 from nanovllm.distributed.ranks import EngineDeadError, Ranks
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.device_rows import RowUpdates
+from nanovllm.extensions.ranks.gloo_group import GlooGroup
 from nanovllm.extensions.ranks.peer_group import PeerGroup
 from nanovllm.extensions.ranks.reports import ReportingRanks
 from nanovllm.kernels.layernorm import add_rms_norm
@@ -540,7 +541,7 @@ def test_a_rank_that_is_killed_before_it_tells_its_address_leaves_no_thread_and_
         if time.monotonic() > deadline:
             raise RuntimeError("rank 1 was killed")
 
-    group = Group(0, 2, str(tmp_path), check=check)
+    group = GlooGroup(0, 2, str(tmp_path), check=check)
     with pytest.raises(RuntimeError, match="rank 1 was killed"):
         group.connect(torch.device("cpu"))
     shutil.rmtree(tmp_path)  # as an engine's end does; `nothing_left` looks for threads and ports
