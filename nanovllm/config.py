@@ -21,17 +21,17 @@ KV_CACHE_DTYPES = dict(DTYPES)
 OTHER_NAMES = {"half": "float16", "float": "float32"}  # of dtypes
 FILLED_IN = ("hf_config", "eos")  # from the checkpoint
 
-# (name of an option, value) -> the value to keep. Raises ValueError naming the option, the value and what is
+# (value, name of the option) -> the value to keep. Raises ValueError naming the option, the value and what is
 # allowed.
-Check = Callable[[str, Any], Any]
+Check = Callable[[Any, str], Any]
 
 
 def integer(low: int, high: int = MAX_SIZE, *others: int | None) -> Check:
     """An integer in this range, also numpy's, or one of the other values."""
 
-    def check_integer(name: str, value: Any) -> int | None:
+    def check_integer(value: Any, name: str) -> int | None:
         for other in others:
-            if value is other or other is not None and is_number(value, int, other, other):
+            if value is other or (is_number(value, int) and value == other):
                 return other
         check(is_number(value, int, low, high), f"{name} must be an integer from {low} to {high}", value)
         return int(value)
@@ -40,7 +40,7 @@ def integer(low: int, high: int = MAX_SIZE, *others: int | None) -> Check:
 
 
 def one_of(*allowed: str) -> Check:
-    def check_choice(name: str, value: Any) -> str:
+    def check_choice(value: Any, name: str) -> str:
         # An array would compare its elements.
         is_allowed = isinstance(value, str) and value in allowed
         check(is_allowed, f"{name} must be one of {list(allowed)}", value)
@@ -52,39 +52,34 @@ def one_of(*allowed: str) -> Check:
 def dtype_name(*allowed: str) -> Check:
     """Also given as a dtype of torch, or by another name."""
 
-    def check_dtype(name: str, value: Any) -> str:
+    def check_dtype(value: Any, name: str) -> str:
         if isinstance(value, torch.dtype):
             value = str(value).removeprefix("torch.")
         if isinstance(value, str):
             value = OTHER_NAMES.get(value, value)
-        return one_of("auto", *allowed)(name, value)
+        return one_of("auto", *allowed)(value, name)
 
     return check_dtype
 
 
-def check_flag(name: str, value: Any) -> bool:
-    check_bool(value, name)
-    return value
-
-
-def check_model(name: str, value: Any) -> str:
+def check_model(value: Any, name: str) -> str:
     check(isinstance(value, (str, os.PathLike)), f"{name} must be a name or a path", value)
     return str(value)
 
 
-def check_block_size(name: str, value: Any) -> int:
-    size = integer(16)(name, value)
+def check_block_size(value: Any, name: str) -> int:
+    size = integer(16)(value, name)
     check(size % 16 == 0, f"{name} must be a multiple of 16", size)
     return size
 
 
-def check_share(name: str, value: Any) -> float:
+def check_share(value: Any, name: str) -> float:
     is_share = is_number(value, float, 0, 1) and value != 0
     check(is_share, f"{name} must be a number in (0, 1]", value)
     return value
 
 
-def resolve_device(name: str, value: Any) -> str:
+def resolve_device(value: Any, name: str) -> str:
     """The device that "auto" stands for, or else the value itself."""
     is_name = isinstance(value, (str, torch.device)) and DEVICE.fullmatch(str(value))
     check(bool(is_name), f"{name} must be 'auto', 'cpu', 'cuda' or 'cuda:N'", value)
@@ -104,7 +99,7 @@ CHECKS: dict[str, Check] = {
     "max_model_len": integer(1, MAX_SIZE, None),
     "gpu_memory_utilization": check_share,
     "tensor_parallel_size": integer(1, 8),
-    "enforce_eager": check_flag,
+    "enforce_eager": check_bool,
     "kvcache_block_size": check_block_size,
     "num_kvcache_blocks": integer(1, MAX_SIZE, -1),
     "device": resolve_device,
@@ -112,7 +107,7 @@ CHECKS: dict[str, Check] = {
     "load_format": one_of("auto", "safetensors"),
     "attention_backend": one_of("auto", "flash", "triton", "torch"),
     "kv_cache_dtype": dtype_name(*DTYPES),
-    "enable_prefix_caching": check_flag,
+    "enable_prefix_caching": check_bool,
     "seed": integer(0, 2**63 - 1, None),
 }
 
@@ -188,7 +183,7 @@ class Config:
         for option in fields(self):
             name, value = option.name, getattr(self, option.name)
             if name in CHECKS:
-                object.__setattr__(self, name, CHECKS[name](name, value))
+                object.__setattr__(self, name, CHECKS[name](value, name))
             elif value is not option.default and name not in FILLED_IN:
                 raise ValueError(f"{name} must be {option.default!r}: no part of this engine serves it")
 

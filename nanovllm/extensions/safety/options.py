@@ -11,7 +11,7 @@ FOUND_FORMATS = "compressed-tensors gptq gptq_marlin awq awq_marlin auto-round g
 
 
 def none_or(kind: str, *classes: type) -> Check:
-    def check_class(name: str, value: Any) -> Any:
+    def check_class(value: Any, name: str) -> Any:
         if not isinstance(value, (*classes, type(None))):
             raise ValueError(f"{name} must be None or {kind}, got {shown(value)}")
         return value
@@ -19,23 +19,23 @@ def none_or(kind: str, *classes: type) -> Check:
     return check_class
 
 
-def check_cache_dtype(name: str, value: Any) -> str:
+def check_cache_dtype(value: Any, name: str) -> str:
     if isinstance(value, str) and value.startswith("fp8"):
         raise ValueError(
             f"kv_cache_dtype={value!r} is not offered: 'int8' takes as many bytes, is "
             "7 to 30 times closer to a bfloat16 cache (KL divergence of the next token's distribution), "
             "and has nothing to calibrate: each token and head gets its scale when it is stored"
         )
-    return dtype_name(*DTYPES, "int8")(name, value)
+    return dtype_name(*DTYPES, "int8")(value, name)
 
 
-def check_quantization(name: str, value: Any) -> str | None:
+def check_quantization(value: Any, name: str) -> str | None:
     if isinstance(value, str) and value in FOUND_FORMATS:
         raise ValueError(
             f"quantization={value!r} is to be left out: the format of quantised weights is "
             "found in the checkpoint, and 'fp8' and 'int4' make them from others"
         )
-    return None if value is None else one_of("fp8", "int4")(name, value)
+    return None if value is None else one_of("fp8", "int4")(value, name)
 
 
 CHECKS_OF_EXTENSIONS: dict[str, Check] = {
