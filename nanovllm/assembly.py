@@ -1,6 +1,12 @@
-"""From a configuration to the parts of an engine: the only file that names extensions."""
+"""From a configuration to the parts of an engine: the only file that names extensions.
+
+The core alone comes first, which is all that there is where the folder `extensions` is missing. Of extensions
+those with kernels are imported at once, since compiling ahead looks for kernels before a model is built; the
+others where they are needed.
+"""
 
 import functools
+import importlib.util
 import os
 from collections.abc import Callable
 from typing import Any
@@ -9,138 +15,159 @@ import torch
 from torch import nn
 
 from nanovllm.checkpoints.base import Checkpoint
+from nanovllm.checkpoints.folder import FolderCheckpoint
+from nanovllm.checkpoints.model_config import ModelConfig
 from nanovllm.config import CHECKS, FILLED_IN, KV_CACHE_DTYPES, Config
 from nanovllm.distributed.group import Group
-from nanovllm.engine.device_rows import can_group
+from nanovllm.distributed.ranks import Ranks
 from nanovllm.engine.interfaces import Parts, record_always
+from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.policies import Admission, PrefixCache
-from nanovllm.extensions.api.foreign_options import own_options
-from nanovllm.extensions.checkpoints.adapter import check_adaptable, open_adapter
-from nanovllm.extensions.checkpoints.gguf import GGUFCheckpoint
-from nanovllm.extensions.checkpoints.hub import download
-from nanovllm.extensions.checkpoints.shapes import SHAPES, ShapeCheckpoint
-from nanovllm.extensions.checkpoints.smollm2 import fetch_smollm2
-from nanovllm.extensions.checkpoints.untrusted import CheckedFolder
-from nanovllm.extensions.int8_cache.layout import Int8Layout
-from nanovllm.extensions.logits.budget import RuleBudget
-from nanovllm.extensions.models import gemma3, gpt_oss, llama, mistral, qwen2, qwen3, qwen3_moe
-from nanovllm.extensions.models.config import DecoderConfig, read_decoder
-from nanovllm.extensions.models.facts import Facts
-from nanovllm.extensions.models.windows import set_attention
-from nanovllm.extensions.prefixes.cascade import CascadeBackend
-from nanovllm.extensions.prefixes.token_prefixes import HoldBack, TokenPrefixes
-from nanovllm.extensions.products.products import FoldingWeight
-from nanovllm.extensions.quantised.formats import read_scheme
-from nanovllm.extensions.ranks.gloo_group import GlooGroup
-from nanovllm.extensions.ranks.peer_group import PeerGroup, stand_in
-from nanovllm.extensions.ranks.reports import ReportingRanks
-from nanovllm.extensions.safety.forecast import Forecast
-from nanovllm.extensions.safety.isolation import Isolation
-from nanovllm.extensions.safety.options import CHECKS_OF_EXTENSIONS
-from nanovllm.extensions.startup.compile_ahead import CompileAhead
-from nanovllm.extensions.startup.graph_trial import can_be_recorded
-from nanovllm.extensions.transformers.config import model_type_decides, read_transformers_config
-from nanovllm.extensions.transformers.model import TransformersForCausalLM
 from nanovllm.kernels.cache_layout import CacheLayout
 from nanovllm.layers.attention import Attention, AttentionBackend, get_backend
 from nanovllm.layers.linear import assign_weights, without_weights
+from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.validation import shown
 
-FILES = llama, mistral, qwen2, qwen3, qwen3_moe, gemma3, gpt_oss
-CHECKS.update(CHECKS_OF_EXTENSIONS)
-KV_CACHE_DTYPES["int8"] = torch.uint8  # the bytes of extensions/int8_cache
-MODELS: dict[str, Facts] = {file.FACTS.model.__name__: file.FACTS for file in FILES}
+if importlib.util.find_spec("nanovllm.extensions"):
+    from nanovllm.extensions.checkpoints.shapes import SHAPES as SHAPES
+    from nanovllm.extensions.int8_cache.layout import Int8Layout
+    from nanovllm.extensions.logits.bias import BiasBudget, BiasProcessor
+    from nanovllm.extensions.logits.filters import FilterProcessor
+    from nanovllm.extensions.logits.penalties import PenaltyProcessor
+    from nanovllm.extensions.models import gemma3, gpt_oss, llama, mistral, qwen2, qwen3, qwen3_moe
+    from nanovllm.extensions.models.config import read_decoder
+    from nanovllm.extensions.models.rope import check_rope_keys
+    from nanovllm.extensions.models.windows import set_attention
+    from nanovllm.extensions.prefixes.cascade import CascadeBackend
+    from nanovllm.extensions.prefixes.token_prefixes import HoldBack, TokenPrefixes
+    from nanovllm.extensions.products.products import FoldingWeight
+    from nanovllm.extensions.quantised.formats import read_scheme
+    from nanovllm.extensions.ranks.gloo_group import GlooGroup
+    from nanovllm.extensions.ranks.peer_group import PeerGroup, stand_in
+    from nanovllm.extensions.safety.options import CHECKS_OF_EXTENSIONS
+    from nanovllm.extensions.structured.bitmask import BitmaskProcessor
+
+    EXTENDED = True
+    CHECKS.update(CHECKS_OF_EXTENSIONS)
+    KV_CACHE_DTYPES["int8"] = torch.uint8  # the bytes of extensions/int8_cache
+    FILES = llama, mistral, qwen2, qwen3, qwen3_moe, gemma3, gpt_oss
+    MODELS = {file.FACTS.model.__name__: file.FACTS for file in FILES}
+else:
+    EXTENDED, MODELS = False, {}
 
 
-def assemble(config: Config) -> Parts:
-    return Parts(
-        build_model,
-        make_layout,
-        make_backend,
-        ReportingRanks,
-        collectives(config),
-        observers=(CompileAhead(config, functools.partial(stand_in, config)),),
-        prefix_cache=make_prefix_cache(config),
-        admissions=make_admissions(config),
-        can_record=record_always if config.hf_config.architectures else can_be_recorded,
-    )
+def open_core(model: str, options: dict[str, Any]) -> tuple[Config, Checkpoint]:
+    """What the arguments of an engine say, completed by the folder that they name; and that, opened."""
+    config = Config.from_options(model, options)
+    checkpoint = FolderCheckpoint(os.path.expanduser(config.model))
+    return config.with_checkpoint(checkpoint, options), checkpoint
+
+
+def assemble_core(config: Config) -> Parts:
+    """The parts of one rank, which are the core's own."""
+    return Parts(Qwen3ForCausalLM, make_core_layout, get_backend, Ranks)
+
+
+def make_core_layout(config: Config) -> CacheLayout:
+    """Keys and values lie in the cache as they are."""
+    return CacheLayout(config.kv_cache_torch_dtype)
 
 
 def open_model(model: str, options: dict[str, Any]) -> tuple[Config, Checkpoint]:
-    """What the arguments of an engine say, completed by the checkpoint that they name; and that, opened."""
+    """
+    What the arguments of an engine say, among which some of vLLM's may be, completed by the checkpoint that
+    they name; and that, opened. Raises TypeError and ValueError naming an option.
+    """
+    if not EXTENDED:
+        return open_core(model, options)
     config = make_config(model, options)
     hub = {"revision": config.revision, "cache_dir": config.download_dir, "token": config.token}
-    named = config.model, config.load_format, config.tokenizer, config.hf_overrides, hub, config.lora
-    checkpoint = open_checkpoint(*named, config.model_impl)
+    others = {name: getattr(config, name) for name in ("tokenizer", "hf_overrides", "lora", "model_impl")}
+    checkpoint = open_checkpoint(config.model, config.load_format, hub=hub, **others)
     if config.lora is not None:
+        from nanovllm.extensions.checkpoints.adapter import check_adaptable
+
         check_adaptable(checkpoint, config.lora)
     return config.with_checkpoint(checkpoint, options), checkpoint
 
 
+def extend(llm: type[LLMEngine]) -> type[LLMEngine]:
+    """The engine with the ways to call it that extensions add."""
+    if not EXTENDED:
+        return llm
+    from nanovllm.extensions.api.engine_args import show_options
+    from nanovllm.extensions.api.llm import ApiLLM, takes_foreign_options
+    from nanovllm.extensions.text.llm import TextLLM
+
+    members = {"__doc__": llm.__doc__, "__module__": llm.__module__}
+    for name in ("generate", "generate_iter", "stream", "chat"):
+        members[name] = takes_foreign_options(getattr(TextLLM, name))
+    return show_options(type(llm.__name__, (ApiLLM, TextLLM, llm), members))
+
+
+def assemble(config: Config) -> Parts:
+    """The parts of one rank."""
+    if not EXTENDED:
+        return assemble_core(config)
+    from nanovllm.extensions.logits.logprobs import LogprobProcessor
+    from nanovllm.extensions.logits.scores import ScoreProcessor
+    from nanovllm.extensions.ranks.reports import ReportingRanks
+    from nanovllm.extensions.safety.recovery import Recovery
+    from nanovllm.extensions.startup.compile_ahead import CompileAhead
+    from nanovllm.extensions.startup.graph_trial import can_be_recorded
+
+    bias = BiasProcessor()
+    *_, isolation = admissions = make_admissions(config, bias)
+    recovery = Recovery(isolation)
+    others = PenaltyProcessor(), BitmaskProcessor(), FilterProcessor(), LogprobProcessor(), ScoreProcessor()
+    return Parts(
+        functools.partial(build_model, quantization=config.quantization),
+        make_layout,
+        make_backend,
+        ReportingRanks,
+        collectives(config),
+        observers=(CompileAhead(config, functools.partial(stand_in, config)), recovery),
+        prefix_cache=make_prefix_cache(config),
+        admissions=admissions,
+        logits_processors=(bias, *others),
+        isolate=recovery.isolate_failing_request,
+        can_record=record_always if config.hf_config.architectures else can_be_recorded,
+    )
+
+
+# With extensions
+
+
 def make_config(model: str, options: dict[str, Any]) -> Config:
-    """From options, among which some of vLLM's may be. Raises TypeError and ValueError naming one."""
+    from nanovllm.extensions.api.foreign_options import own_options
+
     filled_in = {name: value for name, value in options.items() if name in FILLED_IN}
     others = {name: value for name, value in options.items() if name not in FILLED_IN}
-    sampling = SamplingParams.__struct_fields__
-    own = own_options(others, Config.option_names(), sampling, stacklevel=5)
+    own = own_options(others, Config.option_names(), SamplingParams.__struct_fields__, stacklevel=5)
     return Config.from_options(model, filled_in | own)
 
 
 def open_checkpoint(
-    model: str | os.PathLike, load_format: str = "auto", tokenizer: str | os.PathLike | None = None,
-    hf_overrides: dict[str, Any] | None = None, hub: dict[str, Any] | None = None,
-    lora: str | os.PathLike | None = None, model_impl: str = "auto",
-) -> Checkpoint:  # fmt: skip
-    """
-    Open a checkpoint without reading its weights. `model` is a folder, a `.gguf` file, a Hugging Face hub id,
-    "smollm2" or, with load_format="dummy", one of `SHAPES`. Another `tokenizer` is in such a place, too.
-    A `lora` adapter is a folder or a hub id. `hub` has options for downloads. Raises ValueError that says
-    what was looked for.
-    """
-    hub = {name: value for name, value in (hub or {}).items() if value is not None}
-    checkpoint = _open(model, load_format, hub)
+    model: str | os.PathLike, load_format: str = "auto", model_impl: str = "auto", **options: Any
+) -> Checkpoint:
+    """Open a checkpoint without reading its weights. Other options are those of extensions/checkpoints."""
+    from nanovllm.extensions.checkpoints import opening
+
+    gguf_models = [facts for facts in MODELS.values() if facts.gguf]
+    checkpoint = opening.open_checkpoint(model, load_format, gguf_models, **options)
     checkpoint.read_config = functools.partial(read_config, model_impl=model_impl)
-    if hf_overrides:
-        checkpoint.override(hf_overrides)
-    hub.pop("revision", None)  # is the model's
-    if lora is not None:
-        checkpoint.changes = (open_adapter(lora, hub).merged,)
-    if tokenizer is not None and os.fspath(tokenizer) != os.fspath(model):
-        try:
-            checkpoint.tokenizer_source = _open(tokenizer, "auto", hub, only_tokenizer=True)
-        except ValueError as error:
-            raise ValueError(f"tokenizer: {error}") from error
     return checkpoint
 
 
-def _open(
-    model: str | os.PathLike, load_format: str, hub: dict[str, Any], only_tokenizer: bool = False
-) -> Checkpoint:
-    dummy = load_format == "dummy"
-    name = os.fspath(model)
-    path = os.path.abspath(os.path.expanduser(name))
-    if not name or not os.path.exists(path):
-        if name in SHAPES and dummy:
-            return ShapeCheckpoint(name, dummy)
-        weights = not dummy and not only_tokenizer
-        path = str(fetch_smollm2()) if name == "smollm2" else download(name, weights, **hub)
-    if os.path.isfile(path):
-        if load_format == "safetensors" or not path.lower().endswith(".gguf"):
-            raise ValueError(f"model {name!r} is neither a folder nor, for load_format='gguf', a .gguf file")
-        return GGUFCheckpoint(path, dummy, [facts for facts in MODELS.values() if facts.gguf])
-    if load_format == "gguf":
-        raise ValueError(f"model {name!r} is a folder, but load_format='gguf' reads a .gguf file")
-    if not os.path.isdir(path):
-        raise ValueError(f"model {name!r} is neither a folder nor a regular file")
-    return CheckedFolder(path, dummy, only_tokenizer)
-
-
-def read_config(source: str, raw: dict[str, Any], model_impl: str = "auto") -> DecoderConfig:
+def read_config(source: str, raw: dict[str, Any], model_impl: str = "auto") -> ModelConfig:
     """
     What is to be known of the model whose config.json says `raw`; `model_impl` as the engine's option. Raises
     ValueError naming the source and what is wrong or not supported.
     """
+    from nanovllm.extensions.transformers.config import read_transformers_config
+
     try:
         # First, since the others' files have other fields.
         known = find_architectures(raw) if model_impl != "transformers" else []
@@ -154,7 +181,7 @@ def read_config(source: str, raw: dict[str, Any], model_impl: str = "auto") -> D
             )
         kept = ("dtype", "torch_dtype", "quantization_config")
         try:
-            sizes = read_transformers_config(raw)
+            sizes = read_transformers_config(raw, check_rope_keys)
         except ValueError as error:
             raise ValueError(f"{error}; known without transformers: {', '.join(MODELS)}") from None
         return read_decoder(raw, [], {}, sizes | {name: given[name] for name in kept if name in given})
@@ -164,6 +191,8 @@ def read_config(source: str, raw: dict[str, Any], model_impl: str = "auto") -> D
 
 def find_architectures(raw: dict[str, Any]) -> list[str]:
     """Those of config.json that have a class here, or the one for its `model_type`."""
+    from nanovllm.extensions.transformers.config import model_type_decides
+
     names, kind = raw.get("architectures"), raw.get("model_type")
     names = [] if names is None else names
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
@@ -173,12 +202,16 @@ def find_architectures(raw: dict[str, Any]) -> list[str]:
     return of_type if of_type and not known and model_type_decides(names) else known
 
 
-def get_model_class(config: DecoderConfig) -> type[nn.Module]:
+def get_model_class(config: ModelConfig) -> type[nn.Module]:
     """The class of the first known architecture that the checkpoint names, or that for all others."""
-    return MODELS[config.architectures[0]].model if config.architectures else TransformersForCausalLM
+    if config.architectures:
+        return MODELS[config.architectures[0]].model
+    from nanovllm.extensions.transformers.model import TransformersForCausalLM
+
+    return TransformersForCausalLM
 
 
-def build_model(config: DecoderConfig, quantization: str | None = None) -> nn.Module:
+def build_model(config: ModelConfig, quantization: str | None = None) -> nn.Module:
     """
     The model, with memory for its weights in the format that the checkpoint or this option of the engine asks
     for. Raises ValueError if that is not supported.
@@ -199,19 +232,14 @@ def build_model(config: DecoderConfig, quantization: str | None = None) -> nn.Mo
 
 def make_layout(config: Config) -> CacheLayout:
     """How keys and values lie in the cache."""
-    is_int8 = config.kv_cache_torch_dtype == torch.uint8
-    return Int8Layout() if is_int8 else CacheLayout(config.kv_cache_torch_dtype)
+    return Int8Layout() if config.kv_cache_torch_dtype == torch.uint8 else make_core_layout(config)
 
 
 def make_backend(
     config: Config, device: torch.device, layers: list[Attention], layout: CacheLayout
 ) -> AttentionBackend:
     """Who computes attention. Raises ValueError if what `attention_backend` names cannot."""
-    backend = get_backend(config, device, layers, layout)
-    if not can_group(config):
-        return backend
-    heads = config.hf_config.num_attention_heads // config.hf_config.num_key_value_heads
-    return CascadeBackend(backend, heads, config.torch_dtype.itemsize, device)
+    return CascadeBackend(get_backend(config, device, layers, layout), config, device)
 
 
 def collectives(config: Config) -> Callable[..., Group]:
@@ -225,6 +253,9 @@ def make_prefix_cache(config: Config) -> PrefixCache:
     return TokenPrefixes() if config.enable_prefix_caching else PrefixCache()
 
 
-def make_admissions(config: Config) -> tuple[Admission, ...]:
+def make_admissions(config: Config, bias: Any) -> tuple[Admission, ...]:
     """All that may keep a sequence from running, though there is room for it."""
-    return HoldBack(), RuleBudget(), Forecast(), Isolation(config.max_num_seqs)
+    from nanovllm.extensions.safety.forecast import Forecast
+    from nanovllm.extensions.safety.isolation import Isolation
+
+    return HoldBack(), BiasBudget(bias), Forecast(), Isolation(config.max_num_seqs)

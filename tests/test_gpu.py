@@ -15,7 +15,7 @@ import torch
 from test_edits import MIXED
 
 from nanovllm import LLM, AsyncLLM, SamplingParams
-from nanovllm.extensions.prefixes import groups
+from nanovllm.extensions.prefixes import planner
 from nanovllm.extensions.safety import recovery
 from nanovllm.layers.attention import HAVE_FLASH
 from tiny_checkpoints import UNALIGNED, load_reference, make_checkpoint
@@ -148,9 +148,11 @@ def answer_prompts_that_share(checkpoint: str, monkeypatch, **options) -> list[t
     Prompts and their greedy completions. Tokens are taken over, copied and read in groups, in all sizes of
     graphs as sequences join and end.
     """
-    small = dict(MIN_SHARED_TOKENS=8, MIN_GROUP_SAVED=8, MIN_SAVED_TOKENS=64, MIN_PIECE=32, PIECE_STEP=16)
+    small = dict(
+        MIN_SHARED_TOKENS=8, MIN_PREFIX_SAVED=8, MIN_SAVED_TOKENS=64, MIN_ITEM_TOKENS=32, ITEM_STEP=16
+    )
     for name, value in small.items():
-        monkeypatch.setattr(groups, name, value)
+        monkeypatch.setattr(planner, name, value)
     pick = random.Random(1)
     system, *documents = ([pick.randrange(320) for _ in range(length)] for length in (41, 60, 23))
     begins = [system + documents[0]] * 9 + [system + documents[1]] * 6 + [system] * 3 + [[]] * 2

@@ -6,6 +6,7 @@ it available: its contents stay findable until the block is handed out again.
 """
 
 from collections import OrderedDict
+from collections.abc import Callable
 
 import xxhash
 
@@ -42,6 +43,11 @@ class Block:
         self.update(-1, b"")
 
 
+def all_but_the_last(seq: Sequence) -> int:
+    """From its last token the next one is computed."""
+    return len(seq) - 1
+
+
 class BlockManager:
     """
     Invariants: every block is either free or used; it is free exactly when its `ref_count` is 0; an entry of
@@ -55,8 +61,11 @@ class BlockManager:
         block_size: int,
         enable_prefix_caching: bool = True,
         prefix_cache: PrefixCache | None = None,
+        max_cached: Callable[[Sequence], int] = all_but_the_last,
     ):
+        """max_cached: how many tokens of a sequence may come from the cache."""
         self.block_size = block_size
+        self.max_cached = max_cached
         self.enable_prefix_caching = enable_prefix_caching
         self.num_blocks = num_blocks
         self.prefix_cache = prefix_cache or PrefixCache()
@@ -89,7 +98,7 @@ class BlockManager:
     def find_block(self, seq: Sequence, i: int) -> int:
         """A block that holds all tokens of the sequence's i-th one, after the same tokens; -1: none."""
         start, end = self._span(i)
-        if end <= seq.num_cacheable_tokens:
+        if end <= self.max_cached(seq):
             block_id = self.hash_to_block_id.get(self.block_hash(seq, i), -1)
             if block_id != -1 and self.blocks[block_id].packed == seq.packed(start, end):
                 return block_id

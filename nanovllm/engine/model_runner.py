@@ -6,7 +6,7 @@ method runs on every rank. Follow `run`.
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Hashable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -18,20 +18,15 @@ from nanovllm.config import Config
 from nanovllm.distributed.group import Group, use_group
 from nanovllm.engine.batch import Batch, StepOutput, token_positions
 from nanovllm.engine.cuda_graphs import RESERVED_BYTES, CudaGraphs, get_graph_sizes
-from nanovllm.engine.device_rows import DeviceRows, RowLayout, can_group
-from nanovllm.engine.interfaces import Parts
+from nanovllm.engine.interfaces import Parts, selected
 from nanovllm.engine.kv_cache import KVCache
 from nanovllm.engine.memory import bytes_left, bytes_taken_by, explain_memory, largest_batch, most_positions
+from nanovllm.engine.slots import DeviceSlots, SlotLayout
 from nanovllm.engine.transfer import to_device
-from nanovllm.extensions.logits.edits import DeviceEdits
-from nanovllm.extensions.logits.scoring import Scoring, score
-from nanovllm.extensions.prefixes.kernels.shared_prefix import SharedPrefixes
-from nanovllm.extensions.structured.masks import TokenMasks
 from nanovllm.kernels.runtime import HAVE_TRITON
 from nanovllm.layers.attention import Attention
-from nanovllm.layers.sampler import Sampler, TopLogprobs, top_logprobs
+from nanovllm.layers.sampler import Sampler, SamplingStep
 from nanovllm.models import pack_weights
-from nanovllm.sampling_params import Needs
 from nanovllm.utils.context import reset_context, set_context
 from nanovllm.utils.loader import load_model
 from nanovllm.utils.torch_defaults import torch_defaults
@@ -42,24 +37,20 @@ class ModelInputs(NamedTuple):
 
     input_ids: torch.Tensor  # int64 [tokens]
     positions: torch.Tensor  # int64 [tokens]
-    sampling: "SamplingInputs"
-
-
-class SamplingInputs(NamedTuple):
-    """What drawing the next tokens takes, on the device."""
-
-    rows: torch.Tensor  # int32 [sequences], see device_rows.py
-    temperatures: torch.Tensor  # float32 [sequences]
-    seeds: torch.Tensor  # int64 [sequences]
-    positions: torch.Tensor  # int64 [sequences], of the tokens to be drawn
+    sampling: SamplingStep
 
 
 class Computed(NamedTuple):
     """A step up to its logits."""
 
     logits: torch.Tensor  # [sequences, this rank's vocabulary]
-    sampling: SamplingInputs
-    scores: TopLogprobs | None  # of prompts
+    sampling: SamplingStep
+    tensors: dict[str, tuple[torch.Tensor, ...]]  # by logits processor, what it has to tell of all tokens
+
+
+# A step between `forward` and `sample`: Batch.wanted, the key of the CUDA graph that samples, or without a
+# graph what there is to sample from.
+Forwarded = tuple[int, Hashable | None, Computed | None]
 
 
 class ModelRunner:
@@ -99,20 +90,29 @@ class ModelRunner:
         num_positions = most_positions(config, self.device, self.group.size)
         hf_config = replace(config.hf_config, max_model_len=num_positions)
         with torch_defaults(config.torch_dtype, self.device), use_group(self.group):
-            self.model = parts.build_model(hf_config, config.quantization)
-            self.sampler = Sampler(self.model.lm_head.vocab_start)
+            self.model = parts.build_model(hf_config)
+            self.sampler = Sampler()
         layers = [module for module in self.model.modules() if isinstance(module, Attention)]
-        layout = parts.make_layout(config)
-        backend = parts.make_backend(config, config.device_of(self.group.rank), layers, layout)
+        cache_layout = parts.make_layout(config)
+        self.backend = parts.make_backend(config, config.device_of(self.group.rank), layers, cache_layout)
+        self.backend.allocate(self.device)
         for layer in layers:
-            layer.layout, layer.backend = layout, backend.for_layer(layer)
-        self.kv_cache = KVCache(config, layers, self.device, layout)
-        self.rows = DeviceRows(RowLayout(config), self.device)
+            layer.layout, layer.backend = cache_layout, self.backend.for_layer(layer)
+        self.kv_cache = KVCache(config, layers, self.device, cache_layout)
+        layout = SlotLayout(config)
+        self.slots = DeviceSlots(layout, self.device)
+        self.processors = parts.logits_processors
+        for processor in self.processors:
+            processor.allocate(layout.num_slots, config.hf_config.vocab_size, self.device)
+        self.waiting = sum(1 << i for i, each in enumerate(self.processors) if each.waits_for_host)
+        self.receivers = {processor.name: processor.receive for processor in self.processors}
+        self.receivers["attention"] = self.backend.receive
+        self.receivers["prefix_cache"] = lambda message: parts.prefix_cache.receive(message, self.kv_cache)
         # The torch twins of the attention kernels read numbers on the host.
         reads = config.attention_backend == "torch" or not HAVE_TRITON or self.device.type != "cuda"
         self.graph_sizes = get_graph_sizes(config.max_num_seqs)
         self.graphs = None if config.enforce_eager or reads else CudaGraphs(self.device)
-        self.undrawn: Callable[[], StepOutput] | None = None  # the rest of a step that waits for masks
+        self.unsampled: Forwarded | None = None
         self.has_decoded = False
 
     def load(self, checkpoint: Checkpoint) -> None:
@@ -144,16 +144,20 @@ class ModelRunner:
             if self.graphs is not None:
                 self.graphs.close()
             self.group.leave()
-            self.model = self.sampler = self.kv_cache = self.rows = self.undrawn = None
+            for part in (self.backend, *self.processors):
+                part.close()
+            self.model = self.sampler = self.kv_cache = self.slots = self.unsampled = None
+            self.receivers.clear()
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
 
     def reset(self) -> None:
-        """After a step that failed: wait for what was enqueued, and forget what the rows hold."""
+        """After a step that failed: wait for what was enqueued, and forget what the slots hold."""
         with self.on_device():
             self._wait_for_device()
-            self.rows.reset()
-            self.undrawn = None
+            for part in (self.slots, self.backend, *self.processors):
+                part.reset()
+            self.unsampled = None
 
     def _wait_for_device(self) -> None:
         if self.device.type == "cuda":
@@ -162,21 +166,21 @@ class ModelRunner:
     @torch.inference_mode()
     def warmup_model(self) -> None:
         """
-        Run the largest steps there can be, with all that requests can ask for, so that the memory they take
-        is known and kept free (`step_bytes`).
+        Run the largest steps there can be, with all logits processors, so that the memory they take is known
+        and kept free (`step_bytes`).
         """
         self.step_bytes = 0
         if self.device.type != "cuda":
             return
-        batch = largest_batch(self.config, self.config.max_num_batched_tokens)
+        batch = largest_batch(self.config, self.config.max_num_batched_tokens, self.processors)
         self.step_bytes = bytes_taken_by(lambda: self.run(batch), self.device)
         if self.graphs is not None:
-            padding = self.padding(self.config.max_num_seqs, can_group(self.config))
-            step = functools.partial(self.decode_step, *padding, batch.needs)
+            padding = self.padding(self.config.max_num_seqs, self.backend.largest_plan)
+            step = functools.partial(self.decode_step, *padding, batch.wanted)
             self.graphs.reserve(bytes_taken_by(step, self.device))
             if not self.parts.can_record(step, self.device):
                 self.graphs = None
-        self.rows.reset()
+        self.slots.reset()
 
     def allocate_kv_cache(self) -> None:
         """Take all memory that the options allow and nothing else needs. ValueError if that is too little."""
@@ -184,7 +188,7 @@ class ModelRunner:
         if num_blocks == -1:
             budget = bytes_left(self.device, self.config.gpu_memory_utilization)
             if self.device.type == "cuda":
-                budget -= self.step_bytes + DeviceEdits.reserved_bytes
+                budget -= self.step_bytes + sum(each.reserved_bytes for each in self.processors)
                 budget -= RESERVED_BYTES if self.graphs is not None else 0
             num_blocks = self.kv_cache.num_blocks_in(min(self.group.gather("budget", budget)))
         self.kv_cache.allocate(num_blocks)
@@ -193,64 +197,67 @@ class ModelRunner:
     @torch.inference_mode()
     def run(self, batch: Batch) -> StepOutput | None:
         """
-        Enqueue a step on the device without waiting for it. A later step may overwrite its output. A step
-        that needs masks, which depend on tokens that are still being drawn, is finished by `draw`.
+        Enqueue a step on the device without waiting for it. A later step may overwrite its output. Where a
+        logits processor waits for the host this is the step's forward pass, and `sample` must follow.
         """
-        if batch.row_updates is not None:
-            self.rows.apply(batch.row_updates)
-        if batch.is_prefill:
-            if batch.messages is not None:
-                self.parts.prefix_cache.receive(batch.messages["prefix_cache"], self.kv_cache)
-            computed = self.run_model(self.prepare_prefill(batch), batch.scoring)
-            rest = functools.partial(self._draw, batch.needs, computed)
-        else:
-            if not self.has_decoded:
-                self.has_decoded = True
-                self._notify("before_first_decode")
-            rest = self._begin_decode(batch)
-        if batch.needs & Needs.MASKS:
-            self.undrawn = rest
-            return None
-        return rest()
-
-    def _begin_decode(self, batch: Batch) -> Callable[[], StepOutput]:
-        """Enqueue a decode step as far as anything can wait for masks. Returns what enqueues the rest."""
-        if self.graphs is None:
-            inputs = self.prepare_decode(*self.decoding(batch.num_sequences, batch.is_grouped))
-            return functools.partial(self._draw, batch.needs, self.run_model(inputs))
-        size = next(size for size in self.graph_sizes if size >= batch.num_sequences)
-        key = size, batch.is_grouped, batch.needs
-        if key not in self.graphs:
-            self.capture_cudagraph(*key)
-        if batch.needs & Needs.MASKS:
-            self.graphs.replay(key, 0)
-            return functools.partial(self.graphs.replay, key, 1)
-        return functools.partial(self.graphs.replay, key, 0)
+        if batch.slot_updates is not None:
+            self.slots.apply(batch.slot_updates)
+        self._receive(batch.messages)
+        self.unsampled = self.forward(batch)
+        return None if batch.wanted & self.waiting else self._sample()
 
     @explain_memory
     @torch.inference_mode()
-    def draw(self, masks: TokenMasks) -> StepOutput:
-        """Finish the step that `run` has begun."""
-        self.rows.edits.masks.receive(masks)
-        rest, self.undrawn = self.undrawn, None
-        return rest()
+    def sample(self, messages: dict[str, Any]) -> StepOutput:
+        """Finish the step that `run` has begun, with what logits processors have waited for."""
+        self._receive(messages)
+        return self._sample()
 
-    def decode_step(self, rows: torch.Tensor, shared: SharedPrefixes | None, needs: Needs) -> StepOutput:
+    def _receive(self, messages: dict[str, Any] | None) -> None:
+        for name, message in (messages or {}).items():
+            self.receivers[name](message)
+
+    def forward(self, batch: Batch) -> Forwarded:
+        """Enqueue a step up to its logits. Where a CUDA graph has all of it, that is left to `_sample`."""
+        wanted = batch.wanted
+        if batch.is_prefill:
+            return wanted, None, self.run_model(self.prepare_prefill(batch), wanted)
+        if not self.has_decoded:
+            self.has_decoded = True
+            self._notify("before_first_decode")
+        if self.graphs is None:
+            inputs = self.prepare_decode(*self.decoding(batch.num_sequences, batch.plan_key))
+            return wanted, None, self.run_model(inputs)
+        size = next(size for size in self.graph_sizes if size >= batch.num_sequences)
+        key = size, batch.plan_key, wanted
+        if key not in self.graphs:
+            self.capture_cudagraph(*key)
+        if wanted & self.waiting:
+            self.graphs.replay(key, 0)
+        return wanted, key, None
+
+    def _sample(self) -> StepOutput:
+        (wanted, key, computed), self.unsampled = self.unsampled, None
+        if key is None:
+            return self.sample_logits(wanted, computed)
+        return self.graphs.replay(key, 1 if wanted & self.waiting else 0)
+
+    def decode_step(self, slots: torch.Tensor, plan: Any, wanted: int) -> StepOutput:
         """
-        For these rows, int32 [batch], and what they share. Depends on the device's memory alone, so that it
-        can be captured.
+        For these slots, int32 [batch], with this plan of attention. Depends on the device's memory alone, so
+        that it can be captured.
         """
-        return self._draw(needs, self.run_model(self.prepare_decode(rows, shared)))
+        return self.sample_logits(wanted, self.run_model(self.prepare_decode(slots, plan)))
 
     def prepare_prefill(self, batch: Batch) -> ModelInputs:
         """Also sets the context."""
-        rows = to_device(batch.rows, self.device)
+        slots = to_device(batch.slots, self.device)
         # Whether some keys were computed by earlier steps, or are computed by neighbours in this one.
         from_cache = not np.array_equal(batch.lens_q, batch.lens_k)
         inputs = ModelInputs(
             to_device(batch.token_ids, self.device, torch.int64),
             to_device(token_positions(batch.lens_q, batch.lens_k), self.device, torch.int64),
-            self.prepare_sample(rows, to_device(batch.lens_k, self.device, torch.int64)),
+            self.prepare_sample(slots, to_device(batch.lens_k, self.device, torch.int64)),
         )
         set_context(
             True,
@@ -259,73 +266,82 @@ class ModelRunner:
             max_seqlen_q=int(batch.lens_q.max()),
             max_seqlen_k=int(batch.lens_k.max()),
             slot_mapping=to_device(batch.slot_mapping, self.device),
-            block_tables=self.prepare_block_tables(rows) if from_cache else None,
+            block_tables=self.prepare_block_tables(slots) if from_cache else None,
         )
         return inputs
 
-    def prepare_decode(self, rows: torch.Tensor, shared: SharedPrefixes | None = None) -> ModelInputs:
+    def prepare_decode(self, slots: torch.Tensor, plan: Any = None) -> ModelInputs:
         """Also sets the context."""
-        inputs = self.rows.next_inputs(rows)
+        inputs = self.slots.next_inputs(slots)
         set_context(
             False,
             slot_mapping=inputs.slot_mapping,
             context_lens=inputs.context_lens,
             block_tables=inputs.block_tables,
-            attention_plan=shared,
+            attention_plan=plan,
         )
-        sampling = SamplingInputs(rows, inputs.temperatures, inputs.seeds, inputs.next_positions)
+        sampling = SamplingStep(slots, inputs.temperatures, inputs.seeds, inputs.next_positions)
         return ModelInputs(inputs.input_ids, inputs.positions, sampling)
 
-    def prepare_block_tables(self, rows: torch.Tensor) -> torch.Tensor:
+    def prepare_block_tables(self, slots: torch.Tensor) -> torch.Tensor:
         """int32 [sequences, blocks of the longest possible one]; nobody reads beyond a sequence's end."""
-        return self.rows.inputs.block_tables[rows]
+        return self.slots.inputs.block_tables[slots]
 
-    def prepare_sample(self, rows: torch.Tensor, positions: torch.Tensor) -> SamplingInputs:
-        inputs = self.rows.inputs
-        return SamplingInputs(rows, inputs.temperatures[rows], inputs.seeds[rows], positions)
+    def prepare_sample(self, slots: torch.Tensor, positions: torch.Tensor) -> SamplingStep:
+        inputs = self.slots.inputs
+        return SamplingStep(slots, inputs.temperatures[slots], inputs.seeds[slots], positions)
 
-    def run_model(self, inputs: ModelInputs, scoring: Scoring | None = None) -> Computed:
+    def run_model(self, inputs: ModelInputs, wanted: int = 0) -> Computed:
         """From token ids to the logits after them. Ends the context that `prepare_...` has set."""
+        tensors = {}
         try:
             hidden_states = self.model(inputs.input_ids, inputs.positions)
-            scores = score(self.model.lm_head, hidden_states, scoring) if scoring is not None else None
-            return Computed(self.model.compute_logits(hidden_states), inputs.sampling, scores)
+            for processor in selected(self.processors, wanted) if wanted else ():
+                if (found := processor.hidden(hidden_states, self.model.lm_head)) is not None:
+                    tensors[processor.name] = found
+            return Computed(self.model.compute_logits(hidden_states), inputs.sampling, tensors)
         finally:
             reset_context()
 
-    def _draw(self, needs: Needs, computed: Computed) -> StepOutput:
+    def sample_logits(self, wanted: int, computed: Computed) -> StepOutput:
         """From logits to the next tokens, which become the next step's inputs."""
-        logits, (rows, temperatures, seeds, positions), scores = computed
-        if is_whole := needs | Needs.MASKS != Needs.MASKS:  # masks alone do with a shard of the logits
-            logits = self.model.lm_head.gather(logits)
-        edits = self.rows.edits
-        edited, thresholds, masks = edits.edit_logits(logits, rows, positions, temperatures, needs)
-        tokens = self.sampler(edited, temperatures, seeds, positions, thresholds, masks, is_whole)
-        self.rows.note_drawn(rows, positions, tokens, needs)
-        logprobs = top_logprobs(logits, tokens) if needs & Needs.LOGPROBS else None
-        return StepOutput(tokens, logprobs, scores)
+        logits, step, tensors = computed
+        step.vocab_start = self.model.lm_head.vocab_start
+        processors = selected(self.processors, wanted) if wanted else ()
+        if any(processor.needs_whole for processor in processors):
+            logits, step.vocab_start = self.model.lm_head.gather(logits), 0
+        raw_logits = logits
+        if len(processors) > 1 and any(processor.needs_raw for processor in processors):
+            logits = logits.clone()  # which the others may change
+        for processor in processors:
+            logits = processor.apply(logits, step)
+        tokens = self.sampler(logits, step)
+        self.slots.note_drawn(step.slots, tokens)
+        for processor in processors:
+            if (found := processor.drawn(raw_logits, tokens, step)) is not None:
+                tensors[processor.name] = found
+        return StepOutput(tokens, tensors)
 
     @torch.inference_mode()
-    def capture_cudagraph(self, batch_size: int, is_grouped: bool, needs: Needs) -> None:
-        """Record the decode step for this many rows. Done when first needed, so that starting is quick."""
-        self.decode_step(*self.padding(batch_size, is_grouped), needs)
-        inputs = self.decoding(batch_size, is_grouped)
-        key, draw = (batch_size, is_grouped, needs), functools.partial(self._draw, needs)
-        if needs & Needs.MASKS:
-            self.graphs.capture(key, lambda: self.run_model(self.prepare_decode(*inputs)), draw)
-        else:
-            self.graphs.capture(key, lambda: self.decode_step(*inputs, needs))
+    def capture_cudagraph(self, batch_size: int, plan_key: Hashable, wanted: int) -> None:
+        """Record the decode step for this many slots. Done when first needed, so that starting is quick."""
+        self.decode_step(*self.padding(batch_size, plan_key), wanted)
+        inputs = self.decoding(batch_size, plan_key)
+        stages = [lambda: self.run_model(self.prepare_decode(*inputs))]
+        stages += [functools.partial(self.sample_logits, wanted)]
+        if not wanted & self.waiting:
+            stages = [lambda: self.decode_step(*inputs, wanted)]
+        self.graphs.capture((batch_size, plan_key, wanted), *stages)
 
-    def decoding(self, batch_size: int, is_grouped: bool) -> tuple[torch.Tensor, SharedPrefixes | None]:
-        """The rows of the decode step, with padding behind them, and what its sequences share."""
-        shared = self.rows.shared_prefixes(batch_size) if is_grouped else None
-        return self.rows.batch[:batch_size], shared
+    def decoding(self, batch_size: int, plan_key: Hashable) -> tuple[torch.Tensor, Any]:
+        """The slots of the decode step, with padding behind them, and its plan of attention."""
+        plan = self.backend.inputs(batch_size, plan_key) if plan_key else None
+        return self.slots.batch[:batch_size], plan
 
-    def padding(self, batch_size: int, is_grouped: bool) -> tuple[torch.Tensor, SharedPrefixes | None]:
-        """Rows that no sequence has, and that share nothing."""
-        rows, shared = self.decoding(batch_size, is_grouped)
-        shared = shared and SharedPrefixes(*map(torch.zeros_like, shared))
-        return torch.full_like(rows, self.rows.padding_row), shared
+    def padding(self, batch_size: int, plan_key: Hashable) -> tuple[torch.Tensor, Any]:
+        """Rows that no sequence has, and a plan without work."""
+        plan = self.backend.inputs(batch_size, plan_key, is_empty=True) if plan_key else None
+        return torch.full_like(self.slots.batch[:batch_size], self.slots.padding_slot), plan
 
 
 def _starts(lengths: np.ndarray) -> np.ndarray:

@@ -7,9 +7,9 @@ from typing import Any
 def stats_of(engine: Any, counts: Counter) -> dict[str, float]:
     """
     Counts since the engine was made: requests (finished, running and waiting now), prompt tokens of the
-    finished ones and how many of these the KV cache had, what the prefix cache counts, context tokens
-    that decode steps read once for several requests (counted for each of them), tokens drawn, preemptions,
-    and tokens drawn per second of computing. And how many tokens the KV cache has room for.
+    finished ones and how many of these the KV cache had, what the prefix cache and the attention back-end
+    count, tokens drawn, preemptions, and tokens drawn per second of computing. And how many tokens the KV
+    cache has room for.
     """
     scheduler, config = engine.scheduler, engine.config
     num_generated = counts["drawn"] - scheduler.num_surplus_tokens
@@ -21,7 +21,7 @@ def stats_of(engine: Any, counts: Counter) -> dict[str, float]:
         "num_cached_tokens": counts["cached"],
         **scheduler.block_manager.prefix_cache.stats(),
         "cache_hit_rate": counts["cached"] / max(counts["prompt"], 1),
-        "num_grouped_tokens": counts["grouped"],
+        **engine.batches.backend.stats(),
         "num_generated_tokens": num_generated,
         "num_preemptions": scheduler.num_preemptions,
         "num_kv_cache_tokens": config.num_kvcache_blocks * config.kvcache_block_size,

@@ -1,9 +1,12 @@
 """Attention over the paged KV cache, and the choice of who computes it.
 
 A layer stores the step's keys and values first and attends second, so sequences of one step may read each
-other's blocks. What a back-end must offer is two methods, one per phase; everything else is the same for
-all.
+other's blocks. What a back-end must offer is two methods, `prefill` and `decode`; everything else is the
+same for all.
 """
+
+from collections.abc import Hashable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,9 +35,17 @@ class AttentionBackend:
     """
     Computes attention for layers whose caches have this layout: with paged Triton kernels, on a CPU with
     their references in torch. Others do it in another way.
+
+    A back-end may plan decode steps, once for all layers. Rank 0's `plan` sees the sequences, and its message
+    reaches `receive` on every rank before the step, whose `Context.attention_plan` has what `inputs` returns.
+    This back-end plans nothing.
     """
 
+    prefill_kernel = staticmethod(varlen_prefill_attention)
+    decode_kernel = staticmethod(paged_decode_attention)
     is_reference = False  # whether it computes in torch on a GPU, too
+    largest_plan: Hashable = False  # the key of the plan that takes most memory; False: `plan` is not called
+    num_decode_steps = 0  # on rank 0, so far: counted by the BatchMaker
 
     def __init__(self, layout: CacheLayout = ROWS):
         self.layout = layout
@@ -45,28 +56,45 @@ class AttentionBackend:
 
     def prefill(self, q: Tensor, k: Tensor, v: Tensor, variant: AttentionVariant, step: Context) -> Tensor:
         """k and v of the step's own tokens, or the caches where it has block tables. -> The shape of q."""
-        return varlen_prefill_attention(q, k, v, *_lengths(step), variant, step.block_tables, self.layout)
+        lengths = _lengths(step)
+        return self.prefill_kernel(q, k, v, *lengths, variant, step.block_tables, self.layout)
 
-    def decode(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, variant: AttentionVariant, step: Context
-    ) -> Tensor:
-        """-> The shape of q."""
+    def decode(self, q: Tensor, k: Tensor, v: Tensor, variant: AttentionVariant, step: Context) -> Tensor:
+        """k and v are the caches. -> The shape of q."""
         tables = step.block_tables, step.context_lens
-        return paged_decode_attention(q, k_cache, v_cache, *tables, variant, self.layout)
+        return self.decode_kernel(q, k, v, *tables, variant, self.layout)
+
+    def plan(self, sequences: list[Any]) -> tuple[Hashable, Any]:
+        """
+        Called on rank 0 when other sequences decode than in the step before. Returns the plan's key, False if
+        there is none, and the message for every rank, None if there is nothing to say. A CUDA graph is
+        captured for each key.
+        """
+
+    def allocate(self, device: torch.device) -> None:
+        """Make the tables of plans. Called on every rank, before the memory for the KV cache is counted."""
+
+    def receive(self, message: Any) -> None:
+        """Called on every rank, before the step."""
+
+    def inputs(self, batch_size: int, key: Hashable, is_empty: bool = False) -> Any:
+        """The plan for so many sequences: tensors that stay where they are. An empty one has no work."""
+
+    def stats(self) -> dict[str, int]:
+        """Counts for `LLMEngine.stats`, on rank 0."""
+        return {}
+
+    def reset(self) -> None:
+        """After a step that failed: forget all sequences."""
+
+    def close(self) -> None:
+        """Free the tables."""
 
 
 class TorchBackend(AttentionBackend):
+    prefill_kernel = staticmethod(varlen_prefill_attention_torch)
+    decode_kernel = staticmethod(paged_decode_attention_torch)
     is_reference = True
-
-    def prefill(self, q: Tensor, k: Tensor, v: Tensor, variant: AttentionVariant, step: Context) -> Tensor:
-        tables, layout = step.block_tables, self.layout
-        return varlen_prefill_attention_torch(q, k, v, *_lengths(step), variant, tables, layout)
-
-    def decode(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, variant: AttentionVariant, step: Context
-    ) -> Tensor:
-        tables = step.block_tables, step.context_lens
-        return paged_decode_attention_torch(q, k_cache, v_cache, *tables, variant, self.layout)
 
 
 class FlashBackend(AttentionBackend):
@@ -74,12 +102,10 @@ class FlashBackend(AttentionBackend):
         options = variant.flash_options()
         return flash_attn_varlen_func(q, k, v, *_lengths(step), block_table=step.block_tables, **options)
 
-    def decode(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, variant: AttentionVariant, step: Context
-    ) -> Tensor:
+    def decode(self, q: Tensor, k: Tensor, v: Tensor, variant: AttentionVariant, step: Context) -> Tensor:
         options = variant.flash_options()
         options |= {"cache_seqlens": step.context_lens, "block_table": step.block_tables}
-        return flash_attn_with_kvcache(q.unsqueeze(1), k_cache, v_cache, **options).squeeze(1)
+        return flash_attn_with_kvcache(q.unsqueeze(1), k, v, **options).squeeze(1)
 
 
 def _lengths(step: Context) -> tuple[Tensor, Tensor, int, int]:
@@ -99,20 +125,21 @@ def get_backend(
 ) -> AttentionBackend:
     """The back-end that `attention_backend` names. Raises ValueError if it cannot work here."""
     name, on_cpu = config.attention_backend, device.type != "cuda"
-    cache = f"it reads a KV cache of the model's dtype only, and kv_cache_dtype is {config.kv_cache_dtype!r}"
-    problems = {
-        "flash": {
+    problems: dict[str, Any] = {}
+    if name == "flash":
+        cache = "it reads a KV cache of the model's dtype only, and kv_cache_dtype is "
+        problems = {
             "the package flash-attn is not installed": not HAVE_FLASH,
             "it needs a CUDA device": on_cpu,
             "it computes bfloat16 and float16 only": config.torch_dtype == torch.float32,
-            cache: layout.dtype != config.torch_dtype,
+            cache + repr(config.kv_cache_dtype): layout.dtype != config.torch_dtype,
             "it needs a kvcache_block_size that is a multiple of 256": config.kvcache_block_size % 256,
             "it computes heads of up to 256": any(layer.head_dim > 256 for layer in layers),
             **{layer.variant.flash_problem: layer.variant.flash_problem for layer in layers},
-        },
-        "triton": {"it needs a CUDA device and the package triton": on_cpu or not HAVE_TRITON},
-    }
-    for problem, applies in problems.get(name, {}).items():
+        }
+    elif name == "triton":
+        problems = {"it needs a CUDA device and the package triton": on_cpu or not HAVE_TRITON}
+    for problem, applies in problems.items():
         if applies:
             raise ValueError(f"attention_backend={name!r} cannot be used: {problem}")
     return BACKENDS[name](layout)
@@ -126,7 +153,9 @@ class Attention(nn.Module):
 
     def __init__(self, num_heads: int, head_dim: int, scale: float, num_kv_heads: int):
         super().__init__()
-        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
         self.variant = AttentionVariant(scale)
         self.k_cache = self.v_cache = torch.empty(0)
         self.layout = ROWS
@@ -144,28 +173,38 @@ class Attention(nn.Module):
         Normalise and rotate the queries and keys in qkv [tokens, (heads + 2 kv_heads) * head_dim], which may
         be overwritten, and store keys and values. -> q, k and v, [tokens, heads of each, head_dim].
         """
-        step = get_context()
         heads = self.num_heads, self.num_kv_heads, self.num_kv_heads
         q, k, v = qkv.view(len(qkv), -1, self.head_dim).split_with_sizes(heads, dim=1)
-        if use_triton(qkv):
-            weights = (q_norm.weight, k_norm.weight, q_norm.eps) if q_norm else (None, None, 0.0)
-            sizes = self.num_heads, self.num_kv_heads, self.head_dim
-            cos_sin, caches = rotary_emb.cos_sin_cache, (self.k_cache, self.v_cache)
-            hooks = self.layout.store_hooks(self.k_cache, self.head_dim, step.is_prefill)
-            qk_norm_rope_store(qkv, *sizes, *weights, positions, cos_sin, *caches, step.slot_mapping, hooks)
-            return q, k, v
-        if q_norm is not None:
-            q, k = q_norm(q), k_norm(k)
-        return self.store(*rotary_emb(positions, q, k), v)
+        if not use_triton(qkv):
+            if q_norm is not None:
+                q, k = q_norm(q), k_norm(k)
+            return self.store(*rotary_emb(positions, q, k), v)
+        step = get_context()
+        qk_norm_rope_store(
+            qkv,
+            self.num_heads,
+            self.num_kv_heads,
+            self.head_dim,
+            q_norm and q_norm.weight,
+            k_norm and k_norm.weight,
+            q_norm.eps if q_norm else 0.0,
+            positions,
+            rotary_emb.cos_sin_cache,
+            self.k_cache,
+            self.v_cache,
+            step.slot_mapping,
+            self.layout.store_hooks(self.k_cache, self.head_dim, step.is_prefill),
+        )
+        return q, k, v
 
     def store(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Store keys and values that are rotated already. -> q, k and v to attend with."""
-        step = get_context()
-        q, k = self.layout.rotate(q, k)
+        step, layout = get_context(), self.layout
+        q, k = layout.rotate(q, k)
         if self.k_cache.numel():  # empty in the warm-up
-            self.layout.store(k, v, self.k_cache, self.v_cache, step.slot_mapping)
+            layout.store(k, v, self.k_cache, self.v_cache, step.slot_mapping)
         if step.is_prefill:
-            k, v = self.layout.as_stored(k).to(q.dtype), self.layout.as_stored(v).to(q.dtype)
+            k, v = layout.as_stored(k).to(q.dtype), layout.as_stored(v).to(q.dtype)
         return q, k, v
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -174,10 +213,7 @@ class Attention(nn.Module):
         [tokens, heads * head_dim].
         """
         step = get_context()
-        if not step.is_prefill:
-            out = self.backend.decode(q, self.k_cache, self.v_cache, self.variant, step)
-        else:
-            if step.block_tables is not None:
-                k, v = self.k_cache, self.v_cache
-            out = self.backend.prefill(q, k, v, self.variant, step)
-        return out.reshape(len(q), -1)
+        if step.block_tables is not None:  # else no key comes from the cache
+            k, v = self.k_cache, self.v_cache
+        attend = self.backend.prefill if step.is_prefill else self.backend.decode
+        return attend(q, k, v, self.variant, step).reshape(len(q), -1)

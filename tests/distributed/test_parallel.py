@@ -36,12 +36,11 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.distributed.group import Group
 from nanovllm.distributed.ranks import EngineDeadError, Ranks
 from nanovllm.engine.batch import Batch
-from nanovllm.engine.device_rows import RowUpdates
+from nanovllm.engine.slots import SlotUpdates
 from nanovllm.extensions.ranks.gloo_group import GlooGroup
 from nanovllm.extensions.ranks.peer_group import PeerGroup
 from nanovllm.extensions.ranks.reports import ReportingRanks
 from nanovllm.kernels.layernorm import add_rms_norm
-from nanovllm.sampling_params import Needs
 from tiny_checkpoints import EXACT, edit_json, make_checkpoint, one_thread  # noqa: F401
 
 GREEDY = SamplingParams(0, 12, True)
@@ -430,7 +429,7 @@ def test_a_step_sends_what_is_new_and_never_the_tokens_so_far(llm, monkeypatch):
 
 
 # A step that asks for what is not there.
-IMPOSSIBLE = "run", (Batch(1, Needs(0), RowUpdates(np.full((2, 1), 10**9, dtype=np.int32), None)),)
+IMPOSSIBLE = "run", (Batch(1, 0, SlotUpdates(np.full((2, 1), 10**9, dtype=np.int32))),)
 
 
 @pytest.mark.parametrize("attempt", range(4))
@@ -454,7 +453,7 @@ def test_a_failing_rank_ends_generate_with_its_number_and_the_cause(model, attem
 
 @pytest.mark.parametrize("way", ["killed", "exception"])
 def test_without_reports_a_rank_that_ends_ends_generate_with_its_number(model, monkeypatch, capfd, way):
-    monkeypatch.setattr("nanovllm.assembly.ReportingRanks", Ranks)
+    monkeypatch.setattr("nanovllm.extensions.ranks.reports.ReportingRanks", Ranks)
     llm = start(model.folder)
     fault = (llm.ranks._processes[0].kill,) if way == "killed" else (llm.ranks._send, 1, IMPOSSIBLE)
     with later(0.3, *fault), pytest.raises(RuntimeError, match="^rank 1 has ended; the engine has ended"):

@@ -14,7 +14,7 @@ def test_a_long_run_breaks_no_rule_and_visits_everything():
     simulate(seed=1, num_steps=30_000, counts=counts)
     names = ["steps", "prefills", "preemptions", "requests", "completions of the same prompt", "finished"]
     names += ["aborts", "clears", "failures", "refused", "ended by the context"]
-    names += ["decode steps in the middle of a prompt", "held back", "tokens read in groups"]
+    names += ["decode steps in the middle of a prompt", "held back", "tokens read as shared prefixes"]
     names += ["copies", "copies for which no block was free", "released blocks"]
     assert all(counts[name] > 50 for name in names), counts
     assert counts["preemptions in the middle of a prompt"] and counts["overtaken"], counts

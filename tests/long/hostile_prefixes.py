@@ -16,7 +16,8 @@ import paths  # noqa: F401
 from nanovllm.assembly import make_admissions, make_prefix_cache
 from nanovllm.engine.batch import BatchMaker
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.sequence import Request, Sequence
+from nanovllm.extensions.logits.bias import BiasProcessor
 from nanovllm.sampling_params import SamplingParams
 
 COUNT, LENGTH, COMMON, BLOCK_SIZE = 4096, 300, 100, 256
@@ -40,14 +41,14 @@ def make_sequences(group_size: int, seed: int) -> list[Sequence]:
         common = pick.choices(range(100_000), k=COMMON)
         prompts += [common + pick.choices(range(100_000), k=LENGTH - COMMON) for _ in range(group_size)]
     pick.shuffle(prompts)
-    return [Sequence(prompt, SamplingParams(0, 2, True), BLOCK_SIZE) for prompt in prompts]
+    return [Sequence(Request(prompt, SamplingParams(0, 2, True), BLOCK_SIZE)) for prompt in prompts]
 
 
 def seconds(group_size: int, seed: int) -> tuple[float, int]:
     """How long the host works for these prompts, and how many tokens it has copied."""
     prefix_cache = make_prefix_cache(CONFIG)
-    scheduler = Scheduler(CONFIG, prefix_cache, make_admissions(CONFIG))
-    batches = BatchMaker(CONFIG, None, prefix_cache)
+    scheduler = Scheduler(CONFIG, prefix_cache, make_admissions(CONFIG, BiasProcessor()))
+    batches = BatchMaker(CONFIG, prefix_cache)
     sequences = make_sequences(group_size, seed)
     gc.collect()  # what earlier rounds left
     start = time.process_time()

@@ -1,10 +1,10 @@
-"""A simulated engine: the real Scheduler, BlockManager, BatchMaker and PrefixGroups over a fake device.
+"""A simulated engine: the real Scheduler, BlockManager, BatchMaker and CascadePlanner over a fake device.
 
 `python tests/long/simulation.py --steps 1000000 --seed 0` runs that many steps of random histories and says
 what happened in them. The next token depends on the seed, the position and every token before it, and each
 slot of the KV cache holds a hash of all tokens up to the one written there: a wrong slot, a stale block, a
-wrong copy or a lost token ends in a wrong read. What a group reads for its members is read through the first
-one's block table: it must be what each would have read in its own.
+wrong copy or a lost token ends in a wrong read. A shared prefix is read through the block table of one of its
+sequences: it must be what each would have read in its own.
 
 What is shared is checked against a search of the whole cache (`WatchedBlocks`): a prompt takes over every
 token but its last that it has in common with what earlier steps computed, and whole blocks of what its own
@@ -27,26 +27,32 @@ import argparse
 import random
 import time
 from collections import Counter
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import paths  # noqa: F401
+import torch
 from block_pool import check_pool
 
 from nanovllm.assembly import make_admissions, make_prefix_cache
 from nanovllm.engine.batch import Batch, BatchMaker
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.device_rows import RowLayout
+from nanovllm.engine.interfaces import max_cached
 from nanovllm.engine.policies import Hit
 from nanovllm.engine.scheduler import MAX_PREFILLS_IN_A_ROW, Scheduler
-from nanovllm.engine.sequence import Sequence, SequenceStatus
-from nanovllm.extensions.prefixes import groups, token_prefixes
-from nanovllm.extensions.prefixes.groups import PrefixGroups, max_slots, max_tasks
-from nanovllm.extensions.prefixes.kernels.shared_prefix import MAX_PARTS, SharedPrefixes
+from nanovllm.engine.sequence import Request, Sequence, SequenceStatus
+from nanovllm.engine.slots import SlotLayout
+from nanovllm.extensions.logits.bias import BiasProcessor
+from nanovllm.extensions.logits.scores import ScoreProcessor
+from nanovllm.extensions.prefixes import planner, token_prefixes
+from nanovllm.extensions.prefixes.cascade import CascadeBackend
+from nanovllm.extensions.prefixes.planner import CascadePlanner
 from nanovllm.extensions.prefixes.token_prefixes import TokenPrefixes
 from nanovllm.extensions.safety.forecast import Forecast
+from nanovllm.layers.attention import AttentionBackend
 from nanovllm.sampling_params import SamplingParams
 
 PRIME = (1 << 61) - 1
@@ -95,33 +101,37 @@ class FakeModel:
     that it drew before the host does.
     """
 
-    def __init__(self, config: Any, groups: PrefixGroups | None, prefix_cache: TokenPrefixes):
-        self.block_size, self.prefix_cache = config.kvcache_block_size, prefix_cache
-        self.batches = BatchMaker(config, groups, prefix_cache)
-        layout, self.reach = RowLayout(config), config.hf_config.tokens_in_reach
+    def __init__(self, config: Any, backend: CascadeBackend, prefix_cache: TokenPrefixes, processors: tuple):
+        self.block_size, self.prefix_cache, self.backend = config.kvcache_block_size, prefix_cache, backend
+        self.batches = BatchMaker(config, prefix_cache, backend, processors)
+        layout, self.reach = SlotLayout(config), config.hf_config.tokens_in_reach
         self.words = np.zeros(layout.num_words, np.int32)
         self.tables = dict(
             zip(layout.sizes, np.split(self.words, [*layout.starts.values()][1:]), strict=True)
         )
-        self.block_tables = self.tables["block_tables"].reshape(layout.num_rows, -1)
+        self.block_tables = self.tables["block_tables"].reshape(layout.num_slots, -1)
         self.slots: dict[int, int] = {}
         self.states: dict[int, list[int]] = {}  # by seq_id: the hash after each of its tokens
 
     def reset(self) -> None:
         """What a failed step did is unknown."""
         self.batches.reset()
+        self.backend.reset()
         self.words[:] = 0
         self.slots.clear()
 
     def run(self, sequences: list[Sequence], is_prefill: bool) -> tuple[list[int], int]:
-        """Returns the next tokens, and how many were read in groups."""
+        """Returns the next tokens, and how many were read as shared prefixes."""
         states = list(map(self.states_of, sequences))
         copied = [(seq, copy) for seq in sequences if (copy := self.copy_for(seq))]
         batch = self.batches.prefill(sequences) if is_prefill else self.batches.decode(sequences)
-        if batch.row_updates is not None:
-            indices, values = batch.row_updates.words
+        if batch.slot_updates is not None:
+            indices, values = batch.slot_updates.words
             self.words[indices] = values
-        rows = batch.rows if is_prefill else self.tables["batch"][: len(sequences)]
+        messages, num_grouped = batch.messages or {}, self.backend.planner.num_prefix_tokens
+        if "attention" in messages:
+            self.backend.receive(messages["attention"])
+        rows = batch.slots if is_prefill else self.tables["batch"][: len(sequences)]
         tables, ends = self.block_tables[rows], batch.lens_k if is_prefill else self.tables["lengths"][rows]
         starts = ends - (batch.lens_q if is_prefill else 1)
         self.tables["lengths"][rows] = ends + 1
@@ -132,16 +142,16 @@ class FakeModel:
         assert not is_prefill or batch.slot_mapping.tolist() == sum(slots, [])
         for written, known, start, end in zip(slots, states, starts, ends, strict=True):
             self.slots.update(zip(written, known[start:end], strict=True))
-        tokens, in_groups = [], self.read_in_groups(batch, tables, ends)
-        for seq, known, table, end, read in zip(sequences, states, tables, ends, in_groups, strict=True):
+        tokens, shared = [], self.read_prefixes(batch, tables, ends)
+        for seq, known, table, end, read in zip(sequences, states, tables, ends, shared, strict=True):
             # Of a window, what the first token of the step sees and all behind it.
             first = max(0, seq.num_computed_tokens + 1 - self.reach) if self.reach else 0
             read += [self.slots[slot] for slot in self.slots_of(table, first + len(read), end)]
             assert read == known[first:end], f"{seq} reads what it did not write"
-            tokens.append(next_token(seq.seed, int(end), known[end - 1]))
+            tokens.append(next_token(seq.request.seed, int(end), known[end - 1]))
             if end == len(known):
                 known.append(extend(known[-1], tokens[-1]))
-        return tokens, batch.num_grouped_tokens
+        return tokens, 0 if is_prefill else num_grouped
 
     def states_of(self, seq: Sequence) -> list[int]:
         states = self.states.setdefault(seq.seq_id, [])
@@ -162,7 +172,7 @@ class FakeModel:
 
     def copy(self, batch: Batch, sequences: list[tuple[Sequence, tuple[int, int, int]]]) -> None:
         """All at once, in any order, before anything else that the step does."""
-        copies = batch.messages["prefix_cache"].T.tolist() if batch.messages else []
+        copies = batch.messages["prefix_cache"].T.tolist() if "prefix_cache" in (batch.messages or {}) else []
         assert copies == [list(copy) for _, copy in sequences]
         copied: dict[int, int] = {}
         for seq, (source, target, num_tokens) in sequences:
@@ -176,31 +186,30 @@ class FakeModel:
             copied.update(written)
         self.slots.update(copied)
 
-    def read_in_groups(self, batch: Batch, tables: np.ndarray, ends: np.ndarray) -> list[list[int]]:
-        """What tasks read for each sequence of the batch, see SharedPrefixes."""
+    def read_prefixes(self, batch: Batch, tables: np.ndarray, ends: np.ndarray) -> list[list[int]]:
+        """What work items read for each sequence of the batch, see CascadePlan."""
         size = batch.num_sequences
-        if not batch.is_grouped:
+        if not batch.plan_key:
             return [[] for _ in range(size)]
-        shared = SharedPrefixes(*(self.tables[name] for name in SharedPrefixes._fields))
-        assert not shared.prefix_lens[size:].any() and not shared.num_parts[size:].any(), "padding reads"
-        members, found = shared.members[: max_slots(size)], {}
-        tasks = shared.tasks.reshape(-1, 4)[: max_tasks(size)]
-        assert shared.num_tasks[0] <= len(tasks)
-        for first, count, begin, end in tasks[: shared.num_tasks[0]].tolist():
-            part = [self.slots[slot] for slot in self.slots_of(tables[members[first]], begin, end)]
-            for slot in range(first, first + count):
-                assert slot not in found, "two tasks for the same part"
-                found[slot] = int(members[slot]), begin, part
+        whole, plan = self.backend.tables, self.backend.inputs(size, True)
+        assert not whole.prefix_lens[size:].any() and not whole.num_partials[size:].any(), "padding reads"
+        assert plan.num_work_items[0] <= len(plan.work_items)
+        found: dict[int, tuple[int, int, list[int]]] = {}
+        queries = plan.queries.tolist()
+        for first, count, begin, end in plan.work_items[: plan.num_work_items[0]].tolist():
+            states = [self.slots[slot] for slot in self.slots_of(tables[queries[first]], begin, end)]
+            for query in range(first, first + count):
+                assert query not in found, "two work items have the same query"
+                found[query] = queries[query], begin, states
         read: list[list[int]] = []
-        for place, parts in enumerate(shared.parts.reshape(-1, MAX_PARTS)[:size]):
+        for row, partials in enumerate(plan.partials):
             mine: list[int] = []
-            slots = parts[: shared.num_parts[place]].tolist()
-            for member, begin, part in sorted(found[slot] for slot in slots):
-                assert member == place and begin == len(mine), "not its own part, a gap or an overlap"
-                mine += part
-            assert len(mine) == shared.prefix_lens[place] < ends[place], "beyond its own tokens"
+            for owner, begin, states in sorted(found[i] for i in partials[: plan.num_partials[row]].tolist()):
+                assert owner == row and begin == len(mine), "not its own result, a gap or an overlap"
+                mine += states
+            assert len(mine) == plan.prefix_lens[row] < ends[row], "beyond its own tokens"
             read.append(mine)
-        assert sum(map(len, read)) == batch.num_grouped_tokens
+        assert sum(map(len, read)) == self.backend.planner.num_prefix_tokens
         return read
 
 
@@ -281,7 +290,7 @@ class WatchedBlocks(BlockManager):
 
     def most_in_common(self, seq: Sequence) -> int:
         """How many of the sequence's tokens, from the first one but without the last, are to be found."""
-        size, states, num_tokens = self.block_size, states_of(seq.token_ids)[: seq.num_cacheable_tokens], 0
+        size, states, num_tokens = self.block_size, states_of(seq.token_ids)[: self.max_cached(seq)], 0
         blocks, computing = self.contents(), self.contents_of_this_step()
         while True:
             states_here = states[num_tokens : num_tokens + size]
@@ -342,23 +351,33 @@ class Simulation:
             kvcache_block_size=self.block_size,
             enable_prefix_caching=pick.random() < 0.8,
             hf_config=SimpleNamespace(
-                context_limit=100, vocab_size=VOCAB, tokens_in_reach=pick.choice([0, 0, 0, 1, 2, 5, 12])
+                context_limit=100,
+                vocab_size=VOCAB,
+                num_attention_heads=1,
+                num_key_value_heads=1,
+                tokens_in_reach=pick.choice([0, 0, 0, 1, 2, 5, 12]),
             ),
+            attention_backend="auto",
+            tensor_parallel_size=1,
         )
         step = pick.choice([1, 2, 3])
         self.limits = {
             "MIN_SHARED_TOKENS": pick.randint(1, 4),
             "MIN_SAVED_TOKENS": pick.choice([1, 9, 30]),
-            "MIN_GROUP_SAVED": 1,
+            "MIN_PREFIX_SAVED": 1,
         }
-        self.limits |= {"PIECE_STEP": step, "MIN_PIECE": 2 * step}
-        sizes = RowLayout(config).num_rows, MAX_PARTS, pick.choice([1, 2, 3, 64]), pick.choice([1, 4, 20])
-        can_group = config.enable_prefix_caching and not config.hf_config.tokens_in_reach
+        self.limits |= {"ITEM_STEP": step, "MIN_ITEM_TOKENS": 2 * step}
+        cpu = torch.device("cpu")
+        backend = CascadeBackend(AttentionBackend(), config, cpu)
+        backend.allocate(cpu)
+        sizes = pick.choice([1, 2, 3, 64]), pick.choice([1, 4, 20])
+        backend.planner = CascadePlanner(backend.planner.num_rows, *sizes)
         prefix_cache = make_prefix_cache(config)
-        self.model = FakeModel(config, PrefixGroups(*sizes) if can_group else None, prefix_cache)
-        admissions = make_admissions(config)
+        self.scores = ScoreProcessor()
+        self.model = FakeModel(config, backend, prefix_cache, (self.scores,))
+        admissions = make_admissions(config, BiasProcessor())
         self.forecast = next(part for part in admissions if isinstance(part, Forecast))
-        self.scheduler = Scheduler(config, prefix_cache, admissions)
+        self.scheduler = Scheduler(config, prefix_cache, admissions, partial(max_cached, (self.scores,)))
         self.scheduler.block_manager = WatchedBlocks(
             self, num_blocks, self.block_size, config.enable_prefix_caching, prefix_cache
         )
@@ -374,7 +393,7 @@ class Simulation:
 
     def run(self, num_steps: int) -> None:
         wait = patch.object(token_prefixes, "WAIT_TOKENS", self.wait_tokens)
-        with wait, patch.multiple(groups, **self.limits):
+        with wait, patch.multiple(planner, **self.limits):
             for _ in range(num_steps):
                 self.users_act()
                 self.step()
@@ -420,9 +439,9 @@ class Simulation:
             )
         params = SamplingParams(0, max_tokens, **{"ignore_eos": True, **ends})
         seeds = [pick.getrandbits(63) for _ in range(pick.choice([1, 1, 1, 2, 4]))]
-        group = [Sequence(prompt, params, self.block_size, seed) for seed in seeds]
+        group = [Sequence(Request(prompt, params, self.block_size, seed)) for seed in seeds]
         if pick.random() < 0.1:
-            group[0].scored_token_ids = prompt[1:]
+            group[0].wanted, group[0].own = 1, {"scores": self.scores.scoring(prompt[1:])}
         self.prompts = [*self.prompts[-7:], prompt]
         for seq in group:
             self.scheduler.add(seq)
@@ -430,7 +449,7 @@ class Simulation:
             self.work[seq.seq_id] = sum(map(self.most_drawn, self.requests.values()))
             self.arrived[seq.seq_id] = self.step_number
             self.expected[seq.seq_id] = expected_completion(
-                prompt, params, self.scheduler.limits.eos, seq.seed, self.max_num_tokens
+                prompt, params, self.scheduler.limits.eos, seq.request.seed, self.max_num_tokens
             )
         self.counts["requests"] += len(group)
         self.counts["ended by the context"] += (max_tokens or room + 1) > room
@@ -450,6 +469,7 @@ class Simulation:
         self.under_way = None
         self.scheduler.restart(self.requests.values())
         self.model.reset()
+        self.scores.reset()
         for seq in self.requests.values():
             del self.model.states.get(seq.seq_id, [])[len(seq) :]
             self.work[seq.seq_id] = sum(map(self.most_drawn, self.requests.values()))
@@ -461,7 +481,7 @@ class Simulation:
         length = self.max_num_tokens + self.pick.randint(0, 3)
         waiting = list(self.scheduler.waiting)
         try:
-            self.scheduler.add(Sequence([1] * length, SamplingParams(0, self.pick.randint(1, 9))))
+            self.scheduler.add(Sequence(Request([1] * length, SamplingParams(0, self.pick.randint(1, 9)))))
         except ValueError:
             assert list(self.scheduler.waiting) == waiting
             self.counts["refused"] += 1
@@ -490,7 +510,7 @@ class Simulation:
                 assert self.scheduler.chunked in (None, *sequences[:1]), "a chunk beside others"
                 assert sum(seq.num_scheduled_tokens for seq in sequences) <= self.budget
             tokens, num_grouped = self.model.run(sequences, is_prefill)
-            self.counts["tokens read in groups"] += num_grouped
+            self.counts["tokens read as shared prefixes"] += num_grouped
             self.scheduler.block_manager.sources.clear()
             step = sequences, tokens, self.scheduler.advance(sequences)
         else:
@@ -526,7 +546,7 @@ class Simulation:
             assert seq.is_finished or len(done) < len(self.expected[seq.seq_id]), "went on after its end"
 
     def end(self, seq: Sequence) -> None:
-        assert seq.is_finished and not seq.block_table and seq.row == -1 and len(seq) == len(seq.token_ids)
+        assert seq.is_finished and not seq.block_table and seq.slot == -1 and len(seq) == len(seq.token_ids)
         del self.requests[seq.seq_id]
         took, bound = self.step_number - self.arrived[seq.seq_id], self.bound(seq)
         assert took <= bound, f"{seq} took {took} steps, more than {bound}"
@@ -541,7 +561,7 @@ class Simulation:
         return self.work[seq.seq_id] * (MAX_PREFILLS_IN_A_ROW + chunks) + 2
 
     def most_drawn(self, seq: Sequence) -> int:
-        return seq.max_num_tokens - seq.num_prompt_tokens
+        return seq.request.max_num_tokens - seq.num_prompt_tokens
 
     def note_overtaking(self, waiting: list[Sequence]) -> None:
         """A sequence that is admitted before an older one may draw tokens while that one waits."""
@@ -550,17 +570,18 @@ class Simulation:
         assert all(gains[seq_id] >= self.wait_tokens for seq_id in now), "held back for too little"
         self.held_back |= now
         self.counts["held back"] += len(now)
-        last = max((i for i, seq in enumerate(waiting) if seq.row >= 0), default=0)
+        last = max((i for i, seq in enumerate(waiting) if seq.slot >= 0), default=0)
         for i, seq in enumerate(waiting[:last]):
-            if seq.row < 0:
+            if seq.slot < 0:
                 assert seq.seq_id in now, "overtaken, but not held back in this step"
                 self.counts["overtaken"] += 1
-                self.work[seq.seq_id] += sum(self.most_drawn(s) for s in waiting[i:] if s.row >= 0)
+                self.work[seq.seq_id] += sum(self.most_drawn(s) for s in waiting[i:] if s.slot >= 0)
 
     def computing(self, seq: Sequence) -> list[int]:
         """Tokens but the last that it has in common with each that the step computes, up to a block of it."""
         step = [other for other in self.scheduler.running if other.num_scheduled_tokens]
-        common = [num_common(seq.token_ids[: seq.num_cacheable_tokens], other.token_ids) for other in step]
+        most = self.scheduler.block_manager.max_cached(seq)
+        common = [num_common(seq.token_ids[:most], other.token_ids) for other in step]
         first = [other.num_computed_tokens // self.block_size * self.block_size for other in step]
         return [num for num, start in zip(common, first, strict=True) if num >= start]
 
@@ -570,14 +591,15 @@ class Simulation:
         scheduler, requests = self.scheduler, list(self.requests.values())
         check_pool(scheduler.block_manager, [seq.block_table[seq.num_released_blocks :] for seq in requests])
         running, waiting = scheduler.running, list(scheduler.waiting)
-        assert all(seq.status is SequenceStatus.RUNNING and seq.row >= 0 for seq in running)
+        assert all(seq.status is SequenceStatus.RUNNING and seq.slot >= 0 for seq in running)
         assert not any(seq.num_scheduled_tokens for seq in running), "scheduled, but not in the step"
-        assert all(seq.status is SequenceStatus.WAITING and seq.row == -1 for seq in waiting)
+        assert all(seq.status is SequenceStatus.WAITING and seq.slot == -1 for seq in waiting)
         assert all(not seq.block_table and not seq.num_computed_tokens for seq in waiting)
-        rows = [seq.row for seq in running]
-        assert sorted(rows + scheduler.free_rows) == list(range(self.max_num_seqs))
-        leaving = [seq for seq in requests if seq.row == -1 and seq.status is SequenceStatus.RUNNING]
-        assert all(len(seq) == seq.max_num_tokens for seq in leaving), "without a row, but not at its end"
+        rows = [seq.slot for seq in running]
+        assert sorted(rows + scheduler.free_slots) == list(range(self.max_num_seqs))
+        leaving = [seq for seq in requests if seq.slot == -1 and seq.status is SequenceStatus.RUNNING]
+        is_at_end = [len(seq) == seq.request.max_num_tokens for seq in leaving]
+        assert all(is_at_end), "without a row, but not at its end"
         assert sorted(seq.seq_id for seq in [*running, *waiting, *leaving]) == sorted(self.requests)
         first_come = [seq.seq_id for seq in [*running, *waiting] if seq.seq_id not in self.held_back]
         assert first_come == sorted(first_come), "overtaken by a younger one"

@@ -11,8 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.policies import PrefixCache
-from nanovllm.engine.sequence import Sequence
-from nanovllm.extensions.prefixes.token_prefixes import TokenPrefixes
+from nanovllm.engine.sequence import Request, Sequence
 
 BLOCK_SIZE = 256
 
@@ -35,7 +34,7 @@ def compute(manager: BlockManager, *sequences: Sequence) -> None:
 
 
 def make_sequence(token_ids, block_size: int = BLOCK_SIZE) -> Sequence:
-    return Sequence(list(token_ids), block_size=block_size)
+    return Sequence(Request(list(token_ids), block_size=block_size))
 
 
 def check_pool(manager: BlockManager, tables: list[list[int]]) -> None:
@@ -179,7 +178,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
     come are computed by a step when one that was there is to grow or to go, or before.
     """
 
-    prefix_cache = TokenPrefixes
+    prefix_cache = PrefixCache
 
     @initialize(num_blocks=st.integers(1, 9), block_size=st.integers(2, 6))
     def start(self, num_blocks, block_size):

@@ -1,6 +1,6 @@
 """Where else models come from: GGUF files, the Hugging Face hub, adapters, and the names of shapes.
 
-The core reads a folder of safetensors files. This extension opens
+The core reads a folder of safetensors files. This extension opens (`opening.py` tells them apart)
 
 - `gguf.py`: a GGUF file (`gguf_file.py` reads its header, `gguf_tokenizer.py` makes its tokenizer), whose
   tensors stay quantised until sliced;

@@ -1,54 +1,104 @@
-"""The attention back-end that reads a prefix of several sequences once, in front of any other back-end.
+"""Cascade attention: a back-end in front of any other, which reads a prefix of several sequences once.
 
-It computes the prefixes of a decode step for all sequences that begin with them, and leaves to the back-end
-behind it what each sequence has of its own.
+It computes the shared prefixes of a decode step and leaves to the back-end behind it what each sequence has
+of its own. Rank 0 makes a new plan when other sequences decode than before. Every device has the tables of
+the plan, at addresses that never change, and is told what changes in them.
 """
 
+import math
+from typing import Any
+
+import numpy as np
 import torch
 from torch import Tensor
 
+from nanovllm.config import Config
+from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.transfer import to_device
 from nanovllm.extensions.prefixes.kernels.shared_prefix import (
-    SharedPrefixes,
     WithPrefix,
     can_share,
+    queries_per_item,
     shared_prefix_attention,
     shared_prefix_attention_torch,
 )
+from nanovllm.extensions.prefixes.plan import CascadePlan, plan_shapes
+from nanovllm.extensions.prefixes.planner import CascadePlanner
 from nanovllm.kernels.attention_variant import AttentionVariant
+from nanovllm.kernels.runtime import cdiv, num_multiprocessors
 from nanovllm.layers.attention import Attention, AttentionBackend
 from nanovllm.utils.context import Context
 
 
 class CascadeBackend(AttentionBackend):
-    """
-    The tables of a step are made for layers with so many query heads for one kv head. `element_size` is that
-    of queries, in bytes.
-    """
+    """A step has a plan, and the key True, where sharing pays; without one the back-end behind does all."""
 
-    def __init__(
-        self, behind: AttentionBackend, heads_per_kv_head: int, element_size: int, device: torch.device
-    ):
+    def __init__(self, behind: AttentionBackend, config: Config, device: torch.device):
         super().__init__(behind.layout)
-        self.behind = behind
-        self.heads_per_kv_head, self.element_size, self.device = heads_per_kv_head, element_size, device
+        self.behind, self.config, self.device = behind, config, device
+        sizes = config.hf_config
+        self.heads_per_kv_head = sizes.num_attention_heads // sizes.num_key_value_heads
+        can_plan = config.attention_backend != "flash" and not sizes.tokens_in_reach
+        self.largest_plan = config.enable_prefix_caching and can_plan
+        self.num_read, self.num_steps_before = 0, 0  # by earlier plans
 
     def for_layer(self, layer: Attention) -> AttentionBackend:
         """Prefixes may lie before a layer's first token, of which it reads less by itself."""
-        sizes = layer.num_heads // layer.num_kv_heads, layer.head_dim, self.element_size
-        is_fit = can_share(self.heads_per_kv_head, *sizes, self.device)
+        sizes = layer.num_heads // layer.num_kv_heads, layer.head_dim, self.config.torch_dtype.itemsize
+        is_fit = self.largest_plan and can_share(self.heads_per_kv_head, *sizes, self.device)
         return self if is_fit and layer.variant.sees_all else self.behind.for_layer(layer)
 
-    def prefill(self, q: Tensor, k: Tensor, v: Tensor, variant: AttentionVariant, step: Context) -> Tensor:
-        return self.behind.prefill(q, k, v, variant, step)
+    def allocate(self, device: torch.device) -> None:
+        config = self.config
+        kv_heads = max(1, config.hf_config.num_key_value_heads // config.tensor_parallel_size)
+        num_items = cdiv(2 * num_multiprocessors(device), kv_heads)
+        num_rows = 4 * cdiv(config.max_num_seqs, 4)  # each table begins at a multiple of 16 bytes
+        self.planner = CascadePlanner(num_rows, queries_per_item(self.heads_per_kv_head), num_items)
+        shapes = plan_shapes(num_rows)
+        sizes = [math.prod(shape) for shape in shapes]
+        self.buffer = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
+        self.tables = CascadePlan(*map(Tensor.view, self.buffer.split(sizes), shapes))
 
-    def decode(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, variant: AttentionVariant, step: Context
-    ) -> Tensor:
-        if step.attention_plan is not None:
+    def plan(self, sequences: list[Sequence]) -> tuple[bool, np.ndarray | None]:
+        """The message, int32 [2, changes], has indices into the buffer and their new values."""
+        self._end_plan()
+        changes = self.planner.update(sequences)
+        return self.planner.num_prefix_tokens > 0, changes
+
+    def _end_plan(self) -> None:
+        self.num_read = self.stats()["num_grouped_tokens"]
+        self.num_steps_before = self.num_decode_steps
+
+    def stats(self) -> dict[str, int]:
+        """Tokens that steps have read through prefixes, for each sequence that they belong to."""
+        num_steps = self.num_decode_steps - self.num_steps_before
+        return {"num_grouped_tokens": self.num_read + num_steps * self.planner.num_prefix_tokens}
+
+    def receive(self, message: np.ndarray) -> None:
+        indices, values = to_device(message, self.buffer.device)
+        self.buffer.index_put_((indices,), values)
+
+    def inputs(self, batch_size: int, key: bool, is_empty: bool = False) -> CascadePlan:
+        shapes = zip(self.tables, plan_shapes(batch_size), strict=True)
+        plan = CascadePlan(*(table[: shape[0]] for table, shape in shapes))
+        return CascadePlan(*map(torch.zeros_like, plan)) if is_empty else plan
+
+    def reset(self) -> None:
+        self._end_plan()
+        self.planner.reset()
+        self.buffer.zero_()
+
+    def close(self) -> None:
+        self.buffer = self.tables = None
+
+    def prefill(self, *args: Any) -> Tensor:
+        return self.behind.prefill(*args)
+
+    def decode(self, q: Tensor, k: Tensor, v: Tensor, variant: AttentionVariant, step: Context) -> Tensor:
+        if (plan := step.attention_plan) is not None:
             attend = shared_prefix_attention
             if self.behind.is_reference:
                 attend = shared_prefix_attention_torch
-            shared: SharedPrefixes = step.attention_plan
-            caches = k_cache, v_cache, step.block_tables
-            variant = WithPrefix(variant, shared, *attend(q, *caches, variant, shared, self.layout))
-        return self.behind.decode(q, k_cache, v_cache, variant, step)
+            prefixes = attend(q, k, v, step.block_tables, variant, plan, self.layout)
+            variant = WithPrefix(variant, plan, *prefixes)
+        return self.behind.decode(q, k, v, variant, step)

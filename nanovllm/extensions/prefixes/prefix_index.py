@@ -8,7 +8,7 @@ sorted as bytes, which are compared in C: in any order of bytes equal beginnings
 
 from bisect import bisect_left, insort
 
-from nanovllm.engine.sequence import TOKEN_BYTES
+from nanovllm.engine.sequence import TOKEN_BYTES, unpack
 
 
 class PrefixIndex:
@@ -49,19 +49,13 @@ class PrefixIndex:
         if children := self._children.get(parent):
             i = bisect_left(children, (tokens,))
             for others, block_id in children[max(i - 1, 0) : i + 1]:
-                end = (best[1] + 1) * TOKEN_BYTES
-                if len(others) >= end and others[:end] == tokens[:end]:
-                    best = block_id, num_common_bytes(others, tokens) // TOKEN_BYTES
+                if (length := count_common(others, tokens)) > best[1]:
+                    best = block_id, length
         return best
 
 
-def num_common_bytes(a: bytes, b: bytes) -> int:
-    """How many bytes both begin with. Compares halves: slices are compared in C."""
-    low, high = 0, min(len(a), len(b))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if a[low:middle] == b[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+def count_common(first: bytes, second: bytes) -> int:
+    """How many tokens two lists of packed tokens begin with in common."""
+    length = min(len(first), len(second)) // TOKEN_BYTES
+    differ = unpack(first)[:length] != unpack(second)[:length]
+    return int(differ.argmax()) if differ.any() else length

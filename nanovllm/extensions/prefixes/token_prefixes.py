@@ -44,7 +44,7 @@ class TokenPrefixes(PrefixCache):
         parent = -1
         while True:
             start = len(blocks) * size
-            packed = seq.packed(start, min(start + size, seq.num_cacheable_tokens))
+            packed = seq.packed(start, min(start + size, self.pool.max_cached(seq)))
             block_id, num_common = pool.find_block(seq, len(blocks)), size
             if block_id == -1:
                 block_id, num_common = self.computed.longest(parent, packed)

@@ -11,7 +11,7 @@ and how checkpoints pack them. Read in this order:
 
 - `scheme.py` and `formats.py`: which layers of a checkpoint have which format.
 - `scaled.py`: what all formats share; `products.py`: what multiplies them, and what it leaves to the next
-  product. The gemv is listed as one of the extension `products`.
+  product. The gemv is listed as the dense weight's, if that has one.
 - `fp8.py`, `int8.py`, `int4.py` (compressed-tensors, GPTQ, AWQ), `mxfp4.py`, `gguf.py` (`gguf_blocks.py`
   decodes its blocks): one file each.
 - `kernels/quantised_weight.py`: how packed values become numbers on a GPU; `kernels/quantised_matvec.py` for

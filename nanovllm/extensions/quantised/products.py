@@ -6,13 +6,13 @@ to that kernel, too: an addition to the residual waits for the norm that follows
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from nanovllm.extensions.products.products import Gemv
 from nanovllm.extensions.quantised.kernels.fp8_linear import (
     QuantisedRows,
     Unscaled,
@@ -118,11 +118,16 @@ class Fp8Product(Product):
         return Gates(y) if gated else y
 
 
-def gemv_products(weight: QuantisedWeight, dtype: torch.dtype) -> list[Product]:
-    """The product for a row or two, if this device has it for inputs of this dtype."""
-    if not can_use_quantised_matvec(example_row(weight, dtype), weight):
+def gemv_products(
+    weight: QuantisedWeight, dtype: torch.dtype, make_gemv: Callable[..., Product] | None
+) -> list[Product]:
+    """
+    The product for a row or two, if this device has it for inputs of this dtype. `make_gemv` makes it of what
+    multiplies, as for dense weights; None if there is none for these either.
+    """
+    if make_gemv is None or not can_use_quantised_matvec(example_row(weight, dtype), weight):
         return []
-    return [Gemv(functools.partial(quantised_matvec, weight=weight))]
+    return [make_gemv(functools.partial(quantised_matvec, weight=weight))]
 
 
 def example_row(weight: QuantisedWeight, dtype: torch.dtype) -> Tensor:

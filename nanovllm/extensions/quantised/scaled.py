@@ -54,6 +54,7 @@ class ScaledWeight(Weight):
     weight: nn.Parameter
     lowest: float
     highest: float
+    make_gemv = None  # see `gemv_products`
     keeps_scale_dtype = False
     zero_point = 0  # where there are no `zeros`
 
@@ -98,7 +99,7 @@ class ScaledWeight(Weight):
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
 
     def products(self, hidden_size: int | None, num_ranks: int) -> list[Product]:
-        gemv = gemv_products(self.quantised, self.dtype)
+        gemv = gemv_products(self.quantised, self.dtype, self.make_gemv)
         return [*gemv, *super().products(hidden_size, num_ranks)]
 
     def dequantise(self, rows: slice) -> Tensor:

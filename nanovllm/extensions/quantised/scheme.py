@@ -46,8 +46,9 @@ class Scheme(NamedTuple):
         self, dense: Callable[..., Weight], layer: LinearBase, name: str, sources: list[str]
     ) -> Weight:
         """
-        The weight of a layer, or what `dense` makes if it is not quantised. `sources` are the names of its
-        matrices; raises ValueError if they have different formats.
+        The weight of a layer, or what `dense` makes if it is not quantised. Where `dense` has `make_gemv`,
+        which makes a product of what multiplies a row or two, so has the weight. `sources` are the names of
+        the layer's matrices; raises ValueError if they have different formats.
         """
         find = self.find if getattr(layer, "is_quantisable", True) else lambda source: None
         first, *others = formats = [find(each) for each in sources]
@@ -55,7 +56,11 @@ class Scheme(NamedTuple):
             stored = (f"{n}: {f or 'not quantised'}" for n, f in zip(sources, formats, strict=True))
             own = name.rpartition(".")[2]
             raise ValueError(f"{own} needs one format for all its parts, got {'; '.join(stored)}")
-        return first.kind(layer.shards, **first.settings) if first else dense(layer.shards)
+        if first is None:
+            return dense(layer.shards)
+        weight = first.kind(layer.shards, **first.settings)
+        weight.make_gemv = getattr(dense, "make_gemv", None)
+        return weight
 
 
 def same_for_all(format: Format, is_excepted: Callable[[str], bool] = lambda name: False) -> Scheme:
@@ -73,9 +78,9 @@ def choose(config: dict[str, Any], field: str, allowed: Iterable[Any], default: 
     return value
 
 
-def choose_group(config: dict[str, Any], default: Any = None) -> int:
+def choose_group(config: dict[str, Any]) -> int:
     """`group_size`; 0 if a group is a whole row, which files write as -1."""
-    value = config.get("group_size", default)
+    value = config.get("group_size")
     if type(value) is not int or not (value == -1 or 1 <= value <= MAX_GROUP):
         raise ValueError(f"group_size must be -1 or from 1 to {MAX_GROUP}, got {shown(value)}")
     return max(value, 0)

@@ -4,9 +4,9 @@ Knows no layers. Whether the model can be run is found out when it is built (mod
 """
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
-from nanovllm.extensions.models.rope import FULL, SLIDING, check_rope_keys
 from nanovllm.utils.validation import check, is_number, shown
 
 # Model types that give transformers' own logits here, as a test shows. Others may keep a state, attend in
@@ -38,15 +38,21 @@ REFUSED = {
     "it attends to tokens that an index chooses": "axk2 deepseek_v32 deepseek_v4 glm_moe_dsa hy_v4".split(),
 }
 # What transformers' classes read besides, as far as they do not list it themselves.
-TRANSFORMERS_ROPE_KEYS = {"alpha", "short_factor", "long_factor", "short_mscale", "long_mscale"}
+ROPE_KEYS = {"alpha", "short_factor", "long_factor", "short_mscale", "long_mscale"}
+
+KINDS_OF_LAYERS = {"full_attention", "sliding_attention"}
 
 
-def transformers_config(raw: dict[str, Any]) -> Any:
-    """transformers' configuration object. Raises ValueError if it is none of a decoder that it knows."""
+def transformers_config(raw: dict[str, Any], check_rope: Callable[..., None] = lambda *settings: None) -> Any:
+    """
+    transformers' configuration object. Raises ValueError if it is none of a decoder that it knows.
+    `check_rope` is called with all rotary settings, and those of them that are transformers' own.
+    """
     from transformers import CONFIG_MAPPING, __version__
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    kind, names = raw.get("model_type"), raw.get("architectures") or []
+    kind = raw.get("model_type")
+    names = raw.get("architectures") or []
     names = names if isinstance(names, list) else [names]
     name = names[0] if names else None
     known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind) if isinstance(kind, str) else None
@@ -67,9 +73,9 @@ def transformers_config(raw: dict[str, Any]) -> Any:
         config = CONFIG_MAPPING[kind](**fields)
     except Exception as error:  # whatever a foreign file makes of foreign code
         raise ValueError(f"transformers cannot read the configuration: {error!r:.300}") from error
-    known = TRANSFORMERS_ROPE_KEYS.union(getattr(config, "ignore_keys_at_rope_validation", None) or ())
+    known = ROPE_KEYS.union(getattr(config, "ignore_keys_at_rope_validation", None) or ())
     for settings in _rope_parameters(config):
-        check_rope_keys(settings, known)
+        check_rope(settings, known)
         if settings.get("attn_factor") is not None:
             _honour_attn_factor(config, settings)
     return config
@@ -85,7 +91,8 @@ def _honour_attn_factor(config: Any, settings: dict[str, Any]) -> None:
     """transformers knows no factor beside YaRN's own, but one in its place."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    value, kind = settings.pop("attn_factor"), settings.get("rope_type")
+    value = settings.pop("attn_factor")
+    kind = settings.get("rope_type")
     check(is_number(value, float, 1e-6, 1e15), "attn_factor must be a number from 1e-06 to 1e+15", value)
     if settings is not config.rope_parameters or kind != "yarn":
         raise ValueError(f"attn_factor is for rope_type 'yarn' in all layers alike, got {shown(kind)}")
@@ -102,22 +109,21 @@ def model_type_decides(architectures: list[Any]) -> bool:
     return all(str(name).isidentifier() and not hasattr(transformers, str(name)) for name in architectures)
 
 
-def read_transformers_config(raw: dict[str, Any]) -> dict[str, Any]:
+def read_transformers_config(raw: dict[str, Any], check_rope: Callable[..., None]) -> dict[str, Any]:
     """
     The sizes that the engine needs, by the names of this project. Raises ValueError naming what cannot be
-    run.
+    run; see `transformers_config`.
     """
-    config = transformers_config(raw)
+    config = transformers_config(raw, check_rope)
     config.allow_global_per_layer_attribute_access = True  # sizes that layers may differ from
-    heads = _size(config, "num_attention_heads")
-    found = {"hidden_size": _size(config, "hidden_size"), "vocab_size": _size(config, "vocab_size")}
-    found |= {"num_attention_heads": heads, "num_hidden_layers": _size(config, "num_hidden_layers")}
-    found["num_key_value_heads"] = getattr(config, "num_key_value_heads", None) or heads
-    found["head_dim"] = getattr(config, "head_dim", None) or found["hidden_size"] // heads
+    names = "num_attention_heads", "hidden_size", "vocab_size", "num_hidden_layers"
+    found = {name: _size(config, name) for name in names}
+    heads = found["num_attention_heads"]
+    # The last only to judge how large the files must be at least: some architectures have no such field.
+    others = {"num_key_value_heads": heads, "head_dim": found["hidden_size"] // heads, "intermediate_size": 1}
+    found |= {name: getattr(config, name, None) or default for name, default in others.items()}
     found["max_position_embeddings"] = _context_limit(config)
     found["tie_word_embeddings"] = bool(getattr(config, "tie_word_embeddings", False))
-    # Only to judge how large the files must be at least: some architectures have no such field.
-    found["intermediate_size"] = getattr(config, "intermediate_size", None) or 1
     return found
 
 
@@ -131,8 +137,8 @@ def _context_limit(config: Any) -> int:
     """Positions that the checkpoint is for."""
     limit = _size(config, "max_position_embeddings")
     kinds = set(getattr(config, "layer_types", None) or ())
-    if not kinds <= {FULL, SLIDING}:
-        raise ValueError(f"layer_types {sorted(kinds - {FULL, SLIDING})} are not supported")
+    if others := kinds - KINDS_OF_LAYERS:
+        raise ValueError(f"layer_types {sorted(others)} are not supported")
     # Where a longer sequence turns all its keys by other angles, the cache could not keep them.
     for settings in _rope_parameters(config):
         if settings.get("rope_type") == "longrope":

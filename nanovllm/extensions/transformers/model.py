@@ -10,14 +10,12 @@ knows an architecture by name.
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from nanovllm.distributed.group import get_group
-from nanovllm.extensions.models.attention_rule import set_rule
-from nanovllm.extensions.models.config import DecoderConfig
 from nanovllm.extensions.transformers.config import transformers_config
 from nanovllm.extensions.transformers.faster import PACKED, GatedMLP, leave_rotations, replacement
 from nanovllm.extensions.transformers.parts import NAME, register
@@ -28,12 +26,22 @@ from nanovllm.utils.context import get_context
 from nanovllm.utils.loader import find_places
 
 
+class FileConfig(Protocol):
+    """What config.json says, `raw`, and how many layers are to be built."""
+
+    raw: dict[str, Any]
+    num_hidden_layers: int
+
+
 class TransformersForCausalLM(nn.Module):
-    """Its parameters have the names that transformers gives them, which are those of checkpoints."""
+    """
+    Its parameters have the names that transformers gives them, which are those of checkpoints. Each of
+    `attention` says in `features` what of it is not plain (see parts.py); whoever builds a model heeds that.
+    """
 
     packed_modules_mapping: dict[str, tuple[str, Any]] = {}
 
-    def __init__(self, config: DecoderConfig):
+    def __init__(self, config: FileConfig):
         super().__init__()
         model = build(config)
         self._model = (model,)  # not a child, or its parameters would have other names
@@ -49,7 +57,7 @@ class TransformersForCausalLM(nn.Module):
                         self.packed_modules_mapping = PACKED
         made = give_memory(model)
         for attention in self.attention:
-            set_rule(attention, sinks=made.get(attention.variant.sinks))
+            attention.features["sinks"] = made.get(attention.features["sinks"])
         head = Head(model)
         for name, child in model.named_children():
             self.add_module(name, child)
@@ -74,7 +82,7 @@ class TransformersForCausalLM(nn.Module):
             yield Transposed(tensor) if tensor.name in turned else tensor
 
 
-def build(config: DecoderConfig) -> Any:
+def build(config: FileConfig) -> Any:
     """
     The model of transformers, its parameters without memory. Raises ValueError if it does not let other
     attention be used.
@@ -99,7 +107,8 @@ def build(config: DecoderConfig) -> Any:
 @contextmanager
 def without_memory() -> Iterator[None]:
     """Parameters that this thread makes here take no memory, but buffers have their values."""
-    register, thread = nn.Module.register_parameter, threading.get_ident()
+    register = nn.Module.register_parameter
+    thread = threading.get_ident()
 
     def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         if param is not None and threading.get_ident() == thread:
@@ -160,8 +169,8 @@ def try_out(base: Any, num_layers: int) -> list[Attention]:
     except Exception as error:
         ranks = f" with tensor_parallel_size={get_group().size}" if shares else ""
         raise ValueError(f"{name} is not supported{ranks}: {error!r:.300}") from error
-    attention = "nano_vllm_attention"
-    found = [vars(module)[attention][0] for module in base.modules() if attention in vars(module)]
+    modules = (module for module in base.modules() if hasattr(module, "nano_vllm_attention"))
+    found = [module.nano_vllm_attention[0] for module in modules]
     if len(found) != num_layers:
         reason = f"{len(found)} of {num_layers} layers have attention of the usual kind"
         raise ValueError(f"{name} is not supported: {reason}")

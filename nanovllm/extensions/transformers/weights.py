@@ -24,13 +24,9 @@ class Converted:
     file: str
     value: torch.Tensor
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.value.shape)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.value.dtype
+    def __post_init__(self) -> None:
+        self.shape = tuple(self.value.shape)
+        self.dtype = self.value.dtype
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         return self.value[index]

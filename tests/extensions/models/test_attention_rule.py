@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from test_kernels import (
+from cascades import cascade_config, make_cascade
+from extension_kernels import INT8, Features
+from kernel_checks import (
     HALF,
-    INT8,
-    Features,
     assert_passes_in_the_interpreter,
     check_decode,
     check_prefill,
@@ -17,8 +17,7 @@ from test_shared_prefix import LARGE, SMALL
 from test_shared_prefix import check as check_shared
 
 from nanovllm.extensions.models.attention_rule import AttentionRule, set_rule
-from nanovllm.extensions.prefixes.cascade import CascadeBackend
-from nanovllm.extensions.prefixes.kernels.shared_prefix import can_share, members_per_task
+from nanovllm.extensions.prefixes.kernels.shared_prefix import can_share, queries_per_item
 from nanovllm.kernels.decode_attention import paged_decode_attention, paged_decode_attention_torch
 from nanovllm.kernels.prefill_attention import varlen_prefill_attention, varlen_prefill_attention_torch
 from nanovllm.kernels.runtime import HAVE_TRITON, INTERPRETED
@@ -74,7 +73,7 @@ def test_a_layer_with_a_window_reads_no_prefix_of_others():
     """It would read what is before its window, by a table that may end before it."""
     layer, plain = Attention(2, 8, 1.0, 1), Attention(2, 8, 1.0, 1)
     set_rule(layer, window=3)
-    backend = CascadeBackend(layer.backend, 2, 4, torch.device("cpu"))
+    backend = make_cascade(cascade_config(heads=2, kv_heads=1), layer.backend)
     assert backend.for_layer(plain) is backend and backend.for_layer(layer) is layer.backend
 
 
@@ -86,11 +85,11 @@ def test_a_rule_adds_to_what_a_layer_has():
     assert (rule.scale, rule.window, rule.softcap) == (0.5, 3, 0.0) and rule.sinks is sinks
 
 
-def test_what_is_made_for_a_group_is_computed_by_layers_that_have_room_for_it():
+def test_work_items_are_computed_by_layers_that_have_room_for_it():
     cpu = torch.device("cpu")
     assert can_share(4, 4, 128, 2, cpu) and can_share(4, 2, 128, 2, cpu)
-    assert not can_share(2, 4, 128, 2, cpu), "of 32 members with 4 heads half would have no row in a tile"
-    assert members_per_task(80) == members_per_task(64) and can_share(64, 80, 128, 2, cpu)
+    assert not can_share(2, 4, 128, 2, cpu), "of 32 queries with 4 heads half would have no row in a tile"
+    assert queries_per_item(80) == queries_per_item(64) and can_share(64, 80, 128, 2, cpu)
 
 
 @pytest.mark.skipif(INTERPRETED or not HAVE_TRITON, reason="this is the child process, or Triton is missing")

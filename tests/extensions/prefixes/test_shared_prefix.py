@@ -4,7 +4,9 @@ import random
 
 import pytest
 import torch
-from test_kernels import (
+from cascades import make_cascade
+from extension_kernels import with_caches
+from kernel_checks import (
     KERNEL_SHAPES,
     NAN,
     PLAIN,
@@ -18,18 +20,15 @@ from test_kernels import (
     plain_attention,
     rand,
     store_torch,
-    with_caches,
 )
 
-from nanovllm.extensions.prefixes.cascade import CascadeBackend
 from nanovllm.extensions.prefixes.kernels.shared_prefix import (
-    MAX_PARTS,
-    SharedPrefixes,
     WithPrefix,
-    members_per_task,
+    queries_per_item,
     shared_prefix_attention,
     shared_prefix_attention_torch,
 )
+from nanovllm.extensions.prefixes.plan import MAX_PARTIALS, CascadePlan
 from nanovllm.kernels.decode_attention import paged_decode_attention, paged_decode_attention_torch
 from nanovllm.layers.attention import Attention, AttentionBackend
 from nanovllm.utils.context import Context
@@ -58,12 +57,12 @@ def make_prefixes(groups, own_lens, piece, per_task, order):
             lengths[member] = prefix_lens[member] + own_lens.pop()
         i += count
     for own in parts:
-        assert len(own) <= MAX_PARTS
+        assert len(own) <= MAX_PARTIALS
     tables = [
-        prefix_lens, list(map(len, parts)), [own + [2**30] * (MAX_PARTS - len(own)) for own in parts],
+        prefix_lens, list(map(len, parts)), [own + [2**30] * (MAX_PARTIALS - len(own)) for own in parts],
         [*members, 2**30], [*tasks, (2**30,) * 4], [len(tasks)],
     ]  # fmt: skip
-    return SharedPrefixes(*(torch.tensor(x, dtype=torch.int32) for x in tables)), lengths
+    return CascadePlan(*(torch.tensor(x, dtype=torch.int32) for x in tables)), lengths
 
 
 def check(
@@ -72,15 +71,15 @@ def check(
 ):  # fmt: skip
     batch = sum(count for count, _, _ in groups) + padding
     order = random.Random(0).sample(range(batch), batch)
-    per_task = members_per_task(heads // kv_heads)
+    per_task = queries_per_item(heads // kv_heads)
     own_lens = random.Random(1).choices(range(1, on(device, 300, 30)), k=batch - padding)
     shared, lengths = make_prefixes(groups, own_lens, piece, per_task, order)
     k_cache, v_cache, tables, sequences = paged_caches(
         lengths, block_size, kv_heads, head_dim, device, cache_dtype or dtype
     )
-    for first, count, begin, end in shared.tasks[:-1].tolist():
+    for first, count, begin, end in shared.work_items[:-1].tolist():
         # Only the first member has what all begin with.
-        leader, *others = shared.members[first : first + count].tolist()
+        leader, *others = shared.queries[first : first + count].tolist()
         token = torch.arange(begin, end, device=device)
         for member in others:
             slots = tables[member].long()[token // block_size] * block_size + token % block_size
@@ -90,7 +89,7 @@ def check(
             store_torch(nothing, nothing, k_cache, v_cache, slots)
     q = rand(batch, heads + 2 * kv_heads, head_dim, device=device, dtype=dtype)[:, :heads]
     context_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
-    shared = SharedPrefixes(*(x.to(device) for x in shared))
+    shared = CascadePlan(*(x.to(device) for x in shared))
     rule = features.rule(heads, head_dim, device)
     layout = layout_of(cache_dtype or dtype)
     is_reference = attend is paged_decode_attention_torch
@@ -135,10 +134,10 @@ def test_the_back_end_behind_gets_what_each_sequence_has_of_its_own(is_planned):
         def decode(self, q, k_cache, v_cache, variant, step):
             return variant
 
-    shared, _ = make_prefixes([(2, 32, 0)], [3, 5], 32, members_per_task(2), [0, 1])
+    shared, _ = make_prefixes([(2, 32, 0)], [3, 5], 32, queries_per_item(2), [0, 1])
     k_cache, v_cache, tables, _ = paged_caches([35, 37], 16, 2, 8, "cpu", torch.float32)
     layer = Attention(4, 8, 1.0, 2)
-    backend = CascadeBackend(Behind(), 2, 4, torch.device("cpu")).for_layer(layer)
+    backend = make_cascade(behind=Behind()).for_layer(layer)
     step = Context(block_tables=tables, attention_plan=shared if is_planned else None)
     variant = backend.decode(rand(2, 4, 8), k_cache, v_cache, layer.variant, step)
     assert isinstance(variant, WithPrefix) is is_planned

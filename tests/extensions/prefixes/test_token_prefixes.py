@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.sequence import pack
-from nanovllm.extensions.prefixes.prefix_index import PrefixIndex, num_common_bytes
+from nanovllm.extensions.prefixes.prefix_index import PrefixIndex, count_common
 from nanovllm.extensions.prefixes.token_prefixes import TokenHit, TokenPrefixes
 
 
@@ -120,10 +120,13 @@ def test_the_index_finds_what_looking_at_every_block_finds(blocks, data):
         assert not found or index.longest(parent, pack(wanted), found - 1) == (block_id, found)
 
 
-@given(st.binary(), st.binary(), st.binary())
-def test_common_bytes_are_counted(common, a, b):
+TOKENS = st.lists(st.sampled_from([0, 1, 256, 65537, 2**31 - 1]))  # of which some have bytes in common
+
+
+@given(TOKENS, TOKENS, TOKENS)
+def test_common_tokens_are_counted(common, a, b):
     a, b = common + a, common + b
-    assert num_common_bytes(a, b) == num_common(a, b)
+    assert count_common(pack(a), pack(b)) == num_common(a, b)
 
 
 def test_an_index_from_which_all_has_been_removed_is_empty():
@@ -135,11 +138,15 @@ def test_an_index_from_which_all_has_been_removed_is_empty():
     assert not index._blocks and not index._children
 
 
-BlockManagerMachine.TestCase.settings = settings(
+class TokenPrefixesMachine(BlockManagerMachine):
+    prefix_cache = TokenPrefixes
+
+
+TokenPrefixesMachine.TestCase.settings = settings(
     max_examples=150,
     stateful_step_count=40,
     deadline=None,
     report_multiple_bugs=False,
     suppress_health_check=list(HealthCheck),
 )
-TestTokenPrefixesHistories = BlockManagerMachine.TestCase
+TestTokenPrefixesHistories = TokenPrefixesMachine.TestCase

@@ -3,10 +3,13 @@
 That takes a GPU; here the library's product is replaced by one in float32.
 """
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
 
+from nanovllm.extensions.products.kernels.gemv import gemv
 from nanovllm.extensions.products.products import FoldingWeight, FusedGemm, Gemv
 from nanovllm.extensions.quantised import fp8
 from nanovllm.extensions.quantised.formats import read_scheme
@@ -120,7 +123,11 @@ def make_product(layer: LinearBase, kind: str) -> None:
         layer.set_matrix(FoldingWeight(layer.shards))
         make(layer, None)
         if kind != "library":
-            layer.products = [Gemv(layer.matrix.gemv) if kind == "gemv" else FusedGemm(layer.matrix)]
+            layer.products = [
+                Gemv(functools.partial(gemv, weight=layer.matrix.weight))
+                if kind == "gemv"
+                else FusedGemm(layer.matrix)
+            ]
 
 
 KINDS = ["library", "gemv", "fused", "8 bits"]
@@ -152,6 +159,13 @@ def test_layers_that_are_not_quantised_have_the_products_of_dense_weights(produc
         layer.set_matrix(scheme.make_weight(FoldingWeight, layer, name, [f"model.layers.0.{name}"]))
         kinds[name] = [type(product) for product in layer.products]
     assert kinds == {"qkv_proj": [Fp8Product, Library], "down_proj": [Library]}
+
+
+@pytest.mark.parametrize("dense, expected", [(FoldingWeight, Gemv), (DenseWeight, None)])
+def test_one_row_is_multiplied_as_by_a_dense_weight(dense, expected):
+    layer = QKVParallelLinear(HIDDEN, 64, 4, 2)
+    for scheme in read_scheme({"quant_method": "fp8", "fmt": "e4m3"}, None), read_scheme(None, "int4"):
+        assert scheme.make_weight(dense, layer, "qkv_proj", ["layers.0.q_proj"]).make_gemv is expected
 
 
 def test_a_product_without_gates_is_complete(products):

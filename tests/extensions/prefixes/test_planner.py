@@ -1,29 +1,39 @@
-"""Groups of sequences that begin alike: what the tables say of them, and that answers do not change."""
+"""Prefixes that a decode step reads once: what the tables say of them, and that answers do not change."""
 
 import random
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from cascades import cascade_config, make_cascade
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.batch import BatchMaker
-from nanovllm.engine.sequence import Sequence
-from nanovllm.extensions.prefixes import groups as module
-from nanovllm.extensions.prefixes.groups import PrefixGroups, max_slots, max_tasks, table_sizes
+from nanovllm.engine.sequence import Request, Sequence
+from nanovllm.extensions.prefixes import planner as module
+from nanovllm.extensions.prefixes.plan import (
+    MAX_PARTIALS,
+    CascadePlan,
+    max_queries,
+    max_work_items,
+    plan_shapes,
+)
+from nanovllm.extensions.prefixes.planner import CascadePlanner
 from tiny_checkpoints import EXACT, make_checkpoint, one_thread  # noqa: F401
 
-NUM_ROWS, MAX_PARTS, MEMBERS, NUM_TASKS = 40, 16, 4, 12
+NUM_ROWS, PER_ITEM, NUM_ITEMS = 40, 4, 12
 
 
 class Tables:
     """A device's tables, which know only what they are sent."""
 
     def __init__(self):
-        self.sizes = table_sizes(NUM_ROWS, MAX_PARTS)
-        self.buffer = np.zeros(sum(self.sizes.values()), np.int32)
+        shapes = plan_shapes(NUM_ROWS)
+        sizes = [int(np.prod(shape)) for shape in shapes]
+        self.buffer = np.zeros(sum(sizes), np.int32)
+        views = zip(np.split(self.buffer, np.cumsum(sizes)[:-1]), shapes, strict=True)
+        self.plan = CascadePlan(*(words.reshape(shape) for words, shape in views))
 
     def apply(self, changes: np.ndarray | None) -> None:
         if changes is not None:
@@ -32,45 +42,44 @@ class Tables:
             self.buffer[indices] = values
 
     def __getattr__(self, name: str) -> np.ndarray:
-        start = sum(list(self.sizes.values())[: list(self.sizes).index(name)])
-        return self.buffer[start : start + self.sizes[name]]
+        return getattr(self.plan, name)
 
     @property
-    def used_tasks(self) -> list[list[int]]:
-        return self.tasks.reshape(-1, 4)[: self.num_tasks[0]].tolist()
+    def used_items(self) -> list[list[int]]:
+        return self.work_items[: self.num_work_items[0]].tolist()
 
-    def spans(self, place: int) -> list[tuple[int, int]]:
+    def spans(self, row: int) -> list[tuple[int, int]]:
         """Of the partial results of a sequence, in order."""
-        slots = self.parts.reshape(-1, MAX_PARTS)[place, : self.num_parts[place]].tolist()
-        tasks = ([t for t in self.used_tasks if t[0] <= slot < t[0] + t[1]] for slot in slots)
-        return sorted((begin, end) for [(_, _, begin, end)] in tasks)
+        indices = self.partials[row, : self.num_partials[row]].tolist()
+        items = ([item for item in self.used_items if item[0] <= i < item[0] + item[1]] for i in indices)
+        return sorted((begin, end) for [(_, _, begin, end)] in items)
 
 
-def make_groups() -> PrefixGroups:
-    return PrefixGroups(NUM_ROWS, MAX_PARTS, MEMBERS, NUM_TASKS)
+def make_planner() -> CascadePlanner:
+    return CascadePlanner(NUM_ROWS, PER_ITEM, NUM_ITEMS)
 
 
-def check(tables: Tables, sequences: list[Sequence], members_per_task: int = MEMBERS) -> None:
+def check(tables: Tables, sequences: list[Sequence], per_item: int = PER_ITEM) -> None:
     """What the kernels rely on."""
     size = len(sequences)
     prompts = [seq.prompt_token_ids for seq in sequences]
-    assert len(tables.used_tasks) <= max_tasks(size)
-    slots: dict[int, int] = {}
-    for first, count, begin, end in tables.used_tasks:
-        places = tables.members[first : first + count].tolist()
-        assert 1 <= count <= members_per_task and begin < end and len(set(places)) == count
-        head = prompts[places[0]][:end]
-        assert len(head) == end and all(prompts[place][:end] == head for place in places)
-        for slot, place in enumerate(places, first):
-            assert slots.setdefault(slot, place) == place
-    assert len(slots) == sum(task[1] for task in tables.used_tasks) == tables.num_parts.sum()
-    assert max(slots) < max_slots(size) and tables.num_parts.max() <= MAX_PARTS
-    for place, prefix_len in enumerate(tables.prefix_lens[:size]):
-        parts = tables.parts.reshape(-1, MAX_PARTS)[place, : tables.num_parts[place]]
-        assert all(slots[slot] == place for slot in parts.tolist())
-        spans = tables.spans(place)
+    assert len(tables.used_items) <= max_work_items(size)
+    queries: dict[int, int] = {}
+    for first, count, begin, end in tables.used_items:
+        rows = tables.queries[first : first + count].tolist()
+        assert 1 <= count <= per_item and begin < end and len(set(rows)) == count
+        head = prompts[rows[0]][:end]
+        assert len(head) == end and all(prompts[row][:end] == head for row in rows)
+        for query, row in enumerate(rows, first):
+            assert queries.setdefault(query, row) == row
+    assert len(queries) == sum(item[1] for item in tables.used_items) == tables.num_partials.sum()
+    assert max(queries) < max_queries(size) and tables.num_partials.max() <= MAX_PARTIALS
+    for row, prefix_len in enumerate(tables.prefix_lens[:size]):
+        partials = tables.partials[row, : tables.num_partials[row]]
+        assert all(queries[query] == row for query in partials.tolist())
+        spans = tables.spans(row)
         assert [0, *(end for _, end in spans)] == [*(begin for begin, _ in spans), prefix_len]
-    for name in ("prefix_lens", "num_parts"):  # a padded batch has nothing to read
+    for name in ("prefix_lens", "num_partials"):  # a padded batch has nothing to read
         assert not getattr(tables, name)[size:].any()
 
 
@@ -90,7 +99,7 @@ class Prompts:
             prompt = [*prompt, *[self.pick.choice([1, 257, 65537, 2**31 - 1])] * length]
         prompt = prompt[: self.most_tokens]
         self.made.append(prompt)
-        seq = Sequence(prompt)
+        seq = Sequence(Request(prompt))
         seq.append_token(1)
         return seq
 
@@ -99,24 +108,24 @@ class Prompts:
 @settings(max_examples=60, deadline=None)
 @given(st.randoms(use_true_random=False), st.sampled_from([300, 5000]))
 def test_whatever_joins_and_leaves_the_tables_are_right(min_saved, pick, most_tokens):
-    prompts, groups, tables = Prompts(pick, most_tokens), make_groups(), Tables()
+    prompts, planner, tables = Prompts(pick, most_tokens), make_planner(), Tables()
     running: list[Sequence] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "MIN_SAVED_TOKENS", min_saved)
-        patch.setattr(module, "MIN_GROUP_SAVED", 1)
+        patch.setattr(module, "MIN_PREFIX_SAVED", 1)
         for _ in range(12):
             running = [seq for seq in running if pick.random() < 0.8]
             joining = pick.choice([0, 1, 2, NUM_ROWS])
             running += [prompts.make() for _ in range(min(joining, NUM_ROWS - len(running)))]
             pick.shuffle(running)
-            tables.apply(groups.update(running))
-            assert groups.update(running) is None
-            fresh, from_scratch = make_groups(), Tables()
+            tables.apply(planner.update(running))
+            assert planner.update(running) is None
+            fresh, from_scratch = make_planner(), Tables()
             from_scratch.apply(fresh.update(running))
-            assert fresh.num_grouped_tokens == groups.num_grouped_tokens
-            if groups.num_grouped_tokens:
+            assert fresh.num_prefix_tokens == planner.num_prefix_tokens
+            if planner.num_prefix_tokens:
                 check(tables, running)
-                assert tables.prefix_lens.sum() == groups.num_grouped_tokens
+                assert tables.prefix_lens.sum() == planner.num_prefix_tokens
                 assert (tables.buffer == from_scratch.buffer).all()
 
 
@@ -128,9 +137,9 @@ def test_a_sequence_shares_all_that_it_has_in_common_with_another(pick):
     tables = Tables()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "MIN_SAVED_TOKENS", 0)
-        patch.setattr(module, "MIN_GROUP_SAVED", 1)
+        patch.setattr(module, "MIN_PREFIX_SAVED", 1)
         patch.setattr(module, "MIN_SHARED_TOKENS", 1)
-        tables.apply(make_groups().update(running))
+        tables.apply(make_planner().update(running))
     for place, seq in enumerate(running):
         others = [other.prompt_token_ids for other in running if other is not seq]
         assert tables.prefix_lens[place] == max(common(seq.prompt_token_ids, other) for other in others)
@@ -143,20 +152,20 @@ def common(first: list[int], second: list[int]) -> int:
 
 def tables_of(prompts: list[list[int]]) -> Tables:
     tables = Tables()
-    tables.apply(make_groups().update([Sequence(prompt) for prompt in prompts]))
+    tables.apply(make_planner().update([Sequence(Request(prompt)) for prompt in prompts]))
     return tables
 
 
-def test_groups_within_groups():
+def test_prefixes_within_prefixes():
     system, first, second = [1] * 2000, [2] * 6000, [3] * 500
     documents = [[*system, *first, i] for i in (10, 11)] + [[*system, *second, i] for i in range(10, 20)]
     tables = tables_of([[5] * 50, *documents, system])
     assert tables.prefix_lens[:14].tolist() == [0, *2 * [8000], *10 * [2500], 2000]
     assert not tables.spans(0) and tables.spans(1)[-1][1] == 8000 and tables.spans(3)[-1] == (2000, 2500)
     assert {end for begin, end in tables.spans(1)} > {end for begin, end in tables.spans(13)}
-    lengths = [end - begin for _, _, begin, end in tables.used_tasks]
-    assert min(lengths) >= 256 and len(lengths) >= NUM_TASKS / 2
-    assert all((begin - 2000 * (begin >= 2000)) % 128 == 0 for _, _, begin, _ in tables.used_tasks)
+    lengths = [end - begin for _, _, begin, end in tables.used_items]
+    assert min(lengths) >= 256 and len(lengths) >= NUM_ITEMS / 2
+    assert all((begin - 2000 * (begin >= 2000)) % 128 == 0 for _, _, begin, _ in tables.used_items)
 
 
 @pytest.mark.parametrize(
@@ -171,11 +180,12 @@ def test_groups_within_groups():
     ids=["nobody", "one", "nothing in common", "short", "small"],
 )
 def test_who_gains_little_reads_alone(prompts):
-    groups = make_groups()
-    assert groups.update([Sequence(prompt) for prompt in prompts]) is None and not groups.num_grouped_tokens
+    planner = make_planner()
+    assert planner.update([Sequence(Request(prompt)) for prompt in prompts]) is None
+    assert not planner.num_prefix_tokens
 
 
-def test_a_beginning_too_short_for_a_group_is_read_by_the_groups_within():
+def test_a_prefix_too_short_to_share_is_read_with_the_longer_ones():
     pairs = [[1] * 10 + [pair] * 9000 + [i] for pair in (2, 3) for i in (4, 5)]
     tables = tables_of(pairs)
     assert tables.prefix_lens[:4].tolist() == 4 * [9010]
@@ -185,60 +195,78 @@ def test_a_beginning_too_short_for_a_group_is_read_by_the_groups_within():
 def test_a_chain_of_ever_longer_prompts_has_room():
     prompts = [[*range(100 * i), 10**6] for i in range(1, NUM_ROWS)]
     tables = tables_of(prompts)
-    check(tables, [Sequence(prompt) for prompt in prompts])
+    check(tables, [Sequence(Request(prompt)) for prompt in prompts])
     assert tables.prefix_lens.sum() > 100 * NUM_ROWS**2 / 8  # a quarter of what they have in common
 
 
 @pytest.mark.parametrize(
     "prompts, most_parts",
     [
-        ([[1] * 8000 + [2] * 8000] * 2 + [[1] * 8000], MAX_PARTS),  # both groups could have as many
-        ([[1] * 9000] * NUM_ROWS, max_slots(NUM_ROWS) / NUM_ROWS),
+        ([[1] * 8000 + [2] * 8000] * 2 + [[1] * 8000], MAX_PARTIALS),  # both prefixes could have as many
+        ([[1] * 9000] * NUM_ROWS, max_queries(NUM_ROWS) / NUM_ROWS),
     ],
 )
 def test_a_large_device_gets_as_many_pieces_as_there_is_room_for(prompts, most_parts):
-    groups, tables = PrefixGroups(NUM_ROWS, MAX_PARTS, NUM_ROWS, 1000), Tables()
-    sequences = [Sequence(prompt) for prompt in prompts]
-    tables.apply(groups.update(sequences))
+    planner, tables = CascadePlanner(NUM_ROWS, NUM_ROWS, 1000), Tables()
+    sequences = [Sequence(Request(prompt)) for prompt in prompts]
+    tables.apply(planner.update(sequences))
     check(tables, sequences, NUM_ROWS)
-    assert most_parts * 0.8 <= tables.num_parts.max() <= most_parts
+    assert most_parts * 0.8 <= tables.num_partials.max() <= most_parts
 
 
 def decoding(prompts: list[list[int]]) -> list[Sequence]:
-    sequences = [Sequence(prompt) for prompt in prompts]
+    sequences = [Sequence(Request(prompt)) for prompt in prompts]
     for row, seq in enumerate(sequences):
-        seq.row, seq.num_scheduled_tokens = row, len(prompts[row])
+        seq.slot, seq.num_scheduled_tokens = row, len(prompts[row])
         seq.block_table = [row]
     return sequences
 
 
 def test_a_steady_step_sends_nothing_and_a_new_sequence_in_an_old_row_is_seen():
-    hf_config = SimpleNamespace(vocab_size=50)
-    config = SimpleNamespace(
-        max_num_seqs=4,
-        kvcache_block_size=32768,
-        num_kvcache_blocks=-1,
-        max_model_len=32768,
-        hf_config=hf_config,
-    )
-    batches = BatchMaker(config, PrefixGroups(8, MAX_PARTS, MEMBERS, NUM_TASKS))
+    sizes = dict(kvcache_block_size=32768, num_kvcache_blocks=-1, max_model_len=32768)
+    config = cascade_config(**sizes)
+    backend = make_cascade(config)
+    batches = BatchMaker(config, backend=backend)
     same, other = [1] * 18_000, [2] * 18_000
     sequences = decoding([same, same, other])
     batches.prefill(sequences)
     first, second = batches.decode(sequences), batches.decode(sequences)
-    assert first.num_grouped_tokens == second.num_grouped_tokens == 36_000 and second.is_grouped
-    assert first.row_updates is not None and second.row_updates is None
+    assert first.plan_key and second.plan_key and backend.stats() == {"num_grouped_tokens": 2 * 36_000}
+    assert first.messages is not None and second.messages is second.slot_updates is None
     [_, late, _] = decoding([other, other, other])
     batches.prefill([late])
     third = batches.decode([sequences[0], late, sequences[2]])
-    assert third.is_grouped and third.row_updates is not None
+    assert third.plan_key and third.messages is not None and third.slot_updates is None
     batches.prefill([late])
-    assert batches.decode([sequences[0], late, sequences[2]]).row_updates is None
+    fourth = batches.decode([sequences[0], late, sequences[2]])
+    assert fourth.plan_key and fourth.messages is fourth.slot_updates is None
     alone = batches.decode(sequences[:1])
-    assert not alone.is_grouped and alone.row_updates.words.shape == (2, 3)  # the batch alone
+    assert not alone.plan_key and alone.messages is None
+    assert alone.slot_updates.words.shape == (2, 3)  # the batch alone
+    assert backend.stats() == {"num_grouped_tokens": 4 * 36_000}
     batches.reset()
+    backend.reset()
     batches.prefill(sequences)
-    assert (batches.decode(sequences).row_updates.words == first.row_updates.words).all()
+    again = batches.decode(sequences)
+    assert (again.slot_updates.words == first.slot_updates.words).all()
+    assert (again.messages["attention"] == first.messages["attention"]).all()
+    assert backend.stats() == {"num_grouped_tokens": 5 * 36_000}
+
+
+def test_a_device_has_the_tables_that_it_was_told_of():
+    """At addresses that never change; an empty plan has no work."""
+    backend = make_cascade(cascade_config(max_num_seqs=6))
+    before = backend.inputs(3, True)
+    key, message = backend.plan([Sequence(Request([1] * 18_000 + [i])) for i in range(3)])
+    backend.receive(message)
+    assert key is True and before.prefix_lens.tolist() == [18_000] * 3 and before.num_work_items.item() > 0
+    for table, same, empty in zip(
+        before, backend.inputs(3, True), backend.inputs(3, True, is_empty=True), strict=True
+    ):
+        assert table.data_ptr() == same.data_ptr() and table.shape == same.shape == empty.shape
+        assert not empty.any()
+    backend.reset()
+    assert not before.prefix_lens.any() and not before.num_work_items.any()
 
 
 @pytest.fixture(scope="module")
@@ -297,9 +325,9 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_answers_are_those_without_groups(folder, monkeypatch, no_forecast, case):
+def test_answers_are_those_of_sequences_that_read_alone(folder, monkeypatch, no_forecast, case):
     for name, value in dict(
-        MIN_SHARED_TOKENS=8, MIN_GROUP_SAVED=8, MIN_SAVED_TOKENS=64, MIN_PIECE=32, PIECE_STEP=16
+        MIN_SHARED_TOKENS=8, MIN_PREFIX_SAVED=8, MIN_SAVED_TOKENS=64, MIN_ITEM_TOKENS=32, ITEM_STEP=16
     ).items():
         monkeypatch.setattr(module, name, value)
     alone, stats = answers(folder, enable_prefix_caching=False, **CASES[case])

@@ -1,0 +1,71 @@
+"""Opens what the user names: a folder, a `.gguf` file, an id of the hub, or a model known by a short name."""
+
+import os
+from typing import Any
+
+from nanovllm.checkpoints.base import Checkpoint
+from nanovllm.extensions.checkpoints.shapes import SHAPES, ShapeCheckpoint
+from nanovllm.extensions.checkpoints.untrusted import CheckedFolder
+
+
+def open_checkpoint(
+    model: str | os.PathLike, load_format: str, gguf_models: list[Any],
+    tokenizer: str | os.PathLike | None = None, hf_overrides: dict[str, Any] | None = None,
+    hub: dict[str, Any] | None = None, lora: str | os.PathLike | None = None,
+) -> Checkpoint:  # fmt: skip
+    """
+    Open a checkpoint without reading its weights. `model` is a folder, a `.gguf` file, a Hugging Face hub id,
+    "smollm2" or, with load_format="dummy", one of `SHAPES`. Another `tokenizer` is in such a place, too.
+    A `lora` adapter is a folder or a hub id. `hub` has options for downloads; `gguf_models` has the facts of
+    the models that GGUF files may hold. Raises ValueError that says what was looked for.
+    """
+    hub = {name: value for name, value in (hub or {}).items() if value is not None}
+    checkpoint = _open(model, load_format, hub, gguf_models)
+    if hf_overrides:
+        checkpoint.override(hf_overrides)
+    hub.pop("revision", None)  # is the model's
+    if lora is not None:
+        from nanovllm.extensions.checkpoints.adapter import open_adapter
+
+        checkpoint.changes = (open_adapter(lora, hub).merged,)
+    if tokenizer is not None and os.fspath(tokenizer) != os.fspath(model):
+        try:
+            checkpoint.tokenizer_source = _open(tokenizer, "auto", hub, gguf_models, only_tokenizer=True)
+        except ValueError as error:
+            raise ValueError(f"tokenizer: {error}") from error
+    return checkpoint
+
+
+def _open(
+    model: str | os.PathLike, load_format: str, hub: dict[str, Any],
+    gguf_models: list[Any], only_tokenizer: bool = False,
+) -> Checkpoint:  # fmt: skip
+    dummy = load_format == "dummy"
+    name = os.fspath(model)
+    path = os.path.abspath(os.path.expanduser(name))
+    if not name or not os.path.exists(path):
+        if name in SHAPES and dummy:
+            return ShapeCheckpoint(name, dummy)
+        path = _fetch(name, not dummy and not only_tokenizer, hub)
+    if os.path.isfile(path):
+        if load_format == "safetensors" or not path.lower().endswith(".gguf"):
+            raise ValueError(f"model {name!r} is neither a folder nor, for load_format='gguf', a .gguf file")
+        from nanovllm.extensions.checkpoints.gguf import GGUFCheckpoint
+
+        return GGUFCheckpoint(path, dummy, gguf_models)
+    if load_format == "gguf":
+        raise ValueError(f"model {name!r} is a folder, but load_format='gguf' reads a .gguf file")
+    if not os.path.isdir(path):
+        raise ValueError(f"model {name!r} is neither a folder nor a regular file")
+    return CheckedFolder(path, dummy, only_tokenizer)
+
+
+def _fetch(name: str, weights: bool, hub: dict[str, Any]) -> str:
+    """The path of what is not here yet."""
+    if name == "smollm2":
+        from nanovllm.extensions.checkpoints.smollm2 import fetch_smollm2
+
+        return str(fetch_smollm2())
+    from nanovllm.extensions.checkpoints.hub import download
+
+    return download(name, weights, **hub)
