@@ -6,9 +6,9 @@ others where they are needed.
 """
 
 import functools
-import importlib.util
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.validation import shown
 
-if importlib.util.find_spec("nanovllm.extensions"):
+if Path(__file__).with_name("extensions").joinpath("__init__.py").exists():
     from nanovllm.extensions.checkpoints.shapes import SHAPES as SHAPES
     from nanovllm.extensions.int8_cache.layout import Int8Layout
     from nanovllm.extensions.logits.bias import BiasBudget, BiasProcessor
@@ -47,11 +47,14 @@ if importlib.util.find_spec("nanovllm.extensions"):
     from nanovllm.extensions.ranks.gloo_group import GlooGroup
     from nanovllm.extensions.ranks.peer_group import PeerGroup, stand_in
     from nanovllm.extensions.safety.options import CHECKS_OF_EXTENSIONS
+    from nanovllm.extensions.safety.sampling_checks import check_sampling
     from nanovllm.extensions.structured.bitmask import BitmaskProcessor
+    from nanovllm.extensions.structured.params import check_structured_outputs
 
     EXTENDED = True
     CHECKS.update(CHECKS_OF_EXTENSIONS)
     KV_CACHE_DTYPES["int8"] = torch.uint8  # the bytes of extensions/int8_cache
+    SamplingParams.checks = [check_sampling, check_structured_outputs]
     FILES = llama, mistral, qwen2, qwen3, qwen3_moe, gemma3, gpt_oss
     MODELS = {file.FACTS.model.__name__: file.FACTS for file in FILES}
 else:

@@ -29,8 +29,8 @@ import numpy as np
 import pytest
 import torch
 from block_pool import check_pool
+from engines import Watch, tokens_of
 from test_edits import MIXED
-from test_engine import Watch, tokens_of
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.distributed.group import Group

@@ -18,6 +18,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[2]
 TESTS = [
     "simulation",
+    "sequence",
     "block_manager",
     "scheduler",
     "token_prefixes",
@@ -28,6 +29,8 @@ TESTS = [
     "copy_pages",
     "overlap",
     "engine",
+    "model",
+    "reach",
     "scores",
     "sampling",
     "edits",
