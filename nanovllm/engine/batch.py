@@ -13,7 +13,7 @@ import torch
 from nanovllm.engine.interfaces import LogitsProcessor, selected
 from nanovllm.engine.policies import PrefixCache
 from nanovllm.engine.sequence import Sequence, unpack
-from nanovllm.engine.slots import HostSlots, SlotLayout, SlotUpdates
+from nanovllm.engine.slots import HostSlots, SlotLayout
 from nanovllm.engine.transfer import to_host
 from nanovllm.layers.attention import AttentionBackend
 
@@ -27,7 +27,7 @@ class Batch(NamedTuple):
 
     num_sequences: int
     wanted: int  # the logits processors that at least one of the sequences wants, a bit each
-    slot_updates: SlotUpdates | None
+    slot_updates: np.ndarray | None  # see slots.py
     messages: dict[str, Any] | None = None  # by part of the engine: what it has prepared for every rank
     slots: np.ndarray | None = None  # int32 [sequences], see slots.py
     lens_q: np.ndarray | None = None  # int32 [sequences], tokens to be computed

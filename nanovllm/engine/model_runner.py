@@ -18,14 +18,14 @@ from nanovllm.config import Config
 from nanovllm.distributed.group import Group, use_group
 from nanovllm.engine.batch import Batch, StepOutput, token_positions
 from nanovllm.engine.cuda_graphs import RESERVED_BYTES, CudaGraphs, get_graph_sizes
-from nanovllm.engine.interfaces import Parts, selected
+from nanovllm.engine.interfaces import Parts
 from nanovllm.engine.kv_cache import KVCache
 from nanovllm.engine.memory import bytes_left, bytes_taken_by, explain_memory, largest_batch, most_positions
 from nanovllm.engine.slots import DeviceSlots, SlotLayout
 from nanovllm.engine.transfer import to_device
 from nanovllm.kernels.runtime import HAVE_TRITON
 from nanovllm.layers.attention import Attention
-from nanovllm.layers.sampler import Sampler, SamplingStep
+from nanovllm.layers.sampler import Sampler, SamplingStep, selected
 from nanovllm.models import pack_weights
 from nanovllm.utils.context import reset_context, set_context
 from nanovllm.utils.loader import load_model
@@ -91,7 +91,7 @@ class ModelRunner:
         hf_config = replace(config.hf_config, max_model_len=num_positions)
         with torch_defaults(config.torch_dtype, self.device), use_group(self.group):
             self.model = parts.build_model(hf_config)
-            self.sampler = Sampler()
+            self.sampler = Sampler(self.model.lm_head, parts.logits_processors)
         layers = [module for module in self.model.modules() if isinstance(module, Attention)]
         cache_layout = parts.make_layout(config)
         self.backend = parts.make_backend(config, config.device_of(self.group.rank), layers, cache_layout)
@@ -281,6 +281,7 @@ class ModelRunner:
             attention_plan=plan,
         )
         sampling = SamplingStep(slots, inputs.temperatures, inputs.seeds, inputs.next_positions)
+        sampling.vocab_start = self.model.lm_head.vocab_start
         return ModelInputs(inputs.input_ids, inputs.positions, sampling)
 
     def prepare_block_tables(self, slots: torch.Tensor) -> torch.Tensor:
@@ -288,8 +289,8 @@ class ModelRunner:
         return self.slots.inputs.block_tables[slots]
 
     def prepare_sample(self, slots: torch.Tensor, positions: torch.Tensor) -> SamplingStep:
-        inputs = self.slots.inputs
-        return SamplingStep(slots, inputs.temperatures[slots], inputs.seeds[slots], positions)
+        temperatures, seeds = self.slots.inputs.temperatures[slots], self.slots.inputs.seeds[slots]
+        return SamplingStep(slots, temperatures, seeds, positions, self.model.lm_head.vocab_start)
 
     def run_model(self, inputs: ModelInputs, wanted: int = 0) -> Computed:
         """From token ids to the logits after them. Ends the context that `prepare_...` has set."""
@@ -306,21 +307,9 @@ class ModelRunner:
     def sample_logits(self, wanted: int, computed: Computed) -> StepOutput:
         """From logits to the next tokens, which become the next step's inputs."""
         logits, step, tensors = computed
-        step.vocab_start = self.model.lm_head.vocab_start
-        processors = selected(self.processors, wanted) if wanted else ()
-        if any(processor.needs_whole for processor in processors):
-            logits, step.vocab_start = self.model.lm_head.gather(logits), 0
-        raw_logits = logits
-        if len(processors) > 1 and any(processor.needs_raw for processor in processors):
-            logits = logits.clone()  # which the others may change
-        for processor in processors:
-            logits = processor.apply(logits, step)
-        tokens = self.sampler(logits, step)
+        tokens, told = self.sampler(logits, step, wanted)
         self.slots.note_drawn(step.slots, tokens)
-        for processor in processors:
-            if (found := processor.drawn(raw_logits, tokens, step)) is not None:
-                tensors[processor.name] = found
-        return StepOutput(tokens, tensors)
+        return StepOutput(tokens, tensors | told)
 
     @torch.inference_mode()
     def capture_cudagraph(self, batch_size: int, plan_key: Hashable, wanted: int) -> None:

@@ -369,10 +369,13 @@ MUTATIONS = [
     ),
     *mutations_of(
         "model_runner",
-        ("step.vocab_start = self.model.lm_head.vocab_start", "step.vocab_start = 0"),
-        ("self.model.lm_head.gather(logits), 0", "self.model.lm_head.gather(logits), step.vocab_start"),
-        ("logits = logits.clone()", "pass"),
+        ("sampling.vocab_start = self.model.lm_head.vocab_start", "sampling.vocab_start = 0"),
         ("                part.reset()", "                pass"),
+    ),
+    *mutations_of(
+        "nanovllm/layers/sampler",
+        ("self.lm_head.gather(logits), 0", "self.lm_head.gather(logits), step.vocab_start"),
+        ("logits = logits.clone()", "pass"),
     ),
     *mutations_of(
         "nanovllm/extensions/structured/kernels/token_masks",
@@ -411,8 +414,8 @@ MUTATIONS = [
     *mutations_of(
         "slots",
         ("        if slots != self.batch:", "        if not self.batch:"),
-        ("self.has_prefilled or slots != self.batch, False", "self.has_prefilled, False"),
-        ("self.has_prefilled or slots != self.batch, False", "slots != self.batch, False"),
+        ("self.has_prefilled or slots != self.batch", "self.has_prefilled"),
+        ("self.has_prefilled or slots != self.batch", "slots != self.batch"),
         ("if len(seq.block_table) != num_blocks[seq.slot]:", "if False:"),
         (
             "np.array([[seq.request.seed] for seq in sequences]",
