@@ -1,7 +1,6 @@
 """The loop: queues requests and runs steps until they have ended.
 
-Follow `LLMEngine.generate` -> `step` -> `Scheduler.schedule` -> `ModelRunner.run` ->
-`Scheduler.postprocess`.
+Follow `step` -> `Scheduler.schedule` -> `ModelRunner.run` -> `Scheduler.postprocess`.
 """
 
 import contextlib
@@ -23,12 +22,10 @@ from nanovllm.engine.batch import Batch, BatchMaker, StepOutput
 from nanovllm.engine.input_processor import InputProcessor, Prompt
 from nanovllm.engine.interfaces import Observer, SequenceError, max_cached, resolve, selected
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.engine.results import make_result
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Request, Sequence
 from nanovllm.engine.stats import stats_of
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.progress import Progress, tqdm
 from nanovllm.utils.validation import check, is_number
 
 
@@ -144,33 +141,6 @@ class LLMEngine:
         if not self._is_python_ending():
             self.exit()
 
-    def generate(
-        self,
-        prompts: list[Prompt],
-        sampling_params: SamplingParams | list[SamplingParams] | None = None,
-        use_tqdm: bool = True,
-    ) -> list[dict[str, Any]]:
-        """
-        Complete the prompts; results are in their order, see results.py.
-
-        prompts: strings or lists of token ids. sampling_params: one for all, or one each; None is what the
-        checkpoint recommends. Raises a ValueError that names the wrong prompt or parameter, before anything
-        is computed. After any exception the engine is empty and usable.
-        """
-        requests = self.prompts.read_all(prompts, sampling_params)
-        try:
-            sequences = [self._make_sequence(request) for request in requests]
-            self._add(sequences)
-            with Progress(len(requests), tqdm if use_tqdm else None) as progress:
-                while not self.is_finished():
-                    start = time.perf_counter()
-                    finished, num_tokens = self.step()
-                    progress.count(len(finished), num_tokens, time.perf_counter() - start)
-        except BaseException:
-            self.clear()
-            raise
-        return [make_result(self.tokenizer, seq) for seq in sequences]
-
     def add_request(self, prompt: Prompt | Request, sampling_params: SamplingParams | None = None) -> int:
         """
         Queue one request and return its id. Raises ValueError, changing nothing, if it cannot be served.
@@ -179,17 +149,17 @@ class LLMEngine:
         """
         self.check_usable()
         request = prompt if isinstance(prompt, Request) else self.prompts.read(prompt, sampling_params)
-        seq = self._make_sequence(request)
-        self._add([seq])
+        seq = self.make_sequence(request)
+        self.add([seq])
         return seq.seq_id
 
-    def _make_sequence(self, request: Request, index: int = 0) -> Sequence:
+    def make_sequence(self, request: Request, index: int = 0) -> Sequence:
         """The index-th completion of a prompt."""
         seed = request.params.seed
         seed = self._seeds.getrandbits(63) if seed is None else (seed + index) % 2**63
         return Sequence(replace(request, seed=seed))
 
-    def _add(self, sequences: list[Sequence]) -> None:
+    def add(self, sequences: list[Sequence]) -> None:
         """Queue all of them, or none."""
         with self.attempting():
             for seq in sequences:
@@ -346,8 +316,9 @@ class LLMEngine:
         self.ended = {i: seq for i, seq in self.ended.items() if i in kept}
         self.unfinished = {i: seq for i, seq in kept.items() if i not in self.ended}
         self.scheduler.restart(self.unfinished.values())
-        self.tell("cleared")
-        self.tell("added", [*self.unfinished.values()])
+        for observer in self.observers:
+            observer.cleared()
+            observer.added([*self.unfinished.values()])
         self.attempt = None
 
     def tell(self, event: str, *args: Any) -> None:

@@ -855,7 +855,7 @@ MUTATIONS = [
         ("return not is_prefill and rows <= MAX_FUSED_ROWS", "return not is_prefill"),
         ("        if not stream.is_untouched:\n", "        if False:\n"),
         ("if hidden_size and num_ranks == 1 and can_fuse", "if hidden_size and can_fuse"),
-        ("(stream.normalised(), None)", "(stream.residual(), None)"),
+        ("x = stream.normalised()\n", "x = stream.residual()\n"),
     ),
     *mutations_of(
         "nanovllm/layers/linear",
@@ -942,7 +942,7 @@ MUTATIONS = [
     ),
     *mutations_of(
         "nanovllm/extensions/transformers/parts",
-        ("F.pad(value, (0, narrower))", "value"),
+        ("value = F.pad(value, (0, narrower))", "pass"),
         ("-distance: window == 0}", "-distance: True}"),
         ("if not hands_over_rotation(query, key, value):", "if False:"),
         ('if options["sliding_window"] == OTHER_MASK:', "if False:"),
@@ -953,6 +953,7 @@ MUTATIONS = [
         ("bias = self.bias if self.group.rank == 0 or not self.is_part else None", "bias = self.bias"),
         ("y = self.group.all_reduce(y) if self.is_part else y", "pass"),
         ("if type(module) is Conv1D:", "if False:"),
+        ("        up = gate.flip(0)", "        up = gate"),
     ),
     *mutations_of(
         "nanovllm/extensions/transformers/model",

@@ -276,8 +276,8 @@ class TextLLM(LLMEngine):
 
     def _queue(self, request: Request) -> list[Sequence]:
         """Queue all completions of a prompt, or none."""
-        completions = [self._make_sequence(request, index) for index in range(request.params.n)]
-        self._add(completions)
+        completions = [self.make_sequence(request, index) for index in range(request.params.n)]
+        self.add(completions)
         return completions
 
     def _take_turn(self, call: dict[int, Asked] | None = None) -> None:
