@@ -21,7 +21,7 @@ from nanovllm.sampling_params import SamplingParams
 class SlotLayout:
     """
     Where the tables lie in one buffer of int32 words, so that any change of them is a list of (index, value)
-    pairs. Rows 0 .. max_num_seqs - 1 belong to sequences; the next one stays empty, for padding.
+    pairs. Slots 0 .. max_num_seqs - 1 belong to sequences; the next one stays empty, for padding.
     """
 
     def __init__(self, config: Any):
@@ -31,8 +31,14 @@ class SlotLayout:
         if config.num_kvcache_blocks != -1:  # else there will be enough for such a sequence
             self.max_blocks = min(self.max_blocks, config.num_kvcache_blocks)
         self.num_slots = -(-(self.padding_slot + 1) // 4) * 4  # each table begins at a multiple of 16 bytes
-        widths = {"seeds": 2, "tokens": 1, "lengths": 1, "temperatures": 1, "batch": 1}
-        widths |= {"block_tables": self.max_blocks}
+        widths = {
+            "seeds": 2,
+            "tokens": 1,
+            "lengths": 1,
+            "temperatures": 1,
+            "batch": 1,
+            "block_tables": self.max_blocks,
+        }
         self.sizes = {name: width * self.num_slots for name, width in widths.items()}
         ends = np.cumsum([*self.sizes.values()]).tolist()
         self.starts = dict(zip(self.sizes, [0, *ends], strict=False))
@@ -64,24 +70,17 @@ class HostSlots:
     def prefill(self, sequences: list[Sequence]) -> np.ndarray:
         """Everything about these sequences as it is after the step, which draws a token for each."""
         self.has_prefilled = True
-        lengths = [seq.num_computed_tokens + seq.num_scheduled_tokens + 1 for seq in sequences]
-        tables = {
-            "seeds": np.array([seq.request.seed for seq in sequences], dtype="<i8"),
-            "lengths": np.array(lengths, dtype=np.int32),
-            "temperatures": np.array(
-                [temperature_of(seq.sampling_params) for seq in sequences], dtype=np.float32
-            ),
-        }
+        starts = self.layout.starts
         indices: list[int] = []
         values: list[int] = []
-        for name, table in tables.items():
-            words = table.reshape(-1, 1).view(np.int32)  # [sequences, words of a slot]
-            start, width = self.layout.starts[name], words.shape[1]
-            for seq in sequences:
-                indices.extend(range(start + seq.slot * width, start + (seq.slot + 1) * width))
-            values.extend(words.ravel().tolist())
         for seq in sequences:
-            self.num_blocks[seq.slot] = 0
+            slot = seq.slot
+            seeds = starts["seeds"] + 2 * slot
+            indices += [seeds, seeds + 1, starts["lengths"] + slot, starts["temperatures"] + slot]
+            values += np.array([seq.request.seed], dtype="<i8").view(np.int32).tolist()
+            values.append(seq.num_computed_tokens + seq.num_scheduled_tokens + 1)
+            values += np.array([temperature_of(seq.sampling_params)], np.float32).view(np.int32).tolist()
+            self.num_blocks[slot] = 0
             self._add_blocks(seq, indices, values)
         return _words(indices, values)
 

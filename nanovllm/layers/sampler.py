@@ -44,6 +44,7 @@ class Sampler(nn.Module):
         logits [batch, this rank's vocabulary] -> token ids int64 [batch], and by name what the wanted
         processors have to tell of them.
         """
+        step.vocab_start = self.lm_head.vocab_start
         processors = selected(self.processors, wanted) if wanted else ()
         if any(processor.needs_whole for processor in processors):
             logits, step.vocab_start = self.lm_head.gather(logits), 0
