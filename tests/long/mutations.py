@@ -652,11 +652,11 @@ MUTATIONS = [
     *mutations_of(
         "nanovllm/kernels/split_kv",
         ("begin = first // SIZES.TILE * SIZES.TILE", "begin = first"),
+        ("kv_head = share // SIZES.READERS", "kv_head = share % SIZES.KV_HEADS"),
     ),
     *mutations_of(
         "nanovllm/kernels/decode_attention",
         ("        key, value = key.to(query.dtype), value.to(query.dtype)", "        pass"),
-        ("kv_head = share // SIZES.READERS", "kv_head = share % SIZES.KV_HEADS"),
     ),
     *mutations_of(
         "nanovllm/kernels/cache_layout",
@@ -667,7 +667,6 @@ MUTATIONS = [
         "nanovllm/extensions/int8_cache/kernels/decode",
         ("tl.where(seen, fast_log2(value_scale), 0.0)", "fast_log2(value_scale)"),
         ("widen(value) - 1152.0", "widen(value) - 1151.0"),
-        ("kv_head = share // SIZES.READERS", "kv_head = share % SIZES.KV_HEADS"),
     ),
     *mutations_of(
         "nanovllm/extensions/int8_cache/layout",
@@ -791,8 +790,8 @@ MUTATIONS = [
         ("zero = ZERO_POINT\n", "zero = 0\n"),
         ("place += column // GROUP", "place += byte // GROUP"),
         ("place = (row // TILE_ROWS)", "place = row"),
-        ("return tl.where(code > 127, -size, size)", "return size"),
-        ("tl.where(exponent > 0, 8, 0)", "8"),
+        ("return tl.where(code > HIGHEST, -size, size)", "return size"),
+        ("tl.where(exponent > 0, IMPLIED, 0)", "IMPLIED"),
         (
             "grid = grid[rows.start // height : cdiv(rows.stop, height)]",
             "grid = grid[: cdiv(rows.stop, height)]",
@@ -804,8 +803,8 @@ MUTATIONS = [
         "nanovllm/extensions/quantised/kernels/quantised_matvec",
         ("place += piece * INPUTS // GROUP", "place += piece // GROUP"),
         (
-            "multiply_by_arithmetic(current, others, KIND, 4)",
-            "multiply_by_arithmetic(current, others, KIND, 0)",
+            "multiply_by_arithmetic(words, others, KIND, 4)",
+            "multiply_by_arithmetic(words, others, KIND, 0)",
         ),
         ("            parts += its_zero.to(tl.float32) * sums", "            pass"),
         ("        if KIND != INT4 and zeros is not None:", "        if False:"),
@@ -913,7 +912,7 @@ MUTATIONS = [
     ),
     *mutations_of(
         "nanovllm/extensions/quantised/int4",
-        ("+ self.added_to_zeros & 15, shard)", "+ self.added_to_zeros, shard)"),
+        ("+ self.added_to_zeros & 15", "+ self.added_to_zeros"),
     ),
     *mutations_of(
         "nanovllm/extensions/quantised/gguf_blocks",

@@ -267,9 +267,12 @@ def _plain(value: Any) -> Any:
 
 
 def _openai_response(
-    request: Request, results: list[dict[str, Any]], outputs: list[dict[str, Any]],
-    num_tokens: int, model: str,
-) -> dict[str, Any]:  # fmt: skip
+    request: Request,
+    results: list[dict[str, Any]],
+    outputs: list[dict[str, Any]],
+    num_tokens: int,
+    model: str,
+) -> dict[str, Any]:
     num_asked, num_cached = (sum(r[f"num_{kind}_tokens"] for r in results) for kind in ("prompt", "cached"))
     body = {
         "id": f"line-{request.line}",

@@ -157,9 +157,14 @@ def _zeroed_if_small(make: Callable[..., torch.Tensor]) -> Callable[..., torch.T
 
 
 def _compile_part(
-    launches: Callable[[], Iterator[None]], driver: Any, properties: Any,
-    report: int, rank: int, part: int, num_parts: int,
-) -> NoReturn:  # fmt: skip
+    launches: Callable[[], Iterator[None]],
+    driver: Any,
+    properties: Any,
+    report: int,
+    rank: int,
+    part: int,
+    num_parts: int,
+) -> NoReturn:
     """Compile every num_parts-th of the kernels that `launches` launches, in this process, which ends."""
     try:
         gc.freeze()  # memory of a GPU that was garbage at the fork could not be freed here

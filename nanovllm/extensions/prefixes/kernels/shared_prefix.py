@@ -222,9 +222,9 @@ def _shared_prefix_kernel(
         count = tl.load(item + 1)
         begin = tl.load(item + 2)
         end = tl.load(item + 3)
-        index = first + row // SIZES.GROUP
-        head = kv_head * SIZES.GROUP + row % SIZES.GROUP
-        is_row = row < count * SIZES.GROUP
+        index = first + row // SIZES.HEADS
+        head = kv_head * SIZES.HEADS + row % SIZES.HEADS
+        is_row = row < count * SIZES.HEADS
         seq = tl.load(queries + index, mask=is_row, other=0).to(tl.int64)
         inside = is_row[:, None] & (dim < SIZES.HEAD_DIM)[None, :]
         q_address = q + seq[:, None] * q_batch_stride + head[:, None] * q_head_stride + dim[None, :]
@@ -255,7 +255,7 @@ def _shared_prefix_kernel(
                 query, cache, seen, start, highest, total, acc, scale_log2, SIZES, HOOKS, LOAD, True
             )
 
-        out_row = index.to(tl.int64) * SIZES.KV_HEADS * SIZES.GROUP + head
+        out_row = index.to(tl.int64) * SIZES.KV_HEADS * SIZES.HEADS + head
         out_address = results + out_row[:, None] * SIZES.HEAD_DIM + dim[None, :]
         tl.store(out_address, acc / total[:, None], mask=inside)
         tl.store(log_sums + out_row, highest + tl.log2(total), mask=is_row)
@@ -304,9 +304,9 @@ def add_partials(kept, row, dim, highest, total, acc, SIZES: tl.constexpr, HOOKS
 @triton.jit
 def load_partial(indices, i, count, results, log_sums, row, dim, SIZES: tl.constexpr):
     """A sequence's i-th partial result and log2 of its softmax's denominator (-inf: there is none)."""
-    HEADS: tl.constexpr = SIZES.KV_HEADS * SIZES.READERS * SIZES.GROUP
+    HEADS: tl.constexpr = SIZES.KV_HEADS * SIZES.READERS * SIZES.HEADS
     first_row = tl.load(indices + i, mask=i < count, other=0).to(tl.int64) * HEADS
-    is_there = row < tl.where(i < count, SIZES.GROUP, 0)
+    is_there = row < tl.where(i < count, SIZES.HEADS, 0)
     inside = is_there[None, :] & (dim < SIZES.HEAD_DIM)[:, None]
     result = tl.load(results + first_row * SIZES.HEAD_DIM, mask=inside, other=0.0)
     return result, tl.load(log_sums + first_row, mask=is_there, other=float("-inf"))
