@@ -372,10 +372,13 @@ MUTATIONS = [
     ),
     *mutations_of(
         "model_runner",
-        ("step.vocab_start = self.model.lm_head.vocab_start", "step.vocab_start = 0"),
-        ("self.model.lm_head.gather(logits), 0", "self.model.lm_head.gather(logits), step.vocab_start"),
-        ("logits = logits.clone()", "pass"),
         ("                part.reset()", "                pass"),
+    ),
+    *mutations_of(
+        "nanovllm/layers/sampler",
+        ("step.vocab_start = self.lm_head.vocab_start", "step.vocab_start = 0"),
+        ("self.lm_head.gather(logits), 0", "self.lm_head.gather(logits), step.vocab_start"),
+        ("logits = logits.clone()", "pass"),
     ),
     *mutations_of(
         "nanovllm/extensions/structured/kernels/token_masks",
@@ -414,18 +417,15 @@ MUTATIONS = [
     *mutations_of(
         "slots",
         ("        if slots != self.batch:", "        if not self.batch:"),
-        ("self.has_prefilled or slots != self.batch, False", "self.has_prefilled, False"),
-        ("self.has_prefilled or slots != self.batch, False", "slots != self.batch, False"),
+        ("self.has_prefilled or slots != self.batch", "self.has_prefilled"),
+        ("self.has_prefilled or slots != self.batch", "slots != self.batch"),
         ("if len(seq.block_table) != num_blocks[seq.slot]:", "if False:"),
-        (
-            "np.array([[seq.request.seed] for seq in sequences]",
-            "np.array([[seq.seq_id] for seq in sequences]",
-        ),
+        ("np.array([seq.request.seed]", "np.array([seq.seq_id]"),
         (
             "range(start + num_sent, start + num_blocks)",
             "range(start + num_sent + 1, start + num_blocks + 1)",
         ),
-        ("            self.num_blocks[seq.slot] = 0\n", ""),
+        ("            self.num_blocks[slot] = 0\n", ""),
         ("self.batch: list[int] = []", "self.batch = getattr(self, 'batch', [])"),
     ),
     *mutations_of(
