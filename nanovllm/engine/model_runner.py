@@ -154,7 +154,6 @@ class ModelRunner:
         with self.on_device():
             self._wait_for_device()
             self.rows.reset()
-            self.backend.reset()
             self.undrawn = None
 
     def _wait_for_device(self) -> None:

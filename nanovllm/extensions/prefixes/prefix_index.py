@@ -34,23 +34,14 @@ class PrefixIndex:
             if not children:
                 del self._children[parent]
 
-    def move(self, block_id: int, other: "PrefixIndex") -> None:
-        """To another index."""
-        parent, tokens = self._blocks[block_id]
-        self.remove(block_id)
-        other.add(block_id, parent, tokens)
-
-    def longest(self, parent: int, tokens: bytes, more_than: int = 0) -> tuple[int, int]:
-        """
-        The block that begins with most of these tokens, and with how many. (-1, more_than) if none begins
-        with more than that.
-        """
-        best = -1, more_than
-        if children := self._children.get(parent):
-            i = bisect_left(children, (tokens,))
-            for others, block_id in children[max(i - 1, 0) : i + 1]:
-                if (length := count_common(others, tokens)) > best[1]:
-                    best = block_id, length
+    def longest(self, parent: int, tokens: bytes) -> tuple[int, int]:
+        """The block that begins with most of these tokens, and with how many; (-1, 0) if there is none."""
+        children = self._children.get(parent, [])
+        i = bisect_left(children, (tokens,))
+        best = -1, 0
+        for others, block_id in children[max(i - 1, 0) : i + 1]:
+            if (length := count_common(others, tokens)) > best[1]:
+                best = block_id, length
         return best
 
 

@@ -35,7 +35,8 @@ class TokenPrefixes(PrefixCache):
     def start(self, pool: Any) -> None:
         super().start(pool)
         self.computed, self.computing = PrefixIndex(), PrefixIndex()
-        self.copies: dict[int, tuple[int, int]] = {}  # by seq_id: source and tokens, before its first step
+        # Before a sequence's first step, by seq_id: source, target, number of tokens.
+        self.copies: dict[int, tuple[int, ...]] = {}
 
     def find(self, seq: Sequence) -> TokenHit:
         """Whole blocks up to the first miss, and from another block what follows."""
@@ -55,7 +56,7 @@ class TokenPrefixes(PrefixCache):
         is_free = num_common and pool.blocks[block_id].ref_count == 0
         if is_free and len(pool.free_block_ids) <= pool.num_new_blocks(seq, blocks):
             block_id, num_common = -1, 0  # no room for it beside the new blocks
-        num_computing = self.computing.longest(parent, packed, num_common)[1]
+        num_computing = self.computing.longest(parent, packed)[1]
         pins = (block_id,) if num_common else ()
         return TokenHit(blocks, start + num_common, pins, block_id, num_common, num_computing)
 
@@ -63,17 +64,16 @@ class TokenPrefixes(PrefixCache):
         for i in range(len(hit.blocks), seq.num_blocks):
             self._list(self.computing, seq, i, len(seq))
         if hit.num_copied:
-            self.copies[seq.seq_id] = hit.source, hit.num_copied
+            self.copies[seq.seq_id] = hit.source, seq.block_table[len(hit.blocks)], hit.num_copied
             self.num_copied_tokens += hit.num_copied
 
     def written(self, seq: Sequence, start: int, end: int) -> None:
         size = self.pool.block_size
         for i in range(start // size, -(-end // size)):
-            block_id = seq.block_table[i]
-            if block_id not in self.computing:
+            is_computing = seq.block_table[i] in self.computing
+            # Not if a chunk of a prompt ends in the middle of the block.
+            if not is_computing or (i + 1) * size <= end or end == seq.num_tokens:
                 self._list(self.computed, seq, i, end)
-            elif (i + 1) * size <= end or end == seq.num_tokens:  # else a chunk ends in the middle of it
-                self.computing.move(block_id, self.computed)
 
     def forgotten(self, block_id: int) -> None:
         for index in (self.computed, self.computing):
@@ -89,12 +89,8 @@ class TokenPrefixes(PrefixCache):
 
     def prepare(self, sequences: list[Sequence]) -> np.ndarray | None:
         """int64 [3, copies]: from which block to which, and how many tokens."""
-        copies = []
-        for seq in sequences:
-            source, num_tokens = self.copies.pop(seq.seq_id, (-1, 0))
-            if num_tokens:
-                copies.append((source, seq.block_table[seq.num_cached_blocks], num_tokens))
-        return np.ascontiguousarray(np.array(copies, dtype=np.int64).T) if copies else None
+        copies = [self.copies.pop(seq.seq_id) for seq in sequences if seq.seq_id in self.copies]
+        return np.array([*zip(*copies, strict=True)]) if copies else None
 
     def receive(self, message: np.ndarray, kv_cache: Any) -> None:
         kv_cache.copy_blocks(*to_device(message, kv_cache.device))

@@ -7,7 +7,7 @@ programs reads on the device what there is to do: one captured graph serves ever
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,8 +16,8 @@ from nanovllm.extensions.prefixes.plan import MAX_PARTIALS, CascadePlan
 from nanovllm.kernels import runtime
 from nanovllm.kernels.attention_variant import AttentionVariant, Hooks
 from nanovllm.kernels.cache_layout import ROWS, CacheLayout
-from nanovllm.kernels.prefill_attention import attend_to_tile
-from nanovllm.kernels.runtime import LOG2_E, next_power_of_2, tl, triton, use_triton
+from nanovllm.kernels.prefill_attention import PrefillSizes, attend_to_tile
+from nanovllm.kernels.runtime import LOG2_E, next_power_of_2, tl, triton
 
 PARTIALS = tl.constexpr(MAX_PARTIALS)  # for kernels
 QUERY_TILE = 64  # rows: queries times their heads for one kv head
@@ -37,20 +37,6 @@ def can_share(config_heads: int, heads: int, head_dim: int, element_size: int, d
     return fits and queries_per_item(config_heads) <= queries_per_item(heads)
 
 
-class PrefixSizes(NamedTuple):
-    """As in `PrefillSizes`. The strides are elements: of rows from a token to the next, else from a block."""
-
-    KV_HEADS: int
-    GROUP: int
-    HEAD_DIM: int
-    DIM_PAD: int
-    BLOCK_SIZE: int
-    QUERY_TILE: int
-    KEY_TILE: int
-    TOKEN_STRIDE: int
-    HEAD_STRIDE: int
-
-
 def shared_prefix_attention(
     q: Tensor,
     k_cache: Tensor,
@@ -64,26 +50,15 @@ def shared_prefix_attention(
     The partial results, float32 [queries, heads, head_dim], and log2 of each softmax's denominator, float32
     [queries, heads]; the other arguments are those of `paged_decode_attention`.
     """
-    if not use_triton(q):
-        return shared_prefix_attention_torch(q, k_cache, v_cache, block_tables, variant, plan, layout)
     _, heads, head_dim = q.shape
     block_size, kv_heads = layout.page_sizes(k_cache, head_dim)
     heads_per_kv_head = heads // kv_heads
-    results = torch.empty(len(plan.queries), heads, head_dim, dtype=torch.float32, device=q.device)
-    log_sums = torch.empty(len(plan.queries), heads, dtype=torch.float32, device=q.device)
+    results = q.new_empty(len(plan.queries), heads, head_dim, dtype=torch.float32)
+    log_sums = results.new_empty(len(plan.queries), heads)
     dim_pad = max(runtime.MIN_DOT_SIZE, next_power_of_2(head_dim))
     element_size = max(q.element_size(), k_cache.element_size())
     key_tile, num_warps, num_stages, programs = _tile(dim_pad, element_size, q.device)
-    sizes = PrefixSizes(
-        kv_heads,
-        heads_per_kv_head,
-        head_dim,
-        dim_pad,
-        block_size,
-        max(QUERY_TILE, next_power_of_2(heads_per_kv_head)),
-        key_tile,
-        *k_cache.stride()[-3:-1],
-    )
+    query_tile = max(QUERY_TILE, next_power_of_2(heads_per_kv_head))
     _shared_prefix_kernel[(programs * runtime.num_multiprocessors(q.device),)](
         q,
         k_cache,
@@ -97,9 +72,11 @@ def shared_prefix_attention(
         variant.scale * LOG2_E,
         *q.stride()[:2],
         block_tables.stride(0),
-        SIZES=sizes,
-        HOOKS=Hooks(score=variant.hooks.score, constants=variant.hooks.constants),
-        LOAD=layout.load,
+        kv_heads,
+        *k_cache.stride()[-3:-1],
+        PrefillSizes(heads_per_kv_head, head_dim, dim_pad, block_size, query_tile, key_tile),
+        Hooks(score=variant.hooks.score, constants=variant.hooks.constants),
+        layout.load,
         num_warps=num_warps,
         num_stages=num_stages,
         **runtime.overlap_options(q.device),
@@ -125,21 +102,24 @@ def shared_prefix_attention_torch(
     plan: CascadePlan,
     layout: CacheLayout = ROWS,
 ) -> tuple[Tensor, Tensor]:
-    results = torch.zeros(len(plan.queries), *q.shape[1:], dtype=torch.float32, device=q.device)
+    results = q.new_zeros(len(plan.queries), *q.shape[1:], dtype=torch.float32)
     log_sums = results.new_zeros(results.shape[:2])
     for item in plan.work_items[: int(plan.num_work_items)]:
         first, count = item[:2].tolist()
         indices = slice(first, first + count)
         queries = plan.queries[indices]
         span = block_tables[queries[:1]], item[2:3], item[3:4]
-        keys, values, seen = layout.read(k_cache, v_cache, *span, q.shape[2])
-        # [kv_heads, tokens, head_dim], and rows [kv_heads, queries * heads per kv head, head_dim]
-        keys, values = keys[0], values[0]
-        rows = q[queries].unflatten(1, (len(keys), -1)).transpose(0, 1).flatten(1, 2)
-        out, log_sum = variant.attend_and_sum(rows, keys, values, seen)
-        results[indices] = out.unflatten(1, (count, -1)).transpose(0, 1).flatten(1, 2)
-        log_sums[indices] = log_sum.unflatten(1, (count, -1)).transpose(0, 1).flatten(1, 2) * LOG2_E
+        [keys], [values], seen = layout.read(k_cache, v_cache, *span, q.shape[2])
+        # [kv_heads, tokens, head_dim], and queries [kv_heads, queries * heads per kv head, head_dim]
+        out, log_sum = variant.attend_and_sum(_regroup(q[queries], len(keys)), keys, values, seen)
+        results[indices] = _regroup(out, count)
+        log_sums[indices] = _regroup(log_sum, count) * LOG2_E
     return results, log_sums
+
+
+def _regroup(x: Tensor, count: int) -> Tensor:
+    """[a, count * b, ...] -> [count, a * b, ...]."""
+    return x.unflatten(1, (count, -1)).transpose(0, 1).flatten(1, 2)
 
 
 def add_partials_torch(
@@ -168,7 +148,6 @@ class WithPrefix(AttentionVariant):
 
     def __init__(self, layer: AttentionVariant, plan: CascadePlan, results: Tensor, log_sums: Tensor):
         super().__init__(layer.scale)
-        assert layer.hooks.first_token is None and layer.hooks.end is None
         self.layer, self.plan = layer, plan
         self.results, self.log_sums = results, log_sums
 
@@ -203,25 +182,23 @@ class WithPrefix(AttentionVariant):
 def _shared_prefix_kernel(
     q, k_cache, v_cache, block_tables, results, log_sums, queries, work_items, num_work_items,
     scale_log2, q_batch_stride, q_head_stride, table_stride,
+    KV_HEADS: tl.constexpr, TOKEN_STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr,
     SIZES: tl.constexpr, HOOKS: tl.constexpr, LOAD: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """A program computes every n-th pair of a work item and a kv head, if there are n programs."""
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    STRIDE: tl.constexpr = SIZES.TOKEN_STRIDE
     QUERY_TILE: tl.constexpr = SIZES.QUERY_TILE
     DIM_PAD: tl.constexpr = SIZES.DIM_PAD
     KEY_TILE: tl.constexpr = SIZES.KEY_TILE
     row = tl.arange(0, QUERY_TILE)
     dim = tl.arange(0, DIM_PAD)
-    for pair in range(tl.program_id(0), tl.load(num_work_items) * SIZES.KV_HEADS, tl.num_programs(0)):
-        kv_head = pair % SIZES.KV_HEADS
-        item = work_items + pair // SIZES.KV_HEADS * 4
-        first = tl.load(item)
-        count = tl.load(item + 1)
-        begin = tl.load(item + 2)
-        end = tl.load(item + 3)
+    for pair in range(tl.program_id(0), tl.load(num_work_items) * KV_HEADS, tl.num_programs(0)):
+        kv_head = pair % KV_HEADS
+        item = work_items + pair // KV_HEADS * 4
+        first, count = tl.load(item), tl.load(item + 1)
+        begin, end = tl.load(item + 2), tl.load(item + 3)
         index = first + row // SIZES.GROUP
         head = kv_head * SIZES.GROUP + row % SIZES.GROUP
         is_row = row < count * SIZES.GROUP
@@ -231,9 +208,9 @@ def _shared_prefix_kernel(
         query = tl.load(q_address, mask=inside, other=0.0)
 
         table = block_tables + tl.load(queries + first).to(tl.int64) * table_stride
-        k_head = k_cache + kv_head * SIZES.HEAD_STRIDE
-        v_head = v_cache + kv_head * SIZES.HEAD_STRIDE
-        cache = k_head, v_head, table, STRIDE, STRIDE
+        k_head = k_cache + kv_head * HEAD_STRIDE
+        v_head = v_cache + kv_head * HEAD_STRIDE
+        cache = k_head, v_head, table, TOKEN_STRIDE, TOKEN_STRIDE
         last_key = tl.full([QUERY_TILE], -1, tl.int32) + end
         seen = end, begin, None, last_key
         highest = tl.full([QUERY_TILE], float("-inf"), tl.float32)
@@ -255,7 +232,7 @@ def _shared_prefix_kernel(
                 query, cache, seen, start, highest, total, acc, scale_log2, SIZES, HOOKS, LOAD, True
             )
 
-        out_row = index.to(tl.int64) * SIZES.KV_HEADS * SIZES.GROUP + head
+        out_row = index.to(tl.int64) * KV_HEADS * SIZES.GROUP + head
         out_address = results + out_row[:, None] * SIZES.HEAD_DIM + dim[None, :]
         tl.store(out_address, acc / total[:, None], mask=inside)
         tl.store(log_sums + out_row, highest + tl.log2(total), mask=is_row)
@@ -294,10 +271,13 @@ def begin_with_partial(
 def add_partials(kept, row, dim, highest, total, acc, SIZES: tl.constexpr, HOOKS: tl.constexpr):
     """Add the partial results to that of the first split."""
     count, indices, results, log_sums, result, log_sum = kept
-    highest, total, acc = add_partial(result, log_sum, highest, total, acc)
-    for i in range(1, count):
-        result, log_sum = load_partial(indices, i, count, results, log_sums, row, dim, SIZES)
-        highest, total, acc = add_partial(result, log_sum, highest, total, acc)
+    for i in range(0, count):
+        new_highest = tl.maximum(tl.maximum(highest, log_sum), -1.0e30)  # finite where nothing was seen
+        shrink = tl.exp2(highest - new_highest)
+        weight = tl.exp2(log_sum - new_highest)
+        highest, total = new_highest, total * shrink + weight
+        acc = acc * shrink[None, :] + result * weight[None, :]
+        result, log_sum = load_partial(indices, i + 1, count, results, log_sums, row, dim, SIZES)
     return highest, total, acc
 
 
@@ -310,11 +290,3 @@ def load_partial(indices, i, count, results, log_sums, row, dim, SIZES: tl.const
     inside = is_there[None, :] & (dim < SIZES.HEAD_DIM)[:, None]
     result = tl.load(results + first_row * SIZES.HEAD_DIM, mask=inside, other=0.0)
     return result, tl.load(log_sums + first_row, mask=is_there, other=float("-inf"))
-
-
-@triton.jit
-def add_partial(result, log_sum, highest, total, acc):
-    new_highest = tl.maximum(tl.maximum(highest, log_sum), -1.0e30)  # finite where nothing was seen
-    shrink = tl.exp2(highest - new_highest)
-    weight = tl.exp2(log_sum - new_highest)
-    return new_highest, total * shrink + weight, acc * shrink[None, :] + result * weight[None, :]
