@@ -54,8 +54,9 @@ class CascadeBackend(AttentionBackend):
         config = self.config
         kv_heads = max(1, config.hf_config.num_key_value_heads // config.tensor_parallel_size)
         num_items = cdiv(2 * num_multiprocessors(device), kv_heads)
+        num_queries = queries_per_item(self.heads_per_kv_head)
         num_rows = 4 * cdiv(config.max_num_seqs, 4)  # each table begins at a multiple of 16 bytes
-        self.planner = CascadePlanner(num_rows, queries_per_item(self.heads_per_kv_head), num_items)
+        self.planner = CascadePlanner(num_rows, num_queries, num_items)
         shapes = plan_shapes(num_rows)
         sizes = [math.prod(shape) for shape in shapes]
         self.buffer = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
@@ -89,7 +90,8 @@ class CascadeBackend(AttentionBackend):
         return self.behind.prefill(*args)
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, variant: AttentionVariant, step: Context) -> Tensor:
-        if (plan := step.attention_plan) is not None:
+        plan = step.attention_plan
+        if plan is not None:
             attend = shared_prefix_attention
             if self.behind.is_reference or not use_triton(q):
                 attend = shared_prefix_attention_torch

@@ -46,8 +46,8 @@ class Prefix(NamedTuple):
 
     def spans(self, count: int) -> Iterator[tuple[int, int]]:
         """Divided into so many spans of nearly the same length."""
-        steps = (self.length * i // count // ITEM_STEP for i in range(count))
-        return pairwise([*(self.begin + step * ITEM_STEP for step in steps), self.end])
+        starts = [self.length * i // count // ITEM_STEP * ITEM_STEP for i in range(count)]
+        return pairwise([*(self.begin + start for start in starts), self.end])
 
 
 class CascadePlanner:
@@ -58,7 +58,8 @@ class CascadePlanner:
 
     def __init__(self, num_rows: int, queries_per_item: int, num_items: int):
         self.num_rows = num_rows
-        self.queries_per_item, self.num_items = queries_per_item, num_items
+        self.queries_per_item = queries_per_item
+        self.num_items = num_items
         self._prompts: list[tuple[bytes, int]] = []  # sorted, each with its seq_id
         self._common: dict[tuple[int, int], int] = {}  # tokens that neighbours share, by their seq_ids
         self.num_prefix_tokens = 0  # of all sequences, that a step reads through prefixes
@@ -71,23 +72,25 @@ class CascadePlanner:
         rows = {seq.seq_id: i for i, seq in enumerate(sequences)}
         self._sort(sequences, rows)
         prefixes, counts = self._plan()
+        if not prefixes:
+            self.num_prefix_tokens = 0
+            return None
         order = np.array([rows[seq_id] for _, seq_id in self._prompts])
         plan = self._make_plan(prefixes, counts, order)
         self.num_prefix_tokens = int(plan.prefix_lens.sum())
-        return np.concatenate([table.ravel() for table in plan]) if prefixes else None
+        return np.concatenate([table.ravel() for table in plan])
 
     def _sort(self, sequences: list[Sequence], rows: Container[int]) -> None:
         """Sort the prompts of the sequences, which have these ids, and compare neighbours."""
-        self._prompts = [(prompt, seq_id) for prompt, seq_id in self._prompts if seq_id in rows]
+        self._prompts = [each for each in self._prompts if each[1] in rows]
         known = {seq_id for _, seq_id in self._prompts}
         for seq in sequences:
             if seq.num_prompt_tokens >= MIN_SHARED_TOKENS and seq.seq_id not in known:
                 insort(self._prompts, (seq.packed_prompt, seq.seq_id))
-        common = self._common
-        self._common = {
-            (a, b): common[a, b] if (a, b) in common else count_common(first, second)
-            for (first, a), (second, b) in pairwise(self._prompts)
-        }
+        before, self._common = self._common, {}
+        for (first, a), (second, b) in pairwise(self._prompts):
+            common = before.get((a, b))
+            self._common[a, b] = count_common(first, second) if common is None else common
 
     def _plan(self) -> tuple[list[Prefix], list[int]]:
         """
@@ -108,16 +111,20 @@ class CascadePlanner:
     def _divide(self, prefixes: list[Prefix]) -> list[int] | None:
         """The number of spans of each prefix, so that the device is busy; None if a table has no room."""
         room = plan_shapes(len(self._prompts))
-        items = [cdiv(prefix.last - prefix.first, self.queries_per_item) for prefix in prefixes]  # of a span
         lengths = [prefix.length for prefix in prefixes]
+        sizes = [prefix.last - prefix.first for prefix in prefixes]
+        items = [cdiv(size, self.queries_per_item) for size in sizes]  # of a span
         span = max(MIN_ITEM_TOKENS, np.dot(items, lengths) / self.num_items)
         while True:
             counts = [max(1, min(round(n / span), n // MIN_ITEM_TOKENS, MAX_PARTIALS)) for n in lengths]
             num_partials = np.zeros(room.prefix_lens, np.int32)
             for prefix, count in zip(prefixes, counts, strict=True):
                 num_partials[prefix.first : prefix.last] += count
-            has_room = num_partials.max() <= MAX_PARTIALS and num_partials.sum() <= room.queries[0]
-            if has_room and np.dot(items, counts) <= room.work_items[0]:
+            if (
+                num_partials.max() <= MAX_PARTIALS
+                and np.dot(sizes, counts) <= room.queries[0]
+                and np.dot(items, counts) <= room.work_items[0]
+            ):
                 return counts
             if max(counts) == 1:
                 return None
@@ -137,9 +144,10 @@ class CascadePlanner:
                 plan.partials[rows, plan.num_partials[rows]] = range(start, len(queries))
                 plan.num_partials[rows] += 1
                 for first in range(start, len(queries), self.queries_per_item):
-                    items.append((first, min(self.queries_per_item, len(queries) - first), *span))
+                    num_queries = min(self.queries_per_item, len(queries) - first)
+                    items.append((first, num_queries, *span))
         plan.queries[: len(queries)] = queries
-        plan.work_items[: len(items)] = np.array(items).reshape(-1, 4)
+        plan.work_items[: len(items)] = items
         plan.num_work_items[0] = len(items)
         return plan
 
@@ -162,5 +170,6 @@ def choose_prefixes(common: np.ndarray, min_saved: int) -> list[Prefix]:
             begin = prefix.end
         # Prompts that have no more in common part here.
         cuts = first + 1 + np.flatnonzero(between == prefix.end)
-        rest += [(a, b, begin) for a, b in pairwise([first, *cuts.tolist(), last])][::-1]
+        parts = pairwise([first, *cuts.tolist(), last])
+        rest += reversed([(*part, begin) for part in parts])
     return chosen

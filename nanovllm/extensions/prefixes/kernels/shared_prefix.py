@@ -33,8 +33,9 @@ def can_share(config_heads: int, heads: int, head_dim: int, element_size: int, d
     Whether a layer with so many heads for one kv head can compute work items made for `config_heads`. Other
     layers have no room for all queries in a tile, or for the tile in shared memory.
     """
-    fits = head_dim * element_size <= 1024 or runtime.has_hopper_shared_memory(device)
-    return fits and queries_per_item(config_heads) <= queries_per_item(heads)
+    if queries_per_item(config_heads) > queries_per_item(heads):
+        return False
+    return head_dim * element_size <= 1024 or runtime.has_hopper_shared_memory(device)
 
 
 def shared_prefix_attention(
@@ -88,9 +89,11 @@ def _tile(dim_pad: int, element_size: int, device: torch.device) -> tuple[int, i
     """Keys of a tile, warps, pipeline stages, programs of a multiprocessor: measured on Hopper."""
     if element_size > 2:
         return 16, 4, 1, 2
-    if not runtime.has_hopper_shared_memory(device):
-        return (64, 4, 2, 1) if dim_pad <= 128 else (32 if dim_pad <= 256 else 16, 4, 1, 1)
-    return {64: (64, 4, 3, 3), 128: (64, 4, 3, 2)}.get(dim_pad, (32, 4, 2, 1))
+    if runtime.has_hopper_shared_memory(device):
+        return {64: (64, 4, 3, 3), 128: (64, 4, 3, 2)}.get(dim_pad, (32, 4, 2, 1))
+    if dim_pad <= 128:
+        return 64, 4, 2, 1
+    return (32, 4, 1, 1) if dim_pad <= 256 else (16, 4, 1, 1)
 
 
 def shared_prefix_attention_torch(
@@ -122,22 +125,6 @@ def _regroup(x: Tensor, count: int) -> Tensor:
     return x.unflatten(1, (count, -1)).transpose(0, 1).flatten(1, 2)
 
 
-def add_partials_torch(
-    out: Tensor, log_sums: Tensor, results: Tensor, prefix_log_sums: Tensor, plan: CascadePlan
-) -> Tensor:
-    """
-    To each sequence's attention over its own tokens, `out` [batch, heads, head_dim] with the log of the
-    denominators [batch, heads], what `shared_prefix_attention` returns. -> Attention over both.
-    """
-    most = int(plan.num_partials.max())
-    is_partial = torch.arange(most, device=out.device) < plan.num_partials[:, None]  # [batch, partials]
-    indices = torch.where(is_partial, plan.partials[:, :most], 0)
-    prefix_log_sums = (prefix_log_sums[indices] / LOG2_E).masked_fill(~is_partial[..., None], float("-inf"))
-    weights = torch.cat([log_sums[:, None], prefix_log_sums], dim=1).softmax(1).nan_to_num()
-    results = torch.cat([out[:, None].float(), results[indices]], dim=1)  # [batch, 1 + most, heads, head_dim]
-    return (results * weights[..., None]).sum(1).to(out.dtype)
-
-
 class WithPrefix(AttentionVariant):
     """
     A layer's variant for sequences of which a prefix has been computed: attention reads the tokens behind it,
@@ -148,8 +135,10 @@ class WithPrefix(AttentionVariant):
 
     def __init__(self, layer: AttentionVariant, plan: CascadePlan, results: Tensor, log_sums: Tensor):
         super().__init__(layer.scale)
-        self.layer, self.plan = layer, plan
-        self.results, self.log_sums = results, log_sums
+        self.layer = layer
+        self.plan = plan
+        self.results = results
+        self.log_sums = log_sums
 
     @functools.cached_property
     def own_sums(self) -> Tensor:
@@ -164,7 +153,8 @@ class WithPrefix(AttentionVariant):
 
     @property
     def extras(self) -> tuple[Any, ...]:
-        return *self.plan[:3], self.results, self.log_sums, self.layer.extras
+        prefixes = self.plan[:3]
+        return *prefixes, self.results, self.log_sums, self.layer.extras
 
     def first_token(self, context_lens: Tensor) -> Tensor:
         return self.plan.prefix_lens
@@ -175,7 +165,17 @@ class WithPrefix(AttentionVariant):
         return out
 
     def finish_decode(self, out: Tensor) -> Tensor:
-        return add_partials_torch(out, self.own_sums, self.results, self.log_sums, self.plan)
+        """From attention over each sequence's own tokens to that over its prefix, too."""
+        num_partials = self.plan.num_partials[:, None]
+        most = int(num_partials.max())
+        is_partial = torch.arange(most, device=out.device) < num_partials  # [batch, partials]
+        indices = torch.where(is_partial, self.plan.partials[:, :most], 0)
+        log_sums = self.log_sums[indices] / LOG2_E
+        log_sums = log_sums.masked_fill(~is_partial[..., None], float("-inf"))
+        weights = torch.cat([self.own_sums[:, None], log_sums], dim=1).softmax(1).nan_to_num()
+        # [batch, 1 + partials, heads, head_dim]
+        results = torch.cat([out[:, None].float(), self.results[indices]], dim=1)
+        return (results * weights[..., None]).sum(1).to(out.dtype)
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -190,22 +190,23 @@ def _shared_prefix_kernel(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     QUERY_TILE: tl.constexpr = SIZES.QUERY_TILE
-    DIM_PAD: tl.constexpr = SIZES.DIM_PAD
     KEY_TILE: tl.constexpr = SIZES.KEY_TILE
     row = tl.arange(0, QUERY_TILE)
-    dim = tl.arange(0, DIM_PAD)
+    dim = tl.arange(0, SIZES.DIM_PAD)
     for pair in range(tl.program_id(0), tl.load(num_work_items) * KV_HEADS, tl.num_programs(0)):
         kv_head = pair % KV_HEADS
         item = work_items + pair // KV_HEADS * 4
-        first, count = tl.load(item), tl.load(item + 1)
-        begin, end = tl.load(item + 2), tl.load(item + 3)
+        first = tl.load(item)
+        count = tl.load(item + 1)
+        begin = tl.load(item + 2)
+        end = tl.load(item + 3)
         index = first + row // SIZES.GROUP
         head = kv_head * SIZES.GROUP + row % SIZES.GROUP
         is_row = row < count * SIZES.GROUP
         seq = tl.load(queries + index, mask=is_row, other=0).to(tl.int64)
         inside = is_row[:, None] & (dim < SIZES.HEAD_DIM)[None, :]
-        q_address = q + seq[:, None] * q_batch_stride + head[:, None] * q_head_stride + dim[None, :]
-        query = tl.load(q_address, mask=inside, other=0.0)
+        q_row = q + seq * q_batch_stride + head * q_head_stride
+        query = tl.load(q_row[:, None] + dim[None, :], mask=inside, other=0.0)
 
         table = block_tables + tl.load(queries + first).to(tl.int64) * table_stride
         k_head = k_cache + kv_head * HEAD_STRIDE
@@ -215,7 +216,7 @@ def _shared_prefix_kernel(
         seen = end, begin, None, last_key
         highest = tl.full([QUERY_TILE], float("-inf"), tl.float32)
         total = tl.zeros([QUERY_TILE], tl.float32)
-        acc = tl.zeros([QUERY_TILE, DIM_PAD], tl.float32)
+        acc = tl.zeros([QUERY_TILE, SIZES.DIM_PAD], tl.float32)
         aligned = tl.cdiv(begin, KEY_TILE) * KEY_TILE
         whole_end = end // KEY_TILE * KEY_TILE
         # Whole tiles first, then a part of one in front of them and one behind them, if there are such.
@@ -233,8 +234,8 @@ def _shared_prefix_kernel(
             )
 
         out_row = index.to(tl.int64) * KV_HEADS * SIZES.GROUP + head
-        out_address = results + out_row[:, None] * SIZES.HEAD_DIM + dim[None, :]
-        tl.store(out_address, acc / total[:, None], mask=inside)
+        out = results + out_row[:, None] * SIZES.HEAD_DIM + dim[None, :]
+        tl.store(out, acc / total[:, None], mask=inside)
         tl.store(log_sums + out_row, highest + tl.log2(total), mask=is_row)
 
 
@@ -275,7 +276,8 @@ def add_partials(kept, row, dim, highest, total, acc, SIZES: tl.constexpr, HOOKS
         new_highest = tl.maximum(tl.maximum(highest, log_sum), -1.0e30)  # finite where nothing was seen
         shrink = tl.exp2(highest - new_highest)
         weight = tl.exp2(log_sum - new_highest)
-        highest, total = new_highest, total * shrink + weight
+        highest = new_highest
+        total = total * shrink + weight
         acc = acc * shrink[None, :] + result * weight[None, :]
         result, log_sum = load_partial(indices, i + 1, count, results, log_sums, row, dim, SIZES)
     return highest, total, acc
@@ -285,7 +287,8 @@ def add_partials(kept, row, dim, highest, total, acc, SIZES: tl.constexpr, HOOKS
 def load_partial(indices, i, count, results, log_sums, row, dim, SIZES: tl.constexpr):
     """A sequence's i-th partial result and log2 of its softmax's denominator (-inf: there is none)."""
     HEADS: tl.constexpr = SIZES.KV_HEADS * SIZES.READERS * SIZES.GROUP
-    first_row = tl.load(indices + i, mask=i < count, other=0).to(tl.int64) * HEADS
+    index = tl.load(indices + i, mask=i < count, other=0)
+    first_row = index.to(tl.int64) * HEADS
     is_there = row < tl.where(i < count, SIZES.GROUP, 0)
     inside = is_there[None, :] & (dim < SIZES.HEAD_DIM)[:, None]
     result = tl.load(results + first_row * SIZES.HEAD_DIM, mask=inside, other=0.0)
