@@ -32,7 +32,9 @@ from nanovllm.utils.validation import shown
 if importlib.util.find_spec("nanovllm.extensions"):
     from nanovllm.extensions.checkpoints.shapes import SHAPES as SHAPES
     from nanovllm.extensions.int8_cache.layout import Int8Layout
-    from nanovllm.extensions.logits.budget import RuleBudget
+    from nanovllm.extensions.logits.bias import BiasBudget, BiasProcessor
+    from nanovllm.extensions.logits.filters import FilterProcessor
+    from nanovllm.extensions.logits.penalties import PenaltyProcessor
     from nanovllm.extensions.models import gemma3, gpt_oss, llama, mistral, qwen2, qwen3, qwen3_moe
     from nanovllm.extensions.models.config import read_decoder
     from nanovllm.extensions.models.rope import check_rope_keys
@@ -42,6 +44,7 @@ if importlib.util.find_spec("nanovllm.extensions"):
     from nanovllm.extensions.products.products import FoldingWeight
     from nanovllm.extensions.quantised.formats import read_scheme
     from nanovllm.extensions.ranks.peer_group import PeerGroup, stand_in
+    from nanovllm.extensions.structured.bitmask import BitmaskProcessor
 
     EXTENDED = True
     FILES = llama, mistral, qwen2, qwen3, qwen3_moe, gemma3, gpt_oss
@@ -99,10 +102,14 @@ def assemble(config: Config) -> Parts:
     """The parts of one rank."""
     if not EXTENDED:
         return assemble_core(config)
+    from nanovllm.extensions.logits.logprobs import LogprobProcessor
+    from nanovllm.extensions.logits.scores import ScoreProcessor
     from nanovllm.extensions.ranks.reports import ReportingRanks
     from nanovllm.extensions.startup.compile_ahead import CompileAhead
     from nanovllm.extensions.startup.graph_trial import can_be_recorded
 
+    bias = BiasProcessor()
+    others = PenaltyProcessor(), BitmaskProcessor(), FilterProcessor(), LogprobProcessor(), ScoreProcessor()
     return Parts(
         functools.partial(build_model, quantization=config.quantization),
         make_layout,
@@ -111,7 +118,8 @@ def assemble(config: Config) -> Parts:
         collectives(config),
         observers=(CompileAhead(config, functools.partial(stand_in, config)),),
         prefix_cache=make_prefix_cache(config),
-        admissions=make_admissions(config),
+        admissions=make_admissions(config, bias),
+        logits_processors=(bias, *others),
         can_record=record_always if config.hf_config.architectures else can_be_recorded,
     )
 
@@ -232,9 +240,9 @@ def make_prefix_cache(config: Config) -> PrefixCache:
     return TokenPrefixes() if config.enable_prefix_caching else PrefixCache()
 
 
-def make_admissions(config: Config) -> tuple[Admission, ...]:
+def make_admissions(config: Config, bias: Any) -> tuple[Admission, ...]:
     """All that may keep a sequence from running, though there is room for it."""
     from nanovllm.extensions.safety.forecast import Forecast
     from nanovllm.extensions.safety.isolation import Isolation
 
-    return HoldBack(), RuleBudget(), Forecast(), Isolation(config.max_num_seqs)
+    return HoldBack(), BiasBudget(bias), Forecast(), Isolation(config.max_num_seqs)

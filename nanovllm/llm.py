@@ -201,7 +201,7 @@ class LLM(LLMEngine):
         """
         make_bar = bar_maker(use_tqdm)
         scored = self.prompts.read_scored(prompts, from_token)
-        requests = [request for _, request in scored if request.has_scores]
+        requests = [request for _, request in scored if request.own["scores"].is_open]
         for _ in self._run(requests, total=len(requests), make_bar=make_bar):
             pass
         return list(itertools.starmap(make_score, scored))

@@ -6,7 +6,6 @@ import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from enum import IntFlag
 from typing import Any
 
 from nanovllm.extensions.api.foreign_options import takes_foreign
@@ -219,37 +218,6 @@ class SamplingParams:
 
 SamplingParams.__init__ = takes_foreign(SamplingParams.__init__)
 SamplingParams.__struct_fields__ = tuple(field.name for field in fields(SamplingParams))  # vLLM's name
-
-
-class Needs(IntFlag):
-    """What drawing a token takes beyond a temperature, for one request or for any in a step."""
-
-    FILTERS = 1  # top_k, top_p, min_p
-    RULES = 2  # logit_bias, bad_words, min_tokens
-    TOKEN_FLAGS = 4  # penalties, allowed_token_ids
-    LOGPROBS = 8
-    MASKS = 16  # structured_outputs
-
-
-def needs_of(params: SamplingParams) -> Needs:
-    needs = Needs(0)
-    if params.temperature > 0 and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0):
-        needs |= Needs.FILTERS
-    if has_rules(params):
-        needs |= Needs.RULES
-    if has_penalties(params) or params.allowed_token_ids is not None:
-        needs |= Needs.TOKEN_FLAGS
-    if params.structured_outputs is not None:
-        needs |= Needs.MASKS
-    return needs if params.logprobs is None else needs | Needs.LOGPROBS
-
-
-def has_rules(params: SamplingParams) -> bool:
-    return bool(params.logit_bias or params.bad_words or params.min_tokens)
-
-
-def has_penalties(params: SamplingParams) -> bool:
-    return bool(params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1)
 
 
 def recommended_params(generation_config: Mapping[str, Any]) -> SamplingParams:

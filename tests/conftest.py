@@ -13,15 +13,15 @@ import signal
 import pytest
 import torch
 
-from nanovllm.engine.policies import Verdict
-from nanovllm.extensions.safety.forecast import Forecast
-
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture
 def no_forecast(monkeypatch: pytest.MonkeyPatch) -> None:
     """Admit whoever fits now, so that in a small KV cache some are preempted later."""
+    from nanovllm.engine.policies import Verdict
+    from nanovllm.extensions.safety.forecast import Forecast
+
     monkeypatch.setattr(Forecast, "admits", lambda *_: Verdict.ADMIT)
 
 

@@ -129,8 +129,9 @@ def test_a_lone_surrogate_is_named_and_shown_escaped(llm):
 def test_white_space_can_be_a_bad_word(llm):
     """A space was an error in a step, and a line feed forbade the space instead."""
     space, line_feed = llm.encode(" "), llm.encode("\n")
-    assert llm.prompts.bad_words(SamplingParams(bad_words=[" "])) == [space]
-    assert llm.prompts.bad_words(SamplingParams(bad_words=["\n"])) == [line_feed, space + line_feed]
+    bad_words = llm.parts.logits_processor("bias").bad_words
+    assert bad_words(SamplingParams(bad_words=[" "])) == [space]
+    assert bad_words(SamplingParams(bad_words=["\n"])) == [line_feed, space + line_feed]
     assert llm.generate([[1]], SamplingParams(0, 4, bad_words=[" ", "\n"]), use_tqdm=False)
 
 

@@ -6,6 +6,6 @@ which kind it is. Nothing in a checkpoint is executed. Checkpoints of every kind
 
 - `fields()`: what config.json says, or would say;
 - `tokenizer()`: a tokenizer of transformers, or None;
-- and if weights are not random, `stored_bytes()`, the size of the files, and `tensors()`: objects with `name`
-  (Hugging Face's), `file` and `shape`; slices are torch tensors, read when they are taken.
+- `tensors()`, if weights are not random: objects with `name` (Hugging Face's), `file` and `shape`; slices are
+  torch tensors, read when they are taken.
 """

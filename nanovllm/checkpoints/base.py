@@ -1,13 +1,14 @@
-"""What checkpoints of all kinds have in common, besides the methods that `checkpoints/__init__.py` lists."""
+"""What checkpoints of all kinds have in common: a configuration, tensors, a tokenizer, ends of sequences."""
 
+import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from nanovllm.checkpoints.model_config import ModelConfig
-from nanovllm.utils.validation import shown
+from nanovllm.utils.validation import check
 
 # From tensors that have a model's names, and those names that it uses for two things.
 Change = Callable[[Iterable[Any], Collection[str]], Iterator[Any]]
@@ -18,6 +19,8 @@ class Checkpoint:
     `path` is what opens it again, without asking the hub. `random_weights` says whether weights are made up
     ("dummy") instead of read. It can be pickled, for the other ranks. `device` is where weights will be:
     whoever loads them says so. `source` is what errors in the configuration name.
+
+    Subclasses have `fields()`, which are those of config.json, `tensors()` and `tokenizer()`.
     """
 
     device = torch.device("cpu")
@@ -30,14 +33,12 @@ class Checkpoint:
         self.random_weights = random_weights
 
     def hf_config(self) -> ModelConfig:
-        """
-        What is known of the model. Raises ValueError, also if it is larger than the files can hold: a small
-        one could make us allocate any amount of memory.
-        """
-        config = self.read_config(self.source, self.fields())
-        if not self.random_weights and config.least_bits > 8 * max(self.stored_bytes(), 2**24):
-            raise ValueError(f"{self.source} describes a larger model than its files can hold")
-        return config
+        """What is known of the model. Raises ValueError."""
+        return self.read_config(self.source, self.fields())
+
+    def fill(self, model: nn.Module) -> None:
+        """Make weights up, for a checkpoint with `random_weights`."""
+        raise ValueError(f"{self.path}: weights can only be read")
 
     def override(self, fields: dict[str, Any]) -> None:
         """Read config.json as if it had these fields. Raises ValueError if there is no such file."""
@@ -53,39 +54,10 @@ class Checkpoint:
 
     def eos_token_ids(self, tokenizer: Any) -> tuple[int, ...]:
         """Every token id that ends a sequence, from the files and the tokenizer. Raises ValueError."""
-        token_ids: list[int] = []
-        for named in (*self.named_eos(), getattr(tokenizer, "eos_token_id", None)):
-            token_ids += named if isinstance(named, list) else [] if named is None else [named]
+        named = [*self.named_eos(), getattr(tokenizer, "eos_token_id", None)]
+        lists = [each if isinstance(each, list) else [each] for each in named if each is not None]
+        token_ids = [*itertools.chain(*lists)]
         for token_id in token_ids:
-            if type(token_id) is not int or token_id < 0:
-                raise ValueError(f"{self.path}: eos_token_id must be token ids, got {shown(token_id)}")
+            is_id = type(token_id) is int and token_id >= 0
+            check(is_id, f"{self.path}: eos_token_id must be token ids", token_id)
         return tuple(dict.fromkeys(token_ids))
-
-
-@dataclass
-class Transposed:
-    """A matrix that the checkpoint has as [in, out], as [out, in]."""
-
-    stored: Any
-
-    @property
-    def name(self) -> str:
-        return self.stored.name
-
-    @property
-    def file(self) -> str:
-        return self.stored.file
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.stored.shape)[::-1]
-
-    @property
-    def dtype(self) -> torch.dtype | None:
-        return self.stored.dtype
-
-    def __getitem__(self, index: Any) -> torch.Tensor:
-        if index is ...:
-            return self.stored[...].t()
-        rows, columns = index if isinstance(index, tuple) else (index, slice(None))
-        return self.stored[columns, rows].t()

@@ -9,36 +9,41 @@ from typing import Any
 import torch
 
 from nanovllm.checkpoints.base import Checkpoint
-from nanovllm.checkpoints.tokenizer import guard_decode, tokenizer_errors, toy_tokenizer
+from nanovllm.checkpoints.tokenizer import guard_decode, tokenizer_errors
 
 INDEX = "model.safetensors.index.json"
 OTHER_COPY = "consolidated*.safetensors"  # of Mistral's weights, by names of its own
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
-DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
-# Of quantised weights and what belongs to them.
-DTYPES |= {"F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu}
-DTYPES |= {"U8": torch.uint8, "I8": torch.int8, "I32": torch.int32, "I64": torch.int64}
+DTYPES = {
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    # Of weights of fewer bits and what belongs to them.
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I32": torch.int32,
+    "I64": torch.int64,
+}
 
 
 class FolderCheckpoint(Checkpoint):
-    """A local folder in Hugging Face's layout; `only_tokenizer` says that nothing else has to be there."""
-
-    def __init__(self, path: str, random_weights: bool = False, only_tokenizer: bool = False):
+    def __init__(self, path: str, random_weights: bool = False):
         super().__init__(path, random_weights)
         self.folder = Path(path)
-        if only_tokenizer and not self.has_tokenizer():
-            raise ValueError(f"{path} has none of {', '.join(TOKENIZER_FILES)}")
-        if not only_tokenizer and not (self.folder / "config.json").exists():
-            hint = "; name the .gguf file itself to load it" if any(self.folder.glob("*.gguf")) else ""
-            raise ValueError(f"{path} has no config.json{hint}")
         self.source = f"{self.folder}/config.json"
+        self.check_files()
         self.config = read_json(self.folder / "config.json")
+
+    def check_files(self) -> None:
+        """Raise ValueError if a file is missing without which the folder is of no use."""
+        if not (self.folder / "config.json").exists():
+            raise ValueError(f"{self.path} has no config.json")
 
     def fields(self) -> dict[str, Any]:
         return self.config
-
-    def stored_bytes(self) -> int:
-        return sum(file.stat().st_size for file in self._shards())
 
     def override(self, fields: dict[str, Any]) -> None:
         self.config = self.config | fields
@@ -47,8 +52,9 @@ class FolderCheckpoint(Checkpoint):
         return any((self.folder / name).exists() for name in TOKENIZER_FILES)
 
     def tokenizer(self) -> Any:
+        """None if the folder has none."""
         if not self.has_tokenizer():
-            return toy_tokenizer() if self.random_weights else None
+            return None
         from transformers import AutoTokenizer
 
         options = {"local_files_only": True, "trust_remote_code": False}
@@ -64,7 +70,7 @@ class FolderCheckpoint(Checkpoint):
     def tensors(self) -> Iterator["SafetensorsTensor"]:
         from safetensors import SafetensorError, safe_open
 
-        for file, listed in self._shards().items():
+        for file, listed in self.shards().items():
             try:
                 shard = safe_open(file, framework="pt")
             except (SafetensorError, OSError) as error:
@@ -83,16 +89,15 @@ class FolderCheckpoint(Checkpoint):
             raise ValueError(f"{self.folder}: {name!r} is missing, or is not a file in the folder")
         return path
 
-    def _shards(self) -> dict[Path, list[str]]:
+    def shards(self) -> dict[Path, list[str]]:
         """Files with weights -> the tensors that the index lists for each; none if there is no index."""
         if shards := read_index(self.folder):
             return {self.file(file): listed for file, listed in sorted(shards.items())}
         if files := {*self.folder.glob("*.safetensors")} - {*self.folder.glob(OTHER_COPY)}:
             return {file: [] for file in sorted(files)}
-        unread = [
-            f.name for f in self.folder.iterdir() if f.suffix in (".bin", ".pt", ".pth", ".safetensors")
-        ]
-        only = f" (only {', '.join(sorted(unread)[:3])})" if unread else ""
+        suffixes = (".bin", ".pt", ".pth", ".safetensors")
+        unread = sorted(file.name for file in self.folder.iterdir() if file.suffix in suffixes)
+        only = f" (only {', '.join(unread[:3])})" if unread else ""
         raise ValueError(f"{self.path} has no safetensors file{only}; only safetensors and GGUF are read")
 
 
@@ -109,12 +114,13 @@ def read_json(file: Path) -> dict[str, Any]:
 
 def read_index(folder: Path) -> dict[str, list[str]]:
     """Names of files with weights -> the tensors that the index lists for each; {} without an index."""
-    index, shards = folder / INDEX, {}
+    index = folder / INDEX
     if not index.exists():
         return {}
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise ValueError(f"{index}: weight_map must say the file of each tensor")
+    shards: dict[str, list[str]] = {}
     for tensor, file in weight_map.items():
         shards.setdefault(file, []).append(tensor)
     return shards

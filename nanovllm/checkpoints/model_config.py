@@ -5,7 +5,7 @@ built: every size is possible and every setting makes finite numbers. Not transf
 importing that takes longer than loading a small model.
 """
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 from nanovllm.utils.validation import check, check_bool, shown
@@ -57,17 +57,6 @@ class ModelConfig:
         return cls(**{field.name: values[field.name] for field in fields(cls)})
 
     @property
-    def least_bits(self) -> int:
-        """Of all matrices, in the smallest format that they may have."""
-        return 8 * self.hidden_size * (self.vocab_size + self.num_hidden_layers * self.layer_width)
-
-    @property
-    def layer_width(self) -> int:
-        """Rows of a layer's matrices that have `hidden_size` columns, or the other way round."""
-        heads = 2 * (self.num_attention_heads + self.num_key_value_heads)
-        return heads * self.head_dim + 3 * self.intermediate_size
-
-    @property
     def divided_sizes(self) -> dict[str, int]:
         """Which the number of ranks must divide."""
         return {name: getattr(self, name) for name in ("num_attention_heads", "intermediate_size")}
@@ -80,10 +69,6 @@ class ModelConfig:
     def usual_dtype(self, device: str) -> str:
         """Of weights and activations, if the checkpoint names none."""
         return "float32" if device == "cpu" else "bfloat16"
-
-    def shortened(self) -> "ModelConfig":
-        """A model of two layers that launches every kernel that this one does."""
-        return replace(self, num_hidden_layers=min(2, self.num_hidden_layers))
 
 
 def read_qwen3(raw: dict[str, Any]) -> dict[str, Any]:

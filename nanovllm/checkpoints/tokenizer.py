@@ -1,4 +1,4 @@
-"""What the engine needs of transformers' tokenizers, and a toy for random weights."""
+"""What the engine needs of transformers' tokenizers."""
 
 import contextlib
 import functools
@@ -6,11 +6,6 @@ from collections.abc import Iterator
 from typing import Any
 
 MAX_TEXT = 2**26  # characters of a rendered chat
-
-TOY_CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
-    "{% if add_generation_prompt %}assistant: {% endif %}"
-)
 
 
 @contextlib.contextmanager
@@ -49,20 +44,3 @@ def render_chat(tokenizer: Any, conversation: list[dict[str, Any]], **options: A
     if len(text) > MAX_TEXT:
         raise ValueError(f"it makes a text of {len(text)} characters; at most {MAX_TEXT} are tokenized")
     return text
-
-
-def toy_tokenizer() -> Any:
-    """Ids 0 to 255 are the bytes of UTF-8 and 256 ends a sequence; any other id decodes to nothing."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    # The byte-level alphabet: printable bytes of Latin-1 as themselves, the others in order from U+0100 on.
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = iter(range(0x100, 0x200))
-    tokenizer = Tokenizer(models.BPE({chr(b if b in printable else next(others)): b for b in range(256)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    end = "<|end|>"
-    tokenizer.add_special_tokens([AddedToken(end, special=True, normalized=False)])
-    names = {"eos_token": end, "pad_token": end, "chat_template": TOY_CHAT_TEMPLATE}
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)

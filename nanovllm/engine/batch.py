@@ -11,13 +11,11 @@ import numpy as np
 import torch
 
 from nanovllm.engine.device_rows import HostRows, RowLayout, RowUpdates
+from nanovllm.engine.interfaces import LogitsProcessor, selected
 from nanovllm.engine.policies import PrefixCache
 from nanovllm.engine.sequence import Sequence, unpack
 from nanovllm.engine.transfer import to_host
-from nanovllm.extensions.logits.scoring import Scoring, take_scoring
 from nanovllm.layers.attention import AttentionBackend
-from nanovllm.layers.sampler import TopLogprobs
-from nanovllm.sampling_params import Needs
 
 
 class Batch(NamedTuple):
@@ -28,15 +26,14 @@ class Batch(NamedTuple):
     """
 
     num_sequences: int
-    needs: Needs  # what at least one of the sequences needs
+    wanted: int  # the logits processors that at least one of the sequences wants, a bit each
     row_updates: RowUpdates | None
+    messages: dict[str, Any] | None = None  # by part of the engine: what it has prepared for every rank
     rows: np.ndarray | None = None  # int32 [sequences], see device_rows.py
     lens_q: np.ndarray | None = None  # int32 [sequences], tokens to be computed
     lens_k: np.ndarray | None = None  # int32 [sequences], tokens that the KV cache has of each after the step
     token_ids: np.ndarray | None = None  # int32 [tokens], those to be computed
     slot_mapping: np.ndarray | None = None  # int32 [tokens], see Context
-    scoring: Scoring | None = None
-    messages: dict[str, Any] | None = None  # by part of the engine: what every rank must know before the step
     plan_key: Hashable = False  # of a decode step, see AttentionBackend
 
     @property
@@ -48,16 +45,24 @@ class BatchMaker:
     """Turns scheduled sequences into batches. All must be run, in order; if one is not, `reset` follows."""
 
     def __init__(
-        self, config: Any, prefix_cache: PrefixCache | None = None, backend: AttentionBackend | None = None
+        self,
+        config: Any,
+        prefix_cache: PrefixCache | None = None,
+        backend: AttentionBackend | None = None,
+        processors: tuple[LogitsProcessor, ...] = (),
     ):
         self.prefix_cache = prefix_cache or PrefixCache()
         self.backend = backend or AttentionBackend()
+        self.processors = processors
+        self.of_decode = sum(1 << i for i, each in enumerate(processors) if not each.prefill_only)
         self.block_size = config.kvcache_block_size
         self.rows = HostRows(RowLayout(config))
         self.plan_key: Hashable = False
+        self.ever_wanted = 0
 
     def reset(self) -> None:
         self.rows.reset()
+        self.ever_wanted = 0
 
     def decode(self, sequences: list[Sequence]) -> Batch:
         updates, messages = self.rows.decode(sequences), None
@@ -65,29 +70,34 @@ class BatchMaker:
             self.plan_key, message = self.backend.plan(sequences)
             messages = None if message is None else {"attention": message}
         self.backend.num_decode_steps += 1
-        needs = _needs(sequences)
-        return Batch(len(sequences), needs, updates, messages=messages, plan_key=self.plan_key)
+        wanted = _wanted(sequences) & self.of_decode
+        return Batch(len(sequences), wanted, updates, messages, plan_key=self.plan_key)
 
     def prefill(self, sequences: list[Sequence]) -> Batch:
-        """Takes tokens to be scored off the sequences."""
-        message = self.prefix_cache.prepare(sequences)
         lens_q = np.array([seq.num_scheduled_tokens for seq in sequences], dtype=np.int32)
         starts = np.array([seq.num_computed_tokens for seq in sequences], dtype=np.int32)
         lens_k = starts + lens_q
         spans = zip(sequences, starts.tolist(), lens_k.tolist(), strict=True)
         packed = b"".join(seq.packed(start, end) for seq, start, end in spans)
+        wanted = _wanted(sequences)
         return Batch(
             len(sequences),
-            _needs(sequences),
+            wanted,
             self.rows.prefill(sequences),
+            self._messages(sequences, wanted),
             np.array([seq.row for seq in sequences], dtype=np.int32),
             lens_q,
             lens_k,
             unpack(packed).astype(np.int32),
             self._slots(sequences, lens_q, lens_k),
-            take_scoring(sequences),
-            None if message is None else {"prefix_cache": message},
         )
+
+    def _messages(self, sequences: list[Sequence], wanted: int) -> dict[str, Any] | None:
+        messages = {"prefix_cache": self.prefix_cache.prepare(sequences)}
+        self.ever_wanted |= wanted
+        for processor in selected(self.processors, self.ever_wanted):
+            messages[processor.name] = processor.prepare(sequences)
+        return {name: message for name, message in messages.items() if message is not None} or None
 
     def _slots(self, sequences: list[Sequence], lens_q: np.ndarray, lens_k: np.ndarray) -> np.ndarray:
         positions = token_positions(lens_q, lens_k)
@@ -106,33 +116,28 @@ def token_positions(lens_q: np.ndarray, lens_k: np.ndarray) -> np.ndarray:
     return np.arange(ends[-1], dtype=np.int32) + np.repeat(lens_k - ends, lens_q)
 
 
-def _needs(sequences: list[Sequence]) -> Needs:
-    needs = 0  # an int: `|` takes many times as long for an IntFlag
+def _wanted(sequences: list[Sequence]) -> int:
+    wanted = 0
     for seq in sequences:
-        needs |= seq.needs
-    return Needs(needs)
+        wanted |= seq.wanted
+    return wanted
 
 
 class StepOutput(NamedTuple):
     """What a step computes. A rank's is on its device; `to_host` gives one that is on its way to the host."""
 
     tokens: torch.Tensor  # int64 [sequences, in a CUDA graph with padding], the next token of each
-    tokens_logprobs: TopLogprobs | None = None  # of these tokens, where a sequence asks for them
-    scores: TopLogprobs | None = None  # of the prompts' tokens that Batch.scoring lists
-    score_counts: list[int] | None = None  # how many of these belong to each sequence
+    tensors: dict[str, tuple[torch.Tensor, ...]]  # by logits processor, what it has to tell
     done: torch.cuda.Event | None = None  # after which the copies on the host are complete
 
     def to_host(self, batch: Batch) -> "StepOutput":
         """Begin to copy the output of this batch. Call it before the next step, which may overwrite it."""
-        tokens, logprobs, scores = self[:3]
-        done = torch.cuda.Event() if tokens.is_cuda else None
-        output = StepOutput(
-            to_host(tokens[: batch.num_sequences]),
-            logprobs and TopLogprobs(*(to_host(x[: batch.num_sequences]) for x in logprobs)),
-            scores and TopLogprobs(*map(to_host, scores)),
-            batch.scoring and batch.scoring.counts,
-            done,
-        )
+        size = None if batch.is_prefill else batch.num_sequences  # the rest is padding
+        tensors = {
+            name: tuple(to_host(tensor[:size]) for tensor in found) for name, found in self.tensors.items()
+        }
+        done = torch.cuda.Event() if self.tokens.is_cuda else None
+        output = StepOutput(to_host(self.tokens[:size]), tensors, done)
         if done is not None:
             done.record()
         return output

@@ -9,6 +9,7 @@ from collections import OrderedDict
 
 import xxhash
 
+from nanovllm.engine.interfaces import LogitsProcessor, selected
 from nanovllm.engine.policies import Hit, PrefixCache
 from nanovllm.engine.sequence import Sequence, pack, unpack
 
@@ -55,8 +56,10 @@ class BlockManager:
         block_size: int,
         enable_prefix_caching: bool = True,
         prefix_cache: PrefixCache | None = None,
+        processors: tuple[LogitsProcessor, ...] = (),
     ):
         self.block_size = block_size
+        self.processors = processors
         self.enable_prefix_caching = enable_prefix_caching
         self.num_blocks = num_blocks
         self.prefix_cache = prefix_cache or PrefixCache()
@@ -84,10 +87,15 @@ class BlockManager:
         """What the cache has of the sequence's beginning, as far as it need not be computed."""
         return self.prefix_cache.find(seq) if self.enable_prefix_caching else Hit([], 0)
 
+    def max_cached(self, seq: Sequence) -> int:
+        """How many of its tokens may come from the cache; the next one is computed from the last."""
+        limits = (processor.max_cached(seq) for processor in selected(self.processors, seq.wanted))
+        return min(limits, default=len(seq) - 1)
+
     def find_block(self, seq: Sequence, i: int) -> int:
         """A block that holds all tokens of the sequence's i-th one, after the same tokens; -1: none."""
         start, end = i * self.block_size, (i + 1) * self.block_size
-        if end <= seq.num_cacheable_tokens:
+        if end <= self.max_cached(seq):
             block_id = self.hash_to_block_id.get(self.block_hash(seq, i), -1)
             if block_id != -1 and self.blocks[block_id].packed == seq.packed(start, end):
                 return block_id

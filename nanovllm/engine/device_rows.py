@@ -1,10 +1,9 @@
 """What a device keeps of each running sequence, so that a decode step sends it only what it cannot know.
 
-Each running sequence has a row (`Sequence.row`). It says how to go on (last token, length, block table), how
-to draw (temperature, seed) and how to change logits before that (edits.py). The device itself appends each
-token that it draws. The host writes a row when its sequence is prefilled; later it sends newly opened blocks
-and which rows take part. All tables are made with the engine, so that their memory is known before the KV
-cache takes the rest; only rules come and go with their sequences.
+Each running sequence has a row (`Sequence.row`). It says how to go on (last token, length, block table) and
+how to draw (temperature, seed). The device itself appends each token that it draws. The host writes a row
+when its sequence is prefilled; later it sends newly opened blocks and which rows take part. All tables are
+made with the engine, so that their memory is known before the KV cache takes the rest.
 """
 
 from typing import Any, NamedTuple
@@ -15,11 +14,8 @@ from torch import Tensor
 
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.transfer import to_device
-from nanovllm.extensions.logits.edits import DeviceEdits, HostEdits, LogitEdits, settings_of
-from nanovllm.extensions.logits.kernels.filtering import Filters
-from nanovllm.extensions.logits.kernels.logit_edits import Penalties
 from nanovllm.kernels.decode_inputs import DecodeInputs, InputTables, decode_inputs
-from nanovllm.sampling_params import Needs
+from nanovllm.sampling_params import SamplingParams
 
 
 class RowLayout:
@@ -30,14 +26,12 @@ class RowLayout:
 
     def __init__(self, config: Any):
         self.block_size: int = config.kvcache_block_size
-        self.vocab_size: int = config.hf_config.vocab_size
         self.padding_row: int = config.max_num_seqs
         self.max_blocks = -(-config.max_model_len // self.block_size)
         if config.num_kvcache_blocks != -1:  # else there will be enough for such a sequence
             self.max_blocks = min(self.max_blocks, config.num_kvcache_blocks)
         self.num_rows = -(-(self.padding_row + 1) // 4) * 4  # each table begins at a multiple of 16 bytes
         widths = {"seeds": 2, "tokens": 1, "lengths": 1, "temperatures": 1, "batch": 1}
-        widths |= {"filters": len(Filters._fields), "penalties": len(Penalties._fields)}
         widths |= {"block_tables": self.max_blocks}
         self.sizes = {name: width * self.num_rows for name, width in widths.items()}
         ends = np.cumsum([*self.sizes.values()]).tolist()
@@ -49,7 +43,11 @@ class RowUpdates(NamedTuple):
     """What a device must be told before a step."""
 
     words: np.ndarray  # int32 [2, changes], indices into the buffer of `RowLayout` and their new values
-    edits: LogitEdits | None
+
+
+def temperature_of(params: SamplingParams) -> float:
+    """Within what float32 can compute with: below 1e-6 it is greedy, above 1e20 all are equally likely."""
+    return min(params.temperature, 1e20) if params.temperature > 1e-6 else 0.0
 
 
 class HostRows:
@@ -63,7 +61,6 @@ class HostRows:
         """Forget what was sent; the devices' halves are reset, too."""
         self.batch: list[int] = []  # rows of the last decode step
         self.num_blocks = [0] * self.layout.padding_row  # by row, how many blocks were sent
-        self.edits = HostEdits(self.layout.vocab_size)
         self.has_prefilled = False  # since the last decode step: the same rows may be other sequences
         self.is_new_batch = False  # whether the last decode step was the first one of its sequences
 
@@ -71,14 +68,12 @@ class HostRows:
         """Everything about these sequences as it is after the step, which draws a token for each."""
         self.has_prefilled = True
         rows = np.array([[seq.row] for seq in sequences])
-        settings = np.array(list(map(settings_of, sequences)), dtype=np.float32)
+        temperatures = [[temperature_of(seq.sampling_params)] for seq in sequences]
         lengths = [[seq.num_computed_tokens + seq.num_scheduled_tokens + 1] for seq in sequences]
         tables = {
             "seeds": np.array([[seq.seed] for seq in sequences], dtype="<i8"),
             "lengths": np.array(lengths, dtype=np.int32),
-            "temperatures": settings[:, :1],
-            "filters": settings[:, 1 : 1 + len(Filters._fields)],
-            "penalties": settings[:, 1 + len(Filters._fields) :],
+            "temperatures": np.array(temperatures, dtype=np.float32),
         }
         words = []
         for name, table in tables.items():
@@ -91,7 +86,7 @@ class HostRows:
             self.num_blocks[seq.row] = 0
             self._add_blocks(seq, block_indices, block_ids)
         words.append(_words(block_indices, block_ids))
-        return RowUpdates(np.concatenate(words, axis=1), self.edits.prefill(sequences))
+        return RowUpdates(np.concatenate(words, axis=1))
 
     def decode(self, sequences: list[Sequence]) -> RowUpdates | None:
         """What has changed since the last step; None if nothing has."""
@@ -107,7 +102,7 @@ class HostRows:
         for seq in sequences:
             if len(seq.block_table) != num_blocks[seq.row]:
                 self._add_blocks(seq, indices, values)
-        return RowUpdates(_words(indices, values), None) if indices else None
+        return RowUpdates(_words(indices, values)) if indices else None
 
     def _add_blocks(self, seq: Sequence, indices: list[int], values: list[int]) -> None:
         """Add the part of the block table that was not sent yet."""
@@ -139,27 +134,21 @@ class DeviceRows:
             tables["seeds"].view(torch.int64),
         )
         self.batch = tables["batch"]  # the rows of the decode step, and padding behind them
-        floats = (tables[name].view(torch.float32).view(num_rows, -1) for name in ("filters", "penalties"))
-        self.edits = DeviceEdits(*floats, layout.vocab_size)
         self.reset()
 
     def reset(self) -> None:
         """Forget all rows."""
         self.buffer.zero_()
         self.batch.fill_(self.padding_row)
-        self.edits.reset()
 
     def apply(self, updates: RowUpdates) -> None:
         indices, values = to_device(updates.words, self.device)
         self.buffer.index_put_((indices,), values)
-        if updates.edits is not None:
-            self.edits.apply(updates.edits)
 
     def next_inputs(self, rows: Tensor) -> DecodeInputs:
         """Inputs of the decode step for these rows, int32 [batch], whose lengths count its tokens then."""
         return decode_inputs(rows, self.inputs, self.block_size)
 
-    def note_drawn(self, rows: Tensor, positions: Tensor, token_ids: Tensor, needs: Needs) -> None:
+    def note_drawn(self, rows: Tensor, token_ids: Tensor) -> None:
         """Make the tokens drawn for these rows, int64 [batch], the inputs of their next step."""
         self.inputs.tokens.index_put_((rows,), token_ids.int())
-        self.edits.note_drawn(rows, positions, token_ids, needs)

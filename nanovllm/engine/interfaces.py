@@ -6,15 +6,19 @@ send to another.
 """
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from nanovllm.distributed.group import Group
 from nanovllm.engine.policies import Admission, PrefixCache
+from nanovllm.engine.sequence import Sequence
+from nanovllm.layers.sampler import SamplingStep
+from nanovllm.sampling_params import SamplingParams
 
 
 class Observer:
@@ -39,6 +43,107 @@ class Observer:
         """The runner ends, or could not be started."""
 
 
+class LogitsProcessor:
+    """
+    Changes logits before a token is drawn from them, or tells something about them; for those requests whose
+    parameters want it, and at no cost in steps without any of these.
+
+    Every rank has one of its own. Its host half, which is used on rank 0, knows sequences; its device half
+    knows slots and tensors, and learns what it needs from messages, which are pickled. What the processor
+    knows of a request is in `Sequence.own`, under its name. A step's `apply` gets the logits of
+    all its sequences: the device half has neutral settings for slots whose sequences do not want it.
+    """
+
+    name = ""  # a unique one
+    fields: tuple[str, ...] = ()  # of SamplingParams, which it serves
+    order = 0  # processors are applied in rising order
+    needs_whole = True  # `apply` and `drawn` want all logits, not this rank's part of the vocabulary
+    needs_raw = False  # `drawn` wants logits as the model made them
+    prefill_only = False  # it has nothing to do with decode steps
+    waits_for_host = False  # `apply` needs `host_input` of all tokens before: sampling waits for the host
+    reads_slowly = False  # `read` may take seconds, and may be called in any thread
+    reserved_bytes = 0  # of a device's memory that messages may take, beside what `allocate` takes
+
+    # The host half
+    def start(self, config: Any, prompts: Any) -> None:
+        """Requests are about to be read, by `prompts`. The config is complete."""
+
+    def wants(self, params: SamplingParams) -> bool:
+        """Whether a request with these parameters needs this processor."""
+        return False
+
+    def read(self, request: Any, where: str) -> Any:
+        """
+        Check a request that wants it; nothing has changed yet. ValueError for what cannot be served; messages
+        call its parameters `where`. What is returned all completions have in their `own`.
+        """
+
+    def max_cached(self, seq: Sequence) -> int:
+        """How many of its tokens may come from the KV cache; the next one is computed from the last."""
+        return len(seq) - 1
+
+    def prepare(self, sequences: list[Sequence]) -> Any:
+        """
+        What every rank is to `receive` before it prefills these; None: nothing. Called for every prefill step
+        after the first with a sequence that wants it.
+        """
+
+    def largest(self, sequences: list[Sequence]) -> Any:
+        """The same for the largest step there can be, whose memory is measured. Changes nothing."""
+
+    def host_input(self, sequences: list[Sequence]) -> Any:
+        """
+        What every rank is to `receive` before it samples for these, if sampling waits for the host. All of
+        their tokens are known. A SequenceError ends one of them alone.
+        """
+
+    def record(self, sequences: list[Sequence], drawing: list[Sequence], tensors: tuple[Tensor, ...]) -> None:
+        """
+        A step's tensors from `hidden` or `drawn` are here. It was about these sequences, the first of which
+        draw tokens, not recorded yet. Those of earlier steps are.
+        """
+
+    def ended(self, seq: Sequence) -> None:
+        """A sequence that wanted it has ended."""
+
+    # The device half
+    def allocate(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
+        """Take the memory that does not depend on requests. All slots have neutral settings."""
+
+    def receive(self, message: Any) -> None:
+        """What a host half has prepared."""
+
+    def hidden(self, hidden_states: Tensor, lm_head: Any) -> tuple[Tensor, ...] | None:
+        """In a prefill step, what it has to tell of all tokens. hidden_states is [tokens, hidden size]."""
+
+    def apply(self, logits: Tensor, step: SamplingStep) -> Tensor:
+        """The logits [sequences, vocabulary] to draw from. May change them in place, and `step.lowest`."""
+        return logits
+
+    def drawn(self, raw_logits: Tensor, tokens: Tensor, step: SamplingStep) -> tuple[Tensor, ...] | None:
+        """What it has to tell of the tokens, int64 [sequences], that were drawn."""
+
+    # Both halves
+    def reset(self) -> None:
+        """After a step that failed: no slot has a sequence, and no step is under way."""
+
+    def close(self) -> None:
+        """The engine ends."""
+
+
+class SequenceError(RuntimeError):
+    """A step failed because of a single sequence."""
+
+    def __init__(self, sequence: Sequence, message: str):
+        super().__init__(message)
+        self.sequence = sequence
+
+
+def selected(processors: Iterable[LogitsProcessor], wanted: int) -> list[LogitsProcessor]:
+    """Those processors whose bits are set: bit i is that of the i-th."""
+    return [processor for i, processor in enumerate(processors) if wanted >> i & 1]
+
+
 def record_always(_step: Callable[[], Any], _device: torch.device) -> bool:
     """The steps of the core's models can be recorded as CUDA graphs."""
     return True
@@ -54,8 +159,16 @@ class Parts:
     observers: tuple[Observer, ...] = ()
     prefix_cache: PrefixCache = field(default_factory=PrefixCache)
     admissions: tuple[Admission, ...] = ()  # who may keep a sequence from running
+    logits_processors: tuple[LogitsProcessor, ...] = ()
     # (decode step, device) -> whether it can be recorded as a CUDA graph; asked once, in the warm-up.
     can_record: Callable[..., bool] = record_always
+
+    def __post_init__(self) -> None:
+        in_order = tuple(sorted(self.logits_processors, key=attrgetter("order")))
+        object.__setattr__(self, "logits_processors", in_order)
+
+    def logits_processor(self, name: str) -> LogitsProcessor:
+        return next(processor for processor in self.logits_processors if processor.name == name)
 
 
 def resolve(name: str) -> Any:

@@ -16,22 +16,21 @@ from nanovllm.checkpoints.base import Checkpoint
 from nanovllm.config import Config
 from nanovllm.distributed.ranks import SHUT_DOWN, EngineDeadError, Ranks
 from nanovllm.engine.batch import Batch, BatchMaker, StepOutput
-from nanovllm.engine.interfaces import resolve
+from nanovllm.engine.interfaces import SequenceError, resolve, selected
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.stats import stats_of
 from nanovllm.extensions.safety import recovery
-from nanovllm.extensions.structured.grammar import GrammarError, Grammars
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.prompts import Prompt, Prompts, Request
-from nanovllm.text.results import GrowingText, record_logprobs, watch_stops
+from nanovllm.text.results import GrowingText, watch_stops
 from nanovllm.utils.validation import check, is_number
 
 
 @dataclass(eq=False)
 class Step:
-    """A step under way. Its `output` is None while it waits for masks to draw with, see `_draw`."""
+    """A step under way. Its `output` is None while its sampling waits for the host, see `_sample`."""
 
     sequences: list[Sequence]
     drawing: list[Sequence]
@@ -50,7 +49,6 @@ class LLMEngine:
 
     model_runner: ModelRunner | None = None
     ranks: Ranks | None = None
-    grammars: Grammars | None = None
     assembly: str  # names the function that chooses the parts, as "package.module:name"
     open_model: Callable[[str, dict[str, Any]], tuple[Config, Checkpoint]]  # from the arguments of an engine
     # When Python itself ends, modules (and this one's names) may be gone before the engine. Nothing is freed
@@ -75,12 +73,14 @@ class LLMEngine:
             except BaseException:
                 self.exit()
                 raise
-        prefix_cache = self.parts.prefix_cache
-        self.scheduler = Scheduler(self.config, prefix_cache, self.parts.admissions)
-        self.batches = BatchMaker(self.config, prefix_cache, self.model_runner.backend)
-        self.grammars = Grammars(self.config, self.tokenizer)
+        parts, processors = self.parts, self.parts.logits_processors
+        self.scheduler = Scheduler(self.config, parts.prefix_cache, parts.admissions, processors)
+        backend = self.model_runner.backend
+        self.batches = BatchMaker(self.config, parts.prefix_cache, backend, processors)
         limits, recommended = self.scheduler.limits, self.generation_config
-        self.prompts = Prompts(self.config, self.tokenizer, limits, self.grammars, recommended)
+        self.prompts = Prompts(self.config, self.tokenizer, limits, processors, recommended)
+        for processor in processors:
+            processor.start(self.config, self.prompts)
         self._seeds = random.Random(self.config.seed)
         self._overlap = self.config.device != "cpu"
         self.under_way: Step | None = None
@@ -111,8 +111,6 @@ class LLMEngine:
             if self.ranks is not None:
                 self.ranks.finish_step()
             runner.exit()
-        if self.grammars is not None:
-            self.grammars.close()
         if self.ranks is not None:
             self.ranks.close()
             self.ranks.group.close()
@@ -160,10 +158,7 @@ class LLMEngine:
         seq = Sequence(request.token_ids, params, self.config.kvcache_block_size, seed)
         if request.packed is not None:
             seq.packed_prompt = request.packed
-        seq.bad_words, seq.num_rule_words = request.bad_words, request.num_rule_words
-        seq.grammar = request.grammar
-        seq.scored_token_ids = [] if index else request.scored_token_ids
-        seq.first_scored = seq.num_scored = request.first_scored
+        seq.wanted, seq.own = request.wanted, request.own
         return seq
 
     def step(self, isolate: bool = False) -> tuple[list[tuple[int, list[int]]], int]:
@@ -206,38 +201,42 @@ class LLMEngine:
     def _launch(self, sequences: list[Sequence], is_prefill: bool, attempt: recovery.Attempt) -> Step:
         num_tokens = sum(seq.num_scheduled_tokens for seq in sequences) if is_prefill else -len(sequences)
         batch = self.batches.prefill(sequences) if is_prefill else self.batches.decode(sequences)
-        if self.under_way is not None:  # not earlier: from its draw on the GPU waits for this step
-            self._draw(self.under_way, attempt)
+        if self.under_way is not None:  # not earlier: from its sampling on the GPU waits for this step
+            self._sample(self.under_way, attempt)
             attempt.sequences = sequences
         with self.model_runner.on_device():
             output = self.model_runner.call("run", batch)
             output = output and output.to_host(batch)
         return Step(sequences, self.scheduler.advance(sequences), num_tokens, batch, output)
 
-    def _draw(self, step: Step, attempt: recovery.Attempt) -> None:
+    def _sample(self, step: Step, attempt: recovery.Attempt) -> None:
         """
-        Let a step draw its tokens that has waited for masks, which are made of all tokens before them. On a
-        GPU its forward pass runs meanwhile.
+        Finish a step whose sampling has waited for what logits processors make of all tokens before. On a GPU
+        its forward pass runs meanwhile.
         """
         if step.output is not None:
             return
         attempt.sequences = step.sequences
+        messages = {}
         try:
-            masks = self.grammars.masks(step.sequences)
-        except GrammarError as error:
+            for processor in selected(self.parts.logits_processors, step.batch.wanted):
+                if processor.waits_for_host:
+                    messages[processor.name] = processor.host_input(step.sequences)
+        except SequenceError as error:
             attempt.sequences = [error.sequence]
             raise
         with self.model_runner.on_device():
-            step.output = self.model_runner.call("draw", masks).to_host(step.batch)
+            step.output = self.model_runner.call("sample", messages).to_host(step.batch)
 
     def _collect(self, step: Step, attempt: recovery.Attempt) -> int:
-        self._draw(step, attempt)
+        self._sample(step, attempt)
         attempt.sequences = step.sequences
         token_ids = step.output.token_ids()
         self.check_usable()  # where a rank has failed the tokens are worthless
         attempt.lengths = [len(seq.token_ids) for seq in step.drawing]
         attempt.drawing = step.drawing
-        record_logprobs(step.sequences, step.drawing, step.output)
+        for name, tensors in step.output.tensors.items():
+            self.parts.logits_processor(name).record(step.sequences, step.drawing, tensors)
         finished = self.scheduler.postprocess(step.sequences, token_ids, step.drawing)
         if self.texts:
             finished += self._find_stops(step.drawing, attempt)
@@ -266,7 +265,8 @@ class LLMEngine:
         self.ended[seq.seq_id] = seq
         del self.unfinished[seq.seq_id]
         self.texts.pop(seq.seq_id, None)
-        self.grammars.drop(seq.seq_id)
+        for processor in selected(self.parts.logits_processors, seq.wanted):
+            processor.ended(seq)
 
     def abort(self, request_id: int) -> None:
         """

@@ -8,29 +8,29 @@ from typing import Any
 import torch
 
 from nanovllm.engine.batch import Batch, BatchMaker
+from nanovllm.engine.interfaces import LogitsProcessor
 from nanovllm.engine.sequence import Sequence
-from nanovllm.extensions.logits.scoring import SCORED_AT_ONCE
-from nanovllm.sampling_params import SamplingParams
 
 CPU_KV_CACHE_BYTES = 4 << 30
-EVERYTHING = SamplingParams(top_k=1, logit_bias={0: 1.0}, presence_penalty=1.0, logprobs=0, prompt_logprobs=0)
 
 
-def largest_batch(config: Any, num_tokens: int) -> Batch:
+def largest_batch(config: Any, num_tokens: int, processors: tuple[LogitsProcessor, ...] = ()) -> Batch:
     """
-    The largest prefill step that has at most so many tokens: as many sequences as possible, each of which
-    asks for all that a request can ask for.
+    The largest prefill step that has at most so many tokens: as many sequences as possible, with all logits
+    processors but those that wait for the host, which would leave the step unfinished.
     """
     num_seqs = min(config.max_num_seqs, num_tokens)
     sequences = []
     for row in range(num_seqs):
         length = min(max(1, config.max_model_len - 1), num_tokens - (num_seqs - row - 1))
         num_tokens -= length
-        seq = Sequence([0] * length, EVERYTHING)
+        seq = Sequence([0] * length)
         seq.num_scheduled_tokens, seq.row = length, row
-        seq.scored_token_ids = seq.token_ids[1:][:SCORED_AT_ONCE] if row == 0 else []
         sequences.append(seq)
-    return BatchMaker(config).prefill(sequences)
+    wanted = sum(1 << i for i, processor in enumerate(processors) if not processor.waits_for_host)
+    messages = {processor.name: processor.largest(sequences) for processor in processors}
+    messages = {name: message for name, message in messages.items() if message is not None}
+    return BatchMaker(config).prefill(sequences)._replace(wanted=wanted, messages=messages)
 
 
 def bytes_taken_by(step: Callable[[], Any], device: torch.device) -> int:

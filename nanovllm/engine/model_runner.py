@@ -6,7 +6,7 @@ method runs on every rank. Follow `run`.
 
 import contextlib
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -19,18 +19,14 @@ from nanovllm.distributed.group import Group, use_group
 from nanovllm.engine.batch import Batch, StepOutput, token_positions
 from nanovllm.engine.cuda_graphs import RESERVED_BYTES, CudaGraphs, get_graph_sizes
 from nanovllm.engine.device_rows import DeviceRows, RowLayout
-from nanovllm.engine.interfaces import Parts
+from nanovllm.engine.interfaces import Parts, selected
 from nanovllm.engine.kv_cache import KVCache
 from nanovllm.engine.memory import bytes_left, bytes_taken_by, explain_memory, largest_batch, most_positions
 from nanovllm.engine.transfer import to_device
-from nanovllm.extensions.logits.edits import DeviceEdits
-from nanovllm.extensions.logits.scoring import Scoring, score
-from nanovllm.extensions.structured.masks import TokenMasks
 from nanovllm.kernels.runtime import HAVE_TRITON
 from nanovllm.layers.attention import Attention
-from nanovllm.layers.sampler import Sampler, TopLogprobs, top_logprobs
+from nanovllm.layers.sampler import Sampler, SamplingStep
 from nanovllm.models import pack_weights
-from nanovllm.sampling_params import Needs
 from nanovllm.utils.context import reset_context, set_context
 from nanovllm.utils.loader import load_model
 from nanovllm.utils.torch_defaults import torch_defaults
@@ -41,24 +37,23 @@ class ModelInputs(NamedTuple):
 
     input_ids: torch.Tensor  # int64 [tokens]
     positions: torch.Tensor  # int64 [tokens]
-    sampling: "SamplingInputs"
-
-
-class SamplingInputs(NamedTuple):
-    """What drawing the next tokens takes, on the device."""
-
-    rows: torch.Tensor  # int32 [sequences], see device_rows.py
-    temperatures: torch.Tensor  # float32 [sequences]
-    seeds: torch.Tensor  # int64 [sequences]
-    positions: torch.Tensor  # int64 [sequences], of the tokens to be drawn
+    sampling: SamplingStep
 
 
 class Computed(NamedTuple):
     """A step up to its logits."""
 
     logits: torch.Tensor  # [sequences, this rank's vocabulary]
-    sampling: SamplingInputs
-    scores: TopLogprobs | None  # of prompts
+    sampling: SamplingStep
+    tensors: dict[str, tuple[torch.Tensor, ...]]  # by logits processor, what it has to tell of all tokens
+
+
+class Unsampled(NamedTuple):
+    """A step between `forward` and `sample`."""
+
+    wanted: int  # see Batch
+    graph: Hashable | None  # the CUDA graph that samples
+    computed: Computed | None = None  # without a graph
 
 
 class ModelRunner:
@@ -99,20 +94,28 @@ class ModelRunner:
         hf_config = replace(config.hf_config, max_model_len=num_positions)
         with torch_defaults(config.torch_dtype, self.device), use_group(self.group):
             self.model = parts.build_model(hf_config)
-            self.sampler = Sampler(self.model.lm_head.vocab_start)
+            self.sampler = Sampler()
         layers = [module for module in self.model.modules() if isinstance(module, Attention)]
-        layout = parts.make_layout(config)
-        self.backend = parts.make_backend(config, config.device_of(self.group.rank), layers, layout)
+        cache_layout = parts.make_layout(config)
+        self.backend = parts.make_backend(config, config.device_of(self.group.rank), layers, cache_layout)
         self.backend.allocate(self.device)
         for layer in layers:
-            layer.layout, layer.backend = layout, self.backend.for_layer(layer)
-        self.kv_cache = KVCache(config, layers, self.device, layout)
-        self.rows = DeviceRows(RowLayout(config), self.device)
+            layer.layout, layer.backend = cache_layout, self.backend.for_layer(layer)
+        self.kv_cache = KVCache(config, layers, self.device, cache_layout)
+        layout = RowLayout(config)
+        self.rows = DeviceRows(layout, self.device)
+        self.processors = parts.logits_processors
+        for processor in self.processors:
+            processor.allocate(layout.num_rows, config.hf_config.vocab_size, self.device)
+        self.waiting = sum(1 << i for i, each in enumerate(self.processors) if each.waits_for_host)
+        self.receivers = {processor.name: processor.receive for processor in self.processors}
+        self.receivers["attention"] = self.backend.receive
+        self.receivers["prefix_cache"] = functools.partial(parts.prefix_cache.receive, kv_cache=self.kv_cache)
         # The torch twins of the attention kernels read numbers on the host.
         reads = config.attention_backend == "torch" or not HAVE_TRITON or self.device.type != "cuda"
         self.graph_sizes = get_graph_sizes(config.max_num_seqs)
         self.graphs = None if config.enforce_eager or reads else CudaGraphs(self.device)
-        self.undrawn: Callable[[], StepOutput] | None = None  # the rest of a step that waits for masks
+        self.unsampled: Unsampled | None = None
         self.has_decoded = False
 
     def load(self, checkpoint: Checkpoint) -> None:
@@ -144,8 +147,10 @@ class ModelRunner:
             if self.graphs is not None:
                 self.graphs.close()
             self.group.leave()
-            self.backend.close()
-            self.model = self.sampler = self.kv_cache = self.rows = self.undrawn = None
+            for part in (self.backend, *self.processors):
+                part.close()
+            self.model = self.sampler = self.kv_cache = self.rows = self.unsampled = None
+            self.receivers.clear()
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
 
@@ -153,8 +158,9 @@ class ModelRunner:
         """After a step that failed: wait for what was enqueued, and forget what the rows hold."""
         with self.on_device():
             self._wait_for_device()
-            self.rows.reset()
-            self.undrawn = None
+            for part in (self.rows, *self.processors):
+                part.reset()
+            self.unsampled = None
 
     def _wait_for_device(self) -> None:
         if self.device.type == "cuda":
@@ -163,17 +169,17 @@ class ModelRunner:
     @torch.inference_mode()
     def warmup_model(self) -> None:
         """
-        Run the largest steps there can be, with all that requests can ask for, so that the memory they take
-        is known and kept free (`step_bytes`).
+        Run the largest steps there can be, with all logits processors, so that the memory they take is known
+        and kept free (`step_bytes`).
         """
         self.step_bytes = 0
         if self.device.type != "cuda":
             return
-        batch = largest_batch(self.config, self.config.max_num_batched_tokens)
+        batch = largest_batch(self.config, self.config.max_num_batched_tokens, self.processors)
         self.step_bytes = bytes_taken_by(lambda: self.run(batch), self.device)
         if self.graphs is not None:
             padding = self.padding(self.config.max_num_seqs, self.backend.largest_plan)
-            step = functools.partial(self.decode_step, *padding, batch.needs)
+            step = functools.partial(self.decode_step, *padding, batch.wanted)
             self.graphs.reserve(bytes_taken_by(step, self.device))
             if not self.parts.can_record(step, self.device):
                 self.graphs = None
@@ -185,7 +191,7 @@ class ModelRunner:
         if num_blocks == -1:
             budget = bytes_left(self.device, self.config.gpu_memory_utilization)
             if self.device.type == "cuda":
-                budget -= self.step_bytes + DeviceEdits.reserved_bytes
+                budget -= self.step_bytes + sum(each.reserved_bytes for each in self.processors)
                 budget -= RESERVED_BYTES if self.graphs is not None else 0
             num_blocks = self.kv_cache.num_blocks_in(min(self.group.gather("budget", budget)))
         self.kv_cache.allocate(num_blocks)
@@ -194,57 +200,57 @@ class ModelRunner:
     @torch.inference_mode()
     def run(self, batch: Batch) -> StepOutput | None:
         """
-        Enqueue a step on the device without waiting for it. A later step may overwrite its output. A step
-        that needs masks, which depend on tokens that are still being drawn, is finished by `draw`.
+        Enqueue a step on the device without waiting for it. A later step may overwrite its output. Where a
+        logits processor waits for the host this is the step's forward pass, and `sample` must follow.
         """
         if batch.row_updates is not None:
             self.rows.apply(batch.row_updates)
-        messages = batch.messages or {}
-        if "prefix_cache" in messages:
-            self.parts.prefix_cache.receive(messages["prefix_cache"], self.kv_cache)
-        if "attention" in messages:
-            self.backend.receive(messages["attention"])
-        if batch.is_prefill:
-            computed = self.run_model(self.prepare_prefill(batch), batch.scoring)
-            rest = functools.partial(self._draw, batch.needs, computed)
-        else:
-            if not self.has_decoded:
-                self.has_decoded = True
-                self._notify("before_first_decode")
-            rest = self._begin_decode(batch)
-        if batch.needs & Needs.MASKS:
-            self.undrawn = rest
-            return None
-        return rest()
-
-    def _begin_decode(self, batch: Batch) -> Callable[[], StepOutput]:
-        """Enqueue a decode step as far as anything can wait for masks. Returns what enqueues the rest."""
-        if self.graphs is None:
-            inputs = self.prepare_decode(*self.decoding(batch.num_sequences, batch.plan_key))
-            return functools.partial(self._draw, batch.needs, self.run_model(inputs))
-        size = next(size for size in self.graph_sizes if size >= batch.num_sequences)
-        key = size, batch.plan_key, batch.needs
-        if key not in self.graphs:
-            self.capture_cudagraph(*key)
-        if batch.needs & Needs.MASKS:
-            self.graphs.replay(key, 0)
-            return functools.partial(self.graphs.replay, key, 1)
-        return functools.partial(self.graphs.replay, key, 0)
+        self._receive(batch.messages)
+        self.unsampled = self.forward(batch)
+        return None if batch.wanted & self.waiting else self._sample()
 
     @explain_memory
     @torch.inference_mode()
-    def draw(self, masks: TokenMasks) -> StepOutput:
-        """Finish the step that `run` has begun."""
-        self.rows.edits.masks.receive(masks)
-        rest, self.undrawn = self.undrawn, None
-        return rest()
+    def sample(self, messages: dict[str, Any]) -> StepOutput:
+        """Finish the step that `run` has begun, with what logits processors have waited for."""
+        self._receive(messages)
+        return self._sample()
 
-    def decode_step(self, rows: torch.Tensor, plan: Any, needs: Needs) -> StepOutput:
+    def _receive(self, messages: dict[str, Any] | None) -> None:
+        for name, message in (messages or {}).items():
+            self.receivers[name](message)
+
+    def forward(self, batch: Batch) -> Unsampled:
+        """Enqueue a step up to its logits. Where a CUDA graph has all of it, that is left to `_sample`."""
+        wanted = batch.wanted
+        if batch.is_prefill:
+            return Unsampled(wanted, None, self.run_model(self.prepare_prefill(batch), wanted))
+        if not self.has_decoded:
+            self.has_decoded = True
+            self._notify("before_first_decode")
+        if self.graphs is None:
+            inputs = self.prepare_decode(*self.decoding(batch.num_sequences, batch.plan_key))
+            return Unsampled(wanted, None, self.run_model(inputs))
+        size = next(size for size in self.graph_sizes if size >= batch.num_sequences)
+        key = size, batch.plan_key, wanted
+        if key not in self.graphs:
+            self.capture_cudagraph(*key)
+        if wanted & self.waiting:
+            self.graphs.replay(key, 0)
+        return Unsampled(wanted, key)
+
+    def _sample(self) -> StepOutput:
+        (wanted, key, computed), self.unsampled = self.unsampled, None
+        if key is None:
+            return self.sample_logits(wanted, computed)
+        return self.graphs.replay(key, 1 if wanted & self.waiting else 0)
+
+    def decode_step(self, rows: torch.Tensor, plan: Any, wanted: int) -> StepOutput:
         """
         For these rows, int32 [batch], with this plan of attention. Depends on the device's memory alone, so
         that it can be captured.
         """
-        return self._draw(needs, self.run_model(self.prepare_decode(rows, plan)))
+        return self.sample_logits(wanted, self.run_model(self.prepare_decode(rows, plan)))
 
     def prepare_prefill(self, batch: Batch) -> ModelInputs:
         """Also sets the context."""
@@ -277,48 +283,61 @@ class ModelRunner:
             block_tables=inputs.block_tables,
             attention_plan=plan,
         )
-        sampling = SamplingInputs(rows, inputs.temperatures, inputs.seeds, inputs.next_positions)
+        sampling = SamplingStep(rows, inputs.temperatures, inputs.seeds, inputs.next_positions)
         return ModelInputs(inputs.input_ids, inputs.positions, sampling)
 
     def prepare_block_tables(self, rows: torch.Tensor) -> torch.Tensor:
         """int32 [sequences, blocks of the longest possible one]; nobody reads beyond a sequence's end."""
         return self.rows.inputs.block_tables[rows]
 
-    def prepare_sample(self, rows: torch.Tensor, positions: torch.Tensor) -> SamplingInputs:
+    def prepare_sample(self, rows: torch.Tensor, positions: torch.Tensor) -> SamplingStep:
         inputs = self.rows.inputs
-        return SamplingInputs(rows, inputs.temperatures[rows], inputs.seeds[rows], positions)
+        return SamplingStep(rows, inputs.temperatures[rows], inputs.seeds[rows], positions)
 
-    def run_model(self, inputs: ModelInputs, scoring: Scoring | None = None) -> Computed:
-        """From token ids to the logits after them. Ends the context that `prepare_...` has set."""
+    def run_model(self, inputs: ModelInputs, wanted: int = 0) -> Computed:
+        """
+        From token ids to the logits after them. Ends the context that `prepare_...` has set. `wanted` are the
+        logits processors that see the hidden states.
+        """
+        lm_head, tensors = self.model.lm_head, {}
         try:
             hidden_states = self.model(inputs.input_ids, inputs.positions)
-            scores = score(self.model.lm_head, hidden_states, scoring) if scoring is not None else None
-            return Computed(self.model.compute_logits(hidden_states), inputs.sampling, scores)
+            for processor in selected(self.processors, wanted) if wanted else ():
+                if (found := processor.hidden(hidden_states, lm_head)) is not None:
+                    tensors[processor.name] = found
+            return Computed(self.model.compute_logits(hidden_states), inputs.sampling, tensors)
         finally:
             reset_context()
 
-    def _draw(self, needs: Needs, computed: Computed) -> StepOutput:
+    def sample_logits(self, wanted: int, computed: Computed) -> StepOutput:
         """From logits to the next tokens, which become the next step's inputs."""
-        logits, (rows, temperatures, seeds, positions), scores = computed
-        if is_whole := needs | Needs.MASKS != Needs.MASKS:  # masks alone do with a shard of the logits
-            logits = self.model.lm_head.gather(logits)
-        edits = self.rows.edits
-        edited, thresholds, masks = edits.edit_logits(logits, rows, positions, temperatures, needs)
-        tokens = self.sampler(edited, temperatures, seeds, positions, thresholds, masks, is_whole)
-        self.rows.note_drawn(rows, positions, tokens, needs)
-        logprobs = top_logprobs(logits, tokens) if needs & Needs.LOGPROBS else None
-        return StepOutput(tokens, logprobs, scores)
+        logits, step, tensors = computed
+        step.vocab_start = self.model.lm_head.vocab_start
+        processors = selected(self.processors, wanted) if wanted else ()
+        if any(processor.needs_whole for processor in processors):
+            logits, step.vocab_start = self.model.lm_head.gather(logits), 0
+        raw_logits = logits
+        if len(processors) > 1 and any(processor.needs_raw for processor in processors):
+            logits = logits.clone()  # which the others may change
+        for processor in processors:
+            logits = processor.apply(logits, step)
+        tokens = self.sampler(logits, step)
+        self.rows.note_drawn(step.slots, tokens)
+        for processor in processors:
+            if (found := processor.drawn(raw_logits, tokens, step)) is not None:
+                tensors[processor.name] = found
+        return StepOutput(tokens, tensors)
 
     @torch.inference_mode()
-    def capture_cudagraph(self, batch_size: int, plan_key: Hashable, needs: Needs) -> None:
+    def capture_cudagraph(self, batch_size: int, plan_key: Hashable, wanted: int) -> None:
         """Record the decode step for this many rows. Done when first needed, so that starting is quick."""
-        self.decode_step(*self.padding(batch_size, plan_key), needs)
+        self.decode_step(*self.padding(batch_size, plan_key), wanted)
         inputs = self.decoding(batch_size, plan_key)
-        key, draw = (batch_size, plan_key, needs), functools.partial(self._draw, needs)
-        if needs & Needs.MASKS:
-            self.graphs.capture(key, lambda: self.run_model(self.prepare_decode(*inputs)), draw)
-        else:
-            self.graphs.capture(key, lambda: self.decode_step(*inputs, needs))
+        stages = [lambda: self.run_model(self.prepare_decode(*inputs))]
+        stages += [functools.partial(self.sample_logits, wanted)]
+        if not wanted & self.waiting:
+            stages = [lambda: self.decode_step(*inputs, wanted)]
+        self.graphs.capture((batch_size, plan_key, wanted), *stages)
 
     def decoding(self, batch_size: int, plan_key: Hashable) -> tuple[torch.Tensor, Any]:
         """The rows of the decode step, with padding behind them, and its plan of attention."""

@@ -18,6 +18,7 @@ from typing import Any
 from weakref import WeakSet
 
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.interfaces import LogitsProcessor
 from nanovllm.engine.limits import Limits
 from nanovllm.engine.policies import Admission, Admitting, PrefixCache, Verdict
 from nanovllm.engine.sequence import Sequence, SequenceStatus
@@ -32,7 +33,11 @@ class Scheduler:
     """
 
     def __init__(
-        self, config: Any, prefix_cache: PrefixCache | None = None, admissions: tuple[Admission, ...] = ()
+        self,
+        config: Any,
+        prefix_cache: PrefixCache | None = None,
+        admissions: tuple[Admission, ...] = (),
+        processors: tuple[LogitsProcessor, ...] = (),
     ):
         self.max_num_seqs = config.max_num_seqs
         self.max_num_batched_tokens = config.max_num_batched_tokens
@@ -42,7 +47,7 @@ class Scheduler:
         # after its last token has been drawn.
         self.reach = config.hf_config.tokens_in_reach and max(2, config.hf_config.tokens_in_reach)
         num_blocks, is_caching = config.num_kvcache_blocks, config.enable_prefix_caching
-        self.block_manager = BlockManager(num_blocks, self.block_size, is_caching, prefix_cache)
+        self.block_manager = BlockManager(num_blocks, self.block_size, is_caching, prefix_cache, processors)
         self.admissions = admissions
         self.have_waited: WeakSet[Sequence] = WeakSet()  # for one step, because an Admission said so
         self.clear()

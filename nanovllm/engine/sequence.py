@@ -7,11 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from nanovllm.sampling_params import MAX_TOKENS, SamplingParams, needs_of
-
-# A token's log-probability and rank (1 is the likeliest), then the likeliest tokens and theirs.
-TokenLogprobs = tuple[float, int, list[int], list[float]]
-
+from nanovllm.sampling_params import MAX_TOKENS, SamplingParams
 
 TOKEN_BYTES = 8  # of a packed token
 
@@ -67,20 +63,13 @@ class Sequence:
 
         # What it asks for
         self.sampling_params = sampling_params
-        self.needs = int(needs_of(sampling_params))  # an int: every step combines those of all
+        self.wanted = 0  # the logits processors that it wants: bit i is the i-th of Parts
+        self.own: dict[str, Any] = {}  # by logits processor, what it has read of the request
         self.seed = seed  # this and a token's position decide the noise it is drawn with
         self.leader: Sequence | None = None  # first completion of the same prompt, if this is another
         self.end_token_ids: frozenset[int] = frozenset()  # set by the scheduler, which knows eos
-        self.bad_words: list[list[int]] = []  # as token ids; this and the next two are set by the engine
-        self.grammar: Any = None  # compiled, if it asks for structured outputs; set by the engine
-        self.num_rule_words = 0  # int32 that all its rules take on a device, see edits.py
-        self.scored_token_ids: list[int] = []  # the i-th is to be scored as what follows token i
-        self.first_scored = 0  # nobody asks for those before it
-        self.num_scored = 0  # how many of these are not to be scored, or steps have scored, or are about to
 
         # What its result says
-        self.prompt_logprobs: list[TokenLogprobs] = []  # of scored_token_ids[first_scored:]
-        self.logprobs: list[TokenLogprobs] = []  # of the completion's tokens
         self.finish_reason: str | None = None  # "stop", "length", "abort" or "error"
         self.stop_reason: str | int | None = None  # the stop text or stop token id that ended it
         self.error: Exception | None = None  # that ended it, if the sequence is to blame for it
@@ -149,18 +138,6 @@ class Sequence:
     def last_block_num_tokens(self) -> int:
         return self.num_tokens - (self.num_blocks - 1) * self.block_size
 
-    @property
-    def is_scored(self) -> bool:
-        """Whether nothing is left to be scored."""
-        return self.num_scored == len(self.scored_token_ids)
-
-    @property
-    def num_cacheable_tokens(self) -> int:
-        """
-        How many of its tokens may come from the cache: none that the next token or a score is computed from.
-        """
-        return self.num_tokens - 1 if self.is_scored else self.num_scored
-
     def restart(self) -> None:
         """Be a waiting request again that has its tokens and nothing computed, whatever a failed step did."""
         self.status = SequenceStatus.WAITING
@@ -169,8 +146,6 @@ class Sequence:
         self.block_table, self.num_released_blocks = [], 0
         self.row = -1
         del self.block_hashes[self.num_tokens // self.block_size :]
-        del self.logprobs[self.num_completion_tokens :]
-        self.num_scored = self.first_scored + len(self.prompt_logprobs)
         self.finish_reason = self.stop_reason = self.text = None
 
     def block(self, i: int) -> list[int]:

@@ -1,7 +1,7 @@
-"""Copies the beginnings of blocks of the KV cache to other blocks, for all layers in one launch.
+"""Copies the first tokens of some blocks of the KV cache to other blocks, for all layers in one launch.
 
-A block's keys of one layer lie one after another, and its values too, so that the first tokens of a block
-are 2 * layers stretches of memory. They are copied as integers, whatever their dtype is.
+The keys of one layer of a block are contiguous, and so are its values. So the first tokens of a block are
+2 * layers pieces of memory. They are copied as integers (words), whatever their dtype is.
 """
 
 import torch
@@ -26,11 +26,12 @@ def copy_pages(pages: Tensor, sources: Tensor, targets: Tensor, num_tokens: Tens
     types = torch.int64, torch.int32, torch.int16, torch.uint8
     word_type = next(dtype for dtype in types if token_bytes % dtype.itemsize == 0)
     words = pages.flatten(3).flatten(0, 1).view(word_type)  # [2 * layers, blocks, words of a block]
-    parts = cdiv(words.shape[2], WORDS_PER_PROGRAM)
+    planes, num_blocks, block_words = words.shape
+    parts = cdiv(block_words, WORDS_PER_PROGRAM)
     if len(sources):
-        _copy_kernel[(len(sources) * parts, len(words))](
-            words, sources, targets, num_tokens, words.shape[1],
-            TOKEN_WORDS=words.shape[2] // block_size, BLOCK_WORDS=words.shape[2],
+        _copy_kernel[(len(sources) * parts, planes)](
+            words, sources, targets, num_tokens, num_blocks,
+            TOKEN_WORDS=block_words // block_size, BLOCK_WORDS=block_words,
             PARTS=parts, WORDS=WORDS_PER_PROGRAM,
         )  # fmt: skip
 
@@ -45,8 +46,9 @@ def _copy_kernel(
     pages, sources, targets, num_tokens, num_blocks,
     TOKEN_WORDS: tl.constexpr, BLOCK_WORDS: tl.constexpr, PARTS: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    """A program copies WORDS words of the keys or values of one layer."""
-    copy, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
+    """A program copies up to WORDS words of the keys or the values of one layer."""
+    copy = tl.program_id(0) // PARTS
+    part = tl.program_id(0) % PARTS
     num_words = tl.load(num_tokens + copy).to(tl.int32) * TOKEN_WORDS
     if part * WORDS >= num_words:
         return
@@ -54,4 +56,5 @@ def _copy_kernel(
     plane = pages + tl.program_id(1).to(tl.int64) * num_blocks * BLOCK_WORDS
     source = plane + tl.load(sources + copy).to(tl.int64) * BLOCK_WORDS
     target = plane + tl.load(targets + copy).to(tl.int64) * BLOCK_WORDS
-    tl.store(target + word, tl.load(source + word, mask=word < num_words), mask=word < num_words)
+    inside = word < num_words
+    tl.store(target + word, tl.load(source + word, mask=inside), mask=inside)

@@ -1,6 +1,7 @@
-"""The inputs of a decode step, gathered on the device from its tables of the running sequences.
+"""The inputs of a decode step, gathered on the device from what it keeps of the running sequences.
 
-The host sends only changes of these tables (see engine/device_rows.py), and for most steps nothing.
+Each running sequence has a slot, which is its index in these tables. The host sends only what changes in the
+tables, and for most steps nothing.
 """
 
 from typing import NamedTuple
@@ -23,71 +24,80 @@ class DecodeInputs(NamedTuple):
 
 
 class InputTables(NamedTuple):
-    """What the device keeps of each sequence, one row each. A row of length 0 is padding."""
+    """What the device keeps of each running sequence. A slot of length 0 is padding."""
 
-    tokens: Tensor  # int32 [rows], of the next input
-    lengths: Tensor  # int32 [rows], which count the input token
-    block_tables: Tensor  # int32 [rows, max blocks]
-    temperatures: Tensor  # float32 [rows]
-    seeds: Tensor  # int64 [rows]
+    tokens: Tensor  # int32 [slots], the next input
+    lengths: Tensor  # int32 [slots], with the next input
+    block_tables: Tensor  # int32 [slots, max blocks]
+    temperatures: Tensor  # float32 [slots]
+    seeds: Tensor  # int64 [slots]
 
 
-def decode_inputs(rows: Tensor, tables: InputTables, block_size: int) -> DecodeInputs:
+def decode_inputs(slots: Tensor, tables: InputTables, block_size: int) -> DecodeInputs:
     """
-    rows int32 [batch] are the rows of the batch's sequences. Adds 1 to their lengths in the table, for the
+    The inputs of the sequences with these slots, int32 [batch]. Adds 1 to their lengths in the table, for the
     next step.
     """
-    if not use_triton(rows):
-        return decode_inputs_torch(rows, tables, block_size)
-    batch, width = len(rows), tables.block_tables.shape[1]
+    if not use_triton(slots):
+        return decode_inputs_torch(slots, tables, block_size)
+
+    def empty(like: Tensor, dtype: torch.dtype) -> Tensor:
+        return like.new_empty(len(slots), *like.shape[1:], dtype=dtype)
+
+    tokens, lengths, block_tables, temperatures, seeds = tables
+    width = block_tables.shape[1]
     out = DecodeInputs(
-        *(torch.empty(batch, dtype=torch.int64, device=rows.device) for _ in range(2)),
-        *(torch.empty(batch, dtype=torch.int32, device=rows.device) for _ in range(2)),
-        torch.empty(batch, width, dtype=torch.int32, device=rows.device),
-        torch.empty(batch, dtype=torch.float32, device=rows.device),
-        *(torch.empty(batch, dtype=torch.int64, device=rows.device) for _ in range(2)),
+        input_ids=empty(tokens, torch.int64),
+        positions=empty(lengths, torch.int64),
+        slot_mapping=empty(lengths, torch.int32),
+        context_lens=empty(lengths, torch.int32),
+        block_tables=empty(block_tables, torch.int32),
+        temperatures=empty(temperatures, torch.float32),
+        seeds=empty(seeds, torch.int64),
+        next_positions=empty(lengths, torch.int64),
     )
-    _decode_inputs_kernel[(batch,)](rows, *tables, *out, width, BLOCK_SIZE=block_size, num_warps=1)
+    _decode_inputs_kernel[(len(slots),)](slots, *tables, *out, width, BLOCK_SIZE=block_size, num_warps=1)
     return out
 
 
-def decode_inputs_torch(rows: Tensor, tables: InputTables, block_size: int) -> DecodeInputs:
-    tokens, length, block_tables, temperatures, seeds = (table.index_select(0, rows) for table in tables)
-    is_real = length > 0
+def decode_inputs_torch(slots: Tensor, tables: InputTables, block_size: int) -> DecodeInputs:
+    tokens, lengths, block_tables, temperatures, seeds = (table.index_select(0, slots) for table in tables)
+    is_real = lengths > 0
     new_tokens = is_real.int()
-    positions = (length - new_tokens).long()
+    positions = (lengths - new_tokens).long()
     blocks = block_tables.gather(1, positions[:, None] // block_size).squeeze(1)
-    slots = torch.where(is_real, blocks * block_size + positions % block_size, -1).int()
-    tables.lengths.index_add_(0, rows, new_tokens)
-    sampling = temperatures, seeds, length.long()
-    return DecodeInputs(tokens.long(), positions, slots, length, block_tables, *sampling)
+    slot_mapping = torch.where(is_real, blocks * block_size + positions % block_size, -1).int()
+    tables.lengths.index_add_(0, slots, new_tokens)
+    sampling = temperatures, seeds, lengths.long()
+    return DecodeInputs(tokens.long(), positions, slot_mapping, lengths, block_tables, *sampling)
 
 
 @triton.jit(do_not_specialize=["width"])
 def _decode_inputs_kernel(
-    rows,
+    slots,
     tokens, lengths, block_tables, temperatures, seeds,  # InputTables
     input_ids, positions, slot_mapping, context_lens,  # DecodeInputs, from here on
     batch_tables, batch_temperatures, batch_seeds, next_positions,
     width, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0)
-    row = tl.load(rows + i).to(tl.int64)
-    length = tl.load(lengths + row)
+    slot = tl.load(slots + i).to(tl.int64)
+    length = tl.load(lengths + slot)
     position = tl.maximum(length - 1, 0)
-    table = block_tables + row * width
+    table = block_tables + slot * width
     block = tl.load(table + position // BLOCK_SIZE)
-    tl.store(input_ids + i, tl.load(tokens + row).to(tl.int64))
+    tl.store(input_ids + i, tl.load(tokens + slot).to(tl.int64))
     tl.store(positions + i, position.to(tl.int64))
     tl.store(slot_mapping + i, tl.where(length > 0, block * BLOCK_SIZE + position % BLOCK_SIZE, -1))
     tl.store(context_lens + i, length)
-    tl.store(batch_temperatures + i, tl.load(temperatures + row))
-    tl.store(batch_seeds + i, tl.load(seeds + row))
+    tl.store(batch_temperatures + i, tl.load(temperatures + slot))
+    tl.store(batch_seeds + i, tl.load(seeds + slot))
     tl.store(next_positions + i, length.to(tl.int64))
     used = position // BLOCK_SIZE + 1
     for start in range(0, used, 32):
         columns = start + tl.arange(0, 32)
-        blocks = tl.load(table + columns, mask=columns < used)
-        tl.store(batch_tables + i.to(tl.int64) * width + columns, blocks, mask=columns < used)
-    if length > 0:  # padded rows share one row, which stays as it is
-        tl.store(lengths + row, length + 1)
+        inside = columns < used
+        blocks = tl.load(table + columns, mask=inside)
+        tl.store(batch_tables + i.to(tl.int64) * width + columns, blocks, mask=inside)
+    if length > 0:  # all padded rows share one slot, whose length stays 0
+        tl.store(lengths + slot, length + 1)

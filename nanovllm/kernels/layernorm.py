@@ -4,9 +4,7 @@ Everything is computed in float32 and rounded where transformers rounds: the sum
 the normalised row before it is multiplied by the weight. Inputs are never changed.
 """
 
-import functools
-
-import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.kernels.runtime import next_power_of_2, tl, triton, use_triton
@@ -23,32 +21,25 @@ def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float)
         return add_rms_norm_torch(x, residual, weight, eps)
     hidden = x.shape[-1]
     rows = x.reshape(-1, hidden)
-    normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    total = None
+    normed = x.new_empty(x.shape)
+    total, residual_stride = None, 0
     if residual is not None:
+        total = x.new_empty(x.shape)
         residual = residual.reshape(-1, hidden)
-        total = torch.empty_like(normed)
-    if rows.shape[0]:
+        residual_stride = residual.stride(0)
+    if len(rows):
         block = next_power_of_2(hidden)
-        _rms_norm_kernel[(rows.shape[0],)](
-            rows, residual, weight, normed, total,
-            eps, rows.stride(0), 0 if residual is None else residual.stride(0), hidden,
-            BLOCK=block, num_warps=max(1, min(16, block // 256)),
+        num_warps = max(1, min(16, block // 256))
+        _rms_norm_kernel[(len(rows),)](
+            rows, residual, weight, normed, total, eps, rows.stride(0), residual_stride, hidden,
+            BLOCK=block, num_warps=num_warps,
         )  # fmt: skip
     return normed, x if total is None else total
 
 
 def rms_norm_torch(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    wide = x.float()
-    # On a CPU, `mean` and `square` of a few rows take several times as long as this, and plain numbers twice.
-    share, floor = _constant(1 / x.shape[-1], x.device), _constant(eps, x.device)
-    scale = (wide * wide).sum(-1, keepdim=True).mul_(share).add_(floor).rsqrt_()
-    return (wide * scale).to(x.dtype).mul_(weight)
-
-
-@functools.cache
-def _constant(value: float, device: torch.device) -> Tensor:
-    return torch.tensor(value, dtype=torch.float32, device=device)
+    normed = F.rms_norm(x.float(), x.shape[-1:], eps=eps)
+    return normed.to(x.dtype).mul_(weight)
 
 
 def add_rms_norm_torch(
@@ -73,5 +64,6 @@ def _rms_norm_kernel(
     wide = value.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide) / hidden + eps)
     gain = tl.load(weight + column, mask=inside, other=0.0)
-    result = (wide * scale).to(value.dtype).to(tl.float32) * gain.to(tl.float32)
+    rounded = (wide * scale).to(value.dtype)
+    result = rounded.to(tl.float32) * gain.to(tl.float32)
     tl.store(normed + row * hidden + column, result, mask=inside)

@@ -1,7 +1,7 @@
-"""What every kernel file needs around its kernel: Triton if it is installed, and where a tensor's work runs.
+"""What all kernel files share: Triton, facts about the GPU, and how a kernel may overlap with the one before.
 
-Importing a kernel file must work on a machine that has neither Triton nor a GPU, so `triton` and `tl` are
-stand-ins there: the decorated functions exist and nothing ever calls them.
+A kernel file can be imported without Triton and without a GPU. Without Triton, `triton` and `tl` are stubs:
+the decorated functions exist, and nothing calls them.
 """
 
 import functools
@@ -26,14 +26,14 @@ except ImportError:
     )
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton's own switch: kernels run as Python on CPUs
-IS_INTERPRETED = tl.constexpr(INTERPRETED)  # for kernels
-NUM_COUNTERS = 1 << 16  # as many as a grid can have rows
+IS_INTERPRETED = tl.constexpr(INTERPRETED)  # the same, for use inside kernels
+NUM_COUNTERS = 1 << 16  # the largest second or third dimension of a grid
 ROW_PADDING = 128
 MIN_DOT_SIZE = 16  # the smallest side of a matrix that `tl.dot` multiplies
-LOG2_E = 1.4426950408889634  # exp(x) is computed as exp2(x * LOG2_E), which GPUs have an instruction for
+LOG2_E = 1.4426950408889634  # exp(x) is computed as exp2(x * LOG2_E): GPUs have an instruction for exp2
 
-# The properties of the GPU that this process compiles kernels for, while its own tensors are on the CPU
-# (extensions/startup/compile_ahead.py); None in all other processes.
+# A process that only compiles kernels has its tensors on the CPU. It sets this to the properties of the GPU
+# that it compiles for.
 compiling_for: Any = None
 
 
@@ -42,7 +42,7 @@ def is_on_gpu(tensor: Tensor) -> bool:
 
 
 def use_triton(tensor: Tensor) -> bool:
-    """Whether work on this tensor goes through the Triton kernel (else through the torch twin)."""
+    """Whether work on this tensor goes through the Triton kernel (else through the torch reference)."""
     return HAVE_TRITON and (is_on_gpu(tensor) or INTERPRETED)
 
 
@@ -50,18 +50,18 @@ _cuda_properties = functools.cache(torch.cuda.get_device_properties)
 
 
 def gpu_properties(device: torch.device) -> Any:
-    """torch's properties of a GPU, also of one that is only compiled for; None for a CPU."""
+    """torch's properties of a GPU, or of the one that this process compiles for; None for a CPU."""
     return _cuda_properties(device) if device.type == "cuda" else compiling_for
 
 
 def num_multiprocessors(device: torch.device) -> int:
-    """Multiprocessors of the GPU; a few in the interpreter, where tests are to see work divided."""
+    """Multiprocessors of the GPU. In the interpreter 4, so that tests see the work divided."""
     properties = gpu_properties(device)
     return properties.multi_processor_count if properties else 4
 
 
 def has_hopper_shared_memory(device: torch.device) -> bool:
-    """Whether a program may use 220 KB of shared memory. Earlier GPUs and those for desktops have less."""
+    """Whether a program may use 220 KB of shared memory. GPUs before Hopper and for desktops have less."""
     properties = gpu_properties(device)
     return properties is None or properties.shared_memory_per_multiprocessor >= 220_000
 
@@ -72,18 +72,14 @@ def gpu_supports(device: torch.device, major: int, minor: int) -> bool:
     return bool(properties and torch.version.cuda and (properties.major, properties.minor) >= (major, minor))
 
 
-def gpu_supports_fp8(device: torch.device) -> bool:
-    """Whether a GPU converts and multiplies numbers in 8-bit floating point."""
-    return gpu_supports(device, 8, 9)
-
-
 def overlap_options(device: torch.device) -> dict[str, bool]:
     """Launch options that let a kernel start before the kernels launched earlier have ended.
 
-    GPUs can do that from Hopper on (programmatic dependent launch). Such a kernel may read weights and the
-    step's inputs (positions, slots, lengths, block tables) at once, because no kernel launched with these
-    options writes them. Before it reads anything else, and before it writes, it must call `gdc_wait`; only
-    the inputs of a kernel that used `wait_before_next` may be read by the next one at once, too.
+    GPUs can do that from Hopper on (programmatic dependent launch, PDL). Such a kernel may read weights and
+    the step's inputs (positions, slots, lengths, block tables) at once: no kernel launched with these options
+    writes them. Before it reads anything else, and before it writes, it must wait (`pdl_wait`). A kernel that
+    waits before it lets the next one start (`pdl_wait_then_launch`) has seen its own inputs complete, so the
+    next one may read those at once, too.
     """
     properties = gpu_properties(device)
     if properties and torch.version.cuda and properties.major >= 9:
@@ -92,21 +88,20 @@ def overlap_options(device: torch.device) -> dict[str, bool]:
 
 
 def empty_padded(rows: int, width: int, like: Tensor) -> Tensor:
-    """An uninitialised [rows, width], with memory for a whole number of tiles of rows.
+    """An uninitialised [rows, width] whose memory holds a whole number of tiles of ROW_PADDING rows.
 
-    The GPU's copy engine takes 1 to 2 us longer for a tile in which rows are missing.
+    Copying a tile into shared memory takes the GPU 1 to 2 us longer if rows are missing.
     """
-    padded = cdiv(rows, ROW_PADDING) * ROW_PADDING
-    return torch.empty(padded, width, dtype=like.dtype, device=like.device)[:rows]
+    return like.new_empty(cdiv(rows, ROW_PADDING) * ROW_PADDING, width)[:rows]
 
 
 @functools.cache
 def arrival_counters(device: torch.device) -> Tensor:
-    """Counters, all 0, by which programs that share a result know when all parts of it are stored.
+    """Counters, all 0, for programs that compute one result together.
 
-    Each program adds 1 after it has stored its part; the last one combines the parts and sets the counter
-    back to 0. Allocated once per device and outside of graph capture: memory allocated during a capture would
-    belong to that graph.
+    Each program adds 1 after it has stored its part. The last one to arrive combines the parts and sets the
+    counter back to 0. They are allocated once per device, and never during a graph capture: memory allocated
+    then would belong to that graph.
     """
     capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     assert not capturing, "a kernel must have run once before it is captured"
@@ -114,32 +109,27 @@ def arrival_counters(device: torch.device) -> Tensor:
 
 
 @triton.jit
-def wait_for_inputs(OVERLAP: tl.constexpr):
-    """Where kernels overlap (`overlap_options`): let the next one start, and wait for all before this one."""
+def pdl_wait(OVERLAP: tl.constexpr):
+    """With `overlap_options`: let the next kernel start, then wait for all kernels before this one."""
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
-def wait_before_next(OVERLAP: tl.constexpr):
-    """The same in the other order: the next kernel starts when the inputs of this one are there."""
+def pdl_wait_then_launch(OVERLAP: tl.constexpr):
+    """The same in the other order: the next kernel starts when all kernels before this one have ended."""
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-
-
-@triton.jit
-def prefetch(start, size):
-    """Start to load `size` bytes, from the address `start` on, into the L2 cache."""
-    part = tl.cdiv(size, 128 * 16) * 16
-    begin = tl.arange(0, 128) * part
-    prefetch_each(start + begin, tl.minimum(part, size - begin))
 
 
 @triton.jit
 def prefetch_each(address, size):
-    """The same for many addresses with a size each, all multiples of 16; sizes of 0 or less load nothing."""
+    """
+    Start loading a block of bytes at each address into the L2 cache. Addresses and sizes are multiples of 16;
+    where a size is 0 or less, nothing is loaded.
+    """
     tl.inline_asm_elementwise(
         """{
         .reg .pred some;

@@ -9,7 +9,6 @@ draws.
 import torch
 from torch import Tensor
 
-from nanovllm.extensions.structured.kernels.token_masks import Masks, apply_masks_torch
 from nanovllm.kernels import runtime
 from nanovllm.kernels.runtime import LOG2_E, cdiv, next_power_of_2, tl, triton, use_triton
 
@@ -25,19 +24,22 @@ ROUNDS = ((16, int(FACTOR_1)), (15, int(FACTOR_2) - (1 << 32)), (16, 1))
 
 
 def sample(
-    logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor,
-    vocab_start: int = 0, thresholds: Tensor | None = None, masks: Masks | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    logits: Tensor,
+    temperatures: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    vocab_start: int = 0,
+    lowest: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """The drawn token of each row and the score it won with: (float32 [batch], int64 [batch]).
 
     logits is [batch, vocabulary or a shard of it that begins at vocab_start]. temperatures float32 [batch],
     where 0 is greedy; seeds and positions int64 [batch]. Of equal scores the lowest token id wins. Scores
     with noise are log2(e) times those of the formula, because the GPU's logarithm has base 2. Tokens whose
-    logit is below the row's threshold, float32 [batch], are not drawn, nor those that its mask
-    rules out.
+    logit is below their row's `lowest`, float32 [batch], are not drawn.
     """
     if not use_triton(logits):
-        return sample_torch(logits, temperatures, seeds, positions, vocab_start, thresholds, masks)
+        return sample_torch(logits, temperatures, seeds, positions, vocab_start, lowest)
     batch, vocab = logits.shape
     num_tiles = cdiv(vocab, BLOCK)
     num_programs = PROGRAMS_PER_MULTIPROCESSOR * runtime.num_multiprocessors(logits.device)
@@ -47,12 +49,11 @@ def sample(
     token_ids = torch.empty(batch, dtype=torch.int64, device=logits.device)
     chunk_values = torch.empty(batch, chunks, dtype=torch.float32, device=logits.device)
     chunk_ids = torch.empty(batch, chunks, dtype=torch.int32, device=logits.device)
-    index, bits = masks or (None, None)
     if batch:
         _sample_kernel[(chunks, batch)](
-            logits, temperatures, seeds, positions, thresholds, index, bits,
+            logits, temperatures, seeds, positions, lowest,
             values, token_ids, chunk_values, chunk_ids, runtime.arrival_counters(logits.device),
-            logits.stride(0), 0 if bits is None else bits.stride(0), vocab, vocab_start, tiles_per_chunk,
+            logits.stride(0), vocab, vocab_start, tiles_per_chunk,
             BLOCK=BLOCK, CHUNKS_PAD=next_power_of_2(num_tiles), LOG2_E=LOG2_E,
             FAST=not runtime.INTERPRETED, num_warps=4,
         )  # fmt: skip
@@ -60,14 +61,15 @@ def sample(
 
 
 def sample_torch(
-    logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor,
-    vocab_start: int = 0, thresholds: Tensor | None = None, masks: Masks | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    if masks is not None:
-        logits = logits.clone()
-        apply_masks_torch(logits, masks, vocab_start)
-    if thresholds is not None:
-        logits = logits.masked_fill(logits.float() < thresholds[:, None], -torch.inf)
+    logits: Tensor,
+    temperatures: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    vocab_start: int = 0,
+    lowest: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    if lowest is not None:
+        logits = logits.masked_fill(logits.float() < lowest[:, None], -torch.inf)
     best, token_ids = logits.max(dim=-1)
     values = best.float()
     noisy = (temperatures > 0).nonzero().flatten()
@@ -165,9 +167,9 @@ def _log2_kernel(x):
 
 @triton.jit(do_not_specialize=["vocab_start", "tiles_per_chunk"])
 def _sample_kernel(
-    logits, temperatures, seeds, positions, thresholds, mask_index, masks,
+    logits, temperatures, seeds, positions, lowest,
     values, token_ids, chunk_values, chunk_ids, counters,
-    row_stride, masks_stride, vocab, vocab_start, tiles_per_chunk,
+    row_stride, vocab, vocab_start, tiles_per_chunk,
     BLOCK: tl.constexpr, CHUNKS_PAD: tl.constexpr, LOG2_E: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """A program searches a chunk of a row; the last of a row's programs picks the best chunk."""
@@ -182,23 +184,14 @@ def _sample_kernel(
     end = tl.minimum(begin + tiles_per_chunk * BLOCK, vocab)
     lane_best = tl.full([BLOCK], float("-inf"), tl.float32)
     lane_start = tl.zeros([BLOCK], tl.int32) + begin
-    threshold = tl.load(thresholds + row) if thresholds is not None else 0.0
-    if mask_index is not None:
-        place = tl.load(mask_index + row)
-        words = masks + place.to(tl.int64) * masks_stride
-        masks_end = tl.where(place >= 0, end, 0)  # without a mask no word is read, and all are allowed
+    threshold = tl.load(lowest + row) if lowest is not None else 0.0
     scale = (1.0 / tl.where(temperature > 0, temperature, 1.0)) * LOG2_E
     for start in tl.range(begin, end, BLOCK, num_stages=3):
         column = start + tl.arange(0, BLOCK)
         address = logits + row.to(tl.int64) * row_stride + column
         score = tl.load(address, mask=column < end, other=float("-inf")).to(tl.float32)
-        if thresholds is not None:
+        if lowest is not None:
             score = tl.where(score < threshold, float("-inf"), score)
-        if mask_index is not None:
-            token = column + vocab_start
-            # Bit token % 32 of word token // 32.
-            word = tl.load(words + (token >> 5), mask=column < masks_end, other=-1)
-            score = tl.where((word >> (token & 31)) & 1 == 0, float("-inf"), score)
         if temperature > 0:
             bits = _two_rounds_kernel((column + vocab_start).to(tl.uint32) * multiplier + offset)
             score = score * scale - _minus_noise_kernel(bits, FAST)

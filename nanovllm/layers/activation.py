@@ -1,8 +1,8 @@
-"""The activations of gated MLPs: SwiGLU's, and GeGLU's."""
+"""The activation of a gated MLP: SwiGLU's."""
 
 from torch import Tensor, nn
 
-from nanovllm.kernels.activation import gelu_and_mul, silu_and_mul
+from nanovllm.kernels.activation import silu_and_mul
 
 
 class SiluAndMul(nn.Module):
@@ -10,10 +10,3 @@ class SiluAndMul(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return silu_and_mul(x)
-
-
-class GeluAndMul(nn.Module):
-    """x [..., 2 * width] -> gelu(first half) * second half, [..., width], with the approximation by tanh."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return gelu_and_mul(x)

@@ -16,11 +16,11 @@ from nanovllm.layers.weight import can_pack, multiply, packed
 from nanovllm.utils.context import get_context
 from nanovllm.utils.loader import default_weight_loader
 
-GATHER_WIDTH = 1024
+GATHER_WIDTH = 1024  # of rows whose sum over the ranks is computed fast
 
 
 class VocabParallelEmbedding(nn.Module):
-    scale = 1.0  # of embeddings, rounded to their dtype
+    """This rank has the rows from `vocab_start` to `vocab_end`."""
 
     def __init__(self, num_embeddings: int, embedding_dim: int):
         super().__init__()
@@ -32,40 +32,44 @@ class VocabParallelEmbedding(nn.Module):
         self.weight = nn.Parameter(torch.zeros(rows, embedding_dim), requires_grad=False)
         self.weight.weight_loader = self.weight_loader
 
+    @property
+    def num_rows(self) -> int:
+        """Of this rank, without padding."""
+        return self.vocab_end - self.vocab_start
+
     def weight_loader(self, param: nn.Parameter, loaded_weight: Any) -> None:
-        mine, shape = slice(self.vocab_start, self.vocab_end), (self.num_embeddings, param.shape[1])
-        default_weight_loader(param.data[: self.vocab_end - self.vocab_start], loaded_weight, mine, shape)
+        rows = slice(self.vocab_start, self.vocab_end)
+        shape = self.num_embeddings, param.shape[1]
+        default_weight_loader(param.data[: self.num_rows], loaded_weight, rows, shape)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """input_ids [tokens] -> [tokens, embedding_dim], complete on every rank."""
-        if self.vocab_end - self.vocab_start == self.num_embeddings:
-            return self._scaled(F.embedding(input_ids, self.weight))
+        if self.group.size == 1:
+            return F.embedding(input_ids, self.weight)
         mine = (input_ids >= self.vocab_start) & (input_ids < self.vocab_end)
-        y = F.embedding((input_ids - self.vocab_start) * mine, self.weight) * mine.unsqueeze(1)
-        return self._scaled(self.group.all_reduce(y))
-
-    def _scaled(self, y: Tensor) -> Tensor:
-        return y if self.scale == 1 else y * torch.tensor(self.scale, dtype=y.dtype, device="cpu").item()
+        y = F.embedding((input_ids - self.vocab_start) * mine, self.weight)
+        return self.group.all_reduce(y * mine.unsqueeze(1))
 
 
 class ParallelLMHead(VocabParallelEmbedding):
     packed: Tensor | None = None  # the weight in the layout that multiplies fastest
     is_tied = False
 
+    def tie_to(self, embedding: VocabParallelEmbedding) -> None:
+        """Share the embedding's weight."""
+        self.weight = embedding.weight
+        self.is_tied = True
+
     def finish(self) -> None:
         """
         As for linear layers. A weight that is tied is kept beside it: rows cannot be looked up in the other
         layout, and a decode step of a small model spends a third of its time here without it.
         """
-        mine = self.weight[: self.vocab_end - self.vocab_start]
+        mine = self.weight[: self.num_rows]
         if can_pack(mine):
             self.packed = packed(mine)
             if not self.is_tied:
                 self.weight = nn.Parameter(self.packed, requires_grad=False)
-
-    def tie_to(self, embedding: VocabParallelEmbedding) -> None:
-        """Share the embedding's weight."""
-        self.weight, self.is_tied = embedding.weight, True
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """
@@ -75,14 +79,15 @@ class ParallelLMHead(VocabParallelEmbedding):
         """
         context = get_context()
         if context.is_prefill:
-            hidden_states = hidden_states[context.cu_seqlens_q[1:].long() - 1]
+            last = context.cu_seqlens_q[1:].long() - 1
+            hidden_states = hidden_states[last]
         return self.logits(hidden_states)
 
     def logits(self, hidden_states: Tensor) -> Tensor:
         """hidden_states [tokens, embedding_dim] -> logits [tokens, this rank's vocabulary rows]."""
         if self.packed is not None:
             return multiply(hidden_states, self.packed)
-        return F.linear(hidden_states, self.weight[: self.vocab_end - self.vocab_start])
+        return F.linear(hidden_states, self.weight[: self.num_rows])
 
     def gather(self, logits: Tensor) -> Tensor:
         """Logits of every rank's vocabulary rows [tokens, num_embeddings], on every rank."""
@@ -92,5 +97,5 @@ class ParallelLMHead(VocabParallelEmbedding):
         width = cdiv(self.num_embeddings, GATHER_WIDTH) * GATHER_WIDTH
         whole = logits.new_zeros(len(logits), width)
         whole[:, self.vocab_start : self.vocab_end] = logits
-        whole = self.group.all_reduce(whole.view(-1, GATHER_WIDTH)).view(len(logits), width)
-        return whole[:, : self.num_embeddings]
+        whole = self.group.all_reduce(whole.view(-1, GATHER_WIDTH))
+        return whole.view(len(logits), width)[:, : self.num_embeddings]

@@ -1,7 +1,5 @@
 """RMSNorm, alone or fused with the residual addition before it (arXiv:1910.07467)."""
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -20,14 +18,6 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(hidden_size), requires_grad=False)
         self.weight.weight_loader = default_weight_loader
 
-    def store_less_one(self) -> None:
-        """
-        Say that checkpoints have the weight less 1, as Gemma's do. It is kept in float32: beside the 1
-        bfloat16 would lose most of what they have.
-        """
-        self.weight = nn.Parameter(self.weight.float(), requires_grad=False)
-        self.weight.weight_loader = _load_and_add_one
-
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """
         x [..., hidden] -> norm(x). With a residual of the same shape x is this rank's part of a sum over the
@@ -36,8 +26,3 @@ class RMSNorm(nn.Module):
         if residual is None:
             return rms_norm(x, self.weight, self.eps)
         return self.group.all_reduce_add_rms_norm(x, residual, self.weight, self.eps)
-
-
-def _load_and_add_one(param: nn.Parameter, loaded_weight: Any) -> None:
-    default_weight_loader(param, loaded_weight)
-    param.data += 1

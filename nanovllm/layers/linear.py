@@ -1,8 +1,8 @@
 """Matrix products, split over the tensor-parallel ranks by output features (columns) or input features
 (rows).
 
-A layer has a weight in some format (weight.py) and lists the products that can multiply it (product.py): it
-asks them in order which takes a step's rows. So a model says what it multiplies, never how.
+A layer has a weight in some format (weight.py), which lists the products that can multiply it (product.py).
+The layer asks them in order which takes a step's rows. So a model says what it multiplies, never how.
 
 Each parameter carries a `weight_loader` that takes this rank's shard out of the checkpoint's tensor by
 slicing, so that no more than the shard is read from disk. Weights are [output features, input features].
@@ -23,7 +23,9 @@ from nanovllm.layers.product import Gated, Product
 from nanovllm.layers.residual_stream import Stream
 from nanovllm.layers.weight import DenseWeight, Shard, Weight, matrix_shape
 from nanovllm.utils.context import get_context
-from nanovllm.utils.loader import StoredTensor, default_weight_loader
+from nanovllm.utils.loader import StoredTensor
+
+Shards = dict[Any, Shard]
 
 
 def divide(numerator: int, denominator: int) -> int:
@@ -56,50 +58,59 @@ def assign_weights(model: nn.Module, make_weight: Callable[["LinearBase", str, l
         merged.setdefault(target, []).append(source)
     for name, layer in model.named_modules():
         if isinstance(layer, LinearBase):
-            layer.set_format(make_weight(layer, name, layer.names_in_checkpoint(name, merged)))
+            sources = layer.names_in_checkpoint(name, merged)
+            layer.set_matrix(make_weight(layer, name, sources))
 
 
 class LinearBase(nn.Module):
     """
-    A matrix of this rank's size in some format, and, if wanted, a bias. `shards` are this rank's share of the
-    checkpoint's matrices that it is made of, by the name (`shard_id`) under which they are loaded.
-    `hidden_size` is that of the residual stream that it reads or adds to, None if it does neither.
+    `matrix` is the Weight, of this rank's size, whose parameters are the layer's own; and there may be a
+    bias. `shards` are this rank's share of the checkpoint's matrices that it is made of, by the name
+    (`shard_id`) under which they are loaded. `hidden_size` is that of the residual stream that it reads or
+    adds to, None if it does neither.
     """
 
-    def __init__(self, shards: dict[Any, Shard], bias: bool = False, hidden_size: int | None = None):
+    def __init__(self, shards: Shards, bias: bool = False, hidden_size: int | None = None):
         super().__init__()
-        self.hidden_size = hidden_size
         self.group = get_group()
         self.shards = shards
+        self.hidden_size = hidden_size
         self.bias = None
         if bias:
-            self.bias = nn.Parameter(torch.zeros(matrix_shape(shards)[0]), requires_grad=False)
+            num_rows, _ = matrix_shape(shards)
+            self.bias = nn.Parameter(torch.zeros(num_rows), requires_grad=False)
             self.bias.weight_loader = self.weight_loader
         if _allocates.get():
-            self.set_format(DenseWeight(shards))
+            self.set_matrix(DenseWeight(shards))
 
-    def set_format(self, format: Weight) -> None:
-        """Keep the weight in this format."""
-        self.format = format
-        for param in format.parameters.values():
-            param.weight_loader = None if format.stored else self.weight_loader
-        self._use_format()
-
-    def _use_format(self) -> None:
-        """Register the weight's parameters, and list what multiplies it."""
-        for name, tensor in self.format.parameters.items():
-            if isinstance(tensor, nn.Parameter):
-                self.register_parameter(name, tensor)
-        self.products = self.format.products(self.hidden_size, self.group.size)
+    def set_matrix(self, matrix: Weight) -> None:
+        self.matrix = matrix
+        for param in matrix.parameters.values():
+            param.weight_loader = None if matrix.stored else self.weight_loader
+        self._use_matrix()
 
     def finish(self) -> None:
         """Once the weight is loaded: bring it into the layout that multiplies fastest."""
-        self.format.finish()
-        self._use_format()
+        self.matrix.finish()
+        self._use_matrix()
+
+    def _use_matrix(self) -> None:
+        """Register the weight's parameters, and list what multiplies it."""
+        for name, tensor in self.matrix.parameters.items():
+            if isinstance(tensor, nn.Parameter):
+                self.register_parameter(name, tensor)
+        self.products = self.matrix.products(self.hidden_size, self.group.size)
+        self._for_decode: dict[int, Product] = {}
 
     def product(self, rows: int) -> Product:
-        """What multiplies so many rows in this step."""
-        is_prefill = get_context().is_prefill
+        """What multiplies so many rows in this step. For decode steps, which are quick, it is kept."""
+        if get_context().is_prefill:
+            return self._choose(rows, is_prefill=True)
+        if rows not in self._for_decode:
+            self._for_decode[rows] = self._choose(rows, is_prefill=False)
+        return self._for_decode[rows]
+
+    def _choose(self, rows: int, is_prefill: bool) -> Product:
         for product in self.products:
             if product.accepts(rows, is_prefill):
                 return product
@@ -112,11 +123,12 @@ class LinearBase(nn.Module):
 
     def stored_tensors(self, name: str) -> dict[str, StoredTensor]:
         """What checkpoints have in place of the `weight` of the layer with this name."""
-        return {
-            f"{name}.{inner}": stored._replace(load=functools.partial(self._load_stored, stored.load))
-            for inner, stored in self.format.stored.items()
-            if inner != "bias" or self.bias is None
-        }
+        found = {}
+        for inner, stored in self.matrix.stored.items():
+            if inner != "bias" or self.bias is None:
+                load = functools.partial(self._load_stored, stored.load)
+                found[f"{name}.{inner}"] = stored._replace(load=load)
+        return found
 
     def _load_stored(
         self, load: Callable[[Any, Shard], None], loaded_weight: Any, shard_id: Any = None
@@ -124,10 +136,7 @@ class LinearBase(nn.Module):
         load(loaded_weight, self.shards[shard_id])
 
     def weight_loader(self, param: nn.Parameter, loaded_weight: Any, shard_id: Any = None) -> None:
-        shard = self.shards[shard_id]
-        cut = (shard.rows, shard.columns)[: param.dim()]
-        cut, shape = cut if len(cut) > 1 else cut[0], shard.shape[: param.dim()]
-        default_weight_loader(param.data[shard.place], loaded_weight, cut, shape)
+        self.shards[shard_id].load(param.data, loaded_weight)
 
 
 class ReplicatedLinear(LinearBase):
@@ -138,8 +147,10 @@ class ReplicatedLinear(LinearBase):
 
     def forward(self, stream: Stream) -> Tensor:
         """norm(x) @ weight.T + bias for the stream's x and norm: [tokens, output features]."""
-        # Where the norm is begun there is nothing left to fold in: the last, plain product does.
-        product = self.product(len(stream.x)) if stream.is_untouched else self.products[-1]
+        if stream.is_untouched:
+            product = self.product(len(stream.x))
+        else:  # the norm is begun, so there is nothing to fold in: the last, plain product does
+            product = self.products[-1]
         return product.norm_linear(stream, self.bias)
 
 
@@ -154,13 +165,16 @@ class ColumnParallelLinear(LinearBase):
         From matrices one below the other: for each, its number of rows, and how many neighbouring ranks hold
         the same part of it.
         """
-        group, shards, offset = get_group(), {}, 0
+        group = get_group()
+        shards: Shards = {}
+        offset = 0
         for shard_id, (total, replicas) in matrices.items():
-            rows = divide(total * replicas, group.size)
-            start = group.rank // replicas * rows
-            shards[shard_id] = Shard((total, input_size), slice(start, start + rows), offset=offset)
-            offset += rows
-        super().__init__(shards, bias, input_size)
+            num_rows = divide(total * replicas, group.size)
+            start = group.rank // replicas * num_rows
+            rows = slice(start, start + num_rows)
+            shards[shard_id] = Shard((total, input_size), rows, offset=offset)
+            offset += num_rows
+        super().__init__(shards, bias, hidden_size=input_size)
 
     def forward(self, stream: Stream, silu_and_mul: bool = False) -> Tensor | Gated:
         """
@@ -168,34 +182,42 @@ class ColumnParallelLinear(LinearBase):
         features of this rank]. With silu_and_mul the first half of these are gates, the second half is what
         they multiply, and the result has half as many, perhaps with the activation left to do.
         """
-        return self.product(len(stream.x)).norm_linear(stream, self.bias, silu_and_mul)
+        product = self.product(len(stream.x))
+        return product.norm_linear(stream, self.bias, silu_and_mul)
 
 
 class MergedColumnParallelLinear(ColumnParallelLinear):
     """Several matrices with the same input, one below the other, each split by output features."""
 
     def __init__(self, input_size: int, output_sizes: list[int], bias: bool = False):
-        self._build(input_size, {i: (size, 1) for i, size in enumerate(output_sizes)}, bias)
+        matrices = {i: (size, 1) for i, size in enumerate(output_sizes)}
+        self._build(input_size, matrices, bias)
 
 
-class QKVParallelLinear(MergedColumnParallelLinear):
+class QKVParallelLinear(ColumnParallelLinear):
     """
     Query, key and value projections as one matrix, split by heads. With fewer KV heads than ranks,
     neighbouring ranks hold the same KV head.
     """
 
     def __init__(
-        self, hidden_size: int, head_size: int,
-        total_num_heads: int, total_num_kv_heads: int | None = None, bias: bool = False,
-    ):  # fmt: skip
+        self,
+        hidden_size: int,
+        head_size: int,
+        total_num_heads: int,
+        total_num_kv_heads: int | None = None,
+        bias: bool = False,
+    ):
         size = get_group().size
         total_num_kv_heads = total_num_kv_heads or total_num_heads
-        num_kv_replicas = max(1, size // total_num_kv_heads)
+        replicas = max(1, size // total_num_kv_heads)
         num_heads = divide(total_num_heads, size)
-        num_kv_heads = divide(total_num_kv_heads * num_kv_replicas, size)
-        key = total_num_kv_heads * head_size, num_kv_replicas
-        self._build(hidden_size, {"q": (total_num_heads * head_size, 1), "k": key, "v": key}, bias)
-        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
+        num_kv_heads = divide(total_num_kv_heads * replicas, size)
+        query = total_num_heads * head_size, 1
+        key = total_num_kv_heads * head_size, replicas
+        self._build(hidden_size, {"q": query, "k": key, "v": key}, bias)
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
 
 
 class RowParallelLinear(LinearBase):
@@ -208,10 +230,15 @@ class RowParallelLinear(LinearBase):
         group = get_group()
         width = divide(input_size, group.size)
         columns = slice(group.rank * width, group.rank * width + width)
-        super().__init__({None: Shard((output_size, input_size), columns=columns)}, bias, output_size)
+        shard = Shard((output_size, input_size), columns=columns)
+        super().__init__({None: shard}, bias, hidden_size=output_size)
 
     def add_to(
-        self, stream: Stream, x: Tensor | Gated, next_norm: RMSNorm, own_norm: RMSNorm | None = None
+        self,
+        stream: Stream,
+        x: Tensor | Gated,
+        next_norm: RMSNorm,
+        own_norm: RMSNorm | None = None,
     ) -> Stream:
         """
         The stream plus x @ weight.T + bias, summed over the ranks, in front of the next norm. x [tokens,

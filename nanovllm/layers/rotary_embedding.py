@@ -16,7 +16,8 @@ def apply_rotary_emb(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     `RotaryEmbedding.angles` returns them. Returns x's dtype.
     """
     wide = x.float()
-    return (wide * cos).addcmul_(wide.roll(x.shape[-1] // 2, -1), sin).to(x.dtype)
+    halves_swapped = wide.roll(x.shape[-1] // 2, -1)
+    return (wide * cos).addcmul_(halves_swapped, sin).to(x.dtype)
 
 
 class RotaryEmbedding(nn.Module):
@@ -28,16 +29,15 @@ class RotaryEmbedding(nn.Module):
         super().__init__()
         positions = torch.arange(max_position, dtype=torch.float32, device="cpu")
         angles = torch.outer(positions, inverse_frequencies)
-        table = torch.cat((angles, angles), dim=-1)
-        table[:, : angles.shape[1]].cos_()
-        table[:, angles.shape[1] :].sin_()
-        table *= scale
-        self.register_buffer("cos_sin_cache", table.to(torch.get_default_device()), persistent=False)
+        table = torch.cat((angles.cos(), angles.sin()), dim=-1) * scale
+        device = torch.get_default_device()
+        self.register_buffer("cos_sin_cache", table.to(device), persistent=False)
         self._last_angles: tuple[Tensor, ...] = (torch.empty(0),)  # positions, cosines and sines
 
     def forward(self, positions: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """positions [tokens]; query and key [tokens, heads, head_dim], not changed."""
-        rotated = apply_rotary_emb(torch.cat((query, key), dim=1), *self.angles(positions))
+        heads = torch.cat((query, key), dim=1)
+        rotated = apply_rotary_emb(heads, *self.angles(positions))
         return rotated.split_with_sizes((query.shape[1], key.shape[1]), dim=1)
 
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -46,12 +46,13 @@ class RotaryEmbedding(nn.Module):
         second half gets into the first with. Every layer of a step asks with the same tensor, which nobody
         changes, so they are looked up once.
         """
-        last, *found = self._last_angles
-        if last is not positions:
-            cos, sin = self.cos_sin_cache[positions].unsqueeze(1).chunk(2, dim=-1)
-            found = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
-            self._last_angles = positions, *found
-        return tuple(found)
+        if self._last_angles[0] is not positions:
+            rows = self.cos_sin_cache[positions].unsqueeze(1)
+            cos, sin = rows.chunk(2, dim=-1)
+            cos = torch.cat((cos, cos), dim=-1)
+            sin = torch.cat((-sin, sin), dim=-1)
+            self._last_angles = positions, cos, sin
+        return self._last_angles[1:]
 
 
 def get_rope(head_dim: int, max_position: int, parameters: dict[str, Any]) -> RotaryEmbedding:
@@ -60,9 +61,11 @@ def get_rope(head_dim: int, max_position: int, parameters: dict[str, Any]) -> Ro
     all, by the numbers themselves, `inverse_frequencies` and `amplitude`, which cosines and sines are
     multiplied by.
     """
+    options = {"dtype": torch.float32, "device": "cpu"}
     if "inverse_frequencies" in parameters:
-        frequencies = torch.tensor(parameters["inverse_frequencies"], dtype=torch.float32, device="cpu")
+        frequencies = torch.tensor(parameters["inverse_frequencies"], **options)
     else:
-        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
+        exponents = torch.arange(0, head_dim, 2, **options) / head_dim
         frequencies = 1.0 / parameters["rope_theta"] ** exponents
-    return RotaryEmbedding(frequencies, max_position, parameters.get("amplitude", 1.0))
+    amplitude = parameters.get("amplitude", 1.0)
+    return RotaryEmbedding(frequencies, max_position, amplitude)

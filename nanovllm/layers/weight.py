@@ -5,7 +5,6 @@ dtype. On a CPU oneDNN multiplies fastest from a layout of its own, into which a
 it is loaded. Such a tensor (`is_mkldnn`) can only be multiplied, or read with `to_dense`.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,21 +18,23 @@ from nanovllm.utils.loader import StoredTensor, default_weight_loader
 FEWEST_ROWS = 1  # the layout is chosen for so many rows; measured, it is no slower for many
 
 
-@dataclass(frozen=True)
 class Shard:
     """
     This rank's share of a checkpoint's matrix of this shape: `rows` and `columns` (None: all), which are the
     rows from `offset` on of the layer's own matrix.
     """
 
-    shape: tuple[int, int]
-    rows: slice | None = None
-    columns: slice | None = None
-    offset: int = 0
-
-    def __post_init__(self) -> None:
-        for name, size in zip(("rows", "columns"), self.shape, strict=True):
-            object.__setattr__(self, name, getattr(self, name) or slice(0, size))
+    def __init__(
+        self,
+        shape: tuple[int, int],
+        rows: slice | None = None,
+        columns: slice | None = None,
+        offset: int = 0,
+    ):
+        self.shape = shape
+        self.rows = rows or slice(0, shape[0])
+        self.columns = columns or slice(0, shape[1])
+        self.offset = offset
 
     @property
     def size(self) -> tuple[int, int]:
@@ -44,6 +45,13 @@ class Shard:
     def place(self) -> slice:
         """Its rows in the layer's own matrix."""
         return slice(self.offset, self.offset + self.size[0])
+
+    def load(self, param: Tensor, loaded: Any) -> None:
+        """Copy it into the layer's own matrix, or bias."""
+        if param.dim() == 1:
+            default_weight_loader(param[self.place], loaded, self.rows, self.shape[:1])
+        else:
+            default_weight_loader(param[self.place], loaded, (self.rows, self.columns), self.shape)
 
 
 def matrix_shape(shards: dict[Any, Shard]) -> tuple[int, int]:
@@ -68,7 +76,7 @@ class Weight:
         self.dtype = torch.get_default_dtype()  # of what it is multiplied with
         self.parameters, self.stored = {}, {}
 
-    def fill(self, matrix: Tensor) -> None:
+    def fill(self, values: Tensor) -> None:
         """Become this matrix [out, in], as nearly as the format can."""
         raise NotImplementedError
 
@@ -97,11 +105,10 @@ class DenseWeight(Weight):
         self.parameters["weight"] = self.weight
 
     def load(self, loaded: Any, shard: Shard) -> None:
-        target = self.weight.data[shard.place]
-        default_weight_loader(target, loaded, (shard.rows, shard.columns), shard.shape)
+        shard.load(self.weight.data, loaded)
 
-    def fill(self, matrix: Tensor) -> None:
-        self.weight.data.copy_(matrix)
+    def fill(self, values: Tensor) -> None:
+        self.weight.data.copy_(values)
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return multiply(x, self.weight, bias)
@@ -117,12 +124,11 @@ def can_pack(weight: Tensor) -> bool:
     """Whether oneDNN is there, and computes in the weight's dtype."""
     if is_on_gpu(weight) or not torch.backends.mkldnn.is_available() or not weight.numel():
         return False
-    computes = {
-        torch.float32: lambda: True,
-        torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
-        torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
-    }
-    return computes[weight.dtype]()
+    if weight.dtype == torch.bfloat16:
+        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    if weight.dtype == torch.float16:
+        return torch.ops.mkldnn._is_mkldnn_fp16_supported()
+    return weight.dtype == torch.float32
 
 
 def packed(weight: Tensor) -> Tensor:
@@ -138,7 +144,8 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     # oneDNN makes code for each number of rows and each shape of a weight: milliseconds, and half a megabyte
     # that it keeps. So that there are few, rows are filled up, by an eighth at most.
     step = 1 << max(0, (num_rows - 1).bit_length() - 4)
-    if num_rows % step == 0:
-        return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
-    x = F.pad(x, (0, 0, 0, -num_rows % step))
-    return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")[:num_rows]
+    padding = -num_rows % step
+    if padding:
+        x = F.pad(x, (0, 0, 0, padding))
+    y = torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
+    return y[:num_rows] if padding else y

@@ -2,7 +2,6 @@
 served, before anything has changed.
 """
 
-import functools
 import itertools
 import warnings
 from collections.abc import Iterable
@@ -12,10 +11,9 @@ from typing import Any
 
 from nanovllm.checkpoints.tokenizer import tokenizer_errors
 from nanovllm.config import Config
+from nanovllm.engine.interfaces import LogitsProcessor, selected
 from nanovllm.engine.limits import Limits
 from nanovllm.engine.sequence import Sequence, pack
-from nanovllm.extensions.logits.edits import HISTORY, RULE_WORDS, num_rule_words
-from nanovllm.extensions.structured.grammar import Grammars
 from nanovllm.extensions.text.chat import render
 from nanovllm.inputs import TextPrompt, TokensPrompt
 from nanovllm.sampling_params import SamplingParams, recommended_params
@@ -31,13 +29,10 @@ class Request:
 
     token_ids: list[int] = field(default_factory=list)
     params: SamplingParams = SamplingParams()
-    bad_words: list[list[int]] = field(default_factory=list)  # as token ids
-    num_rule_words: int = 0  # int32 that its rules take on a device
-    scored_token_ids: list[int] = field(default_factory=list)  # the i-th is scored as what follows token i
-    first_scored: int = 0  # those before it are not
+    wanted: int = 0  # the logits processors that it wants: bit i is the i-th of Parts
+    own: dict[str, Any] = field(default_factory=dict)  # by logits processor, what it has read
     index: int = 0  # among the prompts of its call
     packed: bytes | None = None  # token_ids once more, see `Sequence.packed_prompt`
-    grammar: Any = None  # compiled structured outputs
     error: Exception | None = None  # why it could not be read
     completions: list[Sequence] = field(default_factory=list)
     text: str | None = None  # of the prompt, unless it was given as token ids alone
@@ -49,11 +44,6 @@ class Request:
             result.prompt = self.text
             result.request_id = result.request_id if self.request_id is None else self.request_id
         return result
-
-    @property
-    def has_scores(self) -> bool:
-        """Whether it scores any token: no text of a single one does."""
-        return self.first_scored < len(self.scored_token_ids)
 
 
 def as_token_ids(values: list | tuple, vocab_size: int, name: str) -> list[int]:
@@ -87,15 +77,18 @@ def _check_is_one(prompt: Any, name: str) -> None:
 
 class Prompts:
     def __init__(
-        self, config: Config, tokenizer: Any, limits: Limits,
-        grammars: Grammars, generation_config: dict[str, Any],
-    ):  # fmt: skip
+        self,
+        config: Config,
+        tokenizer: Any,
+        limits: Limits,
+        processors: tuple[LogitsProcessor, ...],
+        generation_config: dict[str, Any],
+    ):
         self.model = config.model
         self.vocab_size = config.hf_config.vocab_size
         self.tokenizer = tokenizer
-        self.limits, self.grammars = limits, grammars
+        self.limits, self.processors = limits, processors
         self.generation_config = generation_config
-        self._bad_word = functools.lru_cache(1024)(self._read_bad_word)
 
     def recommended(self) -> SamplingParams:
         """What the checkpoint's generation_config.json recommends. Raises ValueError for a bad value."""
@@ -123,7 +116,7 @@ class Prompts:
         each = (checked[id(params)] for params in sampling_params)
         requests = list(map(self._read_checked, prompts, each, itertools.count()))
         for i, request in enumerate(requests):
-            request.grammar = self.compile_grammar(request.params, i)
+            self.read_rest(request, i)
         self.warn_of_context(requests)
         return requests
 
@@ -162,18 +155,23 @@ class Prompts:
             ids, _ = self._read_prompt(text, 0, f"prompts[{i}]")
             rule = f"from_token must be an integer from 0 to {len(ids)}, the tokens of prompts[{i}]"
             check(is_number(first, int, 0, len(ids)), rule, first)
-            scoring = dict(scored_token_ids=ids[1:], first_scored=max(int(first) - 1, 0))
-            found.append((ids, Request(ids[:-1], params, **scoring)))
+            request = Request(ids[:-1], params)
+            request.wanted, request.own = self._scoring(ids[1:], max(int(first) - 1, 0))
+            found.append((ids, request))
         return found
+
+    def _scoring(self, targets: list[int], first: int) -> tuple[int, dict[str, Any]]:
+        [i] = [i for i, processor in enumerate(self.processors) if processor.name == "scores"]
+        return 1 << i, {"scores": self.processors[i].scoring(targets, first)}
 
     def read(self, prompt: Any, sampling_params: Any, index: int | None = None) -> Request:
         """One prompt, or the index-th of several, with parameters of its own."""
-        request = self.read_but_grammar(prompt, sampling_params, index)
-        request.grammar = self.compile_grammar(request.params, index)
+        request = self.read_at_once(prompt, sampling_params, index)
+        self.read_rest(request, index)
         return request
 
-    def read_but_grammar(self, prompt: Any, sampling_params: Any, index: int | None = None) -> Request:
-        """The same without its grammar, which may take seconds to compile."""
+    def read_at_once(self, prompt: Any, sampling_params: Any, index: int | None = None) -> Request:
+        """The same but for what may take seconds: `read_rest` does that."""
         if sampling_params is None and index is None:
             sampling_params = self.recommended()
         params = self._check_params(sampling_params, _name(index))
@@ -182,21 +180,28 @@ class Prompts:
     def _read_checked(self, prompt: Any, params: SamplingParams, index: int | None) -> Request:
         name = _name(index)
         token_ids, text = self._read_prompt(prompt, 1, name)
-        bad_words, num_rule_words = self._read_rules(params, name)
-        scored_token_ids = [] if params.prompt_logprobs is None else token_ids[1:]
+        where = f"sampling_params for {name}"
+        self.check_has_tokenizer("stop", params.stop, where)
+        self.check_token_ids("stop_token_ids", params.stop_token_ids, where)
         # While they are in the processor's cache: later it takes three times as long.
-        packed = pack(token_ids)
-        rest = num_rule_words, scored_token_ids, 0, index or 0, packed
-        return Request(token_ids, params, bad_words, *rest, text=text)
+        request = Request(token_ids, params, index=index or 0, packed=pack(token_ids), text=text)
+        for i, processor in enumerate(self.processors):
+            if processor.wants(params):
+                request.wanted |= 1 << i
+                if not processor.reads_slowly:
+                    request.own[processor.name] = processor.read(request, where)
+        return request
 
-    def compile_grammar(self, params: SamplingParams, index: int | None = None) -> Any:
-        """The grammar of a request, if it wants one. Any thread may call this."""
-        if params.structured_outputs is None:
-            return None
-        try:
-            return self.grammars.compile(params.structured_outputs)
-        except ValueError as error:
-            raise ValueError(f"sampling_params for {_name(index)}: {error}") from error
+    def has_rest(self, request: Request) -> bool:
+        """Whether there is anything for `read_rest` to do."""
+        return any(each.reads_slowly for each in selected(self.processors, request.wanted))
+
+    def read_rest(self, request: Request, index: int | None = None) -> None:
+        """Read what may take seconds. Any thread may call this."""
+        for processor in selected(self.processors, request.wanted):
+            if processor.reads_slowly:
+                where = f"sampling_params for {_name(index)}"
+                request.own[processor.name] = processor.read(request, where)
 
     @staticmethod
     def _check_params(params: Any, name: str) -> SamplingParams:
@@ -205,50 +210,17 @@ class Prompts:
         check(isinstance(params, SamplingParams), rule, params)
         return replace(params)
 
-    def _read_rules(self, params: SamplingParams, name: str) -> tuple[list[list[int]], int]:
-        """Bad words as token ids, and `num_rule_words`. Raises ValueError for what the model cannot do."""
-        where = f"sampling_params for {name}"
-        for kind in ("stop", "bad_words"):
-            if (texts := getattr(params, kind)) and self.tokenizer is None:
-                remedy = f"but {self.model!r} has no tokenizer; use stop_token_ids or logit_bias"
-                raise ValueError(f"{where} have {kind}={shown(texts)}, {remedy}")
-        named = {"allowed_token_ids": params.allowed_token_ids or (), "stop_token_ids": params.stop_token_ids}
-        named["logit_bias"] = [token_id for token_id, _ in params.logit_bias]
-        for kind, token_ids in named.items():
-            if (highest := max(token_ids, default=0)) >= self.vocab_size:
-                rule = f"{where}: token ids in {kind} must be from 0 to {self.vocab_size - 1}"
-                raise ValueError(f"{rule}, got {shown(highest)}")
-        bad_words, ends = self.bad_words(params), self.limits.end_token_ids(params)
-        if (size := num_rule_words(params, bad_words, ends)) > RULE_WORDS:
-            raise ValueError(
-                f"{where}: bad_words of {sum(map(len, bad_words)):,} tokens and logit_bias of "
-                f"{len(params.logit_bias):,} take {4 * size:,} bytes of the device's memory, "
-                f"of which all requests together may have {4 * RULE_WORDS:,}"
-            )
-        allowed = params.allowed_token_ids
-        if params.min_tokens and allowed and ends.issuperset(allowed):
-            rule = f"each of allowed_token_ids={shown(allowed)} ends a completion"
-            raise ValueError(f"{where}: min_tokens={params.min_tokens} is not reached: {rule}")
-        return bad_words, size
+    def check_has_tokenizer(self, name: str, texts: tuple[str, ...], where: str) -> None:
+        """For texts that have to be turned into tokens."""
+        if texts and self.tokenizer is None:
+            remedy = f"but {self.model!r} has no tokenizer; use stop_token_ids or logit_bias"
+            raise ValueError(f"{where} have {name}={shown(texts)}, {remedy}")
 
-    def bad_words(self, params: SamplingParams) -> list[list[int]]:
-        """The bad words as token ids."""
-        return list(itertools.chain.from_iterable(map(self._bad_word, params.bad_words)))
-
-    def _read_bad_word(self, text: str) -> list[list[int]]:
-        """
-        Its token ids at the beginning of a text and after a space, for which most tokenizers have different
-        tokens. Leaves out what contains tokens that the model never draws.
-        """
-        starts = (start + text.lstrip(" ") for start in ("", " "))
-        token_ids = [ids for start in starts if (ids := self.tokenize(start, "bad_words", False))]
-        if not token_ids:
-            raise ValueError(f"bad_words has {shown(text)}, of which the tokenizer makes no token")
-        if (longest := max(map(len, token_ids))) > HISTORY:
-            rule = f"each of bad_words must have at most {HISTORY} tokens"
-            raise ValueError(f"{rule}, got {longest} of {shown(text)}")
-        distinct = [ids for i, ids in enumerate(token_ids) if ids not in token_ids[:i]]
-        return [ids for ids in distinct if max(ids) < self.vocab_size]
+    def check_token_ids(self, name: str, token_ids: Iterable[int], where: str) -> None:
+        """For ids that must be the model's."""
+        if (highest := max(token_ids, default=0)) >= self.vocab_size:
+            rule = f"{where}: token ids in {name} must be from 0 to {self.vocab_size - 1}"
+            raise ValueError(f"{rule}, got {shown(highest)}")
 
     def _read_prompt(self, prompt: Any, num_new_tokens: int, name: str) -> tuple[list[int], str | None]:
         """The token ids of a prompt, and its text if it has one."""

@@ -1,15 +1,11 @@
 """What users get back: the text of a completion, whole or while it grows, and the result of a prompt."""
 
 import functools
-import itertools
 from collections.abc import Iterable
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
-from nanovllm.engine.batch import StepOutput
-from nanovllm.engine.sequence import Sequence, TokenLogprobs
+from nanovllm.engine.sequence import Sequence
 from nanovllm.extensions.text.detokenizer import Detokenizer, vocabulary_of
 from nanovllm.sampling_params import MAX_LOGPROBS
 
@@ -62,30 +58,6 @@ class Logprob(NamedTuple):
     decoded_token: str | None
 
 
-def record_logprobs(sequences: list[Sequence], drawing: list[Sequence], output: StepOutput) -> None:
-    """Give the sequences of a step, and those that draw a token in it, the log-probabilities they ask for."""
-    if output.scores is not None:
-        num_top = max(seq.sampling_params.prompt_logprobs or 0 for seq in sequences)
-        found = iter(_token_logprobs(*output.scores, num_top))
-        for seq, count in zip(sequences, output.score_counts, strict=True):
-            seq.prompt_logprobs += itertools.islice(found, count)
-    if output.tokens_logprobs is not None:
-        asking = [seq.sampling_params.logprobs is not None and not seq.is_finished for seq in drawing]
-        rows = [row for row, asks in enumerate(asking) if asks]
-        num_top = max((drawing[row].sampling_params.logprobs for row in rows), default=0)
-        found = _token_logprobs(*(tensor[rows] for tensor in output.tokens_logprobs), num_top)
-        for row, token_logprobs in zip(rows, found, strict=True):
-            drawing[row].logprobs.append(token_logprobs)
-
-
-def _token_logprobs(
-    logprobs: Tensor, ranks: Tensor, top_token_ids: Tensor, top_logprobs: Tensor, num_top: int
-) -> list[TokenLogprobs]:
-    """One for each row of the tensors, with so many of the likeliest tokens."""
-    tensors = logprobs, ranks, top_token_ids[:, :num_top], top_logprobs[:, :num_top]
-    return list(zip(*(tensor.tolist() for tensor in tensors), strict=True))
-
-
 def completion_text(tokenizer: Any, seq: Sequence) -> str:
     """The text of a finished completion; empty without a tokenizer."""
     params, token_ids = seq.sampling_params, seq.completion_token_ids
@@ -107,7 +79,7 @@ def make_result(tokenizer: Any, completions: list[Sequence]) -> Result:
         "num_cached_tokens": first.num_prompt_tokens_cached or 0,  # None: never admitted
     }
     if (count := first.sampling_params.prompt_logprobs) is not None:
-        described = _describe(tokenizer, first.prompt_token_ids[1:], first.prompt_logprobs, count)
+        described = _describe(tokenizer, first.prompt_token_ids[1:], first.own["scores"].found, count)
         prompt["prompt_logprobs"] = [None, *described]
     result = Result(**outputs[0], **prompt, **({"outputs": outputs} if len(outputs) > 1 else {}))
     result.outputs, result.prompt_token_ids = outputs, first.prompt_token_ids
@@ -126,7 +98,7 @@ def outcome(tokenizer: Any, completions: list[Sequence]) -> Result | Exception:
 
 def make_score(token_ids: list[int], request: Any) -> dict[str, Any]:
     """The result of `LLM.score` for a text, whose request has been computed if it scores any token."""
-    found = [(logprob, rank) for seq in request.completions for logprob, rank, *_ in seq.prompt_logprobs]
+    found = [(logprob, rank) for logprob, rank, *_ in request.own["scores"].found]
     logprobs, ranks = map(list, zip(*found, strict=True)) if found else ([], [])
     left_out = [None] * (len(token_ids) - len(found))
     sums = {"token_logprobs": left_out + logprobs, "logprob": sum(logprobs)}
@@ -138,14 +110,18 @@ def _describe_completion(tokenizer: Any, seq: Sequence, index: int) -> Completio
     output.update(finish_reason=seq.finish_reason, stop_reason=seq.stop_reason)
     output.index = index
     if (count := seq.sampling_params.logprobs) is not None:
-        output["logprobs"] = _describe(tokenizer, seq.completion_token_ids, seq.logprobs, count)
-        output.cumulative_logprob = sum(logprob for logprob, *_ in seq.logprobs)
+        found = _logprobs_of(seq)
+        output["logprobs"] = _describe(tokenizer, seq.completion_token_ids, found, count)
+        output.cumulative_logprob = sum(logprob for logprob, *_ in found)
     return output
 
 
-def _describe(
-    tokenizer: Any, token_ids: list[int], found: list[TokenLogprobs], count: int
-) -> list[dict[int, Logprob]]:
+def _logprobs_of(seq: Sequence) -> list[Any]:
+    """What the logits processor has found of the completion's tokens."""
+    return seq.own["logprobs"].get(seq.seq_id, [])[: seq.num_completion_tokens]
+
+
+def _describe(tokenizer: Any, token_ids: list[int], found: list[Any], count: int) -> list[dict[int, Logprob]]:
     """For each place the Logprob of its token and of the `count` likeliest ones, likeliest first."""
     text_of = {}.get if tokenizer is None else vocabulary_of(tokenizer).__getitem__
     make = functools.partial(tuple.__new__, Logprob)  # what Logprob(...) does, in half the time
@@ -225,7 +201,7 @@ class GrowingOutput:
         piece = Piece(text=text, token_ids=token_ids)
         piece.update(finish_reason=seq.finish_reason, stop_reason=seq.stop_reason)
         if (count := seq.sampling_params.logprobs) is not None:
-            piece["logprobs"] = _describe(self.tokenizer, token_ids, seq.logprobs[start:], count)
+            piece["logprobs"] = _describe(self.tokenizer, token_ids, _logprobs_of(seq)[start:], count)
         return piece
 
 

@@ -4,6 +4,7 @@ The runner sets it before a forward pass and resets it afterwards; it is the onl
 Every thread has its own, since each may drive an engine.
 """
 
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -31,8 +32,7 @@ class Context:
 _context: ContextVar[Context] = ContextVar("context", default=Context())  # noqa: B039
 
 
-def get_context() -> Context:
-    return _context.get()
+get_context: Callable[[], Context] = _context.get
 
 
 def set_context(is_prefill: bool, **fields: Any) -> None:

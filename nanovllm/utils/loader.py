@@ -1,4 +1,4 @@
-"""Fills a model's parameters with a checkpoint's tensors, or with random numbers.
+"""Fills a model's parameters with a checkpoint's tensors.
 
 Each parameter's `weight_loader` decides which part of a tensor goes where. A tensor without a place and a
 parameter without a tensor are errors: a model never runs with missing weights.
@@ -8,7 +8,6 @@ import copy
 import functools
 import math
 import os
-import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -52,6 +51,13 @@ def check_finite(values: Tensor) -> None:
         raise ValueError(f"holds NaN, infinity, or a number too large for {values.dtype}")
 
 
+class StoredTensor(NamedTuple):
+    """A tensor that checkpoints have: what loads it, and whether it may be missing."""
+
+    load: Callable[..., None]
+    is_optional: bool = False
+
+
 @torch.no_grad()
 def load_model(model: nn.Module, path: str | os.PathLike | Checkpoint) -> None:
     """
@@ -61,20 +67,13 @@ def load_model(model: nn.Module, path: str | os.PathLike | Checkpoint) -> None:
     is_path = isinstance(path, (str, os.PathLike))
     checkpoint = FolderCheckpoint(os.path.expanduser(path)) if is_path else path
     if checkpoint.random_weights:
-        fill_with_random_values(model)
+        checkpoint.fill(model)
         return
     checkpoint.device = next(model.parameters()).device
     waiting = find_places(model)
-    known = set(waiting)
     # With another default device, whole tensors would be copied to it before they are sliced.
     with torch.device("cpu"):
-        tensors = checkpoint.tensors()
-        if hasattr(model, "converted"):
-            tensors = model.converted(tensors)
-        tensors = with_places(model, known, tensors)
-        for change in checkpoint.changes:
-            tensors = change(tensors, second_names(model).values())
-        for tensor in tensors:
+        for tensor in read_tensors(checkpoint, model, set(waiting)):
             source = f"{tensor.file}: tensor {tensor.name}"
             if tensor.name not in waiting:
                 raise ValueError(f"{source} comes a second time")
@@ -83,16 +82,8 @@ def load_model(model: nn.Module, path: str | os.PathLike | Checkpoint) -> None:
             except ValueError as error:
                 raise ValueError(f"{source}: {error}") from error
     if missing := [name for name, place in waiting.items() if not place.is_optional]:
-        first, *others = missing
-        more = f" and {len(others)} others" if others else ""
-        raise ValueError(f"{checkpoint.path} has no tensor {first}{more}")
-
-
-class StoredTensor(NamedTuple):
-    """A tensor that checkpoints have: what loads it, and whether it may be missing."""
-
-    load: Callable[..., None]
-    is_optional: bool = False
+        more = f" and {len(missing) - 1} others" if len(missing) > 1 else ""
+        raise ValueError(f"{checkpoint.path} has no tensor {missing[0]}{more}")
 
 
 def find_places(model: nn.Module) -> dict[str, StoredTensor]:
@@ -107,28 +98,42 @@ def find_places(model: nn.Module) -> dict[str, StoredTensor]:
         loader = getattr(param, "weight_loader", default_weight_loader)
         if loader is not None:
             found[name] = StoredTensor(functools.partial(loader, param))
-    for name, layer in layers_that_store(model).items():
-        found |= layer.stored_tensors(name)
+    for name, layer in model.named_modules():
+        if hasattr(layer, "stored_tensors"):
+            found |= layer.stored_tensors(name)
     places = {}
     for name, place in found.items():
-        parts = name.split(".")
-        merged = [source for source, (target, _) in packed.items() if target in parts]
-        if not merged:
+        sources = [source for source, (target, _) in packed.items() if f".{target}." in f".{name}."]
+        if not sources:
             places[name] = place
-        for source in merged:
+        for source in sources:
             target, shard_id = packed[source]
-            source_name = ".".join(source if part == target else part for part in parts)
+            source_name = f".{name}.".replace(f".{target}.", f".{source}.").strip(".")
             places[source_name] = place._replace(load=functools.partial(place.load, shard_id=shard_id))
     return places
 
 
-def with_places(model: nn.Module, known: Collection[str], tensors: Iterable[Any]) -> Iterator[Any]:
+def read_tensors(checkpoint: Checkpoint, model: nn.Module, known: Collection[str]) -> Iterable[Any]:
+    """The checkpoint's tensors by the `known` names, with all changes that model and checkpoint ask for."""
+    tensors = checkpoint.tensors()
+    if hasattr(model, "converted"):
+        tensors = model.converted(tensors)
+    tied = second_names(model)
+    tensors = with_places(tensors, type(model).__name__, known, tied)
+    for change in checkpoint.changes:
+        tensors = change(tensors, tied.values())
+    return tensors
+
+
+def with_places(
+    tensors: Iterable[Any], model_name: str, known: Collection[str], tied: dict[str, str]
+) -> Iterator[Any]:
     """
-    A checkpoint's tensors by the `known` names, without those that are not needed. Files of the layers alone
-    have names without "model.". A tied weight may be stored under either name; raises ValueError for one that
-    differs from the other, and for a tensor without a place.
+    Tensors by the `known` names, without those that are not needed. Files of the layers alone have names
+    without "model.". A tied weight may be stored under its first name, under the second, of which `tied`
+    has the first, or under both. Raises ValueError if these differ, and for a tensor without a place.
     """
-    tied, seconds, firsts = second_names(model), [], {}
+    firsts, seconds = {}, []
     for tensor in tensors:
         if tensor.name not in known and f"model.{tensor.name}" in known:
             tensor = renamed(tensor, f"model.{tensor.name}")
@@ -139,8 +144,7 @@ def with_places(model: nn.Module, known: Collection[str], tensors: Iterable[Any]
                 firsts[tensor.name] = tensor
             yield tensor
         elif not tensor.name.endswith(IGNORED):
-            source = f"{tensor.file}: tensor {tensor.name}"
-            raise ValueError(f"{source} has no place in {type(model).__name__}")
+            raise ValueError(f"{tensor.file}: tensor {tensor.name} has no place in {model_name}")
     for tensor in seconds:
         first = tied[tensor.name]
         if first not in firsts:
@@ -164,32 +168,3 @@ def second_names(model: nn.Module) -> dict[str, str]:
     firsts = {param: name for name, param in model.named_parameters()}
     every_name = model.named_parameters(remove_duplicate=False)
     return {name: firsts[param] for name, param in every_name if firsts[param] != name}
-
-
-def layers_that_store(model: nn.Module) -> dict[str, Any]:
-    """Layers whose checkpoints have other tensors than they have parameters, by name."""
-    layers = {name: module for name, module in model.named_modules() if hasattr(module, "stored_tensors")}
-    return {name: layer for name, layer in layers.items() if layer.stored_tensors(name)}
-
-
-def fill_with_random_values(model: nn.Module) -> None:
-    """
-    Norms are 1, biases 0, matrices normal with deviation 0.02, the same every time for the same name.
-    Quantised ones are made from such a matrix.
-    """
-    generators: dict[torch.device, torch.Generator] = {}
-
-    def make_normal(matrix: Tensor, name: str) -> Tensor:
-        generator = generators.setdefault(matrix.device, torch.Generator(matrix.device))
-        return matrix.normal_(0, 0.02, generator=generator.manual_seed(zlib.crc32(name.encode())))
-
-    for name, param in model.named_parameters():
-        if getattr(param, "weight_loader", default_weight_loader) is None:
-            continue
-        if param.dim() == 1:
-            param.fill_(0 if name.endswith("bias") else 1)
-        else:
-            make_normal(param, name)
-    for name, layer in layers_that_store(model).items():
-        matrix = torch.empty(layer.format.shape, device=next(layer.parameters()).device)
-        layer.format.fill(make_normal(matrix, f"{name}.weight"))

@@ -17,8 +17,8 @@ from transformers import CONFIG_MAPPING
 
 from nanovllm import LLM, SamplingParams, assembly
 from nanovllm.assembly import get_model_class, open_checkpoint
-from nanovllm.checkpoints.tokenizer import toy_tokenizer
 from nanovllm.distributed.group import Group, use_group
+from nanovllm.extensions.checkpoints.made_up import toy_tokenizer
 from nanovllm.extensions.checkpoints.shapes import SHAPES
 from nanovllm.utils.loader import default_weight_loader, load_model
 from tiny_checkpoints import ARCHITECTURES, EXACT, load_reference, make_checkpoint

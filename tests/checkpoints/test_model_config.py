@@ -271,7 +271,7 @@ def test_the_core_reads_of_qwen3_what_all_readers_read(spelled):
     assert type(ours) is ModelConfig and ours.rope_parameters["rope_theta"] == 5e5
     for name in {*ours.__dataclass_fields__} - {"rope_parameters"}:
         assert getattr(ours, name) == getattr(theirs, name), name
-    for name in ("least_bits", "divided_sizes", "tokens_in_reach"):
+    for name in ("divided_sizes", "tokens_in_reach"):
         assert getattr(ours, name) == getattr(theirs, name), name
     assert [ours.usual_dtype(device) for device in ("cpu", "cuda")] == ["float32", "bfloat16"]
     torch.testing.assert_close(rotations(ours), rotations(theirs))
@@ -307,7 +307,7 @@ def test_the_core_opens_folders_by_itself(tmp_path):
     for name in ("../config.json", "/etc/hostname", "nothing.safetensors"):
         (folder / INDEX).write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))
         with pytest.raises(ValueError, match=f"{name}' is missing, or is not a file in the folder"):
-            checkpoint.stored_bytes()
+            checkpoint.shards()
 
 
 # Config

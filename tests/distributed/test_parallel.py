@@ -40,7 +40,6 @@ from nanovllm.engine.device_rows import RowUpdates
 from nanovllm.extensions.ranks.peer_group import PeerGroup
 from nanovllm.extensions.ranks.reports import ReportingRanks
 from nanovllm.kernels.layernorm import add_rms_norm
-from nanovllm.sampling_params import Needs
 from tiny_checkpoints import EXACT, edit_json, make_checkpoint, one_thread  # noqa: F401
 
 GREEDY = SamplingParams(0, 12, True)
@@ -429,7 +428,7 @@ def test_a_step_sends_what_is_new_and_never_the_tokens_so_far(llm, monkeypatch):
 
 
 # A step that asks for what is not there.
-IMPOSSIBLE = "run", (Batch(1, Needs(0), RowUpdates(np.full((2, 1), 10**9, dtype=np.int32), None)),)
+IMPOSSIBLE = "run", (Batch(1, 0, RowUpdates(np.full((2, 1), 10**9, dtype=np.int32))),)
 
 
 @pytest.mark.parametrize("attempt", range(4))

@@ -14,7 +14,6 @@ from nanovllm.assembly import open_checkpoint
 from nanovllm.config import Config
 from nanovllm.engine.memory import CPU_KV_CACHE_BYTES, largest_batch, most_positions
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.sampling_params import Needs
 from tiny_checkpoints import EXACT, edit_json, make_checkpoint, one_thread  # noqa: F401
 
 
@@ -32,13 +31,15 @@ def test_the_warm_up_is_the_largest_step_there_can_be(
 ):
     sizes = dict(max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs)
     with LLM(folder, **EXACT, **sizes, max_model_len=max_model_len, num_kvcache_blocks=20) as llm:
-        batch = largest_batch(llm.config, max_num_batched_tokens)
+        processors = llm.parts.logits_processors
+        batch = largest_batch(llm.config, max_num_batched_tokens, processors)
     longest = max_model_len - 1  # a longer prompt leaves no room for a token
     assert sum(batch.lens_q) == min(max_num_batched_tokens, max_num_seqs * longest)
     assert len(batch.lens_q) == min(max_num_seqs, max_num_batched_tokens)
     # Masks change logits where they are, and have their room from the start.
-    assert max(batch.lens_q) <= longest and batch.needs == ~Needs.MASKS
-    assert (batch.scoring is not None) == (max(batch.lens_q) > 1)
+    assert max(batch.lens_q) <= longest
+    assert [p.name for i, p in enumerate(processors) if not batch.wanted >> i & 1] == ["bitmask"]
+    assert list(batch.messages) == ["scores"] * int(max(batch.lens_q) > 1)
 
 
 def test_blocks_that_no_sequence_needs_serve_the_prefix_cache(folder):

@@ -478,7 +478,7 @@ def test_sizes_that_the_ranks_do_not_divide_are_refused():
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_packed_weight_multiplies_as_before_and_its_unpacked_copy_is_gone(dtype, rows, bias):
     layer = ReplicatedLinear(48, 80, bias).to(dtype)
-    layer.format.weight.data.normal_()
+    layer.matrix.weight.data.normal_()
     if bias:
         layer.bias.data.normal_()
     before, weight = weakref.ref(layer.weight), layer.weight.detach().clone()

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.layers.sampler import Sampler
+from nanovllm.layers.sampler import Sampler, SamplingStep
 from tiny_checkpoints import EXACT, assert_greedy, load_reference, make_checkpoint, one_thread  # noqa: F401
 
 
@@ -20,12 +20,13 @@ def draw(logits, temperature=1.0, seeds=0, positions=0, count=None) -> torch.Ten
     if logits.dim() == 1:
         logits = logits.expand(count, -1)
     count = len(logits)
-    return Sampler()(
-        logits,
+    step = SamplingStep(
+        torch.arange(count, dtype=torch.int32),
         torch.as_tensor(temperature, dtype=torch.float32).expand(count).contiguous(),
         torch.as_tensor(seeds, dtype=torch.int64).expand(count).contiguous(),
         torch.as_tensor(positions, dtype=torch.int64).expand(count).contiguous(),
     )
+    return Sampler()(logits, step)
 
 
 def assert_follows(tokens: torch.Tensor, probabilities: torch.Tensor) -> None:

@@ -178,7 +178,9 @@ def queue(llm: LLM, question: Question) -> list[Sequence]:
     """Returns the completions, of which there are none where nothing is to be scored."""
     prompt, params = question
     if params is None:
-        request = Request(prompt[:-1], SamplingParams(0, 1, True), scored_token_ids=prompt[1:])
+        request = Request()
+        if len(prompt) > 1:
+            [(_, request)] = llm.prompts.read_scored([prompt], 1)
     else:
         request = llm.prompts.read(prompt, params)
     if request.token_ids:
@@ -218,7 +220,7 @@ def answer_in_steps(llm: LLM, requests: list[Question], pick: random.Random, cou
         counts["blamed"] += any(seq.error is not None for seq in group)
         if params is None:
             aborted = bool(group) and group[0].finish_reason in BROKEN_OFF
-            logprobs = [logprob for seq in group for logprob, *_ in seq.prompt_logprobs]
+            logprobs = [logprob for seq in group[:1] for logprob, *_ in seq.own["scores"].found]
             answers.append(Answer(dict(token_ids=prompt, token_logprobs=[None, *logprobs], aborted=aborted)))
         else:
             pieces = "".join(texts[i][1]) if i in texts else None
@@ -305,7 +307,9 @@ def check_empty(llm: LLM) -> None:
     assert_empty(llm)
     assert sorted(llm.scheduler.free_rows) == list(range(llm.config.max_num_seqs))
     assert not llm.scheduler.running and not llm.scheduler.waiting and llm.scheduler.chunked is None
-    assert not llm.unfinished and not llm.texts and not llm.grammars._readers
+    assert (
+        not llm.unfinished and not llm.texts and not llm.parts.logits_processor("bitmask").grammars._readers
+    )
 
 
 def fuzz_once(defaults: dict[str, LLM], model: Any, seed: int, counts: Counter) -> None:

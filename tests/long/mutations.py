@@ -169,7 +169,7 @@ MUTATIONS = [
         ("if len(seq.block_table) * self.block_size < len(seq):", "if len(seq.block_table) < len(seq):"),
         ("and seq.num_computed_tokens >= known:", "and True:"),
         ("self.pinned: set[int] = set()", 'self.pinned = getattr(self, "pinned", set())'),
-        ("if end <= seq.num_cacheable_tokens:", "if end <= len(seq):"),
+        ("if end <= self.max_cached(seq):", "if end <= len(seq):"),
         (
             "if block_id != -1 and self.blocks[block_id].packed == seq.packed(start, end):",
             "if block_id != -1:",
@@ -189,9 +189,9 @@ MUTATIONS = [
     ),
     *mutations_of(
         "nanovllm/extensions/prefixes/token_prefixes",
-        ("min(start + size, seq.num_cacheable_tokens)", "start + size"),
+        ("min(start + size, pool.max_cached(seq))", "start + size"),
         ("= hit.source, target, hit.num_copied", "= hit.source, target, hit.num_copied + 1"),
-        ("start + num_common, pins", "start, pins"),
+        ("            start + num_common,\n", "            start,\n"),
         ("pins = (block_id,) if num_common else ()", "pins = ()"),
         ("if is_free and len(pool.free_block_ids) <=", "if is_free and len(pool.free_block_ids) <"),
         ("is_free = num_common and pool.blocks[block_id].ref_count == 0", "is_free = num_common"),
@@ -230,7 +230,7 @@ MUTATIONS = [
     *mutations_of(
         "nanovllm/extensions/prefixes/planner",
         ("(seq.packed_prompt, seq.seq_id)", "(seq.packed_prompt + bytes(8), seq.seq_id)"),
-        ("for prompt, seq_id in self._prompts if seq_id in rows]", "for prompt, seq_id in self._prompts]"),
+        ("for each in self._prompts if each[1] in rows]", "for each in self._prompts]"),
         ("before.get((a, b))", "next(iter(before.values()), None)"),
         ("plan.prefix_lens[rows] = prefix.end", "plan.prefix_lens[rows] = prefix.end + 1"),
         ("Prefix(first, last, begin, int(between.min()))", "Prefix(first, last, 0, int(between.min()))"),
@@ -552,7 +552,7 @@ MUTATIONS = [
         ("            member.num_deaths = 0", "            pass"),
         ("if num_deaths == MAX_DEATHS:", "if False:"),
         ("if member in self.members:", "if True:"),
-        ("Work(line, MAX_ATTEMPTS - 1) for line", "Work(line, 0) for line"),
+        ("Work([line], MAX_ATTEMPTS - 1) for line", "Work([line], 0) for line"),
         ("                raise result\n", "                pass\n"),
         ('if count * ranks > available["GPU"]:', 'if count > available["GPU"]:'),
         ('if count * ranks > available["GPU"]:', 'if count * ranks >= available["GPU"]:'),
@@ -680,13 +680,8 @@ MUTATIONS = [
     *mutations_of(
         "nanovllm/extensions/experts/kernels/router",
         ("value = tl.where(value > LOWEST, value, LOWEST)", "pass"),
-        (
-            "mask=is_real)\n    tl.store(weights + row * TOP_K + place, share * FACTOR",
-            "mask=is_real)\n    tl.store(weights + row * TOP_K + place, share",
-        ),
-        ("index[:, None] // SIZE", "index[:, None]"),
-        ("(weights.sum(-1, keepdim=True) + TINY)", "weights.sum(-1, keepdim=True)"),
-        ("tl.sum(share, axis=1)[:, None] + TINY_SUM", "tl.sum(share, axis=1)[:, None]"),
+        ("weights / weights.sum(-1, keepdim=True)", "weights"),
+        ("share /= tl.sum(share, axis=1)[:, None]", "pass"),
     ),
     *mutations_of(
         "nanovllm/extensions/experts/kernels/moe_fp8",
@@ -781,7 +776,7 @@ MUTATIONS = [
         ("        if KIND != INT4 and zeros is not None:", "        if False:"),
         ("        squares += others * others", "        pass"),
         ("row = (line % 2) * (out_features // 2) + line // 2\n    piece", "row = line\n    piece"),
-        ("can_convert = gpu_supports_fp8(x.device) if weight.is_fp8 else", "can_convert ="),
+        ("can_convert = gpu_supports(x.device, 8, 9) if weight.is_fp8 else", "can_convert ="),
     ),
     *mutations_of(
         "nanovllm/extensions/quantised/kernels/quantised_linear",
@@ -827,7 +822,7 @@ MUTATIONS = [
     *mutations_of(
         "nanovllm/layers/linear",
         ("if product.accepts(rows, is_prefill):", "if True:"),
-        ("        self.format.finish()\n        self._use_format()", "        self.format.finish()"),
+        ("        self.matrix.finish()\n        self._use_matrix()", "        self.matrix.finish()"),
     ),
     *mutations_of(
         "nanovllm/layers/product",
@@ -863,7 +858,10 @@ MUTATIONS = [
     *mutations_of(
         "nanovllm/checkpoints/model_config",
         ('any(kind != "full_attention" for kind in kinds)', "False"),
-        ("self.vocab_size + self.num_hidden_layers * self.layer_width", "self.vocab_size"),
+    ),
+    *mutations_of(
+        "nanovllm/extensions/checkpoints/sizes",
+        ("(config.vocab_size + widths)", "config.vocab_size"),
     ),
     *mutations_of(
         "nanovllm/checkpoints/folder",
@@ -992,7 +990,7 @@ MUTATIONS = [
         ("4 <= bits < 7 and torch.cpu._is_avx512_bf16_supported()", "4 <= bits < 7"),
     ),
     *mutations_of("nanovllm/extensions/models/rope", ("    check_rope_keys(settings)\n", "")),
-    *mutations_of("nanovllm/extensions/models/rope", ('scale * parameters.get("attn_factor", 1.0)', "scale")),
+    *mutations_of("nanovllm/extensions/models/rope", ('scale * p.get("attn_factor", 1.0)', "scale")),
 ]
 
 

@@ -43,6 +43,8 @@ from nanovllm.engine.device_rows import RowLayout
 from nanovllm.engine.policies import Hit
 from nanovllm.engine.scheduler import MAX_PREFILLS_IN_A_ROW, Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.extensions.logits.bias import BiasProcessor
+from nanovllm.extensions.logits.scores import ScoreProcessor
 from nanovllm.extensions.prefixes import planner, token_prefixes
 from nanovllm.extensions.prefixes.cascade import CascadeBackend
 from nanovllm.extensions.prefixes.planner import CascadePlanner
@@ -97,9 +99,9 @@ class FakeModel:
     that it drew before the host does.
     """
 
-    def __init__(self, config: Any, backend: CascadeBackend, prefix_cache: TokenPrefixes):
+    def __init__(self, config: Any, backend: CascadeBackend, prefix_cache: TokenPrefixes, processors: tuple):
         self.block_size, self.prefix_cache, self.backend = config.kvcache_block_size, prefix_cache, backend
-        self.batches = BatchMaker(config, prefix_cache, backend)
+        self.batches = BatchMaker(config, prefix_cache, backend, processors)
         layout, self.reach = RowLayout(config), config.hf_config.tokens_in_reach
         self.words = np.zeros(layout.num_words, np.int32)
         self.tables = dict(
@@ -284,7 +286,7 @@ class WatchedBlocks(BlockManager):
 
     def most_in_common(self, seq: Sequence) -> int:
         """How many of the sequence's tokens, from the first one but without the last, are to be found."""
-        size, states, num_tokens = self.block_size, states_of(seq.token_ids)[: seq.num_cacheable_tokens], 0
+        size, states, num_tokens = self.block_size, states_of(seq.token_ids)[: self.max_cached(seq)], 0
         blocks, computing = self.contents(), self.contents_of_this_step()
         while True:
             states_here = states[num_tokens : num_tokens + size]
@@ -367,10 +369,11 @@ class Simulation:
         sizes = pick.choice([1, 2, 3, 64]), pick.choice([1, 4, 20])
         backend.planner = CascadePlanner(backend.planner.num_rows, *sizes)
         prefix_cache = make_prefix_cache(config)
-        self.model = FakeModel(config, backend, prefix_cache)
-        admissions = make_admissions(config)
+        self.scores = ScoreProcessor()
+        self.model = FakeModel(config, backend, prefix_cache, (self.scores,))
+        admissions = make_admissions(config, BiasProcessor())
         self.forecast = next(part for part in admissions if isinstance(part, Forecast))
-        self.scheduler = Scheduler(config, prefix_cache, admissions)
+        self.scheduler = Scheduler(config, prefix_cache, admissions, (self.scores,))
         self.scheduler.block_manager = WatchedBlocks(
             self, num_blocks, self.block_size, config.enable_prefix_caching, prefix_cache
         )
@@ -434,7 +437,7 @@ class Simulation:
         seeds = [pick.getrandbits(63) for _ in range(pick.choice([1, 1, 1, 2, 4]))]
         group = [Sequence(prompt, params, self.block_size, seed) for seed in seeds]
         if pick.random() < 0.1:
-            group[0].scored_token_ids = prompt[1:]
+            group[0].wanted, group[0].own = 1, {"scores": self.scores.scoring(prompt[1:])}
         self.prompts = [*self.prompts[-7:], prompt]
         for seq in group:
             self.scheduler.add(seq)
@@ -462,6 +465,7 @@ class Simulation:
         self.under_way = None
         self.scheduler.restart(self.requests.values())
         self.model.reset()
+        self.scores.reset()
         for seq in self.requests.values():
             del self.model.states.get(seq.seq_id, [])[len(seq) :]
             self.work[seq.seq_id] = sum(map(self.most_drawn, self.requests.values()))
@@ -572,7 +576,8 @@ class Simulation:
     def computing(self, seq: Sequence) -> list[int]:
         """Tokens but the last that it has in common with each that the step computes, up to a block of it."""
         step = [other for other in self.scheduler.running if other.num_scheduled_tokens]
-        common = [num_common(seq.token_ids[: seq.num_cacheable_tokens], other.token_ids) for other in step]
+        most = self.scheduler.block_manager.max_cached(seq)
+        common = [num_common(seq.token_ids[:most], other.token_ids) for other in step]
         first = [other.num_computed_tokens // self.block_size * self.block_size for other in step]
         return [num for num, start in zip(common, first, strict=True) if num >= start]
 

@@ -12,7 +12,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.policies import PrefixCache
 from nanovllm.engine.sequence import Sequence
-from nanovllm.extensions.prefixes.token_prefixes import TokenPrefixes
 
 BLOCK_SIZE = 256
 
@@ -179,7 +178,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
     come are computed by a step when one that was there is to grow or to go, or before.
     """
 
-    prefix_cache = TokenPrefixes
+    prefix_cache = PrefixCache
 
     @initialize(num_blocks=st.integers(1, 9), block_size=st.integers(2, 6))
     def start(self, num_blocks, block_size):

@@ -7,7 +7,7 @@ fake KV cache of slots. A wrong slot, a stale block or a lost token therefore en
 import math
 import random
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from block_pool import check_contents, check_pool
@@ -17,9 +17,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from nanovllm.assembly import make_admissions, make_prefix_cache
 from nanovllm.engine.scheduler import MAX_PREFILLS_IN_A_ROW, Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
-from nanovllm.extensions.prefixes import token_prefixes
-from nanovllm.extensions.prefixes.token_prefixes import WAIT_TOKENS
-from nanovllm.extensions.safety.forecast import Forecast
 from nanovllm.sampling_params import SamplingParams
 
 EOS = 0
@@ -38,7 +35,11 @@ def make_scheduler(is_plain: bool = False, **options) -> Scheduler:
         hf_config=SimpleNamespace(context_limit=200_000, tokens_in_reach=0),
     )
     config = SimpleNamespace(**{**defaults, **options})
-    parts = () if is_plain else (make_prefix_cache(config), make_admissions(config))
+    if is_plain:
+        return Scheduler(config)
+    from nanovllm.extensions.logits.bias import BiasProcessor
+
+    parts = make_prefix_cache(config), make_admissions(config, BiasProcessor())
     return Scheduler(config, *parts)
 
 
@@ -47,12 +48,19 @@ def make_engine(**options) -> "tuple[Scheduler, FakeRunner]":
     return scheduler, FakeRunner(scheduler)
 
 
-def forecast_of(scheduler: Scheduler) -> Forecast:
-    return next(part for part in scheduler.admissions if isinstance(part, Forecast))
+def forecast_of(scheduler: Scheduler) -> Any:
+    return next(part for part in scheduler.admissions if hasattr(part, "share"))
 
 
 def make_sequence(tokens, max_tokens: int = 8, ignore_eos: bool = False, block_size: int = 4) -> Sequence:
     return Sequence(list(tokens), SamplingParams(0.0, max_tokens, ignore_eos), block_size=block_size)
+
+
+def give_rules(seq: Sequence, num_words: int) -> None:
+    """Biases or bans that take so many words on a device."""
+    from nanovllm.extensions.logits.bias import BiasRequest
+
+    seq.own = {"bias": BiasRequest([], num_words)}
 
 
 def next_token(tokens) -> int:
@@ -186,10 +194,10 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     With `overlap` a step is scheduled and computed before the tokens of the one before it are recorded, as
     the engine does on a GPU. A request is then *leaving* while its last token is on its way: it has given
-    everything back.
+    everything back. With `is_plain` there is nothing but the core.
     """
 
-    is_plain = False
+    is_plain = True
 
     @initialize(
         num_blocks=st.integers(2, 12),
@@ -200,14 +208,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         caching=st.sampled_from([True, True, True, False]),
         overlap=st.booleans(),
         is_forecast_wrong=st.booleans(),
-        wait_tokens=st.sampled_from([1, 2, WAIT_TOKENS]),
+        wait_tokens=st.sampled_from([1, 2, None]),
     )
     def start(
         self, num_blocks, block_size, max_num_seqs, budget, eos, caching, overlap, is_forecast_wrong,
         wait_tokens,
     ):  # fmt: skip
-        token_prefixes.WAIT_TOKENS = wait_tokens
-        self.is_in_order = wait_tokens == WAIT_TOKENS  # else some wait while those behind them are admitted
+        self.set_wait_tokens(wait_tokens)
+        self.is_in_order = self.is_plain or wait_tokens is None  # else some are overtaken
         self.block_size, self.max_num_seqs, self.budget = block_size, max_num_seqs, budget
         self.caching, self.overlap, self.is_forecast_wrong = caching, overlap, is_forecast_wrong
         self.eos = (eos,) if isinstance(eos, int) else eos
@@ -230,6 +238,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.chunked: list[Sequence] = []  # the sequence whose prompt is computed in part, if there is one
         self.under_way: tuple | None = None  # the step whose tokens are not recorded yet
         self.num_prefills = 0  # in a row, while somebody could decode
+
+    def set_wait_tokens(self, wait_tokens: int | None) -> None:
+        """For how many tokens a prompt waits that another one's step computes; None: as many as usual."""
 
     def admitted(self) -> list[Sequence]:
         admitted = [sequence for sequence in self.requests if sequence.block_table]
@@ -473,7 +484,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def teardown(self):
         """Every request ends, with exactly its tokens (checked by the step that ends it)."""
-        token_prefixes.WAIT_TOKENS = WAIT_TOKENS
+        self.set_wait_tokens(None)
         if not hasattr(self, "scheduler"):
             return
         limit = 50 + 8 * sum(len(s) + s.sampling_params.max_tokens for s in self.requests)

@@ -9,7 +9,7 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from nanovllm import assembly
-from nanovllm.extensions.models.config import DecoderConfig
+from nanovllm.checkpoints.model_config import ModelConfig
 
 ARCHITECTURES = {"qwen3": "Qwen3", "qwen2": "Qwen2", "llama": "Llama", "mistral": "Mistral"}
 ARCHITECTURES |= {"qwen3_moe": "Qwen3Moe", "gemma3": "Gemma3", "gpt_oss": "GptOss"}
@@ -83,7 +83,7 @@ def make_config(architecture: str = "qwen3", **overrides) -> transformers.Pretra
     return getattr(transformers, name)(**settings)
 
 
-def read_config(config: transformers.PretrainedConfig, **changes) -> DecoderConfig:
+def read_config(config: transformers.PretrainedConfig, **changes) -> ModelConfig:
     """What the engine makes of a config.json that transformers writes, with some fields changed."""
     architecture = type(config).__name__.removesuffix("Config").removesuffix("Text") + "ForCausalLM"
     return assembly.read_config("a test", config.to_dict() | {"architectures": [architecture]} | changes)

@@ -175,7 +175,7 @@ class AsyncLLM:
     async def score(self, prompt: Prompt, from_token: int = 1) -> dict[str, Any]:
         """How likely the model finds a text, as `LLM.score` describes it."""
         [(token_ids, request)] = self.llm.prompts.read_scored([prompt], from_token)
-        if request.has_scores:
+        if request.own["scores"].is_open:
             await self._result(request)
         return make_score(token_ids, request)
 
@@ -193,11 +193,11 @@ class AsyncLLM:
                     yield event
 
     async def _read(self, prompt: Prompt, sampling_params: Params) -> Request:
-        """`Prompts.read`, with a grammar compiled in another thread, so that other tasks go on."""
+        """`Prompts.read`, with what may take seconds done in another thread, so that other tasks go on."""
         prompts = self.llm.prompts
-        request = prompts.read_but_grammar(prompt, sampling_params)
-        if request.params.structured_outputs is not None:
-            request.grammar = await asyncio.to_thread(prompts.compile_grammar, request.params)
+        request = prompts.read_at_once(prompt, sampling_params)
+        if prompts.has_rest(request):
+            await asyncio.to_thread(prompts.read_rest, request)
         return request
 
     async def _result(self, request: Request, request_id: str | None = None) -> Result:

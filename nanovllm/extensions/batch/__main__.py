@@ -36,6 +36,8 @@ where it has one: sort by either to restore the order (jq -s -c 'sort_by(.line)[
 that occurs twice is answered twice. A line that cannot be served is answered with an "error" and stops
 nothing. --resume needs the input that the run began with, for lines are known by their numbers."""
 
+CHUNK, CHUNKS_AHEAD = 32, 8  # of requests that are read before the engine asks for them
+
 
 class _Stderr:
     """stderr, but no run ends because writing to it fails: its reader may be gone, or its disk full."""
@@ -63,8 +65,9 @@ class Progress:
     def __init__(self, num_lines: int):
         self.num_answers = self.num_tokens = self.num_errors = 0
         self.start, self.file = time.time(), _Stderr()
-        look = dict(unit="line", desc="Batch", smoothing=0, dynamic_ncols=True)
-        self.bar = tqdm(total=num_lines, file=self.file, **look)
+        self.bar = tqdm(
+            total=num_lines, file=self.file, unit="line", desc="Batch", smoothing=0, dynamic_ncols=True
+        )
 
     def update(self, answer: Answer) -> None:
         self.num_answers += 1
@@ -91,14 +94,14 @@ class Progress:
         return max(time.time() - self.start, 1e-3)  # clocks can be set back
 
 
-def read_ahead(items: Iterator[Any], chunk: int = 32, num_chunks: int = 8) -> Iterator[Any]:
-    """The items, computed up to `num_chunks` chunks ahead by a thread, while the device is busy."""
+def read_ahead(items: Iterator[Any]) -> Iterator[Any]:
+    """The items, computed ahead in chunks by a thread, while the device is busy."""
 
     def take() -> list[Any]:
-        return list(itertools.islice(items, chunk))
+        return list(itertools.islice(items, CHUNK))
 
     with ThreadPoolExecutor(1) as pool:
-        ahead = deque(pool.submit(take) for _ in range(num_chunks))
+        ahead = deque(pool.submit(take) for _ in range(CHUNKS_AHEAD))
         try:
             while ready := ahead.popleft().result():
                 ahead.append(pool.submit(take))
@@ -120,12 +123,12 @@ def run(
         for found in read_ahead(read_request(llm, line, text, defaults) for line, text in lines):
             if isinstance(found, Answer):
                 report(found)
-            else:
-                request, prompts = found
-                results: dict[int, Any] = {}
-                for i, token_ids in enumerate(prompts):
-                    prompts_of[next(numbers)] = request, len(prompts), i, results
-                    yield token_ids, request.params
+                continue
+            request, prompts = found
+            results: dict[int, Any] = {}
+            for i, token_ids in enumerate(prompts):
+                prompts_of[next(numbers)] = request, len(prompts), i, results
+                yield token_ids, request.params
 
     with contextlib.closing(feed()) as requests:
         for number, result in llm.generate_from(requests, return_exceptions=True):
@@ -177,9 +180,8 @@ def main(argv: list[str] | None = None) -> bool:
                 progress.update(answer)
 
             if num_lines and args.data_parallel is not None:
-                from nanovllm.extensions.batch.ray import (
-                    run_on_ray,  # an extra, which takes a second to import
-                )
+                # An extra, which takes a second to import.
+                from nanovllm.extensions.batch.ray import run_on_ray
 
                 run_on_ray(args, output, report, progress.restart, progress.warn)
             elif num_lines:

@@ -8,14 +8,13 @@ A line is appended by one system call, and a part of a Parquet folder appears by
 the middle of that call can leave a piece of a line: it has no line feed, and resuming cuts it off.
 """
 
-import functools
 import itertools
 import json
 import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from nanovllm.extensions.batch.lines import MAX_LINE, Answer, to_json
 
@@ -28,14 +27,6 @@ ANSWERS_PER_PART = 4096  # of a Parquet folder
 ROWS_AT_ONCE = 1024  # that are read from a Parquet file
 
 
-class Span(NamedTuple):
-    """Neighbouring lines of the input, all to be answered, from byte (in Parquet: row) `start` of it on."""
-
-    start: int
-    first_line: int
-    num_lines: int
-
-
 def is_parquet(path: Path) -> bool:
     return path.suffix == ".parquet"
 
@@ -45,80 +36,32 @@ def find_lines(path: Path) -> bytearray:
     done = bytearray(b"\1")
     if is_parquet(path):
         return done + bytes(_pyarrow().parquet.ParquetFile(path).metadata.num_rows)
-    return done + bytes(text.isspace() for text, _ in _texts(path))
+    return done + bytes(text.isspace() for text in _texts(path))
 
 
 def read_lines(path: Path, done: bytearray) -> Iterator[tuple[int, bytes]]:
     """The lines that are not done, with their numbers from 1."""
-    texts = (text for text, _ in _texts(path))
+    texts = _texts(path)
     if is_parquet(path):
         batches = _pyarrow().parquet.ParquetFile(path).iter_batches(ROWS_AT_ONCE)
         texts = (_to_line(row) for batch in batches for row in batch.to_pylist())
     return ((line, text) for line, text in enumerate(texts, 1) if not done[line])
 
 
-def _texts(path: Path, start: int = 0) -> Iterator[tuple[bytes, int]]:
+def _texts(path: Path) -> Iterator[bytes]:
     """
-    The lines from a byte on, as JSON, and their sizes. Only a line feed ends a line; in a .txt file it is the
-    prompt itself. Of one longer than MAX_LINE only the beginning is kept, and `parse_line` refuses it.
+    The lines, as JSON. Only a line feed ends a line; in a .txt file it is the prompt itself. Of one longer
+    than MAX_LINE only the beginning is kept, and `parse_line` refuses it.
     """
     with open(path, "rb") as file:
-        file.seek(start)
         while text := file.readline(MAX_LINE + 1):
-            size, piece = len(text), text
+            piece = text
             while piece and not piece.endswith(b"\n"):
                 piece = file.readline(2**20)
-                size += len(piece)
             if path.suffix == ".txt" and not text.isspace():
                 # A byte that is not UTF-8 becomes a surrogate: the engine then refuses this prompt alone.
                 text = to_json({"prompt": text.decode("utf-8-sig", "surrogateescape").rstrip("\r\n")})
-            yield text, size
-
-
-def split(path: Path, size: int, done: bytearray) -> Iterator[Span]:
-    """The lines that are not done, in spans of at most `size` lines in the order of the input."""
-    lines = zip(range(1, len(done)), _starts(path), strict=False)
-    for is_done, neighbours in itertools.groupby(lines, lambda line: done[line[0]]):
-        while not is_done and (part := list(itertools.islice(neighbours, size))):
-            first_line, start = part[0]
-            yield Span(start, first_line, len(part))
-
-
-def split_lines(path: Path, span: Span) -> Iterator[Span]:
-    """A span for each line of a span."""
-    for i, start in zip(range(span.num_lines), _starts(path, span.start), strict=False):
-        yield Span(start, span.first_line + i, 1)
-
-
-def _starts(path: Path, start: int = 0) -> Iterator[int]:
-    """Where the line at `start`, and each line after it, begins."""
-    sizes = itertools.repeat(1) if is_parquet(path) else (size for _, size in _texts(path, start))
-    return itertools.accumulate(sizes, initial=start)
-
-
-def read_span(path: Path, span: Span) -> list[tuple[int, bytes]]:
-    """The lines of a span, with their numbers."""
-    if is_parquet(path):
-        texts = _rows(path, span.start, span.num_lines)
-    else:
-        texts = (text for text, _ in itertools.islice(_texts(path, span.start), span.num_lines))
-    return list(enumerate(texts, span.first_line))
-
-
-def _rows(path: Path, start: int, size: int) -> Iterator[bytes]:
-    """So many rows of a Parquet file as lines. They may be in several of its row groups."""
-    metadata, end = _pyarrow().parquet.ParquetFile(path).metadata, 0
-    for group in range(metadata.num_row_groups):
-        begin, end = end, end + metadata.row_group(group).num_rows
-        if begin < start + size and start < end:
-            first = max(start, begin)
-            rows = _row_group(path, group).slice(first - begin, start + size - first)
-            yield from map(_to_line, rows.to_pylist())
-
-
-@functools.lru_cache(1)  # spans that follow each other are often in one row group, which can be large
-def _row_group(path: Path, group: int) -> Any:
-    return _pyarrow().parquet.ParquetFile(path).read_row_group(group)
+            yield text
 
 
 def _to_line(row: dict[str, Any]) -> bytes:

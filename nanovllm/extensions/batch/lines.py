@@ -6,7 +6,6 @@ fields of a result, and hand back what else the line has. Every answer has the n
 counted from 1, to restore the order by.
 """
 
-import itertools
 import json
 import math
 import time
@@ -17,8 +16,8 @@ from nanovllm.sampling_params import MAX_SEED, SamplingParams, StructuredOutputs
 from nanovllm.text.results import Logprob
 from nanovllm.utils.validation import check, shown
 
-SAMPLING_FIELDS = {f.name for f in fields(SamplingParams)} | {"max_completion_tokens", "top_logprobs"}
-SAMPLING_FIELDS |= {"response_format"}
+SAMPLING_FIELDS = {f.name for f in fields(SamplingParams)}
+SAMPLING_FIELDS |= {"max_completion_tokens", "top_logprobs", "response_format"}
 CHAT_FIELDS = {"tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"}
 # OpenAI's that change nothing, whatever they are; the model is the one on the command line.
 IGNORED_FIELDS = set(
@@ -73,9 +72,11 @@ def read_request(
     """
     try:
         request = parse_line(line, text, defaults)
-        indices = itertools.count() if request.has_many_prompts else itertools.repeat(None)
-        read = map(llm.prompts.read, _prompts(llm, request), itertools.repeat(request.params), indices)
-        return request, [each.token_ids for each in read]
+        token_ids = []
+        for i, prompt in enumerate(_prompts(llm, request)):
+            index = i if request.has_many_prompts else None
+            token_ids.append(llm.prompts.read(prompt, request.params, index).token_ids)
+        return request, token_ids
     except MemoryError:
         raise  # not the line's fault: the run ends, and --resume answers the line
     except Exception as error:  # a line can hold anything; no line may stop the others
@@ -103,27 +104,25 @@ def parse_line(line: int, text: bytes, defaults: dict[str, Any]) -> Request:
     given = _openai_body(content) if is_openai else content
     body = {name: value for name, value in given.items() if value is not None}
     known = {"prompt", "messages"} | SAMPLING_FIELDS | (CHAT_FIELDS if "messages" in body else set())
+    rest = {}
     if is_openai:
-        ignored = {name for name, value in IGNORED_VALUES.items() if body.get(name) == value}
+        ignored = {name for name in IGNORED_VALUES if body.get(name) == IGNORED_VALUES[name]}
         _check_fields(body, known | IGNORED_FIELDS | ignored)
-        rest = {}
     else:
         _check_fields(body, body.keys() - CHAT_FIELDS | known)
         own = _decode(text, _OWN_DECODER) if given.keys() - known else given
         rest = {name: value for name, value in own.items() if name not in known | {"custom_id"}}
     if ("prompt" in body) == ("messages" in body):
         raise ValueError('there must be either "prompt" or "messages"')
-    sampling = {name: value for name, value in body.items() if name in SAMPLING_FIELDS}
-    defaults = {"max_tokens": None if is_openai else DEFAULT_MAX_TOKENS, **defaults}
+    defaults = {"max_tokens": None if is_openai else DEFAULT_MAX_TOKENS} | defaults
     if "seed" in defaults:  # so far apart that the n completions of a line do not use the next line's seed
         defaults["seed"] = (defaults["seed"] + (line << 32)) & MAX_SEED
-    params = read_params(sampling, defaults)
-    messages, model = body.get("messages"), body.get("model") if is_openai else None
+    params = read_params({name: body[name] for name in SAMPLING_FIELDS & body.keys()}, defaults)
+    model = body.get("model") if is_openai else None
     check(isinstance(model, str | None), "model must be a text", model)
     chat_options = {name: body[name] for name in CHAT_FIELDS & body.keys()}
-    custom_id = _read_custom_id(content)
-    asked = body.get("prompt"), messages, params, chat_options
-    return Request(line, custom_id, is_openai, *asked, model, rest)
+    asked = body.get("prompt"), body.get("messages"), params, chat_options
+    return Request(line, _read_custom_id(content), is_openai, *asked, model, rest)
 
 
 def find_custom_id(text: bytes) -> CustomId:
@@ -184,7 +183,6 @@ def _check_fields(content: dict[str, Any], known: set[str]) -> None:
 
 def read_params(sampling: dict[str, Any], defaults: dict[str, Any]) -> SamplingParams:
     """SamplingParams from OpenAI's fields and our own. Raises ValueError that names the bad field."""
-    sampling = {**sampling}
     limit = sampling.pop("max_completion_tokens", None)
     if limit is not None and sampling.setdefault("max_tokens", limit) != limit:
         raise ValueError(f"max_completion_tokens={limit} and max_tokens={sampling['max_tokens']} differ")
@@ -201,7 +199,7 @@ def read_params(sampling: dict[str, Any], defaults: dict[str, Any]) -> SamplingP
     wanted = _read_response_format(sampling.pop("response_format", {"type": "text"}))
     if wanted is not None and sampling.setdefault("structured_outputs", wanted) != wanted:
         raise ValueError("there must be either response_format or structured_outputs")
-    return SamplingParams(**{**defaults, **sampling})
+    return SamplingParams(**(defaults | sampling))
 
 
 def _read_response_format(value: Any) -> StructuredOutputsParams | None:
@@ -216,12 +214,8 @@ def _read_response_format(value: Any) -> StructuredOutputsParams | None:
     raise ValueError(f"{rule}, got {shown(value)}")
 
 
-def answer(request: Request, result: Any, model: str) -> Answer:
-    """
-    The answer to a line, from the engine's result for it or the error that it failed with, or from a list of
-    these, one for each of its prompts.
-    """
-    results = result if isinstance(result, list) else [result]
+def answer(request: Request, results: list[Any], model: str) -> Answer:
+    """The answer to a line, from the engine's result for each of its prompts, or the error that it had."""
     if errors := [result for result in results if isinstance(result, Exception)]:
         message = f"{type(errors[0]).__name__}: {errors[0]}"
         return answer_error(request.line, request.custom_id, message, "server_error")
@@ -230,7 +224,7 @@ def answer(request: Request, result: Any, model: str) -> Answer:
     if request.is_openai:
         body = _openai_response(request, results, outputs, num_tokens, model)
         response = {"status_code": 200, "request_id": body["id"], "body": body}
-        content = {**_openai_head(request.line, request.custom_id), "response": response, "error": None}
+        content = _openai_content(request.line, request.custom_id, response, None)
     else:
         custom_id = {} if request.custom_id is None else {"custom_id": request.custom_id}
         found = {"results": results} if request.has_many_prompts else results[0]
@@ -240,11 +234,10 @@ def answer(request: Request, result: Any, model: str) -> Answer:
                 name = f"input_{name}"
             content[name] = value
     try:
-        text = to_json(content)
+        return Answer(request.line, to_json(content), num_tokens, is_error=False)
     except ValueError:  # NaN or an infinity, which JSON does not have
         message = "the answer has log-probabilities that are no finite numbers: the model's logits overflow"
         return answer_error(request.line, request.custom_id, message)
-    return Answer(request.line, text, num_tokens, is_error=False)
 
 
 def answer_error(line: int, custom_id: CustomId, message: str, code: str = "invalid_request") -> Answer:
@@ -252,14 +245,14 @@ def answer_error(line: int, custom_id: CustomId, message: str, code: str = "inva
     message = f"line {line}: {message}"
     if len(message) > MAX_MESSAGE:  # many messages quote what is wrong
         message = message[:MAX_MESSAGE] + "..."
-    error = {"code": code, "message": message}
-    content = {**_openai_head(line, custom_id), "response": None, "error": error}
+    content = _openai_content(line, custom_id, None, {"code": code, "message": message})
     return Answer(line, to_json(content), 0, is_error=True)
 
 
-def _openai_head(line: int, custom_id: CustomId) -> dict[str, Any]:
+def _openai_content(line: int, custom_id: CustomId, response: Any, error: Any) -> dict[str, Any]:
     name = f"line-{line}"
-    return {"id": name, "line": line, "custom_id": name if custom_id is None else custom_id}
+    custom_id = name if custom_id is None else custom_id
+    return {"id": name, "line": line, "custom_id": custom_id, "response": response, "error": error}
 
 
 def _plain(value: Any) -> Any:
@@ -277,18 +270,19 @@ def _openai_response(
     request: Request, results: list[dict[str, Any]], outputs: list[dict[str, Any]],
     num_tokens: int, model: str,
 ) -> dict[str, Any]:  # fmt: skip
-    num_asked = sum(result["num_prompt_tokens"] for result in results)
-    num_cached = sum(result["num_cached_tokens"] for result in results)
-    total = num_asked + num_tokens
-    usage = {"prompt_tokens": num_asked, "completion_tokens": num_tokens, "total_tokens": total}
-    usage["prompt_tokens_details"] = {"cached_tokens": num_cached}
+    num_asked, num_cached = (sum(r[f"num_{kind}_tokens"] for r in results) for kind in ("prompt", "cached"))
     body = {
         "id": f"line-{request.line}",
         "object": "text_completion" if request.messages is None else "chat.completion",
         "created": int(time.time()),
         "model": request.model or model,
         "choices": [_choice(i, output, request) for i, output in enumerate(outputs)],
-        "usage": usage,
+        "usage": {
+            "prompt_tokens": num_asked,
+            "completion_tokens": num_tokens,
+            "total_tokens": num_asked + num_tokens,
+            "prompt_tokens_details": {"cached_tokens": num_cached},
+        },
     }
     if "prompt_logprobs" in results[0]:
         scores = [_plain(result["prompt_logprobs"]) for result in results]

@@ -1,5 +1,5 @@
-"""A batch over several engines: this process hands spans of the input to Ray actors, each with an engine of
-its own, and writes their answers. Only this module knows Ray.
+"""A batch over several engines: this process hands spans of lines to Ray actors, each with an engine of its
+own, and writes their answers. Only this module knows Ray.
 
 Spans are read when an engine has room for them. The answers of a span arrive all at once or not at all, so
 none is missing or double. When an engine dies another one takes its place, and the spans that it had under
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from nanovllm.config import Config
 from nanovllm.distributed.ranks import EngineDeadError
 from nanovllm.extensions.api.async_llm import AsyncLLM
-from nanovllm.extensions.batch.files import Output, Span, read_span, split, split_lines
+from nanovllm.extensions.batch.files import Output, read_lines
 from nanovllm.extensions.batch.lines import (
     Answer,
     answer,
@@ -35,6 +35,7 @@ try:
 except ImportError as error:
     raise ValueError('--data-parallel needs Ray: pip install -e ".[ray]"') from error
 
+Span = list[tuple[int, bytes]]  # neighbouring lines of those to be answered, with their numbers
 MAX_SPAN = 128  # lines; an engine that dies loses at most as many answers for each span under way
 SPANS_PER_ENGINE = 32  # at least, where the input is long enough: then all engines end at about the same time
 MAX_ATTEMPTS = 3  # to compute a span, the last one alone in its engine
@@ -45,15 +46,15 @@ ROOM_FACTOR = 4  # lines under way in an engine, in multiples of the sequences i
 class Engine:
     """The actor. It answers several spans at once, so that no engine waits for the last line of a span."""
 
-    def __init__(self, path: str, model: str, args: Namespace):
-        self.path, self.model, self.args = Path(path), model, args
+    def __init__(self, model: str, args: Namespace):
+        self.model, self.args = model, args
 
     async def start(self) -> None:
         """Load the model. Not in the constructor: of its exceptions Ray passes on nothing but the text."""
         self.llm = AsyncLLM(self.model, **self.args.engine)
 
     async def answer(self, span: Span) -> list[Answer]:
-        return await asyncio.gather(*itertools.starmap(self._answer, read_span(self.path, span)))
+        return await asyncio.gather(*itertools.starmap(self._answer, span))
 
     async def _answer(self, line: int, text: bytes) -> Answer:
         found = read_request(self.llm.llm, line, text, self.args.defaults)
@@ -137,7 +138,8 @@ class Pool:
         size = max(1, min(MAX_SPAN, self.num_missing // (args.data_parallel * SPANS_PER_ENGINE)))
         # Lines are not shuffled: neighbours in the input often begin alike, and those of a span go to one
         # engine, which finds their common beginning in its prefix cache.
-        self.spans = split(args.input, size, output.done)
+        lines = read_lines(args.input, output.done)
+        self.spans = iter(lambda: list(itertools.islice(lines, size)), [])
         self.again: deque[Work] = deque()
         self.suspects: deque[Work] = deque()
         # Lines that are done wait for the others of their span, so an engine gets more lines than it can run
@@ -170,7 +172,7 @@ class Pool:
     def _start(self, num_deaths: int = 0) -> Member:
         model = self.args.model
         model = str(Path(model).resolve()) if Path(model).exists() else model
-        actor = self.actors.remote(str(self.args.input.resolve()), model, self.args)
+        actor = self.actors.remote(model, self.args)
         member = Member(actor, self.room, num_deaths)
         self.calls[actor.start.remote()] = member, None
         return member
@@ -191,7 +193,7 @@ class Pool:
         return self.suspects.popleft() if self.suspects and not member.load else None
 
     def _load(self, work: Work | None) -> int:
-        return self.room if work is None or work.is_suspect else work.span.num_lines
+        return self.room if work is None or work.is_suspect else len(work.span)
 
     def _recover(self, member: Member, work: Work | None, cause: str) -> list[Answer]:
         """Have another engine do what an engine that has died was doing. An answer if a line is to blame."""
@@ -202,12 +204,13 @@ class Pool:
         span, work = work.span, Work(work.span, work.num_deaths + 1)
         if work.num_deaths < MAX_ATTEMPTS:
             (self.suspects if work.is_suspect else self.again).append(work)
-        elif span.num_lines == 1:
-            return [self._blame(span, cause)]
+        elif len(span) > 1:
+            self.warn(f"{len(span)} lines from {span[0][0]} on are tried one by one")
+            self.suspects.extend(Work([line], MAX_ATTEMPTS - 1) for line in span)
         else:
-            self.warn(f"{span.num_lines} lines from {span.first_line} on are tried one by one")
-            lines = split_lines(self.args.input, span)
-            self.suspects.extend(Work(line, MAX_ATTEMPTS - 1) for line in lines)
+            [(line, text)] = span
+            message = f"every engine that computed it has died: {cause}"
+            return [answer_error(line, find_custom_id(text), message, "server_error")]
         return []
 
     def _replace(self, member: Member, work: Work | None, cause: str) -> None:
@@ -217,15 +220,9 @@ class Pool:
             message = f"{num_deaths} engines in a row have died without an answer, the last: {cause}"
             raise RuntimeError(message)
         lost = [work, *(other for owner, other in self.calls.values() if owner is member)]
-        num_lost = sum(work.span.num_lines for work in lost if work is not None)
+        num_lost = sum(len(work.span) for work in lost if work is not None)
         self.warn(f"an engine has died with {num_lost} lines under way, another takes its place: {cause}")
         self.members[self.members.index(member)] = self._start(num_deaths)
-
-    def _blame(self, span: Span, cause: str) -> Answer:
-        """The answer to a line that was alone in an engine when that died."""
-        [(line, text)] = read_span(self.args.input, span)
-        message = f"every engine that computed it has died: {cause}"
-        return answer_error(line, find_custom_id(text), message, "server_error")
 
 
 def _cause_of_death(error: Exception) -> str:

@@ -33,7 +33,7 @@ def floor(llm: LLM, workload: Workload, ceilings: dict[str, float]) -> dict[str,
     hf_config, ranks = config.hf_config, config.tensor_parallel_size
     head = hf_config.vocab_size * hf_config.hidden_size // ranks
     width = hf_config.num_attention_heads // ranks * hf_config.head_dim * hf_config.num_hidden_layers
-    formats = [layer.format for layer in model.modules() if isinstance(layer, LinearBase)]
+    formats = [layer.matrix for layer in model.modules() if isinstance(layer, LinearBase)]
     dense = [p for p in model.parameters() if p.dim() == 1 and p.is_floating_point()]  # norms, biases
     if isinstance(model.lm_head, ParallelLMHead):
         dense += model.lm_head.parameters()

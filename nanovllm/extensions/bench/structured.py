@@ -50,12 +50,13 @@ def bench_structured(args: argparse.Namespace, workload: Workload) -> dict[str, 
 
     engine, rng, runs = NanoVLLM(args), random.Random(args.seed), []
     schemas = [draw_schema(rng, args.limit_strings) for _ in range(40)]
-    grammars, ends = engine.llm.grammars, engine.llm.config.eos
+    grammars = engine.llm.parts.logits_processor("bitmask").grammars
+    ends = engine.llm.config.eos
     make_masks, mask_seconds = grammars.masks, []
 
-    def timed_masks(sequences: list[Any]) -> Any:
+    def timed_masks(*args: Any) -> Any:
         start = time.perf_counter()
-        masks = make_masks(sequences)
+        masks = make_masks(*args)
         mask_seconds.append(time.perf_counter() - start)
         return masks
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from nanovllm.checkpoints.base import Checkpoint, Transposed
+from nanovllm.checkpoints.base import Checkpoint
 from nanovllm.checkpoints.folder import read_json
 from nanovllm.extensions.checkpoints.hub import download_adapter
 from nanovllm.extensions.checkpoints.untrusted import file_inside
@@ -92,7 +92,7 @@ class Adapter:
                 continue
             # Only now, as names of the model, which are short, can be matched with any pattern.
             update = None if factors is None else self._update(tensor.name.removesuffix(".weight"), factors)
-            if saved is not None and isinstance(tensor, Transposed):
+            if saved is not None and getattr(tensor, "is_transposed", False):  # by transformers
                 saved = saved.t()
             source = f"{self.file}: what it has for {tensor.name}"
             if tensor.name in shared:

@@ -15,9 +15,12 @@ import numpy as np
 import torch
 
 from nanovllm.checkpoints.base import Checkpoint
+from nanovllm.checkpoints.model_config import ModelConfig
 from nanovllm.checkpoints.tokenizer import tokenizer_errors
 from nanovllm.extensions.checkpoints.gguf_file import GGUFTensor, Header
 from nanovllm.extensions.checkpoints.gguf_tokenizer import CONTROL, tokenizer_from_gguf
+from nanovllm.extensions.checkpoints.made_up import fill_with_random_values
+from nanovllm.extensions.checkpoints.sizes import checked_size
 
 MODULES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 # They end a turn of a chat, whichever token the file calls the end of text.
@@ -38,6 +41,8 @@ class GGUFCheckpoint(Checkpoint):
     `metadata` are the header's keys and values; `stored` are the tensors by llama.cpp's names. `models` are
     the `Facts` of those that can be read.
     """
+
+    fill = staticmethod(fill_with_random_values)
 
     def __init__(self, path: str, random_weights: bool, models: Collection[Any]):
         try:
@@ -99,8 +104,8 @@ class GGUFCheckpoint(Checkpoint):
         }
         return raw | self.facts.gguf.read_fields(raw, self._number)
 
-    def stored_bytes(self) -> int:
-        return os.path.getsize(self.path)
+    def hf_config(self) -> ModelConfig:
+        return checked_size(self, super().hf_config(), os.path.getsize(self.path))
 
     def tokenizer(self) -> Any:
         with tokenizer_errors(f"{self.path}: cannot build the tokenizer"):

@@ -8,7 +8,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-from nanovllm.checkpoints.folder import FolderCheckpoint, read_json
+from nanovllm.checkpoints.folder import TOKENIZER_FILES, FolderCheckpoint, read_json
+from nanovllm.checkpoints.model_config import ModelConfig
+from nanovllm.extensions.checkpoints.made_up import fill_with_random_values, toy_tokenizer
+from nanovllm.extensions.checkpoints.sizes import checked_size
 
 # By name or ending; several times what the largest models have. JSON takes many times its size in memory.
 MAX_BYTES = {"tokenizer.json": 2**26, ".json": 2**24, ".jinja": 2**20, ".safetensors": math.inf}
@@ -26,7 +29,9 @@ VOCAB_IS_TEXT = re.compile(rb'"(?:v|\\u0076)(?:o|\\u006[fF])(?:c|\\u0063)(?:a|\\
 
 
 class CheckedFolder(FolderCheckpoint):
-    """A folder from a stranger."""
+    """A folder from a stranger; `only_tokenizer` says that nothing else has to be there."""
+
+    fill = staticmethod(fill_with_random_values)
 
     def __init__(self, path: str, random_weights: bool = False, only_tokenizer: bool = False):
         folder = Path(path)
@@ -35,7 +40,22 @@ class CheckedFolder(FolderCheckpoint):
                 file_inside(folder, str(entry.relative_to(folder)))
             elif entry.is_symlink() and not leads_inside(folder, entry):  # to a folder, perhaps
                 raise ValueError(f"{folder}: {entry.name!r} leads out of the folder")
-        super().__init__(path, random_weights, only_tokenizer)
+        self.only_tokenizer = only_tokenizer
+        super().__init__(path, random_weights)
+
+    def check_files(self) -> None:
+        if self.only_tokenizer and not self.has_tokenizer():
+            raise ValueError(f"{self.path} has none of {', '.join(TOKENIZER_FILES)}")
+        if self.only_tokenizer:
+            return
+        if not (self.folder / "config.json").exists() and any(self.folder.glob("*.gguf")):
+            raise ValueError(f"{self.path} has no config.json; name the .gguf file itself to load it")
+        super().check_files()
+
+    def hf_config(self) -> ModelConfig:
+        config = super().hf_config()
+        stored = [] if self.random_weights else self.shards()
+        return checked_size(self, config, sum(file.stat().st_size for file in stored))
 
     def file(self, name: str) -> Path:
         return file_inside(self.folder, name)
@@ -43,6 +63,8 @@ class CheckedFolder(FolderCheckpoint):
     def tokenizer(self) -> Any:
         if self.has_tokenizer():
             self._check_tokenizer_config()
+        elif self.random_weights:
+            return toy_tokenizer()
         return super().tokenizer()
 
     def _check_tokenizer_config(self) -> None:

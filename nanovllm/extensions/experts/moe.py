@@ -22,7 +22,7 @@ from nanovllm.layers.linear import LinearBase, ReplicatedLinear, divide
 from nanovllm.layers.residual_stream import Stream
 from nanovllm.layers.weight import DenseWeight, Shard, Weight
 from nanovllm.utils.context import get_context
-from nanovllm.utils.loader import StoredTensor, default_weight_loader
+from nanovllm.utils.loader import StoredTensor
 
 
 class MixtureOfExperts(nn.Module):
@@ -96,7 +96,7 @@ class Experts(nn.Module):
     @property
     def weights(self) -> ExpertWeights:
         """For kernels. Rank 0 alone adds the second bias."""
-        matrices = self.gate_up_proj.matrix, self.down_proj.matrix
+        matrices = self.gate_up_proj.for_kernels, self.down_proj.for_kernels
         biases = self.gate_up_proj.bias, self.down_proj.bias if self.group.rank == 0 else None
         return ExpertWeights(*matrices, self.num_experts, *biases, self.is_clamped)
 
@@ -107,13 +107,13 @@ class StackedLinear(LinearBase):
     have in checkpoints, in the module that this one is in.
     """
 
-    def set_format(self, format: Weight) -> None:
-        self.is_dense, is_scaled = isinstance(format, DenseWeight), isinstance(format, ScaledWeight)
-        if not (self.is_dense or is_scaled) or getattr(format, "order", None) is not None:
-            kind = "inputs in an order of their own" if is_scaled else type(format).__name__
+    def set_matrix(self, matrix: Weight) -> None:
+        self.is_dense, is_scaled = isinstance(matrix, DenseWeight), isinstance(matrix, ScaledWeight)
+        if not (self.is_dense or is_scaled) or getattr(matrix, "order", None) is not None:
+            kind = "inputs in an order of their own" if is_scaled else type(matrix).__name__
             raise ValueError(f"quantised weights of experts with {kind} are not supported")
-        super().set_format(format)
-        for param in format.parameters.values():
+        super().set_matrix(matrix)
+        for param in matrix.parameters.values():
             param.weight_loader = None  # see `stored_tensors`
 
     def finish(self) -> None:
@@ -121,18 +121,17 @@ class StackedLinear(LinearBase):
             super().finish()
 
     @property
-    def matrix(self) -> Any:
-        """For kernels."""
-        return self.format.weight if self.is_dense else self.format.quantised
+    def for_kernels(self) -> Any:
+        return self.matrix.weight if self.is_dense else self.matrix.quantised
 
     def names_in_checkpoint(self, name: str, merged: dict[str, list[str]]) -> list[str]:
         """Of the first expert: others that differ find no place when they are loaded."""
         return [f"{name.rpartition('.')[0]}.{source}" for source in self.shards if source.startswith("0.")]
 
     def stored_tensors(self, name: str) -> dict[str, StoredTensor]:
-        parent, stored = name.rpartition(".")[0], self.format.stored
+        parent, stored = name.rpartition(".")[0], self.matrix.stored
         if self.is_dense:
-            stored = {"weight": StoredTensor(self.format.load)}
+            stored = {"weight": StoredTensor(self.matrix.load)}
         return {
             f"{parent}.{source}.{inner}": each._replace(load=functools.partial(_load, each.load, shard))
             for source, shard in self.shards.items()
@@ -159,7 +158,7 @@ class JointLinear(StackedLinear):
         return [name]
 
     def stored_tensors(self, name: str) -> dict[str, StoredTensor]:
-        stored = {"weight": StoredTensor(self.format.load)} if self.is_dense else self.format.stored
+        stored = {"weight": StoredTensor(self.matrix.load)} if self.is_dense else self.matrix.stored
         if unknown := stored.keys() - {"weight", "blocks", "scales"}:
             raise ValueError(f"quantised weights of joint experts with {min(unknown)} are not supported")
         if self.bias is not None:
@@ -182,4 +181,4 @@ class JointLinear(StackedLinear):
             load(matrix[number % per_expert :: per_expert], shard)
 
     def _load_bias(self, loaded_weight: torch.Tensor, shard: Shard) -> None:
-        default_weight_loader(self.bias.data[shard.place], loaded_weight, shard.rows, shard.shape[:1])
+        shard.load(self.bias.data, loaded_weight)

@@ -4,7 +4,6 @@ One spelling for what files of many models say; what a file leaves out is in the
 """
 
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
 
 import torch
 
@@ -16,11 +15,14 @@ from nanovllm.checkpoints.model_config import (
     read_dtype,
     read_sizes,
 )
+from nanovllm.extensions.models.facts import Fields
 from nanovllm.extensions.models.rope import FULL, SLIDING, context_limit, read_rope_parameters
-from nanovllm.utils.validation import check_bool, shown
+from nanovllm.utils.validation import check, check_bool, shown
 
 MAX_EXPERTS = 2**12
 DEFAULTS = {"rms_norm_eps": 1e-6, "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False}
+# Before which layer there is no window, and every which layer has none.
+WINDOW_PATTERN = "max_window_layers", "sliding_window_pattern"
 # Settings that may have this value only.
 SUPPORTED = {"partial_rotary_factor": 1.0, "final_logit_softcapping": None, "attn_logit_softcapping": None}
 SUPPORTED |= {"use_bidirectional_attention": False, "swiglu_limit": 7.0, "swiglu_alpha": 1.702}
@@ -51,12 +53,12 @@ class DecoderConfig(ModelConfig):
     """
 
     mlp_bias: bool
-    local_rope_parameters: dict[str, Any]
+    local_rope_parameters: Fields
     windows: tuple[int, ...]
     query_pre_attn_scalar: float  # attention scores are divided by its root
     experts: ExpertsConfig | None  # None if each layer has an MLP
-    quantization_config: dict[str, Any] | None  # as the file has it; None if weights are not quantised
-    raw: dict[str, Any] = field(repr=False)
+    quantization_config: Fields | None  # as the file has it; None if weights are not quantised
+    raw: Fields = field(repr=False)
 
     def window(self, layer: int) -> int:
         """To how many tokens a layer attends; 0 if these are all that there can be."""
@@ -65,20 +67,8 @@ class DecoderConfig(ModelConfig):
 
     @property
     def tokens_in_reach(self) -> int:
-        windows = [*map(self.window, range(self.num_hidden_layers))]
+        windows = [self.window(layer) for layer in range(self.num_hidden_layers)]
         return max(windows) if all(windows) else 0
-
-    @property
-    def least_bits(self) -> int:
-        widths, experts = self.num_hidden_layers * self.layer_width, self.experts
-        if experts:
-            num_sparse = sum(map(experts.replaces_mlp, range(self.num_hidden_layers)))
-            sparse_width = experts.num_experts * experts.moe_intermediate_size
-            widths += num_sparse * 3 * (sparse_width - self.intermediate_size)
-        format = self.quantization_config
-        # GGUF's smallest types take between one and two bits a weight.
-        bits = 8 if format is None else 1 if format.get("quant_method") == "gguf" else 4
-        return bits * self.hidden_size * (self.vocab_size + widths)
 
     @property
     def divided_sizes(self) -> dict[str, int]:
@@ -92,13 +82,12 @@ class DecoderConfig(ModelConfig):
         return "bfloat16" if stays_packed else super().usual_dtype(device)
 
     def shortened(self) -> "DecoderConfig":
+        """A model of two layers that launches every kernel that this one does."""
         windows = (*dict.fromkeys(self.windows), *self.windows)[:2]  # unlike ones, if there are
-        return replace(super().shortened(), windows=windows)
+        return replace(self, num_hidden_layers=len(windows), windows=windows)
 
 
-def read_decoder(
-    raw: dict[str, Any], architectures: list[str], own: dict[str, Any], given: dict[str, Any]
-) -> DecoderConfig:
+def read_decoder(raw: Fields, architectures: list[str], own: Fields, given: Fields) -> DecoderConfig:
     """
     From the fields that a file has, `given`, and the defaults of its model. `architectures` is empty for one
     without a class here. Raises ValueError naming what is wrong or not supported.
@@ -122,43 +111,42 @@ def read_decoder(
     windows = _read_windows(values, raw, own) if architectures else (0,) * values["num_hidden_layers"]
     values.update(architectures=architectures, rope_parameters=rope_parameters, local_rope_parameters=local)
     values.update(windows=windows, dtype=read_dtype(given), quantization_config=quantization_config, raw=raw)
+    values.update(context_limit=limit, max_model_len=limit)
     values["experts"] = _read_experts(values) if "num_experts" in own else None
-    return DecoderConfig.from_values(values | {"context_limit": limit, "max_model_len": limit})
+    return DecoderConfig.from_values(values)
 
 
-def _read_windows(values: dict[str, Any], raw: dict[str, Any], own: dict[str, Any]) -> tuple[int, ...]:
+def _read_windows(values: Fields, raw: Fields, own: Fields) -> tuple[int, ...]:
     """Of each layer, from `layer_types`, or from what takes its place in this architecture."""
     num_layers, is_used = values["num_hidden_layers"], values.get("use_sliding_window", True)
     check_bool(is_used, "use_sliding_window")
     window = raw.get("sliding_window", own["sliding_window"]) if "sliding_window" in own else None
     if not is_used or window is None:
-        window, kinds, allowed = 0, [FULL] * num_layers, [FULL]
+        window, kinds = 0, [FULL] * num_layers
     else:
         check_size("sliding_window", window)
-        first = values["max_window_layers"] if "max_window_layers" in own else 0
-        every = values["sliding_window_pattern"] if "sliding_window_pattern" in own else 0
-        check_number("max_window_layers", first, 0, MAX_SIZE)
-        check_number("sliding_window_pattern", every, 0, MAX_SIZE)
-        has_window = [i >= first and not (every and (i + 1) % every == 0) for i in range(num_layers)]
-        kinds, allowed = [SLIDING if each else FULL for each in has_window], [FULL, SLIDING]
-    kinds = values.get("layer_types", kinds)
-    if not isinstance(kinds, list) or len(kinds) < num_layers or any(kind not in allowed for kind in kinds):
-        expected = " or ".join(map(repr, allowed))
-        raise ValueError(f"layer_types must be {expected} for each layer, got {shown(kinds)}")
+        first, every = (values[name] if name in own else 0 for name in WINDOW_PATTERN)
+        for name, number in zip(WINDOW_PATTERN, (first, every), strict=True):
+            check_number(name, number, 0, MAX_SIZE)
+        is_full = [i < first or every and (i + 1) % every == 0 for i in range(num_layers)]
+        kinds = [FULL if each else SLIDING for each in is_full]
+    kinds, allowed = values.get("layer_types", kinds), [FULL, SLIDING] if window else [FULL]
+    is_good = isinstance(kinds, list) and len(kinds) >= num_layers and all(kind in allowed for kind in kinds)
+    check(is_good, f"layer_types must be {' or '.join(map(repr, allowed))} for each layer", kinds)
     return tuple(window if kind == SLIDING else 0 for kind in kinds)
 
 
-def _read_experts(values: dict[str, Any]) -> ExpertsConfig:
+def _read_experts(values: Fields) -> ExpertsConfig:
     values["num_experts"] = values.get("num_local_experts", values["num_experts"])  # the newer spelling
     if values["moe_intermediate_size"] is None:
         values["moe_intermediate_size"] = values["intermediate_size"]
-    experts = ExpertsConfig(**{field.name: values[field.name] for field in fields(ExpertsConfig)})
+    experts = ExpertsConfig(*(values[field.name] for field in fields(ExpertsConfig)))
     check_size("num_experts", experts.num_experts, MAX_EXPERTS)
     check_size("num_experts_per_tok", experts.num_experts_per_tok, experts.num_experts)
-    check_size("moe_intermediate_size", experts.moe_intermediate_size)
-    check_size("decoder_sparse_step", experts.decoder_sparse_step)
+    for name in ("moe_intermediate_size", "decoder_sparse_step"):
+        check_size(name, values[name])
     check_bool(experts.norm_topk_prob, "norm_topk_prob")
     layers = experts.mlp_only_layers
-    if not isinstance(layers, list) or not all(type(layer) is int for layer in layers):
-        raise ValueError(f"mlp_only_layers must be a list of integers, got {shown(layers)}")
+    is_list = isinstance(layers, list) and all(type(layer) is int for layer in layers)
+    check(is_list, "mlp_only_layers must be a list of integers", layers)
     return experts

@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import nn
 
+Fields = dict[str, Any]  # of config.json
+
 # Of mixtures of experts.
 EXPERTS = {"num_experts": 128, "decoder_sparse_step": 1, "mlp_only_layers": []}
 # Of Qwen's files, which may have a window but do not use it.
@@ -26,11 +28,7 @@ LAYER_MODULES = {
 }
 
 
-# (key, default, kind) -> the number that a GGUF file has there. Raises ValueError naming the key.
-Number = Callable[..., Any]
-
-
-def no_fields(raw: dict[str, Any], number: Number) -> dict[str, Any]:
+def no_fields(raw: Fields, number: Callable[..., Any]) -> Fields:
     return {}
 
 
@@ -39,15 +37,16 @@ class GGUFFacts:
     """
     How GGUF files have a model: its name there, and by llama.cpp's names the `modules` of a layer. Some have
     query and key projections in the order in which llama.cpp rotates them, neighbouring rows against each
-    other, and weights of norms that something was added to. `read_fields(raw, number)` gives fields of
-    config.json besides `raw`, those of all models.
+    other, and weights of norms that something was added to. `read_fields(raw, number)` gives fields besides
+    `raw`, those of all models; number(key, default, kind) is what the file has there, or a ValueError that
+    names the key.
     """
 
     architecture: str
     modules: dict[str, str] = field(default_factory=lambda: LAYER_MODULES)
     rotates_neighbours: bool = False
     added_to_norms: float = 0.0
-    read_fields: Callable[[dict[str, Any], Number], dict[str, Any]] = no_fields
+    read_fields: Callable[..., Fields] = no_fields
 
 
 @dataclass(frozen=True)
@@ -59,5 +58,5 @@ class Facts:
 
     model: type[nn.Module]
     model_type: str
-    defaults: dict[str, Any] = field(default_factory=dict)
+    defaults: Fields = field(default_factory=dict)
     gguf: GGUFFacts | None = None  # if such files can be read

@@ -2,16 +2,19 @@
 first, and embeddings are scaled.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
 from nanovllm.extensions.models.config import DecoderConfig
-from nanovllm.extensions.models.facts import LAYER_MODULES, Facts, GGUFFacts, Number
-from nanovllm.layers.activation import GeluAndMul
+from nanovllm.extensions.models.facts import LAYER_MODULES, Facts, Fields, GGUFFacts
+from nanovllm.extensions.models.gelu import GeluAndMul
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.residual_stream import Stream
 from nanovllm.models.qwen3 import Qwen3DecoderLayer, Qwen3ForCausalLM
+from nanovllm.utils.loader import default_weight_loader
 
 
 class Gemma3DecoderLayer(Qwen3DecoderLayer):
@@ -36,10 +39,26 @@ class Gemma3ForCausalLM(Qwen3ForCausalLM):
 
     def __init__(self, config: DecoderConfig):
         super().__init__(config)
-        self.model.embed_tokens.scale = config.hidden_size**0.5
+        embedding = self.model.embed_tokens
+        scale = torch.tensor(config.hidden_size**0.5, dtype=embedding.weight.dtype, device="cpu").item()
+        embedding.register_forward_hook(lambda _module, _args, embedded: embedded * scale)
         for norm in self.modules():
             if isinstance(norm, RMSNorm):
-                norm.store_less_one()
+                store_less_one(norm)
+
+
+def store_less_one(norm: RMSNorm) -> None:
+    """
+    Say that checkpoints have the weight less 1. It is kept in float32: beside the 1 bfloat16 would lose most
+    of what they have.
+    """
+    norm.weight = nn.Parameter(norm.weight.float(), requires_grad=False)
+    norm.weight.weight_loader = _load_and_add_one
+
+
+def _load_and_add_one(param: nn.Parameter, loaded_weight: Any) -> None:
+    default_weight_loader(param, loaded_weight)
+    param.data += 1
 
 
 DEFAULTS = {
@@ -54,7 +73,7 @@ DEFAULTS = {
 }
 
 
-def read_gguf_fields(raw: dict[str, Any], number: Number) -> dict[str, Any]:
+def read_gguf_fields(raw: Fields, number: Callable[..., Any]) -> Fields:
     if "attn_factor" in (raw["rope_scaling"] or {}):  # for which of its two rotations is not said
         raise ValueError("rope.scaling.attn_factor is not supported for gemma3, only 1")
     window, divisor = number("attention.sliding_window", 0), raw["head_dim"]

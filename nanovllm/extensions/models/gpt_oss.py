@@ -1,4 +1,6 @@
-"""gpt-oss: a mixture of experts with biases in each layer, attention with sinks, a window in some layers."""
+"""gpt-oss: Llama with a mixture of experts with biases in each layer, attention with sinks, and a window in
+some layers.
+"""
 
 import torch
 from torch import nn
@@ -8,11 +10,12 @@ from nanovllm.extensions.experts.moe import Experts, JointLinear, MixtureOfExper
 from nanovllm.extensions.models.attention_rule import set_rule
 from nanovllm.extensions.models.config import DecoderConfig
 from nanovllm.extensions.models.facts import EXPERTS, Facts
-from nanovllm.models.qwen3 import Qwen3Attention, Qwen3ForCausalLM, Variant
+from nanovllm.extensions.models.llama import LlamaForCausalLM
+from nanovllm.models.qwen3 import Qwen3Attention
 from nanovllm.utils.loader import default_weight_loader
 
 
-class GptOssForCausalLM(Qwen3ForCausalLM):
+class GptOssForCausalLM(LlamaForCausalLM):
     packed_modules_mapping = {
         "q_proj": ("qkv_proj", "q"),
         "k_proj": ("qkv_proj", "k"),
@@ -25,11 +28,6 @@ class GptOssForCausalLM(Qwen3ForCausalLM):
         for layer in self.model.layers:
             layer.self_attn.sinks = sinks = make_sinks(layer.self_attn)
             set_rule(layer.self_attn.attn, sinks=sinks)
-
-    @staticmethod
-    def variant(config: DecoderConfig) -> Variant:
-        bias = config.attention_bias
-        return Variant(qk_norm=False, qkv_bias=bias, o_bias=bias, mlp_bias=False)
 
     def make_mlp(self, config: DecoderConfig, layer: int) -> nn.Module:
         experts, hidden_size = config.experts, config.hidden_size
@@ -56,8 +54,6 @@ DEFAULTS = {
     "num_experts_per_tok": 4,
     "moe_intermediate_size": None,  # intermediate_size
     "norm_topk_prob": True,
-    "swiglu_limit": 7.0,
-    "swiglu_alpha": 1.702,
     "num_key_value_heads": 8,
     "head_dim": 64,
     "rms_norm_eps": 1e-5,

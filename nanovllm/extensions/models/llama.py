@@ -10,8 +10,7 @@ from nanovllm.models.qwen3 import Qwen3ForCausalLM, Variant
 class LlamaForCausalLM(Qwen3ForCausalLM):
     @staticmethod
     def variant(config: DecoderConfig) -> Variant:
-        bias = config.attention_bias
-        return Variant(qk_norm=False, qkv_bias=bias, o_bias=bias, mlp_bias=config.mlp_bias)
+        return Qwen3ForCausalLM.variant(config)._replace(qk_norm=False, mlp_bias=config.mlp_bias)
 
 
 FACTS = Facts(LlamaForCausalLM, "llama", gguf=GGUFFacts("llama", rotates_neighbours=True))

@@ -6,22 +6,15 @@ They end as the numbers that the core's table of rotations is made of. Sources: 
 
 import math
 from collections.abc import Collection
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from nanovllm.checkpoints.model_config import check_number, check_size
+from nanovllm.extensions.models.facts import Fields
 from nanovllm.utils.validation import shown
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-# What files say of rotations. A part of it has no effect here: of text alone all three positions of mRoPE are
-# equal, and `finetuned` is a remark.
-ROPE_KEYS = (
-    "rope_type type rope_theta factor factors original_max_position_embeddings low_freq_factor "
-    "high_freq_factor beta_fast beta_slow truncate attention_factor attn_factor mscale mscale_all_dim "
-    "extrapolation_factor apply_yarn_scaling partial_rotary_factor mrope_section mrope_interleaved finetuned"
-).split()
 # The kinds of rotary scaling, and which numbers each of them needs.
 ROPE_TYPES = {"default": [], "frequency_factors": [], "linear": ["factor"], "yarn": ["factor"]}
 ROPE_TYPES["llama3"] = ["factor", "low_freq_factor", "high_freq_factor"]
@@ -29,12 +22,18 @@ ROPE_NUMBERS = (
     "rope_theta factor original_max_position_embeddings low_freq_factor high_freq_factor beta_fast beta_slow "
     "attention_factor attn_factor mscale mscale_all_dim"
 ).split()
+# What else files say of rotations. A part of it has no effect here: of text alone all three positions of
+# mRoPE are equal, and `finetuned` is a remark.
+OTHER_KEYS = """
+    rope_type type factors truncate extrapolation_factor apply_yarn_scaling partial_rotary_factor
+    mrope_section mrope_interleaved finetuned
+""".split()
 
 
-def check_rope_keys(given: dict[str, Any], others: Collection[str] = ()) -> None:
+def check_rope_keys(given: Fields, others: Collection[str] = ()) -> None:
     """Raise ValueError naming a rotary setting that nobody would honour."""
     names = {name for name, value in given.items() if value is not None}
-    known = {*ROPE_KEYS, *others}
+    known = {*ROPE_NUMBERS, *OTHER_KEYS, *others}
     if unknown := sorted(map(str, names - known)):
         known_ones = ", ".join(sorted(known))
         raise ValueError(f"rotary setting {shown(unknown[0])} is not known; known ones: {known_ones}")
@@ -46,7 +45,7 @@ def check_rope_keys(given: dict[str, Any], others: Collection[str] = ()) -> None
             raise ValueError(f"{name} = {shown(given[name])} is not supported, only {value}")
 
 
-def read_rope_parameters(values: dict[str, Any], layer_type: str) -> dict[str, Any]:
+def read_rope_parameters(values: Fields, layer_type: str) -> Fields:
     """
     All rotary settings of one kind of layer, from `rope_parameters` (which may have them by kind) or
     `rope_theta` and `rope_scaling`, beside which `rope_local_base_freq` is for layers with a window. Raises
@@ -89,7 +88,7 @@ def read_rope_parameters(values: dict[str, Any], layer_type: str) -> dict[str, A
     return settings
 
 
-def context_limit(rope_parameters: dict[str, Any], trained: int) -> int:
+def context_limit(rope_parameters: Fields, trained: int) -> int:
     """
     How many positions the checkpoint is for. Scaling extends what it was trained on by its factor, which
     `max_position_embeddings` counts already in some checkpoints (Llama 3.1's) and in others not (Qwen3's).
@@ -101,58 +100,49 @@ def context_limit(rope_parameters: dict[str, Any], trained: int) -> int:
     return limit
 
 
-def scale_frequencies(parameters: dict[str, Any], head_dim: int) -> dict[str, Any]:
+def scale_frequencies(p: Fields, head_dim: int) -> Fields:
     """What `get_rope` takes in place of `rope_theta`."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
-    frequencies, scale = 1.0 / parameters["rope_theta"] ** exponents, 1.0
-    match parameters["rope_type"]:
+    frequencies, kept, scale = 1.0 / p["rope_theta"] ** exponents, None, 1.0
+    match p["rope_type"]:
         case "linear":
-            frequencies /= parameters["factor"]
+            frequencies /= p["factor"]
         case "frequency_factors":
-            frequencies /= torch.tensor(parameters["factors"], dtype=torch.float32, device="cpu")
+            frequencies /= torch.tensor(p["factors"], dtype=torch.float32, device="cpu")
         case "llama3":
-            frequencies = _scale_llama3(frequencies, parameters)
+            kept = _kept_by_llama3(frequencies, p)
         case "yarn":
-            frequencies, scale = _scale_yarn(frequencies, parameters), _yarn_attention_scale(parameters)
-    amplitude = scale * parameters.get("attn_factor", 1.0)
-    return {"inverse_frequencies": frequencies.tolist(), "amplitude": amplitude}
+            kept, scale = _kept_by_yarn(len(frequencies), p), _yarn_attention_scale(p)
+    if kept is not None:  # the share of each frequency that is not divided by the factor
+        kept = kept.clamp(0, 1)
+        frequencies = frequencies * kept + frequencies / p["factor"] * (1 - kept)
+    return {"inverse_frequencies": frequencies.tolist(), "amplitude": scale * p.get("attn_factor", 1.0)}
 
 
-def _scale_llama3(frequencies: Tensor, p: dict[str, Any]) -> Tensor:
-    """Long waves are slowed down by `factor`, short ones kept, those between blended."""
+def _kept_by_llama3(frequencies: Tensor, p: Fields) -> Tensor:
+    """Long waves are slowed down, short ones kept, those between blended."""
     turns = p["original_max_position_embeddings"] * frequencies / (2 * math.pi)
-    kept = (turns - p["low_freq_factor"]) / (p["high_freq_factor"] - p["low_freq_factor"])
-    return _blend(frequencies, p["factor"], kept)
+    return (turns - p["low_freq_factor"]) / (p["high_freq_factor"] - p["low_freq_factor"])
 
 
-def _scale_yarn(frequencies: Tensor, p: dict[str, Any]) -> Tensor:
+def _kept_by_yarn(count: int, p: Fields) -> Tensor:
     """Dimensions that turn more than `beta_fast` times are kept, less than `beta_slow` times slowed down."""
-    dim = 2 * len(frequencies)
-
-    def dimension(turns: float) -> float:  # the dimension that makes this many turns over the original length
-        context = p["original_max_position_embeddings"]
-        return dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(p["rope_theta"]))
-
-    low, high = dimension(p.get("beta_fast", 32)), dimension(p.get("beta_slow", 1))
+    context, dim = p["original_max_position_embeddings"], 2 * count
+    low, high = (  # the dimensions that make so many turns over the original length
+        dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(p["rope_theta"]))
+        for turns in (p.get("beta_fast", 32), p.get("beta_slow", 1))
+    )
     if p.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
-    ramp = (torch.arange(dim // 2, device="cpu") - low) / max(high - low, 0.001)
-    return _blend(frequencies, p["factor"], 1 - ramp)
+    return 1 - (torch.arange(count, device="cpu") - low) / max(high - low, 0.001)
 
 
-def _yarn_attention_scale(p: dict[str, Any]) -> float:
-    def scale(weight: float) -> float:
-        return 0.1 * weight * math.log(max(p["factor"], 1)) + 1.0
-
+def _yarn_attention_scale(p: Fields) -> float:
     if "attention_factor" in p:
         return p["attention_factor"]
-    if p.get("mscale") and p.get("mscale_all_dim"):
-        return scale(p["mscale"]) / scale(p["mscale_all_dim"])
-    return scale(1.0)
-
-
-def _blend(frequencies: Tensor, factor: float, kept: Tensor) -> Tensor:
-    """`kept` is the share of each frequency that is not divided by `factor`, where it is from 0 to 1."""
-    kept = kept.clamp(0, 1)
-    return frequencies * kept + frequencies / factor * (1 - kept)
+    weights = 1.0, 0.0
+    if {"mscale", "mscale_all_dim"} <= p.keys():
+        weights = p["mscale"], p["mscale_all_dim"]
+    scale, divisor = (0.1 * weight * math.log(max(p["factor"], 1)) + 1.0 for weight in weights)
+    return scale / divisor

@@ -13,15 +13,12 @@ def set_attention(model: nn.Module, config: DecoderConfig) -> None:
         for attention in model.attention:
             set_rule(attention, **attention.features)
         return
-    if config.query_pre_attn_scalar != config.head_dim:
-        for layer in model.model.layers:
-            layer.self_attn.attn.variant.scale = config.query_pre_attn_scalar**-0.5
-    if not any(config.windows):
-        return
-    is_local_rope = config.local_rope_parameters != config.rope_parameters
-    local_rope = get_rope(config.head_dim, config.max_model_len, config.local_rope_parameters)
+    scale, local_rope = config.query_pre_attn_scalar**-0.5, None
+    if any(config.windows) and config.local_rope_parameters != config.rope_parameters:
+        local_rope = get_rope(config.head_dim, config.max_model_len, config.local_rope_parameters)
     for i, layer in enumerate(model.model.layers):
+        attention = layer.self_attn
+        attention.attn.variant.scale = scale
         if config.windows[i]:
-            set_rule(layer.self_attn.attn, window=config.window(i))
-            if is_local_rope:
-                layer.self_attn.rotary_emb = local_rope
+            set_rule(attention.attn, window=config.window(i))
+            attention.rotary_emb = local_rope or attention.rotary_emb

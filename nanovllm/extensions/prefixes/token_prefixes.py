@@ -47,7 +47,7 @@ class TokenPrefixes(PrefixCache):
         parent = -1
         while True:
             start = len(blocks) * size
-            packed = seq.packed(start, min(start + size, seq.num_cacheable_tokens))
+            packed = seq.packed(start, min(start + size, pool.max_cached(seq)))
             block_id = pool.find_block(seq, len(blocks))
             num_common = size
             if block_id == -1:

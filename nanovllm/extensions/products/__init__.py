@@ -7,7 +7,7 @@ residual addition and SwiGLU to kernels of their own, each of which pays that pr
 
 Two kernels remove it:
 
-- `kernels/matvec.py` (gemv), for one or two rows: one pass over the weight at memory bandwidth, which
+- `kernels/gemv.py`, for one or two rows: one pass over the weight at memory bandwidth, which
   normalises its input, applies SwiGLU and adds the residual itself. Each program asks for its weights before
   it waits for its input.
 - `kernels/fused_linear.py`, for decode batches of small models: tiles on tensor cores. RMSNorm needs the sum

@@ -1,15 +1,14 @@
 """The faster products of dense weights, as the core's layers see them (layers/product.py)."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 from torch import Tensor
 
 from nanovllm.extensions.products.kernels.fused_linear import MAX_ROWS as MAX_FUSED_ROWS
 from nanovllm.extensions.products.kernels.fused_linear import can_fuse, fused_linear
-from nanovllm.extensions.products.kernels.matvec import MAX_ROWS, can_use_matvec, linear_small
+from nanovllm.extensions.products.kernels.gemv import MAX_ROWS, can_use_gemv, gemv
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.product import Gated, Library, Product, activated
 from nanovllm.layers.residual_stream import Stream
@@ -19,7 +18,7 @@ from nanovllm.layers.weight import DenseWeight
 class Gemv(Product):
     """
     In decode steps, for a row or two. `multiply` takes (x, bias, norm_weight, eps, residual, silu_and_mul) as
-    `linear_small`.
+    `gemv`.
     """
 
     def __init__(self, multiply: Callable[..., Tensor]):
@@ -34,8 +33,8 @@ class Gemv(Product):
     def norm_linear(self, stream: Stream, bias: Tensor | None, gated: bool = False) -> Tensor:
         if not stream.is_untouched:
             return super().norm_linear(stream, bias, gated)
-        norm = {"norm_weight": stream.norm.weight, "eps": stream.norm.eps}
-        return self.multiply(stream.x, bias=bias, silu_and_mul=gated, **norm)
+        norm = stream.norm
+        return self.multiply(stream.x, bias=bias, norm_weight=norm.weight, eps=norm.eps, silu_and_mul=gated)
 
     def linear_add(
         self, stream: Stream, x: Tensor | Gated, bias: Tensor | None, next_norm: RMSNorm
@@ -85,16 +84,10 @@ class FoldingWeight(DenseWeight):
 
     make_gemv = Gemv  # quantised weights beside it are multiplied by it, too
 
-    def gemv(self, x: Tensor, *args: Any, **options: Any) -> Tensor:
-        return linear_small(x, self.weight, *args, **options)
-
     def products(self, hidden_size: int | None, num_ranks: int) -> list[Product]:
         found: list[Product] = []
-        if can_use_matvec(self._example_row(self.shape[1])):
-            found.append(self.make_gemv(self.gemv))
-        if hidden_size and num_ranks == 1 and can_fuse(self._example_row(hidden_size), self.weight):
+        if can_use_gemv(self.weight):
+            found.append(self.make_gemv(functools.partial(gemv, weight=self.weight)))
+        if hidden_size and num_ranks == 1 and can_fuse(hidden_size, self.weight):
             found.append(FusedGemm(self))
         return [*found, *super().products(hidden_size, num_ranks)]
-
-    def _example_row(self, width: int) -> Tensor:
-        return torch.empty(1, 1, dtype=self.dtype, device=self.weight.device).expand(1, width)

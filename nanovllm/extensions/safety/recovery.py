@@ -61,7 +61,6 @@ def recover(engine: Any) -> list[Sequence]:
     engine.scheduler.restart(engine.unfinished.values())
     isolation_of(engine).all_ended()
     engine.texts = watch_stops(engine.tokenizer, engine.unfinished.values())
-    engine.grammars.reset()
     engine.attempt = None
     return attempt.sequences
 

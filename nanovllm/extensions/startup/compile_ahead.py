@@ -18,7 +18,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import product
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -30,12 +30,10 @@ from nanovllm.config import Config
 from nanovllm.distributed.group import Group
 from nanovllm.engine.interfaces import Observer
 from nanovllm.engine.memory import largest_batch
-from nanovllm.extensions.structured.masks import TokenMasks
 from nanovllm.kernels import runtime
 from nanovllm.kernels.prefill_attention import SHORT_QUERIES
 from nanovllm.kernels.runtime import triton
 from nanovllm.models import pack_weights
-from nanovllm.sampling_params import Needs
 from nanovllm.utils.torch_defaults import dtype_lock
 
 TIMEOUT = 30  # seconds; far more than all kernels take
@@ -206,23 +204,22 @@ def launch_every_kernel(config: Config, make_runner: Callable[..., Any], group: 
     runner.build()
     pack_weights(runner.model)
     short = largest_batch(config, num_tokens=16)  # kernels do not depend on how many
-    short = short._replace(scoring=None)  # log-probabilities are torch's work
     tokens = np.zeros(len(short.token_ids) + SHORT_QUERIES * len(short.lens_q), dtype=np.int32)
     lengths = dict(lens_q=short.lens_q + SHORT_QUERIES, lens_k=short.lens_k + SHORT_QUERIES)
     long = short._replace(**lengths, token_ids=tokens, slot_mapping=tokens)
-    filters, edits = Needs.FILTERS, Needs.RULES | Needs.TOKEN_FLAGS
-    runner.run(long._replace(needs=filters | edits))
+    # Those that look at raw logits or at prompts alone do so in torch.
+    kernels = [1 << i for i, p in enumerate(runner.processors) if not (p.needs_raw or p.prefill_only)]
+    runner.run(long._replace(wanted=sum(kernels) & ~runner.waiting))
     *smaller, largest = runner.graph_sizes
     plan = runner.backend.largest_plan
-    runner.decode_step(*runner.padding(largest, plan), Needs(0))
+    runner.decode_step(*runner.padding(largest, plan), 0)
     yield
-    kinds = Needs(0), filters, edits, filters | edits  # the last without masks is through
-    for needs in (*kinds[:3], *(kind | Needs.MASKS for kind in kinds)):
-        runner.run(short._replace(needs=needs))
-        if runner.undrawn is not None:
-            runner.draw(TokenMasks(np.full(len(short.lens_q), -1, np.int32), np.zeros((0, 1), np.int32)))
+    # Which kernels there are depends on one logits processor, or on two of which one changes the dtype.
+    for wanted in (0, *kernels, *map(sum, combinations(kernels, 2))):
+        if runner.run(short._replace(wanted=wanted)) is None:
+            runner.sample({})
     for batch in (short, long):  # some keys are in the cache
         messages = {"prefix_cache": np.zeros((3, 1), dtype=np.int64)}
-        runner.run(batch._replace(needs=Needs(0), lens_k=batch.lens_k + 1, messages=messages))
+        runner.run(batch._replace(wanted=0, lens_k=batch.lens_k + 1, messages=messages))
     for size, key in [*product(smaller, {False, plan}), (largest, False)]:
-        runner.decode_step(*runner.padding(size, key), Needs(0))
+        runner.decode_step(*runner.padding(size, key), 0)

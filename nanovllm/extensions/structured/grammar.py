@@ -16,10 +16,10 @@ import numpy as np
 import torch
 
 from nanovllm.config import Config
+from nanovllm.engine.interfaces import SequenceError
 from nanovllm.engine.sequence import Sequence
 from nanovllm.extensions.structured.deep_stack import call_with_stack
 from nanovllm.extensions.structured.json_schema import close_objects
-from nanovllm.extensions.structured.masks import TokenMasks
 from nanovllm.extensions.structured.matchers import Grammar, Reader, problem_of
 from nanovllm.sampling_params import StructuredOutputsParams
 from nanovllm.utils.validation import shorten, shown
@@ -39,12 +39,12 @@ SLICES = [r"[\x20\x0A\x0D\x09]+"]
 SLICES += [rf'[^"\\\x00-\x1F\x7F]{{1,{most}}}' for most in (1, 3, 5, 8, 12, 30, "")]
 
 
-class GrammarError(RuntimeError):
+class GrammarError(SequenceError):
     """A sequence cannot go on: its grammar has become too large, or needs text that no token has."""
 
     def __init__(self, sequence: Sequence, reason: str):
-        super().__init__(f"structured_outputs after {sequence.num_completion_tokens - 1} tokens: {reason}")
-        self.sequence = sequence
+        after = f"structured_outputs after {sequence.num_completion_tokens - 1} tokens"
+        super().__init__(sequence, f"{after}: {reason}")
 
 
 class CacheEntry:
@@ -73,7 +73,7 @@ class Grammars:
 
     def compile(self, wanted: StructuredOutputsParams) -> Grammar:
         """
-        For `Sequence.grammar`. Any thread may call this. Raises ValueError if llguidance is not installed,
+        Any thread may call this. Raises ValueError if llguidance is not installed,
         cannot work with the tokenizer, or finds no text that is as wanted.
         """
         entry = self._entry(wanted)
@@ -177,29 +177,29 @@ class Grammars:
         for name in ("_threads", "_bits"):
             self.__dict__.pop(name, None)
 
-    def masks(self, sequences: list[Sequence]) -> TokenMasks:
+    def masks(self, sequences: list[Sequence], grammars: dict[int, Grammar]) -> tuple[np.ndarray, np.ndarray]:
         """
-        What each of the sequences may go on with after all its tokens, which must be known. The array is used
-        again for the next masks. Raises GrammarError.
+        What the i-th of the sequences may go on with, where it has a grammar, after all its tokens, which
+        must be known. Returns which of the masks each sequence has, -1 for none, and the masks, int32 [masks,
+        words]: an array that is used again for the next masks. Raises GrammarError.
         """
-        guided = [i for i, seq in enumerate(sequences) if seq.grammar and not seq.is_finished]
-        readers = {i: self._reader_of(sequences[i]) for i in guided}
+        readers = {i: self._reader_of(sequences[i], grammar) for i, grammar in grammars.items()}
         # A thread works through neighbours: those that share a lexer would wait for each other in several.
-        guided.sort(key=lambda i: id(readers[i].lexer))
+        guided = sorted(readers, key=lambda i: id(readers[i].lexer))
         index = np.full(len(sequences), -1, dtype=np.int32)
         index[guided] = range(len(guided))
         if not guided:
-            return TokenMasks(index, np.zeros((0, 1), dtype=np.int32))
+            return index, np.zeros((0, 1), dtype=np.int32)
         bits = self._bits[: len(guided)]
         self._make_masks([readers[i] for i in guided], bits)
         for reader in readers.values():
             if reader.matcher.is_error():
                 raise GrammarError(reader.sequence, problem_of(reader.matcher))
-        return TokenMasks(index, bits)
+        return index, bits
 
-    def _reader_of(self, seq: Sequence) -> Reader:
+    def _reader_of(self, seq: Sequence, grammar: Grammar) -> Reader:
         if (reader := self._readers.get(seq.seq_id)) is None:
-            reader = self._readers[seq.seq_id] = Reader(seq)
+            reader = self._readers[seq.seq_id] = Reader(seq, grammar)
         return reader
 
     def _make_masks(self, readers: list[Reader], bits: np.ndarray) -> None:

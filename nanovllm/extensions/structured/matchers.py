@@ -56,14 +56,14 @@ class Grammar:
 class Reader:
     """Follows the text of one sequence through its grammar."""
 
-    def __init__(self, sequence: Sequence):
-        self.sequence = sequence
-        self.lexer, self.matcher = sequence.grammar.take()
+    def __init__(self, sequence: Sequence, grammar: Grammar):
+        self.sequence, self.grammar = sequence, grammar
+        self.lexer, self.matcher = grammar.take()
         self.num_read = sequence.num_prompt_tokens
 
     def close(self) -> None:
         """Leave the matcher to another sequence."""
-        self.sequence.grammar.put_back(self.lexer, self.matcher)
+        self.grammar.put_back(self.lexer, self.matcher)
 
     def take_new(self) -> list[int]:
         """The tokens of the sequence that have not been read, which the caller reads now."""

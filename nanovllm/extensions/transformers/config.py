@@ -114,15 +114,14 @@ def read_transformers_config(raw: dict[str, Any], check_rope: Callable[..., None
     """
     config = transformers_config(raw, check_rope)
     config.allow_global_per_layer_attribute_access = True  # sizes that layers may differ from
-    heads = _size(config, "num_attention_heads")
-    found = {"hidden_size": _size(config, "hidden_size"), "vocab_size": _size(config, "vocab_size")}
-    found |= {"num_attention_heads": heads, "num_hidden_layers": _size(config, "num_hidden_layers")}
-    found["num_key_value_heads"] = getattr(config, "num_key_value_heads", None) or heads
-    found["head_dim"] = getattr(config, "head_dim", None) or found["hidden_size"] // heads
+    names = "num_attention_heads", "hidden_size", "vocab_size", "num_hidden_layers"
+    found = {name: _size(config, name) for name in names}
+    heads = found["num_attention_heads"]
+    # The last only to judge how large the files must be at least: some architectures have no such field.
+    others = {"num_key_value_heads": heads, "head_dim": found["hidden_size"] // heads, "intermediate_size": 1}
+    found |= {name: getattr(config, name, None) or default for name, default in others.items()}
     found["max_position_embeddings"] = _context_limit(config)
     found["tie_word_embeddings"] = bool(getattr(config, "tie_word_embeddings", False))
-    # Only to judge how large the files must be at least: some architectures have no such field.
-    found["intermediate_size"] = getattr(config, "intermediate_size", None) or 1
     return found
 
 

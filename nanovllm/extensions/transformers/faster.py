@@ -18,7 +18,7 @@ from nanovllm.kernels.layernorm import rms_norm_torch
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import LinearBase
 from nanovllm.layers.product import activated
-from nanovllm.layers.rotary_embedding import RotaryEmbedding, apply_rotary_emb
+from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.layers.weight import Shard
 
 ROTATE = "apply_rotary_pos_emb"  # the name that the function has in transformers
@@ -154,14 +154,12 @@ def _note_rotation(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, **_: An
 @functools.cache
 def rotates_halves(function: Callable[..., Any]) -> bool:
     """Whether the function is RotaryEmbedding's, for queries and keys [1, heads, tokens, head_dim]."""
-    query, key, (cos, sin) = _random(1, 2, 3, 8), _random(1, 1, 3, 8), _random(2, 1, 3, 4).repeat(1, 1, 1, 2)
-    signs = torch.tensor([-1.0] * 4 + [1.0] * 4, device="cpu")
+    query, key, angles = _random(1, 2, 3, 8), _random(1, 1, 3, 8), _random(2, 1, 3, 4).repeat(1, 1, 1, 2)
     try:
-        found = function(query, key, cos, sin)
+        found = [rotated[0].transpose(0, 1) for rotated in function(query, key, *angles)]
     except (TypeError, ValueError, RuntimeError):
         return False
-    for given, rotated in zip((query, key), found, strict=True):
-        expected = apply_rotary_emb(given[0].transpose(0, 1), cos[0, :, None], sin[0, :, None] * signs)
-        if not torch.allclose(rotated[0].transpose(0, 1), expected, rtol=1e-4, atol=1e-6):
-            return False
-    return True
+    rotation = Rotation(*angles)
+    expected = rotation(rotation.positions, query[0].transpose(0, 1), key[0].transpose(0, 1))
+    pairs = zip(found, expected, strict=True)
+    return all(torch.allclose(one, other, rtol=1e-4, atol=1e-6) for one, other in pairs)

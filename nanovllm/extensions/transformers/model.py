@@ -15,13 +15,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from nanovllm.checkpoints.base import Transposed
 from nanovllm.distributed.group import get_group
 from nanovllm.extensions.transformers.config import transformers_config
 from nanovllm.extensions.transformers.faster import PACKED, GatedMLP, leave_rotations, replacement
 from nanovllm.extensions.transformers.parts import NAME, register
 from nanovllm.extensions.transformers.ranks import cut_modules
-from nanovllm.extensions.transformers.weights import converted
+from nanovllm.extensions.transformers.weights import Transposed, converted
 from nanovllm.layers.attention import Attention
 from nanovllm.utils.context import get_context
 from nanovllm.utils.loader import find_places
@@ -169,8 +168,8 @@ def try_out(base: Any, num_layers: int) -> list[Attention]:
     except Exception as error:
         ranks = f" with tensor_parallel_size={get_group().size}" if shares else ""
         raise ValueError(f"{name} is not supported{ranks}: {error!r:.300}") from error
-    attention = "nano_vllm_attention"
-    found = [vars(module)[attention][0] for module in base.modules() if attention in vars(module)]
+    modules = (module for module in base.modules() if hasattr(module, "nano_vllm_attention"))
+    found = [module.nano_vllm_attention[0] for module in modules]
     if len(found) != num_layers:
         reason = f"{len(found)} of {num_layers} layers have attention of the usual kind"
         raise ValueError(f"{name} is not supported: {reason}")

@@ -66,13 +66,14 @@ def attend(
             rotate_again(module)
         return query.new_empty(1, num_tokens, num_heads, value.shape[-1]), None
     attention: Attention = module.nano_vllm_attention[0]
-    if hasattr(query, "rotation"):
-        qkv = torch.cat([each[0].transpose(0, 1) for each in (query, key, value)], dim=1).flatten(1)
-        q, k, v = attention.rotate_and_store(query.rotation.positions, qkv, query.rotation, None, None)
-        return attention(q, k, v).view(1, num_tokens, num_heads, attention.head_dim), None
     narrower = attention.head_dim - value.shape[-1]
-    q, k, v = (each[0].transpose(0, 1).contiguous() for each in (query, key, F.pad(value, (0, narrower))))
-    out = attention(*attention.store(q, k, v)).view(1, num_tokens, num_heads, attention.head_dim)
+    q, k, v = (each[0].transpose(0, 1) for each in (query, key, F.pad(value, (0, narrower))))
+    if hasattr(query, "rotation"):
+        qkv = torch.cat((q, k, v), dim=1).flatten(1)
+        q, k, v = attention.rotate_and_store(query.rotation.positions, qkv, query.rotation, None, None)
+    else:
+        q, k, v = attention.store(q.contiguous(), k.contiguous(), v.contiguous())
+    out = attention(q, k, v).view(1, num_tokens, num_heads, attention.head_dim)
     return out[..., : value.shape[-1]], None
 
 

@@ -24,16 +24,41 @@ class Converted:
     file: str
     value: torch.Tensor
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.value.shape)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.value.dtype
+    def __post_init__(self) -> None:
+        self.shape, self.dtype = tuple(self.value.shape), self.value.dtype
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         return self.value[index]
+
+
+@dataclass
+class Transposed:
+    """A matrix that the checkpoint has as [in, out], as [out, in]."""
+
+    stored: Any
+    is_transposed = True
+
+    @property
+    def name(self) -> str:
+        return self.stored.name
+
+    @property
+    def file(self) -> str:
+        return self.stored.file
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.stored.shape)[::-1]
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        return self.stored.dtype
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        if index is ...:
+            return self.stored[...].t()
+        rows, columns = index if isinstance(index, tuple) else (index, slice(None))
+        return self.stored[columns, rows].t()
 
 
 def converted(model: Any, known: dict[str, Any], tensors: Iterable[Any]) -> Iterator[Any]:

@@ -190,13 +190,13 @@ def test_an_engine_that_ends_with_a_rank_is_tried_no_second_time(folder, monkeyp
 
 def test_a_request_that_comes_while_exit_is_under_way_is_told(folder, monkeypatch):
     engine = AsyncLLM(folder, **OPTIONS)
-    read = engine.llm.prompts.read_but_grammar
+    read = engine.llm.prompts.read_at_once
 
     def read_and_exit(*args):
         engine.exit()
         return read(*args)
 
-    monkeypatch.setattr(engine.llm.prompts, "read_but_grammar", read_and_exit)
+    monkeypatch.setattr(engine.llm.prompts, "read_at_once", read_and_exit)
     with pytest.raises(RuntimeError, match=r"exit\(\)"):
         asyncio.run(asyncio.wait_for(engine.generate([1], GREEDY), 10))
 

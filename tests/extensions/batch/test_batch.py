@@ -18,7 +18,7 @@ from nanovllm import LLM, SamplingParams, StructuredOutputsParams
 from nanovllm.extensions.batch import __main__ as batch
 from nanovllm.extensions.batch import files as batch_files
 from nanovllm.extensions.batch import lines as batch_lines
-from nanovllm.extensions.batch.files import find_lines, open_output, read_lines, read_span
+from nanovllm.extensions.batch.files import find_lines, open_output, read_lines
 from nanovllm.extensions.batch.lines import Answer, parse_line, to_json
 from nanovllm.text.results import Logprob
 from tiny_checkpoints import EXACT, make_checkpoint, one_thread  # noqa: F401
@@ -375,7 +375,7 @@ def test_log_probabilities_that_are_no_numbers_make_an_error_and_no_broken_line(
     result |= {"logprobs": [{5: entry}], "num_prompt_tokens": 1, "num_cached_tokens": 0}
     body = {"prompt": "x", "logprobs": 1}
     for line in ({"custom_id": "a", "body": body}, {"custom_id": "a", **body}):
-        found = batch_lines.answer(parse(line), result, "m")
+        found = batch_lines.answer(parse(line), [result], "m")
         answer = json.loads(found.text, parse_constant=pytest.fail)
         assert found.is_error and (answer["line"], answer["custom_id"]) == (7, "a")
         assert "logits overflow" in answer["error"]["message"]
@@ -404,8 +404,7 @@ def test_each_line_of_a_text_file_is_a_prompt(tmp_path, engine):
     path.write_bytes('\ufefffirst\r\n\n  \n {"zweite"} \u2028 Zeile \t\nbad '.encode() + b"\xff\n\nlast")
     output = open_output(tmp_path / "out.jsonl", False, find_lines(path))
     with contextlib.closing(output):
-        lines = [item for span in batch_files.split(path, 3, output.done) for item in read_span(path, span)]
-    assert lines == list(read_lines(path, output.done))
+        lines = list(read_lines(path, output.done))
     prompts = {line: parse_line(line, text, {}).prompt for line, text in lines}
     assert prompts == {1: "first", 4: ' {"zweite"} \u2028 Zeile \t', 5: "bad \udcff", 7: "last"}
     for line, text in lines:
@@ -495,10 +494,6 @@ def test_a_line_that_is_too_long_is_never_held_whole_and_moves_no_number(tmp_pat
     answers = answers_of([text.decode() for _, text in lines])
     found = [a["error"]["message"] if a.get("error") else "fine" for a in answers]
     assert found == [f"line {i}: longer than 100 bytes" if i != 2 else "fine" for i in range(1, 6)]
-    with contextlib.closing(open_output(tmp_path / "out.jsonl", False, find_lines(path))) as output:
-        for size in (1, 2, 10):
-            spans = batch_files.split(path, size, output.done)
-            assert [item for span in spans for item in read_span(path, span)] == lines
 
 
 def test_a_refused_line_that_waits_keeps_nothing_of_its_text(engine, monkeypatch):
@@ -715,36 +710,22 @@ def test_what_reading_ahead_raises_reaches_the_reader():
 
     with pytest.raises(OSError, match="gone"):
         list(batch.read_ahead(items()))
-    assert list(batch.read_ahead(iter(range(1000)), chunk=7)) == list(range(1000))
+    assert list(batch.read_ahead(iter(range(1000)))) == list(range(1000))
 
 
 # --- spans and Parquet ---
 
 
-@pytest.mark.parametrize("size", [1, 3, 100])
-def test_spans_hold_the_lines_that_the_output_does_not(tmp_path, size):
+def test_the_lines_are_those_that_the_output_does_not_hold(tmp_path):
     lines = ["", "x", " ", "second \u2028 one", "", *map(str, range(20)), "the last has no line feed"]
     path = tmp_path / "in.jsonl"
     path.write_bytes("\n".join(lines).encode())
     with contextlib.closing(open_output(tmp_path / "out.jsonl", False, find_lines(path))) as output:
         for line in (2, 9, 10, 11, 12):
             output.done[line] = 1
-        expected = list(read_lines(path, output.done))
-        spans = list(batch_files.split(path, size, output.done))
-    assert [item for span in spans for item in read_span(path, span)] == expected
-    assert max(span.num_lines for span in spans) <= size
-    for span in spans:
-        alone = [read_span(path, line) for line in batch_files.split_lines(path, span)]
-        assert [[item] for item in read_span(path, span)] == alone and len(alone) == span.num_lines
-
-
-def test_spans_keep_neighbours_together(tmp_path):
-    """Prompts with a common beginning that stand together meet in one engine, and its prefix cache."""
-    path = write_lines(tmp_path / "in.jsonl", [f"group {i // 40}" for i in range(640)])
-    with contextlib.closing(open_output(tmp_path / "out.jsonl", False, find_lines(path))) as output:
-        spans = list(batch_files.split(path, 40, output.done))
-    groups = [{text for _, text in read_span(path, span)} for span in spans]
-    assert groups == [{b"group %d\n" % i} for i in range(16)]
+        found = list(read_lines(path, output.done))
+    assert [line for line, _ in found] == [4, 6, 7, 8, *range(13, 27)]
+    assert all(text.decode().removesuffix("\n") == lines[line - 1] for line, text in found)
 
 
 def write_parquet(path: Path, rows: list[dict]) -> Path:
@@ -800,16 +781,12 @@ def test_parquet_is_read_and_written_and_resumed(tmp_path, checkpoint, monkeypat
     assert all(resumed[line]["token_ids"] == answers[line]["token_ids"] for line in range(1, 21))
 
 
-@pytest.mark.parametrize("size", [1, 6, 50])
-def test_spans_of_a_parquet_file_are_rows_of_its_groups(tmp_path, size):
+def test_rows_of_a_parquet_file_are_its_lines_whatever_its_groups(tmp_path):
     path = write_parquet(tmp_path / "in.parquet", [{"prompt": str(i), "n": None} for i in range(20)])
     with contextlib.closing(open_output(tmp_path / "out.jsonl", False, find_lines(path))) as output:
         output.done[5] = 1
-        spans = list(batch_files.split(path, size, output.done))
-    found = [item for span in spans for item in read_span(path, span)]
-    assert found == list(read_lines(path, output.done))
-    alone = [line for span in spans for line in batch_files.split_lines(path, span)]
-    assert [item for line in alone for item in read_span(path, line)] == found
+        found = list(read_lines(path, output.done))
+    assert found == [(i + 1, b'{"prompt": "%d"}' % i) for i in range(20) if i != 4]
 
 
 def write_answers(output: batch_files.Output, lines: Iterable[int]) -> None:

@@ -16,7 +16,7 @@ from test_batch import ENGINE, ROOT, read_answers, run_batch, write_lines
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.distributed.ranks import EngineDeadError
-from nanovllm.extensions.batch.files import Span, read_span, split
+from nanovllm.extensions.batch.files import read_lines
 from nanovllm.extensions.batch.lines import Answer, to_json
 from tiny_checkpoints import EXACT, make_checkpoint, one_thread  # noqa: F401
 
@@ -55,9 +55,9 @@ class FakeRay:
     def remote(self, _: type):
         return SimpleNamespace(options=lambda **_: SimpleNamespace(remote=self._make_actor))
 
-    def _make_actor(self, path: str, *_):
-        def begin(span: Span | None = None) -> FakeCall:
-            call = FakeCall(actor, [] if span is None else read_span(Path(path), span))
+    def _make_actor(self, *_):
+        def begin(span: Sequence = ()) -> FakeCall:
+            call = FakeCall(actor, [*span])
             self.under_way.get(actor, set()).add(call)
             return call
 
@@ -180,18 +180,30 @@ def test_all_ranks_of_all_engines_need_gpus(monkeypatch, count, ranks, fits):
 def test_spans_are_read_as_engines_have_room(run_with, monkeypatch):
     cluster = FakeRay()
 
-    def counted(*args) -> Iterator[Span]:
-        num_read = 0
-        for span in split(*args):
-            num_read += span.num_lines
-            assert num_read <= cluster.num_answered + 2 * (
-                16 + 128
-            )  # two engines' room, each passed by a span
-            yield span
+    def counted(*args) -> Iterator[tuple[int, bytes]]:
+        for num_read, line in enumerate(read_lines(*args), 1):
+            # Two engines' room, each passed by a span.
+            assert num_read <= cluster.num_answered + 2 * (16 + 128)
+            yield line
 
-    monkeypatch.setattr(batch_ray, "split", counted)
+    monkeypatch.setattr(batch_ray, "read_lines", counted)
     answers, _ = run_with(cluster, [{"prompt": "x"}] * 10_000, "--data-parallel", 2, "--max-num-seqs", 4)
     assert len(answers) == cluster.num_answered == 10_000
+
+
+def test_spans_keep_neighbours_together(run_with, monkeypatch):
+    """Prompts with a common beginning that stand together meet in one engine, and its prefix cache."""
+    lines = [{"prompt": f"group {i // 20}"} for i in range(640)]
+    cluster = FakeRay()
+    get, groups = cluster.get, []
+
+    def noted(call: FakeCall) -> list[Answer]:
+        groups.append({text for _, text in call.lines})
+        return get(call)
+
+    monkeypatch.setattr(cluster, "get", noted)
+    run_with(cluster, lines, "--data-parallel", 1)
+    assert sum(len(group) == 1 for group in groups) == len(groups) - 1 == 32  # and a start, which has none
 
 
 def test_what_one_request_raises_is_its_answer_and_what_ends_its_engine_is_tried_again(

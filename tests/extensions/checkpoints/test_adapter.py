@@ -156,7 +156,7 @@ def test_weights_are_rounded_once(folder, adapter):
     model = build_model(checkpoint.hf_config()).bfloat16()
     load_model(model, checkpoint)
     merged = {tensor.name: tensor[...] for tensor in checkpoint.changes[0](checkpoint.tensors(), ())}
-    found = model.model.layers[1].mlp.down_proj.format.weight
+    found = model.model.layers[1].mlp.down_proj.matrix.weight
     assert torch.equal(found, merged["model.layers.1.mlp.down_proj.weight"].bfloat16())
 
 

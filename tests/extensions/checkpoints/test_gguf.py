@@ -282,7 +282,7 @@ def test_two_ranks_of_a_packed_file_answer_as_one(tmp_path, architecture, quanti
         with LLM(**options, tensor_parallel_size=size) as llm:
             layer = llm.model_runner.model.model.layers[0]
             for linear, rows in (layer.self_attn.qkv_proj, 384), (layer.mlp.gate_up_proj, 512):
-                [product] = linear.format.runs
+                [product] = linear.matrix.runs
                 assert isinstance(product, PackedCodes) and product.shape == (rows // size, 128)
             answers.append(llm.generate(prompts, SamplingParams(0, 6, True, logprobs=2), use_tqdm=False))
     for one, two in zip(*answers, strict=True):
@@ -519,7 +519,7 @@ def metadata_of(kind: str, tokens: list[str], types: list[int] | None = None, **
 
 def byte_level_metadata(pre: str, **others) -> dict:
     """Every byte, pairs and triples of "1", and one special token."""
-    from nanovllm.checkpoints.tokenizer import toy_tokenizer
+    from nanovllm.extensions.checkpoints.made_up import toy_tokenizer
 
     vocabulary = toy_tokenizer().get_vocab()
     tokens = sorted(vocabulary, key=vocabulary.get)[:256] + ["11", "111", "<|im_end|>"]

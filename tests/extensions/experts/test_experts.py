@@ -9,9 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from test_kernels import (
+from kernel_checks import (
     DEVICES,
-    GPU,
     HALF,
     assert_passes_in_the_interpreter,
     error,
@@ -24,7 +23,7 @@ from test_kernels import (
 from test_quantised import FORMATS, make_weight
 
 from nanovllm.extensions.experts.kernels import moe, moe_fp8, moe_matvec, moe_quantised_matvec, router
-from nanovllm.extensions.experts.kernels.experts import ExpertWeights, activate_torch
+from nanovllm.extensions.experts.kernels.experts import ExpertWeights, GroupedProduct, activate_torch
 from nanovllm.extensions.experts.kernels.moe_quantised_matvec import run_few_quantised
 from nanovllm.extensions.experts.kernels.router import Routing
 from nanovllm.extensions.experts.moe import Experts, MixtureOfExperts, Router
@@ -130,75 +129,30 @@ def test_whatever_the_logits_a_token_gets_different_experts_that_exist(device, v
         assert len(set(row)) == 5 and set(row) <= set(range(6))
 
 
-@pytest.mark.parametrize("device", ["cpu", GPU])
-def test_experts_whose_scores_are_all_0_have_weights_of_0(device):
-    """Sigmoids of such logits are 0 in float32, and so is the sum that they are divided by."""
-    logits = torch.full((3, 6), -200.0, device=device)
-    experts, weights = router.choose_experts(logits, Routing(2, uses_sigmoid=True))
-    assert experts.tolist() == [[0, 1]] * 3 and weights.tolist() == [[0.0, 0.0]] * 3
-
-
-# transformers' routers: name of the model and the class, its settings, and the same as a routing. Whether
-# scores are corrected for the choice.
-GROUPS = dict(n_group=4, topk_group=2, routed_scaling_factor=2.5, norm_topk_prob=True)
+# transformers' routers: name of the model and the class, its settings, and the same as a routing.
 ROUTERS = {
-    "softmax": ("mixtral", "MixtralTopKRouter", {}, Routing(3), None),
-    "softmax, not normalised": (
-        "olmoe", "OlmoeTopKRouter", {"norm_topk_prob": False}, Routing(3, False), None
-    ),
-    "softmax of the chosen": ("gpt_oss", "GptOssTopKRouter", {}, Routing(3), None),
-    "sigmoid in groups": (
-        "glm4_moe", "Glm4MoeTopkRouter", GROUPS,
-        Routing(3, True, True, 4, 2, factor=2.5), "e_score_correction_bias",
-    ),
-    "sigmoid in one group": (
-        "glm4_moe", "Glm4MoeTopkRouter", GROUPS | dict(n_group=1, topk_group=1, norm_topk_prob=False),
-        Routing(3, False, True, factor=2.5), "e_score_correction_bias",
-    ),
-    "softmax in groups": (
-        "deepseek_v2", "DeepseekV2TopkRouter", GROUPS | dict(topk_method="group_limited_greedy"),
-        Routing(3, False, False, 4, 2, best_of_group=1, factor=2.5), None,
-    ),
-    "softmax, corrected": (
-        "ernie4_5_moe", "Ernie4_5_MoeTopKRouter", dict(moe_norm_min=1e-12), Routing(3),
-        "moe_statics.e_score_correction_bias",
-    ),
-}  # fmt: skip
+    "softmax": ("mixtral", "MixtralTopKRouter", {}, Routing(3)),
+    "softmax, not normalised": ("olmoe", "OlmoeTopKRouter", {"norm_topk_prob": False}, Routing(3, False)),
+    "softmax of the chosen": ("gpt_oss", "GptOssTopKRouter", {}, Routing(3)),
+}
 
 
 @pytest.mark.parametrize("name", ROUTERS)
 def test_experts_are_chosen_as_by_transformers_routers(name):
-    family, kind, settings, routing, corrected = ROUTERS[name]
+    family, kind, settings, routing = ROUTERS[name]
     module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
     sizes = dict(num_experts_per_tok=3, num_experts=16, num_local_experts=16, hidden_size=24)
     theirs = getattr(module, kind)(SimpleNamespace(**sizes, **settings)).float()
-    values = {**dict(theirs.named_parameters()), **dict(theirs.named_buffers())}
-    for value in values.values():
+    for value in (*theirs.parameters(), *theirs.buffers()):
         value.data.normal_()
-    correction = None
-    if corrected:
-        correction = values[corrected].data.mul_(0.1).flatten()
     logits, weights, experts = theirs(torch.randn(50, 24))
-    got = router.choose_experts_torch(logits, routing, correction)
+    got = router.choose_experts_torch(logits, routing)
     dense = [torch.zeros(50, 16, dtype=torch.float32) for _ in range(2)]
     dense[0].scatter_(1, got.experts.long(), got.weights)
     dense[1].scatter_(1, experts, weights.detach().float())
     torch.testing.assert_close(*dense)
-    if name != "softmax of the chosen" and correction is None and routing.num_groups == 1:
+    if name != "softmax of the chosen":
         assert torch.equal(got.experts.long(), experts)
-
-
-@on_devices
-@pytest.mark.parametrize("name", ROUTERS)
-def test_every_routing_matches_its_twin_and_takes_the_first_of_equal_ones(device, name):
-    *_, routing, corrected = ROUTERS[name]
-    for rows, num_experts in on(device, [(1, 16), (7, 16), (300, 160)], [(5, 16)]):
-        logits = torch.randint(-2, 3, (rows, num_experts), device=device).float()
-        correction = torch.randint(2, (num_experts,), device=device) / 4 if corrected else None
-        got = router.choose_experts(logits, routing, correction)
-        expected = router.choose_experts_torch(logits, routing, correction)
-        assert torch.equal(got.experts, expected.experts)
-        torch.testing.assert_close(got.weights, expected.weights)
 
 
 # The experts' products
@@ -433,7 +387,7 @@ def test_numbers_of_mxfp4_in_bricks_are_multiplied_as_they_are(device):
     for tile in [*moe.MXFP4_TILES.values()][:: on(device, 1, 3)]:
         groups = moe.group_by_expert(torch.zeros(160, 1, dtype=torch.int32, device=device), 1, tile[0])
         out = torch.full((160, 64), NAN, device=device, dtype=x.dtype)
-        moe.multiply_mxfp4(x, weight, None, groups, out, tile)
+        moe.multiply_mxfp4(x, weight, GroupedProduct(None, groups, out, tile))
         torch.testing.assert_close(out.float().cpu(), expected, rtol=1e-6, atol=0)
 
 
@@ -458,13 +412,13 @@ def test_products_in_8_bits_are_those_of_rounded_inputs_on_a_cpu(monkeypatch, na
     rounded = as_quantised(x, weight.group)
     products = (matrices[chosen.experts[:, 0].long()] @ rounded[..., None])[..., 0]
     gated, out = torch.empty(5, 128), torch.empty(5, 256)
-    moe_fp8.multiply_fp8(x, weight, None, groups, out, tile, weights=chosen.weights)
+    moe_fp8.multiply_fp8(x, weight, GroupedProduct(None, groups, out, tile, weights=chosen.weights))
     assert error(out, products * chosen.weights) < 1e-6
-    moe_fp8.multiply_fp8(x, weight, None, groups, gated, tile, top_k=1)
+    moe_fp8.multiply_fp8(x, weight, GroupedProduct(None, groups, gated, tile, top_k=1))
     assert error(gated, activate_torch(products)) < 1e-6
     bias = rand(512)
     rows = fp8_linear.quantise_torch(x, weight.group)
-    moe_fp8.multiply_fp8(rows, weight, bias, groups, out, tile)
+    moe_fp8.multiply_fp8(rows, weight, GroupedProduct(bias, groups, out, tile))
     assert error(out, products + bias.view(2, 256)[chosen.experts[:, 0].long()]) < 1e-6
 
 

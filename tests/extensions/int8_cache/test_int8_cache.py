@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from test_kernels import (
+from extension_kernels import INT8
+from kernel_checks import (
     NAN,
     check_decode,
     check_prefill,
@@ -27,7 +28,6 @@ from nanovllm.kernels.attention_variant import AttentionVariant
 from nanovllm.kernels.decode_attention import paged_decode_attention_torch
 from nanovllm.kernels.prefill_attention import varlen_prefill_attention_torch
 
-INT8 = torch.uint8
 HEAD_DIMS = [64, 80, 96, 112, 128, 192, 256]
 on_head_dims = pytest.mark.parametrize("head_dim", HEAD_DIMS)
 

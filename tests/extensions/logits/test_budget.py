@@ -2,21 +2,23 @@
 
 import pytest
 from scheduling import (
+    give_rules,
     make_engine,
     make_sequence,
     run_all,
     run_step,
 )
 
-from nanovllm.extensions.logits import budget
+from nanovllm.extensions.logits import bias
 
 
 @pytest.mark.parametrize("most, admitted", [(8, 3), (7, 2), (4, 1)])
 def test_rules_may_take_all_the_words_there_are_and_no_more(monkeypatch, most, admitted):
-    monkeypatch.setattr(budget, "RULE_WORDS", most)
+    monkeypatch.setattr(bias, "RULE_WORDS", most)
     scheduler, runner = make_engine()
     sequences = [make_sequence([i] * 5, 3, True) for i in range(3)]
-    for sequence, sequence.num_rule_words in zip(sequences, (4, 3, 1), strict=True):
+    for sequence, num_words in zip(sequences, (4, 3, 1), strict=True):
+        give_rules(sequence, num_words)
         scheduler.add(sequence)
     assert run_step(scheduler, runner)[0] == sequences[:admitted]
     run_all(scheduler, runner)

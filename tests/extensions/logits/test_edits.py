@@ -8,7 +8,6 @@ import asyncio
 import json
 import math
 import random
-from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -20,17 +19,14 @@ from test_engine import assert_empty, tokens_of
 from test_sampling import RANDOM_SEEDS, assert_follows
 
 from nanovllm import LLM, AsyncLLM, SamplingParams
-from nanovllm.engine.device_rows import DeviceRows, HostRows, RowLayout
 from nanovllm.engine.sequence import Sequence
 from nanovllm.extensions.batch import __main__ as batch
 from nanovllm.extensions.batch.lines import Answer
-from nanovllm.extensions.logits import budget, edits
-from nanovllm.extensions.logits.edits import BAN, num_rule_words
+from nanovllm.extensions.logits import bias as biases
+from nanovllm.extensions.logits.bias import BAN, BiasProcessor, BiasRequest, num_rule_words
 from nanovllm.extensions.logits.kernels import logit_edits
 from nanovllm.extensions.logits.kernels.filtering import filter_thresholds_torch
-from nanovllm.layers.sampler import Sampler
-from nanovllm.sampling_params import Needs
-from nanovllm.text import prompts
+from nanovllm.layers.sampler import Sampler, SamplingStep
 from tiny_checkpoints import EXACT, load_reference, make_checkpoint, one_thread  # noqa: F401
 
 VOCAB = 257
@@ -76,13 +72,14 @@ def test_filters_keep_what_transformers_keeps_with_the_same_probabilities(filter
     scores = (logits / temperature).masked_fill(logits < thresholds[:, None], -math.inf)
     assert torch.equal(scores.isfinite(), expected.isfinite())
     torch.testing.assert_close(scores.softmax(-1).double(), expected.softmax(-1), rtol=0, atol=1e-5)
-    tokens = Sampler()(
-        logits[:1].expand(4000, -1),
+    step = SamplingStep(
+        torch.arange(4000, dtype=torch.int32),
         torch.full((4000,), temperature),
         RANDOM_SEEDS[:4000],
         torch.zeros(4000, dtype=torch.int64),
-        thresholds[:1].expand(4000),
+        lowest=thresholds[:1].expand(4000),
     )
+    tokens = Sampler()(logits[:1].expand(4000, -1), step)
     assert_follows(tokens, expected[0].softmax(-1))
 
 
@@ -114,6 +111,10 @@ def llm(request, engine, monkeypatch):
     monkeypatch.setattr(engine, "_overlap", request.param)
     yield engine
     assert_empty(engine)
+
+
+def biases_of(llm: LLM) -> BiasProcessor:
+    return llm.parts.logits_processor("bias")
 
 
 def generate(llm: LLM, prompt=PROMPT, **params) -> dict:
@@ -209,7 +210,7 @@ def test_greedy_tokens_under_edits_are_those_of_transformers(llm, reference, nam
 def test_words_that_are_banned_do_not_come(llm, reference, monkeypatch):
     free = generate(llm)["token_ids"]
     words = [free[3:4], free[6:8], free[10:14]]
-    monkeypatch.setattr(llm.prompts, "bad_words", lambda params: words if params.bad_words else [])
+    monkeypatch.setattr(biases_of(llm), "bad_words", lambda params: words if params.bad_words else [])
     token_ids = generate(llm, bad_words=["stands for these"])["token_ids"]
     assert token_ids == reference_tokens(
         reference, [transformers.NoBadWordsLogitsProcessor(words, eos_token_id=-1)]
@@ -220,13 +221,13 @@ def test_words_that_are_banned_do_not_come(llm, reference, monkeypatch):
 
 def test_a_banned_word_counts_from_the_completion_on(llm, monkeypatch):
     free = generate(llm)["token_ids"]
-    monkeypatch.setattr(llm.prompts, "bad_words", lambda _: [[PROMPT[-1], free[0]]])
+    monkeypatch.setattr(biases_of(llm), "bad_words", lambda _: [[PROMPT[-1], free[0]]])
     assert generate(llm, bad_words=["stands for these"])["token_ids"] == free
 
 
 def test_banned_words_are_banned_with_and_without_a_space_before_them(engine):
     params = SamplingParams(bad_words=["ab", " c"])
-    words = [engine.decode(word) for word in engine.prompts.bad_words(params)]
+    words = [engine.decode(word) for word in biases_of(engine).bad_words(params)]
     assert words == ["ab", " ab", "c", " c"]
 
 
@@ -342,13 +343,18 @@ some_logits = st.lists(st.floats(-30, 30, width=32), min_size=1, max_size=40)
 @given(some_logits, st.floats(0.05, 5), st.integers(0, 2**63 - 1), st.integers(0, 5000))
 def test_the_best_token_alone_is_greedy_and_no_filter_changes_nothing(logits, temperature, seed, position):
     logits = torch.tensor([logits])
-    draw = [torch.tensor([temperature]), torch.tensor([seed]), torch.tensor([position])]
-    best = filter_thresholds_torch(logits, draw[0], torch.tensor([[1.0, 1.0, 0.0]]))
+    numbers = [torch.tensor([temperature]), torch.tensor([seed]), torch.tensor([position])]
+
+    def draw(lowest: torch.Tensor | None = None) -> torch.Tensor:
+        step = SamplingStep(torch.zeros(1, dtype=torch.int32), *numbers, lowest=lowest)
+        return Sampler()(logits, step)
+
+    best = filter_thresholds_torch(logits, numbers[0], torch.tensor([[1.0, 1.0, 0.0]]))
     assert best.item() == logits.max().item()
-    assert logits[0, Sampler()(logits, *draw, best)].item() == logits.max().item()
+    assert logits[0, draw(best)].item() == logits.max().item()
     for nothing in ([0.0, 1.0, 0.0], [len(logits[0]), 1.0, 0.0]):
-        thresholds = filter_thresholds_torch(logits, draw[0], torch.tensor([nothing]))
-        assert torch.equal(Sampler()(logits, *draw, thresholds), Sampler()(logits, *draw))
+        thresholds = filter_thresholds_torch(logits, numbers[0], torch.tensor([nothing]))
+        assert torch.equal(draw(thresholds), draw())
 
 
 @settings(max_examples=100, deadline=None)
@@ -409,7 +415,7 @@ def random_word(pick: random.Random) -> list[int]:
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_rules_of_any_shape_leave_what_plain_arithmetic_leaves(folder, monkeypatch, name):
-    for module in (edits, logit_edits):
+    for module in (biases, logit_edits):
         monkeypatch.setattr(module, "HISTORY", 16)  # fewer than there are tokens to draw
     pick, words, params = random.Random(0), {}, []
     for i in range(12):
@@ -420,10 +426,11 @@ def test_rules_of_any_shape_leave_what_plain_arithmetic_leaves(folder, monkeypat
     logits = [5 - i / 8 for i in range(VOCAB)]
     with LLM(str(folder), **EXACT, **{"num_kvcache_blocks": 100, **SCHEDULES[name]}) as llm:
         llm._overlap = True
-        rows, always = llm.model_runner.rows.edits, torch.tensor(logits)
-        edit = rows.edit_logits
-        monkeypatch.setattr(rows, "edit_logits", lambda x, *args: edit(always.expand(len(x), -1), *args))
-        monkeypatch.setattr(llm.prompts, "bad_words", lambda params: words[params.bad_words])
+        always, apply = torch.tensor(logits), biases_of(llm).apply
+        monkeypatch.setattr(
+            biases_of(llm), "apply", lambda x, step: apply(always.expand(len(x), -1).clone(), step)
+        )
+        monkeypatch.setattr(biases_of(llm), "bad_words", lambda params: words[params.bad_words])
         prompts = [[i, *PROMPT[: 3 * i + 1]] for i in range(len(params))]
         results = llm.generate(prompts, params, use_tqdm=False)
     expected = [best_tokens(logits, words[one.bad_words], one) for one in params]
@@ -437,7 +444,7 @@ def test_a_preempted_request_goes_on_as_if_nothing_had_been(engine, monkeypatch,
     params = {"temperature": 0, "max_tokens": 30, "ignore_eos": True}
     if name == "a word":
         word = generate(engine)["token_ids"][11:14]
-        monkeypatch.setattr(engine.prompts, "bad_words", lambda _: [word])
+        monkeypatch.setattr(biases_of(engine), "bad_words", lambda _: [word])
         params["bad_words"] = ["stands for it"]
     else:
         params |= {
@@ -459,36 +466,38 @@ class Rows:
     """Both halves, for four sequences."""
 
     def __init__(self):
-        sizes = dict(max_num_seqs=4, kvcache_block_size=16, num_kvcache_blocks=-1, max_model_len=64)
-        config = SimpleNamespace(**sizes, hf_config=SimpleNamespace(vocab_size=50))
-        layout = RowLayout(config)
-        self.host, self.device = HostRows(layout), DeviceRows(layout, torch.device("cpu"))
+        self.table = BiasProcessor()
+        self.table.allocate(4, 50, torch.device("cpu"))
 
     def begin(self, row: int, words: list[list[int]] = (), **params) -> Sequence:
         """Give the row to a new sequence."""
         params["bad_words"] = ["stands for these"] if words else ()
         seq = Sequence([1, 2], SamplingParams(**params))
-        seq.row, seq.bad_words = row, words
-        self.device.apply(self.host.prefill([seq]))
+        seq.row = row
+        if self.table.wants(seq.sampling_params):
+            size = num_rule_words(seq.sampling_params, words, ())
+            seq.own = {"bias": BiasRequest(words, size)}
+        self.table.receive(self.table.prepare([seq]))
         return seq
 
 
 def test_the_rules_of_a_row_are_its_own_and_go_with_its_sequence():
     both = Rows()
-    table, begin = both.device.edits, both.begin
+    table, begin = both.table, both.begin
+
+    def step(row: int, position: int) -> SamplingStep:
+        numbers = torch.ones(1), torch.zeros(1, dtype=torch.int64), torch.tensor([position])
+        return SamplingStep(torch.tensor([row], dtype=torch.int32), *numbers)
 
     def shaped(row: int) -> torch.Tensor:
-        rows, positions = torch.tensor([row], dtype=torch.int32), torch.tensor([4])
-        return table.edit_logits(torch.zeros(1, 50), rows, positions, torch.ones(1), Needs.RULES)[0][0]
+        return table.apply(torch.zeros(1, 50), step(row, 4))[0]
 
     def sizes() -> dict[int, int]:
         return {row: rules.untyped_storage().nbytes() // 4 for row, rules in table.rules.items()}
 
     first = begin(0, [[3, 4, 5], [7]], logit_bias={9: 2.0})
     for position, token_id in ((2, 3), (3, 4)):
-        both.device.note_drawn(
-            torch.tensor([0]), torch.tensor([position]), torch.tensor([token_id]), Needs.RULES
-        )
+        table.drawn(torch.zeros(1, 50), torch.tensor([token_id]), step(0, position))
     expected = torch.zeros(50)
     expected[[5, 7]], expected[9] = BAN, 2.0
     assert torch.equal(shaped(0), expected)
@@ -497,7 +506,7 @@ def test_the_rules_of_a_row_are_its_own_and_go_with_its_sequence():
     assert (shaped(1)[30:40] == BAN).all() and torch.equal(shaped(1)[:20], torch.ones(20))
     assert (
         sizes()
-        == {seq.row: num_rule_words(seq.sampling_params, seq.bad_words, ()) for seq in (first, other)}
+        == {seq.row: table.num_words(seq) for seq in (first, other)}
         == {0: 1 + 3 * 5 + 2, 1: 1 + 31 * 5 + 19}
     )
     first.row = -1
@@ -508,38 +517,37 @@ def test_the_rules_of_a_row_are_its_own_and_go_with_its_sequence():
     assert sizes() == {another.row: 1 + 5 + 2, last.row: 1 + 5}, (
         "the rules of a sequence that has ended are kept"
     )
-    assert [table.rule_addresses[row] for row in (0, 2)] == [table.rules[row].data_ptr() for row in (0, 2)]
+    assert [table.addresses[row] for row in (0, 2)] == [table.rules[row].data_ptr() for row in (0, 2)]
     another.row = -1
     begin(0)
-    assert list(sizes()) == [2] and table.rule_addresses[0] == 0 and not shaped(0).any()
-    both.device.reset()
-    assert not sizes() and not table.rule_addresses.any() and not shaped(2).any()
+    assert list(sizes()) == [2] and table.addresses[0] == 0 and not shaped(0).any()
+    table.reset()
+    assert not sizes() and not table.addresses.any() and not shaped(2).any()
 
 
 class Costs:
     """Notes how many bytes an engine's rows have on the device, are sent and are gone through."""
 
     def __init__(self, llm: LLM, monkeypatch: pytest.MonkeyPatch):
-        self.rows = llm.model_runner.rows
-        self.table = self.rows.edits
+        self.rows, self.table = llm.model_runner.rows, biases_of(llm)
         self.most, self.sent, self.read = 0, [], []
-        apply_edits, apply_rules = self.table.apply, logit_edits.apply_rules
+        receive, apply_rules = self.table.receive, logit_edits.apply_rules
 
-        def noted_edits(edits):
-            arrays = [x for x in edits if isinstance(x, numpy.ndarray)] + list(edits.rules.values())
+        def noted_message(message):
+            arrays = [x for x in message if isinstance(x, numpy.ndarray)] + list(message.rules.values())
             self.sent.append(sum(array.nbytes for array in arrays))
-            apply_edits(edits)
+            receive(message)
             self.most = max(self.most, self.on_device())
 
         def noted_rules(logits, rows, positions, rules, *args):
             self.read.append(sum(rules[row].nbytes for row in rows.tolist() if row in rules))
             apply_rules(logits, rows, positions, rules, *args)
 
-        monkeypatch.setattr(self.table, "apply", noted_edits)
-        monkeypatch.setattr(edits, "apply_rules", noted_rules)
+        monkeypatch.setitem(llm.model_runner.receivers, "bias", noted_message)
+        monkeypatch.setattr(biases, "apply_rules", noted_rules)
 
     def on_device(self) -> int:
-        tables = [self.rows.buffer, self.table.token_flags, self.table.history, self.table.rule_addresses]
+        tables = [self.rows.buffer, self.table.history, self.table.addresses]
         return sum(x.untyped_storage().nbytes() for x in [*tables, *self.table.rules.values()])
 
 
@@ -553,7 +561,7 @@ def test_rules_take_no_more_memory_than_each_request_asks_for(folder, monkeypatc
         expected = tokens_of(llm.generate([PROMPT] * 4, [SamplingParams(0, 5, True)] * 4, use_tqdm=False))
         results = llm.generate([PROMPT] * 4, params, use_tqdm=False)
         assert tokens_of(results[:1] + results[2:]) == expected[:3]
-        words = [num_rule_words(one, llm.prompts.bad_words(one), one.stop_token_ids) for one in params]
+        words = [num_rule_words(one, biases_of(llm).bad_words(one), one.stop_token_ids) for one in params]
         assert max(words) == words[1] < 7 * 2 * 4000
         assert costs.most - before == 4 * sum(words)
 
@@ -572,7 +580,7 @@ def test_what_a_request_costs_does_not_depend_on_those_before_it(folder, monkeyp
 
 
 def test_rules_that_do_not_fit_together_wait_for_each_other(folder, monkeypatch):
-    monkeypatch.setattr(budget, "RULE_WORDS", 300)
+    monkeypatch.setattr(biases, "RULE_WORDS", 300)
     sizes = [(30, 8), (5, 30), (40, 8), (59, 8), (1, 8)]  # and how many tokens are to come
     params = [SamplingParams(0, k, True, logit_bias={i: 1.0 for i in range(n)}) for n, k in sizes]
     with LLM(str(folder), **EXACT, num_kvcache_blocks=100) as llm:
@@ -586,7 +594,7 @@ def test_rules_that_do_not_fit_together_wait_for_each_other(folder, monkeypatch)
 
 
 def test_rules_that_can_never_fit_fail_their_own_request_alone(folder, monkeypatch):
-    monkeypatch.setattr(prompts, "RULE_WORDS", 3000)
+    monkeypatch.setattr(biases, "RULE_WORDS", 3000)
     too_many = dict(bad_words=["a", *SHORT_WORDS[:300]], logit_bias={7: 1.0})
     complaint = (
         "bad_words of 1,503 tokens and logit_bias of 1 take 15,668 bytes of the device's memory, of which "
@@ -598,10 +606,10 @@ def test_rules_that_can_never_fit_fail_their_own_request_alone(folder, monkeypat
         with pytest.raises(ValueError, match=complaint):
             generate(llm, **too_many)
         with pytest.MonkeyPatch.context() as patch:  # all there is may be taken by one
-            size = llm.prompts.read("x", SamplingParams(bad_words=["abc"])).num_rule_words
-            patch.setattr(prompts, "RULE_WORDS", size)
+            size = llm.prompts.read("x", SamplingParams(bad_words=["abc"])).own["bias"].num_words
+            patch.setattr(biases, "RULE_WORDS", size)
             generate(llm, bad_words=["abc"], max_tokens=1)
-            patch.setattr(prompts, "RULE_WORDS", size - 1)
+            patch.setattr(biases, "RULE_WORDS", size - 1)
             with pytest.raises(ValueError, match="bad_words of 7 tokens"):
                 generate(llm, bad_words=["abc"], max_tokens=1)
         generate(llm, bad_words=["y" * 1023], max_tokens=1)

@@ -3,10 +3,9 @@
 import pytest
 import torch
 from cascades import cascade_config, make_cascade
-from test_kernels import (
+from extension_kernels import INT8, Features
+from kernel_checks import (
     HALF,
-    INT8,
-    Features,
     assert_passes_in_the_interpreter,
     check_decode,
     check_prefill,

@@ -4,10 +4,10 @@ from unittest import mock
 
 import pytest
 from block_pool import check_pool
-from scheduling import make_engine, make_sequence, run_all, run_step
+from scheduling import give_rules, make_engine, make_sequence, run_all, run_step
 
 from nanovllm.engine.policies import Verdict
-from nanovllm.extensions.logits.budget import RULE_WORDS
+from nanovllm.extensions.logits.bias import RULE_WORDS
 from nanovllm.extensions.prefixes.token_prefixes import WAIT_TOKENS
 from nanovllm.extensions.safety.forecast import Forecast
 
@@ -68,7 +68,8 @@ def test_those_who_wait_are_left_what_they_need():
         first, second = (make_sequence([*range(100), i], 20, True, 128) for i in range(200, 202))
         behind = make_sequence([300] * 100, 20, True, 128)
         if not options:
-            second.num_rule_words, behind.num_rule_words = RULE_WORDS, 1
+            give_rules(second, RULE_WORDS)
+            give_rules(behind, 1)
         for sequence in (first, second, behind):
             scheduler.add(sequence)
         assert run_step(scheduler, runner)[0] == [first]

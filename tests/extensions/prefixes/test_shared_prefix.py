@@ -5,7 +5,8 @@ import random
 import pytest
 import torch
 from cascades import make_cascade
-from test_kernels import (
+from extension_kernels import with_caches
+from kernel_checks import (
     KERNEL_SHAPES,
     NAN,
     PLAIN,
@@ -19,7 +20,6 @@ from test_kernels import (
     plain_attention,
     rand,
     store_torch,
-    with_caches,
 )
 
 from nanovllm.extensions.prefixes.kernels.shared_prefix import (

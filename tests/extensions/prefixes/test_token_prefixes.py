@@ -135,11 +135,15 @@ def test_an_index_from_which_all_has_been_removed_is_empty():
     assert not index._blocks and not index._children
 
 
-BlockManagerMachine.TestCase.settings = settings(
+class TokenPrefixesMachine(BlockManagerMachine):
+    prefix_cache = TokenPrefixes
+
+
+TokenPrefixesMachine.TestCase.settings = settings(
     max_examples=150,
     stateful_step_count=40,
     deadline=None,
     report_multiple_bugs=False,
     suppress_health_check=list(HealthCheck),
 )
-TestTokenPrefixesHistories = BlockManagerMachine.TestCase
+TestTokenPrefixesHistories = TokenPrefixesMachine.TestCase

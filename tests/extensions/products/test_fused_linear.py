@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
-from test_kernels import error, rand, tolerance
+from kernel_checks import error, rand, tolerance
 
 from nanovllm.extensions.products.kernels import fused_linear
 from nanovllm.kernels.layernorm import rms_norm_torch

@@ -27,7 +27,7 @@ def hopper(monkeypatch):
 def make(kind: type[LinearBase], sizes=(512, 1024), dtype=torch.bfloat16, num_ranks=1) -> LinearBase:
     with torch_defaults(dtype, CPU), use_group(Group(0, num_ranks)):
         layer = kind(*sizes)
-        layer.set_format(FoldingWeight(layer.shards))
+        layer.set_matrix(FoldingWeight(layer.shards))
     return layer
 
 

@@ -3,10 +3,13 @@
 That takes a GPU; here the library's product is replaced by one in float32.
 """
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
 
+from nanovllm.extensions.products.kernels.gemv import gemv
 from nanovllm.extensions.products.products import FoldingWeight, FusedGemm, Gemv
 from nanovllm.extensions.quantised import fp8
 from nanovllm.extensions.quantised.formats import read_scheme
@@ -53,9 +56,9 @@ def products(monkeypatch) -> list[str]:
 
 def make(layer: LinearBase, tile: tuple[int, int] | None) -> LinearBase:
     if tile is not None:
-        layer.set_format(Fp8(layer.shards, tile, "floats"))
-    matrix = torch.randn(layer.format.shape) / layer.format.shape[1] ** 0.5
-    layer.format.fill(matrix) if tile else layer.weight.data.copy_(matrix)
+        layer.set_matrix(Fp8(layer.shards, tile, "floats"))
+    matrix = torch.randn(layer.matrix.shape) / layer.matrix.shape[1] ** 0.5
+    layer.matrix.fill(matrix) if tile else layer.weight.data.copy_(matrix)
     if layer.bias is not None:
         layer.bias.data.normal_()
     return layer
@@ -64,8 +67,8 @@ def make(layer: LinearBase, tile: tuple[int, int] | None) -> LinearBase:
 def matrix_of(layer: LinearBase) -> torch.Tensor:
     return (
         layer.weight
-        if isinstance(layer.format, DenseWeight)
-        else layer.format.dequantise(slice(0, layer.format.shape[0]))
+        if isinstance(layer.matrix, DenseWeight)
+        else layer.matrix.dequantise(slice(0, layer.matrix.shape[0]))
     )
 
 
@@ -117,10 +120,14 @@ def make_product(layer: LinearBase, kind: str) -> None:
     if kind == "8 bits":
         make(layer, ROW)
     else:
-        layer.set_format(FoldingWeight(layer.shards))
+        layer.set_matrix(FoldingWeight(layer.shards))
         make(layer, None)
         if kind != "library":
-            layer.products = [Gemv(layer.format.gemv) if kind == "gemv" else FusedGemm(layer.format)]
+            layer.products = [
+                Gemv(functools.partial(gemv, weight=layer.matrix.weight))
+                if kind == "gemv"
+                else FusedGemm(layer.matrix)
+            ]
 
 
 KINDS = ["library", "gemv", "fused", "8 bits"]
@@ -149,7 +156,7 @@ def test_layers_that_are_not_quantised_have_the_products_of_dense_weights(produc
         ("qkv_proj", QKVParallelLinear(HIDDEN, 64, 4, 2)),
         ("down_proj", RowParallelLinear(WIDTH, HIDDEN)),
     ):
-        layer.set_format(scheme.make_weight(FoldingWeight, layer, name, [f"model.layers.0.{name}"]))
+        layer.set_matrix(scheme.make_weight(FoldingWeight, layer, name, [f"model.layers.0.{name}"]))
         kinds[name] = [type(product) for product in layer.products]
     assert kinds == {"qkv_proj": [Fp8Product, Library], "down_proj": [Library]}
 

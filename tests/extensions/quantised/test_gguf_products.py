@@ -221,7 +221,7 @@ def test_what_gpu_kernels_read_is_bit_for_bit_what_the_file_means(kind):
 
 def test_smollm2_answers_with_packed_weights(smollm2_gguf):  # noqa: F811
     with LLM(str(smollm2_gguf), dtype="bfloat16", device="cpu", max_model_len=256) as llm:
-        formats = [layer.mlp.down_proj.format for layer in llm.model_runner.model.model.layers]
+        formats = [layer.mlp.down_proj.matrix for layer in llm.model_runner.model.model.layers]
         assert all(isinstance(format.runs[0], PackedCodes) for format in formats)
         # Its answer begins with a token that is twice as likely as the next one: rounding differs by CPU.
         question = [{"role": "user", "content": "Name the capital of Italy."}]

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from test_kernels import assert_passes_in_the_interpreter, error
+from kernel_checks import assert_passes_in_the_interpreter, error
 
 from nanovllm.extensions.quantised.kernels import fp8_linear, quantised_linear, quantised_matvec
 from nanovllm.extensions.quantised.kernels.fp8_linear import QuantisedRows, Unscaled

@@ -51,7 +51,7 @@ def make_layer(make, packer: Packer, rank: int = 0, size: int = 1) -> LinearBase
     with use_group(Group(rank, size)), without_weights():
         layer = make()
     format = read_scheme(packer.config, None).find("model.layers.0.any")
-    layer.set_format(format.kind(layer.shards, **format.settings))
+    layer.set_matrix(format.kind(layer.shards, **format.settings))
     return layer
 
 
@@ -62,15 +62,15 @@ def load_parts(layer: LinearBase, packed: dict) -> None:
         assert {name for name, place in places.items() if not place.is_optional} <= tensors.keys()
         for name, tensor in tensors.items():
             places[name].load(tensor, shard_id)
-    layer.format.finish()
+    layer.matrix.finish()
 
 
 def matrix_of(layer: LinearBase) -> torch.Tensor:
     """The layer's matrix, inputs in the order of x."""
     matrix = torch.cat(
-        [layer.format.dequantise(rows).float() for rows in layer.format.pieces(layer.format.shape[0])]
+        [layer.matrix.dequantise(rows).float() for rows in layer.matrix.pieces(layer.matrix.shape[0])]
     )
-    order = getattr(layer.format, "order", None)
+    order = getattr(layer.matrix, "order", None)
     return matrix if order is None else matrix[:, order.argsort()]
 
 
@@ -87,7 +87,7 @@ def test_the_matrix_is_bit_for_bit_the_librarys_on_every_rank(packer, name):
     packed = {shard_id: packer.pack(torch.randn(shape) * 0.3) for shard_id, shape in shapes.items()}
     for rank, size in ((0, 1), (0, 2), (1, 2)):
         layer = make_layer(make, packer, rank, size)
-        if getattr(layer.format, "order", None) is not None and size == 2 and name == "down":
+        if getattr(layer.matrix, "order", None) is not None and size == 2 and name == "down":
             with pytest.raises(ValueError, match="works on one rank only"):
                 load_parts(layer, packed)
             continue
@@ -105,16 +105,16 @@ def test_the_zero_point_of_weights_of_one_sign_is_the_first_or_the_last(name, si
     packed = {shard_id: packer.pack(sign * (torch.rand(shape) + 0.1)) for shard_id, shape in shapes.items()}
     layer = make_layer(make, packer)
     load_parts(layer, packed)
-    assert layer.format.zeros.unique().tolist() == [zero]
+    assert layer.matrix.zeros.unique().tolist() == [zero]
     assert torch.equal(matrix_of(layer), expected_matrix(layer, packer, packed))
 
 
 def assert_products(layer: LinearBase, expected: torch.Tensor) -> None:
     """They are those of the expected matrix, but for one rounding."""
     x, bias = torch.randn(5, expected.shape[1]), torch.randn(len(expected))
-    y, exact = layer.format.multiply(x, bias), x.double() @ expected.double().T + bias
+    y, exact = layer.matrix.multiply(x, bias), x.double() @ expected.double().T + bias
     torch.testing.assert_close(y.double(), exact, rtol=1e-5, atol=2**-20 * exact.abs().max().item())
-    y = layer.format.multiply(x.bfloat16(), None).double()
+    y = layer.matrix.multiply(x.bfloat16(), None).double()
     exact = x.bfloat16().double() @ expected.bfloat16().double().T
     torch.testing.assert_close(y, exact, rtol=2**-8, atol=2**-8 * exact.abs().max().item())
 
@@ -149,7 +149,7 @@ def test_large_matrices_are_multiplied_in_pieces(monkeypatch, name):
     packed = {shard_id: PACKERS[name].pack(torch.randn(shape)) for shard_id, shape in shapes.items()}
     layer = make_layer(make, PACKERS[name])
     load_parts(layer, packed)
-    assert len([*layer.format.pieces(640)]) > 3
+    assert len([*layer.matrix.pieces(640)]) > 3
     assert_products(layer, expected_matrix(layer, PACKERS[name], packed))
 
 
@@ -252,12 +252,12 @@ def test_layers_that_are_listed_as_not_converted_stay_as_they_are(tmp_path, floa
     kept = ("o_proj", *(f"model.layers.0.mlp.{part}_proj" for part in ("gate", "up", "down")))
     folder = quantise(floats("qwen3"), tmp_path / "packed", packer, tmp_path / "reference", kept)
     layers, expected = linear_layers(load(folder)), linear_layers(load(tmp_path / "reference"))
-    assert {name for name, layer in layers.items() if isinstance(layer.format, DenseWeight)} == {
+    assert {name for name, layer in layers.items() if isinstance(layer.matrix, DenseWeight)} == {
         "model.layers.0.self_attn.o_proj", "model.layers.1.self_attn.o_proj",
         "model.layers.0.mlp.gate_up_proj", "model.layers.0.mlp.down_proj",
     }  # fmt: skip
     for name, layer in layers.items():
-        matrix = layer.weight if isinstance(layer.format, DenseWeight) else matrix_of(layer)
+        matrix = layer.weight if isinstance(layer.matrix, DenseWeight) else matrix_of(layer)
         assert torch.equal(matrix, expected[name].weight), name
 
 
@@ -268,7 +268,7 @@ def test_modules_in_block_to_quantize_says_which_layers_are_quantised(tmp_path, 
     plain = {
         name.rpartition(".")[2]
         for name, layer in linear_layers(load(folder)).items()
-        if isinstance(layer.format, DenseWeight)
+        if isinstance(layer.matrix, DenseWeight)
     }
     assert plain == {"o_proj", "down_proj"}
 
@@ -285,7 +285,7 @@ def test_groups_of_layers_have_formats_of_their_own(tmp_path, floats):
     tensors |= {n: t for n, t in packed.items() if "mlp" in n}
     save_file(tensors, tmp_path / "four" / "model.safetensors")
     kinds = {
-        name: type(layer.format).__name__ for name, layer in linear_layers(load(tmp_path / "four")).items()
+        name: type(layer.matrix).__name__ for name, layer in linear_layers(load(tmp_path / "four")).items()
     }
     assert {kind for name, kind in kinds.items() if "mlp" in name} == {"Int8"}
     assert {kind for name, kind in kinds.items() if "attn" in name} == {"Int4"}
@@ -415,7 +415,7 @@ def test_weights_are_quantised_while_they_are_loaded(floats, option, error, size
         with use_group(Group(rank, size)):
             layers, plain = linear_layers(load(folder, option)), linear_layers(load(folder))
         for name, layer in layers.items():
-            assert type(layer.format).__name__.lower() == option
+            assert type(layer.matrix).__name__.lower() == option
             expected = plain[name].weight
             difference = (matrix_of(layer) - expected).norm() / expected.norm()
             assert 0 < difference < error, name
@@ -509,7 +509,7 @@ def test_no_layer_ever_has_a_weight_of_full_size(floats, option, share):
         model = build_model(config, option)
     assert sum(allocations.sizes) <= 1.01 * sum(param.nbytes for param in model.parameters())
     for layer in linear_layers(model).values():
-        rows, columns = layer.format.shape
+        rows, columns = layer.matrix.shape
         assert sum(param.nbytes for param in layer.parameters()) < share * 4 * rows * columns
 
 
@@ -530,9 +530,9 @@ for option in ("fp8", "int4"):
     with use_group(Group(0, 1)), without_weights():
         layer, norm = ColumnParallelLinear(64, 96), RMSNorm(64)
     format = read_scheme(None, option).find("any")
-    layer.set_format(format.kind(layer.shards, **format.settings))
-    layer.format.fill(torch.randn(96, 64))
-    expected = norm(x) @ layer.format.dequantise(slice(0, 96)).T
+    layer.set_matrix(format.kind(layer.shards, **format.settings))
+    layer.matrix.fill(torch.randn(96, 64))
+    expected = norm(x) @ layer.matrix.dequantise(slice(0, 96)).T
     torch.testing.assert_close(layer(Stream(x, norm)), expected)
 """
 

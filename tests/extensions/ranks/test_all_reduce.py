@@ -9,8 +9,8 @@ import time
 
 import pytest
 import torch
+from extension_kernels import sum_and_norm
 from test_gpu import assert_within_rounding, make_prompts
-from test_kernels import sum_and_norm
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.extensions.ranks import peer_group

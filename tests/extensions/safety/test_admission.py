@@ -18,6 +18,8 @@ from scheduling import (
 )
 
 from nanovllm.engine.sequence import Sequence
+from nanovllm.extensions.prefixes import token_prefixes
+from nanovllm.extensions.prefixes.token_prefixes import WAIT_TOKENS
 from nanovllm.extensions.safety.forecast import Forecast
 from nanovllm.extensions.safety.isolation import Isolation
 from nanovllm.sampling_params import SamplingParams
@@ -144,11 +146,18 @@ def test_the_expected_share_is_that_of_completions_that_could_have_ended_early()
     assert forecast_of(scheduler).share == pytest.approx(1 + (2 / 6 - 1) / 32)
 
 
-SchedulerMachine.TestCase.settings = settings(
+class ExtendedMachine(SchedulerMachine):
+    is_plain = False
+
+    def set_wait_tokens(self, wait_tokens: int | None) -> None:
+        token_prefixes.WAIT_TOKENS = wait_tokens or WAIT_TOKENS
+
+
+ExtendedMachine.TestCase.settings = settings(
     max_examples=150,
     stateful_step_count=30,
     deadline=None,
     report_multiple_bugs=False,
     suppress_health_check=list(HealthCheck),
 )
-TestSchedulerHistories = SchedulerMachine.TestCase
+TestSchedulerHistories = ExtendedMachine.TestCase

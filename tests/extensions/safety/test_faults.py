@@ -20,7 +20,6 @@ from test_engine import assert_empty, tokens_of
 from nanovllm import LLM, AsyncLLM, SamplingParams, StructuredOutputsParams
 from nanovllm import llm as llm_module
 from nanovllm.distributed.ranks import EngineDeadError
-from nanovllm.engine import llm_engine
 from nanovllm.engine.batch import StepOutput
 from nanovllm.engine.sequence import Sequence
 from nanovllm.extensions.prefixes.token_prefixes import TokenPrefixes
@@ -57,21 +56,24 @@ METHODS = {
         "prepare_decode",
         "prepare_sample",
         "run_model",
-        "_draw",
-        "draw",
+        "forward",
+        "sample",
+        "sample_logits",
     ],
     "batches": ["prefill", "decode"],
     "host rows": ["prefill", "decode"],
     "device rows": ["apply", "next_inputs", "note_drawn"],
-    "host edits": ["prefill"],
-    "device edits": ["apply", "edit_logits", "note_drawn"],
+    "bias": ["prepare", "apply", "drawn"],
+    "penalties": ["prepare", "apply", "drawn"],
+    "filters": ["prepare", "apply"],
+    "bitmask": ["host_input", "apply", "ended"],
+    "logprobs": ["drawn", "record"],
+    "scores": ["max_cached", "prepare", "hidden", "record"],
     "model": ["forward", "compute_logits"],
-    "engine": ["_make_sequence", "_step", "_launch", "_draw", "_collect", "_find_stops"],
+    "engine": ["_make_sequence", "_step", "_launch", "_sample", "_collect", "_find_stops"],
     "grammars": ["masks", "_reader_of", "_make_masks", "drop"],
     "output": ["to_host", "token_ids"],
     "text": ["find_stop"],
-    "records": ["record_logprobs"],
-    "recording": ["_token_logprobs"],
     "results": ["make_result"],
     "progress bar": ["update", "set_postfix"],
 }
@@ -139,18 +141,15 @@ def object_of(llm: LLM, place: str):
         "runner": runner,
         "batches": llm.batches,
         "host rows": llm.batches.rows,
-        "host edits": llm.batches.rows.edits,
         "device rows": runner.rows,
-        "device edits": runner.rows.edits,
         "model": runner.model,
         "engine": llm,
-        "grammars": llm.grammars,
+        "grammars": llm.parts.logits_processor("bitmask").grammars,
         "output": StepOutput,
         "text": texts.GrowingText,
-        "records": llm_engine,
-        "recording": texts,
         "results": llm_module,
         "progress bar": progress.tqdm,
+        **{processor.name: processor for processor in llm.parts.logits_processors},
     }[place]
 
 

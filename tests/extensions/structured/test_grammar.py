@@ -24,7 +24,6 @@ from test_engine import assert_empty, tokens_of
 from nanovllm import LLM, AsyncLLM, SamplingParams, StructuredOutputsParams
 from nanovllm.extensions.structured.grammar import GrammarError, Grammars
 from nanovllm.extensions.structured.matchers import MAX_LEXERS, Grammar
-from nanovllm.sampling_params import Needs
 from tiny_checkpoints import EXACT, edit_json, make_checkpoint, make_tokenizer, one_thread  # noqa: F401
 
 SCHEMA = {
@@ -76,6 +75,15 @@ def alone(llm) -> list[dict]:
     """The results of the mixed requests, each run by itself."""
     pairs = zip(PROMPTS, PARAMS, strict=True)
     return [llm.generate([prompt], params, use_tqdm=False)[0] for prompt, params in pairs]
+
+
+def grammars_of(llm: LLM) -> Grammars:
+    return llm.parts.logits_processor("bitmask").grammars
+
+
+def waiting(llm: LLM, wanted: int) -> bool:
+    """Whether a batch with these logits processors waits for masks."""
+    return bool(wanted & llm.model_runner.waiting)
 
 
 def answer(llm: LLM, wanted: StructuredOutputsParams, **settings) -> dict:
@@ -221,7 +229,7 @@ LISTED = {"type": "object", "properties": {"a": NUMBER}, "required": ["a"]}
 def writes(llm: LLM, schema: Any, text: str, **options: Any) -> bool:
     """Whether an answer that the schema asks for may be this text."""
     wanted = StructuredOutputsParams(json=schema, disable_any_whitespace=True, **options)
-    matcher = llm.grammars.compile(wanted).take()[1]
+    matcher = grammars_of(llm).compile(wanted).take()[1]
     tokens = llm.encode(text)
     return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 
@@ -295,7 +303,7 @@ def test_a_pydantic_model_gets_the_fields_that_it_has(llm):
 )
 def test_white_space_between_the_parts_of_json_is_as_asked_for(llm, options, texts):
     wanted = StructuredOutputsParams(json={"type": "array", "items": NUMBER}, **options)
-    matcher = llm.grammars.compile(wanted).take()[1]
+    matcher = grammars_of(llm).compile(wanted).take()[1]
     found = set()
     for text in ("[1,2]", "[1, 2]", "[ 1,\n\t2 ]", "[\n1,2\n]"):
         matcher.reset()
@@ -333,7 +341,7 @@ def test_every_request_gets_the_tokens_that_it_gets_alone(folder, alone, options
         llm._overlap = overlap
         assert_same(llm.generate(PROMPTS, PARAMS, use_tqdm=False), alone)
         assert (llm.stats()["num_preemptions"] > 0) == ("num_kvcache_blocks" in options)
-        assert not llm.grammars._readers, "kept for requests that have ended"
+        assert not grammars_of(llm)._readers, "kept for requests that have ended"
         assert_empty(llm)
 
 
@@ -355,8 +363,8 @@ def test_graphs_padded_to_their_sizes_draw_the_same_tokens_in_one_stage_or_two(f
         assert_same(llm.generate(PROMPTS, PARAMS, use_tqdm=False), alone)
         llm.generate(PROMPTS[:3], SamplingParams(0, 3), use_tqdm=False)
         llm.model_runner.graphs = None
-        assert {len(stages) for (*_, needs), stages in graphs.items() if needs & Needs.MASKS} == {2}
-        assert {len(stages) for (*_, needs), stages in graphs.items() if not needs & Needs.MASKS} == {1}
+        numbers = {(waiting(llm, wanted), len(stages)) for (*_, wanted), stages in graphs.items()}
+        assert numbers == {(True, 2), (False, 1)}
 
 
 def test_two_ranks_draw_the_tokens_of_one(folder, alone):
@@ -374,28 +382,28 @@ def test_nothing_is_kept_of_a_request_aborted_while_its_first_step_is_under_way(
     llm.abort(request_id)
     while not llm.is_finished():
         llm.step()
-    assert not llm.grammars._readers
+    assert not grammars_of(llm)._readers
     assert_empty(llm)
 
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlapped", "plain"])
 def test_only_steps_with_such_a_request_wait_for_masks(llm, monkeypatch, overlap):
-    needs, called = [], Counter()
+    batches, called = [], Counter()
     call = llm.model_runner.call
 
     def count(name, *args):
         called[name] += 1
-        needs.extend([args[0].needs] if name == "run" else [])
+        batches.extend([args[0]] if name == "run" else [])
         return call(name, *args)
 
     monkeypatch.setattr(llm, "_overlap", overlap)
     monkeypatch.setattr(llm.model_runner, "call", count)
     llm.generate([[1]] * 3, SamplingParams(0, 9), use_tqdm=False)
-    assert called["run"] and not called["draw"] and not any(need & Needs.MASKS for need in needs)
+    assert called["run"] and not called["sample"] and not any(waiting(llm, each.wanted) for each in batches)
     called.clear()
     params = [SamplingParams(0, 20, True), SamplingParams(0, 5, True, structured_outputs=JSON)]
     llm.generate([[1]] * 2, params, use_tqdm=False)
-    assert called["draw"] == 5 < called["run"]
+    assert called["sample"] == 5 < called["run"]
 
 
 def test_the_forward_pass_is_enqueued_before_the_tokens_that_masks_depend_on_are_read(llm, monkeypatch):
@@ -408,12 +416,12 @@ def test_the_forward_pass_is_enqueued_before_the_tokens_that_masks_depend_on_are
     watch(llm.model_runner, "run")
     watch(llm.scheduler, "postprocess")
     watch(llm.scheduler, "schedule")
-    watch(llm.grammars, "masks")
-    watch(llm.model_runner, "draw")
+    watch(grammars_of(llm), "masks")
+    watch(llm.model_runner, "sample")
     monkeypatch.setattr(llm, "_overlap", True)
     llm.generate([[1]], SamplingParams(0, 3, True, structured_outputs=JSON), use_tqdm=False)
-    rest = ["run", "postprocess", "schedule", "masks", "draw"] * 2 + ["postprocess"]
-    assert order == ["schedule", "run", "schedule", "masks", "draw", *rest]
+    rest = ["run", "postprocess", "schedule", "masks", "sample"] * 2 + ["postprocess"]
+    assert order == ["schedule", "run", "schedule", "masks", "sample", *rest]
 
 
 # --- matchers ---
@@ -422,12 +430,12 @@ def test_the_forward_pass_is_enqueued_before_the_tokens_that_masks_depend_on_are
 def test_threads_and_memory_of_masks_end_with_the_engine(folder):
     with LLM(folder, **EXACT, num_kvcache_blocks=40) as llm:
         llm.generate([[1]] * 4, SamplingParams(0, 3, structured_outputs=JSON), use_tqdm=False)
-        assert {"_threads", "_bits"} <= {*vars(llm.grammars)}
-    assert not {"_threads", "_bits"} & {*vars(llm.grammars)}
+        assert {"_threads", "_bits"} <= {*vars(grammars_of(llm))}
+    assert not {"_threads", "_bits"} & {*vars(grammars_of(llm))}
 
 
 def test_texts_of_a_grammar_have_lexers_of_their_own_which_later_ones_use_again(llm):
-    grammar = llm.grammars.compile(StructuredOutputsParams(regex="[ab]{3}[0-9]"))
+    grammar = grammars_of(llm).compile(StructuredOutputsParams(regex="[ab]{3}[0-9]"))
     taken = [grammar.take() for _ in range(MAX_LEXERS + 4)]
     assert len({id(lexer) for lexer, _ in taken}) == MAX_LEXERS
     assert len({id(matcher) for _, matcher in taken}) == len(taken)
@@ -441,7 +449,7 @@ def test_texts_of_a_grammar_have_lexers_of_their_own_which_later_ones_use_again(
 
 
 def test_a_grammar_that_takes_long_to_compile_is_compiled_once(llm):
-    compile_quickly = llm.grammars.compile(JSON).take()[1].deep_copy
+    compile_quickly = grammars_of(llm).compile(JSON).take()[1].deep_copy
 
     def compile_slowly() -> Any:
         time.sleep(0.6)
@@ -452,7 +460,7 @@ def test_a_grammar_that_takes_long_to_compile_is_compiled_once(llm):
 
 
 def test_a_lexer_that_has_failed_is_not_used_again(llm):
-    grammar = llm.grammars.compile(StructuredOutputsParams(regex="[ab]{3}[0-8]"))
+    grammar = grammars_of(llm).compile(StructuredOutputsParams(regex="[ab]{3}[0-8]"))
     taken = [grammar.take() for _ in range(2 * MAX_LEXERS)]
     failed, matcher = taken[0]
     copies = [each for each in taken[1:] if each[0] is failed]
@@ -469,9 +477,9 @@ def test_a_lexer_that_has_failed_is_not_used_again(llm):
 def test_a_schema_is_compiled_once_however_it_is_written(folder, monkeypatch):
     with LLM(folder, **EXACT, num_kvcache_blocks=40) as llm:
         compiled = []
-        source = llm.grammars._source
+        source = grammars_of(llm)._source
         monkeypatch.setattr(
-            llm.grammars, "_source", lambda wanted: (compiled.append(wanted), source(wanted))[1]
+            grammars_of(llm), "_source", lambda wanted: (compiled.append(wanted), source(wanted))[1]
         )
         for _ in range(2):
             for schema in (SCHEMA, dict(SCHEMA), json.dumps(SCHEMA)):
@@ -586,14 +594,14 @@ def test_a_long_reason_is_shortened(llm):
 
 def test_what_takes_too_long_to_compile_is_given_up(llm, monkeypatch):
     monkeypatch.setattr("nanovllm.extensions.structured.grammar.MAX_SECONDS", 0.05)
-    monkeypatch.setattr(llm.grammars._llguidance, "LLMatcher", lambda *_, **__: time.sleep(1))
+    monkeypatch.setattr(grammars_of(llm)._llguidance, "LLMatcher", lambda *_, **__: time.sleep(1))
     with pytest.raises(ValueError, match="it takes more than 0 s to compile"):
         answer(llm, StructuredOutputsParams(regex="never compiled before"))
 
 
 def test_threads_that_want_the_same_compile_it_once_and_other_tasks_go_on(folder, monkeypatch):
     with AsyncLLM(folder, **EXACT, num_kvcache_blocks=40) as engine:
-        compiled, make = [], engine.llm.grammars._make_matcher
+        compiled, make = [], grammars_of(engine.llm)._make_matcher
 
         def make_slowly(*args: Any) -> Any:
             compiled.append(args[0])
@@ -610,7 +618,7 @@ def test_threads_that_want_the_same_compile_it_once_and_other_tasks_go_on(folder
                 turns += 1
             return await asyncio.gather(*tasks), turns
 
-        monkeypatch.setattr(engine.llm.grammars, "_make_matcher", make_slowly)
+        monkeypatch.setattr(grammars_of(engine.llm), "_make_matcher", make_slowly)
         results, turns = asyncio.run(run())
         assert results[0] == results[1] and turns > 20
         assert len(compiled) == 1
@@ -625,18 +633,18 @@ def test_threads_that_want_the_same_compile_it_once_and_other_tasks_go_on(folder
 
 
 def test_a_grammar_that_fails_on_the_way_ends_its_request_alone(llm, monkeypatch):
-    masks, failed = llm.grammars.masks, []
+    masks, failed = grammars_of(llm).masks, []
 
-    def fail(sequences):
+    def fail(sequences, grammars):
         for seq in sequences:
             if seq.prompt_token_ids == [2] and len(seq.token_ids) == 4:
                 failed.append(seq)
                 raise GrammarError(seq, "too large")
-        return masks(sequences)
+        return masks(sequences, grammars)
 
     params = SamplingParams(0, 20, structured_outputs=JSON)
     expected = llm.generate([[1], [3]], params, use_tqdm=False)
-    monkeypatch.setattr(llm.grammars, "masks", fail)
+    monkeypatch.setattr(grammars_of(llm), "masks", fail)
     requests = [([token], params) for token in (1, 2, 3)]
     for overlap in (True, False):
         monkeypatch.setattr(llm, "_overlap", overlap)
@@ -670,7 +678,7 @@ def test_a_token_that_a_grammar_does_not_allow_is_an_error_and_no_answer(llm):
     [seq] = request.completions
     seq.append_token(7)
     with pytest.raises(GrammarError, match="doesn't satisfy the grammar") as error:
-        llm.grammars.masks([seq])
+        llm.parts.logits_processor("bitmask").host_input([seq])
     assert error.value.sequence is seq and "\n" not in str(error.value)
     llm.clear()
 

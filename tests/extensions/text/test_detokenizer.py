@@ -16,8 +16,8 @@ from smollm2 import smollm2_gguf  # noqa: F401
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from nanovllm.assembly import open_checkpoint
-from nanovllm.checkpoints.tokenizer import toy_tokenizer
 from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.extensions.checkpoints.made_up import toy_tokenizer
 from nanovllm.extensions.text.detokenizer import INCOMPLETE, Detokenizer, vocabulary_of
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.results import GrowingText

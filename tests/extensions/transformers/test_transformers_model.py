@@ -107,7 +107,7 @@ def test_matrices_that_are_stored_transposed_are_quantised_as_others(tmp_path, q
     with LLM(str(folder), **options, quantization=quantization) as llm:
         modules = llm.model_runner.model.named_modules()
         formats = {
-            name: str(module.format.weight.dtype) for name, module in modules if hasattr(module, "format")
+            name: str(module.matrix.weight.dtype) for name, module in modules if hasattr(module, "matrix")
         }
         rounded = llm.score(PROMPTS, use_tqdm=False)
     assert {*formats.values()} == {"torch.float8_e4m3fn" if quantization == "fp8" else "torch.uint8"}

@@ -2,7 +2,7 @@
 products, and which tile of tokens belongs to which expert.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from nanovllm.extensions.quantised.kernels.quantised_weight import (
     dequantise_torch,
 )
 from nanovllm.kernels.activation import silu_and_mul_torch
-from nanovllm.kernels.runtime import tl, triton, wait_for_inputs
+from nanovllm.kernels.runtime import cdiv, next_power_of_2, overlap_options, pdl_wait, tl, triton
 
 # gpt-oss's activation is (up + 1) * gate * sigmoid(ALPHA * gate), with both kept within LIMIT.
 ALPHA, LIMIT = 1.702, 7.0
@@ -67,6 +67,38 @@ class Groups(NamedTuple):
     max_tiles: int  # that there can be
 
 
+class GroupedProduct(NamedTuple):
+    """
+    out[pair] = weight of its expert @ x[pair] + bias, multiplied by weights[pair]. With top_k x has a row for
+    each token instead, and the first half of an expert's rows are gates, the second half is what they
+    multiply. `tile` is of the kernel that computes it, and begins with its pairs.
+    """
+
+    bias: Tensor | None
+    groups: Groups
+    out: Tensor
+    tile: tuple[int, ...]
+    top_k: int = 0
+    weights: Tensor | None = None
+    is_clamped: bool = False
+
+    @property
+    def parts(self) -> int:
+        return 2 if self.top_k else 1
+
+    def launch(
+        self, kernel: Any, lines: int, *inputs: Tensor | None, numbers: Any = (), **options: Any
+    ) -> None:
+        """A program of the kernel computes `lines` rows of an expert's weight for a tile of pairs."""
+        groups, (num_experts, rows) = self.groups, self.groups.pairs.shape
+        kernel[(groups.max_tiles * cdiv(self.parts * self.out.shape[1], lines),)](
+            *inputs, self.bias, groups.pairs, groups.table, self.weights, self.out, *numbers, rows,
+            EXPERTS=num_experts, EXPERTS_PAD=next_power_of_2(num_experts),
+            PAIRS_PER_ROW=self.top_k or 1, PARTS=self.parts, CLAMPED=self.is_clamped,
+            BLOCK_M=self.tile[0], **options, **overlap_options(self.out.device),
+        )  # fmt: skip
+
+
 def activate_torch(x: Tensor, is_clamped: bool = False) -> Tensor:
     """[..., 2 * width], gates first, -> [..., width]."""
     if not is_clamped:
@@ -112,7 +144,7 @@ def find_tile(
     or EXPERTS if there is no such tile; the pairs int64 [BLOCK_M], and which of them are real. Programs side
     by side share the pairs.
     """
-    wait_for_inputs(OVERLAP)
+    pdl_wait(OVERLAP)
     tile = tl.program_id(0) // BLOCKS
     each = tl.arange(0, EXPERTS_PAD)
     ends = tl.load(table + EXPERTS + each, mask=each < EXPERTS, other=2147483647)

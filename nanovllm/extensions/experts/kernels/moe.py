@@ -12,6 +12,7 @@ from torch import Tensor
 
 from nanovllm.extensions.experts.kernels.experts import (
     ExpertWeights,
+    GroupedProduct,
     Groups,
     activate,
     activate_torch,
@@ -33,7 +34,7 @@ from nanovllm.extensions.experts.kernels.moe_quantised import (
 from nanovllm.extensions.experts.kernels.router import Chosen
 from nanovllm.extensions.quantised.kernels.fp8_linear import QuantisedRows
 from nanovllm.kernels import runtime
-from nanovllm.kernels.runtime import cdiv, next_power_of_2, tl, triton, use_triton, wait_for_inputs
+from nanovllm.kernels.runtime import cdiv, next_power_of_2, pdl_wait, tl, triton, use_triton
 
 PAIRS_PER_PROGRAM = 256
 # Pairs, rows of the weight and inputs a tile, warps, pipeline stages, by the most pairs that an expert has on
@@ -74,10 +75,10 @@ def run_experts(
     gated = torch.empty(num_pairs, width, dtype=x.dtype, device=x.device)
     parts = torch.empty(rows, top_k, hidden, dtype=x.dtype, device=x.device)
     if rows:
-        first = experts.gate_up, experts.gate_up_bias, groups, gated, tile
-        multiply(rows_of_x or x, *first, top_k=top_k, is_clamped=experts.is_clamped)
-        second = experts.down, experts.down_bias, groups, parts.view(num_pairs, hidden), tile
-        multiply(gated, *second, weights=chosen.weights)
+        product = GroupedProduct(experts.gate_up_bias, groups, gated, tile, top_k, None, experts.is_clamped)
+        multiply(rows_of_x or x, experts.gate_up, product)
+        out = parts.view(num_pairs, hidden)
+        multiply(gated, experts.down, GroupedProduct(experts.down_bias, groups, out, tile, 0, chosen.weights))
     return parts
 
 
@@ -125,7 +126,7 @@ def _group_kernel(
     TILE: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Counts with a counter for each expert; the last program writes the table and clears the counters."""
-    wait_for_inputs(OVERLAP)
+    pdl_wait(OVERLAP)
     pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_real = pair < num_pairs
     expert = tl.load(experts + pair, mask=is_real, other=0)
@@ -144,31 +145,16 @@ def _group_kernel(
         tl.store(table + EXPERTS + each, tl.cumsum(tl.cdiv(counts, TILE), 0), mask=is_expert)
 
 
-def _multiply_grouped(
-    x: Tensor, weight: Tensor, bias: Tensor | None, groups: Groups, out: Tensor, tile: tuple[int, ...],
-    top_k: int = 0, weights: Tensor | None = None, is_clamped: bool = False,
-) -> None:  # fmt: skip
-    """
-    out[pair] = weight of its expert @ x[pair] + bias, multiplied by weights[pair]. With top_k x has a row for
-    each token instead, and the first half of an expert's rows are gates, the second half is what they
-    multiply.
-    """
-    block_m, lines, block_k, num_warps, num_stages = tile
+def _multiply_grouped(x: Tensor, weight: Tensor, product: GroupedProduct) -> None:
+    _, lines, block_k, num_warps, num_stages = product.tile
     if x.element_size() == 4:
         block_k //= 2
     if not runtime.has_hopper_shared_memory(x.device):
         block_k //= 2
-    num_experts, in_features = len(groups.pairs), weight.shape[1]
-    width, parts = out.shape[1], 2 if top_k else 1
-    block_n = lines // parts
-    _grouped_kernel[(groups.max_tiles * cdiv(width, block_n),)](
-        x, weight, bias, groups.pairs, groups.table, weights, out,
-        x.stride(0), groups.pairs.shape[1],
-        EXPERTS=num_experts, EXPERTS_PAD=next_power_of_2(num_experts),
-        PAIRS_PER_ROW=top_k or 1, PARTS=parts, CLAMPED=is_clamped,
-        IN_FEATURES=in_features, OUT_FEATURES=width,
-        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
-        num_warps=num_warps, num_stages=num_stages, **runtime.overlap_options(x.device),
+    product.launch(
+        _grouped_kernel, lines, x, weight, numbers=[x.stride(0)],
+        IN_FEATURES=weight.shape[1], OUT_FEATURES=product.out.shape[1],
+        BLOCK_N=lines // product.parts, BLOCK_K=block_k, num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
 
 

@@ -7,19 +7,11 @@ these there are always enough, while an expert has few tokens in a decode step.
 import torch
 from torch import Tensor
 
-from nanovllm.extensions.experts.kernels.experts import ExpertWeights, Groups, activate, find_tile
+from nanovllm.extensions.experts.kernels.experts import ExpertWeights, GroupedProduct, activate, find_tile
 from nanovllm.extensions.quantised.kernels.fp8_linear import GROUP, QuantisedRows, quantise
 from nanovllm.extensions.quantised.kernels.quantised_weight import QuantisedWeight
 from nanovllm.kernels import runtime
-from nanovllm.kernels.runtime import (
-    cdiv,
-    gpu_supports_fp8,
-    is_on_gpu,
-    next_power_of_2,
-    tl,
-    triton,
-    use_triton,
-)
+from nanovllm.kernels.runtime import gpu_supports, is_on_gpu, tl, triton, use_triton
 
 # Pairs and rows of the weight a tile, warps, pipeline stages, by the most pairs that an expert has on
 # average. Scales of blocks are applied to sums besides, for which larger tiles leave no registers.
@@ -31,7 +23,7 @@ BLOCK_K = 128  # inputs of a tile
 def can_use_fp8_experts(x: Tensor, experts: ExpertWeights) -> bool:
     """Whether rows like x [rows, features] can be quantised and multiplied by these experts."""
     weights = experts.gate_up, experts.down
-    if not (is_on_gpu(x) and use_triton(x) and gpu_supports_fp8(x.device) and x.dtype == torch.bfloat16):
+    if not (is_on_gpu(x) and use_triton(x) and gpu_supports(x.device, 8, 9) and x.dtype == torch.bfloat16):
         return False
     return all(isinstance(each, QuantisedWeight) and _is_multiplied(each) for each in weights)
 
@@ -41,27 +33,17 @@ def _is_multiplied(weight: QuantisedWeight) -> bool:
     return weight.is_fp8 and weight.shape[1] % 16 == 0 and (weight.group == 0 or in_blocks)
 
 
-def multiply_fp8(
-    x: Tensor | QuantisedRows, weight: QuantisedWeight, bias: Tensor | None, groups: Groups, out: Tensor,
-    tile: tuple[int, ...], top_k: int = 0, weights: Tensor | None = None, is_clamped: bool = False,
-) -> None:  # fmt: skip
-    """As `_multiply_grouped` of moe.py. x is quantised if it is not yet."""
+def multiply_fp8(x: Tensor | QuantisedRows, weight: QuantisedWeight, product: GroupedProduct) -> None:
+    """x is quantised if it is not yet."""
     x = x if isinstance(x, QuantisedRows) else quantise(x, weight.group)
-    block_m, lines, num_warps, num_stages = tile
-    if not runtime.has_hopper_shared_memory(out.device):
+    _, lines, num_warps, num_stages = product.tile
+    if not runtime.has_hopper_shared_memory(x.codes.device):
         num_stages = 2
-    width, parts = out.shape[1], 2 if top_k else 1
-    num_experts = len(groups.pairs)
-    _grouped_fp8_kernel[(groups.max_tiles * cdiv(parts * width, lines),)](
-        x.codes, x.scales, weight.codes, weight.scales, bias,
-        groups.pairs, groups.table, weights, out,
-        len(x.codes), groups.pairs.shape[1],
-        GROUP=weight.group, TILE_ROWS=weight.tile[0],
-        EXPERTS=num_experts, EXPERTS_PAD=next_power_of_2(num_experts),
-        PAIRS_PER_ROW=top_k or 1, PARTS=parts, CLAMPED=is_clamped,
-        IN_FEATURES=weight.shape[1], OUT_FEATURES=width,
-        BLOCK_M=block_m, LINES=lines, BLOCK_K=BLOCK_K,
-        num_warps=num_warps, num_stages=num_stages, **runtime.overlap_options(out.device),
+    product.launch(
+        _grouped_fp8_kernel, lines, x.codes, x.scales, weight.codes, weight.scales,
+        numbers=[len(x.codes)], GROUP=weight.group, TILE_ROWS=weight.tile[0],
+        IN_FEATURES=weight.shape[1], OUT_FEATURES=product.out.shape[1],
+        LINES=lines, BLOCK_K=BLOCK_K, num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
 
 

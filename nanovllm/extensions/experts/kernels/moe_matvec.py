@@ -1,6 +1,6 @@
 """The experts of a few tokens: matrix-vector products, one for each token and each expert of it.
 
-As in matvec.py, what surrounds the products is part of them: the RMSNorm of the input and SwiGLU's activation
+As in gemv.py, what surrounds the products is part of them: the RMSNorm of the input and SwiGLU's activation
 of the first, the weighted sum over the experts and the residual addition of the second. A token and one of
 its experts are a *pair*, numbered token * top_k + place.
 """
@@ -17,11 +17,11 @@ from nanovllm.kernels.layernorm import rms_norm_torch
 from nanovllm.kernels.runtime import (
     cdiv,
     next_power_of_2,
+    pdl_wait,
+    pdl_wait_then_launch,
     tl,
     triton,
     use_triton,
-    wait_before_next,
-    wait_for_inputs,
 )
 
 MAX_FEW_ROWS = 4
@@ -82,7 +82,7 @@ def _gates_few_kernel(
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """A program takes HEIGHT rows of a pair's expert, gates and ups in turn, WIDTH columns at a time."""
-    wait_before_next(OVERLAP)  # the second kernel asks for its experts' weights while this one computes
+    pdl_wait_then_launch(OVERLAP)  # the second kernel asks for its experts' weights while this one computes
     pair = tl.program_id(1)
     first = tl.program_id(0) * HEIGHT
     line = first + tl.arange(0, HEIGHT)
@@ -93,7 +93,7 @@ def _gates_few_kernel(
     address = weight + weight_row[:, None] * HIDDEN + column
     x += (pair // TOP_K) * x_stride
     tile = tl.load(address, mask=inside & (column < HIDDEN), other=0.0)
-    # As in matvec.py, sums are kept apart by column until the end.
+    # As in gemv.py, sums are kept apart by column until the end.
     products = tl.zeros([HEIGHT, WIDTH], tl.float32)
     squares = tl.zeros([1, WIDTH], tl.float32)
     for start in range(0, HIDDEN, WIDTH):
@@ -136,7 +136,7 @@ def _sum_few_kernel(
     inside = is_chosen[:, None, None] & (line < HIDDEN)[None, :, None]
     x_address = x + (row * TOP_K + member)[:, None, None] * EXPERT_WIDTH + column
     tile = tl.load(address, mask=inside & (column < EXPERT_WIDTH), other=0.0)
-    wait_for_inputs(OVERLAP)
+    pdl_wait(OVERLAP)
     products = tl.zeros([TOP_K_PAD, HEIGHT, WIDTH], tl.float32)
     for start in range(0, EXPERT_WIDTH, WIDTH):
         current = tile.to(tl.float32)

@@ -9,7 +9,7 @@ Products of 8 bits are added up with fewer bits than float32 has, which costs a 
 import torch
 from torch import Tensor
 
-from nanovllm.extensions.experts.kernels.experts import ExpertWeights, Groups, find_tile, finish_tile
+from nanovllm.extensions.experts.kernels.experts import ExpertWeights, GroupedProduct, find_tile, finish_tile
 from nanovllm.extensions.experts.kernels.moe_quantised import in_order, rows_of
 from nanovllm.extensions.quantised.kernels.fp8_linear import LARGEST_CODE, SMALLEST_SCALE
 from nanovllm.extensions.quantised.kernels.quantised_weight import (
@@ -19,7 +19,7 @@ from nanovllm.extensions.quantised.kernels.quantised_weight import (
     half_to_float,
 )
 from nanovllm.kernels import runtime
-from nanovllm.kernels.runtime import IS_INTERPRETED, cdiv, next_power_of_2, tl, triton, wait_for_inputs
+from nanovllm.kernels.runtime import IS_INTERPRETED, cdiv, next_power_of_2, pdl_wait, tl, triton
 
 # Pairs of a tile, pipeline stages, and registers of a thread at most, so that a multiprocessor runs several
 # programs; by the most pairs that an expert has on average.
@@ -35,22 +35,15 @@ def can_use_mxfp4(x: Tensor, experts: ExpertWeights) -> bool:
     return is_possible and runtime.use_triton(x) and (x.element_size() == 2 or not runtime.is_on_gpu(x))
 
 
-def multiply_mxfp4(
-    x: Tensor, weight: QuantisedWeight, bias: Tensor | None, groups: Groups, out: Tensor,
-    tile: tuple[int, ...], top_k: int = 0, weights: Tensor | None = None, is_clamped: bool = False,
-) -> None:  # fmt: skip
-    """As `_multiply_grouped` of moe.py, with a weight in bricks."""
-    x, x_scales = split(x)
-    block_m, num_stages, max_registers = tile
-    num_experts, parts = len(groups.pairs), 2 if top_k else 1
-    _grouped_mxfp4_kernel[(groups.max_tiles * cdiv(parts * out.shape[1], LINES),)](
-        x, x_scales, weight.codes, weight.scales.view(torch.uint8), weight.largest, bias,
-        groups.pairs, groups.table, weights, out, groups.pairs.shape[1],
-        EXPERTS=num_experts, EXPERTS_PAD=next_power_of_2(num_experts),
-        PAIRS_PER_ROW=top_k or 1, PARTS=parts, CLAMPED=is_clamped,
-        STEPS=weight.codes.shape[1], BRICK_ROWS=BRICK_ROWS, OUT_FEATURES=out.shape[1], BLOCK_M=block_m,
+def multiply_mxfp4(x: Tensor, weight: QuantisedWeight, product: GroupedProduct) -> None:
+    """With a weight in bricks."""
+    block_m, num_stages, max_registers = product.tile
+    scales = weight.scales.view(torch.uint8)
+    product.launch(
+        _grouped_mxfp4_kernel, LINES, *split(x), weight.codes, scales, weight.largest,
+        STEPS=weight.codes.shape[1], BRICK_ROWS=BRICK_ROWS, OUT_FEATURES=product.out.shape[1],
         LINES=LINES, WARPS=WARPS, STAGES=num_stages, WIDE=block_m == 16,
-        num_warps=WARPS, maxnreg=max_registers, **runtime.overlap_options(x.device),
+        num_warps=WARPS, maxnreg=max_registers,
     )  # fmt: skip
 
 
@@ -75,7 +68,7 @@ def _split_kernel(
     x, parts, scales, x_stride, IN_FEATURES: tl.constexpr, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    wait_for_inputs(OVERLAP)
+    pdl_wait(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, WIDTH_PAD)
     value = tl.load(x + row * x_stride + column, mask=column < IN_FEATURES, other=0.0).to(tl.float32)

@@ -10,7 +10,7 @@ beforehand, or every program would gather them two at a time.
 import torch
 from torch import Tensor
 
-from nanovllm.extensions.experts.kernels.experts import ExpertWeights, Groups, find_tile, finish_tile
+from nanovllm.extensions.experts.kernels.experts import ExpertWeights, GroupedProduct, find_tile, finish_tile
 from nanovllm.extensions.quantised.kernels.quantised_weight import (
     INT4,
     MXFP4,
@@ -21,7 +21,7 @@ from nanovllm.extensions.quantised.kernels.quantised_weight import (
     power_of_two_bf16,
 )
 from nanovllm.kernels import runtime
-from nanovllm.kernels.runtime import cdiv, is_on_gpu, next_power_of_2, tl, triton, use_triton, wait_for_inputs
+from nanovllm.kernels.runtime import cdiv, is_on_gpu, next_power_of_2, pdl_wait, tl, triton, use_triton
 
 # Pairs and rows of the weight a tile, warps, pipeline stages, by the most pairs that an expert has on
 # average.
@@ -62,31 +62,24 @@ def arrange(x: Tensor, weight: QuantisedWeight) -> Tensor:
     return arranged
 
 
-def multiply_quantised(
-    x: Tensor, weight: QuantisedWeight, bias: Tensor | None, groups: Groups, out: Tensor,
-    tile: tuple[int, ...], top_k: int = 0, weights: Tensor | None = None, is_clamped: bool = False,
-) -> None:  # fmt: skip
+def multiply_quantised(x: Tensor, weight: QuantisedWeight, product: GroupedProduct) -> None:
     """
-    As `_multiply_grouped` of moe.py. Codes become bfloat16, in which they are multiplied. With top_k the
-    result is arranged for the next product, without it x must be.
+    Codes become bfloat16, in which they are multiplied. With top_k the result is arranged for the next
+    product, without it x must be.
     """
-    x = arrange(x, weight) if top_k else x
-    block_m, lines, num_warps, num_stages = tile
+    x = arrange(x, weight) if product.top_k else x
+    _, lines, num_warps, num_stages = product.tile
     if not runtime.has_hopper_shared_memory(x.device):
         num_stages = 2
-    num_experts, parts = len(groups.pairs), 2 if top_k else 1
-    width = weight.shape[0] // (num_experts * parts)
+    width = weight.shape[0] // (len(product.groups.pairs) * product.parts)
     scales = weight.scales.view(torch.uint8) if weight.is_mxfp4 else weight.scales
-    _grouped_quantised_kernel[(groups.max_tiles * cdiv(parts * out.shape[1], lines),)](
-        x, weight.codes.view(torch.uint8), scales, weight.zeros, bias,
-        groups.pairs, groups.table, weights, out,
-        x.stride(0), groups.pairs.shape[1],
+    product.launch(
+        _grouped_quantised_kernel, lines,
+        x, weight.codes.view(torch.uint8), scales, weight.zeros,
+        numbers=[x.stride(0)],
         KIND=weight.kind, GROUP=weight.group, TILE_ROWS=weight.tile[0], ZERO_POINT=weight.zero_point,
-        EXPERTS=num_experts, EXPERTS_PAD=next_power_of_2(num_experts),
-        PAIRS_PER_ROW=top_k or 1, PARTS=parts, CLAMPED=is_clamped,
-        IN_FEATURES=weight.shape[1], OUT_FEATURES=width, OUT_WIDTH=out.shape[1],
-        BLOCK_M=block_m, LINES=lines, BYTES=BYTES, STEP=STEP, WARPS=num_warps,
-        STAGES=num_stages, num_warps=num_warps, **runtime.overlap_options(x.device),
+        IN_FEATURES=weight.shape[1], OUT_FEATURES=width, OUT_WIDTH=product.out.shape[1],
+        LINES=lines, BYTES=BYTES, STEP=STEP, WARPS=num_warps, STAGES=num_stages, num_warps=num_warps,
     )  # fmt: skip
 
 
@@ -208,7 +201,7 @@ def _arrange_kernel(
     x, out, x_stride, IN_FEATURES: tl.constexpr, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr,
     PER_BYTE: tl.constexpr, BYTES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    wait_for_inputs(OVERLAP)
+    pdl_wait(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, WIDTH_PAD)
     value = tl.load(x + row * x_stride + column, mask=column < IN_FEATURES, other=0.0)

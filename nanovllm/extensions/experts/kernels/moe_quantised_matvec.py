@@ -41,10 +41,10 @@ from nanovllm.kernels.runtime import (
     cdiv,
     next_power_of_2,
     num_multiprocessors,
+    pdl_wait,
+    pdl_wait_then_launch,
     tl,
     triton,
-    wait_before_next,
-    wait_for_inputs,
 )
 
 MAX_ROWS_IN_BRICKS = 2  # for more moe_mxfp4.py is faster
@@ -142,7 +142,7 @@ def _few_quantised_kernel(
 ):  # fmt: skip
     """A program takes every num_programs-th tile of HEIGHT rows of an owner. Sums are [PIECES, HEIGHT, 1]."""
     if PARTS == 2:
-        wait_before_next(OVERLAP)  # the second product asks for its experts' weights while this one computes
+        pdl_wait_then_launch(OVERLAP)  # the second product asks for its weights while this one computes
     HALVES: tl.constexpr = KIND >= INT4
     INPUTS: tl.constexpr = 32 if HALVES else 16
     PER_EXPERT: tl.constexpr = IN_FEATURES // INPUTS  # pieces
@@ -170,7 +170,7 @@ def _few_quantised_kernel(
         GROUPS, TILE_ROWS, PER_ROW, BRICK_ROWS, BRICK_PIECES, OUT_FEATURES, PARTS, HEIGHT,
     )  # fmt: skip
     if PARTS == 1:
-        wait_for_inputs(OVERLAP)
+        pdl_wait(OVERLAP)
 
     column = piece[:, :, :, None] * INPUTS + tl.arange(0, 16)[None, None, None, :]
     present = is_piece[:, :, :, None]

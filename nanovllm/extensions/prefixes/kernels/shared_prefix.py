@@ -17,7 +17,7 @@ from nanovllm.kernels import runtime
 from nanovllm.kernels.attention_variant import AttentionVariant, Hooks
 from nanovllm.kernels.cache_layout import ROWS, CacheLayout
 from nanovllm.kernels.prefill_attention import PrefillSizes, attend_to_tile
-from nanovllm.kernels.runtime import LOG2_E, next_power_of_2, tl, triton
+from nanovllm.kernels.runtime import LOG2_E, next_power_of_2, pdl_wait_then_launch, tl, triton
 
 PARTIALS = tl.constexpr(MAX_PARTIALS)  # for kernels
 QUERY_TILE = 64  # rows: queries times their heads for one kv head
@@ -186,9 +186,7 @@ def _shared_prefix_kernel(
     SIZES: tl.constexpr, HOOKS: tl.constexpr, LOAD: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """A program computes every n-th pair of a work item and a kv head, if there are n programs."""
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    pdl_wait_then_launch(OVERLAP)
     QUERY_TILE: tl.constexpr = SIZES.QUERY_TILE
     KEY_TILE: tl.constexpr = SIZES.KEY_TILE
     row = tl.arange(0, QUERY_TILE)

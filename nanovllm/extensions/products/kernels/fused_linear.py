@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nanovllm.kernels import runtime
 from nanovllm.kernels.activation import silu_and_mul_torch
-from nanovllm.kernels.runtime import cdiv, is_on_gpu, next_power_of_2, prefetch, tl, triton, use_triton
+from nanovllm.kernels.runtime import cdiv, is_on_gpu, next_power_of_2, prefetch_each, tl, triton, use_triton
 
 if runtime.HAVE_TRITON:
     from triton.tools.tensor_descriptor import TensorDescriptor
@@ -34,25 +34,29 @@ TILES = {
 WIDE = 2048
 
 
-def can_fuse(residual: Tensor, weight: Tensor) -> bool:
-    """Whether a product beside this residual [rows, hidden] works here, and is faster so than in parts.
+def can_fuse(hidden_size: int, weight: Tensor) -> bool:
+    """Whether a product beside a residual of this width works here, and is faster so than in parts.
 
     Not in float16, whose range a row of x * weight may leave before it is normalised. The copy engine must be
     able to read the rows of the weight, and of what is multiplied by it.
     """
-    if not (is_on_gpu(residual) and use_triton(residual) and residual.dtype == torch.bfloat16):
+    if not (is_on_gpu(weight) and use_triton(weight) and weight.dtype == torch.bfloat16):
         return False
-    rows, hidden = residual.shape
-    fits = rows <= MAX_ROWS and hidden <= MAX_FEATURES and weight.shape[1] * weight.element_size() % 16 == 0
-    can_overlap = runtime.overlap_options(residual.device)["OVERLAP"]
-    return fits and can_overlap and runtime.has_hopper_shared_memory(residual.device)
+    fits = hidden_size <= MAX_FEATURES and weight.shape[1] * weight.element_size() % 16 == 0
+    can_overlap = runtime.overlap_options(weight.device)["OVERLAP"]
+    return fits and can_overlap and runtime.has_hopper_shared_memory(weight.device)
 
 
 def fused_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None,
-    squares: Tensor | None = None, eps: float = 0.0, silu_and_mul: bool = False,
-    residual: Tensor | None = None, next_norm_weight: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    squares: Tensor | None = None,
+    eps: float = 0.0,
+    silu_and_mul: bool = False,
+    residual: Tensor | None = None,
+    next_norm_weight: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """activation(x @ weight.T + bias) + residual: [rows, out] for x [rows, in], weight [out, in].
 
     Returns (result, scaled, squares). An RMSNorm is split over two products: the one before it is given a
@@ -92,10 +96,15 @@ def fused_linear(
 
 
 def fused_linear_torch(
-    x: Tensor, weight: Tensor, bias: Tensor | None,
-    squares: Tensor | None = None, eps: float = 0.0, silu_and_mul: bool = False,
-    residual: Tensor | None = None, next_norm_weight: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    squares: Tensor | None = None,
+    eps: float = 0.0,
+    silu_and_mul: bool = False,
+    residual: Tensor | None = None,
+    next_norm_weight: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     y = F.linear(x, weight)
     if squares is not None:
         y = (y * torch.rsqrt(squares.sum(-1, keepdim=True) / x.shape[-1] + eps)).to(y.dtype)
@@ -137,10 +146,10 @@ def _fused_linear_kernel(
     block_m = tl.program_id(0) % blocks_m
     block_n = tl.program_id(0) // blocks_m
     row = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    line = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    out_feature = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
     real_row = row < rows
-    real_line = line < width
-    valid = real_row[:, None] & real_line[None, :]
+    real_feature = out_feature < width
+    valid = real_row[:, None] & real_feature[None, :]
     if OVERLAP:
         # The programs that share these rows of the weight each ask for a piece of them, for the L2 cache.
         wanted = tl.minimum(width - block_n * BLOCK_N, BLOCK_N) * in_features * 2
@@ -148,9 +157,9 @@ def _fused_linear_kernel(
         begin = block_m * piece
         size = tl.minimum(piece, wanted - begin)
         address = (weight_start + block_n.to(tl.int64) * BLOCK_N * in_features).to(tl.int64) + begin
-        prefetch(address, size)
+        _prefetch(address, size)
         if PARTS == 2:
-            prefetch(address + width.to(tl.int64) * in_features * 2, size)
+            _prefetch(address + width.to(tl.int64) * in_features * 2, size)
         tl.extra.cuda.gdc_wait()
     if block_n * BLOCK_N >= width:
         return
@@ -161,14 +170,14 @@ def _fused_linear_kernel(
         is_part = real_row[:, None] & (part < NUM_SQUARES)[None, :]
         its_squares = tl.load(squares + row[:, None] * NUM_SQUARES + part[None, :], mask=is_part, other=0.0)
     if bias is not None:
-        added = tl.load(bias + line, mask=real_line, other=0.0)
+        added = tl.load(bias + out_feature, mask=real_feature, other=0.0)
         if PARTS == 2:
-            added_up = tl.load(bias + width + line, mask=real_line, other=0.0)
+            added_up = tl.load(bias + width + out_feature, mask=real_feature, other=0.0)
     if residual is not None:
-        place = row[:, None] * residual_stride + line[None, :]
+        place = row[:, None] * residual_stride + out_feature[None, :]
         its_residual = tl.load(residual + place, mask=valid, other=0.0)
     if next_norm_weight is not None:
-        gain = tl.load(next_norm_weight + line, mask=real_line, other=0.0)
+        gain = tl.load(next_norm_weight + out_feature, mask=real_feature, other=0.0)
 
     acc = tl.zeros([BLOCK_M, PARTS * BLOCK_N], tl.float32)
     for start in range(0, in_features, BLOCK_K):
@@ -188,7 +197,7 @@ def _fused_linear_kernel(
         acc += added.to(tl.float32)[None, :]
     if residual is not None:
         acc += its_residual.to(tl.float32)
-    place = row[:, None] * width + line[None, :]
+    place = row[:, None] * width + out_feature[None, :]
     result = acc.to(out.dtype.element_ty)
     tl.store(out + place, result, mask=valid)
     if next_norm_weight is not None:
@@ -196,3 +205,11 @@ def _fused_linear_kernel(
         tl.store(scaled + place, wide * gain.to(tl.float32)[None, :], mask=valid)
         blocks_n = tl.cdiv(width, BLOCK_N)
         tl.store(new_squares + row * blocks_n + block_n, tl.sum(wide * wide, axis=1), mask=real_row)
+
+
+@triton.jit
+def _prefetch(start, size):
+    """Start loading `size` bytes, from the address `start` on, into the L2 cache."""
+    part = tl.cdiv(size, 128 * 16) * 16
+    begin = tl.arange(0, 128) * part
+    prefetch_each(start + begin, tl.minimum(part, size - begin))

@@ -18,14 +18,14 @@ from nanovllm.kernels.layernorm import add_rms_norm_torch
 from nanovllm.kernels.runtime import (
     cdiv,
     gpu_properties,
-    gpu_supports_fp8,
+    gpu_supports,
     is_on_gpu,
     next_power_of_2,
     overlap_options,
+    pdl_wait,
     tl,
     triton,
     use_triton,
-    wait_for_inputs,
 )
 
 GROUP = 128
@@ -60,7 +60,7 @@ class Unscaled(NamedTuple):
 
 def can_use_fp8(x: Tensor, weight: QuantisedWeight) -> bool:
     """Whether rows like x [rows, features] can be quantised and multiplied by this weight."""
-    is_possible = is_on_gpu(x) and use_triton(x) and gpu_supports_fp8(x.device)
+    is_possible = is_on_gpu(x) and use_triton(x) and gpu_supports(x.device, 8, 9)
     if not (is_possible and weight.is_fp8 and x.dtype == torch.bfloat16):
         return False
     out_features, in_features = weight.shape
@@ -206,7 +206,7 @@ def _quantise_kernel(
     x, codes, scales, padded_rows, x_stride,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    wait_for_inputs(OVERLAP)
+    pdl_wait(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     value = tl.load(x + row * x_stride + column, mask=column < WIDTH, other=0.0).to(tl.float32)
@@ -256,7 +256,7 @@ def _silu_quantise_kernel(
     x, row_scales, column_scales, codes, scales, padded_rows, x_stride,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    wait_for_inputs(OVERLAP)
+    pdl_wait(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH

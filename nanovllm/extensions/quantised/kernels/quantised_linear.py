@@ -26,10 +26,10 @@ from nanovllm.kernels.runtime import (
     is_on_gpu,
     next_power_of_2,
     num_multiprocessors,
+    pdl_wait,
     tl,
     triton,
     use_triton,
-    wait_for_inputs,
 )
 
 MAX_ROWS = 128  # for more, converting the weight first is faster: 8,540 tok/s of 256 sequences, and 8,130
@@ -88,7 +88,7 @@ def _quantised_linear_kernel(
     STEPS: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """A program computes [BLOCK_N, BLOCK_M] of out.T, from STEPS times BLOCK_K inputs."""
-    wait_for_inputs(OVERLAP)
+    pdl_wait(OVERLAP)
     BYTES: tl.constexpr = BLOCK_K // 2 if KIND == INT4 else BLOCK_K
     ROW_BYTES: tl.constexpr = IN_FEATURES // 2 if KIND == INT4 else IN_FEATURES
     line = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)

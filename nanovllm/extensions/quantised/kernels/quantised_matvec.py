@@ -1,10 +1,10 @@
 """Products of a quantised weight and one or two rows, with what surrounds them in a decoder layer folded in.
 
-The same work as matvec.py, where a weight's bytes are fewer and converting them costs more than multiplying:
-what counts is the number of instructions a code. So each program keeps its input in registers and goes
-through many rows of the weight; the next rows are on their way while one is multiplied. Codes become float16,
-two at a time, which is exact, and are multiplied and added so for a piece of 16 bytes. Scales and all further
-sums are float32. The input is brought into the range of float16 by a power of two.
+Quantised gemv is instruction-bound, as its weight has fewer bytes, which must be converted: what counts is
+the number of instructions a weight. So each program keeps its input in registers and goes through many rows
+of the weight; the next rows are on their way while one is multiplied. Codes become float16, two at a time,
+which is exact, and are multiplied and added so for a piece of 16 bytes. Scales and all further sums are
+float32. The input is brought into the range of float16 by a power of two.
 """
 
 import torch
@@ -25,15 +25,14 @@ from nanovllm.kernels.runtime import (
     IS_INTERPRETED,
     cdiv,
     gpu_supports,
-    gpu_supports_fp8,
     is_on_gpu,
     next_power_of_2,
     num_multiprocessors,
     overlap_options,
+    pdl_wait,
     tl,
     triton,
     use_triton,
-    wait_for_inputs,
 )
 
 MAX_ROWS = 2
@@ -48,7 +47,7 @@ def can_use_quantised_matvec(x: Tensor, weight: QuantisedWeight) -> bool:
     if not (is_on_gpu(x) and use_triton(x) and x.element_size() == 2 and weight.can_be_read()):
         return False
     # Earlier GPUs cannot convert pairs of codes in 8-bit floating point, or of float32, to float16.
-    can_convert = gpu_supports_fp8(x.device) if weight.is_fp8 else gpu_supports(x.device, 8, 0)
+    can_convert = gpu_supports(x.device, 8, 9) if weight.is_fp8 else gpu_supports(x.device, 8, 0)
     return can_convert and 0 < x.shape[0] <= MAX_ROWS
 
 
@@ -235,7 +234,7 @@ def _quantised_matvec_kernel(
         words, scales, zeros, offsets, tile, out_features,
         KIND, IN_FEATURES, GROUP, TILE_ROWS, ZERO_POINT, HEIGHT, PIECES, GATED,
     )  # fmt: skip
-    wait_for_inputs(OVERLAP)
+    pdl_wait(OVERLAP)
 
     member = tl.arange(0, ROWS_PAD)
     piece = tl.arange(0, PIECES)[:, None, None, None]

@@ -18,20 +18,22 @@ class Masks(NamedTuple):
     bits: Tensor  # int32 [masks, words]; token t is bit t % 32 of word t // 32
 
 
-def apply_masks(logits: Tensor, masks: Masks) -> None:
-    """Change logits [batch, vocabulary] in place."""
+def apply_masks(logits: Tensor, masks: Masks, vocab_start: int = 0) -> None:
+    """
+    Change logits [batch, vocabulary, or a shard of it that begins at vocab_start] in place.
+    """
     if not use_triton(logits):
-        return apply_masks_torch(logits, masks)
+        return apply_masks_torch(logits, masks, vocab_start)
     batch, vocab = logits.shape
     if batch and vocab:
         _mask_kernel[(cdiv(vocab, BLOCK), batch)](
-            logits, masks.index, masks.bits, logits.stride(0), masks.bits.stride(0), vocab,
+            logits, masks.index, masks.bits,
+            logits.stride(0), masks.bits.stride(0), vocab, vocab_start,
             BLOCK=BLOCK, num_warps=8,
         )  # fmt: skip
 
 
 def apply_masks_torch(logits: Tensor, masks: Masks, vocab_start: int = 0) -> None:
-    """The logits may be a shard of the vocabulary that begins at vocab_start."""
     (rows,) = (masks.index[: len(logits)] >= 0).nonzero(as_tuple=True)
     tokens = torch.arange(vocab_start, vocab_start + logits.shape[1], device=logits.device)
     words = masks.bits[masks.index[rows].long()][:, tokens // 32]
@@ -39,14 +41,19 @@ def apply_masks_torch(logits: Tensor, masks: Masks, vocab_start: int = 0) -> Non
     logits[rows] = logits[rows].masked_fill(is_banned, -torch.inf)
 
 
-@triton.jit
-def _mask_kernel(logits, index, masks, logits_stride, masks_stride, vocab, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["vocab_start"])
+def _mask_kernel(
+    logits, index, masks,
+    logits_stride, masks_stride, vocab, vocab_start,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(1).to(tl.int64)
     place = tl.load(index + row)
     if place >= 0:
         column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         inside = column < vocab
-        word = tl.load(masks + place.to(tl.int64) * masks_stride + column // 32, mask=inside, other=0)
-        is_banned = ((word >> (column % 32)) & 1) == 0
+        token = vocab_start + column
+        word = tl.load(masks + place.to(tl.int64) * masks_stride + token // 32, mask=inside, other=0)
+        is_banned = ((word >> (token % 32)) & 1) == 0
         address = logits + row * logits_stride + column
         tl.store(address, tl.full([BLOCK], float("-inf"), logits.dtype.element_ty), mask=inside & is_banned)

@@ -9,7 +9,7 @@ from block_pool import BLOCK_SIZE, BlockManagerMachine, check_pool, compute, mak
 from hypothesis import HealthCheck, settings
 
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.policies import Hit, PrefixCache
+from nanovllm.engine.policies import Hit
 
 
 def test_the_hash_is_xxh64_of_the_previous_hash_and_the_tokens():
@@ -183,28 +183,6 @@ def test_appending_needs_a_free_block_only_when_a_block_is_opened():
     assert not manager.can_append(second)
 
 
-@pytest.mark.parametrize(
-    "length, blocks, last", [(1, 1, 1), (15, 1, 15), (16, 1, 16), (17, 2, 1), (32, 2, 16)]
-)
-def test_a_sequence_counts_its_blocks(length, blocks, last):
-    sequence = make_sequence(range(length), 16)
-    assert (sequence.num_blocks, sequence.last_block_num_tokens) == (blocks, last)
-    assert [token for i in range(blocks) for token in sequence.block(i)] == list(range(length))
-
-
-def test_a_sequence_tells_its_prompt_from_its_completion():
-    tokens = [5, 6, 7]
-    sequence = make_sequence(tokens, 16)
-    sequence.append_token(8)
-    sequence.append_token(9)
-    assert tokens == [5, 6, 7], "the caller's list is not the sequence's"
-    assert len(sequence) == sequence.num_tokens == 5 and sequence.num_prompt_tokens == 3
-    assert list(sequence.prompt_token_ids) == [5, 6, 7] and list(sequence.completion_token_ids) == [8, 9]
-    assert sequence.num_completion_tokens == 2 and sequence.last_token == sequence[4] == 9
-    assert not sequence.is_finished
-    assert make_sequence([1]).seq_id != sequence.seq_id
-
-
 def seconds_for_a_history(num_blocks: int) -> float:
     """The best of some repetitions of the same operations: new blocks, shared ones, free ones found again."""
     manager = BlockManager(num_blocks, 16)
@@ -247,15 +225,11 @@ def test_tokens_that_a_failed_step_has_lost_leave_no_hash_behind():
     assert manager.compute_hash([8, 70, 71, 72], kept[1]) in manager.hash_to_block_id
 
 
-class PlainMachine(BlockManagerMachine):
-    prefix_cache = PrefixCache
-
-
-PlainMachine.TestCase.settings = settings(
+BlockManagerMachine.TestCase.settings = settings(
     max_examples=150,
     stateful_step_count=40,
     deadline=None,
     report_multiple_bugs=False,
     suppress_health_check=list(HealthCheck),
 )
-TestBlockManagerHistories = PlainMachine.TestCase
+TestBlockManagerHistories = BlockManagerMachine.TestCase

@@ -315,18 +315,14 @@ def test_waiting_requests_are_aborted_as_quickly_wherever_they_stand():
     assert time.perf_counter() - start < 1 and scheduler.is_finished()
 
 
-class PlainMachine(SchedulerMachine):
-    is_plain = True
-
-
-PlainMachine.TestCase.settings = settings(
+SchedulerMachine.TestCase.settings = settings(
     max_examples=150,
     stateful_step_count=30,
     deadline=None,
     report_multiple_bugs=False,
     suppress_health_check=list(HealthCheck),
 )
-TestSchedulerHistories = PlainMachine.TestCase
+TestSchedulerHistories = SchedulerMachine.TestCase
 
 
 def test_blocks_that_no_layer_reads_again_go_back_to_the_pool():
@@ -350,48 +346,3 @@ def test_blocks_that_no_layer_reads_again_go_back_to_the_pool():
     assert not manager.used_block_ids and len(manager.free_block_ids) == 16
     again = make_sequence(range(10, 30))
     assert len(manager.find(again).blocks) == 4, "until it is handed out, a block can be found"
-
-
-def test_blocks_that_a_window_has_left_behind_admit_a_waiting_request_at_once():
-    window = SimpleNamespace(context_limit=200_000, tokens_in_reach=5)
-    scheduler = make_plain(num_kvcache_blocks=6, hf_config=window)
-    first, second = make_sequence(range(20), 9, True), make_sequence([1] * 7, 4, True)
-    scheduler.add(first)
-    scheduler.add(second)
-    assert scheduler.schedule() == ([first], True) and scheduler.blocked is second
-    scheduler.postprocess([first], [1])
-    assert scheduler.schedule() == ([second], True)
-
-
-def test_a_block_goes_back_only_when_all_its_tokens_are_known():
-    scheduler = make_plain(hf_config=SimpleNamespace(context_limit=200_000, tokens_in_reach=1))
-    seq = make_sequence([1, 2, 3], max_tokens=9, ignore_eos=True)
-    scheduler.add(seq)
-    before, _ = scheduler.schedule()
-    scheduler.advance(before)
-    for token_id in (4, 5):  # each step begins before the token of the one before it is known
-        assert seq.num_released_blocks == 0
-        sequences, _ = scheduler.schedule()
-        drawing = scheduler.advance(sequences)
-        assert seq.num_released_blocks * 4 <= len(seq.token_ids)
-        scheduler.postprocess(before, [token_id], drawing)
-        before = sequences
-    assert seq.num_released_blocks == 1
-    assert len(scheduler.block_manager.find(make_sequence([1, 2, 3, 4, 6])).blocks) == 1
-
-
-def test_a_block_that_is_shared_stays_used_when_one_of_its_sequences_has_left_it_behind():
-    scheduler = make_plain(hf_config=SimpleNamespace(context_limit=200_000, tokens_in_reach=4))
-    first, second = make_sequence([*range(16)], 30, True), make_sequence([*range(12), 99], 30, True)
-    scheduler.add(first)
-    scheduler.postprocess(scheduler.schedule()[0], [1])
-    beginning = first.block_table[:3]
-    scheduler.add(second)
-    sequences, is_prefill = scheduler.schedule()
-    assert is_prefill and second.block_table[:3] == beginning and first.num_released_blocks == 3
-    assert [scheduler.block_manager.blocks[i].ref_count for i in beginning] == [1, 1, 1]
-    scheduler.postprocess(sequences, [1])
-    assert [scheduler.block_manager.blocks[i].ref_count for i in beginning] == [0, 0, 1]
-    scheduler.preempt(scheduler.running.pop())
-    assert not second.block_table and second.num_released_blocks == 0
-    check_pool(scheduler.block_manager, [first.block_table[first.num_released_blocks :]])

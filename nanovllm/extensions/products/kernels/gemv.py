@@ -20,16 +20,20 @@ LARGE_WEIGHT = 1 << 24  # elements
 TILES = {False: (4096, 1024, 4), True: (8192, 512, 8)}
 
 
-def can_use_matvec(x: Tensor) -> bool:
-    """Whether `linear_small` works for these rows [rows, features] and is the fastest way to multiply."""
-    return is_on_gpu(x) and use_triton(x) and x.shape[0] <= MAX_ROWS and x.element_size() == 2
+def can_use_gemv(weight: Tensor) -> bool:
+    """Whether `gemv` works for this weight and is the fastest way to multiply up to MAX_ROWS rows by it."""
+    return is_on_gpu(weight) and use_triton(weight) and weight.element_size() == 2
 
 
-def linear_small(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None,
-    norm_weight: Tensor | None = None, eps: float = 0.0,
-    residual: Tensor | None = None, silu_and_mul: bool = False,
-) -> Tensor:  # fmt: skip
+def gemv(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    eps: float = 0.0,
+    residual: Tensor | None = None,
+    silu_and_mul: bool = False,
+) -> Tensor:
     """activation(rms_norm(x) @ weight.T + bias) + residual: [rows, out] for x [rows, in], weight [out, in].
 
     Each part is left out unless asked for: the norm if norm_weight [in] is None, the addition if residual
@@ -37,7 +41,7 @@ def linear_small(
     they multiply, and the result is [rows, out / 2]. Sums are float32 and rounded once, at the end.
     """
     if not use_triton(x):
-        return linear_small_torch(x, weight, bias, norm_weight, eps, residual, silu_and_mul)
+        return gemv_torch(x, weight, bias, norm_weight, eps, residual, silu_and_mul)
     rows, in_features = x.shape
     out_features = weight.shape[0]
     rows_pad = next_power_of_2(rows)
@@ -47,7 +51,7 @@ def linear_small(
     height = max(2, min(height, max_height // rows_pad))
     width = min(next_power_of_2(in_features), tile_elements // (height * rows_pad))
     out = torch.empty(rows, out_features // (1 + silu_and_mul), dtype=x.dtype, device=x.device)
-    _matvec_kernel[(cdiv(out_features, height),)](
+    _gemv_kernel[(cdiv(out_features, height),)](
         x, weight, bias, norm_weight, residual, out,
         eps, x.stride(0), residual.stride(0) if residual is not None else 0, out_features,
         IN_FEATURES=in_features, ROWS=rows, ROWS_PAD=rows_pad, HEIGHT=height, WIDTH=width,
@@ -56,11 +60,15 @@ def linear_small(
     return out
 
 
-def linear_small_torch(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None,
-    norm_weight: Tensor | None = None, eps: float = 0.0,
-    residual: Tensor | None = None, silu_and_mul: bool = False,
-) -> Tensor:  # fmt: skip
+def gemv_torch(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    eps: float = 0.0,
+    residual: Tensor | None = None,
+    silu_and_mul: bool = False,
+) -> Tensor:
     if norm_weight is not None:
         x = rms_norm_torch(x, norm_weight, eps)
     y = F.linear(x, weight, bias)
@@ -70,7 +78,7 @@ def linear_small_torch(
 
 
 @triton.jit
-def _matvec_kernel(
+def _gemv_kernel(
     x, weight, bias, norm_weight, residual, out,
     eps, x_stride, residual_stride, out_features,
     IN_FEATURES: tl.constexpr, ROWS: tl.constexpr, ROWS_PAD: tl.constexpr,
@@ -78,15 +86,15 @@ def _matvec_kernel(
 ):  # fmt: skip
     """A program takes HEIGHT rows of the weight (gates and ups in turn if GATED), WIDTH columns at a time."""
     first = tl.program_id(0) * HEIGHT
-    line = first + tl.arange(0, HEIGHT)
-    weight_row = line
+    out_feature = first + tl.arange(0, HEIGHT)
+    weight_row = out_feature
     if GATED:
-        weight_row = (line % 2) * (out_features // 2) + line // 2
+        weight_row = (out_feature % 2) * (out_features // 2) + out_feature // 2
     # Three dimensions throughout, [rows of x, rows of the weight, columns], so that no layout ever changes.
     column = tl.arange(0, WIDTH)[None, None, :]
-    member = tl.arange(0, ROWS_PAD)
+    row = tl.arange(0, ROWS_PAD)
     address = weight + weight_row[None, :, None].to(tl.int64) * IN_FEATURES + column
-    inside = (line < out_features)[None, :, None]
+    inside = (out_feature < out_features)[None, :, None]
     tile = tl.load(address, mask=inside & (column < IN_FEATURES), other=0.0)
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
@@ -99,8 +107,8 @@ def _matvec_kernel(
         current = tile.to(tl.float32)
         place = start + column
         tile = tl.load(address + start + WIDTH, mask=inside & (place + WIDTH < IN_FEATURES), other=0.0)
-        present = (member < ROWS)[:, None, None] & (place < IN_FEATURES)
-        values = tl.load(x + member[:, None, None] * x_stride + place, mask=present, other=0.0).to(tl.float32)
+        present = (row < ROWS)[:, None, None] & (place < IN_FEATURES)
+        values = tl.load(x + row[:, None, None] * x_stride + place, mask=present, other=0.0).to(tl.float32)
         if norm_weight is not None:
             squares += values * values
             values *= tl.load(norm_weight + place, mask=place < IN_FEATURES, other=0.0).to(tl.float32)
@@ -113,16 +121,16 @@ def _matvec_kernel(
         acc, square_sums = tl.split(tl.sum(tl.join(products, squares), axis=2))
         acc *= tl.rsqrt(square_sums / IN_FEATURES + eps)  # the same factor for every output: left for last
     if bias is not None:
-        acc += tl.load(bias + weight_row, mask=line < out_features, other=0.0).to(tl.float32)[None, :]
+        acc += tl.load(bias + weight_row, mask=out_feature < out_features, other=0.0).to(tl.float32)[None, :]
 
-    place = line
+    place = out_feature
     width = out_features
     if GATED:
         gate, up = tl.split(tl.reshape(acc, [ROWS_PAD, HEIGHT // 2, 2]))
         acc = gate / (1.0 + tl.exp(-gate)) * up
         place = first // 2 + tl.arange(0, HEIGHT // 2)
         width = out_features // 2
-    valid = (member < ROWS)[:, None] & (place < width)[None, :]
+    valid = (row < ROWS)[:, None] & (place < width)[None, :]
     if residual is not None:
-        acc += tl.load(residual + member[:, None] * residual_stride + place[None, :], mask=valid, other=0.0)
-    tl.store(out + member[:, None] * width + place[None, :], acc, mask=valid)
+        acc += tl.load(residual + row[:, None] * residual_stride + place[None, :], mask=valid, other=0.0)
+    tl.store(out + row[:, None] * width + place[None, :], acc, mask=valid)

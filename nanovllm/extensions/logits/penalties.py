@@ -1,0 +1,130 @@
+"""Penalties for tokens that a request has used, and the tokens that it may draw at all.
+
+Both are kept as flags, one int32 for each slot and each token of the vocabulary: kernels/logit_edits.py. The
+device counts the tokens that it draws.
+"""
+
+from collections import Counter
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanovllm.engine.interfaces import LogitsProcessor
+from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.transfer import to_device
+from nanovllm.extensions.logits.kernels.logit_edits import (
+    BANNED,
+    IN_PROMPT,
+    Penalties,
+    apply_token_flags,
+)
+from nanovllm.extensions.logits.slot_settings import SlotChanges, SlotSettings
+from nanovllm.layers.sampler import SamplingStep
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.validation import shown
+
+FLAGS_AT_ONCE = 1 << 18  # copied to a device together
+
+
+def has_penalties(params: SamplingParams) -> bool:
+    return bool(params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1)
+
+
+def token_flags_of(seq: Sequence) -> tuple[int, dict[int, int]]:
+    """The flags of most tokens, and a dict of the others by token id."""
+    params = seq.sampling_params
+    fill = 0 if params.allowed_token_ids is None else BANNED
+    flags = dict.fromkeys(params.allowed_token_ids or (), 0)
+    if has_penalties(params):
+        for token_id, count in Counter(seq.completion_token_ids).items():
+            flags[token_id] = flags.get(token_id, fill) + count
+        for token_id in set(seq.prompt_token_ids):
+            flags[token_id] = flags.get(token_id, fill) | IN_PROMPT
+    return fill, flags
+
+
+class PenaltyMessage(NamedTuple):
+    settings: SlotChanges
+    slots: np.ndarray  # int64 [slots], whose flags are new
+    fills: np.ndarray  # int32 [slots], the flags of tokens that are not listed
+    flags: np.ndarray  # int64 [tokens, 2], index into the flattened table and flags
+
+
+class PenaltyProcessor(LogitsProcessor):
+    name = "penalties"
+    fields = ("presence_penalty", "frequency_penalty", "repetition_penalty", "allowed_token_ids")
+    order = 20
+    reserved_bytes = 32 * FLAGS_AT_ONCE
+
+    def __init__(self) -> None:
+        self.settings = SlotSettings(Penalties())
+
+    def start(self, config: Any, prompts: Any) -> None:
+        self.prompts = prompts
+
+    def wants(self, params: SamplingParams) -> bool:
+        return has_penalties(params) or params.allowed_token_ids is not None
+
+    def read(self, request: Any, where: str) -> None:
+        params, limits = request.params, self.prompts.limits
+        allowed = params.allowed_token_ids or ()
+        self.prompts.check_token_ids("allowed_token_ids", allowed, where)
+        if params.min_tokens and allowed and limits.end_token_ids(params).issuperset(allowed):
+            rule = f"each of allowed_token_ids={shown(allowed)} ends a completion"
+            raise ValueError(f"{where}: min_tokens={params.min_tokens} is not reached: {rule}")
+
+    def prepare(self, sequences: list[Sequence]) -> PenaltyMessage | None:
+        flagged = [seq for seq in sequences if self.name in seq.own]
+        wanted, fills, values = {}, [], {}
+        for seq in flagged:
+            params = seq.sampling_params
+            repetition = min(max(params.repetition_penalty, 1e-6), 1e6)
+            wanted[seq.row] = Penalties(params.presence_penalty, params.frequency_penalty, repetition, 1.0)
+            fill, flags = token_flags_of(seq)
+            fills.append(fill)
+            start = seq.row * self.vocab_size
+            values |= {start + token_id: flag for token_id, flag in flags.items()}
+        settings = self.settings.changes(sequences, wanted)
+        if settings is None:
+            return None
+        return PenaltyMessage(
+            settings,
+            np.array([seq.row for seq in flagged], dtype=np.int64),
+            np.array(fills, dtype=np.int32),
+            np.array(list(values.items()), dtype=np.int64).reshape(-1, 2),
+        )
+
+    def allocate(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
+        self.settings.allocate(num_slots, device)
+        self.vocab_size = vocab_size
+        self.token_flags = torch.zeros(num_slots, vocab_size, dtype=torch.int32, device=device)
+
+    def receive(self, message: PenaltyMessage) -> None:
+        self.settings.receive(message.settings)
+        if not len(message.slots):
+            return
+        device = self.token_flags.device
+        fills = to_device(message.fills, device)
+        self.token_flags[to_device(message.slots, device)] = fills[:, None]
+        for start in range(0, len(message.flags), FLAGS_AT_ONCE):
+            some = message.flags[start : start + FLAGS_AT_ONCE]
+            index, flags = to_device(some, device).unbind(1)
+            self.token_flags.view(-1)[index] = flags.int()
+
+    def apply(self, logits: Tensor, step: SamplingStep) -> Tensor:
+        logits = logits.float()
+        apply_token_flags(logits, step.slots, self.settings.table[step.slots], self.token_flags)
+        return logits
+
+    def drawn(self, raw_logits: Tensor, tokens: Tensor, step: SamplingStep) -> None:
+        index = step.slots.long() * self.vocab_size + tokens
+        self.token_flags.view(-1)[index] += 1
+
+    def reset(self) -> None:
+        """The flags of a slot are written before they are read."""
+        self.settings.reset()
+
+    def close(self) -> None:
+        del self.settings.table, self.token_flags

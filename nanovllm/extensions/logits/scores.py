@@ -1,0 +1,136 @@
+"""Scores prompts: which of their tokens a prefill step scores, and how likely the model finds these."""
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+from weakref import WeakSet
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanovllm.engine.interfaces import LogitsProcessor
+from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.transfer import to_device
+from nanovllm.extensions.logits.logprobs import TokenLogprobs, TopLogprobs, read_logprobs, top_logprobs
+from nanovllm.sampling_params import SamplingParams
+
+SCORED_AT_ONCE = 256  # tokens, each of which takes a row of logits
+
+
+@dataclass(eq=False)
+class Scores:
+    """The scores of a prompt, which its first completion brings. Those before `first` are not asked for."""
+
+    targets: list[int]  # the i-th is scored as what follows token i
+    first: int = 0
+    found: list[TokenLogprobs] = field(default_factory=list)  # of targets[first:]
+    seq_id: int | None = None  # of the first completion
+
+    def __post_init__(self) -> None:
+        self.restart()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is anything left to be scored."""
+        return self.num_scored < len(self.targets)
+
+    def restart(self) -> None:
+        """Whatever steps were under way, they will not bring scores."""
+        self.num_scored = self.first + len(self.found)  # or about to be, by a step under way
+
+
+class Scoring(NamedTuple):
+    """The tokens that a prefill step scores, sequence by sequence."""
+
+    indices: np.ndarray  # int64 [scored], where in the batch the token before each stands
+    targets: np.ndarray  # int64 [scored], their ids
+
+
+class ScoreProcessor(LogitsProcessor):
+    """Keeps the `Scores` of requests."""
+
+    name = "scores"
+    fields = ("prompt_logprobs",)
+    order = 60
+    needs_whole = False
+    prefill_only = True
+
+    def __init__(self) -> None:
+        self._counts: deque[list[int]] = deque()  # of steps under way, how many belong to each sequence
+        self._begun: WeakSet[Scores] = WeakSet()
+        self._scoring: Scoring | None = None
+
+    def wants(self, params: SamplingParams) -> bool:
+        return params.prompt_logprobs is not None
+
+    def read(self, request: Any, where: str) -> Scores:
+        return self.scoring(request.token_ids[1:])
+
+    def scoring(self, targets: list[int], first: int = 0) -> Scores:
+        """What a request has in its `own` whose text is scored from its `first` target on."""
+        return Scores(targets, first)
+
+    def _scores_of(self, seq: Sequence) -> Scores | None:
+        """What this sequence scores, if there is anything left."""
+        scores = seq.own.get(self.name)
+        if scores is None or not scores.is_open:
+            return None
+        if scores.seq_id is None:
+            scores.seq_id = seq.seq_id
+        return scores if scores.seq_id == seq.seq_id else None
+
+    def max_cached(self, seq: Sequence) -> int:
+        """None that a score is computed from."""
+        scores = self._scores_of(seq)
+        return len(seq) - 1 if scores is None else scores.num_scored
+
+    def prepare(self, sequences: list[Sequence]) -> Scoring | None:
+        """What this step scores counts as scored from here on."""
+        indices, targets, counts, start = [], [], [], 0
+        for seq in sequences:
+            count = 0
+            if (scores := self._scores_of(seq)) is not None:
+                end = min(seq.num_computed_tokens + seq.num_scheduled_tokens, len(scores.targets))
+                count = max(0, end - scores.num_scored)
+                first = start - seq.num_computed_tokens + scores.num_scored
+                indices += range(first, first + count)
+                targets += scores.targets[scores.num_scored : scores.num_scored + count]
+                scores.num_scored += count
+                self._begun.add(scores)
+            counts.append(count)
+            start += seq.num_scheduled_tokens
+        if not targets:
+            return None
+        self._counts.append(counts)
+        return Scoring(np.array(indices, dtype=np.int64), np.array(targets, dtype=np.int64))
+
+    def largest(self, sequences: list[Sequence]) -> Scoring | None:
+        indices = np.arange(min(len(sequences[0]) - 1, SCORED_AT_ONCE))
+        return Scoring(indices, np.zeros_like(indices)) if len(indices) else None
+
+    def record(self, sequences: list[Sequence], drawing: list[Sequence], tensors: tuple[Tensor, ...]) -> None:
+        num_top = max(seq.sampling_params.prompt_logprobs or 0 for seq in sequences)
+        found = iter(read_logprobs(TopLogprobs(*tensors), num_top))
+        for seq, count in zip(sequences, self._counts.popleft(), strict=True):
+            if count:
+                seq.own[self.name].found += [next(found) for _ in range(count)]
+
+    def receive(self, message: Scoring) -> None:
+        self._scoring = message
+
+    def hidden(self, hidden_states: Tensor, lm_head: Any) -> TopLogprobs | None:
+        """How likely each target is after the token before it. hidden_states [tokens, hidden size]."""
+        if self._scoring is None:
+            return None
+        indices, targets = (to_device(array, hidden_states.device) for array in self._scoring)
+        self._scoring, parts = None, []
+        for index, target in zip(indices.split(SCORED_AT_ONCE), targets.split(SCORED_AT_ONCE), strict=True):
+            parts.append(top_logprobs(lm_head.gather(lm_head.logits(hidden_states[index])), target))
+        return TopLogprobs(*map(torch.cat, zip(*parts, strict=True)))
+
+    def reset(self) -> None:
+        self._counts.clear()
+        self._scoring = None
+        for scores in self._begun:
+            scores.restart()
