@@ -21,6 +21,7 @@ from nanovllm.config import DTYPES, FILLED_IN, Config
 from nanovllm.distributed.group import Group
 from nanovllm.distributed.ranks import Ranks
 from nanovllm.engine.interfaces import Parts, record_always
+from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.policies import Admission, PrefixCache
 from nanovllm.kernels.cache_layout import CacheLayout
 from nanovllm.layers.attention import Attention, AttentionBackend, get_backend
@@ -98,6 +99,20 @@ def open_model(model: str, options: dict[str, Any]) -> tuple[Config, Checkpoint]
     return config.with_checkpoint(checkpoint, options), checkpoint
 
 
+def extend(llm: type[LLMEngine]) -> type[LLMEngine]:
+    """The engine with the ways to call it that extensions add."""
+    if not EXTENDED:
+        return llm
+    from nanovllm.extensions.api.engine_args import show_options
+    from nanovllm.extensions.api.llm import ApiLLM, takes_foreign_options
+    from nanovllm.extensions.text.llm import TextLLM
+
+    members = {"__doc__": llm.__doc__, "__module__": llm.__module__}
+    for name in ("generate", "generate_iter", "stream", "chat"):
+        members[name] = takes_foreign_options(getattr(TextLLM, name))
+    return show_options(type(llm.__name__, (ApiLLM, TextLLM, llm), members))
+
+
 def assemble(config: Config) -> Parts:
     """The parts of one rank."""
     if not EXTENDED:
@@ -105,10 +120,13 @@ def assemble(config: Config) -> Parts:
     from nanovllm.extensions.logits.logprobs import LogprobProcessor
     from nanovllm.extensions.logits.scores import ScoreProcessor
     from nanovllm.extensions.ranks.reports import ReportingRanks
+    from nanovllm.extensions.safety.recovery import Recovery
     from nanovllm.extensions.startup.compile_ahead import CompileAhead
     from nanovllm.extensions.startup.graph_trial import can_be_recorded
 
     bias = BiasProcessor()
+    *_, isolation = admissions = make_admissions(config, bias)
+    recovery = Recovery(isolation)
     others = PenaltyProcessor(), BitmaskProcessor(), FilterProcessor(), LogprobProcessor(), ScoreProcessor()
     return Parts(
         functools.partial(build_model, quantization=config.quantization),
@@ -116,10 +134,11 @@ def assemble(config: Config) -> Parts:
         make_backend,
         ReportingRanks,
         collectives(config),
-        observers=(CompileAhead(config, functools.partial(stand_in, config)),),
+        observers=(CompileAhead(config, functools.partial(stand_in, config)), recovery),
         prefix_cache=make_prefix_cache(config),
-        admissions=make_admissions(config, bias),
+        admissions=admissions,
         logits_processors=(bias, *others),
+        isolate=recovery.isolate_failing_request,
         can_record=record_always if config.hf_config.architectures else can_be_recorded,
     )
 

@@ -5,10 +5,9 @@ nothing of the engine.
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
-from nanovllm.extensions.api.foreign_options import takes_foreign
 from nanovllm.utils.validation import check, check_bool, find_surrogate, is_number, shown
 
 MAX_SEED = 2**63 - 1
@@ -214,10 +213,6 @@ class SamplingParams:
 
     def _check(self, is_good: bool, name: str, allowed: str) -> None:
         check(is_good, f"{name} must be {allowed}", getattr(self, name))
-
-
-SamplingParams.__init__ = takes_foreign(SamplingParams.__init__)
-SamplingParams.__struct_fields__ = tuple(field.name for field in fields(SamplingParams))  # vLLM's name
 
 
 def recommended_params(generation_config: Mapping[str, Any]) -> SamplingParams:

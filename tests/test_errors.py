@@ -373,7 +373,8 @@ def test_ctrl_c_at_any_line_of_step_loses_no_request_and_no_token(model, overlap
             assert sorted(request_id for request_id, _ in found) == ids
             assert [dict(found)[request_id] for request_id in ids] == expected
             assert all(
-                len(seq.own["logprobs"][seq.seq_id]) == seq.num_completion_tokens for seq in sequences[:-1]
+                len(seq.request.own["logprobs"][seq.seq_id]) == seq.num_completion_tokens
+                for seq in sequences[:-1]
             )
             assert_empty(llm)
             return lines

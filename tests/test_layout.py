@@ -63,7 +63,7 @@ HOST_ONLY = """
 # One decode step, models, layers and kernels aside, in the order in which it is read.
 DECODE_STEP = """
     engine/llm_engine.py engine/scheduler.py engine/sequence.py engine/block_manager.py
-    engine/batch.py engine/device_rows.py engine/model_runner.py engine/cuda_graphs.py
+    engine/batch.py engine/slots.py engine/model_runner.py engine/cuda_graphs.py
 """.split()
 
 # The vocabulary of design.md section 3. `Name.member` is a method or a field.
@@ -113,8 +113,10 @@ CONTRACT = {
 
 # What may stand there although nothing in the package calls it.
 CALLED_BY_USERS = {
-    "llm.py": """LLM.generate LLM.generate_iter LLM.generate_from LLM.stream LLM.chat LLM.score LLM.encode
-        LLM.decode LLM.get_tokenizer LLM.default_sampling_params""",
+    "llm.py": "LLM.generate",
+    "extensions/text/llm.py": """TextLLM.generate TextLLM.generate_iter TextLLM.generate_from TextLLM.stream
+        TextLLM.chat TextLLM.score TextLLM.encode TextLLM.decode TextLLM.get_tokenizer
+        TextLLM.default_sampling_params""",
     "engine/llm_engine.py": """LLMEngine.add_request LLMEngine.step LLMEngine.abort LLMEngine.clear
         LLMEngine.is_finished LLMEngine.stats LLMEngine.exit""",
     "extensions/api/async_llm.py": """AsyncLLM.generate AsyncLLM.stream AsyncLLM.chat AsyncLLM.score

@@ -10,26 +10,26 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from nanovllm.engine.device_rows import HostRows, RowLayout, RowUpdates
 from nanovllm.engine.interfaces import LogitsProcessor, selected
 from nanovllm.engine.policies import PrefixCache
 from nanovllm.engine.sequence import Sequence, unpack
+from nanovllm.engine.slots import HostSlots, SlotLayout, SlotUpdates
 from nanovllm.engine.transfer import to_host
 from nanovllm.layers.attention import AttentionBackend
 
 
 class Batch(NamedTuple):
     """
-    One step. A decode step computes the last token of each sequence and needs the first three fields and the
-    last two only: which rows take part, each one's last token and place devices know by the `row_updates` so
-    far.
+    One step. A decode step computes the last token of each sequence and needs the first four fields and the
+    last only: which slots take part, and each one's last token and place, devices know by the `slot_updates`
+    so far.
     """
 
     num_sequences: int
     wanted: int  # the logits processors that at least one of the sequences wants, a bit each
-    row_updates: RowUpdates | None
+    slot_updates: SlotUpdates | None
     messages: dict[str, Any] | None = None  # by part of the engine: what it has prepared for every rank
-    rows: np.ndarray | None = None  # int32 [sequences], see device_rows.py
+    slots: np.ndarray | None = None  # int32 [sequences], see slots.py
     lens_q: np.ndarray | None = None  # int32 [sequences], tokens to be computed
     lens_k: np.ndarray | None = None  # int32 [sequences], tokens that the KV cache has of each after the step
     token_ids: np.ndarray | None = None  # int32 [tokens], those to be computed
@@ -56,17 +56,17 @@ class BatchMaker:
         self.processors = processors
         self.of_decode = sum(1 << i for i, each in enumerate(processors) if not each.prefill_only)
         self.block_size = config.kvcache_block_size
-        self.rows = HostRows(RowLayout(config))
+        self.slots = HostSlots(SlotLayout(config))
         self.plan_key: Hashable = False
         self.ever_wanted = 0
 
     def reset(self) -> None:
-        self.rows.reset()
+        self.slots.reset()
         self.ever_wanted = 0
 
     def decode(self, sequences: list[Sequence]) -> Batch:
-        updates, messages = self.rows.decode(sequences), None
-        if self.backend.largest_plan and self.rows.is_new_batch:
+        updates, messages = self.slots.decode(sequences), None
+        if self.backend.largest_plan and self.slots.is_new_batch:
             self.plan_key, message = self.backend.plan(sequences)
             messages = None if message is None else {"attention": message}
         self.backend.num_decode_steps += 1
@@ -83,13 +83,13 @@ class BatchMaker:
         return Batch(
             len(sequences),
             wanted,
-            self.rows.prefill(sequences),
+            self.slots.prefill(sequences),
             self._messages(sequences, wanted),
-            np.array([seq.row for seq in sequences], dtype=np.int32),
+            np.array([seq.slot for seq in sequences], dtype=np.int32),
             lens_q,
             lens_k,
             unpack(packed).astype(np.int32),
-            self._slots(sequences, lens_q, lens_k),
+            self._slot_mapping(sequences, lens_q, lens_k),
         )
 
     def _messages(self, sequences: list[Sequence], wanted: int) -> dict[str, Any] | None:
@@ -99,7 +99,7 @@ class BatchMaker:
             messages[processor.name] = processor.prepare(sequences)
         return {name: message for name, message in messages.items() if message is not None} or None
 
-    def _slots(self, sequences: list[Sequence], lens_q: np.ndarray, lens_k: np.ndarray) -> np.ndarray:
+    def _slot_mapping(self, sequences: list[Sequence], lens_q: np.ndarray, lens_k: np.ndarray) -> np.ndarray:
         positions = token_positions(lens_q, lens_k)
         tables = [seq.block_table for seq in sequences]
         if not tables[0]:  # warm-up
@@ -119,7 +119,7 @@ def token_positions(lens_q: np.ndarray, lens_k: np.ndarray) -> np.ndarray:
 def _wanted(sequences: list[Sequence]) -> int:
     wanted = 0
     for seq in sequences:
-        wanted |= seq.wanted
+        wanted |= seq.request.wanted
     return wanted
 
 

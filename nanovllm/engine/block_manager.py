@@ -6,10 +6,10 @@ it available: its contents stay findable until the block is handed out again.
 """
 
 from collections import OrderedDict
+from collections.abc import Callable
 
 import xxhash
 
-from nanovllm.engine.interfaces import LogitsProcessor, selected
 from nanovllm.engine.policies import Hit, PrefixCache
 from nanovllm.engine.sequence import Sequence, pack, unpack
 
@@ -43,6 +43,11 @@ class Block:
         self.update(-1, b"")
 
 
+def all_but_the_last(seq: Sequence) -> int:
+    """From its last token the next one is computed."""
+    return len(seq) - 1
+
+
 class BlockManager:
     """
     Invariants: every block is either free or used; it is free exactly when its `ref_count` is 0; an entry of
@@ -56,10 +61,11 @@ class BlockManager:
         block_size: int,
         enable_prefix_caching: bool = True,
         prefix_cache: PrefixCache | None = None,
-        processors: tuple[LogitsProcessor, ...] = (),
+        max_cached: Callable[[Sequence], int] = all_but_the_last,
     ):
+        """max_cached: how many tokens of a sequence may come from the cache."""
         self.block_size = block_size
-        self.processors = processors
+        self.max_cached = max_cached
         self.enable_prefix_caching = enable_prefix_caching
         self.num_blocks = num_blocks
         self.prefix_cache = prefix_cache or PrefixCache()
@@ -86,11 +92,6 @@ class BlockManager:
     def find(self, seq: Sequence) -> Hit:
         """What the cache has of the sequence's beginning, as far as it need not be computed."""
         return self.prefix_cache.find(seq) if self.enable_prefix_caching else Hit([], 0)
-
-    def max_cached(self, seq: Sequence) -> int:
-        """How many of its tokens may come from the cache; the next one is computed from the last."""
-        limits = (processor.max_cached(seq) for processor in selected(self.processors, seq.wanted))
-        return min(limits, default=len(seq) - 1)
 
     def find_block(self, seq: Sequence, i: int) -> int:
         """A block that holds all tokens of the sequence's i-th one, after the same tokens; -1: none."""

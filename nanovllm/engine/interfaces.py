@@ -23,9 +23,11 @@ from nanovllm.sampling_params import SamplingParams
 
 class Observer:
     """
-    Is told what an engine is about to do, and changes none of it. Called on every rank in the thread that
-    works there; what it raises ends the start or the step.
+    Is told what an engine does. The first methods are called on every rank, in the thread that works there;
+    those from `started` on by the loop, on rank 0's host. What one raises ends the start or the step.
     """
+
+    is_active = False  # whether before_step and after_step are called
 
     def starting(self, rank: int, make_runner: Callable[..., Any]) -> None:
         """
@@ -42,6 +44,39 @@ class Observer:
     def stop(self) -> None:
         """The runner ends, or could not be started."""
 
+    def started(self, engine: Any) -> None:
+        """The engine, of which this is a weak proxy, is ready."""
+
+    def added(self, sequences: list[Sequence]) -> None:
+        """These have been queued, or are kept after a failure and begin anew."""
+
+    def before_step(self) -> None:
+        """A step is about to be scheduled."""
+
+    def after_step(self, step: Any) -> None:
+        """
+        The tokens of this `Step` have been recorded, and nobody has been told yet. `LLMEngine.end` may be
+        called. If what fails here is about some of the sequences, `step.suspects` should say so.
+        """
+
+    def ended(self, seq: Sequence) -> None:
+        """The sequence has ended; the step that tells so may still fail."""
+
+    def failed(self, step: Any) -> Iterable[Sequence]:
+        """
+        A call was broken off while it worked on this Step. Returns the sequences to keep, ended ones
+        included; those that no observer keeps are dropped.
+        """
+        return ()
+
+    def cleared(self) -> None:
+        """Nothing is queued or running any more; those that are kept follow in `added`."""
+
+
+def reraise(error: Exception) -> None:
+    """No request is ended for what makes a step fail."""
+    raise error
+
 
 class LogitsProcessor:
     """
@@ -50,7 +85,7 @@ class LogitsProcessor:
 
     Every rank has one of its own. Its host half, which is used on rank 0, knows sequences; its device half
     knows slots and tensors, and learns what it needs from messages, which are pickled. What the processor
-    knows of a request is in `Sequence.own`, under its name. A step's `apply` gets the logits of
+    knows of a request is in `Request.own`, under its name. A step's `apply` gets the logits of
     all its sequences: the device half has neutral settings for slots whose sequences do not want it.
     """
 
@@ -144,6 +179,12 @@ def selected(processors: Iterable[LogitsProcessor], wanted: int) -> list[LogitsP
     return [processor for i, processor in enumerate(processors) if wanted >> i & 1]
 
 
+def max_cached(processors: Iterable[LogitsProcessor], seq: Sequence) -> int:
+    """How many of its tokens may come from the KV cache."""
+    limits = [processor.max_cached(seq) for processor in selected(processors, seq.request.wanted)]
+    return min(limits, default=len(seq) - 1)
+
+
 def record_always(_step: Callable[[], Any], _device: torch.device) -> bool:
     """The steps of the core's models can be recorded as CUDA graphs."""
     return True
@@ -162,6 +203,8 @@ class Parts:
     logits_processors: tuple[LogitsProcessor, ...] = ()
     # (decode step, device) -> whether it can be recorded as a CUDA graph; asked once, in the warm-up.
     can_record: Callable[..., bool] = record_always
+    # After a step that failed: ends the request that is to blame, or raises the error.
+    isolate: Callable[[Exception], None] = reraise
 
     def __post_init__(self) -> None:
         in_order = tuple(sorted(self.logits_processors, key=attrgetter("order")))

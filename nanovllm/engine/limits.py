@@ -1,7 +1,9 @@
 """What no request can exceed, and what ends it, whatever else is running."""
 
+from dataclasses import replace
 from typing import Any
 
+from nanovllm.engine.sequence import Request
 from nanovllm.sampling_params import SamplingParams
 
 
@@ -17,6 +19,11 @@ class Limits:
         """The tokens that end such a request."""
         eos = frozenset() if params.ignore_eos else self.eos
         return eos | frozenset(params.stop_token_ids) if params.stop_token_ids else eos
+
+    def applied_to(self, request: Request) -> Request:
+        """The request with what ends its completion."""
+        most = min(request.max_num_tokens, self.max_num_tokens)
+        return replace(request, max_num_tokens=most, end_token_ids=self.end_token_ids(request.params))
 
     def check(self, num_prompt_tokens: int, num_tokens: int = 1) -> None:
         """Raise ValueError if there is no room for so many tokens after such a prompt."""

@@ -3,54 +3,60 @@
 Follow `step` -> `Scheduler.schedule` -> `ModelRunner.run` -> `Scheduler.postprocess`.
 """
 
+import contextlib
+import functools
 import random
 import sys
 import time
+import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nanovllm.checkpoints.base import Checkpoint
 from nanovllm.config import Config
 from nanovllm.distributed.ranks import SHUT_DOWN, EngineDeadError, Ranks
 from nanovllm.engine.batch import Batch, BatchMaker, StepOutput
-from nanovllm.engine.interfaces import SequenceError, resolve, selected
+from nanovllm.engine.input_processor import InputProcessor, Prompt
+from nanovllm.engine.interfaces import Observer, SequenceError, max_cached, resolve, selected
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.sequence import Request, Sequence
 from nanovllm.engine.stats import stats_of
-from nanovllm.extensions.safety import recovery
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.text.prompts import Prompt, Prompts, Request
-from nanovllm.text.results import GrowingText, watch_stops
 from nanovllm.utils.validation import check, is_number
 
 
 @dataclass(eq=False)
 class Step:
-    """A step under way. Its `output` is None while its sampling waits for the host, see `_sample`."""
+    """A step in flight, or another change of the engine's requests. Filled in as far as it has come."""
 
-    sequences: list[Sequence]
-    drawing: list[Sequence]
-    num_tokens: int
-    batch: Batch
-    output: StepOutput | None
+    sequences: list[Sequence] = field(default_factory=list)  # of which one may be to blame if it fails
+    suspects: list[Sequence] = field(default_factory=list)  # if it is known to be one of these
+    num_tokens: int = 0  # that it computes of prompts; or minus the number of sequences that it decodes
+    batch: Batch | None = None
+    output: StepOutput | None = None  # None while its sampling waits for the host, see `_sample`
+    drawing: list[Sequence] = field(default_factory=list)  # the sequences whose next token it draws
+    lengths: list[int] = field(default_factory=list)  # the tokens these had, before it was recorded
 
 
 class LLMEngine:
     """
-    `LLMEngine(model, **options)`: options are the fields of `Config`.
+    `LLMEngine(model, **options)`: options are the fields of `Config`. `unfinished` has the sequences that
+    have not ended, by id, for reading.
 
-    After any exception inside `step` the requests are what they were before, and the next step goes on with
-    them. `unfinished` has the sequences that have not ended, by id, for reading.
+    A call that was broken off, by an error or by Ctrl-C, leaves its Step in `attempt`. The next one finds it
+    there, drops all requests (unless an observer keeps them) and begins with an empty cache.
     """
 
     model_runner: ModelRunner | None = None
     ranks: Ranks | None = None
     assembly: str  # names the function that chooses the parts, as "package.module:name"
     open_model: Callable[[str, dict[str, Any]], tuple[Config, Checkpoint]]  # from the arguments of an engine
+    make_prompts: Callable[..., InputProcessor] = InputProcessor
+    sampling_fields = frozenset("temperature max_tokens ignore_eos seed stop_token_ids".split())
     # When Python itself ends, modules (and this one's names) may be gone before the engine. Nothing is freed
     # then: the end of the process does that.
     _is_python_ending = staticmethod(sys.is_finalizing)
@@ -74,22 +80,32 @@ class LLMEngine:
                 self.exit()
                 raise
         parts, processors = self.parts, self.parts.logits_processors
-        self.scheduler = Scheduler(self.config, parts.prefix_cache, parts.admissions, processors)
+        limit = functools.partial(max_cached, processors)
+        self.scheduler = Scheduler(self.config, parts.prefix_cache, parts.admissions, limit)
         backend = self.model_runner.backend
         self.batches = BatchMaker(self.config, parts.prefix_cache, backend, processors)
-        limits, recommended = self.scheduler.limits, self.generation_config
-        self.prompts = Prompts(self.config, self.tokenizer, limits, processors, recommended)
+        self.prompts = self.make_prompts(
+            self.config,
+            self.tokenizer,
+            self.scheduler.limits,
+            self.generation_config,
+            processors,
+            self.sampling_fields,
+        )
         for processor in processors:
             processor.start(self.config, self.prompts)
         self._seeds = random.Random(self.config.seed)
         self._overlap = self.config.device != "cpu"
-        self.under_way: Step | None = None
+        self.in_flight: Step | None = None
         self.unfinished: dict[int, Sequence] = {}
         self.ended: dict[int, Sequence] = {}  # have ended, but no step has returned them yet
-        self.drawn: list[Sequence] = []  # whose next tokens the last step has recorded
-        self.texts: dict[int, GrowingText] = {}  # of sequences with stop texts
-        self.attempt: recovery.Attempt | None = None  # under way, or broken off
+        self.attempt: Step | None = None  # what is being done, or was broken off
         self._counts = Counter()
+        self.observers = self.make_observers()
+        self.tell("started", weakref.proxy(self))
+
+    def make_observers(self) -> list[Observer]:
+        return [*self.parts.observers]
 
     def _start_runner(self, checkpoint: Checkpoint) -> ModelRunner:
         """Rank 0's model runner; starts the other ranks, which make theirs at the same time."""
@@ -129,37 +145,27 @@ class LLMEngine:
         """
         Queue one request and return its id. Raises ValueError, changing nothing, if it cannot be served.
 
-        prompt: a string, a list of token ids or a dict as for `LLM.generate`; or a `Request` that `prompts`
-        has read with its parameters, all of whose completions are queued, or none. The id is the first one's.
+        prompt: a string or a list of token ids; or a `Request` that `prompts` has read with its parameters.
         """
         self.check_usable()
-        request = prompt
-        if not isinstance(request, Request):
-            request = self.prompts.read(prompt, sampling_params)
-            if request.params.n > 1:
-                raise ValueError(f"add_request makes one completion of a prompt, got n={request.params.n}")
-            self.prompts.warn_of_context([request])
-        completions = [self._make_sequence(request, index) for index in range(request.params.n)]
-        for seq in completions[1:]:
-            seq.leader = completions[0]
-        texts = watch_stops(self.tokenizer, completions)
-        with recovery.attempting(self):
-            for seq in completions:
-                self.scheduler.add(seq)
-            self.texts.update(texts)
-            self.unfinished.update({seq.seq_id: seq for seq in completions})
-        request.completions = completions
-        return completions[0].seq_id
+        request = prompt if isinstance(prompt, Request) else self.prompts.read(prompt, sampling_params)
+        seq = self.make_sequence(request)
+        self.add([seq])
+        return seq.seq_id
 
-    def _make_sequence(self, request: Request, index: int) -> Sequence:
+    def make_sequence(self, request: Request, index: int = 0) -> Sequence:
         """The index-th completion of a prompt."""
-        params = request.params
-        seed = self._seeds.getrandbits(63) if params.seed is None else (params.seed + index) % 2**63
-        seq = Sequence(request.token_ids, params, self.config.kvcache_block_size, seed)
-        if request.packed is not None:
-            seq.packed_prompt = request.packed
-        seq.wanted, seq.own = request.wanted, request.own
-        return seq
+        seed = request.params.seed
+        seed = self._seeds.getrandbits(63) if seed is None else (seed + index) % 2**63
+        return Sequence(replace(request, seed=seed))
+
+    def add(self, sequences: list[Sequence]) -> None:
+        """Queue all of them, or none."""
+        with self.attempting():
+            for seq in sequences:
+                self.scheduler.add(seq)
+            self.tell("added", sequences)
+            self.unfinished.update({seq.seq_id: seq for seq in sequences})
 
     def step(self, isolate: bool = False) -> tuple[list[tuple[int, list[int]]], int]:
         """
@@ -168,8 +174,8 @@ class LLMEngine:
         before it computed (the first returns nothing), so that the device never waits for the host. Aborted
         requests are returned by the next step.
 
-        With `isolate` a request that makes steps fail ends alone, and one of its completions has the `error`;
-        only what no request is to blame for is raised.
+        With `isolate` a request that makes steps fail ends alone; only what no request is to blame for is
+        raised.
         """
         try:
             return self._step()
@@ -177,96 +183,110 @@ class LLMEngine:
             if not isolate or isinstance(error, EngineDeadError):
                 raise
             self.check_usable()  # with several ranks, a step that fails on one of them ends the engine
-            recovery.end_culprit(self, error)
+            self.parts.isolate(error)
             return [], 0
 
     def _step(self) -> tuple[list[tuple[int, list[int]]], int]:
-        self.check_usable()
-        self.drawn = []
         start = time.perf_counter()
-        with recovery.attempting(self, reports=True) as attempt:
-            attempt.sequences, is_prefill = self.scheduler.schedule()
-            step = self._launch(attempt.sequences, is_prefill, attempt) if attempt.sequences else None
+        with self.attempting(tells_ended=True):
+            active = [observer for observer in self.observers if observer.is_active]
+            for observer in active:
+                observer.before_step()
+            sequences, is_prefill = self.scheduler.schedule()
+            step = None
+            if sequences:
+                step = self.attempt = Step(sequences)
+                self._launch(step, is_prefill)
             if self._overlap:  # collect the step before this one, while the device is busy with this one
-                step, self.under_way = self.under_way, step
-            num_tokens = self._collect(step, attempt) if step is not None else 0
+                step, self.in_flight = self.in_flight, step
+            if step is not None:
+                self._collect(step, active)
             if not self.unfinished:
                 self.scheduler.all_ended()
-                if self.under_way is not None:  # drain the step launched before we knew that all had ended
-                    self._collect(self.under_way, attempt)
-                    self.under_way = None
+                if self.in_flight is not None:  # drain the step launched before we knew that all had ended
+                    self._collect(self.in_flight, active)
+                    self.in_flight = None
             self._counts["seconds"] += time.perf_counter() - start
-            return [(seq.seq_id, seq.completion_token_ids) for seq in self.ended.values()], num_tokens
+            finished = [(seq.seq_id, seq.completion_token_ids) for seq in self.ended.values()]
+            return finished, 0 if step is None else step.num_tokens
 
-    def _launch(self, sequences: list[Sequence], is_prefill: bool, attempt: recovery.Attempt) -> Step:
-        num_tokens = sum(seq.num_scheduled_tokens for seq in sequences) if is_prefill else -len(sequences)
-        batch = self.batches.prefill(sequences) if is_prefill else self.batches.decode(sequences)
-        if self.under_way is not None:  # not earlier: from its sampling on the GPU waits for this step
-            self._sample(self.under_way, attempt)
-            attempt.sequences = sequences
+    @contextlib.contextmanager
+    def attempting(self, tells_ended: bool = False) -> Iterator[None]:
+        """Change the engine's requests. What is broken off, at whatever line, is undone by the next call."""
+        self.check_usable()
+        if self.attempt is not None:
+            self.recover()
+        self.attempt = Step()
+        yield
+        self.ended, self.attempt = {} if tells_ended else self.ended, None
+
+    def _launch(self, step: Step, is_prefill: bool) -> None:
+        """Have the device begin a step."""
+        sequences = step.sequences
+        if is_prefill:
+            step.num_tokens = sum(seq.num_scheduled_tokens for seq in sequences)
+            step.batch = self.batches.prefill(sequences)
+        else:
+            step.num_tokens, step.batch = -len(sequences), self.batches.decode(sequences)
+        if self.in_flight is not None and self.in_flight.output is None:
+            # Not earlier: from its sampling on the GPU waits for this step.
+            self.attempt = self.in_flight
+            self._sample(self.in_flight)
+            self.attempt = step
         with self.model_runner.on_device():
-            output = self.model_runner.call("run", batch)
-            output = output and output.to_host(batch)
-        return Step(sequences, self.scheduler.advance(sequences), num_tokens, batch, output)
+            output = self.model_runner.call("run", step.batch)
+            step.output = output and output.to_host(step.batch)
+        step.drawing = self.scheduler.advance(sequences)
 
-    def _sample(self, step: Step, attempt: recovery.Attempt) -> None:
+    def _sample(self, step: Step) -> None:
         """
         Finish a step whose sampling has waited for what logits processors make of all tokens before. On a GPU
         its forward pass runs meanwhile.
         """
-        if step.output is not None:
-            return
-        attempt.sequences = step.sequences
         messages = {}
         try:
             for processor in selected(self.parts.logits_processors, step.batch.wanted):
                 if processor.waits_for_host:
                     messages[processor.name] = processor.host_input(step.sequences)
         except SequenceError as error:
-            attempt.sequences = [error.sequence]
+            step.suspects = [error.sequence]
             raise
         with self.model_runner.on_device():
             step.output = self.model_runner.call("sample", messages).to_host(step.batch)
 
-    def _collect(self, step: Step, attempt: recovery.Attempt) -> int:
-        self._sample(step, attempt)
-        attempt.sequences = step.sequences
+    def _collect(self, step: Step, active: list[Observer]) -> None:
+        """Wait for a step's tokens, and end the sequences that end with them."""
+        self.attempt = step
+        if step.output is None:
+            self._sample(step)
         token_ids = step.output.token_ids()
         self.check_usable()  # where a rank has failed the tokens are worthless
-        attempt.lengths = [len(seq.token_ids) for seq in step.drawing]
-        attempt.drawing = step.drawing
+        step.lengths = [len(seq.token_ids) for seq in step.drawing]
         for name, tensors in step.output.tensors.items():
             self.parts.logits_processor(name).record(step.sequences, step.drawing, tensors)
         finished = self.scheduler.postprocess(step.sequences, token_ids, step.drawing)
-        if self.texts:
-            finished += self._find_stops(step.drawing, attempt)
+        for observer in active:
+            observer.after_step(step)
         for seq in finished:
-            self._end(seq)
-            self._counts.update(finished=1, prompt=seq.num_prompt_tokens, cached=seq.num_prompt_tokens_cached)
-        self.drawn += step.drawing
+            if seq.seq_id in self.unfinished:
+                self._end(seq)
         self._counts["drawn"] += len(step.drawing)
-        return step.num_tokens
 
-    def _find_stops(self, drawing: list[Sequence], attempt: recovery.Attempt) -> list[Sequence]:
-        """
-        Stop the sequences whose newest tokens complete a stop text. Returns those that these tokens had not
-        finished already. A token that a step under way draws for a stopped one is thrown away.
-        """
-        stopped = []
-        for seq in drawing:
-            if (text := self.texts.get(seq.seq_id)) is not None:
-                attempt.sequences = [seq]
-                if (stop := text.find_stop()) is not None:
-                    stopped += [] if seq.is_finished else [seq]
-                    self.scheduler.end(seq, "stop", stop)
-        return stopped
+    def end(self, seq: Sequence, reason: str, stop_reason: str | None = None) -> None:
+        """End a sequence, also one that its newest token has ended for another reason."""
+        self.scheduler.end(seq, reason, stop_reason)
+        if seq.seq_id in self.unfinished:
+            self._end(seq)
 
     def _end(self, seq: Sequence) -> None:
         self.ended[seq.seq_id] = seq
         del self.unfinished[seq.seq_id]
-        self.texts.pop(seq.seq_id, None)
-        for processor in selected(self.parts.logits_processors, seq.wanted):
+        for processor in selected(self.parts.logits_processors, seq.request.wanted):
             processor.ended(seq)
+        self.tell("ended", seq)
+        if seq.finish_reason != "abort":
+            cached = seq.num_prompt_tokens_cached
+            self._counts.update(finished=1, prompt=seq.num_prompt_tokens, cached=cached)
 
     def abort(self, request_id: int) -> None:
         """
@@ -275,10 +295,36 @@ class LLMEngine:
         """
         self.check_usable()
         check(is_number(request_id, int), "request_id must be an integer", request_id)  # 1.0 would find 1
-        with recovery.attempting(self):
+        with self.attempting():
             if (seq := self.unfinished.get(request_id)) is not None:
-                self.scheduler.end(seq, "abort")
-                self._end(seq)
+                self.end(seq, "abort")
+
+    def recover(self) -> None:
+        """
+        Undo the call that was broken off. What it has written to the KV cache is unknown, so nothing in the
+        cache is kept; all requests are dropped but those that an observer keeps.
+        """
+        self.in_flight = None
+        if self.model_runner is not None:  # not shut down in the middle of its work
+            try:
+                self.model_runner.call("reset")
+                self.batches.reset()
+            except Exception as error:
+                message = f"the engine cannot go on after a step that failed: {error}"
+                raise EngineDeadError(message) from error
+        kept = {seq.seq_id: seq for each in self.observers for seq in each.failed(self.attempt)}
+        self.ended = {i: seq for i, seq in self.ended.items() if i in kept}
+        self.unfinished = {i: seq for i, seq in kept.items() if i not in self.ended}
+        self.scheduler.restart(self.unfinished.values())
+        for observer in self.observers:
+            observer.cleared()
+            observer.added([*self.unfinished.values()])
+        self.attempt = None
+
+    def tell(self, event: str, *args: Any) -> None:
+        """Call a method of all observers."""
+        for observer in self.observers:
+            getattr(observer, event)(*args)
 
     def stats(self) -> dict[str, float]:
         """What it has done since it was made, and how many tokens the KV cache has room for: see stats.py."""
@@ -286,16 +332,16 @@ class LLMEngine:
 
     def is_finished(self) -> bool:
         """Whether no request is left."""
-        return not self.unfinished and not self.ended and self.under_way is None
+        return not self.unfinished and not self.ended and self.in_flight is None
 
     def clear(self) -> None:
         """Drop every request."""
         if self._is_python_ending():
             return
-        self.unfinished, self.ended, self.attempt = {}, {}, recovery.Attempt()
+        self.unfinished, self.ended, self.attempt = {}, {}, Step()
         if self.ranks is not None and self.ranks.failure:
             self.exit()
-        recovery.recover(self)
+        self.recover()
 
     def check_usable(self) -> None:
         """Raise EngineDeadError if the engine was shut down or has lost a rank."""

@@ -9,7 +9,7 @@ import torch
 
 from nanovllm.engine.batch import Batch, BatchMaker
 from nanovllm.engine.interfaces import LogitsProcessor
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.sequence import Request, Sequence
 
 CPU_KV_CACHE_BYTES = 4 << 30
 
@@ -21,11 +21,11 @@ def largest_batch(config: Any, num_tokens: int, processors: tuple[LogitsProcesso
     """
     num_seqs = min(config.max_num_seqs, num_tokens)
     sequences = []
-    for row in range(num_seqs):
-        length = min(max(1, config.max_model_len - 1), num_tokens - (num_seqs - row - 1))
+    for slot in range(num_seqs):
+        length = min(max(1, config.max_model_len - 1), num_tokens - (num_seqs - slot - 1))
         num_tokens -= length
-        seq = Sequence([0] * length)
-        seq.num_scheduled_tokens, seq.row = length, row
+        seq = Sequence(Request([0] * length))
+        seq.num_scheduled_tokens, seq.slot = length, slot
         sequences.append(seq)
     wanted = sum(1 << i for i, processor in enumerate(processors) if not processor.waits_for_host)
     messages = {processor.name: processor.largest(sequences) for processor in processors}

@@ -18,10 +18,10 @@ from nanovllm.config import Config
 from nanovllm.distributed.group import Group, use_group
 from nanovllm.engine.batch import Batch, StepOutput, token_positions
 from nanovllm.engine.cuda_graphs import RESERVED_BYTES, CudaGraphs, get_graph_sizes
-from nanovllm.engine.device_rows import DeviceRows, RowLayout
 from nanovllm.engine.interfaces import Parts, selected
 from nanovllm.engine.kv_cache import KVCache
 from nanovllm.engine.memory import bytes_left, bytes_taken_by, explain_memory, largest_batch, most_positions
+from nanovllm.engine.slots import DeviceSlots, SlotLayout
 from nanovllm.engine.transfer import to_device
 from nanovllm.kernels.runtime import HAVE_TRITON
 from nanovllm.layers.attention import Attention
@@ -48,12 +48,9 @@ class Computed(NamedTuple):
     tensors: dict[str, tuple[torch.Tensor, ...]]  # by logits processor, what it has to tell of all tokens
 
 
-class Unsampled(NamedTuple):
-    """A step between `forward` and `sample`."""
-
-    wanted: int  # see Batch
-    graph: Hashable | None  # the CUDA graph that samples
-    computed: Computed | None = None  # without a graph
+# A step between `forward` and `sample`: Batch.wanted, the key of the CUDA graph that samples, or without a
+# graph what there is to sample from.
+Forwarded = tuple[int, Hashable | None, Computed | None]
 
 
 class ModelRunner:
@@ -102,20 +99,20 @@ class ModelRunner:
         for layer in layers:
             layer.layout, layer.backend = cache_layout, self.backend.for_layer(layer)
         self.kv_cache = KVCache(config, layers, self.device, cache_layout)
-        layout = RowLayout(config)
-        self.rows = DeviceRows(layout, self.device)
+        layout = SlotLayout(config)
+        self.slots = DeviceSlots(layout, self.device)
         self.processors = parts.logits_processors
         for processor in self.processors:
-            processor.allocate(layout.num_rows, config.hf_config.vocab_size, self.device)
+            processor.allocate(layout.num_slots, config.hf_config.vocab_size, self.device)
         self.waiting = sum(1 << i for i, each in enumerate(self.processors) if each.waits_for_host)
         self.receivers = {processor.name: processor.receive for processor in self.processors}
         self.receivers["attention"] = self.backend.receive
-        self.receivers["prefix_cache"] = functools.partial(parts.prefix_cache.receive, kv_cache=self.kv_cache)
+        self.receivers["prefix_cache"] = lambda message: parts.prefix_cache.receive(message, self.kv_cache)
         # The torch twins of the attention kernels read numbers on the host.
         reads = config.attention_backend == "torch" or not HAVE_TRITON or self.device.type != "cuda"
         self.graph_sizes = get_graph_sizes(config.max_num_seqs)
         self.graphs = None if config.enforce_eager or reads else CudaGraphs(self.device)
-        self.unsampled: Unsampled | None = None
+        self.unsampled: Forwarded | None = None
         self.has_decoded = False
 
     def load(self, checkpoint: Checkpoint) -> None:
@@ -149,16 +146,16 @@ class ModelRunner:
             self.group.leave()
             for part in (self.backend, *self.processors):
                 part.close()
-            self.model = self.sampler = self.kv_cache = self.rows = self.unsampled = None
+            self.model = self.sampler = self.kv_cache = self.slots = self.unsampled = None
             self.receivers.clear()
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
 
     def reset(self) -> None:
-        """After a step that failed: wait for what was enqueued, and forget what the rows hold."""
+        """After a step that failed: wait for what was enqueued, and forget what the slots hold."""
         with self.on_device():
             self._wait_for_device()
-            for part in (self.rows, *self.processors):
+            for part in (self.slots, *self.processors):
                 part.reset()
             self.unsampled = None
 
@@ -183,7 +180,7 @@ class ModelRunner:
             self.graphs.reserve(bytes_taken_by(step, self.device))
             if not self.parts.can_record(step, self.device):
                 self.graphs = None
-        self.rows.reset()
+        self.slots.reset()
 
     def allocate_kv_cache(self) -> None:
         """Take all memory that the options allow and nothing else needs. ValueError if that is too little."""
@@ -203,8 +200,8 @@ class ModelRunner:
         Enqueue a step on the device without waiting for it. A later step may overwrite its output. Where a
         logits processor waits for the host this is the step's forward pass, and `sample` must follow.
         """
-        if batch.row_updates is not None:
-            self.rows.apply(batch.row_updates)
+        if batch.slot_updates is not None:
+            self.slots.apply(batch.slot_updates)
         self._receive(batch.messages)
         self.unsampled = self.forward(batch)
         return None if batch.wanted & self.waiting else self._sample()
@@ -220,24 +217,24 @@ class ModelRunner:
         for name, message in (messages or {}).items():
             self.receivers[name](message)
 
-    def forward(self, batch: Batch) -> Unsampled:
+    def forward(self, batch: Batch) -> Forwarded:
         """Enqueue a step up to its logits. Where a CUDA graph has all of it, that is left to `_sample`."""
         wanted = batch.wanted
         if batch.is_prefill:
-            return Unsampled(wanted, None, self.run_model(self.prepare_prefill(batch), wanted))
+            return wanted, None, self.run_model(self.prepare_prefill(batch), wanted)
         if not self.has_decoded:
             self.has_decoded = True
             self._notify("before_first_decode")
         if self.graphs is None:
             inputs = self.prepare_decode(*self.decoding(batch.num_sequences, batch.plan_key))
-            return Unsampled(wanted, None, self.run_model(inputs))
+            return wanted, None, self.run_model(inputs)
         size = next(size for size in self.graph_sizes if size >= batch.num_sequences)
         key = size, batch.plan_key, wanted
         if key not in self.graphs:
             self.capture_cudagraph(*key)
         if wanted & self.waiting:
             self.graphs.replay(key, 0)
-        return Unsampled(wanted, key)
+        return wanted, key, None
 
     def _sample(self) -> StepOutput:
         (wanted, key, computed), self.unsampled = self.unsampled, None
@@ -245,22 +242,22 @@ class ModelRunner:
             return self.sample_logits(wanted, computed)
         return self.graphs.replay(key, 1 if wanted & self.waiting else 0)
 
-    def decode_step(self, rows: torch.Tensor, plan: Any, wanted: int) -> StepOutput:
+    def decode_step(self, slots: torch.Tensor, plan: Any, wanted: int) -> StepOutput:
         """
-        For these rows, int32 [batch], with this plan of attention. Depends on the device's memory alone, so
+        For these slots, int32 [batch], with this plan of attention. Depends on the device's memory alone, so
         that it can be captured.
         """
-        return self.sample_logits(wanted, self.run_model(self.prepare_decode(rows, plan)))
+        return self.sample_logits(wanted, self.run_model(self.prepare_decode(slots, plan)))
 
     def prepare_prefill(self, batch: Batch) -> ModelInputs:
         """Also sets the context."""
-        rows = to_device(batch.rows, self.device)
+        slots = to_device(batch.slots, self.device)
         # Whether some keys were computed by earlier steps, or are computed by neighbours in this one.
         from_cache = not np.array_equal(batch.lens_q, batch.lens_k)
         inputs = ModelInputs(
             to_device(batch.token_ids, self.device, torch.int64),
             to_device(token_positions(batch.lens_q, batch.lens_k), self.device, torch.int64),
-            self.prepare_sample(rows, to_device(batch.lens_k, self.device, torch.int64)),
+            self.prepare_sample(slots, to_device(batch.lens_k, self.device, torch.int64)),
         )
         set_context(
             True,
@@ -269,13 +266,13 @@ class ModelRunner:
             max_seqlen_q=int(batch.lens_q.max()),
             max_seqlen_k=int(batch.lens_k.max()),
             slot_mapping=to_device(batch.slot_mapping, self.device),
-            block_tables=self.prepare_block_tables(rows) if from_cache else None,
+            block_tables=self.prepare_block_tables(slots) if from_cache else None,
         )
         return inputs
 
-    def prepare_decode(self, rows: torch.Tensor, plan: Any = None) -> ModelInputs:
+    def prepare_decode(self, slots: torch.Tensor, plan: Any = None) -> ModelInputs:
         """Also sets the context."""
-        inputs = self.rows.next_inputs(rows)
+        inputs = self.slots.next_inputs(slots)
         set_context(
             False,
             slot_mapping=inputs.slot_mapping,
@@ -283,27 +280,24 @@ class ModelRunner:
             block_tables=inputs.block_tables,
             attention_plan=plan,
         )
-        sampling = SamplingStep(rows, inputs.temperatures, inputs.seeds, inputs.next_positions)
+        sampling = SamplingStep(slots, inputs.temperatures, inputs.seeds, inputs.next_positions)
         return ModelInputs(inputs.input_ids, inputs.positions, sampling)
 
-    def prepare_block_tables(self, rows: torch.Tensor) -> torch.Tensor:
+    def prepare_block_tables(self, slots: torch.Tensor) -> torch.Tensor:
         """int32 [sequences, blocks of the longest possible one]; nobody reads beyond a sequence's end."""
-        return self.rows.inputs.block_tables[rows]
+        return self.slots.inputs.block_tables[slots]
 
-    def prepare_sample(self, rows: torch.Tensor, positions: torch.Tensor) -> SamplingStep:
-        inputs = self.rows.inputs
-        return SamplingStep(rows, inputs.temperatures[rows], inputs.seeds[rows], positions)
+    def prepare_sample(self, slots: torch.Tensor, positions: torch.Tensor) -> SamplingStep:
+        inputs = self.slots.inputs
+        return SamplingStep(slots, inputs.temperatures[slots], inputs.seeds[slots], positions)
 
     def run_model(self, inputs: ModelInputs, wanted: int = 0) -> Computed:
-        """
-        From token ids to the logits after them. Ends the context that `prepare_...` has set. `wanted` are the
-        logits processors that see the hidden states.
-        """
-        lm_head, tensors = self.model.lm_head, {}
+        """From token ids to the logits after them. Ends the context that `prepare_...` has set."""
+        tensors = {}
         try:
             hidden_states = self.model(inputs.input_ids, inputs.positions)
             for processor in selected(self.processors, wanted) if wanted else ():
-                if (found := processor.hidden(hidden_states, lm_head)) is not None:
+                if (found := processor.hidden(hidden_states, self.model.lm_head)) is not None:
                     tensors[processor.name] = found
             return Computed(self.model.compute_logits(hidden_states), inputs.sampling, tensors)
         finally:
@@ -322,7 +316,7 @@ class ModelRunner:
         for processor in processors:
             logits = processor.apply(logits, step)
         tokens = self.sampler(logits, step)
-        self.rows.note_drawn(step.slots, tokens)
+        self.slots.note_drawn(step.slots, tokens)
         for processor in processors:
             if (found := processor.drawn(raw_logits, tokens, step)) is not None:
                 tensors[processor.name] = found
@@ -330,7 +324,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def capture_cudagraph(self, batch_size: int, plan_key: Hashable, wanted: int) -> None:
-        """Record the decode step for this many rows. Done when first needed, so that starting is quick."""
+        """Record the decode step for this many slots. Done when first needed, so that starting is quick."""
         self.decode_step(*self.padding(batch_size, plan_key), wanted)
         inputs = self.decoding(batch_size, plan_key)
         stages = [lambda: self.run_model(self.prepare_decode(*inputs))]
@@ -340,14 +334,14 @@ class ModelRunner:
         self.graphs.capture((batch_size, plan_key, wanted), *stages)
 
     def decoding(self, batch_size: int, plan_key: Hashable) -> tuple[torch.Tensor, Any]:
-        """The rows of the decode step, with padding behind them, and its plan of attention."""
+        """The slots of the decode step, with padding behind them, and its plan of attention."""
         plan = self.backend.inputs(batch_size, plan_key) if plan_key else None
-        return self.rows.batch[:batch_size], plan
+        return self.slots.batch[:batch_size], plan
 
     def padding(self, batch_size: int, plan_key: Hashable) -> tuple[torch.Tensor, Any]:
         """Rows that no sequence has, and a plan without work."""
         plan = self.backend.inputs(batch_size, plan_key, is_empty=True) if plan_key else None
-        return torch.full_like(self.rows.batch[:batch_size], self.rows.padding_row), plan
+        return torch.full_like(self.slots.batch[:batch_size], self.slots.padding_slot), plan
 
 
 def _starts(lengths: np.ndarray) -> np.ndarray:

@@ -87,6 +87,8 @@ class Admission:
     no room in the step's tokens is not admitted whatever they say.
     """
 
+    is_active = True  # whether to ask it in a step
+
     def begin(self, num_running: int, max_num_seqs: int) -> int:
         """A prefill step is about to admit sequences. Returns how many may run then, with these."""
         return max_num_seqs

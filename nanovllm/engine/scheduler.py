@@ -8,17 +8,16 @@ admitted if there are blocks for all its tokens and no `Admission` objects; wher
 later, the youngest is preempted.
 
 An Admission may have a sequence wait for one step, and only once. It keeps its place in front of all that
-arrived later, and what these are given meanwhile leaves it the row and the blocks that it needs.
+arrived later, and what these are given meanwhile leaves it the slot and the blocks that it needs.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from operator import attrgetter
 from typing import Any
 from weakref import WeakSet
 
-from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.interfaces import LogitsProcessor
+from nanovllm.engine.block_manager import BlockManager, all_but_the_last
 from nanovllm.engine.limits import Limits
 from nanovllm.engine.policies import Admission, Admitting, PrefixCache, Verdict
 from nanovllm.engine.sequence import Sequence, SequenceStatus
@@ -37,7 +36,7 @@ class Scheduler:
         config: Any,
         prefix_cache: PrefixCache | None = None,
         admissions: tuple[Admission, ...] = (),
-        processors: tuple[LogitsProcessor, ...] = (),
+        max_cached: Callable[[Sequence], int] = all_but_the_last,
     ):
         self.max_num_seqs = config.max_num_seqs
         self.max_num_batched_tokens = config.max_num_batched_tokens
@@ -47,7 +46,7 @@ class Scheduler:
         # after its last token has been drawn.
         self.reach = config.hf_config.tokens_in_reach and max(2, config.hf_config.tokens_in_reach)
         num_blocks, is_caching = config.num_kvcache_blocks, config.enable_prefix_caching
-        self.block_manager = BlockManager(num_blocks, self.block_size, is_caching, prefix_cache, processors)
+        self.block_manager = BlockManager(num_blocks, self.block_size, is_caching, prefix_cache, max_cached)
         self.admissions = admissions
         self.have_waited: WeakSet[Sequence] = WeakSet()  # for one step, because an Admission said so
         self.clear()
@@ -64,8 +63,7 @@ class Scheduler:
         however empty the engine is.
         """
         self.limits.check(len(seq))
-        seq.max_num_tokens = min(seq.max_num_tokens, self.limits.max_num_tokens)
-        seq.end_token_ids = self.limits.end_token_ids(seq.sampling_params)
+        seq.request = self.limits.applied_to(seq.request)
         self.waiting[seq] = None
 
     def schedule(self) -> tuple[list[Sequence], bool]:
@@ -88,14 +86,16 @@ class Scheduler:
         if not self.waiting or next(iter(self.waiting)) is self.blocked:
             return scheduled
         state = Admitting(self.block_manager, self.max_num_batched_tokens, self.running)
-        limits = [admission.begin(len(self.running), self.max_num_seqs) for admission in self.admissions]
-        limit = min(limits, default=self.max_num_seqs)
+        admissions = [admission for admission in self.admissions if admission.is_active]
+        limit = self.max_num_seqs
+        for admission in admissions:
+            limit = min(limit, admission.begin(len(self.running), self.max_num_seqs))
         while self.waiting and budget and len(self.running) + len(state.waiting) < limit:
             seq = next(iter(self.waiting))
             if seq is self.blocked:
                 break
             hit = self.block_manager.find(seq)
-            verdicts = [admission.admits(seq, hit, state) for admission in self.admissions]
+            verdicts = [admission.admits(seq, hit, state) for admission in admissions]
             waits = Verdict.WAIT in verdicts and seq not in self.have_waited
             if len(seq) - hit.num_tokens > budget and scheduled and not waits:
                 break  # only a prompt that has a whole step to itself is computed in chunks
@@ -110,7 +110,7 @@ class Scheduler:
             self.block_manager.allocate(seq, hit)
             self.running.append(seq)
             seq.status = SequenceStatus.RUNNING
-            seq.row = self.free_rows.pop()
+            seq.slot = self.free_slots.pop()
             if seq.num_prompt_tokens_cached is None:
                 seq.num_prompt_tokens_cached = seq.num_cached_tokens
             budget -= self._schedule_chunk(seq, budget)
@@ -162,7 +162,7 @@ class Scheduler:
         the sequences that draw a token in it: all but one whose prompt is not yet computed to its end.
         """
         drawing, released = [], False
-        if self.block_manager.unpin():
+        if self.block_manager.pinned and self.block_manager.unpin():
             self.blocked = None
         for seq in sequences:
             start = seq.num_computed_tokens
@@ -177,11 +177,13 @@ class Scheduler:
             if seq.num_computed_tokens == seq.num_tokens:
                 seq.num_tokens += 1
                 drawing.append(seq)
-                if seq.num_tokens == seq.max_num_tokens:  # its last token needs neither row nor blocks
+                if (
+                    seq.num_tokens == seq.request.max_num_tokens
+                ):  # its last token needs neither slot nor blocks
                     self._release(seq)
                     released = True
         if released:
-            self.running = [seq for seq in self.running if seq.row >= 0]
+            self.running = [seq for seq in self.running if seq.slot >= 0]
         return drawing
 
     def postprocess(
@@ -203,26 +205,26 @@ class Scheduler:
             num_known = len(seq.token_ids)
             if num_known % block_size == 0:
                 self.block_manager.may_close(seq)
-            if token_id in seq.end_token_ids:
+            if token_id in seq.request.end_token_ids:
                 by_request = token_id in seq.sampling_params.stop_token_ids
                 self._finish(seq, "stop", seq.last_token if by_request else None)
                 finished.append(seq)
-            elif num_known == seq.max_num_tokens:
+            elif num_known == seq.request.max_num_tokens:
                 self._finish(seq, "length")
                 finished.append(seq)
         if finished:
             self.running = [seq for seq in self.running if not seq.is_finished]
         return finished
 
-    def end(self, seq: Sequence, reason: str, stop_text: str | None = None) -> None:
+    def end(self, seq: Sequence, reason: str, stop_reason: Any = None) -> None:
         """End a sequence between two steps: it is aborted, or its text has come to contain a stop text."""
         if seq.is_finished:  # by the same token, for another reason
-            seq.finish_reason, seq.stop_reason = reason, stop_text
+            seq.finish_reason, seq.stop_reason = reason, stop_reason
             return
-        self._finish(seq, reason, stop_text)
+        self._finish(seq, reason, stop_reason)
         self.running = [other for other in self.running if other is not seq]
 
-    def _finish(self, seq: Sequence, reason: str, stop_reason: str | int | None = None) -> None:
+    def _finish(self, seq: Sequence, reason: str, stop_reason: Any = None) -> None:
         """It may have been preempted or released while its last token was under way."""
         seq.num_tokens = len(seq.token_ids)
         seq.finish_reason, seq.stop_reason = reason, stop_reason
@@ -230,7 +232,7 @@ class Scheduler:
             admission.ended(seq)
         if seq.status == SequenceStatus.WAITING:
             del self.waiting[seq]
-        elif seq.row >= 0:
+        elif seq.slot >= 0:
             self._release(seq)
         seq.status = SequenceStatus.FINISHED
 
@@ -245,8 +247,8 @@ class Scheduler:
             self.chunked = None
         self.blocked = None
         self.block_manager.deallocate(seq)
-        self.free_rows.append(seq.row)
-        seq.row = -1
+        self.free_slots.append(seq.slot)
+        seq.slot = -1
 
     def clear(self) -> None:
         """
@@ -260,7 +262,7 @@ class Scheduler:
         self.blocked: Sequence | None = None  # did not fit, and will not until blocks are given back
         self.is_prefill = False  # of the step scheduled last
         self.num_prefills_in_a_row = 0  # while a sequence waited to decode
-        self.free_rows = list(range(self.max_num_seqs))[::-1]  # of the devices' tables, see device_rows.py
+        self.free_slots = list(range(self.max_num_seqs))[::-1]  # of the devices' tables, see slots.py
 
     def restart(self, sequences: Iterable[Sequence]) -> None:
         """`clear`, and queue these again, in order of arrival. They are computed again from their tokens."""

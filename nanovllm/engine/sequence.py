@@ -1,7 +1,11 @@
-"""One request on its way through the engine: its tokens, how far they are computed, and its blocks."""
+"""One completion on its way through the engine: its tokens, how far they are computed, and its blocks.
 
+A `Request` is what is asked for, read and checked; nothing changes it. A `Sequence` is the completion, which
+grows.
+"""
+
+from dataclasses import dataclass, field
 from enum import Enum, auto
-from functools import cached_property
 from itertools import count
 from typing import Any
 
@@ -21,6 +25,27 @@ def unpack(packed: bytes) -> np.ndarray:
     return np.frombuffer(packed, dtype="<i8")
 
 
+@dataclass(frozen=True, eq=False)
+class Request:
+    """A prompt and how to complete it. The Scheduler says where a completion ends at the latest."""
+
+    token_ids: list[int]
+    params: SamplingParams = SamplingParams()
+    block_size: int = 256  # of the KV cache
+    seed: int = 0  # this and a token's position decide the noise it is drawn with
+    max_num_tokens: int = 2 * MAX_TOKENS  # of prompt and completion
+    end_token_ids: frozenset[int] = frozenset()  # any of these ends the completion
+    text: str | None = None  # of the prompt, unless it was given as token ids alone
+    wanted: int = 0  # the logits processors that it wants: bit i is the i-th of Parts
+    own: dict[str, Any] = field(default_factory=dict)  # by logits processor, what it keeps of the request
+    packed: bytes = b""  # the prompt as int64, hashed and compared much faster than Python's integers
+
+    def __post_init__(self) -> None:
+        most = len(self.token_ids) + (self.params.max_tokens or MAX_TOKENS)
+        object.__setattr__(self, "max_num_tokens", min(self.max_num_tokens, most))
+        object.__setattr__(self, "packed", self.packed or pack(self.token_ids))
+
+
 class SequenceStatus(Enum):
     WAITING = auto()
     RUNNING = auto()
@@ -30,7 +55,7 @@ class SequenceStatus(Enum):
 class Sequence:
     """
     `token_ids` is the prompt followed by the completion so far. `num_tokens` may be ahead of it by the tokens
-    that steps still under way will draw. The KV cache holds (or will, once those steps are done) the first
+    that steps still in flight will draw. The KV cache holds (or will, once those steps are done) the first
     `num_computed_tokens`, of which `num_cached_tokens` were found there at admission; the current
     step computes the next `num_scheduled_tokens`. A decoding sequence has exactly one token left to compute:
     its last.
@@ -38,42 +63,26 @@ class Sequence:
 
     _ids = count()
 
-    def __init__(
-        self, token_ids: list[int], sampling_params: SamplingParams = SamplingParams(),
-        block_size: int = 256, seed: int = 0,
-    ):  # fmt: skip
+    def __init__(self, request: Request):
         self.seq_id = next(Sequence._ids)
-        self.status = SequenceStatus.WAITING
-        self.token_ids = list(token_ids)
-        self.num_tokens = len(self.token_ids)
-        self.num_prompt_tokens = self.num_tokens
-        self.num_cached_tokens = 0
-        self.num_computed_tokens = 0
-        self.num_scheduled_tokens = 0
+        self.request = request
+        self.token_ids = list(request.token_ids)
+        self.block_hashes: list[int] = []  # chained hashes of the full blocks seen so far
         self.num_prompt_tokens_cached: int | None = None  # num_cached_tokens of its first admission
-        # The scheduler lowers this to what fits.
-        self.max_num_tokens = self.num_prompt_tokens + (sampling_params.max_tokens or MAX_TOKENS)
+        self.restart()
 
-        # Where it lives
-        self.block_size = block_size
+    def restart(self) -> None:
+        """Be a waiting request that has its tokens and nothing computed, whatever a failed step did."""
+        self.status = SequenceStatus.WAITING
+        self.num_tokens = len(self.token_ids)
+        self.num_cached_tokens = self.num_computed_tokens = self.num_scheduled_tokens = 0
         self.block_table: list[int] = []
         self.num_released_blocks = 0  # leading blocks that no layer reads again: they were given back
-        self.block_hashes: list[int] = []  # chained hashes of the full blocks seen so far
-        self.row = -1  # of the devices' tables, while running
-
-        # What it asks for
-        self.sampling_params = sampling_params
-        self.wanted = 0  # the logits processors that it wants: bit i is the i-th of Parts
-        self.own: dict[str, Any] = {}  # by logits processor, what it has read of the request
-        self.seed = seed  # this and a token's position decide the noise it is drawn with
-        self.leader: Sequence | None = None  # first completion of the same prompt, if this is another
-        self.end_token_ids: frozenset[int] = frozenset()  # set by the scheduler, which knows eos
-
-        # What its result says
+        self.slot = -1  # of the devices' tables, while running
         self.finish_reason: str | None = None  # "stop", "length", "abort" or "error"
-        self.stop_reason: str | int | None = None  # the stop text or stop token id that ended it
-        self.error: Exception | None = None  # that ended it, if the sequence is to blame for it
-        self.text: str | None = None  # of the completion, if a stop text has cut it
+        # The stop text or stop token id that ended it, or the error that it is to blame for.
+        self.stop_reason: str | int | Exception | None = None
+        del self.block_hashes[self.num_tokens // self.block_size :]
 
     def __len__(self) -> int:
         return self.num_tokens
@@ -86,12 +95,24 @@ class Sequence:
         return f"Sequence({self.seq_id}, {self.status.name}, {tokens} tokens)"
 
     @property
+    def sampling_params(self) -> SamplingParams:
+        return self.request.params
+
+    @property
+    def block_size(self) -> int:
+        return self.request.block_size
+
+    @property
     def is_finished(self) -> bool:
         return self.status == SequenceStatus.FINISHED
 
     @property
     def last_token(self) -> int:
         return self.token_ids[-1]
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.request.token_ids)
 
     @property
     def num_completion_tokens(self) -> int:
@@ -101,15 +122,10 @@ class Sequence:
     def prompt_token_ids(self) -> list[int]:
         return self.token_ids[: self.num_prompt_tokens]
 
-    @cached_property
-    def packed_prompt(self) -> bytes:
-        """The prompt as int64, which are hashed and compared much faster than a list of Python's integers."""
-        return pack(self.prompt_token_ids)
-
     def packed(self, begin: int, end: int) -> bytes:
         """Tokens begin..end, as far as they are known."""
         if end <= self.num_prompt_tokens:
-            return self.packed_prompt[begin * TOKEN_BYTES : end * TOKEN_BYTES]
+            return self.request.packed[begin * TOKEN_BYTES : end * TOKEN_BYTES]
         return pack(self.token_ids[begin:end])
 
     @property
@@ -125,28 +141,8 @@ class Sequence:
         return -(-self.num_tokens // self.block_size)
 
     @property
-    def num_blocks_at_most(self) -> int:
-        """If it draws all its tokens, of which the last is never written to the cache."""
-        return -(-(self.max_num_tokens - 1) // self.block_size)
-
-    @property
-    def may_end_early(self) -> bool:
-        """Whether it can end before it has max_num_tokens."""
-        return bool(self.end_token_ids or self.sampling_params.stop)
-
-    @property
     def last_block_num_tokens(self) -> int:
         return self.num_tokens - (self.num_blocks - 1) * self.block_size
-
-    def restart(self) -> None:
-        """Be a waiting request again that has its tokens and nothing computed, whatever a failed step did."""
-        self.status = SequenceStatus.WAITING
-        self.num_tokens = len(self.token_ids)
-        self.num_cached_tokens = self.num_computed_tokens = self.num_scheduled_tokens = 0
-        self.block_table, self.num_released_blocks = [], 0
-        self.row = -1
-        del self.block_hashes[self.num_tokens // self.block_size :]
-        self.finish_reason = self.stop_reason = self.text = None
 
     def block(self, i: int) -> list[int]:
         """Token ids of the i-th block; the last one may be shorter than a block."""

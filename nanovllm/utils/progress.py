@@ -1,19 +1,11 @@
 """The progress bar of a call."""
 
 from collections.abc import Callable
+from typing import Any
 
 from tqdm.auto import tqdm
 
-from nanovllm.utils.validation import check
-
 MakeBar = Callable[..., tqdm]
-
-
-def bar_maker(use_tqdm: bool | MakeBar) -> MakeBar | None:
-    """What makes the progress bar, if there is to be one."""
-    is_good = isinstance(use_tqdm, bool) or callable(use_tqdm)
-    check(is_good, "use_tqdm must be True, False or what makes a bar as tqdm does", use_tqdm)
-    return use_tqdm if callable(use_tqdm) else tqdm if use_tqdm else None
 
 
 class Progress:
@@ -24,6 +16,12 @@ class Progress:
         options = dict(total=total, desc="Generating", dynamic_ncols=True)
         self.bar = tqdm(disable=True) if hidden else make_bar(**options)
         self.speed, self.seconds = {"Prefill": "-", "Decode": "-"}, 0.0
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.bar.close()
 
     def count(self, num_ended: int, num_tokens: int, seconds: float) -> None:
         """Add what a step has returned, and how long it took."""

@@ -211,12 +211,13 @@ def test_operations_do_not_grow_with_the_pool():
 
 
 def test_tokens_that_a_failed_step_has_lost_leave_no_hash_behind():
-    manager, seq = BlockManager(9, 4), make_sequence(range(12), 4)
+    manager, seq = BlockManager(9, 4), make_sequence(range(9), 4)
+    for token_id in range(9, 12):
+        seq.append_token(token_id)
     manager.allocate(seq)
     manager.reset()
     kept = seq.block_hashes[:2]
     del seq.token_ids[9:]
-    seq.num_prompt_tokens = 9  # the others were drawn
     seq.restart()
     assert seq.block_hashes == kept
     for token_id in (70, 71, 72):

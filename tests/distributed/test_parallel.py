@@ -36,7 +36,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.distributed.group import Group
 from nanovllm.distributed.ranks import EngineDeadError, Ranks
 from nanovllm.engine.batch import Batch
-from nanovllm.engine.device_rows import RowUpdates
+from nanovllm.engine.slots import SlotUpdates
 from nanovllm.extensions.ranks.peer_group import PeerGroup
 from nanovllm.extensions.ranks.reports import ReportingRanks
 from nanovllm.kernels.layernorm import add_rms_norm
@@ -428,7 +428,7 @@ def test_a_step_sends_what_is_new_and_never_the_tokens_so_far(llm, monkeypatch):
 
 
 # A step that asks for what is not there.
-IMPOSSIBLE = "run", (Batch(1, 0, RowUpdates(np.full((2, 1), 10**9, dtype=np.int32))),)
+IMPOSSIBLE = "run", (Batch(1, 0, SlotUpdates(np.full((2, 1), 10**9, dtype=np.int32))),)
 
 
 @pytest.mark.parametrize("attempt", range(4))

@@ -70,7 +70,7 @@ def test_tables_are_as_long_as_a_sequence_can_be_whatever_a_file_claims(tmp_path
             assert llm.config.max_model_len == claimed
             runner = llm.model_runner
             assert len(runner.model.model.layers[0].self_attn.rotary_emb.cos_sin_cache) == 8 * 16 + 1
-            assert runner.rows.inputs.block_tables.shape[1] == 8
+            assert runner.slots.inputs.block_tables.shape[1] == 8
             answers += llm.generate([prompt], SamplingParams(0, 9, True), use_tqdm=False)
             with pytest.raises(ValueError, match="8 KV cache blocks of 16 tokens are enough for 129"):
                 llm.generate([prompt + prompt], use_tqdm=False)

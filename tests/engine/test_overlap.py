@@ -31,7 +31,7 @@ def run(folder: str, overlap: bool, params: SamplingParams | list[SamplingParams
         results = [r["token_ids"] for r in llm.generate(prompts, params, use_tqdm=False)]
         check_pool(llm.scheduler.block_manager, [])
         assert not llm.scheduler.block_manager.used_block_ids
-        assert sorted(llm.scheduler.free_rows) == list(range(llm.config.max_num_seqs))
+        assert sorted(llm.scheduler.free_slots) == list(range(llm.config.max_num_seqs))
         return results, llm.scheduler.num_preemptions
 
 

@@ -52,7 +52,7 @@ class Engines:
     def assert_empty(self) -> None:
         for llm in (self.llm, self.front.llm):
             assert llm.is_finished() and not llm.scheduler.waiting and not llm.scheduler.running
-            assert not llm.unfinished and not llm.texts
+            assert not llm.unfinished and not llm.stop_texts.texts
             check_pool(llm.scheduler.block_manager, [])
 
     def __enter__(self) -> "Engines":

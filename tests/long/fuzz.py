@@ -30,8 +30,7 @@ from nanovllm import LLM, SamplingParams, StructuredOutputsParams
 from nanovllm.engine.policies import Verdict
 from nanovllm.engine.sequence import Sequence
 from nanovllm.extensions.safety.forecast import Forecast
-from nanovllm.text.prompts import Request
-from nanovllm.text.results import GrowingText, Logprob, make_result
+from nanovllm.extensions.text.results import GrowingText, Logprob, make_result
 from tiny_checkpoints import ARCHITECTURES, EXACT, load_reference, make_checkpoint, make_tokenizer
 
 VOCAB = 257
@@ -178,14 +177,10 @@ def queue(llm: LLM, question: Question) -> list[Sequence]:
     """Returns the completions, of which there are none where nothing is to be scored."""
     prompt, params = question
     if params is None:
-        request = Request()
-        if len(prompt) > 1:
-            [(_, request)] = llm.prompts.read_scored([prompt], 1)
+        [(_, request)] = llm.prompts.read_scored([prompt], 1)
     else:
         request = llm.prompts.read(prompt, params)
-    if request.token_ids:
-        llm.add_request(request)
-    return request.completions
+    return llm.queue(request) if request.token_ids else []
 
 
 def answer_in_steps(llm: LLM, requests: list[Question], pick: random.Random, counts: Counter) -> list[Answer]:
@@ -217,10 +212,10 @@ def answer_in_steps(llm: LLM, requests: list[Question], pick: random.Random, cou
                 pieces.append(text.look())
     answers = []
     for i, ((prompt, params), group) in enumerate(zip(requests, groups, strict=True)):
-        counts["blamed"] += any(seq.error is not None for seq in group)
+        counts["blamed"] += any(seq.finish_reason == "error" for seq in group)
         if params is None:
             aborted = bool(group) and group[0].finish_reason in BROKEN_OFF
-            logprobs = [logprob for seq in group[:1] for logprob, *_ in seq.own["scores"].found]
+            logprobs = [logprob for seq in group[:1] for logprob, *_ in seq.request.own["scores"].found]
             answers.append(Answer(dict(token_ids=prompt, token_logprobs=[None, *logprobs], aborted=aborted)))
         else:
             pieces = "".join(texts[i][1]) if i in texts else None
@@ -305,10 +300,12 @@ def check_by_reference(llm: LLM, request: Question, result: dict[str, Any], mode
 
 def check_empty(llm: LLM) -> None:
     assert_empty(llm)
-    assert sorted(llm.scheduler.free_rows) == list(range(llm.config.max_num_seqs))
+    assert sorted(llm.scheduler.free_slots) == list(range(llm.config.max_num_seqs))
     assert not llm.scheduler.running and not llm.scheduler.waiting and llm.scheduler.chunked is None
     assert (
-        not llm.unfinished and not llm.texts and not llm.parts.logits_processor("bitmask").grammars._readers
+        not llm.unfinished
+        and not llm.stop_texts.texts
+        and not llm.parts.logits_processor("bitmask").grammars._readers
     )
 
 

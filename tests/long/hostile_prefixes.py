@@ -16,7 +16,7 @@ import paths  # noqa: F401
 from nanovllm.assembly import make_admissions, make_prefix_cache
 from nanovllm.engine.batch import BatchMaker
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.sequence import Request, Sequence
 from nanovllm.extensions.logits.bias import BiasProcessor
 from nanovllm.sampling_params import SamplingParams
 
@@ -41,7 +41,7 @@ def make_sequences(group_size: int, seed: int) -> list[Sequence]:
         common = pick.choices(range(100_000), k=COMMON)
         prompts += [common + pick.choices(range(100_000), k=LENGTH - COMMON) for _ in range(group_size)]
     pick.shuffle(prompts)
-    return [Sequence(prompt, SamplingParams(0, 2, True), BLOCK_SIZE) for prompt in prompts]
+    return [Sequence(Request(prompt, SamplingParams(0, 2, True), BLOCK_SIZE)) for prompt in prompts]
 
 
 def seconds(group_size: int, seed: int) -> tuple[float, int]:

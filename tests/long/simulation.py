@@ -27,6 +27,7 @@ import argparse
 import random
 import time
 from collections import Counter
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -39,10 +40,11 @@ from block_pool import check_pool
 from nanovllm.assembly import make_admissions, make_prefix_cache
 from nanovllm.engine.batch import Batch, BatchMaker
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.device_rows import RowLayout
+from nanovllm.engine.interfaces import max_cached
 from nanovllm.engine.policies import Hit
 from nanovllm.engine.scheduler import MAX_PREFILLS_IN_A_ROW, Scheduler
-from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.engine.sequence import Request, Sequence, SequenceStatus
+from nanovllm.engine.slots import SlotLayout
 from nanovllm.extensions.logits.bias import BiasProcessor
 from nanovllm.extensions.logits.scores import ScoreProcessor
 from nanovllm.extensions.prefixes import planner, token_prefixes
@@ -102,12 +104,12 @@ class FakeModel:
     def __init__(self, config: Any, backend: CascadeBackend, prefix_cache: TokenPrefixes, processors: tuple):
         self.block_size, self.prefix_cache, self.backend = config.kvcache_block_size, prefix_cache, backend
         self.batches = BatchMaker(config, prefix_cache, backend, processors)
-        layout, self.reach = RowLayout(config), config.hf_config.tokens_in_reach
+        layout, self.reach = SlotLayout(config), config.hf_config.tokens_in_reach
         self.words = np.zeros(layout.num_words, np.int32)
         self.tables = dict(
             zip(layout.sizes, np.split(self.words, [*layout.starts.values()][1:]), strict=True)
         )
-        self.block_tables = self.tables["block_tables"].reshape(layout.num_rows, -1)
+        self.block_tables = self.tables["block_tables"].reshape(layout.num_slots, -1)
         self.slots: dict[int, int] = {}
         self.states: dict[int, list[int]] = {}  # by seq_id: the hash after each of its tokens
 
@@ -122,13 +124,13 @@ class FakeModel:
         states = list(map(self.states_of, sequences))
         copied = [(seq, copy) for seq in sequences if (copy := self.copy_for(seq))]
         batch = self.batches.prefill(sequences) if is_prefill else self.batches.decode(sequences)
-        if batch.row_updates is not None:
-            indices, values = batch.row_updates.words
+        if batch.slot_updates is not None:
+            indices, values = batch.slot_updates.words
             self.words[indices] = values
         messages, num_grouped = batch.messages or {}, self.backend.planner.num_prefix_tokens
         if "attention" in messages:
             self.backend.receive(messages["attention"])
-        rows = batch.rows if is_prefill else self.tables["batch"][: len(sequences)]
+        rows = batch.slots if is_prefill else self.tables["batch"][: len(sequences)]
         tables, ends = self.block_tables[rows], batch.lens_k if is_prefill else self.tables["lengths"][rows]
         starts = ends - (batch.lens_q if is_prefill else 1)
         self.tables["lengths"][rows] = ends + 1
@@ -145,7 +147,7 @@ class FakeModel:
             first = max(0, seq.num_computed_tokens + 1 - self.reach) if self.reach else 0
             read += [self.slots[slot] for slot in self.slots_of(table, first + len(read), end)]
             assert read == known[first:end], f"{seq} reads what it did not write"
-            tokens.append(next_token(seq.seed, int(end), known[end - 1]))
+            tokens.append(next_token(seq.request.seed, int(end), known[end - 1]))
             if end == len(known):
                 known.append(extend(known[-1], tokens[-1]))
         return tokens, 0 if is_prefill else num_grouped
@@ -373,7 +375,7 @@ class Simulation:
         self.model = FakeModel(config, backend, prefix_cache, (self.scores,))
         admissions = make_admissions(config, BiasProcessor())
         self.forecast = next(part for part in admissions if isinstance(part, Forecast))
-        self.scheduler = Scheduler(config, prefix_cache, admissions, (self.scores,))
+        self.scheduler = Scheduler(config, prefix_cache, admissions, partial(max_cached, (self.scores,)))
         self.scheduler.block_manager = WatchedBlocks(
             self, num_blocks, self.block_size, config.enable_prefix_caching, prefix_cache
         )
@@ -435,7 +437,7 @@ class Simulation:
             )
         params = SamplingParams(0, max_tokens, **{"ignore_eos": True, **ends})
         seeds = [pick.getrandbits(63) for _ in range(pick.choice([1, 1, 1, 2, 4]))]
-        group = [Sequence(prompt, params, self.block_size, seed) for seed in seeds]
+        group = [Sequence(Request(prompt, params, self.block_size, seed)) for seed in seeds]
         if pick.random() < 0.1:
             group[0].wanted, group[0].own = 1, {"scores": self.scores.scoring(prompt[1:])}
         self.prompts = [*self.prompts[-7:], prompt]
@@ -445,7 +447,7 @@ class Simulation:
             self.work[seq.seq_id] = sum(map(self.most_drawn, self.requests.values()))
             self.arrived[seq.seq_id] = self.step_number
             self.expected[seq.seq_id] = expected_completion(
-                prompt, params, self.scheduler.limits.eos, seq.seed, self.max_num_tokens
+                prompt, params, self.scheduler.limits.eos, seq.request.seed, self.max_num_tokens
             )
         self.counts["requests"] += len(group)
         self.counts["ended by the context"] += (max_tokens or room + 1) > room
@@ -477,7 +479,7 @@ class Simulation:
         length = self.max_num_tokens + self.pick.randint(0, 3)
         waiting = list(self.scheduler.waiting)
         try:
-            self.scheduler.add(Sequence([1] * length, SamplingParams(0, self.pick.randint(1, 9))))
+            self.scheduler.add(Sequence(Request([1] * length, SamplingParams(0, self.pick.randint(1, 9)))))
         except ValueError:
             assert list(self.scheduler.waiting) == waiting
             self.counts["refused"] += 1
@@ -542,7 +544,7 @@ class Simulation:
             assert seq.is_finished or len(done) < len(self.expected[seq.seq_id]), "went on after its end"
 
     def end(self, seq: Sequence) -> None:
-        assert seq.is_finished and not seq.block_table and seq.row == -1 and len(seq) == len(seq.token_ids)
+        assert seq.is_finished and not seq.block_table and seq.slot == -1 and len(seq) == len(seq.token_ids)
         del self.requests[seq.seq_id]
         took, bound = self.step_number - self.arrived[seq.seq_id], self.bound(seq)
         assert took <= bound, f"{seq} took {took} steps, more than {bound}"
@@ -557,7 +559,7 @@ class Simulation:
         return self.work[seq.seq_id] * (MAX_PREFILLS_IN_A_ROW + chunks) + 2
 
     def most_drawn(self, seq: Sequence) -> int:
-        return seq.max_num_tokens - seq.num_prompt_tokens
+        return seq.request.max_num_tokens - seq.num_prompt_tokens
 
     def note_overtaking(self, waiting: list[Sequence]) -> None:
         """A sequence that is admitted before an older one may draw tokens while that one waits."""
@@ -566,12 +568,12 @@ class Simulation:
         assert all(gains[seq_id] >= self.wait_tokens for seq_id in now), "held back for too little"
         self.held_back |= now
         self.counts["held back"] += len(now)
-        last = max((i for i, seq in enumerate(waiting) if seq.row >= 0), default=0)
+        last = max((i for i, seq in enumerate(waiting) if seq.slot >= 0), default=0)
         for i, seq in enumerate(waiting[:last]):
-            if seq.row < 0:
+            if seq.slot < 0:
                 assert seq.seq_id in now, "overtaken, but not held back in this step"
                 self.counts["overtaken"] += 1
-                self.work[seq.seq_id] += sum(self.most_drawn(s) for s in waiting[i:] if s.row >= 0)
+                self.work[seq.seq_id] += sum(self.most_drawn(s) for s in waiting[i:] if s.slot >= 0)
 
     def computing(self, seq: Sequence) -> list[int]:
         """Tokens but the last that it has in common with each that the step computes, up to a block of it."""
@@ -587,14 +589,15 @@ class Simulation:
         scheduler, requests = self.scheduler, list(self.requests.values())
         check_pool(scheduler.block_manager, [seq.block_table[seq.num_released_blocks :] for seq in requests])
         running, waiting = scheduler.running, list(scheduler.waiting)
-        assert all(seq.status is SequenceStatus.RUNNING and seq.row >= 0 for seq in running)
+        assert all(seq.status is SequenceStatus.RUNNING and seq.slot >= 0 for seq in running)
         assert not any(seq.num_scheduled_tokens for seq in running), "scheduled, but not in the step"
-        assert all(seq.status is SequenceStatus.WAITING and seq.row == -1 for seq in waiting)
+        assert all(seq.status is SequenceStatus.WAITING and seq.slot == -1 for seq in waiting)
         assert all(not seq.block_table and not seq.num_computed_tokens for seq in waiting)
-        rows = [seq.row for seq in running]
-        assert sorted(rows + scheduler.free_rows) == list(range(self.max_num_seqs))
-        leaving = [seq for seq in requests if seq.row == -1 and seq.status is SequenceStatus.RUNNING]
-        assert all(len(seq) == seq.max_num_tokens for seq in leaving), "without a row, but not at its end"
+        rows = [seq.slot for seq in running]
+        assert sorted(rows + scheduler.free_slots) == list(range(self.max_num_seqs))
+        leaving = [seq for seq in requests if seq.slot == -1 and seq.status is SequenceStatus.RUNNING]
+        is_at_end = [len(seq) == seq.request.max_num_tokens for seq in leaving]
+        assert all(is_at_end), "without a row, but not at its end"
         assert sorted(seq.seq_id for seq in [*running, *waiting, *leaving]) == sorted(self.requests)
         first_come = [seq.seq_id for seq in [*running, *waiting] if seq.seq_id not in self.held_back]
         assert first_come == sorted(first_come), "overtaken by a younger one"

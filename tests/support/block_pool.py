@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.policies import PrefixCache
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.sequence import Request, Sequence
 
 BLOCK_SIZE = 256
 
@@ -34,7 +34,7 @@ def compute(manager: BlockManager, *sequences: Sequence) -> None:
 
 
 def make_sequence(token_ids, block_size: int = BLOCK_SIZE) -> Sequence:
-    return Sequence(list(token_ids), block_size=block_size)
+    return Sequence(Request(list(token_ids), block_size=block_size))
 
 
 def check_pool(manager: BlockManager, tables: list[list[int]]) -> None:

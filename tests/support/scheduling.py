@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from nanovllm.assembly import make_admissions, make_prefix_cache
 from nanovllm.engine.scheduler import MAX_PREFILLS_IN_A_ROW, Scheduler
-from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.engine.sequence import Request, Sequence, SequenceStatus
 from nanovllm.sampling_params import SamplingParams
 
 EOS = 0
@@ -53,14 +53,14 @@ def forecast_of(scheduler: Scheduler) -> Any:
 
 
 def make_sequence(tokens, max_tokens: int = 8, ignore_eos: bool = False, block_size: int = 4) -> Sequence:
-    return Sequence(list(tokens), SamplingParams(0.0, max_tokens, ignore_eos), block_size=block_size)
+    return Sequence(Request(list(tokens), SamplingParams(0.0, max_tokens, ignore_eos), block_size))
 
 
 def give_rules(seq: Sequence, num_words: int) -> None:
     """Biases or bans that take so many words on a device."""
     from nanovllm.extensions.logits.bias import BiasRequest
 
-    seq.own = {"bias": BiasRequest([], num_words)}
+    seq.request.own["bias"] = BiasRequest([], num_words)
 
 
 def next_token(tokens) -> int:
@@ -180,7 +180,7 @@ def run_load(scheduler: Scheduler, sequences: list[Sequence], drawn: dict[int, i
 def make_load(count: int, prompt: tuple[int, int], output: tuple[int, int], **options) -> list[Sequence]:
     pick = random.Random(0)
     return [
-        Sequence(pick.choices(range(10_000), k=pick.randint(*prompt)), params, **options)
+        Sequence(Request(pick.choices(range(10_000), k=pick.randint(*prompt)), params, **options))
         for params in [SamplingParams(0, pick.randint(*output), True) for _ in range(count)]
     ]
 
@@ -251,7 +251,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         return [
             sequence
             for sequence in self.requests
-            if not sequence.block_table and len(sequence) < sequence.max_num_tokens
+            if not sequence.block_table and len(sequence) < sequence.request.max_num_tokens
         ]
 
     def add(self, tokens, max_tokens: int, ignore_eos: bool) -> None:
@@ -360,7 +360,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if self.is_plain:
             return True
         num_blocks = len(self.manager.blocks)
-        at_most = sum(-(-(s.max_num_tokens - 1) // self.block_size) for s in [*admitted, waiting[0]])
+        at_most = sum(-(-(s.request.max_num_tokens - 1) // self.block_size) for s in [*admitted, waiting[0]])
         tables = [*(s.block_table for s in admitted), self.manager.find(waiting[0]).blocks]
         held = set().union(*tables[:-1])  # each is counted once
         at_most -= sum(map(len, tables[:-1])) + len(held & set(tables[-1])) - len(held)
@@ -384,7 +384,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for sequence in [*admitted, new]:
             is_new = sequence is new or sequence in self.chunked or sequence.num_scheduled_tokens > 0
             tokens = len(sequence) + is_new
-            steps = sequence.max_num_tokens - tokens
+            steps = sequence.request.max_num_tokens - tokens
             if not sequence.sampling_params.ignore_eos and self.eos:
                 steps = math.ceil(steps * forecast_of(self.scheduler).share)
             if is_new:

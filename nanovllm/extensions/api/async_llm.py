@@ -14,31 +14,51 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nanovllm.distributed.ranks import SHUT_DOWN, EngineDeadError
+from nanovllm.engine.interfaces import Observer
+from nanovllm.engine.sequence import Request, Sequence
 from nanovllm.extensions.api.engine_args import show_options
 from nanovllm.extensions.api.foreign_options import missing_attribute
-from nanovllm.extensions.text.chat import Messages
-from nanovllm.llm import LLM, NOT_PICKLED, Params, takes_foreign_options
-from nanovllm.text.prompts import Prompt, Request
-from nanovllm.text.results import GrowingOutput, GrowingText, Piece, Result, make_score, outcome
+from nanovllm.extensions.api.llm import NOT_PICKLED, takes_foreign_options
+from nanovllm.llm import LLM
+from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.validation import check
 
-Event = str | Piece | Result | BaseException
+Params = SamplingParams | None  # None is what the checkpoint recommends
 
 
 @dataclass(eq=False)
 class Listener:
-    """A task waits for a request: `events` gets pieces, if there is a kind, then the result or an error."""
+    """
+    A task waits for a request: `events` gets pieces, if it grows in pieces, then the last event: its
+    completions or an error.
+    """
 
     request: Request
-    kind: type[GrowingText | GrowingOutput] | None
+    objects: bool | None = None  # whether pieces are objects; None: there are none
+    completions: list[Sequence] = field(default_factory=list)
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
-    events: asyncio.Queue[Event] = field(default_factory=asyncio.Queue)
-    growing: GrowingText | GrowingOutput | None = None
+    events: asyncio.Queue[tuple[Any, bool]] = field(default_factory=asyncio.Queue)
+    growing: Any = None
 
-    def hear(self, event: Event) -> None:
+    def hear(self, event: Any, is_last: bool = True) -> None:
         """Called by the engine's thread."""
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
-            self.loop.call_soon_threadsafe(self.events.put_nowait, event)
+            self.loop.call_soon_threadsafe(self.events.put_nowait, (event, is_last))
+
+
+class Touched(Observer):
+    """Which sequences a step has given a token or ended."""
+
+    is_active = True
+
+    def __init__(self) -> None:
+        self.seq_ids: list[int] = []
+
+    def before_step(self) -> None:
+        self.seq_ids = []
+
+    def after_step(self, step: Any) -> None:
+        self.seq_ids += [seq.seq_id for seq in step.drawing]
 
 
 class Worker:
@@ -48,6 +68,8 @@ class Worker:
         self.llm = llm
         self.inbox: queue.SimpleQueue[tuple[Callable, Listener] | None] = queue.SimpleQueue()
         self.listeners: dict[int, Listener] = {}  # by the seq_id of each completion that is under way
+        self.touched = Touched()
+        llm.observers.append(self.touched)
         self.thread = threading.Thread(target=self.run, daemon=True)
         self.thread.start()
 
@@ -82,27 +104,26 @@ class Worker:
     def step(self) -> None:
         """Run a step of the engine, and tell those whose requests it has touched what is new."""
         finished, _ = self.llm.step(isolate=True)
-        seq_ids = [*(seq.seq_id for seq in self.llm.drawn), *(seq_id for seq_id, _ in finished)]
+        seq_ids = [*self.touched.seq_ids, *(seq_id for seq_id, _ in finished)]
         touched = [self.listeners[seq_id] for seq_id in seq_ids if seq_id in self.listeners]
         for listener in dict.fromkeys(touched):
             self.tell(listener)
 
     def add(self, listener: Listener) -> None:
         try:
-            self.llm.add_request(listener.request)
-            self.listeners.update((seq.seq_id, listener) for seq in listener.request.completions)
-            if listener.kind is not None:
-                listener.growing = listener.kind(self.llm.tokenizer, listener.request.completions[0])
+            listener.completions = self.llm.queue(listener.request)
+            self.listeners.update((seq.seq_id, listener) for seq in listener.completions)
+            if listener.objects is not None:
+                listener.growing = self.llm.growing(listener.completions[0], listener.objects)
         except BaseException as error:
             self.end(listener, error)
 
     def tell(self, listener: Listener) -> None:
-        completions = listener.request.completions
         try:
             if listener.growing is not None and (piece := listener.growing.look()):
-                listener.hear(piece)
-            if all(seq.is_finished for seq in completions):
-                self.end(listener, listener.request.label(outcome(self.llm.tokenizer, completions)))
+                listener.hear(piece, is_last=False)
+            if all(seq.is_finished for seq in listener.completions):
+                self.end(listener, self.llm.outcome(listener.completions))
             elif listener.loop.is_closed():
                 for other in set(self.listeners.values()):  # also those that no step touches yet
                     if other.loop is listener.loop:
@@ -110,9 +131,9 @@ class Worker:
         except Exception as error:  # a decoder's
             self.end(listener, error)
 
-    def end(self, listener: Listener, event: Result | BaseException | None = None) -> None:
+    def end(self, listener: Listener, event: Any = None) -> None:
         """Forget a listener and end its request; the event is the last one that it gets."""
-        for seq in listener.request.completions:
+        for seq in listener.completions:
             self.listeners.pop(seq.seq_id, None)
         if event is not None:
             listener.hear(event)
@@ -120,7 +141,7 @@ class Worker:
 
     def abort(self, listener: Listener) -> None:
         """End a request; unless it is forgotten, its listener gets the result so far."""
-        for seq in listener.request.completions:
+        for seq in listener.completions:
             self.llm.abort(seq.seq_id)
 
     def fail(self, error: BaseException) -> None:
@@ -153,18 +174,17 @@ class AsyncLLM:
 
     @takes_foreign_options
     async def generate(
-        self, prompt: Prompt, sampling_params: Params = None, request_id: str | None = None
-    ) -> Result:
+        self, prompt: Any, sampling_params: Params = None, request_id: str | None = None
+    ) -> dict[str, Any]:
         """
         The result of one prompt, as `LLM.generate` describes it. Raises ValueError for a bad one. A
         `request_id` is a text that no other request has: the result has it, and `abort` takes it.
         """
-        return await self._result(await self._read(prompt, sampling_params), request_id)
+        return await self._last_event(Listener(await self._read(prompt, sampling_params)), request_id)
 
     async def chat(
-        self, messages: Messages, sampling_params: Params = None,
-        request_id: str | None = None, **options: Any,
-    ) -> Result:  # fmt: skip
+        self, messages: Any, sampling_params: Params = None, request_id: str | None = None, **options: Any
+    ) -> dict[str, Any]:
         """The result of one conversation, as `LLM.chat` describes it, with the options that it describes."""
         chats = self.llm.prompts.render_chats(messages, **options)
         if len(chats) > 1:
@@ -172,62 +192,62 @@ class AsyncLLM:
             raise ValueError(message)
         return await self.generate(chats[0], sampling_params, request_id)
 
-    async def score(self, prompt: Prompt, from_token: int = 1) -> dict[str, Any]:
+    async def score(self, prompt: Any, from_token: int = 1) -> dict[str, Any]:
         """How likely the model finds a text, as `LLM.score` describes it."""
         [(token_ids, request)] = self.llm.prompts.read_scored([prompt], from_token)
         if request.own["scores"].is_open:
-            await self._result(request)
-        return make_score(token_ids, request)
+            await self._last_event(Listener(request))
+        return self.llm.make_score(token_ids, request)
 
     async def stream(
-        self, prompt: Prompt, sampling_params: Params = None, objects: bool = False,
+        self,
+        prompt: Any,
+        sampling_params: Params = None,
+        objects: bool = False,
         request_id: str | None = None,
-    ) -> AsyncIterator[str | Piece]:  # fmt: skip
+    ) -> AsyncIterator[Any]:
         """One completion, piece by piece, as `LLM.stream` describes it."""
         request = await self._read(prompt, sampling_params)
         self.llm.prompts.check_streamable(request.params, objects)
-        kind = GrowingOutput if objects else GrowingText
-        async with contextlib.aclosing(self._events(request, kind, request_id)) as events:
-            async for event in events:
-                if not isinstance(event, Result):
+        async with contextlib.aclosing(self._events(Listener(request, objects), request_id)) as events:
+            async for event, is_last in events:
+                if not is_last:
                     yield event
 
-    async def _read(self, prompt: Prompt, sampling_params: Params) -> Request:
-        """`Prompts.read`, with what may take seconds done in another thread, so that other tasks go on."""
+    async def _read(self, prompt: Any, sampling_params: Params) -> Request:
+        """`InputProcessor.read`. What may take seconds is done in another thread: other tasks go on."""
         prompts = self.llm.prompts
         request = prompts.read_at_once(prompt, sampling_params)
         if prompts.has_rest(request):
             await asyncio.to_thread(prompts.read_rest, request)
         return request
 
-    async def _result(self, request: Request, request_id: str | None = None) -> Result:
-        async for event in self._events(request, None, request_id):
+    async def _last_event(self, listener: Listener, request_id: str | None = None) -> Any:
+        async for event, _ in self._events(listener, request_id):
             result = event
+        if request_id is not None:
+            result.request_id = request_id
         return result
 
-    async def _events(
-        self, request: Request, kind: type[GrowingText | GrowingOutput] | None, request_id: str | None
-    ) -> AsyncIterator[str | Piece | Result]:
+    async def _events(self, listener: Listener, request_id: str | None) -> AsyncIterator[tuple[Any, bool]]:
         self.llm.check_usable()
-        self.llm.prompts.warn_of_context([request])
-        listener = Listener(request, kind)
+        self.llm.prompts.warn_of_context([listener.request])
         if request_id is not None:
             check(isinstance(request_id, str), "request_id must be a text", request_id)
             if self._named.setdefault(request_id, listener) is not listener:
                 raise ValueError(f"request_id must be a new one, got that of another request: {request_id!r}")
-            request.request_id = request_id
         self._worker.inbox.put((self._worker.add, listener))
-        event: Event = ""
+        is_last = False
         try:
             if not self._end.alive:  # exit() was called: the thread may no longer read the inbox
                 raise EngineDeadError(SHUT_DOWN)
-            while not isinstance(event, Result):
-                event = await listener.events.get()
+            while not is_last:
+                event, is_last = await listener.events.get()
                 if isinstance(event, BaseException):
                     raise event
-                yield event
+                yield event, is_last
         finally:
-            if isinstance(event, str | Piece):  # left before the end
+            if not is_last:  # left before the end
                 self._worker.inbox.put((self._worker.end, listener))
             if request_id is not None:
                 self._named.pop(request_id, None)

@@ -12,8 +12,8 @@ import time
 from dataclasses import fields
 from typing import Any, NamedTuple
 
+from nanovllm.extensions.text.results import Logprob
 from nanovllm.sampling_params import MAX_SEED, SamplingParams, StructuredOutputsParams
-from nanovllm.text.results import Logprob
 from nanovllm.utils.validation import check, shown
 
 SAMPLING_FIELDS = {f.name for f in fields(SamplingParams)}

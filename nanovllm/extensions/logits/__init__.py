@@ -4,10 +4,15 @@ A request may bias or ban tokens, penalise those it has used, or keep only the l
 min-p); and it may ask how likely tokens were (log-probabilities, scores of its prompt). All of it happens on
 the device, inside the step's CUDA graph, and a batch in which nobody asks for anything pays nothing.
 
-- `edits.py`: a request's parameters as numbers. The host keeps what was sent; the device keeps a row for
-  each running sequence and applies it.
-- `budget.py`: requests wait whose biases and bans do not fit into a device's memory together.
-- `kernels/logit_edits.py`: biases, bans and penalties, in one pass that touches only the rows that ask.
-- `kernels/filtering.py`: top-k, top-p and min-p as one threshold a row, found by a search that never sorts.
-- `scoring.py`: which tokens of a prompt a prefill step scores.
+Each file is one `LogitsProcessor`, a host half and a device half that share nothing but messages. The host
+half turns parameters into numbers when a request is read or prefilled; the device half keeps them by slot.
+
+- `bias.py`: biases, banned tokens and words, and ends that come too early. Requests wait whose biases and
+  bans do not fit into a device's memory together.
+- `penalties.py`: penalties for tokens that were used, and the only tokens that are allowed.
+- `filters.py`: top-k, top-p and min-p as one threshold a row, found by a search that never sorts.
+- `logprobs.py`: how likely each token of a completion was.
+- `scores.py`: how likely the tokens of a prompt are, computed from a prefill's hidden states.
+- `slot_settings.py`: a table of numbers by slot, neutral for those who want none.
+- `kernels/`: biases, bans and penalties in one pass that touches only the rows that ask; filters.
 """

@@ -49,7 +49,7 @@ def rules_of(seq: Sequence, bad_words: list[list[int]]) -> np.ndarray:
     biases = Counter()
     for token_id, bias in params.logit_bias:
         biases[token_id] += bias
-    ends = sorted(seq.end_token_ids) if params.min_tokens else []
+    ends = sorted(seq.request.end_token_ids) if params.min_tokens else []
     words = [[token_id] for token_id in biases] + bad_words + [[token_id] for token_id in ends]
     lengths = [len(word) - 1 for word in words]
     number, num_biases, num_ends = len(words), len(biases), len(ends)
@@ -68,7 +68,7 @@ def history_of(seq: Sequence) -> list[tuple[int, int]]:
     """Where in the flattened history the completion's last tokens stand, and their ids."""
     start = max(seq.num_prompt_tokens, len(seq.token_ids) - HISTORY)
     last = enumerate(seq.token_ids[start:], start)
-    return [(seq.row * HISTORY + position % HISTORY, token_id) for position, token_id in last]
+    return [(seq.slot * HISTORY + position % HISTORY, token_id) for position, token_id in last]
 
 
 class BiasMessage(NamedTuple):
@@ -132,17 +132,17 @@ class BiasProcessor(LogitsProcessor):
 
     def num_words(self, seq: Sequence) -> int:
         """How many int32 words its rules take; 0 if it has none."""
-        return seq.own[self.name].num_words if self.name in seq.own else 0
+        return seq.request.own[self.name].num_words if self.name in seq.request.own else 0
 
     def prepare(self, sequences: list[Sequence]) -> BiasMessage | None:
-        dropped = [slot for slot, seq in self._in_slots.items() if seq.row != slot]
+        dropped = [slot for slot, seq in self._in_slots.items() if seq.slot != slot]
         for slot in dropped:
             del self._in_slots[slot]
-        here = {seq.row: seq for seq in sequences if self.name in seq.own}
+        here = {seq.slot: seq for seq in sequences if self.name in seq.request.own}
         if not (dropped or here):
             return None
         self._in_slots.update(here)
-        rules = {slot: rules_of(seq, seq.own[self.name].bad_words) for slot, seq in here.items()}
+        rules = {slot: rules_of(seq, seq.request.own[self.name].bad_words) for slot, seq in here.items()}
         history = list(itertools.chain.from_iterable(map(history_of, here.values())))
         return BiasMessage(dropped, rules, np.array(history, dtype=np.int64).reshape(-1, 2))
 

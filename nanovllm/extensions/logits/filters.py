@@ -1,14 +1,12 @@
 """top-k, top-p and min-p: the likeliest tokens alone may be drawn."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from nanovllm.engine.interfaces import LogitsProcessor
 from nanovllm.engine.sequence import Sequence
 from nanovllm.extensions.logits.kernels.filtering import Filters, filter_thresholds
-from nanovllm.extensions.logits.slot_settings import SlotChanges, SlotSettings
+from nanovllm.extensions.logits.slot_settings import SlotNumbers, SlotSettings
 from nanovllm.layers.sampler import SamplingStep
 from nanovllm.sampling_params import SamplingParams
 
@@ -26,19 +24,19 @@ class FilterProcessor(LogitsProcessor):
     def wants(self, params: SamplingParams) -> bool:
         return params.temperature > 0 and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
 
-    def prepare(self, sequences: list[Sequence]) -> SlotChanges | None:
+    def prepare(self, sequences: list[Sequence]) -> SlotNumbers:
         wanted = {}
         for seq in sequences:
-            if self.name in seq.own:
+            if self.name in seq.request.own:
                 params = seq.sampling_params
                 # Within what float32 can compute with.
-                wanted[seq.row] = Filters(max(params.top_k, 0), max(params.top_p, 1e-30), params.min_p)
-        return self.settings.changes(sequences, wanted)
+                wanted[seq.slot] = Filters(max(params.top_k, 0), max(params.top_p, 1e-30), params.min_p)
+        return self.settings.of(sequences, wanted)
 
     def allocate(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
         self.settings.allocate(num_slots, device)
 
-    def receive(self, message: Any) -> None:
+    def receive(self, message: SlotNumbers) -> None:
         self.settings.receive(message)
 
     def apply(self, logits: Tensor, step: SamplingStep) -> Tensor:

@@ -66,11 +66,11 @@ class LogprobProcessor(LogitsProcessor):
         return top_logprobs(raw_logits, tokens)
 
     def record(self, sequences: list[Sequence], drawing: list[Sequence], tensors: tuple[Tensor, ...]) -> None:
-        rows = [i for i, seq in enumerate(drawing) if self.name in seq.own and not seq.is_finished]
+        rows = [i for i, seq in enumerate(drawing) if self.name in seq.request.own and not seq.is_finished]
         num_top = max((drawing[i].sampling_params.logprobs for i in rows), default=0)
         found = read_logprobs(TopLogprobs(*(tensor[rows] for tensor in tensors)), num_top)
         for i, token_logprobs in zip(rows, found, strict=True):
             seq = drawing[i]
-            so_far = seq.own[self.name].setdefault(seq.seq_id, [])
+            so_far = seq.request.own[self.name].setdefault(seq.seq_id, [])
             del so_far[len(seq.token_ids) - seq.num_prompt_tokens :]  # of a step that failed after this
             so_far.append(token_logprobs)

@@ -20,7 +20,7 @@ from nanovllm.extensions.logits.kernels.logit_edits import (
     Penalties,
     apply_token_flags,
 )
-from nanovllm.extensions.logits.slot_settings import SlotChanges, SlotSettings
+from nanovllm.extensions.logits.slot_settings import SlotNumbers, SlotSettings
 from nanovllm.layers.sampler import SamplingStep
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.validation import shown
@@ -46,7 +46,7 @@ def token_flags_of(seq: Sequence) -> tuple[int, dict[int, int]]:
 
 
 class PenaltyMessage(NamedTuple):
-    settings: SlotChanges
+    settings: SlotNumbers
     slots: np.ndarray  # int64 [slots], whose flags are new
     fills: np.ndarray  # int32 [slots], the flags of tokens that are not listed
     flags: np.ndarray  # int64 [tokens, 2], index into the flattened table and flags
@@ -75,23 +75,20 @@ class PenaltyProcessor(LogitsProcessor):
             rule = f"each of allowed_token_ids={shown(allowed)} ends a completion"
             raise ValueError(f"{where}: min_tokens={params.min_tokens} is not reached: {rule}")
 
-    def prepare(self, sequences: list[Sequence]) -> PenaltyMessage | None:
-        flagged = [seq for seq in sequences if self.name in seq.own]
+    def prepare(self, sequences: list[Sequence]) -> PenaltyMessage:
+        flagged = [seq for seq in sequences if self.name in seq.request.own]
         wanted, fills, values = {}, [], {}
         for seq in flagged:
             params = seq.sampling_params
             repetition = min(max(params.repetition_penalty, 1e-6), 1e6)
-            wanted[seq.row] = Penalties(params.presence_penalty, params.frequency_penalty, repetition, 1.0)
+            wanted[seq.slot] = Penalties(params.presence_penalty, params.frequency_penalty, repetition, 1.0)
             fill, flags = token_flags_of(seq)
             fills.append(fill)
-            start = seq.row * self.vocab_size
+            start = seq.slot * self.vocab_size
             values |= {start + token_id: flag for token_id, flag in flags.items()}
-        settings = self.settings.changes(sequences, wanted)
-        if settings is None:
-            return None
         return PenaltyMessage(
-            settings,
-            np.array([seq.row for seq in flagged], dtype=np.int64),
+            self.settings.of(sequences, wanted),
+            np.array([seq.slot for seq in flagged], dtype=np.int64),
             np.array(fills, dtype=np.int32),
             np.array(list(values.items()), dtype=np.int64).reshape(-1, 2),
         )
@@ -103,8 +100,6 @@ class PenaltyProcessor(LogitsProcessor):
 
     def receive(self, message: PenaltyMessage) -> None:
         self.settings.receive(message.settings)
-        if not len(message.slots):
-            return
         device = self.token_flags.device
         fills = to_device(message.fills, device)
         self.token_flags[to_device(message.slots, device)] = fills[:, None]

@@ -73,7 +73,7 @@ class ScoreProcessor(LogitsProcessor):
 
     def _scores_of(self, seq: Sequence) -> Scores | None:
         """What this sequence scores, if there is anything left."""
-        scores = seq.own.get(self.name)
+        scores = seq.request.own.get(self.name)
         if scores is None or not scores.is_open:
             return None
         if scores.seq_id is None:
@@ -114,7 +114,7 @@ class ScoreProcessor(LogitsProcessor):
         found = iter(read_logprobs(TopLogprobs(*tensors), num_top))
         for seq, count in zip(sequences, self._counts.popleft(), strict=True):
             if count:
-                seq.own[self.name].found += [next(found) for _ in range(count)]
+                seq.request.own[self.name].found += [next(found) for _ in range(count)]
 
     def receive(self, message: Scoring) -> None:
         self._scoring = message

@@ -108,7 +108,7 @@ def read_decoder(raw: Fields, architectures: list[str], own: Fields, given: Fiel
     if not isinstance(quantization_config, dict | type(None)):
         raise ValueError(f"quantization_config cannot be {shown(quantization_config)}")
     limit = context_limit(rope_parameters, values["max_position_embeddings"])
-    windows = _read_windows(values, raw, own) if architectures else (0,) * values["num_hidden_layers"]
+    windows = _read_windows(values, raw, own)
     values.update(architectures=architectures, rope_parameters=rope_parameters, local_rope_parameters=local)
     values.update(windows=windows, dtype=read_dtype(given), quantization_config=quantization_config, raw=raw)
     values.update(context_limit=limit, max_model_len=limit)
@@ -118,19 +118,23 @@ def read_decoder(raw: Fields, architectures: list[str], own: Fields, given: Fiel
 
 def _read_windows(values: Fields, raw: Fields, own: Fields) -> tuple[int, ...]:
     """Of each layer, from `layer_types`, or from what takes its place in this architecture."""
-    num_layers, is_used = values["num_hidden_layers"], values.get("use_sliding_window", True)
+    num_layers = values["num_hidden_layers"]
+    is_used = values.get("use_sliding_window", True)
     check_bool(is_used, "use_sliding_window")
     window = raw.get("sliding_window", own["sliding_window"]) if "sliding_window" in own else None
     if not is_used or window is None:
-        window, kinds = 0, [FULL] * num_layers
+        window = 0
+        kinds = [FULL] * num_layers
     else:
         check_size("sliding_window", window)
-        first, every = (values[name] if name in own else 0 for name in WINDOW_PATTERN)
-        for name, number in zip(WINDOW_PATTERN, (first, every), strict=True):
+        pattern = {name: values[name] if name in own else 0 for name in WINDOW_PATTERN}
+        for name, number in pattern.items():
             check_number(name, number, 0, MAX_SIZE)
+        first, every = pattern.values()
         is_full = [i < first or every and (i + 1) % every == 0 for i in range(num_layers)]
         kinds = [FULL if each else SLIDING for each in is_full]
-    kinds, allowed = values.get("layer_types", kinds), [FULL, SLIDING] if window else [FULL]
+    kinds = values.get("layer_types", kinds)
+    allowed = [FULL, SLIDING] if window else [FULL]
     is_good = isinstance(kinds, list) and len(kinds) >= num_layers and all(kind in allowed for kind in kinds)
     check(is_good, f"layer_types must be {' or '.join(map(repr, allowed))} for each layer", kinds)
     return tuple(window if kind == SLIDING else 0 for kind in kinds)

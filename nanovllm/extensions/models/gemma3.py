@@ -27,7 +27,9 @@ class Gemma3DecoderLayer(Qwen3DecoderLayer):
         self.act_fn = GeluAndMul()
 
     def forward(self, positions: torch.Tensor, stream: Stream, next_norm: RMSNorm) -> Stream:
-        attention, mlp, mlp_norm = self.self_attn, self.mlp, self.pre_feedforward_layernorm
+        attention = self.self_attn
+        mlp = self.mlp
+        mlp_norm = self.pre_feedforward_layernorm
         attended = attention.attend(positions, attention.qkv_proj(stream))
         stream = attention.o_proj.add_to(stream, attended, mlp_norm, self.post_attention_layernorm)
         activated = self.act_fn(mlp.gate_up_proj(stream))
@@ -76,7 +78,8 @@ DEFAULTS = {
 def read_gguf_fields(raw: Fields, number: Callable[..., Any]) -> Fields:
     if "attn_factor" in (raw["rope_scaling"] or {}):  # for which of its two rotations is not said
         raise ValueError("rope.scaling.attn_factor is not supported for gemma3, only 1")
-    window, divisor = number("attention.sliding_window", 0), raw["head_dim"]
+    window = number("attention.sliding_window", 0)
+    divisor = raw["head_dim"]
     if raw["num_hidden_layers"] == 62:  # the model of 27b, which is not told in any other way
         divisor = raw["hidden_size"] // max(raw["num_attention_heads"], 1)
     return {

@@ -30,7 +30,8 @@ class GptOssForCausalLM(LlamaForCausalLM):
             set_rule(layer.self_attn.attn, sinks=sinks)
 
     def make_mlp(self, config: DecoderConfig, layer: int) -> nn.Module:
-        experts, hidden_size = config.experts, config.hidden_size
+        experts = config.experts
+        hidden_size = config.hidden_size
         routing = Routing(experts.num_experts_per_tok)
         sizes = hidden_size, experts.moe_intermediate_size, experts.num_experts
         return MixtureOfExperts(
@@ -41,9 +42,11 @@ class GptOssForCausalLM(LlamaForCausalLM):
 
 def make_sinks(attention: Qwen3Attention) -> nn.Parameter:
     """[heads of this rank]."""
-    group, heads = attention.qkv_proj.group, attention.attn.num_heads
+    group = attention.qkv_proj.group
+    heads = attention.attn.num_heads
     sinks = nn.Parameter(torch.empty(heads), requires_grad=False)
-    mine, shape = slice(group.rank * heads, group.rank * heads + heads), (group.size * heads,)
+    mine = slice(group.rank * heads, group.rank * heads + heads)
+    shape = (group.size * heads,)
     sinks.weight_loader = lambda param, loaded: default_weight_loader(param, loaded, mine, shape)
     return sinks
 

@@ -14,7 +14,8 @@ from nanovllm.checkpoints.model_config import check_number, check_size
 from nanovllm.extensions.models.facts import Fields
 from nanovllm.utils.validation import shown
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL = "full_attention"
+SLIDING = "sliding_attention"
 # The kinds of rotary scaling, and which numbers each of them needs.
 ROPE_TYPES = {"default": [], "frequency_factors": [], "linear": ["factor"], "yarn": ["factor"]}
 ROPE_TYPES["llama3"] = ["factor", "low_freq_factor", "high_freq_factor"]
@@ -76,7 +77,8 @@ def read_rope_parameters(values: Fields, layer_type: str) -> Fields:
         if name in settings or name in ROPE_TYPES[kind]:
             check_number(name, settings.get(name), 2 if name == "rope_theta" else 1e-6, 1e15)
     if kind == "frequency_factors":
-        factors, count = settings.get("factors"), values["head_dim"] // 2
+        factors = settings.get("factors")
+        count = values["head_dim"] // 2
         if not isinstance(factors, list) or len(factors) != count:
             raise ValueError(f"rotary factors must be {count} numbers, got {shown(factors)}")
         for factor in factors:
@@ -103,7 +105,9 @@ def context_limit(rope_parameters: Fields, trained: int) -> int:
 def scale_frequencies(p: Fields, head_dim: int) -> Fields:
     """What `get_rope` takes in place of `rope_theta`."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
-    frequencies, kept, scale = 1.0 / p["rope_theta"] ** exponents, None, 1.0
+    frequencies = 1.0 / p["rope_theta"] ** exponents
+    kept = None
+    scale = 1.0
     match p["rope_type"]:
         case "linear":
             frequencies /= p["factor"]
@@ -112,7 +116,8 @@ def scale_frequencies(p: Fields, head_dim: int) -> Fields:
         case "llama3":
             kept = _kept_by_llama3(frequencies, p)
         case "yarn":
-            kept, scale = _kept_by_yarn(len(frequencies), p), _yarn_attention_scale(p)
+            kept = _kept_by_yarn(len(frequencies), p)
+            scale = _yarn_attention_scale(p)
     if kept is not None:  # the share of each frequency that is not divided by the factor
         kept = kept.clamp(0, 1)
         frequencies = frequencies * kept + frequencies / p["factor"] * (1 - kept)
@@ -127,14 +132,17 @@ def _kept_by_llama3(frequencies: Tensor, p: Fields) -> Tensor:
 
 def _kept_by_yarn(count: int, p: Fields) -> Tensor:
     """Dimensions that turn more than `beta_fast` times are kept, less than `beta_slow` times slowed down."""
-    context, dim = p["original_max_position_embeddings"], 2 * count
+    context = p["original_max_position_embeddings"]
+    dim = 2 * count
     low, high = (  # the dimensions that make so many turns over the original length
         dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(p["rope_theta"]))
         for turns in (p.get("beta_fast", 32), p.get("beta_slow", 1))
     )
     if p.get("truncate", True):
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, dim - 1)
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, dim - 1)
     return 1 - (torch.arange(count, device="cpu") - low) / max(high - low, 0.001)
 
 

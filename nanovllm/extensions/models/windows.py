@@ -13,7 +13,8 @@ def set_attention(model: nn.Module, config: DecoderConfig) -> None:
         for attention in model.attention:
             set_rule(attention, **attention.features)
         return
-    scale, local_rope = config.query_pre_attn_scalar**-0.5, None
+    scale = config.query_pre_attn_scalar**-0.5
+    local_rope = None
     if any(config.windows) and config.local_rope_parameters != config.rope_parameters:
         local_rope = get_rope(config.head_dim, config.max_model_len, config.local_rope_parameters)
     for i, layer in enumerate(model.model.layers):

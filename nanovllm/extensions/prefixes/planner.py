@@ -86,7 +86,7 @@ class CascadePlanner:
         known = {seq_id for _, seq_id in self._prompts}
         for seq in sequences:
             if seq.num_prompt_tokens >= MIN_SHARED_TOKENS and seq.seq_id not in known:
-                insort(self._prompts, (seq.packed_prompt, seq.seq_id))
+                insort(self._prompts, (seq.request.packed, seq.seq_id))
         before, self._common = self._common, {}
         for (first, a), (second, b) in pairwise(self._prompts):
             common = before.get((a, b))

@@ -65,17 +65,24 @@ class FusedGemm(Library):
         return not is_prefill and rows <= MAX_FUSED_ROWS
 
     def norm_linear(self, stream: Stream, bias: Tensor | None, gated: bool = False) -> Tensor:
-        is_split = isinstance(stream, SplitNorm)
-        x, squares = (stream.scaled, stream.sum_of_squares) if is_split else (stream.normalised(), None)
+        if isinstance(stream, SplitNorm):
+            x = stream.scaled
+            squares = stream.sum_of_squares
+        else:
+            x = stream.normalised()
+            squares = None
         return fused_linear(x, self.dense.weight, bias, squares, stream.norm.eps, gated)[0]
 
     def linear_add(
         self, stream: Stream, x: Tensor | Gated, bias: Tensor | None, next_norm: RMSNorm
     ) -> Stream:
         total, scaled, squares = fused_linear(
-            activated(x), self.dense.weight, bias,
-            residual=stream.residual(), next_norm_weight=next_norm.weight,
-        )  # fmt: skip
+            activated(x),
+            self.dense.weight,
+            bias,
+            residual=stream.residual(),
+            next_norm_weight=next_norm.weight,
+        )
         return SplitNorm(total, next_norm, scaled=scaled, sum_of_squares=squares)
 
 

@@ -32,18 +32,18 @@ class Forecast(Admission):
         """Whether the blocks suffice until all have ended if this sequence runs too."""
         pool, running = state.pool, state.running
         if self.num_blocks_at_most is None:
-            growths = (other.num_blocks_at_most - len(other.block_table) for other in running)
+            growths = (num_blocks_at_most(other) - len(other.block_table) for other in running)
             self.num_blocks_at_most = len(pool.used_block_ids) + sum(growths)
-        at_most = self.num_blocks_at_most + seq.num_blocks_at_most - num_shared(pool, hit)
+        at_most = self.num_blocks_at_most + num_blocks_at_most(seq) - num_shared(pool, hit)
         if running and at_most > pool.num_blocks and self._most_needed(seq, hit, state) > pool.num_blocks:
             return Verdict.STOP
         self.num_blocks_at_most = at_most
         return Verdict.ADMIT
 
     def ended(self, seq: Sequence) -> None:
-        if seq.finish_reason != "abort" and seq.may_end_early:
+        if seq.finish_reason != "abort" and may_end_early(seq):
             half = seq.num_completion_tokens / 2
-            share = half / (seq.max_num_tokens - seq.num_prompt_tokens - half)
+            share = half / (seq.request.max_num_tokens - seq.num_prompt_tokens - half)
             self.share += SHARE_WEIGHT * (share - self.share)
 
     def _most_needed(self, seq: Sequence, hit: Hit, state: Admitting) -> int:
@@ -82,12 +82,22 @@ class Forecast(Admission):
         """The decode steps that a sequence is expected to take, and the tokens it has in the first."""
         is_prefilled = seq.status is SequenceStatus.RUNNING and not seq.num_scheduled_tokens
         num_tokens = seq.num_tokens + (not is_prefilled)
-        num_steps = seq.max_num_tokens - num_tokens
-        if seq.may_end_early:
+        num_steps = seq.request.max_num_tokens - num_tokens
+        if may_end_early(seq):
             num_steps = ceil(num_steps * self.share)
         if not is_prefilled:  # others decode between the chunks of its prompt, so it ends later
             num_steps += (seq.num_tokens - seq.num_computed_tokens) // budget
         return num_steps, num_tokens
+
+
+def num_blocks_at_most(seq: Sequence) -> int:
+    """If it draws all its tokens, of which the last is never written to the cache."""
+    return -(-(seq.request.max_num_tokens - 1) // seq.request.block_size)
+
+
+def may_end_early(seq: Sequence) -> bool:
+    """Whether it can end before it has all its tokens."""
+    return bool(seq.request.end_token_ids or seq.request.params.stop)
 
 
 def num_owners(pool: BlockManager, block_id: int) -> int:

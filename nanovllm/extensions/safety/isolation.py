@@ -1,7 +1,7 @@
 """Finds the request that makes steps fail: fewer run than could, and they are admitted one at a time.
 
-recovery.py lowers `max_running` after a step that failed. A prefill that fails then was about one sequence
-alone. One more may run with each that ends.
+recovery.py lowers the limit after a step that failed. A prefill that fails then was about one sequence alone.
+One more may run with each that ends.
 """
 
 from nanovllm.engine.policies import Admission
@@ -10,14 +10,19 @@ from nanovllm.engine.sequence import Sequence
 
 class Isolation(Admission):
     def __init__(self, max_num_seqs: int):
-        self.max_running = self.max_num_seqs = max_num_seqs
+        self.max_num_seqs = max_num_seqs
+        self.limit(max_num_seqs)
+
+    def limit(self, max_running: int) -> None:
+        """Let at most so many run."""
+        self.max_running = min(max_running, self.max_num_seqs)
+        self.is_active = self.max_running < self.max_num_seqs
 
     def begin(self, num_running: int, max_num_seqs: int) -> int:
-        is_isolating = self.max_running < max_num_seqs
-        return min(self.max_running, num_running + 1) if is_isolating else max_num_seqs
+        return min(self.max_running, num_running + 1)
 
     def ended(self, seq: Sequence) -> None:
-        self.max_running = min(self.max_running + 1, self.max_num_seqs)
+        self.limit(self.max_running + 1)
 
     def all_ended(self) -> None:
-        self.max_running = self.max_num_seqs
+        self.limit(self.max_num_seqs)

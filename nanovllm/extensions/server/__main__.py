@@ -1,5 +1,6 @@
 """The command `nanovllm`, which is also `python -m nanovllm`. Each of its commands reads its own options."""
 
+import functools
 import io
 import os
 import runpy
@@ -7,8 +8,6 @@ import sys
 from collections.abc import Sequence
 
 from nanovllm import __version__
-from nanovllm.extensions.batch.__main__ import run_command as run_batch
-from nanovllm.extensions.batch.lines import describe
 from nanovllm.extensions.server.terminal import chat, generate
 
 HELP = """\
@@ -22,13 +21,18 @@ usage: nanovllm COMMAND [OPTION ...]
 nanovllm COMMAND --help says every option of a command, and nanovllm --version which version this is."""
 
 
-def bench(argv: Sequence[str]) -> None:
-    """The extension of this name, run as a program: what bench.py runs for options beyond its page."""
-    sys.argv = ["nanovllm bench", *argv]
-    runpy.run_module("nanovllm.extensions.bench", run_name="__main__")
+def run_module(name: str, argv: Sequence[str]) -> None:
+    """Run a module as a program of its own, which reads its options from the command line."""
+    sys.argv = [f"nanovllm {name.rpartition('.')[2]}", *argv]
+    runpy.run_module(name, run_name="__main__")
 
 
-COMMANDS = {"chat": chat, "generate": generate, "batch": run_batch, "bench": bench}
+COMMANDS = {
+    "chat": chat,
+    "generate": generate,
+    "batch": functools.partial(run_module, "nanovllm.batch"),
+    "bench": functools.partial(run_module, "nanovllm.extensions.bench"),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -57,7 +61,7 @@ def _run(name: str, argv: Sequence[str]) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python's last flush fails
         sys.exit(1)
     except (ValueError, OSError, ImportError, RuntimeError, MemoryError) as error:
-        sys.exit(f"nanovllm {name}: {describe(error)}")
+        sys.exit(f"nanovllm {name}: {str(error) or type(error).__name__}")
     except KeyboardInterrupt:
         print(f"nanovllm {name}: interrupted", file=sys.stderr)
         sys.exit(130)

@@ -6,5 +6,5 @@ is made on the host between two steps, and only sampling waits for it: the step'
 
 - `grammar.py` compiles what a request asks for, by llguidance, and keeps compiled grammars.
 - `matchers.py` follows one text through a grammar.
-- `masks.py` and `kernels/token_masks.py` bring the bitmasks to the device and to the logits.
+- `bitmask.py`, the logits processor, and `kernels/token_masks.py` bring the bitmasks to the logits.
 """

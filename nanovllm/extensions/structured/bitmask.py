@@ -49,9 +49,9 @@ class BitmaskProcessor(LogitsProcessor):
 
     def host_input(self, sequences: list[Sequence]) -> TokenMasks:
         guided = {
-            i: seq.own[self.name]
+            i: seq.request.own[self.name]
             for i, seq in enumerate(sequences)
-            if self.name in seq.own and not seq.is_finished
+            if self.name in seq.request.own and not seq.is_finished
         }
         return TokenMasks(*self.grammars.masks(sequences, guided))
 

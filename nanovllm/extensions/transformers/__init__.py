@@ -9,5 +9,6 @@ norms, activations and rotations that compute the same on random input are repla
 - `parts.py` has what stands in place of attention and experts; `faster.py` replaces the rest.
 - `ranks.py` cuts the model by the plan that transformers has for it.
 
-It needs `extensions/quantised` and `extensions/experts` for their weights.
+It needs `extensions/quantised` and `extensions/experts` for their weights. Windows, caps and sinks are noted
+in `features` of each attention layer, for whoever builds the model: `extensions/models` sets them.
 """

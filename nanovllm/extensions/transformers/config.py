@@ -51,7 +51,8 @@ def transformers_config(raw: dict[str, Any], check_rope: Callable[..., None] = l
     from transformers import CONFIG_MAPPING, __version__
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    kind, names = raw.get("model_type"), raw.get("architectures") or []
+    kind = raw.get("model_type")
+    names = raw.get("architectures") or []
     names = names if isinstance(names, list) else [names]
     name = names[0] if names else None
     known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind) if isinstance(kind, str) else None
@@ -90,7 +91,8 @@ def _honour_attn_factor(config: Any, settings: dict[str, Any]) -> None:
     """transformers knows no factor beside YaRN's own, but one in its place."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    value, kind = settings.pop("attn_factor"), settings.get("rope_type")
+    value = settings.pop("attn_factor")
+    kind = settings.get("rope_type")
     check(is_number(value, float, 1e-6, 1e15), "attn_factor must be a number from 1e-06 to 1e+15", value)
     if settings is not config.rope_parameters or kind != "yarn":
         raise ValueError(f"attn_factor is for rope_type 'yarn' in all layers alike, got {shown(kind)}")

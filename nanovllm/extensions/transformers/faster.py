@@ -33,15 +33,8 @@ class Linear(LinearBase):
     `is_stored_transposed`: checkpoints have its weight as [in, out].
     """
 
-    def __init__(
-        self,
-        shards: dict[Any, Shard],
-        bias: bool = False,
-        is_part: bool = False,
-        is_stored_transposed: bool = False,
-    ):
-        super().__init__(shards, bias)
-        self.is_part, self.is_stored_transposed = is_part, is_stored_transposed
+    is_part = False
+    is_stored_transposed = False
 
     def forward(self, x: Tensor, silu_and_mul: bool = False) -> Tensor:
         """With silu_and_mul the first half of the product are gates, the second is what they multiply."""
@@ -53,15 +46,17 @@ class Linear(LinearBase):
 
 
 def linear_like(module: nn.Linear) -> Linear:
-    is_part = getattr(module, "cut", None) == "rowwise"
-    return Linear({None: part_of(module)}, module.bias is not None, is_part)
+    linear = Linear({None: part_of(module)}, module.bias is not None)
+    linear.is_part = getattr(module, "cut", None) == "rowwise"
+    return linear
 
 
 class GatedMLP(nn.Module):
     def __init__(self, gate: nn.Linear, up: nn.Linear, down: nn.Linear):
         super().__init__()
         gates = part_of(gate)
-        self.gate_and_up = Linear({0: gates, 1: part_of(up, offset=gates.size[0])})
+        ups = part_of(up, offset=gates.size[0])
+        self.gate_and_up = Linear({0: gates, 1: ups})
         self.down_proj = linear_like(down)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -75,19 +70,27 @@ def replacement(module: nn.Module) -> nn.Module | None:
     if type(module) is nn.Linear:
         return linear_like(module)
     if type(module) is Conv1D:
-        return Linear({None: Shard((module.nf, module.nx))}, bias=True, is_stored_transposed=True)
+        whole = Shard((module.nf, module.nx))
+        linear = Linear({None: whole}, bias=True)
+        linear.is_stored_transposed = True
+        return linear
     shapes = {name: tuple(param.shape) for name, param in module.named_parameters()}
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    if [*shapes] == ["weight"] and len(shapes["weight"]) == 1 and isinstance(eps, float):
-        (size,), weight = shapes["weight"], _random(*shapes["weight"]) + 1
+    is_vector = [*shapes] == ["weight"] and len(shapes["weight"]) == 1
+    if is_vector and isinstance(eps, float):
+        (size,) = shapes["weight"]
+        weight = _random(size) + 1
         x = _random(2, size) * eps**0.5
         if _computes(module, {"weight": weight}, x, rms_norm_torch(x, weight, eps)):
             return RMSNorm(size, eps)
     if sorted(shapes) == sorted(GATED):
-        weights, x = [_random(5, 3), _random(5, 3), _random(3, 5)], _random(2, 3)
-        gate, up, down = weights
-        expected = F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
-        if _computes(module, dict(zip(GATED, weights, strict=True)), x, expected):
+        gate = _random(5, 3)
+        up = gate.flip(0)  # unlike gates, or they could change places
+        down = _random(3, 5)
+        x = _random(2, 3)
+        gated = F.silu(F.linear(x, gate)) * F.linear(x, up)
+        weights = dict(zip(GATED, (gate, up, down), strict=True))
+        if _computes(module, weights, x, F.linear(gated, down)):
             return GatedMLP(module.gate_proj, module.up_proj, module.down_proj)
     return None
 
@@ -102,7 +105,8 @@ def _computes(module: nn.Module, weights: dict[str, Tensor], x: Tensor, expected
         y = torch.func.functional_call(module, weights, (x,))
     except (TypeError, ValueError, RuntimeError, AttributeError):  # it wants other arguments
         return False
-    return isinstance(y, Tensor) and y.shape == x.shape and torch.allclose(y, expected, rtol=1e-4)
+    is_like_x = isinstance(y, Tensor) and y.shape == x.shape
+    return is_like_x and torch.allclose(y, expected, rtol=1e-4)
 
 
 class Rotation(RotaryEmbedding):
@@ -112,7 +116,8 @@ class Rotation(RotaryEmbedding):
         nn.Module.__init__(self)
         _, num_tokens, self.head_dim = cos.shape
         half = self.head_dim // 2
-        self.cos_sin_cache = torch.cat((cos[0, :, :half], sin[0, :, :half]), dim=-1).float()
+        halves = cos[0, :, :half], sin[0, :, :half]
+        self.cos_sin_cache = torch.cat(halves, dim=-1).float()
         self.positions = torch.arange(num_tokens, device=cos.device)
         self._last_angles = (torch.empty(0),)
 
@@ -120,7 +125,7 @@ class Rotation(RotaryEmbedding):
 def leave_rotations(base: nn.Module) -> None:
     """
     Let attention modules hand over queries and keys that are not rotated yet, with a `rotation` that says how
-    they have to be. One that changes them after that has to `rotate_again`.
+    they have to be. One that changes them after that must lose the `forward` that it gets here.
     """
     for module in base.modules():
         forward = type(module).forward
@@ -128,7 +133,8 @@ def leave_rotations(base: nn.Module) -> None:
         if ROTATE in names and rotates_halves(forward.__globals__.get(ROTATE)):
             names = {**forward.__globals__, ROTATE: _note_rotation}
             rest = forward.__name__, forward.__defaults__, forward.__closure__
-            module.forward = types.MethodType(types.FunctionType(forward.__code__, names, *rest), module)
+            changed = types.FunctionType(forward.__code__, names, *rest)
+            module.forward = types.MethodType(changed, module)
 
 
 def hands_over_rotation(query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -137,10 +143,6 @@ def hands_over_rotation(query: Tensor, key: Tensor, value: Tensor) -> bool:
     if rotation is None or getattr(key, "rotation", None) is not rotation:
         return False
     return rotation.head_dim == query.shape[-1] == value.shape[-1]
-
-
-def rotate_again(module: nn.Module) -> None:
-    vars(module).pop("forward", None)
 
 
 def _note_rotation(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
@@ -154,12 +156,15 @@ def _note_rotation(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, **_: An
 @functools.cache
 def rotates_halves(function: Callable[..., Any]) -> bool:
     """Whether the function is RotaryEmbedding's, for queries and keys [1, heads, tokens, head_dim]."""
-    query, key, angles = _random(1, 2, 3, 8), _random(1, 1, 3, 8), _random(2, 1, 3, 4).repeat(1, 1, 1, 2)
+    query = _random(1, 2, 3, 8)
+    key = _random(1, 1, 3, 8)
+    angles = _random(2, 1, 3, 4).repeat(1, 1, 1, 2)
     try:
-        found = [rotated[0].transpose(0, 1) for rotated in function(query, key, *angles)]
+        found = [each[0].transpose(0, 1) for each in function(query, key, *angles)]
     except (TypeError, ValueError, RuntimeError):
         return False
     rotation = Rotation(*angles)
-    expected = rotation(rotation.positions, query[0].transpose(0, 1), key[0].transpose(0, 1))
+    given = (each[0].transpose(0, 1) for each in (query, key))
+    expected = rotation(rotation.positions, *given)
     pairs = zip(found, expected, strict=True)
-    return all(torch.allclose(one, other, rtol=1e-4, atol=1e-6) for one, other in pairs)
+    return all(torch.allclose(*pair, rtol=1e-4, atol=1e-6) for pair in pairs)

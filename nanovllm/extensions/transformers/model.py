@@ -107,7 +107,8 @@ def build(config: FileConfig) -> Any:
 @contextmanager
 def without_memory() -> Iterator[None]:
     """Parameters that this thread makes here take no memory, but buffers have their values."""
-    register, thread = nn.Module.register_parameter, threading.get_ident()
+    register = nn.Module.register_parameter
+    thread = threading.get_ident()
 
     def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         if param is not None and threading.get_ident() == thread:

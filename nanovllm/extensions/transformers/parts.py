@@ -16,8 +16,8 @@ from nanovllm.extensions.experts.kernels.experts import ExpertWeights
 from nanovllm.extensions.experts.kernels.moe import run_experts
 from nanovllm.extensions.experts.kernels.moe_matvec import can_use_few, run_experts_few
 from nanovllm.extensions.experts.kernels.router import Chosen
-from nanovllm.extensions.transformers.faster import hands_over_rotation, rotate_again
-from nanovllm.extensions.transformers.ranks import sum_over_ranks
+from nanovllm.extensions.transformers.faster import hands_over_rotation
+from nanovllm.extensions.transformers.ranks import has_plain_experts, sum_over_ranks
 from nanovllm.layers.attention import Attention
 from nanovllm.utils.context import get_context
 
@@ -41,7 +41,8 @@ def note_window(*, mask_function: Callable[..., Any], local_size: int | None = N
     back; OTHER_MASK if the function of (batch, head, query, key) is neither causal nor of a window.
     """
     window = local_size or 0
-    distance, query = window or 64, torch.tensor(2 * window + 64, device="cpu")
+    distance = window or 64
+    query = torch.tensor(2 * window + 64, device="cpu")
     sees = {1: False, 0: True, 1 - distance: True, -distance: window == 0}
     is_known = all(bool(mask_function(0, 0, query, query + step)) is seen for step, seen in sees.items())
     mask = torch.empty(1, 1, 1, 1, device="meta")
@@ -63,18 +64,21 @@ def attend(
         attention = make_attention(module, query, key, value, scaling, options)
         module.nano_vllm_attention = (attention,)  # not a child, or it would have two names
         if not hands_over_rotation(query, key, value):
-            rotate_again(module)
+            vars(module).pop("forward", None)  # it rotates by itself again
         return query.new_empty(1, num_tokens, num_heads, value.shape[-1]), None
     attention: Attention = module.nano_vllm_attention[0]
     narrower = attention.head_dim - value.shape[-1]
-    q, k, v = (each[0].transpose(0, 1) for each in (query, key, F.pad(value, (0, narrower))))
+    if narrower:
+        value = F.pad(value, (0, narrower))
+    q, k, v = (each[0].transpose(0, 1) for each in (query, key, value))
     if hasattr(query, "rotation"):
+        rotation = query.rotation
         qkv = torch.cat((q, k, v), dim=1).flatten(1)
-        q, k, v = attention.rotate_and_store(query.rotation.positions, qkv, query.rotation, None, None)
+        q, k, v = attention.rotate_and_store(rotation.positions, qkv, rotation, None, None)
     else:
         q, k, v = attention.store(q.contiguous(), k.contiguous(), v.contiguous())
     out = attention(q, k, v).view(1, num_tokens, num_heads, attention.head_dim)
-    return out[..., : value.shape[-1]], None
+    return out[..., : attention.head_dim - narrower], None
 
 
 def make_attention(
@@ -90,15 +94,17 @@ def make_attention(
     if hasattr(module, "nano_vllm_attention"):
         raise ValueError(f"{name}: it attends more than once")
     (_, num_heads, num_tokens, head_dim), (_, num_kv_heads, *_) = query.shape, key.shape
-    is_usual = key.shape == (1, num_kv_heads, num_tokens, head_dim) and value.shape[:3] == key.shape[:3]
-    if not is_usual or value.shape[-1] > head_dim or not getattr(module, "is_causal", True):
+    is_usual = key.shape == (1, num_kv_heads, num_tokens, head_dim)
+    is_usual = is_usual and value.shape[:3] == key.shape[:3] and value.shape[-1] <= head_dim
+    if not is_usual or not getattr(module, "is_causal", True):
         raise ValueError(f"{name}: it attends not only to the tokens before")
     sinks = options.get("s_aux")
     if sinks is not None and not isinstance(sinks, nn.Parameter):
         raise ValueError(f"{name}: its sinks are computed")
     scale = head_dim**-0.5 if scaling is None else float(scaling)
     attention = Attention(num_heads, head_dim, scale, num_kv_heads)
-    window, softcap = options.get("sliding_window") or 0, options.get("softcap") or 0.0
+    window = options.get("sliding_window") or 0
+    softcap = options.get("softcap") or 0.0
     attention.features = {"window": window, "softcap": softcap, "sinks": sinks}
     return attention
 
@@ -112,8 +118,10 @@ def compute_experts(module: nn.Module, hidden_states: Tensor, experts: Tensor, w
         return torch.empty_like(hidden_states)
     if is_swiglu(module):
         chosen = Chosen(experts.int().contiguous(), weights.float().contiguous())
-        matrices = (each.flatten(0, 1) for each in (module.gate_up_proj, module.down_proj))
-        stacked, is_prefill = ExpertWeights(*matrices, len(module.down_proj)), get_context().is_prefill
+        gate_up = module.gate_up_proj.flatten(0, 1)
+        down = module.down_proj.flatten(0, 1)
+        stacked = ExpertWeights(gate_up, down, len(module.down_proj))
+        is_prefill = get_context().is_prefill
         if is_prefill or not can_use_few(hidden_states, stacked):
             y = run_experts(hidden_states, stacked, chosen, is_prefill).sum(1)
         else:
@@ -129,9 +137,5 @@ def is_swiglu(module: nn.Module) -> bool:
     """Whether experts are what this project's kernels compute."""
     from transformers.integrations.moe import _default_apply_gate
 
-    others = module.is_transposed or module.has_bias
-    others |= getattr(module, "has_post_expert_norm", False)  # which older versions do not know
-    if others or not module.has_gate or not module.is_concatenated:
-        return False
     is_silu = type(getattr(module, "act_fn", None)).__name__ in ("SiLU", "SiLUActivation")
-    return is_silu and type(module)._apply_gate is _default_apply_gate
+    return is_silu and has_plain_experts(module) and type(module)._apply_gate is _default_apply_gate

@@ -19,7 +19,8 @@ from nanovllm.utils.loader import check_stored, default_weight_loader
 
 # By the plan's word, the dimension in which a linear layer's parameters are cut.
 LINEAR = {"colwise": {"weight": 0, "bias": 0}, "rowwise": {"weight": 1}}
-EXPERTS, EXPERTS_CUT = "moe_tp_experts", {"gate_up_proj": 1, "down_proj": 2}
+EXPERTS = "moe_tp_experts"
+EXPERTS_CUT = {"gate_up_proj": 1, "down_proj": 2}
 WHOLE = "replicated_with_grad_allreduce colwise_gather_output rowwise_split_input mla_kv_a_proj".split()
 
 
@@ -28,17 +29,21 @@ def cut_modules(base: Any) -> dict[str, Tensor]:
     Note in `cut` how modules are cut. Returns what parameters this rank has a part of, by name and without
     memory. Raises ValueError if the plan cannot be followed.
     """
-    group, plan, shares = get_group(), base.config.base_model_tp_plan or {}, {}
+    group = get_group()
+    plan = base.config.base_model_tp_plan or {}
+    shares = {}
     if group.size == 1:
         return {}
     for prefix, module in base.named_modules():
-        way, cuts = plan.get(_generic(prefix)), {}
+        way = plan.get(_generic(prefix))
+        cuts = {}
         if isinstance(module, nn.Linear):
             cuts = LINEAR.get(way, {})
-        elif way == EXPERTS and _has_plain_experts(module):
+        elif way == EXPERTS and has_plain_experts(module):
             cuts = EXPERTS_CUT
         if cuts:
-            module.cut, module.nano_vllm_group = way, group
+            module.cut = way
+            module.nano_vllm_group = group
         elif way not in (None, *WHOLE):
             raise ValueError(f"tensor_parallel_size must be 1: {prefix} cannot be split")
         for name, param in [*module.named_parameters(recurse=False)]:
@@ -61,9 +66,10 @@ def _generic(name: str) -> str:
     return re.sub(r"\.\d+\.", ".*.", name)
 
 
-def _has_plain_experts(module: Any) -> bool:
+def has_plain_experts(module: Any) -> bool:
     """[experts, gates and ups, inputs] and [experts, outputs, inputs]."""
-    others = module.is_transposed or module.has_bias or module.has_post_expert_norm
+    others = module.is_transposed or module.has_bias
+    others |= getattr(module, "has_post_expert_norm", False)  # which older versions do not know
     return module.has_gate and module.is_concatenated and not others
 
 
@@ -77,7 +83,8 @@ def _load_share(param: nn.Parameter, loaded_weight: Any, whole: torch.Size, dim:
 
 def part_of(linear: nn.Linear, offset: int = 0) -> Shard:
     """This rank's share, from this row on in a matrix of several."""
-    shape, group = (linear.out_features, linear.in_features), get_group()
+    shape = (linear.out_features, linear.in_features)
+    group = get_group()
     cut = getattr(linear, "cut", None)
     if cut is None:
         return Shard(shape, offset=offset)

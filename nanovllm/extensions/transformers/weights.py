@@ -25,7 +25,8 @@ class Converted:
     value: torch.Tensor
 
     def __post_init__(self) -> None:
-        self.shape, self.dtype = tuple(self.value.shape), self.value.dtype
+        self.shape = tuple(self.value.shape)
+        self.dtype = self.value.dtype
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         return self.value[index]

@@ -20,7 +20,7 @@ from nanovllm.extensions.batch import files as batch_files
 from nanovllm.extensions.batch import lines as batch_lines
 from nanovllm.extensions.batch.files import find_lines, open_output, read_lines
 from nanovllm.extensions.batch.lines import Answer, parse_line, to_json
-from nanovllm.text.results import Logprob
+from nanovllm.extensions.text.results import Logprob
 from tiny_checkpoints import EXACT, make_checkpoint, one_thread  # noqa: F401
 
 ENGINE = ["--device", "cpu", "--kvcache-block-size", "16", "--num-kvcache-blocks", "200"]

@@ -19,7 +19,7 @@ from test_engine import assert_empty, tokens_of
 from test_sampling import RANDOM_SEEDS, assert_follows
 
 from nanovllm import LLM, AsyncLLM, SamplingParams
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.sequence import Request, Sequence
 from nanovllm.extensions.batch import __main__ as batch
 from nanovllm.extensions.batch.lines import Answer
 from nanovllm.extensions.logits import bias as biases
@@ -472,11 +472,11 @@ class Rows:
     def begin(self, row: int, words: list[list[int]] = (), **params) -> Sequence:
         """Give the row to a new sequence."""
         params["bad_words"] = ["stands for these"] if words else ()
-        seq = Sequence([1, 2], SamplingParams(**params))
-        seq.row = row
+        seq = Sequence(Request([1, 2], SamplingParams(**params)))
+        seq.slot = row
         if self.table.wants(seq.sampling_params):
             size = num_rule_words(seq.sampling_params, words, ())
-            seq.own = {"bias": BiasRequest(words, size)}
+            seq.request.own["bias"] = BiasRequest(words, size)
         self.table.receive(self.table.prepare([seq]))
         return seq
 
@@ -506,19 +506,19 @@ def test_the_rules_of_a_row_are_its_own_and_go_with_its_sequence():
     assert (shaped(1)[30:40] == BAN).all() and torch.equal(shaped(1)[:20], torch.ones(20))
     assert (
         sizes()
-        == {seq.row: table.num_words(seq) for seq in (first, other)}
+        == {seq.slot: table.num_words(seq) for seq in (first, other)}
         == {0: 1 + 3 * 5 + 2, 1: 1 + 31 * 5 + 19}
     )
-    first.row = -1
+    first.slot = -1
     another = begin(0, [[3, 4, 5]])
     assert not shaped(0).any(), "what an earlier sequence drew in this row counts for the next"
-    other.row = -1
+    other.slot = -1
     last = begin(2, [[1]])
-    assert sizes() == {another.row: 1 + 5 + 2, last.row: 1 + 5}, (
+    assert sizes() == {another.slot: 1 + 5 + 2, last.slot: 1 + 5}, (
         "the rules of a sequence that has ended are kept"
     )
     assert [table.addresses[row] for row in (0, 2)] == [table.rules[row].data_ptr() for row in (0, 2)]
-    another.row = -1
+    another.slot = -1
     begin(0)
     assert list(sizes()) == [2] and table.addresses[0] == 0 and not shaped(0).any()
     table.reset()
@@ -529,7 +529,7 @@ class Costs:
     """Notes how many bytes an engine's rows have on the device, are sent and are gone through."""
 
     def __init__(self, llm: LLM, monkeypatch: pytest.MonkeyPatch):
-        self.rows, self.table = llm.model_runner.rows, biases_of(llm)
+        self.slots, self.table = llm.model_runner.slots, biases_of(llm)
         self.most, self.sent, self.read = 0, [], []
         receive, apply_rules = self.table.receive, logit_edits.apply_rules
 
@@ -547,7 +547,7 @@ class Costs:
         monkeypatch.setattr(biases, "apply_rules", noted_rules)
 
     def on_device(self) -> int:
-        tables = [self.rows.buffer, self.table.history, self.table.addresses]
+        tables = [self.slots.buffer, self.table.history, self.table.addresses]
         return sum(x.untyped_storage().nbytes() for x in [*tables, *self.table.rules.values()])
 
 

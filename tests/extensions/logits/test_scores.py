@@ -10,7 +10,7 @@ from test_edits import SCHEDULES, expected_logprobs
 from test_engine import Watch, assert_empty
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.text.results import make_score
+from nanovllm.extensions.text.results import make_score
 from tiny_checkpoints import EXACT, load_reference, make_checkpoint, one_thread  # noqa: F401
 
 PICK = random.Random(0)
@@ -89,7 +89,7 @@ def test_a_step_that_fails_is_made_up_for(folder, reference, num_steps, monkeypa
     """Before, between and after the chunks that have scored tokens."""
     with LLM(folder, **EXACT, num_kvcache_blocks=20, max_num_batched_tokens=30) as llm:
         [(token_ids, request)] = llm.prompts.read_scored([CONTEXT], 40)
-        llm.add_request(request)
+        llm.queue(request)
         for _ in range(num_steps):
             llm.step()
         with monkeypatch.context() as patch, pytest.raises(MemoryError):

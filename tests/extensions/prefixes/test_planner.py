@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.batch import BatchMaker
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.sequence import Request, Sequence
 from nanovllm.extensions.prefixes import planner as module
 from nanovllm.extensions.prefixes.plan import (
     MAX_PARTIALS,
@@ -95,7 +95,7 @@ class Prompts:
             prompt = [*prompt, *[self.pick.choice([1, 257, 65537, 2**31 - 1])] * length]
         prompt = prompt[: self.most_tokens]
         self.made.append(prompt)
-        seq = Sequence(prompt)
+        seq = Sequence(Request(prompt))
         seq.append_token(1)
         return seq
 
@@ -148,7 +148,7 @@ def common(first: list[int], second: list[int]) -> int:
 
 def tables_of(prompts: list[list[int]]) -> Tables:
     tables = Tables()
-    tables.apply(make_planner().update([Sequence(prompt) for prompt in prompts]))
+    tables.apply(make_planner().update([Sequence(Request(prompt)) for prompt in prompts]))
     return tables
 
 
@@ -177,7 +177,8 @@ def test_prefixes_within_prefixes():
 )
 def test_who_gains_little_reads_alone(prompts):
     planner = make_planner()
-    assert planner.update([Sequence(prompt) for prompt in prompts]) is None and not planner.num_prefix_tokens
+    assert planner.update([Sequence(Request(prompt)) for prompt in prompts]) is None
+    assert not planner.num_prefix_tokens
 
 
 def test_a_prefix_too_short_to_share_is_read_with_the_longer_ones():
@@ -190,7 +191,7 @@ def test_a_prefix_too_short_to_share_is_read_with_the_longer_ones():
 def test_a_chain_of_ever_longer_prompts_has_room():
     prompts = [[*range(100 * i), 10**6] for i in range(1, NUM_ROWS)]
     tables = tables_of(prompts)
-    check(tables, [Sequence(prompt) for prompt in prompts])
+    check(tables, [Sequence(Request(prompt)) for prompt in prompts])
     assert tables.prefix_lens.sum() > 100 * NUM_ROWS**2 / 8  # a quarter of what they have in common
 
 
@@ -203,16 +204,16 @@ def test_a_chain_of_ever_longer_prompts_has_room():
 )
 def test_a_large_device_gets_as_many_pieces_as_there_is_room_for(prompts, most_parts):
     planner, tables = CascadePlanner(NUM_ROWS, NUM_ROWS, 1000), Tables()
-    sequences = [Sequence(prompt) for prompt in prompts]
+    sequences = [Sequence(Request(prompt)) for prompt in prompts]
     tables.apply(planner.update(sequences))
     check(tables, sequences, NUM_ROWS)
     assert most_parts * 0.8 <= tables.num_partials.max() <= most_parts
 
 
 def decoding(prompts: list[list[int]]) -> list[Sequence]:
-    sequences = [Sequence(prompt) for prompt in prompts]
+    sequences = [Sequence(Request(prompt)) for prompt in prompts]
     for row, seq in enumerate(sequences):
-        seq.row, seq.num_scheduled_tokens = row, len(prompts[row])
+        seq.slot, seq.num_scheduled_tokens = row, len(prompts[row])
         seq.block_table = [row]
     return sequences
 
@@ -227,21 +228,21 @@ def test_a_steady_step_sends_nothing_and_a_new_sequence_in_an_old_row_is_seen():
     batches.prefill(sequences)
     first, second = batches.decode(sequences), batches.decode(sequences)
     assert first.plan_key and second.plan_key and backend.stats() == {"num_grouped_tokens": 2 * 36_000}
-    assert first.messages is not None and second.messages is second.row_updates is None
+    assert first.messages is not None and second.messages is second.slot_updates is None
     [_, late, _] = decoding([other, other, other])
     batches.prefill([late])
     third = batches.decode([sequences[0], late, sequences[2]])
-    assert third.plan_key and third.messages is not None and third.row_updates is None
+    assert third.plan_key and third.messages is not None and third.slot_updates is None
     fourth = batches.decode([sequences[0], late, sequences[2]])
-    assert fourth.plan_key and fourth.messages is fourth.row_updates is None
+    assert fourth.plan_key and fourth.messages is fourth.slot_updates is None
     alone = batches.decode(sequences[:1])
     assert not alone.plan_key and alone.messages is None
-    assert alone.row_updates.words.shape == (2, 3)  # the batch alone
+    assert alone.slot_updates.words.shape == (2, 3)  # the batch alone
     assert backend.stats() == {"num_grouped_tokens": 4 * 36_000}
     batches.reset()
     batches.prefill(sequences)
     again = batches.decode(sequences)
-    assert (again.row_updates.words == first.row_updates.words).all()
+    assert (again.slot_updates.words == first.slot_updates.words).all()
     assert (again.messages["attention"] == first.messages["attention"]).all()
     assert backend.stats() == {"num_grouped_tokens": 5 * 36_000}
 
@@ -250,7 +251,7 @@ def test_a_device_has_the_tables_that_it_was_told_of():
     """At addresses that never change; an empty plan has no work."""
     backend = make_cascade(cascade_config(max_num_seqs=6))
     before = backend.inputs(3, True)
-    key, message = backend.plan([Sequence([1] * 18_000 + [i]) for i in range(3)])
+    key, message = backend.plan([Sequence(Request([1] * 18_000 + [i])) for i in range(3)])
     backend.receive(message)
     assert key is True and before.prefix_lens.tolist() == [18_000] * 3 and before.num_work_items.item() > 0
     for table, same, empty in zip(

@@ -17,7 +17,7 @@ from scheduling import (
     run_load,
 )
 
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.sequence import Request, Sequence
 from nanovllm.extensions.prefixes import token_prefixes
 from nanovllm.extensions.prefixes.token_prefixes import WAIT_TOKENS
 from nanovllm.extensions.safety.forecast import Forecast
@@ -37,7 +37,7 @@ def test_in_a_small_pool_no_prompt_is_computed_twice():
 def test_a_long_prompt_waits_until_it_can_run_to_its_end(place, more):
     """In a pool in which its prompt may fit beside the others, but not what they are all going to need."""
     sequences = make_load(60, (100, 300), (200, 800), block_size=256)
-    sequences.insert(place, Sequence([1] * 100_000, SamplingParams(0, 500, True), 256))
+    sequences.insert(place, Sequence(Request([1] * 100_000, SamplingParams(0, 500, True), 256)))
     scheduler = make_scheduler(num_kvcache_blocks=-(-100_500 // 256) + more, **LARGE)
     assert run_load(scheduler, sequences).computed <= 1.05
 
@@ -55,7 +55,8 @@ def test_requests_that_end_early_are_expected_to():
     scheduler = make_scheduler(num_kvcache_blocks=200, eos=9, **LARGE)
     pick = random.Random(0)
     params = SamplingParams(0, 3600)
-    sequences = [Sequence([pick.randrange(9999)] * pick.randint(100, 400), params, 256) for _ in range(1000)]
+    prompts = [[pick.randrange(9999)] * pick.randint(100, 400) for _ in range(1000)]
+    sequences = [Sequence(Request(prompt, params, 256)) for prompt in prompts]
     load = run_load(scheduler, sequences, {seq.seq_id: pick.randint(90, 270) for seq in sequences})
     assert load.running[50] < 20
     assert min(load.running[-len(load.running) // 3 : -300]) > 80
@@ -84,10 +85,8 @@ def test_where_lengths_are_known_nobody_is_preempted(caching):
             )
             prompt = pick.choice([own, (shared[: pick.randint(0, len(own))] + own)[: len(own)]])
             params = SamplingParams(0, pick.randint(1, min(room - len(prompt), room // 4)), True)
-            group = [Sequence(prompt, params, size) for _ in range(pick.choice([1, 1, 1, 3]))]
-            for sequence in group[1:]:
-                sequence.leader = group[0]
-            sequences += group
+            count = pick.choice([1, 1, 1, 3])
+            sequences += [Sequence(Request(prompt, params, size)) for _ in range(count)]
         assert run_load(scheduler, sequences).preemptions == 0, seed
 
 
@@ -115,7 +114,7 @@ def test_a_prompt_without_room_is_looked_up_once_until_blocks_are_given_back():
 def test_after_a_culprit_one_more_may_run_with_each_that_ends_though_others_keep_coming():
     scheduler, most = make_scheduler(num_kvcache_blocks=100), []
     isolation = next(part for part in scheduler.admissions if isinstance(part, Isolation))
-    isolation.max_running = 2  # as recovery.py leaves it
+    isolation.limit(2)  # as recovery.py leaves it
     for number in range(40):
         while len(scheduler.waiting) < 9:
             scheduler.add(make_sequence([number, len(scheduler.waiting)], 3, True))

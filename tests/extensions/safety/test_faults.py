@@ -18,12 +18,12 @@ from test_async import idle
 from test_engine import assert_empty, tokens_of
 
 from nanovllm import LLM, AsyncLLM, SamplingParams, StructuredOutputsParams
-from nanovllm import llm as llm_module
 from nanovllm.distributed.ranks import EngineDeadError
 from nanovllm.engine.batch import StepOutput
 from nanovllm.engine.sequence import Sequence
 from nanovllm.extensions.prefixes.token_prefixes import TokenPrefixes
-from nanovllm.text import results as texts
+from nanovllm.extensions.text import llm as text_llm
+from nanovllm.extensions.text import results as texts
 from nanovllm.utils import progress
 from tiny_checkpoints import EXACT, make_checkpoint, one_thread  # noqa: F401
 
@@ -32,7 +32,7 @@ STOPPING = dict(stop=["ab", "ba", "a" * 9, "b" * 9], min_tokens=8, allowed_token
 PROMPTS = [[*range(40)], [7] * 20, [*range(40)], [1, 2, 3]]
 PARAMS = [
     SamplingParams(0, 30, True, frequency_penalty=0.5, logprobs=1, prompt_logprobs=0),
-    SamplingParams(1, 20, True, n=2, seed=1, **STOPPING),
+    SamplingParams(1, 20, True, n=2, seed=1, top_k=2, **STOPPING),
     SamplingParams(0, 30, True, logit_bias={3: 1.0}),
     SamplingParams(0, 25, True, top_k=3, structured_outputs=StructuredOutputsParams(regex="([a-z][0-9])*")),
 ]
@@ -61,8 +61,8 @@ METHODS = {
         "sample_logits",
     ],
     "batches": ["prefill", "decode"],
-    "host rows": ["prefill", "decode"],
-    "device rows": ["apply", "next_inputs", "note_drawn"],
+    "host slots": ["prefill", "decode"],
+    "device slots": ["apply", "next_inputs", "note_drawn"],
     "bias": ["prepare", "apply", "drawn"],
     "penalties": ["prepare", "apply", "drawn"],
     "filters": ["prepare", "apply"],
@@ -70,7 +70,8 @@ METHODS = {
     "logprobs": ["drawn", "record"],
     "scores": ["max_cached", "prepare", "hidden", "record"],
     "model": ["forward", "compute_logits"],
-    "engine": ["_make_sequence", "_step", "_launch", "_sample", "_collect", "_find_stops"],
+    "engine": ["make_sequence", "_step", "_launch", "_sample", "_collect"],
+    "stop texts": ["added", "after_step", "ended", "cleared"],
     "grammars": ["masks", "_reader_of", "_make_masks", "drop"],
     "output": ["to_host", "token_ids"],
     "text": ["find_stop"],
@@ -120,9 +121,7 @@ def expected(expected_results):
 def queue(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> list[list[Sequence]]:
     """Returns the completions of each."""
     requests = llm.prompts.read_all(prompts, params)
-    for request in requests:
-        llm.add_request(request)
-    return [request.completions for request in requests]
+    return [llm.queue(request) for request in requests]
 
 
 def logprobs_of(prompt: list[int], result: dict) -> list[float]:
@@ -140,14 +139,15 @@ def object_of(llm: LLM, place: str):
         "prefix cache": TokenPrefixes,
         "runner": runner,
         "batches": llm.batches,
-        "host rows": llm.batches.rows,
-        "device rows": runner.rows,
+        "host slots": llm.batches.slots,
+        "device slots": runner.slots,
         "model": runner.model,
         "engine": llm,
         "grammars": llm.parts.logits_processor("bitmask").grammars,
         "output": StepOutput,
+        "stop texts": llm.stop_texts,
         "text": texts.GrowingText,
-        "results": llm_module,
+        "results": text_llm,
         "progress bar": progress.tqdm,
         **{processor.name: processor for processor in llm.parts.logits_processors},
     }[place]
@@ -259,7 +259,7 @@ def test_an_error_in_async_llm_reaches_one_task_at_most(async_engine, expected, 
 
 POISON = [[250, 251, 252] * 3, SamplingParams(0, 20, True, n=2, stop="never\n seen")]
 POISONED = {  # what fails for each sequence of it
-    "launching": lambda sequences, *_: sequences,
+    "launching": lambda step, *_: step.sequences,
     "decoding": lambda sequences: sequences,
     "enqueueing": lambda seq: [seq],
     "find_stop": lambda text: [text.seq] if len(text.seq.token_ids) > 12 else [],

@@ -674,8 +674,7 @@ def test_an_error_of_a_thread_is_an_error_of_the_step(llm, monkeypatch, overlap)
 def test_a_token_that_a_grammar_does_not_allow_is_an_error_and_no_answer(llm):
     """As where the model has too few tokens to write what is wanted."""
     [request] = llm.prompts.read_all([[1, 2]], SamplingParams(structured_outputs=JSON))
-    llm.add_request(request)
-    [seq] = request.completions
+    [seq] = llm.queue(request)
     seq.append_token(7)
     with pytest.raises(GrammarError, match="doesn't satisfy the grammar") as error:
         llm.parts.logits_processor("bitmask").host_input([seq])

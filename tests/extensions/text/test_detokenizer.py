@@ -16,11 +16,11 @@ from smollm2 import smollm2_gguf  # noqa: F401
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from nanovllm.assembly import open_checkpoint
-from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.engine.sequence import Request, Sequence, SequenceStatus
 from nanovllm.extensions.checkpoints.made_up import toy_tokenizer
 from nanovllm.extensions.text.detokenizer import INCOMPLETE, Detokenizer, vocabulary_of
+from nanovllm.extensions.text.results import GrowingText, completion_text
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.text.results import GrowingText
 
 CORPUS = ["the quick brown fox", "naïve café", "日本語のテキスト", "a  b\n\n  c", "👍🏽 emoji 👩\u200d👩"] * 3
 
@@ -64,7 +64,7 @@ def tokenizer(request):
 
 def grow(tokenizer, token_ids: list[int], sizes: list[int] = [1], **params) -> tuple[list[str], Sequence]:  # noqa: B006
     """The pieces that are seen while tokens come, so many at a time, and the sequence in the end."""
-    seq = Sequence([0], SamplingParams(max_tokens=10_000, **params))
+    seq = Sequence(Request([0], SamplingParams(max_tokens=10_000, **params)))
     text, pieces, sizes = GrowingText(tokenizer, seq), [], [*sizes, 1]
     while token_ids and not seq.is_finished:
         size = sizes.pop(0) if len(sizes) > 1 else sizes[0]
@@ -119,7 +119,7 @@ def test_a_stop_text_is_found_at_the_token_that_completes_it_wherever_borders_ar
         return
     pieces, seq = grow(tokenizer, token_ids, stop=["never seen", stop])
     assert seq.stop_reason == stop
-    assert "".join(pieces) == seq.text == text[: text.index(stop)]
+    assert "".join(pieces) == completion_text(tokenizer, seq) == text[: text.index(stop)]
     ends = [i for i in range(len(token_ids) + 1) if stop in tokenizer.decode(token_ids[:i])]
     assert seq.completion_token_ids == token_ids[: ends[0]]
 

@@ -18,8 +18,8 @@ from tokenizers import Tokenizer, decoders, models
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine import llm_engine
-from nanovllm.text import results as text_results
-from nanovllm.text.results import make_result
+from nanovllm.extensions.logits import logprobs
+from nanovllm.extensions.text.results import make_result
 from tiny_checkpoints import EXACT, make_checkpoint, one_thread  # noqa: F401
 
 PROMPT = [*range(40)]
@@ -38,7 +38,7 @@ def llm(request, engine, monkeypatch):
     monkeypatch.setattr(engine, "_overlap", request.param)
     yield engine
     assert_empty(engine)
-    assert not engine.texts
+    assert not engine.stop_texts.texts
 
 
 def generate(llm: LLM, **params) -> dict:
@@ -293,8 +293,7 @@ def test_a_leader_that_is_aborted_leaves_the_other_completions_alone(llm):
     for num_steps in range(4):
         llm.scheduler.clear()
         request = llm.prompts.read(PROMPT, SamplingParams(1.0, 20, True, n=3, seed=1))
-        llm.add_request(request)
-        group = request.completions
+        group = llm.queue(request)
         for _ in range(num_steps):
             llm.step()
         llm.abort(group[0].seq_id)
@@ -390,9 +389,9 @@ def test_the_text_of_a_token_is_made_once_however_often_it_is_told(llm, monkeypa
 
 
 def test_only_the_rows_that_ask_for_log_probabilities_are_read(llm, monkeypatch):
-    read, token_logprobs = [], text_results._token_logprobs
-    noted = lambda *args: (read.append((args[0], args[-1])), token_logprobs(*args))[1]  # noqa: E731
-    monkeypatch.setattr(text_results, "_token_logprobs", noted)
+    read, read_logprobs = [], logprobs.read_logprobs
+    noted = lambda found, num: (read.append((found.logprobs, num)), read_logprobs(found, num))[1]  # noqa: E731
+    monkeypatch.setattr(logprobs, "read_logprobs", noted)
     params = [SamplingParams(0, 9, True), SamplingParams(0, 5, True, logprobs=3), SamplingParams(0, 9, True)]
     results = llm.generate([[1], [2], [3]], params, use_tqdm=False)
     assert [(len(rows), num_top) for rows, num_top in read if len(rows)] == [(1, 3)] * 5

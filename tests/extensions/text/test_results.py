@@ -8,7 +8,7 @@ import pickle
 import pytest
 
 from nanovllm import LLM, AsyncLLM, SamplingParams
-from nanovllm.text.results import Logprob, Piece
+from nanovllm.extensions.text.results import Logprob, Piece
 from tiny_checkpoints import EXACT, make_checkpoint, one_thread  # noqa: F401
 
 OPTIONS = dict(**EXACT, num_kvcache_blocks=200)

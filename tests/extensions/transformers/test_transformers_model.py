@@ -179,6 +179,15 @@ def test_a_network_is_known_by_what_it_computes(act_fn):
     assert isinstance(replacement(OtherMLP(act_fn)), GatedMLP) == isinstance(act_fn, torch.nn.SiLU)
 
 
+class SwappedMLP(OtherMLP):
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.up_proj(x)) * self.gate_proj(x))
+
+
+def test_a_network_whose_gates_are_what_they_should_multiply_is_another():
+    assert replacement(SwappedMLP(torch.nn.SiLU())) is None
+
+
 def test_a_rotation_is_known_by_what_it_computes():
     from transformers.models.glm import modeling_glm
     from transformers.models.llama import modeling_llama

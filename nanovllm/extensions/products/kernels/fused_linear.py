@@ -27,9 +27,21 @@ MAX_FEATURES = 1024
 # how many bytes are on their way: a program's stages fill a multiprocessor's shared memory, and the tiles are
 # such that there is about one program for each multiprocessor.
 TILES = {
-    64: {"gated": (64, 32, 128, 4, 6), "wide": (64, 32, 256, 4, 4), "narrow": (64, 16, 256, 4, 5)},
-    128: {"gated": (128, 32, 128, 4, 4), "wide": (128, 32, 128, 4, 5), "narrow": (64, 32, 256, 4, 4)},
-    256: {"gated": (128, 64, 64, 8, 6), "wide": (128, 64, 128, 4, 4), "narrow": (64, 64, 128, 4, 5)},
+    64: {
+        "gated": (64, 32, 128, 4, 6),
+        "wide": (64, 32, 256, 4, 4),
+        "narrow": (64, 16, 256, 4, 5),
+    },
+    128: {
+        "gated": (128, 32, 128, 4, 4),
+        "wide": (128, 32, 128, 4, 5),
+        "narrow": (64, 32, 256, 4, 4),
+    },
+    256: {
+        "gated": (128, 64, 64, 8, 6),
+        "wide": (128, 64, 128, 4, 4),
+        "narrow": (64, 64, 128, 4, 5),
+    },
 }
 WIDE = 2048
 
@@ -73,19 +85,23 @@ def fused_linear(
     parts = 2 if silu_and_mul else 1
     width = weight.shape[0] // parts
     block_m, block_n, block_k, num_warps, num_stages = _tile(rows, width, silu_and_mul)
-    blocks_m, blocks_n = cdiv(rows, block_m), cdiv(width, block_n)
-    out, scaled, new_squares = runtime.empty_padded(rows, width, x), None, None
+    blocks_m = cdiv(rows, block_m)
+    blocks_n = cdiv(width, block_n)
+    out = runtime.empty_padded(rows, width, x)
+    scaled = None
+    new_squares = None
     if next_norm_weight is not None:
         scaled = runtime.empty_padded(rows, width, x)
         new_squares = torch.empty(rows, blocks_n, dtype=torch.float32, device=x.device)
     # Spare programs only wait. They keep the next kernel's programs, which arrive early, evenly spread.
     programs = max(blocks_m * blocks_n, runtime.num_multiprocessors(x.device))
     num_squares = 0 if squares is None else squares.shape[1]
-    x_rows, pairs = _readable_rows(x, blocks_m * block_m), weight.view(parts, width, in_features)
+    x_rows = _readable_rows(x, blocks_m * block_m)
+    pairs = weight.view(parts, width, in_features)
     if rows:
         _fused_linear_kernel[(programs,)](
             TensorDescriptor(x, [x_rows, in_features], list(x.stride()), [block_m, block_k]),
-            TensorDescriptor(pairs, list(pairs.shape), list(pairs.stride()), [parts, block_n, block_k]),
+            TensorDescriptor.from_tensor(pairs, [parts, block_n, block_k]),
             weight, bias, squares, residual, next_norm_weight, out, scaled, new_squares,
             eps, 0 if residual is None else residual.stride(0), rows, in_features, width,
             BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, PARTS=parts,

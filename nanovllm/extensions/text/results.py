@@ -1,15 +1,17 @@
 """What users get back: the text of a completion, whole or while it grows, and the result of a prompt."""
 
 import functools
-from collections.abc import Iterable
+import weakref
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.sequence import Request, Sequence
 from nanovllm.extensions.text.detokenizer import Detokenizer, vocabulary_of
 from nanovllm.sampling_params import MAX_LOGPROBS
 
 PLACES = range(1, MAX_LOGPROBS + 1)
+# Of completions that a stop text has ended.
+_cut_texts: weakref.WeakKeyDictionary[Sequence, str] = weakref.WeakKeyDictionary()
 
 
 class Described(dict[str, Any]):
@@ -63,8 +65,8 @@ def completion_text(tokenizer: Any, seq: Sequence) -> str:
     params, token_ids = seq.sampling_params, seq.completion_token_ids
     if tokenizer is None or not params.detokenize:
         return ""
-    if seq.text is not None:
-        return seq.text
+    if isinstance(seq.stop_reason, str):
+        return _cut_texts[seq]
     if seq.finish_reason == "stop" and not params.include_stop_str_in_output:
         token_ids = token_ids[:-1]
     return tokenizer.decode(token_ids, skip_special_tokens=params.skip_special_tokens)
@@ -79,24 +81,24 @@ def make_result(tokenizer: Any, completions: list[Sequence]) -> Result:
         "num_cached_tokens": first.num_prompt_tokens_cached or 0,  # None: never admitted
     }
     if (count := first.sampling_params.prompt_logprobs) is not None:
-        described = _describe(tokenizer, first.prompt_token_ids[1:], first.own["scores"].found, count)
+        described = _describe(tokenizer, first.prompt_token_ids[1:], first.request.own["scores"].found, count)
         prompt["prompt_logprobs"] = [None, *described]
     result = Result(**outputs[0], **prompt, **({"outputs": outputs} if len(outputs) > 1 else {}))
     result.outputs, result.prompt_token_ids = outputs, first.prompt_token_ids
-    result.request_id = first.seq_id
+    result.prompt, result.request_id = first.request.text, first.seq_id
     return result
 
 
 def outcome(tokenizer: Any, completions: list[Sequence]) -> Result | Exception:
     """`make_result`; or the error that has ended one of the completions, or that `make_result` raises."""
-    errors = [seq.error for seq in completions if seq.error is not None]
+    errors = [seq.stop_reason for seq in completions if seq.finish_reason == "error"]
     try:
         return errors[0] if errors else make_result(tokenizer, completions)
     except Exception as error:  # a decoder's
         return error
 
 
-def make_score(token_ids: list[int], request: Any) -> dict[str, Any]:
+def make_score(token_ids: list[int], request: Request) -> dict[str, Any]:
     """The result of `LLM.score` for a text, whose request has been computed if it scores any token."""
     found = [(logprob, rank) for logprob, rank, *_ in request.own["scores"].found]
     logprobs, ranks = map(list, zip(*found, strict=True)) if found else ([], [])
@@ -118,7 +120,7 @@ def _describe_completion(tokenizer: Any, seq: Sequence, index: int) -> Completio
 
 def _logprobs_of(seq: Sequence) -> list[Any]:
     """What the logits processor has found of the completion's tokens."""
-    return seq.own["logprobs"].get(seq.seq_id, [])[: seq.num_completion_tokens]
+    return seq.request.own["logprobs"].get(seq.seq_id, [])[: seq.num_completion_tokens]
 
 
 def _describe(tokenizer: Any, token_ids: list[int], found: list[Any], count: int) -> list[dict[int, Logprob]]:
@@ -161,7 +163,7 @@ class GrowingText:
         if not found:
             return None
         start, stop = min(found, key=itemgetter(0))
-        self.seq.text = text[: start + len(stop) * params.include_stop_str_in_output]
+        _cut_texts[self.seq] = text[: start + len(stop) * params.include_stop_str_in_output]
         return stop
 
     def look(self) -> str:
@@ -203,8 +205,3 @@ class GrowingOutput:
         if (count := seq.sampling_params.logprobs) is not None:
             piece["logprobs"] = _describe(self.tokenizer, token_ids, _logprobs_of(seq)[start:], count)
         return piece
-
-
-def watch_stops(tokenizer: Any, sequences: Iterable[Sequence]) -> dict[int, GrowingText]:
-    """By seq_id, the texts of the sequences that have stop texts."""
-    return {seq.seq_id: GrowingText(tokenizer, seq) for seq in sequences if seq.sampling_params.stop}

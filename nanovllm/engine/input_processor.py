@@ -1,0 +1,162 @@
+"""Reads what users give: turns prompts into requests, or raises a ValueError that names what cannot be
+served, before anything has changed.
+"""
+
+from collections.abc import Collection, Iterable
+from dataclasses import fields, replace
+from itertools import chain, count
+from typing import Any
+
+from nanovllm.checkpoints.tokenizer import tokenizer_errors
+from nanovllm.config import Config
+from nanovllm.engine.interfaces import LogitsProcessor, selected
+from nanovllm.engine.limits import Limits
+from nanovllm.engine.sequence import Request
+from nanovllm.sampling_params import SamplingParams, recommended_params
+from nanovllm.utils.validation import check, find_surrogate, is_number, shown
+
+Prompt = str | list[int]
+
+
+def as_token_ids(values: list | tuple, vocab_size: int, name: str) -> list[int]:
+    """Token ids as a list of Python's integers. Raises ValueError for anything else."""
+    token_ids = list(values)
+    if set(map(type, token_ids)) - {int}:  # numpy's integers, or what is no token id at all
+        for token_id in token_ids:
+            check(is_number(token_id, int), f"{name}: token ids must be integers", token_id)
+        token_ids = [int(token_id) for token_id in token_ids]
+    lowest, highest = min(token_ids, default=0), max(token_ids, default=0)
+    wrong = lowest if lowest < 0 else highest
+    check(0 <= lowest <= highest < vocab_size, f"{name}: token ids must be from 0 to {vocab_size - 1}", wrong)
+    return token_ids
+
+
+def name_of(index: int | None) -> str:
+    """What messages call a prompt, alone or the index-th of several."""
+    return "prompt" if index is None else f"prompts[{index}]"
+
+
+class InputProcessor:
+    def __init__(
+        self,
+        config: Config,
+        tokenizer: Any,
+        limits: Limits,
+        generation_config: dict[str, Any],
+        processors: tuple[LogitsProcessor, ...],
+        served: Collection[str],
+    ):
+        """`served` are the fields of SamplingParams that the engine serves beside the logits processors."""
+        self.model, self.block_size = config.model, config.kvcache_block_size
+        self.vocab_size = config.hf_config.vocab_size
+        self.tokenizer, self.limits, self.processors = tokenizer, limits, processors
+        self.generation_config = generation_config
+        served = {*served, *chain.from_iterable(processor.fields for processor in processors)}
+        self.unserved = [field for field in fields(SamplingParams) if field.name not in served]
+
+    def recommended(self) -> SamplingParams:
+        """What the checkpoint's generation_config.json recommends. Raises ValueError for a bad value."""
+        try:
+            return recommended_params(self.generation_config)
+        except ValueError as error:
+            raise ValueError(f"generation_config.json of {self.model!r}: {error}") from None
+
+    def read_all(self, prompts: Any, sampling_params: Any) -> list[Request]:
+        """One prompt or a list of them, with parameters for all or for each."""
+        prompts = self.as_prompts(prompts)
+        if sampling_params is None:
+            sampling_params = self.recommended()
+        if isinstance(sampling_params, SamplingParams):
+            sampling_params = [sampling_params] * len(prompts)
+        rule = "sampling_params must be SamplingParams, a list of them, or None"
+        rule += " (what the checkpoint recommends)"
+        check(isinstance(sampling_params, (list, tuple)), rule, sampling_params)
+        if len(sampling_params) != len(prompts):
+            raise ValueError(f"there are {len(prompts)} prompts but {len(sampling_params)} sampling_params")
+        checked: dict[int, SamplingParams] = {}  # by id: often all prompts have the same object
+        for i, params in enumerate(sampling_params):
+            if id(params) not in checked:
+                checked[id(params)] = self._read_params(params, name_of(i))
+        each = (checked[id(params)] for params in sampling_params)
+        requests = list(map(self._read_checked, prompts, each, count()))
+        for i, request in enumerate(requests):
+            self.read_rest(request, i)
+        return requests
+
+    def read(self, prompt: Any, sampling_params: Any = None, index: int | None = None) -> Request:
+        """One prompt, or the index-th of several, with parameters of its own."""
+        request = self.read_at_once(prompt, sampling_params, index)
+        self.read_rest(request, index)
+        return request
+
+    def read_at_once(self, prompt: Any, sampling_params: Any, index: int | None = None) -> Request:
+        """The same but for what may take seconds: `read_rest` does that."""
+        if sampling_params is None and index is None:
+            sampling_params = self.recommended()
+        return self._read_checked(prompt, self._read_params(sampling_params, name_of(index)), index)
+
+    def read_rest(self, request: Request, index: int | None = None) -> None:
+        """Read what may take seconds. Any thread may call this."""
+        for processor in selected(self.processors, request.wanted):
+            if processor.reads_slowly:
+                where = f"sampling_params for {name_of(index)}"
+                request.own[processor.name] = processor.read(request, where)
+
+    def _read_checked(self, prompt: Any, params: SamplingParams, index: int | None) -> Request:
+        token_ids, text = self.read_prompt(prompt, name_of(index))
+        wanted = sum(1 << i for i, processor in enumerate(self.processors) if processor.wants(params))
+        request = Request(token_ids, params, self.block_size, text=text, wanted=wanted)
+        for processor in selected(self.processors, wanted):
+            if not processor.reads_slowly:
+                where = f"sampling_params for {name_of(index)}"
+                request.own[processor.name] = processor.read(request, where)
+        return request
+
+    def _read_params(self, params: Any, name: str) -> SamplingParams:
+        """A checked copy: fields may have been assigned to, and may be again while the request runs."""
+        where = f"sampling_params for {name}"
+        check(isinstance(params, SamplingParams), f"{where} must be SamplingParams", params)
+        params = replace(params)
+        for field in self.unserved:
+            value = getattr(params, field.name)
+            check(value == field.default, f"{where}: nothing here serves {field.name}", value)
+        self.check_token_ids("stop_token_ids", params.stop_token_ids, where)
+        return params
+
+    def check_token_ids(self, name: str, token_ids: Iterable[int], where: str) -> None:
+        """For ids that must be the model's."""
+        if (highest := max(token_ids, default=0)) >= self.vocab_size:
+            rule = f"{where}: token ids in {name} must be from 0 to {self.vocab_size - 1}"
+            raise ValueError(f"{rule}, got {shown(highest)}")
+
+    def as_prompts(self, prompts: Any) -> list[Any]:
+        """One prompt or a list of them as a list."""
+        is_one = isinstance(prompts, str) or (prompts and all(isinstance(each, int) for each in prompts))
+        return [prompts] if is_one else list(prompts)
+
+    def read_prompt(self, prompt: Any, name: str, num_new_tokens: int = 1) -> tuple[list[int], str | None]:
+        """The token ids of a prompt after which so many tokens are wanted, and its text if it has one."""
+        text = prompt if isinstance(prompt, str) else None
+        token_ids = prompt if text is None else self.tokenize(text, name)
+        is_good = isinstance(token_ids, (list, tuple))
+        check(is_good, f"{name} must be a string or a list of token ids", prompt)
+        token_ids = as_token_ids(token_ids, self.vocab_size, name)
+        if not token_ids:
+            raise ValueError(f"{name} is empty: {shown(prompt)}")
+        try:
+            self.limits.check(len(token_ids), num_new_tokens)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+        return token_ids, text
+
+    def tokenize(self, text: str, name: str, add_special_tokens: bool = True) -> list[int]:
+        if self.tokenizer is None:
+            raise ValueError(f"{name} is text, but {self.model!r} has no tokenizer; pass token ids")
+        if (place := find_surrogate(text)) >= 0:
+            reason = f"the lone surrogate {text[place]!r} at {place} is no character"
+            raise ValueError(f"{name} cannot be tokenized: {reason}; got {shown(text)}")
+        try:
+            with tokenizer_errors(f"the tokenizer of {self.model!r}"):
+                return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        except ValueError as error:
+            raise ValueError(f"{name} cannot be tokenized: {error}; got {shown(text)}") from error

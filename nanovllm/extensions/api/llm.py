@@ -1,0 +1,113 @@
+"""What guards the engine's calls: one at a time, in the process that made it, with names that callers
+choose for their requests.
+
+None of it stands on the path of a step. `step` is replaced while it has more to do, and a fork's engine gets
+methods of its own when it forks.
+"""
+
+import functools
+import os
+import weakref
+from typing import Any
+
+from nanovllm.distributed.ranks import EngineDeadError
+from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.extensions.api.foreign_options import missing_attribute, takes_foreign
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.validation import check
+
+NOT_PICKLED = "an engine cannot be pickled or copied: make one in each process that uses one, or share one \
+among the tasks of a process with AsyncLLM"
+SamplingParams.__init__ = takes_foreign(SamplingParams.__init__)
+SamplingParams.__struct_fields__ = tuple(SamplingParams.__dataclass_fields__)  # vLLM's name
+takes_foreign_options = functools.partial(takes_foreign, sampling=SamplingParams.__struct_fields__)
+_engines: "weakref.WeakSet[ApiLLM]" = weakref.WeakSet()  # those of this process
+
+
+def _leave_engines() -> None:
+    """In a fork: the engines belong to the process that made them, and their threads are not here."""
+    for engine in list(_engines):
+        engine.check_usable = functools.partial(_refuse, engine._process_id)
+        engine.clear = engine.exit = lambda: None
+
+
+def _refuse(owner: int) -> None:
+    raise EngineDeadError(
+        f"this engine belongs to process {owner}, and this is process {os.getpid()}, a "
+        "fork of it: make an engine in the process that is to use it"
+    )
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_engines)
+
+
+class ApiLLM(LLMEngine):
+    """It belongs to the process that made it, and does one call at a time; `AsyncLLM` serves many tasks."""
+
+    _call: dict[int, Any] | None = None  # the call that the unfinished requests belong to, see _take_turn
+
+    def __init__(self, model: str | os.PathLike, **options: Any):
+        self._own_ids: dict[int | str, int | str] = {}  # caller's id -> engine's, and the other way round
+        self._process_id = os.getpid()
+        _engines.add(self)
+        super().__init__(model, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        raise missing_attribute(self, name)
+
+    def __reduce__(self) -> Any:
+        raise TypeError(NOT_PICKLED)
+
+    def add_request(
+        self, prompt: Any, sampling_params: SamplingParams | None = None, request_id: str | None = None
+    ) -> int | str:
+        """
+        `LLMEngine.add_request`. The id may be the caller's own: a text that no unfinished request has. Raises
+        RuntimeError while the requests of another call are unfinished.
+        """
+        self._take_turn()
+        if request_id is None:
+            return super().add_request(prompt, sampling_params)
+        check(isinstance(request_id, str), "request_id must be a text", request_id)
+        if self._own_ids.get(request_id) in self.unfinished:
+            message = f"request_id must be a new one, got that of an unfinished request: {request_id!r}"
+            raise ValueError(message)
+        if self.is_finished():
+            self._own_ids.clear()
+        seq_id = super().add_request(prompt, sampling_params)
+        self._own_ids |= {request_id: seq_id, seq_id: request_id}
+        self._watch_steps()
+        return request_id
+
+    def abort(self, request_id: int | str) -> None:
+        """`LLMEngine.abort`."""
+        is_own = isinstance(request_id, str) and request_id in self._own_ids
+        super().abort(self._own_ids[request_id] if is_own else request_id)
+
+    def _take_turn(self, call: dict[int, Any] | None = None) -> None:
+        """
+        Only one call at a time may use the engine, until its requests have ended. A call is identified by its
+        dict of queued requests; None stands for `add_request` and `step`.
+        """
+        self.check_usable()
+        if self.unfinished and self._call is not call:
+            raise RuntimeError(
+                "the engine is not idle: busy with the unfinished requests of another call. AsyncLLM takes "
+                "many calls at once; or make another engine, in a process of its own"
+            )
+        if self._call is not call:
+            self._call = call
+            self._watch_steps()
+
+    def _watch_steps(self) -> None:
+        """Have `step` look after turns and own ids if there are any."""
+        self.__dict__.pop("step", None)
+        if self._call is not None or self._own_ids:
+            self.step = functools.partial(ApiLLM._step_in_turn, weakref.proxy(self))
+
+    def _step_in_turn(self, isolate: bool = False) -> tuple[list[tuple[int | str, list[int]]], int]:
+        """`LLMEngine.step`. Raises RuntimeError while the requests of another call are unfinished."""
+        self._take_turn()
+        finished, num_tokens = LLMEngine.step(self, isolate)
+        return [(self._own_ids.get(i, i), token_ids) for i, token_ids in finished], num_tokens

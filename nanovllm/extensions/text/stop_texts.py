@@ -1,0 +1,38 @@
+"""Ends completions whose text has come to contain a stop text."""
+
+from typing import Any
+
+from nanovllm.engine.interfaces import Observer
+from nanovllm.engine.sequence import Sequence
+from nanovllm.extensions.text.results import GrowingText
+
+
+class StopTexts(Observer):
+    def __init__(self) -> None:
+        self.texts: dict[int, GrowingText] = {}  # by seq_id, of sequences that have stop texts
+
+    def started(self, engine: Any) -> None:
+        self.engine = engine
+
+    def added(self, sequences: list[Sequence]) -> None:
+        for seq in sequences:
+            if seq.request.params.stop:
+                self.texts[seq.seq_id] = GrowingText(self.engine.tokenizer, seq)
+        self.is_active = bool(self.texts)
+
+    def after_step(self, step: Any) -> None:
+        """A token that a step in flight draws for a stopped sequence is thrown away."""
+        for seq in step.drawing:
+            if (text := self.texts.get(seq.seq_id)) is not None:
+                step.suspects = [seq]
+                if (stop := text.find_stop()) is not None:
+                    self.engine.end(seq, "stop", stop)
+        step.suspects = []
+
+    def ended(self, seq: Sequence) -> None:
+        self.texts.pop(seq.seq_id, None)
+        self.is_active = bool(self.texts)
+
+    def cleared(self) -> None:
+        self.texts.clear()
+        self.is_active = False
