@@ -40,8 +40,9 @@ class CascadeBackend(AttentionBackend):
         self.device = device
         sizes = config.hf_config
         self.heads_per_kv_head = sizes.num_attention_heads // sizes.num_key_value_heads
-        can_plan = config.attention_backend != "flash" and not sizes.tokens_in_reach
-        self.largest_plan = config.enable_prefix_caching and can_plan
+        self.largest_plan = (
+            config.enable_prefix_caching and config.attention_backend != "flash" and not sizes.tokens_in_reach
+        )
         self.num_read = 0  # by earlier plans, less what this one would have read in their steps
 
     def for_layer(self, layer: Attention) -> AttentionBackend:
@@ -54,9 +55,8 @@ class CascadeBackend(AttentionBackend):
         config = self.config
         kv_heads = max(1, config.hf_config.num_key_value_heads // config.tensor_parallel_size)
         num_items = cdiv(2 * num_multiprocessors(device), kv_heads)
-        num_queries = queries_per_item(self.heads_per_kv_head)
         num_rows = 4 * cdiv(config.max_num_seqs, 4)  # each table begins at a multiple of 16 bytes
-        self.planner = CascadePlanner(num_rows, num_queries, num_items)
+        self.planner = CascadePlanner(num_rows, queries_per_item(self.heads_per_kv_head), num_items)
         shapes = plan_shapes(num_rows)
         sizes = [math.prod(shape) for shape in shapes]
         self.buffer = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
@@ -72,15 +72,16 @@ class CascadeBackend(AttentionBackend):
 
     def stats(self) -> dict[str, int]:
         """Tokens that steps have read through prefixes, for each sequence that they belong to."""
-        num_read = self.num_read + self.num_decode_steps * self.planner.num_prefix_tokens
-        return {"num_grouped_tokens": num_read}
+        num_planned = self.num_decode_steps * self.planner.num_prefix_tokens
+        return {"num_grouped_tokens": self.num_read + num_planned}
 
     def receive(self, message: np.ndarray) -> None:
         self.buffer.copy_(to_device(message, self.buffer.device))
 
     def inputs(self, batch_size: int, key: bool, is_empty: bool = False) -> CascadePlan:
-        shapes = plan_shapes(batch_size)
-        plan = CascadePlan(*(self.tables[i][: shape[0]] for i, shape in enumerate(shapes)))
+        plan = CascadePlan._make(
+            table[: shape[0]] for table, shape in zip(self.tables, plan_shapes(batch_size), strict=True)
+        )
         return CascadePlan(*map(torch.zeros_like, plan)) if is_empty else plan
 
     def close(self) -> None:

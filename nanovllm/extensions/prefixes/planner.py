@@ -7,7 +7,7 @@ tree of prefixes. plan.py explains the tables.
 """
 
 from bisect import insort
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -80,7 +80,7 @@ class CascadePlanner:
         self.num_prefix_tokens = int(plan.prefix_lens.sum())
         return np.concatenate([table.ravel() for table in plan])
 
-    def _sort(self, sequences: list[Sequence], rows: Container[int]) -> None:
+    def _sort(self, sequences: list[Sequence], rows: dict[int, int]) -> None:
         """Sort the prompts of the sequences, which have these ids, and compare neighbours."""
         self._prompts = [each for each in self._prompts if each[1] in rows]
         known = {seq_id for _, seq_id in self._prompts}
@@ -141,10 +141,11 @@ class CascadePlanner:
             for span in prefix.spans(count):
                 start = len(queries)
                 queries.extend(rows)
-                plan.partials[rows, plan.num_partials[rows]] = range(start, len(queries))
+                stop = len(queries)
+                plan.partials[rows, plan.num_partials[rows]] = range(start, stop)
                 plan.num_partials[rows] += 1
-                for first in range(start, len(queries), self.queries_per_item):
-                    num_queries = min(self.queries_per_item, len(queries) - first)
+                for first in range(start, stop, self.queries_per_item):
+                    num_queries = min(self.queries_per_item, stop - first)
                     items.append((first, num_queries, *span))
         plan.queries[: len(queries)] = queries
         plan.work_items[: len(items)] = items
@@ -170,6 +171,6 @@ def choose_prefixes(common: np.ndarray, min_saved: int) -> list[Prefix]:
             begin = prefix.end
         # Prompts that have no more in common part here.
         cuts = first + 1 + np.flatnonzero(between == prefix.end)
-        parts = pairwise([first, *cuts.tolist(), last])
+        parts = pairwise([first, *cuts, last])
         rest += reversed([(*part, begin) for part in parts])
     return chosen

@@ -16,22 +16,19 @@ class PrefixIndex:
 
     def __init__(self) -> None:
         # By block id: parent and tokens.
-        self._blocks: dict[int, tuple[int, bytes]] = {}
+        self.blocks: dict[int, tuple[int, bytes]] = {}
         # By parent: (tokens, block id), sorted.
         self._children: dict[int, list[tuple[bytes, int]]] = {}
 
-    def __contains__(self, block_id: int) -> bool:
-        return block_id in self._blocks
-
     def add(self, block_id: int, parent: int, tokens: bytes) -> None:
-        self._blocks[block_id] = parent, tokens
+        self.blocks[block_id] = parent, tokens
         children = self._children.setdefault(parent, [])
         insort(children, (tokens, block_id))
 
     def remove(self, block_id: int) -> None:
         """Does nothing if the block is not there."""
-        if block_id in self._blocks:
-            parent, tokens = self._blocks.pop(block_id)
+        if block_id in self.blocks:
+            parent, tokens = self.blocks.pop(block_id)
             children = self._children[parent]
             place = bisect_left(children, (tokens, block_id))
             del children[place]
@@ -52,7 +49,8 @@ class PrefixIndex:
 
 def count_common(first: bytes, second: bytes) -> int:
     """How many tokens two lists of packed tokens begin with in common."""
-    length = min(len(first), len(second)) // TOKEN_BYTES
+    num_bytes = min(len(first), len(second))
+    length = num_bytes // TOKEN_BYTES
     differ = unpack(first)[:length] != unpack(second)[:length]
     if not differ.any():
         return length

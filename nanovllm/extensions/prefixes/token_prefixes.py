@@ -81,7 +81,7 @@ class TokenPrefixes(PrefixCache):
     def written(self, seq: Sequence, start: int, end: int) -> None:
         size = self.pool.block_size
         for i in range(start // size, -(-end // size)):
-            is_computing = seq.block_table[i] in self.computing
+            is_computing = seq.block_table[i] in self.computing.blocks
             # Not if a chunk of a prompt ends in the middle of the block.
             if not is_computing or (i + 1) * size <= end or end == seq.num_tokens:
                 self._list(self.computed, seq, i, end)
@@ -102,7 +102,7 @@ class TokenPrefixes(PrefixCache):
     def prepare(self, sequences: list[Sequence]) -> np.ndarray | None:
         """int64 [3, copies]: from which block to which, and how many tokens."""
         copies = [self.copies.pop(seq.seq_id) for seq in sequences if seq.seq_id in self.copies]
-        return np.array([*zip(*copies, strict=True)]) if copies else None
+        return np.array(copies).T.copy() if copies else None
 
     def receive(self, message: np.ndarray, kv_cache: Any) -> None:
         kv_cache.copy_blocks(*to_device(message, kv_cache.device))

@@ -259,7 +259,7 @@ def test_a_device_has_the_tables_that_it_was_told_of():
     ):
         assert table.data_ptr() == same.data_ptr() and table.shape == same.shape == empty.shape
         assert not empty.any()
-    key, message = backend.plan([Sequence([1] * 18_000 + [i]) for i in range(2)])
+    key, message = backend.plan([Sequence(Request([1] * 18_000 + [i])) for i in range(2)])
     backend.receive(message)
     assert before.prefix_lens.tolist() == [18_000] * 2 + [0]
 

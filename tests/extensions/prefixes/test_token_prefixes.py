@@ -132,7 +132,7 @@ def test_an_index_from_which_all_has_been_removed_is_empty():
         index.add(block_id, block_id % 3, pack([block_id]))
     for block_id in range(6):
         index.remove(block_id)
-    assert not index._blocks and not index._children
+    assert not index.blocks and not index._children
 
 
 class TokenPrefixesMachine(BlockManagerMachine):

@@ -75,7 +75,14 @@ def shared_prefix_attention(
         block_tables.stride(0),
         kv_heads,
         *k_cache.stride()[-3:-1],
-        PrefillSizes(heads_per_kv_head, head_dim, dim_pad, block_size, query_tile, key_tile),
+        PrefillSizes(
+            heads_per_kv_head,
+            head_dim,
+            dim_pad,
+            block_size,
+            query_tile,
+            key_tile,
+        ),
         Hooks(score=variant.hooks.score, constants=variant.hooks.constants),
         layout.load,
         num_warps=num_warps,
@@ -153,14 +160,14 @@ class WithPrefix(AttentionVariant):
 
     @property
     def extras(self) -> tuple[Any, ...]:
-        prefixes = self.plan[:3]
-        return *prefixes, self.results, self.log_sums, self.layer.extras
+        return *self.plan[:3], self.results, self.log_sums, self.layer.extras
 
     def first_token(self, context_lens: Tensor) -> Tensor:
         return self.plan.prefix_lens
 
     def attend_decode(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rows: Any) -> Tensor:
-        out, log_sums = self.layer.attend_and_sum(q, k, v, mask, self.layer.first_sums(q.shape[1]))
+        first_sums = self.layer.first_sums(q.shape[1])
+        out, log_sums = self.layer.attend_and_sum(q, k, v, mask, first_sums)
         self.own_sums[rows] = log_sums.flatten(1, 2)
         return out
 
@@ -172,7 +179,8 @@ class WithPrefix(AttentionVariant):
         indices = torch.where(is_partial, self.plan.partials[:, :most], 0)
         log_sums = self.log_sums[indices] / LOG2_E
         log_sums = log_sums.masked_fill(~is_partial[..., None], float("-inf"))
-        weights = torch.cat([self.own_sums[:, None], log_sums], dim=1).softmax(1).nan_to_num()
+        log_sums = torch.cat([self.own_sums[:, None], log_sums], dim=1)
+        weights = log_sums.softmax(1).nan_to_num()
         # [batch, 1 + partials, heads, head_dim]
         results = torch.cat([out[:, None].float(), self.results[indices]], dim=1)
         return (results * weights[..., None]).sum(1).to(out.dtype)
@@ -189,6 +197,7 @@ def _shared_prefix_kernel(
     pdl_wait_then_launch(OVERLAP)
     QUERY_TILE: tl.constexpr = SIZES.QUERY_TILE
     KEY_TILE: tl.constexpr = SIZES.KEY_TILE
+    GROUP: tl.constexpr = SIZES.GROUP
     row = tl.arange(0, QUERY_TILE)
     dim = tl.arange(0, SIZES.DIM_PAD)
     for pair in range(tl.program_id(0), tl.load(num_work_items) * KV_HEADS, tl.num_programs(0)):
@@ -198,15 +207,16 @@ def _shared_prefix_kernel(
         count = tl.load(item + 1)
         begin = tl.load(item + 2)
         end = tl.load(item + 3)
-        index = first + row // SIZES.GROUP
-        head = kv_head * SIZES.GROUP + row % SIZES.GROUP
-        is_row = row < count * SIZES.GROUP
+        index = first + row // GROUP
+        head = kv_head * GROUP + row % GROUP
+        is_row = row < count * GROUP
         seq = tl.load(queries + index, mask=is_row, other=0).to(tl.int64)
         inside = is_row[:, None] & (dim < SIZES.HEAD_DIM)[None, :]
         q_row = q + seq * q_batch_stride + head * q_head_stride
         query = tl.load(q_row[:, None] + dim[None, :], mask=inside, other=0.0)
 
-        table = block_tables + tl.load(queries + first).to(tl.int64) * table_stride
+        reader = tl.load(queries + first).to(tl.int64)
+        table = block_tables + reader * table_stride
         k_head = k_cache + kv_head * HEAD_STRIDE
         v_head = v_cache + kv_head * HEAD_STRIDE
         cache = k_head, v_head, table, TOKEN_STRIDE, TOKEN_STRIDE
@@ -231,7 +241,7 @@ def _shared_prefix_kernel(
                 query, cache, seen, start, highest, total, acc, scale_log2, SIZES, HOOKS, LOAD, True
             )
 
-        out_row = index.to(tl.int64) * KV_HEADS * SIZES.GROUP + head
+        out_row = index.to(tl.int64) * KV_HEADS * GROUP + head
         out = results + out_row[:, None] * SIZES.HEAD_DIM + dim[None, :]
         tl.store(out, acc / total[:, None], mask=inside)
         tl.store(log_sums + out_row, highest + tl.log2(total), mask=is_row)
@@ -284,10 +294,10 @@ def add_partials(kept, row, dim, highest, total, acc, SIZES: tl.constexpr, HOOKS
 @triton.jit
 def load_partial(indices, i, count, results, log_sums, row, dim, SIZES: tl.constexpr):
     """A sequence's i-th partial result and log2 of its softmax's denominator (-inf: there is none)."""
-    HEADS: tl.constexpr = SIZES.KV_HEADS * SIZES.READERS * SIZES.GROUP
     index = tl.load(indices + i, mask=i < count, other=0)
-    first_row = index.to(tl.int64) * HEADS
+    first_row = index.to(tl.int64) * (SIZES.KV_HEADS * SIZES.READERS * SIZES.GROUP)
     is_there = row < tl.where(i < count, SIZES.GROUP, 0)
     inside = is_there[None, :] & (dim < SIZES.HEAD_DIM)[:, None]
     result = tl.load(results + first_row * SIZES.HEAD_DIM, mask=inside, other=0.0)
-    return result, tl.load(log_sums + first_row, mask=is_there, other=float("-inf"))
+    log_sum = tl.load(log_sums + first_row, mask=is_there, other=float("-inf"))
+    return result, log_sum
