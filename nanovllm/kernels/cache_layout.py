@@ -112,9 +112,7 @@ class CacheLayout:
         copy_pages(pages, sources, targets, num_tokens)
 
 
-def locate(
-    block_tables: Tensor, begins: Tensor, ends: Tensor, block_size: int
-) -> tuple[Tensor, Tensor, Tensor]:
+def locate(tables: Tensor, begins: Tensor, ends: Tensor, block_size: int) -> tuple[Tensor, Tensor, Tensor]:
     """
     Where the tokens from begins to ends [batch] of sequences lie. -> their blocks and their offsets in these,
     int [batch, longest], and which of these entries are such tokens, bool [batch, longest].
@@ -124,7 +122,7 @@ def locate(
     seen = token < ends
     # Entries beyond a sequence's end repeat its first token. An empty sequence reads block 0.
     token = torch.where(seen, token, begins)
-    blocks = block_tables.gather(1, token // block_size)
+    blocks = tables.gather(1, token // block_size)
     blocks = torch.where(ends > begins, blocks, 0)
     return blocks, token % block_size, seen
 
