@@ -18,6 +18,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[2]
 TESTS = [
     "simulation",
+    "sequence",
     "block_manager",
     "scheduler",
     "token_prefixes",
@@ -28,6 +29,8 @@ TESTS = [
     "copy_pages",
     "overlap",
     "engine",
+    "model",
+    "reach",
     "scores",
     "sampling",
     "edits",
@@ -162,8 +165,8 @@ MUTATIONS = [
         ),
         ("seq.num_cached_tokens = seq.num_computed_tokens = 0", "seq.num_cached_tokens = 0"),
         (
-            "seq.num_computed_tokens // self.block_size :]",
-            "seq.num_computed_tokens // self.block_size + 1 :]",
+            "for block_id in seq.block_table[num_computed:]:",
+            "for block_id in seq.block_table[num_computed + 1 :]:",
         ),
         ("return len(seq.block_table) * self.block_size >= len(seq)", "return len(seq.block_table) > 0"),
         ("if len(seq.block_table) * self.block_size < len(seq):", "if len(seq.block_table) < len(seq):"),
@@ -174,7 +177,7 @@ MUTATIONS = [
             "if block_id != -1 and self.blocks[block_id].packed == seq.packed(start, end):",
             "if block_id != -1:",
         ),
-        ('if prefix != -1 else b""', 'if False else b""'),
+        ("        if prefix != -1:\n", "        if False:\n"),
         ("            if self.blocks[block_id].ref_count == 0:\n", "            if False:\n"),
         ("        self._forget(block)\n        block.reset()", "        block.reset()"),
         ("            self.prefix_cache.written(seq, end - rest, end)", "            pass"),

@@ -12,8 +12,9 @@ import time
 from dataclasses import fields
 from typing import Any, NamedTuple
 
+from nanovllm import StructuredOutputsParams
 from nanovllm.extensions.text.results import Logprob
-from nanovllm.sampling_params import MAX_SEED, SamplingParams, StructuredOutputsParams
+from nanovllm.sampling_params import MAX_SEED, SamplingParams
 from nanovllm.utils.validation import check, shown
 
 SAMPLING_FIELDS = {f.name for f in fields(SamplingParams)}

@@ -13,9 +13,9 @@ import numpy
 import pytest
 import torch
 import transformers
+from engines import assert_empty, tokens_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_engine import assert_empty, tokens_of
 from test_sampling import RANDOM_SEEDS, assert_follows
 
 from nanovllm import LLM, AsyncLLM, SamplingParams
