@@ -391,7 +391,10 @@ MUTATIONS = [
             "lens_k = starts + lens_q",
             "lens_k = lens_q",
         ),
-        ("wanted |= seq.request.wanted", "wanted = seq.request.wanted"),
+        (
+            "seq.request.wanted for seq in sequences)) & self",
+            "seq.request.wanted for seq in sequences[:1])) & self",
+        ),
     ),
     *mutations_of(
         "nanovllm/extensions/logits/scores",
