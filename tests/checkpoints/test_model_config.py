@@ -322,6 +322,13 @@ def test_options_that_nobody_knows_are_refused_by_name():
         Config.from_options("a model", {"eos": 1})
 
 
+def test_an_option_that_no_part_serves_must_be_left_alone(monkeypatch):
+    monkeypatch.delitem(CHECKS, "lora")
+    assert Config("a model", device="cpu").lora is None
+    with pytest.raises(ValueError, match="lora must be None: no part of this engine serves it"):
+        Config("a model", device="cpu", lora="an adapter")
+
+
 def test_nothing_can_be_set_in_a_checked_config(tmp_path):
     config = Config("a model", device="cpu")
     with pytest.raises(dataclasses.FrozenInstanceError):
