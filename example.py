@@ -11,12 +11,19 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.extensions.batch.__main__ import run_command as run_batch
 
 QUESTIONS = ["introduce yourself", "list all prime numbers within 100"]
 DEFAULTS = ["--model=smollm2", "--temperature=0.6", "--max-tokens=256"]  # given again, the last one counts
+
+
+def as_prompt(tokenizer: Any, question: str) -> list[int]:
+    """The token ids that a chat model is asked with, as its own template writes a question."""
+    messages = [{"role": "user", "content": question}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    return tokenizer.encode(text, add_special_tokens=False)
 
 
 def main(argv: list[str]) -> None:
@@ -33,14 +40,17 @@ def main(argv: list[str]) -> None:
     add("--seed", type=int, help="makes sampled results repeatable")
     argv = [*DEFAULTS, *argv]
     if parser.parse_known_args(argv)[0].prompts:
-        run_batch(["--output=/dev/stdout", *(argument.replace("--prompts", "--input") for argument in argv)])
+        from nanovllm.extensions.batch.__main__ import run_command
+
+        options = [argument.replace("--prompts", "--input") for argument in argv]
+        run_command(["--output=/dev/stdout", *options])
         return
 
     args = parser.parse_args(argv)
     params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens)
     options = {"tensor_parallel_size": args.tensor_parallel_size, "enforce_eager": args.enforce_eager}
     with LLM(args.model, device=args.device, seed=args.seed, **options) as llm:
-        results = llm.chat([[{"role": "user", "content": question}] for question in QUESTIONS], params)
+        results = llm.generate([as_prompt(llm.tokenizer, question) for question in QUESTIONS], params)
     answers = [{"prompt": question, **result} for question, result in zip(QUESTIONS, results, strict=True)]
     if args.output:
         args.output.write_text("".join(json.dumps(answer) + "\n" for answer in answers))

@@ -50,7 +50,7 @@ def test_two_questions_are_asked_through_the_chat_template(tmp_path, checkpoint,
 def test_a_file_of_prompts_goes_to_the_batch_tool_with_all_options(tmp_path, monkeypatch):
     prompts, asked = tmp_path / "in.txt", []
     prompts.write_text("abc\n")
-    monkeypatch.setattr(example, "run_batch", lambda argv: asked.append(batch.parse_args(argv)))
+    monkeypatch.setattr(batch, "run_command", lambda argv: asked.append(batch.parse_args(argv)))
     example.main(["--prompts", str(prompts)])
     options = "--model m --output out --temperature 0 --max-tokens 4 --tensor-parallel-size 2 --enforce-eager"
     example.main([*options.split(), *f"--device cpu --seed 3 --top-k=5 --resume --prompts={prompts}".split()])

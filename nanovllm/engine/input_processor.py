@@ -131,6 +131,7 @@ class InputProcessor:
 
     def as_prompts(self, prompts: Any) -> list[Any]:
         """One prompt or a list of them as a list."""
+        check(isinstance(prompts, (str, list, tuple)), "prompts must be a text or a list", prompts)
         is_one = isinstance(prompts, str) or (prompts and all(isinstance(each, int) for each in prompts))
         return [prompts] if is_one else list(prompts)
 

@@ -1,5 +1,11 @@
 """Small tools, and what scripts for vLLM import from here."""
 
-from nanovllm.extensions.api.argparse_utils import FlexibleArgumentParser
+from typing import Any
 
-__all__ = ["FlexibleArgumentParser"]
+
+def __getattr__(name: str) -> Any:
+    if name != "FlexibleArgumentParser":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from nanovllm.extensions.api.argparse_utils import FlexibleArgumentParser
+
+    return FlexibleArgumentParser

@@ -210,22 +210,6 @@ def test_operations_do_not_grow_with_the_pool():
     assert large < 10 * small + 0.01, f"{small:.4f} s with 1,000 blocks, {large:.4f} s with 500,000"
 
 
-def test_tokens_that_a_failed_step_has_lost_leave_no_hash_behind():
-    manager, seq = BlockManager(9, 4), make_sequence(range(9), 4)
-    for token_id in range(9, 12):
-        seq.append_token(token_id)
-    manager.allocate(seq)
-    manager.reset()
-    kept = seq.block_hashes[:2]
-    del seq.token_ids[9:]
-    seq.restart()
-    assert seq.block_hashes == kept
-    for token_id in (70, 71, 72):
-        seq.append_token(token_id)
-    manager.allocate(seq)
-    assert manager.compute_hash([8, 70, 71, 72], kept[1]) in manager.hash_to_block_id
-
-
 BlockManagerMachine.TestCase.settings = settings(
     max_examples=150,
     stateful_step_count=40,

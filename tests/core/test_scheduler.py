@@ -1,8 +1,5 @@
 """The scheduler's rules (design.md section 3), on examples and on generated histories."""
 
-import time
-from types import SimpleNamespace
-
 import pytest
 from block_pool import check_pool
 from hypothesis import HealthCheck, settings
@@ -199,37 +196,6 @@ def test_a_completion_ends_at_the_latest_where_the_context_does(prompt, max_toke
         check_pool(scheduler.block_manager, [])
 
 
-@pytest.mark.parametrize("excess", [0, 1, 20])
-@pytest.mark.parametrize(
-    "options, longest, message",
-    [
-        (
-            dict(num_kvcache_blocks=8),
-            33,
-            "8 KV cache blocks of 4 tokens are enough for 33; raise num_kvcache",
-        ),
-        (dict(max_model_len=32), 32, "max_model_len is 32, which may be raised to 200000"),
-        (
-            dict(max_model_len=200_000, num_kvcache_blocks=60, kvcache_block_size=4096),
-            200_000,
-            "which is the checkpoint's own limit",
-        ),
-    ],
-    ids=["pool", "max_model_len", "checkpoint"],
-)
-def test_a_prompt_that_leaves_no_room_for_a_token_is_refused_when_it_is_added(
-    options, longest, message, excess
-):
-    scheduler, prompt = make_plain(**options), longest + excess
-    with pytest.raises(
-        ValueError, match=f"prompt has {prompt} tokens and needs room for {prompt + 1}.*{message}"
-    ):
-        scheduler.add(make_sequence([1] * prompt, 1))
-    assert scheduler.is_finished() and not scheduler.waiting
-    check_pool(scheduler.block_manager, [])
-    scheduler.limits.check(longest, 0)  # a text that is only scored needs no more
-
-
 def test_a_long_generation_alone_in_the_pool_never_starves():
     scheduler, runner = make_plain_engine(num_kvcache_blocks=16, max_num_batched_tokens=8)
     sequences = [make_sequence([i] * 3, max_tokens=60, ignore_eos=True) for i in range(1, 5)]
@@ -287,34 +253,6 @@ def test_a_prompt_may_be_preempted_between_its_chunks():
         assert sequence.completion_token_ids == expected_completion(sequence.prompt_token_ids, count, ())
 
 
-def test_when_the_one_without_room_is_aborted_the_next_gets_its_turn():
-    scheduler = make_plain(num_kvcache_blocks=10)
-    first, blocked, behind = (
-        make_sequence([1] * 9, 20, True),
-        make_sequence([3] * 30, 4),
-        make_sequence([4], 1),
-    )
-    for sequence in (first, blocked, behind):
-        scheduler.add(sequence)
-    for _ in range(2):
-        scheduled, _ = scheduler.schedule()
-        scheduler.postprocess(scheduled, [1] * len(scheduled))
-    assert list(scheduler.waiting) == [blocked, behind]
-    scheduler.end(blocked, "abort")
-    assert scheduler.schedule() == ([behind], True)
-
-
-def test_waiting_requests_are_aborted_as_quickly_wherever_they_stand():
-    scheduler = make_plain()
-    sequences = [make_sequence([1, 2]) for _ in range(10_000)]
-    for sequence in sequences:
-        scheduler.add(sequence)
-    start = time.perf_counter()
-    for sequence in [*sequences[5_000:][::-1], *sequences[:5_000]]:
-        scheduler.end(sequence, "abort")
-    assert time.perf_counter() - start < 1 and scheduler.is_finished()
-
-
 SchedulerMachine.TestCase.settings = settings(
     max_examples=150,
     stateful_step_count=30,
@@ -323,26 +261,3 @@ SchedulerMachine.TestCase.settings = settings(
     suppress_health_check=list(HealthCheck),
 )
 TestSchedulerHistories = SchedulerMachine.TestCase
-
-
-def test_blocks_that_no_layer_reads_again_go_back_to_the_pool():
-    """With a window of 9 tokens and blocks of 4 a sequence keeps 3 or 4 blocks, however long it becomes."""
-    scheduler = make_plain(
-        num_kvcache_blocks=16, hf_config=SimpleNamespace(context_limit=200_000, tokens_in_reach=9)
-    )
-    manager = scheduler.block_manager
-    seq = make_sequence(range(10, 30), max_tokens=40, ignore_eos=True)
-    scheduler.add(seq)
-    seen = []
-    while not scheduler.is_finished():
-        sequences, _ = scheduler.schedule()
-        first = max(0, seq.num_computed_tokens + 1 - 9)
-        own = seq.block_table[seq.num_released_blocks :]
-        assert seq.num_released_blocks * 4 <= first, "a block that this step reads was given back"
-        assert set(own) == manager.used_block_ids
-        seen.append(len(own))
-        scheduler.postprocess(sequences, [1])
-    assert seen[0] == 5 and set(seen[1:]) == {3}
-    assert not manager.used_block_ids and len(manager.free_block_ids) == 16
-    again = make_sequence(range(10, 30))
-    assert len(manager.find(again).blocks) == 4, "until it is handed out, a block can be found"

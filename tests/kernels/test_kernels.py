@@ -41,7 +41,7 @@ from nanovllm.extensions.products.kernels import gemv
 from nanovllm.extensions.ranks.kernels import all_reduce
 from nanovllm.extensions.structured.kernels import token_masks
 from nanovllm.extensions.structured.kernels.token_masks import Masks
-from nanovllm.kernels import decode_attention, kv_store, prefill_attention, sampling
+from nanovllm.kernels import decode_attention, kv_store, layernorm, prefill_attention, sampling
 from nanovllm.kernels.attention_variant import AttentionVariant
 from nanovllm.kernels.runtime import HAVE_TRITON, INTERPRETED
 
@@ -506,3 +506,45 @@ def test_each_rank_sums_up_its_share_of_rows_that_the_ranks_do_not_divide(device
     got = begin(add, ranks[rank], parts[rank], *args)
     for one, other in zip(got, sum_and_norm(parts, *args), strict=True):
         assert error(one[rank::3], other[rank::3]) < 1e-6
+
+
+@on_devices
+@pytest.mark.parametrize("shape", [(0, 64), (2, 3, 4, 64), (1, 64)])
+def test_rms_norm_takes_any_number_of_leading_dimensions(device, shape):
+    x, weight = rand(*shape, device=device), rand(64, device=device)
+    normed = layernorm.rms_norm(x, weight, 1e-6)
+    assert normed.shape == x.shape
+    torch.testing.assert_close(normed, layernorm.rms_norm_torch(x, weight, 1e-6))
+
+
+def test_the_decode_reference_gives_zeros_when_every_row_is_padding():
+    check_decode(decode_attention.paged_decode_attention_torch, [0, 0], 4, 2, 64, 16, "cpu", torch.float32)
+
+
+@pytest.mark.parametrize("cache_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("slot", [-1, 0, 37])
+def test_a_token_alone_is_stored_as_among_others(slot, cache_dtype):
+    alone, among = (empty_caches(3, 16, 2, 64, "cpu", cache_dtype) for _ in range(2))
+    key, value, slots = rand(2, 2, 64), rand(2, 2, 64), torch.tensor([slot, -1])
+    kv_store.store_kvcache_torch(key[:1], value[:1], *alone, slots[:1])
+    kv_store.store_kvcache_torch(key, value, *among, slots)
+    for one, other in zip(alone, among, strict=True):
+        torch.testing.assert_close(one, other, atol=0, rtol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("cache_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("length", [0, 1, 100])
+def test_the_decode_reference_computes_a_sequence_alone(length, cache_dtype):
+    attend = decode_attention.paged_decode_attention_torch
+    check_decode(attend, [length], 4, 2, 64, 16, "cpu", torch.float32, cache_dtype)
+
+
+@on_devices
+def test_prefill_reads_pages_of_256_tokens(device):
+    lengths = on(device, [(300, 600), (512, 512)], [(20, 300)])
+    check_prefill(prefill_attention.varlen_prefill_attention, lengths, 2, 1, 64, device, torch.float32, 256)
+
+
+def test_noise_is_finite_for_every_hash():
+    bits = torch.tensor([0, 2**23 - 1], dtype=torch.float32)
+    assert (-(-((bits + 0.5) * 2.0**-23).log()).log()).isfinite().all()

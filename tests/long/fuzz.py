@@ -22,8 +22,8 @@ from unittest import mock
 import paths  # noqa: F401
 import pytest
 import torch
+from engines import assert_empty
 from reference import check_result, logprobs_of
-from test_engine import assert_empty
 from test_faults import SITES, object_of
 
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams

@@ -18,6 +18,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[2]
 TESTS = [
     "simulation",
+    "sequence",
     "block_manager",
     "scheduler",
     "token_prefixes",
@@ -28,6 +29,8 @@ TESTS = [
     "copy_pages",
     "overlap",
     "engine",
+    "model",
+    "reach",
     "scores",
     "sampling",
     "edits",
@@ -162,8 +165,8 @@ MUTATIONS = [
         ),
         ("seq.num_cached_tokens = seq.num_computed_tokens = 0", "seq.num_cached_tokens = 0"),
         (
-            "seq.num_computed_tokens // self.block_size :]",
-            "seq.num_computed_tokens // self.block_size + 1 :]",
+            "for block_id in seq.block_table[num_computed:]:",
+            "for block_id in seq.block_table[num_computed + 1 :]:",
         ),
         ("return len(seq.block_table) * self.block_size >= len(seq)", "return len(seq.block_table) > 0"),
         ("if len(seq.block_table) * self.block_size < len(seq):", "if len(seq.block_table) < len(seq):"),
@@ -174,7 +177,7 @@ MUTATIONS = [
             "if block_id != -1 and self.blocks[block_id].packed == seq.packed(start, end):",
             "if block_id != -1:",
         ),
-        ('if prefix != -1 else b""', 'if False else b""'),
+        ("        if prefix != -1:\n", "        if False:\n"),
         ("            if self.blocks[block_id].ref_count == 0:\n", "            if False:\n"),
         ("        self._forget(block)\n        block.reset()", "        block.reset()"),
         ("            self.prefix_cache.written(seq, end - rest, end)", "            pass"),
@@ -358,10 +361,13 @@ MUTATIONS = [
     ),
     *mutations_of(
         "model_runner",
-        ("step.vocab_start = self.model.lm_head.vocab_start", "step.vocab_start = 0"),
-        ("self.model.lm_head.gather(logits), 0", "self.model.lm_head.gather(logits), step.vocab_start"),
-        ("logits = logits.clone()", "pass"),
         ("                part.reset()", "                pass"),
+    ),
+    *mutations_of(
+        "nanovllm/layers/sampler",
+        ("step.vocab_start = self.lm_head.vocab_start", "step.vocab_start = 0"),
+        ("self.lm_head.gather(logits), 0", "self.lm_head.gather(logits), step.vocab_start"),
+        ("logits = logits.clone()", "pass"),
     ),
     *mutations_of(
         "nanovllm/extensions/structured/kernels/token_masks",
@@ -400,18 +406,15 @@ MUTATIONS = [
     *mutations_of(
         "slots",
         ("        if slots != self.batch:", "        if not self.batch:"),
-        ("self.has_prefilled or slots != self.batch, False", "self.has_prefilled, False"),
-        ("self.has_prefilled or slots != self.batch, False", "slots != self.batch, False"),
+        ("self.has_prefilled or slots != self.batch", "self.has_prefilled"),
+        ("self.has_prefilled or slots != self.batch", "slots != self.batch"),
         ("if len(seq.block_table) != num_blocks[seq.slot]:", "if False:"),
-        (
-            "np.array([[seq.request.seed] for seq in sequences]",
-            "np.array([[seq.seq_id] for seq in sequences]",
-        ),
+        ("np.array([seq.request.seed]", "np.array([seq.seq_id]"),
         (
             "range(start + num_sent, start + num_blocks)",
             "range(start + num_sent + 1, start + num_blocks + 1)",
         ),
-        ("            self.num_blocks[seq.slot] = 0\n", ""),
+        ("            self.num_blocks[slot] = 0\n", ""),
         ("self.batch: list[int] = []", "self.batch = getattr(self, 'batch', [])"),
     ),
     *mutations_of(
@@ -640,11 +643,11 @@ MUTATIONS = [
     *mutations_of(
         "nanovllm/kernels/split_kv",
         ("begin = first // SIZES.TILE * SIZES.TILE", "begin = first"),
+        ("kv_head = share // SIZES.READERS", "kv_head = share % SIZES.KV_HEADS"),
     ),
     *mutations_of(
         "nanovllm/kernels/decode_attention",
         ("        key, value = key.to(query.dtype), value.to(query.dtype)", "        pass"),
-        ("kv_head = share // SIZES.READERS", "kv_head = share % SIZES.KV_HEADS"),
     ),
     *mutations_of(
         "nanovllm/kernels/cache_layout",
@@ -655,7 +658,6 @@ MUTATIONS = [
         "nanovllm/extensions/int8_cache/kernels/decode",
         ("tl.where(seen, fast_log2(value_scale), 0.0)", "fast_log2(value_scale)"),
         ("widen(value) - 1152.0", "widen(value) - 1151.0"),
-        ("kv_head = share // SIZES.READERS", "kv_head = share % SIZES.KV_HEADS"),
     ),
     *mutations_of(
         "nanovllm/extensions/int8_cache/layout",
@@ -779,8 +781,8 @@ MUTATIONS = [
         ("zero = ZERO_POINT\n", "zero = 0\n"),
         ("place += column // GROUP", "place += byte // GROUP"),
         ("place = (row // TILE_ROWS)", "place = row"),
-        ("return tl.where(code > 127, -size, size)", "return size"),
-        ("tl.where(exponent > 0, 8, 0)", "8"),
+        ("return tl.where(code > HIGHEST, -size, size)", "return size"),
+        ("tl.where(exponent > 0, IMPLIED, 0)", "IMPLIED"),
         (
             "grid = grid[rows.start // height : cdiv(rows.stop, height)]",
             "grid = grid[: cdiv(rows.stop, height)]",
@@ -792,8 +794,8 @@ MUTATIONS = [
         "nanovllm/extensions/quantised/kernels/quantised_matvec",
         ("place += piece * INPUTS // GROUP", "place += piece // GROUP"),
         (
-            "multiply_by_arithmetic(current, others, KIND, 4)",
-            "multiply_by_arithmetic(current, others, KIND, 0)",
+            "multiply_by_arithmetic(words, others, KIND, 4)",
+            "multiply_by_arithmetic(words, others, KIND, 0)",
         ),
         ("            parts += its_zero.to(tl.float32) * sums", "            pass"),
         ("        if KIND != INT4 and zeros is not None:", "        if False:"),
@@ -901,7 +903,7 @@ MUTATIONS = [
     ),
     *mutations_of(
         "nanovllm/extensions/quantised/int4",
-        ("+ self.added_to_zeros & 15, shard)", "+ self.added_to_zeros, shard)"),
+        ("+ self.added_to_zeros & 15", "+ self.added_to_zeros"),
     ),
     *mutations_of(
         "nanovllm/extensions/quantised/gguf_blocks",

@@ -125,7 +125,7 @@ class FakeModel:
         copied = [(seq, copy) for seq in sequences if (copy := self.copy_for(seq))]
         batch = self.batches.prefill(sequences) if is_prefill else self.batches.decode(sequences)
         if batch.slot_updates is not None:
-            indices, values = batch.slot_updates.words
+            indices, values = batch.slot_updates
             self.words[indices] = values
         messages, num_grouped = batch.messages or {}, self.backend.planner.num_prefix_tokens
         if "attention" in messages:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_engine import assert_empty
+from engines import assert_empty
 
 from nanovllm import LLM, AsyncLLM, SamplingParams
 from nanovllm.distributed.ranks import EngineDeadError

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from test_layers import TP_SIZES, on_rank
+from layer_checks import TP_SIZES, on_rank
 
 from nanovllm import LLM
 from nanovllm.extensions.experts.kernels.router import Routing

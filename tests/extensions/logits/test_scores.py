@@ -6,8 +6,8 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from engines import Watch, assert_empty
 from test_edits import SCHEDULES, expected_logprobs
-from test_engine import Watch, assert_empty
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.extensions.text.results import make_score

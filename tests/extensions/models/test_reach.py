@@ -53,3 +53,26 @@ def test_a_block_that_is_shared_stays_used_when_one_of_its_sequences_has_left_it
     scheduler.preempt(scheduler.running.pop())
     assert not second.block_table and second.num_released_blocks == 0
     check_pool(scheduler.block_manager, [first.block_table[first.num_released_blocks :]])
+
+
+def test_blocks_that_no_layer_reads_again_go_back_to_the_pool():
+    """With a window of 9 tokens and blocks of 4 a sequence keeps 3 or 4 blocks, however long it becomes."""
+    scheduler = make_plain(
+        num_kvcache_blocks=16, hf_config=SimpleNamespace(context_limit=200_000, tokens_in_reach=9)
+    )
+    manager = scheduler.block_manager
+    seq = make_sequence(range(10, 30), max_tokens=40, ignore_eos=True)
+    scheduler.add(seq)
+    seen = []
+    while not scheduler.is_finished():
+        sequences, _ = scheduler.schedule()
+        first = max(0, seq.num_computed_tokens + 1 - 9)
+        own = seq.block_table[seq.num_released_blocks :]
+        assert seq.num_released_blocks * 4 <= first, "a block that this step reads was given back"
+        assert set(own) == manager.used_block_ids
+        seen.append(len(own))
+        scheduler.postprocess(sequences, [1])
+    assert seen[0] == 5 and set(seen[1:]) == {3}
+    assert not manager.used_block_ids and len(manager.free_block_ids) == 16
+    again = make_sequence(range(10, 30))
+    assert len(manager.find(again).blocks) == 4, "until it is handed out, a block can be found"

@@ -237,12 +237,12 @@ def test_a_steady_step_sends_nothing_and_a_new_sequence_in_an_old_row_is_seen():
     assert fourth.plan_key and fourth.messages is fourth.slot_updates is None
     alone = batches.decode(sequences[:1])
     assert not alone.plan_key and alone.messages is None
-    assert alone.slot_updates.words.shape == (2, 3)  # the batch alone
+    assert alone.slot_updates.shape == (2, 3)  # the batch alone
     assert backend.stats() == {"num_grouped_tokens": 4 * 36_000}
     batches.reset()
     batches.prefill(sequences)
     again = batches.decode(sequences)
-    assert (again.slot_updates.words == first.slot_updates.words).all()
+    assert (again.slot_updates == first.slot_updates).all()
     assert (again.messages["attention"] == first.messages["attention"]).all()
     assert backend.stats() == {"num_grouped_tokens": 5 * 36_000}
 

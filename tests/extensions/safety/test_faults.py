@@ -13,9 +13,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from engines import assert_empty, tokens_of
 from soak import resident_bytes, soak
 from test_async import idle
-from test_engine import assert_empty, tokens_of
 
 from nanovllm import LLM, AsyncLLM, SamplingParams, StructuredOutputsParams
 from nanovllm.distributed.ranks import EngineDeadError

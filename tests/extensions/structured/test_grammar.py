@@ -17,9 +17,9 @@ from typing import Any, Literal
 import jsonschema
 import numpy as np
 import pytest
+from engines import assert_empty, tokens_of
 from smollm2 import smollm2_gguf  # noqa: F401
 from structured_schemas import CHECKPOINT, ENDINGS, run
-from test_engine import assert_empty, tokens_of
 
 from nanovllm import LLM, AsyncLLM, SamplingParams, StructuredOutputsParams
 from nanovllm.extensions.structured.grammar import GrammarError, Grammars

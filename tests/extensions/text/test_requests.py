@@ -12,8 +12,8 @@ from unittest import mock
 import pytest
 import torch
 import transformers
+from engines import assert_empty, tokens_of
 from fuzz import CHECKPOINT, Question, answer_at_once, fuzz, rounding_explains
-from test_engine import assert_empty, tokens_of
 from tokenizers import Tokenizer, decoders, models
 
 from nanovllm import LLM, SamplingParams

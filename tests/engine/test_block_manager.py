@@ -1,0 +1,21 @@
+"""The block manager beyond tests/core: sequences that begin anew."""
+
+from block_pool import make_sequence
+
+from nanovllm.engine.block_manager import BlockManager
+
+
+def test_tokens_that_a_failed_step_has_lost_leave_no_hash_behind():
+    manager, seq = BlockManager(9, 4), make_sequence(range(9), 4)
+    for token_id in range(9, 12):
+        seq.append_token(token_id)
+    manager.allocate(seq)
+    manager.reset()
+    kept = seq.block_hashes[:2]
+    del seq.token_ids[9:]
+    seq.restart()
+    assert seq.block_hashes == kept
+    for token_id in (70, 71, 72):
+        seq.append_token(token_id)
+    manager.allocate(seq)
+    assert manager.compute_hash([8, 70, 71, 72], kept[1]) in manager.hash_to_block_id
