@@ -3,6 +3,8 @@
 Rank 0 makes the batch from scheduled sequences and waits for the output. Ranks never see a `Sequence`.
 """
 
+import functools
+import operator
 from collections.abc import Hashable
 from itertools import chain
 from typing import Any, NamedTuple
@@ -13,7 +15,7 @@ import torch
 from nanovllm.engine.interfaces import LogitsProcessor, selected
 from nanovllm.engine.policies import PrefixCache
 from nanovllm.engine.sequence import Sequence, unpack
-from nanovllm.engine.slots import HostSlots, SlotLayout, SlotUpdates
+from nanovllm.engine.slots import HostSlots, SlotLayout
 from nanovllm.engine.transfer import to_host
 from nanovllm.layers.attention import AttentionBackend
 
@@ -27,7 +29,7 @@ class Batch(NamedTuple):
 
     num_sequences: int
     wanted: int  # the logits processors that at least one of the sequences wants, a bit each
-    slot_updates: SlotUpdates | None
+    slot_updates: np.ndarray | None  # see slots.py
     messages: dict[str, Any] | None = None  # by part of the engine: what it has prepared for every rank
     slots: np.ndarray | None = None  # int32 [sequences], see slots.py
     lens_q: np.ndarray | None = None  # int32 [sequences], tokens to be computed
@@ -65,12 +67,13 @@ class BatchMaker:
         self.ever_wanted = 0
 
     def decode(self, sequences: list[Sequence]) -> Batch:
-        updates, messages = self.slots.decode(sequences), None
+        updates = self.slots.decode(sequences)
+        messages = None
         if self.backend.largest_plan and self.slots.is_new_batch:
             self.plan_key, message = self.backend.plan(sequences)
             messages = None if message is None else {"attention": message}
         self.backend.num_decode_steps += 1
-        wanted = _wanted(sequences) & self.of_decode
+        wanted = functools.reduce(operator.or_, (seq.request.wanted for seq in sequences)) & self.of_decode
         return Batch(len(sequences), wanted, updates, messages, plan_key=self.plan_key)
 
     def prefill(self, sequences: list[Sequence]) -> Batch:
@@ -79,7 +82,7 @@ class BatchMaker:
         lens_k = starts + lens_q
         spans = zip(sequences, starts.tolist(), lens_k.tolist(), strict=True)
         packed = b"".join(seq.packed(start, end) for seq, start, end in spans)
-        wanted = _wanted(sequences)
+        wanted = functools.reduce(operator.or_, (seq.request.wanted for seq in sequences))
         return Batch(
             len(sequences),
             wanted,
@@ -97,7 +100,8 @@ class BatchMaker:
         self.ever_wanted |= wanted
         for processor in selected(self.processors, self.ever_wanted):
             messages[processor.name] = processor.prepare(sequences)
-        return {name: message for name, message in messages.items() if message is not None} or None
+        found = {name: message for name, message in messages.items() if message is not None}
+        return found or None
 
     def _slot_mapping(self, sequences: list[Sequence], lens_q: np.ndarray, lens_k: np.ndarray) -> np.ndarray:
         positions = token_positions(lens_q, lens_k)
@@ -116,13 +120,6 @@ def token_positions(lens_q: np.ndarray, lens_k: np.ndarray) -> np.ndarray:
     return np.arange(ends[-1], dtype=np.int32) + np.repeat(lens_k - ends, lens_q)
 
 
-def _wanted(sequences: list[Sequence]) -> int:
-    wanted = 0
-    for seq in sequences:
-        wanted |= seq.request.wanted
-    return wanted
-
-
 class StepOutput(NamedTuple):
     """What a step computes. A rank's is on its device; `to_host` gives one that is on its way to the host."""
 
@@ -133,9 +130,9 @@ class StepOutput(NamedTuple):
     def to_host(self, batch: Batch) -> "StepOutput":
         """Begin to copy the output of this batch. Call it before the next step, which may overwrite it."""
         size = None if batch.is_prefill else batch.num_sequences  # the rest is padding
-        tensors = {
-            name: tuple(to_host(tensor[:size]) for tensor in found) for name, found in self.tensors.items()
-        }
+        tensors = {}
+        for name, found in self.tensors.items():
+            tensors[name] = tuple(to_host(tensor[:size]) for tensor in found)
         done = torch.cuda.Event() if self.tokens.is_cuda else None
         output = StepOutput(to_host(self.tokens[:size]), tensors, done)
         if done is not None:
