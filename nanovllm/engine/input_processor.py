@@ -4,7 +4,7 @@ served, before anything has changed.
 
 from collections.abc import Collection, Iterable
 from dataclasses import fields, replace
-from itertools import chain, count
+from itertools import chain
 from typing import Any
 
 from nanovllm.config import Config
@@ -68,8 +68,8 @@ class InputProcessor:
         for i, params in enumerate(each):
             if id(params) not in checked:
                 checked[id(params)] = self.read_params(params, name_of(i))
-        triples = zip(prompts, each, count(), strict=False)
-        requests = [self._read_prompt(prompt, checked[id(params)], i) for prompt, params, i in triples]
+        pairs = enumerate(zip(prompts, each, strict=True))
+        requests = [self._read_prompt(prompt, checked[id(params)], i) for i, (prompt, params) in pairs]
         for i, request in enumerate(requests):
             self.read_rest(request, i)
         return requests

@@ -8,6 +8,7 @@ methods of its own when it forks.
 import functools
 import os
 import weakref
+from dataclasses import fields
 from typing import Any
 
 from nanovllm.distributed.ranks import EngineDeadError
@@ -19,7 +20,7 @@ from nanovllm.utils.validation import check, is_number
 NOT_PICKLED = "an engine cannot be pickled or copied: make one in each process that uses one, or share one \
 among the tasks of a process with AsyncLLM"
 SamplingParams.__init__ = takes_foreign(SamplingParams.__init__)
-SamplingParams.__struct_fields__ = tuple(SamplingParams.__dataclass_fields__)  # vLLM's name
+SamplingParams.__struct_fields__ = tuple(each.name for each in fields(SamplingParams))  # vLLM's name
 takes_foreign_options = functools.partial(takes_foreign, sampling=SamplingParams.__struct_fields__)
 _engines: "weakref.WeakSet[ApiLLM]" = weakref.WeakSet()  # those of this process
 
@@ -45,7 +46,7 @@ if hasattr(os, "register_at_fork"):
 class ApiLLM(LLMEngine):
     """It belongs to the process that made it, and does one call at a time; `AsyncLLM` serves many tasks."""
 
-    _call: dict[int, Any] | None = None  # the call that the unfinished requests belong to, see _take_turn
+    _call = None  # the one that the unfinished requests belong to, see _take_turn
 
     def __init__(self, model: str | os.PathLike, **options: Any):
         self._own_ids: dict[int | str, int | str] = {}  # caller's id -> engine's, and the other way round

@@ -41,10 +41,9 @@ class TextInputProcessor(InputProcessor):
         """Raises ValueError for a text that the tokenizer cannot take."""
         if self.tokenizer is None:
             return super().tokenize(text, name)
-        if (place := find_surrogate(text)) >= 0:
-            reason = f"the lone surrogate {text[place]!r} at {place} is no character"
-            raise ValueError(f"{name} cannot be tokenized: {reason}; got {shown(text)}")
         try:
+            if (place := find_surrogate(text)) >= 0:
+                raise ValueError(f"the lone surrogate {text[place]!r} at {place} is no character")
             with tokenizer_errors(f"the tokenizer of {self.model!r}"):
                 return super().tokenize(text, name, add_special_tokens)
         except ValueError as error:
