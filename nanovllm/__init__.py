@@ -15,7 +15,7 @@ PLACES = {
     "CompletionOutput": "nanovllm.outputs",
     "EngineArgs": "nanovllm.extensions.api.engine_args",
     "RequestOutput": "nanovllm.outputs",
-    "StructuredOutputsParams": "nanovllm.sampling_params",
+    "StructuredOutputsParams": "nanovllm.extensions.structured.params",
     "TextPrompt": "nanovllm.inputs",
     "TokensPrompt": "nanovllm.inputs",
 }

@@ -17,7 +17,7 @@ from torch import nn
 from nanovllm.checkpoints.base import Checkpoint
 from nanovllm.checkpoints.folder import FolderCheckpoint
 from nanovllm.checkpoints.model_config import ModelConfig
-from nanovllm.config import DTYPES, FILLED_IN, Config
+from nanovllm.config import CHECKS, FILLED_IN, KV_CACHE_DTYPES, Config
 from nanovllm.distributed.group import Group
 from nanovllm.distributed.ranks import Ranks
 from nanovllm.engine.interfaces import Parts, record_always
@@ -44,30 +44,27 @@ if Path(__file__).with_name("extensions").joinpath("__init__.py").exists():
     from nanovllm.extensions.prefixes.token_prefixes import HoldBack, TokenPrefixes
     from nanovllm.extensions.products.products import FoldingWeight
     from nanovllm.extensions.quantised.formats import read_scheme
+    from nanovllm.extensions.ranks.gloo_group import GlooGroup
     from nanovllm.extensions.ranks.peer_group import PeerGroup, stand_in
+    from nanovllm.extensions.safety.options import CHECKS_OF_EXTENSIONS
+    from nanovllm.extensions.safety.sampling_checks import check_sampling
     from nanovllm.extensions.structured.bitmask import BitmaskProcessor
+    from nanovllm.extensions.structured.params import check_structured_outputs
 
     EXTENDED = True
+    CHECKS.update(CHECKS_OF_EXTENSIONS)
+    KV_CACHE_DTYPES["int8"] = torch.uint8  # the bytes of extensions/int8_cache
+    SamplingParams.checks = [check_sampling, check_structured_outputs]
     FILES = llama, mistral, qwen2, qwen3, qwen3_moe, gemma3, gpt_oss
     MODELS = {file.FACTS.model.__name__: file.FACTS for file in FILES}
 else:
     EXTENDED, MODELS = False, {}
 
-# What only extensions do. Without them these are options that must be left alone.
-OPTIONS_OF_EXTENSIONS = """
-    model_impl quantization lora tokenizer hf_overrides revision download_dir token
-""".split()
-
 
 def open_core(model: str, options: dict[str, Any]) -> tuple[Config, Checkpoint]:
     """What the arguments of an engine say, completed by the folder that they name; and that, opened."""
     config = Config.from_options(model, options)
-    served = dict(load_format=("auto", "safetensors", "dummy"), kv_cache_dtype=("auto", *DTYPES))
-    served |= {name: (getattr(Config, name),) for name in OPTIONS_OF_EXTENSIONS}
-    for name, values in served.items():
-        if getattr(config, name) not in values:  # of which one is a secret
-            raise ValueError(f"{name} must be {shown(values[0])} without the folder nanovllm/extensions")
-    checkpoint = FolderCheckpoint(os.path.expanduser(config.model), config.load_format == "dummy")
+    checkpoint = FolderCheckpoint(os.path.expanduser(config.model))
     return config.with_checkpoint(checkpoint, options), checkpoint
 
 
@@ -251,7 +248,7 @@ def make_backend(
 def collectives(config: Config) -> Callable[..., Group]:
     """What makes the group through which several ranks compute together."""
     on_gpus = config.device_of(0).type == "cuda"
-    return functools.partial(PeerGroup, config=config) if on_gpus else Group
+    return functools.partial(PeerGroup, config=config) if on_gpus else GlooGroup
 
 
 def make_prefix_cache(config: Config) -> PrefixCache:

@@ -3,7 +3,7 @@
 import os
 import re
 import warnings
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -17,11 +17,99 @@ MAX_SIZE = 2**31 - 1
 MAX_GRID = 2**16 - 1  # of a kernel's second and third dimension
 DEVICE = re.compile("auto|cpu|cuda(:[1-9]?[0-9])?")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-KV_CACHE_DTYPES = {**DTYPES, "int8": torch.uint8}  # the bytes of extensions/int8_cache
+KV_CACHE_DTYPES = dict(DTYPES)
 OTHER_NAMES = {"half": "float16", "float": "float32"}  # of dtypes
-# Formats that other engines want to be told, and this one finds in the checkpoint.
-FOUND_FORMATS = "compressed-tensors gptq gptq_marlin awq awq_marlin auto-round gguf".split()
 FILLED_IN = ("hf_config", "eos")  # from the checkpoint
+
+# (value, name of the option) -> the value to keep. Raises ValueError naming the option, the value and what is
+# allowed.
+Check = Callable[[Any, str], Any]
+
+
+def integer(low: int, high: int = MAX_SIZE, *others: int | None) -> Check:
+    """An integer in this range, also numpy's, or one of the other values."""
+
+    def check_integer(value: Any, name: str) -> int | None:
+        for other in others:
+            if value is other or (is_number(value, int) and value == other):
+                return other
+        check(is_number(value, int, low, high), f"{name} must be an integer from {low} to {high}", value)
+        return int(value)
+
+    return check_integer
+
+
+def one_of(*allowed: str) -> Check:
+    def check_choice(value: Any, name: str) -> str:
+        # An array would compare its elements.
+        is_allowed = isinstance(value, str) and value in allowed
+        check(is_allowed, f"{name} must be one of {list(allowed)}", value)
+        return value
+
+    return check_choice
+
+
+def dtype_name(*allowed: str) -> Check:
+    """Also given as a dtype of torch, or by another name."""
+
+    def check_dtype(value: Any, name: str) -> str:
+        if isinstance(value, torch.dtype):
+            value = str(value).removeprefix("torch.")
+        if isinstance(value, str):
+            value = OTHER_NAMES.get(value, value)
+        return one_of("auto", *allowed)(value, name)
+
+    return check_dtype
+
+
+def check_model(value: Any, name: str) -> str:
+    check(isinstance(value, (str, os.PathLike)), f"{name} must be a name or a path", value)
+    return str(value)
+
+
+def check_block_size(value: Any, name: str) -> int:
+    size = integer(16)(value, name)
+    check(size % 16 == 0, f"{name} must be a multiple of 16", size)
+    return size
+
+
+def check_share(value: Any, name: str) -> float:
+    is_share = is_number(value, float, 0, 1) and value != 0
+    check(is_share, f"{name} must be a number in (0, 1]", value)
+    return value
+
+
+def resolve_device(value: Any, name: str) -> str:
+    """The device that "auto" stands for, or else the value itself."""
+    is_name = isinstance(value, (str, torch.device)) and DEVICE.fullmatch(str(value))
+    check(bool(is_name), f"{name} must be 'auto', 'cpu', 'cuda' or 'cuda:N'", value)
+    device = str(value)
+    if device == "cpu" or torch.cuda.is_available():
+        return "cuda" if device == "auto" else device
+    if device != "auto":
+        raise ValueError(f"device={device!r} was asked for, but torch finds no CUDA device")
+    return "cpu"
+
+
+# Of each option that some part of the engine serves. Any other must be left at its default.
+CHECKS: dict[str, Check] = {
+    "model": check_model,
+    "max_num_batched_tokens": integer(1),
+    "max_num_seqs": integer(1, MAX_GRID),
+    "max_model_len": integer(1, MAX_SIZE, None),
+    "gpu_memory_utilization": check_share,
+    "tensor_parallel_size": integer(1, 8),
+    "enforce_eager": check_bool,
+    "kvcache_block_size": check_block_size,
+    "num_kvcache_blocks": integer(1, MAX_SIZE, -1),
+    "device": resolve_device,
+    "dtype": dtype_name(*DTYPES),
+    "load_format": one_of("auto", "safetensors"),
+    "attention_backend": one_of("auto", "flash", "triton", "torch"),
+    "kv_cache_dtype": dtype_name(*DTYPES),
+    "enable_prefix_caching": check_bool,
+    "seed": integer(0, 2**63 - 1, None),
+}
 
 
 @dataclass(frozen=True)
@@ -92,75 +180,16 @@ class Config:
         # cannot ask CUDA for its devices.
         if self.hf_config is not None:
             return
-        check(isinstance(self.model, (str, os.PathLike)), "model must be a name or a path", self.model)
-        object.__setattr__(self, "model", str(self.model))
-        self._check_integer("max_num_batched_tokens", 1)
-        self._check_integer("max_num_seqs", 1, MAX_GRID)
-        if self.max_model_len is not None:
-            self._check_integer("max_model_len", 1)
-        self._check_integer("tensor_parallel_size", 1, 8)
-        self._check_integer("kvcache_block_size", 16)
-        if self.kvcache_block_size % 16:
-            raise ValueError(f"kvcache_block_size must be a multiple of 16, got {self.kvcache_block_size}")
-        if not is_number(self.num_kvcache_blocks, int, -1, -1):
-            self._check_integer("num_kvcache_blocks", 1)
-        if self.seed is not None:
-            self._check_integer("seed", 0, 2**63 - 1)
-        utilization = self.gpu_memory_utilization
-        if not is_number(utilization, float, 0, 1) or utilization == 0:
-            raise ValueError(f"gpu_memory_utilization must be a number in (0, 1], got {shown(utilization)}")
-        for name in ("enforce_eager", "enable_prefix_caching"):
-            check_bool(getattr(self, name), name)
-        for name in ("dtype", "kv_cache_dtype"):
-            value = getattr(self, name)
-            value = str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
-            object.__setattr__(self, name, OTHER_NAMES.get(value, value) if isinstance(value, str) else value)
-        self._check_choice("dtype", ("auto", *DTYPES))
-        if isinstance(self.kv_cache_dtype, str) and self.kv_cache_dtype.startswith("fp8"):
-            raise ValueError(
-                f"kv_cache_dtype={self.kv_cache_dtype!r} is not offered: 'int8' takes as many bytes, is "
-                "7 to 30 times closer to a bfloat16 cache (KL divergence of the next token's distribution), "
-                "and has nothing to calibrate: each token and head gets its scale when it is stored"
-            )
-        self._check_choice("kv_cache_dtype", ("auto", *KV_CACHE_DTYPES))
-        if isinstance(self.quantization, str) and self.quantization in FOUND_FORMATS:
-            raise ValueError(
-                f"quantization={self.quantization!r} is to be left out: the format of quantised weights is "
-                "found in the checkpoint, and 'fp8' and 'int4' make them from others"
-            )
-        if self.quantization is not None:
-            self._check_choice("quantization", ("fp8", "int4"))
-        self._check_choice("load_format", ("auto", "safetensors", "gguf", "dummy"))
-        self._check_choice("model_impl", ("auto", "native", "transformers"))
-        self._check_choice("attention_backend", ("auto", "flash", "triton", "torch"))
-        for name, kinds, kind in (
-            ("tokenizer", (str, os.PathLike), "a name or a path"),
-            ("hf_overrides", (dict,), "a dict of fields of config.json"),
-            ("revision", (str,), "a text"),
-            ("download_dir", (str, os.PathLike), "a path"),
-            ("token", (str, bool), "a text"),
-            ("lora", (str, os.PathLike), "a folder or hub id of an adapter"),
-        ):
-            if not isinstance(value := getattr(self, name), (*kinds, type(None))):
-                raise ValueError(f"{name} must be None or {kind}, got {shown(value)}")
-        object.__setattr__(self, "device", self._resolve_device())
-
-    def _check_integer(self, name: str, low: int, high: int = MAX_SIZE) -> None:
-        """For `__post_init__`, which alone may set fields: numpy's integers become Python's."""
-        value = getattr(self, name)
-        check(is_number(value, int, low, high), f"{name} must be an integer from {low} to {high}", value)
-        object.__setattr__(self, name, int(value))
-
-    def _check_choice(self, name: str, allowed: tuple[str, ...]) -> None:
-        value = getattr(self, name)
-        # An array would compare its elements.
-        check(isinstance(value, str) and value in allowed, f"{name} must be one of {list(allowed)}", value)
+        for option in fields(self):
+            name, value = option.name, getattr(self, option.name)
+            if name in CHECKS:
+                object.__setattr__(self, name, CHECKS[name](value, name))
+            elif value is not option.default and name not in FILLED_IN:
+                raise ValueError(f"{name} must be {option.default!r}: no part of this engine serves it")
 
     @classmethod
     def from_options(cls, model: str, options: dict[str, Any]) -> "Config":
-        """
-        A Config from keyword arguments. An unknown one is a TypeError naming it and all known ones.
-        """
+        """A Config from keyword arguments. An unknown one is a TypeError naming it and all known ones."""
         known = cls.option_names()
         for name in options:
             if name in FILLED_IN:
@@ -212,9 +241,7 @@ class Config:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """
-        The dtype of weights and activations.
-        """
+        """The dtype of weights and activations."""
         name = self.dtype
         if name == "auto":
             name = self.hf_config.dtype or self.hf_config.usual_dtype(self.device)
@@ -224,16 +251,4 @@ class Config:
 
     @property
     def kv_cache_torch_dtype(self) -> torch.dtype:
-        """uint8 of an 8-bit cache, which `extensions/int8_cache` describes."""
         return self.torch_dtype if self.kv_cache_dtype == "auto" else KV_CACHE_DTYPES[self.kv_cache_dtype]
-
-    def _resolve_device(self) -> str:
-        """The device that "auto" stands for, or else `device` itself."""
-        if not isinstance(self.device, (str, torch.device)) or not DEVICE.fullmatch(str(self.device)):
-            raise ValueError(f"device must be 'auto', 'cpu', 'cuda' or 'cuda:N', got {shown(self.device)}")
-        device = str(self.device)
-        if device == "cpu" or torch.cuda.is_available():
-            return "cuda" if device == "auto" else device
-        if device != "auto":
-            raise ValueError(f"device={device!r} was asked for, but torch finds no CUDA device")
-        return "cpu"

@@ -1,81 +1,21 @@
 """What one request asks for: how its tokens are drawn, when it ends, and what its result contains. Knows
 nothing of the engine.
+
+The core serves a few of the fields. Those of others are checked by what serves them, see `checks`.
 """
 
-import json
+import importlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-from nanovllm.utils.validation import check, check_bool, find_surrogate, is_number, shown
+from nanovllm.utils.validation import check, check_bool, is_number, shown
 
 MAX_SEED = 2**63 - 1
 MAX_TOKENS = 2**31 - 1
-MAX_N = 16_384
 MAX_LOGPROBS = 20
-MAX_LOGIT_BIAS = 100.0
-MAX_CHARACTERS = 2**20  # of a schema, a grammar, a regular expression, all choices
 MIN_FLOAT, MAX_FLOAT = sys.float_info.min, sys.float_info.max
-
-
-@dataclass(frozen=True, slots=True)
-class StructuredOutputsParams:
-    """
-    What a completion must look like; exactly one of
-
-    json:        a JSON schema as a dict or text, or a pydantic model class: a JSON value that fits it.
-    regex:       a regular expression in the syntax of Rust's regex, which the whole completion matches.
-    choice:      a list of texts, of which the completion is one.
-    grammar:     a context-free grammar in the notation of Lark or of GBNF, whose language it belongs to.
-    json_object: True: any JSON object.
-
-    disable_any_whitespace:        JSON has no spaces and line breaks between its parts.
-    disable_additional_properties: JSON objects whose properties a schema lists have no others, unless it says
-                                   `additionalProperties`.
-    whitespace_pattern:            a regular expression of what may be between the parts of JSON, or nothing;
-                                   None is any number of spaces, tabs and line breaks.
-
-    Raises ValueError with the bad value. A schema is kept as text.
-    """
-
-    json: str | Mapping[str, Any] | type | None = None
-    regex: str | None = None
-    choice: Sequence[str] | None = None
-    grammar: str | None = None
-    json_object: bool | None = None
-    disable_any_whitespace: bool = False
-    disable_additional_properties: bool = True
-    whitespace_pattern: str | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("disable_any_whitespace", "disable_additional_properties"):
-            check_bool(getattr(self, name), name)
-        if self.json_object is not None:
-            check_bool(self.json_object, "json_object")
-            object.__setattr__(self, "json_object", self.json_object or None)
-        kinds = ("json", "regex", "choice", "grammar", "json_object")
-        given = {kind: value for kind in kinds if (value := getattr(self, kind)) is not None}
-        check(len(given) == 1, f"structured outputs need exactly one of {', '.join(kinds)}", given)
-        if self.json is not None:
-            object.__setattr__(self, "json", _read_schema(self.json))
-        for name in ("regex", "grammar", "whitespace_pattern"):
-            value = getattr(self, name)
-            is_good = value is None or _is_text(value)
-            check(is_good, f"{name} must be a text, not empty or with a lone surrogate", value)
-        if self.disable_any_whitespace and self.whitespace_pattern is not None:
-            found = f"whitespace_pattern={shown(self.whitespace_pattern)}"
-            raise ValueError(f"disable_any_whitespace leaves no white space, got {found} as well")
-        if self.choice is not None:
-            texts = _as_tuple(self.choice) or ()
-            rule = "choice must be a list of texts, none of them empty or with a lone surrogate"
-            check(texts != () and all(map(_is_text, texts)), rule, self.choice)
-            object.__setattr__(self, "choice", texts)
-        for name in ("json", "regex", "choice", "grammar", "whitespace_pattern"):
-            value = getattr(self, name) or ""
-            size = len(value) if isinstance(value, str) else sum(map(len, value))
-            if size > MAX_CHARACTERS:
-                raise ValueError(f"{name} must have at most {MAX_CHARACTERS:,} characters, got {size:,}")
 
 
 @dataclass(slots=True, unsafe_hash=True)
@@ -144,74 +84,48 @@ class SamplingParams:
     bad_words: Sequence[str] | None = ()
     skip_special_tokens: bool = True
     detokenize: bool = True
-    structured_outputs: StructuredOutputsParams | None = None
+    structured_outputs: Any = None
+    checks: ClassVar[list[Callable[["SamplingParams"], None]]] = []  # of fields that the core does not serve
 
     def __post_init__(self) -> None:
-        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"):
-            check_bool(getattr(self, name), name)
-        self._set_number("temperature", float, 0, MAX_FLOAT, "finite and at least 0 (0 is greedy)")
-        self._set_number("top_p", float, MIN_FLOAT, 1, "above 0 and at most 1")
-        self._set_number("top_k", int, -1, MAX_TOKENS, "0 or -1 (all tokens) or an integer above")
-        self._set_number("min_p", float, 0, 1, "from 0 to 1")
-        self._set_number("presence_penalty", float, -2, 2, "from -2 to 2")
-        self._set_number("frequency_penalty", float, -2, 2, "from -2 to 2")
-        self._set_number("repetition_penalty", float, MIN_FLOAT, MAX_FLOAT, "a number above 0")
-        self._set_number("n", int, 1, MAX_N, f"an integer from 1 to {MAX_N}")
-        optional = dict(max_tokens=(1, MAX_TOKENS), seed=(0, MAX_SEED))
-        optional |= dict.fromkeys(("logprobs", "prompt_logprobs"), (0, MAX_LOGPROBS))
-        for name, (low, high) in optional.items():
-            if getattr(self, name) is not None:
-                self._set_number(name, int, low, high, f"None or an integer from {low} to {high}")
-        most, said = self.max_tokens or MAX_TOKENS, f"an integer from 0 to max_tokens={self.max_tokens}"
-        self._set_number("min_tokens", int, 0, most, said)
-        self._set_collections()
-        is_good = isinstance(self.structured_outputs, StructuredOutputsParams | None)
-        self._check(is_good, "structured_outputs", "None or StructuredOutputsParams")
-        if self.structured_outputs is not None and self.allowed_token_ids is not None:
-            found = f"allowed_token_ids={shown(self.allowed_token_ids)}"
-            raise ValueError(f"structured_outputs decide which tokens are allowed, got {found} as well")
+        check_bool(self.ignore_eos, "ignore_eos")
+        self.set_number("temperature", float, 0, MAX_FLOAT, "finite and at least 0 (0 is greedy)")
+        self.set_optional("max_tokens", 1, MAX_TOKENS)
+        self.set_optional("seed", 0, MAX_SEED)
+        ids = as_tuple(self.stop_token_ids)
+        self.set_each("stop_token_ids", ids, is_token_id, int, "a list of token ids")
+        for check_others in self.checks:
+            check_others(self)
 
-    def _set_number(self, name: str, kind: type, low: float, high: float, allowed: str) -> None:
+    def set_number(self, name: str, kind: type, low: float, high: float, allowed: str) -> None:
         """Check a number, and keep it as Python's own: numpy's may overflow in sums."""
         value = getattr(self, name)
-        self._check(is_number(value, kind, low, high), name, allowed)
+        self.check(is_number(value, kind, low, high), name, allowed)
         setattr(self, name, kind(value))
 
-    def _set_collections(self) -> None:
-        """Check the fields that are collections of any kind, and keep them as tuples."""
-        given_stop = self.stop
-        stop = (self.stop,) if isinstance(self.stop, str) else _as_tuple(self.stop)
-        texts = "a list of texts, none of them empty or with a lone surrogate"
-        self._set_each("stop", stop, _is_text, str, f"a text or {texts}")
-        if stop and not self.detokenize:
-            message = "stop needs a text to look at, but detokenize is False; got stop="
-            raise ValueError(message + shown(given_stop))
-        self._set_each("bad_words", _as_tuple(self.bad_words), _is_text, str, texts)
-        ids = "a list of token ids"
-        self._set_each("stop_token_ids", _as_tuple(self.stop_token_ids), _is_token_id, int, ids)
-        if self.allowed_token_ids is not None:
-            allowed = _as_tuple(self.allowed_token_ids) or None
-            said = f"None or {ids}, which is not empty"
-            self._set_each("allowed_token_ids", allowed, _is_token_id, int, said)
-        bias = self.logit_bias
-        bias = tuple(bias.items()) if isinstance(bias, Mapping) else _as_tuple(bias)
-        biases = "a dict of token ids with biases from -100 to 100"
-        self._set_each("logit_bias", bias, _is_bias, lambda pair: (int(pair[0]), float(pair[1])), biases)
+    def set_optional(self, name: str, low: int, high: int) -> None:
+        """The same for an integer or None."""
+        if getattr(self, name) is not None:
+            self.set_number(name, int, low, high, f"None or an integer from {low} to {high}")
 
-    def _set_each(
-        self, name: str, values: tuple | None, is_good: Callable[[Any], bool], convert: Callable[[Any], Any],
+    def set_each(
+        self,
+        name: str,
+        values: tuple | None,
+        is_good: Callable[[Any], bool],
+        convert: Callable[[Any], Any],
         allowed: str,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Check each value of a collection, and keep them as a tuple."""
-        self._check(values is not None, name, allowed)
+        self.check(values is not None, name, allowed)
         for value in values:
             if not is_good(value):
                 # A long collection is shortened in the message, so that it may not show the bad value.
                 is_alone = value is getattr(self, name)
-                self._check(False, name, allowed if is_alone else f"{allowed} (at fault: {shown(value)})")
+                self.check(False, name, allowed if is_alone else f"{allowed} (at fault: {shown(value)})")
         setattr(self, name, tuple(map(convert, values)))
 
-    def _check(self, is_good: bool, name: str, allowed: str) -> None:
+    def check(self, is_good: bool, name: str, allowed: str) -> None:
         check(is_good, f"{name} must be {allowed}", getattr(self, name))
 
 
@@ -228,37 +142,19 @@ def recommended_params(generation_config: Mapping[str, Any]) -> SamplingParams:
     return SamplingParams(**{name: value for name, value in found.items() if value is not None})
 
 
-def _as_tuple(values: Any) -> tuple | None:
+def as_tuple(values: Any) -> tuple | None:
     """The collection as a tuple, and None as an empty one. Returns None for anything else."""
     if values is None:
         return ()
     return tuple(values) if isinstance(values, (list, tuple, set, frozenset)) else None
 
 
-def _read_schema(schema: Any) -> str:
-    """A JSON schema as text, from any of its forms."""
-    if callable(of_model := getattr(schema, "model_json_schema", None)):
-        schema = of_model()
-    try:
-        if isinstance(schema, Mapping):
-            schema = json.dumps(dict(schema), allow_nan=False)
-        if isinstance(schema, str) and isinstance(json.loads(schema), dict | bool):
-            return schema
-        reason = "it is neither an object nor true or false"
-    except (TypeError, ValueError, RecursionError) as error:
-        reason = str(error)
-    rule = "json must be a JSON schema, as a dict or text, or a pydantic model class"
-    raise ValueError(f"{rule}, got {shown(schema)}: {reason}")
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and value != "" and find_surrogate(value) < 0
-
-
-def _is_token_id(value: Any) -> bool:
+def is_token_id(value: Any) -> bool:
     return is_number(value, int, 0)
 
 
-def _is_bias(value: Any) -> bool:
-    is_pair = isinstance(value, tuple) and len(value) == 2 and _is_token_id(value[0])
-    return is_pair and is_number(value[1], float, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
+def __getattr__(name: str) -> Any:
+    """What scripts for vLLM import from here."""
+    if name != "StructuredOutputsParams":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module("nanovllm.extensions.structured.params"), name)

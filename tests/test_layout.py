@@ -398,8 +398,8 @@ def names_in(module: Module) -> set[str]:
             names |= {alias.asname or alias.name for alias in node.names}
         elif is_function(node) or isinstance(node, ast.ClassDef):
             names.add(node.name)
-        elif isinstance(node, ast.AnnAssign):
-            names.add(ast.unparse(node.target))
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            names.add(node.target.id)
         if isinstance(node, ast.ClassDef):
             inner = [n for child in node.body for n in (child, *ast.walk(child))]
             names |= {f"{node.name}.{n.name}" for n in node.body if is_function(n)}

@@ -1,7 +1,7 @@
 """What checkpoints of all kinds have in common: a configuration, tensors, a tokenizer, ends of sequences."""
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -9,9 +9,6 @@ from torch import nn
 
 from nanovllm.checkpoints.model_config import ModelConfig
 from nanovllm.utils.validation import check
-
-# From tensors that have a model's names, and those names that it uses for two things.
-Change = Callable[[Iterable[Any], Collection[str]], Iterator[Any]]
 
 
 class Checkpoint:
@@ -25,7 +22,8 @@ class Checkpoint:
 
     device = torch.device("cpu")
     tokenizer_source: "Checkpoint | None" = None  # where the tokenizer is, if not here
-    changes: tuple[Change, ...] = ()  # of the tensors, on their way to the model
+    # (tensors with a model's names, those names that it uses for two things) -> the tensors that it gets
+    changes: tuple[Callable[..., Iterator[Any]], ...] = ()
     read_config: Callable[[str, dict[str, Any]], ModelConfig] = staticmethod(ModelConfig.from_dict)
 
     def __init__(self, path: str, random_weights: bool = False):

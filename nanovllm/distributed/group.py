@@ -7,10 +7,9 @@ default process group is left alone: it belongs to the user's program.
 
 import contextlib
 import ctypes
-import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -50,23 +49,11 @@ class Group:
         self.gather("connected", 0)
 
     def _connect(self, device: torch.device) -> None:
-        if device.type == "cpu":
-            store, connected = Store(Path(self.folder)), Future()
-            # In a thread, so that `check` can end the wait.
-            threading.Thread(target=fulfil, args=(connected, self._gloo, store), daemon=True).start()
-            try:
-                self._wait_until(lambda: connected.done())  # a method would keep it, see below
-            except BaseException:
-                store.is_wanted = False
-                wait([connected], timeout=1)  # longer only if a rank whose address is there does not answer
-                # The port is open as long as `connected` lives, and the traceback of this exception would
-                # keep it.
-                del connected
-                raise
-            self.backend = connected.result()
-        else:
-            store = dist.FileStore(f"{self.folder}/store", self.size)
+        store = dist.FileStore(f"{self.folder}/store", self.size)
+        if device.type == "cuda":
             self.backend = dist.ProcessGroupNCCL(store, self.rank, self.size)
+        else:
+            self.backend = self._gloo(store)
 
     def _gloo(self, store: dist.Store) -> Any:
         options = dist.ProcessGroupGloo._Options()
@@ -136,30 +123,6 @@ class Group:
     def close(self) -> None:
         """Leave, and free what this rank shared with the others, which must have ended."""
         self.leave()
-
-
-class Store(dist.Store):
-    """Where gloo's ranks find each other's addresses. Those of torch wait for a missing one for minutes."""
-
-    def __init__(self, folder: Path):
-        super().__init__()
-        self.folder, self.is_wanted = folder, True
-
-    def _path(self, key: str) -> Path:
-        return self.folder / f"gloo.{key.replace('/', '.')}"
-
-    def set(self, key: str, value: bytes) -> None:
-        publish(self._path(key), value)
-
-    def get(self, key: str) -> bytes:
-        self.wait([key])
-        return self._path(key).read_bytes()
-
-    def wait(self, keys: list[str], _timeout: timedelta | None = None) -> None:
-        while not all(self._path(key).exists() for key in keys):
-            if not self.is_wanted:
-                raise RuntimeError("the wait for the other ranks has been given up")
-            time.sleep(POLL_SECONDS)
 
 
 def publish(path: Path, content: bytes) -> None:

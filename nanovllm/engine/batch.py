@@ -13,7 +13,7 @@ import torch
 from nanovllm.engine.interfaces import LogitsProcessor, selected
 from nanovllm.engine.policies import PrefixCache
 from nanovllm.engine.sequence import Sequence, unpack
-from nanovllm.engine.slots import HostSlots, SlotLayout, SlotUpdates
+from nanovllm.engine.slots import HostSlots, SlotLayout
 from nanovllm.engine.transfer import to_host
 from nanovllm.layers.attention import AttentionBackend
 
@@ -27,7 +27,7 @@ class Batch(NamedTuple):
 
     num_sequences: int
     wanted: int  # the logits processors that at least one of the sequences wants, a bit each
-    slot_updates: SlotUpdates | None
+    slot_updates: np.ndarray | None  # see slots.py
     messages: dict[str, Any] | None = None  # by part of the engine: what it has prepared for every rank
     slots: np.ndarray | None = None  # int32 [sequences], see slots.py
     lens_q: np.ndarray | None = None  # int32 [sequences], tokens to be computed
@@ -65,7 +65,8 @@ class BatchMaker:
         self.ever_wanted = 0
 
     def decode(self, sequences: list[Sequence]) -> Batch:
-        updates, messages = self.slots.decode(sequences), None
+        updates = self.slots.decode(sequences)
+        messages = None
         if self.backend.largest_plan and self.slots.is_new_batch:
             self.plan_key, message = self.backend.plan(sequences)
             messages = None if message is None else {"attention": message}
@@ -97,7 +98,8 @@ class BatchMaker:
         self.ever_wanted |= wanted
         for processor in selected(self.processors, self.ever_wanted):
             messages[processor.name] = processor.prepare(sequences)
-        return {name: message for name, message in messages.items() if message is not None} or None
+        found = {name: message for name, message in messages.items() if message is not None}
+        return found or None
 
     def _slot_mapping(self, sequences: list[Sequence], lens_q: np.ndarray, lens_k: np.ndarray) -> np.ndarray:
         positions = token_positions(lens_q, lens_k)
@@ -133,9 +135,9 @@ class StepOutput(NamedTuple):
     def to_host(self, batch: Batch) -> "StepOutput":
         """Begin to copy the output of this batch. Call it before the next step, which may overwrite it."""
         size = None if batch.is_prefill else batch.num_sequences  # the rest is padding
-        tensors = {
-            name: tuple(to_host(tensor[:size]) for tensor in found) for name, found in self.tensors.items()
-        }
+        tensors = {}
+        for name, found in self.tensors.items():
+            tensors[name] = tuple(to_host(tensor[:size]) for tensor in found)
         done = torch.cuda.Event() if self.tokens.is_cuda else None
         output = StepOutput(to_host(self.tokens[:size]), tensors, done)
         if done is not None:

@@ -87,7 +87,9 @@ class BlockManager:
         int64 (bytes are packed ids).
         """
         packed = token_ids if isinstance(token_ids, bytes) else pack(token_ids)
-        return xxhash.xxh64_intdigest((prefix.to_bytes(8, "little") if prefix != -1 else b"") + packed)
+        if prefix != -1:
+            packed = prefix.to_bytes(8, "little") + packed
+        return xxhash.xxh64_intdigest(packed)
 
     def find(self, seq: Sequence) -> Hit:
         """What the cache has of the sequence's beginning, as far as it need not be computed."""
@@ -95,24 +97,30 @@ class BlockManager:
 
     def find_block(self, seq: Sequence, i: int) -> int:
         """A block that holds all tokens of the sequence's i-th one, after the same tokens; -1: none."""
-        start, end = i * self.block_size, (i + 1) * self.block_size
+        start, end = self._span(i)
         if end <= self.max_cached(seq):
             block_id = self.hash_to_block_id.get(self.block_hash(seq, i), -1)
             if block_id != -1 and self.blocks[block_id].packed == seq.packed(start, end):
                 return block_id
         return -1
 
+    def _span(self, i: int) -> tuple[int, int]:
+        """The first token of a sequence's i-th block, and the first one behind it."""
+        return i * self.block_size, (i + 1) * self.block_size
+
     def can_allocate(self, seq: Sequence, hit: Hit | None = None) -> bool:
         """
         Whether there are blocks for the whole sequence now. `hit` is what `find` returns, here and for
         `allocate`; it is looked up if it is not given.
         """
-        hit = self.find(seq) if hit is None else hit
+        if hit is None:
+            hit = self.find(seq)
         return len(self.free_block_ids) >= self.num_new_blocks(seq, hit.blocks)
 
     def num_new_blocks(self, seq: Sequence, cached_blocks: list[int]) -> int:
         """Blocks that `allocate` would take from the free ones. Hits on used blocks cost none."""
-        return seq.num_blocks - sum(self.blocks[i].ref_count > 0 for i in cached_blocks)
+        num_used = sum(self.blocks[i].ref_count > 0 for i in cached_blocks)
+        return seq.num_blocks - num_used
 
     def allocate(self, seq: Sequence, hit: Hit | None = None) -> None:
         """
@@ -125,7 +133,8 @@ class BlockManager:
         `forget_uncomputed` follows a sequence that ends between two chunks of its prompt.
         """
         assert not seq.block_table
-        hit = self.find(seq) if hit is None else hit
+        if hit is None:
+            hit = self.find(seq)
         seq.num_cached_tokens = seq.num_computed_tokens = hit.num_tokens
         for block_id in hit.blocks:
             self._share(block_id)
@@ -150,8 +159,8 @@ class BlockManager:
     def deallocate(self, seq: Sequence) -> None:
         """Give all blocks back, last to first: a prompt's beginning is the likeliest to be used again."""
         end = min(len(seq.token_ids), seq.num_computed_tokens)
-        rest = end % self.block_size
-        if rest and self.blocks[seq.block_table[end // self.block_size]].hash == -1:
+        last, rest = divmod(end, self.block_size)
+        if rest and self.blocks[seq.block_table[last]].hash == -1:
             self.prefix_cache.written(seq, end - rest, end)
         for block_id in reversed(seq.block_table[seq.num_released_blocks :]):
             self._give_back(block_id)
@@ -164,15 +173,17 @@ class BlockManager:
         Give back the blocks that end at or before this token, which no layer will read again. They stay in
         the table, where nobody looks. Returns whether there are any.
         """
-        first, end = seq.num_released_blocks, token // self.block_size
-        for block_id in reversed(seq.block_table[first : max(first, end)]):
+        first = seq.num_released_blocks
+        end = max(first, token // self.block_size)
+        for block_id in reversed(seq.block_table[first:end]):
             self._give_back(block_id)
-        seq.num_released_blocks = max(first, end)
+        seq.num_released_blocks = end
         return first < end
 
     def forget_uncomputed(self, seq: Sequence) -> None:
         """Make the blocks unfindable that were closed for a prompt but will never be computed."""
-        for block_id in seq.block_table[seq.num_computed_tokens // self.block_size :]:
+        num_computed = seq.num_computed_tokens // self.block_size
+        for block_id in seq.block_table[num_computed:]:
             self._forget(self.blocks[block_id])
 
     def can_append(self, seq: Sequence) -> bool:
@@ -197,12 +208,16 @@ class BlockManager:
         Hash of the sequence's i-th block, which is full. Hashes are kept: a waiting sequence is looked up
         each time blocks have become free.
         """
-        while len(seq.block_hashes) <= i:
-            prefix, next_one = seq.block_hashes[-1] if seq.block_hashes else -1, len(seq.block_hashes)
-            start, end = next_one * self.block_size, (next_one + 1) * self.block_size
-            token_ids = seq.packed(start, end) if end <= seq.num_prompt_tokens else seq.block(next_one)
-            seq.block_hashes.append(self.compute_hash(token_ids, prefix))
-        return seq.block_hashes[i]
+        hashes = seq.block_hashes
+        while len(hashes) <= i:
+            prefix = hashes[-1] if hashes else -1
+            start, end = self._span(len(hashes))
+            if end <= seq.num_prompt_tokens:
+                token_ids = seq.packed(start, end)
+            else:
+                token_ids = seq.block(len(hashes))
+            hashes.append(self.compute_hash(token_ids, prefix))
+        return hashes[i]
 
     def _share(self, block_id: int) -> None:
         block = self.blocks[block_id]
@@ -238,8 +253,7 @@ class BlockManager:
         """Have the sequence's i-th block, which is full, found by its hash."""
         if self.enable_prefix_caching:
             block = self.blocks[seq.block_table[i]]
-            packed = seq.packed(i * self.block_size, (i + 1) * self.block_size)
-            block.update(self.block_hash(seq, i), packed)
+            block.update(self.block_hash(seq, i), seq.packed(*self._span(i)))
             self.hash_to_block_id[block.hash] = block.block_id
 
     def _forget(self, block: Block) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from nanovllm.distributed.group import Group
 from nanovllm.engine.policies import Admission, PrefixCache
 from nanovllm.engine.sequence import Sequence
-from nanovllm.layers.sampler import SamplingStep
+from nanovllm.layers.sampler import SamplingStep, selected
 from nanovllm.sampling_params import SamplingParams
 
 
@@ -172,11 +172,6 @@ class SequenceError(RuntimeError):
     def __init__(self, sequence: Sequence, message: str):
         super().__init__(message)
         self.sequence = sequence
-
-
-def selected(processors: Iterable[LogitsProcessor], wanted: int) -> list[LogitsProcessor]:
-    """Those processors whose bits are set: bit i is that of the i-th."""
-    return [processor for i, processor in enumerate(processors) if wanted >> i & 1]
 
 
 def max_cached(processors: Iterable[LogitsProcessor], seq: Sequence) -> int:

@@ -40,15 +40,19 @@ class KVCache:
         config, block_bytes = self.config, self.block_bytes
         needed = -(-config.max_model_len // config.kvcache_block_size)
         if budget // block_bytes < needed:
+            needed_bytes = needed * block_bytes
+            smaller = ", or set a smaller kv_cache_dtype" if self.layout.dtype.itemsize > 1 else ""
             raise ValueError(
                 f"the KV cache of one sequence of max_model_len={config.max_model_len} tokens needs "
-                f"{needed * block_bytes:,} bytes, {needed * block_bytes - budget:,} more than there are; "
+                f"{needed_bytes:,} bytes, {needed_bytes - budget:,} more than there are; "
                 f"raise gpu_memory_utilization (now {config.gpu_memory_utilization}), or lower "
-                f"max_model_len or max_num_batched_tokens (now {config.max_num_batched_tokens})"
-                + ("" if self.layout.dtype.itemsize == 1 else ", or set a smaller kv_cache_dtype")
+                f"max_model_len or max_num_batched_tokens (now {config.max_num_batched_tokens}){smaller}"
             )
         # Only the prefix cache has a use for more blocks than the running sequences can need.
-        most = max(MAX_BLOCKS, needed) if config.enable_prefix_caching else config.max_num_seqs * needed
+        if config.enable_prefix_caching:
+            most = max(MAX_BLOCKS, needed)
+        else:
+            most = config.max_num_seqs * needed
         return min(most, budget // block_bytes)
 
     def allocate(self, num_blocks: int) -> None:
@@ -60,7 +64,8 @@ class KVCache:
             pages = _zeros(shape, self.layout.dtype, self.device)
             self.pages.append(pages)
             for i, layer in enumerate(layers):
-                layer.k_cache, layer.v_cache = pages[0, i], pages[-1, i]
+                layer.k_cache = pages[0, i]
+                layer.v_cache = pages[-1, i]
 
     def copy_blocks(self, sources: torch.Tensor, targets: torch.Tensor, num_tokens: torch.Tensor) -> None:
         """Copy at least the first tokens of blocks, all int64 [copies]. No target may be a source."""
@@ -72,4 +77,6 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     """On a CPU the memory is only mapped: it takes room page by page as it is written."""
     if device.type != "cpu" or 0 in shape:  # of no bytes there are no other views
         return torch.zeros(shape, dtype=dtype, device=device)
-    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    memory = torch.from_numpy(np.zeros(num_bytes, np.uint8))
+    return memory.view(dtype).view(shape)

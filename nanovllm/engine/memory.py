@@ -27,9 +27,11 @@ def largest_batch(config: Any, num_tokens: int, processors: tuple[LogitsProcesso
         seq = Sequence(Request([0] * length))
         seq.num_scheduled_tokens, seq.slot = length, slot
         sequences.append(seq)
-    wanted = sum(1 << i for i, processor in enumerate(processors) if not processor.waits_for_host)
-    messages = {processor.name: processor.largest(sequences) for processor in processors}
-    messages = {name: message for name, message in messages.items() if message is not None}
+    wanted, messages = 0, {}
+    for i, processor in enumerate(processors):
+        wanted |= (not processor.waits_for_host) << i
+        if (message := processor.largest(sequences)) is not None:
+            messages[processor.name] = message
     return BatchMaker(config).prefill(sequences)._replace(wanted=wanted, messages=messages)
 
 

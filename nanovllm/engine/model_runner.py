@@ -18,14 +18,14 @@ from nanovllm.config import Config
 from nanovllm.distributed.group import Group, use_group
 from nanovllm.engine.batch import Batch, StepOutput, token_positions
 from nanovllm.engine.cuda_graphs import RESERVED_BYTES, CudaGraphs, get_graph_sizes
-from nanovllm.engine.interfaces import Parts, selected
+from nanovllm.engine.interfaces import Parts
 from nanovllm.engine.kv_cache import KVCache
 from nanovllm.engine.memory import bytes_left, bytes_taken_by, explain_memory, largest_batch, most_positions
 from nanovllm.engine.slots import DeviceSlots, SlotLayout
 from nanovllm.engine.transfer import to_device
 from nanovllm.kernels.runtime import HAVE_TRITON
 from nanovllm.layers.attention import Attention
-from nanovllm.layers.sampler import Sampler, SamplingStep
+from nanovllm.layers.sampler import Sampler, SamplingStep, selected
 from nanovllm.models import pack_weights
 from nanovllm.utils.context import reset_context, set_context
 from nanovllm.utils.loader import load_model
@@ -55,10 +55,17 @@ Forwarded = tuple[int, Hashable | None, Computed | None]
 
 class ModelRunner:
     def __init__(
-        self, config: Config, parts: Parts, group: Group | None = None, ranks: Any = None, device: Any = None
+        self,
+        config: Config,
+        parts: Parts,
+        group: Group | None = None,
+        ranks: Any = None,
+        device: Any = None,
     ):
         """`group` is how several ranks compute together, `ranks` how rank 0 calls the others."""
-        self.config, self.parts, self.ranks = config, parts, ranks
+        self.config = config
+        self.parts = parts
+        self.ranks = ranks
         self.group = group or Group()
         self.device = device or config.device_of(self.group.rank)
 
@@ -91,27 +98,31 @@ class ModelRunner:
         hf_config = replace(config.hf_config, max_model_len=num_positions)
         with torch_defaults(config.torch_dtype, self.device), use_group(self.group):
             self.model = parts.build_model(hf_config)
-            self.sampler = Sampler()
+            self.sampler = Sampler(self.model.lm_head, parts.logits_processors)
         layers = [module for module in self.model.modules() if isinstance(module, Attention)]
         cache_layout = parts.make_layout(config)
         self.backend = parts.make_backend(config, config.device_of(self.group.rank), layers, cache_layout)
         self.backend.allocate(self.device)
         for layer in layers:
-            layer.layout, layer.backend = cache_layout, self.backend.for_layer(layer)
+            layer.layout = cache_layout
+            layer.backend = self.backend.for_layer(layer)
         self.kv_cache = KVCache(config, layers, self.device, cache_layout)
         layout = SlotLayout(config)
         self.slots = DeviceSlots(layout, self.device)
         self.processors = parts.logits_processors
-        for processor in self.processors:
+        self.waiting = 0  # those that wait for the host, see Batch.wanted
+        self.receivers = {"attention": self.backend.receive}
+        for i, processor in enumerate(self.processors):
             processor.allocate(layout.num_slots, config.hf_config.vocab_size, self.device)
-        self.waiting = sum(1 << i for i, each in enumerate(self.processors) if each.waits_for_host)
-        self.receivers = {processor.name: processor.receive for processor in self.processors}
-        self.receivers["attention"] = self.backend.receive
+            self.waiting |= processor.waits_for_host << i
+            self.receivers[processor.name] = processor.receive
         self.receivers["prefix_cache"] = lambda message: parts.prefix_cache.receive(message, self.kv_cache)
         # The torch twins of the attention kernels read numbers on the host.
-        reads = config.attention_backend == "torch" or not HAVE_TRITON or self.device.type != "cuda"
+        has_kernels = HAVE_TRITON and self.device.type == "cuda" and config.attention_backend != "torch"
         self.graph_sizes = get_graph_sizes(config.max_num_seqs)
-        self.graphs = None if config.enforce_eager or reads else CudaGraphs(self.device)
+        self.graphs = None
+        if has_kernels and not config.enforce_eager:
+            self.graphs = CudaGraphs(self.device)
         self.unsampled: Forwarded | None = None
         self.has_decoded = False
 
@@ -129,7 +140,9 @@ class ModelRunner:
 
     def call(self, name: str, *args: Any) -> Any:
         """Called on rank 0: call a method on every rank, and return its result on rank 0."""
-        return self.ranks.call(self, name, args) if self.ranks is not None else getattr(self, name)(*args)
+        if self.ranks is None:
+            return getattr(self, name)(*args)
+        return self.ranks.call(self, name, args)
 
     def check_device(self) -> None:
         """Raise an error of the device, if there was one: other ranks than 0 never wait for it otherwise."""
@@ -155,7 +168,7 @@ class ModelRunner:
         """After a step that failed: wait for what was enqueued, and forget what the slots hold."""
         with self.on_device():
             self._wait_for_device()
-            for part in (self.slots, self.backend, *self.processors):
+            for part in (self.slots, *self.processors):
                 part.reset()
             self.unsampled = None
 
@@ -165,18 +178,15 @@ class ModelRunner:
 
     @torch.inference_mode()
     def warmup_model(self) -> None:
-        """
-        Run the largest steps there can be, with all logits processors, so that the memory they take is known
-        and kept free (`step_bytes`).
-        """
+        """Run the largest steps there can be: the memory that they take is kept free (`step_bytes`)."""
         self.step_bytes = 0
         if self.device.type != "cuda":
             return
         batch = largest_batch(self.config, self.config.max_num_batched_tokens, self.processors)
         self.step_bytes = bytes_taken_by(lambda: self.run(batch), self.device)
         if self.graphs is not None:
-            padding = self.padding(self.config.max_num_seqs, self.backend.largest_plan)
-            step = functools.partial(self.decode_step, *padding, batch.wanted)
+            empty = self.decoding(self.config.max_num_seqs, self.backend.largest_plan, is_empty=True)
+            step = functools.partial(self.decode_step, *empty, batch.wanted)
             self.graphs.reserve(bytes_taken_by(step, self.device))
             if not self.parts.can_record(step, self.device):
                 self.graphs = None
@@ -188,7 +198,8 @@ class ModelRunner:
         if num_blocks == -1:
             budget = bytes_left(self.device, self.config.gpu_memory_utilization)
             if self.device.type == "cuda":
-                budget -= self.step_bytes + sum(each.reserved_bytes for each in self.processors)
+                budget -= self.step_bytes
+                budget -= sum(processor.reserved_bytes for processor in self.processors)
                 budget -= RESERVED_BYTES if self.graphs is not None else 0
             num_blocks = self.kv_cache.num_blocks_in(min(self.group.gather("budget", budget)))
         self.kv_cache.allocate(num_blocks)
@@ -237,16 +248,14 @@ class ModelRunner:
         return wanted, key, None
 
     def _sample(self) -> StepOutput:
-        (wanted, key, computed), self.unsampled = self.unsampled, None
+        wanted, key, computed = self.unsampled
+        self.unsampled = None
         if key is None:
             return self.sample_logits(wanted, computed)
         return self.graphs.replay(key, 1 if wanted & self.waiting else 0)
 
     def decode_step(self, slots: torch.Tensor, plan: Any, wanted: int) -> StepOutput:
-        """
-        For these slots, int32 [batch], with this plan of attention. Depends on the device's memory alone, so
-        that it can be captured.
-        """
+        """For slots, int32 [batch]. Depends on the device's memory alone, so that it can be captured."""
         return self.sample_logits(wanted, self.run_model(self.prepare_decode(slots, plan)))
 
     def prepare_prefill(self, batch: Batch) -> ModelInputs:
@@ -306,26 +315,14 @@ class ModelRunner:
     def sample_logits(self, wanted: int, computed: Computed) -> StepOutput:
         """From logits to the next tokens, which become the next step's inputs."""
         logits, step, tensors = computed
-        step.vocab_start = self.model.lm_head.vocab_start
-        processors = selected(self.processors, wanted) if wanted else ()
-        if any(processor.needs_whole for processor in processors):
-            logits, step.vocab_start = self.model.lm_head.gather(logits), 0
-        raw_logits = logits
-        if len(processors) > 1 and any(processor.needs_raw for processor in processors):
-            logits = logits.clone()  # which the others may change
-        for processor in processors:
-            logits = processor.apply(logits, step)
-        tokens = self.sampler(logits, step)
+        tokens, told = self.sampler(logits, step, wanted)
         self.slots.note_drawn(step.slots, tokens)
-        for processor in processors:
-            if (found := processor.drawn(raw_logits, tokens, step)) is not None:
-                tensors[processor.name] = found
-        return StepOutput(tokens, tensors)
+        return StepOutput(tokens, tensors | told)
 
     @torch.inference_mode()
     def capture_cudagraph(self, batch_size: int, plan_key: Hashable, wanted: int) -> None:
         """Record the decode step for this many slots. Done when first needed, so that starting is quick."""
-        self.decode_step(*self.padding(batch_size, plan_key), wanted)
+        self.decode_step(*self.decoding(batch_size, plan_key, is_empty=True), wanted)
         inputs = self.decoding(batch_size, plan_key)
         stages = [lambda: self.run_model(self.prepare_decode(*inputs))]
         stages += [functools.partial(self.sample_logits, wanted)]
@@ -333,15 +330,17 @@ class ModelRunner:
             stages = [lambda: self.decode_step(*inputs, wanted)]
         self.graphs.capture((batch_size, plan_key, wanted), *stages)
 
-    def decoding(self, batch_size: int, plan_key: Hashable) -> tuple[torch.Tensor, Any]:
-        """The slots of the decode step, with padding behind them, and its plan of attention."""
-        plan = self.backend.inputs(batch_size, plan_key) if plan_key else None
-        return self.slots.batch[:batch_size], plan
-
-    def padding(self, batch_size: int, plan_key: Hashable) -> tuple[torch.Tensor, Any]:
-        """Rows that no sequence has, and a plan without work."""
-        plan = self.backend.inputs(batch_size, plan_key, is_empty=True) if plan_key else None
-        return torch.full_like(self.slots.batch[:batch_size], self.slots.padding_slot), plan
+    def decoding(
+        self, batch_size: int, plan_key: Hashable, is_empty: bool = False
+    ) -> tuple[torch.Tensor, Any]:
+        """
+        The slots of the decode step, with padding behind them, and its plan of attention. An empty step has
+        padding alone and no work.
+        """
+        slots = self.slots.batch[:batch_size]
+        if is_empty:
+            slots = torch.full_like(slots, self.slots.padding_slot)
+        return slots, self.backend.inputs(batch_size, plan_key, is_empty) if plan_key else None
 
 
 def _starts(lengths: np.ndarray) -> np.ndarray:

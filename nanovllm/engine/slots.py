@@ -6,7 +6,7 @@ when its sequence is prefilled; later it sends newly opened blocks and which slo
 made with the engine, so that their memory is known before the KV cache takes the rest.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from nanovllm.sampling_params import SamplingParams
 class SlotLayout:
     """
     Where the tables lie in one buffer of int32 words, so that any change of them is a list of (index, value)
-    pairs. Rows 0 .. max_num_seqs - 1 belong to sequences; the next one stays empty, for padding.
+    pairs. Slots 0 .. max_num_seqs - 1 belong to sequences; the next one stays empty, for padding.
     """
 
     def __init__(self, config: Any):
@@ -31,18 +31,18 @@ class SlotLayout:
         if config.num_kvcache_blocks != -1:  # else there will be enough for such a sequence
             self.max_blocks = min(self.max_blocks, config.num_kvcache_blocks)
         self.num_slots = -(-(self.padding_slot + 1) // 4) * 4  # each table begins at a multiple of 16 bytes
-        widths = {"seeds": 2, "tokens": 1, "lengths": 1, "temperatures": 1, "batch": 1}
-        widths |= {"block_tables": self.max_blocks}
+        widths = {
+            "seeds": 2,
+            "tokens": 1,
+            "lengths": 1,
+            "temperatures": 1,
+            "batch": 1,
+            "block_tables": self.max_blocks,
+        }
         self.sizes = {name: width * self.num_slots for name, width in widths.items()}
         ends = np.cumsum([*self.sizes.values()]).tolist()
         self.starts = dict(zip(self.sizes, [0, *ends], strict=False))
         self.num_words: int = ends[-1]
-
-
-class SlotUpdates(NamedTuple):
-    """What a device must be told before a step."""
-
-    words: np.ndarray  # int32 [2, changes], indices into the buffer of `SlotLayout` and their new values
 
 
 def temperature_of(params: SamplingParams) -> float:
@@ -51,7 +51,10 @@ def temperature_of(params: SamplingParams) -> float:
 
 
 class HostSlots:
-    """The host's half: knows what was sent. Every device applies all updates, in the order they are made."""
+    """
+    The host's half: knows what was sent, as int32 [2, changes]: indices into the buffer of `SlotLayout` and
+    their new values. Every device applies all updates, in the order they are made.
+    """
 
     def __init__(self, layout: SlotLayout):
         self.layout = layout
@@ -64,36 +67,31 @@ class HostSlots:
         self.has_prefilled = False  # since the last decode step: the same slots may be other sequences
         self.is_new_batch = False  # whether the last decode step was the first one of its sequences
 
-    def prefill(self, sequences: list[Sequence]) -> SlotUpdates:
+    def prefill(self, sequences: list[Sequence]) -> np.ndarray:
         """Everything about these sequences as it is after the step, which draws a token for each."""
         self.has_prefilled = True
-        slots = np.array([[seq.slot] for seq in sequences])
-        temperatures = [[temperature_of(seq.sampling_params)] for seq in sequences]
-        lengths = [[seq.num_computed_tokens + seq.num_scheduled_tokens + 1] for seq in sequences]
-        tables = {
-            "seeds": np.array([[seq.request.seed] for seq in sequences], dtype="<i8"),
-            "lengths": np.array(lengths, dtype=np.int32),
-            "temperatures": np.array(temperatures, dtype=np.float32),
-        }
-        words = []
-        for name, table in tables.items():
-            values = np.ascontiguousarray(table).view(np.int32)  # [sequences, words of a slot]
-            indices = self.layout.starts[name] + slots * values.shape[1] + np.arange(values.shape[1])
-            words.append(np.stack([indices.ravel(), values.ravel()]).astype(np.int32))
-        block_indices: list[int] = []
-        block_ids: list[int] = []
+        starts = self.layout.starts
+        indices: list[int] = []
+        values: list[int] = []
         for seq in sequences:
-            self.num_blocks[seq.slot] = 0
-            self._add_blocks(seq, block_indices, block_ids)
-        words.append(_words(block_indices, block_ids))
-        return SlotUpdates(np.concatenate(words, axis=1))
+            slot = seq.slot
+            seeds = starts["seeds"] + 2 * slot
+            indices += [seeds, seeds + 1, starts["lengths"] + slot, starts["temperatures"] + slot]
+            values += np.array([seq.request.seed], dtype="<i8").view(np.int32).tolist()
+            values.append(seq.num_computed_tokens + seq.num_scheduled_tokens + 1)
+            values += np.array([temperature_of(seq.sampling_params)], np.float32).view(np.int32).tolist()
+            self.num_blocks[slot] = 0
+            self._add_blocks(seq, indices, values)
+        return _words(indices, values)
 
-    def decode(self, sequences: list[Sequence]) -> SlotUpdates | None:
+    def decode(self, sequences: list[Sequence]) -> np.ndarray | None:
         """What has changed since the last step; None if nothing has."""
         indices: list[int] = []
         values: list[int] = []
-        slots, num_blocks = [seq.slot for seq in sequences], self.num_blocks
-        self.is_new_batch, self.has_prefilled = self.has_prefilled or slots != self.batch, False
+        num_blocks = self.num_blocks
+        slots = [seq.slot for seq in sequences]
+        self.is_new_batch = self.has_prefilled or slots != self.batch
+        self.has_prefilled = False
         if slots != self.batch:
             values += slots + [self.layout.padding_slot] * (len(self.batch) - len(slots))
             start = self.layout.starts["batch"]
@@ -102,7 +100,7 @@ class HostSlots:
         for seq in sequences:
             if len(seq.block_table) != num_blocks[seq.slot]:
                 self._add_blocks(seq, indices, values)
-        return SlotUpdates(_words(indices, values)) if indices else None
+        return _words(indices, values) if indices else None
 
     def _add_blocks(self, seq: Sequence, indices: list[int], values: list[int]) -> None:
         """Add the part of the block table that was not sent yet."""
@@ -121,15 +119,15 @@ class DeviceSlots:
     """The device's half: the tables, and what each step reads from them and writes to them."""
 
     def __init__(self, layout: SlotLayout, device: torch.device):
-        self.block_size, self.padding_slot = layout.block_size, layout.padding_slot
+        self.block_size = layout.block_size
+        self.padding_slot = layout.padding_slot
         self.device = device
-        num_slots = layout.num_slots
         self.buffer = torch.zeros(layout.num_words, dtype=torch.int32, device=device)
         tables = dict(zip(layout.sizes, self.buffer.split([*layout.sizes.values()]), strict=True))
         self.inputs = InputTables(
             tables["tokens"],
             tables["lengths"],
-            tables["block_tables"].view(num_slots, -1),
+            tables["block_tables"].view(layout.num_slots, -1),
             tables["temperatures"].view(torch.float32),
             tables["seeds"].view(torch.int64),
         )
@@ -141,8 +139,8 @@ class DeviceSlots:
         self.buffer.zero_()
         self.batch.fill_(self.padding_slot)
 
-    def apply(self, updates: SlotUpdates) -> None:
-        indices, values = to_device(updates.words, self.device)
+    def apply(self, updates: np.ndarray) -> None:
+        indices, values = to_device(updates, self.device)
         self.buffer.index_put_((indices,), values)
 
     def next_inputs(self, slots: Tensor) -> DecodeInputs:

@@ -7,11 +7,14 @@ import torch
 def to_device(array: np.ndarray, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
     """A copy on the device, for steps that are enqueued from now on."""
     tensor = torch.from_numpy(array).to(dtype)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
     """A copy on the host, complete once the device has done all that is enqueued now."""
     if not tensor.is_cuda:
         return tensor
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return copy.copy_(tensor, non_blocking=True)

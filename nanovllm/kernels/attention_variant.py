@@ -28,9 +28,9 @@ class Hooks(NamedTuple):
     score(score, HOOKS): a tile of scores -> what takes their place.
     begin(extras, seq, is_first, row, head, dim, highest, total, SIZES, HOOKS) -> highest, total, kept: what a
     decode program begins with. `is_first` says whether it has the first split, to which keys may be added
-    that are not in the cache. `highest` is [GROUP_PAD], `total` [TILE, GROUP_PAD].
+    that are not in the cache. `highest` is [HEADS_PAD], `total` [TILE, HEADS_PAD].
     end(kept, row, dim, highest, total, acc, SIZES, HOOKS) -> highest, total, acc: what a decode program does
-    with its results, `total` [GROUP_PAD] and `acc` [DIM_PAD, GROUP_PAD].
+    with its results, `total` [HEADS_PAD] and `acc` [DIM_PAD, HEADS_PAD].
     begin_prefill(extras, head, highest, total, HOOKS) -> highest, total: the same for a tile of queries of
     one head.
     """

@@ -6,7 +6,6 @@ are written, and converted to the dtype of the queries when they are read. An ex
 another way brings a `CacheLayout` of its own; nothing else asks what a page looks like.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,12 +18,13 @@ from nanovllm.kernels.runtime import cdiv, tl, triton
 
 class CacheLayout:
     """
-    `load` is a Triton function that reads a tile of keys and values in the prefill kernel, `load_rows` says
-    how. `decode` is None, or computes `paged_decode_attention` for pages that its kernel cannot read.
+    `load` is a Triton function that reads a tile of keys and values in the prefill kernel, as `load_rows`
+    does. `decode_kernel` is None, or a Triton kernel that does the work of decode attention's, with the same
+    parameters.
     """
 
     planes = 2  # keys and values are two tensors
-    decode: Callable[..., Tensor] | None = None
+    decode_kernel: Any = None
 
     def __init__(self, dtype: torch.dtype = torch.float32):
         self.dtype = dtype
@@ -56,6 +56,16 @@ class CacheLayout:
     def store_hooks(self, cache: Tensor, head_dim: int, is_prefill: bool) -> StoreHooks:
         """What the kernel that rotates and stores in one does with a token."""
         return StoreHooks()
+
+    def decode_tile(self, q: Tensor, cache: Tensor) -> tuple[int, int]:
+        """
+        Bytes that an element of a tile takes in the decode kernel, and the pipeline stages that load tiles
+        where contexts are not split.
+        """
+        size = cache.element_size()
+        if q.dtype != cache.dtype:  # a tile is held twice: as it was read, and converted
+            size = 2 * max(q.element_size(), size)
+        return size, 2
 
     def read(
         self,

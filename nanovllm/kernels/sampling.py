@@ -51,12 +51,26 @@ def sample(
     chunk_ids = torch.empty(batch, chunks, dtype=torch.int32, device=logits.device)
     if batch:
         _sample_kernel[(chunks, batch)](
-            logits, temperatures, seeds, positions, lowest,
-            values, token_ids, chunk_values, chunk_ids, runtime.arrival_counters(logits.device),
-            logits.stride(0), vocab, vocab_start, tiles_per_chunk,
-            BLOCK=BLOCK, CHUNKS_PAD=next_power_of_2(num_tiles), LOG2_E=LOG2_E,
-            FAST=not runtime.INTERPRETED, num_warps=4,
-        )  # fmt: skip
+            logits,
+            temperatures,
+            seeds,
+            positions,
+            lowest,
+            values,
+            token_ids,
+            chunk_values,
+            chunk_ids,
+            runtime.arrival_counters(logits.device),
+            logits.stride(0),
+            vocab,
+            vocab_start,
+            tiles_per_chunk,
+            BLOCK=BLOCK,
+            CHUNKS_PAD=next_power_of_2(num_tiles),
+            LOG2_E=LOG2_E,
+            FAST=not runtime.INTERPRETED,
+            num_warps=4,
+        )
     return values, token_ids
 
 
@@ -167,11 +181,25 @@ def _log2_kernel(x):
 
 @triton.jit(do_not_specialize=["vocab_start", "tiles_per_chunk"])
 def _sample_kernel(
-    logits, temperatures, seeds, positions, lowest,
-    values, token_ids, chunk_values, chunk_ids, counters,
-    row_stride, vocab, vocab_start, tiles_per_chunk,
-    BLOCK: tl.constexpr, CHUNKS_PAD: tl.constexpr, LOG2_E: tl.constexpr, FAST: tl.constexpr,
-):  # fmt: skip
+    logits,
+    temperatures,
+    seeds,
+    positions,
+    lowest,
+    values,
+    token_ids,
+    chunk_values,
+    chunk_ids,
+    counters,
+    row_stride,
+    vocab,
+    vocab_start,
+    tiles_per_chunk,
+    BLOCK: tl.constexpr,
+    CHUNKS_PAD: tl.constexpr,
+    LOG2_E: tl.constexpr,
+    FAST: tl.constexpr,
+):
     """A program searches a chunk of a row; the last of a row's programs picks the best chunk."""
     chunk = tl.program_id(0)
     row = tl.program_id(1)

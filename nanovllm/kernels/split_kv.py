@@ -1,76 +1,96 @@
-"""Attention to a context that several programs have split among them: parts are added up by log-sum-exp."""
+"""How several programs share the context of a sequence in decode, and how their results become one.
+
+Softmax needs the sum over all tokens, so a program that sees only some of them stores a partial result and
+the logarithm of its own sum. The last program to finish weighs the partial results by these sums and adds
+them up.
+"""
 
 from nanovllm.kernels.runtime import tl, triton
 
 
 @triton.jit
-def own_span(context_len, first, split, splits, SIZES: tl.constexpr):
+def own_part(context_lens, extras, splits, SIZES: tl.constexpr, HOOKS: tl.constexpr):
     """
-    Where the tokens of this split begin and end, in whole tiles from the one that holds `first` on, and the
-    number of splits that have any: a short context has fewer tiles than there are splits.
+    What this program computes. -> its kv head; its part: sequence, share of the heads, split, splits, and how
+    many of these have tokens; its tokens: the first that the query sees, begin and end.
     """
+    share = tl.program_id(0)
+    kv_head = share // SIZES.READERS
+    seq = tl.program_id(1)
+    split = tl.program_id(2)
+    context_len = tl.load(context_lens + seq)
+    first = 0
+    if HOOKS.first_token is not None:
+        first = HOOKS.first_token(extras, seq, context_len, HOOKS)
     begin = first // SIZES.TILE * SIZES.TILE
     end = context_len
     used_splits = 1
     if SIZES.SPLIT:
         own_len = context_len - begin
-        split_len = tl.maximum(tl.cdiv(tl.cdiv(own_len, SIZES.TILE), splits), 1) * SIZES.TILE
+        tiles = tl.cdiv(own_len, SIZES.TILE)  # a short context has fewer than there are splits
+        split_len = tl.maximum(tl.cdiv(tiles, splits), 1) * SIZES.TILE
         used_splits = tl.maximum(tl.cdiv(own_len, split_len), 1)
         begin += split * split_len
         end = tl.minimum(begin + split_len, context_len)
-    return begin, end, used_splits
+    return kv_head, (seq, share, split, splits, used_splits), (first, begin, end)
 
 
 @triton.jit
-def store_result(out, partial, counters, result, where, places, SIZES: tl.constexpr):
+def store_result(
+    out, partial, counters, sums, kept, part, index, SIZES: tl.constexpr, HOOKS: tl.constexpr
+):  # fmt: skip
     """
-    Store what a program has computed, or its part of it, where it is not the only one. The last to arrive
-    adds up all parts. `highest` is in units of log2; `total` [GROUP_PAD], `acc` [DIM_PAD, GROUP_PAD].
+    Store attention over all tokens, or this program's part of it. `sums` are the highest score, in units of
+    log2, and total [HEADS_PAD], and the weighted values [DIM_PAD, HEADS_PAD].
     """
-    highest, total, acc = result
-    seq, share, split, splits, used_splits = where
-    row, head, dim = places
+    highest, total, acc = sums
+    seq, share, split, splits, used_splits = part
+    row, head, dim = index
+    if HOOKS.end is not None:
+        highest, total, acc = HOOKS.end(kept, row, dim, highest, total, acc, SIZES, HOOKS)
     SHARES: tl.constexpr = SIZES.KV_HEADS * SIZES.READERS
-    inside = (row < SIZES.GROUP)[None, :] & (dim < SIZES.HEAD_DIM)[:, None]
+    is_head = row < SIZES.HEADS
+    inside = is_head[None, :] & (dim < SIZES.HEAD_DIM)[:, None]
     result = acc / tl.where(total > 0, total, 1.0)[None, :]
-    out_row = seq.to(tl.int64) * SHARES * SIZES.GROUP + head[None, :]
+    out_row = seq.to(tl.int64) * SHARES * SIZES.HEADS + head[None, :]
     out_address = out + out_row * SIZES.HEAD_DIM + dim[:, None]
     if used_splits == 1:
         tl.store(out_address, result, mask=inside)
     elif SIZES.SPLIT:
-        pair = seq * SHARES + share
-        num_rows = tl.num_programs(1) * SHARES * splits * SIZES.GROUP
-        first_row = pair * splits * SIZES.GROUP
-        log_sums = partial + num_rows.to(tl.int64) * SIZES.HEAD_DIM  # log2 of each partial denominator
-        own_row = (first_row + split * SIZES.GROUP + row).to(tl.int64)
-        tl.store(partial + own_row[None, :] * SIZES.HEAD_DIM + dim[:, None], result, mask=inside)
-        tl.store(log_sums + own_row, highest + tl.log2(total), mask=row < SIZES.GROUP)
+        number = seq * SHARES + share  # of the result
+        num_rows = tl.num_programs(1) * SHARES * splits * SIZES.HEADS
+        first_row = number * splits * SIZES.HEADS
+        log_sums = partial + num_rows.to(tl.int64) * SIZES.HEAD_DIM
+        own_row = (first_row + split * SIZES.HEADS + row).to(tl.int64)
+        own_address = partial + own_row[None, :] * SIZES.HEAD_DIM + dim[:, None]
+        tl.store(own_address, result, mask=inside)
+        tl.store(log_sums + own_row, highest + tl.log2(total), mask=is_head)
         tl.debug_barrier()  # all threads have stored their part before the counter says so
-        num_before = tl.atomic_add(counters + pair, 1)
+        num_before = tl.atomic_add(counters + number, 1)
         if num_before == used_splits - 1:
-            tl.store(counters + pair, 0)
-            out += pair.to(tl.int64) * SIZES.GROUP * SIZES.HEAD_DIM
+            tl.store(counters + number, 0)
+            out += number.to(tl.int64) * SIZES.HEADS * SIZES.HEAD_DIM
             combine_splits(partial, log_sums, first_row, used_splits, out, dim, SIZES)
 
 
 @triton.jit
 def combine_splits(partial, log_sums, first_row, used_splits, out, dim, SIZES: tl.constexpr):
-    """Add up the partial results of all splits, some at a time, so that all heads are waited for at once."""
-    HEADS_PAD: tl.constexpr = SIZES.HEADS_PAD
-    DIM_PAD: tl.constexpr = SIZES.DIM_PAD
-    head = tl.arange(0, HEADS_PAD)
-    split = tl.arange(0, SIZES.MOST_COMBINED)
-    is_head = head < SIZES.GROUP
+    """Add up the partial results of all splits, COMBINED_SPLITS at a time."""
+    HEADS: tl.constexpr = SIZES.COMBINED_HEADS
+    head = tl.arange(0, HEADS)
+    split = tl.arange(0, SIZES.COMBINED_SPLITS)
+    is_head = head < SIZES.HEADS
     is_dim = dim < SIZES.HEAD_DIM
-    highest = tl.full([HEADS_PAD], -1.0e30, tl.float32)  # finite where there is no head
-    total = tl.zeros([HEADS_PAD], tl.float32)
-    acc = tl.zeros([HEADS_PAD, DIM_PAD], tl.float32)
-    for start in range(0, used_splits, SIZES.MOST_COMBINED):
-        part_row = (first_row + (start + split)[:, None] * SIZES.GROUP + head[None, :]).to(tl.int64)
+    highest = tl.full([HEADS], -1.0e30, tl.float32)  # finite where there is no head
+    total = tl.zeros([HEADS], tl.float32)
+    acc = tl.zeros([HEADS, SIZES.DIM_PAD], tl.float32)
+    for start in range(0, used_splits, SIZES.COMBINED_SPLITS):
+        part_row = (first_row + (start + split)[:, None] * SIZES.HEADS + head[None, :]).to(tl.int64)
         is_used = (start + split < used_splits)[:, None] & is_head[None, :]
         log_sum = tl.load(log_sums + part_row, mask=is_used, other=float("-inf"))
         address = partial + part_row[:, :, None] * SIZES.HEAD_DIM + dim[None, None, :]
-        part = tl.load(address, mask=is_used[:, :, None] & is_dim[None, None, :], other=0.0)
+        inside = is_used[:, :, None] & is_dim[None, None, :]
+        part = tl.load(address, mask=inside, other=0.0)
         new_highest = tl.maximum(highest, tl.max(log_sum, axis=0))
         shrink = tl.exp2(highest - new_highest)
         weight = tl.exp2(log_sum - new_highest[None, :])

@@ -46,7 +46,11 @@ class Product:
         return self.linear(stream.normalised(), bias, gated)
 
     def linear_add(
-        self, stream: Stream, x: Tensor | Gated, bias: Tensor | None, next_norm: RMSNorm
+        self,
+        stream: Stream,
+        x: Tensor | Gated,
+        bias: Tensor | None,
+        next_norm: RMSNorm,
     ) -> Stream:
         """The stream plus x @ weight.T + bias, in front of the next norm. Asked for on one rank alone."""
         return stream.add(self.linear(x, bias), next_norm)

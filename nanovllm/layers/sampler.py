@@ -1,6 +1,8 @@
-"""Draws the next token of every sequence."""
+"""From logits to the next token of every sequence."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -20,17 +22,45 @@ class SamplingStep:
     lowest: Tensor | None = None  # float32 [sequences]: tokens with a lower logit are not drawn
 
 
+def selected(processors: Iterable[Any], wanted: int) -> list[Any]:
+    """Those logits processors whose bits are set: bit i is that of the i-th."""
+    return [processor for i, processor in enumerate(processors) if wanted >> i & 1]
+
+
 class Sampler(nn.Module):
     """Where each rank holds a part of the vocabulary, each draws from its part, and the best score wins."""
 
-    def __init__(self) -> None:
+    def __init__(self, lm_head: Any = None, processors: Iterable[Any] = ()):
+        """`processors` are LogitsProcessors, see engine/interfaces.py."""
         super().__init__()
         self.group = get_group()
+        self.lm_head = lm_head
+        self.processors = tuple(processors)
 
-    def forward(self, logits: Tensor, step: SamplingStep) -> Tensor:
+    def forward(
+        self, logits: Tensor, step: SamplingStep, wanted: int = 0
+    ) -> tuple[Tensor, dict[str, tuple[Tensor, ...]]]:
         """
-        logits [batch, this rank's vocabulary, or all of it] -> token ids int64 [batch], drawn from
-        softmax(logits / temperature) among the tokens that `step.lowest` allows.
+        logits [batch, this rank's vocabulary] -> token ids int64 [batch], and by name what the wanted
+        processors have to tell of them.
+        """
+        step.vocab_start = self.lm_head.vocab_start
+        processors = selected(self.processors, wanted) if wanted else ()
+        if any(processor.needs_whole for processor in processors):
+            logits, step.vocab_start = self.lm_head.gather(logits), 0
+        raw_logits = logits
+        if len(processors) > 1 and any(processor.needs_raw for processor in processors):
+            logits = logits.clone()  # which the others may change
+        for processor in processors:
+            logits = processor.apply(logits, step)
+        tokens = self.draw(logits, step)
+        told = {processor.name: processor.drawn(raw_logits, tokens, step) for processor in processors}
+        return tokens, {name: tensors for name, tensors in told.items() if tensors is not None}
+
+    def draw(self, logits: Tensor, step: SamplingStep) -> Tensor:
+        """
+        Token ids int64 [batch], drawn from softmax(logits / temperature) among the tokens that `step.lowest`
+        allows.
 
         The draw is the argmax of the scaled logits plus Gumbel noise, which follows softmax's distribution
         without computing it. The noise depends on seed, position and token id alone, so neighbours do not

@@ -1,7 +1,4 @@
-"""
-The model of the core, Qwen3. Its relatives are in extensions/models; a new one is a file there and an entry
-in `FILES` of assembly.py.
-"""
+"""The model of the core, Qwen3, and what is done with every model once its weights are loaded."""
 
 from torch import nn
 
@@ -10,7 +7,7 @@ from nanovllm.layers.linear import LinearBase
 
 
 def pack_weights(model: nn.Module) -> None:
-    """Once all weights are loaded: bring them into the layouts that multiply fastest on their device."""
+    """Bring the weights into the layouts that multiply fastest on their device."""
     for module in model.modules():
         if isinstance(module, (LinearBase, ParallelLMHead)):
             module.finish()

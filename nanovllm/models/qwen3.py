@@ -29,15 +29,25 @@ class Variant(NamedTuple):
 class Qwen3Attention(nn.Module):
     def __init__(self, config: ModelConfig, variant: Variant, rotary_emb: RotaryEmbedding):
         super().__init__()
-        hidden_size, head_dim, num_heads = config.hidden_size, config.head_dim, config.num_attention_heads
-        num_kv_heads = config.num_key_value_heads
-        self.qkv_proj = QKVParallelLinear(hidden_size, head_dim, num_heads, num_kv_heads, variant.qkv_bias)
-        self.o_proj = RowParallelLinear(num_heads * head_dim, hidden_size, variant.o_bias)
+        head_dim = config.head_dim
+        self.qkv_proj = QKVParallelLinear(
+            config.hidden_size,
+            head_dim,
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            variant.qkv_bias,
+        )
+        width = config.num_attention_heads * head_dim
+        self.o_proj = RowParallelLinear(width, config.hidden_size, variant.o_bias)
         self.q_norm = RMSNorm(head_dim, config.rms_norm_eps) if variant.qk_norm else None
         self.k_norm = RMSNorm(head_dim, config.rms_norm_eps) if variant.qk_norm else None
         self.rotary_emb = rotary_emb
-        sizes = head_dim, head_dim**-0.5, self.qkv_proj.num_kv_heads
-        self.attn = Attention(self.qkv_proj.num_heads, *sizes)
+        self.attn = Attention(
+            self.qkv_proj.num_heads,
+            head_dim,
+            head_dim**-0.5,
+            self.qkv_proj.num_kv_heads,
+        )
 
     def forward(self, positions: Tensor, stream: Stream, next_norm: RMSNorm) -> Stream:
         qkv = self.qkv_proj(stream)
@@ -45,7 +55,8 @@ class Qwen3Attention(nn.Module):
 
     def attend(self, positions: Tensor, qkv: Tensor) -> Tensor:
         """From the projections to the heads' outputs, [tokens, heads * head_dim]."""
-        q, k, v = self.attn.rotate_and_store(positions, qkv, self.rotary_emb, self.q_norm, self.k_norm)
+        norms = self.q_norm, self.k_norm
+        q, k, v = self.attn.rotate_and_store(positions, qkv, self.rotary_emb, *norms)
         return self.attn(q, k, v)
 
 
@@ -57,7 +68,8 @@ class Qwen3MLP(nn.Module):
         self.down_proj = RowParallelLinear(width, hidden_size, variant.mlp_bias)
 
     def forward(self, stream: Stream, next_norm: RMSNorm) -> Stream:
-        return self.down_proj.add_to(stream, self.gate_up_proj(stream, silu_and_mul=True), next_norm)
+        gated = self.gate_up_proj(stream, silu_and_mul=True)
+        return self.down_proj.add_to(stream, gated, next_norm)
 
 
 class Qwen3DecoderLayer(nn.Module):
@@ -82,7 +94,8 @@ class Qwen3Model(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
-        first, *next_norms = [*(layer.input_layernorm for layer in self.layers), self.norm]
+        norms = [layer.input_layernorm for layer in self.layers]
+        first, *next_norms = [*norms, self.norm]
         stream = Stream(self.embed_tokens(input_ids), first)
         for layer, next_norm in zip(self.layers, next_norms, strict=True):
             stream = layer(positions, stream, next_norm)
@@ -110,7 +123,8 @@ class Qwen3ForCausalLM(nn.Module):
         layers = []
         for i in range(config.num_hidden_layers):
             self_attn = Qwen3Attention(config, self.variant(config), rope)
-            layers.append(self.layer_class(config, self_attn, self.make_mlp(config, i)))
+            mlp = self.make_mlp(config, i)
+            layers.append(self.layer_class(config, self_attn, mlp))
         self.model = Qwen3Model(config, layers)
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size)
         if config.tie_word_embeddings:

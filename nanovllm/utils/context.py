@@ -31,7 +31,6 @@ class Context:
 
 _context: ContextVar[Context] = ContextVar("context", default=Context())  # noqa: B039
 
-
 get_context: Callable[[], Context] = _context.get
 
 

@@ -56,8 +56,10 @@ def is_number(value: Any, kind: type, low: float = -math.inf, high: float = math
     return isinstance(value, number) and not isinstance(value, bool) and low <= value <= high
 
 
-def check_bool(value: Any, name: str) -> None:
+def check_bool(value: Any, name: str) -> bool:
+    """The value. Raises ValueError unless it is True or False."""
     check(isinstance(value, bool), f"{name} must be True or False", value)
+    return value
 
 
 def find_surrogate(text: str) -> int:

@@ -36,7 +36,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.distributed.group import Group
 from nanovllm.distributed.ranks import EngineDeadError, Ranks
 from nanovllm.engine.batch import Batch
-from nanovllm.engine.slots import SlotUpdates
+from nanovllm.extensions.ranks.gloo_group import GlooGroup
 from nanovllm.extensions.ranks.peer_group import PeerGroup
 from nanovllm.extensions.ranks.reports import ReportingRanks
 from nanovllm.kernels.layernorm import add_rms_norm
@@ -428,7 +428,7 @@ def test_a_step_sends_what_is_new_and_never_the_tokens_so_far(llm, monkeypatch):
 
 
 # A step that asks for what is not there.
-IMPOSSIBLE = "run", (Batch(1, 0, SlotUpdates(np.full((2, 1), 10**9, dtype=np.int32))),)
+IMPOSSIBLE = "run", (Batch(1, 0, np.full((2, 1), 10**9, dtype=np.int32)),)
 
 
 @pytest.mark.parametrize("attempt", range(4))
@@ -539,7 +539,7 @@ def test_a_rank_that_is_killed_before_it_tells_its_address_leaves_no_thread_and_
         if time.monotonic() > deadline:
             raise RuntimeError("rank 1 was killed")
 
-    group = Group(0, 2, str(tmp_path), check=check)
+    group = GlooGroup(0, 2, str(tmp_path), check=check)
     with pytest.raises(RuntimeError, match="rank 1 was killed"):
         group.connect(torch.device("cpu"))
     shutil.rmtree(tmp_path)  # as an engine's end does; `nothing_left` looks for threads and ports

@@ -24,7 +24,7 @@ from block_pool import check_pool
 
 from nanovllm import LLM, AsyncLLM, SamplingParams
 from nanovllm.config import Config
-from nanovllm.sampling_params import MAX_N
+from nanovllm.extensions.safety.sampling_checks import MAX_N
 from tiny_checkpoints import EXACT, make_checkpoint
 
 VOCAB, LENGTH, NUM_BLOCKS = 320, 512, 20

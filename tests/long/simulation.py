@@ -116,7 +116,6 @@ class FakeModel:
     def reset(self) -> None:
         """What a failed step did is unknown."""
         self.batches.reset()
-        self.backend.reset()
         self.words[:] = 0
         self.slots.clear()
 
@@ -126,7 +125,7 @@ class FakeModel:
         copied = [(seq, copy) for seq in sequences if (copy := self.copy_for(seq))]
         batch = self.batches.prefill(sequences) if is_prefill else self.batches.decode(sequences)
         if batch.slot_updates is not None:
-            indices, values = batch.slot_updates.words
+            indices, values = batch.slot_updates
             self.words[indices] = values
         messages, num_grouped = batch.messages or {}, self.backend.planner.num_prefix_tokens
         if "attention" in messages:
@@ -167,8 +166,7 @@ class FakeModel:
 
     def copy_for(self, seq: Sequence) -> tuple[int, int, int] | None:
         """From which block to which, and how many tokens."""
-        source, num_tokens = getattr(self.prefix_cache, "copies", {}).get(seq.seq_id, (-1, 0))
-        return (source, seq.block_table[seq.num_cached_blocks], num_tokens) if num_tokens else None
+        return getattr(self.prefix_cache, "copies", {}).get(seq.seq_id)
 
     def copy(self, batch: Batch, sequences: list[tuple[Sequence, tuple[int, int, int]]]) -> None:
         """All at once, in any order, before anything else that the step does."""

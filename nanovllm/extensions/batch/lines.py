@@ -12,8 +12,9 @@ import time
 from dataclasses import fields
 from typing import Any, NamedTuple
 
+from nanovllm import StructuredOutputsParams
 from nanovllm.extensions.text.results import Logprob
-from nanovllm.sampling_params import MAX_SEED, SamplingParams, StructuredOutputsParams
+from nanovllm.sampling_params import MAX_SEED, SamplingParams
 from nanovllm.utils.validation import check, shown
 
 SAMPLING_FIELDS = {f.name for f in fields(SamplingParams)}
@@ -267,9 +268,12 @@ def _plain(value: Any) -> Any:
 
 
 def _openai_response(
-    request: Request, results: list[dict[str, Any]], outputs: list[dict[str, Any]],
-    num_tokens: int, model: str,
-) -> dict[str, Any]:  # fmt: skip
+    request: Request,
+    results: list[dict[str, Any]],
+    outputs: list[dict[str, Any]],
+    num_tokens: int,
+    model: str,
+) -> dict[str, Any]:
     num_asked, num_cached = (sum(r[f"num_{kind}_tokens"] for r in results) for kind in ("prompt", "cached"))
     body = {
         "id": f"line-{request.line}",

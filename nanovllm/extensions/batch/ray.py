@@ -70,9 +70,12 @@ class Engine:
 
 
 def run_on_ray(
-    args: Namespace, output: Output, report: Callable[[Answer], None], started: Callable[[], None],
+    args: Namespace,
+    output: Output,
+    report: Callable[[Answer], None],
+    started: Callable[[], None],
     warn: Callable[[str], None],
-) -> None:  # fmt: skip
+) -> None:
     """
     Answer the lines that `output` does not hold yet, with `args.data_parallel` engines in the cluster at
     --ray-address, or in one of this host alone. `started` is called when the first engine is ready, `warn`

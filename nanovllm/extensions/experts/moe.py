@@ -75,9 +75,14 @@ class Experts(nn.Module):
     """
 
     def __init__(
-        self, hidden_size: int, width: int, num_experts: int,
-        linear: "type[StackedLinear] | None" = None, bias: bool = False, is_clamped: bool = False,
-    ):  # fmt: skip
+        self,
+        hidden_size: int,
+        width: int,
+        num_experts: int,
+        linear: "type[StackedLinear] | None" = None,
+        bias: bool = False,
+        is_clamped: bool = False,
+    ):
         super().__init__()
         self.num_experts, self.is_clamped = num_experts, is_clamped
         self.group = group = get_group()

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from nanovllm.extensions.int8_cache.kernels.decode import int8_decode_attention
+from nanovllm.extensions.int8_cache.kernels.decode import int8_decode_kernel
 from nanovllm.extensions.int8_cache.kernels.int8_cache import (
     SCALE_BYTES,
     as_stored,
@@ -16,16 +16,18 @@ from nanovllm.extensions.int8_cache.kernels.int8_cache import (
 from nanovllm.extensions.int8_cache.kernels.store import int8_store_hooks
 from nanovllm.kernels.cache_layout import CacheLayout
 from nanovllm.kernels.kv_store import StoreHooks, only_written
+from nanovllm.kernels.runtime import has_hopper_shared_memory
 
 
 class Int8Layout(CacheLayout):
     """Keys and values of a head lie in the same page: `k_cache` and `v_cache` are one tensor."""
 
     planes = 1
+    decode_kernel = int8_decode_kernel
 
     def __init__(self):
         super().__init__(torch.uint8)
-        self.load, self.decode = load_dequantised, int8_decode_attention
+        self.load = load_dequantised
 
     def page_shape(self, block_size: int, kv_heads: int, head_dim: int) -> tuple[int, ...]:
         return kv_heads, block_size * (2 * head_dim + SCALE_BYTES)
@@ -45,6 +47,10 @@ class Int8Layout(CacheLayout):
 
     def store_hooks(self, cache: Tensor, head_dim: int, is_prefill: bool) -> StoreHooks:
         return int8_store_hooks(cache, head_dim, is_prefill)
+
+    def decode_tile(self, q: Tensor, cache: Tensor) -> tuple[int, int]:
+        # Bytes become float16. Where there is room, a tile is loaded in advance.
+        return 2, 5 if has_hopper_shared_memory(q.device) else 2
 
     def read(
         self,

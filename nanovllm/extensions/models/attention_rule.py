@@ -118,7 +118,7 @@ def begin_with_sink(
     extras, seq, is_first, row, head, dim, highest, total, SIZES: tl.constexpr, HOOKS: tl.constexpr
 ):
     """The first split begins with a key that has no value."""
-    sink = tl.load(extras[0] + head, mask=row < SIZES.GROUP, other=0.0).to(tl.float32) * UNIT
+    sink = tl.load(extras[0] + head, mask=row < SIZES.HEADS, other=0.0).to(tl.float32) * UNIT
     highest = tl.where(is_first, sink, highest)
     total += tl.where((tl.arange(0, SIZES.TILE) == 0) & is_first, 1.0, 0.0)[:, None]
     return highest, total, ()

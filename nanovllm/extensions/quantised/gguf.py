@@ -98,8 +98,8 @@ class GGUF(Weight):
         if not all(self._waiting.values()):
             return
         in_order, self._waiting = chain.from_iterable(self._waiting.values()), {}  # as `shards` are
-        for kind, pieces in groupby(in_order, kind_of):
-            run = kind.run([*pieces])
+        for (kind, _), pieces in groupby(in_order, kind_of):
+            run = kind([*pieces])
             if self.keeps_weight and isinstance(run, PackedCodes):
                 run.keep_weight()
             self.runs.append(run)
@@ -277,16 +277,10 @@ class Converted:
 Piece = Packed | QuantisedWeight | Tensor
 
 
-class Kind(NamedTuple):
-    """What neighbouring pieces of a weight must agree in to become one run, and of which class."""
-
-    run: type[PackedCodes] | type[KernelCodes] | type[Converted]
-    facts: tuple = ()
-
-
-def kind_of(piece: Piece) -> Kind:
+def kind_of(piece: Piece) -> tuple:
+    """The class of the run that a piece is in, and what its neighbours must agree in to be in it as well."""
     if isinstance(piece, Packed):
-        return Kind(PackedCodes, piece.layout)
+        return PackedCodes, piece.layout
     if isinstance(piece, QuantisedWeight):
-        return Kind(KernelCodes, (piece.kind, piece.tile, piece.offsets is None, piece.scales.dtype))
-    return Kind(Converted)
+        return KernelCodes, (piece.kind, piece.tile, piece.offsets is None, piece.scales.dtype)
+    return Converted, ()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanovllm.extensions.quantised.int8 import bytes_of, check_shape
+from nanovllm.extensions.quantised.int8 import WHOLE, check_shape, read_words
 from nanovllm.extensions.quantised.kernels.quantised_weight import BLOCK, pack, unpack
 from nanovllm.extensions.quantised.patterns import pattern
 from nanovllm.extensions.quantised.scaled import ONE_TILE, ScaledWeight, ignore
@@ -31,6 +31,7 @@ from nanovllm.layers.weight import Shard
 from nanovllm.utils.loader import StoredTensor, check_stored
 from nanovllm.utils.validation import shown
 
+IN_ORDER = [0, 1, 2, 3, 4, 5, 6, 7]
 AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # where AWQ has each of eight outputs in an int32
 SYMMETRIC_ZERO = 8
 MADE_GROUP = 32  # of inputs, where the weights are quantised here
@@ -102,9 +103,15 @@ class Int4(ScaledWeight):
     zero_point = SYMMETRIC_ZERO
 
     def __init__(
-        self, shards: dict[Any, Shard], group: int, source: str, is_symmetric: bool,
-        has_order: bool = False, added_to_zeros: int = 0, tile_rows: int = 1,
-    ):  # fmt: skip
+        self,
+        shards: dict[Any, Shard],
+        group: int,
+        source: str,
+        is_symmetric: bool,
+        has_order: bool = False,
+        added_to_zeros: int = 0,
+        tile_rows: int = 1,
+    ):
         super().__init__(shards, (tile_rows, group))
         self.group, self.is_symmetric, self.added_to_zeros = group, is_symmetric, added_to_zeros
         num_bytes = cdiv(self.shape[1], BLOCK) * BLOCK // 2
@@ -129,13 +136,13 @@ class Int4(ScaledWeight):
                 load = self._load_zero if is_one else self._load_packed_zeros
                 self.stored["weight_zero_point"] = StoredTensor(load)
         else:
-            is_awq = source == "awq"
+            self.word_order = AWQ_ORDER if source == "awq" else IN_ORDER
             self.stored = {
-                "qweight": StoredTensor(self._load_awq if is_awq else self._load_gptq),
+                "qweight": StoredTensor(self._load_transposed),
                 "scales": StoredTensor(self._load_transposed_scales),
-                "qzeros": StoredTensor(self._load_awq_zeros if is_awq else self._load_gptq_zeros),
+                "qzeros": StoredTensor(self._load_transposed_zeros),
             }
-            if not is_awq:
+            if source == "gptq":
                 self.stored |= {"g_idx": order, "bias": StoredTensor(_check_zeros, True)}
 
     # Products
@@ -166,60 +173,39 @@ class Int4(ScaledWeight):
     # Loading
 
     def _load_packed(self, loaded: Any, shard: Shard) -> None:
-        check_stored(loaded, (shard.shape[0], cdiv(shard.shape[1], 8)), {torch.int32})
-        self._set_words(loaded[shard.rows, shard.columns.start // 8 : cdiv(shard.columns.stop, 8)], shard)
+        self._set(shard, self._read(loaded, shard.shape, (shard.rows, shard.columns), 1, IN_ORDER))
 
-    def _load_gptq(self, loaded: Any, shard: Shard) -> None:
-        check_stored(loaded, (cdiv(shard.shape[1], 8), shard.shape[0]), {torch.int32})
-        words = loaded[shard.columns.start // 8 : cdiv(shard.columns.stop, 8), shard.rows]
-        self._set_words(words.to(self.weight.device).t(), shard)
+    def _load_transposed(self, loaded: Any, shard: Shard) -> None:
+        """GPTQ has eight inputs in an int32, AWQ eight outputs."""
+        axis, cut = int(self.word_order is AWQ_ORDER), (shard.columns, shard.rows)
+        self._set(shard, self._read(loaded, shard.shape[::-1], cut, axis, self.word_order).t())
 
-    def _set_words(self, words: Tensor, shard: Shard) -> None:
-        """Words [rows, of eight inputs each], which may begin before this rank's first input."""
-        skipped = shard.columns.start % 8
-        for rows in self.pieces(len(words)):
-            codes = _unpack_words(words[rows].to(self.weight.device))[:, skipped : skipped + self.shape[1]]
+    def _read(self, *args: Any) -> Tensor:
+        return read_words(*args, self.weight.device)
+
+    def _set(self, shard: Shard, codes: Tensor) -> None:
+        for rows in self.pieces(len(codes)):
             start = shard.offset + rows.start
-            self.weight.data[start : start + len(codes)] = pack(codes)
-
-    def _load_awq(self, loaded: Any, shard: Shard) -> None:
-        check_stored(loaded, (shard.shape[1], cdiv(shard.shape[0], 8)), {torch.int32})
-        first = shard.rows.start // 8
-        words = loaded[shard.columns, first : cdiv(shard.rows.stop, 8)].to(self.weight.device)
-        skipped = shard.rows.start - 8 * first
-        codes = _unpack_awq(words)[:, skipped : skipped + shard.size[0]]
-        self.weight.data[shard.place] = pack(codes.t())
+            self.weight.data[start : start + rows.stop - rows.start] = pack(codes[rows])
 
     def _load_transposed_scales(self, loaded: Any, shard: Shard) -> None:
         self.load_scales(loaded, shard, transposed=True)
 
     def _load_packed_zeros(self, loaded: Any, shard: Shard) -> None:
-        rows, columns = self._stored_grid(shard)
-        check_stored(loaded, (cdiv(rows, 8), columns), {torch.int32})
-        self._set_zeros(_unpack_words(loaded[:].t()), shard)
+        zeros = self._read(loaded, self._stored_grid(shard), WHOLE, 0, IN_ORDER)
+        self._load_grid(self.zeros, zeros, shard)
 
     def _load_zero(self, loaded: Any, shard: Shard) -> None:
         """The only one of a part, which is stored less 8."""
         self._check_grid(loaded, shard, False, {torch.int8})
         self._load_grid(self.zeros, loaded[...] + SYMMETRIC_ZERO, shard)
 
-    def _load_gptq_zeros(self, loaded: Any, shard: Shard) -> None:
-        self._set_zeros(_unpack_words(self._zero_words(loaded, shard)) + self.added_to_zeros & 15, shard)
-
-    def _load_awq_zeros(self, loaded: Any, shard: Shard) -> None:
-        self._set_zeros(_unpack_awq(self._zero_words(loaded, shard)), shard)
-
-    def _zero_words(self, loaded: Any, shard: Shard) -> Tensor:
-        """Those of the whole part, [groups, of eight outputs each]."""
-        rows, columns = self._stored_grid(shard)
-        check_stored(loaded, (columns, cdiv(rows, 8)), {torch.int32})
-        return loaded[:]
-
-    def _set_zeros(self, zeros: Tensor, shard: Shard) -> None:
-        """From those of the whole part, [groups, outputs]."""
+    def _load_transposed_zeros(self, loaded: Any, shard: Shard) -> None:
+        zeros = self._read(loaded, self._stored_grid(shard)[::-1], WHOLE, 1, self.word_order)
+        zeros = zeros + self.added_to_zeros & 15
         if self.zeros is not None:
             self._load_grid(self.zeros, zeros, shard, transposed=True)
-        elif (zeros[:, : shard.shape[0]] != SYMMETRIC_ZERO).any():
+        elif (zeros != SYMMETRIC_ZERO).any():
             raise ValueError(f"holds zero points other than {SYMMETRIC_ZERO} in a symmetric weight")
 
     def _load_order(self, loaded: Any, shard: Shard) -> None:
@@ -252,17 +238,6 @@ class Int4(ScaledWeight):
         super().fill(matrix)
         if self.order is not None:
             self.order.data.copy_(torch.arange(self.shape[1]))
-
-
-def _unpack_words(words: Tensor) -> Tensor:
-    """int32 [rows, n] -> uint8 [rows, 8 * n]: codes, the first in the lowest bits."""
-    packed = bytes_of(words)
-    return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
-
-
-def _unpack_awq(words: Tensor) -> Tensor:
-    """int32 [rows, n] -> uint8 [rows, 8 * n]."""
-    return _unpack_words(words).view(len(words), -1, 8)[:, :, AWQ_ORDER].flatten(1)
 
 
 def _check_zeros(loaded: Any, shard: Shard) -> None:

@@ -12,6 +12,8 @@ from nanovllm.kernels.runtime import cdiv
 from nanovllm.layers.weight import Shard
 from nanovllm.utils.loader import StoredTensor, check_stored
 
+WHOLE = slice(None), slice(None)
+BYTES = [0, 1, 2, 3]  # of an int32, in their own order
 SIGN = 0x80  # packed codes are stored with 128 added
 
 
@@ -43,34 +45,48 @@ class Int8(ScaledWeight):
         self.weight.data[shard.place] = loaded[shard.rows, shard.columns]
 
     def _load_packed(self, loaded: Any, shard: Shard) -> None:
-        check_stored(loaded, (shard.shape[0], cdiv(shard.shape[1], 4)), {torch.int32})
-        first = shard.columns.start // 4
-        words = loaded[shard.rows, first : cdiv(shard.columns.stop, 4)]
-        codes = _unpack(words.to(self.weight.device))[:, shard.columns.start - 4 * first :]
-        self.weight.data[shard.place] = codes[:, : self.shape[1]]
+        codes = read_words(loaded, shard.shape, (shard.rows, shard.columns), 1, BYTES, self.weight.device)
+        self.weight.data[shard.place] = (codes ^ SIGN).view(torch.int8)
 
     def _load_zeros(self, loaded: Any, shard: Shard) -> None:
         self._check_grid(loaded, shard, False, {torch.int8})
         self._load_grid(self.zeros, loaded, shard)
 
     def _load_packed_zeros(self, loaded: Any, shard: Shard) -> None:
-        rows, columns = self._stored_grid(shard)
-        check_stored(loaded, (cdiv(rows, 4), columns), {torch.int32})
-        self._load_grid(self.zeros, _unpack(loaded[:].t()), shard, transposed=True)
+        zeros = read_words(loaded, self._stored_grid(shard), WHOLE, 0, BYTES, self.weight.device)
+        self._load_grid(self.zeros, (zeros ^ SIGN).view(torch.int8), shard)
 
     def set_codes(self, rows: slice, codes: torch.Tensor) -> None:
         self.weight.data[rows] = codes.to(torch.int8)
 
 
-def bytes_of(words: torch.Tensor) -> torch.Tensor:
-    """int32 [rows, n] -> uint8 [rows, 4 * n]."""
+def read_words(
+    loaded: Any,
+    shape: tuple[int, ...],
+    cut: tuple[slice, slice],
+    axis: int,
+    order: list[int],
+    device: torch.device,
+) -> torch.Tensor:
+    """
+    A cut of a matrix of codes of this shape, uint8, of which neighbours along an axis are an int32. `order`
+    says where in it each of them is.
+    """
+    size = len(order)
+    check_stored(loaded, tuple(cdiv(n, size) if i == axis else n for i, n in enumerate(shape)), {torch.int32})
+    start, stop, _ = cut[axis].indices(shape[axis])
+    place = [*cut]
+    place[axis] = slice(start // size, cdiv(stop, size))
+    words = loaded[place[0], place[1]].to(device)
+    words = words if axis else words.t()
     # Not contiguous(), which leaves the strides of a single column as they are; `view` wants 1.
-    return words.clone(memory_format=torch.contiguous_format).view(torch.uint8)
-
-
-def _unpack(words: torch.Tensor) -> torch.Tensor:
-    """int32 [rows, n] -> int8 [rows, 4 * n]."""
-    return (bytes_of(words) ^ SIGN).view(torch.int8)
+    codes = words.clone(memory_format=torch.contiguous_format).view(torch.uint8)
+    if size == 8:
+        codes = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(1)
+    if order != sorted(order):
+        codes = codes.unflatten(1, (-1, size))[:, :, order].flatten(1)
+    codes = codes[:, start % size : start % size + stop - start]
+    return codes if axis else codes.t()
 
 
 def check_shape(loaded: Any, shard: Shard) -> None:

@@ -78,9 +78,9 @@ def choose(config: dict[str, Any], field: str, allowed: Iterable[Any], default: 
     return value
 
 
-def choose_group(config: dict[str, Any], default: Any = None) -> int:
+def choose_group(config: dict[str, Any]) -> int:
     """`group_size`; 0 if a group is a whole row, which files write as -1."""
-    value = config.get("group_size", default)
+    value = config.get("group_size")
     if type(value) is not int or not (value == -1 or 1 <= value <= MAX_GROUP):
         raise ValueError(f"group_size must be -1 or from 1 to {MAX_GROUP}, got {shown(value)}")
     return max(value, 0)

@@ -157,9 +157,14 @@ def _zeroed_if_small(make: Callable[..., torch.Tensor]) -> Callable[..., torch.T
 
 
 def _compile_part(
-    launches: Callable[[], Iterator[None]], driver: Any, properties: Any,
-    report: int, rank: int, part: int, num_parts: int,
-) -> NoReturn:  # fmt: skip
+    launches: Callable[[], Iterator[None]],
+    driver: Any,
+    properties: Any,
+    report: int,
+    rank: int,
+    part: int,
+    num_parts: int,
+) -> NoReturn:
     """Compile every num_parts-th of the kernels that `launches` launches, in this process, which ends."""
     try:
         gc.freeze()  # memory of a GPU that was garbage at the fork could not be freed here
@@ -212,7 +217,7 @@ def launch_every_kernel(config: Config, make_runner: Callable[..., Any], group: 
     runner.run(long._replace(wanted=sum(kernels) & ~runner.waiting))
     *smaller, largest = runner.graph_sizes
     plan = runner.backend.largest_plan
-    runner.decode_step(*runner.padding(largest, plan), 0)
+    runner.decode_step(*runner.decoding(largest, plan, True), 0)
     yield
     # Which kernels there are depends on one logits processor, or on two of which one changes the dtype.
     for wanted in (0, *kernels, *map(sum, combinations(kernels, 2))):
@@ -222,4 +227,4 @@ def launch_every_kernel(config: Config, make_runner: Callable[..., Any], group: 
         messages = {"prefix_cache": np.zeros((3, 1), dtype=np.int64)}
         runner.run(batch._replace(wanted=0, lens_k=batch.lens_k + 1, messages=messages))
     for size, key in [*product(smaller, {False, plan}), (largest, False)]:
-        runner.decode_step(*runner.padding(size, key), 0)
+        runner.decode_step(*runner.decoding(size, key, True), 0)

@@ -21,7 +21,7 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.extensions.structured.deep_stack import call_with_stack
 from nanovllm.extensions.structured.json_schema import close_objects
 from nanovllm.extensions.structured.matchers import Grammar, Reader, problem_of
-from nanovllm.sampling_params import StructuredOutputsParams
+from nanovllm.extensions.structured.params import StructuredOutputsParams
 from nanovllm.utils.validation import shorten, shown
 
 MAX_COMPILED = 256  # grammars that are kept; each with up to MAX_LEXERS lexers of a megabyte or so

@@ -253,6 +253,7 @@ def processes_of(name: bytes, mark: str) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 def test_with_an_actor_killed_every_line_is_answered_exactly_once(tmp_path, checkpoint):
     num_lines, output = 1200, tmp_path / "out.jsonl"
     lines = [{"prompt": f"question {i}", "temperature": 0, "max_tokens": 24} for i in range(num_lines)]
@@ -282,6 +283,7 @@ def test_with_an_actor_killed_every_line_is_answered_exactly_once(tmp_path, chec
     assert [answers[i]["token_ids"] for i in asked] == [result["token_ids"] for result in expected]
 
 
+@pytest.mark.slow
 def test_a_cluster_that_is_there_gives_each_engine_a_gpu(tmp_path, checkpoint):
     """Ray is told of GPUs that need not exist: the engines look for themselves."""
     environment = {**os.environ, "RAY_AUTH_MODE": "disabled"}

@@ -79,7 +79,7 @@ def test_filters_keep_what_transformers_keeps_with_the_same_probabilities(filter
         torch.zeros(4000, dtype=torch.int64),
         lowest=thresholds[:1].expand(4000),
     )
-    tokens = Sampler()(logits[:1].expand(4000, -1), step)
+    tokens = Sampler().draw(logits[:1].expand(4000, -1), step)
     assert_follows(tokens, expected[0].softmax(-1))
 
 
@@ -347,7 +347,7 @@ def test_the_best_token_alone_is_greedy_and_no_filter_changes_nothing(logits, te
 
     def draw(lowest: torch.Tensor | None = None) -> torch.Tensor:
         step = SamplingStep(torch.zeros(1, dtype=torch.int32), *numbers, lowest=lowest)
-        return Sampler()(logits, step)
+        return Sampler().draw(logits, step)
 
     best = filter_thresholds_torch(logits, numbers[0], torch.tensor([[1.0, 1.0, 0.0]]))
     assert best.item() == logits.max().item()

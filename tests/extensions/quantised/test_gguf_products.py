@@ -210,7 +210,7 @@ def test_what_gpu_kernels_read_is_bit_for_bit_what_the_file_means(kind):
         for name, rows in encoded.items()
         for groups in as_stored(rows, kinds[name]).groups(slice(0, 64), slice(0, 512))
     ]
-    products = [found.run([*run]) for found, run in groupby(pieces, kind_of)]
+    products = [found([*run]) for (found, _), run in groupby(pieces, kind_of)]
     assert [product.weight.shape for product in products] == [(128, 512), (64, 512)]
     got = torch.cat([product.dequantise() for product in products])
     assert torch.equal(got, torch.cat([decode(rows, kinds[name]) for name, rows in encoded.items()]))

@@ -2,6 +2,7 @@
 products, and which tile of tokens belongs to which expert.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -42,6 +43,10 @@ class ExpertWeights(NamedTuple):
     def are_quantised(self) -> bool:
         return isinstance(self.gate_up, QuantisedWeight) or isinstance(self.down, QuantisedWeight)
 
+    def are_all(self, fit: Callable[[QuantisedWeight], bool]) -> bool:
+        """Whether both matrices are quantised, and fit."""
+        return all(isinstance(each, QuantisedWeight) and fit(each) for each in (self.gate_up, self.down))
+
     def matrix_torch(self, weight: Tensor | QuantisedWeight, expert: int, dtype: torch.dtype) -> Tensor:
         """An expert's part of one of the two, in floating point."""
         height = weight.shape[0] // self.num_experts
@@ -52,11 +57,11 @@ class ExpertWeights(NamedTuple):
 
     def dequantised(self, dtype: torch.dtype) -> "ExpertWeights":
         """With all matrices in floating point."""
-        pair = (
+        gate_up, down = (
             dequantise(each, dtype) if isinstance(each, QuantisedWeight) else each
             for each in (self.gate_up, self.down)
-        )  # fmt: skip
-        return self._replace(**dict(zip(("gate_up", "down"), pair, strict=True)))
+        )
+        return self._replace(gate_up=gate_up, down=down)
 
 
 class Groups(NamedTuple):

@@ -22,10 +22,8 @@ BLOCK_K = 128  # inputs of a tile
 
 def can_use_fp8_experts(x: Tensor, experts: ExpertWeights) -> bool:
     """Whether rows like x [rows, features] can be quantised and multiplied by these experts."""
-    weights = experts.gate_up, experts.down
-    if not (is_on_gpu(x) and use_triton(x) and gpu_supports(x.device, 8, 9) and x.dtype == torch.bfloat16):
-        return False
-    return all(isinstance(each, QuantisedWeight) and _is_multiplied(each) for each in weights)
+    is_possible = is_on_gpu(x) and use_triton(x) and gpu_supports(x.device, 8, 9)
+    return is_possible and x.dtype == torch.bfloat16 and experts.are_all(_is_multiplied)
 
 
 def _is_multiplied(weight: QuantisedWeight) -> bool:

@@ -9,11 +9,9 @@ import torch
 from torch import Tensor
 
 from nanovllm.extensions.experts.kernels.experts import ExpertWeights, activate
-from nanovllm.extensions.experts.kernels.moe import run_experts_torch
 from nanovllm.extensions.experts.kernels.moe_quantised_matvec import can_use_few_quantised, run_few_quantised
 from nanovllm.extensions.experts.kernels.router import Chosen
 from nanovllm.kernels import runtime
-from nanovllm.kernels.layernorm import rms_norm_torch
 from nanovllm.kernels.runtime import (
     cdiv,
     next_power_of_2,
@@ -43,8 +41,6 @@ def run_experts_few(
     The weighted sum of what the chosen experts make of each row of x [rows, hidden]: [rows, hidden]. With
     norm_weight [hidden] x is normalised first; residual [rows, hidden] is added to the sum.
     """
-    if not use_triton(x):
-        return run_experts_few_torch(x, experts, chosen, norm_weight, eps, residual)
     if experts.are_quantised:
         return run_few_quantised(x, experts, chosen, norm_weight, eps, residual)
     rows, hidden = x.shape
@@ -64,15 +60,6 @@ def run_experts_few(
         HEIGHT=SUM_HEIGHT, WIDTH=min(next_power_of_2(width), SUM_WIDTH), **options,
     )  # fmt: skip
     return out
-
-
-def run_experts_few_torch(
-    x: Tensor, experts: ExpertWeights, chosen: Chosen,
-    norm_weight: Tensor | None = None, eps: float = 0.0, residual: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    x = x if norm_weight is None else rms_norm_torch(x, norm_weight, eps)
-    y = run_experts_torch(x, experts, chosen).sum(1)
-    return y if residual is None else y + residual
 
 
 @triton.jit

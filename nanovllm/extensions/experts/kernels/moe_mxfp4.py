@@ -16,7 +16,7 @@ from nanovllm.extensions.quantised.kernels.quantised_weight import (
     BRICK_ROWS,
     MXFP4,
     QuantisedWeight,
-    half_to_float,
+    code_to_float,
 )
 from nanovllm.kernels import runtime
 from nanovllm.kernels.runtime import IS_INTERPRETED, cdiv, next_power_of_2, pdl_wait, tl, triton
@@ -30,17 +30,15 @@ STEP = 128  # inputs that are multiplied at once: the width of a brick
 
 def can_use_mxfp4(x: Tensor, experts: ExpertWeights) -> bool:
     """Whether `multiply_mxfp4` works for these rows and both matrices of the experts."""
-    weights = experts.gate_up, experts.down
-    is_possible = all(isinstance(each, QuantisedWeight) and each.is_in_bricks for each in weights)
+    is_possible = experts.are_all(lambda each: each.is_in_bricks)
     return is_possible and runtime.use_triton(x) and (x.element_size() == 2 or not runtime.is_on_gpu(x))
 
 
 def multiply_mxfp4(x: Tensor, weight: QuantisedWeight, product: GroupedProduct) -> None:
     """With a weight in bricks."""
     block_m, num_stages, max_registers = product.tile
-    scales = weight.scales.view(torch.uint8)
     product.launch(
-        _grouped_mxfp4_kernel, LINES, *split(x), weight.codes, scales, weight.largest,
+        _grouped_mxfp4_kernel, LINES, *split(x), weight.codes, weight.readable_scales, weight.largest,
         STEPS=weight.codes.shape[1], BRICK_ROWS=BRICK_ROWS, OUT_FEATURES=product.out.shape[1],
         LINES=LINES, WARPS=WARPS, STAGES=num_stages, WIDE=block_m == 16,
         num_warps=WARPS, maxnreg=max_registers,
@@ -163,7 +161,7 @@ def _e2m1_to_e4m3(packed, exponent):
     """
     if IS_INTERPRETED:
         words = packed.to(tl.int32)
-        numbers = tl.join(half_to_float(words, 0, MXFP4), half_to_float(words, 4, MXFP4))
+        numbers = tl.join(code_to_float(words, 0, MXFP4), code_to_float(words, 4, MXFP4))
         numbers *= tl.where(exponent < -11, 0.0, tl.exp2(6.0 + exponent))[:, :, :, None]
         numbers = tl.reshape(numbers, [packed.shape[0], packed.shape[1], packed.shape[2] // 4, 2, 4])
         first, second = tl.split(tl.permute(numbers, [0, 1, 2, 4, 3]))

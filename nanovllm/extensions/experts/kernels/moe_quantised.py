@@ -32,12 +32,10 @@ STEP = 2 * BYTES  # inputs that are multiplied at once: a block of codes of 4 bi
 
 def can_use_quantised(x: Tensor, experts: ExpertWeights) -> bool:
     """Whether `multiply_quantised` works for these rows and both matrices of the experts."""
-    weights = experts.gate_up, experts.down
-    if not all(isinstance(each, QuantisedWeight) and each.can_be_read() for each in weights):
+    # Those in bricks are moe_mxfp4.py's.
+    if not experts.are_all(lambda each: each.can_be_read() and not each.is_in_bricks):
         return False
-    if any(each.is_in_bricks for each in weights):  # those are moe_mxfp4.py's
-        return False
-    if weights[0].is_int4 != weights[1].is_int4:  # the first product's results are arranged for the second
+    if experts.gate_up.is_int4 != experts.down.is_int4:  # the first product's results go into the second
         return False
     if not is_on_gpu(x):
         return use_triton(x)
@@ -72,12 +70,11 @@ def multiply_quantised(x: Tensor, weight: QuantisedWeight, product: GroupedProdu
     if not runtime.has_hopper_shared_memory(x.device):
         num_stages = 2
     width = weight.shape[0] // (len(product.groups.pairs) * product.parts)
-    scales = weight.scales.view(torch.uint8) if weight.is_mxfp4 else weight.scales
     product.launch(
         _grouped_quantised_kernel, lines,
-        x, weight.codes.view(torch.uint8), scales, weight.zeros,
+        x, weight.codes.view(torch.uint8), weight.readable_scales, weight.zeros,
         numbers=[x.stride(0)],
-        KIND=weight.kind, GROUP=weight.group, TILE_ROWS=weight.tile[0], ZERO_POINT=weight.zero_point,
+        **weight.constants,
         IN_FEATURES=weight.shape[1], OUT_FEATURES=width, OUT_WIDTH=product.out.shape[1],
         LINES=lines, BYTES=BYTES, STEP=STEP, WARPS=num_warps, STAGES=num_stages, num_warps=num_warps,
     )  # fmt: skip

@@ -11,36 +11,23 @@ from torch import Tensor
 from nanovllm.extensions.experts.kernels.experts import ExpertWeights, activate
 from nanovllm.extensions.experts.kernels.router import Chosen
 from nanovllm.extensions.quantised.kernels.quantised_matvec import (
-    HEIGHT,
-    INPUTS_PER_THREAD,
-    MAX_WARPS,
-    MULTIPLY_FP8,
-    MULTIPLY_INT4,
-    MULTIPLY_INT8,
-    REGISTERS_4,
-    REGISTERS_8,
-    WARPS_PER_MULTIPROCESSOR,
-    assembler,
     can_use_quantised_matvec,
+    matvec_sizes,
+    multiply_words,
     pairs_of,
     power_of_two,
 )
 from nanovllm.extensions.quantised.kernels.quantised_weight import (
     BRICK_PIECES,
     BRICK_ROWS,
-    FP8,
     INT4,
     MXFP4,
-    PIECE_BYTES,
     QuantisedWeight,
-    multiply_by_arithmetic,
 )
-from nanovllm.kernels import runtime
 from nanovllm.kernels.runtime import (
     IS_INTERPRETED,
-    cdiv,
     next_power_of_2,
-    num_multiprocessors,
+    overlap_options,
     pdl_wait,
     pdl_wait_then_launch,
     tl,
@@ -50,34 +37,11 @@ from nanovllm.kernels.runtime import (
 MAX_ROWS_IN_BRICKS = 2  # for more moe_mxfp4.py is faster
 
 
-def _multiply_mxfp4() -> list[str]:
-    """The bits of a half, placed where float16 has them, are 2^-14 times its number."""
-    lines = [".reg .b32 bits, sign;"]
-
-    def place(source: str, left: int, target: str, mask: str) -> None:
-        lines.append(f"{'shl' if left > 0 else 'shr'}.b32 {target}, {source}, {abs(left)};")
-        lines.append(f"and.b32 {target}, {target}, {mask};")
-
-    for word in range(4):
-        for number, lowest in enumerate((0, 8, 4, 12)):  # the halves of bytes 0 and 2, 1 and 3, twice
-            place(f"${1 + word}", 9 - lowest, "bits", "0x0e000e00")
-            place(f"${1 + word}", 12 - lowest, "sign", "0x80008000")
-            lines.append("or.b32 code, bits, sign;")
-            values = 5 + 2 * word + number % 2 + 8 * (number // 2)
-            lines.append(f"fma.rn.f16x2 sum, code, ${values}, sum;")
-    return lines
-
-
-MULTIPLY_MXFP4 = assembler(_multiply_mxfp4())
-
-
 def can_use_few_quantised(x: Tensor, experts: ExpertWeights) -> bool:
     """Whether `run_few_quantised` works for a few rows like x, and is the fastest way."""
-    return all(
-        isinstance(each, QuantisedWeight)
-        and can_use_quantised_matvec(x[:1], each)
-        and (len(x) <= MAX_ROWS_IN_BRICKS or not each.is_in_bricks)
-        for each in (experts.gate_up, experts.down)
+    is_few = len(x) <= MAX_ROWS_IN_BRICKS
+    return experts.are_all(
+        lambda each: can_use_quantised_matvec(x[:1], each) and (is_few or not each.is_in_bricks)
     )
 
 
@@ -108,25 +72,17 @@ def _launch(
     """
     owners, out_features = out.shape
     in_features = weight.shape[1]
-    inputs = PIECE_BYTES * (2 if weight.is_int4 else 1)  # of a piece
-    pieces = next_power_of_2(members * in_features // inputs)
-    num_warps = max(1, min(pieces * inputs // (32 * INPUTS_PER_THREAD), MAX_WARPS))
-    height = HEIGHT if weight.is_int4 else HEIGHT // 2
-    tiles = cdiv(parts * out_features, height)
-    most = max(1, num_multiprocessors(x.device) * WARPS_PER_MULTIPROCESSOR // (num_warps * owners))
-    programs = cdiv(tiles, cdiv(tiles, most))  # each has about as many tiles
-    scales = weight.scales.view(torch.uint8) if weight.is_mxfp4 else weight.scales
+    shape = members * in_features, parts * out_features
+    programs, sizes = matvec_sizes(weight, *shape, x.device, owners=owners)
     brick_rows, brick_pieces = (BRICK_ROWS, BRICK_PIECES) if weight.is_in_bricks else (1, 1)
     _few_quantised_kernel[(programs, owners)](
-        x, weight.codes.view(torch.int32), scales, weight.zeros, bias, experts, weights,
+        x, weight.codes.view(torch.int32), weight.readable_scales, weight.zeros, bias, experts, weights,
         norm_weight, residual, out,
         eps, x.stride(0), residual.stride(0) if residual is not None else 0,
-        KIND=weight.kind, IN_FEATURES=in_features, OUT_FEATURES=out_features, GROUP=weight.group,
-        TILE_ROWS=weight.tile[0], ZERO_POINT=weight.zero_point,
+        **weight.constants, IN_FEATURES=in_features, OUT_FEATURES=out_features,
         MEMBERS=members, MEMBERS_PAD=next_power_of_2(members), ROWS_OF_X=rows_of_x,
-        PARTS=parts, CLAMPED=is_clamped, HEIGHT=height, PIECES=pieces,
-        BRICK_ROWS=brick_rows, BRICK_PIECES=brick_pieces,
-        num_warps=num_warps, **runtime.overlap_options(x.device),
+        PARTS=parts, CLAMPED=is_clamped, BRICK_ROWS=brick_rows, BRICK_PIECES=brick_pieces,
+        **sizes, **overlap_options(x.device),
     )  # fmt: skip
 
 
@@ -184,6 +140,7 @@ def _few_quantised_kernel(
         values *= tl.load(norm_weight + column, mask=present, other=0.0).to(tl.float32)
     values *= share
     largest = tl.max(tl.abs(values), axis=3)
+    others, pairs, other_pairs = None, None, None
     if HALVES:
         others = tl.load(address + 16, mask=present, other=0.0).to(tl.float32)
         squares += others * others
@@ -204,10 +161,10 @@ def _few_quantised_kernel(
         factor *= power_of_two(exponent)
         if KIND == MXFP4:
             factor *= 16384.0
-        a, b, c, d, e, f, g, h = pairs_of(values, PIECES, 1, 2 if HALVES else 1)
+        pairs = pairs_of(values, PIECES, 1, 2 if HALVES else 1)
         if HALVES:
             others *= power_of_two(-exponent)
-            i, j, k, m, n, o, p, q = pairs_of(others, PIECES, 1, 2)
+            other_pairs = pairs_of(others, PIECES, 1, 2)
     sums = tl.sum(values, axis=3)  # [PIECES, 1, 1]
     if HALVES:
         sums += tl.sum(others, axis=3)
@@ -220,35 +177,8 @@ def _few_quantised_kernel(
             GROUPS, TILE_ROWS, PER_ROW, BRICK_ROWS, BRICK_PIECES, OUT_FEATURES, PARTS, HEIGHT,
         )  # fmt: skip
         line = tile * HEIGHT + tl.arange(0, HEIGHT)
-        if IS_INTERPRETED:
-            parts = multiply_by_arithmetic(current, values, KIND, 0)
-            if HALVES:
-                parts += multiply_by_arithmetic(current, others, KIND, 4)
-            if KIND == INT4:
-                parts -= (ZERO_POINT if zeros is None else its_zero.to(tl.float32)) * sums
-        else:
-            even, odd = tl.split(tl.reshape(current, [PIECES, HEIGHT, 1, 2, 2]))
-            first, third = tl.split(even)
-            second, fourth = tl.split(odd)
-            inputs = [first, second, third, fourth, a, b, c, d, e, f, g, h]
-            if HALVES:
-                subtracted = tl.full([1, 1, 1], ZERO_POINT, tl.int32)
-                if zeros is not None:
-                    subtracted = its_zero.to(tl.int32)
-                at_low = (0xE400 + subtracted) * 0x10001
-                at_high = (0xD400 + 16 * subtracted) * 0x10001
-                inputs = [
-                    first, second, third, fourth, a, b, c, d, e, f, g, h,
-                    i, j, k, m, n, o, p, q, at_low, at_high,
-                ]  # fmt: skip
-            if KIND == MXFP4:
-                asm: tl.constexpr = MULTIPLY_MXFP4
-            elif KIND == INT4:
-                asm: tl.constexpr = MULTIPLY_INT4
-            else:
-                asm: tl.constexpr = MULTIPLY_FP8 if KIND == FP8 else MULTIPLY_INT8
-            registers: tl.constexpr = REGISTERS_4 if HALVES else REGISTERS_8
-            parts = tl.inline_asm_elementwise(asm, registers, inputs, dtype=tl.float32, is_pure=True, pack=1)
+        subtracted = tl.full([1, 1, 1], ZERO_POINT, tl.int32) if zeros is None else its_zero
+        parts = multiply_words(current, values, others, pairs, other_pairs, subtracted, sums, KIND)
         if not HALVES and zeros is not None:
             parts -= its_zero.to(tl.float32) * sums
         if KIND == MXFP4:

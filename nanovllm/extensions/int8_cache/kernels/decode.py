@@ -5,96 +5,37 @@ at once, as the product's initial value. A token's key scale is multiplied into 
 scale into its weights. Weights are float16 there, so they need a running maximum of their own.
 """
 
-from torch import Tensor
-
-from nanovllm.extensions.int8_cache.kernels.int8_cache import (
-    load_int8_tile,
-    page_sizes,
-    widen,
-)
-from nanovllm.kernels import runtime
-from nanovllm.kernels.attention_variant import AttentionVariant
-from nanovllm.kernels.decode_attention import launch_decode
-from nanovllm.kernels.runtime import IS_INTERPRETED, prefetch_each, tl, triton
-from nanovllm.kernels.split_kv import own_span, store_result
-
-FLOAT16_SIZE = 2  # of the elements that bytes become
-
-
-def int8_decode_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_tables: Tensor,
-    context_lens: Tensor,
-    variant: AttentionVariant,
-) -> Tensor:
-    """`paged_decode_attention` for 8-bit pages, on a GPU."""
-    # Where there is room, a tile in advance.
-    stages_of_long = 5 if runtime.has_hopper_shared_memory(q.device) else 2
-    return launch_decode(
-        _int8_decode_kernel,
-        q,
-        k_cache,
-        v_cache,
-        block_tables,
-        context_lens,
-        variant,
-        page_sizes(k_cache, q.shape[2]),
-        FLOAT16_SIZE,
-        stages_of_long,
-    )
+from nanovllm.extensions.int8_cache.kernels.int8_cache import load_int8_tile, widen
+from nanovllm.kernels.decode_attention import begin_sums, load_query
+from nanovllm.kernels.runtime import IS_INTERPRETED, pdl_wait_then_launch, prefetch_each, tl, triton
+from nanovllm.kernels.split_kv import own_part, store_result
 
 
 @triton.jit(do_not_specialize=["table_stride", "splits", "num_multiprocessors"])
-def _int8_decode_kernel(
+def int8_decode_kernel(
     q, k_cache, v_cache, block_tables, context_lens, extras, out, partial, counters,
     scale_log2, q_batch_stride, q_head_stride, table_stride, splits, num_multiprocessors,
     SIZES: tl.constexpr, HOOKS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """The frame, and the roles of rows and columns, are those of `_decode_kernel`."""
-    GROUP_PAD: tl.constexpr = SIZES.GROUP_PAD
-    DIM_PAD: tl.constexpr = SIZES.DIM_PAD
     TILE: tl.constexpr = SIZES.TILE
     PAGE: tl.constexpr = (2 * SIZES.HEAD_DIM + 4) * SIZES.BLOCK_SIZE  # bytes of a head in a block
-    SHARES: tl.constexpr = SIZES.KV_HEADS * SIZES.READERS
-    share = tl.program_id(0)
-    kv_head = share // SIZES.READERS
-    seq = tl.program_id(1)
-    split = tl.program_id(2)
-    context_len = tl.load(context_lens + seq)
-    first = 0
-    if HOOKS.first_token is not None:
-        first = HOOKS.first_token(extras, seq, context_len, HOOKS)
-    begin, end, used_splits = own_span(context_len, first, split, splits, SIZES)
+    kv_head, part, (first, begin, end) = own_part(context_lens, extras, splits, SIZES, HOOKS)
+    seq, share, split, _, used_splits = part
     table = block_tables + seq.to(tl.int64) * table_stride
     if OVERLAP:
         # The programs that start first prefetch their first tile while the query is still being computed.
-        if seq * SHARES + share < num_multiprocessors:
+        if seq * (SIZES.KV_HEADS * SIZES.READERS) + share < num_multiprocessors:
             _prefetch_tile(k_cache, v_cache, table, kv_head, begin, end, SIZES)
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    pdl_wait_then_launch(OVERLAP)
     if SIZES.SPLIT:
         if split >= used_splits:
             return
 
-    row = tl.arange(0, GROUP_PAD)
-    dim = tl.arange(0, DIM_PAD)
-    inside = (row < SIZES.GROUP)[None, :] & (dim < SIZES.HEAD_DIM)[:, None]
-    head = share * SIZES.GROUP + row
-    q_address = q + seq.to(tl.int64) * q_batch_stride + head[None, :] * q_head_stride + dim[:, None]
-    query = tl.load(q_address, mask=inside, other=0.0)
+    query, index = load_query(q, part, q_batch_stride, q_head_stride, SIZES)
     query, scale_log2, bias = scale_to_float16(query, scale_log2)
-
-    highest = tl.full([GROUP_PAD], float("-inf"), tl.float32)
-    total = tl.zeros([TILE, GROUP_PAD], tl.float32)
-    acc = tl.zeros([DIM_PAD, GROUP_PAD], tl.float32)
-    highest_byte = tl.full([GROUP_PAD], -1.0e30, tl.float32)
-    kept = ()
-    if HOOKS.begin is not None:
-        highest, total, kept = HOOKS.begin(
-            extras, seq, split == 0, row, head, dim, highest, total, SIZES, HOOKS
-        )
+    highest, total, acc, kept = begin_sums(extras, part, index, SIZES, HOOKS)
+    highest_byte = tl.full([SIZES.HEADS_PAD], -1.0e30, tl.float32)
     for start in range(begin, end, TILE):
         token = start + tl.arange(0, TILE)
         seen = token < end
@@ -103,7 +44,7 @@ def _int8_decode_kernel(
         key, value, key_scale, value_scale = load_int8_tile(
             k_cache + kv_head * PAGE, SIZES.KV_HEADS * PAGE, table, start, end, SIZES, TILE, True
         )
-        score = tl.zeros([TILE, GROUP_PAD], tl.float32) + bias[None, :]
+        score = tl.zeros([TILE, SIZES.HEADS_PAD], tl.float32) + bias[None, :]
         score = tl.dot(widen(key), query, score) * key_scale[:, None] * scale_log2
         if HOOKS.score is not None:
             score = HOOKS.score(score, HOOKS)
@@ -126,10 +67,7 @@ def _int8_decode_kernel(
 
     total = tl.sum(total, axis=0)
     acc = acc * tl.exp2(highest_byte - tl.where(total > 0, highest, 0.0))[None, :]
-    if HOOKS.end is not None:
-        highest, total, acc = HOOKS.end(kept, row, dim, highest, total, acc, SIZES, HOOKS)
-    where = seq, share, split, splits, used_splits
-    store_result(out, partial, counters, (highest, total, acc), where, (row, head, dim), SIZES)
+    store_result(out, partial, counters, (highest, total, acc), kept, part, index, SIZES, HOOKS)
 
 
 @triton.jit

@@ -41,11 +41,22 @@ def filter_thresholds(logits: Tensor, temperatures: Tensor, filters: Tensor) -> 
     bests = torch.empty(len(logits), BEST * BLOCK, dtype=torch.float32, device=logits.device)
     if len(logits):
         _threshold_kernel[(len(logits),)](
-            logits, temperatures, filters, thresholds, bests,
-            logits.stride(0), filters.stride(0), logits.shape[1],
-            BLOCK=BLOCK, BEST=BEST, LOG2_E=LOG2_E, STAGES=STAGES, MAX_PASSES=MAX_PASSES,
-            num_warps=8, maxnreg=128,  # so that two programs fit on a multiprocessor
-        )  # fmt: skip
+            logits,
+            temperatures,
+            filters,
+            thresholds,
+            bests,
+            logits.stride(0),
+            filters.stride(0),
+            logits.shape[1],
+            BLOCK=BLOCK,
+            BEST=BEST,
+            LOG2_E=LOG2_E,
+            STAGES=STAGES,
+            MAX_PASSES=MAX_PASSES,
+            num_warps=8,
+            maxnreg=128,  # so that two programs fit on a multiprocessor
+        )
     return thresholds
 
 
@@ -69,11 +80,20 @@ def filter_thresholds_torch(logits: Tensor, temperatures: Tensor, filters: Tenso
 
 @triton.jit
 def _threshold_kernel(
-    logits, temperatures, filters, thresholds, bests,
-    row_stride, filter_stride, vocab,
-    BLOCK: tl.constexpr, BEST: tl.constexpr, LOG2_E: tl.constexpr,
-    STAGES: tl.constexpr, MAX_PASSES: tl.constexpr,
-):  # fmt: skip
+    logits,
+    temperatures,
+    filters,
+    thresholds,
+    bests,
+    row_stride,
+    filter_stride,
+    vocab,
+    BLOCK: tl.constexpr,
+    BEST: tl.constexpr,
+    LOG2_E: tl.constexpr,
+    STAGES: tl.constexpr,
+    MAX_PASSES: tl.constexpr,
+):
     """One program a row, so that a row's sums are always added up in the same order."""
     i = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperatures + i)
@@ -146,9 +166,17 @@ def _weigh_kernel(
 
 @triton.jit
 def _search_kernel(
-    row, length, low, best, scale, enough,
-    COUNT: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, MAX_PASSES: tl.constexpr,
-):  # fmt: skip
+    row,
+    length,
+    low,
+    best,
+    scale,
+    enough,
+    COUNT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+    MAX_PASSES: tl.constexpr,
+):
     """
     The largest logit from `low` on for which the logits from it on weigh enough, see _weigh_kernel; the least
     of them if all do not.

@@ -34,9 +34,13 @@ class Penalties(NamedTuple):
 
 
 def apply_rules(
-    logits: Tensor, rows: Tensor, positions: Tensor,
-    rules: dict[int, Tensor], addresses: Tensor, history: Tensor,
-) -> None:  # fmt: skip
+    logits: Tensor,
+    rows: Tensor,
+    positions: Tensor,
+    rules: dict[int, Tensor],
+    addresses: Tensor,
+    history: Tensor,
+) -> None:
     """Change logits float32 [batch, vocabulary] in place.
 
     rows int32 [batch] are the sequences' rows of rules and history; positions int64 [batch] are those of the
@@ -55,9 +59,18 @@ def apply_rules(
         return apply_rules_torch(logits, rows, positions, rules, history)
     if len(logits):
         _rules_kernel[(len(logits), PROGRAMS_A_ROW)](
-            logits, rows, positions, addresses, history, logits.stride(0),
-            HISTORY=HISTORY, PROGRAMS=PROGRAMS_A_ROW, BLOCK=RULES_AT_ONCE, TOKENS=TOKENS_AT_ONCE, num_warps=4,
-        )  # fmt: skip
+            logits,
+            rows,
+            positions,
+            addresses,
+            history,
+            logits.stride(0),
+            HISTORY=HISTORY,
+            PROGRAMS=PROGRAMS_A_ROW,
+            BLOCK=RULES_AT_ONCE,
+            TOKENS=TOKENS_AT_ONCE,
+            num_warps=4,
+        )
 
 
 def apply_rules_torch(
@@ -90,10 +103,19 @@ def apply_token_flags(logits: Tensor, rows: Tensor, penalties: Tensor, token_fla
     batch, vocab = logits.shape
     if batch:
         _token_flags_kernel[(cdiv(vocab, BLOCK), batch)](
-            logits, rows, penalties, token_flags,
-            logits.stride(0), penalties.stride(0), token_flags.stride(0), vocab,
-            IN_PROMPT=IN_PROMPT, BANNED=BANNED, BLOCK=BLOCK, num_warps=8,
-        )  # fmt: skip
+            logits,
+            rows,
+            penalties,
+            token_flags,
+            logits.stride(0),
+            penalties.stride(0),
+            token_flags.stride(0),
+            vocab,
+            IN_PROMPT=IN_PROMPT,
+            BANNED=BANNED,
+            BLOCK=BLOCK,
+            num_warps=8,
+        )
 
 
 def apply_token_flags_torch(logits: Tensor, rows: Tensor, penalties: Tensor, token_flags: Tensor) -> None:
@@ -109,9 +131,17 @@ def apply_token_flags_torch(logits: Tensor, rows: Tensor, penalties: Tensor, tok
 
 @triton.jit
 def _rules_kernel(
-    logits, rows, positions, addresses, history, logits_stride,
-    HISTORY: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr,
-):  # fmt: skip
+    logits,
+    rows,
+    positions,
+    addresses,
+    history,
+    logits_stride,
+    HISTORY: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
     i = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + i).to(tl.int64)
     address = tl.load(addresses + row)
@@ -145,10 +175,18 @@ def _rules_kernel(
 
 @triton.jit
 def _token_flags_kernel(
-    logits, rows, penalties, token_flags,
-    logits_stride, penalties_stride, flags_stride, vocab,
-    IN_PROMPT: tl.constexpr, BANNED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    logits,
+    rows,
+    penalties,
+    token_flags,
+    logits_stride,
+    penalties_stride,
+    flags_stride,
+    vocab,
+    IN_PROMPT: tl.constexpr,
+    BANNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     i = tl.program_id(1).to(tl.int64)
     penalty = penalties + i * penalties_stride
     has_flags = tl.load(penalty + 3)

@@ -10,14 +10,12 @@ more instructions than the reading of 4 bits leaves time for.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.extensions.quantised.kernels.quantised_weight import (
     INT4,
     QuantisedWeight,
     codes_to_bf16,
-    dequantise_whole_torch,
     halves_to_bf16,
 )
 from nanovllm.kernels import runtime
@@ -49,8 +47,6 @@ def can_use_quantised_linear(x: Tensor, weight: QuantisedWeight) -> bool:
 
 def quantised_linear(x: Tensor, weight: QuantisedWeight, bias: Tensor | None = None) -> Tensor:
     """x @ weight.T + bias: [rows, out] for x [rows, in]. Weights become bfloat16, sums are float32."""
-    if not use_triton(x):
-        return quantised_linear_torch(x, weight, bias)
     (rows, in_features), out_features = x.shape, weight.shape[0]
     tile = TILES[next(most for most in TILES if rows <= most)]
     block_n, block_k, num_warps, num_stages, programs = tile
@@ -67,16 +63,11 @@ def quantised_linear(x: Tensor, weight: QuantisedWeight, bias: Tensor | None = N
     _quantised_linear_kernel[(tiles, splits)](
         x, weight.codes.view(torch.uint8), weight.scales, weight.zeros, weight.offsets, bias, out,
         partial, runtime.arrival_counters(x.device), x.stride(0), rows, out_features,
-        KIND=weight.kind, IN_FEATURES=in_features, GROUP=weight.group, TILE_ROWS=weight.tile[0],
-        ZERO_POINT=weight.zero_point, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
+        **weight.constants, IN_FEATURES=in_features, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
         STEPS=cdiv(steps, splits), SPLITS=splits, STAGES=num_stages,
         num_warps=num_warps, **runtime.overlap_options(x.device),
     )  # fmt: skip
     return out
-
-
-def quantised_linear_torch(x: Tensor, weight: QuantisedWeight, bias: Tensor | None = None) -> Tensor:
-    return F.linear(x, dequantise_whole_torch(weight, x.dtype), bias)
 
 
 @triton.jit(do_not_specialize=["rows"])

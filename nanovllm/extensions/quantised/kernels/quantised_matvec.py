@@ -8,19 +8,16 @@ float32. The input is brought into the range of float16 by a power of two.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.extensions.quantised.kernels.quantised_weight import (
     FP8,
     INT4,
+    MXFP4,
     PIECE_BYTES,
     QuantisedWeight,
-    dequantise_whole_torch,
     multiply_by_arithmetic,
 )
-from nanovllm.kernels.activation import silu_and_mul_torch
-from nanovllm.kernels.layernorm import rms_norm_torch
 from nanovllm.kernels.runtime import (
     IS_INTERPRETED,
     cdiv,
@@ -61,42 +58,37 @@ def quantised_matvec(
     residual, not both.
     """
     assert residual is None or not silu_and_mul
-    if not use_triton(x):
-        return quantised_matvec_torch(x, weight, bias, norm_weight, eps, residual, silu_and_mul)
     rows, in_features = x.shape
     out_features = weight.shape[0]
-    rows_pad = next_power_of_2(rows)
-    inputs = PIECE_BYTES * (2 if weight.is_int4 else 1)  # of a piece
-    pieces = next_power_of_2(in_features // inputs)
-    num_warps = max(1, min(pieces * inputs * rows_pad // (32 * INPUTS_PER_THREAD), MAX_WARPS))
-    height = HEIGHT // (rows_pad if weight.is_int4 else 2 * rows_pad)
-    height = max(height, 1 + silu_and_mul)
-    tiles = cdiv(out_features, height)
-    most = num_multiprocessors(x.device) * WARPS_PER_MULTIPROCESSOR // num_warps
-    programs = cdiv(tiles, cdiv(tiles, most))  # each has about as many tiles
-    out = torch.empty(rows, out_features // (1 + silu_and_mul), dtype=x.dtype, device=x.device)
+    parts, rows_pad = 1 + silu_and_mul, next_power_of_2(rows)
+    programs, sizes = matvec_sizes(weight, in_features, out_features, x.device, rows_pad, least_height=parts)
+    out = torch.empty(rows, out_features // parts, dtype=x.dtype, device=x.device)
     _quantised_matvec_kernel[(programs,)](
         x, weight.codes.view(torch.int32), weight.scales, weight.zeros, weight.offsets,
         bias, norm_weight, residual, out,
         eps, x.stride(0), residual.stride(0) if residual is not None else 0, out_features,
-        KIND=weight.kind, IN_FEATURES=in_features, GROUP=weight.group, TILE_ROWS=weight.tile[0],
-        ZERO_POINT=weight.zero_point, ROWS=rows, ROWS_PAD=rows_pad, HEIGHT=height, PIECES=pieces,
-        GATED=silu_and_mul, num_warps=num_warps, **overlap_options(x.device),
+        **weight.constants, IN_FEATURES=in_features, ROWS=rows, ROWS_PAD=rows_pad,
+        GATED=silu_and_mul, **sizes, **overlap_options(x.device),
     )  # fmt: skip
     return out
 
 
-def quantised_matvec_torch(
-    x: Tensor, weight: QuantisedWeight, bias: Tensor | None = None,
-    norm_weight: Tensor | None = None, eps: float = 0.0,
-    residual: Tensor | None = None, silu_and_mul: bool = False,
-) -> Tensor:  # fmt: skip
-    if norm_weight is not None:
-        x = rms_norm_torch(x, norm_weight, eps)
-    y = F.linear(x, dequantise_whole_torch(weight, x.dtype), bias)
-    if silu_and_mul:
-        y = silu_and_mul_torch(y)
-    return y if residual is None else y + residual
+def matvec_sizes(
+    weight: QuantisedWeight, width: int, out_features: int, device: torch.device,
+    rows: int = 1, owners: int = 1, least_height: int = 1,
+) -> tuple[int, dict[str, int]]:  # fmt: skip
+    """
+    How many programs multiply rows of x of this width, for each of so many owners of a result, and how much
+    each of them multiplies at once.
+    """
+    inputs = PIECE_BYTES * (2 if weight.is_int4 else 1)  # of a piece
+    pieces = next_power_of_2(width // inputs)
+    num_warps = max(1, min(pieces * inputs * rows // (32 * INPUTS_PER_THREAD), MAX_WARPS))
+    height = max(HEIGHT // (rows if weight.is_int4 else 2 * rows), least_height)
+    tiles = cdiv(out_features, height)
+    most = max(1, num_multiprocessors(device) * WARPS_PER_MULTIPROCESSOR // (num_warps * owners))
+    programs = cdiv(tiles, cdiv(tiles, most))  # each has about as many tiles
+    return programs, {"HEIGHT": height, "PIECES": pieces, "num_warps": num_warps}
 
 
 def _multiply_fp8() -> list[str]:
@@ -141,6 +133,24 @@ def _multiply_int4() -> list[str]:
     return lines
 
 
+def _multiply_mxfp4() -> list[str]:
+    """The bits of a half, placed where float16 has them, are 2^-14 times its number."""
+    lines = [".reg .b32 bits, sign;"]
+
+    def place(source: str, left: int, target: str, mask: str) -> None:
+        lines.append(f"{'shl' if left > 0 else 'shr'}.b32 {target}, {source}, {abs(left)};")
+        lines.append(f"and.b32 {target}, {target}, {mask};")
+
+    for word in range(4):
+        for number, lowest in enumerate((0, 8, 4, 12)):  # the halves of bytes 0 and 2, 1 and 3, twice
+            place(f"${1 + word}", 9 - lowest, "bits", "0x0e000e00")
+            place(f"${1 + word}", 12 - lowest, "sign", "0x80008000")
+            lines.append("or.b32 code, bits, sign;")
+            values = 5 + 2 * word + number % 2 + 8 * (number // 2)
+            lines.append(f"fma.rn.f16x2 sum, code, ${values}, sum;")
+    return lines
+
+
 def assembler(lines: list[str]) -> tl.constexpr:
     """`lines` multiply 16 bytes of codes ($1 to $4) with pairs of inputs ($5 and on)."""
     begin = ["{", ".reg .b32 code, sum;", ".reg .f16 first, second;", ".reg .f32 other;", "mov.b32 sum, 0;"]
@@ -148,8 +158,8 @@ def assembler(lines: list[str]) -> tl.constexpr:
     return tl.constexpr("\n".join([*begin, *lines, *end, "add.f32 $0, $0, other;", "}"]))
 
 
-MULTIPLICATIONS = _multiply_fp8(), _multiply_int8(), _multiply_int4()
-MULTIPLY_FP8, MULTIPLY_INT8, MULTIPLY_INT4 = map(assembler, MULTIPLICATIONS)
+MULTIPLICATIONS = _multiply_fp8(), _multiply_int8(), _multiply_int4(), _multiply_mxfp4()
+MULTIPLY_FP8, MULTIPLY_INT8, MULTIPLY_INT4, MULTIPLY_MXFP4 = map(assembler, MULTIPLICATIONS)
 REGISTERS_8, REGISTERS_4 = tl.constexpr("=f" + ",r" * 12), tl.constexpr("=f" + ",r" * 22)
 
 
@@ -180,6 +190,39 @@ def pairs_of(values, PIECES: tl.constexpr, ROWS: tl.constexpr, DISTANCE: tl.cons
 def power_of_two(exponent):
     """2 ** exponent, float32, for int32 from -126 to 127."""
     return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def multiply_words(words, values, others, pairs, other_pairs, zero, sums, KIND: tl.constexpr):
+    """
+    Sums over the codes in words [PIECES, HEIGHT, 1, 4], less a zero of codes of 4 bits, times what they meet:
+    float32 [PIECES, 1, ROWS, 16], of which `sums` are the sums. `values` and their `pairs` meet codes of 8
+    bits or the low halves of bytes, the others high halves. -> [PIECES, HEIGHT, ROWS].
+    """
+    if IS_INTERPRETED:
+        parts = multiply_by_arithmetic(words, values, KIND, 0)
+        if KIND >= INT4:
+            parts += multiply_by_arithmetic(words, others, KIND, 4)
+        if KIND == INT4:
+            parts -= zero.to(tl.float32) * sums
+    else:
+        even, odd = tl.split(tl.reshape(words, [words.shape[0], words.shape[1], 1, 2, 2]))
+        first, third = tl.split(even)
+        second, fourth = tl.split(odd)
+        inputs = (first, second, third, fourth) + pairs
+        if KIND >= INT4:
+            at_low = (0xE400 + zero.to(tl.int32)) * 0x10001
+            at_high = (0xD400 + 16 * zero.to(tl.int32)) * 0x10001
+            inputs = inputs + other_pairs + (at_low, at_high)
+        if KIND == MXFP4:
+            asm: tl.constexpr = MULTIPLY_MXFP4
+        elif KIND == INT4:
+            asm: tl.constexpr = MULTIPLY_INT4
+        else:
+            asm: tl.constexpr = MULTIPLY_FP8 if KIND == FP8 else MULTIPLY_INT8
+        registers: tl.constexpr = REGISTERS_4 if KIND >= INT4 else REGISTERS_8
+        parts = tl.inline_asm_elementwise(asm, registers, inputs, dtype=tl.float32, is_pure=True, pack=1)
+    return parts
 
 
 @triton.jit
@@ -247,6 +290,7 @@ def _quantised_matvec_kernel(
     if norm_weight is not None:
         values *= tl.load(norm_weight + column, mask=has_input, other=0.0).to(tl.float32)
     largest = tl.max(tl.abs(values), axis=3)
+    others, pairs, other_pairs = None, None, None
     if KIND == INT4:
         others = tl.load(address + 16, mask=present, other=0.0).to(tl.float32)
         squares += others * others
@@ -262,10 +306,10 @@ def _quantised_matvec_kernel(
         exponent = tl.maximum(exponent, -126)
         values *= power_of_two(-exponent)[None, :, :, None]
         factor *= power_of_two(exponent)
-        a, b, c, d, e, f, g, h = pairs_of(values, PIECES, ROWS_PAD, 2 if KIND == INT4 else 1)
+        pairs = pairs_of(values, PIECES, ROWS_PAD, 2 if KIND == INT4 else 1)
         if KIND == INT4:
             others *= power_of_two(-exponent)[None, :, :, None]
-            i, j, k, m, n, o, p, q = pairs_of(others, PIECES, ROWS_PAD, 2)
+            other_pairs = pairs_of(others, PIECES, ROWS_PAD, 2)
     sums = tl.sum(values, axis=3)  # [PIECES, 1, ROWS_PAD]
     if KIND == INT4:
         sums += tl.sum(others, axis=3)
@@ -292,32 +336,8 @@ def _quantised_matvec_kernel(
             valid = (line < width)[:, None] & (member < ROWS)[None, :]
             its_residual = tl.load(residual + place, mask=valid, other=0.0).to(tl.float32)
 
-        if IS_INTERPRETED:
-            parts = multiply_by_arithmetic(current, values, KIND, 0)
-            if KIND == INT4:
-                parts += multiply_by_arithmetic(current, others, KIND, 4)
-                parts -= (ZERO_POINT if zeros is None else its_zero.to(tl.float32)) * sums
-        else:
-            even, odd = tl.split(tl.reshape(current, [PIECES, HEIGHT, 1, 2, 2]))
-            first, third = tl.split(even)
-            second, fourth = tl.split(odd)
-            if KIND == INT4:
-                subtracted = (
-                    tl.full([1, 1, 1], ZERO_POINT, tl.int32) if zeros is None else its_zero.to(tl.int32)
-                )
-                at_low = (0xE400 + subtracted) * 0x10001
-                at_high = (0xD400 + 16 * subtracted) * 0x10001
-                inputs = [
-                    first, second, third, fourth, a, b, c, d, e, f, g, h,
-                    i, j, k, m, n, o, p, q, at_low, at_high,
-                ]  # fmt: skip
-                parts = tl.inline_asm_elementwise(
-                    MULTIPLY_INT4, REGISTERS_4, inputs, dtype=tl.float32, is_pure=True, pack=1
-                )
-            else:
-                inputs = [first, second, third, fourth, a, b, c, d, e, f, g, h]
-                asm: tl.constexpr = MULTIPLY_FP8 if KIND == FP8 else MULTIPLY_INT8
-                parts = tl.inline_asm_elementwise(asm, REGISTERS_8, inputs, tl.float32, is_pure=True, pack=1)
+        subtracted = tl.full([1, 1, 1], ZERO_POINT, tl.int32) if zeros is None else its_zero
+        parts = multiply_words(current, values, others, pairs, other_pairs, subtracted, sums, KIND)
         if KIND != INT4 and zeros is not None:
             parts -= its_zero.to(tl.float32) * sums
         parts *= its_scale.to(tl.float32)

@@ -68,6 +68,17 @@ class QuantisedWeight(NamedTuple):
         return 0 if self.scales.shape[1] == 1 and not self.is_mxfp4 else self.tile[1]
 
     @property
+    def constants(self) -> dict[str, int]:
+        """For kernels."""
+        sizes = {"GROUP": self.group, "TILE_ROWS": self.tile[0]}
+        return {"KIND": self.kind, "ZERO_POINT": self.zero_point, **sizes}
+
+    @property
+    def readable_scales(self) -> Tensor:
+        """Those of MXFP4 as bytes, which are exponents."""
+        return self.scales.view(torch.uint8) if self.is_mxfp4 else self.scales
+
+    @property
     def is_in_bricks(self) -> bool:
         return self.largest is not None
 
@@ -117,7 +128,7 @@ def in_bricks(weight: QuantisedWeight) -> QuantisedWeight:
     MXFP4 with codes [out / BRICK_ROWS, bricks of a row, BRICK_ROWS, bytes], and scales [.., BRICK_PIECES]:
     what a program reads at once of neighbouring rows is one piece of memory. Zeros fill up the last ones.
     """
-    scales = weight.scales.view(torch.uint8)
+    scales = weight.readable_scales
     codes = _bricks(weight.codes, BRICK_PIECES * PIECE_BYTES)
     bricks = _bricks(scales, BRICK_PIECES).view(weight.scales.dtype)
     return weight._replace(codes=codes, scales=bricks, largest=scales.amax(1))
@@ -152,8 +163,7 @@ def dequantise(weight: QuantisedWeight, dtype: torch.dtype) -> Tensor:
     out = torch.empty(rows, width, dtype=dtype, device=weight.codes.device)
     _dequantise_kernel[(rows, cdiv(width, TILE))](
         weight.codes.view(torch.uint8), weight.scales, weight.zeros, weight.offsets, out,
-        KIND=weight.kind, WIDTH=width, GROUP=weight.group, TILE_ROWS=weight.tile[0],
-        ZERO_POINT=weight.zero_point, SIZE=TILE,
+        WIDTH=width, SIZE=TILE, **weight.constants,
     )  # fmt: skip
     return out
 
@@ -172,38 +182,30 @@ def _expand(weight: QuantisedWeight, grid: Tensor, rows: slice) -> Tensor:
 
 
 @triton.jit
-def byte_to_float(words, shift: tl.constexpr, KIND: tl.constexpr):
-    """One of the codes of 8 bits in each word, by arithmetic."""
-    code = (words >> shift) & 0xFF
-    if KIND == INT8:
-        return tl.where(code > 127, code - 256, code).to(tl.float32)
-    exponent = (code >> 3) & 15
-    fraction = (code & 7) + tl.where(exponent > 0, 8, 0)
-    size = fraction.to(tl.float32) * tl.exp2((tl.maximum(exponent, 1) - 10).to(tl.float32))
-    return tl.where(code > 127, -size, size)
-
-
-@triton.jit
-def half_to_float(packed, shift: tl.constexpr, KIND: tl.constexpr):
-    """One of the codes of 4 bits in each word, by arithmetic."""
-    code = (packed >> shift) & 15
+def code_to_float(words, shift: tl.constexpr, KIND: tl.constexpr):
+    """One of the codes in each word, by arithmetic."""
+    if KIND >= INT4:
+        code = (words >> shift) & 15
+    else:
+        code = (words >> shift) & 0xFF
     if KIND == INT4:
         return code.to(tl.float32)
-    exponent = (code >> 1) & 3
-    fraction = (code & 1) + tl.where(exponent > 0, 2, 0)
-    size = fraction.to(tl.float32) * tl.exp2((tl.maximum(exponent, 1) - 2).to(tl.float32))
-    return tl.where(code > 7, -size, size)
+    if KIND == INT8:
+        return tl.where(code > 127, code - 256, code).to(tl.float32)
+    IMPLIED: tl.constexpr = 8 if KIND == FP8 else 2  # the bit in front of a fraction
+    HIGHEST: tl.constexpr = 16 * IMPLIED - 1 if KIND == FP8 else 7
+    LOWEST: tl.constexpr = 10 if KIND == FP8 else 2  # of the exponents of fractions, less its sign
+    exponent = (code // IMPLIED) & (HIGHEST // IMPLIED)
+    fraction = (code & (IMPLIED - 1)) + tl.where(exponent > 0, IMPLIED, 0)
+    size = fraction.to(tl.float32) * tl.exp2((tl.maximum(exponent, 1) - LOWEST).to(tl.float32))
+    return tl.where(code > HIGHEST, -size, size)
 
 
 @triton.jit
 def multiply_by_arithmetic(words, values, KIND: tl.constexpr, shift: tl.constexpr):
     """For Triton's interpreter: sums of products of `values` and the codes at this place of each byte."""
-    if KIND >= INT4:
-        a, b = half_to_float(words, shift, KIND), half_to_float(words, 8 + shift, KIND)
-        c, d = half_to_float(words, 16 + shift, KIND), half_to_float(words, 24 + shift, KIND)
-    else:
-        a, b = byte_to_float(words, 0, KIND), byte_to_float(words, 8, KIND)
-        c, d = byte_to_float(words, 16, KIND), byte_to_float(words, 24, KIND)
+    a, b = code_to_float(words, shift, KIND), code_to_float(words, 8 + shift, KIND)
+    c, d = code_to_float(words, 16 + shift, KIND), code_to_float(words, 24 + shift, KIND)
     codes = tl.join(tl.join(a, c), tl.join(b, d))
     return tl.sum(tl.reshape(codes, [words.shape[0], words.shape[1], 1, 16]) * values, axis=3)
 
@@ -212,7 +214,7 @@ def multiply_by_arithmetic(words, values, KIND: tl.constexpr, shift: tl.constexp
 def codes_to_bf16(codes, KIND: tl.constexpr):
     """uint8 [..., n], codes of 8 bits -> bfloat16 of this shape, which is exact; float32 if interpreted."""
     if IS_INTERPRETED:
-        return byte_to_float(codes.to(tl.int32), 0, KIND)
+        return code_to_float(codes.to(tl.int32), 0, KIND)
     if KIND == FP8:
         # Moved to where bfloat16 has them, the bits are 2^-120 times the number. GPUs before Hopper cannot
         # multiply pairs without adding: -0, which changes nothing.
@@ -274,7 +276,7 @@ def e2m1_to_bf16(packed):
     """
     if IS_INTERPRETED:
         words = packed.to(tl.int32)
-        return half_to_float(words, 0, MXFP4), half_to_float(words, 4, MXFP4)
+        return code_to_float(words, 0, MXFP4), code_to_float(words, 4, MXFP4)
     return tl.inline_asm_elementwise(
         """{
         .reg .b32 pair, bits, sign;
@@ -341,5 +343,5 @@ def _dequantise_kernel(
     else:
         code = tl.load(codes + row * WIDTH + byte, mask=inside, other=0).to(tl.int32)
         tl.store(
-            out + row * WIDTH + column, (byte_to_float(code, 0, KIND) - zero) * scale + offset, mask=inside
+            out + row * WIDTH + column, (code_to_float(code, 0, KIND) - zero) * scale + offset, mask=inside
         )

@@ -27,10 +27,16 @@ def apply_masks(logits: Tensor, masks: Masks, vocab_start: int = 0) -> None:
     batch, vocab = logits.shape
     if batch and vocab:
         _mask_kernel[(cdiv(vocab, BLOCK), batch)](
-            logits, masks.index, masks.bits,
-            logits.stride(0), masks.bits.stride(0), vocab, vocab_start,
-            BLOCK=BLOCK, num_warps=8,
-        )  # fmt: skip
+            logits,
+            masks.index,
+            masks.bits,
+            logits.stride(0),
+            masks.bits.stride(0),
+            vocab,
+            vocab_start,
+            BLOCK=BLOCK,
+            num_warps=8,
+        )
 
 
 def apply_masks_torch(logits: Tensor, masks: Masks, vocab_start: int = 0) -> None:
@@ -43,10 +49,15 @@ def apply_masks_torch(logits: Tensor, masks: Masks, vocab_start: int = 0) -> Non
 
 @triton.jit(do_not_specialize=["vocab_start"])
 def _mask_kernel(
-    logits, index, masks,
-    logits_stride, masks_stride, vocab, vocab_start,
+    logits,
+    index,
+    masks,
+    logits_stride,
+    masks_stride,
+    vocab,
+    vocab_start,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     row = tl.program_id(1).to(tl.int64)
     place = tl.load(index + row)
     if place >= 0:

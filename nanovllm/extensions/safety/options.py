@@ -1,0 +1,52 @@
+"""Checks of the options that extensions serve, some of which know better than "is not allowed"."""
+
+import os
+from typing import Any
+
+from nanovllm.config import DTYPES, Check, dtype_name, one_of
+from nanovllm.utils.validation import shown
+
+# Formats that other engines want to be told, and this one finds in the checkpoint.
+FOUND_FORMATS = "compressed-tensors gptq gptq_marlin awq awq_marlin auto-round gguf".split()
+
+
+def none_or(kind: str, *classes: type) -> Check:
+    def check_class(value: Any, name: str) -> Any:
+        if not isinstance(value, (*classes, type(None))):
+            raise ValueError(f"{name} must be None or {kind}, got {shown(value)}")
+        return value
+
+    return check_class
+
+
+def check_cache_dtype(value: Any, name: str) -> str:
+    if isinstance(value, str) and value.startswith("fp8"):
+        raise ValueError(
+            f"kv_cache_dtype={value!r} is not offered: 'int8' takes as many bytes, is "
+            "7 to 30 times closer to a bfloat16 cache (KL divergence of the next token's distribution), "
+            "and has nothing to calibrate: each token and head gets its scale when it is stored"
+        )
+    return dtype_name(*DTYPES, "int8")(value, name)
+
+
+def check_quantization(value: Any, name: str) -> str | None:
+    if isinstance(value, str) and value in FOUND_FORMATS:
+        raise ValueError(
+            f"quantization={value!r} is to be left out: the format of quantised weights is "
+            "found in the checkpoint, and 'fp8' and 'int4' make them from others"
+        )
+    return None if value is None else one_of("fp8", "int4")(value, name)
+
+
+CHECKS_OF_EXTENSIONS: dict[str, Check] = {
+    "load_format": one_of("auto", "safetensors", "gguf", "dummy"),
+    "model_impl": one_of("auto", "native", "transformers"),
+    "kv_cache_dtype": check_cache_dtype,
+    "quantization": check_quantization,
+    "tokenizer": none_or("a name or a path", str, os.PathLike),
+    "hf_overrides": none_or("a dict of fields of config.json", dict),
+    "revision": none_or("a text", str),
+    "download_dir": none_or("a path", str, os.PathLike),
+    "token": none_or("a text", str, bool),
+    "lora": none_or("a folder or hub id of an adapter", str, os.PathLike),
+}
