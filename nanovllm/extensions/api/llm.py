@@ -14,7 +14,7 @@ from nanovllm.distributed.ranks import EngineDeadError
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.extensions.api.foreign_options import missing_attribute, takes_foreign
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.validation import check
+from nanovllm.utils.validation import check, is_number
 
 NOT_PICKLED = "an engine cannot be pickled or copied: make one in each process that uses one, or share one \
 among the tasks of a process with AsyncLLM"
@@ -82,8 +82,11 @@ class ApiLLM(LLMEngine):
 
     def abort(self, request_id: int | str) -> None:
         """`LLMEngine.abort`."""
-        is_own = isinstance(request_id, str) and request_id in self._own_ids
-        super().abort(self._own_ids[request_id] if is_own else request_id)
+        self.check_usable()
+        if isinstance(request_id, str):
+            request_id = self._own_ids.get(request_id, request_id)
+        check(is_number(request_id, int), "request_id must be an integer", request_id)  # 1.0 would find 1
+        super().abort(request_id)
 
     def _take_turn(self, call: dict[int, Any] | None = None) -> None:
         """
