@@ -168,7 +168,7 @@ class ModelRunner:
         """After a step that failed: wait for what was enqueued, and forget what the slots hold."""
         with self.on_device():
             self._wait_for_device()
-            for part in (self.slots, self.backend, *self.processors):
+            for part in (self.slots, *self.processors):
                 part.reset()
             self.unsampled = None
 

@@ -84,9 +84,6 @@ class AttentionBackend:
         """Counts for `LLMEngine.stats`, on rank 0."""
         return {}
 
-    def reset(self) -> None:
-        """After a step that failed: forget all sequences."""
-
     def close(self) -> None:
         """Free the tables."""
 

@@ -116,7 +116,6 @@ class FakeModel:
     def reset(self) -> None:
         """What a failed step did is unknown."""
         self.batches.reset()
-        self.backend.reset()
         self.words[:] = 0
         self.slots.clear()
 
@@ -167,8 +166,7 @@ class FakeModel:
 
     def copy_for(self, seq: Sequence) -> tuple[int, int, int] | None:
         """From which block to which, and how many tokens."""
-        source, num_tokens = getattr(self.prefix_cache, "copies", {}).get(seq.seq_id, (-1, 0))
-        return (source, seq.block_table[seq.num_cached_blocks], num_tokens) if num_tokens else None
+        return getattr(self.prefix_cache, "copies", {}).get(seq.seq_id)
 
     def copy(self, batch: Batch, sequences: list[tuple[Sequence, tuple[int, int, int]]]) -> None:
         """All at once, in any order, before anything else that the step does."""

@@ -8,8 +8,9 @@ goes further in three steps.
   `token_prefixes.py` keeps the index and has the tokens copied (a `PrefixCache`).
 - *Computed once.* A prompt that could reuse what another one computes in this very step is held back for one
   step and then copies it (`HoldBack`, an `Admission`).
-- *Read once.* In a decode step all sequences of a prefix read its keys and values together: their queries
-  stand below one another in one tile (`kernels/shared_prefix.py`), and what each sequence has of its own is
-  added by log-sum-exp. `groups.py` plans which sequences read what together, `cascade.py` is the attention
-  back-end that does it, in front of any other. Known as cascade attention, Hydragen and DeFT.
+- *Read once.* In a decode step all sequences that share a prefix read its keys and values together: their
+  queries stand below one another in one tile (`kernels/shared_prefix.py`), and what each sequence has of its
+  own is added by log-sum-exp. `planner.py` plans on rank 0 who reads what together, `plan.py` says what the
+  tables of a plan are, and `cascade.py` is the attention back-end that follows it, in front of any other.
+  Known as cascade attention, Hydragen and DeFT.
 """

@@ -1,8 +1,8 @@
 """Cascade attention: a back-end in front of any other, which reads a prefix of several sequences once.
 
 It computes the shared prefixes of a decode step and leaves to the back-end behind it what each sequence has
-of its own. Rank 0 makes a new plan when other sequences decode than before. Every device has the tables of
-the plan, at addresses that never change, and is told what changes in them.
+of its own. Rank 0 makes a new plan when other sequences decode than before, and sends its tables to every
+device, which has them at addresses that never change.
 """
 
 import math
@@ -25,7 +25,7 @@ from nanovllm.extensions.prefixes.kernels.shared_prefix import (
 from nanovllm.extensions.prefixes.plan import CascadePlan, plan_shapes
 from nanovllm.extensions.prefixes.planner import CascadePlanner
 from nanovllm.kernels.attention_variant import AttentionVariant
-from nanovllm.kernels.runtime import cdiv, num_multiprocessors
+from nanovllm.kernels.runtime import cdiv, num_multiprocessors, use_triton
 from nanovllm.layers.attention import Attention, AttentionBackend
 from nanovllm.utils.context import Context
 
@@ -35,12 +35,15 @@ class CascadeBackend(AttentionBackend):
 
     def __init__(self, behind: AttentionBackend, config: Config, device: torch.device):
         super().__init__(behind.layout)
-        self.behind, self.config, self.device = behind, config, device
+        self.behind = behind
+        self.config = config
+        self.device = device
         sizes = config.hf_config
         self.heads_per_kv_head = sizes.num_attention_heads // sizes.num_key_value_heads
-        can_plan = config.attention_backend != "flash" and not sizes.tokens_in_reach
-        self.largest_plan = config.enable_prefix_caching and can_plan
-        self.num_read, self.num_steps_before = 0, 0  # by earlier plans
+        self.largest_plan = (
+            config.enable_prefix_caching and config.attention_backend != "flash" and not sizes.tokens_in_reach
+        )
+        self.num_read = 0  # by earlier plans, less what this one would have read in their steps
 
     def for_layer(self, layer: Attention) -> AttentionBackend:
         """Prefixes may lie before a layer's first token, of which it reads less by itself."""
@@ -60,33 +63,26 @@ class CascadeBackend(AttentionBackend):
         self.tables = CascadePlan(*map(Tensor.view, self.buffer.split(sizes), shapes))
 
     def plan(self, sequences: list[Sequence]) -> tuple[bool, np.ndarray | None]:
-        """The message, int32 [2, changes], has indices into the buffer and their new values."""
-        self._end_plan()
-        changes = self.planner.update(sequences)
-        return self.planner.num_prefix_tokens > 0, changes
-
-    def _end_plan(self) -> None:
-        self.num_read = self.stats()["num_grouped_tokens"]
-        self.num_steps_before = self.num_decode_steps
+        """The message has all tables."""
+        planner = self.planner
+        self.num_read += self.num_decode_steps * planner.num_prefix_tokens
+        message = planner.update(sequences)
+        self.num_read -= self.num_decode_steps * planner.num_prefix_tokens
+        return message is not None, message
 
     def stats(self) -> dict[str, int]:
         """Tokens that steps have read through prefixes, for each sequence that they belong to."""
-        num_steps = self.num_decode_steps - self.num_steps_before
-        return {"num_grouped_tokens": self.num_read + num_steps * self.planner.num_prefix_tokens}
+        num_planned = self.num_decode_steps * self.planner.num_prefix_tokens
+        return {"num_grouped_tokens": self.num_read + num_planned}
 
     def receive(self, message: np.ndarray) -> None:
-        indices, values = to_device(message, self.buffer.device)
-        self.buffer.index_put_((indices,), values)
+        self.buffer.copy_(to_device(message, self.buffer.device))
 
     def inputs(self, batch_size: int, key: bool, is_empty: bool = False) -> CascadePlan:
-        shapes = zip(self.tables, plan_shapes(batch_size), strict=True)
-        plan = CascadePlan(*(table[: shape[0]] for table, shape in shapes))
+        plan = CascadePlan._make(
+            table[: shape[0]] for table, shape in zip(self.tables, plan_shapes(batch_size), strict=True)
+        )
         return CascadePlan(*map(torch.zeros_like, plan)) if is_empty else plan
-
-    def reset(self) -> None:
-        self._end_plan()
-        self.planner.reset()
-        self.buffer.zero_()
 
     def close(self) -> None:
         self.buffer = self.tables = None
@@ -95,9 +91,10 @@ class CascadeBackend(AttentionBackend):
         return self.behind.prefill(*args)
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, variant: AttentionVariant, step: Context) -> Tensor:
-        if (plan := step.attention_plan) is not None:
+        plan = step.attention_plan
+        if plan is not None:
             attend = shared_prefix_attention
-            if self.behind.is_reference:
+            if self.behind.is_reference or not use_triton(q):
                 attend = shared_prefix_attention_torch
             prefixes = attend(q, k, v, step.block_tables, variant, plan, self.layout)
             variant = WithPrefix(variant, plan, *prefixes)

@@ -21,17 +21,9 @@ class CascadePlan(NamedTuple):
     num_work_items: Any  # int32 [1]
 
 
-def max_queries(batch_size: int) -> int:
-    """Of all work items. Small batches may have more for each sequence, to keep the device busy."""
-    return max(4 * batch_size, min(16 * batch_size, 512))
-
-
-def max_work_items(batch_size: int) -> int:
-    return max(2 * batch_size, 64)
-
-
 def plan_shapes(batch_size: int) -> CascadePlan:
-    """Of the tables of a plan."""
-    items = max_work_items(batch_size), 4
+    """Of the tables. Small batches may have more queries for each sequence, to keep the device busy."""
+    max_queries = max(4 * batch_size, min(16 * batch_size, 512))
+    max_items = max(2 * batch_size, 64)
     each = (batch_size,)
-    return CascadePlan(each, each, (batch_size, MAX_PARTIALS), (max_queries(batch_size),), items, (1,))
+    return CascadePlan(each, each, (batch_size, MAX_PARTIALS), (max_queries,), (max_items, 4), (1,))

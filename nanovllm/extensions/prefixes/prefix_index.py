@@ -15,47 +15,43 @@ class PrefixIndex:
     """Has the hash of the block before each block (`parent`, -1 for a first block), and its packed tokens."""
 
     def __init__(self) -> None:
-        self._blocks: dict[int, tuple[int, bytes]] = {}  # by block id: parent, tokens
-        self._children: dict[int, list[tuple[bytes, int]]] = {}  # by parent: (tokens, block id), sorted
-
-    def __contains__(self, block_id: int) -> bool:
-        return block_id in self._blocks
+        # By block id: parent and tokens.
+        self.blocks: dict[int, tuple[int, bytes]] = {}
+        # By parent: (tokens, block id), sorted.
+        self._children: dict[int, list[tuple[bytes, int]]] = {}
 
     def add(self, block_id: int, parent: int, tokens: bytes) -> None:
-        self._blocks[block_id] = parent, tokens
-        insort(self._children.setdefault(parent, []), (tokens, block_id))
+        self.blocks[block_id] = parent, tokens
+        children = self._children.setdefault(parent, [])
+        insort(children, (tokens, block_id))
 
     def remove(self, block_id: int) -> None:
         """Does nothing if the block is not there."""
-        if block_id in self._blocks:
-            parent, tokens = self._blocks.pop(block_id)
+        if block_id in self.blocks:
+            parent, tokens = self.blocks.pop(block_id)
             children = self._children[parent]
-            del children[bisect_left(children, (tokens, block_id))]
+            place = bisect_left(children, (tokens, block_id))
+            del children[place]
             if not children:
                 del self._children[parent]
 
-    def move(self, block_id: int, other: "PrefixIndex") -> None:
-        """To another index."""
-        parent, tokens = self._blocks[block_id]
-        self.remove(block_id)
-        other.add(block_id, parent, tokens)
-
-    def longest(self, parent: int, tokens: bytes, more_than: int = 0) -> tuple[int, int]:
-        """
-        The block that begins with most of these tokens, and with how many. (-1, more_than) if none begins
-        with more than that.
-        """
-        best = -1, more_than
-        if children := self._children.get(parent):
-            i = bisect_left(children, (tokens,))
-            for others, block_id in children[max(i - 1, 0) : i + 1]:
-                if (length := count_common(others, tokens)) > best[1]:
-                    best = block_id, length
+    def longest(self, parent: int, tokens: bytes) -> tuple[int, int]:
+        """The block that begins with most of these tokens, and with how many; (-1, 0) if there is none."""
+        children = self._children.get(parent, [])
+        i = bisect_left(children, (tokens,))
+        best = -1, 0
+        for others, block_id in children[max(i - 1, 0) : i + 1]:
+            length = count_common(others, tokens)
+            if length > best[1]:
+                best = block_id, length
         return best
 
 
 def count_common(first: bytes, second: bytes) -> int:
     """How many tokens two lists of packed tokens begin with in common."""
-    length = min(len(first), len(second)) // TOKEN_BYTES
+    num_bytes = min(len(first), len(second))
+    length = num_bytes // TOKEN_BYTES
     differ = unpack(first)[:length] != unpack(second)[:length]
-    return int(differ.argmax()) if differ.any() else length
+    if not differ.any():
+        return length
+    return int(differ.argmax())

@@ -34,18 +34,22 @@ class TokenPrefixes(PrefixCache):
 
     def start(self, pool: Any) -> None:
         super().start(pool)
-        self.computed, self.computing = PrefixIndex(), PrefixIndex()
-        self.copies: dict[int, tuple[int, int]] = {}  # by seq_id: source and tokens, before its first step
+        self.computed = PrefixIndex()
+        self.computing = PrefixIndex()
+        # Before a sequence's first step, by seq_id: source, target, number of tokens.
+        self.copies: dict[int, tuple[int, ...]] = {}
 
     def find(self, seq: Sequence) -> TokenHit:
         """Whole blocks up to the first miss, and from another block what follows."""
-        pool, size = self.pool, self.pool.block_size
+        pool = self.pool
+        size = pool.block_size
         blocks: list[int] = []
         parent = -1
         while True:
             start = len(blocks) * size
-            packed = seq.packed(start, min(start + size, self.pool.max_cached(seq)))
-            block_id, num_common = pool.find_block(seq, len(blocks)), size
+            packed = seq.packed(start, min(start + size, pool.max_cached(seq)))
+            block_id = pool.find_block(seq, len(blocks))
+            num_common = size
             if block_id == -1:
                 block_id, num_common = self.computed.longest(parent, packed)
             if num_common < size:
@@ -55,33 +59,41 @@ class TokenPrefixes(PrefixCache):
         is_free = num_common and pool.blocks[block_id].ref_count == 0
         if is_free and len(pool.free_block_ids) <= pool.num_new_blocks(seq, blocks):
             block_id, num_common = -1, 0  # no room for it beside the new blocks
-        num_computing = self.computing.longest(parent, packed, num_common)[1]
         pins = (block_id,) if num_common else ()
-        return TokenHit(blocks, start + num_common, pins, block_id, num_common, num_computing)
+        _, num_computing = self.computing.longest(parent, packed)
+        return TokenHit(
+            blocks,
+            start + num_common,
+            pins,
+            block_id,
+            num_common,
+            num_computing,
+        )
 
     def allocated(self, seq: Sequence, hit: TokenHit) -> None:
         for i in range(len(hit.blocks), seq.num_blocks):
             self._list(self.computing, seq, i, len(seq))
         if hit.num_copied:
-            self.copies[seq.seq_id] = hit.source, hit.num_copied
+            target = seq.block_table[len(hit.blocks)]
+            self.copies[seq.seq_id] = hit.source, target, hit.num_copied
             self.num_copied_tokens += hit.num_copied
 
     def written(self, seq: Sequence, start: int, end: int) -> None:
         size = self.pool.block_size
         for i in range(start // size, -(-end // size)):
-            block_id = seq.block_table[i]
-            if block_id not in self.computing:
+            is_computing = seq.block_table[i] in self.computing.blocks
+            # Not if a chunk of a prompt ends in the middle of the block.
+            if not is_computing or (i + 1) * size <= end or end == seq.num_tokens:
                 self._list(self.computed, seq, i, end)
-            elif (i + 1) * size <= end or end == seq.num_tokens:  # else a chunk ends in the middle of it
-                self.computing.move(block_id, self.computed)
 
     def forgotten(self, block_id: int) -> None:
-        for index in (self.computed, self.computing):
-            index.remove(block_id)
+        self.computed.remove(block_id)
+        self.computing.remove(block_id)
 
     def _list(self, index: PrefixIndex, seq: Sequence, i: int, end: int) -> None:
         """Have the sequence's i-th block found by its tokens up to token `end`."""
-        block, size = self.pool.blocks[seq.block_table[i]], self.pool.block_size
+        block = self.pool.blocks[seq.block_table[i]]
+        size = self.pool.block_size
         self.forgotten(block.block_id)
         parent = self.pool.block_hash(seq, i - 1) if i else -1
         packed = block.packed or seq.packed(i * size, min((i + 1) * size, end))
@@ -89,12 +101,8 @@ class TokenPrefixes(PrefixCache):
 
     def prepare(self, sequences: list[Sequence]) -> np.ndarray | None:
         """int64 [3, copies]: from which block to which, and how many tokens."""
-        copies = []
-        for seq in sequences:
-            source, num_tokens = self.copies.pop(seq.seq_id, (-1, 0))
-            if num_tokens:
-                copies.append((source, seq.block_table[seq.num_cached_blocks], num_tokens))
-        return np.ascontiguousarray(np.array(copies, dtype=np.int64).T) if copies else None
+        copies = [self.copies.pop(seq.seq_id) for seq in sequences if seq.seq_id in self.copies]
+        return np.array(copies).T.copy() if copies else None
 
     def receive(self, message: np.ndarray, kv_cache: Any) -> None:
         kv_cache.copy_blocks(*to_device(message, kv_cache.device))

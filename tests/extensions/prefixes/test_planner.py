@@ -15,8 +15,6 @@ from nanovllm.extensions.prefixes import planner as module
 from nanovllm.extensions.prefixes.plan import (
     MAX_PARTIALS,
     CascadePlan,
-    max_queries,
-    max_work_items,
     plan_shapes,
 )
 from nanovllm.extensions.prefixes.planner import CascadePlanner
@@ -35,11 +33,9 @@ class Tables:
         views = zip(np.split(self.buffer, np.cumsum(sizes)[:-1]), shapes, strict=True)
         self.plan = CascadePlan(*(words.reshape(shape) for words, shape in views))
 
-    def apply(self, changes: np.ndarray | None) -> None:
-        if changes is not None:
-            indices, values = changes
-            assert (self.buffer[indices] != values).all()  # nothing is sent in vain
-            self.buffer[indices] = values
+    def apply(self, words: np.ndarray | None) -> None:
+        if words is not None:
+            self.buffer[:] = words
 
     def __getattr__(self, name: str) -> np.ndarray:
         return getattr(self.plan, name)
@@ -63,7 +59,7 @@ def check(tables: Tables, sequences: list[Sequence], per_item: int = PER_ITEM) -
     """What the kernels rely on."""
     size = len(sequences)
     prompts = [seq.prompt_token_ids for seq in sequences]
-    assert len(tables.used_items) <= max_work_items(size)
+    assert len(tables.used_items) <= plan_shapes(size).work_items[0]
     queries: dict[int, int] = {}
     for first, count, begin, end in tables.used_items:
         rows = tables.queries[first : first + count].tolist()
@@ -73,7 +69,7 @@ def check(tables: Tables, sequences: list[Sequence], per_item: int = PER_ITEM) -
         for query, row in enumerate(rows, first):
             assert queries.setdefault(query, row) == row
     assert len(queries) == sum(item[1] for item in tables.used_items) == tables.num_partials.sum()
-    assert max(queries) < max_queries(size) and tables.num_partials.max() <= MAX_PARTIALS
+    assert max(queries) < plan_shapes(size).queries[0] and tables.num_partials.max() <= MAX_PARTIALS
     for row, prefix_len in enumerate(tables.prefix_lens[:size]):
         partials = tables.partials[row, : tables.num_partials[row]]
         assert all(queries[query] == row for query in partials.tolist())
@@ -119,7 +115,7 @@ def test_whatever_joins_and_leaves_the_tables_are_right(min_saved, pick, most_to
             running += [prompts.make() for _ in range(min(joining, NUM_ROWS - len(running)))]
             pick.shuffle(running)
             tables.apply(planner.update(running))
-            assert planner.update(running) is None
+            assert (planner.update(running) is None) is (planner.num_prefix_tokens == 0)
             fresh, from_scratch = make_planner(), Tables()
             from_scratch.apply(fresh.update(running))
             assert fresh.num_prefix_tokens == planner.num_prefix_tokens
@@ -203,7 +199,7 @@ def test_a_chain_of_ever_longer_prompts_has_room():
     "prompts, most_parts",
     [
         ([[1] * 8000 + [2] * 8000] * 2 + [[1] * 8000], MAX_PARTIALS),  # both prefixes could have as many
-        ([[1] * 9000] * NUM_ROWS, max_queries(NUM_ROWS) / NUM_ROWS),
+        ([[1] * 9000] * NUM_ROWS, plan_shapes(NUM_ROWS).queries[0] / NUM_ROWS),
     ],
 )
 def test_a_large_device_gets_as_many_pieces_as_there_is_room_for(prompts, most_parts):
@@ -237,7 +233,6 @@ def test_a_steady_step_sends_nothing_and_a_new_sequence_in_an_old_row_is_seen():
     batches.prefill([late])
     third = batches.decode([sequences[0], late, sequences[2]])
     assert third.plan_key and third.messages is not None and third.slot_updates is None
-    batches.prefill([late])
     fourth = batches.decode([sequences[0], late, sequences[2]])
     assert fourth.plan_key and fourth.messages is fourth.slot_updates is None
     alone = batches.decode(sequences[:1])
@@ -245,7 +240,6 @@ def test_a_steady_step_sends_nothing_and_a_new_sequence_in_an_old_row_is_seen():
     assert alone.slot_updates.shape == (2, 3)  # the batch alone
     assert backend.stats() == {"num_grouped_tokens": 4 * 36_000}
     batches.reset()
-    backend.reset()
     batches.prefill(sequences)
     again = batches.decode(sequences)
     assert (again.slot_updates == first.slot_updates).all()
@@ -265,8 +259,9 @@ def test_a_device_has_the_tables_that_it_was_told_of():
     ):
         assert table.data_ptr() == same.data_ptr() and table.shape == same.shape == empty.shape
         assert not empty.any()
-    backend.reset()
-    assert not before.prefix_lens.any() and not before.num_work_items.any()
+    key, message = backend.plan([Sequence(Request([1] * 18_000 + [i])) for i in range(2)])
+    backend.receive(message)
+    assert before.prefix_lens.tolist() == [18_000] * 2 + [0]
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ programs reads on the device what there is to do: one captured graph serves ever
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,8 +16,8 @@ from nanovllm.extensions.prefixes.plan import MAX_PARTIALS, CascadePlan
 from nanovllm.kernels import runtime
 from nanovllm.kernels.attention_variant import AttentionVariant, Hooks
 from nanovllm.kernels.cache_layout import ROWS, CacheLayout
-from nanovllm.kernels.prefill_attention import attend_to_tile
-from nanovllm.kernels.runtime import LOG2_E, next_power_of_2, tl, triton, use_triton
+from nanovllm.kernels.prefill_attention import PrefillSizes, attend_to_tile
+from nanovllm.kernels.runtime import LOG2_E, next_power_of_2, pdl_wait_then_launch, tl, triton
 
 PARTIALS = tl.constexpr(MAX_PARTIALS)  # for kernels
 QUERY_TILE = 64  # rows: queries times their heads for one kv head
@@ -33,22 +33,9 @@ def can_share(config_heads: int, heads: int, head_dim: int, element_size: int, d
     Whether a layer with so many heads for one kv head can compute work items made for `config_heads`. Other
     layers have no room for all queries in a tile, or for the tile in shared memory.
     """
-    fits = head_dim * element_size <= 1024 or runtime.has_hopper_shared_memory(device)
-    return fits and queries_per_item(config_heads) <= queries_per_item(heads)
-
-
-class PrefixSizes(NamedTuple):
-    """As in `PrefillSizes`. The strides are elements: of rows from a token to the next, else from a block."""
-
-    KV_HEADS: int
-    GROUP: int
-    HEAD_DIM: int
-    DIM_PAD: int
-    BLOCK_SIZE: int
-    QUERY_TILE: int
-    KEY_TILE: int
-    TOKEN_STRIDE: int
-    HEAD_STRIDE: int
+    if queries_per_item(config_heads) > queries_per_item(heads):
+        return False
+    return head_dim * element_size <= 1024 or runtime.has_hopper_shared_memory(device)
 
 
 def shared_prefix_attention(
@@ -64,26 +51,15 @@ def shared_prefix_attention(
     The partial results, float32 [queries, heads, head_dim], and log2 of each softmax's denominator, float32
     [queries, heads]; the other arguments are those of `paged_decode_attention`.
     """
-    if not use_triton(q):
-        return shared_prefix_attention_torch(q, k_cache, v_cache, block_tables, variant, plan, layout)
     _, heads, head_dim = q.shape
     block_size, kv_heads = layout.page_sizes(k_cache, head_dim)
     heads_per_kv_head = heads // kv_heads
-    results = torch.empty(len(plan.queries), heads, head_dim, dtype=torch.float32, device=q.device)
-    log_sums = torch.empty(len(plan.queries), heads, dtype=torch.float32, device=q.device)
+    results = q.new_empty(len(plan.queries), heads, head_dim, dtype=torch.float32)
+    log_sums = results.new_empty(len(plan.queries), heads)
     dim_pad = max(runtime.MIN_DOT_SIZE, next_power_of_2(head_dim))
     element_size = max(q.element_size(), k_cache.element_size())
     key_tile, num_warps, num_stages, programs = _tile(dim_pad, element_size, q.device)
-    sizes = PrefixSizes(
-        kv_heads,
-        heads_per_kv_head,
-        head_dim,
-        dim_pad,
-        block_size,
-        max(QUERY_TILE, next_power_of_2(heads_per_kv_head)),
-        key_tile,
-        *k_cache.stride()[-3:-1],
-    )
+    query_tile = max(QUERY_TILE, next_power_of_2(heads_per_kv_head))
     _shared_prefix_kernel[(programs * runtime.num_multiprocessors(q.device),)](
         q,
         k_cache,
@@ -97,9 +73,18 @@ def shared_prefix_attention(
         variant.scale * LOG2_E,
         *q.stride()[:2],
         block_tables.stride(0),
-        SIZES=sizes,
-        HOOKS=Hooks(score=variant.hooks.score, constants=variant.hooks.constants),
-        LOAD=layout.load,
+        kv_heads,
+        *k_cache.stride()[-3:-1],
+        PrefillSizes(
+            heads_per_kv_head,
+            head_dim,
+            dim_pad,
+            block_size,
+            query_tile,
+            key_tile,
+        ),
+        Hooks(score=variant.hooks.score, constants=variant.hooks.constants),
+        layout.load,
         num_warps=num_warps,
         num_stages=num_stages,
         **runtime.overlap_options(q.device),
@@ -111,9 +96,11 @@ def _tile(dim_pad: int, element_size: int, device: torch.device) -> tuple[int, i
     """Keys of a tile, warps, pipeline stages, programs of a multiprocessor: measured on Hopper."""
     if element_size > 2:
         return 16, 4, 1, 2
-    if not runtime.has_hopper_shared_memory(device):
-        return (64, 4, 2, 1) if dim_pad <= 128 else (32 if dim_pad <= 256 else 16, 4, 1, 1)
-    return {64: (64, 4, 3, 3), 128: (64, 4, 3, 2)}.get(dim_pad, (32, 4, 2, 1))
+    if runtime.has_hopper_shared_memory(device):
+        return {64: (64, 4, 3, 3), 128: (64, 4, 3, 2)}.get(dim_pad, (32, 4, 2, 1))
+    if dim_pad <= 128:
+        return 64, 4, 2, 1
+    return (32, 4, 1, 1) if dim_pad <= 256 else (16, 4, 1, 1)
 
 
 def shared_prefix_attention_torch(
@@ -125,37 +112,24 @@ def shared_prefix_attention_torch(
     plan: CascadePlan,
     layout: CacheLayout = ROWS,
 ) -> tuple[Tensor, Tensor]:
-    results = torch.zeros(len(plan.queries), *q.shape[1:], dtype=torch.float32, device=q.device)
+    results = q.new_zeros(len(plan.queries), *q.shape[1:], dtype=torch.float32)
     log_sums = results.new_zeros(results.shape[:2])
     for item in plan.work_items[: int(plan.num_work_items)]:
         first, count = item[:2].tolist()
         indices = slice(first, first + count)
         queries = plan.queries[indices]
         span = block_tables[queries[:1]], item[2:3], item[3:4]
-        keys, values, seen = layout.read(k_cache, v_cache, *span, q.shape[2])
-        # [kv_heads, tokens, head_dim], and rows [kv_heads, queries * heads per kv head, head_dim]
-        keys, values = keys[0], values[0]
-        rows = q[queries].unflatten(1, (len(keys), -1)).transpose(0, 1).flatten(1, 2)
-        out, log_sum = variant.attend_and_sum(rows, keys, values, seen)
-        results[indices] = out.unflatten(1, (count, -1)).transpose(0, 1).flatten(1, 2)
-        log_sums[indices] = log_sum.unflatten(1, (count, -1)).transpose(0, 1).flatten(1, 2) * LOG2_E
+        [keys], [values], seen = layout.read(k_cache, v_cache, *span, q.shape[2])
+        # [kv_heads, tokens, head_dim], and queries [kv_heads, queries * heads per kv head, head_dim]
+        out, log_sum = variant.attend_and_sum(_regroup(q[queries], len(keys)), keys, values, seen)
+        results[indices] = _regroup(out, count)
+        log_sums[indices] = _regroup(log_sum, count) * LOG2_E
     return results, log_sums
 
 
-def add_partials_torch(
-    out: Tensor, log_sums: Tensor, results: Tensor, prefix_log_sums: Tensor, plan: CascadePlan
-) -> Tensor:
-    """
-    To each sequence's attention over its own tokens, `out` [batch, heads, head_dim] with the log of the
-    denominators [batch, heads], what `shared_prefix_attention` returns. -> Attention over both.
-    """
-    most = int(plan.num_partials.max())
-    is_partial = torch.arange(most, device=out.device) < plan.num_partials[:, None]  # [batch, partials]
-    indices = torch.where(is_partial, plan.partials[:, :most], 0)
-    prefix_log_sums = (prefix_log_sums[indices] / LOG2_E).masked_fill(~is_partial[..., None], float("-inf"))
-    weights = torch.cat([log_sums[:, None], prefix_log_sums], dim=1).softmax(1).nan_to_num()
-    results = torch.cat([out[:, None].float(), results[indices]], dim=1)  # [batch, 1 + most, heads, head_dim]
-    return (results * weights[..., None]).sum(1).to(out.dtype)
+def _regroup(x: Tensor, count: int) -> Tensor:
+    """[a, count * b, ...] -> [count, a * b, ...]."""
+    return x.unflatten(1, (count, -1)).transpose(0, 1).flatten(1, 2)
 
 
 class WithPrefix(AttentionVariant):
@@ -168,9 +142,10 @@ class WithPrefix(AttentionVariant):
 
     def __init__(self, layer: AttentionVariant, plan: CascadePlan, results: Tensor, log_sums: Tensor):
         super().__init__(layer.scale)
-        assert layer.hooks.first_token is None and layer.hooks.end is None
-        self.layer, self.plan = layer, plan
-        self.results, self.log_sums = results, log_sums
+        self.layer = layer
+        self.plan = plan
+        self.results = results
+        self.log_sums = log_sums
 
     @functools.cached_property
     def own_sums(self) -> Tensor:
@@ -191,54 +166,65 @@ class WithPrefix(AttentionVariant):
         return self.plan.prefix_lens
 
     def attend_decode(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rows: Any) -> Tensor:
-        out, log_sums = self.layer.attend_and_sum(q, k, v, mask, self.layer.first_sums(q.shape[1]))
+        first_sums = self.layer.first_sums(q.shape[1])
+        out, log_sums = self.layer.attend_and_sum(q, k, v, mask, first_sums)
         self.own_sums[rows] = log_sums.flatten(1, 2)
         return out
 
     def finish_decode(self, out: Tensor) -> Tensor:
-        return add_partials_torch(out, self.own_sums, self.results, self.log_sums, self.plan)
+        """From attention over each sequence's own tokens to that over its prefix, too."""
+        num_partials = self.plan.num_partials[:, None]
+        most = int(num_partials.max())
+        is_partial = torch.arange(most, device=out.device) < num_partials  # [batch, partials]
+        indices = torch.where(is_partial, self.plan.partials[:, :most], 0)
+        log_sums = self.log_sums[indices] / LOG2_E
+        log_sums = log_sums.masked_fill(~is_partial[..., None], float("-inf"))
+        log_sums = torch.cat([self.own_sums[:, None], log_sums], dim=1)
+        weights = log_sums.softmax(1).nan_to_num()
+        # [batch, 1 + partials, heads, head_dim]
+        results = torch.cat([out[:, None].float(), self.results[indices]], dim=1)
+        return (results * weights[..., None]).sum(1).to(out.dtype)
 
 
 @triton.jit(do_not_specialize=["table_stride"])
 def _shared_prefix_kernel(
     q, k_cache, v_cache, block_tables, results, log_sums, queries, work_items, num_work_items,
     scale_log2, q_batch_stride, q_head_stride, table_stride,
+    KV_HEADS: tl.constexpr, TOKEN_STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr,
     SIZES: tl.constexpr, HOOKS: tl.constexpr, LOAD: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """A program computes every n-th pair of a work item and a kv head, if there are n programs."""
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    STRIDE: tl.constexpr = SIZES.TOKEN_STRIDE
+    pdl_wait_then_launch(OVERLAP)
     QUERY_TILE: tl.constexpr = SIZES.QUERY_TILE
-    DIM_PAD: tl.constexpr = SIZES.DIM_PAD
     KEY_TILE: tl.constexpr = SIZES.KEY_TILE
+    HEADS: tl.constexpr = SIZES.HEADS_PER_KV
     row = tl.arange(0, QUERY_TILE)
-    dim = tl.arange(0, DIM_PAD)
-    for pair in range(tl.program_id(0), tl.load(num_work_items) * SIZES.KV_HEADS, tl.num_programs(0)):
-        kv_head = pair % SIZES.KV_HEADS
-        item = work_items + pair // SIZES.KV_HEADS * 4
+    dim = tl.arange(0, SIZES.DIM_PAD)
+    for pair in range(tl.program_id(0), tl.load(num_work_items) * KV_HEADS, tl.num_programs(0)):
+        kv_head = pair % KV_HEADS
+        item = work_items + pair // KV_HEADS * 4
         first = tl.load(item)
         count = tl.load(item + 1)
         begin = tl.load(item + 2)
         end = tl.load(item + 3)
-        index = first + row // SIZES.HEADS
-        head = kv_head * SIZES.HEADS + row % SIZES.HEADS
-        is_row = row < count * SIZES.HEADS
+        index = first + row // HEADS
+        head = kv_head * HEADS + row % HEADS
+        is_row = row < count * HEADS
         seq = tl.load(queries + index, mask=is_row, other=0).to(tl.int64)
         inside = is_row[:, None] & (dim < SIZES.HEAD_DIM)[None, :]
-        q_address = q + seq[:, None] * q_batch_stride + head[:, None] * q_head_stride + dim[None, :]
-        query = tl.load(q_address, mask=inside, other=0.0)
+        q_row = q + seq * q_batch_stride + head * q_head_stride
+        query = tl.load(q_row[:, None] + dim[None, :], mask=inside, other=0.0)
 
-        table = block_tables + tl.load(queries + first).to(tl.int64) * table_stride
-        k_head = k_cache + kv_head * SIZES.HEAD_STRIDE
-        v_head = v_cache + kv_head * SIZES.HEAD_STRIDE
-        cache = k_head, v_head, table, STRIDE, STRIDE
+        reader = tl.load(queries + first).to(tl.int64)
+        table = block_tables + reader * table_stride
+        k_head = k_cache + kv_head * HEAD_STRIDE
+        v_head = v_cache + kv_head * HEAD_STRIDE
+        cache = k_head, v_head, table, TOKEN_STRIDE, TOKEN_STRIDE
         last_key = tl.full([QUERY_TILE], -1, tl.int32) + end
         seen = end, begin, None, last_key
         highest = tl.full([QUERY_TILE], float("-inf"), tl.float32)
         total = tl.zeros([QUERY_TILE], tl.float32)
-        acc = tl.zeros([QUERY_TILE, DIM_PAD], tl.float32)
+        acc = tl.zeros([QUERY_TILE, SIZES.DIM_PAD], tl.float32)
         aligned = tl.cdiv(begin, KEY_TILE) * KEY_TILE
         whole_end = end // KEY_TILE * KEY_TILE
         # Whole tiles first, then a part of one in front of them and one behind them, if there are such.
@@ -255,9 +241,9 @@ def _shared_prefix_kernel(
                 query, cache, seen, start, highest, total, acc, scale_log2, SIZES, HOOKS, LOAD, True
             )
 
-        out_row = index.to(tl.int64) * SIZES.KV_HEADS * SIZES.HEADS + head
-        out_address = results + out_row[:, None] * SIZES.HEAD_DIM + dim[None, :]
-        tl.store(out_address, acc / total[:, None], mask=inside)
+        out_row = index.to(tl.int64) * KV_HEADS * HEADS + head
+        out = results + out_row[:, None] * SIZES.HEAD_DIM + dim[None, :]
+        tl.store(out, acc / total[:, None], mask=inside)
         tl.store(log_sums + out_row, highest + tl.log2(total), mask=is_row)
 
 
@@ -294,27 +280,24 @@ def begin_with_partial(
 def add_partials(kept, row, dim, highest, total, acc, SIZES: tl.constexpr, HOOKS: tl.constexpr):
     """Add the partial results to that of the first split."""
     count, indices, results, log_sums, result, log_sum = kept
-    highest, total, acc = add_partial(result, log_sum, highest, total, acc)
-    for i in range(1, count):
-        result, log_sum = load_partial(indices, i, count, results, log_sums, row, dim, SIZES)
-        highest, total, acc = add_partial(result, log_sum, highest, total, acc)
+    for i in range(0, count):
+        new_highest = tl.maximum(tl.maximum(highest, log_sum), -1.0e30)  # finite where nothing was seen
+        shrink = tl.exp2(highest - new_highest)
+        weight = tl.exp2(log_sum - new_highest)
+        highest = new_highest
+        total = total * shrink + weight
+        acc = acc * shrink[None, :] + result * weight[None, :]
+        result, log_sum = load_partial(indices, i + 1, count, results, log_sums, row, dim, SIZES)
     return highest, total, acc
 
 
 @triton.jit
 def load_partial(indices, i, count, results, log_sums, row, dim, SIZES: tl.constexpr):
     """A sequence's i-th partial result and log2 of its softmax's denominator (-inf: there is none)."""
-    HEADS: tl.constexpr = SIZES.KV_HEADS * SIZES.READERS * SIZES.HEADS
-    first_row = tl.load(indices + i, mask=i < count, other=0).to(tl.int64) * HEADS
+    index = tl.load(indices + i, mask=i < count, other=0)
+    first_row = index.to(tl.int64) * (SIZES.KV_HEADS * SIZES.READERS * SIZES.HEADS)
     is_there = row < tl.where(i < count, SIZES.HEADS, 0)
     inside = is_there[None, :] & (dim < SIZES.HEAD_DIM)[:, None]
     result = tl.load(results + first_row * SIZES.HEAD_DIM, mask=inside, other=0.0)
-    return result, tl.load(log_sums + first_row, mask=is_there, other=float("-inf"))
-
-
-@triton.jit
-def add_partial(result, log_sum, highest, total, acc):
-    new_highest = tl.maximum(tl.maximum(highest, log_sum), -1.0e30)  # finite where nothing was seen
-    shrink = tl.exp2(highest - new_highest)
-    weight = tl.exp2(log_sum - new_highest)
-    return new_highest, total * shrink + weight, acc * shrink[None, :] + result * weight[None, :]
+    log_sum = tl.load(log_sums + first_row, mask=is_there, other=float("-inf"))
+    return result, log_sum
