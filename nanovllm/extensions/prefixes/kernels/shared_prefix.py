@@ -197,7 +197,7 @@ def _shared_prefix_kernel(
     pdl_wait_then_launch(OVERLAP)
     QUERY_TILE: tl.constexpr = SIZES.QUERY_TILE
     KEY_TILE: tl.constexpr = SIZES.KEY_TILE
-    HEADS: tl.constexpr = SIZES.GROUP
+    HEADS: tl.constexpr = SIZES.HEADS_PER_KV
     row = tl.arange(0, QUERY_TILE)
     dim = tl.arange(0, SIZES.DIM_PAD)
     for pair in range(tl.program_id(0), tl.load(num_work_items) * KV_HEADS, tl.num_programs(0)):
