@@ -42,7 +42,7 @@ def decode_inputs(slots: Tensor, tables: InputTables, block_size: int) -> Decode
         return decode_inputs_torch(slots, tables, block_size)
 
     def empty(like: Tensor, dtype: torch.dtype) -> Tensor:
-        return like.new_empty(len(slots), *like.shape[1:], dtype=dtype)
+        return torch.empty(len(slots), *like.shape[1:], dtype=dtype, device=like.device)
 
     width = tables.block_tables.shape[1]
     out = DecodeInputs(
