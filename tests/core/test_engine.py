@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 from engines import Core, Watch, assert_empty, tokens_of
@@ -233,3 +234,18 @@ def test_two_ranks_give_the_tokens_of_one_and_the_end_of_a_rank_is_an_error_with
         llm.step()
     llm.exit()
     assert process.poll() is not None
+
+
+def test_a_step_that_fails_drops_all_requests_at_the_next_call(llm, monkeypatch):
+    for prompt in ([1, 2], [3]):
+        llm.add_request(prompt, GREEDY)
+    llm.step()
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(llm.model_runner, "run_model", mock.Mock(side_effect=MemoryError))
+        llm.step()
+    request_id = llm.add_request([4, 5], SamplingParams(0, 3, True))
+    assert list(llm.unfinished) == [request_id]
+    found = []
+    while not llm.is_finished():
+        found += llm.step()[0]
+    assert [(each, len(token_ids)) for each, token_ids in found] == [(request_id, 3)]

@@ -6,9 +6,12 @@ from block_pool import check_pool
 
 from nanovllm.assembly import open_core
 from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.llm import LLM
+
+CORE_LLM = LLM.__mro__[LLM.__mro__.index(LLMEngine) - 1]  # the class of llm.py, which extensions extend
 
 
-class Core(LLMEngine):
+class Core(CORE_LLM):
     """The engine without extensions, whether there are any or not."""
 
     assembly = "nanovllm.assembly:assemble_core"
