@@ -4,11 +4,14 @@ from unittest import mock
 
 from block_pool import check_pool
 
+from nanovllm import LLM
 from nanovllm.assembly import open_core
 from nanovllm.engine.llm_engine import LLMEngine
 
+PlainLLM = LLM.__mro__[LLM.__mro__.index(LLMEngine) - 1]  # as llm.py has it, before extensions add to it
 
-class Core(LLMEngine):
+
+class Core(PlainLLM):
     """The engine without extensions, whether there are any or not."""
 
     assembly = "nanovllm.assembly:assemble_core"
