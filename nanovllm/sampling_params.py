@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from nanovllm.utils.validation import check, check_bool, is_number, shown
+from nanovllm.utils.validation import check, check_bool, find_surrogate, is_number, shown
 
 MAX_SEED = 2**63 - 1
 MAX_TOKENS = 2**31 - 1
@@ -147,6 +147,10 @@ def as_tuple(values: Any) -> tuple | None:
     if values is None:
         return ()
     return tuple(values) if isinstance(values, (list, tuple, set, frozenset)) else None
+
+
+def is_text(value: Any) -> bool:
+    return isinstance(value, str) and value != "" and find_surrogate(value) < 0
 
 
 def is_token_id(value: Any) -> bool:

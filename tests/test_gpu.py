@@ -413,7 +413,7 @@ class Hog:
     def __init__(self, llm: LLM, monkeypatch: pytest.MonkeyPatch, when: int):
         self.taken: list[torch.Tensor] = []
         self.num_steps, self.when = 0, when
-        launch, recover = llm._launch, recovery.recover
+        launch, recover = llm._launch, llm.recover
 
         def launch_without_memory(*args):
             self.num_steps += 1
@@ -421,12 +421,12 @@ class Hog:
                 self.take()
             return launch(*args)
 
-        def recover_with_memory(engine):
+        def recover_with_memory():
             self.taken.clear()
-            return recover(engine)
+            recover()
 
         monkeypatch.setattr(llm, "_launch", launch_without_memory)
-        monkeypatch.setattr(recovery, "recover", recover_with_memory)
+        monkeypatch.setattr(llm, "recover", recover_with_memory)
 
     def take(self) -> None:
         torch.cuda.synchronize()
@@ -467,9 +467,9 @@ def test_when_memory_runs_out_every_request_of_async_llm_goes_on(checkpoint, mon
     with AsyncLLM(checkpoint, enforce_eager=True) as llm:
         expected = asyncio.run(run(llm))
         hog = Hog(llm.llm, monkeypatch, when)
-        failed, end_culprit = [], recovery.end_culprit
+        failed, free_variables = [], recovery._free_variables
         monkeypatch.setattr(
-            recovery, "end_culprit", lambda *args: (failed.append(args[1]), end_culprit(*args))
+            recovery, "_free_variables", lambda error: (failed.append(error), free_variables(error))
         )
         assert asyncio.run(run(llm)) == expected
         assert hog.num_steps > when and [type(error) for error in failed] == [torch.OutOfMemoryError]

@@ -46,16 +46,16 @@ SHIMS = """
     inputs outputs
 """.split()
 # Imports that the plan does not allow and that are still there. The bound is 0: they only become fewer.
-CORE_IMPORTS_LEFT = 7
-EDGES_LEFT = 8
+CORE_IMPORTS_LEFT = 0
+EDGES_LEFT = 6
 
 # Tokens of code that Python's tokenizer counts, without comments, docstrings, line ends and indents: the
 # plan's bounds, and what is reached so far, which only falls.
 PACKAGE_TOKENS, PACKAGE_REACHED = 142_000, 161_600
 TOOLS = "bench lab timeline exact rollout server states".split()  # do not count for the package
 BENCH_TOKENS = 6_000
-CORE_TOKENS, CORE_REACHED = 36_000, 53_800
-CORE_LINES, CORE_LINES_REACHED = 3_900, 5_330
+CORE_TOKENS, CORE_REACHED = 36_000, 48_700
+CORE_LINES, CORE_LINES_REACHED = 3_900, 4_980
 
 HOST_ONLY = """
     engine/sequence.py engine/scheduler.py engine/block_manager.py extensions/prefixes/prefix_index.py

@@ -3,6 +3,8 @@
 Rank 0 makes the batch from scheduled sequences and waits for the output. Ranks never see a `Sequence`.
 """
 
+import functools
+import operator
 from collections.abc import Hashable
 from itertools import chain
 from typing import Any, NamedTuple
@@ -71,7 +73,7 @@ class BatchMaker:
             self.plan_key, message = self.backend.plan(sequences)
             messages = None if message is None else {"attention": message}
         self.backend.num_decode_steps += 1
-        wanted = _wanted(sequences) & self.of_decode
+        wanted = functools.reduce(operator.or_, (seq.request.wanted for seq in sequences)) & self.of_decode
         return Batch(len(sequences), wanted, updates, messages, plan_key=self.plan_key)
 
     def prefill(self, sequences: list[Sequence]) -> Batch:
@@ -80,7 +82,7 @@ class BatchMaker:
         lens_k = starts + lens_q
         spans = zip(sequences, starts.tolist(), lens_k.tolist(), strict=True)
         packed = b"".join(seq.packed(start, end) for seq, start, end in spans)
-        wanted = _wanted(sequences)
+        wanted = functools.reduce(operator.or_, (seq.request.wanted for seq in sequences))
         return Batch(
             len(sequences),
             wanted,
@@ -116,13 +118,6 @@ def token_positions(lens_q: np.ndarray, lens_k: np.ndarray) -> np.ndarray:
     """int32 [tokens], the positions of the last lens_q of lens_k tokens of each sequence."""
     ends = np.cumsum(lens_q, dtype=np.int32)
     return np.arange(ends[-1], dtype=np.int32) + np.repeat(lens_k - ends, lens_q)
-
-
-def _wanted(sequences: list[Sequence]) -> int:
-    wanted = 0
-    for seq in sequences:
-        wanted |= seq.request.wanted
-    return wanted
 
 
 class StepOutput(NamedTuple):

@@ -143,7 +143,7 @@ class BlockManager:
             if self.blocks[block_id].ref_count == 0:
                 self._share(block_id)
                 self.pinned.add(block_id)
-        for i in range(len(hit.blocks), seq.num_blocks):
+        for i in range(seq.num_cached_blocks, seq.num_blocks):
             seq.block_table.append(self._take_free_block())
             if (i + 1) * self.block_size <= len(seq):
                 self._close(seq, i)

@@ -4,16 +4,15 @@ served, before anything has changed.
 
 from collections.abc import Collection, Iterable
 from dataclasses import fields, replace
-from itertools import chain, count
+from itertools import chain
 from typing import Any
 
-from nanovllm.checkpoints.tokenizer import tokenizer_errors
 from nanovllm.config import Config
 from nanovllm.engine.interfaces import LogitsProcessor, selected
 from nanovllm.engine.limits import Limits
 from nanovllm.engine.sequence import Request
 from nanovllm.sampling_params import SamplingParams, recommended_params
-from nanovllm.utils.validation import check, find_surrogate, is_number, shown
+from nanovllm.utils.validation import check, is_number, shown
 
 Prompt = str | list[int]
 
@@ -56,29 +55,21 @@ class InputProcessor:
 
     def recommended(self) -> SamplingParams:
         """What the checkpoint's generation_config.json recommends. Raises ValueError for a bad value."""
-        try:
-            return recommended_params(self.generation_config)
-        except ValueError as error:
-            raise ValueError(f"generation_config.json of {self.model!r}: {error}") from None
+        return recommended_params(self.generation_config)
 
     def read_all(self, prompts: Any, sampling_params: Any) -> list[Request]:
-        """One prompt or a list of them, with parameters for all or for each."""
+        """One prompt or a list of them, with parameters for all or for each; None: what is recommended."""
         prompts = self.as_prompts(prompts)
-        if sampling_params is None:
-            sampling_params = self.recommended()
-        if isinstance(sampling_params, SamplingParams):
-            sampling_params = [sampling_params] * len(prompts)
-        rule = "sampling_params must be SamplingParams, a list of them, or None"
-        rule += " (what the checkpoint recommends)"
-        check(isinstance(sampling_params, (list, tuple)), rule, sampling_params)
-        if len(sampling_params) != len(prompts):
-            raise ValueError(f"there are {len(prompts)} prompts but {len(sampling_params)} sampling_params")
+        each = self.recommended() if sampling_params is None else sampling_params
+        each = each if isinstance(each, (list, tuple)) else [each] * len(prompts)
+        if len(each) != len(prompts):
+            raise ValueError(f"there are {len(prompts)} prompts but {len(each)} sampling_params")
         checked: dict[int, SamplingParams] = {}  # by id: often all prompts have the same object
-        for i, params in enumerate(sampling_params):
+        for i, params in enumerate(each):
             if id(params) not in checked:
-                checked[id(params)] = self._read_params(params, name_of(i))
-        each = (checked[id(params)] for params in sampling_params)
-        requests = list(map(self._read_checked, prompts, each, count()))
+                checked[id(params)] = self.read_params(params, name_of(i))
+        pairs = enumerate(zip(prompts, each, strict=True))
+        requests = [self._read_prompt(prompt, checked[id(params)], i) for i, (prompt, params) in pairs]
         for i, request in enumerate(requests):
             self.read_rest(request, i)
         return requests
@@ -93,26 +84,27 @@ class InputProcessor:
         """The same but for what may take seconds: `read_rest` does that."""
         if sampling_params is None and index is None:
             sampling_params = self.recommended()
-        return self._read_checked(prompt, self._read_params(sampling_params, name_of(index)), index)
+        return self._read_prompt(prompt, self.read_params(sampling_params, name_of(index)), index)
 
     def read_rest(self, request: Request, index: int | None = None) -> None:
         """Read what may take seconds. Any thread may call this."""
-        for processor in selected(self.processors, request.wanted):
-            if processor.reads_slowly:
-                where = f"sampling_params for {name_of(index)}"
-                request.own[processor.name] = processor.read(request, where)
+        self._process(request, index, slowly=True)
 
-    def _read_checked(self, prompt: Any, params: SamplingParams, index: int | None) -> Request:
+    def _read_prompt(self, prompt: Any, params: SamplingParams, index: int | None) -> Request:
         token_ids, text = self.read_prompt(prompt, name_of(index))
         wanted = sum(1 << i for i, processor in enumerate(self.processors) if processor.wants(params))
         request = Request(token_ids, params, self.block_size, text=text, wanted=wanted)
-        for processor in selected(self.processors, wanted):
-            if not processor.reads_slowly:
-                where = f"sampling_params for {name_of(index)}"
-                request.own[processor.name] = processor.read(request, where)
+        self._process(request, index, slowly=False)
         return request
 
-    def _read_params(self, params: Any, name: str) -> SamplingParams:
+    def _process(self, request: Request, index: int | None, slowly: bool) -> None:
+        """Have the processors that it wants read the request, either the slow ones or the others."""
+        for processor in selected(self.processors, request.wanted):
+            if processor.reads_slowly == slowly:
+                where = f"sampling_params for {name_of(index)}"
+                request.own[processor.name] = processor.read(request, where)
+
+    def read_params(self, params: Any, name: str) -> SamplingParams:
         """A checked copy: fields may have been assigned to, and may be again while the request runs."""
         where = f"sampling_params for {name}"
         check(isinstance(params, SamplingParams), f"{where} must be SamplingParams", params)
@@ -153,11 +145,4 @@ class InputProcessor:
     def tokenize(self, text: str, name: str, add_special_tokens: bool = True) -> list[int]:
         if self.tokenizer is None:
             raise ValueError(f"{name} is text, but {self.model!r} has no tokenizer; pass token ids")
-        if (place := find_surrogate(text)) >= 0:
-            reason = f"the lone surrogate {text[place]!r} at {place} is no character"
-            raise ValueError(f"{name} cannot be tokenized: {reason}; got {shown(text)}")
-        try:
-            with tokenizer_errors(f"the tokenizer of {self.model!r}"):
-                return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        except ValueError as error:
-            raise ValueError(f"{name} cannot be tokenized: {error}; got {shown(text)}") from error
+        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)

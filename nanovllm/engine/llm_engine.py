@@ -26,7 +26,6 @@ from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Request, Sequence
 from nanovllm.engine.stats import stats_of
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.validation import check, is_number
 
 
 @dataclass(eq=False)
@@ -293,8 +292,6 @@ class LLMEngine:
         End a request and free its blocks at once. Its result has the tokens so far and the finish_reason
         "abort". If there is no such request, or it has finished, this does nothing.
         """
-        self.check_usable()
-        check(is_number(request_id, int), "request_id must be an integer", request_id)  # 1.0 would find 1
         with self.attempting():
             if (seq := self.unfinished.get(request_id)) is not None:
                 self.end(seq, "abort")

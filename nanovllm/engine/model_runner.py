@@ -213,7 +213,8 @@ class ModelRunner:
         """
         if batch.slot_updates is not None:
             self.slots.apply(batch.slot_updates)
-        self._receive(batch.messages)
+        if batch.messages is not None:
+            self.receive(batch.messages)
         self.unsampled = self.forward(batch)
         return None if batch.wanted & self.waiting else self._sample()
 
@@ -221,11 +222,11 @@ class ModelRunner:
     @torch.inference_mode()
     def sample(self, messages: dict[str, Any]) -> StepOutput:
         """Finish the step that `run` has begun, with what logits processors have waited for."""
-        self._receive(messages)
+        self.receive(messages)
         return self._sample()
 
-    def _receive(self, messages: dict[str, Any] | None) -> None:
-        for name, message in (messages or {}).items():
+    def receive(self, messages: dict[str, Any]) -> None:
+        for name, message in messages.items():
             self.receivers[name](message)
 
     def forward(self, batch: Batch) -> Forwarded:

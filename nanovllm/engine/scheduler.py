@@ -70,7 +70,8 @@ class Scheduler:
         """The sequences of the next step, each with its `num_scheduled_tokens`, and if it is a prefill."""
         can_decode = len(self.running) > (self.chunked is not None)
         is_due = can_decode and self.num_prefills_in_a_row == MAX_PREFILLS_IN_A_ROW
-        if not is_due and (sequences := self._schedule_prefill()):
+        has_prompts = bool(self.waiting) or self.chunked is not None
+        if has_prompts and not is_due and (sequences := self._schedule_prefill()):
             self.is_prefill = True
             self.num_prefills_in_a_row += can_decode
             return sequences, True
@@ -177,10 +178,8 @@ class Scheduler:
             if seq.num_computed_tokens == seq.num_tokens:
                 seq.num_tokens += 1
                 drawing.append(seq)
-                if (
-                    seq.num_tokens == seq.request.max_num_tokens
-                ):  # its last token needs neither slot nor blocks
-                    self._release(seq)
+                if seq.num_tokens == seq.request.max_num_tokens:
+                    self._release(seq)  # its last token needs neither slot nor blocks
                     released = True
         if released:
             self.running = [seq for seq in self.running if seq.slot >= 0]

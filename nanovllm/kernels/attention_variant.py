@@ -1,12 +1,10 @@
 """What a layer's attention computes, and the places where an extension may change it.
 
 The core knows one kind: a query at position i sees the keys 0..i, and their values are added up with the
-weights softmax(scale * q k^T). Models differ in small ways (which keys are seen, what happens to a score,
-what the softmax begins with), and each way changes a line or two in the middle of a kernel. So the kernels
-call *hooks*: small Triton functions that are constants of a launch. The compiler inlines them, and a hook
-that nobody gives leaves no instruction behind.
-
-A variant has each change twice: as a hook for the kernels, and as a method in torch for the references.
+weights softmax(scale * q k^T). Other models change a line or two in the middle of a kernel: which keys are
+seen, what happens to a score, what the softmax begins with. So the kernels call *hooks*: small Triton
+functions that are constants of a launch. The compiler inlines them, and a hook that is None leaves no
+instruction behind. A variant has each change twice: as a hook for the kernels, and as a torch method.
 """
 
 from typing import Any, NamedTuple
@@ -41,19 +39,19 @@ class Hooks(NamedTuple):
     end: Any = None
     first_token_prefill: Any = None
     begin_prefill: Any = None
-    constants: Any = None  # what the hooks need besides: a record
+    constants: Any = None  # a record of what else the hooks need
 
     @property
     def cache_key(self) -> str:
         """
-        By which Triton's cache on disk knows a launch with these hooks. It takes this property where there is
-        one, and else `str`, which tells the names of functions but not what they do.
+        What identifies these hooks in Triton's cache on disk. Without this property Triton would use `str`,
+        which has the names of functions but not their code.
         """
         return "-".join(str(getattr(each, "cache_key", each)) for each in self)
 
 
 class AttentionVariant:
-    """Plain causal attention, and what others replace."""
+    """Plain causal attention. A subclass replaces what it computes in another way."""
 
     hooks = Hooks()
     extras: tuple[Any, ...] = ()  # tensors for the hooks
@@ -73,7 +71,7 @@ class AttentionVariant:
         return {"softmax_scale": self.scale, "causal": True}
 
     def first_token(self, context_lens: Tensor) -> Tensor:
-        """The first token that queries see whose contexts, themselves included, have so many tokens."""
+        """The first token that a query sees, for contexts of these lengths, the query itself included."""
         return torch.zeros_like(context_lens)
 
     def score(self, scores: Tensor) -> Tensor:
@@ -81,7 +79,8 @@ class AttentionVariant:
 
     def first_sums(self, kv_heads: int) -> Tensor | None:
         """
-        Logs of what softmax denominators begin with, float32 [kv_heads, heads of each, 1]; None if with 0.
+        Logs of what softmax denominators begin with, float32 [kv_heads, heads of each, 1]; None: they begin
+        with 0.
         """
         return None
 
@@ -101,7 +100,7 @@ class AttentionVariant:
         return F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, scale=self.scale)
 
     def finish_decode(self, out: Tensor) -> Tensor:
-        """What the reference of decode returns for these results of all rows [batch, heads, head_dim]."""
+        """The last step of the reference of decode, for the results of all rows [batch, heads, head_dim]."""
         return out
 
     def attend_and_sum(

@@ -3,7 +3,7 @@
 A page holds the tokens of a block. In the core a token is a row: caches are contiguous
 [blocks, block_size, kv_heads, head_dim], in any floating dtype. Keys and values are rounded to it when they
 are written, and converted to the dtype of the queries when they are read. An extension that stores them in
-another way brings a `CacheLayout` of its own; nothing else asks what a page looks like.
+another way subclasses `CacheLayout`; nothing else knows what a page looks like.
 """
 
 from typing import Any
@@ -31,7 +31,7 @@ class CacheLayout:
         self.load: Any = load_rows
 
     def page_shape(self, block_size: int, kv_heads: int, head_dim: int) -> tuple[int, ...]:
-        """Of one layer's block, in each plane."""
+        """The shape of one layer's part of a block, in each plane."""
         return block_size, kv_heads, head_dim
 
     def page_sizes(self, cache: Tensor, head_dim: int) -> tuple[int, int]:
@@ -39,22 +39,22 @@ class CacheLayout:
         return cache.shape[1], cache.shape[2]
 
     def rotate(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries and keys as they are multiplied by each other."""
+        """Rotate queries and keys further, both alike: their products stay the same."""
         return q, k
 
     def store(self, key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
-        """See `store_kvcache`; the keys are rotated."""
+        """Do what `store_kvcache` does. The keys are rotated already."""
         store_kvcache(key, value, k_cache, v_cache, slots)
 
     def as_stored(self, x: Tensor) -> Tensor:
         """
-        What a prefill attends to in place of the keys or values x [..., head_dim], so that results do not
-        depend on which tokens come from the cache.
+        What the cache holds of keys or values x [..., head_dim]. A prefill attends to that, so that results
+        do not depend on which tokens come from the cache.
         """
         return x
 
     def store_hooks(self, cache: Tensor, head_dim: int, is_prefill: bool) -> StoreHooks:
-        """What the kernel that rotates and stores in one does with a token."""
+        """What `qk_norm_rope_store` does differently for this layout."""
         return StoreHooks()
 
     def decode_tile(self, q: Tensor, cache: Tensor) -> tuple[int, int]:
@@ -77,9 +77,9 @@ class CacheLayout:
         head_dim: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """
-        The tokens from begins to ends [batch] of sequences: keys and values [batch, kv_heads, longest,
-        head_dim], and which of these are such tokens, bool [batch, longest]. Behind them stands what does no
-        harm under a mask.
+        The tokens from begins to ends [batch] of sequences. -> keys and values [batch, kv_heads, longest,
+        head_dim], and which of these are such tokens, bool [batch, longest]. The others are finite, so a mask
+        can hide them.
         """
         block_size, kv_heads = self.page_sizes(k_cache, head_dim)
         blocks, offsets, seen = locate(block_tables, begins, ends, block_size)
@@ -94,8 +94,8 @@ class CacheLayout:
         self, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, begin: int, end: int
     ) -> tuple[Tensor, Tensor] | None:
         """
-        Keys and values [1, kv_heads, tokens, head_dim] of one sequence's tokens begin..end, if that is
-        quicker than `read`. Where the blocks lie side by side, they are not copied.
+        Keys and values [1, kv_heads, tokens, head_dim] of one sequence's tokens from begin to end, or None if
+        `read` is as quick. Where its blocks lie side by side, they are not copied.
         """
         _, block_size, *head_sizes = k_cache.shape
         blocks = block_table[begin // block_size : cdiv(end, block_size)]
@@ -108,36 +108,32 @@ class CacheLayout:
         return keys.narrow(1, *span).transpose(1, 2), values.narrow(1, *span).transpose(1, 2)
 
     def copy(self, pages: Tensor, sources: Tensor, targets: Tensor, num_tokens: Tensor) -> None:
-        """Copy at least the first tokens of blocks in pages [planes, layers, blocks, ...]: `copy_pages`."""
+        """Copy the first tokens of blocks, or more, in pages [planes, layers, blocks, ...]: `copy_pages`."""
         copy_pages(pages, sources, targets, num_tokens)
 
 
-def locate(
-    block_tables: Tensor, begins: Tensor, ends: Tensor, block_size: int, unit: int = 1
-) -> tuple[Tensor, Tensor, Tensor]:
+def locate(tables: Tensor, begins: Tensor, ends: Tensor, block_size: int) -> tuple[Tensor, Tensor, Tensor]:
     """
-    Where sequences' tokens from begins to ends lie, if so many are read at once (`unit`): the blocks and
-    the units within them, int [batch, longest], and which tokens of these units are asked for, bool
-    [batch, longest * unit].
+    Where the tokens from begins to ends [batch] of sequences lie. -> their blocks and their offsets in these,
+    int [batch, longest], and which of these entries are such tokens, bool [batch, longest].
     """
-    first, last = begins // unit, (ends + unit - 1) // unit
-    place = first[:, None] + torch.arange(int((last - first).max()), device=ends.device)
-    token = (place[..., None] * unit + torch.arange(unit, device=ends.device)).flatten(1)
-    seen = (token >= begins[:, None]) & (token < ends[:, None])
-    # Places beyond a sequence's end read its first one instead, and those of an empty one block 0.
-    place = torch.where(place < last[:, None], place, first[:, None])
-    blocks = block_tables.gather(1, place // (block_size // unit))
-    blocks = torch.where(ends[:, None] > begins[:, None], blocks, 0)
-    return blocks, place % (block_size // unit), seen
+    begins, ends = begins[:, None], ends[:, None]
+    token = begins + torch.arange(int((ends - begins).max()), device=ends.device)
+    seen = token < ends
+    # Entries beyond a sequence's end repeat its first token. An empty sequence reads block 0.
+    token = torch.where(seen, token, begins)
+    blocks = tables.gather(1, token // block_size)
+    blocks = torch.where(ends > begins, blocks, 0)
+    return blocks, token % block_size, seen
 
 
 @triton.jit
 def load_rows(cache, start, len_k, inside, DTYPE: tl.constexpr, SIZES: tl.constexpr, MASKED: tl.constexpr):
     """
     The keys [DIM_PAD, KEY_TILE] and values [KEY_TILE, DIM_PAD] of the tokens from `start` on, a multiple of
-    KEY_TILE, in this dtype; if MASKED, of those `inside` only. `cache` says where the head of token 0 lies in
-    keys and in values (or with a block table, which may be None, that of block 0), and how far apart tokens
-    are (or what the strides of the caches' blocks are).
+    KEY_TILE, in this dtype; if MASKED, of those `inside` only. `cache` is where this head's key and value of
+    token 0 lie (of block 0, with a block table), the block table or None, and from one token to the next the
+    strides of keys and of values.
     """
     k_head, v_head, table, k_token_stride, v_token_stride = cache
     token = start + tl.arange(0, SIZES.KEY_TILE)
@@ -153,14 +149,16 @@ def load_rows(cache, start, len_k, inside, DTYPE: tl.constexpr, SIZES: tl.conste
     v_address = v_head + slot[:, None] * v_token_stride + dim[None, :]
     is_dim = dim < SIZES.HEAD_DIM
     if MASKED:
-        key = tl.load(k_address, mask=inside[None, :] & is_dim[:, None], other=0.0)
-        value = tl.load(v_address, mask=inside[:, None] & is_dim[None, :], other=0.0)
-    elif SIZES.HEAD_DIM == SIZES.DIM_PAD:
-        key = tl.load(k_address)
-        value = tl.load(v_address)
-    else:
+        k_mask = inside[None, :] & is_dim[:, None]
+        v_mask = inside[:, None] & is_dim[None, :]
+        key = tl.load(k_address, mask=k_mask, other=0.0)
+        value = tl.load(v_address, mask=v_mask, other=0.0)
+    elif SIZES.HEAD_DIM < SIZES.DIM_PAD:
         key = tl.load(k_address, mask=is_dim[:, None], other=0.0)
         value = tl.load(v_address, mask=is_dim[None, :], other=0.0)
+    else:
+        key = tl.load(k_address)
+        value = tl.load(v_address)
     return key.to(DTYPE), value.to(DTYPE)
 
 

@@ -73,8 +73,7 @@ def paged_decode_attention(
     of 0 (a padded row) gives zeros.
     """
     if not use_triton(q):
-        caches = k_cache, v_cache
-        return paged_decode_attention_torch(q, *caches, block_tables, context_lens, variant, layout)
+        return paged_decode_attention_torch(q, k_cache, v_cache, block_tables, context_lens, variant, layout)
     batch, heads, head_dim = q.shape
     multiprocessors = runtime.num_multiprocessors(q.device)
     sizes, splits, num_warps, num_stages = _choose_sizes(q, k_cache, variant, layout, multiprocessors)
@@ -116,19 +115,9 @@ def _choose_sizes(
     if splits > 1 or variant.reads_few or heads_pad > MIN_COLUMNS:
         most_tokens, num_warps, num_stages = 64, 2, 3
     tokens = min(most_tokens, most_tokens * MEASURED_ROW_BYTES // (dim_pad * element_size))
-    sizes = DecodeSizes(
-        KV_HEADS=kv_heads,
-        READERS=readers,
-        HEADS=heads,
-        HEADS_PAD=heads_pad,
-        HEAD_DIM=head_dim,
-        DIM_PAD=dim_pad,
-        BLOCK_SIZE=block_size,
-        TILE=max(runtime.MIN_DOT_SIZE, tokens),
-        SPLIT=splits > 1,
-        COMBINED_HEADS=combined_heads,
-        COMBINED_SPLITS=combined_splits,
-    )
+    tile, is_split = max(runtime.MIN_DOT_SIZE, tokens), splits > 1
+    per_program = kv_heads, readers, heads, heads_pad, head_dim, dim_pad
+    sizes = DecodeSizes(*per_program, block_size, tile, is_split, combined_heads, combined_splits)
     return sizes, splits, num_warps, num_stages
 
 

@@ -42,19 +42,18 @@ def decode_inputs(slots: Tensor, tables: InputTables, block_size: int) -> Decode
         return decode_inputs_torch(slots, tables, block_size)
 
     def empty(like: Tensor, dtype: torch.dtype) -> Tensor:
-        return like.new_empty(len(slots), *like.shape[1:], dtype=dtype)
+        return torch.empty(len(slots), *like.shape[1:], dtype=dtype, device=like.device)
 
-    tokens, lengths, block_tables, temperatures, seeds = tables
-    width = block_tables.shape[1]
+    width = tables.block_tables.shape[1]
     out = DecodeInputs(
-        input_ids=empty(tokens, torch.int64),
-        positions=empty(lengths, torch.int64),
-        slot_mapping=empty(lengths, torch.int32),
-        context_lens=empty(lengths, torch.int32),
-        block_tables=empty(block_tables, torch.int32),
-        temperatures=empty(temperatures, torch.float32),
-        seeds=empty(seeds, torch.int64),
-        next_positions=empty(lengths, torch.int64),
+        input_ids=empty(tables.tokens, torch.int64),
+        positions=empty(tables.lengths, torch.int64),
+        slot_mapping=empty(tables.lengths, torch.int32),
+        context_lens=empty(tables.lengths, torch.int32),
+        block_tables=empty(tables.block_tables, torch.int32),
+        temperatures=empty(tables.temperatures, torch.float32),
+        seeds=empty(tables.seeds, torch.int64),
+        next_positions=empty(tables.lengths, torch.int64),
     )
     _decode_inputs_kernel[(len(slots),)](slots, *tables, *out, width, BLOCK_SIZE=block_size, num_warps=1)
     return out

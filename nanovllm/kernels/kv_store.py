@@ -1,9 +1,8 @@
 """Stores keys and values in the paged cache, alone or in one kernel with the norm and rotation of q and k.
 
-A layer's keys and values of a token go to `slot = block_id * block_size + offset`; slot -1 means "do not
-write" (padding, or a token that is in the cache already). Caches are contiguous
-[blocks, block_size, kv_heads, head_dim], so slots index the rows of a [slots, kv_heads, head_dim] tensor.
-Their dtype may be any floating one: keys and values are rounded to it when they are written.
+A token's key and value go to `slot = block_id * block_size + offset`. Slot -1 means "do not write": padding,
+or a token that is in the cache already. Caches are contiguous [blocks, block_size, kv_heads, head_dim], so a
+slot is a row of [slots, kv_heads, head_dim]. They have any floating dtype, to which values are rounded.
 """
 
 from typing import Any, NamedTuple
@@ -11,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from nanovllm.kernels.attention_variant import Hooks
-from nanovllm.kernels.runtime import cdiv, next_power_of_2, overlap_options, tl, triton, use_triton
+from nanovllm.kernels.runtime import cdiv, next_power_of_2, overlap_options, pdl_wait, tl, triton, use_triton
 
 
 def store_kvcache(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
@@ -31,7 +30,7 @@ def store_kvcache_torch(
     key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
 ) -> None:
     slots = slot_mapping.tolist()
-    if len(slots) == 1:  # a copy takes a fraction of the time of an index
+    if len(slots) == 1:  # a plain copy takes a fraction of the time of `index_copy_`
         page, offset = divmod(slots[0], k_cache.shape[1])
         if page >= 0:
             k_cache[page, offset] = key
@@ -43,7 +42,7 @@ def store_kvcache_torch(
 
 
 def only_written(key: Tensor, value: Tensor, slot_mapping: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Without the tokens that are not to be written; slots as int64."""
+    """Only the tokens whose slot is not -1, with slots as int64."""
     slot_mapping = slot_mapping.long()
     if min(slot_mapping.tolist(), default=0) < 0:
         written = slot_mapping >= 0
@@ -54,7 +53,7 @@ def only_written(key: Tensor, value: Tensor, slot_mapping: Tensor) -> tuple[Tens
 class StoreSizes(NamedTuple):
     NUM_HEADS: int
     NUM_KV_HEADS: int
-    HEADS: int  # that a program takes
+    HEADS: int  # that a program computes
     HEAD_DIM: int
     HALF_PAD: int  # HEAD_DIM / 2 rounded up to a power of two
 
@@ -79,8 +78,8 @@ def qk_norm_rope_store(
     qkv is [tokens, (num_heads + 2 * num_kv_heads) * head_dim], rows contiguous. Each head of q and k goes
     through RMSNorm (unless the weights are None) and the rotary embedding (Su et al., 2021) of its token's
     position, which turns the halves (x1, x2) of a head into (x1 cos - x2 sin, x2 cos + x1 sin). cos_sin is
-    float32 [max_positions, head_dim], cosines then sines. The caches may be empty if every slot is -1. It has
-    no torch reference: `Attention.rotate_and_store` does the same in parts.
+    float32 [max_positions, head_dim], cosines then sines. The caches may be empty if every slot is -1. There
+    is no torch reference: on a CPU `Attention.rotate_and_store` calls one function after another.
     """
     if not len(qkv):
         return
@@ -119,18 +118,18 @@ def _qk_norm_rope_store_kernel(
     qkv, q_weight, k_weight, eps, positions, cos_sin, k_cache, v_cache, slot_mapping, token_stride,
     SIZES: tl.constexpr, HOOKS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """A program takes HEADS heads of one token. Of a token's programs the first take q, then k, then v."""
+    """A program computes HEADS heads of one token. A token's first programs compute q, the next k, then v."""
     HEADS: tl.constexpr = SIZES.HEADS
     HALF: tl.constexpr = SIZES.HEAD_DIM // 2
     Q_PROGRAMS: tl.constexpr = (SIZES.NUM_HEADS + HEADS - 1) // HEADS
     KV_PROGRAMS: tl.constexpr = (SIZES.NUM_KV_HEADS + HEADS - 1) // HEADS
     PROGRAMS: tl.constexpr = Q_PROGRAMS + 2 * KV_PROGRAMS
-    group = tl.program_id(0) % PROGRAMS
+    program = tl.program_id(0) % PROGRAMS
     token = (tl.program_id(0) // PROGRAMS).to(tl.int64)
-    is_q = group < Q_PROGRAMS
-    is_v = group >= Q_PROGRAMS + KV_PROGRAMS
-    first_group = tl.where(is_q, 0, tl.where(is_v, Q_PROGRAMS + KV_PROGRAMS, Q_PROGRAMS))
-    head = (group - first_group) * HEADS + tl.arange(0, HEADS)[:, None]
+    is_q = program < Q_PROGRAMS
+    is_v = program >= Q_PROGRAMS + KV_PROGRAMS
+    first_program = tl.where(is_q, 0, tl.where(is_v, Q_PROGRAMS + KV_PROGRAMS, Q_PROGRAMS))
+    head = (program - first_program) * HEADS + tl.arange(0, HEADS)[:, None]
     num_heads = tl.where(is_q, SIZES.NUM_HEADS, SIZES.NUM_KV_HEADS)
     first_v = SIZES.NUM_HEADS + SIZES.NUM_KV_HEADS
     first_head = tl.where(is_q, 0, tl.where(is_v, first_v, SIZES.NUM_HEADS))
@@ -138,7 +137,7 @@ def _qk_norm_rope_store_kernel(
     inside = (head < num_heads) & (half < HALF)
     address = qkv + token * token_stride + (first_head + head) * SIZES.HEAD_DIM + half
 
-    rotated = half < tl.where(is_v, 0, HALF)  # none of v
+    rotated = half < tl.where(is_v, 0, HALF)  # v is not rotated
     cos_address = cos_sin + tl.load(positions + token) * SIZES.HEAD_DIM + half
     cos = tl.load(cos_address, mask=rotated, other=0.0)
     sin = tl.load(cos_address + HALF, mask=rotated, other=0.0)
@@ -150,9 +149,7 @@ def _qk_norm_rope_store_kernel(
             weight1 = tl.load(k_weight + half, mask=rotated, other=0.0)
             weight2 = tl.load(k_weight + HALF + half, mask=rotated, other=0.0)
     slot = tl.load(slot_mapping + token).to(tl.int64)
-    if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()  # attention, which prefetches before it waits
-        tl.extra.cuda.gdc_wait()
+    pdl_wait(OVERLAP)  # decode attention, which comes next, prefetches before it waits
 
     x1 = tl.load(address, mask=inside, other=0.0)
     x2 = tl.load(address + HALF, mask=inside, other=0.0)
@@ -162,11 +159,14 @@ def _qk_norm_rope_store_kernel(
             mean_square = tl.sum(wide1 * wide1 + wide2 * wide2, axis=1)[:, None] / SIZES.HEAD_DIM
             scale = tl.rsqrt(mean_square + eps)
             # Rounded after the norm and again after the weight, as transformers' Qwen3RMSNorm does.
-            wide1 = (wide1 * scale).to(x1.dtype).to(tl.float32) * weight1.to(tl.float32)
-            wide2 = (wide2 * scale).to(x2.dtype).to(tl.float32) * weight2.to(tl.float32)
-            wide1, wide2 = wide1.to(x1.dtype).to(tl.float32), wide2.to(x2.dtype).to(tl.float32)
-        wide1, wide2 = (wide1 * cos - wide2 * sin).to(x1.dtype), (wide2 * cos + wide1 * sin).to(x1.dtype)
-        wide1, wide2 = wide1.to(tl.float32), wide2.to(tl.float32)
+            wide1 = _rounded(wide1 * scale, x1.dtype) * weight1.to(tl.float32)
+            wide2 = _rounded(wide2 * scale, x1.dtype) * weight2.to(tl.float32)
+            wide1 = _rounded(wide1, x1.dtype)
+            wide2 = _rounded(wide2, x1.dtype)
+        rotated1 = (wide1 * cos - wide2 * sin).to(x1.dtype)
+        rotated2 = (wide2 * cos + wide1 * sin).to(x1.dtype)
+        wide1 = rotated1.to(tl.float32)
+        wide2 = rotated2.to(tl.float32)
         if HOOKS.rotate is not None:
             wide1, wide2 = HOOKS.rotate(wide1, wide2, SIZES, HOOKS)
         tl.store(address, wide1, mask=inside)
@@ -190,13 +190,18 @@ def _qk_norm_rope_store_kernel(
 
 
 @triton.jit
+def _rounded(x, DTYPE: tl.constexpr):
+    return x.to(DTYPE).to(tl.float32)
+
+
+@triton.jit
 def store_rows(
     k_cache, v_cache, slot, head, half, is_q, is_v, is_head, inside, address, half1, half2,
     SIZES: tl.constexpr, HOOKS: tl.constexpr,
 ):  # fmt: skip
     """
-    Store both halves [HEADS, HALF_PAD], float32, of these heads of a token [HEADS, 1], if they are of k or v.
-    Of what they have, `inside` is true and `is_head`; they lie at `address`, where q, k and v come from.
+    Store both halves [HEADS, HALF_PAD], float32, of these heads [HEADS, 1] of a token, if they are of k or v.
+    `is_head` and `inside` mask what is padding. The first half was read from `address`, inside qkv.
     """
     if slot >= 0:
         offset = (slot * SIZES.NUM_KV_HEADS + head) * SIZES.HEAD_DIM + half
@@ -213,12 +218,12 @@ class StoreHooks(NamedTuple):
     """
     Triton functions that the kernel above calls, with this record as the constant HOOKS.
     rotate(half1, half2, SIZES, HOOKS) -> both halves of heads of q and k, rotated further; or None.
-    `store_rows` says what `store` gets.
+    store(...): called as `store_rows` is.
     """
 
     rotate: Any = None
     store: Any = store_rows
     heads_per_program: int = 8
-    constants: Any = None  # what the hooks need besides: a record
+    constants: Any = None  # a record of what else the hooks need
 
     cache_key = Hooks.cache_key

@@ -16,15 +16,14 @@ from nanovllm.kernels.attention_variant import AttentionVariant
 from nanovllm.kernels.cache_layout import ROWS, CacheLayout
 from nanovllm.kernels.runtime import LOG2_E, cdiv, next_power_of_2, tl, triton, use_triton
 
-# At most so many tokens of each sequence: short prompts, and ends of those that are cached.
-SHORT_QUERIES = 64
-ALIGNMENT = 16  # tokens; a block has a multiple of them
+SHORT_QUERIES = 64  # a step whose sequences compute at most this many tokens each uses smaller tiles
+ALIGNMENT = 16  # tokens; the size of a block is a multiple
 
 
 class PrefillSizes(NamedTuple):
-    """A program computes QUERY_TILE queries of one head; GROUP heads share a kv head."""
+    """A program computes QUERY_TILE queries of one head. HEADS_PER_KV heads share a kv head."""
 
-    GROUP: int
+    HEADS_PER_KV: int
     HEAD_DIM: int
     DIM_PAD: int  # HEAD_DIM rounded up to what the matrix unit takes
     BLOCK_SIZE: int
@@ -59,7 +58,7 @@ def varlen_prefill_attention(
     if block_tables is not None:
         block_size, kv_heads = layout.page_sizes(k, head_dim)
         table_stride, load = block_tables.stride(0), layout.load
-    out = torch.empty(tokens, heads, head_dim, dtype=q.dtype, device=q.device)
+    out = q.new_empty(q.shape)
     dim_pad = max(runtime.MIN_DOT_SIZE, next_power_of_2(head_dim))
     element_size = max(q.element_size(), k.element_size())
     query_tile, key_tile, num_warps, num_stages = _tiles(dim_pad, element_size, max_seqlen_q, q.device)
@@ -101,7 +100,7 @@ def varlen_prefill_attention_torch(
     block_tables: Tensor | None = None,
     layout: CacheLayout = ROWS,
 ) -> Tensor:
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    out = q.new_empty(q.shape)
     places = zip(pairwise(cu_seqlens_q.tolist()), pairwise(cu_seqlens_k.tolist()), strict=True)
     for i, ((begin, end), (begin_k, end_k)) in enumerate(places):
         len_q, len_k = end - begin, end_k - begin_k
@@ -126,8 +125,8 @@ def _seen_keys(
     variant: AttentionVariant, len_q: int, len_k: int, device: torch.device
 ) -> tuple[int, Tensor | None]:
     """
-    A multiple of ALIGNMENT, before which no query sees a key, and which keys from there on each query sees:
-    None if these are the keys up to its own.
+    -> the first key to read, a multiple of ALIGNMENT, and which keys from there on each query sees. None: all
+    up to its own.
     """
     if len_q == len_k and variant.sees_all:
         return 0, None
@@ -168,7 +167,7 @@ def _prefill_kernel(
     q_address = q + token[:, None] * q_token_stride + head * q_head_stride + dim[None, :]
     query = tl.load(q_address, mask=inside, other=0.0)
 
-    kv_head = head // SIZES.GROUP
+    kv_head = head // SIZES.HEADS_PER_KV
     k_head = k + kv_head * k_head_stride
     v_head = v + kv_head * v_head_stride
     if block_tables is None:
@@ -190,12 +189,12 @@ def _prefill_kernel(
     begin = 0
     seen = len_k, None, None, last_key
     if HOOKS.first_token_prefill is not None:
-        # What the first query sees first, what the last one does, and behind what each of them begins.
+        # Before first_key no query sees a key, and from `begin` on every query sees them.
         len_first = len_k - len_q + first + 1
         first_key = tl.maximum(HOOKS.first_token_prefill(extras, seq, len_first, HOOKS), 0)
         begin = HOOKS.first_token_prefill(extras, seq, len_k - len_q + first + QUERY_TILE, HOOKS)
         begin = tl.maximum(begin, 0)
-        unseen_key = HOOKS.first_token_prefill(extras, seq, last_key + 1, HOOKS) - 1
+        unseen_key = HOOKS.first_token_prefill(extras, seq, last_key + 1, HOOKS) - 1  # of each query
         begin = tl.minimum(tl.cdiv(begin, KEY_TILE) * KEY_TILE, all_seen)
         seen = len_k, first_key, unseen_key, last_key
         for start in range(first_key // KEY_TILE * KEY_TILE, begin, KEY_TILE):

@@ -36,9 +36,7 @@ def own_part(context_lens, extras, splits, SIZES: tl.constexpr, HOOKS: tl.conste
 
 
 @triton.jit
-def store_result(
-    out, partial, counters, sums, kept, part, index, SIZES: tl.constexpr, HOOKS: tl.constexpr
-):  # fmt: skip
+def store_result(out, partial, counters, sums, kept, part, index, SIZES: tl.constexpr, HOOKS: tl.constexpr):
     """
     Store attention over all tokens, or this program's part of it. `sums` are the highest score, in units of
     log2, and total [HEADS_PAD], and the weighted values [DIM_PAD, HEADS_PAD].

@@ -16,7 +16,7 @@ from nanovllm import LLM
 from nanovllm.assembly import MODELS, get_model_class, open_checkpoint, read_config
 from nanovllm.checkpoints.folder import INDEX, FolderCheckpoint
 from nanovllm.checkpoints.model_config import ModelConfig
-from nanovllm.config import Config
+from nanovllm.config import CHECKS, Config
 from nanovllm.extensions.checkpoints.gguf import GGUFCheckpoint
 from nanovllm.extensions.checkpoints.untrusted import CheckedFolder
 from nanovllm.extensions.models.config import DecoderConfig
@@ -322,6 +322,13 @@ def test_options_that_nobody_knows_are_refused_by_name():
         Config.from_options("a model", {"eos": 1})
 
 
+def test_an_option_that_no_part_serves_must_be_left_alone(monkeypatch):
+    monkeypatch.delitem(CHECKS, "lora")
+    assert Config("a model", device="cpu").lora is None
+    with pytest.raises(ValueError, match="lora must be None: no part of this engine serves it"):
+        Config("a model", device="cpu", lora="an adapter")
+
+
 def test_nothing_can_be_set_in_a_checked_config(tmp_path):
     config = Config("a model", device="cpu")
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -342,7 +349,7 @@ def test_a_checkpoint_completes_a_config_and_leaves_the_first_one_alone(tmp_path
 def test_a_config_that_is_filled_in_asks_no_device_again(tmp_path, monkeypatch):
     """In a forked process the answer would be that there is none."""
     config = Config("a model", device="cpu").with_checkpoint(open_checkpoint(make_checkpoint(tmp_path)))
-    monkeypatch.setattr(Config, "_resolve_device", lambda _: pytest.fail("asked for devices"))
+    monkeypatch.setitem(CHECKS, "device", lambda *_: pytest.fail("asked for devices"))
     assert dataclasses.replace(config, max_num_batched_tokens=16).max_num_batched_tokens == 16
 
 

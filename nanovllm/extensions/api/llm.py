@@ -8,18 +8,19 @@ methods of its own when it forks.
 import functools
 import os
 import weakref
+from dataclasses import fields
 from typing import Any
 
 from nanovllm.distributed.ranks import EngineDeadError
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.extensions.api.foreign_options import missing_attribute, takes_foreign
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.validation import check
+from nanovllm.utils.validation import check, is_number
 
 NOT_PICKLED = "an engine cannot be pickled or copied: make one in each process that uses one, or share one \
 among the tasks of a process with AsyncLLM"
 SamplingParams.__init__ = takes_foreign(SamplingParams.__init__)
-SamplingParams.__struct_fields__ = tuple(SamplingParams.__dataclass_fields__)  # vLLM's name
+SamplingParams.__struct_fields__ = tuple(each.name for each in fields(SamplingParams))  # vLLM's name
 takes_foreign_options = functools.partial(takes_foreign, sampling=SamplingParams.__struct_fields__)
 _engines: "weakref.WeakSet[ApiLLM]" = weakref.WeakSet()  # those of this process
 
@@ -45,7 +46,7 @@ if hasattr(os, "register_at_fork"):
 class ApiLLM(LLMEngine):
     """It belongs to the process that made it, and does one call at a time; `AsyncLLM` serves many tasks."""
 
-    _call: dict[int, Any] | None = None  # the call that the unfinished requests belong to, see _take_turn
+    _call = None  # the one that the unfinished requests belong to, see _take_turn
 
     def __init__(self, model: str | os.PathLike, **options: Any):
         self._own_ids: dict[int | str, int | str] = {}  # caller's id -> engine's, and the other way round
@@ -82,8 +83,11 @@ class ApiLLM(LLMEngine):
 
     def abort(self, request_id: int | str) -> None:
         """`LLMEngine.abort`."""
-        is_own = isinstance(request_id, str) and request_id in self._own_ids
-        super().abort(self._own_ids[request_id] if is_own else request_id)
+        self.check_usable()
+        if isinstance(request_id, str):
+            request_id = self._own_ids.get(request_id, request_id)
+        check(is_number(request_id, int), "request_id must be an integer", request_id)  # 1.0 would find 1
+        super().abort(request_id)
 
     def _take_turn(self, call: dict[int, Any] | None = None) -> None:
         """

@@ -196,7 +196,7 @@ class BiasBudget(Admission):
         return max_num_seqs
 
     def admits(self, seq: Sequence, hit: Hit, state: Admitting) -> Verdict:
-        if not self.bias.num_words(seq):
+        if self.bias.name not in seq.request.own:
             return Verdict.ADMIT
         if self.num_words is None:
             there = [*state.running, *(other for other, _ in state.waiting)]

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.engine.interfaces import LogitsProcessor
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.transfer import to_device
 from nanovllm.extensions.logits.kernels.logit_edits import (
@@ -20,7 +19,7 @@ from nanovllm.extensions.logits.kernels.logit_edits import (
     Penalties,
     apply_token_flags,
 )
-from nanovllm.extensions.logits.slot_settings import SlotNumbers, SlotSettings
+from nanovllm.extensions.logits.slot_settings import SlotSettings
 from nanovllm.layers.sampler import SamplingStep
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.validation import shown
@@ -46,20 +45,19 @@ def token_flags_of(seq: Sequence) -> tuple[int, dict[int, int]]:
 
 
 class PenaltyMessage(NamedTuple):
-    settings: SlotNumbers
+    settings: Any
     slots: np.ndarray  # int64 [slots], whose flags are new
     fills: np.ndarray  # int32 [slots], the flags of tokens that are not listed
     flags: np.ndarray  # int64 [tokens, 2], index into the flattened table and flags
 
 
-class PenaltyProcessor(LogitsProcessor):
+class PenaltyProcessor(SlotSettings):
     name = "penalties"
     fields = ("presence_penalty", "frequency_penalty", "repetition_penalty", "allowed_token_ids")
     order = 20
     reserved_bytes = 32 * FLAGS_AT_ONCE
 
-    def __init__(self) -> None:
-        self.settings = SlotSettings(Penalties())
+    neutral = Penalties()
 
     def start(self, config: Any, prompts: Any) -> None:
         self.prompts = prompts
@@ -75,31 +73,32 @@ class PenaltyProcessor(LogitsProcessor):
             rule = f"each of allowed_token_ids={shown(allowed)} ends a completion"
             raise ValueError(f"{where}: min_tokens={params.min_tokens} is not reached: {rule}")
 
+    def numbers_of(self, params: SamplingParams) -> Penalties:
+        repetition = min(max(params.repetition_penalty, 1e-6), 1e6)
+        return Penalties(params.presence_penalty, params.frequency_penalty, repetition, has_flags=1.0)
+
     def prepare(self, sequences: list[Sequence]) -> PenaltyMessage:
         flagged = [seq for seq in sequences if self.name in seq.request.own]
-        wanted, fills, values = {}, [], {}
+        fills, values = [], {}
         for seq in flagged:
-            params = seq.sampling_params
-            repetition = min(max(params.repetition_penalty, 1e-6), 1e6)
-            wanted[seq.slot] = Penalties(params.presence_penalty, params.frequency_penalty, repetition, 1.0)
             fill, flags = token_flags_of(seq)
             fills.append(fill)
             start = seq.slot * self.vocab_size
             values |= {start + token_id: flag for token_id, flag in flags.items()}
         return PenaltyMessage(
-            self.settings.of(sequences, wanted),
+            super().prepare(sequences),
             np.array([seq.slot for seq in flagged], dtype=np.int64),
             np.array(fills, dtype=np.int32),
             np.array(list(values.items()), dtype=np.int64).reshape(-1, 2),
         )
 
     def allocate(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
-        self.settings.allocate(num_slots, device)
+        super().allocate(num_slots, vocab_size, device)
         self.vocab_size = vocab_size
         self.token_flags = torch.zeros(num_slots, vocab_size, dtype=torch.int32, device=device)
 
     def receive(self, message: PenaltyMessage) -> None:
-        self.settings.receive(message.settings)
+        super().receive(message.settings)
         device = self.token_flags.device
         fills = to_device(message.fills, device)
         self.token_flags[to_device(message.slots, device)] = fills[:, None]
@@ -110,16 +109,12 @@ class PenaltyProcessor(LogitsProcessor):
 
     def apply(self, logits: Tensor, step: SamplingStep) -> Tensor:
         logits = logits.float()
-        apply_token_flags(logits, step.slots, self.settings.table[step.slots], self.token_flags)
+        apply_token_flags(logits, step.slots, self.table[step.slots], self.token_flags)
         return logits
 
     def drawn(self, raw_logits: Tensor, tokens: Tensor, step: SamplingStep) -> None:
         index = step.slots.long() * self.vocab_size + tokens
         self.token_flags.view(-1)[index] += 1
 
-    def reset(self) -> None:
-        """The flags of a slot are written before they are read."""
-        self.settings.reset()
-
     def close(self) -> None:
-        del self.settings.table, self.token_flags
+        del self.table, self.token_flags

@@ -1,35 +1,47 @@
 """Numbers that a processor keeps of each slot: a sequence that does not want it has neutral ones."""
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
 
+from nanovllm.engine.interfaces import LogitsProcessor
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.transfer import to_device
+from nanovllm.sampling_params import SamplingParams
 
 Numbers = tuple[float, ...]
-SlotNumbers = tuple[np.ndarray, np.ndarray]  # slots, int64 [n], and their numbers, float32 [n, numbers]
 
 
-class SlotSettings:
+class SlotSettings(LogitsProcessor):
+    neutral: Numbers
     table: Tensor  # float32 [slots, numbers], on the device
 
-    def __init__(self, neutral: Numbers):
-        self.neutral = neutral
+    def numbers_of(self, params: SamplingParams) -> Numbers:
+        """Of a request that wants it; within what float32 can compute with."""
+        return self.neutral
 
-    def allocate(self, num_slots: int, device: torch.device) -> None:
+    def prepare(self, sequences: list[Sequence]) -> Any:
+        """Slots, int64 [sequences], and their numbers, float32 [sequences, numbers]."""
+        numbers = []
+        for seq in sequences:
+            request = seq.request
+            numbers.append(self.numbers_of(request.params) if self.name in request.own else self.neutral)
+        slots = [seq.slot for seq in sequences]
+        return np.array(slots, dtype=np.int64), np.array(numbers, dtype=np.float32)
+
+    def allocate(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
         self.table = torch.zeros(num_slots, len(self.neutral), dtype=torch.float32, device=device)
         self.reset()
 
-    def reset(self) -> None:
-        self.receive((np.arange(len(self.table)), np.tile(np.float32(self.neutral), (len(self.table), 1))))
-
-    def of(self, sequences: list[Sequence], wanted: dict[int, Numbers]) -> SlotNumbers:
-        """What these sequences have in their slots: by slot, what is wanted there."""
-        slots = [seq.slot for seq in sequences]
-        numbers = [wanted.get(slot, self.neutral) for slot in slots]
-        return np.array(slots, dtype=np.int64), np.array(numbers, dtype=np.float32)
-
-    def receive(self, message: SlotNumbers) -> None:
+    def receive(self, message: Any) -> None:
         slots, numbers = (to_device(array, self.table.device) for array in message)
         self.table[slots] = numbers
+
+    def reset(self) -> None:
+        for column, value in zip(self.table.unbind(1), self.neutral, strict=True):
+            column.fill_(value)
+
+    def close(self) -> None:
+        del self.table

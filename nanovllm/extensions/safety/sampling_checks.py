@@ -10,9 +10,10 @@ from nanovllm.sampling_params import (
     MIN_FLOAT,
     SamplingParams,
     as_tuple,
+    is_text,
     is_token_id,
 )
-from nanovllm.utils.validation import check_bool, find_surrogate, is_number, shown
+from nanovllm.utils.validation import check_bool, is_number, shown
 
 MAX_N = 16_384
 MAX_LOGIT_BIAS = 100.0
@@ -54,10 +55,6 @@ def _check_texts(params: SamplingParams) -> None:
         message = "stop needs a text to look at, but detokenize is False; got stop="
         raise ValueError(message + shown(given))
     params.set_each("bad_words", as_tuple(params.bad_words), is_text, str, TEXTS)
-
-
-def is_text(value: Any) -> bool:
-    return isinstance(value, str) and value != "" and find_surrogate(value) < 0
 
 
 def _is_bias(value: Any) -> bool:

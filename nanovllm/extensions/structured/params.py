@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nanovllm.sampling_params import SamplingParams, as_tuple
-from nanovllm.utils.validation import check, check_bool, find_surrogate, shown
+from nanovllm.sampling_params import SamplingParams, as_tuple, is_text
+from nanovllm.utils.validation import check, check_bool, shown
 
 MAX_CHARACTERS = 2**20  # of a schema, a grammar, a regular expression, all choices
 
@@ -77,10 +77,6 @@ def check_structured_outputs(params: SamplingParams) -> None:
     if params.structured_outputs is not None and params.allowed_token_ids is not None:
         found = f"allowed_token_ids={shown(params.allowed_token_ids)}"
         raise ValueError(f"structured_outputs decide which tokens are allowed, got {found} as well")
-
-
-def is_text(value: Any) -> bool:
-    return isinstance(value, str) and value != "" and find_surrogate(value) < 0
 
 
 def _read_schema(schema: Any) -> str:

@@ -203,7 +203,7 @@ class TextLLM(LLMEngine):
         computed = [Asked(request) for _, request in scored if request.own["scores"].is_open]
         for _ in self._run(computed, total=len(computed), make_bar=make_bar):
             pass
-        return list(itertools.starmap(make_score, scored))
+        return list(itertools.starmap(self.make_score, scored))
 
     make_score = staticmethod(make_score)
 

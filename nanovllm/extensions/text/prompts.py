@@ -7,13 +7,14 @@ from collections.abc import Iterable
 from numbers import Integral
 from typing import Any
 
+from nanovllm.checkpoints.tokenizer import tokenizer_errors
 from nanovllm.engine.input_processor import InputProcessor, name_of
 from nanovllm.engine.interfaces import selected
 from nanovllm.engine.sequence import Request
 from nanovllm.extensions.text.chat import render
 from nanovllm.inputs import TextPrompt, TokensPrompt
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.validation import as_list, check, check_bool, is_number, shown
+from nanovllm.utils.validation import as_list, check, check_bool, find_surrogate, is_number, shown
 
 Prompt = str | Iterable[int] | TextPrompt | TokensPrompt
 
@@ -30,8 +31,29 @@ def _check_is_one(prompt: Any, name: str) -> None:
 
 
 class TextInputProcessor(InputProcessor):
+    def recommended(self) -> SamplingParams:
+        try:
+            return super().recommended()
+        except ValueError as error:
+            raise ValueError(f"generation_config.json of {self.model!r}: {error}") from None
+
+    def tokenize(self, text: str, name: str, add_special_tokens: bool = True) -> list[int]:
+        """Raises ValueError for a text that the tokenizer cannot take."""
+        if self.tokenizer is None:
+            return super().tokenize(text, name)
+        try:
+            if (place := find_surrogate(text)) >= 0:
+                raise ValueError(f"the lone surrogate {text[place]!r} at {place} is no character")
+            with tokenizer_errors(f"the tokenizer of {self.model!r}"):
+                return super().tokenize(text, name, add_special_tokens)
+        except ValueError as error:
+            raise ValueError(f"{name} cannot be tokenized: {error}; got {shown(text)}") from error
+
     def read_all(self, prompts: Any, sampling_params: Any) -> list[Request]:
         """`InputProcessor.read_all`. Calls `warn_of_context`."""
+        rule = "sampling_params must be SamplingParams, a list of them, or None"
+        rule += " (what the checkpoint recommends)"
+        check(isinstance(sampling_params, SamplingParams | list | tuple | None), rule, sampling_params)
         requests = super().read_all(prompts, sampling_params)
         self.warn_of_context(requests)
         return requests
@@ -40,8 +62,8 @@ class TextInputProcessor(InputProcessor):
         """Whether there is anything for `read_rest` to do."""
         return any(each.reads_slowly for each in selected(self.processors, request.wanted))
 
-    def _read_params(self, params: Any, name: str) -> SamplingParams:
-        params = super()._read_params(params, name)
+    def read_params(self, params: Any, name: str) -> SamplingParams:
+        params = super().read_params(params, name)
         self.check_has_tokenizer("stop", params.stop, f"sampling_params for {name}")
         return params
 

@@ -321,10 +321,10 @@ def test_a_line_may_have_a_list_of_prompts(answers_of):
 def test_a_line_fails_with_any_of_its_prompts(answers_of, engine, monkeypatch):
     launch = engine._launch
 
-    def failing(sequences, *others):
-        if any(seq.prompt_token_ids == [7, 7] for seq in sequences):
+    def failing(step, *others):
+        if any(seq.prompt_token_ids == [7, 7] for seq in step.sequences):
             raise MemoryError("too much")
-        return launch(sequences, *others)
+        launch(step, *others)
 
     monkeypatch.setattr(engine, "_launch", failing)
     failed, other = answers_of([{"prompt": [[1], [7, 7], [2]]}, {"prompt": "x"}])
@@ -672,10 +672,10 @@ def test_a_long_file_is_read_no_further_than_the_engine_has_room(engine):
 def test_a_line_that_the_engine_fails_with_is_answered_with_its_error(answers_of, engine, monkeypatch):
     launch = engine._launch
 
-    def failing(sequences, *others):
-        if any(seq.prompt_token_ids == [7, 7] for seq in sequences):
+    def failing(step, *others):
+        if any(seq.prompt_token_ids == [7, 7] for seq in step.sequences):
             raise MemoryError("too much")
-        return launch(sequences, *others)
+        launch(step, *others)
 
     lines = [{"prompt": prompt, "temperature": 0} for prompt in ([1, 2, 3], [7, 7], [], [4, 5])]
     lines[1]["custom_id"] = "a"

@@ -22,12 +22,12 @@ from kernel_checks import (
 )
 from test_quantised import FORMATS, make_weight
 
-from nanovllm.extensions.experts.kernels import moe, moe_fp8, moe_matvec, moe_quantised_matvec, router
+from nanovllm.extensions.experts.kernels import moe, moe_fp8, moe_matvec, router
 from nanovllm.extensions.experts.kernels.experts import ExpertWeights, GroupedProduct, activate_torch
 from nanovllm.extensions.experts.kernels.moe_quantised_matvec import run_few_quantised
 from nanovllm.extensions.experts.kernels.router import Routing
 from nanovllm.extensions.experts.moe import Experts, MixtureOfExperts, Router
-from nanovllm.extensions.quantised.kernels import fp8_linear
+from nanovllm.extensions.quantised.kernels import fp8_linear, quantised_matvec
 from nanovllm.extensions.quantised.kernels.quantised_weight import (
     QuantisedWeight,
     dequantise,
@@ -420,7 +420,7 @@ def test_products_in_8_bits_are_those_of_rounded_inputs_on_a_cpu(monkeypatch, na
 def test_a_few_rows_and_experts_of_few_bits_match_plain_arithmetic(monkeypatch, device, name, has_bias):
     skip_most_on_a_cpu(device, name, has_bias)
     if device == "cpu":
-        monkeypatch.setattr(moe_quantised_matvec, "HEIGHT", 64)
+        monkeypatch.setattr(quantised_matvec, "HEIGHT", 64)
     dtype = on(device, torch.bfloat16, torch.float32)
     for num_experts, hidden, width in on(device, QUANTISED_SIZES, [(2, 160, 32)]):
         weights = make_quantised_experts(name, num_experts, hidden, width, device, has_bias)

@@ -89,7 +89,10 @@ def read_tokens(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`CacheLayout.read` of 8-bit pages: keys and values are float32, and whole tiles are read."""
     block_size, _ = page_sizes(cache, head_dim)
-    blocks, tiles, seen = locate(block_tables, begins, ends, block_size, TILE)
+    first, last = begins // TILE, (ends + TILE - 1) // TILE
+    blocks, tiles, _ = locate(block_tables, first, last, block_size // TILE)
+    token = first[:, None] * TILE + torch.arange(blocks.shape[1] * TILE, device=ends.device)
+    seen = (token >= begins[:, None]) & (token < ends[:, None])
     return *_read_tiles(cache, blocks, tiles, seen, head_dim), seen
 
 

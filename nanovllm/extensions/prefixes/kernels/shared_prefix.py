@@ -197,7 +197,7 @@ def _shared_prefix_kernel(
     pdl_wait_then_launch(OVERLAP)
     QUERY_TILE: tl.constexpr = SIZES.QUERY_TILE
     KEY_TILE: tl.constexpr = SIZES.KEY_TILE
-    GROUP: tl.constexpr = SIZES.GROUP
+    HEADS: tl.constexpr = SIZES.HEADS_PER_KV
     row = tl.arange(0, QUERY_TILE)
     dim = tl.arange(0, SIZES.DIM_PAD)
     for pair in range(tl.program_id(0), tl.load(num_work_items) * KV_HEADS, tl.num_programs(0)):
@@ -207,9 +207,9 @@ def _shared_prefix_kernel(
         count = tl.load(item + 1)
         begin = tl.load(item + 2)
         end = tl.load(item + 3)
-        index = first + row // GROUP
-        head = kv_head * GROUP + row % GROUP
-        is_row = row < count * GROUP
+        index = first + row // HEADS
+        head = kv_head * HEADS + row % HEADS
+        is_row = row < count * HEADS
         seq = tl.load(queries + index, mask=is_row, other=0).to(tl.int64)
         inside = is_row[:, None] & (dim < SIZES.HEAD_DIM)[None, :]
         q_row = q + seq * q_batch_stride + head * q_head_stride
@@ -241,7 +241,7 @@ def _shared_prefix_kernel(
                 query, cache, seen, start, highest, total, acc, scale_log2, SIZES, HOOKS, LOAD, True
             )
 
-        out_row = index.to(tl.int64) * KV_HEADS * GROUP + head
+        out_row = index.to(tl.int64) * KV_HEADS * HEADS + head
         out = results + out_row[:, None] * SIZES.HEAD_DIM + dim[None, :]
         tl.store(out, acc / total[:, None], mask=inside)
         tl.store(log_sums + out_row, highest + tl.log2(total), mask=is_row)
