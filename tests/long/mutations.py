@@ -456,8 +456,8 @@ MUTATIONS = [
     *mutations_of(
         "nanovllm/extensions/logits/slot_settings",
         (
-            "wanted.get(slot, self.neutral) for slot in slots",
-            "wanted.get(slot) or self.neutral for slot in wanted",
+            "slots = [seq.slot for seq in sequences]",
+            "slots = [seq.slot for seq in sequences if seq.request.wanted]",
         ),
         ("        self.reset()", "        pass"),
     ),
