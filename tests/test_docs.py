@@ -1,7 +1,9 @@
 """README.md and docs/: links lead somewhere, and tables list what there is."""
 
 import re
+import sys
 import textwrap
+from collections import Counter
 from dataclasses import fields
 from pathlib import Path
 
@@ -14,12 +16,43 @@ from nanovllm.extensions.transformers.config import REFUSED, VERIFIED
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+SIZES = r"^\| (\w+) \| .* \| ([\d,]+) \|$"  # in README.md: an extension, its tokens
 
 
 def anchors(page: Path) -> set[str]:
     """Those that a page's headings have where it is shown."""
     headings = re.findall(r"^#+ (.*)", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
+
+
+def test_the_readme_says_how_large_extensions_are():
+    """To a hundred tokens when `python tests/test_docs.py` wrote it, and never far off."""
+    rows = dict(re.findall(SIZES, PAGES[0].read_text(), re.MULTILINE))
+    told = {name: int(size.replace(",", "")) for name, size in rows.items()}
+    for name, size in sizes().items():
+        assert abs(told[name] - size) <= max(300, size // 10), f"{name} has {size} tokens"
+
+
+def sizes() -> dict[str, int]:
+    """Tokens of each extension's code."""
+    from package_source import count_code, read_package
+
+    found = Counter()
+    for module in read_package(ROOT).values():
+        _, *parts = module.name.split(".")
+        if parts[:1] == ["extensions"] and len(parts) > 1:
+            found[parts[1]] += count_code(module)[0]
+    return found
+
+
+def with_sizes(readme: str) -> str:
+    """With the sizes as they are."""
+
+    def row(match: re.Match) -> str:
+        rounded = f"{round(sizes()[match[1]], -2):,}"
+        return match[0].removesuffix(f"{match[2]} |") + f"{rounded} |"
+
+    return re.sub(SIZES, row, readme, flags=re.MULTILINE)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -100,4 +133,6 @@ def test_the_page_of_models_lists_what_there_is():
 
 
 if __name__ == "__main__":
+    sys.path.append(str(ROOT / "tests/support"))
     (ROOT / "docs/models.md").write_text(models_page())
+    PAGES[0].write_text(with_sizes(PAGES[0].read_text()))

@@ -46,6 +46,7 @@ from nanovllm.kernels.attention_variant import AttentionVariant
 from nanovllm.kernels.runtime import HAVE_TRITON, INTERPRETED
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED or not HAVE_TRITON, reason="this is the child process, or Triton is missing")
 def test_the_kernels_agree_with_their_twins_in_tritons_interpreter():
     assert_passes_in_the_interpreter(__file__)

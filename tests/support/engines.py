@@ -4,14 +4,14 @@ from unittest import mock
 
 from block_pool import check_pool
 
+from nanovllm import LLM
 from nanovllm.assembly import open_core
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.llm import LLM
 
-CORE_LLM = LLM.__mro__[LLM.__mro__.index(LLMEngine) - 1]  # the class of llm.py, which extensions extend
+PlainLLM = LLM.__mro__[LLM.__mro__.index(LLMEngine) - 1]  # as llm.py has it, before extensions add to it
 
 
-class Core(CORE_LLM):
+class Core(PlainLLM):
     """The engine without extensions, whether there are any or not."""
 
     assembly = "nanovllm.assembly:assemble_core"

@@ -92,6 +92,7 @@ def test_work_items_are_computed_by_layers_that_have_room_for_it():
     assert queries_per_item(80) == queries_per_item(64) and can_share(64, 80, 128, 2, cpu)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED or not HAVE_TRITON, reason="this is the child process, or Triton is missing")
 def test_the_kernels_keep_to_the_rule_in_tritons_interpreter():
     assert_passes_in_the_interpreter(__file__)
