@@ -80,8 +80,7 @@ class Sequence:
         self.num_released_blocks = 0  # leading blocks that no layer reads again: they were given back
         self.slot = -1  # of the devices' tables, while running
         self.finish_reason: str | None = None  # "stop", "length", "abort" or "error"
-        # The stop text or stop token id that ended it, or the error that it is to blame for.
-        self.stop_reason: str | int | Exception | None = None
+        self.stop_reason: str | int | None = None  # the stop text or stop token id that ended it
         del self.block_hashes[self.num_tokens // self.block_size :]
 
     def __len__(self) -> int:

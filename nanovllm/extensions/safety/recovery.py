@@ -52,7 +52,7 @@ class Recovery(Observer):
             for seq in list(engine.unfinished.values()):
                 if seq.request.own is culprit.request.own:  # all completions of the prompt
                     engine.abort(seq.seq_id)
-            culprit.finish_reason, culprit.stop_reason = "error", error
+            culprit.finish_reason, culprit.request.own["error"] = "error", error
         elif suspects or not involved:  # else all have ended meanwhile: nobody waits for that step
             if max_running == 1:
                 raise error

@@ -91,9 +91,8 @@ def make_result(tokenizer: Any, completions: list[Sequence]) -> Result:
 
 def outcome(tokenizer: Any, completions: list[Sequence]) -> Result | Exception:
     """`make_result`; or the error that has ended one of the completions, or that `make_result` raises."""
-    errors = [seq.stop_reason for seq in completions if seq.finish_reason == "error"]
     try:
-        return errors[0] if errors else make_result(tokenizer, completions)
+        return completions[0].request.own.get("error") or make_result(tokenizer, completions)
     except Exception as error:  # a decoder's
         return error
 

@@ -42,7 +42,6 @@ METHODS = {
         "find",
         "can_allocate",
         "allocate",
-        "unpin",
         "deallocate",
         "can_append",
         "may_append",
