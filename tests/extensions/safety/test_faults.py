@@ -70,7 +70,7 @@ METHODS = {
     "scores": ["max_cached", "prepare", "hidden", "record"],
     "model": ["forward", "compute_logits"],
     "engine": ["make_sequence", "_step", "_launch", "_sample", "_collect"],
-    "stop texts": ["added", "after_step", "ended", "cleared"],
+    "stop texts": ["added", "after_step", "ended"],
     "grammars": ["masks", "_reader_of", "_make_masks", "drop"],
     "output": ["to_host", "token_ids"],
     "text": ["find_stop"],
