@@ -378,7 +378,7 @@ MUTATIONS = [
     ),
     *mutations_of(
         "nanovllm/extensions/structured/kernels/token_masks",
-        ("token = vocab_start + column", "token = column"),
+        ("token = (vocab_start + column)", "token = column"),
     ),
     *mutations_of(
         "nanovllm/extensions/structured/bitmask",
