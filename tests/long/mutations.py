@@ -378,7 +378,7 @@ MUTATIONS = [
     ),
     *mutations_of(
         "nanovllm/extensions/structured/kernels/token_masks",
-        ("token = vocab_start + column", "token = column"),
+        ("token = (vocab_start + column)", "token = column"),
     ),
     *mutations_of(
         "nanovllm/extensions/structured/bitmask",
@@ -808,12 +808,15 @@ MUTATIONS = [
         ("return self.shape[1] % unit == 0 and self.group % unit == 0", "return self.group % unit == 0"),
     ),
     *mutations_of(
-        "nanovllm/extensions/quantised/kernels/quantised_matvec",
-        ("place += piece * INPUTS // GROUP", "place += piece // GROUP"),
+        "nanovllm/extensions/quantised/kernels/multiply_words",
         (
             "multiply_by_arithmetic(words, others, KIND, 4)",
             "multiply_by_arithmetic(words, others, KIND, 0)",
         ),
+    ),
+    *mutations_of(
+        "nanovllm/extensions/quantised/kernels/quantised_matvec",
+        ("place += piece * INPUTS // GROUP", "place += piece // GROUP"),
         ("            parts += its_zero.to(tl.float32) * sums", "            pass"),
         ("        if KIND != INT4 and zeros is not None:", "        if False:"),
         ("        squares += others * others", "        pass"),

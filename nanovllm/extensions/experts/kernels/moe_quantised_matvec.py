@@ -10,13 +10,8 @@ from torch import Tensor
 
 from nanovllm.extensions.experts.kernels.experts import ExpertWeights, activate
 from nanovllm.extensions.experts.kernels.router import Chosen
-from nanovllm.extensions.quantised.kernels.quantised_matvec import (
-    can_use_quantised_matvec,
-    matvec_sizes,
-    multiply_words,
-    pairs_of,
-    power_of_two,
-)
+from nanovllm.extensions.quantised.kernels.multiply_words import multiply_words, pairs_of, power_of_two
+from nanovllm.extensions.quantised.kernels.quantised_matvec import can_use_quantised_matvec, matvec_sizes
 from nanovllm.extensions.quantised.kernels.quantised_weight import (
     BRICK_PIECES,
     BRICK_ROWS,

@@ -47,7 +47,7 @@ def apply_masks_torch(logits: Tensor, masks: Masks, vocab_start: int = 0) -> Non
     logits[rows] = logits[rows].masked_fill(is_banned, -torch.inf)
 
 
-@triton.jit(do_not_specialize=["vocab_start"])
+@triton.jit
 def _mask_kernel(
     logits,
     index,
@@ -63,7 +63,7 @@ def _mask_kernel(
     if place >= 0:
         column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         inside = column < vocab
-        token = vocab_start + column
+        token = (vocab_start + column).to(tl.uint32)  # unsigned: the division is a shift
         word = tl.load(masks + place.to(tl.int64) * masks_stride + token // 32, mask=inside, other=0)
         is_banned = ((word >> (token % 32)) & 1) == 0
         address = logits + row * logits_stride + column
