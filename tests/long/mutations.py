@@ -980,8 +980,11 @@ MUTATIONS = [
         ("str(name).isidentifier() and ", ""),
     ),
     *mutations_of(
-        "nanovllm/assembly",
-        ("return of_type if of_type and not known and model_type_decides(names) else known", "return known"),
+        "nanovllm/extensions/models/registry",
+        (
+            "return of_type if of_type and not known and type_decides(names) else known",
+            "return known",
+        ),
     ),
     *mutations_of(
         "nanovllm/utils/loader",
