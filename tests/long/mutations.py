@@ -386,7 +386,7 @@ MUTATIONS = [
         ("            self.grammars.reset()", "            pass"),
     ),
     *mutations_of(
-        "nanovllm/kernels/copy_pages",
+        "nanovllm/extensions/prefixes/kernels/copy_pages",
         (":end] = pages[:, :, source, :end]", ":end + 1] = pages[:, :, source, : end + 1]"),
         ("* TOKEN_WORDS", "* TOKEN_WORDS + 1"),
         ("if part * WORDS >= num_words:", "if (part + 1) * WORDS > num_words:"),
