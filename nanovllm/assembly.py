@@ -17,7 +17,7 @@ from torch import nn
 from nanovllm.checkpoints.base import Checkpoint
 from nanovllm.checkpoints.folder import FolderCheckpoint
 from nanovllm.checkpoints.model_config import ModelConfig
-from nanovllm.config import CHECKS, FILLED_IN, KV_CACHE_DTYPES, Config
+from nanovllm.config import CHECKS, KV_CACHE_DTYPES, Config
 from nanovllm.distributed.group import Group
 from nanovllm.distributed.ranks import Ranks
 from nanovllm.engine.interfaces import Parts, record_always
@@ -25,10 +25,9 @@ from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.policies import Admission, PrefixCache
 from nanovllm.kernels.cache_layout import CacheLayout
 from nanovllm.layers.attention import Attention, AttentionBackend, get_backend
-from nanovllm.layers.linear import assign_weights, without_weights
+from nanovllm.layers.linear import without_weights
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.validation import shown
 
 if Path(__file__).with_name("extensions").joinpath("__init__.py").exists():
     from nanovllm.extensions.checkpoints.shapes import SHAPES as SHAPES
@@ -37,12 +36,12 @@ if Path(__file__).with_name("extensions").joinpath("__init__.py").exists():
     from nanovllm.extensions.logits.filters import FilterProcessor
     from nanovllm.extensions.logits.penalties import PenaltyProcessor
     from nanovllm.extensions.models import gemma3, gpt_oss, llama, mistral, qwen2, qwen3, qwen3_moe
-    from nanovllm.extensions.models.config import read_decoder
-    from nanovllm.extensions.models.rope import check_rope_keys
+    from nanovllm.extensions.models.registry import read_any_config
     from nanovllm.extensions.models.windows import set_attention
     from nanovllm.extensions.prefixes.cascade import CascadeBackend
     from nanovllm.extensions.prefixes.token_prefixes import HoldBack, TokenPrefixes
     from nanovllm.extensions.products.products import FoldingWeight
+    from nanovllm.extensions.quantised.assignment import assign_weights
     from nanovllm.extensions.quantised.formats import read_scheme
     from nanovllm.extensions.ranks.gloo_group import GlooGroup
     from nanovllm.extensions.ranks.peer_group import PeerGroup, stand_in
@@ -85,6 +84,8 @@ def open_model(model: str, options: dict[str, Any]) -> tuple[Config, Checkpoint]
     """
     if not EXTENDED:
         return open_core(model, options)
+    from nanovllm.extensions.api.foreign_options import make_config
+
     config = make_config(model, options)
     hub = {"revision": config.revision, "cache_dir": config.download_dir, "token": config.token}
     others = {name: getattr(config, name) for name in ("tokenizer", "hf_overrides", "lora", "model_impl")}
@@ -143,15 +144,6 @@ def assemble(config: Config) -> Parts:
 # With extensions
 
 
-def make_config(model: str, options: dict[str, Any]) -> Config:
-    from nanovllm.extensions.api.foreign_options import own_options
-
-    filled_in = {name: value for name, value in options.items() if name in FILLED_IN}
-    others = {name: value for name, value in options.items() if name not in FILLED_IN}
-    own = own_options(others, Config.option_names(), SamplingParams.__struct_fields__, stacklevel=5)
-    return Config.from_options(model, filled_in | own)
-
-
 def open_checkpoint(
     model: str | os.PathLike, load_format: str = "auto", model_impl: str = "auto", **options: Any
 ) -> Checkpoint:
@@ -169,40 +161,9 @@ def read_config(source: str, raw: dict[str, Any], model_impl: str = "auto") -> M
     What is to be known of the model whose config.json says `raw`; `model_impl` as the engine's option. Raises
     ValueError naming the source and what is wrong or not supported.
     """
-    from nanovllm.extensions.transformers.config import read_transformers_config
+    from nanovllm.extensions.transformers.config import model_type_decides, read_transformers_config
 
-    try:
-        # First, since the others' files have other fields.
-        known = find_architectures(raw) if model_impl != "transformers" else []
-        given = {name: value for name, value in raw.items() if value is not None}
-        if known:
-            return read_decoder(raw, known, MODELS[known[0]].defaults, given)
-        if model_impl == "native":
-            name = shown(given.get("architectures"))
-            raise ValueError(
-                f"model_impl='native' has no class for architectures {name}, only for {', '.join(MODELS)}"
-            )
-        kept = ("dtype", "torch_dtype", "quantization_config")
-        try:
-            sizes = read_transformers_config(raw, check_rope_keys)
-        except ValueError as error:
-            raise ValueError(f"{error}; known without transformers: {', '.join(MODELS)}") from None
-        return read_decoder(raw, [], {}, sizes | {name: given[name] for name in kept if name in given})
-    except ValueError as error:
-        raise ValueError(f"{source}: {error}") from None
-
-
-def find_architectures(raw: dict[str, Any]) -> list[str]:
-    """Those of config.json that have a class here, or the one for its `model_type`."""
-    from nanovllm.extensions.transformers.config import model_type_decides
-
-    names, kind = raw.get("architectures"), raw.get("model_type")
-    names = [] if names is None else names
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        names = [str(names)]
-    of_type = [name for name, facts in MODELS.items() if facts.model_type == kind]
-    known = [name for name in names if name in MODELS]
-    return of_type if of_type and not known and model_type_decides(names) else known
+    return read_any_config(source, raw, model_impl, MODELS, read_transformers_config, model_type_decides)
 
 
 def get_model_class(config: ModelConfig) -> type[nn.Module]:
@@ -223,13 +184,7 @@ def build_model(config: ModelConfig, quantization: str | None = None) -> nn.Modu
     with without_weights():
         model = get_model_class(config)(config)
     set_attention(model, config)
-    stacked = [name for name, param in model.named_parameters() if param.dim() > 2]  # by transformers
-    if scheme is not None and stacked:
-        raise ValueError(f"{stacked[0]} cannot be quantised, as experts can only in classes of this project")
-    if scheme is not None:
-        assign_weights(model, functools.partial(scheme.make_weight, FoldingWeight))
-    else:
-        assign_weights(model, lambda layer, name, sources: FoldingWeight(layer.shards))
+    assign_weights(model, scheme, FoldingWeight)
     return model
 
 

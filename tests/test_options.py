@@ -17,10 +17,9 @@ import torch
 from tqdm import tqdm
 
 from nanovllm import LLM, AsyncLLM, EngineArgs, SamplingParams
-from nanovllm.assembly import make_config
 from nanovllm.config import FILLED_IN, Config
 from nanovllm.extensions.api.engine_args import command_line_options
-from nanovllm.extensions.api.foreign_options import REFUSED, WITHOUT_EFFECT
+from nanovllm.extensions.api.foreign_options import REFUSED, WITHOUT_EFFECT, make_config
 from tiny_checkpoints import EXACT, edit_json, make_checkpoint, one_thread  # noqa: F401
 
 OPTIONS = dict(**EXACT, num_kvcache_blocks=40)

@@ -67,11 +67,6 @@ class KVCache:
                 layer.k_cache = pages[0, i]
                 layer.v_cache = pages[-1, i]
 
-    def copy_blocks(self, sources: torch.Tensor, targets: torch.Tensor, num_tokens: torch.Tensor) -> None:
-        """Copy at least the first tokens of blocks, all int64 [copies]. No target may be a source."""
-        for pages in self.pages:
-            self.layout.copy(pages, sources, targets, num_tokens)
-
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """On a CPU the memory is only mapped: it takes room page by page as it is written."""

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanovllm.kernels.copy_pages import copy_pages
 from nanovllm.kernels.kv_store import StoreHooks, store_kvcache
 from nanovllm.kernels.runtime import cdiv, tl, triton
 
@@ -24,6 +23,7 @@ class CacheLayout:
     """
 
     planes = 2  # keys and values are two tensors
+    has_token_rows = True  # what a block holds of a token is one piece, behind that of the token before
     decode_kernel: Any = None
 
     def __init__(self, dtype: torch.dtype = torch.float32):
@@ -106,10 +106,6 @@ class CacheLayout:
         keys, values = k_cache.view(1, -1, *head_sizes), v_cache.view(1, -1, *head_sizes)
         span = first * block_size + begin % block_size, end - begin
         return keys.narrow(1, *span).transpose(1, 2), values.narrow(1, *span).transpose(1, 2)
-
-    def copy(self, pages: Tensor, sources: Tensor, targets: Tensor, num_tokens: Tensor) -> None:
-        """Copy the first tokens of blocks, or more, in pages [planes, layers, blocks, ...]: `copy_pages`."""
-        copy_pages(pages, sources, targets, num_tokens)
 
 
 def locate(tables: Tensor, begins: Tensor, ends: Tensor, block_size: int) -> tuple[Tensor, Tensor, Tensor]:

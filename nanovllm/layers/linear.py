@@ -40,26 +40,12 @@ _allocates: ContextVar[bool] = ContextVar("allocates", default=True)
 
 @contextlib.contextmanager
 def without_weights() -> Iterator[None]:
-    """Linear layers made here get their weights by `assign_weights`, when their names are known."""
+    """Linear layers made here get their weights by `set_matrix`, when their names are known."""
     token = _allocates.set(False)
     try:
         yield
     finally:
         _allocates.reset(token)
-
-
-def assign_weights(model: nn.Module, make_weight: Callable[["LinearBase", str, list[str]], Weight]) -> None:
-    """
-    Give each linear layer its weight, made from the layer, its name, and the names of its matrices in a
-    checkpoint.
-    """
-    merged: dict[str, list[str]] = {}
-    for source, (target, _) in model.packed_modules_mapping.items():
-        merged.setdefault(target, []).append(source)
-    for name, layer in model.named_modules():
-        if isinstance(layer, LinearBase):
-            sources = layer.names_in_checkpoint(name, merged)
-            layer.set_matrix(make_weight(layer, name, sources))
 
 
 class LinearBase(nn.Module):
@@ -115,11 +101,6 @@ class LinearBase(nn.Module):
             if product.accepts(rows, is_prefill):
                 return product
         raise AssertionError("the last product accepts everything")
-
-    def names_in_checkpoint(self, name: str, merged: dict[str, list[str]]) -> list[str]:
-        """The names of the matrices that make up the layer with this name; `merged` has those of some."""
-        parent, _, own = name.rpartition(".")
-        return [f"{parent}.{source}" for source in merged.get(own, [own])]
 
     def stored_tensors(self, name: str) -> dict[str, StoredTensor]:
         """What checkpoints have in place of the `weight` of the layer with this name."""

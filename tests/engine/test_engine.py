@@ -20,6 +20,7 @@ from nanovllm.assembly import make_layout
 from nanovllm.config import DTYPES, Config
 from nanovllm.engine.kv_cache import KVCache
 from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.extensions.prefixes.kernels.copy_pages import copy_blocks
 from nanovllm.layers.attention import Attention
 from tiny_checkpoints import (
     ARCHITECTURES,
@@ -218,7 +219,7 @@ def test_copies_of_8_bit_blocks_hold_the_tokens_that_are_asked_for(folder):
         (pages,) = cache.pages
         pages.random_(256)
         before = pages.clone()
-        cache.copy_blocks(torch.tensor([0, 5]), torch.tensor([3, 2]), torch.tensor([1, 16]))
+        copy_blocks(cache, torch.tensor([0, 5]), torch.tensor([3, 2]), torch.tensor([1, 16]))
         assert torch.equal(pages[:, :, [3, 2]], before[:, :, [0, 5]])
         others = [0, 1, 4, 5, 6, 7]
         assert torch.equal(pages[:, :, others], before[:, :, others])
@@ -241,7 +242,7 @@ def test_layers_with_other_heads_have_a_cache_of_their_own(dtype, token_bytes):
         for part in (layer.k_cache, layer.v_cache):
             part.copy_(torch.arange(part.numel()).view(part.shape) % 251)
     before = [layer.v_cache[1].clone() for layer in layers]
-    cache.copy_blocks(torch.tensor([1]), torch.tensor([4]), torch.tensor([16]))
+    copy_blocks(cache, torch.tensor([1]), torch.tensor([4]), torch.tensor([16]))
     for layer, expected in zip(layers, before, strict=True):
         assert torch.equal(layer.v_cache[4], expected)
 

@@ -386,7 +386,7 @@ MUTATIONS = [
         ("            self.grammars.reset()", "            pass"),
     ),
     *mutations_of(
-        "nanovllm/kernels/copy_pages",
+        "nanovllm/extensions/prefixes/kernels/copy_pages",
         (":end] = pages[:, :, source, :end]", ":end + 1] = pages[:, :, source, : end + 1]"),
         ("* TOKEN_WORDS", "* TOKEN_WORDS + 1"),
         ("if part * WORDS >= num_words:", "if (part + 1) * WORDS > num_words:"),
@@ -983,8 +983,11 @@ MUTATIONS = [
         ("str(name).isidentifier() and ", ""),
     ),
     *mutations_of(
-        "nanovllm/assembly",
-        ("return of_type if of_type and not known and model_type_decides(names) else known", "return known"),
+        "nanovllm/extensions/models/registry",
+        (
+            "return of_type if of_type and not known and type_decides(names) else known",
+            "return known",
+        ),
     ),
     *mutations_of(
         "nanovllm/utils/loader",

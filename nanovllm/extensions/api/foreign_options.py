@@ -10,6 +10,8 @@ import warnings
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+from nanovllm.config import FILLED_IN, Config
+from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.validation import shown
 
 WITHOUT_EFFECT = """
@@ -91,6 +93,14 @@ MISSING_METHODS = {
     "set_tokenizer": "LLM(model, tokenizer=...)",
     "llm_engine": "LLM is the engine: llm.config, llm.add_request(...), llm.step()",
 }
+
+
+def make_config(model: str, options: dict[str, Any]) -> Config:
+    """The options of an engine, among which some of vLLM's may be."""
+    filled_in = {name: value for name, value in options.items() if name in FILLED_IN}
+    others = {name: value for name, value in options.items() if name not in FILLED_IN}
+    own = own_options(others, Config.option_names(), SamplingParams.__struct_fields__, stacklevel=5)
+    return Config.from_options(model, filled_in | own)
 
 
 def own_options(

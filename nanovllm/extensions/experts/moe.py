@@ -129,7 +129,7 @@ class StackedLinear(LinearBase):
     def for_kernels(self) -> Any:
         return self.matrix.weight if self.is_dense else self.matrix.quantised
 
-    def names_in_checkpoint(self, name: str, merged: dict[str, list[str]]) -> list[str]:
+    def names_in_checkpoint(self, name: str) -> list[str]:
         """Of the first expert: others that differ find no place when they are loaded."""
         return [f"{name.rpartition('.')[0]}.{source}" for source in self.shards if source.startswith("0.")]
 
@@ -159,7 +159,7 @@ class JointLinear(StackedLinear):
         if bias:
             self.bias.weight_loader = None  # see `stored_tensors`
 
-    def names_in_checkpoint(self, name: str, merged: dict[str, list[str]]) -> list[str]:
+    def names_in_checkpoint(self, name: str) -> list[str]:
         return [name]
 
     def stored_tensors(self, name: str) -> dict[str, StoredTensor]:

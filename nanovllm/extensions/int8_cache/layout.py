@@ -23,6 +23,7 @@ class Int8Layout(CacheLayout):
     """Keys and values of a head lie in the same page: `k_cache` and `v_cache` are one tensor."""
 
     planes = 1
+    has_token_rows = False
     decode_kernel = int8_decode_kernel
 
     def __init__(self):
@@ -65,7 +66,3 @@ class Int8Layout(CacheLayout):
 
     def read_one(self, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, begin: int, end: int) -> None:
         return None  # bytes become numbers in one way only
-
-    def copy(self, pages: Tensor, sources: Tensor, targets: Tensor, num_tokens: Tensor) -> None:
-        """A token's bytes lie apart: copy whole blocks, as if of one token."""
-        super().copy(pages.flatten(3)[..., None, None, :], sources, targets, torch.ones_like(num_tokens))

@@ -14,6 +14,7 @@ import numpy as np
 from nanovllm.engine.policies import Admission, Admitting, Hit, PrefixCache, Verdict
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.transfer import to_device
+from nanovllm.extensions.prefixes.kernels.copy_pages import copy_blocks
 from nanovllm.extensions.prefixes.prefix_index import PrefixIndex
 
 WAIT_TOKENS = 64
@@ -105,7 +106,7 @@ class TokenPrefixes(PrefixCache):
         return np.array(copies).T.copy() if copies else None
 
     def receive(self, message: np.ndarray, kv_cache: Any) -> None:
-        kv_cache.copy_blocks(*to_device(message, kv_cache.device))
+        copy_blocks(kv_cache, *to_device(message, kv_cache.device))
 
     def stats(self) -> dict[str, int]:
         return {"num_copied_tokens": self.num_copied_tokens}

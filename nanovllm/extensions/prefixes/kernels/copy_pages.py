@@ -4,12 +4,23 @@ The keys of one layer of a block are contiguous, and so are its values. So the f
 2 * layers pieces of memory. They are copied as integers (words), whatever their dtype is.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from nanovllm.kernels.runtime import cdiv, tl, triton, use_triton
 
 WORDS_PER_PROGRAM = 1024
+
+
+def copy_blocks(kv_cache: Any, sources: Tensor, targets: Tensor, num_tokens: Tensor) -> None:
+    """Copy at least the first tokens of a KVCache's blocks, in all layers; see `copy_pages`."""
+    for pages in kv_cache.pages:
+        if kv_cache.layout.has_token_rows:
+            copy_pages(pages, sources, targets, num_tokens)
+        else:  # whole blocks, as if of one token
+            copy_pages(pages.flatten(3)[..., None, None, :], sources, targets, torch.ones_like(num_tokens))
 
 
 def copy_pages(pages: Tensor, sources: Tensor, targets: Tensor, num_tokens: Tensor) -> None:

@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 
-from nanovllm.kernels.copy_pages import copy_pages, copy_pages_torch
+from nanovllm.extensions.prefixes.kernels.copy_pages import copy_pages, copy_pages_torch
 from nanovllm.kernels.runtime import HAVE_TRITON, INTERPRETED
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
