@@ -1,0 +1,171 @@
+"""CUDA graphs on a CPU: a step is recorded operation by operation, and a replay computes each of them again
+from the same tensors into the same tensors.
+
+So a replay knows no more than a GPU's would: Python does not run again, a tensor that was made anew after the
+capture is not found, and numbers read on the host while recording are an error. Kernels are recorded as one
+operation each; their references, which stand for them, may read numbers.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from nanovllm.engine import batch as batch_module
+from nanovllm.extensions.logits.kernels import filtering, logit_edits
+from nanovllm.extensions.prefixes import cascade
+from nanovllm.extensions.structured.kernels import token_masks
+from nanovllm.kernels import decode_attention, decode_inputs, kv_store, sampling
+
+REFERENCES = [
+    (filtering, "filter_thresholds_torch"),
+    (logit_edits, "apply_rules_torch"),
+    (logit_edits, "apply_token_flags_torch"),
+    (cascade, "shared_prefix_attention_torch"),
+    (token_masks, "apply_masks_torch"),
+    (decode_attention, "paged_decode_attention_torch"),
+    (decode_inputs, "decode_inputs_torch"),
+    (kv_store, "store_kvcache_torch"),
+    (sampling, "sample_torch"),
+]
+HOST_READS = {
+    "_local_scalar_dense",
+    "nonzero",
+    "equal",
+    "is_nonzero",
+    "masked_select",
+    "_unique2",
+    "_to_host",
+}
+GARBAGE = 1 << 27  # where an int32 index would be far outside any table
+
+
+def tensors_in(values: Any) -> list[torch.Tensor]:
+    leaves = [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in leaves if leaf.layout == torch.strided]  # others are weights of a CPU
+
+
+def memory_of(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+class Recorder(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[tuple[Callable, tuple, dict, list[torch.Tensor]]] = []  # with their results
+        self.made: list[torch.Tensor] = []  # in the graph's own memory
+        self.before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # what a capture must leave as it was
+
+    def __torch_dispatch__(self, func: Any, _types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        name = func.overloadpacket.__name__
+        assert name not in HOST_READS, f"{name} is read on the host while a graph is captured"
+        if name in ("index", "index_put_"):
+            assert all(each.dtype != torch.bool for each in tensors_in(args[1])), "a mask is read on the host"
+        return self.record(func, args, kwargs or {}, func._schema.is_mutable)
+
+    def record(self, func: Callable, args: tuple, kwargs: dict, is_mutable: bool) -> Any:
+        tensors = tensors_in((args, kwargs))
+        known = {memory_of(each) for each in tensors}
+        for tensor in tensors if is_mutable else ():
+            whole = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+            self.before.setdefault(memory_of(tensor), (whole, whole.clone()))
+        result = func(*args, **kwargs)
+        results = tensors_in(result)
+        self.operations.append((func, args, kwargs, results))
+        self.made += [each for each in results if memory_of(each) not in known]
+        return result
+
+    def undo(self) -> None:
+        for tensor, before in self.before.values():
+            tensor.copy_(before)
+        self.before.clear()
+
+    def replay(self) -> None:
+        for func, args, kwargs, results in self.operations:
+            for place, found in zip(results, tensors_in(func(*args, **kwargs)), strict=True):
+                if memory_of(place) != memory_of(found):  # else it was changed in place, or is a view
+                    place.copy_(found)
+
+
+_recorders: list[Recorder] = []  # the one that records, if there is one
+
+
+@contextlib.contextmanager
+def recording(recorder: Recorder) -> Iterator[None]:
+    _recorders.append(recorder)
+    try:
+        with recorder:
+            yield
+    finally:
+        _recorders.pop()
+
+
+class RecordedGraphs:
+    """In place of `CudaGraphs`: `install` puts it there."""
+
+    def __init__(self) -> None:
+        self.stages: dict[Hashable, tuple[list[Recorder], Any]] = {}
+        self.num_replays = 0
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self.stages
+
+    def capture(self, key: Hashable, *stages: Callable[..., Any]) -> None:
+        recorders: list[Recorder] = []
+        results = ()
+        try:
+            for stage in stages:
+                recorders.append(Recorder())
+                with recording(recorders[-1]):
+                    results = (stage(*results),)
+        finally:
+            for recorder in reversed(recorders):
+                recorder.undo()
+        self.stages[key] = recorders, results[0]
+
+    def replay(self, key: Hashable, stage: int = 0) -> Any:
+        recorders, result = self.stages[key]
+        if stage == 0:  # all graphs share their memory
+            for others, _ in self.stages.values():
+                for tensor in (tensor for recorder in others for tensor in recorder.made):
+                    tensor.fill_(GARBAGE if tensor.dtype != torch.bool else True)
+        recorders[stage].replay()
+        self.num_replays += 1
+        return result
+
+    def close(self) -> None:
+        self.stages.clear()
+
+
+def install(llm: Any, patch: pytest.MonkeyPatch) -> RecordedGraphs:
+    """Drive the engine as on a GPU: with graphs, and each step launched before the one before it is read."""
+    for module, name in REFERENCES:
+        patch.setattr(module, name, as_kernel(getattr(module, name)))
+    patch.setattr(batch_module, "to_host", torch.clone)
+    patch.setattr(llm, "_overlap", True)
+    graphs = RecordedGraphs()
+    patch.setattr(llm.model_runner, "graphs", graphs)
+    return graphs
+
+
+def as_kernel(reference: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(reference)
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        for each in args:
+            with contextlib.suppress(AttributeError, KeyError):
+                del each.own_sums  # of another run, see WithPrefix
+        return reference(*args, **kwargs)
+
+    @functools.wraps(reference)
+    def launch(*args: Any, **kwargs: Any) -> Any:
+        if not _recorders:
+            return kernel(*args, **kwargs)
+        with _disable_current_modes():
+            return _recorders[-1].record(kernel, args, kwargs, True)
+
+    return launch
