@@ -40,6 +40,7 @@ if Path(__file__).with_name("extensions").joinpath("__init__.py").exists():
     from nanovllm.extensions.models.windows import set_attention
     from nanovllm.extensions.prefixes.cascade import CascadeBackend
     from nanovllm.extensions.prefixes.token_prefixes import HoldBack, TokenPrefixes
+    from nanovllm.extensions.products.onednn import use_packed_heads
     from nanovllm.extensions.products.products import FoldingWeight
     from nanovllm.extensions.quantised.assignment import assign_weights
     from nanovllm.extensions.quantised.formats import read_scheme
@@ -185,6 +186,7 @@ def build_model(config: ModelConfig, quantization: str | None = None) -> nn.Modu
         model = get_model_class(config)(config)
     set_attention(model, config)
     assign_weights(model, scheme, FoldingWeight)
+    use_packed_heads(model)
     return model
 
 

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from nanovllm.distributed.group import get_group
 from nanovllm.kernels.runtime import cdiv
-from nanovllm.layers.weight import can_pack, multiply, packed
 from nanovllm.utils.context import get_context
 from nanovllm.utils.loader import default_weight_loader
 
@@ -52,24 +51,12 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class ParallelLMHead(VocabParallelEmbedding):
-    packed: Tensor | None = None  # the weight in the layout that multiplies fastest
     is_tied = False
 
     def tie_to(self, embedding: VocabParallelEmbedding) -> None:
         """Share the embedding's weight."""
         self.weight = embedding.weight
         self.is_tied = True
-
-    def finish(self) -> None:
-        """
-        As for linear layers. A weight that is tied is kept beside it: rows cannot be looked up in the other
-        layout, and a decode step of a small model spends a third of its time here without it.
-        """
-        mine = self.weight[: self.num_rows]
-        if can_pack(mine):
-            self.packed = packed(mine)
-            if not self.is_tied:
-                self.weight = nn.Parameter(self.packed, requires_grad=False)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """
@@ -85,8 +72,6 @@ class ParallelLMHead(VocabParallelEmbedding):
 
     def logits(self, hidden_states: Tensor) -> Tensor:
         """hidden_states [tokens, embedding_dim] -> logits [tokens, this rank's vocabulary rows]."""
-        if self.packed is not None:
-            return multiply(hidden_states, self.packed)
         return F.linear(hidden_states, self.weight[: self.num_rows])
 
     def gather(self, logits: Tensor) -> Tensor:

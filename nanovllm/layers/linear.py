@@ -214,22 +214,13 @@ class RowParallelLinear(LinearBase):
         shard = Shard((output_size, input_size), columns=columns)
         super().__init__({None: shard}, bias, hidden_size=output_size)
 
-    def add_to(
-        self,
-        stream: Stream,
-        x: Tensor | Gated,
-        next_norm: RMSNorm,
-        own_norm: RMSNorm | None = None,
-    ) -> Stream:
+    def add_to(self, stream: Stream, x: Tensor | Gated, next_norm: RMSNorm) -> Stream:
         """
         The stream plus x @ weight.T + bias, summed over the ranks, in front of the next norm. x [tokens,
-        input features of this rank]. With a norm of its own the product is normalised before it is added.
+        input features of this rank].
         """
         bias = self.bias if self.group.rank == 0 else None
         product = self.product(len(stream.x))
-        if own_norm is not None:
-            y = self.group.all_reduce(product.linear(x, bias))
-            return Stream(stream.residual() + own_norm(y), next_norm)
         if self.group.size > 1:
             return stream.add(product.linear(x, bias), next_norm)
         return product.linear_add(stream, x, bias, next_norm)

@@ -1,8 +1,7 @@
 """Weights of linear layers: which shard of a checkpoint's matrices a rank holds, and what multiplies it.
 
 A layer knows its weight by the interface `Weight`. The one of this file is dense: a matrix of the model's
-dtype. On a CPU oneDNN multiplies fastest from a layout of its own, into which a weight is brought once, when
-it is loaded. Such a tensor (`is_mkldnn`) can only be multiplied, or read with `to_dense`.
+dtype.
 """
 
 from typing import Any
@@ -11,11 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanovllm.kernels.runtime import is_on_gpu
 from nanovllm.layers.product import Library, Product
 from nanovllm.utils.loader import StoredTensor, default_weight_loader
-
-FEWEST_ROWS = 1  # the layout is chosen for so many rows; measured, it is no slower for many
 
 
 class Shard:
@@ -111,41 +107,4 @@ class DenseWeight(Weight):
         self.weight.data.copy_(values)
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        return multiply(x, self.weight, bias)
-
-    def finish(self) -> None:
-        """The layout that the weight had is freed."""
-        if can_pack(self.weight):
-            self.weight = nn.Parameter(packed(self.weight), requires_grad=False)
-            self.parameters["weight"] = self.weight
-
-
-def can_pack(weight: Tensor) -> bool:
-    """Whether oneDNN is there, and computes in the weight's dtype."""
-    if is_on_gpu(weight) or not torch.backends.mkldnn.is_available() or not weight.numel():
-        return False
-    if weight.dtype == torch.bfloat16:
-        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    if weight.dtype == torch.float16:
-        return torch.ops.mkldnn._is_mkldnn_fp16_supported()
-    return weight.dtype == torch.float32
-
-
-def packed(weight: Tensor) -> Tensor:
-    """The weight [out, in] in oneDNN's layout."""
-    return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), FEWEST_ROWS)
-
-
-def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [tokens, in] @ weight.T + bias: [tokens, out]."""
-    if not weight.is_mkldnn:
-        return F.linear(x, weight, bias)
-    num_rows = len(x)
-    # oneDNN makes code for each number of rows and each shape of a weight: milliseconds, and half a megabyte
-    # that it keeps. So that there are few, rows are filled up, by an eighth at most.
-    step = 1 << max(0, (num_rows - 1).bit_length() - 4)
-    padding = -num_rows % step
-    if padding:
-        x = F.pad(x, (0, 0, 0, padding))
-    y = torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
-    return y[:num_rows] if padding else y
+        return F.linear(x, self.weight, bias)

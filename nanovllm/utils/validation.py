@@ -6,7 +6,6 @@ repr that raises an error or cannot be printed.
 
 import math
 import reprlib
-from collections.abc import Iterable, Set
 from numbers import Integral, Real
 from typing import Any
 
@@ -69,17 +68,3 @@ def find_surrogate(text: str) -> int:
     except UnicodeEncodeError as error:
         return error.start
     return -1
-
-
-def as_list(values: Any) -> list | tuple | None:
-    """
-    The items of any ordered collection, such as a generator, an array or a column of a table; None for all
-    else, such as texts, dicts, tables and sets.
-    """
-    if isinstance(values, Iterable) and hasattr(values, "tolist"):  # arrays, tensors, a pandas Series
-        values = values.tolist()
-    elif isinstance(values, (str, bytes, bytearray, Set)) or hasattr(type(values), "keys"):
-        return None
-    elif isinstance(values, Iterable) and not isinstance(values, (list, tuple)):
-        values = list(values)
-    return values if isinstance(values, (list, tuple)) else None

@@ -1,7 +1,5 @@
 """Layers beyond tests/core: more dtypes and shards, weights that are refused, and weights that are packed."""
 
-import weakref
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -151,50 +149,6 @@ def test_sizes_that_the_ranks_do_not_divide_are_refused():
     ):
         with pytest.raises(ValueError):
             on_rank(0, 4, make)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rows", [1, 3, 40])
-@pytest.mark.parametrize("bias", [False, True])
-def test_a_packed_weight_multiplies_as_before_and_its_unpacked_copy_is_gone(dtype, rows, bias):
-    layer = ReplicatedLinear(48, 80, bias).to(dtype)
-    layer.matrix.weight.data.normal_()
-    if bias:
-        layer.bias.data.normal_()
-    before, weight = weakref.ref(layer.weight), layer.weight.detach().clone()
-    x = normalised(torch.randn(rows, 48, dtype=dtype))
-    expected = layer(x)
-    layer.finish()
-    assert layer.weight.is_mkldnn and before() is None
-    torch.testing.assert_close(layer(x), expected, **tolerance(dtype))
-    torch.testing.assert_close(layer.weight.to_dense(), weight, atol=0, rtol=0)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_tied_head_is_packed_and_the_embedding_still_looks_rows_up(dtype):
-    embedding, head = VocabParallelEmbedding(40, 16).to(dtype), ParallelLMHead(40, 16).to(dtype)
-    embedding.weight.data.normal_()
-    head.tie_to(embedding)
-    x = torch.randn(3, 16, dtype=dtype)
-    expected, ids = head.logits(x), torch.tensor([0, 39])
-    head.finish()
-    torch.testing.assert_close(head.logits(x), expected, **tolerance(dtype))
-    torch.testing.assert_close(embedding(ids), embedding.weight[ids])
-
-
-def test_an_untied_head_keeps_its_weight_once():
-    head = ParallelLMHead(40, 16)
-    head.weight.data.normal_()
-    head.finish()
-    assert head.weight.is_mkldnn
-
-
-def test_weights_stay_as_they_are_where_onednn_cannot_multiply_them(monkeypatch):
-    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
-    layer, head = ReplicatedLinear(16, 16), ParallelLMHead(40, 16)
-    for module in (layer, head):
-        module.finish()
-        assert not module.weight.is_mkldnn
 
 
 @pytest.mark.parametrize("blocks", [[0], [2, 3, 4], [4, 1, 3]])

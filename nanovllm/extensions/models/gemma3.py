@@ -12,6 +12,7 @@ from nanovllm.extensions.models.config import DecoderConfig
 from nanovllm.extensions.models.facts import LAYER_MODULES, Facts, Fields, GGUFFacts
 from nanovllm.extensions.models.gelu import GeluAndMul
 from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.linear import RowParallelLinear
 from nanovllm.layers.residual_stream import Stream
 from nanovllm.models.qwen3 import Qwen3DecoderLayer, Qwen3ForCausalLM
 from nanovllm.utils.loader import default_weight_loader
@@ -31,9 +32,19 @@ class Gemma3DecoderLayer(Qwen3DecoderLayer):
         mlp = self.mlp
         mlp_norm = self.pre_feedforward_layernorm
         attended = attention.attend(positions, attention.qkv_proj(stream))
-        stream = attention.o_proj.add_to(stream, attended, mlp_norm, self.post_attention_layernorm)
+        stream = add_normed(attention.o_proj, stream, attended, self.post_attention_layernorm, mlp_norm)
         activated = self.act_fn(mlp.gate_up_proj(stream))
-        return mlp.down_proj.add_to(stream, activated, next_norm, self.post_feedforward_layernorm)
+        return add_normed(mlp.down_proj, stream, activated, self.post_feedforward_layernorm, next_norm)
+
+
+def add_normed(
+    layer: RowParallelLinear, stream: Stream, x: torch.Tensor, own_norm: RMSNorm, next_norm: RMSNorm
+) -> Stream:
+    """`RowParallelLinear.add_to`, but the product goes through a norm of its own before it is added."""
+    bias = layer.bias if layer.group.rank == 0 else None
+    product = layer.product(len(stream.x))
+    y = layer.group.all_reduce(product.linear(x, bias))
+    return Stream(stream.residual() + own_norm(y), next_norm)
 
 
 class Gemma3ForCausalLM(Qwen3ForCausalLM):

@@ -4,11 +4,12 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from nanovllm.extensions.products.kernels.fused_linear import MAX_ROWS as MAX_FUSED_ROWS
 from nanovllm.extensions.products.kernels.fused_linear import can_fuse, fused_linear
 from nanovllm.extensions.products.kernels.gemv import MAX_ROWS, can_use_gemv, gemv
+from nanovllm.extensions.products.onednn import can_pack, multiply, packed
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.product import Gated, Library, Product, activated
 from nanovllm.layers.residual_stream import Stream
@@ -87,9 +88,18 @@ class FusedGemm(Library):
 
 
 class FoldingWeight(DenseWeight):
-    """A dense weight with products that fold their neighbours in, where a GPU has them."""
+    """A dense weight with products that fold their neighbours in, where a GPU has them, or oneDNN's."""
 
     make_gemv = Gemv  # quantised weights beside it are multiplied by it, too
+
+    def finish(self) -> None:
+        """The layout that the weight had is freed."""
+        if can_pack(self.weight):
+            self.weight = nn.Parameter(packed(self.weight), requires_grad=False)
+            self.parameters["weight"] = self.weight
+
+    def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return multiply(x, self.weight, bias)
 
     def products(self, hidden_size: int | None, num_ranks: int) -> list[Product]:
         found: list[Product] = []

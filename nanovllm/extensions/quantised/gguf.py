@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from nanovllm.extensions.products.onednn import can_pack, multiply, packed
 from nanovllm.extensions.quantised.gguf_blocks import Groups
 from nanovllm.extensions.quantised.kernels.quantised_weight import QuantisedWeight, dequantise_whole_torch
 from nanovllm.extensions.quantised.kernels.quantised_weight import pack as pack_halves
@@ -27,7 +28,7 @@ from nanovllm.extensions.quantised.scaled import multiply_by_kernels
 from nanovllm.extensions.quantised.scheme import Format, Scheme, same_for_all
 from nanovllm.kernels import runtime
 from nanovllm.layers.product import Product
-from nanovllm.layers.weight import Shard, Weight, can_pack, multiply, packed
+from nanovllm.layers.weight import Shard, Weight
 from nanovllm.utils.loader import StoredTensor, check_finite, check_stored
 
 # The types that stay packed: bits of a code.

@@ -1,10 +1,10 @@
 """Conversations as text: checks them, and has the checkpoint's chat template write them."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from typing import Any
 
 from nanovllm.checkpoints.tokenizer import render_chat
-from nanovllm.utils.validation import as_list, check, check_bool
+from nanovllm.utils.validation import check, check_bool
 
 # What `chat` itself passes to a chat template: chat_template_kwargs must not set these.
 CHAT_OPTIONS = {"messages", "chat_template", "add_generation_prompt", "continue_final_message", "tools"}
@@ -99,3 +99,17 @@ def _without_parts(message: dict[str, Any], name: str) -> dict[str, Any]:
     for text, part in zip(texts, content, strict=True):
         check(isinstance(text, str), rule, part)
     return message | {"content": "\n".join(texts)}
+
+
+def as_list(values: Any) -> list | tuple | None:
+    """
+    The items of any ordered collection, such as a generator, an array or a column of a table; None for all
+    else, such as texts, dicts, tables and sets.
+    """
+    if isinstance(values, Iterable) and hasattr(values, "tolist"):  # arrays, tensors, a pandas Series
+        values = values.tolist()
+    elif isinstance(values, (str, bytes, bytearray, Set)) or hasattr(type(values), "keys"):
+        return None
+    elif isinstance(values, Iterable) and not isinstance(values, (list, tuple)):
+        values = list(values)
+    return values if isinstance(values, (list, tuple)) else None

@@ -11,10 +11,10 @@ from nanovllm.checkpoints.tokenizer import tokenizer_errors
 from nanovllm.engine.input_processor import InputProcessor, name_of
 from nanovllm.engine.interfaces import selected
 from nanovllm.engine.sequence import Request
-from nanovllm.extensions.text.chat import render
+from nanovllm.extensions.text.chat import as_list, render
 from nanovllm.inputs import TextPrompt, TokensPrompt
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.validation import as_list, check, check_bool, find_surrogate, is_number, shown
+from nanovllm.utils.validation import check, check_bool, find_surrogate, is_number, shown
 
 Prompt = str | Iterable[int] | TextPrompt | TokensPrompt
 

@@ -12,6 +12,7 @@ from smollm2 import smollm2_gguf  # noqa: F401  a fixture
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.extensions.checkpoints.gguf_file import GGUFTensor
+from nanovllm.extensions.products.onednn import multiply
 from nanovllm.extensions.quantised import gguf
 from nanovllm.extensions.quantised.formats import read_scheme
 from nanovllm.extensions.quantised.gguf import (
@@ -26,7 +27,7 @@ from nanovllm.extensions.quantised.gguf import (
 )
 from nanovllm.extensions.quantised.scaled import multiply_by_kernels
 from nanovllm.kernels import runtime
-from nanovllm.layers.weight import Shard, multiply
+from nanovllm.layers.weight import Shard
 from nanovllm.utils.torch_defaults import torch_defaults
 from tiny_checkpoints import one_thread  # noqa: F401
 

@@ -1,0 +1,72 @@
+"""Products on a CPU by oneDNN, which multiplies fastest from a layout of its own.
+
+A weight is brought into it once, when it is loaded. Such a tensor (`is_mkldnn`) can only be multiplied, or
+read with `to_dense`.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nanovllm.kernels.runtime import is_on_gpu
+from nanovllm.layers.embed_head import ParallelLMHead
+
+FEWEST_ROWS = 1  # the layout is chosen for so many rows; measured, it is no slower for many
+
+
+def can_pack(weight: Tensor) -> bool:
+    """Whether oneDNN is there, and computes in the weight's dtype."""
+    if is_on_gpu(weight) or not torch.backends.mkldnn.is_available() or not weight.numel():
+        return False
+    if weight.dtype == torch.bfloat16:
+        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    if weight.dtype == torch.float16:
+        return torch.ops.mkldnn._is_mkldnn_fp16_supported()
+    return weight.dtype == torch.float32
+
+
+def packed(weight: Tensor) -> Tensor:
+    """The weight [out, in] in oneDNN's layout."""
+    return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), FEWEST_ROWS)
+
+
+def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [tokens, in] @ weight.T + bias: [tokens, out]."""
+    if not weight.is_mkldnn:
+        return F.linear(x, weight, bias)
+    num_rows = len(x)
+    # oneDNN makes code for each number of rows and each shape of a weight: milliseconds, and half a megabyte
+    # that it keeps. So that there are few, rows are filled up, by an eighth at most.
+    step = 1 << max(0, (num_rows - 1).bit_length() - 4)
+    padding = -num_rows % step
+    if padding:
+        x = F.pad(x, (0, 0, 0, padding))
+    y = torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
+    return y[:num_rows] if padding else y
+
+
+class PackedHead(ParallelLMHead):
+    packed: Tensor | None = None  # the weight in oneDNN's layout
+
+    def finish(self) -> None:
+        """
+        As for linear layers. A weight that is tied is kept beside it: rows cannot be looked up in the other
+        layout, and a decode step of a small model spends a third of its time here without it.
+        """
+        mine = self.weight[: self.num_rows]
+        if can_pack(mine):
+            self.packed = packed(mine)
+            if not self.is_tied:
+                self.weight = nn.Parameter(self.packed, requires_grad=False)
+
+    def logits(self, hidden_states: Tensor) -> Tensor:
+        if self.packed is not None:
+            return multiply(hidden_states, self.packed)
+        return super().logits(hidden_states)
+
+
+def use_packed_heads(model: nn.Module) -> None:
+    """The LM heads of a model that is not loaded yet become packed ones."""
+    for module in model.modules():
+        if type(module) is ParallelLMHead:
+            module.__class__ = PackedHead
