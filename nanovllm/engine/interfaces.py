@@ -93,6 +93,7 @@ class LogitsProcessor:
     fields: tuple[str, ...] = ()  # of SamplingParams, which it serves
     order = 0  # processors are applied in rising order
     needs_whole = True  # `apply` and `drawn` want all logits, not this rank's part of the vocabulary
+    changes_logits = True  # `apply` does
     needs_raw = False  # `drawn` wants logits as the model made them
     prefill_only = False  # it has nothing to do with decode steps
     waits_for_host = False  # `apply` needs `host_input` of all tokens before: sampling waits for the host

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from nanovllm.distributed.group import get_group
@@ -49,8 +50,8 @@ class Sampler(nn.Module):
         if any(processor.needs_whole for processor in processors):
             logits, step.vocab_start = self.lm_head.gather(logits), 0
         raw_logits = logits
-        if len(processors) > 1 and any(processor.needs_raw for processor in processors):
-            logits = logits.clone()  # which the others may change
+        if any(each.needs_raw for each in processors) and any(each.changes_logits for each in processors):
+            logits = logits.to(torch.float32, copy=True)
         for processor in processors:
             logits = processor.apply(logits, step)
         tokens = self.draw(logits, step)

@@ -7,10 +7,12 @@ from collections import Counter
 
 import pytest
 import recorded_graphs
+import torch
 from engines import assert_empty, tokens_of
 
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
 from nanovllm.engine.batch import StepOutput
+from nanovllm.engine.memory import largest_batch
 from nanovllm.extensions.prefixes import planner
 from tiny_checkpoints import EXACT, make_checkpoint, one_thread  # noqa: F401
 
@@ -137,3 +139,16 @@ def test_after_an_error_at_any_place_steps_go_on_and_tell_the_same(folder, expec
         assert [found[i] for i in ids] == tokens_of(expected)
         assert failures
         assert_empty(llm)
+
+
+def test_the_largest_steps_of_the_warm_up_leave_nothing_behind(folder, expected, monkeypatch):
+    llm, _ = make(folder, monkeypatch)
+    with llm, torch.inference_mode():
+        runner = llm.model_runner
+        batch = largest_batch(llm.config, llm.config.max_num_batched_tokens, runner.processors)
+        assert batch.num_sequences == 16 and runner.run(batch) is not None
+        empty = runner.decoding(16, runner.backend.largest_plan, is_empty=True)
+        for wanted in (batch.wanted, batch.wanted | runner.waiting):
+            runner.decode_step(*empty, wanted)
+        runner.slots.reset()
+        assert told(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == told(expected)

@@ -28,6 +28,7 @@ TESTS = [
     "planner",
     "copy_pages",
     "overlap",
+    "graphs",
     "engine",
     "model",
     "reach",
@@ -369,12 +370,14 @@ MUTATIONS = [
     *mutations_of(
         "model_runner",
         ("                part.reset()", "                pass"),
+        ("key = size, batch.plan_key, wanted", "key = size, batch.plan_key, 0"),
     ),
     *mutations_of(
         "nanovllm/layers/sampler",
         ("step.vocab_start = self.lm_head.vocab_start", "step.vocab_start = 0"),
         ("self.lm_head.gather(logits), 0", "self.lm_head.gather(logits), step.vocab_start"),
-        ("logits = logits.clone()", "pass"),
+        ("logits = logits.to(torch.float32, copy=True)", "pass"),
+        (" and any(each.changes_logits for each in processors)", ""),
     ),
     *mutations_of(
         "nanovllm/extensions/structured/kernels/token_masks",
@@ -456,8 +459,13 @@ MUTATIONS = [
     *mutations_of(
         "nanovllm/extensions/logits/slot_settings",
         (
+<<<<<<< HEAD
             "slots = [seq.slot for seq in sequences]",
             "slots = [seq.slot for seq in sequences if seq.request.wanted]",
+=======
+            "self.numbers_of(request.params) if self.name in request.own else self.neutral",
+            "self.numbers_of(request.params)",
+>>>>>>> gpupath
         ),
         ("        self.reset()", "        pass"),
     ),
@@ -647,6 +655,10 @@ MUTATIONS = [
         ("return self if is_fit and layer.variant.sees_all else", "return self if is_fit else"),
         ("self.num_read -= self.num_decode_steps * planner.num_prefix_tokens", "pass"),
         ("if plan is not None:", "if False:"),
+        (
+            "self.buffer.copy_(to_device(message, self.buffer.device))",
+            "self.buffer = to_device(message, self.buffer.device)",
+        ),
     ),
     *mutations_of(
         "nanovllm/extensions/prefixes/kernels/shared_prefix",

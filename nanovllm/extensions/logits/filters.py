@@ -14,6 +14,7 @@ class FilterProcessor(SlotSettings):
     name = "filters"
     fields = ("top_k", "top_p", "min_p")
     order = 40
+    changes_logits = False
     neutral = Filters()
 
     def wants(self, params: SamplingParams) -> bool:

@@ -54,6 +54,7 @@ class LogprobProcessor(LogitsProcessor):
     name = "logprobs"
     fields = ("logprobs",)
     order = 50
+    changes_logits = False
     needs_raw = True
 
     def wants(self, params: SamplingParams) -> bool:

@@ -54,6 +54,7 @@ class ScoreProcessor(LogitsProcessor):
     fields = ("prompt_logprobs",)
     order = 60
     needs_whole = False
+    changes_logits = False
     prefill_only = True
 
     def __init__(self) -> None:

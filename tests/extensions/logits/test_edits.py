@@ -17,6 +17,7 @@ from engines import assert_empty, tokens_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_sampling import RANDOM_SEEDS, assert_follows
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanovllm import LLM, AsyncLLM, SamplingParams
 from nanovllm.engine.sequence import Request, Sequence
@@ -332,6 +333,51 @@ def test_rows_are_clean_for_those_who_come_after(engine):
         others = [SamplingParams(1.0, 20, True, top_k=2, frequency_penalty=1.0, logit_bias={1: 5.0})] * 2
         results = engine.generate([PROMPT] * 3, [plain, *others], use_tqdm=False)
         assert tokens_of(results[:1]) == tokens_of([expected])
+
+
+# --- memory ---
+
+
+class Copies(TorchDispatchMode):
+    """Counts those of a tensor's shape."""
+
+    def __init__(self, shape: torch.Size):
+        super().__init__()
+        self.shape, self.count = shape, 0
+
+    def __torch_dispatch__(self, func, _types, args=(), kwargs=None):
+        result = func(*args, **kwargs or {})
+        is_copy = func.overloadpacket.__name__ in ("clone", "_to_copy", "to")
+        self.count += is_copy and result.shape == self.shape
+        return result
+
+
+@pytest.mark.parametrize(
+    "names, count",
+    [
+        ("filters logprobs", 0),
+        ("logprobs scores", 0),
+        ("bitmask", 0),
+        ("bitmask logprobs", 1),
+        ("bias penalties", 1),
+        ("bias logprobs", 1),
+        ("bias penalties bitmask filters logprobs scores", 1),
+    ],
+)
+def test_logits_are_copied_at_most_once_and_only_where_somebody_changes_them(
+    engine, monkeypatch, names, count
+):
+    """At the largest batch and vocabulary a copy takes hundreds of megabytes, which the KV cache lacks."""
+    monkeypatch.setattr(Sampler, "draw", lambda *_: None)
+    wanted = 0
+    for i, processor in enumerate(engine.parts.logits_processors):
+        wanted |= (processor.name in names.split()) << i
+        monkeypatch.setattr(processor, "drawn", lambda *_: None)
+    logits = torch.zeros(3, VOCAB, dtype=torch.bfloat16)
+    slots = torch.arange(3, dtype=torch.int32)
+    with Copies(logits.shape) as copies:
+        engine.model_runner.sampler(logits, SamplingStep(slots, slots.float(), slots.long(), slots), wanted)
+    assert copies.count == count
 
 
 # --- properties ---
