@@ -459,13 +459,8 @@ MUTATIONS = [
     *mutations_of(
         "nanovllm/extensions/logits/slot_settings",
         (
-<<<<<<< HEAD
-            "slots = [seq.slot for seq in sequences]",
-            "slots = [seq.slot for seq in sequences if seq.request.wanted]",
-=======
             "self.numbers_of(request.params) if self.name in request.own else self.neutral",
             "self.numbers_of(request.params)",
->>>>>>> gpupath
         ),
         ("        self.reset()", "        pass"),
     ),
