@@ -117,7 +117,7 @@ class ModelRunner:
             self.waiting |= processor.waits_for_host << i
             self.receivers[processor.name] = processor.receive
         self.receivers["prefix_cache"] = lambda message: parts.prefix_cache.receive(message, self.kv_cache)
-        # The torch twins of the attention kernels read numbers on the host.
+        # The references of the attention kernels read numbers on the host.
         has_kernels = HAVE_TRITON and self.device.type == "cuda" and config.attention_backend != "torch"
         self.graph_sizes = get_graph_sizes(config.max_num_seqs)
         self.graphs = None

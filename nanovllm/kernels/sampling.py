@@ -14,12 +14,12 @@ from nanovllm.kernels.runtime import LOG2_E, cdiv, next_power_of_2, tl, triton, 
 
 BLOCK = 1024
 PROGRAMS_PER_MULTIPROCESSOR = 24  # several waves, so that all multiprocessors end at about the same time
-TWIN_ELEMENTS = 1 << 19  # logits that the torch twin works on at once: few enough for a CPU's cache
+REFERENCE_ELEMENTS = 1 << 19  # logits that sample_torch works on at once: few enough for a CPU's cache
 SALT_1, SALT_2 = tl.constexpr(0x1B873593), tl.constexpr(0x2545F491)  # make the two keys of a row differ
 # The public-domain hash lowbias32 shifts and multiplies twice and shifts once more. The last shift only
 # improves the low bits, so it is left out where those are dropped.
 FACTOR_1, FACTOR_2 = tl.constexpr(0x7FEB352D), tl.constexpr(0x846CA68B)
-# Its (shift, factor) for the twin, whose int32 tensors need the factors as signed integers.
+# Its (shift, factor) for the reference, whose int32 tensors need the factors as signed integers.
 ROUNDS = ((16, int(FACTOR_1)), (15, int(FACTOR_2) - (1 << 32)), (16, 1))
 
 
@@ -87,7 +87,7 @@ def sample_torch(
     best, token_ids = logits.max(dim=-1)
     values = best.float()
     noisy = (temperatures > 0).nonzero().flatten()
-    most_rows = max(1, TWIN_ELEMENTS // logits.shape[1])
+    most_rows = max(1, REFERENCE_ELEMENTS // logits.shape[1])
     for rows in noisy.split(most_rows) if len(noisy) else ():
         scores = logits[rows].float().mul_((temperatures[rows].reciprocal() * LOG2_E)[:, None])
         scores -= _minus_noise(seeds[rows], positions[rows], vocab_start, logits.shape[1])

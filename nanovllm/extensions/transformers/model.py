@@ -3,7 +3,7 @@
 transformers computes everything between the products as its authors wrote it. Its attention modules call a
 function that is registered under a name; here that is one which stores keys and values in the paged cache and
 attends to those of each sequence, so that many sequences can be computed as one row of tokens. Linear layers
-become this project's, so that formats of weights work, and so does what has a faster twin here. Nothing here
+become this project's, so that formats of weights work, and so does what has a faster form here. Nothing here
 knows an architecture by name.
 """
 
