@@ -37,7 +37,7 @@ class Request:
     end_token_ids: frozenset[int] = frozenset()  # any of these ends the completion
     text: str | None = None  # of the prompt, unless it was given as token ids alone
     wanted: int = 0  # the logits processors that it wants: bit i is the i-th of Parts
-    own: dict[str, Any] = field(default_factory=dict)  # by logits processor, what it keeps of the request
+    own: dict[str, Any] = field(default_factory=dict)  # what others keep of it: logits processors, by name
     packed: bytes = b""  # the prompt as int64, hashed and compared much faster than Python's integers
 
     def __post_init__(self) -> None:
