@@ -164,7 +164,8 @@ def _decode_kernel(
     unit takes 16 rows, and as few as 8 columns.
     """
     TILE: tl.constexpr = SIZES.TILE
-    kv_head, part, (first, begin, end) = own_part(context_lens, extras, splits, SIZES, HOOKS)
+    kv_head, part, tokens = own_part(context_lens, extras, splits, SIZES, HOOKS)
+    first, begin, end = tokens
     seq, share, split, _, used_splits = part
     table = block_tables + seq.to(tl.int64) * table_stride
     if OVERLAP:
@@ -225,8 +226,8 @@ def begin_sums(extras, part, index, SIZES: tl.constexpr, HOOKS: tl.constexpr):
     """-> what the sums over tokens begin with, and what `begin` of the hooks keeps for `end`."""
     highest = tl.full([SIZES.HEADS_PAD], float("-inf"), tl.float32)
     # Each place in a tile has a sum of its own, until the end.
-    total = tl.zeros([SIZES.TILE, SIZES.HEADS_PAD], tl.float32)
-    acc = tl.zeros([SIZES.DIM_PAD, SIZES.HEADS_PAD], tl.float32)
+    total = tl.full([SIZES.TILE, SIZES.HEADS_PAD], 0.0, tl.float32)
+    acc = tl.full([SIZES.DIM_PAD, SIZES.HEADS_PAD], 0.0, tl.float32)
     kept = ()
     if HOOKS.begin is not None:
         seq, _, split, _, _ = part

@@ -81,7 +81,7 @@ def combine_splits(partial, log_sums, first_row, used_splits, out, dim, SIZES: t
     is_dim = dim < SIZES.HEAD_DIM
     highest = tl.full([HEADS], -1.0e30, tl.float32)  # finite where there is no head
     total = tl.zeros([HEADS], tl.float32)
-    acc = tl.zeros([HEADS, SIZES.DIM_PAD], tl.float32)
+    acc = tl.full([HEADS, SIZES.DIM_PAD], 0.0, tl.float32)
     for start in range(0, used_splits, SIZES.COMBINED_SPLITS):
         part_row = (first_row + (start + split)[:, None] * SIZES.HEADS + head[None, :]).to(tl.int64)
         is_used = (start + split < used_splits)[:, None] & is_head[None, :]

@@ -20,7 +20,8 @@ def int8_decode_kernel(
     """The frame, and the roles of rows and columns, are those of `_decode_kernel`."""
     TILE: tl.constexpr = SIZES.TILE
     PAGE: tl.constexpr = (2 * SIZES.HEAD_DIM + 4) * SIZES.BLOCK_SIZE  # bytes of a head in a block
-    kv_head, part, (first, begin, end) = own_part(context_lens, extras, splits, SIZES, HOOKS)
+    kv_head, part, tokens = own_part(context_lens, extras, splits, SIZES, HOOKS)
+    first, begin, end = tokens
     seq, share, split, _, used_splits = part
     table = block_tables + seq.to(tl.int64) * table_stride
     if OVERLAP:
@@ -44,7 +45,7 @@ def int8_decode_kernel(
         key, value, key_scale, value_scale = load_int8_tile(
             k_cache + kv_head * PAGE, SIZES.KV_HEADS * PAGE, table, start, end, SIZES, TILE, True
         )
-        score = tl.zeros([TILE, SIZES.HEADS_PAD], tl.float32) + bias[None, :]
+        score = tl.full([TILE, SIZES.HEADS_PAD], 0.0, tl.float32) + bias[None, :]
         score = tl.dot(widen(key), query, score) * key_scale[:, None] * scale_log2
         if HOOKS.score is not None:
             score = HOOKS.score(score, HOOKS)

@@ -224,7 +224,7 @@ def _shared_prefix_kernel(
         seen = end, begin, None, last_key
         highest = tl.full([QUERY_TILE], float("-inf"), tl.float32)
         total = tl.zeros([QUERY_TILE], tl.float32)
-        acc = tl.zeros([QUERY_TILE, SIZES.DIM_PAD], tl.float32)
+        acc = tl.full([QUERY_TILE, SIZES.DIM_PAD], 0.0, tl.float32)
         aligned = tl.cdiv(begin, KEY_TILE) * KEY_TILE
         whole_end = end // KEY_TILE * KEY_TILE
         # Whole tiles first, then a part of one in front of them and one behind them, if there are such.
