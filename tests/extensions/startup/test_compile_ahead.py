@@ -31,8 +31,8 @@ from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.assembly import open_checkpoint
 from nanovllm.extensions.ranks.peer_group import stand_in
 
-model, rank, size, *desktop_cache = sys.argv[1:]
-rank, size, cache = int(rank), int(size), (desktop_cache or ["auto"])[0]
+model, rank, size, *desktop = sys.argv[1:]
+rank, size, (cache, kernels) = int(rank), int(size), desktop or ("auto", "none")
 config = Config(
     model, device="cpu", dtype="bfloat16", max_num_seqs=300, kv_cache_dtype=cache, tensor_parallel_size=size
 )
@@ -46,15 +46,16 @@ def compile_kernel(kernel, *args, grid, warmup, **options):
     print("compiles", part, kernel.__name__, sorted(map(str, options.items())), flush=True)
     return SimpleNamespace(src=None, metadata=None)
 
-def compile_attention(kernel, *args, **options):
-    if kernel.__name__.endswith(("_decode_kernel", "_prefill_kernel", "_shared_prefix_kernel")):
+def compile_for_desktop(kernel, *args, **options):
+    is_attention = kernel.__name__.endswith(("_decode_kernel", "_prefill_kernel", "_shared_prefix_kernel"))
+    if is_attention or kernels == "all":
         compiled = compile_for_real(kernel, *args, **options)
         print("compiles", part, kernel.__name__, compiled.metadata.shared, flush=True)
     return SimpleNamespace(src=None, metadata=None)
 
 triton.JITFunction.run = compile_kernel
-if desktop_cache:
-    triton.JITFunction.run = compile_attention
+if desktop:
+    triton.JITFunction.run = compile_for_desktop
     triton.runtime.driver.set_active(driver)
     gpu = SimpleNamespace(multi_processor_count=82, shared_memory_per_multiprocessor=102400, major=8, minor=6)
 from nanovllm.assembly import assemble
@@ -186,10 +187,24 @@ def test_a_start_compiles_all_kernels_and_the_next_one_none(folder, tmp_path, ra
 @pytest.mark.parametrize("head_dim", [128, 256])
 def test_attention_fits_into_the_shared_memory_of_a_desktop_gpu(tmp_path, head_dim, cache):
     folder = make_checkpoint(tmp_path, head_dim=head_dim, vocab_size=257)
-    first, second = compiled(folder, 0, 1, cache)
+    first, second = compiled(folder, 0, 1, cache, "of attention")
     shared = [(name, int(size)) for name, size in map(str.split, first | second)]  # bytes
     assert len({name for name, _ in shared}) == 3
     assert max(size for _, size in shared) <= 99 << 10, shared
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cache", ["auto", "int8"])
+@pytest.mark.parametrize("architecture, name", [("qwen3", ""), ("qwen3_moe", "pack 4"), ("gpt_oss", "mxfp4")])
+def test_every_kernel_is_one_that_the_installed_triton_can_compile(tmp_path, architecture, name, cache):
+    sizes = dict(head_dim=64, hidden_size=128, intermediate_size=128, vocab_size=257)
+    if architecture == "qwen3_moe":
+        sizes["moe_intermediate_size"] = 128
+    folder = make_checkpoint(tmp_path / "floats", architecture, **sizes)
+    if name:
+        folder = quantise(folder, tmp_path / "packed", mxfp4() if name == "mxfp4" else PACKERS[name])
+    first, second = compiled(folder, 0, 1, cache, "all")
+    assert len({line.split()[0] for line in first | second}) > 13
 
 
 def test_functions_that_hooks_of_extensions_call_have_keys_before_any_kernel_is_compiled(
