@@ -29,6 +29,7 @@ import numpy as np
 import pytest
 import torch
 from block_pool import check_pool
+from cases import slow
 from engines import Watch, tokens_of
 from test_edits import MIXED
 
@@ -213,7 +214,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [case if "2 KV" in case else slow(case) for case in CASES])
 @pytest.mark.usefixtures("no_forecast")
 def test_any_number_of_ranks_gives_the_tokens_of_one(tmp_path, case):
     """Greedy and drawn, with prefix hits, preemptions and prompts in chunks."""

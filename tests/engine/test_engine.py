@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+from cases import slow
 from engines import Watch, assert_empty, tokens_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -84,8 +85,19 @@ MODES = {
 }
 
 
+QUICK = "plain", "preempted and chunked", "without prefix caching"  # for every architecture
+
+
 @pytest.mark.parametrize("overlap", [False, True], ids=["", "overlapped"])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "model, mode",
+    [
+        (architecture, mode) if architecture == "qwen3" or mode in QUICK else slow(architecture, mode)
+        for architecture in ARCHITECTURES
+        for mode in MODES
+    ],
+    indirect=["model"],
+)
 @pytest.mark.usefixtures("no_forecast")
 def test_every_mode_gives_the_tokens_of_transformers(model, mode, overlap):
     """Overlapped is how a GPU is driven: a step is scheduled before the last one's tokens are known."""

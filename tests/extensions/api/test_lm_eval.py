@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from cases import slow
 from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
@@ -101,7 +102,7 @@ def pair(smollm2_folder):  # noqa: F811
 
 
 @pytest.mark.parametrize(
-    "names, options", [(["capitals", "told_capitals", "sentences"], {}), (["told_capitals"], CHAT)]
+    "names, options", [(["capitals", "told_capitals", "sentences"], {}), slow(["told_capitals"], CHAT)]
 )
 def test_tasks_get_the_answers_that_transformers_gives(pair, tasks, names, options):
     found, expected = (run(tasks, model, names, **options) for model in pair)
@@ -186,6 +187,7 @@ def test_a_chat_template_gets_what_the_task_and_the_user_say(folder):
     model.llm.exit()
 
 
+@pytest.mark.slow
 def test_the_command_of_the_harness_knows_the_model(folder, tasks_folder):
     command = [sys.executable, "-m", "nanovllm.extensions.api.lm_eval", "--model", "nanovllm", "--limit", "2"]
     command += ["--tasks", "capitals", "--include_path", str(tasks_folder), "--batch_size", "auto"]

@@ -39,6 +39,7 @@ def agreement(exact: torch.Tensor, rounded: torch.Tensor) -> float:
     return (exact.argmax(-1) == rounded.argmax(-1)).float().mean().item()
 
 
+@pytest.mark.slow
 def test_smollm2_stays_close_to_itself(smollm2_gguf):  # noqa: F811
     """Over 2,000 tokens of prose and code, in chunks that read those before them from the cache."""
     files = ["README.md", "nanovllm/engine/scheduler.py"]

@@ -5,6 +5,7 @@ import random
 import numpy as np
 import pytest
 from cascades import cascade_config, make_cascade
+from cases import slow
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -319,7 +320,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [slow(case) if "ranks" in case else case for case in CASES])
 def test_answers_are_those_of_sequences_that_read_alone(folder, monkeypatch, no_forecast, case):
     for name, value in dict(
         MIN_SHARED_TOKENS=8, MIN_PREFIX_SAVED=8, MIN_SAVED_TOKENS=64, MIN_ITEM_TOKENS=32, ITEM_STEP=16

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from cases import slow
 from gguf_packer import as_stored, encode
 from quantised_checkpoints import PACKERS, awq, compressed, gptq, quantise
 from smollm2 import smollm2_folder, smollm2_gguf  # noqa: F401  fixtures
@@ -45,9 +46,9 @@ def base(smollm2_folder) -> float:  # noqa: F811
     "packer, kept, limit",
     [
         (PACKERS["fp8 block, bf16 scales"], (), 0.03),
-        (compressed("pack-quantized", 4, "group", group_size=32, symmetric=False), (), 0.3),
-        (gptq(sym=False), (), 0.3),
-        (awq(modules_to_not_convert=["self_attn", "down_proj"]), SENSITIVE, 0.08),
+        slow(compressed("pack-quantized", 4, "group", group_size=32, symmetric=False), (), 0.3),
+        slow(gptq(sym=False), (), 0.3),
+        slow(awq(modules_to_not_convert=["self_attn", "down_proj"]), SENSITIVE, 0.08),
     ],
     ids=["fp8", "pack-quantized", "gptq", "awq beside plain weights"],
 )
@@ -85,6 +86,7 @@ def store_as(monkeypatch: pytest.MonkeyPatch, kind: str, kind_of_down: str) -> N
 
 
 # Rows of 576 inputs, which all matrices but `down_proj` have, are no whole blocks of 256.
+@pytest.mark.slow
 @pytest.mark.parametrize("kinds", [("Q8_0", "Q6_K"), ("Q5_0", "Q5_K"), ("Q5_1", "Q4_K")], ids=str)
 def test_other_types_answer_and_are_as_close_packed_as_converted(smollm2_gguf, kinds, monkeypatch):  # noqa: F811
     store_as(monkeypatch, *kinds)
