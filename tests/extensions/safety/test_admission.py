@@ -153,7 +153,7 @@ class ExtendedMachine(SchedulerMachine):
 
 
 ExtendedMachine.TestCase.settings = settings(
-    max_examples=150,
+    max_examples=50,
     stateful_step_count=30,
     deadline=None,
     report_multiple_bugs=False,

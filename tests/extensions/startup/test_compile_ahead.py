@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from cases import slow
 from quantised_checkpoints import PACKERS, mxfp4, quantise
 
 from nanovllm.extensions.experts.kernels.moe import DECODE_TILES, PREFILL_TILE
@@ -183,8 +184,9 @@ def test_a_start_compiles_all_kernels_and_the_next_one_none(folder, tmp_path, ra
     assert not (second + rest).strip()
 
 
-@pytest.mark.parametrize("cache", ["auto", "int8"])
-@pytest.mark.parametrize("head_dim", [128, 256])
+@pytest.mark.parametrize(
+    "head_dim, cache", [(128, "auto"), slow(128, "int8"), slow(256, "auto"), slow(256, "int8")]
+)
 def test_attention_fits_into_the_shared_memory_of_a_desktop_gpu(tmp_path, head_dim, cache):
     folder = make_checkpoint(tmp_path, head_dim=head_dim, vocab_size=257)
     first, second = compiled(folder, 0, 1, cache, "of attention")
