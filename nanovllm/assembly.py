@@ -36,8 +36,8 @@ if Path(__file__).with_name("extensions").joinpath("__init__.py").exists():
     from nanovllm.extensions.logits.filters import FilterProcessor
     from nanovllm.extensions.logits.penalties import PenaltyProcessor
     from nanovllm.extensions.models import gemma3, gpt_oss, llama, mistral, qwen2, qwen3, qwen3_moe
-    from nanovllm.extensions.models.registry import read_any_config
-    from nanovllm.extensions.models.windows import set_attention
+    from nanovllm.extensions.models.attention_rule import set_rules
+    from nanovllm.extensions.models.facts import read_any_config
     from nanovllm.extensions.prefixes.cascade import CascadeBackend
     from nanovllm.extensions.prefixes.token_prefixes import HoldBack, TokenPrefixes
     from nanovllm.extensions.products.onednn import use_packed_heads
@@ -56,7 +56,7 @@ if Path(__file__).with_name("extensions").joinpath("__init__.py").exists():
     KV_CACHE_DTYPES["int8"] = torch.uint8  # the bytes of extensions/int8_cache
     SamplingParams.checks = [check_sampling, check_structured_outputs]
     FILES = llama, mistral, qwen2, qwen3, qwen3_moe, gemma3, gpt_oss
-    MODELS = {file.FACTS.model.__name__: file.FACTS for file in FILES}
+    MODELS = {file.FACTS.architecture: file.FACTS for file in FILES}
 else:
     EXTENDED, MODELS = False, {}
 
@@ -162,13 +162,13 @@ def read_config(source: str, raw: dict[str, Any], model_impl: str = "auto") -> M
     What is to be known of the model whose config.json says `raw`; `model_impl` as the engine's option. Raises
     ValueError naming the source and what is wrong or not supported.
     """
-    from nanovllm.extensions.transformers.config import model_type_decides, read_transformers_config
+    from nanovllm.extensions.transformers import config as others
 
-    return read_any_config(source, raw, model_impl, MODELS, read_transformers_config, model_type_decides)
+    return read_any_config(source, raw, model_impl, MODELS, others)
 
 
 def get_model_class(config: ModelConfig) -> type[nn.Module]:
-    """The class of the first known architecture that the checkpoint names, or that for all others."""
+    """The class of the architecture that the checkpoint names, or that for all others."""
     if config.architectures:
         return MODELS[config.architectures[0]].model
     from nanovllm.extensions.transformers.model import TransformersForCausalLM
@@ -184,7 +184,7 @@ def build_model(config: ModelConfig, quantization: str | None = None) -> nn.Modu
     scheme = read_scheme(config.quantization_config, quantization)
     with without_weights():
         model = get_model_class(config)(config)
-    set_attention(model, config)
+    set_rules(model)
     assign_weights(model, scheme, FoldingWeight)
     use_packed_heads(model)
     return model

@@ -84,19 +84,14 @@ class AttentionVariant:
         """
         return None
 
-    def attend_decode(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rows: Any) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rows: Any = None) -> Tensor:
         """
-        q [sequences, kv_heads, heads of each, head_dim], k and v [sequences, kv_heads, tokens, head_dim], of
-        these rows of the batch.
-        """
-        return F.scaled_dot_product_attention(q, k, v, mask, scale=self.scale)
-
-    def attend_prefill(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """
-        q, k and v [kv_heads, heads of each, tokens, head_dim]. No mask: as many queries as keys, and each
+        In a decode step, for these rows of the batch: q [sequences, kv_heads, heads of each, head_dim], k and
+        v [sequences, kv_heads, tokens, head_dim]; no mask: all keys are seen. In prefill there are no `rows`:
+        q, k and v [kv_heads, heads of each, tokens, head_dim]; no mask: as many queries as keys, and each
         sees the keys up to its own.
         """
-        is_causal = mask is None
+        is_causal = rows is None and mask is None
         return F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, scale=self.scale)
 
     def finish_decode(self, out: Tensor) -> Tensor:

@@ -134,7 +134,7 @@ def paged_decode_attention_torch(
         keys, values = keys.to(q.dtype), values.to(q.dtype)
         # The query heads of one kv head are the query rows, so K and V are never expanded.
         queries = q[rows].unflatten(1, (keys.shape[1], -1))
-        return variant.attend_decode(queries, keys, values, mask, rows).flatten(1, 2).to(q.dtype)
+        return variant.attend(queries, keys, values, mask, rows).flatten(1, 2).to(q.dtype)
 
     begins = variant.first_token(context_lens)
     if len(q) == 1:  # a single sequence needs no mask

@@ -36,7 +36,7 @@ from kernel_checks import (
 from nanovllm.extensions.int8_cache.kernels import int8_cache
 from nanovllm.extensions.int8_cache.layout import Int8Layout
 from nanovllm.extensions.logits.kernels import filtering, logit_edits
-from nanovllm.extensions.models import gelu
+from nanovllm.extensions.models import gemma3
 from nanovllm.extensions.products.kernels import gemv
 from nanovllm.extensions.ranks.kernels import all_reduce
 from nanovllm.extensions.structured.kernels import token_masks
@@ -63,7 +63,7 @@ def test_the_decode_twin_computes_a_sequence_alone_from_8_bits(length):
 @pytest.mark.parametrize("width", [8, 1536, 3072])
 def test_gelu_of_gates_matches_its_reference(device, dtype, width):
     x = 3 * rand(on(device, 200, 3), 2 * width + 16, device=device, dtype=dtype)[:, : 2 * width]
-    assert error(gelu.GeluAndMul()(x), gelu.gelu_and_mul_torch(x)) < tolerance(dtype)
+    assert error(gemma3.gelu_and_mul(x), gemma3.gelu_and_mul_torch(x)) < tolerance(dtype)
 
 
 @on_devices

@@ -30,8 +30,7 @@ from gguf.quants import dequantize
 from test_gguf import byte_level_metadata, write_gguf
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.extensions.checkpoints.gguf import MODULES
-from nanovllm.extensions.models.facts import LAYER_MODULES
+from nanovllm.extensions.checkpoints.gguf import LAYER_MODULES, MODULES
 from tiny_checkpoints import make_checkpoint
 
 TINY = dict(

@@ -641,8 +641,8 @@ MUTATIONS = [
             "return (context_lens - self.window + 1).clamp_min(0)",
         ),
         (
-            "if self._is_plain:\n            return super().attend_prefill",
-            "if True:\n            return super().attend_prefill",
+            "if not self.softcap and self.sinks is None:  # nothing",
+            "if rows is None or not self.softcap and self.sinks is None:  # nothing",
         ),
     ),
     *mutations_of(
@@ -904,7 +904,7 @@ MUTATIONS = [
         ('if raw["num_hidden_layers"] == 62:', "if False:"),
     ),
     *mutations_of(
-        "nanovllm/extensions/models/windows",
+        "nanovllm/extensions/models/decoder",
         ("= config.query_pre_attn_scalar**-0.5", "= config.head_dim**-0.5"),
     ),
     *mutations_of(
@@ -990,11 +990,8 @@ MUTATIONS = [
         ("str(name).isidentifier() and ", ""),
     ),
     *mutations_of(
-        "nanovllm/extensions/models/registry",
-        (
-            "return of_type if of_type and not known and type_decides(names) else known",
-            "return known",
-        ),
+        "nanovllm/extensions/models/facts",
+        ("if of_type and not known and type_decides(names):", "if False:"),
     ),
     *mutations_of(
         "nanovllm/utils/loader",
@@ -1044,7 +1041,10 @@ MUTATIONS = [
         ("4 <= bits < 7 and torch.cpu._is_avx512_bf16_supported()", "4 <= bits < 7"),
     ),
     *mutations_of("nanovllm/extensions/models/rope", ("    check_rope_keys(settings)\n", "")),
-    *mutations_of("nanovllm/extensions/models/rope", ('scale * p.get("attn_factor", 1.0)', "scale")),
+    *mutations_of(
+        "nanovllm/extensions/models/rope",
+        ('p["rope_type"], p.get("attn_factor", 1.0)', 'p["rope_type"], 1.0'),
+    ),
 ]
 
 

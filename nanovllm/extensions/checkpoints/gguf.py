@@ -23,6 +23,20 @@ from nanovllm.extensions.checkpoints.made_up import fill_with_random_values
 from nanovllm.extensions.checkpoints.sizes import checked_size
 
 MODULES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+# Of a layer, where a model's facts do not say it in another way.
+LAYER_MODULES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
 # They end a turn of a chat, whichever token the file calls the end of text.
 ENDS_OF_TURN = ("<|im_end|>", "<end_of_turn>")
 # They do if they are control tokens: as text they may stand in any vocabulary.
@@ -83,7 +97,7 @@ class GGUFCheckpoint(Checkpoint):
                 raise ValueError(f"{name} must be {head_dim} like the keys' length")
         raw = {
             "model_type": self.facts.model_type,
-            "architectures": [self.facts.model.__name__],
+            "architectures": [self.facts.architecture],
             "vocab_size": embedding.shape[0],
             "hidden_size": hidden_size,
             "intermediate_size": self._number("feed_forward_length"),
@@ -102,7 +116,8 @@ class GGUFCheckpoint(Checkpoint):
             "dtype": None if embedding.dtype == torch.float16 else embedding.dtype,
             "quantization_config": None if self.random_weights else self._quantisation(),
         }
-        return raw | self.facts.gguf.read_fields(raw, self._number)
+        read_own = self.facts.gguf.read_fields
+        return raw | read_own(raw, self._number) if read_own else raw
 
     def hf_config(self) -> ModelConfig:
         return checked_size(self, super().hf_config(), os.path.getsize(self.path))
@@ -126,6 +141,7 @@ class GGUFCheckpoint(Checkpoint):
         heads = self._number("attention.head_count")
         rotated = {"attn_q": heads, "attn_k": self._number("attention.head_count_kv", heads)}
         names = self.facts.gguf
+        modules = LAYER_MODULES | names.modules
         for stored_name, tensor in self.stored.items():
             if stored_name == FREQUENCY_FACTORS:
                 continue
@@ -133,8 +149,8 @@ class GGUFCheckpoint(Checkpoint):
             name, order = MODULES.get(module, module), None
             block, _, rest = module.partition(".")
             layer, _, part = rest.partition(".")
-            if block == "blk" and part in names.modules:
-                name = f"model.layers.{layer}.{names.modules[part]}"
+            if block == "blk" and part in modules:
+                name = f"model.layers.{layer}.{modules[part]}"
                 if names.rotates_neighbours and part in rotated:
                     order = _rotary_order(tensor.shape[0], rotated[part])
             added = names.added_to_norms if name.endswith("norm") else 0.0

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from nanovllm.distributed.group import get_group
+from nanovllm.extensions.experts.config import ExpertsConfig
 from nanovllm.extensions.experts.kernels.experts import ExpertWeights
 from nanovllm.extensions.experts.kernels.moe import run_experts
 from nanovllm.extensions.experts.kernels.moe_fp8 import can_use_fp8_experts
@@ -26,11 +27,15 @@ from nanovllm.utils.loader import StoredTensor
 
 
 class MixtureOfExperts(nn.Module):
-    """The experts that the router `gate` chooses compute, and their outputs are summed by its weights."""
+    """
+    The experts that the router `gate` chooses compute, and their outputs are summed by its weights. Joint
+    ones are gpt-oss's: stored together, with biases, another activation, and weights that add up to 1.
+    """
 
-    def __init__(self, gate: "Router", experts: "Experts"):
+    def __init__(self, hidden_size: int, config: ExpertsConfig, is_joint: bool = False):
         super().__init__()
-        self.gate, self.experts = gate, experts
+        self.gate = Router(hidden_size, config, is_joint)
+        self.experts = Experts(hidden_size, config, is_joint)
 
     def forward(self, stream: Stream, next_norm: RMSNorm) -> Stream:
         weights, is_alone = self.experts.weights, self.gate.group.size == 1
@@ -60,9 +65,9 @@ class Router(ReplicatedLinear):
 
     is_quantisable = False
 
-    def __init__(self, hidden_size: int, num_experts: int, routing: Routing, bias: bool = False):
-        super().__init__(hidden_size, num_experts, bias)
-        self.routing = routing
+    def __init__(self, hidden_size: int, config: ExpertsConfig, is_joint: bool = False):
+        super().__init__(hidden_size, config.num_experts, bias=is_joint)
+        self.routing = Routing(config.num_experts_per_tok, config.norm_topk_prob)
 
     def forward(self, stream: Stream) -> Chosen:
         return choose_experts(super().forward(stream), self.routing)
@@ -70,40 +75,33 @@ class Router(ReplicatedLinear):
 
 class Experts(nn.Module):
     """
-    The matrices of all experts. Checkpoints have three tensors for each expert; with `linear` JointLinear
-    two for all, and as many biases. With `is_clamped` the activation is gpt-oss's.
+    The matrices of all experts. Checkpoints have three tensors for each expert; of joint ones two for all,
+    and as many biases.
     """
 
-    def __init__(
-        self,
-        hidden_size: int,
-        width: int,
-        num_experts: int,
-        linear: "type[StackedLinear] | None" = None,
-        bias: bool = False,
-        is_clamped: bool = False,
-    ):
+    def __init__(self, hidden_size: int, config: ExpertsConfig, is_joint: bool = False):
         super().__init__()
-        self.num_experts, self.is_clamped = num_experts, is_clamped
+        self.num_experts, self.is_joint = config.num_experts, is_joint
         self.group = group = get_group()
+        width = config.moe_intermediate_size
         share = divide(width, group.size)
         mine = slice(group.rank * share, group.rank * share + share)
         gates_and_ups, downs = {}, {}
-        for expert in range(num_experts):
+        for expert in range(self.num_experts):
             for half, name in enumerate(("gate_proj", "up_proj")):
                 offset = (2 * expert + half) * share
                 gates_and_ups[f"{expert}.{name}"] = Shard((width, hidden_size), mine, offset=offset)
             shard = Shard((hidden_size, width), columns=mine, offset=expert * hidden_size)
             downs[f"{expert}.down_proj"] = shard
-        linear = linear or StackedLinear
-        self.gate_up_proj, self.down_proj = linear(gates_and_ups, bias), linear(downs, bias)
+        linear = JointLinear if is_joint else StackedLinear
+        self.gate_up_proj, self.down_proj = linear(gates_and_ups, is_joint), linear(downs, is_joint)
 
     @property
     def weights(self) -> ExpertWeights:
         """For kernels. Rank 0 alone adds the second bias."""
         matrices = self.gate_up_proj.for_kernels, self.down_proj.for_kernels
         biases = self.gate_up_proj.bias, self.down_proj.bias if self.group.rank == 0 else None
-        return ExpertWeights(*matrices, self.num_experts, *biases, self.is_clamped)
+        return ExpertWeights(*matrices, self.num_experts, *biases, self.is_joint)
 
 
 class StackedLinear(LinearBase):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nanovllm.kernels.attention_variant import AttentionVariant, Hooks
 from nanovllm.kernels.runtime import LOG2_E, tl, triton
@@ -36,10 +36,10 @@ class AttentionRule(AttentionVariant):
 
     @property
     def hooks(self) -> Hooks:
-        has_sinks = self.sinks is not None
+        first_token, has_sinks = window_start if self.window else None, self.sinks is not None
         return Hooks(
-            first_token=window_start if self.window else None,
-            first_token_prefill=window_start_prefill if self.window else None,
+            first_token=first_token,
+            first_token_prefill=first_token,
             score=soften if self.softcap else None,
             begin=begin_with_sink if has_sinks else None,
             begin_prefill=begin_prefill_with_sink if has_sinks else None,
@@ -69,23 +69,15 @@ class AttentionRule(AttentionVariant):
     def first_sums(self, kv_heads: int) -> Tensor | None:
         return None if self.sinks is None else self.sinks.float().view(kv_heads, -1, 1)
 
-    def attend_decode(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rows: Any) -> Tensor:
-        if self._is_plain:
-            return super().attend_decode(q, k, v, mask, rows)
-        return self.attend_and_sum(q, k, v, mask, self.first_sums(q.shape[1]))[0]
-
-    def attend_prefill(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        if self._is_plain:
-            return super().attend_prefill(q, k, v, mask)
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rows: Any = None) -> Tensor:
+        if not self.softcap and self.sinks is None:  # nothing but the mask differs
+            return super().attend(q, k, v, mask, rows)
+        if rows is not None:
+            return self.attend_and_sum(q, k, v, mask, self.first_sums(q.shape[1]))[0]
         if mask is None:
             mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
-        sinks = self.first_sums(len(q))
-        return self.attend_and_sum(q, k, v, mask, None if sinks is None else sinks[..., None])[0]
-
-    @property
-    def _is_plain(self) -> bool:
-        """Whether nothing but a window and a scale is needed."""
-        return not self.softcap and self.sinks is None
+        sums = self.first_sums(len(q))
+        return self.attend_and_sum(q, k, v, mask, sums if sums is None else sums[..., None])[0]
 
 
 def set_rule(attention: Attention, **features: Any) -> None:
@@ -95,14 +87,15 @@ def set_rule(attention: Attention, **features: Any) -> None:
     attention.variant = replace(rule, **features)
 
 
+def set_rules(model: nn.Module) -> None:
+    """Of a model whose layers note what they compute in `features` (extensions/transformers)."""
+    for attention in getattr(model, "attention", ()):
+        set_rule(attention, **attention.features)
+
+
 @triton.jit
 def window_start(extras, seq, context_len, HOOKS: tl.constexpr):
     return tl.maximum(context_len - HOOKS.constants.window, 0)
-
-
-@triton.jit
-def window_start_prefill(extras, seq, context_len, HOOKS: tl.constexpr):
-    return context_len - HOOKS.constants.window
 
 
 @triton.jit

@@ -3,7 +3,8 @@
 One spelling for what files of many models say; what a file leaves out is in the model's `Facts`.
 """
 
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -15,44 +16,37 @@ from nanovllm.checkpoints.model_config import (
     read_dtype,
     read_sizes,
 )
-from nanovllm.extensions.models.facts import Fields
-from nanovllm.extensions.models.rope import FULL, SLIDING, context_limit, read_rope_parameters
-from nanovllm.utils.validation import check, check_bool, shown
+from nanovllm.extensions.experts.config import ExpertsConfig, read_experts
+from nanovllm.extensions.models.rope import (
+    FULL,
+    SLIDING,
+    Fields,
+    check_fields,
+    check_fixed,
+    context_limit,
+    read_rope_parameters,
+)
+from nanovllm.models.qwen3 import Variant
+from nanovllm.utils.validation import check, check_bool
 
-MAX_EXPERTS = 2**12
-DEFAULTS = {"rms_norm_eps": 1e-6, "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False}
+DEFAULTS = {"rms_norm_eps": 1e-6, "attention_bias": False, "tie_word_embeddings": False}
 # Before which layer there is no window, and every which layer has none.
 WINDOW_PATTERN = "max_window_layers", "sliding_window_pattern"
 # Settings that may have this value only.
-SUPPORTED = {"partial_rotary_factor": 1.0, "final_logit_softcapping": None, "attn_logit_softcapping": None}
-SUPPORTED |= {"use_bidirectional_attention": False, "swiglu_limit": 7.0, "swiglu_alpha": 1.702}
-
-
-@dataclass(frozen=True)
-class ExpertsConfig:
-    """The mixture of experts that takes the place of some layers' MLP. Fields as in config.json."""
-
-    num_experts: int
-    num_experts_per_tok: int
-    moe_intermediate_size: int
-    norm_topk_prob: bool
-    decoder_sparse_step: int
-    mlp_only_layers: list[int]
-
-    def replaces_mlp(self, layer: int) -> bool:
-        return layer not in self.mlp_only_layers and (layer + 1) % self.decoder_sparse_step == 0
+FIXED = {"partial_rotary_factor": 1.0, "final_logit_softcapping": None, "attn_logit_softcapping": None}
+FIXED |= {"use_bidirectional_attention": False, "swiglu_limit": 7.0, "swiglu_alpha": 1.702}
 
 
 @dataclass(frozen=True)
 class DecoderConfig(ModelConfig):
     """
-    `architectures` are those whose classes here are to be used; without one transformers builds the model
+    `architectures` has the one whose class here is to be used; without one transformers builds the model
     from `raw`, the file itself, and of all other fields only sizes count. `rope_parameters` are all rotary
     settings, whichever way the file spells them, of layers without a window, and `local_rope_parameters`
     those of the others. `windows` has of each layer to how many tokens it attends (0: to all).
     """
 
-    mlp_bias: bool
+    variant: Variant
     local_rope_parameters: Fields
     windows: tuple[int, ...]
     query_pre_attn_scalar: float  # attention scores are divided by its root
@@ -87,70 +81,61 @@ class DecoderConfig(ModelConfig):
         return replace(self, num_hidden_layers=len(windows), windows=windows)
 
 
-def read_decoder(raw: Fields, architectures: list[str], own: Fields, given: Fields) -> DecoderConfig:
+def read_decoder(
+    raw: Fields,
+    given: Fields,
+    own: Fields | None = None,
+    architectures: Sequence[str] = (),
+    variant: dict[str, bool] | None = None,
+) -> DecoderConfig:
     """
-    From the fields that a file has, `given`, and the defaults of its model. `architectures` is empty for one
-    without a class here. Raises ValueError naming what is wrong or not supported.
+    From the fields that a file has, `given`, and its model's defaults and variant (see `Facts`), which one
+    without a class here does not have. Raises ValueError naming what is wrong or not supported.
     """
+    own = own or {}
     if "rope_parameters" in given:  # takes the place of all settings
-        own = {name: value for name, value in own.items() if name != "rope_scaling"}
+        own = own | {"rope_scaling": {}}
     values = read_sizes(DEFAULTS | own | given)
-    check_bool(values["mlp_bias"], "mlp_bias")
+    bias = values["attention_bias"]
+    mlp_bias = "mlp_bias" in own and check_bool(values["mlp_bias"], "mlp_bias")
     scalar = values.setdefault("query_pre_attn_scalar", values["head_dim"])
     check_number("query_pre_attn_scalar", scalar, 1e-6, 1e15)
-    rope_parameters, local = (read_rope_parameters(values, kind) for kind in (FULL, SLIDING))
+    rope, local_rope = (read_rope_parameters(values, kind) for kind in (FULL, SLIDING))
     activation = "hidden_activation" if "hidden_activation" in given else "hidden_act"
-    for name, value in (SUPPORTED | {activation: own.get("hidden_act", "silu")}).items():
-        for settings in (given, rope_parameters):
-            if settings.get(name, value) != value:
-                raise ValueError(f"{name} = {shown(settings[name])} is not supported")
-    quantization_config = given.get("quantization_config") or None
-    if not isinstance(quantization_config, dict | type(None)):
-        raise ValueError(f"quantization_config cannot be {shown(quantization_config)}")
-    limit = context_limit(rope_parameters, values["max_position_embeddings"])
-    windows = _read_windows(values, raw, own)
-    values.update(architectures=architectures, rope_parameters=rope_parameters, local_rope_parameters=local)
-    values.update(windows=windows, dtype=read_dtype(given), quantization_config=quantization_config, raw=raw)
-    values.update(context_limit=limit, max_model_len=limit)
-    values["experts"] = _read_experts(values) if "num_experts" in own else None
-    return DecoderConfig.from_values(values)
+    for settings in (given, rope):
+        check_fixed(settings, FIXED | {activation: own.get("hidden_act", "silu")})
+    quantization_config = given.get("quantization_config") or {}
+    check_fields("quantization_config", quantization_config)
+    limit = context_limit(rope, values["max_position_embeddings"])
+    made = dict(
+        architectures=[*architectures],
+        variant=Variant(True, bias, bias, mlp_bias)._replace(**(variant or {})),
+        rope_parameters=rope,
+        local_rope_parameters=local_rope,
+        windows=_read_windows(values, raw, own),
+        dtype=read_dtype(given),
+        quantization_config=quantization_config or None,
+        raw=raw,
+        context_limit=limit,
+        max_model_len=limit,
+        experts=read_experts(values, own),
+    )
+    return DecoderConfig.from_values(values | made)
 
 
 def _read_windows(values: Fields, raw: Fields, own: Fields) -> tuple[int, ...]:
     """Of each layer, from `layer_types`, or from what takes its place in this architecture."""
-    num_layers = values["num_hidden_layers"]
-    is_used = values.get("use_sliding_window", True)
-    check_bool(is_used, "use_sliding_window")
-    window = raw.get("sliding_window", own["sliding_window"]) if "sliding_window" in own else None
-    if not is_used or window is None:
-        window = 0
-        kinds = [FULL] * num_layers
-    else:
+    num_layers, window, kinds = values["num_hidden_layers"], None, []
+    if check_bool(values.get("use_sliding_window", True), "use_sliding_window") and "sliding_window" in own:
+        window = raw.get("sliding_window", own["sliding_window"])  # null is none
+    if window is not None:
         check_size("sliding_window", window)
-        pattern = {name: values[name] if name in own else 0 for name in WINDOW_PATTERN}
-        for name, number in pattern.items():
-            check_number(name, number, 0, MAX_SIZE)
-        first, every = pattern.values()
-        is_full = [i < first or every and (i + 1) % every == 0 for i in range(num_layers)]
-        kinds = [FULL if each else SLIDING for each in is_full]
-    kinds = values.get("layer_types", kinds)
+        first, every = (values[name] if name in own else 0 for name in WINDOW_PATTERN)
+        check_number(WINDOW_PATTERN[0], first, 0, MAX_SIZE)
+        check_number(WINDOW_PATTERN[1], every, 0, MAX_SIZE)
+        kinds = [FULL if i < first or every and (i + 1) % every == 0 else SLIDING for i in range(num_layers)]
+    kinds = values.get("layer_types", kinds or [FULL] * num_layers)
     allowed = [FULL, SLIDING] if window else [FULL]
     is_good = isinstance(kinds, list) and len(kinds) >= num_layers and all(kind in allowed for kind in kinds)
     check(is_good, f"layer_types must be {' or '.join(map(repr, allowed))} for each layer", kinds)
     return tuple(window if kind == SLIDING else 0 for kind in kinds)
-
-
-def _read_experts(values: Fields) -> ExpertsConfig:
-    values["num_experts"] = values.get("num_local_experts", values["num_experts"])  # the newer spelling
-    if values["moe_intermediate_size"] is None:
-        values["moe_intermediate_size"] = values["intermediate_size"]
-    experts = ExpertsConfig(*(values[field.name] for field in fields(ExpertsConfig)))
-    check_size("num_experts", experts.num_experts, MAX_EXPERTS)
-    check_size("num_experts_per_tok", experts.num_experts_per_tok, experts.num_experts)
-    for name in ("moe_intermediate_size", "decoder_sparse_step"):
-        check_size(name, values[name])
-    check_bool(experts.norm_topk_prob, "norm_topk_prob")
-    layers = experts.mlp_only_layers
-    is_list = isinstance(layers, list) and all(type(layer) is int for layer in layers)
-    check(is_list, "mlp_only_layers must be a list of integers", layers)
-    return experts

@@ -1,62 +1,88 @@
-"""What is to be known of a model besides its layers: how its files call it, and what they leave unsaid."""
+"""What is known of each model besides its layers, and the model that a checkpoint's config.json names.
+
+Models known here come first, by the names of their classes with their facts. All others are transformers':
+what reads their files is handed in, so that nothing here knows it.
+"""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-from torch import nn
-
-Fields = dict[str, Any]  # of config.json
-
-# Of mixtures of experts.
-EXPERTS = {"num_experts": 128, "decoder_sparse_step": 1, "mlp_only_layers": []}
-# Of Qwen's files, which may have a window but do not use it.
-QWEN_WINDOW = {"use_sliding_window": False, "sliding_window": 4096}
-# llama.cpp's names of a layer's modules, and Hugging Face's.
-LAYER_MODULES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
+from nanovllm.extensions.models.config import DecoderConfig, Fields, read_decoder
+from nanovllm.extensions.models.decoder import Decoder
+from nanovllm.extensions.models.rope import check_rope_keys
+from nanovllm.utils.validation import shown
 
 
-def no_fields(raw: Fields, number: Callable[..., Any]) -> Fields:
-    return {}
-
-
-@dataclass(frozen=True)
-class GGUFFacts:
+class GGUFFacts(NamedTuple):
     """
-    How GGUF files have a model: its name there, and by llama.cpp's names the `modules` of a layer. Some have
-    query and key projections in the order in which llama.cpp rotates them, neighbouring rows against each
-    other, and weights of norms that something was added to. `read_fields(raw, number)` gives fields besides
-    `raw`, those of all models; number(key, default, kind) is what the file has there, or a ValueError that
-    names the key.
+    How GGUF files have a model: its name there, and by llama.cpp's names the `modules` of a layer that other
+    models do not have so. Some have query and key projections in the order in which llama.cpp rotates them,
+    neighbouring rows against each other, and weights of norms that something was added to. `read_fields(raw,
+    number)` gives fields besides `raw`, those of all models; number(key, default, kind) is what the file has
+    there, or a ValueError that names the key.
     """
 
     architecture: str
-    modules: dict[str, str] = field(default_factory=lambda: LAYER_MODULES)
+    modules: dict[str, str] = {}
     rotates_neighbours: bool = False
     added_to_norms: float = 0.0
-    read_fields: Callable[..., Fields] = no_fields
+    read_fields: Callable[..., Fields] | None = None
 
 
-@dataclass(frozen=True)
-class Facts:
+class Facts(NamedTuple):
     """
-    `model_type` as in config.json. `defaults` are fields that a file may leave out, as far as they are not
-    those of all models; which there are says what files of this model may ask for at all.
+    `architecture` and `model_type` as in config.json. `defaults` are fields that a file may leave out, as far
+    as they are not those of all models; which there are says what files of this model may ask for at all.
+    `variant` says which norms and biases are not Qwen3's.
     """
 
-    model: type[nn.Module]
+    architecture: str
     model_type: str
-    defaults: Fields = field(default_factory=dict)
+    defaults: Fields
+    variant: dict[str, bool] = {}
     gguf: GGUFFacts | None = None  # if such files can be read
+    model: type[Decoder] = Decoder
+
+
+def read_any_config(
+    source: str, raw: Fields, model_impl: str, models: dict[str, Facts], others: Any
+) -> DecoderConfig:
+    """
+    `others` reads files of all other models (see extensions/transformers/config.py). Raises ValueError naming
+    the source and what is wrong or not supported.
+    """
+    given = {name: value for name, value in raw.items() if value is not None}
+    known = ", ".join(models)
+    try:
+        facts = None
+        if model_impl != "transformers":  # first, since the others' files have other fields
+            facts = find_facts(given, models, others.model_type_decides)
+        if facts is not None:
+            return read_decoder(raw, given, facts.defaults, [facts.architecture], facts.variant)
+        if model_impl == "native":
+            name = shown(given.get("architectures"))
+            raise ValueError(f"model_impl='native' has no class for architectures {name}, only for {known}")
+        try:
+            sizes = others.read_transformers_config(raw, check_rope_keys)
+        except ValueError as error:
+            raise ValueError(f"{error}; known without transformers: {known}") from None
+        kept = given.keys() & {"dtype", "torch_dtype", "quantization_config"}
+        return read_decoder(raw, sizes | {name: given[name] for name in kept})
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}") from None
+
+
+def find_facts(
+    given: Fields, models: dict[str, Facts], type_decides: Callable[[list[str]], bool]
+) -> Facts | None:
+    """
+    Those of the first architecture in config.json that has a class here, or of its `model_type` where that
+    decides in place of these names.
+    """
+    names = given.get("architectures", [])
+    names = [str(name) for name in (names if isinstance(names, list) else [names])]
+    known = [models[name] for name in names if name in models]
+    of_type = [facts for facts in models.values() if facts.model_type == given.get("model_type")]
+    if of_type and not known and type_decides(names):
+        return of_type[0]
+    return known[0] if known else None

@@ -6,48 +6,66 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from nanovllm.extensions.models.config import DecoderConfig
-from nanovllm.extensions.models.facts import LAYER_MODULES, Facts, Fields, GGUFFacts
-from nanovllm.extensions.models.gelu import GeluAndMul
+from nanovllm.extensions.models.decoder import Decoder
+from nanovllm.extensions.models.facts import Facts, Fields, GGUFFacts
+from nanovllm.kernels.activation import activate_and_mul
+from nanovllm.kernels.runtime import tl, triton, use_triton
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import RowParallelLinear
 from nanovllm.layers.residual_stream import Stream
-from nanovllm.models.qwen3 import Qwen3DecoderLayer, Qwen3ForCausalLM
+from nanovllm.models.qwen3 import Qwen3DecoderLayer
 from nanovllm.utils.loader import default_weight_loader
 
 
 class Gemma3DecoderLayer(Qwen3DecoderLayer):
     """What attention and the MLP compute goes through a norm of its own before it is added."""
 
-    def __init__(self, config: DecoderConfig, *parts: torch.nn.Module):
+    def __init__(self, config: DecoderConfig, *parts: nn.Module):
         super().__init__(config, *parts)
         self.pre_feedforward_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_feedforward_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.act_fn = GeluAndMul()
 
-    def forward(self, positions: torch.Tensor, stream: Stream, next_norm: RMSNorm) -> Stream:
-        attention = self.self_attn
-        mlp = self.mlp
-        mlp_norm = self.pre_feedforward_layernorm
+    def forward(self, positions: Tensor, stream: Stream, next_norm: RMSNorm) -> Stream:
+        attention, mlp, mlp_norm = self.self_attn, self.mlp, self.pre_feedforward_layernorm
         attended = attention.attend(positions, attention.qkv_proj(stream))
         stream = add_normed(attention.o_proj, stream, attended, self.post_attention_layernorm, mlp_norm)
-        activated = self.act_fn(mlp.gate_up_proj(stream))
+        activated = gelu_and_mul(mlp.gate_up_proj(stream))
         return add_normed(mlp.down_proj, stream, activated, self.post_feedforward_layernorm, next_norm)
 
 
 def add_normed(
-    layer: RowParallelLinear, stream: Stream, x: torch.Tensor, own_norm: RMSNorm, next_norm: RMSNorm
+    layer: RowParallelLinear, stream: Stream, x: Tensor, own_norm: RMSNorm, next_norm: RMSNorm
 ) -> Stream:
     """`RowParallelLinear.add_to`, but the product goes through a norm of its own before it is added."""
     bias = layer.bias if layer.group.rank == 0 else None
-    product = layer.product(len(stream.x))
-    y = layer.group.all_reduce(product.linear(x, bias))
+    y = layer.group.all_reduce(layer.product(len(x)).linear(x, bias))
     return Stream(stream.residual() + own_norm(y), next_norm)
 
 
-class Gemma3ForCausalLM(Qwen3ForCausalLM):
+def gelu_and_mul(x: Tensor) -> Tensor:
+    """
+    x [..., 2 * width] -> gelu(first half) * second half, [..., width], with gelu in its approximation by tanh
+    (GeGLU: Shazeer, 2020).
+    """
+    return activate_and_mul(x, gelu) if use_triton(x) else gelu_and_mul_torch(x)
+
+
+def gelu_and_mul_torch(x: Tensor) -> Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh").mul_(up)
+
+
+@triton.jit
+def gelu(x):
+    """x sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3))"""
+    return x / (1.0 + tl.exp(-(1.5957691216057308 * (x + 0.044715 * x * x * x))))
+
+
+class Gemma3ForCausalLM(Decoder):
     layer_class = Gemma3DecoderLayer
 
     def __init__(self, config: DecoderConfig):
@@ -57,19 +75,15 @@ class Gemma3ForCausalLM(Qwen3ForCausalLM):
         embedding.register_forward_hook(lambda _module, _args, embedded: embedded * scale)
         for norm in self.modules():
             if isinstance(norm, RMSNorm):
-                store_less_one(norm)
+                norm.weight = nn.Parameter(norm.weight.float(), requires_grad=False)
+                norm.weight.weight_loader = load_less_one
 
 
-def store_less_one(norm: RMSNorm) -> None:
+def load_less_one(param: nn.Parameter, loaded_weight: Any) -> None:
     """
-    Say that checkpoints have the weight less 1. It is kept in float32: beside the 1 bfloat16 would lose most
-    of what they have.
+    Checkpoints have norms' weights less 1. They are kept in float32: beside the 1 bfloat16 would lose most of
+    what checkpoints have.
     """
-    norm.weight = nn.Parameter(norm.weight.float(), requires_grad=False)
-    norm.weight.weight_loader = _load_and_add_one
-
-
-def _load_and_add_one(param: nn.Parameter, loaded_weight: Any) -> None:
     default_weight_loader(param, loaded_weight)
     param.data += 1
 
@@ -102,10 +116,10 @@ def read_gguf_fields(raw: Fields, number: Callable[..., Any]) -> Fields:
     }
 
 
-MODULES = LAYER_MODULES | {
+MODULES = {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 GGUF = GGUFFacts("gemma3", MODULES, added_to_norms=1.0, read_fields=read_gguf_fields)
-FACTS = Facts(Gemma3ForCausalLM, "gemma3_text", DEFAULTS, GGUF)
+FACTS = Facts("Gemma3ForCausalLM", "gemma3_text", DEFAULTS, gguf=GGUF, model=Gemma3ForCausalLM)

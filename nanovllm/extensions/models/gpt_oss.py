@@ -5,17 +5,17 @@ some layers.
 import torch
 from torch import nn
 
-from nanovllm.extensions.experts.kernels.router import Routing
-from nanovllm.extensions.experts.moe import Experts, JointLinear, MixtureOfExperts, Router
+from nanovllm.extensions.experts.moe import MixtureOfExperts
+from nanovllm.extensions.models import llama
 from nanovllm.extensions.models.attention_rule import set_rule
 from nanovllm.extensions.models.config import DecoderConfig
-from nanovllm.extensions.models.facts import EXPERTS, Facts
-from nanovllm.extensions.models.llama import LlamaForCausalLM
+from nanovllm.extensions.models.decoder import Decoder
+from nanovllm.extensions.models.facts import Facts
 from nanovllm.models.qwen3 import Qwen3Attention
 from nanovllm.utils.loader import default_weight_loader
 
 
-class GptOssForCausalLM(LlamaForCausalLM):
+class GptOssForCausalLM(Decoder):
     packed_modules_mapping = {
         "q_proj": ("qkv_proj", "q"),
         "k_proj": ("qkv_proj", "k"),
@@ -30,33 +30,22 @@ class GptOssForCausalLM(LlamaForCausalLM):
             set_rule(layer.self_attn.attn, sinks=sinks)
 
     def make_mlp(self, config: DecoderConfig, layer: int) -> nn.Module:
-        experts = config.experts
-        hidden_size = config.hidden_size
-        routing = Routing(experts.num_experts_per_tok)
-        sizes = hidden_size, experts.moe_intermediate_size, experts.num_experts
-        return MixtureOfExperts(
-            Router(hidden_size, experts.num_experts, routing, bias=True),
-            Experts(*sizes, JointLinear, bias=True, is_clamped=True),
-        )
+        return MixtureOfExperts(config.hidden_size, config.experts, is_joint=True)
 
 
 def make_sinks(attention: Qwen3Attention) -> nn.Parameter:
     """[heads of this rank]."""
-    group = attention.qkv_proj.group
-    heads = attention.attn.num_heads
+    group, heads = attention.qkv_proj.group, attention.attn.num_heads
     sinks = nn.Parameter(torch.empty(heads), requires_grad=False)
-    mine = slice(group.rank * heads, group.rank * heads + heads)
-    shape = (group.size * heads,)
+    mine, shape = slice(group.rank * heads, group.rank * heads + heads), (group.size * heads,)
     sinks.weight_loader = lambda param, loaded: default_weight_loader(param, loaded, mine, shape)
     return sinks
 
 
 ROPE = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
 DEFAULTS = {
-    **EXPERTS,
+    "num_experts": 128,
     "num_experts_per_tok": 4,
-    "moe_intermediate_size": None,  # intermediate_size
-    "norm_topk_prob": True,
     "num_key_value_heads": 8,
     "head_dim": 64,
     "rms_norm_eps": 1e-5,
@@ -66,4 +55,4 @@ DEFAULTS = {
     "rope_theta": 150000.0,
     "rope_scaling": ROPE,
 }
-FACTS = Facts(GptOssForCausalLM, "gpt_oss", DEFAULTS)
+FACTS = Facts("GptOssForCausalLM", "gpt_oss", DEFAULTS, llama.VARIANT, model=GptOssForCausalLM)

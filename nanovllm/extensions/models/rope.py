@@ -6,13 +6,15 @@ They end as the numbers that the core's table of rotations is made of. Sources: 
 
 import math
 from collections.abc import Collection
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from nanovllm.checkpoints.model_config import check_number, check_size
-from nanovllm.extensions.models.facts import Fields
-from nanovllm.utils.validation import shown
+from nanovllm.utils.validation import check, shown
+
+Fields = dict[str, Any]  # of config.json
 
 FULL = "full_attention"
 SLIDING = "sliding_attention"
@@ -29,21 +31,33 @@ OTHER_KEYS = """
     rope_type type factors truncate extrapolation_factor apply_yarn_scaling partial_rotary_factor
     mrope_section mrope_interleaved finetuned
 """.split()
+FIXED = {"extrapolation_factor": 1, "apply_yarn_scaling": True}
+FLOAT32 = {"dtype": torch.float32, "device": "cpu"}  # as transformers computes frequencies
+
+
+def check_fixed(given: Fields, fixed: Fields) -> None:
+    """Raise ValueError naming a setting that does not have the one value that is supported."""
+    for name, value in fixed.items():
+        if given.get(name, value) != value:
+            raise ValueError(f"{name} = {shown(given[name])} is not supported, only {value}")
+
+
+def check_fields(name: str, value: Any) -> None:
+    if not isinstance(value, dict):
+        raise ValueError(f"{name} cannot be {shown(value)}")
 
 
 def check_rope_keys(given: Fields, others: Collection[str] = ()) -> None:
     """Raise ValueError naming a rotary setting that nobody would honour."""
-    names = {name for name, value in given.items() if value is not None}
+    given = {name: value for name, value in given.items() if value is not None}
     known = {*ROPE_NUMBERS, *OTHER_KEYS, *others}
-    if unknown := sorted(map(str, names - known)):
+    if unknown := sorted(map(str, given.keys() - known)):
         known_ones = ", ".join(sorted(known))
         raise ValueError(f"rotary setting {shown(unknown[0])} is not known; known ones: {known_ones}")
-    if {"attn_factor", "attention_factor"} <= names:
+    if {"attn_factor", "attention_factor"} <= given.keys():
         both = "attn_factor, times YaRN's own, and attention_factor, in its place,"
         raise ValueError(f"{both} exclude each other")
-    for name, value in (("extrapolation_factor", 1), ("apply_yarn_scaling", True)):
-        if name in names and given[name] != value:
-            raise ValueError(f"{name} = {shown(given[name])} is not supported, only {value}")
+    check_fixed(given, FIXED)
 
 
 def read_rope_parameters(values: Fields, layer_type: str) -> Fields:
@@ -58,15 +72,13 @@ def read_rope_parameters(values: Fields, layer_type: str) -> Fields:
     settings["rope_theta"] = values["rope_local_base_freq"] if is_local else values.get("rope_theta", 10000.0)
     for spelling in ("rope_scaling", "rope_parameters"):
         found = values.get(spelling, {})
-        if not isinstance(found, dict):
-            raise ValueError(f"{spelling} cannot be {shown(found)}")
+        check_fields(spelling, found)
         if has_kinds and any(isinstance(value, dict) for value in found.values()):
             found = found.get(layer_type) or {}
-            if not isinstance(found, dict):
-                raise ValueError(f"{spelling} of {layer_type!r} cannot be {shown(found)}")
+            check_fields(f"{spelling} of {layer_type!r}", found)
         elif is_local:
             continue
-        settings.update({name: value for name, value in found.items() if value is not None})
+        settings |= {name: value for name, value in found.items() if value is not None}
     if nested := [name for name, value in settings.items() if isinstance(value, dict)]:
         raise ValueError(f"rotary settings for one kind of layer ({nested[0]!r}) are not supported")
     kind = settings.setdefault("rope_type", settings.get("type", "default"))
@@ -77,14 +89,14 @@ def read_rope_parameters(values: Fields, layer_type: str) -> Fields:
         if name in settings or name in ROPE_TYPES[kind]:
             check_number(name, settings.get(name), 2 if name == "rope_theta" else 1e-6, 1e15)
     if kind == "frequency_factors":
-        factors = settings.get("factors")
-        count = values["head_dim"] // 2
-        if not isinstance(factors, list) or len(factors) != count:
-            raise ValueError(f"rotary factors must be {count} numbers, got {shown(factors)}")
+        factors, count = settings.get("factors"), values["head_dim"] // 2
+        is_list = isinstance(factors, list) and len(factors) == count
+        check(is_list, f"rotary factors must be {count} numbers", factors)
         for factor in factors:
             check_number("each of the rotary factors", factor, 1e-6, 1e15)
-    if kind == "llama3" and settings["low_freq_factor"] >= settings["high_freq_factor"]:
-        raise ValueError(f"high_freq_factor must be more than low_freq_factor, got {shown(settings)}")
+    if kind == "llama3":
+        is_band = settings["low_freq_factor"] < settings["high_freq_factor"]
+        check(is_band, "high_freq_factor must be more than low_freq_factor", settings)
     if kind != "default" or "attn_factor" in settings:
         settings |= scale_frequencies(settings, values["head_dim"])
     return settings
@@ -104,46 +116,35 @@ def context_limit(rope_parameters: Fields, trained: int) -> int:
 
 def scale_frequencies(p: Fields, head_dim: int) -> Fields:
     """What `get_rope` takes in place of `rope_theta`."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
+    kind, scale = p["rope_type"], p.get("attn_factor", 1.0)
+    exponents = torch.arange(0, head_dim, 2, **FLOAT32) / head_dim
     frequencies = 1.0 / p["rope_theta"] ** exponents
-    kept = None
-    scale = 1.0
-    match p["rope_type"]:
-        case "linear":
-            frequencies /= p["factor"]
-        case "frequency_factors":
-            frequencies /= torch.tensor(p["factors"], dtype=torch.float32, device="cpu")
-        case "llama3":
-            kept = _kept_by_llama3(frequencies, p)
-        case "yarn":
-            kept = _kept_by_yarn(len(frequencies), p)
-            scale = _yarn_attention_scale(p)
-    if kept is not None:  # the share of each frequency that is not divided by the factor
-        kept = kept.clamp(0, 1)
-        frequencies = frequencies * kept + frequencies / p["factor"] * (1 - kept)
-    return {"inverse_frequencies": frequencies.tolist(), "amplitude": scale * p.get("attn_factor", 1.0)}
+    divisor = p["factor"] if "factor" in ROPE_TYPES[kind] else 1.0
+    kept = torch.zeros(1, **FLOAT32)  # the share of each frequency that is not divided
+    if kind == "frequency_factors":
+        divisor = torch.tensor(p["factors"], **FLOAT32)
+    elif kind == "llama3":  # long waves are slowed down, short ones kept, those between blended
+        turns = p["original_max_position_embeddings"] * frequencies / (2 * math.pi)
+        kept = (turns - p["low_freq_factor"]) / (p["high_freq_factor"] - p["low_freq_factor"])
+    elif kind == "yarn":
+        kept = _kept_by_yarn(head_dim, p)
+        scale *= _yarn_attention_scale(p)
+    kept = kept.clamp(0, 1)
+    frequencies = frequencies * kept + frequencies / divisor * (1 - kept)
+    return {"inverse_frequencies": frequencies.tolist(), "amplitude": scale}
 
 
-def _kept_by_llama3(frequencies: Tensor, p: Fields) -> Tensor:
-    """Long waves are slowed down, short ones kept, those between blended."""
-    turns = p["original_max_position_embeddings"] * frequencies / (2 * math.pi)
-    return (turns - p["low_freq_factor"]) / (p["high_freq_factor"] - p["low_freq_factor"])
-
-
-def _kept_by_yarn(count: int, p: Fields) -> Tensor:
+def _kept_by_yarn(head_dim: int, p: Fields) -> Tensor:
     """Dimensions that turn more than `beta_fast` times are kept, less than `beta_slow` times slowed down."""
     context = p["original_max_position_embeddings"]
-    dim = 2 * count
     low, high = (  # the dimensions that make so many turns over the original length
-        dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(p["rope_theta"]))
+        head_dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(p["rope_theta"]))
         for turns in (p.get("beta_fast", 32), p.get("beta_slow", 1))
     )
     if p.get("truncate", True):
-        low = math.floor(low)
-        high = math.ceil(high)
-    low = max(low, 0)
-    high = min(high, dim - 1)
-    return 1 - (torch.arange(count, device="cpu") - low) / max(high - low, 0.001)
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    return 1 - (torch.arange(head_dim // 2, device="cpu") - low) / max(high - low, 0.001)
 
 
 def _yarn_attention_scale(p: Fields) -> float:

@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from layer_checks import TP_SIZES, on_rank
 
 from nanovllm import LLM
-from nanovllm.extensions.experts.kernels.router import Routing
-from nanovllm.extensions.experts.moe import Experts, MixtureOfExperts, Router
+from nanovllm.extensions.experts.config import ExpertsConfig
+from nanovllm.extensions.experts.moe import MixtureOfExperts
 from nanovllm.extensions.quantised import products
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.residual_stream import Stream
@@ -18,8 +18,7 @@ HIDDEN, WIDTH, EXPERTS, TOP_K = 12, 8, 5, 2
 
 
 def make_layer(normalise: bool, weights: dict[str, torch.Tensor]) -> MixtureOfExperts:
-    router = Router(HIDDEN, EXPERTS, Routing(TOP_K, normalise))
-    layer = MixtureOfExperts(router, Experts(HIDDEN, WIDTH, EXPERTS))
+    layer = MixtureOfExperts(HIDDEN, ExpertsConfig(EXPERTS, TOP_K, WIDTH, normalise))
     for name, stored in find_places(layer).items():
         stored.load(weights[name.removeprefix("experts.")])
     return layer
@@ -60,7 +59,7 @@ def test_the_ranks_parts_add_up_to_the_weighted_sum_of_the_chosen_experts(tp_siz
 @pytest.mark.parametrize("group", [0, 128])
 def test_what_experts_add_is_summed_and_normalised_together_with_its_rounding_to_8_bits(monkeypatch, group):
     torch.manual_seed(0)
-    layer = MixtureOfExperts(Router(128, 4, Routing(2)), Experts(128, 8, 4))
+    layer = MixtureOfExperts(128, ExpertsConfig(4, 2, 8))
     for param in layer.parameters():
         param.data.normal_(0, 0.1)
     x, norm, next_norm = torch.randn(7, 128), RMSNorm(128), RMSNorm(128)

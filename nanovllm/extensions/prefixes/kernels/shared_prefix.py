@@ -165,7 +165,7 @@ class WithPrefix(AttentionVariant):
     def first_token(self, context_lens: Tensor) -> Tensor:
         return self.plan.prefix_lens
 
-    def attend_decode(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rows: Any) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rows: Any = None) -> Tensor:
         first_sums = self.layer.first_sums(q.shape[1])
         out, log_sums = self.layer.attend_and_sum(q, k, v, mask, first_sums)
         self.own_sums[rows] = log_sums.flatten(1, 2)

@@ -1,0 +1,48 @@
+"""What config.json says of a mixture of experts."""
+
+from collections.abc import Collection
+from dataclasses import dataclass, fields
+from typing import Any
+
+from nanovllm.checkpoints.model_config import check_size
+from nanovllm.utils.validation import check, check_bool
+
+MAX_EXPERTS = 2**12
+
+
+@dataclass(frozen=True)
+class ExpertsConfig:
+    """
+    The mixture of experts that takes the place of some layers' MLP. Fields as in config.json. Raises
+    ValueError naming one that is not possible.
+    """
+
+    num_experts: int
+    num_experts_per_tok: int
+    moe_intermediate_size: int
+    norm_topk_prob: bool = True
+    decoder_sparse_step: int = 1
+    mlp_only_layers: Collection[int] = ()
+
+    def __post_init__(self) -> None:
+        check_size("num_experts", self.num_experts, MAX_EXPERTS)
+        check_size("num_experts_per_tok", self.num_experts_per_tok, self.num_experts)
+        check_size("moe_intermediate_size", self.moe_intermediate_size)
+        check_size("decoder_sparse_step", self.decoder_sparse_step)
+        check_bool(self.norm_topk_prob, "norm_topk_prob")
+        layers = self.mlp_only_layers
+        is_list = isinstance(layers, list | tuple) and all(type(layer) is int for layer in layers)
+        check(is_list, "mlp_only_layers must be a list of integers", layers)
+
+    def replaces_mlp(self, layer: int) -> bool:
+        return layer not in self.mlp_only_layers and (layer + 1) % self.decoder_sparse_step == 0
+
+
+def read_experts(values: dict[str, Any], known: Collection[str]) -> ExpertsConfig | None:
+    """From the fields of a model whose files may have those that are `known`; None: it has no experts."""
+    if "num_experts" not in known:
+        return None
+    own = {"moe_intermediate_size": values["intermediate_size"]}
+    own |= {field.name: values[field.name] for field in fields(ExpertsConfig) if field.name in known}
+    own["num_experts"] = values.get("num_local_experts", values["num_experts"])  # the newer spelling
+    return ExpertsConfig(**own)
