@@ -12,7 +12,8 @@ import threading
 
 import pytest
 import torch
-from test_edits import MIXED
+from gpu_checks import GREEDY, MODES, assert_greedy, assert_within_rounding, make_prompts
+from logit_settings import MIXED
 
 from nanovllm import LLM, AsyncLLM, SamplingParams
 from nanovllm.extensions.prefixes import planner
@@ -21,44 +22,6 @@ from nanovllm.layers.attention import HAVE_FLASH
 from tiny_checkpoints import UNALIGNED, load_reference, make_checkpoint
 
 pytestmark = pytest.mark.gpu
-
-MODES = {
-    "graphs": {},
-    "eager": {"enforce_eager": True},
-    "blocks of 16": {"kvcache_block_size": 16},
-    "preemption": {"kvcache_block_size": 16, "num_kvcache_blocks": 16},
-    "chunks": {"kvcache_block_size": 16, "max_num_batched_tokens": 24},
-    "twelve sequences at most": {"max_num_seqs": 12},
-    "torch attention": {"attention_backend": "torch"},
-}
-GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
-
-
-def make_prompts(count: int = 20, seed: int = 0) -> list[list[int]]:
-    pick = random.Random(seed)
-    prompts = [[pick.randrange(320) for _ in range(pick.randint(1, 100))] for _ in range(count - 2)]
-    return [*prompts, prompts[-1], [*prompts[-1][:50], 3, 4]]
-
-
-def assert_greedy(model, prompt: list[int], completion: list[int], tolerance: float) -> None:
-    """Each token is among those that transformers, on the GPU, ranks first, within `tolerance`."""
-    with torch.no_grad():
-        logits = model(input_ids=torch.tensor([[*prompt, *completion]], device="cuda")).logits[0].float()
-    logits = logits[len(prompt) - 1 : -1]
-    chosen = logits.gather(1, torch.tensor(completion, device="cuda")[:, None])[:, 0]
-    assert (logits.amax(-1) - chosen).max().item() < tolerance
-
-
-def assert_within_rounding(checkpoint: str, prompts: list[list[int]], results: list[dict]) -> None:
-    """Tokens drawn in bfloat16 are among the best in exact arithmetic, within transformers' own rounding."""
-    rounded, exact = load_reference(checkpoint, torch.bfloat16).cuda(), load_reference(checkpoint).cuda()
-    with torch.no_grad():
-        for parameter in exact.parameters():  # the same weights, computed with in float32
-            parameter.copy_(parameter.bfloat16())
-        for prompt, result in zip(prompts, results, strict=True):
-            ids = torch.tensor([[*prompt, *result["token_ids"]]], device="cuda")
-            rounding = (rounded(input_ids=ids).logits - exact(input_ids=ids).logits).abs().max().item()
-            assert_greedy(exact, prompt, result["token_ids"], 4 * rounding)
 
 
 @pytest.fixture(scope="module", params=["qwen3", "llama", "qwen2"])

@@ -434,6 +434,11 @@ def test_the_core_becomes_small():
     assert tokens <= max(CORE_TOKENS, CORE_REACHED) and lines <= max(CORE_LINES, CORE_LINES_REACHED)
 
 
+def test_what_tests_share_is_in_tests_support():
+    files = (ROOT / "tests").rglob("*.py")
+    assert not [file for file in files if re.search(r"(?m)^\s*(from|import) test_", file.read_text())]
+
+
 def test_no_file_is_longer_than_350_lines():
     hold(find_long_files(package(), 350))
 

@@ -7,10 +7,10 @@ import pickle
 
 import pytest
 import torch
+from gguf_files import write_gguf
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_gguf import write_gguf
-from test_loader import assert_same_parameters, build_model, expected_parameters
+from loaded_models import assert_same_parameters, build_model, expected_parameters
 
 from nanovllm import LLM
 from nanovllm.assembly import MODELS, get_model_class, open_checkpoint, read_config

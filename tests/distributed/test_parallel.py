@@ -31,7 +31,7 @@ import torch
 from block_pool import check_pool
 from cases import slow
 from engines import Watch, tokens_of
-from test_edits import MIXED
+from logit_settings import MIXED
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.distributed.group import Group

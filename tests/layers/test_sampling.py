@@ -5,10 +5,10 @@ standard deviations above its mean: a wrong distribution exceeds them by far.
 """
 
 import math
-import random
 
 import pytest
 import torch
+from sampling_checks import COUNT, RANDOM_SEEDS, assert_follows
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.layers.sampler import Sampler, SamplingStep
@@ -29,32 +29,10 @@ def draw(logits, temperature=1.0, seeds=0, positions=0, count=None) -> torch.Ten
     return Sampler().draw(logits, step)
 
 
-def assert_follows(tokens: torch.Tensor, probabilities: torch.Tensor) -> None:
-    """Chi-squared test of drawn tokens against a distribution; outcomes too rare for it count as one."""
-    count = len(tokens)
-    expected = probabilities.double() / probabilities.double().sum() * count
-    observed = torch.bincount(tokens.flatten(), minlength=len(probabilities)).double()
-    assert len(observed) == len(expected)
-    rare = expected < 5
-    expected = torch.cat((expected[~rare], expected[rare].sum()[None]))
-    observed = torch.cat((observed[~rare], observed[rare].sum()[None]))
-    if expected[-1] < 5:
-        assert observed[-1] < 30
-        expected, observed = expected[:-1], observed[:-1]
-    statistic = float(((observed - expected) ** 2 / expected).sum())
-    freedom = len(expected) - 1
-    bound = freedom + 6 * math.sqrt(2 * freedom) + 6
-    assert statistic < bound, (
-        f"chi-squared is {statistic:.0f} with {freedom} degrees of freedom, bound {bound:.0f}"
-    )
-
-
 def some_logits(vocab: int, seed: int = 0, spread: float = 2.0) -> torch.Tensor:
     return torch.randn(vocab, generator=torch.Generator().manual_seed(seed)) * spread
 
 
-COUNT = 20000
-RANDOM_SEEDS = torch.tensor([random.Random(i).getrandbits(63) for i in range(COUNT)])
 WAYS = {
     "seeds as requests get them": (RANDOM_SEEDS, 0),
     "consecutive seeds": (torch.arange(COUNT), 17),

@@ -27,7 +27,7 @@ import numpy as np
 import paths  # noqa: F401
 import torch
 from gguf.quants import dequantize
-from test_gguf import byte_level_metadata, write_gguf
+from gguf_files import byte_level_metadata, write_gguf
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.extensions.checkpoints.gguf import LAYER_MODULES, MODULES

@@ -23,8 +23,8 @@ import paths  # noqa: F401
 import pytest
 import torch
 from engines import assert_empty
+from faults import SITES, object_of
 from reference import check_result, logprobs_of
-from test_faults import SITES, object_of
 
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
 from nanovllm.engine.policies import Verdict

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from async_engines import idle
 from engines import assert_empty
 
 from nanovllm import LLM, AsyncLLM, SamplingParams
@@ -46,14 +47,6 @@ def make_params(count: int) -> list[SamplingParams]:
 
 async def collect(stream) -> str:
     return "".join([piece async for piece in stream])
-
-
-async def idle(engine: AsyncLLM) -> None:
-    """Until the thread has done what it was told."""
-    deadline = asyncio.get_running_loop().time() + 10
-    while not (engine.llm.is_finished() and not engine._worker.listeners and engine._worker.inbox.empty()):
-        assert asyncio.get_running_loop().time() < deadline
-        await asyncio.sleep(0.005)
 
 
 def test_a_thousand_streams_at_once_give_the_texts_of_the_offline_run(folder):

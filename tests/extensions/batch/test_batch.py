@@ -13,6 +13,7 @@ from pathlib import Path
 
 import jsonschema
 import pytest
+from batch_files import ENGINE, ROOT, read_answers, run_batch, write_lines
 
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
 from nanovllm.extensions.batch import __main__ as batch
@@ -22,9 +23,6 @@ from nanovllm.extensions.batch.files import find_lines, open_output, read_lines
 from nanovllm.extensions.batch.lines import Answer, parse_line, to_json
 from nanovllm.extensions.text.results import Logprob
 from tiny_checkpoints import EXACT, make_checkpoint, one_thread  # noqa: F401
-
-ENGINE = ["--device", "cpu", "--kvcache-block-size", "16", "--num-kvcache-blocks", "200"]
-ROOT = Path(batch.__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -36,19 +34,6 @@ def checkpoint(tmp_path_factory) -> Path:
 def engine(checkpoint):
     with LLM(str(checkpoint), **EXACT, num_kvcache_blocks=200, max_num_seqs=4) as llm:
         yield llm
-
-
-def write_lines(path: Path, lines: list) -> Path:
-    path.write_text("".join((x if isinstance(x, str) else json.dumps(x)) + "\n" for x in lines), "utf-8")
-    return path
-
-
-def read_answers(path: Path) -> list[dict]:
-    """The answers in the order of the input, each of which must be there once."""
-    whole = path.read_bytes().split(b"\n")[:-1]  # the rest, after a kill, is a piece of a line
-    answers = [json.loads(line) for line in whole]
-    assert len({answer["line"] for answer in answers}) == len(answers)
-    return sorted(answers, key=lambda answer: answer["line"])
 
 
 def parse(content: dict | str, **defaults):
@@ -382,11 +367,6 @@ def test_log_probabilities_that_are_no_numbers_make_an_error_and_no_broken_line(
 
 
 # --- files ---
-
-
-def run_batch(checkpoint: Path, source: Path, output: Path, *options) -> None:
-    files = ["--model", checkpoint, "--input", source, "--output", output]
-    batch.main([*map(str, files), *ENGINE, "--max-tokens", "4", *map(str, options)])
 
 
 def test_the_order_can_be_restored_by_line_and_blank_lines_are_counted(tmp_path, checkpoint, capsys):

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from test_batch import ENGINE, ROOT, read_answers, run_batch, write_lines
+from batch_files import ENGINE, ROOT, read_answers, run_batch, write_lines
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.distributed.ranks import EngineDeadError

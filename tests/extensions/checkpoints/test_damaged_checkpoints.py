@@ -28,8 +28,8 @@ from damaged_checkpoints import (
     try_all,
     write_header,
 )
+from gguf_files import write_gguf
 from safetensors.torch import load_file, save_file
-from test_gguf import write_gguf
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.assembly import get_model_class, open_checkpoint

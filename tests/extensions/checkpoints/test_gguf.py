@@ -9,6 +9,7 @@ import gguf
 import pytest
 import torch
 import transformers
+from gguf_files import byte_level_metadata, metadata_of, write_gguf
 from gguf_packer import decode, encode
 from safetensors.torch import load_file, save_file
 from smollm2 import smollm2_gguf  # noqa: F401  a fixture
@@ -35,73 +36,6 @@ def make_checkpoint(folder: Path, architecture: str = "qwen3", *args, **settings
     if architecture == "gemma3":
         settings = {"query_pre_attn_scalar": settings.get("head_dim", 16)} | settings
     return tiny_checkpoints.make_checkpoint(folder, architecture, *args, **settings)
-
-
-def interleave_halves(tensor: torch.Tensor, heads: int) -> torch.Tensor:
-    """llama.cpp's order of the rows of q and k: of each head, both halves' first rows, second rows, ..."""
-    halves = tensor.reshape(heads, 2, tensor.shape[0] // heads // 2, -1)
-    return halves.transpose(1, 2).reshape(tensor.shape)
-
-
-def write_gguf(
-    folder: Path, quantisation: str | dict[str, str] = "F32", extra_tensors=(), **metadata
-) -> Path:
-    """
-    The checkpoint of a folder as llama.cpp would store it, its matrices quantised: all of them as one type,
-    or each as said for the last part of its name, the others as for "".
-    """
-    kinds = {"": quantisation} if isinstance(quantisation, str) else quantisation
-    config = open_checkpoint(folder).hf_config()
-    architecture = config.raw["model_type"].removesuffix("_text")
-    is_gemma = architecture == "gemma3"
-    writer = gguf.GGUFWriter(folder / "model.gguf", architecture)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    if getattr(config, "head_dim", None):
-        writer.add_key_length(config.head_dim)
-        writer.add_value_length(config.head_dim)
-        writer.add_rope_dimension_count(config.head_dim)
-    if is_gemma:
-        windows = {
-            "sliding_window": max(config.windows),
-            "sliding_window_pattern": config.windows.index(0) + 1,
-        }
-        metadata = {f"ARCH__attention__{name}": value for name, value in windows.items()} | metadata
-    for key, value in metadata.items():
-        key = key.replace("__", ".").replace("ARCH", architecture)
-        add = {
-            str: writer.add_string,
-            int: writer.add_uint32,
-            float: writer.add_float32,
-            list: writer.add_array,
-        }
-        add[type(value)](key, value)
-    codes = {name: code for code, name in gguf.MODEL_ARCH_NAMES.items()}
-    names = gguf.get_tensor_name_map(codes[architecture], config.num_hidden_layers)
-    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
-    tensors = [tensor for file in folder.glob("*.safetensors") for tensor in load_file(file).items()]
-    for name, tensor in [*tensors, *extra_tensors]:
-        module, kind = name.rsplit(".", 1)
-        module = names.get_name(module) or module
-        part = module.rpartition(".")[2]
-        if architecture == "llama" and part in heads:
-            tensor = interleave_halves(tensor, heads[part])
-        if is_gemma and module.endswith("norm"):
-            tensor = tensor + 1
-        stored = kinds.get(part, kinds[""]) if tensor.dim() == 2 else "F32"
-        type_ = gguf.GGMLQuantizationType[stored]
-        writer.add_tensor(f"{module}.{kind}", encode(tensor, stored), raw_dtype=type_)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return folder / "model.gguf"
 
 
 def requantised(tensor: torch.Tensor, quantisation: str) -> torch.Tensor:
@@ -507,23 +441,6 @@ def test_smollm2_loads_whole(smollm2_gguf):  # noqa: F811
     model = get_model_class(config)(config)
     load_model(model, checkpoint)
     assert sum(param.numel() for param in model.parameters()) == 134_515_008
-
-
-def metadata_of(kind: str, tokens: list[str], types: list[int] | None = None, **others) -> dict:
-    types = types or [1] * len(tokens)
-    return {
-        f"tokenizer.ggml.{key}": value
-        for key, value in dict(model=kind, tokens=tokens, token_type=types, **others).items()
-    }
-
-
-def byte_level_metadata(pre: str, **others) -> dict:
-    """Every byte, pairs and triples of "1", and one special token."""
-    from nanovllm.extensions.checkpoints.made_up import toy_tokenizer
-
-    vocabulary = toy_tokenizer().get_vocab()
-    tokens = sorted(vocabulary, key=vocabulary.get)[:256] + ["11", "111", "<|im_end|>"]
-    return metadata_of("gpt2", tokens, [1] * 258 + [3], merges=["1 1", "11 1"], pre=pre, **others)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from kernel_checks import (
     rand,
     tolerance,
 )
-from test_quantised import FORMATS, make_weight
+from quantised_weights import FORMATS, make_weight
 
 from nanovllm.extensions.experts.kernels import moe, moe_fp8, moe_matvec, router
 from nanovllm.extensions.experts.kernels.experts import ExpertWeights, GroupedProduct, activate_torch

@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from test_gpu import GREEDY, MODES, assert_greedy, make_prompts
-from test_gpu_quantised import assert_answers_as
+from gpu_checks import GREEDY, MODES, assert_answers_as, assert_greedy, make_prompts
 
 from nanovllm import LLM
 from tiny_checkpoints import load_reference, make_checkpoint

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from cascades import LARGE, SMALL, check
 from extension_kernels import INT8
 from kernel_checks import (
     NAN,
@@ -16,7 +17,6 @@ from kernel_checks import (
     seeded,  # noqa: F401
     store_torch,
 )
-from test_shared_prefix import LARGE, SMALL, check
 
 from nanovllm.extensions.int8_cache.kernels.int8_cache import (
     as_stored,

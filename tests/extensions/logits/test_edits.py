@@ -16,7 +16,8 @@ import transformers
 from engines import assert_empty, tokens_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_sampling import RANDOM_SEEDS, assert_follows
+from logit_settings import MIXED, SCHEDULES, expected_logprobs
+from sampling_checks import RANDOM_SEEDS, assert_follows
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanovllm import LLM, AsyncLLM, SamplingParams
@@ -278,27 +279,6 @@ def test_drawn_tokens_follow_the_distribution_of_transformers(engine, reference,
     probabilities = processors_of(params)(None, scores).softmax(-1)[0]
     results = engine.generate([PROMPT] * 1500, params, use_tqdm=False)
     assert_follows(torch.tensor(tokens_of(results)), probabilities)
-
-
-MIXED = [
-    {},
-    dict(top_k=5),
-    dict(top_p=0.6, seed=3),
-    dict(temperature=0, frequency_penalty=1.0),
-    dict(min_p=0.1, logit_bias={i: 1.5 for i in range(20)}),
-    dict(allowed_token_ids=[*range(100)], logprobs=2),
-    dict(temperature=0),
-    dict(top_k=3, presence_penalty=1.0, min_tokens=10, stop_token_ids=[*range(200)]),
-    dict(seed=8),
-    dict(bad_words=["a", "bc", "def", "g" * 300], repetition_penalty=1.2),
-]
-SCHEDULES = {
-    "all at once": {},
-    "one by one": dict(max_num_seqs=1),
-    "preempted": dict(num_kvcache_blocks=9),
-    "in chunks": dict(max_num_batched_tokens=20),
-    "not cached": dict(enable_prefix_caching=False),
-}
 
 
 def run_mixed(folder, overlap: bool, **options) -> list[dict]:
@@ -716,12 +696,6 @@ def test_filters_do_not_depend_on_the_default_dtype(engine):
 
 
 # --- log-probabilities ---
-
-
-def expected_logprobs(reference, token_ids: list[int]) -> torch.Tensor:
-    """[tokens, vocabulary], of what comes after each token."""
-    with torch.no_grad():
-        return reference(input_ids=torch.tensor([token_ids])).logits[0].double().log_softmax(-1)
 
 
 def assert_logprobs(found, token_ids, expected, count: int, tokenizer) -> None:

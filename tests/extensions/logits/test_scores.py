@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from engines import Watch, assert_empty
-from test_edits import SCHEDULES, expected_logprobs
+from logit_settings import SCHEDULES, expected_logprobs
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.extensions.text.results import make_score

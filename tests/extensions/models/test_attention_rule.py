@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from cascades import cascade_config, make_cascade
+from cascades import LARGE, SMALL, cascade_config, make_cascade
+from cascades import check as check_shared
 from extension_kernels import INT8, Features
 from kernel_checks import (
     HALF,
@@ -13,8 +14,6 @@ from kernel_checks import (
     on_devices,
     rand,
 )
-from test_shared_prefix import LARGE, SMALL
-from test_shared_prefix import check as check_shared
 
 from nanovllm.extensions.models.attention_rule import AttentionRule, set_rule
 from nanovllm.extensions.prefixes.kernels.shared_prefix import can_share, queries_per_item

@@ -2,12 +2,11 @@
 
 import pytest
 import torch
+from gpu_checks import GREEDY, assert_answers_as, make_prompts
 from quantised_checkpoints import PACKERS, mxfp4, quantise
-from test_gpu import GREEDY, make_prompts
 
 from nanovllm import LLM
-from nanovllm.extensions.quantised.kernels import fp8_linear
-from tiny_checkpoints import load_reference, make_checkpoint
+from tiny_checkpoints import make_checkpoint
 
 pytestmark = pytest.mark.gpu
 
@@ -38,58 +37,6 @@ def rounded_group(name: str, size: int) -> int | None:
     if name == "fp8 block":
         return 128 if size % 512 == 0 else None
     return 0 if name.startswith(("fp8", "float")) else None
-
-
-def logits_of(model, prompts: list[list[int]], results: list[dict]) -> torch.Tensor:
-    """Those from which each token of the results was drawn, float32 [tokens, vocabulary]."""
-    found = []
-    for prompt, result in zip(prompts, results, strict=False):
-        ids = torch.tensor([[*prompt, *result["token_ids"]]], device=model.device)
-        with torch.no_grad():
-            found.append(model(input_ids=ids).logits[0, len(prompt) - 1 : -1].float())
-    return torch.cat(found)
-
-
-def gaps(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """How much less likely these tokens are than the likeliest, as logits."""
-    return logits.amax(-1) - logits.gather(1, tokens[:, None])[:, 0]
-
-
-def round_inputs(model, group: int) -> None:
-    """Let a model of transformers multiply what `fp8_linear.quantise` makes of the input."""
-
-    def rounded(_module, args):
-        x = args[0].flatten(0, -2)
-        rows = fp8_linear.quantise_torch(x, group)
-        codes = rows.codes[: rows.rows].float()
-        if not group:
-            return ((codes * rows.scales[: rows.rows, None]).to(x.dtype).view_as(args[0]),)
-        scales = rows.scales[:, : rows.rows].T[..., None]
-        return ((codes.unflatten(1, (-1, group)) * scales).to(x.dtype).view_as(args[0]),)
-
-    for name, module in model.named_modules():
-        if isinstance(module, torch.nn.Linear) and name != "lm_head":
-            module.register_forward_pre_hook(rounded)
-
-
-def assert_answers_as(
-    reference: str, prompts: list[list[int]], results: list[dict], group: int | None = None
-) -> None:
-    """
-    Tokens are on average little less likely to transformers than the likeliest: not more than twice what its
-    own rounding costs, of activations to bfloat16, or, where they get 8 bits here, to these, with a scale for
-    `group` of them (0: for a row).
-    """
-    device = "cuda"
-    tokens = torch.cat([torch.tensor(result["token_ids"], device=device) for result in results])
-    exact = logits_of(load_reference(reference).to(device), prompts, results)
-    rounded = load_reference(reference, torch.bfloat16).to(device)
-    rounded.set_experts_implementation("eager")  # the others want rows of 16 bytes
-    if group is not None:
-        round_inputs(rounded, group)
-    noise = gaps(exact, logits_of(rounded, prompts, results).argmax(-1)).mean().item()
-    found = gaps(exact, tokens).mean().item()
-    assert found < 2 * noise + 0.01, (found, noise)
 
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlapped", "plain"])

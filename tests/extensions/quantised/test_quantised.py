@@ -3,7 +3,6 @@
 As in test_kernels.py, the Triton kernels run through Triton's interpreter in a child process, and on a GPU.
 """
 
-import math
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from kernel_checks import assert_passes_in_the_interpreter, error
+from quantised_weights import FORMATS, make_weight
 
 from nanovllm.extensions.quantised.kernels import fp8_linear, quantised_linear, quantised_matvec
 from nanovllm.extensions.quantised.kernels.fp8_linear import QuantisedRows, Unscaled
@@ -31,22 +31,6 @@ GPU = pytest.param("cuda", torch.bfloat16, marks=[pytest.mark.gpu, needs_cuda], 
 CPU = pytest.param("cpu", torch.float32, id="cpu")
 on_devices = pytest.mark.parametrize("device, dtype", [CPU, GPU] if INTERPRETED else [GPU])
 EPS = 1e-5
-# Kind of code; rows and inputs of a tile, 0 for all of them; what is subtracted or added besides.
-FORMATS = {
-    "fp8, a scale a row": ("fp8", (1, 0), None),
-    "fp8, blocks": ("fp8", (128, 128), None),
-    "int8, a scale a row": ("int8", (1, 0), None),
-    "int8, a zero a row": ("int8", (1, 0), "zeros"),
-    "int8, a scale a tensor": ("int8", (0, 0), None),
-    "int8, groups of 16": ("int8", (1, 16), None),
-    "int8, groups of 32 with offsets": ("int8", (1, 32), "offsets"),
-    "int4, a scale a row": ("int4", (1, 0), None),
-    "int4, a zero a row": ("int4", (1, 0), "zeros"),
-    "int4, groups of 32": ("int4", (1, 32), None),
-    "int4, groups of 32 with offsets": ("int4", (1, 32), "offsets"),
-    "int4, groups of 64 with zeros": ("int4", (1, 64), "zeros"),
-    "int4, groups of 128 with zeros": ("int4", (1, 128), "zeros"),
-}
 of_every_format = pytest.mark.parametrize("name", FORMATS)
 SHAPES = [(40, 352), (64, 256), (258, 640)]  # outputs, inputs: the first cut off tiles of 64 and 128
 
@@ -65,29 +49,6 @@ def test_the_kernels_agree_with_their_twins_in_tritons_interpreter():
 @pytest.fixture(autouse=True)
 def seeded():
     torch.manual_seed(0)
-
-
-def make_weight(name: str, shape: tuple[int, int], device: str, rows: int = 0) -> QuantisedWeight:
-    """Tiles end where parts of so many rows do."""
-    kind, (height, width), besides = FORMATS[name]
-    height = math.gcd(height, rows)
-    tile = height or shape[0], width or shape[1]
-    grid = -(-shape[0] // tile[0]), -(-shape[1] // tile[1])
-    if kind == "fp8":
-        codes = (60 * torch.randn(shape)).clamp(-448, 448).to(torch.float8_e4m3fn)
-    elif kind == "int8":
-        codes = torch.randint(-128, 128, shape, dtype=torch.int8)
-    else:
-        codes = pack(torch.randint(16, shape, dtype=torch.uint8))
-    zeros = offsets = None
-    if besides == "zeros":
-        limits = (0, 16, torch.uint8) if kind == "int4" else (-20, 20, torch.int8)
-        zeros = torch.randint(*limits[:2], grid, dtype=limits[2]).to(device)
-    if besides == "offsets":
-        offsets = torch.randn(grid, device=device)
-    scales = ((torch.rand(grid) + 0.5) / 100).to(device)
-    zero_point = 8 if kind == "int4" and besides != "offsets" else 0  # which zeros take the place of
-    return QuantisedWeight(codes.to(device), shape, scales, tile, zeros, zero_point, offsets)
 
 
 def matrix_of(weight: QuantisedWeight) -> torch.Tensor:
@@ -325,7 +286,7 @@ sys.path[:0] = sys.argv[1:]
 from nanovllm.kernels import runtime
 from nanovllm.extensions.quantised.kernels import quantised_linear
 from nanovllm.extensions.quantised.kernels import quantised_weight
-from test_quantised import make_weight
+from quantised_weights import make_weight
 
 target = triton.backends.compiler.GPUTarget("cuda", 86, 32)
 triton.runtime.driver.set_active(SimpleNamespace(

@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 from extension_kernels import sum_and_norm
-from test_gpu import assert_within_rounding, make_prompts
+from gpu_checks import assert_within_rounding, make_prompts
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.extensions.ranks import peer_group

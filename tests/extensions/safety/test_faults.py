@@ -13,18 +13,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+from async_engines import idle
 from engines import assert_empty, tokens_of
+from faults import SITES, object_of
 from soak import resident_bytes, soak
-from test_async import idle
 
 from nanovllm import LLM, AsyncLLM, SamplingParams, StructuredOutputsParams
 from nanovllm.distributed.ranks import EngineDeadError
-from nanovllm.engine.batch import StepOutput
 from nanovllm.engine.sequence import Sequence
-from nanovllm.extensions.prefixes.token_prefixes import TokenPrefixes
-from nanovllm.extensions.text import llm as text_llm
 from nanovllm.extensions.text import results as texts
-from nanovllm.utils import progress
 from tiny_checkpoints import EXACT, make_checkpoint, one_thread  # noqa: F401
 
 # Of two letters, so that one of the stop texts comes with the 8th to 16th token, whatever the model.
@@ -36,49 +33,6 @@ PARAMS = [
     SamplingParams(0, 30, True, logit_bias={3: 1.0}),
     SamplingParams(0, 25, True, top_k=3, structured_outputs=StructuredOutputsParams(regex="([a-z][0-9])*")),
 ]
-METHODS = {
-    "scheduler": ["add", "schedule", "preempt", "advance", "postprocess", "_finish", "_release"],
-    "block_manager": [
-        "find",
-        "can_allocate",
-        "allocate",
-        "unpin",
-        "deallocate",
-        "can_append",
-        "may_append",
-        "_take_free_block",
-    ],
-    "prefix cache": ["allocated", "written", "prepare", "receive"],
-    "runner": [
-        "call",
-        "run",
-        "prepare_prefill",
-        "prepare_decode",
-        "prepare_sample",
-        "run_model",
-        "forward",
-        "sample",
-        "sample_logits",
-    ],
-    "batches": ["prefill", "decode"],
-    "host slots": ["prefill", "decode"],
-    "device slots": ["apply", "next_inputs", "note_drawn"],
-    "bias": ["prepare", "apply", "drawn"],
-    "penalties": ["prepare", "apply", "drawn"],
-    "filters": ["prepare", "apply"],
-    "bitmask": ["host_input", "apply", "ended"],
-    "logprobs": ["drawn", "record"],
-    "scores": ["max_cached", "prepare", "hidden", "record"],
-    "model": ["forward", "compute_logits"],
-    "engine": ["make_sequence", "_step", "_launch", "_sample", "_collect"],
-    "stop texts": ["added", "after_step", "ended"],
-    "grammars": ["masks", "_reader_of", "_make_masks", "drop"],
-    "output": ["to_host", "token_ids"],
-    "text": ["find_stop"],
-    "results": ["make_result"],
-    "progress bar": ["update", "set_postfix"],
-}
-SITES = [(place, name) for place, names in METHODS.items() for name in names]
 ERRORS = [MemoryError, RuntimeError("injected"), torch.OutOfMemoryError("injected")]
 OPTIONS = dict(**EXACT, num_kvcache_blocks=8, max_num_batched_tokens=24)
 
@@ -129,28 +83,6 @@ def logprobs_of(prompt: list[int], result: dict) -> list[float]:
     token_ids = prompt[1:] + result["token_ids"]
     described = result["prompt_logprobs"][1:] + result["logprobs"]
     return [entries[token_id].logprob for token_id, entries in zip(token_ids, described, strict=True)]
-
-
-def object_of(llm: LLM, place: str):
-    runner = llm.model_runner
-    return {
-        "scheduler": llm.scheduler,
-        "block_manager": llm.scheduler.block_manager,
-        "prefix cache": TokenPrefixes,
-        "runner": runner,
-        "batches": llm.batches,
-        "host slots": llm.batches.slots,
-        "device slots": runner.slots,
-        "model": runner.model,
-        "engine": llm,
-        "grammars": llm.parts.logits_processor("bitmask").grammars,
-        "output": StepOutput,
-        "stop texts": llm.stop_texts,
-        "text": texts.GrowingText,
-        "results": text_llm,
-        "progress bar": progress.tqdm,
-        **{processor.name: processor for processor in llm.parts.logits_processors},
-    }[place]
 
 
 class Fault:

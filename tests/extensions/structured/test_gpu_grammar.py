@@ -4,8 +4,9 @@ import json
 
 import jsonschema
 import pytest
-from test_gpu import MODES
-from test_grammar import ENDINGS, MIXED, PARAMS, PROMPTS, SCHEMA, assert_same
+from gpu_checks import MODES
+from grammars import MIXED, PARAMS, PROMPTS, SCHEMA, assert_same
+from structured_schemas import ENDINGS
 
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
 from tiny_checkpoints import make_checkpoint

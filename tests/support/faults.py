@@ -1,0 +1,74 @@
+"""Where an engine can be made to fail."""
+
+from nanovllm import LLM
+from nanovllm.engine.batch import StepOutput
+from nanovllm.extensions.prefixes.token_prefixes import TokenPrefixes
+from nanovllm.extensions.text import llm as text_llm
+from nanovllm.extensions.text import results as texts
+from nanovllm.utils import progress
+
+METHODS = {
+    "scheduler": ["add", "schedule", "preempt", "advance", "postprocess", "_finish", "_release"],
+    "block_manager": [
+        "find",
+        "can_allocate",
+        "allocate",
+        "unpin",
+        "deallocate",
+        "can_append",
+        "may_append",
+        "_take_free_block",
+    ],
+    "prefix cache": ["allocated", "written", "prepare", "receive"],
+    "runner": [
+        "call",
+        "run",
+        "prepare_prefill",
+        "prepare_decode",
+        "prepare_sample",
+        "run_model",
+        "forward",
+        "sample",
+        "sample_logits",
+    ],
+    "batches": ["prefill", "decode"],
+    "host slots": ["prefill", "decode"],
+    "device slots": ["apply", "next_inputs", "note_drawn"],
+    "bias": ["prepare", "apply", "drawn"],
+    "penalties": ["prepare", "apply", "drawn"],
+    "filters": ["prepare", "apply"],
+    "bitmask": ["host_input", "apply", "ended"],
+    "logprobs": ["drawn", "record"],
+    "scores": ["max_cached", "prepare", "hidden", "record"],
+    "model": ["forward", "compute_logits"],
+    "engine": ["make_sequence", "_step", "_launch", "_sample", "_collect"],
+    "stop texts": ["added", "after_step", "ended"],
+    "grammars": ["masks", "_reader_of", "_make_masks", "drop"],
+    "output": ["to_host", "token_ids"],
+    "text": ["find_stop"],
+    "results": ["make_result"],
+    "progress bar": ["update", "set_postfix"],
+}
+SITES = [(place, name) for place, names in METHODS.items() for name in names]
+
+
+def object_of(llm: LLM, place: str):
+    runner = llm.model_runner
+    return {
+        "scheduler": llm.scheduler,
+        "block_manager": llm.scheduler.block_manager,
+        "prefix cache": TokenPrefixes,
+        "runner": runner,
+        "batches": llm.batches,
+        "host slots": llm.batches.slots,
+        "device slots": runner.slots,
+        "model": runner.model,
+        "engine": llm,
+        "grammars": llm.parts.logits_processor("bitmask").grammars,
+        "output": StepOutput,
+        "stop texts": llm.stop_texts,
+        "text": texts.GrowingText,
+        "results": text_llm,
+        "progress bar": progress.tqdm,
+        **{processor.name: processor for processor in llm.parts.logits_processors},
+    }[place]
