@@ -162,9 +162,9 @@ def read_config(source: str, raw: dict[str, Any], model_impl: str = "auto") -> M
     What is to be known of the model whose config.json says `raw`; `model_impl` as the engine's option. Raises
     ValueError naming the source and what is wrong or not supported.
     """
-    from nanovllm.extensions.transformers import config as others
+    from nanovllm.extensions.transformers.config import model_type_decides, read_transformers_config
 
-    return read_any_config(source, raw, model_impl, MODELS, others)
+    return read_any_config(source, raw, model_impl, MODELS, read_transformers_config, model_type_decides)
 
 
 def get_model_class(config: ModelConfig) -> type[nn.Module]:

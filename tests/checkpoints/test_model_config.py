@@ -23,7 +23,6 @@ from nanovllm.extensions.models.config import DecoderConfig
 from nanovllm.extensions.models.rope import ROPE_NUMBERS, ROPE_TYPES
 from nanovllm.extensions.transformers.config import transformers_config
 from nanovllm.layers.rotary_embedding import get_rope
-from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.utils.loader import load_model
 from tiny_checkpoints import EXACT, make_checkpoint
 
@@ -43,7 +42,7 @@ def test_every_known_architecture_has_a_model(name):
     own = {"architectures": ["Unknown", name], "num_key_value_heads": 4}
     config = read_config("config.json", SMALL | own)
     assert config.architectures == [name]
-    assert issubclass(get_model_class(config), Qwen3ForCausalLM)
+    assert get_model_class(config).__name__ == name
 
 
 def test_settings_can_be_read_by_their_names_and_not_be_set():

@@ -12,6 +12,7 @@ weights once per step is the floor.
   `kernels/moe_quantised.py` and `kernels/moe_mxfp4.py` are the same for weights of 8 and 4 bits.
 - `kernels/moe_matvec.py` and `kernels/moe_quantised_matvec.py` serve a few tokens: one product an assignment.
 - `moe.py` is the layer, with the MLP's signature. A rank holds a part of each expert's width.
+- `config.py` has what a `config.json` says of it.
 
 It needs `extensions/quantised` for the formats of its weights.
 """

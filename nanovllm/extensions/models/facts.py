@@ -5,7 +5,7 @@ what reads their files is handed in, so that nothing here knows it.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from nanovllm.extensions.models.config import DecoderConfig, Fields, read_decoder
 from nanovllm.extensions.models.decoder import Decoder
@@ -41,29 +41,39 @@ class Facts(NamedTuple):
     defaults: Fields
     variant: dict[str, bool] = {}
     gguf: GGUFFacts | None = None  # if such files can be read
-    model: type[Decoder] = Decoder
+    base: type[Decoder] = Decoder
+
+    @property
+    def model(self) -> type[Decoder]:
+        """The class, which has the architecture's name, as errors say it."""
+        return type(self.architecture, (self.base,), {})
 
 
 def read_any_config(
-    source: str, raw: Fields, model_impl: str, models: dict[str, Facts], others: Any
+    source: str,
+    raw: Fields,
+    model_impl: str,
+    models: dict[str, Facts],
+    read_other: Callable[..., Fields],
+    type_decides: Callable[[list[str]], bool],
 ) -> DecoderConfig:
     """
-    `others` reads files of all other models (see extensions/transformers/config.py). Raises ValueError naming
-    the source and what is wrong or not supported.
+    `type_decides` says of names of architectures whether the `model_type` counts in their place. Raises
+    ValueError naming the source and what is wrong or not supported.
     """
     given = {name: value for name, value in raw.items() if value is not None}
     known = ", ".join(models)
     try:
         facts = None
         if model_impl != "transformers":  # first, since the others' files have other fields
-            facts = find_facts(given, models, others.model_type_decides)
+            facts = find_facts(given, models, type_decides)
         if facts is not None:
             return read_decoder(raw, given, facts.defaults, [facts.architecture], facts.variant)
         if model_impl == "native":
             name = shown(given.get("architectures"))
             raise ValueError(f"model_impl='native' has no class for architectures {name}, only for {known}")
         try:
-            sizes = others.read_transformers_config(raw, check_rope_keys)
+            sizes = read_other(raw, check_rope_keys)
         except ValueError as error:
             raise ValueError(f"{error}; known without transformers: {known}") from None
         kept = given.keys() & {"dtype", "torch_dtype", "quantization_config"}

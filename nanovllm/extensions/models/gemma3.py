@@ -122,4 +122,4 @@ MODULES = {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 GGUF = GGUFFacts("gemma3", MODULES, added_to_norms=1.0, read_fields=read_gguf_fields)
-FACTS = Facts("Gemma3ForCausalLM", "gemma3_text", DEFAULTS, gguf=GGUF, model=Gemma3ForCausalLM)
+FACTS = Facts("Gemma3ForCausalLM", "gemma3_text", DEFAULTS, gguf=GGUF, base=Gemma3ForCausalLM)

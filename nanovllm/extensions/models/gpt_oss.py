@@ -55,4 +55,4 @@ DEFAULTS = {
     "rope_theta": 150000.0,
     "rope_scaling": ROPE,
 }
-FACTS = Facts("GptOssForCausalLM", "gpt_oss", DEFAULTS, llama.VARIANT, model=GptOssForCausalLM)
+FACTS = Facts("GptOssForCausalLM", "gpt_oss", DEFAULTS, llama.VARIANT, base=GptOssForCausalLM)
