@@ -956,7 +956,7 @@ MUTATIONS = [
     ),
     *mutations_of(
         "nanovllm/extensions/transformers/parts",
-        ("value = F.pad(value, (0, narrower))", "pass"),
+        ("value = F.pad(value, (0, attention.head_dim - value_dim))", "pass"),
         ("-distance: window == 0}", "-distance: True}"),
         ("if not hands_over_rotation(query, key, value):", "if False:"),
         ('if options["sliding_window"] == OTHER_MASK:', "if False:"),

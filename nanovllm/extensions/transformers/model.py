@@ -20,7 +20,7 @@ from nanovllm.extensions.transformers.config import transformers_config
 from nanovllm.extensions.transformers.faster import PACKED, GatedMLP, leave_rotations, replacement
 from nanovllm.extensions.transformers.parts import NAME, register
 from nanovllm.extensions.transformers.ranks import cut_modules
-from nanovllm.extensions.transformers.weights import Transposed, converted
+from nanovllm.extensions.transformers.weights import Converted, converted
 from nanovllm.layers.attention import Attention
 from nanovllm.utils.context import get_context
 from nanovllm.utils.loader import find_places
@@ -79,7 +79,9 @@ class TransformersForCausalLM(nn.Module):
         modules = self.named_modules()
         turned = {f"{name}.weight" for name, each in modules if getattr(each, "is_stored_transposed", False)}
         for tensor in converted(self._model[0], find_places(self), tensors):
-            yield Transposed(tensor) if tensor.name in turned else tensor
+            if tensor.name in turned:
+                tensor = Converted(tensor.name, tensor.file, tensor[...].t(), is_transposed=True)
+            yield tensor
 
 
 def build(config: FileConfig) -> Any:

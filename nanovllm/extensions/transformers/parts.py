@@ -51,9 +51,8 @@ def note_window(*, mask_function: Callable[..., Any], local_size: int | None = N
 
 
 def attend(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
-    attention_mask: Any, scaling: float | None = None, **options: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
+) -> tuple[Tensor, None]:
     """
     transformers' interface: query, key and value [1, heads, tokens, head_dim], rotated already or with a
     `rotation`, to [1, tokens, heads, head_dim]. Positions and masks follow from the step's context.
@@ -61,15 +60,15 @@ def attend(
     _, num_heads, num_tokens, _ = query.shape
     if query.is_meta:
         options["sliding_window"] = getattr(attention_mask, "window", options.get("sliding_window"))
-        attention = make_attention(module, query, key, value, scaling, options)
+        attention = make_attention(module, query, key, value, options)
         module.nano_vllm_attention = (attention,)  # not a child, or it would have two names
         if not hands_over_rotation(query, key, value):
             vars(module).pop("forward", None)  # it rotates by itself again
         return query.new_empty(1, num_tokens, num_heads, value.shape[-1]), None
     attention: Attention = module.nano_vllm_attention[0]
-    narrower = attention.head_dim - value.shape[-1]
-    if narrower:
-        value = F.pad(value, (0, narrower))
+    value_dim = value.shape[-1]
+    if value_dim < attention.head_dim:
+        value = F.pad(value, (0, attention.head_dim - value_dim))
     q, k, v = (each[0].transpose(0, 1) for each in (query, key, value))
     if hasattr(query, "rotation"):
         rotation = query.rotation
@@ -78,13 +77,12 @@ def attend(
     else:
         q, k, v = attention.store(q.contiguous(), k.contiguous(), v.contiguous())
     out = attention(q, k, v).view(1, num_tokens, num_heads, attention.head_dim)
-    return out[..., : attention.head_dim - narrower], None
+    return out[..., :value_dim], None
 
 
 def make_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
-    scaling: float | None, options: dict[str, Any],
-) -> Attention:  # fmt: skip
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]
+) -> Attention:
     """As a module asks for it, in `features` too. Raises ValueError for what is not computed here."""
     name = f"{type(module).__name__} is not supported"
     if options.get("position_bias") is not None:
@@ -94,17 +92,16 @@ def make_attention(
     if hasattr(module, "nano_vllm_attention"):
         raise ValueError(f"{name}: it attends more than once")
     (_, num_heads, num_tokens, head_dim), (_, num_kv_heads, *_) = query.shape, key.shape
-    is_usual = key.shape == (1, num_kv_heads, num_tokens, head_dim)
-    is_usual = is_usual and value.shape[:3] == key.shape[:3] and value.shape[-1] <= head_dim
-    if not is_usual or not getattr(module, "is_causal", True):
+    is_usual = key.shape == (1, num_kv_heads, num_tokens, head_dim) and value.shape[:3] == key.shape[:3]
+    if not is_usual or value.shape[-1] > head_dim or not getattr(module, "is_causal", True):
         raise ValueError(f"{name}: it attends not only to the tokens before")
     sinks = options.get("s_aux")
     if sinks is not None and not isinstance(sinks, nn.Parameter):
         raise ValueError(f"{name}: its sinks are computed")
+    scaling = options.get("scaling")
     scale = head_dim**-0.5 if scaling is None else float(scaling)
     attention = Attention(num_heads, head_dim, scale, num_kv_heads)
-    window = options.get("sliding_window") or 0
-    softcap = options.get("softcap") or 0.0
+    window, softcap = options["sliding_window"] or 0, options.get("softcap") or 0.0
     attention.features = {"window": window, "softcap": softcap, "sinks": sinks}
     return attention
 

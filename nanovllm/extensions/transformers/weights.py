@@ -18,48 +18,18 @@ from nanovllm.utils.loader import renamed
 
 @dataclass
 class Converted:
-    """A tensor that was made of those of a file."""
+    """A tensor that was made of those of a file. A transposed one is stored as [in, out]."""
 
     name: str
     file: str
     value: torch.Tensor
+    is_transposed: bool = False
 
     def __post_init__(self) -> None:
-        self.shape = tuple(self.value.shape)
-        self.dtype = self.value.dtype
+        self.shape, self.dtype = tuple(self.value.shape), self.value.dtype
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         return self.value[index]
-
-
-@dataclass
-class Transposed:
-    """A matrix that the checkpoint has as [in, out], as [out, in]."""
-
-    stored: Any
-    is_transposed = True
-
-    @property
-    def name(self) -> str:
-        return self.stored.name
-
-    @property
-    def file(self) -> str:
-        return self.stored.file
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.stored.shape)[::-1]
-
-    @property
-    def dtype(self) -> torch.dtype | None:
-        return self.stored.dtype
-
-    def __getitem__(self, index: Any) -> torch.Tensor:
-        if index is ...:
-            return self.stored[...].t()
-        rows, columns = index if isinstance(index, tuple) else (index, slice(None))
-        return self.stored[columns, rows].t()
 
 
 def converted(model: Any, known: dict[str, Any], tensors: Iterable[Any]) -> Iterator[Any]:
