@@ -3,7 +3,6 @@
 One spelling for what files of many models say; what a file leaves out is in the model's `Facts`.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -82,17 +81,12 @@ class DecoderConfig(ModelConfig):
 
 
 def read_decoder(
-    raw: Fields,
-    given: Fields,
-    own: Fields | None = None,
-    architectures: Sequence[str] = (),
-    variant: dict[str, bool] | None = None,
+    raw: Fields, given: Fields, architectures: list[str], own: Fields, variant: dict[str, bool]
 ) -> DecoderConfig:
     """
-    From the fields that a file has, `given`, and its model's defaults and variant (see `Facts`), which one
-    without a class here does not have. Raises ValueError naming what is wrong or not supported.
+    From the fields that a file has, `given`, and its model's defaults and variant (see `Facts`). The last
+    three are empty for one without a class here. Raises ValueError naming what is wrong or not supported.
     """
-    own = own or {}
     if "rope_parameters" in given:  # takes the place of all settings
         own = own | {"rope_scaling": {}}
     values = read_sizes(DEFAULTS | own | given)
@@ -108,8 +102,8 @@ def read_decoder(
     check_fields("quantization_config", quantization_config)
     limit = context_limit(rope, values["max_position_embeddings"])
     made = dict(
-        architectures=[*architectures],
-        variant=Variant(True, bias, bias, mlp_bias)._replace(**(variant or {})),
+        architectures=architectures,
+        variant=Variant(True, bias, bias, mlp_bias)._replace(**variant),
         rope_parameters=rope,
         local_rope_parameters=local_rope,
         windows=_read_windows(values, raw, own),

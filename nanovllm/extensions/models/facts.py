@@ -68,7 +68,7 @@ def read_any_config(
         if model_impl != "transformers":  # first, since the others' files have other fields
             facts = find_facts(given, models, type_decides)
         if facts is not None:
-            return read_decoder(raw, given, facts.defaults, [facts.architecture], facts.variant)
+            return read_decoder(raw, given, [facts.architecture], facts.defaults, facts.variant)
         if model_impl == "native":
             name = shown(given.get("architectures"))
             raise ValueError(f"model_impl='native' has no class for architectures {name}, only for {known}")
@@ -77,7 +77,7 @@ def read_any_config(
         except ValueError as error:
             raise ValueError(f"{error}; known without transformers: {known}") from None
         kept = given.keys() & {"dtype", "torch_dtype", "quantization_config"}
-        return read_decoder(raw, sizes | {name: given[name] for name in kept})
+        return read_decoder(raw, sizes | {name: given[name] for name in kept}, [], {}, {})
     except ValueError as error:
         raise ValueError(f"{source}: {error}") from None
 
