@@ -48,10 +48,10 @@ class MixtureOfExperts(nn.Module):
         if is_few:
             norm = (stream.norm.weight, stream.norm.eps) if stream.is_untouched else (None, 0.0)
             x = stream.x if stream.is_untouched else stream.normalised()
+            residual = stream.residual() if is_alone else None
+            y = run_experts_few(x, weights, chosen, *norm, residual)
             if is_alone:
-                total = run_experts_few(x, weights, chosen, *norm, residual=stream.residual())
-                return Stream(total, next_norm)
-            y = run_experts_few(x, weights, chosen, *norm)
+                return Stream(y, next_norm)
         else:
             parts = run_experts(stream.normalised(), weights, chosen, is_prefill, rows)
             if is_alone:
