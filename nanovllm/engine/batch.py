@@ -67,9 +67,9 @@ class BatchMaker:
         self.ever_wanted = 0
 
     def decode(self, sequences: list[Sequence]) -> Batch:
-        updates = self.slots.decode(sequences)
+        updates, is_new_batch = self.slots.decode(sequences)
         messages = None
-        if self.backend.largest_plan and self.slots.is_new_batch:
+        if self.backend.largest_plan and is_new_batch:
             self.plan_key, message = self.backend.plan(sequences)
             messages = None if message is None else {"attention": message}
         self.backend.num_decode_steps += 1

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from nanovllm.engine import batch as batch_module
+from nanovllm.engine.cuda_graphs import get_graph_sizes
 from nanovllm.extensions.logits.kernels import filtering, logit_edits
 from nanovllm.extensions.prefixes import cascade
 from nanovllm.extensions.structured.kernels import token_masks
@@ -108,7 +109,8 @@ def recording(recorder: Recorder) -> Iterator[None]:
 class RecordedGraphs:
     """In place of `CudaGraphs`: `install` puts it there."""
 
-    def __init__(self) -> None:
+    def __init__(self, sizes: list[int]) -> None:
+        self.sizes = sizes
         self.stages: dict[Hashable, tuple[list[Recorder], Any]] = {}
         self.num_replays = 0
 
@@ -148,7 +150,7 @@ def install(llm: Any, patch: pytest.MonkeyPatch) -> RecordedGraphs:
         patch.setattr(module, name, as_kernel(getattr(module, name)))
     patch.setattr(batch_module, "to_host", torch.clone)
     patch.setattr(llm, "_overlap", True)
-    graphs = RecordedGraphs()
+    graphs = RecordedGraphs(get_graph_sizes(llm.config.max_num_seqs))
     patch.setattr(llm.model_runner, "graphs", graphs)
     return graphs
 
