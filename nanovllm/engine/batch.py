@@ -16,7 +16,6 @@ from nanovllm.engine.interfaces import LogitsProcessor, selected
 from nanovllm.engine.policies import PrefixCache
 from nanovllm.engine.sequence import Sequence, unpack
 from nanovllm.engine.slots import HostSlots, SlotLayout
-from nanovllm.engine.transfer import to_host
 from nanovllm.layers.attention import AttentionBackend
 
 
@@ -132,12 +131,10 @@ class StepOutput(NamedTuple):
         size = None if batch.is_prefill else batch.num_sequences  # the rest is padding
         tensors = {}
         for name, found in self.tensors.items():
-            tensors[name] = tuple(to_host(tensor[:size]) for tensor in found)
-        done = torch.cuda.Event() if self.tokens.is_cuda else None
-        output = StepOutput(to_host(self.tokens[:size]), tensors, done)
-        if done is not None:
-            done.record()
-        return output
+            tensors[name] = tuple(tensor[:size].to("cpu", non_blocking=True) for tensor in found)
+        tokens = self.tokens[:size].to("cpu", non_blocking=True)
+        done = torch.cuda.current_stream().record_event() if self.tokens.is_cuda else None
+        return StepOutput(tokens, tensors, done)
 
     def token_ids(self) -> list[int]:
         """Wait for the step and return one token id per sequence."""

@@ -143,7 +143,7 @@ class ModelRunner:
     def exit(self) -> None:
         """Free the device's memory, except what the group shares, which other ranks may still have mapped."""
         with self.on_device():
-            self._wait_for_device()
+            self.reset()
             self._notify("stop")
             if self.graphs is not None:
                 self.graphs.close()
@@ -156,14 +156,11 @@ class ModelRunner:
     def reset(self) -> None:
         """After a step that failed: wait for what was enqueued, and forget what the slots hold."""
         with self.on_device():
-            self._wait_for_device()
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
             for part in (self.slots, *self.parts.logits_processors):
                 part.reset()
             self.unsampled = None
-
-    def _wait_for_device(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
     @torch.inference_mode()
     def warmup_model(self) -> int:
@@ -248,21 +245,22 @@ class ModelRunner:
 
     def prepare_prefill(self, batch: Batch) -> Inputs:
         """Also sets the context."""
-        slots = to_device(batch.slots, self.device)
+        put = partial(to_device, device=self.device)
+        slots = put(batch.slots)
         # Whether some keys were computed by earlier steps, or are computed by neighbours in this one.
         from_cache = not np.array_equal(batch.lens_q, batch.lens_k)
         inputs = (
-            to_device(batch.token_ids, self.device, torch.int64),
-            to_device(token_positions(batch.lens_q, batch.lens_k), self.device, torch.int64),
-            self.prepare_sample(slots, to_device(batch.lens_k, self.device, torch.int64)),
+            put(batch.token_ids, dtype=torch.int64),
+            put(token_positions(batch.lens_q, batch.lens_k), dtype=torch.int64),
+            self.prepare_sample(slots, put(batch.lens_k, dtype=torch.int64)),
         )
         set_context(
             True,
-            cu_seqlens_q=to_device(_starts(batch.lens_q), self.device),
-            cu_seqlens_k=to_device(_starts(batch.lens_k), self.device),
+            cu_seqlens_q=put(_starts(batch.lens_q)),
+            cu_seqlens_k=put(_starts(batch.lens_k)),
             max_seqlen_q=int(batch.lens_q.max()),
             max_seqlen_k=int(batch.lens_k.max()),
-            slot_mapping=to_device(batch.slot_mapping, self.device),
+            slot_mapping=put(batch.slot_mapping),
             block_tables=self.prepare_block_tables(slots) if from_cache else None,
         )
         return inputs
@@ -326,4 +324,4 @@ class ModelRunner:
 
 def _starts(lengths: np.ndarray) -> np.ndarray:
     """int32 [sequences + 1], where each begins if they stand one after another, and where the last ends."""
-    return np.cumsum([0, *lengths.tolist()]).astype(np.int32)
+    return np.cumsum(np.append(0, lengths), dtype=np.int32)
