@@ -16,7 +16,7 @@ import torch
 from nanovllm.checkpoints.base import Checkpoint
 from nanovllm.config import Config
 from nanovllm.distributed.group import Group, use_group
-from nanovllm.engine.batch import Batch, StepOutput, token_positions
+from nanovllm.engine.batch import Batch, StepOutput
 from nanovllm.engine.cuda_graphs import RESERVED_BYTES, CudaGraphs, get_graph_sizes
 from nanovllm.engine.interfaces import Parts
 from nanovllm.engine.kv_cache import KVCache
@@ -197,7 +197,7 @@ class ModelRunner:
         """
         if batch.slot_updates is not None:
             self.slots.apply(batch.slot_updates)
-        if batch.messages is not None:
+        if batch.messages:
             self.receive(batch.messages)
         self.unsampled = self.forward(batch)
         return None if batch.wanted & self.waiting else self.sample()
@@ -205,7 +205,7 @@ class ModelRunner:
     @torch.inference_mode()
     def sample(self, messages: dict[str, Any] | None = None) -> StepOutput:
         """Finish the step that `run` has begun, with what logits processors have waited for."""
-        if messages is not None:
+        if messages:
             self.receive(messages)
         draw, self.unsampled = self.unsampled, None
         return draw()
@@ -251,7 +251,7 @@ class ModelRunner:
         from_cache = not np.array_equal(batch.lens_q, batch.lens_k)
         inputs = (
             put(batch.token_ids, dtype=torch.int64),
-            put(token_positions(batch.lens_q, batch.lens_k), dtype=torch.int64),
+            put(batch.positions, dtype=torch.int64),
             self.prepare_sample(slots, put(batch.lens_k, dtype=torch.int64)),
         )
         set_context(

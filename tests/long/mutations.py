@@ -321,7 +321,7 @@ MUTATIONS = [
         "model_runner",
         ("from_cache = not np.array_equal(batch.lens_q, batch.lens_k)", "from_cache = False"),
         ("return self.slots.inputs.block_tables[slots]", "return self.slots.inputs.block_tables[slots] * 0"),
-        ("token_positions(batch.lens_q, batch.lens_k)", "token_positions(batch.lens_q, batch.lens_q)"),
+        ("put(batch.positions, dtype", "put(batch.positions - batch.positions[0], dtype"),
         ('min(self.group.gather("budget", budget))', 'self.group.gather("budget", budget)[0]'),
         ("        if not self.has_decoded:", "        if True:"),
         ('                self._notify("stop")\n', ""),

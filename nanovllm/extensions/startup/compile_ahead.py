@@ -212,7 +212,7 @@ def launch_every_kernel(config: Config, make_runner: Callable[..., Any], group: 
     short = largest_batch(config, num_tokens=16)  # kernels do not depend on how many
     tokens = np.zeros(len(short.token_ids) + SHORT_QUERIES * len(short.lens_q), dtype=np.int32)
     lengths = dict(lens_q=short.lens_q + SHORT_QUERIES, lens_k=short.lens_k + SHORT_QUERIES)
-    long = short._replace(**lengths, token_ids=tokens, slot_mapping=tokens)
+    long = short._replace(**lengths, token_ids=tokens, positions=tokens, slot_mapping=tokens)
     # Those that look at raw logits or at prompts alone do so in torch.
     processors = enumerate(runner.parts.logits_processors)
     kernels = [1 << i for i, p in processors if not (p.needs_raw or p.prefill_only)]
