@@ -122,10 +122,12 @@ def assemble(config: Config) -> Parts:
     from nanovllm.extensions.safety.recovery import Recovery
     from nanovllm.extensions.startup.compile_ahead import CompileAhead
     from nanovllm.extensions.startup.graph_trial import can_be_recorded
+    from nanovllm.extensions.startup.memory import MemoryHint
 
     bias = BiasProcessor()
     *_, isolation = admissions = make_admissions(config, bias)
     recovery = Recovery(isolation)
+    compile_ahead = CompileAhead(config, functools.partial(stand_in, config))
     others = PenaltyProcessor(), BitmaskProcessor(), FilterProcessor(), LogprobProcessor(), ScoreProcessor()
     return Parts(
         functools.partial(build_model, quantization=config.quantization),
@@ -133,7 +135,7 @@ def assemble(config: Config) -> Parts:
         make_backend,
         ReportingRanks,
         collectives(config),
-        observers=(CompileAhead(config, functools.partial(stand_in, config)), recovery),
+        observers=(compile_ahead, MemoryHint(config), recovery),
         prefix_cache=make_prefix_cache(config),
         admissions=admissions,
         logits_processors=(bias, *others),

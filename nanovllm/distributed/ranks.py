@@ -253,7 +253,7 @@ def _obey(runner: Any, commands: connection.Connection, folder: str) -> NoReturn
             shutil.rmtree(folder, ignore_errors=True)
             os._exit(0)
         name, args = pickle.loads(message)
-        getattr(runner, name)(*args)
+        runner.call(name, *args)
 
 
 def _work(tasks: queue.SimpleQueue, config: Config, num_threads: int) -> None:

@@ -16,7 +16,6 @@ from nanovllm.engine.interfaces import LogitsProcessor, selected
 from nanovllm.engine.policies import PrefixCache
 from nanovllm.engine.sequence import Sequence, unpack
 from nanovllm.engine.slots import HostSlots, SlotLayout
-from nanovllm.engine.transfer import to_host
 from nanovllm.layers.attention import AttentionBackend
 
 
@@ -35,6 +34,7 @@ class Batch(NamedTuple):
     lens_q: np.ndarray | None = None  # int32 [sequences], tokens to be computed
     lens_k: np.ndarray | None = None  # int32 [sequences], tokens that the KV cache has of each after the step
     token_ids: np.ndarray | None = None  # int32 [tokens], those to be computed
+    positions: np.ndarray | None = None  # int32 [tokens]
     slot_mapping: np.ndarray | None = None  # int32 [tokens], see Context
     plan_key: Hashable = False  # of a decode step, see AttentionBackend
 
@@ -67,9 +67,9 @@ class BatchMaker:
         self.ever_wanted = 0
 
     def decode(self, sequences: list[Sequence]) -> Batch:
-        updates = self.slots.decode(sequences)
+        updates, is_new_batch = self.slots.decode(sequences)
         messages = None
-        if self.backend.largest_plan and self.slots.is_new_batch:
+        if self.backend.largest_plan and is_new_batch:
             self.plan_key, message = self.backend.plan(sequences)
             messages = None if message is None else {"attention": message}
         self.backend.num_decode_steps += 1
@@ -82,29 +82,29 @@ class BatchMaker:
         lens_k = starts + lens_q
         spans = zip(sequences, starts.tolist(), lens_k.tolist(), strict=True)
         packed = b"".join(seq.packed(start, end) for seq, start, end in spans)
+        ends = np.cumsum(lens_q, dtype=np.int32)
+        positions = np.arange(ends[-1], dtype=np.int32) + np.repeat(lens_k - ends, lens_q)
         wanted = functools.reduce(operator.or_, (seq.request.wanted for seq in sequences))
+        self.ever_wanted |= wanted
+        messages = {"prefix_cache": self.prefix_cache.prepare(sequences)}
+        for processor in selected(self.processors, self.ever_wanted):
+            messages[processor.name] = processor.prepare(sequences)
         return Batch(
             len(sequences),
             wanted,
             self.slots.prefill(sequences),
-            self._messages(sequences, wanted),
+            {name: message for name, message in messages.items() if message is not None},
             np.array([seq.slot for seq in sequences], dtype=np.int32),
             lens_q,
             lens_k,
             unpack(packed).astype(np.int32),
-            self._slot_mapping(sequences, lens_q, lens_k),
+            positions,
+            self._slot_mapping(sequences, lens_q, positions),
         )
 
-    def _messages(self, sequences: list[Sequence], wanted: int) -> dict[str, Any] | None:
-        messages = {"prefix_cache": self.prefix_cache.prepare(sequences)}
-        self.ever_wanted |= wanted
-        for processor in selected(self.processors, self.ever_wanted):
-            messages[processor.name] = processor.prepare(sequences)
-        found = {name: message for name, message in messages.items() if message is not None}
-        return found or None
-
-    def _slot_mapping(self, sequences: list[Sequence], lens_q: np.ndarray, lens_k: np.ndarray) -> np.ndarray:
-        positions = token_positions(lens_q, lens_k)
+    def _slot_mapping(
+        self, sequences: list[Sequence], lens_q: np.ndarray, positions: np.ndarray
+    ) -> np.ndarray:
         tables = [seq.block_table for seq in sequences]
         if not tables[0]:  # warm-up
             return np.full_like(positions, -1)
@@ -112,12 +112,6 @@ class BatchMaker:
         first = np.cumsum([0, *map(len, tables[:-1])], dtype=np.int32)
         places = np.repeat(first, lens_q) + positions // self.block_size
         return blocks[places] * self.block_size + positions % self.block_size
-
-
-def token_positions(lens_q: np.ndarray, lens_k: np.ndarray) -> np.ndarray:
-    """int32 [tokens], the positions of the last lens_q of lens_k tokens of each sequence."""
-    ends = np.cumsum(lens_q, dtype=np.int32)
-    return np.arange(ends[-1], dtype=np.int32) + np.repeat(lens_k - ends, lens_q)
 
 
 class StepOutput(NamedTuple):
@@ -132,12 +126,10 @@ class StepOutput(NamedTuple):
         size = None if batch.is_prefill else batch.num_sequences  # the rest is padding
         tensors = {}
         for name, found in self.tensors.items():
-            tensors[name] = tuple(to_host(tensor[:size]) for tensor in found)
-        done = torch.cuda.Event() if self.tokens.is_cuda else None
-        output = StepOutput(to_host(self.tokens[:size]), tensors, done)
-        if done is not None:
-            done.record()
-        return output
+            tensors[name] = tuple(tensor[:size].to("cpu", non_blocking=True) for tensor in found)
+        tokens = self.tokens[:size].to("cpu", non_blocking=True)
+        done = torch.cuda.current_stream().record_event() if self.tokens.is_cuda else None
+        return StepOutput(tokens, tensors, done)
 
     def token_ids(self) -> list[int]:
         """Wait for the step and return one token id per sequence."""

@@ -6,7 +6,7 @@ Knows nothing of what is recorded, which must depend on nothing but the device's
 import collections
 import contextlib
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -29,8 +29,10 @@ def get_graph_sizes(max_num_seqs: int) -> list[int]:
 class CudaGraphs:
     """All share one pool of memory: one runs at a time, and overwrites the results of the others."""
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, sizes: Sequence[int] = ()):
+        """`sizes` are the batch sizes to record steps for, in rising order."""
         self.device = device
+        self.sizes = sizes
         self._graphs: dict[Hashable, tuple[list[torch.cuda.CUDAGraph], Any]] = {}
         self._pool = self._pool_owner = None
         self._stream = torch.cuda.Stream(device)  # not torch's own, which is one for all devices and threads

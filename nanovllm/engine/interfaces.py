@@ -41,6 +41,9 @@ class Observer:
     def before_first_decode(self) -> None:
         """The engine's first decode step is about to be enqueued."""
 
+    def failing(self, error: BaseException) -> None:
+        """The start or a call of the runner is about to raise this. May raise what says more."""
+
     def stop(self) -> None:
         """The runner ends, or could not be started."""
 

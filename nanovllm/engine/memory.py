@@ -1,7 +1,5 @@
-"""How much of a device's memory a step takes and how much is left, and what to say when it runs out."""
+"""How much of a device's memory a step takes, and how much is left."""
 
-import functools
-import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -68,23 +66,3 @@ def bytes_left(device: torch.device, share: float) -> int:
         return CPU_KV_CACHE_BYTES
     free, total = torch.cuda.mem_get_info(device)
     return int(total * share) - (total - free)
-
-
-def explain_memory(method):
-    """Decorates a method of an object that has a `config`: when memory runs out, say which options help."""
-
-    @functools.wraps(method)
-    def explained(self: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return method(self, *args, **kwargs)
-        except torch.OutOfMemoryError as error:
-            traceback.clear_frames(error.__traceback__)  # else the step's tensors live as long as the error
-            config = self.config
-            raise torch.OutOfMemoryError(
-                f"{error} What helps: lower gpu_memory_utilization (now {config.gpu_memory_utilization}), "
-                f"max_num_seqs (now {config.max_num_seqs}) or max_num_batched_tokens (now "
-                f"{config.max_num_batched_tokens}), or raise tensor_parallel_size (now "
-                f"{config.tensor_parallel_size})"
-            ) from error
-
-    return explained

@@ -56,7 +56,7 @@ def test_the_rank_with_the_least_memory_decides_how_many_blocks_there_are():
     cache = mock.Mock(num_blocks_in=lambda num_bytes: num_bytes >> 20)
     device = torch.device("cpu")
     runner = SimpleNamespace(config=config, group=group, kv_cache=cache, device=device)
-    ModelRunner.allocate_kv_cache(runner)
+    ModelRunner.allocate_kv_cache(runner, reserved_bytes=0)
     cache.allocate.assert_called_once_with(CPU_KV_CACHE_BYTES // 4 >> 20)
 
 

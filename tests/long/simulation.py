@@ -105,7 +105,7 @@ class FakeModel:
         self.block_size, self.prefix_cache, self.backend = config.kvcache_block_size, prefix_cache, backend
         self.batches = BatchMaker(config, prefix_cache, backend, processors)
         layout, self.reach = SlotLayout(config), config.hf_config.tokens_in_reach
-        self.words = np.zeros(layout.num_words, np.int32)
+        self.words = np.zeros(sum(layout.sizes.values()), np.int32)
         self.tables = dict(
             zip(layout.sizes, np.split(self.words, [*layout.starts.values()][1:]), strict=True)
         )

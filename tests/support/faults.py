@@ -33,7 +33,7 @@ METHODS = {
     ],
     "batches": ["prefill", "decode"],
     "host slots": ["prefill", "decode"],
-    "device slots": ["apply", "next_inputs", "note_drawn"],
+    "device slots": ["apply"],
     "bias": ["prepare", "apply", "drawn"],
     "penalties": ["prepare", "apply", "drawn"],
     "filters": ["prepare", "apply"],

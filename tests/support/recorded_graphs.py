@@ -16,7 +16,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from nanovllm.engine import batch as batch_module
+from nanovllm.engine.batch import StepOutput
+from nanovllm.engine.cuda_graphs import get_graph_sizes
 from nanovllm.extensions.logits.kernels import filtering, logit_edits
 from nanovllm.extensions.prefixes import cascade
 from nanovllm.extensions.structured.kernels import token_masks
@@ -108,7 +109,8 @@ def recording(recorder: Recorder) -> Iterator[None]:
 class RecordedGraphs:
     """In place of `CudaGraphs`: `install` puts it there."""
 
-    def __init__(self) -> None:
+    def __init__(self, sizes: list[int]) -> None:
+        self.sizes = sizes
         self.stages: dict[Hashable, tuple[list[Recorder], Any]] = {}
         self.num_replays = 0
 
@@ -146,11 +148,17 @@ def install(llm: Any, patch: pytest.MonkeyPatch) -> RecordedGraphs:
     """Drive the engine as on a GPU: with graphs, and each step launched before the one before it is read."""
     for module, name in REFERENCES:
         patch.setattr(module, name, as_kernel(getattr(module, name)))
-    patch.setattr(batch_module, "to_host", torch.clone)
+    patch.setattr(StepOutput, "to_host", functools.partialmethod(copy_to_host, StepOutput.to_host))
     patch.setattr(llm, "_overlap", True)
-    graphs = RecordedGraphs()
+    graphs = RecordedGraphs(get_graph_sizes(llm.config.max_num_seqs))
     patch.setattr(llm.model_runner, "graphs", graphs)
     return graphs
+
+
+def copy_to_host(output: StepOutput, to_host: Callable[..., StepOutput], batch: Any) -> StepOutput:
+    """The next step overwrites what is in the graphs' memory."""
+    tensors = {name: tuple(map(torch.clone, found)) for name, found in output.tensors.items()}
+    return to_host(StepOutput(output.tokens.clone(), tensors), batch)
 
 
 def as_kernel(reference: Callable[..., Any]) -> Callable[..., Any]:

@@ -28,6 +28,7 @@ import torch.nn.functional as F
 
 from nanovllm.config import Config
 from nanovllm.distributed.group import Group
+from nanovllm.engine.cuda_graphs import get_graph_sizes
 from nanovllm.engine.interfaces import Observer
 from nanovllm.engine.memory import largest_batch
 from nanovllm.kernels import runtime
@@ -211,13 +212,14 @@ def launch_every_kernel(config: Config, make_runner: Callable[..., Any], group: 
     short = largest_batch(config, num_tokens=16)  # kernels do not depend on how many
     tokens = np.zeros(len(short.token_ids) + SHORT_QUERIES * len(short.lens_q), dtype=np.int32)
     lengths = dict(lens_q=short.lens_q + SHORT_QUERIES, lens_k=short.lens_k + SHORT_QUERIES)
-    long = short._replace(**lengths, token_ids=tokens, slot_mapping=tokens)
+    long = short._replace(**lengths, token_ids=tokens, positions=tokens, slot_mapping=tokens)
     # Those that look at raw logits or at prompts alone do so in torch.
-    kernels = [1 << i for i, p in enumerate(runner.processors) if not (p.needs_raw or p.prefill_only)]
+    processors = enumerate(runner.parts.logits_processors)
+    kernels = [1 << i for i, p in processors if not (p.needs_raw or p.prefill_only)]
     runner.run(long._replace(wanted=sum(kernels) & ~runner.waiting))
-    *smaller, largest = runner.graph_sizes
+    *smaller, largest = get_graph_sizes(config.max_num_seqs)
     plan = runner.backend.largest_plan
-    runner.decode_step(*runner.decoding(largest, plan, True), 0)
+    runner.decode_step(largest, plan, 0, is_empty=True)
     yield
     # Which kernels there are depends on one logits processor, or on two of which one changes the dtype.
     for wanted in (0, *kernels, *map(sum, combinations(kernels, 2))):
@@ -227,4 +229,4 @@ def launch_every_kernel(config: Config, make_runner: Callable[..., Any], group: 
         messages = {"prefix_cache": np.zeros((3, 1), dtype=np.int64)}
         runner.run(batch._replace(wanted=0, lens_k=batch.lens_k + 1, messages=messages))
     for size, key in [*product(smaller, {False, plan}), (largest, False)]:
-        runner.decode_step(*runner.decoding(size, key, True), 0)
+        runner.decode_step(size, key, 0, is_empty=True)
