@@ -214,9 +214,9 @@ MUTATIONS = [
         ("        self.forgotten(block.block_id)\n", ""),
     ),
     *mutations_of(
-        "nanovllm/extensions/logits/bias",
-        ("self.num_words += self.bias.num_words(seq)", "self.num_words = self.bias.num_words(seq)"),
-        ("self.num_words <= RULE", "self.num_words < RULE"),
+        "nanovllm/extensions/safety/budget",
+        ("self.num_words += self._words_of(seq)", "self.num_words = self._words_of(seq)"),
+        ("self.num_words <= self.max_words", "self.num_words < self.max_words"),
         ("        self.num_words: int | None = None", "        self.num_words: int | None = 0"),
         ("[*state.running, *(other for other, _ in state.waiting)]", "state.running"),
     ),
@@ -408,7 +408,7 @@ MUTATIONS = [
     ),
     *mutations_of(
         "nanovllm/extensions/logits/scores",
-        ("first = start - seq.num_computed_tokens + scores.num_scored", "first = scores.num_scored"),
+        ("place = start - seq.num_computed_tokens", "place = 0"),
         ("return self.num_scored < len(self.targets)", "return False"),
         ("self.num_scored = self.first + len(self.found)", "self.num_scored = self.first"),
         ("self.num_scored = self.first + len(self.found)", "self.num_scored = len(self.found)"),
@@ -432,7 +432,7 @@ MUTATIONS = [
     ),
     *mutations_of(
         "nanovllm/extensions/logits/bias",
-        ("self.history[to_device(np.array(list(message.rules)), device)] = -1", "pass"),
+        ("self.history[begun] = to_device(message.history, device)", "pass"),
         ("if seq.slot != slot]", "if False]"),
         ("slots = [*message.dropped, *message.rules]", "slots = [*message.rules]"),
         (
@@ -441,26 +441,26 @@ MUTATIONS = [
         ),
         ("(step.slots, step.positions % HISTORY)", "(step.slots, step.positions % (HISTORY - 1))"),
         ("        self._in_slots.clear()\n        self.rules.clear()\n", "        self._in_slots.clear()\n"),
-        ("min(seq.num_prompt_tokens + params.min_tokens, FOREVER)", "min(params.min_tokens, FOREVER)"),
+        ("min(len(request.token_ids) + params.min_tokens, FOREVER)", "min(params.min_tokens, FOREVER)"),
         (
-            "last = enumerate(seq.token_ids[start:], start)",
-            "last = enumerate(seq.token_ids[start:], start + 1)",
+            "np.arange(start, len(seq.token_ids)) % HISTORY",
+            "np.arange(start + 1, len(seq.token_ids) + 1) % HISTORY",
         ),
-        ("        if size > RULE_WORDS:", "        if size >= RULE_WORDS:"),
+        ("        if len(rules) > RULE_WORDS:", "        if len(rules) >= RULE_WORDS:"),
     ),
     *mutations_of(
         "nanovllm/extensions/logits/penalties",
-        ("self.token_flags[to_device(message.slots, device)] = fills[:, None]", "pass"),
+        ("self.token_flags[to_device(slots, device)] = to_device(fills, device)[:, None]", "pass"),
         (
-            "flags[token_id] = flags.get(token_id, fill) + count",
             "flags[token_id] = flags.get(token_id, fill) + 1",
+            "flags[token_id] = flags.get(token_id, fill) | 1",
         ),
     ),
     *mutations_of(
         "nanovllm/extensions/logits/slot_settings",
         (
-            "self.numbers_of(request.params) if self.name in request.own else self.neutral",
-            "self.numbers_of(request.params)",
+            "self.numbers_of(seq.request.params) if self.name in seq.request.own else self.neutral",
+            "self.numbers_of(seq.request.params)",
         ),
         ("        self.reset()", "        pass"),
     ),
