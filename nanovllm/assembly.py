@@ -32,7 +32,7 @@ from nanovllm.sampling_params import SamplingParams
 if Path(__file__).with_name("extensions").joinpath("__init__.py").exists():
     from nanovllm.extensions.checkpoints.shapes import SHAPES as SHAPES
     from nanovllm.extensions.int8_cache.layout import Int8Layout
-    from nanovllm.extensions.logits.bias import BiasBudget, BiasProcessor
+    from nanovllm.extensions.logits.bias import BiasProcessor
     from nanovllm.extensions.logits.filters import FilterProcessor
     from nanovllm.extensions.logits.penalties import PenaltyProcessor
     from nanovllm.extensions.models import gemma3, gpt_oss, llama, mistral, qwen2, qwen3, qwen3_moe
@@ -217,7 +217,8 @@ def make_prefix_cache(config: Config) -> PrefixCache:
 
 def make_admissions(config: Config, bias: Any) -> tuple[Admission, ...]:
     """All that may keep a sequence from running, though there is room for it."""
+    from nanovllm.extensions.safety.budget import Budget
     from nanovllm.extensions.safety.forecast import Forecast
     from nanovllm.extensions.safety.isolation import Isolation
 
-    return HoldBack(), BiasBudget(bias), Forecast(), Isolation(config.max_num_seqs)
+    return HoldBack(), Budget(bias.name, bias.max_words), Forecast(), Isolation(config.max_num_seqs)

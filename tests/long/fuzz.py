@@ -303,9 +303,7 @@ def check_empty(llm: LLM) -> None:
     assert sorted(llm.scheduler.free_slots) == list(range(llm.config.max_num_seqs))
     assert not llm.scheduler.running and not llm.scheduler.waiting and llm.scheduler.chunked is None
     assert (
-        not llm.unfinished
-        and not llm.stop_texts.texts
-        and not llm.parts.logits_processor("bitmask").grammars._readers
+        not llm.unfinished and not llm.stop_texts.texts and not llm.parts.logits_processor("bitmask")._readers
     )
 
 

@@ -58,9 +58,7 @@ def make_sequence(tokens, max_tokens: int = 8, ignore_eos: bool = False, block_s
 
 def give_rules(seq: Sequence, num_words: int) -> None:
     """Biases or bans that take so many words on a device."""
-    from nanovllm.extensions.logits.bias import BiasRequest
-
-    seq.request.own["bias"] = BiasRequest([], num_words)
+    seq.request.own["bias"] = range(num_words)
 
 
 def next_token(tokens) -> int:

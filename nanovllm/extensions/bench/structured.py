@@ -50,9 +50,9 @@ def bench_structured(args: argparse.Namespace, workload: Workload) -> dict[str, 
 
     engine, rng, runs = NanoVLLM(args), random.Random(args.seed), []
     schemas = [draw_schema(rng, args.limit_strings) for _ in range(40)]
-    grammars = engine.llm.parts.logits_processor("bitmask").grammars
+    bitmask = engine.llm.parts.logits_processor("bitmask")
     ends = engine.llm.config.eos
-    make_masks, mask_seconds = grammars.masks, []
+    make_masks, mask_seconds = bitmask.host_input, []
 
     def timed_masks(*args: Any) -> Any:
         start = time.perf_counter()
@@ -60,7 +60,7 @@ def bench_structured(args: argparse.Namespace, workload: Workload) -> dict[str, 
         mask_seconds.append(time.perf_counter() - start)
         return masks
 
-    grammars.masks = timed_masks
+    bitmask.host_input = timed_masks
     num_prompts = len(workload.prompts)
     num_rounds = max(1, 64 // num_prompts)
     for repeat in range(args.repeats + 1):  # the first one warms up
@@ -80,7 +80,7 @@ def bench_structured(args: argparse.Namespace, workload: Workload) -> dict[str, 
                 num_tokens += len(token_ids)
                 if token_ids[-1] in ends:
                     num_ended += 1
-                    jsonschema.validate(json.loads(grammars.tokenizer.decode(token_ids[:-1])), schema)
+                    jsonschema.validate(json.loads(engine.llm.tokenizer.decode(token_ids[:-1])), schema)
         mask_ms = 1000 * statistics.median(mask_seconds)
         run = {"structured": num_tokens / structured, "free": num_tokens / free, "ratio": free / structured}
         run.update(tokens=num_tokens, ended=num_ended, mask_ms=mask_ms)

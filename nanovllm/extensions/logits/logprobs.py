@@ -2,7 +2,7 @@
 them, whatever has changed them since.
 """
 
-import itertools
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -27,10 +27,13 @@ class TopLogprobs(NamedTuple):
     top_logprobs: Tensor  # float32 [tokens, MAX_LOGPROBS]
 
 
+def concatenated(parts: Iterable[TopLogprobs]) -> TopLogprobs:
+    return TopLogprobs(*map(torch.cat, zip(*parts, strict=True)))
+
+
 def top_logprobs(logits: Tensor, token_ids: Tensor) -> TopLogprobs:
     """logits [tokens, vocabulary], token_ids int64 [tokens]."""
-    parts = zip(logits.split(ROWS_AT_ONCE), token_ids.split(ROWS_AT_ONCE), strict=True)
-    return TopLogprobs(*map(torch.cat, zip(*itertools.starmap(_top_logprobs, parts), strict=True)))
+    return concatenated(map(_top_logprobs, logits.split(ROWS_AT_ONCE), token_ids.split(ROWS_AT_ONCE)))
 
 
 def _top_logprobs(logits: Tensor, token_ids: Tensor) -> TopLogprobs:

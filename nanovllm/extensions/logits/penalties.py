@@ -4,8 +4,7 @@ Both are kept as flags, one int32 for each slot and each token of the vocabulary
 device counts the tokens that it draws.
 """
 
-from collections import Counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,12 +12,7 @@ from torch import Tensor
 
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.transfer import to_device
-from nanovllm.extensions.logits.kernels.logit_edits import (
-    BANNED,
-    IN_PROMPT,
-    Penalties,
-    apply_token_flags,
-)
+from nanovllm.extensions.logits.kernels.logit_edits import BANNED, IN_PROMPT, Penalties, apply_token_flags
 from nanovllm.extensions.logits.slot_settings import SlotSettings
 from nanovllm.layers.sampler import SamplingStep
 from nanovllm.sampling_params import SamplingParams
@@ -37,18 +31,11 @@ def token_flags_of(seq: Sequence) -> tuple[int, dict[int, int]]:
     fill = 0 if params.allowed_token_ids is None else BANNED
     flags = dict.fromkeys(params.allowed_token_ids or (), 0)
     if has_penalties(params):
-        for token_id, count in Counter(seq.completion_token_ids).items():
-            flags[token_id] = flags.get(token_id, fill) + count
         for token_id in set(seq.prompt_token_ids):
             flags[token_id] = flags.get(token_id, fill) | IN_PROMPT
+        for token_id in seq.completion_token_ids:
+            flags[token_id] = flags.get(token_id, fill) + 1
     return fill, flags
-
-
-class PenaltyMessage(NamedTuple):
-    settings: Any
-    slots: np.ndarray  # int64 [slots], whose flags are new
-    fills: np.ndarray  # int32 [slots], the flags of tokens that are not listed
-    flags: np.ndarray  # int64 [tokens, 2], index into the flattened table and flags
 
 
 class PenaltyProcessor(SlotSettings):
@@ -77,34 +64,33 @@ class PenaltyProcessor(SlotSettings):
         repetition = min(max(params.repetition_penalty, 1e-6), 1e6)
         return Penalties(params.presence_penalty, params.frequency_penalty, repetition, has_flags=1.0)
 
-    def prepare(self, sequences: list[Sequence]) -> PenaltyMessage:
-        flagged = [seq for seq in sequences if self.name in seq.request.own]
-        fills, values = [], {}
-        for seq in flagged:
-            fill, flags = token_flags_of(seq)
-            fills.append(fill)
-            start = seq.slot * self.vocab_size
-            values |= {start + token_id: flag for token_id, flag in flags.items()}
-        return PenaltyMessage(
-            super().prepare(sequences),
-            np.array([seq.slot for seq in flagged], dtype=np.int64),
-            np.array(fills, dtype=np.int32),
-            np.array(list(values.items()), dtype=np.int64).reshape(-1, 2),
-        )
+    def prepare(self, sequences: list[Sequence]) -> Any:
+        """
+        The settings; the slots that have new flags, int64 [slots]; the flags of tokens that are not listed,
+        int32 [slots]; and the others, int64 [tokens, 2]: index into the flattened table and flags.
+        """
+        slots, fills, listed = [], [], []
+        for seq in sequences:
+            if self.name in seq.request.own:
+                fill, flags = token_flags_of(seq)
+                slots.append(seq.slot)
+                fills.append(fill)
+                listed += [(seq.slot * self.vocab_size + token_id, flag) for token_id, flag in flags.items()]
+        listed = np.array(listed, dtype=np.int64).reshape(-1, 2)
+        return super().prepare(sequences), np.array(slots, np.int64), np.array(fills, np.int32), listed
 
     def allocate(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
         super().allocate(num_slots, vocab_size, device)
         self.vocab_size = vocab_size
         self.token_flags = torch.zeros(num_slots, vocab_size, dtype=torch.int32, device=device)
 
-    def receive(self, message: PenaltyMessage) -> None:
-        super().receive(message.settings)
+    def receive(self, message: Any) -> None:
+        settings, slots, fills, listed = message
+        super().receive(settings)
         device = self.token_flags.device
-        fills = to_device(message.fills, device)
-        self.token_flags[to_device(message.slots, device)] = fills[:, None]
-        for start in range(0, len(message.flags), FLAGS_AT_ONCE):
-            some = message.flags[start : start + FLAGS_AT_ONCE]
-            index, flags = to_device(some, device).unbind(1)
+        self.token_flags[to_device(slots, device)] = to_device(fills, device)[:, None]
+        for start in range(0, len(listed), FLAGS_AT_ONCE):
+            index, flags = to_device(listed[start : start + FLAGS_AT_ONCE], device).unbind(1)
             self.token_flags.view(-1)[index] = flags.int()
 
     def apply(self, logits: Tensor, step: SamplingStep) -> Tensor:

@@ -1,18 +1,23 @@
 """Scores prompts: which of their tokens a prefill step scores, and how likely the model finds these."""
 
+import itertools
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
-from weakref import WeakSet
+from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from nanovllm.engine.interfaces import LogitsProcessor
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.transfer import to_device
-from nanovllm.extensions.logits.logprobs import TokenLogprobs, TopLogprobs, read_logprobs, top_logprobs
+from nanovllm.extensions.logits.logprobs import (
+    TokenLogprobs,
+    TopLogprobs,
+    concatenated,
+    read_logprobs,
+    top_logprobs,
+)
 from nanovllm.sampling_params import SamplingParams
 
 SCORED_AT_ONCE = 256  # tokens, each of which takes a row of logits
@@ -40,11 +45,9 @@ class Scores:
         self.num_scored = self.first + len(self.found)  # or about to be, by a step under way
 
 
-class Scoring(NamedTuple):
-    """The tokens that a prefill step scores, sequence by sequence."""
-
-    indices: np.ndarray  # int64 [scored], where in the batch the token before each stands
-    targets: np.ndarray  # int64 [scored], their ids
+# The tokens that a prefill step scores, int64 [scored] both: where in the batch the token before each stands,
+# and their ids.
+Scoring = tuple[np.ndarray, np.ndarray]
 
 
 class ScoreProcessor(LogitsProcessor):
@@ -58,8 +61,7 @@ class ScoreProcessor(LogitsProcessor):
     prefill_only = True
 
     def __init__(self) -> None:
-        self._counts: deque[list[int]] = deque()  # of steps under way, how many belong to each sequence
-        self._begun: WeakSet[Scores] = WeakSet()
+        self._steps: deque[list[tuple[Scores, int]]] = deque()  # under way, and how many tokens each scores
         self._scoring: Scoring | None = None
 
     def wants(self, params: SamplingParams) -> bool:
@@ -88,34 +90,33 @@ class ScoreProcessor(LogitsProcessor):
 
     def prepare(self, sequences: list[Sequence]) -> Scoring | None:
         """What this step scores counts as scored from here on."""
-        indices, targets, counts, start = [], [], [], 0
+        indices, targets, scored, start = [], [], [], 0
         for seq in sequences:
-            count = 0
             if (scores := self._scores_of(seq)) is not None:
+                place = start - seq.num_computed_tokens  # in the batch, of the sequence's first token
                 end = min(seq.num_computed_tokens + seq.num_scheduled_tokens, len(scores.targets))
-                count = max(0, end - scores.num_scored)
-                first = start - seq.num_computed_tokens + scores.num_scored
-                indices += range(first, first + count)
-                targets += scores.targets[scores.num_scored : scores.num_scored + count]
-                scores.num_scored += count
-                self._begun.add(scores)
-            counts.append(count)
+                indices += range(place + scores.num_scored, place + end)
+                targets += scores.targets[scores.num_scored : end]
+                scored.append((scores, max(0, end - scores.num_scored)))
             start += seq.num_scheduled_tokens
         if not targets:
             return None
-        self._counts.append(counts)
-        return Scoring(np.array(indices, dtype=np.int64), np.array(targets, dtype=np.int64))
+        message = np.array(indices, dtype=np.int64), np.array(targets, dtype=np.int64)
+        self._steps.append(scored)
+        for scores, count in scored:
+            scores.num_scored += count
+        return message
 
     def largest(self, sequences: list[Sequence]) -> Scoring | None:
         indices = np.arange(min(len(sequences[0]) - 1, SCORED_AT_ONCE))
-        return Scoring(indices, np.zeros_like(indices)) if len(indices) else None
+        return (indices, np.zeros_like(indices)) if len(indices) else None
 
     def record(self, sequences: list[Sequence], drawing: list[Sequence], tensors: tuple[Tensor, ...]) -> None:
         num_top = max(seq.sampling_params.prompt_logprobs or 0 for seq in sequences)
         found = iter(read_logprobs(TopLogprobs(*tensors), num_top))
-        for seq, count in zip(sequences, self._counts.popleft(), strict=True):
-            if count:
-                seq.request.own[self.name].found += [next(found) for _ in range(count)]
+        for scores, count in self._steps[0]:
+            scores.found += itertools.islice(found, count)
+        self._steps.popleft()
 
     def receive(self, message: Scoring) -> None:
         self._scoring = message
@@ -125,13 +126,15 @@ class ScoreProcessor(LogitsProcessor):
         if self._scoring is None:
             return None
         indices, targets = (to_device(array, hidden_states.device) for array in self._scoring)
-        self._scoring, parts = None, []
-        for index, target in zip(indices.split(SCORED_AT_ONCE), targets.split(SCORED_AT_ONCE), strict=True):
-            parts.append(top_logprobs(lm_head.gather(lm_head.logits(hidden_states[index])), target))
-        return TopLogprobs(*map(torch.cat, zip(*parts, strict=True)))
+        self._scoring = None
+        pairs = zip(indices.split(SCORED_AT_ONCE), targets.split(SCORED_AT_ONCE), strict=True)
+        return concatenated(
+            top_logprobs(lm_head.gather(lm_head.logits(hidden_states[index])), target)
+            for index, target in pairs
+        )
 
     def reset(self) -> None:
-        self._counts.clear()
-        self._scoring = None
-        for scores in self._begun:
+        for scores, _ in itertools.chain.from_iterable(self._steps):
             scores.restart()
+        self._steps.clear()
+        self._scoring = None

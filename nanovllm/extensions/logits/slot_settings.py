@@ -11,28 +11,26 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.transfer import to_device
 from nanovllm.sampling_params import SamplingParams
 
-Numbers = tuple[float, ...]
-
 
 class SlotSettings(LogitsProcessor):
-    neutral: Numbers
+    neutral: tuple[float, ...]
     table: Tensor  # float32 [slots, numbers], on the device
 
-    def numbers_of(self, params: SamplingParams) -> Numbers:
+    def numbers_of(self, params: SamplingParams) -> tuple[float, ...]:
         """Of a request that wants it; within what float32 can compute with."""
         return self.neutral
 
     def prepare(self, sequences: list[Sequence]) -> Any:
         """Slots, int64 [sequences], and their numbers, float32 [sequences, numbers]."""
-        numbers = []
-        for seq in sequences:
-            request = seq.request
-            numbers.append(self.numbers_of(request.params) if self.name in request.own else self.neutral)
+        numbers = [
+            self.numbers_of(seq.request.params) if self.name in seq.request.own else self.neutral
+            for seq in sequences
+        ]
         slots = [seq.slot for seq in sequences]
         return np.array(slots, dtype=np.int64), np.array(numbers, dtype=np.float32)
 
     def allocate(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
-        self.table = torch.zeros(num_slots, len(self.neutral), dtype=torch.float32, device=device)
+        self.table = torch.empty(num_slots, len(self.neutral), dtype=torch.float32, device=device)
         self.reset()
 
     def receive(self, message: Any) -> None:
@@ -40,8 +38,7 @@ class SlotSettings(LogitsProcessor):
         self.table[slots] = numbers
 
     def reset(self) -> None:
-        for column, value in zip(self.table.unbind(1), self.neutral, strict=True):
-            column.fill_(value)
+        self.table[:] = torch.tensor(self.neutral)
 
     def close(self) -> None:
         del self.table

@@ -2,28 +2,21 @@
 for each step while its forward pass runs. They are copied to the device beside it.
 """
 
-import contextlib
-from typing import Any, NamedTuple
+import functools
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.engine.interfaces import LogitsProcessor
+from nanovllm.engine.interfaces import LogitsProcessor, SequenceError
 from nanovllm.engine.sequence import Sequence
-from nanovllm.extensions.structured.grammar import Grammars
+from nanovllm.extensions.structured.grammar import Compiler
 from nanovllm.extensions.structured.kernels.token_masks import Masks, apply_masks
-from nanovllm.extensions.structured.matchers import Grammar
+from nanovllm.extensions.structured.matchers import Grammar, Reader, problem_of
 from nanovllm.kernels.runtime import cdiv
 from nanovllm.layers.sampler import SamplingStep
 from nanovllm.sampling_params import SamplingParams
-
-
-class TokenMasks(NamedTuple):
-    """The masks of one step."""
-
-    index: np.ndarray  # int32 [sequences], which of the masks each has, -1 for none
-    bits: np.ndarray  # int32 [masks, words]
 
 
 class BitmaskProcessor(LogitsProcessor):
@@ -33,68 +26,111 @@ class BitmaskProcessor(LogitsProcessor):
     needs_whole = False
     waits_for_host = True
     reads_slowly = True
-    grammars: Grammars | None = None
+
+    def __init__(self) -> None:
+        self._readers: dict[int, Reader] = {}  # by seq_id, of those that go on
 
     def start(self, config: Any, prompts: Any) -> None:
-        self.grammars = Grammars(config, prompts.tokenizer)
+        self.max_num_seqs = config.max_num_seqs
+        self.compiler = Compiler(config, prompts.tokenizer)
 
     def wants(self, params: SamplingParams) -> bool:
         return params.structured_outputs is not None
 
     def read(self, request: Any, where: str) -> Grammar:
         try:
-            return self.grammars.compile(request.params.structured_outputs)
+            return self.compiler.compile(request.params.structured_outputs)
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error
 
-    def host_input(self, sequences: list[Sequence]) -> TokenMasks:
-        guided = {
-            i: seq.request.own[self.name]
-            for i, seq in enumerate(sequences)
-            if self.name in seq.request.own and not seq.is_finished
-        }
-        return TokenMasks(*self.grammars.masks(sequences, guided))
+    def host_input(self, sequences: list[Sequence]) -> tuple[np.ndarray, np.ndarray]:
+        """
+        Which of the masks each sequence has, int32 [sequences], -1 for none, and the masks, int32 [masks,
+        words]: an array that is used again for the next masks. A SequenceError ends a
+        sequence whose grammar has become too large, or needs text that no token has.
+        """
+        guided = [self.name in seq.request.own and not seq.is_finished for seq in sequences]
+        readers = {i: self._reader_of(sequences[i]) for i in np.flatnonzero(guided)}
+        # A thread works through neighbours: those that share a lexer would wait for each other in several.
+        rows = sorted(readers, key=lambda i: id(readers[i].lexer))
+        index = np.full(len(sequences), -1, dtype=np.int32)
+        index[rows] = range(len(rows))
+        bits = self._bits[: len(rows)]
+        if rows:
+            self._make_masks([readers[i] for i in rows], bits)
+        return index, bits
+
+    def _reader_of(self, seq: Sequence) -> Reader:
+        if seq.seq_id not in self._readers:
+            self._readers[seq.seq_id] = Reader(seq, seq.request.own[self.name])
+        return self._readers[seq.seq_id]
+
+    def _make_masks(self, readers: list[Reader], bits: np.ndarray) -> None:
+        """In their order, in bits, int32 [readers, words]."""
+        steps = []
+        for reader in readers:
+            new = reader.take_new()
+            if len(new) == 1:
+                steps.append((reader.matcher, new[0]))
+            else:
+                reader.matcher.consume_tokens(new)
+        if steps:
+            self._threads.consume_token_par(steps)
+        places = [(reader.matcher, place) for place, reader in enumerate(readers)]
+        self._threads.unsafe_compute_mask_ptr(places, bits.ctypes.data, bits.strides[0], len(bits))
+        for reader in readers:
+            if reader.matcher.is_error():
+                after = f"structured_outputs after {reader.sequence.num_completion_tokens - 1} tokens"
+                raise SequenceError(reader.sequence, f"{after}: {problem_of(reader.matcher)}")
+
+    @functools.cached_property
+    def _threads(self) -> Any:
+        """They share sequences among them, without Python's lock."""
+        return self.compiler.llguidance.LLExecutor()
+
+    @functools.cached_property
+    def _bits(self) -> np.ndarray:
+        """int32 [sequences, words]: where masks are made, from where a GPU can copy them by itself."""
+        shape = self.max_num_seqs, cdiv(self.compiler.vocabulary.vocab_size, 32)
+        return torch.empty(
+            shape, dtype=torch.int32, device="cpu", pin_memory=self._stream is not None
+        ).numpy()
 
     def ended(self, seq: Sequence) -> None:
-        self.grammars.drop(seq.seq_id)
+        if (reader := self._readers.pop(seq.seq_id, None)) is not None:
+            reader.close()
 
     def allocate(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
         """The device's copy of a step's masks is always in the same place, so that a CUDA graph finds it."""
-        self.device, is_gpu = device, device.type == "cuda"
-        self.masks = Masks(
-            torch.full((num_slots,), -1, dtype=torch.int32, device=device),
-            torch.zeros(num_slots, cdiv(vocab_size, 32), dtype=torch.int32, device=device),
-        )
-        self._stream = torch.cuda.Stream(device) if is_gpu else None
-        self._sent = torch.empty(num_slots, dtype=torch.int32, device="cpu", pin_memory=is_gpu)  # index
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        index = torch.full((num_slots,), -1, dtype=torch.int32, device=device)
+        self.masks = Masks(index, index.new_zeros(num_slots, cdiv(vocab_size, 32)))
 
-    def receive(self, message: TokenMasks) -> None:
+    def receive(self, message: tuple[np.ndarray, np.ndarray]) -> None:
         """
         Copy a step's masks to the device. The step before it must have been drawn, as it has been if masks
         were made of its tokens: nobody reads its masks any more.
         """
-        masks, stream = self.masks, self._stream
-        num_words = masks.bits.shape[1]  # a tokenizer may have more tokens
-        bits = np.ascontiguousarray(message.bits[:, :num_words])
-        index = self._sent[: len(message.index)].copy_(torch.from_numpy(message.index))
-        with torch.cuda.stream(stream) if stream is not None else contextlib.nullcontext():
-            masks.index[: len(index)].copy_(index, non_blocking=True)
-            if len(bits):
-                source = torch.from_numpy(bits)
-                source = source.pin_memory() if stream is not None else source
-                masks.bits[: len(bits)].copy_(source, non_blocking=True)
-        if stream is not None:
-            torch.cuda.current_stream(self.device).wait_stream(stream)
+        index, bits = message
+        bits = np.ascontiguousarray(bits[:, : self.masks.bits.shape[1]])  # a tokenizer may have more tokens
+        with torch.cuda.stream(self._stream):
+            for target, array in zip(self.masks, (index, bits), strict=True):
+                source = torch.from_numpy(array)
+                source = source.pin_memory() if target.is_cuda else source
+                target[: len(array)].copy_(source, non_blocking=True)
+        if self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
     def apply(self, logits: Tensor, step: SamplingStep) -> Tensor:
         apply_masks(logits, self.masks, step.vocab_start)
         return logits
 
     def reset(self) -> None:
-        if self.grammars is not None:
-            self.grammars.reset()
+        """Texts are read again when their sequences go on."""
+        while self._readers:
+            self._readers.popitem()[1].close()
 
     def close(self) -> None:
-        if self.grammars is not None:
-            self.grammars.close()
-        del self.masks
+        """End the threads and free what masks were made in."""
+        for name in ("_threads", "_bits", "masks"):
+            self.__dict__.pop(name, None)

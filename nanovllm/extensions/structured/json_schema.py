@@ -18,32 +18,32 @@ def close_objects(root: Any) -> None:
     Add `"additionalProperties": false` to every object schema that lists properties and says nothing of
     others, in place. Schemas that describe an object together stay as they are: none knows the others' list.
     """
-    listing: dict[int, dict] = {}  # by id
-    together: set[int] = set()
-    seen: set[tuple[int, bool]] = set()
+    listing: list[dict] = []
+    seen: set[tuple[int, bool]] = set()  # id of a schema, and whether it is one of several
     left: list[tuple[Any, bool]] = [(root, False)]
     while left:
         schema, is_part = left.pop()
         if isinstance(schema, list):
             left.extend((each, is_part) for each in schema)
-        if not isinstance(schema, dict) or (id(schema), is_part) in seen:
+        if not isinstance(schema, dict):
             continue
-        seen.add((id(schema), is_part))
         is_listing = any(name in schema for name in LISTING)
         # What describes the same value as the schema itself.
         merged = [*_values(schema.get("allOf")), schema.get("anyOf"), schema.get("oneOf")]
         merged.append(_resolve(root, schema.get("$ref")))
         merged = [each for each in merged if each is not None]
         is_part = is_part or is_listing + len(merged) > 1
+        if (id(schema), is_part) in seen:
+            continue
+        seen.add((id(schema), is_part))
         left.extend((each, is_part) for each in merged)
         left.extend((each, False) for name in NAMED for each in _values(schema.get(name)))
         left.extend((schema.get(name), False) for name in OTHERS)
         if is_listing and not any(name in schema for name in ALLOWING):
-            listing[id(schema)] = schema
-        if is_part:
-            together.add(id(schema))
-    for key in listing.keys() - together:
-        listing[key]["additionalProperties"] = False
+            listing.append(schema)
+    for schema in listing:
+        if (id(schema), True) not in seen:
+            schema["additionalProperties"] = False
 
 
 def _values(collection: Any) -> list[Any]:
@@ -54,13 +54,13 @@ def _values(collection: Any) -> list[Any]:
 
 def _resolve(root: Any, reference: Any) -> Any:
     """What a JSON pointer into the same schema refers to; None if there is nothing."""
-    if not isinstance(reference, str) or not reference.startswith("#"):
+    if not str(reference).startswith("#"):
         return None
     found = root
-    for key in unquote(reference[1:]).split("/")[1:]:
-        key = key.replace("~1", "/").replace("~0", "~")
-        if isinstance(found, list) and key.isdecimal() and int(key) < len(found):
-            found = found[int(key)]
-        else:
-            found = found.get(key) if isinstance(found, dict) else None
+    try:
+        for key in unquote(reference[1:]).split("/")[1:]:
+            key = key.replace("~1", "/").replace("~0", "~")
+            found = found[int(key) if isinstance(found, list) else key]
+    except (LookupError, TypeError, ValueError):
+        return None
     return found

@@ -1,56 +1,72 @@
 """llguidance's matchers: each follows one text through a grammar and knows what it may go on with."""
 
 import re
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from nanovllm.engine.sequence import Sequence
 from nanovllm.utils.validation import shorten
 
 MAX_LEXERS = 16  # of a grammar
-EXCERPT = re.compile(r"\s*(\d+ \||\^)")  # a line of the grammar, or what points into it
 MAX_SECONDS = 1.0  # that compiling them takes
+# What a user has no use for: a matcher's state, lines of the grammar and what points into them, and the place
+# of a schema in the Lark that it has become.
+NOISE = re.compile(r"\n<(?s:.*)|^\s*(\d+ \||\^).*|^.*: failed to compile JSON schema: ", re.MULTILINE)
+
+
+@dataclass(eq=False)
+class Lexer:
+    """What matchers that are copies of each other share. Only one of them can use it at a time."""
+
+    first: Any  # the matcher that the others are copies of
+    idle: list[Any]  # matchers that no sequence has
 
 
 class Grammar:
     """
-    A compiled grammar. A matcher follows one text. What it finds out about texts is kept in its lexer, which
-    it shares with its copies, and which only one of them can use at a time. So there are several lexers, and
+    A grammar, compiled when it is first asked for. A matcher follows one text; what it finds out about texts
+    is kept in its lexer. So there are several lexers, for texts that are followed at the same time, and
     matchers of texts that have ended are used again, since their lexers know more.
     """
 
     def __init__(self, compile_matcher: Callable[[], Any]):
-        self._compile, start = compile_matcher, time.perf_counter()
-        first = compile_matcher()
-        seconds = time.perf_counter() - start
-        self._max_lexers = max(1, min(MAX_LEXERS, int(MAX_SECONDS / seconds)))
-        self._lexers = deque([first])  # a matcher of each
-        self._idle = [(first, first)]  # lexers and matchers that no sequence has
+        self._compile_matcher = compile_matcher
+        self._compiling = threading.Lock()
+        self._lexers: deque[Lexer] = deque()
+        self._max_lexers = 0
 
-    def take(self) -> tuple[Any, Any]:
-        """A matcher at the beginning of a text, and which lexer it has: the first matcher with the same."""
-        if self._idle:
-            lexer, matcher = self._idle.pop()
-        elif len(self._lexers) < self._max_lexers:
-            lexer = matcher = self._compile()
-            self._lexers.append(lexer)
-        else:
-            self._lexers.rotate()
-            lexer = self._lexers[0]
-            matcher = lexer.deep_copy()
+    def compile(self) -> None:
+        """Once, whichever threads call this. Raises what compiling raises."""
+        with self._compiling:
+            if self._max_lexers == 0:
+                start = time.perf_counter()
+                self._add_lexer()
+                seconds = time.perf_counter() - start
+                self._max_lexers = max(1, min(MAX_LEXERS, int(MAX_SECONDS / seconds)))
+
+    def _add_lexer(self) -> None:
+        first = self._compile_matcher()
+        self._lexers.append(Lexer(first, [first]))
+
+    def take(self) -> tuple[Lexer, Any]:
+        """A matcher at the beginning of a text, and its lexer."""
+        if len(self._lexers) < self._max_lexers and not any(lexer.idle for lexer in self._lexers):
+            self._add_lexer()
+        self._lexers.rotate()  # of lexers with equally many idle matchers another one each time
+        lexer = max(self._lexers, key=lambda each: len(each.idle))
+        matcher = lexer.idle.pop() if lexer.idle else lexer.first.deep_copy()
         matcher.reset()
         return lexer, matcher
 
-    def put_back(self, lexer: Any, matcher: Any) -> None:
-        if lexer not in self._lexers:
-            return
-        if matcher.is_error():  # perhaps its lexer has grown too large
+    def put_back(self, lexer: Lexer, matcher: Any) -> None:
+        if not matcher.is_error():
+            lexer.idle.append(matcher)
+        elif lexer in self._lexers:  # perhaps it has grown too large
             self._lexers.remove(lexer)
-            self._idle = [each for each in self._idle if each[0] is not lexer]
-        else:
-            self._idle.append((lexer, matcher))
 
 
 class Reader:
@@ -73,11 +89,6 @@ class Reader:
 
 
 def problem_of(matcher: Any) -> str:
-    """
-    Why a matcher is in error, without the description of its state and the lines of Lark that a schema has
-    become; empty if it is not.
-    """
-    lines = matcher.get_error().split("\n<")[0].splitlines()
-    reason = " ".join(line.strip() for line in lines if not EXCERPT.match(line))
-    reason = reason.split(": failed to compile JSON schema: ")[-1].strip()
+    """Why a matcher is in error; empty if it is not."""
+    reason = " ".join(NOISE.sub("", matcher.get_error()).split())
     return "no text fits" if reason.startswith("NoExtension") else shorten(reason)

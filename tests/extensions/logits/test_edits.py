@@ -25,7 +25,7 @@ from nanovllm.engine.sequence import Request, Sequence
 from nanovllm.extensions.batch import __main__ as batch
 from nanovllm.extensions.batch.lines import Answer
 from nanovllm.extensions.logits import bias as biases
-from nanovllm.extensions.logits.bias import BAN, BiasProcessor, BiasRequest, num_rule_words
+from nanovllm.extensions.logits.bias import BAN, BiasProcessor, rules_of
 from nanovllm.extensions.logits.kernels import logit_edits
 from nanovllm.extensions.logits.kernels.filtering import filter_thresholds_torch
 from nanovllm.layers.sampler import Sampler, SamplingStep
@@ -501,8 +501,7 @@ class Rows:
         seq = Sequence(Request([1, 2], SamplingParams(**params)))
         seq.slot = row
         if self.table.wants(seq.sampling_params):
-            size = num_rule_words(seq.sampling_params, words, ())
-            seq.request.own["bias"] = BiasRequest(words, size)
+            seq.request.own["bias"] = rules_of(seq.request, words, ())
         self.table.receive(self.table.prepare([seq]))
         return seq
 
@@ -532,7 +531,7 @@ def test_the_rules_of_a_row_are_its_own_and_go_with_its_sequence():
     assert (shaped(1)[30:40] == BAN).all() and torch.equal(shaped(1)[:20], torch.ones(20))
     assert (
         sizes()
-        == {seq.slot: table.num_words(seq) for seq in (first, other)}
+        == {seq.slot: len(seq.request.own["bias"]) for seq in (first, other)}
         == {0: 1 + 3 * 5 + 2, 1: 1 + 31 * 5 + 19}
     )
     first.slot = -1
@@ -587,7 +586,7 @@ def test_rules_take_no_more_memory_than_each_request_asks_for(folder, monkeypatc
         expected = tokens_of(llm.generate([PROMPT] * 4, [SamplingParams(0, 5, True)] * 4, use_tqdm=False))
         results = llm.generate([PROMPT] * 4, params, use_tqdm=False)
         assert tokens_of(results[:1] + results[2:]) == expected[:3]
-        words = [num_rule_words(one, biases_of(llm).bad_words(one), one.stop_token_ids) for one in params]
+        words = [len(llm.prompts.read(PROMPT, one).own["bias"]) for one in params]
         assert max(words) == words[1] < 7 * 2 * 4000
         assert costs.most - before == 4 * sum(words)
 
@@ -632,7 +631,7 @@ def test_rules_that_can_never_fit_fail_their_own_request_alone(folder, monkeypat
         with pytest.raises(ValueError, match=complaint):
             generate(llm, **too_many)
         with pytest.MonkeyPatch.context() as patch:  # all there is may be taken by one
-            size = llm.prompts.read("x", SamplingParams(bad_words=["abc"])).own["bias"].num_words
+            size = llm.prompts.read("x", SamplingParams(bad_words=["abc"])).own["bias"].size
             patch.setattr(biases, "RULE_WORDS", size)
             generate(llm, bad_words=["abc"], max_tokens=1)
             patch.setattr(biases, "RULE_WORDS", size - 1)

@@ -23,7 +23,9 @@ from smollm2 import smollm2_gguf  # noqa: F401
 from structured_schemas import CHECKPOINT, ENDINGS, run
 
 from nanovllm import LLM, AsyncLLM, SamplingParams, StructuredOutputsParams
-from nanovllm.extensions.structured.grammar import GrammarError, Grammars
+from nanovllm.engine.interfaces import SequenceError
+from nanovllm.extensions.structured.bitmask import BitmaskProcessor
+from nanovllm.extensions.structured.grammar import Compiler
 from nanovllm.extensions.structured.matchers import MAX_LEXERS, Grammar
 from tiny_checkpoints import EXACT, edit_json, make_checkpoint, make_tokenizer, one_thread  # noqa: F401
 
@@ -48,8 +50,12 @@ def alone(llm) -> list[dict]:
     return [llm.generate([prompt], params, use_tqdm=False)[0] for prompt, params in pairs]
 
 
-def grammars_of(llm: LLM) -> Grammars:
-    return llm.parts.logits_processor("bitmask").grammars
+def masks_of(llm: LLM) -> BitmaskProcessor:
+    return llm.parts.logits_processor("bitmask")
+
+
+def compiler_of(llm: LLM) -> Compiler:
+    return masks_of(llm).compiler
 
 
 def waiting(llm: LLM, wanted: int) -> bool:
@@ -200,7 +206,7 @@ LISTED = {"type": "object", "properties": {"a": NUMBER}, "required": ["a"]}
 def writes(llm: LLM, schema: Any, text: str, **options: Any) -> bool:
     """Whether an answer that the schema asks for may be this text."""
     wanted = StructuredOutputsParams(json=schema, disable_any_whitespace=True, **options)
-    matcher = grammars_of(llm).compile(wanted).take()[1]
+    matcher = compiler_of(llm).compile(wanted).take()[1]
     tokens = llm.encode(text)
     return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 
@@ -274,7 +280,7 @@ def test_a_pydantic_model_gets_the_fields_that_it_has(llm):
 )
 def test_white_space_between_the_parts_of_json_is_as_asked_for(llm, options, texts):
     wanted = StructuredOutputsParams(json={"type": "array", "items": NUMBER}, **options)
-    matcher = grammars_of(llm).compile(wanted).take()[1]
+    matcher = compiler_of(llm).compile(wanted).take()[1]
     found = set()
     for text in ("[1,2]", "[1, 2]", "[ 1,\n\t2 ]", "[\n1,2\n]"):
         matcher.reset()
@@ -302,7 +308,7 @@ def test_every_request_gets_the_tokens_that_it_gets_alone(folder, alone, options
         llm._overlap = overlap
         assert_same(llm.generate(PROMPTS, PARAMS, use_tqdm=False), alone)
         assert (llm.stats()["num_preemptions"] > 0) == ("num_kvcache_blocks" in options)
-        assert not grammars_of(llm)._readers, "kept for requests that have ended"
+        assert not masks_of(llm)._readers, "kept for requests that have ended"
         assert_empty(llm)
 
 
@@ -343,7 +349,7 @@ def test_nothing_is_kept_of_a_request_aborted_while_its_first_step_is_under_way(
     llm.abort(request_id)
     while not llm.is_finished():
         llm.step()
-    assert not grammars_of(llm)._readers
+    assert not masks_of(llm)._readers
     assert_empty(llm)
 
 
@@ -377,12 +383,12 @@ def test_the_forward_pass_is_enqueued_before_the_tokens_that_masks_depend_on_are
     watch(llm.model_runner, "run")
     watch(llm.scheduler, "postprocess")
     watch(llm.scheduler, "schedule")
-    watch(grammars_of(llm), "masks")
+    watch(masks_of(llm), "host_input")
     watch(llm.model_runner, "sample")
     monkeypatch.setattr(llm, "_overlap", True)
     llm.generate([[1]], SamplingParams(0, 3, True, structured_outputs=JSON), use_tqdm=False)
-    rest = ["run", "postprocess", "schedule", "masks", "sample"] * 2 + ["postprocess"]
-    assert order == ["schedule", "run", "schedule", "masks", "sample", *rest]
+    rest = ["run", "postprocess", "schedule", "host_input", "sample"] * 2 + ["postprocess"]
+    assert order == ["schedule", "run", "schedule", "host_input", "sample", *rest]
 
 
 # --- matchers ---
@@ -391,12 +397,12 @@ def test_the_forward_pass_is_enqueued_before_the_tokens_that_masks_depend_on_are
 def test_threads_and_memory_of_masks_end_with_the_engine(folder):
     with LLM(folder, **EXACT, num_kvcache_blocks=40) as llm:
         llm.generate([[1]] * 4, SamplingParams(0, 3, structured_outputs=JSON), use_tqdm=False)
-        assert {"_threads", "_bits"} <= {*vars(grammars_of(llm))}
-    assert not {"_threads", "_bits"} & {*vars(grammars_of(llm))}
+        assert {"_threads", "_bits"} <= {*vars(masks_of(llm))}
+    assert not {"_threads", "_bits"} & {*vars(masks_of(llm))}
 
 
 def test_texts_of_a_grammar_have_lexers_of_their_own_which_later_ones_use_again(llm):
-    grammar = grammars_of(llm).compile(StructuredOutputsParams(regex="[ab]{3}[0-9]"))
+    grammar = compiler_of(llm).compile(StructuredOutputsParams(regex="[ab]{3}[0-9]"))
     taken = [grammar.take() for _ in range(MAX_LEXERS + 4)]
     assert len({id(lexer) for lexer, _ in taken}) == MAX_LEXERS
     assert len({id(matcher) for _, matcher in taken}) == len(taken)
@@ -410,18 +416,19 @@ def test_texts_of_a_grammar_have_lexers_of_their_own_which_later_ones_use_again(
 
 
 def test_a_grammar_that_takes_long_to_compile_is_compiled_once(llm):
-    compile_quickly = grammars_of(llm).compile(JSON).take()[1].deep_copy
+    compile_quickly = compiler_of(llm).compile(JSON).take()[1].deep_copy
 
     def compile_slowly() -> Any:
         time.sleep(0.6)
         return compile_quickly()
 
     grammar = Grammar(compile_slowly)
+    grammar.compile()
     assert len({id(grammar.take()[0]) for _ in range(4)}) == 1
 
 
 def test_a_lexer_that_has_failed_is_not_used_again(llm):
-    grammar = grammars_of(llm).compile(StructuredOutputsParams(regex="[ab]{3}[0-8]"))
+    grammar = compiler_of(llm).compile(StructuredOutputsParams(regex="[ab]{3}[0-8]"))
     taken = [grammar.take() for _ in range(2 * MAX_LEXERS)]
     failed, matcher = taken[0]
     copies = [each for each in taken[1:] if each[0] is failed]
@@ -438,9 +445,9 @@ def test_a_lexer_that_has_failed_is_not_used_again(llm):
 def test_a_schema_is_compiled_once_however_it_is_written(folder, monkeypatch):
     with LLM(folder, **EXACT, num_kvcache_blocks=40) as llm:
         compiled = []
-        source = grammars_of(llm)._source
+        source = compiler_of(llm)._source
         monkeypatch.setattr(
-            grammars_of(llm), "_source", lambda wanted: (compiled.append(wanted), source(wanted))[1]
+            compiler_of(llm), "_source", lambda wanted: (compiled.append(wanted), source(wanted))[1]
         )
         for _ in range(2):
             for schema in (SCHEMA, dict(SCHEMA), json.dumps(SCHEMA)):
@@ -555,14 +562,14 @@ def test_a_long_reason_is_shortened(llm):
 
 def test_what_takes_too_long_to_compile_is_given_up(llm, monkeypatch):
     monkeypatch.setattr("nanovllm.extensions.structured.grammar.MAX_SECONDS", 0.05)
-    monkeypatch.setattr(grammars_of(llm)._llguidance, "LLMatcher", lambda *_, **__: time.sleep(1))
+    monkeypatch.setattr(compiler_of(llm).llguidance, "LLMatcher", lambda *_, **__: time.sleep(1))
     with pytest.raises(ValueError, match="it takes more than 0 s to compile"):
         answer(llm, StructuredOutputsParams(regex="never compiled before"))
 
 
 def test_threads_that_want_the_same_compile_it_once_and_other_tasks_go_on(folder, monkeypatch):
     with AsyncLLM(folder, **EXACT, num_kvcache_blocks=40) as engine:
-        compiled, make = [], grammars_of(engine.llm)._make_matcher
+        compiled, make = [], compiler_of(engine.llm)._make_matcher
 
         def make_slowly(*args: Any) -> Any:
             compiled.append(args[0])
@@ -579,7 +586,7 @@ def test_threads_that_want_the_same_compile_it_once_and_other_tasks_go_on(folder
                 turns += 1
             return await asyncio.gather(*tasks), turns
 
-        monkeypatch.setattr(grammars_of(engine.llm), "_make_matcher", make_slowly)
+        monkeypatch.setattr(compiler_of(engine.llm), "_make_matcher", make_slowly)
         results, turns = asyncio.run(run())
         assert results[0] == results[1] and turns > 20
         assert len(compiled) == 1
@@ -594,24 +601,24 @@ def test_threads_that_want_the_same_compile_it_once_and_other_tasks_go_on(folder
 
 
 def test_a_grammar_that_fails_on_the_way_ends_its_request_alone(llm, monkeypatch):
-    masks, failed = grammars_of(llm).masks, []
+    host_input, failed = masks_of(llm).host_input, []
 
-    def fail(sequences, grammars):
+    def fail(sequences):
         for seq in sequences:
             if seq.prompt_token_ids == [2] and len(seq.token_ids) == 4:
                 failed.append(seq)
-                raise GrammarError(seq, "too large")
-        return masks(sequences, grammars)
+                raise SequenceError(seq, "too large")
+        return host_input(sequences)
 
     params = SamplingParams(0, 20, structured_outputs=JSON)
     expected = llm.generate([[1], [3]], params, use_tqdm=False)
-    monkeypatch.setattr(grammars_of(llm), "masks", fail)
+    monkeypatch.setattr(masks_of(llm), "host_input", fail)
     requests = [([token], params) for token in (1, 2, 3)]
     for overlap in (True, False):
         monkeypatch.setattr(llm, "_overlap", overlap)
         found = dict(llm.generate_from(requests, return_exceptions=True))
         assert [found[0], found[2]] == expected
-        assert isinstance(found[1], GrammarError) and "after 3 tokens: too large" in str(found[1])
+        assert isinstance(found[1], SequenceError) and "too large" in str(found[1])
         assert_empty(llm)
     assert len(failed) == 2, "others were suspected"
 
@@ -625,7 +632,7 @@ def test_an_error_of_a_thread_is_an_error_of_the_step(llm, monkeypatch, overlap)
     params = SamplingParams(0, 20, structured_outputs=JSON)
     expected = llm.generate([[1], [3]], params, use_tqdm=False)
     with monkeypatch.context() as patched:
-        patched.setattr(Grammars, "_make_masks", fail)
+        patched.setattr(BitmaskProcessor, "_make_masks", fail)
         with pytest.raises(OSError, match="no memory for a mask"):
             llm.generate([[1], [3]], params, use_tqdm=False)
     assert_empty(llm)
@@ -637,7 +644,7 @@ def test_a_token_that_a_grammar_does_not_allow_is_an_error_and_no_answer(llm):
     [request] = llm.prompts.read_all([[1, 2]], SamplingParams(structured_outputs=JSON))
     [seq] = llm.queue(request)
     seq.append_token(7)
-    with pytest.raises(GrammarError, match="doesn't satisfy the grammar") as error:
+    with pytest.raises(SequenceError, match="after 0 tokens: .*doesn't satisfy the grammar") as error:
         llm.parts.logits_processor("bitmask").host_input([seq])
     assert error.value.sequence is seq and "\n" not in str(error.value)
     llm.clear()

@@ -17,7 +17,8 @@ from nanovllm.kernels.runtime import LOG2_E, tl, triton, use_triton
 BLOCK = 2048  # logits that are read together, one by each lane
 STAGES = 6  # blocks that are loaded ahead
 BEST = 4  # logits of every lane that are copied
-MAX_PASSES = 128  # far more than float32 can need in a range of real logits
+UNIT = tl.constexpr(LOG2_E)  # for kernels
+MAX_PASSES = tl.constexpr(128)  # far more than float32 can need in a range of real logits
 
 
 class Filters(NamedTuple):
@@ -51,9 +52,7 @@ def filter_thresholds(logits: Tensor, temperatures: Tensor, filters: Tensor) -> 
             logits.shape[1],
             BLOCK=BLOCK,
             BEST=BEST,
-            LOG2_E=LOG2_E,
             STAGES=STAGES,
-            MAX_PASSES=MAX_PASSES,
             num_warps=8,
             maxnreg=128,  # so that two programs fit on a multiprocessor
         )
@@ -90,9 +89,7 @@ def _threshold_kernel(
     vocab,
     BLOCK: tl.constexpr,
     BEST: tl.constexpr,
-    LOG2_E: tl.constexpr,
     STAGES: tl.constexpr,
-    MAX_PASSES: tl.constexpr,
 ):
     """One program a row, so that a row's sums are always added up in the same order."""
     i = tl.program_id(0).to(tl.int64)
@@ -104,7 +101,7 @@ def _threshold_kernel(
     if (temperature > 0) & ((top_k > 0) | (top_p < 1) | (min_p > 0)):
         row = logits + i * row_stride
         few = bests + i * BEST * BLOCK
-        scale = LOG2_E / temperature
+        scale = UNIT / temperature
         lane = tl.arange(0, BLOCK)
         first = tl.full([BLOCK], float("-inf"), tl.float32)
         second, third, fourth, least = first, first, first, -first
@@ -126,13 +123,9 @@ def _threshold_kernel(
         if (top_k > 0) & (top_k < vocab):
             if _weigh_kernel(few, BEST * BLOCK, complete, best, scale, True, BLOCK, 1) >= top_k:
                 low = tl.maximum(threshold, complete)
-                threshold = _search_kernel(
-                    few, BEST * BLOCK, low, best, scale, top_k, True, BLOCK, 1, MAX_PASSES
-                )
+                threshold = _search_kernel(few, BEST * BLOCK, low, best, scale, top_k, True, BLOCK, 1)
             else:
-                threshold = _search_kernel(
-                    row, vocab, threshold, best, scale, top_k, True, BLOCK, STAGES, MAX_PASSES
-                )
+                threshold = _search_kernel(row, vocab, threshold, best, scale, top_k, True, BLOCK, STAGES)
         if top_p < 1:
             low = tl.maximum(threshold, complete)
             enough = _weigh_kernel(few, BEST * BLOCK, low, best, scale, False, BLOCK, 1)
@@ -141,11 +134,11 @@ def _threshold_kernel(
                 weight = _weigh_kernel(row, vocab, threshold, best, scale, False, BLOCK, STAGES)
             if enough >= top_p * weight:
                 threshold = _search_kernel(
-                    few, BEST * BLOCK, low, best, scale, top_p * weight, False, BLOCK, 1, MAX_PASSES
+                    few, BEST * BLOCK, low, best, scale, top_p * weight, False, BLOCK, 1
                 )
             else:
                 threshold = _search_kernel(
-                    row, vocab, threshold, best, scale, top_p * weight, False, BLOCK, STAGES, MAX_PASSES
+                    row, vocab, threshold, best, scale, top_p * weight, False, BLOCK, STAGES
                 )
     tl.store(thresholds + i, threshold)
 
@@ -175,7 +168,6 @@ def _search_kernel(
     COUNT: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
-    MAX_PASSES: tl.constexpr,
 ):
     """
     The largest logit from `low` on for which the logits from it on weigh enough, see _weigh_kernel; the least

@@ -19,8 +19,7 @@ HISTORY = 1024  # how many of the tokens drawn last are kept; a power of 2
 IN_PROMPT, BANNED = 1 << 30, 1 << 29  # token flags; the bits below count occurrences in the completion
 COUNT = BANNED - 1
 PROGRAMS_A_ROW = 8  # share a row's rules, so that other rows do not wait long for one with very many
-RULES_AT_ONCE = 128
-TOKENS_AT_ONCE = 16
+RULES_AT_ONCE, TOKENS_AT_ONCE = tl.constexpr(128), tl.constexpr(16)
 BLOCK = 4096
 
 
@@ -66,9 +65,6 @@ def apply_rules(
             history,
             logits.stride(0),
             HISTORY=HISTORY,
-            PROGRAMS=PROGRAMS_A_ROW,
-            BLOCK=RULES_AT_ONCE,
-            TOKENS=TOKENS_AT_ONCE,
             num_warps=4,
         )
 
@@ -138,9 +134,6 @@ def _rules_kernel(
     history,
     logits_stride,
     HISTORY: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TOKENS: tl.constexpr,
 ):
     i = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + i).to(tl.int64)
@@ -149,8 +142,9 @@ def _rules_kernel(
         words = address.to(tl.pointer_type(tl.int32))
         number = tl.load(words)
         position = tl.load(positions + i)
-        for start in range(tl.program_id(1) * BLOCK, number, PROGRAMS * BLOCK):
-            index = start + tl.arange(0, BLOCK)
+        first = tl.program_id(1) * RULES_AT_ONCE
+        for start in range(first, number, tl.num_programs(1) * RULES_AT_ONCE):
+            index = start + tl.arange(0, RULES_AT_ONCE)
             inside = index < number
             rule = words + 1 + index
             until = tl.load(rule, mask=inside, other=0)
@@ -160,13 +154,13 @@ def _rules_kernel(
             compared = 0
             longest = tl.max(tl.where(holds, length, 0), axis=0)
             while compared < longest:
-                back = compared + 1 + tl.arange(0, TOKENS)
+                back = compared + 1 + tl.arange(0, TOKENS_AT_ONCE)
                 drawn = tl.load(history + row * HISTORY + ((position - back) & (HISTORY - 1)))
                 wanted = holds[:, None] & (back[None, :] <= length[:, None])
                 token = tl.load(words + (end[:, None] - back[None, :]), mask=wanted, other=0)
                 differs = (wanted & (token != drawn[None, :])).to(tl.int32)
                 holds = holds & (tl.max(differs, axis=1) == 0)
-                compared += TOKENS
+                compared += TOKENS_AT_ONCE
                 longest = tl.max(tl.where(holds, length, 0), axis=0)  # of those that still hold
             added = tl.load(rule + number, mask=inside, other=0).to(tl.float32, bitcast=True)
             token = tl.load(rule + 2 * number, mask=inside, other=0)
