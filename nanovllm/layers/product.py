@@ -1,4 +1,4 @@
-"""How a linear layer multiplies: the interface, and the plain way, which is the library's.
+"""How a linear layer multiplies: the interface. The plain way is the weight's own (weight.py).
 
 A layer lists its products when its weight has been loaded, and asks them in order which takes a step's rows.
 Faster ones fold in what stands around a product in a decoder layer: the norm in front of it, the activation
@@ -6,12 +6,10 @@ or the residual addition behind it. They may leave work half done for the produc
 of `Stream`, or as a gated result that still has to be `activated`.
 """
 
-from collections.abc import Callable
 from typing import Protocol
 
 from torch import Tensor
 
-from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.residual_stream import Stream
 
@@ -35,7 +33,7 @@ class Product:
 
     def accepts(self, rows: int, is_prefill: bool) -> bool:
         """Whether it works for so many rows and is preferred to what is listed behind it."""
-        raise NotImplementedError
+        return True
 
     def linear(self, x: Tensor | Gated, bias: Tensor | None, gated: bool = False) -> Tensor | Gated:
         """x [tokens, in] @ weight.T + bias: [tokens, out]."""
@@ -46,26 +44,7 @@ class Product:
         return self.linear(stream.normalised(), bias, gated)
 
     def linear_add(
-        self,
-        stream: Stream,
-        x: Tensor | Gated,
-        bias: Tensor | None,
-        next_norm: RMSNorm,
+        self, stream: Stream, x: Tensor | Gated, bias: Tensor | None, next_norm: RMSNorm
     ) -> Stream:
         """The stream plus x @ weight.T + bias, in front of the next norm. Asked for on one rank alone."""
         return stream.add(self.linear(x, bias), next_norm)
-
-
-class Library(Product):
-    """A weight's own `multiply`, with kernels of their own for the norm, the activation and the addition."""
-
-    def __init__(self, multiply: Callable[[Tensor, Tensor | None], Tensor]):
-        self.multiply = multiply
-        self.act_fn = SiluAndMul()
-
-    def accepts(self, rows: int, is_prefill: bool) -> bool:
-        return True
-
-    def linear(self, x: Tensor | Gated, bias: Tensor | None, gated: bool = False) -> Tensor:
-        y = self.multiply(activated(x), bias)
-        return self.act_fn(y) if gated else y

@@ -1,7 +1,7 @@
 """Weights of linear layers: which shard of a checkpoint's matrices a rank holds, and what multiplies it.
 
 A layer knows its weight by the interface `Weight`. The one of this file is dense: a matrix of the model's
-dtype.
+dtype, which torch's library multiplies.
 """
 
 from typing import Any
@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanovllm.layers.product import Library, Product
+from nanovllm.layers.activation import SiluAndMul
+from nanovllm.layers.product import Gated, Product, activated
 from nanovllm.utils.loader import StoredTensor, default_weight_loader
 
 
@@ -50,31 +51,22 @@ class Shard:
             default_weight_loader(param[self.place], loaded, (self.rows, self.columns), self.shape)
 
 
-def matrix_shape(shards: dict[Any, Shard]) -> tuple[int, int]:
-    """Rows and columns of a layer's own matrix, which these shards make up."""
-    sizes = [shard.size for shard in shards.values()]
-    return sum(rows for rows, _ in sizes), sizes[0][1]
-
-
-class Weight:
+class Weight(Product):
     """
-    A matrix [out, in] in some format. `parameters` are its tensors. `stored` says what loads a shard, a
-    function of (tensor, Shard), by the names that checkpoints have for its tensors; without any, the layer's
-    `weight_loader` fills `weight`.
+    A matrix [out, in] in some format, which these shards make up. `parameters` are its tensors. `stored` says
+    what loads a shard, a function of (tensor, Shard), by the names that checkpoints have for its tensors;
+    without any, the layer's `weight_loader` fills `weight`. As a product it takes any number of rows, with
+    kernels of their own for the norm, the activation and the addition around it.
     """
 
-    parameters: dict[str, Tensor | nn.Parameter]
-    stored: dict[str, StoredTensor]
+    act_fn = SiluAndMul()
 
     def __init__(self, shards: dict[Any, Shard]):
-        self.shards = shards
-        self.shape = matrix_shape(shards)
+        sizes = [shard.size for shard in shards.values()]
+        self.shape = sum(rows for rows, _ in sizes), sizes[0][1]
         self.dtype = torch.get_default_dtype()  # of what it is multiplied with
-        self.parameters, self.stored = {}, {}
-
-    def fill(self, values: Tensor) -> None:
-        """Become this matrix [out, in], as nearly as the format can."""
-        raise NotImplementedError
+        self.parameters: dict[str, Tensor | nn.Parameter] = {}
+        self.stored: dict[str, StoredTensor] = {}
 
     def finish(self) -> None:
         """Called when all tensors are loaded: bring them into the layout that multiplies fastest here."""
@@ -83,13 +75,17 @@ class Weight:
         """x [tokens, in] @ weight.T + bias: [tokens, out], for any number of tokens."""
         raise NotImplementedError
 
+    def linear(self, x: Tensor | Gated, bias: Tensor | None, gated: bool = False) -> Tensor:
+        y = self.multiply(activated(x), bias)
+        return self.act_fn(y) if gated else y
+
     def products(self, hidden_size: int | None, num_ranks: int) -> list[Product]:
         """
         What multiplies by it, in order of preference; the last accepts everything. Called when the weight is
         made and again after `finish`. `hidden_size` is the width of the residual stream that the layer reads
         or adds to, None if it does neither.
         """
-        return [Library(self.multiply)]
+        return [self]
 
 
 class DenseWeight(Weight):
@@ -102,9 +98,6 @@ class DenseWeight(Weight):
 
     def load(self, loaded: Any, shard: Shard) -> None:
         shard.load(self.weight.data, loaded)
-
-    def fill(self, values: Tensor) -> None:
-        self.weight.data.copy_(values)
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, self.weight, bias)

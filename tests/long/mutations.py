@@ -873,7 +873,7 @@ MUTATIONS = [
     ),
     *mutations_of(
         "nanovllm/layers/linear",
-        ("if product.accepts(rows, is_prefill):", "if True:"),
+        (" if each.accepts(rows, is_prefill))", ")"),
         ("        self.matrix.finish()\n        self._use_matrix()", "        self.matrix.finish()"),
     ),
     *mutations_of(

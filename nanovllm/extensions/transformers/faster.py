@@ -119,7 +119,7 @@ class Rotation(RotaryEmbedding):
         halves = cos[0, :, :half], sin[0, :, :half]
         self.cos_sin_cache = torch.cat(halves, dim=-1).float()
         self.positions = torch.arange(num_tokens, device=cos.device)
-        self._last_angles = (torch.empty(0),)
+        self._last_positions = None
 
 
 def leave_rotations(base: nn.Module) -> None:
