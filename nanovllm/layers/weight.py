@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanovllm.layers.activation import SiluAndMul
-from nanovllm.layers.product import Gated, Product, activated
+from nanovllm.layers.product import Gated, Product
 from nanovllm.utils.loader import StoredTensor, default_weight_loader
 
 
@@ -76,7 +76,7 @@ class Weight(Product):
         raise NotImplementedError
 
     def linear(self, x: Tensor | Gated, bias: Tensor | None, gated: bool = False) -> Tensor:
-        y = self.multiply(activated(x), bias)
+        y = self.multiply(x if isinstance(x, Tensor) else x.activated(), bias)
         return self.act_fn(y) if gated else y
 
     def products(self, hidden_size: int | None, num_ranks: int) -> list[Product]:
