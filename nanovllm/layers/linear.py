@@ -1,8 +1,8 @@
 """Matrix products, split over the tensor-parallel ranks by output features (columns) or input features
 (rows).
 
-A layer has a weight in some format (weight.py), which lists the products that can multiply it (product.py).
-The layer asks them in order which takes a step's rows. So a model says what it multiplies, never how.
+A layer has a weight in some format, which lists the products that can multiply by it (weight.py). The layer
+asks them in order which takes a step's rows. So a model says what it multiplies, never how.
 
 Each parameter carries a `weight_loader` that takes this rank's shard out of the checkpoint's tensor by
 slicing, so that no more than the shard is read from disk. Weights are [output features, input features].
@@ -19,9 +19,8 @@ from torch import Tensor, nn
 
 from nanovllm.distributed.group import get_group
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.product import Gated, Product
 from nanovllm.layers.residual_stream import Stream
-from nanovllm.layers.weight import DenseWeight, Shard, Weight
+from nanovllm.layers.weight import DenseWeight, Gated, Product, Shard, Weight
 from nanovllm.utils.context import get_context
 from nanovllm.utils.loader import StoredTensor
 

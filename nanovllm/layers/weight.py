@@ -1,17 +1,22 @@
-"""Weights of linear layers: which shard of a checkpoint's matrices a rank holds, and what multiplies it.
+"""Weights of linear layers: which shard of a checkpoint's matrices a rank holds, and how they are multiplied.
 
 A layer knows its weight by the interface `Weight`. The one of this file is dense: a matrix of the model's
-dtype, which torch's library multiplies.
+dtype, which torch's library multiplies. When it has been loaded, the layer lists the products that multiply
+by it, and asks them in order which takes a step's rows; the last is the weight itself, which takes any.
+Faster ones fold in what stands around a product in a decoder layer: the norm in front of it, the activation
+or the residual addition behind it. They may leave work half done for the product that follows: in a subclass
+of `Stream`, or as a gated result that still has to be `activated`.
 """
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanovllm.layers.activation import SiluAndMul
-from nanovllm.layers.product import Gated, Product
+from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.residual_stream import Stream
 from nanovllm.utils.loader import StoredTensor, default_weight_loader
 
 
@@ -51,6 +56,42 @@ class Shard:
             default_weight_loader(param[self.place], loaded, (self.rows, self.columns), self.shape)
 
 
+class Gated(Protocol):
+    """The result of a gated product in front of its activation."""
+
+    def activated(self) -> Tensor:
+        """[tokens, width]."""
+
+
+def activated(x: Tensor | Gated) -> Tensor:
+    return x if isinstance(x, Tensor) else x.activated()
+
+
+class Product:
+    """
+    One way to multiply by a weight [out, in]. With `gated` the first half of the outputs are gates, the
+    second half is what they multiply, and the result has half as many.
+    """
+
+    def accepts(self, rows: int, is_prefill: bool) -> bool:
+        """Whether it works for so many rows and is preferred to what is listed behind it."""
+        return True
+
+    def linear(self, x: Tensor | Gated, bias: Tensor | None, gated: bool = False) -> Tensor | Gated:
+        """x [tokens, in] @ weight.T + bias: [tokens, out]."""
+        raise NotImplementedError
+
+    def norm_linear(self, stream: Stream, bias: Tensor | None, gated: bool = False) -> Tensor | Gated:
+        """norm(x) @ weight.T + bias for the stream's x and norm: [tokens, out]."""
+        return self.linear(stream.normalised(), bias, gated)
+
+    def linear_add(
+        self, stream: Stream, x: Tensor | Gated, bias: Tensor | None, next_norm: RMSNorm
+    ) -> Stream:
+        """The stream plus x @ weight.T + bias, in front of the next norm. Asked for on one rank alone."""
+        return stream.add(self.linear(x, bias), next_norm)
+
+
 class Weight(Product):
     """
     A matrix [out, in] in some format, which these shards make up. `parameters` are its tensors. `stored` says
@@ -76,7 +117,7 @@ class Weight(Product):
         raise NotImplementedError
 
     def linear(self, x: Tensor | Gated, bias: Tensor | None, gated: bool = False) -> Tensor:
-        y = self.multiply(x if isinstance(x, Tensor) else x.activated(), bias)
+        y = self.multiply(activated(x), bias)
         return self.act_fn(y) if gated else y
 
     def products(self, hidden_size: int | None, num_ranks: int) -> list[Product]:

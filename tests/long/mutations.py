@@ -877,7 +877,7 @@ MUTATIONS = [
         ("        self.matrix.finish()\n        self._use_matrix()", "        self.matrix.finish()"),
     ),
     *mutations_of(
-        "nanovllm/layers/product",
+        "nanovllm/layers/weight",
         ("isinstance(x, Tensor) else x.activated()", "isinstance(x, Tensor) else x.product"),
     ),
     *mutations_of(

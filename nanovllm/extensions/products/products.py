@@ -1,4 +1,4 @@
-"""The faster products of dense weights, as the core's layers see them (layers/product.py)."""
+"""The faster products of dense weights, as the core's layers see them (layers/weight.py)."""
 
 import functools
 from collections.abc import Callable
@@ -11,9 +11,8 @@ from nanovllm.extensions.products.kernels.fused_linear import can_fuse, fused_li
 from nanovllm.extensions.products.kernels.gemv import MAX_ROWS, can_use_gemv, gemv
 from nanovllm.extensions.products.onednn import can_pack, multiply, packed
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.product import Gated, Product, activated
 from nanovllm.layers.residual_stream import Stream
-from nanovllm.layers.weight import DenseWeight
+from nanovllm.layers.weight import DenseWeight, Gated, Product, activated
 
 
 class Gemv(Product):

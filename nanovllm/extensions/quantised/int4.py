@@ -26,8 +26,7 @@ from nanovllm.extensions.quantised.scheme import (
     same_for_all,
 )
 from nanovllm.kernels.runtime import cdiv
-from nanovllm.layers.product import Product
-from nanovllm.layers.weight import Shard
+from nanovllm.layers.weight import Product, Shard
 from nanovllm.utils.loader import StoredTensor, check_stored
 from nanovllm.utils.validation import shown
 
