@@ -1,7 +1,6 @@
 """A local folder in Hugging Face's layout: config.json, safetensors files, a tokenizer."""
 
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,29 +8,16 @@ from typing import Any
 import torch
 
 from nanovllm.checkpoints.base import Checkpoint
-from nanovllm.checkpoints.tokenizer import guard_decode, tokenizer_errors
+from nanovllm.checkpoints.tokenizer import tokenizer_errors
 
 INDEX = "model.safetensors.index.json"
-OTHER_COPY = "consolidated*.safetensors"  # of Mistral's weights, by names of its own
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
-DTYPES = {
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-    # Of weights of fewer bits and what belongs to them.
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "I32": torch.int32,
-    "I64": torch.int64,
-}
+DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
 
 
 class FolderCheckpoint(Checkpoint):
-    def __init__(self, path: str, random_weights: bool = False):
-        super().__init__(path, random_weights)
+    def __init__(self, path: str):
+        super().__init__(path)
         self.folder = Path(path)
         self.source = f"{self.folder}/config.json"
         self.check_files()
@@ -45,9 +31,6 @@ class FolderCheckpoint(Checkpoint):
     def fields(self) -> dict[str, Any]:
         return self.config
 
-    def override(self, fields: dict[str, Any]) -> None:
-        self.config = self.config | fields
-
     def has_tokenizer(self) -> bool:
         return any((self.folder / name).exists() for name in TOKENIZER_FILES)
 
@@ -59,7 +42,9 @@ class FolderCheckpoint(Checkpoint):
 
         options = {"local_files_only": True, "trust_remote_code": False}
         with tokenizer_errors(f"{self.path}: transformers cannot read the tokenizer"):
-            return guard_decode(AutoTokenizer.from_pretrained(self.path, **options), self.path)
+            tokenizer = AutoTokenizer.from_pretrained(self.path, **options)
+        tokenizer.clean_up_tokenization_spaces = False  # so that a text is made of the texts of its parts
+        return tokenizer
 
     def generation_config(self) -> dict[str, Any]:
         return read_json(self.folder / "generation_config.json")
@@ -84,8 +69,8 @@ class FolderCheckpoint(Checkpoint):
 
     def file(self, name: str) -> Path:
         """The file of this name. Raises ValueError unless it is in the folder."""
-        path = Path(os.path.normpath(self.folder / name))
-        if not path.is_relative_to(os.path.normpath(self.folder)) or not path.is_file():
+        path = self.folder / name
+        if path.name != name or not path.is_file():
             raise ValueError(f"{self.folder}: {name!r} is missing, or is not a file in the folder")
         return path
 
@@ -93,12 +78,7 @@ class FolderCheckpoint(Checkpoint):
         """Files with weights -> the tensors that the index lists for each; none if there is no index."""
         if shards := read_index(self.folder):
             return {self.file(file): listed for file, listed in sorted(shards.items())}
-        if files := {*self.folder.glob("*.safetensors")} - {*self.folder.glob(OTHER_COPY)}:
-            return {file: [] for file in sorted(files)}
-        suffixes = (".bin", ".pt", ".pth", ".safetensors")
-        unread = sorted(file.name for file in self.folder.iterdir() if file.suffix in suffixes)
-        only = f" (only {', '.join(unread[:3])})" if unread else ""
-        raise ValueError(f"{self.path} has no safetensors file{only}; only safetensors and GGUF are read")
+        return dict.fromkeys(sorted(self.folder.glob("*.safetensors")), [])
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -115,9 +95,7 @@ def read_json(file: Path) -> dict[str, Any]:
 def read_index(folder: Path) -> dict[str, list[str]]:
     """Names of files with weights -> the tensors that the index lists for each; {} without an index."""
     index = folder / INDEX
-    if not index.exists():
-        return {}
-    weight_map = read_json(index).get("weight_map")
+    weight_map = read_json(index).get("weight_map") if index.exists() else {}
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise ValueError(f"{index}: weight_map must say the file of each tensor")
     shards: dict[str, list[str]] = {}

@@ -81,15 +81,15 @@ def read_qwen3(raw: dict[str, Any]) -> dict[str, Any]:
         if given.get(name, value) != value:
             raise ValueError(f"{name} = {shown(given[name])} is not supported")
     kinds = given.get("layer_types", [])
-    if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
-        raise ValueError(f"layer_types must be 'full_attention', got {shown(kinds)}")
+    are_full = isinstance(kinds, list) and all(kind == "full_attention" for kind in kinds)
+    check(are_full, "layer_types must be 'full_attention'", kinds)
     rope = given.get("rope_parameters", {"rope_theta": given.get("rope_theta", 10000.0)})
     if not isinstance(rope, dict) or rope.get("rope_type", "default") != "default":
         raise ValueError(f"rope_parameters cannot be {shown(rope)}")
     check_number("rope_theta", rope.get("rope_theta"), 2, 1e15)
     limit = values["max_position_embeddings"]
-    values |= {"rope_parameters": {"rope_type": "default", "rope_theta": rope["rope_theta"]}}
-    return values | {"dtype": read_dtype(given), "context_limit": limit, "max_model_len": limit}
+    values |= {"rope_parameters": {"rope_theta": rope["rope_theta"]}, "dtype": read_dtype(given)}
+    return values | {"context_limit": limit, "max_model_len": limit}
 
 
 def read_sizes(values: dict[str, Any]) -> dict[str, Any]:
@@ -122,5 +122,5 @@ def check_size(name: str, value: Any, limit: int = MAX_SIZE) -> None:
 
 
 def check_number(name: str, value: Any, least: float, greatest: float) -> None:
-    if type(value) not in (int, float) or not least <= value <= greatest:  # nor is NaN
-        raise ValueError(f"{name} must be a number from {least} to {greatest}, got {shown(value)}")
+    is_good = type(value) in (int, float) and least <= value <= greatest  # NaN is not
+    check(is_good, f"{name} must be a number from {least} to {greatest}", value)

@@ -1,7 +1,6 @@
 """What the engine needs of transformers' tokenizers."""
 
 import contextlib
-import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,21 +17,6 @@ def tokenizer_errors(message: str) -> Iterator[None]:
         if isinstance(error, Exception) or type(error).__name__ == "PanicException":
             raise ValueError(f"{message}: {error!r:.500}") from error
         raise
-
-
-def guard_decode(tokenizer: Any, path: str) -> Any:
-    """
-    Change how a tokenizer decodes, and return it: spaces before punctuation stay, so that a text is made of
-    the texts of its parts, and a panic in a decoder is a ValueError that names the path.
-    """
-    tokenizer.clean_up_tokenization_spaces = False
-    tokenizer.decode = functools.partial(_decode, tokenizer, path)
-    return tokenizer
-
-
-def _decode(tokenizer: Any, path: str, *args: Any, **kwargs: Any) -> str:
-    with tokenizer_errors(f"{path}: the tokenizer cannot decode"):
-        return type(tokenizer).decode(tokenizer, *args, **kwargs)
 
 
 def render_chat(tokenizer: Any, conversation: list[dict[str, Any]], **options: Any) -> str:

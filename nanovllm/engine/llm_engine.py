@@ -63,7 +63,7 @@ class LLMEngine:
     def __init__(self, model: str, **options: Any):
         self.config, checkpoint = self.open_model(model, options)
         with ThreadPoolExecutor(1) as pool:  # importing a tokenizer takes long and needs no device
-            tokenizer = pool.submit((checkpoint.tokenizer_source or checkpoint).tokenizer)
+            tokenizer = pool.submit(checkpoint.tokenizer)
             self.model_runner = self._start_runner(checkpoint)
             try:
                 self.tokenizer = tokenizer.result()

@@ -80,7 +80,6 @@ class ParallelLMHead(VocabParallelEmbedding):
             return logits
         # A sum to which each rank brings its part, in rows of a length that suits the ranks' kernel.
         width = cdiv(self.num_embeddings, GATHER_WIDTH) * GATHER_WIDTH
-        whole = logits.new_zeros(len(logits), width)
-        whole[:, self.vocab_start : self.vocab_end] = logits
-        whole = self.group.all_reduce(whole.view(-1, GATHER_WIDTH))
-        return whole.view(len(logits), width)[:, : self.num_embeddings]
+        padded = F.pad(logits, (self.vocab_start, width - self.vocab_end))
+        whole = self.group.all_reduce(padded.view(-1, GATHER_WIDTH))
+        return whole.view(-1, width)[:, : self.num_embeddings]

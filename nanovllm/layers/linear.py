@@ -1,8 +1,8 @@
 """Matrix products, split over the tensor-parallel ranks by output features (columns) or input features
 (rows).
 
-A layer has a weight in some format (weight.py), which lists the products that can multiply it (product.py).
-The layer asks them in order which takes a step's rows. So a model says what it multiplies, never how.
+A layer has a weight in some format, which lists the products that can multiply by it (weight.py). The layer
+asks them in order which takes a step's rows. So a model says what it multiplies, never how.
 
 Each parameter carries a `weight_loader` that takes this rank's shard out of the checkpoint's tensor by
 slicing, so that no more than the shard is read from disk. Weights are [output features, input features].
@@ -19,9 +19,8 @@ from torch import Tensor, nn
 
 from nanovllm.distributed.group import get_group
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.product import Gated, Product
 from nanovllm.layers.residual_stream import Stream
-from nanovllm.layers.weight import DenseWeight, Shard, Weight, matrix_shape
+from nanovllm.layers.weight import DenseWeight, Gated, Product, Shard, Weight
 from nanovllm.utils.context import get_context
 from nanovllm.utils.loader import StoredTensor
 
@@ -63,7 +62,7 @@ class LinearBase(nn.Module):
         self.hidden_size = hidden_size
         self.bias = None
         if bias:
-            num_rows, _ = matrix_shape(shards)
+            num_rows = sum(shard.size[0] for shard in shards.values())
             self.bias = nn.Parameter(torch.zeros(num_rows), requires_grad=False)
             self.bias.weight_loader = self.weight_loader
         if _allocates.get():
@@ -90,17 +89,13 @@ class LinearBase(nn.Module):
 
     def product(self, rows: int) -> Product:
         """What multiplies so many rows in this step. For decode steps, which are quick, it is kept."""
-        if get_context().is_prefill:
-            return self._choose(rows, is_prefill=True)
-        if rows not in self._for_decode:
-            self._for_decode[rows] = self._choose(rows, is_prefill=False)
-        return self._for_decode[rows]
-
-    def _choose(self, rows: int, is_prefill: bool) -> Product:
-        for product in self.products:
-            if product.accepts(rows, is_prefill):
-                return product
-        raise AssertionError("the last product accepts everything")
+        is_prefill = get_context().is_prefill
+        product = None if is_prefill else self._for_decode.get(rows)
+        if product is None:
+            product = next(each for each in self.products if each.accepts(rows, is_prefill))
+        if not is_prefill:
+            self._for_decode[rows] = product
+        return product
 
     def stored_tensors(self, name: str) -> dict[str, StoredTensor]:
         """What checkpoints have in place of the `weight` of the layer with this name."""
@@ -128,11 +123,7 @@ class ReplicatedLinear(LinearBase):
 
     def forward(self, stream: Stream) -> Tensor:
         """norm(x) @ weight.T + bias for the stream's x and norm: [tokens, output features]."""
-        if stream.is_untouched:
-            product = self.product(len(stream.x))
-        else:  # the norm is begun, so there is nothing to fold in: the last, plain product does
-            product = self.products[-1]
-        return product.norm_linear(stream, self.bias)
+        return self.product(len(stream.x)).norm_linear(stream, self.bias)
 
 
 class ColumnParallelLinear(LinearBase):
@@ -163,8 +154,7 @@ class ColumnParallelLinear(LinearBase):
         features of this rank]. With silu_and_mul the first half of these are gates, the second half is what
         they multiply, and the result has half as many, perhaps with the activation left to do.
         """
-        product = self.product(len(stream.x))
-        return product.norm_linear(stream, self.bias, silu_and_mul)
+        return self.product(len(stream.x)).norm_linear(stream, self.bias, silu_and_mul)
 
 
 class MergedColumnParallelLinear(ColumnParallelLinear):
@@ -192,13 +182,11 @@ class QKVParallelLinear(ColumnParallelLinear):
         size = get_group().size
         total_num_kv_heads = total_num_kv_heads or total_num_heads
         replicas = max(1, size // total_num_kv_heads)
-        num_heads = divide(total_num_heads, size)
-        num_kv_heads = divide(total_num_kv_heads * replicas, size)
+        heads = divide(total_num_heads, size), divide(total_num_kv_heads * replicas, size)
         query = total_num_heads * head_size, 1
         key = total_num_kv_heads * head_size, replicas
         self._build(hidden_size, {"q": query, "k": key, "v": key}, bias)
-        self.num_heads = num_heads
-        self.num_kv_heads = num_kv_heads
+        self.num_heads, self.num_kv_heads = heads
 
 
 class RowParallelLinear(LinearBase):

@@ -27,18 +27,19 @@ class RotaryEmbedding(nn.Module):
 
     def __init__(self, inverse_frequencies: Tensor, max_position: int, scale: float = 1.0):
         super().__init__()
+        device = torch.get_default_device()
         positions = torch.arange(max_position, dtype=torch.float32, device="cpu")
         angles = torch.outer(positions, inverse_frequencies)
         table = torch.cat((angles.cos(), angles.sin()), dim=-1) * scale
-        device = torch.get_default_device()
         self.register_buffer("cos_sin_cache", table.to(device), persistent=False)
-        self._last_angles: tuple[Tensor, ...] = (torch.empty(0),)  # positions, cosines and sines
+        self._last_positions: Tensor | None = None
 
     def forward(self, positions: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """positions [tokens]; query and key [tokens, heads, head_dim], not changed."""
+        cos, sin = self.angles(positions)
         heads = torch.cat((query, key), dim=1)
-        rotated = apply_rotary_emb(heads, *self.angles(positions))
-        return rotated.split_with_sizes((query.shape[1], key.shape[1]), dim=1)
+        rotated = apply_rotary_emb(heads, cos, sin)
+        return rotated.tensor_split([query.shape[1]], dim=1)
 
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """
@@ -46,13 +47,13 @@ class RotaryEmbedding(nn.Module):
         second half gets into the first with. Every layer of a step asks with the same tensor, which nobody
         changes, so they are looked up once.
         """
-        if self._last_angles[0] is not positions:
+        if self._last_positions is not positions:
             rows = self.cos_sin_cache[positions].unsqueeze(1)
             cos, sin = rows.chunk(2, dim=-1)
-            cos = torch.cat((cos, cos), dim=-1)
-            sin = torch.cat((-sin, sin), dim=-1)
-            self._last_angles = positions, cos, sin
-        return self._last_angles[1:]
+            self._cos = torch.cat((cos, cos), dim=-1)
+            self._sin = torch.cat((-sin, sin), dim=-1)
+            self._last_positions = positions
+        return self._cos, self._sin
 
 
 def get_rope(head_dim: int, max_position: int, parameters: dict[str, Any]) -> RotaryEmbedding:
@@ -61,11 +62,10 @@ def get_rope(head_dim: int, max_position: int, parameters: dict[str, Any]) -> Ro
     all, by the numbers themselves, `inverse_frequencies` and `amplitude`, which cosines and sines are
     multiplied by.
     """
-    options = {"dtype": torch.float32, "device": "cpu"}
-    if "inverse_frequencies" in parameters:
-        frequencies = torch.tensor(parameters["inverse_frequencies"], **options)
+    given = parameters.get("inverse_frequencies")
+    if given is not None:
+        frequencies = torch.tensor(given, dtype=torch.float32, device="cpu")
     else:
-        exponents = torch.arange(0, head_dim, 2, **options) / head_dim
-        frequencies = 1.0 / parameters["rope_theta"] ** exponents
-    amplitude = parameters.get("amplitude", 1.0)
-    return RotaryEmbedding(frequencies, max_position, amplitude)
+        dims = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu")
+        frequencies = 1.0 / parameters["rope_theta"] ** (dims / head_dim)
+    return RotaryEmbedding(frequencies, max_position, parameters.get("amplitude", 1.0))

@@ -1,16 +1,22 @@
-"""Weights of linear layers: which shard of a checkpoint's matrices a rank holds, and what multiplies it.
+"""Weights of linear layers: which shard of a checkpoint's matrices a rank holds, and how they are multiplied.
 
 A layer knows its weight by the interface `Weight`. The one of this file is dense: a matrix of the model's
-dtype.
+dtype, which torch's library multiplies. When it has been loaded, the layer lists the products that multiply
+by it, and asks them in order which takes a step's rows; the last is the weight itself, which takes any.
+Faster ones fold in what stands around a product in a decoder layer: the norm in front of it, the activation
+or the residual addition behind it. They may leave work half done for the product that follows: in a subclass
+of `Stream`, or as a gated result that still has to be `activated`.
 """
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanovllm.layers.product import Library, Product
+from nanovllm.layers.activation import SiluAndMul
+from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.residual_stream import Stream
 from nanovllm.utils.loader import StoredTensor, default_weight_loader
 
 
@@ -50,31 +56,58 @@ class Shard:
             default_weight_loader(param[self.place], loaded, (self.rows, self.columns), self.shape)
 
 
-def matrix_shape(shards: dict[Any, Shard]) -> tuple[int, int]:
-    """Rows and columns of a layer's own matrix, which these shards make up."""
-    sizes = [shard.size for shard in shards.values()]
-    return sum(rows for rows, _ in sizes), sizes[0][1]
+class Gated(Protocol):
+    """The result of a gated product in front of its activation."""
+
+    def activated(self) -> Tensor:
+        """[tokens, width]."""
 
 
-class Weight:
+def activated(x: Tensor | Gated) -> Tensor:
+    return x if isinstance(x, Tensor) else x.activated()
+
+
+class Product:
     """
-    A matrix [out, in] in some format. `parameters` are its tensors. `stored` says what loads a shard, a
-    function of (tensor, Shard), by the names that checkpoints have for its tensors; without any, the layer's
-    `weight_loader` fills `weight`.
+    One way to multiply by a weight [out, in]. With `gated` the first half of the outputs are gates, the
+    second half is what they multiply, and the result has half as many.
     """
 
-    parameters: dict[str, Tensor | nn.Parameter]
-    stored: dict[str, StoredTensor]
+    def accepts(self, rows: int, is_prefill: bool) -> bool:
+        """Whether it works for so many rows and is preferred to what is listed behind it."""
+        return True
+
+    def linear(self, x: Tensor | Gated, bias: Tensor | None, gated: bool = False) -> Tensor | Gated:
+        """x [tokens, in] @ weight.T + bias: [tokens, out]."""
+        raise NotImplementedError
+
+    def norm_linear(self, stream: Stream, bias: Tensor | None, gated: bool = False) -> Tensor | Gated:
+        """norm(x) @ weight.T + bias for the stream's x and norm: [tokens, out]."""
+        return self.linear(stream.normalised(), bias, gated)
+
+    def linear_add(
+        self, stream: Stream, x: Tensor | Gated, bias: Tensor | None, next_norm: RMSNorm
+    ) -> Stream:
+        """The stream plus x @ weight.T + bias, in front of the next norm. Asked for on one rank alone."""
+        return stream.add(self.linear(x, bias), next_norm)
+
+
+class Weight(Product):
+    """
+    A matrix [out, in] in some format, which these shards make up. `parameters` are its tensors. `stored` says
+    what loads a shard, a function of (tensor, Shard), by the names that checkpoints have for its tensors;
+    without any, the layer's `weight_loader` fills `weight`. As a product it takes any number of rows, with
+    kernels of their own for the norm, the activation and the addition around it.
+    """
+
+    act_fn = SiluAndMul()
 
     def __init__(self, shards: dict[Any, Shard]):
-        self.shards = shards
-        self.shape = matrix_shape(shards)
+        sizes = [shard.size for shard in shards.values()]
+        self.shape = sum(rows for rows, _ in sizes), sizes[0][1]
         self.dtype = torch.get_default_dtype()  # of what it is multiplied with
-        self.parameters, self.stored = {}, {}
-
-    def fill(self, values: Tensor) -> None:
-        """Become this matrix [out, in], as nearly as the format can."""
-        raise NotImplementedError
+        self.parameters: dict[str, Tensor | nn.Parameter] = {}
+        self.stored: dict[str, StoredTensor] = {}
 
     def finish(self) -> None:
         """Called when all tensors are loaded: bring them into the layout that multiplies fastest here."""
@@ -83,13 +116,17 @@ class Weight:
         """x [tokens, in] @ weight.T + bias: [tokens, out], for any number of tokens."""
         raise NotImplementedError
 
+    def linear(self, x: Tensor | Gated, bias: Tensor | None, gated: bool = False) -> Tensor:
+        y = self.multiply(activated(x), bias)
+        return self.act_fn(y) if gated else y
+
     def products(self, hidden_size: int | None, num_ranks: int) -> list[Product]:
         """
         What multiplies by it, in order of preference; the last accepts everything. Called when the weight is
         made and again after `finish`. `hidden_size` is the width of the residual stream that the layer reads
         or adds to, None if it does neither.
         """
-        return [Library(self.multiply)]
+        return [self]
 
 
 class DenseWeight(Weight):
@@ -102,9 +139,6 @@ class DenseWeight(Weight):
 
     def load(self, loaded: Any, shard: Shard) -> None:
         shard.load(self.weight.data, loaded)
-
-    def fill(self, values: Tensor) -> None:
-        self.weight.data.copy_(values)
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, self.weight, bias)

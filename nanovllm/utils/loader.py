@@ -64,17 +64,20 @@ def load_model(model: nn.Module, path: str | os.PathLike | Checkpoint) -> None:
     Fill every parameter of `model`, on the device and with the dtype that it has, from a checkpoint or a
     folder of one. Raises ValueError naming file and tensor.
     """
-    is_path = isinstance(path, (str, os.PathLike))
+    is_path = isinstance(path, str | os.PathLike)
     checkpoint = FolderCheckpoint(os.path.expanduser(path)) if is_path else path
-    if checkpoint.random_weights:
+    if checkpoint.fill is not None:
         checkpoint.fill(model)
         return
     checkpoint.device = next(model.parameters()).device
-    waiting = find_places(model)
+    places = find_places(model)
+    waiting = dict(places)
     # With another default device, whole tensors would be copied to it before they are sliced.
     with torch.device("cpu"):
-        for tensor in read_tensors(checkpoint, model, set(waiting)):
+        for tensor in read_tensors(checkpoint, model, places):
             source = f"{tensor.file}: tensor {tensor.name}"
+            if tensor.name not in places:
+                raise ValueError(f"{source} has no place in {type(model).__name__}")
             if tensor.name not in waiting:
                 raise ValueError(f"{source} comes a second time")
             try:
@@ -119,19 +122,17 @@ def read_tensors(checkpoint: Checkpoint, model: nn.Module, known: Collection[str
     if hasattr(model, "converted"):
         tensors = model.converted(tensors)
     tied = second_names(model)
-    tensors = with_places(tensors, type(model).__name__, known, tied)
+    tensors = with_names_of(tensors, known, tied)
     for change in checkpoint.changes:
         tensors = change(tensors, tied.values())
     return tensors
 
 
-def with_places(
-    tensors: Iterable[Any], model_name: str, known: Collection[str], tied: dict[str, str]
-) -> Iterator[Any]:
+def with_names_of(tensors: Iterable[Any], known: Collection[str], tied: dict[str, str]) -> Iterator[Any]:
     """
-    Tensors by the `known` names, without those that are not needed. Files of the layers alone have names
-    without "model.". A tied weight may be stored under its first name, under the second, of which `tied`
-    has the first, or under both. Raises ValueError if these differ, and for a tensor without a place.
+    Tensors by the model's `known` names, without those that no model needs. Files of the layers alone have
+    names without "model.". A tied weight may be stored under its first name, under the second, of which
+    `tied` has the first, or under both. Raises ValueError if these differ.
     """
     firsts, seconds = {}, []
     for tensor in tensors:
@@ -139,12 +140,11 @@ def with_places(
             tensor = renamed(tensor, f"model.{tensor.name}")
         if tensor.name in tied:
             seconds.append(tensor)
-        elif tensor.name in known:
-            if tensor.name in tied.values():
-                firsts[tensor.name] = tensor
+            continue
+        if tensor.name in tied.values():
+            firsts[tensor.name] = tensor
+        if tensor.name in known or not tensor.name.endswith(IGNORED):
             yield tensor
-        elif not tensor.name.endswith(IGNORED):
-            raise ValueError(f"{tensor.file}: tensor {tensor.name} has no place in {model_name}")
     for tensor in seconds:
         first = tied[tensor.name]
         if first not in firsts:

@@ -326,7 +326,7 @@ def test_a_part_of_a_name_is_no_match():
             self.seq_proj.weight.weight_loader = lambda param, _: param.fill_(1)
 
     class Checkpoint:
-        path, random_weights, changes = "here", False, ()
+        path, fill, changes = "here", None, ()
 
         def tensors(self):
             yield SimpleNamespace(name="seq_proj.weight", file="here")

@@ -873,11 +873,11 @@ MUTATIONS = [
     ),
     *mutations_of(
         "nanovllm/layers/linear",
-        ("if product.accepts(rows, is_prefill):", "if True:"),
+        (" if each.accepts(rows, is_prefill))", ")"),
         ("        self.matrix.finish()\n        self._use_matrix()", "        self.matrix.finish()"),
     ),
     *mutations_of(
-        "nanovllm/layers/product",
+        "nanovllm/layers/weight",
         ("isinstance(x, Tensor) else x.activated()", "isinstance(x, Tensor) else x.product"),
     ),
     *mutations_of(
@@ -909,7 +909,7 @@ MUTATIONS = [
     ),
     *mutations_of(
         "nanovllm/checkpoints/model_config",
-        ('any(kind != "full_attention" for kind in kinds)', "False"),
+        ('all(kind == "full_attention" for kind in kinds)', "True"),
     ),
     *mutations_of(
         "nanovllm/extensions/checkpoints/sizes",
@@ -918,7 +918,7 @@ MUTATIONS = [
     *mutations_of(
         "nanovllm/checkpoints/folder",
         ("for name in listed or stored:", "for name in stored:"),
-        ("not path.is_relative_to(os.path.normpath(self.folder)) or", ""),
+        ("path.name != name or ", ""),
     ),
     *mutations_of(
         "nanovllm/extensions/checkpoints/adapter",
@@ -1000,8 +1000,8 @@ MUTATIONS = [
         ("elif not torch.equal(firsts[first][...], tensor[...]):", "elif False:"),
     ),
     *mutations_of(
-        "nanovllm/checkpoints/folder",
-        (" - {*self.folder.glob(OTHER_COPY)}", ""),
+        "nanovllm/extensions/checkpoints/untrusted",
+        (" if listed or not file.match(OTHER_COPY)}", "}"),
     ),
     *mutations_of(
         "nanovllm/extensions/checkpoints/hub",

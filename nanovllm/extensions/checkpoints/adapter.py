@@ -191,7 +191,7 @@ class Adapted:
 def check_adaptable(checkpoint: Checkpoint, lora: str | os.PathLike) -> None:
     """Raise ValueError if no adapter can be merged with the weights of a checkpoint."""
     is_quantised = checkpoint.hf_config().quantization_config is not None
-    if is_quantised or checkpoint.random_weights:
+    if is_quantised or checkpoint.fill is not None:
         kind = "quantised" if is_quantised else "made up"
         raise ValueError(
             f"lora={shown(lora)} cannot be merged with weights that are {kind}, as in {checkpoint.path}; "

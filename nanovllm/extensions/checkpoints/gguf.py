@@ -19,7 +19,6 @@ from nanovllm.checkpoints.model_config import ModelConfig
 from nanovllm.checkpoints.tokenizer import tokenizer_errors
 from nanovllm.extensions.checkpoints.gguf_file import GGUFTensor, Header
 from nanovllm.extensions.checkpoints.gguf_tokenizer import CONTROL, tokenizer_from_gguf
-from nanovllm.extensions.checkpoints.made_up import fill_with_random_values
 from nanovllm.extensions.checkpoints.sizes import checked_size
 
 MODULES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -56,14 +55,12 @@ class GGUFCheckpoint(Checkpoint):
     the `Facts` of those that can be read.
     """
 
-    fill = staticmethod(fill_with_random_values)
-
-    def __init__(self, path: str, random_weights: bool, models: Collection[Any]):
+    def __init__(self, path: str, models: Collection[Any]):
         try:
             import gguf
         except ImportError as error:
             raise ImportError("GGUF files need the gguf package: pip install nano-vllm[demo]") from error
-        super().__init__(path, random_weights)
+        super().__init__(path)
         try:
             header = Header(path, gguf)
         except (ValueError, KeyError, OverflowError, struct.error) as error:
@@ -77,7 +74,7 @@ class GGUFCheckpoint(Checkpoint):
         self.facts = known[self.architecture]
 
     def __reduce__(self) -> tuple:
-        return GGUFCheckpoint, (self.path, self.random_weights, [self.facts])  # maps the file anew
+        return GGUFCheckpoint, (self.path, [self.facts]), {"fill": self.fill}  # maps the file anew
 
     def fields(self) -> dict[str, Any]:
         """As in a config.json."""
@@ -114,7 +111,7 @@ class GGUFCheckpoint(Checkpoint):
             "tie_word_embeddings": "output.weight" not in self.stored,
             # F16 is what converters write, also for models trained in bfloat16, whose range is larger.
             "dtype": None if embedding.dtype == torch.float16 else embedding.dtype,
-            "quantization_config": None if self.random_weights else self._quantisation(),
+            "quantization_config": self._quantisation() if self.fill is None else None,
         }
         read_own = self.facts.gguf.read_fields
         return raw | read_own(raw, self._number) if read_own else raw

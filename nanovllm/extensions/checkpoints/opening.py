@@ -4,6 +4,7 @@ import os
 from typing import Any
 
 from nanovllm.checkpoints.base import Checkpoint
+from nanovllm.extensions.checkpoints.made_up import fill_with_random_values
 from nanovllm.extensions.checkpoints.shapes import SHAPES, ShapeCheckpoint
 from nanovllm.extensions.checkpoints.untrusted import CheckedFolder
 
@@ -21,8 +22,12 @@ def open_checkpoint(
     """
     hub = {name: value for name, value in (hub or {}).items() if value is not None}
     checkpoint = _open(model, load_format, hub, gguf_models)
+    if load_format == "dummy":
+        checkpoint.fill = fill_with_random_values
     if hf_overrides:
-        checkpoint.override(hf_overrides)
+        if not isinstance(checkpoint, CheckedFolder):
+            raise ValueError(f"hf_overrides are for config.json, which {checkpoint.path!r} does not have")
+        checkpoint.config = checkpoint.config | hf_overrides
     hub.pop("revision", None)  # is the model's
     if lora is not None:
         from nanovllm.extensions.checkpoints.adapter import open_adapter
@@ -30,7 +35,7 @@ def open_checkpoint(
         checkpoint.changes = (open_adapter(lora, hub).merged,)
     if tokenizer is not None and os.fspath(tokenizer) != os.fspath(model):
         try:
-            checkpoint.tokenizer_source = _open(tokenizer, "auto", hub, gguf_models, only_tokenizer=True)
+            checkpoint.tokenizer = _open(tokenizer, "auto", hub, gguf_models, only_tokenizer=True).tokenizer
         except ValueError as error:
             raise ValueError(f"tokenizer: {error}") from error
     return checkpoint
@@ -45,19 +50,19 @@ def _open(
     path = os.path.abspath(os.path.expanduser(name))
     if not name or not os.path.exists(path):
         if name in SHAPES and dummy:
-            return ShapeCheckpoint(name, dummy)
+            return ShapeCheckpoint(name)
         path = _fetch(name, not dummy and not only_tokenizer, hub)
     if os.path.isfile(path):
         if load_format == "safetensors" or not path.lower().endswith(".gguf"):
             raise ValueError(f"model {name!r} is neither a folder nor, for load_format='gguf', a .gguf file")
         from nanovllm.extensions.checkpoints.gguf import GGUFCheckpoint
 
-        return GGUFCheckpoint(path, dummy, gguf_models)
+        return GGUFCheckpoint(path, gguf_models)
     if load_format == "gguf":
         raise ValueError(f"model {name!r} is a folder, but load_format='gguf' reads a .gguf file")
     if not os.path.isdir(path):
         raise ValueError(f"model {name!r} is neither a folder nor a regular file")
-    return CheckedFolder(path, dummy, only_tokenizer)
+    return CheckedFolder(path, only_tokenizer)
 
 
 def _fetch(name: str, weights: bool, hub: dict[str, Any]) -> str:

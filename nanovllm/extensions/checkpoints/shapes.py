@@ -3,7 +3,7 @@
 from typing import Any
 
 from nanovllm.checkpoints.base import Checkpoint
-from nanovllm.extensions.checkpoints.made_up import fill_with_random_values, toy_tokenizer
+from nanovllm.extensions.checkpoints.made_up import toy_tokenizer
 
 FIELDS = "hidden_size num_hidden_layers num_attention_heads num_key_value_heads intermediate_size".split()
 SHAPES = {
@@ -39,8 +39,6 @@ OTHERS = {
 
 class ShapeCheckpoint(Checkpoint):
     """The configuration of one of `SHAPES`, and no files."""
-
-    fill = staticmethod(fill_with_random_values)
 
     def fields(self) -> dict[str, Any]:
         return {

@@ -8,7 +8,7 @@ LEAST_BYTES = 2**24  # smaller models do no harm
 
 def checked_size(checkpoint: Checkpoint, config: ModelConfig, stored_bytes: int) -> ModelConfig:
     """The configuration. Raises ValueError if it is of a model that its files are too small for."""
-    if not checkpoint.random_weights and least_bits(config) > 8 * max(stored_bytes, LEAST_BYTES):
+    if checkpoint.fill is None and least_bits(config) > 8 * max(stored_bytes, LEAST_BYTES):
         raise ValueError(f"{checkpoint.source} describes a larger model than its files can hold")
     return config
 

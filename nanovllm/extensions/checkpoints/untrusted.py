@@ -1,18 +1,26 @@
 """Checks of folders that somebody else has written: no name leads out of them, no file is too large to read,
-and no tokenizer is anything else.
+and no tokenizer is anything else, or fails in other ways than a ValueError.
 """
 
+import functools
 import math
 import os
 import re
 from pathlib import Path
 from typing import Any
 
-from nanovllm.checkpoints.folder import TOKENIZER_FILES, FolderCheckpoint, read_json
+import torch
+
+from nanovllm.checkpoints.folder import DTYPES, TOKENIZER_FILES, FolderCheckpoint, read_json
 from nanovllm.checkpoints.model_config import ModelConfig
-from nanovllm.extensions.checkpoints.made_up import fill_with_random_values, toy_tokenizer
+from nanovllm.checkpoints.tokenizer import tokenizer_errors
+from nanovllm.extensions.checkpoints.made_up import toy_tokenizer
 from nanovllm.extensions.checkpoints.sizes import checked_size
 
+# Of weights of fewer bits and what belongs to them.
+DTYPES |= {"F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu}
+DTYPES |= {"U8": torch.uint8, "I8": torch.int8, "I32": torch.int32, "I64": torch.int64}
+OTHER_COPY = "consolidated*.safetensors"  # of Mistral's weights, by names of its own
 # By name or ending; several times what the largest models have. JSON takes many times its size in memory.
 MAX_BYTES = {"tokenizer.json": 2**26, ".json": 2**24, ".jinja": 2**20, ".safetensors": math.inf}
 MAX_BYTES_OF_OTHERS = 2**28
@@ -31,9 +39,7 @@ VOCAB_IS_TEXT = re.compile(rb'"(?:v|\\u0076)(?:o|\\u006[fF])(?:c|\\u0063)(?:a|\\
 class CheckedFolder(FolderCheckpoint):
     """A folder from a stranger; `only_tokenizer` says that nothing else has to be there."""
 
-    fill = staticmethod(fill_with_random_values)
-
-    def __init__(self, path: str, random_weights: bool = False, only_tokenizer: bool = False):
+    def __init__(self, path: str, only_tokenizer: bool = False):
         folder = Path(path)
         for entry in [*folder.iterdir(), *folder.glob(f"{TEMPLATE_FOLDER}/*")]:
             if entry.suffix in FOLDER_SUFFIXES:
@@ -41,7 +47,7 @@ class CheckedFolder(FolderCheckpoint):
             elif entry.is_symlink() and not leads_inside(folder, entry):  # to a folder, perhaps
                 raise ValueError(f"{folder}: {entry.name!r} leads out of the folder")
         self.only_tokenizer = only_tokenizer
-        super().__init__(path, random_weights)
+        super().__init__(path)
 
     def check_files(self) -> None:
         if self.only_tokenizer and not self.has_tokenizer():
@@ -54,18 +60,30 @@ class CheckedFolder(FolderCheckpoint):
 
     def hf_config(self) -> ModelConfig:
         config = super().hf_config()
-        stored = [] if self.random_weights else self.shards()
+        stored = self.shards() if self.fill is None else []
         return checked_size(self, config, sum(file.stat().st_size for file in stored))
+
+    def shards(self) -> dict[Path, list[str]]:
+        """Raises ValueError if there are no weights that can be read."""
+        shards = super().shards()
+        found = {file: listed for file, listed in shards.items() if listed or not file.match(OTHER_COPY)}
+        if not found:
+            suffixes = (".bin", ".pt", ".pth", ".safetensors")
+            unread = sorted(file.name for file in self.folder.iterdir() if file.suffix in suffixes)
+            only = f" (only {', '.join(unread[:3])})" if unread else ""
+            raise ValueError(f"{self.path} has no safetensors file{only}; only safetensors and GGUF are read")
+        return found
 
     def file(self, name: str) -> Path:
         return file_inside(self.folder, name)
 
     def tokenizer(self) -> Any:
-        if self.has_tokenizer():
-            self._check_tokenizer_config()
-        elif self.random_weights:
-            return toy_tokenizer()
-        return super().tokenizer()
+        if not self.has_tokenizer():
+            return None if self.fill is None else toy_tokenizer()
+        self._check_tokenizer_config()
+        tokenizer = super().tokenizer()
+        tokenizer.decode = functools.partial(_decode, tokenizer, self.path)
+        return tokenizer
 
     def _check_tokenizer_config(self) -> None:
         """Raise ValueError if transformers would open a file elsewhere or load what is no tokenizer."""
@@ -85,6 +103,11 @@ class CheckedFolder(FolderCheckpoint):
         for file in (self.folder / "tokenizer.json", *stored):
             if file.exists() and VOCAB_IS_TEXT.search(file.read_bytes()):
                 raise ValueError(f"{file}: the vocabulary cannot be the name of a file")
+
+
+def _decode(tokenizer: Any, path: str, *args: Any, **kwargs: Any) -> str:
+    with tokenizer_errors(f"{path}: the tokenizer cannot decode"):
+        return type(tokenizer).decode(tokenizer, *args, **kwargs)
 
 
 def file_inside(folder: Path, name: str) -> Path:

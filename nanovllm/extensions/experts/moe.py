@@ -70,7 +70,11 @@ class Router(ReplicatedLinear):
         self.routing = Routing(config.num_experts_per_tok, config.norm_topk_prob)
 
     def forward(self, stream: Stream) -> Chosen:
-        return choose_experts(super().forward(stream), self.routing)
+        if stream.is_untouched:
+            logits = super().forward(stream)
+        else:  # the norm is begun, so there is nothing to fold in: the last, plain product does
+            logits = self.products[-1].norm_linear(stream, self.bias)
+        return choose_experts(logits, self.routing)
 
 
 class Experts(nn.Module):

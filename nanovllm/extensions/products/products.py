@@ -1,4 +1,4 @@
-"""The faster products of dense weights, as the core's layers see them (layers/product.py)."""
+"""The faster products of dense weights, as the core's layers see them (layers/weight.py)."""
 
 import functools
 from collections.abc import Callable
@@ -11,9 +11,8 @@ from nanovllm.extensions.products.kernels.fused_linear import can_fuse, fused_li
 from nanovllm.extensions.products.kernels.gemv import MAX_ROWS, can_use_gemv, gemv
 from nanovllm.extensions.products.onednn import can_pack, multiply, packed
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.product import Gated, Library, Product, activated
 from nanovllm.layers.residual_stream import Stream
-from nanovllm.layers.weight import DenseWeight
+from nanovllm.layers.weight import DenseWeight, Gated, Product, activated
 
 
 class Gemv(Product):
@@ -55,12 +54,12 @@ class SplitNorm(Stream):
         return False
 
 
-class FusedGemm(Library):
-    """In decode batches of small models, on one rank. A product alone is the library's."""
+class FusedGemm(Product):
+    """In decode batches of small models, on one rank. A product alone is the weight's own."""
 
     def __init__(self, dense: DenseWeight):
-        super().__init__(dense.multiply)
         self.dense = dense
+        self.linear = dense.linear
 
     def accepts(self, rows: int, is_prefill: bool) -> bool:
         return not is_prefill and rows <= MAX_FUSED_ROWS

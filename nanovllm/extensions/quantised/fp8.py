@@ -12,8 +12,7 @@ from nanovllm.extensions.quantised.kernels.fp8_linear import can_use_fp8
 from nanovllm.extensions.quantised.products import Fp8Product, example_row
 from nanovllm.extensions.quantised.scaled import ONE_TILE, SCALES, ScaledWeight, ignore
 from nanovllm.extensions.quantised.scheme import Format, Scheme, choose, listed, same_for_all
-from nanovllm.layers.product import Product
-from nanovllm.layers.weight import Shard
+from nanovllm.layers.weight import Product, Shard
 from nanovllm.utils.loader import StoredTensor, check_stored
 from nanovllm.utils.validation import shown
 

@@ -26,8 +26,7 @@ from nanovllm.extensions.quantised.scheme import (
     same_for_all,
 )
 from nanovllm.kernels.runtime import cdiv
-from nanovllm.layers.product import Library, Product
-from nanovllm.layers.weight import Shard
+from nanovllm.layers.weight import Product, Shard
 from nanovllm.utils.loader import StoredTensor, check_stored
 from nanovllm.utils.validation import shown
 
@@ -152,7 +151,7 @@ class Int4(ScaledWeight):
 
     def products(self, hidden_size: int | None, num_ranks: int) -> list[Product]:
         if self.order is not None:
-            return [Library(self.multiply)]
+            return [self]
         return super().products(hidden_size, num_ranks)
 
     def set_codes(self, rows: slice, codes: Tensor) -> None:

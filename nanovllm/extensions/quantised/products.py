@@ -25,8 +25,8 @@ from nanovllm.extensions.quantised.kernels.quantised_matvec import can_use_quant
 from nanovllm.extensions.quantised.kernels.quantised_weight import QuantisedWeight
 from nanovllm.kernels.activation import silu_and_mul
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.product import Gated, Product, activated
 from nanovllm.layers.residual_stream import Stream
+from nanovllm.layers.weight import Gated, Product, activated
 
 
 @dataclass

@@ -17,9 +17,8 @@ from nanovllm.extensions.transformers.ranks import part_of
 from nanovllm.kernels.layernorm import rms_norm_torch
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import LinearBase
-from nanovllm.layers.product import activated
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
-from nanovllm.layers.weight import Shard
+from nanovllm.layers.weight import Shard, activated
 
 ROTATE = "apply_rotary_pos_emb"  # the name that the function has in transformers
 GATED = ["gate_proj.weight", "up_proj.weight", "down_proj.weight"]
@@ -119,7 +118,7 @@ class Rotation(RotaryEmbedding):
         halves = cos[0, :, :half], sin[0, :, :half]
         self.cos_sin_cache = torch.cat(halves, dim=-1).float()
         self.positions = torch.arange(num_tokens, device=cos.device)
-        self._last_angles = (torch.empty(0),)
+        self._last_positions = None
 
 
 def leave_rotations(base: nn.Module) -> None:

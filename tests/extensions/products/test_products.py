@@ -9,7 +9,6 @@ from nanovllm.distributed.group import Group, use_group
 from nanovllm.extensions.products.products import FoldingWeight, FusedGemm, Gemv
 from nanovllm.kernels import runtime
 from nanovllm.layers.linear import ColumnParallelLinear, LinearBase, ReplicatedLinear, RowParallelLinear
-from nanovllm.layers.product import Library
 from nanovllm.utils.context import reset_context, set_context
 from nanovllm.utils.torch_defaults import torch_defaults
 
@@ -38,7 +37,7 @@ def listed(*args, **options) -> list[type]:
 @pytest.mark.skipif(not runtime.HAVE_TRITON, reason="needs Triton")
 @pytest.mark.usefixtures("hopper")
 def test_what_folds_a_residual_in_is_listed_only_beside_a_narrow_one_on_one_rank():
-    everything = [Gemv, FusedGemm, Library]
+    everything = [Gemv, FusedGemm, FoldingWeight]
     assert listed(ColumnParallelLinear) == listed(RowParallelLinear) == everything
     assert listed(ColumnParallelLinear, (512, 4096)) == listed(RowParallelLinear, (4096, 512)) == everything
     for others in (
@@ -49,12 +48,12 @@ def test_what_folds_a_residual_in_is_listed_only_beside_a_narrow_one_on_one_rank
         listed(RowParallelLinear, (512, 2048)),
         listed(RowParallelLinear, dtype=torch.float16),
     ):
-        assert others == [Gemv, Library]
-    assert listed(ColumnParallelLinear, dtype=torch.float32) == [Library]
+        assert others == [Gemv, FoldingWeight]
+    assert listed(ColumnParallelLinear, dtype=torch.float32) == [FoldingWeight]
 
 
 def test_on_a_cpu_there_is_the_library_alone():
-    assert listed(ColumnParallelLinear) == listed(RowParallelLinear) == [Library]
+    assert listed(ColumnParallelLinear) == listed(RowParallelLinear) == [FoldingWeight]
 
 
 @pytest.mark.skipif(not runtime.HAVE_TRITON, reason="needs Triton")
@@ -69,5 +68,11 @@ def test_a_prefill_is_the_librarys_and_a_decode_step_whose_product_comes_first()
         finally:
             reset_context()
 
-    assert [given(rows, False) for rows in (1, 2, 3, 256, 257)] == [Gemv, Gemv, FusedGemm, FusedGemm, Library]
-    assert {given(rows, True) for rows in (1, 3, 257)} == {Library}
+    assert [given(rows, False) for rows in (1, 2, 3, 256, 257)] == [
+        Gemv,
+        Gemv,
+        FusedGemm,
+        FusedGemm,
+        FoldingWeight,
+    ]
+    assert {given(rows, True) for rows in (1, 3, 257)} == {FoldingWeight}

@@ -22,7 +22,6 @@ from nanovllm.layers.linear import (
     QKVParallelLinear,
     RowParallelLinear,
 )
-from nanovllm.layers.product import Library
 from nanovllm.layers.residual_stream import Stream
 from nanovllm.layers.weight import DenseWeight
 
@@ -158,7 +157,7 @@ def test_layers_that_are_not_quantised_have_the_products_of_dense_weights(produc
     ):
         layer.set_matrix(scheme.make_weight(FoldingWeight, layer, name, [f"model.layers.0.{name}"]))
         kinds[name] = [type(product) for product in layer.products]
-    assert kinds == {"qkv_proj": [Fp8Product, Library], "down_proj": [Library]}
+    assert kinds == {"qkv_proj": [Fp8Product, Fp8], "down_proj": [FoldingWeight]}
 
 
 @pytest.mark.parametrize("dense, expected", [(FoldingWeight, Gemv), (DenseWeight, None)])
