@@ -34,10 +34,9 @@ class AttentionRule(AttentionVariant):
     softcap: float = 0.0
     sinks: Tensor | None = None  # [heads], of any floating dtype
 
-    @property
-    def hooks(self) -> Hooks:
-        first_token, has_sinks = window_start if self.window else None, self.sinks is not None
-        return Hooks(
+    def __post_init__(self) -> None:
+        has_sinks, first_token = self.sinks is not None, window_start if self.window else None
+        self.hooks = Hooks(
             first_token=first_token,
             first_token_prefill=first_token,
             score=soften if self.softcap else None,
@@ -45,14 +44,8 @@ class AttentionRule(AttentionVariant):
             begin_prefill=begin_prefill_with_sink if has_sinks else None,
             constants=RuleConstants(self.window, self.softcap),
         )
-
-    @property
-    def extras(self) -> tuple[Tensor, ...]:
-        return () if self.sinks is None else (self.sinks,)
-
-    @property
-    def flash_problem(self) -> str:
-        return "" if self.sinks is None else "it knows no attention sinks"
+        self.extras = (self.sinks,) if has_sinks else ()
+        self.flash_problem = "it knows no attention sinks" if has_sinks else ""
 
     def flash_options(self) -> dict[str, Any]:
         window = (self.window - 1, 0) if self.window else (-1, -1)  # which does not count the token itself
