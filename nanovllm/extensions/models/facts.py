@@ -64,9 +64,8 @@ def read_any_config(
     given = {name: value for name, value in raw.items() if value is not None}
     known = ", ".join(models)
     try:
-        facts = None
-        if model_impl != "transformers":  # first, since the others' files have other fields
-            facts = find_facts(given, models, type_decides)
+        # First, since the others' files have other fields.
+        facts = None if model_impl == "transformers" else find_facts(given, models, type_decides)
         if facts is not None:
             return read_decoder(raw, given, [facts.architecture], facts.defaults, facts.variant)
         if model_impl == "native":

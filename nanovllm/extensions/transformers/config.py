@@ -55,7 +55,7 @@ def transformers_config(raw: dict[str, Any], check_rope: Callable[..., None] = l
     names = raw.get("architectures") or []
     names = names if isinstance(names, list) else [names]
     name = names[0] if names else None
-    known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind) if isinstance(kind, str) else None
+    known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(kind))
     is_one = name in (known if isinstance(known, tuple | list) else (known,))
     if known is None or not (is_one or model_type_decides(names)):
         raise ValueError(

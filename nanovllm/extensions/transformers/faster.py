@@ -54,8 +54,7 @@ class GatedMLP(nn.Module):
     def __init__(self, gate: nn.Linear, up: nn.Linear, down: nn.Linear):
         super().__init__()
         gates = part_of(gate)
-        ups = part_of(up, offset=gates.size[0])
-        self.gate_and_up = Linear({0: gates, 1: ups})
+        self.gate_and_up = Linear({0: gates, 1: part_of(up, offset=gates.size[0])})
         self.down_proj = linear_like(down)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -69,8 +68,7 @@ def replacement(module: nn.Module) -> nn.Module | None:
     if type(module) is nn.Linear:
         return linear_like(module)
     if type(module) is Conv1D:
-        whole = Shard((module.nf, module.nx))
-        linear = Linear({None: whole}, bias=True)
+        linear = Linear({None: Shard((module.nf, module.nx))}, bias=True)
         linear.is_stored_transposed = True
         return linear
     shapes = {name: tuple(param.shape) for name, param in module.named_parameters()}
@@ -163,7 +161,6 @@ def rotates_halves(function: Callable[..., Any]) -> bool:
     except (TypeError, ValueError, RuntimeError):
         return False
     rotation = Rotation(*angles)
-    given = (each[0].transpose(0, 1) for each in (query, key))
-    expected = rotation(rotation.positions, *given)
+    expected = rotation(rotation.positions, *(each[0].transpose(0, 1) for each in (query, key)))
     pairs = zip(found, expected, strict=True)
     return all(torch.allclose(*pair, rtol=1e-4, atol=1e-6) for pair in pairs)

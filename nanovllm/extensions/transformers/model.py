@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from nanovllm.distributed.group import get_group
 from nanovllm.extensions.transformers.config import transformers_config
-from nanovllm.extensions.transformers.faster import PACKED, GatedMLP, leave_rotations, replacement
+from nanovllm.extensions.transformers.faster import PACKED, leave_rotations, replacement
 from nanovllm.extensions.transformers.parts import NAME, register
 from nanovllm.extensions.transformers.ranks import cut_modules
 from nanovllm.extensions.transformers.weights import Converted, converted
@@ -39,7 +39,7 @@ class TransformersForCausalLM(nn.Module):
     `attention` says in `features` what of it is not plain (see parts.py); whoever builds a model heeds that.
     """
 
-    packed_modules_mapping: dict[str, tuple[str, Any]] = {}
+    packed_modules_mapping = PACKED
 
     def __init__(self, config: FileConfig):
         super().__init__()
@@ -53,8 +53,6 @@ class TransformersForCausalLM(nn.Module):
             for name, child in [*parent.named_children()]:
                 if (faster := replacement(child)) is not None:
                     setattr(parent, name, faster)
-                    if isinstance(faster, GatedMLP):
-                        self.packed_modules_mapping = PACKED
         made = give_memory(model)
         for attention in self.attention:
             attention.features["sinks"] = made.get(attention.features["sinks"])
