@@ -36,7 +36,11 @@ def fill_with_random_values(model: nn.Module) -> None:
     for name, layer in model.named_modules():
         if getattr(layer, "stored_tensors", lambda name: {})(name):
             matrix = torch.empty(layer.matrix.shape, device=next(layer.parameters()).device)
-            layer.matrix.fill(make_normal(matrix, f"{name}.weight"))
+            values = make_normal(matrix, f"{name}.weight")
+            if hasattr(layer.matrix, "fill"):
+                layer.matrix.fill(values)
+            else:
+                layer.matrix.weight.copy_(values)
 
 
 def toy_tokenizer() -> Any:
