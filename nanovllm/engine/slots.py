@@ -1,9 +1,10 @@
 """What a device keeps of each running sequence, so that a decode step sends it only what it cannot know.
 
 Each running sequence has a slot (`Sequence.slot`). It says how to go on (last token, length, block table) and
-how to draw (temperature, seed). The device itself appends each token that it draws. The host writes a slot
-when its sequence is prefilled; later it sends newly opened blocks and which slots take part. All tables are
-made with the engine, so that their memory is known before the KV cache takes the rest.
+how to draw (temperature, seed). The device itself appends each token that it draws. The host (see
+`BatchMaker`) writes a slot when its sequence is prefilled; later it sends newly opened blocks and which slots
+take part. All tables are made with the engine, so that their memory is known before the KV cache takes the
+rest.
 """
 
 from itertools import accumulate
