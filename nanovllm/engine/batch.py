@@ -5,7 +5,8 @@ Rank 0 makes the batch from scheduled sequences and waits for the output. Ranks 
 
 import functools
 import operator
-from collections.abc import Hashable
+import struct
+from collections.abc import Collection, Hashable
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ import torch
 from nanovllm.engine.interfaces import LogitsProcessor, selected
 from nanovllm.engine.policies import PrefixCache
 from nanovllm.engine.sequence import Sequence, unpack
-from nanovllm.engine.slots import HostSlots, SlotLayout
+from nanovllm.engine.slots import SlotLayout
 from nanovllm.layers.attention import AttentionBackend
 
 
@@ -28,9 +29,9 @@ class Batch(NamedTuple):
 
     num_sequences: int
     wanted: int  # the logits processors that at least one of the sequences wants, a bit each
-    slot_updates: np.ndarray | None  # see slots.py
+    slot_updates: np.ndarray | None  # see DeviceSlots.apply
     messages: dict[str, Any] | None = None  # by part of the engine: what it has prepared for every rank
-    slots: np.ndarray | None = None  # int32 [sequences], see slots.py
+    slots: np.ndarray | None = None  # int32 [sequences]
     lens_q: np.ndarray | None = None  # int32 [sequences], tokens to be computed
     lens_k: np.ndarray | None = None  # int32 [sequences], tokens that the KV cache has of each after the step
     token_ids: np.ndarray | None = None  # int32 [tokens], those to be computed
@@ -44,7 +45,10 @@ class Batch(NamedTuple):
 
 
 class BatchMaker:
-    """Turns scheduled sequences into batches. All must be run, in order; if one is not, `reset` follows."""
+    """
+    Turns scheduled sequences into batches, and knows what was sent of them to the slots of all devices. All
+    batches must be run, in order; if one is not, `reset` follows.
+    """
 
     def __init__(
         self,
@@ -58,18 +62,33 @@ class BatchMaker:
         self.processors = processors
         self.of_decode = sum(1 << i for i, each in enumerate(processors) if not each.prefill_only)
         self.block_size = config.kvcache_block_size
-        self.slots = HostSlots(SlotLayout(config))
+        self.layout = SlotLayout(config)
         self.plan_key: Hashable = False
-        self.ever_wanted = 0
+        self.reset()
 
     def reset(self) -> None:
-        self.slots.reset()
+        """Forget what was sent; the devices forget it, too."""
+        self.changes: tuple[list[int], list[int]] = [], []  # of slots, to be sent: indices and values
+        self.decoded: list[int] = []  # slots of the last decode step
+        self.num_blocks = [0] * self.layout.padding_slot  # by slot, how many blocks were sent
+        self.has_prefilled = False  # since the last decode step: the same slots may be other sequences
         self.ever_wanted = 0
 
     def decode(self, sequences: list[Sequence]) -> Batch:
-        updates, is_new_batch = self.slots.decode(sequences)
+        """Of what the devices do not know by themselves, it has what has changed since the last step."""
+        slots = [seq.slot for seq in sequences]
+        is_new = self.has_prefilled or slots != self.decoded
+        self.has_prefilled = False
+        if slots != self.decoded:
+            padding = [self.layout.padding_slot] * (len(self.decoded) - len(slots))
+            self._write("batch", 0, slots + padding)
+            self.decoded = slots
+        for seq in sequences:
+            if len(seq.block_table) != self.num_blocks[seq.slot]:
+                self._write_blocks(seq)
+        updates = self._take_changes() if self.changes[0] else None
         messages = None
-        if self.backend.largest_plan and is_new_batch:
+        if is_new and self.backend.largest_plan:
             self.plan_key, message = self.backend.plan(sequences)
             messages = None if message is None else {"attention": message}
         self.backend.num_decode_steps += 1
@@ -85,6 +104,9 @@ class BatchMaker:
         ends = np.cumsum(lens_q, dtype=np.int32)
         positions = np.arange(ends[-1], dtype=np.int32) + np.repeat(lens_k - ends, lens_q)
         wanted = functools.reduce(operator.or_, (seq.request.wanted for seq in sequences))
+        for seq in sequences:
+            self._write_slot(seq)
+        self.has_prefilled = True
         self.ever_wanted |= wanted
         messages = {"prefix_cache": self.prefix_cache.prepare(sequences)}
         for processor in selected(self.processors, self.ever_wanted):
@@ -92,7 +114,7 @@ class BatchMaker:
         return Batch(
             len(sequences),
             wanted,
-            self.slots.prefill(sequences),
+            self._take_changes(),
             {name: message for name, message in messages.items() if message is not None},
             np.array([seq.slot for seq in sequences], dtype=np.int32),
             lens_q,
@@ -101,6 +123,35 @@ class BatchMaker:
             positions,
             self._slot_mapping(sequences, lens_q, positions),
         )
+
+    def _write_slot(self, seq: Sequence) -> None:
+        """Everything about a sequence as it is after the step, which draws a token for it."""
+        # Within what float32 can compute with: above 1e20 all tokens are equally likely.
+        temperature = min(seq.sampling_params.temperature, 1e20)
+        if temperature <= 1e-6:
+            temperature = 0.0  # greedy
+        words = struct.unpack("<3i", struct.pack("<qf", seq.request.seed, temperature))
+        self._write("seeds", 2 * seq.slot, words[:2])
+        self._write("temperatures", seq.slot, words[2:])
+        self._write("lengths", seq.slot, [seq.num_computed_tokens + seq.num_scheduled_tokens + 1])
+        self.num_blocks[seq.slot] = 0
+        self._write_blocks(seq)
+
+    def _write_blocks(self, seq: Sequence) -> None:
+        """The part of the block table that was not sent yet."""
+        num_sent = self.num_blocks[seq.slot]
+        self._write("block_tables", seq.slot * self.layout.max_blocks + num_sent, seq.block_table[num_sent:])
+        self.num_blocks[seq.slot] = len(seq.block_table)
+
+    def _write(self, table: str, offset: int, words: Collection[int]) -> None:
+        indices, values = self.changes
+        start = self.layout.starts[table] + offset
+        indices += range(start, start + len(words))
+        values += words
+
+    def _take_changes(self) -> np.ndarray:
+        changes, self.changes = self.changes, ([], [])
+        return np.array(changes, dtype=np.int32)
 
     def _slot_mapping(
         self, sequences: list[Sequence], lens_q: np.ndarray, positions: np.ndarray

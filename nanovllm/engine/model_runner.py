@@ -61,10 +61,9 @@ class ModelRunner:
 
     def start(self, checkpoint: Checkpoint) -> None:
         """Build and load the model, and take the memory that there is for the KV cache."""
-        make_runner = partial(ModelRunner, parts=self.parts)
         with self.on_device():
             try:
-                self._notify("starting", self.group.rank, make_runner)
+                self._notify("starting", self.group.rank, partial(ModelRunner, parts=self.parts))
                 self.build()
                 self.load(checkpoint)
                 self._notify("before_warmup")
