@@ -9,7 +9,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.kernels.runtime import cdiv, tl, triton, use_triton
+from nanovllm.kernels.runtime import cdiv, masked_load, tl, triton, use_triton
 
 BLOCK = 1024
 
@@ -29,9 +29,8 @@ def activate_and_mul(x: Tensor, activation: Any) -> Tensor:
     width = x.shape[-1] // 2
     out = x.new_empty(*x.shape[:-1], width)
     rows = x.reshape(-1, 2 * width)
-    if len(rows):
-        grid = len(rows), cdiv(width, BLOCK)
-        _activate_and_mul_kernel[grid](rows, out, rows.stride(0), width, ACTIVATION=activation, BLOCK=BLOCK)
+    grid = len(rows), cdiv(width, BLOCK)
+    _activate_and_mul_kernel[grid](rows, out, rows.stride(0), width, ACTIVATION=activation, BLOCK=BLOCK)
     return out
 
 
@@ -46,8 +45,8 @@ def _activate_and_mul_kernel(x, out, x_stride, width, ACTIVATION: tl.constexpr, 
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
     row_start = x + row * x_stride
-    gate = tl.load(row_start + column, mask=inside, other=0.0)
-    up = tl.load(row_start + width + column, mask=inside, other=0.0)
+    gate = masked_load(row_start + column, inside)
+    up = masked_load(row_start + width + column, inside)
     activated = ACTIVATION(gate.to(tl.float32)).to(gate.dtype)
     address = out + row * width + column
     tl.store(address, activated.to(tl.float32) * up.to(tl.float32), mask=inside)

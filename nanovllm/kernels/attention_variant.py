@@ -19,16 +19,15 @@ class Hooks(NamedTuple):
     Triton functions that attention kernels call, or None. Each gets this record itself as the constant HOOKS,
     and the variant's tensors as `extras`. Scores, `highest` and log sums are in units of log2.
 
-    first_token(extras, seq, context_len, HOOKS): the first token that a decode step's query sees, at least 0;
-    `context_len` counts the tokens up to it, itself among them.
-    first_token_prefill(extras, seq, context_len, HOOKS): the same for a number or a tensor of them; below 0
-    is 0, too.
+    first_token(extras, seq, context_len, HOOKS): the first token that a query sees; below 0 is 0, too.
+    `context_len` counts the tokens up to it, itself among them: a number, or (in prefill) a tensor of them.
     score(score, HOOKS): a tile of scores -> what takes their place.
-    begin(extras, seq, is_first, row, head, dim, highest, total, SIZES, HOOKS) -> highest, total, kept: what a
-    decode program begins with. `is_first` says whether it has the first split, to which keys may be added
-    that are not in the cache. `highest` is [HEADS_PAD], `total` [TILE, HEADS_PAD].
-    end(kept, row, dim, highest, total, acc, SIZES, HOOKS) -> highest, total, acc: what a decode program does
-    with its results, `total` [HEADS_PAD] and `acc` [DIM_PAD, HEADS_PAD].
+    begin(extras, index, highest, total, SIZES, HOOKS) -> highest, total, kept: what a decode program begins
+    with. Its sequence is program_id(1), and if program_id(2) is 0 it has the first split, to which keys may
+    be added that are not in the cache. `index` is (row, head, dim), see `load_query`; `highest` is
+    [HEADS_PAD], `total` [TILE, HEADS_PAD].
+    end(kept, index, sums, SIZES, HOOKS) -> sums: what a decode program does with its results, which are
+    highest and total [HEADS_PAD] and acc [DIM_PAD, HEADS_PAD].
     begin_prefill(extras, head, highest, total, HOOKS) -> highest, total: the same for a tile of queries of
     one head.
     """
@@ -37,7 +36,6 @@ class Hooks(NamedTuple):
     score: Any = None
     begin: Any = None
     end: Any = None
-    first_token_prefill: Any = None
     begin_prefill: Any = None
     constants: Any = None  # a record of what else the hooks need
 
@@ -62,11 +60,6 @@ class AttentionVariant:
     def __init__(self, scale: float):
         self.scale = scale
 
-    @property
-    def sees_all(self) -> bool:
-        """Whether queries see all tokens before them."""
-        return self.hooks.first_token is None
-
     def flash_options(self) -> dict[str, Any]:
         return {"softmax_scale": self.scale, "causal": True}
 
@@ -84,14 +77,16 @@ class AttentionVariant:
         """
         return None
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rows: Any = None) -> Tensor:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, row: slice | None = None
+    ) -> Tensor:
         """
-        In a decode step, for these rows of the batch: q [sequences, kv_heads, heads of each, head_dim], k and
-        v [sequences, kv_heads, tokens, head_dim]; no mask: all keys are seen. In prefill there are no `rows`:
-        q, k and v [kv_heads, heads of each, tokens, head_dim]; no mask: as many queries as keys, and each
-        sees the keys up to its own.
+        In a decode step, for the sequence in this row of the batch, with no mask: q [1, kv_heads, heads of
+        each, head_dim], k and v [1, kv_heads, tokens, head_dim]. In prefill there is no `row`: q, k and v
+        [kv_heads, heads of each, tokens, head_dim]; no mask: as many queries as keys, and each sees the keys
+        up to its own.
         """
-        is_causal = rows is None and mask is None
+        is_causal = row is None and mask is None
         return F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, scale=self.scale)
 
     def finish_decode(self, out: Tensor) -> Tensor:
@@ -99,7 +94,7 @@ class AttentionVariant:
         return out
 
     def attend_and_sum(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, first_sums: Tensor | None = None
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, first_sums: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """
         Attention of q [..., queries, head_dim] over k and v [..., keys, head_dim] where the mask is true, and

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.kernels.kv_store import StoreHooks, store_kvcache
-from nanovllm.kernels.runtime import cdiv, tl, triton
+from nanovllm.kernels.runtime import cdiv, masked_load, tl, triton
 
 
 class CacheLayout:
@@ -68,59 +68,23 @@ class CacheLayout:
         return size, 2
 
     def read(
-        self,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        block_tables: Tensor,
-        begins: Tensor,
-        ends: Tensor,
-        head_dim: int,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, begin: int, end: int, head_dim: int
+    ) -> tuple[Tensor, Tensor]:
         """
-        The tokens from begins to ends [batch] of sequences. -> keys and values [batch, kv_heads, longest,
-        head_dim], and which of these are such tokens, bool [batch, longest]. The others are finite, so a mask
-        can hide them.
+        Keys and values [kv_heads, tokens, head_dim] of a sequence's tokens from begin to end. Where its
+        blocks lie side by side, they are not copied.
         """
-        block_size, kv_heads = self.page_sizes(k_cache, head_dim)
-        blocks, offsets, seen = locate(block_tables, begins, ends, block_size)
-        slots = (blocks * block_size + offsets).flatten()
-        keys, values = (
-            cache.view(-1, kv_heads, head_dim).index_select(0, slots).unflatten(0, blocks.shape)
-            for cache in (k_cache, v_cache)
-        )
-        return keys.transpose(1, 2), values.transpose(1, 2), seen
-
-    def read_one(
-        self, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, begin: int, end: int
-    ) -> tuple[Tensor, Tensor] | None:
-        """
-        Keys and values [1, kv_heads, tokens, head_dim] of one sequence's tokens from begin to end, or None if
-        `read` is as quick. Where its blocks lie side by side, they are not copied.
-        """
-        _, block_size, *head_sizes = k_cache.shape
+        block_size = k_cache.shape[1]
         blocks = block_table[begin // block_size : cdiv(end, block_size)]
         numbers = blocks.tolist()
-        first = numbers[0] if numbers else 0
+        first = numbers[0]
         if numbers != [*range(first, first + len(numbers))]:
             k_cache, v_cache, first = k_cache.index_select(0, blocks), v_cache.index_select(0, blocks), 0
-        keys, values = k_cache.view(1, -1, *head_sizes), v_cache.view(1, -1, *head_sizes)
-        span = first * block_size + begin % block_size, end - begin
-        return keys.narrow(1, *span).transpose(1, 2), values.narrow(1, *span).transpose(1, 2)
-
-
-def locate(tables: Tensor, begins: Tensor, ends: Tensor, block_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """
-    Where the tokens from begins to ends [batch] of sequences lie. -> their blocks and their offsets in these,
-    int [batch, longest], and which of these entries are such tokens, bool [batch, longest].
-    """
-    begins, ends = begins[:, None], ends[:, None]
-    token = begins + torch.arange(int((ends - begins).max()), device=ends.device)
-    seen = token < ends
-    # Entries beyond a sequence's end repeat its first token. An empty sequence reads block 0.
-    token = torch.where(seen, token, begins)
-    blocks = tables.gather(1, token // block_size)
-    blocks = torch.where(ends > begins, blocks, 0)
-    return blocks, token % block_size, seen
+        start = first * block_size + begin % block_size
+        keys, values = (
+            cache.flatten(0, 1).narrow(0, start, end - begin).transpose(0, 1) for cache in (k_cache, v_cache)
+        )
+        return keys, values
 
 
 @triton.jit
@@ -139,22 +103,20 @@ def load_rows(cache, start, len_k, inside, DTYPE: tl.constexpr, SIZES: tl.conste
         if SIZES.BLOCK_SIZE % SIZES.KEY_TILE == 0:  # the whole tile is in one block
             block = tl.load(table + start // SIZES.BLOCK_SIZE)
         else:
-            block = tl.load(table + token // SIZES.BLOCK_SIZE, mask=token < len_k, other=0)
+            block = masked_load(table + token // SIZES.BLOCK_SIZE, token < len_k)
         slot = block.to(tl.int64) * SIZES.BLOCK_SIZE + token % SIZES.BLOCK_SIZE
     k_address = k_head + slot[None, :] * k_token_stride + dim[:, None]
     v_address = v_head + slot[:, None] * v_token_stride + dim[None, :]
     is_dim = dim < SIZES.HEAD_DIM
-    if MASKED:
-        k_mask = inside[None, :] & is_dim[:, None]
-        v_mask = inside[:, None] & is_dim[None, :]
-        key = tl.load(k_address, mask=k_mask, other=0.0)
-        value = tl.load(v_address, mask=v_mask, other=0.0)
-    elif SIZES.HEAD_DIM < SIZES.DIM_PAD:
-        key = tl.load(k_address, mask=is_dim[:, None], other=0.0)
-        value = tl.load(v_address, mask=is_dim[None, :], other=0.0)
+    if not MASKED and SIZES.HEAD_DIM == SIZES.DIM_PAD:
+        key, value = tl.load(k_address), tl.load(v_address)
     else:
-        key = tl.load(k_address)
-        value = tl.load(v_address)
+        k_mask, v_mask = is_dim[:, None], is_dim[None, :]
+        if MASKED:
+            k_mask &= inside[None, :]
+            v_mask &= inside[:, None]
+        key = masked_load(k_address, k_mask)
+        value = masked_load(v_address, v_mask)
     return key.to(DTYPE), value.to(DTYPE)
 
 

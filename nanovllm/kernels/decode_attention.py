@@ -8,7 +8,7 @@ length. Longer sequences should come first: programs start in the order of the b
 are short, all multiprocessors finish at about the same time.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from nanovllm.kernels.cache_layout import ROWS, CacheLayout
 from nanovllm.kernels.runtime import (
     LOG2_E,
     cdiv,
+    masked_load,
     next_power_of_2,
     pdl_wait_then_launch,
     prefetch_each,
@@ -26,11 +27,10 @@ from nanovllm.kernels.runtime import (
     triton,
     use_triton,
 )
-from nanovllm.kernels.split_kv import own_part, store_result
+from nanovllm.kernels.split_kv import own_tokens, store_result
 
 MAX_SPLITS = 32
 MIN_COLUMNS = 8  # the fewest that the matrix unit computes
-REFERENCE_ROWS = 8  # sequences that the torch reference computes at once
 PROGRAMS_PER_MULTIPROCESSOR = 3
 MAX_APART = 16  # in a small batch query heads are spread over more programs, up to this many for each split
 COMBINED_ELEMENTS = 8192  # of partial results that a program combines at a time
@@ -85,7 +85,7 @@ def paged_decode_attention(
     kernel = layout.decode_kernel or _decode_kernel
     kernel[(sizes.KV_HEADS * sizes.READERS, batch, splits)](
         q, k_cache, v_cache, block_tables, context_lens, variant.extras, out, partial, counters,
-        variant.scale * LOG2_E, *q.stride()[:2], block_tables.stride(0), splits, multiprocessors,
+        variant.scale * LOG2_E, *q.stride()[:2], block_tables.stride(0), multiprocessors,
         SIZES=sizes, HOOKS=variant.hooks,
         num_warps=num_warps, num_stages=num_stages, **runtime.overlap_options(q.device),
     )  # fmt: skip
@@ -107,17 +107,26 @@ def _choose_sizes(
     combined_heads = next_power_of_2(heads)
     heads_pad = max(MIN_COLUMNS, combined_heads)
     dim_pad = max(runtime.MIN_DOT_SIZE, next_power_of_2(head_dim))
-    combined_splits = max(1, COMBINED_ELEMENTS // (combined_heads * dim_pad))
-    element_size, stages_of_long = layout.decode_tile(q, k_cache)
-    most_tokens, num_warps, num_stages = 128, 4, stages_of_long
+    element_size, num_stages = layout.decode_tile(q, k_cache)
+    most_tokens, num_warps = 128, 4
     # Where latency counts more than bandwidth, a tile takes at most 32 KB, not 64 KB. And with many columns
     # four warps would multiply by an instruction that wants its operands elsewhere.
     if splits > 1 or variant.reads_few or heads_pad > MIN_COLUMNS:
         most_tokens, num_warps, num_stages = 64, 2, 3
     tokens = min(most_tokens, most_tokens * MEASURED_ROW_BYTES // (dim_pad * element_size))
-    tile, is_split = max(runtime.MIN_DOT_SIZE, tokens), splits > 1
-    per_program = kv_heads, readers, heads, heads_pad, head_dim, dim_pad
-    sizes = DecodeSizes(*per_program, block_size, tile, is_split, combined_heads, combined_splits)
+    sizes = DecodeSizes(
+        kv_heads,
+        readers,
+        heads,
+        heads_pad,
+        head_dim,
+        dim_pad,
+        block_size,
+        TILE=max(runtime.MIN_DOT_SIZE, tokens),
+        SPLIT=splits > 1,
+        COMBINED_HEADS=combined_heads,
+        COMBINED_SPLITS=max(1, COMBINED_ELEMENTS // (combined_heads * dim_pad)),
+    )
     return sizes, splits, num_warps, num_stages
 
 
@@ -130,33 +139,23 @@ def paged_decode_attention_torch(
     variant: AttentionVariant,
     layout: CacheLayout = ROWS,
 ) -> Tensor:
-    def attend(rows: Any, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-        keys, values = keys.to(q.dtype), values.to(q.dtype)
-        # The query heads of one kv head are the query rows, so K and V are never expanded.
-        queries = q[rows].unflatten(1, (keys.shape[1], -1))
-        return variant.attend(queries, keys, values, mask, rows).flatten(1, 2).to(q.dtype)
-
-    begins = variant.first_token(context_lens)
-    if len(q) == 1:  # a single sequence needs no mask
-        found = layout.read_one(k_cache, v_cache, block_tables[0], int(begins), int(context_lens))
-        if found is not None:
-            return variant.finish_decode(attend(slice(None), *found, None))
-    lengths, order = (context_lens - begins).sort()
     out = torch.zeros_like(q)
-    # Sequences of similar length need little padding, and the keys of a few fit in a CPU's cache.
-    for rows, own_lengths in zip(order.split(REFERENCE_ROWS), lengths.split(REFERENCE_ROWS), strict=True):
-        if own_lengths[-1]:
-            span = begins[rows], context_lens[rows]
-            keys, values, seen = layout.read(k_cache, v_cache, block_tables[rows], *span, q.shape[2])
-            attended = attend(rows, keys, values, seen[:, None, None])
-            out[rows] = attended.masked_fill(own_lengths[:, None, None] == 0, 0.0)
+    begins = variant.first_token(context_lens).tolist()
+    for i, (begin, end) in enumerate(zip(begins, context_lens.tolist(), strict=True)):
+        if begin < end:
+            found = layout.read(k_cache, v_cache, block_tables[i], begin, end, q.shape[2])
+            keys, values = (x[None].to(q.dtype) for x in found)
+            # The query heads of one kv head are the query rows, so K and V are never expanded.
+            row = slice(i, i + 1)
+            queries = q[row].unflatten(1, (keys.shape[1], -1))
+            out[row] = variant.attend(queries, keys, values, None, row).flatten(1, 2)
     return variant.finish_decode(out)
 
 
-@triton.jit(do_not_specialize=["table_stride", "splits", "num_multiprocessors"])
+@triton.jit(do_not_specialize=["table_stride", "num_multiprocessors"])
 def _decode_kernel(
     q, k_cache, v_cache, block_tables, context_lens, extras, out, partial, counters,
-    scale_log2, q_batch_stride, q_head_stride, table_stride, splits, num_multiprocessors,
+    scale_log2, q_batch_stride, q_head_stride, table_stride, num_multiprocessors,
     SIZES: tl.constexpr, HOOKS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """
@@ -164,9 +163,10 @@ def _decode_kernel(
     unit takes 16 rows, and as few as 8 columns.
     """
     TILE: tl.constexpr = SIZES.TILE
-    kv_head, part, tokens = own_part(context_lens, extras, splits, SIZES, HOOKS)
-    first, begin, end = tokens
-    seq, share, split, _, used_splits = part
+    first, begin, end, used_splits = own_tokens(context_lens, extras, SIZES, HOOKS)
+    share = tl.program_id(0)
+    kv_head = share // SIZES.READERS
+    seq = tl.program_id(1)
     table = block_tables + seq.to(tl.int64) * table_stride
     if OVERLAP:
         # The programs that start first prefetch their first tile while the query is still being computed.
@@ -174,24 +174,23 @@ def _decode_kernel(
             _prefetch_tile(k_cache, v_cache, table, kv_head, begin, end, SIZES)
     pdl_wait_then_launch(OVERLAP)
     if SIZES.SPLIT:
-        if split >= used_splits:
+        if tl.program_id(2) >= used_splits:
             return
 
-    query, index = load_query(q, part, q_batch_stride, q_head_stride, SIZES)
+    query, index = load_query(q, q_batch_stride, q_head_stride, SIZES)
     _, _, dim = index
     is_dim = dim < SIZES.HEAD_DIM
-    highest, total, acc, kept = begin_sums(extras, part, index, SIZES, HOOKS)
+    highest, total, acc, kept = begin_sums(extras, index, SIZES, HOOKS)
     for start in range(begin, end, TILE):
         token = start + tl.arange(0, TILE)
         seen = token < end
         if HOOKS.first_token is not None:
             seen &= token >= first
-        block = tl.load(table + token // SIZES.BLOCK_SIZE, mask=seen, other=0)
-        row_start = _row_start(block, token, kv_head, SIZES)
+        row_start = _row_start(table, token, seen, kv_head, SIZES)
         key_mask = seen[:, None] & is_dim[None, :]
         value_mask = seen[None, :] & is_dim[:, None]
-        key = tl.load(k_cache + row_start[:, None] + dim[None, :], mask=key_mask, other=0.0)
-        value = tl.load(v_cache + row_start[None, :] + dim[:, None], mask=value_mask, other=0.0)
+        key = masked_load(k_cache + row_start[:, None] + dim[None, :], key_mask)
+        value = masked_load(v_cache + row_start[None, :] + dim[:, None], value_mask)
         key, value = key.to(query.dtype), value.to(query.dtype)
         score = tl.dot(key, query, input_precision="ieee") * scale_log2
         if HOOKS.score is not None:
@@ -205,24 +204,24 @@ def _decode_kernel(
         acc = tl.dot(value, weight.to(value.dtype), acc * shrink[None, :], input_precision="ieee")
 
     total = tl.sum(total, axis=0)
-    store_result(out, partial, counters, (highest, total, acc), kept, part, index, SIZES, HOOKS)
+    store_result(out, partial, counters, (highest, total, acc), kept, index, used_splits, SIZES, HOOKS)
 
 
 @triton.jit
-def load_query(q, part, q_batch_stride, q_head_stride, SIZES: tl.constexpr):
+def load_query(q, q_batch_stride, q_head_stride, SIZES: tl.constexpr):
     """-> queries [DIM_PAD, HEADS_PAD], and their index: number in the program, head, and dimension."""
-    seq, share, _, _, _ = part
+    seq = tl.program_id(1)
     row = tl.arange(0, SIZES.HEADS_PAD)
     dim = tl.arange(0, SIZES.DIM_PAD)
     is_dim = dim < SIZES.HEAD_DIM
     inside = (row < SIZES.HEADS)[None, :] & is_dim[:, None]
-    head = share * SIZES.HEADS + row
+    head = tl.program_id(0) * SIZES.HEADS + row
     address = q + seq.to(tl.int64) * q_batch_stride + head[None, :] * q_head_stride + dim[:, None]
-    return tl.load(address, mask=inside, other=0.0), (row, head, dim)
+    return masked_load(address, inside), (row, head, dim)
 
 
 @triton.jit
-def begin_sums(extras, part, index, SIZES: tl.constexpr, HOOKS: tl.constexpr):
+def begin_sums(extras, index, SIZES: tl.constexpr, HOOKS: tl.constexpr):
     """-> what the sums over tokens begin with, and what `begin` of the hooks keeps for `end`."""
     highest = tl.full([SIZES.HEADS_PAD], float("-inf"), tl.float32)
     # Each place in a tile has a sum of its own, until the end.
@@ -230,11 +229,7 @@ def begin_sums(extras, part, index, SIZES: tl.constexpr, HOOKS: tl.constexpr):
     acc = tl.full([SIZES.DIM_PAD, SIZES.HEADS_PAD], 0.0, tl.float32)
     kept = ()
     if HOOKS.begin is not None:
-        seq, _, split, _, _ = part
-        row, head, dim = index
-        highest, total, kept = HOOKS.begin(
-            extras, seq, split == 0, row, head, dim, highest, total, SIZES, HOOKS
-        )
+        highest, total, kept = HOOKS.begin(extras, index, highest, total, SIZES, HOOKS)
     return highest, total, acc, kept
 
 
@@ -244,15 +239,15 @@ def _prefetch_tile(k_cache, v_cache, table, kv_head, begin, end, SIZES: tl.const
     ROW_BYTES: tl.constexpr = SIZES.HEAD_DIM * k_cache.dtype.element_ty.primitive_bitwidth // 8
     if ROW_BYTES % 16 == 0:
         token = begin + tl.arange(0, SIZES.TILE)
-        block = tl.load(table + token // SIZES.BLOCK_SIZE, mask=token < end, other=0)
         size = tl.where(token < end, ROW_BYTES, 0)
-        row_start = _row_start(block, token, kv_head, SIZES)
-        prefetch_each((k_cache + row_start).to(tl.int64), size)
-        prefetch_each((v_cache + row_start).to(tl.int64), size)
+        row_start = _row_start(table, token, token < end, kv_head, SIZES)
+        prefetch_each(k_cache + row_start, size)
+        prefetch_each(v_cache + row_start, size)
 
 
 @triton.jit
-def _row_start(block, token, kv_head, SIZES: tl.constexpr):
-    """Where the key of each token begins in its cache, and the value too."""
+def _row_start(table, token, inside, kv_head, SIZES: tl.constexpr):
+    """Where the key of each of these tokens begins in its cache, and the value too."""
+    block = masked_load(table + token // SIZES.BLOCK_SIZE, inside)
     slot = block.to(tl.int64) * SIZES.BLOCK_SIZE + token % SIZES.BLOCK_SIZE
     return (slot * SIZES.KV_HEADS + kv_head) * SIZES.HEAD_DIM

@@ -41,19 +41,19 @@ def decode_inputs(slots: Tensor, tables: InputTables, block_size: int) -> Decode
     if not use_triton(slots):
         return decode_inputs_torch(slots, tables, block_size)
 
-    def empty(like: Tensor, dtype: torch.dtype) -> Tensor:
-        return torch.empty(len(slots), *like.shape[1:], dtype=dtype, device=like.device)
+    def empty(dtype: torch.dtype, *shape: int) -> Tensor:
+        return torch.empty(len(slots), *shape, dtype=dtype, device=slots.device)
 
     width = tables.block_tables.shape[1]
     out = DecodeInputs(
-        input_ids=empty(tables.tokens, torch.int64),
-        positions=empty(tables.lengths, torch.int64),
-        slot_mapping=empty(tables.lengths, torch.int32),
-        context_lens=empty(tables.lengths, torch.int32),
-        block_tables=empty(tables.block_tables, torch.int32),
-        temperatures=empty(tables.temperatures, torch.float32),
-        seeds=empty(tables.seeds, torch.int64),
-        next_positions=empty(tables.lengths, torch.int64),
+        input_ids=empty(torch.int64),
+        positions=empty(torch.int64),
+        slot_mapping=empty(torch.int32),
+        context_lens=empty(torch.int32),
+        block_tables=empty(torch.int32, width),
+        temperatures=empty(torch.float32),
+        seeds=empty(torch.int64),
+        next_positions=empty(torch.int64),
     )
     _decode_inputs_kernel[(len(slots),)](slots, *tables, *out, width, BLOCK_SIZE=block_size, num_warps=1)
     return out
@@ -85,13 +85,13 @@ def _decode_inputs_kernel(
     position = tl.maximum(length - 1, 0)
     table = block_tables + slot * width
     block = tl.load(table + position // BLOCK_SIZE)
-    tl.store(input_ids + i, tl.load(tokens + slot).to(tl.int64))
-    tl.store(positions + i, position.to(tl.int64))
+    tl.store(input_ids + i, tl.load(tokens + slot))
+    tl.store(positions + i, position)
     tl.store(slot_mapping + i, tl.where(length > 0, block * BLOCK_SIZE + position % BLOCK_SIZE, -1))
     tl.store(context_lens + i, length)
     tl.store(batch_temperatures + i, tl.load(temperatures + slot))
     tl.store(batch_seeds + i, tl.load(seeds + slot))
-    tl.store(next_positions + i, length.to(tl.int64))
+    tl.store(next_positions + i, length)
     used = position // BLOCK_SIZE + 1
     for start in range(0, used, 32):
         columns = start + tl.arange(0, 32)

@@ -10,20 +10,28 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from nanovllm.kernels.attention_variant import Hooks
-from nanovllm.kernels.runtime import cdiv, next_power_of_2, overlap_options, pdl_wait, tl, triton, use_triton
+from nanovllm.kernels.runtime import (
+    cdiv,
+    masked_load,
+    next_power_of_2,
+    overlap_options,
+    pdl_wait,
+    tl,
+    triton,
+    use_triton,
+)
 
 
 def store_kvcache(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
-    """Write key, value [tokens, kv_heads, head_dim] (last dimension contiguous) to slot_mapping [tokens]."""
+    """Write key, value [tokens, kv_heads, head_dim] to slot_mapping [tokens]."""
     if not use_triton(key):
         return store_kvcache_torch(key, value, k_cache, v_cache, slot_mapping)
-    tokens, heads, head_dim = key.shape
-    if tokens:
-        _store_kernel[(tokens,)](
-            key, value, k_cache, v_cache, slot_mapping, *key.stride()[:2], *value.stride()[:2],
-            HEADS=heads, HEADS_PAD=next_power_of_2(heads),
-            HEAD_DIM=head_dim, DIM_PAD=next_power_of_2(head_dim),
-        )  # fmt: skip
+    key, value = key.flatten(1), value.flatten(1)  # no copy where a token's heads lie side by side
+    tokens, width = key.shape
+    strides = key.stride(0), value.stride(0)
+    _store_kernel[(tokens,)](
+        key, value, k_cache, v_cache, slot_mapping, *strides, WIDTH=width, WIDTH_PAD=next_power_of_2(width)
+    )
 
 
 def store_kvcache_torch(
@@ -38,16 +46,13 @@ def store_kvcache_torch(
         return
     key, value, slot_mapping = only_written(key, value, slot_mapping)
     for cache, new in ((k_cache, key), (v_cache, value)):
-        cache.view(-1, *cache.shape[2:]).index_copy_(0, slot_mapping, new.to(cache.dtype))
+        cache.flatten(0, 1).index_copy_(0, slot_mapping, new.to(cache.dtype))
 
 
 def only_written(key: Tensor, value: Tensor, slot_mapping: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Only the tokens whose slot is not -1, with slots as int64."""
-    slot_mapping = slot_mapping.long()
-    if min(slot_mapping.tolist(), default=0) < 0:
-        written = slot_mapping >= 0
-        key, value, slot_mapping = key[written], value[written], slot_mapping[written]
-    return key, value, slot_mapping
+    written = slot_mapping >= 0
+    return key[written], value[written], slot_mapping[written].long()
 
 
 class StoreSizes(NamedTuple):
@@ -81,8 +86,6 @@ def qk_norm_rope_store(
     float32 [max_positions, head_dim], cosines then sines. The caches may be empty if every slot is -1. There
     is no torch reference: on a CPU `Attention.rotate_and_store` calls one function after another.
     """
-    if not len(qkv):
-        return
     hooks = hooks or StoreHooks()
     heads = hooks.heads_per_program
     sizes = StoreSizes(num_heads, num_kv_heads, heads, head_dim, next_power_of_2(head_dim // 2))
@@ -95,22 +98,19 @@ def qk_norm_rope_store(
 
 @triton.jit
 def _store_kernel(
-    key, value, k_cache, v_cache, slot_mapping,
-    key_token_stride, key_head_stride, value_token_stride, value_head_stride,
-    HEADS: tl.constexpr, HEADS_PAD: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr,
+    key, value, k_cache, v_cache, slot_mapping, key_stride, value_stride,
+    WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token).to(tl.int64)
     if slot < 0:
         return
-    head = tl.arange(0, HEADS_PAD)[:, None]
-    dim = tl.arange(0, DIM_PAD)[None, :]
-    inside = (head < HEADS) & (dim < HEAD_DIM)
-    offset = (slot * HEADS + head) * HEAD_DIM + dim
-    k = tl.load(key + token * key_token_stride + head * key_head_stride + dim, mask=inside)
-    v = tl.load(value + token * value_token_stride + head * value_head_stride + dim, mask=inside)
-    tl.store(k_cache + offset, k, mask=inside)
-    tl.store(v_cache + offset, v, mask=inside)
+    column = tl.arange(0, WIDTH_PAD)
+    inside = column < WIDTH
+    k = tl.load(key + token * key_stride + column, mask=inside)
+    v = tl.load(value + token * value_stride + column, mask=inside)
+    tl.store(k_cache + slot * WIDTH + column, k, mask=inside)
+    tl.store(v_cache + slot * WIDTH + column, v, mask=inside)
 
 
 @triton.jit
@@ -139,34 +139,32 @@ def _qk_norm_rope_store_kernel(
 
     rotated = half < tl.where(is_v, 0, HALF)  # v is not rotated
     cos_address = cos_sin + tl.load(positions + token) * SIZES.HEAD_DIM + half
-    cos = tl.load(cos_address, mask=rotated, other=0.0)
-    sin = tl.load(cos_address + HALF, mask=rotated, other=0.0)
+    cos = masked_load(cos_address, rotated)
+    sin = masked_load(cos_address + HALF, rotated)
     if q_weight is not None:
         if is_q:
-            weight1 = tl.load(q_weight + half, mask=rotated, other=0.0)
-            weight2 = tl.load(q_weight + HALF + half, mask=rotated, other=0.0)
+            weight1 = masked_load(q_weight + half, rotated)
+            weight2 = masked_load(q_weight + HALF + half, rotated)
         else:
-            weight1 = tl.load(k_weight + half, mask=rotated, other=0.0)
-            weight2 = tl.load(k_weight + HALF + half, mask=rotated, other=0.0)
+            weight1 = masked_load(k_weight + half, rotated)
+            weight2 = masked_load(k_weight + HALF + half, rotated)
     slot = tl.load(slot_mapping + token).to(tl.int64)
     pdl_wait(OVERLAP)  # decode attention, which comes next, prefetches before it waits
 
-    x1 = tl.load(address, mask=inside, other=0.0)
-    x2 = tl.load(address + HALF, mask=inside, other=0.0)
+    x1 = masked_load(address, inside)
+    x2 = masked_load(address + HALF, inside)
+    DTYPE: tl.constexpr = x1.dtype
     wide1, wide2 = x1.to(tl.float32), x2.to(tl.float32)
     if not is_v:
         if q_weight is not None:
             mean_square = tl.sum(wide1 * wide1 + wide2 * wide2, axis=1)[:, None] / SIZES.HEAD_DIM
             scale = tl.rsqrt(mean_square + eps)
             # Rounded after the norm and again after the weight, as transformers' Qwen3RMSNorm does.
-            wide1 = _rounded(wide1 * scale, x1.dtype) * weight1.to(tl.float32)
-            wide2 = _rounded(wide2 * scale, x1.dtype) * weight2.to(tl.float32)
-            wide1 = _rounded(wide1, x1.dtype)
-            wide2 = _rounded(wide2, x1.dtype)
-        rotated1 = (wide1 * cos - wide2 * sin).to(x1.dtype)
-        rotated2 = (wide2 * cos + wide1 * sin).to(x1.dtype)
-        wide1 = rotated1.to(tl.float32)
-        wide2 = rotated2.to(tl.float32)
+            wide1 = _rounded(_rounded(wide1 * scale, DTYPE) * weight1.to(tl.float32), DTYPE)
+            wide2 = _rounded(_rounded(wide2 * scale, DTYPE) * weight2.to(tl.float32), DTYPE)
+        rotated1 = _rounded(wide1 * cos - wide2 * sin, DTYPE)
+        rotated2 = _rounded(wide2 * cos + wide1 * sin, DTYPE)
+        wide1, wide2 = rotated1, rotated2
         if HOOKS.rotate is not None:
             wide1, wide2 = HOOKS.rotate(wide1, wide2, SIZES, HOOKS)
         tl.store(address, wide1, mask=inside)
@@ -179,7 +177,6 @@ def _qk_norm_rope_store_kernel(
         half,
         is_q,
         is_v,
-        head < num_heads,
         inside,
         address,
         wide1,
@@ -196,12 +193,12 @@ def _rounded(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def store_rows(
-    k_cache, v_cache, slot, head, half, is_q, is_v, is_head, inside, address, half1, half2,
+    k_cache, v_cache, slot, head, half, is_q, is_v, inside, address, half1, half2,
     SIZES: tl.constexpr, HOOKS: tl.constexpr,
 ):  # fmt: skip
     """
     Store both halves [HEADS, HALF_PAD], float32, of these heads [HEADS, 1] of a token, if they are of k or v.
-    `is_head` and `inside` mask what is padding. The first half was read from `address`, inside qkv.
+    `inside` masks what is padding. The first half was read from `address`, inside qkv.
     """
     if slot >= 0:
         offset = (slot * SIZES.NUM_KV_HEADS + head) * SIZES.HEAD_DIM + half

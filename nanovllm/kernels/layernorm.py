@@ -7,7 +7,7 @@ the normalised row before it is multiplied by the weight. Inputs are never chang
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.kernels.runtime import next_power_of_2, tl, triton, use_triton
+from nanovllm.kernels.runtime import masked_load, next_power_of_2, tl, triton, use_triton
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -22,17 +22,15 @@ def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float)
     hidden = x.shape[-1]
     rows = x.reshape(-1, hidden)
     normed = x.new_empty(x.shape)
-    total, residual_stride = None, 0
+    total = None
     if residual is not None:
+        residual = residual.contiguous()
         total = x.new_empty(x.shape)
-        residual = residual.reshape(-1, hidden)
-        residual_stride = residual.stride(0)
-    if len(rows):
-        block = next_power_of_2(hidden)
-        _rms_norm_kernel[(len(rows),)](
-            rows, residual, weight, normed, total, eps, rows.stride(0), residual_stride, hidden,
-            BLOCK=block, num_warps=max(1, min(16, block // 256)),
-        )  # fmt: skip
+    block = next_power_of_2(hidden)
+    num_warps = max(1, min(16, block // 256))
+    _rms_norm_kernel[(len(rows),)](
+        rows, residual, weight, normed, total, eps, rows.stride(0), hidden, BLOCK=block, num_warps=num_warps
+    )
     return normed, x if total is None else total
 
 
@@ -49,20 +47,18 @@ def add_rms_norm_torch(
 
 
 @triton.jit
-def _rms_norm_kernel(
-    x, residual, weight, normed, total, eps, x_stride, residual_stride, hidden, BLOCK: tl.constexpr
-):
+def _rms_norm_kernel(x, residual, weight, normed, total, eps, x_stride, hidden, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < hidden
-    value = tl.load(x + row * x_stride + column, mask=inside, other=0.0)
+    value = masked_load(x + row * x_stride + column, inside)
     if residual is not None:
-        other = tl.load(residual + row * residual_stride + column, mask=inside, other=0.0)
+        other = masked_load(residual + row * hidden + column, inside)
         value = (value.to(tl.float32) + other.to(tl.float32)).to(value.dtype)
         tl.store(total + row * hidden + column, value, mask=inside)
     wide = value.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide) / hidden + eps)
-    gain = tl.load(weight + column, mask=inside, other=0.0)
+    gain = masked_load(weight + column, inside)
     rounded = (wide * scale).to(value.dtype)
     result = rounded.to(tl.float32) * gain.to(tl.float32)
     tl.store(normed + row * hidden + column, result, mask=inside)

@@ -14,10 +14,9 @@ from torch import Tensor
 from nanovllm.kernels import runtime
 from nanovllm.kernels.attention_variant import AttentionVariant
 from nanovllm.kernels.cache_layout import ROWS, CacheLayout
-from nanovllm.kernels.runtime import LOG2_E, cdiv, next_power_of_2, tl, triton, use_triton
+from nanovllm.kernels.runtime import LOG2_E, cdiv, masked_load, next_power_of_2, tl, triton, use_triton
 
 SHORT_QUERIES = 64  # a step whose sequences compute at most this many tokens each uses smaller tiles
-ALIGNMENT = 16  # tokens; the size of a block is a multiple
 
 
 class PrefillSizes(NamedTuple):
@@ -53,7 +52,7 @@ def varlen_prefill_attention(
     if not use_triton(q):
         lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
         return varlen_prefill_attention_torch(q, k, v, *lengths, variant, block_tables, layout)
-    tokens, heads, head_dim = q.shape
+    _, heads, head_dim = q.shape
     block_size, kv_heads, table_stride, load = 1, k.shape[1], 0, ROWS.load
     if block_tables is not None:
         block_size, kv_heads = layout.page_sizes(k, head_dim)
@@ -63,12 +62,11 @@ def varlen_prefill_attention(
     element_size = max(q.element_size(), k.element_size())
     query_tile, key_tile, num_warps, num_stages = _tiles(dim_pad, element_size, max_seqlen_q, q.device)
     sizes = PrefillSizes(heads // kv_heads, head_dim, dim_pad, block_size, query_tile, key_tile)
-    if tokens:
-        _prefill_kernel[(cdiv(max_seqlen_q, query_tile), heads, len(cu_seqlens_q) - 1)](
-            q, k, v, out, cu_seqlens_q, cu_seqlens_k, block_tables, variant.extras, variant.scale * LOG2_E,
-            *q.stride()[:2], *k.stride()[-3:-1], *v.stride()[-3:-1], table_stride,
-            SIZES=sizes, HOOKS=variant.hooks, LOAD=load, num_warps=num_warps, num_stages=num_stages,
-        )  # fmt: skip
+    _prefill_kernel[(cdiv(max_seqlen_q, query_tile), heads, len(cu_seqlens_q) - 1)](
+        q, k, v, out, cu_seqlens_q, cu_seqlens_k, block_tables, variant.extras, variant.scale * LOG2_E,
+        *q.stride()[:2], *k.stride()[-3:-1], *v.stride()[-3:-1], table_stride,
+        SIZES=sizes, HOOKS=variant.hooks, LOAD=load, num_warps=num_warps, num_stages=num_stages,
+    )  # fmt: skip
     return out
 
 
@@ -110,9 +108,8 @@ def varlen_prefill_attention_torch(
         if block_tables is None:
             keys, values = (x[begin_k + first : end_k].transpose(0, 1) for x in (k, v))
         else:
-            span = torch.tensor([[first], [len_k]], device=q.device)
-            found = layout.read(k, v, block_tables[i : i + 1], *span, q.shape[2])[:2]
-            keys, values = (x[0, :, : len_k - first].to(q.dtype) for x in found)
+            found = layout.read(k, v, block_tables[i], first, len_k, q.shape[2])
+            keys, values = (x.to(q.dtype) for x in found)
         # [kv_heads, heads per kv head, tokens, head_dim]; K and V are expanded without a copy.
         queries = q[begin:end].unflatten(1, (len(keys), -1)).permute(1, 2, 0, 3)
         keys, values = (x.unsqueeze(1).expand(-1, queries.shape[1], -1, -1) for x in (keys, values))
@@ -124,15 +121,10 @@ def varlen_prefill_attention_torch(
 def _seen_keys(
     variant: AttentionVariant, len_q: int, len_k: int, device: torch.device
 ) -> tuple[int, Tensor | None]:
-    """
-    -> the first key to read, a multiple of ALIGNMENT, and which keys from there on each query sees. None: all
-    up to its own.
-    """
-    if len_q == len_k and variant.sees_all:
-        return 0, None
+    """-> the first key to read, and which keys from there on each query sees. None: all up to its own."""
     ends = torch.arange(len_k - len_q + 1, len_k + 1, device=device)  # behind the last key of each query
     begins = variant.first_token(ends)
-    first = int(begins[0]) // ALIGNMENT * ALIGNMENT
+    first = int(begins[0])
     if len_q == len_k and not begins[-1]:
         return first, None
     key = torch.arange(first, len_k, device=device)
@@ -165,7 +157,7 @@ def _prefill_kernel(
     inside = (index < len_q)[:, None] & (dim < SIZES.HEAD_DIM)[None, :]
     token = (q_start + index).to(tl.int64)
     q_address = q + token[:, None] * q_token_stride + head * q_head_stride + dim[None, :]
-    query = tl.load(q_address, mask=inside, other=0.0)
+    query = masked_load(q_address, inside)
 
     kv_head = head // SIZES.HEADS_PER_KV
     k_head = k + kv_head * k_head_stride
@@ -177,39 +169,34 @@ def _prefill_kernel(
     else:
         table = block_tables + seq.to(tl.int64) * table_stride
     last_key = len_k - len_q + index  # the last key that each query sees
-    all_seen = (tl.maximum(len_k - len_q + first + 1, 0) // KEY_TILE) * KEY_TILE
-    some_seen = tl.minimum(len_k - len_q + first + QUERY_TILE, len_k)
+    position = len_k - len_q + first  # of the first query
+    all_seen = (tl.maximum(position + 1, 0) // KEY_TILE) * KEY_TILE
+    some_seen = tl.minimum(position + QUERY_TILE, len_k)
 
     highest = tl.full([QUERY_TILE], float("-inf"), tl.float32)
     total = tl.zeros([QUERY_TILE], tl.float32)
     acc = tl.zeros([QUERY_TILE, DIM_PAD], tl.float32)
     if HOOKS.begin_prefill is not None:
         highest, total = HOOKS.begin_prefill(extras, head, highest, total, HOOKS)
+    sums = highest, total, acc
     cache = k_head, v_head, table, k_token_stride, v_token_stride
     begin = 0
     seen = len_k, None, None, last_key
-    if HOOKS.first_token_prefill is not None:
+    if HOOKS.first_token is not None:
         # Before first_key no query sees a key, and from `begin` on every query sees them.
-        len_first = len_k - len_q + first + 1
-        first_key = tl.maximum(HOOKS.first_token_prefill(extras, seq, len_first, HOOKS), 0)
-        begin = HOOKS.first_token_prefill(extras, seq, len_k - len_q + first + QUERY_TILE, HOOKS)
-        begin = tl.maximum(begin, 0)
-        unseen_key = HOOKS.first_token_prefill(extras, seq, last_key + 1, HOOKS) - 1  # of each query
+        first_key = tl.maximum(HOOKS.first_token(extras, seq, position + 1, HOOKS), 0)
+        begin = tl.maximum(HOOKS.first_token(extras, seq, position + QUERY_TILE, HOOKS), 0)
+        unseen_key = HOOKS.first_token(extras, seq, last_key + 1, HOOKS) - 1  # of each query
         begin = tl.minimum(tl.cdiv(begin, KEY_TILE) * KEY_TILE, all_seen)
         seen = len_k, first_key, unseen_key, last_key
         for start in range(first_key // KEY_TILE * KEY_TILE, begin, KEY_TILE):
-            highest, total, acc = attend_to_tile(
-                query, cache, seen, start, highest, total, acc, scale_log2, SIZES, HOOKS, LOAD, True
-            )
+            sums = attend_to_tile(query, cache, seen, start, sums, scale_log2, SIZES, HOOKS, LOAD, True)
     for start in range(begin, all_seen, KEY_TILE):  # every query of the tile sees these keys: no mask
-        highest, total, acc = attend_to_tile(
-            query, cache, seen, start, highest, total, acc, scale_log2, SIZES, HOOKS, LOAD, False
-        )
+        sums = attend_to_tile(query, cache, seen, start, sums, scale_log2, SIZES, HOOKS, LOAD, False)
     for start in range(all_seen, some_seen, KEY_TILE):
-        highest, total, acc = attend_to_tile(
-            query, cache, seen, start, highest, total, acc, scale_log2, SIZES, HOOKS, LOAD, True
-        )
+        sums = attend_to_tile(query, cache, seen, start, sums, scale_log2, SIZES, HOOKS, LOAD, True)
 
+    _, total, acc = sums
     result = acc / tl.where(total > 0, total, 1.0)[:, None]
     num_heads = tl.num_programs(1)
     out_address = out + (token[:, None] * num_heads + head) * SIZES.HEAD_DIM + dim[None, :]
@@ -218,15 +205,16 @@ def _prefill_kernel(
 
 @triton.jit
 def attend_to_tile(
-    query, cache, seen, start, highest, total, acc, scale_log2,
+    query, cache, seen, start, sums, scale_log2,
     SIZES: tl.constexpr, HOOKS: tl.constexpr, LOAD: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """
-    Add a tile: exp2(score - highest) of its keys to `total`, its values with these weights to `acc`. `start`
+    Add a tile to the sums: exp2(score - highest) to `total`, values with these weights to `acc`. `start`
     is a multiple of KEY_TILE; `load_rows` explains `cache`. `seen` is (len_k, first_key, unseen_key,
     last_key): no query sees a key before first_key (None: 0), or from len_k on. If the tile is MASKED, each
     sees keys behind unseen_key (None: from 0 on) up to last_key.
     """
+    highest, total, acc = sums
     len_k, first_key, unseen_key, last_key = seen
     token = start + tl.arange(0, SIZES.KEY_TILE)
     inside = token < len_k

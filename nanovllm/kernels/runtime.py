@@ -125,6 +125,12 @@ def pdl_wait_then_launch(OVERLAP: tl.constexpr):
 
 
 @triton.jit
+def masked_load(address, mask):
+    """What stands at these addresses; 0 where the mask is false."""
+    return tl.load(address, mask=mask, other=0.0)
+
+
+@triton.jit
 def prefetch_each(address, size):
     """
     Start loading a block of bytes at each address into the L2 cache. Addresses and sizes are multiples of 16;
@@ -138,7 +144,7 @@ def prefetch_each(address, size):
         mov.u32 $0, 0;
         }""",
         "=r,l,r",
-        [address, size],
+        [address.to(tl.int64), size],
         dtype=tl.int32,
         is_pure=False,
         pack=1,

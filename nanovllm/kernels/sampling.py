@@ -6,15 +6,18 @@ token is the same on a rank that holds a shard of the vocabulary: the best of al
 draws.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from nanovllm.kernels import runtime
-from nanovllm.kernels.runtime import LOG2_E, cdiv, next_power_of_2, tl, triton, use_triton
+from nanovllm.kernels.runtime import IS_INTERPRETED, LOG2_E, cdiv, next_power_of_2, tl, triton, use_triton
 
 BLOCK = 1024
 PROGRAMS_PER_MULTIPROCESSOR = 24  # several waves, so that all multiprocessors end at about the same time
 REFERENCE_ELEMENTS = 1 << 19  # logits that sample_torch works on at once: few enough for a CPU's cache
+UNIT = tl.constexpr(LOG2_E)  # of scores with noise
 SALT_1, SALT_2 = tl.constexpr(0x1B873593), tl.constexpr(0x2545F491)  # make the two keys of a row differ
 # The public-domain hash lowbias32 shifts and multiplies twice and shifts once more. The last shift only
 # improves the low bits, so it is left out where those are dropped.
@@ -45,32 +48,29 @@ def sample(
     num_programs = PROGRAMS_PER_MULTIPROCESSOR * runtime.num_multiprocessors(logits.device)
     tiles_per_chunk = max(1, num_tiles * batch // num_programs)
     chunks = cdiv(num_tiles, tiles_per_chunk)
-    values = torch.empty(batch, dtype=torch.float32, device=logits.device)
-    token_ids = torch.empty(batch, dtype=torch.int64, device=logits.device)
-    chunk_values = torch.empty(batch, chunks, dtype=torch.float32, device=logits.device)
-    chunk_ids = torch.empty(batch, chunks, dtype=torch.int32, device=logits.device)
-    if batch:
-        _sample_kernel[(chunks, batch)](
-            logits,
-            temperatures,
-            seeds,
-            positions,
-            lowest,
-            values,
-            token_ids,
-            chunk_values,
-            chunk_ids,
-            runtime.arrival_counters(logits.device),
-            logits.stride(0),
-            vocab,
-            vocab_start,
-            tiles_per_chunk,
-            BLOCK=BLOCK,
-            CHUNKS_PAD=next_power_of_2(num_tiles),
-            LOG2_E=LOG2_E,
-            FAST=not runtime.INTERPRETED,
-            num_warps=4,
-        )
+    values, token_ids = torch.empty_like(temperatures), torch.empty_like(seeds)
+    chunk_values = values.new_empty(batch, chunks)
+    chunk_ids = values.new_empty(batch, chunks, dtype=torch.int32)
+    counters = runtime.arrival_counters(logits.device)
+    _sample_kernel[(chunks, batch)](
+        logits,
+        temperatures,
+        seeds,
+        positions,
+        lowest,
+        values,
+        token_ids,
+        chunk_values,
+        chunk_ids,
+        counters,
+        logits.stride(0),
+        vocab,
+        vocab_start,
+        tiles_per_chunk,
+        BLOCK=BLOCK,
+        CHUNKS_PAD=next_power_of_2(num_tiles),
+        num_warps=4,
+    )
     return values, token_ids
 
 
@@ -100,32 +100,27 @@ def _minus_noise(seeds: Tensor, positions: Tensor, vocab_start: int, vocab: int)
 
     With 24 bits the largest u would round to 1 in float32, and its noise would be infinite.
     """
-    multiplier, offset = _row_keys(seeds, positions)
+    multiplier = _row_key(seeds, positions, SALT_1) | 1
+    offset = _row_key(seeds, positions, SALT_2)
     token = torch.arange(vocab_start, vocab_start + vocab, dtype=torch.int32, device=seeds.device)
     bits = _mix((token * multiplier[:, None]).add_(offset[:, None]), ROUNDS[:2])
     u = bits.bitwise_right_shift_(9).bitwise_and_(0x7FFFFF).float().add_(0.5).mul_(2.0**-23)
     return u.log2_().neg_().log2_()
 
 
-def _row_keys(seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Two int32 keys for each row, the first odd, from 64-bit seeds and positions."""
-    keys = []
-    for salt in (SALT_1, SALT_2):
-        key = _mix(seeds.to(torch.int32) ^ int(salt))
-        key = _mix(key ^ (seeds >> 32).to(torch.int32))
-        key = _mix(key ^ positions.to(torch.int32))
-        keys.append(_mix(key ^ (positions >> 32).to(torch.int32)))
-    return keys[0] | 1, keys[1]
+def _row_key(seeds: Tensor, positions: Tensor, salt: Any) -> Tensor:
+    """An int32 key for each row, from 64-bit seeds and positions."""
+    key = int(salt)
+    for word in (seeds, seeds >> 32, positions, positions >> 32):
+        key = _mix(word.int() ^ key)
+    return key
 
 
 def _mix(x: Tensor, rounds: tuple[tuple[int, int], ...] = ROUNDS) -> Tensor:
     """Hash an int32 tensor in place. Products wrap; a mask turns the arithmetic shift into a logical one."""
-    shifted = torch.empty_like(x)
     for shift, factor in rounds:
-        torch.bitwise_right_shift(x, shift, out=shifted)
-        x ^= shifted.bitwise_and_((1 << (32 - shift)) - 1)
-        if factor != 1:
-            x *= factor
+        x ^= (x >> shift).bitwise_and_((1 << (32 - shift)) - 1)
+        x *= factor
     return x
 
 
@@ -153,17 +148,17 @@ def _row_key_kernel(seed, position, salt):
 
 
 @triton.jit
-def _minus_noise_kernel(bits, FAST: tl.constexpr):
-    if FAST:
+def _minus_noise_kernel(bits):
+    if IS_INTERPRETED:
+        u = ((bits >> 9).to(tl.float32) + 0.5) * (1.0 / (1 << 23))
+        return tl.log2(-tl.log2(u))
+    else:
         # In few instructions: the top bits become the fraction of a number between 1 and 2, and the logarithm
         # is the GPU's own. Near 1 that is not exact enough: a polynomial computes -log2(1 - rest) there.
         u = _between_1_and_2_kernel(bits).to(tl.float32, bitcast=True) - (1.0 - 2.0**-24)
         rest = 1.0 - u
         near_1 = rest * (1.442695 + rest * (0.72136723 + rest * (0.47934103 + rest * 0.39956718)))
         return _log2_kernel(tl.where(rest < 0.0625, near_1, -_log2_kernel(u)))
-    else:
-        u = ((bits >> 9).to(tl.float32) + 0.5) * (1.0 / (1 << 23))
-        return tl.log2(-tl.log2(u))
 
 
 @triton.jit
@@ -181,25 +176,11 @@ def _log2_kernel(x):
 
 @triton.jit(do_not_specialize=["vocab_start", "tiles_per_chunk"])
 def _sample_kernel(
-    logits,
-    temperatures,
-    seeds,
-    positions,
-    lowest,
-    values,
-    token_ids,
-    chunk_values,
-    chunk_ids,
-    counters,
-    row_stride,
-    vocab,
-    vocab_start,
-    tiles_per_chunk,
-    BLOCK: tl.constexpr,
-    CHUNKS_PAD: tl.constexpr,
-    LOG2_E: tl.constexpr,
-    FAST: tl.constexpr,
-):
+    logits, temperatures, seeds, positions, lowest,
+    values, token_ids, chunk_values, chunk_ids, counters,
+    row_stride, vocab, vocab_start, tiles_per_chunk,
+    BLOCK: tl.constexpr, CHUNKS_PAD: tl.constexpr,
+):  # fmt: skip
     """A program searches a chunk of a row; the last of a row's programs picks the best chunk."""
     chunk = tl.program_id(0)
     row = tl.program_id(1)
@@ -213,7 +194,7 @@ def _sample_kernel(
     lane_best = tl.full([BLOCK], float("-inf"), tl.float32)
     lane_start = tl.zeros([BLOCK], tl.int32) + begin
     threshold = tl.load(lowest + row) if lowest is not None else 0.0
-    scale = (1.0 / tl.where(temperature > 0, temperature, 1.0)) * LOG2_E
+    scale = (1.0 / tl.where(temperature > 0, temperature, 1.0)) * UNIT
     for start in tl.range(begin, end, BLOCK, num_stages=3):
         column = start + tl.arange(0, BLOCK)
         address = logits + row.to(tl.int64) * row_stride + column
@@ -222,7 +203,7 @@ def _sample_kernel(
             score = tl.where(score < threshold, float("-inf"), score)
         if temperature > 0:
             bits = _two_rounds_kernel((column + vocab_start).to(tl.uint32) * multiplier + offset)
-            score = score * scale - _minus_noise_kernel(bits, FAST)
+            score = score * scale - _minus_noise_kernel(bits)
         better = score > lane_best
         lane_best = tl.where(better, score, lane_best)
         lane_start = tl.where(better, start, lane_start)

@@ -5,61 +5,59 @@ the logarithm of its own sum. The last program to finish weighs the partial resu
 them up.
 """
 
-from nanovllm.kernels.runtime import tl, triton
+from nanovllm.kernels.runtime import masked_load, tl, triton
 
 
 @triton.jit
-def own_part(context_lens, extras, splits, SIZES: tl.constexpr, HOOKS: tl.constexpr):
+def own_tokens(context_lens, extras, SIZES: tl.constexpr, HOOKS: tl.constexpr):
     """
-    What this program computes. -> its kv head; its part: sequence, share of the heads, split, splits, and how
-    many of these have tokens; its tokens: the first that the query sees, begin and end.
+    Which tokens this program sees, of sequence program_id(1). -> the first that the query sees, begin and end
+    of this program's, and how many splits have tokens.
     """
-    share = tl.program_id(0)
-    kv_head = share // SIZES.READERS
     seq = tl.program_id(1)
-    split = tl.program_id(2)
     context_len = tl.load(context_lens + seq)
     first = 0
     if HOOKS.first_token is not None:
-        first = HOOKS.first_token(extras, seq, context_len, HOOKS)
+        first = tl.maximum(HOOKS.first_token(extras, seq, context_len, HOOKS), 0)
     begin = first // SIZES.TILE * SIZES.TILE
     end = context_len
     used_splits = 1
     if SIZES.SPLIT:
         own_len = context_len - begin
         tiles = tl.cdiv(own_len, SIZES.TILE)  # a short context has fewer than there are splits
-        split_len = tl.maximum(tl.cdiv(tiles, splits), 1) * SIZES.TILE
+        split_len = tl.maximum(tl.cdiv(tiles, tl.num_programs(2)), 1) * SIZES.TILE
         used_splits = tl.maximum(tl.cdiv(own_len, split_len), 1)
-        begin += split * split_len
+        begin += tl.program_id(2) * split_len
         end = tl.minimum(begin + split_len, context_len)
-    return kv_head, (seq, share, split, splits, used_splits), (first, begin, end)
+    return first, begin, end, used_splits
 
 
 @triton.jit
-def store_result(out, partial, counters, sums, kept, part, index, SIZES: tl.constexpr, HOOKS: tl.constexpr):
+def store_result(
+    out, partial, counters, sums, kept, index, used_splits, SIZES: tl.constexpr, HOOKS: tl.constexpr
+):
     """
     Store attention over all tokens, or this program's part of it. `sums` are the highest score, in units of
     log2, and total [HEADS_PAD], and the weighted values [DIM_PAD, HEADS_PAD].
     """
     highest, total, acc = sums
-    seq, share, split, splits, used_splits = part
-    row, head, dim = index
+    row, _, dim = index
     if HOOKS.end is not None:
-        highest, total, acc = HOOKS.end(kept, row, dim, highest, total, acc, SIZES, HOOKS)
+        highest, total, acc = HOOKS.end(kept, index, sums, SIZES, HOOKS)
     SHARES: tl.constexpr = SIZES.KV_HEADS * SIZES.READERS
     is_head = row < SIZES.HEADS
     inside = is_head[None, :] & (dim < SIZES.HEAD_DIM)[:, None]
     result = acc / tl.where(total > 0, total, 1.0)[None, :]
-    out_row = seq.to(tl.int64) * SHARES * SIZES.HEADS + head[None, :]
-    out_address = out + out_row * SIZES.HEAD_DIM + dim[:, None]
+    number = tl.program_id(1) * SHARES + tl.program_id(0)  # of the result
+    out += number.to(tl.int64) * SIZES.HEADS * SIZES.HEAD_DIM
     if used_splits == 1:
-        tl.store(out_address, result, mask=inside)
+        tl.store(out + row[None, :] * SIZES.HEAD_DIM + dim[:, None], result, mask=inside)
     elif SIZES.SPLIT:
-        number = seq * SHARES + share  # of the result
+        splits = tl.num_programs(2)
         num_rows = tl.num_programs(1) * SHARES * splits * SIZES.HEADS
         first_row = number * splits * SIZES.HEADS
         log_sums = partial + num_rows.to(tl.int64) * SIZES.HEAD_DIM
-        own_row = (first_row + split * SIZES.HEADS + row).to(tl.int64)
+        own_row = (first_row + tl.program_id(2) * SIZES.HEADS + row).to(tl.int64)
         own_address = partial + own_row[None, :] * SIZES.HEAD_DIM + dim[:, None]
         tl.store(own_address, result, mask=inside)
         tl.store(log_sums + own_row, highest + tl.log2(total), mask=is_head)
@@ -67,7 +65,6 @@ def store_result(out, partial, counters, sums, kept, part, index, SIZES: tl.cons
         num_before = tl.atomic_add(counters + number, 1)
         if num_before == used_splits - 1:
             tl.store(counters + number, 0)
-            out += number.to(tl.int64) * SIZES.HEADS * SIZES.HEAD_DIM
             combine_splits(partial, log_sums, first_row, used_splits, out, dim, SIZES)
 
 
@@ -88,7 +85,7 @@ def combine_splits(partial, log_sums, first_row, used_splits, out, dim, SIZES: t
         log_sum = tl.load(log_sums + part_row, mask=is_used, other=float("-inf"))
         address = partial + part_row[:, :, None] * SIZES.HEAD_DIM + dim[None, None, :]
         inside = is_used[:, :, None] & is_dim[None, None, :]
-        part = tl.load(address, mask=inside, other=0.0)
+        part = masked_load(address, inside)
         new_highest = tl.maximum(highest, tl.max(log_sum, axis=0))
         shrink = tl.exp2(highest - new_highest)
         weight = tl.exp2(log_sum - new_highest[None, :])

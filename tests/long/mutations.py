@@ -629,8 +629,8 @@ MUTATIONS = [
     *mutations_of(
         "nanovllm/extensions/models/attention_rule",
         (
-            "tl.maximum(context_len - HOOKS.constants.window, 0)",
-            "tl.maximum(context_len - HOOKS.constants.window + 1, 0)",
+            "return context_len - HOOKS.constants.window",
+            "return context_len - HOOKS.constants.window + 1",
         ),
         ("highest = tl.where(is_first, sink, highest)", "highest += sink"),
         (
@@ -644,7 +644,7 @@ MUTATIONS = [
     ),
     *mutations_of(
         "nanovllm/extensions/prefixes/cascade",
-        ("return self if is_fit and layer.variant.sees_all else", "return self if is_fit else"),
+        ("is_fit and layer.variant.hooks.first_token is None else", "is_fit else"),
         ("self.num_read -= self.num_decode_steps * planner.num_prefix_tokens", "pass"),
         ("if plan is not None:", "if False:"),
         (
@@ -664,10 +664,10 @@ MUTATIONS = [
     *mutations_of(
         "nanovllm/kernels/split_kv",
         ("begin = first // SIZES.TILE * SIZES.TILE", "begin = first"),
-        ("kv_head = share // SIZES.READERS", "kv_head = share % SIZES.KV_HEADS"),
     ),
     *mutations_of(
         "nanovllm/kernels/decode_attention",
+        ("kv_head = share // SIZES.READERS", "kv_head = share % SIZES.KV_HEADS"),
         ("        key, value = key.to(query.dtype), value.to(query.dtype)", "        pass"),
     ),
     *mutations_of(
@@ -682,10 +682,6 @@ MUTATIONS = [
     ),
     *mutations_of(
         "nanovllm/extensions/int8_cache/layout",
-        (
-            "        return None  # bytes",
-            "        return super().read_one(k_cache, v_cache, block_table, begin, end)  # bytes",
-        ),
         ("        key, value, slots = only_written(key, value, slots)\n", ""),
     ),
     *mutations_of(

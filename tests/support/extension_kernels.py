@@ -1,14 +1,17 @@
-"""What tests of extensions' kernels add to kernel_checks.py: 8-bit caches, and variants of attention."""
+"""What tests of extensions' kernels add to kernel_checks.py: 8-bit caches, attention variants, references."""
 
 from typing import NamedTuple
 
 import pytest
 import torch
+import torch.nn.functional as F
 from kernel_checks import HALF, LAYOUTS, rand
+from torch import Tensor
 
 from nanovllm.extensions.int8_cache.layout import Int8Layout
 from nanovllm.extensions.models.attention_rule import AttentionRule
 from nanovllm.kernels import layernorm
+from nanovllm.kernels.activation import silu_and_mul_torch
 from nanovllm.kernels.attention_variant import AttentionVariant
 
 INT8 = torch.uint8  # the dtype of 8-bit caches
@@ -37,3 +40,43 @@ def sum_and_norm(parts, residual, weight, eps):
     """What every rank computes from all ranks' parts, which are added in the order of the ranks."""
     total = sum(part.float() for part in parts).to(residual.dtype)
     return layernorm.add_rms_norm_torch(total, residual, weight, eps)
+
+
+def gemv_torch(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    eps: float = 0.0,
+    residual: Tensor | None = None,
+    silu_and_mul: bool = False,
+) -> Tensor:
+    if norm_weight is not None:
+        x = layernorm.rms_norm_torch(x, norm_weight, eps)
+    y = F.linear(x, weight, bias)
+    if silu_and_mul:
+        y = silu_and_mul_torch(y)
+    return y if residual is None else y + residual
+
+
+def fused_linear_torch(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    squares: Tensor | None = None,
+    eps: float = 0.0,
+    silu_and_mul: bool = False,
+    residual: Tensor | None = None,
+    next_norm_weight: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    y = F.linear(x, weight)
+    if squares is not None:
+        y = (y * torch.rsqrt(squares.sum(-1, keepdim=True) / x.shape[-1] + eps)).to(y.dtype)
+    if bias is not None:
+        y = y + bias
+    if silu_and_mul:
+        y = silu_and_mul_torch(y)
+    if residual is None:
+        return y, None, None
+    y = y + residual
+    return y, y * next_norm_weight, y.float().square().sum(-1, keepdim=True)

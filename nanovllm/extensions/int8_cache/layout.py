@@ -54,15 +54,6 @@ class Int8Layout(CacheLayout):
         return 2, 5 if has_hopper_shared_memory(q.device) else 2
 
     def read(
-        self,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        block_tables: Tensor,
-        begins: Tensor,
-        ends: Tensor,
-        head_dim: int,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return read_tokens(k_cache, block_tables, begins, ends, head_dim)
-
-    def read_one(self, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, begin: int, end: int) -> None:
-        return None  # bytes become numbers in one way only
+        self, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, begin: int, end: int, head_dim: int
+    ) -> tuple[Tensor, Tensor]:
+        return read_tokens(k_cache, block_table, begin, end, head_dim)

@@ -35,10 +35,9 @@ class AttentionRule(AttentionVariant):
     sinks: Tensor | None = None  # [heads], of any floating dtype
 
     def __post_init__(self) -> None:
-        has_sinks, first_token = self.sinks is not None, window_start if self.window else None
+        has_sinks = self.sinks is not None
         self.hooks = Hooks(
-            first_token=first_token,
-            first_token_prefill=first_token,
+            first_token=window_start if self.window else None,
             score=soften if self.softcap else None,
             begin=begin_with_sink if has_sinks else None,
             begin_prefill=begin_prefill_with_sink if has_sinks else None,
@@ -62,10 +61,12 @@ class AttentionRule(AttentionVariant):
     def first_sums(self, kv_heads: int) -> Tensor | None:
         return None if self.sinks is None else self.sinks.float().view(kv_heads, -1, 1)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rows: Any = None) -> Tensor:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, row: slice | None = None
+    ) -> Tensor:
         if not self.softcap and self.sinks is None:  # nothing but the mask differs
-            return super().attend(q, k, v, mask, rows)
-        if rows is not None:
+            return super().attend(q, k, v, mask, row)
+        if row is not None:
             return self.attend_and_sum(q, k, v, mask, self.first_sums(q.shape[1]))[0]
         if mask is None:
             mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
@@ -88,7 +89,7 @@ def set_rules(model: nn.Module) -> None:
 
 @triton.jit
 def window_start(extras, seq, context_len, HOOKS: tl.constexpr):
-    return tl.maximum(context_len - HOOKS.constants.window, 0)
+    return context_len - HOOKS.constants.window
 
 
 @triton.jit
@@ -100,10 +101,10 @@ def soften(score, HOOKS: tl.constexpr):
 
 
 @triton.jit
-def begin_with_sink(
-    extras, seq, is_first, row, head, dim, highest, total, SIZES: tl.constexpr, HOOKS: tl.constexpr
-):
+def begin_with_sink(extras, index, highest, total, SIZES: tl.constexpr, HOOKS: tl.constexpr):
     """The first split begins with a key that has no value."""
+    row, head, _ = index
+    is_first = tl.program_id(2) == 0
     sink = tl.load(extras[0] + head, mask=row < SIZES.HEADS, other=0.0).to(tl.float32) * UNIT
     highest = tl.where(is_first, sink, highest)
     total += tl.where((tl.arange(0, SIZES.TILE) == 0) & is_first, 1.0, 0.0)[:, None]

@@ -49,7 +49,7 @@ class CascadeBackend(AttentionBackend):
         """Prefixes may lie before a layer's first token, of which it reads less by itself."""
         sizes = layer.num_heads // layer.num_kv_heads, layer.head_dim, self.config.torch_dtype.itemsize
         is_fit = self.largest_plan and can_share(self.heads_per_kv_head, *sizes, self.device)
-        return self if is_fit and layer.variant.sees_all else self.behind.for_layer(layer)
+        return self if is_fit and layer.variant.hooks.first_token is None else self.behind.for_layer(layer)
 
     def allocate(self, device: torch.device) -> None:
         config = self.config

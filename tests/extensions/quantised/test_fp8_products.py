@@ -8,8 +8,9 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
+from extension_kernels import fused_linear_torch, gemv_torch
 
-from nanovllm.extensions.products.kernels.gemv import gemv
+from nanovllm.extensions.products import products as dense_products
 from nanovllm.extensions.products.products import FoldingWeight, FusedGemm, Gemv
 from nanovllm.extensions.quantised import fp8
 from nanovllm.extensions.quantised.formats import read_scheme
@@ -50,6 +51,7 @@ def products(monkeypatch) -> list[str]:
 
     monkeypatch.setattr(torch, "_scaled_mm", multiply)
     monkeypatch.setattr(fp8, "can_use_fp8", lambda x, weight: True)
+    monkeypatch.setattr(dense_products, "fused_linear", fused_linear_torch)
     return found
 
 
@@ -123,7 +125,7 @@ def make_product(layer: LinearBase, kind: str) -> None:
         make(layer, None)
         if kind != "library":
             layer.products = [
-                Gemv(functools.partial(gemv, weight=layer.matrix.weight))
+                Gemv(functools.partial(gemv_torch, weight=layer.matrix.weight))
                 if kind == "gemv"
                 else FusedGemm(layer.matrix)
             ]

@@ -8,21 +8,22 @@ scale into its weights. Weights are float16 there, so they need a running maximu
 from nanovllm.extensions.int8_cache.kernels.int8_cache import load_int8_tile, widen
 from nanovllm.kernels.decode_attention import begin_sums, load_query
 from nanovllm.kernels.runtime import IS_INTERPRETED, pdl_wait_then_launch, prefetch_each, tl, triton
-from nanovllm.kernels.split_kv import own_part, store_result
+from nanovllm.kernels.split_kv import own_tokens, store_result
 
 
-@triton.jit(do_not_specialize=["table_stride", "splits", "num_multiprocessors"])
+@triton.jit(do_not_specialize=["table_stride", "num_multiprocessors"])
 def int8_decode_kernel(
     q, k_cache, v_cache, block_tables, context_lens, extras, out, partial, counters,
-    scale_log2, q_batch_stride, q_head_stride, table_stride, splits, num_multiprocessors,
+    scale_log2, q_batch_stride, q_head_stride, table_stride, num_multiprocessors,
     SIZES: tl.constexpr, HOOKS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """The frame, and the roles of rows and columns, are those of `_decode_kernel`."""
     TILE: tl.constexpr = SIZES.TILE
     PAGE: tl.constexpr = (2 * SIZES.HEAD_DIM + 4) * SIZES.BLOCK_SIZE  # bytes of a head in a block
-    kv_head, part, tokens = own_part(context_lens, extras, splits, SIZES, HOOKS)
-    first, begin, end = tokens
-    seq, share, split, _, used_splits = part
+    first, begin, end, used_splits = own_tokens(context_lens, extras, SIZES, HOOKS)
+    share = tl.program_id(0)
+    kv_head = share // SIZES.READERS
+    seq = tl.program_id(1)
     table = block_tables + seq.to(tl.int64) * table_stride
     if OVERLAP:
         # The programs that start first prefetch their first tile while the query is still being computed.
@@ -30,12 +31,12 @@ def int8_decode_kernel(
             _prefetch_tile(k_cache, v_cache, table, kv_head, begin, end, SIZES)
     pdl_wait_then_launch(OVERLAP)
     if SIZES.SPLIT:
-        if split >= used_splits:
+        if tl.program_id(2) >= used_splits:
             return
 
-    query, index = load_query(q, part, q_batch_stride, q_head_stride, SIZES)
+    query, index = load_query(q, q_batch_stride, q_head_stride, SIZES)
     query, scale_log2, bias = scale_to_float16(query, scale_log2)
-    highest, total, acc, kept = begin_sums(extras, part, index, SIZES, HOOKS)
+    highest, total, acc, kept = begin_sums(extras, index, SIZES, HOOKS)
     highest_byte = tl.full([SIZES.HEADS_PAD], -1.0e30, tl.float32)
     for start in range(begin, end, TILE):
         token = start + tl.arange(0, TILE)
@@ -68,7 +69,7 @@ def int8_decode_kernel(
 
     total = tl.sum(total, axis=0)
     acc = acc * tl.exp2(highest_byte - tl.where(total > 0, highest, 0.0))[None, :]
-    store_result(out, partial, counters, (highest, total, acc), kept, part, index, SIZES, HOOKS)
+    store_result(out, partial, counters, (highest, total, acc), kept, index, used_splits, SIZES, HOOKS)
 
 
 @triton.jit
@@ -81,8 +82,8 @@ def _prefetch_tile(k_cache, v_cache, table, kv_head, begin, end, SIZES: tl.const
         # The values of 16 tokens take as much as their keys, and lie as far apart.
         row = (block * SIZES.KV_HEADS + kv_head) * ((2 * SIZES.HEAD_DIM + 4) * SIZES.BLOCK_SIZE)
         row += token % SIZES.BLOCK_SIZE * SIZES.HEAD_DIM
-        prefetch_each((k_cache + row).to(tl.int64), size)
-        prefetch_each((v_cache + row + SIZES.BLOCK_SIZE * SIZES.HEAD_DIM).to(tl.int64), size)
+        prefetch_each(k_cache + row, size)
+        prefetch_each(v_cache + row + SIZES.BLOCK_SIZE * SIZES.HEAD_DIM, size)
 
 
 @triton.jit

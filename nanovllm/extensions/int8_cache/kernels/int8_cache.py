@@ -19,8 +19,7 @@ import functools
 import torch
 from torch import Tensor
 
-from nanovllm.kernels.cache_layout import locate
-from nanovllm.kernels.runtime import IS_INTERPRETED, tl, triton
+from nanovllm.kernels.runtime import IS_INTERPRETED, cdiv, tl, triton
 
 SCALE_BYTES = 4  # of a key and a value
 BIAS = 128
@@ -85,34 +84,17 @@ def store_int8_torch(key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -
 
 
 def read_tokens(
-    cache: Tensor, block_tables: Tensor, begins: Tensor, ends: Tensor, head_dim: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`CacheLayout.read` of 8-bit pages: keys and values are float32, and whole tiles are read."""
-    block_size, _ = page_sizes(cache, head_dim)
-    first, last = begins // TILE, (ends + TILE - 1) // TILE
-    blocks, tiles, _ = locate(block_tables, first, last, block_size // TILE)
-    token = first[:, None] * TILE + torch.arange(blocks.shape[1] * TILE, device=ends.device)
-    seen = (token >= begins[:, None]) & (token < ends[:, None])
-    return *_read_tiles(cache, blocks, tiles, seen, head_dim), seen
-
-
-def _read_tiles(
-    cache: Tensor, blocks: Tensor, tiles: Tensor, seen: Tensor, head_dim: int
+    cache: Tensor, block_table: Tensor, begin: int, end: int, head_dim: int
 ) -> tuple[Tensor, Tensor]:
-    """
-    Keys and values, float32 [batch, kv_heads, tokens, head_dim], of tiles [batch, tiles] of these blocks.
-    Tokens that are not `seen` become 0: their bytes may be anything.
-    """
-    at = blocks[:, None], torch.arange(cache.shape[1], device=blocks.device)[:, None], tiles[:, None]
-    word = torch.complex128  # 16 bytes: single ones would take far longer
+    """`CacheLayout.read` of 8-bit pages: keys and values are float32."""
+    block_size, _ = page_sizes(cache, head_dim)
+    blocks = block_table[begin // block_size : cdiv(end, block_size)]
+    keys, values, scales = _parts(cache.index_select(0, blocks), head_dim)
     keys, values, scales = (
-        part.flatten(3).view(word)[at].view(part.dtype).unflatten(3, part.shape[3:])
-        for part in _parts(cache, head_dim)
+        part.transpose(0, 1).flatten(1, 3).narrow(1, begin % block_size, end - begin)
+        for part in (keys, values.mT, scales)
     )
-    scales = scales.float().masked_fill(~seen.unflatten(1, (-1, TILE))[:, None, :, :, None], 0.0)
-    keys = keys.float().sub_(BIAS).mul_(scales[..., :1])
-    values = values.float().sub_(BIAS).mul_(scales[..., None, :, 1])
-    return keys.flatten(2, 3), values.mT.flatten(2, 3)
+    return dequantize(keys, scales[..., 0]), dequantize(values, scales[..., 1])
 
 
 def _parts(cache: Tensor, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:

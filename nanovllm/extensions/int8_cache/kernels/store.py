@@ -32,7 +32,7 @@ def rotate_heads(half1, half2, SIZES: tl.constexpr, HOOKS: tl.constexpr):
 
 @triton.jit
 def store_quantised(
-    k_cache, v_cache, slot, head, half, is_q, is_v, is_head, inside, address, half1, half2,
+    k_cache, v_cache, slot, head, half, is_q, is_v, inside, address, half1, half2,
     SIZES: tl.constexpr, HOOKS: tl.constexpr,
 ):  # fmt: skip
     """What `store_rows` does, in 8-bit pages."""
@@ -57,7 +57,7 @@ def store_quantised(
                 tl.store(keys, byte1, mask=inside)
                 tl.store(keys + HALF, byte2, mask=inside)
             scales = (k_cache + page + 2 * BLOCK_SIZE * HEAD_DIM).to(tl.pointer_type(tl.bfloat16))
-            tl.store(scales + 2 * place + is_v, scale, mask=is_head)
+            tl.store(scales + 2 * place + is_v, scale, mask=head < SIZES.NUM_KV_HEADS)
 
 
 @triton.jit

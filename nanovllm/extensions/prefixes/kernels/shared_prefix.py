@@ -115,13 +115,13 @@ def shared_prefix_attention_torch(
     results = q.new_zeros(len(plan.queries), *q.shape[1:], dtype=torch.float32)
     log_sums = results.new_zeros(results.shape[:2])
     for item in plan.work_items[: int(plan.num_work_items)]:
-        first, count = item[:2].tolist()
+        first, count, begin, end = item.tolist()
         indices = slice(first, first + count)
         queries = plan.queries[indices]
-        span = block_tables[queries[:1]], item[2:3], item[3:4]
-        [keys], [values], seen = layout.read(k_cache, v_cache, *span, q.shape[2])
+        table = block_tables[int(queries[0])]
+        keys, values = layout.read(k_cache, v_cache, table, begin, end, q.shape[2])
         # [kv_heads, tokens, head_dim], and queries [kv_heads, queries * heads per kv head, head_dim]
-        out, log_sum = variant.attend_and_sum(_regroup(q[queries], len(keys)), keys, values, seen)
+        out, log_sum = variant.attend_and_sum(_regroup(q[queries], len(keys)), keys, values)
         results[indices] = _regroup(out, count)
         log_sums[indices] = _regroup(log_sum, count) * LOG2_E
     return results, log_sums
@@ -165,10 +165,12 @@ class WithPrefix(AttentionVariant):
     def first_token(self, context_lens: Tensor) -> Tensor:
         return self.plan.prefix_lens
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rows: Any = None) -> Tensor:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, row: slice | None = None
+    ) -> Tensor:
         first_sums = self.layer.first_sums(q.shape[1])
         out, log_sums = self.layer.attend_and_sum(q, k, v, mask, first_sums)
-        self.own_sums[rows] = log_sums.flatten(1, 2)
+        self.own_sums[row] = log_sums.flatten(1, 2)
         return out
 
     def finish_decode(self, out: Tensor) -> Tensor:
@@ -225,22 +227,18 @@ def _shared_prefix_kernel(
         highest = tl.full([QUERY_TILE], float("-inf"), tl.float32)
         total = tl.zeros([QUERY_TILE], tl.float32)
         acc = tl.full([QUERY_TILE, SIZES.DIM_PAD], 0.0, tl.float32)
+        sums = highest, total, acc
         aligned = tl.cdiv(begin, KEY_TILE) * KEY_TILE
         whole_end = end // KEY_TILE * KEY_TILE
         # Whole tiles first, then a part of one in front of them and one behind them, if there are such.
         for start in range(aligned, whole_end, KEY_TILE):
-            highest, total, acc = attend_to_tile(
-                query, cache, seen, start, highest, total, acc, scale_log2, SIZES, HOOKS, LOAD, False
-            )
+            sums = attend_to_tile(query, cache, seen, start, sums, scale_log2, SIZES, HOOKS, LOAD, False)
         for start in range(begin // KEY_TILE * KEY_TILE, begin, KEY_TILE):
-            highest, total, acc = attend_to_tile(
-                query, cache, seen, start, highest, total, acc, scale_log2, SIZES, HOOKS, LOAD, True
-            )
+            sums = attend_to_tile(query, cache, seen, start, sums, scale_log2, SIZES, HOOKS, LOAD, True)
         for start in range(tl.maximum(aligned, whole_end), end, KEY_TILE):
-            highest, total, acc = attend_to_tile(
-                query, cache, seen, start, highest, total, acc, scale_log2, SIZES, HOOKS, LOAD, True
-            )
+            sums = attend_to_tile(query, cache, seen, start, sums, scale_log2, SIZES, HOOKS, LOAD, True)
 
+        highest, total, acc = sums
         out_row = index.to(tl.int64) * KV_HEADS * HEADS + head
         out = results + out_row[:, None] * SIZES.HEAD_DIM + dim[None, :]
         tl.store(out, acc / total[:, None], mask=inside)
@@ -259,16 +257,14 @@ def score_as_layer(score, HOOKS: tl.constexpr):
 
 
 @triton.jit
-def begin_with_partial(
-    extras, seq, is_first, row, head, dim, highest, total, SIZES: tl.constexpr, HOOKS: tl.constexpr
-):
+def begin_with_partial(extras, index, highest, total, SIZES: tl.constexpr, HOOKS: tl.constexpr):
     """Load the first partial result before it is needed, after the layer's own `begin`."""
     LAYER: tl.constexpr = HOOKS.constants
     if LAYER.begin is not None:
-        highest, total, _ = LAYER.begin(
-            extras[5], seq, is_first, row, head, dim, highest, total, SIZES, LAYER
-        )
-    count = tl.where(is_first, tl.load(extras[1] + seq), 0)
+        highest, total, _ = LAYER.begin(extras[5], index, highest, total, SIZES, LAYER)
+    seq = tl.program_id(1)
+    row, head, dim = index
+    count = tl.where(tl.program_id(2) == 0, tl.load(extras[1] + seq), 0)
     indices = extras[2] + seq * PARTIALS
     results = extras[3] + (head[None, :] * SIZES.HEAD_DIM + dim[:, None])
     log_sums = extras[4] + head
@@ -277,8 +273,10 @@ def begin_with_partial(
 
 
 @triton.jit
-def add_partials(kept, row, dim, highest, total, acc, SIZES: tl.constexpr, HOOKS: tl.constexpr):
+def add_partials(kept, index, sums, SIZES: tl.constexpr, HOOKS: tl.constexpr):
     """Add the partial results to that of the first split."""
+    row, _, dim = index
+    highest, total, acc = sums
     count, indices, results, log_sums, result, log_sum = kept
     for i in range(0, count):
         new_highest = tl.maximum(tl.maximum(highest, log_sum), -1.0e30)  # finite where nothing was seen

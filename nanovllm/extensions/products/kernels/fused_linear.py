@@ -11,12 +11,19 @@ products by the library and the norms, activations and additions by kernels of t
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.kernels import runtime
-from nanovllm.kernels.activation import silu_and_mul_torch
-from nanovllm.kernels.runtime import cdiv, is_on_gpu, next_power_of_2, prefetch_each, tl, triton, use_triton
+from nanovllm.kernels.runtime import (
+    cdiv,
+    is_on_gpu,
+    masked_load,
+    next_power_of_2,
+    prefetch_each,
+    tl,
+    triton,
+    use_triton,
+)
 
 if runtime.HAVE_TRITON:
     from triton.tools.tensor_descriptor import TensorDescriptor
@@ -79,8 +86,6 @@ def fused_linear(
     first half of the weight's rows are gates, the second half is what they multiply, and the result is
     [rows, out / 2]. Sums are float32 and rounded once, at the end.
     """
-    if not use_triton(x):
-        return fused_linear_torch(x, weight, bias, squares, eps, silu_and_mul, residual, next_norm_weight)
     rows, in_features = x.shape
     parts = 2 if silu_and_mul else 1
     width = weight.shape[0] // parts
@@ -98,7 +103,7 @@ def fused_linear(
     num_squares = 0 if squares is None else squares.shape[1]
     x_rows = _readable_rows(x, blocks_m * block_m)
     pairs = weight.view(parts, width, in_features)
-    if rows:
+    if rows:  # a descriptor cannot be of nothing
         _fused_linear_kernel[(programs,)](
             TensorDescriptor(x, [x_rows, in_features], list(x.stride()), [block_m, block_k]),
             TensorDescriptor.from_tensor(pairs, [parts, block_n, block_k]),
@@ -109,29 +114,6 @@ def fused_linear(
             num_warps=num_warps, num_stages=num_stages, **runtime.overlap_options(x.device),
         )  # fmt: skip
     return out, scaled, new_squares
-
-
-def fused_linear_torch(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    squares: Tensor | None = None,
-    eps: float = 0.0,
-    silu_and_mul: bool = False,
-    residual: Tensor | None = None,
-    next_norm_weight: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    y = F.linear(x, weight)
-    if squares is not None:
-        y = (y * torch.rsqrt(squares.sum(-1, keepdim=True) / x.shape[-1] + eps)).to(y.dtype)
-    if bias is not None:
-        y = y + bias
-    if silu_and_mul:
-        y = silu_and_mul_torch(y)
-    if residual is None:
-        return y, None, None
-    y = y + residual
-    return y, y * next_norm_weight, y.float().square().sum(-1, keepdim=True)
 
 
 def _tile(rows: int, width: int, silu_and_mul: bool) -> tuple[int, int, int, int, int]:
@@ -184,16 +166,16 @@ def _fused_linear_kernel(
     if NUM_SQUARES > 0:
         part = tl.arange(0, SQUARES_PAD)
         is_part = real_row[:, None] & (part < NUM_SQUARES)[None, :]
-        its_squares = tl.load(squares + row[:, None] * NUM_SQUARES + part[None, :], mask=is_part, other=0.0)
+        its_squares = masked_load(squares + row[:, None] * NUM_SQUARES + part[None, :], is_part)
     if bias is not None:
-        added = tl.load(bias + out_feature, mask=real_feature, other=0.0)
-        if PARTS == 2:
-            added_up = tl.load(bias + width + out_feature, mask=real_feature, other=0.0)
+        column = tl.arange(0, PARTS * BLOCK_N)
+        biased = block_n * BLOCK_N + column % BLOCK_N
+        added = masked_load(bias + column // BLOCK_N * width + biased, biased < width)
     if residual is not None:
         place = row[:, None] * residual_stride + out_feature[None, :]
-        its_residual = tl.load(residual + place, mask=valid, other=0.0)
+        its_residual = masked_load(residual + place, valid)
     if next_norm_weight is not None:
-        gain = tl.load(next_norm_weight + out_feature, mask=real_feature, other=0.0)
+        gain = masked_load(next_norm_weight + out_feature, real_feature)
 
     acc = tl.zeros([BLOCK_M, PARTS * BLOCK_N], tl.float32)
     for start in range(0, in_features, BLOCK_K):
@@ -203,14 +185,11 @@ def _fused_linear_kernel(
 
     if NUM_SQUARES > 0:
         acc *= tl.rsqrt(tl.sum(its_squares, axis=1) / in_features + eps)[:, None]
+    if bias is not None:
+        acc += added.to(tl.float32)[None, :]
     if PARTS == 2:
         gate, up = acc.reshape(BLOCK_M, 2, BLOCK_N).permute(0, 2, 1).split()
-        if bias is not None:
-            gate += added.to(tl.float32)[None, :]
-            up += added_up.to(tl.float32)[None, :]
         acc = gate / (1.0 + tl.exp(-gate)) * up
-    elif bias is not None:
-        acc += added.to(tl.float32)[None, :]
     if residual is not None:
         acc += its_residual.to(tl.float32)
     place = row[:, None] * width + out_feature[None, :]

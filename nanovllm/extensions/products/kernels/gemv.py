@@ -7,12 +7,18 @@ it waits for the kernel that computes its input (see `overlap_options`).
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.kernels.activation import silu_and_mul_torch
-from nanovllm.kernels.layernorm import rms_norm_torch
-from nanovllm.kernels.runtime import cdiv, is_on_gpu, next_power_of_2, overlap_options, tl, triton, use_triton
+from nanovllm.kernels.runtime import (
+    cdiv,
+    is_on_gpu,
+    masked_load,
+    next_power_of_2,
+    overlap_options,
+    tl,
+    triton,
+    use_triton,
+)
 
 MAX_ROWS = 2
 LARGE_WEIGHT = 1 << 24  # elements
@@ -40,8 +46,6 @@ def gemv(
     [rows, out] is. With silu_and_mul the first half of the weight's rows are gates, the second half is what
     they multiply, and the result is [rows, out / 2]. Sums are float32 and rounded once, at the end.
     """
-    if not use_triton(x):
-        return gemv_torch(x, weight, bias, norm_weight, eps, residual, silu_and_mul)
     rows, in_features = x.shape
     out_features = weight.shape[0]
     rows_pad = next_power_of_2(rows)
@@ -58,23 +62,6 @@ def gemv(
         GATED=silu_and_mul, num_warps=4, **overlap_options(x.device),
     )  # fmt: skip
     return out
-
-
-def gemv_torch(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    norm_weight: Tensor | None = None,
-    eps: float = 0.0,
-    residual: Tensor | None = None,
-    silu_and_mul: bool = False,
-) -> Tensor:
-    if norm_weight is not None:
-        x = rms_norm_torch(x, norm_weight, eps)
-    y = F.linear(x, weight, bias)
-    if silu_and_mul:
-        y = silu_and_mul_torch(y)
-    return y if residual is None else y + residual
 
 
 @triton.jit
@@ -95,7 +82,7 @@ def _gemv_kernel(
     row = tl.arange(0, ROWS_PAD)
     address = weight + weight_row[None, :, None].to(tl.int64) * IN_FEATURES + column
     inside = (out_feature < out_features)[None, :, None]
-    tile = tl.load(address, mask=inside & (column < IN_FEATURES), other=0.0)
+    tile = masked_load(address, inside & (column < IN_FEATURES))
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -106,12 +93,12 @@ def _gemv_kernel(
     for start in range(0, IN_FEATURES, WIDTH):
         current = tile.to(tl.float32)
         place = start + column
-        tile = tl.load(address + start + WIDTH, mask=inside & (place + WIDTH < IN_FEATURES), other=0.0)
+        tile = masked_load(address + start + WIDTH, inside & (place + WIDTH < IN_FEATURES))
         present = (row < ROWS)[:, None, None] & (place < IN_FEATURES)
-        values = tl.load(x + row[:, None, None] * x_stride + place, mask=present, other=0.0).to(tl.float32)
+        values = masked_load(x + row[:, None, None] * x_stride + place, present).to(tl.float32)
         if norm_weight is not None:
             squares += values * values
-            values *= tl.load(norm_weight + place, mask=place < IN_FEATURES, other=0.0).to(tl.float32)
+            values *= masked_load(norm_weight + place, place < IN_FEATURES).to(tl.float32)
         products += current * values
     if norm_weight is None:
         acc = tl.sum(products, axis=2)
@@ -121,7 +108,7 @@ def _gemv_kernel(
         acc, square_sums = tl.split(tl.sum(tl.join(products, squares), axis=2))
         acc *= tl.rsqrt(square_sums / IN_FEATURES + eps)  # the same factor for every output: left for last
     if bias is not None:
-        acc += tl.load(bias + weight_row, mask=out_feature < out_features, other=0.0).to(tl.float32)[None, :]
+        acc += masked_load(bias + weight_row, out_feature < out_features).to(tl.float32)[None, :]
 
     place = out_feature
     width = out_features
@@ -132,5 +119,5 @@ def _gemv_kernel(
         width = out_features // 2
     valid = (row < ROWS)[:, None] & (place < width)[None, :]
     if residual is not None:
-        acc += tl.load(residual + row[:, None] * residual_stride + place[None, :], mask=valid, other=0.0)
+        acc += masked_load(residual + row[:, None] * residual_stride + place[None, :], valid)
     tl.store(out + row[:, None] * width + place[None, :], acc, mask=valid)
