@@ -78,10 +78,13 @@ class NanoVLLM(TemplateLM):
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        options = dict(
-            add_generation_prompt=add_generation_prompt, continue_final_message=not add_generation_prompt
+        return render_chat(
+            self.tokenizer,
+            chat_history,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+            **self.chat_template_args,
         )
-        return render_chat(self.tokenizer, chat_history, **options, **self.chat_template_args)
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """A text that a chat template has begun with BOS gets no second one."""
