@@ -48,13 +48,15 @@ if Path(__file__).with_name("extensions").joinpath("__init__.py").exists():
     from nanovllm.extensions.ranks.peer_group import PeerGroup, stand_in
     from nanovllm.extensions.safety.options import CHECKS_OF_EXTENSIONS
     from nanovllm.extensions.safety.sampling_checks import check_sampling
+    from nanovllm.extensions.safety.structured_checks import check_form
     from nanovllm.extensions.structured.bitmask import BitmaskProcessor
-    from nanovllm.extensions.structured.params import check_structured_outputs
+    from nanovllm.extensions.structured.params import StructuredOutputsParams, check_structured_outputs
 
     EXTENDED = True
     CHECKS.update(CHECKS_OF_EXTENSIONS)
     KV_CACHE_DTYPES["int8"] = torch.uint8  # the bytes of extensions/int8_cache
     SamplingParams.checks = [check_sampling, check_structured_outputs]
+    StructuredOutputsParams.check = check_form
     FILES = llama, mistral, qwen2, qwen3, qwen3_moe, gemma3, gpt_oss
     MODELS = {file.FACTS.architecture: file.FACTS for file in FILES}
 else:

@@ -17,8 +17,7 @@ from nanovllm.distributed.ranks import SHUT_DOWN, EngineDeadError
 from nanovllm.engine.interfaces import Observer
 from nanovllm.engine.sequence import Request, Sequence
 from nanovllm.extensions.api.engine_args import show_options
-from nanovllm.extensions.api.foreign_options import missing_attribute
-from nanovllm.extensions.api.llm import NOT_PICKLED, takes_foreign_options
+from nanovllm.extensions.api.llm import NotCopied, takes_foreign_options
 from nanovllm.llm import LLM
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.validation import check
@@ -46,34 +45,21 @@ class Listener:
             self.loop.call_soon_threadsafe(self.events.put_nowait, (event, is_last))
 
 
-class Touched(Observer):
-    """Which sequences a step has given a token or ended."""
+class Worker(Observer):
+    """The engine's thread. It holds no reference to the AsyncLLM, which could never be deleted otherwise."""
 
     is_active = True
-
-    def __init__(self) -> None:
-        self.seq_ids: list[int] = []
-
-    def before_step(self) -> None:
-        self.seq_ids = []
-
-    def after_step(self, step: Any) -> None:
-        self.seq_ids += [seq.seq_id for seq in step.drawing]
-
-
-class Worker:
-    """The engine's thread. It holds no reference to the AsyncLLM, which could never be deleted otherwise."""
 
     def __init__(self, llm: LLM):
         self.llm = llm
         self.inbox: queue.SimpleQueue[tuple[Callable, Listener] | None] = queue.SimpleQueue()
         self.listeners: dict[int, Listener] = {}  # by the seq_id of each completion that is under way
-        self.touched = Touched()
-        llm.observers.append(self.touched)
+        self.touched: list[int] = []  # the seq_ids of those that the step has given a token
+        llm.observers.append(self)
         self.thread = threading.Thread(target=self.run, daemon=True)
         self.thread.start()
 
-    def stop(self) -> None:
+    def shut_down(self) -> None:
         """End the engine, and every request under way with an EngineDeadError."""
         self.inbox.put(None)
         if threading.current_thread() is self.thread:  # the garbage collector calls, and then deletes `llm`
@@ -103,11 +89,15 @@ class Worker:
 
     def step(self) -> None:
         """Run a step of the engine, and tell those whose requests it has touched what is new."""
+        self.touched.clear()
         finished, _ = self.llm.step(isolate=True)
-        seq_ids = [*self.touched.seq_ids, *(seq_id for seq_id, _ in finished)]
+        seq_ids = [*self.touched, *(seq_id for seq_id, _ in finished)]
         touched = [self.listeners[seq_id] for seq_id in seq_ids if seq_id in self.listeners]
         for listener in dict.fromkeys(touched):
             self.tell(listener)
+
+    def after_step(self, step: Any) -> None:
+        self.touched += [seq.seq_id for seq in step.drawing]
 
     def add(self, listener: Listener) -> None:
         try:
@@ -151,7 +141,7 @@ class Worker:
 
 
 @show_options
-class AsyncLLM:
+class AsyncLLM(NotCopied):
     """
     `AsyncLLM(model, **options)`: options are those of `LLM`. Requests of any number of tasks run together.
 
@@ -164,13 +154,7 @@ class AsyncLLM:
         self.llm = LLM(model, **options)
         self._worker = Worker(self.llm)
         self._named: dict[str, Listener] = {}  # those under way whose callers gave them an id
-        self._end = weakref.finalize(self, self._worker.stop)  # also when the program ends
-
-    def __getattr__(self, name: str) -> Any:
-        raise missing_attribute(self, name)
-
-    def __reduce__(self) -> Any:
-        raise TypeError(NOT_PICKLED)
+        self._end = weakref.finalize(self, self._worker.shut_down)  # also when the program ends
 
     @takes_foreign_options
     async def generate(

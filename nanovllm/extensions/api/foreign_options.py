@@ -30,60 +30,54 @@ WITHOUT_EFFECT = """
     use_v2_block_manager worker_use_ray
 """.split()
 
-TEXT_ONLY = "models here read and write text alone"
-TEXT_OR_SCORES = "only text and scores are made"
-ONE_ADAPTER = "LLM(model, lora='folder or hub id') merges one adapter into the weights"
 NO_BEAMS = "SamplingParams(n=...) draws several completions"
-STRUCTURED = "pass structured_outputs=StructuredOutputsParams(...)"
 OWN_CODE = "ranks run this project's own code alone"
 NEW_ENGINE = "llm.exit() frees the memory; make a new engine"
-# Name -> the values that change nothing, as None does, and what to do for another one.
+# What to do -> the options for which it is said, each with the value, or a tuple of several, that changes
+# nothing. None never does.
+REMEDIES: dict[str, dict[str, Any]] = {
+    NO_BEAMS: dict(best_of=1, early_stopping=False, length_penalty=1.0, num_beams=1, use_beam_search=False),
+    OWN_CODE: dict(worker_cls="auto", worker_extension_cls=""),
+    NEW_ENGINE: dict(enable_sleep_mode=False),
+    "LLM(model, lora='folder or hub id') merges one adapter into the weights": dict(
+        enable_lora=False, lora_request=None, prompt_adapter_request=None
+    ),
+    "pass structured_outputs=StructuredOutputsParams(...)": dict(
+        guided_decoding=None, guided_options_request=None
+    ),
+    "models here read and write text alone": dict(limit_mm_per_prompt={}),
+    "only text and scores are made": dict(runner=("auto", "generate"), task=("auto", "generate")),
+    "for smaller weights there are quantization='int4' and more ranks": dict(cpu_offload_gb=(0, 0.0)),
+    "python -m nanovllm.batch --data-parallel runs several engines": dict(data_parallel_size=1),
+    "SamplingParams(temperature=0) is greedy, and any other temperature samples": dict(do_sample=None),
+    "prompts are texts or token ids": dict(enable_prompt_embeds=False),
+    "nothing here reads them": dict(extra_args={}),
+    "logprobs are a dict for each token": dict(flat_logprobs=False),
+    "pass SamplingParams to the call": dict(generation_config="auto", override_generation_config={}),
+    "name single fields in hf_overrides": dict(hf_config_path=None),
+    "put it into hf_overrides": dict(rope_scaling={}, rope_theta=None),
+    "it is called token here": dict(hf_token=None),
+    "it is called num_kvcache_blocks here": dict(num_gpu_blocks_override=None),
+    "it is called n here": dict(num_return_sequences=None),
+    "use logit_bias, allowed_token_ids or bad_words of SamplingParams": dict(logits_processors=[]),
+    "log-probabilities are the model's own": dict(logprobs_mode="raw_logprobs"),
+    "a request can ask for 20 at most": dict(max_logprobs=tuple(range(21))),
+    "split the model with tensor_parallel_size": dict(pipeline_parallel_size=1),
+    "token ids are prompts, too: pass them as such": dict(prompt_token_ids=None),
+    "pass token ids, and SamplingParams(detokenize=False)": dict(skip_tokenizer_init=False),
+    "pass the token ids that the tokenizer makes with them": dict(tokenization_kwargs={}),
+    "pass the last token ids of llm.encode(prompt)": dict(truncate_prompt_tokens=None),
+    "the tokenizer is what transformers makes of its files": dict(tokenizer_mode=("auto", "hf")),
+    "download that revision, and pass its folder as tokenizer": dict(tokenizer_revision=None),
+}
 REFUSED: dict[str, tuple[tuple, str]] = {
-    "best_of": ((1,), NO_BEAMS),
-    "cpu_offload_gb": ((0, 0.0), "for smaller weights there are quantization='int4' and more ranks"),
-    "data_parallel_size": ((1,), "python -m nanovllm.batch --data-parallel runs several engines"),
-    "do_sample": ((), "SamplingParams(temperature=0) is greedy, and any other temperature samples"),
-    "early_stopping": ((False,), NO_BEAMS),
-    "enable_lora": ((False,), ONE_ADAPTER),
-    "enable_prompt_embeds": ((False,), "prompts are texts or token ids"),
-    "enable_sleep_mode": ((False,), NEW_ENGINE),
-    "extra_args": (({},), "nothing here reads them"),
-    "flat_logprobs": ((False,), "logprobs are a dict for each token"),
-    "generation_config": (("auto",), "pass SamplingParams to the call"),
-    "guided_decoding": ((), STRUCTURED),
-    "guided_options_request": ((), STRUCTURED),
-    "hf_config_path": ((), "name single fields in hf_overrides"),
-    "hf_token": ((), "it is called token here"),
-    "length_penalty": ((1.0,), NO_BEAMS),
-    "limit_mm_per_prompt": (({},), TEXT_ONLY),
-    "logits_processors": (([],), "use logit_bias, allowed_token_ids or bad_words of SamplingParams"),
-    "logprobs_mode": (("raw_logprobs",), "log-probabilities are the model's own"),
-    "lora_request": ((), ONE_ADAPTER),
-    "max_logprobs": (tuple(range(21)), "a request can ask for 20 at most"),
-    "num_beams": ((1,), NO_BEAMS),
-    "num_gpu_blocks_override": ((), "it is called num_kvcache_blocks here"),
-    "num_return_sequences": ((), "it is called n here"),
-    "override_generation_config": (({},), "pass SamplingParams to the call"),
-    "pipeline_parallel_size": ((1,), "split the model with tensor_parallel_size"),
-    "prompt_adapter_request": ((), ONE_ADAPTER),
-    "prompt_token_ids": ((), "token ids are prompts, too: pass them as such"),
-    "rope_scaling": (({},), "put it into hf_overrides"),
-    "rope_theta": ((), "put it into hf_overrides"),
-    "runner": (("auto", "generate"), TEXT_OR_SCORES),
-    "skip_tokenizer_init": ((False,), "pass token ids, and SamplingParams(detokenize=False)"),
-    "task": (("auto", "generate"), TEXT_OR_SCORES),
-    "tokenization_kwargs": (({},), "pass the token ids that the tokenizer makes with them"),
-    "tokenizer_mode": (("auto", "hf"), "the tokenizer is what transformers makes of its files"),
-    "tokenizer_revision": ((), "download that revision, and pass its folder as tokenizer"),
-    "truncate_prompt_tokens": ((), "pass the last token ids of llm.encode(prompt)"),
-    "use_beam_search": ((False,), NO_BEAMS),
-    "worker_cls": (("auto",), OWN_CODE),
-    "worker_extension_cls": (("",), OWN_CODE),
+    name: (neutral if isinstance(neutral, tuple) else (neutral,), remedy)
+    for remedy, options in REMEDIES.items()
+    for name, neutral in options.items()
 }
 
-SCORES = "llm.score(texts) says how likely texts are"
 MISSING_METHODS = {
-    **dict.fromkeys(("embed", "classify", "reward"), SCORES),
+    **dict.fromkeys(("embed", "classify", "reward"), "llm.score(texts) says how likely texts are"),
     "beam_search": NO_BEAMS,
     **dict.fromkeys(("collective_rpc", "apply_model"), OWN_CODE),
     **dict.fromkeys(("sleep", "wake_up"), NEW_ENGINE),

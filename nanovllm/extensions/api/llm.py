@@ -43,7 +43,17 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_leave_engines)
 
 
-class ApiLLM(LLMEngine):
+class NotCopied:
+    """An engine, or what has one."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise missing_attribute(self, name)
+
+    def __reduce__(self) -> Any:
+        raise TypeError(NOT_PICKLED)
+
+
+class ApiLLM(NotCopied, LLMEngine):
     """It belongs to the process that made it, and does one call at a time; `AsyncLLM` serves many tasks."""
 
     _call = None  # the one that the unfinished requests belong to, see _take_turn
@@ -53,12 +63,6 @@ class ApiLLM(LLMEngine):
         self._process_id = os.getpid()
         _engines.add(self)
         super().__init__(model, **options)
-
-    def __getattr__(self, name: str) -> Any:
-        raise missing_attribute(self, name)
-
-    def __reduce__(self) -> Any:
-        raise TypeError(NOT_PICKLED)
 
     def add_request(
         self, prompt: Any, sampling_params: SamplingParams | None = None, request_id: str | None = None

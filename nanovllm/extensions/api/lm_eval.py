@@ -5,6 +5,7 @@ Knows the harness and `LLM`. All requests of a task go to the engine at once, so
 that begin alike are neighbours, and what they have in common is computed once.
 """
 
+from itertools import chain, islice
 from typing import Any
 
 from lm_eval.__main__ import cli_evaluate
@@ -77,10 +78,13 @@ class NanoVLLM(TemplateLM):
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        options = dict(
-            add_generation_prompt=add_generation_prompt, continue_final_message=not add_generation_prompt
+        return render_chat(
+            self.tokenizer,
+            chat_history,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+            **self.chat_template_args,
         )
-        return render_chat(self.tokenizer, chat_history, **options, **self.chat_template_args)
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """A text that a chat template has begun with BOS gets no second one."""
@@ -106,39 +110,34 @@ class NanoVLLM(TemplateLM):
         scores = self.llm.score([texts[i] for i in order], not disable_tqdm, [first_tokens[i] for i in order])
         answers: dict[int, tuple[float, bool]] = {}
         for i, score in zip(order, scores, strict=True):
-            is_greedy = all(rank == 1 for rank in score["token_ranks"][first_tokens[i] :])
-            answers[i] = score["logprob"], is_greedy
+            answers[i] = score["logprob"], {*score["token_ranks"]} <= {None, 1}  # and whether it is greedy
             if requests[i][0] is not None:
                 self.cache_hook.add_partial("loglikelihood", requests[i][0], answers[i])
         return [answers[i] for i in range(len(requests))]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """Of whole texts, in windows of max_length."""
-        windows, owners = [], []
-        for i, (text,) in enumerate(request.args for request in requests):
-            cut = get_rolling_token_windows(
-                self.tok_encode(text), self.prefix_token_id, max_seq_len=self.max_length, context_len=1
-            )
-            windows += [(None, *make_disjoint_window(window)) for window in cut]
-            owners += [i] * (len(windows) - len(owners))
-        sums = [0.0] * len(requests)
-        for i, (logprob, _) in zip(owners, self._loglikelihood_tokens(windows, disable_tqdm), strict=True):
-            sums[i] += logprob
-        for request, logprob in zip(requests, sums, strict=True):
-            self.cache_hook.add_partial("loglikelihood_rolling", request.args, logprob)
+        windows, sums = [], []
+        for request in requests:
+            token_ids = self.tok_encode(*request.args)
+            cut = get_rolling_token_windows(token_ids, self.prefix_token_id, self.max_length, context_len=1)
+            windows.append([(None, *make_disjoint_window(window)) for window in cut])
+        logprobs = iter(self._loglikelihood_tokens([*chain.from_iterable(windows)], disable_tqdm))
+        for request, some in zip(requests, windows, strict=True):
+            sums.append(sum(logprob for logprob, _ in islice(logprobs, len(some))))
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, sums[-1])
         return sums
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         asked = []
-        for context, settings in (request.args for request in requests):
+        for i, (context, settings) in enumerate(request.args for request in requests):
             params = self._read_settings(settings)
             room = self.max_length - params.max_tokens
             check(room > 0, f"max_gen_toks must be less than max_length={self.max_length}", params.max_tokens)
-            asked.append((self.tok_encode(context)[-room:], params))
-        order = sorted(range(len(asked)), key=lambda i: asked[i][0])
-        prompts, params = [asked[i][0] for i in order], [asked[i][1] for i in order]
-        results = self.llm.generate(prompts, params, use_tqdm=not disable_tqdm)
-        texts = {i: result["text"] for i, result in zip(order, results, strict=True)}
+            asked.append((self.tok_encode(context)[-room:], i, params))
+        prompts, places, params = zip(*sorted(asked), strict=True)  # neighbours begin alike
+        results = self.llm.generate(list(prompts), list(params), use_tqdm=not disable_tqdm)
+        texts = {i: result["text"] for i, result in zip(places, results, strict=True)}
         for i, request in enumerate(requests):
             self.cache_hook.add_partial("generate_until", request.args, texts[i])
         return [texts[i] for i in range(len(requests))]

@@ -2,7 +2,7 @@
 logit of one token. kernels/logit_edits.py says what a rule is.
 
 Rules come and go with their requests, unlike everything else on a device. So there is a bound on the memory
-that those of all running requests take together, and requests wait whose rules do not fit (assembly.py).
+that those of all running requests take together: requests wait whose rules do not fit (`Budget` in safety).
 """
 
 import functools

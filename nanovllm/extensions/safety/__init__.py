@@ -5,4 +5,6 @@
 - `isolation.py`: how many may run meanwhile (an `Admission`).
 - `forecast.py`: admission control. A sequence is admitted if the KV cache is expected to suffice until all
   that run have ended, so that hardly any is preempted and computed twice.
+- `budget.py`: requests wait that would need too much of a device's memory together (an `Admission`).
+- `options.py`, `sampling_checks.py`, `structured_checks.py`: what options and requests may say.
 """

@@ -46,18 +46,17 @@ class BitmaskProcessor(LogitsProcessor):
     def host_input(self, sequences: list[Sequence]) -> tuple[np.ndarray, np.ndarray]:
         """
         Which of the masks each sequence has, int32 [sequences], -1 for none, and the masks, int32 [masks,
-        words]: an array that is used again for the next masks. A SequenceError ends a
-        sequence whose grammar has become too large, or needs text that no token has.
+        words]: an array that is used again for the next masks. A SequenceError ends a sequence whose grammar
+        has become too large, or needs text that no token has.
         """
-        guided = [self.name in seq.request.own and not seq.is_finished for seq in sequences]
-        readers = {i: self._reader_of(sequences[i]) for i in np.flatnonzero(guided)}
+        guided = [seq for seq in sequences if self.name in seq.request.own and not seq.is_finished]
         # A thread works through neighbours: those that share a lexer would wait for each other in several.
-        rows = sorted(readers, key=lambda i: id(readers[i].lexer))
-        index = np.full(len(sequences), -1, dtype=np.int32)
-        index[rows] = range(len(rows))
-        bits = self._bits[: len(rows)]
-        if rows:
-            self._make_masks([readers[i] for i in rows], bits)
+        readers = sorted(map(self._reader_of, guided), key=lambda reader: id(reader.lexer))
+        masks = {reader.sequence.seq_id: i for i, reader in enumerate(readers)}
+        index = np.array([masks.get(seq.seq_id, -1) for seq in sequences], dtype=np.int32)
+        bits = self._bits[: len(readers)]
+        if readers:
+            self._make_masks(readers, bits)
         return index, bits
 
     def _reader_of(self, seq: Sequence) -> Reader:

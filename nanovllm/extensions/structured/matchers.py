@@ -3,9 +3,7 @@
 import re
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from nanovllm.engine.sequence import Sequence
@@ -18,26 +16,19 @@ MAX_SECONDS = 1.0  # that compiling them takes
 NOISE = re.compile(r"\n<(?s:.*)|^\s*(\d+ \||\^).*|^.*: failed to compile JSON schema: ", re.MULTILINE)
 
 
-@dataclass(eq=False)
-class Lexer:
-    """What matchers that are copies of each other share. Only one of them can use it at a time."""
-
-    first: Any  # the matcher that the others are copies of
-    idle: list[Any]  # matchers that no sequence has
-
-
 class Grammar:
     """
-    A grammar, compiled when it is first asked for. A matcher follows one text; what it finds out about texts
-    is kept in its lexer. So there are several lexers, for texts that are followed at the same time, and
-    matchers of texts that have ended are used again, since their lexers know more.
+    A grammar, compiled when it is first asked for. A matcher follows one text. What it finds out about texts
+    is kept in its lexer, which it shares with its copies, and which only one of them can use at a time. So
+    there are several lexers, each known by its first matcher, and matchers of texts that have ended are used
+    again, since their lexers know more.
     """
 
     def __init__(self, compile_matcher: Callable[[], Any]):
         self._compile_matcher = compile_matcher
         self._compiling = threading.Lock()
-        self._lexers: deque[Lexer] = deque()
         self._max_lexers = 0
+        self._idle: dict[Any, list[Any]] = {}  # of each lexer the matchers that no sequence has
 
     def compile(self) -> None:
         """Once, whichever threads call this. Raises what compiling raises."""
@@ -50,23 +41,23 @@ class Grammar:
 
     def _add_lexer(self) -> None:
         first = self._compile_matcher()
-        self._lexers.append(Lexer(first, [first]))
+        self._idle[first] = [first]
 
-    def take(self) -> tuple[Lexer, Any]:
-        """A matcher at the beginning of a text, and its lexer."""
-        if len(self._lexers) < self._max_lexers and not any(lexer.idle for lexer in self._lexers):
+    def take(self) -> tuple[Any, Any]:
+        """A matcher at the beginning of a text, and which lexer it has: the first matcher with the same."""
+        if len(self._idle) < self._max_lexers and not any(self._idle.values()):
             self._add_lexer()
-        self._lexers.rotate()  # of lexers with equally many idle matchers another one each time
-        lexer = max(self._lexers, key=lambda each: len(each.idle))
-        matcher = lexer.idle.pop() if lexer.idle else lexer.first.deep_copy()
+        lexer = max(self._idle, key=lambda each: len(self._idle[each]))
+        idle = self._idle[lexer] = self._idle.pop(lexer)  # the last of those with as many the next time
+        matcher = idle.pop() if idle else lexer.deep_copy()
         matcher.reset()
         return lexer, matcher
 
-    def put_back(self, lexer: Lexer, matcher: Any) -> None:
-        if not matcher.is_error():
-            lexer.idle.append(matcher)
-        elif lexer in self._lexers:  # perhaps it has grown too large
-            self._lexers.remove(lexer)
+    def put_back(self, lexer: Any, matcher: Any) -> None:
+        if matcher.is_error():  # perhaps its lexer has grown too large
+            self._idle.pop(lexer, None)
+        elif lexer in self._idle:
+            self._idle[lexer].append(matcher)
 
 
 class Reader:

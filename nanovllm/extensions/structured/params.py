@@ -1,14 +1,11 @@
 """What a request says of the form of its completion."""
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-from nanovllm.sampling_params import SamplingParams, as_tuple, is_text
-from nanovllm.utils.validation import check, check_bool, shown
-
-MAX_CHARACTERS = 2**20  # of a schema, a grammar, a regular expression, all choices
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.validation import shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,34 +37,11 @@ class StructuredOutputsParams:
     disable_additional_properties: bool = True
     whitespace_pattern: str | None = None
 
+    check: ClassVar[Callable[["StructuredOutputsParams"], dict[str, Any]]]  # of extensions/safety
+
     def __post_init__(self) -> None:
-        for name in ("disable_any_whitespace", "disable_additional_properties"):
-            check_bool(getattr(self, name), name)
-        if self.json_object is not None:
-            check_bool(self.json_object, "json_object")
-            object.__setattr__(self, "json_object", self.json_object or None)
-        kinds = ("json", "regex", "choice", "grammar", "json_object")
-        given = {kind: value for kind in kinds if (value := getattr(self, kind)) is not None}
-        check(len(given) == 1, f"structured outputs need exactly one of {', '.join(kinds)}", given)
-        if self.json is not None:
-            object.__setattr__(self, "json", _read_schema(self.json))
-        for name in ("regex", "grammar", "whitespace_pattern"):
-            value = getattr(self, name)
-            is_good = value is None or is_text(value)
-            check(is_good, f"{name} must be a text, not empty or with a lone surrogate", value)
-        if self.disable_any_whitespace and self.whitespace_pattern is not None:
-            found = f"whitespace_pattern={shown(self.whitespace_pattern)}"
-            raise ValueError(f"disable_any_whitespace leaves no white space, got {found} as well")
-        if self.choice is not None:
-            texts = as_tuple(self.choice) or ()
-            rule = "choice must be a list of texts, none of them empty or with a lone surrogate"
-            check(texts != () and all(map(is_text, texts)), rule, self.choice)
-            object.__setattr__(self, "choice", texts)
-        for name in ("json", "regex", "choice", "grammar", "whitespace_pattern"):
-            value = getattr(self, name) or ""
-            size = len(value) if isinstance(value, str) else sum(map(len, value))
-            if size > MAX_CHARACTERS:
-                raise ValueError(f"{name} must have at most {MAX_CHARACTERS:,} characters, got {size:,}")
+        for name, value in self.check().items():
+            object.__setattr__(self, name, value)
 
 
 def check_structured_outputs(params: SamplingParams) -> None:
@@ -77,19 +51,3 @@ def check_structured_outputs(params: SamplingParams) -> None:
     if params.structured_outputs is not None and params.allowed_token_ids is not None:
         found = f"allowed_token_ids={shown(params.allowed_token_ids)}"
         raise ValueError(f"structured_outputs decide which tokens are allowed, got {found} as well")
-
-
-def _read_schema(schema: Any) -> str:
-    """A JSON schema as text, from any of its forms."""
-    if callable(of_model := getattr(schema, "model_json_schema", None)):
-        schema = of_model()
-    try:
-        if isinstance(schema, Mapping):
-            schema = json.dumps(dict(schema), allow_nan=False)
-        if isinstance(schema, str) and isinstance(json.loads(schema), dict | bool):
-            return schema
-        reason = "it is neither an object nor true or false"
-    except (TypeError, ValueError, RecursionError) as error:
-        reason = str(error)
-    rule = "json must be a JSON schema, as a dict or text, or a pydantic model class"
-    raise ValueError(f"{rule}, got {shown(schema)}: {reason}")

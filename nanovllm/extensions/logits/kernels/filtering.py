@@ -180,11 +180,9 @@ def _search_kernel(
         half = high * 0.5 - low * 0.5
         point_1, point_2, point_3 = low + half * 0.5, low + half, low + half * 1.5
         lane_0 = tl.zeros([BLOCK], tl.float32)
-        lane_1 = tl.zeros([BLOCK], tl.float32)
-        lane_2 = tl.zeros([BLOCK], tl.float32)
-        lane_3 = tl.zeros([BLOCK], tl.float32)
+        lane_1, lane_2, lane_3 = lane_0, lane_0, lane_0
         lane_least = tl.full([BLOCK], float("inf"), tl.float32)
-        lane_most = tl.full([BLOCK], float("-inf"), tl.float32)
+        lane_most = -lane_least
         for start in tl.range(0, length, BLOCK, num_stages=STAGES):
             column = start + tl.arange(0, BLOCK)
             x = tl.load(row + column, mask=column < length, other=float("-inf")).to(tl.float32)
