@@ -43,7 +43,6 @@ class AttentionBackend:
 
     prefill_kernel = staticmethod(varlen_prefill_attention)
     decode_kernel = staticmethod(paged_decode_attention)
-    is_reference = False  # whether it computes in torch on a GPU, too
     largest_plan: Hashable = False  # the key of the plan that takes most memory; False: `plan` is not called
     num_decode_steps = 0  # on rank 0, so far: counted by the BatchMaker
 
@@ -91,7 +90,6 @@ class AttentionBackend:
 class TorchBackend(AttentionBackend):
     prefill_kernel = staticmethod(varlen_prefill_attention_torch)
     decode_kernel = staticmethod(paged_decode_attention_torch)
-    is_reference = True
 
 
 class FlashBackend(AttentionBackend):
@@ -109,12 +107,7 @@ def _lengths(step: Context) -> tuple[Tensor, Tensor, int, int]:
     return step.cu_seqlens_q, step.cu_seqlens_k, step.max_seqlen_q, step.max_seqlen_k
 
 
-BACKENDS = {
-    "auto": AttentionBackend,
-    "triton": AttentionBackend,
-    "torch": TorchBackend,
-    "flash": FlashBackend,
-}
+BACKENDS = {"torch": TorchBackend, "flash": FlashBackend}
 
 
 def get_backend(
@@ -139,7 +132,7 @@ def get_backend(
     for problem, applies in problems.items():
         if applies:
             raise ValueError(f"attention_backend={name!r} cannot be used: {problem}")
-    return BACKENDS[name](layout)
+    return BACKENDS.get(name, AttentionBackend)(layout)
 
 
 class Attention(nn.Module):
