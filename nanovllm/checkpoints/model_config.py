@@ -47,6 +47,8 @@ class ModelConfig:
     context_limit: int  # positions that the checkpoint is for
     max_model_len: int  # positions that the engine uses: the length of the table of rotations
 
+    tokens_in_reach = 0  # to how many tokens a token attends in any layer; 0: to all
+
     @classmethod
     def from_dict(cls, source: str, raw: dict[str, Any]) -> "ModelConfig":
         """Raises ValueError naming the source and what is wrong or not supported."""
@@ -63,12 +65,10 @@ class ModelConfig:
     @property
     def divided_sizes(self) -> dict[str, int]:
         """Which the number of ranks must divide."""
-        return {name: getattr(self, name) for name in ("num_attention_heads", "intermediate_size")}
-
-    @property
-    def tokens_in_reach(self) -> int:
-        """To how many tokens a token attends in any layer; 0: to all."""
-        return 0
+        return {
+            "num_attention_heads": self.num_attention_heads,
+            "intermediate_size": self.intermediate_size,
+        }
 
     def usual_dtype(self, device: str) -> str:
         """Of weights and activations, if the checkpoint names none."""
