@@ -10,20 +10,12 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from nanovllm.kernels.attention_variant import Hooks
-from nanovllm.kernels.runtime import (
-    TRITON_DEVICES,
-    cdiv,
-    next_power_of_2,
-    overlap_options,
-    pdl_wait,
-    tl,
-    triton,
-)
+from nanovllm.kernels.runtime import cdiv, next_power_of_2, overlap_options, pdl_wait, tl, triton, use_triton
 
 
 def store_kvcache(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
     """Write key, value [tokens, kv_heads, head_dim] (last dimension contiguous) to slot_mapping [tokens]."""
-    if key.device.type not in TRITON_DEVICES:
+    if not use_triton(key):
         return store_kvcache_torch(key, value, k_cache, v_cache, slot_mapping)
     tokens, heads, head_dim = key.shape
     if tokens:

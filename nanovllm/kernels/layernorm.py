@@ -7,7 +7,7 @@ the normalised row before it is multiplied by the weight. Inputs are never chang
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.kernels.runtime import TRITON_DEVICES, next_power_of_2, tl, triton
+from nanovllm.kernels.runtime import next_power_of_2, tl, triton, use_triton
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -17,7 +17,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(rms_norm(x + residual), x + residual), both [..., hidden]; without a residual x takes its place."""
-    if x.device.type not in TRITON_DEVICES:
+    if not use_triton(x):
         return add_rms_norm_torch(x, residual, weight, eps)
     hidden = x.shape[-1]
     rows = x.reshape(-1, hidden)
