@@ -89,12 +89,11 @@ class LinearBase(nn.Module):
 
     def stored_tensors(self, name: str) -> dict[str, StoredTensor]:
         """What checkpoints have in place of the `weight` of the layer with this name."""
-        found = {}
-        for inner, stored in self.matrix.stored.items():
-            if inner != "bias" or self.bias is None:
-                load = functools.partial(self._load_stored, stored.load)
-                found[f"{name}.{inner}"] = stored._replace(load=load)
-        return found
+        return {
+            f"{name}.{inner}": stored._replace(load=functools.partial(self._load_stored, stored.load))
+            for inner, stored in self.matrix.stored.items()
+            if inner != "bias" or self.bias is None
+        }
 
     def _load_stored(
         self, load: Callable[[Any, Shard], None], loaded_weight: Any, shard_id: Any = None
