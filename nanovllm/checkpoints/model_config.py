@@ -38,10 +38,16 @@ class ModelConfig:
     rms_norm_eps: float
     attention_bias: bool
     tie_word_embeddings: bool
+    qk_norm: bool  # whether queries and keys are normalised
+    qkv_bias: bool  # which products have biases
+    o_bias: bool
+    mlp_bias: bool
     dtype: str | None
     rope_parameters: dict[str, Any]
     context_limit: int  # positions that the checkpoint is for
     max_model_len: int  # positions that the engine uses: the length of the table of rotations
+
+    tokens_in_reach = 0  # to how many tokens a token attends in any layer; 0: to all
 
     @classmethod
     def from_dict(cls, source: str, raw: dict[str, Any]) -> "ModelConfig":
@@ -59,12 +65,10 @@ class ModelConfig:
     @property
     def divided_sizes(self) -> dict[str, int]:
         """Which the number of ranks must divide."""
-        return {name: getattr(self, name) for name in ("num_attention_heads", "intermediate_size")}
-
-    @property
-    def tokens_in_reach(self) -> int:
-        """To how many tokens a token attends in any layer; 0: to all."""
-        return 0
+        return {
+            "num_attention_heads": self.num_attention_heads,
+            "intermediate_size": self.intermediate_size,
+        }
 
     def usual_dtype(self, device: str) -> str:
         """Of weights and activations, if the checkpoint names none."""
@@ -87,7 +91,8 @@ def read_qwen3(raw: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(rope, dict) or rope.get("rope_type", "default") != "default":
         raise ValueError(f"rope_parameters cannot be {shown(rope)}")
     check_number("rope_theta", rope.get("rope_theta"), 2, 1e15)
-    limit = values["max_position_embeddings"]
+    limit, bias = values["max_position_embeddings"], values["attention_bias"]
+    values |= {"qk_norm": True, "qkv_bias": bias, "o_bias": bias, "mlp_bias": False}
     values |= {"rope_parameters": {"rope_theta": rope["rope_theta"]}, "dtype": read_dtype(given)}
     return values | {"context_limit": limit, "max_model_len": limit}
 

@@ -32,8 +32,13 @@ ROW_PADDING = 128
 MIN_DOT_SIZE = 16  # the smallest side of a matrix that `tl.dot` multiplies
 LOG2_E = 1.4426950408889634  # exp(x) is computed as exp2(x * LOG2_E): GPUs have an instruction for exp2
 
+# The types of devices whose tensors go through the Triton kernels; others go through the torch references.
+TRITON_DEVICES: set[str] = set()
+if HAVE_TRITON:
+    TRITON_DEVICES |= {"cuda", "cpu"} if INTERPRETED else {"cuda"}
+
 # A process that only compiles kernels has its tensors on the CPU. It sets this to the properties of the GPU
-# that it compiles for.
+# that it compiles for, and adds the CPU to the devices above.
 compiling_for: Any = None
 
 
@@ -43,7 +48,7 @@ def is_on_gpu(tensor: Tensor) -> bool:
 
 def use_triton(tensor: Tensor) -> bool:
     """Whether work on this tensor goes through the Triton kernel (else through the torch reference)."""
-    return HAVE_TRITON and (is_on_gpu(tensor) or INTERPRETED)
+    return tensor.device.type in TRITON_DEVICES
 
 
 _cuda_properties = functools.cache(torch.cuda.get_device_properties)

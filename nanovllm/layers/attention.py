@@ -18,7 +18,7 @@ from nanovllm.kernels.decode_attention import paged_decode_attention, paged_deco
 from nanovllm.kernels.kv_store import qk_norm_rope_store
 from nanovllm.kernels.kv_store import store_kvcache as store_kvcache
 from nanovllm.kernels.prefill_attention import varlen_prefill_attention, varlen_prefill_attention_torch
-from nanovllm.kernels.runtime import HAVE_TRITON, use_triton
+from nanovllm.kernels.runtime import HAVE_TRITON, TRITON_DEVICES
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.utils.context import Context, get_context
@@ -43,7 +43,6 @@ class AttentionBackend:
 
     prefill_kernel = staticmethod(varlen_prefill_attention)
     decode_kernel = staticmethod(paged_decode_attention)
-    is_reference = False  # whether it computes in torch on a GPU, too
     largest_plan: Hashable = False  # the key of the plan that takes most memory; False: `plan` is not called
     num_decode_steps = 0  # on rank 0, so far: counted by the BatchMaker
 
@@ -91,7 +90,6 @@ class AttentionBackend:
 class TorchBackend(AttentionBackend):
     prefill_kernel = staticmethod(varlen_prefill_attention_torch)
     decode_kernel = staticmethod(paged_decode_attention_torch)
-    is_reference = True
 
 
 class FlashBackend(AttentionBackend):
@@ -109,12 +107,7 @@ def _lengths(step: Context) -> tuple[Tensor, Tensor, int, int]:
     return step.cu_seqlens_q, step.cu_seqlens_k, step.max_seqlen_q, step.max_seqlen_k
 
 
-BACKENDS = {
-    "auto": AttentionBackend,
-    "triton": AttentionBackend,
-    "torch": TorchBackend,
-    "flash": FlashBackend,
-}
+BACKENDS = {"torch": TorchBackend, "flash": FlashBackend}
 
 
 def get_backend(
@@ -139,7 +132,7 @@ def get_backend(
     for problem, applies in problems.items():
         if applies:
             raise ValueError(f"attention_backend={name!r} cannot be used: {problem}")
-    return BACKENDS[name](layout)
+    return BACKENDS.get(name, AttentionBackend)(layout)
 
 
 class Attention(nn.Module):
@@ -172,7 +165,7 @@ class Attention(nn.Module):
         """
         heads = self.num_heads, self.num_kv_heads, self.num_kv_heads
         q, k, v = qkv.view(len(qkv), -1, self.head_dim).split_with_sizes(heads, dim=1)
-        if not use_triton(qkv):
+        if qkv.device.type not in TRITON_DEVICES:
             if q_norm is not None:
                 q, k = q_norm(q), k_norm(k)
             return self.store(*rotary_emb(positions, q, k), v)

@@ -69,42 +69,31 @@ class LinearBase(nn.Module):
             self.set_matrix(DenseWeight(shards))
 
     def set_matrix(self, matrix: Weight) -> None:
+        """Register the weight's parameters, and list what multiplies by it."""
         self.matrix = matrix
-        for param in matrix.parameters.values():
-            param.weight_loader = None if matrix.stored else self.weight_loader
-        self._use_matrix()
+        for name, tensor in matrix.parameters.items():
+            tensor.weight_loader = None if matrix.stored else self.weight_loader
+            if isinstance(tensor, nn.Parameter):
+                self.register_parameter(name, tensor)
+        self.products = matrix.products(self.hidden_size, self.group.size)
 
     def finish(self) -> None:
         """Once the weight is loaded: bring it into the layout that multiplies fastest."""
         self.matrix.finish()
-        self._use_matrix()
-
-    def _use_matrix(self) -> None:
-        """Register the weight's parameters, and list what multiplies it."""
-        for name, tensor in self.matrix.parameters.items():
-            if isinstance(tensor, nn.Parameter):
-                self.register_parameter(name, tensor)
-        self.products = self.matrix.products(self.hidden_size, self.group.size)
-        self._for_decode: dict[int, Product] = {}
+        self.set_matrix(self.matrix)
 
     def product(self, rows: int) -> Product:
-        """What multiplies so many rows in this step. For decode steps, which are quick, it is kept."""
+        """What multiplies so many rows in this step."""
         is_prefill = get_context().is_prefill
-        product = None if is_prefill else self._for_decode.get(rows)
-        if product is None:
-            product = next(each for each in self.products if each.accepts(rows, is_prefill))
-        if not is_prefill:
-            self._for_decode[rows] = product
-        return product
+        return next(each for each in self.products if each.accepts(rows, is_prefill))
 
     def stored_tensors(self, name: str) -> dict[str, StoredTensor]:
         """What checkpoints have in place of the `weight` of the layer with this name."""
-        found = {}
-        for inner, stored in self.matrix.stored.items():
-            if inner != "bias" or self.bias is None:
-                load = functools.partial(self._load_stored, stored.load)
-                found[f"{name}.{inner}"] = stored._replace(load=load)
-        return found
+        return {
+            f"{name}.{inner}": stored._replace(load=functools.partial(self._load_stored, stored.load))
+            for inner, stored in self.matrix.stored.items()
+            if inner != "bias" or self.bias is None
+        }
 
     def _load_stored(
         self, load: Callable[[Any, Shard], None], loaded_weight: Any, shard_id: Any = None

@@ -25,13 +25,9 @@ class RotaryEmbedding(nn.Module):
     Holds `cos_sin_cache`, float32 [max_position, head_dim]: the cosines of each position, then its sines.
     """
 
-    def __init__(self, inverse_frequencies: Tensor, max_position: int, scale: float = 1.0):
+    def __init__(self, cos_sin_cache: Tensor):
         super().__init__()
-        device = torch.get_default_device()
-        positions = torch.arange(max_position, dtype=torch.float32, device="cpu")
-        angles = torch.outer(positions, inverse_frequencies)
-        table = torch.cat((angles.cos(), angles.sin()), dim=-1) * scale
-        self.register_buffer("cos_sin_cache", table.to(device), persistent=False)
+        self.register_buffer("cos_sin_cache", cos_sin_cache, persistent=False)
         self._last_positions: Tensor | None = None
 
     def forward(self, positions: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
@@ -62,10 +58,14 @@ def get_rope(head_dim: int, max_position: int, parameters: dict[str, Any]) -> Ro
     all, by the numbers themselves, `inverse_frequencies` and `amplitude`, which cosines and sines are
     multiplied by.
     """
-    given = parameters.get("inverse_frequencies")
-    if given is not None:
-        frequencies = torch.tensor(given, dtype=torch.float32, device="cpu")
+    options = {"dtype": torch.float32, "device": "cpu"}
+    if "inverse_frequencies" in parameters:
+        frequencies = torch.tensor(parameters["inverse_frequencies"], **options)
     else:
-        dims = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu")
-        frequencies = 1.0 / parameters["rope_theta"] ** (dims / head_dim)
-    return RotaryEmbedding(frequencies, max_position, parameters.get("amplitude", 1.0))
+        exponents = torch.arange(0, head_dim, 2, **options) / head_dim
+        frequencies = 1.0 / parameters["rope_theta"] ** exponents
+    positions = torch.arange(max_position, **options)
+    angles = torch.outer(positions, frequencies)
+    table = torch.cat((angles.cos(), angles.sin()), dim=-1)
+    table *= parameters.get("amplitude", 1.0)
+    return RotaryEmbedding(table.to(torch.get_default_device()))

@@ -4,8 +4,6 @@ Tokens of all sequences come concatenated, [tokens, ...]; only attention knows w
 (through `Context`). Layers pass on a `Stream`: the residual in front of the norm that comes next.
 """
 
-from typing import NamedTuple
-
 from torch import Tensor, nn
 
 from nanovllm.checkpoints.model_config import ModelConfig
@@ -17,17 +15,8 @@ from nanovllm.layers.residual_stream import Stream
 from nanovllm.layers.rotary_embedding import RotaryEmbedding, get_rope
 
 
-class Variant(NamedTuple):
-    """What differs between relatives: norms on queries and keys, and which products have biases."""
-
-    qk_norm: bool
-    qkv_bias: bool
-    o_bias: bool
-    mlp_bias: bool
-
-
 class Qwen3Attention(nn.Module):
-    def __init__(self, config: ModelConfig, variant: Variant, rotary_emb: RotaryEmbedding):
+    def __init__(self, config: ModelConfig, rotary_emb: RotaryEmbedding):
         super().__init__()
         head_dim = config.head_dim
         self.qkv_proj = QKVParallelLinear(
@@ -35,12 +24,12 @@ class Qwen3Attention(nn.Module):
             head_dim,
             config.num_attention_heads,
             config.num_key_value_heads,
-            variant.qkv_bias,
+            config.qkv_bias,
         )
         width = config.num_attention_heads * head_dim
-        self.o_proj = RowParallelLinear(width, config.hidden_size, variant.o_bias)
-        self.q_norm = RMSNorm(head_dim, config.rms_norm_eps) if variant.qk_norm else None
-        self.k_norm = RMSNorm(head_dim, config.rms_norm_eps) if variant.qk_norm else None
+        self.o_proj = RowParallelLinear(width, config.hidden_size, config.o_bias)
+        self.q_norm = RMSNorm(head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.rotary_emb = rotary_emb
         self.attn = Attention(
             self.qkv_proj.num_heads,
@@ -61,11 +50,11 @@ class Qwen3Attention(nn.Module):
 
 
 class Qwen3MLP(nn.Module):
-    def __init__(self, config: ModelConfig, variant: Variant):
+    def __init__(self, config: ModelConfig):
         super().__init__()
         hidden_size, width = config.hidden_size, config.intermediate_size
-        self.gate_up_proj = MergedColumnParallelLinear(hidden_size, [width, width], variant.mlp_bias)
-        self.down_proj = RowParallelLinear(width, hidden_size, variant.mlp_bias)
+        self.gate_up_proj = MergedColumnParallelLinear(hidden_size, [width, width], config.mlp_bias)
+        self.down_proj = RowParallelLinear(width, hidden_size, config.mlp_bias)
 
     def forward(self, stream: Stream, next_norm: RMSNorm) -> Stream:
         gated = self.gate_up_proj(stream, silu_and_mul=True)
@@ -122,7 +111,7 @@ class Qwen3ForCausalLM(nn.Module):
         rope = get_rope(config.head_dim, config.max_model_len, config.rope_parameters)
         layers = []
         for i in range(config.num_hidden_layers):
-            self_attn = Qwen3Attention(config, self.variant(config), rope)
+            self_attn = Qwen3Attention(config, rope)
             mlp = self.make_mlp(config, i)
             layers.append(self.layer_class(config, self_attn, mlp))
         self.model = Qwen3Model(config, layers)
@@ -130,13 +119,8 @@ class Qwen3ForCausalLM(nn.Module):
         if config.tie_word_embeddings:
             self.lm_head.tie_to(self.model.embed_tokens)
 
-    @staticmethod
-    def variant(config: ModelConfig) -> Variant:
-        bias = config.attention_bias
-        return Variant(qk_norm=True, qkv_bias=bias, o_bias=bias, mlp_bias=False)
-
     def make_mlp(self, config: ModelConfig, layer: int) -> nn.Module:
-        return Qwen3MLP(config, self.variant(config))
+        return Qwen3MLP(config)
 
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         """input_ids, positions int64 [tokens] -> hidden states [tokens, hidden_size]."""

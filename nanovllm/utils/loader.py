@@ -121,7 +121,9 @@ def read_tensors(checkpoint: Checkpoint, model: nn.Module, known: Collection[str
     tensors = checkpoint.tensors()
     if hasattr(model, "converted"):
         tensors = model.converted(tensors)
-    tied = second_names(model)
+    firsts = {param: name for name, param in model.named_parameters()}
+    every_name = model.named_parameters(remove_duplicate=False)
+    tied = {name: firsts[param] for name, param in every_name if firsts[param] != name}
     tensors = with_names_of(tensors, known, tied)
     for change in checkpoint.changes:
         tensors = change(tensors, tied.values())
@@ -161,10 +163,3 @@ def renamed(tensor: Any, name: str) -> Any:
     tensor = copy.copy(tensor)
     tensor.name = name
     return tensor
-
-
-def second_names(model: nn.Module) -> dict[str, str]:
-    """Of parameters that have several: to each other name the first one, under which they are loaded."""
-    firsts = {param: name for name, param in model.named_parameters()}
-    every_name = model.named_parameters(remove_duplicate=False)
-    return {name: firsts[param] for name, param in every_name if firsts[param] != name}

@@ -867,7 +867,7 @@ MUTATIONS = [
     *mutations_of(
         "nanovllm/layers/linear",
         (" if each.accepts(rows, is_prefill))", ")"),
-        ("        self.matrix.finish()\n        self._use_matrix()", "        self.matrix.finish()"),
+        ("        self.set_matrix(self.matrix)\n", ""),
     ),
     *mutations_of(
         "nanovllm/layers/weight",

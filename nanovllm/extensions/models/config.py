@@ -25,7 +25,6 @@ from nanovllm.extensions.models.rope import (
     context_limit,
     read_rope_parameters,
 )
-from nanovllm.models.qwen3 import Variant
 from nanovllm.utils.validation import check, check_bool
 
 DEFAULTS = {"rms_norm_eps": 1e-6, "attention_bias": False, "tie_word_embeddings": False}
@@ -45,7 +44,6 @@ class DecoderConfig(ModelConfig):
     those of the others. `windows` has of each layer to how many tokens it attends (0: to all).
     """
 
-    variant: Variant
     local_rope_parameters: Fields
     windows: tuple[int, ...]
     query_pre_attn_scalar: float  # attention scores are divided by its root
@@ -103,7 +101,10 @@ def read_decoder(
     limit = context_limit(rope, values["max_position_embeddings"])
     made = dict(
         architectures=architectures,
-        variant=Variant(True, bias, bias, mlp_bias)._replace(**variant),
+        qk_norm=True,
+        qkv_bias=bias,
+        o_bias=bias,
+        mlp_bias=mlp_bias,
         rope_parameters=rope,
         local_rope_parameters=local_rope,
         windows=_read_windows(values, raw, own),
@@ -114,7 +115,7 @@ def read_decoder(
         max_model_len=limit,
         experts=read_experts(values, own),
     )
-    return DecoderConfig.from_values(values | made)
+    return DecoderConfig.from_values(values | made | variant)
 
 
 def _read_windows(values: Fields, raw: Fields, own: Fields) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ from nanovllm.extensions.experts.moe import MixtureOfExperts
 from nanovllm.extensions.models.attention_rule import set_rule
 from nanovllm.extensions.models.config import DecoderConfig
 from nanovllm.layers.rotary_embedding import get_rope
-from nanovllm.models.qwen3 import Qwen3ForCausalLM, Variant
+from nanovllm.models.qwen3 import Qwen3ForCausalLM
 
 
 class Decoder(Qwen3ForCausalLM):
@@ -23,10 +23,6 @@ class Decoder(Qwen3ForCausalLM):
             if config.windows[i]:
                 set_rule(attention.attn, window=config.window(i))
                 attention.rotary_emb = local_rope or attention.rotary_emb
-
-    @staticmethod
-    def variant(config: DecoderConfig) -> Variant:
-        return config.variant
 
     def make_mlp(self, config: DecoderConfig, layer: int) -> nn.Module:
         experts = config.experts

@@ -26,7 +26,7 @@ from nanovllm.extensions.prefixes.plan import CascadePlan, plan_shapes
 from nanovllm.extensions.prefixes.planner import CascadePlanner
 from nanovllm.kernels.attention_variant import AttentionVariant
 from nanovllm.kernels.runtime import cdiv, num_multiprocessors, use_triton
-from nanovllm.layers.attention import Attention, AttentionBackend
+from nanovllm.layers.attention import Attention, AttentionBackend, TorchBackend
 from nanovllm.utils.context import Context
 
 
@@ -94,7 +94,7 @@ class CascadeBackend(AttentionBackend):
         plan = step.attention_plan
         if plan is not None:
             attend = shared_prefix_attention
-            if self.behind.is_reference or not use_triton(q):
+            if isinstance(self.behind, TorchBackend) or not use_triton(q):
                 attend = shared_prefix_attention_torch
             prefixes = attend(q, k, v, step.block_tables, variant, plan, self.layout)
             variant = WithPrefix(variant, plan, *prefixes)

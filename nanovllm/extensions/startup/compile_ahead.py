@@ -183,6 +183,7 @@ def _compile_part(
         driver.get_current_device = lambda: 0
         driver.get_current_stream = lambda _device: 0
         runtime.compiling_for = properties
+        runtime.TRITON_DEVICES.add("cpu")
         compile_kernel, numbers = triton.JITFunction.run, {}
 
         def compile_instead(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:

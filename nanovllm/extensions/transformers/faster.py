@@ -110,13 +110,12 @@ class Rotation(RotaryEmbedding):
     """Of the tokens of one step, from cos and sin [1, tokens, head_dim], whose halves are alike."""
 
     def __init__(self, cos: Tensor, sin: Tensor):
-        nn.Module.__init__(self)
-        _, num_tokens, self.head_dim = cos.shape
-        half = self.head_dim // 2
+        _, num_tokens, head_dim = cos.shape
+        half = head_dim // 2
         halves = cos[0, :, :half], sin[0, :, :half]
-        self.cos_sin_cache = torch.cat(halves, dim=-1).float()
+        super().__init__(torch.cat(halves, dim=-1).float())
+        self.head_dim = head_dim
         self.positions = torch.arange(num_tokens, device=cos.device)
-        self._last_positions = None
 
 
 def leave_rotations(base: nn.Module) -> None:

@@ -20,6 +20,7 @@ def hopper(monkeypatch):
     """As in a process that compiles for such a GPU."""
     properties = SimpleNamespace(major=9, minor=0, shared_memory_per_multiprocessor=233472)
     monkeypatch.setattr(runtime, "compiling_for", properties)
+    monkeypatch.setattr(runtime, "TRITON_DEVICES", {"cpu"})
     monkeypatch.setattr(torch.version, "cuda", "13.0")
 
 

@@ -259,6 +259,7 @@ USED = {
 @pytest.mark.parametrize("name, major, minor", USED)
 def test_a_gpu_is_given_only_kernels_that_it_has_the_instructions_for(name, major, minor, monkeypatch):
     monkeypatch.setattr(runtime, "compiling_for", SimpleNamespace(major=major, minor=minor))
+    monkeypatch.setattr(runtime, "TRITON_DEVICES", {"cpu"})
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     weight = make_weight(name, (512, 512), "cpu")
 
@@ -303,6 +304,7 @@ torch.version.cuda = "13.0"
 runtime.compiling_for = SimpleNamespace(
     major=8, minor=6, multi_processor_count=82, shared_memory_per_multiprocessor=102400
 )
+runtime.TRITON_DEVICES.add("cpu")
 for name in ("fp8, blocks", "int8, groups of 32 with offsets", "int4, groups of 128 with zeros"):
     x, weight = torch.empty(128, 1024, dtype=torch.bfloat16), make_weight(name, (1024, 1024), "cpu")
     quantised_linear.quantised_linear(x, weight)
