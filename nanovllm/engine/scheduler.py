@@ -7,15 +7,14 @@ a sequence waits to decode. `waiting` is in order of arrival (a preempted sequen
 admitted if there are blocks for all its tokens and no `Admission` objects; where the blocks do not suffice
 later, the youngest is preempted.
 
-An Admission may have a sequence wait for one step, and only once. It keeps its place in front of all that
-arrived later, and what these are given meanwhile leaves it the slot and the blocks that it needs.
+An Admission may have a sequence wait for a step. It keeps its place in front of all that arrived later, and
+what these are given meanwhile leaves it the slot and the blocks that it needs.
 """
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from operator import attrgetter
 from typing import Any
-from weakref import WeakSet
 
 from nanovllm.engine.block_manager import BlockManager, all_but_the_last
 from nanovllm.engine.limits import Limits
@@ -48,7 +47,6 @@ class Scheduler:
         num_blocks, is_caching = config.num_kvcache_blocks, config.enable_prefix_caching
         self.block_manager = BlockManager(num_blocks, self.block_size, is_caching, prefix_cache, max_cached)
         self.admissions = admissions
-        self.have_waited: WeakSet[Sequence] = WeakSet()  # for one step, because an Admission said so
         self.clear()
         self.num_preemptions = 0
         # Tokens drawn for sequences that had ended, in steps launched before that was known.
@@ -81,31 +79,24 @@ class Scheduler:
     def _schedule_prefill(self) -> list[Sequence]:
         scheduled: list[Sequence] = []
         budget = self.max_num_batched_tokens
-        if (seq := self.chunked) is not None:
-            budget -= self._schedule_chunk(seq, budget)
-            scheduled.append(seq)
-        if not self.waiting or next(iter(self.waiting)) is self.blocked:
-            return scheduled
+        if self.chunked is not None:
+            scheduled.append(self.chunked)
+            budget -= self._schedule_chunk(self.chunked, budget)
         state = Admitting(self.block_manager, self.max_num_batched_tokens, self.running)
-        admissions = [admission for admission in self.admissions if admission.is_active]
-        limit = self.max_num_seqs
-        for admission in admissions:
-            limit = min(limit, admission.begin(len(self.running), self.max_num_seqs))
-        while self.waiting and budget and len(self.running) + len(state.waiting) < limit:
+        while self.waiting and budget and len(self.running) + len(state.waiting) < self.max_num_seqs:
             seq = next(iter(self.waiting))
             if seq is self.blocked:
                 break
             hit = self.block_manager.find(seq)
-            verdicts = [admission.admits(seq, hit, state) for admission in admissions]
-            waits = Verdict.WAIT in verdicts and seq not in self.have_waited
-            if len(seq) - hit.num_tokens > budget and scheduled and not waits:
+            verdict = max([Verdict.ADMIT, *(each.admits(seq, hit, state) for each in self.admissions)])
+            if len(seq) - hit.num_tokens > budget and scheduled and verdict is not Verdict.WAIT:
                 break  # only a prompt that has a whole step to itself is computed in chunks
-            if Verdict.STOP in verdicts or not self.block_manager.can_allocate(seq, hit):
-                self.blocked = seq
+            if verdict is Verdict.STOP or not self.block_manager.can_allocate(seq, hit):
+                if not scheduled:  # else the next step may have more room
+                    self.blocked = seq
                 break
             del self.waiting[seq]
-            if waits:
-                self.have_waited.add(seq)
+            if verdict is Verdict.WAIT:
                 state.waiting.append((seq, hit))
                 continue
             self.block_manager.allocate(seq, hit)
@@ -163,8 +154,6 @@ class Scheduler:
         the sequences that draw a token in it: all but one whose prompt is not yet computed to its end.
         """
         drawing, released = [], False
-        if self.block_manager.pinned and self.block_manager.unpin():
-            self.blocked = None
         for seq in sequences:
             start = seq.num_computed_tokens
             seq.num_computed_tokens += seq.num_scheduled_tokens
@@ -202,8 +191,8 @@ class Scheduler:
                 continue
             seq.append_token(token_id)
             num_known = len(seq.token_ids)
-            if num_known % block_size == 0:
-                self.block_manager.may_close(seq)
+            if num_known % block_size == 0 and seq.num_computed_tokens >= num_known:
+                self.block_manager.close_newest(seq)
             if token_id in seq.request.end_token_ids:
                 by_request = token_id in seq.sampling_params.stop_token_ids
                 self._finish(seq, "stop", seq.last_token if by_request else None)
@@ -234,11 +223,6 @@ class Scheduler:
         elif seq.slot >= 0:
             self._release(seq)
         seq.status = SequenceStatus.FINISHED
-
-    def all_ended(self) -> None:
-        """No request is left, also none whose last token is under way."""
-        for admission in self.admissions:
-            admission.all_ended()
 
     def _release(self, seq: Sequence) -> None:
         if seq is self.chunked:
