@@ -6,7 +6,6 @@ it available: its contents stay findable until the block is handed out again.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable
 
 import xxhash
 
@@ -43,11 +42,6 @@ class Block:
         self.update(-1, b"")
 
 
-def all_but_the_last(seq: Sequence) -> int:
-    """From its last token the next one is computed."""
-    return len(seq) - 1
-
-
 class BlockManager:
     """
     Invariants: every block is either free or used; it is free exactly when its `ref_count` is 0; an entry of
@@ -61,11 +55,8 @@ class BlockManager:
         block_size: int,
         enable_prefix_caching: bool = True,
         prefix_cache: PrefixCache | None = None,
-        max_cached: Callable[[Sequence], int] = all_but_the_last,
     ):
-        """max_cached: how many tokens of a sequence may come from the cache."""
         self.block_size = block_size
-        self.max_cached = max_cached
         self.enable_prefix_caching = enable_prefix_caching
         self.num_blocks = num_blocks
         self.prefix_cache = prefix_cache or PrefixCache()

@@ -79,8 +79,8 @@ class LLMEngine:
                 self.exit()
                 raise
         parts, processors = self.parts, self.parts.logits_processors
-        limit = functools.partial(max_cached, processors)
-        self.scheduler = Scheduler(self.config, parts.prefix_cache, parts.admissions, limit)
+        parts.prefix_cache.max_cached = functools.partial(max_cached, processors)
+        self.scheduler = Scheduler(self.config, parts.prefix_cache, parts.admissions)
         backend = self.model_runner.backend
         self.batches = BatchMaker(self.config, parts.prefix_cache, backend, processors)
         self.prompts = self.make_prompts(

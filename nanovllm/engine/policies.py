@@ -36,11 +36,15 @@ class PrefixCache:
     def find(self, seq: Sequence) -> Hit:
         """Of a waiting sequence. Changes nothing; at least one token is left to compute."""
         size, blocks = self.pool.block_size, []
-        for i in range(self.pool.max_cached(seq) // size):
+        for i in range(self.max_cached(seq) // size):
             if (block_id := self.pool.find_block(seq, i)) == -1:
                 break
             blocks.append(block_id)
         return Hit(blocks, len(blocks) * size)
+
+    def max_cached(self, seq: Sequence) -> int:
+        """How many tokens may be found. An engine with logits processors asks these, too."""
+        return len(seq) - 1
 
     def evict(self) -> int:
         """Which free block is handed out next: the least recently freed one."""

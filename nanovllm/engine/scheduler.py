@@ -12,11 +12,11 @@ what these are given meanwhile leaves it the slot and the blocks that it needs.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from operator import attrgetter
 from typing import Any
 
-from nanovllm.engine.block_manager import BlockManager, all_but_the_last
+from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.limits import Limits
 from nanovllm.engine.policies import Admission, Admitting, PrefixCache, Verdict
 from nanovllm.engine.sequence import Sequence, SequenceStatus
@@ -35,7 +35,6 @@ class Scheduler:
         config: Any,
         prefix_cache: PrefixCache | None = None,
         admissions: tuple[Admission, ...] = (),
-        max_cached: Callable[[Sequence], int] = all_but_the_last,
     ):
         self.max_num_seqs = config.max_num_seqs
         self.max_num_batched_tokens = config.max_num_batched_tokens
@@ -43,9 +42,11 @@ class Scheduler:
         self.block_size = config.kvcache_block_size
         # How many tokens back the model looks, 0: to the first. 2 at least, since a block is closed a step
         # after its last token has been drawn.
-        self.reach = config.hf_config.tokens_in_reach and max(2, config.hf_config.tokens_in_reach)
-        num_blocks, is_caching = config.num_kvcache_blocks, config.enable_prefix_caching
-        self.block_manager = BlockManager(num_blocks, self.block_size, is_caching, prefix_cache, max_cached)
+        reach = config.hf_config.tokens_in_reach
+        self.reach = reach and max(2, reach)
+        self.block_manager = BlockManager(
+            config.num_kvcache_blocks, self.block_size, config.enable_prefix_caching, prefix_cache
+        )
         self.admissions = admissions
         self.clear()
         self.num_preemptions = 0
@@ -66,10 +67,10 @@ class Scheduler:
 
     def schedule(self) -> tuple[list[Sequence], bool]:
         """The sequences of the next step, each with its `num_scheduled_tokens`, and if it is a prefill."""
-        can_decode = len(self.running) > (self.chunked is not None)
+        has_chunk = self.chunked is not None
+        can_decode = len(self.running) > has_chunk
         is_due = can_decode and self.num_prefills_in_a_row == MAX_PREFILLS_IN_A_ROW
-        has_prompts = bool(self.waiting) or self.chunked is not None
-        if has_prompts and not is_due and (sequences := self._schedule_prefill()):
+        if (self.waiting or has_chunk) and not is_due and (sequences := self._schedule_prefill()):
             self.is_prefill = True
             self.num_prefills_in_a_row += can_decode
             return sequences, True
@@ -153,7 +154,7 @@ class Scheduler:
         Count a step as under way, so that the next one can be scheduled before its tokens are known. Returns
         the sequences that draw a token in it: all but one whose prompt is not yet computed to its end.
         """
-        drawing, released = [], False
+        drawing = []
         for seq in sequences:
             start = seq.num_computed_tokens
             seq.num_computed_tokens += seq.num_scheduled_tokens
@@ -168,10 +169,8 @@ class Scheduler:
                 seq.num_tokens += 1
                 drawing.append(seq)
                 if seq.num_tokens == seq.request.max_num_tokens:
-                    self._release(seq)  # its last token needs neither slot nor blocks
-                    released = True
-        if released:
-            self.running = [seq for seq in self.running if seq.slot >= 0]
+                    self.running.remove(seq)  # its last token needs neither slot nor blocks
+                    self._release(seq)
         return drawing
 
     def postprocess(
@@ -195,32 +194,28 @@ class Scheduler:
                 self.block_manager.close_newest(seq)
             if token_id in seq.request.end_token_ids:
                 by_request = token_id in seq.sampling_params.stop_token_ids
-                self._finish(seq, "stop", seq.last_token if by_request else None)
+                self.end(seq, "stop", token_id if by_request else None)
                 finished.append(seq)
             elif num_known == seq.request.max_num_tokens:
-                self._finish(seq, "length")
+                self.end(seq, "length")
                 finished.append(seq)
-        if finished:
-            self.running = [seq for seq in self.running if not seq.is_finished]
         return finished
 
     def end(self, seq: Sequence, reason: str, stop_reason: Any = None) -> None:
-        """End a sequence between two steps: it is aborted, or its text has come to contain a stop text."""
-        if seq.is_finished:  # by the same token, for another reason
-            seq.finish_reason, seq.stop_reason = reason, stop_reason
-            return
-        self._finish(seq, reason, stop_reason)
-        self.running = [other for other in self.running if other is not seq]
-
-    def _finish(self, seq: Sequence, reason: str, stop_reason: Any = None) -> None:
-        """It may have been preempted or released while its last token was under way."""
-        seq.num_tokens = len(seq.token_ids)
+        """
+        End a sequence, also one that has ended by its newest token: its text has come to contain a stop text.
+        """
         seq.finish_reason, seq.stop_reason = reason, stop_reason
+        if seq.is_finished:
+            return
+        seq.num_tokens = len(seq.token_ids)
         for admission in self.admissions:
             admission.ended(seq)
+        # It may have been preempted or released while its last token was under way.
         if seq.status == SequenceStatus.WAITING:
             del self.waiting[seq]
         elif seq.slot >= 0:
+            self.running.remove(seq)
             self._release(seq)
         seq.status = SequenceStatus.FINISHED
 
@@ -245,7 +240,7 @@ class Scheduler:
         self.blocked: Sequence | None = None  # did not fit, and will not until blocks are given back
         self.is_prefill = False  # of the step scheduled last
         self.num_prefills_in_a_row = 0  # while a sequence waited to decode
-        self.free_slots = list(range(self.max_num_seqs))[::-1]  # of the devices' tables, see slots.py
+        self.free_slots = [*reversed(range(self.max_num_seqs))]  # of the devices' tables, see slots.py
 
     def restart(self, sequences: Iterable[Sequence]) -> None:
         """`clear`, and queue these again, in order of arrival. They are computed again from their tokens."""

@@ -89,10 +89,6 @@ class Sequence:
     def __getitem__(self, key: int | slice) -> int | list[int]:
         return self.token_ids[key]
 
-    def __repr__(self) -> str:
-        tokens = f"{self.num_prompt_tokens}+{self.num_completion_tokens}"
-        return f"Sequence({self.seq_id}, {self.status.name}, {tokens} tokens)"
-
     @property
     def sampling_params(self) -> SamplingParams:
         return self.request.params
@@ -121,12 +117,6 @@ class Sequence:
     def prompt_token_ids(self) -> list[int]:
         return self.token_ids[: self.num_prompt_tokens]
 
-    def packed(self, begin: int, end: int) -> bytes:
-        """Tokens begin..end, as far as they are known."""
-        if end <= self.num_prompt_tokens:
-            return self.request.packed[begin * TOKEN_BYTES : end * TOKEN_BYTES]
-        return pack(self.token_ids[begin:end])
-
     @property
     def completion_token_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt_tokens :]
@@ -145,9 +135,14 @@ class Sequence:
 
     def block(self, i: int) -> list[int]:
         """Token ids of the i-th block; the last one may be shorter than a block."""
-        if not 0 <= i < self.num_blocks:
-            raise IndexError(f"block {i} of a sequence that has {self.num_blocks}")
+        assert 0 <= i < self.num_blocks
         return self.token_ids[i * self.block_size : (i + 1) * self.block_size]
+
+    def packed(self, begin: int, end: int) -> bytes:
+        """Tokens begin..end, as far as they are known."""
+        if end <= self.num_prompt_tokens:
+            return self.request.packed[begin * TOKEN_BYTES : end * TOKEN_BYTES]
+        return pack(self.token_ids[begin:end])
 
     def append_token(self, token_id: int) -> None:
         """`num_tokens` counts it already if `Scheduler.advance` has counted its step."""

@@ -98,7 +98,7 @@ MUTATIONS = [
         "scheduler",
         ("seq.request = self.limits.applied_to(seq.request)", "pass"),
         ("self.num_prefills_in_a_row == MAX_PREFILLS_IN_A_ROW", "False"),
-        ("len(self.running) > (self.chunked is not None)", "len(self.running) > 0"),
+        ("len(self.running) > has_chunk", "len(self.running) > 0"),
         ("self.is_prefill, self.num_prefills_in_a_row = False, 0", "self.is_prefill = False"),
         ("            if seq is chunked:\n                continue", "            pass"),
         ("decoding = self.running if self.chunked is None else self.running[:-1]", "decoding = self.running"),
@@ -132,7 +132,7 @@ MUTATIONS = [
             "if seq.num_tokens == seq.request.max_num_tokens:",
             "if seq.num_tokens == seq.request.max_num_tokens - 1:",
         ),
-        ("self.running = [seq for seq in self.running if seq.slot >= 0]", "pass"),
+        ("self.running.remove(seq)  # its last", "pass  # its last"),
         ("if seq.status is over:", "if False:"),
         ("if num_known % block_size == 0 and", "if num_known % block_size == 1 and"),
         ("and seq.num_computed_tokens >= num_known:", "and True:"),
@@ -191,7 +191,7 @@ MUTATIONS = [
         "policies",
         ("next(iter(self.pool.free_block_ids))", "next(reversed(self.pool.free_block_ids))"),
         ("return Hit(blocks, len(blocks) * size)", "return Hit(blocks, len(blocks))"),
-        ("range(self.pool.max_cached(seq) // size)", "range(len(seq) // size)"),
+        ("range(self.max_cached(seq) // size)", "range(len(seq) // size)"),
     ),
     *mutations_of(
         "nanovllm/extensions/prefixes/token_prefixes",
@@ -390,8 +390,8 @@ MUTATIONS = [
     *mutations_of(
         "nanovllm/extensions/prefixes/kernels/copy_pages",
         (":end] = pages[:, :, source, :end]", ":end + 1] = pages[:, :, source, : end + 1]"),
-        ("* TOKEN_WORDS", "* TOKEN_WORDS + 1"),
-        ("if part * WORDS >= num_words:", "if (part + 1) * WORDS > num_words:"),
+        ("* TOKEN_BYTES", "* TOKEN_BYTES + 1"),
+        ("if part * BYTES >= num_bytes:", "if (part + 1) * BYTES > num_bytes:"),
     ),
     *mutations_of(
         "batch",

@@ -286,7 +286,8 @@ class WatchedBlocks(BlockManager):
 
     def most_in_common(self, seq: Sequence) -> int:
         """How many of the sequence's tokens, from the first one but without the last, are to be found."""
-        size, states, num_tokens = self.block_size, states_of(seq.token_ids)[: self.max_cached(seq)], 0
+        size, num_tokens = self.block_size, 0
+        states = states_of(seq.token_ids)[: self.prefix_cache.max_cached(seq)]
         blocks, computing = self.contents(), self.contents_of_this_step()
         while True:
             states_here = states[num_tokens : num_tokens + size]
@@ -374,7 +375,8 @@ class Simulation:
         admissions = make_admissions(config, BiasProcessor())
         self.forecast = next(part for part in admissions if isinstance(part, Forecast))
         self.have_waited = next(part for part in admissions if isinstance(part, HoldBack)).have_waited
-        self.scheduler = Scheduler(config, prefix_cache, admissions, partial(max_cached, (self.scores,)))
+        prefix_cache.max_cached = partial(max_cached, (self.scores,))
+        self.scheduler = Scheduler(config, prefix_cache, admissions)
         self.scheduler.block_manager = WatchedBlocks(
             self, num_blocks, self.block_size, config.enable_prefix_caching, prefix_cache
         )
@@ -577,7 +579,7 @@ class Simulation:
     def computing(self, seq: Sequence) -> list[int]:
         """Tokens but the last that it has in common with each that the step computes, up to a block of it."""
         step = [other for other in self.scheduler.running if other.num_scheduled_tokens]
-        most = self.scheduler.block_manager.max_cached(seq)
+        most = self.scheduler.block_manager.prefix_cache.max_cached(seq)
         common = [num_common(seq.token_ids[:most], other.token_ids) for other in step]
         first = [other.num_computed_tokens // self.block_size * self.block_size for other in step]
         return [num for num, start in zip(common, first, strict=True) if num >= start]

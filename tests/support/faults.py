@@ -8,7 +8,7 @@ from nanovllm.extensions.text import results as texts
 from nanovllm.utils import progress
 
 METHODS = {
-    "scheduler": ["add", "schedule", "preempt", "advance", "postprocess", "_finish", "_release"],
+    "scheduler": ["add", "schedule", "preempt", "advance", "postprocess", "end", "_release"],
     "block_manager": [
         "find",
         "can_allocate",

@@ -46,7 +46,7 @@ class TokenPrefixes(PrefixCache):
         """Whole blocks up to the first miss, and from another block what follows."""
         pool = self.pool
         size = pool.block_size
-        most = pool.max_cached(seq)
+        most = self.max_cached(seq)
         blocks: list[int] = []
         parent = -1
         while True:
