@@ -66,7 +66,7 @@ class BlockManager:
         """Start again, whatever state the blocks are in: all are free and hold nothing."""
         self.blocks = [Block(i) for i in range(self.num_blocks)]
         self.hash_to_block_id: dict[int, int] = {}
-        self.free_block_ids: OrderedDict[int, None] = OrderedDict.fromkeys(range(self.num_blocks))
+        self.free_block_ids = OrderedDict.fromkeys(range(self.num_blocks))
         self.used_block_ids: set[int] = set()
         self.prefix_cache.start(self)
 
@@ -98,11 +98,8 @@ class BlockManager:
         `allocate`; it is looked up if it is not given.
         """
         hit = hit or self.find(seq)
-        return len(self.free_block_ids) >= self.num_new_blocks(seq, hit.blocks)
-
-    def num_new_blocks(self, seq: Sequence, cached_blocks: list[int]) -> int:
-        """Blocks that `allocate` would take from the free ones. Hits on used blocks cost none."""
-        return seq.num_blocks - sum(self.blocks[i].ref_count > 0 for i in cached_blocks)
+        num_used = sum(self.blocks[i].ref_count > 0 for i in hit.blocks)  # these cost no free block
+        return len(self.free_block_ids) >= seq.num_blocks + len(hit.pins) - num_used
 
     def allocate(self, seq: Sequence, hit: Hit | None = None) -> None:
         """
@@ -122,7 +119,7 @@ class BlockManager:
         seq.block_table += hit.blocks
         for i in range(len(hit.blocks), seq.num_blocks):
             seq.block_table.append(self._take_free_block())
-            if (i + 1) * self.block_size <= len(seq):
+            if (i + 1) * self.block_size <= seq.num_tokens:
                 self._close(seq, i)
         self.prefix_cache.allocated(seq, hit)
 
@@ -154,13 +151,13 @@ class BlockManager:
 
     def can_append(self, seq: Sequence) -> bool:
         """Whether the sequence's last token has a block, or can get one."""
-        return len(seq.block_table) * self.block_size >= len(seq) or bool(self.free_block_ids)
+        return len(seq.block_table) * self.block_size >= seq.num_tokens or bool(self.free_block_ids)
 
     def may_append(self, seq: Sequence) -> None:
         """Before the last token is written: open a block if it begins one, close the block that it fills."""
-        if len(seq.block_table) * self.block_size < len(seq):
+        if len(seq.block_table) * self.block_size < seq.num_tokens:
             seq.block_table.append(self._take_free_block())
-        elif seq.last_block_num_tokens == self.block_size and len(seq.token_ids) == len(seq):
+        elif seq.last_block_num_tokens == self.block_size and len(seq.token_ids) == seq.num_tokens:
             self.close_newest(seq)
 
     def close_newest(self, seq: Sequence) -> None:

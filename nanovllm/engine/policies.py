@@ -18,7 +18,7 @@ class Hit:
 
     blocks: list[int]  # whole ones, which the sequence is going to share
     num_tokens: int  # that need not be computed: those of the blocks, and what a PrefixCache adds to them
-    pins: tuple[int, ...] = ()  # blocks that the step reads: used until the PrefixCache gives them back
+    pins: tuple[int, ...] = ()  # free blocks that the step reads: used until the PrefixCache gives them back
 
 
 class PrefixCache:
@@ -44,7 +44,7 @@ class PrefixCache:
 
     def max_cached(self, seq: Sequence) -> int:
         """How many tokens may be found. An engine with logits processors asks these, too."""
-        return len(seq) - 1
+        return seq.num_tokens - 1
 
     def evict(self) -> int:
         """Which free block is handed out next: the least recently freed one."""

@@ -61,7 +61,7 @@ class Scheduler:
         Queue a request, which ends where the context does. Raises ValueError if its prompt could never fit,
         however empty the engine is.
         """
-        self.limits.check(len(seq))
+        self.limits.check(seq.num_tokens)
         seq.request = self.limits.applied_to(seq.request)
         self.waiting[seq] = None
 
@@ -90,7 +90,7 @@ class Scheduler:
                 break
             hit = self.block_manager.find(seq)
             verdict = max([Verdict.ADMIT, *(each.admits(seq, hit, state) for each in self.admissions)])
-            if len(seq) - hit.num_tokens > budget and scheduled and verdict is not Verdict.WAIT:
+            if seq.num_tokens - hit.num_tokens > budget and scheduled and verdict is not Verdict.WAIT:
                 break  # only a prompt that has a whole step to itself is computed in chunks
             if verdict is Verdict.STOP or not self.block_manager.can_allocate(seq, hit):
                 if not scheduled:  # else the next step may have more room
@@ -113,7 +113,7 @@ class Scheduler:
         return scheduled
 
     def _schedule_chunk(self, seq: Sequence, budget: int) -> int:
-        remaining = len(seq) - seq.num_computed_tokens
+        remaining = seq.num_tokens - seq.num_computed_tokens
         seq.num_scheduled_tokens = min(remaining, budget)
         self.chunked = seq if remaining > budget else None
         return seq.num_scheduled_tokens

@@ -52,26 +52,25 @@ class TokenPrefixes(PrefixCache):
         while True:
             start = len(blocks) * size
             packed = seq.packed(start, min(start + size, most))
-            block_id, num_common = -1, size
-            if start + size <= most:
-                block_id = pool.find_block(seq, len(blocks))
+            num_common = size
+            block_id = pool.find_block(seq, len(blocks)) if start + size <= most else -1
             if block_id == -1:
                 block_id, num_common = self.computed.longest(parent, packed)
             if num_common < size:
                 break
             blocks.append(block_id)
             parent = pool.blocks[block_id].hash
-        is_free = num_common and pool.blocks[block_id].ref_count == 0
-        if is_free and len(pool.free_block_ids) <= pool.num_new_blocks(seq, blocks):
-            block_id, num_common, is_free = -1, 0, False  # no room for it beside the new blocks
         _, num_computing = self.computing.longest(parent, packed)
-        pins = (block_id,) if is_free else ()
-        return TokenHit(blocks, start + num_common, pins, block_id, num_common, num_computing)
+        pins = (block_id,) if num_common and pool.blocks[block_id].ref_count == 0 else ()
+        hit = TokenHit(blocks, start + num_common, pins, block_id, num_common, num_computing)
+        if pins and not pool.can_allocate(seq, hit):  # no room for the source beside the new blocks
+            hit = TokenHit(blocks, start, num_computing=num_computing)
+        return hit
 
     def allocated(self, seq: Sequence, hit: TokenHit) -> None:
         self.pinned.update(hit.pins)
         for i in range(len(hit.blocks), seq.num_blocks):
-            self._list(self.computing, seq, i, len(seq))
+            self._list(self.computing, seq, i, seq.num_tokens)
         if hit.num_copied:
             target = seq.block_table[len(hit.blocks)]
             self.copies[seq.seq_id] = hit.source, target, hit.num_copied
