@@ -77,13 +77,13 @@ class TokenPrefixes(PrefixCache):
             self.num_copied_tokens += hit.num_copied
 
     def written(self, seq: Sequence, start: int, end: int) -> None:
-        while self.pinned:  # the step that copies from them has been enqueued
-            self.pool.give_back(self.pinned.pop())
+        for block_id in self.pinned:  # the step that copies from them has been enqueued
+            self.pool.give_back(block_id)
+        self.pinned.clear()
         size = self.pool.block_size
         for i in range(start // size, -(-end // size)):
-            is_computing = seq.block_table[i] in self.computing.blocks
             # Not if a chunk of a prompt ends in the middle of the block.
-            if not is_computing or (i + 1) * size <= end or end == seq.num_tokens:
+            if (i + 1) * size <= end or end == seq.num_tokens:
                 self._list(self.computed, seq, i, end)
 
     def leaving(self, seq: Sequence) -> None:
