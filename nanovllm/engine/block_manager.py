@@ -117,7 +117,7 @@ class BlockManager:
         for block_id in (*hit.blocks, *hit.pins):
             self._share(block_id)
         seq.block_table += hit.blocks
-        for i in range(len(hit.blocks), seq.num_blocks):
+        for i in range(seq.num_cached_blocks, seq.num_blocks):
             seq.block_table.append(self._take_free_block())
             if (i + 1) * self.block_size <= seq.num_tokens:
                 self._close(seq, i)
@@ -179,7 +179,10 @@ class BlockManager:
 
     def _packed(self, seq: Sequence, i: int) -> bytes:
         """The tokens of the sequence's i-th block, which is full."""
-        return seq.packed(i * self.block_size, (i + 1) * self.block_size)
+        end = (i + 1) * self.block_size
+        if end <= seq.num_prompt_tokens:
+            return seq.packed(end - self.block_size, end)
+        return pack(seq.block(i))
 
     def _share(self, block_id: int) -> None:
         block = self.blocks[block_id]
