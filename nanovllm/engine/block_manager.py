@@ -6,7 +6,6 @@ it available: its contents stay findable until the block is handed out again.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable
 
 import xxhash
 
@@ -43,11 +42,6 @@ class Block:
         self.update(-1, b"")
 
 
-def all_but_the_last(seq: Sequence) -> int:
-    """From its last token the next one is computed."""
-    return len(seq) - 1
-
-
 class BlockManager:
     """
     Invariants: every block is either free or used; it is free exactly when its `ref_count` is 0; an entry of
@@ -61,11 +55,8 @@ class BlockManager:
         block_size: int,
         enable_prefix_caching: bool = True,
         prefix_cache: PrefixCache | None = None,
-        max_cached: Callable[[Sequence], int] = all_but_the_last,
     ):
-        """max_cached: how many tokens of a sequence may come from the cache."""
         self.block_size = block_size
-        self.max_cached = max_cached
         self.enable_prefix_caching = enable_prefix_caching
         self.num_blocks = num_blocks
         self.prefix_cache = prefix_cache or PrefixCache()
@@ -75,9 +66,8 @@ class BlockManager:
         """Start again, whatever state the blocks are in: all are free and hold nothing."""
         self.blocks = [Block(i) for i in range(self.num_blocks)]
         self.hash_to_block_id: dict[int, int] = {}
-        self.free_block_ids: OrderedDict[int, None] = OrderedDict.fromkeys(range(self.num_blocks))
+        self.free_block_ids = OrderedDict.fromkeys(range(self.num_blocks))
         self.used_block_ids: set[int] = set()
-        self.pinned: set[int] = set()  # free but for the step that is being scheduled, which reads them
         self.prefix_cache.start(self)
 
     @staticmethod
@@ -96,31 +86,20 @@ class BlockManager:
         return self.prefix_cache.find(seq) if self.enable_prefix_caching else Hit([], 0)
 
     def find_block(self, seq: Sequence, i: int) -> int:
-        """A block that holds all tokens of the sequence's i-th one, after the same tokens; -1: none."""
-        start, end = self._span(i)
-        if end <= self.max_cached(seq):
-            block_id = self.hash_to_block_id.get(self.block_hash(seq, i), -1)
-            if block_id != -1 and self.blocks[block_id].packed == seq.packed(start, end):
-                return block_id
+        """A block that holds what the sequence's i-th one, a full one, does, after the same tokens; or -1."""
+        block_id = self.hash_to_block_id.get(self.block_hash(seq, i), -1)
+        if block_id != -1 and self.blocks[block_id].packed == self._packed(seq, i):
+            return block_id
         return -1
-
-    def _span(self, i: int) -> tuple[int, int]:
-        """The first token of a sequence's i-th block, and the first one behind it."""
-        return i * self.block_size, (i + 1) * self.block_size
 
     def can_allocate(self, seq: Sequence, hit: Hit | None = None) -> bool:
         """
         Whether there are blocks for the whole sequence now. `hit` is what `find` returns, here and for
         `allocate`; it is looked up if it is not given.
         """
-        if hit is None:
-            hit = self.find(seq)
-        return len(self.free_block_ids) >= self.num_new_blocks(seq, hit.blocks)
-
-    def num_new_blocks(self, seq: Sequence, cached_blocks: list[int]) -> int:
-        """Blocks that `allocate` would take from the free ones. Hits on used blocks cost none."""
-        num_used = sum(self.blocks[i].ref_count > 0 for i in cached_blocks)
-        return seq.num_blocks - num_used
+        hit = hit or self.find(seq)
+        num_used = sum(self.blocks[i].ref_count > 0 for i in hit.blocks)  # these cost no free block
+        return len(self.free_block_ids) >= seq.num_blocks + len(hit.pins) - num_used
 
     def allocate(self, seq: Sequence, hit: Hit | None = None) -> None:
         """
@@ -133,37 +112,22 @@ class BlockManager:
         `forget_uncomputed` follows a sequence that ends between two chunks of its prompt.
         """
         assert not seq.block_table
-        if hit is None:
-            hit = self.find(seq)
+        hit = hit or self.find(seq)
         seq.num_cached_tokens = seq.num_computed_tokens = hit.num_tokens
-        for block_id in hit.blocks:
+        for block_id in (*hit.blocks, *hit.pins):
             self._share(block_id)
-            seq.block_table.append(block_id)
-        for block_id in hit.pins:
-            if self.blocks[block_id].ref_count == 0:
-                self._share(block_id)
-                self.pinned.add(block_id)
+        seq.block_table += hit.blocks
         for i in range(seq.num_cached_blocks, seq.num_blocks):
             seq.block_table.append(self._take_free_block())
-            if (i + 1) * self.block_size <= len(seq):
+            if (i + 1) * self.block_size <= seq.num_tokens:
                 self._close(seq, i)
         self.prefix_cache.allocated(seq, hit)
 
-    def unpin(self) -> bool:
-        """The step that reads pinned blocks has been enqueued. Returns whether any become free by that."""
-        pinned, self.pinned = self.pinned, set()
-        for block_id in pinned:
-            self._give_back(block_id)
-        return bool(pinned)
-
     def deallocate(self, seq: Sequence) -> None:
         """Give all blocks back, last to first: a prompt's beginning is the likeliest to be used again."""
-        end = min(len(seq.token_ids), seq.num_computed_tokens)
-        last, rest = divmod(end, self.block_size)
-        if rest and self.blocks[seq.block_table[last]].hash == -1:
-            self.prefix_cache.written(seq, end - rest, end)
+        self.prefix_cache.leaving(seq)
         for block_id in reversed(seq.block_table[seq.num_released_blocks :]):
-            self._give_back(block_id)
+            self.give_back(block_id)
         seq.block_table.clear()
         seq.num_released_blocks = 0
         seq.num_cached_tokens = seq.num_computed_tokens = 0
@@ -176,32 +140,31 @@ class BlockManager:
         first = seq.num_released_blocks
         end = max(first, token // self.block_size)
         for block_id in reversed(seq.block_table[first:end]):
-            self._give_back(block_id)
+            self.give_back(block_id)
         seq.num_released_blocks = end
         return first < end
 
     def forget_uncomputed(self, seq: Sequence) -> None:
         """Make the blocks unfindable that were closed for a prompt but will never be computed."""
-        num_computed = seq.num_computed_tokens // self.block_size
-        for block_id in seq.block_table[num_computed:]:
-            self._forget(self.blocks[block_id])
+        for block_id in seq.block_table[seq.num_computed_tokens // self.block_size :]:
+            self._forget(block_id)
 
     def can_append(self, seq: Sequence) -> bool:
         """Whether the sequence's last token has a block, or can get one."""
-        return len(seq.block_table) * self.block_size >= len(seq) or bool(self.free_block_ids)
+        return len(seq.block_table) * self.block_size >= seq.num_tokens or bool(self.free_block_ids)
 
     def may_append(self, seq: Sequence) -> None:
         """Before the last token is written: open a block if it begins one, close the block that it fills."""
-        if len(seq.block_table) * self.block_size < len(seq):
+        if len(seq.block_table) * self.block_size < seq.num_tokens:
             seq.block_table.append(self._take_free_block())
-        elif seq.last_block_num_tokens == self.block_size and len(seq.token_ids) == len(seq):
-            self._close_written(seq)
+        elif seq.last_block_num_tokens == self.block_size and len(seq.token_ids) == seq.num_tokens:
+            self.close_newest(seq)
 
-    def may_close(self, seq: Sequence) -> None:
-        """Close the block that the sequence's newest known token fills, if that token is computed already."""
-        known = len(seq.token_ids)
-        if known % self.block_size == 0 and seq.block_table and seq.num_computed_tokens >= known:
-            self._close_written(seq)
+    def close_newest(self, seq: Sequence) -> None:
+        """Close the block that the newest known token fills. It is written by this step or one before."""
+        end = len(seq.token_ids)
+        self._close(seq, end // self.block_size - 1)
+        self.prefix_cache.written(seq, end - self.block_size, end)
 
     def block_hash(self, seq: Sequence, i: int) -> int:
         """
@@ -211,13 +174,15 @@ class BlockManager:
         hashes = seq.block_hashes
         while len(hashes) <= i:
             prefix = hashes[-1] if hashes else -1
-            start, end = self._span(len(hashes))
-            if end <= seq.num_prompt_tokens:
-                token_ids = seq.packed(start, end)
-            else:
-                token_ids = seq.block(len(hashes))
-            hashes.append(self.compute_hash(token_ids, prefix))
+            hashes.append(self.compute_hash(self._packed(seq, len(hashes)), prefix))
         return hashes[i]
+
+    def _packed(self, seq: Sequence, i: int) -> bytes:
+        """The tokens of the sequence's i-th block, which is full."""
+        end = (i + 1) * self.block_size
+        if end <= seq.num_prompt_tokens:
+            return seq.packed(end - self.block_size, end)
+        return pack(seq.block(i))
 
     def _share(self, block_id: int) -> None:
         block = self.blocks[block_id]
@@ -226,7 +191,8 @@ class BlockManager:
             self.used_block_ids.add(block_id)
         block.ref_count += 1
 
-    def _give_back(self, block_id: int) -> None:
+    def give_back(self, block_id: int) -> None:
+        """One sequence less has the block."""
         block = self.blocks[block_id]
         block.ref_count -= 1
         if block.ref_count == 0:
@@ -236,29 +202,22 @@ class BlockManager:
     def _take_free_block(self) -> int:
         block_id = self.prefix_cache.evict()
         del self.free_block_ids[block_id]
-        block = self.blocks[block_id]
-        assert block.ref_count == 0
-        self._forget(block)
-        block.reset()
         self.used_block_ids.add(block_id)
+        self._forget(block_id)
+        self.blocks[block_id].reset()
         return block_id
-
-    def _close_written(self, seq: Sequence) -> None:
-        """Close the block that the newest known token fills. It is written by this step or one before."""
-        end = len(seq.token_ids)
-        self._close(seq, end // self.block_size - 1)
-        self.prefix_cache.written(seq, end - self.block_size, end)
 
     def _close(self, seq: Sequence, i: int) -> None:
         """Have the sequence's i-th block, which is full, found by its hash."""
         if self.enable_prefix_caching:
             block = self.blocks[seq.block_table[i]]
-            block.update(self.block_hash(seq, i), seq.packed(*self._span(i)))
+            block.update(self.block_hash(seq, i), self._packed(seq, i))
             self.hash_to_block_id[block.hash] = block.block_id
 
-    def _forget(self, block: Block) -> None:
+    def _forget(self, block_id: int) -> None:
         """Make the block unfindable."""
-        if self.hash_to_block_id.get(block.hash) == block.block_id:
+        block = self.blocks[block_id]
+        if self.hash_to_block_id.get(block.hash) == block_id:
             del self.hash_to_block_id[block.hash]
-        self.prefix_cache.forgotten(block.block_id)
+        self.prefix_cache.forgotten(block_id)
         block.update(-1, b"")

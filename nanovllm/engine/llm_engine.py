@@ -79,8 +79,8 @@ class LLMEngine:
                 self.exit()
                 raise
         parts, processors = self.parts, self.parts.logits_processors
-        limit = functools.partial(max_cached, processors)
-        self.scheduler = Scheduler(self.config, parts.prefix_cache, parts.admissions, limit)
+        parts.prefix_cache.max_cached = functools.partial(max_cached, processors)
+        self.scheduler = Scheduler(self.config, parts.prefix_cache, parts.admissions)
         backend = self.model_runner.backend
         self.batches = BatchMaker(self.config, parts.prefix_cache, backend, processors)
         self.prompts = self.make_prompts(
@@ -200,11 +200,10 @@ class LLMEngine:
                 step, self.in_flight = self.in_flight, step
             if step is not None:
                 self._collect(step, active)
-            if not self.unfinished:
-                self.scheduler.all_ended()
-                if self.in_flight is not None:  # drain the step launched before we knew that all had ended
-                    self._collect(self.in_flight, active)
-                    self.in_flight = None
+            if not self.unfinished and self.in_flight is not None:
+                # Drain the step launched before we knew that all had ended.
+                self._collect(self.in_flight, active)
+                self.in_flight = None
             self._counts["seconds"] += time.perf_counter() - start
             finished = [(seq.seq_id, seq.completion_token_ids) for seq in self.ended.values()]
             return finished, 0 if step is None else step.num_tokens

@@ -4,8 +4,9 @@ The classes here are the plain ones, of which the parts that assembly.py makes a
 has them, beside the Scheduler and its BlockManager, so nothing here knows tensors.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
-from enum import Enum, auto
+from enum import IntEnum
 from typing import Any
 
 from nanovllm.engine.sequence import Sequence
@@ -17,7 +18,7 @@ class Hit:
 
     blocks: list[int]  # whole ones, which the sequence is going to share
     num_tokens: int  # that need not be computed: those of the blocks, and what a PrefixCache adds to them
-    pins: tuple[int, ...] = ()  # blocks that the step reads: not handed out before it has been enqueued
+    pins: tuple[int, ...] = ()  # free blocks that the step reads: used until the PrefixCache gives them back
 
 
 class PrefixCache:
@@ -26,16 +27,24 @@ class PrefixCache:
     their hashes. All but `receive` is called on rank 0's host, with sequences that have blocks, `find` aside.
     """
 
+    pinned: Collection[int] = ()  # blocks that are used by the step that is being scheduled alone
+
     def start(self, pool: Any) -> None:
         """All blocks of `pool`, a BlockManager, are free and hold nothing: at first, and after a failure."""
         self.pool = pool
 
     def find(self, seq: Sequence) -> Hit:
         """Of a waiting sequence. Changes nothing; at least one token is left to compute."""
-        blocks: list[int] = []
-        while (block_id := self.pool.find_block(seq, len(blocks))) != -1:
+        size, blocks = self.pool.block_size, []
+        for i in range(self.max_cached(seq) // size):
+            if (block_id := self.pool.find_block(seq, i)) == -1:
+                break
             blocks.append(block_id)
-        return Hit(blocks, len(blocks) * self.pool.block_size)
+        return Hit(blocks, len(blocks) * size)
+
+    def max_cached(self, seq: Sequence) -> int:
+        """How many tokens may be found. An engine with logits processors asks these, too."""
+        return seq.num_tokens - 1
 
     def evict(self) -> int:
         """Which free block is handed out next: the least recently freed one."""
@@ -50,9 +59,11 @@ class PrefixCache:
     def written(self, seq: Sequence, start: int, end: int) -> None:
         """
         A step has been enqueued, or will be next, after which the cache holds tokens start..end. Called for
-        each chunk of a prompt, for each block that a completion fills, and for the last, partly filled block
-        before a sequence gives its blocks back.
+        each chunk of a prompt and for each block that a completion fills.
         """
+
+    def leaving(self, seq: Sequence) -> None:
+        """The sequence is about to give its blocks back."""
 
     def prepare(self, sequences: list[Sequence]) -> Any:
         """What every rank must know before it prefills these, to be pickled; None: nothing."""
@@ -65,15 +76,17 @@ class PrefixCache:
         return {}
 
 
-class Verdict(Enum):
-    ADMIT = auto()
-    WAIT = auto()  # not in this step, but those behind it may be admitted. Nobody has to wait twice
-    STOP = auto()  # neither it nor those behind it, before a sequence ends or gives blocks back
+class Verdict(IntEnum):
+    """Of several the highest counts."""
+
+    ADMIT = 0
+    WAIT = 1  # not in this step, but those behind it may be admitted. Nobody has to wait twice
+    STOP = 2  # neither it nor those behind it, before a sequence ends or gives blocks back
 
 
 @dataclass
 class Admitting:
-    """What a prefill step, which is being scheduled, has decided so far."""
+    """What a step, which is being scheduled, has decided so far. Each step has one of its own."""
 
     pool: Any  # the BlockManager
     max_num_batched_tokens: int
@@ -87,18 +100,9 @@ class Admission:
     no room in the step's tokens is not admitted whatever they say.
     """
 
-    is_active = True  # whether to ask it in a step
-
-    def begin(self, num_running: int, max_num_seqs: int) -> int:
-        """A prefill step is about to admit sequences. Returns how many may run then, with these."""
-        return max_num_seqs
-
     def admits(self, seq: Sequence, hit: Hit, state: Admitting) -> Verdict:
         """Whether this sequence, the first of those that wait, may run. If all say so, it does."""
         return Verdict.ADMIT
 
     def ended(self, seq: Sequence) -> None:
         """The sequence has ended; its `finish_reason` says why."""
-
-    def all_ended(self) -> None:
-        """No request is left."""

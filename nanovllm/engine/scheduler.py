@@ -7,17 +7,16 @@ a sequence waits to decode. `waiting` is in order of arrival (a preempted sequen
 admitted if there are blocks for all its tokens and no `Admission` objects; where the blocks do not suffice
 later, the youngest is preempted.
 
-An Admission may have a sequence wait for one step, and only once. It keeps its place in front of all that
-arrived later, and what these are given meanwhile leaves it the slot and the blocks that it needs.
+An Admission may have a sequence wait for a step. It keeps its place in front of all that arrived later, and
+what these are given meanwhile leaves it the slot and the blocks that it needs.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from operator import attrgetter
 from typing import Any
-from weakref import WeakSet
 
-from nanovllm.engine.block_manager import BlockManager, all_but_the_last
+from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.limits import Limits
 from nanovllm.engine.policies import Admission, Admitting, PrefixCache, Verdict
 from nanovllm.engine.sequence import Sequence, SequenceStatus
@@ -36,7 +35,6 @@ class Scheduler:
         config: Any,
         prefix_cache: PrefixCache | None = None,
         admissions: tuple[Admission, ...] = (),
-        max_cached: Callable[[Sequence], int] = all_but_the_last,
     ):
         self.max_num_seqs = config.max_num_seqs
         self.max_num_batched_tokens = config.max_num_batched_tokens
@@ -44,11 +42,12 @@ class Scheduler:
         self.block_size = config.kvcache_block_size
         # How many tokens back the model looks, 0: to the first. 2 at least, since a block is closed a step
         # after its last token has been drawn.
-        self.reach = config.hf_config.tokens_in_reach and max(2, config.hf_config.tokens_in_reach)
-        num_blocks, is_caching = config.num_kvcache_blocks, config.enable_prefix_caching
-        self.block_manager = BlockManager(num_blocks, self.block_size, is_caching, prefix_cache, max_cached)
+        reach = config.hf_config.tokens_in_reach
+        self.reach = reach and max(2, reach)
+        self.block_manager = BlockManager(
+            config.num_kvcache_blocks, self.block_size, config.enable_prefix_caching, prefix_cache
+        )
         self.admissions = admissions
-        self.have_waited: WeakSet[Sequence] = WeakSet()  # for one step, because an Admission said so
         self.clear()
         self.num_preemptions = 0
         # Tokens drawn for sequences that had ended, in steps launched before that was known.
@@ -62,16 +61,16 @@ class Scheduler:
         Queue a request, which ends where the context does. Raises ValueError if its prompt could never fit,
         however empty the engine is.
         """
-        self.limits.check(len(seq))
+        self.limits.check(seq.num_tokens)
         seq.request = self.limits.applied_to(seq.request)
         self.waiting[seq] = None
 
     def schedule(self) -> tuple[list[Sequence], bool]:
         """The sequences of the next step, each with its `num_scheduled_tokens`, and if it is a prefill."""
-        can_decode = len(self.running) > (self.chunked is not None)
+        has_chunk = self.chunked is not None
+        can_decode = len(self.running) > has_chunk
         is_due = can_decode and self.num_prefills_in_a_row == MAX_PREFILLS_IN_A_ROW
-        has_prompts = bool(self.waiting) or self.chunked is not None
-        if has_prompts and not is_due and (sequences := self._schedule_prefill()):
+        if (self.waiting or has_chunk) and not is_due and (sequences := self._schedule_prefill()):
             self.is_prefill = True
             self.num_prefills_in_a_row += can_decode
             return sequences, True
@@ -81,31 +80,24 @@ class Scheduler:
     def _schedule_prefill(self) -> list[Sequence]:
         scheduled: list[Sequence] = []
         budget = self.max_num_batched_tokens
-        if (seq := self.chunked) is not None:
-            budget -= self._schedule_chunk(seq, budget)
-            scheduled.append(seq)
-        if not self.waiting or next(iter(self.waiting)) is self.blocked:
-            return scheduled
+        if self.chunked is not None:
+            scheduled.append(self.chunked)
+            budget -= self._schedule_chunk(self.chunked, budget)
         state = Admitting(self.block_manager, self.max_num_batched_tokens, self.running)
-        admissions = [admission for admission in self.admissions if admission.is_active]
-        limit = self.max_num_seqs
-        for admission in admissions:
-            limit = min(limit, admission.begin(len(self.running), self.max_num_seqs))
-        while self.waiting and budget and len(self.running) + len(state.waiting) < limit:
+        while self.waiting and budget and len(self.running) + len(state.waiting) < self.max_num_seqs:
             seq = next(iter(self.waiting))
             if seq is self.blocked:
                 break
             hit = self.block_manager.find(seq)
-            verdicts = [admission.admits(seq, hit, state) for admission in admissions]
-            waits = Verdict.WAIT in verdicts and seq not in self.have_waited
-            if len(seq) - hit.num_tokens > budget and scheduled and not waits:
+            verdict = max([Verdict.ADMIT, *(each.admits(seq, hit, state) for each in self.admissions)])
+            if seq.num_tokens - hit.num_tokens > budget and scheduled and verdict is not Verdict.WAIT:
                 break  # only a prompt that has a whole step to itself is computed in chunks
-            if Verdict.STOP in verdicts or not self.block_manager.can_allocate(seq, hit):
-                self.blocked = seq
+            if verdict is Verdict.STOP or not self.block_manager.can_allocate(seq, hit):
+                if not scheduled:  # else the next step may have more room
+                    self.blocked = seq
                 break
             del self.waiting[seq]
-            if waits:
-                self.have_waited.add(seq)
+            if verdict is Verdict.WAIT:
                 state.waiting.append((seq, hit))
                 continue
             self.block_manager.allocate(seq, hit)
@@ -121,7 +113,7 @@ class Scheduler:
         return scheduled
 
     def _schedule_chunk(self, seq: Sequence, budget: int) -> int:
-        remaining = len(seq) - seq.num_computed_tokens
+        remaining = seq.num_tokens - seq.num_computed_tokens
         seq.num_scheduled_tokens = min(remaining, budget)
         self.chunked = seq if remaining > budget else None
         return seq.num_scheduled_tokens
@@ -162,9 +154,7 @@ class Scheduler:
         Count a step as under way, so that the next one can be scheduled before its tokens are known. Returns
         the sequences that draw a token in it: all but one whose prompt is not yet computed to its end.
         """
-        drawing, released = [], False
-        if self.block_manager.pinned and self.block_manager.unpin():
-            self.blocked = None
+        drawing = []
         for seq in sequences:
             start = seq.num_computed_tokens
             seq.num_computed_tokens += seq.num_scheduled_tokens
@@ -179,10 +169,8 @@ class Scheduler:
                 seq.num_tokens += 1
                 drawing.append(seq)
                 if seq.num_tokens == seq.request.max_num_tokens:
-                    self._release(seq)  # its last token needs neither slot nor blocks
-                    released = True
-        if released:
-            self.running = [seq for seq in self.running if seq.slot >= 0]
+                    self.running.remove(seq)  # its last token needs neither slot nor blocks
+                    self._release(seq)
         return drawing
 
     def postprocess(
@@ -202,43 +190,34 @@ class Scheduler:
                 continue
             seq.append_token(token_id)
             num_known = len(seq.token_ids)
-            if num_known % block_size == 0:
-                self.block_manager.may_close(seq)
+            if num_known % block_size == 0 and seq.num_computed_tokens >= num_known:
+                self.block_manager.close_newest(seq)
             if token_id in seq.request.end_token_ids:
                 by_request = token_id in seq.sampling_params.stop_token_ids
-                self._finish(seq, "stop", seq.last_token if by_request else None)
+                self.end(seq, "stop", seq.last_token if by_request else None)
                 finished.append(seq)
             elif num_known == seq.request.max_num_tokens:
-                self._finish(seq, "length")
+                self.end(seq, "length")
                 finished.append(seq)
-        if finished:
-            self.running = [seq for seq in self.running if not seq.is_finished]
         return finished
 
     def end(self, seq: Sequence, reason: str, stop_reason: Any = None) -> None:
-        """End a sequence between two steps: it is aborted, or its text has come to contain a stop text."""
-        if seq.is_finished:  # by the same token, for another reason
-            seq.finish_reason, seq.stop_reason = reason, stop_reason
-            return
-        self._finish(seq, reason, stop_reason)
-        self.running = [other for other in self.running if other is not seq]
-
-    def _finish(self, seq: Sequence, reason: str, stop_reason: Any = None) -> None:
-        """It may have been preempted or released while its last token was under way."""
-        seq.num_tokens = len(seq.token_ids)
+        """
+        End a sequence, also one that has ended by its newest token: its text has come to contain a stop text.
+        """
         seq.finish_reason, seq.stop_reason = reason, stop_reason
+        if seq.is_finished:
+            return
+        seq.num_tokens = len(seq.token_ids)
         for admission in self.admissions:
             admission.ended(seq)
+        # It may have been preempted or released while its last token was under way.
         if seq.status == SequenceStatus.WAITING:
             del self.waiting[seq]
         elif seq.slot >= 0:
+            self.running.remove(seq)
             self._release(seq)
         seq.status = SequenceStatus.FINISHED
-
-    def all_ended(self) -> None:
-        """No request is left, also none whose last token is under way."""
-        for admission in self.admissions:
-            admission.all_ended()
 
     def _release(self, seq: Sequence) -> None:
         if seq is self.chunked:
@@ -261,7 +240,7 @@ class Scheduler:
         self.blocked: Sequence | None = None  # did not fit, and will not until blocks are given back
         self.is_prefill = False  # of the step scheduled last
         self.num_prefills_in_a_row = 0  # while a sequence waited to decode
-        self.free_slots = list(range(self.max_num_seqs))[::-1]  # of the devices' tables, see slots.py
+        self.free_slots = [*reversed(range(self.max_num_seqs))]  # of the devices' tables, see slots.py
 
     def restart(self, sequences: Iterable[Sequence]) -> None:
         """`clear`, and queue these again, in order of arrival. They are computed again from their tokens."""

@@ -81,7 +81,7 @@ class Sequence:
         self.slot = -1  # of the devices' tables, while running
         self.finish_reason: str | None = None  # "stop", "length", "abort" or "error"
         self.stop_reason: str | int | None = None  # the stop text or stop token id that ended it
-        del self.block_hashes[self.num_tokens // self.block_size :]
+        del self.block_hashes[self.num_tokens // self.request.block_size :]
 
     def __len__(self) -> int:
         return self.num_tokens
@@ -89,17 +89,9 @@ class Sequence:
     def __getitem__(self, key: int | slice) -> int | list[int]:
         return self.token_ids[key]
 
-    def __repr__(self) -> str:
-        tokens = f"{self.num_prompt_tokens}+{self.num_completion_tokens}"
-        return f"Sequence({self.seq_id}, {self.status.name}, {tokens} tokens)"
-
     @property
     def sampling_params(self) -> SamplingParams:
         return self.request.params
-
-    @property
-    def block_size(self) -> int:
-        return self.request.block_size
 
     @property
     def is_finished(self) -> bool:
@@ -121,33 +113,33 @@ class Sequence:
     def prompt_token_ids(self) -> list[int]:
         return self.token_ids[: self.num_prompt_tokens]
 
-    def packed(self, begin: int, end: int) -> bytes:
-        """Tokens begin..end, as far as they are known."""
-        if end <= self.num_prompt_tokens:
-            return self.request.packed[begin * TOKEN_BYTES : end * TOKEN_BYTES]
-        return pack(self.token_ids[begin:end])
-
     @property
     def completion_token_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt_tokens :]
 
     @property
     def num_cached_blocks(self) -> int:
-        return self.num_cached_tokens // self.block_size
+        return self.num_cached_tokens // self.request.block_size
 
     @property
     def num_blocks(self) -> int:
-        return -(-self.num_tokens // self.block_size)
+        return -(-self.num_tokens // self.request.block_size)
 
     @property
     def last_block_num_tokens(self) -> int:
-        return self.num_tokens - (self.num_blocks - 1) * self.block_size
+        return (self.num_tokens - 1) % self.request.block_size + 1
 
     def block(self, i: int) -> list[int]:
         """Token ids of the i-th block; the last one may be shorter than a block."""
-        if not 0 <= i < self.num_blocks:
-            raise IndexError(f"block {i} of a sequence that has {self.num_blocks}")
-        return self.token_ids[i * self.block_size : (i + 1) * self.block_size]
+        assert 0 <= i < self.num_blocks
+        return self.token_ids[i * self.request.block_size : (i + 1) * self.request.block_size]
+
+    def packed(self, begin: int, end: int) -> bytes:
+        """Tokens begin..end, as far as they are known."""
+        prompt, end_byte = self.request.packed, end * TOKEN_BYTES
+        if end_byte <= len(prompt):
+            return prompt[begin * TOKEN_BYTES : end_byte]
+        return pack(self.token_ids[begin:end])
 
     def append_token(self, token_id: int) -> None:
         """`num_tokens` counts it already if `Scheduler.advance` has counted its step."""

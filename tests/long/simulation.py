@@ -50,7 +50,7 @@ from nanovllm.extensions.logits.scores import ScoreProcessor
 from nanovllm.extensions.prefixes import planner, token_prefixes
 from nanovllm.extensions.prefixes.cascade import CascadeBackend
 from nanovllm.extensions.prefixes.planner import CascadePlanner
-from nanovllm.extensions.prefixes.token_prefixes import TokenPrefixes
+from nanovllm.extensions.prefixes.token_prefixes import HoldBack, TokenPrefixes
 from nanovllm.extensions.safety.forecast import Forecast
 from nanovllm.layers.attention import AttentionBackend
 from nanovllm.sampling_params import SamplingParams
@@ -252,9 +252,7 @@ class WatchedBlocks(BlockManager):
             counts["copies for which no block was free"] += 1
         assert num_copied <= most % size, "copies more than is in common"
         is_long = self.gains[seq.seq_id] >= self.simulation.wait_tokens
-        assert seq in self.simulation.scheduler.have_waited or not is_long, (
-            "computes what others of its step compute"
-        )
+        assert seq in self.simulation.have_waited or not is_long, "computes what others of its step compute"
         for block_id in seq.block_table[num_blocks:]:
             self.hand_out(block_id)
 
@@ -288,7 +286,8 @@ class WatchedBlocks(BlockManager):
 
     def most_in_common(self, seq: Sequence) -> int:
         """How many of the sequence's tokens, from the first one but without the last, are to be found."""
-        size, states, num_tokens = self.block_size, states_of(seq.token_ids)[: self.max_cached(seq)], 0
+        size, num_tokens = self.block_size, 0
+        states = states_of(seq.token_ids)[: self.prefix_cache.max_cached(seq)]
         blocks, computing = self.contents(), self.contents_of_this_step()
         while True:
             states_here = states[num_tokens : num_tokens + size]
@@ -375,7 +374,9 @@ class Simulation:
         self.model = FakeModel(config, backend, prefix_cache, (self.scores,))
         admissions = make_admissions(config, BiasProcessor())
         self.forecast = next(part for part in admissions if isinstance(part, Forecast))
-        self.scheduler = Scheduler(config, prefix_cache, admissions, partial(max_cached, (self.scores,)))
+        self.have_waited = next(part for part in admissions if isinstance(part, HoldBack)).have_waited
+        prefix_cache.max_cached = partial(max_cached, (self.scores,))
+        self.scheduler = Scheduler(config, prefix_cache, admissions)
         self.scheduler.block_manager = WatchedBlocks(
             self, num_blocks, self.block_size, config.enable_prefix_caching, prefix_cache
         )
@@ -564,7 +565,7 @@ class Simulation:
     def note_overtaking(self, waiting: list[Sequence]) -> None:
         """A sequence that is admitted before an older one may draw tokens while that one waits."""
         gains = self.scheduler.block_manager.gains
-        now = {seq.seq_id for seq in waiting if seq in self.scheduler.have_waited} - self.held_back
+        now = {seq.seq_id for seq in waiting if seq in self.have_waited} - self.held_back
         assert all(gains[seq_id] >= self.wait_tokens for seq_id in now), "held back for too little"
         self.held_back |= now
         self.counts["held back"] += len(now)
@@ -578,7 +579,7 @@ class Simulation:
     def computing(self, seq: Sequence) -> list[int]:
         """Tokens but the last that it has in common with each that the step computes, up to a block of it."""
         step = [other for other in self.scheduler.running if other.num_scheduled_tokens]
-        most = self.scheduler.block_manager.max_cached(seq)
+        most = self.scheduler.block_manager.prefix_cache.max_cached(seq)
         common = [num_common(seq.token_ids[:most], other.token_ids) for other in step]
         first = [other.num_computed_tokens // self.block_size * self.block_size for other in step]
         return [num for num, start in zip(common, first, strict=True) if num >= start]

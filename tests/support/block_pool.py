@@ -30,7 +30,6 @@ def compute(manager: BlockManager, *sequences: Sequence) -> None:
     for sequence in sequences:
         start, sequence.num_computed_tokens = sequence.num_computed_tokens, len(sequence)
         manager.prefix_cache.written(sequence, start, len(sequence))
-    manager.unpin()
 
 
 def make_sequence(token_ids, block_size: int = BLOCK_SIZE) -> Sequence:
@@ -44,7 +43,7 @@ def check_pool(manager: BlockManager, tables: list[list[int]]) -> None:
     assert not used & set(free)
     assert used | set(free) == set(range(len(manager.blocks)))
     free = set(free)
-    references = [int(block_id in manager.pinned) for block_id in range(len(manager.blocks))]
+    references = [int(block_id in manager.prefix_cache.pinned) for block_id in range(len(manager.blocks))]
     for table in tables:
         assert len(set(table)) == len(table)
         for block_id in table:
@@ -53,7 +52,7 @@ def check_pool(manager: BlockManager, tables: list[list[int]]) -> None:
         assert block.block_id == block_id
         assert block.ref_count == references[block_id]
         assert (block.ref_count == 0) == (block_id in free)
-        owners = block.ref_count - (block_id in manager.pinned)
+        owners = block.ref_count - (block_id in manager.prefix_cache.pinned)
         assert owners <= 1 or block.hash != -1, "an open block is shared"
     assert len(manager.hash_to_block_id) <= len(manager.blocks), "entries of blocks handed out pile up"
 
@@ -197,7 +196,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         tokens = list(sequence.token_ids)
         hit = self.manager.find(sequence)
         start = len(hit.blocks) * self.block_size
-        num_copied, (source, *_) = hit.num_tokens - start, (*hit.pins, -1)
+        num_copied, source = hit.num_tokens - start, getattr(hit, "source", -1)
         assert len(hit.blocks) == self.pool.num_hits(tokens)
         num_new, num_free = self.pool.new_blocks(tokens, hit.blocks), len(self.pool.free)
         if num_copied == 0 and num_new >= num_free:
@@ -225,7 +224,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
     @rule()
     def compute(self):
-        for block_id in self.manager.pinned:
+        for block_id in self.manager.prefix_cache.pinned:
             self.pool.give_back(block_id)
         compute(self.manager, *self.new)
         for sequence in self.new:

@@ -8,18 +8,17 @@ from nanovllm.extensions.text import results as texts
 from nanovllm.utils import progress
 
 METHODS = {
-    "scheduler": ["add", "schedule", "preempt", "advance", "postprocess", "_finish", "_release"],
+    "scheduler": ["add", "schedule", "preempt", "advance", "postprocess", "end", "_release"],
     "block_manager": [
         "find",
         "can_allocate",
         "allocate",
-        "unpin",
         "deallocate",
         "can_append",
         "may_append",
         "_take_free_block",
     ],
-    "prefix cache": ["allocated", "written", "prepare", "receive"],
+    "prefix cache": ["allocated", "written", "leaving", "prepare", "receive"],
     "runner": [
         "call",
         "run",

@@ -52,6 +52,10 @@ def forecast_of(scheduler: Scheduler) -> Any:
     return next(part for part in scheduler.admissions if hasattr(part, "share"))
 
 
+def hold_back_of(scheduler: Scheduler) -> Any:
+    return next(part for part in scheduler.admissions if hasattr(part, "have_waited"))
+
+
 def make_sequence(tokens, max_tokens: int = 8, ignore_eos: bool = False, block_size: int = 4) -> Sequence:
     return Sequence(Request(list(tokens), SamplingParams(0.0, max_tokens, ignore_eos), block_size))
 
@@ -375,7 +379,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def most_needed(self, admitted: list[Sequence], new: Sequence) -> int:
         """The most blocks that are expected to be in use at once, step by step."""
         owners = {block.block_id: block.ref_count for block in self.manager.blocks}
-        owners.update({i: owners[i] - 1 for i in self.manager.pinned})
+        owners.update({i: owners[i] - 1 for i in self.manager.prefix_cache.pinned})
         hits = {i for i in self.manager.find(new).blocks if owners[i]}
         kept = hits | {i for s in admitted for i in s.block_table if owners[i] > 1}
         growth = []

@@ -64,10 +64,9 @@ class CascadeBackend(AttentionBackend):
 
     def plan(self, sequences: list[Sequence]) -> tuple[bool, np.ndarray | None]:
         """The message has all tables."""
-        planner = self.planner
-        self.num_read += self.num_decode_steps * planner.num_prefix_tokens
-        message = planner.update(sequences)
-        self.num_read -= self.num_decode_steps * planner.num_prefix_tokens
+        before = self.planner.num_prefix_tokens
+        message = self.planner.update(sequences)
+        self.num_read += self.num_decode_steps * (before - self.planner.num_prefix_tokens)
         return message is not None, message
 
     def stats(self) -> dict[str, int]:

@@ -8,6 +8,7 @@ them. `HoldBack` lets a prompt wait for one step that computes what it could cop
 
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 
@@ -39,53 +40,58 @@ class TokenPrefixes(PrefixCache):
         self.computing = PrefixIndex()
         # Before a sequence's first step, by seq_id: source, target, number of tokens.
         self.copies: dict[int, tuple[int, ...]] = {}
+        self.pinned: set[int] = set()  # sources that were free
 
     def find(self, seq: Sequence) -> TokenHit:
         """Whole blocks up to the first miss, and from another block what follows."""
         pool = self.pool
         size = pool.block_size
+        most = self.max_cached(seq)
         blocks: list[int] = []
         parent = -1
         while True:
             start = len(blocks) * size
-            packed = seq.packed(start, min(start + size, pool.max_cached(seq)))
-            block_id = pool.find_block(seq, len(blocks))
+            packed = seq.packed(start, min(start + size, most))
             num_common = size
+            block_id = pool.find_block(seq, len(blocks)) if start + size <= most else -1
             if block_id == -1:
                 block_id, num_common = self.computed.longest(parent, packed)
             if num_common < size:
                 break
             blocks.append(block_id)
             parent = pool.blocks[block_id].hash
-        is_free = num_common and pool.blocks[block_id].ref_count == 0
-        if is_free and len(pool.free_block_ids) <= pool.num_new_blocks(seq, blocks):
-            block_id, num_common = -1, 0  # no room for it beside the new blocks
-        pins = (block_id,) if num_common else ()
         _, num_computing = self.computing.longest(parent, packed)
-        return TokenHit(
-            blocks,
-            start + num_common,
-            pins,
-            block_id,
-            num_common,
-            num_computing,
-        )
+        pins = (block_id,) if num_common and pool.blocks[block_id].ref_count == 0 else ()
+        hit = TokenHit(blocks, start + num_common, pins, block_id, num_common, num_computing)
+        if pins and not pool.can_allocate(seq, hit):  # no room for the source beside the new blocks
+            hit = TokenHit(blocks, start, num_computing=num_computing)
+        return hit
 
     def allocated(self, seq: Sequence, hit: TokenHit) -> None:
+        self.pinned.update(hit.pins)
         for i in range(len(hit.blocks), seq.num_blocks):
-            self._list(self.computing, seq, i, len(seq))
+            self._list(self.computing, seq, i, seq.num_tokens)
         if hit.num_copied:
             target = seq.block_table[len(hit.blocks)]
             self.copies[seq.seq_id] = hit.source, target, hit.num_copied
             self.num_copied_tokens += hit.num_copied
 
     def written(self, seq: Sequence, start: int, end: int) -> None:
+        for block_id in self.pinned:  # the step that copies from them has been enqueued
+            self.pool.give_back(block_id)
+        self.pinned.clear()
         size = self.pool.block_size
         for i in range(start // size, -(-end // size)):
-            is_computing = seq.block_table[i] in self.computing.blocks
             # Not if a chunk of a prompt ends in the middle of the block.
-            if not is_computing or (i + 1) * size <= end or end == seq.num_tokens:
+            if (i + 1) * size <= end or end == seq.num_tokens:
                 self._list(self.computed, seq, i, end)
+
+    def leaving(self, seq: Sequence) -> None:
+        """Its last block, which is filled in part, can be copied from, too."""
+        end = min(len(seq.token_ids), seq.num_computed_tokens)
+        i, rest = divmod(end, self.pool.block_size)
+        if rest and self.pool.blocks[seq.block_table[i]].hash == -1:
+            self._list(self.computed, seq, i, end)
 
     def forgotten(self, block_id: int) -> None:
         self.computed.remove(block_id)
@@ -115,9 +121,15 @@ class TokenPrefixes(PrefixCache):
 class HoldBack(Admission):
     """
     Prompts share whole blocks that the same step computes, but can only copy what an earlier one has. So a
-    prompt that could copy much more after the step that is being scheduled waits for it.
+    prompt that could copy much more after the step that is being scheduled waits for it, once.
     """
 
+    def __init__(self) -> None:
+        self.have_waited: WeakSet[Sequence] = WeakSet()
+
     def admits(self, seq: Sequence, hit: Hit, state: Admitting) -> Verdict:
-        waits = isinstance(hit, TokenHit) and hit.num_computing - hit.num_copied >= WAIT_TOKENS
-        return Verdict.WAIT if waits else Verdict.ADMIT
+        gains = isinstance(hit, TokenHit) and hit.num_computing - hit.num_copied >= WAIT_TOKENS
+        if not gains or seq in self.have_waited:
+            return Verdict.ADMIT
+        self.have_waited.add(seq)
+        return Verdict.WAIT

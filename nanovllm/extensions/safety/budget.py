@@ -9,17 +9,14 @@ class Budget(Admission):
 
     def __init__(self, name: str, max_words: int):
         self.name, self.max_words = name, max_words
-
-    def begin(self, num_running: int, max_num_seqs: int) -> int:
-        self.num_words: int | None = None  # of those that run and are admitted
-        return max_num_seqs
+        self.state: Admitting | None = None  # of the step that `num_words` is about
 
     def admits(self, seq: Sequence, hit: Hit, state: Admitting) -> Verdict:
         if not self._words_of(seq):
             return Verdict.ADMIT
-        if self.num_words is None:
+        if state is not self.state:
             there = [*state.running, *(other for other, _ in state.waiting)]
-            self.num_words = sum(map(self._words_of, there))
+            self.state, self.num_words = state, sum(map(self._words_of, there))
         self.num_words += self._words_of(seq)
         return Verdict.ADMIT if self.num_words <= self.max_words else Verdict.STOP
 

@@ -23,17 +23,16 @@ class Forecast(Admission):
 
     def __init__(self) -> None:
         self.share = 1.0
-
-    def begin(self, num_running: int, max_num_seqs: int) -> int:
-        self.num_blocks_at_most: int | None = None  # all that run and are admitted, if nobody ends before
-        return max_num_seqs
+        self.state: Admitting | None = None  # of the step that `num_blocks_at_most` is about
 
     def admits(self, seq: Sequence, hit: Hit, state: Admitting) -> Verdict:
         """Whether the blocks suffice until all have ended if this sequence runs too."""
         pool, running = state.pool, state.running
-        if self.num_blocks_at_most is None:
+        if state is not self.state:
             growths = (num_blocks_at_most(other) - len(other.block_table) for other in running)
+            # Of all that run and are admitted, if nobody ends before.
             self.num_blocks_at_most = len(pool.used_block_ids) + sum(growths)
+            self.state = state
         at_most = self.num_blocks_at_most + num_blocks_at_most(seq) - num_shared(pool, hit)
         if running and at_most > pool.num_blocks and self._most_needed(seq, hit, state) > pool.num_blocks:
             return Verdict.STOP
@@ -67,7 +66,7 @@ class Forecast(Admission):
         growths = [self._growth(other, budget) for other in [*running, *(other for other, _ in joining)]]
         growing = [(*growth, count) for growth, count in zip(growths, shared, strict=True)]
         needed = len(pool.used_block_ids) - num_own
-        needed -= sum(num_owners(pool, block_id) == 0 for block_id in pool.pinned)
+        needed -= sum(num_owners(pool, block_id) == 0 for block_id in pool.prefix_cache.pinned)
         most, rests = 0, []
         for num_steps, num_tokens, count in sorted(growing, reverse=True):  # those that end last first
             # In its k-th decode step it needs ceil((num_tokens + k - 1) / size) blocks.
@@ -102,7 +101,7 @@ def may_end_early(seq: Sequence) -> bool:
 
 def num_owners(pool: BlockManager, block_id: int) -> int:
     """A pin ends with the step."""
-    return pool.blocks[block_id].ref_count - (block_id in pool.pinned)
+    return pool.blocks[block_id].ref_count - (block_id in pool.prefix_cache.pinned)
 
 
 def num_shared(pool: BlockManager, hit: Hit) -> int:

@@ -24,6 +24,10 @@ class Recovery(Observer):
     def started(self, engine: Any) -> None:
         self.engine = engine
 
+    def ended(self, seq: Sequence) -> None:
+        if not self.engine.unfinished:
+            self.isolation.all_ended()
+
     def failed(self, step: Any) -> list[Sequence]:
         ended, unfinished = self.engine.ended, self.engine.unfinished
         for seq, length in zip(step.drawing, step.lengths, strict=False):

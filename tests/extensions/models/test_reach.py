@@ -11,12 +11,14 @@ def make_plain(**options):
 
 
 def test_blocks_that_a_window_has_left_behind_admit_a_waiting_request_at_once():
-    window = SimpleNamespace(context_limit=200_000, tokens_in_reach=5)
+    window = SimpleNamespace(context_limit=200_000, tokens_in_reach=17)
     scheduler = make_plain(num_kvcache_blocks=6, hf_config=window)
-    first, second = make_sequence(range(20), 9, True), make_sequence([1] * 7, 4, True)
+    first, second = make_sequence(range(19), 9, True), make_sequence([1] * 7, 4, True)
     scheduler.add(first)
     scheduler.add(second)
-    assert scheduler.schedule() == ([first], True) and scheduler.blocked is second
+    assert scheduler.schedule() == ([first], True)
+    scheduler.postprocess([first], [1])
+    assert scheduler.schedule() == ([first], False) and scheduler.blocked is second
     scheduler.postprocess([first], [1])
     assert scheduler.schedule() == ([second], True)
 

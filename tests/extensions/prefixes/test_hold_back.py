@@ -4,7 +4,7 @@ from unittest import mock
 
 import pytest
 from block_pool import check_pool
-from scheduling import give_rules, make_engine, make_sequence, run_all, run_step
+from scheduling import give_rules, hold_back_of, make_engine, make_sequence, run_all, run_step
 
 from nanovllm.engine.policies import Verdict
 from nanovllm.extensions.logits.bias import RULE_WORDS
@@ -55,7 +55,7 @@ def test_nobody_waits_twice():
     first, second = (make_sequence([*range(100), i], 4, True, 128) for i in range(200, 202))
     scheduler.add(first)
     scheduler.add(second)
-    assert run_step(scheduler, runner)[0] == [first] and second in scheduler.have_waited
+    assert run_step(scheduler, runner)[0] == [first] and second in hold_back_of(scheduler).have_waited
     scheduler.restart([first, second])
     scheduled, _ = scheduler.schedule()
     assert scheduled == [first, second] and second.num_scheduled_tokens == 101

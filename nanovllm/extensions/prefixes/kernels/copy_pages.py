@@ -1,7 +1,7 @@
 """Copies the first tokens of some blocks of the KV cache to other blocks, for all layers in one launch.
 
 The keys of one layer of a block are contiguous, and so are its values. So the first tokens of a block are
-2 * layers pieces of memory. They are copied as integers (words), whatever their dtype is.
+2 * layers pieces of memory. They are copied as bytes, whatever their dtype is.
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nanovllm.kernels.runtime import cdiv, tl, triton, use_triton
 
-WORDS_PER_PROGRAM = 1024
+BYTES_PER_PROGRAM = 8192
 
 
 def copy_blocks(kv_cache: Any, sources: Tensor, targets: Tensor, num_tokens: Tensor) -> None:
@@ -32,18 +32,14 @@ def copy_pages(pages: Tensor, sources: Tensor, targets: Tensor, num_tokens: Tens
     """
     if not use_triton(pages):
         return copy_pages_torch(pages, sources, targets, num_tokens)
-    *_, block_size, heads, head_dim = pages.shape
-    token_bytes = heads * head_dim * pages.itemsize
-    types = torch.int64, torch.int32, torch.int16, torch.uint8
-    word_type = next(dtype for dtype in types if token_bytes % dtype.itemsize == 0)
-    words = pages.flatten(3).flatten(0, 1).view(word_type)  # [2 * layers, blocks, words of a block]
-    planes, num_blocks, block_words = words.shape
-    parts = cdiv(block_words, WORDS_PER_PROGRAM)
+    data = pages.flatten(3).flatten(0, 1).view(torch.uint8)  # [2 * layers, blocks, bytes of a block]
+    planes, num_blocks, block_bytes = data.shape
+    parts = cdiv(block_bytes, BYTES_PER_PROGRAM)
     if len(sources):
         _copy_kernel[(len(sources) * parts, planes)](
-            words, sources, targets, num_tokens, num_blocks,
-            TOKEN_WORDS=block_words // block_size, BLOCK_WORDS=block_words,
-            PARTS=parts, WORDS=WORDS_PER_PROGRAM,
+            data, sources, targets, num_tokens, num_blocks,
+            TOKEN_BYTES=block_bytes // pages.shape[3], BLOCK_BYTES=block_bytes,
+            PARTS=parts, BYTES=BYTES_PER_PROGRAM,
         )  # fmt: skip
 
 
@@ -55,17 +51,17 @@ def copy_pages_torch(pages: Tensor, sources: Tensor, targets: Tensor, num_tokens
 @triton.jit(do_not_specialize=["sources", "targets", "num_tokens", "num_blocks"])
 def _copy_kernel(
     pages, sources, targets, num_tokens, num_blocks,
-    TOKEN_WORDS: tl.constexpr, BLOCK_WORDS: tl.constexpr, PARTS: tl.constexpr, WORDS: tl.constexpr,
+    TOKEN_BYTES: tl.constexpr, BLOCK_BYTES: tl.constexpr, PARTS: tl.constexpr, BYTES: tl.constexpr,
 ):  # fmt: skip
-    """A program copies up to WORDS words of the keys or the values of one layer."""
+    """A program copies up to BYTES bytes of the keys or the values of one layer."""
     copy = tl.program_id(0) // PARTS
     part = tl.program_id(0) % PARTS
-    num_words = tl.load(num_tokens + copy).to(tl.int32) * TOKEN_WORDS
-    if part * WORDS >= num_words:
+    num_bytes = tl.load(num_tokens + copy).to(tl.int32) * TOKEN_BYTES
+    if part * BYTES >= num_bytes:
         return
-    word = part * WORDS + tl.arange(0, WORDS)
-    plane = pages + tl.program_id(1).to(tl.int64) * num_blocks * BLOCK_WORDS
-    source = plane + tl.load(sources + copy).to(tl.int64) * BLOCK_WORDS
-    target = plane + tl.load(targets + copy).to(tl.int64) * BLOCK_WORDS
-    inside = word < num_words
-    tl.store(target + word, tl.load(source + word, mask=inside), mask=inside)
+    byte = part * BYTES + tl.arange(0, BYTES)
+    plane = pages + tl.program_id(1).to(tl.int64) * num_blocks * BLOCK_BYTES
+    source = plane + tl.load(sources + copy).to(tl.int64) * BLOCK_BYTES
+    target = plane + tl.load(targets + copy).to(tl.int64) * BLOCK_BYTES
+    inside = byte < num_bytes
+    tl.store(target + byte, tl.load(source + byte, mask=inside), mask=inside)
