@@ -302,16 +302,16 @@ MUTATIONS = [
         "llm_engine",
         ("(seed + index) % 2**63", "seed + index"),
         ('counts["seconds"] += time.perf_counter()', 'counts["seconds"] = time.perf_counter()'),
-        ("            if not self.unfinished:\n", "            if False:\n"),
+        ("        if not self.unfinished:\n", "        if False:\n"),
         ("            self._sample(self.in_flight)\n", "            pass\n"),
         ("            processor.ended(seq)", "            pass"),
-        ("{} if tells_ended else self.ended, None", "self.ended, None"),
-        ("for i, seq in kept.items() if i not in self.ended}", "for i, seq in kept.items()}"),
+        ("self.ended, self.attempt = {}, None", "self.attempt = None"),
+        ("num_generated / max(counts", 'counts["drawn"] / max(counts'),
     ),
     *mutations_of(
         "nanovllm/extensions/safety/recovery",
         ("del seq.token_ids[length:]", "pass"),
-        ("and seq.seq_id not in ended:", "and True:"),
+        ("engine.unfinished.values() if seq.seq_id not in engine.ended]", "engine.unfinished.values()]"),
         ("if len(suspects) == 1:", "if suspects:"),
         ("        self.isolation.limit(max_running)\n", ""),
         ("        self.isolation.all_ended()\n", ""),
@@ -346,7 +346,7 @@ MUTATIONS = [
     *mutations_of(
         "nanovllm/extensions/api/async_llm",
         (
-            "await asyncio.to_thread(prompts.read_rest, request)",
+            "await asyncio.to_thread(prompts.read_own, request)",
             "prompts.read_rest(request)",
         ),
     ),
@@ -486,7 +486,6 @@ MUTATIONS = [
         "nanovllm/distributed/ranks",
         ("if self.failure is None and not self._closed:", "if not self._closed:"),
     ),
-    *mutations_of("stats", ('second": num_generated / counts', 'second": counts["drawn"] / counts')),
     *mutations_of(
         "nanovllm/extensions/text/llm",
         ("if self._call is queued:", "if True:"),

@@ -31,6 +31,14 @@ def _check_is_one(prompt: Any, name: str) -> None:
 
 
 class TextInputProcessor(InputProcessor):
+    served = InputProcessor.served | {
+        "n",
+        "stop",
+        "include_stop_str_in_output",
+        "skip_special_tokens",
+        "detokenize",
+    }
+
     def recommended(self) -> SamplingParams:
         try:
             return super().recommended()
@@ -45,7 +53,7 @@ class TextInputProcessor(InputProcessor):
             if (place := find_surrogate(text)) >= 0:
                 raise ValueError(f"the lone surrogate {text[place]!r} at {place} is no character")
             with tokenizer_errors(f"the tokenizer of {self.model!r}"):
-                return super().tokenize(text, name, add_special_tokens)
+                return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
         except ValueError as error:
             raise ValueError(f"{name} cannot be tokenized: {error}; got {shown(text)}") from error
 
@@ -58,8 +66,8 @@ class TextInputProcessor(InputProcessor):
         self.warn_of_context(requests)
         return requests
 
-    def has_rest(self, request: Request) -> bool:
-        """Whether there is anything for `read_rest` to do."""
+    def is_slow(self, request: Request) -> bool:
+        """Whether `read_own` may take seconds."""
         return any(each.reads_slowly for each in selected(self.processors, request.wanted))
 
     def read_params(self, params: Any, name: str) -> SamplingParams:
