@@ -104,9 +104,11 @@ def extend(llm: type[LLMEngine]) -> type[LLMEngine]:
         return llm
     from nanovllm.extensions.api.engine_args import show_options
     from nanovllm.extensions.api.llm import ApiLLM, takes_foreign_options
+    from nanovllm.extensions.safety.prompt_checks import CheckedInputProcessor
     from nanovllm.extensions.text.llm import TextLLM
 
     members = {"__doc__": llm.__doc__, "__module__": llm.__module__}
+    members["make_prompts"] = type("Prompts", (CheckedInputProcessor, TextLLM.make_prompts), {})
     for name in ("generate", "generate_iter", "stream", "chat"):
         members[name] = takes_foreign_options(getattr(TextLLM, name))
     return show_options(type(llm.__name__, (ApiLLM, TextLLM, llm), members))

@@ -478,7 +478,7 @@ MUTATIONS = [
         ("if self.pieces.num_tokens < params.min_tokens:", "if self.pieces.num_tokens <= params.min_tokens:"),
     ),
     *mutations_of(
-        "nanovllm/extensions/text/prompts",
+        "nanovllm/extensions/safety/prompt_checks",
         ("length + max_tokens > most]", "length + max_tokens >= most]"),
         ('", ..." * (len(found) > 3)', '", ..." * (len(found) >= 3)'),
     ),
@@ -575,7 +575,7 @@ MUTATIONS = [
     ),
     *mutations_of("nanovllm/extensions/api/lm_eval", ("if value is not None}", "if True}")),
     *mutations_of(
-        "nanovllm/extensions/text/prompts",
+        "nanovllm/extensions/safety/prompt_checks",
         ('if isinstance(first, dict) and "role" in first:', "if False:"),
         ("if isinstance(first, str) and first is not prompt:", "if False:"),
     ),
