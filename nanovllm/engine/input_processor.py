@@ -7,9 +7,10 @@ from dataclasses import fields, replace
 from typing import Any
 
 from nanovllm.config import Config
-from nanovllm.engine.interfaces import LogitsProcessor, selected
+from nanovllm.engine.interfaces import LogitsProcessor
 from nanovllm.engine.limits import Limits
 from nanovllm.engine.sequence import Request
+from nanovllm.layers.sampler import selected
 from nanovllm.sampling_params import SamplingParams, recommended_params
 from nanovllm.utils.validation import check, is_number, shown
 

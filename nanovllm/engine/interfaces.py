@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from nanovllm.distributed.group import Group
 from nanovllm.engine.policies import Admission, PrefixCache
 from nanovllm.engine.sequence import Sequence
-from nanovllm.layers.sampler import SamplingStep, selected
+from nanovllm.layers.sampler import SamplingStep
 from nanovllm.sampling_params import SamplingParams
 
 
@@ -163,12 +163,6 @@ class LogitsProcessor:
 
     def close(self) -> None:
         """The engine ends."""
-
-
-def max_cached(processors: Iterable[LogitsProcessor], seq: Sequence) -> int:
-    """How many of its tokens may come from the KV cache."""
-    limits = [processor.max_cached(seq) for processor in selected(processors, seq.request.wanted)]
-    return min(limits, default=len(seq) - 1)
 
 
 @dataclass

@@ -19,10 +19,12 @@ from nanovllm.config import Config
 from nanovllm.distributed.ranks import SHUT_DOWN, EngineDeadError, Ranks
 from nanovllm.engine.batch import Batch, BatchMaker, StepOutput
 from nanovllm.engine.input_processor import InputProcessor, Prompt
-from nanovllm.engine.interfaces import max_cached, resolve, selected
+from nanovllm.engine.interfaces import resolve
 from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.policies import max_cached
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Request, Sequence
+from nanovllm.layers.sampler import selected
 from nanovllm.sampling_params import SamplingParams
 
 
@@ -283,8 +285,9 @@ class LLMEngine:
         kept = [seq for observer in self.observers for seq in observer.failed(self.attempt)]
         self.unfinished = {seq.seq_id: seq for seq in kept}
         self.scheduler.restart(kept)
-        self.tell("cleared")
-        self.tell("added", kept)
+        for observer in self.observers:
+            observer.cleared()
+            observer.added(kept)
         self.attempt = None
 
     def tell(self, event: str, *args: Any) -> None:

@@ -7,10 +7,10 @@ from numbers import Integral
 from typing import Any
 
 from nanovllm.engine.input_processor import InputProcessor, name_of
-from nanovllm.engine.interfaces import selected
 from nanovllm.engine.sequence import Request
 from nanovllm.extensions.text.chat import as_conversations, as_list, render
 from nanovllm.inputs import TextPrompt, TokensPrompt
+from nanovllm.layers.sampler import selected
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.validation import check, is_number, shown
 
