@@ -47,7 +47,7 @@ class CheckedInputProcessor(InputProcessor):
         return requests
 
     def read_prompt(self, prompt: Any, name: str, num_new_tokens: int = 1) -> tuple[list[int], str | None]:
-        """Raises ValueError for several prompts in the place of one, and for a conversation."""
+        """Raises ValueError for several prompts in the place of one, a conversation, or a dict of others."""
         first = prompt
         for _ in range(2):  # of a list of conversations or of token ids, too
             first = first[0] if isinstance(first, (list, tuple)) and first else first
@@ -55,6 +55,12 @@ class CheckedInputProcessor(InputProcessor):
             raise ValueError(f"{name} has messages of a conversation, which `chat` takes: {shown(prompt)}")
         if isinstance(first, str) and first is not prompt:
             raise ValueError(f"{name} must be one prompt; `generate` takes a list of texts: {shown(prompt)}")
+        if isinstance(prompt, dict):
+            has_one = prompt.keys() <= {"prompt", "prompt_token_ids"} and len(prompt) > 0
+            check(has_one, f"{name} must have prompt or prompt_token_ids, and no other key", prompt)
+            for key, value in prompt.items():
+                if isinstance(value, str) != (key == "prompt"):
+                    raise ValueError(f"{name}: {key} cannot be {shown(value)}")
         return super().read_prompt(prompt, name, num_new_tokens)
 
     def read_params(self, params: Any, name: str) -> SamplingParams:

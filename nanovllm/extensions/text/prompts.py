@@ -12,19 +12,15 @@ from nanovllm.extensions.text.chat import as_conversations, as_list, render
 from nanovllm.inputs import TextPrompt, TokensPrompt
 from nanovllm.layers.sampler import selected
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.validation import check, is_number, shown
+from nanovllm.utils.validation import check, is_number
 
 Prompt = str | Iterable[int] | TextPrompt | TokensPrompt
 
 
 class TextInputProcessor(InputProcessor):
-    served = InputProcessor.served | {
-        "n",
-        "stop",
-        "include_stop_str_in_output",
-        "skip_special_tokens",
-        "detokenize",
-    }
+    served = InputProcessor.served.union(
+        "n stop include_stop_str_in_output skip_special_tokens detokenize".split()
+    )
 
     def is_slow(self, request: Request) -> bool:
         """Whether `read_own` may take seconds."""
@@ -41,11 +37,6 @@ class TextInputProcessor(InputProcessor):
     def read_prompt(self, prompt: Any, name: str, num_new_tokens: int = 1) -> tuple[list[int], str | None]:
         given, text = prompt, None
         if isinstance(prompt, dict):
-            has_one = prompt.keys() <= {"prompt", "prompt_token_ids"} and len(prompt) > 0
-            check(has_one, f"{name} must have prompt or prompt_token_ids, and no other key", prompt)
-            for key, value in prompt.items():
-                if isinstance(value, str) != (key == "prompt"):
-                    raise ValueError(f"{name}: {key} cannot be {shown(value)}")
             text = prompt.get("prompt")
             given = prompt.get("prompt_token_ids", text)
         if not isinstance(given, str):
