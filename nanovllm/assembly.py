@@ -20,7 +20,7 @@ from nanovllm.checkpoints.model_config import ModelConfig
 from nanovllm.config import CHECKS, KV_CACHE_DTYPES, Config
 from nanovllm.distributed.group import Group
 from nanovllm.distributed.ranks import Ranks
-from nanovllm.engine.interfaces import Parts, record_always
+from nanovllm.engine.interfaces import Parts
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.policies import Admission, PrefixCache
 from nanovllm.kernels.cache_layout import CacheLayout
@@ -106,9 +106,11 @@ def extend(llm: type[LLMEngine]) -> type[LLMEngine]:
         return llm
     from nanovllm.extensions.api.engine_args import show_options
     from nanovllm.extensions.api.llm import ApiLLM, takes_foreign_options
+    from nanovllm.extensions.safety.prompt_checks import CheckedInputProcessor
     from nanovllm.extensions.text.llm import TextLLM
 
     members = {"__doc__": llm.__doc__, "__module__": llm.__module__}
+    members["make_prompts"] = type("Prompts", (CheckedInputProcessor, TextLLM.make_prompts), {})
     for name in ("generate", "generate_iter", "stream", "chat"):
         members[name] = takes_foreign_options(getattr(TextLLM, name))
     return show_options(type(llm.__name__, (ApiLLM, TextLLM, llm), members))
@@ -125,10 +127,10 @@ def assemble(config: Config) -> Parts:
     from nanovllm.extensions.startup.compile_ahead import CompileAhead
     from nanovllm.extensions.startup.graph_trial import can_be_recorded
     from nanovllm.extensions.startup.memory import MemoryHint
+    from nanovllm.extensions.text.stop_texts import StopTexts
 
     bias = BiasProcessor()
     *_, isolation = admissions = make_admissions(config, bias)
-    recovery = Recovery(isolation)
     compile_ahead = CompileAhead(config, functools.partial(stand_in, config))
     others = PenaltyProcessor(), BitmaskProcessor(), FilterProcessor(), LogprobProcessor(), ScoreProcessor()
     return Parts(
@@ -137,12 +139,11 @@ def assemble(config: Config) -> Parts:
         make_backend,
         ReportingRanks,
         collectives(config),
-        observers=(compile_ahead, MemoryHint(config), recovery),
+        observers=(compile_ahead, MemoryHint(config), Recovery(isolation), StopTexts()),
         prefix_cache=make_prefix_cache(config),
         admissions=admissions,
         logits_processors=(bias, *others),
-        isolate=recovery.isolate_failing_request,
-        can_record=record_always if config.hf_config.architectures else can_be_recorded,
+        can_record=Parts.can_record if config.hf_config.architectures else can_be_recorded,
     )
 
 

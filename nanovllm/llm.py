@@ -9,9 +9,28 @@ from typing import Any
 from nanovllm.assembly import assemble, extend, open_model
 from nanovllm.engine.input_processor import Prompt
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.results import make_result
+from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.progress import Progress, tqdm
+from nanovllm.utils.progress import Progress, no_bar, tqdm
+
+
+def make_result(tokenizer: Any, seq: Sequence) -> dict[str, Any]:
+    """
+    text, token_ids    the completion; token_ids include what ended it, the text does not
+    finish_reason      "stop" (an end-of-sequence token or a stop token), "length" or "abort"
+    stop_reason        the stop token id that ended it, else None
+    num_prompt_tokens, num_cached_tokens   of the prompt, and how many of these the KV cache had
+    """
+    token_ids = seq.completion_token_ids
+    shown = token_ids[:-1] if seq.finish_reason == "stop" else token_ids
+    return {
+        "text": "" if tokenizer is None else tokenizer.decode(shown, skip_special_tokens=True),
+        "token_ids": token_ids,
+        "finish_reason": seq.finish_reason,
+        "stop_reason": seq.stop_reason,
+        "num_prompt_tokens": seq.num_prompt_tokens,
+        "num_cached_tokens": seq.num_prompt_tokens_cached or 0,  # None: never admitted
+    }
 
 
 @extend
@@ -32,7 +51,7 @@ class LLM(LLMEngine):
         use_tqdm: bool = True,
     ) -> list[dict[str, Any]]:
         """
-        Complete the prompts; results are in their order, see results.py.
+        Complete the prompts; results are in their order, see `make_result`.
 
         prompts: strings or lists of token ids. sampling_params: one for all, or one each; None is what the
         checkpoint recommends. Raises a ValueError that names the wrong prompt or parameter, before anything
@@ -41,7 +60,7 @@ class LLM(LLMEngine):
         sequences = list(map(self.make_sequence, self.prompts.read_all(prompts, sampling_params)))
         try:
             self.add(sequences)
-            with Progress(len(sequences), tqdm if use_tqdm else None) as progress:
+            with Progress(len(sequences), tqdm if use_tqdm else no_bar) as progress:
                 while not self.is_finished():
                     start = time.perf_counter()
                     finished, num_tokens = self.step()

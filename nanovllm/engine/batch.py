@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from nanovllm.engine.interfaces import LogitsProcessor, selected
+from nanovllm.engine.interfaces import LogitsProcessor
 from nanovllm.engine.policies import PrefixCache
 from nanovllm.engine.sequence import Sequence, unpack
 from nanovllm.engine.slots import SlotLayout
 from nanovllm.layers.attention import AttentionBackend
+from nanovllm.layers.sampler import selected
 
 
 class Batch(NamedTuple):

@@ -2,15 +2,15 @@
 served, before anything has changed.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import fields, replace
-from itertools import chain
 from typing import Any
 
 from nanovllm.config import Config
-from nanovllm.engine.interfaces import LogitsProcessor, selected
+from nanovllm.engine.interfaces import LogitsProcessor
 from nanovllm.engine.limits import Limits
 from nanovllm.engine.sequence import Request
+from nanovllm.layers.sampler import selected
 from nanovllm.sampling_params import SamplingParams, recommended_params
 from nanovllm.utils.validation import check, is_number, shown
 
@@ -36,6 +36,9 @@ def name_of(index: int | None) -> str:
 
 
 class InputProcessor:
+    # The fields of SamplingParams that the engine serves, beside those of its logits processors.
+    served = frozenset("temperature max_tokens ignore_eos seed stop_token_ids".split())
+
     def __init__(
         self,
         config: Config,
@@ -43,14 +46,12 @@ class InputProcessor:
         limits: Limits,
         generation_config: dict[str, Any],
         processors: tuple[LogitsProcessor, ...],
-        served: Collection[str],
     ):
-        """`served` are the fields of SamplingParams that the engine serves beside the logits processors."""
         self.model, self.block_size = config.model, config.kvcache_block_size
         self.vocab_size = config.hf_config.vocab_size
         self.tokenizer, self.limits, self.processors = tokenizer, limits, processors
         self.generation_config = generation_config
-        served = {*served, *chain.from_iterable(processor.fields for processor in processors)}
+        served = self.served.union(*(processor.fields for processor in processors))
         self.unserved = [field for field in fields(SamplingParams) if field.name not in served]
 
     def recommended(self) -> SamplingParams:
@@ -65,44 +66,39 @@ class InputProcessor:
         if len(each) != len(prompts):
             raise ValueError(f"there are {len(prompts)} prompts but {len(each)} sampling_params")
         checked: dict[int, SamplingParams] = {}  # by id: often all prompts have the same object
+        requests = []
         for i, params in enumerate(each):
             if id(params) not in checked:
                 checked[id(params)] = self.read_params(params, name_of(i))
-        pairs = enumerate(zip(prompts, each, strict=True))
-        requests = [self._read_prompt(prompt, checked[id(params)], i) for i, (prompt, params) in pairs]
+            requests.append(self.make_request(prompts[i], checked[id(params)], i))
         for i, request in enumerate(requests):
-            self.read_rest(request, i)
+            self.read_own(request, i)
         return requests
 
-    def read(self, prompt: Any, sampling_params: Any = None, index: int | None = None) -> Request:
-        """One prompt, or the index-th of several, with parameters of its own."""
-        request = self.read_at_once(prompt, sampling_params, index)
-        self.read_rest(request, index)
-        return request
-
-    def read_at_once(self, prompt: Any, sampling_params: Any, index: int | None = None) -> Request:
-        """The same but for what may take seconds: `read_rest` does that."""
+    def read(
+        self, prompt: Any, sampling_params: Any = None, index: int | None = None, own: bool = True
+    ) -> Request:
+        """
+        One prompt, or the index-th of several, with parameters of its own. Without `own` the caller calls
+        `read_own`, which may take seconds.
+        """
         if sampling_params is None and index is None:
             sampling_params = self.recommended()
-        return self._read_prompt(prompt, self.read_params(sampling_params, name_of(index)), index)
-
-    def read_rest(self, request: Request, index: int | None = None) -> None:
-        """Read what may take seconds. Any thread may call this."""
-        self._process(request, index, slowly=True)
-
-    def _read_prompt(self, prompt: Any, params: SamplingParams, index: int | None) -> Request:
-        token_ids, text = self.read_prompt(prompt, name_of(index))
-        wanted = sum(1 << i for i, processor in enumerate(self.processors) if processor.wants(params))
-        request = Request(token_ids, params, self.block_size, text=text, wanted=wanted)
-        self._process(request, index, slowly=False)
+        request = self.make_request(prompt, self.read_params(sampling_params, name_of(index)), index)
+        if own:
+            self.read_own(request, index)
         return request
 
-    def _process(self, request: Request, index: int | None, slowly: bool) -> None:
-        """Have the processors that it wants read the request, either the slow ones or the others."""
+    def make_request(self, prompt: Any, params: SamplingParams, index: int | None) -> Request:
+        token_ids, text = self.read_prompt(prompt, name_of(index))
+        wanted = sum(1 << i for i, processor in enumerate(self.processors) if processor.wants(params))
+        return Request(token_ids, params, self.block_size, text=text, wanted=wanted)
+
+    def read_own(self, request: Request, index: int | None = None) -> None:
+        """Have the logits processors that it wants read a request. Any thread may call this."""
         for processor in selected(self.processors, request.wanted):
-            if processor.reads_slowly == slowly:
-                where = f"sampling_params for {name_of(index)}"
-                request.own[processor.name] = processor.read(request, where)
+            where = f"sampling_params for {name_of(index)}"
+            request.own[processor.name] = processor.read(request, where)
 
     def read_params(self, params: Any, name: str) -> SamplingParams:
         """A checked copy: fields may have been assigned to, and may be again while the request runs."""
@@ -117,14 +113,13 @@ class InputProcessor:
 
     def check_token_ids(self, name: str, token_ids: Iterable[int], where: str) -> None:
         """For ids that must be the model's."""
-        if (highest := max(token_ids, default=0)) >= self.vocab_size:
-            rule = f"{where}: token ids in {name} must be from 0 to {self.vocab_size - 1}"
-            raise ValueError(f"{rule}, got {shown(highest)}")
+        highest, last = max(token_ids, default=0), self.vocab_size - 1
+        check(highest <= last, f"{where}: token ids in {name} must be from 0 to {last}", highest)
 
     def as_prompts(self, prompts: Any) -> list[Any]:
         """One prompt or a list of them as a list."""
         check(isinstance(prompts, (str, list, tuple)), "prompts must be a text or a list", prompts)
-        is_one = isinstance(prompts, str) or (prompts and all(isinstance(each, int) for each in prompts))
+        is_one = isinstance(prompts, str) or (prompts and isinstance(prompts[0], int))
         return [prompts] if is_one else list(prompts)
 
     def read_prompt(self, prompt: Any, name: str, num_new_tokens: int = 1) -> tuple[list[int], str | None]:
@@ -136,13 +131,10 @@ class InputProcessor:
         token_ids = as_token_ids(token_ids, self.vocab_size, name)
         if not token_ids:
             raise ValueError(f"{name} is empty: {shown(prompt)}")
-        try:
-            self.limits.check(len(token_ids), num_new_tokens)
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from None
+        self.limits.check(len(token_ids), num_new_tokens, f"{name}: ")
         return token_ids, text
 
-    def tokenize(self, text: str, name: str, add_special_tokens: bool = True) -> list[int]:
+    def tokenize(self, text: str, name: str) -> list[int]:
         if self.tokenizer is None:
             raise ValueError(f"{name} is text, but {self.model!r} has no tokenizer; pass token ids")
-        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return self.tokenizer.encode(text)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from nanovllm.distributed.group import Group
 from nanovllm.engine.policies import Admission, PrefixCache
 from nanovllm.engine.sequence import Sequence
-from nanovllm.layers.sampler import SamplingStep, selected
+from nanovllm.layers.sampler import SamplingStep
 from nanovllm.sampling_params import SamplingParams
 
 
@@ -59,7 +59,7 @@ class Observer:
     def after_step(self, step: Any) -> None:
         """
         The tokens of this `Step` have been recorded, and nobody has been told yet. `LLMEngine.end` may be
-        called. If what fails here is about some of the sequences, `step.suspects` should say so.
+        called. An error about one of the sequences should name it in an attribute `sequence`.
         """
 
     def ended(self, seq: Sequence) -> None:
@@ -67,18 +67,13 @@ class Observer:
 
     def failed(self, step: Any) -> Iterable[Sequence]:
         """
-        A call was broken off while it worked on this Step. Returns the sequences to keep, ended ones
-        included; those that no observer keeps are dropped.
+        A call was broken off while it worked on this Step. Returns the unfinished sequences to keep; those
+        that no observer keeps are dropped.
         """
         return ()
 
     def cleared(self) -> None:
         """Nothing is queued or running any more; those that are kept follow in `added`."""
-
-
-def reraise(error: Exception) -> None:
-    """No request is ended for what makes a step fail."""
-    raise error
 
 
 class LogitsProcessor:
@@ -133,7 +128,7 @@ class LogitsProcessor:
     def host_input(self, sequences: list[Sequence]) -> Any:
         """
         What every rank is to `receive` before it samples for these, if sampling waits for the host. All of
-        their tokens are known. A SequenceError ends one of them alone.
+        their tokens are known. An error about one of them names it in an attribute `sequence`.
         """
 
     def record(self, sequences: list[Sequence], drawing: list[Sequence], tensors: tuple[Tensor, ...]) -> None:
@@ -170,27 +165,10 @@ class LogitsProcessor:
         """The engine ends."""
 
 
-class SequenceError(RuntimeError):
-    """A step failed because of a single sequence."""
-
-    def __init__(self, sequence: Sequence, message: str):
-        super().__init__(message)
-        self.sequence = sequence
-
-
-def max_cached(processors: Iterable[LogitsProcessor], seq: Sequence) -> int:
-    """How many of its tokens may come from the KV cache."""
-    limits = [processor.max_cached(seq) for processor in selected(processors, seq.request.wanted)]
-    return min(limits, default=len(seq) - 1)
-
-
-def record_always(_step: Callable[[], Any], _device: torch.device) -> bool:
-    """The steps of the core's models can be recorded as CUDA graphs."""
-    return True
-
-
-@dataclass(frozen=True)
+@dataclass
 class Parts:
+    """What `assembly` names makes of a Config. `logits_processors` are sorted by their `order`."""
+
     build_model: Callable[..., nn.Module]  # ModelConfig -> the model, with memory for its weights
     make_layout: Callable[..., Any]  # Config -> CacheLayout
     make_backend: Callable[..., Any]  # (Config, device, attention layers, CacheLayout) -> AttentionBackend
@@ -201,13 +179,10 @@ class Parts:
     admissions: tuple[Admission, ...] = ()  # who may keep a sequence from running
     logits_processors: tuple[LogitsProcessor, ...] = ()
     # (decode step, device) -> whether it can be recorded as a CUDA graph; asked once, in the warm-up.
-    can_record: Callable[..., bool] = record_always
-    # After a step that failed: ends the request that is to blame, or raises the error.
-    isolate: Callable[[Exception], None] = reraise
+    can_record: Callable[..., bool] = lambda _step, _device: True
 
     def __post_init__(self) -> None:
-        in_order = tuple(sorted(self.logits_processors, key=attrgetter("order")))
-        object.__setattr__(self, "logits_processors", in_order)
+        self.logits_processors = tuple(sorted(self.logits_processors, key=attrgetter("order")))
 
     def logits_processor(self, name: str) -> LogitsProcessor:
         return next(processor for processor in self.logits_processors if processor.name == name)

@@ -25,18 +25,18 @@ class Limits:
         most = min(request.max_num_tokens, self.max_num_tokens)
         return replace(request, max_num_tokens=most, end_token_ids=self.end_token_ids(request.params))
 
-    def check(self, num_prompt_tokens: int, num_tokens: int = 1) -> None:
-        """Raise ValueError if there is no room for so many tokens after such a prompt."""
+    def check(self, num_prompt_tokens: int, num_tokens: int = 1, where: str = "") -> None:
+        """Raise ValueError, with `where` in front, if there is no room for so many tokens after a prompt."""
         total, config = num_prompt_tokens + num_tokens, self.config
         if total <= self.max_num_tokens:
             return
+        length, longest = config.max_model_len, config.hf_config.context_limit
+        if total > length:
+            how = f"may be raised to {longest}, the checkpoint's own limit"
+            how = how if length < longest else "is the checkpoint's own limit"
+            limit = f"max_model_len is {length}, which {how}"
+        else:
+            limit = f"{config.num_kvcache_blocks} KV cache blocks of {config.kvcache_block_size} tokens are "
+            limit += f"enough for {self.max_num_tokens}; raise num_kvcache_blocks or gpu_memory_utilization"
         needed = f"the prompt has {num_prompt_tokens} tokens and needs room for {total}"
-        if total > config.max_model_len:
-            limit, longest = "is the checkpoint's own limit", config.hf_config.context_limit
-            if config.max_model_len < longest:
-                limit = f"may be raised to {longest}, the checkpoint's own limit"
-            raise ValueError(f"{needed}, but max_model_len is {config.max_model_len}, which {limit}")
-        raise ValueError(
-            f"{needed}, but {config.num_kvcache_blocks} KV cache blocks of {config.kvcache_block_size} "
-            f"tokens are enough for {self.max_num_tokens}; raise num_kvcache_blocks or gpu_memory_utilization"
-        )
+        raise ValueError(f"{where}{needed}, but {limit}")

@@ -3,14 +3,13 @@
 Follow `step` -> `Scheduler.schedule` -> `ModelRunner.run` -> `Scheduler.postprocess`.
 """
 
-import contextlib
 import functools
 import random
 import sys
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,11 +19,12 @@ from nanovllm.config import Config
 from nanovllm.distributed.ranks import SHUT_DOWN, EngineDeadError, Ranks
 from nanovllm.engine.batch import Batch, BatchMaker, StepOutput
 from nanovllm.engine.input_processor import InputProcessor, Prompt
-from nanovllm.engine.interfaces import Observer, SequenceError, max_cached, resolve, selected
+from nanovllm.engine.interfaces import resolve
 from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.policies import max_cached
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Request, Sequence
-from nanovllm.engine.stats import stats_of
+from nanovllm.layers.sampler import selected
 from nanovllm.sampling_params import SamplingParams
 
 
@@ -32,8 +32,7 @@ from nanovllm.sampling_params import SamplingParams
 class Step:
     """A step in flight, or another change of the engine's requests. Filled in as far as it has come."""
 
-    sequences: list[Sequence] = field(default_factory=list)  # of which one may be to blame if it fails
-    suspects: list[Sequence] = field(default_factory=list)  # if it is known to be one of these
+    sequences: list[Sequence] = field(default_factory=list)
     num_tokens: int = 0  # that it computes of prompts; or minus the number of sequences that it decodes
     batch: Batch | None = None
     output: StepOutput | None = None  # None while its sampling waits for the host, see `_sample`
@@ -55,7 +54,6 @@ class LLMEngine:
     assembly: str  # names the function that chooses the parts, as "package.module:name"
     open_model: Callable[[str, dict[str, Any]], tuple[Config, Checkpoint]]  # from the arguments of an engine
     make_prompts: Callable[..., InputProcessor] = InputProcessor
-    sampling_fields = frozenset("temperature max_tokens ignore_eos seed stop_token_ids".split())
     # When Python itself ends, modules (and this one's names) may be gone before the engine. Nothing is freed
     # then: the end of the process does that.
     _is_python_ending = staticmethod(sys.is_finalizing)
@@ -64,7 +62,7 @@ class LLMEngine:
         self.config, checkpoint = self.open_model(model, options)
         with ThreadPoolExecutor(1) as pool:  # importing a tokenizer takes long and needs no device
             tokenizer = pool.submit(checkpoint.tokenizer)
-            self.model_runner = self._start_runner(checkpoint)
+            self._start_runner(checkpoint)
             try:
                 self.tokenizer = tokenizer.result()
                 vocab_size = self.config.hf_config.vocab_size  # token ids beyond it are never drawn
@@ -81,15 +79,10 @@ class LLMEngine:
         parts, processors = self.parts, self.parts.logits_processors
         parts.prefix_cache.max_cached = functools.partial(max_cached, processors)
         self.scheduler = Scheduler(self.config, parts.prefix_cache, parts.admissions)
-        backend = self.model_runner.backend
-        self.batches = BatchMaker(self.config, parts.prefix_cache, backend, processors)
+        self.batches = BatchMaker(self.config, parts.prefix_cache, self.model_runner.backend, processors)
+        limits = self.scheduler.limits
         self.prompts = self.make_prompts(
-            self.config,
-            self.tokenizer,
-            self.scheduler.limits,
-            self.generation_config,
-            processors,
-            self.sampling_fields,
+            self.config, self.tokenizer, limits, self.generation_config, processors
         )
         for processor in processors:
             processor.start(self.config, self.prompts)
@@ -100,24 +93,21 @@ class LLMEngine:
         self.ended: dict[int, Sequence] = {}  # have ended, but no step has returned them yet
         self.attempt: Step | None = None  # what is being done, or was broken off
         self._counts = Counter()
-        self.observers = self.make_observers()
+        self.observers = [*parts.observers]
         self.tell("started", weakref.proxy(self))
 
-    def make_observers(self) -> list[Observer]:
-        return [*self.parts.observers]
-
-    def _start_runner(self, checkpoint: Checkpoint) -> ModelRunner:
-        """Rank 0's model runner; starts the other ranks, which make theirs at the same time."""
+    def _start_runner(self, checkpoint: Checkpoint) -> None:
+        """Make rank 0's model runner; and start the other ranks, which make theirs at the same time."""
         parts = self.parts = resolve(self.assembly)(self.config)
         if self.config.tensor_parallel_size == 1:
             runner = ModelRunner(self.config, parts)
             runner.start(checkpoint)
-            return runner
-        self.ranks = parts.make_ranks(self.config, checkpoint, self.assembly, parts.make_collectives)
-        runner = ModelRunner(self.config, parts, self.ranks.group, self.ranks)
-        with self.ranks.starting():
-            runner.start(checkpoint)
-        return runner
+        else:
+            self.ranks = parts.make_ranks(self.config, checkpoint, self.assembly, parts.make_collectives)
+            runner = ModelRunner(self.config, parts, self.ranks.group, self.ranks)
+            with self.ranks.starting():
+                runner.start(checkpoint)
+        self.model_runner = runner
 
     def exit(self) -> None:
         """Free the devices' memory and end the other ranks. May be called twice; the engine is dead then."""
@@ -140,15 +130,14 @@ class LLMEngine:
         if not self._is_python_ending():
             self.exit()
 
-    def add_request(self, prompt: Prompt | Request, sampling_params: SamplingParams | None = None) -> int:
+    def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
         """
         Queue one request and return its id. Raises ValueError, changing nothing, if it cannot be served.
 
-        prompt: a string or a list of token ids; or a `Request` that `prompts` has read with its parameters.
+        prompt: a string or a list of token ids.
         """
         self.check_usable()
-        request = prompt if isinstance(prompt, Request) else self.prompts.read(prompt, sampling_params)
-        seq = self.make_sequence(request)
+        seq = self.make_sequence(self.prompts.read(prompt, sampling_params))
         self.add([seq])
         return seq.seq_id
 
@@ -160,72 +149,58 @@ class LLMEngine:
 
     def add(self, sequences: list[Sequence]) -> None:
         """Queue all of them, or none."""
-        with self.attempting():
-            for seq in sequences:
-                self.scheduler.add(seq)
-            self.tell("added", sequences)
-            self.unfinished.update({seq.seq_id: seq for seq in sequences})
+        self.begin()
+        for seq in sequences:
+            self.scheduler.add(seq)
+        self.tell("added", sequences)
+        self.unfinished.update({seq.seq_id: seq for seq in sequences})
+        self.attempt = None
 
-    def step(self, isolate: bool = False) -> tuple[list[tuple[int, list[int]]], int]:
+    def step(self) -> tuple[list[tuple[int, list[int]]], int]:
         """
         Run one step. Returns the requests that finished as (id, completion token ids), and the number of
         prompt tokens computed, or minus the number of sequences decoded. On a GPU a step returns what the one
         before it computed (the first returns nothing), so that the device never waits for the host. Aborted
         requests are returned by the next step.
-
-        With `isolate` a request that makes steps fail ends alone; only what no request is to blame for is
-        raised.
         """
-        try:
-            return self._step()
-        except Exception as error:
-            if not isolate or isinstance(error, EngineDeadError):
-                raise
-            self.check_usable()  # with several ranks, a step that fails on one of them ends the engine
-            self.parts.isolate(error)
-            return [], 0
-
-    def _step(self) -> tuple[list[tuple[int, list[int]]], int]:
         start = time.perf_counter()
-        with self.attempting(tells_ended=True):
-            active = [observer for observer in self.observers if observer.is_active]
-            for observer in active:
+        self.begin()
+        for observer in self.observers:
+            if observer.is_active:
                 observer.before_step()
-            sequences, is_prefill = self.scheduler.schedule()
-            step = None
-            if sequences:
-                step = self.attempt = Step(sequences)
-                self._launch(step, is_prefill)
-            if self._overlap:  # collect the step before this one, while the device is busy with this one
-                step, self.in_flight = self.in_flight, step
-            if step is not None:
-                self._collect(step, active)
-            if not self.unfinished and self.in_flight is not None:
-                # Drain the step launched before we knew that all had ended.
-                self._collect(self.in_flight, active)
-                self.in_flight = None
-            self._counts["seconds"] += time.perf_counter() - start
-            finished = [(seq.seq_id, seq.completion_token_ids) for seq in self.ended.values()]
-            return finished, 0 if step is None else step.num_tokens
+        sequences, is_prefill = self.scheduler.schedule()
+        step = None
+        if sequences:
+            step = self.attempt = Step(sequences)
+            self._launch(step, is_prefill)
+        if self._overlap:  # collect the step before this one, while the device is busy with this one
+            step, self.in_flight = self.in_flight, step
+        if step is not None:
+            self._collect(step)
+        if not self.unfinished and self.in_flight is not None:
+            # Drain the step launched before we knew that all had ended.
+            self._collect(self.in_flight)
+            self.in_flight = None
+        self._counts["seconds"] += time.perf_counter() - start
+        finished = [(seq.seq_id, seq.completion_token_ids) for seq in self.ended.values()]
+        self.ended, self.attempt = {}, None
+        return finished, 0 if step is None else step.num_tokens
 
-    @contextlib.contextmanager
-    def attempting(self, tells_ended: bool = False) -> Iterator[None]:
-        """Change the engine's requests. What is broken off, at whatever line, is undone by the next call."""
+    def begin(self) -> None:
+        """
+        Before the engine's requests change. What is broken off from here on, at whatever line, is undone by
+        the next call: whoever gets to the end sets `attempt` to None.
+        """
         self.check_usable()
         if self.attempt is not None:
             self.recover()
         self.attempt = Step()
-        yield
-        self.ended, self.attempt = {} if tells_ended else self.ended, None
 
     def _launch(self, step: Step, is_prefill: bool) -> None:
         """Have the device begin a step."""
         sequences = step.sequences
-        if is_prefill:
-            step.num_tokens = sum(seq.num_scheduled_tokens for seq in sequences)
-            step.batch = self.batches.prefill(sequences)
-        else:
-            step.num_tokens, step.batch = -len(sequences), self.batches.decode(sequences)
+        step.batch = self.batches.prefill(sequences) if is_prefill else self.batches.decode(sequences)
+        step.num_tokens = len(step.batch.token_ids) if is_prefill else -len(sequences)
         if self.in_flight is not None and self.in_flight.output is None:
             # Not earlier: from its sampling on the GPU waits for this step.
             self.attempt = self.in_flight
@@ -242,17 +217,13 @@ class LLMEngine:
         its forward pass runs meanwhile.
         """
         messages = {}
-        try:
-            for processor in selected(self.parts.logits_processors, step.batch.wanted):
-                if processor.waits_for_host:
-                    messages[processor.name] = processor.host_input(step.sequences)
-        except SequenceError as error:
-            step.suspects = [error.sequence]
-            raise
+        for processor in selected(self.parts.logits_processors, step.batch.wanted):
+            if processor.waits_for_host:
+                messages[processor.name] = processor.host_input(step.sequences)
         with self.model_runner.on_device():
             step.output = self.model_runner.call("sample", messages).to_host(step.batch)
 
-    def _collect(self, step: Step, active: list[Observer]) -> None:
+    def _collect(self, step: Step) -> None:
         """Wait for a step's tokens, and end the sequences that end with them."""
         self.attempt = step
         if step.output is None:
@@ -263,20 +234,21 @@ class LLMEngine:
         for name, tensors in step.output.tensors.items():
             self.parts.logits_processor(name).record(step.sequences, step.drawing, tensors)
         finished = self.scheduler.postprocess(step.sequences, token_ids, step.drawing)
-        for observer in active:
-            observer.after_step(step)
+        for observer in self.observers:
+            if observer.is_active:
+                observer.after_step(step)
         for seq in finished:
-            if seq.seq_id in self.unfinished:
-                self._end(seq)
+            self._end(seq)
         self._counts["drawn"] += len(step.drawing)
 
     def end(self, seq: Sequence, reason: str, stop_reason: str | None = None) -> None:
         """End a sequence, also one that its newest token has ended for another reason."""
         self.scheduler.end(seq, reason, stop_reason)
-        if seq.seq_id in self.unfinished:
-            self._end(seq)
+        self._end(seq)
 
     def _end(self, seq: Sequence) -> None:
+        if seq.seq_id not in self.unfinished:  # an observer has ended it
+            return
         self.ended[seq.seq_id] = seq
         del self.unfinished[seq.seq_id]
         for processor in selected(self.parts.logits_processors, seq.request.wanted):
@@ -291,14 +263,15 @@ class LLMEngine:
         End a request and free its blocks at once. Its result has the tokens so far and the finish_reason
         "abort". If there is no such request, or it has finished, this does nothing.
         """
-        with self.attempting():
-            if (seq := self.unfinished.get(request_id)) is not None:
-                self.end(seq, "abort")
+        self.begin()
+        if (seq := self.unfinished.get(request_id)) is not None:
+            self.end(seq, "abort")
+        self.attempt = None
 
     def recover(self) -> None:
         """
         Undo the call that was broken off. What it has written to the KV cache is unknown, so nothing in the
-        cache is kept; all requests are dropped but those that an observer keeps.
+        cache is kept; all requests are dropped but those that have ended and those that an observer keeps.
         """
         self.in_flight = None
         if self.model_runner is not None:  # not shut down in the middle of its work
@@ -308,13 +281,12 @@ class LLMEngine:
             except Exception as error:
                 message = f"the engine cannot go on after a step that failed: {error}"
                 raise EngineDeadError(message) from error
-        kept = {seq.seq_id: seq for each in self.observers for seq in each.failed(self.attempt)}
-        self.ended = {i: seq for i, seq in self.ended.items() if i in kept}
-        self.unfinished = {i: seq for i, seq in kept.items() if i not in self.ended}
-        self.scheduler.restart(self.unfinished.values())
+        kept = [seq for observer in self.observers for seq in observer.failed(self.attempt)]
+        self.unfinished = {seq.seq_id: seq for seq in kept}
+        self.scheduler.restart(kept)
         for observer in self.observers:
             observer.cleared()
-            observer.added([*self.unfinished.values()])
+            observer.added(kept)
         self.attempt = None
 
     def tell(self, event: str, *args: Any) -> None:
@@ -323,8 +295,28 @@ class LLMEngine:
             getattr(observer, event)(*args)
 
     def stats(self) -> dict[str, float]:
-        """What it has done since it was made, and how many tokens the KV cache has room for: see stats.py."""
-        return stats_of(self, self._counts)
+        """
+        Counts since the engine was made: requests (finished, running and waiting now), prompt tokens of the
+        finished ones and how many of these the KV cache had, what the prefix cache and the attention back-end
+        count, tokens drawn, preemptions, and tokens drawn per second of computing. And how many tokens the KV
+        cache has room for.
+        """
+        counts, scheduler, config = self._counts, self.scheduler, self.config
+        num_generated = counts["drawn"] - scheduler.num_surplus_tokens
+        return {
+            "num_requests_finished": counts["finished"],
+            "num_requests_running": len(scheduler.running),
+            "num_requests_waiting": len(scheduler.waiting),
+            "num_prompt_tokens": counts["prompt"],
+            "num_cached_tokens": counts["cached"],
+            **self.parts.prefix_cache.stats(),
+            "cache_hit_rate": counts["cached"] / max(counts["prompt"], 1),
+            **self.batches.backend.stats(),
+            "num_generated_tokens": num_generated,
+            "num_preemptions": scheduler.num_preemptions,
+            "num_kv_cache_tokens": config.num_kvcache_blocks * config.kvcache_block_size,
+            "tokens_per_second": num_generated / max(counts["seconds"], 1e-9),
+        }
 
     def is_finished(self) -> bool:
         """Whether no request is left."""

@@ -1,20 +1,20 @@
 """The progress bar of a call."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 from tqdm.auto import tqdm
 
 MakeBar = Callable[..., tqdm]
+no_bar = functools.partial(tqdm, disable=True)
 
 
 class Progress:
     """Counts completions that have ended, and shows the speed of the last steps."""
 
-    def __init__(self, total: int | None, make_bar: MakeBar | None):
-        hidden = make_bar is None
-        options = dict(total=total, desc="Generating", dynamic_ncols=True)
-        self.bar = tqdm(disable=True) if hidden else make_bar(**options)
+    def __init__(self, total: int | None, make_bar: MakeBar):
+        self.bar = make_bar(total=total, desc="Generating", dynamic_ncols=True)
         self.speed, self.seconds = {"Prefill": "-", "Decode": "-"}, 0.0
 
     def __enter__(self) -> "Progress":

@@ -21,10 +21,12 @@ import numpy as np
 import paths  # noqa: F401
 import torch
 from block_pool import check_pool
+from engines import observer_of
 
 from nanovllm import LLM, AsyncLLM, SamplingParams
 from nanovllm.config import Config
 from nanovllm.extensions.safety.sampling_checks import MAX_N
+from nanovllm.extensions.text.stop_texts import StopTexts
 from tiny_checkpoints import EXACT, make_checkpoint
 
 VOCAB, LENGTH, NUM_BLOCKS = 320, 512, 20
@@ -52,7 +54,7 @@ class Engines:
     def assert_empty(self) -> None:
         for llm in (self.llm, self.front.llm):
             assert llm.is_finished() and not llm.scheduler.waiting and not llm.scheduler.running
-            assert not llm.unfinished and not llm.stop_texts.texts
+            assert not llm.unfinished and not observer_of(llm, StopTexts).texts
             check_pool(llm.scheduler.block_manager, [])
 
     def __enter__(self) -> "Engines":

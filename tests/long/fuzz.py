@@ -22,7 +22,7 @@ from unittest import mock
 import paths  # noqa: F401
 import pytest
 import torch
-from engines import assert_empty
+from engines import assert_empty, observer_of
 from faults import SITES, object_of
 from reference import check_result, logprobs_of
 
@@ -31,6 +31,7 @@ from nanovllm.engine.policies import Verdict
 from nanovllm.engine.sequence import Sequence
 from nanovllm.extensions.safety.forecast import Forecast
 from nanovllm.extensions.text.results import GrowingText, Logprob, make_result
+from nanovllm.extensions.text.stop_texts import StopTexts
 from tiny_checkpoints import ARCHITECTURES, EXACT, load_reference, make_checkpoint, make_tokenizer
 
 VOCAB = 257
@@ -207,7 +208,7 @@ def answer_in_steps(llm: LLM, requests: list[Question], pick: random.Random, cou
             if pick.random() < abort_rate and (unfinished := sorted(llm.unfinished)):
                 llm.abort(pick.choice(unfinished))
                 counts["aborted"] += 1
-            llm.step(isolate)
+            (llm.step_or_isolate if isolate else llm.step)()
             for text, pieces in texts.values():  # not after an error: a token may be taken back then
                 pieces.append(text.look())
     answers = []
@@ -303,7 +304,9 @@ def check_empty(llm: LLM) -> None:
     assert sorted(llm.scheduler.free_slots) == list(range(llm.config.max_num_seqs))
     assert not llm.scheduler.running and not llm.scheduler.waiting and llm.scheduler.chunked is None
     assert (
-        not llm.unfinished and not llm.stop_texts.texts and not llm.parts.logits_processor("bitmask")._readers
+        not llm.unfinished
+        and not observer_of(llm, StopTexts).texts
+        and not llm.parts.logits_processor("bitmask")._readers
     )
 
 

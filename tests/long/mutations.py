@@ -304,16 +304,16 @@ MUTATIONS = [
         "llm_engine",
         ("(seed + index) % 2**63", "seed + index"),
         ('counts["seconds"] += time.perf_counter()', 'counts["seconds"] = time.perf_counter()'),
-        ("            if not self.unfinished and self.in_flight", "            if False and self.in_flight"),
+        ("        if not self.unfinished and self.in_flight", "        if False and self.in_flight"),
         ("            self._sample(self.in_flight)\n", "            pass\n"),
         ("            processor.ended(seq)", "            pass"),
-        ("{} if tells_ended else self.ended, None", "self.ended, None"),
-        ("for i, seq in kept.items() if i not in self.ended}", "for i, seq in kept.items()}"),
+        ("self.ended, self.attempt = {}, None", "self.attempt = None"),
+        ("num_generated / max(counts", 'counts["drawn"] / max(counts'),
     ),
     *mutations_of(
         "nanovllm/extensions/safety/recovery",
         ("del seq.token_ids[length:]", "pass"),
-        ("and seq.seq_id not in ended:", "and True:"),
+        ("engine.unfinished.values() if seq.seq_id not in engine.ended]", "engine.unfinished.values()]"),
         ("if len(suspects) == 1:", "if suspects:"),
         ("        self.isolation.limit(max_running)\n", ""),
         ("        self.isolation.all_ended()\n        return", "        return"),
@@ -349,7 +349,7 @@ MUTATIONS = [
     *mutations_of(
         "nanovllm/extensions/api/async_llm",
         (
-            "await asyncio.to_thread(prompts.read_rest, request)",
+            "await asyncio.to_thread(prompts.read_own, request)",
             "prompts.read_rest(request)",
         ),
     ),
@@ -478,7 +478,7 @@ MUTATIONS = [
         ("if self.pieces.num_tokens < params.min_tokens:", "if self.pieces.num_tokens <= params.min_tokens:"),
     ),
     *mutations_of(
-        "nanovllm/extensions/text/prompts",
+        "nanovllm/extensions/safety/prompt_checks",
         ("length + max_tokens > most]", "length + max_tokens >= most]"),
         ('", ..." * (len(found) > 3)', '", ..." * (len(found) >= 3)'),
     ),
@@ -486,7 +486,6 @@ MUTATIONS = [
         "nanovllm/distributed/ranks",
         ("if self.failure is None and not self._closed:", "if not self._closed:"),
     ),
-    *mutations_of("stats", ('second": num_generated / counts', 'second": counts["drawn"] / counts')),
     *mutations_of(
         "nanovllm/extensions/text/llm",
         ("if self._call is queued:", "if True:"),
@@ -576,7 +575,7 @@ MUTATIONS = [
     ),
     *mutations_of("nanovllm/extensions/api/lm_eval", ("if value is not None}", "if True}")),
     *mutations_of(
-        "nanovllm/extensions/text/prompts",
+        "nanovllm/extensions/safety/prompt_checks",
         ('if isinstance(first, dict) and "role" in first:', "if False:"),
         ("if isinstance(first, str) and first is not prompt:", "if False:"),
     ),

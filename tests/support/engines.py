@@ -6,6 +6,7 @@ from block_pool import check_pool
 
 from nanovllm import LLM
 from nanovllm.assembly import open_core
+from nanovllm.engine.interfaces import Observer
 from nanovllm.engine.llm_engine import LLMEngine
 
 PlainLLM = LLM.__mro__[LLM.__mro__.index(LLMEngine) - 1]  # as llm.py has it, before extensions add to it
@@ -55,6 +56,10 @@ class Watch:
     def __exit__(self, *_):
         for patch in self.patches:
             patch.stop()
+
+
+def observer_of(llm: LLMEngine, kind: type) -> Observer:
+    return next(observer for observer in llm.observers if isinstance(observer, kind))
 
 
 def tokens_of(results: list[dict]) -> list[list[int]]:

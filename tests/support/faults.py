@@ -1,10 +1,13 @@
 """Where an engine can be made to fail."""
 
+from engines import observer_of
+
 from nanovllm import LLM
 from nanovllm.engine.batch import StepOutput
 from nanovllm.extensions.prefixes.token_prefixes import TokenPrefixes
 from nanovllm.extensions.text import llm as text_llm
 from nanovllm.extensions.text import results as texts
+from nanovllm.extensions.text.stop_texts import StopTexts
 from nanovllm.utils import progress
 
 METHODS = {
@@ -39,7 +42,7 @@ METHODS = {
     "logprobs": ["drawn", "record"],
     "scores": ["max_cached", "prepare", "hidden", "record"],
     "model": ["forward", "compute_logits"],
-    "engine": ["make_sequence", "_step", "_launch", "_sample", "_collect"],
+    "engine": ["make_sequence", "_launch", "_sample", "_collect"],
     "stop texts": ["added", "after_step", "ended"],
     "output": ["to_host", "token_ids"],
     "text": ["find_stop"],
@@ -61,7 +64,7 @@ def object_of(llm: LLM, place: str):
         "model": runner.model,
         "engine": llm,
         "output": StepOutput,
-        "stop texts": llm.stop_texts,
+        "stop texts": observer_of(llm, StopTexts),
         "text": texts.GrowingText,
         "results": text_llm,
         "progress bar": progress.tqdm,

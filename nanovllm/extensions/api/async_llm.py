@@ -90,7 +90,7 @@ class Worker(Observer):
     def step(self) -> None:
         """Run a step of the engine, and tell those whose requests it has touched what is new."""
         self.touched.clear()
-        finished, _ = self.llm.step(isolate=True)
+        finished, _ = self.llm.step_or_isolate()
         seq_ids = [*self.touched, *(seq_id for seq_id, _ in finished)]
         touched = [self.listeners[seq_id] for seq_id in seq_ids if seq_id in self.listeners]
         for listener in dict.fromkeys(touched):
@@ -201,9 +201,11 @@ class AsyncLLM(NotCopied):
     async def _read(self, prompt: Any, sampling_params: Params) -> Request:
         """`InputProcessor.read`. What may take seconds is done in another thread: other tasks go on."""
         prompts = self.llm.prompts
-        request = prompts.read_at_once(prompt, sampling_params)
-        if prompts.has_rest(request):
-            await asyncio.to_thread(prompts.read_rest, request)
+        request = prompts.read(prompt, sampling_params, own=False)
+        if prompts.is_slow(request):
+            await asyncio.to_thread(prompts.read_own, request)
+        else:
+            prompts.read_own(request)
         return request
 
     async def _last_event(self, listener: Listener, request_id: str | None = None) -> Any:

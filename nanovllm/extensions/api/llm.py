@@ -114,8 +114,8 @@ class ApiLLM(NotCopied, LLMEngine):
         if self._call is not None or self._own_ids:
             self.step = functools.partial(ApiLLM._step_in_turn, weakref.proxy(self))
 
-    def _step_in_turn(self, isolate: bool = False) -> tuple[list[tuple[int | str, list[int]]], int]:
+    def _step_in_turn(self) -> tuple[list[tuple[int | str, list[int]]], int]:
         """`LLMEngine.step`. Raises RuntimeError while the requests of another call are unfinished."""
         self._take_turn()
-        finished, num_tokens = LLMEngine.step(self, isolate)
+        finished, num_tokens = LLMEngine.step(self)
         return [(self._own_ids.get(i, i), token_ids) for i, token_ids in finished], num_tokens

@@ -7,7 +7,9 @@ fails because of it; one about several is tried again in smaller parts.
 import traceback
 from typing import Any
 
+from nanovllm.distributed.ranks import EngineDeadError
 from nanovllm.engine.interfaces import Observer
+from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.sequence import Sequence
 from nanovllm.extensions.safety.isolation import Isolation
 
@@ -22,19 +24,34 @@ class Recovery(Observer):
         self.isolation = isolation
 
     def started(self, engine: Any) -> None:
-        self.engine = engine
+        self.engine, engine.step_or_isolate = engine, self.step
+
+    def step(self) -> tuple[list[tuple[int, list[int]]], int]:
+        """
+        `LLMEngine.step`, in which a request that makes steps fail ends alone: only what no request is to
+        blame for is raised.
+        """
+        try:
+            return LLMEngine.step(self.engine)
+        except EngineDeadError:
+            raise
+        except Exception as error:
+            self.engine.check_usable()  # with several ranks, a step that fails on one of them ends the engine
+            self.isolate_failing_request(error)
+            return [], 0
 
     def ended(self, seq: Sequence) -> None:
         if not self.engine.unfinished:
             self.isolation.all_ended()
 
     def failed(self, step: Any) -> list[Sequence]:
-        ended, unfinished = self.engine.ended, self.engine.unfinished
+        engine = self.engine
+        kept = [seq for seq in engine.unfinished.values() if seq.seq_id not in engine.ended]
         for seq, length in zip(step.drawing, step.lengths, strict=False):
-            if seq.seq_id in unfinished and seq.seq_id not in ended:
+            if seq in kept:
                 del seq.token_ids[length:]
         self.isolation.all_ended()
-        return [*unfinished.values(), *ended.values()]
+        return kept
 
     def isolate_failing_request(self, error: Exception) -> None:
         """
@@ -47,7 +64,8 @@ class Recovery(Observer):
         _free_variables(error)
         involved = []
         if (step := engine.attempt) is not None:
-            involved = step.suspects or step.sequences
+            sequence = getattr(error, "sequence", None)
+            involved = step.sequences if sequence is None else [sequence]
             engine.recover()
         suspects = [seq for seq in involved if seq.seq_id in engine.unfinished]
         self.isolation.limit(max_running)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.engine.interfaces import LogitsProcessor, SequenceError
+from nanovllm.engine.interfaces import LogitsProcessor
 from nanovllm.engine.sequence import Sequence
 from nanovllm.extensions.structured.grammar import Compiler
 from nanovllm.extensions.structured.kernels.token_masks import Masks, apply_masks
@@ -17,6 +17,14 @@ from nanovllm.extensions.structured.matchers import Grammar, Reader, problem_of
 from nanovllm.kernels.runtime import cdiv
 from nanovllm.layers.sampler import SamplingStep
 from nanovllm.sampling_params import SamplingParams
+
+
+class GrammarError(RuntimeError):
+    """A sequence cannot go on: its grammar has become too large, or needs text that no token has."""
+
+    def __init__(self, sequence: Sequence, message: str):
+        super().__init__(message)
+        self.sequence = sequence
 
 
 class BitmaskProcessor(LogitsProcessor):
@@ -46,7 +54,7 @@ class BitmaskProcessor(LogitsProcessor):
     def host_input(self, sequences: list[Sequence]) -> tuple[np.ndarray, np.ndarray]:
         """
         Which of the masks each sequence has, int32 [sequences], -1 for none, and the masks, int32 [masks,
-        words]: an array that is used again for the next masks. A SequenceError ends a sequence whose grammar
+        words]: an array that is used again for the next masks. A GrammarError ends a sequence whose grammar
         has become too large, or needs text that no token has.
         """
         guided = [seq for seq in sequences if self.name in seq.request.own and not seq.is_finished]
@@ -80,7 +88,7 @@ class BitmaskProcessor(LogitsProcessor):
         for reader in readers:
             if reader.matcher.is_error():
                 after = f"structured_outputs after {reader.sequence.num_completion_tokens - 1} tokens"
-                raise SequenceError(reader.sequence, f"{after}: {problem_of(reader.matcher)}")
+                raise GrammarError(reader.sequence, f"{after}: {problem_of(reader.matcher)}")
 
     @functools.cached_property
     def _threads(self) -> Any:

@@ -1,74 +1,52 @@
-"""Conversations as text: checks them, and has the checkpoint's chat template write them."""
+"""Conversations as text, which the checkpoint's chat template writes. What is given has been checked."""
 
 from collections.abc import Iterable, Set
 from typing import Any
 
 from nanovllm.checkpoints.tokenizer import render_chat
-from nanovllm.utils.validation import check, check_bool
+from nanovllm.utils.validation import check
 
-# What `chat` itself passes to a chat template: chat_template_kwargs must not set these.
-CHAT_OPTIONS = {"messages", "chat_template", "add_generation_prompt", "continue_final_message", "tools"}
-CHAT_OPTIONS |= {"self", "conversation", "tokenize"}
-CONTENT_FORMATS = ("auto", "string", "openai")
 PROBE = "a text to find again"
 
 Messages = Iterable[dict[str, Any]]
 
 
-def render(
-    tokenizer: Any, model: str, messages: Any, chat_template: str | None = None,
-    add_generation_prompt: bool = True, continue_final_message: bool = False,
-    tools: list[Any] | None = None, chat_template_kwargs: dict[str, Any] | None = None,
-    chat_template_content_format: str = "auto",
-) -> list[str]:  # fmt: skip
-    """The texts of one conversation or a list of them, see `LLM.chat`. Raises ValueError."""
-    check_bool(add_generation_prompt, "add_generation_prompt")
-    check_bool(continue_final_message, "continue_final_message")
-    if continue_final_message and add_generation_prompt:
-        raise ValueError("continue_final_message=True needs add_generation_prompt=False, got True")
-    check(isinstance(chat_template, str | None), "chat_template must be a string", chat_template)
-    are_tools = isinstance(tools, list) and all(isinstance(tool, dict) or callable(tool) for tool in tools)
-    check(tools is None or are_tools, "tools must be a list of JSON schemas or functions", tools)
-    kwargs = {} if chat_template_kwargs is None else chat_template_kwargs
-    are_named = isinstance(kwargs, dict) and all(isinstance(name, str) for name in kwargs)
-    check(are_named, "chat_template_kwargs must be a dict of names and values", kwargs)
-    if taken := sorted(CHAT_OPTIONS & set(kwargs)):
-        raise ValueError(f"chat_template_kwargs cannot have {taken[0]!r}, which chat itself sets")
-    form = chat_template_content_format
-    rule = f"chat_template_content_format must be one of {', '.join(CONTENT_FORMATS)}"
-    check(isinstance(form, str) and form in CONTENT_FORMATS, rule, form)
+def as_conversations(messages: Any) -> list[Any]:
+    """One conversation or a list of them as a list."""
     found = as_list(messages)
     is_list = bool(found) and isinstance(found[0], (dict, list, tuple))
     check(is_list, "messages must be a conversation or a list of conversations", messages)
-    chats = [found] if isinstance(found[0], dict) else found
-    for i, conversation in enumerate(chats):
-        _check_conversation(conversation, f"conversation {i}")
+    return [found] if isinstance(found[0], dict) else found
+
+
+def render(
+    tokenizer: Any,
+    model: str,
+    chats: list[list[dict[str, Any]]],
+    chat_template: str | None = None,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+    tools: list[Any] | None = None,
+    chat_template_kwargs: dict[str, Any] | None = None,
+    chat_template_content_format: str = "auto",
+) -> list[str]:
+    """The texts of conversations, see `LLM.chat`. Raises ValueError."""
     if tokenizer is None or (chat_template or tokenizer.chat_template) is None:
         raise ValueError(f"the tokenizer of {model!r} has no chat template")
+    form = chat_template_content_format
     if form == "openai":
         chats = [[_with_parts(message) for message in chat] for chat in chats]
     elif any(map(_has_parts, chats)) and (form == "string" or not _takes_parts(tokenizer, chat_template)):
         chats = [[_without_parts(m, f"conversation {i}") for m in chat] for i, chat in enumerate(chats)]
     options = dict(add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message)
-    options |= dict(chat_template=chat_template, tools=tools)
+    options |= dict(chat_template=chat_template, tools=tools, **(chat_template_kwargs or {}))
     texts = []
     for i, conversation in enumerate(chats):
         try:
-            texts.append(render_chat(tokenizer, conversation, **options, **kwargs))
+            texts.append(render_chat(tokenizer, conversation, **options))
         except Exception as error:  # whatever a template raises
             raise ValueError(f"the chat template does not accept conversation {i}: {error}") from error
     return texts
-
-
-def _check_conversation(conversation: Any, name: str) -> None:
-    rule = f"{name} must be a list of dicts with role and content"
-    check(isinstance(conversation, list | tuple) and len(conversation) > 0, rule, conversation)
-    for message in conversation:
-        check(isinstance(message, dict) and {"role", "content"} <= message.keys(), rule, message)
-        role, content = message["role"], message["content"]
-        check(isinstance(role, str), f"{name}: role must be a string", role)
-        rule_of_content = f"{name}: content must be a string, None, or parts that the template knows"
-        check(isinstance(content, str | list | dict | None), rule_of_content, content)
 
 
 def _has_parts(conversation: list[dict[str, Any]]) -> bool:

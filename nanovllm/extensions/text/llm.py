@@ -11,7 +11,6 @@ from operator import itemgetter
 from typing import Any
 
 from nanovllm.engine.input_processor import as_token_ids
-from nanovllm.engine.interfaces import Observer
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.sequence import Request, Sequence
 from nanovllm.extensions.text.chat import Messages
@@ -25,13 +24,11 @@ from nanovllm.extensions.text.results import (
     make_score,
     outcome,
 )
-from nanovllm.extensions.text.stop_texts import StopTexts
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.progress import MakeBar, Progress, tqdm
+from nanovllm.utils.progress import MakeBar, Progress, no_bar, tqdm
 from nanovllm.utils.validation import check, check_bool, is_number
 
 Params = SamplingParams | None  # None is what the checkpoint recommends
-FIELDS = frozenset("n stop include_stop_str_in_output skip_special_tokens detokenize".split())
 
 
 @dataclass(eq=False)
@@ -44,23 +41,19 @@ class Asked:
     completions: list[Sequence] = field(default_factory=list)
 
 
-def _bar_maker(use_tqdm: bool | MakeBar) -> MakeBar | None:
-    """What makes the progress bar, if there is to be one."""
+def _bar_maker(use_tqdm: bool | MakeBar) -> MakeBar:
+    """What makes the progress bar, which may be hidden."""
     is_good = isinstance(use_tqdm, bool) or callable(use_tqdm)
     check(is_good, "use_tqdm must be True, False or what makes a bar as tqdm does", use_tqdm)
-    return use_tqdm if callable(use_tqdm) else tqdm if use_tqdm else None
+    return use_tqdm if callable(use_tqdm) else tqdm if use_tqdm else no_bar
 
 
 class TextLLM(LLMEngine):
     """After any exception inside `generate` and its kin the engine is empty and usable."""
 
     make_prompts = TextInputProcessor
-    sampling_fields = LLMEngine.sampling_fields | FIELDS
+    step_or_isolate: Callable  # `step` that ends a request which makes steps fail, see extensions/safety
     _call: dict[int, Asked] | None = None  # the call that the unfinished requests belong to, see _take_turn
-
-    def make_observers(self) -> list[Observer]:
-        self.stop_texts = StopTexts()
-        return [*super().make_observers(), self.stop_texts]
 
     def generate(
         self,
@@ -259,15 +252,17 @@ class TextLLM(LLMEngine):
     get_default_sampling_params = default_sampling_params
 
     def add_request(self, prompt: Prompt | Request, sampling_params: Params = None) -> int:
-        """`LLMEngine.add_request`; a prompt may be a dict as for `generate`, and a `Request` have any n."""
-        if isinstance(prompt, Request):
-            return self.queue(prompt)[0].seq_id
+        """
+        `LLMEngine.add_request`; a prompt may be a dict as for `generate`, or a `Request` that `prompts` has
+        read, with any n.
+        """
         self.check_usable()
-        request = self.prompts.read(prompt, sampling_params)
-        if request.params.n > 1:
-            raise ValueError(f"add_request makes one completion of a prompt, got n={request.params.n}")
-        self.prompts.warn_of_context([request])
-        return super().add_request(request)
+        request = prompt if isinstance(prompt, Request) else self.prompts.read(prompt, sampling_params)
+        if request is not prompt:
+            if request.params.n > 1:
+                raise ValueError(f"add_request makes one completion of a prompt, got n={request.params.n}")
+            self.prompts.warn_of_context([request])
+        return self.queue(request)[0].seq_id
 
     def queue(self, request: Request) -> list[Sequence]:
         """`add_request` that returns all completions of the prompt."""
@@ -294,7 +289,7 @@ class TextLLM(LLMEngine):
         max_unfinished: int | None = None,
         isolate: bool = False,
         total: int | None = None,
-        make_bar: MakeBar | None = None,
+        make_bar: MakeBar = no_bar,
     ) -> Iterator[list[Asked]]:
         """
         Queue requests while there is room, and step, until all have ended. Yields the requests that a step
@@ -303,6 +298,7 @@ class TextLLM(LLMEngine):
         """
         queued: dict[int, Asked] = {}  # by the seq_id of each completion that has not ended
         coming, limit = iter(coming), max_unfinished or 2 * self.config.max_num_seqs
+        step = self.step_or_isolate if isolate else super().step
         self._take_turn(queued)
         try:
             with Progress(total, make_bar) as progress:
@@ -313,7 +309,7 @@ class TextLLM(LLMEngine):
                             return
                         self._take_turn(queued)
                         start = time.perf_counter()
-                        finished, num_tokens = super().step(isolate)
+                        finished, num_tokens = step()
                         progress.count(len(finished), num_tokens, time.perf_counter() - start)
                         found = dict.fromkeys(queued.pop(i) for i, _ in finished if i in queued)
                         ended = [each for each in found if all(seq.is_finished for seq in each.completions)]

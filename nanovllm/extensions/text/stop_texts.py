@@ -23,11 +23,14 @@ class StopTexts(Observer):
     def after_step(self, step: Any) -> None:
         """A token that a step in flight draws for a stopped sequence is thrown away."""
         for seq in step.drawing:
-            if (text := self.texts.get(seq.seq_id)) is not None:
-                step.suspects = [seq]
+            if (text := self.texts.get(seq.seq_id)) is None:
+                continue
+            try:
                 if (stop := text.find_stop()) is not None:
                     self.engine.end(seq, "stop", stop)
-        step.suspects = []
+            except Exception as error:
+                error.sequence = seq
+                raise
 
     def ended(self, seq: Sequence) -> None:
         self.texts.pop(seq.seq_id, None)

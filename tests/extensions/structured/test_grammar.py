@@ -23,8 +23,7 @@ from smollm2 import smollm2_gguf  # noqa: F401
 from structured_schemas import CHECKPOINT, ENDINGS, run
 
 from nanovllm import LLM, AsyncLLM, SamplingParams, StructuredOutputsParams
-from nanovllm.engine.interfaces import SequenceError
-from nanovllm.extensions.structured.bitmask import BitmaskProcessor
+from nanovllm.extensions.structured.bitmask import BitmaskProcessor, GrammarError
 from nanovllm.extensions.structured.grammar import Compiler
 from nanovllm.extensions.structured.matchers import MAX_LEXERS, Grammar
 from tiny_checkpoints import EXACT, edit_json, make_checkpoint, make_tokenizer, one_thread  # noqa: F401
@@ -607,7 +606,7 @@ def test_a_grammar_that_fails_on_the_way_ends_its_request_alone(llm, monkeypatch
         for seq in sequences:
             if seq.prompt_token_ids == [2] and len(seq.token_ids) == 4:
                 failed.append(seq)
-                raise SequenceError(seq, "too large")
+                raise GrammarError(seq, "too large")
         return host_input(sequences)
 
     params = SamplingParams(0, 20, structured_outputs=JSON)
@@ -618,7 +617,7 @@ def test_a_grammar_that_fails_on_the_way_ends_its_request_alone(llm, monkeypatch
         monkeypatch.setattr(llm, "_overlap", overlap)
         found = dict(llm.generate_from(requests, return_exceptions=True))
         assert [found[0], found[2]] == expected
-        assert isinstance(found[1], SequenceError) and "too large" in str(found[1])
+        assert isinstance(found[1], GrammarError) and "too large" in str(found[1])
         assert_empty(llm)
     assert len(failed) == 2, "others were suspected"
 
@@ -644,7 +643,7 @@ def test_a_token_that_a_grammar_does_not_allow_is_an_error_and_no_answer(llm):
     [request] = llm.prompts.read_all([[1, 2]], SamplingParams(structured_outputs=JSON))
     [seq] = llm.queue(request)
     seq.append_token(7)
-    with pytest.raises(SequenceError, match="after 0 tokens: .*doesn't satisfy the grammar") as error:
+    with pytest.raises(GrammarError, match="after 0 tokens: .*doesn't satisfy the grammar") as error:
         llm.parts.logits_processor("bitmask").host_input([seq])
     assert error.value.sequence is seq and "\n" not in str(error.value)
     llm.clear()

@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import transformers
-from engines import assert_empty, tokens_of
+from engines import assert_empty, observer_of, tokens_of
 from fuzz import CHECKPOINT, Question, answer_at_once, fuzz, rounding_explains
 from tokenizers import Tokenizer, decoders, models
 
@@ -20,6 +20,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.engine import llm_engine
 from nanovllm.extensions.logits import logprobs
 from nanovllm.extensions.text.results import make_result
+from nanovllm.extensions.text.stop_texts import StopTexts
 from tiny_checkpoints import EXACT, make_checkpoint, one_thread  # noqa: F401
 
 PROMPT = [*range(40)]
@@ -38,7 +39,7 @@ def llm(request, engine, monkeypatch):
     monkeypatch.setattr(engine, "_overlap", request.param)
     yield engine
     assert_empty(engine)
-    assert not engine.stop_texts.texts
+    assert not observer_of(engine, StopTexts).texts
 
 
 def generate(llm: LLM, **params) -> dict:
