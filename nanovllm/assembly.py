@@ -17,7 +17,7 @@ from torch import nn
 from nanovllm.checkpoints.base import Checkpoint
 from nanovllm.checkpoints.folder import FolderCheckpoint
 from nanovllm.checkpoints.model_config import ModelConfig
-from nanovllm.config import CHECKS, KV_CACHE_DTYPES, Config
+from nanovllm.config import Config
 from nanovllm.distributed.group import Group
 from nanovllm.distributed.ranks import Ranks
 from nanovllm.engine.interfaces import Parts, record_always
@@ -30,7 +30,7 @@ from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.sampling_params import SamplingParams
 
 if Path(__file__).with_name("extensions").joinpath("__init__.py").exists():
-    from nanovllm.extensions.checkpoints.shapes import SHAPES as SHAPES
+    from nanovllm.extensions.checkpoints import opening
     from nanovllm.extensions.int8_cache.layout import Int8Layout
     from nanovllm.extensions.logits.bias import BiasProcessor
     from nanovllm.extensions.logits.filters import FilterProcessor
@@ -46,14 +46,12 @@ if Path(__file__).with_name("extensions").joinpath("__init__.py").exists():
     from nanovllm.extensions.quantised.formats import read_scheme
     from nanovllm.extensions.ranks.gloo_group import GlooGroup
     from nanovllm.extensions.ranks.peer_group import PeerGroup, stand_in
-    from nanovllm.extensions.safety.options import CHECKS_OF_EXTENSIONS
+    from nanovllm.extensions.safety.options import ExtendedConfig
     from nanovllm.extensions.safety.sampling_checks import check_sampling
     from nanovllm.extensions.structured.bitmask import BitmaskProcessor
     from nanovllm.extensions.structured.params import check_structured_outputs
 
     EXTENDED = True
-    CHECKS.update(CHECKS_OF_EXTENSIONS)
-    KV_CACHE_DTYPES["int8"] = torch.uint8  # the bytes of extensions/int8_cache
     SamplingParams.checks = [check_sampling, check_structured_outputs]
     FILES = llama, mistral, qwen2, qwen3, qwen3_moe, gemma3, gpt_oss
     MODELS = {file.FACTS.architecture: file.FACTS for file in FILES}
@@ -87,14 +85,10 @@ def open_model(model: str, options: dict[str, Any]) -> tuple[Config, Checkpoint]
         return open_core(model, options)
     from nanovllm.extensions.api.foreign_options import make_config
 
-    config = make_config(model, options)
-    hub = {"revision": config.revision, "cache_dir": config.download_dir, "token": config.token}
-    others = {name: getattr(config, name) for name in ("tokenizer", "hf_overrides", "lora", "model_impl")}
-    checkpoint = open_checkpoint(config.model, config.load_format, hub=hub, **others)
-    if config.lora is not None:
-        from nanovllm.extensions.checkpoints.adapter import check_adaptable
-
-        check_adaptable(checkpoint, config.lora)
+    config = make_config(model, options, ExtendedConfig.from_options)
+    places = opening.places_of(config)
+    checkpoint = open_checkpoint(config.model, config.load_format, config.model_impl, **places)
+    opening.check_adaptable(checkpoint, config.lora)
     return config.with_checkpoint(checkpoint, options), checkpoint
 
 
@@ -102,14 +96,10 @@ def extend(llm: type[LLMEngine]) -> type[LLMEngine]:
     """The engine with the ways to call it that extensions add."""
     if not EXTENDED:
         return llm
-    from nanovllm.extensions.api.engine_args import show_options
-    from nanovllm.extensions.api.llm import ApiLLM, takes_foreign_options
+    from nanovllm.extensions.api.llm import with_api
     from nanovllm.extensions.text.llm import TextLLM
 
-    members = {"__doc__": llm.__doc__, "__module__": llm.__module__}
-    for name in ("generate", "generate_iter", "stream", "chat"):
-        members[name] = takes_foreign_options(getattr(TextLLM, name))
-    return show_options(type(llm.__name__, (ApiLLM, TextLLM, llm), members))
+    return with_api(llm, TextLLM)
 
 
 def assemble(config: Config) -> Parts:
@@ -151,8 +141,6 @@ def open_checkpoint(
     model: str | os.PathLike, load_format: str = "auto", model_impl: str = "auto", **options: Any
 ) -> Checkpoint:
     """Open a checkpoint without reading its weights. Other options are those of extensions/checkpoints."""
-    from nanovllm.extensions.checkpoints import opening
-
     gguf_models = [facts for facts in MODELS.values() if facts.gguf]
     checkpoint = opening.open_checkpoint(model, load_format, gguf_models, **options)
     checkpoint.read_config = functools.partial(read_config, model_impl=model_impl)

@@ -4,6 +4,7 @@ import os
 from typing import Any
 
 from nanovllm.checkpoints.base import Checkpoint
+from nanovllm.config import Config
 from nanovllm.extensions.checkpoints.made_up import fill_with_random_values
 from nanovllm.extensions.checkpoints.shapes import SHAPES, ShapeCheckpoint
 from nanovllm.extensions.checkpoints.untrusted import CheckedFolder
@@ -39,6 +40,20 @@ def open_checkpoint(
         except ValueError as error:
             raise ValueError(f"tokenizer: {error}") from error
     return checkpoint
+
+
+def places_of(config: Config) -> dict[str, Any]:
+    """The options of `open_checkpoint` that are an engine's options."""
+    hub = {"revision": config.revision, "cache_dir": config.download_dir, "token": config.token}
+    return {"hub": hub, **{name: getattr(config, name) for name in ("tokenizer", "hf_overrides", "lora")}}
+
+
+def check_adaptable(checkpoint: Checkpoint, lora: str | os.PathLike | None) -> None:
+    """Raise ValueError if an adapter is wanted that cannot be merged with the weights."""
+    if lora is not None:
+        from nanovllm.extensions.checkpoints import adapter
+
+        adapter.check_adaptable(checkpoint, lora)
 
 
 def _open(
