@@ -119,7 +119,7 @@ CALLED_BY_USERS = {
         TextLLM.default_sampling_params""",
     "engine/llm_engine.py": """LLMEngine.add_request LLMEngine.step LLMEngine.abort LLMEngine.clear
         LLMEngine.is_finished LLMEngine.stats LLMEngine.exit""",
-    "extensions/api/async_llm.py": """AsyncLLM.generate AsyncLLM.stream AsyncLLM.chat AsyncLLM.score
+    "extensions/api/async_llm.py": """AsyncLLM AsyncLLM.generate AsyncLLM.stream AsyncLLM.chat AsyncLLM.score
         AsyncLLM.encode AsyncLLM.stats AsyncLLM.get_tokenizer AsyncLLM.abort AsyncLLM.exit""",
     "extensions/api/cleanup.py": "cleanup_dist_env_and_memory",
 }
