@@ -7,7 +7,6 @@ others where they are needed.
 
 import functools
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,7 @@ from torch import nn
 from nanovllm.checkpoints.base import Checkpoint
 from nanovllm.checkpoints.folder import FolderCheckpoint
 from nanovllm.checkpoints.model_config import ModelConfig
-from nanovllm.config import CHECKS, KV_CACHE_DTYPES, Config
-from nanovllm.distributed.group import Group
+from nanovllm.config import Config
 from nanovllm.distributed.ranks import Ranks
 from nanovllm.engine.interfaces import Parts
 from nanovllm.engine.llm_engine import LLMEngine
@@ -29,38 +27,29 @@ from nanovllm.layers.linear import without_weights
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.sampling_params import SamplingParams
 
-if Path(__file__).with_name("extensions").joinpath("__init__.py").exists():
-    from nanovllm.extensions.checkpoints.shapes import SHAPES as SHAPES
+EXTENDED = Path(__file__).with_name("extensions").joinpath("__init__.py").exists()
+if EXTENDED:
+    from nanovllm.extensions.checkpoints import opening
     from nanovllm.extensions.int8_cache.layout import Int8Layout
-    from nanovllm.extensions.logits.bias import BiasProcessor
-    from nanovllm.extensions.logits.filters import FilterProcessor
-    from nanovllm.extensions.logits.penalties import PenaltyProcessor
-    from nanovllm.extensions.models import gemma3, gpt_oss, llama, mistral, qwen2, qwen3, qwen3_moe
+    from nanovllm.extensions.logits.processors import make_processors
     from nanovllm.extensions.models.attention_rule import set_rules
     from nanovllm.extensions.models.facts import read_any_config
+    from nanovllm.extensions.models.known import MODELS
     from nanovllm.extensions.prefixes.cascade import CascadeBackend
     from nanovllm.extensions.prefixes.token_prefixes import HoldBack, TokenPrefixes
     from nanovllm.extensions.products.onednn import use_packed_heads
     from nanovllm.extensions.products.products import FoldingWeight
     from nanovllm.extensions.quantised.assignment import assign_weights
     from nanovllm.extensions.quantised.formats import read_scheme
-    from nanovllm.extensions.ranks.gloo_group import GlooGroup
-    from nanovllm.extensions.ranks.peer_group import PeerGroup, stand_in
-    from nanovllm.extensions.safety.options import CHECKS_OF_EXTENSIONS
+    from nanovllm.extensions.ranks.peer_group import group_maker, stand_in
+    from nanovllm.extensions.safety.options import ExtendedConfig
     from nanovllm.extensions.safety.sampling_checks import check_sampling
     from nanovllm.extensions.safety.structured_checks import check_form
     from nanovllm.extensions.structured.bitmask import BitmaskProcessor
     from nanovllm.extensions.structured.params import StructuredOutputsParams, check_structured_outputs
 
-    EXTENDED = True
-    CHECKS.update(CHECKS_OF_EXTENSIONS)
-    KV_CACHE_DTYPES["int8"] = torch.uint8  # the bytes of extensions/int8_cache
     SamplingParams.checks = [check_sampling, check_structured_outputs]
     StructuredOutputsParams.check = check_form
-    FILES = llama, mistral, qwen2, qwen3, qwen3_moe, gemma3, gpt_oss
-    MODELS = {file.FACTS.architecture: file.FACTS for file in FILES}
-else:
-    EXTENDED, MODELS = False, {}
 
 
 def open_core(model: str, options: dict[str, Any]) -> tuple[Config, Checkpoint]:
@@ -89,14 +78,10 @@ def open_model(model: str, options: dict[str, Any]) -> tuple[Config, Checkpoint]
         return open_core(model, options)
     from nanovllm.extensions.api.foreign_options import make_config
 
-    config = make_config(model, options)
-    hub = {"revision": config.revision, "cache_dir": config.download_dir, "token": config.token}
-    others = {name: getattr(config, name) for name in ("tokenizer", "hf_overrides", "lora", "model_impl")}
-    checkpoint = open_checkpoint(config.model, config.load_format, hub=hub, **others)
-    if config.lora is not None:
-        from nanovllm.extensions.checkpoints.adapter import check_adaptable
-
-        check_adaptable(checkpoint, config.lora)
+    config = make_config(model, options, ExtendedConfig.from_options)
+    places = opening.places_of(config)
+    checkpoint = open_checkpoint(config.model, config.load_format, config.model_impl, **places)
+    opening.check_adaptable(checkpoint, config.lora)
     return config.with_checkpoint(checkpoint, options), checkpoint
 
 
@@ -104,24 +89,19 @@ def extend(llm: type[LLMEngine]) -> type[LLMEngine]:
     """The engine with the ways to call it that extensions add."""
     if not EXTENDED:
         return llm
-    from nanovllm.extensions.api.engine_args import show_options
-    from nanovllm.extensions.api.llm import ApiLLM, takes_foreign_options
+    from nanovllm.extensions.api.llm import with_api
     from nanovllm.extensions.safety.prompt_checks import CheckedInputProcessor
     from nanovllm.extensions.text.llm import TextLLM
 
-    members = {"__doc__": llm.__doc__, "__module__": llm.__module__}
-    members["make_prompts"] = type("Prompts", (CheckedInputProcessor, TextLLM.make_prompts), {})
-    for name in ("generate", "generate_iter", "stream", "chat"):
-        members[name] = takes_foreign_options(getattr(TextLLM, name))
-    return show_options(type(llm.__name__, (ApiLLM, TextLLM, llm), members))
+    made = with_api(llm, TextLLM)
+    made.make_prompts = type("Prompts", (CheckedInputProcessor, TextLLM.make_prompts), {})
+    return made
 
 
 def assemble(config: Config) -> Parts:
     """The parts of one rank."""
     if not EXTENDED:
         return assemble_core(config)
-    from nanovllm.extensions.logits.logprobs import LogprobProcessor
-    from nanovllm.extensions.logits.scores import ScoreProcessor
     from nanovllm.extensions.ranks.reports import ReportingRanks
     from nanovllm.extensions.safety.recovery import Recovery
     from nanovllm.extensions.startup.compile_ahead import CompileAhead
@@ -129,20 +109,19 @@ def assemble(config: Config) -> Parts:
     from nanovllm.extensions.startup.memory import MemoryHint
     from nanovllm.extensions.text.stop_texts import StopTexts
 
-    bias = BiasProcessor()
+    bias, *others = make_processors()
     *_, isolation = admissions = make_admissions(config, bias)
     compile_ahead = CompileAhead(config, functools.partial(stand_in, config))
-    others = PenaltyProcessor(), BitmaskProcessor(), FilterProcessor(), LogprobProcessor(), ScoreProcessor()
     return Parts(
         functools.partial(build_model, quantization=config.quantization),
         make_layout,
         make_backend,
         ReportingRanks,
-        collectives(config),
+        group_maker(config),
         observers=(compile_ahead, MemoryHint(config), Recovery(isolation), StopTexts()),
         prefix_cache=make_prefix_cache(config),
         admissions=admissions,
-        logits_processors=(bias, *others),
+        logits_processors=(bias, *others, BitmaskProcessor()),
         can_record=Parts.can_record if config.hf_config.architectures else can_be_recorded,
     )
 
@@ -154,10 +133,7 @@ def open_checkpoint(
     model: str | os.PathLike, load_format: str = "auto", model_impl: str = "auto", **options: Any
 ) -> Checkpoint:
     """Open a checkpoint without reading its weights. Other options are those of extensions/checkpoints."""
-    from nanovllm.extensions.checkpoints import opening
-
-    gguf_models = [facts for facts in MODELS.values() if facts.gguf]
-    checkpoint = opening.open_checkpoint(model, load_format, gguf_models, **options)
+    checkpoint = opening.open_checkpoint(model, load_format, MODELS.values(), **options)
     checkpoint.read_config = functools.partial(read_config, model_impl=model_impl)
     return checkpoint
 
@@ -205,12 +181,6 @@ def make_backend(
 ) -> AttentionBackend:
     """Who computes attention. Raises ValueError if what `attention_backend` names cannot."""
     return CascadeBackend(get_backend(config, device, layers, layout), config, device)
-
-
-def collectives(config: Config) -> Callable[..., Group]:
-    """What makes the group through which several ranks compute together."""
-    on_gpus = config.device_of(0).type == "cuda"
-    return functools.partial(PeerGroup, config=config) if on_gpus else GlooGroup
 
 
 def make_prefix_cache(config: Config) -> PrefixCache:

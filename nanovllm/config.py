@@ -3,9 +3,9 @@
 import os
 import re
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -17,7 +17,6 @@ MAX_SIZE = 2**31 - 1
 MAX_GRID = 2**16 - 1  # of a kernel's second and third dimension
 DEVICE = re.compile("auto|cpu|cuda(:[1-9]?[0-9])?")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-KV_CACHE_DTYPES = dict(DTYPES)
 OTHER_NAMES = {"half": "float16", "float": "float32"}  # of dtypes
 FILLED_IN = ("hf_config", "eos")  # from the checkpoint
 
@@ -42,8 +41,7 @@ def integer(low: int, high: int = MAX_SIZE, *others: int | None) -> Check:
 def one_of(*allowed: str) -> Check:
     def check_choice(value: Any, name: str) -> str:
         # An array would compare its elements.
-        is_allowed = isinstance(value, str) and value in allowed
-        check(is_allowed, f"{name} must be one of {list(allowed)}", value)
+        check(isinstance(value, str) and value in allowed, f"{name} must be one of {list(allowed)}", value)
         return value
 
     return check_choice
@@ -74,8 +72,7 @@ def check_block_size(value: Any, name: str) -> int:
 
 
 def check_share(value: Any, name: str) -> float:
-    is_share = is_number(value, float, 0, 1) and value != 0
-    check(is_share, f"{name} must be a number in (0, 1]", value)
+    check(is_number(value, float, 0, 1) and value != 0, f"{name} must be a number in (0, 1]", value)
     return value
 
 
@@ -91,7 +88,7 @@ def resolve_device(value: Any, name: str) -> str:
     return "cpu"
 
 
-# Of each option that some part of the engine serves. Any other must be left at its default.
+# Of each option that the core serves.
 CHECKS: dict[str, Check] = {
     "model": check_model,
     "max_num_batched_tokens": integer(1),
@@ -145,8 +142,12 @@ class Config:
     download_dir:           where files of the hub are kept; None is its usual cache.
     token:                  for the hub; None is the one that is logged in.
 
-    Raises ValueError naming the option, its value and what is allowed.
+    Raises ValueError naming the option, its value and what is allowed. An option that no part of the engine
+    serves, which is one without a check, must be left at its default.
     """
+
+    checks: ClassVar[Mapping[str, Check]] = CHECKS
+    kv_cache_dtypes: ClassVar[Mapping[str, torch.dtype]] = DTYPES
 
     model: str
     max_num_batched_tokens: int = 16384
@@ -182,9 +183,9 @@ class Config:
             return
         for option in fields(self):
             name, value = option.name, getattr(self, option.name)
-            if name in CHECKS:
-                object.__setattr__(self, name, CHECKS[name](value, name))
-            elif value is not option.default and name not in FILLED_IN:
+            if name in self.checks:
+                object.__setattr__(self, name, self.checks[name](value, name))
+            elif value is not option.default:
                 raise ValueError(f"{name} must be {option.default!r}: no part of this engine serves it")
 
     @classmethod
@@ -251,4 +252,6 @@ class Config:
 
     @property
     def kv_cache_torch_dtype(self) -> torch.dtype:
-        return self.torch_dtype if self.kv_cache_dtype == "auto" else KV_CACHE_DTYPES[self.kv_cache_dtype]
+        return (
+            self.torch_dtype if self.kv_cache_dtype == "auto" else self.kv_cache_dtypes[self.kv_cache_dtype]
+        )

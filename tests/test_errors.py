@@ -18,8 +18,8 @@ from block_pool import check_pool
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.assembly import make_layout
-from nanovllm.config import Config
 from nanovllm.extensions.models.attention_rule import set_rule
+from nanovllm.extensions.safety.options import ExtendedConfig
 from nanovllm.layers import attention
 from tiny_checkpoints import (
     EXACT,
@@ -440,7 +440,7 @@ def test_who_asks_for_an_fp8_cache_is_told_of_int8(dtype):
     with pytest.raises(
         ValueError, match=f"kv_cache_dtype='{dtype}' .* 'int8' .* closer .* nothing to calibrate"
     ):
-        Config("a model", kv_cache_dtype=dtype)
+        ExtendedConfig("a model", kv_cache_dtype=dtype)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the device is there")
@@ -476,7 +476,7 @@ def test_flash_attention_is_refused_what_it_cannot_compute_or_read(monkeypatch, 
     rule = {name: options.pop(name) for name in ("window", "softcap", "sinks") if name in options}
     layer = attention.Attention(4, options.pop("head_dim", 64), 0.125, 4)
     set_rule(layer, **rule)
-    config = Config("a model", device="cpu", attention_backend="flash", **options)
+    config = ExtendedConfig("a model", device="cpu", attention_backend="flash", **options)
     refused = pytest.raises(ValueError, match=f"attention_backend='flash'.*{reason}")
     with refused if reason else contextlib.nullcontext():
         found = attention.get_backend(config, torch.device("cuda"), [layer], make_layout(config))

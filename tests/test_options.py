@@ -20,6 +20,7 @@ from nanovllm import LLM, AsyncLLM, EngineArgs, SamplingParams
 from nanovllm.config import FILLED_IN, Config
 from nanovllm.extensions.api.engine_args import command_line_options
 from nanovllm.extensions.api.foreign_options import REFUSED, WITHOUT_EFFECT, make_config
+from nanovllm.extensions.safety.options import ExtendedConfig
 from tiny_checkpoints import EXACT, edit_json, make_checkpoint, one_thread  # noqa: F401
 
 OPTIONS = dict(**EXACT, num_kvcache_blocks=40)
@@ -175,7 +176,7 @@ def test_the_format_of_quantised_weights_is_not_to_be_said(name):
     with pytest.raises(
         ValueError, match=f"quantization='{name}' is to be left out: .* found in the checkpoint"
     ):
-        Config("a model", quantization=name)
+        ExtendedConfig("a model", quantization=name)
 
 
 # --- where they are told ---
@@ -330,4 +331,4 @@ def test_overrides_need_a_config_json():
 def test_the_new_options_have_types(option):
     [(name, value)] = option.items()
     with pytest.raises(ValueError, match=f"{name} must be None or .*, got {value!r}"):
-        Config("a model", **option)
+        ExtendedConfig("a model", **option)

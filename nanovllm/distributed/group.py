@@ -9,7 +9,6 @@ import contextlib
 import ctypes
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -130,15 +129,6 @@ def publish(path: Path, content: bytes) -> None:
     unfinished = path.with_name(f"{path.name}.new")
     unfinished.write_bytes(content)
     unfinished.rename(path)
-
-
-def fulfil(result: Future, function: Callable[..., Any], *args: Any) -> None:
-    """Give the future what the function returns or raises."""
-    try:
-        result.set_result(function(*args))
-    except BaseException as error:
-        result.set_exception(error)
-        del result  # or it would keep itself alive by the exception's traceback
 
 
 _group: ContextVar[Group] = ContextVar("group", default=Group())  # noqa: B039

@@ -1,8 +1,8 @@
 """The processes of a tensor-parallel engine: starts the ranks, sends them commands, and sees that all end.
 
 Rank 0 is the user's process. The others are fresh interpreters that import nothing of the user's program, so
-a script needs no `if __name__ == "__main__"`. An anonymous pipe carries commands to each rank, and nobody
-writes into a second one, its lifeline. When one side has ended, the other side finds a pipe closed.
+a script needs no `if __name__ == "__main__"`. An anonymous pipe carries commands to each rank. When one side
+has ended, the other side finds the pipe closed.
 """
 
 import atexit
@@ -15,7 +15,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
@@ -27,7 +26,7 @@ import torch
 
 from nanovllm.checkpoints.base import Checkpoint
 from nanovllm.config import Config
-from nanovllm.distributed.group import Group, fulfil
+from nanovllm.distributed.group import Group
 
 SHUT_DOWN = "this engine has been shut down by exit()"
 
@@ -48,7 +47,7 @@ def end_with(parent, folder):
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)
 threading.Thread(target=end_with, args=(int(sys.argv[2]), sys.argv[3]), daemon=True).start()
-importlib.import_module(sys.argv[4]).serve(int(sys.argv[5]), int(sys.argv[6]))
+importlib.import_module(sys.argv[4]).serve(int(sys.argv[5]))
 """
 
 
@@ -72,8 +71,7 @@ class Ranks:
         self._step: Future | None = None
         self._tasks: queue.SimpleQueue = queue.SimpleQueue()
         self._processes: list[subprocess.Popen] = []
-        self._commands: list[connection.Connection] = []
-        self._lifelines: list[connection.Connection] = []
+        self._pipes: list[connection.Connection] = []
         self._folder = tempfile.mkdtemp(prefix="nanovllm-")
         atexit.register(self.close)
         try:
@@ -81,33 +79,30 @@ class Ranks:
             size = config.tensor_parallel_size
             num_threads = max(1, torch.get_num_threads() // size)
             self.group = make_group(0, size, self._folder, check=self.check)
-            threading.Thread(target=_work, args=(self._tasks, config, num_threads), daemon=True).start()
+            threading.Thread(target=self._work, args=(config, num_threads), daemon=True).start()
             for rank in range(1, size):
                 self._start()
                 self._send(rank, (config, checkpoint, assembly, (rank, size, self._folder), num_threads))
             threading.Thread(target=self._watch, daemon=True).start()
         except BaseException:
             self.close(at_once=True)
-            self._close_lifelines()
+            self._close_pipes()
             raise
 
     def _start(self) -> None:
-        for_rank, commands = Pipe(duplex=False)
-        lifeline, of_rank = Pipe(duplex=False)
-        self._commands.append(commands)
-        self._lifelines.append(lifeline)
-        with for_rank, of_rank:
-            fds = [for_rank.fileno(), of_rank.fileno()]
+        ours, theirs = Pipe()
+        self._pipes.append(ours)
+        with theirs:
             package = Path(__file__).parents[2]  # in sys.path, maybe relative to an earlier working folder
             search_path = "\n".join(map(str, [*sys.path, package]))
-            args = [search_path, os.getpid(), self._folder, self.module, *fds]
+            args = [search_path, os.getpid(), self._folder, self.module, theirs.fileno()]
             command = [spawn.get_executable(), "-c", START_RANK, *map(str, args)]
             # A session of its own: Ctrl-C in a terminal reaches rank 0 only.
-            options = dict(pass_fds=fds, stdin=subprocess.DEVNULL, start_new_session=True)
+            options = dict(pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True)
             self._processes.append(subprocess.Popen(command, **options))
 
     def _send(self, rank: int, message: Any) -> None:
-        self._commands[rank - 1].send_bytes(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
+        self._pipes[rank - 1].send_bytes(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
 
     def check(self) -> None:
         """Raise EngineDeadError if a rank has failed."""
@@ -122,28 +117,41 @@ class Ranks:
             if self._closed:
                 raise EngineDeadError(SHUT_DOWN)
             self._step = step
-            self._tasks.put((step, self._call, runner, name, args))
+            self._tasks.put((step, runner, name, args))
         while not step.done():
             with contextlib.suppress(TimeoutError):
                 return step.result(timeout=1)
-            if self._failed.is_set():  # gloo does not always notice that another rank has gone
-                raise EngineDeadError(self.failure)
+            self.check()  # gloo does not always notice that another rank has gone
         return step.result()
 
-    def _call(self, runner: Any, name: str, args: tuple) -> Any:
+    def _work(self, config: Config, num_threads: int) -> None:
+        """Rank 0's thread: what every rank's main thread does."""
+        torch.set_num_threads(num_threads)
+        device = config.device_of(0)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        while (task := self._tasks.get()) is not None:
+            self._call(*task)
+            task = None  # keep nothing alive while waiting for the next task
+
+    def _call(self, step: Future, runner: Any, name: str, args: tuple) -> None:
         try:
             for rank in range(1, self.group.size):
                 self._send(rank, (name, args))
-            return getattr(runner, name)(*args)
+            step.set_result(getattr(runner, name)(*args))
         except BaseException as error:
-            self.explain(error)
-            self._fail(f"rank 0 failed: {describe(error)}")
-            raise
+            cause = self.explained(error)
+            self._fail(f"rank 0 failed: {type(cause).__name__}: {cause}")
+            step.set_exception(cause)
+            del cause, step  # which the exception's traceback would keep alive, and they the exception
 
-    def explain(self, error: BaseException) -> None:
-        """Raise EngineDeadError if another rank has ended, which `_watch` may be about to notice."""
-        if self._failed.wait(1):
-            raise EngineDeadError(self.failure) from error
+    def explained(self, error: BaseException) -> BaseException:
+        """The error; or EngineDeadError if another rank has ended, which `_watch` may be about to notice."""
+        if not self._failed.wait(1):
+            return error
+        dead = EngineDeadError(self.failure)
+        dead.__cause__ = error
+        return dead
 
     @contextlib.contextmanager
     def starting(self) -> Iterator[None]:
@@ -152,9 +160,7 @@ class Ranks:
             yield
         except BaseException as error:
             try:
-                if isinstance(error, RuntimeError):
-                    self.explain(error)
-                raise
+                raise self.explained(error) if isinstance(error, RuntimeError) else error
             finally:
                 self.group.abort()
                 self.close(at_once=True)
@@ -163,22 +169,23 @@ class Ranks:
     def _watch(self) -> None:
         """Wait for the first rank that ends."""
         try:
-            ended = connection.wait(self._lifelines)
+            ended = connection.wait(self._pipes)
             if not self._closed:
-                self._fail(*self._cause([self._lifelines.index(each) + 1 for each in ended]))
+                self._fail(*self._cause([self._pipes.index(each) + 1 for each in ended]))
         finally:
-            self._close_lifelines()
+            self._close_pipes()
 
     def _cause(self, ranks: list[int]) -> tuple[str, str]:
         """Which of these ranks has ended all others; and details, where they are known."""
         return f"rank {ranks[0]} has ended", ""
 
-    def _close_lifelines(self) -> None:
+    def _close_pipes(self) -> None:
         """`close` leaves this to the thread that waits for them."""
-        for lifeline in self._lifelines:
-            lifeline.close()
+        for pipe in self._pipes:
+            pipe.close()
 
     def _fail(self, cause: str, details: str = "") -> None:
+        """The first failure ends all ranks; later ones follow from it."""
         with self._lock:
             if self.failure is None and not self._closed:
                 self.failure = f"{cause}; the engine has ended with it, make a new one\n{details}".rstrip()
@@ -192,7 +199,7 @@ class Ranks:
     def finish_step(self) -> None:
         """Wait for rank 0's part of a step when Ctrl-C or another exception has ended the wait in `call`."""
         if self._step is not None:
-            wait([self._step], timeout=1 if self._failed.is_set() else 5)
+            wait([self._step], timeout=1 if self.failure else 5)
             if not self._step.done():
                 self.group.keep_backend()
 
@@ -206,30 +213,24 @@ class Ranks:
         atexit.unregister(self.close)
         if not at_once:
             self.finish_step()
-        for commands in self._commands:
-            commands.close()
-        deadline = time.monotonic() + (0 if at_once else 2)
         for process in self._processes:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=max(0, deadline - time.monotonic()))
             process.kill()
             process.wait()
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def serve(commands_fd: int, _lifeline_fd: int) -> NoReturn:
-    """The main function of a rank other than 0. Its lifeline closes when it ends."""
+def serve(pipe_fd: int) -> NoReturn:
+    """The main function of a rank other than 0."""
     try:
-        run_rank(commands_fd)
+        run_rank(connection.Connection(pipe_fd))
     except BaseException:
         traceback.print_exc()
         os._exit(1)  # does not wait for threads or collectives
 
 
-def run_rank(commands_fd: int) -> NoReturn:
+def run_rank(commands: connection.Connection) -> NoReturn:
     """Make this rank's runner, and carry out rank 0's commands until rank 0 has ended."""
-    commands = connection.Connection(commands_fd, writable=False)
-    config, checkpoint, assembly, place, num_threads = pickle.loads(commands.recv_bytes())
+    config, checkpoint, assembly, place, num_threads = commands.recv()
     torch.set_num_threads(num_threads)
     from nanovllm.engine.interfaces import resolve
     from nanovllm.engine.model_runner import ModelRunner
@@ -239,33 +240,12 @@ def run_rank(commands_fd: int) -> NoReturn:
     runner = ModelRunner(config, parts, group)
     runner.start(checkpoint)
     with runner.on_device():
-        _obey(runner, commands, group.folder)
-
-
-def _obey(runner: Any, commands: connection.Connection, folder: str) -> NoReturn:
-    """Carry out rank 0's commands until it has ended."""
-    while True:
-        while not commands.poll(1):
-            runner.check_device()
-        try:
-            message = commands.recv_bytes()
-        except EOFError:
-            shutil.rmtree(folder, ignore_errors=True)
-            os._exit(0)
-        name, args = pickle.loads(message)
-        runner.call(name, *args)
-
-
-def _work(tasks: queue.SimpleQueue, config: Config, num_threads: int) -> None:
-    """Rank 0's thread: what every rank's main thread does."""
-    torch.set_num_threads(num_threads)
-    device = config.device_of(0)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    while (task := tasks.get()) is not None:
-        fulfil(*task)
-        task = None  # keep nothing alive while waiting for the next task
-
-
-def describe(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
+        while True:
+            while not commands.poll(1):
+                runner.check_device()
+            try:
+                name, args = commands.recv()
+            except EOFError:
+                shutil.rmtree(group.folder, ignore_errors=True)
+                os._exit(0)
+            runner.call(name, *args)

@@ -7,6 +7,7 @@ import pickle
 
 import pytest
 import torch
+from engines import Core
 from gguf_files import write_gguf
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,6 +22,7 @@ from nanovllm.extensions.checkpoints.gguf import GGUFCheckpoint
 from nanovllm.extensions.checkpoints.untrusted import CheckedFolder
 from nanovllm.extensions.models.config import DecoderConfig
 from nanovllm.extensions.models.rope import ROPE_NUMBERS, ROPE_TYPES
+from nanovllm.extensions.safety.options import ExtendedConfig
 from nanovllm.extensions.transformers.config import transformers_config
 from nanovllm.layers.rotary_embedding import get_rope
 from nanovllm.utils.loader import load_model
@@ -322,11 +324,20 @@ def test_options_that_nobody_knows_are_refused_by_name():
         Config.from_options("a model", {"eos": 1})
 
 
-def test_an_option_that_no_part_serves_must_be_left_alone(monkeypatch):
-    monkeypatch.delitem(CHECKS, "lora")
+def test_an_option_that_no_part_serves_must_be_left_alone():
     assert Config("a model", device="cpu").lora is None
     with pytest.raises(ValueError, match="lora must be None: no part of this engine serves it"):
         Config("a model", device="cpu", lora="an adapter")
+
+
+@pytest.mark.parametrize(
+    "option", [{"load_format": "gguf"}, {"kv_cache_dtype": "int8"}, {"quantization": "fp8"}], ids=str
+)
+def test_the_core_refuses_what_extensions_serve_also_where_there_are_some(tmp_path, option):
+    [(name, value)] = option.items()
+    with pytest.raises(ValueError, match=name):
+        Core(str(make_checkpoint(tmp_path)), device="cpu", **option)
+    assert getattr(ExtendedConfig("a model", device="cpu", **option), name) == value
 
 
 def test_nothing_can_be_set_in_a_checked_config(tmp_path):

@@ -400,7 +400,7 @@ def test_an_impossible_split_is_refused_with_its_numbers_before_any_process(
 
 def test_a_step_sends_what_is_new_and_never_the_tokens_so_far(llm, monkeypatch):
     monkeypatch.setattr("nanovllm.engine.scheduler.MAX_PREFILLS_IN_A_ROW", 100)  # decode steps come last
-    [commands] = llm.ranks._commands
+    [commands] = llm.ranks._pipes
     send = commands.send_bytes
 
     def sizes_of_messages(length: int) -> dict[str, list[int]]:
@@ -510,7 +510,7 @@ def test_of_several_failures_the_earliest_is_told():
     )
     ranks.failure, ranks._closed, ranks.group = None, False, mock.Mock()
     ranks._failed, ranks._lock = threading.Event(), threading.Lock()
-    ranks._processes, ranks._lifelines = [mock.Mock(), mock.Mock()], [reader for reader, _ in pipes]
+    ranks._processes, ranks._pipes = [mock.Mock(), mock.Mock()], [reader for reader, _ in pipes]
     for (_, writer), when in zip(pipes, (9.0, 8.0), strict=True):
         writer.send((when, f"failed at {when}", "its traceback"))
     ranks._watch()

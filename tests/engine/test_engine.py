@@ -18,10 +18,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.assembly import make_layout
-from nanovllm.config import DTYPES, Config
+from nanovllm.config import DTYPES
 from nanovllm.engine.kv_cache import KVCache
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.extensions.prefixes.kernels.copy_pages import copy_blocks
+from nanovllm.extensions.safety.options import ExtendedConfig
 from nanovllm.layers.attention import Attention
 from tiny_checkpoints import (
     ARCHITECTURES,
@@ -240,7 +241,8 @@ def test_copies_of_8_bit_blocks_hold_the_tokens_that_are_asked_for(folder):
 @pytest.mark.parametrize("dtype, token_bytes", [("float32", 4 * 2 * (64 + 32)), ("int8", 2 * 2 * 36 + 68)])
 def test_layers_with_other_heads_have_a_cache_of_their_own(dtype, token_bytes):
     """With the same numbers of blocks: two layers of 2 heads of 16, and between them one of 1 head of 32."""
-    config = Config("a model", device="cpu", dtype="float32", kvcache_block_size=16, kv_cache_dtype=dtype)
+    options = dict(dtype="float32", kvcache_block_size=16, kv_cache_dtype=dtype)
+    config = ExtendedConfig("a model", device="cpu", **options)
     layers = [Attention(4, head_dim, 1.0, heads) for heads, head_dim in ((2, 16), (1, 32), (2, 16))]
     layout = make_layout(config)
     cache = KVCache(config, layers, torch.device("cpu"), layout)

@@ -557,9 +557,9 @@ MUTATIONS = [
         "nanovllm/distributed/ranks",
         ("num_threads = max(1, torch.get_num_threads() // size)", "num_threads = torch.get_num_threads()"),
         ("    torch.set_num_threads(num_threads)\n    from", "    from"),
-        ("    torch.set_num_threads(num_threads)\n    device", "    device"),
-        ("            self._close_lifelines()\n            raise", "            raise"),
-        ("        finally:\n            self._close_lifelines()", "        finally:\n            pass"),
+        ("        torch.set_num_threads(num_threads)\n        device", "        device"),
+        ("            self._close_pipes()\n            raise", "            raise"),
+        ("        finally:\n            self._close_pipes()", "        finally:\n            pass"),
     ),
     *mutations_of(
         "nanovllm/extensions/api/foreign_options",

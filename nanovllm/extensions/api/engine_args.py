@@ -1,5 +1,6 @@
 """The engine's options outside of a call: in help() and completion, as arguments of a command line, and as a
-dataclass that scripts for vLLM fill before they call `LLM(**asdict(engine_args))`.
+dataclass that scripts for vLLM fill before they call `LLM(**asdict(engine_args))`. It also has what
+this project's own programs read their command lines with.
 """
 
 import argparse
@@ -105,6 +106,9 @@ EngineArgs = make_dataclass(
         "__module__": __name__,
         "add_cli_args": staticmethod(_add_cli_args),
         "from_cli_args": classmethod(_from_cli_args),
+        "command_line_options": staticmethod(command_line_options),
+        "sampling_options": staticmethod(sampling_options),
+        "parse_options": staticmethod(parse_options),
     },
 )
 EngineArgs.__init__ = takes_foreign(EngineArgs.__init__)

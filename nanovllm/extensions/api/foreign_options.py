@@ -89,12 +89,14 @@ MISSING_METHODS = {
 }
 
 
-def make_config(model: str, options: dict[str, Any]) -> Config:
-    """The options of an engine, among which some of vLLM's may be."""
+def make_config(
+    model: str, options: dict[str, Any], make: Callable[..., Config] = Config.from_options
+) -> Config:
+    """What `make` makes of an engine's options, among which some of vLLM's may be."""
     filled_in = {name: value for name, value in options.items() if name in FILLED_IN}
     others = {name: value for name, value in options.items() if name not in FILLED_IN}
     own = own_options(others, Config.option_names(), SamplingParams.__struct_fields__, stacklevel=5)
-    return Config.from_options(model, filled_in | own)
+    return make(model, filled_in | own)
 
 
 def own_options(

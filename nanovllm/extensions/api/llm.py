@@ -13,6 +13,7 @@ from typing import Any
 
 from nanovllm.distributed.ranks import EngineDeadError
 from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.extensions.api.engine_args import show_options
 from nanovllm.extensions.api.foreign_options import missing_attribute, takes_foreign
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.validation import check, is_number
@@ -119,3 +120,11 @@ class ApiLLM(NotCopied, LLMEngine):
         self._take_turn()
         finished, num_tokens = LLMEngine.step(self)
         return [(self._own_ids.get(i, i), token_ids) for i, token_ids in finished], num_tokens
+
+
+def with_api(llm: type[LLMEngine], *bases: type[LLMEngine]) -> type[LLMEngine]:
+    """The engine with what these bases add, whose calls take options of vLLM as well, one call at a time."""
+    made = type(llm.__name__, (ApiLLM, *bases, llm), {"__doc__": llm.__doc__, "__module__": llm.__module__})
+    for name in ("generate", "generate_iter", "stream", "chat"):
+        setattr(made, name, takes_foreign_options(getattr(made, name)))
+    return show_options(made)

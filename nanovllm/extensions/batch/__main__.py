@@ -22,12 +22,12 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from nanovllm.extensions.api.argparse_utils import FlexibleArgumentParser
-from nanovllm.extensions.api.engine_args import command_line_options, parse_options, sampling_options
+from nanovllm import EngineArgs
 from nanovllm.extensions.batch.files import find_lines, open_output, read_lines
 from nanovllm.extensions.batch.lines import Answer, Request, answer, describe, read_request
 from nanovllm.llm import LLM
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils import FlexibleArgumentParser
 
 ORDER = """\
 Every line of the input, blank ones aside, gets one line in the output, written when it is done and so not in
@@ -153,10 +153,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--resume", action="store_true", help="answer what the output does not hold yet")
     seed = "makes sampling repeatable: line i draws with a seed made of this and i, unless it has its own"
     most = "most tokens to generate (default: 256, and as many as fit for OpenAI's lines)"
-    sampling = {"seed": (int, seed), "max_tokens": (int, most), **sampling_options(SamplingParams())}
-    engine = command_line_options()
+    drawn = EngineArgs.sampling_options(SamplingParams())
+    sampling = {"seed": (int, seed), "max_tokens": (int, most), **drawn}
+    engine = EngineArgs.command_line_options()
     del engine["seed"]
-    args = parse_options(parser, argv, "for lines that do not say otherwise", sampling, engine)
+    args = EngineArgs.parse_options(parser, argv, "for lines that do not say otherwise", sampling, engine)
     if args.data_parallel is not None and args.data_parallel < 1:
         raise ValueError(f"--data-parallel must be at least 1, got {args.data_parallel}")
     if not args.input.is_file():

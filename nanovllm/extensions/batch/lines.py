@@ -13,7 +13,6 @@ from dataclasses import fields
 from typing import Any, NamedTuple
 
 from nanovllm import StructuredOutputsParams
-from nanovllm.extensions.text.results import Logprob
 from nanovllm.sampling_params import MAX_SEED, SamplingParams
 from nanovllm.utils.validation import check, shown
 
@@ -258,7 +257,7 @@ def _openai_content(line: int, custom_id: CustomId, response: Any, error: Any) -
 
 def _plain(value: Any) -> Any:
     """A result, or a part of one, for JSON: log-probabilities are written as objects."""
-    if isinstance(value, Logprob):
+    if hasattr(value, "_asdict"):  # a Logprob
         return value._asdict()
     if isinstance(value, dict):
         return {name: _plain(item) for name, item in value.items()}
@@ -304,7 +303,7 @@ def _choice(index: int, output: dict[str, Any], request: Request) -> dict[str, A
 def _openai_logprobs(output: dict[str, Any], is_chat: bool, count: int) -> dict[str, Any]:
     """The log-probabilities of each drawn token and of the `count` likeliest ones."""
 
-    def shape(entry: Logprob) -> dict[str, Any]:
+    def shape(entry: Any) -> dict[str, Any]:
         return {"token": entry.decoded_token, "logprob": entry.logprob}
 
     places = zip(output["token_ids"], output["logprobs"], strict=False)

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from nanovllm import AsyncLLM
 from nanovllm.config import Config
 from nanovllm.distributed.ranks import EngineDeadError
-from nanovllm.extensions.api.async_llm import AsyncLLM
 from nanovllm.extensions.batch.files import Output, read_lines
 from nanovllm.extensions.batch.lines import (
     Answer,

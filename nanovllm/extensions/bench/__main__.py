@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import nanovllm
-from nanovllm.assembly import SHAPES, open_checkpoint
+from nanovllm.assembly import open_checkpoint, opening
 from nanovllm.config import Config
 from nanovllm.extensions.bench.engine import NanoVLLM
 from nanovllm.extensions.bench.floor import describe_floor, floor, measure_ceilings
@@ -87,7 +87,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     for name, text in FLAGS.items():
         add(f"--{name}", action="store_true", help=text)
     args = parser.parse_args(WORKLOADS[parser.parse_args(argv).workload].split() + argv)
-    if args.model in SHAPES and args.load_format == "auto":
+    if args.model in opening.SHAPES and args.load_format == "auto":
         args.load_format = "dummy"
     if args.device == "auto":
         args.device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,27 +1,29 @@
 """Opens what the user names: a folder, a `.gguf` file, an id of the hub, or a model known by a short name."""
 
 import os
+from collections.abc import Collection
 from typing import Any
 
 from nanovllm.checkpoints.base import Checkpoint
+from nanovllm.config import Config
 from nanovllm.extensions.checkpoints.made_up import fill_with_random_values
 from nanovllm.extensions.checkpoints.shapes import SHAPES, ShapeCheckpoint
 from nanovllm.extensions.checkpoints.untrusted import CheckedFolder
 
 
 def open_checkpoint(
-    model: str | os.PathLike, load_format: str, gguf_models: list[Any],
+    model: str | os.PathLike, load_format: str, models: Collection[Any],
     tokenizer: str | os.PathLike | None = None, hf_overrides: dict[str, Any] | None = None,
     hub: dict[str, Any] | None = None, lora: str | os.PathLike | None = None,
 ) -> Checkpoint:  # fmt: skip
     """
     Open a checkpoint without reading its weights. `model` is a folder, a `.gguf` file, a Hugging Face hub id,
     "smollm2" or, with load_format="dummy", one of `SHAPES`. Another `tokenizer` is in such a place, too.
-    A `lora` adapter is a folder or a hub id. `hub` has options for downloads; `gguf_models` has the facts of
-    the models that GGUF files may hold. Raises ValueError that says what was looked for.
+    A `lora` adapter is a folder or a hub id. `hub` has options for downloads; `models` has the facts of those
+    that GGUF files may hold, and of others. Raises ValueError that says what was looked for.
     """
     hub = {name: value for name, value in (hub or {}).items() if value is not None}
-    checkpoint = _open(model, load_format, hub, gguf_models)
+    checkpoint = _open(model, load_format, hub, models)
     if load_format == "dummy":
         checkpoint.fill = fill_with_random_values
     if hf_overrides:
@@ -35,15 +37,29 @@ def open_checkpoint(
         checkpoint.changes = (open_adapter(lora, hub).merged,)
     if tokenizer is not None and os.fspath(tokenizer) != os.fspath(model):
         try:
-            checkpoint.tokenizer = _open(tokenizer, "auto", hub, gguf_models, only_tokenizer=True).tokenizer
+            checkpoint.tokenizer = _open(tokenizer, "auto", hub, models, only_tokenizer=True).tokenizer
         except ValueError as error:
             raise ValueError(f"tokenizer: {error}") from error
     return checkpoint
 
 
+def places_of(config: Config) -> dict[str, Any]:
+    """The options of `open_checkpoint` that are an engine's options."""
+    hub = {"revision": config.revision, "cache_dir": config.download_dir, "token": config.token}
+    return {"hub": hub, **{name: getattr(config, name) for name in ("tokenizer", "hf_overrides", "lora")}}
+
+
+def check_adaptable(checkpoint: Checkpoint, lora: str | os.PathLike | None) -> None:
+    """Raise ValueError if an adapter is wanted that cannot be merged with the weights."""
+    if lora is not None:
+        from nanovllm.extensions.checkpoints import adapter
+
+        adapter.check_adaptable(checkpoint, lora)
+
+
 def _open(
     model: str | os.PathLike, load_format: str, hub: dict[str, Any],
-    gguf_models: list[Any], only_tokenizer: bool = False,
+    models: Collection[Any], only_tokenizer: bool = False,
 ) -> Checkpoint:  # fmt: skip
     dummy = load_format == "dummy"
     name = os.fspath(model)
@@ -57,7 +73,7 @@ def _open(
             raise ValueError(f"model {name!r} is neither a folder nor, for load_format='gguf', a .gguf file")
         from nanovllm.extensions.checkpoints.gguf import GGUFCheckpoint
 
-        return GGUFCheckpoint(path, gguf_models)
+        return GGUFCheckpoint(path, [facts for facts in models if facts.gguf])
     if load_format == "gguf":
         raise ValueError(f"model {name!r} is a folder, but load_format='gguf' reads a .gguf file")
     if not os.path.isdir(path):

@@ -13,6 +13,7 @@ half turns parameters into numbers when a request is read or prefilled; the devi
 - `filters.py`: top-k, top-p and min-p as one threshold a row, found by a search that never sorts.
 - `logprobs.py`: how likely each token of a completion was.
 - `scores.py`: how likely the tokens of a prompt are, computed from a prefill's hidden states.
+- `processors.py`: all of them.
 - `slot_settings.py`: a table of numbers by slot, neutral for those who want none.
 - `kernels/`: biases, bans and penalties in one pass that touches only the rows that ask; filters.
 """

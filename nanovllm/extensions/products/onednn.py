@@ -25,9 +25,11 @@ def can_pack(weight: Tensor) -> bool:
     return weight.dtype == torch.float32
 
 
-def packed(weight: Tensor) -> Tensor:
-    """The weight [out, in] in oneDNN's layout."""
-    return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), FEWEST_ROWS)
+def pack(weight: Tensor) -> Tensor | None:
+    """The weight [out, in] in oneDNN's layout, or None where it cannot be multiplied so."""
+    if can_pack(weight):
+        return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), FEWEST_ROWS)
+    return None
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -53,11 +55,9 @@ class PackedHead(ParallelLMHead):
         As for linear layers. A weight that is tied is kept beside it: rows cannot be looked up in the other
         layout, and a decode step of a small model spends a third of its time here without it.
         """
-        mine = self.weight[: self.num_rows]
-        if can_pack(mine):
-            self.packed = packed(mine)
-            if not self.is_tied:
-                self.weight = nn.Parameter(self.packed, requires_grad=False)
+        self.packed = pack(self.weight[: self.num_rows])
+        if self.packed is not None and not self.is_tied:
+            self.weight = nn.Parameter(self.packed, requires_grad=False)
 
     def logits(self, hidden_states: Tensor) -> Tensor:
         if self.packed is not None:

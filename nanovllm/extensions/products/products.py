@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from nanovllm.extensions.products import onednn
 from nanovllm.extensions.products.kernels.fused_linear import MAX_ROWS as MAX_FUSED_ROWS
 from nanovllm.extensions.products.kernels.fused_linear import can_fuse, fused_linear
 from nanovllm.extensions.products.kernels.gemv import MAX_ROWS, can_use_gemv, gemv
-from nanovllm.extensions.products.onednn import can_pack, multiply, packed
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.residual_stream import Stream
 from nanovllm.layers.weight import DenseWeight, Gated, Product, activated
@@ -89,16 +89,15 @@ class FusedGemm(Product):
 class FoldingWeight(DenseWeight):
     """A dense weight with products that fold their neighbours in, where a GPU has them, or oneDNN's."""
 
-    make_gemv = Gemv  # quantised weights beside it are multiplied by it, too
+    make_gemv, library = Gemv, onednn  # quantised weights beside it are multiplied by these, too
 
     def finish(self) -> None:
         """The layout that the weight had is freed."""
-        if can_pack(self.weight):
-            self.weight = nn.Parameter(packed(self.weight), requires_grad=False)
-            self.parameters["weight"] = self.weight
+        if (packed := onednn.pack(self.weight)) is not None:
+            self.weight = self.parameters["weight"] = nn.Parameter(packed, requires_grad=False)
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        return multiply(x, self.weight, bias)
+        return onednn.multiply(x, self.weight, bias)
 
     def products(self, hidden_size: int | None, num_ranks: int) -> list[Product]:
         found: list[Product] = []

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.extensions.products.onednn import can_pack, multiply, packed
 from nanovllm.extensions.quantised.gguf_blocks import Groups
 from nanovllm.extensions.quantised.kernels.quantised_weight import QuantisedWeight, dequantise_whole_torch
 from nanovllm.extensions.quantised.kernels.quantised_weight import pack as pack_halves
@@ -68,6 +68,7 @@ class GGUF(Weight):
     """
 
     make_gemv = None  # see `gemv_products`
+    library: Any = None  # `pack` and `multiply` of weights in floats, as those have it that are not quantised
 
     def __init__(self, shards: dict[Any, Shard], keeps_weight: bool = False):
         super().__init__(shards)
@@ -100,8 +101,10 @@ class GGUF(Weight):
         in_order, self._waiting = chain.from_iterable(self._waiting.values()), {}  # as `shards` are
         for (kind, _), pieces in groupby(in_order, kind_of):
             run = kind([*pieces])
-            if self.keeps_weight and isinstance(run, PackedCodes):
-                run.keep_weight()
+            if self.library is not None and isinstance(run, Converted):
+                run.pack(self.library)
+            if self.library is not None and isinstance(run, PackedCodes) and self.keeps_weight:
+                run.keep_weight(self.library)
             self.runs.append(run)
         tensors = [tensor for run in self.runs for tensor in run.tensors]
         self.parameters = {str(i): tensor for i, tensor in enumerate(tensors)}
@@ -172,14 +175,14 @@ class PackedCodes:
         self.is_readable = is_readable()
         self.weight: Tensor | None = None  # for more rows than the codes are multiplied with fast
 
-    def keep_weight(self) -> None:
-        if self.is_readable and can_pack(weight := self.dequantise()):
-            self.weight = packed(weight)
+    def keep_weight(self, library: Any) -> None:
+        if self.is_readable and (weight := library.pack(self.dequantise())) is not None:
+            self.weight, self.library = weight, library
             self.tensors += (self.weight,)
 
     def multiply(self, x: Tensor) -> Tensor:
         if self.weight is not None and len(x) >= SOME_ROWS[self.digits]:
-            return multiply(x, self.weight)
+            return self.library.multiply(x, self.weight)
         if len(x) < MANY_ROWS[self.digits] or not self.is_readable:
             if self.digits == 2:
                 x = (x.unflatten(-1, (-1, 1, self.group)) * self.places).flatten(1)
@@ -263,12 +266,16 @@ class Converted:
     """Weights in the dtype of the model."""
 
     def __init__(self, pieces: list[Tensor]):
-        weight = torch.cat(pieces)
-        self.weight = packed(weight) if can_pack(weight) else weight
+        self.weight, self.product = torch.cat(pieces), F.linear
         self.tensors = (self.weight,)
 
+    def pack(self, library: Any) -> None:
+        if (weight := library.pack(self.weight)) is not None:
+            self.weight, self.product = weight, library.multiply
+            self.tensors = (self.weight,)
+
     def multiply(self, x: Tensor) -> Tensor:
-        return multiply(x, self.weight)
+        return self.product(x, self.weight)
 
     def dequantise(self) -> Tensor:
         return self.weight.to_dense() if self.weight.is_mkldnn else self.weight

@@ -47,8 +47,9 @@ class Scheme(NamedTuple):
     ) -> Weight:
         """
         The weight of a layer, or what `dense` makes if it is not quantised. Where `dense` has `make_gemv`,
-        which makes a product of what multiplies a row or two, so has the weight. `sources` are the names of
-        the layer's matrices; raises ValueError if they have different formats.
+        which makes a product of what multiplies a row or two, so has the weight, as well as its `library`,
+        see gguf.py. `sources` are the names of the layer's matrices; raises ValueError if they have different
+        formats.
         """
         find = self.find if getattr(layer, "is_quantisable", True) else lambda source: None
         first, *others = formats = [find(each) for each in sources]
@@ -60,6 +61,7 @@ class Scheme(NamedTuple):
             return dense(layer.shards)
         weight = first.kind(layer.shards, **first.settings)
         weight.make_gemv = getattr(dense, "make_gemv", None)
+        weight.library = getattr(dense, "library", None)
         return weight
 
 

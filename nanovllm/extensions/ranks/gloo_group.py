@@ -6,14 +6,16 @@ nothing can end that wait.
 
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, wait
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from nanovllm.distributed.group import POLL_SECONDS, Group, fulfil, publish
+from nanovllm.distributed.group import POLL_SECONDS, Group, publish
 
 
 class GlooGroup(Group):
@@ -30,6 +32,15 @@ class GlooGroup(Group):
             del connected
             raise
         self.backend = connected.result()
+
+
+def fulfil(result: Future, function: Callable[..., Any], *args: Any) -> None:
+    """Give the future what the function returns or raises."""
+    try:
+        result.set_result(function(*args))
+    except BaseException as error:
+        result.set_exception(error)
+        del result  # or it would keep itself alive by the exception's traceback
 
 
 class Store(dist.Store):

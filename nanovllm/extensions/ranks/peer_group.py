@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from nanovllm.config import Config
 from nanovllm.distributed.group import Group
 from nanovllm.extensions.ranks.cuda_ipc import SharedBuffer
+from nanovllm.extensions.ranks.gloo_group import GlooGroup
 from nanovllm.extensions.ranks.kernels.all_reduce import PeerMemory
 
 STAND_IN_BYTES = 1 << 20  # enough for a row
@@ -71,6 +73,12 @@ def has_peer_access(config: Config) -> bool:
     if devices[0].type != "cuda" or not torch.version.cuda:
         return False
     return all(torch.cuda.can_device_access_peer(*pair) for pair in itertools.permutations(devices, 2))
+
+
+def group_maker(config: Config) -> Callable[..., Group]:
+    """What makes the group through which several ranks compute together."""
+    on_gpus = config.device_of(0).type == "cuda"
+    return functools.partial(PeerGroup, config=config) if on_gpus else GlooGroup
 
 
 def stand_in(config: Config, rank: int) -> PeerGroup:

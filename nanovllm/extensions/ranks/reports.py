@@ -1,4 +1,4 @@
-"""Why a rank has ended: into its lifeline a rank that fails writes when and how it did.
+"""Why a rank has ended: a rank that fails answers rank 0's commands with when and how it did.
 
 The first to fail is the cause of the others' errors, which come later. A rank that was killed writes nothing;
 then the status of its process says by what.
@@ -13,7 +13,7 @@ import traceback
 from multiprocessing import connection
 from typing import NoReturn
 
-from nanovllm.distributed.ranks import Ranks, describe, run_rank
+from nanovllm.distributed.ranks import Ranks, run_rank
 
 
 class ReportingRanks(Ranks):
@@ -26,20 +26,21 @@ class ReportingRanks(Ranks):
 
     def _read_report(self, rank: int) -> tuple[float, str, str]:
         try:
-            when, cause, details = self._lifelines[rank - 1].recv()
+            when, cause, details = self._pipes[rank - 1].recv()
         except (EOFError, OSError):
             when, cause, details = 0.0, _describe_end(self._processes[rank - 1]), ""
         return when, f"rank {rank} {cause}", details
 
 
-def serve(commands_fd: int, lifeline_fd: int) -> NoReturn:
+def serve(pipe_fd: int) -> NoReturn:
     """The main function of a rank other than 0."""
+    pipe = connection.Connection(pipe_fd)
     try:
-        run_rank(commands_fd)
+        run_rank(pipe)
     except BaseException as error:
-        lifeline = connection.Connection(lifeline_fd, readable=False)
+        cause = f"failed: {type(error).__name__}: {error}"
         with contextlib.suppress(OSError):
-            lifeline.send((time.monotonic(), f"failed: {describe(error)}", traceback.format_exc()))
+            pipe.send((time.monotonic(), cause, traceback.format_exc()))
         time.sleep(1)  # rank 0 kills this process, or has ended
         os._exit(1)  # does not wait for threads or collectives
 

@@ -1,9 +1,11 @@
-"""Checks of the options that extensions serve, some of which know better than "is not allowed"."""
+"""The options that extensions serve; some checks know better than "is not allowed"."""
 
 import os
 from typing import Any
 
-from nanovllm.config import DTYPES, Check, dtype_name, one_of
+import torch
+
+from nanovllm.config import CHECKS, DTYPES, Check, Config, dtype_name, one_of
 from nanovllm.utils.validation import shown
 
 # Formats that other engines want to be told, and this one finds in the checkpoint.
@@ -38,15 +40,20 @@ def check_quantization(value: Any, name: str) -> str | None:
     return None if value is None else one_of("fp8", "int4")(value, name)
 
 
-CHECKS_OF_EXTENSIONS: dict[str, Check] = {
-    "load_format": one_of("auto", "safetensors", "gguf", "dummy"),
-    "model_impl": one_of("auto", "native", "transformers"),
-    "kv_cache_dtype": check_cache_dtype,
-    "quantization": check_quantization,
-    "tokenizer": none_or("a name or a path", str, os.PathLike),
-    "hf_overrides": none_or("a dict of fields of config.json", dict),
-    "revision": none_or("a text", str),
-    "download_dir": none_or("a path", str, os.PathLike),
-    "token": none_or("a text", str, bool),
-    "lora": none_or("a folder or hub id of an adapter", str, os.PathLike),
-}
+class ExtendedConfig(Config):
+    """All options are served."""
+
+    checks = {
+        **CHECKS,
+        "load_format": one_of("auto", "safetensors", "gguf", "dummy"),
+        "model_impl": one_of("auto", "native", "transformers"),
+        "kv_cache_dtype": check_cache_dtype,
+        "quantization": check_quantization,
+        "tokenizer": none_or("a name or a path", str, os.PathLike),
+        "hf_overrides": none_or("a dict of fields of config.json", dict),
+        "revision": none_or("a text", str),
+        "download_dir": none_or("a path", str, os.PathLike),
+        "token": none_or("a text", str, bool),
+        "lora": none_or("a folder or hub id of an adapter", str, os.PathLike),
+    }
+    kv_cache_dtypes = DTYPES | {"int8": torch.uint8}  # the bytes of extensions/int8_cache

@@ -6,10 +6,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-from nanovllm.extensions.api.argparse_utils import FlexibleArgumentParser
-from nanovllm.extensions.api.engine_args import command_line_options, parse_options, sampling_options
+from nanovllm import EngineArgs
 from nanovllm.llm import LLM
 from nanovllm.sampling_params import SamplingParams, recommended_params
+from nanovllm.utils import FlexibleArgumentParser
 
 COMMANDS = "/clear begins a new conversation. /exit or Ctrl-D ends the program, Ctrl-C only an answer."
 TEMPERATURE = 0.6  # where the checkpoint recommends none
@@ -88,9 +88,10 @@ def _make_parser(command: str, about: str) -> argparse.ArgumentParser:
 
 def _parse(parser: argparse.ArgumentParser, argv: Sequence[str], max_tokens: str) -> argparse.Namespace:
     most = f"most tokens of an answer (default: {max_tokens})"
-    drawn = sampling_options(SamplingParams(TEMPERATURE), "what the checkpoint recommends, else ")
+    drawn = EngineArgs.sampling_options(SamplingParams(TEMPERATURE), "what the checkpoint recommends, else ")
     sampling = {"max_tokens": (int, most), **drawn}
-    return parse_options(parser, argv, "how tokens are drawn", sampling, command_line_options())
+    engine = EngineArgs.command_line_options()
+    return EngineArgs.parse_options(parser, argv, "how tokens are drawn", sampling, engine)
 
 
 def _params(llm: LLM, args: argparse.Namespace, max_tokens: int | None) -> SamplingParams:

@@ -12,7 +12,7 @@ from smollm2 import smollm2_gguf  # noqa: F401  a fixture
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.extensions.checkpoints.gguf_file import GGUFTensor
-from nanovllm.extensions.products.onednn import multiply
+from nanovllm.extensions.products import onednn
 from nanovllm.extensions.quantised import gguf
 from nanovllm.extensions.quantised.formats import read_scheme
 from nanovllm.extensions.quantised.gguf import (
@@ -43,6 +43,7 @@ def stored(matrix: torch.Tensor, kind: str) -> tuple[GGUFTensor, torch.Tensor]:
 def load(parts: dict[str, Shard], tensors: dict[str, GGUFTensor], **settings: Any) -> GGUF:
     with torch_defaults(torch.bfloat16, CPU):
         weight = GGUF(parts, **settings)
+        weight.library = onednn
         for name, tensor in tensors.items():
             weight.stored["weight"].load(tensor, parts[name])
     weight.finish()
@@ -84,8 +85,8 @@ def test_a_weight_kept_beside_its_codes_multiplies_what_is_more_than_some_rows(k
     [product] = weight.runs
     assert torch.equal(product.weight.to_dense(), product.dequantise())
     rows, used = SOME_ROWS[product.digits], []
-    of_weight = lambda x, weight: used.append(len(x)) or multiply(x, weight)  # noqa: E731
-    monkeypatch.setattr("nanovllm.extensions.quantised.gguf.multiply", of_weight)
+    multiply = onednn.multiply
+    monkeypatch.setattr(onednn, "multiply", lambda x, weight: used.append(len(x)) or multiply(x, weight))
     for count in (rows - 1, rows, MANY_ROWS[1]):
         weight.multiply(torch.randn(count, 256).bfloat16(), None)
     assert used == [rows, MANY_ROWS[1]]

@@ -15,11 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.assembly import build_model, open_checkpoint
-from nanovllm.config import Config
 from nanovllm.distributed.group import Group, use_group
 from nanovllm.extensions.experts.moe import Router, StackedLinear
 from nanovllm.extensions.quantised import scaled
 from nanovllm.extensions.quantised.formats import read_scheme
+from nanovllm.extensions.safety.options import ExtendedConfig
 from nanovllm.layers.linear import (
     LinearBase,
     MergedColumnParallelLinear,
@@ -479,7 +479,7 @@ def test_the_option_must_name_what_a_quantised_checkpoint_is():
 @pytest.mark.parametrize("value", ["int8", "", 4, True, ["fp8"]])
 def test_an_unknown_quantization_is_refused(value):
     with pytest.raises(ValueError, match="quantization must be one of"):
-        Config("model", quantization=value)
+        ExtendedConfig("model", quantization=value)
 
 
 # Memory

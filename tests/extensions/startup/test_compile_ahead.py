@@ -26,7 +26,7 @@ import torch, triton
 
 torch.set_num_threads(1)
 torch.version.cuda = "13.0"  # a torch for CPUs will do
-from nanovllm.config import Config
+from nanovllm.extensions.safety.options import ExtendedConfig
 from nanovllm.extensions.startup.compile_ahead import _compile_part, launch_every_kernel
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.assembly import open_checkpoint
@@ -34,7 +34,7 @@ from nanovllm.extensions.ranks.peer_group import stand_in
 
 model, rank, size, *desktop = sys.argv[1:]
 rank, size, (cache, kernels) = int(rank), int(size), desktop or ("auto", "none")
-config = Config(
+config = ExtendedConfig(
     model, device="cpu", dtype="bfloat16", max_num_seqs=300, kv_cache_dtype=cache, tensor_parallel_size=size
 )
 config = config.with_checkpoint(open_checkpoint(model))

@@ -1,0 +1,13 @@
+"""All processors of this folder."""
+
+from nanovllm.engine.interfaces import LogitsProcessor
+from nanovllm.extensions.logits.bias import BiasProcessor
+from nanovllm.extensions.logits.filters import FilterProcessor
+from nanovllm.extensions.logits.logprobs import LogprobProcessor
+from nanovllm.extensions.logits.penalties import PenaltyProcessor
+from nanovllm.extensions.logits.scores import ScoreProcessor
+
+
+def make_processors() -> tuple[LogitsProcessor, ...]:
+    """A rank's; the first has the budget of biases and bans."""
+    return BiasProcessor(), PenaltyProcessor(), FilterProcessor(), LogprobProcessor(), ScoreProcessor()
