@@ -314,10 +314,12 @@ def test_every_request_gets_the_tokens_that_it_gets_alone(folder, alone, options
 class Graphs(dict):
     """Stands for CUDA graphs: what was captured runs again when it is replayed, with a stage's own inputs."""
 
+    sizes = (1, 2, 4, 8, 16, 64, 512)
+
     def capture(self, key, *stages):
         self[key] = stages
 
-    def replay(self, key, stage):
+    def replay(self, key, stage=0):
         self.computed = self[key][stage](*([self.computed] if stage else []))
         return self.computed
 
