@@ -11,6 +11,7 @@ from nanovllm.checkpoints.base import Checkpoint
 from nanovllm.checkpoints.tokenizer import tokenizer_errors
 
 INDEX = "model.safetensors.index.json"
+OTHER_COPY = "consolidated*.safetensors"  # of Mistral's weights, by names of its own
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 DTYPES = {
     "F16": torch.float16,
@@ -83,7 +84,8 @@ class FolderCheckpoint(Checkpoint):
         """Files with weights -> the tensors that the index lists for each; none if there is no index."""
         if shards := read_index(self.folder):
             return {self.file(file): listed for file, listed in sorted(shards.items())}
-        return dict.fromkeys(sorted(self.folder.glob("*.safetensors")), [])
+        files = {*self.folder.glob("*.safetensors")} - {*self.folder.glob(OTHER_COPY)}
+        return dict.fromkeys(sorted(files), [])
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -20,7 +20,6 @@ from nanovllm.extensions.checkpoints.sizes import checked_size
 # Of weights of fewer bits and what belongs to them.
 DTYPES |= {"F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu}
 DTYPES |= {"U8": torch.uint8, "I8": torch.int8, "I32": torch.int32, "I64": torch.int64}
-OTHER_COPY = "consolidated*.safetensors"  # of Mistral's weights, by names of its own
 # By name or ending; several times what the largest models have. JSON takes many times its size in memory.
 MAX_BYTES = {"tokenizer.json": 2**26, ".json": 2**24, ".jinja": 2**20, ".safetensors": math.inf}
 MAX_BYTES_OF_OTHERS = 2**28
@@ -66,13 +65,12 @@ class CheckedFolder(FolderCheckpoint):
     def shards(self) -> dict[Path, list[str]]:
         """Raises ValueError if there are no weights that can be read."""
         shards = super().shards()
-        found = {file: listed for file, listed in shards.items() if listed or not file.match(OTHER_COPY)}
-        if not found:
+        if not shards:
             suffixes = (".bin", ".pt", ".pth", ".safetensors")
             unread = sorted(file.name for file in self.folder.iterdir() if file.suffix in suffixes)
             only = f" (only {', '.join(unread[:3])})" if unread else ""
             raise ValueError(f"{self.path} has no safetensors file{only}; only safetensors and GGUF are read")
-        return found
+        return shards
 
     def file(self, name: str) -> Path:
         return file_inside(self.folder, name)
