@@ -18,6 +18,7 @@ from nanovllm.kernels.attention_variant import AttentionVariant
 from nanovllm.kernels.cache_layout import ROWS, CacheLayout
 from nanovllm.kernels.runtime import (
     LOG2_E,
+    TRITON_DEVICES,
     cdiv,
     masked_load,
     next_power_of_2,
@@ -25,7 +26,6 @@ from nanovllm.kernels.runtime import (
     prefetch_each,
     tl,
     triton,
-    use_triton,
 )
 from nanovllm.kernels.split_kv import own_tokens, store_result
 
@@ -72,7 +72,7 @@ def paged_decode_attention(
     context_lens int32 [batch]. Entries of a block table beyond the end of its sequence are ignored. A context
     of 0 (a padded row) gives zeros.
     """
-    if not use_triton(q):
+    if q.device.type not in TRITON_DEVICES:
         return paged_decode_attention_torch(q, k_cache, v_cache, block_tables, context_lens, variant, layout)
     batch, heads, head_dim = q.shape
     multiprocessors = runtime.num_multiprocessors(q.device)

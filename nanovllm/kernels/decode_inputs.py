@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nanovllm.kernels.runtime import tl, triton, use_triton
+from nanovllm.kernels.runtime import TRITON_DEVICES, tl, triton
 
 
 class DecodeInputs(NamedTuple):
@@ -38,7 +38,7 @@ def decode_inputs(slots: Tensor, tables: InputTables, block_size: int) -> Decode
     The inputs of the sequences with these slots, int32 [batch]. Adds 1 to their lengths in the table, for the
     next step.
     """
-    if not use_triton(slots):
+    if slots.device.type not in TRITON_DEVICES:
         return decode_inputs_torch(slots, tables, block_size)
 
     def empty(dtype: torch.dtype, *shape: int) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from nanovllm.kernels.attention_variant import Hooks
 from nanovllm.kernels.runtime import (
+    TRITON_DEVICES,
     cdiv,
     masked_load,
     next_power_of_2,
@@ -18,13 +19,12 @@ from nanovllm.kernels.runtime import (
     pdl_wait,
     tl,
     triton,
-    use_triton,
 )
 
 
 def store_kvcache(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
     """Write key, value [tokens, kv_heads, head_dim] to slot_mapping [tokens]."""
-    if not use_triton(key):
+    if key.device.type not in TRITON_DEVICES:
         return store_kvcache_torch(key, value, k_cache, v_cache, slot_mapping)
     key, value = key.flatten(1), value.flatten(1)  # no copy where a token's heads lie side by side
     tokens, width = key.shape

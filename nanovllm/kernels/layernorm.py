@@ -7,7 +7,7 @@ the normalised row before it is multiplied by the weight. Inputs are never chang
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.kernels.runtime import masked_load, next_power_of_2, tl, triton, use_triton
+from nanovllm.kernels.runtime import TRITON_DEVICES, masked_load, next_power_of_2, tl, triton
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -17,7 +17,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(rms_norm(x + residual), x + residual), both [..., hidden]; without a residual x takes its place."""
-    if not use_triton(x):
+    if x.device.type not in TRITON_DEVICES:
         return add_rms_norm_torch(x, residual, weight, eps)
     hidden = x.shape[-1]
     rows = x.reshape(-1, hidden)

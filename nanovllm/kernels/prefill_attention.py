@@ -14,7 +14,7 @@ from torch import Tensor
 from nanovllm.kernels import runtime
 from nanovllm.kernels.attention_variant import AttentionVariant
 from nanovllm.kernels.cache_layout import ROWS, CacheLayout
-from nanovllm.kernels.runtime import LOG2_E, cdiv, masked_load, next_power_of_2, tl, triton, use_triton
+from nanovllm.kernels.runtime import LOG2_E, TRITON_DEVICES, cdiv, masked_load, next_power_of_2, tl, triton
 
 SHORT_QUERIES = 64  # a step whose sequences compute at most this many tokens each uses smaller tiles
 
@@ -49,7 +49,7 @@ def varlen_prefill_attention(
     [sequences, max_blocks]) the contiguous caches [blocks, block_size, kv_heads, head_dim], or what the
     layout says.
     """
-    if not use_triton(q):
+    if q.device.type not in TRITON_DEVICES:
         lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
         return varlen_prefill_attention_torch(q, k, v, *lengths, variant, block_tables, layout)
     _, heads, head_dim = q.shape

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.kernels import runtime
-from nanovllm.kernels.runtime import IS_INTERPRETED, LOG2_E, cdiv, next_power_of_2, tl, triton, use_triton
+from nanovllm.kernels.runtime import IS_INTERPRETED, LOG2_E, TRITON_DEVICES, cdiv, next_power_of_2, tl, triton
 
 BLOCK = 1024
 PROGRAMS_PER_MULTIPROCESSOR = 24  # several waves, so that all multiprocessors end at about the same time
@@ -41,7 +41,7 @@ def sample(
     with noise are log2(e) times those of the formula, because the GPU's logarithm has base 2. Tokens whose
     logit is below their row's `lowest`, float32 [batch], are not drawn.
     """
-    if not use_triton(logits):
+    if logits.device.type not in TRITON_DEVICES:
         return sample_torch(logits, temperatures, seeds, positions, vocab_start, lowest)
     batch, vocab = logits.shape
     num_tiles = cdiv(vocab, BLOCK)
