@@ -25,6 +25,7 @@ from nanovllm.assembly import open_checkpoint
 from nanovllm.config import Config
 from nanovllm.extensions.api.foreign_options import make_config
 from nanovllm.extensions.batch import __main__ as batch
+from nanovllm.extensions.safety.options import ExtendedConfig
 from tiny_checkpoints import EXACT, make_checkpoint, one_thread  # noqa: F401
 
 ROOT = Path(__file__).parents[3]
@@ -125,7 +126,7 @@ def llm(folder):
 
 def refused(error: type[Exception], text: str, **options) -> None:
     with pytest.raises(error, match=text):
-        make_config("a model", options)
+        make_config("a model", options, ExtendedConfig.from_options)
 
 
 def missed(llm: LLM, *names: str) -> None:
@@ -319,7 +320,11 @@ def _(llm, folder):
     with pytest.warns(
         UserWarning, match="^options without effect: trust_remote_code, swap_space, disable_log_stats$"
     ):
-        make_config("a model", dict(trust_remote_code=True, swap_space=4, disable_log_stats=True))
+        make_config(
+            "a model",
+            dict(trust_remote_code=True, swap_space=4, disable_log_stats=True),
+            ExtendedConfig.from_options,
+        )
 
 
 @row(

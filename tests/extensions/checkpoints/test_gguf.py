@@ -63,7 +63,7 @@ def test_rotary_rows_of_biases_come_back_too(tmp_path):
     make_checkpoint(tmp_path, "llama", attention_bias=True, mlp_bias=True)
     expected = load_file(tmp_path / "model.safetensors")
     checkpoint = open_checkpoint(write_gguf(tmp_path))
-    assert checkpoint.hf_config().attention_bias and checkpoint.hf_config().variant.mlp_bias
+    assert checkpoint.hf_config().attention_bias and checkpoint.hf_config().mlp_bias
     tensors = {t.name: t[:] for t in checkpoint.tensors()}
     assert tensors.keys() == expected.keys()
     assert all(torch.equal(tensors[name], value) for name, value in expected.items())
