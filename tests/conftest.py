@@ -13,6 +13,8 @@ import signal
 import pytest
 import torch
 
+SHARE_OF_A_GPU = 5 << 30  # bytes
+
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -23,6 +25,15 @@ def no_forecast(monkeypatch: pytest.MonkeyPatch) -> None:
     from nanovllm.extensions.safety.forecast import Forecast
 
     monkeypatch.setattr(Forecast, "admits", lambda *_: Verdict.ADMIT)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Beside other tests (`-n`) an engine takes little of a GPU; a test that wants it whole is `alone`."""
+    if hasattr(config, "workerinput") and torch.cuda.is_available():
+        from nanovllm.engine import model_runner
+
+        bytes_left = model_runner.bytes_left
+        model_runner.bytes_left = lambda *args: min(bytes_left(*args), SHARE_OF_A_GPU)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

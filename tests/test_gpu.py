@@ -206,6 +206,7 @@ def test_sequences_grow_to_the_longest_there_can_be(checkpoint):
     assert_greedy(reference, [5] * 30, result["token_ids"], 2e-3)
 
 
+@pytest.mark.alone
 def test_memory_is_freed_with_the_engine(checkpoint):
     left = []
     for _ in range(4):
@@ -220,6 +221,7 @@ def test_memory_is_freed_with_the_engine(checkpoint):
     assert left[-1] - left[0] < 1 << 20, "what libraries keep for a process they take once"
 
 
+@pytest.mark.alone
 def test_a_budget_that_holds_no_sequence_is_an_error_that_says_what_helps(checkpoint):
     with pytest.raises(ValueError, match=r"[\d,]+ more than there are.*gpu_memory_utilization"):
         LLM(checkpoint, gpu_memory_utilization=0.001)
@@ -323,6 +325,7 @@ with LLM(sys.argv[1], dtype="bfloat16", max_num_seqs=300, quantization=(*sys.arg
 """
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("quantization", [(), ("fp8",)], ids=str)
 def test_a_start_compiles_what_generate_needs(checkpoint, tmp_path, quantization):
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
@@ -400,6 +403,7 @@ class Hog:
                     self.taken.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlapped", "plain"])
 @pytest.mark.parametrize("when", [1, 2, 20], ids=["first prefill", "first decode", "later"])
 def test_when_memory_runs_out_in_a_step_the_next_one_goes_on(checkpoint, monkeypatch, when, overlap):
@@ -419,6 +423,7 @@ def test_when_memory_runs_out_in_a_step_the_next_one_goes_on(checkpoint, monkeyp
         assert num_raised == 1 and [found[request_id] for request_id in ids] == expected
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("when", [20, 40])  # steps of all the requests
 def test_when_memory_runs_out_every_request_of_async_llm_goes_on(checkpoint, monkeypatch, when):
     prompts = make_prompts()

@@ -145,6 +145,7 @@ def test_more_tokens_than_a_grid_dimension_holds_are_rotated_and_stored():
     torch.testing.assert_close([qkv, *caches], [expected, *twins], equal_nan=True)
 
 
+@pytest.mark.alone
 @pytest.mark.gpu
 @needs_cuda
 def test_decode_reaches_blocks_beyond_two_gigabytes():
