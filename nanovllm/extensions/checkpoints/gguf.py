@@ -74,7 +74,8 @@ class GGUFCheckpoint(Checkpoint):
         self.facts = known[self.architecture]
 
     def __reduce__(self) -> tuple:
-        return GGUFCheckpoint, (self.path, [self.facts]), {"fill": self.fill}  # maps the file anew
+        state = {"fill": self.fill, "changes": self.changes}
+        return GGUFCheckpoint, (self.path, [self.facts]), state  # maps the file anew
 
     def fields(self) -> dict[str, Any]:
         """As in a config.json."""

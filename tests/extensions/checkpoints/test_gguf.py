@@ -1,5 +1,6 @@
 """GGUF files: the same model comes out as the one that went in, and nothing hostile gets far."""
 
+import pickle
 import struct
 import time
 import warnings
@@ -223,6 +224,14 @@ def test_two_ranks_of_a_packed_file_answer_as_one(tmp_path, architecture, quanti
         for first, second in (list(step.values())[:2] for step in one["logprobs"]):
             assert abs(first.logprob - second.logprob) > 0.2
         assert one["token_ids"] == two["token_ids"]
+
+
+def test_other_ranks_get_what_an_adapter_changes(tmp_path):
+    tiny_checkpoints.make_checkpoint(tmp_path, "qwen3", tokenizer=False, **FEW_TOKENS)
+    checkpoint = open_checkpoint(write_gguf(tmp_path, "F32"))
+    assert pickle.loads(pickle.dumps(checkpoint)).changes == ()
+    checkpoint.changes = (sorted,)
+    assert pickle.loads(pickle.dumps(checkpoint)).changes == (sorted,)
 
 
 @pytest.mark.parametrize(
