@@ -22,11 +22,12 @@ from kernel_checks import (
 )
 from quantised_weights import FORMATS, make_weight
 
+from nanovllm.extensions.experts.config import ExpertsConfig
 from nanovllm.extensions.experts.kernels import moe, moe_fp8, moe_matvec, router
 from nanovllm.extensions.experts.kernels.experts import ExpertWeights, GroupedProduct, activate_torch
 from nanovllm.extensions.experts.kernels.moe_quantised_matvec import run_few_quantised
 from nanovllm.extensions.experts.kernels.router import Routing
-from nanovllm.extensions.experts.moe import Experts, MixtureOfExperts, Router
+from nanovllm.extensions.experts.moe import MixtureOfExperts
 from nanovllm.extensions.quantised.kernels import fp8_linear, quantised_matvec
 from nanovllm.extensions.quantised.kernels.quantised_weight import (
     QuantisedWeight,
@@ -477,7 +478,9 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(device):
 @pytest.mark.parametrize("rows, is_prefill", [(2, False), (2, True), (6, False)])
 @pytest.mark.parametrize("is_untouched", [True, False])
 def test_a_layer_computes_by_kernels_what_it_computes_by_their_twins(device, rows, is_prefill, is_untouched):
-    layer = MixtureOfExperts(Router(40, 6, Routing(3)), Experts(40, 12, 6))
+    layer = MixtureOfExperts(
+        40, ExpertsConfig(num_experts=6, num_experts_per_tok=3, moe_intermediate_size=12)
+    )
     norm, next_norm = RMSNorm(40), RMSNorm(40)
     for param in (*layer.parameters(), norm.weight, next_norm.weight):
         param.data.normal_(0, 0.5)
