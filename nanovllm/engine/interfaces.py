@@ -27,7 +27,7 @@ class Observer:
     those from `started` on by the loop, on rank 0's host. What one raises ends the start or the step.
     """
 
-    is_active = False  # whether before_step and after_step are called
+    is_active = False  # whether after_step is called
 
     def starting(self, rank: int, make_runner: Callable[..., Any]) -> None:
         """
@@ -52,9 +52,6 @@ class Observer:
 
     def added(self, sequences: list[Sequence]) -> None:
         """These have been queued, or are kept after a failure and begin anew."""
-
-    def before_step(self) -> None:
-        """A step is about to be scheduled."""
 
     def after_step(self, step: Any) -> None:
         """
@@ -111,10 +108,6 @@ class LogitsProcessor:
         Check a request that wants it; nothing has changed yet. ValueError for what cannot be served; messages
         call its parameters `where`. What is returned all completions have in their `own`.
         """
-
-    def max_cached(self, seq: Sequence) -> int:
-        """How many of its tokens may come from the KV cache; the next one is computed from the last."""
-        return len(seq) - 1
 
     def prepare(self, sequences: list[Sequence]) -> Any:
         """

@@ -4,7 +4,7 @@ The classes here are the plain ones, of which the parts that assembly.py makes a
 has them, beside the Scheduler and its BlockManager, so nothing here knows tensors.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
@@ -19,13 +19,6 @@ class Hit:
     blocks: list[int]  # whole ones, which the sequence is going to share
     num_tokens: int  # that need not be computed: those of the blocks, and what a PrefixCache adds to them
     pins: tuple[int, ...] = ()  # free blocks that the step reads: used until the PrefixCache gives them back
-
-
-def max_cached(processors: Iterable[Any], seq: Sequence) -> int:
-    """How many of its tokens may come from the KV cache: what its logits processors agree on."""
-    wanted = seq.request.wanted
-    limits = [processor.max_cached(seq) for i, processor in enumerate(processors) if wanted >> i & 1]
-    return min(limits, default=len(seq) - 1)
 
 
 class PrefixCache:
@@ -50,7 +43,7 @@ class PrefixCache:
         return Hit(blocks, len(blocks) * size)
 
     def max_cached(self, seq: Sequence) -> int:
-        """How many tokens may be found. An engine with logits processors asks these, too."""
+        """How many tokens may be found; the next one is computed from the last. A part may ask for less."""
         return seq.num_tokens - 1
 
     def evict(self) -> int:

@@ -302,13 +302,15 @@ MUTATIONS = [
     ),
     *mutations_of(
         "llm_engine",
-        ("(seed + index) % 2**63", "seed + index"),
-        ('counts["seconds"] += time.perf_counter()', 'counts["seconds"] = time.perf_counter()'),
-        ("        if not self.unfinished and self.in_flight", "        if False and self.in_flight"),
-        ("            self._sample(self.in_flight)\n", "            pass\n"),
+        ("self._overlap and sequences and self.unfinished", "self._overlap and sequences"),
+        ("            self._sample(self.in_flight[-1])\n", "            pass\n"),
         ("            processor.ended(seq)", "            pass"),
         ("self.ended, self.attempt = {}, None", "self.attempt = None"),
-        ("num_generated / max(counts", 'counts["drawn"] / max(counts'),
+    ),
+    *mutations_of("scheduler", ("                self.num_drawn_tokens -= 1\n", "")),
+    *mutations_of(
+        "nanovllm/extensions/safety/stats",
+        ("self.seconds += time.perf_counter()", "self.seconds = time.perf_counter()"),
     ),
     *mutations_of(
         "nanovllm/extensions/safety/recovery",
@@ -349,8 +351,8 @@ MUTATIONS = [
     *mutations_of(
         "nanovllm/extensions/api/async_llm",
         (
-            "await asyncio.to_thread(prompts.read_own, request)",
-            "prompts.read_rest(request)",
+            'await asyncio.to_thread(prompts.make_request, prompt, params, "prompt")',
+            'prompts.make_request(prompt, params, "prompt")',
         ),
     ),
     *mutations_of(
@@ -488,7 +490,8 @@ MUTATIONS = [
     ),
     *mutations_of(
         "nanovllm/extensions/text/llm",
-        ("if self._call is queued:", "if True:"),
+        ("(seed + i) % 2**63", "seed + i"),
+        ("if self._call is queued and", "if"),
         ("if not queued or self.is_finished():", "if not queued:"),
         ("while len(queued) < limit and", "while len(queued) <= limit and"),
     ),
@@ -499,7 +502,7 @@ MUTATIONS = [
         ("engine.clear = engine.exit = lambda: None", "engine.exit = lambda: None"),
         ("raise missing_attribute(self, name)", "raise AttributeError(name)"),
     ),
-    *mutations_of("nanovllm/utils/progress", ("dynamic_ncols=True)", "dynamic_ncols=True, disable=False)")),
+    *mutations_of("nanovllm/extensions/text/llm", ("tqdm, disable=True)", "tqdm, disable=False)")),
     *mutations_of(
         "nanovllm/extensions/api/engine_args",
         ("cls.__init__.__signature__ = signature.replace(parameters=parameters)", "pass"),
@@ -511,7 +514,7 @@ MUTATIONS = [
         ("                messages = start\n            elif", "                pass\n            elif"),
         ("                    if answer:", "                    if False:"),
         ("text.translate(CONTROLS) if sys.stdout.isatty() else text", "text"),
-        ('{"temperature": TEMPERATURE, **llm.generation_config}', "llm.generation_config"),
+        ("default_sampling_params(temperature=TEMPERATURE)", "default_sampling_params()"),
     ),
     *mutations_of(
         "nanovllm/extensions/server/__main__",
@@ -583,7 +586,7 @@ MUTATIONS = [
         "input_processor",
         (
             "        params = replace(params)",
-            "        params = name_of.__dict__.setdefault(params, replace(params))",
+            "        params = as_token_ids.__dict__.setdefault(params, replace(params))",
         ),
         ("check(value == field.default,", "check(True,"),
     ),

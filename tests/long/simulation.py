@@ -27,7 +27,6 @@ import argparse
 import random
 import time
 from collections import Counter
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -40,7 +39,7 @@ from block_pool import check_pool
 from nanovllm.assembly import make_admissions, make_prefix_cache
 from nanovllm.engine.batch import Batch, BatchMaker
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.policies import Hit, max_cached
+from nanovllm.engine.policies import Hit
 from nanovllm.engine.scheduler import MAX_PREFILLS_IN_A_ROW, Scheduler
 from nanovllm.engine.sequence import Request, Sequence, SequenceStatus
 from nanovllm.engine.slots import SlotLayout
@@ -374,7 +373,7 @@ class Simulation:
         admissions = make_admissions(config, BiasProcessor())
         self.forecast = next(part for part in admissions if isinstance(part, Forecast))
         self.have_waited = next(part for part in admissions if isinstance(part, HoldBack)).have_waited
-        prefix_cache.max_cached = partial(max_cached, (self.scores,))
+        prefix_cache.max_cached = self.scores.max_cached
         self.scheduler = Scheduler(config, prefix_cache, admissions)
         self.scheduler.block_manager = WatchedBlocks(
             self, num_blocks, self.block_size, config.enable_prefix_caching, prefix_cache

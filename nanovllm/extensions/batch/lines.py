@@ -74,8 +74,8 @@ def read_request(
         request = parse_line(line, text, defaults)
         token_ids = []
         for i, prompt in enumerate(_prompts(llm, request)):
-            index = i if request.has_many_prompts else None
-            token_ids.append(llm.prompts.read(prompt, request.params, index).token_ids)
+            name = f"prompts[{i}]" if request.has_many_prompts else "prompt"
+            token_ids.append(llm.prompts.read(prompt, request.params, name).token_ids)
         return request, token_ids
     except MemoryError:
         raise  # not the line's fault: the run ends, and --resume answers the line

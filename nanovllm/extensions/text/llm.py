@@ -3,18 +3,21 @@ of a prompt, scores.
 """
 
 import contextlib
+import functools
 import itertools
-import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from typing import Any
 
+from tqdm.auto import tqdm
+
+from nanovllm.checkpoints.base import Checkpoint
 from nanovllm.engine.input_processor import as_token_ids
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.sequence import Request, Sequence
 from nanovllm.extensions.text.chat import Messages
-from nanovllm.extensions.text.prompts import Prompt, TextInputProcessor
+from nanovllm.extensions.text.prompts import Prompt, TextInputProcessor, recommended_params
 from nanovllm.extensions.text.results import (
     GrowingOutput,
     GrowingText,
@@ -25,10 +28,12 @@ from nanovllm.extensions.text.results import (
     outcome,
 )
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.progress import MakeBar, Progress, no_bar, tqdm
+from nanovllm.utils.progress import LOOK, Progress
 from nanovllm.utils.validation import check, check_bool, is_number
 
 Params = SamplingParams | None  # None is what the checkpoint recommends
+MakeBar = Callable[..., tqdm]
+no_bar = functools.partial(tqdm, disable=True)
 
 
 @dataclass(eq=False)
@@ -53,7 +58,9 @@ class TextLLM(LLMEngine):
 
     make_prompts = TextInputProcessor
     step_or_isolate: Callable  # `step` that ends a request which makes steps fail, see extensions/safety
-    _call: dict[int, Asked] | None = None  # the call that the unfinished requests belong to, see _take_turn
+    # Begins or goes on with a call that uses the engine, see extensions/api. A call is identified by its dict
+    # of queued requests, which is then in `_call`; None stands for `add_request` and `step`.
+    _take_turn: Callable
 
     def generate(
         self,
@@ -100,7 +107,7 @@ class TextLLM(LLMEngine):
         """
         self._take_turn()
         make_bar = _bar_maker(use_tqdm)
-        requests = self.prompts.read_all(prompts, sampling_params)
+        requests = self.prompts.read_all(prompts, self.or_recommended(sampling_params))
         total = sum(request.params.n for request in requests)
         asked = [Asked(request, i) for i, request in enumerate(requests)]
         return self._results(self._run(asked, total=total, make_bar=make_bar), make_result)
@@ -131,7 +138,7 @@ class TextLLM(LLMEngine):
             try:
                 is_pair = isinstance(request, tuple) and len(request) == 2
                 check(is_pair, f"requests[{i}] must be (prompt, SamplingParams)", request)
-                asked.request = self.prompts.read(*request, i)
+                asked.request = self.prompts.read(*request, f"prompts[{i}]")
                 which = f"prompts[{i}], and maybe later ones"
                 has_warned = has_warned or self.prompts.warn_of_context([asked.request], which)
             except ValueError as error:
@@ -154,7 +161,7 @@ class TextLLM(LLMEngine):
         for, and in the last one the finish_reason. Closing the iterator drops the request.
         """
         self._take_turn()
-        request = self.prompts.read(prompt, sampling_params)
+        request = self.prompts.read(prompt, self.or_recommended(sampling_params))
         self.prompts.check_streamable(request.params, objects)
         self.prompts.warn_of_context([request])
         return self._pieces(Asked(request), objects)
@@ -242,14 +249,29 @@ class TextLLM(LLMEngine):
         check(isinstance(token_ids, (list, tuple)), "token_ids must be a list of token ids", token_ids)
         check_bool(skip_special_tokens, "skip_special_tokens")
         vocab_size = max(self.prompts.vocab_size, len(self.tokenizer))  # either may have more
-        token_ids = as_token_ids(token_ids, vocab_size, "token_ids")
+        token_ids = as_token_ids(token_ids, vocab_size, "token_ids: token ids")
         return self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
-    def default_sampling_params(self) -> SamplingParams:
-        """What the checkpoint's generation_config.json recommends. Raises ValueError for a bad value."""
-        return self.prompts.recommended()
+    def default_sampling_params(self, **others: Any) -> SamplingParams:
+        """
+        What the checkpoint's generation_config.json recommends, and `others` where it says nothing. Raises
+        ValueError for a bad value.
+        """
+        try:
+            return recommended_params(others | self.generation_config)
+        except ValueError as error:
+            raise ValueError(f"generation_config.json of {self.config.model!r}: {error}") from None
 
     get_default_sampling_params = default_sampling_params
+
+    def or_recommended(self, params: Any) -> Any:
+        """The parameters of a call, or what the checkpoint recommends if none were given."""
+        return self.default_sampling_params() if params is None else params
+
+    def start_runner(self, checkpoint: Checkpoint) -> None:
+        """Keeps what the checkpoint recommends."""
+        self.generation_config = checkpoint.generation_config()
+        super().start_runner(checkpoint)
 
     def add_request(self, prompt: Prompt | Request, sampling_params: Params = None) -> int:
         """
@@ -257,7 +279,11 @@ class TextLLM(LLMEngine):
         read, with any n.
         """
         self.check_usable()
-        request = prompt if isinstance(prompt, Request) else self.prompts.read(prompt, sampling_params)
+        request = (
+            prompt
+            if isinstance(prompt, Request)
+            else self.prompts.read(prompt, self.or_recommended(sampling_params))
+        )
         if request is not prompt:
             if request.params.n > 1:
                 raise ValueError(f"add_request makes one completion of a prompt, got n={request.params.n}")
@@ -271,17 +297,10 @@ class TextLLM(LLMEngine):
 
     def _queue(self, request: Request) -> list[Sequence]:
         """Queue all completions of a prompt, or none."""
-        completions = [self.make_sequence(request, index) for index in range(request.params.n)]
-        self.add(completions)
-        return completions
-
-    def _take_turn(self, call: dict[int, Asked] | None = None) -> None:
-        """
-        A call begins to use the engine, or goes on. A call is identified by its dict of queued requests; None
-        stands for `add_request` and `step`.
-        """
-        self.check_usable()
-        self._call = call
+        completions = [request] * request.params.n
+        if (seed := request.seed) is not None:
+            completions = [replace(request, seed=(seed + i) % 2**63) for i in range(len(completions))]
+        return self.add(completions)
 
     def _run(
         self,
@@ -301,21 +320,21 @@ class TextLLM(LLMEngine):
         step = self.step_or_isolate if isolate else super().step
         self._take_turn(queued)
         try:
-            with Progress(total, make_bar) as progress:
+            with contextlib.closing(make_bar(total=total, **LOOK)) as bar:
+                progress = Progress(bar)
                 while True:
                     ended = self._queue_some(coming, limit, queued)
                     if not ended:
                         if not queued or self.is_finished():
                             return
                         self._take_turn(queued)
-                        start = time.perf_counter()
-                        finished, num_tokens = step()
-                        progress.count(len(finished), num_tokens, time.perf_counter() - start)
+                        finished = progress.run(step)
                         found = dict.fromkeys(queued.pop(i) for i, _ in finished if i in queued)
                         ended = [each for each in found if all(seq.is_finished for seq in each.completions)]
                     yield ended
         except BaseException:
-            if self._call is queued:  # an iterator may be closed when another call uses the engine
+            # An iterator may be closed when another call uses the engine, and when Python ends.
+            if self._call is queued and not self._is_python_ending():
                 self.clear()
             raise
 
