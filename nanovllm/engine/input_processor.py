@@ -18,7 +18,7 @@ Prompt = str | list[int]
 
 def as_token_ids(values: Any, vocab_size: int, what: str) -> list[int]:
     """Token ids as a list of Python's integers. Raises ValueError for anything else; messages say `what`."""
-    check(isinstance(values, (list, tuple, set, frozenset)), f"{what} must be a list", values)
+    check(isinstance(values, (list, tuple)), f"{what} must be a list", values)
     token_ids = list(values)
     if set(map(type, token_ids)) - {int}:  # numpy's integers, or what is no token id at all
         for token_id in token_ids:
@@ -73,9 +73,17 @@ class InputProcessor:
         """A prompt with parameters that `read_params` has read. Messages call the prompt `name`."""
         token_ids, text = self.read_prompt(prompt, name)
         self.limits.check(len(token_ids), 1, f"{name}: ")
-        wanted = sum(1 << i for i, processor in enumerate(self.processors) if processor.wants(params))
-        request = Request(token_ids, params, self.block_size, params.seed, text=text, wanted=wanted)
-        for processor in selected(self.processors, wanted):
+        request = Request(
+            token_ids,
+            params,
+            self.block_size,
+            params.seed,
+            self.limits.max_num_tokens,
+            self.limits.end_token_ids(params),
+            text,
+            wanted=sum(1 << i for i, processor in enumerate(self.processors) if processor.wants(params)),
+        )
+        for processor in selected(self.processors, request.wanted):
             request.own[processor.name] = processor.read(request, f"sampling_params for {name}")
         return request
 
@@ -83,8 +91,6 @@ class InputProcessor:
         """The token ids of a prompt, and its text if it has one."""
         text = prompt if isinstance(prompt, str) else None
         token_ids = prompt if text is None else self.tokenize(text, name)
-        is_good = isinstance(token_ids, (list, tuple))
-        check(is_good, f"{name} must be a string or a list of token ids", prompt)
         token_ids = as_token_ids(token_ids, self.vocab_size, f"{name}: token ids")
         if not token_ids:
             raise ValueError(f"{name} is empty: {shown(prompt)}")

@@ -5,7 +5,6 @@ where they come from. Every rank assembles its own: parts hold functions and ten
 send to another.
 """
 
-import importlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -179,9 +178,3 @@ class Parts:
 
     def logits_processor(self, name: str) -> LogitsProcessor:
         return next(processor for processor in self.logits_processors if processor.name == name)
-
-
-def resolve(name: str) -> Any:
-    """What "package.module:Name" names, imported: how ranks get what cannot be sent to them."""
-    module, _, attribute = name.partition(":")
-    return getattr(importlib.import_module(module), attribute)

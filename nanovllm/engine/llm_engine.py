@@ -3,6 +3,7 @@
 Follow `step` -> `Scheduler.schedule` -> `ModelRunner.run` -> `Scheduler.postprocess`.
 """
 
+import pkgutil
 import random
 import sys
 import weakref
@@ -16,7 +17,6 @@ from nanovllm.config import Config
 from nanovllm.distributed.ranks import SHUT_DOWN, EngineDeadError, Ranks
 from nanovllm.engine.batch import Batch, BatchMaker, StepOutput
 from nanovllm.engine.input_processor import InputProcessor, Prompt
-from nanovllm.engine.interfaces import resolve
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Request, Sequence
@@ -88,7 +88,7 @@ class LLMEngine:
 
     def start_runner(self, checkpoint: Checkpoint) -> None:
         """Make rank 0's model runner; and start the other ranks, which make theirs at the same time."""
-        parts = self.parts = resolve(self.assembly)(self.config)
+        parts = self.parts = pkgutil.resolve_name(self.assembly)(self.config)
         if self.config.tensor_parallel_size == 1:
             runner = ModelRunner(self.config, parts)
             runner.start(checkpoint)

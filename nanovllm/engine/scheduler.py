@@ -57,11 +57,9 @@ class Scheduler:
 
     def add(self, seq: Sequence) -> None:
         """
-        Queue a request, which ends where the context does. Raises ValueError if its prompt could never fit,
-        however empty the engine is.
+        Queue a request. Raises ValueError if its prompt could never fit, however empty the engine is.
         """
         self.limits.check(seq.num_tokens)
-        seq.request = self.limits.applied_to(seq.request)
         self.waiting[seq] = None
 
     def schedule(self) -> tuple[list[Sequence], bool]:

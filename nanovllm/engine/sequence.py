@@ -27,13 +27,13 @@ def unpack(packed: bytes) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """A prompt and how to complete it. The Scheduler says where a completion ends at the latest."""
+    """A prompt and how to complete it."""
 
     token_ids: list[int]
     params: SamplingParams = SamplingParams()
     block_size: int = 256  # of the KV cache
     seed: int = 0  # this and a token's position decide the noise it is drawn with
-    max_num_tokens: int = 2 * MAX_TOKENS  # of prompt and completion
+    max_num_tokens: int = 2 * MAX_TOKENS  # of prompt and completion, or fewer if `params` say so
     end_token_ids: frozenset[int] = frozenset()  # any of these ends the completion
     text: str | None = None  # of the prompt, unless it was given as token ids alone
     wanted: int = 0  # the logits processors that it wants: bit i is the i-th of Parts

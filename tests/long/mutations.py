@@ -96,7 +96,6 @@ def mutations_of(file: str, *pairs: tuple[str, str]) -> list[Mutation]:
 MUTATIONS = [
     *mutations_of(
         "scheduler",
-        ("seq.request = self.limits.applied_to(seq.request)", "pass"),
         ("self.num_prefills_in_a_row == MAX_PREFILLS_IN_A_ROW", "False"),
         ("len(self.running) > has_chunk", "len(self.running) > 0"),
         ("self.is_prefill, self.num_prefills_in_a_row = False, 0", "self.is_prefill = False"),
@@ -589,6 +588,7 @@ MUTATIONS = [
             "        params = as_token_ids.__dict__.setdefault(params, replace(params))",
         ),
         ("check(value == field.default,", "check(True,"),
+        ("            self.limits.max_num_tokens,\n", "            2**40,\n"),
     ),
     *mutations_of("nanovllm/extensions/batch/files", ("        while rest:", "        if rest:")),
     *mutations_of(
