@@ -91,11 +91,12 @@ def extend(llm: type[LLMEngine]) -> type[LLMEngine]:
     if not EXTENDED:
         return llm
     from nanovllm.extensions.api.llm import with_api
+    from nanovllm.extensions.checkpoints.recommended import RecommendingLLM
     from nanovllm.extensions.safety.prompt_checks import CheckedInputProcessor
     from nanovllm.extensions.safety.stats import StatsLLM
     from nanovllm.extensions.text.llm import TextLLM
 
-    made = with_api(llm, TextLLM, StatsLLM)
+    made = with_api(llm, TextLLM, StatsLLM, RecommendingLLM)
     made.make_prompts = type("Prompts", (CheckedInputProcessor, TextLLM.make_prompts), {})
     return made
 

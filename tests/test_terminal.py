@@ -14,9 +14,9 @@ import pytest
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.extensions.api.engine_args import command_line_options
+from nanovllm.extensions.checkpoints.recommended import RecommendingLLM
 from nanovllm.extensions.server import terminal
 from nanovllm.extensions.server.__main__ import COMMANDS, HELP, main
-from nanovllm.extensions.text.llm import TextLLM
 from tiny_checkpoints import make_checkpoint, one_thread  # noqa: F401
 
 ROOT = Path(terminal.__file__).parents[3]
@@ -143,7 +143,7 @@ def test_a_terminal_gets_no_signs_that_control_it(monkeypatch):
 
 def test_the_model_that_nobody_named_and_what_it_recommends(checkpoint):
     model = SimpleNamespace(generation_config={}, config=SimpleNamespace(model="smollm2"))
-    model.default_sampling_params = partial(TextLLM.default_sampling_params, model)
+    model.default_sampling_params = partial(RecommendingLLM.default_sampling_params, model)
     args = terminal._parse(terminal._make_parser("chat", ""), [], "")
     assert args.model == "smollm2"
     assert terminal._params(model, args, None) == SamplingParams(0.6, None)

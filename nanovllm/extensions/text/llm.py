@@ -12,12 +12,11 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from nanovllm.checkpoints.base import Checkpoint
 from nanovllm.engine.input_processor import as_token_ids
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.sequence import Request, Sequence
 from nanovllm.extensions.text.chat import Messages
-from nanovllm.extensions.text.prompts import Prompt, TextInputProcessor, recommended_params
+from nanovllm.extensions.text.prompts import Prompt, TextInputProcessor
 from nanovllm.extensions.text.results import (
     GrowingOutput,
     GrowingText,
@@ -25,7 +24,6 @@ from nanovllm.extensions.text.results import (
     Result,
     make_result,
     make_score,
-    outcome,
 )
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.progress import LOOK, Progress
@@ -61,6 +59,7 @@ class TextLLM(LLMEngine):
     # Begins or goes on with a call that uses the engine, see extensions/api. A call is identified by its dict
     # of queued requests, which is then in `_call`; None stands for `add_request` and `step`.
     _take_turn: Callable
+    or_recommended: Callable  # the parameters of a call, or those that a checkpoint recommends for None
 
     def generate(
         self,
@@ -110,7 +109,7 @@ class TextLLM(LLMEngine):
         requests = self.prompts.read_all(prompts, self.or_recommended(sampling_params))
         total = sum(request.params.n for request in requests)
         asked = [Asked(request, i) for i, request in enumerate(requests)]
-        return self._results(self._run(asked, total=total, make_bar=make_bar), make_result)
+        return self._results(self._run(asked, total=total, make_bar=make_bar))
 
     def generate_from(
         self,
@@ -127,11 +126,10 @@ class TextLLM(LLMEngine):
         limit = 2 * self.config.max_num_seqs if max_unfinished is None else max_unfinished
         check(is_number(limit, int, 1), "max_unfinished must be an integer of at least 1", limit)
         check_bool(return_exceptions, "return_exceptions")
-        coming = self._read_each(requests, return_exceptions)
-        make = outcome if return_exceptions else make_result
-        return self._results(self._run(coming, limit, return_exceptions), make)
+        steps = self._run(self._read_each(requests), limit, return_exceptions)
+        return self._results(steps, return_exceptions)
 
-    def _read_each(self, requests: Iterable[Any], return_exceptions: bool) -> Iterator[Asked]:
+    def _read_each(self, requests: Iterable[Any]) -> Iterator[Asked]:
         has_warned = False
         for i, request in enumerate(requests):
             asked = Asked(index=i)
@@ -142,15 +140,18 @@ class TextLLM(LLMEngine):
                 which = f"prompts[{i}], and maybe later ones"
                 has_warned = has_warned or self.prompts.warn_of_context([asked.request], which)
             except ValueError as error:
-                if not return_exceptions:
-                    raise
                 asked.error = error
             yield asked
 
-    def _results(self, steps: Iterator[list[Asked]], make: Callable) -> Iterator[tuple[int, Any]]:
+    def _results(
+        self, steps: Iterator[list[Asked]], return_exceptions: bool = False
+    ) -> Iterator[tuple[int, Any]]:
         with contextlib.closing(steps):
             for asked in itertools.chain.from_iterable(steps):
-                yield asked.index, asked.error or make(self.tokenizer, asked.completions)
+                result = asked.error or self.outcome(asked.completions)
+                if isinstance(result, Exception) and not return_exceptions:
+                    raise result
+                yield asked.index, result
 
     def stream(
         self, prompt: Prompt, sampling_params: Params = None, objects: bool = False
@@ -179,8 +180,11 @@ class TextLLM(LLMEngine):
         return (GrowingOutput if objects else GrowingText)(self.tokenizer, seq)
 
     def outcome(self, completions: list[Sequence]) -> Result | Exception:
-        """The result of a prompt from its completions, which have all ended, or what one of them raised."""
-        return outcome(self.tokenizer, completions)
+        """The result of a prompt from its completions, which have all ended, or an error about one."""
+        try:
+            return completions[0].request.own.get("error") or make_result(self.tokenizer, completions)
+        except Exception as error:  # a decoder's
+            return error
 
     def score(
         self,
@@ -252,51 +256,19 @@ class TextLLM(LLMEngine):
         token_ids = as_token_ids(token_ids, vocab_size, "token_ids: token ids")
         return self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
-    def default_sampling_params(self, **others: Any) -> SamplingParams:
-        """
-        What the checkpoint's generation_config.json recommends, and `others` where it says nothing. Raises
-        ValueError for a bad value.
-        """
-        try:
-            return recommended_params(others | self.generation_config)
-        except ValueError as error:
-            raise ValueError(f"generation_config.json of {self.config.model!r}: {error}") from None
-
-    get_default_sampling_params = default_sampling_params
-
-    def or_recommended(self, params: Any) -> Any:
-        """The parameters of a call, or what the checkpoint recommends if none were given."""
-        return self.default_sampling_params() if params is None else params
-
-    def start_runner(self, checkpoint: Checkpoint) -> None:
-        """Keeps what the checkpoint recommends."""
-        self.generation_config = checkpoint.generation_config()
-        super().start_runner(checkpoint)
-
-    def add_request(self, prompt: Prompt | Request, sampling_params: Params = None) -> int:
-        """
-        `LLMEngine.add_request`; a prompt may be a dict as for `generate`, or a `Request` that `prompts` has
-        read, with any n.
-        """
+    def add_request(self, prompt: Prompt, sampling_params: Params = None) -> int:
+        """`LLMEngine.add_request`; a prompt may be a dict as for `generate`."""
         self.check_usable()
-        request = (
-            prompt
-            if isinstance(prompt, Request)
-            else self.prompts.read(prompt, self.or_recommended(sampling_params))
-        )
-        if request is not prompt:
-            if request.params.n > 1:
-                raise ValueError(f"add_request makes one completion of a prompt, got n={request.params.n}")
-            self.prompts.warn_of_context([request])
-        return self.queue(request)[0].seq_id
+        request = self.prompts.read(prompt, self.or_recommended(sampling_params))
+        if request.params.n > 1:
+            raise ValueError(f"add_request makes one completion of a prompt, got n={request.params.n}")
+        self.prompts.warn_of_context([request])
+        [seq] = self.queue(request)
+        return seq.seq_id
 
-    def queue(self, request: Request) -> list[Sequence]:
-        """`add_request` that returns all completions of the prompt."""
-        self._take_turn()
-        return self._queue(request)
-
-    def _queue(self, request: Request) -> list[Sequence]:
+    def queue(self, request: Request, call: dict[int, Asked] | None = None) -> list[Sequence]:
         """Queue all completions of a prompt, or none."""
+        self._take_turn(call)
         completions = [request] * request.params.n
         if (seed := request.seed) is not None:
             completions = [replace(request, seed=(seed + i) % 2**63) for i in range(len(completions))]
@@ -343,7 +315,6 @@ class TextLLM(LLMEngine):
         while len(queued) < limit and (asked := next(coming, None)) is not None:
             if asked.error is not None:
                 return [asked]
-            self._take_turn(queued)
-            asked.completions = self._queue(asked.request)
+            asked.completions = self.queue(asked.request, queued)
             queued.update((seq.seq_id, asked) for seq in asked.completions)
         return []

@@ -15,19 +15,6 @@ from nanovllm.utils.validation import check, is_number
 
 Prompt = str | Iterable[int] | TextPrompt | TokensPrompt
 
-# Fields of generation_config.json, and those of SamplingParams for which they are recommended.
-RECOMMENDED = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
-RECOMMENDED |= {"max_new_tokens": "max_tokens"}
-
-
-def recommended_params(found: dict[str, Any]) -> SamplingParams:
-    """What these fields of generation_config.json recommend. Raises ValueError for a bad value."""
-    named = {RECOMMENDED.get(name): value for name, value in found.items() if value is not None}
-    named.pop(None, None)
-    if found.get("do_sample") is False:
-        named["temperature"] = 0.0
-    return SamplingParams(**named)
-
 
 class TextInputProcessor(InputProcessor):
     served = InputProcessor.served.union(
