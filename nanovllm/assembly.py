@@ -114,6 +114,7 @@ def assemble(config: Config) -> Parts:
     from nanovllm.extensions.text.stop_texts import StopTexts
 
     bias, *others, scores = make_processors()
+    bitmask = BitmaskProcessor()
     *_, isolation = admissions = make_admissions(config, bias)
     prefix_cache = make_prefix_cache(config)
     prefix_cache.max_cached = scores.max_cached
@@ -124,10 +125,10 @@ def assemble(config: Config) -> Parts:
         make_backend,
         ReportingRanks,
         group_maker(config),
-        observers=(compile_ahead, MemoryHint(config), Recovery(isolation), StopTexts(), Finished()),
+        observers=(compile_ahead, MemoryHint(config), Recovery(isolation), bitmask, StopTexts(), Finished()),
         prefix_cache=prefix_cache,
         admissions=admissions,
-        logits_processors=(bias, *others, scores, BitmaskProcessor()),
+        logits_processors=(bias, *others, scores, bitmask),
         can_record=Parts.can_record if config.hf_config.architectures else can_be_recorded,
     )
 

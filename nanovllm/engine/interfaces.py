@@ -129,9 +129,6 @@ class LogitsProcessor:
         draw tokens, not recorded yet. Those of earlier steps are.
         """
 
-    def ended(self, seq: Sequence) -> None:
-        """A sequence that wanted it has ended."""
-
     # The device half
     def allocate(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
         """Take the memory that does not depend on requests. All slots have neutral settings."""

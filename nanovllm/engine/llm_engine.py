@@ -219,21 +219,15 @@ class LLMEngine:
             if observer.is_active:
                 observer.after_step(step)
         for seq in finished:
-            self._end(seq)
+            self.end(seq, seq.finish_reason, seq.stop_reason)
 
-    def end(self, seq: Sequence, reason: str, stop_reason: str | None = None) -> None:
+    def end(self, seq: Sequence, reason: str, stop_reason: str | int | None = None) -> None:
         """End a sequence, also one that its newest token has ended for another reason."""
         self.scheduler.end(seq, reason, stop_reason)
-        self._end(seq)
-
-    def _end(self, seq: Sequence) -> None:
-        if seq.seq_id not in self.unfinished:  # an observer has ended it
-            return
-        self.ended[seq.seq_id] = seq
-        del self.unfinished[seq.seq_id]
-        for processor in selected(self.parts.logits_processors, seq.request.wanted):
-            processor.ended(seq)
-        self._notify("ended", seq)
+        if seq.seq_id in self.unfinished:  # else an observer has ended it
+            self.ended[seq.seq_id] = seq
+            del self.unfinished[seq.seq_id]
+            self._notify("ended", seq)
 
     def abort(self, request_id: int) -> None:
         """

@@ -303,7 +303,6 @@ MUTATIONS = [
         "llm_engine",
         ("self._overlap and sequences and self.unfinished", "self._overlap and sequences"),
         ("            self._sample(self.in_flight[-1])\n", "            pass\n"),
-        ("            processor.ended(seq)", "            pass"),
         ("self.ended, self.attempt = {}, None", "self.attempt = None"),
     ),
     *mutations_of("scheduler", ("                self.num_drawn_tokens -= 1\n", "")),
@@ -391,6 +390,7 @@ MUTATIONS = [
         ("            if reader.matcher.is_error():", "            if False:"),
         ("            self.__dict__.pop(name, None)", "            pass"),
         ("        while self._readers:", "        while False:"),
+        ("self._readers.pop(seq.seq_id, None)", "self._readers.get(seq.seq_id)"),
     ),
     *mutations_of(
         "nanovllm/extensions/prefixes/kernels/copy_pages",

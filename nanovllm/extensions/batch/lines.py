@@ -89,7 +89,7 @@ def _prompts(llm: Any, request: Request) -> list[Any]:
         return request.prompt if request.has_many_prompts else [request.prompt]
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise ValueError(f"messages must be a list of objects, got {shown(messages)}")
-    return llm.prompts.read_chats(messages, **request.chat_options)
+    return llm.prompts.render_chats(messages, **request.chat_options)
 
 
 def parse_line(line: int, text: bytes, defaults: dict[str, Any]) -> Request:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from nanovllm.checkpoints.tokenizer import tokenizer_errors
-from nanovllm.engine.input_processor import InputProcessor
+from nanovllm.engine.input_processor import InputProcessor, as_token_ids
 from nanovllm.engine.sequence import Request
 from nanovllm.extensions.safety.sampling_checks import find_surrogate
 from nanovllm.sampling_params import SamplingParams
@@ -66,8 +66,7 @@ class CheckedInputProcessor(InputProcessor):
 
     def check_token_ids(self, name: str, token_ids: Iterable[int], where: str) -> None:
         """For ids that must be the model's."""
-        highest, last = max(token_ids, default=0), self.vocab_size - 1
-        check(highest <= last, f"{where}: token ids in {name} must be from 0 to {last}", highest)
+        as_token_ids([*token_ids], self.vocab_size, f"{where}: token ids in {name}")
 
     def check_has_tokenizer(self, name: str, texts: tuple[str, ...], where: str) -> None:
         """For texts that have to be turned into tokens."""

@@ -60,23 +60,15 @@ class TextInputProcessor(InputProcessor):
         first_tokens = from_token if isinstance(from_token, (list, tuple)) else [from_token] * len(texts)
         if len(first_tokens) != len(texts):
             raise ValueError(f"there are {len(texts)} prompts but {len(first_tokens)} from_token")
-        found = []
+        found, [place] = [], [i for i, each in enumerate(self.processors) if each.name == "scores"]
         for i, (text, first) in enumerate(zip(texts, first_tokens, strict=True)):
             ids, _ = self.read_prompt(text, f"prompts[{i}]")
             self.limits.check(len(ids), 0, f"prompts[{i}]: ")
             rule = f"from_token must be an integer from 0 to {len(ids)}, the tokens of prompts[{i}]"
             check(is_number(first, int, 0, len(ids)), rule, first)
-            wanted, own = self._scoring(ids[1:], max(int(first) - 1, 0))
-            found.append((ids, Request(ids[:-1], params, self.block_size, None, wanted=wanted, own=own)))
+            own = {"scores": self.processors[place].scoring(ids[1:], max(int(first) - 1, 0))}
+            found.append((ids, Request(ids[:-1], params, self.block_size, None, wanted=1 << place, own=own)))
         return found
-
-    def _scoring(self, targets: list[int], first: int) -> tuple[int, dict[str, Any]]:
-        [i] = [i for i, processor in enumerate(self.processors) if processor.name == "scores"]
-        return 1 << i, {"scores": self.processors[i].scoring(targets, first)}
-
-    def read_chats(self, messages: Any, *options: Any, **named_options: Any) -> list[list[int]]:
-        """The token ids of one conversation or a list of them, see `LLM.chat`."""
-        return [chat["prompt_token_ids"] for chat in self.render_chats(messages, *options, **named_options)]
 
     def render_chats(self, messages: Any, *options: Any, **named_options: Any) -> list[dict[str, Any]]:
         """One conversation or a list of them, see `LLM.chat`, as dicts of text and token ids."""
