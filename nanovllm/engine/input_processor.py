@@ -10,7 +10,7 @@ from nanovllm.engine.interfaces import LogitsProcessor
 from nanovllm.engine.limits import Limits
 from nanovllm.engine.sequence import Request
 from nanovllm.layers.sampler import selected
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.sampling_params import MAX_TOKENS, SamplingParams
 from nanovllm.utils.validation import check, is_number, shown
 
 Prompt = str | list[int]
@@ -73,12 +73,13 @@ class InputProcessor:
         """A prompt with parameters that `read_params` has read. Messages call the prompt `name`."""
         token_ids, text = self.read_prompt(prompt, name)
         self.limits.check(len(token_ids), 1, f"{name}: ")
+        most = len(token_ids) + (params.max_tokens or MAX_TOKENS)
         request = Request(
             token_ids,
             params,
             self.block_size,
             params.seed,
-            self.limits.max_num_tokens,
+            min(most, self.limits.max_num_tokens),
             self.limits.end_token_ids(params),
             text,
             wanted=sum(1 << i for i, processor in enumerate(self.processors) if processor.wants(params)),

@@ -27,13 +27,13 @@ def unpack(packed: bytes) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """A prompt and how to complete it."""
+    """A prompt and how to complete it. The Scheduler says where a completion ends at the latest."""
 
     token_ids: list[int]
     params: SamplingParams = SamplingParams()
     block_size: int = 256  # of the KV cache
-    seed: int = 0  # this and a token's position decide the noise it is drawn with
-    max_num_tokens: int = 2 * MAX_TOKENS  # of prompt and completion, or fewer if `params` say so
+    seed: int | None = 0  # this and a token's position decide its noise; None: the engine draws one
+    max_num_tokens: int = 2 * MAX_TOKENS  # of prompt and completion
     end_token_ids: frozenset[int] = frozenset()  # any of these ends the completion
     text: str | None = None  # of the prompt, unless it was given as token ids alone
     wanted: int = 0  # the logits processors that it wants: bit i is the i-th of Parts

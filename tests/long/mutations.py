@@ -588,7 +588,7 @@ MUTATIONS = [
             "        params = as_token_ids.__dict__.setdefault(params, replace(params))",
         ),
         ("check(value == field.default,", "check(True,"),
-        ("            self.limits.max_num_tokens,\n", "            2**40,\n"),
+        ("min(most, self.limits.max_num_tokens)", "most"),
     ),
     *mutations_of("nanovllm/extensions/batch/files", ("        while rest:", "        if rest:")),
     *mutations_of(

@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from nanovllm.assembly import make_admissions, make_prefix_cache
 from nanovllm.engine.scheduler import MAX_PREFILLS_IN_A_ROW, Scheduler
 from nanovllm.engine.sequence import Request, Sequence, SequenceStatus
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.sampling_params import MAX_TOKENS, SamplingParams
 
 EOS = 0
 
@@ -27,8 +27,10 @@ class ReadingScheduler(Scheduler):
     """Gives requests what ends their completions, as `InputProcessor` does."""
 
     def add(self, seq: Sequence) -> None:
-        ends = self.limits.end_token_ids(seq.sampling_params)
-        seq.request = replace(seq.request, max_num_tokens=self.limits.max_num_tokens, end_token_ids=ends)
+        params, limits = seq.sampling_params, self.limits
+        most = min(seq.num_prompt_tokens + (params.max_tokens or MAX_TOKENS), limits.max_num_tokens)
+        ends = limits.end_token_ids(params)
+        seq.request = replace(seq.request, max_num_tokens=most, end_token_ids=ends)
         super().add(seq)
 
 

@@ -67,7 +67,8 @@ class TextInputProcessor(InputProcessor):
             rule = f"from_token must be an integer from 0 to {len(ids)}, the tokens of prompts[{i}]"
             check(is_number(first, int, 0, len(ids)), rule, first)
             own = {"scores": self.processors[place].scoring(ids[1:], max(int(first) - 1, 0))}
-            found.append((ids, Request(ids[:-1], params, self.block_size, None, wanted=1 << place, own=own)))
+            request = Request(ids[:-1], params, self.block_size, None, len(ids), wanted=1 << place, own=own)
+            found.append((ids, request))
         return found
 
     def render_chats(self, messages: Any, *options: Any, **named_options: Any) -> list[dict[str, Any]]:
