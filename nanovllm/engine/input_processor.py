@@ -71,7 +71,7 @@ class InputProcessor:
 
     def make_request(self, prompt: Any, params: SamplingParams, name: str) -> Request:
         """A prompt with parameters that `read_params` has read. Messages call the prompt `name`."""
-        token_ids, text = self.read_prompt(prompt, name)
+        token_ids = self.read_prompt(prompt, name)
         self.limits.check(len(token_ids), 1, f"{name}: ")
         most = len(token_ids) + (params.max_tokens or MAX_TOKENS)
         request = Request(
@@ -81,21 +81,19 @@ class InputProcessor:
             params.seed,
             min(most, self.limits.max_num_tokens),
             self.limits.end_token_ids(params),
-            text,
             wanted=sum(1 << i for i, processor in enumerate(self.processors) if processor.wants(params)),
         )
         for processor in selected(self.processors, request.wanted):
             request.own[processor.name] = processor.read(request, f"sampling_params for {name}")
         return request
 
-    def read_prompt(self, prompt: Any, name: str) -> tuple[list[int], str | None]:
-        """The token ids of a prompt, and its text if it has one."""
-        text = prompt if isinstance(prompt, str) else None
-        token_ids = prompt if text is None else self.tokenize(text, name)
-        token_ids = as_token_ids(token_ids, self.vocab_size, f"{name}: token ids")
+    def read_prompt(self, prompt: Any, name: str) -> list[int]:
+        """The token ids of a prompt."""
+        given = self.tokenize(prompt, name) if isinstance(prompt, str) else prompt
+        token_ids = as_token_ids(given, self.vocab_size, f"{name}: token ids")
         if not token_ids:
             raise ValueError(f"{name} is empty: {shown(prompt)}")
-        return token_ids, text
+        return token_ids
 
     def tokenize(self, text: str, name: str) -> list[int]:
         if self.tokenizer is None:

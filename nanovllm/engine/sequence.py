@@ -35,7 +35,6 @@ class Request:
     seed: int | None = 0  # this and a token's position decide its noise; None: the engine draws one
     max_num_tokens: int = 2 * MAX_TOKENS  # of prompt and completion
     end_token_ids: frozenset[int] = frozenset()  # any of these ends the completion
-    text: str | None = None  # of the prompt, unless it was given as token ids alone
     wanted: int = 0  # the logits processors that it wants: bit i is the i-th of Parts
     own: dict[str, Any] = field(default_factory=dict)  # what others keep of it: logits processors, by name
     packed: bytes = b""  # the prompt as int64, hashed and compared much faster than Python's integers

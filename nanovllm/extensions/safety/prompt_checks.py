@@ -42,7 +42,7 @@ class CheckedInputProcessor(InputProcessor):
         self.warn_of_context(requests)
         return requests
 
-    def read_prompt(self, prompt: Any, name: str) -> tuple[list[int], str | None]:
+    def read_prompt(self, prompt: Any, name: str) -> list[int]:
         """Raises ValueError for several prompts in the place of one, a conversation, or a dict of others."""
         first = prompt
         for _ in range(2):  # of a list of conversations or of token ids, too

@@ -41,17 +41,21 @@ class TextInputProcessor(InputProcessor):
         check(found is not None, rule, prompts)
         return [found] if found and all(isinstance(p, Integral) for p in found) else found
 
-    def read_prompt(self, prompt: Any, name: str) -> tuple[list[int], str | None]:
-        given, text = prompt, None
+    def make_request(self, prompt: Any, params: SamplingParams, name: str) -> Request:
+        """Keeps the text of the prompt, unless that was given as token ids alone."""
+        request = super().make_request(prompt, params, name)
+        text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
+        request.own["text"] = text if isinstance(text, str) else None
+        return request
+
+    def read_prompt(self, prompt: Any, name: str) -> list[int]:
+        given = prompt
         if isinstance(prompt, dict):
-            text = prompt.get("prompt")
-            given = prompt.get("prompt_token_ids", text)
+            given = prompt.get("prompt_token_ids", prompt.get("prompt"))
         if not isinstance(given, str):
             given = as_list(given)
-            rule = f"{name} must be a string or a list of token ids"
-            check(given is not None, rule, prompt)
-        token_ids, own_text = super().read_prompt(given, name)
-        return token_ids, own_text if text is None else text
+            check(given is not None, f"{name} must be a string or a list of token ids", prompt)
+        return super().read_prompt(given, name)
 
     def read_scored(self, texts: Any, from_token: Any) -> list[tuple[list[int], Request]]:
         """The token ids of a text or a list of texts, and the request that scores them, see `LLM.score`."""
@@ -62,7 +66,7 @@ class TextInputProcessor(InputProcessor):
             raise ValueError(f"there are {len(texts)} prompts but {len(first_tokens)} from_token")
         found, [place] = [], [i for i, each in enumerate(self.processors) if each.name == "scores"]
         for i, (text, first) in enumerate(zip(texts, first_tokens, strict=True)):
-            ids, _ = self.read_prompt(text, f"prompts[{i}]")
+            ids = self.read_prompt(text, f"prompts[{i}]")
             self.limits.check(len(ids), 0, f"prompts[{i}]: ")
             rule = f"from_token must be an integer from 0 to {len(ids)}, the tokens of prompts[{i}]"
             check(is_number(first, int, 0, len(ids)), rule, first)

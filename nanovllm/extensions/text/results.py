@@ -85,7 +85,7 @@ def make_result(tokenizer: Any, completions: list[Sequence]) -> Result:
         prompt["prompt_logprobs"] = [None, *described]
     result = Result(**outputs[0], **prompt, **({"outputs": outputs} if len(outputs) > 1 else {}))
     result.outputs, result.prompt_token_ids = outputs, first.prompt_token_ids
-    result.prompt, result.request_id = first.request.text, first.seq_id
+    result.prompt, result.request_id = first.request.own.get("text"), first.seq_id
     return result
 
 
