@@ -110,7 +110,7 @@ def assemble(config: Config) -> Parts:
     from nanovllm.extensions.text.stop_texts import StopTexts
 
     bias, *others = make_processors()
-    *_, isolation = admissions = make_admissions(config, bias)
+    *_, admission_control = admissions = make_admissions(config, bias)
     compile_ahead = CompileAhead(config, functools.partial(stand_in, config))
     return Parts(
         functools.partial(build_model, quantization=config.quantization),
@@ -118,7 +118,7 @@ def assemble(config: Config) -> Parts:
         make_backend,
         ReportingRanks,
         group_maker(config),
-        observers=(compile_ahead, MemoryHint(config), Recovery(isolation), StopTexts()),
+        observers=(compile_ahead, MemoryHint(config), Recovery(admission_control), StopTexts()),
         prefix_cache=make_prefix_cache(config),
         admissions=admissions,
         logits_processors=(bias, *others, BitmaskProcessor()),
@@ -190,8 +190,6 @@ def make_prefix_cache(config: Config) -> PrefixCache:
 
 def make_admissions(config: Config, bias: Any) -> tuple[Admission, ...]:
     """All that may keep a sequence from running, though there is room for it."""
-    from nanovllm.extensions.safety.budget import Budget
-    from nanovllm.extensions.safety.forecast import Forecast
-    from nanovllm.extensions.safety.isolation import Isolation
+    from nanovllm.extensions.safety.admission import AdmissionControl
 
-    return HoldBack(), Budget(bias.name, bias.max_words), Forecast(), Isolation(config.max_num_seqs)
+    return HoldBack(), AdmissionControl(config, bias)

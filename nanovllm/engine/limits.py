@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from nanovllm.engine.sequence import Request
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.sampling_params import MAX_TOKENS, SamplingParams
 
 
 class Limits:
@@ -22,8 +22,12 @@ class Limits:
 
     def applied_to(self, request: Request) -> Request:
         """The request with what ends its completion."""
-        most = min(request.max_num_tokens, self.max_num_tokens)
-        return replace(request, max_num_tokens=most, end_token_ids=self.end_token_ids(request.params))
+        most = len(request.token_ids) + (request.params.max_tokens or MAX_TOKENS)
+        return replace(
+            request,
+            max_num_tokens=min(most, self.max_num_tokens),
+            end_token_ids=self.end_token_ids(request.params),
+        )
 
     def check(self, num_prompt_tokens: int, num_tokens: int = 1, where: str = "") -> None:
         """Raise ValueError, with `where` in front, if there is no room for so many tokens after a prompt."""

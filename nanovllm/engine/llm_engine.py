@@ -3,7 +3,6 @@
 Follow `step` -> `Scheduler.schedule` -> `ModelRunner.run` -> `Scheduler.postprocess`.
 """
 
-import functools
 import random
 import sys
 import time
@@ -21,7 +20,6 @@ from nanovllm.engine.batch import Batch, BatchMaker, StepOutput
 from nanovllm.engine.input_processor import InputProcessor, Prompt
 from nanovllm.engine.interfaces import resolve
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.engine.policies import max_cached
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Request, Sequence
 from nanovllm.layers.sampler import selected
@@ -77,7 +75,7 @@ class LLMEngine:
                 self.exit()
                 raise
         parts, processors = self.parts, self.parts.logits_processors
-        parts.prefix_cache.max_cached = functools.partial(max_cached, processors)
+        parts.prefix_cache.processors = processors
         self.scheduler = Scheduler(self.config, parts.prefix_cache, parts.admissions)
         self.batches = BatchMaker(self.config, parts.prefix_cache, self.model_runner.backend, processors)
         limits = self.scheduler.limits
@@ -283,7 +281,7 @@ class LLMEngine:
                 raise EngineDeadError(message) from error
         kept = [seq for observer in self.observers for seq in observer.failed(self.attempt)]
         self.unfinished = {seq.seq_id: seq for seq in kept}
-        self.scheduler.restart(kept)
+        self.scheduler.clear(kept)
         for observer in self.observers:
             observer.cleared()
             observer.added(kept)

@@ -4,7 +4,7 @@ The classes here are the plain ones, of which the parts that assembly.py makes a
 has them, beside the Scheduler and its BlockManager, so nothing here knows tensors.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
@@ -21,13 +21,6 @@ class Hit:
     pins: tuple[int, ...] = ()  # free blocks that the step reads: used until the PrefixCache gives them back
 
 
-def max_cached(processors: Iterable[Any], seq: Sequence) -> int:
-    """How many of its tokens may come from the KV cache: what its logits processors agree on."""
-    wanted = seq.request.wanted
-    limits = [processor.max_cached(seq) for i, processor in enumerate(processors) if wanted >> i & 1]
-    return min(limits, default=len(seq) - 1)
-
-
 class PrefixCache:
     """
     Finds what the KV cache has of a prompt. This one shares whole blocks, which the BlockManager finds by
@@ -35,6 +28,7 @@ class PrefixCache:
     """
 
     pinned: Collection[int] = ()  # blocks that are used by the step that is being scheduled alone
+    processors: tuple[Any, ...] = ()  # the engine's logits processors
 
     def start(self, pool: Any) -> None:
         """All blocks of `pool`, a BlockManager, are free and hold nothing: at first, and after a failure."""
@@ -50,8 +44,12 @@ class PrefixCache:
         return Hit(blocks, len(blocks) * size)
 
     def max_cached(self, seq: Sequence) -> int:
-        """How many tokens may be found. An engine with logits processors asks these, too."""
-        return seq.num_tokens - 1
+        """How many tokens may be found: not the last, and no more than its logits processors allow."""
+        most = seq.num_tokens - 1
+        for i, processor in enumerate(self.processors):
+            if seq.request.wanted >> i & 1:
+                most = min(most, processor.max_cached(seq))
+        return most
 
     def evict(self) -> int:
         """Which free block is handed out next: the least recently freed one."""
@@ -96,7 +94,6 @@ class Admitting:
     """What a step, which is being scheduled, has decided so far. Each step has one of its own."""
 
     pool: Any  # the BlockManager
-    max_num_batched_tokens: int
     running: list[Sequence]  # with those that are already admitted
     waiting: list[tuple[Sequence, Hit]] = field(default_factory=list)  # by WAIT: they join in the next step
 

@@ -83,20 +83,21 @@ class Scheduler:
         if self.chunked is not None:
             scheduled.append(self.chunked)
             budget -= self._schedule_chunk(self.chunked, budget)
-        state = Admitting(self.block_manager, self.max_num_batched_tokens, self.running)
-        while self.waiting and budget and len(self.running) + len(state.waiting) < self.max_num_seqs:
-            seq = next(iter(self.waiting))
-            if seq is self.blocked:
+        state = Admitting(self.block_manager, self.running)
+        for seq in self.waiting:
+            num_running = len(self.running) + len(state.waiting)
+            if seq is self.blocked or not budget or num_running == self.max_num_seqs:
                 break
-            hit = self.block_manager.find(seq)
-            verdict = max([Verdict.ADMIT, *(each.admits(seq, hit, state) for each in self.admissions)])
+            hit = self.block_manager.prefix_cache.find(seq)
+            verdict = Verdict.ADMIT
+            for admission in self.admissions:
+                verdict = max(verdict, admission.admits(seq, hit, state))
             if seq.num_tokens - hit.num_tokens > budget and scheduled and verdict is not Verdict.WAIT:
                 break  # only a prompt that has a whole step to itself is computed in chunks
             if verdict is Verdict.STOP or not self.block_manager.can_allocate(seq, hit):
                 if not scheduled:  # else the next step may have more room
                     self.blocked = seq
                 break
-            del self.waiting[seq]
             if verdict is Verdict.WAIT:
                 state.waiting.append((seq, hit))
                 continue
@@ -108,8 +109,8 @@ class Scheduler:
                 seq.num_prompt_tokens_cached = seq.num_cached_tokens
             budget -= self._schedule_chunk(seq, budget)
             scheduled.append(seq)
-        for seq, _ in reversed(state.waiting):
-            self._put_first(seq)
+        for seq in scheduled:
+            self.waiting.pop(seq, None)
         return scheduled
 
     def _schedule_chunk(self, seq: Sequence, budget: int) -> int:
@@ -142,12 +143,9 @@ class Scheduler:
         seq.status = SequenceStatus.WAITING
         seq.num_scheduled_tokens = 0
         self._release(seq)
-        self._put_first(seq)
-        self.num_preemptions += 1
-
-    def _put_first(self, seq: Sequence) -> None:
         self.waiting[seq] = None
         self.waiting.move_to_end(seq, last=False)
+        self.num_preemptions += 1
 
     def advance(self, sequences: list[Sequence]) -> list[Sequence]:
         """
@@ -162,8 +160,9 @@ class Scheduler:
             if self.is_prefill:
                 self.block_manager.prefix_cache.written(seq, start, seq.num_computed_tokens)
             if self.reach:  # the next token is within it
-                past = seq.num_computed_tokens + 1 - self.reach
-                if self.block_manager.release_before(seq, past):
+                num_past = (seq.num_computed_tokens + 1 - self.reach) // self.block_size
+                if num_past > seq.num_released_blocks:
+                    self.block_manager.release(seq, num_past)
                     self.blocked = None
             if seq.num_computed_tokens == seq.num_tokens:
                 seq.num_tokens += 1
@@ -228,10 +227,11 @@ class Scheduler:
         self.free_slots.append(seq.slot)
         seq.slot = -1
 
-    def clear(self) -> None:
+    def clear(self, kept: Iterable[Sequence] = ()) -> None:
         """
-        Drop every request, in whatever state a failed step has left it. What the step wrote is unknown, so
-        nothing that the cache holds is kept.
+        Drop every request, in whatever state a failed step has left it, but these, in order of arrival: they
+        are queued and computed again from their tokens. What the step wrote is unknown, so nothing that the
+        cache holds is kept.
         """
         self.block_manager.reset()
         self.waiting: OrderedDict[Sequence, None] = OrderedDict()  # any of them may leave at any time
@@ -241,10 +241,6 @@ class Scheduler:
         self.is_prefill = False  # of the step scheduled last
         self.num_prefills_in_a_row = 0  # while a sequence waited to decode
         self.free_slots = [*reversed(range(self.max_num_seqs))]  # of the devices' tables, see slots.py
-
-    def restart(self, sequences: Iterable[Sequence]) -> None:
-        """`clear`, and queue these again, in order of arrival. They are computed again from their tokens."""
-        self.clear()
-        for seq in sequences:
+        for seq in kept:
             seq.restart()
             self.waiting[seq] = None

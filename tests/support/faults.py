@@ -13,7 +13,6 @@ from nanovllm.utils import progress
 METHODS = {
     "scheduler": ["add", "schedule", "preempt", "advance", "postprocess", "end", "_release"],
     "block_manager": [
-        "find",
         "can_allocate",
         "allocate",
         "deallocate",
@@ -21,7 +20,7 @@ METHODS = {
         "may_append",
         "_take_free_block",
     ],
-    "prefix cache": ["allocated", "written", "leaving", "prepare", "receive"],
+    "prefix cache": ["find", "allocated", "written", "leaving", "prepare", "receive"],
     "runner": [
         "call",
         "run",
