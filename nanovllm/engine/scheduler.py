@@ -18,7 +18,7 @@ from typing import Any
 
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.limits import Limits
-from nanovllm.engine.policies import Admission, Admitting, PrefixCache, Verdict
+from nanovllm.engine.policies import Admission, Hit, PrefixCache, Verdict
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 
 MAX_PREFILLS_IN_A_ROW = 4  # while a sequence waits to decode
@@ -83,15 +83,15 @@ class Scheduler:
         if self.chunked is not None:
             scheduled.append(self.chunked)
             budget -= self._schedule_chunk(self.chunked, budget)
-        state = Admitting(self.block_manager, self.running)
+        self.held_back = []
         for seq in self.waiting:
-            num_running = len(self.running) + len(state.waiting)
+            num_running = len(self.running) + len(self.held_back)
             if seq is self.blocked or not budget or num_running == self.max_num_seqs:
                 break
             hit = self.block_manager.prefix_cache.find(seq)
             verdict = Verdict.ADMIT
             for admission in self.admissions:
-                verdict = max(verdict, admission.admits(seq, hit, state))
+                verdict = max(verdict, admission.admits(seq, hit, self))
             if seq.num_tokens - hit.num_tokens > budget and scheduled and verdict is not Verdict.WAIT:
                 break  # only a prompt that has a whole step to itself is computed in chunks
             if verdict is Verdict.STOP or not self.block_manager.can_allocate(seq, hit):
@@ -99,7 +99,7 @@ class Scheduler:
                     self.blocked = seq
                 break
             if verdict is Verdict.WAIT:
-                state.waiting.append((seq, hit))
+                self.held_back.append((seq, hit))
                 continue
             self.block_manager.allocate(seq, hit)
             self.running.append(seq)
@@ -128,7 +128,7 @@ class Scheduler:
             if seq.num_tokens % block_size > 1:
                 continue  # in the middle of a block nothing is opened or closed
             while not self.block_manager.can_append(seq):
-                youngest = self.running.pop()
+                youngest = self.running[-1]
                 self.preempt(youngest)
                 if youngest is seq:
                     break
@@ -168,8 +168,7 @@ class Scheduler:
                 seq.num_tokens += 1
                 drawing.append(seq)
                 if seq.num_tokens == seq.request.max_num_tokens:
-                    self.running.remove(seq)  # its last token needs neither slot nor blocks
-                    self._release(seq)
+                    self._release(seq)  # its last token needs neither slot nor blocks
         return drawing
 
     def postprocess(
@@ -214,11 +213,12 @@ class Scheduler:
         if seq.status == SequenceStatus.WAITING:
             del self.waiting[seq]
         elif seq.slot >= 0:
-            self.running.remove(seq)
             self._release(seq)
         seq.status = SequenceStatus.FINISHED
 
     def _release(self, seq: Sequence) -> None:
+        """It does not run any more."""
+        self.running.remove(seq)
         if seq is self.chunked:
             self.block_manager.forget_uncomputed(seq)
             self.chunked = None
@@ -238,6 +238,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.chunked: Sequence | None = None  # is in the middle of its prompt; the last of `running`
         self.blocked: Sequence | None = None  # did not fit, and will not until blocks are given back
+        self.held_back: list[tuple[Sequence, Hit]] = []  # by WAIT, in the prefill step scheduled last
         self.is_prefill = False  # of the step scheduled last
         self.num_prefills_in_a_row = 0  # while a sequence waited to decode
         self.free_slots = [*reversed(range(self.max_num_seqs))]  # of the devices' tables, see slots.py

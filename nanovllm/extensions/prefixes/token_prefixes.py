@@ -12,7 +12,7 @@ from weakref import WeakSet
 
 import numpy as np
 
-from nanovllm.engine.policies import Admission, Admitting, Hit, PrefixCache, Verdict
+from nanovllm.engine.policies import Admission, Hit, PrefixCache, Verdict
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.transfer import to_device
 from nanovllm.extensions.prefixes.kernels.copy_pages import copy_blocks
@@ -129,7 +129,7 @@ class HoldBack(Admission):
     def __init__(self) -> None:
         self.have_waited: WeakSet[Sequence] = WeakSet()
 
-    def admits(self, seq: Sequence, hit: Hit, state: Admitting) -> Verdict:
+    def admits(self, seq: Sequence, hit: Hit, state: Any) -> Verdict:
         gains = isinstance(hit, TokenHit) and hit.num_computing - hit.num_copied >= WAIT_TOKENS
         if not gains or seq in self.have_waited:
             return Verdict.ADMIT

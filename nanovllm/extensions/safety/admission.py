@@ -11,7 +11,8 @@ from math import ceil
 from typing import Any
 
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.policies import Admission, Admitting, Hit, Verdict
+from nanovllm.engine.policies import Admission, Hit, Verdict
+from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 
 SHARE_WEIGHT = 1 / 32  # how much one request that ends changes `AdmissionControl.share`
@@ -33,14 +34,14 @@ class AdmissionControl(Admission):
         self.budget = config.max_num_batched_tokens
         self.max_running = self.max_num_seqs = config.max_num_seqs
         self.processor = processor
-        self.state: Admitting | None = None  # of the step that the next two are about
+        self.held_back: list | None = None  # of the step that the next two are about
         self.num_blocks_at_most = 0  # of all that run and are admitted, if nobody ends before
         self.num_words = 0  # that these own
 
-    def admits(self, seq: Sequence, hit: Hit, state: Admitting) -> Verdict:
+    def admits(self, seq: Sequence, hit: Hit, state: Scheduler) -> Verdict:
         """Whether the blocks suffice until all have ended if this sequence runs too."""
-        pool, running = state.pool, state.running
-        is_first, self.state = state is not self.state, state
+        pool, running = state.block_manager, state.running
+        is_first, self.held_back = state.held_back is not self.held_back, state.held_back
         if is_first:
             growths = (num_blocks_at_most(other) - len(other.block_table) for other in running)
             self.num_blocks_at_most = len(pool.used_block_ids) + sum(growths)
@@ -67,9 +68,9 @@ class AdmissionControl(Admission):
             share = half / (seq.request.max_num_tokens - seq.num_prompt_tokens - half)
             self.share += SHARE_WEIGHT * (share - self.share)
 
-    def _most_needed(self, seq: Sequence, hit: Hit, state: Admitting) -> int:
+    def _most_needed(self, seq: Sequence, hit: Hit, state: Scheduler) -> int:
         """The most blocks that will be in use in any decode step."""
-        pool, running, joining = state.pool, state.running, [*state.waiting, (seq, hit)]
+        pool, running, joining = state.block_manager, state.running, [*state.held_back, (seq, hit)]
         size, found = pool.block_size, {block_id for _, other in joining for block_id in other.blocks}
 
         def is_own(block_id: int) -> bool:

@@ -52,7 +52,7 @@ def test_a_block_that_is_shared_stays_used_when_one_of_its_sequences_has_left_it
     assert [scheduler.block_manager.blocks[i].ref_count for i in beginning] == [1, 1, 1]
     scheduler.postprocess(sequences, [1])
     assert [scheduler.block_manager.blocks[i].ref_count for i in beginning] == [0, 0, 1]
-    scheduler.preempt(scheduler.running.pop())
+    scheduler.preempt(scheduler.running[-1])
     assert not second.block_table and second.num_released_blocks == 0
     check_pool(scheduler.block_manager, [first.block_table[first.num_released_blocks :]])
 
