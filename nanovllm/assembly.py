@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from nanovllm import sampling_params
 from nanovllm.checkpoints.base import Checkpoint
 from nanovllm.checkpoints.folder import FolderCheckpoint
 from nanovllm.checkpoints.model_config import ModelConfig
@@ -25,7 +26,6 @@ from nanovllm.kernels.cache_layout import CacheLayout
 from nanovllm.layers.attention import Attention, AttentionBackend, get_backend
 from nanovllm.layers.linear import without_weights
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
-from nanovllm.sampling_params import SamplingParams
 
 EXTENDED = Path(__file__).with_name("extensions").joinpath("__init__.py").exists()
 if EXTENDED:
@@ -48,7 +48,8 @@ if EXTENDED:
     from nanovllm.extensions.structured.bitmask import BitmaskProcessor
     from nanovllm.extensions.structured.params import StructuredOutputsParams, check_structured_outputs
 
-    SamplingParams.checks = [check_sampling, check_structured_outputs]
+    sampling_params.StructuredOutputsParams = StructuredOutputsParams  # scripts for vLLM import it there
+    sampling_params.SamplingParams.checks = [check_sampling, check_structured_outputs]
     StructuredOutputsParams.check = check_form
 
 
@@ -90,10 +91,12 @@ def extend(llm: type[LLMEngine]) -> type[LLMEngine]:
     if not EXTENDED:
         return llm
     from nanovllm.extensions.api.llm import with_api
+    from nanovllm.extensions.checkpoints.recommended import RecommendingLLM
     from nanovllm.extensions.safety.prompt_checks import CheckedInputProcessor
+    from nanovllm.extensions.safety.stats import StatsLLM
     from nanovllm.extensions.text.llm import TextLLM
 
-    made = with_api(llm, TextLLM)
+    made = with_api(llm, TextLLM, StatsLLM, RecommendingLLM)
     made.make_prompts = type("Prompts", (CheckedInputProcessor, TextLLM.make_prompts), {})
     return made
 
@@ -104,13 +107,17 @@ def assemble(config: Config) -> Parts:
         return assemble_core(config)
     from nanovllm.extensions.ranks.reports import ReportingRanks
     from nanovllm.extensions.safety.recovery import Recovery
+    from nanovllm.extensions.safety.stats import Finished
     from nanovllm.extensions.startup.compile_ahead import CompileAhead
     from nanovllm.extensions.startup.graph_trial import can_be_recorded
     from nanovllm.extensions.startup.memory import MemoryHint
     from nanovllm.extensions.text.stop_texts import StopTexts
 
-    bias, *others = make_processors()
+    bias, *others, scores = make_processors()
+    bitmask = BitmaskProcessor()
     *_, admission_control = admissions = make_admissions(config, bias)
+    prefix_cache = make_prefix_cache(config)
+    prefix_cache.max_cached = scores.max_cached
     compile_ahead = CompileAhead(config, functools.partial(stand_in, config))
     return Parts(
         functools.partial(build_model, quantization=config.quantization),
@@ -118,10 +125,17 @@ def assemble(config: Config) -> Parts:
         make_backend,
         ReportingRanks,
         group_maker(config),
-        observers=(compile_ahead, MemoryHint(config), Recovery(admission_control), StopTexts()),
-        prefix_cache=make_prefix_cache(config),
+        observers=(
+            compile_ahead,
+            MemoryHint(config),
+            Recovery(admission_control),
+            bitmask,
+            StopTexts(),
+            Finished(),
+        ),
+        prefix_cache=prefix_cache,
         admissions=admissions,
-        logits_processors=(bias, *others, BitmaskProcessor()),
+        logits_processors=(bias, *others, scores, bitmask),
         can_record=Parts.can_record if config.hf_config.architectures else can_be_recorded,
     )
 

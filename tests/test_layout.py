@@ -115,10 +115,12 @@ CONTRACT = {
 CALLED_BY_USERS = {
     "llm.py": "LLM.generate",
     "extensions/text/llm.py": """TextLLM.generate TextLLM.generate_iter TextLLM.generate_from TextLLM.stream
-        TextLLM.chat TextLLM.score TextLLM.encode TextLLM.decode TextLLM.get_tokenizer
-        TextLLM.default_sampling_params""",
+        TextLLM.chat TextLLM.score TextLLM.encode TextLLM.decode TextLLM.get_tokenizer""",
+    "extensions/checkpoints/recommended.py": "RecommendingLLM.default_sampling_params",
     "engine/llm_engine.py": """LLMEngine.add_request LLMEngine.step LLMEngine.abort LLMEngine.clear
-        LLMEngine.is_finished LLMEngine.stats LLMEngine.exit""",
+        LLMEngine.is_finished LLMEngine.exit""",
+    "extensions/safety/stats.py": "StatsLLM.stats",
+    "extensions/api/llm.py": "ApiLLM.add_request",
     "extensions/api/async_llm.py": """AsyncLLM AsyncLLM.generate AsyncLLM.stream AsyncLLM.chat AsyncLLM.score
         AsyncLLM.encode AsyncLLM.stats AsyncLLM.get_tokenizer AsyncLLM.abort AsyncLLM.exit""",
     "extensions/api/cleanup.py": "cleanup_dist_env_and_memory",

@@ -9,6 +9,7 @@ import atexit
 import contextlib
 import os
 import pickle
+import pkgutil
 import queue
 import shutil
 import subprocess
@@ -232,10 +233,9 @@ def run_rank(commands: connection.Connection) -> NoReturn:
     """Make this rank's runner, and carry out rank 0's commands until rank 0 has ended."""
     config, checkpoint, assembly, place, num_threads = commands.recv()
     torch.set_num_threads(num_threads)
-    from nanovllm.engine.interfaces import resolve
     from nanovllm.engine.model_runner import ModelRunner
 
-    parts = resolve(assembly)(config)
+    parts = pkgutil.resolve_name(assembly)(config)
     group = parts.make_collectives(*place)
     runner = ModelRunner(config, parts, group)
     runner.start(checkpoint)

@@ -28,7 +28,6 @@ class PrefixCache:
     """
 
     pinned: Collection[int] = ()  # blocks that are used by the step that is being scheduled alone
-    processors: tuple[Any, ...] = ()  # the engine's logits processors
 
     def start(self, pool: Any) -> None:
         """All blocks of `pool`, a BlockManager, are free and hold nothing: at first, and after a failure."""
@@ -44,12 +43,8 @@ class PrefixCache:
         return Hit(blocks, len(blocks) * size)
 
     def max_cached(self, seq: Sequence) -> int:
-        """How many tokens may be found: not the last, and no more than its logits processors allow."""
-        most = seq.num_tokens - 1
-        for i, processor in enumerate(self.processors):
-            if seq.request.wanted >> i & 1:
-                most = min(most, processor.max_cached(seq))
-        return most
+        """How many tokens may be found; the next one is computed from the last. A part may ask for less."""
+        return seq.num_tokens - 1
 
     def evict(self) -> int:
         """Which free block is handed out next: the least recently freed one."""

@@ -50,19 +50,16 @@ class Scheduler:
         self.admissions = admissions
         self.clear()
         self.num_preemptions = 0
-        # Tokens drawn for sequences that had ended, in steps launched before that was known.
-        self.num_surplus_tokens = 0
+        self.num_drawn_tokens = 0  # without those for sequences that had ended before
 
     def is_finished(self) -> bool:
         return not self.waiting and not self.running
 
     def add(self, seq: Sequence) -> None:
         """
-        Queue a request, which ends where the context does. Raises ValueError if its prompt could never fit,
-        however empty the engine is.
+        Queue a request. Raises ValueError if its prompt could never fit, however empty the engine is.
         """
         self.limits.check(seq.num_tokens)
-        seq.request = self.limits.applied_to(seq.request)
         self.waiting[seq] = None
 
     def schedule(self) -> tuple[list[Sequence], bool]:
@@ -184,7 +181,7 @@ class Scheduler:
         finished, block_size, over = [], self.block_size, SequenceStatus.FINISHED
         for seq, token_id in zip(drawing, token_ids, strict=False):
             if seq.status is over:  # ended by the token before, which was not known when this step began
-                self.num_surplus_tokens += 1
+                self.num_drawn_tokens -= 1
                 continue
             seq.append_token(token_id)
             num_known = len(seq.token_ids)
@@ -197,6 +194,7 @@ class Scheduler:
             elif num_known == seq.request.max_num_tokens:
                 self.end(seq, "length")
                 finished.append(seq)
+        self.num_drawn_tokens += len(drawing)
         return finished
 
     def end(self, seq: Sequence, reason: str, stop_reason: Any = None) -> None:

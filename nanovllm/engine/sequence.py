@@ -9,22 +9,26 @@ from enum import Enum, auto
 from itertools import count
 from typing import Any
 
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.sampling_params import MAX_TOKENS, SamplingParams
 
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """A prompt and how to complete it. `Limits.applied_to` says where the completion ends."""
+    """A prompt and how to complete it."""
 
     token_ids: list[int]
     params: SamplingParams = SamplingParams()
     block_size: int = 256  # of the KV cache
     seed: int = 0  # this and a token's position decide the noise it is drawn with
-    max_num_tokens: int = 0  # of prompt and completion
+    max_num_tokens: int = 2 * MAX_TOKENS  # of prompt and completion, or fewer if `params` say so
     end_token_ids: frozenset[int] = frozenset()  # any of these ends the completion
     text: str | None = None  # of the prompt, unless it was given as token ids alone
     wanted: int = 0  # the logits processors that it wants: bit i is the i-th of Parts
     own: dict[str, Any] = field(default_factory=dict)  # what others keep of it: logits processors, by name
+
+    def __post_init__(self) -> None:
+        most = len(self.token_ids) + (self.params.max_tokens or MAX_TOKENS)
+        object.__setattr__(self, "max_num_tokens", min(self.max_num_tokens, most))
 
 
 class SequenceStatus(Enum):

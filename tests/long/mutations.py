@@ -96,7 +96,6 @@ def mutations_of(file: str, *pairs: tuple[str, str]) -> list[Mutation]:
 MUTATIONS = [
     *mutations_of(
         "scheduler",
-        ("seq.request = self.limits.applied_to(seq.request)", "pass"),
         ("self.num_prefills_in_a_row == MAX_PREFILLS_IN_A_ROW", "False"),
         ("len(self.running) > has_chunk", "len(self.running) > 0"),
         ("self.is_prefill, self.num_prefills_in_a_row = False, 0", "self.is_prefill = False"),
@@ -148,7 +147,6 @@ MUTATIONS = [
     *mutations_of(
         "limits",
         ("if total <= self.max_num_tokens:", "if total < self.max_num_tokens:"),
-        ("len(request.token_ids) + (request", "len(request.token_ids) + 1 + (request"),
         ("min(config.max_model_len, num_cache_tokens + 1)", "min(config.max_model_len, num_cache_tokens)"),
     ),
     *mutations_of(
@@ -285,17 +283,19 @@ MUTATIONS = [
             "return self.token_ids[self.num_prompt_tokens :]",
             "return self.token_ids[self.num_prompt_tokens - 1 :]",
         ),
+        ("len(self.token_ids) + (self.params", "len(self.token_ids) + 1 + (self.params"),
         ("self.block_hashes: list[int] = []", "self.block_hashes = getattr(self, 'block_hashes', [])"),
     ),
     *mutations_of(
         "llm_engine",
-        ("(seed + index) % 2**63", "seed + index"),
-        ('counts["seconds"] += time.perf_counter()', 'counts["seconds"] = time.perf_counter()'),
-        ("        if not self.unfinished and self.in_flight", "        if False and self.in_flight"),
-        ("            self._sample(self.in_flight)\n", "            pass\n"),
-        ("            processor.ended(seq)", "            pass"),
+        ("self._overlap and sequences and self.unfinished", "self._overlap and sequences"),
+        ("            self._sample(self.in_flight[-1])\n", "            pass\n"),
         ("self.ended, self.attempt = {}, None", "self.attempt = None"),
-        ("num_generated / max(counts", 'counts["drawn"] / max(counts'),
+    ),
+    *mutations_of("scheduler", ("                self.num_drawn_tokens -= 1\n", "")),
+    *mutations_of(
+        "nanovllm/extensions/safety/stats",
+        ("self.seconds += time.perf_counter()", "self.seconds = time.perf_counter()"),
     ),
     *mutations_of(
         "nanovllm/extensions/safety/recovery",
@@ -339,8 +339,8 @@ MUTATIONS = [
     *mutations_of(
         "nanovllm/extensions/api/async_llm",
         (
-            "await asyncio.to_thread(prompts.read_own, request)",
-            "prompts.read_rest(request)",
+            'await asyncio.to_thread(prompts.make_request, prompt, params, "prompt")',
+            'prompts.make_request(prompt, params, "prompt")',
         ),
     ),
     *mutations_of(
@@ -380,6 +380,7 @@ MUTATIONS = [
         ("            if reader.matcher.is_error():", "            if False:"),
         ("            self.__dict__.pop(name, None)", "            pass"),
         ("        while self._readers:", "        while False:"),
+        ("self._readers.pop(seq.seq_id, None)", "self._readers.get(seq.seq_id)"),
     ),
     *mutations_of(
         "nanovllm/extensions/prefixes/kernels/copy_pages",
@@ -478,7 +479,8 @@ MUTATIONS = [
     ),
     *mutations_of(
         "nanovllm/extensions/text/llm",
-        ("if self._call is queued:", "if True:"),
+        ("(seed + i) % 2**63", "seed + i"),
+        ("if self._call is queued and", "if"),
         ("if not queued or self.is_finished():", "if not queued:"),
         ("while len(queued) < limit and", "while len(queued) <= limit and"),
     ),
@@ -489,7 +491,7 @@ MUTATIONS = [
         ("engine.clear = engine.exit = lambda: None", "engine.exit = lambda: None"),
         ("raise missing_attribute(self, name)", "raise AttributeError(name)"),
     ),
-    *mutations_of("nanovllm/utils/progress", ("dynamic_ncols=True)", "dynamic_ncols=True, disable=False)")),
+    *mutations_of("nanovllm/extensions/text/llm", ("tqdm, disable=True)", "tqdm, disable=False)")),
     *mutations_of(
         "nanovllm/extensions/api/engine_args",
         ("cls.__init__.__signature__ = signature.replace(parameters=parameters)", "pass"),
@@ -501,7 +503,7 @@ MUTATIONS = [
         ("                messages = start\n            elif", "                pass\n            elif"),
         ("                    if answer:", "                    if False:"),
         ("text.translate(CONTROLS) if sys.stdout.isatty() else text", "text"),
-        ('{"temperature": TEMPERATURE, **llm.generation_config}', "llm.generation_config"),
+        ("default_sampling_params(temperature=TEMPERATURE)", "default_sampling_params()"),
     ),
     *mutations_of(
         "nanovllm/extensions/server/__main__",
@@ -573,9 +575,10 @@ MUTATIONS = [
         "input_processor",
         (
             "        params = replace(params)",
-            "        params = name_of.__dict__.setdefault(params, replace(params))",
+            "        params = as_token_ids.__dict__.setdefault(params, replace(params))",
         ),
         ("check(value == field.default,", "check(True,"),
+        ("            self.limits.max_num_tokens,\n", "            2**40,\n"),
     ),
     *mutations_of("nanovllm/extensions/batch/files", ("        while rest:", "        if rest:")),
     *mutations_of(

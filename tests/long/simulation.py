@@ -35,12 +35,13 @@ import numpy as np
 import paths  # noqa: F401
 import torch
 from block_pool import check_pool
+from scheduling import ReadingScheduler
 
 from nanovllm.assembly import make_admissions, make_prefix_cache
 from nanovllm.engine.batch import Batch, BatchMaker
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.policies import Hit
-from nanovllm.engine.scheduler import MAX_PREFILLS_IN_A_ROW, Scheduler
+from nanovllm.engine.scheduler import MAX_PREFILLS_IN_A_ROW
 from nanovllm.engine.sequence import Request, Sequence, SequenceStatus
 from nanovllm.engine.slots import SlotLayout
 from nanovllm.extensions.logits.bias import BiasProcessor
@@ -341,7 +342,7 @@ class Simulation:
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.budget,
             max_model_len=self.max_model_len,
-            eos=pick.choice([(), (0,), 0, (0, 1)]),
+            eos=pick.choice([(), (0,), (0,), (0, 1)]),
             num_kvcache_blocks=num_blocks,
             kvcache_block_size=self.block_size,
             enable_prefix_caching=pick.random() < 0.8,
@@ -373,8 +374,8 @@ class Simulation:
         admissions = make_admissions(config, BiasProcessor())
         self.forecast = next(part for part in admissions if isinstance(part, AdmissionControl))
         self.have_waited = next(part for part in admissions if isinstance(part, HoldBack)).have_waited
-        prefix_cache.processors = (self.scores,)
-        self.scheduler = Scheduler(config, prefix_cache, admissions)
+        prefix_cache.max_cached = self.scores.max_cached
+        self.scheduler = ReadingScheduler(config, prefix_cache, admissions)
         self.scheduler.block_manager = WatchedBlocks(
             self, num_blocks, self.block_size, config.enable_prefix_caching, prefix_cache
         )

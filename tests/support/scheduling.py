@@ -6,6 +6,7 @@ fake KV cache of slots. A wrong slot, a stale block or a lost token therefore en
 
 import math
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -22,6 +23,15 @@ from nanovllm.sampling_params import SamplingParams
 EOS = 0
 
 
+class ReadingScheduler(Scheduler):
+    """Gives requests what ends their completions, as `InputProcessor` does."""
+
+    def add(self, seq: Sequence) -> None:
+        ends = self.limits.end_token_ids(seq.sampling_params)
+        seq.request = replace(seq.request, max_num_tokens=self.limits.max_num_tokens, end_token_ids=ends)
+        super().add(seq)
+
+
 def make_scheduler(is_plain: bool = False, **options) -> Scheduler:
     """With all extensions, or without any."""
     defaults = dict(
@@ -35,12 +45,13 @@ def make_scheduler(is_plain: bool = False, **options) -> Scheduler:
         hf_config=SimpleNamespace(context_limit=200_000, tokens_in_reach=0),
     )
     config = SimpleNamespace(**{**defaults, **options})
+    config.eos = (config.eos,) if isinstance(config.eos, int) else config.eos
     if is_plain:
-        return Scheduler(config)
+        return ReadingScheduler(config)
     from nanovllm.extensions.logits.bias import BiasProcessor
 
     parts = make_prefix_cache(config), make_admissions(config, BiasProcessor())
-    return Scheduler(config, *parts)
+    return ReadingScheduler(config, *parts)
 
 
 def make_engine(**options) -> "tuple[Scheduler, FakeRunner]":

@@ -72,9 +72,12 @@ def add_options(group: Any, options: dict[str, tuple[Callable, str]]) -> None:
 
 
 def parse_options(
-    parser: argparse.ArgumentParser, argv: Sequence[str] | None, about_sampling: str,
-    sampling: dict[str, tuple[Callable, str]], engine: dict[str, tuple[Callable, str]],
-) -> argparse.Namespace:  # fmt: skip
+    parser: argparse.ArgumentParser,
+    argv: Sequence[str] | None,
+    about_sampling: str,
+    sampling: dict[str, tuple[Callable, str]],
+    engine: dict[str, tuple[Callable, str]],
+) -> argparse.Namespace:
     """
     Add these options to those of a parser, and parse. In the result `engine` are those for `LLM` that are
     given, and `defaults` those for SamplingParams, checked.

@@ -118,7 +118,7 @@ class ApiLLM(NotCopied, LLMEngine):
     def _step_in_turn(self) -> tuple[list[tuple[int | str, list[int]]], int]:
         """`LLMEngine.step`. Raises RuntimeError while the requests of another call are unfinished."""
         self._take_turn()
-        finished, num_tokens = LLMEngine.step(self)
+        finished, num_tokens = super().step()
         return [(self._own_ids.get(i, i), token_ids) for i, token_ids in finished], num_tokens
 
 

@@ -39,11 +39,19 @@ class NanoVLLM(TemplateLM):
     """
 
     def __init__(
-        self, pretrained: str, max_length: int | None = None, max_gen_toks: int = 256,
-        add_bos_token: bool | None = None, prefix_token_id: int | None = None,
-        chat_template_args: dict[str, Any] | None = None, enable_thinking: bool | None = None,
-        device: str = DEFAULT_DEVICE, batch_size: Any = None, max_batch_size: Any = None, **options: Any,
-    ):  # fmt: skip
+        self,
+        pretrained: str,
+        max_length: int | None = None,
+        max_gen_toks: int = 256,
+        add_bos_token: bool | None = None,
+        prefix_token_id: int | None = None,
+        chat_template_args: dict[str, Any] | None = None,
+        enable_thinking: bool | None = None,
+        device: str = DEFAULT_DEVICE,
+        batch_size: Any = None,
+        max_batch_size: Any = None,
+        **options: Any,
+    ):
         super().__init__()
         if max_length is not None:
             options["max_model_len"] = max_length + 1  # nothing is computed after the last token

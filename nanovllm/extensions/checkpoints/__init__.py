@@ -6,6 +6,7 @@ The core reads a folder of safetensors files. This extension opens (`opening.py`
   tensors stay quantised until sliced;
 - `hub.py`: a hub id, of which only the files that are needed are downloaded; `smollm2.py`: a first model;
 - `adapter.py`: a LoRA adapter, merged into the weights as they are read;
+- `recommended.py`: what a checkpoint recommends for sampling, in its generation_config.json;
 - `shapes.py`: random weights in the shape of a well-known model, for measuring speed.
 
 Checkpoints are other people's files. `untrusted.py` checks that no name or link in a folder leads out of it

@@ -9,9 +9,9 @@ from typing import Any
 
 from nanovllm.distributed.ranks import EngineDeadError
 from nanovllm.engine.interfaces import Observer
-from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.sequence import Sequence
 from nanovllm.extensions.safety.admission import AdmissionControl
+from nanovllm.extensions.safety.stats import StatsLLM
 
 
 class Recovery(Observer):
@@ -32,7 +32,7 @@ class Recovery(Observer):
         blame for is raised.
         """
         try:
-            return LLMEngine.step(self.engine)
+            return StatsLLM.step(self.engine)
         except EngineDeadError:
             raise
         except Exception as error:

@@ -89,14 +89,6 @@ def make_result(tokenizer: Any, completions: list[Sequence]) -> Result:
     return result
 
 
-def outcome(tokenizer: Any, completions: list[Sequence]) -> Result | Exception:
-    """`make_result`; or the error that has ended one of the completions, or that `make_result` raises."""
-    try:
-        return completions[0].request.own.get("error") or make_result(tokenizer, completions)
-    except Exception as error:  # a decoder's
-        return error
-
-
 def make_score(token_ids: list[int], request: Request) -> dict[str, Any]:
     """The result of `LLM.score` for a text, whose request has been computed if it scores any token."""
     found = [(logprob, rank) for logprob, rank, *_ in request.own["scores"].found]

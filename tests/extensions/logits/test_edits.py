@@ -501,7 +501,7 @@ class Rows:
         seq = Sequence(Request([1, 2], SamplingParams(**params)))
         seq.slot = row
         if self.table.wants(seq.sampling_params):
-            seq.request.own["bias"] = rules_of(seq.request, words, ())
+            seq.request.own["bias"] = rules_of(seq.request, words)
         self.table.receive(self.table.prepare([seq]))
         return seq
 
