@@ -115,7 +115,7 @@ def assemble(config: Config) -> Parts:
 
     bias, *others, scores = make_processors()
     bitmask = BitmaskProcessor()
-    *_, isolation = admissions = make_admissions(config, bias)
+    *_, admission_control = admissions = make_admissions(config, bias)
     prefix_cache = make_prefix_cache(config)
     prefix_cache.max_cached = scores.max_cached
     compile_ahead = CompileAhead(config, functools.partial(stand_in, config))
@@ -125,7 +125,14 @@ def assemble(config: Config) -> Parts:
         make_backend,
         ReportingRanks,
         group_maker(config),
-        observers=(compile_ahead, MemoryHint(config), Recovery(isolation), bitmask, StopTexts(), Finished()),
+        observers=(
+            compile_ahead,
+            MemoryHint(config),
+            Recovery(admission_control),
+            bitmask,
+            StopTexts(),
+            Finished(),
+        ),
         prefix_cache=prefix_cache,
         admissions=admissions,
         logits_processors=(bias, *others, scores, bitmask),
@@ -197,8 +204,6 @@ def make_prefix_cache(config: Config) -> PrefixCache:
 
 def make_admissions(config: Config, bias: Any) -> tuple[Admission, ...]:
     """All that may keep a sequence from running, though there is room for it."""
-    from nanovllm.extensions.safety.budget import Budget
-    from nanovllm.extensions.safety.forecast import Forecast
-    from nanovllm.extensions.safety.isolation import Isolation
+    from nanovllm.extensions.safety.admission import AdmissionControl
 
-    return HoldBack(), Budget(bias.name, bias.max_words), Forecast(), Isolation(config.max_num_seqs)
+    return HoldBack(), AdmissionControl(config, bias)

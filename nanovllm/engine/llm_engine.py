@@ -254,7 +254,7 @@ class LLMEngine:
                 raise EngineDeadError(message) from error
         kept = [seq for observer in self.observers for seq in observer.failed(self.attempt)]
         self.unfinished = {seq.seq_id: seq for seq in kept}
-        self.scheduler.restart(kept)
+        self.scheduler.clear(kept)
         self._notify("cleared")
         self._notify("added", kept)
         self.attempt = None

@@ -5,7 +5,7 @@ has them, beside the Scheduler and its BlockManager, so nothing here knows tenso
 """
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
@@ -84,24 +84,18 @@ class Verdict(IntEnum):
     STOP = 2  # neither it nor those behind it, before a sequence ends or gives blocks back
 
 
-@dataclass
-class Admitting:
-    """What a step, which is being scheduled, has decided so far. Each step has one of its own."""
-
-    pool: Any  # the BlockManager
-    max_num_batched_tokens: int
-    running: list[Sequence]  # with those that are already admitted
-    waiting: list[tuple[Sequence, Hit]] = field(default_factory=list)  # by WAIT: they join in the next step
-
-
 class Admission:
     """
     Has a say in which sequences run. All are asked, on rank 0's host; one that has no free blocks, no slot or
     no room in the step's tokens is not admitted whatever they say.
     """
 
-    def admits(self, seq: Sequence, hit: Hit, state: Admitting) -> Verdict:
-        """Whether this sequence, the first of those that wait, may run. If all say so, it does."""
+    def admits(self, seq: Sequence, hit: Hit, state: Any) -> Verdict:
+        """
+        Whether this sequence, the first of those that wait, may run. If all say so, it does. `state` is the
+        Scheduler; its `running` has those that are already admitted, and `held_back`, a new list in each
+        step, those that join in the next one.
+        """
         return Verdict.ADMIT
 
     def ended(self, seq: Sequence) -> None:

@@ -12,7 +12,6 @@ from nanovllm.extensions.text.stop_texts import StopTexts
 METHODS = {
     "scheduler": ["add", "schedule", "preempt", "advance", "postprocess", "end", "_release"],
     "block_manager": [
-        "find",
         "can_allocate",
         "allocate",
         "deallocate",
@@ -20,7 +19,7 @@ METHODS = {
         "may_append",
         "_take_free_block",
     ],
-    "prefix cache": ["allocated", "written", "leaving", "prepare", "receive"],
+    "prefix cache": ["find", "allocated", "written", "leaving", "prepare", "receive"],
     "runner": [
         "call",
         "run",

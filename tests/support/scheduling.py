@@ -376,7 +376,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             return True
         num_blocks = len(self.manager.blocks)
         at_most = sum(-(-(s.request.max_num_tokens - 1) // self.block_size) for s in [*admitted, waiting[0]])
-        tables = [*(s.block_table for s in admitted), self.manager.find(waiting[0]).blocks]
+        tables = [*(s.block_table for s in admitted), self.manager.prefix_cache.find(waiting[0]).blocks]
         held = set().union(*tables[:-1])  # each is counted once
         at_most -= sum(map(len, tables[:-1])) + len(held & set(tables[-1])) - len(held)
         return not admitted or at_most <= num_blocks or self.most_needed(admitted, waiting[0]) <= num_blocks
@@ -393,7 +393,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """The most blocks that are expected to be in use at once, step by step."""
         owners = {block.block_id: block.ref_count for block in self.manager.blocks}
         owners.update({i: owners[i] - 1 for i in self.manager.prefix_cache.pinned})
-        hits = {i for i in self.manager.find(new).blocks if owners[i]}
+        hits = {i for i in self.manager.prefix_cache.find(new).blocks if owners[i]}
         kept = hits | {i for s in admitted for i in s.block_table if owners[i] > 1}
         growth = []
         for sequence in [*admitted, new]:
@@ -455,7 +455,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert len(still_waiting[0]) - cached > self.budget - sum(lengths(scheduled))
 
     def cached_tokens(self, sequence: Sequence) -> int:
-        return self.manager.find(sequence).num_tokens
+        return self.manager.prefix_cache.find(sequence).num_tokens
 
     def check_decode(self, scheduled, admitted, victims) -> None:
         survivors = [s for s in admitted if s not in victims and s not in self.chunked]
