@@ -9,25 +9,21 @@ from enum import Enum, auto
 from itertools import count
 from typing import Any
 
-from nanovllm.sampling_params import MAX_TOKENS, SamplingParams
+from nanovllm.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """A prompt and how to complete it. The Scheduler says where a completion ends at the latest."""
+    """A prompt and how to complete it."""
 
     token_ids: list[int]
     params: SamplingParams = SamplingParams()
     block_size: int = 256  # of the KV cache
     seed: int | None = 0  # this and a token's position decide its noise; None: the engine draws one
-    max_num_tokens: int = 2 * MAX_TOKENS  # of prompt and completion
+    max_num_tokens: int = 0  # of prompt and completion
     end_token_ids: frozenset[int] = frozenset()  # any of these ends the completion
     wanted: int = 0  # the logits processors that it wants: bit i is the i-th of Parts
     own: dict[str, Any] = field(default_factory=dict)  # what others keep of it: logits processors, by name
-
-    def __post_init__(self) -> None:
-        most = len(self.token_ids) + (self.params.max_tokens or MAX_TOKENS)
-        object.__setattr__(self, "max_num_tokens", min(self.max_num_tokens, most))
 
 
 class SequenceStatus(Enum):

@@ -283,7 +283,6 @@ MUTATIONS = [
             "return self.token_ids[self.num_prompt_tokens :]",
             "return self.token_ids[self.num_prompt_tokens - 1 :]",
         ),
-        ("len(self.token_ids) + (self.params", "len(self.token_ids) + 1 + (self.params"),
         ("self.block_hashes: list[int] = []", "self.block_hashes = getattr(self, 'block_hashes', [])"),
     ),
     *mutations_of(
@@ -578,6 +577,7 @@ MUTATIONS = [
             "        params = as_token_ids.__dict__.setdefault(params, replace(params))",
         ),
         ("check(value == field.default,", "check(True,"),
+        ("len(token_ids) + (params.max", "len(token_ids) + 1 + (params.max"),
         ("min(most, self.limits.max_num_tokens)", "most"),
     ),
     *mutations_of("nanovllm/extensions/batch/files", ("        while rest:", "        if rest:")),
