@@ -989,7 +989,7 @@ MUTATIONS = [
         ("if of_type and not known and type_decides(names):", "if False:"),
     ),
     *mutations_of(
-        "nanovllm/utils/loader",
+        "nanovllm/extensions/checkpoints/names",
         ('tensor = renamed(tensor, f"model.{tensor.name}")', "pass"),
         ("            yield firsts[first]\n", "            pass\n"),
         ("elif not torch.equal(firsts[first][...], tensor[...]):", "elif False:"),

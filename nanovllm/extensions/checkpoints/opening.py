@@ -7,6 +7,7 @@ from typing import Any
 from nanovllm.checkpoints.base import Checkpoint
 from nanovllm.config import Config
 from nanovllm.extensions.checkpoints.made_up import fill_with_random_values
+from nanovllm.extensions.checkpoints.names import with_names_of
 from nanovllm.extensions.checkpoints.shapes import SHAPES, ShapeCheckpoint
 from nanovllm.extensions.checkpoints.untrusted import CheckedFolder
 
@@ -30,11 +31,12 @@ def open_checkpoint(
         if not isinstance(checkpoint, CheckedFolder):
             raise ValueError(f"hf_overrides are for config.json, which {checkpoint.path!r} does not have")
         checkpoint.config = checkpoint.config | hf_overrides
+    checkpoint.changes += (with_names_of,)
     hub.pop("revision", None)  # is the model's
     if lora is not None:
         from nanovllm.extensions.checkpoints.adapter import open_adapter
 
-        checkpoint.changes = (open_adapter(lora, hub).merged,)
+        checkpoint.changes += (open_adapter(lora, hub).merged,)
     if tokenizer is not None and os.fspath(tokenizer) != os.fspath(model):
         try:
             checkpoint.tokenizer = _open(tokenizer, "auto", hub, models, only_tokenizer=True).tokenizer

@@ -8,7 +8,7 @@ knows an architecture by name.
 """
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -23,7 +23,6 @@ from nanovllm.extensions.transformers.ranks import cut_modules
 from nanovllm.extensions.transformers.weights import Converted, converted
 from nanovllm.layers.attention import Attention
 from nanovllm.utils.context import get_context
-from nanovllm.utils.loader import find_places
 
 
 class FileConfig(Protocol):
@@ -72,11 +71,11 @@ class TransformersForCausalLM(nn.Module):
         """-> logits [sequences, vocab_size]."""
         return self.lm_head(hidden_states)
 
-    def converted(self, tensors: Iterable[Any]) -> Iterator[Any]:
-        """A checkpoint's tensors by the names, and in the shapes, that parameters have here."""
+    def converted(self, tensors: Iterable[Any], known: Collection[str]) -> Iterator[Any]:
+        """A checkpoint's tensors by the `known` names, and in the shapes, that parameters have here."""
         modules = self.named_modules()
         turned = {f"{name}.weight" for name, each in modules if getattr(each, "is_stored_transposed", False)}
-        for tensor in converted(self._model[0], find_places(self), tensors):
+        for tensor in converted(self._model[0], known, tensors):
             if tensor.name in turned:
                 tensor = Converted(tensor.name, tensor.file, tensor[...].t(), is_transposed=True)
             yield tensor

@@ -7,13 +7,11 @@ tensor. transformers knows how to rename and convert; here that is applied to te
 import copy
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-
-from nanovllm.utils.loader import renamed
 
 
 @dataclass
@@ -32,7 +30,7 @@ class Converted:
         return self.value[index]
 
 
-def converted(model: Any, known: dict[str, Any], tensors: Iterable[Any]) -> Iterator[Any]:
+def converted(model: Any, known: Collection[str], tensors: Iterable[Any]) -> Iterator[Any]:
     """
     The tensors for a model of transformers that has parameters of the `known` names. What is converted comes
     last. Raises ValueError naming a tensor that cannot be converted.
@@ -53,7 +51,9 @@ def converted(model: Any, known: dict[str, Any], tensors: Iterable[Any]) -> Iter
         if pattern is not None:
             waiting[name].append((tensor, pattern))
         elif name in known and name != tensor.name:
-            yield renamed(tensor, name)
+            tensor = copy.copy(tensor)
+            tensor.name = name
+            yield tensor
         elif tensor.name in known or not any(re.search(each, tensor.name) for each in ignored):
             yield tensor
     for name, sources in waiting.items():
