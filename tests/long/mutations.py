@@ -995,8 +995,8 @@ MUTATIONS = [
         ("elif not torch.equal(firsts[first][...], tensor[...]):", "elif False:"),
     ),
     *mutations_of(
-        "nanovllm/checkpoints/folder",
-        (" - {*self.folder.glob(OTHER_COPY)}", ""),
+        "nanovllm/extensions/checkpoints/untrusted",
+        (" if listed or not file.match(OTHER_COPY)", ""),
     ),
     *mutations_of(
         "nanovllm/extensions/checkpoints/hub",

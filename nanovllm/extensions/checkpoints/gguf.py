@@ -17,10 +17,10 @@ from torch import nn
 
 from nanovllm.checkpoints.base import Checkpoint
 from nanovllm.checkpoints.model_config import ModelConfig
-from nanovllm.checkpoints.tokenizer import tokenizer_errors
 from nanovllm.extensions.checkpoints.gguf_file import GGUFTensor, Header
 from nanovllm.extensions.checkpoints.gguf_tokenizer import CONTROL, tokenizer_from_gguf
 from nanovllm.extensions.checkpoints.sizes import checked_size
+from nanovllm.extensions.checkpoints.tokenizer_errors import guarded, tokenizer_errors
 
 MODULES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 # Of a layer, where a model's facts do not say it in another way.
@@ -132,7 +132,7 @@ class GGUFCheckpoint(Checkpoint):
 
     def tokenizer(self) -> Any:
         with tokenizer_errors(f"{self.path}: cannot build the tokenizer"):
-            return tokenizer_from_gguf(self.metadata)
+            return guarded(tokenizer_from_gguf(self.metadata), self.path)
 
     def named_eos(self) -> list[Any]:
         found = [self.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
