@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from nanovllm import SamplingParams
-from nanovllm.assembly import MODELS
 from nanovllm.config import Config
+from nanovllm.extensions.assembly import MODELS
 from nanovllm.extensions.transformers.config import REFUSED, VERIFIED
 
 ROOT = Path(__file__).parents[1]

@@ -14,7 +14,6 @@ from block_pool import check_contents, check_pool
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from nanovllm.assembly import make_admissions, make_prefix_cache
 from nanovllm.engine.scheduler import MAX_PREFILLS_IN_A_ROW, Scheduler
 from nanovllm.engine.sequence import Request, Sequence, SequenceStatus
 from nanovllm.sampling_params import SamplingParams
@@ -37,6 +36,7 @@ def make_scheduler(is_plain: bool = False, **options) -> Scheduler:
     config = SimpleNamespace(**{**defaults, **options})
     if is_plain:
         return Scheduler(config)
+    from nanovllm.extensions.assembly import make_admissions, make_prefix_cache
     from nanovllm.extensions.logits.bias import BiasProcessor
 
     parts = make_prefix_cache(config), make_admissions(config, BiasProcessor())
