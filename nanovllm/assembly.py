@@ -27,9 +27,9 @@ else:
 
 def open_model(model: str, options: dict[str, Any]) -> tuple[Config, Checkpoint]:
     """What the arguments of an engine say, completed by the folder that they name; and that, opened."""
-    config = Config.from_options(model, options)
+    config = Config(model, **options)
     checkpoint = FolderCheckpoint(config.model)
-    return config.with_checkpoint(checkpoint, options), checkpoint
+    return config.with_checkpoint(checkpoint), checkpoint
 
 
 def assemble(config: Config) -> Parts:

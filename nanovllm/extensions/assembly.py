@@ -62,7 +62,7 @@ def open_model(model: str, options: dict[str, Any]) -> tuple[Config, Checkpoint]
     What the arguments of an engine say, among which some of vLLM's may be, completed by the checkpoint that
     they name; and that, opened. Raises TypeError and ValueError naming an option.
     """
-    config = make_config(model, options, ExtendedConfig.from_options)
+    config = make_config(model, options, ExtendedConfig)
     checkpoint = open_checkpoint(
         config.model,
         config.load_format,
@@ -144,8 +144,7 @@ def build_model(config: ModelConfig, quantization: str | None = None) -> nn.Modu
 
 def make_layout(config: Config) -> CacheLayout:
     """How keys and values lie in the cache."""
-    dtype = config.kv_cache_torch_dtype
-    return Int8Layout() if dtype == torch.uint8 else CacheLayout(dtype)
+    return Int8Layout() if config.kv_cache_dtype == "int8" else CacheLayout(config.kv_cache_torch_dtype)
 
 
 def make_backend(
