@@ -41,8 +41,8 @@ EDGES = {
 }
 # Files that may name extensions: what assembles the parts, and public paths that only import.
 SHIMS = """
-    assembly.py extensions/assembly.py __init__ __main__ batch integrations distributed/__init__
-    utils/argparse_utils utils/__init__ inputs outputs
+    assembly.py extensions/assembly.py __init__ __main__ batch integrations utils/argparse_utils
+    inputs outputs
 """.split()
 # Imports that the plan does not allow and that are still there. The bound is 0: they only become fewer.
 CORE_IMPORTS_LEFT = 0
