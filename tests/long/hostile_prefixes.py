@@ -14,9 +14,9 @@ from types import SimpleNamespace
 import paths  # noqa: F401
 from scheduling import ReadingScheduler
 
-from nanovllm.assembly import make_admissions, make_prefix_cache
 from nanovllm.engine.batch import BatchMaker
 from nanovllm.engine.sequence import Request, Sequence
+from nanovllm.extensions.assembly import make_admissions, make_prefix_cache
 from nanovllm.extensions.logits.bias import BiasProcessor
 from nanovllm.sampling_params import SamplingParams
 

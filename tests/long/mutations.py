@@ -982,14 +982,14 @@ MUTATIONS = [
         ("if of_type and not known and type_decides(names):", "if False:"),
     ),
     *mutations_of(
-        "nanovllm/utils/loader",
+        "nanovllm/extensions/checkpoints/names",
         ('tensor = renamed(tensor, f"model.{tensor.name}")', "pass"),
         ("            yield firsts[first]\n", "            pass\n"),
         ("elif not torch.equal(firsts[first][...], tensor[...]):", "elif False:"),
     ),
     *mutations_of(
-        "nanovllm/checkpoints/folder",
-        (" - {*self.folder.glob(OTHER_COPY)}", ""),
+        "nanovllm/extensions/checkpoints/untrusted",
+        (" if listed or not file.match(OTHER_COPY)", ""),
     ),
     *mutations_of(
         "nanovllm/extensions/checkpoints/hub",

@@ -37,13 +37,13 @@ import torch
 from block_pool import check_pool
 from scheduling import ReadingScheduler
 
-from nanovllm.assembly import make_admissions, make_prefix_cache
 from nanovllm.engine.batch import Batch, BatchMaker
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.policies import Hit
 from nanovllm.engine.scheduler import MAX_PREFILLS_IN_A_ROW
 from nanovllm.engine.sequence import Request, Sequence, SequenceStatus
 from nanovllm.engine.slots import SlotLayout
+from nanovllm.extensions.assembly import make_admissions, make_prefix_cache
 from nanovllm.extensions.logits.bias import BiasProcessor
 from nanovllm.extensions.logits.scores import ScoreProcessor
 from nanovllm.extensions.prefixes import planner, token_prefixes

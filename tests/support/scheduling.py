@@ -15,7 +15,6 @@ from block_pool import check_contents, check_pool
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from nanovllm.assembly import make_admissions, make_prefix_cache
 from nanovllm.engine.scheduler import MAX_PREFILLS_IN_A_ROW, Scheduler
 from nanovllm.engine.sequence import Request, Sequence, SequenceStatus
 from nanovllm.sampling_params import MAX_TOKENS, SamplingParams
@@ -50,6 +49,7 @@ def make_scheduler(is_plain: bool = False, **options) -> Scheduler:
     config.eos = (config.eos,) if isinstance(config.eos, int) else config.eos
     if is_plain:
         return ReadingScheduler(config)
+    from nanovllm.extensions.assembly import make_admissions, make_prefix_cache
     from nanovllm.extensions.logits.bias import BiasProcessor
 
     parts = make_prefix_cache(config), make_admissions(config, BiasProcessor())

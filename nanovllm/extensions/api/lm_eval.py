@@ -15,7 +15,6 @@ from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.checkpoints.tokenizer import render_chat
 from nanovllm.utils.validation import check
 
 # Within a step prompts share whole blocks only, so that small ones leave less to be computed twice.
@@ -86,9 +85,9 @@ class NanoVLLM(TemplateLM):
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        return render_chat(
-            self.tokenizer,
+        return self.tokenizer.apply_chat_template(
             chat_history,
+            tokenize=False,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=not add_generation_prompt,
             **self.chat_template_args,

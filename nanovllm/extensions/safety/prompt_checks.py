@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Iterable
 from typing import Any
 
-from nanovllm.checkpoints.tokenizer import tokenizer_errors
 from nanovllm.engine.input_processor import InputProcessor, as_token_ids
 from nanovllm.engine.sequence import Request
 from nanovllm.extensions.safety.sampling_checks import find_surrogate
@@ -28,8 +27,7 @@ class CheckedInputProcessor(InputProcessor):
         try:
             if (place := find_surrogate(text)) >= 0:
                 raise ValueError(f"the lone surrogate {text[place]!r} at {place} is no character")
-            with tokenizer_errors(f"the tokenizer of {self.model!r}"):
-                return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
         except ValueError as error:
             raise ValueError(f"{name} cannot be tokenized: {error}; got {shown(text)}") from error
 

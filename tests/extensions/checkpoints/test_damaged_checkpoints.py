@@ -32,8 +32,8 @@ from gguf_files import write_gguf
 from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.assembly import get_model_class, open_checkpoint
 from nanovllm.distributed.group import Group, use_group
+from nanovllm.extensions.assembly import get_model_class, open_checkpoint
 from nanovllm.extensions.checkpoints.gguf_tokenizer import tokenizer_from_gguf
 from nanovllm.extensions.checkpoints.untrusted import MAX_BYTES
 from nanovllm.utils.loader import load_model
@@ -483,7 +483,7 @@ READ = dict(add_generation_prompt=True, continue_final_message=False, tools=None
 
 
 def test_a_chat_that_is_too_long_to_tokenize_is_refused(llm, monkeypatch):
-    monkeypatch.setattr("nanovllm.checkpoints.tokenizer.MAX_TEXT", 1000)
+    monkeypatch.setattr("nanovllm.extensions.checkpoints.tokenizer_errors.MAX_TEXT", 1000)
     with pytest.raises(ValueError, match="conversation 0: it makes a text of 1001 characters; at most 1000"):
         llm.prompts.render_chats(CHAT, "{{ 'x' * 1001 }}", **READ)
 
