@@ -5,7 +5,6 @@ where they come from. Every rank assembles its own: parts hold functions and ten
 send to another.
 """
 
-import importlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -172,8 +171,8 @@ class Parts:
     build_model: Callable[..., nn.Module]  # ModelConfig -> the model, with memory for its weights
     make_layout: Callable[..., Any]  # Config -> CacheLayout
     make_backend: Callable[..., Any]  # (Config, device, attention layers, CacheLayout) -> AttentionBackend
-    make_ranks: Callable[..., Any]  # (Config, checkpoint, name of the assembly, make_collectives) -> Ranks
-    make_collectives: Callable[..., Group] = Group  # (rank, size, folder, check) -> Group, with several ranks
+    make_ranks: Callable[..., Any]  # (number of ranks, make_collectives) -> Ranks
+    make_collectives: Callable[..., Group] = Group  # (rank, size, store, check) -> Group, with several ranks
     observers: tuple[Observer, ...] = ()
     prefix_cache: PrefixCache = field(default_factory=PrefixCache)
     admissions: tuple[Admission, ...] = ()  # who may keep a sequence from running
@@ -186,9 +185,3 @@ class Parts:
 
     def logits_processor(self, name: str) -> LogitsProcessor:
         return next(processor for processor in self.logits_processors if processor.name == name)
-
-
-def resolve(name: str) -> Any:
-    """What "package.module:Name" names, imported: how ranks get what cannot be sent to them."""
-    module, _, attribute = name.partition(":")
-    return getattr(importlib.import_module(module), attribute)
