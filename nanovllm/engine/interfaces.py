@@ -161,8 +161,8 @@ class Parts:
     build_model: Callable[..., nn.Module]  # ModelConfig -> the model, with memory for its weights
     make_layout: Callable[..., Any]  # Config -> CacheLayout
     make_backend: Callable[..., Any]  # (Config, device, attention layers, CacheLayout) -> AttentionBackend
-    make_ranks: Callable[..., Any]  # (Config, checkpoint, name of the assembly, make_collectives) -> Ranks
-    make_collectives: Callable[..., Group] = Group  # (rank, size, folder, check) -> Group, with several ranks
+    make_ranks: Callable[..., Any]  # (number of ranks, make_collectives) -> Ranks
+    make_collectives: Callable[..., Group] = Group  # (rank, size, store, check) -> Group, with several ranks
     observers: tuple[Observer, ...] = ()
     prefix_cache: PrefixCache = field(default_factory=PrefixCache)
     admissions: tuple[Admission, ...] = ()  # who may keep a sequence from running

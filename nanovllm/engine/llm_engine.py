@@ -3,13 +3,13 @@
 Follow `step` -> `Scheduler.schedule` -> `ModelRunner.run` -> `Scheduler.postprocess`.
 """
 
-import pkgutil
 import random
 import sys
 import weakref
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from pkgutil import resolve_name
 from typing import Any
 
 from nanovllm.checkpoints.base import Checkpoint
@@ -58,8 +58,8 @@ class LLMEngine:
         self.config, checkpoint = self.open_model(model, options)
         with ThreadPoolExecutor(1) as pool:  # importing a tokenizer takes long and needs no device
             tokenizer = pool.submit(checkpoint.tokenizer)
-            self.start_runner(checkpoint)
             try:
+                self.start_runner(checkpoint)
                 self.tokenizer = tokenizer.result()
                 vocab_size = self.config.hf_config.vocab_size  # token ids beyond it are never drawn
                 eos = checkpoint.eos_token_ids(self.tokenizer)
@@ -88,27 +88,23 @@ class LLMEngine:
 
     def start_runner(self, checkpoint: Checkpoint) -> None:
         """Make rank 0's model runner; and start the other ranks, which make theirs at the same time."""
-        parts = self.parts = pkgutil.resolve_name(self.assembly)(self.config)
+        parts = self.parts = resolve_name(self.assembly)(self.config)
         if self.config.tensor_parallel_size == 1:
             runner = ModelRunner(self.config, parts)
             runner.start(checkpoint)
         else:
-            self.ranks = parts.make_ranks(self.config, checkpoint, self.assembly, parts.make_collectives)
+            self.ranks = parts.make_ranks(self.config.tensor_parallel_size, parts.make_collectives)
             runner = ModelRunner(self.config, parts, self.ranks.group, self.ranks)
-            with self.ranks.starting():
-                runner.start(checkpoint)
+            self.ranks.start(runner, checkpoint, self.assembly)
         self.model_runner = runner
 
     def exit(self) -> None:
         """Free the devices' memory and end the other ranks. May be called twice; the engine is dead then."""
         runner, self.model_runner = self.model_runner, None
-        if runner is not None:
-            if self.ranks is not None:
-                self.ranks.finish_step()
-            runner.exit()
         if self.ranks is not None:
             self.ranks.close()
-            self.ranks.group.close()
+        elif runner is not None:
+            runner.exit()
 
     def __enter__(self) -> "LLMEngine":
         return self
@@ -271,7 +267,7 @@ class LLMEngine:
     def clear(self) -> None:
         """Drop every request."""
         self.unfinished, self.ended, self.attempt = {}, {}, Step([])
-        if self.ranks is not None and self.ranks.failure:
+        if self.ranks is not None and self.ranks.failures:
             self.exit()
         self.recover()
 

@@ -32,6 +32,7 @@ from block_pool import check_pool
 from cases import slow
 from engines import Watch, tokens_of
 from logit_settings import MIXED
+from torch.distributed import FileStore
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.distributed.group import Group
@@ -302,17 +303,18 @@ def test_an_end_closes_every_file_and_leaves_none_to_the_garbage_collector(model
 
 
 def test_memory_that_other_ranks_have_mapped_is_freed_when_they_have_ended(model):
-    calls, group = mock.Mock(), PeerGroup()
-    group.backend, group.shared = object(), calls.memory
-    calls.ranks.group, calls.leave.side_effect = group, group.leave
-    with LLM(model.folder, **OPTIONS) as llm:
-        llm.model_runner.group = mock.Mock(leave=calls.leave)
-        llm.ranks = calls.ranks
-    expected = ["ranks.finish_step", "leave", "ranks.close", "memory.close"]
-    assert [name for name, *_ in calls.mock_calls] == expected
+    llm, found = start(model.folder), []
+    runner, [process] = llm.model_runner, llm.ranks._processes
+    llm.ranks.group.close()
+    group = llm.ranks.group = PeerGroup()
+    group.shared = SimpleNamespace(close=lambda: found.append((runner.model, process.returncode)))
+    group.backend, abort = mock.Mock(), mock.Mock()
+    group.backend.name, group.backend.abort = lambda: "nccl", abort
+    for _ in range(2):
+        llm.exit()
+    assert found == [(None, -signal.SIGKILL)]
+    abort.assert_called_once()
     assert group.backend is None
-    llm.exit()
-    calls.memory.close.assert_called_once()
 
 
 def test_a_group_of_one_gives_back_what_it_gets():
@@ -328,7 +330,7 @@ def test_a_group_of_one_gives_back_what_it_gets():
 
 
 def test_gathered_values_reach_every_rank_in_the_order_of_the_ranks(tmp_path):
-    groups = [Group(rank, 3, str(tmp_path)) for rank in range(3)]
+    groups = [Group(rank, 3, FileStore(str(tmp_path / "store"))) for rank in range(3)]
     with ThreadPoolExecutor(3) as pool:
         for name in ("budget", "memory"):
             values = [random.Random(name).getrandbits(512) + rank for rank in range(3)]
@@ -338,7 +340,7 @@ def test_gathered_values_reach_every_rank_in_the_order_of_the_ranks(tmp_path):
 def test_of_equal_scores_every_rank_takes_the_lowest_token_id(tmp_path):
     scores = torch.tensor([[1.0, 5.0, -2.0, 0.0, -torch.inf], [1.0, 4.0, -1.0, 0.0, -torch.inf]])
     token_ids = torch.tensor([[7, 3, 6, 4, 5], [2, 8, 9, 11, 12]])
-    groups = [Group(rank, 2, str(tmp_path)) for rank in range(2)]
+    groups = [Group(rank, 2, FileStore(str(tmp_path / "store"))) for rank in range(2)]
 
     def best_token(group: Group) -> list[int]:
         group.connect(torch.device("cpu"))
@@ -361,14 +363,14 @@ class Report:
         return eval, (f"{program} and 'check_device'",)
 
 
-def test_the_ranks_share_the_threads_of_the_process(model, tmp_path):
+def test_the_ranks_share_the_threads_of_the_process(model, tmp_path, monkeypatch):
     num_threads = torch.get_num_threads()
     torch.set_num_threads(5)
     try:
         with start(model.folder) as llm:
-            report = SimpleNamespace(check_device=torch.get_num_threads)
-            assert llm.ranks.call(report, "check_device", ()) == 2
-            llm.ranks._send(1, (Report(tmp_path / "threads"), ()))
+            monkeypatch.setattr(llm.model_runner, "check_device", torch.get_num_threads)
+            assert llm.ranks.call("check_device") == 2
+            llm.ranks._send([Report(tmp_path / "threads")])
             assert wait_until((tmp_path / "threads").exists)
             assert wait_until((tmp_path / "threads").read_text) == "2"
         assert torch.get_num_threads() == 5
@@ -407,7 +409,7 @@ def test_a_step_sends_what_is_new_and_never_the_tokens_so_far(llm, monkeypatch):
         sizes = {"prefill": [], "decode": []}
 
         def watched_send(data: bytes) -> None:
-            _, (batch,) = pickle.loads(data)
+            _, batch = pickle.loads(data)
             sizes["prefill" if batch.is_prefill else "decode"].append(len(data))
             send(data)
 
@@ -429,7 +431,7 @@ def test_a_step_sends_what_is_new_and_never_the_tokens_so_far(llm, monkeypatch):
 
 
 # A step that asks for what is not there.
-IMPOSSIBLE = "run", (Batch(1, 0, np.full((2, 1), 10**9, dtype=np.int32)),)
+IMPOSSIBLE_STEP = "run", Batch(1, 0, np.full((2, 1), 10**9, dtype=np.int32))
 
 
 @pytest.mark.parametrize("attempt", range(4))
@@ -445,7 +447,7 @@ def test_a_failing_rank_ends_generate_with_its_number_and_the_cause(model, attem
         fault = os.kill, llm.ranks._processes[rank - 1].pid, getattr(signal, name)
     else:
         cause = f"rank {rank} failed: IndexError: .*1000000000"
-        fault = llm.ranks._send, rank, IMPOSSIBLE
+        fault = llm.ranks._pipes[rank - 1].send, IMPOSSIBLE_STEP
     with later(moment(attempt, 0.5), *fault), pytest.raises(RuntimeError, match=cause):
         generate_forever(llm)
     assert_ended(llm, cause)
@@ -455,34 +457,32 @@ def test_a_failing_rank_ends_generate_with_its_number_and_the_cause(model, attem
 def test_without_reports_a_rank_that_ends_ends_generate_with_its_number(model, monkeypatch, capfd, way):
     monkeypatch.setattr("nanovllm.extensions.ranks.reports.ReportingRanks", Ranks)
     llm = start(model.folder)
-    fault = (llm.ranks._processes[0].kill,) if way == "killed" else (llm.ranks._send, 1, IMPOSSIBLE)
+    fault = (llm.ranks._processes[0].kill,) if way == "killed" else (llm.ranks._send, IMPOSSIBLE_STEP)
     with later(0.3, *fault), pytest.raises(RuntimeError, match="^rank 1 has ended; the engine has ended"):
         generate_forever(llm)
     assert_ended(llm, "rank 1 has ended")
     assert ("IndexError" in capfd.readouterr().err) == (way == "exception")
 
 
-def test_generate_ends_with_a_rank_whose_end_the_communication_does_not_notice(model, monkeypatch):
+def test_generate_ends_with_a_rank_whose_end_the_communication_does_not_notice(model):
     """Now and then gloo waits for ever for a rank that was killed."""
     llm = start(model.folder)
-    group, calls, released = llm.ranks.group, iter(range(7)), threading.Event()
-    backend = SimpleNamespace(allreduce=group.backend.allreduce, name=group.backend.name)
-    group.backend = backend
+    group, calls, released = llm.ranks.group, iter(range(40)), threading.Event()
+    allreduce = group.backend.allreduce
+
+    def waiting_allreduce(*args):
+        work = allreduce(*args)
+        return SimpleNamespace(wait=released.wait) if next(calls, None) is None else work
+
+    group.backend = backend = SimpleNamespace(allreduce=waiting_allreduce, name=group.backend.name)
     num_references = sys.getrefcount(backend)
-
-    def waiting_best_token(*args):
-        if next(calls, None) is None:
-            released.wait()
-        return Group.best_token(group, *args)
-
-    monkeypatch.setattr(group, "best_token", waiting_best_token)
     kill = os.kill, llm.ranks._processes[0].pid, signal.SIGKILL
     with later(0.5, *kill), pytest.raises(RuntimeError, match="rank 1 was killed by SIGKILL"):
         generate_forever(llm)
     assert_ended(llm, "rank 1 was killed by SIGKILL")
     assert sys.getrefcount(backend) == num_references  # freeing it would wait as well
     released.set()
-    backend.allreduce = backend.name = None
+    assert wait_until(lambda: sys.getrefcount(backend) == num_references - 1)
 
 
 def test_an_exception_on_rank_0_in_the_middle_of_a_step_ends_the_others(model, monkeypatch):
@@ -504,17 +504,13 @@ def test_an_exception_on_rank_0_in_the_middle_of_a_step_ends_the_others(model, m
 
 def test_of_several_failures_the_earliest_is_told():
     """It is the cause of the others, of which rank 0 may notice one as well."""
-    ranks, pipes = (
-        ReportingRanks.__new__(ReportingRanks),
-        [multiprocessing.Pipe(duplex=False) for _ in range(2)],
-    )
-    ranks.failure, ranks._closed, ranks.group = None, False, mock.Mock()
-    ranks._failed, ranks._lock = threading.Event(), threading.Lock()
+    ranks, pipes = ReportingRanks(3, mock.Mock()), [multiprocessing.Pipe(duplex=False) for _ in range(2)]
     ranks._processes, ranks._pipes = [mock.Mock(), mock.Mock()], [reader for reader, _ in pipes]
     for (_, writer), when in zip(pipes, (9.0, 8.0), strict=True):
         writer.send((when, f"failed at {when}", "its traceback"))
     ranks._watch()
     ranks._fail("rank 0 failed")
+    ranks.close()
     with pytest.raises(EngineDeadError, match="^rank 2 failed at 8.0; .*\nits traceback$"):
         ranks.check()
 
@@ -533,14 +529,15 @@ def test_a_rank_killed_while_the_engine_starts_is_named(model, attempt):
 
 
 def test_a_rank_that_is_killed_before_it_tells_its_address_leaves_no_thread_and_no_port(tmp_path):
-    (tmp_path / "ready.1").write_text("0")
+    store = FileStore(str(tmp_path / "store"))
+    store.set("ready.1", "0")
     deadline = time.monotonic() + 0.5
 
     def check() -> None:
         if time.monotonic() > deadline:
             raise RuntimeError("rank 1 was killed")
 
-    group = GlooGroup(0, 2, str(tmp_path), check=check)
+    group = GlooGroup(0, 2, store, check=check)
     with pytest.raises(RuntimeError, match="rank 1 was killed"):
         group.connect(torch.device("cpu"))
     shutil.rmtree(tmp_path)  # as an engine's end does; `nothing_left` looks for threads and ports
@@ -566,7 +563,8 @@ def test_a_start_that_fails_on_rank_0_alone_does_not_wait_for_the_others(model, 
 
     def failing_load(*_):
         [folder] = set(place.glob("nanovllm-*")) - others
-        wait_until(lambda: len(list(folder.iterdir())) == 3, TOO_LONG)
+        ready = [f"ready.{rank}" for rank in range(1, 4)]
+        wait_until(lambda: FileStore(str(folder / "store")).check(ready), TOO_LONG)
         times.append(time.monotonic())
         raise MemoryError("there is none left")
 

@@ -474,7 +474,7 @@ MUTATIONS = [
     ),
     *mutations_of(
         "nanovllm/distributed/ranks",
-        ("if self.failure is None and not self._closed:", "if not self._closed:"),
+        ("self.failures[0]", "self.failures[-1]"),
     ),
     *mutations_of(
         "nanovllm/extensions/text/llm",
@@ -546,11 +546,14 @@ MUTATIONS = [
     ),
     *mutations_of(
         "nanovllm/distributed/ranks",
-        ("num_threads = max(1, torch.get_num_threads() // size)", "num_threads = torch.get_num_threads()"),
-        ("    torch.set_num_threads(num_threads)\n    from", "    from"),
-        ("        torch.set_num_threads(num_threads)\n        device", "        device"),
-        ("            self._close_pipes()\n            raise", "            raise"),
-        ("        finally:\n            self._close_pipes()", "        finally:\n            pass"),
+        (
+            "num_threads = max(1, torch.get_num_threads() // self.group.size)",
+            "num_threads = torch.get_num_threads()",
+        ),
+        ("    torch.set_num_threads(num_threads)\n    parts", "    parts"),
+        ("        torch.set_num_threads(num_threads)\n        with", "        with"),
+        ("            pipe.close()", "            pass"),
+        ("        runner.exit()", "        pass"),
     ),
     *mutations_of(
         "nanovllm/extensions/api/foreign_options",
@@ -700,7 +703,7 @@ MUTATIONS = [
     ),
     *mutations_of(
         "nanovllm/extensions/ranks/reports",
-        ("min(map(self._read_report, ranks))", "max(map(self._read_report, ranks))"),
+        ("min(map(self._read_report,", "max(map(self._read_report,"),
     ),
     *mutations_of(
         "nanovllm/extensions/ranks/peer_group",
