@@ -7,7 +7,6 @@ import sys
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
@@ -143,8 +142,13 @@ def test_a_stop_text_that_a_failed_step_has_found_is_forgotten_with_its_last_tok
     says(TEXT)
     request_id = llm.add_request(PROMPT, SamplingParams(0, 15, True, stop=", z"))
     seq = llm.unfinished[request_id]
+
+    def fail(*args):
+        llm.scheduler.end(*args)
+        raise MemoryError
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(llm, "_end", mock.Mock(side_effect=MemoryError))
+        patch.setattr(llm, "end", fail)
         with pytest.raises(MemoryError):
             while True:
                 llm.step()
