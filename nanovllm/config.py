@@ -26,10 +26,10 @@ def integer(low: int, high: int = MAX_SIZE, *others: int | None) -> Check:
     """An integer in this range, also numpy's, or one of the other values."""
 
     def check_integer(value: Any, name: str) -> int | None:
-        for other in others:
-            if value is other or (is_number(value, int) and value == other):
-                return other
-        check(is_number(value, int, low, high), f"{name} must be an integer from {low} to {high}", value)
+        if value is None and None in others:
+            return None
+        is_good = is_number(value, int) and (low <= value <= high or value in others)
+        check(is_good, f"{name} must be an integer from {low} to {high}", value)
         return int(value)
 
     return check_integer

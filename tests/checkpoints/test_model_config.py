@@ -12,6 +12,7 @@ from gguf_files import write_gguf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loaded_models import assert_same_parameters, build_model, expected_parameters
+from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM
 from nanovllm.checkpoints.folder import INDEX, FolderCheckpoint
@@ -310,6 +311,16 @@ def test_the_core_opens_folders_by_itself(tmp_path):
         (folder / INDEX).write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))
         with pytest.raises(ValueError, match=f"{name}' is missing, or is not a file in the folder"):
             checkpoint.shards()
+
+
+def test_the_core_reads_a_tied_weight_that_is_stored_under_both_of_its_names(tmp_path):
+    folder = make_checkpoint(tmp_path, tie_word_embeddings=True)
+    model, file = build_model(folder), folder / "model.safetensors"
+    tensors = load_file(file)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, file, metadata={"format": "pt"})
+    load_model(model, FolderCheckpoint(str(folder)))
+    assert_same_parameters(model, expected_parameters(folder))
 
 
 # Config
