@@ -78,10 +78,11 @@ class Figures:
 
 def run(llm: LLM, workload: Workload) -> Figures:
     """Hand in all prompts, then step until every sequence has ended."""
-    tokens, seconds, cached_before = Counter(), Counter(), llm.stats()["num_cached_tokens"]
+    tokens, seconds, sequences = Counter(), Counter(), []
     start = now = time.perf_counter()
     for prompt, max_tokens in zip(workload.prompts, workload.max_tokens, strict=True):
-        llm.add_request(prompt, SamplingParams(temperature=0.6, max_tokens=max_tokens, ignore_eos=True))
+        params = SamplingParams(temperature=0.6, max_tokens=max_tokens, ignore_eos=True)
+        sequences.append(llm.unfinished[llm.add_request(prompt, params)])
     while not llm.is_finished():
         finished, num_tokens = llm.step()  # num_tokens: of prompts, or minus the number of tokens decoded
         if num_tokens == 0:  # a step was launched; the next call waits for it
@@ -92,7 +93,7 @@ def run(llm: LLM, workload: Workload) -> Figures:
         seconds[phase] += now - before
         tokens["output"] += sum(len(token_ids) for _, token_ids in finished)
     seconds["all"] = now - start
-    tokens["cached"] = llm.stats()["num_cached_tokens"] - cached_before
+    tokens["cached"] = sum(seq.num_prompt_tokens_cached for seq in sequences)
     return Figures(tokens, seconds)
 
 
@@ -121,7 +122,8 @@ def bench(model: str, name: str) -> None:
     print(f"{name}: {len(workload.prompts):,} prompts of {num_tokens:,} tokens, {made}", flush=True)
     load_format = "auto" if any(Path(model).glob("*.safetensors")) else "dummy"
     with LLM(model, load_format=load_format) as llm:
-        room, vocab_size = llm.stats()["num_kv_cache_tokens"], llm.config.hf_config.vocab_size
+        room = llm.config.num_kvcache_blocks * llm.config.kvcache_block_size
+        vocab_size = llm.config.hf_config.vocab_size
         print(f"nanovllm: {room:,} tokens of KV cache, load_format={load_format}", flush=True)
         work = [workload.with_fresh_tokens(repeat, vocab_size) for repeat in range(1 + NUM_REPEATS)]
         print(describe([run(llm, each) for each in work][1:]))  # the first compiles and captures graphs

@@ -2,8 +2,7 @@
 
 import os
 import re
-import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar
 
@@ -11,14 +10,12 @@ import torch
 
 from nanovllm.checkpoints.base import Checkpoint
 from nanovllm.checkpoints.model_config import ModelConfig
-from nanovllm.utils.validation import check, check_bool, is_number, shown
+from nanovllm.utils.validation import check, check_bool, is_number
 
 MAX_SIZE = 2**31 - 1
 MAX_GRID = 2**16 - 1  # of a kernel's second and third dimension
 DEVICE = re.compile("auto|cpu|cuda(:[1-9]?[0-9])?")
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-OTHER_NAMES = {"half": "float16", "float": "float32"}  # of dtypes
-FILLED_IN = ("hf_config", "eos")  # from the checkpoint
+DTYPES = "float32", "bfloat16", "float16"
 
 # (value, name of the option) -> the value to keep. Raises ValueError naming the option, the value and what is
 # allowed.
@@ -29,10 +26,10 @@ def integer(low: int, high: int = MAX_SIZE, *others: int | None) -> Check:
     """An integer in this range, also numpy's, or one of the other values."""
 
     def check_integer(value: Any, name: str) -> int | None:
-        for other in others:
-            if value is other or (is_number(value, int) and value == other):
-                return other
-        check(is_number(value, int, low, high), f"{name} must be an integer from {low} to {high}", value)
+        if value is None and None in others:
+            return None
+        is_good = is_number(value, int) and (low <= value <= high or value in others)
+        check(is_good, f"{name} must be an integer from {low} to {high}", value)
         return int(value)
 
     return check_integer
@@ -45,19 +42,6 @@ def one_of(*allowed: str) -> Check:
         return value
 
     return check_choice
-
-
-def dtype_name(*allowed: str) -> Check:
-    """Also given as a dtype of torch, or by another name."""
-
-    def check_dtype(value: Any, name: str) -> str:
-        if isinstance(value, torch.dtype):
-            value = str(value).removeprefix("torch.")
-        if isinstance(value, str):
-            value = OTHER_NAMES.get(value, value)
-        return one_of("auto", *allowed)(value, name)
-
-    return check_dtype
 
 
 def check_model(value: Any, name: str) -> str:
@@ -78,11 +62,11 @@ def check_share(value: Any, name: str) -> float:
 
 def resolve_device(value: Any, name: str) -> str:
     """The device that "auto" stands for, or else the value itself."""
-    is_name = isinstance(value, (str, torch.device)) and DEVICE.fullmatch(str(value))
-    check(bool(is_name), f"{name} must be 'auto', 'cpu', 'cuda' or 'cuda:N'", value)
     device = str(value)
+    is_name = isinstance(value, (str, torch.device)) and bool(DEVICE.fullmatch(device))
+    check(is_name, f"{name} must be 'auto', 'cpu', 'cuda' or 'cuda:N'", value)
     if device == "cpu" or torch.cuda.is_available():
-        return "cuda" if device == "auto" else device
+        return device.replace("auto", "cuda")
     if device != "auto":
         raise ValueError(f"device={device!r} was asked for, but torch finds no CUDA device")
     return "cpu"
@@ -100,10 +84,10 @@ CHECKS: dict[str, Check] = {
     "kvcache_block_size": check_block_size,
     "num_kvcache_blocks": integer(1, MAX_SIZE, -1),
     "device": resolve_device,
-    "dtype": dtype_name(*DTYPES),
+    "dtype": one_of("auto", *DTYPES),
     "load_format": one_of("auto", "safetensors"),
     "attention_backend": one_of("auto", "flash", "triton", "torch"),
-    "kv_cache_dtype": dtype_name(*DTYPES),
+    "kv_cache_dtype": one_of("auto", *DTYPES),
     "enable_prefix_caching": check_bool,
     "seed": integer(0, 2**63 - 1, None),
 }
@@ -147,7 +131,6 @@ class Config:
     """
 
     checks: ClassVar[Mapping[str, Check]] = CHECKS
-    kv_cache_dtypes: ClassVar[Mapping[str, torch.dtype]] = DTYPES
 
     model: str
     max_num_batched_tokens: int = 16384
@@ -188,32 +171,14 @@ class Config:
             elif value is not option.default:
                 raise ValueError(f"{name} must be {option.default!r}: no part of this engine serves it")
 
-    @classmethod
-    def from_options(cls, model: str, options: dict[str, Any]) -> "Config":
-        """A Config from keyword arguments. An unknown one is a TypeError naming it and all known ones."""
-        known = cls.option_names()
-        for name in options:
-            if name in FILLED_IN:
-                raise TypeError(f"{name} is no option: the engine fills it in from the checkpoint")
-            if name not in known:
-                raise TypeError(f"unknown option {shown(name)}; known ones: {', '.join(known)}")
-        return cls(model, **options)
-
-    @classmethod
-    def option_names(cls) -> list[str]:
-        return [option.name for option in fields(cls) if option.name not in FILLED_IN]
-
-    def with_checkpoint(self, checkpoint: Checkpoint, given: Collection[str] = ()) -> "Config":
+    def with_checkpoint(self, checkpoint: Checkpoint) -> "Config":
         """
         These options completed by what the checkpoint says of the model. Raises ValueError if they do not fit
-        it. Of those that were `given`, not defaults, it is said if they are cut.
+        it.
         """
         hf_config = checkpoint.hf_config()
-        length, limit = self.max_model_len or hf_config.context_limit, hf_config.context_limit
-        if length > limit and "max_model_len" in given:
-            message = f"max_model_len={length} is cut to {limit}, which is the checkpoint's own limit"
-            warnings.warn(message, stacklevel=5)
-        length = min(length, limit)
+        limit = hf_config.context_limit
+        length = min(self.max_model_len or limit, limit)
         hf_config = replace(hf_config, max_model_len=length)
         config = replace(self, model=checkpoint.path, hf_config=hf_config, max_model_len=length)
         config._check_split()
@@ -248,10 +213,9 @@ class Config:
             name = self.hf_config.dtype or self.hf_config.usual_dtype(self.device)
         if name not in DTYPES:
             raise ValueError(f"set dtype, since the checkpoint's {name!r} is none of {list(DTYPES)}")
-        return DTYPES[name]
+        return getattr(torch, name)
 
     @property
     def kv_cache_torch_dtype(self) -> torch.dtype:
-        return (
-            self.torch_dtype if self.kv_cache_dtype == "auto" else self.kv_cache_dtypes[self.kv_cache_dtype]
-        )
+        name = self.kv_cache_dtype
+        return self.torch_dtype if name == "auto" else getattr(torch, name)

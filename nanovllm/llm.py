@@ -3,15 +3,16 @@
 Follow `LLM.generate` downwards: `LLMEngine.step` is next.
 """
 
-import time
 from typing import Any
+
+from tqdm.auto import tqdm
 
 from nanovllm.assembly import assemble, extend, open_model
 from nanovllm.engine.input_processor import Prompt
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.progress import Progress, no_bar, tqdm
+from nanovllm.utils.progress import LOOK, Progress
 
 
 def make_result(tokenizer: Any, seq: Sequence) -> dict[str, Any]:
@@ -47,24 +48,22 @@ class LLM(LLMEngine):
     def generate(
         self,
         prompts: list[Prompt],
-        sampling_params: SamplingParams | list[SamplingParams] | None = None,
+        sampling_params: SamplingParams | list[SamplingParams] = SamplingParams(),
         use_tqdm: bool = True,
     ) -> list[dict[str, Any]]:
         """
         Complete the prompts; results are in their order, see `make_result`.
 
-        prompts: strings or lists of token ids. sampling_params: one for all, or one each; None is what the
-        checkpoint recommends. Raises a ValueError that names the wrong prompt or parameter, before anything
-        is computed.
+        prompts: strings or lists of token ids. sampling_params: one for all, or one each. Raises a ValueError
+        that names the wrong prompt or parameter, before anything is computed.
         """
-        sequences = list(map(self.make_sequence, self.prompts.read_all(prompts, sampling_params)))
+        requests = self.prompts.read_all(prompts, sampling_params)
         try:
-            self.add(sequences)
-            with Progress(len(sequences), tqdm if use_tqdm else no_bar) as progress:
+            sequences = self.add(requests)
+            with tqdm(total=len(sequences), disable=not use_tqdm, **LOOK) as bar:
+                progress = Progress(bar)
                 while not self.is_finished():
-                    start = time.perf_counter()
-                    finished, num_tokens = self.step()
-                    progress.count(len(finished), num_tokens, time.perf_counter() - start)
+                    progress.run(self.step)
         except BaseException:
             self.clear()
             raise

@@ -4,18 +4,16 @@ nothing of the engine.
 The core serves a few of the fields. Those of others are checked by what serves them, see `checks`.
 """
 
-import importlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from nanovllm.utils.validation import check, check_bool, find_surrogate, is_number, shown
+from nanovllm.utils.validation import check, check_bool, is_number
 
 MAX_SEED = 2**63 - 1
 MAX_TOKENS = 2**31 - 1
 MAX_LOGPROBS = 20
-MIN_FLOAT, MAX_FLOAT = sys.float_info.min, sys.float_info.max
 
 
 @dataclass(slots=True, unsafe_hash=True)
@@ -89,11 +87,9 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         check_bool(self.ignore_eos, "ignore_eos")
-        self.set_number("temperature", float, 0, MAX_FLOAT, "finite and at least 0 (0 is greedy)")
+        self.set_number("temperature", float, 0, sys.float_info.max, "finite and at least 0 (0 is greedy)")
         self.set_optional("max_tokens", 1, MAX_TOKENS)
         self.set_optional("seed", 0, MAX_SEED)
-        ids = as_tuple(self.stop_token_ids)
-        self.set_each("stop_token_ids", ids, is_token_id, int, "a list of token ids")
         for check_others in self.checks:
             check_others(self)
 
@@ -108,57 +104,5 @@ class SamplingParams:
         if getattr(self, name) is not None:
             self.set_number(name, int, low, high, f"None or an integer from {low} to {high}")
 
-    def set_each(
-        self,
-        name: str,
-        values: tuple | None,
-        is_good: Callable[[Any], bool],
-        convert: Callable[[Any], Any],
-        allowed: str,
-    ) -> None:
-        """Check each value of a collection, and keep them as a tuple."""
-        self.check(values is not None, name, allowed)
-        for value in values:
-            if not is_good(value):
-                # A long collection is shortened in the message, so that it may not show the bad value.
-                is_alone = value is getattr(self, name)
-                self.check(False, name, allowed if is_alone else f"{allowed} (at fault: {shown(value)})")
-        setattr(self, name, tuple(map(convert, values)))
-
     def check(self, is_good: bool, name: str, allowed: str) -> None:
         check(is_good, f"{name} must be {allowed}", getattr(self, name))
-
-
-def recommended_params(generation_config: Mapping[str, Any]) -> SamplingParams:
-    """
-    What a checkpoint's generation_config.json recommends: temperature (0 where do_sample is false), top_p,
-    top_k, min_p, repetition_penalty and, as max_tokens, max_new_tokens. Raises ValueError for a bad value.
-    """
-    found = {"max_tokens": generation_config.get("max_new_tokens")}
-    for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"):
-        found[name] = generation_config.get(name)
-    if generation_config.get("do_sample") is False:
-        found["temperature"] = 0.0
-    return SamplingParams(**{name: value for name, value in found.items() if value is not None})
-
-
-def as_tuple(values: Any) -> tuple | None:
-    """The collection as a tuple, and None as an empty one. Returns None for anything else."""
-    if values is None:
-        return ()
-    return tuple(values) if isinstance(values, (list, tuple, set, frozenset)) else None
-
-
-def is_text(value: Any) -> bool:
-    return isinstance(value, str) and value != "" and find_surrogate(value) < 0
-
-
-def is_token_id(value: Any) -> bool:
-    return is_number(value, int, 0)
-
-
-def __getattr__(name: str) -> Any:
-    """What scripts for vLLM import from here."""
-    if name != "StructuredOutputsParams":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module("nanovllm.extensions.structured.params"), name)

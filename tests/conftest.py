@@ -21,10 +21,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 @pytest.fixture
 def no_forecast(monkeypatch: pytest.MonkeyPatch) -> None:
     """Admit whoever fits now, so that in a small KV cache some are preempted later."""
-    from nanovllm.engine.policies import Verdict
-    from nanovllm.extensions.safety.forecast import Forecast
+    from nanovllm.extensions.safety.admission import AdmissionControl
 
-    monkeypatch.setattr(Forecast, "admits", lambda *_: Verdict.ADMIT)
+    monkeypatch.setattr(AdmissionControl, "_most_needed", lambda *_: 0)
 
 
 def pytest_configure(config: pytest.Config) -> None:

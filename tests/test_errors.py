@@ -17,7 +17,7 @@ import torch
 from block_pool import check_pool
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.assembly import make_layout
+from nanovllm.extensions.assembly import make_layout
 from nanovllm.extensions.models.attention_rule import set_rule
 from nanovllm.extensions.safety.options import ExtendedConfig
 from nanovllm.layers import attention
@@ -264,7 +264,7 @@ def test_an_exception_while_one_request_is_added_leaves_none_behind(llm, monkeyp
 
 def test_an_engine_that_is_shut_down_in_the_middle_of_generate_says_so(model, monkeypatch):
     llm = LLM(model.folder, **EXACT, num_kvcache_blocks=20)
-    monkeypatch.setattr("nanovllm.utils.progress.tqdm.update", lambda *_: llm.exit())
+    monkeypatch.setattr("tqdm.auto.tqdm.update", lambda *_: llm.exit())
     with pytest.raises(RuntimeError, match=r"shut down by exit\(\)"):
         llm.generate(PROMPTS, GREEDY)
     assert llm.is_finished()

@@ -17,9 +17,9 @@ import torch
 from tqdm import tqdm
 
 from nanovllm import LLM, AsyncLLM, EngineArgs, SamplingParams
-from nanovllm.config import FILLED_IN, Config
+from nanovllm.config import Config
 from nanovllm.extensions.api.engine_args import command_line_options
-from nanovllm.extensions.api.foreign_options import REFUSED, WITHOUT_EFFECT, make_config
+from nanovllm.extensions.api.foreign_options import FILLED_IN, REFUSED, WITHOUT_EFFECT, make_config
 from nanovllm.extensions.safety.options import ExtendedConfig
 from tiny_checkpoints import EXACT, edit_json, make_checkpoint, one_thread  # noqa: F401
 
@@ -222,12 +222,12 @@ def test_a_command_line_says_what_every_option_means():
     ids=str,
 )
 def test_dtypes_have_other_names(name, value, meant):
-    assert getattr(Config("a model", device="cpu", **{name: value}), name) == meant
+    assert getattr(ExtendedConfig("a model", device="cpu", **{name: value}), name) == meant
 
 
 def test_a_dtype_of_torch_that_cannot_be_used_is_refused():
     with pytest.raises(ValueError, match="dtype must be one of .* got 'float64'"):
-        Config("a model", dtype=torch.float64)
+        ExtendedConfig("a model", dtype=torch.float64)
 
 
 @pytest.mark.parametrize(

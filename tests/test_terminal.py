@@ -6,12 +6,15 @@ import shutil
 import subprocess
 import sys
 import threading
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.extensions.api.engine_args import command_line_options
+from nanovllm.extensions.checkpoints.recommended import RecommendingLLM
 from nanovllm.extensions.server import terminal
 from nanovllm.extensions.server.__main__ import COMMANDS, HELP, main
 from tiny_checkpoints import make_checkpoint, one_thread  # noqa: F401
@@ -139,16 +142,15 @@ def test_a_terminal_gets_no_signs_that_control_it(monkeypatch):
 
 
 def test_the_model_that_nobody_named_and_what_it_recommends(checkpoint):
-    class Model:
-        generation_config = {}
-
+    model = SimpleNamespace(generation_config={}, config=SimpleNamespace(model="smollm2"))
+    model.default_sampling_params = partial(RecommendingLLM.default_sampling_params, model)
     args = terminal._parse(terminal._make_parser("chat", ""), [], "")
     assert args.model == "smollm2"
-    assert terminal._params(Model, args, None) == SamplingParams(0.6, None)
-    Model.generation_config = {"temperature": 0.3, "top_k": 5, "max_new_tokens": 9}
-    assert terminal._params(Model, args, None) == SamplingParams(0.3, None, top_k=5)
+    assert terminal._params(model, args, None) == SamplingParams(0.6, None)
+    model.generation_config = {"temperature": 0.3, "top_k": 5, "max_new_tokens": 9}
+    assert terminal._params(model, args, None) == SamplingParams(0.3, None, top_k=5)
     args = terminal._parse(terminal._make_parser("chat", ""), ["--temperature=1", "--max-tokens=3"], "")
-    assert terminal._params(Model, args, None) == SamplingParams(1.0, 3, top_k=5)
+    assert terminal._params(model, args, None) == SamplingParams(1.0, 3, top_k=5)
 
 
 # --- texts ---

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch import nn
 
 from nanovllm.checkpoints.model_config import ModelConfig
@@ -12,15 +11,14 @@ from nanovllm.utils.validation import check
 
 class Checkpoint:
     """
-    `path` is what opens it again, without asking the hub. It can be pickled, for the other ranks. `device` is
-    where weights will be: whoever loads them says so. `source` is what errors in the configuration name.
+    `path` is what opens it again. It can be pickled, for the other ranks. `source` is what errors in the
+    configuration name.
 
     Subclasses have `fields()`, which are those of config.json, `tensors()` and `tokenizer()`.
     """
 
-    device = torch.device("cpu")
     fill: Callable[[nn.Module], None] | None = None  # makes weights up, in place of `tensors`
-    # (tensors with a model's names, those names that it uses for two things) -> the tensors that it gets
+    # (tensors, model, the names of those that it takes) -> the tensors that it gets
     changes: tuple[Callable[..., Iterator[Any]], ...] = ()
     read_config: Callable[[str, dict[str, Any]], ModelConfig] = staticmethod(ModelConfig.from_dict)
 

@@ -1,6 +1,7 @@
 """A local folder in Hugging Face's layout: config.json, safetensors files, a tokenizer."""
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -8,10 +9,8 @@ from typing import Any
 import torch
 
 from nanovllm.checkpoints.base import Checkpoint
-from nanovllm.checkpoints.tokenizer import tokenizer_errors
 
 INDEX = "model.safetensors.index.json"
-OTHER_COPY = "consolidated*.safetensors"  # of Mistral's weights, by names of its own
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 DTYPES = {
     "F16": torch.float16,
@@ -23,18 +22,14 @@ DTYPES = {
 
 class FolderCheckpoint(Checkpoint):
     def __init__(self, path: str):
-        super().__init__(path)
-        self.folder = Path(path)
+        super().__init__(os.path.expanduser(path))
+        self.folder = Path(self.path)
         self.source = f"{self.folder}/config.json"
-        self.check_files()
         self.config = read_json(self.folder / "config.json")
 
-    def check_files(self) -> None:
-        """Raise ValueError if a file is missing without which the folder is of no use."""
-        if not (self.folder / "config.json").exists():
-            raise ValueError(f"{self.path} has no config.json")
-
     def fields(self) -> dict[str, Any]:
+        if not os.path.exists(self.source):
+            raise ValueError(f"{self.path} has no config.json")
         return self.config
 
     def has_tokenizer(self) -> bool:
@@ -47,8 +42,7 @@ class FolderCheckpoint(Checkpoint):
         from transformers import AutoTokenizer
 
         options = {"local_files_only": True, "trust_remote_code": False}
-        with tokenizer_errors(f"{self.path}: transformers cannot read the tokenizer"):
-            tokenizer = AutoTokenizer.from_pretrained(self.path, **options)
+        tokenizer = AutoTokenizer.from_pretrained(self.path, **options)
         tokenizer.clean_up_tokenization_spaces = False  # so that a text is made of the texts of its parts
         return tokenizer
 
@@ -84,8 +78,7 @@ class FolderCheckpoint(Checkpoint):
         """Files with weights -> the tensors that the index lists for each; none if there is no index."""
         if shards := read_index(self.folder):
             return {self.file(file): listed for file, listed in sorted(shards.items())}
-        files = {*self.folder.glob("*.safetensors")} - {*self.folder.glob(OTHER_COPY)}
-        return dict.fromkeys(sorted(files), [])
+        return dict.fromkeys(sorted(self.folder.glob("*.safetensors")), [])
 
 
 def read_json(file: Path) -> dict[str, Any]:

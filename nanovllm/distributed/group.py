@@ -6,13 +6,11 @@ default process group is left alone: it belongs to the user's program.
 """
 
 import contextlib
-import ctypes
 import time
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +19,7 @@ from torch import Tensor
 
 from nanovllm.kernels.layernorm import add_rms_norm
 
-CONNECT_TIMEOUT = timedelta(seconds=60)  # counted from when all ranks are ready
+CONNECT_TIMEOUT = timedelta(seconds=10)  # counted from when all ranks are ready
 FOREVER = timedelta(days=1000)  # no timeout: ranks.py notices a dead rank, and a slow one may take its time
 POLL_SECONDS = 0.002
 
@@ -35,44 +33,31 @@ class Group:
 
     rank: int = 0
     size: int = 1
-    folder: str = ""  # readable by this user only; the ranks find each other by files in it
+    store: dist.Store = field(default_factory=dist.HashStore)  # where the ranks find each other
     check: Callable[[], None] = lambda: None  # called while waiting for other ranks; raises to end the wait
     backend: Any = field(default=None, init=False)
 
     def connect(self, device: torch.device) -> None:
-        """Connect to the other ranks."""
+        """Connect to the other ranks, as soon as all of them call this."""
         if self.size == 1:
             return
         self.gather("ready", 0)  # waits for ranks that are still loading, however long
-        self._connect(device)
-        self.gather("connected", 0)
-
-    def _connect(self, device: torch.device) -> None:
-        store = dist.FileStore(f"{self.folder}/store", self.size)
         if device.type == "cuda":
-            self.backend = dist.ProcessGroupNCCL(store, self.rank, self.size)
+            self.backend = dist.ProcessGroupNCCL(self.store, self.rank, self.size)
         else:
-            self.backend = self._gloo(store)
-
-    def _gloo(self, store: dist.Store) -> Any:
-        options = dist.ProcessGroupGloo._Options()
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-        options._timeout = CONNECT_TIMEOUT
-        return dist.ProcessGroupGloo(store, self.rank, self.size, options)
+            options = dist.ProcessGroupGloo._Options()
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+            options._timeout = CONNECT_TIMEOUT
+            self.backend = dist.ProcessGroupGloo(self.store, self.rank, self.size, options)
 
     def gather(self, name: str, value: int) -> list[int]:
         """Every rank's value, when all ranks have called this with the same name, each name once. Slow."""
-        if self.size == 1:
-            return [value]
-        paths = [Path(self.folder, f"{name}.{rank}") for rank in range(self.size)]
-        publish(paths[self.rank], str(value).encode())
-        self._wait_until(lambda: all(path.exists() for path in paths))
-        return [int(path.read_text()) for path in paths]
-
-    def _wait_until(self, is_done: Callable[[], bool]) -> None:
-        while not is_done():
+        keys = [f"{name}.{rank}" for rank in range(self.size)]
+        self.store.set(keys[self.rank], str(value))
+        while not self.store.check(keys):
             self.check()
             time.sleep(POLL_SECONDS)
+        return [int(self.store.get(key)) for key in keys]
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of every rank's x [tokens, features], which may be overwritten."""
@@ -80,7 +65,12 @@ class Group:
             return x
         options = dist.AllreduceOptions()
         options.timeout = FOREVER
-        self.backend.allreduce([x], options).wait()
+        # Held until the operation has ended, if it ever does: freeing the backend would wait for that.
+        backend = self.backend
+        try:
+            backend.allreduce([x], options).wait()
+        finally:
+            del backend
         return x
 
     def all_reduce_add_rms_norm(
@@ -110,25 +100,10 @@ class Group:
         if self.backend is not None and self.backend.name() == "nccl":  # gloo raises an error by itself
             self.backend.abort()
 
-    def keep_backend(self) -> None:
-        """Never free it: that would wait for an operation which may never end, as other ranks have gone."""
-        if self.backend is not None:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.backend))
-
-    def leave(self) -> None:
-        """Disconnect from the other ranks. An operation may be under way only after `keep_backend`."""
-        self.backend = None
-
     def close(self) -> None:
-        """Leave, and free what this rank shared with the others, which must have ended."""
-        self.leave()
-
-
-def publish(path: Path, content: bytes) -> None:
-    """Write a file that other processes see whole or not at all."""
-    unfinished = path.with_name(f"{path.name}.new")
-    unfinished.write_bytes(content)
-    unfinished.rename(path)
+        """Free what this rank shared with the others, which must have ended."""
+        self.abort()
+        self.backend = None
 
 
 _group: ContextVar[Group] = ContextVar("group", default=Group())  # noqa: B039

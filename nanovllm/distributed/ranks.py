@@ -1,8 +1,8 @@
 """The processes of a tensor-parallel engine: starts the ranks, sends them commands, and sees that all end.
 
 Rank 0 is the user's process. The others are fresh interpreters that import nothing of the user's program, so
-a script needs no `if __name__ == "__main__"`. An anonymous pipe carries commands to each rank. When one side
-has ended, the other side finds the pipe closed.
+a script needs no `if __name__ == "__main__"`. Commands come to each as its standard input. When one side has
+ended, the other side finds this pipe closed.
 """
 
 import atexit
@@ -15,20 +15,21 @@ import subprocess
 import sys
 import tempfile
 import threading
-import traceback
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, wait
-from multiprocessing import Pipe, connection, spawn
+from concurrent import futures
+from multiprocessing import Pipe, connection
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 
 from nanovllm.checkpoints.base import Checkpoint
-from nanovllm.config import Config
 from nanovllm.distributed.group import Group
 
 SHUT_DOWN = "this engine has been shut down by exit()"
+ENDED = "; the engine has ended with it, make a new one"
 
 
 class EngineDeadError(RuntimeError):
@@ -40,212 +41,171 @@ class EngineDeadError(RuntimeError):
 START_RANK = """
 import sys
 sys.path[:] = sys.argv[1].split("\\n")
-import importlib, os, shutil, threading, time
+import importlib, os, shutil, threading, time, traceback
+from multiprocessing.connection import Connection
 def end_with(parent, folder):
     while os.getppid() == parent:
         time.sleep(0.1)
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)
-threading.Thread(target=end_with, args=(int(sys.argv[2]), sys.argv[3]), daemon=True).start()
-importlib.import_module(sys.argv[4]).serve(int(sys.argv[5]))
+folder = sys.argv[3]
+threading.Thread(target=end_with, args=(int(sys.argv[2]), folder), daemon=True).start()
+commands = Connection(os.dup(0))  # not for programs that this one starts
+os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+try:
+    importlib.import_module(sys.argv[4]).serve(commands, int(sys.argv[5]), folder)
+except BaseException:
+    time.sleep(0.5)  # this was all, if the error comes of the parent's end
+    traceback.print_exc()
+    os._exit(1)  # does not wait for threads or collectives
 """
 
 
 class Ranks:
     """
-    Rank 0's view of the other ranks. `failure` says why they have ended, if they have; every call raises it.
+    Rank 0's view of the other ranks. `failures` says why they have ended, if they have; every call raises the
+    first, of which the others follow.
 
     A step that has begun on one rank must be finished on all. So rank 0's part runs in a thread of its own,
     where neither Ctrl-C nor another signal's handler can interrupt it; an exception in it ends all ranks.
     """
 
-    module = __name__  # whose `serve` the other processes run
-
-    def __init__(
-        self, config: Config, checkpoint: Checkpoint, assembly: str, make_group: Callable[..., Group]
-    ):
-        self.failure: str | None = None
-        self._failed, self._lock = threading.Event(), threading.Lock()
-        self._closed = False
+    def __init__(self, size: int, make_group: Callable[..., Group]):
+        self.failures: list[str] = []
         self._process_id = os.getpid()
-        self._step: Future | None = None
-        self._tasks: queue.SimpleQueue = queue.SimpleQueue()
         self._processes: list[subprocess.Popen] = []
         self._pipes: list[connection.Connection] = []
-        self._folder = tempfile.mkdtemp(prefix="nanovllm-")
+        self._tasks = queue.SimpleQueue()
+        self._worker: threading.Thread | None = None
+        self._watcher = threading.Thread(target=self._watch, daemon=True)
+        self._folder = tempfile.mkdtemp(prefix="nanovllm-")  # readable by this user only
         atexit.register(self.close)
-        try:
-            os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # no NVLink multicast
-            size = config.tensor_parallel_size
-            num_threads = max(1, torch.get_num_threads() // size)
-            self.group = make_group(0, size, self._folder, check=self.check)
-            threading.Thread(target=self._work, args=(config, num_threads), daemon=True).start()
-            for rank in range(1, size):
-                self._start()
-                self._send(rank, (config, checkpoint, assembly, (rank, size, self._folder), num_threads))
-            threading.Thread(target=self._watch, daemon=True).start()
-        except BaseException:
-            self.close(at_once=True)
-            self._close_pipes()
-            raise
+        store = dist.FileStore(f"{self._folder}/store")
+        self.group = make_group(0, size, store, check=self.check)
 
-    def _start(self) -> None:
+    def start(self, runner: Any, checkpoint: Checkpoint, assembly: str) -> None:
+        """Start the other ranks, and rank 0's runner at the same time. Raises what fails on any rank."""
+        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # no NVLink multicast
+        num_threads = max(1, torch.get_num_threads() // self.group.size)
+        for rank in range(1, self.group.size):
+            self._start_process(rank)
+        self._send((type(runner), runner.config, checkpoint, assembly, num_threads))
+        self._watcher.start()
+        with self._explained():
+            runner.start(checkpoint)
+        worker = threading.Thread(target=self._work, args=(runner, num_threads), daemon=True)
+        worker.start()
+        self._worker = worker
+
+    def _start_process(self, rank: int) -> None:
+        package = Path(__file__).parents[2]  # in sys.path, maybe relative to an earlier working folder
+        search_path = "\n".join(map(str, [*sys.path, package]))
+        # Which calls the `serve` of the module that this class is from.
+        args = [search_path, self._process_id, self._folder, self.__module__, rank]
+        command = [sys.executable, "-c", START_RANK, *map(str, args)]
         ours, theirs = Pipe()
         self._pipes.append(ours)
         with theirs:
-            package = Path(__file__).parents[2]  # in sys.path, maybe relative to an earlier working folder
-            search_path = "\n".join(map(str, [*sys.path, package]))
-            args = [search_path, os.getpid(), self._folder, self.module, theirs.fileno()]
-            command = [spawn.get_executable(), "-c", START_RANK, *map(str, args)]
             # A session of its own: Ctrl-C in a terminal reaches rank 0 only.
-            options = dict(pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True)
-            self._processes.append(subprocess.Popen(command, **options))
+            process = subprocess.Popen(command, stdin=theirs, start_new_session=True)
+        self._processes.append(process)
 
-    def _send(self, rank: int, message: Any) -> None:
-        self._pipes[rank - 1].send_bytes(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
+    def _send(self, message: Any) -> None:
+        """Send all other ranks the same."""
+        message = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+        with contextlib.suppress(OSError):  # of a rank that has ended, which `_watch` notices
+            for pipe in self._pipes:
+                pipe.send_bytes(message)
 
     def check(self) -> None:
-        """Raise EngineDeadError if a rank has failed."""
-        if self.failure is not None:
-            raise EngineDeadError(self.failure)
-
-    def call(self, runner: Any, name: str, args: tuple) -> Any:
-        """Call a method of the runner on every rank, and return the result of this rank's `runner`."""
-        self.check()
-        step = Future()
-        with self._lock:
-            if self._closed:
-                raise EngineDeadError(SHUT_DOWN)
-            self._step = step
-            self._tasks.put((step, runner, name, args))
-        while not step.done():
-            with contextlib.suppress(TimeoutError):
-                return step.result(timeout=1)
-            self.check()  # gloo does not always notice that another rank has gone
-        return step.result()
-
-    def _work(self, config: Config, num_threads: int) -> None:
-        """Rank 0's thread: what every rank's main thread does."""
-        torch.set_num_threads(num_threads)
-        device = config.device_of(0)
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        while (task := self._tasks.get()) is not None:
-            self._call(*task)
-            task = None  # keep nothing alive while waiting for the next task
-
-    def _call(self, step: Future, runner: Any, name: str, args: tuple) -> None:
-        try:
-            for rank in range(1, self.group.size):
-                self._send(rank, (name, args))
-            step.set_result(getattr(runner, name)(*args))
-        except BaseException as error:
-            cause = self.explained(error)
-            self._fail(f"rank 0 failed: {type(cause).__name__}: {cause}")
-            step.set_exception(cause)
-            del cause, step  # which the exception's traceback would keep alive, and they the exception
-
-    def explained(self, error: BaseException) -> BaseException:
-        """The error; or EngineDeadError if another rank has ended, which `_watch` may be about to notice."""
-        if not self._failed.wait(1):
-            return error
-        dead = EngineDeadError(self.failure)
-        dead.__cause__ = error
-        return dead
+        """Raise EngineDeadError if the ranks have ended."""
+        if self.failures:
+            raise EngineDeadError(self.failures[0])
 
     @contextlib.contextmanager
-    def starting(self) -> Iterator[None]:
-        """While rank 0's runner is made. If that fails, end the other ranks and raise what failed on them."""
+    def _explained(self) -> Iterator[None]:
+        """If this fails because another rank has ended, raise an EngineDeadError that says so."""
         try:
             yield
+        except RuntimeError:
+            self._watcher.join(1)  # which may be about to notice
+            self.check()
+            raise
+
+    def call(self, name: str, *args: Any) -> Any:
+        """Call a method of the runner on every rank. Returns rank 0's result."""
+        self.check()
+        step = futures.Future()
+        self._tasks.put((step, name, args))
+        while True:
+            with contextlib.suppress(futures.TimeoutError):
+                return step.result(timeout=1)
+            self.check()  # gloo does not always notice that another rank has gone
+
+    def _work(self, runner: Any, num_threads: int) -> None:
+        """Rank 0's thread: what every rank's main thread does; and in the end, free the device's memory."""
+        torch.set_num_threads(num_threads)
+        with runner.on_device():
+            while (task := self._tasks.get()) is not None:
+                self._call(runner, *task)
+                task = None  # keep nothing alive while waiting for the next task
+        runner.exit()
+
+    def _call(self, runner: Any, step: futures.Future, name: str, args: tuple) -> None:
+        try:
+            with self._explained():
+                self._send((name, *args))
+                step.set_result(getattr(runner, name)(*args))
         except BaseException as error:
-            try:
-                raise self.explained(error) if isinstance(error, RuntimeError) else error
-            finally:
-                self.group.abort()
-                self.close(at_once=True)
-                self.group.close()
+            self._fail(f"rank 0 failed: {type(error).__name__}: {error}{ENDED}")
+            step.set_exception(error)
+            del step  # which the exception's traceback would keep alive, and it the exception
 
     def _watch(self) -> None:
         """Wait for the first rank that ends."""
-        try:
-            ended = connection.wait(self._pipes)
-            if not self._closed:
-                self._fail(*self._cause([self._pipes.index(each) + 1 for each in ended]))
-        finally:
-            self._close_pipes()
+        ended = connection.wait(self._pipes)
+        if not self.failures:
+            self._fail(f"rank {self._pipes.index(ended[0]) + 1} has ended{ENDED}")
 
-    def _cause(self, ranks: list[int]) -> tuple[str, str]:
-        """Which of these ranks has ended all others; and details, where they are known."""
-        return f"rank {ranks[0]} has ended", ""
+    def _fail(self, failure: str) -> None:
+        """One failure ends all ranks."""
+        self.failures.append(failure)
+        for process in self._processes:
+            process.kill()
+        self.group.abort()
 
-    def _close_pipes(self) -> None:
-        """`close` leaves this to the thread that waits for them."""
-        for pipe in self._pipes:
-            pipe.close()
-
-    def _fail(self, cause: str, details: str = "") -> None:
-        """The first failure ends all ranks; later ones follow from it."""
-        with self._lock:
-            if self.failure is None and not self._closed:
-                self.failure = f"{cause}; the engine has ended with it, make a new one\n{details}".rstrip()
-                for process in self._processes:
-                    process.kill()
-                try:
-                    self.group.abort()
-                finally:
-                    self._failed.set()
-
-    def finish_step(self) -> None:
-        """Wait for rank 0's part of a step when Ctrl-C or another exception has ended the wait in `call`."""
-        if self._step is not None:
-            wait([self._step], timeout=1 if self.failure else 5)
-            if not self._step.done():
-                self.group.keep_backend()
-
-    def close(self, at_once: bool = False) -> None:
-        """End the other ranks. May be called twice; does nothing in a fork of the process that has them."""
+    def close(self) -> None:
+        """
+        Free the device's memory and end the other ranks. May be called twice; does nothing in a fork of the
+        process that has them.
+        """
         if self._process_id != os.getpid():
             return
-        with self._lock:
-            self._closed = True
-            self._tasks.put(None)
         atexit.unregister(self.close)
-        if not at_once:
-            self.finish_step()
+        self._tasks.put(None)
+        if self._worker is not None:  # it may have a step to finish; where another rank has gone it never may
+            self._worker.join(1 if self.failures else 5)
+        self.failures.append(SHUT_DOWN)
         for process in self._processes:
             process.kill()
             process.wait()
+        for pipe in self._pipes:
+            pipe.close()
         shutil.rmtree(self._folder, ignore_errors=True)
+        self.group.close()
 
 
-def serve(pipe_fd: int) -> NoReturn:
-    """The main function of a rank other than 0."""
-    try:
-        run_rank(connection.Connection(pipe_fd))
-    except BaseException:
-        traceback.print_exc()
-        os._exit(1)  # does not wait for threads or collectives
-
-
-def run_rank(commands: connection.Connection) -> NoReturn:
-    """Make this rank's runner, and carry out rank 0's commands until rank 0 has ended."""
-    config, checkpoint, assembly, place, num_threads = commands.recv()
+def serve(commands: connection.Connection, rank: int, folder: str) -> NoReturn:
+    """What a rank other than 0 does: it makes its runner and carries out rank 0's commands."""
+    make_runner, config, checkpoint, assembly, num_threads = commands.recv()
     torch.set_num_threads(num_threads)
-    from nanovllm.engine.interfaces import resolve
-    from nanovllm.engine.model_runner import ModelRunner
-
-    parts = resolve(assembly)(config)
-    group = parts.make_collectives(*place)
-    runner = ModelRunner(config, parts, group)
+    parts = resolve_name(assembly)(config)
+    store = dist.FileStore(f"{folder}/store")
+    group = parts.make_collectives(rank, config.tensor_parallel_size, store)
+    runner = make_runner(config, parts, group)
     runner.start(checkpoint)
     with runner.on_device():
         while True:
             while not commands.poll(1):
                 runner.check_device()
-            try:
-                name, args = commands.recv()
-            except EOFError:
-                shutil.rmtree(group.folder, ignore_errors=True)
-                os._exit(0)
-            runner.call(name, *args)
+            runner.call(*commands.recv())

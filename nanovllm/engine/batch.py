@@ -15,7 +15,7 @@ import torch
 
 from nanovllm.engine.interfaces import LogitsProcessor
 from nanovllm.engine.policies import PrefixCache
-from nanovllm.engine.sequence import Sequence, unpack
+from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.slots import SlotLayout
 from nanovllm.layers.attention import AttentionBackend
 from nanovllm.layers.sampler import selected
@@ -101,7 +101,7 @@ class BatchMaker:
         starts = np.array([seq.num_computed_tokens for seq in sequences], dtype=np.int32)
         lens_k = starts + lens_q
         spans = zip(sequences, starts.tolist(), lens_k.tolist(), strict=True)
-        packed = b"".join(seq.packed(start, end) for seq, start, end in spans)
+        token_ids = chain.from_iterable(seq.token_ids[start:end] for seq, start, end in spans)
         ends = np.cumsum(lens_q, dtype=np.int32)
         positions = np.arange(ends[-1], dtype=np.int32) + np.repeat(lens_k - ends, lens_q)
         wanted = functools.reduce(operator.or_, (seq.request.wanted for seq in sequences))
@@ -120,7 +120,7 @@ class BatchMaker:
             np.array([seq.slot for seq in sequences], dtype=np.int32),
             lens_q,
             lens_k,
-            unpack(packed).astype(np.int32),
+            np.fromiter(token_ids, np.int32, ends[-1]),
             positions,
             self._slot_mapping(sequences, lens_q, positions),
         )

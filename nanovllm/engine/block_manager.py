@@ -5,12 +5,13 @@ chained over everything before it, so equal prefixes find each other's blocks, a
 it available: its contents stay findable until the block is handed out again.
 """
 
+import struct
 from collections import OrderedDict
 
 import xxhash
 
 from nanovllm.engine.policies import Hit, PrefixCache
-from nanovllm.engine.sequence import Sequence, pack, unpack
+from nanovllm.engine.sequence import Sequence
 
 
 class Block:
@@ -19,27 +20,22 @@ class Block:
     shared by `ref_count` sequences, and still findable when that is 0.
     """
 
-    __slots__ = ("block_id", "ref_count", "hash", "packed")
+    __slots__ = ("block_id", "ref_count", "hash", "token_ids")
 
     def __init__(self, block_id: int):
         self.block_id = block_id
         self.ref_count = 0
-        self.hash = -1
-        self.packed = b""  # the tokens of a closed block, see sequence.pack
+        self.reset()
 
-    @property
-    def token_ids(self) -> list[int]:
-        return unpack(self.packed).tolist()
-
-    def update(self, hash: int, packed: bytes) -> None:
-        """Close the block; or, with hash -1, open it."""
+    def update(self, hash: int, token_ids: list[int]) -> None:
+        """Close the block."""
         self.hash = hash
-        self.packed = packed
+        self.token_ids = token_ids
 
     def reset(self) -> None:
-        """Hand the block out as new: open, one owner."""
-        self.ref_count = 1
-        self.update(-1, b"")
+        """Open the block: it holds nothing that could be found."""
+        self.hash = -1
+        self.token_ids: list[int] = []
 
 
 class BlockManager:
@@ -71,34 +67,27 @@ class BlockManager:
         self.prefix_cache.start(self)
 
     @staticmethod
-    def compute_hash(token_ids: list[int] | bytes, prefix: int = -1) -> int:
-        """
-        xxh64 of the previous block's hash (8 little-endian bytes, none for the first block) and the ids as
-        int64 (bytes are packed ids).
-        """
-        packed = token_ids if isinstance(token_ids, bytes) else pack(token_ids)
+    def compute_hash(token_ids: list[int], prefix: int = -1) -> int:
+        """xxh64 of the previous block's hash (8 bytes, none for the first block) and the ids as int64."""
+        data = struct.pack(f"<{len(token_ids)}q", *token_ids)
         if prefix != -1:
-            packed = prefix.to_bytes(8, "little") + packed
-        return xxhash.xxh64_intdigest(packed)
-
-    def find(self, seq: Sequence) -> Hit:
-        """What the cache has of the sequence's beginning, as far as it need not be computed."""
-        return self.prefix_cache.find(seq) if self.enable_prefix_caching else Hit([], 0)
+            data = prefix.to_bytes(8, "little") + data
+        return xxhash.xxh64_intdigest(data)
 
     def find_block(self, seq: Sequence, i: int) -> int:
         """A block that holds what the sequence's i-th one, a full one, does, after the same tokens; or -1."""
         block_id = self.hash_to_block_id.get(self.block_hash(seq, i), -1)
-        if block_id != -1 and self.blocks[block_id].packed == self._packed(seq, i):
+        if block_id != -1 and self.blocks[block_id].token_ids == seq.block(i):
             return block_id
         return -1
 
     def can_allocate(self, seq: Sequence, hit: Hit | None = None) -> bool:
         """
-        Whether there are blocks for the whole sequence now. `hit` is what `find` returns, here and for
-        `allocate`; it is looked up if it is not given.
+        Whether there are blocks for the whole sequence now. `hit` is what `PrefixCache.find` returns, here
+        and for `allocate`; it is looked up if it is not given.
         """
-        hit = hit or self.find(seq)
-        num_used = sum(self.blocks[i].ref_count > 0 for i in hit.blocks)  # these cost no free block
+        hit = hit or self.prefix_cache.find(seq)
+        num_used = len(self.used_block_ids.intersection(hit.blocks))  # these cost no free block
         return len(self.free_block_ids) >= seq.num_blocks + len(hit.pins) - num_used
 
     def allocate(self, seq: Sequence, hit: Hit | None = None) -> None:
@@ -112,10 +101,10 @@ class BlockManager:
         `forget_uncomputed` follows a sequence that ends between two chunks of its prompt.
         """
         assert not seq.block_table
-        hit = hit or self.find(seq)
+        hit = hit or self.prefix_cache.find(seq)
         seq.num_cached_tokens = seq.num_computed_tokens = hit.num_tokens
         for block_id in (*hit.blocks, *hit.pins):
-            self._share(block_id)
+            self._take(block_id)
         seq.block_table += hit.blocks
         for i in range(seq.num_cached_blocks, seq.num_blocks):
             seq.block_table.append(self._take_free_block())
@@ -126,23 +115,16 @@ class BlockManager:
     def deallocate(self, seq: Sequence) -> None:
         """Give all blocks back, last to first: a prompt's beginning is the likeliest to be used again."""
         self.prefix_cache.leaving(seq)
-        for block_id in reversed(seq.block_table[seq.num_released_blocks :]):
-            self.give_back(block_id)
+        self.release(seq, len(seq.block_table))
         seq.block_table.clear()
         seq.num_released_blocks = 0
         seq.num_cached_tokens = seq.num_computed_tokens = 0
 
-    def release_before(self, seq: Sequence, token: int) -> bool:
-        """
-        Give back the blocks that end at or before this token, which no layer will read again. They stay in
-        the table, where nobody looks. Returns whether there are any.
-        """
-        first = seq.num_released_blocks
-        end = max(first, token // self.block_size)
-        for block_id in reversed(seq.block_table[first:end]):
+    def release(self, seq: Sequence, end: int) -> None:
+        """Give back the first `end` blocks, which no layer reads again. In the table nobody looks at them."""
+        for block_id in reversed(seq.block_table[seq.num_released_blocks : end]):
             self.give_back(block_id)
         seq.num_released_blocks = end
-        return first < end
 
     def forget_uncomputed(self, seq: Sequence) -> None:
         """Make the blocks unfindable that were closed for a prompt but will never be computed."""
@@ -174,17 +156,11 @@ class BlockManager:
         hashes = seq.block_hashes
         while len(hashes) <= i:
             prefix = hashes[-1] if hashes else -1
-            hashes.append(self.compute_hash(self._packed(seq, len(hashes)), prefix))
+            hashes.append(self.compute_hash(seq.block(len(hashes)), prefix))
         return hashes[i]
 
-    def _packed(self, seq: Sequence, i: int) -> bytes:
-        """The tokens of the sequence's i-th block, which is full."""
-        end = (i + 1) * self.block_size
-        if end <= seq.num_prompt_tokens:
-            return seq.packed(end - self.block_size, end)
-        return pack(seq.block(i))
-
-    def _share(self, block_id: int) -> None:
+    def _take(self, block_id: int) -> None:
+        """One sequence more has the block."""
         block = self.blocks[block_id]
         if block.ref_count == 0:
             del self.free_block_ids[block_id]
@@ -201,17 +177,15 @@ class BlockManager:
 
     def _take_free_block(self) -> int:
         block_id = self.prefix_cache.evict()
-        del self.free_block_ids[block_id]
-        self.used_block_ids.add(block_id)
         self._forget(block_id)
-        self.blocks[block_id].reset()
+        self._take(block_id)
         return block_id
 
     def _close(self, seq: Sequence, i: int) -> None:
         """Have the sequence's i-th block, which is full, found by its hash."""
         if self.enable_prefix_caching:
             block = self.blocks[seq.block_table[i]]
-            block.update(self.block_hash(seq, i), self._packed(seq, i))
+            block.update(self.block_hash(seq, i), seq.block(i))
             self.hash_to_block_id[block.hash] = block.block_id
 
     def _forget(self, block_id: int) -> None:
@@ -220,4 +194,4 @@ class BlockManager:
         if self.hash_to_block_id.get(block.hash) == block_id:
             del self.hash_to_block_id[block.hash]
         self.prefix_cache.forgotten(block_id)
-        block.update(-1, b"")
+        block.reset()

@@ -5,7 +5,6 @@ where they come from. Every rank assembles its own: parts hold functions and ten
 send to another.
 """
 
-import importlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -27,7 +26,7 @@ class Observer:
     those from `started` on by the loop, on rank 0's host. What one raises ends the start or the step.
     """
 
-    is_active = False  # whether before_step and after_step are called
+    is_active = False  # whether after_step is called
 
     def starting(self, rank: int, make_runner: Callable[..., Any]) -> None:
         """
@@ -52,9 +51,6 @@ class Observer:
 
     def added(self, sequences: list[Sequence]) -> None:
         """These have been queued, or are kept after a failure and begin anew."""
-
-    def before_step(self) -> None:
-        """A step is about to be scheduled."""
 
     def after_step(self, step: Any) -> None:
         """
@@ -112,10 +108,6 @@ class LogitsProcessor:
         call its parameters `where`. What is returned all completions have in their `own`.
         """
 
-    def max_cached(self, seq: Sequence) -> int:
-        """How many of its tokens may come from the KV cache; the next one is computed from the last."""
-        return len(seq) - 1
-
     def prepare(self, sequences: list[Sequence]) -> Any:
         """
         What every rank is to `receive` before it prefills these; None: nothing. Called for every prefill step
@@ -136,9 +128,6 @@ class LogitsProcessor:
         A step's tensors from `hidden` or `drawn` are here. It was about these sequences, the first of which
         draw tokens, not recorded yet. Those of earlier steps are.
         """
-
-    def ended(self, seq: Sequence) -> None:
-        """A sequence that wanted it has ended."""
 
     # The device half
     def allocate(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
@@ -172,8 +161,8 @@ class Parts:
     build_model: Callable[..., nn.Module]  # ModelConfig -> the model, with memory for its weights
     make_layout: Callable[..., Any]  # Config -> CacheLayout
     make_backend: Callable[..., Any]  # (Config, device, attention layers, CacheLayout) -> AttentionBackend
-    make_ranks: Callable[..., Any]  # (Config, checkpoint, name of the assembly, make_collectives) -> Ranks
-    make_collectives: Callable[..., Group] = Group  # (rank, size, folder, check) -> Group, with several ranks
+    make_ranks: Callable[..., Any]  # (number of ranks, make_collectives) -> Ranks
+    make_collectives: Callable[..., Group] = Group  # (rank, size, store, check) -> Group, with several ranks
     observers: tuple[Observer, ...] = ()
     prefix_cache: PrefixCache = field(default_factory=PrefixCache)
     admissions: tuple[Admission, ...] = ()  # who may keep a sequence from running
@@ -186,9 +175,3 @@ class Parts:
 
     def logits_processor(self, name: str) -> LogitsProcessor:
         return next(processor for processor in self.logits_processors if processor.name == name)
-
-
-def resolve(name: str) -> Any:
-    """What "package.module:Name" names, imported: how ranks get what cannot be sent to them."""
-    module, _, attribute = name.partition(":")
-    return getattr(importlib.import_module(module), attribute)

@@ -1,16 +1,14 @@
 """What no request can exceed, and what ends it, whatever else is running."""
 
-from dataclasses import replace
 from typing import Any
 
-from nanovllm.engine.sequence import Request
 from nanovllm.sampling_params import SamplingParams
 
 
 class Limits:
     def __init__(self, config: Any):
         self.config = config
-        self.eos = frozenset((config.eos,) if isinstance(config.eos, int) else config.eos)
+        self.eos = frozenset(config.eos)
         # In the longest sequence, whose last token needs no room in the cache: nothing is computed after it.
         num_cache_tokens = config.num_kvcache_blocks * config.kvcache_block_size
         self.max_num_tokens = min(config.max_model_len, num_cache_tokens + 1)
@@ -19,11 +17,6 @@ class Limits:
         """The tokens that end such a request."""
         eos = frozenset() if params.ignore_eos else self.eos
         return eos | frozenset(params.stop_token_ids) if params.stop_token_ids else eos
-
-    def applied_to(self, request: Request) -> Request:
-        """The request with what ends its completion."""
-        most = min(request.max_num_tokens, self.max_num_tokens)
-        return replace(request, max_num_tokens=most, end_token_ids=self.end_token_ids(request.params))
 
     def check(self, num_prompt_tokens: int, num_tokens: int = 1, where: str = "") -> None:
         """Raise ValueError, with `where` in front, if there is no room for so many tokens after a prompt."""

@@ -3,15 +3,13 @@
 Follow `step` -> `Scheduler.schedule` -> `ModelRunner.run` -> `Scheduler.postprocess`.
 """
 
-import functools
 import random
 import sys
-import time
 import weakref
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from pkgutil import resolve_name
 from typing import Any
 
 from nanovllm.checkpoints.base import Checkpoint
@@ -19,9 +17,7 @@ from nanovllm.config import Config
 from nanovllm.distributed.ranks import SHUT_DOWN, EngineDeadError, Ranks
 from nanovllm.engine.batch import Batch, BatchMaker, StepOutput
 from nanovllm.engine.input_processor import InputProcessor, Prompt
-from nanovllm.engine.interfaces import resolve
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.engine.policies import max_cached
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Request, Sequence
 from nanovllm.layers.sampler import selected
@@ -32,7 +28,7 @@ from nanovllm.sampling_params import SamplingParams
 class Step:
     """A step in flight, or another change of the engine's requests. Filled in as far as it has come."""
 
-    sequences: list[Sequence] = field(default_factory=list)
+    sequences: list[Sequence]
     num_tokens: int = 0  # that it computes of prompts; or minus the number of sequences that it decodes
     batch: Batch | None = None
     output: StepOutput | None = None  # None while its sampling waits for the host, see `_sample`
@@ -62,8 +58,8 @@ class LLMEngine:
         self.config, checkpoint = self.open_model(model, options)
         with ThreadPoolExecutor(1) as pool:  # importing a tokenizer takes long and needs no device
             tokenizer = pool.submit(checkpoint.tokenizer)
-            self._start_runner(checkpoint)
             try:
+                self.start_runner(checkpoint)
                 self.tokenizer = tokenizer.result()
                 vocab_size = self.config.hf_config.vocab_size  # token ids beyond it are never drawn
                 eos = checkpoint.eos_token_ids(self.tokenizer)
@@ -72,53 +68,43 @@ class LLMEngine:
                     eos=tuple(token_id for token_id in eos if token_id < vocab_size),
                     num_kvcache_blocks=self.model_runner.kv_cache.num_blocks,
                 )
-                self.generation_config = checkpoint.generation_config()
             except BaseException:
                 self.exit()
                 raise
         parts, processors = self.parts, self.parts.logits_processors
-        parts.prefix_cache.max_cached = functools.partial(max_cached, processors)
         self.scheduler = Scheduler(self.config, parts.prefix_cache, parts.admissions)
         self.batches = BatchMaker(self.config, parts.prefix_cache, self.model_runner.backend, processors)
-        limits = self.scheduler.limits
-        self.prompts = self.make_prompts(
-            self.config, self.tokenizer, limits, self.generation_config, processors
-        )
+        self.prompts = self.make_prompts(self.config, self.tokenizer, self.scheduler.limits, processors)
         for processor in processors:
             processor.start(self.config, self.prompts)
         self._seeds = random.Random(self.config.seed)
         self._overlap = self.config.device != "cpu"
-        self.in_flight: Step | None = None
+        self.in_flight: list[Step] = []  # launched and not collected yet
         self.unfinished: dict[int, Sequence] = {}
         self.ended: dict[int, Sequence] = {}  # have ended, but no step has returned them yet
         self.attempt: Step | None = None  # what is being done, or was broken off
-        self._counts = Counter()
         self.observers = [*parts.observers]
-        self.tell("started", weakref.proxy(self))
+        self._notify("started", weakref.proxy(self))
 
-    def _start_runner(self, checkpoint: Checkpoint) -> None:
+    def start_runner(self, checkpoint: Checkpoint) -> None:
         """Make rank 0's model runner; and start the other ranks, which make theirs at the same time."""
-        parts = self.parts = resolve(self.assembly)(self.config)
+        parts = self.parts = resolve_name(self.assembly)(self.config)
         if self.config.tensor_parallel_size == 1:
             runner = ModelRunner(self.config, parts)
             runner.start(checkpoint)
         else:
-            self.ranks = parts.make_ranks(self.config, checkpoint, self.assembly, parts.make_collectives)
+            self.ranks = parts.make_ranks(self.config.tensor_parallel_size, parts.make_collectives)
             runner = ModelRunner(self.config, parts, self.ranks.group, self.ranks)
-            with self.ranks.starting():
-                runner.start(checkpoint)
+            self.ranks.start(runner, checkpoint, self.assembly)
         self.model_runner = runner
 
     def exit(self) -> None:
         """Free the devices' memory and end the other ranks. May be called twice; the engine is dead then."""
         runner, self.model_runner = self.model_runner, None
-        if runner is not None:
-            if self.ranks is not None:
-                self.ranks.finish_step()
-            runner.exit()
         if self.ranks is not None:
             self.ranks.close()
-            self.ranks.group.close()
+        elif runner is not None:
+            runner.exit()
 
     def __enter__(self) -> "LLMEngine":
         return self
@@ -130,31 +116,28 @@ class LLMEngine:
         if not self._is_python_ending():
             self.exit()
 
-    def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
+    def add_request(self, prompt: Prompt, sampling_params: SamplingParams = SamplingParams()) -> int:
         """
         Queue one request and return its id. Raises ValueError, changing nothing, if it cannot be served.
 
         prompt: a string or a list of token ids.
         """
-        self.check_usable()
-        seq = self.make_sequence(self.prompts.read(prompt, sampling_params))
-        self.add([seq])
+        [seq] = self.add(self.prompts.read_all([prompt], sampling_params))
         return seq.seq_id
 
-    def make_sequence(self, request: Request, index: int = 0) -> Sequence:
-        """The index-th completion of a prompt."""
-        seed = request.params.seed
-        seed = self._seeds.getrandbits(63) if seed is None else (seed + index) % 2**63
-        return Sequence(replace(request, seed=seed))
-
-    def add(self, sequences: list[Sequence]) -> None:
-        """Queue all of them, or none."""
+    def add(self, requests: Iterable[Request]) -> list[Sequence]:
+        """Queue all of them, or none. A request without a seed gets one."""
         self.begin()
-        for seq in sequences:
-            self.scheduler.add(seq)
-        self.tell("added", sequences)
+        sequences = []
+        for request in requests:
+            if request.seed is None:
+                request = replace(request, seed=self._seeds.getrandbits(63))
+            sequences.append(Sequence(request))
+            self.scheduler.add(sequences[-1])
+        self._notify("added", sequences)
         self.unfinished.update({seq.seq_id: seq for seq in sequences})
         self.attempt = None
+        return sequences
 
     def step(self) -> tuple[list[tuple[int, list[int]]], int]:
         """
@@ -163,28 +146,22 @@ class LLMEngine:
         before it computed (the first returns nothing), so that the device never waits for the host. Aborted
         requests are returned by the next step.
         """
-        start = time.perf_counter()
         self.begin()
-        for observer in self.observers:
-            if observer.is_active:
-                observer.before_step()
         sequences, is_prefill = self.scheduler.schedule()
-        step = None
         if sequences:
             step = self.attempt = Step(sequences)
             self._launch(step, is_prefill)
-        if self._overlap:  # collect the step before this one, while the device is busy with this one
-            step, self.in_flight = self.in_flight, step
-        if step is not None:
+            self.in_flight.append(step)
+        num_tokens = 0
+        # On a GPU the step that was launched last is collected by the next call, unless all requests have
+        # ended: then it was launched before we knew that.
+        while len(self.in_flight) > bool(self._overlap and sequences and self.unfinished):
+            step = self.in_flight.pop(0)
             self._collect(step)
-        if not self.unfinished and self.in_flight is not None:
-            # Drain the step launched before we knew that all had ended.
-            self._collect(self.in_flight)
-            self.in_flight = None
-        self._counts["seconds"] += time.perf_counter() - start
+            num_tokens = num_tokens or step.num_tokens
         finished = [(seq.seq_id, seq.completion_token_ids) for seq in self.ended.values()]
         self.ended, self.attempt = {}, None
-        return finished, 0 if step is None else step.num_tokens
+        return finished, num_tokens
 
     def begin(self) -> None:
         """
@@ -194,17 +171,16 @@ class LLMEngine:
         self.check_usable()
         if self.attempt is not None:
             self.recover()
-        self.attempt = Step()
+        self.attempt = Step([])
 
     def _launch(self, step: Step, is_prefill: bool) -> None:
         """Have the device begin a step."""
         sequences = step.sequences
         step.batch = self.batches.prefill(sequences) if is_prefill else self.batches.decode(sequences)
         step.num_tokens = len(step.batch.token_ids) if is_prefill else -len(sequences)
-        if self.in_flight is not None and self.in_flight.output is None:
+        if self.in_flight and self.in_flight[-1].output is None:
             # Not earlier: from its sampling on the GPU waits for this step.
-            self.attempt = self.in_flight
-            self._sample(self.in_flight)
+            self._sample(self.in_flight[-1])
             self.attempt = step
         with self.model_runner.on_device():
             output = self.model_runner.call("run", step.batch)
@@ -216,6 +192,7 @@ class LLMEngine:
         Finish a step whose sampling has waited for what logits processors make of all tokens before. On a GPU
         its forward pass runs meanwhile.
         """
+        self.attempt = step
         messages = {}
         for processor in selected(self.parts.logits_processors, step.batch.wanted):
             if processor.waits_for_host:
@@ -238,25 +215,15 @@ class LLMEngine:
             if observer.is_active:
                 observer.after_step(step)
         for seq in finished:
-            self._end(seq)
-        self._counts["drawn"] += len(step.drawing)
+            self.end(seq, seq.finish_reason, seq.stop_reason)
 
-    def end(self, seq: Sequence, reason: str, stop_reason: str | None = None) -> None:
+    def end(self, seq: Sequence, reason: str, stop_reason: str | int | None = None) -> None:
         """End a sequence, also one that its newest token has ended for another reason."""
         self.scheduler.end(seq, reason, stop_reason)
-        self._end(seq)
-
-    def _end(self, seq: Sequence) -> None:
-        if seq.seq_id not in self.unfinished:  # an observer has ended it
-            return
-        self.ended[seq.seq_id] = seq
-        del self.unfinished[seq.seq_id]
-        for processor in selected(self.parts.logits_processors, seq.request.wanted):
-            processor.ended(seq)
-        self.tell("ended", seq)
-        if seq.finish_reason != "abort":
-            cached = seq.num_prompt_tokens_cached
-            self._counts.update(finished=1, prompt=seq.num_prompt_tokens, cached=cached)
+        if seq.seq_id in self.unfinished:  # else an observer has ended it
+            self.ended[seq.seq_id] = seq
+            del self.unfinished[seq.seq_id]
+            self._notify("ended", seq)
 
     def abort(self, request_id: int) -> None:
         """
@@ -273,7 +240,7 @@ class LLMEngine:
         Undo the call that was broken off. What it has written to the KV cache is unknown, so nothing in the
         cache is kept; all requests are dropped but those that have ended and those that an observer keeps.
         """
-        self.in_flight = None
+        self.in_flight = []
         if self.model_runner is not None:  # not shut down in the middle of its work
             try:
                 self.model_runner.call("reset")
@@ -283,51 +250,24 @@ class LLMEngine:
                 raise EngineDeadError(message) from error
         kept = [seq for observer in self.observers for seq in observer.failed(self.attempt)]
         self.unfinished = {seq.seq_id: seq for seq in kept}
-        self.scheduler.restart(kept)
-        for observer in self.observers:
-            observer.cleared()
-            observer.added(kept)
+        self.scheduler.clear(kept)
+        self._notify("cleared")
+        self._notify("added", kept)
         self.attempt = None
 
-    def tell(self, event: str, *args: Any) -> None:
+    def _notify(self, event: str, *args: Any) -> None:
         """Call a method of all observers."""
         for observer in self.observers:
             getattr(observer, event)(*args)
 
-    def stats(self) -> dict[str, float]:
-        """
-        Counts since the engine was made: requests (finished, running and waiting now), prompt tokens of the
-        finished ones and how many of these the KV cache had, what the prefix cache and the attention back-end
-        count, tokens drawn, preemptions, and tokens drawn per second of computing. And how many tokens the KV
-        cache has room for.
-        """
-        counts, scheduler, config = self._counts, self.scheduler, self.config
-        num_generated = counts["drawn"] - scheduler.num_surplus_tokens
-        return {
-            "num_requests_finished": counts["finished"],
-            "num_requests_running": len(scheduler.running),
-            "num_requests_waiting": len(scheduler.waiting),
-            "num_prompt_tokens": counts["prompt"],
-            "num_cached_tokens": counts["cached"],
-            **self.parts.prefix_cache.stats(),
-            "cache_hit_rate": counts["cached"] / max(counts["prompt"], 1),
-            **self.batches.backend.stats(),
-            "num_generated_tokens": num_generated,
-            "num_preemptions": scheduler.num_preemptions,
-            "num_kv_cache_tokens": config.num_kvcache_blocks * config.kvcache_block_size,
-            "tokens_per_second": num_generated / max(counts["seconds"], 1e-9),
-        }
-
     def is_finished(self) -> bool:
         """Whether no request is left."""
-        return not self.unfinished and not self.ended and self.in_flight is None
+        return not (self.unfinished or self.ended or self.in_flight)
 
     def clear(self) -> None:
         """Drop every request."""
-        if self._is_python_ending():
-            return
-        self.unfinished, self.ended, self.attempt = {}, {}, Step()
-        if self.ranks is not None and self.ranks.failure:
+        self.unfinished, self.ended, self.attempt = {}, {}, Step([])
+        if self.ranks is not None and self.ranks.failures:
             self.exit()
         self.recover()
 

@@ -129,7 +129,7 @@ class ModelRunner:
         try:
             if self.ranks is None:
                 return getattr(self, name)(*args)
-            return self.ranks.call(self, name, args)
+            return self.ranks.call(name, *args)
         except Exception as error:
             self._notify("failing", error)
             raise
@@ -146,7 +146,6 @@ class ModelRunner:
             self._notify("stop")
             if self.graphs is not None:
                 self.graphs.close()
-            self.group.leave()
             for part in (self.backend, *self.parts.logits_processors):
                 part.close()
             self.model = self.sampler = self.kv_cache = self.slots = self.receivers = self.unsampled = None

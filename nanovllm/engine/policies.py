@@ -4,8 +4,8 @@ The classes here are the plain ones, of which the parts that assembly.py makes a
 has them, beside the Scheduler and its BlockManager, so nothing here knows tensors.
 """
 
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Collection
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
@@ -19,13 +19,6 @@ class Hit:
     blocks: list[int]  # whole ones, which the sequence is going to share
     num_tokens: int  # that need not be computed: those of the blocks, and what a PrefixCache adds to them
     pins: tuple[int, ...] = ()  # free blocks that the step reads: used until the PrefixCache gives them back
-
-
-def max_cached(processors: Iterable[Any], seq: Sequence) -> int:
-    """How many of its tokens may come from the KV cache: what its logits processors agree on."""
-    wanted = seq.request.wanted
-    limits = [processor.max_cached(seq) for i, processor in enumerate(processors) if wanted >> i & 1]
-    return min(limits, default=len(seq) - 1)
 
 
 class PrefixCache:
@@ -50,7 +43,7 @@ class PrefixCache:
         return Hit(blocks, len(blocks) * size)
 
     def max_cached(self, seq: Sequence) -> int:
-        """How many tokens may be found. An engine with logits processors asks these, too."""
+        """How many tokens may be found; the next one is computed from the last. A part may ask for less."""
         return seq.num_tokens - 1
 
     def evict(self) -> int:
@@ -91,24 +84,18 @@ class Verdict(IntEnum):
     STOP = 2  # neither it nor those behind it, before a sequence ends or gives blocks back
 
 
-@dataclass
-class Admitting:
-    """What a step, which is being scheduled, has decided so far. Each step has one of its own."""
-
-    pool: Any  # the BlockManager
-    max_num_batched_tokens: int
-    running: list[Sequence]  # with those that are already admitted
-    waiting: list[tuple[Sequence, Hit]] = field(default_factory=list)  # by WAIT: they join in the next step
-
-
 class Admission:
     """
     Has a say in which sequences run. All are asked, on rank 0's host; one that has no free blocks, no slot or
     no room in the step's tokens is not admitted whatever they say.
     """
 
-    def admits(self, seq: Sequence, hit: Hit, state: Admitting) -> Verdict:
-        """Whether this sequence, the first of those that wait, may run. If all say so, it does."""
+    def admits(self, seq: Sequence, hit: Hit, state: Any) -> Verdict:
+        """
+        Whether this sequence, the first of those that wait, may run. If all say so, it does. `state` is the
+        Scheduler; its `running` has those that are already admitted, and `held_back`, a new list in each
+        step, those that join in the next one.
+        """
         return Verdict.ADMIT
 
     def ended(self, seq: Sequence) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.limits import Limits
-from nanovllm.engine.policies import Admission, Admitting, PrefixCache, Verdict
+from nanovllm.engine.policies import Admission, Hit, PrefixCache, Verdict
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 
 MAX_PREFILLS_IN_A_ROW = 4  # while a sequence waits to decode
@@ -50,19 +50,16 @@ class Scheduler:
         self.admissions = admissions
         self.clear()
         self.num_preemptions = 0
-        # Tokens drawn for sequences that had ended, in steps launched before that was known.
-        self.num_surplus_tokens = 0
+        self.num_drawn_tokens = 0  # without those for sequences that had ended before
 
     def is_finished(self) -> bool:
         return not self.waiting and not self.running
 
     def add(self, seq: Sequence) -> None:
         """
-        Queue a request, which ends where the context does. Raises ValueError if its prompt could never fit,
-        however empty the engine is.
+        Queue a request. Raises ValueError if its prompt could never fit, however empty the engine is.
         """
         self.limits.check(seq.num_tokens)
-        seq.request = self.limits.applied_to(seq.request)
         self.waiting[seq] = None
 
     def schedule(self) -> tuple[list[Sequence], bool]:
@@ -83,22 +80,23 @@ class Scheduler:
         if self.chunked is not None:
             scheduled.append(self.chunked)
             budget -= self._schedule_chunk(self.chunked, budget)
-        state = Admitting(self.block_manager, self.max_num_batched_tokens, self.running)
-        while self.waiting and budget and len(self.running) + len(state.waiting) < self.max_num_seqs:
-            seq = next(iter(self.waiting))
-            if seq is self.blocked:
+        self.held_back = []
+        for seq in self.waiting:
+            num_running = len(self.running) + len(self.held_back)
+            if seq is self.blocked or not budget or num_running == self.max_num_seqs:
                 break
-            hit = self.block_manager.find(seq)
-            verdict = max([Verdict.ADMIT, *(each.admits(seq, hit, state) for each in self.admissions)])
+            hit = self.block_manager.prefix_cache.find(seq)
+            verdict = Verdict.ADMIT
+            for admission in self.admissions:
+                verdict = max(verdict, admission.admits(seq, hit, self))
             if seq.num_tokens - hit.num_tokens > budget and scheduled and verdict is not Verdict.WAIT:
                 break  # only a prompt that has a whole step to itself is computed in chunks
             if verdict is Verdict.STOP or not self.block_manager.can_allocate(seq, hit):
                 if not scheduled:  # else the next step may have more room
                     self.blocked = seq
                 break
-            del self.waiting[seq]
             if verdict is Verdict.WAIT:
-                state.waiting.append((seq, hit))
+                self.held_back.append((seq, hit))
                 continue
             self.block_manager.allocate(seq, hit)
             self.running.append(seq)
@@ -108,8 +106,8 @@ class Scheduler:
                 seq.num_prompt_tokens_cached = seq.num_cached_tokens
             budget -= self._schedule_chunk(seq, budget)
             scheduled.append(seq)
-        for seq, _ in reversed(state.waiting):
-            self._put_first(seq)
+        for seq in scheduled:
+            self.waiting.pop(seq, None)
         return scheduled
 
     def _schedule_chunk(self, seq: Sequence, budget: int) -> int:
@@ -127,7 +125,7 @@ class Scheduler:
             if seq.num_tokens % block_size > 1:
                 continue  # in the middle of a block nothing is opened or closed
             while not self.block_manager.can_append(seq):
-                youngest = self.running.pop()
+                youngest = self.running[-1]
                 self.preempt(youngest)
                 if youngest is seq:
                     break
@@ -142,12 +140,9 @@ class Scheduler:
         seq.status = SequenceStatus.WAITING
         seq.num_scheduled_tokens = 0
         self._release(seq)
-        self._put_first(seq)
-        self.num_preemptions += 1
-
-    def _put_first(self, seq: Sequence) -> None:
         self.waiting[seq] = None
         self.waiting.move_to_end(seq, last=False)
+        self.num_preemptions += 1
 
     def advance(self, sequences: list[Sequence]) -> list[Sequence]:
         """
@@ -162,15 +157,15 @@ class Scheduler:
             if self.is_prefill:
                 self.block_manager.prefix_cache.written(seq, start, seq.num_computed_tokens)
             if self.reach:  # the next token is within it
-                past = seq.num_computed_tokens + 1 - self.reach
-                if self.block_manager.release_before(seq, past):
+                num_past = (seq.num_computed_tokens + 1 - self.reach) // self.block_size
+                if num_past > seq.num_released_blocks:
+                    self.block_manager.release(seq, num_past)
                     self.blocked = None
             if seq.num_computed_tokens == seq.num_tokens:
                 seq.num_tokens += 1
                 drawing.append(seq)
                 if seq.num_tokens == seq.request.max_num_tokens:
-                    self.running.remove(seq)  # its last token needs neither slot nor blocks
-                    self._release(seq)
+                    self._release(seq)  # its last token needs neither slot nor blocks
         return drawing
 
     def postprocess(
@@ -186,7 +181,7 @@ class Scheduler:
         finished, block_size, over = [], self.block_size, SequenceStatus.FINISHED
         for seq, token_id in zip(drawing, token_ids, strict=False):
             if seq.status is over:  # ended by the token before, which was not known when this step began
-                self.num_surplus_tokens += 1
+                self.num_drawn_tokens -= 1
                 continue
             seq.append_token(token_id)
             num_known = len(seq.token_ids)
@@ -199,6 +194,7 @@ class Scheduler:
             elif num_known == seq.request.max_num_tokens:
                 self.end(seq, "length")
                 finished.append(seq)
+        self.num_drawn_tokens += len(drawing)
         return finished
 
     def end(self, seq: Sequence, reason: str, stop_reason: Any = None) -> None:
@@ -215,11 +211,12 @@ class Scheduler:
         if seq.status == SequenceStatus.WAITING:
             del self.waiting[seq]
         elif seq.slot >= 0:
-            self.running.remove(seq)
             self._release(seq)
         seq.status = SequenceStatus.FINISHED
 
     def _release(self, seq: Sequence) -> None:
+        """It does not run any more."""
+        self.running.remove(seq)
         if seq is self.chunked:
             self.block_manager.forget_uncomputed(seq)
             self.chunked = None
@@ -228,23 +225,21 @@ class Scheduler:
         self.free_slots.append(seq.slot)
         seq.slot = -1
 
-    def clear(self) -> None:
+    def clear(self, kept: Iterable[Sequence] = ()) -> None:
         """
-        Drop every request, in whatever state a failed step has left it. What the step wrote is unknown, so
-        nothing that the cache holds is kept.
+        Drop every request, in whatever state a failed step has left it, but these, in order of arrival: they
+        are queued and computed again from their tokens. What the step wrote is unknown, so nothing that the
+        cache holds is kept.
         """
         self.block_manager.reset()
         self.waiting: OrderedDict[Sequence, None] = OrderedDict()  # any of them may leave at any time
         self.running: list[Sequence] = []
         self.chunked: Sequence | None = None  # is in the middle of its prompt; the last of `running`
         self.blocked: Sequence | None = None  # did not fit, and will not until blocks are given back
+        self.held_back: list[tuple[Sequence, Hit]] = []  # by WAIT, in the prefill step scheduled last
         self.is_prefill = False  # of the step scheduled last
         self.num_prefills_in_a_row = 0  # while a sequence waited to decode
         self.free_slots = [*reversed(range(self.max_num_seqs))]  # of the devices' tables, see slots.py
-
-    def restart(self, sequences: Iterable[Sequence]) -> None:
-        """`clear`, and queue these again, in order of arrival. They are computed again from their tokens."""
-        self.clear()
-        for seq in sequences:
+        for seq in kept:
             seq.restart()
             self.waiting[seq] = None

@@ -9,41 +9,21 @@ from enum import Enum, auto
 from itertools import count
 from typing import Any
 
-import numpy as np
-
-from nanovllm.sampling_params import MAX_TOKENS, SamplingParams
-
-TOKEN_BYTES = 8  # of a packed token
-
-
-def pack(token_ids: list[int]) -> bytes:
-    """The ids as little-endian int64."""
-    return np.array(token_ids, dtype="<i8").tobytes()
-
-
-def unpack(packed: bytes) -> np.ndarray:
-    return np.frombuffer(packed, dtype="<i8")
+from nanovllm.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """A prompt and how to complete it. The Scheduler says where a completion ends at the latest."""
+    """A prompt and how to complete it."""
 
     token_ids: list[int]
     params: SamplingParams = SamplingParams()
     block_size: int = 256  # of the KV cache
-    seed: int = 0  # this and a token's position decide the noise it is drawn with
-    max_num_tokens: int = 2 * MAX_TOKENS  # of prompt and completion
+    seed: int | None = 0  # this and a token's position decide its noise; None: the engine draws one
+    max_num_tokens: int = 0  # of prompt and completion
     end_token_ids: frozenset[int] = frozenset()  # any of these ends the completion
-    text: str | None = None  # of the prompt, unless it was given as token ids alone
     wanted: int = 0  # the logits processors that it wants: bit i is the i-th of Parts
     own: dict[str, Any] = field(default_factory=dict)  # what others keep of it: logits processors, by name
-    packed: bytes = b""  # the prompt as int64, hashed and compared much faster than Python's integers
-
-    def __post_init__(self) -> None:
-        most = len(self.token_ids) + (self.params.max_tokens or MAX_TOKENS)
-        object.__setattr__(self, "max_num_tokens", min(self.max_num_tokens, most))
-        object.__setattr__(self, "packed", self.packed or pack(self.token_ids))
 
 
 class SequenceStatus(Enum):
@@ -67,7 +47,6 @@ class Sequence:
         self.seq_id = next(Sequence._ids)
         self.request = request
         self.token_ids = list(request.token_ids)
-        self.block_hashes: list[int] = []  # chained hashes of the full blocks seen so far
         self.num_prompt_tokens_cached: int | None = None  # num_cached_tokens of its first admission
         self.restart()
 
@@ -77,11 +56,11 @@ class Sequence:
         self.num_tokens = len(self.token_ids)
         self.num_cached_tokens = self.num_computed_tokens = self.num_scheduled_tokens = 0
         self.block_table: list[int] = []
+        self.block_hashes: list[int] = []  # chained hashes of the full blocks seen so far
         self.num_released_blocks = 0  # leading blocks that no layer reads again: they were given back
         self.slot = -1  # of the devices' tables, while running
         self.finish_reason: str | None = None  # "stop", "length", "abort" or "error"
         self.stop_reason: str | int | None = None  # the stop text or stop token id that ended it
-        del self.block_hashes[self.num_tokens // self.request.block_size :]
 
     def __len__(self) -> int:
         return self.num_tokens
@@ -131,15 +110,8 @@ class Sequence:
 
     def block(self, i: int) -> list[int]:
         """Token ids of the i-th block; the last one may be shorter than a block."""
-        assert 0 <= i < self.num_blocks
-        return self.token_ids[i * self.request.block_size : (i + 1) * self.request.block_size]
-
-    def packed(self, begin: int, end: int) -> bytes:
-        """Tokens begin..end, as far as they are known."""
-        prompt, end_byte = self.request.packed, end * TOKEN_BYTES
-        if end_byte <= len(prompt):
-            return prompt[begin * TOKEN_BYTES : end_byte]
-        return pack(self.token_ids[begin:end])
+        start = i * self.request.block_size
+        return self.token_ids[start : start + self.request.block_size]
 
     def append_token(self, token_id: int) -> None:
         """`num_tokens` counts it already if `Scheduler.advance` has counted its step."""

@@ -4,11 +4,10 @@ Each parameter's `weight_loader` decides which part of a tensor goes where. A te
 parameter without a tensor are errors: a model never runs with missing weights.
 """
 
-import copy
 import functools
 import math
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -17,9 +16,6 @@ from torch import Tensor, nn
 from nanovllm.checkpoints.base import Checkpoint
 from nanovllm.checkpoints.folder import FolderCheckpoint
 
-# Old versions of transformers saved the first two; here they follow from the configuration. The others are
-# for a KV cache of 8 bits.
-IGNORED = (".rotary_emb.inv_freq", ".attn.masked_bias", ".self_attn.k_scale", ".self_attn.v_scale")
 FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 
@@ -64,17 +60,18 @@ def load_model(model: nn.Module, path: str | os.PathLike | Checkpoint) -> None:
     Fill every parameter of `model`, on the device and with the dtype that it has, from a checkpoint or a
     folder of one. Raises ValueError naming file and tensor.
     """
-    is_path = isinstance(path, str | os.PathLike)
-    checkpoint = FolderCheckpoint(os.path.expanduser(path)) if is_path else path
+    checkpoint = FolderCheckpoint(path) if isinstance(path, str | os.PathLike) else path
     if checkpoint.fill is not None:
         checkpoint.fill(model)
         return
-    checkpoint.device = next(model.parameters()).device
     places = find_places(model)
     waiting = dict(places)
+    tensors = checkpoint.tensors()
+    for change in checkpoint.changes:
+        tensors = change(tensors, model, places)
     # With another default device, whole tensors would be copied to it before they are sliced.
     with torch.device("cpu"):
-        for tensor in read_tensors(checkpoint, model, places):
+        for tensor in tensors:
             source = f"{tensor.file}: tensor {tensor.name}"
             if tensor.name not in places:
                 raise ValueError(f"{source} has no place in {type(model).__name__}")
@@ -92,15 +89,17 @@ def load_model(model: nn.Module, path: str | os.PathLike | Checkpoint) -> None:
 def find_places(model: nn.Module) -> dict[str, StoredTensor]:
     """
     Each tensor that the model takes, by its name in a checkpoint. Several may be parts of one parameter, as
-    `packed_modules_mapping` says. A layer whose checkpoints have other tensors than it has parameters says so
-    in `stored_tensors`; those parameters have None as `weight_loader`.
+    `packed_modules_mapping` says, and a tied one has two names, of which many files have both. A layer whose
+    checkpoints have other tensors than it has parameters says so in `stored_tensors`; those parameters have
+    None as `weight_loader`.
     """
     packed = getattr(model, "packed_modules_mapping", {})
+    first_names = dict(model.named_parameters())
     found = {}
-    for name, param in model.named_parameters():
+    for name, param in model.named_parameters(remove_duplicate=False):
         loader = getattr(param, "weight_loader", default_weight_loader)
         if loader is not None:
-            found[name] = StoredTensor(functools.partial(loader, param))
+            found[name] = StoredTensor(functools.partial(loader, param), name not in first_names)
     for name, layer in model.named_modules():
         if hasattr(layer, "stored_tensors"):
             found |= layer.stored_tensors(name)
@@ -114,52 +113,3 @@ def find_places(model: nn.Module) -> dict[str, StoredTensor]:
             source_name = f".{name}.".replace(f".{target}.", f".{source}.").strip(".")
             places[source_name] = place._replace(load=functools.partial(place.load, shard_id=shard_id))
     return places
-
-
-def read_tensors(checkpoint: Checkpoint, model: nn.Module, known: Collection[str]) -> Iterable[Any]:
-    """The checkpoint's tensors by the `known` names, with all changes that model and checkpoint ask for."""
-    tensors = checkpoint.tensors()
-    if hasattr(model, "converted"):
-        tensors = model.converted(tensors)
-    firsts = {param: name for name, param in model.named_parameters()}
-    every_name = model.named_parameters(remove_duplicate=False)
-    tied = {name: firsts[param] for name, param in every_name if firsts[param] != name}
-    tensors = with_names_of(tensors, known, tied)
-    for change in checkpoint.changes:
-        tensors = change(tensors, tied.values())
-    return tensors
-
-
-def with_names_of(tensors: Iterable[Any], known: Collection[str], tied: dict[str, str]) -> Iterator[Any]:
-    """
-    Tensors by the model's `known` names, without those that no model needs. Files of the layers alone have
-    names without "model.". A tied weight may be stored under its first name, under the second, of which
-    `tied` has the first, or under both. Raises ValueError if these differ.
-    """
-    firsts, seconds = {}, []
-    for tensor in tensors:
-        if tensor.name not in known and f"model.{tensor.name}" in known:
-            tensor = renamed(tensor, f"model.{tensor.name}")
-        if tensor.name in tied:
-            seconds.append(tensor)
-            continue
-        if tensor.name in tied.values():
-            firsts[tensor.name] = tensor
-        if tensor.name in known or not tensor.name.endswith(IGNORED):
-            yield tensor
-    for tensor in seconds:
-        first = tied[tensor.name]
-        if first not in firsts:
-            firsts[first] = renamed(tensor, first)
-            yield firsts[first]
-        elif not torch.equal(firsts[first][...], tensor[...]):
-            raise ValueError(
-                f"{tensor.file}: tensor {tensor.name} differs from {first}, to which it is tied; "
-                "hf_overrides={'tie_word_embeddings': False} loads both"
-            )
-
-
-def renamed(tensor: Any, name: str) -> Any:
-    tensor = copy.copy(tensor)
-    tensor.name = name
-    return tensor

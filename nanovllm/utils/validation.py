@@ -59,12 +59,3 @@ def check_bool(value: Any, name: str) -> bool:
     """The value. Raises ValueError unless it is True or False."""
     check(isinstance(value, bool), f"{name} must be True or False", value)
     return value
-
-
-def find_surrogate(text: str) -> int:
-    """The index of the first lone surrogate, which UTF-8 cannot encode, or -1."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        return error.start
-    return -1

@@ -16,9 +16,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import CONFIG_MAPPING
 
-from nanovllm import LLM, SamplingParams, assembly
-from nanovllm.assembly import get_model_class, open_checkpoint
+from nanovllm import LLM, SamplingParams
 from nanovllm.distributed.group import Group, use_group
+from nanovllm.extensions import assembly
+from nanovllm.extensions.assembly import get_model_class, open_checkpoint
 from nanovllm.extensions.checkpoints.made_up import toy_tokenizer
 from nanovllm.extensions.checkpoints.shapes import SHAPES
 from nanovllm.utils.loader import default_weight_loader, load_model
@@ -27,7 +28,7 @@ from tiny_checkpoints import ARCHITECTURES, EXACT, load_reference, make_checkpoi
 
 def load(folder: Path) -> nn.Module:
     model = build_model(folder)
-    load_model(model, folder)
+    load_model(model, open_checkpoint(folder))
     return model
 
 
@@ -181,8 +182,9 @@ def test_of_tied_weights_either_may_be_stored(tmp_path, model_impl):
         tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
 
     change_tensors(folder, rename)
-    model = assembly.build_model(open_checkpoint(folder, model_impl=model_impl).hf_config())
-    load_model(model, folder)
+    checkpoint = open_checkpoint(folder, model_impl=model_impl)
+    model = assembly.build_model(checkpoint.hf_config())
+    load_model(model, checkpoint)
     found = dict(model.named_parameters(remove_duplicate=False))
     assert torch.equal(found["model.embed_tokens.weight"], expected)
     assert found["lm_head.weight"] is found["model.embed_tokens.weight"]

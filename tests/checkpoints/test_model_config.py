@@ -12,12 +12,13 @@ from gguf_files import write_gguf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loaded_models import assert_same_parameters, build_model, expected_parameters
+from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM
-from nanovllm.assembly import MODELS, get_model_class, open_checkpoint, read_config
 from nanovllm.checkpoints.folder import INDEX, FolderCheckpoint
 from nanovllm.checkpoints.model_config import ModelConfig
 from nanovllm.config import CHECKS, Config
+from nanovllm.extensions.assembly import MODELS, get_model_class, open_checkpoint, read_config
 from nanovllm.extensions.checkpoints.gguf import GGUFCheckpoint
 from nanovllm.extensions.checkpoints.untrusted import CheckedFolder
 from nanovllm.extensions.models.config import DecoderConfig
@@ -312,16 +313,25 @@ def test_the_core_opens_folders_by_itself(tmp_path):
             checkpoint.shards()
 
 
+def test_the_core_reads_a_tied_weight_that_is_stored_under_both_of_its_names(tmp_path):
+    folder = make_checkpoint(tmp_path, tie_word_embeddings=True)
+    model, file = build_model(folder), folder / "model.safetensors"
+    tensors = load_file(file)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, file, metadata={"format": "pt"})
+    load_model(model, FolderCheckpoint(str(folder)))
+    assert_same_parameters(model, expected_parameters(folder))
+
+
 # Config
 
 
 def test_options_that_nobody_knows_are_refused_by_name():
-    with pytest.raises(
-        TypeError, match="unknown option 'max_seqs'; known ones: model, max_num_batched_tokens"
-    ):
-        Config.from_options("a model", {"max_seqs": 1})
+    for engine in (LLM, Core):
+        with pytest.raises(TypeError, match="'max_seqs'"):
+            engine("a model", max_seqs=1)
     with pytest.raises(TypeError, match="eos is no option"):
-        Config.from_options("a model", {"eos": 1})
+        LLM("a model", eos=1)
 
 
 def test_an_option_that_no_part_serves_must_be_left_alone():

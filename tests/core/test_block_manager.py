@@ -74,9 +74,9 @@ def test_without_prefix_caching_nothing_is_found():
     first = make_sequence(range(10), 4)
     manager.allocate(first)
     compute(manager, first)
-    assert manager.find(make_sequence(range(10), 4)) == Hit([], 0)
+    assert manager.prefix_cache.find(make_sequence(range(10), 4)) == Hit([], 0)
     manager.deallocate(first)
-    assert manager.find(make_sequence(range(10), 4)) == Hit([], 0)
+    assert manager.prefix_cache.find(make_sequence(range(10), 4)) == Hit([], 0)
 
 
 def test_a_hash_collision_is_not_a_hit(monkeypatch):

@@ -247,7 +247,7 @@ def test_a_prompt_may_be_preempted_between_its_chunks():
     while long.status == SequenceStatus.RUNNING:
         run_step(scheduler, runner)
     assert scheduler.chunked is None and list(scheduler.waiting) == [long] and not long.block_table
-    assert scheduler.block_manager.find(long).blocks, "what was computed can be found again"
+    assert scheduler.block_manager.prefix_cache.find(long).blocks, "what was computed can be found again"
     run_all(scheduler, runner)  # the runner sees whether a block is found that was never computed
     for sequence, count in ((first, 16), (long, 4)):
         assert sequence.completion_token_ids == expected_completion(sequence.prompt_token_ids, count, ())

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.assembly import open_checkpoint
 from nanovllm.config import Config
 from nanovllm.engine.memory import CPU_KV_CACHE_BYTES, largest_batch, most_positions
 from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.extensions.assembly import open_checkpoint
 from tiny_checkpoints import EXACT, edit_json, make_checkpoint, one_thread  # noqa: F401
 
 

@@ -27,9 +27,8 @@ from faults import SITES, object_of
 from reference import check_result, logprobs_of
 
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
-from nanovllm.engine.policies import Verdict
 from nanovllm.engine.sequence import Sequence
-from nanovllm.extensions.safety.forecast import Forecast
+from nanovllm.extensions.safety.admission import AdmissionControl
 from nanovllm.extensions.text.results import GrowingText, Logprob, make_result
 from nanovllm.extensions.text.stop_texts import StopTexts
 from tiny_checkpoints import ARCHITECTURES, EXACT, load_reference, make_checkpoint, make_tokenizer
@@ -317,7 +316,7 @@ def fuzz_once(defaults: dict[str, LLM], model: Any, seed: int, counts: Counter) 
     default = defaults[options["kv_cache_dtype"]]
     default.scheduler.clear()  # a round depends on its seed alone
     # Where the forecast is heeded few are ever preempted.
-    is_ignored = mock.patch.object(Forecast, "admits", return_value=Verdict.ADMIT)
+    is_ignored = mock.patch.object(AdmissionControl, "_most_needed", return_value=0)
     with (
         is_ignored if pick.random() < 0.5 else nullcontext(),
         LLM(default.config.model, **{**EXACT, **options}, max_model_len=256) as llm,

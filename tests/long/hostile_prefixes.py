@@ -12,11 +12,11 @@ import time
 from types import SimpleNamespace
 
 import paths  # noqa: F401
+from scheduling import ReadingScheduler
 
-from nanovllm.assembly import make_admissions, make_prefix_cache
 from nanovllm.engine.batch import BatchMaker
-from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Request, Sequence
+from nanovllm.extensions.assembly import make_admissions, make_prefix_cache
 from nanovllm.extensions.logits.bias import BiasProcessor
 from nanovllm.sampling_params import SamplingParams
 
@@ -47,7 +47,7 @@ def make_sequences(group_size: int, seed: int) -> list[Sequence]:
 def seconds(group_size: int, seed: int) -> tuple[float, int]:
     """How long the host works for these prompts, and how many tokens it has copied."""
     prefix_cache = make_prefix_cache(CONFIG)
-    scheduler = Scheduler(CONFIG, prefix_cache, make_admissions(CONFIG, BiasProcessor()))
+    scheduler = ReadingScheduler(CONFIG, prefix_cache, make_admissions(CONFIG, BiasProcessor()))
     batches = BatchMaker(CONFIG, prefix_cache)
     sequences = make_sequences(group_size, seed)
     gc.collect()  # what earlier rounds left

@@ -27,7 +27,6 @@ import argparse
 import random
 import time
 from collections import Counter
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -36,21 +35,22 @@ import numpy as np
 import paths  # noqa: F401
 import torch
 from block_pool import check_pool
+from scheduling import ReadingScheduler
 
-from nanovllm.assembly import make_admissions, make_prefix_cache
 from nanovllm.engine.batch import Batch, BatchMaker
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.policies import Hit, max_cached
-from nanovllm.engine.scheduler import MAX_PREFILLS_IN_A_ROW, Scheduler
+from nanovllm.engine.policies import Hit
+from nanovllm.engine.scheduler import MAX_PREFILLS_IN_A_ROW
 from nanovllm.engine.sequence import Request, Sequence, SequenceStatus
 from nanovllm.engine.slots import SlotLayout
+from nanovllm.extensions.assembly import make_admissions, make_prefix_cache
 from nanovllm.extensions.logits.bias import BiasProcessor
 from nanovllm.extensions.logits.scores import ScoreProcessor
 from nanovllm.extensions.prefixes import planner, token_prefixes
 from nanovllm.extensions.prefixes.cascade import CascadeBackend
 from nanovllm.extensions.prefixes.planner import CascadePlanner
 from nanovllm.extensions.prefixes.token_prefixes import HoldBack, TokenPrefixes
-from nanovllm.extensions.safety.forecast import Forecast
+from nanovllm.extensions.safety.admission import AdmissionControl
 from nanovllm.layers.attention import AttentionBackend
 from nanovllm.sampling_params import SamplingParams
 
@@ -219,6 +219,7 @@ class WatchedBlocks(BlockManager):
     def __init__(self, simulation: "Simulation", *sizes: Any):
         self.simulation, self.slots = simulation, simulation.model.slots
         super().__init__(*sizes)
+        self.real_find, self.prefix_cache.find = self.prefix_cache.find, self.find
 
     def reset(self) -> None:
         super().reset()
@@ -228,7 +229,7 @@ class WatchedBlocks(BlockManager):
         self.sources: set[int] = set()  # of this step's copies
 
     def find(self, seq: Sequence) -> Hit:
-        hit = super().find(seq)
+        hit = self.real_find(seq)
         computing = max(self.simulation.computing(seq), default=0) if self.enable_prefix_caching else 0
         self.gains[seq.seq_id] = computing - hit.num_tokens
         return hit
@@ -275,13 +276,12 @@ class WatchedBlocks(BlockManager):
             here = min(num_tokens - i * self.block_size, self.block_size)
             self.given_back[block_id] = max(self.given_back[block_id], here)
 
-    def release_before(self, seq: Sequence, token: int) -> bool:
+    def release(self, seq: Sequence, end: int) -> None:
         first = seq.num_released_blocks
-        released = super().release_before(seq, token)
-        for block_id in seq.block_table[first : seq.num_released_blocks]:
+        super().release(seq, end)
+        for block_id in seq.block_table[first:end] if end < len(seq.block_table) else ():
             self.given_back[block_id] = self.block_size
             self.simulation.counts["released blocks"] += 1
-        return released
 
     def most_in_common(self, seq: Sequence) -> int:
         """How many of the sequence's tokens, from the first one but without the last, are to be found."""
@@ -342,7 +342,7 @@ class Simulation:
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.budget,
             max_model_len=self.max_model_len,
-            eos=pick.choice([(), (0,), 0, (0, 1)]),
+            eos=pick.choice([(), (0,), (0,), (0, 1)]),
             num_kvcache_blocks=num_blocks,
             kvcache_block_size=self.block_size,
             enable_prefix_caching=pick.random() < 0.8,
@@ -372,10 +372,10 @@ class Simulation:
         self.scores = ScoreProcessor()
         self.model = FakeModel(config, backend, prefix_cache, (self.scores,))
         admissions = make_admissions(config, BiasProcessor())
-        self.forecast = next(part for part in admissions if isinstance(part, Forecast))
+        self.forecast = next(part for part in admissions if isinstance(part, AdmissionControl))
         self.have_waited = next(part for part in admissions if isinstance(part, HoldBack)).have_waited
-        prefix_cache.max_cached = partial(max_cached, (self.scores,))
-        self.scheduler = Scheduler(config, prefix_cache, admissions)
+        prefix_cache.max_cached = self.scores.max_cached
+        self.scheduler = ReadingScheduler(config, prefix_cache, admissions)
         self.scheduler.block_manager = WatchedBlocks(
             self, num_blocks, self.block_size, config.enable_prefix_caching, prefix_cache
         )
@@ -465,7 +465,7 @@ class Simulation:
         self.scheduler.schedule()
         self.note_overtaking(waiting)
         self.under_way = None
-        self.scheduler.restart(self.requests.values())
+        self.scheduler.clear(self.requests.values())
         self.model.reset()
         self.scores.reset()
         for seq in self.requests.values():

@@ -194,7 +194,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
     def admit(self, sequence: Sequence) -> bool:
         tokens = list(sequence.token_ids)
-        hit = self.manager.find(sequence)
+        hit = self.manager.prefix_cache.find(sequence)
         start = len(hit.blocks) * self.block_size
         num_copied, source = hit.num_tokens - start, getattr(hit, "source", -1)
         assert len(hit.blocks) == self.pool.num_hits(tokens)

@@ -5,7 +5,6 @@ from unittest import mock
 from block_pool import check_pool
 
 from nanovllm import LLM
-from nanovllm.assembly import open_core
 from nanovllm.engine.interfaces import Observer
 from nanovllm.engine.llm_engine import LLMEngine
 
@@ -14,9 +13,6 @@ PlainLLM = LLM.__mro__[LLM.__mro__.index(LLMEngine) - 1]  # as llm.py has it, be
 
 class Core(PlainLLM):
     """The engine without extensions, whether there are any or not."""
-
-    assembly = "nanovllm.assembly:assemble_core"
-    open_model = staticmethod(open_core)
 
 
 class Watch:

@@ -8,12 +8,10 @@ from nanovllm.extensions.prefixes.token_prefixes import TokenPrefixes
 from nanovllm.extensions.text import llm as text_llm
 from nanovllm.extensions.text import results as texts
 from nanovllm.extensions.text.stop_texts import StopTexts
-from nanovllm.utils import progress
 
 METHODS = {
     "scheduler": ["add", "schedule", "preempt", "advance", "postprocess", "end", "_release"],
     "block_manager": [
-        "find",
         "can_allocate",
         "allocate",
         "deallocate",
@@ -21,7 +19,7 @@ METHODS = {
         "may_append",
         "_take_free_block",
     ],
-    "prefix cache": ["allocated", "written", "leaving", "prepare", "receive"],
+    "prefix cache": ["find", "allocated", "written", "leaving", "prepare", "receive"],
     "runner": [
         "call",
         "run",
@@ -40,9 +38,10 @@ METHODS = {
     "filters": ["prepare", "apply"],
     "bitmask": ["host_input", "_reader_of", "_make_masks", "apply", "ended"],
     "logprobs": ["drawn", "record"],
-    "scores": ["max_cached", "prepare", "hidden", "record"],
+    "scores": ["prepare", "hidden", "record"],
+    "scores in the prefix cache": ["max_cached"],
     "model": ["forward", "compute_logits"],
-    "engine": ["make_sequence", "_launch", "_sample", "_collect"],
+    "engine": ["_launch", "_sample", "_collect"],
     "stop texts": ["added", "after_step", "ended"],
     "output": ["to_host", "token_ids"],
     "text": ["find_stop"],
@@ -58,6 +57,7 @@ def object_of(llm: LLM, place: str):
         "scheduler": llm.scheduler,
         "block_manager": llm.scheduler.block_manager,
         "prefix cache": TokenPrefixes,
+        "scores in the prefix cache": llm.parts.prefix_cache,
         "runner": runner,
         "batches": llm.batches,
         "device slots": runner.slots,
@@ -67,6 +67,6 @@ def object_of(llm: LLM, place: str):
         "stop texts": observer_of(llm, StopTexts),
         "text": texts.GrowingText,
         "results": text_llm,
-        "progress bar": progress.tqdm,
+        "progress bar": text_llm.tqdm,
         **{processor.name: processor for processor in llm.parts.logits_processors},
     }[place]

@@ -6,6 +6,7 @@ fake KV cache of slots. A wrong slot, a stale block or a lost token therefore en
 
 import math
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -14,12 +15,22 @@ from block_pool import check_contents, check_pool
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from nanovllm.assembly import make_admissions, make_prefix_cache
 from nanovllm.engine.scheduler import MAX_PREFILLS_IN_A_ROW, Scheduler
 from nanovllm.engine.sequence import Request, Sequence, SequenceStatus
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.sampling_params import MAX_TOKENS, SamplingParams
 
 EOS = 0
+
+
+class ReadingScheduler(Scheduler):
+    """Gives requests what ends their completions, as `InputProcessor` does."""
+
+    def add(self, seq: Sequence) -> None:
+        params, limits = seq.sampling_params, self.limits
+        most = min(seq.num_prompt_tokens + (params.max_tokens or MAX_TOKENS), limits.max_num_tokens)
+        ends = limits.end_token_ids(params)
+        seq.request = replace(seq.request, max_num_tokens=most, end_token_ids=ends)
+        super().add(seq)
 
 
 def make_scheduler(is_plain: bool = False, **options) -> Scheduler:
@@ -35,12 +46,14 @@ def make_scheduler(is_plain: bool = False, **options) -> Scheduler:
         hf_config=SimpleNamespace(context_limit=200_000, tokens_in_reach=0),
     )
     config = SimpleNamespace(**{**defaults, **options})
+    config.eos = (config.eos,) if isinstance(config.eos, int) else config.eos
     if is_plain:
-        return Scheduler(config)
+        return ReadingScheduler(config)
+    from nanovllm.extensions.assembly import make_admissions, make_prefix_cache
     from nanovllm.extensions.logits.bias import BiasProcessor
 
     parts = make_prefix_cache(config), make_admissions(config, BiasProcessor())
-    return Scheduler(config, *parts)
+    return ReadingScheduler(config, *parts)
 
 
 def make_engine(**options) -> "tuple[Scheduler, FakeRunner]":
@@ -363,7 +376,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             return True
         num_blocks = len(self.manager.blocks)
         at_most = sum(-(-(s.request.max_num_tokens - 1) // self.block_size) for s in [*admitted, waiting[0]])
-        tables = [*(s.block_table for s in admitted), self.manager.find(waiting[0]).blocks]
+        tables = [*(s.block_table for s in admitted), self.manager.prefix_cache.find(waiting[0]).blocks]
         held = set().union(*tables[:-1])  # each is counted once
         at_most -= sum(map(len, tables[:-1])) + len(held & set(tables[-1])) - len(held)
         return not admitted or at_most <= num_blocks or self.most_needed(admitted, waiting[0]) <= num_blocks
@@ -380,7 +393,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """The most blocks that are expected to be in use at once, step by step."""
         owners = {block.block_id: block.ref_count for block in self.manager.blocks}
         owners.update({i: owners[i] - 1 for i in self.manager.prefix_cache.pinned})
-        hits = {i for i in self.manager.find(new).blocks if owners[i]}
+        hits = {i for i in self.manager.prefix_cache.find(new).blocks if owners[i]}
         kept = hits | {i for s in admitted for i in s.block_table if owners[i] > 1}
         growth = []
         for sequence in [*admitted, new]:
@@ -442,7 +455,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert len(still_waiting[0]) - cached > self.budget - sum(lengths(scheduled))
 
     def cached_tokens(self, sequence: Sequence) -> int:
-        return self.manager.find(sequence).num_tokens
+        return self.manager.prefix_cache.find(sequence).num_tokens
 
     def check_decode(self, scheduled, admitted, victims) -> None:
         survivors = [s for s in admitted if s not in victims and s not in self.chunked]

@@ -8,7 +8,6 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from nanovllm import assembly
 from nanovllm.checkpoints.model_config import ModelConfig
 
 ARCHITECTURES = {"qwen3": "Qwen3", "qwen2": "Qwen2", "llama": "Llama", "mistral": "Mistral"}
@@ -85,6 +84,8 @@ def make_config(architecture: str = "qwen3", **overrides) -> transformers.Pretra
 
 def read_config(config: transformers.PretrainedConfig, **changes) -> ModelConfig:
     """What the engine makes of a config.json that transformers writes, with some fields changed."""
+    from nanovllm.extensions import assembly
+
     architecture = type(config).__name__.removesuffix("Config").removesuffix("Text") + "ForCausalLM"
     return assembly.read_config("a test", config.to_dict() | {"architectures": [architecture]} | changes)
 

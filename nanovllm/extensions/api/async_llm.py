@@ -199,14 +199,12 @@ class AsyncLLM(NotCopied):
                     yield event
 
     async def _read(self, prompt: Any, sampling_params: Params) -> Request:
-        """`InputProcessor.read`. What may take seconds is done in another thread: other tasks go on."""
+        """A request. What may take seconds is done in another thread: other tasks go on."""
         prompts = self.llm.prompts
-        request = prompts.read(prompt, sampling_params, own=False)
-        if prompts.is_slow(request):
-            await asyncio.to_thread(prompts.read_own, request)
-        else:
-            prompts.read_own(request)
-        return request
+        params = prompts.read_params(self.llm.or_recommended(sampling_params), "prompt")
+        if prompts.is_slow(params):
+            return await asyncio.to_thread(prompts.make_request, prompt, params, "prompt")
+        return prompts.make_request(prompt, params, "prompt")
 
     async def _last_event(self, listener: Listener, request_id: str | None = None) -> Any:
         async for event, _ in self._events(listener, request_id):

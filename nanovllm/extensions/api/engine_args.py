@@ -8,14 +8,13 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import field, fields, make_dataclass
+from dataclasses import field, make_dataclass
 from typing import Any, TypeVar
 
-from nanovllm.config import FILLED_IN, Config
-from nanovllm.extensions.api.foreign_options import takes_foreign
+from nanovllm.config import Config
+from nanovllm.extensions.api.foreign_options import OPTIONS, takes_foreign
 from nanovllm.sampling_params import SamplingParams
 
-OPTIONS = [option for option in fields(Config) if option.name not in FILLED_IN]
 MEANING = re.compile(r"^ *(\w+): +(.*(?:\n {8,}.*)*)", re.MULTILINE)  # of a field, in its class's docstring
 Class = TypeVar("Class", bound=type)
 
@@ -72,9 +71,12 @@ def add_options(group: Any, options: dict[str, tuple[Callable, str]]) -> None:
 
 
 def parse_options(
-    parser: argparse.ArgumentParser, argv: Sequence[str] | None, about_sampling: str,
-    sampling: dict[str, tuple[Callable, str]], engine: dict[str, tuple[Callable, str]],
-) -> argparse.Namespace:  # fmt: skip
+    parser: argparse.ArgumentParser,
+    argv: Sequence[str] | None,
+    about_sampling: str,
+    sampling: dict[str, tuple[Callable, str]],
+    engine: dict[str, tuple[Callable, str]],
+) -> argparse.Namespace:
     """
     Add these options to those of a parser, and parse. In the result `engine` are those for `LLM` that are
     given, and `defaults` those for SamplingParams, checked.

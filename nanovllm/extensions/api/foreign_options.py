@@ -8,9 +8,10 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import fields
 from typing import Any
 
-from nanovllm.config import FILLED_IN, Config
+from nanovllm.config import Config
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.validation import shown
 
@@ -89,14 +90,16 @@ MISSING_METHODS = {
 }
 
 
-def make_config(
-    model: str, options: dict[str, Any], make: Callable[..., Config] = Config.from_options
-) -> Config:
+FILLED_IN = ("hf_config", "eos")  # fields of Config that are no options
+OPTIONS = [option for option in fields(Config) if option.name not in FILLED_IN]
+
+
+def make_config(model: str, options: dict[str, Any], make: type[Config] = Config) -> Config:
     """What `make` makes of an engine's options, among which some of vLLM's may be."""
-    filled_in = {name: value for name, value in options.items() if name in FILLED_IN}
-    others = {name: value for name, value in options.items() if name not in FILLED_IN}
-    own = own_options(others, Config.option_names(), SamplingParams.__struct_fields__, stacklevel=5)
-    return make(model, filled_in | own)
+    if found := options.keys() & set(FILLED_IN):
+        raise TypeError(f"{min(found)} is no option: the engine fills it in from the checkpoint")
+    names = [option.name for option in OPTIONS]
+    return make(model, **own_options(options, names, SamplingParams.__struct_fields__, stacklevel=5))
 
 
 def own_options(

@@ -11,8 +11,11 @@ import weakref
 from dataclasses import fields
 from typing import Any
 
+from nanovllm import distributed, utils
 from nanovllm.distributed.ranks import EngineDeadError
 from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.extensions.api.argparse_utils import FlexibleArgumentParser
+from nanovllm.extensions.api.cleanup import cleanup_dist_env_and_memory
 from nanovllm.extensions.api.engine_args import show_options
 from nanovllm.extensions.api.foreign_options import missing_attribute, takes_foreign
 from nanovllm.sampling_params import SamplingParams
@@ -20,6 +23,9 @@ from nanovllm.utils.validation import check, is_number
 
 NOT_PICKLED = "an engine cannot be pickled or copied: make one in each process that uses one, or share one \
 among the tasks of a process with AsyncLLM"
+# Where scripts for vLLM look for them.
+distributed.cleanup_dist_env_and_memory = cleanup_dist_env_and_memory
+utils.FlexibleArgumentParser = FlexibleArgumentParser
 SamplingParams.__init__ = takes_foreign(SamplingParams.__init__)
 SamplingParams.__struct_fields__ = tuple(each.name for each in fields(SamplingParams))  # vLLM's name
 takes_foreign_options = functools.partial(takes_foreign, sampling=SamplingParams.__struct_fields__)
@@ -118,7 +124,7 @@ class ApiLLM(NotCopied, LLMEngine):
     def _step_in_turn(self) -> tuple[list[tuple[int | str, list[int]]], int]:
         """`LLMEngine.step`. Raises RuntimeError while the requests of another call are unfinished."""
         self._take_turn()
-        finished, num_tokens = LLMEngine.step(self)
+        finished, num_tokens = super().step()
         return [(self._own_ids.get(i, i), token_ids) for i, token_ids in finished], num_tokens
 
 

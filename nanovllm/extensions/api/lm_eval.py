@@ -15,7 +15,6 @@ from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.checkpoints.tokenizer import render_chat
 from nanovllm.utils.validation import check
 
 # Within a step prompts share whole blocks only, so that small ones leave less to be computed twice.
@@ -39,11 +38,19 @@ class NanoVLLM(TemplateLM):
     """
 
     def __init__(
-        self, pretrained: str, max_length: int | None = None, max_gen_toks: int = 256,
-        add_bos_token: bool | None = None, prefix_token_id: int | None = None,
-        chat_template_args: dict[str, Any] | None = None, enable_thinking: bool | None = None,
-        device: str = DEFAULT_DEVICE, batch_size: Any = None, max_batch_size: Any = None, **options: Any,
-    ):  # fmt: skip
+        self,
+        pretrained: str,
+        max_length: int | None = None,
+        max_gen_toks: int = 256,
+        add_bos_token: bool | None = None,
+        prefix_token_id: int | None = None,
+        chat_template_args: dict[str, Any] | None = None,
+        enable_thinking: bool | None = None,
+        device: str = DEFAULT_DEVICE,
+        batch_size: Any = None,
+        max_batch_size: Any = None,
+        **options: Any,
+    ):
         super().__init__()
         if max_length is not None:
             options["max_model_len"] = max_length + 1  # nothing is computed after the last token
@@ -78,9 +85,9 @@ class NanoVLLM(TemplateLM):
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        return render_chat(
-            self.tokenizer,
+        return self.tokenizer.apply_chat_template(
             chat_history,
+            tokenize=False,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=not add_generation_prompt,
             **self.chat_template_args,

@@ -114,9 +114,9 @@ def run(
     llm: LLM, lines: Iterable[tuple[int, bytes]], report: Callable[[Answer], None], defaults: dict[str, Any]
 ) -> None:
     """Answer all lines with one engine. `report` gets each answer when it is done."""
-    # By the number that the engine gives a prompt: its line's request, how many prompts that has, which of
-    # them it is, and the results that there are.
-    prompts_of: dict[int, tuple[Request, int, int, dict[int, Any]]] = {}
+    # By the number that the engine gives a prompt: its line's request, how many prompts that has, and the
+    # results that there are, by the numbers of their prompts.
+    prompts_of: dict[int, tuple[Request, int, dict[int, Any]]] = {}
     numbers = itertools.count()
 
     def feed() -> Iterator[tuple[list[int], SamplingParams]]:
@@ -126,16 +126,16 @@ def run(
                 continue
             request, prompts = found
             results: dict[int, Any] = {}
-            for i, token_ids in enumerate(prompts):
-                prompts_of[next(numbers)] = request, len(prompts), i, results
+            for token_ids in prompts:
+                prompts_of[next(numbers)] = request, len(prompts), results
                 yield token_ids, request.params
 
     with contextlib.closing(feed()) as requests:
         for number, result in llm.generate_from(requests, return_exceptions=True):
-            request, count, i, results = prompts_of.pop(number)
-            results[i] = result
+            request, count, results = prompts_of.pop(number)
+            results[number] = result
             if len(results) == count:
-                report(answer(request, [results[i] for i in range(count)], llm.config.model))
+                report(answer(request, [results[i] for i in sorted(results)], llm.config.model))
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -184,7 +184,7 @@ def main(argv: list[str] | None = None) -> bool:
                 # An extra, which takes a second to import.
                 from nanovllm.extensions.batch.ray import run_on_ray
 
-                run_on_ray(args, output, report, progress.restart, progress.warn)
+                run_on_ray(args, output, report, progress)
             elif num_lines:
                 with LLM(args.model, **args.engine) as llm:
                     progress.restart()

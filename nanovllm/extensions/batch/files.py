@@ -10,7 +10,6 @@ the middle of that call can leave a piece of a line: it has no line feed, and re
 
 import itertools
 import json
-import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -70,17 +69,12 @@ def _to_line(row: dict[str, Any]) -> bytes:
     numbers that JSON does not have, which are how tables write that there is none.
     """
 
-    def is_empty(value: Any) -> bool:
-        return value is None or (isinstance(value, float) and not math.isfinite(value))
+    def without_empty(fields: dict[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in fields.items() if value is not None}
 
-    def without_empty(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {name: without_empty(item) for name, item in value.items() if not is_empty(item)}
-        if isinstance(value, list):
-            return [None if is_empty(item) else without_empty(item) for item in value]
-        return value
-
-    return json.dumps(without_empty(row), default=str).encode()
+    text = json.dumps(row, default=str)
+    row = json.loads(text, parse_constant=lambda _: None, object_hook=without_empty)
+    return json.dumps(row).encode()
 
 
 def _pyarrow() -> Any:

@@ -74,8 +74,8 @@ def read_request(
         request = parse_line(line, text, defaults)
         token_ids = []
         for i, prompt in enumerate(_prompts(llm, request)):
-            index = i if request.has_many_prompts else None
-            token_ids.append(llm.prompts.read(prompt, request.params, index).token_ids)
+            name = f"prompts[{i}]" if request.has_many_prompts else "prompt"
+            token_ids.append(llm.prompts.read(prompt, request.params, name).token_ids)
         return request, token_ids
     except MemoryError:
         raise  # not the line's fault: the run ends, and --resume answers the line
@@ -89,7 +89,7 @@ def _prompts(llm: Any, request: Request) -> list[Any]:
         return request.prompt if request.has_many_prompts else [request.prompt]
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise ValueError(f"messages must be a list of objects, got {shown(messages)}")
-    return llm.prompts.read_chats(messages, **request.chat_options)
+    return llm.prompts.render_chats(messages, **request.chat_options)
 
 
 def parse_line(line: int, text: bytes, defaults: dict[str, Any]) -> Request:

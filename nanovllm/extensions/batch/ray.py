@@ -69,17 +69,11 @@ class Engine:
         return answer(request, results, self.llm.llm.config.model)
 
 
-def run_on_ray(
-    args: Namespace,
-    output: Output,
-    report: Callable[[Answer], None],
-    started: Callable[[], None],
-    warn: Callable[[str], None],
-) -> None:
+def run_on_ray(args: Namespace, output: Output, report: Callable[[Answer], None], progress: Any) -> None:
     """
     Answer the lines that `output` does not hold yet, with `args.data_parallel` engines in the cluster at
-    --ray-address, or in one of this host alone. `started` is called when the first engine is ready, `warn`
-    for every engine that dies.
+    --ray-address, or in one of this host alone. `progress` begins anew when the first engine is ready, and
+    warns of every engine that dies.
     """
     options: dict[str, Any] = {"address": args.ray_address}
     if args.ray_address is None:
@@ -87,7 +81,7 @@ def run_on_ray(
         options = {"address": "local", "num_cpus": num_cpus, "include_dashboard": False}
     ray.init(**options, log_to_driver=False, logging_level="ERROR")
     try:
-        for found in Pool(args, output, started, warn).answers():
+        for found in Pool(args, output, progress).answers():
             report(found)
     finally:
         ray.shutdown()
@@ -132,10 +126,8 @@ class Pool:
     when an engine has nothing else to do.
     """
 
-    def __init__(
-        self, args: Namespace, output: Output, started: Callable[[], None], warn: Callable[[str], None]
-    ):
-        self.args, self.started, self.warn = args, started, warn
+    def __init__(self, args: Namespace, output: Output, progress: Any):
+        self.args, self.progress = args, progress
         self.is_started = False
         self.num_missing = output.done.count(0)
         size = max(1, min(MAX_SPAN, self.num_missing // (args.data_parallel * SPANS_PER_ENGINE)))
@@ -168,7 +160,7 @@ class Pool:
                     member.num_deaths = 0
                 elif not self.is_started:
                     self.is_started = True
-                    self.started()
+                    self.progress.restart()
             self.num_missing -= len(answers)
             yield from answers
 
@@ -208,7 +200,7 @@ class Pool:
         if work.num_deaths < MAX_ATTEMPTS:
             (self.suspects if work.is_suspect else self.again).append(work)
         elif len(span) > 1:
-            self.warn(f"{len(span)} lines from {span[0][0]} on are tried one by one")
+            self.progress.warn(f"{len(span)} lines from {span[0][0]} on are tried one by one")
             self.suspects.extend(Work([line], MAX_ATTEMPTS - 1) for line in span)
         else:
             [(line, text)] = span
@@ -224,7 +216,8 @@ class Pool:
             raise RuntimeError(message)
         lost = [work, *(other for owner, other in self.calls.values() if owner is member)]
         num_lost = sum(len(work.span) for work in lost if work is not None)
-        self.warn(f"an engine has died with {num_lost} lines under way, another takes its place: {cause}")
+        fate = f"an engine has died with {num_lost} lines under way, another takes its place"
+        self.progress.warn(f"{fate}: {cause}")
         self.members[self.members.index(member)] = self._start(num_deaths)
 
 

@@ -34,7 +34,7 @@ class NanoVLLM:
             params = dict(max_tokens=workload.max_tokens[i], n=workload.n, ignore_eos=True, **self.sampling)
             if structured_outputs:
                 params |= dict(structured_outputs=structured_outputs[i], ignore_eos=False)
-            self.llm.add_request(self.llm.prompts.read(prompt, SamplingParams(**params)))
+            self.llm.queue(self.llm.prompts.read(prompt, SamplingParams(**params)))
 
     def run(self, workload: Workload, structured_outputs: list[Any] | None = None) -> Counter[str]:
         """

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from nanovllm.assembly import open_checkpoint
 from nanovllm.config import Config
+from nanovllm.extensions.assembly import open_checkpoint
 from nanovllm.extensions.bench.engine import SAMPLING
 from nanovllm.extensions.bench.workloads import Workload
 
@@ -71,8 +71,9 @@ class LlamaCpp:
         try:
             import llama_cpp as api
         except ImportError as error:
-            message = "--engine llama.cpp needs llama-cpp-python: pip install llama-cpp-python"
-            raise ValueError(message) from error
+            raise ValueError(
+                "--engine llama.cpp needs llama-cpp-python: pip install llama-cpp-python"
+            ) from error
         path = open_checkpoint(args.model, args.load_format).path
         if args.device != "cpu" or args.temperature or not path.lower().endswith(".gguf"):
             raise ValueError("--engine llama.cpp needs --device cpu, --temperature 0 and a .gguf file")

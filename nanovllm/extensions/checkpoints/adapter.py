@@ -17,10 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from nanovllm.checkpoints.base import Checkpoint
 from nanovllm.checkpoints.folder import read_json
 from nanovllm.extensions.checkpoints.hub import download_adapter
+from nanovllm.extensions.checkpoints.names import tied_names
 from nanovllm.extensions.checkpoints.untrusted import file_inside
 from nanovllm.extensions.quantised.patterns import pattern
 from nanovllm.utils.validation import check, is_number, shown
@@ -78,12 +80,12 @@ class Adapter:
         source = f"{self.config_file}: {field}"
         return [(pattern(source, rf"(.*\.)?({key})$", key), value) for key, value in given.items()]
 
-    def merged(self, tensors: Iterable[Any], shared: Collection[str]) -> Iterator[Any]:
+    def merged(self, tensors: Iterable[Any], model: nn.Module, known: Collection[str]) -> Iterator[Any]:
         """
-        The tensors of a checkpoint, with the adapter in those that it changes. `shared` are names of those
-        that the model uses for two things. Raises ValueError, also for a part of the adapter that no tensor
-        has taken.
+        The tensors of a checkpoint, by the model's names, with the adapter in those that it changes. Raises
+        ValueError, also for a part of the adapter that no tensor has taken.
         """
+        shared = tied_names(model).values()
         replacements, all_factors = self._read()
         for tensor in tensors:
             saved, factors = replacements.pop(tensor.name, None), all_factors.pop(tensor.name, None)

@@ -7,19 +7,20 @@ the file's bytes.
 import math
 import os
 import struct
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from nanovllm.checkpoints.base import Checkpoint
 from nanovllm.checkpoints.model_config import ModelConfig
-from nanovllm.checkpoints.tokenizer import tokenizer_errors
 from nanovllm.extensions.checkpoints.gguf_file import GGUFTensor, Header
 from nanovllm.extensions.checkpoints.gguf_tokenizer import CONTROL, tokenizer_from_gguf
 from nanovllm.extensions.checkpoints.sizes import checked_size
+from nanovllm.extensions.checkpoints.tokenizer_errors import guarded, tokenizer_errors
 
 MODULES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 # Of a layer, where a model's facts do not say it in another way.
@@ -49,11 +50,20 @@ ROPE_KEYS += [f"scaling.{name}" for name in ("attn_factor", "original_context_le
 ROPE_KEYS += [f"scaling.yarn_{name}" for name in ("ext_factor", "attn_factor", "beta_fast", "beta_slow")]
 
 
+def on_device_of(tensors: Iterable[GGUFTensor], model: nn.Module, _: Any) -> Iterator[GGUFTensor]:
+    """Have tensors decoded where the model's weights are."""
+    device = next(model.parameters()).device
+    for tensor in tensors:
+        yield replace(tensor, device=device)
+
+
 class GGUFCheckpoint(Checkpoint):
     """
     `metadata` are the header's keys and values; `stored` are the tensors by llama.cpp's names. `models` are
     the `Facts` of those that can be read.
     """
+
+    changes = (on_device_of,)
 
     def __init__(self, path: str, models: Collection[Any]):
         try:
@@ -122,7 +132,7 @@ class GGUFCheckpoint(Checkpoint):
 
     def tokenizer(self) -> Any:
         with tokenizer_errors(f"{self.path}: cannot build the tokenizer"):
-            return tokenizer_from_gguf(self.metadata)
+            return guarded(tokenizer_from_gguf(self.metadata), self.path)
 
     def named_eos(self) -> list[Any]:
         found = [self.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
@@ -152,7 +162,7 @@ class GGUFCheckpoint(Checkpoint):
                 if names.rotates_neighbours and part in rotated:
                     order = _rotary_order(tensor.shape[0], rotated[part])
             added = names.added_to_norms if name.endswith("norm") else 0.0
-            yield replace(tensor, name=f"{name}.{kind}", order=order, added=added, device=self.device)
+            yield replace(tensor, name=f"{name}.{kind}", order=order, added=added)
 
     def _number(self, key: str, default: Any = None, kind: type = int) -> Any:
         key = f"{self.architecture}.{key}"

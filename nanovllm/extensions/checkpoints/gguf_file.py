@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from nanovllm.checkpoints.base import Checkpoint
 from nanovllm.extensions.quantised.gguf_blocks import TYPES, Groups, decode_groups, decode_values
 
 PLAIN_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
@@ -42,7 +41,7 @@ class GGUFTensor:
     encoded: np.ndarray  # uint8 [..., bytes of a row]
     order: np.ndarray | None = None  # where each row is stored
     added: float = 0.0  # what the converter added to the values of a vector
-    device: torch.device = Checkpoint.device
+    device: torch.device = torch.device("cpu")
 
     @property
     def dtype(self) -> torch.dtype | None:

@@ -5,9 +5,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-from nanovllm.checkpoints.folder import INDEX, OTHER_COPY, read_index
+from nanovllm.checkpoints.folder import INDEX, read_index
 from nanovllm.extensions.checkpoints.shapes import SHAPES
-from nanovllm.extensions.checkpoints.untrusted import file_inside
+from nanovllm.extensions.checkpoints.untrusted import OTHER_COPY, file_inside
 
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 HUB_FILES = ("*.json", "*.jinja", "merges.txt", "vocab.txt", "tokenizer.model")

@@ -1,21 +1,27 @@
 """Opens what the user names: a folder, a `.gguf` file, an id of the hub, or a model known by a short name."""
 
 import os
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 from nanovllm.checkpoints.base import Checkpoint
-from nanovllm.config import Config
+from nanovllm.checkpoints.model_config import ModelConfig
 from nanovllm.extensions.checkpoints.made_up import fill_with_random_values
+from nanovllm.extensions.checkpoints.names import with_names_of
 from nanovllm.extensions.checkpoints.shapes import SHAPES, ShapeCheckpoint
 from nanovllm.extensions.checkpoints.untrusted import CheckedFolder
 
 
 def open_checkpoint(
-    model: str | os.PathLike, load_format: str, models: Collection[Any],
-    tokenizer: str | os.PathLike | None = None, hf_overrides: dict[str, Any] | None = None,
-    hub: dict[str, Any] | None = None, lora: str | os.PathLike | None = None,
-) -> Checkpoint:  # fmt: skip
+    model: str | os.PathLike,
+    load_format: str,
+    models: Collection[Any],
+    read_config: Callable[..., ModelConfig],
+    tokenizer: str | os.PathLike | None = None,
+    hf_overrides: dict[str, Any] | None = None,
+    hub: dict[str, Any] | None = None,
+    lora: str | os.PathLike | None = None,
+) -> Checkpoint:
     """
     Open a checkpoint without reading its weights. `model` is a folder, a `.gguf` file, a Hugging Face hub id,
     "smollm2" or, with load_format="dummy", one of `SHAPES`. Another `tokenizer` is in such a place, too.
@@ -24,6 +30,8 @@ def open_checkpoint(
     """
     hub = {name: value for name, value in (hub or {}).items() if value is not None}
     checkpoint = _open(model, load_format, hub, models)
+    checkpoint.read_config = read_config
+    checkpoint.changes += (with_names_of,)
     if load_format == "dummy":
         checkpoint.fill = fill_with_random_values
     if hf_overrides:
@@ -32,9 +40,10 @@ def open_checkpoint(
         checkpoint.config = checkpoint.config | hf_overrides
     hub.pop("revision", None)  # is the model's
     if lora is not None:
-        from nanovllm.extensions.checkpoints.adapter import open_adapter
+        from nanovllm.extensions.checkpoints.adapter import check_adaptable, open_adapter
 
-        checkpoint.changes = (open_adapter(lora, hub).merged,)
+        check_adaptable(checkpoint, lora)
+        checkpoint.changes += (open_adapter(lora, hub).merged,)
     if tokenizer is not None and os.fspath(tokenizer) != os.fspath(model):
         try:
             checkpoint.tokenizer = _open(tokenizer, "auto", hub, models, only_tokenizer=True).tokenizer
@@ -43,24 +52,13 @@ def open_checkpoint(
     return checkpoint
 
 
-def places_of(config: Config) -> dict[str, Any]:
-    """The options of `open_checkpoint` that are an engine's options."""
-    hub = {"revision": config.revision, "cache_dir": config.download_dir, "token": config.token}
-    return {"hub": hub, **{name: getattr(config, name) for name in ("tokenizer", "hf_overrides", "lora")}}
-
-
-def check_adaptable(checkpoint: Checkpoint, lora: str | os.PathLike | None) -> None:
-    """Raise ValueError if an adapter is wanted that cannot be merged with the weights."""
-    if lora is not None:
-        from nanovllm.extensions.checkpoints import adapter
-
-        adapter.check_adaptable(checkpoint, lora)
-
-
 def _open(
-    model: str | os.PathLike, load_format: str, hub: dict[str, Any],
-    models: Collection[Any], only_tokenizer: bool = False,
-) -> Checkpoint:  # fmt: skip
+    model: str | os.PathLike,
+    load_format: str,
+    hub: dict[str, Any],
+    models: Collection[Any],
+    only_tokenizer: bool = False,
+) -> Checkpoint:
     dummy = load_format == "dummy"
     name = os.fspath(model)
     path = os.path.abspath(os.path.expanduser(name))

@@ -2,7 +2,6 @@
 and no tokenizer is anything else, or fails in other ways than a ValueError.
 """
 
-import functools
 import math
 import os
 import re
@@ -13,9 +12,9 @@ import torch
 
 from nanovllm.checkpoints.folder import DTYPES, TOKENIZER_FILES, FolderCheckpoint, read_json
 from nanovllm.checkpoints.model_config import ModelConfig
-from nanovllm.checkpoints.tokenizer import tokenizer_errors
 from nanovllm.extensions.checkpoints.made_up import toy_tokenizer
 from nanovllm.extensions.checkpoints.sizes import checked_size
+from nanovllm.extensions.checkpoints.tokenizer_errors import guarded, tokenizer_errors
 
 # Of weights of fewer bits and what belongs to them.
 DTYPES |= {"F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu}
@@ -24,6 +23,7 @@ DTYPES |= {"U8": torch.uint8, "I8": torch.int8, "I32": torch.int32, "I64": torch
 MAX_BYTES = {"tokenizer.json": 2**26, ".json": 2**24, ".jinja": 2**20, ".safetensors": math.inf}
 MAX_BYTES_OF_OTHERS = 2**28
 FOLDER_SUFFIXES = (".safetensors", ".json", ".jinja", ".txt", ".model", ".spm", ".codes", ".tokenizer")
+OTHER_COPY = "consolidated*.safetensors"  # of Mistral's weights, by names of its own
 TEMPLATE_FOLDER = "additional_chat_templates"
 # transformers takes any of its classes by name. Those that are no tokenizers may read pickles, or ask the
 # user whether to run code from the folder.
@@ -45,17 +45,12 @@ class CheckedFolder(FolderCheckpoint):
                 file_inside(folder, str(entry.relative_to(folder)))
             elif entry.is_symlink() and not leads_inside(folder, entry):  # to a folder, perhaps
                 raise ValueError(f"{folder}: {entry.name!r} leads out of the folder")
-        self.only_tokenizer = only_tokenizer
         super().__init__(path)
-
-    def check_files(self) -> None:
-        if self.only_tokenizer and not self.has_tokenizer():
-            raise ValueError(f"{self.path} has none of {', '.join(TOKENIZER_FILES)}")
-        if self.only_tokenizer:
-            return
-        if not (self.folder / "config.json").exists() and any(self.folder.glob("*.gguf")):
-            raise ValueError(f"{self.path} has no config.json; name the .gguf file itself to load it")
-        super().check_files()
+        if only_tokenizer and not self.has_tokenizer():
+            raise ValueError(f"{path} has none of {', '.join(TOKENIZER_FILES)}")
+        if not only_tokenizer and not os.path.exists(self.source):
+            hint = "; name the .gguf file itself to load it" if any(folder.glob("*.gguf")) else ""
+            raise ValueError(f"{path} has no config.json{hint}")
 
     def hf_config(self) -> ModelConfig:
         config = super().hf_config()
@@ -64,7 +59,8 @@ class CheckedFolder(FolderCheckpoint):
 
     def shards(self) -> dict[Path, list[str]]:
         """Raises ValueError if there are no weights that can be read."""
-        shards = super().shards()
+        stored = super().shards().items()
+        shards = {file: listed for file, listed in stored if listed or not file.match(OTHER_COPY)}
         if not shards:
             suffixes = (".bin", ".pt", ".pth", ".safetensors")
             unread = sorted(file.name for file in self.folder.iterdir() if file.suffix in suffixes)
@@ -79,9 +75,8 @@ class CheckedFolder(FolderCheckpoint):
         if not self.has_tokenizer():
             return None if self.fill is None else toy_tokenizer()
         self._check_tokenizer_config()
-        tokenizer = super().tokenizer()
-        tokenizer.decode = functools.partial(_decode, tokenizer, self.path)
-        return tokenizer
+        with tokenizer_errors(f"{self.path}: transformers cannot read the tokenizer"):
+            return guarded(super().tokenizer(), self.path)
 
     def _check_tokenizer_config(self) -> None:
         """Raise ValueError if transformers would open a file elsewhere or load what is no tokenizer."""
@@ -101,11 +96,6 @@ class CheckedFolder(FolderCheckpoint):
         for file in (self.folder / "tokenizer.json", *stored):
             if file.exists() and VOCAB_IS_TEXT.search(file.read_bytes()):
                 raise ValueError(f"{file}: the vocabulary cannot be the name of a file")
-
-
-def _decode(tokenizer: Any, path: str, *args: Any, **kwargs: Any) -> str:
-    with tokenizer_errors(f"{path}: the tokenizer cannot decode"):
-        return type(tokenizer).decode(tokenizer, *args, **kwargs)
 
 
 def file_inside(folder: Path, name: str) -> Path:

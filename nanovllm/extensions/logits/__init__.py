@@ -8,7 +8,7 @@ Each file is one `LogitsProcessor`, a host half and a device half that share not
 half turns parameters into numbers when a request is read or prefilled; the device half keeps them by slot.
 
 - `bias.py`: biases, banned tokens and words, and ends that come too early. Requests wait whose biases and
-  bans do not fit into a device's memory together (extensions/safety/budget.py).
+  bans do not fit into a device's memory together (extensions/safety/admission.py).
 - `penalties.py`: penalties for tokens that were used, and the only tokens that are allowed.
 - `filters.py`: top-k, top-p and min-p as one threshold a row, found by a search that never sorts.
 - `logprobs.py`: how likely each token of a completion was.

@@ -8,7 +8,6 @@ that those of all running requests take together: requests wait whose rules do n
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,7 +29,7 @@ FOREVER = 2**31 - 1  # a position that no sequence reaches
 BAN = -1e30
 
 
-def rules_of(request: Any, bad_words: list[list[int]], end_token_ids: Iterable[int]) -> np.ndarray:
+def rules_of(request: Any, bad_words: list[list[int]]) -> np.ndarray:
     """The rules of a request as int32 words; `apply_rules` describes them."""
     params = request.params
     # One rule a token: a device adds rules in any order, on which the sum of floats would depend.
@@ -41,7 +40,7 @@ def rules_of(request: Any, bad_words: list[list[int]], end_token_ids: Iterable[i
     rules += [(FOREVER, BAN, word) for word in bad_words]
     if params.min_tokens:
         until = min(len(request.token_ids) + params.min_tokens, FOREVER)
-        rules += [(until, BAN, [token_id]) for token_id in sorted(end_token_ids)]
+        rules += [(until, BAN, [token_id]) for token_id in sorted(request.end_token_ids)]
     words = [word for _, _, word in rules]
     lengths = [len(word) - 1 for word in words]
     fields = (
@@ -94,7 +93,7 @@ class BiasProcessor(LogitsProcessor):
         prompts.check_has_tokenizer("bad_words", params.bad_words, where)
         prompts.check_token_ids("logit_bias", [token_id for token_id, _ in params.logit_bias], where)
         bad_words = self.bad_words(params)
-        rules = rules_of(request, bad_words, prompts.limits.end_token_ids(params))
+        rules = rules_of(request, bad_words)
         if len(rules) > RULE_WORDS:
             raise ValueError(
                 f"{where}: bad_words of {sum(map(len, bad_words)):,} tokens and logit_bias of "

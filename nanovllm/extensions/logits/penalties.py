@@ -53,10 +53,10 @@ class PenaltyProcessor(SlotSettings):
         return has_penalties(params) or params.allowed_token_ids is not None
 
     def read(self, request: Any, where: str) -> None:
-        params, limits = request.params, self.prompts.limits
+        params = request.params
         allowed = params.allowed_token_ids or ()
         self.prompts.check_token_ids("allowed_token_ids", allowed, where)
-        if params.min_tokens and allowed and limits.end_token_ids(params).issuperset(allowed):
+        if params.min_tokens and allowed and request.end_token_ids.issuperset(allowed):
             rule = f"each of allowed_token_ids={shown(allowed)} ends a completion"
             raise ValueError(f"{where}: min_tokens={params.min_tokens} is not reached: {rule}")
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from nanovllm.engine.sequence import Sequence
 from nanovllm.extensions.prefixes.plan import MAX_PARTIALS, CascadePlan, plan_shapes
-from nanovllm.extensions.prefixes.prefix_index import count_common
+from nanovllm.extensions.prefixes.prefix_index import count_common, pack
 from nanovllm.kernels.runtime import cdiv
 
 # Where sharing begins to pay, measured on an H200 with 8 kv heads of 128 and bfloat16: two sequences from 128
@@ -86,7 +86,7 @@ class CascadePlanner:
         known = {seq_id for _, seq_id in self._prompts}
         for seq in sequences:
             if seq.num_prompt_tokens >= MIN_SHARED_TOKENS and seq.seq_id not in known:
-                insort(self._prompts, (seq.request.packed, seq.seq_id))
+                insort(self._prompts, (pack(seq.request.token_ids), seq.seq_id))
         before, self._common = self._common, {}
         for (first, a), (second, b) in pairwise(self._prompts):
             common = before.get((a, b))

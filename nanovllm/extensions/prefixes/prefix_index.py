@@ -6,36 +6,47 @@ place where these would stand. Finding it takes a binary search, however many bl
 sorted as bytes, which are compared in C: in any order of bytes equal beginnings are neighbours.
 """
 
+import struct
 from bisect import bisect_left, insort
+from collections.abc import Hashable
 
-from nanovllm.engine.sequence import TOKEN_BYTES, unpack
+import numpy as np
+
+TOKEN_BYTES = 8
+
+
+def pack(token_ids: list[int]) -> bytes:
+    """The ids as little-endian int64."""
+    return struct.pack(f"<{len(token_ids)}q", *token_ids)
 
 
 class PrefixIndex:
-    """Has the hash of the block before each block (`parent`, -1 for a first block), and its packed tokens."""
+    """Has the packed tokens of blocks, and what stands for all tokens before them (`parent`)."""
 
     def __init__(self) -> None:
         # By block id: parent and tokens.
-        self.blocks: dict[int, tuple[int, bytes]] = {}
+        self.blocks: dict[int, tuple[Hashable, bytes]] = {}
         # By parent: (tokens, block id), sorted.
-        self._children: dict[int, list[tuple[bytes, int]]] = {}
+        self._children: dict[Hashable, list[tuple[bytes, int]]] = {}
 
-    def add(self, block_id: int, parent: int, tokens: bytes) -> None:
+    def add(self, block_id: int, parent: Hashable, tokens: bytes) -> None:
         self.blocks[block_id] = parent, tokens
         children = self._children.setdefault(parent, [])
         insort(children, (tokens, block_id))
 
-    def remove(self, block_id: int) -> None:
-        """Does nothing if the block is not there."""
-        if block_id in self.blocks:
-            parent, tokens = self.blocks.pop(block_id)
-            children = self._children[parent]
-            place = bisect_left(children, (tokens, block_id))
-            del children[place]
-            if not children:
-                del self._children[parent]
+    def remove(self, block_id: int) -> bytes:
+        """The block's tokens, or b"" if it is not there."""
+        if block_id not in self.blocks:
+            return b""
+        parent, tokens = self.blocks.pop(block_id)
+        children = self._children[parent]
+        place = bisect_left(children, (tokens, block_id))
+        del children[place]
+        if not children:
+            del self._children[parent]
+        return tokens
 
-    def longest(self, parent: int, tokens: bytes) -> tuple[int, int]:
+    def longest(self, parent: Hashable, tokens: bytes) -> tuple[int, int]:
         """The block that begins with most of these tokens, and with how many; (-1, 0) if there is none."""
         children = self._children.get(parent, [])
         i = bisect_left(children, (tokens,))
@@ -49,9 +60,6 @@ class PrefixIndex:
 
 def count_common(first: bytes, second: bytes) -> int:
     """How many tokens two lists of packed tokens begin with in common."""
-    num_bytes = min(len(first), len(second))
-    length = num_bytes // TOKEN_BYTES
-    differ = unpack(first)[:length] != unpack(second)[:length]
-    if not differ.any():
-        return length
-    return int(differ.argmax())
+    length = min(len(first), len(second)) // TOKEN_BYTES
+    differ = np.frombuffer(first, "<i8", length) != np.frombuffer(second, "<i8", length)
+    return int(differ.argmax()) if differ.any() else length

@@ -1,9 +1,9 @@
 """Prompts share cached tokens to the token: where two part ways inside a block, what is equal is copied.
 
-`TokenPrefixes` finds whole blocks as the core does, and behind them, with two indices, the block that begins
-with most of the tokens that follow. A block is in `computing` until the step that computes it has been
-enqueued, and in `computed` then; only computed tokens can be copied. Its other half, on every rank, copies
-them. `HoldBack` lets a prompt wait for one step that computes what it could copy then.
+`TokenPrefixes` finds whole blocks as the core does, and behind them, with an index, the block that begins
+with most of the tokens that follow. The index has blocks that are COMPUTING, until the step that computes
+them is complete, apart from those that are COMPUTED then; only these can be copied. Its other half, on every
+rank, copies them. `HoldBack` lets a prompt wait for one step that computes what it could copy then.
 """
 
 from dataclasses import dataclass
@@ -12,13 +12,14 @@ from weakref import WeakSet
 
 import numpy as np
 
-from nanovllm.engine.policies import Admission, Admitting, Hit, PrefixCache, Verdict
+from nanovllm.engine.policies import Admission, Hit, PrefixCache, Verdict
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.transfer import to_device
 from nanovllm.extensions.prefixes.kernels.copy_pages import copy_blocks
-from nanovllm.extensions.prefixes.prefix_index import PrefixIndex
+from nanovllm.extensions.prefixes.prefix_index import TOKEN_BYTES, PrefixIndex, pack
 
 WAIT_TOKENS = 64
+COMPUTING, COMPUTED = False, True
 
 
 @dataclass
@@ -36,8 +37,7 @@ class TokenPrefixes(PrefixCache):
 
     def start(self, pool: Any) -> None:
         super().start(pool)
-        self.computed = PrefixIndex()
-        self.computing = PrefixIndex()
+        self.index = PrefixIndex()
         # Before a sequence's first step, by seq_id: source, target, number of tokens.
         self.copies: dict[int, tuple[int, ...]] = {}
         self.pinned: set[int] = set()  # sources that were free
@@ -51,16 +51,16 @@ class TokenPrefixes(PrefixCache):
         parent = -1
         while True:
             start = len(blocks) * size
-            packed = seq.packed(start, min(start + size, most))
             num_common = size
             block_id = pool.find_block(seq, len(blocks)) if start + size <= most else -1
             if block_id == -1:
-                block_id, num_common = self.computed.longest(parent, packed)
+                packed = pack(seq.token_ids[start : min(start + size, most)])
+                block_id, num_common = self.index.longest((parent, COMPUTED), packed)
             if num_common < size:
                 break
             blocks.append(block_id)
             parent = pool.blocks[block_id].hash
-        _, num_computing = self.computing.longest(parent, packed)
+        _, num_computing = self.index.longest((parent, COMPUTING), packed)
         pins = (block_id,) if num_common and pool.blocks[block_id].ref_count == 0 else ()
         hit = TokenHit(blocks, start + num_common, pins, block_id, num_common, num_computing)
         if pins and not pool.can_allocate(seq, hit):  # no room for the source beside the new blocks
@@ -70,7 +70,7 @@ class TokenPrefixes(PrefixCache):
     def allocated(self, seq: Sequence, hit: TokenHit) -> None:
         self.pinned.update(hit.pins)
         for i in range(len(hit.blocks), seq.num_blocks):
-            self._list(self.computing, seq, i, seq.num_tokens)
+            self._list(COMPUTING, seq, i, seq.num_tokens)
         if hit.num_copied:
             target = seq.block_table[len(hit.blocks)]
             self.copies[seq.seq_id] = hit.source, target, hit.num_copied
@@ -84,30 +84,32 @@ class TokenPrefixes(PrefixCache):
         for i in range(start // size, -(-end // size)):
             # Not if a chunk of a prompt ends in the middle of the block.
             if (i + 1) * size <= end or end == seq.num_tokens:
-                self._list(self.computed, seq, i, end)
+                self._list(COMPUTED, seq, i, end)
 
     def leaving(self, seq: Sequence) -> None:
         """Its last block, which is filled in part, can be copied from, too."""
         end = min(len(seq.token_ids), seq.num_computed_tokens)
         i, rest = divmod(end, self.pool.block_size)
         if rest and self.pool.blocks[seq.block_table[i]].hash == -1:
-            self._list(self.computed, seq, i, end)
+            self._list(COMPUTED, seq, i, end)
 
     def forgotten(self, block_id: int) -> None:
-        self.computed.remove(block_id)
-        self.computing.remove(block_id)
+        self.index.remove(block_id)
 
-    def _list(self, index: PrefixIndex, seq: Sequence, i: int, end: int) -> None:
+    def _list(self, state: bool, seq: Sequence, i: int, end: int) -> None:
         """Have the sequence's i-th block found by its tokens up to token `end`."""
-        block = self.pool.blocks[seq.block_table[i]]
-        size = self.pool.block_size
-        self.forgotten(block.block_id)
+        start = i * self.pool.block_size
+        end = min(start + self.pool.block_size, end)
+        packed = self.index.remove(seq.block_table[i])
+        if len(packed) != (end - start) * TOKEN_BYTES:
+            packed = pack(seq.token_ids[start:end])
         parent = self.pool.block_hash(seq, i - 1) if i else -1
-        packed = block.packed or seq.packed(i * size, min((i + 1) * size, end))
-        index.add(block.block_id, parent, packed)
+        self.index.add(seq.block_table[i], (parent, state), packed)
 
     def prepare(self, sequences: list[Sequence]) -> np.ndarray | None:
         """int64 [3, copies]: from which block to which, and how many tokens."""
+        if not self.copies:
+            return None
         copies = [self.copies.pop(seq.seq_id) for seq in sequences if seq.seq_id in self.copies]
         return np.array(copies).T.copy() if copies else None
 
@@ -127,7 +129,7 @@ class HoldBack(Admission):
     def __init__(self) -> None:
         self.have_waited: WeakSet[Sequence] = WeakSet()
 
-    def admits(self, seq: Sequence, hit: Hit, state: Admitting) -> Verdict:
+    def admits(self, seq: Sequence, hit: Hit, state: Any) -> Verdict:
         gains = isinstance(hit, TokenHit) and hit.num_computing - hit.num_copied >= WAIT_TOKENS
         if not gains or seq in self.have_waited:
             return Verdict.ADMIT

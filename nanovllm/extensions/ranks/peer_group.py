@@ -23,10 +23,10 @@ class PeerGroup(Group):
     peers: PeerMemory | None = field(default=None, init=False)
     shared: SharedBuffer | None = field(default=None, init=False)
 
-    def _connect(self, device: torch.device) -> None:
+    def connect(self, device: torch.device) -> None:
         can_map = all(self.gather("access", int(has_peer_access(self.config))))
         if not (can_map and self._map_peers(device)):
-            super()._connect(device)
+            super().connect(device)
 
     def _map_peers(self, device: torch.device) -> bool:
         """Map the other GPUs' memory. If this fails on one rank, all ranks return False."""
@@ -36,6 +36,7 @@ class PeerGroup(Group):
         if not all(self.gather("mapped", int(self.shared.is_mapped))):
             return False
         self.peers = PeerMemory(self.rank, self.shared.addresses, self.shared.buffer, dtype, max_num_seqs)
+        self.gather("connected", 0)
         return True
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -55,13 +56,10 @@ class PeerGroup(Group):
         owner = super() if self.peers is None else self.peers
         owner.abort()
 
-    def leave(self) -> None:
-        super().leave()
-        self.peers = None
-
     def close(self) -> None:
         """Also frees this rank's buffer, which no other rank may have mapped any more."""
         super().close()
+        self.peers = None
         if self.shared is not None:
             self.shared.close()
             self.shared = None

@@ -11,36 +11,38 @@ import subprocess
 import time
 import traceback
 from multiprocessing import connection
+from multiprocessing.connection import Connection
 from typing import NoReturn
 
-from nanovllm.distributed.ranks import Ranks, run_rank
+from nanovllm.distributed import ranks
 
 
-class ReportingRanks(Ranks):
-    module = __name__
+class ReportingRanks(ranks.Ranks):
+    def _watch(self) -> None:
+        """Wait for the first rank that ends, and tell how, with its traceback."""
+        connection.wait(self._pipes)
+        time.sleep(0.1)  # the first that is noticed need not be the first that has ended
+        if not self.failures:
+            _, cause, details = min(map(self._read_report, connection.wait(self._pipes)))
+            self._fail(f"{cause}{ranks.ENDED}\n{details}".rstrip())
 
-    def _cause(self, ranks: list[int]) -> tuple[str, str]:
-        """How the first of them has ended, and its traceback."""
-        _, cause, details = min(map(self._read_report, ranks))
-        return cause, details
-
-    def _read_report(self, rank: int) -> tuple[float, str, str]:
+    def _read_report(self, pipe: Connection) -> tuple[float, str, str]:
+        rank = self._pipes.index(pipe) + 1
         try:
-            when, cause, details = self._pipes[rank - 1].recv()
+            when, cause, details = pipe.recv()
         except (EOFError, OSError):
             when, cause, details = 0.0, _describe_end(self._processes[rank - 1]), ""
         return when, f"rank {rank} {cause}", details
 
 
-def serve(pipe_fd: int) -> NoReturn:
-    """The main function of a rank other than 0."""
-    pipe = connection.Connection(pipe_fd)
+def serve(commands: Connection, rank: int, folder: str) -> NoReturn:
+    """What a rank other than 0 does."""
     try:
-        run_rank(pipe)
+        ranks.serve(commands, rank, folder)
     except BaseException as error:
         cause = f"failed: {type(error).__name__}: {error}"
         with contextlib.suppress(OSError):
-            pipe.send((time.monotonic(), cause, traceback.format_exc()))
+            commands.send((time.monotonic(), cause, traceback.format_exc()))
         time.sleep(1)  # rank 0 kills this process, or has ended
         os._exit(1)  # does not wait for threads or collectives
 

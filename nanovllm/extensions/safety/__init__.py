@@ -2,11 +2,10 @@
 
 - `recovery.py`: a step that fails leaves every other request as it was. The step is undone, the requests are
   queued again with the tokens they had, and halving the batch finds the one request that makes steps fail.
-- `isolation.py`: how many may run meanwhile (an `Admission`).
 - `prompt_checks.py`, `sampling_checks.py`, `options.py`: what cannot be served is refused before anything
   has changed.
-- `forecast.py`: admission control. A sequence is admitted if the KV cache is expected to suffice until all
-  that run have ended, so that hardly any is preempted and computed twice.
-- `budget.py`: requests wait that would need too much of a device's memory together (an `Admission`).
+- `admission.py`: admission control (an `Admission`). A sequence is admitted if the KV cache is expected to
+  suffice until all that run have ended, so that hardly any is preempted and computed twice; if requests do
+  not need too much of a device's memory together; and one at a time after a step that failed.
 - `options.py`, `sampling_checks.py`, `structured_checks.py`: what options and requests may say.
 """

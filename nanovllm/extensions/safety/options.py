@@ -1,15 +1,19 @@
 """The options that extensions serve; some checks know better than "is not allowed"."""
 
 import os
+import warnings
+from collections.abc import Collection
 from typing import Any
 
 import torch
 
-from nanovllm.config import CHECKS, DTYPES, Check, Config, dtype_name, one_of
+from nanovllm.checkpoints.base import Checkpoint
+from nanovllm.config import CHECKS, DTYPES, Check, Config, one_of
 from nanovllm.utils.validation import shown
 
 # Formats that other engines want to be told, and this one finds in the checkpoint.
 FOUND_FORMATS = "compressed-tensors gptq gptq_marlin awq awq_marlin auto-round gguf".split()
+OTHER_NAMES = {"half": "float16", "float": "float32"}  # of dtypes
 
 
 def none_or(kind: str, *classes: type) -> Check:
@@ -19,6 +23,19 @@ def none_or(kind: str, *classes: type) -> Check:
         return value
 
     return check_class
+
+
+def dtype_name(*allowed: str) -> Check:
+    """Also given as a dtype of torch, or by another name."""
+
+    def check_dtype(value: Any, name: str) -> str:
+        if isinstance(value, torch.dtype):
+            value = str(value).removeprefix("torch.")
+        if isinstance(value, str):
+            value = OTHER_NAMES.get(value, value)
+        return one_of("auto", *allowed)(value, name)
+
+    return check_dtype
 
 
 def check_cache_dtype(value: Any, name: str) -> str:
@@ -45,6 +62,7 @@ class ExtendedConfig(Config):
 
     checks = {
         **CHECKS,
+        "dtype": dtype_name(*DTYPES),
         "load_format": one_of("auto", "safetensors", "gguf", "dummy"),
         "model_impl": one_of("auto", "native", "transformers"),
         "kv_cache_dtype": check_cache_dtype,
@@ -56,4 +74,12 @@ class ExtendedConfig(Config):
         "token": none_or("a text", str, bool),
         "lora": none_or("a folder or hub id of an adapter", str, os.PathLike),
     }
-    kv_cache_dtypes = DTYPES | {"int8": torch.uint8}  # the bytes of extensions/int8_cache
+
+    def with_checkpoint(self, checkpoint: Checkpoint, given: Collection[str] = ()) -> Config:
+        """Of options that were `given`, not defaults, it is said if they are cut."""
+        config = super().with_checkpoint(checkpoint)
+        length, limit = self.max_model_len, config.max_model_len
+        if "max_model_len" in given and length is not None and length > limit:
+            message = f"max_model_len={length} is cut to {limit}, which is the checkpoint's own limit"
+            warnings.warn(message, stacklevel=5)
+        return config

@@ -4,13 +4,14 @@ It stands in front of what reads prompts, and changes nothing of what that retur
 """
 
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
-from nanovllm.checkpoints.tokenizer import tokenizer_errors
-from nanovllm.engine.input_processor import InputProcessor
+from nanovllm.engine.input_processor import InputProcessor, as_token_ids
 from nanovllm.engine.sequence import Request
+from nanovllm.extensions.safety.sampling_checks import find_surrogate
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.validation import check, check_bool, find_surrogate, shown
+from nanovllm.utils.validation import check, check_bool, shown
 
 # What `chat` itself passes to a chat template: chat_template_kwargs must not set these.
 CHAT_OPTIONS = {"messages", "chat_template", "add_generation_prompt", "continue_final_message", "tools"}
@@ -19,12 +20,6 @@ CONTENT_FORMATS = ("auto", "string", "openai")
 
 
 class CheckedInputProcessor(InputProcessor):
-    def recommended(self) -> SamplingParams:
-        try:
-            return super().recommended()
-        except ValueError as error:
-            raise ValueError(f"generation_config.json of {self.model!r}: {error}") from None
-
     def tokenize(self, text: str, name: str, add_special_tokens: bool = True) -> list[int]:
         """Raises ValueError for a text that the tokenizer cannot take."""
         if self.tokenizer is None:
@@ -32,8 +27,7 @@ class CheckedInputProcessor(InputProcessor):
         try:
             if (place := find_surrogate(text)) >= 0:
                 raise ValueError(f"the lone surrogate {text[place]!r} at {place} is no character")
-            with tokenizer_errors(f"the tokenizer of {self.model!r}"):
-                return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
         except ValueError as error:
             raise ValueError(f"{name} cannot be tokenized: {error}; got {shown(text)}") from error
 
@@ -46,7 +40,7 @@ class CheckedInputProcessor(InputProcessor):
         self.warn_of_context(requests)
         return requests
 
-    def read_prompt(self, prompt: Any, name: str, num_new_tokens: int = 1) -> tuple[list[int], str | None]:
+    def read_prompt(self, prompt: Any, name: str) -> list[int]:
         """Raises ValueError for several prompts in the place of one, a conversation, or a dict of others."""
         first = prompt
         for _ in range(2):  # of a list of conversations or of token ids, too
@@ -61,12 +55,16 @@ class CheckedInputProcessor(InputProcessor):
             for key, value in prompt.items():
                 if isinstance(value, str) != (key == "prompt"):
                     raise ValueError(f"{name}: {key} cannot be {shown(value)}")
-        return super().read_prompt(prompt, name, num_new_tokens)
+        return super().read_prompt(prompt, name)
 
     def read_params(self, params: Any, name: str) -> SamplingParams:
         params = super().read_params(params, name)
         self.check_has_tokenizer("stop", params.stop, f"sampling_params for {name}")
         return params
+
+    def check_token_ids(self, name: str, token_ids: Iterable[int], where: str) -> None:
+        """For ids that must be the model's."""
+        as_token_ids([*token_ids], self.vocab_size, f"{where}: token ids in {name}")
 
     def check_has_tokenizer(self, name: str, texts: tuple[str, ...], where: str) -> None:
         """For texts that have to be turned into tokens."""

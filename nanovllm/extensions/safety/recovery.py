@@ -9,9 +9,9 @@ from typing import Any
 
 from nanovllm.distributed.ranks import EngineDeadError
 from nanovllm.engine.interfaces import Observer
-from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.sequence import Sequence
-from nanovllm.extensions.safety.isolation import Isolation
+from nanovllm.extensions.safety.admission import AdmissionControl
+from nanovllm.extensions.safety.stats import StatsLLM
 
 
 class Recovery(Observer):
@@ -20,8 +20,8 @@ class Recovery(Observer):
     them: those that had not ended before are queued again with the tokens they had.
     """
 
-    def __init__(self, isolation: Isolation):
-        self.isolation = isolation
+    def __init__(self, admission: AdmissionControl):
+        self.admission = admission
 
     def started(self, engine: Any) -> None:
         self.engine, engine.step_or_isolate = engine, self.step
@@ -32,7 +32,7 @@ class Recovery(Observer):
         blame for is raised.
         """
         try:
-            return LLMEngine.step(self.engine)
+            return StatsLLM.step(self.engine)
         except EngineDeadError:
             raise
         except Exception as error:
@@ -42,7 +42,7 @@ class Recovery(Observer):
 
     def ended(self, seq: Sequence) -> None:
         if not self.engine.unfinished:
-            self.isolation.all_ended()
+            self.admission.max_running = self.admission.max_num_seqs
 
     def failed(self, step: Any) -> list[Sequence]:
         engine = self.engine
@@ -50,7 +50,7 @@ class Recovery(Observer):
         for seq, length in zip(step.drawing, step.lengths, strict=False):
             if seq in kept:
                 del seq.token_ids[length:]
-        self.isolation.all_ended()
+        self.admission.max_running = self.admission.max_num_seqs
         return kept
 
     def isolate_failing_request(self, error: Exception) -> None:
@@ -60,7 +60,7 @@ class Recovery(Observer):
         at most log2(max_num_seqs) failures, and two for each sequence. Raises the error if no request is to
         blame for it.
         """
-        engine, max_running = self.engine, self.isolation.max_running
+        engine, max_running = self.engine, self.admission.max_running
         _free_variables(error)
         involved = []
         if (step := engine.attempt) is not None:
@@ -68,7 +68,7 @@ class Recovery(Observer):
             involved = step.sequences if sequence is None else [sequence]
             engine.recover()
         suspects = [seq for seq in involved if seq.seq_id in engine.unfinished]
-        self.isolation.limit(max_running)
+        self.admission.max_running = max_running
         if len(suspects) == 1:
             [culprit] = suspects
             for seq in list(engine.unfinished.values()):
@@ -78,7 +78,7 @@ class Recovery(Observer):
         elif suspects or not involved:  # else all have ended meanwhile: nobody waits for that step
             if max_running == 1:
                 raise error
-            self.isolation.limit(min(max_running, len(suspects) or max_running) // 2)
+            self.admission.max_running = min(max_running, len(suspects) or max_running) // 2
 
 
 def _free_variables(error: BaseException | None) -> None:

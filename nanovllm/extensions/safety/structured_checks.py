@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from nanovllm.sampling_params import as_tuple, is_text
+from nanovllm.extensions.safety.sampling_checks import as_tuple, is_text
 from nanovllm.utils.validation import check, check_bool, shown
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object")

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from nanovllm import EngineArgs
 from nanovllm.llm import LLM
-from nanovllm.sampling_params import SamplingParams, recommended_params
+from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils import FlexibleArgumentParser
 
 COMMANDS = "/clear begins a new conversation. /exit or Ctrl-D ends the program, Ctrl-C only an answer."
@@ -95,5 +95,5 @@ def _parse(parser: argparse.ArgumentParser, argv: Sequence[str], max_tokens: str
 
 
 def _params(llm: LLM, args: argparse.Namespace, max_tokens: int | None) -> SamplingParams:
-    params = recommended_params({"temperature": TEMPERATURE, **llm.generation_config})
+    params = llm.default_sampling_params(temperature=TEMPERATURE)
     return replace(params, **{"max_tokens": max_tokens, **args.defaults})

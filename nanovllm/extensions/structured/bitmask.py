@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.engine.interfaces import LogitsProcessor
+from nanovllm.engine.interfaces import LogitsProcessor, Observer
 from nanovllm.engine.sequence import Sequence
 from nanovllm.extensions.structured.grammar import Compiler
 from nanovllm.extensions.structured.kernels.token_masks import Masks, apply_masks
@@ -27,7 +27,7 @@ class GrammarError(RuntimeError):
         self.sequence = sequence
 
 
-class BitmaskProcessor(LogitsProcessor):
+class BitmaskProcessor(LogitsProcessor, Observer):
     name = "bitmask"
     fields = ("structured_outputs",)
     order = 30

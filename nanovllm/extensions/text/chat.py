@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Set
 from typing import Any
 
-from nanovllm.checkpoints.tokenizer import render_chat
 from nanovllm.utils.validation import check
 
 PROBE = "a text to find again"
@@ -43,7 +42,7 @@ def render(
     texts = []
     for i, conversation in enumerate(chats):
         try:
-            texts.append(render_chat(tokenizer, conversation, **options))
+            texts.append(tokenizer.apply_chat_template(conversation, tokenize=False, **options))
         except Exception as error:  # whatever a template raises
             raise ValueError(f"the chat template does not accept conversation {i}: {error}") from error
     return texts
@@ -57,7 +56,7 @@ def _takes_parts(tokenizer: Any, chat_template: str | None) -> bool:
     """Whether the template writes the text of a part, and not the part as Python shows it."""
     chat = [{"role": "user", "content": [{"type": "text", "text": PROBE}]}]
     try:
-        text = render_chat(tokenizer, chat, chat_template=chat_template)
+        text = tokenizer.apply_chat_template(chat, chat_template=chat_template, tokenize=False)
     except Exception:  # whatever a template raises that wants a string
         return False
     return PROBE in text and not any(quote + PROBE in text for quote in "'\"")

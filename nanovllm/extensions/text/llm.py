@@ -3,12 +3,14 @@ of a prompt, scores.
 """
 
 import contextlib
+import functools
 import itertools
-import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from typing import Any
+
+from tqdm.auto import tqdm
 
 from nanovllm.engine.input_processor import as_token_ids
 from nanovllm.engine.llm_engine import LLMEngine
@@ -22,13 +24,14 @@ from nanovllm.extensions.text.results import (
     Result,
     make_result,
     make_score,
-    outcome,
 )
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.progress import MakeBar, Progress, no_bar, tqdm
+from nanovllm.utils.progress import LOOK, Progress
 from nanovllm.utils.validation import check, check_bool, is_number
 
 Params = SamplingParams | None  # None is what the checkpoint recommends
+MakeBar = Callable[..., tqdm]
+no_bar = functools.partial(tqdm, disable=True)
 
 
 @dataclass(eq=False)
@@ -53,7 +56,10 @@ class TextLLM(LLMEngine):
 
     make_prompts = TextInputProcessor
     step_or_isolate: Callable  # `step` that ends a request which makes steps fail, see extensions/safety
-    _call: dict[int, Asked] | None = None  # the call that the unfinished requests belong to, see _take_turn
+    # Begins or goes on with a call that uses the engine, see extensions/api. A call is identified by its dict
+    # of queued requests, which is then in `_call`; None stands for `add_request` and `step`.
+    _take_turn: Callable
+    or_recommended: Callable  # the parameters of a call, or those that a checkpoint recommends for None
 
     def generate(
         self,
@@ -100,10 +106,10 @@ class TextLLM(LLMEngine):
         """
         self._take_turn()
         make_bar = _bar_maker(use_tqdm)
-        requests = self.prompts.read_all(prompts, sampling_params)
+        requests = self.prompts.read_all(prompts, self.or_recommended(sampling_params))
         total = sum(request.params.n for request in requests)
         asked = [Asked(request, i) for i, request in enumerate(requests)]
-        return self._results(self._run(asked, total=total, make_bar=make_bar), make_result)
+        return self._results(self._run(asked, total=total, make_bar=make_bar))
 
     def generate_from(
         self,
@@ -120,30 +126,32 @@ class TextLLM(LLMEngine):
         limit = 2 * self.config.max_num_seqs if max_unfinished is None else max_unfinished
         check(is_number(limit, int, 1), "max_unfinished must be an integer of at least 1", limit)
         check_bool(return_exceptions, "return_exceptions")
-        coming = self._read_each(requests, return_exceptions)
-        make = outcome if return_exceptions else make_result
-        return self._results(self._run(coming, limit, return_exceptions), make)
+        steps = self._run(self._read_each(requests), limit, return_exceptions)
+        return self._results(steps, return_exceptions)
 
-    def _read_each(self, requests: Iterable[Any], return_exceptions: bool) -> Iterator[Asked]:
+    def _read_each(self, requests: Iterable[Any]) -> Iterator[Asked]:
         has_warned = False
         for i, request in enumerate(requests):
             asked = Asked(index=i)
             try:
                 is_pair = isinstance(request, tuple) and len(request) == 2
                 check(is_pair, f"requests[{i}] must be (prompt, SamplingParams)", request)
-                asked.request = self.prompts.read(*request, i)
+                asked.request = self.prompts.read(*request, f"prompts[{i}]")
                 which = f"prompts[{i}], and maybe later ones"
                 has_warned = has_warned or self.prompts.warn_of_context([asked.request], which)
             except ValueError as error:
-                if not return_exceptions:
-                    raise
                 asked.error = error
             yield asked
 
-    def _results(self, steps: Iterator[list[Asked]], make: Callable) -> Iterator[tuple[int, Any]]:
+    def _results(
+        self, steps: Iterator[list[Asked]], return_exceptions: bool = False
+    ) -> Iterator[tuple[int, Any]]:
         with contextlib.closing(steps):
             for asked in itertools.chain.from_iterable(steps):
-                yield asked.index, asked.error or make(self.tokenizer, asked.completions)
+                result = asked.error or self.outcome(asked.completions)
+                if isinstance(result, Exception) and not return_exceptions:
+                    raise result
+                yield asked.index, result
 
     def stream(
         self, prompt: Prompt, sampling_params: Params = None, objects: bool = False
@@ -154,7 +162,7 @@ class TextLLM(LLMEngine):
         for, and in the last one the finish_reason. Closing the iterator drops the request.
         """
         self._take_turn()
-        request = self.prompts.read(prompt, sampling_params)
+        request = self.prompts.read(prompt, self.or_recommended(sampling_params))
         self.prompts.check_streamable(request.params, objects)
         self.prompts.warn_of_context([request])
         return self._pieces(Asked(request), objects)
@@ -172,8 +180,11 @@ class TextLLM(LLMEngine):
         return (GrowingOutput if objects else GrowingText)(self.tokenizer, seq)
 
     def outcome(self, completions: list[Sequence]) -> Result | Exception:
-        """The result of a prompt from its completions, which have all ended, or what one of them raised."""
-        return outcome(self.tokenizer, completions)
+        """The result of a prompt from its completions, which have all ended, or an error about one."""
+        try:
+            return completions[0].request.own.get("error") or make_result(self.tokenizer, completions)
+        except Exception as error:  # a decoder's
+            return error
 
     def score(
         self,
@@ -242,46 +253,26 @@ class TextLLM(LLMEngine):
         check(isinstance(token_ids, (list, tuple)), "token_ids must be a list of token ids", token_ids)
         check_bool(skip_special_tokens, "skip_special_tokens")
         vocab_size = max(self.prompts.vocab_size, len(self.tokenizer))  # either may have more
-        token_ids = as_token_ids(token_ids, vocab_size, "token_ids")
+        token_ids = as_token_ids(token_ids, vocab_size, "token_ids: token ids")
         return self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
-    def default_sampling_params(self) -> SamplingParams:
-        """What the checkpoint's generation_config.json recommends. Raises ValueError for a bad value."""
-        return self.prompts.recommended()
-
-    get_default_sampling_params = default_sampling_params
-
-    def add_request(self, prompt: Prompt | Request, sampling_params: Params = None) -> int:
-        """
-        `LLMEngine.add_request`; a prompt may be a dict as for `generate`, or a `Request` that `prompts` has
-        read, with any n.
-        """
+    def add_request(self, prompt: Prompt, sampling_params: Params = None) -> int:
+        """`LLMEngine.add_request`; a prompt may be a dict as for `generate`."""
         self.check_usable()
-        request = prompt if isinstance(prompt, Request) else self.prompts.read(prompt, sampling_params)
-        if request is not prompt:
-            if request.params.n > 1:
-                raise ValueError(f"add_request makes one completion of a prompt, got n={request.params.n}")
-            self.prompts.warn_of_context([request])
-        return self.queue(request)[0].seq_id
+        request = self.prompts.read(prompt, self.or_recommended(sampling_params))
+        if request.params.n > 1:
+            raise ValueError(f"add_request makes one completion of a prompt, got n={request.params.n}")
+        self.prompts.warn_of_context([request])
+        [seq] = self.queue(request)
+        return seq.seq_id
 
-    def queue(self, request: Request) -> list[Sequence]:
-        """`add_request` that returns all completions of the prompt."""
-        self._take_turn()
-        return self._queue(request)
-
-    def _queue(self, request: Request) -> list[Sequence]:
+    def queue(self, request: Request, call: dict[int, Asked] | None = None) -> list[Sequence]:
         """Queue all completions of a prompt, or none."""
-        completions = [self.make_sequence(request, index) for index in range(request.params.n)]
-        self.add(completions)
-        return completions
-
-    def _take_turn(self, call: dict[int, Asked] | None = None) -> None:
-        """
-        A call begins to use the engine, or goes on. A call is identified by its dict of queued requests; None
-        stands for `add_request` and `step`.
-        """
-        self.check_usable()
-        self._call = call
+        self._take_turn(call)
+        completions = [request] * request.params.n
+        if (seed := request.seed) is not None:
+            completions = [replace(request, seed=(seed + i) % 2**63) for i in range(len(completions))]
+        return self.add(completions)
 
     def _run(
         self,
@@ -301,21 +292,21 @@ class TextLLM(LLMEngine):
         step = self.step_or_isolate if isolate else super().step
         self._take_turn(queued)
         try:
-            with Progress(total, make_bar) as progress:
+            with contextlib.closing(make_bar(total=total, **LOOK)) as bar:
+                progress = Progress(bar)
                 while True:
                     ended = self._queue_some(coming, limit, queued)
                     if not ended:
                         if not queued or self.is_finished():
                             return
                         self._take_turn(queued)
-                        start = time.perf_counter()
-                        finished, num_tokens = step()
-                        progress.count(len(finished), num_tokens, time.perf_counter() - start)
+                        finished = progress.run(step)
                         found = dict.fromkeys(queued.pop(i) for i, _ in finished if i in queued)
                         ended = [each for each in found if all(seq.is_finished for seq in each.completions)]
                     yield ended
         except BaseException:
-            if self._call is queued:  # an iterator may be closed when another call uses the engine
+            # An iterator may be closed when another call uses the engine, and when Python ends.
+            if self._call is queued and not self._is_python_ending():
                 self.clear()
             raise
 
@@ -324,7 +315,6 @@ class TextLLM(LLMEngine):
         while len(queued) < limit and (asked := next(coming, None)) is not None:
             if asked.error is not None:
                 return [asked]
-            self._take_turn(queued)
-            asked.completions = self._queue(asked.request)
+            asked.completions = self.queue(asked.request, queued)
             queued.update((seq.seq_id, asked) for seq in asked.completions)
         return []

@@ -6,11 +6,10 @@ from collections.abc import Iterable
 from numbers import Integral
 from typing import Any
 
-from nanovllm.engine.input_processor import InputProcessor, name_of
+from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.sequence import Request
 from nanovllm.extensions.text.chat import as_conversations, as_list, render
 from nanovllm.inputs import TextPrompt, TokensPrompt
-from nanovllm.layers.sampler import selected
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.validation import check, is_number
 
@@ -22,9 +21,17 @@ class TextInputProcessor(InputProcessor):
         "n stop include_stop_str_in_output skip_special_tokens detokenize".split()
     )
 
-    def is_slow(self, request: Request) -> bool:
-        """Whether `read_own` may take seconds."""
-        return any(each.reads_slowly for each in selected(self.processors, request.wanted))
+    def read_all(self, prompts: Any, sampling_params: Any) -> list[Request]:
+        """One prompt or several, with parameters for all or for each."""
+        return super().read_all(self.as_prompts(prompts), sampling_params)
+
+    def read(self, prompt: Any, sampling_params: Any, name: str = "prompt") -> Request:
+        """One prompt, which messages call `name`, with parameters of its own."""
+        return self.make_request(prompt, self.read_params(sampling_params, name), name)
+
+    def is_slow(self, params: SamplingParams) -> bool:
+        """Whether reading a request with these may take seconds."""
+        return any(each.reads_slowly and each.wants(params) for each in self.processors)
 
     def as_prompts(self, prompts: Any) -> list[Any]:
         if isinstance(prompts, (str, dict)):
@@ -34,17 +41,21 @@ class TextInputProcessor(InputProcessor):
         check(found is not None, rule, prompts)
         return [found] if found and all(isinstance(p, Integral) for p in found) else found
 
-    def read_prompt(self, prompt: Any, name: str, num_new_tokens: int = 1) -> tuple[list[int], str | None]:
-        given, text = prompt, None
+    def make_request(self, prompt: Any, params: SamplingParams, name: str) -> Request:
+        """Keeps the text of the prompt, unless that was given as token ids alone."""
+        request = super().make_request(prompt, params, name)
+        text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
+        request.own["text"] = text if isinstance(text, str) else None
+        return request
+
+    def read_prompt(self, prompt: Any, name: str) -> list[int]:
+        given = prompt
         if isinstance(prompt, dict):
-            text = prompt.get("prompt")
-            given = prompt.get("prompt_token_ids", text)
+            given = prompt.get("prompt_token_ids", prompt.get("prompt"))
         if not isinstance(given, str):
             given = as_list(given)
-            rule = f"{name} must be a string or a list of token ids"
-            check(given is not None, rule, prompt)
-        token_ids, own_text = super().read_prompt(given, name, num_new_tokens)
-        return token_ids, own_text if text is None else text
+            check(given is not None, f"{name} must be a string or a list of token ids", prompt)
+        return super().read_prompt(given, name)
 
     def read_scored(self, texts: Any, from_token: Any) -> list[tuple[list[int], Request]]:
         """The token ids of a text or a list of texts, and the request that scores them, see `LLM.score`."""
@@ -53,22 +64,16 @@ class TextInputProcessor(InputProcessor):
         first_tokens = from_token if isinstance(from_token, (list, tuple)) else [from_token] * len(texts)
         if len(first_tokens) != len(texts):
             raise ValueError(f"there are {len(texts)} prompts but {len(first_tokens)} from_token")
-        found = []
+        found, [place] = [], [i for i, each in enumerate(self.processors) if each.name == "scores"]
         for i, (text, first) in enumerate(zip(texts, first_tokens, strict=True)):
-            ids, _ = self.read_prompt(text, name_of(i), num_new_tokens=0)
+            ids = self.read_prompt(text, f"prompts[{i}]")
+            self.limits.check(len(ids), 0, f"prompts[{i}]: ")
             rule = f"from_token must be an integer from 0 to {len(ids)}, the tokens of prompts[{i}]"
             check(is_number(first, int, 0, len(ids)), rule, first)
-            wanted, own = self._scoring(ids[1:], max(int(first) - 1, 0))
-            found.append((ids, Request(ids[:-1], params, self.block_size, wanted=wanted, own=own)))
+            own = {"scores": self.processors[place].scoring(ids[1:], max(int(first) - 1, 0))}
+            request = Request(ids[:-1], params, self.block_size, None, len(ids), wanted=1 << place, own=own)
+            found.append((ids, request))
         return found
-
-    def _scoring(self, targets: list[int], first: int) -> tuple[int, dict[str, Any]]:
-        [i] = [i for i, processor in enumerate(self.processors) if processor.name == "scores"]
-        return 1 << i, {"scores": self.processors[i].scoring(targets, first)}
-
-    def read_chats(self, messages: Any, *options: Any, **named_options: Any) -> list[list[int]]:
-        """The token ids of one conversation or a list of them, see `LLM.chat`."""
-        return [chat["prompt_token_ids"] for chat in self.render_chats(messages, *options, **named_options)]
 
     def render_chats(self, messages: Any, *options: Any, **named_options: Any) -> list[dict[str, Any]]:
         """One conversation or a list of them, see `LLM.chat`, as dicts of text and token ids."""

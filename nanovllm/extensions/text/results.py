@@ -85,16 +85,8 @@ def make_result(tokenizer: Any, completions: list[Sequence]) -> Result:
         prompt["prompt_logprobs"] = [None, *described]
     result = Result(**outputs[0], **prompt, **({"outputs": outputs} if len(outputs) > 1 else {}))
     result.outputs, result.prompt_token_ids = outputs, first.prompt_token_ids
-    result.prompt, result.request_id = first.request.text, first.seq_id
+    result.prompt, result.request_id = first.request.own.get("text"), first.seq_id
     return result
-
-
-def outcome(tokenizer: Any, completions: list[Sequence]) -> Result | Exception:
-    """`make_result`; or the error that has ended one of the completions, or that `make_result` raises."""
-    try:
-        return completions[0].request.own.get("error") or make_result(tokenizer, completions)
-    except Exception as error:  # a decoder's
-        return error
 
 
 def make_score(token_ids: list[int], request: Request) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+from nanovllm.checkpoints.model_config import check_size
 from nanovllm.utils.validation import check, is_number, shown
 
 # Model types that give transformers' own logits here, as a test shows. Others may keep a state, attend in
@@ -39,7 +40,11 @@ REFUSED = {
 }
 # What transformers' classes read besides, as far as they do not list it themselves.
 ROPE_KEYS = {"alpha", "short_factor", "long_factor", "short_mscale", "long_mscale"}
-
+# Each has a default, or is checked, where all configurations are read.
+SIZES = (
+    "num_attention_heads num_key_value_heads head_dim hidden_size intermediate_size vocab_size "
+    "num_hidden_layers"
+).split()
 KINDS_OF_LAYERS = {"full_attention", "sliding_attention"}
 
 
@@ -116,26 +121,17 @@ def read_transformers_config(raw: dict[str, Any], check_rope: Callable[..., None
     """
     config = transformers_config(raw, check_rope)
     config.allow_global_per_layer_attribute_access = True  # sizes that layers may differ from
-    names = "num_attention_heads", "hidden_size", "vocab_size", "num_hidden_layers"
-    found = {name: _size(config, name) for name in names}
-    heads = found["num_attention_heads"]
-    # The last only to judge how large the files must be at least: some architectures have no such field.
-    others = {"num_key_value_heads": heads, "head_dim": found["hidden_size"] // heads, "intermediate_size": 1}
-    found |= {name: getattr(config, name, None) or default for name, default in others.items()}
+    found = {"intermediate_size": 1}  # some architectures have none, and it is for the least size of files
+    found |= {name: value for name in SIZES if (value := getattr(config, name, None))}
     found["max_position_embeddings"] = _context_limit(config)
     found["tie_word_embeddings"] = bool(getattr(config, "tie_word_embeddings", False))
     return found
 
 
-def _size(config: Any, name: str) -> Any:
-    value = getattr(config, name, None)
-    check(type(value) is int and value >= 1, f"{name} must be an integer from 1 on", value)
-    return value
-
-
 def _context_limit(config: Any) -> int:
     """Positions that the checkpoint is for."""
-    limit = _size(config, "max_position_embeddings")
+    limit = getattr(config, "max_position_embeddings", None)
+    check_size("max_position_embeddings", limit)
     kinds = set(getattr(config, "layer_types", None) or ())
     if others := kinds - KINDS_OF_LAYERS:
         raise ValueError(f"layer_types {sorted(others)} are not supported")

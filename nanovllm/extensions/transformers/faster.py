@@ -51,11 +51,11 @@ def linear_like(module: nn.Linear) -> Linear:
 
 
 class GatedMLP(nn.Module):
-    def __init__(self, gate: nn.Linear, up: nn.Linear, down: nn.Linear):
+    def __init__(self, mlp: nn.Module):
         super().__init__()
-        gates = part_of(gate)
-        self.gate_and_up = Linear({0: gates, 1: part_of(up, offset=gates.size[0])})
-        self.down_proj = linear_like(down)
+        gates = part_of(mlp.gate_proj)
+        self.gate_and_up = Linear({0: gates, 1: part_of(mlp.up_proj, offset=gates.size[0])})
+        self.down_proj = linear_like(mlp.down_proj)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(self.gate_and_up(x, silu_and_mul=True))
@@ -88,7 +88,7 @@ def replacement(module: nn.Module) -> nn.Module | None:
         gated = F.silu(F.linear(x, gate)) * F.linear(x, up)
         weights = dict(zip(GATED, (gate, up, down), strict=True))
         if _computes(module, weights, x, F.linear(gated, down)):
-            return GatedMLP(module.gate_proj, module.up_proj, module.down_proj)
+            return GatedMLP(module)
     return None
 
 

@@ -8,9 +8,9 @@ knows an architecture by name.
 """
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,14 +23,6 @@ from nanovllm.extensions.transformers.ranks import cut_modules
 from nanovllm.extensions.transformers.weights import Converted, converted
 from nanovllm.layers.attention import Attention
 from nanovllm.utils.context import get_context
-from nanovllm.utils.loader import find_places
-
-
-class FileConfig(Protocol):
-    """What config.json says, `raw`, and how many layers are to be built."""
-
-    raw: dict[str, Any]
-    num_hidden_layers: int
 
 
 class TransformersForCausalLM(nn.Module):
@@ -41,15 +33,16 @@ class TransformersForCausalLM(nn.Module):
 
     packed_modules_mapping = PACKED
 
-    def __init__(self, config: FileConfig):
+    def __init__(self, config: Any):
+        """`config` has what config.json says, `raw`, and how many layers are to be built."""
         super().__init__()
         model = build(config)
-        self._model = (model,)  # not a child, or its parameters would have other names
-        self._base = (model.base_model,)
+        base = model.base_model
+        self._built = model, base  # no children, or their parameters would have other names
         fix_rotations(model)
-        leave_rotations(model.base_model)
-        self.attention = nn.ModuleList(try_out(model.base_model, config.num_hidden_layers))
-        for parent in [*self._base[0].modules()]:
+        leave_rotations(base)
+        self.attention = nn.ModuleList(try_out(base, config.num_hidden_layers))
+        for parent in [*base.modules()]:
             for name, child in [*parent.named_children()]:
                 if (faster := replacement(child)) is not None:
                     setattr(parent, name, faster)
@@ -66,23 +59,25 @@ class TransformersForCausalLM(nn.Module):
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         """input_ids, positions int64 [tokens] -> hidden states [tokens, hidden_size]."""
         tokens = {"input_ids": input_ids[None], "position_ids": positions[None]}
-        return self._base[0](**tokens, attention_mask=self.no_mask, use_cache=False).last_hidden_state[0]
+        _, base = self._built
+        return base(**tokens, attention_mask=self.no_mask, use_cache=False).last_hidden_state[0]
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """-> logits [sequences, vocab_size]."""
         return self.lm_head(hidden_states)
 
-    def converted(self, tensors: Iterable[Any]) -> Iterator[Any]:
-        """A checkpoint's tensors by the names, and in the shapes, that parameters have here."""
+    def converted(self, tensors: Iterable[Any], known: Collection[str]) -> Iterator[Any]:
+        """A checkpoint's tensors by the `known` names, and in the shapes, that parameters have here."""
         modules = self.named_modules()
         turned = {f"{name}.weight" for name, each in modules if getattr(each, "is_stored_transposed", False)}
-        for tensor in converted(self._model[0], find_places(self), tensors):
+        model, _ = self._built
+        for tensor in converted(model, known, tensors):
             if tensor.name in turned:
                 tensor = Converted(tensor.name, tensor.file, tensor[...].t(), is_transposed=True)
             yield tensor
 
 
-def build(config: FileConfig) -> Any:
+def build(config: Any) -> Any:
     """
     The model of transformers, its parameters without memory. Raises ValueError if it does not let other
     attention be used.

@@ -7,13 +7,11 @@ tensor. transformers knows how to rename and convert; here that is applied to te
 import copy
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-
-from nanovllm.utils.loader import renamed
 
 
 @dataclass
@@ -32,7 +30,7 @@ class Converted:
         return self.value[index]
 
 
-def converted(model: Any, known: dict[str, Any], tensors: Iterable[Any]) -> Iterator[Any]:
+def converted(model: Any, known: Collection[str], tensors: Iterable[Any]) -> Iterator[Any]:
     """
     The tensors for a model of transformers that has parameters of the `known` names. What is converted comes
     last. Raises ValueError naming a tensor that cannot be converted.
@@ -45,25 +43,27 @@ def converted(model: Any, known: dict[str, Any], tensors: Iterable[Any]) -> Iter
     renamings = [each for each in transforms if not isinstance(each, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     ignored = model._keys_to_ignore_on_load_unexpected or ()
+    prefix, state = model.base_model_prefix, dict.fromkeys(known, True)
     waiting: dict[str, list[tuple[Any, str]]] = defaultdict(list)
     for tensor in tensors:
-        name, pattern = rename_source_key(
-            tensor.name, renamings, converters, model.base_model_prefix, dict.fromkeys(known, True)
-        )
+        name, pattern = rename_source_key(tensor.name, renamings, converters, prefix, state)
         if pattern is not None:
             waiting[name].append((tensor, pattern))
-        elif name in known and name != tensor.name:
-            yield renamed(tensor, name)
-        elif tensor.name in known or not any(re.search(each, tensor.name) for each in ignored):
+            continue
+        if name in known:
+            tensor = copy.copy(tensor)
+            tensor.name = name
+        if tensor.name in known or not any(re.search(each, tensor.name) for each in ignored):
             yield tensor
     for name, sources in waiting.items():
         sources.sort(key=lambda source: dot_natural_key(source[0].name))
-        converter = copy.deepcopy(by_pattern[sources[0][1]])
+        first, pattern = sources[0]
+        converter = copy.deepcopy(by_pattern[pattern])
         for tensor, pattern in sources:
             converter.add_tensor(name, tensor.name, pattern, lambda tensor=tensor: tensor[...])
         try:
             made = converter.convert(name, model=model, config=model.config)
         except Exception as error:  # whatever a foreign file makes of foreign code
-            raise ValueError(f"{sources[0][0].file}: tensor {sources[0][0].name}: {error!r:.300}") from error
+            raise ValueError(f"{first.file}: tensor {first.name}: {error!r:.300}") from error
         for target, value in made.items():
-            yield Converted(target, sources[0][0].file, value[0] if isinstance(value, list) else value)
+            yield Converted(target, first.file, value[0] if isinstance(value, list) else value)

@@ -183,13 +183,13 @@ def test_an_engine_that_ends_with_a_rank_is_tried_no_second_time(folder, monkeyp
 
 def test_a_request_that_comes_while_exit_is_under_way_is_told(folder, monkeypatch):
     engine = AsyncLLM(folder, **OPTIONS)
-    read = engine.llm.prompts.read
+    read = engine.llm.prompts.make_request
 
     def read_and_exit(*args, **options):
         engine.exit()
         return read(*args, **options)
 
-    monkeypatch.setattr(engine.llm.prompts, "read", read_and_exit)
+    monkeypatch.setattr(engine.llm.prompts, "make_request", read_and_exit)
     with pytest.raises(RuntimeError, match=r"exit\(\)"):
         asyncio.run(asyncio.wait_for(engine.generate([1], GREEDY), 10))
 

@@ -21,9 +21,9 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from nanovllm import LLM, AsyncLLM, EngineArgs, SamplingParams, StructuredOutputsParams
-from nanovllm.assembly import open_checkpoint
 from nanovllm.config import Config
 from nanovllm.extensions.api.foreign_options import make_config
+from nanovllm.extensions.assembly import open_checkpoint
 from nanovllm.extensions.batch import __main__ as batch
 from nanovllm.extensions.safety.options import ExtendedConfig
 from tiny_checkpoints import EXACT, make_checkpoint, one_thread  # noqa: F401
@@ -126,7 +126,7 @@ def llm(folder):
 
 def refused(error: type[Exception], text: str, **options) -> None:
     with pytest.raises(error, match=text):
-        make_config("a model", options, ExtendedConfig.from_options)
+        make_config("a model", options, ExtendedConfig)
 
 
 def missed(llm: LLM, *names: str) -> None:
@@ -290,7 +290,7 @@ def _(llm, folder):
 @row('`dtype=torch.bfloat16`, `"half"`, `"float"`')
 def _(llm, folder):
     for dtype, name in ((torch.bfloat16, "bfloat16"), ("half", "float16"), ("float", "float32")):
-        assert Config(folder, dtype=dtype).dtype == name
+        assert ExtendedConfig(folder, dtype=dtype).dtype == name
 
 
 @row("`tokenizer`, `revision`, `download_dir`, `hf_overrides`")
@@ -312,7 +312,7 @@ def _(llm, folder):
     assert Config(folder).max_model_len == 4096
     with pytest.warns(UserWarning, match="max_model_len=5000 is cut to 1024"):
         assert make_config(folder, {}).with_checkpoint(open_checkpoint(folder)).max_model_len == 1024
-        Config(folder, max_model_len=5000).with_checkpoint(open_checkpoint(folder), ["max_model_len"])
+        ExtendedConfig(folder, max_model_len=5000).with_checkpoint(open_checkpoint(folder), ["max_model_len"])
 
 
 @row("`trust_remote_code=True`, `swap_space`, `disable_log_stats` and the like")
@@ -323,7 +323,7 @@ def _(llm, folder):
         make_config(
             "a model",
             dict(trust_remote_code=True, swap_space=4, disable_log_stats=True),
-            ExtendedConfig.from_options,
+            ExtendedConfig,
         )
 
 

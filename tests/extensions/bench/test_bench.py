@@ -17,7 +17,7 @@ from nanovllm.extensions.bench.engine import NanoVLLM
 from nanovllm.extensions.bench.floor import floor
 from nanovllm.extensions.bench.report import describe_cpu, plot
 from nanovllm.extensions.bench.workloads import Workload, draw_workload
-from nanovllm.utils import progress
+from nanovllm.extensions.text import llm as text_llm
 from tiny_checkpoints import make_checkpoint
 
 
@@ -257,7 +257,7 @@ def test_the_call_that_only_launches_a_step_counts_to_its_phase(checkpoint, monk
     monkeypatch.setattr(
         engine.llm.model_runner, "prepare_prefill", lambda batch: (time.sleep(0.5), prepare(batch))[1]
     )
-    monkeypatch.setattr(progress.tqdm, "set_postfix", lambda _, speed, **__: shown.append(dict(speed)))
+    monkeypatch.setattr(text_llm.tqdm, "set_postfix", lambda _, speed, **__: shown.append(dict(speed)))
     prompts = [[1] * 10, [2] * 20]
     run = engine.run(Workload(prompts, [3, 3]))
     assert run["prefill_seconds"] > 0.5 > run["decode_seconds"]

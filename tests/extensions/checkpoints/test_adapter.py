@@ -12,9 +12,10 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from nanovllm import LLM
-from nanovllm.assembly import build_model, open_checkpoint
+from nanovllm.extensions.assembly import build_model, open_checkpoint
 from nanovllm.utils.loader import load_model
 from tiny_checkpoints import EXACT, edit_json, load_reference, make_checkpoint, one_thread  # noqa: F401
 
@@ -68,7 +69,7 @@ def test_tensors_are_those_that_peft_merges(folder, tmp_path, name):
     checkpoint = open_checkpoint(folder, lora=tmp_path)
     plain = load_file(folder / "model.safetensors")
     changed = 0
-    for tensor in checkpoint.changes[0](checkpoint.tensors(), ()):
+    for tensor in checkpoint.changes[-1](checkpoint.tensors(), nn.Module(), ()):
         assert tuple(tensor.shape) == tuple(expected[tensor.name].shape)
         torch.testing.assert_close(tensor[...], expected[tensor.name], rtol=0, atol=1e-6)
         changed += not torch.equal(tensor[...], plain[tensor.name])
@@ -139,7 +140,9 @@ def test_a_square_matrix_is_not_merged_transposed_because_the_adapter_says_so(fo
 def test_weights_are_quantised_after_the_merge(folder, adapter, tmp_path):
     """As from a checkpoint that was merged before."""
     checkpoint = open_checkpoint(folder, lora=adapter)
-    merged = {tensor.name: tensor[...] for tensor in checkpoint.changes[0](checkpoint.tensors(), ())}
+    merged = {
+        tensor.name: tensor[...] for tensor in checkpoint.changes[-1](checkpoint.tensors(), nn.Module(), ())
+    }
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     save_file(merged, tmp_path / "model.safetensors", metadata={"format": "pt"})
     options = dict(**EXACT, quantization="fp8", num_kvcache_blocks=8)
@@ -155,7 +158,9 @@ def test_weights_are_rounded_once(folder, adapter):
     checkpoint = open_checkpoint(folder, lora=adapter)
     model = build_model(checkpoint.hf_config()).bfloat16()
     load_model(model, checkpoint)
-    merged = {tensor.name: tensor[...] for tensor in checkpoint.changes[0](checkpoint.tensors(), ())}
+    merged = {
+        tensor.name: tensor[...] for tensor in checkpoint.changes[-1](checkpoint.tensors(), nn.Module(), ())
+    }
     found = model.model.layers[1].mlp.down_proj.matrix.weight
     assert torch.equal(found, merged["model.layers.1.mlp.down_proj.weight"].bfloat16())
 

@@ -32,8 +32,8 @@ from gguf_files import write_gguf
 from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.assembly import get_model_class, open_checkpoint
 from nanovllm.distributed.group import Group, use_group
+from nanovllm.extensions.assembly import get_model_class, open_checkpoint
 from nanovllm.extensions.checkpoints.gguf_tokenizer import tokenizer_from_gguf
 from nanovllm.extensions.checkpoints.untrusted import MAX_BYTES
 from nanovllm.utils.loader import load_model
@@ -472,7 +472,7 @@ def assert_harmless(llm: LLM, template: str) -> None:
     """It is refused by a ValueError or makes some text, in little time; afterwards the engine works."""
     start = time.perf_counter()
     try:
-        llm.prompts.read_chats(CHAT, template, **READ)
+        llm.prompts.render_chats(CHAT, template, **READ)
     except ValueError as error:
         assert "conversation 0" in str(error)
     assert time.perf_counter() - start < 5
@@ -483,9 +483,9 @@ READ = dict(add_generation_prompt=True, continue_final_message=False, tools=None
 
 
 def test_a_chat_that_is_too_long_to_tokenize_is_refused(llm, monkeypatch):
-    monkeypatch.setattr("nanovllm.checkpoints.tokenizer.MAX_TEXT", 1000)
+    monkeypatch.setattr("nanovllm.extensions.checkpoints.tokenizer_errors.MAX_TEXT", 1000)
     with pytest.raises(ValueError, match="conversation 0: it makes a text of 1001 characters; at most 1000"):
-        llm.prompts.read_chats(CHAT, "{{ 'x' * 1001 }}", **READ)
+        llm.prompts.render_chats(CHAT, "{{ 'x' * 1001 }}", **READ)
 
 
 @pytest.mark.parametrize(
@@ -509,7 +509,7 @@ def test_a_chat_that_is_too_long_to_tokenize_is_refused(llm, monkeypatch):
     ],
 )
 def test_what_real_templates_do_is_allowed(llm, template, text):
-    assert llm.decode(llm.prompts.read_chats(CHAT, template, **READ)[0]) == text
+    assert llm.decode(llm.prompts.render_chats(CHAT, template, **READ)[0]["prompt_token_ids"]) == text
 
 
 @pytest.mark.parametrize("template", [
@@ -534,7 +534,7 @@ def test_an_attribute_walk_leads_nowhere(llm, template, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     chat = [dict(message) for message in CHAT]
     try:
-        text = llm.decode(llm.prompts.read_chats(chat, template, **READ)[0])
+        text = llm.decode(llm.prompts.render_chats(chat, template, **READ)[0]["prompt_token_ids"])
     except ValueError as error:
         text = ""
         assert "conversation 0" in str(error)

@@ -481,7 +481,7 @@ def test_a_preempted_request_goes_on_as_if_nothing_had_been(engine, monkeypatch,
         engine.step()
     [seq] = engine.scheduler.running
     assert seq.num_completion_tokens == 13
-    engine.scheduler.preempt(engine.scheduler.running.pop())
+    engine.scheduler.preempt(engine.scheduler.running[-1])
     while not (finished := engine.step()[0]):
         pass
     expected = generate(engine, **params)["token_ids"]
@@ -501,7 +501,7 @@ class Rows:
         seq = Sequence(Request([1, 2], SamplingParams(**params)))
         seq.slot = row
         if self.table.wants(seq.sampling_params):
-            seq.request.own["bias"] = rules_of(seq.request, words, ())
+            seq.request.own["bias"] = rules_of(seq.request, words)
         self.table.receive(self.table.prepare([seq]))
         return seq
 

@@ -37,7 +37,7 @@ def test_a_block_goes_back_only_when_all_its_tokens_are_known():
         scheduler.postprocess(before, [token_id], drawing)
         before = sequences
     assert seq.num_released_blocks == 1
-    assert len(scheduler.block_manager.find(make_sequence([1, 2, 3, 4, 6])).blocks) == 1
+    assert len(scheduler.block_manager.prefix_cache.find(make_sequence([1, 2, 3, 4, 6])).blocks) == 1
 
 
 def test_a_block_that_is_shared_stays_used_when_one_of_its_sequences_has_left_it_behind():
@@ -52,7 +52,7 @@ def test_a_block_that_is_shared_stays_used_when_one_of_its_sequences_has_left_it
     assert [scheduler.block_manager.blocks[i].ref_count for i in beginning] == [1, 1, 1]
     scheduler.postprocess(sequences, [1])
     assert [scheduler.block_manager.blocks[i].ref_count for i in beginning] == [0, 0, 1]
-    scheduler.preempt(scheduler.running.pop())
+    scheduler.preempt(scheduler.running[-1])
     assert not second.block_table and second.num_released_blocks == 0
     check_pool(scheduler.block_manager, [first.block_table[first.num_released_blocks :]])
 
@@ -77,4 +77,4 @@ def test_blocks_that_no_layer_reads_again_go_back_to_the_pool():
     assert seen[0] == 5 and set(seen[1:]) == {3}
     assert not manager.used_block_ids and len(manager.free_block_ids) == 16
     again = make_sequence(range(10, 30))
-    assert len(manager.find(again).blocks) == 4, "until it is handed out, a block can be found"
+    assert len(manager.prefix_cache.find(again).blocks) == 4, "until it is handed out, a block can be found"

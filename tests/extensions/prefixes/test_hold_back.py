@@ -6,10 +6,9 @@ import pytest
 from block_pool import check_pool
 from scheduling import give_rules, hold_back_of, make_engine, make_sequence, run_all, run_step
 
-from nanovllm.engine.policies import Verdict
 from nanovllm.extensions.logits.bias import RULE_WORDS
 from nanovllm.extensions.prefixes.token_prefixes import WAIT_TOKENS
-from nanovllm.extensions.safety.forecast import Forecast
+from nanovllm.extensions.safety.admission import AdmissionControl
 
 
 def test_prompts_share_to_the_token_what_earlier_steps_have_computed():
@@ -56,7 +55,7 @@ def test_nobody_waits_twice():
     scheduler.add(first)
     scheduler.add(second)
     assert run_step(scheduler, runner)[0] == [first] and second in hold_back_of(scheduler).have_waited
-    scheduler.restart([first, second])
+    scheduler.clear([first, second])
     scheduled, _ = scheduler.schedule()
     assert scheduled == [first, second] and second.num_scheduled_tokens == 101
 
@@ -89,7 +88,7 @@ def test_a_block_that_was_only_kept_for_a_copy_lets_the_next_one_in():
     fourth = make_sequence([6] * 2, 2, True)
     for sequence in (second, third, fourth):
         scheduler.add(sequence)
-    with mock.patch.object(Forecast, "admits", return_value=Verdict.ADMIT):
+    with mock.patch.object(AdmissionControl, "_most_needed", return_value=0):
         assert run_step(scheduler, runner)[0] == [second, third] and second.num_cached_tokens == 2
         assert run_step(scheduler, runner)[0] == [fourth]
     run_all(scheduler, runner)

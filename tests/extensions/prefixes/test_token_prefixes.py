@@ -6,8 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.sequence import pack
-from nanovllm.extensions.prefixes.prefix_index import PrefixIndex, count_common
+from nanovllm.extensions.prefixes.prefix_index import PrefixIndex, count_common, pack
 from nanovllm.extensions.prefixes.token_prefixes import TokenHit, TokenPrefixes
 
 
@@ -20,7 +19,7 @@ def test_what_two_prompts_share_of_a_block_is_copied():
     manager = make_manager(10)
     first, second = make_sequence(range(10), 4), make_sequence([0, 1, 2, 3, 4, 5, 6, 99], 4)
     manager.allocate(first)
-    hit = manager.find(second)
+    hit = manager.prefix_cache.find(second)
     assert hit == TokenHit([first.block_table[0]], 4, num_computing=3), "what is not computed is not copied"
     compute(manager, first)
     manager.allocate(second)
@@ -97,7 +96,7 @@ def test_of_two_equal_blocks_one_stays_findable_when_the_other_is_handed_out():
     manager.deallocate(second)
     manager.allocate(make_sequence(range(10, 21), 4))
     third = make_sequence([1, 2, 3, 4, 5], 4)
-    assert manager.find(third).blocks == first.block_table
+    assert manager.prefix_cache.find(third).blocks == first.block_table
 
 
 some_tokens = st.lists(st.sampled_from([0, 1, 256, 2**32 - 1]), max_size=6)

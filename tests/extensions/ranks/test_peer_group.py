@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.distributed import FileStore
 
 from nanovllm.extensions.ranks import peer_group
 from nanovllm.extensions.ranks.peer_group import PeerGroup
@@ -31,7 +32,7 @@ def test_where_one_rank_cannot_map_the_others_memory_all_compute_as_without(tmp_
 
     def compute(rank: int) -> list:
         config = SimpleNamespace(**sizes, has_access=fails_on != "access" or rank == 0)
-        group = PeerGroup(rank, 2, str(tmp_path), check, config)
+        group = PeerGroup(rank, 2, FileStore(str(tmp_path / "store")), check, config)
         group.connect(torch.device("cpu"))
         summed = group.all_reduce(rows[rank].clone())
         normed, _ = group.all_reduce_add_rms_norm(rows[rank].clone(), residual.clone(), weight, 1e-6)

@@ -20,8 +20,7 @@ from scheduling import (
 from nanovllm.engine.sequence import Request, Sequence
 from nanovllm.extensions.prefixes import token_prefixes
 from nanovllm.extensions.prefixes.token_prefixes import WAIT_TOKENS
-from nanovllm.extensions.safety.forecast import Forecast
-from nanovllm.extensions.safety.isolation import Isolation
+from nanovllm.extensions.safety.admission import AdmissionControl
 from nanovllm.sampling_params import SamplingParams
 
 
@@ -44,7 +43,7 @@ def test_a_long_prompt_waits_until_it_can_run_to_its_end(place, more):
 
 def test_with_room_for_everybody_all_are_admitted_at_once():
     scheduler = make_scheduler(num_kvcache_blocks=10_000, **LARGE)
-    with mock.patch.object(Forecast, "_most_needed") as most_needed:
+    with mock.patch.object(AdmissionControl, "_most_needed") as most_needed:
         load = run_load(scheduler, make_load(256, (100, 1024), (100, 1024), block_size=256))
     assert load.computed > 0.9999 and not most_needed.called  # some begin with the same token
     assert max(load.running) == 256 and len(load.running) <= 1024 + 1
@@ -96,10 +95,9 @@ def test_a_prompt_without_room_is_looked_up_once_until_blocks_are_given_back():
     blocked, behind = make_sequence([3] * 20, 12, True), make_sequence([4], 1)
     for sequence in (first, second, blocked, behind):
         scheduler.add(sequence)
-    find, looked_up = scheduler.block_manager.find, []
-    with mock.patch.object(
-        scheduler.block_manager, "find", lambda seq: (looked_up.append(seq), find(seq))[1]
-    ):
+    prefix_cache, looked_up = scheduler.block_manager.prefix_cache, []
+    find = prefix_cache.find
+    with mock.patch.object(prefix_cache, "find", lambda seq: (looked_up.append(seq), find(seq))[1]):
         while not second.is_finished:
             assert not scheduler.is_finished()
             scheduled, _ = scheduler.schedule()
@@ -114,16 +112,16 @@ def test_a_prompt_without_room_is_looked_up_once_until_blocks_are_given_back():
 
 def test_after_a_culprit_one_more_may_run_with_each_that_ends_though_others_keep_coming():
     scheduler, most = make_scheduler(num_kvcache_blocks=100), []
-    isolation = next(part for part in scheduler.admissions if isinstance(part, Isolation))
-    isolation.limit(2)  # as recovery.py leaves it
+    admission = forecast_of(scheduler)
+    admission.max_running = 2  # as recovery.py leaves it
     for number in range(40):
         while len(scheduler.waiting) < 9:
             scheduler.add(make_sequence([number, len(scheduler.waiting)], 3, True))
-        limit = isolation.max_running
+        limit = admission.max_running
         scheduled, _ = scheduler.schedule()
         most.append(len(scheduler.running))
         finished = scheduler.postprocess(scheduled, [1] * len(scheduled))
-        assert most[-1] <= limit and isolation.max_running == min(8, limit + len(finished))
+        assert most[-1] <= limit and admission.max_running == min(8, limit + len(finished))
     assert max(most[:3]) == 2 and max(most[-9:]) == 8
 
 

@@ -21,6 +21,7 @@ from soak import resident_bytes, soak
 from nanovllm import LLM, AsyncLLM, SamplingParams, StructuredOutputsParams
 from nanovllm.distributed.ranks import EngineDeadError
 from nanovllm.engine.sequence import Sequence
+from nanovllm.extensions.text import llm as text_llm
 from nanovllm.extensions.text import results as texts
 from tiny_checkpoints import EXACT, make_checkpoint, one_thread  # noqa: F401
 
@@ -210,7 +211,7 @@ def poison(llm: LLM, patch: pytest.MonkeyPatch, what: str) -> list[int]:
         "enqueueing": (llm.scheduler, "add"),
         "find_stop": (texts.GrowingText, "find_stop"),
         "look": (texts.GrowingText, "look"),
-        "result": (texts, "make_result"),
+        "result": (text_llm, "make_result"),
     }[what]
     function, failures = getattr(target, name), []
 

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.sampling_params import recommended_params
 from tiny_checkpoints import EXACT, edit_json, make_checkpoint, one_thread  # noqa: F401
 
 GREEDY = SamplingParams(0, 4, True)
@@ -159,7 +158,7 @@ def test_a_recommendation_may_be_changed(llm):
 
 
 def test_what_is_assigned_is_checked_when_it_is_used(llm):
-    params = recommended_params({})
+    params = SamplingParams()
     params.top_p = 7
     with pytest.raises(ValueError, match="top_p must be above 0 and at most 1, got 7"):
         answers(llm, "hello", params)

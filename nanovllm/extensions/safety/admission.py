@@ -1,53 +1,76 @@
-"""Predicts whether a waiting sequence can run to its end beside the running ones without a preemption.
+"""Admission control: a waiting sequence runs if it is expected to reach its end beside those that run.
 
 Knows lengths and numbers of blocks, nothing about queues. The idea: a sequence grows by one token a decode
 step and gives its blocks back when it ends. So the blocks that are in use rise in number until a sequence
-ends, and it is enough to count them in the decode steps in which one does.
+ends, and it is enough to count them in the decode steps in which one does. Two rules are rarely needed: what
+requests own of a device's memory is bounded, and after a step that failed fewer run than could.
 """
 
 from bisect import bisect_left, insort
 from math import ceil
+from typing import Any
 
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.policies import Admission, Admitting, Hit, Verdict
+from nanovllm.engine.policies import Admission, Hit, Verdict
+from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 
-SHARE_WEIGHT = 1 / 32  # how much one request that ends changes `Forecast.share`
+SHARE_WEIGHT = 1 / 32  # how much one request that ends changes `AdmissionControl.share`
 
 
-class Forecast(Admission):
+class AdmissionControl(Admission):
     """
     A sequence that may end early is expected to draw `share` of the tokens that it may still draw. Measured
     on those that have ended, from the middle of their completions: a running one is there on average.
+
+    At most `max_running` run. Where these are fewer than could, they are admitted one at a time, so that a
+    prefill that fails was about one sequence alone (recovery.py), and one more may run with each that ends.
+
+    What all sequences own under the name of `processor` has at most its `max_words` words together.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, config: Any, processor: Any):
         self.share = 1.0
-        self.state: Admitting | None = None  # of the step that `num_blocks_at_most` is about
+        self.budget = config.max_num_batched_tokens
+        self.max_running = self.max_num_seqs = config.max_num_seqs
+        self.processor = processor
+        self.held_back: list | None = None  # of the step that the next two are about
+        self.num_blocks_at_most = 0  # of all that run and are admitted, if nobody ends before
+        self.num_words = 0  # that these own
 
-    def admits(self, seq: Sequence, hit: Hit, state: Admitting) -> Verdict:
+    def admits(self, seq: Sequence, hit: Hit, state: Scheduler) -> Verdict:
         """Whether the blocks suffice until all have ended if this sequence runs too."""
-        pool, running = state.pool, state.running
-        if state is not self.state:
+        pool, running = state.block_manager, state.running
+        is_first, self.held_back = state.held_back is not self.held_back, state.held_back
+        if is_first:
             growths = (num_blocks_at_most(other) - len(other.block_table) for other in running)
-            # Of all that run and are admitted, if nobody ends before.
             self.num_blocks_at_most = len(pool.used_block_ids) + sum(growths)
-            self.state = state
-        at_most = self.num_blocks_at_most + num_blocks_at_most(seq) - num_shared(pool, hit)
-        if running and at_most > pool.num_blocks and self._most_needed(seq, hit, state) > pool.num_blocks:
+            self.num_words = sum(self._words_of(other) for other in running if other.request.own)
+        if self.max_running < self.max_num_seqs and not (is_first and len(running) < self.max_running):
             return Verdict.STOP
-        self.num_blocks_at_most = at_most
+        if seq.request.own:
+            self.num_words += self._words_of(seq)
+            if self.num_words > self.processor.max_words:
+                return Verdict.STOP
+        self.num_blocks_at_most += num_blocks_at_most(seq) - num_shared(pool, hit)
+        is_full = running and self.num_blocks_at_most > pool.num_blocks
+        if is_full and self._most_needed(seq, hit, state) > pool.num_blocks:
+            return Verdict.STOP
         return Verdict.ADMIT
 
+    def _words_of(self, seq: Sequence) -> int:
+        return len(seq.request.own.get(self.processor.name, ()))
+
     def ended(self, seq: Sequence) -> None:
+        self.max_running = min(self.max_running + 1, self.max_num_seqs)
         if seq.finish_reason != "abort" and may_end_early(seq):
             half = seq.num_completion_tokens / 2
             share = half / (seq.request.max_num_tokens - seq.num_prompt_tokens - half)
             self.share += SHARE_WEIGHT * (share - self.share)
 
-    def _most_needed(self, seq: Sequence, hit: Hit, state: Admitting) -> int:
+    def _most_needed(self, seq: Sequence, hit: Hit, state: Scheduler) -> int:
         """The most blocks that will be in use in any decode step."""
-        pool, running, joining = state.pool, state.running, [*state.waiting, (seq, hit)]
+        pool, running, joining = state.block_manager, state.running, [*state.held_back, (seq, hit)]
         size, found = pool.block_size, {block_id for _, other in joining for block_id in other.blocks}
 
         def is_own(block_id: int) -> bool:
@@ -62,8 +85,7 @@ class Forecast(Admission):
         ]
         num_own = sum(len(other.block_table) for other in running) - sum(shared)
         shared += [num_shared(pool, hit) for _, hit in joining]
-        budget = state.max_num_batched_tokens
-        growths = [self._growth(other, budget) for other in [*running, *(other for other, _ in joining)]]
+        growths = [self._growth(other) for other in [*running, *(other for other, _ in joining)]]
         growing = [(*growth, count) for growth, count in zip(growths, shared, strict=True)]
         needed = len(pool.used_block_ids) - num_own
         needed -= sum(num_owners(pool, block_id) == 0 for block_id in pool.prefix_cache.pinned)
@@ -77,7 +99,7 @@ class Forecast(Admission):
             most = max(most, needed + len(rests) * (opened + 1) - bisect_left(rests, size - rest))
         return most
 
-    def _growth(self, seq: Sequence, budget: int) -> tuple[int, int]:
+    def _growth(self, seq: Sequence) -> tuple[int, int]:
         """The decode steps that a sequence is expected to take, and the tokens it has in the first."""
         is_prefilled = seq.status is SequenceStatus.RUNNING and not seq.num_scheduled_tokens
         num_tokens = seq.num_tokens + (not is_prefilled)
@@ -85,7 +107,7 @@ class Forecast(Admission):
         if may_end_early(seq):
             num_steps = ceil(num_steps * self.share)
         if not is_prefilled:  # others decode between the chunks of its prompt, so it ends later
-            num_steps += (seq.num_tokens - seq.num_computed_tokens) // budget
+            num_steps += (seq.num_tokens - seq.num_computed_tokens) // self.budget
         return num_steps, num_tokens
 
 

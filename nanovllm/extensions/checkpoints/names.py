@@ -1,0 +1,57 @@
+"""Names in which files differ from a model, and tensors that no model needs."""
+
+import copy
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+# Old versions of transformers saved the first two; here they follow from the configuration. The others are
+# for a KV cache of 8 bits.
+IGNORED = (".rotary_emb.inv_freq", ".attn.masked_bias", ".self_attn.k_scale", ".self_attn.v_scale")
+
+
+def with_names_of(tensors: Iterable[Any], model: nn.Module, known: Collection[str]) -> Iterator[Any]:
+    """
+    Tensors by the model's `known` names, without those that no model needs. Files of the layers alone have
+    names without "model.". A tied weight may be stored under its first name, under the second, or under both.
+    Raises ValueError if these differ. A model whose tensors are made of others has `converted`.
+    """
+    if hasattr(model, "converted"):
+        tensors = model.converted(tensors, known)
+    tied = tied_names(model)
+    firsts, seconds = {}, []
+    for tensor in tensors:
+        if tensor.name not in known and f"model.{tensor.name}" in known:
+            tensor = renamed(tensor, f"model.{tensor.name}")
+        if tensor.name in tied:
+            seconds.append(tensor)
+            continue
+        if tensor.name in tied.values():
+            firsts[tensor.name] = tensor
+        if tensor.name in known or not tensor.name.endswith(IGNORED):
+            yield tensor
+    for tensor in seconds:
+        first = tied[tensor.name]
+        if first not in firsts:
+            firsts[first] = renamed(tensor, first)
+            yield firsts[first]
+        elif not torch.equal(firsts[first][...], tensor[...]):
+            raise ValueError(
+                f"{tensor.file}: tensor {tensor.name} differs from {first}, to which it is tied; "
+                "hf_overrides={'tie_word_embeddings': False} loads both"
+            )
+
+
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """The other names of tied weights -> their first ones."""
+    firsts = {param: name for name, param in model.named_parameters()}
+    every_name = model.named_parameters(remove_duplicate=False)
+    return {name: firsts[param] for name, param in every_name if firsts[param] != name}
+
+
+def renamed(tensor: Any, name: str) -> Any:
+    tensor = copy.copy(tensor)
+    tensor.name = name
+    return tensor

@@ -1,0 +1,47 @@
+"""A stranger's tokenizer: it fails in no other way than a ValueError, and writes no endless texts."""
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+MAX_TEXT = 2**26  # characters of a rendered chat
+
+
+@contextlib.contextmanager
+def tokenizer_errors(message: str) -> Iterator[None]:
+    """Turn any error that damaged files cause in a library into a ValueError beginning with this message."""
+    try:
+        yield
+    except BaseException as error:
+        # A panic of Rust code is not an Exception.
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            raise ValueError(f"{message}: {error!r:.500}") from error
+        raise
+
+
+def guarded(tokenizer: Any, path: str) -> Any:
+    """The tokenizer, if there is one, with methods whose ValueErrors name the path."""
+    if tokenizer is None:
+        return None
+    messages = {"encode": f"the tokenizer of {path!r}", "decode": f"{path}: the tokenizer cannot decode"}
+    for name, message in messages.items():
+        setattr(tokenizer, name, functools.partial(_call, tokenizer, name, message))
+    tokenizer.apply_chat_template = functools.partial(_render_chat, tokenizer)
+    return tokenizer
+
+
+def _call(tokenizer: Any, name: str, message: str, *args: Any, **options: Any) -> Any:
+    with tokenizer_errors(message):
+        return getattr(type(tokenizer), name)(tokenizer, *args, **options)
+
+
+def _render_chat(tokenizer: Any, *args: Any, **options: Any) -> Any:
+    """
+    The chat template is somebody else's program; jinja2's sandbox, in which it runs, gives it no access to
+    Python or to files. Raises any exception that it causes.
+    """
+    text = type(tokenizer).apply_chat_template(tokenizer, *args, **options)
+    if len(text) > MAX_TEXT:
+        raise ValueError(f"it makes a text of {len(text)} characters; at most {MAX_TEXT} are tokenized")
+    return text
