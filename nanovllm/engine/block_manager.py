@@ -76,7 +76,7 @@ class BlockManager:
 
     def find_block(self, seq: Sequence, i: int) -> int:
         """A block that holds what the sequence's i-th one, a full one, does, after the same tokens; or -1."""
-        block_id = self.hash_to_block_id.get(self.block_hash(seq, i), -1)
+        block_id = self.hash_to_block_id.get(self._block_hash(seq, i), -1)
         if block_id != -1 and self.blocks[block_id].token_ids == seq.block(i):
             return block_id
         return -1
@@ -148,7 +148,7 @@ class BlockManager:
         self._close(seq, end // self.block_size - 1)
         self.prefix_cache.written(seq, end - self.block_size, end)
 
-    def block_hash(self, seq: Sequence, i: int) -> int:
+    def _block_hash(self, seq: Sequence, i: int) -> int:
         """
         Hash of the sequence's i-th block, which is full. Hashes are kept: a waiting sequence is looked up
         each time blocks have become free.
@@ -185,7 +185,7 @@ class BlockManager:
         """Have the sequence's i-th block, which is full, found by its hash."""
         if self.enable_prefix_caching:
             block = self.blocks[seq.block_table[i]]
-            block.update(self.block_hash(seq, i), seq.block(i))
+            block.update(self._block_hash(seq, i), seq.block(i))
             self.hash_to_block_id[block.hash] = block.block_id
 
     def _forget(self, block_id: int) -> None:

@@ -103,7 +103,7 @@ class TokenPrefixes(PrefixCache):
         packed = self.index.remove(seq.block_table[i])
         if len(packed) != (end - start) * TOKEN_BYTES:
             packed = pack(seq.token_ids[start:end])
-        parent = self.pool.block_hash(seq, i - 1) if i else -1
+        parent = seq.block_hashes[i - 1] if i else -1
         self.index.add(seq.block_table[i], (parent, state), packed)
 
     def prepare(self, sequences: list[Sequence]) -> np.ndarray | None:
