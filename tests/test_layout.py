@@ -328,8 +328,8 @@ def definitions(module: Module) -> Iterator[Definition]:
 def uses(modules: dict[str, Module]) -> dict[tuple[str, str], list[tuple[str, int]]]:
     """
     (module, name) of a function or class, and ("", name) of a method -> the places (module, line) that use
-    it. Methods go by name alone; `call("name")`, which runs a method on every rank, and `_notify("name")`,
-    which runs one of every observer, count for them.
+    it. Methods go by name alone; `call("name")`, which runs a method on every rank, and `_notify("name")`
+    and `tell("name")`, which run one of every observer, count for them.
     """
     found = defaultdict(list)
     for module in modules.values():
@@ -346,7 +346,11 @@ def uses(modules: dict[str, Module]) -> dict[tuple[str, str], list[tuple[str, in
                 found[aliases.get(owner, ""), node.attr].append((module.name, node.lineno))
             elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute | ast.Name):
                 called = node.func.attr if isinstance(node.func, ast.Attribute) else node.func.id
-                if called in ("call", "_notify") and node.args and isinstance(node.args[0], ast.Constant):
+                if (
+                    called in ("call", "_notify", "tell")
+                    and node.args
+                    and isinstance(node.args[0], ast.Constant)
+                ):
                     found["", node.args[0].value].append((module.name, node.lineno))
     return found
 
