@@ -33,9 +33,9 @@ MIN_DOT_SIZE = 16  # the smallest side of a matrix that `tl.dot` multiplies
 LOG2_E = 1.4426950408889634  # exp(x) is computed as exp2(x * LOG2_E): GPUs have an instruction for exp2
 
 # The types of devices whose tensors go through the Triton kernels; others go through the torch references.
-TRITON_DEVICES: set[str] = set()
-if HAVE_TRITON:
-    TRITON_DEVICES |= {"cuda", "cpu"} if INTERPRETED else {"cuda"}
+TRITON_DEVICES = {"cuda"} if HAVE_TRITON else set()
+if HAVE_TRITON and INTERPRETED:
+    TRITON_DEVICES.add("cpu")
 
 # A process that only compiles kernels has its tensors on the CPU. It sets this to the properties of the GPU
 # that it compiles for, and adds the CPU to the devices above.
@@ -69,12 +69,6 @@ def has_hopper_shared_memory(device: torch.device) -> bool:
     """Whether a program may use 220 KB of shared memory. GPUs before Hopper and for desktops have less."""
     properties = gpu_properties(device)
     return properties is None or properties.shared_memory_per_multiprocessor >= 220_000
-
-
-def gpu_supports(device: torch.device, major: int, minor: int) -> bool:
-    """Whether a GPU is NVIDIA's and has the instructions of this compute capability."""
-    properties = gpu_properties(device)
-    return bool(properties and torch.version.cuda and (properties.major, properties.minor) >= (major, minor))
 
 
 def overlap_options(device: torch.device) -> dict[str, bool]:

@@ -22,8 +22,6 @@ SALT_1, SALT_2 = tl.constexpr(0x1B873593), tl.constexpr(0x2545F491)  # make the 
 # The public-domain hash lowbias32 shifts and multiplies twice and shifts once more. The last shift only
 # improves the low bits, so it is left out where those are dropped.
 FACTOR_1, FACTOR_2 = tl.constexpr(0x7FEB352D), tl.constexpr(0x846CA68B)
-# Its (shift, factor) for the reference, whose int32 tensors need the factors as signed integers.
-ROUNDS = ((16, int(FACTOR_1)), (15, int(FACTOR_2) - (1 << 32)), (16, 1))
 
 
 def sample(
@@ -103,7 +101,7 @@ def _minus_noise(seeds: Tensor, positions: Tensor, vocab_start: int, vocab: int)
     multiplier = _row_key(seeds, positions, SALT_1) | 1
     offset = _row_key(seeds, positions, SALT_2)
     token = torch.arange(vocab_start, vocab_start + vocab, dtype=torch.int32, device=seeds.device)
-    bits = _mix((token * multiplier[:, None]).add_(offset[:, None]), ROUNDS[:2])
+    bits = _two_rounds((token * multiplier[:, None]).add_(offset[:, None]))
     u = bits.bitwise_right_shift_(9).bitwise_and_(0x7FFFFF).float().add_(0.5).mul_(2.0**-23)
     return u.log2_().neg_().log2_()
 
@@ -112,15 +110,20 @@ def _row_key(seeds: Tensor, positions: Tensor, salt: Any) -> Tensor:
     """An int32 key for each row, from 64-bit seeds and positions."""
     key = int(salt)
     for word in (seeds, seeds >> 32, positions, positions >> 32):
-        key = _mix(word.int() ^ key)
+        key = _two_rounds(word.int() ^ key)
+        key ^= (key >> 16).bitwise_and_(0xFFFF)
     return key
 
 
-def _mix(x: Tensor, rounds: tuple[tuple[int, int], ...] = ROUNDS) -> Tensor:
-    """Hash an int32 tensor in place. Products wrap; a mask turns the arithmetic shift into a logical one."""
-    for shift, factor in rounds:
-        x ^= (x >> shift).bitwise_and_((1 << (32 - shift)) - 1)
-        x *= factor
+def _two_rounds(x: Tensor) -> Tensor:
+    """
+    Hash an int32 tensor in place. Products wrap, by factors as signed integers; masks turn the arithmetic
+    shifts into logical ones.
+    """
+    x ^= (x >> 16).bitwise_and_(0xFFFF)
+    x *= int(FACTOR_1)
+    x ^= (x >> 15).bitwise_and_(0x1FFFF)
+    x *= int(FACTOR_2) - (1 << 32)
     return x
 
 
@@ -129,22 +132,16 @@ def _two_rounds_kernel(x):
     x ^= x >> 16
     x *= FACTOR_1
     x ^= x >> 15
-    x *= FACTOR_2
-    return x
+    return x * FACTOR_2
 
 
 @triton.jit
-def _mix_kernel(x):
-    x = _two_rounds_kernel(x)
-    return x ^ (x >> 16)
-
-
-@triton.jit
-def _row_key_kernel(seed, position, salt):
-    key = _mix_kernel(seed.to(tl.uint32) ^ salt)
-    key = _mix_kernel(key ^ (seed >> 32).to(tl.uint32))
-    key = _mix_kernel(key ^ position.to(tl.uint32))
-    return _mix_kernel(key ^ (position >> 32).to(tl.uint32))
+def _row_key_kernel(seed, position, key):
+    words = seed, seed >> 32, position, position >> 32
+    for i in tl.static_range(4):
+        key = _two_rounds_kernel(words[i].to(tl.uint32) ^ key)
+        key ^= key >> 16
+    return key
 
 
 @triton.jit
@@ -152,20 +149,15 @@ def _minus_noise_kernel(bits):
     if IS_INTERPRETED:
         u = ((bits >> 9).to(tl.float32) + 0.5) * (1.0 / (1 << 23))
         return tl.log2(-tl.log2(u))
-    else:
-        # In few instructions: the top bits become the fraction of a number between 1 and 2, and the logarithm
-        # is the GPU's own. Near 1 that is not exact enough: a polynomial computes -log2(1 - rest) there.
-        u = _between_1_and_2_kernel(bits).to(tl.float32, bitcast=True) - (1.0 - 2.0**-24)
-        rest = 1.0 - u
-        near_1 = rest * (1.442695 + rest * (0.72136723 + rest * (0.47934103 + rest * 0.39956718)))
-        return _log2_kernel(tl.where(rest < 0.0625, near_1, -_log2_kernel(u)))
-
-
-@triton.jit
-def _between_1_and_2_kernel(bits):
-    """The float with the exponent of 1 (0x7f) and the top 23 of these bits as its fraction."""
+    # In few instructions: `shf` makes the top bits the fraction of a number between 1 and 2, whose exponent
+    # is 0x7f, and the logarithm is the GPU's own. Near 1 that is not exact enough: a polynomial computes
+    # -log2(1 - rest) there.
     asm: tl.constexpr = "shf.r.wrap.b32 $0, $1, 0x7f, 9;"
-    return tl.inline_asm_elementwise(asm, "=r,r", [bits], tl.uint32, is_pure=True, pack=1)
+    from_1_to_2 = tl.inline_asm_elementwise(asm, "=f,r", [bits], tl.float32, is_pure=True, pack=1)
+    u = from_1_to_2 - (1.0 - 2.0**-24)
+    rest = 1.0 - u
+    near_1 = rest * (1.442695 + rest * (0.72136723 + rest * (0.47934103 + rest * 0.39956718)))
+    return _log2_kernel(tl.where(rest < 0.0625, near_1, -_log2_kernel(u)))
 
 
 @triton.jit
@@ -211,14 +203,16 @@ def _sample_kernel(
     winner = tl.min(tl.where(lane_best == best, lane_start + tl.arange(0, BLOCK), vocab), axis=0)
 
     chunks = tl.num_programs(0)
-    tl.store(chunk_values + row * chunks + chunk, best)
-    tl.store(chunk_ids + row * chunks + chunk, winner)
+    chunk_values += row * chunks
+    chunk_ids += row * chunks
+    tl.store(chunk_values + chunk, best)
+    tl.store(chunk_ids + chunk, winner)
     tl.debug_barrier()  # both values are stored before the counter says so
     if tl.atomic_add(counters + row, 1) == chunks - 1:
         tl.store(counters + row, 0)
         index = tl.arange(0, CHUNKS_PAD)
-        candidates = tl.load(chunk_values + row * chunks + index, mask=index < chunks, other=float("-inf"))
-        ids = tl.load(chunk_ids + row * chunks + index, mask=index < chunks, other=vocab)
+        candidates = tl.load(chunk_values + index, mask=index < chunks, other=float("-inf"))
+        ids = tl.load(chunk_ids + index, mask=index < chunks, other=vocab)
         best = tl.max(candidates, axis=0)
         winner = tl.min(tl.where(candidates == best, ids, vocab), axis=0)
         tl.store(values + row, best)

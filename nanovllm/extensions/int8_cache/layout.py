@@ -15,7 +15,7 @@ from nanovllm.extensions.int8_cache.kernels.int8_cache import (
 )
 from nanovllm.extensions.int8_cache.kernels.store import int8_store_hooks
 from nanovllm.kernels.cache_layout import CacheLayout
-from nanovllm.kernels.kv_store import StoreHooks, only_written
+from nanovllm.kernels.kv_store import StoreHooks
 from nanovllm.kernels.runtime import has_hopper_shared_memory
 
 
@@ -40,7 +40,6 @@ class Int8Layout(CacheLayout):
         return hadamard_rotate(q).to(q.dtype), hadamard_rotate(k)
 
     def store(self, key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
-        key, value, slots = only_written(key, value, slots)
         store_int8_torch(key, value, k_cache, slots)
 
     def as_stored(self, x: Tensor) -> Tensor:

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from nanovllm.extensions.experts.kernels.experts import ExpertWeights, GroupedProduct, activate, find_tile
 from nanovllm.extensions.quantised.kernels.fp8_linear import GROUP, QuantisedRows, quantise
+from nanovllm.extensions.quantised.kernels.gpu import gpu_supports
 from nanovllm.extensions.quantised.kernels.quantised_weight import QuantisedWeight
 from nanovllm.kernels import runtime
-from nanovllm.kernels.runtime import gpu_supports, is_on_gpu, tl, triton, use_triton
+from nanovllm.kernels.runtime import is_on_gpu, tl, triton, use_triton
 
 # Pairs and rows of the weight a tile, warps, pipeline stages, by the most pairs that an expert has on
 # average. Scales of blocks are applied to sums besides, for which larger tiles leave no registers.

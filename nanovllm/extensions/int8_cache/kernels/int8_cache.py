@@ -73,7 +73,9 @@ def as_stored(x: Tensor) -> Tensor:
 
 
 def store_int8_torch(key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
-    """Quantise and store key and value [tokens, kv_heads, head_dim] in slots [tokens], all at least 0."""
+    """Quantise and store key and value [tokens, kv_heads, head_dim] in slots [tokens], unless they are -1."""
+    written = slots >= 0
+    key, value, slots = key[written], value[written], slots[written].long()
     block_size, _ = page_sizes(cache, key.shape[-1])
     block, token = slots // block_size, slots % block_size
     keys, values, scales = _parts(cache, key.shape[-1])

@@ -12,13 +12,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from nanovllm.extensions.quantised.kernels.gpu import gpu_supports
 from nanovllm.extensions.quantised.kernels.quantised_weight import QuantisedWeight
 from nanovllm.kernels.activation import silu_and_mul_torch
 from nanovllm.kernels.layernorm import add_rms_norm_torch
 from nanovllm.kernels.runtime import (
     cdiv,
     gpu_properties,
-    gpu_supports,
     is_on_gpu,
     next_power_of_2,
     overlap_options,
