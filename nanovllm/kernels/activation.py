@@ -29,8 +29,9 @@ def activate_and_mul(x: Tensor, activation: Any) -> Tensor:
     width = x.shape[-1] // 2
     out = x.new_empty(*x.shape[:-1], width)
     rows = x.reshape(-1, 2 * width)
-    grid = len(rows), cdiv(width, BLOCK)
-    _activate_and_mul_kernel[grid](rows, out, rows.stride(0), width, ACTIVATION=activation, BLOCK=BLOCK)
+    _activate_and_mul_kernel[(len(rows), cdiv(width, BLOCK))](
+        rows, out, rows.stride(0), width, ACTIVATION=activation, BLOCK=BLOCK
+    )
     return out
 
 

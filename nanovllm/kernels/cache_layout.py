@@ -12,79 +12,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.kernels.kv_store import StoreHooks, store_kvcache
-from nanovllm.kernels.runtime import cdiv, masked_load, tl, triton
-
-
-class CacheLayout:
-    """
-    `load` is a Triton function that reads a tile of keys and values in the prefill kernel, as `load_rows`
-    does. `decode_kernel` is None, or a Triton kernel that does the work of decode attention's, with the same
-    parameters.
-    """
-
-    planes = 2  # keys and values are two tensors
-    has_token_rows = True  # what a block holds of a token is one piece, behind that of the token before
-    decode_kernel: Any = None
-
-    def __init__(self, dtype: torch.dtype = torch.float32):
-        self.dtype = dtype
-        self.load: Any = load_rows
-
-    def page_shape(self, block_size: int, kv_heads: int, head_dim: int) -> tuple[int, ...]:
-        """The shape of one layer's part of a block, in each plane."""
-        return block_size, kv_heads, head_dim
-
-    def page_sizes(self, cache: Tensor, head_dim: int) -> tuple[int, int]:
-        """block_size and kv_heads of a layer's cache."""
-        return cache.shape[1], cache.shape[2]
-
-    def rotate(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotate queries and keys further, both alike: their products stay the same."""
-        return q, k
-
-    def store(self, key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
-        """Do what `store_kvcache` does. The keys are rotated already."""
-        store_kvcache(key, value, k_cache, v_cache, slots)
-
-    def as_stored(self, x: Tensor) -> Tensor:
-        """
-        What the cache holds of keys or values x [..., head_dim]. A prefill attends to that, so that results
-        do not depend on which tokens come from the cache.
-        """
-        return x
-
-    def store_hooks(self, cache: Tensor, head_dim: int, is_prefill: bool) -> StoreHooks:
-        """What `qk_norm_rope_store` does differently for this layout."""
-        return StoreHooks()
-
-    def decode_tile(self, q: Tensor, cache: Tensor) -> tuple[int, int]:
-        """
-        Bytes that an element of a tile takes in the decode kernel, and the pipeline stages that load tiles
-        where contexts are not split.
-        """
-        size = cache.element_size()
-        if q.dtype != cache.dtype:  # a tile is held twice: as it was read, and converted
-            size = 2 * max(q.element_size(), size)
-        return size, 2
-
-    def read(
-        self, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, begin: int, end: int, head_dim: int
-    ) -> tuple[Tensor, Tensor]:
-        """
-        Keys and values [kv_heads, tokens, head_dim] of a sequence's tokens from begin to end. Where its
-        blocks lie side by side, they are not copied.
-        """
-        block_size = k_cache.shape[1]
-        blocks = block_table[begin // block_size : cdiv(end, block_size)]
-        numbers = blocks.tolist()
-        first = numbers[0]
-        if numbers != [*range(first, first + len(numbers))]:
-            k_cache, v_cache, first = k_cache.index_select(0, blocks), v_cache.index_select(0, blocks), 0
-        start = first * block_size + begin % block_size
-        keys, values = (
-            cache.flatten(0, 1).narrow(0, start, end - begin).transpose(0, 1) for cache in (k_cache, v_cache)
-        )
-        return keys, values
+from nanovllm.kernels.runtime import masked_load, tl, triton
 
 
 @triton.jit
@@ -118,6 +46,75 @@ def load_rows(cache, start, len_k, inside, DTYPE: tl.constexpr, SIZES: tl.conste
         key = masked_load(k_address, k_mask)
         value = masked_load(v_address, v_mask)
     return key.to(DTYPE), value.to(DTYPE)
+
+
+class CacheLayout:
+    """
+    `load` is a Triton function that reads a tile of keys and values in the prefill kernel, as `load_rows`
+    does. `decode_kernel` is None, or a Triton kernel that does the work of decode attention's, with the same
+    parameters.
+    """
+
+    planes = 2  # keys and values are two tensors
+    has_token_rows = True  # what a block holds of a token is one piece, behind that of the token before
+    store = staticmethod(store_kvcache)  # the keys are rotated already
+    load: Any = load_rows
+    decode_kernel: Any = None
+
+    def __init__(self, dtype: torch.dtype = torch.float32):
+        self.dtype = dtype
+
+    def page_shape(self, block_size: int, kv_heads: int, head_dim: int) -> tuple[int, ...]:
+        """The shape of one layer's part of a block, in each plane."""
+        return block_size, kv_heads, head_dim
+
+    def page_sizes(self, cache: Tensor, head_dim: int) -> tuple[int, int]:
+        """block_size and kv_heads of a layer's cache."""
+        return cache.shape[1], cache.shape[2]
+
+    def rotate(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotate queries and keys further, both alike: their products stay the same."""
+        return q, k
+
+    def as_stored(self, x: Tensor) -> Tensor:
+        """
+        What the cache holds of keys or values x [..., head_dim]. A prefill attends to that, so that results
+        do not depend on which tokens come from the cache.
+        """
+        return x
+
+    def store_hooks(self, cache: Tensor, head_dim: int, is_prefill: bool) -> StoreHooks:
+        """What `qk_norm_rope_store` does differently for this layout."""
+        return StoreHooks()
+
+    def decode_tile(self, q: Tensor, cache: Tensor) -> tuple[int, int]:
+        """
+        Bytes that an element of a tile takes in the decode kernel, and the pipeline stages that load tiles
+        where contexts are not split.
+        """
+        size = cache.element_size()
+        if q.dtype != cache.dtype:  # a tile is held twice: as it was read, and converted
+            size = 2 * max(q.element_size(), size)
+        return size, 2
+
+    def read(
+        self, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, begin: int, end: int, head_dim: int
+    ) -> tuple[Tensor, Tensor]:
+        """
+        Keys and values [kv_heads, tokens, head_dim] of a sequence's tokens from begin to end. Where its
+        blocks lie side by side, they are not copied.
+        """
+        block_size = k_cache.shape[1]
+        blocks = block_table[begin // block_size : -(-end // block_size)]
+        numbers = blocks.tolist()
+        first = numbers[0]
+        if numbers != [*range(first, first + len(numbers))]:
+            k_cache, v_cache, first = k_cache.index_select(0, blocks), v_cache.index_select(0, blocks), 0
+        start = first * block_size + begin % block_size
+        keys, values = (
+            cache.flatten(0, 1).narrow(0, start, end - begin).transpose(0, 1) for cache in (k_cache, v_cache)
+        )
+        return keys, values
 
 
 ROWS = CacheLayout()

@@ -27,10 +27,10 @@ def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float)
         residual = residual.contiguous()
         total = x.new_empty(x.shape)
     block = next_power_of_2(hidden)
-    num_warps = max(1, min(16, block // 256))
     _rms_norm_kernel[(len(rows),)](
-        rows, residual, weight, normed, total, eps, rows.stride(0), hidden, BLOCK=block, num_warps=num_warps
-    )
+        rows, residual, weight, normed, total, eps, rows.stride(0), hidden,
+        BLOCK=block, num_warps=max(1, min(16, block // 256)),
+    )  # fmt: skip
     return normed, x if total is None else total
 
 

@@ -11,8 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanovllm.kernels import runtime
-from nanovllm.kernels.runtime import IS_INTERPRETED, LOG2_E, TRITON_DEVICES, cdiv, next_power_of_2, tl, triton
+from nanovllm.kernels.runtime import (
+    IS_INTERPRETED,
+    LOG2_E,
+    TRITON_DEVICES,
+    arrival_counters,
+    cdiv,
+    next_power_of_2,
+    num_multiprocessors,
+    tl,
+    triton,
+)
 
 BLOCK = 1024
 PROGRAMS_PER_MULTIPROCESSOR = 24  # several waves, so that all multiprocessors end at about the same time
@@ -43,13 +52,13 @@ def sample(
         return sample_torch(logits, temperatures, seeds, positions, vocab_start, lowest)
     batch, vocab = logits.shape
     num_tiles = cdiv(vocab, BLOCK)
-    num_programs = PROGRAMS_PER_MULTIPROCESSOR * runtime.num_multiprocessors(logits.device)
+    num_programs = PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors(logits.device)
     tiles_per_chunk = max(1, num_tiles * batch // num_programs)
     chunks = cdiv(num_tiles, tiles_per_chunk)
     values, token_ids = torch.empty_like(temperatures), torch.empty_like(seeds)
     chunk_values = values.new_empty(batch, chunks)
     chunk_ids = values.new_empty(batch, chunks, dtype=torch.int32)
-    counters = runtime.arrival_counters(logits.device)
+    counters = arrival_counters(logits.device)
     _sample_kernel[(chunks, batch)](
         logits,
         temperatures,

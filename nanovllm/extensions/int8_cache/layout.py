@@ -24,11 +24,11 @@ class Int8Layout(CacheLayout):
 
     planes = 1
     has_token_rows = False
+    load = load_dequantised
     decode_kernel = int8_decode_kernel
 
     def __init__(self):
         super().__init__(torch.uint8)
-        self.load = load_dequantised
 
     def page_shape(self, block_size: int, kv_heads: int, head_dim: int) -> tuple[int, ...]:
         return kv_heads, block_size * (2 * head_dim + SCALE_BYTES)

@@ -294,7 +294,7 @@ def add_partials(kept, index, sums, SIZES: tl.constexpr, HOOKS: tl.constexpr):
 def load_partial(indices, i, count, results, log_sums, row, dim, SIZES: tl.constexpr):
     """A sequence's i-th partial result and log2 of its softmax's denominator (-inf: there is none)."""
     index = tl.load(indices + i, mask=i < count, other=0)
-    first_row = index.to(tl.int64) * (SIZES.KV_HEADS * SIZES.READERS * SIZES.HEADS)
+    first_row = index.to(tl.int64) * (SIZES.SHARES * SIZES.HEADS)
     is_there = row < tl.where(i < count, SIZES.HEADS, 0)
     inside = is_there[None, :] & (dim < SIZES.HEAD_DIM)[:, None]
     result = tl.load(results + first_row * SIZES.HEAD_DIM, mask=inside, other=0.0)
