@@ -33,38 +33,30 @@ SALT_1, SALT_2 = tl.constexpr(0x1B873593), tl.constexpr(0x2545F491)  # make the 
 FACTOR_1, FACTOR_2 = tl.constexpr(0x7FEB352D), tl.constexpr(0x846CA68B)
 
 
-def sample(
-    logits: Tensor,
-    temperatures: Tensor,
-    seeds: Tensor,
-    positions: Tensor,
-    vocab_start: int = 0,
-    lowest: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def sample(logits: Tensor, step: Any) -> tuple[Tensor, Tensor]:
     """The drawn token of each row and the score it won with: (float32 [batch], int64 [batch]).
 
-    logits is [batch, vocabulary or a shard of it that begins at vocab_start]. temperatures float32 [batch],
-    where 0 is greedy; seeds and positions int64 [batch]. Of equal scores the lowest token id wins. Scores
-    with noise are log2(e) times those of the formula, because the GPU's logarithm has base 2. Tokens whose
-    logit is below their row's `lowest`, float32 [batch], are not drawn.
+    logits is [batch, vocabulary or a shard of it that begins at step.vocab_start]; `step` is a SamplingStep
+    (layers/sampler.py). Of equal scores the lowest token id wins. Scores with noise are log2(e) times those
+    of the formula, because the GPU's logarithm has base 2.
     """
     if logits.device.type not in TRITON_DEVICES:
-        return sample_torch(logits, temperatures, seeds, positions, vocab_start, lowest)
+        return sample_torch(logits, step)
     batch, vocab = logits.shape
     num_tiles = cdiv(vocab, BLOCK)
     num_programs = PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors(logits.device)
     tiles_per_chunk = max(1, num_tiles * batch // num_programs)
     chunks = cdiv(num_tiles, tiles_per_chunk)
-    values, token_ids = torch.empty_like(temperatures), torch.empty_like(seeds)
+    values, token_ids = torch.empty_like(step.temperatures), torch.empty_like(step.seeds)
     chunk_values = values.new_empty(batch, chunks)
     chunk_ids = values.new_empty(batch, chunks, dtype=torch.int32)
     counters = arrival_counters(logits.device)
     _sample_kernel[(chunks, batch)](
         logits,
-        temperatures,
-        seeds,
-        positions,
-        lowest,
+        step.temperatures,
+        step.seeds,
+        step.positions,
+        step.lowest,
         values,
         token_ids,
         chunk_values,
@@ -72,7 +64,7 @@ def sample(
         counters,
         logits.stride(0),
         vocab,
-        vocab_start,
+        step.vocab_start,
         tiles_per_chunk,
         BLOCK=BLOCK,
         CHUNKS_PAD=next_power_of_2(num_tiles),
@@ -81,25 +73,19 @@ def sample(
     return values, token_ids
 
 
-def sample_torch(
-    logits: Tensor,
-    temperatures: Tensor,
-    seeds: Tensor,
-    positions: Tensor,
-    vocab_start: int = 0,
-    lowest: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    if lowest is not None:
-        logits = logits.masked_fill(logits.float() < lowest[:, None], -torch.inf)
+def sample_torch(logits: Tensor, step: Any) -> tuple[Tensor, Tensor]:
+    temperatures, vocab = step.temperatures, logits.shape[1]
+    if step.lowest is not None:
+        logits = logits.masked_fill(logits.float() < step.lowest[:, None], -torch.inf)
     best, token_ids = logits.max(dim=-1)
     values = best.float()
     noisy = (temperatures > 0).nonzero().flatten()
-    most_rows = max(1, REFERENCE_ELEMENTS // logits.shape[1])
+    most_rows = max(1, REFERENCE_ELEMENTS // vocab)
     for rows in noisy.split(most_rows) if len(noisy) else ():
         scores = logits[rows].float().mul_((temperatures[rows].reciprocal() * LOG2_E)[:, None])
-        scores -= _minus_noise(seeds[rows], positions[rows], vocab_start, logits.shape[1])
+        scores -= _minus_noise(step.seeds[rows], step.positions[rows], step.vocab_start, vocab)
         values[rows], token_ids[rows] = scores.max(dim=-1)
-    return values, token_ids + vocab_start
+    return values, token_ids + step.vocab_start
 
 
 def _minus_noise(seeds: Tensor, positions: Tensor, vocab_start: int, vocab: int) -> Tensor:

@@ -18,6 +18,7 @@ from nanovllm.kernels.attention_variant import AttentionVariant
 from nanovllm.kernels.cache_layout import CacheLayout
 from nanovllm.kernels.runtime import INTERPRETED
 from nanovllm.layers.rotary_embedding import apply_rotary_emb
+from nanovllm.layers.sampler import SamplingStep
 from nanovllm.utils.context import Context
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -241,3 +242,7 @@ def sampling_inputs(batch, vocab, device, dtype=torch.float32):
     logits = rand(batch, vocab + 8, device=device, dtype=dtype)[:, :vocab]
     seeds = torch.randint(-(2**62), 2**62, (batch,), device=device)
     return logits, seeds, torch.randint(0, 5000, (batch,), device=device)
+
+
+def drawn(sample, logits, temperatures, seeds, positions, vocab_start=0, lowest=None):
+    return sample(logits, SamplingStep(None, temperatures, seeds, positions, vocab_start, lowest))
