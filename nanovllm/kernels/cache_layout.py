@@ -16,7 +16,7 @@ from nanovllm.kernels.runtime import masked_load, tl, triton
 
 
 @triton.jit
-def load_rows(cache, start, len_k, inside, DTYPE: tl.constexpr, SIZES: tl.constexpr, MASKED: tl.constexpr):
+def load_rows(cache, start, len_k, inside, DTYPE, SIZES, MASKED):
     """
     The keys [DIM_PAD, KEY_TILE] and values [KEY_TILE, DIM_PAD] of the tokens from `start` on, a multiple of
     KEY_TILE, in this dtype; if MASKED, of those `inside` only. `cache` is where this head's key and value of

@@ -212,7 +212,7 @@ def _decode_kernel(
 
 
 @triton.jit
-def begin_decode(q, q_batch_stride, q_head_stride, extras, SIZES: tl.constexpr, HOOKS: tl.constexpr):
+def begin_decode(q, q_batch_stride, q_head_stride, extras, SIZES, HOOKS):
     """
     -> queries [DIM_PAD, HEADS_PAD], and their index: number in the program, head, and dimension; what the
     sums over tokens begin with; and what `begin` of the hooks keeps for `end`.
@@ -236,7 +236,7 @@ def begin_decode(q, q_batch_stride, q_head_stride, extras, SIZES: tl.constexpr, 
 
 
 @triton.jit
-def _prefetch_tile(k_cache, v_cache, table, kv_head, begin, end, SIZES: tl.constexpr):
+def _prefetch_tile(k_cache, v_cache, table, kv_head, begin, end, SIZES):
     """Start loading the tile at `begin` into the L2 cache, as far as it has tokens."""
     ROW_BYTES: tl.constexpr = SIZES.HEAD_DIM * k_cache.dtype.element_ty.primitive_bitwidth // 8
     if ROW_BYTES % 16 == 0:
@@ -248,7 +248,7 @@ def _prefetch_tile(k_cache, v_cache, table, kv_head, begin, end, SIZES: tl.const
 
 
 @triton.jit
-def _row_start(table, token, inside, kv_head, SIZES: tl.constexpr):
+def _row_start(table, token, inside, kv_head, SIZES):
     """Where the key of each of these tokens begins in its cache, and the value too."""
     block = masked_load(table + token // SIZES.BLOCK_SIZE, inside)
     slot = block.to(tl.int64) * SIZES.BLOCK_SIZE + token % SIZES.BLOCK_SIZE

@@ -51,10 +51,7 @@ def store_kvcache_torch(
 
 
 @triton.jit
-def store_rows(
-    k_cache, v_cache, slot, head, half, is_q, is_v, inside, address, half1, half2,
-    SIZES: tl.constexpr, HOOKS: tl.constexpr,
-):  # fmt: skip
+def store_rows(k_cache, v_cache, slot, head, half, is_q, is_v, inside, address, half1, half2, SIZES, HOOKS):
     """
     Store both halves [HEADS, HALF_PAD], float32, of these heads [HEADS, 1] of a token, if they are of k or v.
     `inside` masks what is padding. The first half was read from `address`, inside qkv.
@@ -219,5 +216,5 @@ def _qk_norm_rope_store_kernel(
 
 
 @triton.jit
-def _rounded(x, DTYPE: tl.constexpr):
+def _rounded(x, DTYPE):
     return x.to(DTYPE).to(tl.float32)

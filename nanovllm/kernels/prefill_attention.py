@@ -138,18 +138,16 @@ def _prefill_kernel(
     dim = tl.arange(0, SIZES.DIM_PAD)
     inside = (index < len_q)[:, None] & (dim < SIZES.HEAD_DIM)[None, :]
     token = (q_start + index).to(tl.int64)
-    q_address = q + token[:, None] * q_token_stride + head * q_head_stride + dim[None, :]
-    query = masked_load(q_address, inside)
+    query = masked_load(q + token[:, None] * q_token_stride + head * q_head_stride + dim[None, :], inside)
 
     kv_head = head // SIZES.HEADS_PER_KV
     k_head = k + kv_head * k_head_stride
     v_head = v + kv_head * v_head_stride
     if block_tables is None:
-        table: tl.constexpr = None
         k_head += k_start.to(tl.int64) * k_token_stride
         v_head += k_start.to(tl.int64) * v_token_stride
     else:
-        table = block_tables + seq.to(tl.int64) * table_stride
+        block_tables += seq.to(tl.int64) * table_stride
     last_key = len_k - len_q + index  # the last key that each query sees
     position = len_k - len_q + first  # of the first query
     all_seen = (tl.maximum(position + 1, 0) // KEY_TILE) * KEY_TILE
@@ -161,7 +159,7 @@ def _prefill_kernel(
     if HOOKS.begin_prefill is not None:
         highest, total = HOOKS.begin_prefill(extras, head, highest, total, HOOKS)
     sums = highest, total, acc
-    cache = k_head, v_head, table, k_token_stride, v_token_stride
+    cache = k_head, v_head, block_tables, k_token_stride, v_token_stride
     begin = 0
     seen = len_k, None, None, last_key
     if HOOKS.first_token is not None:
@@ -187,10 +185,7 @@ def _prefill_kernel(
 
 
 @triton.jit
-def attend_to_tiles(
-    begin, end, query, cache, seen, sums, scale_log2,
-    SIZES: tl.constexpr, HOOKS: tl.constexpr, LOAD: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
+def attend_to_tiles(begin, end, query, cache, seen, sums, scale_log2, SIZES, HOOKS, LOAD, MASKED):
     """
     Add the tiles from `begin`, a multiple of KEY_TILE, up to `end` to the sums: exp2(score - highest) to
     `total`, values with these weights to `acc`. `load_rows` explains `cache`. `seen` is (len_k, first_key,

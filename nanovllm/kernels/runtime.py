@@ -108,7 +108,7 @@ def arrival_counters(device: torch.device) -> Tensor:
 
 
 @triton.jit
-def pdl_wait(OVERLAP: tl.constexpr):
+def pdl_wait(OVERLAP):
     """With `overlap_options`: let the next kernel start, then wait for all kernels before this one."""
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
@@ -116,7 +116,7 @@ def pdl_wait(OVERLAP: tl.constexpr):
 
 
 @triton.jit
-def pdl_wait_then_launch(OVERLAP: tl.constexpr):
+def pdl_wait_then_launch(OVERLAP):
     """The same in the other order: the next kernel starts when all kernels before this one have ended."""
     if OVERLAP:
         tl.extra.cuda.gdc_wait()

@@ -9,7 +9,7 @@ from nanovllm.kernels.runtime import masked_load, tl, triton
 
 
 @triton.jit
-def own_tokens(context_lens, extras, SIZES: tl.constexpr, HOOKS: tl.constexpr):
+def own_tokens(context_lens, extras, SIZES, HOOKS):
     """
     Which tokens this program sees, of sequence program_id(1). -> the first that the query sees, begin and end
     of this program's, and how many splits have tokens.
@@ -33,9 +33,7 @@ def own_tokens(context_lens, extras, SIZES: tl.constexpr, HOOKS: tl.constexpr):
 
 
 @triton.jit
-def store_result(
-    out, partial, counters, sums, kept, index, used_splits, SIZES: tl.constexpr, HOOKS: tl.constexpr
-):
+def store_result(out, partial, counters, sums, kept, index, used_splits, SIZES, HOOKS):
     """
     Store attention over all tokens, or this program's part of it. `sums` are the highest score, in units of
     log2, and total [HEADS_PAD], and the weighted values [DIM_PAD, HEADS_PAD].
@@ -68,7 +66,7 @@ def store_result(
 
 
 @triton.jit
-def combine_splits(partial, log_sums, first_row, used_splits, out, dim, SIZES: tl.constexpr):
+def combine_splits(partial, log_sums, first_row, used_splits, out, dim, SIZES):
     """Add up the partial results of all splits, COMBINED_SPLITS at a time."""
     head = tl.arange(0, SIZES.COMBINED_HEADS)
     split = tl.arange(0, SIZES.COMBINED_SPLITS)

@@ -73,7 +73,7 @@ def int8_decode_kernel(
 
 
 @triton.jit
-def _prefetch_tile(k_cache, v_cache, table, kv_head, begin, end, SIZES: tl.constexpr):
+def _prefetch_tile(k_cache, v_cache, table, kv_head, begin, end, SIZES):
     """Start to load the tile at `begin` into the L2 cache, as far as it has tokens."""
     if SIZES.HEAD_DIM % 16 == 0:
         token = begin + tl.arange(0, SIZES.TILE)
