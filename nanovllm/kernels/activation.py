@@ -45,9 +45,9 @@ def _activate_and_mul_kernel(x, out, x_stride, width, ACTIVATION: tl.constexpr, 
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
-    row_start = x + row * x_stride
-    gate = masked_load(row_start + column, inside)
-    up = masked_load(row_start + width + column, inside)
+    x += row * x_stride
+    gate = masked_load(x + column, inside)
+    up = masked_load(x + width + column, inside)
     activated = ACTIVATION(gate.to(tl.float32)).to(gate.dtype)
     address = out + row * width + column
     tl.store(address, activated.to(tl.float32) * up.to(tl.float32), mask=inside)

@@ -18,6 +18,7 @@ from nanovllm.kernels.cache_layout import ROWS, CacheLayout
 from nanovllm.kernels.runtime import (
     LOG2_E,
     MIN_DOT_SIZE,
+    MINUS_INF,
     TRITON_DEVICES,
     arrival_counters,
     cdiv,
@@ -199,7 +200,7 @@ def _decode_kernel(
         score = tl.dot(key, query, input_precision="ieee") * scale_log2
         if HOOKS.score is not None:
             score = HOOKS.score(score, HOOKS)
-        score = tl.where(seen[:, None], score, float("-inf"))
+        score = tl.where(seen[:, None], score, MINUS_INF)
         new_highest = tl.maximum(highest, tl.max(score, axis=0))
         shrink = tl.exp2(highest - new_highest)
         weight = tl.exp2(score - new_highest[None, :])
@@ -225,7 +226,7 @@ def begin_decode(q, q_batch_stride, q_head_stride, extras, SIZES, HOOKS):
     )
     query = masked_load(address, (row < SIZES.HEADS)[None, :] & (dim < SIZES.HEAD_DIM)[:, None])
     index = row, head, dim
-    highest = tl.full([SIZES.HEADS_PAD], float("-inf"), tl.float32)
+    highest = tl.full([SIZES.HEADS_PAD], MINUS_INF, tl.float32)
     # Each place in a tile has a sum of its own, until the end.
     total = tl.full([SIZES.TILE, SIZES.HEADS_PAD], 0.0, tl.float32)
     acc = tl.full([SIZES.DIM_PAD, SIZES.HEADS_PAD], 0.0, tl.float32)

@@ -37,9 +37,8 @@ def store_kvcache(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, 
 def store_kvcache_torch(
     key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
 ) -> None:
-    slots = slot_mapping.tolist()
-    if len(slots) == 1:  # a plain copy takes a fraction of the time of `index_copy_`
-        page, offset = divmod(slots[0], k_cache.shape[1])
+    if len(slot_mapping) == 1:  # a plain copy takes a fraction of the time of `index_copy_`
+        page, offset = divmod(int(slot_mapping), k_cache.shape[1])
         if page >= 0:
             k_cache[page, offset] = key
             v_cache[page, offset] = value

@@ -16,6 +16,7 @@ from nanovllm.kernels.cache_layout import ROWS, CacheLayout
 from nanovllm.kernels.runtime import (
     LOG2_E,
     MIN_DOT_SIZE,
+    MINUS_INF,
     TRITON_DEVICES,
     cdiv,
     has_hopper_shared_memory,
@@ -153,7 +154,7 @@ def _prefill_kernel(
     all_seen = (tl.maximum(position + 1, 0) // KEY_TILE) * KEY_TILE
     some_seen = tl.minimum(position + QUERY_TILE, len_k)
 
-    highest = tl.full([QUERY_TILE], float("-inf"), tl.float32)
+    highest = tl.full([QUERY_TILE], MINUS_INF, tl.float32)
     total = tl.zeros_like(highest)
     acc = tl.full([QUERY_TILE, SIZES.DIM_PAD], 0.0, tl.float32)
     if HOOKS.begin_prefill is not None:
@@ -205,11 +206,11 @@ def attend_to_tiles(begin, end, query, cache, seen, sums, scale_log2, SIZES, HOO
         if HOOKS.score is not None:
             score, unit = HOOKS.score(score * scale_log2, HOOKS), 1.0
         if MASKED:
-            score = tl.where(token[None, :] <= last_key[:, None], score, float("-inf"))
+            score = tl.where(token[None, :] <= last_key[:, None], score, MINUS_INF)
             if first_key is not None:
-                score = tl.where(inside[None, :], score, float("-inf"))
+                score = tl.where(inside[None, :], score, MINUS_INF)
             if unseen_key is not None:
-                score = tl.where(token[None, :] > unseen_key[:, None], score, float("-inf"))
+                score = tl.where(token[None, :] > unseen_key[:, None], score, MINUS_INF)
         new_highest = tl.maximum(highest, tl.max(score, axis=1) * unit)
         if MASKED:
             new_highest = tl.maximum(new_highest, -1.0e30)  # finite for a query that has seen no key yet

@@ -27,6 +27,7 @@ except ImportError:
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton's own switch: kernels run as Python on CPUs
 IS_INTERPRETED = tl.constexpr(INTERPRETED)  # the same, for use inside kernels
+MINUS_INF = tl.constexpr(float("-inf"))
 NUM_COUNTERS = 1 << 16  # the largest second or third dimension of a grid
 ROW_PADDING = 128
 MIN_DOT_SIZE = 16  # the smallest side of a matrix that `tl.dot` multiplies

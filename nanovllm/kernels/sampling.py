@@ -14,6 +14,7 @@ from torch import Tensor
 from nanovllm.kernels.runtime import (
     IS_INTERPRETED,
     LOG2_E,
+    MINUS_INF,
     TRITON_DEVICES,
     arrival_counters,
     cdiv,
@@ -178,16 +179,16 @@ def _sample_kernel(
     offset = _row_key_kernel(seed, position, SALT_2)
     begin = chunk * tiles_per_chunk * BLOCK
     end = tl.minimum(begin + tiles_per_chunk * BLOCK, vocab)
-    lane_best = tl.full([BLOCK], float("-inf"), tl.float32)
+    lane_best = tl.full([BLOCK], MINUS_INF, tl.float32)
     lane_start = tl.zeros([BLOCK], tl.int32) + begin
     threshold = tl.load(lowest + row) if lowest is not None else 0.0
     scale = (1.0 / tl.where(temperature > 0, temperature, 1.0)) * UNIT
     for start in tl.range(begin, end, BLOCK, num_stages=3):
         column = start + tl.arange(0, BLOCK)
         address = logits + row.to(tl.int64) * row_stride + column
-        score = tl.load(address, mask=column < end, other=float("-inf")).to(tl.float32)
+        score = tl.load(address, mask=column < end, other=MINUS_INF).to(tl.float32)
         if lowest is not None:
-            score = tl.where(score < threshold, float("-inf"), score)
+            score = tl.where(score < threshold, MINUS_INF, score)
         if temperature > 0:
             bits = _two_rounds_kernel((column + vocab_start).to(tl.uint32) * multiplier + offset)
             score = score * scale - _minus_noise_kernel(bits)
@@ -206,7 +207,7 @@ def _sample_kernel(
     if tl.atomic_add(counters + row, 1) == chunks - 1:
         tl.store(counters + row, 0)
         index = tl.arange(0, CHUNKS_PAD)
-        candidates = tl.load(chunk_values + index, mask=index < chunks, other=float("-inf"))
+        candidates = tl.load(chunk_values + index, mask=index < chunks, other=MINUS_INF)
         ids = tl.load(chunk_ids + index, mask=index < chunks, other=vocab)
         best = tl.max(candidates, axis=0)
         winner = tl.min(tl.where(candidates == best, ids, vocab), axis=0)

@@ -5,7 +5,7 @@ the logarithm of its own sum. The last program to finish weighs the partial resu
 them up.
 """
 
-from nanovllm.kernels.runtime import masked_load, tl, triton
+from nanovllm.kernels.runtime import MINUS_INF, masked_load, tl, triton
 
 
 @triton.jit
@@ -78,7 +78,7 @@ def combine_splits(partial, log_sums, first_row, used_splits, out, dim, SIZES):
     for start in range(0, used_splits, SIZES.COMBINED_SPLITS):
         part_row = (first_row + (start + split)[:, None] * SIZES.HEADS + head[None, :]).to(tl.int64)
         is_used = (start + split < used_splits)[:, None] & is_head[None, :]
-        log_sum = tl.load(log_sums + part_row, mask=is_used, other=float("-inf"))
+        log_sum = tl.load(log_sums + part_row, mask=is_used, other=MINUS_INF)
         address = partial + part_row[:, :, None] * SIZES.HEAD_DIM + dim[None, None, :]
         part = masked_load(address, is_used[:, :, None] & is_dim[None, None, :])
         new_highest = tl.maximum(highest, tl.max(log_sum, axis=0))

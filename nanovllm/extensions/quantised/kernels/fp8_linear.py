@@ -19,7 +19,6 @@ from nanovllm.kernels.layernorm import add_rms_norm_torch
 from nanovllm.kernels.runtime import (
     cdiv,
     gpu_properties,
-    is_on_gpu,
     next_power_of_2,
     overlap_options,
     pdl_wait,
@@ -60,7 +59,7 @@ class Unscaled(NamedTuple):
 
 def can_use_fp8(x: Tensor, weight: QuantisedWeight) -> bool:
     """Whether rows like x [rows, features] can be quantised and multiplied by this weight."""
-    is_possible = is_on_gpu(x) and use_triton(x) and gpu_supports(x.device, 8, 9)
+    is_possible = use_triton(x) and gpu_supports(x.device, 8, 9)
     if not (is_possible and weight.is_fp8 and x.dtype == torch.bfloat16):
         return False
     out_features, in_features = weight.shape
