@@ -29,8 +29,9 @@ def activate_and_mul(x: Tensor, activation: Any) -> Tensor:
     width = x.shape[-1] // 2
     out = x.new_empty(*x.shape[:-1], width)
     rows = x.reshape(-1, 2 * width)
-    grid = len(rows), cdiv(width, BLOCK)
-    _activate_and_mul_kernel[grid](rows, out, rows.stride(0), width, ACTIVATION=activation, BLOCK=BLOCK)
+    _activate_and_mul_kernel[(len(rows), cdiv(width, BLOCK))](
+        rows, out, rows.stride(0), width, ACTIVATION=activation, BLOCK=BLOCK
+    )
     return out
 
 
@@ -44,9 +45,9 @@ def _activate_and_mul_kernel(x, out, x_stride, width, ACTIVATION: tl.constexpr, 
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
-    row_start = x + row * x_stride
-    gate = masked_load(row_start + column, inside)
-    up = masked_load(row_start + width + column, inside)
+    x += row * x_stride
+    gate = masked_load(x + column, inside)
+    up = masked_load(x + width + column, inside)
     activated = ACTIVATION(gate.to(tl.float32)).to(gate.dtype)
     address = out + row * width + column
     tl.store(address, activated.to(tl.float32) * up.to(tl.float32), mask=inside)

@@ -24,7 +24,7 @@ class Hooks(NamedTuple):
     score(score, HOOKS): a tile of scores -> what takes their place.
     begin(extras, index, highest, total, SIZES, HOOKS) -> highest, total, kept: what a decode program begins
     with. Its sequence is program_id(1), and if program_id(2) is 0 it has the first split, to which keys may
-    be added that are not in the cache. `index` is (row, head, dim), see `load_query`; `highest` is
+    be added that are not in the cache. `index` is (row, head, dim), see `begin_decode`; `highest` is
     [HEADS_PAD], `total` [TILE, HEADS_PAD].
     end(kept, index, sums, SIZES, HOOKS) -> sums: what a decode program does with its results, which are
     highest and total [HEADS_PAD] and acc [DIM_PAD, HEADS_PAD].

@@ -12,7 +12,40 @@ import torch
 from torch import Tensor
 
 from nanovllm.kernels.kv_store import StoreHooks, store_kvcache
-from nanovllm.kernels.runtime import cdiv, masked_load, tl, triton
+from nanovllm.kernels.runtime import masked_load, tl, triton
+
+
+@triton.jit
+def load_rows(cache, start, len_k, inside, DTYPE, SIZES, MASKED):
+    """
+    The keys [DIM_PAD, KEY_TILE] and values [KEY_TILE, DIM_PAD] of the tokens from `start` on, a multiple of
+    KEY_TILE, in this dtype; if MASKED, of those `inside` only. `cache` is where this head's key and value of
+    token 0 lie (of block 0, with a block table), the block table or None, and from one token to the next the
+    strides of keys and of values.
+    """
+    k_head, v_head, table, k_token_stride, v_token_stride = cache
+    token = start + tl.arange(0, SIZES.KEY_TILE)
+    dim = tl.arange(0, SIZES.DIM_PAD)
+    slot = token.to(tl.int64)
+    if table is not None:
+        if SIZES.BLOCK_SIZE % SIZES.KEY_TILE == 0:  # the whole tile is in one block
+            block = tl.load(table + start // SIZES.BLOCK_SIZE)
+        else:
+            block = masked_load(table + token // SIZES.BLOCK_SIZE, token < len_k)
+        slot = block.to(tl.int64) * SIZES.BLOCK_SIZE + token % SIZES.BLOCK_SIZE
+    k_address = k_head + slot[None, :] * k_token_stride + dim[:, None]
+    v_address = v_head + slot[:, None] * v_token_stride + dim[None, :]
+    is_dim = dim < SIZES.HEAD_DIM
+    if not MASKED and SIZES.HEAD_DIM == SIZES.DIM_PAD:
+        key, value = tl.load(k_address), tl.load(v_address)
+    else:
+        k_mask, v_mask = is_dim[:, None], is_dim[None, :]
+        if MASKED:
+            k_mask &= inside[None, :]
+            v_mask &= inside[:, None]
+        key = masked_load(k_address, k_mask)
+        value = masked_load(v_address, v_mask)
+    return key.to(DTYPE), value.to(DTYPE)
 
 
 class CacheLayout:
@@ -24,11 +57,12 @@ class CacheLayout:
 
     planes = 2  # keys and values are two tensors
     has_token_rows = True  # what a block holds of a token is one piece, behind that of the token before
+    store = staticmethod(store_kvcache)  # the keys are rotated already
+    load: Any = load_rows
     decode_kernel: Any = None
 
     def __init__(self, dtype: torch.dtype = torch.float32):
         self.dtype = dtype
-        self.load: Any = load_rows
 
     def page_shape(self, block_size: int, kv_heads: int, head_dim: int) -> tuple[int, ...]:
         """The shape of one layer's part of a block, in each plane."""
@@ -41,10 +75,6 @@ class CacheLayout:
     def rotate(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Rotate queries and keys further, both alike: their products stay the same."""
         return q, k
-
-    def store(self, key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
-        """Do what `store_kvcache` does. The keys are rotated already."""
-        store_kvcache(key, value, k_cache, v_cache, slots)
 
     def as_stored(self, x: Tensor) -> Tensor:
         """
@@ -75,7 +105,7 @@ class CacheLayout:
         blocks lie side by side, they are not copied.
         """
         block_size = k_cache.shape[1]
-        blocks = block_table[begin // block_size : cdiv(end, block_size)]
+        blocks = block_table[begin // block_size : -(-end // block_size)]
         numbers = blocks.tolist()
         first = numbers[0]
         if numbers != [*range(first, first + len(numbers))]:
@@ -85,39 +115,6 @@ class CacheLayout:
             cache.flatten(0, 1).narrow(0, start, end - begin).transpose(0, 1) for cache in (k_cache, v_cache)
         )
         return keys, values
-
-
-@triton.jit
-def load_rows(cache, start, len_k, inside, DTYPE: tl.constexpr, SIZES: tl.constexpr, MASKED: tl.constexpr):
-    """
-    The keys [DIM_PAD, KEY_TILE] and values [KEY_TILE, DIM_PAD] of the tokens from `start` on, a multiple of
-    KEY_TILE, in this dtype; if MASKED, of those `inside` only. `cache` is where this head's key and value of
-    token 0 lie (of block 0, with a block table), the block table or None, and from one token to the next the
-    strides of keys and of values.
-    """
-    k_head, v_head, table, k_token_stride, v_token_stride = cache
-    token = start + tl.arange(0, SIZES.KEY_TILE)
-    dim = tl.arange(0, SIZES.DIM_PAD)
-    slot = token.to(tl.int64)
-    if table is not None:
-        if SIZES.BLOCK_SIZE % SIZES.KEY_TILE == 0:  # the whole tile is in one block
-            block = tl.load(table + start // SIZES.BLOCK_SIZE)
-        else:
-            block = masked_load(table + token // SIZES.BLOCK_SIZE, token < len_k)
-        slot = block.to(tl.int64) * SIZES.BLOCK_SIZE + token % SIZES.BLOCK_SIZE
-    k_address = k_head + slot[None, :] * k_token_stride + dim[:, None]
-    v_address = v_head + slot[:, None] * v_token_stride + dim[None, :]
-    is_dim = dim < SIZES.HEAD_DIM
-    if not MASKED and SIZES.HEAD_DIM == SIZES.DIM_PAD:
-        key, value = tl.load(k_address), tl.load(v_address)
-    else:
-        k_mask, v_mask = is_dim[:, None], is_dim[None, :]
-        if MASKED:
-            k_mask &= inside[None, :]
-            v_mask &= inside[:, None]
-        key = masked_load(k_address, k_mask)
-        value = masked_load(v_address, v_mask)
-    return key.to(DTYPE), value.to(DTYPE)
 
 
 ROWS = CacheLayout()

@@ -13,15 +13,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nanovllm.kernels import runtime
 from nanovllm.kernels.attention_variant import AttentionVariant
 from nanovllm.kernels.cache_layout import ROWS, CacheLayout
 from nanovllm.kernels.runtime import (
     LOG2_E,
+    MIN_DOT_SIZE,
+    MINUS_INF,
     TRITON_DEVICES,
+    arrival_counters,
     cdiv,
+    empty_padded,
     masked_load,
     next_power_of_2,
+    num_multiprocessors,
+    overlap_options,
     pdl_wait_then_launch,
     prefetch_each,
     tl,
@@ -45,6 +50,7 @@ class DecodeSizes(NamedTuple):
 
     KV_HEADS: int
     READERS: int
+    SHARES: int  # programs that compute all heads of a sequence, or of a split
     HEADS: int
     HEADS_PAD: int  # rounded up to what the matrix unit takes
     HEAD_DIM: int
@@ -75,19 +81,19 @@ def paged_decode_attention(
     if q.device.type not in TRITON_DEVICES:
         return paged_decode_attention_torch(q, k_cache, v_cache, block_tables, context_lens, variant, layout)
     batch, heads, head_dim = q.shape
-    multiprocessors = runtime.num_multiprocessors(q.device)
+    multiprocessors = num_multiprocessors(q.device)
     sizes, splits, num_warps, num_stages = _choose_sizes(q, k_cache, variant, layout, multiprocessors)
     partial = counters = None
     if splits > 1:
         partial = q.new_empty(batch * heads * splits * (head_dim + 1), dtype=torch.float32)
-        counters = runtime.arrival_counters(q.device)
-    out = runtime.empty_padded(batch, heads * head_dim, q).view(q.shape)
+        counters = arrival_counters(q.device)
+    out = empty_padded(batch, heads * head_dim, q).view(q.shape)
     kernel = layout.decode_kernel or _decode_kernel
-    kernel[(sizes.KV_HEADS * sizes.READERS, batch, splits)](
+    kernel[(sizes.SHARES, batch, splits)](
         q, k_cache, v_cache, block_tables, context_lens, variant.extras, out, partial, counters,
         variant.scale * LOG2_E, *q.stride()[:2], block_tables.stride(0), multiprocessors,
         SIZES=sizes, HOOKS=variant.hooks,
-        num_warps=num_warps, num_stages=num_stages, **runtime.overlap_options(q.device),
+        num_warps=num_warps, num_stages=num_stages, **overlap_options(q.device),
     )  # fmt: skip
     return out
 
@@ -106,7 +112,7 @@ def _choose_sizes(
         heads, readers = heads // 2, 2 * readers
     combined_heads = next_power_of_2(heads)
     heads_pad = max(MIN_COLUMNS, combined_heads)
-    dim_pad = max(runtime.MIN_DOT_SIZE, next_power_of_2(head_dim))
+    dim_pad = max(MIN_DOT_SIZE, next_power_of_2(head_dim))
     element_size, num_stages = layout.decode_tile(q, k_cache)
     most_tokens, num_warps = 128, 4
     # Where latency counts more than bandwidth, a tile takes at most 32 KB, not 64 KB. And with many columns
@@ -117,12 +123,13 @@ def _choose_sizes(
     sizes = DecodeSizes(
         kv_heads,
         readers,
+        kv_heads * readers,
         heads,
         heads_pad,
         head_dim,
         dim_pad,
         block_size,
-        TILE=max(runtime.MIN_DOT_SIZE, tokens),
+        TILE=max(MIN_DOT_SIZE, tokens),
         SPLIT=splits > 1,
         COMBINED_HEADS=combined_heads,
         COMBINED_SPLITS=max(1, COMBINED_ELEMENTS // (combined_heads * dim_pad)),
@@ -170,32 +177,30 @@ def _decode_kernel(
     table = block_tables + seq.to(tl.int64) * table_stride
     if OVERLAP:
         # The programs that start first prefetch their first tile while the query is still being computed.
-        if seq * (SIZES.KV_HEADS * SIZES.READERS) + share < num_multiprocessors:
+        if seq * SIZES.SHARES + share < num_multiprocessors:
             _prefetch_tile(k_cache, v_cache, table, kv_head, begin, end, SIZES)
     pdl_wait_then_launch(OVERLAP)
-    if SIZES.SPLIT:
-        if tl.program_id(2) >= used_splits:
-            return
+    if SIZES.SPLIT and tl.program_id(2) >= used_splits:
+        return
 
-    query, index = load_query(q, q_batch_stride, q_head_stride, SIZES)
+    query, index, highest, total, acc, kept = begin_decode(
+        q, q_batch_stride, q_head_stride, extras, SIZES, HOOKS
+    )
     _, _, dim = index
     is_dim = dim < SIZES.HEAD_DIM
-    highest, total, acc, kept = begin_sums(extras, index, SIZES, HOOKS)
     for start in range(begin, end, TILE):
         token = start + tl.arange(0, TILE)
         seen = token < end
         if HOOKS.first_token is not None:
             seen &= token >= first
         row_start = _row_start(table, token, seen, kv_head, SIZES)
-        key_mask = seen[:, None] & is_dim[None, :]
-        value_mask = seen[None, :] & is_dim[:, None]
-        key = masked_load(k_cache + row_start[:, None] + dim[None, :], key_mask)
-        value = masked_load(v_cache + row_start[None, :] + dim[:, None], value_mask)
+        key = masked_load(k_cache + row_start[:, None] + dim[None, :], seen[:, None] & is_dim[None, :])
+        value = masked_load(v_cache + row_start[None, :] + dim[:, None], seen[None, :] & is_dim[:, None])
         key, value = key.to(query.dtype), value.to(query.dtype)
         score = tl.dot(key, query, input_precision="ieee") * scale_log2
         if HOOKS.score is not None:
             score = HOOKS.score(score, HOOKS)
-        score = tl.where(seen[:, None], score, float("-inf"))
+        score = tl.where(seen[:, None], score, MINUS_INF)
         new_highest = tl.maximum(highest, tl.max(score, axis=0))
         shrink = tl.exp2(highest - new_highest)
         weight = tl.exp2(score - new_highest[None, :])
@@ -208,33 +213,31 @@ def _decode_kernel(
 
 
 @triton.jit
-def load_query(q, q_batch_stride, q_head_stride, SIZES: tl.constexpr):
-    """-> queries [DIM_PAD, HEADS_PAD], and their index: number in the program, head, and dimension."""
-    seq = tl.program_id(1)
+def begin_decode(q, q_batch_stride, q_head_stride, extras, SIZES, HOOKS):
+    """
+    -> queries [DIM_PAD, HEADS_PAD], and their index: number in the program, head, and dimension; what the
+    sums over tokens begin with; and what `begin` of the hooks keeps for `end`.
+    """
     row = tl.arange(0, SIZES.HEADS_PAD)
     dim = tl.arange(0, SIZES.DIM_PAD)
-    is_dim = dim < SIZES.HEAD_DIM
-    inside = (row < SIZES.HEADS)[None, :] & is_dim[:, None]
     head = tl.program_id(0) * SIZES.HEADS + row
-    address = q + seq.to(tl.int64) * q_batch_stride + head[None, :] * q_head_stride + dim[:, None]
-    return masked_load(address, inside), (row, head, dim)
-
-
-@triton.jit
-def begin_sums(extras, index, SIZES: tl.constexpr, HOOKS: tl.constexpr):
-    """-> what the sums over tokens begin with, and what `begin` of the hooks keeps for `end`."""
-    highest = tl.full([SIZES.HEADS_PAD], float("-inf"), tl.float32)
+    address = (
+        q + tl.program_id(1).to(tl.int64) * q_batch_stride + head[None, :] * q_head_stride + dim[:, None]
+    )
+    query = masked_load(address, (row < SIZES.HEADS)[None, :] & (dim < SIZES.HEAD_DIM)[:, None])
+    index = row, head, dim
+    highest = tl.full([SIZES.HEADS_PAD], MINUS_INF, tl.float32)
     # Each place in a tile has a sum of its own, until the end.
     total = tl.full([SIZES.TILE, SIZES.HEADS_PAD], 0.0, tl.float32)
     acc = tl.full([SIZES.DIM_PAD, SIZES.HEADS_PAD], 0.0, tl.float32)
     kept = ()
     if HOOKS.begin is not None:
         highest, total, kept = HOOKS.begin(extras, index, highest, total, SIZES, HOOKS)
-    return highest, total, acc, kept
+    return query, index, highest, total, acc, kept
 
 
 @triton.jit
-def _prefetch_tile(k_cache, v_cache, table, kv_head, begin, end, SIZES: tl.constexpr):
+def _prefetch_tile(k_cache, v_cache, table, kv_head, begin, end, SIZES):
     """Start loading the tile at `begin` into the L2 cache, as far as it has tokens."""
     ROW_BYTES: tl.constexpr = SIZES.HEAD_DIM * k_cache.dtype.element_ty.primitive_bitwidth // 8
     if ROW_BYTES % 16 == 0:
@@ -246,7 +249,7 @@ def _prefetch_tile(k_cache, v_cache, table, kv_head, begin, end, SIZES: tl.const
 
 
 @triton.jit
-def _row_start(table, token, inside, kv_head, SIZES: tl.constexpr):
+def _row_start(table, token, inside, kv_head, SIZES):
     """Where the key of each of these tokens begins in its cache, and the value too."""
     block = masked_load(table + token // SIZES.BLOCK_SIZE, inside)
     slot = block.to(tl.int64) * SIZES.BLOCK_SIZE + token % SIZES.BLOCK_SIZE

@@ -28,37 +28,66 @@ def store_kvcache(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, 
         return store_kvcache_torch(key, value, k_cache, v_cache, slot_mapping)
     key, value = key.flatten(1), value.flatten(1)  # no copy where a token's heads lie side by side
     tokens, width = key.shape
-    strides = key.stride(0), value.stride(0)
     _store_kernel[(tokens,)](
-        key, value, k_cache, v_cache, slot_mapping, *strides, WIDTH=width, WIDTH_PAD=next_power_of_2(width)
-    )
+        key, value, k_cache, v_cache, slot_mapping, key.stride(0), value.stride(0),
+        WIDTH=width, WIDTH_PAD=next_power_of_2(width),
+    )  # fmt: skip
 
 
 def store_kvcache_torch(
     key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
 ) -> None:
-    slots = slot_mapping.tolist()
-    if len(slots) == 1:  # a plain copy takes a fraction of the time of `index_copy_`
-        page, offset = divmod(slots[0], k_cache.shape[1])
+    if len(slot_mapping) == 1:  # a plain copy takes a fraction of the time of `index_copy_`
+        page, offset = divmod(int(slot_mapping), k_cache.shape[1])
         if page >= 0:
             k_cache[page, offset] = key
             v_cache[page, offset] = value
         return
-    key, value, slot_mapping = only_written(key, value, slot_mapping)
-    for cache, new in ((k_cache, key), (v_cache, value)):
-        cache.flatten(0, 1).index_copy_(0, slot_mapping, new.to(cache.dtype))
-
-
-def only_written(key: Tensor, value: Tensor, slot_mapping: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Only the tokens whose slot is not -1, with slots as int64."""
     written = slot_mapping >= 0
-    return key[written], value[written], slot_mapping[written].long()
+    slot_mapping = slot_mapping[written].long()
+    for cache, new in ((k_cache, key), (v_cache, value)):
+        cache.flatten(0, 1).index_copy_(0, slot_mapping, new[written].to(cache.dtype))
+
+
+@triton.jit
+def store_rows(k_cache, v_cache, slot, head, half, is_q, is_v, inside, address, half1, half2, SIZES, HOOKS):
+    """
+    Store both halves [HEADS, HALF_PAD], float32, of these heads [HEADS, 1] of a token, if they are of k or v.
+    `inside` masks what is padding. The first half was read from `address`, inside qkv.
+    """
+    if slot >= 0:
+        offset = (slot * SIZES.NUM_KV_HEADS + head) * SIZES.HEAD_DIM + half
+        HALF: tl.constexpr = SIZES.HEAD_DIM // 2
+        if is_v:
+            tl.store(v_cache + offset, half1, mask=inside)
+            tl.store(v_cache + offset + HALF, half2, mask=inside)
+        elif not is_q:
+            tl.store(k_cache + offset, half1, mask=inside)
+            tl.store(k_cache + offset + HALF, half2, mask=inside)
+
+
+class StoreHooks(NamedTuple):
+    """
+    Triton functions that `qk_norm_rope_store` calls, with this record as the constant HOOKS.
+
+    rotate(half1, half2, SIZES, HOOKS) -> both halves of heads of q and k, rotated further; or None.
+    store(...): called as `store_rows` is.
+    """
+
+    rotate: Any = None
+    store: Any = store_rows
+    heads_per_program: int = 8
+    constants: Any = None  # a record of what else the hooks need
+
+    cache_key = Hooks.cache_key
 
 
 class StoreSizes(NamedTuple):
     NUM_HEADS: int
     NUM_KV_HEADS: int
     HEADS: int  # that a program computes
+    Q_PROGRAMS: int  # compute all heads of q of a token
+    KV_PROGRAMS: int  # all of k, or of v
     HEAD_DIM: int
     HALF_PAD: int  # HEAD_DIM / 2 rounded up to a power of two
 
@@ -76,7 +105,7 @@ def qk_norm_rope_store(
     k_cache: Tensor,
     v_cache: Tensor,
     slot_mapping: Tensor,
-    hooks: "StoreHooks | None" = None,
+    hooks: StoreHooks,
 ) -> None:
     """Normalise and rotate q and k in place, inside qkv, and store k and v in the caches.
 
@@ -86,11 +115,11 @@ def qk_norm_rope_store(
     float32 [max_positions, head_dim], cosines then sines. The caches may be empty if every slot is -1. There
     is no torch reference: on a CPU `Attention.rotate_and_store` calls one function after another.
     """
-    hooks = hooks or StoreHooks()
     heads = hooks.heads_per_program
-    sizes = StoreSizes(num_heads, num_kv_heads, heads, head_dim, next_power_of_2(head_dim // 2))
-    programs = cdiv(num_heads, heads) + 2 * cdiv(num_kv_heads, heads)
-    _qk_norm_rope_store_kernel[(len(qkv) * programs,)](
+    q_programs, kv_programs = cdiv(num_heads, heads), cdiv(num_kv_heads, heads)
+    half_pad = next_power_of_2(head_dim // 2)
+    sizes = StoreSizes(num_heads, num_kv_heads, heads, q_programs, kv_programs, head_dim, half_pad)
+    _qk_norm_rope_store_kernel[(len(qkv) * (q_programs + 2 * kv_programs),)](
         qkv, q_weight, k_weight, eps, positions, cos_sin, k_cache, v_cache, slot_mapping, qkv.stride(0),
         SIZES=sizes, HOOKS=hooks, num_warps=1, **overlap_options(qkv.device),
     )  # fmt: skip
@@ -119,20 +148,18 @@ def _qk_norm_rope_store_kernel(
     SIZES: tl.constexpr, HOOKS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """A program computes HEADS heads of one token. A token's first programs compute q, the next k, then v."""
-    HEADS: tl.constexpr = SIZES.HEADS
     HALF: tl.constexpr = SIZES.HEAD_DIM // 2
-    Q_PROGRAMS: tl.constexpr = (SIZES.NUM_HEADS + HEADS - 1) // HEADS
-    KV_PROGRAMS: tl.constexpr = (SIZES.NUM_KV_HEADS + HEADS - 1) // HEADS
-    PROGRAMS: tl.constexpr = Q_PROGRAMS + 2 * KV_PROGRAMS
+    FIRST_V: tl.constexpr = SIZES.Q_PROGRAMS + SIZES.KV_PROGRAMS
+    PROGRAMS: tl.constexpr = FIRST_V + SIZES.KV_PROGRAMS
     program = tl.program_id(0) % PROGRAMS
     token = (tl.program_id(0) // PROGRAMS).to(tl.int64)
-    is_q = program < Q_PROGRAMS
-    is_v = program >= Q_PROGRAMS + KV_PROGRAMS
-    first_program = tl.where(is_q, 0, tl.where(is_v, Q_PROGRAMS + KV_PROGRAMS, Q_PROGRAMS))
-    head = (program - first_program) * HEADS + tl.arange(0, HEADS)[:, None]
+    is_q = program < SIZES.Q_PROGRAMS
+    is_v = program >= FIRST_V
+    first_program = tl.where(is_q, 0, tl.where(is_v, FIRST_V, SIZES.Q_PROGRAMS))
+    head = (program - first_program) * SIZES.HEADS + tl.arange(0, SIZES.HEADS)[:, None]
     num_heads = tl.where(is_q, SIZES.NUM_HEADS, SIZES.NUM_KV_HEADS)
-    first_v = SIZES.NUM_HEADS + SIZES.NUM_KV_HEADS
-    first_head = tl.where(is_q, 0, tl.where(is_v, first_v, SIZES.NUM_HEADS))
+    kv_head = tl.where(is_v, SIZES.NUM_HEADS + SIZES.NUM_KV_HEADS, SIZES.NUM_HEADS)
+    first_head = tl.where(is_q, 0, kv_head)
     half = tl.arange(0, SIZES.HALF_PAD)[None, :]
     inside = (head < num_heads) & (half < HALF)
     address = qkv + token * token_stride + (first_head + head) * SIZES.HEAD_DIM + half
@@ -162,9 +189,10 @@ def _qk_norm_rope_store_kernel(
             # Rounded after the norm and again after the weight, as transformers' Qwen3RMSNorm does.
             wide1 = _rounded(_rounded(wide1 * scale, DTYPE) * weight1.to(tl.float32), DTYPE)
             wide2 = _rounded(_rounded(wide2 * scale, DTYPE) * weight2.to(tl.float32), DTYPE)
-        rotated1 = _rounded(wide1 * cos - wide2 * sin, DTYPE)
-        rotated2 = _rounded(wide2 * cos + wide1 * sin, DTYPE)
-        wide1, wide2 = rotated1, rotated2
+        wide1, wide2 = (
+            _rounded(wide1 * cos - wide2 * sin, DTYPE),
+            _rounded(wide2 * cos + wide1 * sin, DTYPE),
+        )
         if HOOKS.rotate is not None:
             wide1, wide2 = HOOKS.rotate(wide1, wide2, SIZES, HOOKS)
         tl.store(address, wide1, mask=inside)
@@ -187,40 +215,5 @@ def _qk_norm_rope_store_kernel(
 
 
 @triton.jit
-def _rounded(x, DTYPE: tl.constexpr):
+def _rounded(x, DTYPE):
     return x.to(DTYPE).to(tl.float32)
-
-
-@triton.jit
-def store_rows(
-    k_cache, v_cache, slot, head, half, is_q, is_v, inside, address, half1, half2,
-    SIZES: tl.constexpr, HOOKS: tl.constexpr,
-):  # fmt: skip
-    """
-    Store both halves [HEADS, HALF_PAD], float32, of these heads [HEADS, 1] of a token, if they are of k or v.
-    `inside` masks what is padding. The first half was read from `address`, inside qkv.
-    """
-    if slot >= 0:
-        offset = (slot * SIZES.NUM_KV_HEADS + head) * SIZES.HEAD_DIM + half
-        HALF: tl.constexpr = SIZES.HEAD_DIM // 2
-        if is_v:
-            tl.store(v_cache + offset, half1, mask=inside)
-            tl.store(v_cache + offset + HALF, half2, mask=inside)
-        elif not is_q:
-            tl.store(k_cache + offset, half1, mask=inside)
-            tl.store(k_cache + offset + HALF, half2, mask=inside)
-
-
-class StoreHooks(NamedTuple):
-    """
-    Triton functions that the kernel above calls, with this record as the constant HOOKS.
-    rotate(half1, half2, SIZES, HOOKS) -> both halves of heads of q and k, rotated further; or None.
-    store(...): called as `store_rows` is.
-    """
-
-    rotate: Any = None
-    store: Any = store_rows
-    heads_per_program: int = 8
-    constants: Any = None  # a record of what else the hooks need
-
-    cache_key = Hooks.cache_key

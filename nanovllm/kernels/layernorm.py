@@ -10,13 +10,11 @@ from torch import Tensor
 from nanovllm.kernels.runtime import TRITON_DEVICES, masked_load, next_power_of_2, tl, triton
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [..., hidden] / rms(x) * weight [hidden], in the dtype of x."""
-    return add_rms_norm(x, None, weight, eps)[0]
-
-
 def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(rms_norm(x + residual), x + residual), both [..., hidden]; without a residual x takes its place."""
+    """
+    (normed total, total) for total = x + residual, all [..., hidden] and in the dtype of x, where normed is
+    total / rms(total) * weight [hidden]. Without a residual the total is x.
+    """
     if x.device.type not in TRITON_DEVICES:
         return add_rms_norm_torch(x, residual, weight, eps)
     hidden = x.shape[-1]
@@ -27,10 +25,10 @@ def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float)
         residual = residual.contiguous()
         total = x.new_empty(x.shape)
     block = next_power_of_2(hidden)
-    num_warps = max(1, min(16, block // 256))
     _rms_norm_kernel[(len(rows),)](
-        rows, residual, weight, normed, total, eps, rows.stride(0), hidden, BLOCK=block, num_warps=num_warps
-    )
+        rows, residual, weight, normed, total, eps, rows.stride(0), hidden,
+        BLOCK=block, num_warps=max(1, min(16, block // 256)),
+    )  # fmt: skip
     return normed, x if total is None else total
 
 

@@ -6,15 +6,25 @@ are contiguous or, with block tables, in the paged cache.
 """
 
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from nanovllm.kernels import runtime
 from nanovllm.kernels.attention_variant import AttentionVariant
 from nanovllm.kernels.cache_layout import ROWS, CacheLayout
-from nanovllm.kernels.runtime import LOG2_E, TRITON_DEVICES, cdiv, masked_load, next_power_of_2, tl, triton
+from nanovllm.kernels.runtime import (
+    LOG2_E,
+    MIN_DOT_SIZE,
+    MINUS_INF,
+    TRITON_DEVICES,
+    cdiv,
+    has_hopper_shared_memory,
+    masked_load,
+    next_power_of_2,
+    tl,
+    triton,
+)
 
 SHORT_QUERIES = 64  # a step whose sequences compute at most this many tokens each uses smaller tiles
 
@@ -31,41 +41,32 @@ class PrefillSizes(NamedTuple):
 
 
 def varlen_prefill_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    variant: AttentionVariant,
-    block_tables: Tensor | None = None,
-    layout: CacheLayout = ROWS,
+    q: Tensor, k: Tensor, v: Tensor, variant: AttentionVariant, step: Any, layout: CacheLayout = ROWS
 ) -> Tensor:
     """Attention of q [tokens, heads, head_dim] over k, v; returns the shape of q.
 
-    cu_seqlens_q and cu_seqlens_k are int32 [sequences + 1] running totals. k and v are
-    [total_k, kv_heads, head_dim], last dimension contiguous, or with block_tables (int32
-    [sequences, max_blocks]) the contiguous caches [blocks, block_size, kv_heads, head_dim], or what the
-    layout says.
+    `step` is a `Context` of a prefill. k and v are [keys, kv_heads, head_dim], last dimension contiguous, or
+    if it has block_tables the contiguous caches [blocks, block_size, kv_heads, head_dim], or what the layout
+    says.
     """
     if q.device.type not in TRITON_DEVICES:
-        lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-        return varlen_prefill_attention_torch(q, k, v, *lengths, variant, block_tables, layout)
+        return varlen_prefill_attention_torch(q, k, v, variant, step, layout)
     _, heads, head_dim = q.shape
-    block_size, kv_heads, table_stride, load = 1, k.shape[1], 0, ROWS.load
-    if block_tables is not None:
+    tables = step.block_tables
+    if tables is None:
+        block_size, kv_heads, table_stride, layout = 1, k.shape[1], 0, ROWS
+    else:
         block_size, kv_heads = layout.page_sizes(k, head_dim)
-        table_stride, load = block_tables.stride(0), layout.load
+        table_stride = tables.stride(0)
     out = q.new_empty(q.shape)
-    dim_pad = max(runtime.MIN_DOT_SIZE, next_power_of_2(head_dim))
+    dim_pad = max(MIN_DOT_SIZE, next_power_of_2(head_dim))
     element_size = max(q.element_size(), k.element_size())
-    query_tile, key_tile, num_warps, num_stages = _tiles(dim_pad, element_size, max_seqlen_q, q.device)
+    query_tile, key_tile, num_warps, num_stages = _tiles(dim_pad, element_size, step.max_seqlen_q, q.device)
     sizes = PrefillSizes(heads // kv_heads, head_dim, dim_pad, block_size, query_tile, key_tile)
-    _prefill_kernel[(cdiv(max_seqlen_q, query_tile), heads, len(cu_seqlens_q) - 1)](
-        q, k, v, out, cu_seqlens_q, cu_seqlens_k, block_tables, variant.extras, variant.scale * LOG2_E,
+    _prefill_kernel[(cdiv(step.max_seqlen_q, query_tile), heads, len(step.cu_seqlens_q) - 1)](
+        q, k, v, out, step.cu_seqlens_q, step.cu_seqlens_k, tables, variant.extras, variant.scale * LOG2_E,
         *q.stride()[:2], *k.stride()[-3:-1], *v.stride()[-3:-1], table_stride,
-        SIZES=sizes, HOOKS=variant.hooks, LOAD=load, num_warps=num_warps, num_stages=num_stages,
+        SIZES=sizes, HOOKS=variant.hooks, LOAD=layout.load, num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
     return out
 
@@ -76,7 +77,7 @@ def _tiles(
     """Queries and keys of a tile, warps, pipeline stages: the fastest on Hopper, what fits on other chips."""
     if element_size > 2:
         return 16, 16, 4, 1
-    is_hopper = runtime.has_hopper_shared_memory(device)
+    is_hopper = has_hopper_shared_memory(device)
     if dim_pad > 256:
         return (64, 32, 8, 2) if is_hopper else (64, 16, 8, 1)
     if not is_hopper:
@@ -87,48 +88,31 @@ def _tiles(
 
 
 def varlen_prefill_attention_torch(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    variant: AttentionVariant,
-    block_tables: Tensor | None = None,
-    layout: CacheLayout = ROWS,
+    q: Tensor, k: Tensor, v: Tensor, variant: AttentionVariant, step: Any, layout: CacheLayout = ROWS
 ) -> Tensor:
     out = q.new_empty(q.shape)
-    places = zip(pairwise(cu_seqlens_q.tolist()), pairwise(cu_seqlens_k.tolist()), strict=True)
+    places = zip(pairwise(step.cu_seqlens_q.tolist()), pairwise(step.cu_seqlens_k.tolist()), strict=True)
     for i, ((begin, end), (begin_k, end_k)) in enumerate(places):
         len_q, len_k = end - begin, end_k - begin_k
         if len_q == 0:
             continue
-        first, mask = _seen_keys(variant, len_q, len_k, q.device)
-        if block_tables is None:
+        ends = torch.arange(len_k - len_q + 1, len_k + 1, device=q.device)  # behind each query's last key
+        begins = variant.first_token(ends)
+        first, mask = int(begins[0]), None
+        if len_q != len_k or begins[-1]:  # else each query sees all keys up to its own
+            key = torch.arange(first, len_k, device=q.device)
+            mask = (key >= begins[:, None]) & (key < ends[:, None])
+        if step.block_tables is None:
             keys, values = (x[begin_k + first : end_k].transpose(0, 1) for x in (k, v))
         else:
-            found = layout.read(k, v, block_tables[i], first, len_k, q.shape[2])
-            keys, values = (x.to(q.dtype) for x in found)
+            keys, values = layout.read(k, v, step.block_tables[i], first, len_k, q.shape[2])
         # [kv_heads, heads per kv head, tokens, head_dim]; K and V are expanded without a copy.
         queries = q[begin:end].unflatten(1, (len(keys), -1)).permute(1, 2, 0, 3)
-        keys, values = (x.unsqueeze(1).expand(-1, queries.shape[1], -1, -1) for x in (keys, values))
-        attended = variant.attend(queries, keys, values, mask)
-        out[begin:end] = attended.permute(2, 0, 1, 3).flatten(1, 2)
+        keys, values = (
+            x.to(q.dtype).unsqueeze(1).expand(-1, queries.shape[1], -1, -1) for x in (keys, values)
+        )
+        out[begin:end] = variant.attend(queries, keys, values, mask).permute(2, 0, 1, 3).flatten(1, 2)
     return out
-
-
-def _seen_keys(
-    variant: AttentionVariant, len_q: int, len_k: int, device: torch.device
-) -> tuple[int, Tensor | None]:
-    """-> the first key to read, and which keys from there on each query sees. None: all up to its own."""
-    ends = torch.arange(len_k - len_q + 1, len_k + 1, device=device)  # behind the last key of each query
-    begins = variant.first_token(ends)
-    first = int(begins[0])
-    if len_q == len_k and not begins[-1]:
-        return first, None
-    key = torch.arange(first, len_k, device=device)
-    return first, (key >= begins[:, None]) & (key < ends[:, None])
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -139,7 +123,6 @@ def _prefill_kernel(
 ):  # fmt: skip
     """A program computes QUERY_TILE queries of one head of one sequence."""
     QUERY_TILE: tl.constexpr = SIZES.QUERY_TILE
-    DIM_PAD: tl.constexpr = SIZES.DIM_PAD
     KEY_TILE: tl.constexpr = SIZES.KEY_TILE
     tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the last tile sees the most keys, so it starts first
     head = tl.program_id(1)
@@ -153,33 +136,31 @@ def _prefill_kernel(
     len_k = tl.load(cu_seqlens_k + seq + 1) - k_start
 
     index = first + tl.arange(0, QUERY_TILE)
-    dim = tl.arange(0, DIM_PAD)
+    dim = tl.arange(0, SIZES.DIM_PAD)
     inside = (index < len_q)[:, None] & (dim < SIZES.HEAD_DIM)[None, :]
     token = (q_start + index).to(tl.int64)
-    q_address = q + token[:, None] * q_token_stride + head * q_head_stride + dim[None, :]
-    query = masked_load(q_address, inside)
+    query = masked_load(q + token[:, None] * q_token_stride + head * q_head_stride + dim[None, :], inside)
 
     kv_head = head // SIZES.HEADS_PER_KV
     k_head = k + kv_head * k_head_stride
     v_head = v + kv_head * v_head_stride
     if block_tables is None:
-        table: tl.constexpr = None
         k_head += k_start.to(tl.int64) * k_token_stride
         v_head += k_start.to(tl.int64) * v_token_stride
     else:
-        table = block_tables + seq.to(tl.int64) * table_stride
+        block_tables += seq.to(tl.int64) * table_stride
     last_key = len_k - len_q + index  # the last key that each query sees
     position = len_k - len_q + first  # of the first query
     all_seen = (tl.maximum(position + 1, 0) // KEY_TILE) * KEY_TILE
     some_seen = tl.minimum(position + QUERY_TILE, len_k)
 
-    highest = tl.full([QUERY_TILE], float("-inf"), tl.float32)
-    total = tl.zeros([QUERY_TILE], tl.float32)
-    acc = tl.zeros([QUERY_TILE, DIM_PAD], tl.float32)
+    highest = tl.full([QUERY_TILE], MINUS_INF, tl.float32)
+    total = tl.zeros_like(highest)
+    acc = tl.full([QUERY_TILE, SIZES.DIM_PAD], 0.0, tl.float32)
     if HOOKS.begin_prefill is not None:
         highest, total = HOOKS.begin_prefill(extras, head, highest, total, HOOKS)
     sums = highest, total, acc
-    cache = k_head, v_head, table, k_token_stride, v_token_stride
+    cache = k_head, v_head, block_tables, k_token_stride, v_token_stride
     begin = 0
     seen = len_k, None, None, last_key
     if HOOKS.first_token is not None:
@@ -189,12 +170,13 @@ def _prefill_kernel(
         unseen_key = HOOKS.first_token(extras, seq, last_key + 1, HOOKS) - 1  # of each query
         begin = tl.minimum(tl.cdiv(begin, KEY_TILE) * KEY_TILE, all_seen)
         seen = len_k, first_key, unseen_key, last_key
-        for start in range(first_key // KEY_TILE * KEY_TILE, begin, KEY_TILE):
-            sums = attend_to_tile(query, cache, seen, start, sums, scale_log2, SIZES, HOOKS, LOAD, True)
-    for start in range(begin, all_seen, KEY_TILE):  # every query of the tile sees these keys: no mask
-        sums = attend_to_tile(query, cache, seen, start, sums, scale_log2, SIZES, HOOKS, LOAD, False)
-    for start in range(all_seen, some_seen, KEY_TILE):
-        sums = attend_to_tile(query, cache, seen, start, sums, scale_log2, SIZES, HOOKS, LOAD, True)
+        start = first_key // KEY_TILE * KEY_TILE
+        sums = attend_to_tiles(start, begin, query, cache, seen, sums, scale_log2, SIZES, HOOKS, LOAD, True)
+    # Every query sees the keys from here on, without a mask, and some queries the last ones.
+    sums = attend_to_tiles(begin, all_seen, query, cache, seen, sums, scale_log2, SIZES, HOOKS, LOAD, False)
+    sums = attend_to_tiles(
+        all_seen, some_seen, query, cache, seen, sums, scale_log2, SIZES, HOOKS, LOAD, True
+    )
 
     _, total, acc = sums
     result = acc / tl.where(total > 0, total, 1.0)[:, None]
@@ -204,37 +186,37 @@ def _prefill_kernel(
 
 
 @triton.jit
-def attend_to_tile(
-    query, cache, seen, start, sums, scale_log2,
-    SIZES: tl.constexpr, HOOKS: tl.constexpr, LOAD: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
+def attend_to_tiles(begin, end, query, cache, seen, sums, scale_log2, SIZES, HOOKS, LOAD, MASKED):
     """
-    Add a tile to the sums: exp2(score - highest) to `total`, values with these weights to `acc`. `start`
-    is a multiple of KEY_TILE; `load_rows` explains `cache`. `seen` is (len_k, first_key, unseen_key,
-    last_key): no query sees a key before first_key (None: 0), or from len_k on. If the tile is MASKED, each
-    sees keys behind unseen_key (None: from 0 on) up to last_key.
+    Add the tiles from `begin`, a multiple of KEY_TILE, up to `end` to the sums: exp2(score - highest) to
+    `total`, values with these weights to `acc`. `load_rows` explains `cache`. `seen` is (len_k, first_key,
+    unseen_key, last_key): no query sees a key before first_key (None: 0), or from len_k on. If tiles are
+    MASKED, each sees keys behind unseen_key (None: from 0 on) up to last_key.
     """
     highest, total, acc = sums
     len_k, first_key, unseen_key, last_key = seen
-    token = start + tl.arange(0, SIZES.KEY_TILE)
-    inside = token < len_k
-    if first_key is not None:
-        inside &= token >= first_key
-    key, value = LOAD(cache, start, len_k, inside, query.dtype, SIZES, MASKED)
-    score = tl.dot(query, key, input_precision="ieee")
-    if HOOKS.score is not None:
-        score, scale_log2 = HOOKS.score(score * scale_log2, HOOKS), 1.0
-    if MASKED:
-        score = tl.where(token[None, :] <= last_key[:, None], score, float("-inf"))
+    for start in range(begin, end, SIZES.KEY_TILE):
+        token = start + tl.arange(0, SIZES.KEY_TILE)
+        inside = token < len_k
         if first_key is not None:
-            score = tl.where(inside[None, :], score, float("-inf"))
-        if unseen_key is not None:
-            score = tl.where(token[None, :] > unseen_key[:, None], score, float("-inf"))
-    new_highest = tl.maximum(highest, tl.max(score, axis=1) * scale_log2)
-    if MASKED:
-        new_highest = tl.maximum(new_highest, -1.0e30)  # finite for a query that has seen no key yet
-    shrink = tl.exp2(highest - new_highest)
-    weight = tl.exp2(score * scale_log2 - new_highest[:, None])
-    total = total * shrink + tl.sum(weight, axis=1)
-    acc = tl.dot(weight.to(value.dtype), value, acc * shrink[:, None], input_precision="ieee")
-    return new_highest, total, acc
+            inside &= token >= first_key
+        key, value = LOAD(cache, start, len_k, inside, query.dtype, SIZES, MASKED)
+        score = tl.dot(query, key, input_precision="ieee")
+        unit = scale_log2
+        if HOOKS.score is not None:
+            score, unit = HOOKS.score(score * scale_log2, HOOKS), 1.0
+        if MASKED:
+            score = tl.where(token[None, :] <= last_key[:, None], score, MINUS_INF)
+            if first_key is not None:
+                score = tl.where(inside[None, :], score, MINUS_INF)
+            if unseen_key is not None:
+                score = tl.where(token[None, :] > unseen_key[:, None], score, MINUS_INF)
+        new_highest = tl.maximum(highest, tl.max(score, axis=1) * unit)
+        if MASKED:
+            new_highest = tl.maximum(new_highest, -1.0e30)  # finite for a query that has seen no key yet
+        shrink = tl.exp2(highest - new_highest)
+        weight = tl.exp2(score * unit - new_highest[:, None])
+        total = total * shrink + tl.sum(weight, axis=1)
+        acc = tl.dot(weight.to(value.dtype), value, acc * shrink[:, None], input_precision="ieee")
+        highest = new_highest
+    return highest, total, acc

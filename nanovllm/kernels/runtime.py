@@ -27,15 +27,16 @@ except ImportError:
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton's own switch: kernels run as Python on CPUs
 IS_INTERPRETED = tl.constexpr(INTERPRETED)  # the same, for use inside kernels
+MINUS_INF = tl.constexpr(float("-inf"))
 NUM_COUNTERS = 1 << 16  # the largest second or third dimension of a grid
 ROW_PADDING = 128
 MIN_DOT_SIZE = 16  # the smallest side of a matrix that `tl.dot` multiplies
 LOG2_E = 1.4426950408889634  # exp(x) is computed as exp2(x * LOG2_E): GPUs have an instruction for exp2
 
 # The types of devices whose tensors go through the Triton kernels; others go through the torch references.
-TRITON_DEVICES: set[str] = set()
-if HAVE_TRITON:
-    TRITON_DEVICES |= {"cuda", "cpu"} if INTERPRETED else {"cuda"}
+TRITON_DEVICES = {"cuda"} if HAVE_TRITON else set()
+if HAVE_TRITON and INTERPRETED:
+    TRITON_DEVICES.add("cpu")
 
 # A process that only compiles kernels has its tensors on the CPU. It sets this to the properties of the GPU
 # that it compiles for, and adds the CPU to the devices above.
@@ -69,12 +70,6 @@ def has_hopper_shared_memory(device: torch.device) -> bool:
     """Whether a program may use 220 KB of shared memory. GPUs before Hopper and for desktops have less."""
     properties = gpu_properties(device)
     return properties is None or properties.shared_memory_per_multiprocessor >= 220_000
-
-
-def gpu_supports(device: torch.device, major: int, minor: int) -> bool:
-    """Whether a GPU is NVIDIA's and has the instructions of this compute capability."""
-    properties = gpu_properties(device)
-    return bool(properties and torch.version.cuda and (properties.major, properties.minor) >= (major, minor))
 
 
 def overlap_options(device: torch.device) -> dict[str, bool]:
@@ -114,7 +109,7 @@ def arrival_counters(device: torch.device) -> Tensor:
 
 
 @triton.jit
-def pdl_wait(OVERLAP: tl.constexpr):
+def pdl_wait(OVERLAP):
     """With `overlap_options`: let the next kernel start, then wait for all kernels before this one."""
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
@@ -122,7 +117,7 @@ def pdl_wait(OVERLAP: tl.constexpr):
 
 
 @triton.jit
-def pdl_wait_then_launch(OVERLAP: tl.constexpr):
+def pdl_wait_then_launch(OVERLAP):
     """The same in the other order: the next kernel starts when all kernels before this one have ended."""
     if OVERLAP:
         tl.extra.cuda.gdc_wait()

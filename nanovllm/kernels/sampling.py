@@ -11,8 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanovllm.kernels import runtime
-from nanovllm.kernels.runtime import IS_INTERPRETED, LOG2_E, TRITON_DEVICES, cdiv, next_power_of_2, tl, triton
+from nanovllm.kernels.runtime import (
+    IS_INTERPRETED,
+    LOG2_E,
+    MINUS_INF,
+    TRITON_DEVICES,
+    arrival_counters,
+    cdiv,
+    next_power_of_2,
+    num_multiprocessors,
+    tl,
+    triton,
+)
 
 BLOCK = 1024
 PROGRAMS_PER_MULTIPROCESSOR = 24  # several waves, so that all multiprocessors end at about the same time
@@ -22,42 +32,32 @@ SALT_1, SALT_2 = tl.constexpr(0x1B873593), tl.constexpr(0x2545F491)  # make the 
 # The public-domain hash lowbias32 shifts and multiplies twice and shifts once more. The last shift only
 # improves the low bits, so it is left out where those are dropped.
 FACTOR_1, FACTOR_2 = tl.constexpr(0x7FEB352D), tl.constexpr(0x846CA68B)
-# Its (shift, factor) for the reference, whose int32 tensors need the factors as signed integers.
-ROUNDS = ((16, int(FACTOR_1)), (15, int(FACTOR_2) - (1 << 32)), (16, 1))
 
 
-def sample(
-    logits: Tensor,
-    temperatures: Tensor,
-    seeds: Tensor,
-    positions: Tensor,
-    vocab_start: int = 0,
-    lowest: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def sample(logits: Tensor, step: Any) -> tuple[Tensor, Tensor]:
     """The drawn token of each row and the score it won with: (float32 [batch], int64 [batch]).
 
-    logits is [batch, vocabulary or a shard of it that begins at vocab_start]. temperatures float32 [batch],
-    where 0 is greedy; seeds and positions int64 [batch]. Of equal scores the lowest token id wins. Scores
-    with noise are log2(e) times those of the formula, because the GPU's logarithm has base 2. Tokens whose
-    logit is below their row's `lowest`, float32 [batch], are not drawn.
+    logits is [batch, vocabulary or a shard of it that begins at step.vocab_start]; `step` is a SamplingStep
+    (layers/sampler.py). Of equal scores the lowest token id wins. Scores with noise are log2(e) times those
+    of the formula, because the GPU's logarithm has base 2.
     """
     if logits.device.type not in TRITON_DEVICES:
-        return sample_torch(logits, temperatures, seeds, positions, vocab_start, lowest)
+        return sample_torch(logits, step)
     batch, vocab = logits.shape
     num_tiles = cdiv(vocab, BLOCK)
-    num_programs = PROGRAMS_PER_MULTIPROCESSOR * runtime.num_multiprocessors(logits.device)
+    num_programs = PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors(logits.device)
     tiles_per_chunk = max(1, num_tiles * batch // num_programs)
     chunks = cdiv(num_tiles, tiles_per_chunk)
-    values, token_ids = torch.empty_like(temperatures), torch.empty_like(seeds)
+    values, token_ids = torch.empty_like(step.temperatures), torch.empty_like(step.seeds)
     chunk_values = values.new_empty(batch, chunks)
     chunk_ids = values.new_empty(batch, chunks, dtype=torch.int32)
-    counters = runtime.arrival_counters(logits.device)
+    counters = arrival_counters(logits.device)
     _sample_kernel[(chunks, batch)](
         logits,
-        temperatures,
-        seeds,
-        positions,
-        lowest,
+        step.temperatures,
+        step.seeds,
+        step.positions,
+        step.lowest,
         values,
         token_ids,
         chunk_values,
@@ -65,7 +65,7 @@ def sample(
         counters,
         logits.stride(0),
         vocab,
-        vocab_start,
+        step.vocab_start,
         tiles_per_chunk,
         BLOCK=BLOCK,
         CHUNKS_PAD=next_power_of_2(num_tiles),
@@ -74,25 +74,19 @@ def sample(
     return values, token_ids
 
 
-def sample_torch(
-    logits: Tensor,
-    temperatures: Tensor,
-    seeds: Tensor,
-    positions: Tensor,
-    vocab_start: int = 0,
-    lowest: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    if lowest is not None:
-        logits = logits.masked_fill(logits.float() < lowest[:, None], -torch.inf)
+def sample_torch(logits: Tensor, step: Any) -> tuple[Tensor, Tensor]:
+    temperatures, vocab = step.temperatures, logits.shape[1]
+    if step.lowest is not None:
+        logits = logits.masked_fill(logits.float() < step.lowest[:, None], -torch.inf)
     best, token_ids = logits.max(dim=-1)
     values = best.float()
     noisy = (temperatures > 0).nonzero().flatten()
-    most_rows = max(1, REFERENCE_ELEMENTS // logits.shape[1])
+    most_rows = max(1, REFERENCE_ELEMENTS // vocab)
     for rows in noisy.split(most_rows) if len(noisy) else ():
         scores = logits[rows].float().mul_((temperatures[rows].reciprocal() * LOG2_E)[:, None])
-        scores -= _minus_noise(seeds[rows], positions[rows], vocab_start, logits.shape[1])
+        scores -= _minus_noise(step.seeds[rows], step.positions[rows], step.vocab_start, vocab)
         values[rows], token_ids[rows] = scores.max(dim=-1)
-    return values, token_ids + vocab_start
+    return values, token_ids + step.vocab_start
 
 
 def _minus_noise(seeds: Tensor, positions: Tensor, vocab_start: int, vocab: int) -> Tensor:
@@ -103,7 +97,7 @@ def _minus_noise(seeds: Tensor, positions: Tensor, vocab_start: int, vocab: int)
     multiplier = _row_key(seeds, positions, SALT_1) | 1
     offset = _row_key(seeds, positions, SALT_2)
     token = torch.arange(vocab_start, vocab_start + vocab, dtype=torch.int32, device=seeds.device)
-    bits = _mix((token * multiplier[:, None]).add_(offset[:, None]), ROUNDS[:2])
+    bits = _two_rounds((token * multiplier[:, None]).add_(offset[:, None]))
     u = bits.bitwise_right_shift_(9).bitwise_and_(0x7FFFFF).float().add_(0.5).mul_(2.0**-23)
     return u.log2_().neg_().log2_()
 
@@ -112,15 +106,20 @@ def _row_key(seeds: Tensor, positions: Tensor, salt: Any) -> Tensor:
     """An int32 key for each row, from 64-bit seeds and positions."""
     key = int(salt)
     for word in (seeds, seeds >> 32, positions, positions >> 32):
-        key = _mix(word.int() ^ key)
+        key = _two_rounds(word.int() ^ key)
+        key ^= (key >> 16).bitwise_and_(0xFFFF)
     return key
 
 
-def _mix(x: Tensor, rounds: tuple[tuple[int, int], ...] = ROUNDS) -> Tensor:
-    """Hash an int32 tensor in place. Products wrap; a mask turns the arithmetic shift into a logical one."""
-    for shift, factor in rounds:
-        x ^= (x >> shift).bitwise_and_((1 << (32 - shift)) - 1)
-        x *= factor
+def _two_rounds(x: Tensor) -> Tensor:
+    """
+    Hash an int32 tensor in place. Products wrap, by factors as signed integers; masks turn the arithmetic
+    shifts into logical ones.
+    """
+    x ^= (x >> 16).bitwise_and_(0xFFFF)
+    x *= int(FACTOR_1)
+    x ^= (x >> 15).bitwise_and_(0x1FFFF)
+    x *= int(FACTOR_2) - (1 << 32)
     return x
 
 
@@ -129,22 +128,16 @@ def _two_rounds_kernel(x):
     x ^= x >> 16
     x *= FACTOR_1
     x ^= x >> 15
-    x *= FACTOR_2
-    return x
+    return x * FACTOR_2
 
 
 @triton.jit
-def _mix_kernel(x):
-    x = _two_rounds_kernel(x)
-    return x ^ (x >> 16)
-
-
-@triton.jit
-def _row_key_kernel(seed, position, salt):
-    key = _mix_kernel(seed.to(tl.uint32) ^ salt)
-    key = _mix_kernel(key ^ (seed >> 32).to(tl.uint32))
-    key = _mix_kernel(key ^ position.to(tl.uint32))
-    return _mix_kernel(key ^ (position >> 32).to(tl.uint32))
+def _row_key_kernel(seed, position, key):
+    words = seed, seed >> 32, position, position >> 32
+    for i in tl.static_range(4):
+        key = _two_rounds_kernel(words[i].to(tl.uint32) ^ key)
+        key ^= key >> 16
+    return key
 
 
 @triton.jit
@@ -152,20 +145,15 @@ def _minus_noise_kernel(bits):
     if IS_INTERPRETED:
         u = ((bits >> 9).to(tl.float32) + 0.5) * (1.0 / (1 << 23))
         return tl.log2(-tl.log2(u))
-    else:
-        # In few instructions: the top bits become the fraction of a number between 1 and 2, and the logarithm
-        # is the GPU's own. Near 1 that is not exact enough: a polynomial computes -log2(1 - rest) there.
-        u = _between_1_and_2_kernel(bits).to(tl.float32, bitcast=True) - (1.0 - 2.0**-24)
-        rest = 1.0 - u
-        near_1 = rest * (1.442695 + rest * (0.72136723 + rest * (0.47934103 + rest * 0.39956718)))
-        return _log2_kernel(tl.where(rest < 0.0625, near_1, -_log2_kernel(u)))
-
-
-@triton.jit
-def _between_1_and_2_kernel(bits):
-    """The float with the exponent of 1 (0x7f) and the top 23 of these bits as its fraction."""
+    # In few instructions: `shf` makes the top bits the fraction of a number between 1 and 2, whose exponent
+    # is 0x7f, and the logarithm is the GPU's own. Near 1 that is not exact enough: a polynomial computes
+    # -log2(1 - rest) there.
     asm: tl.constexpr = "shf.r.wrap.b32 $0, $1, 0x7f, 9;"
-    return tl.inline_asm_elementwise(asm, "=r,r", [bits], tl.uint32, is_pure=True, pack=1)
+    from_1_to_2 = tl.inline_asm_elementwise(asm, "=f,r", [bits], tl.float32, is_pure=True, pack=1)
+    u = from_1_to_2 - (1.0 - 2.0**-24)
+    rest = 1.0 - u
+    near_1 = rest * (1.442695 + rest * (0.72136723 + rest * (0.47934103 + rest * 0.39956718)))
+    return _log2_kernel(tl.where(rest < 0.0625, near_1, -_log2_kernel(u)))
 
 
 @triton.jit
@@ -191,16 +179,16 @@ def _sample_kernel(
     offset = _row_key_kernel(seed, position, SALT_2)
     begin = chunk * tiles_per_chunk * BLOCK
     end = tl.minimum(begin + tiles_per_chunk * BLOCK, vocab)
-    lane_best = tl.full([BLOCK], float("-inf"), tl.float32)
+    lane_best = tl.full([BLOCK], MINUS_INF, tl.float32)
     lane_start = tl.zeros([BLOCK], tl.int32) + begin
     threshold = tl.load(lowest + row) if lowest is not None else 0.0
     scale = (1.0 / tl.where(temperature > 0, temperature, 1.0)) * UNIT
     for start in tl.range(begin, end, BLOCK, num_stages=3):
         column = start + tl.arange(0, BLOCK)
         address = logits + row.to(tl.int64) * row_stride + column
-        score = tl.load(address, mask=column < end, other=float("-inf")).to(tl.float32)
+        score = tl.load(address, mask=column < end, other=MINUS_INF).to(tl.float32)
         if lowest is not None:
-            score = tl.where(score < threshold, float("-inf"), score)
+            score = tl.where(score < threshold, MINUS_INF, score)
         if temperature > 0:
             bits = _two_rounds_kernel((column + vocab_start).to(tl.uint32) * multiplier + offset)
             score = score * scale - _minus_noise_kernel(bits)
@@ -211,14 +199,16 @@ def _sample_kernel(
     winner = tl.min(tl.where(lane_best == best, lane_start + tl.arange(0, BLOCK), vocab), axis=0)
 
     chunks = tl.num_programs(0)
-    tl.store(chunk_values + row * chunks + chunk, best)
-    tl.store(chunk_ids + row * chunks + chunk, winner)
+    chunk_values += row * chunks
+    chunk_ids += row * chunks
+    tl.store(chunk_values + chunk, best)
+    tl.store(chunk_ids + chunk, winner)
     tl.debug_barrier()  # both values are stored before the counter says so
     if tl.atomic_add(counters + row, 1) == chunks - 1:
         tl.store(counters + row, 0)
         index = tl.arange(0, CHUNKS_PAD)
-        candidates = tl.load(chunk_values + row * chunks + index, mask=index < chunks, other=float("-inf"))
-        ids = tl.load(chunk_ids + row * chunks + index, mask=index < chunks, other=vocab)
+        candidates = tl.load(chunk_values + index, mask=index < chunks, other=MINUS_INF)
+        ids = tl.load(chunk_ids + index, mask=index < chunks, other=vocab)
         best = tl.max(candidates, axis=0)
         winner = tl.min(tl.where(candidates == best, ids, vocab), axis=0)
         tl.store(values + row, best)

@@ -5,11 +5,11 @@ the logarithm of its own sum. The last program to finish weighs the partial resu
 them up.
 """
 
-from nanovllm.kernels.runtime import masked_load, tl, triton
+from nanovllm.kernels.runtime import MINUS_INF, masked_load, tl, triton
 
 
 @triton.jit
-def own_tokens(context_lens, extras, SIZES: tl.constexpr, HOOKS: tl.constexpr):
+def own_tokens(context_lens, extras, SIZES, HOOKS):
     """
     Which tokens this program sees, of sequence program_id(1). -> the first that the query sees, begin and end
     of this program's, and how many splits have tokens.
@@ -33,28 +33,25 @@ def own_tokens(context_lens, extras, SIZES: tl.constexpr, HOOKS: tl.constexpr):
 
 
 @triton.jit
-def store_result(
-    out, partial, counters, sums, kept, index, used_splits, SIZES: tl.constexpr, HOOKS: tl.constexpr
-):
+def store_result(out, partial, counters, sums, kept, index, used_splits, SIZES, HOOKS):
     """
     Store attention over all tokens, or this program's part of it. `sums` are the highest score, in units of
     log2, and total [HEADS_PAD], and the weighted values [DIM_PAD, HEADS_PAD].
     """
+    if HOOKS.end is not None:
+        sums = HOOKS.end(kept, index, sums, SIZES, HOOKS)
     highest, total, acc = sums
     row, _, dim = index
-    if HOOKS.end is not None:
-        highest, total, acc = HOOKS.end(kept, index, sums, SIZES, HOOKS)
-    SHARES: tl.constexpr = SIZES.KV_HEADS * SIZES.READERS
     is_head = row < SIZES.HEADS
     inside = is_head[None, :] & (dim < SIZES.HEAD_DIM)[:, None]
     result = acc / tl.where(total > 0, total, 1.0)[None, :]
-    number = tl.program_id(1) * SHARES + tl.program_id(0)  # of the result
+    number = tl.program_id(1) * SIZES.SHARES + tl.program_id(0)  # of the result
     out += number.to(tl.int64) * SIZES.HEADS * SIZES.HEAD_DIM
     if used_splits == 1:
         tl.store(out + row[None, :] * SIZES.HEAD_DIM + dim[:, None], result, mask=inside)
     elif SIZES.SPLIT:
         splits = tl.num_programs(2)
-        num_rows = tl.num_programs(1) * SHARES * splits * SIZES.HEADS
+        num_rows = tl.num_programs(1) * SIZES.SHARES * splits * SIZES.HEADS
         first_row = number * splits * SIZES.HEADS
         log_sums = partial + num_rows.to(tl.int64) * SIZES.HEAD_DIM
         own_row = (first_row + tl.program_id(2) * SIZES.HEADS + row).to(tl.int64)
@@ -69,23 +66,21 @@ def store_result(
 
 
 @triton.jit
-def combine_splits(partial, log_sums, first_row, used_splits, out, dim, SIZES: tl.constexpr):
+def combine_splits(partial, log_sums, first_row, used_splits, out, dim, SIZES):
     """Add up the partial results of all splits, COMBINED_SPLITS at a time."""
-    HEADS: tl.constexpr = SIZES.COMBINED_HEADS
-    head = tl.arange(0, HEADS)
+    head = tl.arange(0, SIZES.COMBINED_HEADS)
     split = tl.arange(0, SIZES.COMBINED_SPLITS)
     is_head = head < SIZES.HEADS
     is_dim = dim < SIZES.HEAD_DIM
-    highest = tl.full([HEADS], -1.0e30, tl.float32)  # finite where there is no head
-    total = tl.zeros([HEADS], tl.float32)
-    acc = tl.full([HEADS, SIZES.DIM_PAD], 0.0, tl.float32)
+    highest = tl.full([SIZES.COMBINED_HEADS], -1.0e30, tl.float32)  # finite where there is no head
+    total = tl.zeros_like(highest)
+    acc = tl.full([SIZES.COMBINED_HEADS, SIZES.DIM_PAD], 0.0, tl.float32)
     for start in range(0, used_splits, SIZES.COMBINED_SPLITS):
         part_row = (first_row + (start + split)[:, None] * SIZES.HEADS + head[None, :]).to(tl.int64)
         is_used = (start + split < used_splits)[:, None] & is_head[None, :]
-        log_sum = tl.load(log_sums + part_row, mask=is_used, other=float("-inf"))
+        log_sum = tl.load(log_sums + part_row, mask=is_used, other=MINUS_INF)
         address = partial + part_row[:, :, None] * SIZES.HEAD_DIM + dim[None, None, :]
-        inside = is_used[:, :, None] & is_dim[None, None, :]
-        part = masked_load(address, inside)
+        part = masked_load(address, is_used[:, :, None] & is_dim[None, None, :])
         new_highest = tl.maximum(highest, tl.max(log_sum, axis=0))
         shrink = tl.exp2(highest - new_highest)
         weight = tl.exp2(log_sum - new_highest[None, :])

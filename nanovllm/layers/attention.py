@@ -55,8 +55,7 @@ class AttentionBackend:
 
     def prefill(self, q: Tensor, k: Tensor, v: Tensor, variant: AttentionVariant, step: Context) -> Tensor:
         """k and v of the step's own tokens, or the caches where it has block tables. -> The shape of q."""
-        lengths = _lengths(step)
-        return self.prefill_kernel(q, k, v, *lengths, variant, step.block_tables, self.layout)
+        return self.prefill_kernel(q, k, v, variant, step, self.layout)
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, variant: AttentionVariant, step: Context) -> Tensor:
         """k and v are the caches. -> The shape of q."""

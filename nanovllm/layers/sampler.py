@@ -67,5 +67,4 @@ class Sampler(nn.Module):
         without computing it. The noise depends on seed, position and token id alone, so neighbours do not
         matter.
         """
-        settings = step.temperatures, step.seeds, step.positions, step.vocab_start, step.lowest
-        return self.group.best_token(*sample(logits, *settings))
+        return self.group.best_token(*sample(logits, step))

@@ -14,6 +14,7 @@ from kernel_checks import (
     assert_passes_in_the_interpreter,
     check_decode,
     check_prefill,
+    drawn,
     empty_caches,
     error,
     in_both_types,
@@ -54,7 +55,7 @@ def test_rms_norm_matches_its_reference_and_leaves_its_input(device, dtype, hidd
     residual = rand(rows, hidden, device=device, dtype=dtype)
     weight = rand(hidden, device=device, dtype=dtype)
     before, residual_before = x.clone(), residual.clone()
-    normed = layernorm.rms_norm(x, weight, 1e-6)
+    normed = layernorm.add_rms_norm(x, None, weight, 1e-6)[0]
     assert error(normed, layernorm.rms_norm_torch(x, weight, 1e-6)) < tolerance(dtype)
     normed, total = layernorm.add_rms_norm(x, residual, weight, 1e-6)
     expected_normed, expected_total = layernorm.add_rms_norm_torch(x, residual, weight, 1e-6)
@@ -111,7 +112,7 @@ def test_norm_rope_and_store_in_one_are_the_parts_one_after_another(
     caches = empty_caches(8, 16, kv_heads, head_dim, device, dtype)
     expected, expected_caches = qkv.clone(), [cache.clone() for cache in caches]
     arguments = (heads, kv_heads, head_dim, *weights, 1e-6, positions, cos_sin)
-    kv_store.qk_norm_rope_store(qkv, *arguments, *caches, slots)
+    kv_store.qk_norm_rope_store(qkv, *arguments, *caches, slots, kv_store.StoreHooks())
     norm_rope_and_store(expected, *arguments, *expected_caches, slots)
     assert error(qkv, expected) < tolerance(dtype)
     for cache, twin in zip(caches, expected_caches, strict=True):
@@ -124,7 +125,7 @@ def test_caches_may_be_empty_where_nothing_is_stored(device):
     qkv, positions, cos_sin = rope_inputs(3, 4, 2, 64, device, torch.float32)
     expected, cache = qkv.clone(), torch.empty(0, device=device)
     arguments = (4, 2, 64, None, None, 1e-6, positions, cos_sin, cache, cache, torch.full_like(positions, -1))
-    kv_store.qk_norm_rope_store(qkv, *arguments)
+    kv_store.qk_norm_rope_store(qkv, *arguments, kv_store.StoreHooks())
     norm_rope_and_store(expected, *arguments)
     assert error(qkv, expected) < 1e-6
 
@@ -212,8 +213,9 @@ def test_sampling_draws_the_token_that_its_reference_draws(device, dtype, vocab)
     vocab, batch = vocab * on(device, 16, 1), on(device, 64, 3)
     logits, seeds, positions = sampling_inputs(batch, vocab, device, dtype)
     temperatures = torch.tensor([0.0, 0.7, 1.5], device=device).repeat(batch)[:batch]
-    values, tokens = sampling.sample(logits, temperatures, seeds, positions, 11)
-    expected_values, expected_tokens = sampling.sample_torch(logits, temperatures, seeds, positions, 11)
+    draw = logits, temperatures, seeds, positions, 11
+    values, tokens = drawn(sampling.sample, *draw)
+    expected_values, expected_tokens = drawn(sampling.sample_torch, *draw)
     assert tokens.dtype == torch.int64 and torch.equal(tokens, expected_tokens)
     torch.testing.assert_close(values, expected_values, rtol=1e-5, atol=1e-5)
 
@@ -224,8 +226,8 @@ def test_the_kernels_noise_is_the_references_noise_bit_for_bit(device):
     batch = on(device, 2000, 40)
     _, seeds, positions = sampling_inputs(batch, 1, device)
     logits, ones = torch.zeros(batch, 512, device=device), torch.ones(batch, device=device)
-    expected = sampling.sample_torch(logits, ones, seeds, positions, 151000)
-    assert torch.equal(sampling.sample(logits, ones, seeds, positions, 151000)[1], expected[1])
+    expected = drawn(sampling.sample_torch, logits, ones, seeds, positions, 151000)
+    assert torch.equal(drawn(sampling.sample, logits, ones, seeds, positions, 151000)[1], expected[1])
 
 
 def samplers():
@@ -237,7 +239,7 @@ def test_equal_scores_go_to_the_lowest_token(sample):
     logits = torch.zeros(2, 5000)
     logits[0, [4999, 4097, 17]] = 1.0
     zeros = torch.zeros(2, dtype=torch.int64)
-    values, tokens = sample(logits, torch.zeros(2), zeros, zeros)
+    values, tokens = drawn(sample, logits, torch.zeros(2), zeros, zeros)
     assert tokens.tolist() == [17, 0] and values.tolist() == [1.0, 0.0]
 
 
@@ -245,8 +247,8 @@ def test_equal_scores_go_to_the_lowest_token(sample):
 def test_shards_of_the_vocabulary_draw_what_the_whole_would(sample):
     logits, seeds, positions = sampling_inputs(6, 300, "cpu")
     temperatures = torch.full((6,), 0.8)
-    values, tokens = sample(logits, temperatures, seeds, positions)
-    shards = [sample(logits[:, i : i + 100], temperatures, seeds, positions, i) for i in (0, 100, 200)]
+    values, tokens = drawn(sample, logits, temperatures, seeds, positions)
+    shards = [drawn(sample, logits[:, i : i + 100], temperatures, seeds, positions, i) for i in (0, 100, 200)]
     shard_values, shard_tokens = (torch.stack(x) for x in zip(*shards, strict=True))
     best, winner = shard_values.max(dim=0)
     assert torch.equal(best, values)
@@ -257,14 +259,10 @@ def test_tokens_are_drawn_with_the_probabilities_of_the_softmax():
     draws, temperature = 40000, 0.7
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0, 1.5, float("-inf")])
     expected = (logits / temperature).softmax(-1) * draws
-    for seeds, positions in (
-        (torch.arange(draws), torch.zeros(draws)),
-        (torch.zeros(draws), torch.arange(draws)),
-    ):
-        temperatures = torch.full((draws,), temperature)
-        _, tokens = sampling.sample_torch(
-            logits.expand(draws, -1), temperatures, seeds.long(), positions.long()
-        )
+    numbers, zeros = torch.arange(draws), torch.zeros(draws, dtype=torch.int64)
+    for seeds, positions in ((numbers, zeros), (zeros, numbers)):
+        draw = logits.expand(draws, -1), torch.full((draws,), temperature), seeds, positions
+        _, tokens = drawn(sampling.sample_torch, *draw)
         counts = torch.bincount(tokens, minlength=6)
         assert counts[5] == 0
         # Chi-squared with 4 degrees of freedom exceeds 23.5 once in ten thousand times.

@@ -16,6 +16,7 @@ from kernel_checks import (
     assert_passes_in_the_interpreter,
     check_decode,
     check_prefill,
+    drawn,
     empty_caches,
     error,
     in_both_types,
@@ -140,7 +141,7 @@ def test_more_tokens_than_a_grid_dimension_holds_are_rotated_and_stored():
     caches = empty_caches(tokens // 16 + 1, 16, 1, 64, "cuda", torch.float32)
     slots, expected, twins = torch.arange(tokens, device="cuda"), qkv.clone(), [x.clone() for x in caches]
     arguments = (1, 1, 64, None, None, 1e-6, positions, cos_sin)
-    kv_store.qk_norm_rope_store(qkv, *arguments, *caches, slots)
+    kv_store.qk_norm_rope_store(qkv, *arguments, *caches, slots, kv_store.StoreHooks())
     norm_rope_and_store(expected, *arguments, *twins, slots)
     torch.testing.assert_close([qkv, *caches], [expected, *twins], equal_nan=True)
 
@@ -197,7 +198,7 @@ def test_caches_of_another_dtype_are_written_as_the_twins_write_them(device, dty
     key, value = (rand(5, 2, 24, device=device, dtype=dtype) for _ in "kv")
     caches, fused = (empty_caches(2, 16, 2, 24, device, cache_dtype) for _ in range(2))
     kv_store.store_kvcache(key, value, *caches, slots)
-    kv_store.qk_norm_rope_store(qkv.clone(), *arguments, *fused, slots)
+    kv_store.qk_norm_rope_store(qkv.clone(), *arguments, *fused, slots, kv_store.StoreHooks())
     expected, expected_fused = (empty_caches(2, 16, 2, 24, device, cache_dtype) for _ in range(2))
     kv_store.store_kvcache_torch(key, value, *expected, slots)
     norm_rope_and_store(qkv, *arguments, *expected_fused, slots)
@@ -266,10 +267,10 @@ def test_tokens_below_the_threshold_are_not_drawn(device, dtype):
     thresholds = logits.float().topk(40).values[:, -1].clone()
     thresholds[:3] = -torch.inf
     draw = logits, temperatures, seeds, positions, 0, thresholds
-    tokens, expected = sampling.sample(*draw)[1], sampling.sample_torch(*draw)[1]
+    tokens, expected = (drawn(sample, *draw)[1] for sample in (sampling.sample, sampling.sample_torch))
     assert torch.equal(tokens, expected)
     assert (logits.float().gather(1, tokens[:, None])[:, 0] >= thresholds).all()
-    assert torch.equal(tokens[:3], sampling.sample(*draw[:5])[1][:3])
+    assert torch.equal(tokens[:3], drawn(sampling.sample, *draw[:5])[1][:3])
 
 
 def edit_inputs(device, batch=5, rows=8, vocab=700):
@@ -513,7 +514,7 @@ def test_each_rank_sums_up_its_share_of_rows_that_the_ranks_do_not_divide(device
 @pytest.mark.parametrize("shape", [(0, 64), (2, 3, 4, 64), (1, 64)])
 def test_rms_norm_takes_any_number_of_leading_dimensions(device, shape):
     x, weight = rand(*shape, device=device), rand(64, device=device)
-    normed = layernorm.rms_norm(x, weight, 1e-6)
+    normed = layernorm.add_rms_norm(x, None, weight, 1e-6)[0]
     assert normed.shape == x.shape
     torch.testing.assert_close(normed, layernorm.rms_norm_torch(x, weight, 1e-6))
 

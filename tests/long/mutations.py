@@ -679,11 +679,8 @@ MUTATIONS = [
         ("widen(value) - 1152.0", "widen(value) - 1151.0"),
     ),
     *mutations_of(
-        "nanovllm/extensions/int8_cache/layout",
-        ("        key, value, slots = only_written(key, value, slots)\n", ""),
-    ),
-    *mutations_of(
         "nanovllm/extensions/int8_cache/kernels/int8_cache",
+        ("written = slots >= 0", "written = slots >= -1"),
         ("x.abs().amax(-1) / LARGEST", "x.abs().amax(-1) / 126"),
         ('.masked_fill(scales <= SMALLEST, float("inf"))', ""),
         ("half & -half", "1"),

@@ -18,6 +18,8 @@ from nanovllm.kernels.attention_variant import AttentionVariant
 from nanovllm.kernels.cache_layout import CacheLayout
 from nanovllm.kernels.runtime import INTERPRETED
 from nanovllm.layers.rotary_embedding import apply_rotary_emb
+from nanovllm.layers.sampler import SamplingStep
+from nanovllm.utils.context import Context
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 GPU = pytest.param("cuda", marks=[pytest.mark.gpu, needs_cuda])
@@ -187,8 +189,8 @@ def check_prefill(
         kv = rand(sum(lens_k), 2 * kv_heads, head_dim, device=device, dtype=dtype)
         k, v, tables = kv[:, :kv_heads], kv[:, kv_heads:], None
         sequences = list(zip(k.split(lens_k), v.split(lens_k), strict=True))
-    lengths = cu_q, cu_k, max(lens_q), max(lens_k)
-    out = attend(q, k, v, *lengths, rule, tables, layout_of(cache_dtype or dtype))
+    step = Context(True, cu_q, cu_k, max(lens_q), max(lens_k), block_tables=tables)
+    out = attend(q, k, v, rule, step, layout_of(cache_dtype or dtype))
     assert out.shape == q.shape and out.dtype == dtype
     for queries, got, (keys, values) in zip(q.split(lens_q), out.split(lens_q), sequences, strict=True):
         if len(queries):
@@ -240,3 +242,7 @@ def sampling_inputs(batch, vocab, device, dtype=torch.float32):
     logits = rand(batch, vocab + 8, device=device, dtype=dtype)[:, :vocab]
     seeds = torch.randint(-(2**62), 2**62, (batch,), device=device)
     return logits, seeds, torch.randint(0, 5000, (batch,), device=device)
+
+
+def drawn(sample, logits, temperatures, seeds, positions, vocab_start=0, lowest=None):
+    return sample(logits, SamplingStep(None, temperatures, seeds, positions, vocab_start, lowest))

@@ -15,7 +15,6 @@ from nanovllm.extensions.int8_cache.kernels.int8_cache import (
 )
 from nanovllm.extensions.int8_cache.kernels.store import int8_store_hooks
 from nanovllm.kernels.cache_layout import CacheLayout
-from nanovllm.kernels.kv_store import StoreHooks, only_written
 from nanovllm.kernels.runtime import has_hopper_shared_memory
 
 
@@ -24,30 +23,23 @@ class Int8Layout(CacheLayout):
 
     planes = 1
     has_token_rows = False
+    load = load_dequantised
     decode_kernel = int8_decode_kernel
+    page_sizes = staticmethod(page_sizes)
+    as_stored = staticmethod(as_stored)
+    store_hooks = staticmethod(int8_store_hooks)
 
     def __init__(self):
         super().__init__(torch.uint8)
-        self.load = load_dequantised
 
     def page_shape(self, block_size: int, kv_heads: int, head_dim: int) -> tuple[int, ...]:
         return kv_heads, block_size * (2 * head_dim + SCALE_BYTES)
-
-    def page_sizes(self, cache: Tensor, head_dim: int) -> tuple[int, int]:
-        return page_sizes(cache, head_dim)
 
     def rotate(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         return hadamard_rotate(q).to(q.dtype), hadamard_rotate(k)
 
     def store(self, key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
-        key, value, slots = only_written(key, value, slots)
         store_int8_torch(key, value, k_cache, slots)
-
-    def as_stored(self, x: Tensor) -> Tensor:
-        return as_stored(x)
-
-    def store_hooks(self, cache: Tensor, head_dim: int, is_prefill: bool) -> StoreHooks:
-        return int8_store_hooks(cache, head_dim, is_prefill)
 
     def decode_tile(self, q: Tensor, cache: Tensor) -> tuple[int, int]:
         # Bytes become float16. Where there is room, a tile is loaded in advance.

@@ -21,6 +21,7 @@ from nanovllm.kernels.decode_attention import paged_decode_attention, paged_deco
 from nanovllm.kernels.prefill_attention import varlen_prefill_attention, varlen_prefill_attention_torch
 from nanovllm.kernels.runtime import HAVE_TRITON, INTERPRETED
 from nanovllm.layers.attention import Attention
+from nanovllm.utils.context import Context
 
 RULES = [Features(window=1), Features(window=17), Features(softcap=2.0), Features(has_sinks=True)]
 RULES += [Features(window=40, softcap=2.0, has_sinks=True)]
@@ -61,8 +62,8 @@ def test_blocks_before_the_window_may_hold_anything():
     q, length = rand(1, 1, 8), torch.tensor([44])
     alone = paged_decode_attention_torch(q, k_cache, v_cache, tables[:1], length, rule)
     among = paged_decode_attention_torch(q.expand(2, 1, 8), k_cache, v_cache, tables, length.expand(2), rule)
-    starts = torch.tensor([0, 1]), torch.tensor([0, 44])
-    prefilled = varlen_prefill_attention_torch(q, k_cache, v_cache, *starts, 1, 44, rule, tables[:1])
+    step = Context(True, torch.tensor([0, 1]), torch.tensor([0, 44]), 1, 44, block_tables=tables[:1])
+    prefilled = varlen_prefill_attention_torch(q, k_cache, v_cache, rule, step)
     for out in (alone, among[:1], prefilled):
         torch.testing.assert_close(out, alone)
         assert out.isfinite().all()

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from nanovllm.extensions.experts.kernels.experts import ExpertWeights, GroupedProduct, activate, find_tile
 from nanovllm.extensions.quantised.kernels.fp8_linear import GROUP, QuantisedRows, quantise
+from nanovllm.extensions.quantised.kernels.gpu import gpu_supports
 from nanovllm.extensions.quantised.kernels.quantised_weight import QuantisedWeight
 from nanovllm.kernels import runtime
-from nanovllm.kernels.runtime import gpu_supports, is_on_gpu, tl, triton, use_triton
+from nanovllm.kernels.runtime import tl, triton, use_triton
 
 # Pairs and rows of the weight a tile, warps, pipeline stages, by the most pairs that an expert has on
 # average. Scales of blocks are applied to sums besides, for which larger tiles leave no registers.
@@ -22,7 +23,7 @@ BLOCK_K = 128  # inputs of a tile
 
 def can_use_fp8_experts(x: Tensor, experts: ExpertWeights) -> bool:
     """Whether rows like x [rows, features] can be quantised and multiplied by these experts."""
-    is_possible = is_on_gpu(x) and use_triton(x) and gpu_supports(x.device, 8, 9)
+    is_possible = use_triton(x) and gpu_supports(x.device, 8, 9)
     return is_possible and x.dtype == torch.bfloat16 and experts.are_all(_is_multiplied)
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.extensions.experts.kernels.experts import ExpertWeights, GroupedProduct, find_tile, finish_tile
+from nanovllm.extensions.quantised.kernels.gpu import gpu_supports
 from nanovllm.extensions.quantised.kernels.quantised_weight import (
     INT4,
     MXFP4,
@@ -39,7 +40,7 @@ def can_use_quantised(x: Tensor, experts: ExpertWeights) -> bool:
         return False
     if not is_on_gpu(x):
         return use_triton(x)
-    return x.element_size() == 2 and runtime.gpu_supports(x.device, 8, 0)
+    return x.element_size() == 2 and gpu_supports(x.device, 8, 0)
 
 
 def arranged_width(features: int) -> int:

@@ -6,7 +6,7 @@ scale into its weights. Weights are float16 there, so they need a running maximu
 """
 
 from nanovllm.extensions.int8_cache.kernels.int8_cache import load_int8_tile, widen
-from nanovllm.kernels.decode_attention import begin_sums, load_query
+from nanovllm.kernels.decode_attention import begin_decode
 from nanovllm.kernels.runtime import IS_INTERPRETED, pdl_wait_then_launch, prefetch_each, tl, triton
 from nanovllm.kernels.split_kv import own_tokens, store_result
 
@@ -27,16 +27,16 @@ def int8_decode_kernel(
     table = block_tables + seq.to(tl.int64) * table_stride
     if OVERLAP:
         # The programs that start first prefetch their first tile while the query is still being computed.
-        if seq * (SIZES.KV_HEADS * SIZES.READERS) + share < num_multiprocessors:
+        if seq * SIZES.SHARES + share < num_multiprocessors:
             _prefetch_tile(k_cache, v_cache, table, kv_head, begin, end, SIZES)
     pdl_wait_then_launch(OVERLAP)
-    if SIZES.SPLIT:
-        if tl.program_id(2) >= used_splits:
-            return
+    if SIZES.SPLIT and tl.program_id(2) >= used_splits:
+        return
 
-    query, index = load_query(q, q_batch_stride, q_head_stride, SIZES)
+    query, index, highest, total, acc, kept = begin_decode(
+        q, q_batch_stride, q_head_stride, extras, SIZES, HOOKS
+    )
     query, scale_log2, bias = scale_to_float16(query, scale_log2)
-    highest, total, acc, kept = begin_sums(extras, index, SIZES, HOOKS)
     highest_byte = tl.full([SIZES.HEADS_PAD], -1.0e30, tl.float32)
     for start in range(begin, end, TILE):
         token = start + tl.arange(0, TILE)
@@ -73,7 +73,7 @@ def int8_decode_kernel(
 
 
 @triton.jit
-def _prefetch_tile(k_cache, v_cache, table, kv_head, begin, end, SIZES: tl.constexpr):
+def _prefetch_tile(k_cache, v_cache, table, kv_head, begin, end, SIZES):
     """Start to load the tile at `begin` into the L2 cache, as far as it has tokens."""
     if SIZES.HEAD_DIM % 16 == 0:
         token = begin + tl.arange(0, SIZES.TILE)

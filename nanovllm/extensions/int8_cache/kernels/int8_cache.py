@@ -73,7 +73,9 @@ def as_stored(x: Tensor) -> Tensor:
 
 
 def store_int8_torch(key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
-    """Quantise and store key and value [tokens, kv_heads, head_dim] in slots [tokens], all at least 0."""
+    """Quantise and store key and value [tokens, kv_heads, head_dim] in slots [tokens], unless they are -1."""
+    written = slots >= 0
+    key, value, slots = key[written], value[written], slots[written].long()
     block_size, _ = page_sizes(cache, key.shape[-1])
     block, token = slots // block_size, slots % block_size
     keys, values, scales = _parts(cache, key.shape[-1])
@@ -110,9 +112,7 @@ def _parts(cache: Tensor, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @triton.jit
-def load_dequantised(
-    cache, start, len_k, inside, DTYPE: tl.constexpr, SIZES: tl.constexpr, MASKED: tl.constexpr
-):
+def load_dequantised(cache, start, len_k, inside, DTYPE, SIZES, MASKED):
     """What `load_rows` does, out of 8-bit pages."""
     head, _, table, block_stride, _ = cache
     key, value, key_scale, value_scale = load_int8_tile(
@@ -126,10 +126,7 @@ def load_dequantised(
 
 
 @triton.jit
-def load_int8_tile(
-    head, block_stride, table, start, end,
-    SIZES: tl.constexpr, TILE: tl.constexpr, BY_GROUPS: tl.constexpr,
-):  # fmt: skip
+def load_int8_tile(head, block_stride, table, start, end, SIZES, TILE, BY_GROUPS):
     """
     The bytes of keys [TILE, DIM_PAD] and values [DIM_PAD, TILE] from `start` on, a multiple of TILE, and both
     scales [TILE], of the head that begins at `head` in block 0. Behind `end` the last token, or another one

@@ -26,15 +26,14 @@ def int8_store_hooks(cache: Tensor, head_dim: int, is_prefill: bool) -> StoreHoo
 
 
 @triton.jit
-def rotate_heads(half1, half2, SIZES: tl.constexpr, HOOKS: tl.constexpr):
+def rotate_heads(half1, half2, SIZES, HOOKS):
     return rotate_halves(half1, half2, SIZES.HEADS, SIZES.HALF_PAD, HOOKS.constants.STAGES)
 
 
 @triton.jit
 def store_quantised(
-    k_cache, v_cache, slot, head, half, is_q, is_v, inside, address, half1, half2,
-    SIZES: tl.constexpr, HOOKS: tl.constexpr,
-):  # fmt: skip
+    k_cache, v_cache, slot, head, half, is_q, is_v, inside, address, half1, half2, SIZES, HOOKS
+):
     """What `store_rows` does, in 8-bit pages."""
     HEAD_DIM: tl.constexpr = SIZES.HEAD_DIM
     HALF: tl.constexpr = HEAD_DIM // 2
@@ -80,7 +79,7 @@ def _round(x):
 
 
 @triton.jit
-def rotate_halves(half1, half2, ROWS: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr):
+def rotate_halves(half1, half2, ROWS, WIDTH, STAGES):
     """`hadamard_rotate` of vectors whose halves are [ROWS, WIDTH], mixing 2 ** STAGES dims of each half."""
     norm = tl.rsqrt(tl.full([1, 1], 2.0 * (1 << STAGES), tl.float32))
     half1, half2 = (half1 + half2) * norm, (half1 - half2) * norm
@@ -88,7 +87,7 @@ def rotate_halves(half1, half2, ROWS: tl.constexpr, WIDTH: tl.constexpr, STAGES:
 
 
 @triton.jit
-def _butterflies(x, ROWS: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr):
+def _butterflies(x, ROWS, WIDTH, STAGES):
     for stage in tl.static_range(STAGES):
         pairs = tl.reshape(x, [ROWS, WIDTH // (2 << stage), 2, 1 << stage])
         first, second = tl.split(tl.permute(pairs, [0, 1, 3, 2]))

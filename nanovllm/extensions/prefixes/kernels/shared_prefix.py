@@ -16,7 +16,7 @@ from nanovllm.extensions.prefixes.plan import MAX_PARTIALS, CascadePlan
 from nanovllm.kernels import runtime
 from nanovllm.kernels.attention_variant import AttentionVariant, Hooks
 from nanovllm.kernels.cache_layout import ROWS, CacheLayout
-from nanovllm.kernels.prefill_attention import PrefillSizes, attend_to_tile
+from nanovllm.kernels.prefill_attention import PrefillSizes, attend_to_tiles
 from nanovllm.kernels.runtime import LOG2_E, next_power_of_2, pdl_wait_then_launch, tl, triton
 
 PARTIALS = tl.constexpr(MAX_PARTIALS)  # for kernels
@@ -231,12 +231,13 @@ def _shared_prefix_kernel(
         aligned = tl.cdiv(begin, KEY_TILE) * KEY_TILE
         whole_end = end // KEY_TILE * KEY_TILE
         # Whole tiles first, then a part of one in front of them and one behind them, if there are such.
-        for start in range(aligned, whole_end, KEY_TILE):
-            sums = attend_to_tile(query, cache, seen, start, sums, scale_log2, SIZES, HOOKS, LOAD, False)
-        for start in range(begin // KEY_TILE * KEY_TILE, begin, KEY_TILE):
-            sums = attend_to_tile(query, cache, seen, start, sums, scale_log2, SIZES, HOOKS, LOAD, True)
-        for start in range(tl.maximum(aligned, whole_end), end, KEY_TILE):
-            sums = attend_to_tile(query, cache, seen, start, sums, scale_log2, SIZES, HOOKS, LOAD, True)
+        sums = attend_to_tiles(
+            aligned, whole_end, query, cache, seen, sums, scale_log2, SIZES, HOOKS, LOAD, False
+        )
+        start = begin // KEY_TILE * KEY_TILE
+        sums = attend_to_tiles(start, begin, query, cache, seen, sums, scale_log2, SIZES, HOOKS, LOAD, True)
+        start = tl.maximum(aligned, whole_end)
+        sums = attend_to_tiles(start, end, query, cache, seen, sums, scale_log2, SIZES, HOOKS, LOAD, True)
 
         highest, total, acc = sums
         out_row = index.to(tl.int64) * KV_HEADS * HEADS + head
@@ -293,7 +294,7 @@ def add_partials(kept, index, sums, SIZES: tl.constexpr, HOOKS: tl.constexpr):
 def load_partial(indices, i, count, results, log_sums, row, dim, SIZES: tl.constexpr):
     """A sequence's i-th partial result and log2 of its softmax's denominator (-inf: there is none)."""
     index = tl.load(indices + i, mask=i < count, other=0)
-    first_row = index.to(tl.int64) * (SIZES.KV_HEADS * SIZES.READERS * SIZES.HEADS)
+    first_row = index.to(tl.int64) * (SIZES.SHARES * SIZES.HEADS)
     is_there = row < tl.where(i < count, SIZES.HEADS, 0)
     inside = is_there[None, :] & (dim < SIZES.HEAD_DIM)[:, None]
     result = tl.load(results + first_row * SIZES.HEAD_DIM, mask=inside, other=0.0)

@@ -12,14 +12,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from nanovllm.extensions.quantised.kernels.gpu import gpu_supports
 from nanovllm.extensions.quantised.kernels.quantised_weight import QuantisedWeight
 from nanovllm.kernels.activation import silu_and_mul_torch
 from nanovllm.kernels.layernorm import add_rms_norm_torch
 from nanovllm.kernels.runtime import (
     cdiv,
     gpu_properties,
-    gpu_supports,
-    is_on_gpu,
     next_power_of_2,
     overlap_options,
     pdl_wait,
@@ -60,7 +59,7 @@ class Unscaled(NamedTuple):
 
 def can_use_fp8(x: Tensor, weight: QuantisedWeight) -> bool:
     """Whether rows like x [rows, features] can be quantised and multiplied by this weight."""
-    is_possible = is_on_gpu(x) and use_triton(x) and gpu_supports(x.device, 8, 9)
+    is_possible = use_triton(x) and gpu_supports(x.device, 8, 9)
     if not (is_possible and weight.is_fp8 and x.dtype == torch.bfloat16):
         return False
     out_features, in_features = weight.shape

@@ -12,6 +12,7 @@ more instructions than the reading of 4 bits leaves time for.
 import torch
 from torch import Tensor
 
+from nanovllm.extensions.quantised.kernels.gpu import gpu_supports
 from nanovllm.extensions.quantised.kernels.quantised_weight import (
     INT4,
     QuantisedWeight,
@@ -21,7 +22,6 @@ from nanovllm.extensions.quantised.kernels.quantised_weight import (
 from nanovllm.kernels import runtime
 from nanovllm.kernels.runtime import (
     cdiv,
-    is_on_gpu,
     next_power_of_2,
     num_multiprocessors,
     pdl_wait,
@@ -40,9 +40,9 @@ def can_use_quantised_linear(x: Tensor, weight: QuantisedWeight) -> bool:
     """Whether `quantised_linear` works for these rows [rows, features]."""
     group = weight.group
     fits = group & (group - 1) == 0 and (group > 0 or weight.offsets is None)
-    is_possible = is_on_gpu(x) and use_triton(x) and x.dtype == torch.bfloat16 and weight.can_be_read()
+    is_possible = use_triton(x) and x.dtype == torch.bfloat16 and weight.can_be_read()
     # Earlier GPUs do not compute in bfloat16.
-    return is_possible and fits and runtime.gpu_supports(x.device, 8, 0) and 0 < x.shape[0] <= MAX_ROWS
+    return is_possible and fits and gpu_supports(x.device, 8, 0) and 0 < x.shape[0] <= MAX_ROWS
 
 
 def quantised_linear(x: Tensor, weight: QuantisedWeight, bias: Tensor | None = None) -> Tensor:

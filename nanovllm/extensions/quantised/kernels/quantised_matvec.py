@@ -10,12 +10,12 @@ sums are float32.
 import torch
 from torch import Tensor
 
+from nanovllm.extensions.quantised.kernels.gpu import gpu_supports
 from nanovllm.extensions.quantised.kernels.multiply_words import multiply_words, pairs_of, power_of_two
 from nanovllm.extensions.quantised.kernels.quantised_weight import INT4, PIECE_BYTES, QuantisedWeight
 from nanovllm.kernels.runtime import (
     IS_INTERPRETED,
     cdiv,
-    gpu_supports,
     is_on_gpu,
     next_power_of_2,
     num_multiprocessors,
