@@ -10,13 +10,11 @@ from torch import Tensor
 from nanovllm.kernels.runtime import TRITON_DEVICES, masked_load, next_power_of_2, tl, triton
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [..., hidden] / rms(x) * weight [hidden], in the dtype of x."""
-    return add_rms_norm(x, None, weight, eps)[0]
-
-
 def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(rms_norm(x + residual), x + residual), both [..., hidden]; without a residual x takes its place."""
+    """
+    (rms_norm(x + residual), x + residual), both [..., hidden]; without a residual x takes the sum's place.
+    rms_norm(x) is x / rms(x) * weight [hidden], in the dtype of x.
+    """
     if x.device.type not in TRITON_DEVICES:
         return add_rms_norm_torch(x, residual, weight, eps)
     hidden = x.shape[-1]

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from nanovllm.distributed.group import get_group
 from nanovllm.kernels.runtime import cdiv
+from nanovllm.layers.weight import Shard
 from nanovllm.utils.context import get_context
-from nanovllm.utils.loader import default_weight_loader
 
 GATHER_WIDTH = 1024  # of rows whose sum over the ranks is computed fast
 
@@ -25,21 +25,16 @@ class VocabParallelEmbedding(nn.Module):
         super().__init__()
         self.num_embeddings = num_embeddings
         self.group = get_group()
-        rows = cdiv(num_embeddings, self.group.size)
-        self.vocab_start = min(self.group.rank * rows, num_embeddings)
-        self.vocab_end = min(self.vocab_start + rows, num_embeddings)
-        self.weight = nn.Parameter(torch.zeros(rows, embedding_dim), requires_grad=False)
+        num_rows = cdiv(num_embeddings, self.group.size)
+        self.vocab_start, self.vocab_end = (
+            min(rank * num_rows, num_embeddings) for rank in (self.group.rank, self.group.rank + 1)
+        )
+        self.weight = nn.Parameter(torch.zeros(num_rows, embedding_dim), requires_grad=False)
         self.weight.weight_loader = self.weight_loader
 
-    @property
-    def num_rows(self) -> int:
-        """Of this rank, without padding."""
-        return self.vocab_end - self.vocab_start
-
     def weight_loader(self, param: nn.Parameter, loaded_weight: Any) -> None:
-        rows = slice(self.vocab_start, self.vocab_end)
         shape = self.num_embeddings, param.shape[1]
-        default_weight_loader(param.data[: self.num_rows], loaded_weight, rows, shape)
+        Shard(shape, slice(self.vocab_start, self.vocab_end)).load(param.data, loaded_weight)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """input_ids [tokens] -> [tokens, embedding_dim], complete on every rank."""
@@ -51,12 +46,9 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class ParallelLMHead(VocabParallelEmbedding):
-    is_tied = False
-
     def tie_to(self, embedding: VocabParallelEmbedding) -> None:
         """Share the embedding's weight."""
         self.weight = embedding.weight
-        self.is_tied = True
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """
@@ -64,15 +56,14 @@ class ParallelLMHead(VocabParallelEmbedding):
 
         In prefill only the last position of each sequence is needed: the others' next tokens are known.
         """
-        context = get_context()
-        if context.is_prefill:
-            last = context.cu_seqlens_q[1:].long() - 1
-            hidden_states = hidden_states[last]
+        step = get_context()
+        if step.is_prefill:
+            hidden_states = hidden_states[step.cu_seqlens_q[1:].long() - 1]
         return self.logits(hidden_states)
 
     def logits(self, hidden_states: Tensor) -> Tensor:
         """hidden_states [tokens, embedding_dim] -> logits [tokens, this rank's vocabulary rows]."""
-        return F.linear(hidden_states, self.weight[: self.num_rows])
+        return F.linear(hidden_states, self.weight[: self.vocab_end - self.vocab_start])
 
     def gather(self, logits: Tensor) -> Tensor:
         """Logits of every rank's vocabulary rows [tokens, num_embeddings], on every rank."""

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from nanovllm.distributed.group import get_group
-from nanovllm.kernels.layernorm import rms_norm
+from nanovllm.kernels.layernorm import add_rms_norm
 from nanovllm.utils.loader import default_weight_loader
 
 
@@ -24,5 +24,5 @@ class RMSNorm(nn.Module):
         ranks -> (norm(sum + residual), sum + residual).
         """
         if residual is None:
-            return rms_norm(x, self.weight, self.eps)
+            return add_rms_norm(x, None, self.weight, self.eps)[0]
         return self.group.all_reduce_add_rms_norm(x, residual, self.weight, self.eps)

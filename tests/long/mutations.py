@@ -868,7 +868,7 @@ MUTATIONS = [
     ),
     *mutations_of(
         "nanovllm/layers/linear",
-        (" if each.accepts(rows, is_prefill))", ")"),
+        ("if product.accepts(rows, is_prefill):", "if True:"),
         ("        self.set_matrix(self.matrix)\n", ""),
     ),
     *mutations_of(

@@ -72,8 +72,8 @@ class Router(ReplicatedLinear):
     def forward(self, stream: Stream) -> Chosen:
         if stream.is_untouched:
             logits = super().forward(stream)
-        else:  # the norm is begun, so there is nothing to fold in: the last, plain product does
-            logits = self.products[-1].norm_linear(stream, self.bias)
+        else:  # the norm is begun, so there is nothing to fold in: the plain product does
+            logits = self.matrix.norm_linear(stream, self.bias)
         return choose_experts(logits, self.routing)
 
 
@@ -135,10 +135,13 @@ class StackedLinear(LinearBase):
         """Of the first expert: others that differ find no place when they are loaded."""
         return [f"{name.rpartition('.')[0]}.{source}" for source in self.shards if source.startswith("0.")]
 
+    def load_dense(self, loaded_weight: torch.Tensor, shard: Shard) -> None:
+        shard.load(self.matrix.weight.data, loaded_weight)
+
     def stored_tensors(self, name: str) -> dict[str, StoredTensor]:
         parent, stored = name.rpartition(".")[0], self.matrix.stored
         if self.is_dense:
-            stored = {"weight": StoredTensor(self.matrix.load)}
+            stored = {"weight": StoredTensor(self.load_dense)}
         return {
             f"{parent}.{source}.{inner}": each._replace(load=functools.partial(_load, each.load, shard))
             for source, shard in self.shards.items()
@@ -165,7 +168,7 @@ class JointLinear(StackedLinear):
         return [name]
 
     def stored_tensors(self, name: str) -> dict[str, StoredTensor]:
-        stored = {"weight": StoredTensor(self.matrix.load)} if self.is_dense else self.matrix.stored
+        stored = {"weight": StoredTensor(self.load_dense)} if self.is_dense else self.matrix.stored
         if unknown := stored.keys() - {"weight", "blocks", "scales"}:
             raise ValueError(f"quantised weights of joint experts with {min(unknown)} are not supported")
         if self.bias is not None:

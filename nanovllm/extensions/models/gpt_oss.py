@@ -5,7 +5,6 @@ some layers.
 import torch
 from torch import nn
 
-from nanovllm.extensions.experts.moe import MixtureOfExperts
 from nanovllm.extensions.models import llama
 from nanovllm.extensions.models.attention_rule import set_rule
 from nanovllm.extensions.models.config import DecoderConfig
@@ -16,6 +15,7 @@ from nanovllm.utils.loader import default_weight_loader
 
 
 class GptOssForCausalLM(Decoder):
+    has_joint_experts = True
     packed_modules_mapping = {
         "q_proj": ("qkv_proj", "q"),
         "k_proj": ("qkv_proj", "k"),
@@ -28,9 +28,6 @@ class GptOssForCausalLM(Decoder):
         for layer in self.model.layers:
             layer.self_attn.sinks = sinks = make_sinks(layer.self_attn)
             set_rule(layer.self_attn.attn, sinks=sinks)
-
-    def make_mlp(self, config: DecoderConfig, layer: int) -> nn.Module:
-        return MixtureOfExperts(config.hidden_size, config.experts, is_joint=True)
 
 
 def make_sinks(attention: Qwen3Attention) -> nn.Parameter:

@@ -95,9 +95,7 @@ class FoldingWeight(DenseWeight):
         """The layout that the weight had is freed."""
         if (packed := onednn.pack(self.weight)) is not None:
             self.weight = self.parameters["weight"] = nn.Parameter(packed, requires_grad=False)
-
-    def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        return onednn.multiply(x, self.weight, bias)
+            self.multiply = functools.partial(onednn.multiply, weight=packed)
 
     def products(self, hidden_size: int | None, num_ranks: int) -> list[Product]:
         found: list[Product] = []
@@ -105,4 +103,4 @@ class FoldingWeight(DenseWeight):
             found.append(self.make_gemv(functools.partial(gemv, weight=self.weight)))
         if hidden_size and num_ranks == 1 and can_fuse(hidden_size, self.weight):
             found.append(FusedGemm(self))
-        return [*found, *super().products(hidden_size, num_ranks)]
+        return found

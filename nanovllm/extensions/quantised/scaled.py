@@ -98,8 +98,7 @@ class ScaledWeight(Weight):
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
 
     def products(self, hidden_size: int | None, num_ranks: int) -> list[Product]:
-        gemv = gemv_products(self.quantised, self.dtype, self.make_gemv)
-        return [*gemv, *super().products(hidden_size, num_ranks)]
+        return gemv_products(self.quantised, self.dtype, self.make_gemv)
 
     def dequantise(self, rows: slice) -> Tensor:
         """These rows of the weight, which begin with a tile, as `product_dtype`."""
