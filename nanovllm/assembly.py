@@ -23,7 +23,6 @@ from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.policies import Admission, PrefixCache
 from nanovllm.kernels.cache_layout import CacheLayout
 from nanovllm.layers.attention import Attention, AttentionBackend, get_backend
-from nanovllm.layers.linear import without_weights
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.sampling_params import SamplingParams
 
@@ -39,7 +38,7 @@ if EXTENDED:
     from nanovllm.extensions.prefixes.token_prefixes import HoldBack, TokenPrefixes
     from nanovllm.extensions.products.onednn import use_packed_heads
     from nanovllm.extensions.products.products import FoldingWeight
-    from nanovllm.extensions.quantised.assignment import assign_weights
+    from nanovllm.extensions.quantised.assignment import assign_weights, without_weights
     from nanovllm.extensions.quantised.formats import read_scheme
     from nanovllm.extensions.ranks.peer_group import group_maker, stand_in
     from nanovllm.extensions.safety.options import ExtendedConfig

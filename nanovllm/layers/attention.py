@@ -94,8 +94,8 @@ class TorchBackend(AttentionBackend):
 
 class FlashBackend(AttentionBackend):
     def prefill(self, q: Tensor, k: Tensor, v: Tensor, variant: AttentionVariant, step: Context) -> Tensor:
-        options = variant.flash_options() | {"block_table": step.block_tables}
-        return flash_attn_varlen_func(q, k, v, *_lengths(step), **options)
+        options = variant.flash_options()
+        return flash_attn_varlen_func(q, k, v, *_lengths(step), block_table=step.block_tables, **options)
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, variant: AttentionVariant, step: Context) -> Tensor:
         options = variant.flash_options() | {"block_table": step.block_tables}

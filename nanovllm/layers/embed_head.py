@@ -25,11 +25,10 @@ class VocabParallelEmbedding(nn.Module):
         super().__init__()
         self.num_embeddings = num_embeddings
         self.group = get_group()
-        num_rows = cdiv(num_embeddings, self.group.size)
-        self.vocab_start, self.vocab_end = (
-            min(rank * num_rows, num_embeddings) for rank in (self.group.rank, self.group.rank + 1)
-        )
-        self.weight = nn.Parameter(torch.zeros(num_rows, embedding_dim), requires_grad=False)
+        rows = cdiv(num_embeddings, self.group.size)
+        self.vocab_start = min(self.group.rank * rows, num_embeddings)
+        self.vocab_end = min(self.vocab_start + rows, num_embeddings)
+        self.weight = nn.Parameter(torch.zeros(rows, embedding_dim), requires_grad=False)
         self.weight.weight_loader = self.weight_loader
 
     def weight_loader(self, param: nn.Parameter, loaded_weight: Any) -> None:
@@ -46,9 +45,12 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class ParallelLMHead(VocabParallelEmbedding):
+    is_tied = False
+
     def tie_to(self, embedding: VocabParallelEmbedding) -> None:
         """Share the embedding's weight."""
         self.weight = embedding.weight
+        self.is_tied = True
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """

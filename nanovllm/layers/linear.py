@@ -9,9 +9,6 @@ Each parameter carries a `weight_loader` that takes this rank's shard out of the
 slicing, so that no more than the shard is read from disk. Weights are [output features, input features].
 """
 
-import contextlib
-import functools
-from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
@@ -23,7 +20,6 @@ from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.residual_stream import Stream
 from nanovllm.layers.weight import DenseWeight, Gated, Product, Shard, Weight
 from nanovllm.utils.context import get_context
-from nanovllm.utils.loader import StoredTensor
 
 
 def divide(numerator: int, denominator: int) -> int:
@@ -33,17 +29,8 @@ def divide(numerator: int, denominator: int) -> int:
     return numerator // denominator
 
 
-_allocates: ContextVar[bool] = ContextVar("allocates", default=True)
-
-
-@contextlib.contextmanager
-def without_weights() -> Iterator[None]:
-    """Linear layers made here get their weights by `set_matrix`, when their names are known."""
-    token = _allocates.set(False)
-    try:
-        yield
-    finally:
-        _allocates.reset(token)
+# Whether layers that are made have a dense weight. If not, `set_matrix` gives them one later.
+has_weights: ContextVar[bool] = ContextVar("has_weights", default=True)
 
 
 def own_part(size: int, head_size: int = 0) -> slice:
@@ -79,14 +66,14 @@ class LinearBase(nn.Module):
         if bias:
             self.bias = nn.Parameter(torch.zeros(num_rows), requires_grad=False)
             self.bias.weight_loader = self.weight_loader
-        if _allocates.get():
+        if has_weights.get():
             self.set_matrix(DenseWeight(shards))
 
     def set_matrix(self, matrix: Weight) -> None:
         """Register the weight's parameters, and list what multiplies by it faster than itself."""
         self.matrix = matrix
         for name, tensor in matrix.parameters.items():
-            tensor.weight_loader = None if matrix.stored else self.weight_loader
+            tensor.weight_loader = self.weight_loader
             if isinstance(tensor, nn.Parameter):
                 self.register_parameter(name, tensor)
         self.products = matrix.products(self.hidden_size, self.group.size)
@@ -111,19 +98,6 @@ class LinearBase(nn.Module):
         they multiply, and the result has half as many, perhaps with the activation left to do.
         """
         return self.product(len(stream.x)).norm_linear(stream, self.bias, silu_and_mul)
-
-    def stored_tensors(self, name: str) -> dict[str, StoredTensor]:
-        """What checkpoints have in place of the `weight` of the layer with this name."""
-        return {
-            f"{name}.{inner}": stored._replace(load=functools.partial(self._load_stored, stored.load))
-            for inner, stored in self.matrix.stored.items()
-            if inner != "bias" or self.bias is None
-        }
-
-    def _load_stored(
-        self, load: Callable[[Any, Shard], None], loaded_weight: Any, shard_id: Any = None
-    ) -> None:
-        load(loaded_weight, self.shards[shard_id])
 
     def weight_loader(self, param: nn.Parameter, loaded_weight: Any, shard_id: Any = None) -> None:
         self.shards[shard_id].load(param.data, loaded_weight)

@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.residual_stream import Stream
-from nanovllm.utils.loader import StoredTensor, default_weight_loader
+from nanovllm.utils.loader import default_weight_loader
 
 
 @dataclass
 class Shard:
     """
     This rank's share of a checkpoint's matrix of this shape: `rows` and `columns` (None: all), which are the
-    rows from `offset` on of the layer's own matrix.
+    rows from `offset` on of the layer's own matrix. `size` says how many rows and columns these are.
     """
 
     shape: tuple[int, int]
@@ -35,11 +35,7 @@ class Shard:
     def __post_init__(self) -> None:
         self.rows = self.rows or slice(0, self.shape[0])
         self.columns = self.columns or slice(0, self.shape[1])
-
-    @property
-    def size(self) -> tuple[int, int]:
-        """Rows and columns of the share."""
-        return self.rows.stop - self.rows.start, self.columns.stop - self.columns.start
+        self.size = self.rows.stop - self.rows.start, self.columns.stop - self.columns.start
 
     @property
     def place(self) -> slice:
@@ -90,20 +86,17 @@ class Product:
 
 class Weight(Product):
     """
-    A matrix [out, in] in some format, which these shards make up. `parameters` are its tensors. `stored` says
-    what loads a shard, a function of (tensor, Shard), by the names that checkpoints have for its tensors;
-    without any, the layer's `weight_loader` fills `weight`. As a product it takes any number of rows, with
-    kernels of their own for the norm, the activation and the addition around it.
+    A matrix [out, in] in some format, which these shards make up. `parameters` are its tensors. As a product
+    it takes any number of rows, with kernels of their own for the norm, the activation and the addition
+    around it.
     """
 
     act_fn = SiluAndMul()
+    parameters: dict[str, Tensor]
 
     def __init__(self, shards: dict[Any, Shard]):
         *_, last = shards.values()
         self.shape = last.place.stop, last.size[1]
-        self.dtype = torch.get_default_dtype()  # of what it is multiplied with
-        self.parameters: dict[str, Tensor | nn.Parameter] = {}
-        self.stored: dict[str, StoredTensor] = {}
 
     def finish(self) -> None:
         """Called when all tensors are loaded: bring them into the layout that multiplies fastest here."""
@@ -131,7 +124,7 @@ class DenseWeight(Weight):
     def __init__(self, shards: dict[Any, Shard]):
         super().__init__(shards)
         self.weight = nn.Parameter(torch.empty(self.shape), requires_grad=False)
-        self.parameters["weight"] = self.weight
+        self.parameters = {"weight": self.weight}
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, self.weight, bias)

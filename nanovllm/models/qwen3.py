@@ -73,12 +73,11 @@ class Qwen3Model(nn.Module):
         layers = [layer_class(config, rope) for _ in range(config.num_hidden_layers)]
         self.layers = nn.ModuleList(layers)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.next_norms = [layer.input_layernorm for layer in layers[1:]] + [self.norm]
 
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
-        norms = [layer.input_layernorm for layer in self.layers]
-        first, *next_norms = [*norms, self.norm]
-        stream = Stream(self.embed_tokens(input_ids), first)
-        for layer, next_norm in zip(self.layers, next_norms, strict=True):
+        stream = Stream(self.embed_tokens(input_ids), self.layers[0].input_layernorm)
+        for layer, next_norm in zip(self.layers, self.next_norms, strict=True):
             stream = layer(positions, stream, next_norm)
         return stream.normalised()
 

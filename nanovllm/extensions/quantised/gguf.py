@@ -72,6 +72,8 @@ class GGUF(Weight):
 
     def __init__(self, shards: dict[Any, Shard], keeps_weight: bool = False):
         super().__init__(shards)
+        self.dtype = torch.get_default_dtype()  # of what it is multiplied with
+        self.parameters = {}
         self.keeps_weight = keeps_weight
         self.stored = {"weight": StoredTensor(self._load)}
         self.runs: list[PackedCodes | KernelCodes | Converted] = []

@@ -53,8 +53,7 @@ def linear_like(module: nn.Linear) -> Linear:
 class GatedMLP(nn.Module):
     def __init__(self, gate: nn.Linear, up: nn.Linear, down: nn.Linear):
         super().__init__()
-        gates = part_of(gate)
-        self.gate_and_up = Linear({0: gates, 1: part_of(up, offset=gates.size[0])})
+        self.gate_and_up = Linear({0: part_of(gate), 1: part_of(up)})
         self.down_proj = linear_like(down)
 
     def forward(self, x: Tensor) -> Tensor:
