@@ -12,8 +12,8 @@ from nanovllm.kernels.runtime import TRITON_DEVICES, masked_load, next_power_of_
 
 def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """
-    (rms_norm(x + residual), x + residual), both [..., hidden]; without a residual x takes the sum's place.
-    rms_norm(x) is x / rms(x) * weight [hidden], in the dtype of x.
+    (normed total, total) for total = x + residual, all [..., hidden] and in the dtype of x, where normed is
+    total / rms(total) * weight [hidden]. Without a residual the total is x.
     """
     if x.device.type not in TRITON_DEVICES:
         return add_rms_norm_torch(x, residual, weight, eps)

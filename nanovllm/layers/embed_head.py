@@ -4,8 +4,6 @@ A vocabulary that the ranks do not divide is padded on the last ones; the paddin
 sampled.
 """
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -29,11 +27,8 @@ class VocabParallelEmbedding(nn.Module):
         self.vocab_start = min(self.group.rank * rows, num_embeddings)
         self.vocab_end = min(self.vocab_start + rows, num_embeddings)
         self.weight = nn.Parameter(torch.zeros(rows, embedding_dim), requires_grad=False)
-        self.weight.weight_loader = self.weight_loader
-
-    def weight_loader(self, param: nn.Parameter, loaded_weight: Any) -> None:
-        shape = self.num_embeddings, param.shape[1]
-        Shard(shape, slice(self.vocab_start, self.vocab_end)).load(param.data, loaded_weight)
+        shard = Shard((num_embeddings, embedding_dim), slice(self.vocab_start, self.vocab_end))
+        self.weight.weight_loader = shard.load
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """input_ids [tokens] -> [tokens, embedding_dim], complete on every rank."""

@@ -34,16 +34,14 @@ class Qwen3Attention(nn.Module):
 
     def attend(self, positions: Tensor, qkv: Tensor) -> Tensor:
         """From the projections to the heads' outputs, [tokens, heads * head_dim]."""
-        norms = self.q_norm, self.k_norm
-        q, k, v = self.attn.rotate_and_store(positions, qkv, self.rotary_emb, *norms)
+        q, k, v = self.attn.rotate_and_store(positions, qkv, self.rotary_emb, self.q_norm, self.k_norm)
         return self.attn(q, k, v)
 
 
 class Qwen3MLP(nn.Module):
     def __init__(self, hidden_size: int, intermediate_size: int, bias: bool = False):
         super().__init__()
-        sizes = [intermediate_size, intermediate_size]
-        self.gate_up_proj = MergedColumnParallelLinear(hidden_size, sizes, bias)
+        self.gate_up_proj = MergedColumnParallelLinear(hidden_size, [intermediate_size] * 2, bias)
         self.down_proj = RowParallelLinear(intermediate_size, hidden_size, bias)
 
     def forward(self, stream: Stream, next_norm: RMSNorm) -> Stream:

@@ -986,7 +986,7 @@ MUTATIONS = [
     ),
     *mutations_of(
         "nanovllm/extensions/models/facts",
-        ("if of_type and not known and type_decides(names):", "if False:"),
+        ("if not known and type_decides(names):", "if False:"),
     ),
     *mutations_of(
         "nanovllm/utils/loader",

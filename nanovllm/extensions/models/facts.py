@@ -91,7 +91,6 @@ def find_facts(
     names = given.get("architectures", [])
     names = [str(name) for name in (names if isinstance(names, list) else [names])]
     known = [models[name] for name in names if name in models]
-    of_type = [facts for facts in models.values() if facts.model_type == given.get("model_type")]
-    if of_type and not known and type_decides(names):
-        return of_type[0]
+    if not known and type_decides(names):
+        known = [facts for facts in models.values() if facts.model_type == given.get("model_type")]
     return known[0] if known else None
