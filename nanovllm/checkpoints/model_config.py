@@ -38,10 +38,6 @@ class ModelConfig:
     rms_norm_eps: float
     attention_bias: bool
     tie_word_embeddings: bool
-    qk_norm: bool  # whether queries and keys are normalised
-    qkv_bias: bool  # which products have biases
-    o_bias: bool
-    mlp_bias: bool
     dtype: str | None
     rope_parameters: dict[str, Any]
     context_limit: int  # positions that the checkpoint is for
@@ -91,8 +87,7 @@ def read_qwen3(raw: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(rope, dict) or rope.get("rope_type", "default") != "default":
         raise ValueError(f"rope_parameters cannot be {shown(rope)}")
     check_number("rope_theta", rope.get("rope_theta"), 2, 1e15)
-    limit, bias = values["max_position_embeddings"], values["attention_bias"]
-    values |= {"qk_norm": True, "qkv_bias": bias, "o_bias": bias, "mlp_bias": False}
+    limit = values["max_position_embeddings"]
     values |= {"rope_parameters": {"rope_theta": rope["rope_theta"]}, "dtype": read_dtype(given)}
     return values | {"context_limit": limit, "max_model_len": limit}
 

@@ -31,7 +31,7 @@ from nanovllm.extensions.prefixes.cascade import CascadeBackend
 from nanovllm.extensions.prefixes.token_prefixes import HoldBack, TokenPrefixes
 from nanovllm.extensions.products.onednn import use_packed_heads
 from nanovllm.extensions.products.products import FoldingWeight
-from nanovllm.extensions.quantised.assignment import assign_weights
+from nanovllm.extensions.quantised.assignment import assign_weights, without_weights
 from nanovllm.extensions.quantised.formats import read_scheme
 from nanovllm.extensions.ranks.peer_group import group_maker, stand_in
 from nanovllm.extensions.safety.options import ExtendedConfig
@@ -44,7 +44,6 @@ from nanovllm.extensions.structured.params import StructuredOutputsParams, check
 from nanovllm.extensions.text.llm import TextLLM
 from nanovllm.kernels.cache_layout import CacheLayout
 from nanovllm.layers.attention import Attention, AttentionBackend, get_backend
-from nanovllm.layers.linear import without_weights
 
 sampling_params.StructuredOutputsParams = StructuredOutputsParams  # scripts for vLLM import it there
 sampling_params.SamplingParams.checks = [check_sampling, check_structured_outputs]

@@ -97,9 +97,9 @@ class FlashBackend(AttentionBackend):
         return flash_attn_varlen_func(q, k, v, *_lengths(step), block_table=step.block_tables, **options)
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, variant: AttentionVariant, step: Context) -> Tensor:
-        options = variant.flash_options()
-        options |= {"cache_seqlens": step.context_lens, "block_table": step.block_tables}
-        return flash_attn_with_kvcache(q.unsqueeze(1), k, v, **options).squeeze(1)
+        options = variant.flash_options() | {"block_table": step.block_tables}
+        q = q.unsqueeze(1)
+        return flash_attn_with_kvcache(q, k, v, cache_seqlens=step.context_lens, **options).squeeze(1)
 
 
 def _lengths(step: Context) -> tuple[Tensor, Tensor, int, int]:

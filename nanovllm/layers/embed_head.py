@@ -4,16 +4,14 @@ A vocabulary that the ranks do not divide is padded on the last ones; the paddin
 sampled.
 """
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanovllm.distributed.group import get_group
 from nanovllm.kernels.runtime import cdiv
+from nanovllm.layers.weight import Shard
 from nanovllm.utils.context import get_context
-from nanovllm.utils.loader import default_weight_loader
 
 GATHER_WIDTH = 1024  # of rows whose sum over the ranks is computed fast
 
@@ -29,17 +27,8 @@ class VocabParallelEmbedding(nn.Module):
         self.vocab_start = min(self.group.rank * rows, num_embeddings)
         self.vocab_end = min(self.vocab_start + rows, num_embeddings)
         self.weight = nn.Parameter(torch.zeros(rows, embedding_dim), requires_grad=False)
-        self.weight.weight_loader = self.weight_loader
-
-    @property
-    def num_rows(self) -> int:
-        """Of this rank, without padding."""
-        return self.vocab_end - self.vocab_start
-
-    def weight_loader(self, param: nn.Parameter, loaded_weight: Any) -> None:
-        rows = slice(self.vocab_start, self.vocab_end)
-        shape = self.num_embeddings, param.shape[1]
-        default_weight_loader(param.data[: self.num_rows], loaded_weight, rows, shape)
+        shard = Shard((num_embeddings, embedding_dim), slice(self.vocab_start, self.vocab_end))
+        self.weight.weight_loader = shard.load
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """input_ids [tokens] -> [tokens, embedding_dim], complete on every rank."""
@@ -64,15 +53,14 @@ class ParallelLMHead(VocabParallelEmbedding):
 
         In prefill only the last position of each sequence is needed: the others' next tokens are known.
         """
-        context = get_context()
-        if context.is_prefill:
-            last = context.cu_seqlens_q[1:].long() - 1
-            hidden_states = hidden_states[last]
+        step = get_context()
+        if step.is_prefill:
+            hidden_states = hidden_states[step.cu_seqlens_q[1:].long() - 1]
         return self.logits(hidden_states)
 
     def logits(self, hidden_states: Tensor) -> Tensor:
         """hidden_states [tokens, embedding_dim] -> logits [tokens, this rank's vocabulary rows]."""
-        return F.linear(hidden_states, self.weight[: self.num_rows])
+        return F.linear(hidden_states, self.weight[: self.vocab_end - self.vocab_start])
 
     def gather(self, logits: Tensor) -> Tensor:
         """Logits of every rank's vocabulary rows [tokens, num_embeddings], on every rank."""

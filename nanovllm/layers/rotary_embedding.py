@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 def apply_rotary_emb(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """
-    Rotate x [tokens, heads, head_dim] in float32, by cos and sin [tokens, 1, head_dim] as
-    `RotaryEmbedding.angles` returns them. Returns x's dtype.
+    Rotate x [tokens, heads, head_dim] in float32, by cos and sin [tokens, 1, head_dim], whose halves are
+    alike but for the sign: those sines are negative that the second half gets into the first with. Returns
+    x's dtype.
     """
     wide = x.float()
     halves_swapped = wide.roll(x.shape[-1] // 2, -1)
@@ -32,24 +33,14 @@ class RotaryEmbedding(nn.Module):
 
     def forward(self, positions: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """positions [tokens]; query and key [tokens, heads, head_dim], not changed."""
-        cos, sin = self.angles(positions)
-        heads = torch.cat((query, key), dim=1)
-        rotated = apply_rotary_emb(heads, cos, sin)
-        return rotated.tensor_split([query.shape[1]], dim=1)
-
-    def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """
-        Cosines and sines for both halves of a head, [tokens, 1, head_dim]: those sines are negative that the
-        second half gets into the first with. Every layer of a step asks with the same tensor, which nobody
-        changes, so they are looked up once.
-        """
+        # Every layer of a step asks with the same tensor, which nobody changes.
         if self._last_positions is not positions:
-            rows = self.cos_sin_cache[positions].unsqueeze(1)
-            cos, sin = rows.chunk(2, dim=-1)
-            self._cos = torch.cat((cos, cos), dim=-1)
-            self._sin = torch.cat((-sin, sin), dim=-1)
+            cos, sin = self.cos_sin_cache[positions].unsqueeze(1).chunk(2, dim=-1)
+            self._angles = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
             self._last_positions = positions
-        return self._cos, self._sin
+        heads = torch.cat((query, key), dim=1)
+        rotated = apply_rotary_emb(heads, *self._angles)
+        return rotated.tensor_split([query.shape[1]], dim=1)
 
 
 def get_rope(head_dim: int, max_position: int, parameters: dict[str, Any]) -> RotaryEmbedding:
@@ -59,13 +50,9 @@ def get_rope(head_dim: int, max_position: int, parameters: dict[str, Any]) -> Ro
     multiplied by.
     """
     options = {"dtype": torch.float32, "device": "cpu"}
-    if "inverse_frequencies" in parameters:
-        frequencies = torch.tensor(parameters["inverse_frequencies"], **options)
-    else:
-        exponents = torch.arange(0, head_dim, 2, **options) / head_dim
-        frequencies = 1.0 / parameters["rope_theta"] ** exponents
+    exponents = torch.arange(0, head_dim, 2, **options) / head_dim
+    frequencies = parameters.get("inverse_frequencies", 1.0 / parameters["rope_theta"] ** exponents)
     positions = torch.arange(max_position, **options)
-    angles = torch.outer(positions, frequencies)
-    table = torch.cat((angles.cos(), angles.sin()), dim=-1)
-    table *= parameters.get("amplitude", 1.0)
+    angles = torch.outer(positions, torch.as_tensor(frequencies, **options))
+    table = torch.cat((angles.cos(), angles.sin()), dim=-1) * parameters.get("amplitude", 1.0)
     return RotaryEmbedding(table.to(torch.get_default_device()))

@@ -1,13 +1,13 @@
 """Weights of linear layers: which shard of a checkpoint's matrices a rank holds, and how they are multiplied.
 
 A layer knows its weight by the interface `Weight`. The one of this file is dense: a matrix of the model's
-dtype, which torch's library multiplies. When it has been loaded, the layer lists the products that multiply
-by it, and asks them in order which takes a step's rows; the last is the weight itself, which takes any.
-Faster ones fold in what stands around a product in a decoder layer: the norm in front of it, the activation
+dtype, which torch's library multiplies. When it has been loaded, it may list faster products for some numbers
+of rows. They fold in what stands around a product in a decoder layer: the norm in front of it, the activation
 or the residual addition behind it. They may leave work half done for the product that follows: in a subclass
 of `Stream`, or as a gated result that still has to be `activated`.
 """
 
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -17,31 +17,25 @@ from torch import Tensor, nn
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.residual_stream import Stream
-from nanovllm.utils.loader import StoredTensor, default_weight_loader
+from nanovllm.utils.loader import default_weight_loader
 
 
+@dataclass
 class Shard:
     """
     This rank's share of a checkpoint's matrix of this shape: `rows` and `columns` (None: all), which are the
-    rows from `offset` on of the layer's own matrix.
+    rows from `offset` on of the layer's own matrix. `size` says how many rows and columns these are.
     """
 
-    def __init__(
-        self,
-        shape: tuple[int, int],
-        rows: slice | None = None,
-        columns: slice | None = None,
-        offset: int = 0,
-    ):
-        self.shape = shape
-        self.rows = rows or slice(0, shape[0])
-        self.columns = columns or slice(0, shape[1])
-        self.offset = offset
+    shape: tuple[int, int]
+    rows: slice | None = None
+    columns: slice | None = None
+    offset: int = 0
 
-    @property
-    def size(self) -> tuple[int, int]:
-        """Rows and columns of the share."""
-        return self.rows.stop - self.rows.start, self.columns.stop - self.columns.start
+    def __post_init__(self) -> None:
+        self.rows = self.rows or slice(0, self.shape[0])
+        self.columns = self.columns or slice(0, self.shape[1])
+        self.size = self.rows.stop - self.rows.start, self.columns.stop - self.columns.start
 
     @property
     def place(self) -> slice:
@@ -50,10 +44,8 @@ class Shard:
 
     def load(self, param: Tensor, loaded: Any) -> None:
         """Copy it into the layer's own matrix, or bias."""
-        if param.dim() == 1:
-            default_weight_loader(param[self.place], loaded, self.rows, self.shape[:1])
-        else:
-            default_weight_loader(param[self.place], loaded, (self.rows, self.columns), self.shape)
+        cut = (self.rows, self.columns)[: param.dim()]
+        default_weight_loader(param[self.place], loaded, cut, self.shape[: param.dim()])
 
 
 class Gated(Protocol):
@@ -94,20 +86,17 @@ class Product:
 
 class Weight(Product):
     """
-    A matrix [out, in] in some format, which these shards make up. `parameters` are its tensors. `stored` says
-    what loads a shard, a function of (tensor, Shard), by the names that checkpoints have for its tensors;
-    without any, the layer's `weight_loader` fills `weight`. As a product it takes any number of rows, with
-    kernels of their own for the norm, the activation and the addition around it.
+    A matrix [out, in] in some format, which these shards make up. `parameters` are its tensors. As a product
+    it takes any number of rows, with kernels of their own for the norm, the activation and the addition
+    around it.
     """
 
     act_fn = SiluAndMul()
+    parameters: dict[str, Tensor]
 
     def __init__(self, shards: dict[Any, Shard]):
-        sizes = [shard.size for shard in shards.values()]
-        self.shape = sum(rows for rows, _ in sizes), sizes[0][1]
-        self.dtype = torch.get_default_dtype()  # of what it is multiplied with
-        self.parameters: dict[str, Tensor | nn.Parameter] = {}
-        self.stored: dict[str, StoredTensor] = {}
+        *_, last = shards.values()
+        self.shape = last.place.stop, last.size[1]
 
     def finish(self) -> None:
         """Called when all tensors are loaded: bring them into the layout that multiplies fastest here."""
@@ -117,16 +106,16 @@ class Weight(Product):
         raise NotImplementedError
 
     def linear(self, x: Tensor | Gated, bias: Tensor | None, gated: bool = False) -> Tensor:
-        y = self.multiply(activated(x), bias)
+        y = self.multiply(activated(x), bias=bias)
         return self.act_fn(y) if gated else y
 
     def products(self, hidden_size: int | None, num_ranks: int) -> list[Product]:
         """
-        What multiplies by it, in order of preference; the last accepts everything. Called when the weight is
-        made and again after `finish`. `hidden_size` is the width of the residual stream that the layer reads
-        or adds to, None if it does neither.
+        What multiplies by it faster than itself, in order of preference. Called when the weight is made and
+        again after `finish`. `hidden_size` is the width of the residual stream that the layer reads or adds
+        to, None if it does neither.
         """
-        return [self]
+        return []
 
 
 class DenseWeight(Weight):
@@ -135,10 +124,7 @@ class DenseWeight(Weight):
     def __init__(self, shards: dict[Any, Shard]):
         super().__init__(shards)
         self.weight = nn.Parameter(torch.empty(self.shape), requires_grad=False)
-        self.parameters["weight"] = self.weight
-
-    def load(self, loaded: Any, shard: Shard) -> None:
-        shard.load(self.weight.data, loaded)
+        self.parameters = {"weight": self.weight}
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, self.weight, bias)

@@ -18,25 +18,15 @@ from nanovllm.layers.rotary_embedding import RotaryEmbedding, get_rope
 class Qwen3Attention(nn.Module):
     def __init__(self, config: ModelConfig, rotary_emb: RotaryEmbedding):
         super().__init__()
-        head_dim = config.head_dim
-        self.qkv_proj = QKVParallelLinear(
-            config.hidden_size,
-            head_dim,
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            config.qkv_bias,
-        )
-        width = config.num_attention_heads * head_dim
-        self.o_proj = RowParallelLinear(width, config.hidden_size, config.o_bias)
-        self.q_norm = RMSNorm(head_dim, config.rms_norm_eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(head_dim, config.rms_norm_eps) if config.qk_norm else None
+        hidden_size, head_dim, bias = config.hidden_size, config.head_dim, config.attention_bias
+        num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.qkv_proj = QKVParallelLinear(hidden_size, head_dim, num_heads, num_kv_heads, bias)
+        self.o_proj = RowParallelLinear(num_heads * head_dim, hidden_size, bias)
+        self.q_norm = RMSNorm(head_dim, config.rms_norm_eps)
+        self.k_norm = RMSNorm(head_dim, config.rms_norm_eps)
         self.rotary_emb = rotary_emb
-        self.attn = Attention(
-            self.qkv_proj.num_heads,
-            head_dim,
-            head_dim**-0.5,
-            self.qkv_proj.num_kv_heads,
-        )
+        num_heads, num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads  # of this rank
+        self.attn = Attention(num_heads, head_dim, head_dim**-0.5, num_kv_heads)
 
     def forward(self, positions: Tensor, stream: Stream, next_norm: RMSNorm) -> Stream:
         qkv = self.qkv_proj(stream)
@@ -44,17 +34,15 @@ class Qwen3Attention(nn.Module):
 
     def attend(self, positions: Tensor, qkv: Tensor) -> Tensor:
         """From the projections to the heads' outputs, [tokens, heads * head_dim]."""
-        norms = self.q_norm, self.k_norm
-        q, k, v = self.attn.rotate_and_store(positions, qkv, self.rotary_emb, *norms)
+        q, k, v = self.attn.rotate_and_store(positions, qkv, self.rotary_emb, self.q_norm, self.k_norm)
         return self.attn(q, k, v)
 
 
 class Qwen3MLP(nn.Module):
-    def __init__(self, config: ModelConfig):
+    def __init__(self, hidden_size: int, intermediate_size: int, bias: bool = False):
         super().__init__()
-        hidden_size, width = config.hidden_size, config.intermediate_size
-        self.gate_up_proj = MergedColumnParallelLinear(hidden_size, [width, width], config.mlp_bias)
-        self.down_proj = RowParallelLinear(width, hidden_size, config.mlp_bias)
+        self.gate_up_proj = MergedColumnParallelLinear(hidden_size, [intermediate_size] * 2, bias)
+        self.down_proj = RowParallelLinear(intermediate_size, hidden_size, bias)
 
     def forward(self, stream: Stream, next_norm: RMSNorm) -> Stream:
         gated = self.gate_up_proj(stream, silu_and_mul=True)
@@ -62,10 +50,10 @@ class Qwen3MLP(nn.Module):
 
 
 class Qwen3DecoderLayer(nn.Module):
-    def __init__(self, config: ModelConfig, self_attn: nn.Module, mlp: nn.Module):
+    def __init__(self, config: ModelConfig, rotary_emb: RotaryEmbedding):
         super().__init__()
-        self.self_attn = self_attn
-        self.mlp = mlp
+        self.self_attn = Qwen3Attention(config, rotary_emb)
+        self.mlp = Qwen3MLP(config.hidden_size, config.intermediate_size)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
@@ -76,17 +64,18 @@ class Qwen3DecoderLayer(nn.Module):
 
 
 class Qwen3Model(nn.Module):
-    def __init__(self, config: ModelConfig, layers: list[nn.Module]):
+    def __init__(self, config: ModelConfig, layer_class: type[Qwen3DecoderLayer]):
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size)
+        rope = get_rope(config.head_dim, config.max_model_len, config.rope_parameters)
+        layers = [layer_class(config, rope) for _ in range(config.num_hidden_layers)]
         self.layers = nn.ModuleList(layers)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.next_norms = [layer.input_layernorm for layer in layers[1:]] + [self.norm]
 
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
-        norms = [layer.input_layernorm for layer in self.layers]
-        first, *next_norms = [*norms, self.norm]
-        stream = Stream(self.embed_tokens(input_ids), first)
-        for layer, next_norm in zip(self.layers, next_norms, strict=True):
+        stream = Stream(self.embed_tokens(input_ids), self.layers[0].input_layernorm)
+        for layer, next_norm in zip(self.layers, self.next_norms, strict=True):
             stream = layer(positions, stream, next_norm)
         return stream.normalised()
 
@@ -108,19 +97,10 @@ class Qwen3ForCausalLM(nn.Module):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        rope = get_rope(config.head_dim, config.max_model_len, config.rope_parameters)
-        layers = []
-        for i in range(config.num_hidden_layers):
-            self_attn = Qwen3Attention(config, rope)
-            mlp = self.make_mlp(config, i)
-            layers.append(self.layer_class(config, self_attn, mlp))
-        self.model = Qwen3Model(config, layers)
+        self.model = Qwen3Model(config, self.layer_class)
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size)
         if config.tie_word_embeddings:
             self.lm_head.tie_to(self.model.embed_tokens)
-
-    def make_mlp(self, config: ModelConfig, layer: int) -> nn.Module:
-        return Qwen3MLP(config)
 
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         """input_ids, positions int64 [tokens] -> hidden states [tokens, hidden_size]."""

@@ -26,7 +26,7 @@ from nanovllm.layers.linear import (
     RowParallelLinear,
     divide,
 )
-from nanovllm.layers.rotary_embedding import apply_rotary_emb, get_rope
+from nanovllm.layers.rotary_embedding import get_rope
 from tiny_checkpoints import one_thread  # noqa: F401
 
 
@@ -59,7 +59,7 @@ def test_rotary_scores_depend_on_the_distance_alone():
 def test_rotation_keeps_the_dtype(dtype):
     x = torch.randn(4, 2, 16).to(dtype)
     rope = get_rope(16, 64, {"rope_type": "default", "rope_theta": 10000.0})
-    y = apply_rotary_emb(x, *rope.angles(torch.tensor([3, 0, 17, 63])))
+    y, _ = rope(torch.tensor([3, 0, 17, 63]), x, x)
     assert y.dtype == dtype and y.shape == x.shape
     torch.testing.assert_close(y.float().norm(dim=-1), x.float().norm(dim=-1), **tolerance(dtype))
 

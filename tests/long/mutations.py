@@ -861,7 +861,7 @@ MUTATIONS = [
     ),
     *mutations_of(
         "nanovllm/layers/linear",
-        (" if each.accepts(rows, is_prefill))", ")"),
+        ("if product.accepts(rows, is_prefill):", "if True:"),
         ("        self.set_matrix(self.matrix)\n", ""),
     ),
     *mutations_of(
@@ -979,7 +979,7 @@ MUTATIONS = [
     ),
     *mutations_of(
         "nanovllm/extensions/models/facts",
-        ("if of_type and not known and type_decides(names):", "if False:"),
+        ("if not known and type_decides(names):", "if False:"),
     ),
     *mutations_of(
         "nanovllm/extensions/checkpoints/names",

@@ -19,7 +19,7 @@ from nanovllm.extensions.experts.kernels.router import Chosen, Routing, choose_e
 from nanovllm.extensions.quantised.products import PendingAdd, quantised_rows
 from nanovllm.extensions.quantised.scaled import ScaledWeight
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.linear import LinearBase, ReplicatedLinear, divide
+from nanovllm.layers.linear import LinearBase, ReplicatedLinear, own_part
 from nanovllm.layers.residual_stream import Stream
 from nanovllm.layers.weight import DenseWeight, Shard, Weight
 from nanovllm.utils.context import get_context
@@ -72,8 +72,8 @@ class Router(ReplicatedLinear):
     def forward(self, stream: Stream) -> Chosen:
         if stream.is_untouched:
             logits = super().forward(stream)
-        else:  # the norm is begun, so there is nothing to fold in: the last, plain product does
-            logits = self.products[-1].norm_linear(stream, self.bias)
+        else:  # the norm is begun, so there is nothing to fold in: the plain product does
+            logits = self.matrix.norm_linear(stream, self.bias)
         return choose_experts(logits, self.routing)
 
 
@@ -86,17 +86,14 @@ class Experts(nn.Module):
     def __init__(self, hidden_size: int, config: ExpertsConfig, is_joint: bool = False):
         super().__init__()
         self.num_experts, self.is_joint = config.num_experts, is_joint
-        self.group = group = get_group()
+        self.group = get_group()
         width = config.moe_intermediate_size
-        share = divide(width, group.size)
-        mine = slice(group.rank * share, group.rank * share + share)
+        mine = own_part(width)
         gates_and_ups, downs = {}, {}
         for expert in range(self.num_experts):
-            for half, name in enumerate(("gate_proj", "up_proj")):
-                offset = (2 * expert + half) * share
-                gates_and_ups[f"{expert}.{name}"] = Shard((width, hidden_size), mine, offset=offset)
-            shard = Shard((hidden_size, width), columns=mine, offset=expert * hidden_size)
-            downs[f"{expert}.down_proj"] = shard
+            for name in ("gate_proj", "up_proj"):
+                gates_and_ups[f"{expert}.{name}"] = Shard((width, hidden_size), mine)
+            downs[f"{expert}.down_proj"] = Shard((hidden_size, width), columns=mine)
         linear = JointLinear if is_joint else StackedLinear
         self.gate_up_proj, self.down_proj = linear(gates_and_ups, is_joint), linear(downs, is_joint)
 
@@ -120,6 +117,8 @@ class StackedLinear(LinearBase):
             kind = "inputs in an order of their own" if is_scaled else type(matrix).__name__
             raise ValueError(f"quantised weights of experts with {kind} are not supported")
         super().set_matrix(matrix)
+        if self.is_dense:
+            matrix.stored = {"weight": StoredTensor(functools.partial(_fill, matrix.weight))}
         for param in matrix.parameters.values():
             param.weight_loader = None  # see `stored_tensors`
 
@@ -136,14 +135,16 @@ class StackedLinear(LinearBase):
         return [f"{name.rpartition('.')[0]}.{source}" for source in self.shards if source.startswith("0.")]
 
     def stored_tensors(self, name: str) -> dict[str, StoredTensor]:
-        parent, stored = name.rpartition(".")[0], self.matrix.stored
-        if self.is_dense:
-            stored = {"weight": StoredTensor(self.matrix.load)}
+        parent = name.rpartition(".")[0]
         return {
             f"{parent}.{source}.{inner}": each._replace(load=functools.partial(_load, each.load, shard))
             for source, shard in self.shards.items()
-            for inner, each in stored.items()
+            for inner, each in self.matrix.stored.items()
         }
+
+
+def _fill(param: nn.Parameter, loaded_weight: torch.Tensor, shard: Shard) -> None:
+    shard.load(param.data, loaded_weight)
 
 
 def _load(load: Any, shard: Shard, loaded_weight: torch.Tensor) -> None:
@@ -165,11 +166,11 @@ class JointLinear(StackedLinear):
         return [name]
 
     def stored_tensors(self, name: str) -> dict[str, StoredTensor]:
-        stored = {"weight": StoredTensor(self.matrix.load)} if self.is_dense else self.matrix.stored
+        stored = self.matrix.stored
         if unknown := stored.keys() - {"weight", "blocks", "scales"}:
             raise ValueError(f"quantised weights of joint experts with {min(unknown)} are not supported")
         if self.bias is not None:
-            stored = stored | {"bias": StoredTensor(self._load_bias)}
+            stored = stored | {"bias": StoredTensor(functools.partial(_fill, self.bias))}
         return {
             name if inner == "weight" else f"{name}_{inner}": each._replace(
                 load=functools.partial(self._load_each, each.load, inner == "weight")
@@ -186,6 +187,3 @@ class JointLinear(StackedLinear):
             matrix = loaded_weight[number // per_expert]
             matrix = matrix.t() if is_transposed else matrix
             load(matrix[number % per_expert :: per_expert], shard)
-
-    def _load_bias(self, loaded_weight: torch.Tensor, shard: Shard) -> None:
-        shard.load(self.bias.data, loaded_weight)

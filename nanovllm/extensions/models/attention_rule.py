@@ -66,12 +66,13 @@ class AttentionRule(AttentionVariant):
     ) -> Tensor:
         if not self.softcap and self.sinks is None:  # nothing but the mask differs
             return super().attend(q, k, v, mask, row)
-        if row is not None:
-            return self.attend_and_sum(q, k, v, mask, self.first_sums(q.shape[1]))[0]
-        if mask is None:
+        is_prefill = row is None
+        if is_prefill and mask is None:
             mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
-        sums = self.first_sums(len(q))
-        return self.attend_and_sum(q, k, v, mask, sums if sums is None else sums[..., None])[0]
+        sums = self.first_sums(q.shape[0 if is_prefill else 1])
+        if is_prefill and sums is not None:
+            sums = sums.unsqueeze(-1)
+        return self.attend_and_sum(q, k, v, mask, sums)[0]
 
 
 def set_rule(attention: Attention, **features: Any) -> None:

@@ -44,6 +44,7 @@ class DecoderConfig(ModelConfig):
     those of the others. `windows` has of each layer to how many tokens it attends (0: to all).
     """
 
+    mlp_bias: bool
     local_rope_parameters: Fields
     windows: tuple[int, ...]
     query_pre_attn_scalar: float  # attention scores are divided by its root
@@ -78,18 +79,14 @@ class DecoderConfig(ModelConfig):
         return replace(self, num_hidden_layers=len(windows), windows=windows)
 
 
-def read_decoder(
-    raw: Fields, given: Fields, architectures: list[str], own: Fields, variant: dict[str, bool]
-) -> DecoderConfig:
+def read_decoder(raw: Fields, given: Fields, architectures: list[str], own: Fields) -> DecoderConfig:
     """
-    From the fields that a file has, `given`, and its model's defaults and variant (see `Facts`). The last
-    three are empty for one without a class here. Raises ValueError naming what is wrong or not supported.
+    From the fields that a file has, `given`, and its model's defaults, `own`. The last two are empty for one
+    without a class here. Raises ValueError naming what is wrong or not supported.
     """
     if "rope_parameters" in given:  # takes the place of all settings
         own = own | {"rope_scaling": {}}
     values = read_sizes(DEFAULTS | own | given)
-    bias = values["attention_bias"]
-    mlp_bias = "mlp_bias" in own and check_bool(values["mlp_bias"], "mlp_bias")
     scalar = values.setdefault("query_pre_attn_scalar", values["head_dim"])
     check_number("query_pre_attn_scalar", scalar, 1e-6, 1e15)
     rope, local_rope = (read_rope_parameters(values, kind) for kind in (FULL, SLIDING))
@@ -101,10 +98,7 @@ def read_decoder(
     limit = context_limit(rope, values["max_position_embeddings"])
     made = dict(
         architectures=architectures,
-        qk_norm=True,
-        qkv_bias=bias,
-        o_bias=bias,
-        mlp_bias=mlp_bias,
+        mlp_bias="mlp_bias" in own and check_bool(values["mlp_bias"], "mlp_bias"),
         rope_parameters=rope,
         local_rope_parameters=local_rope,
         windows=_read_windows(values, raw, own),
@@ -115,7 +109,7 @@ def read_decoder(
         max_model_len=limit,
         experts=read_experts(values, own),
     )
-    return DecoderConfig.from_values(values | made | variant)
+    return DecoderConfig.from_values(values | made)
 
 
 def _read_windows(values: Fields, raw: Fields, own: Fields) -> tuple[int, ...]:

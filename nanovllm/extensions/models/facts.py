@@ -33,7 +33,7 @@ class Facts(NamedTuple):
     """
     `architecture` and `model_type` as in config.json. `defaults` are fields that a file may leave out, as far
     as they are not those of all models; which there are says what files of this model may ask for at all.
-    `variant` says which norms and biases are not Qwen3's.
+    `variant` has attributes of the class `base` that are other ones in this model.
     """
 
     architecture: str
@@ -46,7 +46,7 @@ class Facts(NamedTuple):
     @property
     def model(self) -> type[Decoder]:
         """The class, which has the architecture's name, as errors say it."""
-        return type(self.architecture, (self.base,), {})
+        return type(self.architecture, (self.base,), self.variant)
 
 
 def read_any_config(
@@ -67,7 +67,7 @@ def read_any_config(
         # First, since the others' files have other fields.
         facts = None if model_impl == "transformers" else find_facts(given, models, type_decides)
         if facts is not None:
-            return read_decoder(raw, given, [facts.architecture], facts.defaults, facts.variant)
+            return read_decoder(raw, given, [facts.architecture], facts.defaults)
         if model_impl == "native":
             name = shown(given.get("architectures"))
             raise ValueError(f"model_impl='native' has no class for architectures {name}, only for {known}")
@@ -76,7 +76,7 @@ def read_any_config(
         except ValueError as error:
             raise ValueError(f"{error}; known without transformers: {known}") from None
         kept = given.keys() & {"dtype", "torch_dtype", "quantization_config"}
-        return read_decoder(raw, sizes | {name: given[name] for name in kept}, [], {}, {})
+        return read_decoder(raw, sizes | {name: given[name] for name in kept}, [], {})
     except ValueError as error:
         raise ValueError(f"{source}: {error}") from None
 
@@ -91,7 +91,6 @@ def find_facts(
     names = given.get("architectures", [])
     names = [str(name) for name in (names if isinstance(names, list) else [names])]
     known = [models[name] for name in names if name in models]
-    of_type = [facts for facts in models.values() if facts.model_type == given.get("model_type")]
-    if of_type and not known and type_decides(names):
-        return of_type[0]
+    if not known and type_decides(names):
+        known = [facts for facts in models.values() if facts.model_type == given.get("model_type")]
     return known[0] if known else None

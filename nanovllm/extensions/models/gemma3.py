@@ -17,6 +17,7 @@ from nanovllm.kernels.runtime import tl, triton, use_triton
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import RowParallelLinear
 from nanovllm.layers.residual_stream import Stream
+from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.models.qwen3 import Qwen3DecoderLayer
 from nanovllm.utils.loader import default_weight_loader
 
@@ -24,8 +25,8 @@ from nanovllm.utils.loader import default_weight_loader
 class Gemma3DecoderLayer(Qwen3DecoderLayer):
     """What attention and the MLP compute goes through a norm of its own before it is added."""
 
-    def __init__(self, config: DecoderConfig, *parts: nn.Module):
-        super().__init__(config, *parts)
+    def __init__(self, config: DecoderConfig, rotary_emb: RotaryEmbedding):
+        super().__init__(config, rotary_emb)
         self.pre_feedforward_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_feedforward_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 

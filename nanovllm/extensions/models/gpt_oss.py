@@ -5,17 +5,17 @@ some layers.
 import torch
 from torch import nn
 
-from nanovllm.extensions.experts.moe import MixtureOfExperts
 from nanovllm.extensions.models import llama
 from nanovllm.extensions.models.attention_rule import set_rule
 from nanovllm.extensions.models.config import DecoderConfig
 from nanovllm.extensions.models.decoder import Decoder
 from nanovllm.extensions.models.facts import Facts
-from nanovllm.models.qwen3 import Qwen3Attention
-from nanovllm.utils.loader import default_weight_loader
+from nanovllm.layers.linear import own_part
+from nanovllm.layers.weight import Shard
 
 
 class GptOssForCausalLM(Decoder):
+    has_joint_experts = True
     packed_modules_mapping = {
         "q_proj": ("qkv_proj", "q"),
         "k_proj": ("qkv_proj", "k"),
@@ -25,21 +25,12 @@ class GptOssForCausalLM(Decoder):
 
     def __init__(self, config: DecoderConfig):
         super().__init__(config)
+        heads = config.num_attention_heads
+        shard = Shard((heads, 1), own_part(heads))
         for layer in self.model.layers:
-            layer.self_attn.sinks = sinks = make_sinks(layer.self_attn)
+            layer.self_attn.sinks = sinks = nn.Parameter(torch.empty(shard.size[0]), requires_grad=False)
+            sinks.weight_loader = shard.load
             set_rule(layer.self_attn.attn, sinks=sinks)
-
-    def make_mlp(self, config: DecoderConfig, layer: int) -> nn.Module:
-        return MixtureOfExperts(config.hidden_size, config.experts, is_joint=True)
-
-
-def make_sinks(attention: Qwen3Attention) -> nn.Parameter:
-    """[heads of this rank]."""
-    group, heads = attention.qkv_proj.group, attention.attn.num_heads
-    sinks = nn.Parameter(torch.empty(heads), requires_grad=False)
-    mine, shape = slice(group.rank * heads, group.rank * heads + heads), (group.size * heads,)
-    sinks.weight_loader = lambda param, loaded: default_weight_loader(param, loaded, mine, shape)
-    return sinks
 
 
 ROPE = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}

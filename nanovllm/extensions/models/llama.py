@@ -4,6 +4,6 @@ Llama 2, 3 and what is built like them (SmolLM2, TinyLlama, ...): Qwen3 without 
 
 from nanovllm.extensions.models.facts import Facts, GGUFFacts
 
-VARIANT = {"qk_norm": False}
+VARIANT = {"has_qk_norm": False}
 DEFAULTS = {"mlp_bias": False}
 FACTS = Facts("LlamaForCausalLM", "llama", DEFAULTS, VARIANT, GGUFFacts("llama", rotates_neighbours=True))

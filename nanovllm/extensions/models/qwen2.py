@@ -3,5 +3,5 @@
 from nanovllm.extensions.models.facts import Facts, GGUFFacts
 from nanovllm.extensions.models.qwen3 import WINDOW
 
-VARIANT = {"qk_norm": False, "qkv_bias": True, "o_bias": False}
+VARIANT = {"has_qk_norm": False, "has_qkv_bias_alone": True}
 FACTS = Facts("Qwen2ForCausalLM", "qwen2", WINDOW | {"max_window_layers": 28}, VARIANT, GGUFFacts("qwen2"))

@@ -6,7 +6,6 @@ device, which has them at addresses that never change.
 """
 
 import math
-from typing import Any
 
 import numpy as np
 import torch
@@ -36,6 +35,7 @@ class CascadeBackend(AttentionBackend):
     def __init__(self, behind: AttentionBackend, config: Config, device: torch.device):
         super().__init__(behind.layout)
         self.behind = behind
+        self.prefill = behind.prefill
         self.config = config
         self.device = device
         sizes = config.hf_config
@@ -85,9 +85,6 @@ class CascadeBackend(AttentionBackend):
 
     def close(self) -> None:
         self.buffer = self.tables = None
-
-    def prefill(self, *args: Any) -> Tensor:
-        return self.behind.prefill(*args)
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, variant: AttentionVariant, step: Context) -> Tensor:
         plan = step.attention_plan

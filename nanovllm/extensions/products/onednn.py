@@ -14,28 +14,22 @@ from nanovllm.layers.embed_head import ParallelLMHead
 FEWEST_ROWS = 1  # the layout is chosen for so many rows; measured, it is no slower for many
 
 
-def can_pack(weight: Tensor) -> bool:
-    """Whether oneDNN is there, and computes in the weight's dtype."""
-    if is_on_gpu(weight) or not torch.backends.mkldnn.is_available() or not weight.numel():
-        return False
-    if weight.dtype == torch.bfloat16:
-        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    if weight.dtype == torch.float16:
-        return torch.ops.mkldnn._is_mkldnn_fp16_supported()
-    return weight.dtype == torch.float32
-
-
 def pack(weight: Tensor) -> Tensor | None:
     """The weight [out, in] in oneDNN's layout, or None where it cannot be multiplied so."""
-    if can_pack(weight):
+    if is_on_gpu(weight) or not torch.backends.mkldnn.is_available() or not weight.numel():
+        return None
+    computes = {
+        torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported(),
+        torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported(),
+        torch.float32: True,
+    }
+    if computes.get(weight.dtype):
         return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), FEWEST_ROWS)
     return None
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [tokens, in] @ weight.T + bias: [tokens, out]."""
-    if not weight.is_mkldnn:
-        return F.linear(x, weight, bias)
     num_rows = len(x)
     # oneDNN makes code for each number of rows and each shape of a weight: milliseconds, and half a megabyte
     # that it keeps. So that there are few, rows are filled up, by an eighth at most.
@@ -55,7 +49,7 @@ class PackedHead(ParallelLMHead):
         As for linear layers. A weight that is tied is kept beside it: rows cannot be looked up in the other
         layout, and a decode step of a small model spends a third of its time here without it.
         """
-        self.packed = pack(self.weight[: self.num_rows])
+        self.packed = pack(self.weight[: self.vocab_end - self.vocab_start])
         if self.packed is not None and not self.is_tied:
             self.weight = nn.Parameter(self.packed, requires_grad=False)
 

@@ -15,14 +15,14 @@ from nanovllm.layers.residual_stream import Stream
 from nanovllm.layers.weight import DenseWeight, Gated, Product, activated
 
 
+@dataclass
 class Gemv(Product):
     """
     In decode steps, for a row or two. `multiply` takes (x, bias, norm_weight, eps, residual, silu_and_mul) as
     `gemv`.
     """
 
-    def __init__(self, multiply: Callable[..., Tensor]):
-        self.multiply = multiply
+    multiply: Callable[..., Tensor]
 
     def accepts(self, rows: int, is_prefill: bool) -> bool:
         return not is_prefill and 0 < rows <= MAX_ROWS
@@ -95,14 +95,12 @@ class FoldingWeight(DenseWeight):
         """The layout that the weight had is freed."""
         if (packed := onednn.pack(self.weight)) is not None:
             self.weight = self.parameters["weight"] = nn.Parameter(packed, requires_grad=False)
-
-    def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        return onednn.multiply(x, self.weight, bias)
+            self.multiply = functools.partial(onednn.multiply, weight=packed)
 
     def products(self, hidden_size: int | None, num_ranks: int) -> list[Product]:
         found: list[Product] = []
         if can_use_gemv(self.weight):
-            found.append(self.make_gemv(functools.partial(gemv, weight=self.weight)))
+            found.append(Gemv(functools.partial(gemv, weight=self.weight)))
         if hidden_size and num_ranks == 1 and can_fuse(hidden_size, self.weight):
             found.append(FusedGemm(self))
-        return [*found, *super().products(hidden_size, num_ranks)]
+        return found

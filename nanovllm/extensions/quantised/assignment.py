@@ -1,12 +1,26 @@
 """Gives the linear layers of a model their weights, in the formats that the checkpoint has."""
 
-from collections.abc import Callable
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from torch import nn
 
 from nanovllm.extensions.quantised.scheme import Scheme
-from nanovllm.layers.linear import LinearBase
-from nanovllm.layers.weight import Weight
+from nanovllm.layers.linear import LinearBase, has_weights
+from nanovllm.layers.weight import Shard, Weight
+from nanovllm.utils.loader import StoredTensor
+
+
+@contextlib.contextmanager
+def without_weights() -> Iterator[None]:
+    """Linear layers made here get their weights when their names are known."""
+    token = has_weights.set(False)
+    try:
+        yield
+    finally:
+        has_weights.reset(token)
 
 
 def assign_weights(model: nn.Module, scheme: Scheme | None, dense: Callable[..., Weight]) -> None:
@@ -27,7 +41,34 @@ def assign_weights(model: nn.Module, scheme: Scheme | None, dense: Callable[...,
             weight = dense(layer.shards)
         else:
             weight = scheme.make_weight(dense, layer, name, names_in_checkpoint(layer, name, merged))
-        layer.set_matrix(weight)
+        set_weight(layer, weight)
+
+
+def set_weight(layer: LinearBase, weight: Weight) -> None:
+    """
+    Give the layer this weight. What loads a shard is in `stored`, functions of (tensor, Shard), by the names
+    that checkpoints have for the weight's tensors; a dense weight has no such names.
+    """
+    layer.set_matrix(weight)
+    if hasattr(weight, "stored") and not hasattr(layer, "stored_tensors"):
+        for param in weight.parameters.values():
+            param.weight_loader = None  # see `stored_tensors`
+        layer.stored_tensors = functools.partial(stored_tensors, layer)
+
+
+def stored_tensors(layer: LinearBase, name: str) -> dict[str, StoredTensor]:
+    """What checkpoints have in place of the `weight` of the layer with this name."""
+    return {
+        f"{name}.{inner}": stored._replace(load=functools.partial(_load, stored.load, layer.shards))
+        for inner, stored in layer.matrix.stored.items()
+        if inner != "bias" or layer.bias is None
+    }
+
+
+def _load(
+    load: Callable[[Any, Shard], None], shards: dict[Any, Shard], loaded_weight: Any, shard_id: Any = None
+) -> None:
+    load(loaded_weight, shards[shard_id])
 
 
 def names_in_checkpoint(layer: LinearBase, name: str, merged: dict[str, list[str]]) -> list[str]:

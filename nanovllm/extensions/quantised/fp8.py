@@ -69,11 +69,11 @@ class Fp8(ScaledWeight):
 
     def products(self, hidden_size: int | None, num_ranks: int) -> list[Product]:
         """In 8 bits beside a residual stream, where the norm or the activation quantises."""
-        *gemv, library = super().products(hidden_size, num_ranks)
+        gemv = super().products(hidden_size, num_ranks)
         weight = self.quantised
         if hidden_size is None or not can_use_fp8(example_row(weight, self.dtype), weight):
-            return [*gemv, library]
-        return [*gemv, Fp8Product(weight), library]
+            return gemv
+        return [*gemv, Fp8Product(weight)]
 
     def round(self, values: torch.Tensor) -> torch.Tensor:
         return values.clamp_(-self.highest, self.highest)

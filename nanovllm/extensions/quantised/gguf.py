@@ -72,6 +72,8 @@ class GGUF(Weight):
 
     def __init__(self, shards: dict[Any, Shard], keeps_weight: bool = False):
         super().__init__(shards)
+        self.dtype = torch.get_default_dtype()  # of what it is multiplied with
+        self.parameters = {}
         self.keeps_weight = keeps_weight
         self.stored = {"weight": StoredTensor(self._load)}
         self.runs: list[PackedCodes | KernelCodes | Converted] = []
@@ -84,10 +86,9 @@ class GGUF(Weight):
         return y if bias is None else y + bias
 
     def products(self, hidden_size: int | None, num_ranks: int) -> list[Product]:
-        found = super().products(hidden_size, num_ranks)
         if len(self.runs) == 1 and isinstance(self.runs[0], KernelCodes):
-            return [*gemv_products(self.runs[0].weight, self.dtype, self.make_gemv), *found]
-        return found
+            return gemv_products(self.runs[0].weight, self.dtype, self.make_gemv)
+        return []
 
     def dequantise(self) -> Tensor:
         """The weight that is multiplied."""

@@ -150,9 +150,7 @@ class Int4(ScaledWeight):
         return super().multiply(x if self.order is None else x[..., self.order], bias)
 
     def products(self, hidden_size: int | None, num_ranks: int) -> list[Product]:
-        if self.order is not None:
-            return [self]
-        return super().products(hidden_size, num_ranks)
+        return super().products(hidden_size, num_ranks) if self.order is None else []
 
     def set_codes(self, rows: slice, codes: Tensor) -> None:
         self.weight.data[rows] = pack((codes + SYMMETRIC_ZERO).to(torch.uint8))

@@ -93,9 +93,6 @@ class Fp8Product(Product):
     def __init__(self, weight: QuantisedWeight):
         self.weight = weight
 
-    def accepts(self, rows: int, is_prefill: bool) -> bool:
-        return True
-
     def linear(self, x: Tensor | Gated, bias: Tensor | None, gated: bool = False) -> Tensor | Gates:
         return self._multiply(self._quantised(x), bias, gated)
 

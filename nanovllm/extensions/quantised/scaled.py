@@ -60,6 +60,8 @@ class ScaledWeight(Weight):
     def __init__(self, shards: dict[Any, Shard], stored_tile: tuple[int, int]):
         """`stored_tile`: rows and columns of the checkpoint's tiles; 0 is all that there are."""
         super().__init__(shards)
+        self.dtype = torch.get_default_dtype()  # of what it is multiplied with
+        self.parameters = {}
         self.stored_tile = stored_tile
         cuts = [(shard.offset, shard.rows.start) for shard in shards.values()]
         rows = math.gcd(stored_tile[0], *(cut for pair in cuts for cut in pair)) or self.shape[0]
@@ -98,8 +100,7 @@ class ScaledWeight(Weight):
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
 
     def products(self, hidden_size: int | None, num_ranks: int) -> list[Product]:
-        gemv = gemv_products(self.quantised, self.dtype, self.make_gemv)
-        return [*gemv, *super().products(hidden_size, num_ranks)]
+        return gemv_products(self.quantised, self.dtype, self.make_gemv)
 
     def dequantise(self, rows: slice) -> Tensor:
         """These rows of the weight, which begin with a tile, as `product_dtype`."""

@@ -53,8 +53,7 @@ def linear_like(module: nn.Linear) -> Linear:
 class GatedMLP(nn.Module):
     def __init__(self, mlp: nn.Module):
         super().__init__()
-        gates = part_of(mlp.gate_proj)
-        self.gate_and_up = Linear({0: gates, 1: part_of(mlp.up_proj, offset=gates.size[0])})
+        self.gate_and_up = Linear({0: part_of(mlp.gate_proj), 1: part_of(mlp.up_proj)})
         self.down_proj = linear_like(mlp.down_proj)
 
     def forward(self, x: Tensor) -> Tensor:

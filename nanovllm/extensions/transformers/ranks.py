@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from nanovllm.distributed.group import get_group
-from nanovllm.layers.linear import divide
+from nanovllm.layers.linear import divide, own_part
 from nanovllm.layers.weight import Shard
 from nanovllm.utils.loader import check_stored, default_weight_loader
 
@@ -81,16 +81,14 @@ def _load_share(param: nn.Parameter, loaded_weight: Any, whole: torch.Size, dim:
     default_weight_loader(param, share)
 
 
-def part_of(linear: nn.Linear, offset: int = 0) -> Shard:
-    """This rank's share, from this row on in a matrix of several."""
+def part_of(linear: nn.Linear) -> Shard:
+    """This rank's share."""
     shape = (linear.out_features, linear.in_features)
-    group = get_group()
     cut = getattr(linear, "cut", None)
     if cut is None:
-        return Shard(shape, offset=offset)
-    width = divide(shape[LINEAR[cut]["weight"]], group.size)
-    mine = slice(group.rank * width, group.rank * width + width)
-    return Shard(shape, **{"rows" if cut == "colwise" else "columns": mine}, offset=offset)
+        return Shard(shape)
+    mine = own_part(shape[LINEAR[cut]["weight"]])
+    return Shard(shape, **{"rows" if cut == "colwise" else "columns": mine})
 
 
 def sum_over_ranks(module: nn.Module, y: Tensor) -> Tensor:

@@ -32,7 +32,8 @@ def make(kind: type[LinearBase], sizes=(512, 1024), dtype=torch.bfloat16, num_ra
 
 
 def listed(*args, **options) -> list[type]:
-    return [type(product) for product in make(*args, **options).products]
+    layer = make(*args, **options)
+    return [type(product) for product in (*layer.products, layer.matrix)]
 
 
 @pytest.mark.skipif(not runtime.HAVE_TRITON, reason="needs Triton")

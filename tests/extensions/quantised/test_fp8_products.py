@@ -158,7 +158,7 @@ def test_layers_that_are_not_quantised_have_the_products_of_dense_weights(produc
         ("down_proj", RowParallelLinear(WIDTH, HIDDEN)),
     ):
         layer.set_matrix(scheme.make_weight(FoldingWeight, layer, name, [f"model.layers.0.{name}"]))
-        kinds[name] = [type(product) for product in layer.products]
+        kinds[name] = [type(product) for product in (*layer.products, layer.matrix)]
     assert kinds == {"qkv_proj": [Fp8Product, Fp8], "down_proj": [FoldingWeight]}
 
 

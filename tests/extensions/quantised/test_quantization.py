@@ -18,6 +18,7 @@ from nanovllm.distributed.group import Group, use_group
 from nanovllm.extensions.assembly import build_model, open_checkpoint
 from nanovllm.extensions.experts.moe import Router, StackedLinear
 from nanovllm.extensions.quantised import scaled
+from nanovllm.extensions.quantised.assignment import set_weight, without_weights
 from nanovllm.extensions.quantised.formats import read_scheme
 from nanovllm.extensions.safety.options import ExtendedConfig
 from nanovllm.layers.linear import (
@@ -26,7 +27,6 @@ from nanovllm.layers.linear import (
     QKVParallelLinear,
     ReplicatedLinear,
     RowParallelLinear,
-    without_weights,
 )
 from nanovllm.layers.weight import DenseWeight
 from nanovllm.utils.loader import load_model
@@ -51,7 +51,7 @@ def make_layer(make, packer: Packer, rank: int = 0, size: int = 1) -> LinearBase
     with use_group(Group(rank, size)), without_weights():
         layer = make()
     format = read_scheme(packer.config, None).find("model.layers.0.any")
-    layer.set_matrix(format.kind(layer.shards, **format.settings))
+    set_weight(layer, format.kind(layer.shards, **format.settings))
     return layer
 
 
@@ -519,7 +519,8 @@ sys.modules["triton"] = None  # importing it fails
 import torch
 from nanovllm.distributed.group import Group, use_group
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.linear import ColumnParallelLinear, without_weights
+from nanovllm.layers.linear import ColumnParallelLinear
+from nanovllm.extensions.quantised.assignment import without_weights
 from nanovllm.extensions.quantised.formats import read_scheme
 from nanovllm.layers.residual_stream import Stream
 from nanovllm.utils.context import reset_context
