@@ -8,7 +8,7 @@ import contextlib
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,8 +21,7 @@ from nanovllm.engine.cuda_graphs import RESERVED_BYTES, CudaGraphs, get_graph_si
 from nanovllm.engine.interfaces import Parts
 from nanovllm.engine.kv_cache import KVCache
 from nanovllm.engine.memory import bytes_left, bytes_taken_by, largest_batch, most_positions
-from nanovllm.engine.slots import DeviceSlots, SlotLayout
-from nanovllm.engine.transfer import to_device
+from nanovllm.engine.slots import DeviceSlots, SlotLayout, to_device
 from nanovllm.kernels.decode_inputs import decode_inputs
 from nanovllm.kernels.runtime import HAVE_TRITON
 from nanovllm.layers.attention import Attention
@@ -33,14 +32,6 @@ from nanovllm.utils.loader import load_model
 from nanovllm.utils.torch_defaults import torch_defaults
 
 Inputs = tuple[torch.Tensor, torch.Tensor, SamplingStep]  # token ids and positions, int64 [tokens]
-
-
-class Computed(NamedTuple):
-    """A step up to its logits."""
-
-    logits: torch.Tensor  # [sequences, this rank's vocabulary]
-    sampling: SamplingStep
-    tensors: dict[str, tuple[torch.Tensor, ...]]  # by logits processor, what it has to tell of all tokens
 
 
 class ModelRunner:
@@ -82,7 +73,7 @@ class ModelRunner:
         """Make the model, without its weights, and what else `run` works with."""
         config, parts = self.config, self.parts
         # A table of rotations for more would only take memory.
-        num_positions = most_positions(config, self.device, self.group.size)
+        num_positions = most_positions(config, self.device)
         hf_config = replace(config.hf_config, max_model_len=num_positions)
         with torch_defaults(config.torch_dtype, self.device), use_group(self.group):
             self.model = parts.build_model(hf_config)
@@ -110,7 +101,7 @@ class ModelRunner:
         if has_kernels and not config.enforce_eager:
             self.graphs = CudaGraphs(self.device, get_graph_sizes(config.max_num_seqs))
         self.unsampled: Callable[[], StepOutput] | None = None  # draws the tokens of the step that has begun
-        self.has_decoded = False
+        self.decoded: set[tuple[int, Hashable, int]] = set()  # the kinds of decode steps that have run
 
     def load(self, checkpoint: Checkpoint) -> None:
         """Fill the model's weights."""
@@ -149,7 +140,7 @@ class ModelRunner:
             self.group.leave()
             for part in (self.backend, *self.parts.logits_processors):
                 part.close()
-            self.model = self.sampler = self.kv_cache = self.slots = self.receivers = self.unsampled = None
+            self.model = self.sampler = self.kv_cache = self.slots = self.receivers = None
             torch.cuda.empty_cache()
 
     def reset(self) -> None:
@@ -171,9 +162,8 @@ class ModelRunner:
         num_bytes = sum(processor.reserved_bytes for processor in processors)
         num_bytes += bytes_taken_by(lambda: self.run(batch), self.device)
         if self.graphs is not None:
-            largest = config.max_num_seqs, self.backend.largest_plan, batch.wanted
-            step = partial(self.decode_step, *largest, is_empty=True)
-            self.graphs.reserve(bytes_taken_by(step, self.device))
+            step = partial(self.decode_step, config.max_num_seqs, self.backend.largest_plan, batch.wanted)
+            self.graphs.reserve(bytes_taken_by(lambda: step()(), self.device))
             num_bytes += RESERVED_BYTES
             if not self.parts.can_record(step, self.device):
                 self.graphs = None
@@ -211,36 +201,30 @@ class ModelRunner:
 
     def receive(self, messages: dict[str, Any]) -> None:
         for name, message in messages.items():
-            self.receivers[name](message)
+            if message is not None:
+                self.receivers[name](message)
 
     def forward(self, batch: Batch) -> Callable[[], StepOutput]:
-        """
-        Enqueue a step up to its logits. Returns what enqueues the rest, which is all of it where one CUDA
-        graph has the whole step.
-        """
-        wanted = batch.wanted
+        """Enqueue a step up to its logits. What is returned enqueues the rest."""
         if batch.is_prefill:
-            return partial(self.sample_logits, wanted, self.run_model(self.prepare_prefill(batch), wanted))
-        if not self.has_decoded:
-            self.has_decoded = True
+            return self.run_model(*self.prepare_prefill(batch))
+        size = batch.num_sequences
+        if self.graphs is not None:
+            size = next(each for each in self.graphs.sizes if each >= size)
+        kind = size, batch.plan_key, batch.wanted
+        # A step that is recorded must have run before: a capture cannot create handles or compile kernels.
+        if self.graphs is not None and kind in self.decoded:
+            if kind not in self.graphs:
+                self.capture_cudagraph(*kind)
+            return self.graphs.replay(kind)
+        if not self.decoded:
             self._notify("before_first_decode")
-        if self.graphs is None:
-            inputs = self.prepare_decode(batch.num_sequences, batch.plan_key)
-            return partial(self.sample_logits, wanted, self.run_model(inputs))
-        size = next(size for size in self.graphs.sizes if size >= batch.num_sequences)
-        key = size, batch.plan_key, wanted
-        if key not in self.graphs:
-            self.capture_cudagraph(*key)
-        if not wanted & self.waiting:
-            return partial(self.graphs.replay, key)
-        self.graphs.replay(key)
-        return partial(self.graphs.replay, key, 1)
+        self.decoded.add(kind)
+        return self.decode_step(*kind)
 
-    def decode_step(
-        self, batch_size: int, plan_key: Hashable, wanted: int, is_empty: bool = False
-    ) -> StepOutput:
-        """Depends on the device's memory alone, so that it can be captured."""
-        return self.sample_logits(wanted, self.run_model(self.prepare_decode(batch_size, plan_key, is_empty)))
+    def decode_step(self, batch_size: int, plan_key: Hashable, wanted: int) -> Callable[[], StepOutput]:
+        """Like `forward`. Depends on the device's memory alone, so that it can be captured."""
+        return self.run_model(*self.prepare_decode(batch_size, plan_key, wanted))
 
     def prepare_prefill(self, batch: Batch) -> Inputs:
         """Also sets the context."""
@@ -249,9 +233,9 @@ class ModelRunner:
         # Whether some keys were computed by earlier steps, or are computed by neighbours in this one.
         from_cache = not np.array_equal(batch.lens_q, batch.lens_k)
         inputs = (
-            put(batch.token_ids, dtype=torch.int64),
-            put(batch.positions, dtype=torch.int64),
-            self.prepare_sample(slots, put(batch.lens_k, dtype=torch.int64)),
+            put(batch.token_ids),
+            put(batch.positions),
+            self.prepare_sample(slots, put(batch.lens_k), batch.wanted),
         )
         set_context(
             True,
@@ -264,61 +248,52 @@ class ModelRunner:
         )
         return inputs
 
-    def prepare_decode(self, batch_size: int, plan_key: Hashable, is_empty: bool = False) -> Inputs:
-        """
-        Of the slots that decode, with padding behind them. An empty step has padding alone and no work. Also
-        sets the context.
-        """
+    def prepare_decode(self, batch_size: int, plan_key: Hashable, wanted: int) -> Inputs:
+        """Of the slots that decode, with padding behind them. Also sets the context."""
         slots = self.slots.batch[:batch_size]
-        if is_empty:
-            slots = torch.full_like(slots, self.slots.padding_slot)
-        inputs = decode_inputs(slots, self.slots.inputs, self.config.kvcache_block_size)
+        input_ids, positions, slot_mapping, context_lens, block_tables, *sampling = decode_inputs(
+            slots, self.slots.inputs, self.config.kvcache_block_size
+        )
         set_context(
             False,
-            slot_mapping=inputs.slot_mapping,
-            context_lens=inputs.context_lens,
-            block_tables=inputs.block_tables,
-            attention_plan=self.backend.inputs(batch_size, plan_key, is_empty) if plan_key else None,
+            slot_mapping=slot_mapping,
+            context_lens=context_lens,
+            block_tables=block_tables,
+            attention_plan=self.backend.inputs(batch_size, plan_key) if plan_key else None,
         )
-        sampling = SamplingStep(slots, inputs.temperatures, inputs.seeds, inputs.next_positions)
-        return inputs.input_ids, inputs.positions, sampling
+        return input_ids, positions, SamplingStep(slots, *sampling, wanted)
 
     def prepare_block_tables(self, slots: torch.Tensor) -> torch.Tensor:
         """int32 [sequences, blocks of the longest possible one]; nobody reads beyond a sequence's end."""
         return self.slots.inputs.block_tables[slots]
 
-    def prepare_sample(self, slots: torch.Tensor, positions: torch.Tensor) -> SamplingStep:
+    def prepare_sample(self, slots: torch.Tensor, positions: torch.Tensor, wanted: int) -> SamplingStep:
         inputs = self.slots.inputs
-        return SamplingStep(slots, inputs.temperatures[slots], inputs.seeds[slots], positions)
+        return SamplingStep(slots, inputs.temperatures[slots], inputs.seeds[slots], positions, wanted)
 
-    def run_model(self, inputs: Inputs, wanted: int = 0) -> Computed:
-        """From token ids to the logits after them. Ends the context that `prepare_...` has set."""
-        input_ids, positions, sampling = inputs
-        tensors = {}
+    def run_model(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, step: SamplingStep
+    ) -> Callable[[], StepOutput]:
+        """From token ids to the logits after them; what is returned draws. Ends the context that was set."""
         try:
             hidden_states = self.model(input_ids, positions)
-            for processor in selected(self.parts.logits_processors, wanted) if wanted else ():
-                if (found := processor.hidden(hidden_states, self.model.lm_head)) is not None:
-                    tensors[processor.name] = found
-            return Computed(self.model.compute_logits(hidden_states), sampling, tensors)
+            for processor in selected(self.parts.logits_processors, step.wanted):
+                if (tensors := processor.hidden(hidden_states, self.model.lm_head)) is not None:
+                    step.told[processor.name] = tensors
+            return partial(self.sample_logits, self.model.compute_logits(hidden_states), step)
         finally:
             reset_context()
 
-    def sample_logits(self, wanted: int, computed: Computed) -> StepOutput:
+    def sample_logits(self, logits: torch.Tensor, step: SamplingStep) -> StepOutput:
         """From logits to the next tokens, which become the next step's inputs."""
-        logits, step, tensors = computed
-        tokens, told = self.sampler(logits, step, wanted)
+        tokens = self.sampler(logits, step)
         self.slots.inputs.tokens.index_put_((step.slots,), tokens.int())
-        return StepOutput(tokens, tensors | told)
+        return StepOutput(tokens, step.told)
 
     def capture_cudagraph(self, batch_size: int, plan_key: Hashable, wanted: int) -> None:
         """Record the decode step for this many slots. Done when first needed, so that starting is quick."""
-        self.decode_step(batch_size, plan_key, wanted, is_empty=True)
-        stages = [lambda: self.decode_step(batch_size, plan_key, wanted)]
-        if wanted & self.waiting:
-            stages = [lambda: self.run_model(self.prepare_decode(batch_size, plan_key))]
-            stages += [partial(self.sample_logits, wanted)]
-        self.graphs.capture((batch_size, plan_key, wanted), *stages)
+        kind = batch_size, plan_key, wanted
+        self.graphs.capture(kind, partial(self.decode_step, *kind), bool(wanted & self.waiting))
 
 
 def _starts(lengths: np.ndarray) -> np.ndarray:

@@ -117,28 +117,36 @@ class RecordedGraphs:
     def __contains__(self, key: Hashable) -> bool:
         return key in self.stages
 
-    def capture(self, key: Hashable, *stages: Callable[..., Any]) -> None:
+    def capture(self, key: Hashable, step: Callable[[], Callable[[], Any]], in_two: bool = False) -> None:
         recorders: list[Recorder] = []
-        results = ()
+
+        def record(stage: Callable[[], Any]) -> Any:
+            recorders.append(Recorder())
+            with recording(recorders[-1]):
+                return stage()
+
         try:
-            for stage in stages:
-                recorders.append(Recorder())
-                with recording(recorders[-1]):
-                    results = (stage(*results),)
+            result = record(record(step)) if in_two else record(lambda: step()())
         finally:
             for recorder in reversed(recorders):
                 recorder.undo()
-        self.stages[key] = recorders, results[0]
+        self.stages[key] = recorders, result
 
-    def replay(self, key: Hashable, stage: int = 0) -> Any:
-        recorders, result = self.stages[key]
-        if stage == 0:  # all graphs share their memory
-            for others, _ in self.stages.values():
-                for tensor in (tensor for recorder in others for tensor in recorder.made):
-                    tensor.fill_(GARBAGE if tensor.dtype != torch.bool else True)
-        recorders[stage].replay()
+    def replay(self, key: Hashable) -> Callable[[], Any]:
+        (first, *rest), result = self.stages[key]
+        for others, _ in self.stages.values():  # all graphs share their memory
+            for tensor in (tensor for recorder in others for tensor in recorder.made):
+                tensor.fill_(GARBAGE if tensor.dtype != torch.bool else True)
+        first.replay()
         self.num_replays += 1
-        return result
+
+        def finish() -> Any:
+            for recorder in rest:
+                recorder.replay()
+                self.num_replays += 1
+            return result
+
+        return finish
 
     def close(self) -> None:
         self.stages.clear()
