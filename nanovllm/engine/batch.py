@@ -4,7 +4,7 @@ Rank 0 makes the batch from scheduled sequences and waits for the output. Ranks 
 """
 
 import struct
-from collections.abc import Collection, Hashable
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,8 +30,8 @@ class Batch(NamedTuple):
     messages: dict[str, Any] | None = None  # by part of the engine: what it has prepared for every rank
     plan_key: Hashable = False  # of a decode step, see AttentionBackend
     slots: np.ndarray | None = None  # int32 [sequences]
-    lens_q: np.ndarray | None = None  # int64 [sequences], tokens to be computed
-    lens_k: np.ndarray | None = None  # int64 [sequences], tokens that the KV cache has of each after the step
+    lens_q: list[int] | None = None  # of each sequence: tokens to be computed
+    lens_k: list[int] | None = None  # of each sequence: tokens that the KV cache has after the step
     token_ids: np.ndarray | None = None  # int64 [tokens], those to be computed
     positions: np.ndarray | None = None  # int64 [tokens]
     slot_mapping: np.ndarray | None = None  # int32 [tokens], see Context
@@ -41,19 +41,15 @@ class Batch(NamedTuple):
         return self.lens_q is not None
 
 
-class SlotUpdates:
+class SlotUpdates(NamedTuple):
     """Words to be written to the slots of all devices."""
 
-    def __init__(self) -> None:
-        self.indices: list[int] = []
-        self.values: list[int] = []
+    indices: list[int]
+    values: list[int]
 
-    def write(self, start: int, words: Collection[int]) -> None:
-        self.indices += range(start, start + len(words))
-        self.values += words
-
-    def array(self) -> np.ndarray:
-        return np.array([self.indices, self.values], dtype=np.int32)
+    def write(self, start: int, words: list[int]) -> None:
+        self.indices.extend(range(start, start + len(words)))
+        self.values.extend(words)
 
 
 class BatchMaker:
@@ -86,15 +82,15 @@ class BatchMaker:
 
     def decode(self, sequences: list[Sequence]) -> Batch:
         """Of what the devices do not know by themselves, it has what has changed since the last step."""
-        updates, wanted = SlotUpdates(), 0
+        updates, slots, wanted = SlotUpdates([], []), [], 0
         for seq in sequences:
+            slots.append(seq.slot)
             wanted |= seq.request.wanted
             num_sent = self.num_blocks[seq.slot]
             if len(seq.block_table) != num_sent:
                 start = seq.slot * self.layout.width + BLOCK_TABLE
                 updates.write(start + num_sent, seq.block_table[num_sent:])
                 self.num_blocks[seq.slot] = len(seq.block_table)
-        slots = [seq.slot for seq in sequences]
         is_new = self.has_prefilled or slots != self.decoded
         if slots != self.decoded:
             padding = [self.layout.padding_slot] * (len(self.decoded) - len(slots))
@@ -104,13 +100,13 @@ class BatchMaker:
         return Batch(
             len(sequences),
             wanted & self.of_decode,
-            updates.array() if updates.indices else None,
+            np.array(updates, dtype=np.int32) if updates.indices else None,
             None if message is None else {"attention": message},
             plan_key,
         )
 
     def prefill(self, sequences: list[Sequence]) -> Batch:
-        updates, wanted, packed = SlotUpdates(), 0, bytearray()
+        updates, wanted, packed = SlotUpdates([], []), 0, bytearray()
         slots, lens_q, lens_k, blocks, first_blocks = [], [], [], [], []
         for seq in sequences:
             start, end = seq.num_computed_tokens, seq.num_computed_tokens + seq.num_scheduled_tokens
@@ -139,11 +135,11 @@ class BatchMaker:
         return Batch(
             len(sequences),
             wanted,
-            updates.array(),
+            np.array(updates, dtype=np.int32),
             messages,
             slots=np.array(slots, dtype=np.int32),
-            lens_q=np.array(lens_q),
-            lens_k=np.array(lens_k),
+            lens_q=lens_q,
+            lens_k=lens_k,
             token_ids=unpack(packed),
             positions=positions,
             slot_mapping=slot_mapping.astype(np.int32),

@@ -188,14 +188,16 @@ class ModelRunner:
             self.slots.apply(batch.slot_updates)
         if batch.messages:
             self.receive(batch.messages)
-        self.unsampled = self.forward(batch)
-        return None if batch.wanted & self.waiting else self.sample()
+        draw = self.forward(batch)
+        if not batch.wanted & self.waiting:
+            return draw()
+        self.unsampled = draw
+        return None
 
     @torch.inference_mode()
-    def sample(self, messages: dict[str, Any] | None = None) -> StepOutput:
+    def sample(self, messages: dict[str, Any]) -> StepOutput:
         """Finish the step that `run` has begun, with what logits processors have waited for."""
-        if messages:
-            self.receive(messages)
+        self.receive(messages)
         draw, self.unsampled = self.unsampled, None
         return draw()
 
@@ -231,18 +233,18 @@ class ModelRunner:
         put = partial(to_device, device=self.device)
         slots = put(batch.slots)
         # Whether some keys were computed by earlier steps, or are computed by neighbours in this one.
-        from_cache = not np.array_equal(batch.lens_q, batch.lens_k)
+        from_cache = batch.lens_q != batch.lens_k
         inputs = (
             put(batch.token_ids),
             put(batch.positions),
-            self.prepare_sample(slots, put(batch.lens_k), batch.wanted),
+            self.prepare_sample(slots, put(np.array(batch.lens_k)), batch.wanted),
         )
         set_context(
             True,
-            cu_seqlens_q=put(_starts(batch.lens_q)),
-            cu_seqlens_k=put(_starts(batch.lens_k)),
-            max_seqlen_q=int(batch.lens_q.max()),
-            max_seqlen_k=int(batch.lens_k.max()),
+            cu_seqlens_q=put(np.cumsum([0, *batch.lens_q], dtype=np.int32)),
+            cu_seqlens_k=put(np.cumsum([0, *batch.lens_k], dtype=np.int32)),
+            max_seqlen_q=max(batch.lens_q),
+            max_seqlen_k=max(batch.lens_k),
             slot_mapping=put(batch.slot_mapping),
             block_tables=self.prepare_block_tables(slots) if from_cache else None,
         )
@@ -294,8 +296,3 @@ class ModelRunner:
         """Record the decode step for this many slots. Done when first needed, so that starting is quick."""
         kind = batch_size, plan_key, wanted
         self.graphs.capture(kind, partial(self.decode_step, *kind), bool(wanted & self.waiting))
-
-
-def _starts(lengths: np.ndarray) -> np.ndarray:
-    """int32 [sequences + 1], where each begins if they stand one after another, and where the last ends."""
-    return np.cumsum(np.append(0, lengths), dtype=np.int32)

@@ -322,7 +322,7 @@ MUTATIONS = [
     ),
     *mutations_of(
         "model_runner",
-        ("from_cache = not np.array_equal(batch.lens_q, batch.lens_k)", "from_cache = False"),
+        ("from_cache = batch.lens_q != batch.lens_k", "from_cache = False"),
         ("return self.slots.inputs.block_tables[slots]", "return self.slots.inputs.block_tables[slots] * 0"),
         ("put(batch.positions)", "put(batch.positions - batch.positions[0])"),
         ('min(self.group.gather("budget", budget))', 'self.group.gather("budget", budget)[0]'),
