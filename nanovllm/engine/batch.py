@@ -117,10 +117,8 @@ class BatchMaker:
             packed += seq.packed(start, end)
             first_blocks.append(len(blocks))
             blocks += seq.block_table
-            # The slot is as it is after the step, which draws a token.
-            updates.write(
-                seq.slot * self.layout.width, [*self._sampling_words(seq), end + 1, 0, *seq.block_table]
-            )
+            row = [*self._sampling_words(seq), end, 0, *seq.block_table]  # the step draws the next token
+            updates.write(seq.slot * self.layout.width, row)
             self.num_blocks[seq.slot] = len(seq.block_table)
         self.has_prefilled = True
         self.ever_wanted |= wanted

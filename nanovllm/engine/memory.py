@@ -19,20 +19,13 @@ def largest_batch(config: Any, num_tokens: int, processors: tuple[LogitsProcesso
     """
     num_seqs = min(config.max_num_seqs, num_tokens)
     more = max(0, config.max_model_len - 2)  # tokens beside the first, in the longest prompt
-    lengths = 1 + np.clip(num_tokens - num_seqs - more * np.arange(num_seqs), 0, more)
-    zeros = np.zeros(lengths.sum(), dtype=np.int64)
-    return Batch(
-        num_seqs,
-        sum(1 << i for i, processor in enumerate(processors) if not processor.waits_for_host),
-        slot_updates=None,
-        messages={processor.name: processor.largest(lengths[0]) for processor in processors},
-        slots=np.arange(num_seqs, dtype=np.int32),
-        lens_q=lengths.tolist(),
-        lens_k=lengths.tolist(),
-        token_ids=zeros,
-        positions=zeros,
-        slot_mapping=np.full(len(zeros), -1, dtype=np.int32),
-    )
+    lengths = (1 + np.clip(num_tokens - num_seqs - more * np.arange(num_seqs), 0, more)).tolist()
+    wanted = sum(1 << i for i, processor in enumerate(processors) if not processor.waits_for_host)
+    messages = {processor.name: processor.largest(lengths[0]) for processor in processors}
+    slots, zeros = np.arange(num_seqs, dtype=np.int32), np.zeros(sum(lengths), dtype=np.int64)
+    nothing_is_written = zeros.astype(np.int32) - 1
+    inputs = slots, lengths, lengths, zeros, zeros, nothing_is_written
+    return Batch(num_seqs, wanted, None, messages, False, *inputs)
 
 
 def bytes_taken_by(step: Callable[[], Any], device: torch.device) -> int:

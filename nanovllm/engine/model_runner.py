@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from nanovllm.checkpoints.base import Checkpoint
 from nanovllm.config import Config
@@ -22,7 +23,7 @@ from nanovllm.engine.interfaces import Parts
 from nanovllm.engine.kv_cache import KVCache
 from nanovllm.engine.memory import bytes_left, bytes_taken_by, largest_batch, most_positions
 from nanovllm.engine.slots import DeviceSlots, SlotLayout, to_device
-from nanovllm.kernels.decode_inputs import decode_inputs
+from nanovllm.kernels.decode_inputs import DecodeInputs, decode_inputs
 from nanovllm.kernels.runtime import HAVE_TRITON
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.sampler import Sampler, SamplingStep, selected
@@ -31,7 +32,7 @@ from nanovllm.utils.context import reset_context, set_context
 from nanovllm.utils.loader import load_model
 from nanovllm.utils.torch_defaults import torch_defaults
 
-Inputs = tuple[torch.Tensor, torch.Tensor, SamplingStep]  # token ids and positions, int64 [tokens]
+Inputs = tuple[Tensor, Tensor, SamplingStep]  # token ids and positions, int64 [tokens]
 
 
 class ModelRunner:
@@ -73,8 +74,7 @@ class ModelRunner:
         """Make the model, without its weights, and what else `run` works with."""
         config, parts = self.config, self.parts
         # A table of rotations for more would only take memory.
-        num_positions = most_positions(config, self.device)
-        hf_config = replace(config.hf_config, max_model_len=num_positions)
+        hf_config = replace(config.hf_config, max_model_len=most_positions(config, self.device))
         with torch_defaults(config.torch_dtype, self.device), use_group(self.group):
             self.model = parts.build_model(hf_config)
             self.sampler = Sampler(self.model.lm_head, parts.logits_processors)
@@ -232,13 +232,9 @@ class ModelRunner:
         """Also sets the context."""
         put = partial(to_device, device=self.device)
         slots = put(batch.slots)
+        _, step = self.prepare_sample(slots, batch.wanted)
         # Whether some keys were computed by earlier steps, or are computed by neighbours in this one.
         from_cache = batch.lens_q != batch.lens_k
-        inputs = (
-            put(batch.token_ids),
-            put(batch.positions),
-            self.prepare_sample(slots, put(np.array(batch.lens_k)), batch.wanted),
-        )
         set_context(
             True,
             cu_seqlens_q=put(np.cumsum([0, *batch.lens_q], dtype=np.int32)),
@@ -248,34 +244,30 @@ class ModelRunner:
             slot_mapping=put(batch.slot_mapping),
             block_tables=self.prepare_block_tables(slots) if from_cache else None,
         )
-        return inputs
+        return put(batch.token_ids), put(batch.positions), step
 
     def prepare_decode(self, batch_size: int, plan_key: Hashable, wanted: int) -> Inputs:
         """Of the slots that decode, with padding behind them. Also sets the context."""
-        slots = self.slots.batch[:batch_size]
-        input_ids, positions, slot_mapping, context_lens, block_tables, *sampling = decode_inputs(
-            slots, self.slots.inputs, self.config.kvcache_block_size
-        )
+        inputs, step = self.prepare_sample(self.slots.batch[:batch_size], wanted)
         set_context(
             False,
-            slot_mapping=slot_mapping,
-            context_lens=context_lens,
-            block_tables=block_tables,
+            slot_mapping=inputs.slot_mapping,
+            context_lens=inputs.context_lens,
+            block_tables=inputs.block_tables,
             attention_plan=self.backend.inputs(batch_size, plan_key) if plan_key else None,
         )
-        return input_ids, positions, SamplingStep(slots, *sampling, wanted)
+        return inputs.input_ids, inputs.positions, step
 
-    def prepare_block_tables(self, slots: torch.Tensor) -> torch.Tensor:
+    def prepare_block_tables(self, slots: Tensor) -> Tensor:
         """int32 [sequences, blocks of the longest possible one]; nobody reads beyond a sequence's end."""
         return self.slots.inputs.block_tables[slots]
 
-    def prepare_sample(self, slots: torch.Tensor, positions: torch.Tensor, wanted: int) -> SamplingStep:
-        inputs = self.slots.inputs
-        return SamplingStep(slots, inputs.temperatures[slots], inputs.seeds[slots], positions, wanted)
+    def prepare_sample(self, slots: Tensor, wanted: int) -> tuple[DecodeInputs, SamplingStep]:
+        """What the slots say of the step, for which each counts one token more from now on."""
+        inputs = decode_inputs(slots, self.slots.inputs, self.config.kvcache_block_size)
+        return inputs, SamplingStep(slots, inputs.temperatures, inputs.seeds, inputs.next_positions, wanted)
 
-    def run_model(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, step: SamplingStep
-    ) -> Callable[[], StepOutput]:
+    def run_model(self, input_ids: Tensor, positions: Tensor, step: SamplingStep) -> Callable[[], StepOutput]:
         """From token ids to the logits after them; what is returned draws. Ends the context that was set."""
         try:
             hidden_states = self.model(input_ids, positions)
@@ -286,7 +278,7 @@ class ModelRunner:
         finally:
             reset_context()
 
-    def sample_logits(self, logits: torch.Tensor, step: SamplingStep) -> StepOutput:
+    def sample_logits(self, logits: Tensor, step: SamplingStep) -> StepOutput:
         """From logits to the next tokens, which become the next step's inputs."""
         tokens = self.sampler(logits, step)
         self.slots.inputs.tokens.index_put_((step.slots,), tokens.int())

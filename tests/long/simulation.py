@@ -129,6 +129,7 @@ class FakeModel:
             self.backend.receive(messages["attention"])
         rows = batch.slots if is_prefill else self.batch[: len(sequences)]
         tables, ends = self.block_tables[rows], np.array(batch.lens_k) if is_prefill else self.lengths[rows]
+        assert (self.lengths[rows] == ends).all()
         starts = ends - (np.array(batch.lens_q) if is_prefill else 1)
         self.lengths[rows] = ends + 1
         assert starts.tolist() == [seq.num_computed_tokens for seq in sequences]
