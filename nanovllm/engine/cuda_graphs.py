@@ -5,7 +5,7 @@ Knows nothing of what is recorded, which must depend on nothing but the device's
 
 import collections
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -32,15 +32,11 @@ class CudaGraphs:
         """`sizes` are the batch sizes to record steps for, in rising order."""
         self.device = device
         self.sizes = sizes
-        self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, torch.cuda.CUDAGraph | None, Any]] = {}
         self._pool = self._pool_owner = None
         try:
             self._stream = _spare_streams[device].pop()
         except IndexError:  # not torch's own stream, which is one for all devices and threads
             self._stream = torch.cuda.Stream(device)
-
-    def __contains__(self, key: Hashable) -> bool:
-        return key in self._graphs
 
     def reserve(self, num_bytes: int) -> None:
         """
@@ -50,32 +46,27 @@ class CudaGraphs:
         zeros = functools.partial(torch.zeros, max(1, num_bytes), dtype=torch.uint8, device=self.device)
         self._pool_owner, _ = self._record(zeros)
 
-    def capture(self, key: Hashable, step: Callable[[], Callable[[], Any]], in_two: bool = False) -> None:
+    def capture(self, step: Callable[[], Callable[[], Any]], in_two: bool) -> Callable[[], Callable[[], Any]]:
         """
         Record a step, which returns what enqueues its second part: in one graph, or in two, between which the
-        host does something. The step must have run before: a capture cannot create handles or compile
-        kernels.
+        host does something. Returns a step that does the same, but what it computes overwrites that of the
+        last time. `step` must have run before: a capture cannot create handles or compile kernels.
         """
         first, result = self._record(step if in_two else lambda: step()())
         second = None
         if in_two:
             second, result = self._record(result)
-        self._graphs[key] = first, second, result
-
-    def replay(self, key: Hashable) -> Callable[[], Any]:
-        """
-        Enqueue the step again. What is returned enqueues its second part, no other step between, and returns
-        what the step computes, which overwrites that of the last time.
-        """
-        first, second, result = self._graphs[key]
-        first.replay()
 
         def finish() -> Any:
             if second is not None:
                 second.replay()
             return result
 
-        return finish
+        def replay() -> Callable[[], Any]:
+            first.replay()
+            return finish
+
+        return replay
 
     def _record(self, step: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
         graph, pool = torch.cuda.CUDAGraph(), self._pool
@@ -94,7 +85,6 @@ class CudaGraphs:
         return graph, result
 
     def close(self) -> None:
-        """Free the graphs' memory, and leave the stream to a later engine."""
-        self._graphs.clear()
+        """Leave the stream to a later engine. The memory is free when nobody has a recorded step any more."""
         self._pool_owner = None
         _spare_streams[self.device].append(self._stream)

@@ -57,7 +57,9 @@ class ModelRunner:
             try:
                 self._notify("starting", self.group.rank, partial(ModelRunner, parts=self.parts))
                 self.build()
-                self.load(checkpoint)
+                with torch_defaults(self.config.torch_dtype, self.device), use_group(self.group):
+                    load_model(self.model, checkpoint)
+                pack_weights(self.model)
                 self._notify("before_warmup")
                 self.group.connect(self.device)
                 self.allocate_kv_cache(self.warmup_model())
@@ -77,7 +79,7 @@ class ModelRunner:
         hf_config = replace(config.hf_config, max_model_len=most_positions(config, self.device))
         with torch_defaults(config.torch_dtype, self.device), use_group(self.group):
             self.model = parts.build_model(hf_config)
-            self.sampler = Sampler(self.model.lm_head, parts.logits_processors)
+            self.sampler = Sampler()
         layers = [module for module in self.model.modules() if isinstance(module, Attention)]
         cache_layout = parts.make_layout(config)
         self.backend = parts.make_backend(config, config.device_of(self.group.rank), layers, cache_layout)
@@ -101,13 +103,8 @@ class ModelRunner:
         if has_kernels and not config.enforce_eager:
             self.graphs = CudaGraphs(self.device, get_graph_sizes(config.max_num_seqs))
         self.unsampled: Callable[[], StepOutput] | None = None  # draws the tokens of the step that has begun
-        self.decoded: set[tuple[int, Hashable, int]] = set()  # the kinds of decode steps that have run
-
-    def load(self, checkpoint: Checkpoint) -> None:
-        """Fill the model's weights."""
-        with torch_defaults(self.config.torch_dtype, self.device), use_group(self.group):
-            load_model(self.model, checkpoint)
-        pack_weights(self.model)
+        # The kinds of decode steps that have run, and their recordings as far as there are any.
+        self.decoded: dict[tuple[int, Hashable, int], Callable[[], Callable[[], StepOutput]] | None] = {}
 
     def on_device(self) -> contextlib.AbstractContextManager:
         """Work on this runner's GPU and its default stream, whatever the user's thread works on."""
@@ -135,6 +132,7 @@ class ModelRunner:
         with self.on_device():
             self.reset()
             self._notify("stop")
+            self.decoded.clear()
             if self.graphs is not None:
                 self.graphs.close()
             self.group.leave()
@@ -214,14 +212,13 @@ class ModelRunner:
         if self.graphs is not None:
             size = next(each for each in self.graphs.sizes if each >= size)
         kind = size, batch.plan_key, batch.wanted
-        # A step that is recorded must have run before: a capture cannot create handles or compile kernels.
         if self.graphs is not None and kind in self.decoded:
-            if kind not in self.graphs:
+            if self.decoded[kind] is None:
                 self.capture_cudagraph(*kind)
-            return self.graphs.replay(kind)
+            return self.decoded[kind]()
         if not self.decoded:
             self._notify("before_first_decode")
-        self.decoded.add(kind)
+        self.decoded[kind] = None
         return self.decode_step(*kind)
 
     def decode_step(self, batch_size: int, plan_key: Hashable, wanted: int) -> Callable[[], StepOutput]:
@@ -279,12 +276,29 @@ class ModelRunner:
             reset_context()
 
     def sample_logits(self, logits: Tensor, step: SamplingStep) -> StepOutput:
-        """From logits to the next tokens, which become the next step's inputs."""
+        """
+        From logits [sequences, this rank's vocabulary] to the next tokens, which become the next step's
+        inputs.
+        """
+        processors, lm_head = selected(self.parts.logits_processors, step.wanted), self.model.lm_head
+        step.vocab_start = lm_head.vocab_start
+        if any(processor.needs_whole for processor in processors):
+            logits, step.vocab_start = lm_head.gather(logits), 0
+        raw_logits = logits
+        if any(each.needs_raw for each in processors) and any(each.changes_logits for each in processors):
+            logits = logits.to(torch.float32, copy=True)
+        for processor in processors:
+            logits = processor.apply(logits, step)
         tokens = self.sampler(logits, step)
+        for processor in processors:
+            if (tensors := processor.drawn(raw_logits, tokens, step)) is not None:
+                step.told[processor.name] = tensors
         self.slots.inputs.tokens.index_put_((step.slots,), tokens.int())
         return StepOutput(tokens, step.told)
 
     def capture_cudagraph(self, batch_size: int, plan_key: Hashable, wanted: int) -> None:
-        """Record the decode step for this many slots. Done when first needed, so that starting is quick."""
+        """Record a kind of decode step that has run once. Done when it comes again: starting is quick."""
         kind = batch_size, plan_key, wanted
-        self.graphs.capture(kind, partial(self.decode_step, *kind), bool(wanted & self.waiting))
+        self.decoded[kind] = self.graphs.capture(
+            partial(self.decode_step, *kind), bool(wanted & self.waiting)
+        )

@@ -4,7 +4,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from nanovllm.distributed.group import get_group
@@ -34,37 +33,14 @@ def selected(processors: Iterable[Any], wanted: int) -> list[Any]:
 class Sampler(nn.Module):
     """Where each rank holds a part of the vocabulary, each draws from its part, and the best score wins."""
 
-    def __init__(self, lm_head: Any, processors: tuple[Any, ...]):
-        """`processors` are LogitsProcessors, see engine/interfaces.py."""
+    def __init__(self) -> None:
         super().__init__()
         self.group = get_group()
-        self.lm_head = lm_head
-        self.processors = processors
 
     def forward(self, logits: Tensor, step: SamplingStep) -> Tensor:
         """
-        logits [batch, this rank's vocabulary] -> token ids int64 [batch]. Writes to `step.told` what the
-        wanted processors have to tell of them.
-        """
-        step.vocab_start = self.lm_head.vocab_start
-        processors = selected(self.processors, step.wanted)
-        if any(processor.needs_whole for processor in processors):
-            logits, step.vocab_start = self.lm_head.gather(logits), 0
-        raw_logits = logits
-        if any(each.needs_raw for each in processors) and any(each.changes_logits for each in processors):
-            logits = logits.to(torch.float32, copy=True)
-        for processor in processors:
-            logits = processor.apply(logits, step)
-        tokens = self.draw(logits, step)
-        for processor in processors:
-            if (tensors := processor.drawn(raw_logits, tokens, step)) is not None:
-                step.told[processor.name] = tensors
-        return tokens
-
-    def draw(self, logits: Tensor, step: SamplingStep) -> Tensor:
-        """
         Token ids int64 [batch], drawn from softmax(logits / temperature) among the tokens that `step.lowest`
-        allows.
+        allows. logits [batch, vocabulary, or a part of it that begins at `step.vocab_start`].
 
         The draw is the argmax of the scaled logits plus Gumbel noise, which follows softmax's distribution
         without computing it. The noise depends on seed, position and token id alone, so neighbours do not

@@ -374,9 +374,9 @@ MUTATIONS = [
         ("kind = size, batch.plan_key, batch.wanted", "kind = size, batch.plan_key, 0"),
     ),
     *mutations_of(
-        "nanovllm/layers/sampler",
-        ("step.vocab_start = self.lm_head.vocab_start", "step.vocab_start = 0"),
-        ("self.lm_head.gather(logits), 0", "self.lm_head.gather(logits), step.vocab_start"),
+        "model_runner",
+        ("step.vocab_start = lm_head.vocab_start", "step.vocab_start = 0"),
+        ("lm_head.gather(logits), 0", "lm_head.gather(logits), step.vocab_start"),
         ("logits = logits.to(torch.float32, copy=True)", "pass"),
         (" and any(each.changes_logits for each in processors)", ""),
     ),

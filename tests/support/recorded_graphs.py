@@ -8,7 +8,7 @@ operation each; their references, which stand for them, may read numbers.
 
 import contextlib
 import functools
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -111,13 +111,10 @@ class RecordedGraphs:
 
     def __init__(self, sizes: list[int]) -> None:
         self.sizes = sizes
-        self.stages: dict[Hashable, tuple[list[Recorder], Any]] = {}
+        self.graphs: list[list[Recorder]] = []
         self.num_replays = 0
 
-    def __contains__(self, key: Hashable) -> bool:
-        return key in self.stages
-
-    def capture(self, key: Hashable, step: Callable[[], Callable[[], Any]], in_two: bool = False) -> None:
+    def capture(self, step: Callable[[], Callable[[], Any]], in_two: bool) -> Callable[[], Callable[[], Any]]:
         recorders: list[Recorder] = []
 
         def record(stage: Callable[[], Any]) -> Any:
@@ -130,26 +127,28 @@ class RecordedGraphs:
         finally:
             for recorder in reversed(recorders):
                 recorder.undo()
-        self.stages[key] = recorders, result
-
-    def replay(self, key: Hashable) -> Callable[[], Any]:
-        (first, *rest), result = self.stages[key]
-        for others, _ in self.stages.values():  # all graphs share their memory
-            for tensor in (tensor for recorder in others for tensor in recorder.made):
-                tensor.fill_(GARBAGE if tensor.dtype != torch.bool else True)
-        first.replay()
-        self.num_replays += 1
+        self.graphs.append(recorders)
 
         def finish() -> Any:
-            for recorder in rest:
-                recorder.replay()
-                self.num_replays += 1
+            self.replay(recorders[1:])
             return result
 
-        return finish
+        def replay() -> Callable[[], Any]:
+            for others in self.graphs:  # all graphs share their memory
+                for tensor in (tensor for recorder in others for tensor in recorder.made):
+                    tensor.fill_(GARBAGE if tensor.dtype != torch.bool else True)
+            self.replay(recorders[:1])
+            return finish
+
+        return replay
+
+    def replay(self, recorders: list[Recorder]) -> None:
+        for recorder in recorders:
+            recorder.replay()
+            self.num_replays += 1
 
     def close(self) -> None:
-        self.stages.clear()
+        self.graphs.clear()
 
 
 def install(llm: Any, patch: pytest.MonkeyPatch) -> RecordedGraphs:
