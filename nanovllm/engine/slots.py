@@ -37,7 +37,6 @@ class DeviceSlots:
     """The slots, which steps read and write. Every device applies all updates, in their order."""
 
     def __init__(self, layout: SlotLayout, device: torch.device):
-        self.padding_slot = layout.padding_slot
         self.buffer = torch.zeros(layout.batch + layout.num_slots, dtype=torch.int32, device=device)
         rows = self.buffer[: layout.batch].view(-1, layout.width)
         self.batch = self.buffer[layout.batch :]  # the slots of the decode step, and padding behind them
@@ -53,7 +52,7 @@ class DeviceSlots:
     def reset(self) -> None:
         """Forget all slots."""
         self.buffer.zero_()
-        self.batch.fill_(self.padding_slot)
+        self.batch.fill_(len(self.batch) - 1)  # the padding slot
 
     def apply(self, updates: np.ndarray) -> None:
         """int32 [2, changes]: indices into the buffer and their new values."""

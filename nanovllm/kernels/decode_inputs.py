@@ -44,19 +44,23 @@ def decode_inputs(slots: Tensor, tables: InputTables, block_size: int) -> Decode
     if slots.device.type not in TRITON_DEVICES:
         return decode_inputs_torch(slots, tables, block_size)
 
+    def empty(dtype: torch.dtype, *shape: int) -> Tensor:
+        return torch.empty(len(slots), *shape, dtype=dtype, device=slots.device)
+
     width, stride = tables.block_tables.shape[1], tables.block_tables.stride(0)
-    batch, int32, int64 = len(slots), slots.new_empty, tables.seeds.new_empty
     out = DecodeInputs(
-        input_ids=int64(batch),
-        positions=int64(batch),
-        slot_mapping=int32(batch),
-        context_lens=int32(batch),
-        block_tables=int32(batch, width),
-        temperatures=tables.temperatures.new_empty(batch),
-        seeds=int64(batch),
-        next_positions=int64(batch),
+        input_ids=empty(torch.int64),
+        positions=empty(torch.int64),
+        slot_mapping=empty(torch.int32),
+        context_lens=empty(torch.int32),
+        block_tables=empty(torch.int32, width),
+        temperatures=empty(torch.float32),
+        seeds=empty(torch.int64),
+        next_positions=empty(torch.int64),
     )
-    _decode_inputs_kernel[(batch,)](slots, *tables, *out, stride, width, BLOCK_SIZE=block_size, num_warps=1)
+    _decode_inputs_kernel[(len(slots),)](
+        slots, *tables, *out, stride, width, BLOCK_SIZE=block_size, num_warps=1
+    )
     return out
 
 
