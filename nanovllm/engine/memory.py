@@ -22,10 +22,19 @@ def largest_batch(config: Any, num_tokens: int, processors: tuple[LogitsProcesso
     lengths = (1 + np.clip(num_tokens - num_seqs - more * np.arange(num_seqs), 0, more)).tolist()
     wanted = sum(1 << i for i, processor in enumerate(processors) if not processor.waits_for_host)
     messages = {processor.name: processor.largest(lengths[0]) for processor in processors}
-    slots, zeros = np.arange(num_seqs, dtype=np.int32), np.zeros(sum(lengths), dtype=np.int64)
-    nothing_is_written = zeros.astype(np.int32) - 1
-    inputs = slots, lengths, lengths, zeros, zeros, nothing_is_written
-    return Batch(num_seqs, wanted, None, messages, False, *inputs)
+    zeros = np.zeros(sum(lengths), dtype=np.int64)
+    return Batch(
+        num_seqs,
+        wanted,
+        slot_updates=None,
+        messages=messages,
+        slots=np.arange(num_seqs, dtype=np.int32),
+        lens_q=lengths,
+        lens_k=lengths,
+        token_ids=zeros,
+        positions=zeros,
+        slot_mapping=zeros.astype(np.int32) - 1,
+    )
 
 
 def bytes_taken_by(step: Callable[[], Any], device: torch.device) -> int:

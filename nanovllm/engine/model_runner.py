@@ -8,6 +8,7 @@ import contextlib
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -219,7 +220,7 @@ class ModelRunner:
         if not self.decoded:
             self._notify("before_first_decode")
         self.decoded[kind] = None
-        return self.decode_step(*kind)
+        return self.run_model(*self.prepare_decode(*kind))
 
     def decode_step(self, batch_size: int, plan_key: Hashable, wanted: int) -> Callable[[], StepOutput]:
         """Like `forward`. Depends on the device's memory alone, so that it can be captured."""
@@ -283,10 +284,11 @@ class ModelRunner:
         """
         processors, lm_head = selected(self.parts.logits_processors, step.wanted), self.model.lm_head
         step.vocab_start = lm_head.vocab_start
-        if any(processor.needs_whole for processor in processors):
+        if any(map(attrgetter("needs_whole"), processors)):
             logits, step.vocab_start = lm_head.gather(logits), 0
         raw_logits = logits
-        if any(each.needs_raw for each in processors) and any(each.changes_logits for each in processors):
+        needs_raw = any(map(attrgetter("needs_raw"), processors))
+        if needs_raw and any(map(attrgetter("changes_logits"), processors)):
             logits = logits.to(torch.float32, copy=True)
         for processor in processors:
             logits = processor.apply(logits, step)

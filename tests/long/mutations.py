@@ -378,7 +378,7 @@ MUTATIONS = [
         ("step.vocab_start = lm_head.vocab_start", "step.vocab_start = 0"),
         ("lm_head.gather(logits), 0", "lm_head.gather(logits), step.vocab_start"),
         ("logits = logits.to(torch.float32, copy=True)", "pass"),
-        (" and any(each.changes_logits for each in processors)", ""),
+        (' and any(map(attrgetter("changes_logits"), processors))', ""),
     ),
     *mutations_of(
         "nanovllm/extensions/structured/kernels/token_masks",
