@@ -1,42 +1,208 @@
-"""From a configuration to the parts of an engine, which are the core's own.
+"""From a configuration to the parts of an engine: the only file that names extensions.
 
-With the folder `extensions` there is more to choose from: extensions/assembly.py, whose `extend` gives the
-engine other functions in place of these two.
+The core's own parts come first, which are all that there are where the folder `extensions` is missing; else
+`extend` puts other functions in their place. Extensions with kernels are imported at once, since compiling
+ahead looks for kernels before a model is built; some others where they are needed.
 """
 
+import functools
+import os
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+
+from nanovllm import sampling_params
 from nanovllm.checkpoints.base import Checkpoint
 from nanovllm.checkpoints.folder import FolderCheckpoint
+from nanovllm.checkpoints.model_config import ModelConfig
 from nanovllm.config import Config
 from nanovllm.distributed.ranks import Ranks
 from nanovllm.engine.interfaces import Parts
 from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.policies import Admission, PrefixCache
 from nanovllm.kernels.cache_layout import CacheLayout
-from nanovllm.layers.attention import get_backend
+from nanovllm.layers.attention import Attention, AttentionBackend, get_backend
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 
-if Path(__file__).with_name("extensions").joinpath("assembly.py").exists():
-    from nanovllm.extensions.assembly import extend
-else:
+EXTENDED = Path(__file__).with_name("extensions").joinpath("__init__.py").exists()
+if EXTENDED:
+    from nanovllm.extensions.api.foreign_options import make_config
+    from nanovllm.extensions.api.llm import with_api
+    from nanovllm.extensions.checkpoints import opening
+    from nanovllm.extensions.checkpoints.recommended import RecommendingLLM
+    from nanovllm.extensions.int8_cache.layout import Int8Layout
+    from nanovllm.extensions.logits.processors import make_processors
+    from nanovllm.extensions.models.attention_rule import set_rules
+    from nanovllm.extensions.models.facts import read_any_config
+    from nanovllm.extensions.models.known import MODELS
+    from nanovllm.extensions.prefixes.cascade import CascadeBackend
+    from nanovllm.extensions.prefixes.token_prefixes import HoldBack, TokenPrefixes
+    from nanovllm.extensions.products.onednn import use_packed_heads
+    from nanovllm.extensions.products.products import FoldingWeight
+    from nanovllm.extensions.quantised.assignment import assign_weights, without_weights
+    from nanovllm.extensions.quantised.formats import read_scheme
+    from nanovllm.extensions.ranks.peer_group import group_maker, stand_in
+    from nanovllm.extensions.safety.options import ExtendedConfig
+    from nanovllm.extensions.safety.prompt_checks import CheckedInputProcessor
+    from nanovllm.extensions.safety.sampling_checks import check_sampling
+    from nanovllm.extensions.safety.stats import Finished, StatsLLM
+    from nanovllm.extensions.safety.structured_checks import check_form
+    from nanovllm.extensions.structured.bitmask import BitmaskProcessor
+    from nanovllm.extensions.structured.params import StructuredOutputsParams, check_structured_outputs
+    from nanovllm.extensions.text.llm import TextLLM
 
-    def extend(llm: type[LLMEngine]) -> type[LLMEngine]:
-        return llm
+    sampling_params.StructuredOutputsParams = StructuredOutputsParams  # scripts for vLLM import it there
+    sampling_params.SamplingParams.checks = [check_sampling, check_structured_outputs]
+    StructuredOutputsParams.check = check_form
 
 
-def open_model(model: str, options: dict[str, Any]) -> tuple[Config, Checkpoint]:
+def open_core(model: str, options: dict[str, Any]) -> tuple[Config, Checkpoint]:
     """What the arguments of an engine say, completed by the folder that they name; and that, opened."""
     config = Config(model, **options)
     checkpoint = FolderCheckpoint(config.model)
     return config.with_checkpoint(checkpoint), checkpoint
 
 
+def assemble_core(config: Config) -> Parts:
+    """The parts of one rank, which are the core's own."""
+    return Parts(Qwen3ForCausalLM, make_core_layout, get_backend, Ranks)
+
+
+def make_core_layout(config: Config) -> CacheLayout:
+    """Keys and values lie in the cache as they are."""
+    return CacheLayout(config.kv_cache_torch_dtype)
+
+
+# With extensions
+
+
+def extend(llm: type[LLMEngine]) -> type[LLMEngine]:
+    """The engine put together with extensions, and with the ways to call it that they add."""
+    if not EXTENDED:
+        return llm
+    made = with_api(llm, TextLLM, StatsLLM, RecommendingLLM)
+    made.make_prompts = type("Prompts", (CheckedInputProcessor, TextLLM.make_prompts), {})
+    made.open_model = staticmethod(open_model)
+    made.assembly = f"{__name__}:{assemble.__name__}"
+    return made
+
+
+def open_model(model: str, options: dict[str, Any]) -> tuple[Config, Checkpoint]:
+    """
+    What the arguments of an engine say, among which some of vLLM's may be, completed by the checkpoint that
+    they name; and that, opened. Raises TypeError and ValueError naming an option.
+    """
+    config = make_config(model, options, ExtendedConfig)
+    checkpoint = open_checkpoint(
+        config.model,
+        config.load_format,
+        config.model_impl,
+        tokenizer=config.tokenizer,
+        hf_overrides=config.hf_overrides,
+        lora=config.lora,
+        hub={"revision": config.revision, "cache_dir": config.download_dir, "token": config.token},
+    )
+    return config.with_checkpoint(checkpoint, options), checkpoint
+
+
+def open_checkpoint(
+    model: str | os.PathLike, load_format: str = "auto", model_impl: str = "auto", **options: Any
+) -> Checkpoint:
+    """Open a checkpoint without reading its weights. Other options are those of extensions/checkpoints."""
+    read = functools.partial(read_config, model_impl=model_impl)
+    return opening.open_checkpoint(model, load_format, MODELS.values(), read, **options)
+
+
+def read_config(source: str, raw: dict[str, Any], model_impl: str = "auto") -> ModelConfig:
+    """
+    What is to be known of the model whose config.json says `raw`; `model_impl` as the engine's option. Raises
+    ValueError naming the source and what is wrong or not supported.
+    """
+    from nanovllm.extensions.transformers.config import model_type_decides, read_transformers_config
+
+    return read_any_config(source, raw, model_impl, MODELS, read_transformers_config, model_type_decides)
+
+
 def assemble(config: Config) -> Parts:
     """The parts of one rank."""
-    return Parts(Qwen3ForCausalLM, make_layout, get_backend, Ranks)
+    from nanovllm.extensions.ranks.reports import ReportingRanks
+    from nanovllm.extensions.safety.recovery import Recovery
+    from nanovllm.extensions.startup.compile_ahead import CompileAhead
+    from nanovllm.extensions.startup.graph_trial import can_be_recorded
+    from nanovllm.extensions.startup.memory import MemoryHint
+    from nanovllm.extensions.text.stop_texts import StopTexts
+
+    bias, *others, scores = make_processors()
+    bitmask = BitmaskProcessor()
+    *_, admission_control = admissions = make_admissions(config, bias)
+    prefix_cache = make_prefix_cache(config)
+    prefix_cache.max_cached = scores.max_cached
+    compile_ahead = CompileAhead(config, functools.partial(stand_in, config))
+    return Parts(
+        functools.partial(build_model, quantization=config.quantization),
+        make_layout,
+        make_backend,
+        ReportingRanks,
+        group_maker(config),
+        observers=(
+            compile_ahead,
+            MemoryHint(config),
+            Recovery(admission_control),
+            bitmask,
+            StopTexts(),
+            Finished(),
+        ),
+        prefix_cache=prefix_cache,
+        admissions=admissions,
+        logits_processors=(bias, *others, scores, bitmask),
+        can_record=Parts.can_record if config.hf_config.architectures else can_be_recorded,
+    )
+
+
+def get_model_class(config: ModelConfig) -> type[nn.Module]:
+    """The class of the architecture that the checkpoint names, or that for all others."""
+    if config.architectures:
+        return MODELS[config.architectures[0]].model
+    from nanovllm.extensions.transformers.model import TransformersForCausalLM
+
+    return TransformersForCausalLM
+
+
+def build_model(config: ModelConfig, quantization: str | None = None) -> nn.Module:
+    """
+    The model, with memory for its weights in the format that the checkpoint or this option of the engine asks
+    for. Raises ValueError if that is not supported.
+    """
+    scheme = read_scheme(config.quantization_config, quantization)
+    with without_weights():
+        model = get_model_class(config)(config)
+    set_rules(model)
+    assign_weights(model, scheme, FoldingWeight)
+    use_packed_heads(model)
+    return model
 
 
 def make_layout(config: Config) -> CacheLayout:
-    """Keys and values lie in the cache as they are."""
-    return CacheLayout(config.kv_cache_torch_dtype)
+    """How keys and values lie in the cache."""
+    return Int8Layout() if config.kv_cache_dtype == "int8" else make_core_layout(config)
+
+
+def make_backend(
+    config: Config, device: torch.device, layers: list[Attention], layout: CacheLayout
+) -> AttentionBackend:
+    """Who computes attention. Raises ValueError if what `attention_backend` names cannot."""
+    return CascadeBackend(get_backend(config, device, layers, layout), config, device)
+
+
+def make_prefix_cache(config: Config) -> PrefixCache:
+    """What finds prefixes in the cache, and copies what of them is not a whole block."""
+    return TokenPrefixes() if config.enable_prefix_caching else PrefixCache()
+
+
+def make_admissions(config: Config, bias: Any) -> tuple[Admission, ...]:
+    """All that may keep a sequence from running, though there is room for it."""
+    from nanovllm.extensions.safety.admission import AdmissionControl
+
+    return HoldBack(), AdmissionControl(config, bias)

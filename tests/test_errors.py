@@ -17,7 +17,7 @@ import torch
 from block_pool import check_pool
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.extensions.assembly import make_layout
+from nanovllm.assembly import make_layout
 from nanovllm.extensions.models.attention_rule import set_rule
 from nanovllm.extensions.safety.options import ExtendedConfig
 from nanovllm.layers import attention

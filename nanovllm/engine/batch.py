@@ -3,11 +3,8 @@
 Rank 0 makes the batch from scheduled sequences and waits for the output. Ranks never see a `Sequence`.
 """
 
-import functools
-import operator
 import struct
-from collections.abc import Collection, Hashable
-from itertools import chain
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,33 +13,43 @@ import torch
 from nanovllm.engine.interfaces import LogitsProcessor
 from nanovllm.engine.policies import PrefixCache
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.slots import SlotLayout
+from nanovllm.engine.slots import BLOCK_TABLE, SlotLayout
 from nanovllm.layers.attention import AttentionBackend
 from nanovllm.layers.sampler import selected
 
 
 class Batch(NamedTuple):
     """
-    One step. A decode step computes the last token of each sequence and needs the first four fields and the
-    last only: which slots take part, and each one's last token and place, devices know by the `slot_updates`
-    so far.
+    One step. A decode step computes the last token of each sequence and needs the first five fields only:
+    which slots take part, and each one's last token and place, devices know by the `slot_updates` so far.
     """
 
     num_sequences: int
     wanted: int  # the logits processors that at least one of the sequences wants, a bit each
     slot_updates: np.ndarray | None  # see DeviceSlots.apply
     messages: dict[str, Any] | None = None  # by part of the engine: what it has prepared for every rank
-    slots: np.ndarray | None = None  # int32 [sequences]
-    lens_q: np.ndarray | None = None  # int32 [sequences], tokens to be computed
-    lens_k: np.ndarray | None = None  # int32 [sequences], tokens that the KV cache has of each after the step
-    token_ids: np.ndarray | None = None  # int32 [tokens], those to be computed
-    positions: np.ndarray | None = None  # int32 [tokens]
-    slot_mapping: np.ndarray | None = None  # int32 [tokens], see Context
     plan_key: Hashable = False  # of a decode step, see AttentionBackend
+    slots: np.ndarray | None = None  # int32 [sequences]
+    lens_q: list[int] | None = None  # of each sequence: tokens to be computed
+    lens_k: list[int] | None = None  # of each sequence: tokens that the KV cache has after the step
+    token_ids: np.ndarray | None = None  # int64 [tokens], those to be computed
+    positions: np.ndarray | None = None  # int64 [tokens]
+    slot_mapping: np.ndarray | None = None  # int32 [tokens], see Context
 
     @property
     def is_prefill(self) -> bool:
         return self.lens_q is not None
+
+
+class SlotUpdates(NamedTuple):
+    """Words to be written to the slots of all devices."""
+
+    indices: list[int]
+    values: list[int]
+
+    def write(self, start: int, words: list[int]) -> None:
+        self.indices.extend(range(start, start + len(words)))
+        self.values.extend(words)
 
 
 class BatchMaker:
@@ -54,22 +61,20 @@ class BatchMaker:
     def __init__(
         self,
         config: Any,
-        prefix_cache: PrefixCache | None = None,
-        backend: AttentionBackend | None = None,
-        processors: tuple[LogitsProcessor, ...] = (),
+        prefix_cache: PrefixCache,
+        backend: AttentionBackend,
+        processors: tuple[LogitsProcessor, ...],
     ):
-        self.prefix_cache = prefix_cache or PrefixCache()
-        self.backend = backend or AttentionBackend()
+        self.prefix_cache = prefix_cache
+        self.backend = backend
         self.processors = processors
         self.of_decode = sum(1 << i for i, each in enumerate(processors) if not each.prefill_only)
         self.block_size = config.kvcache_block_size
         self.layout = SlotLayout(config)
-        self.plan_key: Hashable = False
         self.reset()
 
     def reset(self) -> None:
         """Forget what was sent; the devices forget it, too."""
-        self.changes: tuple[list[int], list[int]] = [], []  # of slots, to be sent: indices and values
         self.decoded: list[int] = []  # slots of the last decode step
         self.num_blocks = [0] * self.layout.padding_slot  # by slot, how many blocks were sent
         self.has_prefilled = False  # since the last decode step: the same slots may be other sequences
@@ -77,93 +82,74 @@ class BatchMaker:
 
     def decode(self, sequences: list[Sequence]) -> Batch:
         """Of what the devices do not know by themselves, it has what has changed since the last step."""
-        slots = [seq.slot for seq in sequences]
+        updates, slots, wanted = SlotUpdates([], []), [], 0
+        for seq in sequences:
+            slots.append(seq.slot)
+            wanted |= seq.request.wanted
+            num_sent = self.num_blocks[seq.slot]
+            if len(seq.block_table) != num_sent:
+                start = seq.slot * self.layout.width + BLOCK_TABLE
+                updates.write(start + num_sent, seq.block_table[num_sent:])
+                self.num_blocks[seq.slot] = len(seq.block_table)
         is_new = self.has_prefilled or slots != self.decoded
-        self.has_prefilled = False
         if slots != self.decoded:
             padding = [self.layout.padding_slot] * (len(self.decoded) - len(slots))
-            self._write("batch", 0, slots + padding)
-            self.decoded = slots
-        for seq in sequences:
-            if len(seq.block_table) != self.num_blocks[seq.slot]:
-                self._write_blocks(seq)
-        updates = self._take_changes() if self.changes[0] else None
-        messages = None
-        if is_new and self.backend.largest_plan:
-            self.plan_key, message = self.backend.plan(sequences)
-            messages = None if message is None else {"attention": message}
-        self.backend.num_decode_steps += 1
-        wanted = functools.reduce(operator.or_, (seq.request.wanted for seq in sequences)) & self.of_decode
-        return Batch(len(sequences), wanted, updates, messages, plan_key=self.plan_key)
+            updates.write(self.layout.batch, slots + padding)
+        self.has_prefilled, self.decoded = False, slots
+        plan_key, message = self.backend.plan(sequences, is_new)
+        return Batch(
+            len(sequences),
+            wanted & self.of_decode,
+            np.array(updates, dtype=np.int32) if updates.indices else None,
+            None if message is None else {"attention": message},
+            plan_key,
+        )
 
     def prefill(self, sequences: list[Sequence]) -> Batch:
-        lens_q = np.array([seq.num_scheduled_tokens for seq in sequences], dtype=np.int32)
-        starts = np.array([seq.num_computed_tokens for seq in sequences], dtype=np.int32)
-        lens_k = starts + lens_q
-        spans = zip(sequences, starts.tolist(), lens_k.tolist(), strict=True)
-        token_ids = chain.from_iterable(seq.token_ids[start:end] for seq, start, end in spans)
-        ends = np.cumsum(lens_q, dtype=np.int32)
-        positions = np.arange(ends[-1], dtype=np.int32) + np.repeat(lens_k - ends, lens_q)
-        wanted = functools.reduce(operator.or_, (seq.request.wanted for seq in sequences))
+        updates, wanted = SlotUpdates([], []), 0
+        token_ids, slots, lens_q, lens_k, blocks, first_blocks = [], [], [], [], [], []
         for seq in sequences:
-            self._write_slot(seq)
+            start, end = seq.num_computed_tokens, seq.num_computed_tokens + seq.num_scheduled_tokens
+            wanted |= seq.request.wanted
+            slots.append(seq.slot)
+            lens_q.append(end - start)
+            lens_k.append(end)
+            token_ids += seq.token_ids[start:end]
+            first_blocks.append(len(blocks))
+            blocks += seq.block_table
+            row = [*self._sampling_words(seq), end, 0, *seq.block_table]  # the step draws the next token
+            updates.write(seq.slot * self.layout.width, row)
+            self.num_blocks[seq.slot] = len(seq.block_table)
         self.has_prefilled = True
         self.ever_wanted |= wanted
         messages = {"prefix_cache": self.prefix_cache.prepare(sequences)}
         for processor in selected(self.processors, self.ever_wanted):
             messages[processor.name] = processor.prepare(sequences)
+        # Of each token: its place in its sequence, and that of its block in `blocks`.
+        ends = np.cumsum(lens_q)
+        positions = np.arange(ends[-1]) + np.repeat(lens_k - ends, lens_q)
+        places = np.repeat(first_blocks, lens_q) + positions // self.block_size
+        slot_mapping = np.array(blocks)[places] * self.block_size + positions % self.block_size
         return Batch(
             len(sequences),
             wanted,
-            self._take_changes(),
-            {name: message for name, message in messages.items() if message is not None},
-            np.array([seq.slot for seq in sequences], dtype=np.int32),
-            lens_q,
-            lens_k,
-            np.fromiter(token_ids, np.int32, ends[-1]),
-            positions,
-            self._slot_mapping(sequences, lens_q, positions),
+            np.array(updates, dtype=np.int32),
+            messages,
+            slots=np.array(slots, dtype=np.int32),
+            lens_q=lens_q,
+            lens_k=lens_k,
+            token_ids=np.array(token_ids, dtype=np.int64),
+            positions=positions,
+            slot_mapping=slot_mapping.astype(np.int32),
         )
 
-    def _write_slot(self, seq: Sequence) -> None:
-        """Everything about a sequence as it is after the step, which draws a token for it."""
+    def _sampling_words(self, seq: Sequence) -> tuple[int, int, int]:
+        """The seed, of two words, and the temperature."""
         # Within what float32 can compute with: above 1e20 all tokens are equally likely.
         temperature = min(seq.sampling_params.temperature, 1e20)
         if temperature <= 1e-6:
             temperature = 0.0  # greedy
-        words = struct.unpack("<3i", struct.pack("<qf", seq.request.seed, temperature))
-        self._write("seeds", 2 * seq.slot, words[:2])
-        self._write("temperatures", seq.slot, words[2:])
-        self._write("lengths", seq.slot, [seq.num_computed_tokens + seq.num_scheduled_tokens + 1])
-        self.num_blocks[seq.slot] = 0
-        self._write_blocks(seq)
-
-    def _write_blocks(self, seq: Sequence) -> None:
-        """The part of the block table that was not sent yet."""
-        num_sent = self.num_blocks[seq.slot]
-        self._write("block_tables", seq.slot * self.layout.max_blocks + num_sent, seq.block_table[num_sent:])
-        self.num_blocks[seq.slot] = len(seq.block_table)
-
-    def _write(self, table: str, offset: int, words: Collection[int]) -> None:
-        indices, values = self.changes
-        start = self.layout.starts[table] + offset
-        indices += range(start, start + len(words))
-        values += words
-
-    def _take_changes(self) -> np.ndarray:
-        changes, self.changes = self.changes, ([], [])
-        return np.array(changes, dtype=np.int32)
-
-    def _slot_mapping(
-        self, sequences: list[Sequence], lens_q: np.ndarray, positions: np.ndarray
-    ) -> np.ndarray:
-        tables = [seq.block_table for seq in sequences]
-        if not tables[0]:  # warm-up
-            return np.full_like(positions, -1)
-        blocks = np.array(list(chain.from_iterable(tables)), dtype=np.int32)
-        first = np.cumsum([0, *map(len, tables[:-1])], dtype=np.int32)
-        places = np.repeat(first, lens_q) + positions // self.block_size
-        return blocks[places] * self.block_size + positions % self.block_size
+        return struct.unpack("<3i", struct.pack("<qf", seq.request.seed, temperature))
 
 
 class StepOutput(NamedTuple):

@@ -4,9 +4,8 @@ Knows nothing of what is recorded, which must depend on nothing but the device's
 """
 
 import collections
-import contextlib
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ import torch
 RESERVED_BYTES = 512 << 20  # for what graphs take beside their tensors
 # By device, the streams of engines that have ended. They are used again, because the workspace that cuBLAS
 # takes for each stream is never freed.
-_spare_streams: dict[torch.device, collections.deque[torch.cuda.Stream]] = {}
+_spare_streams: dict[torch.device, list[torch.cuda.Stream]] = collections.defaultdict(list)
 
 
 def get_graph_sizes(max_num_seqs: int) -> list[int]:
@@ -33,14 +32,11 @@ class CudaGraphs:
         """`sizes` are the batch sizes to record steps for, in rising order."""
         self.device = device
         self.sizes = sizes
-        self._graphs: dict[Hashable, tuple[list[torch.cuda.CUDAGraph], Any]] = {}
         self._pool = self._pool_owner = None
-        self._stream = torch.cuda.Stream(device)  # not torch's own, which is one for all devices and threads
-        with contextlib.suppress(IndexError):
-            self._stream = _spare_streams.setdefault(device, collections.deque()).pop()
-
-    def __contains__(self, key: Hashable) -> bool:
-        return key in self._graphs
+        try:
+            self._stream = _spare_streams[device].pop()
+        except IndexError:  # not torch's own stream, which is one for all devices and threads
+            self._stream = torch.cuda.Stream(device)
 
     def reserve(self, num_bytes: int) -> None:
         """
@@ -50,26 +46,27 @@ class CudaGraphs:
         zeros = functools.partial(torch.zeros, max(1, num_bytes), dtype=torch.uint8, device=self.device)
         self._pool_owner, _ = self._record(zeros)
 
-    def capture(self, key: Hashable, *stages: Callable[..., Any]) -> None:
+    def capture(self, step: Callable[[], Callable[[], Any]], in_two: bool) -> Callable[[], Callable[[], Any]]:
         """
-        Record a step, in one or more stages: each is called with what the one before it has returned. It must
-        have run before: a capture cannot create handles or compile kernels.
+        Record a step, which returns what enqueues its second part: in one graph, or in two, between which the
+        host does something. Returns a step that does the same, but what it computes overwrites that of the
+        last time. `step` must have run before: a capture cannot create handles or compile kernels.
         """
-        graphs, results = [], ()
-        for stage in stages:
-            graph, result = self._record(functools.partial(stage, *results))
-            graphs.append(graph)
-            results = (result,)
-        self._graphs[key] = graphs, result
+        first, result = self._record(step if in_two else lambda: step()())
+        second = None
+        if in_two:
+            second, result = self._record(result)
 
-    def replay(self, key: Hashable, stage: int = 0) -> Any:
-        """
-        Enqueue a stage of the step again, no other step between it and the one before. Returns what the last
-        stage computes, which overwrites that of the last time.
-        """
-        graphs, result = self._graphs[key]
-        graphs[stage].replay()
-        return result
+        def finish() -> Any:
+            if second is not None:
+                second.replay()
+            return result
+
+        def replay() -> Callable[[], Any]:
+            first.replay()
+            return finish
+
+        return replay
 
     def _record(self, step: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
         graph, pool = torch.cuda.CUDAGraph(), self._pool
@@ -88,7 +85,6 @@ class CudaGraphs:
         return graph, result
 
     def close(self) -> None:
-        """Free the graphs' memory, and leave the stream to a later engine."""
-        self._graphs.clear()
+        """Leave the stream to a later engine. The memory is free when nobody has a recorded step any more."""
         self._pool_owner = None
         _spare_streams[self.device].append(self._stream)

@@ -114,8 +114,11 @@ class LogitsProcessor:
         after the first with a sequence that wants it.
         """
 
-    def largest(self, sequences: list[Sequence]) -> Any:
-        """The same for the largest step there can be, whose memory is measured. Changes nothing."""
+    def largest(self, length: int) -> Any:
+        """
+        The same for the largest step there can be, whose memory is measured and whose first prompt has so
+        many tokens. Changes nothing.
+        """
 
     def host_input(self, sequences: list[Sequence]) -> Any:
         """

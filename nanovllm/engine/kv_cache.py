@@ -60,18 +60,15 @@ class KVCache:
         self.pages: list[torch.Tensor] = []
         for page, layers in self.groups.items():
             # Zeros, since a page that was never written may be read under a mask, where a NaN would survive.
-            shape = self.layout.planes, len(layers), num_blocks, *page
-            pages = _zeros(shape, self.layout.dtype, self.device)
+            shape, dtype = (self.layout.planes, len(layers), num_blocks, *page), self.layout.dtype
+            if (
+                self.device.type == "cpu" and num_blocks
+            ):  # only mapped: it takes room page by page as it is written
+                memory = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
+                pages = torch.from_numpy(memory).view(dtype).view(shape)
+            else:
+                pages = torch.zeros(shape, dtype=dtype, device=self.device)
             self.pages.append(pages)
             for i, layer in enumerate(layers):
                 layer.k_cache = pages[0, i]
                 layer.v_cache = pages[-1, i]
-
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """On a CPU the memory is only mapped: it takes room page by page as it is written."""
-    if device.type != "cpu" or 0 in shape:  # of no bytes there are no other views
-        return torch.zeros(shape, dtype=dtype, device=device)
-    num_bytes = math.prod(shape) * dtype.itemsize
-    memory = torch.from_numpy(np.zeros(num_bytes, np.uint8))
-    return memory.view(dtype).view(shape)

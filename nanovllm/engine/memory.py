@@ -3,11 +3,11 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
-from nanovllm.engine.batch import Batch, BatchMaker
+from nanovllm.engine.batch import Batch
 from nanovllm.engine.interfaces import LogitsProcessor
-from nanovllm.engine.sequence import Request, Sequence
 
 CPU_KV_CACHE_BYTES = 4 << 30
 
@@ -18,19 +18,23 @@ def largest_batch(config: Any, num_tokens: int, processors: tuple[LogitsProcesso
     processors but those that wait for the host, which would leave the step unfinished.
     """
     num_seqs = min(config.max_num_seqs, num_tokens)
-    sequences = []
-    for slot in range(num_seqs):
-        length = min(max(1, config.max_model_len - 1), num_tokens - (num_seqs - slot - 1))
-        num_tokens -= length
-        seq = Sequence(Request([0] * length))
-        seq.num_scheduled_tokens, seq.slot = length, slot
-        sequences.append(seq)
-    wanted, messages = 0, {}
-    for i, processor in enumerate(processors):
-        wanted |= (not processor.waits_for_host) << i
-        if (message := processor.largest(sequences)) is not None:
-            messages[processor.name] = message
-    return BatchMaker(config).prefill(sequences)._replace(wanted=wanted, messages=messages)
+    more = max(0, config.max_model_len - 2)  # tokens beside the first, in the longest prompt
+    lengths = (1 + np.clip(num_tokens - num_seqs - more * np.arange(num_seqs), 0, more)).tolist()
+    wanted = sum(1 << i for i, processor in enumerate(processors) if not processor.waits_for_host)
+    messages = {processor.name: processor.largest(lengths[0]) for processor in processors}
+    zeros = np.zeros(sum(lengths), dtype=np.int64)
+    return Batch(
+        num_seqs,
+        wanted,
+        slot_updates=None,
+        messages=messages,
+        slots=np.arange(num_seqs, dtype=np.int32),
+        lens_q=lengths,
+        lens_k=lengths,
+        token_ids=zeros,
+        positions=zeros,
+        slot_mapping=zeros.astype(np.int32) - 1,
+    )
 
 
 def bytes_taken_by(step: Callable[[], Any], device: torch.device) -> int:
@@ -44,7 +48,7 @@ def bytes_taken_by(step: Callable[[], Any], device: torch.device) -> int:
     return torch.cuda.max_memory_reserved(device) - before
 
 
-def most_positions(config: Any, device: torch.device, num_ranks: int) -> int:
+def most_positions(config: Any, device: torch.device) -> int:
     """
     How many positions a sequence has at most, as far as can be said before there is a KV cache: that all of
     the memory would hold, and at least those of the largest prefill step, which the warm-up runs without it.
@@ -54,7 +58,7 @@ def most_positions(config: Any, device: torch.device, num_ranks: int) -> int:
         hf_config, memory = config.hf_config, CPU_KV_CACHE_BYTES
         if device.type == "cuda":
             memory = int(torch.cuda.mem_get_info(device)[1] * config.gpu_memory_utilization)
-        kv_heads = max(1, hf_config.num_key_value_heads // num_ranks)
+        kv_heads = max(1, hf_config.num_key_value_heads // config.tensor_parallel_size)
         values = 2 * hf_config.num_hidden_layers * kv_heads * hf_config.head_dim
         tokens = memory // (values * config.kv_cache_torch_dtype.itemsize)
     return min(config.max_model_len, max(tokens + 1, config.max_num_batched_tokens))

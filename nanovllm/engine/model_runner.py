@@ -8,10 +8,12 @@ import contextlib
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from operator import attrgetter
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from nanovllm.checkpoints.base import Checkpoint
 from nanovllm.config import Config
@@ -21,26 +23,17 @@ from nanovllm.engine.cuda_graphs import RESERVED_BYTES, CudaGraphs, get_graph_si
 from nanovllm.engine.interfaces import Parts
 from nanovllm.engine.kv_cache import KVCache
 from nanovllm.engine.memory import bytes_left, bytes_taken_by, largest_batch, most_positions
-from nanovllm.engine.slots import DeviceSlots, SlotLayout
-from nanovllm.engine.transfer import to_device
-from nanovllm.kernels.decode_inputs import decode_inputs
+from nanovllm.engine.slots import DeviceSlots, SlotLayout, to_device
+from nanovllm.kernels.decode_inputs import DecodeInputs, decode_inputs
 from nanovllm.kernels.runtime import HAVE_TRITON
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.sampler import Sampler, SamplingStep, selected
 from nanovllm.models import pack_weights
-from nanovllm.utils.context import reset_context, set_context
+from nanovllm.utils.context import get_context, reset_context, set_context
 from nanovllm.utils.loader import load_model
 from nanovllm.utils.torch_defaults import torch_defaults
 
-Inputs = tuple[torch.Tensor, torch.Tensor, SamplingStep]  # token ids and positions, int64 [tokens]
-
-
-class Computed(NamedTuple):
-    """A step up to its logits."""
-
-    logits: torch.Tensor  # [sequences, this rank's vocabulary]
-    sampling: SamplingStep
-    tensors: dict[str, tuple[torch.Tensor, ...]]  # by logits processor, what it has to tell of all tokens
+Inputs = tuple[Tensor, Tensor, SamplingStep]  # token ids and positions, int64 [tokens]
 
 
 class ModelRunner:
@@ -65,7 +58,9 @@ class ModelRunner:
             try:
                 self._notify("starting", self.group.rank, partial(ModelRunner, parts=self.parts))
                 self.build()
-                self.load(checkpoint)
+                with torch_defaults(self.config.torch_dtype, self.device), use_group(self.group):
+                    load_model(self.model, checkpoint)
+                pack_weights(self.model)
                 self._notify("before_warmup")
                 self.group.connect(self.device)
                 self.allocate_kv_cache(self.warmup_model())
@@ -82,11 +77,10 @@ class ModelRunner:
         """Make the model, without its weights, and what else `run` works with."""
         config, parts = self.config, self.parts
         # A table of rotations for more would only take memory.
-        num_positions = most_positions(config, self.device, self.group.size)
-        hf_config = replace(config.hf_config, max_model_len=num_positions)
+        hf_config = replace(config.hf_config, max_model_len=most_positions(config, self.device))
         with torch_defaults(config.torch_dtype, self.device), use_group(self.group):
             self.model = parts.build_model(hf_config)
-            self.sampler = Sampler(self.model.lm_head, parts.logits_processors)
+            self.sampler = Sampler()
         layers = [module for module in self.model.modules() if isinstance(module, Attention)]
         cache_layout = parts.make_layout(config)
         self.backend = parts.make_backend(config, config.device_of(self.group.rank), layers, cache_layout)
@@ -110,13 +104,8 @@ class ModelRunner:
         if has_kernels and not config.enforce_eager:
             self.graphs = CudaGraphs(self.device, get_graph_sizes(config.max_num_seqs))
         self.unsampled: Callable[[], StepOutput] | None = None  # draws the tokens of the step that has begun
-        self.has_decoded = False
-
-    def load(self, checkpoint: Checkpoint) -> None:
-        """Fill the model's weights."""
-        with torch_defaults(self.config.torch_dtype, self.device), use_group(self.group):
-            load_model(self.model, checkpoint)
-        pack_weights(self.model)
+        # The kinds of decode steps that have run, and their recordings as far as there are any.
+        self.decoded: dict[tuple[int, Hashable, int], Callable[[], Callable[[], StepOutput]] | None] = {}
 
     def on_device(self) -> contextlib.AbstractContextManager:
         """Work on this runner's GPU and its default stream, whatever the user's thread works on."""
@@ -144,11 +133,12 @@ class ModelRunner:
         with self.on_device():
             self.reset()
             self._notify("stop")
+            self.decoded.clear()
             if self.graphs is not None:
                 self.graphs.close()
             for part in (self.backend, *self.parts.logits_processors):
                 part.close()
-            self.model = self.sampler = self.kv_cache = self.slots = self.receivers = self.unsampled = None
+            self.model = self.sampler = self.kv_cache = self.slots = self.receivers = None
             torch.cuda.empty_cache()
 
     def reset(self) -> None:
@@ -170,9 +160,8 @@ class ModelRunner:
         num_bytes = sum(processor.reserved_bytes for processor in processors)
         num_bytes += bytes_taken_by(lambda: self.run(batch), self.device)
         if self.graphs is not None:
-            largest = config.max_num_seqs, self.backend.largest_plan, batch.wanted
-            step = partial(self.decode_step, *largest, is_empty=True)
-            self.graphs.reserve(bytes_taken_by(step, self.device))
+            step = partial(self.decode_step, config.max_num_seqs, self.backend.largest_plan, batch.wanted)
+            self.graphs.reserve(bytes_taken_by(lambda: step()(), self.device))
             num_bytes += RESERVED_BYTES
             if not self.parts.can_record(step, self.device):
                 self.graphs = None
@@ -197,129 +186,121 @@ class ModelRunner:
             self.slots.apply(batch.slot_updates)
         if batch.messages:
             self.receive(batch.messages)
-        self.unsampled = self.forward(batch)
-        return None if batch.wanted & self.waiting else self.sample()
+        draw = self.forward(batch)
+        if not batch.wanted & self.waiting:
+            return draw()
+        self.unsampled = draw
+        return None
 
     @torch.inference_mode()
-    def sample(self, messages: dict[str, Any] | None = None) -> StepOutput:
+    def sample(self, messages: dict[str, Any]) -> StepOutput:
         """Finish the step that `run` has begun, with what logits processors have waited for."""
-        if messages:
-            self.receive(messages)
+        self.receive(messages)
         draw, self.unsampled = self.unsampled, None
         return draw()
 
     def receive(self, messages: dict[str, Any]) -> None:
         for name, message in messages.items():
-            self.receivers[name](message)
+            if message is not None:
+                self.receivers[name](message)
 
     def forward(self, batch: Batch) -> Callable[[], StepOutput]:
-        """
-        Enqueue a step up to its logits. Returns what enqueues the rest, which is all of it where one CUDA
-        graph has the whole step.
-        """
-        wanted = batch.wanted
+        """Enqueue a step up to its logits. What is returned enqueues the rest."""
         if batch.is_prefill:
-            return partial(self.sample_logits, wanted, self.run_model(self.prepare_prefill(batch), wanted))
-        if not self.has_decoded:
-            self.has_decoded = True
+            return self.run_model(*self.prepare_prefill(batch))
+        size = batch.num_sequences
+        if self.graphs is not None:
+            size = next(each for each in self.graphs.sizes if each >= size)
+        kind = size, batch.plan_key, batch.wanted
+        if self.graphs is not None and kind in self.decoded:
+            if self.decoded[kind] is None:
+                self.capture_cudagraph(*kind)
+            return self.decoded[kind]()
+        if not self.decoded:
             self._notify("before_first_decode")
-        if self.graphs is None:
-            inputs = self.prepare_decode(batch.num_sequences, batch.plan_key)
-            return partial(self.sample_logits, wanted, self.run_model(inputs))
-        size = next(size for size in self.graphs.sizes if size >= batch.num_sequences)
-        key = size, batch.plan_key, wanted
-        if key not in self.graphs:
-            self.capture_cudagraph(*key)
-        if not wanted & self.waiting:
-            return partial(self.graphs.replay, key)
-        self.graphs.replay(key)
-        return partial(self.graphs.replay, key, 1)
+        self.decoded[kind] = None
+        return self.run_model(*self.prepare_decode(*kind))
 
-    def decode_step(
-        self, batch_size: int, plan_key: Hashable, wanted: int, is_empty: bool = False
-    ) -> StepOutput:
-        """Depends on the device's memory alone, so that it can be captured."""
-        return self.sample_logits(wanted, self.run_model(self.prepare_decode(batch_size, plan_key, is_empty)))
+    def decode_step(self, batch_size: int, plan_key: Hashable, wanted: int) -> Callable[[], StepOutput]:
+        """Like `forward`. Depends on the device's memory alone, so that it can be captured."""
+        return self.run_model(*self.prepare_decode(batch_size, plan_key, wanted))
 
     def prepare_prefill(self, batch: Batch) -> Inputs:
         """Also sets the context."""
         put = partial(to_device, device=self.device)
         slots = put(batch.slots)
+        _, step = self.prepare_sample(slots, batch.wanted)
         # Whether some keys were computed by earlier steps, or are computed by neighbours in this one.
-        from_cache = not np.array_equal(batch.lens_q, batch.lens_k)
-        inputs = (
-            put(batch.token_ids, dtype=torch.int64),
-            put(batch.positions, dtype=torch.int64),
-            self.prepare_sample(slots, put(batch.lens_k, dtype=torch.int64)),
-        )
+        from_cache = batch.lens_q != batch.lens_k
         set_context(
             True,
-            cu_seqlens_q=put(_starts(batch.lens_q)),
-            cu_seqlens_k=put(_starts(batch.lens_k)),
-            max_seqlen_q=int(batch.lens_q.max()),
-            max_seqlen_k=int(batch.lens_k.max()),
+            cu_seqlens_q=put(np.cumsum([0, *batch.lens_q], dtype=np.int32)),
+            cu_seqlens_k=put(np.cumsum([0, *batch.lens_k], dtype=np.int32)),
+            max_seqlen_q=max(batch.lens_q),
+            max_seqlen_k=max(batch.lens_k),
             slot_mapping=put(batch.slot_mapping),
             block_tables=self.prepare_block_tables(slots) if from_cache else None,
         )
-        return inputs
+        return put(batch.token_ids), put(batch.positions), step
 
-    def prepare_decode(self, batch_size: int, plan_key: Hashable, is_empty: bool = False) -> Inputs:
-        """
-        Of the slots that decode, with padding behind them. An empty step has padding alone and no work. Also
-        sets the context.
-        """
-        slots = self.slots.batch[:batch_size]
-        if is_empty:
-            slots = torch.full_like(slots, self.slots.padding_slot)
-        inputs = decode_inputs(slots, self.slots.inputs, self.config.kvcache_block_size)
+    def prepare_decode(self, batch_size: int, plan_key: Hashable, wanted: int) -> Inputs:
+        """Of the slots that decode, with padding behind them. Also sets the context."""
+        inputs, step = self.prepare_sample(self.slots.batch[:batch_size], wanted)
         set_context(
             False,
             slot_mapping=inputs.slot_mapping,
             context_lens=inputs.context_lens,
             block_tables=inputs.block_tables,
-            attention_plan=self.backend.inputs(batch_size, plan_key, is_empty) if plan_key else None,
+            attention_plan=self.backend.inputs(batch_size, plan_key) if plan_key else None,
         )
-        sampling = SamplingStep(slots, inputs.temperatures, inputs.seeds, inputs.next_positions)
-        return inputs.input_ids, inputs.positions, sampling
+        return inputs.input_ids, inputs.positions, step
 
-    def prepare_block_tables(self, slots: torch.Tensor) -> torch.Tensor:
+    def prepare_block_tables(self, slots: Tensor) -> Tensor:
         """int32 [sequences, blocks of the longest possible one]; nobody reads beyond a sequence's end."""
         return self.slots.inputs.block_tables[slots]
 
-    def prepare_sample(self, slots: torch.Tensor, positions: torch.Tensor) -> SamplingStep:
-        inputs = self.slots.inputs
-        return SamplingStep(slots, inputs.temperatures[slots], inputs.seeds[slots], positions)
+    def prepare_sample(self, slots: Tensor, wanted: int) -> tuple[DecodeInputs, SamplingStep]:
+        """What the slots say of the step, for which each counts one token more from now on."""
+        inputs = decode_inputs(slots, self.slots.inputs, self.config.kvcache_block_size)
+        return inputs, SamplingStep(slots, inputs.temperatures, inputs.seeds, inputs.next_positions, wanted)
 
-    def run_model(self, inputs: Inputs, wanted: int = 0) -> Computed:
-        """From token ids to the logits after them. Ends the context that `prepare_...` has set."""
-        input_ids, positions, sampling = inputs
-        tensors = {}
+    def run_model(self, input_ids: Tensor, positions: Tensor, step: SamplingStep) -> Callable[[], StepOutput]:
+        """From token ids to the logits after them; what is returned draws. Ends the context that was set."""
         try:
             hidden_states = self.model(input_ids, positions)
-            for processor in selected(self.parts.logits_processors, wanted) if wanted else ():
-                if (found := processor.hidden(hidden_states, self.model.lm_head)) is not None:
-                    tensors[processor.name] = found
-            return Computed(self.model.compute_logits(hidden_states), sampling, tensors)
+            wanted = step.wanted if get_context().is_prefill else 0
+            for processor in selected(self.parts.logits_processors, wanted):
+                if (tensors := processor.hidden(hidden_states, self.model.lm_head)) is not None:
+                    step.told[processor.name] = tensors
+            return partial(self.sample_logits, self.model.compute_logits(hidden_states), step)
         finally:
             reset_context()
 
-    def sample_logits(self, wanted: int, computed: Computed) -> StepOutput:
-        """From logits to the next tokens, which become the next step's inputs."""
-        logits, step, tensors = computed
-        tokens, told = self.sampler(logits, step, wanted)
+    def sample_logits(self, logits: Tensor, step: SamplingStep) -> StepOutput:
+        """
+        From logits [sequences, this rank's vocabulary] to the next tokens, which become the next step's
+        inputs.
+        """
+        processors, lm_head = selected(self.parts.logits_processors, step.wanted), self.model.lm_head
+        step.vocab_start = lm_head.vocab_start
+        if any(map(attrgetter("needs_whole"), processors)):
+            logits, step.vocab_start = lm_head.gather(logits), 0
+        raw_logits = logits
+        needs_raw = any(map(attrgetter("needs_raw"), processors))
+        if needs_raw and any(map(attrgetter("changes_logits"), processors)):
+            logits = logits.to(torch.float32, copy=True)
+        for processor in processors:
+            logits = processor.apply(logits, step)
+        tokens = self.sampler(logits, step)
+        for processor in processors:
+            if (tensors := processor.drawn(raw_logits, tokens, step)) is not None:
+                step.told[processor.name] = tensors
         self.slots.inputs.tokens.index_put_((step.slots,), tokens.int())
-        return StepOutput(tokens, tensors | told)
+        return StepOutput(tokens, step.told)
 
     def capture_cudagraph(self, batch_size: int, plan_key: Hashable, wanted: int) -> None:
-        """Record the decode step for this many slots. Done when first needed, so that starting is quick."""
-        self.decode_step(batch_size, plan_key, wanted, is_empty=True)
-        stages = [lambda: self.decode_step(batch_size, plan_key, wanted)]
-        if wanted & self.waiting:
-            stages = [lambda: self.run_model(self.prepare_decode(batch_size, plan_key))]
-            stages += [partial(self.sample_logits, wanted)]
-        self.graphs.capture((batch_size, plan_key, wanted), *stages)
-
-
-def _starts(lengths: np.ndarray) -> np.ndarray:
-    """int32 [sequences + 1], where each begins if they stand one after another, and where the last ends."""
-    return np.cumsum(np.append(0, lengths), dtype=np.int32)
+        """Record a kind of decode step that has run once. Done when it comes again: starting is quick."""
+        kind = batch_size, plan_key, wanted
+        self.decoded[kind] = self.graphs.capture(
+            partial(self.decode_step, *kind), bool(wanted & self.waiting)
+        )

@@ -1,7 +1,7 @@
 """The inputs of a decode step, gathered on the device from what it keeps of the running sequences.
 
 Each running sequence has a slot, which is its index in these tables. The host sends only what changes in the
-tables, and for most steps nothing.
+tables, and for most steps nothing. engine/slots.py says how they lie in memory.
 """
 
 from typing import NamedTuple
@@ -24,10 +24,13 @@ class DecodeInputs(NamedTuple):
 
 
 class InputTables(NamedTuple):
-    """What the device keeps of each running sequence. A slot of length 0 is padding."""
+    """
+    What the device keeps of each running sequence: columns of a table with a row for each slot. A slot of
+    length 0 is padding.
+    """
 
     tokens: Tensor  # int32 [slots], the next input
-    lengths: Tensor  # int32 [slots], with the next input
+    lengths: Tensor  # int32 [slots], at the end of the next step
     block_tables: Tensor  # int32 [slots, max blocks]
     temperatures: Tensor  # float32 [slots]
     seeds: Tensor  # int64 [slots]
@@ -35,8 +38,8 @@ class InputTables(NamedTuple):
 
 def decode_inputs(slots: Tensor, tables: InputTables, block_size: int) -> DecodeInputs:
     """
-    The inputs of the sequences with these slots, int32 [batch]. Adds 1 to their lengths in the table, for the
-    next step.
+    The inputs of the sequences with these slots, int32 [batch]; of a prefill step, what it needs of them.
+    Adds 1 to their lengths in the table, for the step that follows.
     """
     if slots.device.type not in TRITON_DEVICES:
         return decode_inputs_torch(slots, tables, block_size)
@@ -44,7 +47,7 @@ def decode_inputs(slots: Tensor, tables: InputTables, block_size: int) -> Decode
     def empty(dtype: torch.dtype, *shape: int) -> Tensor:
         return torch.empty(len(slots), *shape, dtype=dtype, device=slots.device)
 
-    width = tables.block_tables.shape[1]
+    width, stride = tables.block_tables.shape[1], tables.block_tables.stride(0)
     out = DecodeInputs(
         input_ids=empty(torch.int64),
         positions=empty(torch.int64),
@@ -55,7 +58,9 @@ def decode_inputs(slots: Tensor, tables: InputTables, block_size: int) -> Decode
         seeds=empty(torch.int64),
         next_positions=empty(torch.int64),
     )
-    _decode_inputs_kernel[(len(slots),)](slots, *tables, *out, width, BLOCK_SIZE=block_size, num_warps=1)
+    _decode_inputs_kernel[(len(slots),)](
+        slots, *tables, *out, stride, width, BLOCK_SIZE=block_size, num_warps=1
+    )
     return out
 
 
@@ -71,26 +76,26 @@ def decode_inputs_torch(slots: Tensor, tables: InputTables, block_size: int) -> 
     return DecodeInputs(tokens.long(), positions, slot_mapping, lengths, block_tables, *sampling)
 
 
-@triton.jit(do_not_specialize=["width"])
+@triton.jit(do_not_specialize=["stride", "width"])
 def _decode_inputs_kernel(
     slots,
     tokens, lengths, block_tables, temperatures, seeds,  # InputTables
     input_ids, positions, slot_mapping, context_lens,  # DecodeInputs, from here on
     batch_tables, batch_temperatures, batch_seeds, next_positions,
-    width, BLOCK_SIZE: tl.constexpr,
+    stride, width, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0)
-    slot = tl.load(slots + i).to(tl.int64)
-    length = tl.load(lengths + slot)
+    row = tl.load(slots + i).to(tl.int64) * stride
+    length = tl.load(lengths + row)
     position = tl.maximum(length - 1, 0)
-    table = block_tables + slot * width
+    table = block_tables + row
     block = tl.load(table + position // BLOCK_SIZE)
-    tl.store(input_ids + i, tl.load(tokens + slot))
+    tl.store(input_ids + i, tl.load(tokens + row))
     tl.store(positions + i, position)
     tl.store(slot_mapping + i, tl.where(length > 0, block * BLOCK_SIZE + position % BLOCK_SIZE, -1))
     tl.store(context_lens + i, length)
-    tl.store(batch_temperatures + i, tl.load(temperatures + slot))
-    tl.store(batch_seeds + i, tl.load(seeds + slot))
+    tl.store(batch_temperatures + i, tl.load(temperatures + row))
+    tl.store(batch_seeds + i, tl.load(seeds + row // 2))
     tl.store(next_positions + i, length)
     used = position // BLOCK_SIZE + 1
     for start in range(0, used, 32):
@@ -99,4 +104,4 @@ def _decode_inputs_kernel(
         blocks = tl.load(table + columns, mask=inside)
         tl.store(batch_tables + i.to(tl.int64) * width + columns, blocks, mask=inside)
     if length > 0:  # all padded rows share one slot, whose length stays 0
-        tl.store(lengths + slot, length + 1)
+        tl.store(lengths + row, length + 1)

@@ -43,8 +43,7 @@ class AttentionBackend:
 
     prefill_kernel = staticmethod(varlen_prefill_attention)
     decode_kernel = staticmethod(paged_decode_attention)
-    largest_plan: Hashable = False  # the key of the plan that takes most memory; False: `plan` is not called
-    num_decode_steps = 0  # on rank 0, so far: counted by the BatchMaker
+    largest_plan: Hashable = False  # the key of the plan that takes most memory
 
     def __init__(self, layout: CacheLayout = ROWS):
         self.layout = layout
@@ -62,12 +61,13 @@ class AttentionBackend:
         tables = step.block_tables, step.context_lens
         return self.decode_kernel(q, k, v, *tables, variant, self.layout)
 
-    def plan(self, sequences: list[Any]) -> tuple[Hashable, Any]:
+    def plan(self, sequences: list[Any], is_new: bool) -> tuple[Hashable, Any]:
         """
-        Called on rank 0 when other sequences decode than in the step before. Returns the plan's key, False if
-        there is none, and the message for every rank, None if there is nothing to say. A CUDA graph is
-        captured for each key.
+        Called on rank 0 for each decode step; `is_new` says whether other sequences decode than in the one
+        before. Returns the plan's key, False if there is none, and the message for every rank, None if there
+        is nothing to say. A CUDA graph is captured for each key.
         """
+        return False, None
 
     def allocate(self, device: torch.device) -> None:
         """Make the tables of plans. Called on every rank, before the memory for the KV cache is counted."""
@@ -75,8 +75,8 @@ class AttentionBackend:
     def receive(self, message: Any) -> None:
         """Called on every rank, before the step."""
 
-    def inputs(self, batch_size: int, key: Hashable, is_empty: bool = False) -> Any:
-        """The plan for so many sequences: tensors that stay where they are. An empty one has no work."""
+    def inputs(self, batch_size: int, key: Hashable) -> Any:
+        """The plan for so many sequences: tensors that stay where they are, with no work at first."""
 
     def stats(self) -> dict[str, int]:
         """Counts for `LLMEngine.stats`, on rank 0."""

@@ -1,10 +1,9 @@
 """From logits to the next token of every sequence."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from nanovllm.distributed.group import get_group
@@ -19,8 +18,11 @@ class SamplingStep:
     temperatures: Tensor  # float32 [sequences], 0 is greedy
     seeds: Tensor  # int64 [sequences]
     positions: Tensor  # int64 [sequences], of the tokens to be drawn
+    wanted: int = 0  # the logits processors that at least one of the sequences wants, a bit each
     vocab_start: int = 0  # where the logits' part of the vocabulary begins
     lowest: Tensor | None = None  # float32 [sequences]: tokens with a lower logit are not drawn
+    # By logits processor, what it has to tell of the step.
+    told: dict[str, tuple[Tensor, ...]] = field(default_factory=dict)
 
 
 def selected(processors: Iterable[Any], wanted: int) -> list[Any]:
@@ -31,37 +33,14 @@ def selected(processors: Iterable[Any], wanted: int) -> list[Any]:
 class Sampler(nn.Module):
     """Where each rank holds a part of the vocabulary, each draws from its part, and the best score wins."""
 
-    def __init__(self, lm_head: Any = None, processors: Iterable[Any] = ()):
-        """`processors` are LogitsProcessors, see engine/interfaces.py."""
+    def __init__(self) -> None:
         super().__init__()
         self.group = get_group()
-        self.lm_head = lm_head
-        self.processors = tuple(processors)
 
-    def forward(
-        self, logits: Tensor, step: SamplingStep, wanted: int = 0
-    ) -> tuple[Tensor, dict[str, tuple[Tensor, ...]]]:
-        """
-        logits [batch, this rank's vocabulary] -> token ids int64 [batch], and by name what the wanted
-        processors have to tell of them.
-        """
-        step.vocab_start = self.lm_head.vocab_start
-        processors = selected(self.processors, wanted) if wanted else ()
-        if any(processor.needs_whole for processor in processors):
-            logits, step.vocab_start = self.lm_head.gather(logits), 0
-        raw_logits = logits
-        if any(each.needs_raw for each in processors) and any(each.changes_logits for each in processors):
-            logits = logits.to(torch.float32, copy=True)
-        for processor in processors:
-            logits = processor.apply(logits, step)
-        tokens = self.draw(logits, step)
-        told = {processor.name: processor.drawn(raw_logits, tokens, step) for processor in processors}
-        return tokens, {name: tensors for name, tensors in told.items() if tensors is not None}
-
-    def draw(self, logits: Tensor, step: SamplingStep) -> Tensor:
+    def forward(self, logits: Tensor, step: SamplingStep) -> Tensor:
         """
         Token ids int64 [batch], drawn from softmax(logits / temperature) among the tokens that `step.lowest`
-        allows.
+        allows. logits [batch, vocabulary, or a part of it that begins at `step.vocab_start`].
 
         The draw is the argmax of the scaled logits plus Gumbel noise, which follows softmax's distribution
         without computing it. The noise depends on seed, position and token id alone, so neighbours do not

@@ -16,10 +16,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import CONFIG_MAPPING
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, SamplingParams, assembly
+from nanovllm.assembly import get_model_class, open_checkpoint
 from nanovllm.distributed.group import Group, use_group
-from nanovllm.extensions import assembly
-from nanovllm.extensions.assembly import get_model_class, open_checkpoint
 from nanovllm.extensions.checkpoints.made_up import toy_tokenizer
 from nanovllm.extensions.checkpoints.shapes import SHAPES
 from nanovllm.utils.loader import default_weight_loader, load_model

@@ -15,10 +15,10 @@ from loaded_models import assert_same_parameters, build_model, expected_paramete
 from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM
+from nanovllm.assembly import MODELS, get_model_class, open_checkpoint, read_config
 from nanovllm.checkpoints.folder import INDEX, FolderCheckpoint
 from nanovllm.checkpoints.model_config import ModelConfig
 from nanovllm.config import CHECKS, Config
-from nanovllm.extensions.assembly import MODELS, get_model_class, open_checkpoint, read_config
 from nanovllm.extensions.checkpoints.gguf import GGUFCheckpoint
 from nanovllm.extensions.checkpoints.untrusted import CheckedFolder
 from nanovllm.extensions.models.config import DecoderConfig

@@ -4,6 +4,8 @@ The references run as they are, on any device. The kernels run in Triton's inter
 because its switch must be set before Triton is imported, and where there is a GPU for real.
 """
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from kernel_checks import (
@@ -29,6 +31,7 @@ from kernel_checks import (
     tolerance,
 )
 
+from nanovllm.engine.slots import DeviceSlots, SlotLayout
 from nanovllm.kernels import (
     activation,
     decode_attention,
@@ -191,10 +194,14 @@ def test_decode_inputs_are_those_of_the_reference_and_padding_stays_empty(device
     tables = torch.randint(1, 10_000, (7, num_blocks), generator=generator, dtype=torch.int32)
     tokens = torch.randint(0, 150_000, (7,), generator=generator, dtype=torch.int32)
     seeds = torch.randint(-(2**62), 2**62, (7,), generator=generator)
-    given = [x.to(device) for x in (tokens, lengths.int(), tables, torch.rand(7), seeds)]
-    twins = [x.clone() for x in given]
-    got = decode_inputs.decode_inputs(rows, decode_inputs.InputTables(*given), block_size)
-    expected = decode_inputs.decode_inputs_torch(rows, decode_inputs.InputTables(*twins), block_size)
+    layout = SlotLayout(
+        SimpleNamespace(max_num_seqs=6, max_model_len=70, kvcache_block_size=1, num_kvcache_blocks=-1)
+    )
+    given, twins = (DeviceSlots(layout, device).inputs for _ in range(2))
+    for one, other, values in zip(given, twins, (tokens, lengths, tables, torch.rand(7), seeds), strict=True):
+        other.copy_(one.copy_(values))
+    got = decode_inputs.decode_inputs(rows, given, block_size)
+    expected = decode_inputs.decode_inputs_torch(rows, twins, block_size)
     used = torch.arange(num_blocks, device=device) * block_size < expected.context_lens[:, None].clamp_min(1)
     for name in got._fields:
         one, other = getattr(got, name), getattr(expected, name)

@@ -17,10 +17,10 @@ from engines import Watch, assert_empty, tokens_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.assembly import make_layout
 from nanovllm.config import DTYPES
 from nanovllm.engine.kv_cache import KVCache
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.extensions.assembly import make_layout
 from nanovllm.extensions.prefixes.kernels.copy_pages import copy_blocks
 from nanovllm.extensions.safety.options import ExtendedConfig
 from nanovllm.layers.attention import Attention

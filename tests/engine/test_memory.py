@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.assembly import open_checkpoint
 from nanovllm.config import Config
 from nanovllm.engine.memory import CPU_KV_CACHE_BYTES, largest_batch, most_positions
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.extensions.assembly import open_checkpoint
 from tiny_checkpoints import EXACT, edit_json, make_checkpoint, one_thread  # noqa: F401
 
 
@@ -39,7 +39,8 @@ def test_the_warm_up_is_the_largest_step_there_can_be(
     # Masks change logits where they are, and have their room from the start.
     assert max(batch.lens_q) <= longest
     assert [p.name for i, p in enumerate(processors) if not batch.wanted >> i & 1] == ["bitmask"]
-    assert list(batch.messages) == ["scores"] * int(max(batch.lens_q) > 1)
+    told = [name for name, message in batch.messages.items() if message is not None]
+    assert told == ["scores"] * int(max(batch.lens_q) > 1)
 
 
 def test_blocks_that_no_sequence_needs_serve_the_prefix_cache(folder):
@@ -85,8 +86,8 @@ def test_no_more_positions_than_all_of_the_memory_holds(folder, monkeypatch):
         (150, 1, 4, 301),  # which share heads
     ]:  # fmt: skip
         monkeypatch.setattr("nanovllm.engine.memory.CPU_KV_CACHE_BYTES", room * token_bytes)
-        given = replace(config, max_num_batched_tokens=budget)
-        assert most_positions(given, torch.device("cpu"), ranks) == expected
+        given = replace(config, max_num_batched_tokens=budget, tensor_parallel_size=ranks)
+        assert most_positions(given, torch.device("cpu")) == expected
 
 
 def resident_bytes() -> int:

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.assembly import assemble
 from nanovllm.engine.interfaces import Observer
-from nanovllm.extensions.assembly import assemble
 from tiny_checkpoints import EXACT, make_checkpoint, one_thread  # noqa: F401
 
 

@@ -26,7 +26,7 @@ def draw(logits, temperature=1.0, seeds=0, positions=0, count=None) -> torch.Ten
         torch.as_tensor(seeds, dtype=torch.int64).expand(count).contiguous(),
         torch.as_tensor(positions, dtype=torch.int64).expand(count).contiguous(),
     )
-    return Sampler().draw(logits, step)
+    return Sampler()(logits, step)
 
 
 def some_logits(vocab: int, seed: int = 0, spread: float = 2.0) -> torch.Tensor:

@@ -60,7 +60,7 @@ def main() -> None:
             everything = {k: v for kind in KINDS.values() for k, v in kind.items()}
             run(args.max_num_seqs, 60, max_tokens=40, prompt_logprobs=20, **everything)
             run(args.max_num_seqs // 8, longest // 2 + 100, max_tokens=20, n=8, **everything)
-        graphs = llm.model_runner.graphs._graphs
+        graphs = [*filter(None, llm.model_runner.decoded.values())]
         print(f"least free: {min(least) / 2**30:.2f} GiB; {len(graphs)} graphs; {llm.stats()}")
 
 

@@ -14,10 +14,11 @@ from types import SimpleNamespace
 import paths  # noqa: F401
 from scheduling import ReadingScheduler
 
+from nanovllm.assembly import make_admissions, make_prefix_cache
 from nanovllm.engine.batch import BatchMaker
 from nanovllm.engine.sequence import Request, Sequence
-from nanovllm.extensions.assembly import make_admissions, make_prefix_cache
 from nanovllm.extensions.logits.bias import BiasProcessor
+from nanovllm.layers.attention import AttentionBackend
 from nanovllm.sampling_params import SamplingParams
 
 COUNT, LENGTH, COMMON, BLOCK_SIZE = 4096, 300, 100, 256
@@ -48,7 +49,7 @@ def seconds(group_size: int, seed: int) -> tuple[float, int]:
     """How long the host works for these prompts, and how many tokens it has copied."""
     prefix_cache = make_prefix_cache(CONFIG)
     scheduler = ReadingScheduler(CONFIG, prefix_cache, make_admissions(CONFIG, BiasProcessor()))
-    batches = BatchMaker(CONFIG, prefix_cache)
+    batches = BatchMaker(CONFIG, prefix_cache, AttentionBackend(), ())
     sequences = make_sequences(group_size, seed)
     gc.collect()  # what earlier rounds left
     start = time.process_time()

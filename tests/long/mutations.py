@@ -311,11 +311,11 @@ MUTATIONS = [
     ),
     *mutations_of(
         "model_runner",
-        ("from_cache = not np.array_equal(batch.lens_q, batch.lens_k)", "from_cache = False"),
+        ("from_cache = batch.lens_q != batch.lens_k", "from_cache = False"),
         ("return self.slots.inputs.block_tables[slots]", "return self.slots.inputs.block_tables[slots] * 0"),
-        ("put(batch.positions, dtype", "put(batch.positions - batch.positions[0], dtype"),
+        ("put(batch.positions)", "put(batch.positions - batch.positions[0])"),
         ('min(self.group.gather("budget", budget))', 'self.group.gather("budget", budget)[0]'),
-        ("        if not self.has_decoded:", "        if True:"),
+        ("        if not self.decoded:", "        if True:"),
         ('                self._notify("stop")\n', ""),
     ),
     *mutations_of(
@@ -360,14 +360,14 @@ MUTATIONS = [
     *mutations_of(
         "model_runner",
         ("                part.reset()", "                pass"),
-        ("key = size, batch.plan_key, wanted", "key = size, batch.plan_key, 0"),
+        ("kind = size, batch.plan_key, batch.wanted", "kind = size, batch.plan_key, 0"),
     ),
     *mutations_of(
-        "nanovllm/layers/sampler",
-        ("step.vocab_start = self.lm_head.vocab_start", "step.vocab_start = 0"),
-        ("self.lm_head.gather(logits), 0", "self.lm_head.gather(logits), step.vocab_start"),
+        "model_runner",
+        ("step.vocab_start = lm_head.vocab_start", "step.vocab_start = 0"),
+        ("lm_head.gather(logits), 0", "lm_head.gather(logits), step.vocab_start"),
         ("logits = logits.to(torch.float32, copy=True)", "pass"),
-        (" and any(each.changes_logits for each in processors)", ""),
+        (' and any(map(attrgetter("changes_logits"), processors))', ""),
     ),
     *mutations_of(
         "nanovllm/extensions/structured/kernels/token_masks",
@@ -390,14 +390,8 @@ MUTATIONS = [
     *mutations_of(
         "batch",
         ("+ positions % self.block_size", "+ (positions + 1) % self.block_size"),
-        (
-            "lens_k = starts + lens_q",
-            "lens_k = lens_q",
-        ),
-        (
-            "seq.request.wanted for seq in sequences)) & self",
-            "seq.request.wanted for seq in sequences[:1])) & self",
-        ),
+        ("lens_k.append(end)", "lens_k.append(end - start)"),
+        ("            wanted |= seq.request.wanted\n            num_sent", "            num_sent"),
     ),
     *mutations_of(
         "nanovllm/extensions/logits/scores",
@@ -414,10 +408,10 @@ MUTATIONS = [
         ("        if slots != self.decoded:", "        if not self.decoded:"),
         ("self.has_prefilled or slots != self.decoded", "self.has_prefilled"),
         ("self.has_prefilled or slots != self.decoded", "slots != self.decoded"),
-        ("if len(seq.block_table) != self.num_blocks[seq.slot]:", "if False:"),
+        ("if len(seq.block_table) != num_sent:", "if False:"),
         ("seq.request.seed, temperature", "seq.seq_id, temperature"),
-        ("self.layout.max_blocks + num_sent,", "self.layout.max_blocks + num_sent + 1,"),
-        ("        self.num_blocks[seq.slot] = 0\n", ""),
+        ("start + num_sent,", "start + num_sent + 1,"),
+        ("len(seq.block_table)\n        self.has_prefilled", "0\n        self.has_prefilled"),
         ("self.decoded: list[int] = []", "self.decoded = getattr(self, 'decoded', [])"),
     ),
     *mutations_of(
@@ -643,7 +637,7 @@ MUTATIONS = [
     *mutations_of(
         "nanovllm/extensions/prefixes/cascade",
         ("is_fit and layer.variant.hooks.first_token is None else", "is_fit else"),
-        ("* (before - self.planner.num_prefix_tokens)", "* before"),
+        ("self.num_read += self.planner.num_prefix_tokens", "self.num_read = self.planner.num_prefix_tokens"),
         ("if plan is not None:", "if False:"),
         (
             "self.buffer.copy_(to_device(message, self.buffer.device))",

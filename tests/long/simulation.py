@@ -37,13 +37,13 @@ import torch
 from block_pool import check_pool
 from scheduling import ReadingScheduler
 
+from nanovllm.assembly import make_admissions, make_prefix_cache
 from nanovllm.engine.batch import Batch, BatchMaker
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.policies import Hit
 from nanovllm.engine.scheduler import MAX_PREFILLS_IN_A_ROW
 from nanovllm.engine.sequence import Request, Sequence, SequenceStatus
-from nanovllm.engine.slots import SlotLayout
-from nanovllm.extensions.assembly import make_admissions, make_prefix_cache
+from nanovllm.engine.slots import BLOCK_TABLE, SlotLayout
 from nanovllm.extensions.logits.bias import BiasProcessor
 from nanovllm.extensions.logits.scores import ScoreProcessor
 from nanovllm.extensions.prefixes import planner, token_prefixes
@@ -104,11 +104,9 @@ class FakeModel:
         self.block_size, self.prefix_cache, self.backend = config.kvcache_block_size, prefix_cache, backend
         self.batches = BatchMaker(config, prefix_cache, backend, processors)
         layout, self.reach = SlotLayout(config), config.hf_config.tokens_in_reach
-        self.words = np.zeros(sum(layout.sizes.values()), np.int32)
-        self.tables = dict(
-            zip(layout.sizes, np.split(self.words, [*layout.starts.values()][1:]), strict=True)
-        )
-        self.block_tables = self.tables["block_tables"].reshape(layout.num_slots, -1)
+        self.words = np.zeros(layout.batch + layout.num_slots, np.int32)
+        self.batch, rows = self.words[layout.batch :], self.words[: layout.batch].reshape(-1, layout.width)
+        self.lengths, self.block_tables = rows[:, 3], rows[:, BLOCK_TABLE:]
         self.slots: dict[int, int] = {}
         self.states: dict[int, list[int]] = {}  # by seq_id: the hash after each of its tokens
 
@@ -129,10 +127,11 @@ class FakeModel:
         messages, num_grouped = batch.messages or {}, self.backend.planner.num_prefix_tokens
         if "attention" in messages:
             self.backend.receive(messages["attention"])
-        rows = batch.slots if is_prefill else self.tables["batch"][: len(sequences)]
-        tables, ends = self.block_tables[rows], batch.lens_k if is_prefill else self.tables["lengths"][rows]
-        starts = ends - (batch.lens_q if is_prefill else 1)
-        self.tables["lengths"][rows] = ends + 1
+        rows = batch.slots if is_prefill else self.batch[: len(sequences)]
+        tables, ends = self.block_tables[rows], np.array(batch.lens_k) if is_prefill else self.lengths[rows]
+        assert (self.lengths[rows] == ends).all()
+        starts = ends - (np.array(batch.lens_q) if is_prefill else 1)
+        self.lengths[rows] = ends + 1
         assert starts.tolist() == [seq.num_computed_tokens for seq in sequences]
         assert (ends - starts).tolist() == [seq.num_scheduled_tokens for seq in sequences]
         self.copy(batch, copied)
@@ -169,7 +168,8 @@ class FakeModel:
 
     def copy(self, batch: Batch, sequences: list[tuple[Sequence, tuple[int, int, int]]]) -> None:
         """All at once, in any order, before anything else that the step does."""
-        copies = batch.messages["prefix_cache"].T.tolist() if "prefix_cache" in (batch.messages or {}) else []
+        message = (batch.messages or {}).get("prefix_cache")
+        copies = [] if message is None else message.T.tolist()
         assert copies == [list(copy) for _, copy in sequences]
         copied: dict[int, int] = {}
         for seq, (source, target, num_tokens) in sequences:

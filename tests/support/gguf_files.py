@@ -7,7 +7,7 @@ import torch
 from gguf_packer import encode
 from safetensors.torch import load_file
 
-from nanovllm.extensions.assembly import open_checkpoint
+from nanovllm.assembly import open_checkpoint
 
 
 def interleave_halves(tensor: torch.Tensor, heads: int) -> torch.Tensor:

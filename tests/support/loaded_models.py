@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from nanovllm.extensions.assembly import get_model_class, open_checkpoint
+from nanovllm.assembly import get_model_class, open_checkpoint
 from tiny_checkpoints import load_reference
 
 

@@ -8,7 +8,7 @@ operation each; their references, which stand for them, may read numbers.
 
 import contextlib
 import functools
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -111,37 +111,44 @@ class RecordedGraphs:
 
     def __init__(self, sizes: list[int]) -> None:
         self.sizes = sizes
-        self.stages: dict[Hashable, tuple[list[Recorder], Any]] = {}
+        self.graphs: list[list[Recorder]] = []
         self.num_replays = 0
 
-    def __contains__(self, key: Hashable) -> bool:
-        return key in self.stages
-
-    def capture(self, key: Hashable, *stages: Callable[..., Any]) -> None:
+    def capture(self, step: Callable[[], Callable[[], Any]], in_two: bool) -> Callable[[], Callable[[], Any]]:
         recorders: list[Recorder] = []
-        results = ()
+
+        def record(stage: Callable[[], Any]) -> Any:
+            recorders.append(Recorder())
+            with recording(recorders[-1]):
+                return stage()
+
         try:
-            for stage in stages:
-                recorders.append(Recorder())
-                with recording(recorders[-1]):
-                    results = (stage(*results),)
+            result = record(record(step)) if in_two else record(lambda: step()())
         finally:
             for recorder in reversed(recorders):
                 recorder.undo()
-        self.stages[key] = recorders, results[0]
+        self.graphs.append(recorders)
 
-    def replay(self, key: Hashable, stage: int = 0) -> Any:
-        recorders, result = self.stages[key]
-        if stage == 0:  # all graphs share their memory
-            for others, _ in self.stages.values():
+        def finish() -> Any:
+            self.replay(recorders[1:])
+            return result
+
+        def replay() -> Callable[[], Any]:
+            for others in self.graphs:  # all graphs share their memory
                 for tensor in (tensor for recorder in others for tensor in recorder.made):
                     tensor.fill_(GARBAGE if tensor.dtype != torch.bool else True)
-        recorders[stage].replay()
-        self.num_replays += 1
-        return result
+            self.replay(recorders[:1])
+            return finish
+
+        return replay
+
+    def replay(self, recorders: list[Recorder]) -> None:
+        for recorder in recorders:
+            recorder.replay()
+            self.num_replays += 1
 
     def close(self) -> None:
-        self.stages.clear()
+        self.graphs.clear()
 
 
 def install(llm: Any, patch: pytest.MonkeyPatch) -> RecordedGraphs:

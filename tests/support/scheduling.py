@@ -49,7 +49,7 @@ def make_scheduler(is_plain: bool = False, **options) -> Scheduler:
     config.eos = (config.eos,) if isinstance(config.eos, int) else config.eos
     if is_plain:
         return ReadingScheduler(config)
-    from nanovllm.extensions.assembly import make_admissions, make_prefix_cache
+    from nanovllm.assembly import make_admissions, make_prefix_cache
     from nanovllm.extensions.logits.bias import BiasProcessor
 
     parts = make_prefix_cache(config), make_admissions(config, BiasProcessor())

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import save_file
 
-from nanovllm.extensions.assembly import open_checkpoint
+from nanovllm.assembly import open_checkpoint
 from nanovllm.extensions.checkpoints.smollm2 import FILE, SHA256, fetch_smollm2
 
 

@@ -84,7 +84,7 @@ def make_config(architecture: str = "qwen3", **overrides) -> transformers.Pretra
 
 def read_config(config: transformers.PretrainedConfig, **changes) -> ModelConfig:
     """What the engine makes of a config.json that transformers writes, with some fields changed."""
-    from nanovllm.extensions import assembly
+    from nanovllm import assembly
 
     architecture = type(config).__name__.removesuffix("Config").removesuffix("Text") + "ForCausalLM"
     return assembly.read_config("a test", config.to_dict() | {"architectures": [architecture]} | changes)

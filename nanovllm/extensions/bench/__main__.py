@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 import nanovllm
+from nanovllm.assembly import open_checkpoint, opening
 from nanovllm.config import Config
-from nanovllm.extensions.assembly import open_checkpoint, opening
 from nanovllm.extensions.bench.engine import NanoVLLM
 from nanovllm.extensions.bench.floor import describe_floor, floor, measure_ceilings
 from nanovllm.extensions.bench.others import LlamaCpp, Transformers

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from nanovllm.assembly import open_checkpoint
 from nanovllm.config import Config
-from nanovllm.extensions.assembly import open_checkpoint
 from nanovllm.extensions.bench.engine import SAMPLING
 from nanovllm.extensions.bench.workloads import Workload
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nanovllm.engine.interfaces import LogitsProcessor
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.transfer import to_device
+from nanovllm.engine.slots import to_device
 from nanovllm.extensions.logits.kernels.logit_edits import HISTORY, RULE_FIELDS, apply_rules
 from nanovllm.layers.sampler import SamplingStep
 from nanovllm.sampling_params import SamplingParams

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.transfer import to_device
+from nanovllm.engine.slots import to_device
 from nanovllm.extensions.logits.kernels.logit_edits import BANNED, IN_PROMPT, Penalties, apply_token_flags
 from nanovllm.extensions.logits.slot_settings import SlotSettings
 from nanovllm.layers.sampler import SamplingStep

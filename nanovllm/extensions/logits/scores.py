@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nanovllm.engine.interfaces import LogitsProcessor
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.transfer import to_device
+from nanovllm.engine.slots import to_device
 from nanovllm.extensions.logits.logprobs import (
     TokenLogprobs,
     TopLogprobs,
@@ -107,8 +107,8 @@ class ScoreProcessor(LogitsProcessor):
             scores.num_scored += count
         return message
 
-    def largest(self, sequences: list[Sequence]) -> Scoring | None:
-        indices = np.arange(min(len(sequences[0]) - 1, SCORED_AT_ONCE))
+    def largest(self, length: int) -> Scoring | None:
+        indices = np.arange(min(length - 1, SCORED_AT_ONCE))
         return (indices, np.zeros_like(indices)) if len(indices) else None
 
     def record(self, sequences: list[Sequence], drawing: list[Sequence], tensors: tuple[Tensor, ...]) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from nanovllm.engine.interfaces import LogitsProcessor
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.transfer import to_device
+from nanovllm.engine.slots import to_device
 from nanovllm.sampling_params import SamplingParams
 
 

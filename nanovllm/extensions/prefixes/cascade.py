@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nanovllm.config import Config
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.transfer import to_device
+from nanovllm.engine.slots import to_device
 from nanovllm.extensions.prefixes.kernels.shared_prefix import (
     WithPrefix,
     can_share,
@@ -43,7 +43,8 @@ class CascadeBackend(AttentionBackend):
         self.largest_plan = (
             config.enable_prefix_caching and config.attention_backend != "flash" and not sizes.tokens_in_reach
         )
-        self.num_read = 0  # by earlier plans, less what this one would have read in their steps
+        self.has_plan = False
+        self.num_read = 0  # tokens that steps have read through prefixes, for each sequence they belong to
 
     def for_layer(self, layer: Attention) -> AttentionBackend:
         """Prefixes may lie before a layer's first token, of which it reads less by itself."""
@@ -62,26 +63,25 @@ class CascadeBackend(AttentionBackend):
         self.buffer = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
         self.tables = CascadePlan(*map(Tensor.view, self.buffer.split(sizes), shapes))
 
-    def plan(self, sequences: list[Sequence]) -> tuple[bool, np.ndarray | None]:
+    def plan(self, sequences: list[Sequence], is_new: bool) -> tuple[bool, np.ndarray | None]:
         """The message has all tables."""
-        before = self.planner.num_prefix_tokens
-        message = self.planner.update(sequences)
-        self.num_read += self.num_decode_steps * (before - self.planner.num_prefix_tokens)
-        return message is not None, message
+        message = None
+        if is_new and self.largest_plan:
+            message = self.planner.update(sequences)
+            self.has_plan = message is not None
+        self.num_read += self.planner.num_prefix_tokens
+        return self.has_plan, message
 
     def stats(self) -> dict[str, int]:
-        """Tokens that steps have read through prefixes, for each sequence that they belong to."""
-        num_planned = self.num_decode_steps * self.planner.num_prefix_tokens
-        return {"num_grouped_tokens": self.num_read + num_planned}
+        return {"num_grouped_tokens": self.num_read}
 
     def receive(self, message: np.ndarray) -> None:
         self.buffer.copy_(to_device(message, self.buffer.device))
 
-    def inputs(self, batch_size: int, key: bool, is_empty: bool = False) -> CascadePlan:
-        plan = CascadePlan._make(
+    def inputs(self, batch_size: int, key: bool) -> CascadePlan:
+        return CascadePlan._make(
             table[: shape[0]] for table, shape in zip(self.tables, plan_shapes(batch_size), strict=True)
         )
-        return CascadePlan(*map(torch.zeros_like, plan)) if is_empty else plan
 
     def close(self) -> None:
         self.buffer = self.tables = None

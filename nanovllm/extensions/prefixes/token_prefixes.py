@@ -14,7 +14,7 @@ import numpy as np
 
 from nanovllm.engine.policies import Admission, Hit, PrefixCache, Verdict
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.transfer import to_device
+from nanovllm.engine.slots import to_device
 from nanovllm.extensions.prefixes.kernels.copy_pages import copy_blocks
 from nanovllm.extensions.prefixes.prefix_index import TOKEN_BYTES, PrefixIndex, pack
 

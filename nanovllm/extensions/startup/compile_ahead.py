@@ -211,16 +211,17 @@ def launch_every_kernel(config: Config, make_runner: Callable[..., Any], group: 
     runner.build()
     pack_weights(runner.model)
     short = largest_batch(config, num_tokens=16)  # kernels do not depend on how many
-    tokens = np.zeros(len(short.token_ids) + SHORT_QUERIES * len(short.lens_q), dtype=np.int32)
-    lengths = dict(lens_q=short.lens_q + SHORT_QUERIES, lens_k=short.lens_k + SHORT_QUERIES)
-    long = short._replace(**lengths, token_ids=tokens, positions=tokens, slot_mapping=tokens)
+    lengths = [length + SHORT_QUERIES for length in short.lens_q]
+    tokens = np.zeros(sum(lengths), dtype=np.int64)
+    inputs = dict(token_ids=tokens, positions=tokens, slot_mapping=tokens.astype(np.int32))
+    long = short._replace(lens_q=lengths, lens_k=lengths, **inputs)
     # Those that look at raw logits or at prompts alone do so in torch.
     processors = enumerate(runner.parts.logits_processors)
     kernels = [1 << i for i, p in processors if not (p.needs_raw or p.prefill_only)]
     runner.run(long._replace(wanted=sum(kernels) & ~runner.waiting))
     *smaller, largest = get_graph_sizes(config.max_num_seqs)
     plan = runner.backend.largest_plan
-    runner.decode_step(largest, plan, 0, is_empty=True)
+    runner.decode_step(largest, plan, 0)()
     yield
     # Which kernels there are depends on one logits processor, or on two of which one changes the dtype.
     for wanted in (0, *kernels, *map(sum, combinations(kernels, 2))):
@@ -228,6 +229,7 @@ def launch_every_kernel(config: Config, make_runner: Callable[..., Any], group: 
             runner.sample({})
     for batch in (short, long):  # some keys are in the cache
         messages = {"prefix_cache": np.zeros((3, 1), dtype=np.int64)}
-        runner.run(batch._replace(wanted=0, lens_k=batch.lens_k + 1, messages=messages))
+        lengths = [length + 1 for length in batch.lens_k]
+        runner.run(batch._replace(wanted=0, lens_k=lengths, messages=messages))
     for size, key in [*product(smaller, {False, plan}), (largest, False)]:
-        runner.decode_step(size, key, 0, is_empty=True)
+        runner.decode_step(size, key, 0)()

@@ -14,7 +14,7 @@ def can_be_recorded(step: Callable[[], Any], device: torch.device) -> bool:
     trial = CudaGraphs(device)
     try:
         with torch.cuda.stream(torch.cuda.current_stream(device)):  # a failure may leave another one behind
-            trial.capture("trial", step)
+            trial.capture(step, in_two=False)
     except RuntimeError as error:
         warnings.warn(f"decode steps run without CUDA graphs: {error}", stacklevel=2)
         return False

@@ -21,9 +21,9 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from nanovllm import LLM, AsyncLLM, EngineArgs, SamplingParams, StructuredOutputsParams
+from nanovllm.assembly import open_checkpoint
 from nanovllm.config import Config
 from nanovllm.extensions.api.foreign_options import make_config
-from nanovllm.extensions.assembly import open_checkpoint
 from nanovllm.extensions.batch import __main__ as batch
 from nanovllm.extensions.safety.options import ExtendedConfig
 from tiny_checkpoints import EXACT, make_checkpoint, one_thread  # noqa: F401

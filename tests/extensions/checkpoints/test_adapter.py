@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from nanovllm import LLM
-from nanovllm.extensions.assembly import build_model, open_checkpoint
+from nanovllm.assembly import build_model, open_checkpoint
 from nanovllm.utils.loader import load_model
 from tiny_checkpoints import EXACT, edit_json, load_reference, make_checkpoint, one_thread  # noqa: F401
 

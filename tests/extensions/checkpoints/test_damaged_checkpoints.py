@@ -32,8 +32,8 @@ from gguf_files import write_gguf
 from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.assembly import get_model_class, open_checkpoint
 from nanovllm.distributed.group import Group, use_group
-from nanovllm.extensions.assembly import get_model_class, open_checkpoint
 from nanovllm.extensions.checkpoints.gguf_tokenizer import tokenizer_from_gguf
 from nanovllm.extensions.checkpoints.untrusted import MAX_BYTES
 from nanovllm.utils.loader import load_model

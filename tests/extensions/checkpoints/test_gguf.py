@@ -17,8 +17,8 @@ from smollm2 import smollm2_gguf  # noqa: F401  a fixture
 
 import tiny_checkpoints
 from nanovllm import LLM, SamplingParams
+from nanovllm.assembly import get_model_class, open_checkpoint
 from nanovllm.config import Config
-from nanovllm.extensions.assembly import get_model_class, open_checkpoint
 from nanovllm.extensions.checkpoints.gguf_file import GGUFTensor
 from nanovllm.extensions.checkpoints.gguf_tokenizer import SPLITS, tokenizer_from_gguf
 from nanovllm.extensions.models.config import DecoderConfig

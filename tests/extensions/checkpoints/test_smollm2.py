@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from smollm2 import smollm2_gguf  # noqa: F401  a fixture
 
-from nanovllm.extensions.assembly import open_checkpoint
+from nanovllm.assembly import open_checkpoint
 from nanovllm.extensions.checkpoints import smollm2
 from nanovllm.extensions.checkpoints.smollm2 import fetch_smollm2
 

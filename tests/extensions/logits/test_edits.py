@@ -81,7 +81,7 @@ def test_filters_keep_what_transformers_keeps_with_the_same_probabilities(filter
         torch.zeros(4000, dtype=torch.int64),
         lowest=thresholds[:1].expand(4000),
     )
-    tokens = Sampler().draw(logits[:1].expand(4000, -1), step)
+    tokens = Sampler()(logits[:1].expand(4000, -1), step)
     assert_follows(tokens, expected[0].softmax(-1))
 
 
@@ -348,7 +348,7 @@ def test_logits_are_copied_at_most_once_and_only_where_somebody_changes_them(
     engine, monkeypatch, names, count
 ):
     """At the largest batch and vocabulary a copy takes hundreds of megabytes, which the KV cache lacks."""
-    monkeypatch.setattr(Sampler, "draw", lambda *_: None)
+    monkeypatch.setattr(Sampler, "forward", lambda *_: torch.zeros(3, dtype=torch.int64))
     wanted = 0
     for i, processor in enumerate(engine.parts.logits_processors):
         wanted |= (processor.name in names.split()) << i
@@ -356,7 +356,8 @@ def test_logits_are_copied_at_most_once_and_only_where_somebody_changes_them(
     logits = torch.zeros(3, VOCAB, dtype=torch.bfloat16)
     slots = torch.arange(3, dtype=torch.int32)
     with Copies(logits.shape) as copies:
-        engine.model_runner.sampler(logits, SamplingStep(slots, slots.float(), slots.long(), slots), wanted)
+        step = SamplingStep(slots, slots.float(), slots.long(), slots, wanted)
+        engine.model_runner.sample_logits(logits, step)
     assert copies.count == count
 
 
@@ -373,7 +374,7 @@ def test_the_best_token_alone_is_greedy_and_no_filter_changes_nothing(logits, te
 
     def draw(lowest: torch.Tensor | None = None) -> torch.Tensor:
         step = SamplingStep(torch.zeros(1, dtype=torch.int32), *numbers, lowest=lowest)
-        return Sampler().draw(logits, step)
+        return Sampler()(logits, step)
 
     best = filter_thresholds_torch(logits, numbers[0], torch.tensor([[1.0, 1.0, 0.0]]))
     assert best.item() == logits.max().item()

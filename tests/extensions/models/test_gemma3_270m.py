@@ -5,7 +5,7 @@ import transformers
 from gemma3_270m import gemma3_270m_gguf  # noqa: F401  a fixture
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.extensions.assembly import open_checkpoint
+from nanovllm.assembly import open_checkpoint
 from tiny_checkpoints import assert_greedy
 
 WINDOW = 512

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.batch import BatchMaker
+from nanovllm.engine.policies import PrefixCache
 from nanovllm.engine.sequence import Request, Sequence
 from nanovllm.extensions.prefixes import planner as module
 from nanovllm.extensions.prefixes.plan import (
@@ -223,7 +224,7 @@ def test_a_steady_step_sends_nothing_and_a_new_sequence_in_an_old_row_is_seen():
     sizes = dict(kvcache_block_size=32768, num_kvcache_blocks=-1, max_model_len=32768)
     config = cascade_config(**sizes)
     backend = make_cascade(config)
-    batches = BatchMaker(config, backend=backend)
+    batches = BatchMaker(config, PrefixCache(), backend, ())
     same, other = [1] * 18_000, [2] * 18_000
     sequences = decoding([same, same, other])
     batches.prefill(sequences)
@@ -249,18 +250,16 @@ def test_a_steady_step_sends_nothing_and_a_new_sequence_in_an_old_row_is_seen():
 
 
 def test_a_device_has_the_tables_that_it_was_told_of():
-    """At addresses that never change; an empty plan has no work."""
+    """At addresses that never change; before the first plan there is no work."""
     backend = make_cascade(cascade_config(max_num_seqs=6))
     before = backend.inputs(3, True)
-    key, message = backend.plan([Sequence(Request([1] * 18_000 + [i])) for i in range(3)])
+    assert not any(table.any() for table in before)
+    key, message = backend.plan([Sequence(Request([1] * 18_000 + [i])) for i in range(3)], is_new=True)
     backend.receive(message)
     assert key is True and before.prefix_lens.tolist() == [18_000] * 3 and before.num_work_items.item() > 0
-    for table, same, empty in zip(
-        before, backend.inputs(3, True), backend.inputs(3, True, is_empty=True), strict=True
-    ):
-        assert table.data_ptr() == same.data_ptr() and table.shape == same.shape == empty.shape
-        assert not empty.any()
-    key, message = backend.plan([Sequence(Request([1] * 18_000 + [i])) for i in range(2)])
+    for table, same in zip(before, backend.inputs(3, True), strict=True):
+        assert table.data_ptr() == same.data_ptr() and table.shape == same.shape
+    key, message = backend.plan([Sequence(Request([1] * 18_000 + [i])) for i in range(2)], is_new=True)
     backend.receive(message)
     assert before.prefix_lens.tolist() == [18_000] * 2 + [0]
 

@@ -10,8 +10,8 @@ from quantised_checkpoints import PACKERS, quantise
 from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM
+from nanovllm.assembly import build_model, open_checkpoint
 from nanovllm.distributed.group import Group, use_group
-from nanovllm.extensions.assembly import build_model, open_checkpoint
 from nanovllm.utils.loader import load_model
 from tiny_checkpoints import EXACT, edit_json, make_checkpoint, one_thread  # noqa: F401
 

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.assembly import build_model, open_checkpoint
 from nanovllm.distributed.group import Group, use_group
-from nanovllm.extensions.assembly import build_model, open_checkpoint
 from nanovllm.extensions.experts.moe import Router, StackedLinear
 from nanovllm.extensions.quantised import scaled
 from nanovllm.extensions.quantised.assignment import set_weight, without_weights

@@ -29,7 +29,7 @@ torch.version.cuda = "13.0"  # a torch for CPUs will do
 from nanovllm.extensions.safety.options import ExtendedConfig
 from nanovllm.extensions.startup.compile_ahead import _compile_part, launch_every_kernel
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.extensions.assembly import open_checkpoint
+from nanovllm.assembly import open_checkpoint
 from nanovllm.extensions.ranks.peer_group import stand_in
 
 model, rank, size, *desktop = sys.argv[1:]
@@ -59,7 +59,7 @@ if desktop:
     triton.JITFunction.run = compile_for_desktop
     triton.runtime.driver.set_active(driver)
     gpu = SimpleNamespace(multi_processor_count=82, shared_memory_per_multiprocessor=102400, major=8, minor=6)
-from nanovllm.extensions.assembly import assemble
+from nanovllm.assembly import assemble
 
 make_runner = functools.partial(ModelRunner, parts=assemble(config))
 """

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from smollm2 import smollm2_gguf  # noqa: F401
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
+from nanovllm.assembly import open_checkpoint
 from nanovllm.engine.sequence import Request, Sequence, SequenceStatus
-from nanovllm.extensions.assembly import open_checkpoint
 from nanovllm.extensions.checkpoints.made_up import toy_tokenizer
 from nanovllm.extensions.text.detokenizer import INCOMPLETE, Detokenizer, vocabulary_of
 from nanovllm.extensions.text.results import GrowingText, completion_text

@@ -12,7 +12,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers_checkpoints import MIXED, make, settings_of
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.extensions.assembly import open_checkpoint
+from nanovllm.assembly import open_checkpoint
 from nanovllm.extensions.transformers.config import REFUSED, VERIFIED, transformers_config
 from nanovllm.extensions.transformers.faster import GatedMLP, replacement, rotates_halves
 from nanovllm.extensions.transformers.model import without_memory
