@@ -49,6 +49,23 @@ def test_a_prompt_waits_for_a_step_that_computes_much_of_it(num_common, waits):
     run_all(scheduler, runner)
 
 
+def test_blocks_that_one_who_waits_is_going_to_share_are_counted_once():
+    """All three fit the pool, but would not if the one that waits needed blocks of its own for its beginning."""
+    scheduler, runner = make_engine(**LONG, num_kvcache_blocks=6)
+    common = list(range(256 + WAIT_TOKENS))
+    first = make_sequence([*common, 900], 2, True, 128)  # three blocks, and ends soon
+    second = make_sequence(
+        [*common, *[901] * (470 - len(common))], 40, True, 128
+    )  # four, of which two are shared
+    stranger = make_sequence([800] * 100, 40, True, 128)  # one, and two in the end
+    for sequence in (first, second, stranger):
+        scheduler.add(sequence)
+    assert run_step(scheduler, runner)[0] == [first, stranger] and [*scheduler.waiting] == [second]
+    assert run_step(scheduler, runner)[0] == [second]
+    run_all(scheduler, runner)
+    assert scheduler.num_preemptions == 0
+
+
 def test_nobody_waits_twice():
     scheduler, runner = make_engine(**LONG)
     first, second = (make_sequence([*range(100), i], 4, True, 128) for i in range(200, 202))
