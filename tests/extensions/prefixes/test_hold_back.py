@@ -50,7 +50,7 @@ def test_a_prompt_waits_for_a_step_that_computes_much_of_it(num_common, waits):
 
 
 def test_blocks_that_one_who_waits_is_going_to_share_are_counted_once():
-    """All three fit the pool, but would not if the one that waits needed blocks of its own for its beginning."""
+    """All three fit the pool, but would not if the one that waits needed its own blocks for all of it."""
     scheduler, runner = make_engine(**LONG, num_kvcache_blocks=6)
     common = list(range(256 + WAIT_TOKENS))
     first = make_sequence([*common, 900], 2, True, 128)  # three blocks, and ends soon
