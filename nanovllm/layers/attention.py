@@ -93,17 +93,14 @@ class TorchBackend(AttentionBackend):
 
 class FlashBackend(AttentionBackend):
     def prefill(self, q: Tensor, k: Tensor, v: Tensor, variant: AttentionVariant, step: Context) -> Tensor:
-        options = variant.flash_options()
-        return flash_attn_varlen_func(q, k, v, *_lengths(step), block_table=step.block_tables, **options)
+        options = variant.flash_options() | {"block_table": step.block_tables}
+        lengths = step.cu_seqlens_q, step.cu_seqlens_k, step.max_seqlen_q, step.max_seqlen_k
+        return flash_attn_varlen_func(q, k, v, *lengths, **options)
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, variant: AttentionVariant, step: Context) -> Tensor:
         options = variant.flash_options() | {"block_table": step.block_tables}
         q = q.unsqueeze(1)
         return flash_attn_with_kvcache(q, k, v, cache_seqlens=step.context_lens, **options).squeeze(1)
-
-
-def _lengths(step: Context) -> tuple[Tensor, Tensor, int, int]:
-    return step.cu_seqlens_q, step.cu_seqlens_k, step.max_seqlen_q, step.max_seqlen_k
 
 
 BACKENDS = {"torch": TorchBackend, "flash": FlashBackend}
