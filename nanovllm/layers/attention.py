@@ -111,7 +111,6 @@ def get_backend(
 ) -> AttentionBackend:
     """The back-end that `attention_backend` names. Raises ValueError if it cannot work here."""
     name, on_cpu = config.attention_backend, device.type != "cuda"
-    problems: dict[str, Any] = {}
     if name == "flash":
         cache = "it reads a KV cache of the model's dtype only, and kv_cache_dtype is "
         problems = {
@@ -123,8 +122,9 @@ def get_backend(
             "it computes heads of up to 256": any(layer.head_dim > 256 for layer in layers),
             **{layer.variant.flash_problem: layer.variant.flash_problem for layer in layers},
         }
-    elif name == "triton":
-        problems = {"it needs a CUDA device and the package triton": on_cpu or not HAVE_TRITON}
+    else:
+        lacks_triton = name == "triton" and (on_cpu or not HAVE_TRITON)
+        problems = {"it needs a CUDA device and the package triton": lacks_triton}
     for problem, applies in problems.items():
         if applies:
             raise ValueError(f"attention_backend={name!r} cannot be used: {problem}")
