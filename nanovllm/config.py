@@ -63,7 +63,7 @@ def check_share(value: Any, name: str) -> float:
 def resolve_device(value: Any, name: str) -> str:
     """The device that "auto" stands for, or else the value itself."""
     device = str(value)
-    is_name = isinstance(value, (str, torch.device)) and bool(DEVICE.fullmatch(device))
+    is_name = isinstance(value, (str, torch.device)) and DEVICE.fullmatch(device)
     check(is_name, f"{name} must be 'auto', 'cpu', 'cuda' or 'cuda:N'", value)
     if device == "cpu" or torch.cuda.is_available():
         return device.replace("auto", "cuda")
@@ -73,7 +73,7 @@ def resolve_device(value: Any, name: str) -> str:
 
 
 # Of each option that the core serves.
-CHECKS: dict[str, Check] = {
+CHECKS = {
     "model": check_model,
     "max_num_batched_tokens": integer(1),
     "max_num_seqs": integer(1, MAX_GRID),

@@ -134,7 +134,7 @@ def get_backend(
 class Attention(nn.Module):
     """
     `k_cache` and `v_cache`, [blocks, block_size, kv_heads, head_dim] or as the layout has them, are views
-    that the runner sets, with `layout` and `backend`. `variant` says what the layer computes.
+    that the runner sets, with `backend`. `variant` says what the layer computes.
     """
 
     def __init__(self, num_heads: int, head_dim: int, scale: float, num_kv_heads: int):
@@ -144,7 +144,6 @@ class Attention(nn.Module):
         self.head_dim = head_dim
         self.variant = AttentionVariant(scale)
         self.k_cache = self.v_cache = torch.empty(0)
-        self.layout = ROWS
         self.backend = AttentionBackend()
 
     def rotate_and_store(
@@ -179,13 +178,13 @@ class Attention(nn.Module):
             self.k_cache,
             self.v_cache,
             step.slot_mapping,
-            self.layout.store_hooks(self.k_cache, self.head_dim, step.is_prefill),
+            self.backend.layout.store_hooks(self.k_cache, self.head_dim, step.is_prefill),
         )
         return q, k, v
 
     def store(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Store keys and values that are rotated already. -> q, k and v to attend with."""
-        step, layout = get_context(), self.layout
+        step, layout = get_context(), self.backend.layout
         q, k = layout.rotate(q, k)
         if self.k_cache.numel():  # empty in the warm-up
             layout.store(k, v, self.k_cache, self.v_cache, step.slot_mapping)
