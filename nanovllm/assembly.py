@@ -21,7 +21,7 @@ from nanovllm.config import Config
 from nanovllm.distributed.ranks import Ranks
 from nanovllm.engine.interfaces import Parts
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.policies import Admission, PrefixCache
+from nanovllm.engine.policies import PrefixCache
 from nanovllm.kernels.cache_layout import CacheLayout
 from nanovllm.layers.attention import Attention, AttentionBackend, get_backend
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
@@ -128,6 +128,7 @@ def read_config(source: str, raw: dict[str, Any], model_impl: str = "auto") -> M
 def assemble(config: Config) -> Parts:
     """The parts of one rank."""
     from nanovllm.extensions.ranks.reports import ReportingRanks
+    from nanovllm.extensions.safety.admission import AdmissionControl
     from nanovllm.extensions.safety.recovery import Recovery
     from nanovllm.extensions.startup.compile_ahead import CompileAhead
     from nanovllm.extensions.startup.graph_trial import can_be_recorded
@@ -136,10 +137,9 @@ def assemble(config: Config) -> Parts:
 
     bias, *others, scores = make_processors()
     bitmask = BitmaskProcessor()
-    *_, admission_control = admissions = make_admissions(config, bias)
-    prefix_cache = make_prefix_cache(config)
+    admission_control = AdmissionControl(config, bias)
+    prefix_cache = TokenPrefixes() if config.enable_prefix_caching else PrefixCache()
     prefix_cache.max_cached = scores.max_cached
-    compile_ahead = CompileAhead(config, functools.partial(stand_in, config))
     return Parts(
         functools.partial(build_model, quantization=config.quantization),
         make_layout,
@@ -147,7 +147,7 @@ def assemble(config: Config) -> Parts:
         ReportingRanks,
         group_maker(config),
         observers=(
-            compile_ahead,
+            CompileAhead(config, functools.partial(stand_in, config)),
             MemoryHint(config),
             Recovery(admission_control),
             bitmask,
@@ -155,7 +155,7 @@ def assemble(config: Config) -> Parts:
             Finished(),
         ),
         prefix_cache=prefix_cache,
-        admissions=admissions,
+        admissions=(HoldBack(), admission_control),
         logits_processors=(bias, *others, scores, bitmask),
         can_record=Parts.can_record if config.hf_config.architectures else can_be_recorded,
     )
@@ -194,15 +194,3 @@ def make_backend(
 ) -> AttentionBackend:
     """Who computes attention. Raises ValueError if what `attention_backend` names cannot."""
     return CascadeBackend(get_backend(config, device, layers, layout), config, device)
-
-
-def make_prefix_cache(config: Config) -> PrefixCache:
-    """What finds prefixes in the cache, and copies what of them is not a whole block."""
-    return TokenPrefixes() if config.enable_prefix_caching else PrefixCache()
-
-
-def make_admissions(config: Config, bias: Any) -> tuple[Admission, ...]:
-    """All that may keep a sequence from running, though there is room for it."""
-    from nanovllm.extensions.safety.admission import AdmissionControl
-
-    return HoldBack(), AdmissionControl(config, bias)

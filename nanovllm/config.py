@@ -63,7 +63,7 @@ def check_share(value: Any, name: str) -> float:
 def resolve_device(value: Any, name: str) -> str:
     """The device that "auto" stands for, or else the value itself."""
     device = str(value)
-    is_name = isinstance(value, (str, torch.device)) and bool(DEVICE.fullmatch(device))
+    is_name = isinstance(value, (str, torch.device)) and DEVICE.fullmatch(device)
     check(is_name, f"{name} must be 'auto', 'cpu', 'cuda' or 'cuda:N'", value)
     if device == "cpu" or torch.cuda.is_available():
         return device.replace("auto", "cuda")
@@ -73,7 +73,7 @@ def resolve_device(value: Any, name: str) -> str:
 
 
 # Of each option that the core serves.
-CHECKS: dict[str, Check] = {
+CHECKS = {
     "model": check_model,
     "max_num_batched_tokens": integer(1),
     "max_num_seqs": integer(1, MAX_GRID),
@@ -180,14 +180,13 @@ class Config:
         limit = hf_config.context_limit
         length = min(self.max_model_len or limit, limit)
         hf_config = replace(hf_config, max_model_len=length)
-        config = replace(self, model=checkpoint.path, hf_config=hf_config, max_model_len=length)
-        config._check_split()
-        return config
+        self._check_split(hf_config)
+        return replace(self, model=checkpoint.path, hf_config=hf_config, max_model_len=length)
 
-    def _check_split(self) -> None:
+    def _check_split(self, hf_config: ModelConfig) -> None:
         """Raise ValueError unless the model can be split over the ranks, and there are so many devices."""
-        size, hf_config = self.tensor_parallel_size, self.hf_config
-        kv_heads, vocab_size = hf_config.num_key_value_heads, hf_config.vocab_size
+        size, vocab_size = self.tensor_parallel_size, hf_config.vocab_size
+        kv_heads = hf_config.num_key_value_heads
         given = f"tensor_parallel_size={size}"
         for name, width in hf_config.divided_sizes.items():
             if width % size:

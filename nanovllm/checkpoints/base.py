@@ -35,7 +35,7 @@ class Checkpoint:
 
     def named_eos(self) -> list[Any]:
         """What the files say of ends of sequences: token ids, lists of ids, None."""
-        return []
+        return [values.get("eos_token_id") for values in (self.generation_config(), self.fields())]
 
     def eos_token_ids(self, tokenizer: Any) -> tuple[int, ...]:
         """Every token id that ends a sequence, from the files and the tokenizer. Raises ValueError."""

@@ -49,9 +49,6 @@ class FolderCheckpoint(Checkpoint):
     def generation_config(self) -> dict[str, Any]:
         return read_json(self.folder / "generation_config.json")
 
-    def named_eos(self) -> list[Any]:
-        return [self.generation_config().get("eos_token_id"), self.config.get("eos_token_id")]
-
     def tensors(self) -> Iterator["SafetensorsTensor"]:
         from safetensors import SafetensorError, safe_open
 

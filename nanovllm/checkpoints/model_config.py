@@ -93,8 +93,7 @@ def read_qwen3(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_sizes(values: dict[str, Any]) -> dict[str, Any]:
-    """The same values, sizes and flags checked and complete. Raises ValueError naming one that is wrong."""
-    values = dict(values)
+    """Check sizes and flags and add those that are missing. Raises ValueError naming one that is wrong."""
     check_number("rms_norm_eps", values["rms_norm_eps"], 0, 1)
     for name in ("attention_bias", "tie_word_embeddings"):
         check_bool(values[name], name)

@@ -106,7 +106,7 @@ class Group:
         self.backend = None
 
 
-_group: ContextVar[Group] = ContextVar("group", default=Group())  # noqa: B039
+_group = ContextVar("group", default=Group())  # noqa: B039
 
 
 def get_group() -> Group:

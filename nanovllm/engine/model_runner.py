@@ -86,7 +86,6 @@ class ModelRunner:
         self.backend = parts.make_backend(config, config.device_of(self.group.rank), layers, cache_layout)
         self.backend.allocate(self.device)
         for layer in layers:
-            layer.layout = cache_layout
             layer.backend = self.backend.for_layer(layer)
         self.kv_cache = KVCache(config, layers, self.device, cache_layout)
         layout = SlotLayout(config)

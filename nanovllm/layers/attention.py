@@ -93,17 +93,14 @@ class TorchBackend(AttentionBackend):
 
 class FlashBackend(AttentionBackend):
     def prefill(self, q: Tensor, k: Tensor, v: Tensor, variant: AttentionVariant, step: Context) -> Tensor:
-        options = variant.flash_options()
-        return flash_attn_varlen_func(q, k, v, *_lengths(step), block_table=step.block_tables, **options)
+        options = variant.flash_options() | {"block_table": step.block_tables}
+        lengths = step.cu_seqlens_q, step.cu_seqlens_k, step.max_seqlen_q, step.max_seqlen_k
+        return flash_attn_varlen_func(q, k, v, *lengths, **options)
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, variant: AttentionVariant, step: Context) -> Tensor:
         options = variant.flash_options() | {"block_table": step.block_tables}
         q = q.unsqueeze(1)
         return flash_attn_with_kvcache(q, k, v, cache_seqlens=step.context_lens, **options).squeeze(1)
-
-
-def _lengths(step: Context) -> tuple[Tensor, Tensor, int, int]:
-    return step.cu_seqlens_q, step.cu_seqlens_k, step.max_seqlen_q, step.max_seqlen_k
 
 
 BACKENDS = {"torch": TorchBackend, "flash": FlashBackend}
@@ -114,7 +111,6 @@ def get_backend(
 ) -> AttentionBackend:
     """The back-end that `attention_backend` names. Raises ValueError if it cannot work here."""
     name, on_cpu = config.attention_backend, device.type != "cuda"
-    problems: dict[str, Any] = {}
     if name == "flash":
         cache = "it reads a KV cache of the model's dtype only, and kv_cache_dtype is "
         problems = {
@@ -126,8 +122,9 @@ def get_backend(
             "it computes heads of up to 256": any(layer.head_dim > 256 for layer in layers),
             **{layer.variant.flash_problem: layer.variant.flash_problem for layer in layers},
         }
-    elif name == "triton":
-        problems = {"it needs a CUDA device and the package triton": on_cpu or not HAVE_TRITON}
+    else:
+        lacks_triton = name == "triton" and (on_cpu or not HAVE_TRITON)
+        problems = {"it needs a CUDA device and the package triton": lacks_triton}
     for problem, applies in problems.items():
         if applies:
             raise ValueError(f"attention_backend={name!r} cannot be used: {problem}")
@@ -137,7 +134,7 @@ def get_backend(
 class Attention(nn.Module):
     """
     `k_cache` and `v_cache`, [blocks, block_size, kv_heads, head_dim] or as the layout has them, are views
-    that the runner sets, with `layout` and `backend`. `variant` says what the layer computes.
+    that the runner sets, with `backend`. `variant` says what the layer computes.
     """
 
     def __init__(self, num_heads: int, head_dim: int, scale: float, num_kv_heads: int):
@@ -147,7 +144,6 @@ class Attention(nn.Module):
         self.head_dim = head_dim
         self.variant = AttentionVariant(scale)
         self.k_cache = self.v_cache = torch.empty(0)
-        self.layout = ROWS
         self.backend = AttentionBackend()
 
     def rotate_and_store(
@@ -182,13 +178,13 @@ class Attention(nn.Module):
             self.k_cache,
             self.v_cache,
             step.slot_mapping,
-            self.layout.store_hooks(self.k_cache, self.head_dim, step.is_prefill),
+            self.backend.layout.store_hooks(self.k_cache, self.head_dim, step.is_prefill),
         )
         return q, k, v
 
     def store(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Store keys and values that are rotated already. -> q, k and v to attend with."""
-        step, layout = get_context(), self.layout
+        step, layout = get_context(), self.backend.layout
         q, k = layout.rotate(q, k)
         if self.k_cache.numel():  # empty in the warm-up
             layout.store(k, v, self.k_cache, self.v_cache, step.slot_mapping)

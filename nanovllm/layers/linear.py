@@ -13,12 +13,12 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from nanovllm.distributed.group import get_group
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.residual_stream import Stream
-from nanovllm.layers.weight import DenseWeight, Gated, Product, Shard, Weight
+from nanovllm.layers.weight import DenseWeight, Product, Shard, Weight
 from nanovllm.utils.context import get_context
 
 
@@ -30,7 +30,7 @@ def divide(numerator: int, denominator: int) -> int:
 
 
 # Whether layers that are made have a dense weight. If not, `set_matrix` gives them one later.
-has_weights: ContextVar[bool] = ContextVar("has_weights", default=True)
+has_weights = ContextVar("has_weights", default=True)
 
 
 def own_part(size: int, head_size: int = 0) -> slice:
@@ -91,7 +91,7 @@ class LinearBase(nn.Module):
                 return product
         return self.matrix
 
-    def forward(self, stream: Stream, silu_and_mul: bool = False) -> Tensor | Gated:
+    def forward(self, stream: Stream, silu_and_mul: bool = False) -> Any:
         """
         norm(x) @ weight.T + bias for the stream's x [tokens, input features] and norm: [tokens, output
         features of this rank]. With silu_and_mul the first half of these are gates, the second half is what
@@ -163,7 +163,7 @@ class RowParallelLinear(LinearBase):
         shard = Shard((output_size, input_size), columns=own_part(input_size))
         super().__init__({None: shard}, bias, output_size)
 
-    def add_to(self, stream: Stream, x: Tensor | Gated, next_norm: RMSNorm) -> Stream:
+    def add_to(self, stream: Stream, x: Any, next_norm: RMSNorm) -> Stream:
         """
         The stream plus x @ weight.T + bias, summed over the ranks, in front of the next norm. x [tokens,
         input features of this rank].

@@ -8,7 +8,7 @@ of `Stream`, or as a gated result that still has to be `activated`.
 """
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -48,38 +48,31 @@ class Shard:
         default_weight_loader(param[self.place], loaded, cut, self.shape[: param.dim()])
 
 
-class Gated(Protocol):
-    """The result of a gated product in front of its activation."""
-
-    def activated(self) -> Tensor:
-        """[tokens, width]."""
-
-
-def activated(x: Tensor | Gated) -> Tensor:
+def activated(x: Any) -> Tensor:
+    """[tokens, width], from that or from a gated result in front of its activation."""
     return x if isinstance(x, Tensor) else x.activated()
 
 
 class Product:
     """
     One way to multiply by a weight [out, in]. With `gated` the first half of the outputs are gates, the
-    second half is what they multiply, and the result has half as many.
+    second half is what they multiply, and the result has half as many. An x may be such a result whose
+    activation is left to do, see `activated`.
     """
 
     def accepts(self, rows: int, is_prefill: bool) -> bool:
         """Whether it works for so many rows and is preferred to what is listed behind it."""
         return True
 
-    def linear(self, x: Tensor | Gated, bias: Tensor | None, gated: bool = False) -> Tensor | Gated:
+    def linear(self, x: Any, bias: Tensor | None, gated: bool = False) -> Any:
         """x [tokens, in] @ weight.T + bias: [tokens, out]."""
         raise NotImplementedError
 
-    def norm_linear(self, stream: Stream, bias: Tensor | None, gated: bool = False) -> Tensor | Gated:
+    def norm_linear(self, stream: Stream, bias: Tensor | None, gated: bool = False) -> Any:
         """norm(x) @ weight.T + bias for the stream's x and norm: [tokens, out]."""
         return self.linear(stream.normalised(), bias, gated)
 
-    def linear_add(
-        self, stream: Stream, x: Tensor | Gated, bias: Tensor | None, next_norm: RMSNorm
-    ) -> Stream:
+    def linear_add(self, stream: Stream, x: Any, bias: Tensor | None, next_norm: RMSNorm) -> Stream:
         """The stream plus x @ weight.T + bias, in front of the next norm. Asked for on one rank alone."""
         return stream.add(self.linear(x, bias), next_norm)
 
@@ -105,7 +98,7 @@ class Weight(Product):
         """x [tokens, in] @ weight.T + bias: [tokens, out], for any number of tokens."""
         raise NotImplementedError
 
-    def linear(self, x: Tensor | Gated, bias: Tensor | None, gated: bool = False) -> Tensor:
+    def linear(self, x: Any, bias: Tensor | None, gated: bool = False) -> Tensor:
         y = self.multiply(activated(x), bias=bias)
         return self.act_fn(y) if gated else y
 

@@ -29,7 +29,7 @@ class Context:
     attention_plan: Any = None  # decode only: what the attention back-end has planned for the whole batch
 
 
-_context: ContextVar[Context] = ContextVar("context", default=Context())  # noqa: B039
+_context = ContextVar("context", default=Context())  # noqa: B039
 
 get_context: Callable[[], Context] = _context.get
 

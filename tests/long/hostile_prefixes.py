@@ -14,10 +14,11 @@ from types import SimpleNamespace
 import paths  # noqa: F401
 from scheduling import ReadingScheduler
 
-from nanovllm.assembly import make_admissions, make_prefix_cache
 from nanovllm.engine.batch import BatchMaker
 from nanovllm.engine.sequence import Request, Sequence
 from nanovllm.extensions.logits.bias import BiasProcessor
+from nanovllm.extensions.prefixes.token_prefixes import HoldBack, TokenPrefixes
+from nanovllm.extensions.safety.admission import AdmissionControl
 from nanovllm.layers.attention import AttentionBackend
 from nanovllm.sampling_params import SamplingParams
 
@@ -47,8 +48,9 @@ def make_sequences(group_size: int, seed: int) -> list[Sequence]:
 
 def seconds(group_size: int, seed: int) -> tuple[float, int]:
     """How long the host works for these prompts, and how many tokens it has copied."""
-    prefix_cache = make_prefix_cache(CONFIG)
-    scheduler = ReadingScheduler(CONFIG, prefix_cache, make_admissions(CONFIG, BiasProcessor()))
+    prefix_cache = TokenPrefixes()
+    admissions = HoldBack(), AdmissionControl(CONFIG, BiasProcessor())
+    scheduler = ReadingScheduler(CONFIG, prefix_cache, admissions)
     batches = BatchMaker(CONFIG, prefix_cache, AttentionBackend(), ())
     sequences = make_sequences(group_size, seed)
     gc.collect()  # what earlier rounds left

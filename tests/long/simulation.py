@@ -37,10 +37,9 @@ import torch
 from block_pool import check_pool
 from scheduling import ReadingScheduler
 
-from nanovllm.assembly import make_admissions, make_prefix_cache
 from nanovllm.engine.batch import Batch, BatchMaker
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.policies import Hit
+from nanovllm.engine.policies import Hit, PrefixCache
 from nanovllm.engine.scheduler import MAX_PREFILLS_IN_A_ROW
 from nanovllm.engine.sequence import Request, Sequence, SequenceStatus
 from nanovllm.engine.slots import BLOCK_TABLE, SlotLayout
@@ -368,12 +367,11 @@ class Simulation:
         backend.allocate(cpu)
         sizes = pick.choice([1, 2, 3, 64]), pick.choice([1, 4, 20])
         backend.planner = CascadePlanner(backend.planner.num_rows, *sizes)
-        prefix_cache = make_prefix_cache(config)
+        prefix_cache = TokenPrefixes() if config.enable_prefix_caching else PrefixCache()
         self.scores = ScoreProcessor()
         self.model = FakeModel(config, backend, prefix_cache, (self.scores,))
-        admissions = make_admissions(config, BiasProcessor())
-        self.forecast = next(part for part in admissions if isinstance(part, AdmissionControl))
-        self.have_waited = next(part for part in admissions if isinstance(part, HoldBack)).have_waited
+        admissions = hold_back, self.forecast = HoldBack(), AdmissionControl(config, BiasProcessor())
+        self.have_waited = hold_back.have_waited
         prefix_cache.max_cached = self.scores.max_cached
         self.scheduler = ReadingScheduler(config, prefix_cache, admissions)
         self.scheduler.block_manager = WatchedBlocks(

@@ -49,10 +49,13 @@ def make_scheduler(is_plain: bool = False, **options) -> Scheduler:
     config.eos = (config.eos,) if isinstance(config.eos, int) else config.eos
     if is_plain:
         return ReadingScheduler(config)
-    from nanovllm.assembly import make_admissions, make_prefix_cache
+    from nanovllm.engine.policies import PrefixCache
     from nanovllm.extensions.logits.bias import BiasProcessor
+    from nanovllm.extensions.prefixes.token_prefixes import HoldBack, TokenPrefixes
+    from nanovllm.extensions.safety.admission import AdmissionControl
 
-    parts = make_prefix_cache(config), make_admissions(config, BiasProcessor())
+    prefix_cache = TokenPrefixes() if config.enable_prefix_caching else PrefixCache()
+    parts = prefix_cache, (HoldBack(), AdmissionControl(config, BiasProcessor()))
     return ReadingScheduler(config, *parts)
 
 

@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -12,7 +13,7 @@ from nanovllm.extensions.products.kernels.fused_linear import can_fuse, fused_li
 from nanovllm.extensions.products.kernels.gemv import MAX_ROWS, can_use_gemv, gemv
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.residual_stream import Stream
-from nanovllm.layers.weight import DenseWeight, Gated, Product, activated
+from nanovllm.layers.weight import DenseWeight, Product, activated
 
 
 @dataclass
@@ -27,7 +28,7 @@ class Gemv(Product):
     def accepts(self, rows: int, is_prefill: bool) -> bool:
         return not is_prefill and 0 < rows <= MAX_ROWS
 
-    def linear(self, x: Tensor | Gated, bias: Tensor | None, gated: bool = False) -> Tensor:
+    def linear(self, x: Any, bias: Tensor | None, gated: bool = False) -> Tensor:
         return self.multiply(activated(x), bias=bias, silu_and_mul=gated)
 
     def norm_linear(self, stream: Stream, bias: Tensor | None, gated: bool = False) -> Tensor:
@@ -36,9 +37,7 @@ class Gemv(Product):
         norm = stream.norm
         return self.multiply(stream.x, bias=bias, norm_weight=norm.weight, eps=norm.eps, silu_and_mul=gated)
 
-    def linear_add(
-        self, stream: Stream, x: Tensor | Gated, bias: Tensor | None, next_norm: RMSNorm
-    ) -> Stream:
+    def linear_add(self, stream: Stream, x: Any, bias: Tensor | None, next_norm: RMSNorm) -> Stream:
         return Stream(self.multiply(activated(x), bias=bias, residual=stream.residual()), next_norm)
 
 
@@ -73,9 +72,7 @@ class FusedGemm(Product):
             squares = None
         return fused_linear(x, self.dense.weight, bias, squares, stream.norm.eps, gated)[0]
 
-    def linear_add(
-        self, stream: Stream, x: Tensor | Gated, bias: Tensor | None, next_norm: RMSNorm
-    ) -> Stream:
+    def linear_add(self, stream: Stream, x: Any, bias: Tensor | None, next_norm: RMSNorm) -> Stream:
         total, scaled, squares = fused_linear(
             activated(x),
             self.dense.weight,

@@ -8,7 +8,7 @@ to that kernel, too: an addition to the residual waits for the norm that follows
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from nanovllm.extensions.quantised.kernels.quantised_weight import QuantisedWeig
 from nanovllm.kernels.activation import silu_and_mul
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.residual_stream import Stream
-from nanovllm.layers.weight import Gated, Product, activated
+from nanovllm.layers.weight import Product, activated
 
 
 @dataclass
@@ -93,19 +93,17 @@ class Fp8Product(Product):
     def __init__(self, weight: QuantisedWeight):
         self.weight = weight
 
-    def linear(self, x: Tensor | Gated, bias: Tensor | None, gated: bool = False) -> Tensor | Gates:
+    def linear(self, x: Any, bias: Tensor | None, gated: bool = False) -> Tensor | Gates:
         return self._multiply(self._quantised(x), bias, gated)
 
     def norm_linear(self, stream: Stream, bias: Tensor | None, gated: bool = False) -> Tensor | Gates:
         return self._multiply(quantised_rows(stream, self.weight.group), bias, gated)
 
-    def linear_add(
-        self, stream: Stream, x: Tensor | Gated, bias: Tensor | None, next_norm: RMSNorm
-    ) -> Stream:
+    def linear_add(self, stream: Stream, x: Any, bias: Tensor | None, next_norm: RMSNorm) -> Stream:
         y = fp8_linear(self._quantised(x), self.weight, bias, leave_scales=True)
         return PendingAdd(stream.residual(), next_norm, pending_add=y)
 
-    def _quantised(self, x: Tensor | Gated) -> QuantisedRows:
+    def _quantised(self, x: Any) -> QuantisedRows:
         if isinstance(x, Gates):
             return x.quantised(self.weight.group)
         return quantise(activated(x), self.weight.group)
