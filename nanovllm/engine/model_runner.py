@@ -34,6 +34,8 @@ from nanovllm.utils.loader import load_model
 from nanovllm.utils.torch_defaults import torch_defaults
 
 Inputs = tuple[Tensor, Tensor, SamplingStep]  # token ids and positions, int64 [tokens]
+Draw = Callable[[], StepOutput]  # enqueues what follows a step's logits
+Kind = tuple[int, Hashable, int]  # of a decode step: its batch size, plan_key and wanted, see Batch
 
 
 class ModelRunner:
@@ -103,9 +105,9 @@ class ModelRunner:
         has_kernels = HAVE_TRITON and self.device.type == "cuda" and config.attention_backend != "torch"
         if has_kernels and not config.enforce_eager:
             self.graphs = CudaGraphs(self.device, get_graph_sizes(config.max_num_seqs))
-        self.unsampled: Callable[[], StepOutput] | None = None  # draws the tokens of the step that has begun
+        self.unsampled: Draw | None = None  # draws the tokens of the step that has begun
         # The kinds of decode steps that have run, and their recordings as far as there are any.
-        self.decoded: dict[tuple[int, Hashable, int], Callable[[], Callable[[], StepOutput]] | None] = {}
+        self.decoded: dict[Kind, Callable[[], Draw] | None] = {}
 
     def on_device(self) -> contextlib.AbstractContextManager:
         """Work on this runner's GPU and its default stream, whatever the user's thread works on."""
@@ -204,7 +206,7 @@ class ModelRunner:
             if message is not None:
                 self.receivers[name](message)
 
-    def forward(self, batch: Batch) -> Callable[[], StepOutput]:
+    def forward(self, batch: Batch) -> Draw:
         """Enqueue a step up to its logits. What is returned enqueues the rest."""
         if batch.is_prefill:
             return self.run_model(*self.prepare_prefill(batch))
@@ -214,14 +216,14 @@ class ModelRunner:
         kind = size, batch.plan_key, batch.wanted
         if self.graphs is not None and kind in self.decoded:
             if self.decoded[kind] is None:
-                self.capture_cudagraph(*kind)
+                self.capture_cudagraph(kind)
             return self.decoded[kind]()
         if not self.decoded:
             self._notify("before_first_decode")
         self.decoded[kind] = None
-        return self.run_model(*self.prepare_decode(*kind))
+        return self.decode_step(*kind)
 
-    def decode_step(self, batch_size: int, plan_key: Hashable, wanted: int) -> Callable[[], StepOutput]:
+    def decode_step(self, batch_size: int, plan_key: Hashable, wanted: int) -> Draw:
         """Like `forward`. Depends on the device's memory alone, so that it can be captured."""
         return self.run_model(*self.prepare_decode(batch_size, plan_key, wanted))
 
@@ -264,7 +266,7 @@ class ModelRunner:
         inputs = decode_inputs(slots, self.slots.inputs, self.config.kvcache_block_size)
         return inputs, SamplingStep(slots, inputs.temperatures, inputs.seeds, inputs.next_positions, wanted)
 
-    def run_model(self, input_ids: Tensor, positions: Tensor, step: SamplingStep) -> Callable[[], StepOutput]:
+    def run_model(self, input_ids: Tensor, positions: Tensor, step: SamplingStep) -> Draw:
         """From token ids to the logits after them; what is returned draws. Ends the context that was set."""
         try:
             hidden_states = self.model(input_ids, positions)
@@ -298,9 +300,8 @@ class ModelRunner:
         self.slots.inputs.tokens.index_put_((step.slots,), tokens.int())
         return StepOutput(tokens, step.told)
 
-    def capture_cudagraph(self, batch_size: int, plan_key: Hashable, wanted: int) -> None:
+    def capture_cudagraph(self, kind: Kind) -> None:
         """Record a kind of decode step that has run once. Done when it comes again: starting is quick."""
-        kind = batch_size, plan_key, wanted
-        self.decoded[kind] = self.graphs.capture(
-            partial(self.decode_step, *kind), bool(wanted & self.waiting)
-        )
+        *_, wanted = kind
+        in_two = bool(wanted & self.waiting)
+        self.decoded[kind] = self.graphs.capture(partial(self.decode_step, *kind), in_two)
