@@ -94,8 +94,8 @@ class ModelRunner:
         layout = SlotLayout(config)
         self.slots = DeviceSlots(layout, self.device)
         self.waiting = 0  # those that wait for the host, see Batch.wanted
-        self.receivers = {"attention": self.backend.receive}
-        self.receivers["prefix_cache"] = lambda message: parts.prefix_cache.receive(message, self.kv_cache)
+        receive_prefixes = partial(parts.prefix_cache.receive, kv_cache=self.kv_cache)
+        self.receivers = {"attention": self.backend.receive, "prefix_cache": receive_prefixes}
         for i, processor in enumerate(parts.logits_processors):
             processor.allocate(layout.num_slots, config.hf_config.vocab_size, self.device)
             self.waiting |= processor.waits_for_host << i
@@ -272,8 +272,7 @@ class ModelRunner:
             hidden_states = self.model(input_ids, positions)
             wanted = step.wanted if get_context().is_prefill else 0
             for processor in selected(self.parts.logits_processors, wanted):
-                if (tensors := processor.hidden(hidden_states, self.model.lm_head)) is not None:
-                    step.told[processor.name] = tensors
+                processor.hidden(hidden_states, self.model.lm_head, step)
             return partial(self.sample_logits, self.model.compute_logits(hidden_states), step)
         finally:
             reset_context()
@@ -295,8 +294,7 @@ class ModelRunner:
             logits = processor.apply(logits, step)
         tokens = self.sampler(logits, step)
         for processor in processors:
-            if (tensors := processor.drawn(raw_logits, tokens, step)) is not None:
-                step.told[processor.name] = tensors
+            processor.drawn(raw_logits, tokens, step)
         self.slots.inputs.tokens.index_put_((step.slots,), tokens.int())
         return StepOutput(tokens, step.told)
 

@@ -188,7 +188,7 @@ class Scheduler:
                 self.block_manager.close_newest(seq)
             if token_id in seq.request.end_token_ids:
                 by_request = token_id in seq.sampling_params.stop_token_ids
-                self.end(seq, "stop", token_id if by_request else None)
+                self.end(seq, "stop", seq.last_token if by_request else None)
                 finished.append(seq)
             elif num_known == seq.request.max_num_tokens:
                 self.end(seq, "length")

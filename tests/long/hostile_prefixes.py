@@ -49,7 +49,8 @@ def seconds(group_size: int, seed: int) -> tuple[float, int]:
     """How long the host works for these prompts, and how many tokens it has copied."""
     prefix_cache = make_prefix_cache(CONFIG)
     scheduler = ReadingScheduler(CONFIG, prefix_cache, make_admissions(CONFIG, BiasProcessor()))
-    batches = BatchMaker(CONFIG, prefix_cache, AttentionBackend(), ())
+    parts = SimpleNamespace(prefix_cache=prefix_cache, logits_processors=())
+    batches = BatchMaker(CONFIG, parts, AttentionBackend())
     sequences = make_sequences(group_size, seed)
     gc.collect()  # what earlier rounds left
     start = time.process_time()
