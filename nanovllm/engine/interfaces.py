@@ -139,7 +139,7 @@ class LogitsProcessor:
 
     def hidden(self, hidden_states: Tensor, lm_head: Any, step: SamplingStep) -> None:
         """
-        In a prefill step, put what it has to tell of all tokens into `step.told`, under its name.
+        Put what it has to tell of all tokens that the step computes into `step.told`, under its name.
         hidden_states is [tokens, hidden size].
         """
 

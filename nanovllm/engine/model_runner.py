@@ -29,7 +29,7 @@ from nanovllm.kernels.runtime import HAVE_TRITON
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.sampler import Sampler, SamplingStep, selected
 from nanovllm.models import pack_weights
-from nanovllm.utils.context import get_context, reset_context, set_context
+from nanovllm.utils.context import reset_context, set_context
 from nanovllm.utils.loader import load_model
 from nanovllm.utils.torch_defaults import torch_defaults
 
@@ -270,8 +270,7 @@ class ModelRunner:
         """From token ids to the logits after them; what is returned draws. Ends the context that was set."""
         try:
             hidden_states = self.model(input_ids, positions)
-            wanted = step.wanted if get_context().is_prefill else 0
-            for processor in selected(self.parts.logits_processors, wanted):
+            for processor in selected(self.parts.logits_processors, step.wanted):
                 processor.hidden(hidden_states, self.model.lm_head, step)
             return partial(self.sample_logits, self.model.compute_logits(hidden_states), step)
         finally:
