@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from nanovllm.engine.interfaces import LogitsProcessor
-from nanovllm.engine.policies import PrefixCache
+from nanovllm.engine.interfaces import Parts
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.slots import BLOCK_TABLE, SlotLayout
 from nanovllm.layers.attention import AttentionBackend
@@ -58,17 +57,11 @@ class BatchMaker:
     batches must be run, in order; if one is not, `reset` follows.
     """
 
-    def __init__(
-        self,
-        config: Any,
-        prefix_cache: PrefixCache,
-        backend: AttentionBackend,
-        processors: tuple[LogitsProcessor, ...],
-    ):
-        self.prefix_cache = prefix_cache
+    def __init__(self, config: Any, parts: Parts, backend: AttentionBackend):
+        self.parts = parts
         self.backend = backend
-        self.processors = processors
-        self.of_decode = sum(1 << i for i, each in enumerate(processors) if not each.prefill_only)
+        processors = enumerate(parts.logits_processors)
+        self.of_decode = sum(1 << i for i, processor in processors if not processor.prefill_only)
         self.block_size = config.kvcache_block_size
         self.layout = SlotLayout(config)
         self.reset()
@@ -109,7 +102,8 @@ class BatchMaker:
         updates, wanted = SlotUpdates([], []), 0
         token_ids, slots, lens_q, lens_k, blocks, first_blocks = [], [], [], [], [], []
         for seq in sequences:
-            start, end = seq.num_computed_tokens, seq.num_computed_tokens + seq.num_scheduled_tokens
+            start = seq.num_computed_tokens
+            end = start + seq.num_scheduled_tokens
             wanted |= seq.request.wanted
             slots.append(seq.slot)
             lens_q.append(end - start)
@@ -122,8 +116,8 @@ class BatchMaker:
             self.num_blocks[seq.slot] = len(seq.block_table)
         self.has_prefilled = True
         self.ever_wanted |= wanted
-        messages = {"prefix_cache": self.prefix_cache.prepare(sequences)}
-        for processor in selected(self.processors, self.ever_wanted):
+        messages = {"prefix_cache": self.parts.prefix_cache.prepare(sequences)}
+        for processor in selected(self.parts.logits_processors, self.ever_wanted):
             messages[processor.name] = processor.prepare(sequences)
         # Of each token: its place in its sequence, and that of its block in `blocks`.
         ends = np.cumsum(lens_q)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+Step = Callable[[], Callable[[], Any]]  # enqueues its first part, and returns what enqueues the second
 RESERVED_BYTES = 512 << 20  # for what graphs take beside their tensors
 # By device, the streams of engines that have ended. They are used again, because the workspace that cuBLAS
 # takes for each stream is never freed.
@@ -46,11 +47,11 @@ class CudaGraphs:
         zeros = functools.partial(torch.zeros, max(1, num_bytes), dtype=torch.uint8, device=self.device)
         self._pool_owner, _ = self._record(zeros)
 
-    def capture(self, step: Callable[[], Callable[[], Any]], in_two: bool) -> Callable[[], Callable[[], Any]]:
+    def capture(self, step: Step, in_two: bool) -> Step:
         """
-        Record a step, which returns what enqueues its second part: in one graph, or in two, between which the
-        host does something. Returns a step that does the same, but what it computes overwrites that of the
-        last time. `step` must have run before: a capture cannot create handles or compile kernels.
+        Record a step: in one graph, or in two, between which the host does something. Returns a step that
+        does the same, but what it computes overwrites that of the last time. `step` must have run before: a
+        capture cannot create handles or compile kernels.
         """
         first, result = self._record(step if in_two else lambda: step()())
         second = None

@@ -24,9 +24,9 @@ def as_token_ids(values: Any, vocab_size: int, what: str) -> list[int]:
         for token_id in token_ids:
             check(is_number(token_id, int), f"{what} must be integers", token_id)
         token_ids = [int(token_id) for token_id in token_ids]
-    lowest, highest = min(token_ids, default=0), max(token_ids, default=0)
-    wrong = lowest if lowest < 0 else highest
-    check(0 <= lowest <= highest < vocab_size, f"{what} must be from 0 to {vocab_size - 1}", wrong)
+    lowest = min(token_ids, default=0)
+    extreme = lowest if lowest < 0 else max(token_ids, default=0)
+    check(0 <= extreme < vocab_size, f"{what} must be from 0 to {vocab_size - 1}", extreme)
     return token_ids
 
 

@@ -26,8 +26,6 @@ class Observer:
     those from `started` on by the loop, on rank 0's host. What one raises ends the start or the step.
     """
 
-    is_active = False  # whether after_step is called
-
     def starting(self, rank: int, make_runner: Callable[..., Any]) -> None:
         """
         Before anything is on the device. make_runner(config, group=, device=) makes another ModelRunner of
@@ -128,8 +126,8 @@ class LogitsProcessor:
 
     def record(self, sequences: list[Sequence], drawing: list[Sequence], tensors: tuple[Tensor, ...]) -> None:
         """
-        A step's tensors from `hidden` or `drawn` are here. It was about these sequences, the first of which
-        draw tokens, not recorded yet. Those of earlier steps are.
+        What `hidden` or `drawn` has put into `step.told` is here. The step was about these sequences, the
+        first of which draw tokens, not recorded yet. Those of earlier steps are.
         """
 
     # The device half
@@ -139,15 +137,18 @@ class LogitsProcessor:
     def receive(self, message: Any) -> None:
         """What a host half has prepared."""
 
-    def hidden(self, hidden_states: Tensor, lm_head: Any) -> tuple[Tensor, ...] | None:
-        """In a prefill step, what it has to tell of all tokens. hidden_states is [tokens, hidden size]."""
+    def hidden(self, hidden_states: Tensor, lm_head: Any, step: SamplingStep) -> None:
+        """
+        Put what it has to tell of all tokens that the step computes into `step.told`, under its name.
+        hidden_states is [tokens, hidden size].
+        """
 
     def apply(self, logits: Tensor, step: SamplingStep) -> Tensor:
         """The logits [sequences, vocabulary] to draw from. May change them in place, and `step.lowest`."""
         return logits
 
-    def drawn(self, raw_logits: Tensor, tokens: Tensor, step: SamplingStep) -> tuple[Tensor, ...] | None:
-        """What it has to tell of the tokens, int64 [sequences], that were drawn."""
+    def drawn(self, raw_logits: Tensor, tokens: Tensor, step: SamplingStep) -> None:
+        """The same of the tokens, int64 [sequences], that were drawn."""
 
     # Both halves
     def reset(self) -> None:

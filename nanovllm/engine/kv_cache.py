@@ -61,9 +61,8 @@ class KVCache:
         for page, layers in self.groups.items():
             # Zeros, since a page that was never written may be read under a mask, where a NaN would survive.
             shape, dtype = (self.layout.planes, len(layers), num_blocks, *page), self.layout.dtype
-            if (
-                self.device.type == "cpu" and num_blocks
-            ):  # only mapped: it takes room page by page as it is written
+            if self.device.type == "cpu" and num_blocks:
+                # Only mapped: it takes room page by page as it is written.
                 memory = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
                 pages = torch.from_numpy(memory).view(dtype).view(shape)
             else:

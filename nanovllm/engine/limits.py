@@ -25,9 +25,8 @@ class Limits:
             return
         length, longest = config.max_model_len, config.hf_config.context_limit
         if total > length:
-            how = f"may be raised to {longest}, the checkpoint's own limit"
-            how = how if length < longest else "is the checkpoint's own limit"
-            limit = f"max_model_len is {length}, which {how}"
+            how = f"may be raised to {longest}," if length < longest else "is"
+            limit = f"max_model_len is {length}, which {how} the checkpoint's own limit"
         else:
             limit = f"{config.num_kvcache_blocks} KV cache blocks of {config.kvcache_block_size} tokens are "
             limit += f"enough for {self.max_num_tokens}; raise num_kvcache_blocks or gpu_memory_utilization"

@@ -73,7 +73,7 @@ class LLMEngine:
                 raise
         parts, processors = self.parts, self.parts.logits_processors
         self.scheduler = Scheduler(self.config, parts.prefix_cache, parts.admissions)
-        self.batches = BatchMaker(self.config, parts.prefix_cache, self.model_runner.backend, processors)
+        self.batches = BatchMaker(self.config, parts, self.model_runner.backend)
         self.prompts = self.make_prompts(self.config, self.tokenizer, self.scheduler.limits, processors)
         for processor in processors:
             processor.start(self.config, self.prompts)
@@ -211,9 +211,7 @@ class LLMEngine:
         for name, tensors in step.output.tensors.items():
             self.parts.logits_processor(name).record(step.sequences, step.drawing, tensors)
         finished = self.scheduler.postprocess(step.sequences, token_ids, step.drawing)
-        for observer in self.observers:
-            if observer.is_active:
-                observer.after_step(step)
+        self._notify("after_step", step)
         for seq in finished:
             self.end(seq, seq.finish_reason, seq.stop_reason)
 

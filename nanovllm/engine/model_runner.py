@@ -29,11 +29,13 @@ from nanovllm.kernels.runtime import HAVE_TRITON
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.sampler import Sampler, SamplingStep, selected
 from nanovllm.models import pack_weights
-from nanovllm.utils.context import get_context, reset_context, set_context
+from nanovllm.utils.context import reset_context, set_context
 from nanovllm.utils.loader import load_model
 from nanovllm.utils.torch_defaults import torch_defaults
 
 Inputs = tuple[Tensor, Tensor, SamplingStep]  # token ids and positions, int64 [tokens]
+Draw = Callable[[], StepOutput]  # enqueues what follows a step's logits
+Kind = tuple[int, Hashable, int]  # of a decode step: its batch size, plan_key and wanted, see Batch
 
 
 class ModelRunner:
@@ -91,8 +93,8 @@ class ModelRunner:
         layout = SlotLayout(config)
         self.slots = DeviceSlots(layout, self.device)
         self.waiting = 0  # those that wait for the host, see Batch.wanted
-        self.receivers = {"attention": self.backend.receive}
-        self.receivers["prefix_cache"] = lambda message: parts.prefix_cache.receive(message, self.kv_cache)
+        receive_prefixes = partial(parts.prefix_cache.receive, kv_cache=self.kv_cache)
+        self.receivers = {"attention": self.backend.receive, "prefix_cache": receive_prefixes}
         for i, processor in enumerate(parts.logits_processors):
             processor.allocate(layout.num_slots, config.hf_config.vocab_size, self.device)
             self.waiting |= processor.waits_for_host << i
@@ -102,9 +104,9 @@ class ModelRunner:
         has_kernels = HAVE_TRITON and self.device.type == "cuda" and config.attention_backend != "torch"
         if has_kernels and not config.enforce_eager:
             self.graphs = CudaGraphs(self.device, get_graph_sizes(config.max_num_seqs))
-        self.unsampled: Callable[[], StepOutput] | None = None  # draws the tokens of the step that has begun
+        self.unsampled: Draw | None = None  # draws the tokens of the step that has begun
         # The kinds of decode steps that have run, and their recordings as far as there are any.
-        self.decoded: dict[tuple[int, Hashable, int], Callable[[], Callable[[], StepOutput]] | None] = {}
+        self.decoded: dict[Kind, Callable[[], Draw] | None] = {}
 
     def on_device(self) -> contextlib.AbstractContextManager:
         """Work on this runner's GPU and its default stream, whatever the user's thread works on."""
@@ -203,7 +205,7 @@ class ModelRunner:
             if message is not None:
                 self.receivers[name](message)
 
-    def forward(self, batch: Batch) -> Callable[[], StepOutput]:
+    def forward(self, batch: Batch) -> Draw:
         """Enqueue a step up to its logits. What is returned enqueues the rest."""
         if batch.is_prefill:
             return self.run_model(*self.prepare_prefill(batch))
@@ -213,14 +215,14 @@ class ModelRunner:
         kind = size, batch.plan_key, batch.wanted
         if self.graphs is not None and kind in self.decoded:
             if self.decoded[kind] is None:
-                self.capture_cudagraph(*kind)
+                self.capture_cudagraph(kind)
             return self.decoded[kind]()
         if not self.decoded:
             self._notify("before_first_decode")
         self.decoded[kind] = None
-        return self.run_model(*self.prepare_decode(*kind))
+        return self.decode_step(*kind)
 
-    def decode_step(self, batch_size: int, plan_key: Hashable, wanted: int) -> Callable[[], StepOutput]:
+    def decode_step(self, batch_size: int, plan_key: Hashable, wanted: int) -> Draw:
         """Like `forward`. Depends on the device's memory alone, so that it can be captured."""
         return self.run_model(*self.prepare_decode(batch_size, plan_key, wanted))
 
@@ -263,14 +265,12 @@ class ModelRunner:
         inputs = decode_inputs(slots, self.slots.inputs, self.config.kvcache_block_size)
         return inputs, SamplingStep(slots, inputs.temperatures, inputs.seeds, inputs.next_positions, wanted)
 
-    def run_model(self, input_ids: Tensor, positions: Tensor, step: SamplingStep) -> Callable[[], StepOutput]:
+    def run_model(self, input_ids: Tensor, positions: Tensor, step: SamplingStep) -> Draw:
         """From token ids to the logits after them; what is returned draws. Ends the context that was set."""
         try:
             hidden_states = self.model(input_ids, positions)
-            wanted = step.wanted if get_context().is_prefill else 0
-            for processor in selected(self.parts.logits_processors, wanted):
-                if (tensors := processor.hidden(hidden_states, self.model.lm_head)) is not None:
-                    step.told[processor.name] = tensors
+            for processor in selected(self.parts.logits_processors, step.wanted):
+                processor.hidden(hidden_states, self.model.lm_head, step)
             return partial(self.sample_logits, self.model.compute_logits(hidden_states), step)
         finally:
             reset_context()
@@ -292,14 +292,12 @@ class ModelRunner:
             logits = processor.apply(logits, step)
         tokens = self.sampler(logits, step)
         for processor in processors:
-            if (tensors := processor.drawn(raw_logits, tokens, step)) is not None:
-                step.told[processor.name] = tensors
+            processor.drawn(raw_logits, tokens, step)
         self.slots.inputs.tokens.index_put_((step.slots,), tokens.int())
         return StepOutput(tokens, step.told)
 
-    def capture_cudagraph(self, batch_size: int, plan_key: Hashable, wanted: int) -> None:
+    def capture_cudagraph(self, kind: Kind) -> None:
         """Record a kind of decode step that has run once. Done when it comes again: starting is quick."""
-        kind = batch_size, plan_key, wanted
-        self.decoded[kind] = self.graphs.capture(
-            partial(self.decode_step, *kind), bool(wanted & self.waiting)
-        )
+        *_, wanted = kind
+        in_two = bool(wanted & self.waiting)
+        self.decoded[kind] = self.graphs.capture(partial(self.decode_step, *kind), in_two)

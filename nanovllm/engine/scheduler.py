@@ -80,15 +80,14 @@ class Scheduler:
         if self.chunked is not None:
             scheduled.append(self.chunked)
             budget -= self._schedule_chunk(self.chunked, budget)
-        self.held_back = []
+        self.held_back: list[tuple[Sequence, Hit]] = []  # by WAIT
         for seq in self.waiting:
             num_running = len(self.running) + len(self.held_back)
             if seq is self.blocked or not budget or num_running == self.max_num_seqs:
                 break
             hit = self.block_manager.prefix_cache.find(seq)
-            verdict = Verdict.ADMIT
-            for admission in self.admissions:
-                verdict = max(verdict, admission.admits(seq, hit, self))
+            verdicts = [admission.admits(seq, hit, self) for admission in self.admissions]
+            verdict = max(verdicts, default=Verdict.ADMIT)
             if seq.num_tokens - hit.num_tokens > budget and scheduled and verdict is not Verdict.WAIT:
                 break  # only a prompt that has a whole step to itself is computed in chunks
             if verdict is Verdict.STOP or not self.block_manager.can_allocate(seq, hit):
@@ -236,7 +235,6 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.chunked: Sequence | None = None  # is in the middle of its prompt; the last of `running`
         self.blocked: Sequence | None = None  # did not fit, and will not until blocks are given back
-        self.held_back: list[tuple[Sequence, Hit]] = []  # by WAIT, in the prefill step scheduled last
         self.is_prefill = False  # of the step scheduled last
         self.num_prefills_in_a_row = 0  # while a sequence waited to decode
         self.free_slots = [*reversed(range(self.max_num_seqs))]  # of the devices' tables, see slots.py

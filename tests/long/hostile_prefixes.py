@@ -51,7 +51,8 @@ def seconds(group_size: int, seed: int) -> tuple[float, int]:
     prefix_cache = TokenPrefixes()
     admissions = HoldBack(), AdmissionControl(CONFIG, BiasProcessor())
     scheduler = ReadingScheduler(CONFIG, prefix_cache, admissions)
-    batches = BatchMaker(CONFIG, prefix_cache, AttentionBackend(), ())
+    parts = SimpleNamespace(prefix_cache=prefix_cache, logits_processors=())
+    batches = BatchMaker(CONFIG, parts, AttentionBackend())
     sequences = make_sequences(group_size, seed)
     gc.collect()  # what earlier rounds left
     start = time.process_time()

@@ -101,7 +101,8 @@ class FakeModel:
 
     def __init__(self, config: Any, backend: CascadeBackend, prefix_cache: TokenPrefixes, processors: tuple):
         self.block_size, self.prefix_cache, self.backend = config.kvcache_block_size, prefix_cache, backend
-        self.batches = BatchMaker(config, prefix_cache, backend, processors)
+        parts = SimpleNamespace(prefix_cache=prefix_cache, logits_processors=processors)
+        self.batches = BatchMaker(config, parts, backend)
         layout, self.reach = SlotLayout(config), config.hf_config.tokens_in_reach
         self.words = np.zeros(layout.batch + layout.num_slots, np.int32)
         self.batch, rows = self.words[layout.batch :], self.words[: layout.batch].reshape(-1, layout.width)

@@ -66,8 +66,8 @@ class LogprobProcessor(LogitsProcessor):
     def read(self, request: Any, where: str) -> dict[int, list[TokenLogprobs]]:
         return {}
 
-    def drawn(self, raw_logits: Tensor, tokens: Tensor, step: SamplingStep) -> TopLogprobs:
-        return top_logprobs(raw_logits, tokens)
+    def drawn(self, raw_logits: Tensor, tokens: Tensor, step: SamplingStep) -> None:
+        step.told[self.name] = top_logprobs(raw_logits, tokens)
 
     def record(self, sequences: list[Sequence], drawing: list[Sequence], tensors: tuple[Tensor, ...]) -> None:
         rows = [i for i, seq in enumerate(drawing) if self.name in seq.request.own and not seq.is_finished]

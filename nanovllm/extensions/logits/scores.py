@@ -18,6 +18,7 @@ from nanovllm.extensions.logits.logprobs import (
     read_logprobs,
     top_logprobs,
 )
+from nanovllm.layers.sampler import SamplingStep
 from nanovllm.sampling_params import SamplingParams
 
 SCORED_AT_ONCE = 256  # tokens, each of which takes a row of logits
@@ -121,14 +122,14 @@ class ScoreProcessor(LogitsProcessor):
     def receive(self, message: Scoring) -> None:
         self._scoring = message
 
-    def hidden(self, hidden_states: Tensor, lm_head: Any) -> TopLogprobs | None:
+    def hidden(self, hidden_states: Tensor, lm_head: Any, step: SamplingStep) -> None:
         """How likely each target is after the token before it. hidden_states [tokens, hidden size]."""
         if self._scoring is None:
-            return None
+            return
         indices, targets = (to_device(array, hidden_states.device) for array in self._scoring)
         self._scoring = None
         pairs = zip(indices.split(SCORED_AT_ONCE), targets.split(SCORED_AT_ONCE), strict=True)
-        return concatenated(
+        step.told[self.name] = concatenated(
             top_logprobs(lm_head.gather(lm_head.logits(hidden_states[index])), target)
             for index, target in pairs
         )

@@ -1,6 +1,7 @@
 """Prefixes that a decode step reads once: what the tables say of them, and that answers do not change."""
 
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -224,7 +225,8 @@ def test_a_steady_step_sends_nothing_and_a_new_sequence_in_an_old_row_is_seen():
     sizes = dict(kvcache_block_size=32768, num_kvcache_blocks=-1, max_model_len=32768)
     config = cascade_config(**sizes)
     backend = make_cascade(config)
-    batches = BatchMaker(config, PrefixCache(), backend, ())
+    parts = SimpleNamespace(prefix_cache=PrefixCache(), logits_processors=())
+    batches = BatchMaker(config, parts, backend)
     same, other = [1] * 18_000, [2] * 18_000
     sequences = decoding([same, same, other])
     batches.prefill(sequences)
