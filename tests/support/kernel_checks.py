@@ -245,4 +245,6 @@ def sampling_inputs(batch, vocab, device, dtype=torch.float32):
 
 
 def drawn(sample, logits, temperatures, seeds, positions, vocab_start=0, lowest=None):
-    return sample(logits, SamplingStep(None, temperatures, seeds, positions, vocab_start, lowest))
+    return sample(
+        logits, SamplingStep(None, temperatures, seeds, positions, vocab_start=vocab_start, lowest=lowest)
+    )
