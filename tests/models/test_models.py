@@ -238,6 +238,8 @@ def test_the_one_pass_check_of_greedy_tokens_agrees_with_plain_greedy_decoding(t
 
 
 def test_the_cases_meet_everything_that_they_claim():
+    for count in (2, 3, 4, 8):  # what `describe` takes by turns
+        assert {number % count for number in WHOLE_ENGINE} == set(range(count))
     for architecture in ARCHITECTURES:
         cases = [describe(architecture, number) for number in range(CASES_PER_ARCHITECTURE)]
         settings = [setting for setting, _ in cases]
