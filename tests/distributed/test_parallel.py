@@ -437,14 +437,14 @@ def test_a_step_sends_what_is_new_and_never_the_tokens_so_far(llm, monkeypatch):
 IMPOSSIBLE_STEP = "run", Batch(1, 0, np.full((2, 1), 10**9, dtype=np.int32))
 
 
-@pytest.mark.parametrize("attempt", range(4))
+@pytest.mark.parametrize("attempt", range(3))
 def test_a_failing_rank_ends_generate_with_its_number_and_the_cause(model, attempt):
     """Killed by a signal, or by an exception."""
     size = 4 if attempt == 0 else 2
     rank = size // 2
     llm = start(model.folder, size)
     assert generate(llm) == model.tokens, "a new engine works after another's failure"
-    if attempt < 3:
+    if attempt < 2:
         name = "SIGSEGV" if attempt == 1 else "SIGKILL"
         cause = f"rank {rank} was killed by {name}"
         fault = os.kill, llm.ranks._processes[rank - 1].pid, getattr(signal, name)

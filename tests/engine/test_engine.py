@@ -35,7 +35,7 @@ from tiny_checkpoints import (
     reference_greedy,
 )
 
-COUNT = 40
+COUNT = 24
 GREEDY = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True)
 LENGTHS = (1, 15, 16, 17, 32, 33, 64, 90)
 
@@ -86,22 +86,27 @@ MODES = {
 }
 
 
-QUICK = "plain", "preempted and chunked", "without prefix caching"  # for every architecture
+def runs() -> list:
+    """Architecture, mode, overlapped: every mode of one architecture, and the hardest mode of each.
+
+    `-m slow` runs the other pairs of architecture and mode, overlapped or not by turns.
+    """
+    quick = {("qwen3", mode, True) for mode in MODES} | {("qwen3", "preempted and chunked", False)}
+    quick |= {(architecture, "preempted and chunked", True) for architecture in ARCHITECTURES}
+    quick |= {(architecture, "without prefix caching", False) for architecture in ("gemma3", "gpt_oss")}
+    others = [
+        (architecture, mode, (i + j) % 2 == 0)
+        for i, architecture in enumerate(ARCHITECTURES)
+        for j, mode in enumerate(MODES)
+    ]
+    return sorted(quick) + [slow(*run) for run in others if run not in quick]
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["", "overlapped"])
-@pytest.mark.parametrize(
-    "model, mode",
-    [
-        (architecture, mode) if architecture == "qwen3" or mode in QUICK else slow(architecture, mode)
-        for architecture in ARCHITECTURES
-        for mode in MODES
-    ],
-    indirect=["model"],
-)
+@pytest.mark.parametrize("model, mode, overlap", runs(), indirect=["model"])
 @pytest.mark.usefixtures("no_forecast")
-def test_every_mode_gives_the_tokens_of_transformers(model, mode, overlap):
+def test_every_mode_gives_the_tokens_of_transformers(model, monkeypatch, mode, overlap):
     """Overlapped is how a GPU is driven: a step is scheduled before the last one's tokens are known."""
+    monkeypatch.setattr("nanovllm.engine.memory.CPU_KV_CACHE_BYTES", 1 << 26)  # fewer blocks to look at
     with LLM(model.folder, **{**EXACT, **MODES[mode]}) as llm, Watch(llm) as seen:
         assert not llm._overlap
         llm._overlap = overlap
@@ -120,6 +125,12 @@ def test_every_mode_gives_the_tokens_of_transformers(model, mode, overlap):
     assert seen.most_running <= llm.config.max_num_seqs
 
 
+UNLIKE = pytest.mark.parametrize(
+    "model", ["qwen3", "gpt_oss"], indirect=True
+)  # without windows and with them
+
+
+@UNLIKE
 def test_requests_that_arrive_while_others_run_get_the_same_tokens(model):
     with LLM(model.folder, **EXACT, num_kvcache_blocks=20, max_num_batched_tokens=64) as llm:
         pick, waiting = random.Random(0), list(enumerate(model.prompts))
@@ -137,6 +148,7 @@ def test_requests_that_arrive_while_others_run_get_the_same_tokens(model):
             assert_greedy(model.reference, prompt, completions[i])
 
 
+@UNLIKE
 def test_two_engines_with_unlike_blocks_do_not_disturb_each_other(model):
     options = [dict(EXACT, num_kvcache_blocks=14), dict(EXACT, num_kvcache_blocks=6, kvcache_block_size=64)]
     with LLM(model.folder, **options[0]) as first, LLM(model.folder, **options[1]) as second:
@@ -166,7 +178,7 @@ def test_the_kv_cache_may_have_another_dtype_than_the_model(folder, dtype):
     options = {**EXACT, "dtype": dtype, "num_kvcache_blocks": 12, "max_num_batched_tokens": 24}
     for cache_dtype in ("auto", *DTYPES):
         with LLM(str(folder), **options, kv_cache_dtype=cache_dtype) as llm:
-            expected = DTYPES[dtype if cache_dtype == "auto" else cache_dtype]
+            expected = getattr(torch, dtype if cache_dtype == "auto" else cache_dtype)
             assert llm.model_runner.kv_cache.pages[0].dtype == expected
             found[cache_dtype] = llm.generate(prompts, params, use_tqdm=False)
     assert found["auto"] == found[dtype] == found["float32"]
@@ -185,7 +197,10 @@ def answers_of_8_bits(folder):
         return tokens_of(llm.generate(make_prompts(), GREEDY, use_tqdm=False))
 
 
-@pytest.mark.parametrize("mode", [mode for mode in MODES if "chosen" not in mode])
+IN_8_BITS = "one at a time", "chunks across blocks", "odd blocks", "preempted and chunked"
+
+
+@pytest.mark.parametrize("mode", [*IN_8_BITS, "preempted without prefix caching"])
 @pytest.mark.usefixtures("no_forecast")
 def test_every_mode_gives_the_same_tokens_from_an_8_bit_cache(folder, answers_of_8_bits, mode):
     """Keys and values of the step itself are rounded too, so it does not matter which are in the cache."""
@@ -445,11 +460,11 @@ def test_a_checkpoint_without_a_tokenizer_serves_token_ids_and_refuses_text(tmp_
 
 def test_a_request_may_fill_the_model_length_and_the_pool_exactly(folder):
     reference = load_reference(folder)
-    with LLM(str(folder), **EXACT, num_kvcache_blocks=32) as llm:
-        for length in (1, 256, 511):
+    with LLM(str(folder), **EXACT, num_kvcache_blocks=8, max_model_len=128) as llm:
+        for length in (1, 64, 127):
             prompt = [i % 250 for i in range(length)]
-            (result,) = llm.generate([prompt], SamplingParams(0, 512 - length, True), use_tqdm=False)
-            assert len(result["token_ids"]) == 512 - length
+            (result,) = llm.generate([prompt], SamplingParams(0, 128 - length, True), use_tqdm=False)
+            assert len(result["token_ids"]) == 128 - length
             assert_greedy(reference, prompt, result["token_ids"])
 
 
