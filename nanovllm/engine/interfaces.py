@@ -26,6 +26,8 @@ class Observer:
     those from `started` on by the loop, on rank 0's host. What one raises ends the start or the step.
     """
 
+    is_active = False  # whether after_step is called
+
     def starting(self, rank: int, make_runner: Callable[..., Any]) -> None:
         """
         Before anything is on the device. make_runner(config, group=, device=) makes another ModelRunner of

@@ -211,7 +211,9 @@ class LLMEngine:
         for name, tensors in step.output.tensors.items():
             self.parts.logits_processor(name).record(step.sequences, step.drawing, tensors)
         finished = self.scheduler.postprocess(step.sequences, token_ids, step.drawing)
-        self._notify("after_step", step)
+        for observer in self.observers:
+            if observer.is_active:
+                observer.after_step(step)
         for seq in finished:
             self.end(seq, seq.finish_reason, seq.stop_reason)
 

@@ -48,6 +48,8 @@ class Listener:
 class Worker(Observer):
     """The engine's thread. It holds no reference to the AsyncLLM, which could never be deleted otherwise."""
 
+    is_active = True
+
     def __init__(self, llm: LLM):
         self.llm = llm
         self.inbox: queue.SimpleQueue[tuple[Callable, Listener] | None] = queue.SimpleQueue()

@@ -568,6 +568,8 @@ def test_a_process_killed_at_any_moment_leaves_whole_lines(tmp_path):
             output = open_output(path, True, bytearray(10**6))
             for line in range(num_held + 1, 10**6):
                 output.write(Answer(line, to_json({"line": line, "text": "x" * (line % 5000)}), 0, False))
+        while not path.exists():  # a busy machine may take long to fork
+            time.sleep(0.001)
         time.sleep(draw.uniform(0.01, 0.04))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)

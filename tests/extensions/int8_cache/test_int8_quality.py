@@ -61,12 +61,12 @@ def fp8_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys and values are stored as e4m3 numbers, unscaled."""
     store = CacheLayout.store
 
-    def store_rounded(layout: CacheLayout, key: torch.Tensor, value: torch.Tensor, *arguments) -> None:
+    def store_rounded(key: torch.Tensor, value: torch.Tensor, *arguments) -> None:
         for x in (key, value):
             x.copy_(x.clamp(-448, 448).to(torch.float8_e4m3fn))
-        store(layout, key, value, *arguments)
+        store(key, value, *arguments)
 
-    monkeypatch.setattr(CacheLayout, "store", store_rounded)
+    monkeypatch.setattr(CacheLayout, "store", staticmethod(store_rounded))
 
 
 def make_tokens() -> list[int]:
