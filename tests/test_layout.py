@@ -50,11 +50,11 @@ EDGES_LEFT = 0
 
 # Tokens of code that Python's tokenizer counts, without comments, docstrings, line ends and indents: the
 # plan's bounds, and what is reached so far, which only falls.
-PACKAGE_TOKENS, PACKAGE_REACHED = 142_000, 157_300
+PACKAGE_TOKENS, PACKAGE_REACHED = 142_000, 152_700
 TOOLS = "bench lab timeline exact rollout server states".split()  # do not count for the package
 BENCH_TOKENS = 6_000
-CORE_TOKENS, CORE_REACHED = 36_000, 43_100
-CORE_LINES, CORE_LINES_REACHED = 3_900, 4_480
+CORE_TOKENS, CORE_REACHED = 36_000, 37_700
+CORE_LINES, CORE_LINES_REACHED = 3_900, 3_975
 
 HOST_ONLY = """
     engine/sequence.py engine/scheduler.py engine/block_manager.py extensions/prefixes/prefix_index.py

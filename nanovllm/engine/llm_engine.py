@@ -5,6 +5,7 @@ Follow `step` -> `Scheduler.schedule` -> `ModelRunner.run` -> `Scheduler.postpro
 
 import random
 import sys
+import time
 import weakref
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -79,6 +80,7 @@ class LLMEngine:
             processor.start(self.config, self.prompts)
         self._seeds = random.Random(self.config.seed)
         self._overlap = self.config.device != "cpu"
+        self.seconds = 0.0  # that all steps have taken
         self.in_flight: list[Step] = []  # launched and not collected yet
         self.unfinished: dict[int, Sequence] = {}
         self.ended: dict[int, Sequence] = {}  # have ended, but no step has returned them yet
@@ -146,6 +148,7 @@ class LLMEngine:
         before it computed (the first returns nothing), so that the device never waits for the host. Aborted
         requests are returned by the next step.
         """
+        start = time.perf_counter()
         self.begin()
         sequences, is_prefill = self.scheduler.schedule()
         if sequences:
@@ -161,6 +164,7 @@ class LLMEngine:
             num_tokens = num_tokens or step.num_tokens
         finished = [(seq.seq_id, seq.completion_token_ids) for seq in self.ended.values()]
         self.ended, self.attempt = {}, None
+        self.seconds += time.perf_counter() - start
         return finished, num_tokens
 
     def begin(self) -> None:

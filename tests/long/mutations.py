@@ -239,7 +239,7 @@ MUTATIONS = [
         "nanovllm/extensions/safety/admission",
         ("self.num_words += self._words_of(seq)", "self.num_words = self._words_of(seq)"),
         ("self.num_words > self.processor.max_words", "self.num_words >= self.processor.max_words"),
-        ("sum(self._words_of(other) for other in running if other.request.own)", "0"),
+        ("sum(len(other.request.own.get(self.processor.name, ())) for other in running)", "0"),
         ("self.max_running = min(self.max_running + 1, self.max_num_seqs)", "pass"),
         ("min(self.max_running + 1, self.max_num_seqs)", "self.max_running + 1"),
         ("(is_first and len(running) < self.max_running)", "(len(running) < self.max_running)"),

@@ -86,7 +86,7 @@ class ScoreProcessor(LogitsProcessor):
 
     def max_cached(self, seq: Sequence) -> int:
         """None that a score is computed from."""
-        scores = self._scores_of(seq)
+        scores = self._scores_of(seq) if self.name in seq.request.own else None
         return len(seq) - 1 if scores is None else scores.num_scored
 
     def prepare(self, sequences: list[Sequence]) -> Scoring | None:

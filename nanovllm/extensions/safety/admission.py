@@ -45,11 +45,11 @@ class AdmissionControl(Admission):
         if is_first:
             growths = (num_blocks_at_most(other) - len(other.block_table) for other in running)
             self.num_blocks_at_most = len(pool.used_block_ids) + sum(growths)
-            self.num_words = sum(self._words_of(other) for other in running if other.request.own)
+            self.num_words = sum(len(other.request.own.get(self.processor.name, ())) for other in running)
         if self.max_running < self.max_num_seqs and not (is_first and len(running) < self.max_running):
             return Verdict.STOP
-        if seq.request.own:
-            self.num_words += self._words_of(seq)
+        if words := seq.request.own.get(self.processor.name):
+            self.num_words += len(words)
             if self.num_words > self.processor.max_words:
                 return Verdict.STOP
         self.num_blocks_at_most += num_blocks_at_most(seq) - num_shared(pool, hit)
@@ -57,9 +57,6 @@ class AdmissionControl(Admission):
         if is_full and self._most_needed(seq, hit, state) > pool.num_blocks:
             return Verdict.STOP
         return Verdict.ADMIT
-
-    def _words_of(self, seq: Sequence) -> int:
-        return len(seq.request.own.get(self.processor.name, ()))
 
     def ended(self, seq: Sequence) -> None:
         self.max_running = min(self.max_running + 1, self.max_num_seqs)

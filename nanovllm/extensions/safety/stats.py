@@ -1,6 +1,5 @@
 """Counts of what an engine has done."""
 
-import time
 from collections import Counter
 from typing import Any
 
@@ -23,14 +22,6 @@ class Finished(Observer):
 
 class StatsLLM(LLMEngine):
     finished: Counter  # see Finished
-    seconds = 0.0  # of all steps
-
-    def step(self) -> tuple[list[tuple[int, list[int]]], int]:
-        """`LLMEngine.step`."""
-        start = time.perf_counter()
-        result = super().step()
-        self.seconds += time.perf_counter() - start
-        return result
 
     def stats(self) -> dict[str, float]:
         """
