@@ -237,7 +237,7 @@ MUTATIONS = [
     ),
     *mutations_of(
         "nanovllm/extensions/safety/admission",
-        ("self.num_words += len(words)", "self.num_words = len(words)"),
+        ("self.num_words += num_words", "self.num_words = num_words"),
         ("self.num_words > self.processor.max_words", "self.num_words >= self.processor.max_words"),
         ("sum(len(other.request.own.get(self.processor.name, ())) for other in running)", "0"),
         ("self.max_running = min(self.max_running + 1, self.max_num_seqs)", "pass"),

@@ -48,8 +48,8 @@ class AdmissionControl(Admission):
             self.num_words = sum(len(other.request.own.get(self.processor.name, ())) for other in running)
         if self.max_running < self.max_num_seqs and not (is_first and len(running) < self.max_running):
             return Verdict.STOP
-        if words := seq.request.own.get(self.processor.name):
-            self.num_words += len(words)
+        if num_words := len(seq.request.own.get(self.processor.name, ())):
+            self.num_words += num_words
             if self.num_words > self.processor.max_words:
                 return Verdict.STOP
         self.num_blocks_at_most += num_blocks_at_most(seq) - num_shared(pool, hit)
