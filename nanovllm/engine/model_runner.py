@@ -93,8 +93,8 @@ class ModelRunner:
         layout = SlotLayout(config)
         self.slots = DeviceSlots(layout, self.device)
         self.waiting = 0  # those that wait for the host, see Batch.wanted
-        receive_prefixes = partial(parts.prefix_cache.receive, kv_cache=self.kv_cache)
-        self.receivers = {"attention": self.backend.receive, "prefix_cache": receive_prefixes}
+        self.receivers = {"attention": self.backend.receive}
+        self.receivers["prefix_cache"] = lambda message: parts.prefix_cache.receive(message, self.kv_cache)
         for i, processor in enumerate(parts.logits_processors):
             processor.allocate(layout.num_slots, config.hf_config.vocab_size, self.device)
             self.waiting |= processor.waits_for_host << i
