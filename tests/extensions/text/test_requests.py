@@ -17,8 +17,8 @@ from fuzz import CHECKPOINT, Question, answer_at_once, fuzz, rounding_explains
 from tokenizers import Tokenizer, decoders, models
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.engine import llm_engine
 from nanovllm.extensions.logits import logprobs
-from nanovllm.extensions.safety import stats as engine_stats
 from nanovllm.extensions.text.results import make_result
 from nanovllm.extensions.text.stop_texts import StopTexts
 from tiny_checkpoints import EXACT, make_checkpoint, one_thread  # noqa: F401
@@ -812,7 +812,7 @@ def test_tokens_per_second_are_those_that_somebody_gets_in_the_time_of_all_steps
 
     [stop, *_] = generate(llm, temperature=0, max_tokens=20)["token_ids"][4:]
     before, clock = seconds(), itertools.count()
-    monkeypatch.setattr(engine_stats, "time", SimpleNamespace(perf_counter=clock.__next__))
+    monkeypatch.setattr(llm_engine, "time", SimpleNamespace(perf_counter=clock.__next__))
     generate(llm, temperature=0, max_tokens=20, stop_token_ids=[stop])
     assert seconds() - before == pytest.approx(next(clock) // 2)
 
