@@ -46,16 +46,19 @@ class InputProcessor:
     def read_all(self, prompts: Any, sampling_params: Any) -> list[Request]:
         """A list of prompts, with parameters for all or for each."""
         check(isinstance(prompts, (list, tuple)), "prompts must be a list", prompts)
-        if isinstance(sampling_params, (list, tuple)):
-            each = [self.read_params(params, f"prompts[{i}]") for i, params in enumerate(sampling_params)]
-        else:
-            each = [self.read_params(sampling_params, "prompts[0]")] * len(prompts)
-        if len(each) != len(prompts):
-            raise ValueError(f"there are {len(prompts)} prompts but {len(each)} sampling_params")
-        pairs = zip(prompts, each, strict=True)
-        return [
-            self.make_request(prompt, params, f"prompts[{i}]") for i, (prompt, params) in enumerate(pairs)
-        ]
+        given = sampling_params
+        if not isinstance(given, (list, tuple)):
+            given = [given] * len(prompts)
+        if len(given) != len(prompts):
+            raise ValueError(f"there are {len(prompts)} prompts but {len(given)} sampling_params")
+        checked = {}  # SamplingParams by id: often all prompts have the same object
+        requests = []
+        for i, params in enumerate(given):
+            name = f"prompts[{i}]"
+            if id(params) not in checked:
+                checked[id(params)] = self.read_params(params, name)
+            requests.append(self.make_request(prompts[i], checked[id(params)], name))
+        return requests
 
     def read_params(self, params: Any, name: str) -> SamplingParams:
         """A checked copy: fields may have been assigned to, and may be again while the request runs."""

@@ -145,7 +145,7 @@ class Scheduler:
 
     def advance(self, sequences: list[Sequence]) -> list[Sequence]:
         """
-        Count a step as under way, so that the next one can be scheduled before its tokens are known. Returns
+        Count a step as in flight, so that the next one can be scheduled before its tokens are known. Returns
         the sequences that draw a token in it: all but one whose prompt is not yet computed to its end.
         """
         drawing = []
@@ -206,7 +206,7 @@ class Scheduler:
         seq.num_tokens = len(seq.token_ids)
         for admission in self.admissions:
             admission.ended(seq)
-        # It may have been preempted or released while its last token was under way.
+        # It may have been preempted or released while its last token was in flight.
         if seq.status == SequenceStatus.WAITING:
             del self.waiting[seq]
         elif seq.slot >= 0:

@@ -256,7 +256,7 @@ MUTATIONS = [
         ('if seq.finish_reason != "abort" and may_end_early(seq):', 'if seq.finish_reason != "abort":'),
         ("SHARE_WEIGHT * (share - self.share)", "SHARE_WEIGHT * share"),
         ("half = seq.num_completion_tokens / 2", "half = 0"),
-        ("is_first, self.held_back = state", "is_first, self.held_back = self.held_back is None and state"),
+        ("is_first = state.held_back is not self.held_back", "is_first = self.held_back is None"),
         ("self.num_blocks_at_most += num", "at_most = self.num_blocks_at_most + num"),
         ("sorted(growing, reverse=True)", "sorted(growing)"),
         ("needed += full - count", "needed += full"),
@@ -290,12 +290,9 @@ MUTATIONS = [
         ("self._overlap and sequences and self.unfinished", "self._overlap and sequences"),
         ("            self._sample(self.in_flight[-1])\n", "            pass\n"),
         ("self.ended, self.attempt = {}, None", "self.attempt = None"),
-    ),
-    *mutations_of("scheduler", ("                self.num_drawn_tokens -= 1\n", "")),
-    *mutations_of(
-        "nanovllm/extensions/safety/stats",
         ("self.seconds += time.perf_counter()", "self.seconds = time.perf_counter()"),
     ),
+    *mutations_of("scheduler", ("                self.num_drawn_tokens -= 1\n", "")),
     *mutations_of(
         "nanovllm/extensions/safety/recovery",
         ("del seq.token_ids[length:]", "pass"),

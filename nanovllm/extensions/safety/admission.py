@@ -41,7 +41,8 @@ class AdmissionControl(Admission):
     def admits(self, seq: Sequence, hit: Hit, state: Scheduler) -> Verdict:
         """Whether the blocks suffice until all have ended if this sequence runs too."""
         pool, running = state.block_manager, state.running
-        is_first, self.held_back = state.held_back is not self.held_back, state.held_back
+        is_first = state.held_back is not self.held_back  # each step makes a list of its own
+        self.held_back = state.held_back
         if is_first:
             growths = (num_blocks_at_most(other) - len(other.block_table) for other in running)
             self.num_blocks_at_most = len(pool.used_block_ids) + sum(growths)
