@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from compressed_tensors.compressors.base import BaseCompressor
 from compressed_tensors.quantization import QuantizationScheme
 from safetensors.torch import load_file, save_file
-from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 Tensors = dict[str, torch.Tensor]
 QUANTISED = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj".split()
@@ -71,6 +70,8 @@ def fp8(
         return packed
 
     def unpack(packed: Tensors) -> torch.Tensor:
+        from transformers.integrations.finegrained_fp8 import Fp8Dequantize  # transformers 5 or newer
+
         codes, scales = packed["weight"], packed[scale_name]
         height, width = codes.shape
         if block:  # transformers wants whole blocks
