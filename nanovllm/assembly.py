@@ -135,6 +135,12 @@ def assemble(config: Config) -> Parts:
     from nanovllm.extensions.startup.memory import MemoryHint
     from nanovllm.extensions.text.stop_texts import StopTexts
 
+    observers = []
+    if config.timeline is not None:
+        from nanovllm.extensions.timeline.pages import write
+        from nanovllm.extensions.timeline.recorder import Recorder
+
+        observers.append(Recorder(functools.partial(write, config)))
     bias, *others, scores = make_processors()
     bitmask = BitmaskProcessor()
     admission_control = AdmissionControl(config, bias)
@@ -153,6 +159,7 @@ def assemble(config: Config) -> Parts:
             bitmask,
             StopTexts(),
             Finished(),
+            *observers,
         ),
         prefix_cache=prefix_cache,
         admissions=(HoldBack(), admission_control),

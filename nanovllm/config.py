@@ -125,6 +125,8 @@ class Config:
     revision:               branch, tag or commit of a hub id.
     download_dir:           where files of the hub are kept; None is its usual cache.
     token:                  for the hub; None is the one that is logged in.
+    timeline:               file to write what happened into when the engine ends: .html, a page that shows it,
+                            or .json, a trace for Perfetto.
 
     Raises ValueError naming the option, its value and what is allowed. An option that no part of the engine
     serves, which is one without a check, must be left at its default.
@@ -158,6 +160,7 @@ class Config:
     revision: str | None = None
     download_dir: str | os.PathLike | None = None
     token: str | None = field(default=None, repr=False)
+    timeline: str | os.PathLike | None = None
 
     def __post_init__(self) -> None:
         # A filled-in Config is a copy of one that was checked, and may be made in a forked process, which

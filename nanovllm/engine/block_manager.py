@@ -7,6 +7,7 @@ it available: its contents stay findable until the block is handed out again.
 
 import struct
 from collections import OrderedDict
+from typing import Any
 
 import xxhash
 
@@ -51,11 +52,13 @@ class BlockManager:
         block_size: int,
         enable_prefix_caching: bool = True,
         prefix_cache: PrefixCache | None = None,
+        watchers: tuple[Any, ...] = (),
     ):
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.num_blocks = num_blocks
         self.prefix_cache = prefix_cache or PrefixCache()
+        self.watchers = watchers  # observers that are told what happens to blocks
         self.reset()
 
     def reset(self) -> None:
@@ -106,8 +109,10 @@ class BlockManager:
         for block_id in (*hit.blocks, *hit.pins):
             self._take(block_id)
         seq.block_table += hit.blocks
+        for i, block_id in enumerate(hit.blocks):
+            self._tell("hit", block_id, seq, i)
         for i in range(seq.num_cached_blocks, seq.num_blocks):
-            seq.block_table.append(self._take_free_block())
+            self._append_free_block(seq)
             if (i + 1) * self.block_size <= seq.num_tokens:
                 self._close(seq, i)
         self.prefix_cache.allocated(seq, hit)
@@ -124,6 +129,7 @@ class BlockManager:
         """Give back the first `end` blocks, which no layer reads again. In the table nobody looks at them."""
         for block_id in reversed(seq.block_table[seq.num_released_blocks : end]):
             self.give_back(block_id)
+            self._tell("freed", block_id, seq)
         seq.num_released_blocks = end
 
     def forget_uncomputed(self, seq: Sequence) -> None:
@@ -138,7 +144,7 @@ class BlockManager:
     def may_append(self, seq: Sequence) -> None:
         """Before the last token is written: open a block if it begins one, close the block that it fills."""
         if len(seq.block_table) * self.block_size < seq.num_tokens:
-            seq.block_table.append(self._take_free_block())
+            self._append_free_block(seq)
         elif seq.last_block_num_tokens == self.block_size and len(seq.token_ids) == seq.num_tokens:
             self.close_newest(seq)
 
@@ -175,11 +181,16 @@ class BlockManager:
             self.used_block_ids.remove(block_id)
             self.free_block_ids[block_id] = None
 
-    def _take_free_block(self) -> int:
+    def _append_free_block(self, seq: Sequence) -> None:
         block_id = self.prefix_cache.evict()
         self._forget(block_id)
         self._take(block_id)
-        return block_id
+        seq.block_table.append(block_id)
+        self._tell("taken", block_id, seq, len(seq.block_table) - 1)
+
+    def _tell(self, event: str, block_id: int, seq: Sequence | None = None, index: int = -1) -> None:
+        for watcher in self.watchers:
+            watcher.block(event, block_id, seq, index)
 
     def _close(self, seq: Sequence, i: int) -> None:
         """Have the sequence's i-th block, which is full, found by its hash."""
@@ -187,11 +198,13 @@ class BlockManager:
             block = self.blocks[seq.block_table[i]]
             block.update(self._block_hash(seq, i), seq.block(i))
             self.hash_to_block_id[block.hash] = block.block_id
+            self._tell("closed", block.block_id, seq, i)
 
     def _forget(self, block_id: int) -> None:
         """Make the block unfindable."""
         block = self.blocks[block_id]
         if self.hash_to_block_id.get(block.hash) == block_id:
             del self.hash_to_block_id[block.hash]
+            self._tell("forgotten", block_id)
         self.prefix_cache.forgotten(block_id)
         block.reset()

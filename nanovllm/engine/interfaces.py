@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from nanovllm.distributed.group import Group
-from nanovllm.engine.policies import Admission, PrefixCache
+from nanovllm.engine.policies import Admission, Hit, PrefixCache
 from nanovllm.engine.sequence import Sequence
 from nanovllm.layers.sampler import SamplingStep
 from nanovllm.sampling_params import SamplingParams
@@ -27,6 +27,7 @@ class Observer:
     """
 
     is_active = False  # whether after_step is called
+    watches = False  # whether admitted, preempted and block are called
 
     def starting(self, rank: int, make_runner: Callable[..., Any]) -> None:
         """
@@ -51,6 +52,21 @@ class Observer:
 
     def added(self, sequences: list[Sequence]) -> None:
         """These have been queued, or are kept after a failure and begin anew."""
+
+    def admitted(self, seq: Sequence, hit: Hit) -> None:
+        """The sequence has got a slot, and blocks for all its tokens; its KV cache begins with the hit."""
+
+    def preempted(self, seq: Sequence) -> None:
+        """The sequence has lost its blocks, and waits again."""
+
+    def block(self, event: str, block_id: int, seq: Sequence | None, index: int) -> None:
+        """
+        A block was "taken" by a sequence as the index-th of its table, or "hit": found and shared by one;
+        "closed", and found from now on; "freed" by a sequence; or "forgotten": it is not found any more.
+        """
+
+    def launching(self, step: Any) -> None:
+        """The batch of this `Step` is complete, and is about to be run."""
 
     def after_step(self, step: Any) -> None:
         """

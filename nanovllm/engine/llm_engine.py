@@ -30,6 +30,7 @@ class Step:
     """A step in flight, or another change of the engine's requests. Filled in as far as it has come."""
 
     sequences: list[Sequence]
+    started: float = 0.0  # when the call began that scheduled it, of time.perf_counter
     num_tokens: int = 0  # that it computes of prompts; or minus the number of sequences that it decodes
     batch: Batch | None = None
     output: StepOutput | None = None  # None while its sampling waits for the host, see `_sample`
@@ -73,7 +74,8 @@ class LLMEngine:
                 self.exit()
                 raise
         parts, processors = self.parts, self.parts.logits_processors
-        self.scheduler = Scheduler(self.config, parts.prefix_cache, parts.admissions)
+        watchers = tuple(observer for observer in parts.observers if observer.watches)
+        self.scheduler = Scheduler(self.config, parts.prefix_cache, parts.admissions, watchers)
         self.batches = BatchMaker(self.config, parts, self.model_runner.backend)
         self.prompts = self.make_prompts(self.config, self.tokenizer, self.scheduler.limits, processors)
         for processor in processors:
@@ -152,7 +154,7 @@ class LLMEngine:
         self.begin()
         sequences, is_prefill = self.scheduler.schedule()
         if sequences:
-            step = self.attempt = Step(sequences)
+            step = self.attempt = Step(sequences, started=start)
             self._launch(step, is_prefill)
             self.in_flight.append(step)
         num_tokens = 0
@@ -182,6 +184,7 @@ class LLMEngine:
         sequences = step.sequences
         step.batch = self.batches.prefill(sequences) if is_prefill else self.batches.decode(sequences)
         step.num_tokens = len(step.batch.token_ids) if is_prefill else -len(sequences)
+        self._notify("launching", step)
         if self.in_flight and self.in_flight[-1].output is None:
             # Not earlier: from its sampling on the GPU waits for this step.
             self._sample(self.in_flight[-1])

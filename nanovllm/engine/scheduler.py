@@ -35,6 +35,7 @@ class Scheduler:
         config: Any,
         prefix_cache: PrefixCache | None = None,
         admissions: tuple[Admission, ...] = (),
+        watchers: tuple[Any, ...] = (),
     ):
         self.max_num_seqs = config.max_num_seqs
         self.max_num_batched_tokens = config.max_num_batched_tokens
@@ -45,9 +46,10 @@ class Scheduler:
         reach = config.hf_config.tokens_in_reach
         self.reach = reach and max(2, reach)
         self.block_manager = BlockManager(
-            config.num_kvcache_blocks, self.block_size, config.enable_prefix_caching, prefix_cache
+            config.num_kvcache_blocks, self.block_size, config.enable_prefix_caching, prefix_cache, watchers
         )
         self.admissions = admissions
+        self.watchers = watchers
         self.clear()
         self.num_preemptions = 0
         self.num_drawn_tokens = 0  # without those for sequences that had ended before
@@ -98,6 +100,8 @@ class Scheduler:
                 self.held_back.append((seq, hit))
                 continue
             self.block_manager.allocate(seq, hit)
+            for watcher in self.watchers:
+                watcher.admitted(seq, hit)
             self.running.append(seq)
             seq.status = SequenceStatus.RUNNING
             seq.slot = self.free_slots.pop()
@@ -142,6 +146,8 @@ class Scheduler:
         self.waiting[seq] = None
         self.waiting.move_to_end(seq, last=False)
         self.num_preemptions += 1
+        for watcher in self.watchers:
+            watcher.preempted(seq)
 
     def advance(self, sequences: list[Sequence]) -> list[Sequence]:
         """

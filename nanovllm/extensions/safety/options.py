@@ -3,13 +3,14 @@
 import os
 import warnings
 from collections.abc import Collection
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from nanovllm.checkpoints.base import Checkpoint
 from nanovllm.config import CHECKS, DTYPES, Check, Config, one_of
-from nanovllm.utils.validation import shown
+from nanovllm.utils.validation import check, shown
 
 # Formats that other engines want to be told, and this one finds in the checkpoint.
 FOUND_FORMATS = "compressed-tensors gptq gptq_marlin awq awq_marlin auto-round gguf".split()
@@ -57,6 +58,17 @@ def check_quantization(value: Any, name: str) -> str | None:
     return None if value is None else one_of("fp8", "int4")(value, name)
 
 
+def check_timeline(value: Any, name: str) -> Path | None:
+    """A file that can be written; its ending says what it is to be."""
+    path = none_or("a path", str, os.PathLike)(value, name)
+    if path is None:
+        return None
+    path = Path(path).absolute()
+    check(path.suffix in (".html", ".json"), f"{name} must end in .html or .json", value)
+    check(path.parent.is_dir(), f"{name} must be in a folder that exists", value)
+    return path
+
+
 class ExtendedConfig(Config):
     """All options are served."""
 
@@ -73,6 +85,7 @@ class ExtendedConfig(Config):
         "download_dir": none_or("a path", str, os.PathLike),
         "token": none_or("a text", str, bool),
         "lora": none_or("a folder or hub id of an adapter", str, os.PathLike),
+        "timeline": check_timeline,
     }
 
     def with_checkpoint(self, checkpoint: Checkpoint, given: Collection[str] = ()) -> Config:

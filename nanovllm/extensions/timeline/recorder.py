@@ -1,0 +1,175 @@
+"""Keeps what happens in an engine: steps, what each sequence did in them, and what happened to blocks.
+
+Knows nothing about pages. Times are in milliseconds after the first request; steps are counted in the
+order in which they were launched, and what is decided while a step is scheduled belongs to that step.
+"""
+
+import atexit
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from nanovllm.engine.interfaces import Observer
+from nanovllm.engine.policies import Hit
+from nanovllm.engine.sequence import Sequence
+
+MAX_STEPS = 20_000
+MAX_EVENTS = 400_000  # of blocks
+MAX_TOKENS = 150_000  # whose ids are kept for the page
+
+
+@dataclass
+class RecordedStep:
+    is_prefill: bool
+    start: float
+    num_sequences: int
+    num_tokens: int
+    special: str  # why it took longer than others of its kind, or ""
+    host: float = 0.0  # time from its beginning until the device could begin
+    device: float = 0.0  # time that the device worked on it alone
+    end: float = 0.0
+    num_used_blocks: int = 0
+
+
+@dataclass
+class RecordedSequence:
+    """
+    `spans` are [kind, first step, last step, ...] in order. "waiting" has no more; "prefill" goes on with the
+    tokens that the KV cache had before, those computed, and how many of those before were found there at this
+    admission; "decode" with the tokens that it had before.
+    """
+
+    seq: Sequence
+    arrived: int
+    spans: list[list[Any]] = field(default_factory=list)
+    first_token: int | None = None  # the step that drew it
+    ended: int | None = None
+    hashes: list[int] = field(default_factory=list)
+
+
+class Recorder(Observer):
+    is_active = watches = True
+
+    def __init__(self, write: Callable[["Recorder"], None]):
+        """`write` is called once, when the engine ends, by `exit()` or with Python."""
+        self.write = write
+        self.steps: list[RecordedStep] = []
+        self.sequences: dict[int, RecordedSequence] = {}  # by seq_id, in order of arrival
+        self.block_events: list[tuple[Any, ...]] = []  # (step, event, block, number of the sequence, its block's index)
+        self.cut = ""
+        self.num_blocks = self.block_size = 0
+        self.in_flight: list[tuple[Any, RecordedStep]] = []
+        self.kinds: set[bool] = set()  # of steps that have run: whether a prefill
+        self.hits: dict[int, int] = {}  # by seq_id, tokens found at an admission that no step has followed yet
+        self.origin = self.last_end = 0.0
+
+    # --- what the engine tells ---
+
+    def started(self, engine: Any) -> None:
+        atexit.register(self.stop)
+        self.engine = engine
+        self.tokenizer = engine.tokenizer
+        self.block_size = engine.config.kvcache_block_size
+        self.num_blocks = engine.config.num_kvcache_blocks
+
+    def added(self, sequences: list[Sequence]) -> None:
+        self.origin = self.origin or time.perf_counter()
+        for seq in sequences:
+            known = self.sequences.get(seq.seq_id)  # kept after a failure: it begins anew
+            if known is None and not self.cut:
+                known = self.sequences[seq.seq_id] = RecordedSequence(seq, len(self.steps))
+            if known is not None:
+                known.spans.append(["waiting", len(self.steps), len(self.steps)])
+
+    def admitted(self, seq: Sequence, hit: Hit) -> None:
+        self.hits[seq.seq_id] = hit.num_tokens
+
+    def preempted(self, seq: Sequence) -> None:
+        if (known := self.sequences.get(seq.seq_id)) is not None:
+            known.spans.append(["waiting", len(self.steps), len(self.steps)])
+
+    def launching(self, step: Any) -> None:
+        """The step's sequences still have what it is about to compute in `num_scheduled_tokens`."""
+        number = len(self.steps)
+        if number == MAX_STEPS or len(self.block_events) >= MAX_EVENTS:
+            self.cut = f"recorded up to step {number}"
+            self.watches = self.is_active = False
+            return
+        is_prefill = step.batch.is_prefill
+        recorded = RecordedStep(
+            is_prefill,
+            self.to_ms(step.started),
+            len(step.sequences),
+            abs(step.num_tokens),
+            self.special(is_prefill),
+        )
+        recorded.host = self.to_ms(time.perf_counter()) - recorded.start
+        recorded.num_used_blocks = len(self.engine.scheduler.block_manager.used_block_ids)
+        self.steps.append(recorded)
+        self.in_flight.append((step, recorded))
+        for seq in step.sequences:
+            self.record_progress(number, seq, is_prefill)
+
+    def after_step(self, step: Any) -> None:
+        while self.in_flight:
+            launched, recorded = self.in_flight.pop(0)
+            if launched is step:
+                break
+        else:
+            return
+        recorded.end = self.to_ms(time.perf_counter())
+        # The device cannot begin a step before it has ended the one in front.
+        recorded.device = recorded.end - max(recorded.start + recorded.host, self.last_end)
+        self.last_end = recorded.end
+        for seq in step.drawing:
+            known = self.sequences.get(seq.seq_id)
+            if known is not None and known.first_token is None:
+                known.first_token = self.steps.index(recorded)
+
+    def ended(self, seq: Sequence) -> None:
+        if (known := self.sequences.get(seq.seq_id)) is not None:
+            known.ended = max(known.arrived, len(self.steps) - 1 - len(self.in_flight))
+            known.hashes = seq.block_hashes
+
+    def block(self, event: str, block_id: int, seq: Sequence | None, index: int) -> None:
+        number = None if seq is None else seq.seq_id
+        self.block_events.append((len(self.steps), event, block_id, number, index))
+
+    def cleared(self) -> None:
+        self.block_events.append((len(self.steps), "cleared", 0, None, 0))
+        self.in_flight.clear()
+
+    def stop(self) -> None:
+        atexit.unregister(self.stop)
+        if self.steps:
+            self.write(self)
+            self.steps = []
+
+    # --- what that means ---
+
+    def to_ms(self, moment: float) -> float:
+        return (moment - self.origin) * 1000
+
+    def special(self, is_prefill: bool) -> str:
+        """Whether a step does what only one of its kind does."""
+        if is_prefill in self.kinds:
+            return ""
+        self.kinds.add(is_prefill)
+        return "warm-up"
+
+    def record_progress(self, number: int, seq: Sequence, is_prefill: bool) -> None:
+        if (known := self.sequences.get(seq.seq_id)) is None:
+            return
+        spans, before = known.spans, seq.num_computed_tokens
+        last = spans[-1] if spans else None
+        if last and last[0] == "waiting":
+            last[2] = max(last[1], number - 1)
+            if last[1] == number:
+                spans.pop()
+        if is_prefill:
+            spans.append(["prefill", number, number, before, seq.num_scheduled_tokens, self.hits.pop(seq.seq_id, 0)])
+        elif last and last[0] == "decode" and last[2] == number - 1:
+            last[2] = number
+        else:
+            spans.append(["decode", number, number, before])
