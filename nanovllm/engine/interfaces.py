@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from nanovllm.distributed.group import Group
-from nanovllm.engine.policies import Admission, Hit, PrefixCache
+from nanovllm.engine.policies import Admission, Hit, PrefixCache, SchedulingPolicy
 from nanovllm.engine.sequence import Sequence
 from nanovllm.layers.sampler import SamplingStep
 from nanovllm.sampling_params import SamplingParams
@@ -188,6 +188,7 @@ class Parts:
     observers: tuple[Observer, ...] = ()
     prefix_cache: PrefixCache = field(default_factory=PrefixCache)
     admissions: tuple[Admission, ...] = ()  # who may keep a sequence from running
+    policy: SchedulingPolicy = field(default_factory=SchedulingPolicy)
     logits_processors: tuple[LogitsProcessor, ...] = ()
     # (decode step, device) -> whether it can be recorded as a CUDA graph; asked once, in the warm-up.
     can_record: Callable[..., bool] = lambda _step, _device: True

@@ -75,7 +75,7 @@ class LLMEngine:
                 raise
         parts, processors = self.parts, self.parts.logits_processors
         watchers = tuple(observer for observer in parts.observers if observer.watches)
-        self.scheduler = Scheduler(self.config, parts.prefix_cache, parts.admissions, watchers)
+        self.scheduler = Scheduler(self.config, parts.prefix_cache, parts.admissions, parts.policy, watchers)
         self.batches = BatchMaker(self.config, parts, self.model_runner.backend)
         self.prompts = self.make_prompts(self.config, self.tokenizer, self.scheduler.limits, processors)
         for processor in processors:

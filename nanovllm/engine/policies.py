@@ -1,15 +1,18 @@
-"""The two interfaces of scheduling: what of a prompt the KV cache has, and who may run.
+"""The interfaces of scheduling: what of a prompt the KV cache has, who may run, and what runs next.
 
 The classes here are the plain ones, of which the parts that assembly.py makes are subclasses. Rank 0's host
 has them, beside the Scheduler and its BlockManager, so nothing here knows tensors.
 """
 
-from collections.abc import Collection
+import time
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
 from nanovllm.engine.sequence import Sequence
+
+MAX_PREFILLS_IN_A_ROW = 4  # while a sequence waits to decode
 
 
 @dataclass
@@ -100,3 +103,35 @@ class Admission:
 
     def ended(self, seq: Sequence) -> None:
         """The sequence has ended; its `finish_reason` says why."""
+
+
+class SchedulingPolicy:
+    """
+    What the next step computes. All is asked for on rank 0's host, about requests as they are before the step
+    in flight has drawn its tokens. The Scheduler keeps what must hold: limits, blocks, one unfinished prompt.
+    """
+
+    clock: Callable[[], float] = staticmethod(time.perf_counter)  # seconds; a simulation has one of its own
+
+    def start(self, scheduler: Any) -> None:
+        """The Scheduler is made. What it has is for reading."""
+        self.scheduler = scheduler
+
+    def order(self, waiting: Iterable[Sequence]) -> Iterable[Sequence]:
+        """
+        Who is asked to be admitted, first to last; some may be left out. `waiting` is in order of arrival,
+        behind those that were preempted. `scheduler.blocked` did not fit, and ends the row.
+        """
+        return waiting
+
+    def prefers_prefill(self, num_prefills_in_a_row: int) -> bool:
+        """Whether a prompt is computed next where sequences wait to decode, so many steps already."""
+        return num_prefills_in_a_row < MAX_PREFILLS_IN_A_ROW
+
+    def chunk(self, seq: Sequence, num_tokens: int) -> int:
+        """How many of the next tokens of a prompt are computed, 1 to this, which the step has room for."""
+        return num_tokens
+
+    def victim(self, running: list[Sequence]) -> Sequence:
+        """Who loses its blocks when there are none. `running` is in order of admission."""
+        return running[-1]

@@ -18,10 +18,8 @@ from typing import Any
 
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.limits import Limits
-from nanovllm.engine.policies import Admission, Hit, PrefixCache, Verdict
+from nanovllm.engine.policies import Admission, Hit, PrefixCache, SchedulingPolicy, Verdict
 from nanovllm.engine.sequence import Sequence, SequenceStatus
-
-MAX_PREFILLS_IN_A_ROW = 4  # while a sequence waits to decode
 
 
 class Scheduler:
@@ -35,6 +33,7 @@ class Scheduler:
         config: Any,
         prefix_cache: PrefixCache | None = None,
         admissions: tuple[Admission, ...] = (),
+        policy: SchedulingPolicy | None = None,
         watchers: tuple[Any, ...] = (),
     ):
         self.max_num_seqs = config.max_num_seqs
@@ -50,7 +49,9 @@ class Scheduler:
         )
         self.admissions = admissions
         self.watchers = watchers
+        self.policy = policy or SchedulingPolicy()
         self.clear()
+        self.policy.start(self)
         self.num_preemptions = 0
         self.num_drawn_tokens = 0  # without those for sequences that had ended before
 
@@ -68,7 +69,7 @@ class Scheduler:
         """The sequences of the next step, each with its `num_scheduled_tokens`, and if it is a prefill."""
         has_chunk = self.chunked is not None
         can_decode = len(self.running) > has_chunk
-        is_due = can_decode and self.num_prefills_in_a_row == MAX_PREFILLS_IN_A_ROW
+        is_due = can_decode and not self.policy.prefers_prefill(self.num_prefills_in_a_row)
         if (self.waiting or has_chunk) and not is_due and (sequences := self._schedule_prefill()):
             self.is_prefill = True
             self.num_prefills_in_a_row += can_decode
@@ -83,9 +84,14 @@ class Scheduler:
             scheduled.append(self.chunked)
             budget -= self._schedule_chunk(self.chunked, budget)
         self.held_back: list[tuple[Sequence, Hit]] = []  # by WAIT
-        for seq in self.waiting:
+        for seq in self.policy.order(self.waiting):
             num_running = len(self.running) + len(self.held_back)
-            if seq is self.blocked or not budget or num_running == self.max_num_seqs:
+            if (
+                seq is self.blocked
+                or self.chunked is not None
+                or not budget
+                or num_running == self.max_num_seqs
+            ):
                 break
             hit = self.block_manager.prefix_cache.find(seq)
             verdicts = [admission.admits(seq, hit, self) for admission in self.admissions]
@@ -115,22 +121,22 @@ class Scheduler:
 
     def _schedule_chunk(self, seq: Sequence, budget: int) -> int:
         remaining = seq.num_tokens - seq.num_computed_tokens
-        seq.num_scheduled_tokens = min(remaining, budget)
-        self.chunked = seq if remaining > budget else None
+        seq.num_scheduled_tokens = self.policy.chunk(seq, min(remaining, budget))
+        self.chunked = seq if remaining > seq.num_scheduled_tokens else None
         return seq.num_scheduled_tokens
 
     def _schedule_decode(self) -> list[Sequence]:
         block_size, chunked = self.block_size, self.chunked
-        for seq in self.running:  # oldest first, while preemptions shorten the other end
-            if seq is chunked:
+        for seq in list(self.running):  # oldest first
+            if seq is chunked or seq.slot < 0:  # preempted for one before
                 continue
             seq.num_scheduled_tokens = 1
             if seq.num_tokens % block_size > 1:
                 continue  # in the middle of a block nothing is opened or closed
             while not self.block_manager.can_append(seq):
-                youngest = self.running[-1]
-                self.preempt(youngest)
-                if youngest is seq:
+                victim = self.policy.victim(self.running)
+                self.preempt(victim)
+                if victim is seq:
                     break
             else:
                 self.block_manager.may_append(seq)

@@ -96,12 +96,12 @@ def mutations_of(file: str, *pairs: tuple[str, str]) -> list[Mutation]:
 MUTATIONS = [
     *mutations_of(
         "scheduler",
-        ("self.num_prefills_in_a_row == MAX_PREFILLS_IN_A_ROW", "False"),
+        ("not self.policy.prefers_prefill(self.num_prefills_in_a_row)", "False"),
         ("len(self.running) > has_chunk", "len(self.running) > 0"),
         ("self.is_prefill, self.num_prefills_in_a_row = False, 0", "self.is_prefill = False"),
-        ("            if seq is chunked:\n                continue", "            pass"),
+        ("seq is chunked or seq.slot < 0", "seq.slot < 0"),
         ("decoding = self.running if self.chunked is None else self.running[:-1]", "decoding = self.running"),
-        ("if seq is self.blocked or not budget", "if not budget"),
+        ("seq is self.blocked or self.chunked", "self.chunked"),
         ("seq.num_computed_tokens + 1 - self.reach", "seq.num_computed_tokens + 2 - self.reach"),
         ("        self.blocked = None\n        self.block_manager", "        self.block_manager"),
         (
@@ -118,9 +118,9 @@ MUTATIONS = [
         ("self.held_back.append((seq, hit))", "self.held_back.append((seq, Hit([], 0)))"),
         ("            admission.ended(seq)\n", "            pass\n"),
         ("if seq.num_prompt_tokens_cached is None:", "if seq.num_prompt_tokens_cached is not None:"),
-        ("self.chunked = seq if remaining > budget else None", "self.chunked = None"),
+        ("self.chunked = seq if remaining > seq.num_scheduled_tokens else None", "self.chunked = None"),
         ("if seq.num_tokens % block_size > 1:", "if seq.num_tokens % block_size > 0:"),
-        ("youngest = self.running[-1]", "youngest = self.running[0]"),
+        ("self.policy.victim(self.running)", "self.running[0]"),
         ("self.waiting.move_to_end(seq, last=False)", "pass"),
         ("reverse=True)", "reverse=False)"),
         (

@@ -15,7 +15,8 @@ from block_pool import check_contents, check_pool
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from nanovllm.engine.scheduler import MAX_PREFILLS_IN_A_ROW, Scheduler
+from nanovllm.engine.policies import MAX_PREFILLS_IN_A_ROW
+from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Request, Sequence, SequenceStatus
 from nanovllm.sampling_params import MAX_TOKENS, SamplingParams
 

@@ -120,8 +120,15 @@ def trace_events(recorder: Recorder) -> list[dict[str, Any]]:
     steps = recorder.steps[: last_complete_step(recorder) + 1]
     for i, step in enumerate(steps):
         kind = "prefill" if step.is_prefill else "decode"
-        facts = {"step": i, "sequences": step.num_sequences, "tokens": step.num_tokens, "special": step.special}
-        events.append(interval(f"{kind} {step.num_sequences}", 0, 0, step.end - step.device, step.device, facts))
+        facts = {
+            "step": i,
+            "sequences": step.num_sequences,
+            "tokens": step.num_tokens,
+            "special": step.special,
+        }
+        events.append(
+            interval(f"{kind} {step.num_sequences}", 0, 0, step.end - step.device, step.device, facts)
+        )
         events.append(interval(f"prepare {kind}", 0, 1, step.start, step.host, facts))
         counts = {"sequences": step.num_sequences, "blocks in use": step.num_used_blocks}
         for name, value in counts.items():
@@ -136,6 +143,8 @@ def trace_events(recorder: Recorder) -> list[dict[str, Any]]:
     return events
 
 
-def interval(name: str, pid: int, tid: int, start: float, duration: float, facts: dict[str, Any]) -> dict[str, Any]:
+def interval(
+    name: str, pid: int, tid: int, start: float, duration: float, facts: dict[str, Any]
+) -> dict[str, Any]:
     times = {"ts": round(start * 1000, 1), "dur": round(duration * 1000, 1)}
     return {"ph": "X", "name": name, "pid": pid, "tid": tid, **times, "args": facts}

@@ -56,12 +56,16 @@ class Recorder(Observer):
         self.write = write
         self.steps: list[RecordedStep] = []
         self.sequences: dict[int, RecordedSequence] = {}  # by seq_id, in order of arrival
-        self.block_events: list[tuple[Any, ...]] = []  # (step, event, block, number of the sequence, its block's index)
+        self.block_events: list[
+            tuple[Any, ...]
+        ] = []  # (step, event, block, number of the sequence, its block's index)
         self.cut = ""
         self.num_blocks = self.block_size = 0
         self.in_flight: list[tuple[Any, RecordedStep]] = []
         self.kinds: set[bool] = set()  # of steps that have run: whether a prefill
-        self.hits: dict[int, int] = {}  # by seq_id, tokens found at an admission that no step has followed yet
+        self.hits: dict[
+            int, int
+        ] = {}  # by seq_id, tokens found at an admission that no step has followed yet
         self.origin = self.last_end = 0.0
 
     # --- what the engine tells ---
@@ -168,7 +172,9 @@ class Recorder(Observer):
             if last[1] == number:
                 spans.pop()
         if is_prefill:
-            spans.append(["prefill", number, number, before, seq.num_scheduled_tokens, self.hits.pop(seq.seq_id, 0)])
+            spans.append(
+                ["prefill", number, number, before, seq.num_scheduled_tokens, self.hits.pop(seq.seq_id, 0)]
+            )
         elif last and last[0] == "decode" and last[2] == number - 1:
             last[2] = number
         else:
