@@ -146,7 +146,7 @@ def assemble(config: Config) -> Parts:
     admission_control = AdmissionControl(config, bias)
     prefix_cache = TokenPrefixes() if config.enable_prefix_caching else PrefixCache()
     prefix_cache.max_cached = scores.max_cached
-    return Parts(
+    parts = Parts(
         functools.partial(build_model, quantization=config.quantization),
         make_layout,
         make_backend,
@@ -166,6 +166,11 @@ def assemble(config: Config) -> Parts:
         logits_processors=(bias, *others, scores, bitmask),
         can_record=Parts.can_record if config.hf_config.architectures else can_be_recorded,
     )
+    if config.extensions:
+        from nanovllm.extensions.lab.adding import add_extensions
+
+        parts = add_extensions(parts, config.extensions)
+    return parts
 
 
 def get_model_class(config: ModelConfig) -> type[nn.Module]:

@@ -69,6 +69,12 @@ def check_timeline(value: Any, name: str) -> Path | None:
     return path
 
 
+def check_extensions(value: Any, name: str) -> tuple[Any, ...]:
+    """What they are is seen when the engine is put together."""
+    check(isinstance(value, (list, tuple)), f"{name} must be a list of objects or 'package.module:Name'", value)
+    return tuple(value)
+
+
 class ExtendedConfig(Config):
     """All options are served."""
 
@@ -86,10 +92,15 @@ class ExtendedConfig(Config):
         "token": none_or("a text", str, bool),
         "lora": none_or("a folder or hub id of an adapter", str, os.PathLike),
         "timeline": check_timeline,
+        "extensions": check_extensions,
     }
 
     def with_checkpoint(self, checkpoint: Checkpoint, given: Collection[str] = ()) -> Config:
         """Of options that were `given`, not defaults, it is said if they are cut."""
+        if self.tensor_parallel_size > 1:
+            for extension in self.extensions:  # each rank makes its own
+                wanted = "with several ranks extensions must be named, as 'package.module:Name'"
+                check(isinstance(extension, str), wanted, extension)
         config = super().with_checkpoint(checkpoint)
         length, limit = self.max_model_len, config.max_model_len
         if "max_model_len" in given and length is not None and length > limit:

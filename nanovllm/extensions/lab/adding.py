@@ -1,0 +1,126 @@
+"""Checks a reader's extensions and puts them among the parts of an engine."""
+
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from pkgutil import resolve_name
+from typing import Any
+
+from nanovllm.engine.interfaces import LogitsProcessor, Observer, Parts
+from nanovllm.engine.policies import Admission, PrefixCache, SchedulingPolicy
+from nanovllm.kernels.cache_layout import CacheLayout
+from nanovllm.layers.attention import AttentionBackend
+
+# Of these an engine has any number; and of these one, in whose place the extension stands.
+SEVERAL = {Observer: "observers", LogitsProcessor: "logits_processors", Admission: "admissions"}
+ONE = {PrefixCache: "prefix_cache", SchedulingPolicy: "policy", AttentionBackend: "make_backend", CacheLayout: "make_layout"}
+INTERFACES = (*SEVERAL, *ONE)
+REQUIRED = {LogitsProcessor: "wants", Admission: "admits"}
+
+
+class ExtensionError(RuntimeError):
+    """An extension has raised an error; the message names it and its method."""
+
+
+def add_extensions(parts: Parts, extensions: Iterable[Any]) -> Parts:
+    """
+    The parts with these objects, or those that strings "package.module:Name" name, applied in order. Raises
+    TypeError for what is no extension and ValueError for two that cannot stand together, naming them.
+    """
+    replaced: dict[type, str] = {}
+    for given in extensions:
+        extension = load(given)
+        name = type(extension).__name__
+        check(extension, name)
+        guard(extension, name)
+        for interface in INTERFACES:
+            if not isinstance(extension, interface):
+                continue
+            if (field := SEVERAL.get(interface)) is not None:
+                setattr(parts, field, (*getattr(parts, field), extension))
+                continue
+            if (other := replaced.setdefault(interface, name)) is not name:
+                raise ValueError(f"{other} and {name} cannot stand together: an engine has one {interface.__name__}")
+            is_made = ONE[interface].startswith("make_")
+            setattr(parts, ONE[interface], functools.partial(give, extension) if is_made else extension)
+    parts.__post_init__()
+    names = [processor.name for processor in parts.logits_processors]
+    for processor in parts.logits_processors:
+        if names.count(processor.name) > 1 or not processor.name:
+            raise ValueError(f"{type(processor).__name__} needs a name of its own, not {processor.name!r}")
+    return parts
+
+
+def load(given: Any) -> Any:
+    """The object itself, or what "package.module:Name" names; of a class a new object."""
+    if isinstance(given, str):
+        try:
+            given = resolve_name(given)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise ValueError(f"extensions: {given!r} cannot be imported: {error}") from error
+    return given() if isinstance(given, type) else given
+
+
+def give(extension: Any, config: Any, *others: Any) -> Any:
+    """A back-end or a layout that is there already. A back-end's layout is the last of the others."""
+    if isinstance(extension, AttentionBackend):
+        extension.layout = others[-1]
+    return extension
+
+
+def hooks_of(interfaces: Iterable[type]) -> dict[str, Callable[..., Any]]:
+    return {
+        name: method
+        for interface in interfaces
+        for name, method in vars(interface).items()
+        if inspect.isfunction(method) and not name.startswith("_")
+    }
+
+
+def check(extension: Any, name: str) -> None:
+    """Raise TypeError unless its methods are those of its interfaces, with their arguments."""
+    interfaces = [interface for interface in INTERFACES if isinstance(extension, interface)]
+    if not interfaces:
+        known = ", ".join(interface.__name__ for interface in INTERFACES)
+        raise TypeError(f"{name} is no extension: its class must derive from one of {known}")
+    hooks = hooks_of(interfaces)
+    for interface, method in REQUIRED.items():
+        if isinstance(extension, interface) and getattr(type(extension), method) is getattr(interface, method):
+            raise TypeError(f"{name} has no method {method!r}, without which a {interface.__name__} does nothing")
+    own = [cls for cls in type(extension).__mro__ if not cls.__module__.startswith("nanovllm.") and cls is not object]
+    for method in {key for cls in own for key, value in vars(cls).items() if inspect.isfunction(value)}:
+        if method.startswith("_"):
+            continue
+        if method not in hooks:
+            if near := difflib.get_close_matches(method, hooks, 1, 0.75):
+                raise TypeError(f"{name} has a method {method!r}, which nobody calls; is {near[0]!r} meant?")
+            continue
+        wanted = inspect.signature(hooks[method])
+        try:
+            inspect.signature(getattr(type(extension), method)).bind(*wanted.parameters)
+        except TypeError as error:
+            raise TypeError(f"{name}.{method} must take {wanted}: {error}") from error
+
+
+def guard(extension: Any, name: str) -> None:
+    """What its methods raise names it. A ValueError of `read` is about the request, and stays."""
+    for method, hook in hooks_of(cls for cls in INTERFACES if isinstance(extension, cls)).items():
+        if getattr(type(extension), method) is not hook:
+            setattr(extension, method, guarded(getattr(extension, method), f"{name}.{method}", method == "read"))
+
+
+def guarded(call: Callable[..., Any], where: str, is_reading: bool) -> Callable[..., Any]:
+    @functools.wraps(call)
+    def call_named(*args: Any, **options: Any) -> Any:
+        try:
+            return call(*args, **options)
+        except Exception as error:
+            if isinstance(error, ExtensionError) or (is_reading and isinstance(error, ValueError)):
+                raise
+            named = ExtensionError(f"{where} raised {type(error).__name__}: {error}")
+            if hasattr(error, "sequence"):
+                named.sequence = error.sequence
+            raise named from error
+
+    return call_named
