@@ -21,8 +21,6 @@ engine's own extensions do nothing else. `docs/extending.md` has all of them in 
     adding.py     checks such objects and puts them among the engine's parts
     simulator.py  an engine whose model draws nothing and whose clock is a number: scheduling alone, 10,000 requests in
                   seconds
-    traces.py     workloads with arrival times: shared prefixes, one long prompt among short ones, bursts, skewed reuse
-    harness.py    runs one on an engine, and compares what came out: percentiles, a table, a plot, JSON
     check.py      `python -m nanovllm.extensions.lab check scheduler mine.py`: the core's tests against a class of
                   yours, and a race with the one it replaces
 """

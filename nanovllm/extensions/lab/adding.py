@@ -14,7 +14,12 @@ from nanovllm.layers.attention import AttentionBackend
 
 # Of these an engine has any number; and of these one, in whose place the extension stands.
 SEVERAL = {Observer: "observers", LogitsProcessor: "logits_processors", Admission: "admissions"}
-ONE = {PrefixCache: "prefix_cache", SchedulingPolicy: "policy", AttentionBackend: "make_backend", CacheLayout: "make_layout"}
+ONE = {
+    PrefixCache: "prefix_cache",
+    SchedulingPolicy: "policy",
+    AttentionBackend: "make_backend",
+    CacheLayout: "make_layout",
+}
 INTERFACES = (*SEVERAL, *ONE)
 REQUIRED = {LogitsProcessor: "wants", Admission: "admits"}
 
@@ -41,7 +46,9 @@ def add_extensions(parts: Parts, extensions: Iterable[Any]) -> Parts:
                 setattr(parts, field, (*getattr(parts, field), extension))
                 continue
             if (other := replaced.setdefault(interface, name)) is not name:
-                raise ValueError(f"{other} and {name} cannot stand together: an engine has one {interface.__name__}")
+                raise ValueError(
+                    f"{other} and {name} cannot stand together: an engine has one {interface.__name__}"
+                )
             is_made = ONE[interface].startswith("make_")
             setattr(parts, ONE[interface], functools.partial(give, extension) if is_made else extension)
     parts.__post_init__()
@@ -86,9 +93,17 @@ def check(extension: Any, name: str) -> None:
         raise TypeError(f"{name} is no extension: its class must derive from one of {known}")
     hooks = hooks_of(interfaces)
     for interface, method in REQUIRED.items():
-        if isinstance(extension, interface) and getattr(type(extension), method) is getattr(interface, method):
-            raise TypeError(f"{name} has no method {method!r}, without which a {interface.__name__} does nothing")
-    own = [cls for cls in type(extension).__mro__ if not cls.__module__.startswith("nanovllm.") and cls is not object]
+        if isinstance(extension, interface) and getattr(type(extension), method) is getattr(
+            interface, method
+        ):
+            raise TypeError(
+                f"{name} has no method {method!r}, without which a {interface.__name__} does nothing"
+            )
+    own = [
+        cls
+        for cls in type(extension).__mro__
+        if not cls.__module__.startswith("nanovllm.") and cls is not object
+    ]
     for method in {key for cls in own for key, value in vars(cls).items() if inspect.isfunction(value)}:
         if method.startswith("_"):
             continue
@@ -107,7 +122,9 @@ def guard(extension: Any, name: str) -> None:
     """What its methods raise names it. A ValueError of `read` is about the request, and stays."""
     for method, hook in hooks_of(cls for cls in INTERFACES if isinstance(extension, cls)).items():
         if getattr(type(extension), method) is not hook:
-            setattr(extension, method, guarded(getattr(extension, method), f"{name}.{method}", method == "read"))
+            setattr(
+                extension, method, guarded(getattr(extension, method), f"{name}.{method}", method == "read")
+            )
 
 
 def guarded(call: Callable[..., Any], where: str, is_reading: bool) -> Callable[..., Any]:

@@ -25,7 +25,9 @@ class Part(NamedTuple):
 
 
 PARTS = {
-    "sequence": Part("nanovllm.engine.sequence:Sequence", ("sequence", "block_manager", "scheduler"), races.schedule),
+    "sequence": Part(
+        "nanovllm.engine.sequence:Sequence", ("sequence", "block_manager", "scheduler"), races.schedule
+    ),
     "block_manager": Part(
         "nanovllm.engine.block_manager:BlockManager", ("block_manager", "scheduler"), races.schedule
     ),
@@ -78,7 +80,9 @@ def check(part: str, path: str, out: Callable[[str], Any] = print) -> int:
     if part not in PARTS:
         raise ValueError(f"part must be one of {', '.join(PARTS)}, got {part!r}")
     if not (TESTS / "core").is_dir():
-        raise ValueError(f"the core's tests are its specification, and there are none in {TESTS}: run this in a checkout")
+        raise ValueError(
+            f"the core's tests are its specification, and there are none in {TESTS}: run this in a checkout"
+        )
     place, tests, race = PARTS[part]
     module_name, name = place.split(":")
     old = getattr(import_module(module_name), name)
@@ -101,7 +105,9 @@ def run_tests(names: tuple[str, ...]) -> Findings:
     findings = Findings()
     files = [str(TESTS / "core" / f"test_{name}.py") for name in names]
     with contextlib.redirect_stdout(io.StringIO()):
-        code = pytest.main(["-q", "-p", "no:cacheprovider", "--rootdir", str(TESTS.parent), *files], [findings])
+        code = pytest.main(
+            ["-q", "-p", "no:cacheprovider", "--rootdir", str(TESTS.parent), *files], [findings]
+        )
     if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED) and not findings.failed:
         raise ValueError(f"the tests could not be run: {code!r}")
     return findings

@@ -1,10 +1,13 @@
 """Short runs of one part of the core each, to time it. They look the part up anew, since it may be replaced."""
 
+import json
+import tempfile
 from functools import cache
+from pathlib import Path
 
 import torch
 
-from nanovllm.extensions.lab import harness, traces
+from nanovllm import LLM, SamplingParams
 from nanovllm.extensions.lab.simulator import Simulator
 from nanovllm.kernels.attention_variant import AttentionVariant
 from nanovllm.layers import attention, sampler
@@ -13,9 +16,11 @@ from nanovllm.utils.context import Context
 
 
 def schedule() -> None:
-    """300 requests through a simulated engine, the host's work alone."""
+    """300 requests through a simulated engine: the host's work alone."""
+    lengths = range(10, 910, 3)
+    params = [SamplingParams(temperature=0.0, max_tokens=length // 4, ignore_eos=True) for length in lengths]
     with Simulator(num_kvcache_blocks=1500, kvcache_block_size=16) as engine:
-        harness.run(engine, traces.burst())
+        engine.generate([list(range(length)) for length in lengths], params, use_tqdm=False)
 
 
 def attend() -> None:
@@ -29,7 +34,12 @@ def attention_inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Contex
     torch.manual_seed(0)
     q, k, v = torch.randn(16, 8, 64), *torch.randn(2, 16 * 32, 16, 4, 64)
     tables = torch.randperm(16 * 32).int().view(16, 32)
-    return q, k, v, Context(False, context_lens=torch.full((16,), 500, dtype=torch.int32), block_tables=tables)
+    return (
+        q,
+        k,
+        v,
+        Context(False, context_lens=torch.full((16,), 500, dtype=torch.int32), block_tables=tables),
+    )
 
 
 def sample() -> None:
@@ -46,17 +56,23 @@ def sampling_inputs() -> tuple[torch.Tensor, SamplingStep]:
 
 
 def compute_logits() -> None:
-    """Eight completions of 16 tokens by a model of random weights."""
-    from nanovllm import LLM, SamplingParams
-
+    """Sixteen tokens for each of eight sequences, by a small model of random weights."""
     params = SamplingParams(max_tokens=16, ignore_eos=True)
-    with LLM("qwen3-0.6b", **MODEL_OPTIONS) as llm:
-        llm.generate([[1, 2, 3]] * 8, params, use_tqdm=False)
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(SMALL_MODEL))
+        with LLM(folder, load_format="dummy", device="cpu", num_kvcache_blocks=16) as llm:
+            llm.generate([[1, 2, 3]] * 8, params, use_tqdm=False)
 
 
-MODEL_OPTIONS = {
-    "load_format": "dummy",
-    "device": "cpu",
-    "num_kvcache_blocks": 16,
-    "hf_overrides": {"num_hidden_layers": 2, "vocab_size": 1000},
+SMALL_MODEL = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 1000,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "torch_dtype": "float32",
 }

@@ -71,7 +71,9 @@ def check_timeline(value: Any, name: str) -> Path | None:
 
 def check_extensions(value: Any, name: str) -> tuple[Any, ...]:
     """What they are is seen when the engine is put together."""
-    check(isinstance(value, (list, tuple)), f"{name} must be a list of objects or 'package.module:Name'", value)
+    check(
+        isinstance(value, (list, tuple)), f"{name} must be a list of objects or 'package.module:Name'", value
+    )
     return tuple(value)
 
 

@@ -1,17 +1,77 @@
-"""Runs a trace on an engine and says what its users would have seen.
+"""One page for all experiments: workloads with arrival times, a loop that runs one, and what its users saw.
 
-Works with any engine: a Simulator, whose clock is a number, or an LLM, whose requests then arrive in real time.
+Works with any engine: a Simulator, whose clock is a number, or an LLM, whose requests arrive in real time. The same
+seed always gives the same workload.
+
+    reports = {"plain": run(Simulator(), burst()), "mine": run(Simulator(extensions=[Mine()]), burst())}
+    print(table(reports))
 """
 
 import json
+import random
 import time
-from collections.abc import Sequence as Items
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from nanovllm.extensions.lab.traces import Arrival
-from nanovllm.sampling_params import SamplingParams
+from nanovllm import SamplingParams
+
+# --- workloads ---
+
+
+class Arrival(NamedTuple):
+    seconds: float
+    prompt: list[int]
+    max_tokens: int
+
+
+def tokens(rng: random.Random, count: int, vocab_size: int = 1000) -> list[int]:
+    return [rng.randrange(vocab_size) for _ in range(count)]
+
+
+def steadily(rng: random.Random, prompts: list[list[int]], rate: float, max_tokens: int) -> list[Arrival]:
+    """So many a second on average, at random moments."""
+    moment, arrivals = 0.0, []
+    for prompt in prompts:
+        moment += rng.expovariate(rate)
+        arrivals.append(Arrival(moment, prompt, rng.randint(1, 2 * max_tokens)))
+    return arrivals
+
+
+def shared_prefix(count: int = 200, prefix: int = 300, rate: float = 50, seed: int = 0) -> list[Arrival]:
+    """All prompts begin alike and go on differently, as with few-shot examples."""
+    rng = random.Random(seed)
+    common = tokens(rng, prefix)
+    return steadily(rng, [common + tokens(rng, rng.randint(5, 60)) for _ in range(count)], rate, 50)
+
+
+def long_among_short(
+    count: int = 200, long: int = 3000, every: int = 20, rate: float = 50, seed: int = 0
+) -> list[Arrival]:
+    """Short questions, and now and then a whole document."""
+    rng = random.Random(seed)
+    lengths = [long if i % every == every // 2 else rng.randint(10, 100) for i in range(count)]
+    return steadily(rng, [tokens(rng, length) for length in lengths], rate, 60)
+
+
+def burst(count: int = 300, seed: int = 0) -> list[Arrival]:
+    """All at once, of every length."""
+    rng = random.Random(seed)
+    return [Arrival(0.0, tokens(rng, rng.randint(10, 1000)), rng.randint(10, 400)) for _ in range(count)]
+
+
+def skewed_reuse(
+    count: int = 400, prefixes: int = 60, length: int = 256, rate: float = 50, seed: int = 0
+) -> list[Arrival]:
+    """Prompts that begin with one of several texts, some of which are far more popular than others."""
+    rng = random.Random(seed)
+    texts = [tokens(rng, length) for _ in range(prefixes)]
+    popularity = [1 / (rank + 1) for rank in range(prefixes)]
+    chosen = rng.choices(texts, popularity, k=count)
+    return steadily(rng, [text + tokens(rng, rng.randint(5, 40)) for text in chosen], rate, 30)
+
+
+# --- running one ---
 
 
 @dataclass
@@ -45,7 +105,7 @@ class Report:
         Path(path).write_text(json.dumps(asdict(self) | {"summary": self.summary}, indent=1))
 
 
-def percentile(values: Items[float], share: float) -> float:
+def percentile(values: list[float], share: float) -> float:
     ordered = sorted(values)
     return ordered[round(share / 100 * (len(ordered) - 1))]
 
@@ -58,6 +118,7 @@ def run(engine: Any, trace: list[Arrival], **params: Any) -> Report:
     begin, options = clock(), {"temperature": 0.0, "ignore_eos": True} | params
     waiting = sorted(trace, key=lambda arrival: arrival.seconds)
     sequences, arrived, times = [], [], []
+    running: set[int] = set()  # places in these lists
     num_preemptions = engine.scheduler.num_preemptions
     while waiting or not engine.is_finished():
         if engine.is_finished():
@@ -68,14 +129,21 @@ def run(engine: Any, trace: list[Arrival], **params: Any) -> Report:
             request_id = engine.add_request(arrival.prompt, own)
             sequences.append(engine.unfinished[request_id])
             arrived.append(begin + arrival.seconds)
+            running.add(len(times))
             times.append([])
         engine.step()
-        for seq, seen in zip(sequences, times, strict=True):
+        now = clock()
+        for i in list(running):
+            seq, seen = sequences[i], times[i]
             num_new = len(seq.token_ids) - seq.num_prompt_tokens - len(seen)
-            seen += [clock()] * num_new
+            seen += [now] * num_new
+            if seq.is_finished:
+                running.remove(i)
     return Report(
         first_token=[seen[0] - start for seen, start in zip(times, arrived, strict=True)],
-        longest_gap=[max((b - a for a, b in zip(seen, seen[1:], strict=False)), default=0.0) for seen in times],
+        longest_gap=[
+            max((b - a for a, b in zip(seen, seen[1:], strict=False)), default=0.0) for seen in times
+        ],
         finished=[seen[-1] - start for seen, start in zip(times, arrived, strict=True)],
         token_ids=[seq.completion_token_ids for seq in sequences],
         num_cached_tokens=sum(seq.num_prompt_tokens_cached for seq in sequences),
@@ -91,7 +159,9 @@ def table(reports: dict[str, Report]) -> str:
     for name in next(iter(reports.values())).summary:
         rows.append([name, *(f"{report.summary[name]:.4g}" for report in reports.values())])
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(
+        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows
+    )
 
 
 def plot(reports: dict[str, Report], path: str | Path) -> None:
