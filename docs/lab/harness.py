@@ -7,14 +7,22 @@ seed always gives the same workload.
     print(table(reports))
 """
 
+import contextlib
+import inspect
 import json
+import linecache
 import random
+import sys
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import nanovllm
 from nanovllm import SamplingParams
+
+PACKAGE = Path(nanovllm.__file__).parent
 
 # --- workloads ---
 
@@ -38,11 +46,13 @@ def steadily(rng: random.Random, prompts: list[list[int]], rate: float, max_toke
     return arrivals
 
 
-def shared_prefix(count: int = 200, prefix: int = 300, rate: float = 50, seed: int = 0) -> list[Arrival]:
+def shared_prefix(
+    count: int = 200, prefix: int = 300, rate: float = 50, max_tokens: int = 50, seed: int = 0
+) -> list[Arrival]:
     """All prompts begin alike and go on differently, as with few-shot examples."""
     rng = random.Random(seed)
     common = tokens(rng, prefix)
-    return steadily(rng, [common + tokens(rng, rng.randint(5, 60)) for _ in range(count)], rate, 50)
+    return steadily(rng, [common + tokens(rng, rng.randint(5, 60)) for _ in range(count)], rate, max_tokens)
 
 
 def long_among_short(
@@ -177,3 +187,40 @@ def plot(reports: dict[str, Report], path: str | Path) -> None:
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=150)
+
+
+# --- seeing how the engine uses an extension ---
+
+
+def is_core(path: str) -> bool:
+    return Path(path).is_relative_to(PACKAGE) and not Path(path).is_relative_to(PACKAGE / "extensions")
+
+
+@contextlib.contextmanager
+def callers_of(*classes: type) -> Iterator[None]:
+    """Print, for each method of these classes that is called, the first line of the core that calls it."""
+    methods = {
+        method.__code__: f"{cls.__name__}.{name}"
+        for cls in classes
+        for name, method in vars(cls).items()
+        if inspect.isfunction(method) and name != "__init__"
+    }
+    found: dict[str, str] = {}
+
+    def profile(frame: Any, event: str, _: Any) -> None:
+        if event == "call" and (name := methods.get(frame.f_code)) is not None and name not in found:
+            caller = frame.f_back
+            while caller is not None and not is_core(caller.f_code.co_filename):
+                caller = caller.f_back
+            if caller is not None:
+                path = Path(caller.f_code.co_filename)
+                line = linecache.getline(str(path), caller.f_lineno).strip()
+                found[name] = f"{path.relative_to(PACKAGE)}:{caller.f_lineno}  {line}"
+
+    sys.setprofile(profile)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+        for name, line in found.items():
+            print(f"{name} is called by {line}")
