@@ -6,7 +6,7 @@ The core serves a few of the fields. Those of others are checked by what serves 
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from nanovllm.utils.validation import check, check_bool, is_number
@@ -48,6 +48,7 @@ class SamplingParams:
     skip_special_tokens:        leave special tokens out of the text.
     detokenize:                 decode the tokens; if False, the text is empty and `stop` cannot be used.
     structured_outputs:         draw only tokens with which the completion can come to look as this says.
+    extra:                      anything, for extensions of your own: each hook gets it with the sequence.
 
     Logits are changed in this order: biases and bans, penalties, the tokens that structured_outputs rules
     out, temperature, min_p, top_k, top_p (with the probabilities among the tokens that min_p and top_k left).
@@ -83,6 +84,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     detokenize: bool = True
     structured_outputs: Any = None
+    extra: Any = field(default=None, hash=False)
     checks: ClassVar[list[Callable[["SamplingParams"], None]]] = []  # of fields that the core does not serve
 
     def __post_init__(self) -> None:

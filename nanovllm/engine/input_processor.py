@@ -32,7 +32,7 @@ def as_token_ids(values: Any, vocab_size: int, what: str) -> list[int]:
 
 class InputProcessor:
     # The fields of SamplingParams that the engine serves, beside those of its logits processors.
-    served = frozenset("temperature max_tokens ignore_eos seed stop_token_ids".split())
+    served = frozenset("temperature max_tokens ignore_eos seed stop_token_ids extra".split())
 
     def __init__(
         self, config: Config, tokenizer: Any, limits: Limits, processors: tuple[LogitsProcessor, ...]

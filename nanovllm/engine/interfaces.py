@@ -27,7 +27,7 @@ class Observer:
     """
 
     is_active = False  # whether after_step is called
-    watches = False  # whether admitted, preempted and block are called
+    watches = False  # whether admitted, first_token, preempted and block are called
 
     def starting(self, rank: int, make_runner: Callable[..., Any]) -> None:
         """
@@ -35,8 +35,11 @@ class Observer:
         the same parts, whose `build()` makes the model without weights.
         """
 
-    def before_warmup(self) -> None:
-        """The weights are there, and the first kernels are about to be launched."""
+    def before_warmup(self, model: nn.Module) -> None:
+        """
+        The weights are there, and the first kernels are about to be launched. Hooks of torch on the model's
+        modules are called in steps that run eagerly, not in those of a CUDA graph.
+        """
 
     def before_first_decode(self) -> None:
         """The engine's first decode step is about to be enqueued."""
@@ -55,6 +58,9 @@ class Observer:
 
     def admitted(self, seq: Sequence, hit: Hit) -> None:
         """The sequence has got a slot, and blocks for all its tokens; its KV cache begins with the hit."""
+
+    def first_token(self, seq: Sequence) -> None:
+        """The sequence has drawn the first token of its completion."""
 
     def preempted(self, seq: Sequence) -> None:
         """The sequence has lost its blocks, and waits again."""

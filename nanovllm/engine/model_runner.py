@@ -63,7 +63,7 @@ class ModelRunner:
                 with torch_defaults(self.config.torch_dtype, self.device), use_group(self.group):
                     load_model(self.model, checkpoint)
                 pack_weights(self.model)
-                self._notify("before_warmup")
+                self._notify("before_warmup", self.model)
                 self.group.connect(self.device)
                 self.allocate_kv_cache(self.warmup_model())
             except BaseException as error:

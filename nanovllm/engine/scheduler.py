@@ -196,6 +196,9 @@ class Scheduler:
                 continue
             seq.append_token(token_id)
             num_known = len(seq.token_ids)
+            if self.watchers and num_known == seq.num_prompt_tokens + 1:
+                for watcher in self.watchers:
+                    watcher.first_token(seq)
             if num_known % block_size == 0 and seq.num_computed_tokens >= num_known:
                 self.block_manager.close_newest(seq)
             if token_id in seq.request.end_token_ids:

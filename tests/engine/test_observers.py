@@ -29,7 +29,7 @@ class Notebook(Observer):
         other.build()
         self.note(f"starting, {len(other.model.model.layers)} layer")
 
-    def before_warmup(self):
+    def before_warmup(self, model):
         self.note("before_warmup")
 
     def before_first_decode(self):

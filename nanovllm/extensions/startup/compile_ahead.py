@@ -25,6 +25,7 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from nanovllm.config import Config
 from nanovllm.distributed.group import Group
@@ -80,7 +81,7 @@ class CompileAhead(Observer):
                 self._processes.append(process)
         os.close(report)
 
-    def before_warmup(self) -> None:
+    def before_warmup(self, model: nn.Module) -> None:
         """Wait until what the start needs is compiled, or it takes too long."""
         missing = len(self._processes)
         while missing:

@@ -168,7 +168,7 @@ function drawLanes() {
       const end = spans[spans.length - 1];
       pen.fillRect(xOf(spans[0][FIRST]), y + high / 2 - 0.5, xOf(end[LAST], END) - xOf(spans[0][FIRST]), 1);
     }
-    spans.forEach((span, i) => {
+    spans.forEach((span) => {
       const left = xOf(span[FIRST]), wide = Math.max(0.7, xOf(span[LAST], END) - left);
       pen.fillStyle = colours[span[KIND]];
       const slim = span[KIND] === "waiting" ? high / 4 : 0;
@@ -182,11 +182,9 @@ function drawLanes() {
         pen.fillStyle = colours.ink;
         drawWords(pen, sequence, span, y + high / 2 + 4);
       }
-      if (span[KIND] === "waiting" && i) { // it ran before: preempted
-        pen.fillStyle = colours.preempted;
-        pen.fillRect(left - 1, y + inset, 3, high - 2 * inset);
-      }
     });
+    pen.fillStyle = colours.preempted;
+    for (const at of sequence.preempted) pen.fillRect(xOf(at) - 1, y + inset, 3, high - 2 * inset);
     if (sequence.ended !== null) {
       pen.fillStyle = colours.text;
       pen.fillRect(xOf(sequence.ended, END) - 1, y + inset, 2, high - 2 * inset);

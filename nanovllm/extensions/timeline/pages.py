@@ -86,6 +86,7 @@ def sequence_data(recorded: RecordedSequence, num_steps: int, room: int) -> dict
         "hashes": [f"{number:016x}" for number in recorded.hashes],
         "arrived": min(recorded.arrived, num_steps - 1),
         "first": recorded.first_token,
+        "preempted": [step for step in recorded.preempted if step < num_steps],
         "ended": recorded.ended,
         "reason": seq.finish_reason,
         "spans": [

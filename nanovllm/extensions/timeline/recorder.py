@@ -44,6 +44,7 @@ class RecordedSequence:
     arrived: int
     spans: list[list[Any]] = field(default_factory=list)
     first_token: int | None = None  # the step that drew it
+    preempted: list[int] = field(default_factory=list)  # before these steps
     ended: int | None = None
     hashes: list[int] = field(default_factory=list)
 
@@ -89,8 +90,13 @@ class Recorder(Observer):
     def admitted(self, seq: Sequence, hit: Hit) -> None:
         self.hits[seq.seq_id] = hit.num_tokens
 
+    def first_token(self, seq: Sequence) -> None:
+        if (known := self.sequences.get(seq.seq_id)) is not None:
+            known.first_token = len(self.steps) - len(self.in_flight)
+
     def preempted(self, seq: Sequence) -> None:
         if (known := self.sequences.get(seq.seq_id)) is not None:
+            known.preempted.append(len(self.steps))
             known.spans.append(["waiting", len(self.steps), len(self.steps)])
 
     def launching(self, step: Any) -> None:
@@ -126,10 +132,6 @@ class Recorder(Observer):
         # The device cannot begin a step before it has ended the one in front.
         recorded.device = recorded.end - max(recorded.start + recorded.host, self.last_end)
         self.last_end = recorded.end
-        for seq in step.drawing:
-            known = self.sequences.get(seq.seq_id)
-            if known is not None and known.first_token is None:
-                known.first_token = self.steps.index(recorded)
 
     def ended(self, seq: Sequence) -> None:
         if (known := self.sequences.get(seq.seq_id)) is not None:

@@ -101,7 +101,7 @@ for _ in range(2):
     parts = assemble(replace(config, device="cuda"))
     for observer in parts.observers:
         observer.starting(rank, functools.partial(ModelRunner, parts=parts))
-        observer.before_warmup()
+        observer.before_warmup(None)
         observer.before_first_decode()
         observer.stop()
     print("started", flush=True)
