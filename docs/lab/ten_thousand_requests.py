@@ -9,7 +9,7 @@ import time
 from harness import Arrival, callers_of, run, shared_prefix, table
 
 from nanovllm.engine.batch import Batch
-from nanovllm.extensions.lab.simulator import Simulator
+from nanovllm.extensions.lab.simulator import SimulatedRunner, Simulator
 
 COUNT = 10_000
 
@@ -41,7 +41,7 @@ def main() -> None:
     )
     assert all(report.token_ids == reports["plain"].token_ids for report in reports.values())
     assert reports["plain"].num_cached_tokens > 0 == reports["no prefixes"].num_cached_tokens
-    with Simulator(cost=slower_card) as engine, callers_of(Simulator):
+    with Simulator(cost=slower_card) as engine, callers_of(SimulatedRunner):
         run(engine, trace[:3])
 
 

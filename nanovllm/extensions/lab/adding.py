@@ -7,10 +7,13 @@ from collections.abc import Callable, Iterable
 from pkgutil import resolve_name
 from typing import Any
 
+import torch
+
 from nanovllm.engine.interfaces import LogitsProcessor, Observer, Parts
-from nanovllm.engine.policies import Admission, PrefixCache, SchedulingPolicy
+from nanovllm.engine.policies import Admission, PrefixCache, SchedulingPolicy, Verdict
 from nanovllm.kernels.cache_layout import CacheLayout
 from nanovllm.layers.attention import AttentionBackend
+from nanovllm.utils.validation import shown
 
 # Of these an engine has any number; and of these one, in whose place the extension stands.
 SEVERAL = {Observer: "observers", LogitsProcessor: "logits_processors", Admission: "admissions"}
@@ -118,26 +121,63 @@ def check(extension: Any, name: str) -> None:
             raise TypeError(f"{name}.{method} must take {wanted}: {error}") from error
 
 
+# What else than an error may come from a method, and would break the engine later: the arguments and the result ->
+# whether it is good.
+RESULTS: dict[str, Callable[..., bool]] = {
+    "admits": lambda result, *_: isinstance(result, Verdict),
+    "apply": lambda result, logits, _: is_like(result, logits),
+    "prefill": lambda result, q, *_: is_like(result, q),
+    "decode": lambda result, q, *_: is_like(result, q),
+    "order": lambda result, waiting: len({*result} & {*waiting}) == len([*result]),
+    "chunk": lambda result, _, num_tokens: result in range(1, num_tokens + 1),
+    "victim": lambda result, running: result in running,
+}
+
+
+def is_like(result: Any, given: torch.Tensor) -> bool:
+    return isinstance(result, torch.Tensor) and result.shape == given.shape and result.device == given.device
+
+
 def guard(extension: Any, name: str) -> None:
-    """What its methods raise names it. A ValueError of `read` is about the request, and stays."""
+    """What its methods raise names it, and so does a result that cannot be."""
     for method, hook in hooks_of(cls for cls in INTERFACES if isinstance(extension, cls)).items():
         if getattr(type(extension), method) is not hook:
-            setattr(
-                extension, method, guarded(getattr(extension, method), f"{name}.{method}", method == "read")
-            )
+            setattr(extension, method, guarded(getattr(extension, method), f"{name}.{method}"))
 
 
-def guarded(call: Callable[..., Any], where: str, is_reading: bool) -> Callable[..., Any]:
+_inside: list[str] = []  # the methods of extensions that are being called
+
+
+def guarded(call: Callable[..., Any], where: str) -> Callable[..., Any]:
+    method = call.__name__
+
     @functools.wraps(call)
     def call_named(*args: Any, **options: Any) -> Any:
+        if method == "started":
+            [engine] = args
+            engine.check_usable = functools.partial(check_outside, engine.check_usable)
+        _inside.append(where)
         try:
-            return call(*args, **options)
+            result = call(*args, **options)
+            if method in RESULTS and not RESULTS[method](result, *args):
+                raise ValueError(f"it must not return {shown(result)}")
+            return result
         except Exception as error:
-            if isinstance(error, ExtensionError) or (is_reading and isinstance(error, ValueError)):
+            # Of `read` a ValueError is about the request.
+            if isinstance(error, ExtensionError) or (method == "read" and isinstance(error, ValueError)):
                 raise
             named = ExtensionError(f"{where} raised {type(error).__name__}: {error}")
             if hasattr(error, "sequence"):
                 named.sequence = error.sequence
             raise named from error
+        finally:
+            _inside.pop()
 
     return call_named
+
+
+def check_outside(check_usable: Callable[[], None]) -> None:
+    """What an engine checks before each call. An extension is called in the middle of one."""
+    if _inside:
+        raise RuntimeError(f"{_inside[-1]} must not call the engine, which is in the middle of a call")
+    check_usable()

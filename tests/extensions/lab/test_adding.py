@@ -1,0 +1,302 @@
+"""Extensions of a reader's own: what is refused, what good ones do, and what bad ones cannot break."""
+
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+import torch
+from block_pool import check_pool
+from tiny_checkpoints import make_checkpoint, one_thread  # noqa: F401
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.engine.interfaces import LogitsProcessor, Observer
+from nanovllm.engine.policies import Admission, Hit, PrefixCache, SchedulingPolicy, Verdict
+from nanovllm.extensions.lab.adding import ExtensionError
+from nanovllm.kernels.cache_layout import CacheLayout
+from nanovllm.layers.attention import AttentionBackend
+
+OPTIONS = {
+    "kvcache_block_size": 16,
+    "num_kvcache_blocks": 24,
+    "max_num_batched_tokens": 64,
+    "dtype": "float32",
+}
+PROMPTS = [[5, 6, 7] * 12, [5, 6, 7] * 11 + [9, 9], [8] * 20]
+GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return str(make_checkpoint(tmp_path_factory.mktemp("lab") / "model"))
+
+
+@pytest.fixture(scope="module")
+def plain(model):
+    with LLM(model, **OPTIONS) as llm:
+        return tokens(llm)
+
+
+def tokens(llm):
+    return [result["token_ids"] for result in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
+
+
+def make(base, **members):
+    """An extension of a class with these members."""
+    if base is LogitsProcessor:
+        members = {"name": "mine", "wants": lambda self, params: True} | members
+    if base is Observer:
+        members = {"is_active": True, "watches": True} | members
+    return type("Mine", (base,), members)()
+
+
+def fail(*_, **__):
+    raise KeyError("mine")
+
+
+# --- what is refused ---
+
+SIMILAR = make(LogitsProcessor, aply=lambda self, logits, step: logits)
+REFUSED = {
+    "no interface": (object(), TypeError, "object is no extension"),
+    "a number": (3, TypeError, "int is no extension"),
+    "no module": ("nowhere.at:All", ValueError, "nowhere.at:All"),
+    "no such name": ("nanovllm.engine.interfaces:Nobody", ValueError, "Nobody"),
+    "misspelt": (SIMILAR, TypeError, "'aply', which nobody calls; is 'apply' meant"),
+    "without wants": (type("Mine", (LogitsProcessor,), {"name": "mine"})(), TypeError, "no method 'wants'"),
+    "without admits": (type("Mine", (Admission,), {})(), TypeError, "no method 'admits'"),
+    "an argument too few": (
+        make(Observer, after_step=lambda self: None),
+        TypeError,
+        "Mine.after_step must take",
+    ),
+    "without a name": (make(LogitsProcessor, name=""), ValueError, "name of its own"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_no_extension_is_refused_by_name(model, case):
+    extension, error, message = REFUSED[case]
+    with pytest.raises(error, match=message):
+        LLM(model, extensions=[extension], **OPTIONS)
+
+
+@pytest.mark.parametrize("base", [PrefixCache, SchedulingPolicy, AttentionBackend, CacheLayout])
+def test_two_that_cannot_stand_together_are_refused_by_name(model, base):
+    first, second = type("First", (base,), {})(), type("Second", (base,), {})()
+    with pytest.raises(ValueError, match=f"First and Second cannot stand together.*{base.__name__}"):
+        LLM(model, extensions=[first, second], **OPTIONS)
+
+
+def test_two_logits_processors_of_one_name_are_refused(model):
+    with pytest.raises(ValueError, match="name of its own, not 'mine'"):
+        LLM(model, extensions=[make(LogitsProcessor), make(LogitsProcessor)], **OPTIONS)
+
+
+@pytest.mark.parametrize("value", [3, "module:Name", {}])
+def test_the_option_is_a_list(model, value):
+    with pytest.raises(ValueError, match="extensions must be a list"):
+        LLM(model, extensions=value)
+
+
+def test_with_several_ranks_an_extension_must_have_a_name(model):
+    with pytest.raises(ValueError, match="with several ranks extensions must be named"):
+        LLM(model, extensions=[make(Observer)], tensor_parallel_size=2, **OPTIONS)
+
+
+# --- what good ones do ---
+
+
+def test_extensions_are_applied_in_order_and_reach_every_request(model, plain):
+    def ban_and_note(name, token_id, seen):
+        def apply(self, logits, step):
+            logits[:, token_id] = float("-inf")
+            seen.append(name)
+            return logits
+
+        return make(LogitsProcessor, name=name, apply=apply)
+
+    first, second = plain[0][0], plain[1][0]
+    seen = []
+    with LLM(
+        model, extensions=[ban_and_note("b", first, seen), ban_and_note("a", second, seen)], **OPTIONS
+    ) as llm:
+        found = tokens(llm)
+    assert seen[:4] == ["b", "a", "b", "a"]
+    assert not any(token_id in (first, second) for completion in found for token_id in completion)
+
+
+def test_a_field_of_ones_own_reaches_the_hooks(model):
+    class Urgent(SchedulingPolicy):
+        def order(self, waiting):
+            return sorted(waiting, key=lambda seq: -(seq.sampling_params.extra or {}).get("priority", 0))
+
+    class Order(Observer):
+        watches = True
+
+        def __init__(self):
+            self.prompts = []
+
+        def admitted(self, seq, hit):
+            self.prompts.append(seq.prompt_token_ids[0])
+
+    order = Order()
+    with LLM(model, extensions=[Urgent(), order], max_num_seqs=1, **OPTIONS) as llm:
+        params = [SamplingParams(max_tokens=2, extra={"priority": i}) for i in (1, 3, 2)]
+        llm.generate([[10], [30], [20]], params, use_tqdm=False)
+    assert order.prompts == [30, 20, 10]
+
+
+def test_a_snapshot_is_plain_data_of_its_own(model):
+    taken = []
+    watcher = make(Observer, after_step=lambda self, step: taken.append(self.engine.snapshot()))
+    watcher.__class__.started = lambda self, engine: setattr(self, "engine", engine)
+    with LLM(model, extensions=[watcher], **OPTIONS) as llm:
+        tokens(llm)
+        end = llm.snapshot()
+    busiest = max(taken, key=lambda snapshot: len(snapshot["running"]))
+    assert len(busiest["running"]) == 3 and set(busiest["block_tables"]) == set(busiest["running"])
+    for block_id, ref_count in enumerate(busiest["ref_counts"]):
+        assert ref_count == sum(table.count(block_id) for table in busiest["block_tables"].values())
+        assert (block_id in busiest["free"]) == (ref_count == 0)
+    assert (
+        not end["running"] and sorted(end["free"]) == list(range(24)) and any(h != -1 for h in end["hashes"])
+    )
+
+
+def test_hooks_of_torch_see_a_layer_in_eager_steps(model):
+    shapes = []
+
+    def before_warmup(self, model):
+        model.model.layers[1].mlp.register_forward_hook(lambda *_: shapes.append(1))
+
+    with LLM(model, extensions=[make(Observer, before_warmup=before_warmup)], **OPTIONS) as llm:
+        tokens(llm)
+    assert len(shapes) == 2 + 19  # two steps of prefill, of 64 tokens at most
+
+
+# --- what bad ones cannot break ---
+
+BAD = {
+    **{f"Observer.{hook}": make(Observer, **{hook: fail}) for hook in (
+        "added", "admitted", "block", "first_token", "launching", "after_step", "ended", "before_first_decode",
+    )},
+    **{f"LogitsProcessor.{hook}": make(LogitsProcessor, **{hook: fail}) for hook in (
+        "wants", "read", "prepare", "apply", "hidden", "drawn",
+    )},
+    "a result that is missing": make(LogitsProcessor, apply=lambda self, logits, step: None),
+    "a wrong shape": make(LogitsProcessor, apply=lambda self, logits, step: logits[:, :10]),
+    "a wrong device": make(LogitsProcessor, apply=lambda self, logits, step: logits.to("meta")),
+    "a message that nobody can receive": make(LogitsProcessor, prepare=lambda self, sequences: 1, receive=fail),
+    "PrefixCache.find": make(PrefixCache, find=fail),
+    "PrefixCache.written": make(PrefixCache, written=fail),
+    "Admission.admits": make(Admission, admits=fail),
+    "no verdict": make(Admission, admits=lambda self, seq, hit, state: "yes"),
+    "SchedulingPolicy.order": make(SchedulingPolicy, order=fail),
+    "a stranger in the order": make(SchedulingPolicy, order=lambda self, waiting: [object()]),
+    "one twice in the order": make(SchedulingPolicy, order=lambda self, waiting: [*waiting, *waiting]),
+    "no tokens": make(SchedulingPolicy, chunk=lambda self, seq, num_tokens: 0),
+    "too many tokens": make(SchedulingPolicy, chunk=lambda self, seq, num_tokens: num_tokens + 1),
+    "AttentionBackend.prefill": make(AttentionBackend, prefill=fail),
+    "half a decode": make(AttentionBackend, decode=lambda self, q, k, v, variant, step: q[:, :1]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_bad_extension_is_an_error_that_names_it_and_the_engine_goes_on(model, case):
+    with LLM(model, extensions=[BAD[case]], **OPTIONS) as llm:
+        for _ in range(2):
+            with pytest.raises(ExtensionError, match=r"Mine\.\w+ raised"):
+                tokens(llm)
+            llm.clear()
+            assert llm.is_finished() and not llm.snapshot()["running"]
+            check_pool(llm.scheduler.block_manager)
+
+
+@pytest.mark.parametrize("hook", ["starting", "before_warmup", "started"])
+def test_one_that_fails_at_the_start_ends_it(model, hook):
+    with pytest.raises(ExtensionError, match=f"Mine.{hook} raised KeyError"):
+        LLM(model, extensions=[make(Observer, **{hook: fail})], **OPTIONS)
+
+
+def test_once_it_stops_failing_all_is_as_before(model, plain):
+    def fail_at_first(self, step):
+        self.count = getattr(self, "count", 0) + 1
+        if self.count < 3:
+            raise KeyError("mine")
+
+    with LLM(model, extensions=[make(Observer, after_step=fail_at_first)], **OPTIONS) as llm:
+        for _ in range(3):
+            try:
+                found = tokens(llm)
+            except ExtensionError:
+                continue
+        assert found == plain
+
+
+def test_what_a_request_must_not_ask_for_stays_a_value_error(model):
+    def read(self, request, where):
+        raise ValueError(f"{where}: not that")
+
+    with LLM(model, extensions=[make(LogitsProcessor, read=read)], **OPTIONS) as llm:
+        with pytest.raises(ValueError, match="sampling_params for prompts.0.: not that"):
+            tokens(llm)
+
+
+@pytest.mark.parametrize("call", ["step", "clear", "add_request", "abort"])
+def test_one_that_calls_the_engine_from_inside_is_refused(model, call):
+    arguments = {"add_request": ([1],), "abort": (0,)}.get(call, ())
+    bad = make(Observer, after_step=lambda self, step: getattr(self.engine, call)(*arguments))
+    bad.__class__.started = lambda self, engine: setattr(self, "engine", engine)
+    with LLM(model, extensions=[bad], **OPTIONS) as llm:
+        with pytest.raises(ExtensionError, match="Mine.after_step must not call the engine"):
+            tokens(llm)
+        assert llm.is_finished()
+
+
+def test_one_that_sleeps_makes_the_engine_slow_and_nothing_else(model, plain):
+    with LLM(
+        model, extensions=[make(Observer, after_step=lambda self, step: time.sleep(0.001))], **OPTIONS
+    ) as llm:
+        assert tokens(llm) == plain
+
+
+STRANGER = """
+    import torch
+    from nanovllm.engine.interfaces import LogitsProcessor, Observer
+
+    class Favourite(LogitsProcessor):
+        name = "favourite"
+        needs_whole = False
+
+        def wants(self, params):
+            return params.extra == "favourite"
+
+        def apply(self, logits, step):
+            if step.vocab_start <= 42 < step.vocab_start + logits.shape[1]:
+                logits[:, 42 - step.vocab_start] += 1e4
+            return logits
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_strangers_package_works_on_every_rank(model, tmp_path, ranks):
+    package = tmp_path / "stranger"
+    package.mkdir()
+    (package / "__init__.py").write_text(textwrap.dedent(STRANGER))
+    script = f"""
+        from nanovllm import LLM, SamplingParams
+        if __name__ == "__main__":
+            with LLM({model!r}, extensions=["stranger:Favourite"], tensor_parallel_size={ranks}, device="cpu", **{OPTIONS}) as llm:
+                params = [SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, extra=extra) for extra in ("favourite", None)]
+                for _ in range(2):
+                    with_it, without = (result["token_ids"] for result in llm.generate([[7, 8]] * 2, params, use_tqdm=False))
+                    assert with_it == [42] * 3 and 42 not in without, (with_it, without)
+                    try:
+                        llm.generate([[-1]], use_tqdm=False)
+                    except ValueError:
+                        pass
+    """
+    (tmp_path / "script.py").write_text(textwrap.dedent(script))
+    subprocess.run([sys.executable, "script.py"], cwd=tmp_path, check=True, timeout=300)
