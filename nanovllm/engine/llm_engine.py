@@ -259,7 +259,8 @@ class LLMEngine:
         self.unfinished = {seq.seq_id: seq for seq in kept}
         self.scheduler.clear(kept)
         self._notify("cleared")
-        self._notify("added", kept)
+        if kept:
+            self._notify("added", kept)
         self.attempt = None
 
     def _notify(self, event: str, *args: Any) -> None:

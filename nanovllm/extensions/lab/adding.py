@@ -142,20 +142,22 @@ def guard(extension: Any, name: str) -> None:
     """What its methods raise names it, and so does a result that cannot be."""
     for method, hook in hooks_of(cls for cls in INTERFACES if isinstance(extension, cls)).items():
         if getattr(type(extension), method) is not hook:
-            setattr(extension, method, guarded(getattr(extension, method), f"{name}.{method}"))
+            setattr(extension, method, guarded(getattr(extension, method), name, method))
 
 
 _inside: list[str] = []  # the methods of extensions that are being called
 
 
-def guarded(call: Callable[..., Any], where: str) -> Callable[..., Any]:
-    method = call.__name__
+def guarded(call: Callable[..., Any], name: str, method: str) -> Callable[..., Any]:
+    where = f"{name}.{method}"
 
     @functools.wraps(call)
     def call_named(*args: Any, **options: Any) -> Any:
         if method == "started":
             [engine] = args
-            engine.check_usable = functools.partial(check_outside, engine.check_usable)
+            for name in ("check_usable", "clear"):  # one of which every call of an engine begins with
+                own = getattr(engine.__class__, name)
+                setattr(engine, name, functools.partial(call_outside, own, engine))
         _inside.append(where)
         try:
             result = call(*args, **options)
@@ -176,8 +178,8 @@ def guarded(call: Callable[..., Any], where: str) -> Callable[..., Any]:
     return call_named
 
 
-def check_outside(check_usable: Callable[[], None]) -> None:
-    """What an engine checks before each call. An extension is called in the middle of one."""
+def call_outside(method: Callable[[Any], None], engine: Any) -> None:
+    """A method of the engine, but not for an extension, which is called in the middle of one."""
     if _inside:
         raise RuntimeError(f"{_inside[-1]} must not call the engine, which is in the middle of a call")
-    check_usable()
+    method(engine)
