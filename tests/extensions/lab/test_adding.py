@@ -266,7 +266,7 @@ def test_one_that_sleeps_makes_the_engine_slow_and_nothing_else(model, plain):
 
 STRANGER = """
     import torch
-    from nanovllm.engine.interfaces import LogitsProcessor, Observer
+    from nanovllm.engine.interfaces import LogitsProcessor
 
     class Favourite(LogitsProcessor):
         name = "favourite"
@@ -275,9 +275,19 @@ STRANGER = """
         def wants(self, params):
             return params.extra == "favourite"
 
+        def prepare(self, sequences):
+            return [(seq.slot, self.wants(seq.sampling_params)) for seq in sequences]
+
+        def allocate(self, num_slots, vocab_size, device):
+            self.bias = torch.zeros(num_slots, device=device)
+
+        def receive(self, message):
+            for slot, is_wanted in message:
+                self.bias[slot] = 1e4 if is_wanted else 0.0
+
         def apply(self, logits, step):
             if step.vocab_start <= 42 < step.vocab_start + logits.shape[1]:
-                logits[:, 42 - step.vocab_start] += 1e4
+                logits[:, 42 - step.vocab_start] += self.bias[step.slots].to(logits.dtype)
             return logits
 """
 
