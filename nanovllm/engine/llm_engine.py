@@ -33,8 +33,7 @@ class Step:
     num_tokens: int = 0  # that it computes of prompts; or minus the number of sequences that it decodes
     batch: Batch | None = None
     output: StepOutput | None = None  # None while its sampling waits for the host, see `_sample`
-    drawing: list[Sequence] = field(default_factory=list)  # the sequences whose next token it draws
-    lengths: list[int] = field(default_factory=list)  # the tokens these had, before it was recorded
+    drawing: dict[Sequence, int] = field(default_factory=dict)  # whose next token it draws, and its position
 
 
 class LLMEngine:
@@ -75,7 +74,7 @@ class LLMEngine:
         parts, processors = self.parts, self.parts.logits_processors
         self.scheduler = Scheduler(self.config, parts.prefix_cache, parts.admissions)
         self.batches = BatchMaker(self.config, parts, self.model_runner.backend)
-        self.prompts = self.make_prompts(self.config, self.tokenizer, self.scheduler.limits, processors)
+        self.prompts = self.make_prompts(self.config, self.tokenizer, processors)
         for processor in processors:
             processor.start(self.config, self.prompts)
         self._seeds = random.Random(self.config.seed)
@@ -156,11 +155,15 @@ class LLMEngine:
             self._launch(step, is_prefill)
             self.in_flight.append(step)
         num_tokens = 0
-        # On a GPU the step that was launched last is collected by the next call, unless all requests have
-        # ended: then it was launched before we knew that.
-        while len(self.in_flight) > bool(self._overlap and sequences and self.unfinished):
-            step = self.in_flight.pop(0)
-            self._collect(step)
+        while self.in_flight:
+            step = self.attempt = self.in_flight[0]
+            if step.output is None:  # the tokens of all steps before it are known by now
+                self._sample(step)
+            # On a GPU the step that was launched last is collected by the next call, unless all requests have
+            # ended: then it was launched before we knew that.
+            if self._overlap and step.sequences is sequences and self.unfinished:
+                break
+            self._collect(self.in_flight.pop(0))
             num_tokens = num_tokens or step.num_tokens
         finished = [(seq.seq_id, seq.completion_token_ids) for seq in self.ended.values()]
         self.ended, self.attempt = {}, None
@@ -182,10 +185,6 @@ class LLMEngine:
         sequences = step.sequences
         step.batch = self.batches.prefill(sequences) if is_prefill else self.batches.decode(sequences)
         step.num_tokens = len(step.batch.token_ids) if is_prefill else -len(sequences)
-        if self.in_flight and self.in_flight[-1].output is None:
-            # Not earlier: from its sampling on the GPU waits for this step.
-            self._sample(self.in_flight[-1])
-            self.attempt = step
         with self.model_runner.on_device():
             output = self.model_runner.call("run", step.batch)
             step.output = output and output.to_host(step.batch)
@@ -196,24 +195,17 @@ class LLMEngine:
         Finish a step whose sampling has waited for what logits processors make of all tokens before. On a GPU
         its forward pass runs meanwhile.
         """
-        self.attempt = step
-        messages = {}
-        for processor in selected(self.parts.logits_processors, step.batch.wanted):
-            if processor.waits_for_host:
-                messages[processor.name] = processor.host_input(step.sequences)
+        wanted = selected(self.parts.logits_processors, step.batch.wanted)
+        messages = {each.name: each.host_input(step.sequences) for each in wanted if each.waits_for_host}
         with self.model_runner.on_device():
             step.output = self.model_runner.call("sample", messages).to_host(step.batch)
 
     def _collect(self, step: Step) -> None:
         """Wait for a step's tokens, and end the sequences that end with them."""
-        self.attempt = step
-        if step.output is None:
-            self._sample(step)
         token_ids = step.output.token_ids()
         self.check_usable()  # where a rank has failed the tokens are worthless
-        step.lengths = [len(seq.token_ids) for seq in step.drawing]
         for name, tensors in step.output.tensors.items():
-            self.parts.logits_processor(name).record(step.sequences, step.drawing, tensors)
+            self.parts.logits_processor(name).record(step.sequences, [*step.drawing], tensors)
         finished = self.scheduler.postprocess(step.sequences, token_ids, step.drawing)
         for observer in self.observers:
             if observer.is_active:

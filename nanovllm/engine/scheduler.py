@@ -17,7 +17,6 @@ from operator import attrgetter
 from typing import Any
 
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.limits import Limits
 from nanovllm.engine.policies import Admission, Hit, PrefixCache, Verdict
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 
@@ -26,8 +25,9 @@ MAX_PREFILLS_IN_A_ROW = 4  # while a sequence waits to decode
 
 class Scheduler:
     """
-    Why all requests end: each fits the pool alone (`add` checks it), and the oldest running sequence gets its
-    block first and is preempted last, so that each decode step brings it one token nearer its end.
+    Why all requests end: each fits the pool alone (`InputProcessor.check_length`), and the oldest running
+    sequence gets its block first and is preempted last, so that each decode step brings it one token nearer
+    its end.
     """
 
     def __init__(
@@ -38,7 +38,6 @@ class Scheduler:
     ):
         self.max_num_seqs = config.max_num_seqs
         self.max_num_batched_tokens = config.max_num_batched_tokens
-        self.limits = Limits(config)
         self.block_size = config.kvcache_block_size
         # How many tokens back the model looks, 0: to the first. 2 at least, since a block is closed a step
         # after its last token has been drawn.
@@ -56,10 +55,7 @@ class Scheduler:
         return not self.waiting and not self.running
 
     def add(self, seq: Sequence) -> None:
-        """
-        Queue a request. Raises ValueError if its prompt could never fit, however empty the engine is.
-        """
-        self.limits.check(seq.num_tokens)
+        """Queue a request. It must fit the pool alone."""
         self.waiting[seq] = None
 
     def schedule(self) -> tuple[list[Sequence], bool]:
@@ -143,12 +139,13 @@ class Scheduler:
         self.waiting.move_to_end(seq, last=False)
         self.num_preemptions += 1
 
-    def advance(self, sequences: list[Sequence]) -> list[Sequence]:
+    def advance(self, sequences: list[Sequence]) -> dict[Sequence, int]:
         """
         Count a step as in flight, so that the next one can be scheduled before its tokens are known. Returns
-        the sequences that draw a token in it: all but one whose prompt is not yet computed to its end.
+        the sequences that draw a token in it, all but one whose prompt is not yet computed to its end, and
+        the positions of these tokens.
         """
-        drawing = []
+        drawing = {}
         for seq in sequences:
             start = seq.num_computed_tokens
             seq.num_computed_tokens += seq.num_scheduled_tokens
@@ -161,14 +158,14 @@ class Scheduler:
                     self.block_manager.release(seq, num_past)
                     self.blocked = None
             if seq.num_computed_tokens == seq.num_tokens:
+                drawing[seq] = seq.num_tokens
                 seq.num_tokens += 1
-                drawing.append(seq)
                 if seq.num_tokens == seq.request.max_num_tokens:
                     self._release(seq)  # its last token needs neither slot nor blocks
         return drawing
 
     def postprocess(
-        self, sequences: list[Sequence], token_ids: list[int], drawing: list[Sequence] | None = None
+        self, sequences: list[Sequence], token_ids: list[int], drawing: dict[Sequence, int] | None = None
     ) -> list[Sequence]:
         """
         Record the tokens of a step, one per sequence that draws, and return the sequences that end with them.

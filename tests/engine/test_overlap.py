@@ -27,7 +27,7 @@ def run(folder: str, overlap: bool, params: SamplingParams | list[SamplingParams
     prompts += [prompts[-1], [*prompts[-1][:50], 3, 4]]
     with LLM(folder, **{**EXACT, **options}, seed=1) as llm:
         llm._overlap = overlap
-        llm.scheduler.limits.eos = frozenset(eos)
+        llm.prompts.eos = frozenset(eos)
         results = [r["token_ids"] for r in llm.generate(prompts, params, use_tqdm=False)]
         check_pool(llm.scheduler.block_manager, [])
         assert not llm.scheduler.block_manager.used_block_ids

@@ -291,7 +291,7 @@ def check_by_reference(llm: LLM, request: Question, result: dict[str, Any], mode
     """With a model of transformers its log-probabilities are wanted too."""
     prompt, params = request
     if params is not None:
-        check_result(llm.tokenizer, prompt, params, result, llm.scheduler.limits.max_num_tokens, model)
+        check_result(llm.tokenizer, prompt, params, result, llm.prompts.max_num_tokens, model)
     elif model is not None:
         found = [*result["token_logprobs"][1:], result["logprob"]]
         expected = logprobs_of(model, prompt) if len(prompt) > 1 else []

@@ -353,6 +353,7 @@ class Simulation:
                 num_key_value_heads=1,
                 tokens_in_reach=pick.choice([0, 0, 0, 1, 2, 5, 12]),
             ),
+            model="a model",
             attention_backend="auto",
             tensor_parallel_size=1,
         )
@@ -446,7 +447,7 @@ class Simulation:
             self.work[seq.seq_id] = sum(map(self.most_drawn, self.requests.values()))
             self.arrived[seq.seq_id] = self.step_number
             self.expected[seq.seq_id] = expected_completion(
-                prompt, params, self.scheduler.limits.eos, seq.request.seed, self.max_num_tokens
+                prompt, params, self.scheduler.prompts.eos, seq.request.seed, self.max_num_tokens
             )
         self.counts["requests"] += len(group)
         self.counts["ended by the context"] += (max_tokens or room + 1) > room

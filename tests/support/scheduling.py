@@ -15,20 +15,24 @@ from block_pool import check_contents, check_pool
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.scheduler import MAX_PREFILLS_IN_A_ROW, Scheduler
 from nanovllm.engine.sequence import Request, Sequence, SequenceStatus
-from nanovllm.sampling_params import MAX_TOKENS, SamplingParams
+from nanovllm.sampling_params import SamplingParams
 
 EOS = 0
 
 
 class ReadingScheduler(Scheduler):
-    """Gives requests what ends their completions, as `InputProcessor` does."""
+    """Has requests read and checked before they are queued, as the engine does."""
+
+    def __init__(self, config: Any, *parts: Any):
+        super().__init__(config, *parts)
+        self.prompts = InputProcessor(config, None, ())
 
     def add(self, seq: Sequence) -> None:
-        params, limits = seq.sampling_params, self.limits
-        most = min(seq.num_prompt_tokens + (params.max_tokens or MAX_TOKENS), limits.max_num_tokens)
-        ends = limits.end_token_ids(params)
+        read = self.prompts.make_request(seq.prompt_token_ids, seq.sampling_params, "prompt")
+        most, ends = read.max_num_tokens, read.end_token_ids
         seq.request = replace(seq.request, max_num_tokens=most, end_token_ids=ends)
         super().add(seq)
 
@@ -43,7 +47,8 @@ def make_scheduler(is_plain: bool = False, **options) -> Scheduler:
         num_kvcache_blocks=32,
         kvcache_block_size=4,
         enable_prefix_caching=True,
-        hf_config=SimpleNamespace(context_limit=200_000, tokens_in_reach=0),
+        hf_config=SimpleNamespace(context_limit=200_000, tokens_in_reach=0, vocab_size=1_000_000),
+        model="a model",
     )
     config = SimpleNamespace(**{**defaults, **options})
     config.eos = (config.eos,) if isinstance(config.eos, int) else config.eos

@@ -60,7 +60,7 @@ class NanoVLLM(TemplateLM):
         if self.tokenizer is None:
             raise ValueError(f"{pretrained!r} has no tokenizer, which evaluation needs")
         self.pretrained = pretrained
-        self.max_length = self.llm.scheduler.limits.max_num_tokens - 1
+        self.max_length = self.llm.prompts.max_num_tokens - 1
         self.max_gen_toks = max_gen_toks
         self.add_bos_token = add_bos_token
         self.custom_prefix_token_id = prefix_token_id

@@ -67,7 +67,7 @@ class TextInputProcessor(InputProcessor):
         found, [place] = [], [i for i, each in enumerate(self.processors) if each.name == "scores"]
         for i, (text, first) in enumerate(zip(texts, first_tokens, strict=True)):
             ids = self.read_prompt(text, f"prompts[{i}]")
-            self.limits.check(len(ids), 0, f"prompts[{i}]: ")
+            self.check_length(len(ids), 0, f"prompts[{i}]")
             rule = f"from_token must be an integer from 0 to {len(ids)}, the tokens of prompts[{i}]"
             check(is_number(first, int, 0, len(ids)), rule, first)
             own = {"scores": self.processors[place].scoring(ids[1:], max(int(first) - 1, 0))}

@@ -64,7 +64,7 @@ def test_a_result_says_why_it_ended_and_what_was_cached(llm):
 def test_an_end_of_sequence_token_is_a_stop_without_a_reason(llm, monkeypatch):
     free = generate(llm, temperature=0, max_tokens=20)["token_ids"]
     place = first_of(free, 3)
-    monkeypatch.setattr(llm.scheduler.limits, "eos", frozenset({free[place]}))
+    monkeypatch.setattr(llm.prompts, "eos", frozenset({free[place]}))
     [result] = llm.generate([PROMPT], SamplingParams(0, 20), use_tqdm=False)
     assert result["token_ids"] == free[: place + 1]
     assert result["finish_reason"] == "stop" and result["stop_reason"] is None
@@ -330,7 +330,7 @@ def test_text_is_made_as_asked(llm, monkeypatch):
     free = generate(llm, temperature=0, max_tokens=20)
     bare = generate(llm, temperature=0, max_tokens=20, detokenize=False)
     assert bare["text"] == "" and bare["token_ids"] == free["token_ids"]
-    monkeypatch.setattr(llm.scheduler.limits, "eos", frozenset({256}))
+    monkeypatch.setattr(llm.prompts, "eos", frozenset({256}))
     monkeypatch.setattr(
         llm.model_runner.model, "compute_logits", lambda hidden: torch.eye(257)[[256] * min(len(hidden), 1)]
     )
