@@ -57,7 +57,7 @@ CORE_TOKENS, CORE_REACHED = 36_000, 37_700
 CORE_LINES, CORE_LINES_REACHED = 3_900, 3_975
 
 HOST_ONLY = """
-    engine/sequence.py engine/scheduler.py engine/block_manager.py extensions/prefixes/prefix_index.py
+    engine/sequence.py engine/scheduler.py engine/block_manager.py
 """.split()
 
 # One decode step, models, layers and kernels aside, in the order in which it is read.

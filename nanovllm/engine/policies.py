@@ -58,15 +58,18 @@ class PrefixCache:
 
     def written(self, seq: Sequence, start: int, end: int) -> None:
         """
-        A step has been enqueued, or will be next, after which the cache holds tokens start..end. Called for
-        each chunk of a prompt and for each block that a completion fills.
+        A step has been enqueued, or will be next, after which the cache holds tokens start..end: they fill a
+        block of a completion.
         """
 
     def leaving(self, seq: Sequence) -> None:
         """The sequence is about to give its blocks back."""
 
     def prepare(self, sequences: list[Sequence]) -> Any:
-        """What every rank must know before it prefills these, to be pickled; None: nothing."""
+        """
+        What every rank must know before it prefills these, to be pickled; None: nothing. That step will be
+        enqueued next, and the cache holds what it computes then: each one's next `num_scheduled_tokens`.
+        """
 
     def receive(self, message: Any, kv_cache: Any) -> None:
         """Do what `prepare` said. Called on every rank, before the step computes anything."""

@@ -64,10 +64,9 @@ class Scheduler:
         can_decode = len(self.running) > has_chunk
         is_due = can_decode and self.num_prefills_in_a_row == MAX_PREFILLS_IN_A_ROW
         if (self.waiting or has_chunk) and not is_due and (sequences := self._schedule_prefill()):
-            self.is_prefill = True
             self.num_prefills_in_a_row += can_decode
             return sequences, True
-        self.is_prefill, self.num_prefills_in_a_row = False, 0
+        self.num_prefills_in_a_row = 0
         return self._schedule_decode(), False
 
     def _schedule_prefill(self) -> list[Sequence]:
@@ -147,11 +146,8 @@ class Scheduler:
         """
         drawing = {}
         for seq in sequences:
-            start = seq.num_computed_tokens
             seq.num_computed_tokens += seq.num_scheduled_tokens
             seq.num_scheduled_tokens = 0
-            if self.is_prefill:
-                self.block_manager.prefix_cache.written(seq, start, seq.num_computed_tokens)
             if self.reach:  # the next token is within it
                 num_past = (seq.num_computed_tokens + 1 - self.reach) // self.block_size
                 if num_past > seq.num_released_blocks:
@@ -232,7 +228,6 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.chunked: Sequence | None = None  # is in the middle of its prompt; the last of `running`
         self.blocked: Sequence | None = None  # did not fit, and will not until blocks are given back
-        self.is_prefill = False  # of the step scheduled last
         self.num_prefills_in_a_row = 0  # while a sequence waited to decode
         self.free_slots = [*reversed(range(self.max_num_seqs))]  # of the devices' tables, see slots.py
         for seq in kept:

@@ -164,7 +164,9 @@ class FakeModel:
 
     def copy_for(self, seq: Sequence) -> tuple[int, int, int] | None:
         """From which block to which, and how many tokens."""
-        return getattr(self.prefix_cache, "copies", {}).get(seq.seq_id)
+        copies = getattr(self.prefix_cache, "copies", ())
+        table = seq.block_table[seq.num_cached_blocks :]
+        return next((copy for copy in copies if copy[1] == table[0]), None) if table else None
 
     def copy(self, batch: Batch, sequences: list[tuple[Sequence, tuple[int, int, int]]]) -> None:
         """All at once, in any order, before anything else that the step does."""

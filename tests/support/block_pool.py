@@ -28,8 +28,10 @@ def published_hash(token_ids: list[int], prefix: int = -1) -> int:
 def compute(manager: BlockManager, *sequences: Sequence) -> None:
     """As a step would that computes all their tokens."""
     for sequence in sequences:
-        start, sequence.num_computed_tokens = sequence.num_computed_tokens, len(sequence)
-        manager.prefix_cache.written(sequence, start, len(sequence))
+        sequence.num_scheduled_tokens = len(sequence) - sequence.num_computed_tokens
+    manager.prefix_cache.prepare(list(sequences))
+    for sequence in sequences:
+        sequence.num_computed_tokens, sequence.num_scheduled_tokens = len(sequence), 0
 
 
 def make_sequence(token_ids, block_size: int = BLOCK_SIZE) -> Sequence:
@@ -79,8 +81,9 @@ def num_common(a: list[int], b: list[int]) -> int:
 
 def copy_for(manager: BlockManager, sequence: Sequence) -> tuple[int, ...] | None:
     """From which block to which, and how many tokens, before the sequence's first step."""
-    message = manager.prefix_cache.prepare([sequence])
-    return None if message is None else tuple(message[:, 0].tolist())
+    copies = getattr(manager.prefix_cache, "copies", ())
+    target = sequence.block_table[sequence.num_cached_blocks]
+    return next((copy for copy in copies if copy[1] == target), None)
 
 
 class Pool:
@@ -196,11 +199,12 @@ class BlockManagerMachine(RuleBasedStateMachine):
         tokens = list(sequence.token_ids)
         hit = self.manager.prefix_cache.find(sequence)
         start = len(hit.blocks) * self.block_size
-        num_copied, source = hit.num_tokens - start, getattr(hit, "source", -1)
+        num_copied = hit.num_tokens - start
+        source = hit.source if num_copied else -1
         assert len(hit.blocks) == self.pool.num_hits(tokens)
         num_new, num_free = self.pool.new_blocks(tokens, hit.blocks), len(self.pool.free)
         if num_copied == 0 and num_new >= num_free:
-            assert source == -1, "no room to keep the source"
+            assert not hit.pins, "no room to keep the source"
         else:
             assert num_copied == self.pool.num_copied(tokens, start)
         fits = self.manager.can_allocate(sequence)

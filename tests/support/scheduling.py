@@ -190,6 +190,7 @@ def run_load(scheduler: Scheduler, sequences: list[Sequence], drawn: dict[int, i
     while not scheduler.is_finished():
         scheduled, is_prefill = scheduler.schedule()
         if is_prefill:
+            scheduler.block_manager.prefix_cache.prepare(scheduled)
             computed += sum(lengths(scheduled))
         else:
             running.append(len(scheduled))
