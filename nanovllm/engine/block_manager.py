@@ -81,16 +81,12 @@ class BlockManager:
             return block_id
         return -1
 
-    def can_allocate(self, seq: Sequence, hit: Hit | None = None) -> bool:
-        """
-        Whether there are blocks for the whole sequence now. `hit` is what `PrefixCache.find` returns, here
-        and for `allocate`; it is looked up if it is not given.
-        """
-        hit = hit or self.prefix_cache.find(seq)
+    def can_allocate(self, seq: Sequence, hit: Hit) -> bool:
+        """Whether there are blocks for the whole sequence now. `hit` is what `PrefixCache.find` returns."""
         num_used = len(self.used_block_ids.intersection(hit.blocks))  # these cost no free block
         return len(self.free_block_ids) >= seq.num_blocks + len(hit.pins) - num_used
 
-    def allocate(self, seq: Sequence, hit: Hit | None = None) -> None:
+    def allocate(self, seq: Sequence, hit: Hit) -> None:
         """
         Give the sequence blocks for all its tokens: shared ones as far as its beginning is cached, then new
         ones.
@@ -101,13 +97,12 @@ class BlockManager:
         `forget_uncomputed` follows a sequence that ends between two chunks of its prompt.
         """
         assert not seq.block_table
-        hit = hit or self.prefix_cache.find(seq)
         seq.num_cached_tokens = seq.num_computed_tokens = hit.num_tokens
         for block_id in (*hit.blocks, *hit.pins):
             self._take(block_id)
         seq.block_table += hit.blocks
         for i in range(seq.num_cached_blocks, seq.num_blocks):
-            seq.block_table.append(self._take_free_block())
+            self._open_block(seq)
             if (i + 1) * self.block_size <= seq.num_tokens:
                 self._close(seq, i)
         self.prefix_cache.allocated(seq, hit)
@@ -138,7 +133,7 @@ class BlockManager:
     def may_append(self, seq: Sequence) -> None:
         """Before the last token is written: open a block if it begins one, close the block that it fills."""
         if len(seq.block_table) * self.block_size < seq.num_tokens:
-            seq.block_table.append(self._take_free_block())
+            self._open_block(seq)
         elif seq.last_block_num_tokens == self.block_size and len(seq.token_ids) == seq.num_tokens:
             self.close_newest(seq)
 
@@ -175,11 +170,12 @@ class BlockManager:
             self.used_block_ids.remove(block_id)
             self.free_block_ids[block_id] = None
 
-    def _take_free_block(self) -> int:
+    def _open_block(self, seq: Sequence) -> None:
+        """The sequence's table gets one block more, a free one."""
         block_id = self.prefix_cache.evict()
         self._forget(block_id)
         self._take(block_id)
-        return block_id
+        seq.block_table.append(block_id)
 
     def _close(self, seq: Sequence, i: int) -> None:
         """Have the sequence's i-th block, which is full, found by its hash."""

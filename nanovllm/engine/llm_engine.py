@@ -48,7 +48,7 @@ class LLMEngine:
     model_runner: ModelRunner | None = None
     ranks: Ranks | None = None
     assembly: str  # names the function that chooses the parts, as "package.module:name"
-    open_model: Callable[[str, dict[str, Any]], tuple[Config, Checkpoint]]  # from the arguments of an engine
+    open_model: Callable[..., tuple[Config, Checkpoint]]  # from the arguments of an engine
     make_prompts: Callable[..., InputProcessor] = InputProcessor
     # When Python itself ends, modules (and this one's names) may be gone before the engine. Nothing is freed
     # then: the end of the process does that.
@@ -82,7 +82,7 @@ class LLMEngine:
         self.seconds = 0.0  # that all steps have taken
         self.in_flight: list[Step] = []  # launched and not collected yet
         self.unfinished: dict[int, Sequence] = {}
-        self.ended: dict[int, Sequence] = {}  # have ended, but no step has returned them yet
+        self.ended: list[Sequence] = []  # no step has returned them yet
         self.attempt: Step | None = None  # what is being done, or was broken off
         self.observers = [*parts.observers]
         self._notify("started", weakref.proxy(self))
@@ -165,8 +165,8 @@ class LLMEngine:
                 break
             self._collect(self.in_flight.pop(0))
             num_tokens = num_tokens or step.num_tokens
-        finished = [(seq.seq_id, seq.completion_token_ids) for seq in self.ended.values()]
-        self.ended, self.attempt = {}, None
+        finished = [(seq.seq_id, seq.completion_token_ids) for seq in self.ended]
+        self.ended, self.attempt = [], None
         self.seconds += time.perf_counter() - start
         return finished, num_tokens
 
@@ -206,7 +206,7 @@ class LLMEngine:
         self.check_usable()  # where a rank has failed the tokens are worthless
         for name, tensors in step.output.tensors.items():
             self.parts.logits_processor(name).record(step.sequences, [*step.drawing], tensors)
-        finished = self.scheduler.postprocess(step.sequences, token_ids, step.drawing)
+        finished = self.scheduler.postprocess(step.drawing, token_ids)
         for observer in self.observers:
             if observer.is_active:
                 observer.after_step(step)
@@ -217,7 +217,7 @@ class LLMEngine:
         """End a sequence, also one that its newest token has ended for another reason."""
         self.scheduler.end(seq, reason, stop_reason)
         if seq.seq_id in self.unfinished:  # else an observer has ended it
-            self.ended[seq.seq_id] = seq
+            self.ended.append(seq)
             del self.unfinished[seq.seq_id]
             self._notify("ended", seq)
 
@@ -262,7 +262,7 @@ class LLMEngine:
 
     def clear(self) -> None:
         """Drop every request."""
-        self.unfinished, self.ended, self.attempt = {}, {}, Step([])
+        self.unfinished, self.ended, self.attempt = {}, [], Step([])
         if self.ranks is not None and self.ranks.failures:
             self.exit()
         self.recover()

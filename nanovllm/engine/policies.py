@@ -74,10 +74,6 @@ class PrefixCache:
     def receive(self, message: Any, kv_cache: Any) -> None:
         """Do what `prepare` said. Called on every rank, before the step computes anything."""
 
-    def stats(self) -> dict[str, int]:
-        """Counts for `LLMEngine.stats`."""
-        return {}
-
 
 class Verdict(IntEnum):
     """Of several the highest counts."""

@@ -12,7 +12,7 @@ what these are given meanwhile leaves it the slot and the blocks that it needs.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from operator import attrgetter
 from typing import Any
 
@@ -160,18 +160,13 @@ class Scheduler:
                     self._release(seq)  # its last token needs neither slot nor blocks
         return drawing
 
-    def postprocess(
-        self, sequences: list[Sequence], token_ids: list[int], drawing: dict[Sequence, int] | None = None
-    ) -> list[Sequence]:
+    def postprocess(self, sequences: Collection[Sequence], token_ids: list[int]) -> list[Sequence]:
         """
-        Record the tokens of a step, one per sequence that draws, and return the sequences that end with them.
-        `drawing` is what `advance` returned, if it was called when the step began. Steps are recorded in
-        order.
+        Record the tokens of a step, and return the sequences that end with them. `sequences` are those that
+        draw, which `advance` returned when the step began. Steps are recorded in order.
         """
-        if drawing is None:
-            drawing = self.advance(sequences)
         finished, block_size, over = [], self.block_size, SequenceStatus.FINISHED
-        for seq, token_id in zip(drawing, token_ids, strict=False):
+        for seq, token_id in zip(sequences, token_ids, strict=False):
             if seq.status is over:  # ended by the token before, which was not known when this step began
                 self.num_drawn_tokens -= 1
                 continue
@@ -186,7 +181,7 @@ class Scheduler:
             elif num_known == seq.request.max_num_tokens:
                 self.end(seq, "length")
                 finished.append(seq)
-        self.num_drawn_tokens += len(drawing)
+        self.num_drawn_tokens += len(sequences)
         return finished
 
     def end(self, seq: Sequence, reason: str, stop_reason: Any = None) -> None:

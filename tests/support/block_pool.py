@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.policies import PrefixCache
+from nanovllm.engine.policies import Hit, PrefixCache
 from nanovllm.engine.sequence import Request, Sequence
 
 BLOCK_SIZE = 256
@@ -23,6 +23,16 @@ def published_hash(token_ids: list[int], prefix: int = -1) -> int:
         digest.update(prefix.to_bytes(8, "little"))
     digest.update(np.asarray(token_ids, dtype="<i8").tobytes())
     return digest.intdigest()
+
+
+class Manager(BlockManager):
+    """Looks up what the cache has of a sequence, where the scheduler would."""
+
+    def can_allocate(self, seq: Sequence, hit: Hit | None = None) -> bool:
+        return super().can_allocate(seq, hit or self.prefix_cache.find(seq))
+
+    def allocate(self, seq: Sequence, hit: Hit | None = None) -> None:
+        super().allocate(seq, hit or self.prefix_cache.find(seq))
 
 
 def compute(manager: BlockManager, *sequences: Sequence) -> None:
@@ -185,7 +195,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
     @initialize(num_blocks=st.integers(1, 9), block_size=st.integers(2, 6))
     def start(self, num_blocks, block_size):
         self.block_size = block_size
-        self.manager = BlockManager(num_blocks, block_size, prefix_cache=self.prefix_cache())
+        self.manager = Manager(num_blocks, block_size, prefix_cache=self.prefix_cache())
         is_plain = self.prefix_cache is PrefixCache
         self.pool = Pool(num_blocks, block_size, list(self.manager.free_block_ids), is_plain)
         assert sorted(self.pool.free) == list(range(num_blocks))

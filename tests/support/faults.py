@@ -17,7 +17,7 @@ METHODS = {
         "deallocate",
         "can_append",
         "may_append",
-        "_take_free_block",
+        "_open_block",
     ],
     "prefix cache": ["find", "allocated", "written", "leaving", "prepare", "receive"],
     "runner": [

@@ -36,6 +36,12 @@ class ReadingScheduler(Scheduler):
         seq.request = replace(seq.request, max_num_tokens=most, end_token_ids=ends)
         super().add(seq)
 
+    def postprocess(
+        self, sequences: list[Sequence], token_ids: list[int], drawing: Any = None
+    ) -> list[Sequence]:
+        """`drawing` is what `advance` returned, if it was called when the step began."""
+        return super().postprocess(self.advance(sequences) if drawing is None else drawing, token_ids)
+
 
 def make_scheduler(is_plain: bool = False, **options) -> Scheduler:
     """With all extensions, or without any."""
@@ -379,7 +385,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def could_admit(self, admitted: list[Sequence]) -> bool:
         """Whether the first waiting sequence can be given blocks, and all can run to their ends then."""
         waiting = self.waiting()
-        if not waiting or len(admitted) == self.max_num_seqs or not self.manager.can_allocate(waiting[0]):
+        if not waiting or len(admitted) == self.max_num_seqs or not self.can_allocate(waiting[0]):
             return False
         if self.is_plain:
             return True
@@ -389,6 +395,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         held = set().union(*tables[:-1])  # each is counted once
         at_most -= sum(map(len, tables[:-1])) + len(held & set(tables[-1])) - len(held)
         return not admitted or at_most <= num_blocks or self.most_needed(admitted, waiting[0]) <= num_blocks
+
+    def can_allocate(self, sequence: Sequence) -> bool:
+        return self.manager.can_allocate(sequence, self.manager.prefix_cache.find(sequence))
 
     def is_forecast_exact(self, admitted: list[Sequence]) -> bool:
         """

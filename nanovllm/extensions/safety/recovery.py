@@ -46,7 +46,7 @@ class Recovery(Observer):
 
     def failed(self, step: Any) -> list[Sequence]:
         engine = self.engine
-        kept = [seq for seq in engine.unfinished.values() if seq.seq_id not in engine.ended]
+        kept = [seq for seq in engine.unfinished.values() if seq not in engine.ended]
         for seq, position in step.drawing.items():
             if seq in kept:
                 del seq.token_ids[position:]

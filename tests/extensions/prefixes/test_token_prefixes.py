@@ -1,17 +1,24 @@
 """Prompts share cached tokens to the token: the rules, on examples and on generated histories."""
 
 import pytest
-from block_pool import BlockManagerMachine, check_pool, compute, copy_for, make_sequence, num_common
+from block_pool import (
+    BlockManagerMachine,
+    Manager,
+    check_pool,
+    compute,
+    copy_for,
+    make_sequence,
+    num_common,
+)
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nanovllm.engine.block_manager import BlockManager
 from nanovllm.extensions.prefixes.token_prefixes import COMPUTED, TokenHit, TokenPrefixes, count_common, pack
 
 
-def make_manager(num_blocks: int) -> BlockManager:
+def make_manager(num_blocks: int) -> Manager:
     """With blocks of 4 tokens."""
-    return BlockManager(num_blocks, 4, prefix_cache=TokenPrefixes())
+    return Manager(num_blocks, 4, prefix_cache=TokenPrefixes())
 
 
 def test_what_two_prompts_share_of_a_block_is_copied():
