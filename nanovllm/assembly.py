@@ -19,9 +19,9 @@ from nanovllm.checkpoints.folder import FolderCheckpoint
 from nanovllm.checkpoints.model_config import ModelConfig
 from nanovllm.config import Config
 from nanovllm.distributed.ranks import Ranks
+from nanovllm.engine.block_manager import PrefixCache
 from nanovllm.engine.interfaces import Parts
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.policies import PrefixCache
 from nanovllm.kernels.cache_layout import CacheLayout
 from nanovllm.layers.attention import Attention, AttentionBackend, get_backend
 from nanovllm.models.qwen3 import Qwen3ForCausalLM

@@ -7,10 +7,12 @@ it available: its contents stay findable until the block is handed out again.
 
 import struct
 from collections import OrderedDict
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
 
 import xxhash
 
-from nanovllm.engine.policies import Hit, PrefixCache
 from nanovllm.engine.sequence import Sequence
 
 
@@ -36,6 +38,69 @@ class Block:
         """Open the block: it holds nothing that could be found."""
         self.hash = -1
         self.token_ids: list[int] = []
+
+
+@dataclass
+class Hit:
+    """What the KV cache has of a sequence's beginning."""
+
+    blocks: list[int]  # whole ones, which the sequence is going to share
+    num_tokens: int  # that need not be computed: those of the blocks, and what a PrefixCache adds to them
+    pins: tuple[int, ...] = ()  # free blocks that the step reads: used until the PrefixCache gives them back
+
+
+class PrefixCache:
+    """
+    Finds what the KV cache has of a prompt. This one shares whole blocks, which the BlockManager finds by
+    their hashes. All but `receive` is called on rank 0's host, with sequences that have blocks, `find` aside.
+    """
+
+    pinned: Collection[int] = ()  # blocks that are used by the step that is being scheduled alone
+
+    def start(self, pool: Any) -> None:
+        """All blocks of `pool`, a BlockManager, are free and hold nothing: at first, and after a failure."""
+        self.pool = pool
+
+    def find(self, seq: Sequence) -> Hit:
+        """Of a waiting sequence. Changes nothing; at least one token is left to compute."""
+        size, blocks = self.pool.block_size, []
+        for i in range(self.max_cached(seq) // size):
+            if (block_id := self.pool.find_block(seq, i)) == -1:
+                break
+            blocks.append(block_id)
+        return Hit(blocks, len(blocks) * size)
+
+    def max_cached(self, seq: Sequence) -> int:
+        """How many tokens may be found; the next one is computed from the last. A part may ask for less."""
+        return seq.num_tokens - 1
+
+    def evict(self) -> int:
+        """Which free block is handed out next: the least recently freed one."""
+        return next(iter(self.pool.free_block_ids))
+
+    def forgotten(self, block_id: int) -> None:
+        """What this block held cannot be found any more."""
+
+    def allocated(self, seq: Sequence, hit: Hit) -> None:
+        """The sequence has got its blocks, of which those behind `hit` are to be computed."""
+
+    def written(self, seq: Sequence, start: int, end: int) -> None:
+        """
+        A step has been enqueued, or will be next, after which the cache holds tokens start..end: they fill a
+        block of a completion.
+        """
+
+    def leaving(self, seq: Sequence) -> None:
+        """The sequence is about to give its blocks back."""
+
+    def prepare(self, sequences: list[Sequence]) -> Any:
+        """
+        What every rank must know before it prefills these, to be pickled; None: nothing. That step will be
+        enqueued next, and the cache holds what it computes then: each one's next `num_scheduled_tokens`.
+        """
+
+    def receive(self, message: Any, kv_cache: Any) -> None:
+        """Do what `prepare` said. Called on every rank, before the step computes anything."""
 
 
 class BlockManager:

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from nanovllm.distributed.group import Group
-from nanovllm.engine.policies import Admission, PrefixCache
+from nanovllm.engine.block_manager import PrefixCache
+from nanovllm.engine.scheduler import Admission
 from nanovllm.engine.sequence import Sequence
 from nanovllm.layers.sampler import SamplingStep
 from nanovllm.sampling_params import SamplingParams

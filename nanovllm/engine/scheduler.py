@@ -13,14 +13,40 @@ what these are given meanwhile leaves it the slot and the blocks that it needs.
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterable
+from enum import IntEnum
 from operator import attrgetter
 from typing import Any
 
-from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.policies import Admission, Hit, PrefixCache, Verdict
+from nanovllm.engine.block_manager import BlockManager, Hit, PrefixCache
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 
 MAX_PREFILLS_IN_A_ROW = 4  # while a sequence waits to decode
+
+
+class Verdict(IntEnum):
+    """Of several the highest counts."""
+
+    ADMIT = 0
+    WAIT = 1  # not in this step, but those behind it may be admitted. Nobody has to wait twice
+    STOP = 2  # neither it nor those behind it, before a sequence ends or gives blocks back
+
+
+class Admission:
+    """
+    Has a say in which sequences run. All are asked, on rank 0's host; one that has no free blocks, no slot or
+    no room in the step's tokens is not admitted whatever they say.
+    """
+
+    def admits(self, seq: Sequence, hit: Hit, state: Any) -> Verdict:
+        """
+        Whether this sequence, the first of those that wait, may run. If all say so, it does. `state` is the
+        Scheduler; its `running` has those that are already admitted, and `held_back`, a new list in each
+        step, those that join in the next one.
+        """
+        return Verdict.ADMIT
+
+    def ended(self, seq: Sequence) -> None:
+        """The sequence has ended; its `finish_reason` says why."""
 
 
 class Scheduler:

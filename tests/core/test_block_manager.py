@@ -9,7 +9,7 @@ import xxhash
 from block_pool import BLOCK_SIZE, Manager, check_pool, compute, make_sequence, published_hash
 from hypothesis import HealthCheck, settings
 
-from nanovllm.engine.policies import Hit
+from nanovllm.engine.block_manager import Hit
 
 
 def test_the_hash_is_xxh64_of_the_previous_hash_and_the_tokens():

@@ -38,8 +38,7 @@ from block_pool import check_pool
 from scheduling import ReadingScheduler
 
 from nanovllm.engine.batch import Batch, BatchMaker
-from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.policies import Hit, PrefixCache
+from nanovllm.engine.block_manager import BlockManager, Hit, PrefixCache
 from nanovllm.engine.scheduler import MAX_PREFILLS_IN_A_ROW
 from nanovllm.engine.sequence import Request, Sequence, SequenceStatus
 from nanovllm.engine.slots import BLOCK_TABLE, SlotLayout

@@ -9,8 +9,7 @@ import xxhash
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.policies import Hit, PrefixCache
+from nanovllm.engine.block_manager import BlockManager, Hit, PrefixCache
 from nanovllm.engine.sequence import Request, Sequence
 
 BLOCK_SIZE = 256

@@ -60,7 +60,7 @@ def make_scheduler(is_plain: bool = False, **options) -> Scheduler:
     config.eos = (config.eos,) if isinstance(config.eos, int) else config.eos
     if is_plain:
         return ReadingScheduler(config)
-    from nanovllm.engine.policies import PrefixCache
+    from nanovllm.engine.block_manager import PrefixCache
     from nanovllm.extensions.logits.bias import BiasProcessor
     from nanovllm.extensions.prefixes.token_prefixes import HoldBack, TokenPrefixes
     from nanovllm.extensions.safety.admission import AdmissionControl

@@ -18,7 +18,8 @@ from weakref import WeakSet
 
 import numpy as np
 
-from nanovllm.engine.policies import Admission, Hit, PrefixCache, Verdict
+from nanovllm.engine.block_manager import Hit, PrefixCache
+from nanovllm.engine.scheduler import Admission, Verdict
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.slots import to_device
 from nanovllm.extensions.prefixes.kernels.copy_pages import copy_blocks
@@ -53,8 +54,7 @@ class TokenHit(Hit):
 
 
 class TokenPrefixes(PrefixCache):
-    def __init__(self) -> None:
-        self.num_copied_tokens = 0
+    num_copied_tokens = 0
 
     def start(self, pool: Any) -> None:
         super().start(pool)
@@ -93,12 +93,12 @@ class TokenPrefixes(PrefixCache):
     def longest(self, place: Place, tokens: bytes) -> tuple[int, int]:
         """The block that begins with most of these tokens, and with how many; (-1, 0) if there is none."""
         best = -1, 0
-        if children := self.children.get(place):
-            i = bisect_left(children, (tokens,))
-            for others, block_id in children[max(i - 1, 0) : i + 1]:
-                length = count_common(others, tokens)
-                if length > best[1]:
-                    best = block_id, length
+        children = self.children.get(place, [])
+        i = bisect_left(children, (tokens,))
+        for others, block_id in children[max(i - 1, 0) : i + 1]:
+            length = count_common(others, tokens)
+            if length > best[1]:
+                best = block_id, length
         return best
 
     def add(self, seq: Sequence, i: int, is_computed: bool, packed: bytes) -> None:
@@ -110,13 +110,12 @@ class TokenPrefixes(PrefixCache):
 
     def forgotten(self, block_id: int) -> bytes:
         """Returns what the block was found by."""
-        if block_id not in self.blocks:
-            return b""
-        place, packed = self.blocks.pop(block_id)
-        children = self.children[place]
-        del children[bisect_left(children, (packed, block_id))]
-        if not children:
-            del self.children[place]
+        place, packed = self.blocks.pop(block_id, (None, b""))
+        if packed:
+            children = self.children[place]
+            del children[bisect_left(children, (packed, block_id))]
+            if not children:
+                del self.children[place]
         return packed
 
     def allocated(self, seq: Sequence, hit: TokenHit) -> None:
@@ -129,28 +128,23 @@ class TokenPrefixes(PrefixCache):
             self.copies.append((hit.source, seq.block_table[first], num_copied))
             self.num_copied_tokens += num_copied
 
-    def written(self, seq: Sequence, start: int, end: int) -> None:
+    def written(self, seq: Sequence, start: int, end: int, is_last: bool = False) -> None:
+        """A block that is filled in part counts if it is the last one, or the prompt ends there."""
         size = self.pool.block_size
         for i in range(start // size, -(-end // size)):
-            # Not if a chunk of a prompt ends in the middle of the block.
-            if (i + 1) * size <= end or end == seq.num_tokens:
-                self._add_computed(seq, i, end)
+            first, last = i * size, min((i + 1) * size, end)
+            if is_last or last - first == size or end == seq.num_tokens:
+                packed = self.forgotten(seq.block_table[i])
+                if len(packed) != (last - first) * TOKEN_BYTES:
+                    packed = pack(seq.token_ids[first:last])
+                self.add(seq, i, COMPUTED, packed)
 
     def leaving(self, seq: Sequence) -> None:
         """Its last block, which is filled in part, can be copied from, too."""
         end = min(len(seq.token_ids), seq.num_computed_tokens)
         i, rest = divmod(end, self.pool.block_size)
         if rest and self.pool.blocks[seq.block_table[i]].hash == -1:
-            self._add_computed(seq, i, end)
-
-    def _add_computed(self, seq: Sequence, i: int, end: int) -> None:
-        """The sequence's i-th block has its tokens up to token `end`."""
-        start = i * self.pool.block_size
-        end = min(start + self.pool.block_size, end)
-        packed = self.forgotten(seq.block_table[i])
-        if len(packed) != (end - start) * TOKEN_BYTES:
-            packed = pack(seq.token_ids[start:end])
-        self.add(seq, i, COMPUTED, packed)
+            self.written(seq, end - rest, end, is_last=True)
 
     def prepare(self, sequences: list[Sequence]) -> np.ndarray | None:
         """int64 [3, copies]: from which block to which, and how many tokens."""
@@ -179,8 +173,8 @@ class HoldBack(Admission):
         self.have_waited: WeakSet[Sequence] = WeakSet()
 
     def admits(self, seq: Sequence, hit: Hit, state: Any) -> Verdict:
-        gains = isinstance(hit, TokenHit) and hit.num_soon - hit.num_tokens >= WAIT_TOKENS
-        if not gains or seq in self.have_waited:
+        num_gained = getattr(hit, "num_soon", 0) - hit.num_tokens
+        if num_gained < WAIT_TOKENS or seq in self.have_waited:
             return Verdict.ADMIT
         self.have_waited.add(seq)
         return Verdict.WAIT

@@ -10,9 +10,8 @@ from bisect import bisect_left, insort
 from math import ceil
 from typing import Any
 
-from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.policies import Admission, Hit, Verdict
-from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.block_manager import BlockManager, Hit
+from nanovllm.engine.scheduler import Admission, Scheduler, Verdict
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 
 SHARE_WEIGHT = 1 / 32  # how much one request that ends changes `AdmissionControl.share`

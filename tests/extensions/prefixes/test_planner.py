@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.batch import BatchMaker
-from nanovllm.engine.policies import PrefixCache
+from nanovllm.engine.block_manager import PrefixCache
 from nanovllm.engine.sequence import Request, Sequence
 from nanovllm.extensions.prefixes import planner as module
 from nanovllm.extensions.prefixes.plan import (
