@@ -59,7 +59,7 @@ class BatchMaker:
         """Forget what was sent; the devices forget it, too."""
         self.decoded: list[int] = []  # slots of the last decode step
         self.num_blocks = [0] * self.layout.padding_slot  # by slot, how many blocks were sent
-        self.has_prefilled = False  # since the last decode step: the same slots may be other sequences
+        self.is_new = False  # whether other sequences than in the last decode step may have the slots
         self.ever_wanted = 0
 
     def decode(self, sequences: list[Sequence]) -> Batch:
@@ -73,12 +73,12 @@ class BatchMaker:
                 start = seq.slot * self.layout.width + BLOCK_TABLE
                 updates |= enumerate(seq.block_table[num_sent:], start + num_sent)
                 self.num_blocks[seq.slot] = len(seq.block_table)
-        is_new = self.has_prefilled or slots != self.decoded
         if slots != self.decoded:
+            self.is_new = True
             padding = [self.layout.padding_slot] * (len(self.decoded) - len(slots))
             updates |= enumerate(slots + padding, self.layout.batch)
-        self.has_prefilled, self.decoded = False, slots
-        plan_key, message = self.backend.plan(sequences, is_new)
+        plan_key, message = self.backend.plan(sequences, self.is_new)
+        self.is_new, self.decoded = False, slots
         return Batch(
             len(sequences),
             wanted & self.of_decode,
@@ -108,7 +108,7 @@ class BatchMaker:
             row = [*row, end, 0, *seq.block_table]  # the step draws the next token
             updates |= enumerate(row, seq.slot * self.layout.width)
             self.num_blocks[seq.slot] = len(seq.block_table)
-        self.has_prefilled = True
+        self.is_new = True
         self.ever_wanted |= wanted
         messages = {"prefix_cache": self.parts.prefix_cache.prepare(sequences)}
         for processor in selected(self.parts.logits_processors, self.ever_wanted):

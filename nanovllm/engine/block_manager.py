@@ -193,11 +193,11 @@ class BlockManager:
 
     def can_append(self, seq: Sequence) -> bool:
         """Whether the sequence's last token has a block, or can get one."""
-        return len(seq.block_table) * self.block_size >= seq.num_tokens or bool(self.free_block_ids)
+        return len(seq.block_table) >= seq.num_blocks or bool(self.free_block_ids)
 
     def may_append(self, seq: Sequence) -> None:
         """Before the last token is written: open a block if it begins one, close the block that it fills."""
-        if len(seq.block_table) * self.block_size < seq.num_tokens:
+        if len(seq.block_table) < seq.num_blocks:
             self._open_block(seq)
         elif seq.last_block_num_tokens == self.block_size and len(seq.token_ids) == seq.num_tokens:
             self.close_newest(seq)

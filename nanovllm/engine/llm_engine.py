@@ -136,7 +136,7 @@ class LLMEngine:
             sequences.append(Sequence(request))
             self.scheduler.add(sequences[-1])
         self._notify("added", sequences)
-        self.unfinished.update({seq.seq_id: seq for seq in sequences})
+        self.unfinished |= {seq.seq_id: seq for seq in sequences}
         self.attempt = None
         return sequences
 

@@ -200,12 +200,10 @@ class Scheduler:
             num_known = len(seq.token_ids)
             if num_known % block_size == 0 and seq.num_computed_tokens >= num_known:
                 self.block_manager.close_newest(seq)
-            if token_id in seq.request.end_token_ids:
-                by_request = token_id in seq.sampling_params.stop_token_ids
-                self.end(seq, "stop", seq.last_token if by_request else None)
-                finished.append(seq)
-            elif num_known == seq.request.max_num_tokens:
-                self.end(seq, "length")
+            is_stop = token_id in seq.request.end_token_ids
+            if is_stop or num_known == seq.request.max_num_tokens:
+                by_request = is_stop and token_id in seq.request.params.stop_token_ids
+                self.end(seq, "stop" if is_stop else "length", token_id if by_request else None)
                 finished.append(seq)
         self.num_drawn_tokens += len(sequences)
         return finished
