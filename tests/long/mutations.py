@@ -98,7 +98,7 @@ MUTATIONS = [
         "scheduler",
         ("self.num_prefills_in_a_row == MAX_PREFILLS_IN_A_ROW", "False"),
         ("len(self.running) > has_chunk", "len(self.running) > 0"),
-        ("self.is_prefill, self.num_prefills_in_a_row = False, 0", "self.is_prefill = False"),
+        ("        self.num_prefills_in_a_row = 0\n        return", "        return"),
         ("            if seq is chunked:\n                continue", "            pass"),
         ("decoding = self.running if self.chunked is None else self.running[:-1]", "decoding = self.running"),
         ("if seq is self.blocked or not budget", "if not budget"),
