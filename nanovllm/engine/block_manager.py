@@ -215,8 +215,7 @@ class BlockManager:
         """
         hashes = seq.block_hashes
         while len(hashes) <= i:
-            prefix = hashes[-1] if hashes else -1
-            hashes.append(self.compute_hash(seq.block(len(hashes)), prefix))
+            hashes.append(self.compute_hash(seq.block(len(hashes)), *hashes[-1:]))
         return hashes[i]
 
     def _take(self, block_id: int) -> None:

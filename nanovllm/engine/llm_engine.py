@@ -49,7 +49,7 @@ class LLMEngine:
     ranks: Ranks | None = None
     assembly: str  # names the function that chooses the parts, as "package.module:name"
     open_model: Callable[..., tuple[Config, Checkpoint]]  # from the arguments of an engine
-    make_prompts: Callable[..., InputProcessor] = InputProcessor
+    make_prompts = InputProcessor
     # When Python itself ends, modules (and this one's names) may be gone before the engine. Nothing is freed
     # then: the end of the process does that.
     _is_python_ending = staticmethod(sys.is_finalizing)

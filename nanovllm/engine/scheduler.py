@@ -96,15 +96,14 @@ class Scheduler:
         return self._schedule_decode(), False
 
     def _schedule_prefill(self) -> list[Sequence]:
-        scheduled: list[Sequence] = []
-        budget = self.max_num_batched_tokens
-        if self.chunked is not None:
-            scheduled.append(self.chunked)
-            budget -= self._schedule_chunk(self.chunked, budget)
+        scheduled, budget = [], self.max_num_batched_tokens
+        if (seq := self.chunked) is not None:
+            seq.num_scheduled_tokens = seq.num_tokens - seq.num_computed_tokens
+            budget -= seq.num_scheduled_tokens
+            scheduled.append(seq)
         self.held_back: list[tuple[Sequence, Hit]] = []  # by WAIT
         for seq in self.waiting:
-            num_running = len(self.running) + len(self.held_back)
-            if seq is self.blocked or not budget or num_running == self.max_num_seqs:
+            if seq is self.blocked or budget <= 0 or len(self.free_slots) == len(self.held_back):
                 break
             hit = self.block_manager.prefix_cache.find(seq)
             verdicts = [admission.admits(seq, hit, self) for admission in self.admissions]
@@ -124,17 +123,16 @@ class Scheduler:
             seq.slot = self.free_slots.pop()
             if seq.num_prompt_tokens_cached is None:
                 seq.num_prompt_tokens_cached = seq.num_cached_tokens
-            budget -= self._schedule_chunk(seq, budget)
+            seq.num_scheduled_tokens = seq.num_tokens - seq.num_computed_tokens
+            budget -= seq.num_scheduled_tokens
             scheduled.append(seq)
         for seq in scheduled:
             self.waiting.pop(seq, None)
+        self.chunked = None
+        if budget < 0:
+            [self.chunked] = scheduled
+            self.chunked.num_scheduled_tokens += budget
         return scheduled
-
-    def _schedule_chunk(self, seq: Sequence, budget: int) -> int:
-        remaining = seq.num_tokens - seq.num_computed_tokens
-        seq.num_scheduled_tokens = min(remaining, budget)
-        self.chunked = seq if remaining > budget else None
-        return seq.num_scheduled_tokens
 
     def _schedule_decode(self) -> list[Sequence]:
         block_size, chunked = self.block_size, self.chunked
