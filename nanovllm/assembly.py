@@ -6,7 +6,6 @@ ahead looks for kernels before a model is built; some others where they are need
 """
 
 import functools
-import os
 from pathlib import Path
 from typing import Any
 
@@ -67,12 +66,7 @@ def open_core(model: str, options: dict[str, Any]) -> tuple[Config, Checkpoint]:
 
 def assemble_core(config: Config) -> Parts:
     """The parts of one rank, which are the core's own."""
-    return Parts(Qwen3ForCausalLM, make_core_layout, get_backend, Ranks)
-
-
-def make_core_layout(config: Config) -> CacheLayout:
-    """Keys and values lie in the cache as they are."""
-    return CacheLayout(config.kv_cache_torch_dtype)
+    return Parts(Qwen3ForCausalLM, CacheLayout(config.kv_cache_torch_dtype), get_backend, Ranks)
 
 
 # With extensions
@@ -95,24 +89,14 @@ def open_model(model: str, options: dict[str, Any]) -> tuple[Config, Checkpoint]
     they name; and that, opened. Raises TypeError and ValueError naming an option.
     """
     config = make_config(model, options, ExtendedConfig)
-    checkpoint = open_checkpoint(
-        config.model,
-        config.load_format,
-        config.model_impl,
-        tokenizer=config.tokenizer,
-        hf_overrides=config.hf_overrides,
-        lora=config.lora,
-        hub={"revision": config.revision, "cache_dir": config.download_dir, "token": config.token},
-    )
+    checkpoint = open_checkpoint(config)
     return config.with_checkpoint(checkpoint, options), checkpoint
 
 
-def open_checkpoint(
-    model: str | os.PathLike, load_format: str = "auto", model_impl: str = "auto", **options: Any
-) -> Checkpoint:
-    """Open a checkpoint without reading its weights. Other options are those of extensions/checkpoints."""
-    read = functools.partial(read_config, model_impl=model_impl)
-    return opening.open_checkpoint(model, load_format, MODELS.values(), read, **options)
+def open_checkpoint(config: Config) -> Checkpoint:
+    """The checkpoint that these options name, opened without reading its weights."""
+    read = functools.partial(read_config, model_impl=config.model_impl)
+    return opening.open_checkpoint(config, MODELS.values(), read)
 
 
 def read_config(source: str, raw: dict[str, Any], model_impl: str = "auto") -> ModelConfig:
@@ -142,7 +126,7 @@ def assemble(config: Config) -> Parts:
     prefix_cache.max_cached = scores.max_cached
     return Parts(
         functools.partial(build_model, quantization=config.quantization),
-        make_layout,
+        Int8Layout() if config.kv_cache_dtype == "int8" else CacheLayout(config.kv_cache_torch_dtype),
         make_backend,
         ReportingRanks,
         group_maker(config),
@@ -182,11 +166,6 @@ def build_model(config: ModelConfig, quantization: str | None = None) -> nn.Modu
     assign_weights(model, scheme, FoldingWeight)
     use_packed_heads(model)
     return model
-
-
-def make_layout(config: Config) -> CacheLayout:
-    """How keys and values lie in the cache."""
-    return Int8Layout() if config.kv_cache_dtype == "int8" else make_core_layout(config)
 
 
 def make_backend(
