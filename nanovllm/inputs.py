@@ -8,11 +8,8 @@ class TextPrompt(TypedDict):
     prompt: str
 
 
-class _OwnText(TypedDict, total=False):
-    prompt: str
-
-
-class TokensPrompt(_OwnText):
+class TokensPrompt(TypedDict, total=False):
     """Token ids, and maybe the text that they are of."""
 
+    prompt: str
     prompt_token_ids: Iterable[int]

@@ -61,9 +61,9 @@ class LLM(LLMEngine):
         try:
             sequences = self.add(requests)
             with tqdm(total=len(sequences), disable=not use_tqdm, **LOOK) as bar:
-                progress = Progress(bar)
+                progress = Progress(bar, self)
                 while not self.is_finished():
-                    progress.run(self.step)
+                    progress.show(*self.step())
         except BaseException:
             self.clear()
             raise

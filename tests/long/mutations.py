@@ -888,7 +888,7 @@ MUTATIONS = [
     ),
     *mutations_of(
         "nanovllm/checkpoints/model_config",
-        ('all(kind == "full_attention" for kind in kinds)', "True"),
+        ("kinds == full", "True"),
     ),
     *mutations_of(
         "nanovllm/extensions/checkpoints/sizes",

@@ -293,14 +293,15 @@ class TextLLM(LLMEngine):
         self._take_turn(queued)
         try:
             with contextlib.closing(make_bar(total=total, **LOOK)) as bar:
-                progress = Progress(bar)
+                progress = Progress(bar, self)
                 while True:
                     ended = self._queue_some(coming, limit, queued)
                     if not ended:
                         if not queued or self.is_finished():
                             return
                         self._take_turn(queued)
-                        finished = progress.run(step)
+                        finished, num_tokens = step()
+                        progress.show(finished, num_tokens)
                         found = dict.fromkeys(queued.pop(i) for i, _ in finished if i in queued)
                         ended = [each for each in found if all(seq.is_finished for seq in each.completions)]
                     yield ended
