@@ -17,7 +17,8 @@ from nanovllm.distributed.ranks import SHUT_DOWN, EngineDeadError
 from nanovllm.engine.interfaces import Observer
 from nanovllm.engine.sequence import Request, Sequence
 from nanovllm.extensions.api.engine_args import show_options
-from nanovllm.extensions.api.llm import NotCopied, takes_foreign_options
+from nanovllm.extensions.api.foreign_options import takes_foreign
+from nanovllm.extensions.api.llm import NotCopied
 from nanovllm.llm import LLM
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.validation import check
@@ -156,7 +157,7 @@ class AsyncLLM(NotCopied):
         self._named: dict[str, Listener] = {}  # those under way whose callers gave them an id
         self._end = weakref.finalize(self, self._worker.shut_down)  # also when the program ends
 
-    @takes_foreign_options
+    @takes_foreign
     async def generate(
         self, prompt: Any, sampling_params: Params = None, request_id: str | None = None
     ) -> dict[str, Any]:
