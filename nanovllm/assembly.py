@@ -9,12 +9,10 @@ import functools
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from nanovllm import sampling_params
 from nanovllm.checkpoints.base import Checkpoint
-from nanovllm.checkpoints.folder import FolderCheckpoint
 from nanovllm.checkpoints.model_config import ModelConfig
 from nanovllm.config import Config
 from nanovllm.distributed.ranks import Ranks
@@ -22,7 +20,7 @@ from nanovllm.engine.interfaces import Parts
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.policies import PrefixCache
 from nanovllm.kernels.cache_layout import CacheLayout
-from nanovllm.layers.attention import Attention, AttentionBackend, get_backend
+from nanovllm.layers.attention import get_backend
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 
 EXTENDED = Path(__file__).with_name("extensions").joinpath("__init__.py").exists()
@@ -57,13 +55,6 @@ if EXTENDED:
     StructuredOutputsParams.check = check_form
 
 
-def open_core(model: str, options: dict[str, Any]) -> tuple[Config, Checkpoint]:
-    """What the arguments of an engine say, completed by the folder that they name; and that, opened."""
-    config = Config(model, **options)
-    checkpoint = FolderCheckpoint(config.model)
-    return config.with_checkpoint(checkpoint), checkpoint
-
-
 def assemble_core(config: Config) -> Parts:
     """The parts of one rank, which are the core's own."""
     return Parts(Qwen3ForCausalLM, CacheLayout(config.kv_cache_torch_dtype), get_backend, Ranks)
@@ -79,7 +70,7 @@ def extend(llm: type[LLMEngine]) -> type[LLMEngine]:
     made = with_api(llm, TextLLM, StatsLLM, RecommendingLLM)
     made.make_prompts = type("Prompts", (CheckedInputProcessor, TextLLM.make_prompts), {})
     made.open_model = staticmethod(open_model)
-    made.assembly = f"{__name__}:{assemble.__name__}"
+    made.assembly = staticmethod(assemble)
     return made
 
 
@@ -127,7 +118,8 @@ def assemble(config: Config) -> Parts:
     return Parts(
         functools.partial(build_model, quantization=config.quantization),
         Int8Layout() if config.kv_cache_dtype == "int8" else CacheLayout(config.kv_cache_torch_dtype),
-        make_backend,
+        # Of (config, device, layers, layout): who computes attention, where prefixes are read once.
+        lambda *where: CascadeBackend(get_backend(*where), *where[:2]),
         ReportingRanks,
         group_maker(config),
         observers=(
@@ -166,10 +158,3 @@ def build_model(config: ModelConfig, quantization: str | None = None) -> nn.Modu
     assign_weights(model, scheme, FoldingWeight)
     use_packed_heads(model)
     return model
-
-
-def make_backend(
-    config: Config, device: torch.device, layers: list[Attention], layout: CacheLayout
-) -> AttentionBackend:
-    """Who computes attention. Raises ValueError if what `attention_backend` names cannot."""
-    return CascadeBackend(get_backend(config, device, layers, layout), config, device)

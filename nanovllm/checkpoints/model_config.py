@@ -8,7 +8,7 @@ importing that takes longer than loading a small model.
 from dataclasses import dataclass, fields
 from typing import Any
 
-from nanovllm.utils.validation import check, check_bool, shown
+from nanovllm.utils.validation import check, check_bool, is_number, shown
 
 ARCHITECTURE = "Qwen3ForCausalLM"
 DEFAULTS = {"head_dim": 128, "rms_norm_eps": 1e-6, "attention_bias": False, "tie_word_embeddings": False}
@@ -117,9 +117,9 @@ def read_sizes(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_size(name: str, value: Any, limit: int = MAX_SIZE) -> None:
-    check(type(value) is int and 1 <= value <= limit, f"{name} must be an integer from 1 to {limit}", value)
+    check(is_number(value, int, 1, limit), f"{name} must be an integer from 1 to {limit}", value)
 
 
 def check_number(name: str, value: Any, least: float, greatest: float) -> None:
-    is_good = type(value) in (int, float) and least <= value <= greatest  # NaN is not
+    is_good = is_number(value, float, least, greatest)
     check(is_good, f"{name} must be a number from {least} to {greatest}", value)

@@ -373,10 +373,10 @@ MUTATIONS = [
     *mutations_of(
         "nanovllm/extensions/structured/bitmask",
         (" and not seq.is_finished", ""),
-        ("            if reader.matcher.is_error():", "            if False:"),
+        ("            if state.matcher.is_error():", "            if False:"),
         ("            self.__dict__.pop(name, None)", "            pass"),
-        ("        while self._readers:", "        while False:"),
-        ("self._readers.pop(seq.seq_id, None)", "self._readers.get(seq.seq_id)"),
+        ("        while self._states:", "        while False:"),
+        ("self._states.pop(seq.seq_id, None)", "self._states.get(seq.seq_id)"),
     ),
     *mutations_of(
         "nanovllm/extensions/prefixes/kernels/copy_pages",
@@ -456,7 +456,10 @@ MUTATIONS = [
         ("start, stop = min(found, key=itemgetter(0))", "start, stop = min(found)"),
         ("start, stop = min(found, key=itemgetter(0))", "start, stop = found[0]"),
         ("            self._read(-1)", "            pass"),
-        ("if self.pieces.num_tokens < params.min_tokens:", "if self.pieces.num_tokens <= params.min_tokens:"),
+        (
+            "if self.detokenizer.num_tokens < params.min_tokens:",
+            "if self.detokenizer.num_tokens <= params.min_tokens:",
+        ),
     ),
     *mutations_of(
         "nanovllm/extensions/safety/prompt_checks",

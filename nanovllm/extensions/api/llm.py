@@ -6,7 +6,9 @@ methods of its own when it forks.
 """
 
 import functools
+import importlib
 import os
+import sys
 import weakref
 from typing import Any
 
@@ -20,6 +22,16 @@ from nanovllm.extensions.api.foreign_options import MISSING_METHODS, takes_forei
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.validation import check, is_number
 
+# Names of `nanovllm` that scripts import, and the modules that have them, imported when they are asked for.
+PLACES = {
+    "AsyncLLM": "nanovllm.extensions.api.async_llm",
+    "CompletionOutput": "nanovllm.outputs",
+    "EngineArgs": "nanovllm.extensions.api.engine_args",
+    "RequestOutput": "nanovllm.outputs",
+    "StructuredOutputsParams": "nanovllm.sampling_params",
+    "TextPrompt": "nanovllm.inputs",
+    "TokensPrompt": "nanovllm.inputs",
+}
 NOT_PICKLED = "an engine cannot be pickled or copied: make one in each process that uses one, or share one \
 among the tasks of a process with AsyncLLM"
 # Where scripts for vLLM look for them.
@@ -27,6 +39,17 @@ distributed.cleanup_dist_env_and_memory = cleanup_dist_env_and_memory
 utils.FlexibleArgumentParser = FlexibleArgumentParser
 SamplingParams.__init__ = takes_foreign(SamplingParams.__init__)
 _engines: "weakref.WeakSet[ApiLLM]" = weakref.WeakSet()  # those of this process
+
+
+def _find_name(name: str) -> Any:
+    if name not in PLACES:
+        raise AttributeError(f"module 'nanovllm' has no attribute {name!r}")
+    return getattr(importlib.import_module(PLACES[name]), name)
+
+
+package = sys.modules["nanovllm"]  # which is being imported
+package.__all__ += PLACES
+package.__getattr__ = _find_name
 
 
 def _leave_engines() -> None:

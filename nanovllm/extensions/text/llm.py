@@ -18,7 +18,6 @@ from nanovllm.engine.sequence import Request, Sequence
 from nanovllm.extensions.text.chat import Messages
 from nanovllm.extensions.text.prompts import Prompt, TextInputProcessor
 from nanovllm.extensions.text.results import (
-    GrowingOutput,
     GrowingText,
     Piece,
     Result,
@@ -168,16 +167,17 @@ class TextLLM(LLMEngine):
         return self._pieces(Asked(request), objects)
 
     def _pieces(self, asked: Asked, objects: bool) -> Iterator[str | Piece]:
-        growing = None
+        take_delta = None
         with contextlib.closing(self._run([asked])) as steps:
             for _ in steps:
-                growing = growing or self.growing(asked.completions[0], objects)
-                if piece := growing.look():
+                take_delta = take_delta or self.growing(asked.completions[0], objects)
+                if piece := take_delta():
                     yield piece
 
-    def growing(self, seq: Sequence, objects: bool) -> GrowingText | GrowingOutput:
-        """A completion that is being made, to look at: its text, or `Piece` objects."""
-        return (GrowingOutput if objects else GrowingText)(self.tokenizer, seq)
+    def growing(self, seq: Sequence, objects: bool) -> Callable[[], str | Piece | None]:
+        """What takes the deltas of a completion that is being made: its text, or `Piece` objects."""
+        text = GrowingText(self.tokenizer, seq)
+        return text.take_piece if objects else text.take_delta
 
     def outcome(self, completions: list[Sequence]) -> Result | Exception:
         """The result of a prompt from its completions, which have all ended, or an error about one."""

@@ -75,7 +75,7 @@ def grow(tokenizer, token_ids: list[int], sizes: list[int] = [1], **params) -> t
             seq.stop_reason, seq.status = stop, SequenceStatus.FINISHED
         elif not token_ids:
             seq.status = SequenceStatus.FINISHED
-        pieces.append(text.look())
+        pieces.append(text.take_delta())
     return pieces, seq
 
 
