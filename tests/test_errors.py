@@ -17,9 +17,10 @@ import torch
 from block_pool import check_pool
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.assembly import make_layout
+from nanovllm.extensions.int8_cache.layout import Int8Layout
 from nanovllm.extensions.models.attention_rule import set_rule
 from nanovllm.extensions.safety.options import ExtendedConfig
+from nanovllm.kernels.cache_layout import CacheLayout
 from nanovllm.layers import attention
 from tiny_checkpoints import (
     EXACT,
@@ -479,7 +480,9 @@ def test_flash_attention_is_refused_what_it_cannot_compute_or_read(monkeypatch, 
     config = ExtendedConfig("a model", device="cpu", attention_backend="flash", **options)
     refused = pytest.raises(ValueError, match=f"attention_backend='flash'.*{reason}")
     with refused if reason else contextlib.nullcontext():
-        found = attention.get_backend(config, torch.device("cuda"), [layer], make_layout(config))
+        is_int8 = config.kv_cache_dtype == "int8"
+        layout = Int8Layout() if is_int8 else CacheLayout(config.kv_cache_torch_dtype)
+        found = attention.get_backend(config, torch.device("cuda"), [layer], layout)
         assert isinstance(found, attention.FlashBackend)
 
 

@@ -124,6 +124,7 @@ CALLED_BY_USERS = {
     "extensions/api/async_llm.py": """AsyncLLM AsyncLLM.generate AsyncLLM.stream AsyncLLM.chat AsyncLLM.score
         AsyncLLM.encode AsyncLLM.stats AsyncLLM.get_tokenizer AsyncLLM.abort AsyncLLM.exit""",
     "extensions/api/cleanup.py": "cleanup_dist_env_and_memory",
+    "extensions/api/engine_args.py": "EngineArgs EngineArgs.add_cli_args EngineArgs.from_cli_args",
 }
 CALLED_FROM_OUTSIDE = {
     "distributed/ranks.py": "serve",  # what a new process runs

@@ -166,7 +166,7 @@ class Parts:
     """What `assembly` names makes of a Config. `logits_processors` are sorted by their `order`."""
 
     build_model: Callable[..., nn.Module]  # ModelConfig -> the model, with memory for its weights
-    make_layout: Callable[..., Any]  # Config -> CacheLayout
+    layout: Any  # CacheLayout
     make_backend: Callable[..., Any]  # (Config, device, attention layers, CacheLayout) -> AttentionBackend
     make_ranks: Callable[..., Any]  # (number of ranks, make_collectives) -> Ranks
     make_collectives: Callable[..., Group] = Group  # (rank, size, store, check) -> Group, with several ranks

@@ -10,14 +10,15 @@ import weakref
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from pkgutil import resolve_name
 from typing import Any
 
 from nanovllm.checkpoints.base import Checkpoint
+from nanovllm.checkpoints.folder import FolderCheckpoint
 from nanovllm.config import Config
 from nanovllm.distributed.ranks import SHUT_DOWN, EngineDeadError, Ranks
 from nanovllm.engine.batch import Batch, BatchMaker, StepOutput
 from nanovllm.engine.input_processor import InputProcessor, Prompt
+from nanovllm.engine.interfaces import Parts
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Request, Sequence
@@ -47,8 +48,7 @@ class LLMEngine:
 
     model_runner: ModelRunner | None = None
     ranks: Ranks | None = None
-    assembly: str  # names the function that chooses the parts, as "package.module:name"
-    open_model: Callable[..., tuple[Config, Checkpoint]]  # from the arguments of an engine
+    assembly: Callable[[Config], Parts]  # chooses the parts; the other ranks import it
     make_prompts = InputProcessor
     # When Python itself ends, modules (and this one's names) may be gone before the engine. Nothing is freed
     # then: the end of the process does that.
@@ -87,9 +87,16 @@ class LLMEngine:
         self.observers = [*parts.observers]
         self._notify("started", weakref.proxy(self))
 
+    @staticmethod
+    def open_model(model: str, options: dict[str, Any]) -> tuple[Config, Checkpoint]:
+        """What the arguments of an engine say, completed by the folder that they name; and that, opened."""
+        config = Config(model, **options)
+        checkpoint = FolderCheckpoint(config.model)
+        return config.with_checkpoint(checkpoint), checkpoint
+
     def start_runner(self, checkpoint: Checkpoint) -> None:
         """Make rank 0's model runner; and start the other ranks, which make theirs at the same time."""
-        parts = self.parts = resolve_name(self.assembly)(self.config)
+        parts = self.parts = self.assembly(self.config)
         if self.config.tensor_parallel_size == 1:
             runner = ModelRunner(self.config, parts)
             runner.start(checkpoint)

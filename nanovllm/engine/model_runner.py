@@ -84,7 +84,7 @@ class ModelRunner:
             self.model = parts.build_model(hf_config)
             self.sampler = Sampler()
         layers = [module for module in self.model.modules() if isinstance(module, Attention)]
-        cache_layout = parts.make_layout(config)
+        cache_layout = parts.layout
         self.backend = parts.make_backend(config, config.device_of(self.group.rank), layers, cache_layout)
         self.backend.allocate(self.device)
         for layer in layers:

@@ -17,12 +17,13 @@ from engines import Watch, assert_empty, tokens_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.assembly import make_layout
 from nanovllm.config import DTYPES
 from nanovllm.engine.kv_cache import KVCache
 from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.extensions.int8_cache.layout import Int8Layout
 from nanovllm.extensions.prefixes.kernels.copy_pages import copy_blocks
 from nanovllm.extensions.safety.options import ExtendedConfig
+from nanovllm.kernels.cache_layout import CacheLayout
 from nanovllm.layers.attention import Attention
 from tiny_checkpoints import (
     ARCHITECTURES,
@@ -259,7 +260,7 @@ def test_layers_with_other_heads_have_a_cache_of_their_own(dtype, token_bytes):
     options = dict(dtype="float32", kvcache_block_size=16, kv_cache_dtype=dtype)
     config = ExtendedConfig("a model", device="cpu", **options)
     layers = [Attention(4, head_dim, 1.0, heads) for heads, head_dim in ((2, 16), (1, 32), (2, 16))]
-    layout = make_layout(config)
+    layout = Int8Layout() if dtype == "int8" else CacheLayout(torch.float32)
     cache = KVCache(config, layers, torch.device("cpu"), layout)
     cache.allocate(6)
     assert cache.block_bytes == 16 * token_bytes == sum(pages.nbytes for pages in cache.pages) // 6

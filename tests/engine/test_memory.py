@@ -8,9 +8,9 @@ from unittest import mock
 
 import pytest
 import torch
+from open_checkpoints import open_checkpoint
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.assembly import open_checkpoint
 from nanovllm.config import Config
 from nanovllm.engine.memory import CPU_KV_CACHE_BYTES, largest_batch, most_positions
 from nanovllm.engine.model_runner import ModelRunner

@@ -384,10 +384,10 @@ MUTATIONS = [
     *mutations_of(
         "nanovllm/extensions/structured/bitmask",
         (" and not seq.is_finished", ""),
-        ("            if reader.matcher.is_error():", "            if False:"),
+        ("            if state.matcher.is_error():", "            if False:"),
         ("            self.__dict__.pop(name, None)", "            pass"),
-        ("        while self._readers:", "        while False:"),
-        ("self._readers.pop(seq.seq_id, None)", "self._readers.get(seq.seq_id)"),
+        ("        while self._states:", "        while False:"),
+        ("self._states.pop(seq.seq_id, None)", "self._states.get(seq.seq_id)"),
     ),
     *mutations_of(
         "nanovllm/extensions/prefixes/kernels/copy_pages",
@@ -467,7 +467,10 @@ MUTATIONS = [
         ("start, stop = min(found, key=itemgetter(0))", "start, stop = min(found)"),
         ("start, stop = min(found, key=itemgetter(0))", "start, stop = found[0]"),
         ("            self._read(-1)", "            pass"),
-        ("if self.pieces.num_tokens < params.min_tokens:", "if self.pieces.num_tokens <= params.min_tokens:"),
+        (
+            "if self.detokenizer.num_tokens < params.min_tokens:",
+            "if self.detokenizer.num_tokens <= params.min_tokens:",
+        ),
     ),
     *mutations_of(
         "nanovllm/extensions/safety/prompt_checks",
@@ -490,7 +493,7 @@ MUTATIONS = [
         ("if self.unfinished and self._call is not call:", "if False:"),
         ("            self._own_ids.clear()", "            pass"),
         ("engine.clear = engine.exit = lambda: None", "engine.exit = lambda: None"),
-        ("raise missing_attribute(self, name)", "raise AttributeError(name)"),
+        ("if name in MISSING_METHODS else", "if False else"),
     ),
     *mutations_of("nanovllm/extensions/text/llm", ("tqdm, disable=True)", "tqdm, disable=False)")),
     *mutations_of(
@@ -563,7 +566,7 @@ MUTATIONS = [
         ("type(value) is type(each) and value == each", "value == each"),
         ("ignored += [name] if value is not None else []", "ignored += [name]"),
         ("stacklevel=stacklevel + 1", "stacklevel=stacklevel"),
-        ("        elif name in sampling:", "        elif False:"),
+        ("        elif name in SamplingParams.__struct_fields__:", "        elif False:"),
     ),
     *mutations_of(
         "nanovllm/extensions/text/llm",
@@ -902,7 +905,7 @@ MUTATIONS = [
     ),
     *mutations_of(
         "nanovllm/checkpoints/model_config",
-        ('all(kind == "full_attention" for kind in kinds)', "True"),
+        ("kinds == full", "True"),
     ),
     *mutations_of(
         "nanovllm/extensions/checkpoints/sizes",

@@ -12,7 +12,6 @@ from nanovllm.checkpoints.model_config import (
     ModelConfig,
     check_number,
     check_size,
-    read_dtype,
     read_sizes,
 )
 from nanovllm.extensions.experts.config import ExpertsConfig, read_experts
@@ -102,7 +101,6 @@ def read_decoder(raw: Fields, given: Fields, architectures: list[str], own: Fiel
         rope_parameters=rope,
         local_rope_parameters=local_rope,
         windows=_read_windows(values, raw, own),
-        dtype=read_dtype(given),
         quantization_config=quantization_config or None,
         raw=raw,
         context_limit=limit,

@@ -4,14 +4,25 @@ scored.
 
 from collections.abc import Iterable
 from numbers import Integral
-from typing import Any
+from typing import Any, TypedDict
 
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.sequence import Request
 from nanovllm.extensions.text.chat import as_conversations, as_list, render
-from nanovllm.inputs import TextPrompt, TokensPrompt
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.validation import check, is_number
+
+
+class TextPrompt(TypedDict):
+    prompt: str
+
+
+class TokensPrompt(TypedDict, total=False):
+    """Token ids, and maybe the text that they are of."""
+
+    prompt: str
+    prompt_token_ids: Iterable[int]
+
 
 Prompt = str | Iterable[int] | TextPrompt | TokensPrompt
 

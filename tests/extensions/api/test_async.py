@@ -66,8 +66,8 @@ def test_a_thousand_streams_at_once_give_the_texts_of_the_offline_run(folder):
 @pytest.mark.parametrize("is_streamed", [False, True])
 def test_a_step_is_told_to_those_alone_whom_it_touched(folder, monkeypatch, is_streamed):
     """However many tasks wait, also if they give up, the newest first."""
-    told, tell, params = [], Worker.tell, SamplingParams(0, 2, True)
-    monkeypatch.setattr(Worker, "tell", lambda *args: (told.append(args), tell(*args)))
+    told, tell, params = [], Worker.notify, SamplingParams(0, 2, True)
+    monkeypatch.setattr(Worker, "notify", lambda *args: (told.append(args), tell(*args)))
 
     async def run(engine: AsyncLLM) -> list:
         use = (lambda *args: collect(engine.stream(*args))) if is_streamed else engine.generate

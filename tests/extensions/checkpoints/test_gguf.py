@@ -12,12 +12,13 @@ import torch
 import transformers
 from gguf_files import byte_level_metadata, metadata_of, write_gguf
 from gguf_packer import decode, encode
+from open_checkpoints import open_checkpoint
 from safetensors.torch import load_file, save_file
 from smollm2 import smollm2_gguf  # noqa: F401  a fixture
 
 import tiny_checkpoints
 from nanovllm import LLM, SamplingParams
-from nanovllm.assembly import get_model_class, open_checkpoint
+from nanovllm.assembly import get_model_class
 from nanovllm.config import Config
 from nanovllm.extensions.checkpoints.gguf_file import GGUFTensor
 from nanovllm.extensions.checkpoints.gguf_tokenizer import SPLITS, tokenizer_from_gguf

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from open_checkpoints import open_checkpoint
 from safetensors.torch import load_file, save_file
 from smollm2 import smollm2_gguf  # noqa: F401
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.assembly import open_checkpoint
 from nanovllm.kernels.cache_layout import CacheLayout
 from tiny_checkpoints import ARCHITECTURES, make_checkpoint
 

@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
+from open_checkpoints import open_checkpoint
 from quantised_checkpoints import PACKERS, Packer, quantise
 from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.assembly import build_model, open_checkpoint
+from nanovllm.assembly import build_model
 from nanovllm.distributed.group import Group, use_group
 from nanovllm.extensions.experts.moe import Router, StackedLinear
 from nanovllm.extensions.quantised import scaled

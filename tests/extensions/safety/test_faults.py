@@ -211,7 +211,7 @@ def poison(llm: LLM, patch: pytest.MonkeyPatch, what: str) -> list[int]:
         "decoding": (llm.batches, "decode"),
         "enqueueing": (llm.scheduler, "add"),
         "find_stop": (texts.GrowingText, "find_stop"),
-        "look": (texts.GrowingText, "look"),
+        "look": (texts.GrowingText, "take_delta"),
         "result": (text_llm, "make_result"),
     }[what]
     function, failures = getattr(target, name), []

@@ -37,7 +37,7 @@ rank, size, (cache, kernels) = int(rank), int(size), desktop or ("auto", "none")
 config = ExtendedConfig(
     model, device="cpu", dtype="bfloat16", max_num_seqs=300, kv_cache_dtype=cache, tensor_parallel_size=size
 )
-config = config.with_checkpoint(open_checkpoint(model))
+config = config.with_checkpoint(open_checkpoint(config))
 gpu = SimpleNamespace(multi_processor_count=132, shared_memory_per_multiprocessor=233472, major=9, minor=0)
 driver = SimpleNamespace(launcher_cls=lambda source, metadata: None)
 compile_for_real = triton.JITFunction.run

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from cases import slow
+from open_checkpoints import open_checkpoint
 from quantised_checkpoints import PACKERS, quantise
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING
@@ -13,7 +14,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers_checkpoints import MIXED, make, settings_of
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.assembly import open_checkpoint
 from nanovllm.extensions.transformers.config import REFUSED, VERIFIED, transformers_config
 from nanovllm.extensions.transformers.faster import GatedMLP, replacement, rotates_halves
 from nanovllm.extensions.transformers.model import without_memory
