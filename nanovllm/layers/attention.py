@@ -58,8 +58,7 @@ class AttentionBackend:
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, variant: AttentionVariant, step: Context) -> Tensor:
         """k and v are the caches. -> The shape of q."""
-        tables = step.block_tables, step.context_lens
-        return self.decode_kernel(q, k, v, *tables, variant, self.layout)
+        return self.decode_kernel(q, k, v, variant, step, self.layout)
 
     def plan(self, sequences: list[Any], is_new: bool) -> tuple[Hashable, Any]:
         """

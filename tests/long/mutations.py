@@ -621,7 +621,7 @@ MUTATIONS = [
     ),
     *mutations_of(
         "nanovllm/extensions/int8_cache/kernels/store",
-        ("        if slot >= 0:", "        if slot > 0:"),
+        ("    if slot >= 0:", "    if slot > 0:"),
         (
             "page_sizes(cache, head_dim)[0], stages, is_prefill)",
             "page_sizes(cache, head_dim)[0], stages, False)",
@@ -673,13 +673,13 @@ MUTATIONS = [
     ),
     *mutations_of(
         "nanovllm/kernels/decode_attention",
-        ("kv_head = share // SIZES.READERS", "kv_head = share % SIZES.KV_HEADS"),
+        ("share // (SIZES.SHARES // SIZES.KV_HEADS)", "share % SIZES.KV_HEADS"),
         ("        key, value = key.to(query.dtype), value.to(query.dtype)", "        pass"),
     ),
     *mutations_of(
         "nanovllm/kernels/cache_layout",
         ("if numbers != [*range(first, first + len(numbers))]:", "if not numbers:"),
-        ("return key.to(DTYPE), value.to(DTYPE)", "return key, value"),
+        ("return tl.trans(key).to(DTYPE), value.to(DTYPE)", "return tl.trans(key), value"),
     ),
     *mutations_of(
         "nanovllm/extensions/int8_cache/kernels/decode",

@@ -158,7 +158,8 @@ def check_decode(
     q = rand(len(lengths), heads + 2 * kv_heads, head_dim, device=device, dtype=dtype)[:, :heads]
     context_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
     rule = features.rule(heads, head_dim, device)
-    out = attend(q, k_cache, v_cache, tables, context_lens, rule, layout_of(cache_dtype or dtype))
+    step = Context(context_lens=context_lens, block_tables=tables)
+    out = attend(q, k_cache, v_cache, rule, step, layout_of(cache_dtype or dtype))
     assert out.shape == q.shape and out.dtype == dtype
     for i, (k, v) in enumerate(sequences):
         if lengths[i]:

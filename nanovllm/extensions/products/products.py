@@ -57,7 +57,7 @@ class FusedGemm(Product):
     """In decode batches of small models, on one rank. A product alone is the weight's own."""
 
     def __init__(self, dense: DenseWeight):
-        self.dense = dense
+        self.weight = dense.weight
         self.linear = dense.linear
 
     def accepts(self, rows: int, is_prefill: bool) -> bool:
@@ -65,22 +65,18 @@ class FusedGemm(Product):
 
     def norm_linear(self, stream: Stream, bias: Tensor | None, gated: bool = False) -> Tensor:
         if isinstance(stream, SplitNorm):
-            x = stream.scaled
-            squares = stream.sum_of_squares
+            x, squares = stream.scaled, stream.sum_of_squares
         else:
             x = stream.normalised()
             squares = None
-        return fused_linear(x, self.dense.weight, bias, squares, stream.norm.eps, gated)[0]
+        return fused_linear(x, self.weight, bias, squares, stream.norm.eps, gated)[0]
 
     def linear_add(self, stream: Stream, x: Any, bias: Tensor | None, next_norm: RMSNorm) -> Stream:
-        total, scaled, squares = fused_linear(
-            activated(x),
-            self.dense.weight,
-            bias,
-            residual=stream.residual(),
-            next_norm_weight=next_norm.weight,
+        norm, residual = next_norm.weight, stream.residual()
+        total, *split = fused_linear(
+            activated(x), self.weight, bias, residual=residual, next_norm_weight=norm
         )
-        return SplitNorm(total, next_norm, scaled=scaled, sum_of_squares=squares)
+        return SplitNorm(total, next_norm, None, *split)
 
 
 class FoldingWeight(DenseWeight):

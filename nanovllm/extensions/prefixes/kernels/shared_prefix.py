@@ -119,7 +119,7 @@ def shared_prefix_attention_torch(
         indices = slice(first, first + count)
         queries = plan.queries[indices]
         table = block_tables[int(queries[0])]
-        keys, values = layout.read(k_cache, v_cache, table, begin, end, q.shape[2])
+        keys, values = layout.read(k_cache, v_cache, table, begin, end, results)
         # [kv_heads, tokens, head_dim], and queries [kv_heads, queries * heads per kv head, head_dim]
         out, log_sum = variant.attend_and_sum(_regroup(q[queries], len(keys)), keys, values)
         results[indices] = _regroup(out, count)
