@@ -206,5 +206,6 @@ def serve(commands: connection.Connection, rank: int, folder: str) -> NoReturn:
     with runner.on_device():
         while True:
             while not commands.poll(1):
-                runner.check_device()
+                if runner.device.type == "cuda":  # raise an error of the device, for which nobody waits here
+                    torch.cuda.current_stream().query()
             runner.call(*commands.recv())

@@ -64,13 +64,10 @@ class Observer:
 
     def failed(self, step: Any) -> Iterable[Sequence]:
         """
-        A call was broken off while it worked on this Step. Returns the unfinished sequences to keep; those
-        that no observer keeps are dropped.
+        A call was broken off while it worked on this Step. Returns the unfinished sequences to keep, which
+        follow in `added`; those that no observer keeps are dropped.
         """
         return ()
-
-    def cleared(self) -> None:
-        """Nothing is queued or running any more; those that are kept follow in `added`."""
 
 
 class LogitsProcessor:

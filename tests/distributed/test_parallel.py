@@ -363,7 +363,7 @@ class Report:
 
     def __reduce__(self):
         program = f"open({str(self.file)!r}, 'w').write(str(__import__('torch').get_num_threads()))"
-        return eval, (f"{program} and 'check_device'",)
+        return eval, (f"{program} and 'reset'",)
 
 
 def test_the_ranks_share_the_threads_of_the_process(model, tmp_path, monkeypatch):
@@ -371,8 +371,8 @@ def test_the_ranks_share_the_threads_of_the_process(model, tmp_path, monkeypatch
     torch.set_num_threads(5)
     try:
         with start(model.folder) as llm:
-            monkeypatch.setattr(llm.model_runner, "check_device", torch.get_num_threads)
-            assert llm.ranks.call("check_device") == 2
+            monkeypatch.setattr(llm.model_runner, "reset", torch.get_num_threads)
+            assert llm.ranks.call("reset") == 2
             llm.ranks._send([Report(tmp_path / "threads")])
             assert wait_until((tmp_path / "threads").exists)
             assert wait_until((tmp_path / "threads").read_text) == "2"

@@ -12,6 +12,7 @@ from nanovllm.extensions.products.kernels.fused_linear import MAX_ROWS as MAX_FU
 from nanovllm.extensions.products.kernels.fused_linear import can_fuse, fused_linear
 from nanovllm.extensions.products.kernels.gemv import MAX_ROWS, can_use_gemv, gemv
 from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.linear import LinearBase
 from nanovllm.layers.residual_stream import Stream
 from nanovllm.layers.weight import DenseWeight, Product, activated
 
@@ -90,10 +91,10 @@ class FoldingWeight(DenseWeight):
             self.weight = self.parameters["weight"] = nn.Parameter(packed, requires_grad=False)
             self.multiply = functools.partial(onednn.multiply, weight=packed)
 
-    def products(self, hidden_size: int | None, num_ranks: int) -> list[Product]:
+    def products(self, layer: LinearBase) -> list[Product]:
         found: list[Product] = []
         if can_use_gemv(self.weight):
             found.append(Gemv(functools.partial(gemv, weight=self.weight)))
-        if hidden_size and num_ranks == 1 and can_fuse(hidden_size, self.weight):
+        if layer.hidden_size and layer.group.size == 1 and can_fuse(layer.hidden_size, self.weight):
             found.append(FusedGemm(self))
         return found

@@ -67,11 +67,11 @@ class Fp8(ScaledWeight):
         """Scales of whatever dtype, with products that are rounded only once."""
         self.load_scales(loaded, shard, dtypes=EXPONENTS)
 
-    def products(self, hidden_size: int | None, num_ranks: int) -> list[Product]:
+    def products(self, layer: Any) -> list[Product]:
         """In 8 bits beside a residual stream, where the norm or the activation quantises."""
-        gemv = super().products(hidden_size, num_ranks)
+        gemv = super().products(layer)
         weight = self.quantised
-        if hidden_size is None or not can_use_fp8(example_row(weight, self.dtype), weight):
+        if layer.hidden_size is None or not can_use_fp8(example_row(weight, self.dtype), weight):
             return gemv
         return [*gemv, Fp8Product(weight)]
 

@@ -77,7 +77,7 @@ class GGUF(Weight):
         self.keeps_weight = keeps_weight
         self.stored = {"weight": StoredTensor(self._load)}
         self.runs: list[PackedCodes | KernelCodes | Converted] = []
-        self._waiting: dict[int, list[Piece]] = {shard.offset: [] for shard in shards.values()}
+        self._waiting: dict[int, list[Piece]] = {shard.place.start: [] for shard in shards.values()}
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         # Kernels that are compiled ahead are so before anything is loaded.
@@ -85,7 +85,7 @@ class GGUF(Weight):
         y = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
         return y if bias is None else y + bias
 
-    def products(self, hidden_size: int | None, num_ranks: int) -> list[Product]:
+    def products(self, layer: Any) -> list[Product]:
         if len(self.runs) == 1 and isinstance(self.runs[0], KernelCodes):
             return gemv_products(self.runs[0].weight, self.dtype, self.make_gemv)
         return []
@@ -96,7 +96,7 @@ class GGUF(Weight):
 
     def _load(self, loaded: Any, shard: Shard) -> None:
         check_stored(loaded, shard.shape)
-        self._waiting[shard.offset] = self._read(loaded, shard)
+        self._waiting[shard.place.start] = self._read(loaded, shard)
         if not all(self._waiting.values()):
             return
         in_order, self._waiting = chain.from_iterable(self._waiting.values()), {}  # as `shards` are

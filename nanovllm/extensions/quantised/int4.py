@@ -149,8 +149,8 @@ class Int4(ScaledWeight):
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return super().multiply(x if self.order is None else x[..., self.order], bias)
 
-    def products(self, hidden_size: int | None, num_ranks: int) -> list[Product]:
-        return super().products(hidden_size, num_ranks) if self.order is None else []
+    def products(self, layer: Any) -> list[Product]:
+        return super().products(layer) if self.order is None else []
 
     def set_codes(self, rows: slice, codes: Tensor) -> None:
         self.weight.data[rows] = pack((codes + SYMMETRIC_ZERO).to(torch.uint8))
@@ -182,7 +182,7 @@ class Int4(ScaledWeight):
 
     def _set(self, shard: Shard, codes: Tensor) -> None:
         for rows in self.pieces(len(codes)):
-            start = shard.offset + rows.start
+            start = shard.place.start + rows.start
             self.weight.data[start : start + rows.stop - rows.start] = pack(codes[rows])
 
     def _load_transposed_scales(self, loaded: Any, shard: Shard) -> None:

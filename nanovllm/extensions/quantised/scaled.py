@@ -63,7 +63,7 @@ class ScaledWeight(Weight):
         self.dtype = torch.get_default_dtype()  # of what it is multiplied with
         self.parameters = {}
         self.stored_tile = stored_tile
-        cuts = [(shard.offset, shard.rows.start) for shard in shards.values()]
+        cuts = [(shard.place.start, shard.rows.start) for shard in shards.values()]
         rows = math.gcd(stored_tile[0], *(cut for pair in cuts for cut in pair)) or self.shape[0]
         columns = math.gcd(stored_tile[1], *(shard.columns.start for shard in shards.values()))
         columns = min(columns, self.shape[1]) or self.shape[1]
@@ -99,7 +99,7 @@ class ScaledWeight(Weight):
             outputs.append(F.linear(x, piece, None if bias is None else bias[rows]))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
 
-    def products(self, hidden_size: int | None, num_ranks: int) -> list[Product]:
+    def products(self, layer: Any) -> list[Product]:
         return gemv_products(self.quantised, self.dtype, self.make_gemv)
 
     def dequantise(self, rows: slice) -> Tensor:
@@ -155,7 +155,7 @@ class ScaledWeight(Weight):
         else:
             values = loaded[columns, rows].t() if transposed else loaded[rows, columns]
         values = values[index[0] - rows.start][:, index[1] - columns.start]
-        start = shard.offset // self.tile[0]
+        start = shard.place.start // self.tile[0]
         return target.data[start : start + len(values)].copy_(values)
 
     # Made here
@@ -168,7 +168,7 @@ class ScaledWeight(Weight):
             matrix = loaded[start + rows.start : start + rows.stop, shard.columns]
             matrix = matrix.to(self.scales.device, torch.float32)
             check_finite(matrix)
-            self._quantise(matrix, shard.offset + rows.start)
+            self._quantise(matrix, shard.place.start + rows.start)
 
     def fill(self, matrix: Tensor) -> None:
         """Quantise the whole of a matrix."""

@@ -221,7 +221,7 @@ def launch_every_kernel(config: Config, make_runner: Callable[..., Any], group: 
     runner.run(long._replace(wanted=sum(kernels) & ~runner.waiting))
     *smaller, largest = get_graph_sizes(config.max_num_seqs)
     plan = runner.backend.largest_plan
-    runner.decode_step(largest, plan, 0)()
+    runner.decode_step((largest, plan, 0))()
     yield
     # Which kernels there are depends on one logits processor, or on two of which one changes the dtype.
     for wanted in (0, *kernels, *map(sum, combinations(kernels, 2))):
@@ -232,4 +232,4 @@ def launch_every_kernel(config: Config, make_runner: Callable[..., Any], group: 
         lengths = [length + 1 for length in batch.lens_k]
         runner.run(batch._replace(wanted=0, lens_k=lengths, messages=messages))
     for size, key in [*product(smaller, {False, plan}), (largest, False)]:
-        runner.decode_step(size, key, 0)()
+        runner.decode_step((size, key, 0))()

@@ -140,7 +140,8 @@ def test_parts_of_different_types_make_one_weight_whatever_their_order_in_the_fi
     kinds = ["Q4_1", "Q4_0", "Q4_K", "Q8_0", "Q5_K", "Q5_0", "F32", "Q6_K", "Q5_1"]
     parts, tensors, values, offset = {}, {}, [], 0
     for name, (rows, kind) in enumerate(zip([128, *[64] * 8], kinds, strict=True)):
-        parts[name] = Shard((rows, 256), offset=offset)
+        parts[name] = Shard((rows, 256))
+        parts[name].place = slice(offset, offset + rows)
         tensors[name], value = stored(torch.randn(rows, 256), kind)
         values.append(value)
         offset += rows
