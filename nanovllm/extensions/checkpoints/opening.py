@@ -25,8 +25,8 @@ def open_checkpoint(
     """
     Open a checkpoint without reading its weights. `model` is a folder, a `.gguf` file, a Hugging Face hub id,
     "smollm2" or, with load_format="dummy", one of `SHAPES`. Another `tokenizer` is in such a place, too.
-    A `lora` adapter is a folder or a hub id. `hub` has options for downloads; `models` has the facts of those
-    that GGUF files may hold, and of others. Raises ValueError that says what was looked for.
+    A `lora` adapter is a folder or a hub id. `hub` has options for downloads; `models` are classes, among
+    them those of models that GGUF files may hold. Raises ValueError that says what was looked for.
     """
     hub = {name: value for name, value in (hub or {}).items() if value is not None}
     checkpoint = _open(model, load_format, hub, models)
@@ -71,7 +71,7 @@ def _open(
             raise ValueError(f"model {name!r} is neither a folder nor, for load_format='gguf', a .gguf file")
         from nanovllm.extensions.checkpoints.gguf import GGUFCheckpoint
 
-        return GGUFCheckpoint(path, [facts for facts in models if facts.gguf])
+        return GGUFCheckpoint(path, [model for model in models if model.gguf_name])
     if load_format == "gguf":
         raise ValueError(f"model {name!r} is a folder, but load_format='gguf' reads a .gguf file")
     if not os.path.isdir(path):
