@@ -970,7 +970,7 @@ MUTATIONS = [
     ),
     *mutations_of(
         "nanovllm/extensions/models/config",
-        ("if not known and type_decides(names):", "if False:"),
+        ("if not found and type_decides(names):", "if False:"),
     ),
     *mutations_of(
         "nanovllm/extensions/checkpoints/names",

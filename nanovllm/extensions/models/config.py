@@ -64,13 +64,15 @@ class DecoderConfig(ModelConfig):
 
     @property
     def tokens_in_reach(self) -> int:
-        windows = [self.window(layer) for layer in range(self.num_hidden_layers)]
+        windows = [*map(self.window, range(self.num_hidden_layers))]
         return max(windows) if all(windows) else 0
 
     @property
     def divided_sizes(self) -> dict[str, int]:
-        own = {} if self.experts is None else {"moe_intermediate_size": self.experts.moe_intermediate_size}
-        return super().divided_sizes | own
+        sizes = super().divided_sizes
+        if self.experts is not None:
+            sizes["moe_intermediate_size"] = self.experts.moe_intermediate_size
+        return sizes
 
     def usual_dtype(self, device: str) -> str:
         """Weights of 4 to 6 bits stay packed on a CPU that multiplies bfloat16 itself."""
@@ -92,16 +94,21 @@ def read_any_config(
     `model_type` counts in their place. Raises ValueError naming the source and what is wrong or not
     supported.
     """
-    given = {name: value for name, value in raw.items() if value is not None}
+    # A window of null is none; any other null asks for the model's default.
+    given = {name: value for name, value in raw.items() if value is not None or name == "sliding_window"}
     known = ", ".join(models)
+    names = given.get("architectures", [])
+    names = [str(name) for name in (names if isinstance(names, list) else [names])]
     try:
-        # First, since the others' files have other fields.
-        model = None if model_impl == "transformers" else find_model(given, models, type_decides)
-        if model is not None:
-            return read_decoder(raw, given, [model.__name__], model.defaults)
+        found = [models[name] for name in names if name in models]
+        if not found and type_decides(names):
+            found = [model for model in models.values() if model.model_type == given.get("model_type")]
+        if found and model_impl != "transformers":
+            return read_decoder(raw, given, [found[0].__name__], found[0].defaults)
         if model_impl == "native":
-            name = shown(given.get("architectures"))
-            raise ValueError(f"model_impl='native' has no class for architectures {name}, only for {known}")
+            raise ValueError(
+                f"model_impl='native' has no class for architectures {shown(names)}, only for {known}"
+            )
         try:
             sizes = read_other(raw, check_rope_keys)
         except ValueError as error:
@@ -110,19 +117,6 @@ def read_any_config(
         return read_decoder(raw, sizes | {name: given[name] for name in kept}, [], {})
     except ValueError as error:
         raise ValueError(f"{source}: {error}") from None
-
-
-def find_model(given: Fields, models: dict[str, Any], type_decides: Callable[[list[str]], bool]) -> Any:
-    """
-    The class for the first architecture in config.json that has one, or for its `model_type` where that
-    decides in place of these names; or None.
-    """
-    names = given.get("architectures", [])
-    names = [str(name) for name in (names if isinstance(names, list) else [names])]
-    known = [models[name] for name in names if name in models]
-    if not known and type_decides(names):
-        known = [model for model in models.values() if model.model_type == given.get("model_type")]
-    return known[0] if known else None
 
 
 def read_decoder(raw: Fields, given: Fields, architectures: list[str], own: Fields) -> DecoderConfig:
@@ -141,14 +135,9 @@ def read_decoder(raw: Fields, given: Fields, architectures: list[str], own: Fiel
     for settings in (given, rope):
         check_fixed(settings, FIXED | {activation: own.get("hidden_act", "silu")})
     quantization_config = given.get("quantization_config") or None
-    check(
-        isinstance(quantization_config, dict | None),
-        "quantization_config must be an object",
-        quantization_config,
-    )
+    is_object = isinstance(quantization_config, dict | None)
+    check(is_object, "quantization_config must be an object", quantization_config)
     check_bool(values["mlp_bias"], "mlp_bias")
-    if "sliding_window" in raw and raw["sliding_window"] is None:
-        values["sliding_window"] = None
     limit = context_limit(rope, values["max_position_embeddings"])
     values |= dict(
         architectures=architectures,
