@@ -32,7 +32,7 @@ if EXTENDED:
     from nanovllm.extensions.int8_cache.layout import Int8Layout
     from nanovllm.extensions.logits.processors import make_processors
     from nanovllm.extensions.models.attention_rule import set_rules
-    from nanovllm.extensions.models.facts import read_any_config
+    from nanovllm.extensions.models.config import read_any_config
     from nanovllm.extensions.models.known import MODELS
     from nanovllm.extensions.prefixes.cascade import CascadeBackend
     from nanovllm.extensions.prefixes.token_prefixes import HoldBack, TokenPrefixes
@@ -140,7 +140,7 @@ def assemble(config: Config) -> Parts:
 def get_model_class(config: ModelConfig) -> type[nn.Module]:
     """The class of the architecture that the checkpoint names, or that for all others."""
     if config.architectures:
-        return MODELS[config.architectures[0]].model
+        return MODELS[config.architectures[0]]
     from nanovllm.extensions.transformers.model import TransformersForCausalLM
 
     return TransformersForCausalLM

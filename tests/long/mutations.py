@@ -878,7 +878,7 @@ MUTATIONS = [
     ),
     *mutations_of(
         "nanovllm/extensions/checkpoints/gguf",
-        ('added = names.added_to_norms if name.endswith("norm") else 0.0', "added = 0.0"),
+        ('added = model.gguf_added_to_norms if name.endswith("norm") else 0.0', "added = 0.0"),
         ("if kinds.get(end) == CONTROL", "if end in kinds"),
         ('ends.discard("<|end|>")', "pass"),
         ('in ("eos", "eot", "eom")', 'in ("eos", "eot")'),
@@ -986,8 +986,8 @@ MUTATIONS = [
         ("str(name).isidentifier() and ", ""),
     ),
     *mutations_of(
-        "nanovllm/extensions/models/facts",
-        ("if not known and type_decides(names):", "if False:"),
+        "nanovllm/extensions/models/config",
+        ("if not found and type_decides(names):", "if False:"),
     ),
     *mutations_of(
         "nanovllm/extensions/checkpoints/names",
@@ -1039,7 +1039,7 @@ MUTATIONS = [
     *mutations_of("nanovllm/extensions/models/rope", ("    check_rope_keys(settings)\n", "")),
     *mutations_of(
         "nanovllm/extensions/models/rope",
-        ('p["rope_type"], p.get("attn_factor", 1.0)', 'p["rope_type"], 1.0'),
+        ('settings["rope_type"], settings.get("attn_factor", 1.0)', 'settings["rope_type"], 1.0'),
     ),
 ]
 

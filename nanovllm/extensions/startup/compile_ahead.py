@@ -206,7 +206,10 @@ def launch_every_kernel(config: Config, make_runner: Callable[..., Any], group: 
     Launch every kernel that prefill and decode have, through a ModelRunner that is on the CPU. Yields when
     the kernels of the warm-up are through. Two layers launch all.
     """
-    config = replace(config, hf_config=config.hf_config.shortened())
+    model = config.hf_config
+    windows = (*dict.fromkeys(model.windows), *model.windows)[:2]  # unlike ones, if there are
+    model = replace(model, num_hidden_layers=len(windows), windows=windows)
+    config = replace(config, hf_config=model)
     runner = make_runner(config, group=group, device=torch.device("cpu"))
     runner.build()
     pack_weights(runner.model)

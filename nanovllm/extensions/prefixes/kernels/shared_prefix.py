@@ -168,7 +168,7 @@ class WithPrefix(AttentionVariant):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, row: slice | None = None
     ) -> Tensor:
-        first_sums = self.layer.first_sums(q.shape[1])
+        first_sums = self.layer.first_sums(q)
         out, log_sums = self.layer.attend_and_sum(q, k, v, mask, first_sums)
         self.own_sums[row] = log_sums.flatten(1, 2)
         return out
