@@ -12,7 +12,6 @@ from unittest import mock
 
 import pytest
 import torch
-from cases import slow
 from engines import Watch, assert_empty, tokens_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -86,27 +85,18 @@ MODES = {
 }
 
 
-def runs() -> list:
-    """Architecture, mode, overlapped: every mode of one architecture, and the hardest mode of each.
-
-    `-m slow` runs the other pairs of architecture and mode, overlapped or not by turns.
-    """
-    quick = {("qwen3", mode, True) for mode in MODES} | {("qwen3", "preempted and chunked", False)}
-    quick |= {(architecture, "preempted and chunked", True) for architecture in ARCHITECTURES}
-    quick |= {(architecture, "without prefix caching", False) for architecture in ("gemma3", "gpt_oss")}
-    others = [
-        (architecture, mode, (i + j) % 2 == 0)
-        for i, architecture in enumerate(ARCHITECTURES)
-        for j, mode in enumerate(MODES)
-    ]
-    return sorted(quick) + [slow(*run) for run in others if run not in quick]
+# Architecture, mode, overlapped: every mode of one, the hardest mode of each, and those that windows change.
+RUNS = [("qwen3", mode, True) for mode in MODES] + [("qwen3", "preempted and chunked", False)]
+RUNS += [(name, "preempted and chunked", True) for name in ARCHITECTURES if name != "qwen3"]
+for windowed in ("gemma3", "gpt_oss"):
+    RUNS += [(windowed, "without prefix caching", False), (windowed, "chunks across blocks", False)]
+    RUNS += [(windowed, "preempted without prefix caching", True), (windowed, "odd blocks", True)]
 
 
-@pytest.mark.parametrize("model, mode, overlap", runs(), indirect=["model"])
+@pytest.mark.parametrize("model, mode, overlap", sorted(RUNS), indirect=["model"])
 @pytest.mark.usefixtures("no_forecast")
-def test_every_mode_gives_the_tokens_of_transformers(model, monkeypatch, mode, overlap):
+def test_every_mode_gives_the_tokens_of_transformers(model, mode, overlap):
     """Overlapped is how a GPU is driven: a step is scheduled before the last one's tokens are known."""
-    monkeypatch.setattr("nanovllm.engine.memory.CPU_KV_CACHE_BYTES", 1 << 26)  # fewer blocks to look at
     with LLM(model.folder, **{**EXACT, **MODES[mode]}) as llm, Watch(llm) as seen:
         assert not llm._overlap
         llm._overlap = overlap

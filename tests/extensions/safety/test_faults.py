@@ -340,11 +340,11 @@ def test_engines_one_after_another_leave_nothing_behind(folder):
             return tokens_of(llm.generate(PROMPTS, PARAMS, use_tqdm=False))
 
     expected = use()
-    for _ in range(5):
+    for _ in range(4):
         use()
     gc.collect()
     before = resident_bytes(), threading.active_count(), len(os.listdir("/proc/self/fd"))
-    for _ in range(20):
+    for _ in range(10):
         assert use() == expected
     gc.collect()
     assert resident_bytes() - before[0] < 16 << 20  # it goes up and down by half of that
