@@ -196,8 +196,15 @@ def test_attention_fits_into_the_shared_memory_of_a_desktop_gpu(tmp_path, head_d
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cache", ["auto", "int8"])
-@pytest.mark.parametrize("architecture, name", [("qwen3", ""), ("qwen3_moe", "pack 4"), ("gpt_oss", "mxfp4")])
+@pytest.mark.parametrize(
+    "architecture, name, cache",
+    [
+        ("qwen3", "", "auto"),
+        ("qwen3_moe", "pack 4", "int8"),
+        ("gpt_oss", "mxfp4", "auto"),
+        ("gpt_oss", "mxfp4", "int8"),
+    ],
+)
 def test_every_kernel_is_one_that_the_installed_triton_can_compile(tmp_path, architecture, name, cache):
     sizes = dict(head_dim=64, hidden_size=128, intermediate_size=128, vocab_size=257)
     if architecture == "qwen3_moe":
