@@ -11,7 +11,7 @@ from simulation import Simulation, simulate
 
 def test_a_long_run_breaks_no_rule_and_visits_everything():
     counts = Counter()
-    simulate(seed=2, num_steps=15_000, counts=counts)
+    simulate(seed=2, num_steps=30_000, counts=counts)
     names = ["steps", "prefills", "preemptions", "requests", "completions of the same prompt", "finished"]
     names += ["aborts", "clears", "failures", "refused", "ended by the context"]
     names += ["decode steps in the middle of a prompt", "held back", "tokens read as shared prefixes"]
@@ -20,7 +20,7 @@ def test_a_long_run_breaks_no_rule_and_visits_everything():
     assert counts["preemptions in the middle of a prompt"] and counts["overtaken"], counts
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.randoms(use_true_random=False))
 def test_no_history_breaks_a_rule(pick):
     Simulation(pick).run(40)

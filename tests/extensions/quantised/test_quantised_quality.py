@@ -23,7 +23,7 @@ from nanovllm.extensions.checkpoints.gguf_file import GGUFTensor
 from nanovllm.extensions.quantised import gguf
 
 README = Path(__file__).parents[3] / "README.md"
-NUM_TOKENS = 300
+NUM_TOKENS = 500
 SENSITIVE = ("q_proj", "k_proj", "v_proj", "o_proj", "down_proj")
 
 
