@@ -22,6 +22,11 @@ def folder(tmp_path_factory) -> str:
     return str(make_checkpoint(tmp_path_factory.mktemp("checkpoint"), vocab_size=257))
 
 
+@pytest.fixture(autouse=True)
+def whole_kv_cache(monkeypatch):
+    monkeypatch.setattr("nanovllm.engine.memory.CPU_KV_CACHE_BYTES", CPU_KV_CACHE_BYTES)
+
+
 @pytest.mark.parametrize(
     "max_num_batched_tokens, max_num_seqs, max_model_len",
     [(500, 8, 300), (500, 8, 500), (500, 1, 300), (7, 30, 300), (16, 16, 2)],

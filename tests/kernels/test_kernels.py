@@ -13,6 +13,7 @@ from kernel_checks import (
     KERNEL_SHAPES,
     NAN,
     ROPE_SHAPES,
+    SPLITS,
     assert_passes_in_the_interpreter,
     check_decode,
     check_prefill,
@@ -71,7 +72,7 @@ def test_gelu_of_gates_matches_its_reference(device, dtype, width):
 
 @on_devices
 @in_both_types
-@pytest.mark.parametrize("heads, kv_heads, head_dim", KERNEL_SHAPES)
+@pytest.mark.parametrize("heads, kv_heads, head_dim", KERNEL_SHAPES[:: 2 if INTERPRETED else 1])
 def test_8_bit_caches_are_attended_to_as_they_are_stored(device, dtype, heads, kv_heads, head_dim):
     lengths = on(device, [1, 16, 0, 17, 1000, 513, 64, 4000, 255], [1, 0, 33, 70])
     attend = decode_attention.paged_decode_attention
@@ -83,8 +84,7 @@ def test_8_bit_caches_are_attended_to_as_they_are_stored(device, dtype, heads, k
 
 
 @on_devices
-@pytest.mark.parametrize("block_size", [16, 48, 256])
-@pytest.mark.parametrize("batch", [1, 2, 40])
+@pytest.mark.parametrize("block_size, batch", SPLITS)
 def test_decode_of_8_bits_is_right_for_every_block_size_and_number_of_splits(device, block_size, batch):
     batch = min(batch, on(device, 40, 6))
     longest = on(device, 3000, 150)
@@ -96,7 +96,7 @@ def test_decode_of_8_bits_is_right_for_every_block_size_and_number_of_splits(dev
 
 @on_devices
 @in_both_types
-@pytest.mark.parametrize("heads, kv_heads, head_dim", ROPE_SHAPES[3:] if INTERPRETED else ROPE_SHAPES)
+@pytest.mark.parametrize("heads, kv_heads, head_dim", ROPE_SHAPES)
 @pytest.mark.parametrize("is_prefill", [True, False])
 @pytest.mark.parametrize("block_size", [16, 48])
 def test_8_bit_pages_are_written_as_the_twins_write_them(

@@ -210,6 +210,11 @@ ROPE_SHAPES = [
     (4, 2, 256),
 ]
 ROPE_SHAPES += [(3, 1, 20), (2, 2, 8), (2, 1, 112)]
+ROPE_SHAPES = [(9, 3, 64), (5, 5, 80), (4, 2, 256), (3, 1, 20)] if INTERPRETED else ROPE_SHAPES
+
+# Block sizes and numbers of sequences, of which many need no splits and one needs most.
+SPLITS = [(16, 40), (48, 1), (256, 2)]
+SPLITS = SPLITS if INTERPRETED else [(size, batch) for size in (16, 48, 256) for batch in (1, 2, 40)]
 
 
 def rope_inputs(tokens, heads, kv_heads, head_dim, device, dtype):

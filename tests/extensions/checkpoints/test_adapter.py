@@ -84,9 +84,13 @@ def logprobs_of(model: transformers.PreTrainedModel) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, dict(tensor_parallel_size=2), dict(model_impl="transformers")], ids=str
+    "name, options",
+    [
+        ("all of them", dict(tensor_parallel_size=2)),
+        ("both ends", dict(model_impl="transformers")),
+        ("whole tensors", {}),
+    ],
 )
-@pytest.mark.parametrize("name", ["all of them", "both ends", "whole tensors"])
 def test_an_engine_computes_with_the_merged_weights(folder, tmp_path, name, options):
     expected = logprobs_of(make_adapter(folder, tmp_path, **ADAPTERS[name]))
     with LLM(str(folder), lora=str(tmp_path), **EXACT, **options, num_kvcache_blocks=8) as llm:

@@ -200,14 +200,7 @@ def test_greedy_tokens_are_those_of_transformers_on_the_dequantised_weights(
             assert_greedy(theirs, prompt, result["token_ids"])
 
 
-@pytest.mark.parametrize(
-    "architecture, quantisation, seed",
-    [
-        ("llama", "Q4_1", 4),
-        ("qwen3", "Q4_0", 3),
-        ("llama", "Q8_0", 18),
-    ],
-)
+@pytest.mark.parametrize("architecture, quantisation, seed", [("qwen3", "Q4_0", 3), ("llama", "Q8_0", 18)])
 def test_two_ranks_of_a_packed_file_answer_as_one(tmp_path, architecture, quantisation, seed):
     make_checkpoint(tmp_path, architecture, seed, tokenizer=False, **FEW_TOKENS)
     options = dict(device="cpu", dtype="bfloat16", kvcache_block_size=16, num_kvcache_blocks=40)

@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from cascades import LARGE, SMALL, check
-from cases import slow
+from cascades import SMALL, check
 from extension_kernels import INT8
 from kernel_checks import (
     NAN,
@@ -160,7 +159,7 @@ def test_prefill_is_causal_and_aligned_at_the_end(heads, kv_heads, head_dim, blo
 
 
 @on_shapes
-@pytest.mark.parametrize("groups, piece", [(SMALL, 1000), (SMALL, 48), slow(LARGE, 200)])
+@pytest.mark.parametrize("groups, piece", [(SMALL, 1000), (SMALL, 48)])
 def test_decode_reads_common_tokens_from_one_table(groups, piece, heads, kv_heads, head_dim):
     options = heads, kv_heads, head_dim, 16, piece, "cpu", torch.float32
     check(paged_decode_attention_torch, groups, *options, padding=3, cache_dtype=INT8)

@@ -317,7 +317,6 @@ CASES = {
     "ranks": dict(tensor_parallel_size=2),
     "8-bit": dict(kv_cache_dtype="int8", n=3),
     "8-bit, preempted": dict(kv_cache_dtype="int8", num_kvcache_blocks=24, overlap=True),
-    "8-bit, ranks": dict(kv_cache_dtype="int8", tensor_parallel_size=2),
 }
 
 

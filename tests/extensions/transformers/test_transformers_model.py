@@ -5,8 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
+<<<<<<< HEAD
 from cases import slow
 from open_checkpoints import open_checkpoint
+=======
+>>>>>>> tests
 from quantised_checkpoints import PACKERS, quantise
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING
@@ -311,7 +314,7 @@ def test_transformers_reads_the_shapes_that_benchmarks_name():
     assert transformers_config(theirs.raw).rope_parameters["rope_theta"] == 1e6
 
 
-@pytest.mark.parametrize("kind", [slow("phi"), "mixtral", "deepseek_v2", slow("glm")])
+@pytest.mark.parametrize("kind", ["phi", "deepseek_v2"])
 def test_ranks_have_parts_of_what_transformers_builds(tmp_path, kind):
     assert_answers_as_transformers(make(kind, tmp_path), tensor_parallel_size=2)
 
