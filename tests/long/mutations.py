@@ -920,8 +920,8 @@ MUTATIONS = [
     ),
     *mutations_of(
         "nanovllm/extensions/quantised/gguf",
-        ("zero_point = 8 if offsets is None else 0", "zero_point = 8"),
-        ("(piece.kind, piece.tile, piece.offsets is None, piece.scales.dtype)", "(piece.kind,)"),
+        ("zero_point = 0 if offsets else 8", "zero_point = 8"),
+        ("groupby(pieces, lambda piece: piece[:2])", "groupby(pieces, lambda piece: (piece.kind, ()))"),
         ("and (runtime.HAVE_TRITON or not on_gpu)", ""),
         ("zeros = zeros / 17  #", "pass  #"),
         (
