@@ -794,10 +794,7 @@ MUTATIONS = [
         ("low | high << 4", "high | low << 4"),
         ("largest=scales.amax(1)", "largest=scales.amin(1)"),
         ("each.view(torch.uint8).transpose(1, 2)", "each.view(torch.uint8)"),
-        (
-            "scale + offset, mask=inside)\n        tl.store(out + row * WIDTH + column + 16",
-            "scale, mask=inside)\n        tl.store(out + row * WIDTH + column + 16",
-        ),
+        ("KIND) - zero) * scale + offset", "KIND) - zero) * scale"),
         ("zero = ZERO_POINT\n", "zero = 0\n"),
         ("place += column // GROUP", "place += byte // GROUP"),
         ("place = (row // TILE_ROWS)", "place = row"),
@@ -816,14 +813,14 @@ MUTATIONS = [
             "multiply_by_arithmetic(words, others, KIND, 4)",
             "multiply_by_arithmetic(words, others, KIND, 0)",
         ),
+        ("        parts += zero.to(tl.float32) * sums", "        pass"),
+        ("    if KIND < INT4 and grids[1] is not None:", "    if False:"),
+        ("        squares += more", "        pass"),
     ),
     *mutations_of(
         "nanovllm/extensions/quantised/kernels/quantised_matvec",
-        ("place += piece * INPUTS // GROUP", "place += piece // GROUP"),
-        ("            parts += its_zero.to(tl.float32) * sums", "            pass"),
-        ("        if KIND != INT4 and zeros is not None:", "        if False:"),
-        ("        squares += others * others", "        pass"),
-        ("row = (line % 2) * (out_features // 2) + line // 2\n    piece", "row = line\n    piece"),
+        ("+ piece * INPUTS // GROUP", "+ piece // GROUP"),
+        ("row = _row_of(line, out_features // PARTS, PARTS)", "row = line"),
         ("can_convert = gpu_supports(x.device, 8, 9) if weight.is_fp8 else", "can_convert ="),
     ),
     *mutations_of(
@@ -832,7 +829,7 @@ MUTATIONS = [
         ("step = tl.program_id(1) * STEPS + i", "step = i"),
         ("place = step * BLOCK_K // GROUP + group", "place = step * BLOCK_K // GROUP"),
         ("above: tl.constexpr = 128 if KIND == INT4 else 0", "above: tl.constexpr = 0"),
-        ("STEPS=cdiv(steps, splits)", "STEPS=steps // splits"),
+        ("(IN_FEATURES + BLOCK_K * SPLITS - 1) //", "IN_FEATURES //"),
         ("if GROUP == 0:\n        acc *=", "if True:\n        acc *="),
         ("        num_stages = 2  # more", "        pass  # more"),
     ),
@@ -840,11 +837,11 @@ MUTATIONS = [
         "nanovllm/extensions/quantised/kernels/fp8_linear",
         ("    value = (value * scale).to(dtype).to(tl.float32) * gain", "    value = value * gain"),
         ("scales + part.to(tl.int64) * padded_rows + row", "scales + part.to(tl.int64) * WIDTH + row"),
-        ("column_scales + WIDTH + column", "column_scales + column"),
+        ("column_scales + FIRST + column", "column_scales + column"),
         ("div(LARGEST).clamp_min(SMALLEST)", "div(LARGEST)"),
         ("value *= tl.load(row_scales + row) * column_scale", "value *= column_scale"),
         ("for part in tl.static_range(1, PARTS)", "for part in tl.static_range(2, PARTS)"),
-        ("x.sum(1) if x.dim() == 3 else x", "x[:, 0] if x.dim() == 3 else x"),
+        ("values.sum(1) if is_sum else values", "values[:, 0] if is_sum else values"),
         ("leave_scales and bias is None and not", "leave_scales and not"),
         ("return Unscaled(y, x.scales, weight.scales[:, 0])", "return y"),
     ),
@@ -852,7 +849,7 @@ MUTATIONS = [
         "nanovllm/extensions/quantised/products",
         ("self.pending_add, self.x, self.norm\n", "self.pending_add, None, self.norm\n"),
         ("        self.pending_add = None\n        return rows", "        return rows"),
-        ("silu_and_mul(self.product.scaled()", "silu_and_mul(self.product.values"),
+        ("silu_and_mul(Unscaled.of(self.product).scaled()", "silu_and_mul(Unscaled.of(self.product).values"),
         ("leave_scales=gated)", "leave_scales=True)"),
     ),
     *mutations_of(
@@ -925,12 +922,12 @@ MUTATIONS = [
         ('.rstrip("\\r\\n")', ".rstrip()"),
     ),
     *mutations_of(
-        "nanovllm/extensions/quantised/int4",
+        "nanovllm/extensions/quantised/integers",
         ("+ self.added_to_zeros & 15", "+ self.added_to_zeros"),
     ),
     *mutations_of(
         "nanovllm/extensions/quantised/gguf_blocks",
-        ("sub_(8).unsqueeze(-2)", "sub_(7).unsqueeze(-2)"),
+        ("codes.sub_(1 << bits - 1)", "codes.sub_(7)"),
         ("torch.cat((steps & 63, (rest >> 4)", "torch.cat((steps & 63, (rest & 15)"),
         (
             "return floats(scale) * scales, -floats(step) * steps",
@@ -940,8 +937,8 @@ MUTATIONS = [
     ),
     *mutations_of(
         "nanovllm/extensions/quantised/gguf",
-        ("zero_point = 8 if offsets is None else 0", "zero_point = 8"),
-        ("(piece.kind, piece.tile, piece.offsets is None, piece.scales.dtype)", "(piece.kind,)"),
+        ("zero_point = 0 if offsets else 8", "zero_point = 8"),
+        ("groupby(pieces, lambda piece: piece[:2])", "groupby(pieces, lambda piece: (piece.kind, ()))"),
         ("and (runtime.HAVE_TRITON or not on_gpu)", ""),
         ("zeros = zeros / 17  #", "pass  #"),
         (
@@ -1020,10 +1017,10 @@ MUTATIONS = [
         ("for name in sorted(names) if", "for name in sorted(names, reverse=True) if"),
         ("formats.get(find_target(name) or CLASS)", "formats.get(CLASS)"),
     ),
-    *mutations_of("nanovllm/extensions/quantised/int8", (" and stored_tile != ONE_TILE", "")),
+    *mutations_of("nanovllm/extensions/quantised/integers", (" or self.stored_tile == ONE_TILE", "")),
     *mutations_of(
-        "nanovllm/extensions/quantised/int4",
-        ("loaded[...] + SYMMETRIC_ZERO, shard", "loaded[...], shard"),
+        "nanovllm/extensions/quantised/integers",
+        ("loaded[...] + self.zero_point", "loaded[...]"),
     ),
     *mutations_of(
         "nanovllm/extensions/quantised/fp8", ('if "weight_block_size" in config else', "if True else")

@@ -301,7 +301,7 @@ def test_of_several_groups_a_layer_has_that_which_the_library_chooses():
             inner = getattr(inner, part)
     theirs = QuantizationConfig.model_validate(config | {"quantization_status": "compressed"})
     apply_quantization_config(model, theirs)
-    found = {name: read_scheme(config, None).find(name).settings["group"] for name in names}
+    found = {name: read_scheme(config, None).find(name).settings["stored_tile"][1] for name in names}
     assert found == {name: model.get_submodule(name).quantization_scheme.weights.group_size for name in names}
     assert len({*found.values()}) >= 3
 

@@ -5,11 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-<<<<<<< HEAD
 from cases import slow
 from open_checkpoints import open_checkpoint
-=======
->>>>>>> tests
 from quantised_checkpoints import PACKERS, quantise
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING
