@@ -1,4 +1,4 @@
-"""The grouped products of experts in MXFP4 on Hopper GPUs: as moe_quantised.py, but in 8-bit floating point.
+"""The grouped GEMM of experts in MXFP4 on Hopper GPUs: as grouped_codes.py, but in 8-bit floating point.
 
 A code times its scale, relative to the largest scale of the row, fits into e4m3, if the scale is at most 11
 powers of two smaller. One instruction looks four of these numbers up in a table in two registers; making
@@ -9,8 +9,8 @@ Products of 8 bits are added up with fewer bits than float32 has, which costs a 
 import torch
 from torch import Tensor
 
-from nanovllm.extensions.experts.kernels.experts import ExpertWeights, GroupedProduct, find_tile, finish_tile
-from nanovllm.extensions.experts.kernels.moe_quantised import in_order, rows_of
+from nanovllm.extensions.experts.kernels.grouped_codes import in_order, rows_in_halves
+from nanovllm.extensions.experts.kernels.grouped_gemm import GroupedProduct, Tile, find_tile, store_tile
 from nanovllm.extensions.quantised.kernels.fp8_linear import LARGEST_CODE, SMALLEST_SCALE
 from nanovllm.extensions.quantised.kernels.quantised_weight import (
     BRICK_ROWS,
@@ -19,30 +19,21 @@ from nanovllm.extensions.quantised.kernels.quantised_weight import (
     code_to_float,
 )
 from nanovllm.kernels import runtime
-from nanovllm.kernels.runtime import IS_INTERPRETED, cdiv, next_power_of_2, pdl_wait, tl, triton
+from nanovllm.kernels.runtime import IS_INTERPRETED, cdiv, masked_load, next_power_of_2, pdl_wait, tl, triton
 
-# Pairs of a tile, pipeline stages, and registers of a thread at most, so that a multiprocessor runs several
-# programs; by the most pairs that an expert has on average.
-MXFP4_TILES = {13: (16, 4, 128), 29: (32, 3, 128), 80: (64, 3, 168), 1 << 30: (128, 3, 255)}
-LINES, WARPS = 128, 4  # rows of the weight a tile, and who multiplies them
 STEP = 128  # inputs that are multiplied at once: the width of a brick
-
-
-def can_use_mxfp4(x: Tensor, experts: ExpertWeights) -> bool:
-    """Whether `multiply_mxfp4` works for these rows and both matrices of the experts."""
-    is_possible = experts.are_all(lambda each: each.is_in_bricks)
-    return is_possible and runtime.use_triton(x) and (x.element_size() == 2 or not runtime.is_on_gpu(x))
+MXFP4_TILES = {
+    13: Tile(16, 128, STEP, 4, 4, 128),
+    29: Tile(32, 128, STEP, 4, 3, 128),
+    80: Tile(64, 128, STEP, 4, 3, 168),
+    1 << 30: Tile(128, 128, STEP, 4, 3, 255),
+}
 
 
 def multiply_mxfp4(x: Tensor, weight: QuantisedWeight, product: GroupedProduct) -> None:
     """With a weight in bricks."""
-    block_m, num_stages, max_registers = product.tile
-    product.launch(
-        _grouped_mxfp4_kernel, LINES, *split(x), weight.codes, weight.readable_scales, weight.largest,
-        STEPS=weight.codes.shape[1], BRICK_ROWS=BRICK_ROWS, OUT_FEATURES=product.out.shape[1],
-        LINES=LINES, WARPS=WARPS, STAGES=num_stages, WIDE=block_m == 16,
-        num_warps=WARPS, maxnreg=max_registers,
-    )  # fmt: skip
+    inputs = *split(x), weight.codes, weight.readable_scales, weight.largest
+    product.launch(_grouped_mxfp4_kernel, weight, inputs, {"BRICK_ROWS": BRICK_ROWS})
 
 
 def split(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -69,7 +60,7 @@ def _split_kernel(
     pdl_wait(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, WIDTH_PAD)
-    value = tl.load(x + row * x_stride + column, mask=column < IN_FEATURES, other=0.0).to(tl.float32)
+    value = masked_load(x + row * x_stride + column, column < IN_FEATURES).to(tl.float32)
     scale = tl.maximum(tl.max(tl.abs(value)) / LARGEST_CODE, SMALLEST_SCALE)
     tl.store(scales + row, scale)
     value /= scale
@@ -83,35 +74,20 @@ def _split_kernel(
     tl.store(parts + 128, (value - first.to(tl.float32)).to(tl.float8e4nv), mask=column < WIDTH)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["tokens"])
 def _grouped_mxfp4_kernel(
-    x, x_scales, codes, scales, largest, bias, pairs, table, weights, out, rows,
-    EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr,
-    PAIRS_PER_ROW: tl.constexpr, PARTS: tl.constexpr, CLAMPED: tl.constexpr,
-    STEPS: tl.constexpr, BRICK_ROWS: tl.constexpr, OUT_FEATURES: tl.constexpr, BLOCK_M: tl.constexpr,
-    LINES: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr, WIDE: tl.constexpr, OVERLAP: tl.constexpr,
+    x, x_scales, codes, scales, largest, operands, tokens,
+    BRICK_ROWS: tl.constexpr, SIZES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """
-    A program multiplies LINES rows of an expert's weight, in halves as moe_quantised.py does, with a tile of
-    pairs.
-    """
-    BLOCKS: tl.constexpr = (PARTS * OUT_FEATURES + LINES - 1) // LINES
-    block, expert, pair, is_real = find_tile(
-        pairs, table, rows, BLOCKS, EXPERTS, EXPERTS_PAD, BLOCK_M, OVERLAP
-    )
-    if expert == EXPERTS:
+    """A program's rows are in halves, as grouped_codes.py has them."""
+    tile = find_tile(operands, tokens, SIZES, OVERLAP)
+    block, expert, assignment, is_real = tile
+    if expert == SIZES.EXPERTS:
         return
-    token = pair // PAIRS_PER_ROW
-    HALF: tl.constexpr = LINES // 2
-    UPPER: tl.constexpr = LINES // (8 * WARPS)  # rows that a thread has
-
-    # The rows in the order of the sums, and as they are read: [rows that a thread has, rows, bytes of a row].
-    line = tl.arange(0, LINES)
-    row, is_row = rows_of(expert, block, line // HALF, line % HALF, HALF, PARTS, OUT_FEATURES)
-    upper = tl.arange(0, UPPER)[:, None, None]
-    place = upper // 2 * (8 * WARPS) + tl.arange(0, 8 * WARPS)[None, :, None]
-    read, is_read = rows_of(expert, block, upper % 2, place, HALF, PARTS, OUT_FEATURES)
-    read = tl.where(is_read, read, 0)
+    token = assignment // SIZES.TOP_K
+    STEPS: tl.constexpr = (SIZES.IN_FEATURES + SIZES.BLOCK_K - 1) // SIZES.BLOCK_K
+    row, is_row, read, is_read = rows_in_halves(expert, block, SIZES)
+    read = tl.where(is_read, read, 0)  # [rows that a thread has, rows, bytes of a row]
     its_largest = tl.load(largest + read).to(tl.int32)
     brick_row = read // BRICK_ROWS * (STEPS * BRICK_ROWS) + read % BRICK_ROWS
     # Of a row a brick has 64 bytes of codes and 4 scales; x has 128 first and 128 second numbers a step.
@@ -119,37 +95,35 @@ def _grouped_mxfp4_kernel(
     its_scales = scales + brick_row * 4 + tl.arange(0, 4)[None, None, :]
     its_x, is_x = token * (STEPS * 256), is_real
     # Where registers suffice, both numbers of an input are multiplied at once, as columns side by side.
+    WIDE: tl.constexpr = SIZES.BLOCK_M == 16
     if WIDE:
-        its_x = tl.reshape(tl.join(token, token), [2 * BLOCK_M]) * (STEPS * 256)
-        its_x += tl.arange(0, 2 * BLOCK_M) % 2 * 128
-        is_x = tl.reshape(tl.join(is_real, is_real), [2 * BLOCK_M])
+        its_x = tl.reshape(tl.join(token, token), [2 * SIZES.BLOCK_M]) * (STEPS * 256)
+        its_x += tl.arange(0, 2 * SIZES.BLOCK_M) % 2 * 128
+        is_x = tl.reshape(tl.join(is_real, is_real), [2 * SIZES.BLOCK_M])
     its_x = x + its_x[None, :] + tl.arange(0, 128)[:, None]
 
-    acc = tl.zeros([LINES, is_x.shape[0]], tl.float32)
-    for step in tl.range(0, STEPS, num_stages=STAGES):
+    acc = tl.zeros([SIZES.BLOCK_N, is_x.shape[0]], tl.float32)
+    for step in tl.range(0, STEPS, num_stages=SIZES.STAGES):
         found = tl.load(its_codes + step * (BRICK_ROWS * 64))
         scale = tl.load(its_scales + step * (BRICK_ROWS * 4))
-        x_tile = tl.load(its_x + step * 256, mask=is_x[None, :], other=0.0)
+        x_tile = masked_load(its_x + step * 256, is_x[None, :])
         exponent = scale.to(tl.int32) - its_largest
-        exponent = tl.broadcast_to(exponent[:, :, :, None], [UPPER, 8 * WARPS, 4, 16])
+        exponent = tl.broadcast_to(exponent[:, :, :, None], [read.shape[0], read.shape[1], 4, 16])
         first, second = _e2m1_to_e4m3(found, tl.reshape(exponent, found.shape))
-        # As in moe_quantised.py, this is how the matrix unit wants rows and inputs dealt out.
-        values = tl.reshape(tl.join(first, second), [UPPER // 2, 2, WARPS, 8, 4, 4, 4, 2])
-        values = tl.reshape(tl.permute(values, [0, 2, 1, 3, 5, 7, 4, 6]), [LINES, 128])
+        # As in grouped_codes.py, this is how the matrix unit wants rows and inputs distributed.
+        values = tl.reshape(tl.join(first, second), [read.shape[0] // 2, 2, SIZES.WARPS, 8, 4, 4, 4, 2])
+        values = tl.reshape(tl.permute(values, [0, 2, 1, 3, 5, 7, 4, 6]), [SIZES.BLOCK_N, 128])
         acc = tl.dot(values, x_tile, acc)
         if not WIDE:
-            acc = tl.dot(values, tl.load(its_x + step * 256 + 128, mask=is_x[None, :], other=0.0), acc)
+            acc = tl.dot(values, masked_load(its_x + step * 256 + 128, is_x[None, :]), acc)
     if WIDE:
-        first_sum, second_sum = tl.split(tl.reshape(acc, [LINES, BLOCK_M, 2]))
+        first_sum, second_sum = tl.split(tl.reshape(acc, [SIZES.BLOCK_N, SIZES.BLOCK_M, 2]))
         acc = first_sum + second_sum
-    acc = in_order(acc, LINES, BLOCK_M)
+    acc = in_order(acc)
     # The byte of a scale is its exponent and 127, and codes came times 2^6.
-    acc *= tl.exp2(tl.load(largest + row, mask=is_row, other=0).to(tl.float32) - (127 + 6))[:, None]
-    acc *= tl.load(x_scales + token, mask=is_real, other=0.0)[None, :]
-    acc = finish_tile(acc, bias, row, is_row, weights, pair, is_real, PARTS, CLAMPED)
-    out_row = block * (LINES // PARTS) + tl.arange(0, LINES // PARTS)
-    valid = is_real[None, :] & (out_row < OUT_FEATURES)[:, None]
-    tl.store(out + pair[None, :] * OUT_FEATURES + out_row[:, None], acc, mask=valid)
+    acc *= tl.exp2(masked_load(largest + row, is_row).to(tl.float32) - (127 + 6))[:, None]
+    acc *= masked_load(x_scales + token, is_real)[None, :]
+    store_tile(acc, row, is_row, tile, operands, SIZES, 0, False, 0)
 
 
 @triton.jit

@@ -1,0 +1,251 @@
+"""The experts' networks for one to four tokens, from weights that are codes of 8 or 4 bits.
+
+As in quantised_matvec.py a program keeps its input in registers and goes through many rows of a weight, whose
+codes are multiplied as pairs of float16. The input of the first product is a token's, of the second what all
+its experts have made of it, one behind the other: each piece of it meets its own expert's weight.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nanovllm.extensions.experts.kernels.experts import ExpertWeights, activate
+from nanovllm.extensions.experts.kernels.router import Chosen
+from nanovllm.extensions.quantised.kernels.multiply_words import multiply_words, pairs_of, power_of_two
+from nanovllm.extensions.quantised.kernels.quantised_matvec import matvec_sizes
+from nanovllm.extensions.quantised.kernels.quantised_weight import (
+    BRICK_PIECES,
+    BRICK_ROWS,
+    INT4,
+    MXFP4,
+    QuantisedWeight,
+)
+from nanovllm.kernels.runtime import (
+    IS_INTERPRETED,
+    masked_load,
+    next_power_of_2,
+    overlap_options,
+    pdl_wait,
+    pdl_wait_then_launch,
+    tl,
+    triton,
+)
+
+
+class GemvSizes(NamedTuple):
+    """Constants of a launch."""
+
+    IN_FEATURES: int
+    OUT_FEATURES: int  # of a part
+    PARTS: int  # 2: the first half of an expert's rows are gates, the second half is what they multiply
+    CLAMPED: bool
+    TOP_K: int  # assignments that share a row of x
+    MEMBERS: int  # assignments whose results are added up
+    MEMBERS_PAD: int  # rounded up to a power of two
+    BRICK_ROWS: int
+    BRICK_PIECES: int
+    HEIGHT: int  # rows of a weight that are multiplied at once
+    PIECES: int  # of 16 bytes
+
+
+class GemvOperands(NamedTuple):
+    """What the kernel gets beside x and the weight."""
+
+    bias: Tensor | None
+    experts: Tensor
+    weights: Tensor | None
+    norm_weight: Tensor | None
+    residual: Tensor | None
+    out: Tensor
+
+
+def multiply_gates_codes(
+    x: Tensor, experts: ExpertWeights, chosen: Chosen, norm_weight: Tensor | None, eps: float, out: Tensor
+) -> None:
+    """As `multiply_gates` of gemv.py."""
+    operands = GemvOperands(experts.gate_up_bias, chosen.experts, None, norm_weight, None, out)
+    _launch(x, experts.gate_up, operands, eps, experts.is_clamped, top_k=chosen.experts.shape[1], parts=2)
+
+
+def multiply_and_sum_codes(
+    x: Tensor, experts: ExpertWeights, chosen: Chosen, residual: Tensor | None, out: Tensor
+) -> None:
+    """As `multiply_and_sum` of gemv.py."""
+    operands = GemvOperands(experts.down_bias, *chosen, None, residual, out)
+    _launch(x, experts.down, operands, members=chosen.experts.shape[1])
+
+
+def _launch(
+    x: Tensor, weight: QuantisedWeight, operands: GemvOperands, eps: float = 0.0, is_clamped: bool = False,
+    members: int = 1, top_k: int = 1, parts: int = 1,
+) -> None:  # fmt: skip
+    """
+    out[owner] = the sum over its `members` of their expert's weight @ their row of x; `top_k` neighbours have
+    the same row. With two `parts` the first half of an expert's rows are gates.
+    """
+    owners, out_features = operands.out.shape
+    in_features, residual = weight.shape[1], operands.residual
+    shape = members * in_features, parts * out_features
+    programs, options = matvec_sizes(weight, *shape, x.device, owners=owners)
+    bricks = (BRICK_ROWS, BRICK_PIECES) if weight.is_in_bricks else (1, 1)
+    num_warps = options.pop("num_warps")
+    members = members, next_power_of_2(members)
+    sizes = GemvSizes(in_features, out_features, parts, is_clamped, top_k, *members, *bricks, **options)
+    _gemv_codes_kernel[(programs, owners)](
+        x, weight.codes.view(torch.int32), weight.readable_scales, weight.zeros, operands,
+        eps, x.stride(0), residual.stride(0) if residual is not None else 0,
+        **weight.constants, SIZES=sizes, num_warps=num_warps, **overlap_options(x.device),
+    )  # fmt: skip
+
+
+@triton.jit
+def _gemv_codes_kernel(
+    x, words, scales, zeros, operands, eps, x_stride, residual_stride,
+    KIND: tl.constexpr, GROUP: tl.constexpr, TILE_ROWS: tl.constexpr, ZERO_POINT: tl.constexpr,
+    SIZES: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """A program takes every num_programs-th tile of HEIGHT rows of an owner. Sums are [PIECES, HEIGHT, 1]."""
+    bias, experts, weights, norm_weight, residual, out = operands
+    PARTS: tl.constexpr = SIZES.PARTS
+    HEIGHT: tl.constexpr = SIZES.HEIGHT
+    PIECES: tl.constexpr = SIZES.PIECES
+    MEMBERS: tl.constexpr = SIZES.MEMBERS
+    if PARTS == 2:
+        pdl_wait_then_launch(OVERLAP)  # the second product asks for its weights while this one computes
+    HALVES: tl.constexpr = KIND >= INT4
+    INPUTS: tl.constexpr = 32 if HALVES else 16
+    PER_EXPERT: tl.constexpr = SIZES.IN_FEATURES // INPUTS  # pieces
+    LINES: tl.constexpr = PARTS * SIZES.OUT_FEATURES
+    owner = tl.program_id(1)
+    piece = tl.arange(0, PIECES)[:, None, None]
+    is_piece = piece < MEMBERS * PER_EXPERT
+    place = owner * MEMBERS + piece // PER_EXPERT
+    piece = piece % PER_EXPERT
+    first_row = masked_load(experts + place, is_piece).to(tl.int64) * LINES
+    WIDTH: tl.constexpr = SIZES.BRICK_PIECES
+    PER_ROW: tl.constexpr = (PER_EXPERT + WIDTH - 1) // WIDTH * WIDTH
+    its_pieces = piece // WIDTH * (SIZES.BRICK_ROWS * WIDTH) + piece % WIDTH
+    its_pieces += first_row * PER_ROW
+    its_words = words + its_pieces * 4
+    GROUPS: tl.constexpr = (SIZES.IN_FEATURES + GROUP - 1) // GROUP if GROUP > 0 else 1
+    its_scales = first_row // TILE_ROWS * GROUPS
+    if GROUP > 0:
+        its_scales += piece * INPUTS // GROUP
+    if SIZES.BRICK_ROWS > 1:  # a piece's scale stands where it does
+        its_scales = its_pieces
+
+    tile = tl.program_id(0)
+    found, scale, zero = _load_rows(
+        its_words, scales, zeros, its_scales, is_piece, tile, GROUPS, TILE_ROWS, PER_ROW, SIZES
+    )
+    if PARTS == 1:
+        pdl_wait(OVERLAP)
+
+    column = piece[:, :, :, None] * INPUTS + tl.arange(0, 16)[None, None, None, :]
+    present = is_piece[:, :, :, None]
+    address = x + (place // SIZES.TOP_K)[:, :, :, None] * x_stride + column
+    share = 1.0
+    if weights is not None:
+        share = masked_load(weights + place, is_piece)[:, :, :, None]
+    values = masked_load(address, present).to(tl.float32)
+    squares = values * values
+    if norm_weight is not None:
+        values *= masked_load(norm_weight + column, present).to(tl.float32)
+    values *= share
+    largest = tl.max(tl.abs(values), axis=3)
+    others, pairs, other_pairs = None, None, None
+    if HALVES:
+        others = masked_load(address + 16, present).to(tl.float32)
+        squares += others * others
+        if norm_weight is not None:
+            others *= masked_load(norm_weight + column + 16, present).to(tl.float32)
+        others *= share
+        largest = tl.maximum(largest, tl.max(tl.abs(others), axis=3))
+    factor = 1.0
+    if norm_weight is not None:
+        factor = tl.rsqrt(tl.sum(squares) / SIZES.IN_FEATURES + eps)
+    if not IS_INTERPRETED:
+        # The largest becomes 4 to 8, so that no sum of 16 products leaves the range of float16. Codes in
+        # floating point of 4 bits come 2^14 times too small; there it becomes 2^10 times as large.
+        LARGEST: tl.constexpr = 139 if KIND == MXFP4 else 129
+        exponent = (tl.max(largest).to(tl.int32, bitcast=True) >> 23) - LARGEST
+        exponent = tl.maximum(exponent, -126)
+        values *= power_of_two(-exponent)
+        factor *= power_of_two(exponent)
+        if KIND == MXFP4:
+            factor *= 16384.0
+        pairs = pairs_of(values, PIECES, 1, 2 if HALVES else 1)
+        if HALVES:
+            others *= power_of_two(-exponent)
+            other_pairs = pairs_of(others, PIECES, 1, 2)
+    sums = tl.sum(values, axis=3)  # [PIECES, 1, 1]
+    if HALVES:
+        sums += tl.sum(others, axis=3)
+
+    while tile * HEIGHT < LINES:
+        current, its_scale, its_zero = found, scale, zero
+        next_tile = tile + tl.num_programs(0)
+        found, scale, zero = _load_rows(
+            its_words, scales, zeros, its_scales, is_piece, next_tile, GROUPS, TILE_ROWS, PER_ROW, SIZES
+        )
+        line = tile * HEIGHT + tl.arange(0, HEIGHT)
+        subtracted = tl.full([1, 1, 1], ZERO_POINT, tl.int32) if zeros is None else its_zero
+        parts = multiply_words(current, values, others, pairs, other_pairs, subtracted, sums, KIND)
+        if not HALVES and zeros is not None:
+            parts -= its_zero.to(tl.float32) * sums
+        if KIND == MXFP4:
+            parts *= (its_scale.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+        else:
+            parts *= its_scale.to(tl.float32)
+        acc = tl.sum(tl.sum(parts, axis=0), axis=1) * factor  # [HEIGHT]
+        if bias is not None:
+            member = tl.arange(0, SIZES.MEMBERS_PAD)[None, :]
+            pair = owner * MEMBERS + member
+            expert = masked_load(experts + pair, member < MEMBERS)
+            its_bias = bias + expert * LINES + _row_of(line, SIZES)[:, None]
+            added = (line < LINES)[:, None] & (member < MEMBERS)
+            added = masked_load(its_bias, added).to(tl.float32)
+            if weights is not None:
+                added *= masked_load(weights + pair, member < MEMBERS)
+            acc += tl.sum(added, axis=1)
+        if PARTS == 2:
+            gate, up = tl.split(tl.reshape(acc, [HEIGHT // 2, 2]))
+            acc = activate(gate, up, SIZES.CLAMPED)
+        out_row = tile * (HEIGHT // PARTS) + tl.arange(0, HEIGHT // PARTS)
+        valid = out_row < SIZES.OUT_FEATURES
+        if residual is not None:
+            acc += masked_load(residual + owner * residual_stride + out_row, valid).to(tl.float32)
+        tl.store(out + owner * SIZES.OUT_FEATURES + out_row, acc, mask=valid)
+        tile = next_tile
+
+
+@triton.jit
+def _row_of(line, SIZES):
+    """Gates and ups in turn."""
+    return line % SIZES.PARTS * SIZES.OUT_FEATURES + line // SIZES.PARTS
+
+
+@triton.jit
+def _load_rows(
+    its_words, scales, zeros, its_scales, is_piece, tile,
+    GROUPS: tl.constexpr, TILE_ROWS: tl.constexpr, PER_ROW: tl.constexpr, SIZES: tl.constexpr,
+):  # fmt: skip
+    """
+    HEIGHT rows of each piece's expert: words [PIECES, HEIGHT, 1, 4], scales and zeros [PIECES, HEIGHT, 1].
+    """
+    line = tile * SIZES.HEIGHT + tl.arange(0, SIZES.HEIGHT)[None, :, None]
+    inside = is_piece & (line < SIZES.PARTS * SIZES.OUT_FEATURES)
+    row = _row_of(line, SIZES)
+    word = tl.arange(0, 4)[None, None, None, :]
+    ROWS: tl.constexpr = SIZES.BRICK_ROWS
+    place = row // ROWS * (ROWS * PER_ROW) + row % ROWS * SIZES.BRICK_PIECES
+    found = masked_load((its_words + place * 4)[:, :, :, None] + word, inside[:, :, :, None])
+    if ROWS == 1:
+        place = row // TILE_ROWS * GROUPS
+    place += its_scales
+    scale = masked_load(scales + place, inside)
+    zero = scale
+    if zeros is not None:
+        zero = masked_load(zeros + place, inside)
+    return found, scale, zero

@@ -1,0 +1,349 @@
+"""The grouped GEMM of a mixture of experts: one launch multiplies every expert's weight by its rows.
+
+A token and one of its experts are an *assignment*, numbered token * top_k + place. Assignments are sorted by
+expert, so that each expert's weight is read for tiles of them. Which tile belongs to which expert stands in a
+table on the device: the number of programs depends on sizes alone, as a CUDA graph needs it, and programs too
+many end at once. Here is what all these kernels share, and the two for weights that are multiplied as they
+are: dense ones, and codes of 8 bits in floating point, for which tokens are quantised as the weights are.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nanovllm.extensions.experts.kernels.experts import activate
+from nanovllm.extensions.quantised.kernels.fp8_linear import QuantisedRows, quantise
+from nanovllm.extensions.quantised.kernels.quantised_weight import QuantisedWeight
+from nanovllm.kernels import runtime
+from nanovllm.kernels.runtime import cdiv, masked_load, next_power_of_2, pdl_wait, tl, triton
+
+ASSIGNMENTS_PER_PROGRAM = 256  # that it sorts
+BYTES = tl.constexpr(64)  # of a row of codes that four threads side by side read
+
+
+class Tile(NamedTuple):
+    """What a program multiplies at a time, and how."""
+
+    BLOCK_M: int  # assignments
+    BLOCK_N: int  # rows of an expert's weight
+    BLOCK_K: int  # inputs
+    WARPS: int
+    STAGES: int  # of the pipeline
+    MAX_REGISTERS: int | None = None  # of a thread, so that a multiprocessor runs several programs
+
+
+# By the most assignments that an expert has on average; the last is for prefills alone. There it is one for
+# all, so that a start compiles one way only.
+DENSE_TILES = {
+    8: Tile(16, 128, 128, 4, 3),
+    16: Tile(32, 128, 128, 4, 3),
+    1 << 30: Tile(64, 128, 64, 4, 3),
+    1 << 31: Tile(128, 256, 64, 8, 4),
+}
+FP8_TILES = {
+    8: Tile(16, 64, 128, 4, 4),
+    24: Tile(32, 128, 128, 4, 3),
+    48: Tile(64, 128, 128, 4, 4),
+    1 << 30: Tile(256, 128, 128, 8, 3),
+}
+# Scales of blocks are applied to sums besides, for which larger tiles leave no registers.
+FP8_BLOCK_TILES = {**FP8_TILES, 8: Tile(16, 128, 128, 4, 3), 1 << 30: Tile(64, 128, 128, 4, 4)}
+
+
+class Sizes(NamedTuple):
+    """Constants of a launch: a `Tile` and what follows from the product."""
+
+    BLOCK_M: int
+    BLOCK_N: int
+    BLOCK_K: int
+    WARPS: int
+    STAGES: int
+    MAX_REGISTERS: int | None
+    EXPERTS: int
+    EXPERTS_PAD: int  # rounded up to a power of two
+    TOP_K: int  # assignments that share a row of x
+    PARTS: int  # 2: the first half of an expert's rows are gates, the second half is what they multiply
+    CLAMPED: bool
+    IN_FEATURES: int
+    OUT_FEATURES: int  # rows of a part
+    OUT_WIDTH: int  # of `out`, which may have more
+    BLOCKS: int  # of an expert's rows
+
+
+class Operands(NamedTuple):
+    """What all kernels get beside x and the weight."""
+
+    bias: Tensor | None
+    assignments: Tensor  # int32 [experts, tokens]: an expert has a token once at most
+    table: Tensor  # int32 [2, experts]: how many assignments each expert has, and where its tiles end
+    weights: Tensor | None
+    out: Tensor
+
+
+class SortedAssignments(NamedTuple):
+    """As in `Operands`. The tiles of all experts are numbered one after another."""
+
+    assignments: Tensor
+    table: Tensor
+    max_tiles: int  # that there can be
+
+
+class GroupedProduct(NamedTuple):
+    """
+    out[assignment] = weight of its expert @ x[assignment] + bias, multiplied by weights[assignment]. With
+    top_k x has a row for each token instead, and the first half of an expert's rows are gates, the second
+    half is what they multiply. `tile` is one of the kernel's that computes it.
+    """
+
+    bias: Tensor | None
+    sorted: SortedAssignments
+    out: Tensor
+    tile: Tile
+    top_k: int = 0
+    weights: Tensor | None = None
+    is_clamped: bool = False
+
+    def launch(
+        self,
+        kernel: Any,
+        weight: Tensor | QuantisedWeight,
+        inputs: Any,
+        constants: dict[str, int] | None = None,
+        **changes: int,
+    ) -> None:
+        """The kernel gets these inputs and constants besides; `changes` are of the tile."""
+        assignments, table, max_tiles = self.sorted
+        num_experts, num_tokens = assignments.shape
+        tile, parts, width = self.tile._replace(**changes), 2 if self.top_k else 1, self.out.shape[1]
+        sizes = Sizes(
+            *tile,
+            num_experts,
+            next_power_of_2(num_experts),
+            self.top_k or 1,
+            parts,
+            self.is_clamped,
+            weight.shape[1],
+            OUT_FEATURES=weight.shape[0] // (num_experts * parts),
+            OUT_WIDTH=width,
+            BLOCKS=cdiv(parts * width, tile.BLOCK_N),
+        )
+        kernel[(max_tiles * sizes.BLOCKS,)](
+            *inputs, Operands(self.bias, assignments, table, self.weights, self.out), num_tokens,
+            **constants or {}, SIZES=sizes,
+            num_warps=tile.WARPS, num_stages=tile.STAGES, maxnreg=tile.MAX_REGISTERS,
+            **runtime.overlap_options(table.device),
+        )  # fmt: skip
+
+
+def sort_assignments(experts: Tensor, num_experts: int, block_m: int) -> SortedAssignments:
+    """Sort those of experts int32 [tokens, top_k], for tiles of `block_m`."""
+    count, device = experts.numel(), experts.device
+    assignments = torch.empty(num_experts, len(experts), dtype=torch.int32, device=device)
+    table = torch.empty(2, num_experts, dtype=torch.int32, device=device)
+    if count:
+        _sort_kernel[(cdiv(count, ASSIGNMENTS_PER_PROGRAM),)](
+            experts, runtime.arrival_counters(device), assignments, table, count, len(experts),
+            EXPERTS=num_experts, EXPERTS_PAD=next_power_of_2(num_experts),
+            BLOCK_M=block_m, BLOCK=ASSIGNMENTS_PER_PROGRAM, num_warps=4, **runtime.overlap_options(device),
+        )  # fmt: skip
+    return SortedAssignments(assignments, table, max_tiles(count, num_experts, block_m))
+
+
+def max_tiles(count: int, num_experts: int, block_m: int) -> int:
+    """The most tiles that so many assignments can have: each expert may have one that is not full."""
+    return (count + min(num_experts, count) * (block_m - 1)) // block_m
+
+
+@triton.jit(do_not_specialize=["count", "tokens"])
+def _sort_kernel(
+    experts, counters, assignments, table, count, tokens,
+    EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Counts with a counter for each expert; the last program writes the table and clears the counters."""
+    pdl_wait(OVERLAP)
+    assignment = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_real = assignment < count
+    expert = masked_load(experts + assignment, is_real)
+    # Relaxed, so that all are under way at once: the counter of programs brings order.
+    place = tl.atomic_add(counters + expert, 1, mask=is_real, sem="relaxed")
+    tl.store(assignments + expert.to(tl.int64) * tokens + place, assignment, mask=is_real)
+    tl.debug_barrier()  # all threads have counted before the last counter says so
+    num_before = tl.atomic_add(counters + EXPERTS, 1)
+    if num_before == tl.num_programs(0) - 1:
+        each = tl.arange(0, EXPERTS_PAD)
+        is_expert = each < EXPERTS
+        counts = tl.load(counters + each, mask=is_expert, other=0, cache_modifier=".cg")
+        tl.store(counters + each, 0, mask=is_expert)
+        tl.store(counters + EXPERTS, 0)
+        tl.store(table + each, counts, mask=is_expert)
+        tl.store(table + EXPERTS + each, tl.cumsum(tl.cdiv(counts, BLOCK_M), 0), mask=is_expert)
+
+
+# What the kernels share
+
+
+@triton.jit
+def find_tile(operands, tokens, SIZES, OVERLAP):
+    """
+    What a program multiplies, once its inputs are there: which of the BLOCKS of an expert's rows; the expert,
+    or EXPERTS if there is no such tile; the assignments int64 [BLOCK_M], and which of them are real. Programs
+    side by side share the assignments.
+    """
+    pdl_wait(OVERLAP)
+    tile = tl.program_id(0) // SIZES.BLOCKS
+    each = tl.arange(0, SIZES.EXPERTS_PAD)
+    ends = operands.table + SIZES.EXPERTS + each
+    ends = tl.load(ends, mask=each < SIZES.EXPERTS, other=2147483647)
+    is_before = ends <= tile
+    expert = tl.sum(is_before.to(tl.int32), axis=0)
+    begin = tl.max(tl.where(is_before, ends, 0), axis=0)
+    member = (tile - begin) * SIZES.BLOCK_M + tl.arange(0, SIZES.BLOCK_M)
+    is_real = member < masked_load(operands.table + expert, expert < SIZES.EXPERTS)
+    assignment = masked_load(operands.assignments + expert.to(tl.int64) * tokens + member, is_real)
+    return tl.program_id(0) % SIZES.BLOCKS, expert, assignment.to(tl.int64), is_real
+
+
+@triton.jit
+def rows_in_turn(first, block, SIZES):
+    """
+    The rows of a block, counted from `first`, and whether they exist: gates and ups in turn, so that the two
+    of a pair stand side by side in the result.
+    """
+    line = tl.arange(0, SIZES.BLOCK_N)
+    place = block * (SIZES.BLOCK_N // SIZES.PARTS) + line // SIZES.PARTS
+    return first + line % SIZES.PARTS * SIZES.OUT_FEATURES + place, place < SIZES.OUT_FEATURES
+
+
+@triton.jit
+def store_tile(
+    acc, row, is_row, tile, operands, SIZES: tl.constexpr,
+    AXIS: tl.constexpr, IN_TURN: tl.constexpr, CODES_PER_BYTE: tl.constexpr,
+):  # fmt: skip
+    """
+    From sums, the weight's rows along this axis and assignments along the other one, to what is stored: with
+    biases, gates applied to what they multiply if there are two PARTS (which stand in turn, or else one half
+    before the other), and multiplied by the assignments' weights. With CODES_PER_BYTE gated results are
+    permuted for the next product.
+    """
+    block, _, assignment, is_real = tile
+    OTHER: tl.constexpr = 1 - AXIS
+    COLUMNS: tl.constexpr = SIZES.BLOCK_N // SIZES.PARTS
+    if operands.bias is not None:
+        acc += tl.expand_dims(masked_load(operands.bias + row, is_row).to(tl.float32), OTHER)
+    if SIZES.PARTS == 2:
+        if AXIS == 1:
+            acc = tl.reshape(acc, [SIZES.BLOCK_M, COLUMNS, 2])
+        elif IN_TURN:
+            acc = tl.permute(tl.reshape(acc, [COLUMNS, 2, SIZES.BLOCK_M]), [0, 2, 1])
+        else:
+            acc = tl.permute(tl.reshape(acc, [2, COLUMNS, SIZES.BLOCK_M]), [1, 2, 0])
+        gate, up = tl.split(acc)
+        acc = activate(gate, up, SIZES.CLAMPED)
+    if operands.weights is not None:
+        acc *= tl.expand_dims(masked_load(operands.weights + assignment, is_real), AXIS)
+    column = block * COLUMNS + tl.arange(0, COLUMNS)
+    valid = tl.expand_dims(is_real, AXIS) & tl.expand_dims(column < SIZES.OUT_WIDTH, OTHER)
+    if SIZES.PARTS == 2 and CODES_PER_BYTE > 0:
+        column = permuted(column, CODES_PER_BYTE)
+    out = operands.out + tl.expand_dims(assignment, AXIS) * SIZES.OUT_WIDTH + tl.expand_dims(column, OTHER)
+    tl.store(out, acc, mask=valid)
+
+
+@triton.jit
+def permuted(column, CODES_PER_BYTE: tl.constexpr):
+    """
+    Where an input stands when K is permuted. In a block, those whose codes are low halves of bytes come
+    before those of high halves; of each, two at a time are taken from the four pieces in turn.
+    """
+    BLOCK: tl.constexpr = BYTES * CODES_PER_BYTE
+    within = column % BLOCK
+    piece, within = within // (16 * CODES_PER_BYTE), within % (16 * CODES_PER_BYTE)
+    half, within = within // 16, within % 16
+    return column // BLOCK * BLOCK + half * BYTES + within // 2 * 8 + piece * 2 + within % 2
+
+
+# Weights that are multiplied as they are
+
+
+def multiply_dense(x: Tensor, weight: Tensor, product: GroupedProduct) -> None:
+    block_k = product.tile.BLOCK_K
+    if x.element_size() == 4:
+        block_k //= 2
+    if not runtime.has_hopper_shared_memory(x.device):
+        block_k //= 2
+    product.launch(_grouped_kernel, weight, (x, weight, x.stride(0)), BLOCK_K=block_k)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _grouped_kernel(x, weight, x_stride, operands, tokens, SIZES: tl.constexpr, OVERLAP: tl.constexpr):
+    """The assignments are the rows: the matrix unit has as many of them as of the weight's."""
+    tile = find_tile(operands, tokens, SIZES, OVERLAP)
+    block, expert, assignment, is_real = tile
+    if expert == SIZES.EXPERTS:
+        return
+    row, is_row = rows_in_turn(0, block, SIZES)
+    first_row = expert.to(tl.int64) * (SIZES.PARTS * SIZES.OUT_FEATURES)
+    column = tl.arange(0, SIZES.BLOCK_K)
+    its_x = x + (assignment // SIZES.TOP_K)[:, None] * x_stride + column[None, :]
+    its_weight = weight + first_row * SIZES.IN_FEATURES
+    its_weight = its_weight + row[None, :] * SIZES.IN_FEATURES + column[:, None]
+    acc = tl.zeros([SIZES.BLOCK_M, SIZES.BLOCK_N], tl.float32)
+    for start in range(0, SIZES.IN_FEATURES, SIZES.BLOCK_K):
+        present = start + column < SIZES.IN_FEATURES
+        x_tile = masked_load(its_x + start, is_real[:, None] & present[None, :])
+        weight_tile = masked_load(its_weight + start, present[:, None] & is_row[None, :])
+        acc = tl.dot(x_tile, weight_tile, acc, input_precision="ieee")
+    store_tile(acc, first_row + row, is_row, tile, operands, SIZES, 1, True, 0)
+
+
+def multiply_fp8(x: Tensor | QuantisedRows, weight: QuantisedWeight, product: GroupedProduct) -> None:
+    """x is quantised if it is not yet."""
+    x = x if isinstance(x, QuantisedRows) else quantise(x, weight.group)
+    inputs = x.codes, x.scales, weight.codes, weight.scales, len(x.codes)
+    constants = {"GROUP": weight.group, "TILE_ROWS": weight.tile[0]}
+    product.launch(_grouped_fp8_kernel, weight, inputs, constants, **fewer_stages(x.codes.device))
+
+
+def fewer_stages(device: torch.device) -> dict[str, int]:
+    """What GPUs with little shared memory change of a tile."""
+    return {} if runtime.has_hopper_shared_memory(device) else {"STAGES": 2}
+
+
+@triton.jit(do_not_specialize=["padded_rows", "tokens"])
+def _grouped_fp8_kernel(
+    x, x_scales, codes, scales, padded_rows, operands, tokens,
+    GROUP: tl.constexpr, TILE_ROWS: tl.constexpr, SIZES: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """
+    The weight's rows are the rows: of these there are always enough, while an expert has few tokens in a
+    decode step.
+    """
+    tile = find_tile(operands, tokens, SIZES, OVERLAP)
+    block, expert, assignment, is_real = tile
+    if expert == SIZES.EXPERTS:
+        return
+    token = assignment // SIZES.TOP_K
+    row, is_row = rows_in_turn(expert.to(tl.int64) * (SIZES.PARTS * SIZES.OUT_FEATURES), block, SIZES)
+    column = tl.arange(0, SIZES.BLOCK_K)
+    its_codes = codes + row[:, None] * SIZES.IN_FEATURES + column[None, :]
+    its_x = x + token[None, :] * SIZES.IN_FEATURES + column[:, None]
+    GROUPS: tl.constexpr = SIZES.IN_FEATURES // GROUP if GROUP > 0 else 1  # of a row
+    its_scales = scales + row // TILE_ROWS * GROUPS
+    acc = tl.zeros([SIZES.BLOCK_N, SIZES.BLOCK_M], tl.float32)
+    for start in range(0, SIZES.IN_FEATURES, SIZES.BLOCK_K):
+        present = start + column < SIZES.IN_FEATURES
+        code_tile = masked_load(its_codes + start, is_row[:, None] & present[None, :])
+        x_tile = masked_load(its_x + start, present[:, None] & is_real[None, :])
+        if GROUP > 0:
+            group = start // GROUP
+            scale = masked_load(its_scales + group, is_row).to(tl.float32)
+            x_scale = masked_load(x_scales + group.to(tl.int64) * padded_rows + token, is_real)
+            acc += tl.dot(code_tile, x_tile) * scale[:, None] * x_scale[None, :]
+        else:
+            acc = tl.dot(code_tile, x_tile, acc)
+    if GROUP == 0:
+        scale = masked_load(its_scales, is_row).to(tl.float32)
+        acc *= scale[:, None] * masked_load(x_scales + token, is_real)[None, :]
+    store_tile(acc, row, is_row, tile, operands, SIZES, 0, True, 0)
