@@ -734,7 +734,7 @@ MUTATIONS = [
     *mutations_of(
         "nanovllm/extensions/experts/kernels/gemv_codes",
         ("row % ROWS * SIZES.BRICK_PIECES", "row % ROWS"),
-        ("        others *= share\n", ""),
+        ("share = masked_load(weights + place, is_piece)[:, :, :, None]", "share = None"),
         ("added *= masked_load(weights", "added = masked_load(weights"),
     ),
     *mutations_of(

@@ -20,7 +20,7 @@ from nanovllm.extensions.experts.kernels.moe import (
     run_gemv,
     run_grouped,
 )
-from nanovllm.extensions.experts.kernels.router import Chosen, Routing, choose_experts
+from nanovllm.extensions.experts.kernels.router import Chosen, choose_experts
 from nanovllm.extensions.quantised.products import PendingAdd, quantised_rows
 from nanovllm.extensions.quantised.scaled import ScaledWeight
 from nanovllm.layers.layernorm import RMSNorm
@@ -69,14 +69,14 @@ class Router(ReplicatedLinear):
 
     def __init__(self, hidden_size: int, config: ExpertsConfig, is_joint: bool = False):
         super().__init__(hidden_size, config.num_experts, bias=is_joint)
-        self.routing = Routing(config.num_experts_per_tok, config.norm_topk_prob)
+        self.routing = config.num_experts_per_tok, config.norm_topk_prob
 
     def forward(self, stream: Stream) -> Chosen:
         if stream.is_untouched:
             logits = super().forward(stream)
         else:  # the norm is begun, so there is nothing to fold in: the plain product does
             logits = self.matrix.norm_linear(stream, self.bias)
-        return choose_experts(logits, self.routing)
+        return choose_experts(logits, *self.routing)
 
 
 class Experts(nn.Module):
@@ -121,7 +121,7 @@ class StackedLinear(LinearBase):
         super().set_matrix(matrix)
         if self.is_dense:
             matrix.stored = {"weight": StoredTensor(functools.partial(_fill, matrix.weight))}
-        for param in matrix.parameters.values():
+        for param in self.parameters():
             param.weight_loader = None  # see `stored_tensors`
 
     def finish(self) -> None:
@@ -158,11 +158,6 @@ class JointLinear(StackedLinear):
     `StackedLinear` of checkpoints that have one tensor for all experts, gates and ups in turn (gpt-oss's).
     One in floating point has the inputs first.
     """
-
-    def __init__(self, shards: dict[str, Shard], bias: bool = False):
-        super().__init__(shards, bias)
-        if bias:
-            self.bias.weight_loader = None  # see `stored_tensors`
 
     def names_in_checkpoint(self, name: str) -> list[str]:
         return [name]

@@ -26,7 +26,6 @@ from nanovllm.extensions.experts.config import ExpertsConfig
 from nanovllm.extensions.experts.kernels import grouped_gemm, moe, router
 from nanovllm.extensions.experts.kernels.experts import ExpertWeights, activate_torch
 from nanovllm.extensions.experts.kernels.grouped_gemm import GroupedProduct, Tile, max_tiles, sort_assignments
-from nanovllm.extensions.experts.kernels.router import Routing
 from nanovllm.extensions.experts.moe import MixtureOfExperts
 from nanovllm.extensions.quantised.kernels import fp8_linear, quantised_matvec
 from nanovllm.extensions.quantised.kernels.quantised_weight import (
@@ -97,7 +96,7 @@ def run_grouped(x, weights, chosen, is_prefill=True):
 @pytest.mark.parametrize("top_k", range(1, 9))
 def test_the_chosen_experts_are_those_with_the_highest_probabilities(top_k, normalise):
     logits = rand(30, 11)
-    experts, weights = router.choose_experts_torch(logits, Routing(top_k, normalise))
+    experts, weights = router.choose_experts_torch(logits, top_k, normalise)
     best, indices = logits.softmax(-1).topk(top_k)
     assert torch.equal(experts.long(), indices) and experts.dtype == torch.int32
     torch.testing.assert_close(weights, best / best.sum(-1, keepdim=True) if normalise else best)
@@ -105,7 +104,7 @@ def test_the_chosen_experts_are_those_with_the_highest_probabilities(top_k, norm
 
 def test_of_equal_experts_the_first_are_chosen():
     logits = torch.tensor([[1.0, 3.0, 3.0, 0.0, 3.0], [2.0] * 5, [0.0, -1.0, 0.0, -1.0, -1.0]])
-    experts, weights = router.choose_experts_torch(logits, Routing(3, True))
+    experts, weights = router.choose_experts_torch(logits, 3, True)
     assert experts.tolist() == [[1, 2, 4], [0, 1, 2], [0, 2, 1]]
     torch.testing.assert_close(weights[:2], torch.full((2, 3), 1 / 3))
 
@@ -120,8 +119,8 @@ def test_the_choice_matches_its_twin(device, dtype, normalise, num_experts):
             # Few different logits, so that there are many ties; of rows that are parts of longer ones.
             logits = torch.randint(-3, 4, (rows, 2 * num_experts), device=device).to(dtype)[:, :num_experts]
             logits = logits if top_k % 2 else logits + rand(rows, num_experts, device=device, dtype=dtype)
-            got = router.choose_experts(logits, Routing(top_k, normalise))
-            expected = router.choose_experts_torch(logits, Routing(top_k, normalise))
+            got = router.choose_experts(logits, top_k, normalise)
+            expected = router.choose_experts_torch(logits, top_k, normalise)
             assert torch.equal(got.experts, expected.experts)
             assert got.experts.dtype == torch.int32 and got.weights.dtype == torch.float32
             torch.testing.assert_close(got.weights, expected.weights)
@@ -132,29 +131,29 @@ def test_the_choice_matches_its_twin(device, dtype, normalise, num_experts):
 def test_whatever_the_logits_a_token_gets_different_experts_that_exist(device, value):
     logits = rand(5, 6, device=device)
     logits[1], logits[2, 1:], logits[3, ::2] = value, value, value
-    experts = router.choose_experts(logits, Routing(5, True)).experts
+    experts = router.choose_experts(logits, 5, True).experts
     for row in experts.tolist():
         assert len(set(row)) == 5 and set(row) <= set(range(6))
 
 
-# transformers' routers: name of the model and the class, its settings, and the same as a routing.
+# transformers' routers: name of the model and the class, its settings, and whether it normalises.
 ROUTERS = {
-    "softmax": ("mixtral", "MixtralTopKRouter", {}, Routing(3)),
-    "softmax, not normalised": ("olmoe", "OlmoeTopKRouter", {"norm_topk_prob": False}, Routing(3, False)),
-    "softmax of the chosen": ("gpt_oss", "GptOssTopKRouter", {}, Routing(3)),
+    "softmax": ("mixtral", "MixtralTopKRouter", {}, True),
+    "softmax, not normalised": ("olmoe", "OlmoeTopKRouter", {"norm_topk_prob": False}, False),
+    "softmax of the chosen": ("gpt_oss", "GptOssTopKRouter", {}, True),
 }
 
 
 @pytest.mark.parametrize("name", ROUTERS)
 def test_experts_are_chosen_as_by_transformers_routers(name):
-    family, kind, settings, routing = ROUTERS[name]
+    family, kind, settings, normalise = ROUTERS[name]
     module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
     sizes = dict(num_experts_per_tok=3, num_experts=16, num_local_experts=16, hidden_size=24)
     theirs = getattr(module, kind)(SimpleNamespace(**sizes, **settings)).float()
     for value in (*theirs.parameters(), *theirs.buffers()):
         value.data.normal_()
     logits, weights, experts = theirs(torch.randn(50, 24))
-    got = router.choose_experts_torch(logits, routing)
+    got = router.choose_experts_torch(logits, 3, normalise)
     dense = [torch.zeros(50, 16, dtype=torch.float32) for _ in range(2)]
     dense[0].scatter_(1, got.experts.long(), got.weights)
     dense[1].scatter_(1, experts, weights.detach().float())
@@ -407,7 +406,7 @@ def test_products_in_8_bits_are_those_of_rounded_inputs_on_a_cpu(monkeypatch, na
     # The interpreter rounds 127 to 64, for want of a carry to the exponent.
     monkeypatch.setattr(grouped_gemm, "quantise", fp8_linear.quantise_torch)
     weight, x, chosen = make_quantised(name, 2, 256, width, "cpu"), rand(5, width), choose(5, 1, 2, "cpu")
-    groups, tile = sort_assignments(chosen.experts, 2, 16), Tile(16, 128, 128, 4, 2)
+    groups, tile = sort_assignments(chosen.experts, 2, 16), Tile(16, 2)
     matrices = dequantise_torch(weight, slice(0, 512), torch.float64).unflatten(0, (2, 256))
     rounded = as_quantised(x, weight.group)
     products = (matrices[chosen.experts[:, 0].long()] @ rounded[..., None])[..., 0]
@@ -463,7 +462,7 @@ def test_the_sum_with_the_residual_and_its_norm_match_their_twin(device, dtype, 
 @on_devices
 def test_no_rows_are_no_work(device):
     x, weights = rand(0, 64, device=device, dtype=HALF), make_experts(4, 64, 24, device, HALF)
-    chosen = router.choose_experts(rand(0, 4, device=device), Routing(2, True))
+    chosen = router.choose_experts(rand(0, 4, device=device), 2, True)
     parts = run_grouped(x, weights, chosen)
     assert parts.shape == (0, 2, 64)
     _, *sums = fp8_linear.add_rms_norm_quantise(parts, x, x.new_ones(64), EPS, None, True)
@@ -499,7 +498,7 @@ def test_a_layer_computes_by_kernels_what_it_computes_by_their_twins(device, row
         got = layer(stream, next_norm)
     finally:
         reset_context()
-    chosen = router.choose_experts_torch(norm(x) @ layer.gate.weight.T, Routing(3, True))
+    chosen = router.choose_experts_torch(norm(x) @ layer.gate.weight.T, 3, True)
     expected = x + plain_mixture(norm(x), layer.experts.weights, chosen)
     assert got.norm is next_norm
     assert error(got.normalised(), next_norm(expected.float())) < 1e-5
@@ -514,7 +513,7 @@ def test_a_captured_graph_computes_what_its_inputs_hold_at_each_replay(rows):
     x, logits = rand(rows, 2048, device="cuda", dtype=torch.bfloat16), rand(rows, 128, device="cuda")
 
     def step():
-        chosen = router.choose_experts(logits, Routing(8, True))
+        chosen = router.choose_experts(logits, 8, True)
         if rows <= 4:
             return moe.run_gemv(moe.GEMV, x, weights, chosen)
         return run_grouped(x, weights, chosen, False).sum(1)
@@ -528,8 +527,6 @@ def test_a_captured_graph_computes_what_its_inputs_hold_at_each_replay(rows):
         logits.normal_()
         logits[:, 3:11] += bias
         graph.replay()
-        expected = moe.run_experts_torch(
-            x, weights, router.choose_experts_torch(logits, Routing(8, True))
-        ).sum(1)
+        expected = moe.run_experts_torch(x, weights, router.choose_experts_torch(logits, 8, True)).sum(1)
         assert error(out, expected) < 1e-2
     assert not arrival_counters(out.device).any()

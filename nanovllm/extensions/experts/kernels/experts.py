@@ -3,14 +3,11 @@
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.extensions.quantised.kernels.quantised_weight import (
-    QuantisedWeight,
-    dequantise,
-    dequantise_torch,
-)
-from nanovllm.kernels.activation import silu_and_mul_torch
+from nanovllm.extensions.quantised.kernels.quantised_weight import QuantisedWeight, dequantise_torch
+from nanovllm.kernels.activation import silu, silu_and_mul_torch
 from nanovllm.kernels.runtime import tl, triton
 
 # gpt-oss's activation is (up + 1) * gate * sigmoid(ALPHA * gate), with both kept within LIMIT.
@@ -36,21 +33,17 @@ class ExpertWeights(NamedTuple):
     def width(self) -> int:
         return self.down.shape[1]
 
-    def matrix_torch(self, weight: Tensor | QuantisedWeight, expert: int, dtype: torch.dtype) -> Tensor:
-        """An expert's part of one of the two, in floating point."""
+    def multiply_torch(
+        self, x: Tensor, weight: Tensor | QuantisedWeight, bias: Tensor | None, expert: int
+    ) -> Tensor:
+        """x [rows, in] times an expert's part of one of the two matrices, with its bias."""
         height = weight.shape[0] // self.num_experts
         rows = slice(expert * height, expert * height + height)
-        if isinstance(weight, Tensor):
-            return weight[rows]
-        return dequantise_torch(weight, rows, weight.product_dtype).to(dtype)
-
-    def dequantised(self, dtype: torch.dtype) -> "ExpertWeights":
-        """With all matrices in floating point."""
-        gate_up, down = (
-            dequantise(each, dtype) if isinstance(each, QuantisedWeight) else each
-            for each in (self.gate_up, self.down)
-        )
-        return self._replace(gate_up=gate_up, down=down)
+        if isinstance(weight, QuantisedWeight):
+            matrix = dequantise_torch(weight, rows, weight.product_dtype).to(x.dtype)
+        else:
+            matrix = weight[rows]
+        return F.linear(x, matrix, None if bias is None else bias[rows])
 
 
 def activate_torch(x: Tensor, is_clamped: bool = False) -> Tensor:
@@ -68,4 +61,4 @@ def activate(gate, up, CLAMPED: tl.constexpr):
         gate = tl.minimum(gate, LIMIT_OF_KERNELS)
         up = tl.minimum(tl.maximum(up, -LIMIT_OF_KERNELS), LIMIT_OF_KERNELS)
         return (up + 1.0) * gate / (1.0 + tl.exp(gate * -ALPHA_OF_KERNELS))
-    return gate / (1.0 + tl.exp(-gate)) * up
+    return silu(gate) * up

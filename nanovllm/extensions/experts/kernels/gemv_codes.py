@@ -12,7 +12,13 @@ from torch import Tensor
 
 from nanovllm.extensions.experts.kernels.experts import ExpertWeights, activate
 from nanovllm.extensions.experts.kernels.router import Chosen
-from nanovllm.extensions.quantised.kernels.multiply_words import multiply_words, pairs_of, power_of_two
+from nanovllm.extensions.quantised.kernels.multiply_words import (
+    load_inputs,
+    multiply_pieces,
+    power_of_two,
+    prepare_inputs,
+    range_exponent,
+)
 from nanovllm.extensions.quantised.kernels.quantised_matvec import matvec_sizes
 from nanovllm.extensions.quantised.kernels.quantised_weight import (
     BRICK_PIECES,
@@ -113,8 +119,7 @@ def _gemv_codes_kernel(
     MEMBERS: tl.constexpr = SIZES.MEMBERS
     if PARTS == 2:
         pdl_wait_then_launch(OVERLAP)  # the second product asks for its weights while this one computes
-    HALVES: tl.constexpr = KIND >= INT4
-    INPUTS: tl.constexpr = 32 if HALVES else 16
+    INPUTS: tl.constexpr = 32 if KIND >= INT4 else 16
     PER_EXPERT: tl.constexpr = SIZES.IN_FEATURES // INPUTS  # pieces
     LINES: tl.constexpr = PARTS * SIZES.OUT_FEATURES
     owner = tl.program_id(1)
@@ -144,44 +149,21 @@ def _gemv_codes_kernel(
 
     column = piece[:, :, :, None] * INPUTS + tl.arange(0, 16)[None, None, None, :]
     present = is_piece[:, :, :, None]
-    address = x + (place // SIZES.TOP_K)[:, :, :, None] * x_stride + column
-    share = 1.0
+    its_x = x + (place // SIZES.TOP_K)[:, :, :, None] * x_stride
+    share = None
     if weights is not None:
         share = masked_load(weights + place, is_piece)[:, :, :, None]
-    values = masked_load(address, present).to(tl.float32)
-    squares = values * values
-    if norm_weight is not None:
-        values *= masked_load(norm_weight + column, present).to(tl.float32)
-    values *= share
-    largest = tl.max(tl.abs(values), axis=3)
-    others, pairs, other_pairs = None, None, None
-    if HALVES:
-        others = masked_load(address + 16, present).to(tl.float32)
-        squares += others * others
-        if norm_weight is not None:
-            others *= masked_load(norm_weight + column + 16, present).to(tl.float32)
-        others *= share
-        largest = tl.maximum(largest, tl.max(tl.abs(others), axis=3))
-    factor = 1.0
+    values, others, squares, largest = load_inputs(its_x, norm_weight, share, column, present, present, KIND)
+    factor, divisor = 1.0, 1.0
     if norm_weight is not None:
         factor = tl.rsqrt(tl.sum(squares) / SIZES.IN_FEATURES + eps)
     if not IS_INTERPRETED:
-        # The largest becomes 4 to 8, so that no sum of 16 products leaves the range of float16. Codes in
-        # floating point of 4 bits come 2^14 times too small; there it becomes 2^10 times as large.
-        LARGEST: tl.constexpr = 139 if KIND == MXFP4 else 129
-        exponent = (tl.max(largest).to(tl.int32, bitcast=True) >> 23) - LARGEST
-        exponent = tl.maximum(exponent, -126)
-        values *= power_of_two(-exponent)
+        exponent = range_exponent(tl.max(largest), KIND)
+        divisor = power_of_two(-exponent)
         factor *= power_of_two(exponent)
         if KIND == MXFP4:
             factor *= 16384.0
-        pairs = pairs_of(values, PIECES, 1, 2 if HALVES else 1)
-        if HALVES:
-            others *= power_of_two(-exponent)
-            other_pairs = pairs_of(others, PIECES, 1, 2)
-    sums = tl.sum(values, axis=3)  # [PIECES, 1, 1]
-    if HALVES:
-        sums += tl.sum(others, axis=3)
+    inputs = prepare_inputs(values, others, divisor, KIND, PIECES, 1)
 
     while tile * HEIGHT < LINES:
         current, its_scale, its_zero = found, scale, zero
@@ -190,14 +172,7 @@ def _gemv_codes_kernel(
             its_words, scales, zeros, its_scales, is_piece, next_tile, GROUPS, TILE_ROWS, PER_ROW, SIZES
         )
         line = tile * HEIGHT + tl.arange(0, HEIGHT)
-        subtracted = tl.full([1, 1, 1], ZERO_POINT, tl.int32) if zeros is None else its_zero
-        parts = multiply_words(current, values, others, pairs, other_pairs, subtracted, sums, KIND)
-        if not HALVES and zeros is not None:
-            parts -= its_zero.to(tl.float32) * sums
-        if KIND == MXFP4:
-            parts *= (its_scale.to(tl.int32) << 23).to(tl.float32, bitcast=True)
-        else:
-            parts *= its_scale.to(tl.float32)
+        parts = multiply_pieces(current, its_scale, its_zero, inputs, (scales, zeros, None), KIND, ZERO_POINT)
         acc = tl.sum(tl.sum(parts, axis=0), axis=1) * factor  # [HEIGHT]
         if bias is not None:
             member = tl.arange(0, SIZES.MEMBERS_PAD)[None, :]
@@ -227,10 +202,7 @@ def _row_of(line, SIZES):
 
 
 @triton.jit
-def _load_rows(
-    its_words, scales, zeros, its_scales, is_piece, tile,
-    GROUPS: tl.constexpr, TILE_ROWS: tl.constexpr, PER_ROW: tl.constexpr, SIZES: tl.constexpr,
-):  # fmt: skip
+def _load_rows(its_words, scales, zeros, its_scales, is_piece, tile, GROUPS, TILE_ROWS, PER_ROW, SIZES):
     """
     HEIGHT rows of each piece's expert: words [PIECES, HEIGHT, 1, 4], scales and zeros [PIECES, HEIGHT, 1].
     """

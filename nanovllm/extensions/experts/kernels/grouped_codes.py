@@ -28,16 +28,18 @@ from nanovllm.extensions.quantised.kernels.quantised_weight import (
     halves_to_bf16,
     power_of_two_bf16,
 )
-from nanovllm.kernels import runtime
-from nanovllm.kernels.runtime import cdiv, masked_load, next_power_of_2, pdl_wait, tl, triton
+from nanovllm.kernels.runtime import (
+    cdiv,
+    masked_load,
+    next_power_of_2,
+    overlap_options,
+    pdl_wait,
+    tl,
+    triton,
+)
 
-STEP = 128  # inputs that are multiplied at once
-CODE_TILES = {
-    4: Tile(16, 128, STEP, 4, 4),
-    20: Tile(32, 128, STEP, 4, 3),
-    48: Tile(64, 128, STEP, 4, 3),
-    1 << 30: Tile(128, 128, STEP, 8, 3),
-}
+STEP = 128  # inputs that are multiplied at once: BLOCK_K of all tiles
+CODE_TILES = {4: Tile(16, 4), 20: Tile(32, 3), 48: Tile(64, 3), 1 << 30: Tile(128, 3, WARPS=8)}
 
 
 def permuted_width(features: int) -> int:
@@ -52,7 +54,7 @@ def permute_k(x: Tensor, codes_per_byte: int) -> Tensor:
     out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
     _permute_kernel[(rows,)](
         x, out, x.stride(0), IN_FEATURES=in_features, WIDTH=width, WIDTH_PAD=next_power_of_2(width),
-        CODES_PER_BYTE=codes_per_byte, num_warps=4, **runtime.overlap_options(x.device),
+        CODES_PER_BYTE=codes_per_byte, num_warps=4, **overlap_options(x.device),
     )  # fmt: skip
     return out
 
@@ -211,7 +213,7 @@ def _expand(grid):
 
 
 @triton.jit
-def _to_number(codes, scale, zero, HAS_ZERO: tl.constexpr, IS_SCALED: tl.constexpr):
+def _to_number(codes, scale, zero, HAS_ZERO, IS_SCALED):
     if HAS_ZERO:
         codes -= zero.to(codes.dtype)
     if IS_SCALED:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nanovllm.extensions.experts.kernels.experts import activate
 from nanovllm.extensions.quantised.kernels.fp8_linear import QuantisedRows, quantise
-from nanovllm.extensions.quantised.kernels.quantised_weight import QuantisedWeight
+from nanovllm.extensions.quantised.kernels.quantised_weight import QuantisedWeight, dequantise
 from nanovllm.kernels import runtime
 from nanovllm.kernels.runtime import cdiv, masked_load, next_power_of_2, pdl_wait, tl, triton
 
@@ -26,39 +26,34 @@ class Tile(NamedTuple):
     """What a program multiplies at a time, and how."""
 
     BLOCK_M: int  # assignments
-    BLOCK_N: int  # rows of an expert's weight
-    BLOCK_K: int  # inputs
-    WARPS: int
     STAGES: int  # of the pipeline
+    BLOCK_N: int = 128  # rows of an expert's weight
+    BLOCK_K: int = 128  # inputs
+    WARPS: int = 4
     MAX_REGISTERS: int | None = None  # of a thread, so that a multiprocessor runs several programs
 
 
-# By the most assignments that an expert has on average; the last is for prefills alone. There it is one for
-# all, so that a start compiles one way only.
+# By the most assignments that an expert has on average. A prefill takes the last one, whatever its rows, so
+# that a start compiles one way only.
 DENSE_TILES = {
-    8: Tile(16, 128, 128, 4, 3),
-    16: Tile(32, 128, 128, 4, 3),
-    1 << 30: Tile(64, 128, 64, 4, 3),
-    1 << 31: Tile(128, 256, 64, 8, 4),
+    8: Tile(16, 3),
+    16: Tile(32, 3),
+    1 << 30: Tile(64, 3, BLOCK_K=64),
+    1 << 31: Tile(128, 4, BLOCK_N=256, BLOCK_K=64, WARPS=8),  # for prefills alone
 }
-FP8_TILES = {
-    8: Tile(16, 64, 128, 4, 4),
-    24: Tile(32, 128, 128, 4, 3),
-    48: Tile(64, 128, 128, 4, 4),
-    1 << 30: Tile(256, 128, 128, 8, 3),
-}
+FP8_TILES = {8: Tile(16, 4, BLOCK_N=64), 24: Tile(32, 3), 48: Tile(64, 4), 1 << 30: Tile(256, 3, WARPS=8)}
 # Scales of blocks are applied to sums besides, for which larger tiles leave no registers.
-FP8_BLOCK_TILES = {**FP8_TILES, 8: Tile(16, 128, 128, 4, 3), 1 << 30: Tile(64, 128, 128, 4, 4)}
+FP8_BLOCK_TILES = {**FP8_TILES, 8: Tile(16, 3), 1 << 30: Tile(64, 4)}
 
 
 class Sizes(NamedTuple):
     """Constants of a launch: a `Tile` and what follows from the product."""
 
     BLOCK_M: int
+    STAGES: int
     BLOCK_N: int
     BLOCK_K: int
     WARPS: int
-    STAGES: int
     MAX_REGISTERS: int | None
     EXPERTS: int
     EXPERTS_PAD: int  # rounded up to a power of two
@@ -217,10 +212,7 @@ def rows_in_turn(first, block, SIZES):
 
 
 @triton.jit
-def store_tile(
-    acc, row, is_row, tile, operands, SIZES: tl.constexpr,
-    AXIS: tl.constexpr, IN_TURN: tl.constexpr, CODES_PER_BYTE: tl.constexpr,
-):  # fmt: skip
+def store_tile(acc, row, is_row, tile, operands, SIZES, AXIS, IN_TURN, CODES_PER_BYTE):
     """
     From sums, the weight's rows along this axis and assignments along the other one, to what is stored: with
     biases, gates applied to what they multiply if there are two PARTS (which stand in turn, or else one half
@@ -267,7 +259,9 @@ def permuted(column, CODES_PER_BYTE: tl.constexpr):
 # Weights that are multiplied as they are
 
 
-def multiply_dense(x: Tensor, weight: Tensor, product: GroupedProduct) -> None:
+def multiply_dense(x: Tensor, weight: Tensor | QuantisedWeight, product: GroupedProduct) -> None:
+    """A weight that is not dense is converted first."""
+    weight = dequantise(weight, x.dtype) if isinstance(weight, QuantisedWeight) else weight
     block_k = product.tile.BLOCK_K
     if x.element_size() == 4:
         block_k //= 2

@@ -18,15 +18,23 @@ from nanovllm.extensions.quantised.kernels.quantised_weight import (
     QuantisedWeight,
     code_to_float,
 )
-from nanovllm.kernels import runtime
-from nanovllm.kernels.runtime import IS_INTERPRETED, cdiv, masked_load, next_power_of_2, pdl_wait, tl, triton
+from nanovllm.kernels.runtime import (
+    IS_INTERPRETED,
+    cdiv,
+    masked_load,
+    next_power_of_2,
+    overlap_options,
+    pdl_wait,
+    tl,
+    triton,
+)
 
-STEP = 128  # inputs that are multiplied at once: the width of a brick
+STEP = 128  # inputs that are multiplied at once: the width of a brick, and BLOCK_K of all tiles
 MXFP4_TILES = {
-    13: Tile(16, 128, STEP, 4, 4, 128),
-    29: Tile(32, 128, STEP, 4, 3, 128),
-    80: Tile(64, 128, STEP, 4, 3, 168),
-    1 << 30: Tile(128, 128, STEP, 4, 3, 255),
+    13: Tile(16, 4, MAX_REGISTERS=128),
+    29: Tile(32, 3, MAX_REGISTERS=128),
+    80: Tile(64, 3, MAX_REGISTERS=168),
+    1 << 30: Tile(128, 3, MAX_REGISTERS=255),
 }
 
 
@@ -47,7 +55,7 @@ def split(x: Tensor) -> tuple[Tensor, Tensor]:
     scales = torch.empty(rows, dtype=torch.float32, device=x.device)
     _split_kernel[(rows,)](
         x, parts, scales, x.stride(0), IN_FEATURES=in_features, WIDTH=width,
-        WIDTH_PAD=next_power_of_2(width), num_warps=4, **runtime.overlap_options(x.device),
+        WIDTH_PAD=next_power_of_2(width), num_warps=4, **overlap_options(x.device),
     )  # fmt: skip
     return parts, scales
 

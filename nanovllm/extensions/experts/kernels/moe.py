@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.extensions.experts.kernels.experts import ExpertWeights, activate_torch
@@ -129,8 +128,6 @@ def run_grouped(
     width = permuted_width(experts.width) if kernels is CODES else experts.width
     gated, parts = x.new_empty(count, width), x.new_empty(*chosen.experts.shape, x.shape[1])
     if count:
-        if kernels is DENSE:
-            experts = experts.dequantised(x.dtype)
         top_k = chosen.experts.shape[1]
         first = GroupedProduct(
             experts.gate_up_bias, assignments, gated, tile, top_k, is_clamped=experts.is_clamped
@@ -147,14 +144,10 @@ def run_experts_torch(x: Tensor, weights: ExpertWeights, chosen: Chosen) -> Tens
     experts, shares = chosen.experts.flatten(), chosen.weights.flatten().to(x.dtype)
     parts = x.new_empty(len(experts), x.shape[1])
     counts = torch.bincount(experts, minlength=num_experts).tolist()
-    biases = [
-        [None] * num_experts if bias is None else bias.view(num_experts, -1)
-        for bias in (weights.gate_up_bias, weights.down_bias)
-    ]
-    for expert, pairs in enumerate(experts.argsort(stable=True).split(counts)):
-        if len(pairs):
-            gate_up, down = (weights.matrix_torch(each, expert, x.dtype) for each in weights[:2])
-            y = F.linear(x[pairs // top_k], gate_up, biases[0][expert])
-            y = F.linear(activate_torch(y, weights.is_clamped), down, biases[1][expert])
-            parts[pairs] = y * shares[pairs, None]
+    for expert, its in enumerate(experts.argsort(stable=True).split(counts)):
+        if len(its):
+            y = weights.multiply_torch(x[its // top_k], weights.gate_up, weights.gate_up_bias, expert)
+            y = activate_torch(y, weights.is_clamped)
+            y = weights.multiply_torch(y, weights.down, weights.down_bias, expert)
+            parts[its] = y * shares[its, None]
     return parts.view(-1, top_k, x.shape[1])

@@ -5,8 +5,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nanovllm.kernels import runtime
-from nanovllm.kernels.runtime import cdiv, next_power_of_2, pdl_wait, tl, triton, use_triton
+from nanovllm.kernels.runtime import (
+    cdiv,
+    masked_load,
+    next_power_of_2,
+    overlap_options,
+    pdl_wait,
+    tl,
+    triton,
+    use_triton,
+)
 
 LOWEST = tl.constexpr(-3e38)
 ROWS = 4
@@ -19,40 +27,34 @@ class Chosen(NamedTuple):
     weights: Tensor  # float32 [tokens, top_k]
 
 
-class Routing(NamedTuple):
+def choose_experts(logits: Tensor, top_k: int, normalise: bool) -> Chosen:
     """
-    How many experts a token gets. Their weights are their probabilities among all experts or, to `normalise`,
-    their shares in the sum of these, which is softmax of the chosen experts' logits.
+    The best experts by their logits [tokens, experts], of equal ones the first. Their weights are their
+    probabilities among all experts or, to `normalise`, their shares in the sum of these, which is softmax of
+    the chosen experts' logits.
     """
-
-    top_k: int
-    normalise: bool = True
-
-
-def choose_experts(logits: Tensor, routing: Routing) -> Chosen:
-    """The best experts by their logits [tokens, experts], of equal ones the first."""
     if not use_triton(logits):
-        return choose_experts_torch(logits, routing)
+        return choose_experts_torch(logits, top_k, normalise)
     rows, num_experts = logits.shape
-    experts = torch.empty(rows, routing.top_k, dtype=torch.int32, device=logits.device)
-    weights = torch.empty(rows, routing.top_k, dtype=torch.float32, device=logits.device)
+    experts = torch.empty(rows, top_k, dtype=torch.int32, device=logits.device)
+    weights = torch.empty(rows, top_k, dtype=torch.float32, device=logits.device)
     if rows:
         _choose_kernel[(cdiv(rows, ROWS),)](
             logits, experts, weights, rows, logits.stride(0),
             EXPERTS=num_experts, EXPERTS_PAD=next_power_of_2(num_experts),
-            TOP_K=routing.top_k, TOP_K_PAD=next_power_of_2(routing.top_k), NORMALISE=routing.normalise,
-            ROWS=ROWS, num_warps=4, **runtime.overlap_options(logits.device),
+            TOP_K=top_k, TOP_K_PAD=next_power_of_2(top_k), NORMALISE=normalise,
+            ROWS=ROWS, num_warps=4, **overlap_options(logits.device),
         )  # fmt: skip
     return Chosen(experts, weights)
 
 
-def choose_experts_torch(logits: Tensor, routing: Routing) -> Chosen:
+def choose_experts_torch(logits: Tensor, top_k: int, normalise: bool) -> Chosen:
     logits = logits.float()
     # Not `topk`: which of equal ones it takes is open. Nor by probabilities, which may be equal, or 0, where
     # logits are not.
-    experts = logits.sort(dim=-1, descending=True, stable=True).indices[:, : routing.top_k]
+    experts = logits.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
     weights = logits.softmax(-1).gather(1, experts)
-    if routing.normalise:
+    if normalise:
         weights = weights / weights.sum(-1, keepdim=True)
     return Chosen(experts.int(), weights)
 
@@ -67,7 +69,7 @@ def _choose_kernel(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     expert = tl.arange(0, EXPERTS_PAD)[None, :]
     is_real = (row < rows) & (expert < EXPERTS)
-    value = tl.load(logits + row.to(tl.int64) * stride + expert, mask=is_real, other=0.0).to(tl.float32)
+    value = masked_load(logits + row.to(tl.int64) * stride + expert, is_real).to(tl.float32)
     # NaN too becomes a number: whatever the logits, a token gets experts that exist, and each of them once.
     value = tl.where(value > LOWEST, value, LOWEST)
     value = tl.where(expert < EXPERTS, value, float("-inf"))
