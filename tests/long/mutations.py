@@ -710,13 +710,13 @@ MUTATIONS = [
         ("value = tl.where(value > LOWEST, value, LOWEST)", "pass"),
         ("weights / weights.sum(-1, keepdim=True)", "weights"),
         ("share /= tl.sum(share, axis=1)[:, None]", "pass"),
+        ("tl.store(counters + each, 0, mask=is_expert)", "pass"),
     ),
     *mutations_of(
         "nanovllm/extensions/experts/kernels/grouped_gemm",
         ("* scale[:, None] * x_scale[None, :]", "* scale[:, None]"),
         ("line % SIZES.PARTS * SIZES.OUT_FEATURES + place", "place"),
         ("within // 2 * 8 + piece * 2", "within // 2 * 2 + piece * 16"),
-        ("tl.store(counters + each, 0, mask=is_expert)", "pass"),
         ("member < masked_load(operands.table", "member <= masked_load(operands.table"),
     ),
     *mutations_of(

@@ -33,11 +33,23 @@ def multiply_gates(
     """
     hidden, width = x.shape[1], experts.width
     _gates_kernel[(cdiv(2 * width, GATES_HEIGHT), len(out))](
-        x, experts.gate_up, experts.gate_up_bias, chosen.experts, norm_weight, out, eps, x.stride(0),
-        HIDDEN=hidden, EXPERT_WIDTH=width, TOP_K=chosen.experts.shape[1], CLAMPED=experts.is_clamped,
-        HEIGHT=GATES_HEIGHT, WIDTH=min(next_power_of_2(hidden), GATES_WIDTH),
-        num_warps=4, **overlap_options(x.device),
-    )  # fmt: skip
+        x,
+        experts.gate_up,
+        experts.gate_up_bias,
+        chosen.experts,
+        norm_weight,
+        out,
+        eps,
+        x.stride(0),
+        HIDDEN=hidden,
+        EXPERT_WIDTH=width,
+        TOP_K=chosen.experts.shape[1],
+        CLAMPED=experts.is_clamped,
+        HEIGHT=GATES_HEIGHT,
+        WIDTH=min(next_power_of_2(hidden), GATES_WIDTH),
+        num_warps=4,
+        **overlap_options(x.device),
+    )
 
 
 def multiply_and_sum(
@@ -50,31 +62,53 @@ def multiply_and_sum(
     rows, hidden = out.shape
     width, top_k = experts.width, chosen.experts.shape[1]
     _sum_kernel[(cdiv(hidden, SUM_HEIGHT), rows)](
-        x, experts.down, experts.down_bias, *chosen, residual, out,
+        x,
+        experts.down,
+        experts.down_bias,
+        *chosen,
+        residual,
+        out,
         residual.stride(0) if residual is not None else 0,
-        HIDDEN=hidden, EXPERT_WIDTH=width, TOP_K=top_k, TOP_K_PAD=next_power_of_2(top_k),
-        HEIGHT=SUM_HEIGHT, WIDTH=min(next_power_of_2(width), SUM_WIDTH),
-        num_warps=4, **overlap_options(x.device),
-    )  # fmt: skip
+        HIDDEN=hidden,
+        EXPERT_WIDTH=width,
+        TOP_K=top_k,
+        TOP_K_PAD=next_power_of_2(top_k),
+        HEIGHT=SUM_HEIGHT,
+        WIDTH=min(next_power_of_2(width), SUM_WIDTH),
+        num_warps=4,
+        **overlap_options(x.device),
+    )
 
 
 @triton.jit
 def _gates_kernel(
-    x, weight, bias, experts, norm_weight, out, eps, x_stride,
-    HIDDEN: tl.constexpr, EXPERT_WIDTH: tl.constexpr, TOP_K: tl.constexpr, CLAMPED: tl.constexpr,
-    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
-    """A program takes HEIGHT rows of a pair's expert, gates and ups in turn, WIDTH columns at a time."""
+    x,
+    weight,
+    bias,
+    experts,
+    norm_weight,
+    out,
+    eps,
+    x_stride,
+    HIDDEN: tl.constexpr,
+    EXPERT_WIDTH: tl.constexpr,
+    TOP_K: tl.constexpr,
+    CLAMPED: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """A program takes HEIGHT rows of an assignment's expert, gates and ups in turn, WIDTH columns a time."""
     pdl_wait_then_launch(OVERLAP)  # the second kernel asks for its experts' weights while this one computes
-    pair = tl.program_id(1)
+    assignment = tl.program_id(1)
     first = tl.program_id(0) * HEIGHT
     line = first + tl.arange(0, HEIGHT)
     inside = (line < 2 * EXPERT_WIDTH)[:, None]
-    weight_row = tl.load(experts + pair).to(tl.int64) * 2 * EXPERT_WIDTH
+    weight_row = tl.load(experts + assignment).to(tl.int64) * 2 * EXPERT_WIDTH
     weight_row += (line % 2) * EXPERT_WIDTH + line // 2
     column = tl.arange(0, WIDTH)[None, :]
     address = weight + weight_row[:, None] * HIDDEN + column
-    x += (pair // TOP_K) * x_stride
+    x += (assignment // TOP_K) * x_stride
     tile = masked_load(address, inside & (column < HIDDEN))
     # As in gemv.py, sums are kept apart by column until the end.
     products = tl.zeros([HEIGHT, WIDTH], tl.float32)
@@ -96,15 +130,27 @@ def _gates_kernel(
     gate, up = tl.split(tl.reshape(acc, [HEIGHT // 2, 2]))
     place = first // 2 + tl.arange(0, HEIGHT // 2)
     result = activate(gate, up, CLAMPED)
-    tl.store(out + pair * EXPERT_WIDTH + place, result, mask=place < EXPERT_WIDTH)
+    tl.store(out + assignment * EXPERT_WIDTH + place, result, mask=place < EXPERT_WIDTH)
 
 
 @triton.jit
 def _sum_kernel(
-    x, weight, bias, experts, weights, residual, out, residual_stride,
-    HIDDEN: tl.constexpr, EXPERT_WIDTH: tl.constexpr, TOP_K: tl.constexpr, TOP_K_PAD: tl.constexpr,
-    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
+    x,
+    weight,
+    bias,
+    experts,
+    weights,
+    residual,
+    out,
+    residual_stride,
+    HIDDEN: tl.constexpr,
+    EXPERT_WIDTH: tl.constexpr,
+    TOP_K: tl.constexpr,
+    TOP_K_PAD: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
     """A program takes HEIGHT rows of all experts of a token, WIDTH columns at a time."""
     row = tl.program_id(1)
     line = tl.program_id(0) * HEIGHT + tl.arange(0, HEIGHT)

@@ -83,9 +83,15 @@ def multiply_and_sum_codes(
 
 
 def _launch(
-    x: Tensor, weight: QuantisedWeight, operands: GemvOperands, eps: float = 0.0, is_clamped: bool = False,
-    members: int = 1, top_k: int = 1, parts: int = 1,
-) -> None:  # fmt: skip
+    x: Tensor,
+    weight: QuantisedWeight,
+    operands: GemvOperands,
+    eps: float = 0.0,
+    is_clamped: bool = False,
+    members: int = 1,
+    top_k: int = 1,
+    parts: int = 1,
+) -> None:
     """
     out[owner] = the sum over its `members` of their expert's weight @ their row of x; `top_k` neighbours have
     the same row. With two `parts` the first half of an expert's rows are gates.
@@ -99,18 +105,38 @@ def _launch(
     members = members, next_power_of_2(members)
     sizes = GemvSizes(in_features, out_features, parts, is_clamped, top_k, *members, *bricks, **options)
     _gemv_codes_kernel[(programs, owners)](
-        x, weight.codes.view(torch.int32), weight.readable_scales, weight.zeros, operands,
-        eps, x.stride(0), residual.stride(0) if residual is not None else 0,
-        **weight.constants, SIZES=sizes, num_warps=num_warps, **overlap_options(x.device),
-    )  # fmt: skip
+        x,
+        weight.codes.view(torch.int32),
+        weight.readable_scales,
+        weight.zeros,
+        operands,
+        eps,
+        x.stride(0),
+        residual.stride(0) if residual is not None else 0,
+        **weight.constants,
+        SIZES=sizes,
+        num_warps=num_warps,
+        **overlap_options(x.device),
+    )
 
 
 @triton.jit
 def _gemv_codes_kernel(
-    x, words, scales, zeros, operands, eps, x_stride, residual_stride,
-    KIND: tl.constexpr, GROUP: tl.constexpr, TILE_ROWS: tl.constexpr, ZERO_POINT: tl.constexpr,
-    SIZES: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
+    x,
+    words,
+    scales,
+    zeros,
+    operands,
+    eps,
+    x_stride,
+    residual_stride,
+    KIND: tl.constexpr,
+    GROUP: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    ZERO_POINT: tl.constexpr,
+    SIZES: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
     """A program takes every num_programs-th tile of HEIGHT rows of an owner. Sums are [PIECES, HEIGHT, 1]."""
     bias, experts, weights, norm_weight, residual, out = operands
     PARTS: tl.constexpr = SIZES.PARTS
@@ -121,13 +147,13 @@ def _gemv_codes_kernel(
         pdl_wait_then_launch(OVERLAP)  # the second product asks for its weights while this one computes
     INPUTS: tl.constexpr = 32 if KIND >= INT4 else 16
     PER_EXPERT: tl.constexpr = SIZES.IN_FEATURES // INPUTS  # pieces
-    LINES: tl.constexpr = PARTS * SIZES.OUT_FEATURES
+    EXPERT_ROWS: tl.constexpr = PARTS * SIZES.OUT_FEATURES
     owner = tl.program_id(1)
     piece = tl.arange(0, PIECES)[:, None, None]
     is_piece = piece < MEMBERS * PER_EXPERT
     place = owner * MEMBERS + piece // PER_EXPERT
     piece = piece % PER_EXPERT
-    first_row = masked_load(experts + place, is_piece).to(tl.int64) * LINES
+    first_row = masked_load(experts + place, is_piece).to(tl.int64) * EXPERT_ROWS
     WIDTH: tl.constexpr = SIZES.BRICK_PIECES
     PER_ROW: tl.constexpr = (PER_EXPERT + WIDTH - 1) // WIDTH * WIDTH
     its_pieces = piece // WIDTH * (SIZES.BRICK_ROWS * WIDTH) + piece % WIDTH
@@ -165,7 +191,7 @@ def _gemv_codes_kernel(
             factor *= 16384.0
     inputs = prepare_inputs(values, others, divisor, KIND, PIECES, 1)
 
-    while tile * HEIGHT < LINES:
+    while tile * HEIGHT < EXPERT_ROWS:
         current, its_scale, its_zero = found, scale, zero
         next_tile = tile + tl.num_programs(0)
         found, scale, zero = _load_rows(
@@ -176,13 +202,13 @@ def _gemv_codes_kernel(
         acc = tl.sum(tl.sum(parts, axis=0), axis=1) * factor  # [HEIGHT]
         if bias is not None:
             member = tl.arange(0, SIZES.MEMBERS_PAD)[None, :]
-            pair = owner * MEMBERS + member
-            expert = masked_load(experts + pair, member < MEMBERS)
-            its_bias = bias + expert * LINES + _row_of(line, SIZES)[:, None]
-            added = (line < LINES)[:, None] & (member < MEMBERS)
+            assignment = owner * MEMBERS + member
+            expert = masked_load(experts + assignment, member < MEMBERS)
+            its_bias = bias + expert * EXPERT_ROWS + _row_of(line, SIZES)[:, None]
+            added = (line < EXPERT_ROWS)[:, None] & (member < MEMBERS)
             added = masked_load(its_bias, added).to(tl.float32)
             if weights is not None:
-                added *= masked_load(weights + pair, member < MEMBERS)
+                added *= masked_load(weights + assignment, member < MEMBERS)
             acc += tl.sum(added, axis=1)
         if PARTS == 2:
             gate, up = tl.split(tl.reshape(acc, [HEIGHT // 2, 2]))

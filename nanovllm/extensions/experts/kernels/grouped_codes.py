@@ -53,9 +53,16 @@ def permute_k(x: Tensor, codes_per_byte: int) -> Tensor:
     width = permuted_width(in_features)
     out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
     _permute_kernel[(rows,)](
-        x, out, x.stride(0), IN_FEATURES=in_features, WIDTH=width, WIDTH_PAD=next_power_of_2(width),
-        CODES_PER_BYTE=codes_per_byte, num_warps=4, **overlap_options(x.device),
-    )  # fmt: skip
+        x,
+        out,
+        x.stride(0),
+        IN_FEATURES=in_features,
+        WIDTH=width,
+        WIDTH_PAD=next_power_of_2(width),
+        CODES_PER_BYTE=codes_per_byte,
+        num_warps=4,
+        **overlap_options(x.device),
+    )
     return out
 
 
@@ -69,10 +76,20 @@ def multiply_codes(x: Tensor, weight: QuantisedWeight, product: GroupedProduct) 
 
 @triton.jit(do_not_specialize=["tokens"])
 def _grouped_codes_kernel(
-    x, codes, scales, zeros, x_stride, operands, tokens,
-    KIND: tl.constexpr, GROUP: tl.constexpr, TILE_ROWS: tl.constexpr, ZERO_POINT: tl.constexpr,
-    SIZES: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
+    x,
+    codes,
+    scales,
+    zeros,
+    x_stride,
+    operands,
+    tokens,
+    KIND: tl.constexpr,
+    GROUP: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    ZERO_POINT: tl.constexpr,
+    SIZES: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
     """
     One half of a program's rows are gates, the other half what they multiply, or all are neighbours. A thread
     has as many of either half.
@@ -163,9 +180,15 @@ def _grouped_codes_kernel(
 
 @triton.jit
 def _permute_kernel(
-    x, out, x_stride, IN_FEATURES: tl.constexpr, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr,
-    CODES_PER_BYTE: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
+    x,
+    out,
+    x_stride,
+    IN_FEATURES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    WIDTH_PAD: tl.constexpr,
+    CODES_PER_BYTE: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
     pdl_wait(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, WIDTH_PAD)

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from nanovllm.extensions.experts.kernels.experts import activate
+from nanovllm.extensions.experts.kernels.router import SortedAssignments
 from nanovllm.extensions.quantised.kernels.fp8_linear import QuantisedRows, quantise
 from nanovllm.extensions.quantised.kernels.quantised_weight import QuantisedWeight, dequantise
 from nanovllm.kernels import runtime
 from nanovllm.kernels.runtime import cdiv, masked_load, next_power_of_2, pdl_wait, tl, triton
 
-ASSIGNMENTS_PER_PROGRAM = 256  # that it sorts
 BYTES = tl.constexpr(64)  # of a row of codes that four threads side by side read
 
 
@@ -76,14 +76,6 @@ class Operands(NamedTuple):
     out: Tensor
 
 
-class SortedAssignments(NamedTuple):
-    """As in `Operands`. The tiles of all experts are numbered one after another."""
-
-    assignments: Tensor
-    table: Tensor
-    max_tiles: int  # that there can be
-
-
 class GroupedProduct(NamedTuple):
     """
     out[assignment] = weight of its expert @ x[assignment] + bias, multiplied by weights[assignment]. With
@@ -124,56 +116,16 @@ class GroupedProduct(NamedTuple):
             BLOCKS=cdiv(parts * width, tile.BLOCK_N),
         )
         kernel[(max_tiles * sizes.BLOCKS,)](
-            *inputs, Operands(self.bias, assignments, table, self.weights, self.out), num_tokens,
-            **constants or {}, SIZES=sizes,
-            num_warps=tile.WARPS, num_stages=tile.STAGES, maxnreg=tile.MAX_REGISTERS,
+            *inputs,
+            Operands(self.bias, assignments, table, self.weights, self.out),
+            num_tokens,
+            **constants or {},
+            SIZES=sizes,
+            num_warps=tile.WARPS,
+            num_stages=tile.STAGES,
+            maxnreg=tile.MAX_REGISTERS,
             **runtime.overlap_options(table.device),
-        )  # fmt: skip
-
-
-def sort_assignments(experts: Tensor, num_experts: int, block_m: int) -> SortedAssignments:
-    """Sort those of experts int32 [tokens, top_k], for tiles of `block_m`."""
-    count, device = experts.numel(), experts.device
-    assignments = torch.empty(num_experts, len(experts), dtype=torch.int32, device=device)
-    table = torch.empty(2, num_experts, dtype=torch.int32, device=device)
-    if count:
-        _sort_kernel[(cdiv(count, ASSIGNMENTS_PER_PROGRAM),)](
-            experts, runtime.arrival_counters(device), assignments, table, count, len(experts),
-            EXPERTS=num_experts, EXPERTS_PAD=next_power_of_2(num_experts),
-            BLOCK_M=block_m, BLOCK=ASSIGNMENTS_PER_PROGRAM, num_warps=4, **runtime.overlap_options(device),
-        )  # fmt: skip
-    return SortedAssignments(assignments, table, max_tiles(count, num_experts, block_m))
-
-
-def max_tiles(count: int, num_experts: int, block_m: int) -> int:
-    """The most tiles that so many assignments can have: each expert may have one that is not full."""
-    return (count + min(num_experts, count) * (block_m - 1)) // block_m
-
-
-@triton.jit(do_not_specialize=["count", "tokens"])
-def _sort_kernel(
-    experts, counters, assignments, table, count, tokens,
-    EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
-    """Counts with a counter for each expert; the last program writes the table and clears the counters."""
-    pdl_wait(OVERLAP)
-    assignment = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    is_real = assignment < count
-    expert = masked_load(experts + assignment, is_real)
-    # Relaxed, so that all are under way at once: the counter of programs brings order.
-    place = tl.atomic_add(counters + expert, 1, mask=is_real, sem="relaxed")
-    tl.store(assignments + expert.to(tl.int64) * tokens + place, assignment, mask=is_real)
-    tl.debug_barrier()  # all threads have counted before the last counter says so
-    num_before = tl.atomic_add(counters + EXPERTS, 1)
-    if num_before == tl.num_programs(0) - 1:
-        each = tl.arange(0, EXPERTS_PAD)
-        is_expert = each < EXPERTS
-        counts = tl.load(counters + each, mask=is_expert, other=0, cache_modifier=".cg")
-        tl.store(counters + each, 0, mask=is_expert)
-        tl.store(counters + EXPERTS, 0)
-        tl.store(table + each, counts, mask=is_expert)
-        tl.store(table + EXPERTS + each, tl.cumsum(tl.cdiv(counts, BLOCK_M), 0), mask=is_expert)
+        )
 
 
 # What the kernels share
@@ -307,9 +259,18 @@ def fewer_stages(device: torch.device) -> dict[str, int]:
 
 @triton.jit(do_not_specialize=["padded_rows", "tokens"])
 def _grouped_fp8_kernel(
-    x, x_scales, codes, scales, padded_rows, operands, tokens,
-    GROUP: tl.constexpr, TILE_ROWS: tl.constexpr, SIZES: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
+    x,
+    x_scales,
+    codes,
+    scales,
+    padded_rows,
+    operands,
+    tokens,
+    GROUP: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    SIZES: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
     """
     The weight's rows are the rows: of these there are always enough, while an expert has few tokens in a
     decode step.

@@ -54,17 +54,30 @@ def split(x: Tensor) -> tuple[Tensor, Tensor]:
     parts = torch.empty(rows, 2 * width, dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty(rows, dtype=torch.float32, device=x.device)
     _split_kernel[(rows,)](
-        x, parts, scales, x.stride(0), IN_FEATURES=in_features, WIDTH=width,
-        WIDTH_PAD=next_power_of_2(width), num_warps=4, **overlap_options(x.device),
-    )  # fmt: skip
+        x,
+        parts,
+        scales,
+        x.stride(0),
+        IN_FEATURES=in_features,
+        WIDTH=width,
+        WIDTH_PAD=next_power_of_2(width),
+        num_warps=4,
+        **overlap_options(x.device),
+    )
     return parts, scales
 
 
 @triton.jit
 def _split_kernel(
-    x, parts, scales, x_stride, IN_FEATURES: tl.constexpr, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr,
+    x,
+    parts,
+    scales,
+    x_stride,
+    IN_FEATURES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    WIDTH_PAD: tl.constexpr,
     OVERLAP: tl.constexpr,
-):  # fmt: skip
+):
     pdl_wait(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, WIDTH_PAD)
@@ -84,9 +97,17 @@ def _split_kernel(
 
 @triton.jit(do_not_specialize=["tokens"])
 def _grouped_mxfp4_kernel(
-    x, x_scales, codes, scales, largest, operands, tokens,
-    BRICK_ROWS: tl.constexpr, SIZES: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
+    x,
+    x_scales,
+    codes,
+    scales,
+    largest,
+    operands,
+    tokens,
+    BRICK_ROWS: tl.constexpr,
+    SIZES: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
     """A program's rows are in halves, as grouped_codes.py has them."""
     tile = find_tile(operands, tokens, SIZES, OVERLAP)
     block, expert, assignment, is_real = tile
@@ -167,6 +188,9 @@ def _e2m1_to_e4m3(packed, exponent):
         prmt.b32 sign, left, $2, 0x7362;
         lop3.b32 $1, $1, sign, 0x80808080, 0xf8;
         }""",
-        "=&r,=&r,r,r,r,r,r,r,r,r,r", [packed, small, large],
-        dtype=(tl.float8e4nv, tl.float8e4nv), is_pure=True, pack=4,
-    )  # fmt: skip
+        "=&r,=&r,r,r,r,r,r,r,r,r,r",
+        [packed, small, large],
+        dtype=(tl.float8e4nv, tl.float8e4nv),
+        is_pure=True,
+        pack=4,
+    )

@@ -18,10 +18,9 @@ from nanovllm.extensions.experts.kernels.grouped_gemm import (
     Tile,
     multiply_dense,
     multiply_fp8,
-    sort_assignments,
 )
 from nanovllm.extensions.experts.kernels.grouped_mxfp4 import MXFP4_TILES, multiply_mxfp4
-from nanovllm.extensions.experts.kernels.router import Chosen
+from nanovllm.extensions.experts.kernels.router import Chosen, sort_assignments
 from nanovllm.extensions.quantised.kernels.fp8_linear import GROUP, QuantisedRows
 from nanovllm.extensions.quantised.kernels.gpu import gpu_supports
 from nanovllm.extensions.quantised.kernels.quantised_matvec import can_use_quantised_matvec
@@ -93,9 +92,14 @@ def run_experts(x: Tensor, experts: ExpertWeights, chosen: Chosen, is_prefill: b
 
 
 def run_gemv(
-    kernels: Gemv, x: Tensor, experts: ExpertWeights, chosen: Chosen,
-    norm_weight: Tensor | None = None, eps: float = 0.0, residual: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    kernels: Gemv,
+    x: Tensor,
+    experts: ExpertWeights,
+    chosen: Chosen,
+    norm_weight: Tensor | None = None,
+    eps: float = 0.0,
+    residual: Tensor | None = None,
+) -> Tensor:
     """
     The same for a few rows. With norm_weight [hidden] x is normalised first; the residual [tokens, hidden] is
     added to the sum.
