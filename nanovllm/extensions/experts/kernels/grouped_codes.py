@@ -133,7 +133,7 @@ def _grouped_codes_kernel(
         if zeros is not None:
             next_zero = masked_load(zeros + grid_row + piece // GROUP, has_scale)
 
-    acc = tl.zeros([SIZES.BLOCK_N, SIZES.BLOCK_M], tl.float32)
+    acc = tl.full([SIZES.BLOCK_N, SIZES.BLOCK_M], 0.0, tl.float32)
     for start in tl.range(0, SIZES.IN_FEATURES, STEP, num_stages=SIZES.STAGES):
         is_there = is_read
         if SIZES.IN_FEATURES % STEP:

@@ -235,7 +235,7 @@ def _grouped_kernel(x, weight, x_stride, operands, tokens, SIZES: tl.constexpr, 
     its_x = x + (assignment // SIZES.TOP_K)[:, None] * x_stride + column[None, :]
     its_weight = weight + first_row * SIZES.IN_FEATURES
     its_weight = its_weight + row[None, :] * SIZES.IN_FEATURES + column[:, None]
-    acc = tl.zeros([SIZES.BLOCK_M, SIZES.BLOCK_N], tl.float32)
+    acc = tl.full([SIZES.BLOCK_M, SIZES.BLOCK_N], 0.0, tl.float32)
     for start in range(0, SIZES.IN_FEATURES, SIZES.BLOCK_K):
         present = start + column < SIZES.IN_FEATURES
         x_tile = masked_load(its_x + start, is_real[:, None] & present[None, :])
@@ -286,7 +286,7 @@ def _grouped_fp8_kernel(
     its_x = x + token[None, :] * SIZES.IN_FEATURES + column[:, None]
     GROUPS: tl.constexpr = SIZES.IN_FEATURES // GROUP if GROUP > 0 else 1  # of a row
     its_scales = scales + row // TILE_ROWS * GROUPS
-    acc = tl.zeros([SIZES.BLOCK_N, SIZES.BLOCK_M], tl.float32)
+    acc = tl.full([SIZES.BLOCK_N, SIZES.BLOCK_M], 0.0, tl.float32)
     for start in range(0, SIZES.IN_FEATURES, SIZES.BLOCK_K):
         present = start + column < SIZES.IN_FEATURES
         code_tile = masked_load(its_codes + start, is_row[:, None] & present[None, :])

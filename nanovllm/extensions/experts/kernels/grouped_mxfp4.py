@@ -131,7 +131,7 @@ def _grouped_mxfp4_kernel(
         is_x = tl.reshape(tl.join(is_real, is_real), [2 * SIZES.BLOCK_M])
     its_x = x + its_x[None, :] + tl.arange(0, 128)[:, None]
 
-    acc = tl.zeros([SIZES.BLOCK_N, is_x.shape[0]], tl.float32)
+    acc = tl.full([SIZES.BLOCK_N, is_x.shape[0]], 0.0, tl.float32)
     for step in tl.range(0, STEPS, num_stages=SIZES.STAGES):
         found = tl.load(its_codes + step * (BRICK_ROWS * 64))
         scale = tl.load(its_scales + step * (BRICK_ROWS * 4))
