@@ -727,36 +727,38 @@ MUTATIONS = [
         ("value = tl.where(value > LOWEST, value, LOWEST)", "pass"),
         ("weights / weights.sum(-1, keepdim=True)", "weights"),
         ("share /= tl.sum(share, axis=1)[:, None]", "pass"),
+        ("tl.store(counters + each, 0, mask=is_expert)", "pass"),
     ),
     *mutations_of(
-        "nanovllm/extensions/experts/kernels/moe_fp8",
+        "nanovllm/extensions/experts/kernels/grouped_gemm",
         ("* scale[:, None] * x_scale[None, :]", "* scale[:, None]"),
-        ("(line % PARTS) * OUT_FEATURES + place", "place"),
+        ("line % SIZES.PARTS * SIZES.OUT_FEATURES + place", "place"),
+        ("within // 2 * 8 + piece * 2", "within // 2 * 2 + piece * 16"),
+        ("member < masked_load(operands.table", "member <= masked_load(operands.table"),
     ),
     *mutations_of(
-        "nanovllm/extensions/experts/kernels/moe_quantised",
-        ("within // 2 * 8 + piece * 2", "within // 2 * 2 + piece * 16"),
+        "nanovllm/extensions/experts/kernels/grouped_codes",
         ("following = sums_scales + (start + STEP) // GROUP", "following = sums_scales + start // GROUP"),
         ("above + ZERO_POINT, tl.float32", "above, tl.float32"),
     ),
     *mutations_of(
-        "nanovllm/extensions/experts/kernels/moe_mxfp4",
+        "nanovllm/extensions/experts/kernels/grouped_mxfp4",
         ("piece * 4 + byte % 2 * 2 + half", "piece * 4 + half * 2 + byte % 2"),
         ("(value - first.to(tl.float32))", "(first.to(tl.float32) - value)"),
         ("acc = first_sum + second_sum", "acc = first_sum"),
         ("tl.where(exponent < -11, 0.0", "tl.where(exponent < -12, 0.0"),
     ),
     *mutations_of(
-        "nanovllm/extensions/experts/kernels/moe_quantised_matvec",
-        ("row % BRICK_ROWS * BRICK_PIECES", "row % BRICK_ROWS"),
-        ("        others *= share\n", ""),
-        ("added *= tl.load(weights + pair", "added = tl.load(weights + pair"),
+        "nanovllm/extensions/experts/kernels/gemv_codes",
+        ("row % ROWS * SIZES.BRICK_PIECES", "row % ROWS"),
+        ("share = masked_load(weights + place, is_piece)[:, :, :, None]", "share = None"),
+        ("added *= masked_load(weights", "added = masked_load(weights"),
     ),
     *mutations_of(
         "nanovllm/extensions/experts/moe",
         (
-            "            if is_alone:\n                return PendingAdd",
-            "            if True:\n                return PendingAdd",
+            "        if is_alone:\n            return PendingAdd",
+            "        if True:\n            return PendingAdd",
         ),
         ("self.down_proj.bias if self.group.rank == 0 else None", "self.down_proj.bias"),
         (
@@ -773,15 +775,7 @@ MUTATIONS = [
         ),
     ),
     *mutations_of(
-        "nanovllm/extensions/experts/kernels/moe",
-        ("tl.store(counters + each, 0, mask=is_expert)", "pass"),
-    ),
-    *mutations_of(
-        "nanovllm/extensions/experts/kernels/experts",
-        ("member < tl.load(table + expert", "member <= tl.load(table + expert"),
-    ),
-    *mutations_of(
-        "nanovllm/extensions/experts/kernels/moe_matvec",
+        "nanovllm/extensions/experts/kernels/gemv",
         ("tl.sum(squares) / HIDDEN + eps", "tl.sum(squares) / HIDDEN"),
     ),
     *mutations_of(

@@ -9,9 +9,9 @@ import pytest
 from cases import slow
 from quantised_checkpoints import PACKERS, mxfp4, quantise
 
-from nanovllm.extensions.experts.kernels.moe import DECODE_TILES, PREFILL_TILE
-from nanovllm.extensions.experts.kernels.moe_mxfp4 import MXFP4_TILES
-from nanovllm.extensions.experts.kernels.moe_quantised import QUANTISED_TILES
+from nanovllm.extensions.experts.kernels.grouped_codes import CODE_TILES
+from nanovllm.extensions.experts.kernels.grouped_gemm import DENSE_TILES
+from nanovllm.extensions.experts.kernels.grouped_mxfp4 import MXFP4_TILES
 from nanovllm.extensions.startup.compile_ahead import settle_keys
 from nanovllm.kernels.runtime import HAVE_TRITON
 from tiny_checkpoints import make_checkpoint
@@ -139,13 +139,12 @@ def test_the_kernels_of_a_mixture_of_experts_are_compiled_too(tmp_path):
     names = [line.split()[0] for part in compiled(folder, 0, 1) for line in part]
     expected = {
         "_choose_kernel": 1,
-        "_gates_few_kernel": 1,
-        "_sum_few_kernel": 1,
-        "_group_kernel": len({tile[0] for tile in (*DECODE_TILES.values(), PREFILL_TILE)}),
+        "_gates_kernel": 1,
+        "_sum_kernel": 1,
+        "_sort_kernel": len({tile.BLOCK_M for tile in DENSE_TILES.values()}),
         "_norm_quantise_kernel": 1,
     }
-    # Two products, each with a tile for prefill and those for decode steps.
-    expected["_grouped_kernel"] = 2 * (len(DECODE_TILES) + 1)
+    expected["_grouped_kernel"] = 2 * len(DENSE_TILES)  # two products
     assert {name: names.count(name) for name in expected} == expected
 
 
@@ -159,12 +158,12 @@ def test_the_kernels_of_quantised_experts_are_compiled_too(tmp_path, name, archi
     names = [line.split()[0] for part in compiled(folder, 0, 1) for line in part]
     is_mxfp4 = name == "mxfp4"
     expected = {
-        "_few_quantised_kernel": 2,
+        "_gemv_codes_kernel": 2,
         "_grouped_mxfp4_kernel": 2 * len(MXFP4_TILES) * is_mxfp4,
-        "_grouped_quantised_kernel": 2 * len(QUANTISED_TILES) * (not is_mxfp4),
+        "_grouped_codes_kernel": 2 * len(CODE_TILES) * (not is_mxfp4),
     }
     assert {name: names.count(name) for name in expected} == expected
-    assert not {"_grouped_kernel", "_gates_few_kernel"} & {*names}
+    assert not {"_grouped_kernel", "_gates_kernel"} & {*names}
     assert ("_dequantise_kernel" in names) != is_mxfp4  # of other layers' weights, for prefill
 
 
