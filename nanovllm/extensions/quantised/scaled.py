@@ -65,7 +65,9 @@ class ScaledWeight(Weight):
         self.dtype = torch.get_default_dtype()  # of what it is multiplied with
         self.parameters = {}
         self.stored_tile = stored_tile
-        rows = math.gcd(stored_tile[0], *(cut for s in shards.values() for cut in (s.place.start, s.rows.start)))
+        rows = math.gcd(
+            stored_tile[0], *(cut for s in shards.values() for cut in (s.place.start, s.rows.start))
+        )
         columns = math.gcd(stored_tile[1], *(s.columns.start for s in shards.values()))
         rows, columns = rows or self.shape[0], min(columns, self.shape[1]) or self.shape[1]
         self.tile = (1 if columns == self.shape[1] else rows), columns  # a scale a row costs next to nothing

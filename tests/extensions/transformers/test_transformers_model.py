@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import slow
 from open_checkpoints import open_checkpoint
 from quantised_checkpoints import PACKERS, quantise
 from safetensors.torch import load_file, save_file
