@@ -6,24 +6,21 @@ ahead looks for kernels before a model is built; some others where they are need
 """
 
 import functools
-import os
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from nanovllm import sampling_params
 from nanovllm.checkpoints.base import Checkpoint
-from nanovllm.checkpoints.folder import FolderCheckpoint
 from nanovllm.checkpoints.model_config import ModelConfig
 from nanovllm.config import Config
 from nanovllm.distributed.ranks import Ranks
+from nanovllm.engine.block_manager import PrefixCache
 from nanovllm.engine.interfaces import Parts
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.policies import PrefixCache
 from nanovllm.kernels.cache_layout import CacheLayout
-from nanovllm.layers.attention import Attention, AttentionBackend, get_backend
+from nanovllm.layers.attention import get_backend
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 
 EXTENDED = Path(__file__).with_name("extensions").joinpath("__init__.py").exists()
@@ -35,7 +32,7 @@ if EXTENDED:
     from nanovllm.extensions.int8_cache.layout import Int8Layout
     from nanovllm.extensions.logits.processors import make_processors
     from nanovllm.extensions.models.attention_rule import set_rules
-    from nanovllm.extensions.models.facts import read_any_config
+    from nanovllm.extensions.models.config import read_any_config
     from nanovllm.extensions.models.known import MODELS
     from nanovllm.extensions.prefixes.cascade import CascadeBackend
     from nanovllm.extensions.prefixes.token_prefixes import HoldBack, TokenPrefixes
@@ -58,21 +55,9 @@ if EXTENDED:
     StructuredOutputsParams.check = check_form
 
 
-def open_core(model: str, options: dict[str, Any]) -> tuple[Config, Checkpoint]:
-    """What the arguments of an engine say, completed by the folder that they name; and that, opened."""
-    config = Config(model, **options)
-    checkpoint = FolderCheckpoint(config.model)
-    return config.with_checkpoint(checkpoint), checkpoint
-
-
 def assemble_core(config: Config) -> Parts:
     """The parts of one rank, which are the core's own."""
-    return Parts(Qwen3ForCausalLM, make_core_layout, get_backend, Ranks)
-
-
-def make_core_layout(config: Config) -> CacheLayout:
-    """Keys and values lie in the cache as they are."""
-    return CacheLayout(config.kv_cache_torch_dtype)
+    return Parts(Qwen3ForCausalLM, CacheLayout(config.kv_cache_torch_dtype), get_backend, Ranks)
 
 
 # With extensions
@@ -85,7 +70,7 @@ def extend(llm: type[LLMEngine]) -> type[LLMEngine]:
     made = with_api(llm, TextLLM, StatsLLM, RecommendingLLM)
     made.make_prompts = type("Prompts", (CheckedInputProcessor, TextLLM.make_prompts), {})
     made.open_model = staticmethod(open_model)
-    made.assembly = f"{__name__}:{assemble.__name__}"
+    made.assembly = staticmethod(assemble)
     return made
 
 
@@ -95,24 +80,14 @@ def open_model(model: str, options: dict[str, Any]) -> tuple[Config, Checkpoint]
     they name; and that, opened. Raises TypeError and ValueError naming an option.
     """
     config = make_config(model, options, ExtendedConfig)
-    checkpoint = open_checkpoint(
-        config.model,
-        config.load_format,
-        config.model_impl,
-        tokenizer=config.tokenizer,
-        hf_overrides=config.hf_overrides,
-        lora=config.lora,
-        hub={"revision": config.revision, "cache_dir": config.download_dir, "token": config.token},
-    )
+    checkpoint = open_checkpoint(config)
     return config.with_checkpoint(checkpoint, options), checkpoint
 
 
-def open_checkpoint(
-    model: str | os.PathLike, load_format: str = "auto", model_impl: str = "auto", **options: Any
-) -> Checkpoint:
-    """Open a checkpoint without reading its weights. Other options are those of extensions/checkpoints."""
-    read = functools.partial(read_config, model_impl=model_impl)
-    return opening.open_checkpoint(model, load_format, MODELS.values(), read, **options)
+def open_checkpoint(config: Config) -> Checkpoint:
+    """The checkpoint that these options name, opened without reading its weights."""
+    read = functools.partial(read_config, model_impl=config.model_impl)
+    return opening.open_checkpoint(config, MODELS.values(), read)
 
 
 def read_config(source: str, raw: dict[str, Any], model_impl: str = "auto") -> ModelConfig:
@@ -148,8 +123,9 @@ def assemble(config: Config) -> Parts:
     prefix_cache.max_cached = scores.max_cached
     parts = Parts(
         functools.partial(build_model, quantization=config.quantization),
-        make_layout,
-        make_backend,
+        Int8Layout() if config.kv_cache_dtype == "int8" else CacheLayout(config.kv_cache_torch_dtype),
+        # Of (config, device, layers, layout): who computes attention, where prefixes are read once.
+        lambda *where: CascadeBackend(get_backend(*where), *where[:2]),
         ReportingRanks,
         group_maker(config),
         observers=(
@@ -176,7 +152,7 @@ def assemble(config: Config) -> Parts:
 def get_model_class(config: ModelConfig) -> type[nn.Module]:
     """The class of the architecture that the checkpoint names, or that for all others."""
     if config.architectures:
-        return MODELS[config.architectures[0]].model
+        return MODELS[config.architectures[0]]
     from nanovllm.extensions.transformers.model import TransformersForCausalLM
 
     return TransformersForCausalLM
@@ -194,15 +170,3 @@ def build_model(config: ModelConfig, quantization: str | None = None) -> nn.Modu
     assign_weights(model, scheme, FoldingWeight)
     use_packed_heads(model)
     return model
-
-
-def make_layout(config: Config) -> CacheLayout:
-    """How keys and values lie in the cache."""
-    return Int8Layout() if config.kv_cache_dtype == "int8" else make_core_layout(config)
-
-
-def make_backend(
-    config: Config, device: torch.device, layers: list[Attention], layout: CacheLayout
-) -> AttentionBackend:
-    """Who computes attention. Raises ValueError if what `attention_backend` names cannot."""
-    return CascadeBackend(get_backend(config, device, layers, layout), config, device)

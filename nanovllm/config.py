@@ -127,8 +127,8 @@ class Config:
     token:                  for the hub; None is the one that is logged in.
     extensions:             objects of your own that change the engine, or "package.module:Name" of such; see
                             docs/extending.md.
-    timeline:               file to write what happened into when the engine ends: .html, a page that shows it,
-                            or .json, a trace for Perfetto.
+    timeline:               file to write what happened into when the engine ends: .html, a page that shows
+                            it, or .json, a trace for Perfetto.
 
     Raises ValueError naming the option, its value and what is allowed. An option that no part of the engine
     serves, which is one without a check, must be left at its default.

@@ -1,18 +1,5 @@
 """Prompts as dicts, under the names that scripts for vLLM import."""
 
-from collections.abc import Iterable
-from typing import TypedDict
+from nanovllm.extensions.text.prompts import TextPrompt, TokensPrompt
 
-
-class TextPrompt(TypedDict):
-    prompt: str
-
-
-class _OwnText(TypedDict, total=False):
-    prompt: str
-
-
-class TokensPrompt(_OwnText):
-    """Token ids, and maybe the text that they are of."""
-
-    prompt_token_ids: Iterable[int]
+__all__ = ["TextPrompt", "TokensPrompt"]

@@ -7,7 +7,7 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from nanovllm.assembly import assemble_core, extend, open_core
+from nanovllm.assembly import assemble_core, extend
 from nanovllm.engine.input_processor import Prompt
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.sequence import Sequence
@@ -42,8 +42,7 @@ class LLM(LLMEngine):
     After any exception inside `generate` the engine is empty and usable: no request left, all blocks free.
     """
 
-    assembly = f"{assemble_core.__module__}:{assemble_core.__name__}"
-    open_model = staticmethod(open_core)
+    assembly = staticmethod(assemble_core)
 
     def generate(
         self,
@@ -61,9 +60,9 @@ class LLM(LLMEngine):
         try:
             sequences = self.add(requests)
             with tqdm(total=len(sequences), disable=not use_tqdm, **LOOK) as bar:
-                progress = Progress(bar)
+                progress = Progress(bar, self)
                 while not self.is_finished():
-                    progress.run(self.step)
+                    progress.show(*self.step())
         except BaseException:
             self.clear()
             raise

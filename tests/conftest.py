@@ -5,7 +5,8 @@ ignored (as it has for what runs in the background), and `gpu` tests only on a G
 
 import os
 
-os.environ.setdefault("OMP_NUM_THREADS", "2")  # read when torch is imported, and inherited by ranks
+# Read when torch is imported, and inherited by ranks. Beside other tests (`-n`) a second thread only waits.
+os.environ.setdefault("OMP_NUM_THREADS", "1" if "PYTEST_XDIST_WORKER" in os.environ else "2")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import signal
@@ -14,8 +15,17 @@ import pytest
 import torch
 
 SHARE_OF_A_GPU = 5 << 30  # bytes
+SMALL_KV_CACHE = 1 << 28  # bytes
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def small_kv_cache():
+    """Where tests do not say how many blocks there are there are few, since they look at each of them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("nanovllm.engine.memory.CPU_KV_CACHE_BYTES", SMALL_KV_CACHE)
+        yield
 
 
 @pytest.fixture

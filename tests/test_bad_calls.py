@@ -85,7 +85,7 @@ def test_numbers_of_numpy_do_not_overflow(llm):
         assert len(llm.generate([[1]], seeded, use_tqdm=False)[0]["outputs"]) == 2
         with pytest.warns(UserWarning, match="max_tokens=65500 reaches beyond"):  # and 300 more are 264
             [result] = llm.generate([[1] * 300], SamplingParams(0, np.uint16(65500), True), use_tqdm=False)
-        assert 300 + len(result["token_ids"]) == llm.scheduler.limits.max_num_tokens
+        assert 300 + len(result["token_ids"]) == llm.prompts.max_num_tokens
 
 
 @pytest.mark.parametrize("token_id", [320, 2**40, 10**400])

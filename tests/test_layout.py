@@ -57,7 +57,7 @@ CORE_TOKENS, CORE_REACHED = 36_000, 37_700
 CORE_LINES, CORE_LINES_REACHED = 3_900, 3_975
 
 HOST_ONLY = """
-    engine/sequence.py engine/scheduler.py engine/block_manager.py extensions/prefixes/prefix_index.py
+    engine/sequence.py engine/scheduler.py engine/block_manager.py
 """.split()
 
 # One decode step, models, layers and kernels aside, in the order in which it is read.
@@ -124,6 +124,7 @@ CALLED_BY_USERS = {
     "extensions/api/async_llm.py": """AsyncLLM AsyncLLM.generate AsyncLLM.stream AsyncLLM.chat AsyncLLM.score
         AsyncLLM.encode AsyncLLM.stats AsyncLLM.get_tokenizer AsyncLLM.abort AsyncLLM.exit""",
     "extensions/api/cleanup.py": "cleanup_dist_env_and_memory",
+    "extensions/api/engine_args.py": "EngineArgs EngineArgs.add_cli_args EngineArgs.from_cli_args",
 }
 CALLED_FROM_OUTSIDE = {
     "distributed/ranks.py": "serve",  # what a new process runs

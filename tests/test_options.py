@@ -64,7 +64,7 @@ def test_an_option_that_would_change_results_is_refused_with_what_to_do(take):
             take(**{name: "something"})
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            for value in (None, *neutral):
+            for value in (None, *(neutral if isinstance(neutral, tuple) else [neutral])):
                 take(**{name: value})
     for name in WITHOUT_EFFECT:
         with pytest.warns(UserWarning, match=f"^options without effect: {name}$") as said:

@@ -86,9 +86,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize(
-    "kind, options", [("LLM", {}), ("LLM", {"tensor_parallel_size": 2}), ("AsyncLLM", {})], ids=str
-)
+@pytest.mark.parametrize("kind, options", [("LLM", {"tensor_parallel_size": 2}), ("AsyncLLM", {})], ids=str)
 def test_a_fork_is_told_by_process_and_leaves_the_engine_as_it_was(folder, kind, options):
     program = FORKED.format(kind=kind, folder=folder, options=OPTIONS | options)
     done = subprocess.run(

@@ -1,7 +1,7 @@
 """How do I keep a model from saying certain words?
 
-Five minutes: a LogitsProcessor sees the logits of every sequence before a token is drawn, and may change them. A
-logit of minus infinity is never drawn, at any temperature.
+Five minutes: a LogitsProcessor sees the logits of every sequence before a token is drawn, and may change
+them. A logit of minus infinity is never drawn, at any temperature.
 """
 
 from typing import Any

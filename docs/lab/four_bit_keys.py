@@ -1,8 +1,9 @@
 """How few bits do keys and values need?
 
-A CacheLayout says how they lie in the cache. This one rounds each head of each token to so many bits with one scale,
-keys apart from values, and keeps the rounded numbers as they are: what it costs in quality is real, the memory that it
-would save is computed. A prefill attends to what the cache holds, so the perplexity of a text shows the damage.
+A CacheLayout says how they lie in the cache. This one rounds each head of each token to so many bits with one
+scale, keys apart from values, and keeps the rounded numbers as they are: what it costs in quality is real,
+the memory that it would save is computed. A prefill attends to what the cache holds, so the perplexity of a
+text shows the damage.
 """
 
 import math
@@ -14,10 +15,11 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.kernels.cache_layout import CacheLayout
 from nanovllm.kernels.kv_store import store_kvcache
 
-TEXT = """The planets of the solar system move around the sun in the same direction and almost in the same plane. The
-four inner planets are small and made of rock; the four outer ones are much larger, and made of gas and ice. Between
-Mars and Jupiter lies a belt of many thousands of small bodies, the largest of which is less than a thousand kilometres
-wide. Comets come from farther away, and shine when the heat of the sun drives gas and dust out of them."""
+TEXT = """The planets of the solar system move around the sun in the same direction and almost in the same
+plane. The four inner planets are small and made of rock; the four outer ones are much larger, and made of gas
+and ice. Between Mars and Jupiter lies a belt of many thousands of small bodies, the largest of which is less
+than a thousand kilometres wide. Comets come from farther away, and shine when the heat of the sun drives gas
+and dust out of them."""
 
 
 def rounded(x: torch.Tensor, bits: int) -> torch.Tensor:
@@ -60,9 +62,8 @@ def main() -> None:
     for key_bits, value_bits in [(8, 8), (8, 4), (4, 8), (4, 4), (3, 3)]:
         layout = FewBits(key_bits, value_bits)
         found[key_bits, value_bits] = perplexity(layout)
-        print(
-            f"{key_bits:4} {value_bits:6} | {found[key_bits, value_bits]:10.3f} | {layout.bytes_a_token(64):.0f}"
-        )
+        row = f"{key_bits:4} {value_bits:6} | {found[key_bits, value_bits]:10.3f}"
+        print(f"{row} | {layout.bytes_a_token(64):.0f}")
     assert abs(found[8, 8] / plain - 1) < 0.03
     assert found[8, 4] < found[4, 8] < found[3, 3], "keys need more bits than values"
 

@@ -1,7 +1,7 @@
 """One page for all experiments: workloads with arrival times, a loop that runs one, and what its users saw.
 
-Works with any engine: a Simulator, whose clock is a number, or an LLM, whose requests arrive in real time. The same
-seed always gives the same workload.
+Works with any engine: a Simulator, whose clock is a number, or an LLM, whose requests arrive in real time.
+The same seed always gives the same workload.
 
     reports = {"plain": run(Simulator(), burst()), "mine": run(Simulator(extensions=[Mine()]), burst())}
     print(table(reports))

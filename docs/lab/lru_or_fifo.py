@@ -1,15 +1,16 @@
 """Which block should the cache forget when it needs one?
 
-The engine hands out the block that was freed least recently (LRU: a block that is found again is in use, and goes to
-the end of the row when it is freed). First in, first out forgets by age, however popular a block is. The third is for
-you: a random block stands there as a baseline. `evict` of a PrefixCache chooses, among the free blocks.
+The engine hands out the block that was freed least recently (LRU: a block that is found again is in use, and
+goes to the end of the row when it is freed). First in, first out forgets by age, however popular a block is.
+The third is for you: a random block stands there as a baseline. `evict` of a PrefixCache chooses, among the
+free blocks.
 """
 
 import random
 
 from harness import callers_of, run, skewed_reuse, table
 
-from nanovllm.engine.policies import Hit, PrefixCache
+from nanovllm.engine.block_manager import Hit, PrefixCache
 from nanovllm.engine.sequence import Sequence
 from nanovllm.extensions.lab.simulator import Simulator
 

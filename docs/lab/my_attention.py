@@ -1,6 +1,7 @@
 """Can I write attention myself, and know that it is right?
 
-An AttentionBackend has two methods. Here they are in plain torch, one sequence and one head group at a time, in
+An AttentionBackend has two methods. Here they are in plain torch, one sequence and one head group at a time,
+in
 *compare* mode: the engine's own result is used, and the largest difference to ours is kept.
 """
 

@@ -1,15 +1,16 @@
 """Who should go first when there are more requests than the engine can run?
 
-In order of arrival, a long prompt makes everybody behind it wait. Shortest first helps most of them, and lets the long
-ones starve unless waiting makes a request "shorter" (aging). Longest cached prefix first computes least. All three are
-a SchedulingPolicy of a few lines, compared here on a simulated engine: its clock is a formula, its scheduler is real.
+In order of arrival, a long prompt makes everybody behind it wait. Shortest first helps most of them, and lets
+the long ones starve unless waiting makes a request "shorter" (aging). Longest cached prefix first computes
+least. All three are a SchedulingPolicy of a few lines, compared here on a simulated engine: its clock is a
+formula, its scheduler is real.
 """
 
 from collections.abc import Iterable
 
 from harness import burst, callers_of, long_among_short, run, skewed_reuse, table
 
-from nanovllm.engine.policies import SchedulingPolicy
+from nanovllm.engine.scheduler import SchedulingPolicy
 from nanovllm.engine.sequence import Sequence
 from nanovllm.extensions.lab.simulator import Simulator
 

@@ -1,13 +1,13 @@
 """Does a long prompt make everybody else stutter?
 
-A step is all prefill or all decode, so whoever is being answered waits while a long prompt is computed. Computing it in
-smaller chunks, with decode steps between, shortens the wait and costs a little throughput. This policy limits the chunk
-where somebody waits, and decodes after each.
+A step is all prefill or all decode, so whoever is being answered waits while a long prompt is computed.
+Computing it in smaller chunks, with decode steps between, shortens the wait and costs a little throughput.
+This policy limits the chunk where somebody waits, and decodes after each.
 """
 
 from harness import callers_of, long_among_short, run, table
 
-from nanovllm.engine.policies import SchedulingPolicy
+from nanovllm.engine.scheduler import SchedulingPolicy
 from nanovllm.engine.sequence import Sequence
 from nanovllm.extensions.lab.simulator import Simulator
 

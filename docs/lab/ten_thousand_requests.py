@@ -1,7 +1,8 @@
 """How would the engine stand 10,000 requests, without waiting for them?
 
-The Simulator has the real scheduler, block manager and prefix cache; only the model and the clock are replaced, by a
-formula for the time of a step. Change the formula to that of your card, or the options, and see what users would see.
+The Simulator has the real scheduler, block manager and prefix cache; only the model and the clock are
+replaced, by a formula for the time of a step. Change the formula to that of your card, or the options, and
+see what users would see.
 """
 
 import time
@@ -36,9 +37,8 @@ def main() -> None:
     }
     seconds = time.perf_counter() - start
     print(table(reports))
-    print(
-        f"\n3 x {COUNT} requests in {seconds:.0f} s; they would have taken {sum(r.seconds for r in reports.values()):.0f} s"
-    )
+    simulated = sum(report.seconds for report in reports.values())
+    print(f"\n3 x {COUNT} requests in {seconds:.0f} s; they would have taken {simulated:.0f} s")
     assert all(report.token_ids == reports["plain"].token_ids for report in reports.values())
     assert reports["plain"].num_cached_tokens > 0 == reports["no prefixes"].num_cached_tokens
     with Simulator(cost=slower_card) as engine, callers_of(SimulatedRunner):

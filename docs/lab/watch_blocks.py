@@ -1,9 +1,9 @@
 """When does a sequence get its next block of KV cache?
 
-An Observer is told of every block. With blocks of 16, a prompt of 15 tokens and one of 16 behave alike until the
-border: the token that is drawn last is not in the cache yet. It is written by the step that computes the next one. So a
-block is opened when there is a token *beyond* the border, and closed, which is when others can find it, when its last
-token has been written or is about to be.
+An Observer is told of every block. With blocks of 16, a prompt of 15 tokens and one of 16 behave alike until
+the border: the token that is drawn last is not in the cache yet. It is written by the step that computes the
+next one. So a block is opened when there is a token *beyond* the border, and closed, which is when others can
+find it, when its last token has been written or is about to be.
 """
 
 from typing import Any

@@ -3,10 +3,8 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch import nn
-
 from nanovllm.checkpoints.model_config import ModelConfig
-from nanovllm.utils.validation import check
+from nanovllm.utils.validation import check, is_number
 
 
 class Checkpoint:
@@ -17,10 +15,10 @@ class Checkpoint:
     Subclasses have `fields()`, which are those of config.json, `tensors()` and `tokenizer()`.
     """
 
-    fill: Callable[[nn.Module], None] | None = None  # makes weights up, in place of `tensors`
+    fill: Callable[..., None] | None = None  # (model): makes weights up, in place of `tensors`
     # (tensors, model, the names of those that it takes) -> the tensors that it gets
     changes: tuple[Callable[..., Iterator[Any]], ...] = ()
-    read_config: Callable[[str, dict[str, Any]], ModelConfig] = staticmethod(ModelConfig.from_dict)
+    read_config: Callable[..., ModelConfig] = staticmethod(ModelConfig.from_dict)
 
     def __init__(self, path: str):
         self.path = self.source = path
@@ -39,11 +37,12 @@ class Checkpoint:
 
     def eos_token_ids(self, tokenizer: Any) -> tuple[int, ...]:
         """Every token id that ends a sequence, from the files and the tokenizer. Raises ValueError."""
-        token_ids: list[Any] = []
+        token_ids: list[int] = []
         for named in (*self.named_eos(), getattr(tokenizer, "eos_token_id", None)):
-            if named is not None:
-                token_ids += named if isinstance(named, list) else [named]
-        for token_id in token_ids:
-            is_id = type(token_id) is int and token_id >= 0
-            check(is_id, f"{self.path}: eos_token_id must be token ids", token_id)
+            for token_id in named if isinstance(named, list) else [named]:
+                if token_id is not None:
+                    check(
+                        is_number(token_id, int, 0), f"{self.path}: eos_token_id must be token ids", token_id
+                    )
+                    token_ids.append(token_id)
         return tuple(dict.fromkeys(token_ids))

@@ -41,8 +41,7 @@ class FolderCheckpoint(Checkpoint):
             return None
         from transformers import AutoTokenizer
 
-        options = {"local_files_only": True, "trust_remote_code": False}
-        tokenizer = AutoTokenizer.from_pretrained(self.path, **options)
+        tokenizer = AutoTokenizer.from_pretrained(self.path, local_files_only=True, trust_remote_code=False)
         tokenizer.clean_up_tokenization_spaces = False  # so that a text is made of the texts of its parts
         return tokenizer
 

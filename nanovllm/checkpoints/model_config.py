@@ -8,7 +8,7 @@ importing that takes longer than loading a small model.
 from dataclasses import dataclass, fields
 from typing import Any
 
-from nanovllm.utils.validation import check, check_bool, shown
+from nanovllm.utils.validation import check, check_bool, is_number, shown
 
 ARCHITECTURE = "Qwen3ForCausalLM"
 DEFAULTS = {"head_dim": 128, "rms_norm_eps": 1e-6, "attention_bias": False, "tie_word_embeddings": False}
@@ -80,16 +80,19 @@ def read_qwen3(raw: dict[str, Any]) -> dict[str, Any]:
     for name, value in FIXED.items():
         if given.get(name, value) != value:
             raise ValueError(f"{name} = {shown(given[name])} is not supported")
-    kinds = given.get("layer_types", [])
-    are_full = isinstance(kinds, list) and all(kind == "full_attention" for kind in kinds)
-    check(are_full, "layer_types must be 'full_attention'", kinds)
+    full = ["full_attention"] * values["num_hidden_layers"]
+    kinds = given.get("layer_types", full)
+    check(kinds == full, "layer_types must be 'full_attention' for each layer", kinds)
     rope = given.get("rope_parameters", {"rope_theta": given.get("rope_theta", 10000.0)})
     if not isinstance(rope, dict) or rope.get("rope_type", "default") != "default":
         raise ValueError(f"rope_parameters cannot be {shown(rope)}")
     check_number("rope_theta", rope.get("rope_theta"), 2, 1e15)
     limit = values["max_position_embeddings"]
-    values |= {"rope_parameters": {"rope_theta": rope["rope_theta"]}, "dtype": read_dtype(given)}
-    return values | {"context_limit": limit, "max_model_len": limit}
+    return values | {
+        "rope_parameters": {"rope_theta": rope["rope_theta"]},
+        "context_limit": limit,
+        "max_model_len": limit,
+    }
 
 
 def read_sizes(values: dict[str, Any]) -> dict[str, Any]:
@@ -108,18 +111,15 @@ def read_sizes(values: dict[str, Any]) -> dict[str, Any]:
     if heads % kv_heads:
         raise ValueError(f"num_key_value_heads={kv_heads} must divide num_attention_heads={heads}")
     check(head_dim % 2 == 0, "head_dim must be even", head_dim)
+    dtype = values.get("dtype") or values.get("torch_dtype")  # the second is the older spelling
+    values["dtype"] = str(dtype).removeprefix("torch.") if dtype else None
     return values
 
 
-def read_dtype(given: dict[str, Any]) -> str | None:
-    dtype = given.get("dtype") or given.get("torch_dtype")  # the second is the older spelling
-    return str(dtype).removeprefix("torch.") if dtype else None
-
-
 def check_size(name: str, value: Any, limit: int = MAX_SIZE) -> None:
-    check(type(value) is int and 1 <= value <= limit, f"{name} must be an integer from 1 to {limit}", value)
+    check(is_number(value, int, 1, limit), f"{name} must be an integer from 1 to {limit}", value)
 
 
 def check_number(name: str, value: Any, least: float, greatest: float) -> None:
-    is_good = type(value) in (int, float) and least <= value <= greatest  # NaN is not
+    is_good = is_number(value, float, least, greatest)
     check(is_good, f"{name} must be a number from {least} to {greatest}", value)

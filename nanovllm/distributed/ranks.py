@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator
 from concurrent import futures
 from multiprocessing import Pipe, connection
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import Any, NoReturn
 
 import torch
@@ -83,7 +82,7 @@ class Ranks:
         store = dist.FileStore(f"{self._folder}/store")
         self.group = make_group(0, size, store, check=self.check)
 
-    def start(self, runner: Any, checkpoint: Checkpoint, assembly: str) -> None:
+    def start(self, runner: Any, checkpoint: Checkpoint, assembly: Callable) -> None:
         """Start the other ranks, and rank 0's runner at the same time. Raises what fails on any rank."""
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # no NVLink multicast
         num_threads = max(1, torch.get_num_threads() // self.group.size)
@@ -199,7 +198,7 @@ def serve(commands: connection.Connection, rank: int, folder: str) -> NoReturn:
     """What a rank other than 0 does: it makes its runner and carries out rank 0's commands."""
     make_runner, config, checkpoint, assembly, num_threads = commands.recv()
     torch.set_num_threads(num_threads)
-    parts = resolve_name(assembly)(config)
+    parts = assembly(config)
     store = dist.FileStore(f"{folder}/store")
     group = parts.make_collectives(rank, config.tensor_parallel_size, store)
     runner = make_runner(config, parts, group)
@@ -207,5 +206,6 @@ def serve(commands: connection.Connection, rank: int, folder: str) -> NoReturn:
     with runner.on_device():
         while True:
             while not commands.poll(1):
-                runner.check_device()
+                if runner.device.type == "cuda":  # raise an error of the device, for which nobody waits here
+                    torch.cuda.current_stream().query()
             runner.call(*commands.recv())

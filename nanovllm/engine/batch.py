@@ -40,17 +40,6 @@ class Batch(NamedTuple):
         return self.lens_q is not None
 
 
-class SlotUpdates(NamedTuple):
-    """Words to be written to the slots of all devices."""
-
-    indices: list[int]
-    values: list[int]
-
-    def write(self, start: int, words: list[int]) -> None:
-        self.indices.extend(range(start, start + len(words)))
-        self.values.extend(words)
-
-
 class BatchMaker:
     """
     Turns scheduled sequences into batches, and knows what was sent of them to the slots of all devices. All
@@ -70,36 +59,36 @@ class BatchMaker:
         """Forget what was sent; the devices forget it, too."""
         self.decoded: list[int] = []  # slots of the last decode step
         self.num_blocks = [0] * self.layout.padding_slot  # by slot, how many blocks were sent
-        self.has_prefilled = False  # since the last decode step: the same slots may be other sequences
+        self.is_new = False  # whether other sequences than in the last decode step may have the slots
         self.ever_wanted = 0
 
     def decode(self, sequences: list[Sequence]) -> Batch:
         """Of what the devices do not know by themselves, it has what has changed since the last step."""
-        updates, slots, wanted = SlotUpdates([], []), [], 0
+        updates, slots, wanted = {}, [], 0
         for seq in sequences:
             slots.append(seq.slot)
             wanted |= seq.request.wanted
             num_sent = self.num_blocks[seq.slot]
             if len(seq.block_table) != num_sent:
                 start = seq.slot * self.layout.width + BLOCK_TABLE
-                updates.write(start + num_sent, seq.block_table[num_sent:])
+                updates |= enumerate(seq.block_table[num_sent:], start + num_sent)
                 self.num_blocks[seq.slot] = len(seq.block_table)
-        is_new = self.has_prefilled or slots != self.decoded
         if slots != self.decoded:
+            self.is_new = True
             padding = [self.layout.padding_slot] * (len(self.decoded) - len(slots))
-            updates.write(self.layout.batch, slots + padding)
-        self.has_prefilled, self.decoded = False, slots
-        plan_key, message = self.backend.plan(sequences, is_new)
+            updates |= enumerate(slots + padding, self.layout.batch)
+        plan_key, message = self.backend.plan(sequences, self.is_new)
+        self.is_new, self.decoded = False, slots
         return Batch(
             len(sequences),
             wanted & self.of_decode,
-            np.array(updates, dtype=np.int32) if updates.indices else None,
+            np.array([[*updates], [*updates.values()]], dtype=np.int32) if updates else None,
             None if message is None else {"attention": message},
             plan_key,
         )
 
     def prefill(self, sequences: list[Sequence]) -> Batch:
-        updates, wanted = SlotUpdates([], []), 0
+        updates, wanted = {}, 0  # words to be written to the slots, by index
         token_ids, slots, lens_q, lens_k, blocks, first_blocks = [], [], [], [], [], []
         for seq in sequences:
             start = seq.num_computed_tokens
@@ -111,10 +100,15 @@ class BatchMaker:
             token_ids += seq.token_ids[start:end]
             first_blocks.append(len(blocks))
             blocks += seq.block_table
-            row = [*self._sampling_words(seq), end, 0, *seq.block_table]  # the step draws the next token
-            updates.write(seq.slot * self.layout.width, row)
+            # Within what float32 can compute with: above 1e20 all tokens are equally likely.
+            temperature = min(seq.request.params.temperature, 1e20)
+            if temperature <= 1e-6:
+                temperature = 0.0  # greedy
+            row = struct.unpack("<3i", struct.pack("<qf", seq.request.seed, temperature))
+            row = [*row, end, 0, *seq.block_table]  # the step draws the next token
+            updates |= enumerate(row, seq.slot * self.layout.width)
             self.num_blocks[seq.slot] = len(seq.block_table)
-        self.has_prefilled = True
+        self.is_new = True
         self.ever_wanted |= wanted
         messages = {"prefix_cache": self.parts.prefix_cache.prepare(sequences)}
         for processor in selected(self.parts.logits_processors, self.ever_wanted):
@@ -127,7 +121,7 @@ class BatchMaker:
         return Batch(
             len(sequences),
             wanted,
-            np.array(updates, dtype=np.int32),
+            np.array([[*updates], [*updates.values()]], dtype=np.int32),
             messages,
             slots=np.array(slots, dtype=np.int32),
             lens_q=lens_q,
@@ -136,14 +130,6 @@ class BatchMaker:
             positions=positions,
             slot_mapping=slot_mapping.astype(np.int32),
         )
-
-    def _sampling_words(self, seq: Sequence) -> tuple[int, int, int]:
-        """The seed, of two words, and the temperature."""
-        # Within what float32 can compute with: above 1e20 all tokens are equally likely.
-        temperature = min(seq.sampling_params.temperature, 1e20)
-        if temperature <= 1e-6:
-            temperature = 0.0  # greedy
-        return struct.unpack("<3i", struct.pack("<qf", seq.request.seed, temperature))
 
 
 class StepOutput(NamedTuple):

@@ -7,11 +7,12 @@ it available: its contents stay findable until the block is handed out again.
 
 import struct
 from collections import OrderedDict
+from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Any
 
 import xxhash
 
-from nanovllm.engine.policies import Hit, PrefixCache
 from nanovllm.engine.sequence import Sequence
 
 
@@ -39,6 +40,69 @@ class Block:
         self.token_ids: list[int] = []
 
 
+@dataclass
+class Hit:
+    """What the KV cache has of a sequence's beginning."""
+
+    blocks: list[int]  # whole ones, which the sequence is going to share
+    num_tokens: int  # that need not be computed: those of the blocks, and what a PrefixCache adds to them
+    pins: tuple[int, ...] = ()  # free blocks that the step reads: used until the PrefixCache gives them back
+
+
+class PrefixCache:
+    """
+    Finds what the KV cache has of a prompt. This one shares whole blocks, which the BlockManager finds by
+    their hashes. All but `receive` is called on rank 0's host, with sequences that have blocks, `find` aside.
+    """
+
+    pinned: Collection[int] = ()  # blocks that are used by the step that is being scheduled alone
+
+    def start(self, pool: Any) -> None:
+        """All blocks of `pool`, a BlockManager, are free and hold nothing: at first, and after a failure."""
+        self.pool = pool
+
+    def find(self, seq: Sequence) -> Hit:
+        """Of a waiting sequence. Changes nothing; at least one token is left to compute."""
+        size, blocks = self.pool.block_size, []
+        for i in range(self.max_cached(seq) // size):
+            if (block_id := self.pool.find_block(seq, i)) == -1:
+                break
+            blocks.append(block_id)
+        return Hit(blocks, len(blocks) * size)
+
+    def max_cached(self, seq: Sequence) -> int:
+        """How many tokens may be found; the next one is computed from the last. A part may ask for less."""
+        return seq.num_tokens - 1
+
+    def evict(self) -> int:
+        """Which free block is handed out next: the least recently freed one."""
+        return next(iter(self.pool.free_block_ids))
+
+    def forgotten(self, block_id: int) -> None:
+        """What this block held cannot be found any more."""
+
+    def allocated(self, seq: Sequence, hit: Hit) -> None:
+        """The sequence has got its blocks, of which those behind `hit` are to be computed."""
+
+    def written(self, seq: Sequence, start: int, end: int) -> None:
+        """
+        A step has been enqueued, or will be next, after which the cache holds tokens start..end: they fill a
+        block of a completion.
+        """
+
+    def leaving(self, seq: Sequence) -> None:
+        """The sequence is about to give its blocks back."""
+
+    def prepare(self, sequences: list[Sequence]) -> Any:
+        """
+        What every rank must know before it prefills these, to be pickled; None: nothing. That step will be
+        enqueued next, and the cache holds what it computes then: each one's next `num_scheduled_tokens`.
+        """
+
+    def receive(self, message: Any, kv_cache: Any) -> None:
+        """Do what `prepare` said. Called on every rank, before the step computes anything."""
+
+
 class BlockManager:
     """
     Invariants: every block is either free or used; it is free exactly when its `ref_count` is 0; an entry of
@@ -58,7 +122,7 @@ class BlockManager:
         self.enable_prefix_caching = enable_prefix_caching
         self.num_blocks = num_blocks
         self.prefix_cache = prefix_cache or PrefixCache()
-        self.watchers = watchers  # observers that are told what happens to blocks
+        self.watchers = watchers  # observers
         self.reset()
 
     def reset(self) -> None:
@@ -84,16 +148,12 @@ class BlockManager:
             return block_id
         return -1
 
-    def can_allocate(self, seq: Sequence, hit: Hit | None = None) -> bool:
-        """
-        Whether there are blocks for the whole sequence now. `hit` is what `PrefixCache.find` returns, here
-        and for `allocate`; it is looked up if it is not given.
-        """
-        hit = hit or self.prefix_cache.find(seq)
+    def can_allocate(self, seq: Sequence, hit: Hit) -> bool:
+        """Whether there are blocks for the whole sequence now. `hit` is what `PrefixCache.find` returns."""
         num_used = len(self.used_block_ids.intersection(hit.blocks))  # these cost no free block
         return len(self.free_block_ids) >= seq.num_blocks + len(hit.pins) - num_used
 
-    def allocate(self, seq: Sequence, hit: Hit | None = None) -> None:
+    def allocate(self, seq: Sequence, hit: Hit) -> None:
         """
         Give the sequence blocks for all its tokens: shared ones as far as its beginning is cached, then new
         ones.
@@ -104,7 +164,6 @@ class BlockManager:
         `forget_uncomputed` follows a sequence that ends between two chunks of its prompt.
         """
         assert not seq.block_table
-        hit = hit or self.prefix_cache.find(seq)
         seq.num_cached_tokens = seq.num_computed_tokens = hit.num_tokens
         for block_id in (*hit.blocks, *hit.pins):
             self._take(block_id)
@@ -112,7 +171,7 @@ class BlockManager:
         for i, block_id in enumerate(hit.blocks):
             self._tell("hit", block_id, seq, i)
         for i in range(seq.num_cached_blocks, seq.num_blocks):
-            self._append_free_block(seq)
+            self._open_block(seq)
             if (i + 1) * self.block_size <= seq.num_tokens:
                 self._close(seq, i)
         self.prefix_cache.allocated(seq, hit)
@@ -139,12 +198,12 @@ class BlockManager:
 
     def can_append(self, seq: Sequence) -> bool:
         """Whether the sequence's last token has a block, or can get one."""
-        return len(seq.block_table) * self.block_size >= seq.num_tokens or bool(self.free_block_ids)
+        return len(seq.block_table) >= seq.num_blocks or bool(self.free_block_ids)
 
     def may_append(self, seq: Sequence) -> None:
         """Before the last token is written: open a block if it begins one, close the block that it fills."""
-        if len(seq.block_table) * self.block_size < seq.num_tokens:
-            self._append_free_block(seq)
+        if len(seq.block_table) < seq.num_blocks:
+            self._open_block(seq)
         elif seq.last_block_num_tokens == self.block_size and len(seq.token_ids) == seq.num_tokens:
             self.close_newest(seq)
 
@@ -161,8 +220,7 @@ class BlockManager:
         """
         hashes = seq.block_hashes
         while len(hashes) <= i:
-            prefix = hashes[-1] if hashes else -1
-            hashes.append(self.compute_hash(seq.block(len(hashes)), prefix))
+            hashes.append(self.compute_hash(seq.block(len(hashes)), *hashes[-1:]))
         return hashes[i]
 
     def _take(self, block_id: int) -> None:
@@ -181,16 +239,13 @@ class BlockManager:
             self.used_block_ids.remove(block_id)
             self.free_block_ids[block_id] = None
 
-    def _append_free_block(self, seq: Sequence) -> None:
+    def _open_block(self, seq: Sequence) -> None:
+        """The sequence's table gets one block more, a free one."""
         block_id = self.prefix_cache.evict()
         self._forget(block_id)
         self._take(block_id)
         seq.block_table.append(block_id)
         self._tell("taken", block_id, seq, len(seq.block_table) - 1)
-
-    def _tell(self, event: str, block_id: int, seq: Sequence | None = None, index: int = -1) -> None:
-        for watcher in self.watchers:
-            watcher.block(event, block_id, seq, index)
 
     def _close(self, seq: Sequence, i: int) -> None:
         """Have the sequence's i-th block, which is full, found by its hash."""
@@ -199,6 +254,10 @@ class BlockManager:
             block.update(self._block_hash(seq, i), seq.block(i))
             self.hash_to_block_id[block.hash] = block.block_id
             self._tell("closed", block.block_id, seq, i)
+
+    def _tell(self, event: str, block_id: int, seq: Sequence | None = None, index: int = -1) -> None:
+        for watcher in self.watchers:
+            watcher.block(event, block_id, seq, index)
 
     def _forget(self, block_id: int) -> None:
         """Make the block unfindable."""

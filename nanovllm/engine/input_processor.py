@@ -7,7 +7,6 @@ from typing import Any
 
 from nanovllm.config import Config
 from nanovllm.engine.interfaces import LogitsProcessor
-from nanovllm.engine.limits import Limits
 from nanovllm.engine.sequence import Request
 from nanovllm.layers.sampler import selected
 from nanovllm.sampling_params import MAX_TOKENS, SamplingParams
@@ -34,12 +33,14 @@ class InputProcessor:
     # The fields of SamplingParams that the engine serves, beside those of its logits processors.
     served = frozenset("temperature max_tokens ignore_eos seed stop_token_ids extra".split())
 
-    def __init__(
-        self, config: Config, tokenizer: Any, limits: Limits, processors: tuple[LogitsProcessor, ...]
-    ):
+    def __init__(self, config: Config, tokenizer: Any, processors: tuple[LogitsProcessor, ...]):
+        self.config, self.tokenizer, self.processors = config, tokenizer, processors
         self.model, self.block_size = config.model, config.kvcache_block_size
         self.vocab_size = config.hf_config.vocab_size
-        self.tokenizer, self.limits, self.processors = tokenizer, limits, processors
+        self.eos = frozenset(config.eos)
+        # In the longest sequence, whose last token needs no room in the cache: nothing is computed after it.
+        num_cache_tokens = config.num_kvcache_blocks * config.kvcache_block_size
+        self.max_num_tokens = min(config.max_model_len, num_cache_tokens + 1)
         served = self.served.union(*(processor.fields for processor in processors))
         self.unserved = [field for field in fields(SamplingParams) if field.name not in served]
 
@@ -75,20 +76,36 @@ class InputProcessor:
     def make_request(self, prompt: Any, params: SamplingParams, name: str) -> Request:
         """A prompt with parameters that `read_params` has read. Messages call the prompt `name`."""
         token_ids = self.read_prompt(prompt, name)
-        self.limits.check(len(token_ids), 1, f"{name}: ")
+        self.check_length(len(token_ids), 1, name)
         most = len(token_ids) + (params.max_tokens or MAX_TOKENS)
+        ends = frozenset() if params.ignore_eos else self.eos
         request = Request(
             token_ids,
             params,
             self.block_size,
             params.seed,
-            min(most, self.limits.max_num_tokens),
-            self.limits.end_token_ids(params),
+            min(most, self.max_num_tokens),
+            ends.union(params.stop_token_ids),
             wanted=sum(1 << i for i, processor in enumerate(self.processors) if processor.wants(params)),
         )
         for processor in selected(self.processors, request.wanted):
             request.own[processor.name] = processor.read(request, f"sampling_params for {name}")
         return request
+
+    def check_length(self, num_prompt_tokens: int, num_tokens: int, name: str) -> None:
+        """Raise ValueError if a sequence with so many tokens behind its prompt could never be computed."""
+        total, config = num_prompt_tokens + num_tokens, self.config
+        if total <= self.max_num_tokens:
+            return
+        length, longest = config.max_model_len, config.hf_config.context_limit
+        if total > length:
+            how = f"may be raised to {longest}," if length < longest else "is"
+            limit = f"max_model_len is {length}, which {how} the checkpoint's own limit"
+        else:
+            limit = f"{config.num_kvcache_blocks} KV cache blocks of {self.block_size} tokens are enough for "
+            limit += f"{self.max_num_tokens}; raise num_kvcache_blocks or gpu_memory_utilization"
+        needed = f"the prompt has {num_prompt_tokens} tokens and needs room for {total}"
+        raise ValueError(f"{name}: {needed}, but {limit}")
 
     def read_prompt(self, prompt: Any, name: str) -> list[int]:
         """The token ids of a prompt."""

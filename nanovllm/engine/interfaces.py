@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from nanovllm.distributed.group import Group
-from nanovllm.engine.policies import Admission, Hit, PrefixCache, SchedulingPolicy
+from nanovllm.engine.block_manager import Hit, PrefixCache
+from nanovllm.engine.scheduler import Admission, SchedulingPolicy
 from nanovllm.engine.sequence import Sequence
 from nanovllm.layers.sampler import SamplingStep
 from nanovllm.sampling_params import SamplingParams
@@ -57,13 +58,7 @@ class Observer:
         """These have been queued, or are kept after a failure and begin anew."""
 
     def admitted(self, seq: Sequence, hit: Hit) -> None:
-        """The sequence has got a slot, and blocks for all its tokens; its KV cache begins with the hit."""
-
-    def first_token(self, seq: Sequence) -> None:
-        """The sequence has drawn the first token of its completion."""
-
-    def preempted(self, seq: Sequence) -> None:
-        """The sequence has lost its blocks, and waits again."""
+        """The sequence has got a slot, and blocks for all its tokens; the hit is what the cache had."""
 
     def block(self, event: str, block_id: int, seq: Sequence | None, index: int) -> None:
         """
@@ -73,6 +68,12 @@ class Observer:
 
     def launching(self, step: Any) -> None:
         """The batch of this `Step` is complete, and is about to be run."""
+
+    def first_token(self, seq: Sequence) -> None:
+        """The sequence has got the first token of its completion."""
+
+    def preempted(self, seq: Sequence) -> None:
+        """The sequence has lost its blocks, and waits again."""
 
     def after_step(self, step: Any) -> None:
         """
@@ -85,13 +86,10 @@ class Observer:
 
     def failed(self, step: Any) -> Iterable[Sequence]:
         """
-        A call was broken off while it worked on this Step. Returns the unfinished sequences to keep; those
-        that no observer keeps are dropped.
+        A call was broken off while it worked on this Step. Returns the unfinished sequences to keep, which
+        follow in `added`; those that no observer keeps are dropped.
         """
         return ()
-
-    def cleared(self) -> None:
-        """Nothing is queued or running any more; those that are kept follow in `added`."""
 
 
 class LogitsProcessor:
@@ -187,7 +185,7 @@ class Parts:
     """What `assembly` names makes of a Config. `logits_processors` are sorted by their `order`."""
 
     build_model: Callable[..., nn.Module]  # ModelConfig -> the model, with memory for its weights
-    make_layout: Callable[..., Any]  # Config -> CacheLayout
+    layout: Any  # CacheLayout
     make_backend: Callable[..., Any]  # (Config, device, attention layers, CacheLayout) -> AttentionBackend
     make_ranks: Callable[..., Any]  # (number of ranks, make_collectives) -> Ranks
     make_collectives: Callable[..., Group] = Group  # (rank, size, store, check) -> Group, with several ranks

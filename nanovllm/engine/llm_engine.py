@@ -10,14 +10,15 @@ import weakref
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from pkgutil import resolve_name
 from typing import Any
 
 from nanovllm.checkpoints.base import Checkpoint
+from nanovllm.checkpoints.folder import FolderCheckpoint
 from nanovllm.config import Config
 from nanovllm.distributed.ranks import SHUT_DOWN, EngineDeadError, Ranks
 from nanovllm.engine.batch import Batch, BatchMaker, StepOutput
 from nanovllm.engine.input_processor import InputProcessor, Prompt
+from nanovllm.engine.interfaces import Parts
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Request, Sequence
@@ -34,8 +35,7 @@ class Step:
     num_tokens: int = 0  # that it computes of prompts; or minus the number of sequences that it decodes
     batch: Batch | None = None
     output: StepOutput | None = None  # None while its sampling waits for the host, see `_sample`
-    drawing: list[Sequence] = field(default_factory=list)  # the sequences whose next token it draws
-    lengths: list[int] = field(default_factory=list)  # the tokens these had, before it was recorded
+    drawing: dict[Sequence, int] = field(default_factory=dict)  # whose next token it draws, and its position
 
 
 class LLMEngine:
@@ -49,9 +49,8 @@ class LLMEngine:
 
     model_runner: ModelRunner | None = None
     ranks: Ranks | None = None
-    assembly: str  # names the function that chooses the parts, as "package.module:name"
-    open_model: Callable[[str, dict[str, Any]], tuple[Config, Checkpoint]]  # from the arguments of an engine
-    make_prompts: Callable[..., InputProcessor] = InputProcessor
+    assembly: Callable[[Config], Parts]  # chooses the parts; the other ranks import it
+    make_prompts = InputProcessor
     # When Python itself ends, modules (and this one's names) may be gone before the engine. Nothing is freed
     # then: the end of the process does that.
     _is_python_ending = staticmethod(sys.is_finalizing)
@@ -77,7 +76,7 @@ class LLMEngine:
         watchers = tuple(observer for observer in parts.observers if observer.watches)
         self.scheduler = Scheduler(self.config, parts.prefix_cache, parts.admissions, parts.policy, watchers)
         self.batches = BatchMaker(self.config, parts, self.model_runner.backend)
-        self.prompts = self.make_prompts(self.config, self.tokenizer, self.scheduler.limits, processors)
+        self.prompts = self.make_prompts(self.config, self.tokenizer, processors)
         for processor in processors:
             processor.start(self.config, self.prompts)
         self._seeds = random.Random(self.config.seed)
@@ -85,14 +84,21 @@ class LLMEngine:
         self.seconds = 0.0  # that all steps have taken
         self.in_flight: list[Step] = []  # launched and not collected yet
         self.unfinished: dict[int, Sequence] = {}
-        self.ended: dict[int, Sequence] = {}  # have ended, but no step has returned them yet
+        self.ended: list[Sequence] = []  # no step has returned them yet
         self.attempt: Step | None = None  # what is being done, or was broken off
         self.observers = [*parts.observers]
         self._notify("started", weakref.proxy(self))
 
+    @staticmethod
+    def open_model(model: str, options: dict[str, Any]) -> tuple[Config, Checkpoint]:
+        """What the arguments of an engine say, completed by the folder that they name; and that, opened."""
+        config = Config(model, **options)
+        checkpoint = FolderCheckpoint(config.model)
+        return config.with_checkpoint(checkpoint), checkpoint
+
     def start_runner(self, checkpoint: Checkpoint) -> None:
         """Make rank 0's model runner; and start the other ranks, which make theirs at the same time."""
-        parts = self.parts = resolve_name(self.assembly)(self.config)
+        parts = self.parts = self.assembly(self.config)
         if self.config.tensor_parallel_size == 1:
             runner = ModelRunner(self.config, parts)
             runner.start(checkpoint)
@@ -139,7 +145,7 @@ class LLMEngine:
             sequences.append(Sequence(request))
             self.scheduler.add(sequences[-1])
         self._notify("added", sequences)
-        self.unfinished.update({seq.seq_id: seq for seq in sequences})
+        self.unfinished |= {seq.seq_id: seq for seq in sequences}
         self.attempt = None
         return sequences
 
@@ -154,18 +160,22 @@ class LLMEngine:
         self.begin()
         sequences, is_prefill = self.scheduler.schedule()
         if sequences:
-            step = self.attempt = Step(sequences, started=start)
+            step = self.attempt = Step(sequences, start)
             self._launch(step, is_prefill)
             self.in_flight.append(step)
         num_tokens = 0
-        # On a GPU the step that was launched last is collected by the next call, unless all requests have
-        # ended: then it was launched before we knew that.
-        while len(self.in_flight) > bool(self._overlap and sequences and self.unfinished):
-            step = self.in_flight.pop(0)
-            self._collect(step)
+        while self.in_flight:
+            step = self.attempt = self.in_flight[0]
+            if step.output is None:  # the tokens of all steps before it are known by now
+                self._sample(step)
+            # On a GPU the step that was launched last is collected by the next call, unless all requests have
+            # ended: then it was launched before we knew that.
+            if self._overlap and step.sequences is sequences and self.unfinished:
+                break
+            self._collect(self.in_flight.pop(0))
             num_tokens = num_tokens or step.num_tokens
-        finished = [(seq.seq_id, seq.completion_token_ids) for seq in self.ended.values()]
-        self.ended, self.attempt = {}, None
+        finished = [(seq.seq_id, seq.completion_token_ids) for seq in self.ended]
+        self.ended, self.attempt = [], None
         self.seconds += time.perf_counter() - start
         return finished, num_tokens
 
@@ -185,10 +195,6 @@ class LLMEngine:
         step.batch = self.batches.prefill(sequences) if is_prefill else self.batches.decode(sequences)
         step.num_tokens = len(step.batch.token_ids) if is_prefill else -len(sequences)
         self._notify("launching", step)
-        if self.in_flight and self.in_flight[-1].output is None:
-            # Not earlier: from its sampling on the GPU waits for this step.
-            self._sample(self.in_flight[-1])
-            self.attempt = step
         with self.model_runner.on_device():
             output = self.model_runner.call("run", step.batch)
             step.output = output and output.to_host(step.batch)
@@ -199,25 +205,18 @@ class LLMEngine:
         Finish a step whose sampling has waited for what logits processors make of all tokens before. On a GPU
         its forward pass runs meanwhile.
         """
-        self.attempt = step
-        messages = {}
-        for processor in selected(self.parts.logits_processors, step.batch.wanted):
-            if processor.waits_for_host:
-                messages[processor.name] = processor.host_input(step.sequences)
+        wanted = selected(self.parts.logits_processors, step.batch.wanted)
+        messages = {each.name: each.host_input(step.sequences) for each in wanted if each.waits_for_host}
         with self.model_runner.on_device():
             step.output = self.model_runner.call("sample", messages).to_host(step.batch)
 
     def _collect(self, step: Step) -> None:
         """Wait for a step's tokens, and end the sequences that end with them."""
-        self.attempt = step
-        if step.output is None:
-            self._sample(step)
         token_ids = step.output.token_ids()
         self.check_usable()  # where a rank has failed the tokens are worthless
-        step.lengths = [len(seq.token_ids) for seq in step.drawing]
         for name, tensors in step.output.tensors.items():
-            self.parts.logits_processor(name).record(step.sequences, step.drawing, tensors)
-        finished = self.scheduler.postprocess(step.sequences, token_ids, step.drawing)
+            self.parts.logits_processor(name).record(step.sequences, [*step.drawing], tensors)
+        finished = self.scheduler.postprocess(step.drawing, token_ids)
         for observer in self.observers:
             if observer.is_active:
                 observer.after_step(step)
@@ -228,7 +227,7 @@ class LLMEngine:
         """End a sequence, also one that its newest token has ended for another reason."""
         self.scheduler.end(seq, reason, stop_reason)
         if seq.seq_id in self.unfinished:  # else an observer has ended it
-            self.ended[seq.seq_id] = seq
+            self.ended.append(seq)
             del self.unfinished[seq.seq_id]
             self._notify("ended", seq)
 
@@ -258,7 +257,6 @@ class LLMEngine:
         kept = [seq for observer in self.observers for seq in observer.failed(self.attempt)]
         self.unfinished = {seq.seq_id: seq for seq in kept}
         self.scheduler.clear(kept)
-        self._notify("cleared")
         if kept:
             self._notify("added", kept)
         self.attempt = None
@@ -286,7 +284,7 @@ class LLMEngine:
 
     def clear(self) -> None:
         """Drop every request."""
-        self.unfinished, self.ended, self.attempt = {}, {}, Step([])
+        self.unfinished, self.ended, self.attempt = {}, [], Step([])
         if self.ranks is not None and self.ranks.failures:
             self.exit()
         self.recover()

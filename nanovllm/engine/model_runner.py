@@ -60,7 +60,7 @@ class ModelRunner:
             try:
                 self._notify("starting", self.group.rank, partial(ModelRunner, parts=self.parts))
                 self.build()
-                with torch_defaults(self.config.torch_dtype, self.device), use_group(self.group):
+                with torch_defaults(self.config.torch_dtype, self.device):
                     load_model(self.model, checkpoint)
                 pack_weights(self.model)
                 self._notify("before_warmup", self.model)
@@ -84,12 +84,10 @@ class ModelRunner:
             self.model = parts.build_model(hf_config)
             self.sampler = Sampler()
         layers = [module for module in self.model.modules() if isinstance(module, Attention)]
-        cache_layout = parts.make_layout(config)
-        self.backend = parts.make_backend(config, config.device_of(self.group.rank), layers, cache_layout)
-        self.backend.allocate(self.device)
+        self.backend = parts.make_backend(config, self.device, layers, parts.layout)
         for layer in layers:
             layer.backend = self.backend.for_layer(layer)
-        self.kv_cache = KVCache(config, layers, self.device, cache_layout)
+        self.kv_cache = KVCache(config, layers, self.device, parts.layout)
         layout = SlotLayout(config)
         self.slots = DeviceSlots(layout, self.device)
         self.waiting = 0  # those that wait for the host, see Batch.wanted
@@ -124,11 +122,6 @@ class ModelRunner:
             self._notify("failing", error)
             raise
 
-    def check_device(self) -> None:
-        """Raise an error of the device, if there was one: other ranks than 0 never wait for it otherwise."""
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).query()
-
     def exit(self) -> None:
         """Free the device's memory, except what the group shares, which other ranks may still have mapped."""
         with self.on_device():
@@ -161,7 +154,8 @@ class ModelRunner:
         num_bytes = sum(processor.reserved_bytes for processor in processors)
         num_bytes += bytes_taken_by(lambda: self.run(batch), self.device)
         if self.graphs is not None:
-            step = partial(self.decode_step, config.max_num_seqs, self.backend.largest_plan, batch.wanted)
+            kind = config.max_num_seqs, self.backend.largest_plan, batch.wanted
+            step = partial(self.decode_step, kind)
             self.graphs.reserve(bytes_taken_by(lambda: step()(), self.device))
             num_bytes += RESERVED_BYTES
             if not self.parts.can_record(step, self.device):
@@ -220,11 +214,11 @@ class ModelRunner:
         if not self.decoded:
             self._notify("before_first_decode")
         self.decoded[kind] = None
-        return self.decode_step(*kind)
+        return self.decode_step(kind)
 
-    def decode_step(self, batch_size: int, plan_key: Hashable, wanted: int) -> Draw:
+    def decode_step(self, kind: Kind) -> Draw:
         """Like `forward`. Depends on the device's memory alone, so that it can be captured."""
-        return self.run_model(*self.prepare_decode(batch_size, plan_key, wanted))
+        return self.run_model(*self.prepare_decode(kind))
 
     def prepare_prefill(self, batch: Batch) -> Inputs:
         """Also sets the context."""
@@ -244,8 +238,9 @@ class ModelRunner:
         )
         return put(batch.token_ids), put(batch.positions), step
 
-    def prepare_decode(self, batch_size: int, plan_key: Hashable, wanted: int) -> Inputs:
+    def prepare_decode(self, kind: Kind) -> Inputs:
         """Of the slots that decode, with padding behind them. Also sets the context."""
+        batch_size, plan_key, wanted = kind
         inputs, step = self.prepare_sample(self.slots.batch[:batch_size], wanted)
         set_context(
             False,
@@ -300,4 +295,4 @@ class ModelRunner:
         """Record a kind of decode step that has run once. Done when it comes again: starting is quick."""
         *_, wanted = kind
         in_two = bool(wanted & self.waiting)
-        self.decoded[kind] = self.graphs.capture(partial(self.decode_step, *kind), in_two)
+        self.decoded[kind] = self.graphs.capture(partial(self.decode_step, kind), in_two)

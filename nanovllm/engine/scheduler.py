@@ -11,21 +11,82 @@ An Admission may have a sequence wait for a step. It keeps its place in front of
 what these are given meanwhile leaves it the slot and the blocks that it needs.
 """
 
+import time
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
+from enum import IntEnum
 from operator import attrgetter
 from typing import Any
 
-from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.limits import Limits
-from nanovllm.engine.policies import Admission, Hit, PrefixCache, SchedulingPolicy, Verdict
+from nanovllm.engine.block_manager import BlockManager, Hit, PrefixCache
 from nanovllm.engine.sequence import Sequence, SequenceStatus
+
+MAX_PREFILLS_IN_A_ROW = 4  # while a sequence waits to decode
+
+
+class Verdict(IntEnum):
+    """Of several the highest counts."""
+
+    ADMIT = 0
+    WAIT = 1  # not in this step, but those behind it may be admitted. Nobody has to wait twice
+    STOP = 2  # neither it nor those behind it, before a sequence ends or gives blocks back
+
+
+class Admission:
+    """
+    Has a say in which sequences run. All are asked, on rank 0's host; one that has no free blocks, no slot or
+    no room in the step's tokens is not admitted whatever they say.
+    """
+
+    def admits(self, seq: Sequence, hit: Hit, state: Any) -> Verdict:
+        """
+        Whether this sequence, the first of those that wait, may run. If all say so, it does. `state` is the
+        Scheduler; its `running` has those that are already admitted, and `held_back`, a new list in each
+        step, those that join in the next one.
+        """
+        return Verdict.ADMIT
+
+    def ended(self, seq: Sequence) -> None:
+        """The sequence has ended; its `finish_reason` says why."""
+
+
+class SchedulingPolicy:
+    """
+    Chooses what the next step computes, on rank 0's host, while the tokens of the step in flight are not yet
+    known. The Scheduler keeps what must hold: limits, blocks, one unfinished prompt.
+    """
+
+    clock: Callable[[], float] = staticmethod(time.perf_counter)  # seconds; a simulation has one of its own
+
+    def start(self, scheduler: Any) -> None:
+        """The Scheduler is made. What it has is for reading."""
+        self.scheduler = scheduler
+
+    def order(self, waiting: Iterable[Sequence]) -> Iterable[Sequence]:
+        """
+        Who is asked to be admitted, first to last; some may be left out. `waiting` is in order of arrival,
+        behind those that were preempted. `scheduler.blocked` did not fit, and ends the row.
+        """
+        return waiting
+
+    def prefers_prefill(self, num_prefills_in_a_row: int) -> bool:
+        """Whether a prompt is computed next where sequences have waited so many steps to decode."""
+        return num_prefills_in_a_row < MAX_PREFILLS_IN_A_ROW
+
+    def chunk(self, seq: Sequence, num_tokens: int) -> int:
+        """How many of a prompt's next tokens are computed now, 1 to this, which the step has room for."""
+        return num_tokens
+
+    def victim(self, running: list[Sequence]) -> Sequence:
+        """Who loses its blocks when there are none. `running` is in order of admission."""
+        return running[-1]
 
 
 class Scheduler:
     """
-    Why all requests end: each fits the pool alone (`add` checks it), and the oldest running sequence gets its
-    block first and is preempted last, so that each decode step brings it one token nearer its end.
+    Why all requests end: each fits the pool alone (`InputProcessor.check_length`), and the oldest running
+    sequence gets its block first and is preempted last, so that each decode step brings it one token nearer
+    its end.
     """
 
     def __init__(
@@ -38,7 +99,6 @@ class Scheduler:
     ):
         self.max_num_seqs = config.max_num_seqs
         self.max_num_batched_tokens = config.max_num_batched_tokens
-        self.limits = Limits(config)
         self.block_size = config.kvcache_block_size
         # How many tokens back the model looks, 0: to the first. 2 at least, since a block is closed a step
         # after its last token has been drawn.
@@ -48,8 +108,8 @@ class Scheduler:
             config.num_kvcache_blocks, self.block_size, config.enable_prefix_caching, prefix_cache, watchers
         )
         self.admissions = admissions
-        self.watchers = watchers
         self.policy = policy or SchedulingPolicy()
+        self.watchers = watchers  # observers
         self.clear()
         self.policy.start(self)
         self.num_preemptions = 0
@@ -59,10 +119,7 @@ class Scheduler:
         return not self.waiting and not self.running
 
     def add(self, seq: Sequence) -> None:
-        """
-        Queue a request. Raises ValueError if its prompt could never fit, however empty the engine is.
-        """
-        self.limits.check(seq.num_tokens)
+        """Queue a request. It must fit the pool alone."""
         self.waiting[seq] = None
 
     def schedule(self) -> tuple[list[Sequence], bool]:
@@ -71,27 +128,20 @@ class Scheduler:
         can_decode = len(self.running) > has_chunk
         is_due = can_decode and not self.policy.prefers_prefill(self.num_prefills_in_a_row)
         if (self.waiting or has_chunk) and not is_due and (sequences := self._schedule_prefill()):
-            self.is_prefill = True
             self.num_prefills_in_a_row += can_decode
             return sequences, True
-        self.is_prefill, self.num_prefills_in_a_row = False, 0
+        self.num_prefills_in_a_row = 0
         return self._schedule_decode(), False
 
     def _schedule_prefill(self) -> list[Sequence]:
-        scheduled: list[Sequence] = []
-        budget = self.max_num_batched_tokens
-        if self.chunked is not None:
-            scheduled.append(self.chunked)
-            budget -= self._schedule_chunk(self.chunked, budget)
+        scheduled, budget = [], self.max_num_batched_tokens
+        if (seq := self.chunked) is not None:
+            budget -= self._schedule_chunk(seq, budget)
+            scheduled.append(seq)
         self.held_back: list[tuple[Sequence, Hit]] = []  # by WAIT
         for seq in self.policy.order(self.waiting):
-            num_running = len(self.running) + len(self.held_back)
-            if (
-                seq is self.blocked
-                or self.chunked is not None
-                or not budget
-                or num_running == self.max_num_seqs
-            ):
+            has_room = budget and self.chunked is None and len(self.free_slots) > len(self.held_back)
+            if seq is self.blocked or not has_room:
                 break
             hit = self.block_manager.prefix_cache.find(seq)
             verdicts = [admission.admits(seq, hit, self) for admission in self.admissions]
@@ -106,8 +156,6 @@ class Scheduler:
                 self.held_back.append((seq, hit))
                 continue
             self.block_manager.allocate(seq, hit)
-            for watcher in self.watchers:
-                watcher.admitted(seq, hit)
             self.running.append(seq)
             seq.status = SequenceStatus.RUNNING
             seq.slot = self.free_slots.pop()
@@ -115,6 +163,8 @@ class Scheduler:
                 seq.num_prompt_tokens_cached = seq.num_cached_tokens
             budget -= self._schedule_chunk(seq, budget)
             scheduled.append(seq)
+            for watcher in self.watchers:
+                watcher.admitted(seq, hit)
         for seq in scheduled:
             self.waiting.pop(seq, None)
         return scheduled
@@ -155,60 +205,51 @@ class Scheduler:
         for watcher in self.watchers:
             watcher.preempted(seq)
 
-    def advance(self, sequences: list[Sequence]) -> list[Sequence]:
+    def advance(self, sequences: list[Sequence]) -> dict[Sequence, int]:
         """
         Count a step as in flight, so that the next one can be scheduled before its tokens are known. Returns
-        the sequences that draw a token in it: all but one whose prompt is not yet computed to its end.
+        the sequences that draw a token in it, all but one whose prompt is not yet computed to its end, and
+        the positions of these tokens.
         """
-        drawing = []
+        drawing = {}
         for seq in sequences:
-            start = seq.num_computed_tokens
             seq.num_computed_tokens += seq.num_scheduled_tokens
             seq.num_scheduled_tokens = 0
-            if self.is_prefill:
-                self.block_manager.prefix_cache.written(seq, start, seq.num_computed_tokens)
             if self.reach:  # the next token is within it
                 num_past = (seq.num_computed_tokens + 1 - self.reach) // self.block_size
                 if num_past > seq.num_released_blocks:
                     self.block_manager.release(seq, num_past)
                     self.blocked = None
             if seq.num_computed_tokens == seq.num_tokens:
+                drawing[seq] = seq.num_tokens
                 seq.num_tokens += 1
-                drawing.append(seq)
                 if seq.num_tokens == seq.request.max_num_tokens:
                     self._release(seq)  # its last token needs neither slot nor blocks
         return drawing
 
-    def postprocess(
-        self, sequences: list[Sequence], token_ids: list[int], drawing: list[Sequence] | None = None
-    ) -> list[Sequence]:
+    def postprocess(self, sequences: Collection[Sequence], token_ids: list[int]) -> list[Sequence]:
         """
-        Record the tokens of a step, one per sequence that draws, and return the sequences that end with them.
-        `drawing` is what `advance` returned, if it was called when the step began. Steps are recorded in
-        order.
+        Record the tokens of a step, and return the sequences that end with them. `sequences` are those that
+        draw, which `advance` returned when the step began. Steps are recorded in order.
         """
-        if drawing is None:
-            drawing = self.advance(sequences)
         finished, block_size, over = [], self.block_size, SequenceStatus.FINISHED
-        for seq, token_id in zip(drawing, token_ids, strict=False):
+        for seq, token_id in zip(sequences, token_ids, strict=False):
             if seq.status is over:  # ended by the token before, which was not known when this step began
                 self.num_drawn_tokens -= 1
                 continue
             seq.append_token(token_id)
             num_known = len(seq.token_ids)
-            if self.watchers and num_known == seq.num_prompt_tokens + 1:
+            if num_known == seq.num_prompt_tokens + 1:
                 for watcher in self.watchers:
                     watcher.first_token(seq)
             if num_known % block_size == 0 and seq.num_computed_tokens >= num_known:
                 self.block_manager.close_newest(seq)
-            if token_id in seq.request.end_token_ids:
-                by_request = token_id in seq.sampling_params.stop_token_ids
-                self.end(seq, "stop", seq.last_token if by_request else None)
+            is_stop = token_id in seq.request.end_token_ids
+            if is_stop or num_known == seq.request.max_num_tokens:
+                by_request = is_stop and token_id in seq.request.params.stop_token_ids
+                self.end(seq, "stop" if is_stop else "length", seq.last_token if by_request else None)
                 finished.append(seq)
-            elif num_known == seq.request.max_num_tokens:
-                self.end(seq, "length")
-                finished.append(seq)
-        self.num_drawn_tokens += len(drawing)
+        self.num_drawn_tokens += len(sequences)
         return finished
 
     def end(self, seq: Sequence, reason: str, stop_reason: Any = None) -> None:
@@ -250,7 +291,6 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.chunked: Sequence | None = None  # is in the middle of its prompt; the last of `running`
         self.blocked: Sequence | None = None  # did not fit, and will not until blocks are given back
-        self.is_prefill = False  # of the step scheduled last
         self.num_prefills_in_a_row = 0  # while a sequence waited to decode
         self.free_slots = [*reversed(range(self.max_num_seqs))]  # of the devices' tables, see slots.py
         for seq in kept:

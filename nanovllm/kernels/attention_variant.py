@@ -70,10 +70,10 @@ class AttentionVariant:
     def score(self, scores: Tensor) -> Tensor:
         return scores
 
-    def first_sums(self, kv_heads: int) -> Tensor | None:
+    def first_sums(self, q: Tensor) -> Tensor | None:
         """
-        Logs of what softmax denominators begin with, float32 [kv_heads, heads of each, 1]; None: they begin
-        with 0.
+        Logs of what softmax denominators begin with, for queries as in `attend`: float32, to be broadcast to
+        [..., queries, 1]. None: they begin with 0.
         """
         return None
 

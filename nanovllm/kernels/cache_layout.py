@@ -33,19 +33,17 @@ def load_rows(cache, start, len_k, inside, DTYPE, SIZES, MASKED):
         else:
             block = masked_load(table + token // SIZES.BLOCK_SIZE, token < len_k)
         slot = block.to(tl.int64) * SIZES.BLOCK_SIZE + token % SIZES.BLOCK_SIZE
-    k_address = k_head + slot[None, :] * k_token_stride + dim[:, None]
+    k_address = k_head + slot[:, None] * k_token_stride + dim[None, :]
     v_address = v_head + slot[:, None] * v_token_stride + dim[None, :]
-    is_dim = dim < SIZES.HEAD_DIM
     if not MASKED and SIZES.HEAD_DIM == SIZES.DIM_PAD:
         key, value = tl.load(k_address), tl.load(v_address)
     else:
-        k_mask, v_mask = is_dim[:, None], is_dim[None, :]
+        mask = (dim < SIZES.HEAD_DIM)[None, :]
         if MASKED:
-            k_mask &= inside[None, :]
-            v_mask &= inside[:, None]
-        key = masked_load(k_address, k_mask)
-        value = masked_load(v_address, v_mask)
-    return key.to(DTYPE), value.to(DTYPE)
+            mask &= inside[:, None]
+        key = masked_load(k_address, mask)
+        value = masked_load(v_address, mask)
+    return tl.trans(key).to(DTYPE), value.to(DTYPE)
 
 
 class CacheLayout:
@@ -98,11 +96,11 @@ class CacheLayout:
         return size, 2
 
     def read(
-        self, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, begin: int, end: int, head_dim: int
+        self, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, begin: int, end: int, q: Tensor
     ) -> tuple[Tensor, Tensor]:
         """
-        Keys and values [kv_heads, tokens, head_dim] of a sequence's tokens from begin to end. Where its
-        blocks lie side by side, they are not copied.
+        Keys and values [kv_heads, tokens, head_dim] of a sequence's tokens from begin to end, in the dtype of
+        the queries q [..., head_dim]. Where its blocks lie side by side, they are not copied.
         """
         block_size = k_cache.shape[1]
         blocks = block_table[begin // block_size : -(-end // block_size)]
@@ -112,7 +110,8 @@ class CacheLayout:
             k_cache, v_cache, first = k_cache.index_select(0, blocks), v_cache.index_select(0, blocks), 0
         start = first * block_size + begin % block_size
         keys, values = (
-            cache.flatten(0, 1).narrow(0, start, end - begin).transpose(0, 1) for cache in (k_cache, v_cache)
+            cache.flatten(0, 1).narrow(0, start, end - begin).transpose(0, 1).to(q.dtype)
+            for cache in (k_cache, v_cache)
         )
         return keys, values
 

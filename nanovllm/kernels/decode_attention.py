@@ -8,13 +8,13 @@ length. Longer sequences should come first: programs start in the order of the b
 are short, all multiprocessors finish at about the same time.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from nanovllm.kernels.attention_variant import AttentionVariant
-from nanovllm.kernels.cache_layout import ROWS, CacheLayout
+from nanovllm.kernels.cache_layout import CacheLayout
 from nanovllm.kernels.runtime import (
     LOG2_E,
     MIN_DOT_SIZE,
@@ -44,13 +44,12 @@ MEASURED_ROW_BYTES = 256  # tiles were measured with keys of 128 elements of 2 b
 
 class DecodeSizes(NamedTuple):
     """
-    Constants of a launch. A program computes HEADS query heads of one kv head, and READERS programs together
-    all heads of that kv head. With SPLIT it sees only a part of the context.
+    Constants of a launch. A program computes HEADS query heads of one kv head. With SPLIT it sees only a part
+    of the context.
     """
 
     KV_HEADS: int
-    READERS: int
-    SHARES: int  # programs that compute all heads of a sequence, or of a split
+    SHARES: int  # programs that compute all heads of a sequence, or of a split; as many for each kv head
     HEADS: int
     HEADS_PAD: int  # rounded up to what the matrix unit takes
     HEAD_DIM: int
@@ -63,35 +62,29 @@ class DecodeSizes(NamedTuple):
 
 
 def paged_decode_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_tables: Tensor,
-    context_lens: Tensor,
-    variant: AttentionVariant,
-    layout: CacheLayout = ROWS,
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, variant: AttentionVariant, step: Any, layout: CacheLayout
 ) -> Tensor:
-    """Attention over the first context_lens tokens of every sequence, in the shape of q.
+    """Attention over all tokens of every sequence, in the shape of q.
 
-    q is [batch, heads, head_dim] with a contiguous last dimension, the caches are contiguous
-    [blocks, block_size, kv_heads, head_dim] or what the layout says, block_tables int32 [batch, max_blocks],
-    context_lens int32 [batch]. Entries of a block table beyond the end of its sequence are ignored. A context
-    of 0 (a padded row) gives zeros.
+    q is [batch, heads, head_dim] with a contiguous last dimension, and the caches are contiguous
+    [blocks, block_size, kv_heads, head_dim] or what the layout says. `step` is a `Context` of a decode step:
+    entries of a block table beyond the end of its sequence are ignored, and a context of 0 (a padded row)
+    gives zeros.
     """
     if q.device.type not in TRITON_DEVICES:
-        return paged_decode_attention_torch(q, k_cache, v_cache, block_tables, context_lens, variant, layout)
+        return paged_decode_attention_torch(q, k_cache, v_cache, variant, step, layout)
     batch, heads, head_dim = q.shape
     multiprocessors = num_multiprocessors(q.device)
     sizes, splits, num_warps, num_stages = _choose_sizes(q, k_cache, variant, layout, multiprocessors)
     partial = counters = None
     if splits > 1:
-        partial = q.new_empty(batch * heads * splits * (head_dim + 1), dtype=torch.float32)
+        partial = q.new_empty(batch, splits, heads, head_dim + 1, dtype=torch.float32)
         counters = arrival_counters(q.device)
     out = empty_padded(batch, heads * head_dim, q).view(q.shape)
     kernel = layout.decode_kernel or _decode_kernel
     kernel[(sizes.SHARES, batch, splits)](
-        q, k_cache, v_cache, block_tables, context_lens, variant.extras, out, partial, counters,
-        variant.scale * LOG2_E, *q.stride()[:2], block_tables.stride(0), multiprocessors,
+        q, k_cache, v_cache, step.block_tables, step.context_lens, variant.extras, out, partial, counters,
+        variant.scale * LOG2_E, *q.stride()[:2], step.block_tables.stride(0), multiprocessors,
         SIZES=sizes, HOOKS=variant.hooks,
         num_warps=num_warps, num_stages=num_stages, **overlap_options(q.device),
     )  # fmt: skip
@@ -104,12 +97,11 @@ def _choose_sizes(
     """-> (sizes, splits, warps, pipeline stages)."""
     batch, num_heads, head_dim = q.shape
     block_size, kv_heads = layout.page_sizes(k_cache, head_dim)
-    programs = batch * kv_heads
-    splits = min(cdiv(PROGRAMS_PER_MULTIPROCESSOR * multiprocessors, programs), MAX_SPLITS)
-    heads, readers = num_heads // kv_heads, 1
+    splits = min(cdiv(PROGRAMS_PER_MULTIPROCESSOR * multiprocessors, batch * kv_heads), MAX_SPLITS)
+    heads, shares = num_heads // kv_heads, kv_heads
     # A small batch leaves the GPU room, and combining splits takes most of its time: spread the query heads.
-    while not variant.reads_few and heads % 2 == 0 and 2 * readers * programs <= MAX_APART:
-        heads, readers = heads // 2, 2 * readers
+    while not variant.reads_few and heads % 2 == 0 and 2 * shares * batch <= MAX_APART:
+        heads, shares = heads // 2, 2 * shares
     combined_heads = next_power_of_2(heads)
     heads_pad = max(MIN_COLUMNS, combined_heads)
     dim_pad = max(MIN_DOT_SIZE, next_power_of_2(head_dim))
@@ -122,8 +114,7 @@ def _choose_sizes(
     tokens = min(most_tokens, most_tokens * MEASURED_ROW_BYTES // (dim_pad * element_size))
     sizes = DecodeSizes(
         kv_heads,
-        readers,
-        kv_heads * readers,
+        shares,
         heads,
         heads_pad,
         head_dim,
@@ -138,24 +129,17 @@ def _choose_sizes(
 
 
 def paged_decode_attention_torch(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_tables: Tensor,
-    context_lens: Tensor,
-    variant: AttentionVariant,
-    layout: CacheLayout = ROWS,
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, variant: AttentionVariant, step: Any, layout: CacheLayout
 ) -> Tensor:
     out = torch.zeros_like(q)
-    begins = variant.first_token(context_lens).tolist()
-    for i, (begin, end) in enumerate(zip(begins, context_lens.tolist(), strict=True)):
+    begins = variant.first_token(step.context_lens).tolist()
+    for i, (begin, end) in enumerate(zip(begins, step.context_lens.tolist(), strict=True)):
         if begin < end:
-            found = layout.read(k_cache, v_cache, block_tables[i], begin, end, q.shape[2])
-            keys, values = (x[None].to(q.dtype) for x in found)
+            keys, values = layout.read(k_cache, v_cache, step.block_tables[i], begin, end, q)
             # The query heads of one kv head are the query rows, so K and V are never expanded.
             row = slice(i, i + 1)
-            queries = q[row].unflatten(1, (keys.shape[1], -1))
-            out[row] = variant.attend(queries, keys, values, None, row).flatten(1, 2)
+            queries = q[row].unflatten(1, (len(keys), -1))
+            out[row] = variant.attend(queries, keys[None], values[None], None, row).flatten(1, 2)
     return variant.finish_decode(out)
 
 
@@ -172,7 +156,7 @@ def _decode_kernel(
     TILE: tl.constexpr = SIZES.TILE
     first, begin, end, used_splits = own_tokens(context_lens, extras, SIZES, HOOKS)
     share = tl.program_id(0)
-    kv_head = share // SIZES.READERS
+    kv_head = share // (SIZES.SHARES // SIZES.KV_HEADS)
     seq = tl.program_id(1)
     table = block_tables + seq.to(tl.int64) * table_stride
     if OVERLAP:

@@ -50,10 +50,10 @@ def store_kvcache_torch(
 
 
 @triton.jit
-def store_rows(k_cache, v_cache, slot, head, half, is_q, is_v, inside, address, half1, half2, SIZES, HOOKS):
+def store_rows(k_cache, v_cache, slot, head, half, is_v, inside, address, half1, half2, SIZES, HOOKS):
     """
-    Store both halves [HEADS, HALF_PAD], float32, of these heads [HEADS, 1] of a token, if they are of k or v.
-    `inside` masks what is padding. The first half was read from `address`, inside qkv.
+    Store both halves [HEADS, HALF_PAD], float32, of these heads [HEADS, 1] of a token's k or v. `inside`
+    masks what is padding. The first half was read from `address`, inside qkv.
     """
     if slot >= 0:
         offset = (slot * SIZES.NUM_KV_HEADS + head) * SIZES.HEAD_DIM + half
@@ -61,7 +61,7 @@ def store_rows(k_cache, v_cache, slot, head, half, is_q, is_v, inside, address, 
         if is_v:
             tl.store(v_cache + offset, half1, mask=inside)
             tl.store(v_cache + offset + HALF, half2, mask=inside)
-        elif not is_q:
+        else:
             tl.store(k_cache + offset, half1, mask=inside)
             tl.store(k_cache + offset + HALF, half2, mask=inside)
 
@@ -170,11 +170,11 @@ def _qk_norm_rope_store_kernel(
     sin = masked_load(cos_address + HALF, rotated)
     if q_weight is not None:
         if is_q:
-            weight1 = masked_load(q_weight + half, rotated)
-            weight2 = masked_load(q_weight + HALF + half, rotated)
+            weight = q_weight + half
         else:
-            weight1 = masked_load(k_weight + half, rotated)
-            weight2 = masked_load(k_weight + HALF + half, rotated)
+            weight = k_weight + half
+        weight1 = masked_load(weight, rotated)
+        weight2 = masked_load(weight + HALF, rotated)
     slot = tl.load(slot_mapping + token).to(tl.int64)
     pdl_wait(OVERLAP)  # decode attention, which comes next, prefetches before it waits
 
@@ -197,21 +197,8 @@ def _qk_norm_rope_store_kernel(
             wide1, wide2 = HOOKS.rotate(wide1, wide2, SIZES, HOOKS)
         tl.store(address, wide1, mask=inside)
         tl.store(address + HALF, wide2, mask=inside)
-    HOOKS.store(
-        k_cache,
-        v_cache,
-        slot,
-        head,
-        half,
-        is_q,
-        is_v,
-        inside,
-        address,
-        wide1,
-        wide2,
-        SIZES,
-        HOOKS,
-    )
+    if not is_q:
+        HOOKS.store(k_cache, v_cache, slot, head, half, is_v, inside, address, wide1, wide2, SIZES, HOOKS)
 
 
 @triton.jit

@@ -13,23 +13,28 @@ from nanovllm.kernels.runtime import TRITON_DEVICES, masked_load, next_power_of_
 def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """
     (normed total, total) for total = x + residual, all [..., hidden] and in the dtype of x, where normed is
-    total / rms(total) * weight [hidden]. Without a residual the total is x.
+    total / rms(total) * weight [hidden]. Without a residual the total is x; else the residual is contiguous.
     """
     if x.device.type not in TRITON_DEVICES:
         return add_rms_norm_torch(x, residual, weight, eps)
     hidden = x.shape[-1]
     rows = x.reshape(-1, hidden)
     normed = x.new_empty(x.shape)
-    total = None
-    if residual is not None:
-        residual = residual.contiguous()
-        total = x.new_empty(x.shape)
+    total = x if residual is None else x.new_empty(x.shape)
     block = next_power_of_2(hidden)
     _rms_norm_kernel[(len(rows),)](
-        rows, residual, weight, normed, total, eps, rows.stride(0), hidden,
-        BLOCK=block, num_warps=max(1, min(16, block // 256)),
-    )  # fmt: skip
-    return normed, x if total is None else total
+        rows,
+        residual,
+        weight,
+        normed,
+        total,
+        eps,
+        rows.stride(0),
+        hidden,
+        BLOCK=block,
+        num_warps=max(1, min(16, block // 256)),
+    )
+    return normed, total
 
 
 def rms_norm_torch(x: Tensor, weight: Tensor, eps: float) -> Tensor:

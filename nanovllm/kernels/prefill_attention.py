@@ -41,7 +41,7 @@ class PrefillSizes(NamedTuple):
 
 
 def varlen_prefill_attention(
-    q: Tensor, k: Tensor, v: Tensor, variant: AttentionVariant, step: Any, layout: CacheLayout = ROWS
+    q: Tensor, k: Tensor, v: Tensor, variant: AttentionVariant, step: Any, layout: CacheLayout
 ) -> Tensor:
     """Attention of q [tokens, heads, head_dim] over k, v; returns the shape of q.
 
@@ -77,40 +77,41 @@ def _tiles(
     """Queries and keys of a tile, warps, pipeline stages: the fastest on Hopper, what fits on other chips."""
     if element_size > 2:
         return 16, 16, 4, 1
-    is_hopper = has_hopper_shared_memory(device)
-    if dim_pad > 256:
-        return (64, 32, 8, 2) if is_hopper else (64, 16, 8, 1)
-    if not is_hopper:
-        return (128, 64, 8, 2) if dim_pad <= 128 else (128, 32, 8, 1)
+    if not has_hopper_shared_memory(device):
+        if dim_pad <= 128:
+            return 128, 64, 8, 2
+        return (128, 32, 8, 1) if dim_pad == 256 else (64, 16, 8, 1)
     if max_seqlen_q <= SHORT_QUERIES and dim_pad <= 128:
         return SHORT_QUERIES, 64, 4, 3
-    return {128: (128, 128, 8, 3), 256: (128, 64, 8, 2)}.get(dim_pad, (128, 64, 8, 3))
+    if dim_pad < 128:
+        return 128, 64, 8, 3
+    return {128: (128, 128, 8, 3), 256: (128, 64, 8, 2)}.get(dim_pad, (64, 32, 8, 2))
 
 
 def varlen_prefill_attention_torch(
-    q: Tensor, k: Tensor, v: Tensor, variant: AttentionVariant, step: Any, layout: CacheLayout = ROWS
+    q: Tensor, k: Tensor, v: Tensor, variant: AttentionVariant, step: Any, layout: CacheLayout
 ) -> Tensor:
     out = q.new_empty(q.shape)
-    places = zip(pairwise(step.cu_seqlens_q.tolist()), pairwise(step.cu_seqlens_k.tolist()), strict=True)
-    for i, ((begin, end), (begin_k, end_k)) in enumerate(places):
-        len_q, len_k = end - begin, end_k - begin_k
+    ends_k = step.cu_seqlens_k.tolist()
+    for i, (begin, end) in enumerate(pairwise(step.cu_seqlens_q.tolist())):
+        len_q, len_k = end - begin, ends_k[i + 1] - ends_k[i]
         if len_q == 0:
             continue
         ends = torch.arange(len_k - len_q + 1, len_k + 1, device=q.device)  # behind each query's last key
         begins = variant.first_token(ends)
-        first, mask = int(begins[0]), None
+        first = int(begins[0])
+        mask = None
         if len_q != len_k or begins[-1]:  # else each query sees all keys up to its own
             key = torch.arange(first, len_k, device=q.device)
             mask = (key >= begins[:, None]) & (key < ends[:, None])
         if step.block_tables is None:
-            keys, values = (x[begin_k + first : end_k].transpose(0, 1) for x in (k, v))
+            seen = slice(ends_k[i] + first, ends_k[i + 1])
+            keys, values = k[seen].transpose(0, 1), v[seen].transpose(0, 1)
         else:
-            keys, values = layout.read(k, v, step.block_tables[i], first, len_k, q.shape[2])
+            keys, values = layout.read(k, v, step.block_tables[i], first, len_k, q)
         # [kv_heads, heads per kv head, tokens, head_dim]; K and V are expanded without a copy.
         queries = q[begin:end].unflatten(1, (len(keys), -1)).permute(1, 2, 0, 3)
-        keys, values = (
-            x.to(q.dtype).unsqueeze(1).expand(-1, queries.shape[1], -1, -1) for x in (keys, values)
-        )
+        keys, values = (x.unsqueeze(1).expand(-1, queries.shape[1], -1, -1) for x in (keys, values))
         out[begin:end] = variant.attend(queries, keys, values, mask).permute(2, 0, 1, 3).flatten(1, 2)
     return out
 

@@ -12,31 +12,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton's own switch: kernels run as Python on CPUs
+
+# TRITON_DEVICES: the types of devices whose tensors go through the Triton kernels. Others go through the
+# torch references.
 try:
     import triton
     import triton.language as tl
 
     HAVE_TRITON = True
+    TRITON_DEVICES = {"cuda", "cpu"} if INTERPRETED else {"cuda"}
 except ImportError:
     HAVE_TRITON = False
+    TRITON_DEVICES = set()
 
     triton = tl = SimpleNamespace(
         constexpr=lambda value: value,
         jit=lambda function=None, **_options: function or (lambda decorated: decorated),
     )
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton's own switch: kernels run as Python on CPUs
-IS_INTERPRETED = tl.constexpr(INTERPRETED)  # the same, for use inside kernels
+IS_INTERPRETED = tl.constexpr(INTERPRETED)  # for use inside kernels
 MINUS_INF = tl.constexpr(float("-inf"))
 NUM_COUNTERS = 1 << 16  # the largest second or third dimension of a grid
 ROW_PADDING = 128
 MIN_DOT_SIZE = 16  # the smallest side of a matrix that `tl.dot` multiplies
 LOG2_E = 1.4426950408889634  # exp(x) is computed as exp2(x * LOG2_E): GPUs have an instruction for exp2
-
-# The types of devices whose tensors go through the Triton kernels; others go through the torch references.
-TRITON_DEVICES = {"cuda"} if HAVE_TRITON else set()
-if HAVE_TRITON and INTERPRETED:
-    TRITON_DEVICES.add("cpu")
 
 # A process that only compiles kernels has its tensors on the CPU. It sets this to the properties of the GPU
 # that it compiles for, and adds the CPU to the devices above.
@@ -82,7 +82,7 @@ def overlap_options(device: torch.device) -> dict[str, bool]:
     next one may read those at once, too.
     """
     properties = gpu_properties(device)
-    if properties and torch.version.cuda and properties.major >= 9:
+    if properties and properties.major >= 9:
         return {"OVERLAP": True, "launch_pdl": True}
     return {"OVERLAP": False}
 

@@ -51,7 +51,6 @@ def sample(logits: Tensor, step: Any) -> tuple[Tensor, Tensor]:
     values, token_ids = torch.empty_like(step.temperatures), torch.empty_like(step.seeds)
     chunk_values = values.new_empty(batch, chunks)
     chunk_ids = values.new_empty(batch, chunks, dtype=torch.int32)
-    counters = arrival_counters(logits.device)
     _sample_kernel[(chunks, batch)](
         logits,
         step.temperatures,
@@ -62,14 +61,13 @@ def sample(logits: Tensor, step: Any) -> tuple[Tensor, Tensor]:
         token_ids,
         chunk_values,
         chunk_ids,
-        counters,
+        arrival_counters(logits.device),
         logits.stride(0),
         vocab,
         step.vocab_start,
         tiles_per_chunk,
         BLOCK=BLOCK,
         CHUNKS_PAD=next_power_of_2(num_tiles),
-        num_warps=4,
     )
     return values, token_ids
 

@@ -60,8 +60,8 @@ class LinearBase(nn.Module):
         self.hidden_size = hidden_size
         num_rows = 0
         for shard in shards.values():
-            shard.offset = num_rows
-            num_rows += shard.size[0]
+            shard.place = slice(num_rows, num_rows + shard.size[0])
+            num_rows = shard.place.stop
         self.bias = None
         if bias:
             self.bias = nn.Parameter(torch.zeros(num_rows), requires_grad=False)
@@ -74,9 +74,8 @@ class LinearBase(nn.Module):
         self.matrix = matrix
         for name, tensor in matrix.parameters.items():
             tensor.weight_loader = self.weight_loader
-            if isinstance(tensor, nn.Parameter):
-                self.register_parameter(name, tensor)
-        self.products = matrix.products(self.hidden_size, self.group.size)
+            setattr(self, name, tensor)
+        self.products = matrix.products(self)
 
     def finish(self) -> None:
         """Once the weight is loaded: bring it into the layout that multiplies fastest."""
@@ -100,7 +99,7 @@ class LinearBase(nn.Module):
         return self.product(len(stream.x)).norm_linear(stream, self.bias, silu_and_mul)
 
     def weight_loader(self, param: nn.Parameter, loaded_weight: Any, shard_id: Any = None) -> None:
-        self.shards[shard_id].load(param.data, loaded_weight)
+        self.shards[shard_id].load(param, loaded_weight)
 
 
 class ReplicatedLinear(LinearBase):
@@ -148,9 +147,8 @@ class QKVParallelLinear(ColumnParallelLinear):
         kv_size = (total_num_kv_heads or total_num_heads) * head_size
         sizes = {"q": total_num_heads * head_size, "k": kv_size, "v": kv_size}
         self._build(hidden_size, sizes, bias, head_size)
-        self.num_heads, self.num_kv_heads = (
-            divide(self.shards[shard_id].size[0], head_size) for shard_id in "qk"
-        )
+        self.num_heads = divide(self.shards["q"].size[0], head_size)
+        self.num_kv_heads = divide(self.shards["k"].size[0], head_size)
 
 
 class RowParallelLinear(LinearBase):

@@ -23,29 +23,25 @@ from nanovllm.utils.loader import default_weight_loader
 @dataclass
 class Shard:
     """
-    This rank's share of a checkpoint's matrix of this shape: `rows` and `columns` (None: all), which are the
-    rows from `offset` on of the layer's own matrix. `size` says how many rows and columns these are.
+    This rank's share of a checkpoint's matrix of this shape: `rows` and `columns` (None: all). `size` says
+    how many these are, `place` which rows of the layer's own matrix.
     """
 
     shape: tuple[int, int]
     rows: slice | None = None
     columns: slice | None = None
-    offset: int = 0
 
     def __post_init__(self) -> None:
         self.rows = self.rows or slice(0, self.shape[0])
         self.columns = self.columns or slice(0, self.shape[1])
         self.size = self.rows.stop - self.rows.start, self.columns.stop - self.columns.start
-
-    @property
-    def place(self) -> slice:
-        """Its rows in the layer's own matrix."""
-        return slice(self.offset, self.offset + self.size[0])
+        self.place = slice(0, self.size[0])
 
     def load(self, param: Tensor, loaded: Any) -> None:
         """Copy it into the layer's own matrix, or bias."""
-        cut = (self.rows, self.columns)[: param.dim()]
-        default_weight_loader(param[self.place], loaded, cut, self.shape[: param.dim()])
+        dims = param.dim()
+        cut = (self.rows, self.columns)[:dims]
+        default_weight_loader(param[self.place], loaded, cut, self.shape[:dims])
 
 
 def activated(x: Any) -> Tensor:
@@ -102,11 +98,10 @@ class Weight(Product):
         y = self.multiply(activated(x), bias=bias)
         return self.act_fn(y) if gated else y
 
-    def products(self, hidden_size: int | None, num_ranks: int) -> list[Product]:
+    def products(self, layer: Any) -> list[Product]:
         """
-        What multiplies by it faster than itself, in order of preference. Called when the weight is made and
-        again after `finish`. `hidden_size` is the width of the residual stream that the layer reads or adds
-        to, None if it does neither.
+        What multiplies by it faster than itself in this layer, in order of preference. Called when the layer
+        gets the weight and again after `finish`.
         """
         return []
 

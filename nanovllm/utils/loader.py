@@ -28,8 +28,8 @@ def default_weight_loader(
     more in the parameter's dtype.
     """
     check_stored(loaded_weight, tuple(param.shape) if shape is None else shape)
-    param.data.copy_(loaded_weight[part])
-    check_finite(param.data)
+    param.copy_(loaded_weight[part])
+    check_finite(param)
 
 
 def check_stored(loaded_weight: Any, shape: tuple[int, ...], dtypes: set[torch.dtype] = FLOATS) -> None:
@@ -103,13 +103,11 @@ def find_places(model: nn.Module) -> dict[str, StoredTensor]:
     for name, layer in model.named_modules():
         if hasattr(layer, "stored_tensors"):
             found |= layer.stored_tensors(name)
-    places = {}
+    places = dict(found)
     for name, place in found.items():
-        sources = [source for source, (target, _) in packed.items() if f".{target}." in f".{name}."]
-        if not sources:
-            places[name] = place
-        for source in sources:
-            target, shard_id = packed[source]
-            source_name = f".{name}.".replace(f".{target}.", f".{source}.").strip(".")
-            places[source_name] = place._replace(load=functools.partial(place.load, shard_id=shard_id))
+        for source, (target, shard_id) in packed.items():
+            if f".{target}." in f".{name}.":
+                places.pop(name, None)
+                source_name = f".{name}.".replace(f".{target}.", f".{source}.").strip(".")
+                places[source_name] = place._replace(load=functools.partial(place.load, shard_id=shard_id))
     return places

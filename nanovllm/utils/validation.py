@@ -13,14 +13,6 @@ MAX_SHOWN = 500
 
 
 class _ShortRepr(reprlib.Repr):
-    """Looks at the first few values of the first few levels only."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.maxlevel = 5
-        self.maxlist = self.maxtuple = self.maxset = self.maxfrozenset = self.maxdict = 8
-        self.maxlong = self.maxstring = self.maxother = MAX_SHOWN
-
     def repr_int(self, x: int, level: int) -> str:
         try:
             return super().repr_int(x, level)
@@ -28,10 +20,17 @@ class _ShortRepr(reprlib.Repr):
             return f"an integer of {x.bit_length()} bits"
 
 
+# Looks at the first few values of the first few levels only.
+_short = _ShortRepr()
+_short.maxlevel = 5
+_short.maxlist = _short.maxtuple = _short.maxset = _short.maxfrozenset = _short.maxdict = 8
+_short.maxlong = _short.maxstring = _short.maxother = MAX_SHOWN
+
+
 def shown(value: Any) -> str:
     """The shortened repr. Lone surrogates are escaped, so that the message can be printed."""
     try:
-        text = _ShortRepr().repr(value)
+        text = _short.repr(value)
     except Exception as error:  # a type that only looks like a list
         text = f"<{type(value).__name__}, whose repr raises {type(error).__name__}>"
     return shorten(text.encode("utf-8", "backslashreplace").decode())

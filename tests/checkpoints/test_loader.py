@@ -12,12 +12,13 @@ import pytest
 import torch
 import transformers
 from loaded_models import assert_same_parameters, build_model, expected_parameters
+from open_checkpoints import open_checkpoint
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import CONFIG_MAPPING
 
 from nanovllm import LLM, SamplingParams, assembly
-from nanovllm.assembly import get_model_class, open_checkpoint
+from nanovllm.assembly import get_model_class
 from nanovllm.distributed.group import Group, use_group
 from nanovllm.extensions.checkpoints.made_up import toy_tokenizer
 from nanovllm.extensions.checkpoints.shapes import SHAPES

@@ -12,10 +12,11 @@ from gguf_files import write_gguf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loaded_models import assert_same_parameters, build_model, expected_parameters
+from open_checkpoints import open_checkpoint
 from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM
-from nanovllm.assembly import MODELS, get_model_class, open_checkpoint, read_config
+from nanovllm.assembly import MODELS, get_model_class, read_config
 from nanovllm.checkpoints.folder import INDEX, FolderCheckpoint
 from nanovllm.checkpoints.model_config import ModelConfig
 from nanovllm.config import CHECKS, Config

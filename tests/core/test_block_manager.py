@@ -2,27 +2,27 @@
 
 import time
 
+import block_pool
 import numpy as np
 import pytest
 import xxhash
-from block_pool import BLOCK_SIZE, BlockManagerMachine, check_pool, compute, make_sequence, published_hash
+from block_pool import BLOCK_SIZE, Manager, check_pool, compute, make_sequence, published_hash
 from hypothesis import HealthCheck, settings
 
-from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.policies import Hit
+from nanovllm.engine.block_manager import Hit
 
 
 def test_the_hash_is_xxh64_of_the_previous_hash_and_the_tokens():
-    first = BlockManager.compute_hash([1, 2, 3])
+    first = Manager.compute_hash([1, 2, 3])
     assert (
         first == published_hash([1, 2, 3]) == xxhash.xxh64(np.array([1, 2, 3], "<i8").tobytes()).intdigest()
     )
-    second = BlockManager.compute_hash([1, 2, 3], first)
+    second = Manager.compute_hash([1, 2, 3], first)
     assert second == published_hash([1, 2, 3], first) != first
 
 
 def test_the_example_of_the_design_holds():
-    manager = BlockManager(10, BLOCK_SIZE)
+    manager = Manager(10, BLOCK_SIZE)
     first = make_sequence(range(600))
     manager.allocate(first)
     assert first.num_cached_tokens == 0
@@ -38,7 +38,7 @@ def test_the_example_of_the_design_holds():
 
 @pytest.mark.parametrize("blocks", [1, 2, 3])
 def test_a_hit_leaves_at_least_one_token_to_compute(blocks):
-    manager = BlockManager(10, 16)
+    manager = Manager(10, 16)
     first, second = make_sequence(range(16 * blocks), 16), make_sequence(range(16 * blocks), 16)
     manager.allocate(first)
     manager.allocate(second)
@@ -48,7 +48,7 @@ def test_a_hit_leaves_at_least_one_token_to_compute(blocks):
 
 
 def test_equal_blocks_after_different_prefixes_do_not_match():
-    manager = BlockManager(10, 4)
+    manager = Manager(10, 4)
     first = make_sequence([1, 1, 1, 1, 7, 7, 7, 7, 0], 4)
     second = make_sequence([2, 2, 2, 2, 7, 7, 7, 7, 0], 4)
     manager.allocate(first)
@@ -59,7 +59,7 @@ def test_equal_blocks_after_different_prefixes_do_not_match():
 
 def test_after_the_first_miss_everything_misses():
     """The third block could still be found by its chained hash, but the second could not."""
-    manager = BlockManager(10, 4)
+    manager = Manager(10, 4)
     tokens = [1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3, 9]
     first, second = make_sequence(tokens, 4), make_sequence(tokens, 4)
     manager.allocate(first)
@@ -70,7 +70,7 @@ def test_after_the_first_miss_everything_misses():
 
 
 def test_without_prefix_caching_nothing_is_found():
-    manager = BlockManager(10, 4, enable_prefix_caching=False)
+    manager = Manager(10, 4, enable_prefix_caching=False)
     first = make_sequence(range(10), 4)
     manager.allocate(first)
     compute(manager, first)
@@ -80,8 +80,8 @@ def test_without_prefix_caching_nothing_is_found():
 
 
 def test_a_hash_collision_is_not_a_hit(monkeypatch):
-    monkeypatch.setattr(BlockManager, "compute_hash", staticmethod(lambda token_ids, prefix=-1: 42))
-    manager = BlockManager(10, 4)
+    monkeypatch.setattr(Manager, "compute_hash", staticmethod(lambda token_ids, prefix=-1: 42))
+    manager = Manager(10, 4)
     first, second = make_sequence([1, 1, 1, 1, 0], 4), make_sequence([2, 2, 2, 2, 0], 4)
     manager.allocate(first)
     manager.allocate(second)
@@ -90,7 +90,7 @@ def test_a_hash_collision_is_not_a_hit(monkeypatch):
 
 
 def test_freed_blocks_stay_findable_until_they_are_handed_out():
-    manager = BlockManager(4, 4)
+    manager = Manager(4, 4)
     first = make_sequence([1, 1, 1, 1, 2, 2, 2, 2, 0], 4)
     manager.allocate(first)
     table = list(first.block_table)
@@ -109,7 +109,7 @@ def test_freed_blocks_stay_findable_until_they_are_handed_out():
 
 
 def test_least_recently_freed_goes_first_and_a_sequence_is_freed_last_to_first():
-    manager = BlockManager(6, 4)
+    manager = Manager(6, 4)
     first, second = make_sequence(range(9), 4), make_sequence(range(50, 59), 4)
     manager.allocate(first)
     manager.allocate(second)
@@ -120,7 +120,7 @@ def test_least_recently_freed_goes_first_and_a_sequence_is_freed_last_to_first()
 
 
 def test_admission_counts_only_blocks_that_are_really_new():
-    manager = BlockManager(4, 4)
+    manager = Manager(4, 4)
     first = make_sequence([*range(12), 99], 4)
     manager.allocate(first)
     assert len(manager.free_block_ids) == 0
@@ -136,7 +136,7 @@ def test_admission_counts_only_blocks_that_are_really_new():
 
 
 def test_can_allocate_changes_nothing():
-    manager = BlockManager(4, 4)
+    manager = Manager(4, 4)
     first = make_sequence(range(9), 4)
     manager.allocate(first)
     manager.deallocate(first)
@@ -149,7 +149,7 @@ def test_can_allocate_changes_nothing():
 
 
 def test_appending_opens_a_block_after_a_full_one_and_closes_the_block_that_it_fills():
-    manager = BlockManager(3, 4)
+    manager = Manager(3, 4)
     sequence = make_sequence([1, 2, 3], 4)
     manager.allocate(sequence)
     assert len(sequence.block_table) == 1 and manager.blocks[sequence.block_table[0]].hash == -1
@@ -173,7 +173,7 @@ def test_appending_opens_a_block_after_a_full_one_and_closes_the_block_that_it_f
 
 
 def test_appending_needs_a_free_block_only_when_a_block_is_opened():
-    manager = BlockManager(2, 4)
+    manager = Manager(2, 4)
     first, second = make_sequence([1, 2, 3], 4), make_sequence([5, 6, 7, 8], 4)
     manager.allocate(first)
     manager.allocate(second)
@@ -185,7 +185,7 @@ def test_appending_needs_a_free_block_only_when_a_block_is_opened():
 
 def seconds_for_a_history(num_blocks: int) -> float:
     """The best of some repetitions of the same operations: new blocks, shared ones, free ones found again."""
-    manager = BlockManager(num_blocks, 16)
+    manager = Manager(num_blocks, 16)
     best = float("inf")
     for repetition in range(5):
         histories = [[i * 100 + repetition * 100_000 + j // 16 for j in range(100)] for i in range(20)]
@@ -210,11 +210,11 @@ def test_operations_do_not_grow_with_the_pool():
     assert large < 10 * small + 0.01, f"{small:.4f} s with 1,000 blocks, {large:.4f} s with 500,000"
 
 
-BlockManagerMachine.TestCase.settings = settings(
+block_pool.BlockManagerMachine.TestCase.settings = settings(
     max_examples=150,
     stateful_step_count=40,
     deadline=None,
     report_multiple_bugs=False,
     suppress_health_check=list(HealthCheck),
 )
-TestBlockManagerHistories = BlockManagerMachine.TestCase
+TestBlockManagerHistories = block_pool.BlockManagerMachine.TestCase

@@ -72,9 +72,8 @@ MODES = {
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_every_mode_gives_the_tokens_of_transformers(model, monkeypatch, mode):
+def test_every_mode_gives_the_tokens_of_transformers(model, mode):
     """Overlapped is how a GPU is driven: a step is scheduled before the last one's tokens are known."""
-    monkeypatch.setattr("nanovllm.engine.memory.CPU_KV_CACHE_BYTES", 1 << 26)  # fewer blocks to look at
     with Core(model.folder, **{**EXACT, **MODES[mode]}) as llm, Watch(llm) as seen:
         llm._overlap = mode not in ("one at a time", "preempted")
         assert_answers(model, llm.generate(model.prompts, GREEDY, use_tqdm=False))

@@ -13,6 +13,7 @@ from kernel_checks import (
     NAN,
     ROPE_SHAPES,
     SHAPES,
+    SPLITS,
     assert_passes_in_the_interpreter,
     check_decode,
     check_prefill,
@@ -103,7 +104,7 @@ def test_storing_writes_the_slots_asked_for_and_nothing_else(device, dtype, kv_h
 
 @on_devices
 @in_both_types
-@pytest.mark.parametrize("heads, kv_heads, head_dim", ROPE_SHAPES[3:] if INTERPRETED else ROPE_SHAPES)
+@pytest.mark.parametrize("heads, kv_heads, head_dim", ROPE_SHAPES)
 @pytest.mark.parametrize("norm", [True, False])
 def test_norm_rope_and_store_in_one_are_the_parts_one_after_another(
     device, dtype, heads, kv_heads, head_dim, norm
@@ -153,8 +154,7 @@ def test_decode_attends_to_exactly_the_context(device, dtype, heads, kv_heads, h
 
 
 @on_devices
-@pytest.mark.parametrize("block_size", [16, 48, 256])
-@pytest.mark.parametrize("batch", [1, 2, 40])
+@pytest.mark.parametrize("block_size, batch", SPLITS)
 def test_decode_is_right_for_every_block_size_and_number_of_splits(device, block_size, batch):
     batch = min(batch, on(device, 40, 6))
     longest = on(device, 3000, 150)

@@ -15,8 +15,7 @@ from scheduling import (
     run_step,
 )
 
-from nanovllm.engine.policies import MAX_PREFILLS_IN_A_ROW
-from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.scheduler import MAX_PREFILLS_IN_A_ROW, Scheduler
 from nanovllm.engine.sequence import SequenceStatus
 
 

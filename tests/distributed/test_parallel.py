@@ -29,7 +29,6 @@ import numpy as np
 import pytest
 import torch
 from block_pool import check_pool
-from cases import slow
 from engines import Watch, tokens_of
 from logit_settings import MIXED
 from torch.distributed import FileStore
@@ -207,38 +206,38 @@ def assert_ended(llm: LLM, cause: str, times: int = 2) -> None:
 # --- the same tokens ---
 
 CASES = {
-    "qwen3, 2 KV heads": dict(num_key_value_heads=2, vocab_size=321),
-    "qwen3, 4 ranks": dict(num_key_value_heads=2, vocab_size=321),
-    "qwen2, 1 KV head": dict(num_key_value_heads=1, vocab_size=323, tie_word_embeddings=True),
-    "llama, 4 KV heads": dict(num_key_value_heads=4, vocab_size=322),
-    "qwen3, 8-bit KV cache": dict(num_key_value_heads=2, vocab_size=321),
-    "qwen3_moe, a layer with an MLP": dict(mlp_only_layers=[0], vocab_size=322),
+    "qwen3, 2 ranks": dict(num_key_value_heads=2, vocab_size=321),
+    "qwen3_moe, 2 ranks": dict(num_key_value_heads=1, vocab_size=322, mlp_only_layers=[0]),
+    "qwen2, 4 ranks": dict(num_key_value_heads=2, vocab_size=323, tie_word_embeddings=True),
 }
 
 
-@pytest.mark.parametrize("case", [case if "2 KV" in case else slow(case) for case in CASES])
+@pytest.mark.parametrize("case", CASES)
 @pytest.mark.usefixtures("no_forecast")
 def test_any_number_of_ranks_gives_the_tokens_of_one(tmp_path, case):
-    """Greedy and drawn, with prefix hits, preemptions and prompts in chunks."""
+    """
+    Greedy and drawn, with prefix hits, preemptions and prompts in chunks. A rank has a KV head, all of them
+    have the same, or two have; the KV cache of experts has 8 bits.
+    """
     folder = str(make_checkpoint(tmp_path, case.split(",")[0], seed=4, **CASES[case]))
     pick = random.Random(0)
     shared = [pick.randrange(321) for _ in range(50)]
     prompts = [[pick.randrange(321) for _ in range(30)], [5], [*shared[:40], 1], shared, [*shared, 2, 3]]
     params = [SamplingParams(temperature, 14, True) for temperature in (0, 1.2, 1.2, 0, 1.2)]
     options = {**EXACT, "num_kvcache_blocks": 9, "max_num_batched_tokens": 40, "seed": 7}
-    if "8-bit" in case:
+    if "moe" in case:
         options["kv_cache_dtype"] = "int8"
-    results, sizes = [], (1, 2) if "2 KV" in case else (1, 2, 4)
-    for size in sizes:
+    results = []
+    for size in (1, 4 if "4 ranks" in case else 2):
         with LLM(folder, **options, tensor_parallel_size=size) as llm, Watch(llm) as seen:
             results.append(tokens_of(llm.generate(prompts, params, use_tqdm=False)))
-            if size == 2:  # once more as GPUs are driven
+            if size > 1:  # once more as GPUs are driven
                 llm._seeds.seed(options["seed"])
                 llm._overlap = True
                 results.append(tokens_of(llm.generate(prompts, params, use_tqdm=False)))
             check_pool(llm.scheduler.block_manager, [])
         assert seen.preemptions and seen.chunks and any(seen.cached)
-    assert results == [results[0]] * (len(sizes) + 1)
+    assert results == [results[0]] * 3
     assert max(map(max, results[0])) > 300, "no token is of the last rank's part of the vocabulary"
 
 
@@ -363,7 +362,7 @@ class Report:
 
     def __reduce__(self):
         program = f"open({str(self.file)!r}, 'w').write(str(__import__('torch').get_num_threads()))"
-        return eval, (f"{program} and 'check_device'",)
+        return eval, (f"{program} and 'reset'",)
 
 
 def test_the_ranks_share_the_threads_of_the_process(model, tmp_path, monkeypatch):
@@ -371,8 +370,8 @@ def test_the_ranks_share_the_threads_of_the_process(model, tmp_path, monkeypatch
     torch.set_num_threads(5)
     try:
         with start(model.folder) as llm:
-            monkeypatch.setattr(llm.model_runner, "check_device", torch.get_num_threads)
-            assert llm.ranks.call("check_device") == 2
+            monkeypatch.setattr(llm.model_runner, "reset", torch.get_num_threads)
+            assert llm.ranks.call("reset") == 2
             llm.ranks._send([Report(tmp_path / "threads")])
             assert wait_until((tmp_path / "threads").exists)
             assert wait_until((tmp_path / "threads").read_text) == "2"
@@ -437,17 +436,15 @@ def test_a_step_sends_what_is_new_and_never_the_tokens_so_far(llm, monkeypatch):
 IMPOSSIBLE_STEP = "run", Batch(1, 0, np.full((2, 1), 10**9, dtype=np.int32))
 
 
-@pytest.mark.parametrize("attempt", range(3))
-def test_a_failing_rank_ends_generate_with_its_number_and_the_cause(model, attempt):
+@pytest.mark.parametrize("attempt, size", enumerate((4, 2)))
+def test_a_failing_rank_ends_generate_with_its_number_and_the_cause(model, attempt, size):
     """Killed by a signal, or by an exception."""
-    size = 4 if attempt == 0 else 2
     rank = size // 2
     llm = start(model.folder, size)
     assert generate(llm) == model.tokens, "a new engine works after another's failure"
-    if attempt < 2:
-        name = "SIGSEGV" if attempt == 1 else "SIGKILL"
-        cause = f"rank {rank} was killed by {name}"
-        fault = os.kill, llm.ranks._processes[rank - 1].pid, getattr(signal, name)
+    if attempt == 0:
+        cause = f"rank {rank} was killed by SIGSEGV"
+        fault = os.kill, llm.ranks._processes[rank - 1].pid, signal.SIGSEGV
     else:
         cause = f"rank {rank} failed: IndexError: .*1000000000"
         fault = llm.ranks._pipes[rank - 1].send, IMPOSSIBLE_STEP
@@ -518,7 +515,7 @@ def test_of_several_failures_the_earliest_is_told():
         ranks.check()
 
 
-@pytest.mark.parametrize("attempt", range(4))
+@pytest.mark.parametrize("attempt", range(2))
 def test_a_rank_killed_while_the_engine_starts_is_named(model, attempt):
     others = ranks_of()
 
@@ -566,14 +563,13 @@ def test_a_start_that_fails_on_rank_0_alone_does_not_wait_for_the_others(model, 
 
     def failing_load(*_):
         [folder] = set(place.glob("nanovllm-*")) - others
-        ready = [f"ready.{rank}" for rank in range(1, 4)]
-        wait_until(lambda: FileStore(str(folder / "store")).check(ready), TOO_LONG)
+        wait_until(lambda: FileStore(str(folder / "store")).check(["ready.1"]), TOO_LONG)
         times.append(time.monotonic())
         raise MemoryError("there is none left")
 
     monkeypatch.setattr("nanovllm.engine.model_runner.load_model", failing_load)
     with pytest.raises(MemoryError, match="there is none left"):
-        start(model.folder, 4)
+        start(model.folder)
     assert time.monotonic() - times[0] < LIMIT
 
 
@@ -592,7 +588,7 @@ def test_ctrl_c_leaves_the_engine_empty_and_right(llm, monkeypatch, attempt):
     monkeypatch.undo()
 
 
-@pytest.mark.parametrize("attempt", range(3))
+@pytest.mark.parametrize("attempt", range(2))
 def test_ctrl_c_while_the_engine_starts_leaves_nothing(model, attempt):
     with later(moment(attempt, 2.5), interrupt), pytest.raises(KeyboardInterrupt):
         generate_forever(start(model.folder))
@@ -629,20 +625,18 @@ def start_process(model):
         process.join()
 
 
-@pytest.mark.parametrize("attempt", [0, slow(1), slow(2)])
-def test_ranks_end_with_a_rank_0_that_is_killed_while_it_starts(start_process, attempt):
+def test_ranks_end_with_a_rank_0_that_is_killed_while_it_starts(start_process):
     process, _ = start_process()
     assert wait_until(lambda: ranks_of(process.pid), TOO_LONG)
-    time.sleep(moment(attempt, 2.5))
+    time.sleep(moment(0, 2.5))
     assert ranks_of(process.pid)
     process.kill()
 
 
-@pytest.mark.parametrize("attempt", [0, slow(1)])
-def test_engines_of_two_processes_do_not_meet_and_their_ranks_end_with_them(model, start_process, attempt):
+def test_engines_of_two_processes_do_not_meet_and_their_ranks_end_with_them(model, start_process):
     (idle, first), (busy, second) = start_process(is_idle=True), start_process()
     assert first.recv() == second.recv() == model.tokens
-    time.sleep(moment(attempt, 0.5))
+    time.sleep(moment(0, 0.5))
     assert ranks_of(idle.pid) and ranks_of(busy.pid)
     busy.kill()
     idle.kill()
@@ -650,17 +644,16 @@ def test_engines_of_two_processes_do_not_meet_and_their_ranks_end_with_them(mode
 
 PROGRAM = """
 import os, signal, sys, threading, time
-from tqdm.auto import tqdm
 from nanovllm import LLM, SamplingParams
 llm = LLM({folder!r}, **{options!r}, tensor_parallel_size=2)
-def generate(count, use_tqdm=False):
+def generate(count):
     params = SamplingParams(0, count, True)
-    print([result["token_ids"] for result in llm.generate({prompts!r}, params, use_tqdm)], flush=True)
+    results = llm.generate({prompts!r}, params, use_tqdm=False)
+    print([result["token_ids"] for result in results], flush=True)
 generate(12)
 """
 ENDINGS = {
     "a thread goes on": "threading.Thread(target=lambda: (time.sleep(0.3), generate(12))).start()",
-    "exit in a callback": "tqdm.update = lambda *_: sys.exit(3); generate(50, use_tqdm=True)",
     "Ctrl-C": "threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start(); generate(400)",
 }
 
@@ -669,7 +662,6 @@ ENDINGS = {
     "given_as, ending, status, times, complaint",
     [
         ("file", "a thread goes on", 0, 2, ""),
-        slow("stdin", "exit in a callback", 3, 1, r"\s*Generating: .*\s*"),
         ("-c", "Ctrl-C", -signal.SIGINT, 1, r"Traceback(?!.*Traceback).*KeyboardInterrupt\s*"),
     ],
 )
@@ -688,12 +680,11 @@ def test_a_program_without_a_main_guard_works_and_ends_with_all_its_ranks(
     environment, folder = dict(os.environ), elsewhere
     if given_as == "file":
         (elsewhere / "json.py").write_text("raise SystemExit('not the module of that name')")
-    elif given_as == "-c":
+    else:
         del environment["PYTHONPATH"]
         program, folder = program.replace("llm =", f"os.chdir({str(elsewhere)!r}); llm =", 1), ROOT
     result = subprocess.run(
-        [sys.executable, *{"file": [file], "-c": ["-c", program], "stdin": []}[given_as]],
-        input=program if given_as == "stdin" else None,
+        [sys.executable, *([file] if given_as == "file" else ["-c", program])],
         cwd=folder,
         env=environment,
         capture_output=True,

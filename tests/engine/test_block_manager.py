@@ -1,12 +1,10 @@
 """The block manager beyond tests/core: sequences that begin anew."""
 
-from block_pool import make_sequence
-
-from nanovllm.engine.block_manager import BlockManager
+from block_pool import Manager, make_sequence
 
 
 def test_tokens_that_a_failed_step_has_lost_leave_no_hash_behind():
-    manager, seq = BlockManager(9, 4), make_sequence(range(9), 4)
+    manager, seq = Manager(9, 4), make_sequence(range(9), 4)
     for token_id in range(9, 12):
         seq.append_token(token_id)
     manager.allocate(seq)

@@ -147,6 +147,6 @@ def test_the_largest_steps_of_the_warm_up_leave_nothing_behind(folder, expected,
         batch = largest_batch(llm.config, llm.config.max_num_batched_tokens, llm.parts.logits_processors)
         assert batch.num_sequences == 16 and runner.run(batch) is not None
         for wanted in (batch.wanted, batch.wanted | runner.waiting):
-            runner.decode_step(16, runner.backend.largest_plan, wanted)()
+            runner.decode_step((16, runner.backend.largest_plan, wanted))()
         runner.slots.reset()
         assert told(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == told(expected)

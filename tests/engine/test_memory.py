@@ -8,9 +8,9 @@ from unittest import mock
 
 import pytest
 import torch
+from open_checkpoints import open_checkpoint
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.assembly import open_checkpoint
 from nanovllm.config import Config
 from nanovllm.engine.memory import CPU_KV_CACHE_BYTES, largest_batch, most_positions
 from nanovllm.engine.model_runner import ModelRunner
@@ -20,6 +20,11 @@ from tiny_checkpoints import EXACT, edit_json, make_checkpoint, one_thread  # no
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> str:
     return str(make_checkpoint(tmp_path_factory.mktemp("checkpoint"), vocab_size=257))
+
+
+@pytest.fixture(autouse=True)
+def whole_kv_cache(monkeypatch):
+    monkeypatch.setattr("nanovllm.engine.memory.CPU_KV_CACHE_BYTES", CPU_KV_CACHE_BYTES)
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def assemble_watched(config):
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch) -> str:
-    monkeypatch.setattr(LLM, "assembly", f"{__name__}:{assemble_watched.__name__}")
+    monkeypatch.setattr(LLM, "assembly", staticmethod(assemble_watched))
     return str(make_checkpoint(tmp_path))
 
 

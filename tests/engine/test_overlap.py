@@ -13,11 +13,10 @@ from tiny_checkpoints import EXACT, make_checkpoint, one_thread  # noqa: F401
 
 MODES = {
     "plain": {},
-    "small blocks": {"kvcache_block_size": 16},
-    "preemption": {"kvcache_block_size": 16, "num_kvcache_blocks": 14},
-    "chunks": {"kvcache_block_size": 16, "max_num_batched_tokens": 24},
+    "preemption": {"num_kvcache_blocks": 14},
+    "chunks": {"max_num_batched_tokens": 24},
     "few sequences": {"max_num_seqs": 3},
-    "no prefix caching": {"kvcache_block_size": 16, "enable_prefix_caching": False},
+    "no prefix caching": {"enable_prefix_caching": False},
 }
 
 
@@ -25,9 +24,9 @@ def run(folder: str, overlap: bool, params: SamplingParams | list[SamplingParams
     pick = random.Random(0)
     prompts = [[pick.randrange(256) for _ in range(pick.randint(1, 100))] for _ in range(6)]
     prompts += [prompts[-1], [*prompts[-1][:50], 3, 4]]
-    with LLM(folder, **{**EXACT, **options}, seed=1) as llm:
+    with LLM(folder, **{**EXACT, "num_kvcache_blocks": 120, **options}, seed=1) as llm:
         llm._overlap = overlap
-        llm.scheduler.limits.eos = frozenset(eos)
+        llm.prompts.eos = frozenset(eos)
         results = [r["token_ids"] for r in llm.generate(prompts, params, use_tqdm=False)]
         check_pool(llm.scheduler.block_manager, [])
         assert not llm.scheduler.block_manager.used_block_ids
@@ -59,7 +58,7 @@ def test_overlapped_sampling_draws_the_tokens_of_the_plain_loop(folder):
 
 def test_a_sequence_that_decodes_into_a_full_block_leaves_it_for_others_to_find(folder):
     """Closing the block waits for its last token, which is known one step late."""
-    with LLM(folder, **{**EXACT, "kvcache_block_size": 16}) as llm:
+    with LLM(folder, **EXACT) as llm:
         llm._overlap = True
         params = SamplingParams(0.0, 60, True)
         [first] = llm.generate([[7] * 20], params, use_tqdm=False)

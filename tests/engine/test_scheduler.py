@@ -39,7 +39,7 @@ def test_a_prompt_that_leaves_no_room_for_a_token_is_refused_when_it_is_added(
         scheduler.add(make_sequence([1] * prompt, 1))
     assert scheduler.is_finished() and not scheduler.waiting
     check_pool(scheduler.block_manager, [])
-    scheduler.limits.check(longest, 0)  # a text that is only scored needs no more
+    scheduler.prompts.check_length(longest, 0, "prompt")  # a text that is only scored needs no more
 
 
 def test_when_the_one_without_room_is_aborted_the_next_gets_its_turn():

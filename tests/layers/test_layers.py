@@ -15,6 +15,7 @@ from layer_checks import (
 )
 
 from nanovllm.kernels.attention_variant import AttentionVariant
+from nanovllm.kernels.cache_layout import ROWS
 from nanovllm.kernels.decode_attention import paged_decode_attention_torch
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.layernorm import RMSNorm
@@ -27,6 +28,7 @@ from nanovllm.layers.linear import (
     divide,
 )
 from nanovllm.layers.rotary_embedding import get_rope
+from nanovllm.utils.context import Context
 from tiny_checkpoints import one_thread  # noqa: F401
 
 
@@ -160,15 +162,13 @@ def test_a_single_sequence_attends_to_its_own_blocks_only(blocks):
         k_cache[blocks[i // 4], i % 4], v_cache[blocks[i // 4], i % 4] = key, value
     q = torch.randn(1, 6, 8)
     tables = torch.tensor([[*blocks, 0]], dtype=torch.int32)
-    out = paged_decode_attention_torch(
-        q, k_cache, v_cache, tables, torch.tensor([len(keys)]), AttentionVariant(0.3)
-    )
+    step = Context(context_lens=torch.tensor([len(keys)]), block_tables=tables)
+    out = paged_decode_attention_torch(q, k_cache, v_cache, AttentionVariant(0.3), step, ROWS)
     wide = [x.repeat_interleave(3, dim=1).transpose(0, 1) for x in (keys, values)]
     weights = (q.transpose(0, 1) @ wide[0].transpose(1, 2) * 0.3).softmax(-1)
     torch.testing.assert_close(out, (weights @ wide[1]).transpose(0, 1), atol=1e-5, rtol=1e-5)
-    assert not paged_decode_attention_torch(
-        q, k_cache, v_cache, tables, torch.tensor([0]), AttentionVariant(0.3)
-    ).any()
+    step.context_lens = torch.tensor([0])
+    assert not paged_decode_attention_torch(q, k_cache, v_cache, AttentionVariant(0.3), step, ROWS).any()
 
 
 @TP_SIZES

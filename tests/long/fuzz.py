@@ -209,7 +209,7 @@ def answer_in_steps(llm: LLM, requests: list[Question], pick: random.Random, cou
                 counts["aborted"] += 1
             (llm.step_or_isolate if isolate else llm.step)()
             for text, pieces in texts.values():  # not after an error: a token may be taken back then
-                pieces.append(text.look())
+                pieces.append(text.take_delta())
     answers = []
     for i, ((prompt, params), group) in enumerate(zip(requests, groups, strict=True)):
         counts["blamed"] += any(seq.finish_reason == "error" for seq in group)
@@ -291,7 +291,7 @@ def check_by_reference(llm: LLM, request: Question, result: dict[str, Any], mode
     """With a model of transformers its log-probabilities are wanted too."""
     prompt, params = request
     if params is not None:
-        check_result(llm.tokenizer, prompt, params, result, llm.scheduler.limits.max_num_tokens, model)
+        check_result(llm.tokenizer, prompt, params, result, llm.prompts.max_num_tokens, model)
     elif model is not None:
         found = [*result["token_logprobs"][1:], result["logprob"]]
         expected = logprobs_of(model, prompt) if len(prompt) > 1 else []
@@ -305,7 +305,7 @@ def check_empty(llm: LLM) -> None:
     assert (
         not llm.unfinished
         and not observer_of(llm, StopTexts).texts
-        and not llm.parts.logits_processor("bitmask")._readers
+        and not llm.parts.logits_processor("bitmask")._states
     )
 
 

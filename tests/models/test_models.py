@@ -32,10 +32,10 @@ from tiny_checkpoints import (
     spell_rope,
 )
 
-CASES_PER_ARCHITECTURE = 24
-WHOLE_ENGINE = 0, 3, 6, 10, 13, 17, 20, 23  # every group size, window, kind and place of experts, of layers
+CASES_PER_ARCHITECTURE = 17
+WHOLE_ENGINE = 0, 2, 4, 6, 9, 11, 13, 15  # every group size, window, kind and place of experts, of layers
 VOCAB = 320
-COUNT = 48
+COUNT = 32
 GREEDY = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True)
 
 ROPES = [

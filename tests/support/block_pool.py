@@ -9,8 +9,7 @@ import xxhash
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.policies import PrefixCache
+from nanovllm.engine.block_manager import BlockManager, Hit, PrefixCache
 from nanovllm.engine.sequence import Request, Sequence
 
 BLOCK_SIZE = 256
@@ -25,11 +24,23 @@ def published_hash(token_ids: list[int], prefix: int = -1) -> int:
     return digest.intdigest()
 
 
+class Manager(BlockManager):
+    """Looks up what the cache has of a sequence, where the scheduler would."""
+
+    def can_allocate(self, seq: Sequence, hit: Hit | None = None) -> bool:
+        return super().can_allocate(seq, hit or self.prefix_cache.find(seq))
+
+    def allocate(self, seq: Sequence, hit: Hit | None = None) -> None:
+        super().allocate(seq, hit or self.prefix_cache.find(seq))
+
+
 def compute(manager: BlockManager, *sequences: Sequence) -> None:
     """As a step would that computes all their tokens."""
     for sequence in sequences:
-        start, sequence.num_computed_tokens = sequence.num_computed_tokens, len(sequence)
-        manager.prefix_cache.written(sequence, start, len(sequence))
+        sequence.num_scheduled_tokens = len(sequence) - sequence.num_computed_tokens
+    manager.prefix_cache.prepare(list(sequences))
+    for sequence in sequences:
+        sequence.num_computed_tokens, sequence.num_scheduled_tokens = len(sequence), 0
 
 
 def make_sequence(token_ids, block_size: int = BLOCK_SIZE) -> Sequence:
@@ -79,8 +90,9 @@ def num_common(a: list[int], b: list[int]) -> int:
 
 def copy_for(manager: BlockManager, sequence: Sequence) -> tuple[int, ...] | None:
     """From which block to which, and how many tokens, before the sequence's first step."""
-    message = manager.prefix_cache.prepare([sequence])
-    return None if message is None else tuple(message[:, 0].tolist())
+    copies = getattr(manager.prefix_cache, "copies", ())
+    target = sequence.block_table[sequence.num_cached_blocks]
+    return next((copy for copy in copies if copy[1] == target), None)
 
 
 class Pool:
@@ -182,7 +194,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
     @initialize(num_blocks=st.integers(1, 9), block_size=st.integers(2, 6))
     def start(self, num_blocks, block_size):
         self.block_size = block_size
-        self.manager = BlockManager(num_blocks, block_size, prefix_cache=self.prefix_cache())
+        self.manager = Manager(num_blocks, block_size, prefix_cache=self.prefix_cache())
         is_plain = self.prefix_cache is PrefixCache
         self.pool = Pool(num_blocks, block_size, list(self.manager.free_block_ids), is_plain)
         assert sorted(self.pool.free) == list(range(num_blocks))
@@ -196,11 +208,12 @@ class BlockManagerMachine(RuleBasedStateMachine):
         tokens = list(sequence.token_ids)
         hit = self.manager.prefix_cache.find(sequence)
         start = len(hit.blocks) * self.block_size
-        num_copied, source = hit.num_tokens - start, getattr(hit, "source", -1)
+        num_copied = hit.num_tokens - start
+        source = hit.source if num_copied else -1
         assert len(hit.blocks) == self.pool.num_hits(tokens)
         num_new, num_free = self.pool.new_blocks(tokens, hit.blocks), len(self.pool.free)
         if num_copied == 0 and num_new >= num_free:
-            assert source == -1, "no room to keep the source"
+            assert not hit.pins, "no room to keep the source"
         else:
             assert num_copied == self.pool.num_copied(tokens, start)
         fits = self.manager.can_allocate(sequence)

@@ -28,6 +28,7 @@ from nanovllm.extensions.prefixes.kernels.shared_prefix import (
 from nanovllm.extensions.prefixes.plan import MAX_PARTIALS, CascadePlan
 from nanovllm.kernels.decode_attention import paged_decode_attention_torch
 from nanovllm.layers.attention import AttentionBackend
+from nanovllm.utils.context import Context
 
 
 def cascade_config(heads: int = 4, kv_heads: int = 2, **options: Any) -> SimpleNamespace:
@@ -43,9 +44,7 @@ def cascade_config(heads: int = 4, kv_heads: int = 2, **options: Any) -> SimpleN
 def make_cascade(config: Any = None, behind: AttentionBackend | None = None) -> CascadeBackend:
     """On the CPU."""
     cpu = torch.device("cpu")
-    backend = CascadeBackend(behind or AttentionBackend(), config or cascade_config(), cpu)
-    backend.allocate(cpu)
-    return backend
+    return CascadeBackend(behind or AttentionBackend(), config or cascade_config(), cpu)
 
 
 # Groups of sequences: how many tokens they have in common, and of the second half of them, how many more.
@@ -111,7 +110,8 @@ def check(
     attend_prefix = shared_prefix_attention_torch if is_reference else shared_prefix_attention
     prefix = attend_prefix(q, k_cache, v_cache, tables, rule, shared, layout)
     variant = WithPrefix(rule, shared, *prefix)
-    out = attend(q, k_cache, v_cache, tables, context_lens, variant, layout)
+    step = Context(context_lens=context_lens, block_tables=tables)
+    out = attend(q, k_cache, v_cache, variant, step, layout)
     assert out.shape == q.shape and out.dtype == dtype
     for i, (k, v) in enumerate(sequences):
         expected = plain_attention(q[i : i + 1], k, v, rule) if lengths[i] else torch.zeros_like(q[:1])

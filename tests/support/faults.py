@@ -17,7 +17,7 @@ METHODS = {
         "deallocate",
         "can_append",
         "may_append",
-        "_take_free_block",
+        "_open_block",
     ],
     "prefix cache": ["find", "allocated", "written", "leaving", "prepare", "receive"],
     "runner": [
@@ -36,7 +36,7 @@ METHODS = {
     "bias": ["prepare", "apply", "drawn"],
     "penalties": ["prepare", "apply", "drawn"],
     "filters": ["prepare", "apply"],
-    "bitmask": ["host_input", "_reader_of", "_make_masks", "apply", "ended"],
+    "bitmask": ["host_input", "_state_of", "_make_masks", "apply", "ended"],
     "logprobs": ["drawn", "record"],
     "scores": ["prepare", "hidden", "record"],
     "scores in the prefix cache": ["max_cached"],

@@ -5,9 +5,8 @@ from pathlib import Path
 import gguf
 import torch
 from gguf_packer import encode
+from open_checkpoints import open_checkpoint
 from safetensors.torch import load_file
-
-from nanovllm.assembly import open_checkpoint
 
 
 def interleave_halves(tensor: torch.Tensor, heads: int) -> torch.Tensor:

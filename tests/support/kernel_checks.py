@@ -158,7 +158,8 @@ def check_decode(
     q = rand(len(lengths), heads + 2 * kv_heads, head_dim, device=device, dtype=dtype)[:, :heads]
     context_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
     rule = features.rule(heads, head_dim, device)
-    out = attend(q, k_cache, v_cache, tables, context_lens, rule, layout_of(cache_dtype or dtype))
+    step = Context(context_lens=context_lens, block_tables=tables)
+    out = attend(q, k_cache, v_cache, rule, step, layout_of(cache_dtype or dtype))
     assert out.shape == q.shape and out.dtype == dtype
     for i, (k, v) in enumerate(sequences):
         if lengths[i]:
@@ -209,6 +210,11 @@ ROPE_SHAPES = [
     (4, 2, 256),
 ]
 ROPE_SHAPES += [(3, 1, 20), (2, 2, 8), (2, 1, 112)]
+ROPE_SHAPES = [(9, 3, 64), (5, 5, 80), (4, 2, 256), (3, 1, 20)] if INTERPRETED else ROPE_SHAPES
+
+# Block sizes and numbers of sequences, of which many need no splits and one needs most.
+SPLITS = [(16, 40), (48, 1), (256, 2)]
+SPLITS = SPLITS if INTERPRETED else [(size, batch) for size in (16, 48, 256) for batch in (1, 2, 40)]
 
 
 def rope_inputs(tokens, heads, kv_heads, head_dim, device, dtype):

@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from open_checkpoints import open_checkpoint
 from torch import nn
 
-from nanovllm.assembly import get_model_class, open_checkpoint
+from nanovllm.assembly import get_model_class
 from tiny_checkpoints import load_reference
 
 

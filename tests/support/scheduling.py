@@ -15,23 +15,32 @@ from block_pool import check_contents, check_pool
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from nanovllm.engine.policies import MAX_PREFILLS_IN_A_ROW
-from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.input_processor import InputProcessor
+from nanovllm.engine.scheduler import MAX_PREFILLS_IN_A_ROW, Scheduler
 from nanovllm.engine.sequence import Request, Sequence, SequenceStatus
-from nanovllm.sampling_params import MAX_TOKENS, SamplingParams
+from nanovllm.sampling_params import SamplingParams
 
 EOS = 0
 
 
 class ReadingScheduler(Scheduler):
-    """Gives requests what ends their completions, as `InputProcessor` does."""
+    """Has requests read and checked before they are queued, as the engine does."""
+
+    def __init__(self, config: Any, *parts: Any):
+        super().__init__(config, *parts)
+        self.prompts = InputProcessor(config, None, ())
 
     def add(self, seq: Sequence) -> None:
-        params, limits = seq.sampling_params, self.limits
-        most = min(seq.num_prompt_tokens + (params.max_tokens or MAX_TOKENS), limits.max_num_tokens)
-        ends = limits.end_token_ids(params)
+        read = self.prompts.make_request(seq.prompt_token_ids, seq.sampling_params, "prompt")
+        most, ends = read.max_num_tokens, read.end_token_ids
         seq.request = replace(seq.request, max_num_tokens=most, end_token_ids=ends)
         super().add(seq)
+
+    def postprocess(
+        self, sequences: list[Sequence], token_ids: list[int], drawing: Any = None
+    ) -> list[Sequence]:
+        """`drawing` is what `advance` returned, if it was called when the step began."""
+        return super().postprocess(self.advance(sequences) if drawing is None else drawing, token_ids)
 
 
 def make_scheduler(is_plain: bool = False, **options) -> Scheduler:
@@ -44,13 +53,14 @@ def make_scheduler(is_plain: bool = False, **options) -> Scheduler:
         num_kvcache_blocks=32,
         kvcache_block_size=4,
         enable_prefix_caching=True,
-        hf_config=SimpleNamespace(context_limit=200_000, tokens_in_reach=0),
+        hf_config=SimpleNamespace(context_limit=200_000, tokens_in_reach=0, vocab_size=1_000_000),
+        model="a model",
     )
     config = SimpleNamespace(**{**defaults, **options})
     config.eos = (config.eos,) if isinstance(config.eos, int) else config.eos
     if is_plain:
         return ReadingScheduler(config)
-    from nanovllm.engine.policies import PrefixCache
+    from nanovllm.engine.block_manager import PrefixCache
     from nanovllm.extensions.logits.bias import BiasProcessor
     from nanovllm.extensions.prefixes.token_prefixes import HoldBack, TokenPrefixes
     from nanovllm.extensions.safety.admission import AdmissionControl
@@ -186,6 +196,7 @@ def run_load(scheduler: Scheduler, sequences: list[Sequence], drawn: dict[int, i
     while not scheduler.is_finished():
         scheduled, is_prefill = scheduler.schedule()
         if is_prefill:
+            scheduler.block_manager.prefix_cache.prepare(scheduled)
             computed += sum(lengths(scheduled))
         else:
             running.append(len(scheduled))
@@ -374,7 +385,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def could_admit(self, admitted: list[Sequence]) -> bool:
         """Whether the first waiting sequence can be given blocks, and all can run to their ends then."""
         waiting = self.waiting()
-        if not waiting or len(admitted) == self.max_num_seqs or not self.manager.can_allocate(waiting[0]):
+        if not waiting or len(admitted) == self.max_num_seqs or not self.can_allocate(waiting[0]):
             return False
         if self.is_plain:
             return True
@@ -384,6 +395,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         held = set().union(*tables[:-1])  # each is counted once
         at_most -= sum(map(len, tables[:-1])) + len(held & set(tables[-1])) - len(held)
         return not admitted or at_most <= num_blocks or self.most_needed(admitted, waiting[0]) <= num_blocks
+
+    def can_allocate(self, sequence: Sequence) -> bool:
+        return self.manager.can_allocate(sequence, self.manager.prefix_cache.find(sequence))
 
     def is_forecast_exact(self, admitted: list[Sequence]) -> bool:
         """

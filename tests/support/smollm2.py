@@ -9,9 +9,9 @@ import os
 from pathlib import Path
 
 import pytest
+from open_checkpoints import open_checkpoint
 from safetensors.torch import save_file
 
-from nanovllm.assembly import open_checkpoint
 from nanovllm.extensions.checkpoints.smollm2 import FILE, SHA256, fetch_smollm2
 
 

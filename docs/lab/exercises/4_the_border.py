@@ -1,12 +1,13 @@
-"""When is a block opened, and when is it closed? (`len(seq) % block_size == 1` puzzles every reader of this engine once.)
+"""When is a block opened, and when is it closed? The border puzzles every reader of this engine once.
 
-Before a decode step writes the newest token, that token needs a place. `seq.num_tokens` counts it already. If the tokens
-fill their blocks exactly but for the newest, it begins a block. If it fills its block, the block is full when the step has
-run, and can be closed: hashed, never changed again, found by others. Its token must be known for that: a step in flight
-may have drawn it without the host knowing yet (then `len(seq.token_ids) < seq.num_tokens`, and it is closed later).
+Before a decode step writes the newest token, that token needs a place. `seq.num_tokens` counts it already. If
+the tokens fill their blocks exactly but for the newest, it begins a block. If it fills its block, the block
+is full when the step has run, and can be closed: hashed, never changed again, found by others. Its token must
+be known for that: a step in flight may have drawn it without the host knowing yet (then `len(seq.token_ids) <
+seq.num_tokens`, and it is closed later).
 
-`seq.block_table` has the sequence's blocks. `self.close_newest(seq)` closes the block that the newest known token fills;
-to open one, allocate from the rest of the class: read `BlockManager.allocate` to see how.
+`seq.block_table` has the sequence's blocks. `self.close_newest(seq)` closes the block that the newest known
+token fills; to open one, allocate from the rest of the class: read `BlockManager.allocate` to see how.
 """
 
 from nanovllm.engine import block_manager

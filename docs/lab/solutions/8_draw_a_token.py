@@ -1,4 +1,5 @@
-"""A generator for each row. Ours computes the noise of a token from a counter, in the kernel that takes the argmax."""
+"""A generator for each row. Ours computes the noise of a token from a counter, in the kernel that takes the
+argmax."""
 
 import torch
 from torch import Tensor

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nanovllm.distributed.ranks import SHUT_DOWN, EngineDeadError
-from nanovllm.engine.interfaces import Observer
 from nanovllm.engine.sequence import Request, Sequence
 from nanovllm.extensions.api.engine_args import show_options
-from nanovllm.extensions.api.llm import NotCopied, takes_foreign_options
+from nanovllm.extensions.api.foreign_options import takes_foreign
+from nanovllm.extensions.api.llm import NotCopied
 from nanovllm.llm import LLM
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.validation import check
@@ -37,38 +37,31 @@ class Listener:
     completions: list[Sequence] = field(default_factory=list)
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
     events: asyncio.Queue[tuple[Any, bool]] = field(default_factory=asyncio.Queue)
-    growing: Any = None
+    take_delta: Callable[[], Any] | None = None
 
-    def hear(self, event: Any, is_last: bool = True) -> None:
+    def on_event(self, event: Any, is_last: bool = True) -> None:
         """Called by the engine's thread."""
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
             self.loop.call_soon_threadsafe(self.events.put_nowait, (event, is_last))
 
 
-class Worker(Observer):
+class Worker:
     """The engine's thread. It holds no reference to the AsyncLLM, which could never be deleted otherwise."""
-
-    is_active = True
 
     def __init__(self, llm: LLM):
         self.llm = llm
         self.inbox: queue.SimpleQueue[tuple[Callable, Listener] | None] = queue.SimpleQueue()
-        self.listeners: dict[int, Listener] = {}  # by the seq_id of each completion that is under way
-        self.touched: list[int] = []  # the seq_ids of those that the step has given a token
-        llm.observers.append(self)
+        self.listeners: dict[int, Listener] = {}  # by the seq_id of each completion in flight
         self.thread = threading.Thread(target=self.run, daemon=True)
         self.thread.start()
 
     def shut_down(self) -> None:
-        """End the engine, and every request under way with an EngineDeadError."""
+        """End the engine, and every request in flight with an EngineDeadError."""
         self.inbox.put(None)
         if threading.current_thread() is self.thread:  # the garbage collector calls, and then deletes `llm`
             return
         self.thread.join()
         self.llm.exit()
-        while not self.inbox.empty():  # commands that came too late
-            if (command := self.inbox.get()) is not None:
-                command[1].hear(EngineDeadError(SHUT_DOWN))
 
     def run(self) -> None:
         """Do what the inbox says, step; sleep when all is done."""
@@ -88,30 +81,26 @@ class Worker(Observer):
                 self.fail(error)
 
     def step(self) -> None:
-        """Run a step of the engine, and tell those whose requests it has touched what is new."""
-        self.touched.clear()
+        """Run a step of the engine, and notify those whose requests it has touched of what is new."""
         finished, _ = self.llm.step_or_isolate()
-        seq_ids = [*self.touched, *(seq_id for seq_id, _ in finished)]
+        seq_ids = [*(seq.seq_id for seq in self.llm.scheduler.running), *(seq_id for seq_id, _ in finished)]
         touched = [self.listeners[seq_id] for seq_id in seq_ids if seq_id in self.listeners]
         for listener in dict.fromkeys(touched):
-            self.tell(listener)
-
-    def after_step(self, step: Any) -> None:
-        self.touched += [seq.seq_id for seq in step.drawing]
+            self.notify(listener)
 
     def add(self, listener: Listener) -> None:
         try:
             listener.completions = self.llm.queue(listener.request)
             self.listeners.update((seq.seq_id, listener) for seq in listener.completions)
             if listener.objects is not None:
-                listener.growing = self.llm.growing(listener.completions[0], listener.objects)
+                listener.take_delta = self.llm.growing(listener.completions[0], listener.objects)
         except BaseException as error:
             self.end(listener, error)
 
-    def tell(self, listener: Listener) -> None:
+    def notify(self, listener: Listener) -> None:
         try:
-            if listener.growing is not None and (piece := listener.growing.look()):
-                listener.hear(piece, is_last=False)
+            if listener.take_delta is not None and (piece := listener.take_delta()):
+                listener.on_event(piece, is_last=False)
             if all(seq.is_finished for seq in listener.completions):
                 self.end(listener, self.llm.outcome(listener.completions))
             elif listener.loop.is_closed():
@@ -126,7 +115,7 @@ class Worker(Observer):
         for seq in listener.completions:
             self.listeners.pop(seq.seq_id, None)
         if event is not None:
-            listener.hear(event)
+            listener.on_event(event)
         self.abort(listener)
 
     def abort(self, listener: Listener) -> None:
@@ -137,26 +126,28 @@ class Worker(Observer):
     def fail(self, error: BaseException) -> None:
         listeners, self.listeners = self.listeners, {}
         for listener in set(listeners.values()):
-            listener.hear(error)
+            listener.on_event(error)
 
 
 @show_options
 class AsyncLLM(NotCopied):
     """
     `AsyncLLM(model, **options)`: options are those of `LLM`. Requests of any number of tasks run together.
+    `encode`, `stats` and `get_tokenizer` are those of `LLM`, too.
 
     A task that is cancelled, or leaves its `async for`, takes its request with it: the blocks are free at
     once. An exception that one request causes, such as running out of memory, is raised in its task alone;
-    any other in all tasks under way, and then the engine is empty and usable unless it is an EngineDeadError.
+    any other in all tasks in flight, and then the engine is empty and usable unless it is an EngineDeadError.
     """
 
     def __init__(self, model: str, **options: Any):
         self.llm = LLM(model, **options)
         self._worker = Worker(self.llm)
-        self._named: dict[str, Listener] = {}  # those under way whose callers gave them an id
+        self.encode, self.stats, self.get_tokenizer = self.llm.encode, self.llm.stats, self.llm.get_tokenizer
+        self._named: dict[str, Listener] = {}  # those in flight whose callers gave them an id
         self._end = weakref.finalize(self, self._worker.shut_down)  # also when the program ends
 
-    @takes_foreign_options
+    @takes_foreign
     async def generate(
         self, prompt: Any, sampling_params: Params = None, request_id: str | None = None
     ) -> dict[str, Any]:
@@ -172,8 +163,9 @@ class AsyncLLM(NotCopied):
         """The result of one conversation, as `LLM.chat` describes it, with the options that it describes."""
         chats = self.llm.prompts.render_chats(messages, **options)
         if len(chats) > 1:
-            message = f"messages must be one conversation, got {len(chats)}: call chat for each of them"
-            raise ValueError(message)
+            raise ValueError(
+                f"messages must be one conversation, got {len(chats)}: call chat for each of them"
+            )
         return await self.generate(chats[0], sampling_params, request_id)
 
     async def score(self, prompt: Any, from_token: int = 1) -> dict[str, Any]:
@@ -241,24 +233,8 @@ class AsyncLLM(NotCopied):
         if (listener := self._named.get(request_id)) is not None:
             self._worker.inbox.put((self._worker.abort, listener))
 
-    def encode(self, text: str) -> list[int]:
-        """`LLM.encode`."""
-        return self.llm.encode(text)
-
-    def stats(self) -> dict[str, float]:
-        """`LLM.stats`."""
-        return self.llm.stats()
-
-    def get_tokenizer(self) -> Any:
-        """`LLM.get_tokenizer`."""
-        return self.llm.get_tokenizer()
-
     def exit(self) -> None:
-        """End the engine, and every request under way with an EngineDeadError. May be called twice."""
+        """End the engine, and every request in flight with an EngineDeadError. May be called twice."""
         self._end()
 
-    def __enter__(self) -> "AsyncLLM":
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self.exit()
+    __enter__, __exit__ = LLM.__enter__, LLM.__exit__

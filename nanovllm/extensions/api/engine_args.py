@@ -8,14 +8,16 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import field, make_dataclass
+from dataclasses import make_dataclass
 from typing import Any, TypeVar
 
 from nanovllm.config import Config
 from nanovllm.extensions.api.foreign_options import OPTIONS, takes_foreign
 from nanovllm.sampling_params import SamplingParams
 
+OPTIONS_BUT_MODEL = [option for name, option in OPTIONS.items() if name != "model"]
 MEANING = re.compile(r"^ *(\w+): +(.*(?:\n {8,}.*)*)", re.MULTILINE)  # of a field, in its class's docstring
+KINDS = {"seed": int, "hf_overrides": json.loads}  # of options whose default does not say it
 Class = TypeVar("Class", bound=type)
 
 
@@ -26,7 +28,7 @@ def show_options(cls: Class) -> Class:
     """
     signature = inspect.signature(cls.__init__)
     *parameters, _ = signature.parameters.values()
-    for option in OPTIONS[1:]:
+    for option in OPTIONS_BUT_MODEL:
         look = dict(default=option.default, annotation=option.type)
         parameters.append(inspect.Parameter(option.name, inspect.Parameter.KEYWORD_ONLY, **look))
     cls.__init__.__signature__ = signature.replace(parameters=parameters)
@@ -42,25 +44,15 @@ def _meaning(cls: type, name: str) -> str:
 
 def command_line_options() -> dict[str, tuple[Callable, str]]:
     """How each option of `LLM` but the model is read, and its help."""
-    kinds = {option.name: type(option.default) for option in OPTIONS if option.name != "model"}
-    kinds |= {name: str for name, kind in kinds.items() if kind is type(None)}
-    kinds |= {"seed": int, "hf_overrides": json.loads}
-    return {
-        option.name: (kinds[option.name], f"{_meaning(Config, option.name)} (default: {option.default})")
-        for option in OPTIONS[1:]
-    }
+    found = {}
+    for option in OPTIONS_BUT_MODEL:
+        kind = str if option.default is None else type(option.default)
+        text = f"{_meaning(Config, option.name)} (default: {option.default})"
+        found[option.name] = KINDS.get(option.name, kind), text
+    return found
 
 
-def sampling_options(params: SamplingParams, default: str = "") -> dict[str, tuple[Callable, str]]:
-    """The same for how tokens are drawn: as in `params`, unless `default` says what comes before that."""
-    found = {name: getattr(params, name) for name in ("temperature", "top_p", "top_k", "min_p")}
-    return {
-        name: (type(value), f"{_meaning(SamplingParams, name)} (default: {default}{value})")
-        for name, value in found.items()
-    }
-
-
-def add_options(group: Any, options: dict[str, tuple[Callable, str]]) -> None:
+def _add_options(group: Any, options: dict[str, tuple[Callable, str]]) -> None:
     """
     Arguments for these. They are in the result of the parser only where they are given, so that it can be
     passed on as keyword arguments.
@@ -70,19 +62,27 @@ def add_options(group: Any, options: dict[str, tuple[Callable, str]]) -> None:
         group.add_argument("--" + name.replace("_", "-"), default=argparse.SUPPRESS, help=text, **how)
 
 
-def parse_options(
+def _parse_options(
     parser: argparse.ArgumentParser,
     argv: Sequence[str] | None,
     about_sampling: str,
     sampling: dict[str, tuple[Callable, str]],
-    engine: dict[str, tuple[Callable, str]],
+    temperature: float = 1.0,
+    usual: str = "",
 ) -> argparse.Namespace:
     """
-    Add these options to those of a parser, and parse. In the result `engine` are those for `LLM` that are
-    given, and `defaults` those for SamplingParams, checked.
+    Add options to those of a parser, and parse: `sampling` and others for how tokens are drawn, of which help
+    says that SamplingParams' defaults (and this temperature) hold unless there is what is `usual`; and those
+    of `LLM` that have other names. In the result `engine` are the options for `LLM` that are given, and
+    `defaults` those for SamplingParams, checked.
     """
-    add_options(parser.add_argument_group("sampling", about_sampling), sampling)
-    add_options(parser.add_argument_group("engine", "the options of LLM (docs/options.md)"), engine)
+    sampling = dict(sampling)
+    for name in ("temperature", "top_p", "top_k", "min_p"):
+        value = getattr(SamplingParams(temperature), name)
+        sampling[name] = type(value), f"{_meaning(SamplingParams, name)} (default: {usual}{value})"
+    engine = {name: option for name, option in command_line_options().items() if name not in sampling}
+    _add_options(parser.add_argument_group("sampling", about_sampling), sampling)
+    _add_options(parser.add_argument_group("engine", "the options of LLM (docs/options.md)"), engine)
     args = parser.parse_args(argv)
     args.defaults = {name: getattr(args, name) for name in sampling if name in args}
     args.engine = {name: getattr(args, name) for name in engine if name in args}
@@ -90,27 +90,21 @@ def parse_options(
     return args
 
 
-def _add_cli_args(parser: Any) -> Any:
-    parser.add_argument("--model", help="folder, .gguf file or hub id")
-    add_options(parser, command_line_options())
-    return parser
+Options = make_dataclass("Options", [(name, each.type, each.default) for name, each in OPTIONS.items()])
 
 
-def _from_cli_args(cls: type, args: argparse.Namespace) -> Any:
-    return cls(**{option.name: getattr(args, option.name) for option in OPTIONS if option.name in args})
+class EngineArgs(Options):
+    """The options of `LLM` and their defaults, not checked."""
 
+    __init__ = takes_foreign(Options.__init__)
+    parse_options = staticmethod(_parse_options)
 
-EngineArgs = make_dataclass(
-    "EngineArgs",
-    [(option.name, option.type, field(default=option.default)) for option in OPTIONS],
-    namespace={
-        "__doc__": "The options of `LLM` and their defaults, not checked.",
-        "__module__": __name__,
-        "add_cli_args": staticmethod(_add_cli_args),
-        "from_cli_args": classmethod(_from_cli_args),
-        "command_line_options": staticmethod(command_line_options),
-        "sampling_options": staticmethod(sampling_options),
-        "parse_options": staticmethod(parse_options),
-    },
-)
-EngineArgs.__init__ = takes_foreign(EngineArgs.__init__)
+    @staticmethod
+    def add_cli_args(parser: Any) -> Any:
+        parser.add_argument("--model", help="folder, .gguf file or hub id")
+        _add_options(parser, command_line_options())
+        return parser
+
+    @classmethod
+    def from_cli_args(cls, args: argparse.Namespace) -> "EngineArgs":
+        return cls(**{name: getattr(args, name) for name in OPTIONS if name in args})

@@ -34,92 +34,101 @@ WITHOUT_EFFECT = """
 NO_BEAMS = "SamplingParams(n=...) draws several completions"
 OWN_CODE = "ranks run this project's own code alone"
 NEW_ENGINE = "llm.exit() frees the memory; make a new engine"
-# What to do -> the options for which it is said, each with the value, or a tuple of several, that changes
-# nothing. None never does.
-REMEDIES: dict[str, dict[str, Any]] = {
-    NO_BEAMS: dict(best_of=1, early_stopping=False, length_penalty=1.0, num_beams=1, use_beam_search=False),
-    OWN_CODE: dict(worker_cls="auto", worker_extension_cls=""),
-    NEW_ENGINE: dict(enable_sleep_mode=False),
-    "LLM(model, lora='folder or hub id') merges one adapter into the weights": dict(
-        enable_lora=False, lora_request=None, prompt_adapter_request=None
-    ),
-    "pass structured_outputs=StructuredOutputsParams(...)": dict(
-        guided_decoding=None, guided_options_request=None
-    ),
-    "models here read and write text alone": dict(limit_mm_per_prompt={}),
-    "only text and scores are made": dict(runner=("auto", "generate"), task=("auto", "generate")),
-    "for smaller weights there are quantization='int4' and more ranks": dict(cpu_offload_gb=(0, 0.0)),
-    "python -m nanovllm.batch --data-parallel runs several engines": dict(data_parallel_size=1),
-    "SamplingParams(temperature=0) is greedy, and any other temperature samples": dict(do_sample=None),
-    "prompts are texts or token ids": dict(enable_prompt_embeds=False),
-    "nothing here reads them": dict(extra_args={}),
-    "logprobs are a dict for each token": dict(flat_logprobs=False),
-    "pass SamplingParams to the call": dict(generation_config="auto", override_generation_config={}),
-    "name single fields in hf_overrides": dict(hf_config_path=None),
-    "put it into hf_overrides": dict(rope_scaling={}, rope_theta=None),
-    "it is called token here": dict(hf_token=None),
-    "it is called num_kvcache_blocks here": dict(num_gpu_blocks_override=None),
-    "it is called n here": dict(num_return_sequences=None),
-    "use logit_bias, allowed_token_ids or bad_words of SamplingParams": dict(logits_processors=[]),
-    "log-probabilities are the model's own": dict(logprobs_mode="raw_logprobs"),
-    "a request can ask for 20 at most": dict(max_logprobs=tuple(range(21))),
-    "split the model with tensor_parallel_size": dict(pipeline_parallel_size=1),
-    "token ids are prompts, too: pass them as such": dict(prompt_token_ids=None),
-    "pass token ids, and SamplingParams(detokenize=False)": dict(skip_tokenizer_init=False),
-    "pass the token ids that the tokenizer makes with them": dict(tokenization_kwargs={}),
-    "pass the last token ids of llm.encode(prompt)": dict(truncate_prompt_tokens=None),
-    "the tokenizer is what transformers makes of its files": dict(tokenizer_mode=("auto", "hf")),
-    "download that revision, and pass its folder as tokenizer": dict(tokenizer_revision=None),
+ONE_ADAPTER = "LLM(model, lora='folder or hub id') merges one adapter into the weights"
+STRUCTURED = "pass structured_outputs=StructuredOutputsParams(...)"
+ONLY_TEXT = "only text and scores are made"
+OWN_PARAMS = "pass SamplingParams to the call"
+OVERRIDES = "put it into hf_overrides"
+SCORES = "llm.score(texts) says how likely texts are"
+PROFILER = "torch.profiler around a call"
+# Each with the value, or a tuple of several, that changes nothing (None never does), and what to do instead.
+REFUSED: dict[str, tuple[Any, str]] = {
+    "best_of": (1, NO_BEAMS),
+    "early_stopping": (False, NO_BEAMS),
+    "length_penalty": (1.0, NO_BEAMS),
+    "num_beams": (1, NO_BEAMS),
+    "use_beam_search": (False, NO_BEAMS),
+    "worker_cls": ("auto", OWN_CODE),
+    "worker_extension_cls": ("", OWN_CODE),
+    "enable_sleep_mode": (False, NEW_ENGINE),
+    "enable_lora": (False, ONE_ADAPTER),
+    "lora_request": (None, ONE_ADAPTER),
+    "prompt_adapter_request": (None, ONE_ADAPTER),
+    "guided_decoding": (None, STRUCTURED),
+    "guided_options_request": (None, STRUCTURED),
+    "runner": (("auto", "generate"), ONLY_TEXT),
+    "task": (("auto", "generate"), ONLY_TEXT),
+    "generation_config": ("auto", OWN_PARAMS),
+    "override_generation_config": ({}, OWN_PARAMS),
+    "rope_scaling": ({}, OVERRIDES),
+    "rope_theta": (None, OVERRIDES),
+    "limit_mm_per_prompt": ({}, "models here read and write text alone"),
+    "cpu_offload_gb": ((0, 0.0), "for smaller weights there are quantization='int4' and more ranks"),
+    "data_parallel_size": (1, "python -m nanovllm.batch --data-parallel runs several engines"),
+    "do_sample": (None, "SamplingParams(temperature=0) is greedy, and any other temperature samples"),
+    "enable_prompt_embeds": (False, "prompts are texts or token ids"),
+    "extra_args": ({}, "nothing here reads them"),
+    "flat_logprobs": (False, "logprobs are a dict for each token"),
+    "hf_config_path": (None, "name single fields in hf_overrides"),
+    "hf_token": (None, "it is called token here"),
+    "num_gpu_blocks_override": (None, "it is called num_kvcache_blocks here"),
+    "num_return_sequences": (None, "it is called n here"),
+    "logits_processors": ([], "use logit_bias, allowed_token_ids or bad_words of SamplingParams"),
+    "logprobs_mode": ("raw_logprobs", "log-probabilities are the model's own"),
+    "max_logprobs": (tuple(range(21)), "a request can ask for 20 at most"),
+    "pipeline_parallel_size": (1, "split the model with tensor_parallel_size"),
+    "prompt_token_ids": (None, "token ids are prompts, too: pass them as such"),
+    "skip_tokenizer_init": (False, "pass token ids, and SamplingParams(detokenize=False)"),
+    "tokenization_kwargs": ({}, "pass the token ids that the tokenizer makes with them"),
+    "truncate_prompt_tokens": (None, "pass the last token ids of llm.encode(prompt)"),
+    "tokenizer_mode": (("auto", "hf"), "the tokenizer is what transformers makes of its files"),
+    "tokenizer_revision": (None, "download that revision, and pass its folder as tokenizer"),
 }
-REFUSED: dict[str, tuple[tuple, str]] = {
-    name: (neutral if isinstance(neutral, tuple) else (neutral,), remedy)
-    for remedy, options in REMEDIES.items()
-    for name, neutral in options.items()
-}
-
 MISSING_METHODS = {
-    **dict.fromkeys(("embed", "classify", "reward"), "llm.score(texts) says how likely texts are"),
+    "embed": SCORES,
+    "classify": SCORES,
+    "reward": SCORES,
     "beam_search": NO_BEAMS,
-    **dict.fromkeys(("collective_rpc", "apply_model"), OWN_CODE),
-    **dict.fromkeys(("sleep", "wake_up"), NEW_ENGINE),
+    "collective_rpc": OWN_CODE,
+    "apply_model": OWN_CODE,
+    "sleep": NEW_ENGINE,
+    "wake_up": NEW_ENGINE,
     "reset_prefix_cache": "enable_prefix_caching=False computes every prompt anew",
     "get_metrics": "llm.stats() has the counts",
-    **dict.fromkeys(("start_profile", "stop_profile"), "torch.profiler around a call"),
+    "start_profile": PROFILER,
+    "stop_profile": PROFILER,
     "set_tokenizer": "LLM(model, tokenizer=...)",
     "llm_engine": "LLM is the engine: llm.config, llm.add_request(...), llm.step()",
 }
 
-
+SamplingParams.__struct_fields__ = tuple(each.name for each in fields(SamplingParams))  # vLLM's name
 FILLED_IN = ("hf_config", "eos")  # fields of Config that are no options
-OPTIONS = [option for option in fields(Config) if option.name not in FILLED_IN]
+OPTIONS = {option.name: option for option in fields(Config) if option.name not in FILLED_IN}
 
 
 def make_config(model: str, options: dict[str, Any], make: type[Config] = Config) -> Config:
     """What `make` makes of an engine's options, among which some of vLLM's may be."""
     if found := options.keys() & set(FILLED_IN):
         raise TypeError(f"{min(found)} is no option: the engine fills it in from the checkpoint")
-    names = [option.name for option in OPTIONS]
-    return make(model, **own_options(options, names, SamplingParams.__struct_fields__, stacklevel=5))
+    return make(model, **own_options(options, OPTIONS, stacklevel=5))
 
 
-def own_options(
-    options: Mapping[str, Any], known: Collection[str], sampling: Collection[str] = (), stacklevel: int = 2
-) -> dict[str, Any]:
+def own_options(options: Mapping[str, Any], known: Collection[str], stacklevel: int = 2) -> dict[str, Any]:
     """
     The options with a `known` name. Warns of those without effect. Raises ValueError for one that is refused
-    and TypeError for an unknown one, with a known one like it; fields of SamplingParams, `sampling`, are said
-    to be such.
+    and TypeError for an unknown one, with a known one like it; fields of SamplingParams are said to be such.
     """
     ignored = []
     for name in [name for name in options if name not in known]:
         value = options[name]
         if name in REFUSED:
             neutral, remedy = REFUSED[name]
+            neutral = neutral if isinstance(neutral, tuple) else (neutral,)
             if value is not None and not any(type(value) is type(each) and value == each for each in neutral):
                 raise ValueError(f"{name}={shown(value)} is not offered: {remedy}")
         elif name in WITHOUT_EFFECT:
             ignored += [name] if value is not None else []
-        elif name in sampling:
+        elif name in SamplingParams.__struct_fields__:
             raise TypeError(f"{name} is a sampling parameter: pass SamplingParams({name}={shown(value)})")
         else:
             alike = difflib.get_close_matches(name, known, n=1)
@@ -130,7 +139,7 @@ def own_options(
     return {name: value for name, value in options.items() if name in known}
 
 
-def takes_foreign(function: Callable, sampling: Collection[str] = ()) -> Callable:
+def takes_foreign(function: Callable) -> Callable:
     """The function of an object, which can also be called with options of vLLM, see `own_options`."""
     _, *known = inspect.signature(function).parameters
     names = frozenset(known)
@@ -138,13 +147,7 @@ def takes_foreign(function: Callable, sampling: Collection[str] = ()) -> Callabl
     @functools.wraps(function)
     def call(*args: Any, **options: Any) -> Any:
         if not names.issuperset(options):
-            options = own_options(options, known, sampling)
+            options = own_options(options, known)
         return function(*args, **options)
 
     return call
-
-
-def missing_attribute(owner: object, name: str) -> AttributeError:
-    """The error for a name that an engine does not have."""
-    rest = f": {MISSING_METHODS[name]}" if name in MISSING_METHODS else ""
-    return AttributeError(f"{type(owner).__name__!r} object has no attribute {name!r}{rest}")

@@ -6,9 +6,10 @@ methods of its own when it forks.
 """
 
 import functools
+import importlib
 import os
+import sys
 import weakref
-from dataclasses import fields
 from typing import Any
 
 from nanovllm import distributed, utils
@@ -17,19 +18,38 @@ from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.extensions.api.argparse_utils import FlexibleArgumentParser
 from nanovllm.extensions.api.cleanup import cleanup_dist_env_and_memory
 from nanovllm.extensions.api.engine_args import show_options
-from nanovllm.extensions.api.foreign_options import missing_attribute, takes_foreign
+from nanovllm.extensions.api.foreign_options import MISSING_METHODS, takes_foreign
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.validation import check, is_number
 
+# Names of `nanovllm` that scripts import, and the modules that have them, imported when they are asked for.
+PLACES = {
+    "AsyncLLM": "nanovllm.extensions.api.async_llm",
+    "CompletionOutput": "nanovllm.outputs",
+    "EngineArgs": "nanovllm.extensions.api.engine_args",
+    "RequestOutput": "nanovllm.outputs",
+    "StructuredOutputsParams": "nanovllm.sampling_params",
+    "TextPrompt": "nanovllm.inputs",
+    "TokensPrompt": "nanovllm.inputs",
+}
 NOT_PICKLED = "an engine cannot be pickled or copied: make one in each process that uses one, or share one \
 among the tasks of a process with AsyncLLM"
 # Where scripts for vLLM look for them.
 distributed.cleanup_dist_env_and_memory = cleanup_dist_env_and_memory
 utils.FlexibleArgumentParser = FlexibleArgumentParser
 SamplingParams.__init__ = takes_foreign(SamplingParams.__init__)
-SamplingParams.__struct_fields__ = tuple(each.name for each in fields(SamplingParams))  # vLLM's name
-takes_foreign_options = functools.partial(takes_foreign, sampling=SamplingParams.__struct_fields__)
 _engines: "weakref.WeakSet[ApiLLM]" = weakref.WeakSet()  # those of this process
+
+
+def _find_name(name: str) -> Any:
+    if name not in PLACES:
+        raise AttributeError(f"module 'nanovllm' has no attribute {name!r}")
+    return getattr(importlib.import_module(PLACES[name]), name)
+
+
+package = sys.modules["nanovllm"]  # which is being imported
+package.__all__ += PLACES
+package.__getattr__ = _find_name
 
 
 def _leave_engines() -> None:
@@ -54,7 +74,8 @@ class NotCopied:
     """An engine, or what has one."""
 
     def __getattr__(self, name: str) -> Any:
-        raise missing_attribute(self, name)
+        rest = f": {MISSING_METHODS[name]}" if name in MISSING_METHODS else ""
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{rest}")
 
     def __reduce__(self) -> Any:
         raise TypeError(NOT_PICKLED)
@@ -132,5 +153,5 @@ def with_api(llm: type[LLMEngine], *bases: type[LLMEngine]) -> type[LLMEngine]:
     """The engine with what these bases add, whose calls take options of vLLM as well, one call at a time."""
     made = type(llm.__name__, (ApiLLM, *bases, llm), {"__doc__": llm.__doc__, "__module__": llm.__module__})
     for name in ("generate", "generate_iter", "stream", "chat"):
-        setattr(made, name, takes_foreign_options(getattr(made, name)))
+        setattr(made, name, takes_foreign(getattr(made, name)))
     return show_options(made)

@@ -12,7 +12,8 @@ from lm_eval.__main__ import cli_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from lm_eval.models.utils import normalize_gen_kwargs
+from lm_eval.utils import Reorderer, get_rolling_token_windows, make_disjoint_window
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.utils.validation import check
@@ -20,8 +21,12 @@ from nanovllm.utils.validation import check
 # Within a step prompts share whole blocks only, so that small ones leave less to be computed twice.
 BLOCK_SIZE = 16
 DEFAULT_DEVICE = "cuda:0"  # the harness's, also where there is none
-MAX_TOKENS_NAMES = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 Scored = tuple[Any, list[int], list[int]]  # the harness's name for the request, context, continuation
+
+
+def begin_alike(request: tuple[list[int], Any]) -> tuple[int, ...]:
+    """Sorted by this, requests whose tokens begin alike are neighbours."""
+    return tuple(request[0])
 
 
 @register_model("nanovllm")
@@ -60,7 +65,7 @@ class NanoVLLM(TemplateLM):
         if self.tokenizer is None:
             raise ValueError(f"{pretrained!r} has no tokenizer, which evaluation needs")
         self.pretrained = pretrained
-        self.max_length = self.llm.scheduler.limits.max_num_tokens - 1
+        self.max_length = self.llm.prompts.max_num_tokens - 1
         self.max_gen_toks = max_gen_toks
         self.add_bos_token = add_bos_token
         self.custom_prefix_token_id = prefix_token_id
@@ -107,20 +112,21 @@ class NanoVLLM(TemplateLM):
         Log-likelihood of each continuation, and whether it is greedy. Contexts that are too long lose their
         start.
         """
-        texts, first_tokens = [], []
+        texts = []  # each with the place of its continuation
         for _, context, continuation in requests:
             rule = f"a continuation must have at most max_length={self.max_length} tokens"
             check(len(continuation) <= self.max_length, rule, len(continuation))
-            texts.append((context + continuation)[-self.max_length - 1 :])
-            first_tokens.append(len(texts[-1]) - len(continuation))
-        order = sorted(range(len(texts)), key=texts.__getitem__)
-        scores = self.llm.score([texts[i] for i in order], not disable_tqdm, [first_tokens[i] for i in order])
-        answers: dict[int, tuple[float, bool]] = {}
-        for i, score in zip(order, scores, strict=True):
-            answers[i] = score["logprob"], {*score["token_ranks"]} <= {None, 1}  # and whether it is greedy
-            if requests[i][0] is not None:
-                self.cache_hook.add_partial("loglikelihood", requests[i][0], answers[i])
-        return [answers[i] for i in range(len(requests))]
+            text = (context + continuation)[-self.max_length - 1 :]
+            texts.append((text, len(text) - len(continuation)))
+        order = Reorderer(texts, begin_alike)
+        texts, first_tokens = map(list, zip(*order.get_reordered(), strict=True))
+        scores = self.llm.score(texts, not disable_tqdm, first_tokens)
+        answers = [(score["logprob"], {*score["token_ranks"]} <= {None, 1}) for score in scores]
+        answers = order.get_original(answers)
+        for (name, *_), answer in zip(requests, answers, strict=True):
+            if name is not None:
+                self.cache_hook.add_partial("loglikelihood", name, answer)
+        return answers
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """Of whole texts, in windows of max_length."""
@@ -137,17 +143,17 @@ class NanoVLLM(TemplateLM):
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         asked = []
-        for i, (context, settings) in enumerate(request.args for request in requests):
+        for context, settings in (request.args for request in requests):
             params = self._read_settings(settings)
             room = self.max_length - params.max_tokens
             check(room > 0, f"max_gen_toks must be less than max_length={self.max_length}", params.max_tokens)
-            asked.append((self.tok_encode(context)[-room:], i, params))
-        prompts, places, params = zip(*sorted(asked), strict=True)  # neighbours begin alike
-        results = self.llm.generate(list(prompts), list(params), use_tqdm=not disable_tqdm)
-        texts = {i: result["text"] for i, result in zip(places, results, strict=True)}
-        for i, request in enumerate(requests):
-            self.cache_hook.add_partial("generate_until", request.args, texts[i])
-        return [texts[i] for i in range(len(requests))]
+            asked.append((self.tok_encode(context)[-room:], params))
+        order = Reorderer(asked, begin_alike)
+        results = self.llm.generate(*map(list, zip(*order.get_reordered(), strict=True)), not disable_tqdm)
+        texts = order.get_original([result["text"] for result in results])
+        for request, text in zip(requests, texts, strict=True):
+            self.cache_hook.add_partial("generate_until", request.args, text)
+        return texts
 
     def _read_settings(self, settings: dict[str, Any]) -> SamplingParams:
         """
@@ -155,14 +161,11 @@ class NanoVLLM(TemplateLM):
         option of `SamplingParams`.
         """
         settings = {name: value for name, value in settings.items() if value is not None}
-        until = settings.pop("until", [])
-        limits = [settings.pop(name) for name in MAX_TOKENS_NAMES if name in settings]
-        max_tokens = limits[0] if limits else self.max_gen_toks
-        temperature = settings.pop("temperature", 0.0)
-        if settings.pop("do_sample", None) is False:
-            temperature = 0.0
-        stop = [text for text in ([until] if isinstance(until, str) else until) if text]
-        return SamplingParams(float(temperature), int(max_tokens), stop=stop, **settings)
+        settings = normalize_gen_kwargs(settings, self.max_gen_toks)
+        temperature, max_tokens = settings.pop("temperature", 0), settings.pop("max_gen_toks")
+        stop = [text for text in settings.pop("until") if text]
+        del settings["do_sample"]  # has decided the temperature
+        return SamplingParams(float(temperature), max_tokens, stop=stop, **settings)
 
 
 if __name__ == "__main__":

@@ -153,11 +153,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--resume", action="store_true", help="answer what the output does not hold yet")
     seed = "makes sampling repeatable: line i draws with a seed made of this and i, unless it has its own"
     most = "most tokens to generate (default: 256, and as many as fit for OpenAI's lines)"
-    drawn = EngineArgs.sampling_options(SamplingParams())
-    sampling = {"seed": (int, seed), "max_tokens": (int, most), **drawn}
-    engine = EngineArgs.command_line_options()
-    del engine["seed"]
-    args = EngineArgs.parse_options(parser, argv, "for lines that do not say otherwise", sampling, engine)
+    sampling = {"seed": (int, seed), "max_tokens": (int, most)}
+    args = EngineArgs.parse_options(parser, argv, "for lines that do not say otherwise", sampling)
     if args.data_parallel is not None and args.data_parallel < 1:
         raise ValueError(f"--data-parallel must be at least 1, got {args.data_parallel}")
     if not args.input.is_file():

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 import nanovllm
-from nanovllm.assembly import open_checkpoint, opening
-from nanovllm.config import Config
+from nanovllm.assembly import open_model, opening
+from nanovllm.config import Config, resolve_device
 from nanovllm.extensions.bench.engine import NanoVLLM
 from nanovllm.extensions.bench.floor import describe_floor, floor, measure_ceilings
 from nanovllm.extensions.bench.others import LlamaCpp, Transformers
@@ -89,8 +89,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     args = parser.parse_args(WORKLOADS[parser.parse_args(argv).workload].split() + argv)
     if args.model in opening.SHAPES and args.load_format == "auto":
         args.load_format = "dummy"
-    if args.device == "auto":
-        args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    args.device = resolve_device(args.device, "device")
     longest = args.common_len + args.max_input_len + args.max_output_len
     if not args.max_model_len and longest > Config.max_model_len:
         args.max_model_len = longest
@@ -170,16 +169,16 @@ def bench(args: argparse.Namespace, name: str, workload: Workload) -> dict[str, 
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(sys.argv[1:] if argv is None else argv)
     with contextlib.redirect_stdout(sys.stderr if args.json == "-" else sys.stdout):
-        report = run(args)
+        report = json.dumps(run(args), indent=2)
     if args.json == "-":
-        print(json.dumps(report, indent=2))
+        print(report)
     elif args.json:
-        Path(args.json).write_text(json.dumps(report, indent=2) + "\n")
+        Path(args.json).write_text(report + "\n")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """All that was asked for. Prints figures as they come, and returns what --json writes."""
-    hf_config = open_checkpoint(args.model, args.load_format).hf_config()
+    hf_config = open_model(args.model, {"load_format": args.load_format})[0].hf_config
     workload = draw_workload(args, hf_config.vocab_size)
     distinct = sum(end - begin for begin, end, _ in workload.segments())
     print(
@@ -194,8 +193,13 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         results = {name: bench(args, name, workload) for name in names}
     versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
     versions |= {"nanovllm": nanovllm.__version__, "python": platform.python_version()}
-    report = {"settings": vars(args), "versions": versions, "results": results}
-    report |= {"device": describe_device(args.device), "cpu": describe_cpu()}
+    report = {
+        "settings": vars(args),
+        "versions": versions,
+        "results": results,
+        "device": describe_device(args.device),
+        "cpu": describe_cpu(),
+    }
     if len(results) > 1:
         ours, theirs = (result["tokens_per_second"] for result in results.values())
         report["ratio"] = ours / theirs

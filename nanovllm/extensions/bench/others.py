@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from nanovllm.assembly import open_checkpoint
+from nanovllm.assembly import open_model
 from nanovllm.config import Config
 from nanovllm.extensions.bench.engine import SAMPLING
 from nanovllm.extensions.bench.workloads import Workload
@@ -27,7 +27,7 @@ class Transformers:
     def __init__(self, args: argparse.Namespace):
         from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GenerationConfig
 
-        hf_config = open_checkpoint(args.model, args.load_format).hf_config()
+        hf_config = open_model(args.model, {"load_format": args.load_format})[0].hf_config
         own_dtype = hf_config.dtype or ("float32" if args.device == "cpu" else "bfloat16")
         dtype = own_dtype if args.dtype == "auto" else args.dtype
         fields = CONFIG_MAPPING[hf_config.raw["model_type"]].from_dict(hf_config.raw)
@@ -74,7 +74,7 @@ class LlamaCpp:
             raise ValueError(
                 "--engine llama.cpp needs llama-cpp-python: pip install llama-cpp-python"
             ) from error
-        path = open_checkpoint(args.model, args.load_format).path
+        path = open_model(args.model, {"load_format": args.load_format})[0].model
         if args.device != "cpu" or args.temperature or not path.lower().endswith(".gguf"):
             raise ValueError("--engine llama.cpp needs --device cpu, --temperature 0 and a .gguf file")
         self.api = api

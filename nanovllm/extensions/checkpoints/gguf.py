@@ -23,7 +23,7 @@ from nanovllm.extensions.checkpoints.sizes import checked_size
 from nanovllm.extensions.checkpoints.tokenizer_errors import guarded, tokenizer_errors
 
 MODULES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-# Of a layer, where a model's facts do not say it in another way.
+# Of a layer, where a model's class does not say it in another way.
 LAYER_MODULES = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -60,7 +60,7 @@ def on_device_of(tensors: Iterable[GGUFTensor], model: nn.Module, _: Any) -> Ite
 class GGUFCheckpoint(Checkpoint):
     """
     `metadata` are the header's keys and values; `stored` are the tensors by llama.cpp's names. `models` are
-    the `Facts` of those that can be read.
+    the classes of those that can be read.
     """
 
     changes = (on_device_of,)
@@ -77,15 +77,15 @@ class GGUFCheckpoint(Checkpoint):
             raise ValueError(f"{path} is not a complete GGUF file: {error}") from error
         self.metadata, self.stored = header.metadata, header.tensors
         self.architecture = self.metadata.get("general.architecture")
-        known = {facts.gguf.architecture: facts for facts in models}
+        known = {model.gguf_name: model for model in models}
         if self.architecture not in [*known]:  # which may be no text
             names = ", ".join(known)
             raise ValueError(f"{path}: architecture {self.architecture!r} is not known; known ones: {names}")
-        self.facts = known[self.architecture]
+        self.model = known[self.architecture]
 
     def __reduce__(self) -> tuple:
         state = {"fill": self.fill, "changes": self.changes}
-        return GGUFCheckpoint, (self.path, [self.facts]), state  # maps the file anew
+        return GGUFCheckpoint, (self.path, [self.model]), state  # maps the file anew
 
     def fields(self) -> dict[str, Any]:
         """As in a config.json."""
@@ -104,8 +104,8 @@ class GGUFCheckpoint(Checkpoint):
             if self._number(name, head_dim) != head_dim:
                 raise ValueError(f"{name} must be {head_dim} like the keys' length")
         raw = {
-            "model_type": self.facts.model_type,
-            "architectures": [self.facts.architecture],
+            "model_type": self.model.model_type,
+            "architectures": [self.model.__name__],
             "vocab_size": embedding.shape[0],
             "hidden_size": hidden_size,
             "intermediate_size": self._number("feed_forward_length"),
@@ -124,7 +124,7 @@ class GGUFCheckpoint(Checkpoint):
             "dtype": None if embedding.dtype == torch.float16 else embedding.dtype,
             "quantization_config": self._quantisation() if self.fill is None else None,
         }
-        read_own = self.facts.gguf.read_fields
+        read_own = self.model.read_gguf_fields
         return raw | read_own(raw, self._number) if read_own else raw
 
     def hf_config(self) -> ModelConfig:
@@ -148,8 +148,8 @@ class GGUFCheckpoint(Checkpoint):
     def tensors(self) -> Iterator[GGUFTensor]:
         heads = self._number("attention.head_count")
         rotated = {"attn_q": heads, "attn_k": self._number("attention.head_count_kv", heads)}
-        names = self.facts.gguf
-        modules = LAYER_MODULES | names.modules
+        model = self.model
+        modules = LAYER_MODULES | model.gguf_modules
         for stored_name, tensor in self.stored.items():
             if stored_name == FREQUENCY_FACTORS:
                 continue
@@ -159,9 +159,9 @@ class GGUFCheckpoint(Checkpoint):
             layer, _, part = rest.partition(".")
             if block == "blk" and part in modules:
                 name = f"model.layers.{layer}.{modules[part]}"
-                if names.rotates_neighbours and part in rotated:
+                if model.gguf_rotates_neighbours and part in rotated:
                     order = _rotary_order(tensor.shape[0], rotated[part])
-            added = names.added_to_norms if name.endswith("norm") else 0.0
+            added = model.gguf_added_to_norms if name.endswith("norm") else 0.0
             yield replace(tensor, name=f"{name}.{kind}", order=order, added=added)
 
     def _number(self, key: str, default: Any = None, kind: type = int) -> Any:

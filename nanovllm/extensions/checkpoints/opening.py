@@ -6,6 +6,7 @@ from typing import Any
 
 from nanovllm.checkpoints.base import Checkpoint
 from nanovllm.checkpoints.model_config import ModelConfig
+from nanovllm.config import Config
 from nanovllm.extensions.checkpoints.made_up import fill_with_random_values
 from nanovllm.extensions.checkpoints.names import with_names_of
 from nanovllm.extensions.checkpoints.shapes import SHAPES, ShapeCheckpoint
@@ -13,38 +14,33 @@ from nanovllm.extensions.checkpoints.untrusted import CheckedFolder
 
 
 def open_checkpoint(
-    model: str | os.PathLike,
-    load_format: str,
-    models: Collection[Any],
-    read_config: Callable[..., ModelConfig],
-    tokenizer: str | os.PathLike | None = None,
-    hf_overrides: dict[str, Any] | None = None,
-    hub: dict[str, Any] | None = None,
-    lora: str | os.PathLike | None = None,
+    config: Config, models: Collection[Any], read_config: Callable[..., ModelConfig]
 ) -> Checkpoint:
     """
-    Open a checkpoint without reading its weights. `model` is a folder, a `.gguf` file, a Hugging Face hub id,
-    "smollm2" or, with load_format="dummy", one of `SHAPES`. Another `tokenizer` is in such a place, too.
-    A `lora` adapter is a folder or a hub id. `hub` has options for downloads; `models` has the facts of those
-    that GGUF files may hold, and of others. Raises ValueError that says what was looked for.
+    Open the checkpoint that an engine's options name, without reading its weights. `model` is a folder, a
+    `.gguf` file, a Hugging Face hub id, "smollm2" or, with load_format="dummy", one of `SHAPES`. Another
+    `tokenizer` is in such a place, too. A `lora` adapter is a folder or a hub id. `models` are classes, among
+    them those of models that GGUF files may hold. Raises ValueError that says what was looked for.
     """
-    hub = {name: value for name, value in (hub or {}).items() if value is not None}
-    checkpoint = _open(model, load_format, hub, models)
+    hub = {"revision": config.revision, "cache_dir": config.download_dir, "token": config.token}
+    hub = {name: value for name, value in hub.items() if value is not None}
+    load_format, lora, tokenizer = config.load_format, config.lora, config.tokenizer
+    checkpoint = _open(config.model, load_format, hub, models)
     checkpoint.read_config = read_config
     checkpoint.changes += (with_names_of,)
     if load_format == "dummy":
         checkpoint.fill = fill_with_random_values
-    if hf_overrides:
+    if config.hf_overrides:
         if not isinstance(checkpoint, CheckedFolder):
             raise ValueError(f"hf_overrides are for config.json, which {checkpoint.path!r} does not have")
-        checkpoint.config = checkpoint.config | hf_overrides
+        checkpoint.config = checkpoint.config | config.hf_overrides
     hub.pop("revision", None)  # is the model's
     if lora is not None:
         from nanovllm.extensions.checkpoints.adapter import check_adaptable, open_adapter
 
         check_adaptable(checkpoint, lora)
         checkpoint.changes += (open_adapter(lora, hub).merged,)
-    if tokenizer is not None and os.fspath(tokenizer) != os.fspath(model):
+    if tokenizer is not None and os.fspath(tokenizer) != config.model:
         try:
             checkpoint.tokenizer = _open(tokenizer, "auto", hub, models, only_tokenizer=True).tokenizer
         except ValueError as error:
@@ -71,7 +67,7 @@ def _open(
             raise ValueError(f"model {name!r} is neither a folder nor, for load_format='gguf', a .gguf file")
         from nanovllm.extensions.checkpoints.gguf import GGUFCheckpoint
 
-        return GGUFCheckpoint(path, [facts for facts in models if facts.gguf])
+        return GGUFCheckpoint(path, [model for model in models if model.gguf_name])
     if load_format == "gguf":
         raise ValueError(f"model {name!r} is a folder, but load_format='gguf' reads a .gguf file")
     if not os.path.isdir(path):

@@ -6,13 +6,33 @@ row of some expert's product; with many tokens every expert gets a handful of ro
 weights once per step is the floor.
 
 - `kernels/router.py` picks the experts and their weights; all ranks pick alike.
-- `kernels/experts.py` sorts assignments by expert and says which tile of rows belongs to which expert. The
-  table stands on the device and the grid follows from sizes alone, so a CUDA graph can hold it.
-- `kernels/moe.py` is the grouped GEMM: one launch multiplies every expert's rows. `kernels/moe_fp8.py`,
-  `kernels/moe_quantised.py` and `kernels/moe_mxfp4.py` are the same for weights of 8 and 4 bits.
-- `kernels/moe_matvec.py` and `kernels/moe_quantised_matvec.py` serve a few tokens: one product an assignment.
+- `kernels/moe.py` chooses the kernels for a step's rows, and has their torch reference.
+- `kernels/grouped_gemm.py` sorts assignments by expert and multiplies every expert's rows by one launch. The
+  table that says which tile belongs to which expert stands on the device and the grid follows from sizes
+  alone, so a CUDA graph can hold it. All grouped kernels share its launcher, `find_tile` and `store_tile`.
+- `kernels/gemv.py` and `kernels/gemv_codes.py` serve a few tokens: one product an assignment.
 - `moe.py` is the layer, with the MLP's signature. A rank holds a part of each expert's width.
 - `config.py` has what a `config.json` says of it.
+
+The format of the weights decides which kernel multiplies them. In a decode step of few rows that is a gemv,
+from gemv.py for dense weights and from gemv_codes.py for all others; beyond, and in every prefill, a grouped
+GEMM:
+
+| format                | layout of values         | scales are applied to       | gemv    | grouped GEMM    |
+|-----------------------|--------------------------|-----------------------------|---------|-----------------|
+| float32, 16 bits      | [out, in]                |                             | <= 4    | grouped_gemm    |
+| fp8, a scale a row    | [out, in]                | sums                        | <= 4    | grouped_gemm    |
+| fp8, 128 x 128 blocks | [out, in]                | sums over 128 inputs        | <= 4    | grouped_gemm    |
+| fp8, before Ada       | [out, in]                | sums                        | never   | grouped_codes   |
+| int8                  | [out, in]                | sums; small groups: values  | <= 4    | grouped_codes   |
+| int4                  | 32 inputs: 16 low halves | values; whole rows: sums    | <= 4    | grouped_codes   |
+| MXFP4                 | of bytes, 16 high ones   | values                      | <= 4    | grouped_codes   |
+| MXFP4, on Hopper      | bricks of 16 rows        | values, up to the row's     | <= 2    | grouped_mxfp4   |
+|                       | and 128 such inputs      | largest one, which: sums    |         |                 |
+
+Inputs are multiplied in their own dtype, by grouped_gemm's fp8 kernel in fp8, by grouped_codes in bfloat16
+and by grouped_mxfp4 as sums of two fp8 numbers. A gemv applies scales to sums over 16 or 32 inputs. Weights
+of any other format are converted first and then multiplied as dense ones.
 
 It needs `extensions/quantised` for the formats of its weights.
 """

@@ -12,10 +12,15 @@ from torch import nn
 from nanovllm.distributed.group import get_group
 from nanovllm.extensions.experts.config import ExpertsConfig
 from nanovllm.extensions.experts.kernels.experts import ExpertWeights
-from nanovllm.extensions.experts.kernels.moe import run_experts
-from nanovllm.extensions.experts.kernels.moe_fp8 import can_use_fp8_experts
-from nanovllm.extensions.experts.kernels.moe_matvec import can_use_few, run_experts_few
-from nanovllm.extensions.experts.kernels.router import Chosen, Routing, choose_experts
+from nanovllm.extensions.experts.kernels.moe import (
+    FP8,
+    FP8_BLOCKS,
+    Gemv,
+    choose_kernels,
+    run_gemv,
+    run_grouped,
+)
+from nanovllm.extensions.experts.kernels.router import Chosen, choose_experts
 from nanovllm.extensions.quantised.products import PendingAdd, quantised_rows
 from nanovllm.extensions.quantised.scaled import ScaledWeight
 from nanovllm.layers.layernorm import RMSNorm
@@ -40,24 +45,21 @@ class MixtureOfExperts(nn.Module):
     def forward(self, stream: Stream, next_norm: RMSNorm) -> Stream:
         weights, is_alone = self.experts.weights, self.gate.group.size == 1
         is_prefill = get_context().is_prefill
-        is_few = not is_prefill and can_use_few(stream.x, weights)
-        rows = None
-        if not is_few and can_use_fp8_experts(stream.x, weights):
-            rows = quantised_rows(stream, weights.gate_up.group, keep=True)
-        chosen = self.gate(stream)
-        if is_few:
+        kernels = choose_kernels(stream.x, weights, is_prefill)
+        if isinstance(kernels, Gemv):
+            chosen = self.gate(stream)
             norm = (stream.norm.weight, stream.norm.eps) if stream.is_untouched else (None, 0.0)
             x = stream.x if stream.is_untouched else stream.normalised()
-            residual = stream.residual() if is_alone else None
-            y = run_experts_few(x, weights, chosen, *norm, residual)
-            if is_alone:
-                return Stream(y, next_norm)
-        else:
-            parts = run_experts(stream.normalised(), weights, chosen, is_prefill, rows)
-            if is_alone:
-                return PendingAdd(stream.residual(), next_norm, pending_add=parts)
-            y = parts.sum(1)
-        return stream.add(y, next_norm)
+            y = run_gemv(kernels, x, weights, chosen, *norm, stream.residual() if is_alone else None)
+            return Stream(y, next_norm) if is_alone else stream.add(y, next_norm)
+        rows = None
+        if kernels in (FP8, FP8_BLOCKS):
+            rows = quantised_rows(stream, weights.gate_up.group, keep=True)
+        chosen = self.gate(stream)
+        parts = run_grouped(kernels, stream.normalised(), weights, chosen, is_prefill, rows)
+        if is_alone:
+            return PendingAdd(stream.residual(), next_norm, pending_add=parts)
+        return stream.add(parts.sum(1), next_norm)
 
 
 class Router(ReplicatedLinear):
@@ -67,14 +69,14 @@ class Router(ReplicatedLinear):
 
     def __init__(self, hidden_size: int, config: ExpertsConfig, is_joint: bool = False):
         super().__init__(hidden_size, config.num_experts, bias=is_joint)
-        self.routing = Routing(config.num_experts_per_tok, config.norm_topk_prob)
+        self.routing = config.num_experts_per_tok, config.norm_topk_prob
 
     def forward(self, stream: Stream) -> Chosen:
         if stream.is_untouched:
             logits = super().forward(stream)
         else:  # the norm is begun, so there is nothing to fold in: the plain product does
             logits = self.matrix.norm_linear(stream, self.bias)
-        return choose_experts(logits, self.routing)
+        return choose_experts(logits, *self.routing)
 
 
 class Experts(nn.Module):
@@ -119,7 +121,7 @@ class StackedLinear(LinearBase):
         super().set_matrix(matrix)
         if self.is_dense:
             matrix.stored = {"weight": StoredTensor(functools.partial(_fill, matrix.weight))}
-        for param in matrix.parameters.values():
+        for param in self.parameters():
             param.weight_loader = None  # see `stored_tensors`
 
     def finish(self) -> None:
@@ -156,11 +158,6 @@ class JointLinear(StackedLinear):
     `StackedLinear` of checkpoints that have one tensor for all experts, gates and ups in turn (gpt-oss's).
     One in floating point has the inputs first.
     """
-
-    def __init__(self, shards: dict[str, Shard], bias: bool = False):
-        super().__init__(shards, bias)
-        if bias:
-            self.bias.weight_loader = None  # see `stored_tensors`
 
     def names_in_checkpoint(self, name: str) -> list[str]:
         return [name]

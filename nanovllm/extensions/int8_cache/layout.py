@@ -46,6 +46,7 @@ class Int8Layout(CacheLayout):
         return 2, 5 if has_hopper_shared_memory(q.device) else 2
 
     def read(
-        self, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, begin: int, end: int, head_dim: int
+        self, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, begin: int, end: int, q: Tensor
     ) -> tuple[Tensor, Tensor]:
-        return read_tokens(k_cache, block_table, begin, end, head_dim)
+        keys, values = read_tokens(k_cache, block_table, begin, end, q.shape[-1])
+        return keys.to(q.dtype), values.to(q.dtype)

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
+from nanovllm.engine.block_manager import PrefixCache
 from nanovllm.engine.interfaces import LogitsProcessor, Observer, Parts
-from nanovllm.engine.policies import Admission, PrefixCache, SchedulingPolicy, Verdict
+from nanovllm.engine.scheduler import Admission, SchedulingPolicy, Verdict
 from nanovllm.kernels.cache_layout import CacheLayout
 from nanovllm.layers.attention import AttentionBackend
 from nanovllm.utils.validation import shown
@@ -121,8 +122,8 @@ def check(extension: Any, name: str) -> None:
             raise TypeError(f"{name}.{method} must take {wanted}: {error}") from error
 
 
-# What else than an error may come from a method, and would break the engine later: the arguments and the result ->
-# whether it is good.
+# What else than an error may come from a method, and would break the engine later: the arguments and the
+# result -> whether it is good.
 RESULTS: dict[str, Callable[..., bool]] = {
     "admits": lambda result, *_: isinstance(result, Verdict),
     "apply": lambda result, logits, _: is_like(result, logits),

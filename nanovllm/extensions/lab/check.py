@@ -76,7 +76,8 @@ def replace(old: type, new: type) -> None:
 
 
 def check(part: str, path: str, out: Callable[[str], Any] = print) -> int:
-    """Returns how many statements about the part do not hold. Raises ValueError for what cannot be checked."""
+    """Returns how many statements about the part do not hold. Raises ValueError for what cannot be
+    checked."""
     if part not in PARTS:
         raise ValueError(f"part must be one of {', '.join(PARTS)}, got {part!r}")
     if not (TESTS / "core").is_dir():
@@ -123,5 +124,5 @@ def compare(race: Callable[[], Any], old: type, new: type, repetitions: int = 5)
             seconds[racer].append(time.perf_counter() - start)
     ours, yours = seconds[old][1:], seconds[new][1:]
     ratio = statistics.median(yours) / statistics.median(ours)
-    spread = max(ours) / min(ours)
-    return f"Yours takes {ratio:.2f} x as long as ours (medians of {repetitions}; ours varies by {spread:.2f} x)."
+    spread = f"medians of {repetitions}; ours varies by {max(ours) / min(ours):.2f} x"
+    return f"Yours takes {ratio:.2f} x as long as ours ({spread})."

@@ -1,4 +1,5 @@
-"""Short runs of one part of the core each, to time it. They look the part up anew, since it may be replaced."""
+"""Short runs of one part of the core each, to time it. They look the part up anew, since it may be
+replaced."""
 
 import json
 import tempfile

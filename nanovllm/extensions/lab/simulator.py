@@ -1,7 +1,7 @@
 """An engine without a model: everything of the host is real, and each step takes as long as a formula says.
 
-Schedulers, policies, prefix caches and admissions can be compared with it in seconds, with thousands of requests
-and on any computer. Tokens mean nothing: all are the same, so completions end at max_tokens.
+Schedulers, policies, prefix caches and admissions can be compared with it in seconds, with thousands of
+requests and on any computer. Tokens mean nothing: all are the same, so completions end at max_tokens.
 """
 
 import contextlib

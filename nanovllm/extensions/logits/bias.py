@@ -41,11 +41,11 @@ def rules_of(request: Any, bad_words: list[list[int]]) -> np.ndarray:
     if params.min_tokens:
         until = min(len(request.token_ids) + params.min_tokens, FOREVER)
         rules += [(until, BAN, [token_id]) for token_id in sorted(request.end_token_ids)]
-    words = [word for _, _, word in rules]
+    untils, added, words = zip(*rules, strict=True) if rules else ((), (), ())
     lengths = [len(word) - 1 for word in words]
     fields = (
-        [until for until, _, _ in rules],
-        np.array([added for _, added, _ in rules], dtype=np.float32).view(np.int32),
+        untils,
+        np.array(added, dtype=np.float32).view(np.int32),
         [word[-1] for word in words],
         1 + RULE_FIELDS * len(rules) + np.cumsum(lengths),
         lengths,
@@ -77,7 +77,7 @@ class BiasProcessor(LogitsProcessor):
     def __init__(self) -> None:
         self.max_words = RULE_WORDS
         self._in_slots: dict[int, Sequence] = {}  # whose rules the devices have
-        # Each slot's rules are a tensor of their own. Steps under way may still read one that is dropped
+        # Each slot's rules are a tensor of their own. Steps in flight may still read one that is dropped
         # here: its memory is reused only by later work of the same stream.
         self.rules: dict[int, Tensor] = {}
 

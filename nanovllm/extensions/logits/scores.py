@@ -1,7 +1,6 @@
 """Scores prompts: which of their tokens a prefill step scores, and how likely the model finds these."""
 
 import itertools
-from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,8 +41,8 @@ class Scores:
         return self.num_scored < len(self.targets)
 
     def restart(self) -> None:
-        """Whatever steps were under way, they will not bring scores."""
-        self.num_scored = self.first + len(self.found)  # or about to be, by a step under way
+        """Whatever steps were in flight, they will not bring scores."""
+        self.num_scored = self.first + len(self.found)  # or about to be, by a step in flight
 
 
 # The tokens that a prefill step scores, int64 [scored] both: where in the batch the token before each stands,
@@ -62,7 +61,7 @@ class ScoreProcessor(LogitsProcessor):
     prefill_only = True
 
     def __init__(self) -> None:
-        self._steps: deque[list[tuple[Scores, int]]] = deque()  # under way, and how many tokens each scores
+        self._steps: list[list[tuple[Scores, int]]] = []  # in flight, and how many tokens each scores
         self._scoring: Scoring | None = None
 
     def wants(self, params: SamplingParams) -> bool:
@@ -117,7 +116,7 @@ class ScoreProcessor(LogitsProcessor):
         found = iter(read_logprobs(TopLogprobs(*tensors), num_top))
         for scores, count in self._steps[0]:
             scores.found += itertools.islice(found, count)
-        self._steps.popleft()
+        del self._steps[0]
 
     def receive(self, message: Scoring) -> None:
         self._scoring = message

@@ -1,5 +1,6 @@
 """Numbers that a processor keeps of each slot: a sequence that does not want it has neutral ones."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,11 +15,9 @@ from nanovllm.sampling_params import SamplingParams
 
 class SlotSettings(LogitsProcessor):
     neutral: tuple[float, ...]
+    # The numbers of a request that wants it, within what float32 can compute with.
+    numbers_of: Callable[[SamplingParams], tuple[float, ...]]
     table: Tensor  # float32 [slots, numbers], on the device
-
-    def numbers_of(self, params: SamplingParams) -> tuple[float, ...]:
-        """Of a request that wants it; within what float32 can compute with."""
-        return self.neutral
 
     def prepare(self, sequences: list[Sequence]) -> Any:
         """Slots, int64 [sequences], and their numbers, float32 [sequences, numbers]."""

@@ -1,12 +1,12 @@
 """The relatives of Qwen3, one file each with all facts of its model.
 
 Most decoders differ in few things: norms on queries and keys, biases, a window of tokens that a layer attends
-to, a mixture of experts in place of the MLP. So most files here are a record: what a `config.json` may leave
-out, which norms and biases there are, how GGUF files call it. `decoder.py` is the one class behind them; only
-Gemma 3 and gpt-oss have another. To add a model, read `qwen2.py`, which is ten lines.
+to, a mixture of experts in place of the MLP. So most classes here have attributes only: what a `config.json`
+may leave out, which norms and biases there are, how GGUF files call it. `decoder.py` is the class behind
+them, which says what there is to be known of a model; only Gemma 3 and gpt-oss compute anything in another
+way. To add a model, read `qwen2.py`, which is ten lines.
 
-`facts.py` says what is to be known of a model and finds the one that a file names, `config.py` and `rope.py`
-read the file's fields in every spelling.
+`config.py` finds the model that a file names and, with `rope.py`, reads the file's fields in every spelling.
 
 A window of tokens, a limit of scores and attention sinks change what attention itself computes:
 `attention_rule.py` has them as hooks of the attention kernels and in torch.

@@ -58,21 +58,17 @@ class AttentionRule(AttentionVariant):
     def score(self, scores: Tensor) -> Tensor:
         return self.softcap * (scores / self.softcap).tanh() if self.softcap else scores
 
-    def first_sums(self, kv_heads: int) -> Tensor | None:
-        return None if self.sinks is None else self.sinks.float().view(kv_heads, -1, 1)
+    def first_sums(self, q: Tensor) -> Tensor | None:
+        return None if self.sinks is None else self.sinks.float().view(*q.shape[:2], -1, 1)
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, row: slice | None = None
     ) -> Tensor:
         if not self.softcap and self.sinks is None:  # nothing but the mask differs
             return super().attend(q, k, v, mask, row)
-        is_prefill = row is None
-        if is_prefill and mask is None:
+        if row is None and mask is None:
             mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
-        sums = self.first_sums(q.shape[0 if is_prefill else 1])
-        if is_prefill and sums is not None:
-            sums = sums.unsqueeze(-1)
-        return self.attend_and_sum(q, k, v, mask, sums)[0]
+        return self.attend_and_sum(q, k, v, mask, self.first_sums(q))[0]
 
 
 def set_rule(attention: Attention, **features: Any) -> None:

@@ -1,9 +1,12 @@
 """The configuration of a decoder that has more than Qwen3: windows, experts, other rotations.
 
-One spelling for what files of many models say; what a file leaves out is in the model's `Facts`.
+One spelling for what files of many models say; what a file leaves out the class of its model has in
+`defaults`. What reads the files of models without a class here is handed in, so that nothing here knows it.
 """
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -12,7 +15,6 @@ from nanovllm.checkpoints.model_config import (
     ModelConfig,
     check_number,
     check_size,
-    read_dtype,
     read_sizes,
 )
 from nanovllm.extensions.experts.config import ExpertsConfig, read_experts
@@ -20,16 +22,18 @@ from nanovllm.extensions.models.rope import (
     FULL,
     SLIDING,
     Fields,
-    check_fields,
     check_fixed,
+    check_rope_keys,
     context_limit,
     read_rope_parameters,
 )
-from nanovllm.utils.validation import check, check_bool
+from nanovllm.utils.validation import check, check_bool, shown
 
 DEFAULTS = {"rms_norm_eps": 1e-6, "attention_bias": False, "tie_word_embeddings": False}
-# Before which layer there is no window, and every which layer has none.
-WINDOW_PATTERN = "max_window_layers", "sliding_window_pattern"
+DEFAULTS |= {"use_sliding_window": True}
+# What a file may ask for if its model has a default. A window is for layers from `max_window_layers` on,
+# without every `sliding_window_pattern`-th.
+OPTIONAL = {"mlp_bias": False, "sliding_window": None, "max_window_layers": 0, "sliding_window_pattern": 0}
 # Settings that may have this value only.
 FIXED = {"partial_rotary_factor": 1.0, "final_logit_softcapping": None, "attn_logit_softcapping": None}
 FIXED |= {"use_bidirectional_attention": False, "swiglu_limit": 7.0, "swiglu_alpha": 1.702}
@@ -59,13 +63,15 @@ class DecoderConfig(ModelConfig):
 
     @property
     def tokens_in_reach(self) -> int:
-        windows = [self.window(layer) for layer in range(self.num_hidden_layers)]
+        windows = [*map(self.window, range(self.num_hidden_layers))]
         return max(windows) if all(windows) else 0
 
     @property
     def divided_sizes(self) -> dict[str, int]:
-        own = {} if self.experts is None else {"moe_intermediate_size": self.experts.moe_intermediate_size}
-        return super().divided_sizes | own
+        sizes = super().divided_sizes
+        if self.experts is not None:
+            sizes["moe_intermediate_size"] = self.experts.moe_intermediate_size
+        return sizes
 
     def usual_dtype(self, device: str) -> str:
         """Weights of 4 to 6 bits stay packed on a CPU that multiplies bfloat16 itself."""
@@ -73,10 +79,43 @@ class DecoderConfig(ModelConfig):
         stays_packed = 4 <= bits < 7 and torch.cpu._is_avx512_bf16_supported()
         return "bfloat16" if stays_packed else super().usual_dtype(device)
 
-    def shortened(self) -> "DecoderConfig":
-        """A model of two layers that launches every kernel that this one does."""
-        windows = (*dict.fromkeys(self.windows), *self.windows)[:2]  # unlike ones, if there are
-        return replace(self, num_hidden_layers=len(windows), windows=windows)
+
+def read_any_config(
+    source: str,
+    raw: Fields,
+    model_impl: str,
+    models: dict[str, Any],
+    read_other: Callable[..., Fields],
+    type_decides: Callable[[list[str]], bool],
+) -> DecoderConfig:
+    """
+    `models` are classes, by the names of architectures. `type_decides` says of such names whether the
+    `model_type` counts in their place. Raises ValueError naming the source and what is wrong or not
+    supported.
+    """
+    # A window of null is none; any other null asks for the model's default.
+    given = {name: value for name, value in raw.items() if value is not None or name == "sliding_window"}
+    known = ", ".join(models)
+    names = given.get("architectures", [])
+    names = [str(name) for name in (names if isinstance(names, list) else [names])]
+    try:
+        found = [models[name] for name in names if name in models]
+        if not found and type_decides(names):
+            found = [model for model in models.values() if model.model_type == given.get("model_type")]
+        if found and model_impl != "transformers":
+            return read_decoder(raw, given, [found[0].__name__], found[0].defaults)
+        if model_impl == "native":
+            raise ValueError(
+                f"model_impl='native' has no class for architectures {shown(names)}, only for {known}"
+            )
+        try:
+            sizes = read_other(raw, check_rope_keys)
+        except ValueError as error:
+            raise ValueError(f"{error}; known without transformers: {known}") from None
+        kept = given.keys() & {"dtype", "torch_dtype", "quantization_config"}
+        return read_decoder(raw, sizes | {name: given[name] for name in kept}, [], {})
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}") from None
 
 
 def read_decoder(raw: Fields, given: Fields, architectures: list[str], own: Fields) -> DecoderConfig:
@@ -86,44 +125,46 @@ def read_decoder(raw: Fields, given: Fields, architectures: list[str], own: Fiel
     """
     if "rope_parameters" in given:  # takes the place of all settings
         own = own | {"rope_scaling": {}}
-    values = read_sizes(DEFAULTS | own | given)
+    asked = {name: value for name, value in given.items() if name in own or name not in OPTIONAL}
+    values = read_sizes(DEFAULTS | OPTIONAL | own | asked)
     scalar = values.setdefault("query_pre_attn_scalar", values["head_dim"])
     check_number("query_pre_attn_scalar", scalar, 1e-6, 1e15)
     rope, local_rope = (read_rope_parameters(values, kind) for kind in (FULL, SLIDING))
     activation = "hidden_activation" if "hidden_activation" in given else "hidden_act"
     for settings in (given, rope):
         check_fixed(settings, FIXED | {activation: own.get("hidden_act", "silu")})
-    quantization_config = given.get("quantization_config") or {}
-    check_fields("quantization_config", quantization_config)
+    quantization_config = given.get("quantization_config") or None
+    is_object = isinstance(quantization_config, dict | None)
+    check(is_object, "quantization_config must be an object", quantization_config)
+    check_bool(values["mlp_bias"], "mlp_bias")
     limit = context_limit(rope, values["max_position_embeddings"])
-    made = dict(
+    values |= dict(
         architectures=architectures,
-        mlp_bias="mlp_bias" in own and check_bool(values["mlp_bias"], "mlp_bias"),
         rope_parameters=rope,
         local_rope_parameters=local_rope,
-        windows=_read_windows(values, raw, own),
-        dtype=read_dtype(given),
-        quantization_config=quantization_config or None,
+        windows=_read_windows(values),
+        quantization_config=quantization_config,
         raw=raw,
         context_limit=limit,
         max_model_len=limit,
         experts=read_experts(values, own),
     )
-    return DecoderConfig.from_values(values | made)
+    return DecoderConfig.from_values(values)
 
 
-def _read_windows(values: Fields, raw: Fields, own: Fields) -> tuple[int, ...]:
+def _read_windows(values: Fields) -> tuple[int, ...]:
     """Of each layer, from `layer_types`, or from what takes its place in this architecture."""
-    num_layers, window, kinds = values["num_hidden_layers"], None, []
-    if check_bool(values.get("use_sliding_window", True), "use_sliding_window") and "sliding_window" in own:
-        window = raw.get("sliding_window", own["sliding_window"])  # null is none
+    num_layers, window = values["num_hidden_layers"], values["sliding_window"]
+    kinds = [FULL] * num_layers
+    if not check_bool(values["use_sliding_window"], "use_sliding_window"):
+        window = None
     if window is not None:
         check_size("sliding_window", window)
-        first, every = (values[name] if name in own else 0 for name in WINDOW_PATTERN)
-        check_number(WINDOW_PATTERN[0], first, 0, MAX_SIZE)
-        check_number(WINDOW_PATTERN[1], every, 0, MAX_SIZE)
+        first, every = values["max_window_layers"], values["sliding_window_pattern"]
+        check_number("max_window_layers", first, 0, MAX_SIZE)
+        check_number("sliding_window_pattern", every, 0, MAX_SIZE)
         kinds = [FULL if i < first or every and (i + 1) % every == 0 else SLIDING for i in range(num_layers)]
-    kinds = values.get("layer_types", kinds or [FULL] * num_layers)
+    kinds = values.get("layer_types", kinds)
     allowed = [FULL, SLIDING] if window else [FULL]
     is_good = isinstance(kinds, list) and len(kinds) >= num_layers and all(kind in allowed for kind in kinds)
     check(is_good, f"layer_types must be {' or '.join(map(repr, allowed))} for each layer", kinds)

@@ -1,21 +1,38 @@
 """The decoder of Qwen3's relatives: the core's, of which parts are replaced as the configuration says."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from nanovllm.extensions.experts.moe import MixtureOfExperts
 from nanovllm.extensions.models.attention_rule import set_rule
-from nanovllm.extensions.models.config import DecoderConfig
+from nanovllm.extensions.models.config import DecoderConfig, Fields
 from nanovllm.layers.rotary_embedding import get_rope
 from nanovllm.models.qwen3 import Qwen3ForCausalLM, Qwen3MLP
 
 
 class Decoder(Qwen3ForCausalLM):
-    """Layers that attend to a window may have a rotation of their own (Gemma 3)."""
+    """
+    A subclass has the name that its model has among `architectures` in config.json, and all other facts of
+    that model as attributes. Layers that attend to a window may have a rotation of their own (Gemma 3).
+    """
 
-    # What a model's `Facts` change.
+    model_type = ""  # in config.json
+    # Fields that a file may leave out, as far as they are not those of all models; which there are says what
+    # files of this model may ask for at all.
+    defaults: Fields = {}
     has_qk_norm = True
     has_qkv_bias_alone = False  # on these projections always, and nowhere else
     has_joint_experts = False  # see MixtureOfExperts
+
+    gguf_name: str | None = None  # in GGUF files, if these can be read
+    gguf_modules: dict[str, str] = {}  # of a layer, by llama.cpp's names, that other models do not have so
+    # Whether query and key projections are in the order in which llama.cpp rotates them, neighbouring rows
+    # against each other; and what was added to the weights of norms.
+    gguf_rotates_neighbours = False
+    gguf_added_to_norms = 0.0
+    # (raw, number) -> fields besides `raw`, those of all models; number(key, default, kind) is what the file
+    # has there, or a ValueError that names the key.
+    read_gguf_fields: Callable[..., Fields] | None = None
 
     def __init__(self, config: DecoderConfig):
         super().__init__(replace(config, attention_bias=config.attention_bias or self.has_qkv_bias_alone))

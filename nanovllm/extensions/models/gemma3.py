@@ -9,9 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanovllm.extensions.models.config import DecoderConfig
+from nanovllm.extensions.models.config import DecoderConfig, Fields
 from nanovllm.extensions.models.decoder import Decoder
-from nanovllm.extensions.models.facts import Facts, Fields, GGUFFacts
 from nanovllm.kernels.activation import activate_and_mul
 from nanovllm.kernels.runtime import tl, triton, use_triton
 from nanovllm.layers.layernorm import RMSNorm
@@ -67,7 +66,26 @@ def gelu(x):
 
 
 class Gemma3ForCausalLM(Decoder):
+    model_type = "gemma3_text"
+    defaults = {
+        "head_dim": 256,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 6,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
+        "query_pre_attn_scalar": 256,
+        "hidden_act": "gelu_pytorch_tanh",
+        "tie_word_embeddings": True,
+    }
     layer_class = Gemma3DecoderLayer
+
+    gguf_name = "gemma3"
+    gguf_modules = {
+        "post_attention_norm": "post_attention_layernorm",
+        "ffn_norm": "pre_feedforward_layernorm",
+        "post_ffw_norm": "post_feedforward_layernorm",
+    }
+    gguf_added_to_norms = 1.0
 
     def __init__(self, config: DecoderConfig):
         super().__init__(config)
@@ -76,8 +94,24 @@ class Gemma3ForCausalLM(Decoder):
         embedding.register_forward_hook(lambda _module, _args, embedded: embedded * scale)
         for norm in self.modules():
             if isinstance(norm, RMSNorm):
-                norm.weight = nn.Parameter(norm.weight.float(), requires_grad=False)
+                norm.weight.data = norm.weight.float()
                 norm.weight.weight_loader = load_less_one
+
+    @staticmethod
+    def read_gguf_fields(raw: Fields, number: Callable[..., Any]) -> Fields:
+        if "attn_factor" in (raw["rope_scaling"] or {}):  # for which of its two rotations is not said
+            raise ValueError("rope.scaling.attn_factor is not supported for gemma3, only 1")
+        window = number("attention.sliding_window", 0)
+        divisor = raw["head_dim"]
+        if raw["num_hidden_layers"] == 62:  # the model of 27b, which is not told in any other way
+            divisor = raw["hidden_size"] // max(raw["num_attention_heads"], 1)
+        return {
+            "sliding_window": window or None,
+            "sliding_window_pattern": number("attention.sliding_window_pattern", 6) if window else 1,
+            "rope_local_base_freq": number("rope.freq_base_swa", 10000.0, kind=float),
+            "query_pre_attn_scalar": divisor,
+            "final_logit_softcapping": number("final_logit_softcapping", 0.0, kind=float) or None,
+        }
 
 
 def load_less_one(param: nn.Parameter, loaded_weight: Any) -> None:
@@ -87,40 +121,3 @@ def load_less_one(param: nn.Parameter, loaded_weight: Any) -> None:
     """
     default_weight_loader(param, loaded_weight)
     param.data += 1
-
-
-DEFAULTS = {
-    "head_dim": 256,
-    "sliding_window": 4096,
-    "sliding_window_pattern": 6,
-    "rope_theta": 1e6,
-    "rope_local_base_freq": 1e4,
-    "query_pre_attn_scalar": 256,
-    "hidden_act": "gelu_pytorch_tanh",
-    "tie_word_embeddings": True,
-}
-
-
-def read_gguf_fields(raw: Fields, number: Callable[..., Any]) -> Fields:
-    if "attn_factor" in (raw["rope_scaling"] or {}):  # for which of its two rotations is not said
-        raise ValueError("rope.scaling.attn_factor is not supported for gemma3, only 1")
-    window = number("attention.sliding_window", 0)
-    divisor = raw["head_dim"]
-    if raw["num_hidden_layers"] == 62:  # the model of 27b, which is not told in any other way
-        divisor = raw["hidden_size"] // max(raw["num_attention_heads"], 1)
-    return {
-        "sliding_window": window or None,
-        "sliding_window_pattern": number("attention.sliding_window_pattern", 6) if window else 1,
-        "rope_local_base_freq": number("rope.freq_base_swa", 10000.0, kind=float),
-        "query_pre_attn_scalar": divisor,
-        "final_logit_softcapping": number("final_logit_softcapping", 0.0, kind=float) or None,
-    }
-
-
-MODULES = {
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
-GGUF = GGUFFacts("gemma3", MODULES, added_to_norms=1.0, read_fields=read_gguf_fields)
-FACTS = Facts("Gemma3ForCausalLM", "gemma3_text", DEFAULTS, gguf=GGUF, base=Gemma3ForCausalLM)

@@ -5,23 +5,33 @@ some layers.
 import torch
 from torch import nn
 
-from nanovllm.extensions.models import llama
 from nanovllm.extensions.models.attention_rule import set_rule
 from nanovllm.extensions.models.config import DecoderConfig
 from nanovllm.extensions.models.decoder import Decoder
-from nanovllm.extensions.models.facts import Facts
 from nanovllm.layers.linear import own_part
 from nanovllm.layers.weight import Shard
 
+ROPE = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
+
 
 class GptOssForCausalLM(Decoder):
-    has_joint_experts = True
-    packed_modules_mapping = {
-        "q_proj": ("qkv_proj", "q"),
-        "k_proj": ("qkv_proj", "k"),
-        "v_proj": ("qkv_proj", "v"),
-        "router": ("gate", None),
+    model_type = "gpt_oss"
+    defaults = {
+        "num_experts": 128,
+        "num_experts_per_tok": 4,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "rms_norm_eps": 1e-5,
+        "attention_bias": True,
+        "sliding_window": 128,
+        "sliding_window_pattern": 2,
+        "rope_theta": 150000.0,
+        "rope_scaling": ROPE,
     }
+    has_qk_norm = False
+    has_joint_experts = True
+    packed_modules_mapping = {f"{part}_proj": ("qkv_proj", part) for part in "qkv"}
+    packed_modules_mapping["router"] = ("gate", None)
 
     def __init__(self, config: DecoderConfig):
         super().__init__(config)
@@ -31,19 +41,3 @@ class GptOssForCausalLM(Decoder):
             layer.self_attn.sinks = sinks = nn.Parameter(torch.empty(shard.size[0]), requires_grad=False)
             sinks.weight_loader = shard.load
             set_rule(layer.self_attn.attn, sinks=sinks)
-
-
-ROPE = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
-DEFAULTS = {
-    "num_experts": 128,
-    "num_experts_per_tok": 4,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-    "rms_norm_eps": 1e-5,
-    "attention_bias": True,
-    "sliding_window": 128,
-    "sliding_window_pattern": 2,
-    "rope_theta": 150000.0,
-    "rope_scaling": ROPE,
-}
-FACTS = Facts("GptOssForCausalLM", "gpt_oss", DEFAULTS, llama.VARIANT, base=GptOssForCausalLM)

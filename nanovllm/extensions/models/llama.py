@@ -2,8 +2,11 @@
 Llama 2, 3 and what is built like them (SmolLM2, TinyLlama, ...): Qwen3 without norms on queries and keys.
 """
 
-from nanovllm.extensions.models.facts import Facts, GGUFFacts
+from nanovllm.extensions.models.decoder import Decoder
 
-VARIANT = {"has_qk_norm": False}
-DEFAULTS = {"mlp_bias": False}
-FACTS = Facts("LlamaForCausalLM", "llama", DEFAULTS, VARIANT, GGUFFacts("llama", rotates_neighbours=True))
+
+class LlamaForCausalLM(Decoder):
+    model_type = gguf_name = "llama"
+    defaults = {"mlp_bias": False}
+    has_qk_norm = False
+    gguf_rotates_neighbours = True

@@ -1,7 +1,9 @@
 """Mistral: Llama, all of whose layers may attend to a window of tokens only."""
 
-from nanovllm.extensions.models import llama
-from nanovllm.extensions.models.facts import Facts
+from nanovllm.extensions.models.llama import LlamaForCausalLM
 
-DEFAULTS = llama.DEFAULTS | {"sliding_window": 4096}
-FACTS = Facts("MistralForCausalLM", "mistral", DEFAULTS, llama.VARIANT)
+
+class MistralForCausalLM(LlamaForCausalLM):
+    model_type = "mistral"
+    defaults = LlamaForCausalLM.defaults | {"sliding_window": 4096}
+    gguf_name = None

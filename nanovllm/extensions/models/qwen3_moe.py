@@ -2,15 +2,17 @@
 but those that the configuration leaves out.
 """
 
-from nanovllm.extensions.models.facts import Facts
+from nanovllm.extensions.models.decoder import Decoder
 from nanovllm.extensions.models.qwen3 import WINDOW
 
-DEFAULTS = WINDOW | {
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 768,
-    "norm_topk_prob": False,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-}
-FACTS = Facts("Qwen3MoeForCausalLM", "qwen3_moe", DEFAULTS)
+
+class Qwen3MoeForCausalLM(Decoder):
+    model_type = "qwen3_moe"
+    defaults = WINDOW | {
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": False,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }

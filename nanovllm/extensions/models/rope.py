@@ -1,18 +1,17 @@
 """Rotary settings that files have besides `rope_theta`, in every spelling: scalings for longer contexts.
 
-They end as the numbers that the core's table of rotations is made of. Sources: linear interpolation
-(arXiv:2306.15595), YaRN (arXiv:2309.00071), and Llama 3.1's release for `llama3`.
+They end as the numbers that the core's table of rotations is made of, which transformers computes: linear
+interpolation (arXiv:2306.15595), YaRN (arXiv:2309.00071), and Llama 3.1's `llama3`.
 """
 
-import math
 from collections.abc import Collection
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from nanovllm.checkpoints.model_config import check_number, check_size
-from nanovllm.utils.validation import check, shown
+from nanovllm.utils.validation import check, is_number, shown
 
 Fields = dict[str, Any]  # of config.json
 
@@ -32,7 +31,7 @@ OTHER_KEYS = """
     mrope_section mrope_interleaved finetuned
 """.split()
 FIXED = {"extrapolation_factor": 1, "apply_yarn_scaling": True}
-FLOAT32 = {"dtype": torch.float32, "device": "cpu"}  # as transformers computes frequencies
+FLOAT32 = {"dtype": torch.float32, "device": "cpu"}
 
 
 def check_fixed(given: Fields, fixed: Fields) -> None:
@@ -40,11 +39,6 @@ def check_fixed(given: Fields, fixed: Fields) -> None:
     for name, value in fixed.items():
         if given.get(name, value) != value:
             raise ValueError(f"{name} = {shown(given[name])} is not supported, only {value}")
-
-
-def check_fields(name: str, value: Any) -> None:
-    if not isinstance(value, dict):
-        raise ValueError(f"{name} cannot be {shown(value)}")
 
 
 def check_rope_keys(given: Fields, others: Collection[str] = ()) -> None:
@@ -72,15 +66,13 @@ def read_rope_parameters(values: Fields, layer_type: str) -> Fields:
     settings["rope_theta"] = values["rope_local_base_freq"] if is_local else values.get("rope_theta", 10000.0)
     for spelling in ("rope_scaling", "rope_parameters"):
         found = values.get(spelling, {})
-        check_fields(spelling, found)
-        if has_kinds and any(isinstance(value, dict) for value in found.values()):
+        check(isinstance(found, dict), f"{spelling} must be an object", found)
+        if has_kinds and found.keys() & {FULL, SLIDING}:
             found = found.get(layer_type) or {}
-            check_fields(f"{spelling} of {layer_type!r}", found)
+            check(isinstance(found, dict), f"{spelling} of {layer_type!r} must be an object", found)
         elif is_local:
             continue
         settings |= {name: value for name, value in found.items() if value is not None}
-    if nested := [name for name, value in settings.items() if isinstance(value, dict)]:
-        raise ValueError(f"rotary settings for one kind of layer ({nested[0]!r}) are not supported")
     kind = settings.setdefault("rope_type", settings.get("type", "default"))
     if kind not in [*ROPE_TYPES]:  # which may be no text
         raise ValueError(f"rope type {shown(kind)} is not supported; known types: {', '.join(ROPE_TYPES)}")
@@ -90,16 +82,13 @@ def read_rope_parameters(values: Fields, layer_type: str) -> Fields:
             check_number(name, settings.get(name), 2 if name == "rope_theta" else 1e-6, 1e15)
     if kind == "frequency_factors":
         factors, count = settings.get("factors"), values["head_dim"] // 2
-        is_list = isinstance(factors, list) and len(factors) == count
-        check(is_list, f"rotary factors must be {count} numbers", factors)
-        for factor in factors:
-            check_number("each of the rotary factors", factor, 1e-6, 1e15)
+        are_many = isinstance(factors, list) and len(factors) == count
+        are_good = are_many and all(is_number(factor, float, 1e-6, 1e15) for factor in factors)
+        check(are_good, f"rotary factors must be {count} numbers from 1e-06 to 1e+15", factors)
     if kind == "llama3":
         is_band = settings["low_freq_factor"] < settings["high_freq_factor"]
         check(is_band, "high_freq_factor must be more than low_freq_factor", settings)
-    if kind != "default" or "attn_factor" in settings:
-        settings |= scale_frequencies(settings, values["head_dim"])
-    return settings
+    return settings | scale_frequencies(settings, values["head_dim"])
 
 
 def context_limit(rope_parameters: Fields, trained: int) -> int:
@@ -114,44 +103,19 @@ def context_limit(rope_parameters: Fields, trained: int) -> int:
     return limit
 
 
-def scale_frequencies(p: Fields, head_dim: int) -> Fields:
-    """What `get_rope` takes in place of `rope_theta`."""
-    kind, scale = p["rope_type"], p.get("attn_factor", 1.0)
-    exponents = torch.arange(0, head_dim, 2, **FLOAT32) / head_dim
-    frequencies = 1.0 / p["rope_theta"] ** exponents
-    divisor = p["factor"] if "factor" in ROPE_TYPES[kind] else 1.0
-    kept = torch.zeros(1, **FLOAT32)  # the share of each frequency that is not divided
-    if kind == "frequency_factors":
-        divisor = torch.tensor(p["factors"], **FLOAT32)
-    elif kind == "llama3":  # long waves are slowed down, short ones kept, those between blended
-        turns = p["original_max_position_embeddings"] * frequencies / (2 * math.pi)
-        kept = (turns - p["low_freq_factor"]) / (p["high_freq_factor"] - p["low_freq_factor"])
-    elif kind == "yarn":
-        kept = _kept_by_yarn(head_dim, p)
-        scale *= _yarn_attention_scale(p)
-    kept = kept.clamp(0, 1)
-    frequencies = frequencies * kept + frequencies / divisor * (1 - kept)
-    return {"inverse_frequencies": frequencies.tolist(), "amplitude": scale}
+def scale_frequencies(settings: Fields, head_dim: int) -> Fields:
+    """What `get_rope` takes besides `rope_theta`, or in its place."""
+    kind, amplitude = settings["rope_type"], settings.get("attn_factor", 1.0)
+    if kind == "default":
+        return {"amplitude": amplitude}
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-
-def _kept_by_yarn(head_dim: int, p: Fields) -> Tensor:
-    """Dimensions that turn more than `beta_fast` times are kept, less than `beta_slow` times slowed down."""
-    context = p["original_max_position_embeddings"]
-    low, high = (  # the dimensions that make so many turns over the original length
-        head_dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(p["rope_theta"]))
-        for turns in (p.get("beta_fast", 32), p.get("beta_slow", 1))
+    if kind == "frequency_factors":  # linear, with a factor of each frequency
+        kind, settings = "linear", settings | {"factor": torch.tensor(settings["factors"], **FLOAT32)}
+    # In place of a configuration, where its versions look for settings in different places.
+    config = SimpleNamespace(
+        **settings, rope_parameters=settings, rope_scaling=settings, standardize_rope_params=lambda: None
     )
-    if p.get("truncate", True):
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_dim - 1)
-    return 1 - (torch.arange(head_dim // 2, device="cpu") - low) / max(high - low, 0.001)
-
-
-def _yarn_attention_scale(p: Fields) -> float:
-    if "attention_factor" in p:
-        return p["attention_factor"]
-    weights = 1.0, 0.0
-    if {"mscale", "mscale_all_dim"} <= p.keys():
-        weights = p["mscale"], p["mscale_all_dim"]
-    scale, divisor = (0.1 * weight * math.log(max(p["factor"], 1)) + 1.0 for weight in weights)
-    return scale / divisor
+    config.head_dim, config.hidden_size, config.num_attention_heads = head_dim, head_dim, 1
+    frequencies, own_amplitude = ROPE_INIT_FUNCTIONS[kind](config, "cpu")
+    return {"inverse_frequencies": frequencies.tolist(), "amplitude": amplitude * own_amplitude}

@@ -4,8 +4,8 @@ The core shares whole blocks: two prompts whose first 256 tokens are equal use t
 goes further in three steps.
 
 - *Stored to the token.* Two prompts that part ways inside a block have the equal part copied from one block
-  to the other. `prefix_index.py` finds the block with the longest common prefix by a binary search, and
-  `token_prefixes.py` keeps the index and has the tokens copied (a `PrefixCache`).
+  to the other. `token_prefixes.py` finds the block with the longest common prefix by a binary search, and has
+  its tokens copied (a `PrefixCache`).
 - *Computed once.* A prompt that could reuse what another one computes in this very step is held back for one
   step and then copies it (`HoldBack`, an `Admission`).
 - *Read once.* In a decode step all sequences that share a prefix read its keys and values together: their

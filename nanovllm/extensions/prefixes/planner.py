@@ -15,7 +15,7 @@ import numpy as np
 
 from nanovllm.engine.sequence import Sequence
 from nanovllm.extensions.prefixes.plan import MAX_PARTIALS, CascadePlan, plan_shapes
-from nanovllm.extensions.prefixes.prefix_index import count_common, pack
+from nanovllm.extensions.prefixes.token_prefixes import count_common, pack
 from nanovllm.kernels.runtime import cdiv
 
 # Where sharing begins to pay, measured on an H200 with 8 kv heads of 128 and bfloat16: two sequences from 128

@@ -1,116 +1,159 @@
 """Prompts share cached tokens to the token: where two part ways inside a block, what is equal is copied.
 
 `TokenPrefixes` finds whole blocks as the core does, and behind them, with an index, the block that begins
-with most of the tokens that follow. The index has blocks that are COMPUTING, until the step that computes
-them is complete, apart from those that are COMPUTED then; only these can be copied. Its other half, on every
-rank, copies them. `HoldBack` lets a prompt wait for one step that computes what it could copy then.
+with most of the tokens that follow. Its other half, on every rank, copies these. `HoldBack` lets a prompt
+wait for one step that computes what it could copy then.
+
+The index: blocks that follow the same tokens are kept sorted by their own, so the one that has most in common
+with some tokens is a neighbour of the place where these would stand. Finding it takes a binary search,
+however many blocks there are. Tokens are sorted as bytes, which are compared in C: in any order of bytes
+equal beginnings are neighbours.
 """
 
-from dataclasses import dataclass
+import struct
+from bisect import bisect_left, insort
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakSet
 
 import numpy as np
 
-from nanovllm.engine.policies import Admission, Hit, PrefixCache, Verdict
+from nanovllm.engine.block_manager import Hit, PrefixCache
+from nanovllm.engine.scheduler import Admission, Verdict
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.slots import to_device
 from nanovllm.extensions.prefixes.kernels.copy_pages import copy_blocks
-from nanovllm.extensions.prefixes.prefix_index import TOKEN_BYTES, PrefixIndex, pack
 
 WAIT_TOKENS = 64
+TOKEN_BYTES = 8
+# What stands for all tokens before a block: the hash of the block before it. And whether a step that computes
+# the block has been enqueued: only then it can be copied.
+Place = tuple[int, bool]
 COMPUTING, COMPUTED = False, True
+
+
+def pack(token_ids: list[int]) -> bytes:
+    """The ids as little-endian int64."""
+    return struct.pack(f"<{len(token_ids)}q", *token_ids)
+
+
+def count_common(first: bytes, second: bytes) -> int:
+    """How many tokens two lists of packed tokens begin with in common."""
+    length = min(len(first), len(second)) // TOKEN_BYTES
+    differ = np.frombuffer(first, "<i8", length) != np.frombuffer(second, "<i8", length)
+    return int(differ.argmax()) if differ.any() else length
 
 
 @dataclass
 class TokenHit(Hit):
-    """`num_copied` tokens, the first ones of block `source`, follow the whole blocks."""
+    """What of `num_tokens` lies behind the whole blocks is copied from block `source`."""
 
     source: int = -1
-    num_copied: int = 0
-    num_computing: int = 0  # how many could be copied after the step that is being scheduled
+    num_soon: int = 0  # what num_tokens would be after the step that is being scheduled
+    packed: bytes = field(default=b"", compare=False)  # the prompt behind the whole blocks
 
 
 class TokenPrefixes(PrefixCache):
-    def __init__(self) -> None:
-        self.num_copied_tokens = 0
+    num_copied_tokens = 0
 
     def start(self, pool: Any) -> None:
         super().start(pool)
-        self.index = PrefixIndex()
-        # Before a sequence's first step, by seq_id: source, target, number of tokens.
-        self.copies: dict[int, tuple[int, ...]] = {}
+        self.blocks: dict[int, tuple[Place, bytes]] = {}  # in the index, by id: where, and packed tokens
+        self.children: dict[Place, list[tuple[bytes, int]]] = {}  # (packed tokens, block id), sorted
+        self.copies: list[tuple[int, int, int]] = []  # of the step: source, target, number of tokens
         self.pinned: set[int] = set()  # sources that were free
 
     def find(self, seq: Sequence) -> TokenHit:
         """Whole blocks up to the first miss, and from another block what follows."""
         pool = self.pool
         size = pool.block_size
-        most = self.max_cached(seq)
+        most = self.max_cached(seq) if seq.request.wanted else seq.num_tokens - 1
         blocks: list[int] = []
-        parent = -1
+        parent, packed = -1, b""
         while True:
             start = len(blocks) * size
             num_common = size
             block_id = pool.find_block(seq, len(blocks)) if start + size <= most else -1
             if block_id == -1:
-                packed = pack(seq.token_ids[start : min(start + size, most)])
-                block_id, num_common = self.index.longest((parent, COMPUTED), packed)
+                packed = packed or pack(seq.token_ids[start:])
+                tokens = packed[: min(size, most - start) * TOKEN_BYTES]
+                block_id, num_common = self.longest((parent, COMPUTED), tokens)
             if num_common < size:
                 break
             blocks.append(block_id)
             parent = pool.blocks[block_id].hash
-        _, num_computing = self.index.longest((parent, COMPUTING), packed)
+            packed = packed[size * TOKEN_BYTES :]
+        _, num_computing = self.longest((parent, COMPUTING), tokens)
         pins = (block_id,) if num_common and pool.blocks[block_id].ref_count == 0 else ()
-        hit = TokenHit(blocks, start + num_common, pins, block_id, num_common, num_computing)
+        hit = TokenHit(blocks, start + num_common, pins, block_id, start + num_computing, packed)
         if pins and not pool.can_allocate(seq, hit):  # no room for the source beside the new blocks
-            hit = TokenHit(blocks, start, num_computing=num_computing)
+            hit.num_tokens, hit.pins = start, ()
         return hit
+
+    def longest(self, place: Place, tokens: bytes) -> tuple[int, int]:
+        """The block that begins with most of these tokens, and with how many; (-1, 0) if there is none."""
+        best = -1, 0
+        children = self.children.get(place, [])
+        i = bisect_left(children, (tokens,))
+        for others, block_id in children[max(i - 1, 0) : i + 1]:
+            length = count_common(others, tokens)
+            if length > best[1]:
+                best = block_id, length
+        return best
+
+    def add(self, seq: Sequence, i: int, is_computed: bool, packed: bytes) -> None:
+        """Have the sequence's i-th block found by these tokens, which it begins with."""
+        block_id = seq.block_table[i]
+        place = seq.block_hashes[i - 1] if i else -1, is_computed
+        self.blocks[block_id] = place, packed
+        insort(self.children.setdefault(place, []), (packed, block_id))
+
+    def forgotten(self, block_id: int) -> bytes:
+        """Returns what the block was found by."""
+        place, packed = self.blocks.pop(block_id, (None, b""))
+        if packed:
+            children = self.children[place]
+            del children[bisect_left(children, (packed, block_id))]
+            if not children:
+                del self.children[place]
+        return packed
 
     def allocated(self, seq: Sequence, hit: TokenHit) -> None:
         self.pinned.update(hit.pins)
-        for i in range(len(hit.blocks), seq.num_blocks):
-            self._list(COMPUTING, seq, i, seq.num_tokens)
-        if hit.num_copied:
-            target = seq.block_table[len(hit.blocks)]
-            self.copies[seq.seq_id] = hit.source, target, hit.num_copied
-            self.num_copied_tokens += hit.num_copied
+        packed, size, first = hit.packed, self.pool.block_size, len(hit.blocks)
+        for i in range(first, seq.num_blocks):
+            self.add(seq, i, COMPUTING, packed[: size * TOKEN_BYTES])
+            packed = packed[size * TOKEN_BYTES :]
+        if num_copied := hit.num_tokens % size:
+            self.copies.append((hit.source, seq.block_table[first], num_copied))
+            self.num_copied_tokens += num_copied
 
-    def written(self, seq: Sequence, start: int, end: int) -> None:
-        for block_id in self.pinned:  # the step that copies from them has been enqueued
-            self.pool.give_back(block_id)
-        self.pinned.clear()
+    def written(self, seq: Sequence, start: int, end: int, is_last: bool = False) -> None:
+        """A block that is filled in part counts if it is the last one, or the prompt ends there."""
         size = self.pool.block_size
         for i in range(start // size, -(-end // size)):
-            # Not if a chunk of a prompt ends in the middle of the block.
-            if (i + 1) * size <= end or end == seq.num_tokens:
-                self._list(COMPUTED, seq, i, end)
+            first, last = i * size, min((i + 1) * size, end)
+            if is_last or last - first == size or end == seq.num_tokens:
+                packed = self.forgotten(seq.block_table[i])
+                if len(packed) != (last - first) * TOKEN_BYTES:
+                    packed = pack(seq.token_ids[first:last])
+                self.add(seq, i, COMPUTED, packed)
 
     def leaving(self, seq: Sequence) -> None:
         """Its last block, which is filled in part, can be copied from, too."""
         end = min(len(seq.token_ids), seq.num_computed_tokens)
         i, rest = divmod(end, self.pool.block_size)
         if rest and self.pool.blocks[seq.block_table[i]].hash == -1:
-            self._list(COMPUTED, seq, i, end)
-
-    def forgotten(self, block_id: int) -> None:
-        self.index.remove(block_id)
-
-    def _list(self, state: bool, seq: Sequence, i: int, end: int) -> None:
-        """Have the sequence's i-th block found by its tokens up to token `end`."""
-        start = i * self.pool.block_size
-        end = min(start + self.pool.block_size, end)
-        packed = self.index.remove(seq.block_table[i])
-        if len(packed) != (end - start) * TOKEN_BYTES:
-            packed = pack(seq.token_ids[start:end])
-        parent = seq.block_hashes[i - 1] if i else -1
-        self.index.add(seq.block_table[i], (parent, state), packed)
+            self.written(seq, end - rest, end, is_last=True)
 
     def prepare(self, sequences: list[Sequence]) -> np.ndarray | None:
         """int64 [3, copies]: from which block to which, and how many tokens."""
-        if not self.copies:
-            return None
-        copies = [self.copies.pop(seq.seq_id) for seq in sequences if seq.seq_id in self.copies]
+        for block_id in self.pinned:  # no block is handed out before the step that copies is enqueued
+            self.pool.give_back(block_id)
+        self.pinned.clear()
+        for seq in sequences:
+            self.written(seq, seq.num_computed_tokens, seq.num_computed_tokens + seq.num_scheduled_tokens)
+        copies, self.copies = self.copies, []
         return np.array(copies).T.copy() if copies else None
 
     def receive(self, message: np.ndarray, kv_cache: Any) -> None:
@@ -130,8 +173,8 @@ class HoldBack(Admission):
         self.have_waited: WeakSet[Sequence] = WeakSet()
 
     def admits(self, seq: Sequence, hit: Hit, state: Any) -> Verdict:
-        gains = isinstance(hit, TokenHit) and hit.num_computing - hit.num_copied >= WAIT_TOKENS
-        if not gains or seq in self.have_waited:
+        num_gained = getattr(hit, "num_soon", 0) - hit.num_tokens
+        if num_gained < WAIT_TOKENS or seq in self.have_waited:
             return Verdict.ADMIT
         self.have_waited.add(seq)
         return Verdict.WAIT

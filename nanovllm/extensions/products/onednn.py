@@ -4,6 +4,8 @@ A weight is brought into it once, when it is loaded. Such a tensor (`is_mkldnn`)
 read with `to_dense`.
 """
 
+import functools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -18,14 +20,13 @@ def pack(weight: Tensor) -> Tensor | None:
     """The weight [out, in] in oneDNN's layout, or None where it cannot be multiplied so."""
     if is_on_gpu(weight) or not torch.backends.mkldnn.is_available() or not weight.numel():
         return None
+    ops = torch.ops.mkldnn
     computes = {
-        torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported(),
-        torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported(),
+        torch.bfloat16: ops._is_mkldnn_bf16_supported(),
+        torch.float16: ops._is_mkldnn_fp16_supported(),
         torch.float32: True,
     }
-    if computes.get(weight.dtype):
-        return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), FEWEST_ROWS)
-    return None
+    return ops._reorder_linear_weight(weight.detach(), FEWEST_ROWS) if computes.get(weight.dtype) else None
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -42,21 +43,17 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 class PackedHead(ParallelLMHead):
-    packed: Tensor | None = None  # the weight in oneDNN's layout
-
     def finish(self) -> None:
         """
         As for linear layers. A weight that is tied is kept beside it: rows cannot be looked up in the other
         layout, and a decode step of a small model spends a third of its time here without it.
         """
-        self.packed = pack(self.weight[: self.vocab_end - self.vocab_start])
-        if self.packed is not None and not self.is_tied:
-            self.weight = nn.Parameter(self.packed, requires_grad=False)
-
-    def logits(self, hidden_states: Tensor) -> Tensor:
-        if self.packed is not None:
-            return multiply(hidden_states, self.packed)
-        return super().logits(hidden_states)
+        packed = pack(self.weight[: self.vocab_end - self.vocab_start])
+        if packed is None:
+            return
+        self.logits = functools.partial(multiply, weight=packed)
+        if not self.is_tied:
+            self.weight = nn.Parameter(packed, requires_grad=False)
 
 
 def use_packed_heads(model: nn.Module) -> None:

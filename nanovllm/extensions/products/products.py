@@ -12,6 +12,7 @@ from nanovllm.extensions.products.kernels.fused_linear import MAX_ROWS as MAX_FU
 from nanovllm.extensions.products.kernels.fused_linear import can_fuse, fused_linear
 from nanovllm.extensions.products.kernels.gemv import MAX_ROWS, can_use_gemv, gemv
 from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.linear import LinearBase
 from nanovllm.layers.residual_stream import Stream
 from nanovllm.layers.weight import DenseWeight, Product, activated
 
@@ -57,7 +58,7 @@ class FusedGemm(Product):
     """In decode batches of small models, on one rank. A product alone is the weight's own."""
 
     def __init__(self, dense: DenseWeight):
-        self.dense = dense
+        self.weight = dense.weight
         self.linear = dense.linear
 
     def accepts(self, rows: int, is_prefill: bool) -> bool:
@@ -65,22 +66,18 @@ class FusedGemm(Product):
 
     def norm_linear(self, stream: Stream, bias: Tensor | None, gated: bool = False) -> Tensor:
         if isinstance(stream, SplitNorm):
-            x = stream.scaled
-            squares = stream.sum_of_squares
+            x, squares = stream.scaled, stream.sum_of_squares
         else:
             x = stream.normalised()
             squares = None
-        return fused_linear(x, self.dense.weight, bias, squares, stream.norm.eps, gated)[0]
+        return fused_linear(x, self.weight, bias, squares, stream.norm.eps, gated)[0]
 
     def linear_add(self, stream: Stream, x: Any, bias: Tensor | None, next_norm: RMSNorm) -> Stream:
-        total, scaled, squares = fused_linear(
-            activated(x),
-            self.dense.weight,
-            bias,
-            residual=stream.residual(),
-            next_norm_weight=next_norm.weight,
+        norm, residual = next_norm.weight, stream.residual()
+        total, *split = fused_linear(
+            activated(x), self.weight, bias, residual=residual, next_norm_weight=norm
         )
-        return SplitNorm(total, next_norm, scaled=scaled, sum_of_squares=squares)
+        return SplitNorm(total, next_norm, None, *split)
 
 
 class FoldingWeight(DenseWeight):
@@ -94,10 +91,10 @@ class FoldingWeight(DenseWeight):
             self.weight = self.parameters["weight"] = nn.Parameter(packed, requires_grad=False)
             self.multiply = functools.partial(onednn.multiply, weight=packed)
 
-    def products(self, hidden_size: int | None, num_ranks: int) -> list[Product]:
+    def products(self, layer: LinearBase) -> list[Product]:
         found: list[Product] = []
         if can_use_gemv(self.weight):
             found.append(Gemv(functools.partial(gemv, weight=self.weight)))
-        if hidden_size and num_ranks == 1 and can_fuse(hidden_size, self.weight):
+        if layer.hidden_size and layer.group.size == 1 and can_fuse(layer.hidden_size, self.weight):
             found.append(FusedGemm(self))
         return found

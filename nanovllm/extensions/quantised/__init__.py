@@ -3,20 +3,41 @@
 A decode step of a few sequences takes as long as it takes to read the weights. With 8 or 4 bits a weight it
 reads a half or a quarter, and the model takes that much less memory. A weight is then
 
-    weight = (value - zero) * scale, perhaps + minimum
+    weight = (value - zero) * scale, perhaps + offset
 
 where one scale serves a scale group: a tensor, a row, a block of 128 x 128, or 16 to 128 inputs of a row.
-Formats differ in the kind of value (integers, or floating point in 8 or 4 bits), the shape of a scale group,
-and how checkpoints pack them. Read in this order:
+Formats differ in the kind of value, the shape of a scale group, and how checkpoints pack them. In memory, and
+by the rows of x that a GPU multiplies in bfloat16:
 
-- `scheme.py` and `formats.py`: which layers of a checkpoint have which format.
+| format | values | besides | scales multiply | 1, 2 rows | to 128 rows | more rows |
+|---|---|---|---|---|---|---|
+| fp8, a scale a row | bytes, e4m3 | | sums | gemv | 8 bits | 8 bits |
+| fp8, blocks | bytes, e4m3 | | sums of 128 inputs | gemv | 8 bits | 8 bits |
+| int8, a scale a row | bytes, signed | zeros | sums | gemv | linear | converted |
+| int8, groups | bytes, signed | zeros | values | gemv | linear | converted |
+| int4, GPTQ, AWQ | halves of bytes | zeros, or 8 | values | gemv | linear | converted |
+| GGUF's types | bytes or halves | offsets, or 8 | values | gemv | linear | converted |
+| MXFP4 | halves, e2m1 | | values | see `extensions/experts` | | |
+
+Where values are halves of bytes, 32 inputs are 16 bytes, the first 16 in their low halves.
+
+- *gemv*, `kernels/quantised_matvec.py`: in decode steps, in float16 too, from compute capability 8.0 on (fp8:
+  8.9). Here scales multiply the sums of 16 or 32 inputs, whatever the format.
+- *8 bits*, `kernels/fp8_linear.py`: from 8.9 on (blocks: 9.0), beside the residual stream; else as int8. The
+  activations are quantised too, as part of the norm or activation that computes them.
+- *linear*, `kernels/quantised_linear.py`: from 8.0 on. It takes 0.8 times as long as bfloat16 for 16 rows and
+  1.5 times for 64 (docs/measurements.md); converting first would write and read a bfloat16 weight besides.
+- *converted*, `dequantise` of `kernels/quantised_weight.py`: the library multiplies by a weight in bfloat16.
+
+`dequantise_torch` is the reference of all. It also serves CPUs, in pieces; `gguf.py` has a product for them.
+
+Read in this order:
+
+- `scheme.py` and `formats.py`: which layers of a checkpoint have which format. `compressed_tensors.py` and
+  `gptq.py` read the longer configurations; `assignment.py` gives layers their weights.
 - `scaled.py`: what all formats share; `products.py`: what multiplies them, and what it leaves to the next
   product. The gemv is listed as the dense weight's, if that has one.
-- `fp8.py`, `int8.py`, `int4.py` (compressed-tensors, GPTQ, AWQ), `mxfp4.py`, `gguf.py` (`gguf_blocks.py`
-  decodes its blocks): one file each.
-- `kernels/quantised_weight.py`: how packed values become numbers on a GPU; `kernels/quantised_matvec.py` for
-  one or two rows, `kernels/quantised_linear.py` for some more. `kernels/fp8_linear.py` multiplies in 8 bits:
-  the activations are quantised too, as part of the norm or activation that computes them.
-
-Products of many rows are bound by arithmetic, not by bytes: there 4-bit weights are converted first.
+- `fp8.py`, `integers.py`, `mxfp4.py`, `gguf.py` (`gguf_blocks.py` decodes its blocks): the formats.
+- `kernels/quantised_weight.py`: how packed values become numbers on a GPU; `kernels/multiply_words.py`: the
+  steps of a gemv, which those of experts take as well.
 """

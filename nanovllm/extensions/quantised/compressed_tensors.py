@@ -4,8 +4,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from nanovllm.extensions.quantised.fp8 import Fp8
-from nanovllm.extensions.quantised.int4 import Int4
-from nanovllm.extensions.quantised.int8 import Int8
+from nanovllm.extensions.quantised.integers import PACKED, PLAIN, Int4, Int8
 from nanovllm.extensions.quantised.patterns import pattern
 from nanovllm.extensions.quantised.scheme import (
     Format,
@@ -17,7 +16,7 @@ from nanovllm.extensions.quantised.scheme import (
 )
 from nanovllm.utils.validation import shown
 
-PACKED, FLOATS, INTEGERS, NAIVE = "pack-quantized", "float-quantized", "int-quantized", "naive-quantized"
+FLOATS, NAIVE = "float-quantized", "naive-quantized"
 CLASS = "Linear"  # what transformers calls our layers
 BLOCK = [128, 128]
 
@@ -55,7 +54,7 @@ def _finder(field: str, targets: Iterable[str]) -> Callable[[str], str | None]:
 
 
 def _read_group(config: dict[str, Any], group: dict[str, Any]) -> Format:
-    kinds = [PACKED, FLOATS, INTEGERS, NAIVE]
+    kinds = [PACKED, FLOATS, PLAIN, NAIVE]
     format = choose({"format": group.get("format") or config.get("format")}, "format", kinds)
     weights = group.get("weights")
     if not isinstance(weights, dict):
@@ -67,7 +66,7 @@ def _read_group(config: dict[str, Any], group: dict[str, Any]) -> Format:
 
 
 def _read_weights(format: str, weights: dict[str, Any]) -> Format:
-    kinds = {PACKED: ["int"], FLOATS: ["float"], INTEGERS: ["int"], NAIVE: ["int", "float"]}
+    kinds = {PACKED: ["int"], FLOATS: ["float"], PLAIN: ["int"], NAIVE: ["int", "float"]}
     kind = choose(weights, "type", kinds[format], "int")
     bits = choose(weights, "num_bits", [4, 8] if format == PACKED else [8], 8)
     refuse(weights, "dynamic")
@@ -82,8 +81,7 @@ def _read_weights(format: str, weights: dict[str, Any]) -> Format:
     is_symmetric = choose(weights, "symmetric", [True] if kind == "float" else [True, False], True)
     if kind == "float":
         return Format(Fp8, {"stored_tile": tile, "source": FLOATS})
-    if bits == 8:
-        settings = {"stored_tile": tile, "is_symmetric": is_symmetric, "is_packed": format == PACKED}
-        return Format(Int8, settings)
-    settings = {"group": group, "source": PACKED, "is_symmetric": is_symmetric, "tile_rows": tile[0]}
-    return Format(Int4, settings | {"has_order": order in ("group", "dynamic")})
+    source = PACKED if format == PACKED else PLAIN
+    settings = {"stored_tile": tile, "source": source, "is_symmetric": is_symmetric}
+    settings["has_order"] = order in ("group", "dynamic")
+    return Format(Int8 if bits == 8 else Int4, settings)

@@ -4,16 +4,17 @@ The format of Qwen's and DeepSeek's checkpoints (`quant_method` "fp8", blocks of
 compressed-tensors', and made here from weights of more bits.
 """
 
+import functools
 from typing import Any
 
 import torch
 
 from nanovllm.extensions.quantised.kernels.fp8_linear import can_use_fp8
 from nanovllm.extensions.quantised.products import Fp8Product, example_row
-from nanovllm.extensions.quantised.scaled import ONE_TILE, SCALES, ScaledWeight, ignore
+from nanovllm.extensions.quantised.scaled import IGNORED, ONE_TILE, SCALES, ScaledWeight
 from nanovllm.extensions.quantised.scheme import Format, Scheme, choose, listed, same_for_all
 from nanovllm.layers.weight import Product, Shard
-from nanovllm.utils.loader import StoredTensor, check_stored
+from nanovllm.utils.loader import StoredTensor
 from nanovllm.utils.validation import shown
 
 EXPONENTS = {torch.float8_e8m0fnu, *SCALES}
@@ -42,41 +43,33 @@ def make_fp8() -> Scheme:
 class Fp8(ScaledWeight):
     """`weight` float8_e4m3fn [out, in], `scales` float32."""
 
-    highest = 448.0
+    code_dtype, highest = torch.float8_e4m3fn, 448.0
 
     def __init__(self, shards: dict[Any, Shard], stored_tile: tuple[int, int], source: str):
         super().__init__(shards, stored_tile)
-        self.weight = self._parameter("weight", *self.shape, dtype=torch.float8_e4m3fn)
         if source == "floats":
             self.stored = {"weight": StoredTensor(self.load_floats)}
             return
         self.stored = {"weight": StoredTensor(self._load_weight)}
-        unused = "input_scale", "activation_scale", "output_scale"  # the last is of keys or values
-        self.stored |= dict.fromkeys(unused, StoredTensor(ignore, True))
+        # The last is of keys or values.
+        self.stored |= dict.fromkeys(("input_scale", "activation_scale", "output_scale"), IGNORED)
         name = "weight_scale_inv" if source == "fp8" else "weight_scale"
-        load = self._load_exact_scales if source in ("fp8", "AutoFP8") else self.load_scales
-        self.stored[name] = StoredTensor(load)
+        # Of whatever dtype they are, products are rounded only once.
+        exact = functools.partial(self.load_scales, dtypes=EXPONENTS)
+        self.stored[name] = StoredTensor(exact if source in ("fp8", "AutoFP8") else self.load_scales)
 
     def _load_weight(self, loaded: Any, shard: Shard) -> None:
-        check_stored(loaded, shard.shape, {torch.float8_e4m3fn})
-        target = self.weight.data[shard.place].copy_(loaded[shard.rows, shard.columns])
-        if ((target.view(torch.uint8) & 0x7F) == 0x7F).any():
+        self.load_codes(loaded, shard)
+        if ((self.weight.data[shard.place].view(torch.uint8) & 0x7F) == 0x7F).any():
             raise ValueError("holds NaN")
 
-    def _load_exact_scales(self, loaded: Any, shard: Shard) -> None:
-        """Scales of whatever dtype, with products that are rounded only once."""
-        self.load_scales(loaded, shard, dtypes=EXPONENTS)
-
-    def products(self, hidden_size: int | None, num_ranks: int) -> list[Product]:
+    def products(self, layer: Any) -> list[Product]:
         """In 8 bits beside a residual stream, where the norm or the activation quantises."""
-        gemv = super().products(hidden_size, num_ranks)
+        gemv = super().products(layer)
         weight = self.quantised
-        if hidden_size is None or not can_use_fp8(example_row(weight, self.dtype), weight):
+        if layer.hidden_size is None or not can_use_fp8(example_row(weight, self.dtype), weight):
             return gemv
         return [*gemv, Fp8Product(weight)]
 
     def round(self, values: torch.Tensor) -> torch.Tensor:
         return values.clamp_(-self.highest, self.highest)
-
-    def set_codes(self, rows: slice, codes: torch.Tensor) -> None:
-        self.weight.data[rows] = codes.to(torch.float8_e4m3fn)

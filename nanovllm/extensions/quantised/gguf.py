@@ -12,6 +12,7 @@ float32 the product for codes is several times slower than oneDNN's: only conver
 import contextlib
 import functools
 import os
+from collections.abc import Iterable
 from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -76,8 +77,8 @@ class GGUF(Weight):
         self.parameters = {}
         self.keeps_weight = keeps_weight
         self.stored = {"weight": StoredTensor(self._load)}
-        self.runs: list[PackedCodes | KernelCodes | Converted] = []
-        self._waiting: dict[int, list[Piece]] = {shard.offset: [] for shard in shards.values()}
+        self.runs: list[Any] = []
+        self._waiting: dict[int, list[Piece]] = {shard.place.start: [] for shard in shards.values()}
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         # Kernels that are compiled ahead are so before anything is loaded.
@@ -85,7 +86,7 @@ class GGUF(Weight):
         y = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
         return y if bias is None else y + bias
 
-    def products(self, hidden_size: int | None, num_ranks: int) -> list[Product]:
+    def products(self, layer: Any) -> list[Product]:
         if len(self.runs) == 1 and isinstance(self.runs[0], KernelCodes):
             return gemv_products(self.runs[0].weight, self.dtype, self.make_gemv)
         return []
@@ -96,21 +97,19 @@ class GGUF(Weight):
 
     def _load(self, loaded: Any, shard: Shard) -> None:
         check_stored(loaded, shard.shape)
-        self._waiting[shard.offset] = self._read(loaded, shard)
+        self._waiting[shard.place.start] = self._read(loaded, shard)
         if not all(self._waiting.values()):
             return
         in_order, self._waiting = chain.from_iterable(self._waiting.values()), {}  # as `shards` are
-        for (kind, _), pieces in groupby(in_order, kind_of):
-            run = kind([*pieces])
-            if self.library is not None and isinstance(run, Converted):
-                run.pack(self.library)
-            if self.library is not None and isinstance(run, PackedCodes) and self.keeps_weight:
+        self.runs = join(in_order)
+        for run in self.runs:
+            keeps = isinstance(run, Converted) or isinstance(run, PackedCodes) and self.keeps_weight
+            if keeps and self.library is not None:
                 run.keep_weight(self.library)
-            self.runs.append(run)
         tensors = [tensor for run in self.runs for tensor in run.tensors]
         self.parameters = {str(i): tensor for i, tensor in enumerate(tensors)}
 
-    def _read(self, loaded: Any, shard: Shard) -> "list[Piece]":
+    def _read(self, loaded: Any, shard: Shard) -> list["Piece"]:
         cut, kind = shard.columns, getattr(getattr(loaded, "quantisation", None), "name", None)
         if kind in BITS and cut.start % BLOCK == cut.stop % BLOCK == 0:
             if torch.device(loaded.device).type == "cuda":
@@ -119,29 +118,31 @@ class GGUF(Weight):
                 return [pack(groups, kind) for groups in loaded.groups(shard.rows, cut)]
         values = loaded[shard.rows, cut].to(torch.get_default_dtype())
         check_finite(values)
-        return [values]
+        return [Piece(Converted, (), (values,))]
 
 
-class Layout(NamedTuple):
-    """Digits of a code, and inputs of a group."""
-
-    digits: int
-    group: int
-
-
-class Packed(NamedTuple):
+class Piece(NamedTuple):
     """
-    Rows of codes as torch packs them, a row's groups of [digits, inputs], and each group's scale and zero in
-    bfloat16 [groups, rows, 2].
+    Some rows of a weight: the class of the run that they are in, what neighbours must agree in to be in it as
+    well, and what its tensors have for these rows.
     """
 
-    codes: Tensor
-    scales_and_zeros: Tensor
-    layout: Layout
+    kind: type
+    facts: tuple
+    tensors: tuple[Tensor, ...]
 
 
-def pack(groups: Groups, kind: str) -> Packed:
-    """The groups of a type, as GGUFTensor has them."""
+def join(pieces: Iterable[Piece]) -> list[Any]:
+    """The runs that these are."""
+    runs = []
+    for (kind, facts), members in groupby(pieces, lambda piece: piece[:2]):
+        parts = zip(*(piece.tensors for piece in members), strict=True)
+        runs.append(kind(facts, *map(torch.cat, parts)))
+    return runs
+
+
+def pack(groups: Groups, kind: str) -> Piece:
+    """The groups of a type, as GGUFTensor has them, for `PackedCodes`."""
     (codes, scales, offsets), bits = groups, BITS[kind]
     zeros = torch.zeros_like(scales)
     if offsets is not None:
@@ -153,25 +154,27 @@ def pack(groups: Groups, kind: str) -> Packed:
     else:  # no room for 8 more
         zeros = 8 * scales
     check_finite(scales + zeros)
-    layout = Layout(1 if bits == 4 else 2, codes.shape[-1])
-    if layout.digits == 2:
+    digits, group = 1 if bits == 4 else 2, codes.shape[-1]
+    if digits == 2:
         codes = torch.stack(((codes >> 4) + 8, codes & 15), dim=2)
         zeros = zeros / 17  # it comes with 16 * x and with x
     packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.flatten(1).int(), 1)
     pairs = torch.stack((scales, zeros), dim=-1).to(torch.bfloat16)
-    return Packed(packed, pairs.transpose(0, 1), layout)
+    return Piece(PackedCodes, (digits, group), (packed, pairs))
 
 
 class PackedCodes:
-    """Half a byte a digit, and a scale and a zero of two bytes a group."""
+    """
+    Rows of codes as torch packs them, half a byte a digit, a row's groups of [digits, inputs]; and each
+    group's scale and zero in bfloat16 [groups, rows, 2].
+    """
 
-    def __init__(self, pieces: list[Packed]):
-        packed, pairs, (layout, *_) = zip(*pieces, strict=True)
-        self.packed, self.scales_and_zeros = torch.cat(packed), torch.cat(pairs, dim=1)
-        self.tensors = self.packed, self.scales_and_zeros
-        self.digits, self.group = layout
-        groups, rows, _ = self.scales_and_zeros.shape
+    def __init__(self, facts: tuple[int, int], packed: Tensor, pairs: Tensor):
+        self.digits, self.group = facts
+        rows, groups, _ = pairs.shape
         self.shape = rows, groups * self.group
+        self.packed, self.scales_and_zeros = packed, pairs.transpose(0, 1).contiguous()
+        self.tensors = self.packed, self.scales_and_zeros
         self.places = torch.tensor([[16.0], [1.0]], dtype=torch.bfloat16)  # what the digits stand for
         self.is_readable = is_readable()
         self.weight: Tensor | None = None  # for more rows than the codes are multiplied with fast
@@ -229,32 +232,29 @@ def is_readable() -> bool:
     return torch.equal(found.transpose(2, 3).reshape_as(codes), codes)
 
 
-def pack_for_kernels(groups: Groups, kind: str) -> QuantisedWeight:
-    """The same as kernels want them. Scales and offsets stay float16 if that is what the type has."""
-    codes, scales, offsets = groups
-    check_finite(scales if offsets is None else scales + offsets)
-    rows, group = len(codes), codes.shape[-1]
-    codes, zero_point = codes.flatten(1), 0
-    shape = rows, codes.shape[1]
+def pack_for_kernels(groups: Groups, kind: str) -> Piece:
+    """The same for `KernelCodes`. Scales and offsets stay float16 if that is what the type has."""
+    codes, scales, *offsets = (each for each in groups if each is not None)
+    check_finite(sum(offsets, scales))
+    group = codes.shape[-1]
+    codes, zero_point = codes.flatten(1).view(torch.int8), 0
     if BITS[kind] == 4:
-        zero_point = 8 if offsets is None else 0
+        zero_point = 0 if offsets else 8
         codes = pack_halves((codes + zero_point).view(torch.uint8))
-    else:
-        codes = codes.view(torch.int8)
     if not kind.endswith("_K"):  # those have a float16 times an integer
-        scales, offsets = scales.half(), None if offsets is None else offsets.half()
-    return QuantisedWeight(codes, shape, scales, (1, group), None, zero_point, offsets)
+        scales, *offsets = (each.half() for each in (scales, *offsets))
+    facts = group, zero_point, codes.dtype, scales.dtype, len(offsets)
+    return Piece(KernelCodes, facts, (codes, scales, *offsets))
 
 
 class KernelCodes:
     """Codes, scales and offsets that GPU kernels multiply."""
 
-    def __init__(self, pieces: list[QuantisedWeight]):
-        names = ["codes", "scales", *(["offsets"] if pieces[0].offsets is not None else [])]
-        found = {name: torch.cat([getattr(piece, name) for piece in pieces]) for name in names}
-        shape = len(found["codes"]), pieces[0].shape[1]
-        self.weight = pieces[0]._replace(shape=shape, **found)
-        self.tensors = tuple(found.values())
+    def __init__(self, facts: tuple, codes: Tensor, scales: Tensor, *offsets: Tensor):
+        group, zero_point, *_ = facts
+        self.tensors = codes, scales, *offsets
+        shape, tile = (len(codes), scales.shape[1] * group), (1, group)
+        self.weight = QuantisedWeight(codes, shape, scales, tile, None, zero_point, *offsets)
 
     def multiply(self, x: Tensor) -> Tensor:
         return multiply_by_kernels(x, self.weight, None)
@@ -264,31 +264,19 @@ class KernelCodes:
 
 
 class Converted:
-    """Weights in the dtype of the model."""
+    """Weights in the dtype of the model, in the library's layout if it has one."""
 
-    def __init__(self, pieces: list[Tensor]):
-        self.weight, self.product = torch.cat(pieces), F.linear
-        self.tensors = (self.weight,)
+    def __init__(self, facts: tuple, weight: Tensor):
+        self.weight, self.product = weight, F.linear
+        self.tensors = (weight,)
 
-    def pack(self, library: Any) -> None:
+    def keep_weight(self, library: Any) -> None:
         if (weight := library.pack(self.weight)) is not None:
             self.weight, self.product = weight, library.multiply
-            self.tensors = (self.weight,)
+            self.tensors = (weight,)
 
     def multiply(self, x: Tensor) -> Tensor:
         return self.product(x, self.weight)
 
     def dequantise(self) -> Tensor:
         return self.weight.to_dense() if self.weight.is_mkldnn else self.weight
-
-
-Piece = Packed | QuantisedWeight | Tensor
-
-
-def kind_of(piece: Piece) -> tuple:
-    """The class of the run that a piece is in, and what its neighbours must agree in to be in it as well."""
-    if isinstance(piece, Packed):
-        return PackedCodes, piece.layout
-    if isinstance(piece, QuantisedWeight):
-        return KernelCodes, (piece.kind, piece.tile, piece.offsets is None, piece.scales.dtype)
-    return Converted, ()

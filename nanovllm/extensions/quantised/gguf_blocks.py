@@ -7,6 +7,7 @@ decode. Values are bit for bit ggml's, as the order of float32 operations is the
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -79,45 +80,31 @@ def fields(packed: Tensor, bits: int) -> Tensor:
     return (packed.unsqueeze(-2) >> shifts.unsqueeze(-1)) & (1 << bits) - 1
 
 
-def decode_q8_0(blocks: Tensor) -> Groups:
-    scale, codes = blocks.split([2, 32], -1)
-    return Groups(codes.view(torch.int8).unsqueeze(-2), floats(scale))
+def decode_short(blocks: Tensor, bits: int, has_offset: bool = False) -> Groups:
+    """
+    Blocks of one group of 32: a scale, perhaps an offset, of codes of 5 bits the fifth ones, and the rest.
+    Without an offset codes of less than 8 bits have half of their range added.
+    """
+    offset_end = 4 if has_offset else 2
+    codes_start = offset_end + (4 if bits == 5 else 0)
+    scale, offset, fifth, codes = blocks.tensor_split([2, offset_end, codes_start], -1)
+    if bits < 8:
+        codes = nibbles(codes)
+    if bits == 5:  # a byte of them has those of eight neighbours
+        codes.bitwise_or_(fields(fifth, 1).transpose(-1, -2).flatten(-2) << 4)
+    codes = codes.unsqueeze(-2)
+    if has_offset:
+        return Groups(codes, floats(scale), floats(offset))
+    codes = codes.view(torch.int8)
+    return Groups(codes.sub_(1 << bits - 1) if bits < 8 else codes, floats(scale))
 
 
-def decode_q4_0(blocks: Tensor) -> Groups:
-    scale, pairs = blocks.split([2, 16], -1)
-    return Groups(nibbles(pairs).view(torch.int8).sub_(8).unsqueeze(-2), floats(scale))
-
-
-def decode_q4_1(blocks: Tensor) -> Groups:
-    scale, lowest, pairs = blocks.split([2, 2, 16], -1)
-    return Groups(nibbles(pairs).unsqueeze(-2), floats(scale), floats(lowest))
-
-
-def decode_q5_0(blocks: Tensor) -> Groups:
-    scale, fifth, pairs = blocks.split([2, 4, 16], -1)
-    return Groups(_with_fifth_bit(fifth, pairs).view(torch.int8).sub_(16), floats(scale))
-
-
-def decode_q5_1(blocks: Tensor) -> Groups:
-    scale, lowest, fifth, pairs = blocks.split([2, 2, 4, 16], -1)
-    return Groups(_with_fifth_bit(fifth, pairs), floats(scale), floats(lowest))
-
-
-def _with_fifth_bit(fifth: Tensor, pairs: Tensor) -> Tensor:
-    """Codes of 5 bits [..., 1, 32]. Here a byte of fifth bits has those of eight neighbours."""
-    bits = (fifth.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=fifth.device) & 1).flatten(-2)
-    return (bits << 4).bitwise_or_(nibbles(pairs)).unsqueeze(-2)
-
-
-def decode_q4_k(blocks: Tensor) -> Groups:
-    scale, step, packed, pairs = blocks.split([2, 2, 12, 128], -1)
-    return Groups(_rows_of_nibbles(pairs, 32), *_scales_and_offsets(scale, step, packed))
-
-
-def decode_q5_k(blocks: Tensor) -> Groups:
-    scale, step, packed, fifth, pairs = blocks.split([2, 2, 12, 32, 128], -1)
-    codes = (fields(fifth, 1) << 4).bitwise_or_(_rows_of_nibbles(pairs, 32))
+def decode_long(blocks: Tensor, bits: int) -> Groups:
+    """Blocks of eight groups of 32 with offsets, of codes of 4 or 5 bits."""
+    scale, step, packed, fifth, pairs = blocks.tensor_split([2, 4, 16, blocks.shape[-1] - 128], -1)
+    codes = _rows_of_nibbles(pairs, 32)
+    if bits == 5:
+        codes.bitwise_or_(fields(fifth, 1) << 4)
     return Groups(codes, *_scales_and_offsets(scale, step, packed))
 
 
@@ -154,12 +141,12 @@ class Type(NamedTuple):
 
 
 TYPES = {
-    "Q8_0": Type(32, 34, decode_q8_0),
-    "Q4_0": Type(32, 18, decode_q4_0),
-    "Q4_1": Type(32, 20, decode_q4_1),
-    "Q5_0": Type(32, 22, decode_q5_0),
-    "Q5_1": Type(32, 24, decode_q5_1),
-    "Q4_K": Type(256, 144, decode_q4_k),
-    "Q5_K": Type(256, 176, decode_q5_k),
+    "Q8_0": Type(32, 34, partial(decode_short, bits=8)),
+    "Q4_0": Type(32, 18, partial(decode_short, bits=4)),
+    "Q4_1": Type(32, 20, partial(decode_short, bits=4, has_offset=True)),
+    "Q5_0": Type(32, 22, partial(decode_short, bits=5)),
+    "Q5_1": Type(32, 24, partial(decode_short, bits=5, has_offset=True)),
+    "Q4_K": Type(256, 144, partial(decode_long, bits=4)),
+    "Q5_K": Type(256, 176, partial(decode_long, bits=5)),
     "Q6_K": Type(256, 210, decode_q6_k),
 }

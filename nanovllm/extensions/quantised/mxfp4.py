@@ -13,11 +13,10 @@ from nanovllm.extensions.quantised.kernels.quantised_weight import (
     E2M1,
     QuantisedWeight,
     in_bricks,
-    pack,
 )
 from nanovllm.extensions.quantised.scaled import ScaledWeight
 from nanovllm.extensions.quantised.scheme import Format, Scheme, listed
-from nanovllm.kernels.runtime import cdiv, gpu_properties
+from nanovllm.kernels.runtime import gpu_properties
 from nanovllm.layers.weight import Shard
 from nanovllm.utils.loader import StoredTensor, check_stored
 
@@ -37,14 +36,12 @@ class Mxfp4(ScaledWeight):
     into bricks, and `largest` is the largest scale of each row.
     """
 
+    code_dtype, scale_dtype = torch.uint8, torch.float8_e8m0fnu
     lowest, highest = -6.0, 6.0
 
     def __init__(self, shards: dict[Any, Shard]):
         super().__init__(shards, (1, GROUP))
         self.product_dtype = torch.float32
-        self.scales.data = torch.empty(self.scales.shape, dtype=torch.float8_e8m0fnu)
-        num_bytes = cdiv(self.shape[1], BLOCK) * BLOCK // 2
-        self.weight = self._parameter("qweight", self.shape[0], num_bytes, dtype=torch.uint8)
         self.largest: torch.Tensor | None = None
         # The rows of gates are the inputs of the second product: either both weights are packed, or neither.
         self.has_whole_bricks = all(shard.size[0] % BLOCK == 0 for shard in shards.values())
@@ -69,10 +66,10 @@ class Mxfp4(ScaledWeight):
         check_stored(loaded, (rows, inputs // GROUP, GROUP // 2), {torch.uint8})
         packed = loaded[shard.rows].to(self.weight.device)
         codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1)
-        self.weight.data[shard.place] = pack(codes[:, shard.columns])
+        self.set_codes(shard.place, codes[:, shard.columns])
 
     def _load_exponents(self, loaded: torch.Tensor, shard: Shard) -> None:
-        self._check_grid(loaded, shard, False, {torch.uint8})
+        self._check_grid(loaded, shard, {torch.uint8})
         if (loaded > LARGEST_SCALE).any():
             raise ValueError(f"holds scales above 2 (a byte above {LARGEST_SCALE})")
         self._load_grid(self.scales.view(torch.uint8), loaded, shard)
@@ -87,6 +84,3 @@ class Mxfp4(ScaledWeight):
         numbers = torch.tensor(E2M1, device=values.device)
         sizes = torch.bucketize(values.abs(), (numbers[1:] + numbers[:-1]) / 2)
         return sizes + 8 * (values < 0)
-
-    def set_codes(self, rows: slice, codes: torch.Tensor) -> None:
-        self.weight.data[rows] = pack(codes.to(torch.uint8))

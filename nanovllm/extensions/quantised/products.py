@@ -19,7 +19,6 @@ from nanovllm.extensions.quantised.kernels.fp8_linear import (
     add_rms_norm_quantise,
     fp8_linear,
     quantise,
-    silu_and_mul_quantise,
 )
 from nanovllm.extensions.quantised.kernels.quantised_matvec import can_use_quantised_matvec, quantised_matvec
 from nanovllm.extensions.quantised.kernels.quantised_weight import QuantisedWeight
@@ -80,11 +79,11 @@ class Gates(NamedTuple):
 
     def activated(self) -> Tensor:
         """[tokens, width]."""
-        return silu_and_mul(self.product.scaled() if isinstance(self.product, Unscaled) else self.product)
+        return silu_and_mul(Unscaled.of(self.product).scaled())
 
     def quantised(self, scale_group: int) -> QuantisedRows:
         """The same with a scale for so many of its numbers, or, if that is 0, for each row."""
-        return silu_and_mul_quantise(self.product, scale_group)
+        return quantise(self.product, scale_group, gated=True)
 
 
 class Fp8Product(Product):

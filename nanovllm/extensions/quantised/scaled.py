@@ -15,22 +15,23 @@ from torch import Tensor, nn
 
 from nanovllm.extensions.quantised.kernels.quantised_linear import can_use_quantised_linear, quantised_linear
 from nanovllm.extensions.quantised.kernels.quantised_weight import (
+    BLOCK,
+    HALF,
     QuantisedWeight,
     dequantise,
     dequantise_torch,
+    pack,
 )
 from nanovllm.extensions.quantised.products import gemv_products
 from nanovllm.kernels.runtime import cdiv, use_triton
 from nanovllm.layers.weight import Product, Shard, Weight
-from nanovllm.utils.loader import check_finite, check_stored
+from nanovllm.utils.loader import StoredTensor, check_finite, check_stored
 
 PIECE = 2**22  # weights that are converted at a time
 ONE_TILE = 0, 0  # a checkpoint's tile, which has all rows and columns
 SCALES = {torch.float32, torch.bfloat16, torch.float16}
-
-
-def ignore(loaded: Any, shard: Shard) -> None:
-    """Load nothing: what a checkpoint says of activations is not needed."""
+# What a checkpoint says of activations is not needed.
+IGNORED = StoredTensor(lambda loaded, shard: None, True)
 
 
 def multiply_by_kernels(x: Tensor, weight: QuantisedWeight, bias: Tensor | None) -> Tensor:
@@ -46,16 +47,17 @@ class ScaledWeight(Weight):
     columns of tiles], `tile` is rows and columns of one; the last may be cut off by the matrix's end. The
     product is rounded to `product_dtype`, as the libraries do that the checkpoints come from.
 
-    Subclasses have the codes: `weight` and `set_codes`, the codes' range `lowest` to `highest`, and `stored`,
-    the checkpoint's tensors by name.
+    Subclasses say of codes the dtype that holds them (uint8: two of 4 bits), and the range `lowest` to
+    `highest`; and in `stored` the checkpoint's tensors by name.
     """
 
-    weight: nn.Parameter
+    code_dtype: torch.dtype
+    scale_dtype: torch.dtype | None = torch.float32  # None: the checkpoint's
     lowest: float
     highest: float
     make_gemv = None  # see `gemv_products`
-    keeps_scale_dtype = False
     zero_point = 0  # where there are no `zeros`
+    is_transposed = False  # whether checkpoints have inputs first
 
     def __init__(self, shards: dict[Any, Shard], stored_tile: tuple[int, int]):
         """`stored_tile`: rows and columns of the checkpoint's tiles; 0 is all that there are."""
@@ -63,16 +65,18 @@ class ScaledWeight(Weight):
         self.dtype = torch.get_default_dtype()  # of what it is multiplied with
         self.parameters = {}
         self.stored_tile = stored_tile
-        cuts = [(shard.offset, shard.rows.start) for shard in shards.values()]
-        rows = math.gcd(stored_tile[0], *(cut for pair in cuts for cut in pair)) or self.shape[0]
-        columns = math.gcd(stored_tile[1], *(shard.columns.start for shard in shards.values()))
-        columns = min(columns, self.shape[1]) or self.shape[1]
+        rows = math.gcd(
+            stored_tile[0], *(cut for s in shards.values() for cut in (s.place.start, s.rows.start))
+        )
+        columns = math.gcd(stored_tile[1], *(s.columns.start for s in shards.values()))
+        rows, columns = rows or self.shape[0], min(columns, self.shape[1]) or self.shape[1]
         self.tile = (1 if columns == self.shape[1] else rows), columns  # a scale a row costs next to nothing
         self.product_dtype: torch.dtype | None = None  # as long as no scales are loaded
-        scale_dtype = torch.get_default_dtype() if self.keeps_scale_dtype else torch.float32
         grid = [cdiv(size, tile) for size, tile in zip(self.shape, self.tile, strict=True)]
-        self.scales = self._parameter("scales", *grid, dtype=scale_dtype)
+        self.scales = self._parameter("scales", *grid, dtype=self.scale_dtype or self.dtype)
         self.zeros: nn.Parameter | None = None
+        width = self.shape[1] if self.code_dtype != torch.uint8 else cdiv(self.shape[1], BLOCK) * HALF
+        self.weight = self._parameter("weight", self.shape[0], width, dtype=self.code_dtype)
 
     def _parameter(self, name: str, *shape: int, dtype: torch.dtype) -> nn.Parameter:
         param = nn.Parameter(torch.empty(*shape, dtype=dtype), requires_grad=False)
@@ -99,7 +103,7 @@ class ScaledWeight(Weight):
             outputs.append(F.linear(x, piece, None if bias is None else bias[rows]))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
 
-    def products(self, hidden_size: int | None, num_ranks: int) -> list[Product]:
+    def products(self, layer: Any) -> list[Product]:
         return gemv_products(self.quantised, self.dtype, self.make_gemv)
 
     def dequantise(self, rows: slice) -> Tensor:
@@ -113,49 +117,59 @@ class ScaledWeight(Weight):
 
     # Loading
 
-    def load_scales(self, loaded: Any, shard: Shard, transposed: bool = False, dtypes: set = SCALES) -> None:
-        self._check_grid(loaded, shard, transposed, dtypes)
+    def load_codes(self, loaded: Any, shard: Shard) -> None:
+        """Those that a checkpoint has as they are here."""
+        check_stored(loaded, shard.shape, {self.code_dtype})
+        self.set_codes(shard.place, loaded[shard.rows, shard.columns])
+
+    def set_codes(self, rows: slice, codes: Tensor) -> None:
+        """Store the codes of these rows, [rows, in]."""
+        codes = codes.to(self.code_dtype)
+        self.weight.data[rows] = pack(codes) if self.code_dtype == torch.uint8 else codes
+
+    def load_scales(self, loaded: Any, shard: Shard, dtypes: set = SCALES) -> None:
+        self._check_grid(loaded, shard, dtypes)
         if dtypes is SCALES:
             self._keep_dtype(loaded.dtype)
-        check_finite(self._load_grid(self.scales, loaded, shard, transposed))
+        check_finite(self._load_grid(self.scales, loaded, shard))
 
-    def _check_grid(self, loaded: Any, shard: Shard, transposed: bool, dtypes: set) -> None:
+    def _check_grid(self, loaded: Any, shard: Shard, dtypes: set) -> None:
         height, width = self.stored_tile
         if height == 1 and width and shard.shape[1] % width:
             raise ValueError(f"groups of {width} inputs do not divide {shard.shape[1]} of them")
         grid = self._stored_grid(shard)
         if grid == (1, 1) and tuple(loaded.shape) in ((), (1,)):
             grid = tuple(loaded.shape)
-        check_stored(loaded, grid[::-1] if transposed else grid, dtypes)
+        check_stored(loaded, grid, dtypes)
 
     def _stored_grid(self, shard: Shard) -> tuple[int, ...]:
         pairs = zip(shard.shape, self.stored_tile, strict=True)
-        return tuple(cdiv(size, tile) if tile else 1 for size, tile in pairs)
+        grid = tuple(cdiv(size, tile or size) for size, tile in pairs)
+        return grid[::-1] if self.is_transposed else grid
 
     def _keep_dtype(self, dtype: torch.dtype) -> None:
         """Note in which dtype the products are rounded. One matrix cannot have two."""
         if self.product_dtype not in (None, dtype):
             raise ValueError(f"dtype {dtype}, but a part of the same matrix has {self.product_dtype}")
         self.product_dtype = dtype
-        if self.keeps_scale_dtype and self.scales.dtype != dtype:
+        if self.scale_dtype is None and self.scales.dtype != dtype:
             self.scales.data = torch.empty_like(self.scales, dtype=dtype)
 
-    def _load_grid(self, target: Tensor, loaded: Any, shard: Shard, transposed: bool = False) -> Tensor:
+    def _load_grid(self, target: Tensor, loaded: Any, shard: Shard) -> Tensor:
         """
-        Fill a part of `target`, a grid of this rank's tiles, with what the checkpoint's grid has for them:
-        `loaded` [rows, columns], or [columns, rows] if transposed. Returns the part.
+        Fill a part of `target`, a grid of this rank's tiles, with what the checkpoint's grid `loaded` has for
+        them. Returns the part.
         """
         index = []
         for stored, tile, cut in zip(self.stored_tile, self.tile, (shard.rows, shard.columns), strict=True):
-            starts = torch.arange(cut.start, cut.stop, tile, device="cpu")
-            index.append(starts // stored if stored else torch.zeros_like(starts))
+            index.append(torch.arange(cut.start, cut.stop, tile, device="cpu") // (stored or cut.stop))
         rows, columns = (slice(int(each[0]), int(each[-1]) + 1) for each in index)
         if len(loaded.shape) < 2:
             values = loaded[...].reshape(1, 1)
         else:
-            values = loaded[columns, rows].t() if transposed else loaded[rows, columns]
+            values = loaded[columns, rows].t() if self.is_transposed else loaded[rows, columns]
         values = values[index[0] - rows.start][:, index[1] - columns.start]
-        start = shard.offset // self.tile[0]
+        start = shard.place.start // self.tile[0]
         return target.data[start : start + len(values)].copy_(values)
 
     # Made here
@@ -168,7 +182,7 @@ class ScaledWeight(Weight):
             matrix = loaded[start + rows.start : start + rows.stop, shard.columns]
             matrix = matrix.to(self.scales.device, torch.float32)
             check_finite(matrix)
-            self._quantise(matrix, shard.offset + rows.start)
+            self._quantise(matrix, shard.place.start + rows.start)
 
     def fill(self, matrix: Tensor) -> None:
         """Quantise the whole of a matrix."""
@@ -184,6 +198,8 @@ class ScaledWeight(Weight):
         tiles = padded.view(len(padded) // tile_rows, tile_rows, -1, tile_columns)
         scales = self.choose_scales(tiles).to(self.scales.dtype)
         codes = self.round(tiles / scales.float()).view_as(padded)
+        if self.zero_point:
+            codes += self.zero_point
         first = start // tile_rows
         self.scales.data[first : first + len(tiles)] = scales[:, 0, :, 0]
         self.set_codes(slice(start, start + num_rows), codes[:num_rows, :width])
@@ -199,7 +215,3 @@ class ScaledWeight(Weight):
 
     def round(self, values: Tensor) -> Tensor:
         return values.round_().clamp_(self.lowest, self.highest)
-
-    def set_codes(self, rows: slice, codes: Tensor) -> None:
-        """Store the codes of these rows, which are float32 [rows, in]."""
-        raise NotImplementedError

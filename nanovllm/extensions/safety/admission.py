@@ -10,9 +10,8 @@ from bisect import bisect_left, insort
 from math import ceil
 from typing import Any
 
-from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.policies import Admission, Hit, Verdict
-from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.block_manager import BlockManager, Hit
+from nanovllm.engine.scheduler import Admission, Scheduler, Verdict
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 
 SHARE_WEIGHT = 1 / 32  # how much one request that ends changes `AdmissionControl.share`
@@ -40,20 +39,25 @@ class AdmissionControl(Admission):
 
     def admits(self, seq: Sequence, hit: Hit, state: Scheduler) -> Verdict:
         """Whether the blocks suffice until all have ended if this sequence runs too."""
-        pool, running = state.block_manager, state.running
+        pool, running, name = state.block_manager, state.running, self.processor.name
         is_first = state.held_back is not self.held_back  # each step makes a list of its own
         self.held_back = state.held_back
         if is_first:
-            growths = (num_blocks_at_most(other) - len(other.block_table) for other in running)
-            self.num_blocks_at_most = len(pool.used_block_ids) + sum(growths)
-            self.num_words = sum(len(other.request.own.get(self.processor.name, ())) for other in running)
+            self.num_blocks_at_most, self.num_words = len(pool.used_block_ids), 0
+            for other in running:
+                self.num_blocks_at_most += -(-(other.request.max_num_tokens - 1) // pool.block_size)
+                self.num_blocks_at_most -= len(other.block_table)
+                self.num_words += len(other.request.own.get(name, ()))
         if self.max_running < self.max_num_seqs and not (is_first and len(running) < self.max_running):
             return Verdict.STOP
-        if num_words := len(seq.request.own.get(self.processor.name, ())):
+        if num_words := len(seq.request.own.get(name, ())):
             self.num_words += num_words
             if self.num_words > self.processor.max_words:
                 return Verdict.STOP
-        self.num_blocks_at_most += num_blocks_at_most(seq) - num_shared(pool, hit)
+        # The last token is never written to the cache.
+        self.num_blocks_at_most += -(-(seq.request.max_num_tokens - 1) // pool.block_size)
+        for block_id in hit.blocks:
+            self.num_blocks_at_most -= num_owners(pool, block_id) > 0
         is_full = running and self.num_blocks_at_most > pool.num_blocks
         if is_full and self._most_needed(seq, hit, state) > pool.num_blocks:
             return Verdict.STOP
@@ -82,7 +86,8 @@ class AdmissionControl(Admission):
             for other in running
         ]
         num_own = sum(len(other.block_table) for other in running) - sum(shared)
-        shared += [num_shared(pool, hit) for _, hit in joining]
+        for _, other in joining:
+            shared.append(sum(num_owners(pool, block_id) > 0 for block_id in other.blocks))
         growths = [self._growth(other) for other in [*running, *(other for other, _ in joining)]]
         growing = [(*growth, count) for growth, count in zip(growths, shared, strict=True)]
         needed = len(pool.used_block_ids) - num_own
@@ -109,11 +114,6 @@ class AdmissionControl(Admission):
         return num_steps, num_tokens
 
 
-def num_blocks_at_most(seq: Sequence) -> int:
-    """If it draws all its tokens, of which the last is never written to the cache."""
-    return -(-(seq.request.max_num_tokens - 1) // seq.request.block_size)
-
-
 def may_end_early(seq: Sequence) -> bool:
     """Whether it can end before it has all its tokens."""
     return bool(seq.request.end_token_ids or seq.request.params.stop)
@@ -122,7 +122,3 @@ def may_end_early(seq: Sequence) -> bool:
 def num_owners(pool: BlockManager, block_id: int) -> int:
     """A pin ends with the step."""
     return pool.blocks[block_id].ref_count - (block_id in pool.prefix_cache.pinned)
-
-
-def num_shared(pool: BlockManager, hit: Hit) -> int:
-    return sum(num_owners(pool, block_id) > 0 for block_id in hit.blocks)

@@ -74,7 +74,7 @@ class CheckedInputProcessor(InputProcessor):
 
     def warn_of_context(self, requests: list[Request], which: str | None = None) -> bool:
         """Warn once if the context may end some of these requests before they have max_tokens."""
-        most = self.limits.max_num_tokens
+        most = self.max_num_tokens
         asked = [(len(request.token_ids), request.params.max_tokens or 0) for request in requests]
         beyond = [max_tokens for length, max_tokens in asked if length + max_tokens > most]
         if beyond:

@@ -46,10 +46,10 @@ class Recovery(Observer):
 
     def failed(self, step: Any) -> list[Sequence]:
         engine = self.engine
-        kept = [seq for seq in engine.unfinished.values() if seq.seq_id not in engine.ended]
-        for seq, length in zip(step.drawing, step.lengths, strict=False):
+        kept = [seq for seq in engine.unfinished.values() if seq not in engine.ended]
+        for seq, position in step.drawing.items():
             if seq in kept:
-                del seq.token_ids[length:]
+                del seq.token_ids[position:]
         self.admission.max_running = self.admission.max_num_seqs
         return kept
 

@@ -37,7 +37,7 @@ class StatsLLM(LLMEngine):
             "num_requests_waiting": len(scheduler.waiting),
             "num_prompt_tokens": counts["prompt"],
             "num_cached_tokens": counts["cached"],
-            **self.parts.prefix_cache.stats(),
+            **getattr(self.parts.prefix_cache, "stats", dict)(),
             "cache_hit_rate": counts["cached"] / max(counts["prompt"], 1),
             **self.batches.backend.stats(),
             "num_generated_tokens": scheduler.num_drawn_tokens,

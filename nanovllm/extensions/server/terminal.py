@@ -87,11 +87,9 @@ def _make_parser(command: str, about: str) -> argparse.ArgumentParser:
 
 
 def _parse(parser: argparse.ArgumentParser, argv: Sequence[str], max_tokens: str) -> argparse.Namespace:
-    most = f"most tokens of an answer (default: {max_tokens})"
-    drawn = EngineArgs.sampling_options(SamplingParams(TEMPERATURE), "what the checkpoint recommends, else ")
-    sampling = {"max_tokens": (int, most), **drawn}
-    engine = EngineArgs.command_line_options()
-    return EngineArgs.parse_options(parser, argv, "how tokens are drawn", sampling, engine)
+    sampling = {"max_tokens": (int, f"most tokens of an answer (default: {max_tokens})")}
+    usual = "what the checkpoint recommends, else "
+    return EngineArgs.parse_options(parser, argv, "how tokens are drawn", sampling, TEMPERATURE, usual)
 
 
 def _params(llm: LLM, args: argparse.Namespace, max_tokens: int | None) -> SamplingParams:

@@ -207,7 +207,10 @@ def launch_every_kernel(config: Config, make_runner: Callable[..., Any], group: 
     Launch every kernel that prefill and decode have, through a ModelRunner that is on the CPU. Yields when
     the kernels of the warm-up are through. Two layers launch all.
     """
-    config = replace(config, hf_config=config.hf_config.shortened())
+    model = config.hf_config
+    windows = (*dict.fromkeys(model.windows), *model.windows)[:2]  # unlike ones, if there are
+    model = replace(model, num_hidden_layers=len(windows), windows=windows)
+    config = replace(config, hf_config=model)
     runner = make_runner(config, group=group, device=torch.device("cpu"))
     runner.build()
     pack_weights(runner.model)
@@ -222,7 +225,7 @@ def launch_every_kernel(config: Config, make_runner: Callable[..., Any], group: 
     runner.run(long._replace(wanted=sum(kernels) & ~runner.waiting))
     *smaller, largest = get_graph_sizes(config.max_num_seqs)
     plan = runner.backend.largest_plan
-    runner.decode_step(largest, plan, 0)()
+    runner.decode_step((largest, plan, 0))()
     yield
     # Which kernels there are depends on one logits processor, or on two of which one changes the dtype.
     for wanted in (0, *kernels, *map(sum, combinations(kernels, 2))):
@@ -233,4 +236,4 @@ def launch_every_kernel(config: Config, make_runner: Callable[..., Any], group: 
         lengths = [length + 1 for length in batch.lens_k]
         runner.run(batch._replace(wanted=0, lens_k=lengths, messages=messages))
     for size, key in [*product(smaller, {False, plan}), (largest, False)]:
-        runner.decode_step(size, key, 0)()
+        runner.decode_step((size, key, 0))()

@@ -13,7 +13,7 @@ from nanovllm.engine.interfaces import LogitsProcessor, Observer
 from nanovllm.engine.sequence import Sequence
 from nanovllm.extensions.structured.grammar import Compiler
 from nanovllm.extensions.structured.kernels.token_masks import Masks, apply_masks
-from nanovllm.extensions.structured.matchers import Grammar, Reader, problem_of
+from nanovllm.extensions.structured.matchers import CompiledGrammar, GrammarState, problem_of
 from nanovllm.kernels.runtime import cdiv
 from nanovllm.layers.sampler import SamplingStep
 from nanovllm.sampling_params import SamplingParams
@@ -36,7 +36,7 @@ class BitmaskProcessor(LogitsProcessor, Observer):
     reads_slowly = True
 
     def __init__(self) -> None:
-        self._readers: dict[int, Reader] = {}  # by seq_id, of those that go on
+        self._states: dict[int, GrammarState] = {}  # by seq_id, of those that go on
 
     def start(self, config: Any, prompts: Any) -> None:
         self.max_num_seqs = config.max_num_seqs
@@ -45,7 +45,7 @@ class BitmaskProcessor(LogitsProcessor, Observer):
     def wants(self, params: SamplingParams) -> bool:
         return params.structured_outputs is not None
 
-    def read(self, request: Any, where: str) -> Grammar:
+    def read(self, request: Any, where: str) -> CompiledGrammar:
         try:
             return self.compiler.compile(request.params.structured_outputs)
         except ValueError as error:
@@ -59,36 +59,36 @@ class BitmaskProcessor(LogitsProcessor, Observer):
         """
         guided = [seq for seq in sequences if self.name in seq.request.own and not seq.is_finished]
         # A thread works through neighbours: those that share a lexer would wait for each other in several.
-        readers = sorted(map(self._reader_of, guided), key=lambda reader: id(reader.lexer))
-        masks = {reader.sequence.seq_id: i for i, reader in enumerate(readers)}
+        states = sorted(map(self._state_of, guided), key=lambda state: id(state.lexer))
+        masks = {state.sequence.seq_id: i for i, state in enumerate(states)}
         index = np.array([masks.get(seq.seq_id, -1) for seq in sequences], dtype=np.int32)
-        bits = self._bits[: len(readers)]
-        if readers:
-            self._make_masks(readers, bits)
+        bits = self._bits[: len(states)]
+        if states:
+            self._make_masks(states, bits)
         return index, bits
 
-    def _reader_of(self, seq: Sequence) -> Reader:
-        if seq.seq_id not in self._readers:
-            self._readers[seq.seq_id] = Reader(seq, seq.request.own[self.name])
-        return self._readers[seq.seq_id]
+    def _state_of(self, seq: Sequence) -> GrammarState:
+        if seq.seq_id not in self._states:
+            self._states[seq.seq_id] = GrammarState(seq, seq.request.own[self.name])
+        return self._states[seq.seq_id]
 
-    def _make_masks(self, readers: list[Reader], bits: np.ndarray) -> None:
-        """In their order, in bits, int32 [readers, words]."""
+    def _make_masks(self, states: list[GrammarState], bits: np.ndarray) -> None:
+        """In their order, in bits, int32 [states, words]."""
         steps = []
-        for reader in readers:
-            new = reader.take_new()
+        for state in states:
+            new = state.take_new()
             if len(new) == 1:
-                steps.append((reader.matcher, new[0]))
+                steps.append((state.matcher, new[0]))
             else:
-                reader.matcher.consume_tokens(new)
+                state.matcher.consume_tokens(new)
         if steps:
             self._threads.consume_token_par(steps)
-        places = [(reader.matcher, place) for place, reader in enumerate(readers)]
+        places = [(state.matcher, place) for place, state in enumerate(states)]
         self._threads.unsafe_compute_mask_ptr(places, bits.ctypes.data, bits.strides[0], len(bits))
-        for reader in readers:
-            if reader.matcher.is_error():
-                after = f"structured_outputs after {reader.sequence.num_completion_tokens - 1} tokens"
-                raise GrammarError(reader.sequence, f"{after}: {problem_of(reader.matcher)}")
+        for state in states:
+            if state.matcher.is_error():
+                after = f"structured_outputs after {state.sequence.num_completion_tokens - 1} tokens"
+                raise GrammarError(state.sequence, f"{after}: {problem_of(state.matcher)}")
 
     @functools.cached_property
     def _threads(self) -> Any:
@@ -104,8 +104,8 @@ class BitmaskProcessor(LogitsProcessor, Observer):
         ).numpy()
 
     def ended(self, seq: Sequence) -> None:
-        if (reader := self._readers.pop(seq.seq_id, None)) is not None:
-            reader.close()
+        if (state := self._states.pop(seq.seq_id, None)) is not None:
+            state.close()
 
     def allocate(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
         """The device's copy of a step's masks is always in the same place, so that a CUDA graph finds it."""
@@ -134,8 +134,8 @@ class BitmaskProcessor(LogitsProcessor, Observer):
 
     def reset(self) -> None:
         """Texts are read again when their sequences go on."""
-        while self._readers:
-            self._readers.popitem()[1].close()
+        while self._states:
+            self._states.popitem()[1].close()
 
     def close(self) -> None:
         """End the threads and free what masks were made in."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from nanovllm.config import Config
 from nanovllm.extensions.structured.json_schema import close_objects
-from nanovllm.extensions.structured.matchers import Grammar, problem_of
+from nanovllm.extensions.structured.matchers import CompiledGrammar, problem_of
 from nanovllm.extensions.structured.params import StructuredOutputsParams
 from nanovllm.utils.validation import shorten, shown
 
@@ -37,10 +37,10 @@ class Compiler:
     def __init__(self, config: Config, tokenizer: Any):
         self.config, self.tokenizer = config, tokenizer
         self._grammar = functools.lru_cache(MAX_COMPILED)(
-            lambda wanted, vocabulary: Grammar(lambda: self._make_matcher(wanted, vocabulary))
+            lambda wanted, vocabulary: CompiledGrammar(lambda: self._make_matcher(wanted, vocabulary))
         )
 
-    def compile(self, wanted: StructuredOutputsParams) -> Grammar:
+    def compile(self, wanted: StructuredOutputsParams) -> CompiledGrammar:
         """
         Any thread may call this. Raises ValueError if llguidance is not installed,
         cannot work with the tokenizer, or finds no text that is as wanted.

@@ -16,7 +16,7 @@ MAX_SECONDS = 1.0  # that compiling them takes
 NOISE = re.compile(r"\n<(?s:.*)|^\s*(\d+ \||\^).*|^.*: failed to compile JSON schema: ", re.MULTILINE)
 
 
-class Grammar:
+class CompiledGrammar:
     """
     A grammar, compiled when it is first asked for. A matcher follows one text. What it finds out about texts
     is kept in its lexer, which it shares with its copies, and which only one of them can use at a time. So
@@ -60,10 +60,10 @@ class Grammar:
             self._idle[lexer].append(matcher)
 
 
-class Reader:
+class GrammarState:
     """Follows the text of one sequence through its grammar."""
 
-    def __init__(self, sequence: Sequence, grammar: Grammar):
+    def __init__(self, sequence: Sequence, grammar: CompiledGrammar):
         self.sequence, self.grammar = sequence, grammar
         self.lexer, self.matcher = grammar.take()
         self.num_read = sequence.num_prompt_tokens

@@ -18,7 +18,6 @@ from nanovllm.engine.sequence import Request, Sequence
 from nanovllm.extensions.text.chat import Messages
 from nanovllm.extensions.text.prompts import Prompt, TextInputProcessor
 from nanovllm.extensions.text.results import (
-    GrowingOutput,
     GrowingText,
     Piece,
     Result,
@@ -168,16 +167,17 @@ class TextLLM(LLMEngine):
         return self._pieces(Asked(request), objects)
 
     def _pieces(self, asked: Asked, objects: bool) -> Iterator[str | Piece]:
-        growing = None
+        take_delta = None
         with contextlib.closing(self._run([asked])) as steps:
             for _ in steps:
-                growing = growing or self.growing(asked.completions[0], objects)
-                if piece := growing.look():
+                take_delta = take_delta or self.growing(asked.completions[0], objects)
+                if piece := take_delta():
                     yield piece
 
-    def growing(self, seq: Sequence, objects: bool) -> GrowingText | GrowingOutput:
-        """A completion that is being made, to look at: its text, or `Piece` objects."""
-        return (GrowingOutput if objects else GrowingText)(self.tokenizer, seq)
+    def growing(self, seq: Sequence, objects: bool) -> Callable[[], str | Piece | None]:
+        """What takes the deltas of a completion that is being made: its text, or `Piece` objects."""
+        text = GrowingText(self.tokenizer, seq)
+        return text.take_piece if objects else text.take_delta
 
     def outcome(self, completions: list[Sequence]) -> Result | Exception:
         """The result of a prompt from its completions, which have all ended, or an error about one."""
@@ -293,14 +293,15 @@ class TextLLM(LLMEngine):
         self._take_turn(queued)
         try:
             with contextlib.closing(make_bar(total=total, **LOOK)) as bar:
-                progress = Progress(bar)
+                progress = Progress(bar, self)
                 while True:
                     ended = self._queue_some(coming, limit, queued)
                     if not ended:
                         if not queued or self.is_finished():
                             return
                         self._take_turn(queued)
-                        finished = progress.run(step)
+                        finished, num_tokens = step()
+                        progress.show(finished, num_tokens)
                         found = dict.fromkeys(queued.pop(i) for i, _ in finished if i in queued)
                         ended = [each for each in found if all(seq.is_finished for seq in each.completions)]
                     yield ended

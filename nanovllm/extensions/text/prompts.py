@@ -4,14 +4,25 @@ scored.
 
 from collections.abc import Iterable
 from numbers import Integral
-from typing import Any
+from typing import Any, TypedDict
 
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.sequence import Request
 from nanovllm.extensions.text.chat import as_conversations, as_list, render
-from nanovllm.inputs import TextPrompt, TokensPrompt
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.validation import check, is_number
+
+
+class TextPrompt(TypedDict):
+    prompt: str
+
+
+class TokensPrompt(TypedDict, total=False):
+    """Token ids, and maybe the text that they are of."""
+
+    prompt: str
+    prompt_token_ids: Iterable[int]
+
 
 Prompt = str | Iterable[int] | TextPrompt | TokensPrompt
 
@@ -67,7 +78,7 @@ class TextInputProcessor(InputProcessor):
         found, [place] = [], [i for i, each in enumerate(self.processors) if each.name == "scores"]
         for i, (text, first) in enumerate(zip(texts, first_tokens, strict=True)):
             ids = self.read_prompt(text, f"prompts[{i}]")
-            self.limits.check(len(ids), 0, f"prompts[{i}]: ")
+            self.check_length(len(ids), 0, f"prompts[{i}]")
             rule = f"from_token must be an integer from 0 to {len(ids)}, the tokens of prompts[{i}]"
             check(is_number(first, int, 0, len(ids)), rule, first)
             own = {"scores": self.processors[place].scoring(ids[1:], max(int(first) - 1, 0))}

@@ -14,7 +14,7 @@ PLACES = range(1, MAX_LOGPROBS + 1)
 _cut_texts: weakref.WeakKeyDictionary[Sequence, str] = weakref.WeakKeyDictionary()
 
 
-class Described(dict[str, Any]):
+class AttrDict(dict[str, Any]):
     """A dict whose keys are attributes as well. What was not asked for is None as an attribute and no key."""
 
     OPTIONAL = ("logprobs", "prompt_logprobs")
@@ -25,21 +25,21 @@ class Described(dict[str, Any]):
         raise AttributeError(f"{type(self).__name__} has no {name!r}, only {', '.join(self)}")
 
 
-class Completion(Described):
+class Completion(AttrDict):
     """One completion of a prompt."""
 
     index: int = 0  # among the prompt's completions
     cumulative_logprob: float | None = None  # of all its tokens, where logprobs were asked for
 
 
-class Piece(Described):
+class Piece(AttrDict):
     """
     What is new of a completion since the last piece: text (which may be held back for later pieces),
     token_ids, and logprobs where asked for. The last piece has its finish_reason and stop_reason.
     """
 
 
-class Result(Described):
+class Result(AttrDict):
     """
     All completions of a prompt: the keys are those of the first one, and the attribute `outputs` has all. The
     prompt itself is in attributes only, so that a result that is printed or written as JSON stays short.
@@ -129,13 +129,15 @@ def _describe(tokenizer: Any, token_ids: list[int], found: list[Any], count: int
 
 
 class GrowingText:
-    """The text of a completion that is being made."""
+    """A completion that is being made, and its text if it has one."""
 
     def __init__(self, tokenizer: Any, seq: Sequence):
-        self.tokenizer = tokenizer
-        self.seq = seq
-        self.pieces = Detokenizer(tokenizer, seq.sampling_params.skip_special_tokens)
-        self.num_shown = 0
+        params = seq.sampling_params
+        self.tokenizer, self.seq, self.detokenizer = tokenizer, seq, None
+        if tokenizer is not None and params.detokenize:
+            self.detokenizer = Detokenizer(tokenizer, params.skip_special_tokens)
+        self.num_shown = 0  # characters
+        self.num_shown_tokens = 0
 
     def find_stop(self) -> str | None:
         """
@@ -143,11 +145,11 @@ class GrowingText:
         several the one that begins first counts, and of these the one that is listed first.
         """
         params = self.seq.sampling_params
-        if self.pieces.num_tokens == 0:  # made after a failed step: earlier tokens were searched before that
+        if self.detokenizer.num_tokens == 0:  # made after a failed step: earlier tokens were searched before
             self._read(-1)
-        num_old = self.pieces.num_settled
+        num_old = self.detokenizer.num_settled
         text = self._read()
-        if self.pieces.num_tokens < params.min_tokens:
+        if self.detokenizer.num_tokens < params.min_tokens:
             return None
         starts = {stop: text.find(stop, max(0, num_old - len(stop) + 1)) for stop in params.stop}
         found = [(start, stop) for stop, start in starts.items() if start >= 0]
@@ -157,42 +159,34 @@ class GrowingText:
         _cut_texts[self.seq] = text[: start + len(stop) * params.include_stop_str_in_output]
         return stop
 
-    def look(self) -> str:
-        """What is new since the last look: whole characters, and nothing that may belong to a stop text."""
+    def take_delta(self) -> str:
+        """The text that is new: whole characters, and nothing that may belong to a stop text."""
         if self.seq.is_finished:
             sure = completion_text(self.tokenizer, self.seq)
+        elif self.detokenizer is None:
+            return ""
         else:
             text = self._read()
-            held_back = self.pieces.num_held_back(self.seq.sampling_params.stop)
-            sure = text[: self.pieces.num_settled - held_back]
+            held_back = self.detokenizer.num_held_back(self.seq.sampling_params.stop)
+            sure = text[: self.detokenizer.num_settled - held_back]
         piece = sure[self.num_shown :]
         self.num_shown += len(piece)
         return piece
 
-    def _read(self, end: int | None = None) -> str:
-        self.pieces.add(self.seq.token_ids[self.seq.num_prompt_tokens + self.pieces.num_tokens : end])
-        return self.pieces.text
-
-
-class GrowingOutput:
-    """A completion that is being made, in pieces with tokens and what belongs to them."""
-
-    def __init__(self, tokenizer: Any, seq: Sequence):
-        self.tokenizer, self.seq = tokenizer, seq
-        has_text = tokenizer is not None and seq.sampling_params.detokenize
-        self.text = GrowingText(tokenizer, seq) if has_text else None
-        self.num_shown = 0  # tokens
-
-    def look(self) -> Piece | None:
-        """What is new since the last look, or None."""
-        seq, start = self.seq, self.num_shown
+    def take_piece(self) -> Piece | None:
+        """What is new, with tokens and what belongs to them, or None."""
+        seq, start = self.seq, self.num_shown_tokens
         token_ids = seq.completion_token_ids[start:]
         if not token_ids and not seq.is_finished:
             return None
-        self.num_shown += len(token_ids)
-        text = "" if self.text is None else self.text.look()
-        piece = Piece(text=text, token_ids=token_ids)
+        self.num_shown_tokens += len(token_ids)
+        piece = Piece(text=self.take_delta(), token_ids=token_ids)
         piece.update(finish_reason=seq.finish_reason, stop_reason=seq.stop_reason)
         if (count := seq.sampling_params.logprobs) is not None:
             piece["logprobs"] = _describe(self.tokenizer, token_ids, _logprobs_of(seq)[start:], count)
         return piece
+
+    def _read(self, end: int | None = None) -> str:
+        new = self.seq.token_ids[self.seq.num_prompt_tokens + self.detokenizer.num_tokens : end]
+        self.detokenizer.add(new)
+        return self.detokenizer.text

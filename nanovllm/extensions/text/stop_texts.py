@@ -36,6 +36,7 @@ class StopTexts(Observer):
         self.texts.pop(seq.seq_id, None)
         self.is_active = bool(self.texts)
 
-    def cleared(self) -> None:
+    def failed(self, step: Any) -> tuple[()]:
         self.texts.clear()
         self.is_active = False
+        return ()

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from nanovllm.engine.block_manager import Hit
 from nanovllm.engine.interfaces import Observer
-from nanovllm.engine.policies import Hit
 from nanovllm.engine.sequence import Sequence
 
 MAX_STEPS = 20_000
@@ -142,9 +142,11 @@ class Recorder(Observer):
         number = None if seq is None else seq.seq_id
         self.block_events.append((len(self.steps), event, block_id, number, index))
 
-    def cleared(self) -> None:
+    def failed(self, step: Any) -> tuple[Sequence, ...]:
+        """Nothing runs any more, and the cache holds nothing."""
         self.block_events.append((len(self.steps), "cleared", 0, None, 0))
         self.in_flight.clear()
+        return ()
 
     def stop(self) -> None:
         atexit.unregister(self.stop)

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from nanovllm.extensions.experts.kernels.experts import ExpertWeights
 from nanovllm.extensions.experts.kernels.moe import run_experts
-from nanovllm.extensions.experts.kernels.moe_matvec import can_use_few, run_experts_few
 from nanovllm.extensions.experts.kernels.router import Chosen
 from nanovllm.extensions.transformers.faster import hands_over_rotation
 from nanovllm.extensions.transformers.ranks import has_plain_experts, sum_over_ranks
@@ -118,11 +117,7 @@ def compute_experts(module: nn.Module, hidden_states: Tensor, experts: Tensor, w
         gate_up = module.gate_up_proj.flatten(0, 1)
         down = module.down_proj.flatten(0, 1)
         stacked = ExpertWeights(gate_up, down, len(module.down_proj))
-        is_prefill = get_context().is_prefill
-        if is_prefill or not can_use_few(hidden_states, stacked):
-            y = run_experts(hidden_states, stacked, chosen, is_prefill).sum(1)
-        else:
-            y = run_experts_few(hidden_states, stacked, chosen)
+        y = run_experts(hidden_states, stacked, chosen, get_context().is_prefill)
     else:
         from transformers.integrations.moe import grouped_mm_experts_forward
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nanovllm.distributed.group import get_group
+from nanovllm.distributed.group import Group, get_group
 from nanovllm.layers.linear import divide, own_part
 from nanovllm.layers.weight import Shard
 from nanovllm.utils.loader import check_stored, default_weight_loader
@@ -53,7 +53,9 @@ def cut_modules(base: Any) -> dict[str, Tensor]:
                 share = nn.Parameter(param.new_empty(shape), requires_grad=False)
                 shares[f"{prefix}.{name}"] = share
                 if way == EXPERTS:
-                    share.weight_loader = functools.partial(_load_share, whole=param.shape, dim=cuts[name])
+                    share.weight_loader = functools.partial(
+                        _load_share, group=group, whole=param.shape, dim=cuts[name]
+                    )
                     module.register_parameter(name, share)
             elif _generic(f"{prefix}.{name}") in plan:
                 raise ValueError(f"tensor_parallel_size must be 1: {prefix}.{name} cannot be split")
@@ -73,9 +75,8 @@ def has_plain_experts(module: Any) -> bool:
     return module.has_gate and module.is_concatenated and not others
 
 
-def _load_share(param: nn.Parameter, loaded_weight: Any, whole: torch.Size, dim: int) -> None:
+def _load_share(param: nn.Parameter, loaded_weight: Any, group: Group, whole: torch.Size, dim: int) -> None:
     check_stored(loaded_weight, tuple(whole))
-    group = get_group()
     matrices = loaded_weight[...].chunk(2 if dim == EXPERTS_CUT["gate_up_proj"] else 1, dim)
     share = torch.cat([matrix.chunk(group.size, dim)[group.rank] for matrix in matrices], dim)
     default_weight_loader(param, share)

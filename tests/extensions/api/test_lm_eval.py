@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from cases import slow
 from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
@@ -20,10 +19,9 @@ from tiny_checkpoints import make_checkpoint
 
 OPTIONS = dict(device="cpu", dtype="float32")
 CHAT = dict(apply_chat_template=True)
-CAPITALS = dict(France="Paris", Japan="Tokyo", Italy="Rome", Egypt="Cairo", Spain="Madrid", Peru="Lima")
-CAPITALS |= dict(Cuba="Havana", Norway="Oslo")
+CAPITALS = dict(France="Paris", Japan="Tokyo", Italy="Rome", Egypt="Cairo", Norway="Oslo")
 ROWS = [
-    {"country": country, "capital": capital, "choices": sorted({capital, "Paris", "Oslo", "Lima"})}
+    {"country": country, "capital": capital, "choices": sorted({capital, "Paris", "Oslo"})}
     for country, capital in CAPITALS.items()
 ]
 CHOICE = """
@@ -36,7 +34,7 @@ output_type: multiple_choice
 doc_to_text: "Question: What is the capital of {{country}}?\\nAnswer:"
 doc_to_target: "{{capital}}"
 doc_to_choice: choices
-num_fewshot: 4
+num_fewshot: 2
 """
 GENERATION = """
 task: told_capitals
@@ -102,7 +100,7 @@ def pair(smollm2_folder):  # noqa: F811
 
 
 @pytest.mark.parametrize(
-    "names, options", [(["capitals", "told_capitals", "sentences"], {}), slow(["told_capitals"], CHAT)]
+    "names, options", [(["capitals", "told_capitals", "sentences"], {}), (["told_capitals"], CHAT)]
 )
 def test_tasks_get_the_answers_that_transformers_gives(pair, tasks, names, options):
     found, expected = (run(tasks, model, names, **options) for model in pair)

@@ -17,11 +17,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from open_checkpoints import open_checkpoint
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from nanovllm import LLM, AsyncLLM, EngineArgs, SamplingParams, StructuredOutputsParams
-from nanovllm.assembly import open_checkpoint
 from nanovllm.config import Config
 from nanovllm.extensions.api.foreign_options import make_config
 from nanovllm.extensions.batch import __main__ as batch

@@ -11,11 +11,12 @@ import peft
 import pytest
 import torch
 import transformers
+from open_checkpoints import open_checkpoint
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from nanovllm import LLM
-from nanovllm.assembly import build_model, open_checkpoint
+from nanovllm.assembly import build_model
 from nanovllm.utils.loader import load_model
 from tiny_checkpoints import EXACT, edit_json, load_reference, make_checkpoint, one_thread  # noqa: F401
 
@@ -83,9 +84,13 @@ def logprobs_of(model: transformers.PreTrainedModel) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, dict(tensor_parallel_size=2), dict(model_impl="transformers")], ids=str
+    "name, options",
+    [
+        ("all of them", dict(tensor_parallel_size=2)),
+        ("both ends", dict(model_impl="transformers")),
+        ("whole tensors", {}),
+    ],
 )
-@pytest.mark.parametrize("name", ["all of them", "both ends", "whole tensors"])
 def test_an_engine_computes_with_the_merged_weights(folder, tmp_path, name, options):
     expected = logprobs_of(make_adapter(folder, tmp_path, **ADAPTERS[name]))
     with LLM(str(folder), lora=str(tmp_path), **EXACT, **options, num_kvcache_blocks=8) as llm:
@@ -281,8 +286,8 @@ def test_of_a_hub_id_two_files_are_fetched(folder, adapter, monkeypatch):
         return str(adapter)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
-    hub = {"revision": "v1", "token": "secret", "cache_dir": None}
-    assert open_checkpoint(folder, lora="owner/name", hub=hub).changes
+    hub = {"revision": "v1", "token": "secret"}
+    assert open_checkpoint(folder, lora="owner/name", **hub).changes
     assert seen.pop("ignore_patterns")
     files = ["adapter_config.json", "adapter_model.safetensors"]
     assert seen == {"name": "owner/name", "allow_patterns": files, "token": "secret"}

@@ -29,10 +29,11 @@ from damaged_checkpoints import (
     write_header,
 )
 from gguf_files import write_gguf
+from open_checkpoints import open_checkpoint
 from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.assembly import get_model_class, open_checkpoint
+from nanovllm.assembly import get_model_class
 from nanovllm.distributed.group import Group, use_group
 from nanovllm.extensions.checkpoints.gguf_tokenizer import tokenizer_from_gguf
 from nanovllm.extensions.checkpoints.untrusted import MAX_BYTES

@@ -12,12 +12,13 @@ import torch
 import transformers
 from gguf_files import byte_level_metadata, metadata_of, write_gguf
 from gguf_packer import decode, encode
+from open_checkpoints import open_checkpoint
 from safetensors.torch import load_file, save_file
 from smollm2 import smollm2_gguf  # noqa: F401  a fixture
 
 import tiny_checkpoints
 from nanovllm import LLM, SamplingParams
-from nanovllm.assembly import get_model_class, open_checkpoint
+from nanovllm.assembly import get_model_class
 from nanovllm.config import Config
 from nanovllm.extensions.checkpoints.gguf_file import GGUFTensor
 from nanovllm.extensions.checkpoints.gguf_tokenizer import SPLITS, tokenizer_from_gguf
@@ -199,14 +200,7 @@ def test_greedy_tokens_are_those_of_transformers_on_the_dequantised_weights(
             assert_greedy(theirs, prompt, result["token_ids"])
 
 
-@pytest.mark.parametrize(
-    "architecture, quantisation, seed",
-    [
-        ("llama", "Q4_1", 4),
-        ("qwen3", "Q4_0", 3),
-        ("llama", "Q8_0", 18),
-    ],
-)
+@pytest.mark.parametrize("architecture, quantisation, seed", [("qwen3", "Q4_0", 3), ("llama", "Q8_0", 18)])
 def test_two_ranks_of_a_packed_file_answer_as_one(tmp_path, architecture, quantisation, seed):
     make_checkpoint(tmp_path, architecture, seed, tokenizer=False, **FEW_TOKENS)
     options = dict(device="cpu", dtype="bfloat16", kvcache_block_size=16, num_kvcache_blocks=40)

@@ -8,9 +8,9 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from open_checkpoints import open_checkpoint
 from smollm2 import smollm2_gguf  # noqa: F401  a fixture
 
-from nanovllm.assembly import open_checkpoint
 from nanovllm.extensions.checkpoints import smollm2
 from nanovllm.extensions.checkpoints.smollm2 import fetch_smollm2
 

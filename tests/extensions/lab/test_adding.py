@@ -8,16 +8,16 @@ import time
 import weakref
 
 import pytest
-import torch
 from block_pool import check_pool
-from tiny_checkpoints import make_checkpoint, one_thread  # noqa: F401
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.engine.block_manager import PrefixCache
 from nanovllm.engine.interfaces import LogitsProcessor, Observer
-from nanovllm.engine.policies import Admission, Hit, PrefixCache, SchedulingPolicy, Verdict
+from nanovllm.engine.scheduler import Admission, SchedulingPolicy
 from nanovllm.extensions.lab.adding import ExtensionError
 from nanovllm.kernels.cache_layout import CacheLayout
 from nanovllm.layers.attention import AttentionBackend
+from tiny_checkpoints import make_checkpoint, one_thread  # noqa: F401
 
 OPTIONS = {
     "kvcache_block_size": 16,
@@ -182,7 +182,8 @@ def test_hooks_of_torch_see_a_layer_in_eager_steps(model):
 
 BAD = {
     **{f"Observer.{hook}": make(Observer, **{hook: fail}) for hook in (
-        "added", "admitted", "block", "first_token", "launching", "after_step", "ended", "before_first_decode",
+        "added", "admitted", "block", "first_token", "launching", "after_step", "ended",
+        "before_first_decode",
     )},
     **{f"LogitsProcessor.{hook}": make(LogitsProcessor, **{hook: fail}) for hook in (
         "wants", "read", "prepare", "apply", "hidden", "drawn",
@@ -190,7 +191,7 @@ BAD = {
     "a result that is missing": make(LogitsProcessor, apply=lambda self, logits, step: None),
     "a wrong shape": make(LogitsProcessor, apply=lambda self, logits, step: logits[:, :10]),
     "a wrong device": make(LogitsProcessor, apply=lambda self, logits, step: logits.to("meta")),
-    "a message that nobody can receive": make(LogitsProcessor, prepare=lambda self, sequences: 1, receive=fail),
+    "a bad message": make(LogitsProcessor, prepare=lambda self, sequences: 1, receive=fail),
     "PrefixCache.find": make(PrefixCache, find=fail),
     "PrefixCache.written": make(PrefixCache, written=fail),
     "Admission.admits": make(Admission, admits=fail),
@@ -297,14 +298,17 @@ def test_a_strangers_package_works_on_every_rank(model, tmp_path, ranks):
     package = tmp_path / "stranger"
     package.mkdir()
     (package / "__init__.py").write_text(textwrap.dedent(STRANGER))
+    options = OPTIONS | {"tensor_parallel_size": ranks, "device": "cpu", "extensions": ["stranger:Favourite"]}
     script = f"""
         from nanovllm import LLM, SamplingParams
         if __name__ == "__main__":
-            with LLM({model!r}, extensions=["stranger:Favourite"], tensor_parallel_size={ranks}, device="cpu", **{OPTIONS}) as llm:
-                params = [SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, extra=extra) for extra in ("favourite", None)]
+            plain = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+            mine = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, extra="favourite")
+            with LLM({model!r}, **{options}) as llm:
                 for _ in range(2):
-                    with_it, without = (result["token_ids"] for result in llm.generate([[7, 8]] * 2, params, use_tqdm=False))
-                    assert with_it == [42] * 3 and 42 not in without, (with_it, without)
+                    results = llm.generate([[7, 8]] * 2, [mine, plain], use_tqdm=False)
+                    first, second = (result["token_ids"] for result in results)
+                    assert first == [42] * 3 and 42 not in second, (first, second)
                     try:
                         llm.generate([[-1]], use_tqdm=False)
                     except ValueError:

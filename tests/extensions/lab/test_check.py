@@ -35,7 +35,9 @@ def test_there_is_an_exercise_and_a_solution_of_each():
 @pytest.mark.parametrize("name", PART_OF)
 def test_a_solution_holds_and_is_raced(name):
     done = check(PART_OF[name], LAB / "solutions" / f"{name}.py")
-    assert done.returncode == 0 and "0 do not.\n" in done.stdout and "x as long as ours" in done.stdout, done.stdout
+    assert done.returncode == 0 and "0 do not.\n" in done.stdout and "x as long as ours" in done.stdout, (
+        done.stdout
+    )
 
 
 @pytest.mark.slow
@@ -58,7 +60,11 @@ def test_a_class_with_a_fault_is_told_which_rule_it_breaks(tmp_path):
 
 @pytest.mark.parametrize(
     "part, source, message",
-    [("nothing", "", "invalid choice"), ("model", "x = 1", "must have a class Qwen3ForCausalLM"), ("model", None, "no file")],
+    [
+        ("nothing", "", "invalid choice"),
+        ("model", "x = 1", "must have a class Qwen3ForCausalLM"),
+        ("model", None, "no file"),
+    ],
 )
 def test_what_cannot_be_checked_is_said(tmp_path, part, source, message):
     file = tmp_path / "mine.py"

@@ -242,7 +242,7 @@ def test_nothing_ends_a_completion_before_its_fewest_tokens(llm, reference, monk
     expected = reference_tokens(reference, [late])
     place = next((i for i, token_id in enumerate(expected) if token_id in ends), 29)
     assert token_ids == expected[: place + 1] and len(token_ids) >= min_tokens
-    monkeypatch.setattr(llm.scheduler.limits, "eos", frozenset(ends))
+    monkeypatch.setattr(llm.prompts, "eos", frozenset(ends))
     assert generate(llm, ignore_eos=False, min_tokens=min_tokens)["token_ids"] == token_ids
 
 

@@ -3,9 +3,9 @@
 import pytest
 import transformers
 from gemma3_270m import gemma3_270m_gguf  # noqa: F401  a fixture
+from open_checkpoints import open_checkpoint
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.assembly import open_checkpoint
 from tiny_checkpoints import assert_greedy
 
 WINDOW = 512

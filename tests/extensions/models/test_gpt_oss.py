@@ -5,11 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from open_checkpoints import open_checkpoint
 from quantised_checkpoints import mxfp4, quantise
 from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.assembly import build_model, open_checkpoint, read_config
+from nanovllm.assembly import build_model, read_config
 from nanovllm.distributed.group import Group, use_group
 from nanovllm.extensions.quantised import mxfp4 as mxfp4_format
 from nanovllm.extensions.quantised.kernels.quantised_weight import dequantise_whole_torch

@@ -11,7 +11,7 @@ def make_plain(**options):
 
 
 def test_blocks_that_a_window_has_left_behind_admit_a_waiting_request_at_once():
-    window = SimpleNamespace(context_limit=200_000, tokens_in_reach=17)
+    window = SimpleNamespace(context_limit=200_000, tokens_in_reach=17, vocab_size=100)
     scheduler = make_plain(num_kvcache_blocks=6, hf_config=window)
     first, second = make_sequence(range(19), 9, True), make_sequence([1] * 7, 4, True)
     scheduler.add(first)
@@ -24,7 +24,9 @@ def test_blocks_that_a_window_has_left_behind_admit_a_waiting_request_at_once():
 
 
 def test_a_block_goes_back_only_when_all_its_tokens_are_known():
-    scheduler = make_plain(hf_config=SimpleNamespace(context_limit=200_000, tokens_in_reach=1))
+    scheduler = make_plain(
+        hf_config=SimpleNamespace(context_limit=200_000, tokens_in_reach=1, vocab_size=100)
+    )
     seq = make_sequence([1, 2, 3], max_tokens=9, ignore_eos=True)
     scheduler.add(seq)
     before, _ = scheduler.schedule()
@@ -41,7 +43,9 @@ def test_a_block_goes_back_only_when_all_its_tokens_are_known():
 
 
 def test_a_block_that_is_shared_stays_used_when_one_of_its_sequences_has_left_it_behind():
-    scheduler = make_plain(hf_config=SimpleNamespace(context_limit=200_000, tokens_in_reach=4))
+    scheduler = make_plain(
+        hf_config=SimpleNamespace(context_limit=200_000, tokens_in_reach=4, vocab_size=100)
+    )
     first, second = make_sequence([*range(16)], 30, True), make_sequence([*range(12), 99], 30, True)
     scheduler.add(first)
     scheduler.postprocess(scheduler.schedule()[0], [1])
@@ -60,7 +64,8 @@ def test_a_block_that_is_shared_stays_used_when_one_of_its_sequences_has_left_it
 def test_blocks_that_no_layer_reads_again_go_back_to_the_pool():
     """With a window of 9 tokens and blocks of 4 a sequence keeps 3 or 4 blocks, however long it becomes."""
     scheduler = make_plain(
-        num_kvcache_blocks=16, hf_config=SimpleNamespace(context_limit=200_000, tokens_in_reach=9)
+        num_kvcache_blocks=16,
+        hf_config=SimpleNamespace(context_limit=200_000, tokens_in_reach=9, vocab_size=100),
     )
     manager = scheduler.block_manager
     seq = make_sequence(range(10, 30), max_tokens=40, ignore_eos=True)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.batch import BatchMaker
-from nanovllm.engine.policies import PrefixCache
+from nanovllm.engine.block_manager import PrefixCache
 from nanovllm.engine.sequence import Request, Sequence
 from nanovllm.extensions.prefixes import planner as module
 from nanovllm.extensions.prefixes.plan import (
@@ -317,7 +317,6 @@ CASES = {
     "ranks": dict(tensor_parallel_size=2),
     "8-bit": dict(kv_cache_dtype="int8", n=3),
     "8-bit, preempted": dict(kv_cache_dtype="int8", num_kvcache_blocks=24, overlap=True),
-    "8-bit, ranks": dict(kv_cache_dtype="int8", tensor_parallel_size=2),
 }
 
 

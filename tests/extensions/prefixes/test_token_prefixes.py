@@ -1,18 +1,24 @@
 """Prompts share cached tokens to the token: the rules, on examples and on generated histories."""
 
 import pytest
-from block_pool import BlockManagerMachine, check_pool, compute, copy_for, make_sequence, num_common
+from block_pool import (
+    BlockManagerMachine,
+    Manager,
+    check_pool,
+    compute,
+    copy_for,
+    make_sequence,
+    num_common,
+)
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nanovllm.engine.block_manager import BlockManager
-from nanovllm.extensions.prefixes.prefix_index import PrefixIndex, count_common, pack
-from nanovllm.extensions.prefixes.token_prefixes import TokenHit, TokenPrefixes
+from nanovllm.extensions.prefixes.token_prefixes import COMPUTED, TokenHit, TokenPrefixes, count_common, pack
 
 
-def make_manager(num_blocks: int) -> BlockManager:
+def make_manager(num_blocks: int) -> Manager:
     """With blocks of 4 tokens."""
-    return BlockManager(num_blocks, 4, prefix_cache=TokenPrefixes())
+    return Manager(num_blocks, 4, prefix_cache=TokenPrefixes())
 
 
 def test_what_two_prompts_share_of_a_block_is_copied():
@@ -20,7 +26,7 @@ def test_what_two_prompts_share_of_a_block_is_copied():
     first, second = make_sequence(range(10), 4), make_sequence([0, 1, 2, 3, 4, 5, 6, 99], 4)
     manager.allocate(first)
     hit = manager.prefix_cache.find(second)
-    assert hit == TokenHit([first.block_table[0]], 4, num_computing=3), "what is not computed is not copied"
+    assert hit == TokenHit([first.block_table[0]], 4, num_soon=7), "what is not computed is not copied"
     compute(manager, first)
     manager.allocate(second)
     assert second.num_cached_tokens == second.num_computed_tokens == 7
@@ -99,20 +105,27 @@ def test_of_two_equal_blocks_one_stays_findable_when_the_other_is_handed_out():
     assert manager.prefix_cache.find(third).blocks == first.block_table
 
 
+def add(index: TokenPrefixes, block_id: int, parent: int, token_ids: list[int]) -> None:
+    """To what can be copied from; `parent` stands for the tokens before."""
+    seq = make_sequence([], 4)
+    seq.block_table, seq.block_hashes = [-1, block_id], [parent]
+    index.add(seq, 1, COMPUTED, pack(token_ids))
+
+
 some_tokens = st.lists(st.sampled_from([0, 1, 256, 2**32 - 1]), max_size=6)
 
 
 @given(st.lists(st.tuples(st.integers(-1, 1), some_tokens.filter(len)), max_size=40), st.data())
 def test_the_index_finds_what_looking_at_every_block_finds(blocks, data):
-    index, left = PrefixIndex(), dict(enumerate(blocks))
+    index, left = make_manager(1).prefix_cache, dict(enumerate(blocks))
     for block_id in data.draw(st.permutations(range(len(blocks)))):
-        index.add(block_id, blocks[block_id][0], pack(blocks[block_id][1]))
+        add(index, block_id, *blocks[block_id])
     for block_id in data.draw(st.lists(st.integers(0, 40))):  # some of them more than once, or never there
-        index.remove(block_id)
+        index.forgotten(block_id)
         left.pop(block_id, None)
     for parent, wanted in data.draw(st.lists(st.tuples(st.integers(-1, 1), some_tokens), min_size=1)):
         there = {i: num_common(tokens, wanted) for i, (p, tokens) in left.items() if p == parent}
-        block_id, found = index.longest(parent, pack(wanted))
+        block_id, found = index.longest((parent, COMPUTED), pack(wanted))
         assert found == max(there.values(), default=0)
         assert there[block_id] == found if found else block_id == -1
 
@@ -127,12 +140,12 @@ def test_common_tokens_are_counted(common, a, b):
 
 
 def test_an_index_from_which_all_has_been_removed_is_empty():
-    index = PrefixIndex()
+    index = make_manager(1).prefix_cache
     for block_id in range(6):
-        index.add(block_id, block_id % 3, pack([block_id]))
+        add(index, block_id, block_id % 3, [block_id])
     for block_id in range(6):
-        index.remove(block_id)
-    assert not index.blocks and not index._children
+        index.forgotten(block_id)
+    assert not index.blocks and not index.children
 
 
 class TokenPrefixesMachine(BlockManagerMachine):

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from open_checkpoints import open_checkpoint
 from quantised_checkpoints import PACKERS, quantise
 from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM
-from nanovllm.assembly import build_model, open_checkpoint
+from nanovllm.assembly import build_model
 from nanovllm.distributed.group import Group, use_group
 from nanovllm.utils.loader import load_model
 from tiny_checkpoints import EXACT, edit_json, make_checkpoint, one_thread  # noqa: F401

@@ -1,7 +1,6 @@
 """Products of GGUF's types, which stay packed on a CPU that computes in bfloat16."""
 
 from dataclasses import replace
-from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,7 @@ from nanovllm.extensions.quantised.gguf import (
     SOME_ROWS,
     Converted,
     PackedCodes,
-    kind_of,
+    join,
     pack_for_kernels,
 )
 from nanovllm.extensions.quantised.scaled import multiply_by_kernels
@@ -140,7 +139,8 @@ def test_parts_of_different_types_make_one_weight_whatever_their_order_in_the_fi
     kinds = ["Q4_1", "Q4_0", "Q4_K", "Q8_0", "Q5_K", "Q5_0", "F32", "Q6_K", "Q5_1"]
     parts, tensors, values, offset = {}, {}, [], 0
     for name, (rows, kind) in enumerate(zip([128, *[64] * 8], kinds, strict=True)):
-        parts[name] = Shard((rows, 256), offset=offset)
+        parts[name] = Shard((rows, 256))
+        parts[name].place = slice(offset, offset + rows)
         tensors[name], value = stored(torch.randn(rows, 256), kind)
         values.append(value)
         offset += rows
@@ -212,7 +212,7 @@ def test_what_gpu_kernels_read_is_bit_for_bit_what_the_file_means(kind):
         for name, rows in encoded.items()
         for groups in as_stored(rows, kinds[name]).groups(slice(0, 64), slice(0, 512))
     ]
-    products = [found([*run]) for (found, _), run in groupby(pieces, kind_of)]
+    products = join(pieces)
     assert [product.weight.shape for product in products] == [(128, 512), (64, 512)]
     got = torch.cat([product.dequantise() for product in products])
     assert torch.equal(got, torch.cat([decode(rows, kinds[name]) for name, rows in encoded.items()]))

@@ -227,7 +227,7 @@ def test_quantised_rows_are_the_rows_within_the_rounding_of_their_largest(device
     plain = product.double() * unscaled.row_scales[:rows, None] * unscaled.column_scales
     assert error(unscaled.scaled(), plain) < 5e-3
     gate, up = plain.chunk(2, dim=-1)
-    check(fp8_linear.silu_and_mul_quantise(unscaled, group), F.silu(gate) * up)
+    check(fp8_linear.quantise(unscaled, group, gated=True), F.silu(gate) * up)
     half = Unscaled(product[:, :width], unscaled.row_scales, unscaled.column_scales[:width])
     got, got_total, normed = fp8_linear.add_rms_norm_quantise(half, residual, gain, EPS, group, True)
     assert error(got_total, plain[:, :width] + residual.double()) < 5e-3

@@ -12,10 +12,10 @@ import pytest
 import transformers
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from open_checkpoints import open_checkpoint
 from smollm2 import smollm2_gguf  # noqa: F401
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from nanovllm.assembly import open_checkpoint
 from nanovllm.engine.sequence import Request, Sequence, SequenceStatus
 from nanovllm.extensions.checkpoints.made_up import toy_tokenizer
 from nanovllm.extensions.text.detokenizer import INCOMPLETE, Detokenizer, vocabulary_of
@@ -75,7 +75,7 @@ def grow(tokenizer, token_ids: list[int], sizes: list[int] = [1], **params) -> t
             seq.stop_reason, seq.status = stop, SequenceStatus.FINISHED
         elif not token_ids:
             seq.status = SequenceStatus.FINISHED
-        pieces.append(text.look())
+        pieces.append(text.take_delta())
     return pieces, seq
 
 

@@ -5,10 +5,10 @@ import random
 import shutil
 
 import pytest
-from tiny_checkpoints import make_checkpoint, one_thread  # noqa: F401
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.interfaces import Observer
+from tiny_checkpoints import make_checkpoint, one_thread  # noqa: F401
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 OPTIONS = {

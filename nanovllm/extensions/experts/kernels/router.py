@@ -1,15 +1,28 @@
-"""The choice of experts for each token of a mixture of experts."""
+"""The choice of experts for each token of a mixture of experts, and these assignments sorted by expert.
+
+A token and one of its experts are an *assignment*, numbered token * top_k + place.
+"""
 
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from nanovllm.kernels import runtime
-from nanovllm.kernels.runtime import cdiv, next_power_of_2, pdl_wait, tl, triton, use_triton
+from nanovllm.kernels.runtime import (
+    arrival_counters,
+    cdiv,
+    masked_load,
+    next_power_of_2,
+    overlap_options,
+    pdl_wait,
+    tl,
+    triton,
+    use_triton,
+)
 
 LOWEST = tl.constexpr(-3e38)
 ROWS = 4
+ASSIGNMENTS_PER_PROGRAM = 256  # that it sorts
 
 
 class Chosen(NamedTuple):
@@ -19,55 +32,77 @@ class Chosen(NamedTuple):
     weights: Tensor  # float32 [tokens, top_k]
 
 
-class Routing(NamedTuple):
+class SortedAssignments(NamedTuple):
     """
-    How many experts a token gets. Their weights are their probabilities among all experts or, to `normalise`,
-    their shares in the sum of these, which is softmax of the chosen experts' logits.
+    Assignments by expert, for a grouped GEMM: the tiles of all experts are numbered one after another.
     """
 
-    top_k: int
-    normalise: bool = True
+    assignments: Tensor  # int32 [experts, tokens]: an expert has a token once at most
+    table: Tensor  # int32 [2, experts]: how many assignments each expert has, and where its tiles end
+    max_tiles: int  # that there can be
 
 
-def choose_experts(logits: Tensor, routing: Routing) -> Chosen:
-    """The best experts by their logits [tokens, experts], of equal ones the first."""
+def choose_experts(logits: Tensor, top_k: int, normalise: bool) -> Chosen:
+    """
+    The best experts by their logits [tokens, experts], of equal ones the first. Their weights are their
+    probabilities among all experts or, to `normalise`, their shares in the sum of these, which is softmax of
+    the chosen experts' logits.
+    """
     if not use_triton(logits):
-        return choose_experts_torch(logits, routing)
+        return choose_experts_torch(logits, top_k, normalise)
     rows, num_experts = logits.shape
-    experts = torch.empty(rows, routing.top_k, dtype=torch.int32, device=logits.device)
-    weights = torch.empty(rows, routing.top_k, dtype=torch.float32, device=logits.device)
+    experts = torch.empty(rows, top_k, dtype=torch.int32, device=logits.device)
+    weights = torch.empty(rows, top_k, dtype=torch.float32, device=logits.device)
     if rows:
         _choose_kernel[(cdiv(rows, ROWS),)](
-            logits, experts, weights, rows, logits.stride(0),
-            EXPERTS=num_experts, EXPERTS_PAD=next_power_of_2(num_experts),
-            TOP_K=routing.top_k, TOP_K_PAD=next_power_of_2(routing.top_k), NORMALISE=routing.normalise,
-            ROWS=ROWS, num_warps=4, **runtime.overlap_options(logits.device),
-        )  # fmt: skip
+            logits,
+            experts,
+            weights,
+            rows,
+            logits.stride(0),
+            EXPERTS=num_experts,
+            EXPERTS_PAD=next_power_of_2(num_experts),
+            TOP_K=top_k,
+            TOP_K_PAD=next_power_of_2(top_k),
+            NORMALISE=normalise,
+            ROWS=ROWS,
+            num_warps=4,
+            **overlap_options(logits.device),
+        )
     return Chosen(experts, weights)
 
 
-def choose_experts_torch(logits: Tensor, routing: Routing) -> Chosen:
+def choose_experts_torch(logits: Tensor, top_k: int, normalise: bool) -> Chosen:
     logits = logits.float()
     # Not `topk`: which of equal ones it takes is open. Nor by probabilities, which may be equal, or 0, where
     # logits are not.
-    experts = logits.sort(dim=-1, descending=True, stable=True).indices[:, : routing.top_k]
+    experts = logits.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
     weights = logits.softmax(-1).gather(1, experts)
-    if routing.normalise:
+    if normalise:
         weights = weights / weights.sum(-1, keepdim=True)
     return Chosen(experts.int(), weights)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _choose_kernel(
-    logits, experts, weights, rows, stride,
-    EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr, TOP_K: tl.constexpr, TOP_K_PAD: tl.constexpr,
-    NORMALISE: tl.constexpr, ROWS: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
+    logits,
+    experts,
+    weights,
+    rows,
+    stride,
+    EXPERTS: tl.constexpr,
+    EXPERTS_PAD: tl.constexpr,
+    TOP_K: tl.constexpr,
+    TOP_K_PAD: tl.constexpr,
+    NORMALISE: tl.constexpr,
+    ROWS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
     pdl_wait(OVERLAP)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     expert = tl.arange(0, EXPERTS_PAD)[None, :]
     is_real = (row < rows) & (expert < EXPERTS)
-    value = tl.load(logits + row.to(tl.int64) * stride + expert, mask=is_real, other=0.0).to(tl.float32)
+    value = masked_load(logits + row.to(tl.int64) * stride + expert, is_real).to(tl.float32)
     # NaN too becomes a number: whatever the logits, a token gets experts that exist, and each of them once.
     value = tl.where(value > LOWEST, value, LOWEST)
     value = tl.where(expert < EXPERTS, value, float("-inf"))
@@ -87,3 +122,65 @@ def _choose_kernel(
     is_real = (row < rows) & (place < TOP_K)
     tl.store(experts + row * TOP_K + place, chosen, mask=is_real)
     tl.store(weights + row * TOP_K + place, share, mask=is_real)
+
+
+def sort_assignments(experts: Tensor, num_experts: int, block_m: int) -> SortedAssignments:
+    """Sort those of experts int32 [tokens, top_k], for tiles of `block_m`."""
+    count, device = experts.numel(), experts.device
+    assignments = torch.empty(num_experts, len(experts), dtype=torch.int32, device=device)
+    table = torch.empty(2, num_experts, dtype=torch.int32, device=device)
+    if count:
+        _sort_kernel[(cdiv(count, ASSIGNMENTS_PER_PROGRAM),)](
+            experts,
+            arrival_counters(device),
+            assignments,
+            table,
+            count,
+            len(experts),
+            EXPERTS=num_experts,
+            EXPERTS_PAD=next_power_of_2(num_experts),
+            BLOCK_M=block_m,
+            BLOCK=ASSIGNMENTS_PER_PROGRAM,
+            num_warps=4,
+            **overlap_options(device),
+        )
+    return SortedAssignments(assignments, table, max_tiles(count, num_experts, block_m))
+
+
+def max_tiles(count: int, num_experts: int, block_m: int) -> int:
+    """The most tiles that so many assignments can have: each expert may have one that is not full."""
+    return (count + min(num_experts, count) * (block_m - 1)) // block_m
+
+
+@triton.jit(do_not_specialize=["count", "tokens"])
+def _sort_kernel(
+    experts,
+    counters,
+    assignments,
+    table,
+    count,
+    tokens,
+    EXPERTS: tl.constexpr,
+    EXPERTS_PAD: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Counts with a counter for each expert; the last program writes the table and clears the counters."""
+    pdl_wait(OVERLAP)
+    assignment = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_real = assignment < count
+    expert = masked_load(experts + assignment, is_real)
+    # Relaxed, so that all are under way at once: the counter of programs brings order.
+    place = tl.atomic_add(counters + expert, 1, mask=is_real, sem="relaxed")
+    tl.store(assignments + expert.to(tl.int64) * tokens + place, assignment, mask=is_real)
+    tl.debug_barrier()  # all threads have counted before the last counter says so
+    num_before = tl.atomic_add(counters + EXPERTS, 1)
+    if num_before == tl.num_programs(0) - 1:
+        each = tl.arange(0, EXPERTS_PAD)
+        is_expert = each < EXPERTS
+        counts = tl.load(counters + each, mask=is_expert, other=0, cache_modifier=".cg")
+        tl.store(counters + each, 0, mask=is_expert)
+        tl.store(counters + EXPERTS, 0)
+        tl.store(table + each, counts, mask=is_expert)
+        tl.store(table + EXPERTS + each, tl.cumsum(tl.cdiv(counts, BLOCK_M), 0), mask=is_expert)

@@ -22,7 +22,7 @@ def int8_decode_kernel(
     PAGE: tl.constexpr = (2 * SIZES.HEAD_DIM + 4) * SIZES.BLOCK_SIZE  # bytes of a head in a block
     first, begin, end, used_splits = own_tokens(context_lens, extras, SIZES, HOOKS)
     share = tl.program_id(0)
-    kv_head = share // SIZES.READERS
+    kv_head = share // (SIZES.SHARES // SIZES.KV_HEADS)
     seq = tl.program_id(1)
     table = block_tables + seq.to(tl.int64) * table_stride
     if OVERLAP:

@@ -31,32 +31,29 @@ def rotate_heads(half1, half2, SIZES, HOOKS):
 
 
 @triton.jit
-def store_quantised(
-    k_cache, v_cache, slot, head, half, is_q, is_v, inside, address, half1, half2, SIZES, HOOKS
-):
+def store_quantised(k_cache, v_cache, slot, head, half, is_v, inside, address, half1, half2, SIZES, HOOKS):
     """What `store_rows` does, in 8-bit pages."""
     HEAD_DIM: tl.constexpr = SIZES.HEAD_DIM
     HALF: tl.constexpr = HEAD_DIM // 2
     BLOCK_SIZE: tl.constexpr = HOOKS.constants.BLOCK_SIZE
-    if not is_q:
-        byte1, byte2, scale, half1, half2 = quantize_halves(half1, half2)
-        if HOOKS.constants.ROUND_KV:
-            tl.store(address, half1, mask=inside)
-            tl.store(address + HALF, half2, mask=inside)
-        if slot >= 0:
-            place = slot % BLOCK_SIZE
-            page = slot // BLOCK_SIZE * SIZES.NUM_KV_HEADS + head
-            page = page * ((2 * HEAD_DIM + 4) * BLOCK_SIZE)
-            if is_v:
-                values = v_cache + page + (BLOCK_SIZE + place // 16 * 16) * HEAD_DIM + place % 16
-                tl.store(values + half * 16, byte1, mask=inside)
-                tl.store(values + (HALF + half) * 16, byte2, mask=inside)
-            else:
-                keys = k_cache + page + place * HEAD_DIM + half
-                tl.store(keys, byte1, mask=inside)
-                tl.store(keys + HALF, byte2, mask=inside)
-            scales = (k_cache + page + 2 * BLOCK_SIZE * HEAD_DIM).to(tl.pointer_type(tl.bfloat16))
-            tl.store(scales + 2 * place + is_v, scale, mask=head < SIZES.NUM_KV_HEADS)
+    byte1, byte2, scale, half1, half2 = quantize_halves(half1, half2)
+    if HOOKS.constants.ROUND_KV:
+        tl.store(address, half1, mask=inside)
+        tl.store(address + HALF, half2, mask=inside)
+    if slot >= 0:
+        place = slot % BLOCK_SIZE
+        page = slot // BLOCK_SIZE * SIZES.NUM_KV_HEADS + head
+        page = page * ((2 * HEAD_DIM + 4) * BLOCK_SIZE)
+        if is_v:
+            values = v_cache + page + (BLOCK_SIZE + place // 16 * 16) * HEAD_DIM + place % 16
+            tl.store(values + half * 16, byte1, mask=inside)
+            tl.store(values + (HALF + half) * 16, byte2, mask=inside)
+        else:
+            keys = k_cache + page + place * HEAD_DIM + half
+            tl.store(keys, byte1, mask=inside)
+            tl.store(keys + HALF, byte2, mask=inside)
+        scales = (k_cache + page + 2 * BLOCK_SIZE * HEAD_DIM).to(tl.pointer_type(tl.bfloat16))
+        tl.store(scales + 2 * place + is_v, scale, mask=head < SIZES.NUM_KV_HEADS)
 
 
 @triton.jit

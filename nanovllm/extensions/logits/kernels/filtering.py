@@ -100,7 +100,7 @@ def _threshold_kernel(
     threshold = tl.full([], float("-inf"), tl.float32)
     if (temperature > 0) & ((top_k > 0) | (top_p < 1) | (min_p > 0)):
         row = logits + i * row_stride
-        few = bests + i * BEST * BLOCK
+        candidates = bests + i * BEST * BLOCK
         scale = UNIT / temperature
         lane = tl.arange(0, BLOCK)
         first = tl.full([BLOCK], float("-inf"), tl.float32)
@@ -112,29 +112,29 @@ def _threshold_kernel(
             third = tl.maximum(third, tl.minimum(x, second))
             second = tl.maximum(second, tl.minimum(x, first))
             first = tl.maximum(first, x)
-        tl.store(few + lane, first)
-        tl.store(few + BLOCK + lane, second)
-        tl.store(few + 2 * BLOCK + lane, third)
-        tl.store(few + 3 * BLOCK + lane, fourth)
+        tl.store(candidates + lane, first)
+        tl.store(candidates + BLOCK + lane, second)
+        tl.store(candidates + 2 * BLOCK + lane, third)
+        tl.store(candidates + 3 * BLOCK + lane, fourth)
         tl.debug_barrier()
         best = tl.max(first, axis=0)
-        complete = _next_above_kernel(tl.max(fourth, axis=0))  # from here on `few` has all there are
+        complete = _next_above_kernel(tl.max(fourth, axis=0))  # from here on `candidates` has all there are
         threshold = tl.maximum(tl.min(least, axis=0), best + tl.log2(min_p) / scale)
         if (top_k > 0) & (top_k < vocab):
-            if _weigh_kernel(few, BEST * BLOCK, complete, best, scale, True, BLOCK, 1) >= top_k:
+            if _weigh_kernel(candidates, BEST * BLOCK, complete, best, scale, True, BLOCK, 1) >= top_k:
                 low = tl.maximum(threshold, complete)
-                threshold = _search_kernel(few, BEST * BLOCK, low, best, scale, top_k, True, BLOCK, 1)
+                threshold = _search_kernel(candidates, BEST * BLOCK, low, best, scale, top_k, True, BLOCK, 1)
             else:
                 threshold = _search_kernel(row, vocab, threshold, best, scale, top_k, True, BLOCK, STAGES)
         if top_p < 1:
             low = tl.maximum(threshold, complete)
-            enough = _weigh_kernel(few, BEST * BLOCK, low, best, scale, False, BLOCK, 1)
+            enough = _weigh_kernel(candidates, BEST * BLOCK, low, best, scale, False, BLOCK, 1)
             weight = enough
             if threshold < complete:
                 weight = _weigh_kernel(row, vocab, threshold, best, scale, False, BLOCK, STAGES)
             if enough >= top_p * weight:
                 threshold = _search_kernel(
-                    few, BEST * BLOCK, low, best, scale, top_p * weight, False, BLOCK, 1
+                    candidates, BEST * BLOCK, low, best, scale, top_p * weight, False, BLOCK, 1
                 )
             else:
                 threshold = _search_kernel(

@@ -119,7 +119,7 @@ def shared_prefix_attention_torch(
         indices = slice(first, first + count)
         queries = plan.queries[indices]
         table = block_tables[int(queries[0])]
-        keys, values = layout.read(k_cache, v_cache, table, begin, end, q.shape[2])
+        keys, values = layout.read(k_cache, v_cache, table, begin, end, results)
         # [kv_heads, tokens, head_dim], and queries [kv_heads, queries * heads per kv head, head_dim]
         out, log_sum = variant.attend_and_sum(_regroup(q[queries], len(keys)), keys, values)
         results[indices] = _regroup(out, count)
@@ -168,7 +168,7 @@ class WithPrefix(AttentionVariant):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, row: slice | None = None
     ) -> Tensor:
-        first_sums = self.layer.first_sums(q.shape[1])
+        first_sums = self.layer.first_sums(q)
         out, log_sums = self.layer.attend_and_sum(q, k, v, mask, first_sums)
         self.own_sums[row] = log_sums.flatten(1, 2)
         return out

@@ -16,6 +16,7 @@ from torch import Tensor
 from nanovllm.kernels import runtime
 from nanovllm.kernels.runtime import (
     cdiv,
+    empty_padded,
     is_on_gpu,
     masked_load,
     next_power_of_2,
@@ -30,25 +31,13 @@ if runtime.HAVE_TRITON:
 
 MAX_ROWS = 256
 MAX_FEATURES = 1024
-# Rows, outputs and inputs a tile, warps, pipeline stages, by the most rows that they are for. What counts is
-# how many bytes are on their way: a program's stages fill a multiprocessor's shared memory, and the tiles are
-# such that there is about one program for each multiprocessor.
+# Rows, outputs and inputs of a tile, warps, pipeline stages; each for at most 64, 128 and 256 rows. What
+# counts is how many bytes are on their way: a program's stages fill a multiprocessor's shared memory, and the
+# tiles are such that there is about one program for each multiprocessor.
 TILES = {
-    64: {
-        "gated": (64, 32, 128, 4, 6),
-        "wide": (64, 32, 256, 4, 4),
-        "narrow": (64, 16, 256, 4, 5),
-    },
-    128: {
-        "gated": (128, 32, 128, 4, 4),
-        "wide": (128, 32, 128, 4, 5),
-        "narrow": (64, 32, 256, 4, 4),
-    },
-    256: {
-        "gated": (128, 64, 64, 8, 6),
-        "wide": (128, 64, 128, 4, 4),
-        "narrow": (64, 64, 128, 4, 5),
-    },
+    "gated": ((64, 32, 128, 4, 6), (128, 32, 128, 4, 4), (128, 64, 64, 8, 6)),
+    "wide": ((64, 32, 256, 4, 4), (128, 32, 128, 4, 5), (128, 64, 128, 4, 4)),
+    "narrow": ((64, 16, 256, 4, 5), (64, 32, 256, 4, 4), (64, 64, 128, 4, 5)),
 }
 WIDE = 2048
 
@@ -57,13 +46,17 @@ def can_fuse(hidden_size: int, weight: Tensor) -> bool:
     """Whether a product beside a residual of this width works here, and is faster so than in parts.
 
     Not in float16, whose range a row of x * weight may leave before it is normalised. The copy engine must be
-    able to read the rows of the weight, and of what is multiplied by it.
+    able to read the rows of the weight, and of what is multiplied by it. GPUs with so much shared memory have
+    one, and overlap kernels.
     """
-    if not (is_on_gpu(weight) and use_triton(weight) and weight.dtype == torch.bfloat16):
-        return False
-    fits = hidden_size <= MAX_FEATURES and weight.shape[1] * weight.element_size() % 16 == 0
-    can_overlap = runtime.overlap_options(weight.device)["OVERLAP"]
-    return fits and can_overlap and runtime.has_hopper_shared_memory(weight.device)
+    return (
+        is_on_gpu(weight)
+        and use_triton(weight)
+        and weight.dtype == torch.bfloat16
+        and hidden_size <= MAX_FEATURES
+        and weight.shape[1] % 8 == 0
+        and runtime.has_hopper_shared_memory(weight.device)
+    )
 
 
 def fused_linear(
@@ -84,56 +77,51 @@ def fused_linear(
     this scaled as its x, and divides by the root mean square that follows from these squares. Without a
     residual there are no scaled and squares; without squares x is multiplied as it is. With silu_and_mul the
     first half of the weight's rows are gates, the second half is what they multiply, and the result is
-    [rows, out / 2]. Sums are float32 and rounded once, at the end.
+    [rows, out / 2]. Sums are float32 and rounded once, at the end. The last dimension of x is contiguous, all
+    others' are.
     """
     rows, in_features = x.shape
-    parts = 2 if silu_and_mul else 1
+    parts = 1 + silu_and_mul
     width = weight.shape[0] // parts
     block_m, block_n, block_k, num_warps, num_stages = _tile(rows, width, silu_and_mul)
     blocks_m = cdiv(rows, block_m)
     blocks_n = cdiv(width, block_n)
-    out = runtime.empty_padded(rows, width, x)
-    scaled = None
-    new_squares = None
-    if next_norm_weight is not None:
-        scaled = runtime.empty_padded(rows, width, x)
-        new_squares = torch.empty(rows, blocks_n, dtype=torch.float32, device=x.device)
+    out = empty_padded(rows, width, x)
+    scaled = new_squares = None
+    if residual is not None:
+        scaled = empty_padded(rows, width, x)
+        new_squares = x.new_empty(rows, blocks_n, dtype=torch.float32)
     # Spare programs only wait. They keep the next kernel's programs, which arrive early, evenly spread.
     programs = max(blocks_m * blocks_n, runtime.num_multiprocessors(x.device))
     num_squares = 0 if squares is None else squares.shape[1]
-    x_rows = _readable_rows(x, blocks_m * block_m)
+    # A tile may read all rows that x's storage holds. What comes of the rows too many is never stored.
+    elements = x.untyped_storage().nbytes() // x.element_size() - x.storage_offset()
     pairs = weight.view(parts, width, in_features)
     if rows:  # a descriptor cannot be of nothing
+        x_rows = max(rows, elements // x.stride(0))
         _fused_linear_kernel[(programs,)](
             TensorDescriptor(x, [x_rows, in_features], list(x.stride()), [block_m, block_k]),
             TensorDescriptor.from_tensor(pairs, [parts, block_n, block_k]),
             weight, bias, squares, residual, next_norm_weight, out, scaled, new_squares,
-            eps, 0 if residual is None else residual.stride(0), rows, in_features, width,
+            eps, rows, in_features, width,
             BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, PARTS=parts,
-            NUM_SQUARES=num_squares, SQUARES_PAD=next_power_of_2(max(1, num_squares)),
+            NUM_SQUARES=num_squares, SQUARES_PAD=next_power_of_2(num_squares),
             num_warps=num_warps, num_stages=num_stages, **runtime.overlap_options(x.device),
         )  # fmt: skip
     return out, scaled, new_squares
 
 
 def _tile(rows: int, width: int, silu_and_mul: bool) -> tuple[int, int, int, int, int]:
-    kind = "gated" if silu_and_mul else "wide" if width > WIDE else "narrow"
-    return TILES[next((most for most in TILES if rows <= most), MAX_ROWS)][kind]
-
-
-def _readable_rows(x: Tensor, wanted: int) -> int:
-    """How many rows a tile of x may read: all that are wanted, where its storage goes on so far.
-
-    What comes of the rows too many is never stored.
-    """
-    elements = x.untyped_storage().nbytes() // x.element_size() - x.storage_offset()
-    return wanted if (wanted - 1) * x.stride(0) + x.shape[1] <= elements else x.shape[0]
+    kind = "wide" if width > WIDE else "narrow"
+    if silu_and_mul:
+        kind = "gated"
+    return TILES[kind][(rows > 64) + (rows > 128)]
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _fused_linear_kernel(
     x, weight, weight_start, bias, squares, residual, next_norm_weight, out, scaled, new_squares,
-    eps, residual_stride, rows, in_features, width,
+    eps, rows, in_features, width,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr,
     NUM_SQUARES: tl.constexpr, SQUARES_PAD: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -163,6 +151,7 @@ def _fused_linear_kernel(
         return
 
     # What the result is combined with is asked for first: behind the loop each of these loads costs 1 us.
+    place = row[:, None] * width + out_feature[None, :]
     if NUM_SQUARES > 0:
         part = tl.arange(0, SQUARES_PAD)
         is_part = real_row[:, None] & (part < NUM_SQUARES)[None, :]
@@ -172,9 +161,7 @@ def _fused_linear_kernel(
         biased = block_n * BLOCK_N + column % BLOCK_N
         added = masked_load(bias + column // BLOCK_N * width + biased, biased < width)
     if residual is not None:
-        place = row[:, None] * residual_stride + out_feature[None, :]
         its_residual = masked_load(residual + place, valid)
-    if next_norm_weight is not None:
         gain = masked_load(next_norm_weight + out_feature, real_feature)
 
     acc = tl.zeros([BLOCK_M, PARTS * BLOCK_N], tl.float32)
@@ -192,10 +179,9 @@ def _fused_linear_kernel(
         acc = gate / (1.0 + tl.exp(-gate)) * up
     if residual is not None:
         acc += its_residual.to(tl.float32)
-    place = row[:, None] * width + out_feature[None, :]
     result = acc.to(out.dtype.element_ty)
     tl.store(out + place, result, mask=valid)
-    if next_norm_weight is not None:
+    if residual is not None:
         wide = result.to(tl.float32)
         tl.store(scaled + place, wide * gain.to(tl.float32)[None, :], mask=valid)
         blocks_n = tl.cdiv(width, BLOCK_N)

@@ -6,7 +6,6 @@ SwiGLU's activation and the residual add are part of the product, and each progr
 it waits for the kernel that computes its input (see `overlap_options`).
 """
 
-import torch
 from torch import Tensor
 
 from nanovllm.kernels.runtime import (
@@ -15,6 +14,7 @@ from nanovllm.kernels.runtime import (
     masked_load,
     next_power_of_2,
     overlap_options,
+    pdl_wait,
     tl,
     triton,
     use_triton,
@@ -44,7 +44,8 @@ def gemv(
 
     Each part is left out unless asked for: the norm if norm_weight [in] is None, the addition if residual
     [rows, out] is. With silu_and_mul the first half of the weight's rows are gates, the second half is what
-    they multiply, and the result is [rows, out / 2]. Sums are float32 and rounded once, at the end.
+    they multiply, and the result is [rows, out / 2]. Sums are float32 and rounded once, at the end. The last
+    dimension of x is contiguous, all others' are.
     """
     rows, in_features = x.shape
     out_features = weight.shape[0]
@@ -54,12 +55,12 @@ def gemv(
     height = next_power_of_2(out_features // min_programs + 1) // 2
     height = max(2, min(height, max_height // rows_pad))
     width = min(next_power_of_2(in_features), tile_elements // (height * rows_pad))
-    out = torch.empty(rows, out_features // (1 + silu_and_mul), dtype=x.dtype, device=x.device)
+    out = x.new_empty(rows, out_features // (1 + silu_and_mul))
     _gemv_kernel[(cdiv(out_features, height),)](
         x, weight, bias, norm_weight, residual, out,
-        eps, x.stride(0), residual.stride(0) if residual is not None else 0, out_features,
+        eps, x.stride(0), out_features,
         IN_FEATURES=in_features, ROWS=rows, ROWS_PAD=rows_pad, HEIGHT=height, WIDTH=width,
-        GATED=silu_and_mul, num_warps=4, **overlap_options(x.device),
+        GATED=silu_and_mul, **overlap_options(x.device),
     )  # fmt: skip
     return out
 
@@ -67,7 +68,7 @@ def gemv(
 @triton.jit
 def _gemv_kernel(
     x, weight, bias, norm_weight, residual, out,
-    eps, x_stride, residual_stride, out_features,
+    eps, x_stride, out_features,
     IN_FEATURES: tl.constexpr, ROWS: tl.constexpr, ROWS_PAD: tl.constexpr,
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, GATED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -83,9 +84,7 @@ def _gemv_kernel(
     address = weight + weight_row[None, :, None].to(tl.int64) * IN_FEATURES + column
     inside = (out_feature < out_features)[None, :, None]
     tile = masked_load(address, inside & (column < IN_FEATURES))
-    if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    pdl_wait(OVERLAP)
 
     # Sums are kept apart by column until the end: a reduction a tile costs more than the products.
     products = tl.zeros([ROWS_PAD, HEIGHT, WIDTH], tl.float32)
@@ -118,6 +117,7 @@ def _gemv_kernel(
         place = first // 2 + tl.arange(0, HEIGHT // 2)
         width = out_features // 2
     valid = (row < ROWS)[:, None] & (place < width)[None, :]
+    place = row[:, None] * width + place[None, :]
     if residual is not None:
-        acc += masked_load(residual + row[:, None] * residual_stride + place[None, :], valid)
-    tl.store(out + row[:, None] * width + place[None, :], acc, mask=valid)
+        acc += masked_load(residual + place, valid)
+    tl.store(out + place, acc, mask=valid)

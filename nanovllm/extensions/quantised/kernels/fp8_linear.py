@@ -7,18 +7,19 @@ Quantising is part of what computes the activations: an RMSNorm or SwiGLU.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from nanovllm.extensions.quantised.kernels.gpu import gpu_supports
 from nanovllm.extensions.quantised.kernels.quantised_weight import QuantisedWeight
-from nanovllm.kernels.activation import silu_and_mul_torch
+from nanovllm.kernels.activation import silu, silu_and_mul_torch
 from nanovllm.kernels.layernorm import add_rms_norm_torch
 from nanovllm.kernels.runtime import (
     cdiv,
     gpu_properties,
+    masked_load,
     next_power_of_2,
     overlap_options,
     pdl_wait,
@@ -46,13 +47,19 @@ class QuantisedRows(NamedTuple):
 
 
 class Unscaled(NamedTuple):
-    """A product [rows, out] that is still to be multiplied by a scale of each row and of each column."""
+    """A product [rows, out] that, unless it has no scales, is still to be multiplied by two of them."""
 
     values: Tensor
-    row_scales: Tensor  # float32, at least [rows]
-    column_scales: Tensor  # float32 [out]
+    row_scales: Tensor | None = None  # float32, at least [rows]
+    column_scales: Tensor | None = None  # float32 [out]
+
+    @classmethod
+    def of(cls, x: "Tensor | Unscaled") -> "Unscaled":
+        return x if isinstance(x, Unscaled) else cls(x)
 
     def scaled(self) -> Tensor:
+        if self.row_scales is None:
+            return self.values
         rows = self.row_scales[: len(self.values), None]
         return (self.values.float() * rows * self.column_scales).to(self.values.dtype)
 
@@ -75,16 +82,15 @@ def fp8_linear(
     x: QuantisedRows, weight: QuantisedWeight, bias: Tensor | None = None, leave_scales: bool = False
 ) -> Tensor | Unscaled:
     """x @ weight.T + bias: [rows, out]. Without a bias, scales of rows may be left to the next kernel."""
-    codes = weight.codes.t()
     is_left = leave_scales and bias is None and not weight.group
     if is_left:
         x_scales = weight_scales = _one(x.codes.device)
-    elif weight.group:
-        x_scales, weight_scales = x.scales.t(), weight.scales.t()
     else:
-        x_scales, weight_scales = x.scales[:, None], weight.scales.t()
+        x_scales = x.scales.t() if weight.group else x.scales[:, None]
+        weight_scales = weight.scales.t()
     options = {"out_dtype": x.dtype, "use_fast_accum": not weight.group}
-    y = torch._scaled_mm(x.codes, codes, scale_a=x_scales, scale_b=weight_scales, **options)[: x.rows]
+    y = torch._scaled_mm(x.codes, weight.codes.t(), scale_a=x_scales, scale_b=weight_scales, **options)
+    y = y[: x.rows]
     if is_left:
         return Unscaled(y, x.scales, weight.scales[:, 0])
     return y if bias is None else y.add_(bias)
@@ -98,13 +104,20 @@ def _one(device: torch.device) -> Tensor:
     return torch.ones((), dtype=torch.float32, device=device)
 
 
-def quantise(x: Tensor, group: int) -> QuantisedRows:
-    """Quantise rows x [rows, width]; a scale is for `group` inputs, or for a row if that is 0."""
-    if not use_triton(x):
-        return quantise_torch(x, group)
-    quantised = _empty_rows(x, x.shape[1], group)
-    if len(x):
-        _quantise_kernel[(len(x),)](x, *_targets(quantised), x.stride(0), **_options(x, x.shape[1], group))
+def quantise(x: Tensor | Unscaled, group: int, gated: bool = False) -> QuantisedRows:
+    """
+    Quantise rows x [rows, width]; a scale is for `group` inputs, or for a row if that is 0. If gated, what is
+    quantised is `silu_and_mul` of rows [rows, 2 * width].
+    """
+    x = Unscaled.of(x)
+    if not use_triton(x.values):
+        return quantise_torch(silu_and_mul_torch(x.scaled()) if gated else x.scaled(), group)
+    rows, width = x.values.shape
+    if gated:
+        width //= 2
+    quantised, options = _prepare(x.values, width, group)
+    if rows:
+        _quantise_kernel[(rows,)](*x, *_targets(quantised), x.values.stride(0), GATED=gated, **options)
     return quantised
 
 
@@ -121,47 +134,43 @@ def quantise_torch(x: Tensor, group: int) -> QuantisedRows:
 
 
 def add_rms_norm_quantise(
-    x: Tensor | Unscaled, residual: Tensor | None, weight: Tensor, eps: float,
-    group: int | None, keep: bool = False,
-) -> tuple[QuantisedRows | None, Tensor, Tensor | None]:  # fmt: skip
+    x: Tensor | Unscaled,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    group: int | None,
+    keep: bool = False,
+) -> tuple[QuantisedRows | None, Tensor, Tensor | None]:
     """
     As `layernorm.add_rms_norm`, with the normalised rows [rows, hidden] quantised, unless group is None; to
     `keep`, as they are, too. x may be parts [rows, parts, hidden] of a sum, beside a residual.
     -> quantised rows or None, the sum, normalised rows or None.
     """
-    values, row_scales, column_scales = x if isinstance(x, Unscaled) else (x, None, None)
+    x = Unscaled.of(x)
+    values, is_sum = x.values, x.values.dim() == 3
     if not use_triton(values):
-        x = x.scaled() if isinstance(x, Unscaled) else x
-        normed, total = add_rms_norm_torch(x.sum(1) if x.dim() == 3 else x, residual, weight, eps)
+        values = x.scaled()
+        normed, total = add_rms_norm_torch(values.sum(1) if is_sum else values, residual, weight, eps)
         return None if group is None else quantise_torch(normed, group), total, normed if keep else None
     rows, hidden = len(values), values.shape[-1]
-    parts = values.shape[1] if values.dim() == 3 else 1
-    quantised = None if group is None else _empty_rows(values, hidden, group)
+    quantised, options = _prepare(values, hidden, group)
     total = None if residual is None else torch.empty_like(residual)
     normed = torch.empty(rows, hidden, dtype=values.dtype, device=values.device) if keep else None
     if rows:
         _norm_quantise_kernel[(rows,)](
-            values, row_scales, column_scales, residual, weight, total, normed,
-            *((None, None, 0) if quantised is None else _targets(quantised)),
+            *x, residual, weight, total, normed, *_targets(quantised),
             eps, values.stride(0), 0 if residual is None else residual.stride(0),
-            PARTS=parts, **_options(values, hidden, group),
+            PARTS=values.shape[1] if is_sum else 1, **options,
         )  # fmt: skip
     return quantised, values if total is None else total, normed
 
 
-def silu_and_mul_quantise(x: Tensor | Unscaled, group: int) -> QuantisedRows:
-    """As `activation.silu_and_mul`, with the result [rows, width] quantised."""
-    values, row_scales, column_scales = x if isinstance(x, Unscaled) else (x, None, None)
-    if not use_triton(values):
-        return quantise_torch(silu_and_mul_torch(x.scaled() if isinstance(x, Unscaled) else x), group)
-    width = values.shape[1] // 2
-    quantised = _empty_rows(values, width, group)
-    if len(values):
-        _silu_quantise_kernel[(len(values),)](
-            values, row_scales, column_scales, *_targets(quantised), values.stride(0),
-            **_options(values, width, group),
-        )  # fmt: skip
-    return quantised
+def _prepare(x: Tensor, width: int, group: int | None) -> tuple[QuantisedRows | None, dict[str, Any]]:
+    """Room for rows of this width, unless group is None, and options of a launch."""
+    block = next_power_of_2(width)
+    sizes = {"WIDTH": width, "BLOCK": block, "GROUP": group, "num_warps": max(1, min(16, block // 256))}
+    options = sizes | overlap_options(x.device)
+    return None if group is None else _empty_rows(x, width, group), options
 
 
 def _empty_rows(x: Tensor, width: int, group: int) -> QuantisedRows:
@@ -171,14 +180,10 @@ def _empty_rows(x: Tensor, width: int, group: int) -> QuantisedRows:
     return QuantisedRows(codes, torch.empty(shape, dtype=torch.float32, device=x.device), len(x), x.dtype)
 
 
-def _targets(quantised: QuantisedRows) -> tuple[Tensor, Tensor, int]:
+def _targets(quantised: QuantisedRows | None) -> tuple[Tensor | None, Tensor | None, int]:
+    if quantised is None:
+        return None, None, 0
     return quantised.codes, quantised.scales, len(quantised.codes)
-
-
-def _options(x: Tensor, width: int, group: int | None) -> dict[str, int | None]:
-    block = next_power_of_2(width)
-    sizes = {"WIDTH": width, "BLOCK": block, "GROUP": group}
-    return {**sizes, "num_warps": max(1, min(16, block // 256)), **overlap_options(x.device)}
 
 
 @triton.jit
@@ -201,14 +206,32 @@ def _store_quantised(
 
 
 @triton.jit
+def _load_scaled(x, row_scales, column_scales, row, column, inside, FIRST: tl.constexpr):
+    """Columns from FIRST on, float32, times their scales if there are any."""
+    value = masked_load(x + FIRST + column, inside).to(tl.float32)
+    if row_scales is not None:
+        value *= tl.load(row_scales + row) * masked_load(column_scales + FIRST + column, inside)
+    return value
+
+
+@triton.jit
 def _quantise_kernel(
-    x, codes, scales, padded_rows, x_stride,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, OVERLAP: tl.constexpr,
+    x, row_scales, column_scales, codes, scales, padded_rows,
+    x_stride,
+    GATED: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     pdl_wait(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
-    value = tl.load(x + row * x_stride + column, mask=column < WIDTH, other=0.0).to(tl.float32)
+    x += row * x_stride
+    value = _load_scaled(x, row_scales, column_scales, row, column, column < WIDTH, 0)
+    if GATED:
+        up = _load_scaled(x, row_scales, column_scales, row, column, column < WIDTH, WIDTH)
+        value = silu(value) * up
     _store_quantised(value, row, codes, scales, padded_rows, WIDTH, BLOCK, GROUP)
 
 
@@ -216,7 +239,11 @@ def _quantise_kernel(
 def _norm_quantise_kernel(
     x, row_scales, column_scales, residual, weight, total, normed, codes, scales, padded_rows,
     eps, x_stride, residual_stride,
-    PARTS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, OVERLAP: tl.constexpr,
+    PARTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Rounds where layernorm's kernel does."""
     row = tl.program_id(0).to(tl.int64)
@@ -225,21 +252,21 @@ def _norm_quantise_kernel(
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
     # Weights do not change, so they are loaded while the kernel before this one ends.
-    gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    gain = masked_load(weight + column, inside).to(tl.float32)
     if row_scales is not None:
-        column_scale = tl.load(column_scales + column, mask=inside, other=0.0)
+        column_scale = masked_load(column_scales + column, inside)
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
     x += row * x_stride + column
-    value = tl.load(x, mask=inside, other=0.0)
+    value = masked_load(x, inside)
     dtype: tl.constexpr = value.dtype
     value = value.to(tl.float32)
     for part in tl.static_range(1, PARTS):
-        value += tl.load(x + part * WIDTH, mask=inside, other=0.0).to(tl.float32)
+        value += masked_load(x + part * WIDTH, inside).to(tl.float32)
     if row_scales is not None:
         value *= tl.load(row_scales + row) * column_scale
     if residual is not None:
-        value += tl.load(residual + row * residual_stride + column, mask=inside, other=0.0).to(tl.float32)
+        value += masked_load(residual + row * residual_stride + column, inside).to(tl.float32)
         value = value.to(dtype).to(tl.float32)
         tl.store(total + row * WIDTH + column, value, mask=inside)
     scale = tl.rsqrt(tl.sum(value * value) / WIDTH + eps)
@@ -248,22 +275,3 @@ def _norm_quantise_kernel(
         tl.store(normed + row * WIDTH + column, value, mask=inside)
     if codes is not None:
         _store_quantised(value, row, codes, scales, padded_rows, WIDTH, BLOCK, GROUP)
-
-
-@triton.jit
-def _silu_quantise_kernel(
-    x, row_scales, column_scales, codes, scales, padded_rows, x_stride,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
-    pdl_wait(OVERLAP)
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)
-    inside = column < WIDTH
-    gate = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(x + row * x_stride + WIDTH + column, mask=inside, other=0.0).to(tl.float32)
-    if row_scales is not None:
-        row_scale = tl.load(row_scales + row)
-        gate *= row_scale * tl.load(column_scales + column, mask=inside, other=0.0)
-        up *= row_scale * tl.load(column_scales + WIDTH + column, mask=inside, other=0.0)
-    value = gate / (1.0 + tl.exp(-gate)) * up
-    _store_quantised(value, row, codes, scales, padded_rows, WIDTH, BLOCK, GROUP)

@@ -4,79 +4,92 @@ Codes become float16, two at a time, which is exact, and are multiplied and adde
 on pairs, so a GPU computes them in assembly language; the interpreter does the same in float32.
 """
 
+from string import Template
+
 from nanovllm.extensions.quantised.kernels.quantised_weight import FP8, INT4, MXFP4, multiply_by_arithmetic
-from nanovllm.kernels.runtime import IS_INTERPRETED, tl, triton
+from nanovllm.kernels.runtime import IS_INTERPRETED, masked_load, tl, triton
 
 
-def _multiply_fp8() -> list[str]:
-    lines = [".reg .b16 low, high;"]
-    for word in range(4):
-        lines.append(f"mov.b32 {{low, high}}, ${1 + word};")
-        for place, part in enumerate(("low", "high")):
-            lines.append(f"cvt.rn.f16x2.e4m3x2 code, {part};")
-            lines.append(f"fma.rn.f16x2 sum, code, ${5 + 2 * word + place}, sum;")
-    return lines
-
-
-def _multiply_int8() -> list[str]:
-    """With its sign bit flipped a byte is 128 + code; beside 0x64 that is the number 1152 + code."""
-    lines = [".reg .b32 biased, bias;", "mov.b32 bias, 0xe480e480;"]  # -1152
-    for word in range(4):
-        lines.append(f"xor.b32 biased, ${1 + word}, 0x80808080;")
-        for place, selector in enumerate(("0x7170", "0x7372")):
-            lines.append(f"prmt.b32 code, biased, 0x64646464, {selector};")
-            lines.append("add.f16x2 code, code, bias;")
-            lines.append(f"fma.rn.f16x2 sum, code, ${5 + 2 * word + place}, sum;")
-    return lines
-
-
-def _multiply_int4() -> list[str]:
+def _assembly(begin: str, word: str) -> tl.constexpr:
     """
-    A low half beside 0x64 is the number 1024 + code. A high half, where it stands, is 1024 + 16 * code, and a
-    sixteenth of that 64 + code. The last inputs are what is added to these: -1024 - zero and -64 - zero.
+    `begin`, and then `word` for each of four words of codes ($1 to $4). $w is the word. The pairs of inputs
+    that its codes of 8 bits meet, or those in the low halves of its bytes, are $a and $b; $c and $d are those
+    of the high halves. $low and $high are what is added to codes of 4 bits that stand in these halves.
     """
-    lines = [".reg .b32 word, sixteenth;", "mov.b32 sixteenth, 0x2c002c00;"]
-    for word in range(4):
-        lines.append(f"mov.b32 word, ${1 + word};")
-        for place in range(2):
-            if place:
-                lines.append("shr.b32 word, word, 8;")
-            lines.append("lop3.b32 code, word, 0x000f000f, 0x64006400, 0xea;")
-            lines.append("add.f16x2 code, code, $21;")
-            lines.append(f"fma.rn.f16x2 sum, code, ${5 + 2 * word + place}, sum;")
-            lines.append("lop3.b32 code, word, 0x00f000f0, 0x64006400, 0xea;")
-            lines.append("fma.rn.f16x2 code, code, sixteenth, $22;")
-            lines.append(f"fma.rn.f16x2 sum, code, ${13 + 2 * word + place}, sum;")
-    return lines
+    lines = [".reg .b32 code, sum;", ".reg .f16 first, second;", ".reg .f32 other;", "mov.b32 sum, 0;", begin]
+    for i in range(4):
+        places = dict(w=1 + i, a=5 + 2 * i, b=6 + 2 * i, c=13 + 2 * i, d=14 + 2 * i, low=21, high=22)
+        lines.append(Template(word).substitute({name: f"${place}" for name, place in places.items()}))
+    lines += ["mov.b32 {first, second}, sum;", "cvt.f32.f16 $0, first;", "cvt.f32.f16 other, second;"]
+    return tl.constexpr("\n".join(["{", *lines, "add.f32 $0, $0, other;", "}"]))
 
 
-def _multiply_mxfp4() -> list[str]:
-    """The bits of a half, placed where float16 has them, are 2^-14 times its number."""
-    lines = [".reg .b32 bits, sign;"]
-
-    def place(source: str, left: int, target: str, mask: str) -> None:
-        lines.append(f"{'shl' if left > 0 else 'shr'}.b32 {target}, {source}, {abs(left)};")
-        lines.append(f"and.b32 {target}, {target}, {mask};")
-
-    for word in range(4):
-        for number, lowest in enumerate((0, 8, 4, 12)):  # the halves of bytes 0 and 2, 1 and 3, twice
-            place(f"${1 + word}", 9 - lowest, "bits", "0x0e000e00")
-            place(f"${1 + word}", 12 - lowest, "sign", "0x80008000")
-            lines.append("or.b32 code, bits, sign;")
-            values = 5 + 2 * word + number % 2 + 8 * (number // 2)
-            lines.append(f"fma.rn.f16x2 sum, code, ${values}, sum;")
-    return lines
-
-
-def assembler(lines: list[str]) -> tl.constexpr:
-    """`lines` multiply 16 bytes of codes ($1 to $4) with pairs of inputs ($5 and on)."""
-    begin = ["{", ".reg .b32 code, sum;", ".reg .f16 first, second;", ".reg .f32 other;", "mov.b32 sum, 0;"]
-    end = ["mov.b32 {first, second}, sum;", "cvt.f32.f16 $0, first;", "cvt.f32.f16 other, second;"]
-    return tl.constexpr("\n".join([*begin, *lines, *end, "add.f32 $0, $0, other;", "}"]))
-
-
-MULTIPLICATIONS = _multiply_fp8(), _multiply_int8(), _multiply_int4(), _multiply_mxfp4()
-MULTIPLY_FP8, MULTIPLY_INT8, MULTIPLY_INT4, MULTIPLY_MXFP4 = map(assembler, MULTIPLICATIONS)
+MULTIPLY_FP8 = _assembly(
+    ".reg .b16 low, high;",
+    """mov.b32 {low, high}, $w;
+    cvt.rn.f16x2.e4m3x2 code, low;
+    fma.rn.f16x2 sum, code, $a, sum;
+    cvt.rn.f16x2.e4m3x2 code, high;
+    fma.rn.f16x2 sum, code, $b, sum;""",
+)
+# With its sign bit flipped a byte is 128 + code; beside 0x64 that is the number 1152 + code.
+MULTIPLY_INT8 = _assembly(
+    ".reg .b32 biased, bias; mov.b32 bias, 0xe480e480;",  # -1152
+    """xor.b32 biased, $w, 0x80808080;
+    prmt.b32 code, biased, 0x64646464, 0x7170;
+    add.f16x2 code, code, bias;
+    fma.rn.f16x2 sum, code, $a, sum;
+    prmt.b32 code, biased, 0x64646464, 0x7372;
+    add.f16x2 code, code, bias;
+    fma.rn.f16x2 sum, code, $b, sum;""",
+)
+# A low half beside 0x64 is the number 1024 + code. A high half, where it stands, is 1024 + 16 * code, and a
+# sixteenth of that 64 + code. $low and $high are -1024 - zero and -64 - zero.
+MULTIPLY_INT4 = _assembly(
+    ".reg .b32 word, sixteenth; mov.b32 sixteenth, 0x2c002c00;",
+    """mov.b32 word, $w;
+    lop3.b32 code, word, 0x000f000f, 0x64006400, 0xea;
+    add.f16x2 code, code, $low;
+    fma.rn.f16x2 sum, code, $a, sum;
+    lop3.b32 code, word, 0x00f000f0, 0x64006400, 0xea;
+    fma.rn.f16x2 code, code, sixteenth, $high;
+    fma.rn.f16x2 sum, code, $c, sum;
+    shr.b32 word, word, 8;
+    lop3.b32 code, word, 0x000f000f, 0x64006400, 0xea;
+    add.f16x2 code, code, $low;
+    fma.rn.f16x2 sum, code, $b, sum;
+    lop3.b32 code, word, 0x00f000f0, 0x64006400, 0xea;
+    fma.rn.f16x2 code, code, sixteenth, $high;
+    fma.rn.f16x2 sum, code, $d, sum;""",
+)
+# The bits of a half, placed where float16 has them, are 2^-14 times its number: those of bytes 0 and 2, and
+# of bytes 1 and 3, first their low halves and then the high ones.
+MULTIPLY_MXFP4 = _assembly(
+    ".reg .b32 bits, sign;",
+    """shl.b32 bits, $w, 9;
+    and.b32 bits, bits, 0x0e000e00;
+    shl.b32 sign, $w, 12;
+    and.b32 sign, sign, 0x80008000;
+    or.b32 code, bits, sign;
+    fma.rn.f16x2 sum, code, $a, sum;
+    shl.b32 bits, $w, 1;
+    and.b32 bits, bits, 0x0e000e00;
+    shl.b32 sign, $w, 4;
+    and.b32 sign, sign, 0x80008000;
+    or.b32 code, bits, sign;
+    fma.rn.f16x2 sum, code, $b, sum;
+    shl.b32 bits, $w, 5;
+    and.b32 bits, bits, 0x0e000e00;
+    shl.b32 sign, $w, 8;
+    and.b32 sign, sign, 0x80008000;
+    or.b32 code, bits, sign;
+    fma.rn.f16x2 sum, code, $c, sum;
+    shr.b32 bits, $w, 3;
+    and.b32 bits, bits, 0x0e000e00;
+    and.b32 sign, $w, 0x80008000;
+    or.b32 code, bits, sign;
+    fma.rn.f16x2 sum, code, $d, sum;""",
+)
 REGISTERS_8, REGISTERS_4 = tl.constexpr("=f" + ",r" * 12), tl.constexpr("=f" + ",r" * 22)
 
 
@@ -110,6 +123,65 @@ def power_of_two(exponent):
 
 
 @triton.jit
+def load_inputs(x, norm_weight, share, column, is_there, has_column, KIND: tl.constexpr):
+    """
+    The inputs that meet pieces of codes, float32 [PIECES, 1, ROWS, 16], times the norm's weights and times a
+    share, unless these are None: `values`, and `others`, which are 16 columns behind, for codes of 4 bits.
+    -> values, others, squares before that, the largest of each piece [PIECES, 1, ROWS].
+    """
+    values, squares = _load_half(x + column, norm_weight, share, column, is_there, has_column)
+    largest = tl.max(tl.abs(values), axis=3)
+    others = values
+    if KIND >= INT4:
+        address = x + column + 16
+        others, more = _load_half(address, norm_weight, share, column + 16, is_there, has_column)
+        squares += more
+        largest = tl.maximum(largest, tl.max(tl.abs(others), axis=3))
+    return values, others, squares, largest
+
+
+@triton.jit
+def _load_half(address, norm_weight, share, column, is_there, has_column):
+    values = masked_load(address, is_there).to(tl.float32)
+    squares = values * values
+    if norm_weight is not None:
+        values *= masked_load(norm_weight + column, has_column).to(tl.float32)
+    if share is not None:
+        values *= share
+    return values, squares
+
+
+@triton.jit
+def range_exponent(largest, KIND: tl.constexpr):
+    """
+    The exponent of the power of two that the inputs are divided by. The largest becomes 4 to 8, so that no
+    sum of 16 products with codes up to 448 leaves the range of float16. Codes in floating point of 4 bits
+    come 2^14 times too small; there it becomes 2^10 times as large.
+    """
+    LARGEST: tl.constexpr = 139 if KIND == MXFP4 else 129
+    return tl.maximum((largest.to(tl.int32, bitcast=True) >> 23) - LARGEST, -126)
+
+
+@triton.jit
+def prepare_inputs(values, others, divisor, KIND: tl.constexpr, PIECES: tl.constexpr, ROWS: tl.constexpr):
+    """
+    Divide inputs by this power of two: -> what `multiply_piece` wants, the last of which are their sums. The
+    interpreter multiplies in float32, where any range will do.
+    """
+    pairs, other_pairs = values, others
+    if not IS_INTERPRETED:
+        values *= divisor
+        pairs = pairs_of(values, PIECES, ROWS, 2 if KIND >= INT4 else 1)
+    sums = tl.sum(values, axis=3)  # [PIECES, 1, ROWS]
+    if KIND >= INT4:
+        if not IS_INTERPRETED:
+            others *= divisor
+            other_pairs = pairs_of(others, PIECES, ROWS, 2)
+        sums += tl.sum(others, axis=3)
+    return values, others, pairs, other_pairs, sums
+
+
+@triton.jit
 def multiply_words(words, values, others, pairs, other_pairs, zero, sums, KIND: tl.constexpr):
     """
     Sums over the codes in words [PIECES, HEIGHT, 1, 4], less a zero of codes of 4 bits, times what they meet:
@@ -139,4 +211,24 @@ def multiply_words(words, values, others, pairs, other_pairs, zero, sums, KIND: 
             asm: tl.constexpr = MULTIPLY_FP8 if KIND == FP8 else MULTIPLY_INT8
         registers: tl.constexpr = REGISTERS_4 if KIND >= INT4 else REGISTERS_8
         parts = tl.inline_asm_elementwise(asm, registers, inputs, dtype=tl.float32, is_pure=True, pack=1)
+    return parts
+
+
+@triton.jit
+def multiply_pieces(words, scale, zero, inputs, grids, KIND: tl.constexpr, ZERO_POINT: tl.constexpr):
+    """
+    Sums of products of a weight and the `prepare_inputs` that it meets, [PIECES, HEIGHT, ROWS]: of the codes
+    in words [PIECES, HEIGHT, 1, 4], with the scale of each piece, and its zero or else its offset. `grids`
+    (scales, zeros, offsets) say which there are.
+    """
+    values, others, pairs, other_pairs, sums = inputs
+    subtracted = tl.full([1, 1, 1], ZERO_POINT, tl.int32) if grids[1] is None else zero
+    parts = multiply_words(words, values, others, pairs, other_pairs, subtracted, sums, KIND)
+    if KIND < INT4 and grids[1] is not None:
+        parts -= zero.to(tl.float32) * sums
+    if KIND == MXFP4:
+        scale = (scale.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+    parts *= scale.to(tl.float32)
+    if grids[2] is not None:
+        parts += zero.to(tl.float32) * sums
     return parts

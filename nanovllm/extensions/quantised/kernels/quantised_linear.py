@@ -22,6 +22,7 @@ from nanovllm.extensions.quantised.kernels.quantised_weight import (
 from nanovllm.kernels import runtime
 from nanovllm.kernels.runtime import (
     cdiv,
+    masked_load,
     next_power_of_2,
     num_multiprocessors,
     pdl_wait,
@@ -61,27 +62,37 @@ def quantised_linear(x: Tensor, weight: QuantisedWeight, bias: Tensor | None = N
     if splits > 1:
         partial = torch.empty(splits, rows, out_features, dtype=torch.float32, device=x.device)
     _quantised_linear_kernel[(tiles, splits)](
-        x, weight.codes.view(torch.uint8), weight.scales, weight.zeros, weight.offsets, bias, out,
-        partial, runtime.arrival_counters(x.device), x.stride(0), rows, out_features,
+        x, weight.tensors(torch.uint8), bias, out, partial, runtime.arrival_counters(x.device),
+        x.stride(0), rows, out_features,
         **weight.constants, IN_FEATURES=in_features, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
-        STEPS=cdiv(steps, splits), SPLITS=splits, STAGES=num_stages,
-        num_warps=num_warps, **runtime.overlap_options(x.device),
+        SPLITS=splits, STAGES=num_stages, num_warps=num_warps, **runtime.overlap_options(x.device),
     )  # fmt: skip
     return out
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _quantised_linear_kernel(
-    x, codes, scales, zeros, offsets, bias, out, partial, counters,
+    x, weight, bias, out, partial, counters,
     x_stride, rows, out_features,
-    KIND: tl.constexpr, IN_FEATURES: tl.constexpr, GROUP: tl.constexpr, TILE_ROWS: tl.constexpr,
-    ZERO_POINT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    STEPS: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
+    KIND: tl.constexpr,
+    GROUP: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    ZERO_POINT: tl.constexpr,
+    IN_FEATURES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLITS: tl.constexpr,
+    STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """A program computes [BLOCK_N, BLOCK_M] of out.T, from STEPS times BLOCK_K inputs."""
+    """A program computes [BLOCK_N, BLOCK_M] of out.T, from every input, or with SPLITS a part of them."""
+    codes, scales, zeros, offsets = weight
     pdl_wait(OVERLAP)
-    BYTES: tl.constexpr = BLOCK_K // 2 if KIND == INT4 else BLOCK_K
-    ROW_BYTES: tl.constexpr = IN_FEATURES // 2 if KIND == INT4 else IN_FEATURES
+    PER_BYTE: tl.constexpr = 2 if KIND == INT4 else 1
+    BYTES: tl.constexpr = BLOCK_K // PER_BYTE
+    ROW_BYTES: tl.constexpr = IN_FEATURES // PER_BYTE
+    STEPS: tl.constexpr = (IN_FEATURES + BLOCK_K * SPLITS - 1) // (BLOCK_K * SPLITS)
     line = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     real_line = line < out_features
     row = tl.arange(0, BLOCK_M)
@@ -92,6 +103,8 @@ def _quantised_linear_kernel(
         column = tl.max_contiguous(tl.multiple_of((byte // 16) * 32 + byte % 16, 16), 16)
     its_codes = codes + line.to(tl.int64)[:, None] * ROW_BYTES + byte[None, :]
     its_x = x + row.to(tl.int64)[None, :] * x_stride + column[:, None]
+    # What a code stands above its number; 4-bit codes come with 128 added.
+    above: tl.constexpr = 128 if KIND == INT4 else 0
     if GROUP > 0:
         GROUPS: tl.constexpr = BLOCK_K // GROUP if BLOCK_K > GROUP else 1
         group = tl.arange(0, GROUPS)
@@ -102,42 +115,31 @@ def _quantised_linear_kernel(
         step = tl.program_id(1) * STEPS + i
         inside = step * BYTES + byte < ROW_BYTES
         tile = tl.load(its_codes + step * BYTES, mask=real_line[:, None] & inside[None, :], other=0)
-        low_x = tl.load(its_x + step * BLOCK_K, mask=inside[:, None] & real_row[None, :], other=0.0)
+        has_x = inside[:, None] & real_row[None, :]
+        low_x = masked_load(its_x + step * BLOCK_K, has_x)
         if KIND == INT4:
-            high_x = tl.load(its_x + step * BLOCK_K + 16, mask=inside[:, None] & real_row[None, :], other=0.0)
+            high_x = masked_load(its_x + step * BLOCK_K + 16, has_x)
             low, high = halves_to_bf16(tile)
         else:
             low = codes_to_bf16(tile, KIND)
-        # What a code stands above its number; 4-bit codes come with 128 added.
-        above: tl.constexpr = 128 if KIND == INT4 else 0
+        scale, zero, offset = 1.0, tl.full([1, 1], above + ZERO_POINT, low.dtype), 0.0
         if GROUP > 0:
             place = step * BLOCK_K // GROUP + group
             there = real_line[:, None] & (place * GROUP < IN_FEATURES)[None, :]
             place = grid_row + place[None, :]
+            scale = _load_grid(scales + place, there, 0, low.dtype, BYTES)
             if zeros is not None:
-                zero = tl.load(zeros + place, mask=there, other=0).to(tl.float32) + above
-                zero = _expand(zero.to(low.dtype), BLOCK_N, GROUPS, BYTES)
-            scale = tl.load(scales + place, mask=there, other=0.0).to(low.dtype)
-            scale = _expand(scale, BLOCK_N, GROUPS, BYTES)
-            offset = 0.0
+                zero = _load_grid(zeros + place, there, above, low.dtype, BYTES)
             if offsets is not None:
-                offset = tl.load(offsets + place, mask=there, other=0.0).to(low.dtype)
-                offset = _expand(offset, BLOCK_N, GROUPS, BYTES)
+                offset = _load_grid(offsets + place, there, 0, low.dtype, BYTES)
         elif zeros is not None:
             zero = tl.load(zeros + line // TILE_ROWS, mask=real_line, other=0).to(tl.float32) + above
             zero = zero.to(low.dtype)[:, None]
-        if zeros is None:
-            zero = tl.full([1, 1], above + ZERO_POINT, low.dtype)
-        if KIND == INT4 or zeros is not None:
-            low -= zero
-        if GROUP > 0:
-            low = (low * scale + offset).to(low.dtype)
-        if KIND == INT4:
-            high -= zero
-            if GROUP > 0:
-                high = (high * scale + offset).to(low.dtype)
+        HAS_ZERO: tl.constexpr = KIND == INT4 or zeros is not None
+        low = _to_number(low, scale, zero, offset, HAS_ZERO, GROUP > 0)
         acc = tl.dot(low, low_x.to(low.dtype), acc, input_precision="ieee")
         if KIND == INT4:
+            high = _to_number(high, scale, zero, offset, HAS_ZERO, GROUP > 0)
             acc = tl.dot(high, high_x.to(low.dtype), acc, input_precision="ieee")
     valid = real_line[:, None] & real_row[None, :]
     place = row.to(tl.int64)[None, :] * out_features + line[:, None]
@@ -151,17 +153,32 @@ def _quantised_linear_kernel(
         tl.store(counter, 0)
         acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
         for split in range(SPLITS):
-            acc += tl.load(partial + split * size + place, mask=valid, other=0.0)
+            acc += masked_load(partial + split * size + place, valid)
     if GROUP == 0:
-        acc *= tl.load(scales + line // TILE_ROWS, mask=real_line, other=0.0).to(tl.float32)[:, None]
+        acc *= masked_load(scales + line // TILE_ROWS, real_line).to(tl.float32)[:, None]
     if bias is not None:
-        acc += tl.load(bias + line, mask=real_line, other=0.0).to(tl.float32)[:, None]
+        acc += masked_load(bias + line, real_line).to(tl.float32)[:, None]
     tl.store(out + place, acc, mask=valid)
 
 
 @triton.jit
-def _expand(grid, ROWS: tl.constexpr, GROUPS: tl.constexpr, BYTES: tl.constexpr):
-    """[ROWS, GROUPS] -> [ROWS, BYTES], each number repeated."""
+def _to_number(codes, scale, zero, offset, HAS_ZERO: tl.constexpr, IS_SCALED: tl.constexpr):
+    if HAS_ZERO:
+        codes -= zero
+    if IS_SCALED:
+        codes = (codes * scale + offset).to(codes.dtype)
+    return codes
+
+
+@triton.jit
+def _load_grid(address, mask, above: tl.constexpr, dtype: tl.constexpr, BYTES: tl.constexpr):
+    """What a grid has at [rows, groups], plus `above`: [rows, BYTES], each number repeated."""
+    grid = tl.load(address, mask=mask, other=0).to(tl.float32)
+    if above:
+        grid += above
+    grid = grid.to(dtype)
+    ROWS: tl.constexpr = grid.shape[0]
+    GROUPS: tl.constexpr = grid.shape[1]
     if GROUPS == 1:
         return tl.broadcast_to(grid, [ROWS, BYTES])
     return tl.reshape(tl.broadcast_to(grid[:, :, None], [ROWS, GROUPS, BYTES // GROUPS]), [ROWS, BYTES])

@@ -11,12 +11,20 @@ import torch
 from torch import Tensor
 
 from nanovllm.extensions.quantised.kernels.gpu import gpu_supports
-from nanovllm.extensions.quantised.kernels.multiply_words import multiply_words, pairs_of, power_of_two
+from nanovllm.extensions.quantised.kernels.multiply_words import (
+    load_inputs,
+    multiply_pieces,
+    power_of_two,
+    prepare_inputs,
+    range_exponent,
+)
 from nanovllm.extensions.quantised.kernels.quantised_weight import INT4, PIECE_BYTES, QuantisedWeight
+from nanovllm.kernels.activation import silu
 from nanovllm.kernels.runtime import (
     IS_INTERPRETED,
     cdiv,
     is_on_gpu,
+    masked_load,
     next_power_of_2,
     num_multiprocessors,
     overlap_options,
@@ -43,34 +51,41 @@ def can_use_quantised_matvec(x: Tensor, weight: QuantisedWeight) -> bool:
 
 
 def quantised_matvec(
-    x: Tensor, weight: QuantisedWeight, bias: Tensor | None = None,
-    norm_weight: Tensor | None = None, eps: float = 0.0,
-    residual: Tensor | None = None, silu_and_mul: bool = False,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    weight: QuantisedWeight,
+    bias: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    eps: float = 0.0,
+    residual: Tensor | None = None,
+    silu_and_mul: bool = False,
+) -> Tensor:
     """
     activation(rms_norm(x) @ weight.T + bias) + residual, as a gemv of dense weights, with an activation or a
     residual, not both.
     """
     assert residual is None or not silu_and_mul
-    rows, in_features = x.shape
-    out_features = weight.shape[0]
-    parts, rows_pad = 1 + silu_and_mul, next_power_of_2(rows)
-    programs, sizes = matvec_sizes(weight, in_features, out_features, x.device, rows_pad, least_height=parts)
+    (rows, in_features), out_features = x.shape, weight.shape[0]
+    parts = 1 + silu_and_mul
+    programs, sizes = matvec_sizes(weight, in_features, out_features, x.device, rows, least_height=parts)
     out = torch.empty(rows, out_features // parts, dtype=x.dtype, device=x.device)
     _quantised_matvec_kernel[(programs,)](
-        x, weight.codes.view(torch.int32), weight.scales, weight.zeros, weight.offsets,
-        bias, norm_weight, residual, out,
+        x, weight.tensors(torch.int32), bias, norm_weight, residual, out,
         eps, x.stride(0), residual.stride(0) if residual is not None else 0, out_features,
-        **weight.constants, IN_FEATURES=in_features, ROWS=rows, ROWS_PAD=rows_pad,
-        GATED=silu_and_mul, **sizes, **overlap_options(x.device),
+        **weight.constants, IN_FEATURES=in_features, ROWS=rows, PARTS=parts, **sizes,
+        **overlap_options(x.device),
     )  # fmt: skip
     return out
 
 
 def matvec_sizes(
-    weight: QuantisedWeight, width: int, out_features: int, device: torch.device,
-    rows: int = 1, owners: int = 1, least_height: int = 1,
-) -> tuple[int, dict[str, int]]:  # fmt: skip
+    weight: QuantisedWeight,
+    width: int,
+    out_features: int,
+    device: torch.device,
+    rows: int = 1,
+    owners: int = 1,
+    least_height: int = 1,
+) -> tuple[int, dict[str, int]]:
     """
     How many programs multiply rows of x of this width, for each of so many owners of a result, and how much
     each of them multiplies at once.
@@ -86,132 +101,115 @@ def matvec_sizes(
 
 
 @triton.jit
-def _load_tile(
-    words, scales, zeros, offsets, tile, out_features, KIND: tl.constexpr, IN_FEATURES: tl.constexpr,
-    GROUP: tl.constexpr, TILE_ROWS: tl.constexpr, ZERO_POINT: tl.constexpr,
-    HEIGHT: tl.constexpr, PIECES: tl.constexpr, GATED: tl.constexpr,
+def _quantised_matvec_kernel(
+    x, weight, bias, norm_weight, residual, out,
+    eps, x_stride, residual_stride, out_features,
+    KIND: tl.constexpr,
+    GROUP: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    ZERO_POINT: tl.constexpr,
+    IN_FEATURES: tl.constexpr,
+    ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    PIECES: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """
-    HEIGHT rows of the weight (gates and ups in turn if GATED): words [PIECES, HEIGHT, 1, 4], and scales and
-    zeros, or offsets, [PIECES or 1, HEIGHT, 1].
+    A program takes every num_programs-th tile of HEIGHT rows of the weight. With two PARTS these are gates
+    and ups in turn. Sums are [PIECES, HEIGHT, ROWS].
     """
     INPUTS: tl.constexpr = 32 if KIND == INT4 else 16
-    line = tile * HEIGHT + tl.arange(0, HEIGHT)
-    row = line
-    if GATED:
-        row = (line % 2) * (out_features // 2) + line // 2
-    piece = tl.arange(0, PIECES)[:, None, None]
-    inside = (line < out_features)[None, :, None] & (piece < IN_FEATURES // INPUTS)
-    address = words + row[None, :, None].to(tl.int64) * (IN_FEATURES // INPUTS * 4) + piece * 4
-    found = tl.load(
-        address[:, :, :, None] + tl.arange(0, 4)[None, None, None, :], mask=inside[:, :, :, None], other=0
+    tile = tl.program_id(0)
+    width = out_features // PARTS
+    words, scale, zero = _load_tile(
+        weight, tile, out_features, KIND, GROUP, TILE_ROWS, IN_FEATURES, PARTS, HEIGHT, PIECES
     )
-    if GROUP == 0:
-        place = (row // TILE_ROWS)[None, :, None].to(tl.int64)
-        inside = (line < out_features)[None, :, None]
-    else:
-        place = (row // TILE_ROWS)[None, :, None].to(tl.int64) * tl.cdiv(IN_FEATURES, GROUP)
-        place += piece * INPUTS // GROUP
-    scale = tl.load(scales + place, mask=inside, other=0.0)
-    zero = scale
-    if zeros is not None:
-        zero = tl.load(zeros + place, mask=inside, other=0).to(scale.dtype)
-    if offsets is not None:
-        zero = tl.load(offsets + place, mask=inside, other=0.0)
-    return found, scale, zero
+    pdl_wait(OVERLAP)
+
+    member = tl.arange(0, ROWS)
+    piece = tl.arange(0, PIECES)[:, None, None, None]
+    column = piece * INPUTS + tl.arange(0, 16)[None, None, None, :]  # of the first half, if codes are halves
+    is_there = piece < IN_FEATURES // INPUTS
+    x += (member * x_stride)[None, None, :, None]
+    values, others, squares, largest = load_inputs(x, norm_weight, None, column, is_there, is_there, KIND)
+    factor = tl.full([1, ROWS], 1.0, tl.float32)
+    if norm_weight is not None:
+        factor = tl.rsqrt(tl.sum(tl.sum(squares, axis=3), axis=0) / IN_FEATURES + eps)
+    exponent = tl.full([1, ROWS], 0, tl.int32)
+    if not IS_INTERPRETED:
+        exponent = range_exponent(tl.max(largest, axis=0), KIND)
+        factor *= power_of_two(exponent)
+    divisor = power_of_two(-exponent)[None, :, :, None]
+    inputs = prepare_inputs(values, others, divisor, KIND, PIECES, ROWS)
+
+    while tile * HEIGHT < out_features:
+        its_words, its_scale, its_zero = words, scale, zero
+        next_tile = tile + tl.num_programs(0)
+        words, scale, zero = _load_tile(
+            weight, next_tile, out_features, KIND, GROUP, TILE_ROWS, IN_FEATURES, PARTS, HEIGHT, PIECES
+        )
+        # What the result is combined with is asked for before the sums.
+        line = tile * HEIGHT + tl.arange(0, HEIGHT)
+        place = tile * (HEIGHT // PARTS) + tl.arange(0, HEIGHT // PARTS)
+        valid = (place < width)[:, None]
+        if bias is not None:
+            added = masked_load(bias + _row_of(line, width, PARTS), line < out_features).to(tl.float32)
+        if residual is not None:
+            address = residual + ((member * residual_stride)[None, :] + place[:, None])
+            its_residual = masked_load(address, valid).to(tl.float32)
+        parts = multiply_pieces(its_words, its_scale, its_zero, inputs, weight[1:], KIND, ZERO_POINT)
+        acc = tl.sum(parts, axis=0) * factor  # [HEIGHT, ROWS]
+        if bias is not None:
+            acc += added[:, None]
+        if PARTS == 2:
+            gate, up = tl.split(tl.permute(tl.reshape(acc, [HEIGHT // 2, 2, ROWS]), [0, 2, 1]))
+            acc = silu(gate) * up
+        if residual is not None:
+            acc += its_residual
+        tl.store(out + member[None, :] * width + place[:, None], acc, mask=valid)
+        tile = next_tile
 
 
 @triton.jit
-def _quantised_matvec_kernel(
-    x, words, scales, zeros, offsets, bias, norm_weight, residual, out,
-    eps, x_stride, residual_stride, out_features,
-    KIND: tl.constexpr, IN_FEATURES: tl.constexpr, GROUP: tl.constexpr, TILE_ROWS: tl.constexpr,
-    ZERO_POINT: tl.constexpr, ROWS: tl.constexpr, ROWS_PAD: tl.constexpr, HEIGHT: tl.constexpr,
-    PIECES: tl.constexpr, GATED: tl.constexpr, OVERLAP: tl.constexpr,
+def _row_of(line, width, PARTS: tl.constexpr):
+    """Gates and ups in turn."""
+    return line % PARTS * width + line // PARTS
+
+
+@triton.jit
+def _load_tile(
+    weight, tile, out_features,
+    KIND: tl.constexpr,
+    GROUP: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    IN_FEATURES: tl.constexpr,
+    PARTS: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    PIECES: tl.constexpr,
 ):  # fmt: skip
-    """A program takes every num_programs-th tile of HEIGHT rows. Sums are [PIECES, HEIGHT, ROWS_PAD]."""
+    """
+    HEIGHT rows of the weight: words [PIECES, HEIGHT, 1, 4], and scales and zeros, or offsets,
+    [PIECES or 1, HEIGHT, 1].
+    """
+    words, scales, zeros, offsets = weight
     INPUTS: tl.constexpr = 32 if KIND == INT4 else 16
-    tile = tl.program_id(0)
-    num_programs = tl.num_programs(0)
-    found, scale, zero = _load_tile(
-        words, scales, zeros, offsets, tile, out_features,
-        KIND, IN_FEATURES, GROUP, TILE_ROWS, ZERO_POINT, HEIGHT, PIECES, GATED,
-    )  # fmt: skip
-    pdl_wait(OVERLAP)
-
-    member = tl.arange(0, ROWS_PAD)
-    piece = tl.arange(0, PIECES)[:, None, None, None]
-    column = piece * INPUTS + tl.arange(0, 16)[None, None, None, :]  # of the first half, if codes are halves
-    has_input = piece < IN_FEATURES // INPUTS
-    present = has_input & (member < ROWS)[None, None, :, None]
-    address = x + (member * x_stride)[None, None, :, None] + column
-    values = tl.load(address, mask=present, other=0.0).to(tl.float32)
-    squares = values * values
-    if norm_weight is not None:
-        values *= tl.load(norm_weight + column, mask=has_input, other=0.0).to(tl.float32)
-    largest = tl.max(tl.abs(values), axis=3)
-    others, pairs, other_pairs = None, None, None
-    if KIND == INT4:
-        others = tl.load(address + 16, mask=present, other=0.0).to(tl.float32)
-        squares += others * others
-        if norm_weight is not None:
-            others *= tl.load(norm_weight + column + 16, mask=has_input, other=0.0).to(tl.float32)
-        largest = tl.maximum(largest, tl.max(tl.abs(others), axis=3))
-    factor = tl.full([1, ROWS_PAD], 1.0, tl.float32)
-    if norm_weight is not None:
-        factor = tl.rsqrt(tl.sum(tl.sum(squares, axis=3), axis=0) / IN_FEATURES + eps)
-    if not IS_INTERPRETED:
-        # The largest becomes 4 to 8: no sum of 16 products with codes up to 448 leaves the range of float16.
-        exponent = (tl.max(largest, axis=0).to(tl.int32, bitcast=True) >> 23) - 129  # [1, ROWS_PAD]
-        exponent = tl.maximum(exponent, -126)
-        values *= power_of_two(-exponent)[None, :, :, None]
-        factor *= power_of_two(exponent)
-        pairs = pairs_of(values, PIECES, ROWS_PAD, 2 if KIND == INT4 else 1)
-        if KIND == INT4:
-            others *= power_of_two(-exponent)[None, :, :, None]
-            other_pairs = pairs_of(others, PIECES, ROWS_PAD, 2)
-    sums = tl.sum(values, axis=3)  # [PIECES, 1, ROWS_PAD]
-    if KIND == INT4:
-        sums += tl.sum(others, axis=3)
-
-    width = out_features
-    if GATED:
-        width = out_features // 2
-    while tile * HEIGHT < out_features:
-        current, its_scale, its_zero = found, scale, zero
-        next_tile = tile + num_programs
-        found, scale, zero = _load_tile(
-            words, scales, zeros, offsets, next_tile, out_features,
-            KIND, IN_FEATURES, GROUP, TILE_ROWS, ZERO_POINT, HEIGHT, PIECES, GATED,
-        )  # fmt: skip
-        # What the result is combined with is asked for before the sums.
-        line = tile * HEIGHT + tl.arange(0, HEIGHT)
-        if bias is not None:
-            row = line
-            if GATED:
-                row = (line % 2) * (out_features // 2) + line // 2
-            added = tl.load(bias + row, mask=line < out_features, other=0.0).to(tl.float32)
-        if residual is not None:
-            place = (member * residual_stride)[None, :] + line[:, None]
-            valid = (line < width)[:, None] & (member < ROWS)[None, :]
-            its_residual = tl.load(residual + place, mask=valid, other=0.0).to(tl.float32)
-
-        subtracted = tl.full([1, 1, 1], ZERO_POINT, tl.int32) if zeros is None else its_zero
-        parts = multiply_words(current, values, others, pairs, other_pairs, subtracted, sums, KIND)
-        if KIND != INT4 and zeros is not None:
-            parts -= its_zero.to(tl.float32) * sums
-        parts *= its_scale.to(tl.float32)
-        if offsets is not None:
-            parts += its_zero.to(tl.float32) * sums
-        acc = tl.sum(parts, axis=0) * factor  # [HEIGHT, ROWS_PAD]
-        if bias is not None:
-            acc += added[:, None]
-        if GATED:
-            gate, up = tl.split(tl.permute(tl.reshape(acc, [HEIGHT // 2, 2, ROWS_PAD]), [0, 2, 1]))
-            acc = gate / (1.0 + tl.exp(-gate)) * up
-            line = tile * (HEIGHT // 2) + tl.arange(0, HEIGHT // 2)
-        if residual is not None:
-            acc += its_residual
-        valid = (line < width)[:, None] & (member < ROWS)[None, :]
-        tl.store(out + member[None, :] * width + line[:, None], acc, mask=valid)
-        tile = next_tile
+    line = tile * HEIGHT + tl.arange(0, HEIGHT)
+    row = _row_of(line, out_features // PARTS, PARTS)[None, :, None]
+    piece = tl.arange(0, PIECES)[:, None, None]
+    is_row = (line < out_features)[None, :, None]
+    is_there = is_row & (piece < IN_FEATURES // INPUTS)
+    address = words + row.to(tl.int64) * (IN_FEATURES // INPUTS * 4) + piece * 4
+    address = address[:, :, :, None] + tl.arange(0, 4)[None, None, None, :]
+    found = tl.load(address, mask=is_there[:, :, :, None], other=0)
+    place = (row // TILE_ROWS).to(tl.int64)
+    if GROUP > 0:
+        place = place * tl.cdiv(IN_FEATURES, GROUP) + piece * INPUTS // GROUP
+        is_row = is_there
+    scale = masked_load(scales + place, is_row)
+    zero = scale
+    if zeros is not None:
+        zero = tl.load(zeros + place, mask=is_row, other=0).to(scale.dtype)
+    if offsets is not None:
+        zero = masked_load(offsets + place, is_row)
+    return found, scale, zero

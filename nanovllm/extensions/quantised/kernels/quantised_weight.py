@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.kernels import runtime
-from nanovllm.kernels.runtime import IS_INTERPRETED, cdiv, tl, triton, use_triton
+from nanovllm.kernels.runtime import IS_INTERPRETED, cdiv, masked_load, tl, triton, use_triton
 
 BLOCK = 32  # inputs whose 4-bit codes are packed together
 HALF = BLOCK // 2
@@ -70,8 +70,12 @@ class QuantisedWeight(NamedTuple):
     @property
     def constants(self) -> dict[str, int]:
         """For kernels."""
-        sizes = {"GROUP": self.group, "TILE_ROWS": self.tile[0]}
-        return {"KIND": self.kind, "ZERO_POINT": self.zero_point, **sizes}
+        tile = {"GROUP": self.group, "TILE_ROWS": self.tile[0]}
+        return {"KIND": self.kind, "ZERO_POINT": self.zero_point, **tile}
+
+    def tensors(self, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
+        """For kernels: codes as numbers of this dtype, scales, zeros and offsets."""
+        return self.codes.view(dtype), self.readable_scales, self.zeros, self.offsets
 
     @property
     def readable_scales(self) -> Tensor:
@@ -162,9 +166,8 @@ def dequantise(weight: QuantisedWeight, dtype: torch.dtype) -> Tensor:
     rows, width = weight.shape
     out = torch.empty(rows, width, dtype=dtype, device=weight.codes.device)
     _dequantise_kernel[(rows, cdiv(width, TILE))](
-        weight.codes.view(torch.uint8), weight.scales, weight.zeros, weight.offsets, out,
-        WIDTH=width, SIZE=TILE, **weight.constants,
-    )  # fmt: skip
+        weight.tensors(torch.uint8), out, **weight.constants, WIDTH=width, SIZE=TILE
+    )
     return out
 
 
@@ -315,11 +318,14 @@ def power_of_two_bf16(scale):
 
 @triton.jit
 def _dequantise_kernel(
-    codes, scales, zeros, offsets, out, KIND: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
-    TILE_ROWS: tl.constexpr, ZERO_POINT: tl.constexpr, SIZE: tl.constexpr,
+    weight, out,
+    KIND: tl.constexpr, GROUP: tl.constexpr, TILE_ROWS: tl.constexpr, ZERO_POINT: tl.constexpr,
+    WIDTH: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
+    codes, scales, zeros, offsets = weight
+    PER_BYTE: tl.constexpr = 2 if KIND == INT4 else 1
     row = tl.program_id(0).to(tl.int64)
-    COUNT: tl.constexpr = SIZE // 2 if KIND == INT4 else SIZE
+    COUNT: tl.constexpr = SIZE // PER_BYTE
     byte = tl.program_id(1) * COUNT + tl.arange(0, COUNT)
     column = byte
     if KIND == INT4:
@@ -328,20 +334,14 @@ def _dequantise_kernel(
     place = (row // TILE_ROWS) * (1 if GROUP == 0 else tl.cdiv(WIDTH, GROUP)) + tl.zeros([COUNT], tl.int64)
     if GROUP > 0:
         place += column // GROUP
-    scale = tl.load(scales + place, mask=inside, other=0.0).to(tl.float32)
+    scale = masked_load(scales + place, inside).to(tl.float32)
     zero = ZERO_POINT
     if zeros is not None:
         zero = tl.load(zeros + place, mask=inside, other=0).to(tl.float32)
     offset = 0.0
     if offsets is not None:
-        offset = tl.load(offsets + place, mask=inside, other=0.0).to(tl.float32)
-    if KIND == INT4:
-        packed = tl.load(codes + row * (WIDTH // 2) + byte, mask=inside, other=0).to(tl.int32)
-        low, high = (packed & 15).to(tl.float32), (packed >> 4).to(tl.float32)
-        tl.store(out + row * WIDTH + column, (low - zero) * scale + offset, mask=inside)
-        tl.store(out + row * WIDTH + column + 16, (high - zero) * scale + offset, mask=inside)
-    else:
-        code = tl.load(codes + row * WIDTH + byte, mask=inside, other=0).to(tl.int32)
-        tl.store(
-            out + row * WIDTH + column, (code_to_float(code, 0, KIND) - zero) * scale + offset, mask=inside
-        )
+        offset = masked_load(offsets + place, inside).to(tl.float32)
+    found = tl.load(codes + row * (WIDTH // PER_BYTE) + byte, mask=inside, other=0).to(tl.int32)
+    for half in tl.static_range(PER_BYTE):
+        number = (code_to_float(found, 4 * half, KIND) - zero) * scale + offset
+        tl.store(out + row * WIDTH + column + 16 * half, number, mask=inside)

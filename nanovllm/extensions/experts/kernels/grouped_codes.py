@@ -1,0 +1,262 @@
+"""The grouped GEMM of experts whose weights are codes of 8 or 4 bits, which become bfloat16 on their way.
+
+Weights are the left side of the product, where the matrix unit takes them from registers. A thread reads 16
+bytes of a row at once and needs other inputs than its neighbours for each instruction of the matrix unit.
+Since the order of the inputs does not matter if it is the same on both sides, K is permuted so that a thread
+has read what it needs (`swizzle`), and the columns of x are put in this order beforehand (`permute_k`), or
+every program would gather them two at a time.
+"""
+
+import torch
+from torch import Tensor
+
+from nanovllm.extensions.experts.kernels.grouped_gemm import (
+    BYTES,
+    GroupedProduct,
+    Tile,
+    fewer_stages,
+    find_tile,
+    permuted,
+    store_tile,
+)
+from nanovllm.extensions.quantised.kernels.quantised_weight import (
+    INT4,
+    MXFP4,
+    QuantisedWeight,
+    codes_to_bf16,
+    e2m1_to_bf16,
+    halves_to_bf16,
+    power_of_two_bf16,
+)
+from nanovllm.kernels.runtime import (
+    cdiv,
+    masked_load,
+    next_power_of_2,
+    overlap_options,
+    pdl_wait,
+    tl,
+    triton,
+)
+
+STEP = 128  # inputs that are multiplied at once: BLOCK_K of all tiles
+CODE_TILES = {4: Tile(16, 4), 20: Tile(32, 3), 48: Tile(64, 3), 1 << 30: Tile(128, 3, WARPS=8)}
+
+
+def permuted_width(features: int) -> int:
+    """How many columns inputs have when they are permuted."""
+    return cdiv(features, STEP) * STEP
+
+
+def permute_k(x: Tensor, codes_per_byte: int) -> Tensor:
+    """The columns of x [rows, in_features] in the order that `multiply_codes` wants, and then zeros."""
+    rows, in_features = x.shape
+    width = permuted_width(in_features)
+    out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
+    _permute_kernel[(rows,)](
+        x,
+        out,
+        x.stride(0),
+        IN_FEATURES=in_features,
+        WIDTH=width,
+        WIDTH_PAD=next_power_of_2(width),
+        CODES_PER_BYTE=codes_per_byte,
+        num_warps=4,
+        **overlap_options(x.device),
+    )
+    return out
+
+
+def multiply_codes(x: Tensor, weight: QuantisedWeight, product: GroupedProduct) -> None:
+    """With top_k the result is permuted for the next product, without it x must be."""
+    x = permute_k(x, 2 if weight.is_int4 else 1) if product.top_k else x
+    inputs = x, weight.codes.view(torch.uint8), weight.readable_scales, weight.zeros, x.stride(0)
+    changes = fewer_stages(x.device)
+    product.launch(_grouped_codes_kernel, weight, inputs, weight.constants, **changes)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _grouped_codes_kernel(
+    x,
+    codes,
+    scales,
+    zeros,
+    x_stride,
+    operands,
+    tokens,
+    KIND: tl.constexpr,
+    GROUP: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    ZERO_POINT: tl.constexpr,
+    SIZES: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """
+    One half of a program's rows are gates, the other half what they multiply, or all are neighbours. A thread
+    has as many of either half.
+    """
+    tile = find_tile(operands, tokens, SIZES, OVERLAP)
+    block, expert, assignment, is_real = tile
+    if expert == SIZES.EXPERTS:
+        return
+    PER_BYTE: tl.constexpr = 2 if KIND >= INT4 else 1  # codes
+    STEP: tl.constexpr = SIZES.BLOCK_K
+    CHUNKS: tl.constexpr = STEP // (BYTES * PER_BYTE)
+    ROW_BYTES: tl.constexpr = SIZES.IN_FEATURES // PER_BYTE
+    PIECE: tl.constexpr = 16 * PER_BYTE  # inputs of the codes that a thread reads at once
+    GROUPS: tl.constexpr = (SIZES.IN_FEATURES + GROUP - 1) // GROUP if GROUP > 0 else 1  # of a row
+    # One scale for all inputs of a step is applied to its sums.
+    SCALES_SUMS: tl.constexpr = GROUP > 0 and GROUP % STEP == 0 and zeros is None and PER_BYTE == 1
+    SCALES_CODES: tl.constexpr = GROUP > 0 and not SCALES_SUMS
+
+    row, is_row, read, is_read = rows_in_halves(expert, block, SIZES)
+    # As they are read: [chunks, rows that a thread has, rows, bytes of a row].
+    read, is_read = read[None, :, :, :], is_read[None, :, :, :]
+    chunk = tl.arange(0, CHUNKS)[:, None, None, None]
+    byte = chunk * BYTES + tl.arange(0, BYTES)[None, None, None, :]
+    its_codes = codes + read * ROW_BYTES + byte
+    piece = (chunk * 4 + tl.arange(0, 4)[None, None, None, :]) * PIECE
+    grid_row = read // TILE_ROWS * GROUPS
+    k = tl.arange(0, CHUNKS * BYTES)
+    its_x = x + (assignment // SIZES.TOP_K)[None, :] * x_stride + k[:, None]
+    # What a code stands above its number; integers of 4 bits come with 128 added.
+    above: tl.constexpr = 128 if KIND == INT4 else 0
+    row_zero = tl.full([1, 1, 1, 1], above + ZERO_POINT, tl.float32)
+    if zeros is not None and GROUP == 0:
+        row_zero = masked_load(zeros + grid_row, is_read).to(tl.float32) + above
+    # Scales of codes are asked for a step ahead.
+    if SCALES_SUMS:
+        sums_scales = row // TILE_ROWS * GROUPS
+        next_scale = masked_load(scales + sums_scales, is_row)
+    if SCALES_CODES:
+        has_scale = is_read & (piece < SIZES.IN_FEATURES)
+        next_scale = masked_load(scales + grid_row + piece // GROUP, has_scale)
+        if zeros is not None:
+            next_zero = masked_load(zeros + grid_row + piece // GROUP, has_scale)
+
+    acc = tl.full([SIZES.BLOCK_N, SIZES.BLOCK_M], 0.0, tl.float32)
+    for start in tl.range(0, SIZES.IN_FEATURES, STEP, num_stages=SIZES.STAGES):
+        is_there = is_read
+        if SIZES.IN_FEATURES % STEP:
+            is_there = is_read & (start // PER_BYTE + byte < ROW_BYTES)
+        found = masked_load(its_codes + start // PER_BYTE, is_there)
+        low_x = masked_load(its_x + start, is_real[None, :])
+        if PER_BYTE == 2:
+            high_x = masked_load(its_x + start + BYTES, is_real[None, :])
+            if KIND == INT4:
+                low, high = halves_to_bf16(found)
+            else:
+                low, high = e2m1_to_bf16(found)
+        else:
+            low = codes_to_bf16(found, KIND)
+        scale, zero = row_zero, row_zero
+        if SCALES_CODES:
+            scale = power_of_two_bf16(next_scale) if KIND == MXFP4 else next_scale.to(low.dtype)
+            scale = _expand(scale)
+            if zeros is not None:
+                zero = _expand((next_zero.to(tl.float32) + above).to(low.dtype))
+            has_scale = is_read & (start + STEP + piece < SIZES.IN_FEATURES)
+            grid = grid_row + (start + STEP + piece) // GROUP
+            next_scale = masked_load(scales + grid, has_scale)
+            if zeros is not None:
+                next_zero = masked_load(zeros + grid, has_scale)
+        low = _to_number(low, scale, zero, KIND == INT4 or zeros is not None, SCALES_CODES)
+        low = _swizzle(low, SIZES)
+        if SCALES_SUMS:
+            sums = tl.dot(low, low_x.to(low.dtype), input_precision="ieee")
+            acc += in_order(sums) * next_scale[:, None]
+            following = sums_scales + (start + STEP) // GROUP
+            next_scale = masked_load(scales + following, is_row & (following < sums_scales + GROUPS))
+        else:
+            acc = tl.dot(low, low_x.to(low.dtype), acc, input_precision="ieee")
+        if PER_BYTE == 2:
+            high = _to_number(high, scale, zero, KIND == INT4, SCALES_CODES)
+            acc = tl.dot(_swizzle(high, SIZES), high_x.to(low.dtype), acc, input_precision="ieee")
+    if not SCALES_SUMS:
+        acc = in_order(acc)
+    if GROUP == 0:
+        acc *= masked_load(scales + row // TILE_ROWS, is_row).to(tl.float32)[:, None]
+    store_tile(acc, row, is_row, tile, operands, SIZES, 0, False, PER_BYTE)
+
+
+@triton.jit
+def _permute_kernel(
+    x,
+    out,
+    x_stride,
+    IN_FEATURES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    WIDTH_PAD: tl.constexpr,
+    CODES_PER_BYTE: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    pdl_wait(OVERLAP)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, WIDTH_PAD)
+    value = masked_load(x + row * x_stride + column, column < IN_FEATURES)
+    tl.store(out + row * WIDTH + permuted(column, CODES_PER_BYTE), value, mask=column < WIDTH)
+
+
+@triton.jit
+def rows_in_halves(expert, block, SIZES):
+    """
+    A program's rows and whether they exist: in the order of the sums, all of the first half, then all of the
+    second; and as they are read, [rows that a thread has, rows, 1].
+    """
+    HALF: tl.constexpr = SIZES.BLOCK_N // 2
+    ROWS: tl.constexpr = 8 * SIZES.WARPS
+    line = tl.arange(0, SIZES.BLOCK_N)
+    row, is_row = _rows_at(expert, block, line // HALF, line % HALF, SIZES)
+    upper = tl.arange(0, SIZES.BLOCK_N // ROWS)[:, None, None]
+    place = upper // 2 * ROWS + tl.arange(0, ROWS)[None, :, None]
+    read, is_read = _rows_at(expert, block, upper % 2, place, SIZES)
+    return row, is_row, read, is_read
+
+
+@triton.jit
+def _rows_at(expert, block, half, place, SIZES):
+    """The weight's rows that stand at a place in one half of a program's rows, and whether they exist."""
+    HALF: tl.constexpr = SIZES.BLOCK_N // 2
+    if SIZES.PARTS == 2:
+        row = block * HALF + place
+        is_row = row < SIZES.OUT_FEATURES
+        row += half * SIZES.OUT_FEATURES
+    else:
+        row = (block * 2 + half) * HALF + place
+        is_row = row < SIZES.OUT_FEATURES
+    return expert.to(tl.int64) * (SIZES.PARTS * SIZES.OUT_FEATURES) + row, is_row
+
+
+@triton.jit
+def _expand(grid):
+    """[chunks, rows that a thread has, rows, 4] -> [.., BYTES], each number repeated."""
+    wide = tl.broadcast_to(
+        grid[:, :, :, :, None], [grid.shape[0], grid.shape[1], grid.shape[2], 4, BYTES // 4]
+    )
+    return tl.reshape(wide, [grid.shape[0], grid.shape[1], grid.shape[2], BYTES])
+
+
+@triton.jit
+def _to_number(codes, scale, zero, HAS_ZERO, IS_SCALED):
+    if HAS_ZERO:
+        codes -= zero.to(codes.dtype)
+    if IS_SCALED:
+        codes = (codes * scale).to(codes.dtype)
+    return codes
+
+
+@triton.jit
+def _swizzle(codes, SIZES):
+    """
+    From codes as they are read to [BLOCK_N, inputs], without moving any between threads: this is how the
+    matrix unit wants rows and inputs distributed over warps, lanes and registers.
+    """
+    CHUNKS: tl.constexpr = codes.shape[0]
+    codes = tl.reshape(codes, [CHUNKS, codes.shape[1] // 2, 2, SIZES.WARPS, 8, 4, 8, 2])
+    return tl.reshape(tl.permute(codes, [1, 3, 2, 4, 0, 6, 5, 7]), [SIZES.BLOCK_N, CHUNKS * BYTES])
+
+
+@triton.jit
+def in_order(sums):
+    """From the swizzled order of the rows to all of the first half, then all of the second."""
+    blocks = tl.reshape(sums, [sums.shape[0] // 16, 2, 8, sums.shape[1]])
+    return tl.reshape(tl.permute(blocks, [1, 0, 2, 3]), sums.shape)

@@ -1,0 +1,194 @@
+"""Weights as integers of 8 or 4 bits with a scale, and perhaps a zero point, a row or a group of inputs.
+
+compressed-tensors has integers of 8 bits as they are, or as many in an int32 as it holds, without a sign:
+the middle of their range stands for 0. So do GPTQ and AWQ, whose matrices are transposed: GPTQ has eight
+inputs in an int32, AWQ eight outputs. In memory there is one layout for all.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanovllm.extensions.quantised.kernels.quantised_weight import unpack
+from nanovllm.extensions.quantised.scaled import IGNORED, ONE_TILE, ScaledWeight
+from nanovllm.kernels.runtime import cdiv
+from nanovllm.layers.weight import Product, Shard
+from nanovllm.utils.loader import StoredTensor, check_stored
+
+# Where the integers come from: the formats of compressed-tensors, others, and weights in floating point.
+PLAIN, PACKED, GPTQ, AWQ, FLOATS = "int-quantized", "pack-quantized", "gptq", "awq", "floats"
+AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # where AWQ has each of eight outputs in an int32
+WHOLE = slice(None), slice(None)
+SIGN = 0x80
+SHRINKS = [1.0, 0.95, 0.9, 0.85, 0.8]  # scales that are tried: large weights may be cut off for the others
+
+
+class Integers(ScaledWeight):
+    """
+    Unless symmetric there are `zeros`, in the dtype of the codes. If the checkpoint groups inputs that are
+    not neighbours, input i of the weight is input `order[i]` of x.
+    """
+
+    bits: int
+
+    def __init__(
+        self,
+        shards: dict[Any, Shard],
+        stored_tile: tuple[int, int],
+        source: str,
+        is_symmetric: bool = True,
+        has_order: bool = False,
+        added_to_zeros: int = 0,
+    ):
+        super().__init__(shards, stored_tile)
+        self.source, self.added_to_zeros = source, added_to_zeros
+        self.is_transposed = source in (GPTQ, AWQ)
+        if not is_symmetric:
+            self.zeros = self._parameter("zeros", *self.scales.shape, dtype=self.code_dtype)
+        self.order = self._parameter("order", self.shape[1], dtype=torch.int64) if has_order else None
+        self._found_order: Tensor | None = None
+        words, scales = StoredTensor(self._load_words), StoredTensor(self.load_scales)
+        zeros, order = StoredTensor(self._load_zeros), StoredTensor(self._load_order, not has_order)
+        if source == FLOATS:
+            self.stored = {"weight": StoredTensor(self.load_floats)}
+        elif self.is_transposed:
+            self.stored = {"qweight": words, "scales": scales, "qzeros": zeros}
+            if source == GPTQ:
+                self.stored |= {"g_idx": order, "bias": StoredTensor(_check_zeros, True)}
+        else:
+            self.stored = {"weight_scale": scales, "input_scale": IGNORED, "input_zero_point": IGNORED}
+            if source == PLAIN:
+                self.stored["weight"] = StoredTensor(self.load_codes)
+            else:
+                shape = StoredTensor(_check_shape, True)
+                self.stored |= {"weight_packed": words, "weight_shape": shape, "weight_g_idx": order}
+            if not is_symmetric:
+                self.stored["weight_zero_point"] = zeros
+
+    # Products
+
+    def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return super().multiply(x if self.order is None else x[..., self.order], bias)
+
+    def products(self, layer: Any) -> list[Product]:
+        return super().products(layer) if self.order is None else []
+
+    # Loading
+
+    def _load_words(self, loaded: Any, shard: Shard) -> None:
+        shape, cut, axis = shard.shape, (shard.rows, shard.columns), int(self.source != GPTQ)
+        if self.is_transposed:
+            self.set_codes(shard.place, self._read_words(loaded, shape[::-1], cut[::-1], axis).t())
+        else:
+            self.set_codes(shard.place, self._read_words(loaded, shape, cut, axis))
+
+    def _read_words(self, loaded: Any, shape: tuple[int, ...], cut: tuple[slice, slice], axis: int) -> Tensor:
+        """A cut of a matrix of codes of this shape, of which neighbours along an axis are an int32."""
+        size = 32 // self.bits
+        packed = tuple(cdiv(n, size) if i == axis else n for i, n in enumerate(shape))
+        check_stored(loaded, packed, {torch.int32})
+        start, stop, _ = cut[axis].indices(shape[axis])
+        place = [*cut]
+        place[axis] = slice(start // size, cdiv(stop, size))
+        words = loaded[place[0], place[1]].to(self.weight.device)
+        words = words if axis else words.t()
+        # Not contiguous(), which leaves the strides of a single column as they are; `view` wants 1.
+        codes = words.clone(memory_format=torch.contiguous_format).view(torch.uint8)
+        if self.bits == 4:
+            codes = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(1)
+        else:
+            codes = (codes ^ SIGN).view(torch.int8)
+        if self.source == AWQ:
+            codes = codes.unflatten(1, (-1, size))[:, :, AWQ_ORDER].flatten(1)
+        codes = codes[:, start % size : start % size + stop - start]
+        return codes if axis else codes.t()
+
+    def _load_zeros(self, loaded: Any, shard: Shard) -> None:
+        if self.source == PLAIN or self.stored_tile == ONE_TILE:
+            self._check_grid(loaded, shard, {torch.int8})
+            zeros = loaded[...] + self.zero_point
+        else:
+            zeros = self._read_words(loaded, self._stored_grid(shard), WHOLE, int(self.is_transposed))
+        if self.added_to_zeros:
+            zeros = zeros + self.added_to_zeros & 15
+        if self.zeros is not None:
+            self._load_grid(self.zeros, zeros, shard)
+        elif (zeros != self.zero_point).any():
+            raise ValueError(f"holds zero points other than {self.zero_point} in a symmetric weight")
+
+    def _load_order(self, loaded: Any, shard: Shard) -> None:
+        """From the group of each input. Where they are no neighbours, inputs are put in the groups' order."""
+        width = shard.shape[1]
+        group = self.stored_tile[1] or width
+        check_stored(loaded, (width,), {torch.int32, torch.int64})
+        groups, expected = loaded[:].long(), torch.arange(width) // group
+        order = groups.argsort(stable=True)
+        if not torch.equal(groups[order], expected):
+            raise ValueError(f"does not put {group} inputs into each group")
+        if not torch.equal(groups, expected):
+            if self.order is None:
+                raise ValueError("puts inputs into groups out of order, which the configuration denies")
+            if self.shape[1] != width:
+                raise ValueError("puts inputs into groups out of order, which works on one rank only")
+        if self._found_order is not None and not torch.equal(self._found_order, order):
+            raise ValueError("puts inputs in another order than a part of the same matrix")
+        self._found_order = order
+
+    def finish(self) -> None:
+        """Put the inputs in the groups' order."""
+        if self.order is None or self._found_order is None:
+            return
+        self.order.data.copy_(self._found_order)
+        for rows in self.pieces(self.shape[0]):
+            self.set_codes(rows, unpack(self.weight[rows])[:, self.order])
+
+    def fill(self, matrix: Tensor) -> None:
+        super().fill(matrix)
+        if self.order is not None:
+            self.order.data.copy_(torch.arange(self.shape[1]))
+
+
+class Int8(Integers):
+    """`weight` int8 [out, in], `scales` float32."""
+
+    bits, code_dtype = 8, torch.int8
+    lowest, highest = -128.0, 127.0
+
+
+class Int4(Integers):
+    """
+    `weight` uint8 [out, in / 2], see kernels/quantised_weight.py. `scales` have the dtype of the
+    checkpoint's. The zero point of a symmetric weight is 8.
+    """
+
+    bits, code_dtype = 4, torch.uint8
+    scale_dtype = None
+    lowest, highest = -8.0, 7.0
+    zero_point = 8
+
+    def choose_scales(self, tiles: Tensor) -> Tensor:
+        """Those with the least squared error, of either sign: there is one more code below 0 than above."""
+        largest = tiles.abs().amax((1, 3), keepdim=True)
+        sign = torch.where(tiles.amax((1, 3), keepdim=True) == largest, -1.0, 1.0)
+        best, least = None, None
+        for shrink in SHRINKS:
+            scales = self.smallest(largest * (shrink / -self.lowest)).to(self.scales.dtype).float() * sign
+            error = (self.round(tiles / scales) * scales - tiles).square_().sum((1, 3), keepdim=True)
+            best = scales if best is None else torch.where(error < least, scales, best)
+            least = error if least is None else torch.minimum(error, least)
+        return best
+
+
+def _check_shape(loaded: Any, shard: Shard) -> None:
+    """Of `weight_shape`, which says again what the model's configuration says."""
+    check_stored(loaded, (2,), {torch.int64, torch.int32})
+    if tuple(loaded[:].tolist()) != shard.shape:
+        raise ValueError(f"holds {loaded[:].tolist()}, expected {list(shard.shape)}")
+
+
+def _check_zeros(loaded: Any, shard: Shard) -> None:
+    """Of a bias, which some programs write where the model has none."""
+    check_stored(loaded, shard.shape[:1])
+    if loaded[:].any():
+        raise ValueError("is a bias, which the model does not have")
