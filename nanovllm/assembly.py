@@ -112,10 +112,9 @@ def assemble(config: Config) -> Parts:
 
     observers = []
     if config.timeline is not None:
-        from nanovllm.extensions.timeline.pages import write
-        from nanovllm.extensions.timeline.recorder import Recorder
+        from nanovllm.extensions.timeline.pages import make_recorder
 
-        observers.append(Recorder(functools.partial(write, config)))
+        observers.append(make_recorder(config))
     bias, *others, scores = make_processors()
     bitmask = BitmaskProcessor()
     admission_control = AdmissionControl(config, bias)
@@ -145,7 +144,7 @@ def assemble(config: Config) -> Parts:
     if config.extensions:
         from nanovllm.extensions.lab.adding import add_extensions
 
-        parts = add_extensions(parts, config.extensions)
+        parts = add_extensions(parts, config.extensions, config.tensor_parallel_size)
     return parts
 
 

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar
 
@@ -163,7 +163,7 @@ class Config:
     download_dir: str | os.PathLike | None = None
     token: str | None = field(default=None, repr=False)
     timeline: str | os.PathLike | None = None
-    extensions: tuple[Any, ...] = ()
+    extensions: Sequence[Any] | None = None
 
     def __post_init__(self) -> None:
         # A filled-in Config is a copy of one that was checked, and may be made in a forked process, which

@@ -118,15 +118,17 @@ CALLED_BY_USERS = {
         TextLLM.chat TextLLM.score TextLLM.encode TextLLM.decode TextLLM.get_tokenizer""",
     "extensions/checkpoints/recommended.py": "RecommendingLLM.default_sampling_params",
     "engine/llm_engine.py": """LLMEngine.add_request LLMEngine.step LLMEngine.abort LLMEngine.clear
-        LLMEngine.is_finished LLMEngine.exit""",
+        LLMEngine.is_finished LLMEngine.exit LLMEngine.snapshot""",
     "extensions/safety/stats.py": "StatsLLM.stats",
     "extensions/api/llm.py": "ApiLLM.add_request",
+    "extensions/lab/simulator.py": "Simulator.wait_until",
     "extensions/api/async_llm.py": """AsyncLLM AsyncLLM.generate AsyncLLM.stream AsyncLLM.chat AsyncLLM.score
         AsyncLLM.encode AsyncLLM.stats AsyncLLM.get_tokenizer AsyncLLM.abort AsyncLLM.exit""",
     "extensions/api/cleanup.py": "cleanup_dist_env_and_memory",
     "extensions/api/engine_args.py": "EngineArgs EngineArgs.add_cli_args EngineArgs.from_cli_args",
 }
 CALLED_FROM_OUTSIDE = {
+    "extensions/lab/check.py": "Findings.pytest_runtest_logreport Findings.pytest_collectreport",  # pytest's
     "distributed/ranks.py": "serve",  # what a new process runs
     "extensions/ranks/reports.py": "serve",
     "extensions/batch/__main__.py": "_Stderr.flush",  # sys.stderr's

@@ -32,13 +32,17 @@ class ExtensionError(RuntimeError):
     """An extension has raised an error; the message names it and its method."""
 
 
-def add_extensions(parts: Parts, extensions: Iterable[Any]) -> Parts:
+def add_extensions(parts: Parts, extensions: Iterable[Any], num_ranks: int) -> Parts:
     """
     The parts with these objects, or those that strings "package.module:Name" name, applied in order. Raises
     TypeError for what is no extension and ValueError for two that cannot stand together, naming them.
     """
     replaced: dict[type, str] = {}
     for given in extensions:
+        if num_ranks > 1 and not isinstance(given, str):  # each rank makes its own
+            raise ValueError(
+                f"with several ranks extensions must be 'package.module:Name', got {shown(given)}"
+            )
         extension = load(given)
         name = type(extension).__name__
         check(extension, name)

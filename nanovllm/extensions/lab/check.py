@@ -32,9 +32,9 @@ PARTS = {
         "nanovllm.engine.block_manager:BlockManager", ("block_manager", "scheduler"), races.schedule
     ),
     "scheduler": Part("nanovllm.engine.scheduler:Scheduler", ("scheduler",), races.schedule),
-    "attention": Part("nanovllm.layers.attention:AttentionBackend", ("layers", "model"), races.attend),
-    "sampler": Part("nanovllm.layers.sampler:Sampler", ("engine",), races.sample),
-    "model": Part("nanovllm.models.qwen3:Qwen3ForCausalLM", ("model",), races.compute_logits),
+    "attention": Part("nanovllm.layers.attention:AttentionBackend", ("layers", "model"), races.generate),
+    "sampler": Part("nanovllm.layers.sampler:Sampler", ("engine",), races.generate),
+    "model": Part("nanovllm.models.qwen3:Qwen3ForCausalLM", ("model",), races.generate),
 }
 
 

@@ -3,14 +3,13 @@
 import os
 import warnings
 from collections.abc import Collection
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from nanovllm.checkpoints.base import Checkpoint
 from nanovllm.config import CHECKS, DTYPES, Check, Config, one_of
-from nanovllm.utils.validation import check, shown
+from nanovllm.utils.validation import shown
 
 # Formats that other engines want to be told, and this one finds in the checkpoint.
 FOUND_FORMATS = "compressed-tensors gptq gptq_marlin awq awq_marlin auto-round gguf".split()
@@ -58,25 +57,6 @@ def check_quantization(value: Any, name: str) -> str | None:
     return None if value is None else one_of("fp8", "int4")(value, name)
 
 
-def check_timeline(value: Any, name: str) -> Path | None:
-    """A file that can be written; its ending says what it is to be."""
-    path = none_or("a path", str, os.PathLike)(value, name)
-    if path is None:
-        return None
-    path = Path(path).absolute()
-    check(path.suffix in (".html", ".json"), f"{name} must end in .html or .json", value)
-    check(path.parent.is_dir(), f"{name} must be in a folder that exists", value)
-    return path
-
-
-def check_extensions(value: Any, name: str) -> tuple[Any, ...]:
-    """What they are is seen when the engine is put together."""
-    check(
-        isinstance(value, (list, tuple)), f"{name} must be a list of objects or 'package.module:Name'", value
-    )
-    return tuple(value)
-
-
 class ExtendedConfig(Config):
     """All options are served."""
 
@@ -93,16 +73,12 @@ class ExtendedConfig(Config):
         "download_dir": none_or("a path", str, os.PathLike),
         "token": none_or("a text", str, bool),
         "lora": none_or("a folder or hub id of an adapter", str, os.PathLike),
-        "timeline": check_timeline,
-        "extensions": check_extensions,
+        "timeline": none_or("a path", str, os.PathLike),
+        "extensions": none_or("a list of objects or 'package.module:Name'", list, tuple),
     }
 
     def with_checkpoint(self, checkpoint: Checkpoint, given: Collection[str] = ()) -> Config:
         """Of options that were `given`, not defaults, it is said if they are cut."""
-        if self.tensor_parallel_size > 1:
-            for extension in self.extensions:  # each rank makes its own
-                wanted = "with several ranks extensions must be named, as 'package.module:Name'"
-                check(isinstance(extension, str), wanted, extension)
         config = super().with_checkpoint(checkpoint)
         length, limit = self.max_model_len, config.max_model_len
         if "max_model_len" in given and length is not None and length > limit:

@@ -2,22 +2,31 @@
 
 import json
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from nanovllm.config import Config
 from nanovllm.extensions.timeline.recorder import MAX_TOKENS, RecordedSequence, Recorder
+from nanovllm.utils.validation import check
 
 HERE = Path(__file__).parent
 
 
-def write(config: Config, recorder: Recorder) -> None:
-    """Write the file that `timeline` names."""
+def make_recorder(config: Config) -> Recorder:
+    """What records, and writes `config.timeline` in the end. Raises ValueError if such a file cannot be."""
     path = Path(config.timeline)
+    check(path.suffix in (".html", ".json"), "timeline must end in .html or .json", config.timeline)
+    check(path.absolute().parent.is_dir(), "timeline must be in a folder that exists", config.timeline)
+    return Recorder(partial(write, path.absolute(), Path(config.model).name))
+
+
+def write(path: Path, title: str, recorder: Recorder) -> None:
+    """Write the file, whose ending says what it is."""
     if path.suffix == ".json":
         content = json.dumps({"traceEvents": trace_events(recorder)})
     else:
-        content = make_page(page_data(recorder, Path(config.model).name))
+        content = make_page(page_data(recorder, title))
     try:
         path.write_text(content, encoding="utf-8")
     except OSError as error:

@@ -98,12 +98,12 @@ def test_two_logits_processors_of_one_name_are_refused(model):
 
 @pytest.mark.parametrize("value", [3, "module:Name", {}])
 def test_the_option_is_a_list(model, value):
-    with pytest.raises(ValueError, match="extensions must be a list"):
+    with pytest.raises(ValueError, match="extensions must be None or a list"):
         LLM(model, extensions=value)
 
 
 def test_with_several_ranks_an_extension_must_have_a_name(model):
-    with pytest.raises(ValueError, match="with several ranks extensions must be named"):
+    with pytest.raises(ValueError, match="with several ranks extensions must be .package.module:Name., got"):
         LLM(model, extensions=[make(Observer)], tensor_parallel_size=2, **OPTIONS)
 
 
