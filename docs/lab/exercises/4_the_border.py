@@ -7,7 +7,7 @@ be known for that: a step in flight may have drawn it without the host knowing y
 seq.num_tokens`, and it is closed later).
 
 `seq.block_table` has the sequence's blocks. `self.close_newest(seq)` closes the block that the newest known
-token fills; to open one, allocate from the rest of the class: read `BlockManager.allocate` to see how.
+token fills; to open one, call `self._open_block(seq)`.
 """
 
 from nanovllm.engine import block_manager

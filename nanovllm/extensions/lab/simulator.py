@@ -6,7 +6,6 @@ requests and on any computer. Tokens mean nothing: all are the same, so completi
 
 import contextlib
 from collections.abc import Callable
-from pkgutil import resolve_name
 from types import SimpleNamespace
 from typing import Any
 
@@ -65,7 +64,7 @@ class Simulator(LLM):
         super().__init__(model, **(defaults | options))
 
     def start_runner(self, checkpoint: Checkpoint) -> None:
-        self.parts = resolve_name(self.assembly)(self.config)
+        self.parts = self.assembly(self.config)
         self.model_runner = SimulatedRunner(self.cost, self.config.num_kvcache_blocks)
         self.parts.policy.clock = self.clock
 
