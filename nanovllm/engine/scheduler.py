@@ -200,7 +200,7 @@ class Scheduler:
             is_stop = token_id in seq.request.end_token_ids
             if is_stop or num_known == seq.request.max_num_tokens:
                 by_request = is_stop and token_id in seq.request.params.stop_token_ids
-                self.end(seq, "stop" if is_stop else "length", token_id if by_request else None)
+                self.end(seq, "stop" if is_stop else "length", seq.last_token if by_request else None)
                 finished.append(seq)
         self.num_drawn_tokens += len(sequences)
         return finished
