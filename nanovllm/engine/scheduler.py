@@ -143,9 +143,8 @@ class Scheduler:
             if seq.num_tokens % block_size > 1:
                 continue  # in the middle of a block nothing is opened or closed
             while not self.block_manager.can_append(seq):
-                youngest = self.running[-1]
-                self.preempt(youngest)
-                if youngest is seq:
+                self.preempt(self.running[-1])
+                if seq.slot < 0:  # it was the youngest itself
                     break
             else:
                 self.block_manager.may_append(seq)

@@ -124,7 +124,7 @@ MUTATIONS = [
         ),
         ("        self.chunked = None\n        if budget", "        if budget"),
         ("if seq.num_tokens % block_size > 1:", "if seq.num_tokens % block_size > 0:"),
-        ("youngest = self.running[-1]", "youngest = self.running[0]"),
+        ("self.preempt(self.running[-1])", "self.preempt(self.running[0])"),
         ("self.waiting.move_to_end(seq, last=False)", "pass"),
         ("reverse=True)", "reverse=False)"),
         (
@@ -399,7 +399,7 @@ MUTATIONS = [
         "batch",
         ("+ positions % self.block_size", "+ (positions + 1) % self.block_size"),
         ("lens_k.append(end)", "lens_k.append(end - start)"),
-        ("            wanted |= seq.request.wanted\n            num_sent", "            num_sent"),
+        ("            wanted |= seq.request.wanted\n            if", "            if"),
     ),
     *mutations_of(
         "nanovllm/extensions/logits/scores",
@@ -416,10 +416,10 @@ MUTATIONS = [
         ("        if slots != self.decoded:", "        if not self.decoded:"),
         ("            self.is_new = True", "            pass"),
         ("        self.is_new = True\n        self.ever", "        self.ever"),
-        ("if len(seq.block_table) != num_sent:", "if False:"),
+        ("if seq.num_tokens % self.block_size == 1:", "if False:"),
         ("seq.request.seed, temperature", "seq.seq_id, temperature"),
-        ("start + num_sent)", "start + num_sent + 1)"),
-        ("len(seq.block_table)\n        self.is_new", "0\n        self.is_new"),
+        ("start + len(seq.block_table) - 1]", "start + len(seq.block_table)]"),
+        ("if seq.num_tokens % self.block_size == 1:", "if seq.num_tokens % self.block_size == 2:"),
         ("self.decoded: list[int] = []", "self.decoded = getattr(self, 'decoded', [])"),
     ),
     *mutations_of(
