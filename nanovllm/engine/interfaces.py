@@ -11,7 +11,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from nanovllm.distributed.group import Group
 from nanovllm.engine.policies import Admission, PrefixCache
@@ -63,10 +63,13 @@ class Observer:
 
     def failed(self, step: Any) -> Iterable[Sequence]:
         """
-        A call was broken off while it worked on this Step. Returns the unfinished sequences to keep, which
-        follow in `added`; those that no observer keeps are dropped.
+        A call was broken off while it worked on this Step. Returns the unfinished sequences to keep; those
+        that no observer keeps are dropped.
         """
         return ()
+
+    def cleared(self) -> None:
+        """Nothing is queued or running any more; those that are kept follow in `added`."""
 
 
 class LogitsProcessor:
@@ -161,17 +164,17 @@ class LogitsProcessor:
 class Parts:
     """What `assembly` names makes of a Config. `logits_processors` are sorted by their `order`."""
 
-    build_model: Callable[..., nn.Module]  # ModelConfig -> the model, with memory for its weights
-    make_layout: Callable[..., Any]  # Config -> CacheLayout
-    make_backend: Callable[..., Any]  # (Config, device, attention layers, CacheLayout) -> AttentionBackend
-    make_ranks: Callable[..., Any]  # (number of ranks, make_collectives) -> Ranks
-    make_collectives: Callable[..., Group] = Group  # (rank, size, store, check) -> Group, with several ranks
+    build_model: Callable  # ModelConfig -> the model, with memory for its weights
+    make_layout: Callable  # Config -> CacheLayout
+    make_backend: Callable  # (Config, device, attention layers, CacheLayout) -> AttentionBackend
+    make_ranks: Callable  # (number of ranks, make_collectives) -> Ranks
+    make_collectives: Callable = Group  # (rank, size, store, check) -> Group, with several ranks
     observers: tuple[Observer, ...] = ()
     prefix_cache: PrefixCache = field(default_factory=PrefixCache)
     admissions: tuple[Admission, ...] = ()  # who may keep a sequence from running
     logits_processors: tuple[LogitsProcessor, ...] = ()
     # (decode step, device) -> whether it can be recorded as a CUDA graph; asked once, in the warm-up.
-    can_record: Callable[..., bool] = lambda _step, _device: True
+    can_record: Callable = lambda _step, _device: True
 
     def __post_init__(self) -> None:
         self.logits_processors = tuple(sorted(self.logits_processors, key=attrgetter("order")))

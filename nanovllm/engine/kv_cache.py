@@ -61,10 +61,9 @@ class KVCache:
         for page, layers in self.groups.items():
             # Zeros, since a page that was never written may be read under a mask, where a NaN would survive.
             shape, dtype = (self.layout.planes, len(layers), num_blocks, *page), self.layout.dtype
-            if self.device.type == "cpu" and num_blocks:
+            if self.device.type == "cpu":
                 # Only mapped: it takes room page by page as it is written.
-                memory = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
-                pages = torch.from_numpy(memory).view(dtype).view(shape)
+                pages = torch.from_numpy(np.zeros(shape, f"i{dtype.itemsize}")).view(dtype)
             else:
                 pages = torch.zeros(shape, dtype=dtype, device=self.device)
             self.pages.append(pages)

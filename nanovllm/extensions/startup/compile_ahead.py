@@ -34,7 +34,7 @@ from nanovllm.engine.memory import largest_batch
 from nanovllm.kernels import runtime
 from nanovllm.kernels.prefill_attention import SHORT_QUERIES
 from nanovllm.kernels.runtime import triton
-from nanovllm.models import pack_weights
+from nanovllm.utils.loader import pack_weights
 from nanovllm.utils.torch_defaults import dtype_lock
 
 TIMEOUT = 30  # seconds; far more than all kernels take
