@@ -124,11 +124,12 @@ class ModelRunner:
         with self.on_device():
             self.reset()
             self._notify("stop")
+            self.decoded.clear()
             if self.graphs is not None:
                 self.graphs.close()
             for part in (self.backend, *self.parts.logits_processors):
                 part.close()
-            vars(self).clear()
+            self.model = self.kv_cache = self.slots = self.receivers = None
             torch.cuda.empty_cache()
 
     def reset(self) -> None:

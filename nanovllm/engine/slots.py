@@ -24,7 +24,7 @@ class SlotLayout:
     """
 
     def __init__(self, config: Any):
-        self.padding_slot: int = config.max_num_seqs
+        self.padding_slot = config.max_num_seqs
         self.num_slots = self.padding_slot + 1
         self.max_blocks = -(-config.max_model_len // config.kvcache_block_size)
         if config.num_kvcache_blocks != -1:  # else there will be enough for such a sequence
