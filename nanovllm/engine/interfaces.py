@@ -88,7 +88,6 @@ class LogitsProcessor:
     order = 0  # processors are applied in rising order
     needs_whole = True  # `apply` and `drawn` want all logits, not this rank's part of the vocabulary
     changes_logits = True  # `apply` does
-    needs_raw = False  # `drawn` wants logits as the model made them
     prefill_only = False  # it has nothing to do with decode steps
     waits_for_host = False  # `apply` needs `host_input` of all tokens before: sampling waits for the host
     reads_slowly = False  # `read` may take seconds, and may be called in any thread
@@ -146,7 +145,10 @@ class LogitsProcessor:
         """
 
     def apply(self, logits: Tensor, step: SamplingStep) -> Tensor:
-        """The logits [sequences, vocabulary] to draw from. May change them in place, and `step.lowest`."""
+        """
+        The logits [sequences, vocabulary] to draw from. May change them in place, and `step.lowest`. Who
+        wants those of the model in `drawn` is applied first, and returns a copy for the others to change.
+        """
         return logits
 
     def drawn(self, raw_logits: Tensor, tokens: Tensor, step: SamplingStep) -> None:

@@ -279,9 +279,6 @@ class ModelRunner:
         if any(map(attrgetter("needs_whole"), processors)):
             logits, step.vocab_start = lm_head.gather(logits), 0
         raw_logits = logits
-        needs_raw = any(map(attrgetter("needs_raw"), processors))
-        if needs_raw and any(map(attrgetter("changes_logits"), processors)):
-            logits = logits.to(torch.float32, copy=True)
         for processor in processors:
             logits = processor.apply(logits, step)
         tokens = self.sampler(logits, step)

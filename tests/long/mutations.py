@@ -363,8 +363,12 @@ MUTATIONS = [
         "model_runner",
         ("step.vocab_start = lm_head.vocab_start", "step.vocab_start = 0"),
         ("lm_head.gather(logits), 0", "lm_head.gather(logits), step.vocab_start"),
-        ("logits = logits.to(torch.float32, copy=True)", "pass"),
-        (' and any(map(attrgetter("changes_logits"), processors))', ""),
+    ),
+    *mutations_of(
+        "nanovllm/extensions/logits/logprobs",
+        ("return logits.to(torch.float32, copy=True)", "return logits"),
+        ("any(each.changes_logits for each in step.processors)", "True"),
+        ("    order = 0  # before", "    order = 50  # before"),
     ),
     *mutations_of(
         "nanovllm/extensions/structured/kernels/token_masks",
