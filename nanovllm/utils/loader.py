@@ -103,8 +103,9 @@ def find_places(model: nn.Module) -> dict[str, StoredTensor]:
     for name, layer in model.named_modules():
         if hasattr(layer, "stored_tensors"):
             found |= layer.stored_tensors(name)
-    places = dict(found)
+    places = {}
     for name, place in found.items():
+        places[name] = place
         for source, (target, shard_id) in packed.items():
             if f".{target}." in f".{name}.":
                 places.pop(name, None)
