@@ -844,14 +844,14 @@ MUTATIONS = [
     ),
     *mutations_of(
         "nanovllm/extensions/quantised/fp8",
-        ("if hidden_size is None or not can_use_fp8", "if True or not can_use_fp8"),
+        ("if layer.hidden_size is None or not can_use_fp8", "if True or not can_use_fp8"),
     ),
     *mutations_of(
         "nanovllm/extensions/products/products",
         ("return not is_prefill and 0 < rows <= MAX_ROWS", "return 0 < rows <= MAX_ROWS"),
         ("return not is_prefill and rows <= MAX_FUSED_ROWS", "return not is_prefill"),
         ("        if not stream.is_untouched:\n", "        if False:\n"),
-        ("if hidden_size and num_ranks == 1 and can_fuse", "if hidden_size and can_fuse"),
+        ("layer.group.size == 1 and can_fuse", "can_fuse"),
         ("x = stream.normalised()\n", "x = stream.residual()\n"),
     ),
     *mutations_of(
