@@ -28,7 +28,7 @@ class Observer:
 
     is_active = False  # whether after_step is called
 
-    def starting(self, rank: int, make_runner: Callable[..., Any]) -> None:
+    def starting(self, rank: int, make_runner: Callable) -> None:
         """
         Before anything is on the device. make_runner(config, group=, device=) makes another ModelRunner of
         the same parts, whose `build()` makes the model without weights.

@@ -19,7 +19,7 @@ class Qwen3Attention(nn.Module):
     def __init__(self, config: ModelConfig, rotary_emb: RotaryEmbedding):
         super().__init__()
         head_dim = config.head_dim
-        self.qkv_proj = qkv_proj = QKVParallelLinear(
+        self.qkv_proj = QKVParallelLinear(
             config.hidden_size,
             head_dim,
             config.num_attention_heads,
@@ -32,7 +32,7 @@ class Qwen3Attention(nn.Module):
         self.q_norm = RMSNorm(head_dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(head_dim, config.rms_norm_eps)
         self.rotary_emb = rotary_emb
-        self.attn = Attention(qkv_proj.num_heads, head_dim, head_dim**-0.5, qkv_proj.num_kv_heads)
+        self.attn = Attention(self.qkv_proj.num_heads, head_dim, head_dim**-0.5, self.qkv_proj.num_kv_heads)
 
     def forward(self, positions: Tensor, stream: Stream, next_norm: RMSNorm) -> Stream:
         attended = self.attend(positions, self.qkv_proj(stream))
