@@ -374,8 +374,12 @@ MUTATIONS = [
         "model_runner",
         ("step.vocab_start = lm_head.vocab_start", "step.vocab_start = 0"),
         ("lm_head.gather(logits), 0", "lm_head.gather(logits), step.vocab_start"),
-        ("logits = logits.to(torch.float32, copy=True)", "pass"),
-        (' and any(map(attrgetter("changes_logits"), processors))', ""),
+    ),
+    *mutations_of(
+        "nanovllm/extensions/logits/logprobs",
+        ("return logits.to(torch.float32, copy=True)", "return logits"),
+        ("any(each.changes_logits for each in step.processors)", "True"),
+        ("    order = 0  # before", "    order = 50  # before"),
     ),
     *mutations_of(
         "nanovllm/extensions/structured/kernels/token_masks",
@@ -855,7 +859,7 @@ MUTATIONS = [
         ("return not is_prefill and 0 < rows <= MAX_ROWS", "return 0 < rows <= MAX_ROWS"),
         ("return not is_prefill and rows <= MAX_FUSED_ROWS", "return not is_prefill"),
         ("        if not stream.is_untouched:\n", "        if False:\n"),
-        ("if layer.hidden_size and layer.group.size == 1 and can_fuse", "if layer.hidden_size and can_fuse"),
+        ("layer.group.size == 1 and can_fuse", "can_fuse"),
         ("x = stream.normalised()\n", "x = stream.residual()\n"),
     ),
     *mutations_of(

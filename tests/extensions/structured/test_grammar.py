@@ -315,8 +315,6 @@ def test_every_request_gets_the_tokens_that_it_gets_alone(folder, alone, options
 class Graphs(list):
     """Stands for CUDA graphs: what was captured runs again when it is replayed."""
 
-    sizes = (1, 2, 4, 8, 16, 64, 512)
-
     def capture(self, step, in_two):
         self.append(in_two)
         return step if in_two else lambda: partial(lambda output: output, step()())
