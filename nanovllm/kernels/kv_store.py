@@ -57,13 +57,9 @@ def store_rows(k_cache, v_cache, slot, head, half, is_v, inside, address, half1,
     """
     if slot >= 0:
         offset = (slot * SIZES.NUM_KV_HEADS + head) * SIZES.HEAD_DIM + half
-        HALF: tl.constexpr = SIZES.HEAD_DIM // 2
-        if is_v:
-            tl.store(v_cache + offset, half1, mask=inside)
-            tl.store(v_cache + offset + HALF, half2, mask=inside)
-        else:
-            tl.store(k_cache + offset, half1, mask=inside)
-            tl.store(k_cache + offset + HALF, half2, mask=inside)
+        place = (v_cache if is_v else k_cache) + offset
+        tl.store(place, half1, mask=inside)
+        tl.store(place + SIZES.HEAD_DIM // 2, half2, mask=inside)
 
 
 class StoreHooks(NamedTuple):
@@ -169,10 +165,7 @@ def _qk_norm_rope_store_kernel(
     cos = masked_load(cos_address, rotated)
     sin = masked_load(cos_address + HALF, rotated)
     if q_weight is not None:
-        if is_q:
-            weight = q_weight + half
-        else:
-            weight = k_weight + half
+        weight = (q_weight if is_q else k_weight) + half
         weight1 = masked_load(weight, rotated)
         weight2 = masked_load(weight + HALF, rotated)
     slot = tl.load(slot_mapping + token).to(tl.int64)
@@ -189,10 +182,9 @@ def _qk_norm_rope_store_kernel(
             # Rounded after the norm and again after the weight, as transformers' Qwen3RMSNorm does.
             wide1 = _rounded(_rounded(wide1 * scale, DTYPE) * weight1.to(tl.float32), DTYPE)
             wide2 = _rounded(_rounded(wide2 * scale, DTYPE) * weight2.to(tl.float32), DTYPE)
-        wide1, wide2 = (
-            _rounded(wide1 * cos - wide2 * sin, DTYPE),
-            _rounded(wide2 * cos + wide1 * sin, DTYPE),
-        )
+        rotated1 = _rounded(wide1 * cos - wide2 * sin, DTYPE)
+        wide2 = _rounded(wide2 * cos + wide1 * sin, DTYPE)
+        wide1 = rotated1
         if HOOKS.rotate is not None:
             wide1, wide2 = HOOKS.rotate(wide1, wide2, SIZES, HOOKS)
         tl.store(address, wide1, mask=inside)
