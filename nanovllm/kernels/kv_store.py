@@ -151,16 +151,17 @@ def _qk_norm_rope_store_kernel(
     token = (tl.program_id(0) // PROGRAMS).to(tl.int64)
     is_q = program < SIZES.Q_PROGRAMS
     is_v = program >= FIRST_V
-    first_program = tl.where(is_q, 0, tl.where(is_v, FIRST_V, SIZES.Q_PROGRAMS))
+    kv_program = FIRST_V if is_v else SIZES.Q_PROGRAMS
+    kv_head = SIZES.NUM_HEADS + SIZES.NUM_KV_HEADS if is_v else SIZES.NUM_HEADS
+    first_program = 0 if is_q else kv_program
+    first_head = 0 if is_q else kv_head
+    num_heads = SIZES.NUM_HEADS if is_q else SIZES.NUM_KV_HEADS
     head = (program - first_program) * SIZES.HEADS + tl.arange(0, SIZES.HEADS)[:, None]
-    num_heads = tl.where(is_q, SIZES.NUM_HEADS, SIZES.NUM_KV_HEADS)
-    kv_head = tl.where(is_v, SIZES.NUM_HEADS + SIZES.NUM_KV_HEADS, SIZES.NUM_HEADS)
-    first_head = tl.where(is_q, 0, kv_head)
     half = tl.arange(0, SIZES.HALF_PAD)[None, :]
     inside = (head < num_heads) & (half < HALF)
     address = qkv + token * token_stride + (first_head + head) * SIZES.HEAD_DIM + half
 
-    rotated = half < tl.where(is_v, 0, HALF)  # v is not rotated
+    rotated = half < (0 if is_v else HALF)  # v is not rotated
     cos_address = cos_sin + tl.load(positions + token) * SIZES.HEAD_DIM + half
     cos = masked_load(cos_address, rotated)
     sin = masked_load(cos_address + HALF, rotated)
