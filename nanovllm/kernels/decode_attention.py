@@ -210,8 +210,8 @@ def begin_decode(q, q_batch_stride, q_head_stride, extras, SIZES, HOOKS):
     index = row, head, dim
     highest = tl.full([SIZES.HEADS_PAD], MINUS_INF, tl.float32)
     # Each place in a tile has a sum of its own, until the end.
-    total = tl.zeros([SIZES.TILE, SIZES.HEADS_PAD], tl.float32)
-    acc = tl.zeros([SIZES.DIM_PAD, SIZES.HEADS_PAD], tl.float32)
+    total = tl.full([SIZES.TILE, SIZES.HEADS_PAD], 0.0, tl.float32)
+    acc = tl.full([SIZES.DIM_PAD, SIZES.HEADS_PAD], 0.0, tl.float32)
     kept = ()
     if HOOKS.begin is not None:
         highest, total, kept = HOOKS.begin(extras, index, highest, total, SIZES, HOOKS)

@@ -173,7 +173,7 @@ def _prefill_kernel(
 
     highest = tl.full([QUERY_TILE], MINUS_INF, tl.float32)
     total = tl.zeros_like(highest)
-    acc = tl.zeros([QUERY_TILE, SIZES.DIM_PAD], tl.float32)
+    acc = tl.full([QUERY_TILE, SIZES.DIM_PAD], 0.0, tl.float32)
     if HOOKS.begin_prefill is not None:
         highest, total = HOOKS.begin_prefill(extras, head, highest, total, HOOKS)
     sums = highest, total, acc

@@ -92,7 +92,7 @@ def combine_splits(partial, log_sums, first_row, used_splits, out, dim, SIZES):
     is_dim = dim < SIZES.HEAD_DIM
     highest = tl.full([SIZES.COMBINED_HEADS], -1.0e30, tl.float32)  # finite where there is no head
     total = tl.zeros_like(highest)
-    acc = tl.zeros([SIZES.COMBINED_HEADS, SIZES.DIM_PAD], tl.float32)
+    acc = tl.full([SIZES.COMBINED_HEADS, SIZES.DIM_PAD], 0.0, tl.float32)
     for start in range(0, used_splits, SIZES.COMBINED_SPLITS):
         split = start + tl.arange(0, SIZES.COMBINED_SPLITS)
         is_used = split < used_splits
