@@ -673,7 +673,7 @@ MUTATIONS = [
     ),
     *mutations_of(
         "nanovllm/kernels/split_kv",
-        ("begin = first // SIZES.TILE * SIZES.TILE", "begin = first"),
+        ("begin = first // TILE * TILE", "begin = first"),
     ),
     *mutations_of(
         "nanovllm/kernels/decode_attention",
