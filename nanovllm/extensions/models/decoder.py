@@ -1,6 +1,5 @@
 """The decoder of Qwen3's relatives: the core's, of which parts are replaced as the configuration says."""
 
-from collections.abc import Callable
 from dataclasses import replace
 
 from nanovllm.extensions.experts.moe import MixtureOfExperts
@@ -32,7 +31,7 @@ class Decoder(Qwen3ForCausalLM):
     gguf_added_to_norms = 0.0
     # (raw, number) -> fields besides `raw`, those of all models; number(key, default, kind) is what the file
     # has there, or a ValueError that names the key.
-    read_gguf_fields: Callable[..., Fields] | None = None
+    read_gguf_fields = staticmethod(lambda raw, number: {})
 
     def __init__(self, config: DecoderConfig):
         super().__init__(replace(config, attention_bias=config.attention_bias or self.has_qkv_bias_alone))

@@ -7,8 +7,8 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-from nanovllm.checkpoints.model_config import check_size
-from nanovllm.utils.validation import check, is_number, shown
+from nanovllm.checkpoints.model_config import check_number, check_size
+from nanovllm.utils.validation import shown
 
 # Model types that give transformers' own logits here, as a test shows. Others may keep a state, attend in
 # another way, or do something beside attention that nobody would notice until the text is wrong.
@@ -59,10 +59,9 @@ def transformers_config(raw: dict[str, Any], check_rope: Callable[..., None] = l
     kind = raw.get("model_type")
     names = raw.get("architectures") or []
     names = names if isinstance(names, list) else [names]
-    name = names[0] if names else None
+    name = next(iter(names), None)
     known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(kind))
-    is_one = name in (known if isinstance(known, tuple | list) else (known,))
-    if known is None or not (is_one or model_type_decides(names)):
+    if known is None or not (name == known or model_type_decides(names)):
         raise ValueError(
             f"architecture {shown(name)} of model type {shown(kind)} is not known, neither here nor as a "
             "decoder of this version of transformers"
@@ -98,7 +97,7 @@ def _honour_attn_factor(config: Any, settings: dict[str, Any]) -> None:
 
     value = settings.pop("attn_factor")
     kind = settings.get("rope_type")
-    check(is_number(value, float, 1e-6, 1e15), "attn_factor must be a number from 1e-06 to 1e+15", value)
+    check_number("attn_factor", value, 1e-6, 1e15)
     if settings is not config.rope_parameters or kind != "yarn":
         raise ValueError(f"attn_factor is for rope_type 'yarn' in all layers alike, got {shown(kind)}")
     settings["attention_factor"] = value * ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")[1]

@@ -9,11 +9,12 @@ knows an architecture by name.
 
 import threading
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils.hooks import RemovableHandle
 
 from nanovllm.distributed.group import get_group
 from nanovllm.extensions.transformers.config import transformers_config
@@ -22,7 +23,7 @@ from nanovllm.extensions.transformers.parts import NAME, register
 from nanovllm.extensions.transformers.ranks import cut_modules
 from nanovllm.extensions.transformers.weights import Converted, converted
 from nanovllm.layers.attention import Attention
-from nanovllm.utils.context import get_context
+from nanovllm.layers.embed_head import ParallelLMHead
 
 
 class TransformersForCausalLM(nn.Module):
@@ -49,10 +50,9 @@ class TransformersForCausalLM(nn.Module):
         made = give_memory(model)
         for attention in self.attention:
             attention.features["sinks"] = made.get(attention.features["sinks"])
-        head = Head(model)
         for name, child in model.named_children():
             self.add_module(name, child)
-        object.__setattr__(self, "lm_head", head)  # under its own name it is a child already
+        vars(self)["lm_head"] = Head(model)  # under its own name it is a child already
         # A mask of four dimensions is one that transformers passes on as it is, and `attend` needs none.
         self.register_buffer("no_mask", torch.empty(1, 1, 1, 1), persistent=False)
 
@@ -99,22 +99,15 @@ def build(config: Any) -> Any:
     return model.eval()
 
 
-@contextmanager
-def without_memory() -> Iterator[None]:
-    """Parameters that this thread makes here take no memory, but buffers have their values."""
-    register = nn.Module.register_parameter
+def without_memory() -> RemovableHandle:
+    """Parameters that this thread makes in this context take no memory, but buffers have their values."""
     thread = threading.get_ident()
 
-    def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if param is not None and threading.get_ident() == thread:
-            param = nn.Parameter(param.detach().to("meta"), requires_grad=False)
-        register(module, name, param)
+    def on_meta(_module: nn.Module, _name: str, param: nn.Parameter) -> nn.Parameter | None:
+        is_ours = threading.get_ident() == thread
+        return nn.Parameter(param.detach().to("meta"), requires_grad=False) if is_ours else None
 
-    nn.Module.register_parameter = register_on_meta
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = register
+    return register_module_parameter_registration_hook(on_meta)
 
 
 def give_memory(model: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
@@ -164,8 +157,8 @@ def try_out(base: Any, num_layers: int) -> list[Attention]:
     except Exception as error:
         ranks = f" with tensor_parallel_size={get_group().size}" if shares else ""
         raise ValueError(f"{name} is not supported{ranks}: {error!r:.300}") from error
-    modules = (module for module in base.modules() if hasattr(module, "nano_vllm_attention"))
-    found = [module.nano_vllm_attention[0] for module in modules]
+    attentions = (getattr(module, "nano_vllm_attention", None) for module in base.modules())
+    found = [attention for attention in attentions if attention is not None]
     if len(found) != num_layers:
         reason = f"{len(found)} of {num_layers} layers have attention of the usual kind"
         raise ValueError(f"{name} is not supported: {reason}")
@@ -179,16 +172,10 @@ class Head:
     """
 
     vocab_start = 0
+    __call__ = ParallelLMHead.forward
 
     def __init__(self, model: Any):
         self.model = model
-
-    def __call__(self, hidden_states: Tensor) -> Tensor:
-        """-> logits [sequences, vocab_size], in a prefill of the last token of each."""
-        context = get_context()
-        if context.is_prefill:
-            hidden_states = hidden_states[context.cu_seqlens_q[1:].long() - 1]
-        return self.logits(hidden_states)
 
     def logits(self, hidden_states: Tensor) -> Tensor:
         """-> logits [tokens, vocab_size]."""

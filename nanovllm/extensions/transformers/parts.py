@@ -17,7 +17,7 @@ from nanovllm.extensions.experts.kernels.moe import run_experts
 from nanovllm.extensions.experts.kernels.moe_matvec import can_use_few, run_experts_few
 from nanovllm.extensions.experts.kernels.router import Chosen
 from nanovllm.extensions.transformers.faster import hands_over_rotation
-from nanovllm.extensions.transformers.ranks import has_plain_experts, sum_over_ranks
+from nanovllm.extensions.transformers.ranks import has_plain_experts
 from nanovllm.layers.attention import Attention
 from nanovllm.utils.context import get_context
 
@@ -61,11 +61,11 @@ def attend(
     if query.is_meta:
         options["sliding_window"] = getattr(attention_mask, "window", options.get("sliding_window"))
         attention = make_attention(module, query, key, value, options)
-        module.nano_vllm_attention = (attention,)  # not a child, or it would have two names
+        vars(module)["nano_vllm_attention"] = attention  # not a child, or it would have two names
         if not hands_over_rotation(query, key, value):
             vars(module).pop("forward", None)  # it rotates by itself again
         return query.new_empty(1, num_tokens, num_heads, value.shape[-1]), None
-    attention: Attention = module.nano_vllm_attention[0]
+    attention: Attention = module.nano_vllm_attention
     value_dim = value.shape[-1]
     if value_dim < attention.head_dim:
         value = F.pad(value, (0, attention.head_dim - value_dim))
@@ -101,8 +101,11 @@ def make_attention(
     scaling = options.get("scaling")
     scale = head_dim**-0.5 if scaling is None else float(scaling)
     attention = Attention(num_heads, head_dim, scale, num_kv_heads)
-    window, softcap = options["sliding_window"] or 0, options.get("softcap") or 0.0
-    attention.features = {"window": window, "softcap": softcap, "sinks": sinks}
+    attention.features = {
+        "window": options["sliding_window"] or 0,
+        "softcap": options.get("softcap") or 0.0,
+        "sinks": sinks,
+    }
     return attention
 
 
@@ -127,7 +130,7 @@ def compute_experts(module: nn.Module, hidden_states: Tensor, experts: Tensor, w
         from transformers.integrations.moe import grouped_mm_experts_forward
 
         y = grouped_mm_experts_forward(module, hidden_states, experts, weights)
-    return sum_over_ranks(module, y)
+    return module.nano_vllm_group.all_reduce(y) if hasattr(module, "cut") else y
 
 
 def is_swiglu(module: nn.Module) -> bool:
