@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from nanovllm.extensions.experts.moe import MixtureOfExperts
-from nanovllm.extensions.models.attention_rule import set_rule
+from nanovllm.extensions.models.attention_rule import AttentionRule
 from nanovllm.extensions.models.config import DecoderConfig, Fields
 from nanovllm.layers.rotary_embedding import get_rope
 from nanovllm.models.qwen3 import Qwen3ForCausalLM, Qwen3MLP
@@ -41,9 +41,10 @@ class Decoder(Qwen3ForCausalLM):
         experts, hidden_size = config.experts, config.hidden_size
         for i, layer in enumerate(self.model.layers):
             attention = layer.self_attn
-            attention.attn.variant.scale = config.query_pre_attn_scalar**-0.5
+            variant = attention.attn.variant
+            variant.scale = config.query_pre_attn_scalar**-0.5
             if config.windows[i]:
-                set_rule(attention.attn, window=config.window(i))
+                attention.attn.variant = AttentionRule(variant.scale, config.window(i))
                 attention.rotary_emb = local_rope or attention.rotary_emb
             if not self.has_qk_norm:
                 attention.q_norm = attention.k_norm = None

@@ -69,12 +69,11 @@ def transformers_config(raw: dict[str, Any], check_rope: Callable[..., None] = l
     if int(__version__.split(".")[0]) < 5:  # with some of 4's the tokens are others
         raise ValueError(f"architecture {shown(name)} needs transformers 5 or newer, this is {__version__}")
     if kind not in VERIFIED:
-        reasons = [why for why, kinds in REFUSED.items() if kind in kinds] or ["no test shows it to be right"]
-        known = ", ".join(VERIFIED)
-        raise ValueError(f"model type {kind!r} is not supported: {reasons[0]}; through transformers: {known}")
-    fields = copy.deepcopy({key: value for key, value in raw.items() if key != "architectures"})
+        reasons = (why for why, kinds in REFUSED.items() if kind in kinds)
+        reason, known = next(reasons, "no test shows it to be right"), ", ".join(VERIFIED)
+        raise ValueError(f"model type {kind!r} is not supported: {reason}; through transformers: {known}")
     try:
-        config = CONFIG_MAPPING[kind](**fields)
+        config = CONFIG_MAPPING[kind](**copy.deepcopy(raw) | {"architectures": None})
     except Exception as error:  # whatever a foreign file makes of foreign code
         raise ValueError(f"transformers cannot read the configuration: {error!r:.300}") from error
     known = ROPE_KEYS.union(getattr(config, "ignore_keys_at_rope_validation", None) or ())

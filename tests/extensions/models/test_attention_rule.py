@@ -15,7 +15,7 @@ from kernel_checks import (
     rand,
 )
 
-from nanovllm.extensions.models.attention_rule import AttentionRule, set_rule
+from nanovllm.extensions.models.attention_rule import AttentionRule
 from nanovllm.extensions.prefixes.kernels.shared_prefix import can_share, queries_per_item
 from nanovllm.kernels.decode_attention import paged_decode_attention, paged_decode_attention_torch
 from nanovllm.kernels.prefill_attention import varlen_prefill_attention, varlen_prefill_attention_torch
@@ -72,17 +72,9 @@ def test_blocks_before_the_window_may_hold_anything():
 def test_a_layer_with_a_window_reads_no_prefix_of_others():
     """It would read what is before its window, by a table that may end before it."""
     layer, plain = Attention(2, 8, 1.0, 1), Attention(2, 8, 1.0, 1)
-    set_rule(layer, window=3)
+    layer.variant = AttentionRule(1.0, window=3)
     backend = make_cascade(cascade_config(heads=2, kv_heads=1), layer.backend)
     assert backend.for_layer(plain) is backend and backend.for_layer(layer) is layer.backend
-
-
-def test_a_rule_adds_to_what_a_layer_has():
-    layer, sinks = Attention(2, 8, 0.5, 1), torch.zeros(2)
-    set_rule(layer, sinks=sinks)
-    set_rule(layer, window=3)
-    rule = layer.variant
-    assert (rule.scale, rule.window, rule.softcap) == (0.5, 3, 0.0) and rule.sinks is sinks
 
 
 def test_work_items_are_computed_by_layers_that_have_room_for_it():
