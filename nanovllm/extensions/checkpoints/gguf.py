@@ -45,9 +45,11 @@ CONTROL_ENDS = (
 )
 FREQUENCY_FACTORS = "rope_freqs.weight"
 # Behind "ARCHITECTURE.rope." in names of keys.
-ROPE_KEYS = "dimension_count freq_base freq_base_swa scale_linear scaling.type scaling.factor".split()
-ROPE_KEYS += [f"scaling.{name}" for name in ("attn_factor", "original_context_length", "finetuned")]
-ROPE_KEYS += [f"scaling.yarn_{name}" for name in ("ext_factor", "attn_factor", "beta_fast", "beta_slow")]
+ROPE_KEYS = """
+    dimension_count freq_base freq_base_swa scale_linear scaling.type scaling.factor scaling.attn_factor
+    scaling.original_context_length scaling.finetuned scaling.yarn_ext_factor scaling.yarn_attn_factor
+    scaling.yarn_beta_fast scaling.yarn_beta_slow
+""".split()
 
 
 def on_device_of(tensors: Iterable[GGUFTensor], model: nn.Module, _: Any) -> Iterator[GGUFTensor]:

@@ -54,6 +54,7 @@ def transformers_config(raw: dict[str, Any], check_rope: Callable[..., None] = l
     `check_rope` is called with all rotary settings, and those of them that are transformers' own.
     """
     from transformers import CONFIG_MAPPING, __version__
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     kind = raw.get("model_type")
@@ -79,8 +80,17 @@ def transformers_config(raw: dict[str, Any], check_rope: Callable[..., None] = l
     known = ROPE_KEYS.union(getattr(config, "ignore_keys_at_rope_validation", None) or ())
     for settings in _rope_parameters(config):
         check_rope(settings, known)
-        if settings.get("attn_factor") is not None:
-            _honour_attn_factor(config, settings)
+        value = settings.pop("attn_factor", None)
+        if value is None:
+            continue
+        # transformers knows no factor beside YaRN's own, but one in its place.
+        check_number("attn_factor", value, 1e-6, 1e15)
+        rope_type = settings.get("rope_type")
+        if settings is not config.rope_parameters or rope_type != "yarn":
+            raise ValueError(
+                f"attn_factor is for rope_type 'yarn' in all layers alike, got {shown(rope_type)}"
+            )
+        settings["attention_factor"] = value * ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")[1]
     return config
 
 
@@ -88,18 +98,6 @@ def _rope_parameters(config: Any) -> list[dict[str, Any]]:
     """Rotary settings of all layers, or of each kind of layer."""
     found = getattr(config, "rope_parameters", None) or {}
     return [value for value in found.values() if isinstance(value, dict)] or [found]
-
-
-def _honour_attn_factor(config: Any, settings: dict[str, Any]) -> None:
-    """transformers knows no factor beside YaRN's own, but one in its place."""
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    value = settings.pop("attn_factor")
-    kind = settings.get("rope_type")
-    check_number("attn_factor", value, 1e-6, 1e15)
-    if settings is not config.rope_parameters or kind != "yarn":
-        raise ValueError(f"attn_factor is for rope_type 'yarn' in all layers alike, got {shown(kind)}")
-    settings["attention_factor"] = value * ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")[1]
 
 
 def model_type_decides(architectures: list[Any]) -> bool:

@@ -93,9 +93,8 @@ def build(config: Any) -> Any:
             model = AutoModelForCausalLM.from_config(theirs, **options, dtype=torch.get_default_dtype())
         except Exception as error:  # whatever a foreign file makes of foreign code
             raise ValueError(f"transformers cannot build the model: {error!r:.300}") from error
-    name = type(model).__name__
     if model.base_model is model or model.get_output_embeddings() is None:
-        raise ValueError(f"{name} is not supported: it has no head for a vocabulary")
+        raise ValueError(f"{type(model).__name__} is not supported: it has no head for a vocabulary")
     return model.eval()
 
 
@@ -168,7 +167,7 @@ def try_out(base: Any, num_layers: int) -> list[Attention]:
 class Head:
     """
     The LM head with all that transformers' forward does behind it (scales, caps), for hidden states
-    [tokens, hidden_size].
+    [tokens, hidden_size]: the whole model, of which the layers give what they have computed already.
     """
 
     vocab_start = 0
@@ -179,30 +178,20 @@ class Head:
 
     def logits(self, hidden_states: Tensor) -> Tensor:
         """-> logits [tokens, vocab_size]."""
-        name = self.model.base_model_prefix
-        base = self.model._modules[name]
-        self.model._modules[name] = Given(hidden_states[None])
-        try:
-            return self.model(input_ids=None, inputs_embeds=hidden_states[None], use_cache=False).logits[0]
-        finally:
-            self.model._modules[name] = base
-
-    def gather(self, logits: Tensor) -> Tensor:
-        return logits
-
-
-class Given(nn.Module):
-    """In place of the layers: what they have computed already."""
-
-    def __init__(self, hidden_states: Tensor):
-        super().__init__()
-        self.hidden_states = hidden_states
-        object.__setattr__(self, "decoder", self)  # where the layers are in some models
-
-    def forward(self, *_args: Any, **_options: Any) -> Any:
         from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
         class Output(BaseModelOutputWithPastAndCrossAttentions):
             router_logits = shared_kv_states = None  # which some heads ask for
 
-        return Output(last_hidden_state=self.hidden_states)
+        states = hidden_states[None]
+        base = self.model.base_model
+        layers = getattr(base, "decoder", base)  # where they are in some models
+        layers.forward = base.forward = lambda *_args, **_options: Output(last_hidden_state=states)
+        try:
+            return self.model(input_ids=None, inputs_embeds=states, use_cache=False).logits[0]
+        finally:
+            for module in {layers, base}:
+                del module.forward
+
+    def gather(self, logits: Tensor) -> Tensor:
+        return logits

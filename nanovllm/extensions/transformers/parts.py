@@ -114,9 +114,13 @@ def compute_experts(module: nn.Module, hidden_states: Tensor, experts: Tensor, w
     transformers' interface: hidden_states [tokens, hidden], experts int64 and their weights [tokens, top_k],
     to [tokens, hidden].
     """
+    from transformers.integrations.moe import _default_apply_gate, grouped_mm_experts_forward
+
     if hidden_states.is_meta:
         return torch.empty_like(hidden_states)
-    if is_swiglu(module):
+    is_silu = type(getattr(module, "act_fn", None)).__name__ in ("SiLU", "SiLUActivation")
+    is_plain = is_silu and has_plain_experts(module)
+    if is_plain and type(module)._apply_gate is _default_apply_gate:  # this project's kernels compute them
         chosen = Chosen(experts.int().contiguous(), weights.float().contiguous())
         gate_up = module.gate_up_proj.flatten(0, 1)
         down = module.down_proj.flatten(0, 1)
@@ -127,15 +131,5 @@ def compute_experts(module: nn.Module, hidden_states: Tensor, experts: Tensor, w
         else:
             y = run_experts_few(hidden_states, stacked, chosen)
     else:
-        from transformers.integrations.moe import grouped_mm_experts_forward
-
         y = grouped_mm_experts_forward(module, hidden_states, experts, weights)
     return module.nano_vllm_group.all_reduce(y) if hasattr(module, "cut") else y
-
-
-def is_swiglu(module: nn.Module) -> bool:
-    """Whether experts are what this project's kernels compute."""
-    from transformers.integrations.moe import _default_apply_gate
-
-    is_silu = type(getattr(module, "act_fn", None)).__name__ in ("SiLU", "SiLUActivation")
-    return is_silu and has_plain_experts(module) and type(module)._apply_gate is _default_apply_gate

@@ -1,4 +1,4 @@
-"""Attention with windows, soft limits of scores and sinks: twins and kernels against plain arithmetic."""
+"""Attention with windows, soft limits of scores and sinks: references and kernels against plain arithmetic."""
 
 import pytest
 import torch
@@ -35,21 +35,21 @@ PREFILL_LENGTHS = [(5, 5), (1, 17), (1, 18), (0, 7), (33, 33), (40, 40), (41, 41
 @with_rules
 @in_both_caches
 @pytest.mark.parametrize("lengths", [DECODE_LENGTHS, [70]], ids=["many", "one"])
-def test_the_decode_twin_keeps_to_the_rule(features, cache_dtype, lengths):
+def test_the_decode_reference_keeps_to_the_rule(features, cache_dtype, lengths):
     options = "cpu", torch.float32, cache_dtype, features
     check_decode(paged_decode_attention_torch, lengths, 6, 2, 20, 16, *options)
 
 
 @with_rules
 @pytest.mark.parametrize("cache_dtype, block_size", [(None, 0), (torch.float32, 16), (INT8, 48)], ids=str)
-def test_the_prefill_twin_keeps_to_the_rule(features, cache_dtype, block_size):
+def test_the_prefill_reference_keeps_to_the_rule(features, cache_dtype, block_size):
     options = "cpu", torch.float32, block_size, cache_dtype, features
     check_prefill(varlen_prefill_attention_torch, PREFILL_LENGTHS, 6, 2, 20, *options)
 
 
 @pytest.mark.parametrize("features", [rule for rule in RULES if not rule.window], ids=str)
 @in_both_caches
-def test_the_twin_reads_common_tokens_by_the_rule(features, cache_dtype):
+def test_the_reference_reads_common_tokens_by_the_rule(features, cache_dtype):
     options = "cpu", torch.float32, 2, cache_dtype, features
     check_shared(paged_decode_attention_torch, SMALL, 6, 2, 20, 16, 32, *options)
 
