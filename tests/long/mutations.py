@@ -791,7 +791,7 @@ MUTATIONS = [
         "nanovllm/extensions/quantised/kernels/quantised_weight",
         ("low | high << 4", "high | low << 4"),
         ("largest=scales.amax(1)", "largest=scales.amin(1)"),
-        ("each.view(torch.uint8).transpose(1, 2)", "each.view(torch.uint8)"),
+        ("bricks.transpose(1, 2).flatten(2)", "bricks.flatten(2)"),
         ("KIND) - zero) * scale + offset", "KIND) - zero) * scale"),
         ("zero = ZERO_POINT\n", "zero = 0\n"),
         ("place += column // GROUP", "place += byte // GROUP"),
@@ -818,7 +818,7 @@ MUTATIONS = [
     *mutations_of(
         "nanovllm/extensions/quantised/kernels/quantised_matvec",
         ("+ piece * INPUTS // GROUP", "+ piece // GROUP"),
-        ("row = _row_of(line, out_features // PARTS, PARTS)", "row = line"),
+        ("out_feature = _out_feature(place, out_features // PARTS, PARTS)", "out_feature = place"),
         ("can_convert = gpu_supports(x.device, 8, 9) if weight.is_fp8 else", "can_convert ="),
     ),
     *mutations_of(
@@ -936,7 +936,10 @@ MUTATIONS = [
     *mutations_of(
         "nanovllm/extensions/quantised/gguf",
         ("zero_point = 0 if offsets else 8", "zero_point = 8"),
-        ("groupby(pieces, lambda piece: piece[:2])", "groupby(pieces, lambda piece: (piece.kind, ()))"),
+        (
+            "groupby(pieces, lambda piece: piece[:2])",
+            "groupby(pieces, lambda piece: (piece[0], piece[1][:2]))",
+        ),
         ("and (runtime.HAVE_TRITON or not on_gpu)", ""),
         ("zeros = zeros / 17  #", "pass  #"),
         (
