@@ -1,4 +1,5 @@
-"""Attention with windows, soft limits of scores and sinks: references and kernels against plain arithmetic."""
+"""Attention with windows, soft limits of scores and sinks: references and kernels against plain
+arithmetic."""
 
 import pytest
 import torch
