@@ -18,7 +18,7 @@ from block_pool import check_pool
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.extensions.int8_cache.layout import Int8Layout
-from nanovllm.extensions.models.attention_rule import set_rule
+from nanovllm.extensions.models.attention_rule import AttentionRule
 from nanovllm.extensions.safety.options import ExtendedConfig
 from nanovllm.kernels import runtime
 from nanovllm.kernels.cache_layout import CacheLayout
@@ -478,7 +478,7 @@ def test_flash_attention_is_refused_what_it_cannot_compute_or_read(monkeypatch, 
     monkeypatch.setattr(runtime, "compiling_for", object())  # stands for a GPU
     rule = {name: options.pop(name) for name in ("window", "softcap", "sinks") if name in options}
     layer = attention.Attention(4, options.pop("head_dim", 64), 0.125, 4)
-    set_rule(layer, **rule)
+    layer.variant = AttentionRule(1.0, **rule)
     config = ExtendedConfig("a model", device="cpu", attention_backend="flash", **options)
     refused = pytest.raises(ValueError, match=f"attention_backend='flash'.*{reason}")
     with refused if reason else contextlib.nullcontext():

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,7 +34,7 @@ class Group:
     size: int = 1
     store: dist.Store = field(default_factory=dist.HashStore)  # where the ranks find each other
     check: Callable[[], None] = lambda: None  # called while waiting for other ranks; raises to end the wait
-    backend: Any = field(default=None, init=False)
+    backend = None  # torch's, after `connect`
 
     def connect(self, device: torch.device) -> None:
         """Connect to the other ranks, as soon as all of them call this."""

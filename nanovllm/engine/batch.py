@@ -58,7 +58,6 @@ class BatchMaker:
     def reset(self) -> None:
         """Forget what was sent; the devices forget it, too."""
         self.decoded: list[int] = []  # slots of the last decode step
-        self.num_blocks = [0] * self.layout.padding_slot  # by slot, how many blocks were sent
         self.is_new = False  # whether other sequences than in the last decode step may have the slots
         self.ever_wanted = 0
 
@@ -68,11 +67,9 @@ class BatchMaker:
         for seq in sequences:
             slots.append(seq.slot)
             wanted |= seq.request.wanted
-            num_sent = self.num_blocks[seq.slot]
-            if len(seq.block_table) != num_sent:
+            if seq.num_tokens % self.block_size == 1:  # its last token begins a block, which is a new one
                 start = seq.slot * self.layout.width + BLOCK_TABLE
-                updates |= enumerate(seq.block_table[num_sent:], start + num_sent)
-                self.num_blocks[seq.slot] = len(seq.block_table)
+                updates[start + len(seq.block_table) - 1] = seq.block_table[-1]
         if slots != self.decoded:
             self.is_new = True
             padding = [self.layout.padding_slot] * (len(self.decoded) - len(slots))
@@ -89,7 +86,7 @@ class BatchMaker:
 
     def prefill(self, sequences: list[Sequence]) -> Batch:
         updates, wanted = {}, 0  # words to be written to the slots, by index
-        token_ids, slots, lens_q, lens_k, blocks, first_blocks = [], [], [], [], [], []
+        token_ids, slots, lens_q, lens_k, tables = [], [], [], [], []
         for seq in sequences:
             start = seq.num_computed_tokens
             end = start + seq.num_scheduled_tokens
@@ -98,30 +95,29 @@ class BatchMaker:
             lens_q.append(end - start)
             lens_k.append(end)
             token_ids += seq.token_ids[start:end]
-            first_blocks.append(len(blocks))
-            blocks += seq.block_table
             # Within what float32 can compute with: above 1e20 all tokens are equally likely.
             temperature = min(seq.request.params.temperature, 1e20)
             if temperature <= 1e-6:
                 temperature = 0.0  # greedy
             row = struct.unpack("<3i", struct.pack("<qf", seq.request.seed, temperature))
             row = [*row, end, 0, *seq.block_table]  # the step draws the next token
+            tables.append(len(updates) + BLOCK_TABLE)  # where its block table begins among the words
             updates |= enumerate(row, seq.slot * self.layout.width)
-            self.num_blocks[seq.slot] = len(seq.block_table)
         self.is_new = True
         self.ever_wanted |= wanted
         messages = {"prefix_cache": self.parts.prefix_cache.prepare(sequences)}
         for processor in selected(self.parts.logits_processors, self.ever_wanted):
             messages[processor.name] = processor.prepare(sequences)
-        # Of each token: its place in its sequence, and that of its block in `blocks`.
+        # Of each token: its place in its sequence, and that of its block among the words.
+        words = np.array([[*updates], [*updates.values()]], dtype=np.int32)
         ends = np.cumsum(lens_q)
         positions = np.arange(ends[-1]) + np.repeat(lens_k - ends, lens_q)
-        places = np.repeat(first_blocks, lens_q) + positions // self.block_size
-        slot_mapping = np.array(blocks)[places] * self.block_size + positions % self.block_size
+        places = np.repeat(tables, lens_q) + positions // self.block_size
+        slot_mapping = words[1, places] * self.block_size + positions % self.block_size
         return Batch(
             len(sequences),
             wanted,
-            np.array([[*updates], [*updates.values()]], dtype=np.int32),
+            words,
             messages,
             slots=np.array(slots, dtype=np.int32),
             lens_q=lens_q,

@@ -4,8 +4,7 @@ Knows nothing of what is recorded, which must depend on nothing but the device's
 """
 
 import collections
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,10 +28,8 @@ def get_graph_sizes(max_num_seqs: int) -> list[int]:
 class CudaGraphs:
     """All share one pool of memory: one runs at a time, and overwrites the results of the others."""
 
-    def __init__(self, device: torch.device, sizes: Sequence[int] = ()):
-        """`sizes` are the batch sizes to record steps for, in rising order."""
+    def __init__(self, device: torch.device):
         self.device = device
-        self.sizes = sizes
         self._pool = self._pool_owner = None
         try:
             self._stream = _spare_streams[device].pop()
@@ -44,8 +41,8 @@ class CudaGraphs:
         Begin the shared memory as one piece in which the largest step fits. Else it would grow with every
         larger batch, which does not fit into the pieces that smaller ones have left.
         """
-        zeros = functools.partial(torch.zeros, max(1, num_bytes), dtype=torch.uint8, device=self.device)
-        self._pool_owner, _ = self._record(zeros)
+        size = max(1, num_bytes)
+        self._pool_owner, _ = self._record(lambda: torch.zeros(size, dtype=torch.uint8, device=self.device))
 
     def capture(self, step: Step, in_two: bool) -> Step:
         """

@@ -11,7 +11,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from nanovllm.distributed.group import Group
 from nanovllm.engine.block_manager import Hit, PrefixCache
@@ -30,7 +30,7 @@ class Observer:
     is_active = False  # whether after_step is called
     watches = False  # whether admitted, first_token, preempted and block are called
 
-    def starting(self, rank: int, make_runner: Callable[..., Any]) -> None:
+    def starting(self, rank: int, make_runner: Callable) -> None:
         """
         Before anything is on the device. make_runner(config, group=, device=) makes another ModelRunner of
         the same parts, whose `build()` makes the model without weights.
@@ -86,10 +86,13 @@ class Observer:
 
     def failed(self, step: Any) -> Iterable[Sequence]:
         """
-        A call was broken off while it worked on this Step. Returns the unfinished sequences to keep, which
-        follow in `added`; those that no observer keeps are dropped.
+        A call was broken off while it worked on this Step. Returns the unfinished sequences to keep; those
+        that no observer keeps are dropped.
         """
         return ()
+
+    def cleared(self) -> None:
+        """Nothing is queued or running any more; those that are kept follow in `added`."""
 
 
 class LogitsProcessor:
@@ -108,7 +111,6 @@ class LogitsProcessor:
     order = 0  # processors are applied in rising order
     needs_whole = True  # `apply` and `drawn` want all logits, not this rank's part of the vocabulary
     changes_logits = True  # `apply` does
-    needs_raw = False  # `drawn` wants logits as the model made them
     prefill_only = False  # it has nothing to do with decode steps
     waits_for_host = False  # `apply` needs `host_input` of all tokens before: sampling waits for the host
     reads_slowly = False  # `read` may take seconds, and may be called in any thread
@@ -166,7 +168,10 @@ class LogitsProcessor:
         """
 
     def apply(self, logits: Tensor, step: SamplingStep) -> Tensor:
-        """The logits [sequences, vocabulary] to draw from. May change them in place, and `step.lowest`."""
+        """
+        The logits [sequences, vocabulary] to draw from. May change them in place, and `step.lowest`. Who
+        wants those of the model in `drawn` is applied first, and returns a copy for the others to change.
+        """
         return logits
 
     def drawn(self, raw_logits: Tensor, tokens: Tensor, step: SamplingStep) -> None:
@@ -184,18 +189,18 @@ class LogitsProcessor:
 class Parts:
     """What `assembly` names makes of a Config. `logits_processors` are sorted by their `order`."""
 
-    build_model: Callable[..., nn.Module]  # ModelConfig -> the model, with memory for its weights
+    build_model: Callable  # ModelConfig -> the model, with memory for its weights
     layout: Any  # CacheLayout
-    make_backend: Callable[..., Any]  # (Config, device, attention layers, CacheLayout) -> AttentionBackend
-    make_ranks: Callable[..., Any]  # (number of ranks, make_collectives) -> Ranks
-    make_collectives: Callable[..., Group] = Group  # (rank, size, store, check) -> Group, with several ranks
+    make_backend: Callable  # (Config, device, attention layers, CacheLayout) -> AttentionBackend
+    make_ranks: Callable  # (number of ranks, make_collectives) -> Ranks
+    make_collectives: Callable = Group  # (rank, size, store, check) -> Group, with several ranks
     observers: tuple[Observer, ...] = ()
     prefix_cache: PrefixCache = field(default_factory=PrefixCache)
     admissions: tuple[Admission, ...] = ()  # who may keep a sequence from running
     policy: SchedulingPolicy = field(default_factory=SchedulingPolicy)
     logits_processors: tuple[LogitsProcessor, ...] = ()
     # (decode step, device) -> whether it can be recorded as a CUDA graph; asked once, in the warm-up.
-    can_record: Callable[..., bool] = lambda _step, _device: True
+    can_record: Callable = lambda _step, _device: True
 
     def __post_init__(self) -> None:
         self.logits_processors = tuple(sorted(self.logits_processors, key=attrgetter("order")))

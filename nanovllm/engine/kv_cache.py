@@ -5,6 +5,7 @@ warm-up writes nothing to.
 """
 
 import math
+from collections import defaultdict
 
 import numpy as np
 import torch
@@ -27,10 +28,10 @@ class KVCache:
         self.config = config
         self.layout = layout
         self.device = device
-        self.groups: dict[tuple[int, ...], list[Attention]] = {}  # by the shape of a layer's page
+        self.groups = defaultdict(list)  # layers, by the shape of their pages
         for layer in layers:
             sizes = config.kvcache_block_size, layer.num_kv_heads, layer.head_dim
-            self.groups.setdefault(layout.page_shape(*sizes), []).append(layer)
+            self.groups[layout.page_shape(*sizes)].append(layer)
         elements = sum(len(group) * math.prod(shape) for shape, group in self.groups.items())
         self.block_bytes = layout.planes * elements * layout.dtype.itemsize
         self.allocate(0)
@@ -61,10 +62,9 @@ class KVCache:
         for page, layers in self.groups.items():
             # Zeros, since a page that was never written may be read under a mask, where a NaN would survive.
             shape, dtype = (self.layout.planes, len(layers), num_blocks, *page), self.layout.dtype
-            if self.device.type == "cpu" and num_blocks:
+            if self.device.type == "cpu":
                 # Only mapped: it takes room page by page as it is written.
-                memory = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
-                pages = torch.from_numpy(memory).view(dtype).view(shape)
+                pages = torch.from_numpy(np.zeros(shape, f"i{dtype.itemsize}")).view(dtype)
             else:
                 pages = torch.zeros(shape, dtype=dtype, device=self.device)
             self.pages.append(pages)

@@ -257,6 +257,7 @@ class LLMEngine:
         kept = [seq for observer in self.observers for seq in observer.failed(self.attempt)]
         self.unfinished = {seq.seq_id: seq for seq in kept}
         self.scheduler.clear(kept)
+        self._notify("cleared")
         if kept:
             self._notify("added", kept)
         self.attempt = None

@@ -57,7 +57,7 @@ def most_positions(config: Any, device: torch.device) -> int:
     if config.num_kvcache_blocks == -1:
         hf_config, memory = config.hf_config, CPU_KV_CACHE_BYTES
         if device.type == "cuda":
-            memory = int(torch.cuda.mem_get_info(device)[1] * config.gpu_memory_utilization)
+            _, memory = torch.cuda.mem_get_info(device)
         kv_heads = max(1, hf_config.num_key_value_heads // config.tensor_parallel_size)
         values = 2 * hf_config.num_hidden_layers * kv_heads * hf_config.head_dim
         tokens = memory // (values * config.kv_cache_torch_dtype.itemsize)

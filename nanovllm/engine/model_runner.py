@@ -28,9 +28,8 @@ from nanovllm.kernels.decode_inputs import DecodeInputs, decode_inputs
 from nanovllm.kernels.runtime import HAVE_TRITON
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.sampler import Sampler, SamplingStep, selected
-from nanovllm.models import pack_weights
 from nanovllm.utils.context import reset_context, set_context
-from nanovllm.utils.loader import load_model
+from nanovllm.utils.loader import load_model, pack_weights
 from nanovllm.utils.torch_defaults import torch_defaults
 
 Inputs = tuple[Tensor, Tensor, SamplingStep]  # token ids and positions, int64 [tokens]
@@ -40,12 +39,7 @@ Kind = tuple[int, Hashable, int]  # of a decode step: its batch size, plan_key a
 
 class ModelRunner:
     def __init__(
-        self,
-        config: Config,
-        parts: Parts,
-        group: Group | None = None,
-        ranks: Any = None,
-        device: Any = None,
+        self, config: Config, parts: Parts, group: Group | None = None, ranks: Any = None, device: Any = None
     ):
         """`group` is how several ranks compute together, `ranks` how rank 0 calls the others."""
         self.config = config
@@ -87,21 +81,24 @@ class ModelRunner:
         self.backend = parts.make_backend(config, self.device, layers, parts.layout)
         for layer in layers:
             layer.backend = self.backend.for_layer(layer)
-        self.kv_cache = KVCache(config, layers, self.device, parts.layout)
+        self.kv_cache = KVCache(config, layers, self.device, self.backend.layout)
         layout = SlotLayout(config)
         self.slots = DeviceSlots(layout, self.device)
         self.waiting = 0  # those that wait for the host, see Batch.wanted
-        self.receivers = {"attention": self.backend.receive}
-        self.receivers["prefix_cache"] = lambda message: parts.prefix_cache.receive(message, self.kv_cache)
+        self.receivers = {
+            "attention": self.backend.receive,
+            "prefix_cache": lambda message: parts.prefix_cache.receive(message, self.kv_cache),
+        }
         for i, processor in enumerate(parts.logits_processors):
             processor.allocate(layout.num_slots, config.hf_config.vocab_size, self.device)
             self.waiting |= processor.waits_for_host << i
             self.receivers[processor.name] = processor.receive
+        self.graph_sizes = get_graph_sizes(config.max_num_seqs)
         self.graphs = None
         # The references of the attention kernels read numbers on the host.
         has_kernels = HAVE_TRITON and self.device.type == "cuda" and config.attention_backend != "torch"
         if has_kernels and not config.enforce_eager:
-            self.graphs = CudaGraphs(self.device, get_graph_sizes(config.max_num_seqs))
+            self.graphs = CudaGraphs(self.device)
         self.unsampled: Draw | None = None  # draws the tokens of the step that has begun
         # The kinds of decode steps that have run, and their recordings as far as there are any.
         self.decoded: dict[Kind, Callable[[], Draw] | None] = {}
@@ -132,7 +129,7 @@ class ModelRunner:
                 self.graphs.close()
             for part in (self.backend, *self.parts.logits_processors):
                 part.close()
-            self.model = self.sampler = self.kv_cache = self.slots = self.receivers = None
+            self.model = self.kv_cache = self.slots = self.receivers = None
             torch.cuda.empty_cache()
 
     def reset(self) -> None:
@@ -205,7 +202,7 @@ class ModelRunner:
             return self.run_model(*self.prepare_prefill(batch))
         size = batch.num_sequences
         if self.graphs is not None:
-            size = next(each for each in self.graphs.sizes if each >= size)
+            size = next(each for each in self.graph_sizes if each >= size)
         kind = size, batch.plan_key, batch.wanted
         if self.graphs is not None and kind in self.decoded:
             if self.decoded[kind] is None:
@@ -258,13 +255,15 @@ class ModelRunner:
     def prepare_sample(self, slots: Tensor, wanted: int) -> tuple[DecodeInputs, SamplingStep]:
         """What the slots say of the step, for which each counts one token more from now on."""
         inputs = decode_inputs(slots, self.slots.inputs, self.config.kvcache_block_size)
-        return inputs, SamplingStep(slots, inputs.temperatures, inputs.seeds, inputs.next_positions, wanted)
+        processors = selected(self.parts.logits_processors, wanted)
+        numbers = inputs.temperatures, inputs.seeds, inputs.next_positions
+        return inputs, SamplingStep(slots, *numbers, processors)
 
     def run_model(self, input_ids: Tensor, positions: Tensor, step: SamplingStep) -> Draw:
         """From token ids to the logits after them; what is returned draws. Ends the context that was set."""
         try:
             hidden_states = self.model(input_ids, positions)
-            for processor in selected(self.parts.logits_processors, step.wanted):
+            for processor in step.processors:
                 processor.hidden(hidden_states, self.model.lm_head, step)
             return partial(self.sample_logits, self.model.compute_logits(hidden_states), step)
         finally:
@@ -275,14 +274,11 @@ class ModelRunner:
         From logits [sequences, this rank's vocabulary] to the next tokens, which become the next step's
         inputs.
         """
-        processors, lm_head = selected(self.parts.logits_processors, step.wanted), self.model.lm_head
+        processors, lm_head = step.processors, self.model.lm_head
         step.vocab_start = lm_head.vocab_start
         if any(map(attrgetter("needs_whole"), processors)):
             logits, step.vocab_start = lm_head.gather(logits), 0
         raw_logits = logits
-        needs_raw = any(map(attrgetter("needs_raw"), processors))
-        if needs_raw and any(map(attrgetter("changes_logits"), processors)):
-            logits = logits.to(torch.float32, copy=True)
         for processor in processors:
             logits = processor.apply(logits, step)
         tokens = self.sampler(logits, step)

@@ -184,9 +184,8 @@ class Scheduler:
             if seq.num_tokens % block_size > 1:
                 continue  # in the middle of a block nothing is opened or closed
             while not self.block_manager.can_append(seq):
-                victim = self.policy.victim(self.running)
-                self.preempt(victim)
-                if victim is seq:
+                self.preempt(self.policy.victim(self.running))
+                if seq.slot < 0:  # it was the victim itself
                     break
             else:
                 self.block_manager.may_append(seq)

@@ -24,7 +24,7 @@ class SlotLayout:
     """
 
     def __init__(self, config: Any):
-        self.padding_slot: int = config.max_num_seqs
+        self.padding_slot = config.max_num_seqs
         self.num_slots = self.padding_slot + 1
         self.max_blocks = -(-config.max_model_len // config.kvcache_block_size)
         if config.num_kvcache_blocks != -1:  # else there will be enough for such a sequence
@@ -40,12 +40,13 @@ class DeviceSlots:
         self.buffer = torch.zeros(layout.batch + layout.num_slots, dtype=torch.int32, device=device)
         rows = self.buffer[: layout.batch].view(-1, layout.width)
         self.batch = self.buffer[layout.batch :]  # the slots of the decode step, and padding behind them
+        seeds = rows[:, :2].view(torch.int64)
         self.inputs = InputTables(
             tokens=rows[:, 4],
             lengths=rows[:, 3],
             block_tables=rows[:, BLOCK_TABLE : BLOCK_TABLE + layout.max_blocks],
             temperatures=rows[:, 2].view(torch.float32),
-            seeds=rows[:, :2].view(torch.int64)[:, 0],
+            seeds=seeds[:, 0],
         )
         self.reset()
 

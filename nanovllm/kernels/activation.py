@@ -30,7 +30,12 @@ def activate_and_mul(x: Tensor, activation: Any) -> Tensor:
     out = x.new_empty(*x.shape[:-1], width)
     rows = x.reshape(-1, 2 * width)
     _activate_and_mul_kernel[(len(rows), cdiv(width, BLOCK))](
-        rows, out, rows.stride(0), width, ACTIVATION=activation, BLOCK=BLOCK
+        rows,
+        out,
+        rows.stride(0),
+        width,
+        ACTIVATION=activation,
+        BLOCK=BLOCK,
     )
     return out
 

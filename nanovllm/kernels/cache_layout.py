@@ -36,7 +36,8 @@ def load_rows(cache, start, len_k, inside, DTYPE, SIZES, MASKED):
     k_address = k_head + slot[:, None] * k_token_stride + dim[None, :]
     v_address = v_head + slot[:, None] * v_token_stride + dim[None, :]
     if not MASKED and SIZES.HEAD_DIM == SIZES.DIM_PAD:
-        key, value = tl.load(k_address), tl.load(v_address)
+        key = tl.load(k_address)
+        value = tl.load(v_address)
     else:
         mask = (dim < SIZES.HEAD_DIM)[None, :]
         if MASKED:

@@ -153,7 +153,6 @@ def _decode_kernel(
     Heads are columns: a tile of keys [TILE, DIM_PAD] times queries [DIM_PAD, HEADS_PAD], since the matrix
     unit takes 16 rows, and as few as 8 columns.
     """
-    TILE: tl.constexpr = SIZES.TILE
     first, begin, end, used_splits = own_tokens(context_lens, extras, SIZES, HOOKS)
     share = tl.program_id(0)
     kv_head = share // (SIZES.SHARES // SIZES.KV_HEADS)
@@ -172,8 +171,8 @@ def _decode_kernel(
     )
     _, _, dim = index
     is_dim = dim < SIZES.HEAD_DIM
-    for start in range(begin, end, TILE):
-        token = start + tl.arange(0, TILE)
+    for start in range(begin, end, SIZES.TILE):
+        token = start + tl.arange(0, SIZES.TILE)
         seen = token < end
         if HOOKS.first_token is not None:
             seen &= token >= first
@@ -205,9 +204,8 @@ def begin_decode(q, q_batch_stride, q_head_stride, extras, SIZES, HOOKS):
     row = tl.arange(0, SIZES.HEADS_PAD)
     dim = tl.arange(0, SIZES.DIM_PAD)
     head = tl.program_id(0) * SIZES.HEADS + row
-    address = (
-        q + tl.program_id(1).to(tl.int64) * q_batch_stride + head[None, :] * q_head_stride + dim[:, None]
-    )
+    q += tl.program_id(1).to(tl.int64) * q_batch_stride
+    address = q + head[None, :] * q_head_stride + dim[:, None]
     query = masked_load(address, (row < SIZES.HEADS)[None, :] & (dim < SIZES.HEAD_DIM)[:, None])
     index = row, head, dim
     highest = tl.full([SIZES.HEADS_PAD], MINUS_INF, tl.float32)

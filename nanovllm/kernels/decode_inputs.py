@@ -58,9 +58,7 @@ def decode_inputs(slots: Tensor, tables: InputTables, block_size: int) -> Decode
         seeds=empty(torch.int64),
         next_positions=empty(torch.int64),
     )
-    _decode_inputs_kernel[(len(slots),)](
-        slots, *tables, *out, stride, width, BLOCK_SIZE=block_size, num_warps=1
-    )
+    _decode_inputs_kernel[slots.shape](slots, *tables, *out, stride, width, block_size, num_warps=1)
     return out
 
 

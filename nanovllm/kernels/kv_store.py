@@ -57,13 +57,9 @@ def store_rows(k_cache, v_cache, slot, head, half, is_v, inside, address, half1,
     """
     if slot >= 0:
         offset = (slot * SIZES.NUM_KV_HEADS + head) * SIZES.HEAD_DIM + half
-        HALF: tl.constexpr = SIZES.HEAD_DIM // 2
-        if is_v:
-            tl.store(v_cache + offset, half1, mask=inside)
-            tl.store(v_cache + offset + HALF, half2, mask=inside)
-        else:
-            tl.store(k_cache + offset, half1, mask=inside)
-            tl.store(k_cache + offset + HALF, half2, mask=inside)
+        place = (v_cache if is_v else k_cache) + offset
+        tl.store(place, half1, mask=inside)
+        tl.store(place + SIZES.HEAD_DIM // 2, half2, mask=inside)
 
 
 class StoreHooks(NamedTuple):
@@ -155,24 +151,22 @@ def _qk_norm_rope_store_kernel(
     token = (tl.program_id(0) // PROGRAMS).to(tl.int64)
     is_q = program < SIZES.Q_PROGRAMS
     is_v = program >= FIRST_V
-    first_program = tl.where(is_q, 0, tl.where(is_v, FIRST_V, SIZES.Q_PROGRAMS))
+    kv_program = FIRST_V if is_v else SIZES.Q_PROGRAMS
+    kv_head = SIZES.NUM_HEADS + SIZES.NUM_KV_HEADS if is_v else SIZES.NUM_HEADS
+    first_program = 0 if is_q else kv_program
+    first_head = 0 if is_q else kv_head
+    num_heads = SIZES.NUM_HEADS if is_q else SIZES.NUM_KV_HEADS
     head = (program - first_program) * SIZES.HEADS + tl.arange(0, SIZES.HEADS)[:, None]
-    num_heads = tl.where(is_q, SIZES.NUM_HEADS, SIZES.NUM_KV_HEADS)
-    kv_head = tl.where(is_v, SIZES.NUM_HEADS + SIZES.NUM_KV_HEADS, SIZES.NUM_HEADS)
-    first_head = tl.where(is_q, 0, kv_head)
     half = tl.arange(0, SIZES.HALF_PAD)[None, :]
     inside = (head < num_heads) & (half < HALF)
     address = qkv + token * token_stride + (first_head + head) * SIZES.HEAD_DIM + half
 
-    rotated = half < tl.where(is_v, 0, HALF)  # v is not rotated
+    rotated = half < (0 if is_v else HALF)  # v is not rotated
     cos_address = cos_sin + tl.load(positions + token) * SIZES.HEAD_DIM + half
     cos = masked_load(cos_address, rotated)
     sin = masked_load(cos_address + HALF, rotated)
     if q_weight is not None:
-        if is_q:
-            weight = q_weight + half
-        else:
-            weight = k_weight + half
+        weight = (q_weight if is_q else k_weight) + half
         weight1 = masked_load(weight, rotated)
         weight2 = masked_load(weight + HALF, rotated)
     slot = tl.load(slot_mapping + token).to(tl.int64)
@@ -189,10 +183,9 @@ def _qk_norm_rope_store_kernel(
             # Rounded after the norm and again after the weight, as transformers' Qwen3RMSNorm does.
             wide1 = _rounded(_rounded(wide1 * scale, DTYPE) * weight1.to(tl.float32), DTYPE)
             wide2 = _rounded(_rounded(wide2 * scale, DTYPE) * weight2.to(tl.float32), DTYPE)
-        wide1, wide2 = (
-            _rounded(wide1 * cos - wide2 * sin, DTYPE),
-            _rounded(wide2 * cos + wide1 * sin, DTYPE),
-        )
+        rotated1 = _rounded(wide1 * cos - wide2 * sin, DTYPE)
+        wide2 = _rounded(wide2 * cos + wide1 * sin, DTYPE)
+        wide1 = rotated1
         if HOOKS.rotate is not None:
             wide1, wide2 = HOOKS.rotate(wide1, wide2, SIZES, HOOKS)
         tl.store(address, wide1, mask=inside)

@@ -55,13 +55,15 @@ def _rms_norm_kernel(x, residual, weight, normed, total, eps, x_stride, hidden, 
     column = tl.arange(0, BLOCK)
     inside = column < hidden
     value = masked_load(x + row * x_stride + column, inside)
+    place = row * hidden + column
     if residual is not None:
-        other = masked_load(residual + row * hidden + column, inside)
-        value = (value.to(tl.float32) + other.to(tl.float32)).to(value.dtype)
-        tl.store(total + row * hidden + column, value, mask=inside)
+        other = masked_load(residual + place, inside)
+        wide = value.to(tl.float32) + other.to(tl.float32)
+        value = wide.to(value.dtype)
+        tl.store(total + place, value, mask=inside)
     wide = value.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide) / hidden + eps)
     gain = masked_load(weight + column, inside)
     rounded = (wide * scale).to(value.dtype)
     result = rounded.to(tl.float32) * gain.to(tl.float32)
-    tl.store(normed + row * hidden + column, result, mask=inside)
+    tl.store(normed + place, result, mask=inside)

@@ -63,11 +63,27 @@ def varlen_prefill_attention(
     element_size = max(q.element_size(), k.element_size())
     query_tile, key_tile, num_warps, num_stages = _tiles(dim_pad, element_size, step.max_seqlen_q, q.device)
     sizes = PrefillSizes(heads // kv_heads, head_dim, dim_pad, block_size, query_tile, key_tile)
-    _prefill_kernel[(cdiv(step.max_seqlen_q, query_tile), heads, len(step.cu_seqlens_q) - 1)](
-        q, k, v, out, step.cu_seqlens_q, step.cu_seqlens_k, tables, variant.extras, variant.scale * LOG2_E,
-        *q.stride()[:2], *k.stride()[-3:-1], *v.stride()[-3:-1], table_stride,
-        SIZES=sizes, HOOKS=variant.hooks, LOAD=layout.load, num_warps=num_warps, num_stages=num_stages,
-    )  # fmt: skip
+    num_seqs = len(step.cu_seqlens_q) - 1
+    _prefill_kernel[(cdiv(step.max_seqlen_q, query_tile), heads, num_seqs)](
+        q,
+        k,
+        v,
+        out,
+        step.cu_seqlens_q,
+        step.cu_seqlens_k,
+        tables,
+        variant.extras,
+        variant.scale * LOG2_E,
+        *q.stride()[:2],
+        *k.stride()[-3:-1],
+        *v.stride()[-3:-1],
+        table_stride,
+        SIZES=sizes,
+        HOOKS=variant.hooks,
+        LOAD=layout.load,
+        num_warps=num_warps,
+        num_stages=num_stages,
+    )
     return out
 
 

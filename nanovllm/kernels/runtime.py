@@ -136,19 +136,13 @@ def prefetch_each(address, size):
     Start loading a block of bytes at each address into the L2 cache. Addresses and sizes are multiples of 16;
     where a size is 0 or less, nothing is loaded.
     """
-    tl.inline_asm_elementwise(
-        """{
+    asm: tl.constexpr = """{
         .reg .pred some;
         setp.gt.s32 some, $2, 0;
         @some cp.async.bulk.prefetch.L2.global [$1], $2;
         mov.u32 $0, 0;
-        }""",
-        "=r,l,r",
-        [address.to(tl.int64), size],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
+        }"""
+    tl.inline_asm_elementwise(asm, "=r,l,r", [address.to(tl.int64), size], tl.int32, is_pure=False, pack=1)
 
 
 def next_power_of_2(n: int) -> int:

@@ -180,7 +180,7 @@ def _sample_kernel(
     lane_best = tl.full([BLOCK], MINUS_INF, tl.float32)
     lane_start = tl.zeros([BLOCK], tl.int32) + begin
     threshold = tl.load(lowest + row) if lowest is not None else 0.0
-    scale = (1.0 / tl.where(temperature > 0, temperature, 1.0)) * UNIT
+    scale = 1.0 / (temperature if temperature > 0 else 1.0) * UNIT
     for start in tl.range(begin, end, BLOCK, num_stages=3):
         column = start + tl.arange(0, BLOCK)
         address = logits + row.to(tl.int64) * row_stride + column

@@ -104,9 +104,8 @@ def get_backend(
     """The back-end that `attention_backend` names. Raises ValueError if it cannot work here."""
     name = config.attention_backend
     on_cpu = gpu_properties(device) is None
-    problems = {}
-    if name == "triton":
-        problems["it needs a CUDA device and the package triton"] = on_cpu or not HAVE_TRITON
+    lacks_triton = on_cpu or not HAVE_TRITON
+    problems = {"it needs a CUDA device and the package triton": name == "triton" and lacks_triton}
     if name == "flash":
         cache = "it reads a KV cache of the model's dtype only, and kv_cache_dtype is "
         problems = {

@@ -27,7 +27,8 @@ class VocabParallelEmbedding(nn.Module):
         self.vocab_start = min(self.group.rank * rows, num_embeddings)
         self.vocab_end = min(self.vocab_start + rows, num_embeddings)
         self.weight = nn.Parameter(torch.zeros(rows, embedding_dim), requires_grad=False)
-        shard = Shard((num_embeddings, embedding_dim), slice(self.vocab_start, self.vocab_end))
+        own_rows = slice(self.vocab_start, self.vocab_end)
+        shard = Shard((num_embeddings, embedding_dim), own_rows)
         self.weight.weight_loader = shard.load
 
     def forward(self, input_ids: Tensor) -> Tensor:
@@ -35,8 +36,9 @@ class VocabParallelEmbedding(nn.Module):
         if self.group.size == 1:
             return F.embedding(input_ids, self.weight)
         mine = (input_ids >= self.vocab_start) & (input_ids < self.vocab_end)
-        y = F.embedding((input_ids - self.vocab_start) * mine, self.weight)
-        return self.group.all_reduce(y * mine.unsqueeze(1))
+        rows = (input_ids - self.vocab_start) * mine
+        y = F.embedding(rows, self.weight) * mine.unsqueeze(1)
+        return self.group.all_reduce(y)
 
 
 class ParallelLMHead(VocabParallelEmbedding):
@@ -55,12 +57,14 @@ class ParallelLMHead(VocabParallelEmbedding):
         """
         step = get_context()
         if step.is_prefill:
-            hidden_states = hidden_states[step.cu_seqlens_q[1:] - 1]
+            last = step.cu_seqlens_q[1:] - 1
+            hidden_states = hidden_states[last]
         return self.logits(hidden_states)
 
     def logits(self, hidden_states: Tensor) -> Tensor:
         """hidden_states [tokens, embedding_dim] -> logits [tokens, this rank's vocabulary rows]."""
-        return F.linear(hidden_states, self.weight[: self.vocab_end - self.vocab_start])
+        num_rows = self.vocab_end - self.vocab_start
+        return F.linear(hidden_states, self.weight[:num_rows])
 
     def gather(self, logits: Tensor) -> Tensor:
         """Logits of every rank's vocabulary rows [tokens, num_embeddings], on every rank."""
@@ -70,4 +74,5 @@ class ParallelLMHead(VocabParallelEmbedding):
         width = cdiv(self.num_embeddings, GATHER_WIDTH) * GATHER_WIDTH
         padded = F.pad(logits, (self.vocab_start, width - self.vocab_end))
         whole = self.group.all_reduce(padded.view(-1, GATHER_WIDTH))
-        return whole.view(-1, width)[:, : self.num_embeddings]
+        whole = whole.view(-1, width)
+        return whole[:, : self.num_embeddings]

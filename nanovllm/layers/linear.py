@@ -117,9 +117,9 @@ class ColumnParallelLinear(LinearBase):
 
     def _build(self, input_size: int, sizes: dict[Any, int], bias: bool, head_size: int = 0) -> None:
         """From matrices with so many rows, one below the other."""
-        shards = {
-            shard_id: Shard((size, input_size), own_part(size, head_size)) for shard_id, size in sizes.items()
-        }
+        shards = {}
+        for shard_id, size in sizes.items():
+            shards[shard_id] = Shard((size, input_size), own_part(size, head_size))
         super().__init__(shards, bias, input_size)
 
 

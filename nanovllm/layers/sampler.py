@@ -18,7 +18,7 @@ class SamplingStep:
     temperatures: Tensor  # float32 [sequences], 0 is greedy
     seeds: Tensor  # int64 [sequences]
     positions: Tensor  # int64 [sequences], of the tokens to be drawn
-    wanted: int = 0  # the logits processors that at least one of the sequences wants, a bit each
+    processors: Iterable[Any] = ()  # the logits processors that at least one of the sequences wants
     vocab_start: int = 0  # where the logits' part of the vocabulary begins
     lowest: Tensor | None = None  # float32 [sequences]: tokens with a lower logit are not drawn
     # By logits processor, what it has to tell of the step.

@@ -56,13 +56,20 @@ class Product:
     activation is left to do, see `activated`.
     """
 
+    act_fn = SiluAndMul()
+
     def accepts(self, rows: int, is_prefill: bool) -> bool:
         """Whether it works for so many rows and is preferred to what is listed behind it."""
         return True
 
+    def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x [tokens, in] @ weight.T + bias: [tokens, out]. Not asked for where `linear` is another."""
+        raise NotImplementedError
+
     def linear(self, x: Any, bias: Tensor | None, gated: bool = False) -> Any:
         """x [tokens, in] @ weight.T + bias: [tokens, out]."""
-        raise NotImplementedError
+        y = self.multiply(activated(x), bias=bias)
+        return self.act_fn(y) if gated else y
 
     def norm_linear(self, stream: Stream, bias: Tensor | None, gated: bool = False) -> Any:
         """norm(x) @ weight.T + bias for the stream's x and norm: [tokens, out]."""
@@ -80,7 +87,6 @@ class Weight(Product):
     around it.
     """
 
-    act_fn = SiluAndMul()
     parameters: dict[str, Tensor]
 
     def __init__(self, shards: dict[Any, Shard]):
@@ -89,14 +95,6 @@ class Weight(Product):
 
     def finish(self) -> None:
         """Called when all tensors are loaded: bring them into the layout that multiplies fastest here."""
-
-    def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x [tokens, in] @ weight.T + bias: [tokens, out], for any number of tokens."""
-        raise NotImplementedError
-
-    def linear(self, x: Any, bias: Tensor | None, gated: bool = False) -> Tensor:
-        y = self.multiply(activated(x), bias=bias)
-        return self.act_fn(y) if gated else y
 
     def products(self, layer: Any) -> list[Product]:
         """

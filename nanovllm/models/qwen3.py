@@ -18,19 +18,25 @@ from nanovllm.layers.rotary_embedding import RotaryEmbedding, get_rope
 class Qwen3Attention(nn.Module):
     def __init__(self, config: ModelConfig, rotary_emb: RotaryEmbedding):
         super().__init__()
-        hidden_size, head_dim, bias = config.hidden_size, config.head_dim, config.attention_bias
-        num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self.qkv_proj = QKVParallelLinear(hidden_size, head_dim, num_heads, num_kv_heads, bias)
-        self.o_proj = RowParallelLinear(num_heads * head_dim, hidden_size, bias)
+        head_dim = config.head_dim
+        self.qkv_proj = QKVParallelLinear(
+            config.hidden_size,
+            head_dim,
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.attention_bias,
+        )
+        self.o_proj = RowParallelLinear(
+            config.num_attention_heads * head_dim, config.hidden_size, config.attention_bias
+        )
         self.q_norm = RMSNorm(head_dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(head_dim, config.rms_norm_eps)
         self.rotary_emb = rotary_emb
-        num_heads, num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads  # of this rank
-        self.attn = Attention(num_heads, head_dim, head_dim**-0.5, num_kv_heads)
+        self.attn = Attention(self.qkv_proj.num_heads, head_dim, head_dim**-0.5, self.qkv_proj.num_kv_heads)
 
     def forward(self, positions: Tensor, stream: Stream, next_norm: RMSNorm) -> Stream:
-        qkv = self.qkv_proj(stream)
-        return self.o_proj.add_to(stream, self.attend(positions, qkv), next_norm)
+        attended = self.attend(positions, self.qkv_proj(stream))
+        return self.o_proj.add_to(stream, attended, next_norm)
 
     def attend(self, positions: Tensor, qkv: Tensor) -> Tensor:
         """From the projections to the heads' outputs, [tokens, heads * head_dim]."""

@@ -368,8 +368,12 @@ MUTATIONS = [
         "model_runner",
         ("step.vocab_start = lm_head.vocab_start", "step.vocab_start = 0"),
         ("lm_head.gather(logits), 0", "lm_head.gather(logits), step.vocab_start"),
-        ("logits = logits.to(torch.float32, copy=True)", "pass"),
-        (' and any(map(attrgetter("changes_logits"), processors))', ""),
+    ),
+    *mutations_of(
+        "nanovllm/extensions/logits/logprobs",
+        ("return logits.to(torch.float32, copy=True)", "return logits"),
+        ("any(each.changes_logits for each in step.processors)", "True"),
+        ("    order = 0  # before", "    order = 50  # before"),
     ),
     *mutations_of(
         "nanovllm/extensions/structured/kernels/token_masks",
@@ -393,7 +397,7 @@ MUTATIONS = [
         "batch",
         ("+ positions % self.block_size", "+ (positions + 1) % self.block_size"),
         ("lens_k.append(end)", "lens_k.append(end - start)"),
-        ("            wanted |= seq.request.wanted\n            num_sent", "            num_sent"),
+        ("            wanted |= seq.request.wanted\n            if", "            if"),
     ),
     *mutations_of(
         "nanovllm/extensions/logits/scores",
@@ -410,10 +414,10 @@ MUTATIONS = [
         ("        if slots != self.decoded:", "        if not self.decoded:"),
         ("            self.is_new = True", "            pass"),
         ("        self.is_new = True\n        self.ever", "        self.ever"),
-        ("if len(seq.block_table) != num_sent:", "if False:"),
+        ("if seq.num_tokens % self.block_size == 1:", "if False:"),
         ("seq.request.seed, temperature", "seq.seq_id, temperature"),
-        ("start + num_sent)", "start + num_sent + 1)"),
-        ("len(seq.block_table)\n        self.is_new", "0\n        self.is_new"),
+        ("start + len(seq.block_table) - 1]", "start + len(seq.block_table)]"),
+        ("if seq.num_tokens % self.block_size == 1:", "if seq.num_tokens % self.block_size == 2:"),
         ("self.decoded: list[int] = []", "self.decoded = getattr(self, 'decoded', [])"),
     ),
     *mutations_of(
@@ -663,7 +667,7 @@ MUTATIONS = [
     ),
     *mutations_of(
         "nanovllm/kernels/split_kv",
-        ("begin = first // SIZES.TILE * SIZES.TILE", "begin = first"),
+        ("begin = first // TILE * TILE", "begin = first"),
     ),
     *mutations_of(
         "nanovllm/kernels/decode_attention",
@@ -781,7 +785,7 @@ MUTATIONS = [
         "nanovllm/extensions/quantised/kernels/quantised_weight",
         ("low | high << 4", "high | low << 4"),
         ("largest=scales.amax(1)", "largest=scales.amin(1)"),
-        ("each.view(torch.uint8).transpose(1, 2)", "each.view(torch.uint8)"),
+        ("bricks.transpose(1, 2).flatten(2)", "bricks.flatten(2)"),
         ("KIND) - zero) * scale + offset", "KIND) - zero) * scale"),
         ("zero = ZERO_POINT\n", "zero = 0\n"),
         ("place += column // GROUP", "place += byte // GROUP"),
@@ -808,7 +812,7 @@ MUTATIONS = [
     *mutations_of(
         "nanovllm/extensions/quantised/kernels/quantised_matvec",
         ("+ piece * INPUTS // GROUP", "+ piece // GROUP"),
-        ("row = _row_of(line, out_features // PARTS, PARTS)", "row = line"),
+        ("out_feature = _out_feature(place, out_features // PARTS, PARTS)", "out_feature = place"),
         ("can_convert = gpu_supports(x.device, 8, 9) if weight.is_fp8 else", "can_convert ="),
     ),
     *mutations_of(
@@ -849,7 +853,7 @@ MUTATIONS = [
         ("return not is_prefill and 0 < rows <= MAX_ROWS", "return 0 < rows <= MAX_ROWS"),
         ("return not is_prefill and rows <= MAX_FUSED_ROWS", "return not is_prefill"),
         ("        if not stream.is_untouched:\n", "        if False:\n"),
-        ("if layer.hidden_size and layer.group.size == 1 and can_fuse", "if layer.hidden_size and can_fuse"),
+        ("layer.group.size == 1 and can_fuse", "can_fuse"),
         ("x = stream.normalised()\n", "x = stream.residual()\n"),
     ),
     *mutations_of(
@@ -926,7 +930,10 @@ MUTATIONS = [
     *mutations_of(
         "nanovllm/extensions/quantised/gguf",
         ("zero_point = 0 if offsets else 8", "zero_point = 8"),
-        ("groupby(pieces, lambda piece: piece[:2])", "groupby(pieces, lambda piece: (piece.kind, ()))"),
+        (
+            "groupby(pieces, lambda piece: piece[:2])",
+            "groupby(pieces, lambda piece: (piece[0], piece[1][:2]))",
+        ),
         ("and (runtime.HAVE_TRITON or not on_gpu)", ""),
         ("zeros = zeros / 17  #", "pass  #"),
         (

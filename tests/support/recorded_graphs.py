@@ -17,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from nanovllm.engine.batch import StepOutput
-from nanovllm.engine.cuda_graphs import get_graph_sizes
 from nanovllm.extensions.logits.kernels import filtering, logit_edits
 from nanovllm.extensions.prefixes import cascade
 from nanovllm.extensions.structured.kernels import token_masks
@@ -109,8 +108,7 @@ def recording(recorder: Recorder) -> Iterator[None]:
 class RecordedGraphs:
     """In place of `CudaGraphs`: `install` puts it there."""
 
-    def __init__(self, sizes: list[int]) -> None:
-        self.sizes = sizes
+    def __init__(self) -> None:
         self.graphs: list[list[Recorder]] = []
         self.num_replays = 0
 
@@ -157,7 +155,7 @@ def install(llm: Any, patch: pytest.MonkeyPatch) -> RecordedGraphs:
         patch.setattr(module, name, as_kernel(getattr(module, name)))
     patch.setattr(StepOutput, "to_host", functools.partialmethod(copy_to_host, StepOutput.to_host))
     patch.setattr(llm, "_overlap", True)
-    graphs = RecordedGraphs(get_graph_sizes(llm.config.max_num_seqs))
+    graphs = RecordedGraphs()
     patch.setattr(llm.model_runner, "graphs", graphs)
     return graphs
 

@@ -10,9 +10,8 @@ import math
 import os
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -72,12 +71,11 @@ class Adapter:
 
     def _read_pattern(self, config: dict[str, Any], field: str) -> list[tuple[re.Pattern, Any]]:
         """As PEFT has it: a key is a regular expression for the end of a module's name."""
-        given = config.get(field) or {}
-        check(isinstance(given, dict), f"{self.config_file}: {field} must have patterns of names", given)
+        source, given = f"{self.config_file}: {field}", config.get(field) or {}
+        check(isinstance(given, dict), f"{source} must have patterns of names", given)
         others = [key for key in given if not PLAIN_NAME.fullmatch(key)]
         if len(others) > MAX_PATTERNS:
-            raise ValueError(f"{self.config_file}: {field} has more than {MAX_PATTERNS} patterns")
-        source = f"{self.config_file}: {field}"
+            raise ValueError(f"{source} has more than {MAX_PATTERNS} patterns")
         return [(pattern(source, rf"(.*\.)?({key})$", key), value) for key, value in given.items()]
 
     def merged(self, tensors: Iterable[Any], model: nn.Module, known: Collection[str]) -> Iterator[Any]:
@@ -92,17 +90,15 @@ class Adapter:
             if saved is None and factors is None:
                 yield tensor
                 continue
-            # Only now, as names of the model, which are short, can be matched with any pattern.
-            update = None if factors is None else self._update(tensor.name.removesuffix(".weight"), factors)
-            if saved is not None and getattr(tensor, "is_transposed", False):  # by transformers
-                saved = saved.t()
-            source = f"{self.file}: what it has for {tensor.name}"
+            if saved is not None:
+                if getattr(tensor, "is_transposed", False):  # by transformers
+                    saved = saved.t()
+                self._check_shape(tensor, saved.shape)
             if tensor.name in shared:
+                source = f"{self.file}: what it has for {tensor.name}"
                 raise ValueError(f"{source} cannot be merged: embedding and LM head share this tensor")
-            for part in (saved, update):
-                if part is not None and tuple(part.shape) != tuple(tensor.shape):
-                    shapes = f"{tuple(part.shape)}, expected {tuple(tensor.shape)}"
-                    raise ValueError(f"{source} has shape {shapes}")
+            # Only now, as names of the model, which are short, can be matched with any pattern.
+            update = None if factors is None else self._update(tensor, factors)
             yield Adapted(tensor.name, tensor.file, tensor.shape, tensor if saved is None else saved, update)
         if left := [*replacements, *all_factors]:
             names = ", ".join(left[:3]) + (f" and {len(left) - 3} more" if len(left) > 3 else "")
@@ -131,8 +127,14 @@ class Adapter:
                 replacements[name.replace(".base_layer.", ".")] = tensor
         return replacements, factors
 
-    def _update(self, module: str, factors: dict[str, torch.Tensor]) -> "Update":
-        kinds = set(factors)
+    def _check_shape(self, tensor: Any, shape: Sequence[int]) -> None:
+        if tuple(shape) != tuple(tensor.shape):
+            shapes = f"{tuple(shape)}, expected {tuple(tensor.shape)}"
+            raise ValueError(f"{self.file}: what it has for {tensor.name} has shape {shapes}")
+
+    def _update(self, tensor: Any, factors: dict[str, torch.Tensor]) -> torch.Tensor:
+        """What is added to a matrix: scale * b @ a, with a [rank, in] and b [out, rank], or its transpose."""
+        module, kinds = tensor.name.removesuffix(".weight"), set(factors)
         if kinds not in ({"A", "B"}, {"embedding_A", "embedding_B"}):
             raise ValueError(f"{self.file}: {module} has only lora_{' and lora_'.join(sorted(kinds))}")
         a, b = (factors[kind] for kind in sorted(kinds))
@@ -144,7 +146,10 @@ class Adapter:
             found = f"{tuple(a.shape)} and {tuple(b.shape)}"
             raise ValueError(f"{self.file}: {module} has factors of shapes {found}, expected rank {rank}")
         scale = alpha / (math.sqrt(rank) if self.has_root_scale else rank)
-        return Update(a, b, scale, "embedding_A" in kinds)
+        is_transposed, shape = "embedding_A" in kinds, (b.shape[0], a.shape[1])
+        self._check_shape(tensor, shape[::-1] if is_transposed else shape)
+        value = b.float() @ a.float() * scale
+        return value.T if is_transposed else value
 
 
 def _setting(pattern: list[tuple[re.Pattern, Any]], module: str, default: Any) -> Any:
@@ -152,34 +157,14 @@ def _setting(pattern: list[tuple[re.Pattern, Any]], module: str, default: Any) -
 
 
 @dataclass
-class Update:
-    """What is added to a matrix: scale * b @ a, [out, in], or its transpose."""
-
-    a: torch.Tensor  # [rank, in]
-    b: torch.Tensor  # [out, rank]
-    scale: float
-    is_transposed: bool
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        shape = self.b.shape[0], self.a.shape[1]
-        return shape[::-1] if self.is_transposed else shape
-
-    @cached_property
-    def value(self) -> torch.Tensor:
-        value = (self.b.float() @ self.a.float()) * self.scale
-        return value.T if self.is_transposed else value
-
-
-@dataclass
 class Adapted:
-    """A tensor with the adapter in it. Slices are made when they are taken."""
+    """A tensor with the adapter in it, which joins slices when they are taken."""
 
     name: str
     file: str
     shape: tuple[int, ...]
     stored: Any
-    update: Update | None
+    update: torch.Tensor | None  # what is added
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -187,7 +172,7 @@ class Adapted:
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         part = self.stored[index].float()
-        return part if self.update is None else part + self.update.value[index]
+        return part if self.update is None else part + self.update[index]
 
 
 def check_adaptable(checkpoint: Checkpoint, lora: str | os.PathLike) -> None:
@@ -204,7 +189,7 @@ def check_adaptable(checkpoint: Checkpoint, lora: str | os.PathLike) -> None:
 
 def open_adapter(name: str | os.PathLike, hub: dict[str, Any]) -> Adapter:
     """From a folder or a hub id; `hub` has options for downloads. Raises ValueError."""
-    path = os.path.abspath(os.path.expanduser(os.fspath(name)))
+    path = os.path.abspath(os.path.expanduser(name))
     if not os.path.isdir(path):
         path = download_adapter(os.fspath(name), [CONFIG_FILE, WEIGHTS_FILE], hub)
     return Adapter(Path(path))

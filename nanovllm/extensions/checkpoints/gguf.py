@@ -45,9 +45,11 @@ CONTROL_ENDS = (
 )
 FREQUENCY_FACTORS = "rope_freqs.weight"
 # Behind "ARCHITECTURE.rope." in names of keys.
-ROPE_KEYS = "dimension_count freq_base freq_base_swa scale_linear scaling.type scaling.factor".split()
-ROPE_KEYS += [f"scaling.{name}" for name in ("attn_factor", "original_context_length", "finetuned")]
-ROPE_KEYS += [f"scaling.yarn_{name}" for name in ("ext_factor", "attn_factor", "beta_fast", "beta_slow")]
+ROPE_KEYS = """
+    dimension_count freq_base freq_base_swa scale_linear scaling.type scaling.factor scaling.attn_factor
+    scaling.original_context_length scaling.finetuned scaling.yarn_ext_factor scaling.yarn_attn_factor
+    scaling.yarn_beta_fast scaling.yarn_beta_slow
+""".split()
 
 
 def on_device_of(tensors: Iterable[GGUFTensor], model: nn.Module, _: Any) -> Iterator[GGUFTensor]:
@@ -89,15 +91,15 @@ class GGUFCheckpoint(Checkpoint):
 
     def fields(self) -> dict[str, Any]:
         """As in a config.json."""
-        embedding = self.stored.get("token_embd.weight")
-        if embedding is None or len(embedding.shape) != 2:
-            raise ValueError(f"{self.path} has no matrix token_embd.weight")
         try:
-            return self._read_fields(embedding)
+            return self._read_fields()
         except ValueError as error:
             raise ValueError(f"{self.path}: {error}") from None
 
-    def _read_fields(self, embedding: GGUFTensor) -> dict[str, Any]:
+    def _read_fields(self) -> dict[str, Any]:
+        embedding = self.stored.get("token_embd.weight")
+        if embedding is None or len(embedding.shape) != 2:
+            raise ValueError("it has no matrix token_embd.weight")
         heads, hidden_size = self._number("attention.head_count"), self._number("embedding_length")
         head_dim = self._number("attention.key_length", hidden_size // max(heads, 1))
         for name in ("attention.value_length", "rope.dimension_count"):
@@ -124,8 +126,7 @@ class GGUFCheckpoint(Checkpoint):
             "dtype": None if embedding.dtype == torch.float16 else embedding.dtype,
             "quantization_config": self._quantisation() if self.fill is None else None,
         }
-        read_own = self.model.read_gguf_fields
-        return raw | read_own(raw, self._number) if read_own else raw
+        return raw | self.model.read_gguf_fields(raw, self._number)
 
     def hf_config(self) -> ModelConfig:
         return checked_size(self, super().hf_config(), os.path.getsize(self.path))

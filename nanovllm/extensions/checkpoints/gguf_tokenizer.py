@@ -55,24 +55,9 @@ def tokenizer_from_gguf(metadata: dict[str, Any]) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **named)
 
 
-def _make_byte_level(tokenizer: Any, pre: str) -> None:
-    """Cut text in the way that `pre` names, and let merges work on the bytes of its pieces."""
-    from tokenizers import Regex, decoders, normalizers, pre_tokenizers
-
-    if pre not in SPLITS:
-        raise ValueError(f"tokenizer.ggml.pre {pre!r} is not known; known ones: {', '.join(SPLITS)}")
-    steps = [pre_tokenizers.Digits(individual_digits=True)] if pre == "smollm" else []
-    if SPLITS[pre] is not None:
-        steps.append(pre_tokenizers.Split(Regex(SPLITS[pre]), "isolated"))
-    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=SPLITS[pre] is None))
-    if pre == "qwen2":
-        tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
-    tokenizer.decoder = decoders.ByteLevel()
-
-
 def _byte_pair_tokenizer(given: dict[str, Any], vocabulary: dict[str, int]) -> Any:
-    from tokenizers import Tokenizer, models
+    """GPT-2's: text is cut in the way that `pre` names, and merges work on the bytes of its pieces."""
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     pre = given.get("pre", "default")
     if pre == "default":  # as in files of converters that knew no others
@@ -83,10 +68,19 @@ def _byte_pair_tokenizer(given: dict[str, Any], vocabulary: dict[str, int]) -> A
             "by GPT-2, which may give other tokens than in training; tokenizer='...' names another tokenizer",
             stacklevel=2,
         )
+    if pre not in SPLITS:
+        raise ValueError(f"tokenizer.ggml.pre {pre!r} is not known; known ones: {', '.join(SPLITS)}")
     merges = [tuple(merge.split(" ", 1)) for merge in given["merges"]]
     # Llama 3's vocabulary has words that its merges do not lead to.
     tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=pre == "llama-bpe"))
-    _make_byte_level(tokenizer, pre)
+    steps = [pre_tokenizers.Digits(individual_digits=True)] if pre == "smollm" else []
+    if SPLITS[pre] is not None:
+        steps.append(pre_tokenizers.Split(Regex(SPLITS[pre]), "isolated"))
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=SPLITS[pre] is None))
+    if pre == "qwen2":
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
 

@@ -19,10 +19,8 @@ def download(name: str, weights: bool, **options: Any) -> str:
     Raises ValueError.
     """
     missing = f"model {name!r}: there is no such folder"
-    if not HUB_ID.fullmatch(name) or name.endswith(".gguf"):
-        known = f"'smollm2' or, with load_format='dummy', one of {list(SHAPES)}"
-        raise ValueError(f"{missing} or .gguf file, and it is not a hub id ('owner/name'), {known}")
-    folder = _fetch(name, [*HUB_FILES], options, missing)
+    known = f", a .gguf file, 'smollm2' or, with load_format='dummy', one of {list(SHAPES)}"
+    folder = _fetch(name, [*HUB_FILES], options, missing, known)
     if not weights:
         return folder
     path = Path(folder)
@@ -34,15 +32,15 @@ def download(name: str, weights: bool, **options: Any) -> str:
 
 def download_adapter(name: str, files: list[str], options: dict[str, Any]) -> str:
     """The same for these files of an adapter."""
-    missing = f"lora {name!r}: there is no such folder"
-    if not HUB_ID.fullmatch(name):
-        raise ValueError(f"{missing}, and it is not a hub id ('owner/name')")
-    return _fetch(name, files, options, missing)
+    return _fetch(name, files, options, f"lora {name!r}: there is no such folder")
 
 
-def _fetch(name: str, patterns: list[str], options: dict[str, Any], missing: str) -> str:
+def _fetch(name: str, patterns: list[str], options: dict[str, Any], missing: str, known: str = "") -> str:
+    """Errors say what is missing and which names are known besides hub ids."""
     from huggingface_hub import snapshot_download
 
+    if not HUB_ID.fullmatch(name) or name.endswith(".gguf"):
+        raise ValueError(f"{missing}, and it is not a hub id ('owner/name'){known}")
     ignored = ["*/*", OTHER_COPY]
     try:
         return snapshot_download(name, allow_patterns=patterns, ignore_patterns=ignored, **options)

@@ -47,11 +47,9 @@ def toy_tokenizer() -> Any:
     """Ids 0 to 255 are the bytes of UTF-8 and 256 ends a sequence; any other id decodes to nothing."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-    # The byte-level alphabet: printable bytes of Latin-1 as themselves, the others in order from U+0100 on.
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = iter(range(0x100, 0x200))
-    tokenizer = Tokenizer(models.BPE({chr(b if b in printable else next(others)): b for b in range(256)}, []))
+    tokenizer = Tokenizer(models.BPE({char: byte for byte, char in bytes_to_unicode().items()}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     end = "<|end|>"

@@ -61,7 +61,14 @@ def _open(
     if not name or not os.path.exists(path):
         if name in SHAPES and dummy:
             return ShapeCheckpoint(name)
-        path = _fetch(name, not dummy and not only_tokenizer, hub)
+        if name == "smollm2":
+            from nanovllm.extensions.checkpoints.smollm2 import fetch_smollm2
+
+            path = str(fetch_smollm2())
+        else:
+            from nanovllm.extensions.checkpoints.hub import download
+
+            path = download(name, not dummy and not only_tokenizer, **hub)
     if os.path.isfile(path):
         if load_format == "safetensors" or not path.lower().endswith(".gguf"):
             raise ValueError(f"model {name!r} is neither a folder nor, for load_format='gguf', a .gguf file")
@@ -73,14 +80,3 @@ def _open(
     if not os.path.isdir(path):
         raise ValueError(f"model {name!r} is neither a folder nor a regular file")
     return CheckedFolder(path, only_tokenizer)
-
-
-def _fetch(name: str, weights: bool, hub: dict[str, Any]) -> str:
-    """The path of what is not here yet."""
-    if name == "smollm2":
-        from nanovllm.extensions.checkpoints.smollm2 import fetch_smollm2
-
-        return str(fetch_smollm2())
-    from nanovllm.extensions.checkpoints.hub import download
-
-    return download(name, weights, **hub)

@@ -5,7 +5,10 @@ from typing import Any
 from nanovllm.checkpoints.base import Checkpoint
 from nanovllm.extensions.checkpoints.made_up import toy_tokenizer
 
-FIELDS = "hidden_size num_hidden_layers num_attention_heads num_key_value_heads intermediate_size".split()
+FIELDS = (
+    "hidden_size num_hidden_layers num_attention_heads num_key_value_heads intermediate_size "
+    "tie_word_embeddings"
+).split()
 SHAPES = {
     "qwen3-0.6b": (1024, 28, 16, 8, 3072, True),
     "qwen3-4b": (2560, 36, 32, 8, 9728, True),
@@ -44,7 +47,7 @@ class ShapeCheckpoint(Checkpoint):
         return {
             "model_type": "qwen3",
             "architectures": ["Qwen3ForCausalLM"],
-            **dict(zip([*FIELDS, "tie_word_embeddings"], SHAPES[self.path], strict=True)),
+            **dict(zip(FIELDS, SHAPES[self.path], strict=True)),
             "head_dim": 128,
             "vocab_size": 151936,
             "max_position_embeddings": 40960,

@@ -67,7 +67,7 @@ class Router(ReplicatedLinear):
 
     is_quantisable = False
 
-    def __init__(self, hidden_size: int, config: ExpertsConfig, is_joint: bool = False):
+    def __init__(self, hidden_size: int, config: ExpertsConfig, is_joint: bool):
         super().__init__(hidden_size, config.num_experts, bias=is_joint)
         self.routing = config.num_experts_per_tok, config.norm_topk_prob
 
@@ -85,7 +85,7 @@ class Experts(nn.Module):
     and as many biases.
     """
 
-    def __init__(self, hidden_size: int, config: ExpertsConfig, is_joint: bool = False):
+    def __init__(self, hidden_size: int, config: ExpertsConfig, is_joint: bool):
         super().__init__()
         self.num_experts, self.is_joint = config.num_experts, is_joint
         self.group = get_group()

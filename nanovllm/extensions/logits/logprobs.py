@@ -56,15 +56,20 @@ class LogprobProcessor(LogitsProcessor):
 
     name = "logprobs"
     fields = ("logprobs",)
-    order = 50
+    order = 0  # before those that change logits
     changes_logits = False
-    needs_raw = True
 
     def wants(self, params: SamplingParams) -> bool:
         return params.logprobs is not None
 
     def read(self, request: Any, where: str) -> dict[int, list[TokenLogprobs]]:
         return {}
+
+    def apply(self, logits: Tensor, step: SamplingStep) -> Tensor:
+        """If others change logits, they change a copy: `drawn` wants to see those that the model made."""
+        if any(each.changes_logits for each in step.processors):
+            return logits.to(torch.float32, copy=True)
+        return logits
 
     def drawn(self, raw_logits: Tensor, tokens: Tensor, step: SamplingStep) -> None:
         step.told[self.name] = top_logprobs(raw_logits, tokens)

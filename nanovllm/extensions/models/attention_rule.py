@@ -3,7 +3,7 @@
 What a rule leaves out is not compiled into the kernels.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from nanovllm.kernels.attention_variant import AttentionVariant, Hooks
 from nanovllm.kernels.runtime import LOG2_E, tl, triton
-from nanovllm.layers.attention import Attention
 
 UNIT = tl.constexpr(LOG2_E)  # kernels compute exp2 of scores that are multiplied by this
 
@@ -71,17 +70,10 @@ class AttentionRule(AttentionVariant):
         return self.attend_and_sum(q, k, v, mask, self.first_sums(q))[0]
 
 
-def set_rule(attention: Attention, **features: Any) -> None:
-    """Give a layer a rule with these features, and those of the rule that it has."""
-    variant = attention.variant
-    rule = variant if isinstance(variant, AttentionRule) else AttentionRule(variant.scale)
-    attention.variant = replace(rule, **features)
-
-
 def set_rules(model: nn.Module) -> None:
     """Of a model whose layers note what they compute in `features` (extensions/transformers)."""
     for attention in getattr(model, "attention", ()):
-        set_rule(attention, **attention.features)
+        attention.variant = AttentionRule(attention.variant.scale, **attention.features)
 
 
 @triton.jit

@@ -25,12 +25,18 @@ from nanovllm.extensions.models.rope import (
     check_fixed,
     check_rope_keys,
     context_limit,
+    read_object,
     read_rope_parameters,
 )
 from nanovllm.utils.validation import check, check_bool, shown
 
-DEFAULTS = {"rms_norm_eps": 1e-6, "attention_bias": False, "tie_word_embeddings": False}
-DEFAULTS |= {"use_sliding_window": True}
+DEFAULTS = {
+    "rms_norm_eps": 1e-6,
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+    "rope_theta": 10000.0,
+    "use_sliding_window": True,
+}
 # What a file may ask for if its model has a default. A window is for layers from `max_window_layers` on,
 # without every `sliding_window_pattern`-th.
 OPTIONAL = {"mlp_bias": False, "sliding_window": None, "max_window_layers": 0, "sliding_window_pattern": 0}
@@ -112,16 +118,17 @@ def read_any_config(
             sizes = read_other(raw, check_rope_keys)
         except ValueError as error:
             raise ValueError(f"{error}; known without transformers: {known}") from None
-        kept = given.keys() & {"dtype", "torch_dtype", "quantization_config"}
-        return read_decoder(raw, sizes | {name: given[name] for name in kept}, [], {})
+        dtype = given.get("dtype") or given.get("torch_dtype")
+        return read_decoder(raw, sizes | {"dtype": dtype}, [], {})
     except ValueError as error:
         raise ValueError(f"{source}: {error}") from None
 
 
 def read_decoder(raw: Fields, given: Fields, architectures: list[str], own: Fields) -> DecoderConfig:
     """
-    From the fields that a file has, `given`, and its model's defaults, `own`. The last two are empty for one
-    without a class here. Raises ValueError naming what is wrong or not supported.
+    From the fields that a file has, or others by their names, `given`, and its model's defaults, `own`. The
+    last two are empty for a model without a class here. Raises ValueError naming what is wrong or not
+    supported.
     """
     if "rope_parameters" in given:  # takes the place of all settings
         own = own | {"rope_scaling": {}}
@@ -133,9 +140,6 @@ def read_decoder(raw: Fields, given: Fields, architectures: list[str], own: Fiel
     activation = "hidden_activation" if "hidden_activation" in given else "hidden_act"
     for settings in (given, rope):
         check_fixed(settings, FIXED | {activation: own.get("hidden_act", "silu")})
-    quantization_config = given.get("quantization_config") or None
-    is_object = isinstance(quantization_config, dict | None)
-    check(is_object, "quantization_config must be an object", quantization_config)
     check_bool(values["mlp_bias"], "mlp_bias")
     limit = context_limit(rope, values["max_position_embeddings"])
     values |= dict(
@@ -143,7 +147,7 @@ def read_decoder(raw: Fields, given: Fields, architectures: list[str], own: Fiel
         rope_parameters=rope,
         local_rope_parameters=local_rope,
         windows=_read_windows(values),
-        quantization_config=quantization_config,
+        quantization_config=read_object(raw, "quantization_config") or None,
         raw=raw,
         context_limit=limit,
         max_model_len=limit,

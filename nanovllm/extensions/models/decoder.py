@@ -1,10 +1,9 @@
 """The decoder of Qwen3's relatives: the core's, of which parts are replaced as the configuration says."""
 
-from collections.abc import Callable
 from dataclasses import replace
 
 from nanovllm.extensions.experts.moe import MixtureOfExperts
-from nanovllm.extensions.models.attention_rule import set_rule
+from nanovllm.extensions.models.attention_rule import AttentionRule
 from nanovllm.extensions.models.config import DecoderConfig, Fields
 from nanovllm.layers.rotary_embedding import get_rope
 from nanovllm.models.qwen3 import Qwen3ForCausalLM, Qwen3MLP
@@ -32,7 +31,7 @@ class Decoder(Qwen3ForCausalLM):
     gguf_added_to_norms = 0.0
     # (raw, number) -> fields besides `raw`, those of all models; number(key, default, kind) is what the file
     # has there, or a ValueError that names the key.
-    read_gguf_fields: Callable[..., Fields] | None = None
+    read_gguf_fields = staticmethod(lambda raw, number: {})
 
     def __init__(self, config: DecoderConfig):
         super().__init__(replace(config, attention_bias=config.attention_bias or self.has_qkv_bias_alone))
@@ -42,9 +41,10 @@ class Decoder(Qwen3ForCausalLM):
         experts, hidden_size = config.experts, config.hidden_size
         for i, layer in enumerate(self.model.layers):
             attention = layer.self_attn
-            attention.attn.variant.scale = config.query_pre_attn_scalar**-0.5
+            variant = attention.attn.variant
+            variant.scale = config.query_pre_attn_scalar**-0.5
             if config.windows[i]:
-                set_rule(attention.attn, window=config.window(i))
+                attention.attn.variant = AttentionRule(variant.scale, config.window(i))
                 attention.rotary_emb = local_rope or attention.rotary_emb
             if not self.has_qk_norm:
                 attention.q_norm = attention.k_norm = None

@@ -5,7 +5,7 @@ some layers.
 import torch
 from torch import nn
 
-from nanovllm.extensions.models.attention_rule import set_rule
+from nanovllm.extensions.models.attention_rule import AttentionRule
 from nanovllm.extensions.models.config import DecoderConfig
 from nanovllm.extensions.models.decoder import Decoder
 from nanovllm.layers.linear import own_part
@@ -37,7 +37,8 @@ class GptOssForCausalLM(Decoder):
         super().__init__(config)
         heads = config.num_attention_heads
         shard = Shard((heads, 1), own_part(heads))
-        for layer in self.model.layers:
+        for i, layer in enumerate(self.model.layers):
             layer.self_attn.sinks = sinks = nn.Parameter(torch.empty(shard.size[0]), requires_grad=False)
             sinks.weight_loader = shard.load
-            set_rule(layer.self_attn.attn, sinks=sinks)
+            attention = layer.self_attn.attn
+            attention.variant = AttentionRule(attention.variant.scale, config.window(i), sinks=sinks)

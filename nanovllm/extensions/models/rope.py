@@ -41,6 +41,14 @@ def check_fixed(given: Fields, fixed: Fields) -> None:
             raise ValueError(f"{name} = {shown(given[name])} is not supported, only {value}")
 
 
+def read_object(fields: Fields, name: str) -> Fields:
+    """Those that a field has, {} if there are none. Raises ValueError."""
+    found = fields.get(name)
+    found = {} if found is None else found
+    check(isinstance(found, dict), f"{name} must be an object", found)
+    return found
+
+
 def check_rope_keys(given: Fields, others: Collection[str] = ()) -> None:
     """Raise ValueError naming a rotary setting that nobody would honour."""
     given = {name: value for name, value in given.items() if value is not None}
@@ -60,16 +68,14 @@ def read_rope_parameters(values: Fields, layer_type: str) -> Fields:
     `rope_theta` and `rope_scaling`, beside which `rope_local_base_freq` is for layers with a window. Raises
     ValueError unless every angle will be a finite number, which the ranges ensure.
     """
-    settings = {"original_max_position_embeddings": values["max_position_embeddings"]}
     has_kinds = "rope_local_base_freq" in values
     is_local = has_kinds and layer_type == SLIDING
-    settings["rope_theta"] = values["rope_local_base_freq"] if is_local else values.get("rope_theta", 10000.0)
+    theta = values["rope_local_base_freq" if is_local else "rope_theta"]
+    settings = {"rope_theta": theta, "original_max_position_embeddings": values["max_position_embeddings"]}
     for spelling in ("rope_scaling", "rope_parameters"):
-        found = values.get(spelling, {})
-        check(isinstance(found, dict), f"{spelling} must be an object", found)
+        found = read_object(values, spelling)
         if has_kinds and found.keys() & {FULL, SLIDING}:
-            found = found.get(layer_type) or {}
-            check(isinstance(found, dict), f"{spelling} of {layer_type!r} must be an object", found)
+            found = read_object(found, layer_type)
         elif is_local:
             continue
         settings |= {name: value for name, value in found.items() if value is not None}
@@ -114,8 +120,13 @@ def scale_frequencies(settings: Fields, head_dim: int) -> Fields:
         kind, settings = "linear", settings | {"factor": torch.tensor(settings["factors"], **FLOAT32)}
     # In place of a configuration, where its versions look for settings in different places.
     config = SimpleNamespace(
-        **settings, rope_parameters=settings, rope_scaling=settings, standardize_rope_params=lambda: None
+        **settings,
+        rope_parameters=settings,
+        rope_scaling=settings,
+        standardize_rope_params=lambda: None,
+        head_dim=head_dim,
+        hidden_size=head_dim,
+        num_attention_heads=1,
     )
-    config.head_dim, config.hidden_size, config.num_attention_heads = head_dim, head_dim, 1
     frequencies, own_amplitude = ROPE_INIT_FUNCTIONS[kind](config, "cpu")
     return {"inverse_frequencies": frequencies.tolist(), "amplitude": amplitude * own_amplitude}

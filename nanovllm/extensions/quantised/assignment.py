@@ -31,16 +31,14 @@ def assign_weights(model: nn.Module, scheme: Scheme | None, dense: Callable[...,
     stacked = [name for name, param in model.named_parameters() if param.dim() > 2]  # by transformers
     if scheme is not None and stacked:
         raise ValueError(f"{stacked[0]} cannot be quantised, as experts can only in classes of this project")
-    merged: dict[str, list[str]] = {}
-    for source, (target, _) in model.packed_modules_mapping.items():
-        merged.setdefault(target, []).append(source)
     for name, layer in model.named_modules():
         if not isinstance(layer, LinearBase):
             continue
         if scheme is None:
             weight = dense(layer.shards)
         else:
-            weight = scheme.make_weight(dense, layer, name, names_in_checkpoint(layer, name, merged))
+            sources = names_in_checkpoint(layer, name, model.packed_modules_mapping)
+            weight = scheme.make_weight(dense, layer, name, sources)
         set_weight(layer, weight)
 
 
@@ -71,9 +69,10 @@ def _load(
     load(loaded_weight, shards[shard_id])
 
 
-def names_in_checkpoint(layer: LinearBase, name: str, merged: dict[str, list[str]]) -> list[str]:
-    """The names of the matrices that make up this layer; `merged` has those of some, by the layer's own."""
+def names_in_checkpoint(layer: LinearBase, name: str, packed: dict[str, tuple[str, Any]]) -> list[str]:
+    """The names of the matrices that make up this layer; `packed` says in which one others are."""
     if hasattr(layer, "names_in_checkpoint"):
         return layer.names_in_checkpoint(name)
     parent, _, own = name.rpartition(".")
-    return [f"{parent}.{source}" for source in merged.get(own, [own])]
+    sources = [source for source, (target, _) in packed.items() if target == own]
+    return [f"{parent}.{source}" for source in sources or [own]]

@@ -17,6 +17,7 @@ from nanovllm.extensions.quantised.scheme import (
 from nanovllm.utils.validation import shown
 
 FLOATS, NAIVE = "float-quantized", "naive-quantized"
+TYPES = {PACKED: ["int"], FLOATS: ["float"], PLAIN: ["int"], NAIVE: ["int", "float"]}
 CLASS = "Linear"  # what transformers calls our layers
 BLOCK = [128, 128]
 
@@ -54,8 +55,7 @@ def _finder(field: str, targets: Iterable[str]) -> Callable[[str], str | None]:
 
 
 def _read_group(config: dict[str, Any], group: dict[str, Any]) -> Format:
-    kinds = [PACKED, FLOATS, PLAIN, NAIVE]
-    format = choose({"format": group.get("format") or config.get("format")}, "format", kinds)
+    format = choose({"format": group.get("format") or config.get("format")}, "format", TYPES)
     weights = group.get("weights")
     if not isinstance(weights, dict):
         raise ValueError(f"weights must be an object, got {shown(weights)}")
@@ -66,8 +66,7 @@ def _read_group(config: dict[str, Any], group: dict[str, Any]) -> Format:
 
 
 def _read_weights(format: str, weights: dict[str, Any]) -> Format:
-    kinds = {PACKED: ["int"], FLOATS: ["float"], PLAIN: ["int"], NAIVE: ["int", "float"]}
-    kind = choose(weights, "type", kinds[format], "int")
+    kind = choose(weights, "type", TYPES[format], "int")
     bits = choose(weights, "num_bits", [4, 8] if format == PACKED else [8], 8)
     refuse(weights, "dynamic")
     strategies = ["tensor", "channel", "group", *(["block"] if kind == "float" else [])]

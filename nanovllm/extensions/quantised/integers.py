@@ -46,7 +46,10 @@ class Integers(ScaledWeight):
         self.is_transposed = source in (GPTQ, AWQ)
         if not is_symmetric:
             self.zeros = self._parameter("zeros", *self.scales.shape, dtype=self.code_dtype)
-        self.order = self._parameter("order", self.shape[1], dtype=torch.int64) if has_order else None
+        self.order: Tensor | None = None
+        if has_order:
+            self.order = self._parameter("order", self.shape[1], dtype=torch.int64)
+            self.order.data.copy_(torch.arange(self.shape[1]))
         self._found_order: Tensor | None = None
         words, scales = StoredTensor(self._load_words), StoredTensor(self.load_scales)
         zeros, order = StoredTensor(self._load_zeros), StoredTensor(self._load_order, not has_order)
@@ -142,11 +145,6 @@ class Integers(ScaledWeight):
         self.order.data.copy_(self._found_order)
         for rows in self.pieces(self.shape[0]):
             self.set_codes(rows, unpack(self.weight[rows])[:, self.order])
-
-    def fill(self, matrix: Tensor) -> None:
-        super().fill(matrix)
-        if self.order is not None:
-            self.order.data.copy_(torch.arange(self.shape[1]))
 
 
 class Int8(Integers):

@@ -36,7 +36,6 @@ class StopTexts(Observer):
         self.texts.pop(seq.seq_id, None)
         self.is_active = bool(self.texts)
 
-    def failed(self, step: Any) -> tuple[()]:
+    def cleared(self) -> None:
         self.texts.clear()
         self.is_active = False
-        return ()

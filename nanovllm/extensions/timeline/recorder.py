@@ -142,11 +142,9 @@ class Recorder(Observer):
         number = None if seq is None else seq.seq_id
         self.block_events.append((len(self.steps), event, block_id, number, index))
 
-    def failed(self, step: Any) -> tuple[Sequence, ...]:
-        """Nothing runs any more, and the cache holds nothing."""
+    def cleared(self) -> None:
         self.block_events.append((len(self.steps), "cleared", 0, None, 0))
         self.in_flight.clear()
-        return ()
 
     def stop(self) -> None:
         atexit.unregister(self.stop)

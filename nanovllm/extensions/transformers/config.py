@@ -7,8 +7,8 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-from nanovllm.checkpoints.model_config import check_size
-from nanovllm.utils.validation import check, is_number, shown
+from nanovllm.checkpoints.model_config import check_number, check_size
+from nanovllm.utils.validation import shown
 
 # Model types that give transformers' own logits here, as a test shows. Others may keep a state, attend in
 # another way, or do something beside attention that nobody would notice until the text is wrong.
@@ -54,15 +54,15 @@ def transformers_config(raw: dict[str, Any], check_rope: Callable[..., None] = l
     `check_rope` is called with all rotary settings, and those of them that are transformers' own.
     """
     from transformers import CONFIG_MAPPING, __version__
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     kind = raw.get("model_type")
     names = raw.get("architectures") or []
     names = names if isinstance(names, list) else [names]
-    name = names[0] if names else None
+    name = next(iter(names), None)
     known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(kind))
-    is_one = name in (known if isinstance(known, tuple | list) else (known,))
-    if known is None or not (is_one or model_type_decides(names)):
+    if known is None or not (name == known or model_type_decides(names)):
         raise ValueError(
             f"architecture {shown(name)} of model type {shown(kind)} is not known, neither here nor as a "
             "decoder of this version of transformers"
@@ -70,19 +70,27 @@ def transformers_config(raw: dict[str, Any], check_rope: Callable[..., None] = l
     if int(__version__.split(".")[0]) < 5:  # with some of 4's the tokens are others
         raise ValueError(f"architecture {shown(name)} needs transformers 5 or newer, this is {__version__}")
     if kind not in VERIFIED:
-        reasons = [why for why, kinds in REFUSED.items() if kind in kinds] or ["no test shows it to be right"]
-        known = ", ".join(VERIFIED)
-        raise ValueError(f"model type {kind!r} is not supported: {reasons[0]}; through transformers: {known}")
-    fields = copy.deepcopy({key: value for key, value in raw.items() if key != "architectures"})
+        reasons = (why for why, kinds in REFUSED.items() if kind in kinds)
+        reason, known = next(reasons, "no test shows it to be right"), ", ".join(VERIFIED)
+        raise ValueError(f"model type {kind!r} is not supported: {reason}; through transformers: {known}")
     try:
-        config = CONFIG_MAPPING[kind](**fields)
+        config = CONFIG_MAPPING[kind](**copy.deepcopy(raw) | {"architectures": None})
     except Exception as error:  # whatever a foreign file makes of foreign code
         raise ValueError(f"transformers cannot read the configuration: {error!r:.300}") from error
     known = ROPE_KEYS.union(getattr(config, "ignore_keys_at_rope_validation", None) or ())
     for settings in _rope_parameters(config):
         check_rope(settings, known)
-        if settings.get("attn_factor") is not None:
-            _honour_attn_factor(config, settings)
+        value = settings.pop("attn_factor", None)
+        if value is None:
+            continue
+        # transformers knows no factor beside YaRN's own, but one in its place.
+        check_number("attn_factor", value, 1e-6, 1e15)
+        rope_type = settings.get("rope_type")
+        if settings is not config.rope_parameters or rope_type != "yarn":
+            raise ValueError(
+                f"attn_factor is for rope_type 'yarn' in all layers alike, got {shown(rope_type)}"
+            )
+        settings["attention_factor"] = value * ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")[1]
     return config
 
 
@@ -90,18 +98,6 @@ def _rope_parameters(config: Any) -> list[dict[str, Any]]:
     """Rotary settings of all layers, or of each kind of layer."""
     found = getattr(config, "rope_parameters", None) or {}
     return [value for value in found.values() if isinstance(value, dict)] or [found]
-
-
-def _honour_attn_factor(config: Any, settings: dict[str, Any]) -> None:
-    """transformers knows no factor beside YaRN's own, but one in its place."""
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    value = settings.pop("attn_factor")
-    kind = settings.get("rope_type")
-    check(is_number(value, float, 1e-6, 1e15), "attn_factor must be a number from 1e-06 to 1e+15", value)
-    if settings is not config.rope_parameters or kind != "yarn":
-        raise ValueError(f"attn_factor is for rope_type 'yarn' in all layers alike, got {shown(kind)}")
-    settings["attention_factor"] = value * ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")[1]
 
 
 def model_type_decides(architectures: list[Any]) -> bool:

@@ -9,11 +9,12 @@ knows an architecture by name.
 
 import threading
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils.hooks import RemovableHandle
 
 from nanovllm.distributed.group import get_group
 from nanovllm.extensions.transformers.config import transformers_config
@@ -22,7 +23,7 @@ from nanovllm.extensions.transformers.parts import NAME, register
 from nanovllm.extensions.transformers.ranks import cut_modules
 from nanovllm.extensions.transformers.weights import Converted, converted
 from nanovllm.layers.attention import Attention
-from nanovllm.utils.context import get_context
+from nanovllm.layers.embed_head import ParallelLMHead
 
 
 class TransformersForCausalLM(nn.Module):
@@ -49,10 +50,9 @@ class TransformersForCausalLM(nn.Module):
         made = give_memory(model)
         for attention in self.attention:
             attention.features["sinks"] = made.get(attention.features["sinks"])
-        head = Head(model)
         for name, child in model.named_children():
             self.add_module(name, child)
-        object.__setattr__(self, "lm_head", head)  # under its own name it is a child already
+        vars(self)["lm_head"] = Head(model)  # under its own name it is a child already
         # A mask of four dimensions is one that transformers passes on as it is, and `attend` needs none.
         self.register_buffer("no_mask", torch.empty(1, 1, 1, 1), persistent=False)
 
@@ -93,28 +93,20 @@ def build(config: Any) -> Any:
             model = AutoModelForCausalLM.from_config(theirs, **options, dtype=torch.get_default_dtype())
         except Exception as error:  # whatever a foreign file makes of foreign code
             raise ValueError(f"transformers cannot build the model: {error!r:.300}") from error
-    name = type(model).__name__
     if model.base_model is model or model.get_output_embeddings() is None:
-        raise ValueError(f"{name} is not supported: it has no head for a vocabulary")
+        raise ValueError(f"{type(model).__name__} is not supported: it has no head for a vocabulary")
     return model.eval()
 
 
-@contextmanager
-def without_memory() -> Iterator[None]:
-    """Parameters that this thread makes here take no memory, but buffers have their values."""
-    register = nn.Module.register_parameter
+def without_memory() -> RemovableHandle:
+    """Parameters that this thread makes in this context take no memory, but buffers have their values."""
     thread = threading.get_ident()
 
-    def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if param is not None and threading.get_ident() == thread:
-            param = nn.Parameter(param.detach().to("meta"), requires_grad=False)
-        register(module, name, param)
+    def on_meta(_module: nn.Module, _name: str, param: nn.Parameter) -> nn.Parameter | None:
+        is_ours = threading.get_ident() == thread
+        return nn.Parameter(param.detach().to("meta"), requires_grad=False) if is_ours else None
 
-    nn.Module.register_parameter = register_on_meta
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = register
+    return register_module_parameter_registration_hook(on_meta)
 
 
 def give_memory(model: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
@@ -164,8 +156,8 @@ def try_out(base: Any, num_layers: int) -> list[Attention]:
     except Exception as error:
         ranks = f" with tensor_parallel_size={get_group().size}" if shares else ""
         raise ValueError(f"{name} is not supported{ranks}: {error!r:.300}") from error
-    modules = (module for module in base.modules() if hasattr(module, "nano_vllm_attention"))
-    found = [module.nano_vllm_attention[0] for module in modules]
+    attentions = (getattr(module, "nano_vllm_attention", None) for module in base.modules())
+    found = [attention for attention in attentions if attention is not None]
     if len(found) != num_layers:
         reason = f"{len(found)} of {num_layers} layers have attention of the usual kind"
         raise ValueError(f"{name} is not supported: {reason}")
@@ -175,47 +167,31 @@ def try_out(base: Any, num_layers: int) -> list[Attention]:
 class Head:
     """
     The LM head with all that transformers' forward does behind it (scales, caps), for hidden states
-    [tokens, hidden_size].
+    [tokens, hidden_size]: the whole model, of which the layers give what they have computed already.
     """
 
     vocab_start = 0
+    __call__ = ParallelLMHead.forward
 
     def __init__(self, model: Any):
         self.model = model
 
-    def __call__(self, hidden_states: Tensor) -> Tensor:
-        """-> logits [sequences, vocab_size], in a prefill of the last token of each."""
-        context = get_context()
-        if context.is_prefill:
-            hidden_states = hidden_states[context.cu_seqlens_q[1:].long() - 1]
-        return self.logits(hidden_states)
-
     def logits(self, hidden_states: Tensor) -> Tensor:
         """-> logits [tokens, vocab_size]."""
-        name = self.model.base_model_prefix
-        base = self.model._modules[name]
-        self.model._modules[name] = Given(hidden_states[None])
-        try:
-            return self.model(input_ids=None, inputs_embeds=hidden_states[None], use_cache=False).logits[0]
-        finally:
-            self.model._modules[name] = base
-
-    def gather(self, logits: Tensor) -> Tensor:
-        return logits
-
-
-class Given(nn.Module):
-    """In place of the layers: what they have computed already."""
-
-    def __init__(self, hidden_states: Tensor):
-        super().__init__()
-        self.hidden_states = hidden_states
-        object.__setattr__(self, "decoder", self)  # where the layers are in some models
-
-    def forward(self, *_args: Any, **_options: Any) -> Any:
         from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
         class Output(BaseModelOutputWithPastAndCrossAttentions):
             router_logits = shared_kv_states = None  # which some heads ask for
 
-        return Output(last_hidden_state=self.hidden_states)
+        states = hidden_states[None]
+        base = self.model.base_model
+        layers = getattr(base, "decoder", base)  # where they are in some models
+        layers.forward = base.forward = lambda *_args, **_options: Output(last_hidden_state=states)
+        try:
+            return self.model(input_ids=None, inputs_embeds=states, use_cache=False).logits[0]
+        finally:
+            for module in {layers, base}:
+                del module.forward
+
+    def gather(self, logits: Tensor) -> Tensor:
+        return logits

@@ -16,7 +16,7 @@ from nanovllm.extensions.experts.kernels.experts import ExpertWeights
 from nanovllm.extensions.experts.kernels.moe import run_experts
 from nanovllm.extensions.experts.kernels.router import Chosen
 from nanovllm.extensions.transformers.faster import hands_over_rotation
-from nanovllm.extensions.transformers.ranks import has_plain_experts, sum_over_ranks
+from nanovllm.extensions.transformers.ranks import has_plain_experts
 from nanovllm.layers.attention import Attention
 from nanovllm.utils.context import get_context
 
@@ -60,11 +60,11 @@ def attend(
     if query.is_meta:
         options["sliding_window"] = getattr(attention_mask, "window", options.get("sliding_window"))
         attention = make_attention(module, query, key, value, options)
-        module.nano_vllm_attention = (attention,)  # not a child, or it would have two names
+        vars(module)["nano_vllm_attention"] = attention  # not a child, or it would have two names
         if not hands_over_rotation(query, key, value):
             vars(module).pop("forward", None)  # it rotates by itself again
         return query.new_empty(1, num_tokens, num_heads, value.shape[-1]), None
-    attention: Attention = module.nano_vllm_attention[0]
+    attention: Attention = module.nano_vllm_attention
     value_dim = value.shape[-1]
     if value_dim < attention.head_dim:
         value = F.pad(value, (0, attention.head_dim - value_dim))
@@ -100,8 +100,11 @@ def make_attention(
     scaling = options.get("scaling")
     scale = head_dim**-0.5 if scaling is None else float(scaling)
     attention = Attention(num_heads, head_dim, scale, num_kv_heads)
-    window, softcap = options["sliding_window"] or 0, options.get("softcap") or 0.0
-    attention.features = {"window": window, "softcap": softcap, "sinks": sinks}
+    attention.features = {
+        "window": options["sliding_window"] or 0,
+        "softcap": options.get("softcap") or 0.0,
+        "sinks": sinks,
+    }
     return attention
 
 
@@ -110,24 +113,18 @@ def compute_experts(module: nn.Module, hidden_states: Tensor, experts: Tensor, w
     transformers' interface: hidden_states [tokens, hidden], experts int64 and their weights [tokens, top_k],
     to [tokens, hidden].
     """
+    from transformers.integrations.moe import _default_apply_gate, grouped_mm_experts_forward
+
     if hidden_states.is_meta:
         return torch.empty_like(hidden_states)
-    if is_swiglu(module):
+    is_silu = type(getattr(module, "act_fn", None)).__name__ in ("SiLU", "SiLUActivation")
+    is_plain = is_silu and has_plain_experts(module)
+    if is_plain and type(module)._apply_gate is _default_apply_gate:  # this project's kernels compute them
         chosen = Chosen(experts.int().contiguous(), weights.float().contiguous())
         gate_up = module.gate_up_proj.flatten(0, 1)
         down = module.down_proj.flatten(0, 1)
         stacked = ExpertWeights(gate_up, down, len(module.down_proj))
         y = run_experts(hidden_states, stacked, chosen, get_context().is_prefill)
     else:
-        from transformers.integrations.moe import grouped_mm_experts_forward
-
         y = grouped_mm_experts_forward(module, hidden_states, experts, weights)
-    return sum_over_ranks(module, y)
-
-
-def is_swiglu(module: nn.Module) -> bool:
-    """Whether experts are what this project's kernels compute."""
-    from transformers.integrations.moe import _default_apply_gate
-
-    is_silu = type(getattr(module, "act_fn", None)).__name__ in ("SiLU", "SiLUActivation")
-    return is_silu and has_plain_experts(module) and type(module)._apply_gate is _default_apply_gate
+    return module.nano_vllm_group.all_reduce(y) if hasattr(module, "cut") else y

@@ -90,8 +90,3 @@ def part_of(linear: nn.Linear) -> Shard:
         return Shard(shape)
     mine = own_part(shape[LINEAR[cut]["weight"]])
     return Shard(shape, **{"rows" if cut == "colwise" else "columns": mine})
-
-
-def sum_over_ranks(module: nn.Module, y: Tensor) -> Tensor:
-    """What a module that may be cut has computed of [tokens, features]."""
-    return module.nano_vllm_group.all_reduce(y) if hasattr(module, "cut") else y

@@ -349,9 +349,8 @@ def test_logits_are_copied_at_most_once_and_only_where_somebody_changes_them(
 ):
     """At the largest batch and vocabulary a copy takes hundreds of megabytes, which the KV cache lacks."""
     monkeypatch.setattr(Sampler, "forward", lambda *_: torch.zeros(3, dtype=torch.int64))
-    wanted = 0
-    for i, processor in enumerate(engine.parts.logits_processors):
-        wanted |= (processor.name in names.split()) << i
+    wanted = [each for each in engine.parts.logits_processors if each.name in names.split()]
+    for processor in wanted:
         monkeypatch.setattr(processor, "drawn", lambda *_: None)
     logits = torch.zeros(3, VOCAB, dtype=torch.bfloat16)
     slots = torch.arange(3, dtype=torch.int32)

@@ -1,4 +1,5 @@
-"""Attention with windows, soft limits of scores and sinks: twins and kernels against plain arithmetic."""
+"""Attention with windows, soft limits of scores and sinks: references and kernels against plain
+arithmetic."""
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from kernel_checks import (
     rand,
 )
 
-from nanovllm.extensions.models.attention_rule import AttentionRule, set_rule
+from nanovllm.extensions.models.attention_rule import AttentionRule
 from nanovllm.extensions.prefixes.kernels.shared_prefix import can_share, queries_per_item
 from nanovllm.kernels.cache_layout import ROWS
 from nanovllm.kernels.decode_attention import paged_decode_attention, paged_decode_attention_torch
@@ -36,21 +37,21 @@ PREFILL_LENGTHS = [(5, 5), (1, 17), (1, 18), (0, 7), (33, 33), (40, 40), (41, 41
 @with_rules
 @in_both_caches
 @pytest.mark.parametrize("lengths", [DECODE_LENGTHS, [70]], ids=["many", "one"])
-def test_the_decode_twin_keeps_to_the_rule(features, cache_dtype, lengths):
+def test_the_decode_reference_keeps_to_the_rule(features, cache_dtype, lengths):
     options = "cpu", torch.float32, cache_dtype, features
     check_decode(paged_decode_attention_torch, lengths, 6, 2, 20, 16, *options)
 
 
 @with_rules
 @pytest.mark.parametrize("cache_dtype, block_size", [(None, 0), (torch.float32, 16), (INT8, 48)], ids=str)
-def test_the_prefill_twin_keeps_to_the_rule(features, cache_dtype, block_size):
+def test_the_prefill_reference_keeps_to_the_rule(features, cache_dtype, block_size):
     options = "cpu", torch.float32, block_size, cache_dtype, features
     check_prefill(varlen_prefill_attention_torch, PREFILL_LENGTHS, 6, 2, 20, *options)
 
 
 @pytest.mark.parametrize("features", [rule for rule in RULES if not rule.window], ids=str)
 @in_both_caches
-def test_the_twin_reads_common_tokens_by_the_rule(features, cache_dtype):
+def test_the_reference_reads_common_tokens_by_the_rule(features, cache_dtype):
     options = "cpu", torch.float32, 2, cache_dtype, features
     check_shared(paged_decode_attention_torch, SMALL, 6, 2, 20, 16, 32, *options)
 
@@ -75,17 +76,9 @@ def test_blocks_before_the_window_may_hold_anything():
 def test_a_layer_with_a_window_reads_no_prefix_of_others():
     """It would read what is before its window, by a table that may end before it."""
     layer, plain = Attention(2, 8, 1.0, 1), Attention(2, 8, 1.0, 1)
-    set_rule(layer, window=3)
+    layer.variant = AttentionRule(1.0, window=3)
     backend = make_cascade(cascade_config(heads=2, kv_heads=1), layer.backend)
     assert backend.for_layer(plain) is backend and backend.for_layer(layer) is layer.backend
-
-
-def test_a_rule_adds_to_what_a_layer_has():
-    layer, sinks = Attention(2, 8, 0.5, 1), torch.zeros(2)
-    set_rule(layer, sinks=sinks)
-    set_rule(layer, window=3)
-    rule = layer.variant
-    assert (rule.scale, rule.window, rule.softcap) == (0.5, 3, 0.0) and rule.sinks is sinks
 
 
 def test_work_items_are_computed_by_layers_that_have_room_for_it():

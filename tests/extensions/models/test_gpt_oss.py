@@ -14,8 +14,7 @@ from nanovllm.assembly import build_model, read_config
 from nanovllm.distributed.group import Group, use_group
 from nanovllm.extensions.quantised import mxfp4 as mxfp4_format
 from nanovllm.extensions.quantised.kernels.quantised_weight import dequantise_whole_torch
-from nanovllm.models import pack_weights
-from nanovllm.utils.loader import load_model
+from nanovllm.utils.loader import load_model, pack_weights
 from tiny_checkpoints import EXACT, assert_greedy, edit_json, load_reference, make_checkpoint, one_thread  # noqa: F401
 
 PROMPTS = [[1, 2, 3], [*range(60)], [7] * 40, [*range(100, 230)]]  # the window is of 24 tokens

@@ -41,7 +41,12 @@ DENSE_TILES = {
     1 << 30: Tile(64, 3, BLOCK_K=64),
     1 << 31: Tile(128, 4, BLOCK_N=256, BLOCK_K=64, WARPS=8),  # for prefills alone
 }
-FP8_TILES = {8: Tile(16, 4, BLOCK_N=64), 24: Tile(32, 3), 48: Tile(64, 4), 1 << 30: Tile(256, 3, WARPS=8)}
+FP8_TILES = {
+    8: Tile(16, 4, BLOCK_N=64),
+    24: Tile(32, 3),
+    48: Tile(64, 4),
+    1 << 30: Tile(256, 3, WARPS=8),
+}
 # Scales of blocks are applied to sums besides, for which larger tiles leave no registers.
 FP8_BLOCK_TILES = {**FP8_TILES, 8: Tile(16, 3), 1 << 30: Tile(64, 4)}
 

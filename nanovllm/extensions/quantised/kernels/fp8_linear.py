@@ -88,9 +88,14 @@ def fp8_linear(
     else:
         x_scales = x.scales.t() if weight.group else x.scales[:, None]
         weight_scales = weight.scales.t()
-    options = {"out_dtype": x.dtype, "use_fast_accum": not weight.group}
-    y = torch._scaled_mm(x.codes, weight.codes.t(), scale_a=x_scales, scale_b=weight_scales, **options)
-    y = y[: x.rows]
+    y = torch._scaled_mm(
+        x.codes,
+        weight.codes.t(),
+        scale_a=x_scales,
+        scale_b=weight_scales,
+        out_dtype=x.dtype,
+        use_fast_accum=not weight.group,
+    )[: x.rows]
     if is_left:
         return Unscaled(y, x.scales, weight.scales[:, 0])
     return y if bias is None else y.add_(bias)
@@ -115,9 +120,9 @@ def quantise(x: Tensor | Unscaled, group: int, gated: bool = False) -> Quantised
     rows, width = x.values.shape
     if gated:
         width //= 2
-    quantised, options = _prepare(x.values, width, group)
+    quantised, targets, options = _prepare(x.values, width, group)
     if rows:
-        _quantise_kernel[(rows,)](*x, *_targets(quantised), x.values.stride(0), GATED=gated, **options)
+        _quantise_kernel[(rows,)](*x, *targets, x.values.stride(0), GATED=gated, **options)
     return quantised
 
 
@@ -126,10 +131,7 @@ def quantise_torch(x: Tensor, group: int) -> QuantisedRows:
     parts = x.float().view(len(x), -1, group or x.shape[1])
     scales = parts.abs().amax(-1).div(LARGEST).clamp_min(SMALLEST)
     quantised.codes[: len(x)] = (parts / scales[..., None]).view_as(x).to(torch.float8_e4m3fn)
-    if group:
-        quantised.scales[:, : len(x)] = scales.t()
-    else:
-        quantised.scales[: len(x)] = scales[:, 0]
+    quantised.scales[..., : len(x)] = scales.t()
     return quantised
 
 
@@ -153,24 +155,29 @@ def add_rms_norm_quantise(
         normed, total = add_rms_norm_torch(values.sum(1) if is_sum else values, residual, weight, eps)
         return None if group is None else quantise_torch(normed, group), total, normed if keep else None
     rows, hidden = len(values), values.shape[-1]
-    quantised, options = _prepare(values, hidden, group)
+    quantised, targets, options = _prepare(values, hidden, group)
     total = None if residual is None else torch.empty_like(residual)
     normed = torch.empty(rows, hidden, dtype=values.dtype, device=values.device) if keep else None
     if rows:
         _norm_quantise_kernel[(rows,)](
-            *x, residual, weight, total, normed, *_targets(quantised),
+            *x, residual, weight, total, normed, *targets,
             eps, values.stride(0), 0 if residual is None else residual.stride(0),
             PARTS=values.shape[1] if is_sum else 1, **options,
         )  # fmt: skip
     return quantised, values if total is None else total, normed
 
 
-def _prepare(x: Tensor, width: int, group: int | None) -> tuple[QuantisedRows | None, dict[str, Any]]:
-    """Room for rows of this width, unless group is None, and options of a launch."""
+def _prepare(
+    x: Tensor, width: int, group: int | None
+) -> tuple[QuantisedRows | None, tuple[Tensor | None, Tensor | None, int], dict[str, Any]]:
+    """Room for rows of this width, unless group is None; the same for a kernel; and options of a launch."""
     block = next_power_of_2(width)
     sizes = {"WIDTH": width, "BLOCK": block, "GROUP": group, "num_warps": max(1, min(16, block // 256))}
     options = sizes | overlap_options(x.device)
-    return None if group is None else _empty_rows(x, width, group), options
+    if group is None:
+        return None, (None, None, 0), options
+    quantised = _empty_rows(x, width, group)
+    return quantised, (quantised.codes, quantised.scales, len(quantised.codes)), options
 
 
 def _empty_rows(x: Tensor, width: int, group: int) -> QuantisedRows:
@@ -178,12 +185,6 @@ def _empty_rows(x: Tensor, width: int, group: int) -> QuantisedRows:
     codes = torch.empty(padded, width, dtype=torch.float8_e4m3fn, device=x.device)
     shape = (width // group, padded) if group else (padded,)
     return QuantisedRows(codes, torch.empty(shape, dtype=torch.float32, device=x.device), len(x), x.dtype)
-
-
-def _targets(quantised: QuantisedRows | None) -> tuple[Tensor | None, Tensor | None, int]:
-    if quantised is None:
-        return None, None, 0
-    return quantised.codes, quantised.scales, len(quantised.codes)
 
 
 @triton.jit

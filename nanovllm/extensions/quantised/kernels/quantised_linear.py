@@ -18,6 +18,7 @@ from nanovllm.extensions.quantised.kernels.quantised_weight import (
     QuantisedWeight,
     codes_to_bf16,
     halves_to_bf16,
+    input_of,
 )
 from nanovllm.kernels import runtime
 from nanovllm.kernels.runtime import (
@@ -34,7 +35,11 @@ from nanovllm.kernels.runtime import (
 MAX_ROWS = 128  # for more, converting the weight first is faster: 8,540 tok/s of 256 sequences, and 8,130
 # Outputs and inputs of a tile, warps, pipeline stages, and programs for each multiprocessor if inputs have to
 # be shared, by the most rows that it is for.
-TILES = {16: (64, 256, 4, 3, 3), 64: (128, 256, 8, 2, 1), MAX_ROWS: (128, 128, 8, 3, 1)}
+TILES = {
+    16: (64, 256, 4, 3, 3),
+    64: (128, 256, 8, 2, 1),
+    MAX_ROWS: (128, 128, 8, 3, 1),
+}
 
 
 def can_use_quantised_linear(x: Tensor, weight: QuantisedWeight) -> bool:
@@ -93,39 +98,39 @@ def _quantised_linear_kernel(
     BYTES: tl.constexpr = BLOCK_K // PER_BYTE
     ROW_BYTES: tl.constexpr = IN_FEATURES // PER_BYTE
     STEPS: tl.constexpr = (IN_FEATURES + BLOCK_K * SPLITS - 1) // (BLOCK_K * SPLITS)
-    line = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    real_line = line < out_features
+    out_feature = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_out = out_feature < out_features
     row = tl.arange(0, BLOCK_M)
-    real_row = row < rows
+    is_row = row < rows
     byte = tl.arange(0, BYTES)
-    column = byte  # of x, for the first half if codes are halves
-    if KIND == INT4:
-        column = tl.max_contiguous(tl.multiple_of((byte // 16) * 32 + byte % 16, 16), 16)
-    its_codes = codes + line.to(tl.int64)[:, None] * ROW_BYTES + byte[None, :]
+    column = input_of(byte, KIND)
+    its_codes = codes + out_feature.to(tl.int64)[:, None] * ROW_BYTES + byte[None, :]
     its_x = x + row.to(tl.int64)[None, :] * x_stride + column[:, None]
     # What a code stands above its number; 4-bit codes come with 128 added.
     above: tl.constexpr = 128 if KIND == INT4 else 0
     if GROUP > 0:
         GROUPS: tl.constexpr = BLOCK_K // GROUP if BLOCK_K > GROUP else 1
         group = tl.arange(0, GROUPS)
-        grid_row = (line // TILE_ROWS).to(tl.int64)[:, None] * ((IN_FEATURES + GROUP - 1) // GROUP)
+        grid_row = (out_feature // TILE_ROWS).to(tl.int64)[:, None]
+        grid_row *= (IN_FEATURES + GROUP - 1) // GROUP
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     # How often the loop runs is known, or the compiler would let the matrix unit wait for each product.
     for i in tl.range(0, STEPS, num_stages=STAGES):
         step = tl.program_id(1) * STEPS + i
         inside = step * BYTES + byte < ROW_BYTES
-        tile = tl.load(its_codes + step * BYTES, mask=real_line[:, None] & inside[None, :], other=0)
-        has_x = inside[:, None] & real_row[None, :]
+        tile = masked_load(its_codes + step * BYTES, is_out[:, None] & inside[None, :])
+        has_x = inside[:, None] & is_row[None, :]
         low_x = masked_load(its_x + step * BLOCK_K, has_x)
         if KIND == INT4:
             high_x = masked_load(its_x + step * BLOCK_K + 16, has_x)
             low, high = halves_to_bf16(tile)
         else:
             low = codes_to_bf16(tile, KIND)
-        scale, zero, offset = 1.0, tl.full([1, 1], above + ZERO_POINT, low.dtype), 0.0
+        scale, offset = 1.0, 0.0
+        zero = tl.full([1, 1], above + ZERO_POINT, low.dtype)
         if GROUP > 0:
             place = step * BLOCK_K // GROUP + group
-            there = real_line[:, None] & (place * GROUP < IN_FEATURES)[None, :]
+            there = is_out[:, None] & (place * GROUP < IN_FEATURES)[None, :]
             place = grid_row + place[None, :]
             scale = _load_grid(scales + place, there, 0, low.dtype, BYTES)
             if zeros is not None:
@@ -133,7 +138,7 @@ def _quantised_linear_kernel(
             if offsets is not None:
                 offset = _load_grid(offsets + place, there, 0, low.dtype, BYTES)
         elif zeros is not None:
-            zero = tl.load(zeros + line // TILE_ROWS, mask=real_line, other=0).to(tl.float32) + above
+            zero = masked_load(zeros + out_feature // TILE_ROWS, is_out).to(tl.float32) + above
             zero = zero.to(low.dtype)[:, None]
         HAS_ZERO: tl.constexpr = KIND == INT4 or zeros is not None
         low = _to_number(low, scale, zero, offset, HAS_ZERO, GROUP > 0)
@@ -141,8 +146,8 @@ def _quantised_linear_kernel(
         if KIND == INT4:
             high = _to_number(high, scale, zero, offset, HAS_ZERO, GROUP > 0)
             acc = tl.dot(high, high_x.to(low.dtype), acc, input_precision="ieee")
-    valid = real_line[:, None] & real_row[None, :]
-    place = row.to(tl.int64)[None, :] * out_features + line[:, None]
+    valid = is_out[:, None] & is_row[None, :]
+    place = row.to(tl.int64)[None, :] * out_features + out_feature[:, None]
     if SPLITS > 1:
         size = rows.to(tl.int64) * out_features
         tl.store(partial + tl.program_id(1) * size + place, acc, mask=valid)
@@ -155,9 +160,9 @@ def _quantised_linear_kernel(
         for split in range(SPLITS):
             acc += masked_load(partial + split * size + place, valid)
     if GROUP == 0:
-        acc *= masked_load(scales + line // TILE_ROWS, real_line).to(tl.float32)[:, None]
+        acc *= masked_load(scales + out_feature // TILE_ROWS, is_out).to(tl.float32)[:, None]
     if bias is not None:
-        acc += masked_load(bias + line, real_line).to(tl.float32)[:, None]
+        acc += masked_load(bias + out_feature, is_out).to(tl.float32)[:, None]
     tl.store(out + place, acc, mask=valid)
 
 
@@ -173,7 +178,7 @@ def _to_number(codes, scale, zero, offset, HAS_ZERO: tl.constexpr, IS_SCALED: tl
 @triton.jit
 def _load_grid(address, mask, above: tl.constexpr, dtype: tl.constexpr, BYTES: tl.constexpr):
     """What a grid has at [rows, groups], plus `above`: [rows, BYTES], each number repeated."""
-    grid = tl.load(address, mask=mask, other=0).to(tl.float32)
+    grid = masked_load(address, mask).to(tl.float32)
     if above:
         grid += above
     grid = grid.to(dtype)
@@ -181,4 +186,5 @@ def _load_grid(address, mask, above: tl.constexpr, dtype: tl.constexpr, BYTES: t
     GROUPS: tl.constexpr = grid.shape[1]
     if GROUPS == 1:
         return tl.broadcast_to(grid, [ROWS, BYTES])
-    return tl.reshape(tl.broadcast_to(grid[:, :, None], [ROWS, GROUPS, BYTES // GROUPS]), [ROWS, BYTES])
+    repeated = tl.broadcast_to(grid[:, :, None], [ROWS, GROUPS, BYTES // GROUPS])
+    return tl.reshape(repeated, [ROWS, BYTES])

@@ -127,12 +127,13 @@ def _quantised_matvec_kernel(
     )
     pdl_wait(OVERLAP)
 
-    member = tl.arange(0, ROWS)
+    row = tl.arange(0, ROWS)
     piece = tl.arange(0, PIECES)[:, None, None, None]
-    column = piece * INPUTS + tl.arange(0, 16)[None, None, None, :]  # of the first half, if codes are halves
+    # If codes are halves of bytes, of the low ones.
+    its_inputs = piece * INPUTS + tl.arange(0, 16)[None, None, None, :]
     is_there = piece < IN_FEATURES // INPUTS
-    x += (member * x_stride)[None, None, :, None]
-    values, others, squares, largest = load_inputs(x, norm_weight, None, column, is_there, is_there, KIND)
+    x += (row * x_stride)[None, None, :, None]
+    values, others, squares, largest = load_inputs(x, norm_weight, None, its_inputs, is_there, is_there, KIND)
     factor = tl.full([1, ROWS], 1.0, tl.float32)
     if norm_weight is not None:
         factor = tl.rsqrt(tl.sum(tl.sum(squares, axis=3), axis=0) / IN_FEATURES + eps)
@@ -150,13 +151,13 @@ def _quantised_matvec_kernel(
             weight, next_tile, out_features, KIND, GROUP, TILE_ROWS, IN_FEATURES, PARTS, HEIGHT, PIECES
         )
         # What the result is combined with is asked for before the sums.
-        line = tile * HEIGHT + tl.arange(0, HEIGHT)
-        place = tile * (HEIGHT // PARTS) + tl.arange(0, HEIGHT // PARTS)
-        valid = (place < width)[:, None]
+        place = tile * HEIGHT + tl.arange(0, HEIGHT)
+        column = tile * (HEIGHT // PARTS) + tl.arange(0, HEIGHT // PARTS)  # of the result
+        valid = (column < width)[:, None]
         if bias is not None:
-            added = masked_load(bias + _row_of(line, width, PARTS), line < out_features).to(tl.float32)
+            added = masked_load(bias + _out_feature(place, width, PARTS), place < out_features).to(tl.float32)
         if residual is not None:
-            address = residual + ((member * residual_stride)[None, :] + place[:, None])
+            address = residual + ((row * residual_stride)[None, :] + column[:, None])
             its_residual = masked_load(address, valid).to(tl.float32)
         parts = multiply_pieces(its_words, its_scale, its_zero, inputs, weight[1:], KIND, ZERO_POINT)
         acc = tl.sum(parts, axis=0) * factor  # [HEIGHT, ROWS]
@@ -167,14 +168,14 @@ def _quantised_matvec_kernel(
             acc = silu(gate) * up
         if residual is not None:
             acc += its_residual
-        tl.store(out + member[None, :] * width + place[:, None], acc, mask=valid)
+        tl.store(out + row[None, :] * width + column[:, None], acc, mask=valid)
         tile = next_tile
 
 
 @triton.jit
-def _row_of(line, width, PARTS: tl.constexpr):
+def _out_feature(place, width, PARTS: tl.constexpr):
     """Gates and ups in turn."""
-    return line % PARTS * width + line // PARTS
+    return place % PARTS * width + place // PARTS
 
 
 @triton.jit
@@ -194,22 +195,22 @@ def _load_tile(
     """
     words, scales, zeros, offsets = weight
     INPUTS: tl.constexpr = 32 if KIND == INT4 else 16
-    line = tile * HEIGHT + tl.arange(0, HEIGHT)
-    row = _row_of(line, out_features // PARTS, PARTS)[None, :, None]
+    place = tile * HEIGHT + tl.arange(0, HEIGHT)
+    out_feature = _out_feature(place, out_features // PARTS, PARTS)[None, :, None]
     piece = tl.arange(0, PIECES)[:, None, None]
-    is_row = (line < out_features)[None, :, None]
-    is_there = is_row & (piece < IN_FEATURES // INPUTS)
-    address = words + row.to(tl.int64) * (IN_FEATURES // INPUTS * 4) + piece * 4
+    is_real = (place < out_features)[None, :, None]
+    is_there = is_real & (piece < IN_FEATURES // INPUTS)
+    address = words + out_feature.to(tl.int64) * (IN_FEATURES // INPUTS * 4) + piece * 4
     address = address[:, :, :, None] + tl.arange(0, 4)[None, None, None, :]
-    found = tl.load(address, mask=is_there[:, :, :, None], other=0)
-    place = (row // TILE_ROWS).to(tl.int64)
+    found = masked_load(address, is_there[:, :, :, None])
+    place = (out_feature // TILE_ROWS).to(tl.int64)
     if GROUP > 0:
         place = place * tl.cdiv(IN_FEATURES, GROUP) + piece * INPUTS // GROUP
-        is_row = is_there
-    scale = masked_load(scales + place, is_row)
+        is_real = is_there
+    scale = masked_load(scales + place, is_real)
     zero = scale
     if zeros is not None:
-        zero = tl.load(zeros + place, mask=is_row, other=0).to(scale.dtype)
+        zero = masked_load(zeros + place, is_real).to(scale.dtype)
     if offsets is not None:
-        zero = masked_load(offsets + place, is_row)
+        zero = masked_load(offsets + place, is_real)
     return found, scale, zero

@@ -91,10 +91,7 @@ class QuantisedWeight(NamedTuple):
         if not self.is_in_bricks:
             return self
         num_blocks = cdiv(self.shape[1], BLOCK)
-        codes, scales = (
-            each.view(torch.uint8).transpose(1, 2).flatten(2).flatten(0, 1)[:, : num_blocks * size]
-            for each, size in ((self.codes, PIECE_BYTES), (self.scales, 1))
-        )  # fmt: skip
+        codes, scales = _rows(self.codes, num_blocks * PIECE_BYTES), _rows(self.readable_scales, num_blocks)
         return self._replace(codes=codes, scales=scales.contiguous().view(self.scales.dtype), largest=None)
 
     def can_be_read(self) -> bool:
@@ -138,6 +135,10 @@ def in_bricks(weight: QuantisedWeight) -> QuantisedWeight:
     return weight._replace(codes=codes, scales=bricks, largest=scales.amax(1))
 
 
+def _rows(bricks: Tensor, width: int) -> Tensor:
+    return bricks.transpose(1, 2).flatten(2).flatten(0, 1)[:, :width]
+
+
 def _bricks(matrix: Tensor, width: int) -> Tensor:
     rows, size = matrix.shape
     bricks = matrix.new_empty(rows // BRICK_ROWS, cdiv(size, width), BRICK_ROWS, width)
@@ -165,9 +166,8 @@ def dequantise(weight: QuantisedWeight, dtype: torch.dtype) -> Tensor:
         return dequantise_whole_torch(weight, dtype)
     rows, width = weight.shape
     out = torch.empty(rows, width, dtype=dtype, device=weight.codes.device)
-    _dequantise_kernel[(rows, cdiv(width, TILE))](
-        weight.tensors(torch.uint8), out, **weight.constants, WIDTH=width, SIZE=TILE
-    )
+    grid = rows, cdiv(width, TILE)
+    _dequantise_kernel[grid](weight.tensors(torch.uint8), out, **weight.constants, WIDTH=width, SIZE=TILE)
     return out
 
 
@@ -182,6 +182,14 @@ def _expand(weight: QuantisedWeight, grid: Tensor, rows: slice) -> Tensor:
     if height > 1:
         grid = grid.repeat_interleave(height, 0)[: rows.stop - rows.start]
     return grid if grid.shape[1] == 1 else grid.repeat_interleave(width, 1)[:, : weight.shape[1]]
+
+
+@triton.jit
+def input_of(byte, KIND: tl.constexpr):
+    """The input that meets a byte's code, or its low half; the high half's is 16 behind."""
+    if KIND < INT4:
+        return byte
+    return tl.max_contiguous(tl.multiple_of(byte // 16 * 32 + byte % 16, 16), 16)
 
 
 @triton.jit
@@ -207,9 +215,7 @@ def code_to_float(words, shift: tl.constexpr, KIND: tl.constexpr):
 @triton.jit
 def multiply_by_arithmetic(words, values, KIND: tl.constexpr, shift: tl.constexpr):
     """For Triton's interpreter: sums of products of `values` and the codes at this place of each byte."""
-    a, b = code_to_float(words, shift, KIND), code_to_float(words, 8 + shift, KIND)
-    c, d = code_to_float(words, 16 + shift, KIND), code_to_float(words, 24 + shift, KIND)
-    codes = tl.join(tl.join(a, c), tl.join(b, d))
+    codes = code_to_float(words[:, :, :, :, None] >> 8 * tl.arange(0, 4), shift, KIND)
     return tl.sum(tl.reshape(codes, [words.shape[0], words.shape[1], 1, 16]) * values, axis=3)
 
 
@@ -318,8 +324,7 @@ def power_of_two_bf16(scale):
 
 @triton.jit
 def _dequantise_kernel(
-    weight, out,
-    KIND: tl.constexpr, GROUP: tl.constexpr, TILE_ROWS: tl.constexpr, ZERO_POINT: tl.constexpr,
+    weight, out, KIND: tl.constexpr, GROUP: tl.constexpr, TILE_ROWS: tl.constexpr, ZERO_POINT: tl.constexpr,
     WIDTH: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     codes, scales, zeros, offsets = weight
@@ -327,9 +332,7 @@ def _dequantise_kernel(
     row = tl.program_id(0).to(tl.int64)
     COUNT: tl.constexpr = SIZE // PER_BYTE
     byte = tl.program_id(1) * COUNT + tl.arange(0, COUNT)
-    column = byte
-    if KIND == INT4:
-        column = tl.max_contiguous(tl.multiple_of(byte // 16 * 32 + byte % 16, 16), 16)
+    column = input_of(byte, KIND)
     inside = column < WIDTH
     place = (row // TILE_ROWS) * (1 if GROUP == 0 else tl.cdiv(WIDTH, GROUP)) + tl.zeros([COUNT], tl.int64)
     if GROUP > 0:
@@ -337,11 +340,11 @@ def _dequantise_kernel(
     scale = masked_load(scales + place, inside).to(tl.float32)
     zero = ZERO_POINT
     if zeros is not None:
-        zero = tl.load(zeros + place, mask=inside, other=0).to(tl.float32)
+        zero = masked_load(zeros + place, inside).to(tl.float32)
     offset = 0.0
     if offsets is not None:
         offset = masked_load(offsets + place, inside).to(tl.float32)
-    found = tl.load(codes + row * (WIDTH // PER_BYTE) + byte, mask=inside, other=0).to(tl.int32)
+    found = masked_load(codes + row * (WIDTH // PER_BYTE) + byte, inside).to(tl.int32)
     for half in tl.static_range(PER_BYTE):
         number = (code_to_float(found, 4 * half, KIND) - zero) * scale + offset
         tl.store(out + row * WIDTH + column + 16 * half, number, mask=inside)
