@@ -331,7 +331,7 @@ def definitions(module: Module) -> Iterator[Definition]:
 def uses(modules: dict[str, Module]) -> dict[tuple[str, str], list[tuple[str, int]]]:
     """
     (module, name) of a function or class, and ("", name) of a method -> the places (module, line) that use
-    it. Methods go by name alone; `call("name")`, which runs a method on every rank, and `_notify("name")`
+    it. Methods go by name alone; `call("name")`, which runs a method on every rank, and `notify("name")`
     and `tell("name")`, which run one of every observer, count for them.
     """
     found = defaultdict(list)
@@ -350,7 +350,7 @@ def uses(modules: dict[str, Module]) -> dict[tuple[str, str], list[tuple[str, in
             elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute | ast.Name):
                 called = node.func.attr if isinstance(node.func, ast.Attribute) else node.func.id
                 if (
-                    called in ("call", "_notify", "tell")
+                    called in ("call", "notify", "tell")
                     and node.args
                     and isinstance(node.args[0], ast.Constant)
                 ):

@@ -27,7 +27,7 @@ class WatchBlocks(Observer):
     def added(self, sequences: list[Sequence]) -> None:
         [self.seq] = sequences
 
-    def block(self, event: str, block_id: int, seq: Sequence | None, index: int) -> None:
+    def block(self, event: str, block_id: int, seq: Sequence | None) -> None:
         self.rows.append((self.seq.num_tokens, event, block_id))
 
     def launching(self, step: Any) -> None:

@@ -7,7 +7,7 @@ it available: its contents stay findable until the block is handed out again.
 
 import struct
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,13 +116,13 @@ class BlockManager:
         block_size: int,
         enable_prefix_caching: bool = True,
         prefix_cache: PrefixCache | None = None,
-        watchers: tuple[Any, ...] = (),
+        tell: Callable[..., None] = lambda *event: None,
     ):
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.num_blocks = num_blocks
         self.prefix_cache = prefix_cache or PrefixCache()
-        self.watchers = watchers  # observers
+        self.tell = tell  # observers that watch
         self.reset()
 
     def reset(self) -> None:
@@ -168,8 +168,6 @@ class BlockManager:
         for block_id in (*hit.blocks, *hit.pins):
             self._take(block_id)
         seq.block_table += hit.blocks
-        for i, block_id in enumerate(hit.blocks):
-            self._tell("hit", block_id, seq, i)
         for i in range(seq.num_cached_blocks, seq.num_blocks):
             self._open_block(seq)
             if (i + 1) * self.block_size <= seq.num_tokens:
@@ -188,7 +186,7 @@ class BlockManager:
         """Give back the first `end` blocks, which no layer reads again. In the table nobody looks at them."""
         for block_id in reversed(seq.block_table[seq.num_released_blocks : end]):
             self.give_back(block_id)
-            self._tell("freed", block_id, seq)
+            self.tell("block", "freed", block_id, seq)
         seq.num_released_blocks = end
 
     def forget_uncomputed(self, seq: Sequence) -> None:
@@ -245,7 +243,7 @@ class BlockManager:
         self._forget(block_id)
         self._take(block_id)
         seq.block_table.append(block_id)
-        self._tell("taken", block_id, seq, len(seq.block_table) - 1)
+        self.tell("block", "taken", block_id, seq)
 
     def _close(self, seq: Sequence, i: int) -> None:
         """Have the sequence's i-th block, which is full, found by its hash."""
@@ -253,17 +251,13 @@ class BlockManager:
             block = self.blocks[seq.block_table[i]]
             block.update(self._block_hash(seq, i), seq.block(i))
             self.hash_to_block_id[block.hash] = block.block_id
-            self._tell("closed", block.block_id, seq, i)
-
-    def _tell(self, event: str, block_id: int, seq: Sequence | None = None, index: int = -1) -> None:
-        for watcher in self.watchers:
-            watcher.block(event, block_id, seq, index)
+            self.tell("block", "closed", block.block_id, seq)
 
     def _forget(self, block_id: int) -> None:
         """Make the block unfindable."""
         block = self.blocks[block_id]
         if self.hash_to_block_id.get(block.hash) == block_id:
             del self.hash_to_block_id[block.hash]
-            self._tell("forgotten", block_id)
+            self.tell("block", "forgotten", block_id, None)
         self.prefix_cache.forgotten(block_id)
         block.reset()

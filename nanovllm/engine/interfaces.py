@@ -11,7 +11,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nanovllm.distributed.group import Group
 from nanovllm.engine.block_manager import Hit, PrefixCache
@@ -28,7 +28,7 @@ class Observer:
     """
 
     is_active = False  # whether after_step is called
-    watches = False  # whether admitted, first_token, preempted and block are called
+    watches = False  # whether admitted, preempted and block are called
 
     def starting(self, rank: int, make_runner: Callable) -> None:
         """
@@ -60,10 +60,10 @@ class Observer:
     def admitted(self, seq: Sequence, hit: Hit) -> None:
         """The sequence has got a slot, and blocks for all its tokens; the hit is what the cache had."""
 
-    def block(self, event: str, block_id: int, seq: Sequence | None, index: int) -> None:
+    def block(self, event: str, block_id: int, seq: Sequence | None) -> None:
         """
-        A block was "taken" by a sequence as the index-th of its table, or "hit": found and shared by one;
-        "closed", and found from now on; "freed" by a sequence; or "forgotten": it is not found any more.
+        A block was "taken", a new one at the end of a sequence's table; "closed", and is found from now on;
+        "freed" by a sequence; or "forgotten": it is found no more, and seq is None.
         """
 
     def launching(self, step: Any) -> None:
@@ -183,6 +183,12 @@ class LogitsProcessor:
 
     def close(self) -> None:
         """The engine ends."""
+
+
+def notify(observers: Iterable[Observer], event: str, *args: Any) -> None:
+    """Call this method of each."""
+    for observer in observers:
+        getattr(observer, event)(*args)
 
 
 @dataclass

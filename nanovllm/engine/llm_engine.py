@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from nanovllm.checkpoints.base import Checkpoint
@@ -18,7 +19,7 @@ from nanovllm.config import Config
 from nanovllm.distributed.ranks import SHUT_DOWN, EngineDeadError, Ranks
 from nanovllm.engine.batch import Batch, BatchMaker, StepOutput
 from nanovllm.engine.input_processor import InputProcessor, Prompt
-from nanovllm.engine.interfaces import Parts
+from nanovllm.engine.interfaces import Parts, notify
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Request, Sequence
@@ -73,8 +74,10 @@ class LLMEngine:
                 self.exit()
                 raise
         parts, processors = self.parts, self.parts.logits_processors
-        watchers = tuple(observer for observer in parts.observers if observer.watches)
-        self.scheduler = Scheduler(self.config, parts.prefix_cache, parts.admissions, parts.policy, watchers)
+        self.observers = parts.observers
+        self.notify = partial(notify, self.observers)
+        tell = partial(notify, [observer for observer in self.observers if observer.watches])
+        self.scheduler = Scheduler(self.config, parts.prefix_cache, parts.admissions, parts.policy, tell)
         self.batches = BatchMaker(self.config, parts, self.model_runner.backend)
         self.prompts = self.make_prompts(self.config, self.tokenizer, processors)
         for processor in processors:
@@ -86,8 +89,7 @@ class LLMEngine:
         self.unfinished: dict[int, Sequence] = {}
         self.ended: list[Sequence] = []  # no step has returned them yet
         self.attempt: Step | None = None  # what is being done, or was broken off
-        self.observers = [*parts.observers]
-        self._notify("started", weakref.proxy(self))
+        self.notify("started", weakref.proxy(self))
 
     @staticmethod
     def open_model(model: str, options: dict[str, Any]) -> tuple[Config, Checkpoint]:
@@ -144,7 +146,7 @@ class LLMEngine:
                 request = replace(request, seed=self._seeds.getrandbits(63))
             sequences.append(Sequence(request))
             self.scheduler.add(sequences[-1])
-        self._notify("added", sequences)
+        self.notify("added", sequences)
         self.unfinished |= {seq.seq_id: seq for seq in sequences}
         self.attempt = None
         return sequences
@@ -194,7 +196,7 @@ class LLMEngine:
         sequences = step.sequences
         step.batch = self.batches.prefill(sequences) if is_prefill else self.batches.decode(sequences)
         step.num_tokens = len(step.batch.token_ids) if is_prefill else -len(sequences)
-        self._notify("launching", step)
+        self.notify("launching", step)
         with self.model_runner.on_device():
             output = self.model_runner.call("run", step.batch)
             step.output = output and output.to_host(step.batch)
@@ -217,6 +219,10 @@ class LLMEngine:
         for name, tensors in step.output.tensors.items():
             self.parts.logits_processor(name).record(step.sequences, [*step.drawing], tensors)
         finished = self.scheduler.postprocess(step.drawing, token_ids)
+        if step.batch.is_prefill:
+            for seq, position in step.drawing.items():
+                if position == seq.num_prompt_tokens:
+                    self.notify("first_token", seq)
         for observer in self.observers:
             if observer.is_active:
                 observer.after_step(step)
@@ -229,7 +235,7 @@ class LLMEngine:
         if seq.seq_id in self.unfinished:  # else an observer has ended it
             self.ended.append(seq)
             del self.unfinished[seq.seq_id]
-            self._notify("ended", seq)
+            self.notify("ended", seq)
 
     def abort(self, request_id: int) -> None:
         """
@@ -257,15 +263,10 @@ class LLMEngine:
         kept = [seq for observer in self.observers for seq in observer.failed(self.attempt)]
         self.unfinished = {seq.seq_id: seq for seq in kept}
         self.scheduler.clear(kept)
-        self._notify("cleared")
+        self.notify("cleared")
         if kept:
-            self._notify("added", kept)
+            self.notify("added", kept)
         self.attempt = None
-
-    def _notify(self, event: str, *args: Any) -> None:
-        """Call a method of all observers."""
-        for observer in self.observers:
-            getattr(observer, event)(*args)
 
     def is_finished(self) -> bool:
         """Whether no request is left."""

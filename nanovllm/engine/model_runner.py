@@ -20,7 +20,7 @@ from nanovllm.config import Config
 from nanovllm.distributed.group import Group, use_group
 from nanovllm.engine.batch import Batch, StepOutput
 from nanovllm.engine.cuda_graphs import RESERVED_BYTES, CudaGraphs, get_graph_sizes
-from nanovllm.engine.interfaces import Parts
+from nanovllm.engine.interfaces import Parts, notify
 from nanovllm.engine.kv_cache import KVCache
 from nanovllm.engine.memory import bytes_left, bytes_taken_by, largest_batch, most_positions
 from nanovllm.engine.slots import DeviceSlots, SlotLayout, to_device
@@ -44,6 +44,7 @@ class ModelRunner:
         """`group` is how several ranks compute together, `ranks` how rank 0 calls the others."""
         self.config = config
         self.parts = parts
+        self.notify = partial(notify, parts.observers)
         self.ranks = ranks
         self.group = group or Group()
         self.device = device or config.device_of(self.group.rank)
@@ -52,22 +53,18 @@ class ModelRunner:
         """Build and load the model, and take the memory that there is for the KV cache."""
         with self.on_device():
             try:
-                self._notify("starting", self.group.rank, partial(ModelRunner, parts=self.parts))
+                self.notify("starting", self.group.rank, partial(ModelRunner, parts=self.parts))
                 self.build()
                 with torch_defaults(self.config.torch_dtype, self.device):
                     load_model(self.model, checkpoint)
                 pack_weights(self.model)
-                self._notify("before_warmup", self.model)
+                self.notify("before_warmup", self.model)
                 self.group.connect(self.device)
                 self.allocate_kv_cache(self.warmup_model())
             except BaseException as error:
-                self._notify("stop")
-                self._notify("failing", error)
+                self.notify("stop")
+                self.notify("failing", error)
                 raise
-
-    def _notify(self, event: str, *args: Any) -> None:
-        for observer in self.parts.observers:
-            getattr(observer, event)(*args)
 
     def build(self) -> None:
         """Make the model, without its weights, and what else `run` works with."""
@@ -116,14 +113,14 @@ class ModelRunner:
                 return getattr(self, name)(*args)
             return self.ranks.call(name, *args)
         except Exception as error:
-            self._notify("failing", error)
+            self.notify("failing", error)
             raise
 
     def exit(self) -> None:
         """Free the device's memory, except what the group shares, which other ranks may still have mapped."""
         with self.on_device():
             self.reset()
-            self._notify("stop")
+            self.notify("stop")
             self.decoded.clear()
             if self.graphs is not None:
                 self.graphs.close()
@@ -209,7 +206,7 @@ class ModelRunner:
                 self.capture_cudagraph(kind)
             return self.decoded[kind]()
         if not self.decoded:
-            self._notify("before_first_decode")
+            self.notify("before_first_decode")
         self.decoded[kind] = None
         return self.decode_step(kind)
 

@@ -95,7 +95,7 @@ class Scheduler:
         prefix_cache: PrefixCache | None = None,
         admissions: tuple[Admission, ...] = (),
         policy: SchedulingPolicy | None = None,
-        watchers: tuple[Any, ...] = (),
+        tell: Callable[..., None] = lambda *event: None,
     ):
         self.max_num_seqs = config.max_num_seqs
         self.max_num_batched_tokens = config.max_num_batched_tokens
@@ -105,11 +105,11 @@ class Scheduler:
         reach = config.hf_config.tokens_in_reach
         self.reach = reach and max(2, reach)
         self.block_manager = BlockManager(
-            config.num_kvcache_blocks, self.block_size, config.enable_prefix_caching, prefix_cache, watchers
+            config.num_kvcache_blocks, self.block_size, config.enable_prefix_caching, prefix_cache, tell
         )
         self.admissions = admissions
         self.policy = policy or SchedulingPolicy()
-        self.watchers = watchers  # observers
+        self.tell = tell  # observers that watch
         self.clear()
         self.policy.start(self)
         self.num_preemptions = 0
@@ -163,8 +163,7 @@ class Scheduler:
                 seq.num_prompt_tokens_cached = seq.num_cached_tokens
             budget -= self._schedule_chunk(seq, budget)
             scheduled.append(seq)
-            for watcher in self.watchers:
-                watcher.admitted(seq, hit)
+            self.tell("admitted", seq, hit)
         for seq in scheduled:
             self.waiting.pop(seq, None)
         return scheduled
@@ -201,8 +200,7 @@ class Scheduler:
         self.waiting[seq] = None
         self.waiting.move_to_end(seq, last=False)
         self.num_preemptions += 1
-        for watcher in self.watchers:
-            watcher.preempted(seq)
+        self.tell("preempted", seq)
 
     def advance(self, sequences: list[Sequence]) -> dict[Sequence, int]:
         """
@@ -238,9 +236,6 @@ class Scheduler:
                 continue
             seq.append_token(token_id)
             num_known = len(seq.token_ids)
-            if num_known == seq.num_prompt_tokens + 1:
-                for watcher in self.watchers:
-                    watcher.first_token(seq)
             if num_known % block_size == 0 and seq.num_computed_tokens >= num_known:
                 self.block_manager.close_newest(seq)
             is_stop = token_id in seq.request.end_token_ids

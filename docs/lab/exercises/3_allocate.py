@@ -6,8 +6,8 @@ closed at once, before they are computed: who is admitted behind this sequence m
 layer writes keys before it reads any.
 
 Use `self._take(block_id)` (one sequence more has the block), `self._open_block(seq)` (a new, free one at the
-end of its table), `self._close(seq, i)` (the i-th block of its table is found from now on), and tell who
-watches with `self._tell("hit", block_id, seq, i)` of each shared one. `self.prefix_cache.allocated(seq, hit)`
+end of its table) and `self._close(seq, i)` (the i-th block of its table is found from now on).
+`self.prefix_cache.allocated(seq, hit)`
 comes last.
 """
 

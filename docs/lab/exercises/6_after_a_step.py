@@ -2,7 +2,7 @@
 
 Write `postprocess`. For each sequence, in order, with its token: one that is FINISHED had ended by the token
 before, which nobody knew when this step began; its token is thrown away. Any other one gets its token
-(`seq.append_token`). If that is the first of its completion, tell who watches (`watcher.first_token(seq)`).
+(`seq.append_token`).
 If it fills a block which has been computed to its end, the block is closed
 (`self.block_manager.close_newest(seq)`). And it may end (`self.end(seq, reason, stop_reason)`): with "stop"
 if the token is in `seq.request.end_token_ids` (the stop_reason is the token if it is one of the request's

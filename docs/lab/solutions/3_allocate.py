@@ -13,10 +13,9 @@ class BlockManager(block_manager.BlockManager):
 
     def allocate(self, seq: Sequence, hit: Hit) -> None:
         seq.num_cached_tokens = seq.num_computed_tokens = hit.num_tokens
-        for i, block_id in enumerate(hit.blocks):
+        for block_id in hit.blocks:
             self._take(block_id)
             seq.block_table.append(block_id)
-            self._tell("hit", block_id, seq, i)
         for block_id in hit.pins:
             self._take(block_id)
         while len(seq.block_table) < seq.num_blocks:

@@ -12,5 +12,4 @@ class Scheduler(scheduler.Scheduler):
         self.waiting[seq] = None
         self.waiting.move_to_end(seq, last=False)
         self.num_preemptions += 1
-        for watcher in self.watchers:
-            watcher.preempted(seq)
+        self.tell("preempted", seq)

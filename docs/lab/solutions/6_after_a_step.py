@@ -15,9 +15,6 @@ class Scheduler(scheduler.Scheduler):
             seq.append_token(token_id)
             self.num_drawn_tokens += 1
             length = len(seq.token_ids)
-            if length == seq.num_prompt_tokens + 1:
-                for watcher in self.watchers:
-                    watcher.first_token(seq)
             if length % self.block_size == 0 and seq.num_computed_tokens >= length:
                 self.block_manager.close_newest(seq)
             if token_id in seq.request.end_token_ids:

@@ -89,6 +89,8 @@ class Recorder(Observer):
 
     def admitted(self, seq: Sequence, hit: Hit) -> None:
         self.hits[seq.seq_id] = hit.num_tokens
+        for index, block_id in enumerate(hit.blocks):
+            self.block_events.append((len(self.steps), "hit", block_id, seq.seq_id, index))
 
     def first_token(self, seq: Sequence) -> None:
         if (known := self.sequences.get(seq.seq_id)) is not None:
@@ -138,8 +140,9 @@ class Recorder(Observer):
             known.ended = max(known.arrived, len(self.steps) - 1 - len(self.in_flight))
             known.hashes = seq.block_hashes
 
-    def block(self, event: str, block_id: int, seq: Sequence | None, index: int) -> None:
+    def block(self, event: str, block_id: int, seq: Sequence | None) -> None:
         number = None if seq is None else seq.seq_id
+        index = len(seq.block_table) - 1 if event == "taken" else 0
         self.block_events.append((len(self.steps), event, block_id, number, index))
 
     def cleared(self) -> None:
