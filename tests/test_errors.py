@@ -20,7 +20,6 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.assembly import make_layout
 from nanovllm.extensions.models.attention_rule import set_rule
 from nanovllm.extensions.safety.options import ExtendedConfig
-from nanovllm.kernels import runtime
 from nanovllm.layers import attention
 from tiny_checkpoints import (
     EXACT,
@@ -474,14 +473,13 @@ def test_a_backend_that_cannot_work_here_is_refused_with_the_reason(model, backe
 )
 def test_flash_attention_is_refused_what_it_cannot_compute_or_read(monkeypatch, options, reason):
     monkeypatch.setattr(attention, "HAVE_FLASH", True)
-    monkeypatch.setattr(runtime, "compiling_for", object())  # stands for a GPU
     rule = {name: options.pop(name) for name in ("window", "softcap", "sinks") if name in options}
     layer = attention.Attention(4, options.pop("head_dim", 64), 0.125, 4)
     set_rule(layer, **rule)
     config = ExtendedConfig("a model", device="cpu", attention_backend="flash", **options)
     refused = pytest.raises(ValueError, match=f"attention_backend='flash'.*{reason}")
     with refused if reason else contextlib.nullcontext():
-        found = attention.get_backend(config, torch.device("cpu"), [layer], make_layout(config))
+        found = attention.get_backend(config, torch.device("cuda"), [layer], make_layout(config))
         assert isinstance(found, attention.FlashBackend)
 
 
