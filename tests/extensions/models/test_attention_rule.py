@@ -1,4 +1,4 @@
-"""Attention with windows, soft limits of scores and sinks: references and kernels against plain arithmetic."""
+"""Attention with windows, soft limits of scores and sinks: references and kernels against plain sums."""
 
 import pytest
 import torch
