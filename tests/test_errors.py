@@ -20,7 +20,6 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.extensions.int8_cache.layout import Int8Layout
 from nanovllm.extensions.models.attention_rule import AttentionRule
 from nanovllm.extensions.safety.options import ExtendedConfig
-from nanovllm.kernels import runtime
 from nanovllm.kernels.cache_layout import CacheLayout
 from nanovllm.layers import attention
 from tiny_checkpoints import (
@@ -475,7 +474,6 @@ def test_a_backend_that_cannot_work_here_is_refused_with_the_reason(model, backe
 )
 def test_flash_attention_is_refused_what_it_cannot_compute_or_read(monkeypatch, options, reason):
     monkeypatch.setattr(attention, "HAVE_FLASH", True)
-    monkeypatch.setattr(runtime, "compiling_for", object())  # stands for a GPU
     rule = {name: options.pop(name) for name in ("window", "softcap", "sinks") if name in options}
     layer = attention.Attention(4, options.pop("head_dim", 64), 0.125, 4)
     layer.variant = AttentionRule(1.0, **rule)
@@ -484,7 +482,7 @@ def test_flash_attention_is_refused_what_it_cannot_compute_or_read(monkeypatch, 
     with refused if reason else contextlib.nullcontext():
         is_int8 = config.kv_cache_dtype == "int8"
         layout = Int8Layout() if is_int8 else CacheLayout(config.kv_cache_torch_dtype)
-        found = attention.get_backend(config, torch.device("cpu"), [layer], layout)
+        found = attention.get_backend(config, torch.device("cuda"), [layer], layout)
         assert isinstance(found, attention.FlashBackend)
 
 

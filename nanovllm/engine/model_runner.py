@@ -75,10 +75,11 @@ class ModelRunner:
             self.model = parts.build_model(hf_config)
             self.sampler = Sampler()
         layers = [module for module in self.model.modules() if isinstance(module, Attention)]
-        self.backend = parts.make_backend(config, self.device, layers, parts.layout)
+        self.backend = parts.make_backend(config, config.device_of(self.group.rank), layers, parts.layout)
+        self.backend.allocate(self.device)
         for layer in layers:
             layer.backend = self.backend.for_layer(layer)
-        self.kv_cache = KVCache(config, layers, self.device, self.backend.layout)
+        self.kv_cache = KVCache(config, layers, self.device, parts.layout)
         layout = SlotLayout(config)
         self.slots = DeviceSlots(layout, self.device)
         self.waiting = 0  # those that wait for the host, see Batch.wanted

@@ -40,13 +40,12 @@ class DeviceSlots:
         self.buffer = torch.zeros(layout.batch + layout.num_slots, dtype=torch.int32, device=device)
         rows = self.buffer[: layout.batch].view(-1, layout.width)
         self.batch = self.buffer[layout.batch :]  # the slots of the decode step, and padding behind them
-        seeds = rows[:, :2].view(torch.int64)
         self.inputs = InputTables(
             tokens=rows[:, 4],
             lengths=rows[:, 3],
             block_tables=rows[:, BLOCK_TABLE : BLOCK_TABLE + layout.max_blocks],
             temperatures=rows[:, 2].view(torch.float32),
-            seeds=seeds[:, 0],
+            seeds=rows[:, :2].view(torch.int64)[:, 0],
         )
         self.reset()
 

@@ -79,8 +79,7 @@ def sample_torch(logits: Tensor, step: Any) -> tuple[Tensor, Tensor]:
     best, token_ids = logits.max(dim=-1)
     values = best.float()
     noisy = (temperatures > 0).nonzero().flatten()
-    most_rows = max(1, REFERENCE_ELEMENTS // vocab)
-    for rows in noisy.split(most_rows) if len(noisy) else ():
+    for rows in noisy.split(max(1, REFERENCE_ELEMENTS // vocab)) if len(noisy) else ():
         scores = logits[rows].float().mul_((temperatures[rows].reciprocal() * LOG2_E)[:, None])
         scores -= _minus_noise(step.seeds[rows], step.positions[rows], step.vocab_start, vocab)
         values[rows], token_ids[rows] = scores.max(dim=-1)

@@ -18,7 +18,7 @@ from nanovllm.kernels.decode_attention import paged_decode_attention, paged_deco
 from nanovllm.kernels.kv_store import qk_norm_rope_store
 from nanovllm.kernels.kv_store import store_kvcache as store_kvcache
 from nanovllm.kernels.prefill_attention import varlen_prefill_attention, varlen_prefill_attention_torch
-from nanovllm.kernels.runtime import HAVE_TRITON, TRITON_DEVICES, gpu_properties
+from nanovllm.kernels.runtime import HAVE_TRITON, TRITON_DEVICES
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.utils.context import Context, get_context
@@ -68,11 +68,18 @@ class AttentionBackend:
         """
         return False, None
 
+    def allocate(self, device: torch.device) -> None:
+        """Make the tables of plans. Called on every rank, before the memory for the KV cache is counted."""
+
     def receive(self, message: Any) -> None:
         """Called on every rank, before the step."""
 
     def inputs(self, batch_size: int, key: Hashable) -> Any:
         """The plan for so many sequences: tensors that stay where they are, with no work at first."""
+
+    def stats(self) -> dict[str, int]:
+        """Counts for `LLMEngine.stats`, on rank 0."""
+        return {}
 
     def close(self) -> None:
         """Free the tables."""
@@ -102,10 +109,7 @@ def get_backend(
     config: Config, device: torch.device, layers: "list[Attention]", layout: CacheLayout
 ) -> AttentionBackend:
     """The back-end that `attention_backend` names. Raises ValueError if it cannot work here."""
-    name = config.attention_backend
-    on_cpu = gpu_properties(device) is None
-    lacks_triton = on_cpu or not HAVE_TRITON
-    problems = {"it needs a CUDA device and the package triton": name == "triton" and lacks_triton}
+    name, on_cpu = config.attention_backend, device.type != "cuda"
     if name == "flash":
         cache = "it reads a KV cache of the model's dtype only, and kv_cache_dtype is "
         problems = {
@@ -117,6 +121,9 @@ def get_backend(
             "it computes heads of up to 256": any(layer.head_dim > 256 for layer in layers),
             **{layer.variant.flash_problem: layer.variant.flash_problem for layer in layers},
         }
+    else:
+        lacks_triton = name == "triton" and (on_cpu or not HAVE_TRITON)
+        problems = {"it needs a CUDA device and the package triton": lacks_triton}
     for problem, applies in problems.items():
         if applies:
             raise ValueError(f"attention_backend={name!r} cannot be used: {problem}")

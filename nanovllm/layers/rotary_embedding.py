@@ -18,8 +18,7 @@ def apply_rotary_emb(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """
     wide = x.float()
     halves_swapped = wide.roll(x.shape[-1] // 2, -1)
-    rotated = wide * cos
-    rotated.addcmul_(halves_swapped, sin)
+    rotated = (wide * cos).addcmul_(halves_swapped, sin)
     return rotated.to(x.dtype)
 
 

@@ -44,7 +44,9 @@ def cascade_config(heads: int = 4, kv_heads: int = 2, **options: Any) -> SimpleN
 def make_cascade(config: Any = None, behind: AttentionBackend | None = None) -> CascadeBackend:
     """On the CPU."""
     cpu = torch.device("cpu")
-    return CascadeBackend(behind or AttentionBackend(), config or cascade_config(), cpu)
+    backend = CascadeBackend(behind or AttentionBackend(), config or cascade_config(), cpu)
+    backend.allocate(cpu)
+    return backend
 
 
 # Groups of sequences: how many tokens they have in common, and of the second half of them, how many more.

@@ -41,8 +41,14 @@ DEFAULTS = {
 # without every `sliding_window_pattern`-th.
 OPTIONAL = {"mlp_bias": False, "sliding_window": None, "max_window_layers": 0, "sliding_window_pattern": 0}
 # Settings that may have this value only.
-FIXED = {"partial_rotary_factor": 1.0, "final_logit_softcapping": None, "attn_logit_softcapping": None}
-FIXED |= {"use_bidirectional_attention": False, "swiglu_limit": 7.0, "swiglu_alpha": 1.702}
+FIXED = {
+    "partial_rotary_factor": 1.0,
+    "final_logit_softcapping": None,
+    "attn_logit_softcapping": None,
+    "use_bidirectional_attention": False,
+    "swiglu_limit": 7.0,
+    "swiglu_alpha": 1.702,
+}
 
 
 @dataclass(frozen=True)

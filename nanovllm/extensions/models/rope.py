@@ -18,8 +18,13 @@ Fields = dict[str, Any]  # of config.json
 FULL = "full_attention"
 SLIDING = "sliding_attention"
 # The kinds of rotary scaling, and which numbers each of them needs.
-ROPE_TYPES = {"default": [], "frequency_factors": [], "linear": ["factor"], "yarn": ["factor"]}
-ROPE_TYPES["llama3"] = ["factor", "low_freq_factor", "high_freq_factor"]
+ROPE_TYPES = {
+    "default": [],
+    "frequency_factors": [],
+    "linear": ["factor"],
+    "yarn": ["factor"],
+    "llama3": ["factor", "low_freq_factor", "high_freq_factor"],
+}
 ROPE_NUMBERS = (
     "rope_theta factor original_max_position_embeddings low_freq_factor high_freq_factor beta_fast beta_slow "
     "attention_factor attn_factor mscale mscale_all_dim"
@@ -31,7 +36,6 @@ OTHER_KEYS = """
     mrope_section mrope_interleaved finetuned
 """.split()
 FIXED = {"extrapolation_factor": 1, "apply_yarn_scaling": True}
-FLOAT32 = {"dtype": torch.float32, "device": "cpu"}
 
 
 def check_fixed(given: Fields, fixed: Fields) -> None:
@@ -117,7 +121,8 @@ def scale_frequencies(settings: Fields, head_dim: int) -> Fields:
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     if kind == "frequency_factors":  # linear, with a factor of each frequency
-        kind, settings = "linear", settings | {"factor": torch.tensor(settings["factors"], **FLOAT32)}
+        factors = torch.tensor(settings["factors"], dtype=torch.float32, device="cpu")
+        kind, settings = "linear", settings | {"factor": factors}
     # In place of a configuration, where its versions look for settings in different places.
     config = SimpleNamespace(
         **settings,

@@ -45,20 +45,23 @@ class CascadeBackend(AttentionBackend):
         )
         self.has_plan = False
         self.num_read = 0  # tokens that steps have read through prefixes, for each sequence they belong to
-        kv_heads = max(1, sizes.num_key_value_heads // config.tensor_parallel_size)
-        num_items = cdiv(2 * num_multiprocessors(device), kv_heads)
-        num_rows = 4 * cdiv(config.max_num_seqs, 4)  # each table begins at a multiple of 16 bytes
-        self.planner = CascadePlanner(num_rows, queries_per_item(self.heads_per_kv_head), num_items)
-        shapes = plan_shapes(num_rows)
-        lengths = [math.prod(shape) for shape in shapes]
-        self.buffer = torch.zeros(sum(lengths), dtype=torch.int32, device=device)
-        self.tables = CascadePlan(*map(Tensor.view, self.buffer.split(lengths), shapes))
 
     def for_layer(self, layer: Attention) -> AttentionBackend:
         """Prefixes may lie before a layer's first token, of which it reads less by itself."""
         sizes = layer.num_heads // layer.num_kv_heads, layer.head_dim, self.config.torch_dtype.itemsize
         is_fit = self.largest_plan and can_share(self.heads_per_kv_head, *sizes, self.device)
         return self if is_fit and layer.variant.hooks.first_token is None else self.behind.for_layer(layer)
+
+    def allocate(self, device: torch.device) -> None:
+        config = self.config
+        kv_heads = max(1, config.hf_config.num_key_value_heads // config.tensor_parallel_size)
+        num_items = cdiv(2 * num_multiprocessors(device), kv_heads)
+        num_rows = 4 * cdiv(config.max_num_seqs, 4)  # each table begins at a multiple of 16 bytes
+        self.planner = CascadePlanner(num_rows, queries_per_item(self.heads_per_kv_head), num_items)
+        shapes = plan_shapes(num_rows)
+        sizes = [math.prod(shape) for shape in shapes]
+        self.buffer = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
+        self.tables = CascadePlan(*map(Tensor.view, self.buffer.split(sizes), shapes))
 
     def plan(self, sequences: list[Sequence], is_new: bool) -> tuple[bool, np.ndarray | None]:
         """The message has all tables."""
