@@ -318,7 +318,7 @@ MUTATIONS = [
         ("put(batch.positions)", "put(batch.positions - batch.positions[0])"),
         ('min(self.group.gather("budget", budget))', 'self.group.gather("budget", budget)[0]'),
         ("        if not self.decoded:", "        if True:"),
-        ('                self._notify("stop")\n', ""),
+        ('                self.notify("stop")\n', ""),
     ),
     *mutations_of(
         "nanovllm/extensions/structured/grammar",
