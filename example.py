@@ -38,6 +38,8 @@ def main(argv: list[str]) -> None:
     add("--enforce-eager", action="store_true", help="do without CUDA graphs")
     add("--device", default="auto", help="cpu, cuda or auto (default)")
     add("--seed", type=int, help="makes sampled results repeatable")
+    add("--timeline", metavar="FILE", help=".html: a page that shows what happened; .json: a trace")
+    add("--extensions", metavar="MODULE:NAME", help="of your own, with commas between (docs/extending.md)")
     argv = [*DEFAULTS, *argv]
     if parser.parse_known_args(argv)[0].prompts:
         from nanovllm.extensions.batch.__main__ import run_command
@@ -48,8 +50,9 @@ def main(argv: list[str]) -> None:
 
     args = parser.parse_args(argv)
     params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens)
-    options = {"tensor_parallel_size": args.tensor_parallel_size, "enforce_eager": args.enforce_eager}
-    with LLM(args.model, device=args.device, seed=args.seed, **options) as llm:
+    names = "tensor_parallel_size enforce_eager device seed timeline extensions".split()
+    options = {name: getattr(args, name) for name in names}
+    with LLM(args.model, **options) as llm:
         results = llm.generate([as_prompt(llm.tokenizer, question) for question in QUESTIONS], params)
     answers = [{"prompt": question, **result} for question, result in zip(QUESTIONS, results, strict=True)]
     if args.output:

@@ -125,8 +125,8 @@ class Config:
     revision:               branch, tag or commit of a hub id.
     download_dir:           where files of the hub are kept; None is its usual cache.
     token:                  for the hub; None is the one that is logged in.
-    extensions:             objects of your own that change the engine, or "package.module:Name" of such; see
-                            docs/extending.md.
+    extensions:             objects of your own that change the engine, or "package.module:Name" of such, in a
+                            list; see docs/extending.md.
     timeline:               file to write what happened into when the engine ends: .html, a page that shows
                             it, or .json, a trace for Perfetto.
 
@@ -163,7 +163,7 @@ class Config:
     download_dir: str | os.PathLike | None = None
     token: str | None = field(default=None, repr=False)
     timeline: str | os.PathLike | None = None
-    extensions: Sequence[Any] | None = None
+    extensions: str | Sequence[Any] | None = None
 
     def __post_init__(self) -> None:
         # A filled-in Config is a copy of one that was checked, and may be made in a forked process, which

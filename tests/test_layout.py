@@ -50,11 +50,11 @@ EDGES_LEFT = 0
 
 # Tokens of code that Python's tokenizer counts, without comments, docstrings, line ends and indents: the
 # plan's bounds, and what is reached so far, which only falls.
-PACKAGE_TOKENS, PACKAGE_REACHED = 142_000, 152_700
+PACKAGE_TOKENS, PACKAGE_REACHED = 142_000, 147_200
 TOOLS = "bench lab timeline exact rollout server states".split()  # do not count for the package
 BENCH_TOKENS = 6_000
-CORE_TOKENS, CORE_REACHED = 36_000, 37_700
-CORE_LINES, CORE_LINES_REACHED = 3_900, 3_975
+CORE_TOKENS, CORE_REACHED = 36_000, 37_150
+CORE_LINES, CORE_LINES_REACHED = 3_900, 3_942
 
 HOST_ONLY = """
     engine/sequence.py engine/scheduler.py engine/block_manager.py
@@ -122,6 +122,7 @@ CALLED_BY_USERS = {
     "extensions/safety/stats.py": "StatsLLM.stats",
     "extensions/api/llm.py": "ApiLLM.add_request",
     "extensions/lab/simulator.py": "Simulator.wait_until",
+    "extensions/models/known.py": "register_model",
     "extensions/api/async_llm.py": """AsyncLLM AsyncLLM.generate AsyncLLM.stream AsyncLLM.chat AsyncLLM.score
         AsyncLLM.encode AsyncLLM.stats AsyncLLM.get_tokenizer AsyncLLM.abort AsyncLLM.exit""",
     "extensions/api/cleanup.py": "cleanup_dist_env_and_memory",

@@ -176,10 +176,14 @@ class LLMEngine:
                 break
             self._collect(self.in_flight.pop(0))
             num_tokens = num_tokens or step.num_tokens
-        finished = [(seq.seq_id, seq.completion_token_ids) for seq in self.ended]
-        self.ended, self.attempt = [], None
         self.seconds += time.perf_counter() - start
-        return finished, num_tokens
+        ended = self.ended
+        try:
+            self.ended, self.attempt = [], None
+            return [(seq.seq_id, seq.completion_token_ids) for seq in ended], num_tokens
+        except BaseException:  # Ctrl-C: the next call returns them
+            self.ended = ended
+            raise
 
     def begin(self) -> None:
         """

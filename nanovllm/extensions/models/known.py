@@ -1,6 +1,9 @@
 """All models of this folder, by their architecture's name."""
 
+from torch import nn
+
 from nanovllm.extensions.models import gemma3, gpt_oss, llama, mistral, qwen2, qwen3, qwen3_moe
+from nanovllm.extensions.models.config import Fields
 
 CLASSES = (
     llama.LlamaForCausalLM,
@@ -12,3 +15,14 @@ CLASSES = (
     gpt_oss.GptOssForCausalLM,
 )
 MODELS = {model.__name__: model for model in CLASSES}
+
+
+def register_model(architecture: str, model: type[nn.Module], defaults: Fields | None = None) -> None:
+    """
+    Have checkpoints whose config.json names this architecture built by `model`, a class with
+    `packed_modules_mapping`, `forward(input_ids, positions)` and `compute_logits(hidden_states)` that is made
+    from a DecoderConfig. `defaults` are for fields that a file may leave out. Every rank must call it, as the
+    module of an extension does when it is imported.
+    """
+    own = {"model_type": "", "gguf_name": None, "defaults": defaults or {}}
+    MODELS[architecture] = type(architecture, (model,), own)

@@ -57,6 +57,12 @@ def check_quantization(value: Any, name: str) -> str | None:
     return None if value is None else one_of("fp8", "int4")(value, name)
 
 
+def check_extensions(value: Any, name: str) -> Any:
+    """A list, or in a command line names with commas between."""
+    given = value.split(",") if isinstance(value, str) else value
+    return none_or("a list of objects or 'package.module:Name'", list, tuple)(given, name)
+
+
 class ExtendedConfig(Config):
     """All options are served."""
 
@@ -74,7 +80,7 @@ class ExtendedConfig(Config):
         "token": none_or("a text", str, bool),
         "lora": none_or("a folder or hub id of an adapter", str, os.PathLike),
         "timeline": none_or("a path", str, os.PathLike),
-        "extensions": none_or("a list of objects or 'package.module:Name'", list, tuple),
+        "extensions": check_extensions,
     }
 
     def with_checkpoint(self, checkpoint: Checkpoint, given: Collection[str] = ()) -> Config:

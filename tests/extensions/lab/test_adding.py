@@ -1,6 +1,7 @@
 """Extensions of a reader's own: what is refused, what good ones do, and what bad ones cannot break."""
 
 import gc
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -15,9 +16,11 @@ from nanovllm.engine.block_manager import PrefixCache
 from nanovllm.engine.interfaces import LogitsProcessor, Observer
 from nanovllm.engine.scheduler import Admission, SchedulingPolicy
 from nanovllm.extensions.lab.adding import ExtensionError
+from nanovllm.extensions.models import known
 from nanovllm.kernels.cache_layout import CacheLayout
 from nanovllm.layers.attention import AttentionBackend
-from tiny_checkpoints import make_checkpoint, one_thread  # noqa: F401
+from nanovllm.models.qwen3 import Qwen3ForCausalLM
+from tiny_checkpoints import edit_json, make_checkpoint, one_thread  # noqa: F401
 
 OPTIONS = {
     "kvcache_block_size": 16,
@@ -96,7 +99,7 @@ def test_two_logits_processors_of_one_name_are_refused(model):
         LLM(model, extensions=[make(LogitsProcessor), make(LogitsProcessor)], **OPTIONS)
 
 
-@pytest.mark.parametrize("value", [3, "module:Name", {}])
+@pytest.mark.parametrize("value", [3, {}])
 def test_the_option_is_a_list(model, value):
     with pytest.raises(ValueError, match="extensions must be None or a list"):
         LLM(model, extensions=value)
@@ -330,3 +333,27 @@ def test_an_engine_with_extensions_is_freed_when_it_is_deleted(model):
         assert gone() is None
     finally:
         gc.enable()
+
+
+class Louder(Qwen3ForCausalLM):
+    """Qwen3 whose logits are twice as large."""
+
+    def compute_logits(self, hidden_states):
+        return 2 * super().compute_logits(hidden_states)
+
+
+def test_a_model_of_ones_own_is_built_for_its_architecture(model, tmp_path, monkeypatch):
+    monkeypatch.setitem(known.MODELS, "LouderForCausalLM", None)  # gone after the test
+    folder = shutil.copytree(model, tmp_path / "louder")
+    edit_json(folder / "config.json", architectures=["LouderForCausalLM"])
+    known.register_model("LouderForCausalLM", Louder)
+    params = SamplingParams(temperature=0, max_tokens=1, logprobs=0, ignore_eos=True)
+
+    def logprob(path):
+        with LLM(str(path), **OPTIONS) as llm:
+            [result] = llm.generate([PROMPTS[0]], params, use_tqdm=False)
+            [[logprob]] = (each.values() for each in result["logprobs"])
+        return result["token_ids"], logprob.logprob
+
+    (plain, before), (louder, after) = logprob(model), logprob(folder)
+    assert plain == louder and after > before

@@ -17,6 +17,7 @@ from kernel_checks import (
 
 from nanovllm.extensions.models.attention_rule import AttentionRule
 from nanovllm.extensions.prefixes.kernels.shared_prefix import can_share, queries_per_item
+from nanovllm.kernels.cache_layout import ROWS
 from nanovllm.kernels.decode_attention import paged_decode_attention, paged_decode_attention_torch
 from nanovllm.kernels.prefill_attention import varlen_prefill_attention, varlen_prefill_attention_torch
 from nanovllm.kernels.runtime import HAVE_TRITON, INTERPRETED
@@ -60,10 +61,12 @@ def test_blocks_before_the_window_may_hold_anything():
     k_cache[2], v_cache[2] = rand(16, 1, 8), rand(16, 1, 8)
     tables, rule = torch.tensor([[3, 0, 2]] * 2), AttentionRule(1.0, window=10)
     q, length = rand(1, 1, 8), torch.tensor([44])
-    alone = paged_decode_attention_torch(q, k_cache, v_cache, tables[:1], length, rule)
-    among = paged_decode_attention_torch(q.expand(2, 1, 8), k_cache, v_cache, tables, length.expand(2), rule)
+    one = Context(context_lens=length, block_tables=tables[:1])
+    two = Context(context_lens=length.expand(2), block_tables=tables)
+    alone = paged_decode_attention_torch(q, k_cache, v_cache, rule, one, ROWS)
+    among = paged_decode_attention_torch(q.expand(2, 1, 8), k_cache, v_cache, rule, two, ROWS)
     step = Context(True, torch.tensor([0, 1]), torch.tensor([0, 44]), 1, 44, block_tables=tables[:1])
-    prefilled = varlen_prefill_attention_torch(q, k_cache, v_cache, rule, step)
+    prefilled = varlen_prefill_attention_torch(q, k_cache, v_cache, rule, step, ROWS)
     for out in (alone, among[:1], prefilled):
         torch.testing.assert_close(out, alone)
         assert out.isfinite().all()
