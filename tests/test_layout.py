@@ -54,7 +54,7 @@ PACKAGE_TOKENS, PACKAGE_REACHED = 142_000, 147_200
 TOOLS = "bench lab timeline exact rollout server states".split()  # do not count for the package
 BENCH_TOKENS = 6_000
 CORE_TOKENS, CORE_REACHED = 36_000, 37_150
-CORE_LINES, CORE_LINES_REACHED = 3_900, 3_942
+CORE_LINES, CORE_LINES_REACHED = 3_900, 3_943
 
 HOST_ONLY = """
     engine/sequence.py engine/scheduler.py engine/block_manager.py
