@@ -45,6 +45,7 @@ def test_a_wheel_has_the_command_and_the_annotations(checkout):
     with zipfile.ZipFile(path) as archive:
         names = archive.namelist()
     modules = {file.relative_to(ROOT).as_posix() for file in (ROOT / "nanovllm").rglob("*.py")}
+    modules |= {f"nanovllm/extensions/timeline/page.{ending}" for ending in ("html", "js")}
     assert {*modules, "nanovllm/py.typed"} == {name for name in names if name.startswith("nanovllm/")}
     [info] = {name.partition("/")[0] for name in names if ".dist-info/" in name}
     with zipfile.ZipFile(path) as archive:

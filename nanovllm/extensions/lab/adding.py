@@ -22,7 +22,7 @@ ONE = {
     PrefixCache: "prefix_cache",
     SchedulingPolicy: "policy",
     AttentionBackend: "make_backend",
-    CacheLayout: "make_layout",
+    CacheLayout: "layout",
 }
 INTERFACES = (*SEVERAL, *ONE)
 REQUIRED = {LogitsProcessor: "wants", Admission: "admits"}
@@ -57,8 +57,8 @@ def add_extensions(parts: Parts, extensions: Iterable[Any], num_ranks: int) -> P
                 raise ValueError(
                     f"{other} and {name} cannot stand together: an engine has one {interface.__name__}"
                 )
-            is_made = ONE[interface].startswith("make_")
-            setattr(parts, ONE[interface], functools.partial(give, extension) if is_made else extension)
+            part = functools.partial(with_layout, extension) if interface is AttentionBackend else extension
+            setattr(parts, ONE[interface], part)
     parts.__post_init__()
     names = [processor.name for processor in parts.logits_processors]
     for processor in parts.logits_processors:
@@ -77,11 +77,10 @@ def load(given: Any) -> Any:
     return given() if isinstance(given, type) else given
 
 
-def give(extension: Any, config: Any, *others: Any) -> Any:
-    """A back-end or a layout that is there already. A back-end's layout is the last of the others."""
-    if isinstance(extension, AttentionBackend):
-        extension.layout = others[-1]
-    return extension
+def with_layout(backend: AttentionBackend, config: Any, device: Any, layers: Any, layout: Any) -> Any:
+    """A back-end that is there already, for caches of this layout."""
+    backend.layout = layout
+    return backend
 
 
 def hooks_of(interfaces: Iterable[type]) -> dict[str, Callable[..., Any]]:

@@ -206,6 +206,7 @@ def test_spans_keep_neighbours_together(run_with, monkeypatch):
     assert sum(len(group) == 1 for group in groups) == len(groups) - 1 == 32  # and a start, which has none
 
 
+@pytest.mark.slow
 def test_what_one_request_raises_is_its_answer_and_what_ends_its_engine_is_tried_again(
     tmp_path, checkpoint, monkeypatch, capsys
 ):

@@ -357,3 +357,20 @@ def test_a_model_of_ones_own_is_built_for_its_architecture(model, tmp_path, monk
 
     (plain, before), (louder, after) = logprob(model), logprob(folder)
     assert plain == louder and after > before
+
+
+def test_a_layout_and_a_back_end_of_ones_own_compute_every_layer(model, plain):
+    stored, attended = [], []
+
+    def store(k, v, *caches):
+        stored.append(len(k))
+        return CacheLayout.store(k, v, *caches)
+
+    def decode(self, q, k, v, variant, step):
+        attended.append(len(q))
+        return AttentionBackend.decode(self, q, k, v, variant, step)
+
+    layout = type("Mine", (CacheLayout,), {"store": staticmethod(store)})()
+    with LLM(model, extensions=[layout, make(AttentionBackend, decode=decode)], **OPTIONS) as llm:
+        assert tokens(llm) == plain
+    assert len(stored) == 2 * 20 and attended == [3] * 2 * 19  # layers and steps

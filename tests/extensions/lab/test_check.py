@@ -47,6 +47,7 @@ def test_an_exercise_is_still_to_be_done(name):
     assert done.returncode == 1 and "does not hold: " in done.stdout and f"exercise {name[0]}" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_class_with_a_fault_is_told_which_rule_it_breaks(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(

@@ -19,7 +19,7 @@ def lab(monkeypatch):
         sys.modules.pop(name, None)
 
 
-SLOW = "four_bit_keys", "my_attention"  # several engines with a real model
+SLOW = "ban_words", "four_bit_keys", "my_attention", "watch_blocks"  # several engines with a real model
 
 
 @pytest.mark.parametrize(
