@@ -28,7 +28,7 @@ class Observer:
     """
 
     is_active = False  # whether after_step is called
-    watches = False  # whether admitted, preempted and block are called
+    watches = False  # whether those from admitted to preempted are called
 
     def starting(self, rank: int, make_runner: Callable) -> None:
         """

@@ -76,8 +76,9 @@ class LLMEngine:
         parts, processors = self.parts, self.parts.logits_processors
         self.observers = parts.observers
         self.notify = partial(notify, self.observers)
-        tell = partial(notify, [observer for observer in self.observers if observer.watches])
-        self.scheduler = Scheduler(self.config, parts.prefix_cache, parts.admissions, parts.policy, tell)
+        self.watchers = [observer for observer in self.observers if observer.watches]
+        self.tell = partial(notify, self.watchers)
+        self.scheduler = Scheduler(self.config, parts.prefix_cache, parts.admissions, parts.policy, self.tell)
         self.batches = BatchMaker(self.config, parts, self.model_runner.backend)
         self.prompts = self.make_prompts(self.config, self.tokenizer, processors)
         for processor in processors:
@@ -200,7 +201,8 @@ class LLMEngine:
         sequences = step.sequences
         step.batch = self.batches.prefill(sequences) if is_prefill else self.batches.decode(sequences)
         step.num_tokens = len(step.batch.token_ids) if is_prefill else -len(sequences)
-        self.notify("launching", step)
+        if self.watchers:
+            self.tell("launching", step)
         with self.model_runner.on_device():
             output = self.model_runner.call("run", step.batch)
             step.output = output and output.to_host(step.batch)
@@ -223,10 +225,10 @@ class LLMEngine:
         for name, tensors in step.output.tensors.items():
             self.parts.logits_processor(name).record(step.sequences, [*step.drawing], tensors)
         finished = self.scheduler.postprocess(step.drawing, token_ids)
-        if step.batch.is_prefill:
+        if self.watchers:
             for seq, position in step.drawing.items():
                 if position == seq.num_prompt_tokens:
-                    self.notify("first_token", seq)
+                    self.tell("first_token", seq)
         for observer in self.observers:
             if observer.is_active:
                 observer.after_step(step)

@@ -126,10 +126,11 @@ class Scheduler:
         """The sequences of the next step, each with its `num_scheduled_tokens`, and if it is a prefill."""
         has_chunk = self.chunked is not None
         can_decode = len(self.running) > has_chunk
-        is_due = can_decode and not self.policy.prefers_prefill(self.num_prefills_in_a_row)
-        if (self.waiting or has_chunk) and not is_due and (sequences := self._schedule_prefill()):
-            self.num_prefills_in_a_row += can_decode
-            return sequences, True
+        if self.waiting or has_chunk:
+            may_prefill = not can_decode or self.policy.prefers_prefill(self.num_prefills_in_a_row)
+            if may_prefill and (sequences := self._schedule_prefill()):
+                self.num_prefills_in_a_row += can_decode
+                return sequences, True
         self.num_prefills_in_a_row = 0
         return self._schedule_decode(), False
 

@@ -96,7 +96,7 @@ def mutations_of(file: str, *pairs: tuple[str, str]) -> list[Mutation]:
 MUTATIONS = [
     *mutations_of(
         "scheduler",
-        ("not self.policy.prefers_prefill(self.num_prefills_in_a_row)", "False"),
+        ("not can_decode or self.policy.prefers_prefill(self.num_prefills_in_a_row)", "True"),
         ("len(self.running) > has_chunk", "len(self.running) > 0"),
         ("        self.num_prefills_in_a_row = 0\n        return", "        return"),
         ("seq is chunked or seq.slot < 0", "seq.slot < 0"),

@@ -23,7 +23,7 @@ HOSTILE = "</script><script>document.title = 'run'</script><!-- <b>"
 class Snapshots(Observer):
     """What the engine holds when each step is launched. Once, the youngest sequence loses its blocks."""
 
-    is_active = True
+    is_active = watches = True
 
     def __init__(self):
         self.taken = []
