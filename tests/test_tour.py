@@ -20,14 +20,17 @@ def quotes_of(chapter: Path) -> list[tuple[str, str]]:
 def is_quoted_from(source: str, quote: str) -> bool:
     """
     Whether the lines follow each other in the source, all indented by some number of spaces more. A line
-    `...` stands for lines that are left out.
+    `...` stands for lines that are left out, and blank lines do not count.
     """
-    lines = source.splitlines()
-    pieces = [piece.strip("\n").splitlines() for piece in re.split(r"^ *\.\.\.$", quote, flags=re.MULTILINE)]
+    lines = [line for line in source.splitlines() if line]
+    pieces = [
+        [line for line in piece.splitlines() if line]
+        for piece in re.split(r"^ *\.\.\.$", quote, flags=re.MULTILINE)
+    ]
     for indent in range(0, 24, 4):
         start = 0
         for piece in pieces:
-            wanted = [" " * indent + line if line else "" for line in piece]
+            wanted = [" " * indent + line for line in piece]
             places = range(start, len(lines) - len(wanted) + 1)
             found = next((i for i in places if lines[i : i + len(wanted)] == wanted), None)
             if found is None:
@@ -50,7 +53,7 @@ def test_the_code_of_a_chapter_is_that_of_the_source(chapter):
     quotes = quotes_of(chapter)
     assert quotes
     for file, quote in quotes:
-        assert quote.count("\n") <= 15, "a chapter quotes the lines that matter"
+        assert quote.count("\n") <= 16, "a chapter quotes the lines that matter"
         assert is_quoted_from((ROOT / file).read_text(), quote), f"not in {file} any more:\n{quote}"
 
 

@@ -46,20 +46,16 @@ def as_chat(llm: Any, question: str) -> list[int]:
 @contextlib.contextmanager
 def recorded(prompts: list[Any], max_tokens: list[int], chat: bool = False, **options: Any) -> Iterator[Any]:
     """A browser with the timeline of one run on SmolLM2. `max_tokens` of each prompt."""
-    with tempfile.TemporaryDirectory() as folder:
+    with browser() as driver, tempfile.TemporaryDirectory() as folder:
         page = Path(folder) / "run.html"
         with LLM("smollm2", **(SMALL | options), timeline=str(page)) as llm:
             if chat:
                 prompts = [as_chat(llm, prompt) for prompt in prompts]
-            llm.generate(
-                prompts,
-                [SamplingParams(temperature=0, max_tokens=n, ignore_eos=not chat) for n in max_tokens],
-                use_tqdm=False,
-            )
-        with browser() as driver:
-            driver.get(page.as_uri())
-            driver.execute_script("document.documentElement.dataset.theme = 'light'; redraw()")
-            yield driver
+            params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=not chat) for n in max_tokens]
+            llm.generate(prompts, params, use_tqdm=False)
+        driver.get(page.as_uri())
+        driver.execute_script("document.documentElement.dataset.theme = 'light'; redraw()")
+        yield driver
 
 
 @contextlib.contextmanager
