@@ -145,7 +145,7 @@ function prepare(canvas, wide, high) {
 
 // --- lanes ---
 
-const laneHeight = () => Math.max(4, Math.min(34, Math.floor($("lanes-box").clientHeight / sequences.length)));
+const laneHeight = () => Math.max(4, Math.min(34, Math.floor(($("lanes-box").clientHeight - 2) / sequences.length)));
 const hue = (index) => (index * 137.508) % 360;
 const ownerColour = (index, alpha = 1) => `hsl(${hue(index)} 62% ${colour("owner-light")} / ${alpha})`;
 
@@ -203,6 +203,8 @@ function drawLanes() {
   laneImage = pen.getImageData(0, 0, canvas.width, canvas.height);
 }
 
+const withoutBreaks = (word) => word.replaceAll("\n", "\u23ce");
+
 // The token that each step of a span drew, where there is room for it.
 function drawWords(pen, sequence, span, y) {
   const isDecode = span[KIND] === "decode";
@@ -210,10 +212,10 @@ function drawWords(pen, sequence, span, y) {
     const left = xOf(at), wide = xOf(at, END) - left;
     if (wide < 24 || left > width || left + wide < GUTTER) continue;
     const place = isDecode ? span[BEFORE] + at - span[FIRST] + 1 : span[BEFORE] + span[COMPUTED];
-    const word = data.words[sequence.tokens[place]];
-    if (word === undefined || place < sequence.prompt) continue;
+    if (data.words[sequence.tokens[place]] === undefined || place < sequence.prompt) continue;
+    const word = withoutBreaks(data.words[sequence.tokens[place]]).trim();
     const letters = Math.floor((wide - 6) / 6.2);
-    pen.fillText(word.trim().slice(0, letters), isDecode ? left + 3 : left + wide - 3 - 6.2 * Math.min(letters, word.length), y);
+    pen.fillText(word.slice(0, letters), isDecode ? left + 3 : left + wide - 3 - 6.2 * Math.min(letters, word.length), y);
   }
 }
 
@@ -344,7 +346,11 @@ function drawBlocks() {
   const count = { open: 0, closed: 0, shared: 0, cached: 0, free: data.num_blocks - blocks.length };
   for (const block of blocks) count[kindOf(block)] += 1;
   $("blocks-title").replaceChildren(text(`Blocks of ${data.block_size} tokens after step ${step}`, "b"));
-  $("blocks-key").replaceChildren(...Object.entries(count).map(([name, n]) => text(`${name} ${n}`)));
+  $("blocks-key").replaceChildren(...Object.entries(count).map(([kind, n]) => {
+    const entry = text("");
+    entry.append(text("", "i", kind), `${kind} ${n}`);
+    return entry;
+  }));
 }
 
 // --- words ---
@@ -371,7 +377,7 @@ function tokenBoxes(sequence, from, to, computed) {
   const line = text("", "span", "mono");
   for (let i = from; i < Math.min(to, sequence.tokens.length); i++) {
     const id = sequence.tokens[i], word = data.words[id];
-    const box = text(word === undefined ? String(id) : word.replaceAll("\n", "\u23ce"), "span", "token");
+    const box = text(word === undefined ? String(id) : withoutBreaks(word), "span", "token");
     if (i >= computed) box.classList.add("pending");
     box.title = `token ${id}, position ${i}`;
     line.append(box);
