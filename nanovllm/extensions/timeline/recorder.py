@@ -57,16 +57,14 @@ class Recorder(Observer):
         self.write = write
         self.steps: list[RecordedStep] = []
         self.sequences: dict[int, RecordedSequence] = {}  # by seq_id, in order of arrival
-        self.block_events: list[
-            tuple[Any, ...]
-        ] = []  # (step, event, block, number of the sequence, its block's index)
+        # (step, event, block, seq_id, index of the block in the sequence's table)
+        self.block_events: list[tuple[Any, ...]] = []
         self.cut = ""
         self.num_blocks = self.block_size = 0
         self.in_flight: list[tuple[Any, RecordedStep]] = []
+        self.decoded = 0, 0  # kinds of decode steps that have run, and that were recorded
         self.kinds: set[bool] = set()  # of steps that have run: whether a prefill
-        self.hits: dict[
-            int, int
-        ] = {}  # by seq_id, tokens found at an admission that no step has followed yet
+        self.hits: dict[int, int] = {}  # by seq_id, tokens found at an admission, until its step is launched
         self.origin = self.last_end = 0.0
 
     # --- what the engine tells ---
@@ -108,6 +106,7 @@ class Recorder(Observer):
             self.cut = f"recorded up to step {number}"
             self.watches = self.is_active = False
             return
+        self.mark_capture()
         is_prefill = step.batch.is_prefill
         recorded = RecordedStep(
             is_prefill,
@@ -161,11 +160,21 @@ class Recorder(Observer):
         return (moment - self.origin) * 1000
 
     def special(self, is_prefill: bool) -> str:
-        """Whether a step does what only one of its kind does."""
-        if is_prefill in self.kinds:
-            return ""
+        """The first prefill and the first decode compile and allocate what all others use."""
+        is_first = is_prefill not in self.kinds
         self.kinds.add(is_prefill)
-        return "warm-up"
+        return "warm-up" if is_first else ""
+
+    def mark_capture(self) -> None:
+        """See whether the step before this one was the first of its kind, or was recorded as a CUDA graph."""
+        runner = self.engine.model_runner
+        if getattr(runner, "graphs", None) is None:
+            return
+        recordings = runner.decoded.values()
+        found = len(recordings), sum(recording is not None for recording in recordings)
+        if self.steps and found != self.decoded:
+            self.steps[-1].special = "capture" if found[1] > self.decoded[1] else "first of its kind"
+        self.decoded = found
 
     def record_progress(self, number: int, seq: Sequence, is_prefill: bool) -> None:
         if (known := self.sequences.get(seq.seq_id)) is None:

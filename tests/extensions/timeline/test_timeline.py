@@ -5,6 +5,7 @@ import random
 import shutil
 
 import pytest
+import recorded_graphs
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.interfaces import Observer
@@ -21,12 +22,12 @@ HOSTILE = "</script><script>document.title = 'run'</script><!-- <b>"
 
 
 class Snapshots(Observer):
-    """What the engine holds when each step is launched. Once, the youngest sequence loses its blocks."""
+    """What the engine holds when each step is launched. Before this one the youngest is preempted."""
 
     is_active = watches = True
 
-    def __init__(self):
-        self.taken = []
+    def __init__(self, preempt_before=None):
+        self.taken, self.preempt_before = [], preempt_before
 
     def started(self, engine):
         self.engine = engine
@@ -35,13 +36,13 @@ class Snapshots(Observer):
         self.taken.append(self.engine.snapshot())
 
     def after_step(self, step):
-        if len(self.taken) == 12:
+        if len(self.taken) == self.preempt_before:
             self.engine.scheduler.preempt(self.engine.scheduler.running[-1])
 
 
 def run(folder, ending):
     """A run in which prompts are shared, computed in chunks and preempted; and what was so at each step."""
-    rng, snapshots = random.Random(1), Snapshots()
+    rng, snapshots = random.Random(1), Snapshots(preempt_before=12)
     common = [*HOSTILE.encode()][:40]
     prompts = [common + [rng.randrange(97, 123) for _ in range(rng.randint(1, 60))] for _ in range(6)] + [
         [97]
@@ -121,6 +122,30 @@ def test_what_cannot_be_written_in_the_end_is_a_warning(tmp_path):
         shutil.rmtree(folder)
         with pytest.warns(UserWarning, match="timeline was not written"):
             llm.exit()
+
+
+def test_with_graphs_and_a_step_in_flight_everything_is_recorded_at_its_step(tmp_path, monkeypatch):
+    snapshots = Snapshots()
+    options = OPTIONS | {"timeline": tmp_path / "run.html", "extensions": [snapshots]}
+    params = [SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for count in (9, 5, 12)]
+    with LLM(str(make_checkpoint(tmp_path / "model")), **options) as llm:
+        recorded_graphs.install(llm, monkeypatch)
+        llm.generate([[97, 98, 99] * 7, [97, 98] * 3, [100]], params, use_tqdm=False)
+    data = data_of(tmp_path / "run.html")
+    assert len(data["steps"]) == len(snapshots.taken)
+    special = [step[-1] for step in data["steps"] if step[-1]]
+    assert special[:2] == ["warm-up", "first of its kind"] and "capture" in special
+    assert all(
+        begin <= end and host >= 0 and device >= 0 for _, begin, end, host, device, *_ in data["steps"]
+    )
+    for sequence, wanted in zip(data["sequences"], params, strict=True):
+        decoded = sum(last - first + 1 for kind, first, last, *_ in sequence["spans"] if kind == "decode")
+        # The step in flight when a sequence ended may have computed one token more, which was thrown away.
+        assert decoded - (wanted.max_tokens - 1) in (0, 1)
+        tables = [each["block_tables"].get(sequence["id"], []) for each in snapshots.taken]
+        number = data["sequences"].index(sequence)
+        taken = [event[2] for event in data["events"] if event[1] == "taken" and event[3] == number]
+        assert taken == max(tables, key=len)
 
 
 @pytest.fixture
