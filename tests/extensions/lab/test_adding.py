@@ -268,6 +268,18 @@ def test_one_that_sleeps_makes_the_engine_slow_and_nothing_else(model, plain):
         assert tokens(llm) == plain
 
 
+def test_what_one_writes_into_a_batch_is_computed_and_nothing_is_lost(model, plain):
+    def launching(self, step):
+        if step.batch.is_prefill and not self.is_done:
+            step.batch.token_ids[:] = 11
+            self.is_done = True
+
+    with LLM(model, extensions=[make(Observer, launching=launching, is_done=False)], **OPTIONS) as llm:
+        assert tokens(llm) != plain
+        llm.clear()  # and what the cache holds is forgotten
+        assert tokens(llm) == plain
+
+
 STRANGER = """
     import torch
     from nanovllm.engine.interfaces import LogitsProcessor
