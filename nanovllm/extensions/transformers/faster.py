@@ -5,6 +5,7 @@ numbers show that the other one computes the same.
 """
 
 import functools
+import inspect
 import types
 from collections.abc import Callable
 from typing import Any
@@ -120,7 +121,7 @@ def leave_rotations(base: nn.Module) -> None:
     they have to be. One that changes them after that must lose the `forward` that it gets here.
     """
     for module in base.modules():
-        forward = type(module).forward
+        forward = inspect.unwrap(type(module).forward)  # without what renames its arguments
         names = getattr(getattr(forward, "__code__", None), "co_names", ())
         if ROTATE in names and rotates_halves(forward.__globals__.get(ROTATE)):
             names = {**forward.__globals__, ROTATE: _note_rotation}
