@@ -21,8 +21,8 @@ PART_OF = {
 }
 
 
-def check(part, path):
-    command = [sys.executable, "-m", "nanovllm.extensions.lab", "check", part, str(path)]
+def check(part, path, *options):
+    command = [sys.executable, "-m", "nanovllm.extensions.lab", "check", part, str(path), *options]
     return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 
@@ -33,18 +33,24 @@ def test_there_is_an_exercise_and_a_solution_of_each():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PART_OF)
-def test_a_solution_holds_and_is_raced(name):
-    done = check(PART_OF[name], LAB / "solutions" / f"{name}.py")
-    assert done.returncode == 0 and "0 do not.\n" in done.stdout and "x as long as ours" in done.stdout, (
-        done.stdout
-    )
+def test_a_solution_holds(name):
+    done = check(PART_OF[name], LAB / "solutions" / f"{name}.py", "--no-race")
+    assert done.returncode == 0 and done.stdout.endswith(" statements hold, 0 do not.\n"), done.stdout
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["1_blocks_of_a_sequence", "5_who_is_preempted", "8_draw_a_token"])
+@pytest.mark.parametrize("name", ["1_blocks_of_a_sequence", "8_draw_a_token"])
 def test_an_exercise_is_still_to_be_done(name):
     done = check(PART_OF[name], LAB / "exercises" / f"{name}.py")
     assert done.returncode == 1 and "does not hold: " in done.stdout and f"exercise {name[0]}" in done.stdout
+
+
+@pytest.mark.slow
+def test_what_holds_is_raced(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("from nanovllm.engine import sequence\nclass Sequence(sequence.Sequence): pass\n")
+    done = check("sequence", file)
+    assert done.returncode == 0 and "x as long as ours (medians of 5" in done.stdout
 
 
 @pytest.mark.slow
