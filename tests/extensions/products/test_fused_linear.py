@@ -25,6 +25,7 @@ EPS = 1e-5
 
 
 @pytest.mark.skipif(INTERPRETED or not HAVE_TRITON, reason="this is the child process, or Triton is missing")
+@pytest.mark.slow
 def test_the_kernel_agrees_with_its_twins_in_tritons_interpreter():
     command = [
         sys.executable,
