@@ -63,7 +63,7 @@ class BatchMaker:
 
     def decode(self, sequences: list[Sequence]) -> Batch:
         """Of what the devices do not know by themselves, it has what has changed since the last step."""
-        updates, slots, wanted = {}, [], 0
+        updates, slots, wanted = {}, [], 0  # updates: words to be written to the slots, by index
         for seq in sequences:
             slots.append(seq.slot)
             wanted |= seq.request.wanted

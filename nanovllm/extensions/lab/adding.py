@@ -4,6 +4,7 @@ import difflib
 import functools
 import inspect
 from collections.abc import Callable, Iterable
+from contextvars import ContextVar
 from pkgutil import resolve_name
 from typing import Any
 
@@ -53,13 +54,13 @@ def add_extensions(parts: Parts, extensions: Iterable[Any], num_ranks: int) -> P
             if (field := SEVERAL.get(interface)) is not None:
                 setattr(parts, field, (*getattr(parts, field), extension))
                 continue
-            if (other := replaced.setdefault(interface, name)) is not name:
-                raise ValueError(
-                    f"{other} and {name} cannot stand together: an engine has one {interface.__name__}"
-                )
+            if interface in replaced:
+                pair = f"{replaced[interface]} and {name}"
+                raise ValueError(f"{pair} cannot stand together: an engine has one {interface.__name__}")
+            replaced[interface] = name
             part = functools.partial(with_layout, extension) if interface is AttentionBackend else extension
             setattr(parts, ONE[interface], part)
-    parts.__post_init__()
+    parts.__post_init__()  # sorts the logits processors
     names = [processor.name for processor in parts.logits_processors]
     for processor in parts.logits_processors:
         if names.count(processor.name) > 1 or not processor.name:
@@ -149,7 +150,8 @@ def guard(extension: Any, name: str) -> None:
             setattr(extension, method, guarded(getattr(extension, method), name, method))
 
 
-_inside: list[str] = []  # the methods of extensions that are being called
+# The method of an extension that is being called, if there is one. Every thread has its own.
+_inside = ContextVar("inside", default="")
 
 
 def guarded(call: Callable[..., Any], name: str, method: str) -> Callable[..., Any]:
@@ -159,12 +161,14 @@ def guarded(call: Callable[..., Any], name: str, method: str) -> Callable[..., A
     def call_named(*args: Any, **options: Any) -> Any:
         if method == "started":
             [engine] = args
-            for name in ("check_usable", "clear"):  # one of which every call of an engine begins with
-                own = getattr(engine.__class__, name)
-                setattr(engine, name, functools.partial(call_outside, own, engine))
-        _inside.append(where)
+            for first in ("check_usable", "clear"):  # one of which every call of an engine begins with
+                own = getattr(engine.__class__, first)
+                setattr(engine, first, functools.partial(call_outside, own, engine))
+        before = _inside.set(where)
         try:
             result = call(*args, **options)
+            if inspect.isgenerator(result):  # which the check below would use up
+                result = [*result]
             if method in RESULTS and not RESULTS[method](result, *args):
                 raise ValueError(f"it must not return {shown(result)}")
             return result
@@ -177,13 +181,13 @@ def guarded(call: Callable[..., Any], name: str, method: str) -> Callable[..., A
                 named.sequence = error.sequence
             raise named from error
         finally:
-            _inside.pop()
+            _inside.reset(before)
 
     return call_named
 
 
 def call_outside(method: Callable[[Any], None], engine: Any) -> None:
     """A method of the engine, but not for an extension, which is called in the middle of one."""
-    if _inside:
-        raise RuntimeError(f"{_inside[-1]} must not call the engine, which is in the middle of a call")
+    if where := _inside.get():
+        raise RuntimeError(f"{where} must not call the engine, which is in the middle of a call")
     method(engine)

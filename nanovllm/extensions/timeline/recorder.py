@@ -16,6 +16,7 @@ from nanovllm.engine.sequence import Sequence
 
 MAX_STEPS = 20_000
 MAX_EVENTS = 400_000  # of blocks
+MAX_COMPUTED = 5_000_000  # tokens
 MAX_TOKENS = 150_000  # whose ids are kept for the page
 
 
@@ -65,6 +66,7 @@ class Recorder(Observer):
         self.decoded = 0, 0  # kinds of decode steps that have run, and that were recorded
         self.kinds: set[bool] = set()  # of steps that have run: whether a prefill
         self.hits: dict[int, int] = {}  # by seq_id, tokens found at an admission, until its step is launched
+        self.num_computed = 0
         self.origin = self.last_end = 0.0
 
     # --- what the engine tells ---
@@ -88,11 +90,12 @@ class Recorder(Observer):
     def admitted(self, seq: Sequence, hit: Hit) -> None:
         self.hits[seq.seq_id] = hit.num_tokens
         for index, block_id in enumerate(hit.blocks):
-            self.block_events.append((len(self.steps), "hit", block_id, seq.seq_id, index))
+            self.note("hit", block_id, seq.seq_id, index)
 
     def first_token(self, seq: Sequence) -> None:
-        if (known := self.sequences.get(seq.seq_id)) is not None:
-            known.first_token = len(self.steps) - len(self.in_flight)
+        number = len(self.steps) - len(self.in_flight)  # of the step that is being collected
+        if (known := self.sequences.get(seq.seq_id)) is not None and number < len(self.steps):
+            known.first_token = number
 
     def preempted(self, seq: Sequence) -> None:
         if (known := self.sequences.get(seq.seq_id)) is not None:
@@ -101,10 +104,14 @@ class Recorder(Observer):
 
     def launching(self, step: Any) -> None:
         """The step's sequences still have what it is about to compute in `num_scheduled_tokens`."""
+        if self.cut:
+            return
         number = len(self.steps)
-        if number == MAX_STEPS or len(self.block_events) >= MAX_EVENTS:
+        self.num_computed += abs(step.num_tokens)
+        if number == MAX_STEPS or len(self.block_events) >= MAX_EVENTS or self.num_computed > MAX_COMPUTED:
             self.cut = f"recorded up to step {number}"
-            self.watches = self.is_active = False
+            # Those that only wait would be kept for nothing.
+            self.sequences = {i: known for i, known in self.sequences.items() if len(known.spans) > 1}
             return
         self.mark_capture()
         is_prefill = step.batch.is_prefill
@@ -140,12 +147,11 @@ class Recorder(Observer):
             known.hashes = seq.block_hashes
 
     def block(self, event: str, block_id: int, seq: Sequence | None) -> None:
-        number = None if seq is None else seq.seq_id
         index = len(seq.block_table) - 1 if event == "taken" else 0
-        self.block_events.append((len(self.steps), event, block_id, number, index))
+        self.note(event, block_id, None if seq is None else seq.seq_id, index)
 
     def cleared(self) -> None:
-        self.block_events.append((len(self.steps), "cleared", 0, None, 0))
+        self.note("cleared")
         self.in_flight.clear()
 
     def stop(self) -> None:
@@ -155,6 +161,11 @@ class Recorder(Observer):
             self.steps = []
 
     # --- what that means ---
+
+    def note(self, event: str, block_id: int = 0, seq_id: int | None = None, index: int = 0) -> None:
+        """What happened to a block, as long as steps are recorded."""
+        if not self.cut:
+            self.block_events.append((len(self.steps), event, block_id, seq_id, index))
 
     def to_ms(self, moment: float) -> float:
         return (moment - self.origin) * 1000

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 import weakref
 
@@ -94,6 +95,12 @@ def test_two_that_cannot_stand_together_are_refused_by_name(model, base):
         LLM(model, extensions=[first, second], **OPTIONS)
 
 
+def test_two_of_one_class_are_refused_too(model):
+    policy = type("Mine", (SchedulingPolicy,), {})
+    with pytest.raises(ValueError, match="Mine and Mine cannot stand together"):
+        LLM(model, extensions=[policy(), policy()], **OPTIONS)
+
+
 def test_two_logits_processors_of_one_name_are_refused(model):
     with pytest.raises(ValueError, match="name of its own, not 'mine'"):
         LLM(model, extensions=[make(LogitsProcessor), make(LogitsProcessor)], **OPTIONS)
@@ -151,6 +158,31 @@ def test_a_field_of_ones_own_reaches_the_hooks(model):
         params = [SamplingParams(max_tokens=2, extra={"priority": i}) for i in (1, 3, 2)]
         llm.generate([[10], [30], [20]], params, use_tqdm=False)
     assert order.prompts == [30, 20, 10]
+
+
+def test_an_order_may_be_a_generator(model, plain):
+    def order(self, waiting):
+        yield from sorted(waiting, key=len)
+
+    with LLM(model, extensions=[make(SchedulingPolicy, order=order)], **OPTIONS) as llm:
+        assert tokens(llm) == plain
+
+
+def test_a_thread_may_use_its_engine_while_an_extension_of_another_is_called(model, plain):
+    found = []
+
+    def use_another(self, step):
+        if not found:
+            found.append(None)
+            thread = threading.Thread(target=lambda: found.append(tokens(other)))
+            thread.start()
+            thread.join(60)
+
+    quiet = make(Observer, started=lambda self, engine: None)
+    with LLM(model, extensions=[quiet], **OPTIONS) as other:
+        with LLM(model, extensions=[make(Observer, after_step=use_another)], **OPTIONS) as llm:
+            assert tokens(llm) == plain
+    assert found == [None, plain]
 
 
 def test_a_snapshot_is_plain_data_of_its_own(model):

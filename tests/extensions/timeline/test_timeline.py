@@ -9,6 +9,7 @@ import recorded_graphs
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.interfaces import Observer
+from nanovllm.extensions.timeline import recorder
 from tiny_checkpoints import make_checkpoint, one_thread  # noqa: F401
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -146,6 +147,23 @@ def test_with_graphs_and_a_step_in_flight_everything_is_recorded_at_its_step(tmp
         number = data["sequences"].index(sequence)
         taken = [event[2] for event in data["events"] if event[1] == "taken" and event[3] == number]
         assert taken == max(tables, key=len)
+
+
+@pytest.mark.parametrize("bound", [{"MAX_STEPS": 5}, {"MAX_EVENTS": 7}, {"MAX_COMPUTED": 70}])
+def test_what_is_recorded_has_an_end(tmp_path, monkeypatch, bound):
+    for name, value in bound.items():
+        monkeypatch.setattr(recorder, name, value)
+    options = OPTIONS | {"timeline": tmp_path / "run.html", "max_num_seqs": 2}
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    with LLM(str(make_checkpoint(tmp_path / "model")), **options) as llm:
+        llm.generate([[97 + i] * 20 for i in range(4)], params, use_tqdm=False)
+    data = data_of(tmp_path / "run.html")
+    last = len(data["steps"]) - 1
+    assert data["cut"] == f"recorded up to step {last + 1}" and last < 40
+    assert len(data["sequences"]) == 2, "the others had only waited"
+    assert all(event[0] <= last + 1 for event in data["events"])
+    for sequence in data["sequences"]:
+        assert sequence["first"] <= last and sequence["ended"] <= last
 
 
 @pytest.fixture
