@@ -218,6 +218,7 @@ class BlockManager:
         """
         hashes = seq.block_hashes
         while len(hashes) <= i:
+            # The first block has no hash before it.
             hashes.append(self.compute_hash(seq.block(len(hashes)), *hashes[-1:]))
         return hashes[i]
 

@@ -160,6 +160,22 @@ def test_a_field_of_ones_own_reaches_the_hooks(model):
     assert order.prompts == [30, 20, 10]
 
 
+def test_whoever_is_preempted_all_answers_stay_what_they_were(model, no_forecast):
+    """Here the one with the fewest tokens, which the step may have counted before it lacked a block."""
+    lost = []
+    fewest = make(SchedulingPolicy, victim=lambda self, running: min(running, key=len))
+    watcher = make(Observer, preempted=lambda self, seq: lost.append(len(seq)))
+    options = OPTIONS | {"num_kvcache_blocks": 9, "enable_prefix_caching": False}
+    params = SamplingParams(temperature=0, max_tokens=50, ignore_eos=True)
+    found = []
+    for extensions in ([], [fewest, watcher]):
+        with LLM(model, extensions=extensions, **options) as llm:
+            results = llm.generate(PROMPTS, params, use_tqdm=False)
+            found.append([result["token_ids"] for result in results])
+            check_pool(llm.scheduler.block_manager, [])
+    assert found[0] == found[1] and lost
+
+
 def test_an_order_may_be_a_generator(model, plain):
     def order(self, waiting):
         yield from sorted(waiting, key=len)
