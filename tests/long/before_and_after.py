@@ -17,10 +17,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 FP8 = "--quantization fp8 --kv-cache-dtype int8"
-# Options of bench.py.
+# Options of bench.py that old checkouts know too.
 WORKLOADS = {
     "0.6b": "",
-    "0.6b one": "--workload one",
+    "0.6b one": "--num-seqs 1 --min-input-len 128 --max-input-len 128 --min-output-len 512 --max-output-len 512",
     "0.6b int8 cache": "--kv-cache-dtype int8",
     "0.6b shared": "--workload shared",
     "8b": "--model qwen3-8b",
@@ -37,7 +37,7 @@ def measure(checkout: Path, options: list[str]) -> list[float]:
         command = [sys.executable, str(checkout / "bench.py"), *options, "--json", report.name]
         subprocess.run(command, cwd=checkout, env=environment, check=True, stdout=subprocess.DEVNULL)
         results = json.load(report)["results"]["nanovllm"]
-    return [run["tokens_per_second"] for run in results["repeats"]]
+    return [run["output_tokens"] / run["seconds"] for run in results["repeats"]]
 
 
 def compare(name: str, before: Path, runs: int, more: list[str]) -> float:
