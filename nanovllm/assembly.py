@@ -27,31 +27,27 @@ EXTENDED = Path(__file__).with_name("extensions").joinpath("__init__.py").exists
 if EXTENDED:
     from nanovllm.extensions.api.foreign_options import make_config
     from nanovllm.extensions.api.llm import with_api
-    from nanovllm.extensions.checkpoints import opening
-    from nanovllm.extensions.checkpoints.recommended import RecommendingLLM
+    from nanovllm.extensions.checkpoints import opening, recommended
     from nanovllm.extensions.int8_cache.layout import Int8Layout
     from nanovllm.extensions.logits.processors import make_processors
     from nanovllm.extensions.models.attention_rule import set_rules
     from nanovllm.extensions.models.config import read_any_config
     from nanovllm.extensions.models.known import MODELS
-    from nanovllm.extensions.prefixes.cascade import CascadeBackend
-    from nanovllm.extensions.prefixes.token_prefixes import HoldBack, TokenPrefixes
-    from nanovllm.extensions.products.onednn import use_packed_heads
-    from nanovllm.extensions.products.products import FoldingWeight
-    from nanovllm.extensions.quantised.assignment import assign_weights, without_weights
-    from nanovllm.extensions.quantised.formats import read_scheme
-    from nanovllm.extensions.ranks.peer_group import group_maker, stand_in
+    from nanovllm.extensions.prefixes import cascade, token_prefixes
+    from nanovllm.extensions.products import onednn, products
+    from nanovllm.extensions.quantised import assignment, formats
+    from nanovllm.extensions.ranks import peer_group, reports
+    from nanovllm.extensions.safety import admission, prompt_checks, recovery, sampling_checks, stats
     from nanovllm.extensions.safety.options import ExtendedConfig
-    from nanovllm.extensions.safety.prompt_checks import CheckedInputProcessor
-    from nanovllm.extensions.safety.sampling_checks import check_sampling
-    from nanovllm.extensions.safety.stats import Finished, StatsLLM
     from nanovllm.extensions.safety.structured_checks import check_form
+    from nanovllm.extensions.startup import compile_ahead, graph_trial, memory
     from nanovllm.extensions.structured.bitmask import BitmaskProcessor
     from nanovllm.extensions.structured.params import StructuredOutputsParams, check_structured_outputs
+    from nanovllm.extensions.text import stop_texts
     from nanovllm.extensions.text.llm import TextLLM
 
     sampling_params.StructuredOutputsParams = StructuredOutputsParams  # scripts for vLLM import it there
-    sampling_params.SamplingParams.checks = [check_sampling, check_structured_outputs]
+    sampling_params.SamplingParams.checks = [sampling_checks.check_sampling, check_structured_outputs]
     StructuredOutputsParams.check = check_form
 
 
@@ -67,8 +63,8 @@ def extend(llm: type[LLMEngine]) -> type[LLMEngine]:
     """The engine put together with extensions, and with the ways to call it that they add."""
     if not EXTENDED:
         return llm
-    made = with_api(llm, TextLLM, StatsLLM, RecommendingLLM)
-    made.make_prompts = type("Prompts", (CheckedInputProcessor, TextLLM.make_prompts), {})
+    made = with_api(llm, TextLLM, stats.StatsLLM, recommended.RecommendingLLM)
+    made.make_prompts = type("Prompts", (prompt_checks.CheckedInputProcessor, TextLLM.make_prompts), {})
     made.open_model = staticmethod(open_model)
     made.assembly = staticmethod(assemble)
     return made
@@ -102,14 +98,6 @@ def read_config(source: str, raw: dict[str, Any], model_impl: str = "auto") -> M
 
 def assemble(config: Config) -> Parts:
     """The parts of one rank."""
-    from nanovllm.extensions.ranks.reports import ReportingRanks
-    from nanovllm.extensions.safety.admission import AdmissionControl
-    from nanovllm.extensions.safety.recovery import Recovery
-    from nanovllm.extensions.startup.compile_ahead import CompileAhead
-    from nanovllm.extensions.startup.graph_trial import can_be_recorded
-    from nanovllm.extensions.startup.memory import MemoryHint
-    from nanovllm.extensions.text.stop_texts import StopTexts
-
     observers = []
     if config.timeline is not None:
         from nanovllm.extensions.timeline.pages import make_recorder
@@ -117,29 +105,29 @@ def assemble(config: Config) -> Parts:
         observers.append(make_recorder(config))
     bias, *others, scores = make_processors()
     bitmask = BitmaskProcessor()
-    admission_control = AdmissionControl(config, bias)
-    prefix_cache = TokenPrefixes() if config.enable_prefix_caching else PrefixCache()
+    admission_control = admission.AdmissionControl(config, bias)
+    prefix_cache = token_prefixes.TokenPrefixes() if config.enable_prefix_caching else PrefixCache()
     prefix_cache.max_cached = scores.max_cached
     parts = Parts(
         functools.partial(build_model, quantization=config.quantization),
         Int8Layout() if config.kv_cache_dtype == "int8" else CacheLayout(config.kv_cache_torch_dtype),
         # Of (config, device, layers, layout): who computes attention, where prefixes are read once.
-        lambda *where: CascadeBackend(get_backend(*where), *where[:2]),
-        ReportingRanks,
-        group_maker(config),
+        lambda *where: cascade.CascadeBackend(get_backend(*where), *where[:2]),
+        reports.ReportingRanks,
+        peer_group.group_maker(config),
         observers=(
-            CompileAhead(config, functools.partial(stand_in, config)),
-            MemoryHint(config),
-            Recovery(admission_control),
+            compile_ahead.CompileAhead(config, functools.partial(peer_group.stand_in, config)),
+            memory.MemoryHint(config),
+            recovery.Recovery(admission_control),
             bitmask,
-            StopTexts(),
-            Finished(),
+            stop_texts.StopTexts(),
+            stats.Finished(),
             *observers,
         ),
         prefix_cache=prefix_cache,
-        admissions=(HoldBack(), admission_control),
+        admissions=(token_prefixes.HoldBack(), admission_control),
         logits_processors=(bias, *others, scores, bitmask),
-        can_record=Parts.can_record if config.hf_config.architectures else can_be_recorded,
+        can_record=Parts.can_record if config.hf_config.architectures else graph_trial.can_be_recorded,
     )
     if config.extensions:
         from nanovllm.extensions.lab.adding import add_extensions
@@ -162,10 +150,10 @@ def build_model(config: ModelConfig, quantization: str | None = None) -> nn.Modu
     The model, with memory for its weights in the format that the checkpoint or this option of the engine asks
     for. Raises ValueError if that is not supported.
     """
-    scheme = read_scheme(config.quantization_config, quantization)
-    with without_weights():
+    scheme = formats.read_scheme(config.quantization_config, quantization)
+    with assignment.without_weights():
         model = get_model_class(config)(config)
     set_rules(model)
-    assign_weights(model, scheme, FoldingWeight)
-    use_packed_heads(model)
+    assignment.assign_weights(model, scheme, products.FoldingWeight)
+    onednn.use_packed_heads(model)
     return model

@@ -16,6 +16,10 @@ import xxhash
 from nanovllm.engine.sequence import Sequence
 
 
+def tell_nobody(*event: Any) -> None:
+    """Events are told this where no observer watches."""
+
+
 class Block:
     """
     One page. Open (`hash == -1`): being written, owned by one sequence. Closed: full, hashed, immutable,
@@ -116,13 +120,13 @@ class BlockManager:
         block_size: int,
         enable_prefix_caching: bool = True,
         prefix_cache: PrefixCache | None = None,
-        tell: Callable[..., None] = lambda *event: None,
+        tell: Callable[..., None] = tell_nobody,
     ):
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.num_blocks = num_blocks
         self.prefix_cache = prefix_cache or PrefixCache()
-        self.tell = tell  # observers that watch
+        self.tell = tell  # whoever watches
         self.reset()
 
     def reset(self) -> None:

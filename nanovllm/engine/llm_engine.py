@@ -18,6 +18,7 @@ from nanovllm.checkpoints.folder import FolderCheckpoint
 from nanovllm.config import Config
 from nanovllm.distributed.ranks import SHUT_DOWN, EngineDeadError, Ranks
 from nanovllm.engine.batch import Batch, BatchMaker, StepOutput
+from nanovllm.engine.block_manager import tell_nobody
 from nanovllm.engine.input_processor import InputProcessor, Prompt
 from nanovllm.engine.interfaces import Parts, notify
 from nanovllm.engine.model_runner import ModelRunner
@@ -77,7 +78,7 @@ class LLMEngine:
         self.observers = parts.observers
         self.notify = partial(notify, self.observers)
         self.watchers = [observer for observer in self.observers if observer.watches]
-        self.tell = partial(notify, self.watchers)
+        self.tell = partial(notify, self.watchers) if self.watchers else tell_nobody
         self.scheduler = Scheduler(self.config, parts.prefix_cache, parts.admissions, parts.policy, self.tell)
         self.batches = BatchMaker(self.config, parts, self.model_runner.backend)
         self.prompts = self.make_prompts(self.config, self.tokenizer, processors)
@@ -201,8 +202,7 @@ class LLMEngine:
         sequences = step.sequences
         step.batch = self.batches.prefill(sequences) if is_prefill else self.batches.decode(sequences)
         step.num_tokens = len(step.batch.token_ids) if is_prefill else -len(sequences)
-        if self.watchers:
-            self.tell("launching", step)
+        self.tell("launching", step)
         with self.model_runner.on_device():
             output = self.model_runner.call("run", step.batch)
             step.output = output and output.to_host(step.batch)

@@ -50,14 +50,12 @@ def bytes_taken_by(step: Callable[[], Any], device: torch.device) -> int:
 
 def most_positions(config: Any, device: torch.device) -> int:
     """
-    How many positions a sequence has at most, as far as can be said before there is a KV cache: that all of
-    the memory would hold, and at least those of the largest prefill step, which the warm-up runs without it.
+    How many positions a sequence has at most, as far as can be said before there is a KV cache: that the free
+    memory would hold, and at least those of the largest prefill step, which the warm-up runs without it.
     """
     tokens = config.num_kvcache_blocks * config.kvcache_block_size
     if config.num_kvcache_blocks == -1:
-        hf_config, memory = config.hf_config, CPU_KV_CACHE_BYTES
-        if device.type == "cuda":
-            _, memory = torch.cuda.mem_get_info(device)
+        hf_config, memory = config.hf_config, bytes_left(device, 1.0)
         kv_heads = max(1, hf_config.num_key_value_heads // config.tensor_parallel_size)
         values = 2 * hf_config.num_hidden_layers * kv_heads * hf_config.head_dim
         tokens = memory // (values * config.kv_cache_torch_dtype.itemsize)

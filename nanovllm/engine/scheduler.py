@@ -18,7 +18,7 @@ from enum import IntEnum
 from operator import attrgetter
 from typing import Any
 
-from nanovllm.engine.block_manager import BlockManager, Hit, PrefixCache
+from nanovllm.engine.block_manager import BlockManager, Hit, PrefixCache, tell_nobody
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 
 MAX_PREFILLS_IN_A_ROW = 4  # while a sequence waits to decode
@@ -95,7 +95,7 @@ class Scheduler:
         prefix_cache: PrefixCache | None = None,
         admissions: tuple[Admission, ...] = (),
         policy: SchedulingPolicy | None = None,
-        tell: Callable[..., None] = lambda *event: None,
+        tell: Callable[..., None] = tell_nobody,
     ):
         self.max_num_seqs = config.max_num_seqs
         self.max_num_batched_tokens = config.max_num_batched_tokens
@@ -109,7 +109,7 @@ class Scheduler:
         )
         self.admissions = admissions
         self.policy = policy or SchedulingPolicy()
-        self.tell = tell  # observers that watch
+        self.tell = tell  # whoever watches
         self.clear()
         self.policy.start(self)
         self.num_preemptions = 0

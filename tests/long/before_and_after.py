@@ -16,11 +16,12 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+ONE = "--min-input-len 128 --max-input-len 128 --min-output-len 512 --max-output-len 512"
 FP8 = "--quantization fp8 --kv-cache-dtype int8"
 # Options of bench.py that old checkouts know too.
 WORKLOADS = {
     "0.6b": "",
-    "0.6b one": "--num-seqs 1 --min-input-len 128 --max-input-len 128 --min-output-len 512 --max-output-len 512",
+    "0.6b one": f"--num-seqs 1 {ONE}",
     "0.6b int8 cache": "--kv-cache-dtype int8",
     "0.6b shared": "--workload shared",
     "8b": "--model qwen3-8b",

@@ -337,17 +337,17 @@ STRANGER = """
         needs_whole = False
 
         def wants(self, params):
-            return params.extra == "favourite"
+            return params.extra is not None
 
         def prepare(self, sequences):
-            return [(seq.slot, self.wants(seq.sampling_params)) for seq in sequences]
+            return [(seq.slot, ["favourite", None].index(seq.sampling_params.extra)) for seq in sequences]
 
         def allocate(self, num_slots, vocab_size, device):
             self.bias = torch.zeros(num_slots, device=device)
 
         def receive(self, message):
-            for slot, is_wanted in message:
-                self.bias[slot] = 1e4 if is_wanted else 0.0
+            for slot, is_plain in message:
+                self.bias[slot] = 0.0 if is_plain else 1e4
 
         def apply(self, logits, step):
             if step.vocab_start <= 42 < step.vocab_start + logits.shape[1]:
@@ -356,28 +356,52 @@ STRANGER = """
 """
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_strangers_package_works_on_every_rank(model, tmp_path, ranks):
+STRANGERS_SCRIPT = """
+    import os
+    from nanovllm import LLM, SamplingParams
+    from nanovllm.extensions.lab.adding import ExtensionError
+
+    if __name__ == "__main__":
+        plain, mine, unknown = (
+            SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, extra=extra)
+            for extra in (None, "favourite", "another")
+        )
+        with LLM({model!r}, **{options}) as llm:
+            def fails(error, *request):
+                try:
+                    llm.generate(*request, use_tqdm=False)
+                except error:
+                    return True
+
+            for _ in range(3):
+                results = llm.generate([[7, 8]] * 2, [mine, plain], use_tqdm=False)
+                first, second = (result["token_ids"] for result in results)
+                assert first == [42] * 6 and 42 not in second, (first, second)
+                assert fails(ValueError, [[-1]])
+                assert fails(ExtensionError, [[7], [8]], [mine, unknown])
+                if not (child := os.fork()):
+                    os._exit(not fails(RuntimeError, [[7]]))
+                assert os.waitpid(child, 0)[1] == 0
+            assert any(llm.model_runner.decoded.values()) == (llm.config.device != "cpu")  # graphs
+"""
+
+
+@pytest.mark.parametrize(
+    ("device", "ranks"), [("cpu", 1), ("cpu", 2), pytest.param("cuda", 1, marks=pytest.mark.gpu)]
+)
+def test_a_strangers_package_works_on_every_rank_after_forks_and_failing_calls(
+    model, tmp_path, device, ranks
+):
     package = tmp_path / "stranger"
     package.mkdir()
     (package / "__init__.py").write_text(textwrap.dedent(STRANGER))
-    options = OPTIONS | {"tensor_parallel_size": ranks, "device": "cpu", "extensions": ["stranger:Favourite"]}
-    script = f"""
-        from nanovllm import LLM, SamplingParams
-        if __name__ == "__main__":
-            plain = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
-            mine = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, extra="favourite")
-            with LLM({model!r}, **{options}) as llm:
-                for _ in range(2):
-                    results = llm.generate([[7, 8]] * 2, [mine, plain], use_tqdm=False)
-                    first, second = (result["token_ids"] for result in results)
-                    assert first == [42] * 3 and 42 not in second, (first, second)
-                    try:
-                        llm.generate([[-1]], use_tqdm=False)
-                    except ValueError:
-                        pass
-    """
-    (tmp_path / "script.py").write_text(textwrap.dedent(script))
+    options = OPTIONS | {
+        "tensor_parallel_size": ranks,
+        "device": device,
+        "extensions": ["stranger:Favourite"],
+    }
+    script = textwrap.dedent(STRANGERS_SCRIPT).format(model=model, options=options)
+    (tmp_path / "script.py").write_text(script)
     subprocess.run([sys.executable, "script.py"], cwd=tmp_path, check=True, timeout=300)
 
 
