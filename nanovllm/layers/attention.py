@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 from nanovllm.config import Config
 from nanovllm.kernels.attention_variant import AttentionVariant
-from nanovllm.kernels.cache_layout import ROWS, CacheLayout
 from nanovllm.kernels.decode_attention import paged_decode_attention, paged_decode_attention_torch
-from nanovllm.kernels.kv_store import qk_norm_rope_store
+from nanovllm.kernels.kv_store import ROWS, CacheLayout, qk_norm_rope_store
 from nanovllm.kernels.kv_store import store_kvcache as store_kvcache
 from nanovllm.kernels.prefill_attention import varlen_prefill_attention, varlen_prefill_attention_torch
 from nanovllm.kernels.runtime import HAVE_TRITON, TRITON_DEVICES

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from nanovllm.distributed.group import get_group
 from nanovllm.kernels.runtime import cdiv
-from nanovllm.layers.weight import Shard
+from nanovllm.layers.linear import Shard
 from nanovllm.utils.context import get_context
 
 GATHER_WIDTH = 1024  # of rows whose sum over the ranks is computed fast

@@ -9,9 +9,8 @@ from torch import Tensor, nn
 from nanovllm.checkpoints.model_config import ModelConfig
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
-from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.layernorm import RMSNorm, Stream
 from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
-from nanovllm.layers.residual_stream import Stream
 from nanovllm.layers.rotary_embedding import RotaryEmbedding, get_rope
 
 

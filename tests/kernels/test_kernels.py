@@ -45,7 +45,7 @@ from nanovllm.extensions.structured.kernels import token_masks
 from nanovllm.extensions.structured.kernels.token_masks import Masks
 from nanovllm.kernels import decode_attention, kv_store, layernorm, prefill_attention, sampling
 from nanovllm.kernels.attention_variant import AttentionVariant
-from nanovllm.kernels.cache_layout import ROWS
+from nanovllm.kernels.kv_store import ROWS
 from nanovllm.kernels.runtime import HAVE_TRITON, INTERPRETED
 from nanovllm.utils.context import Context
 

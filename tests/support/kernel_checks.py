@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from nanovllm.kernels import kv_store, layernorm
 from nanovllm.kernels.attention_variant import AttentionVariant
-from nanovllm.kernels.cache_layout import CacheLayout
+from nanovllm.kernels.kv_store import CacheLayout
 from nanovllm.kernels.runtime import INTERPRETED
 from nanovllm.layers.rotary_embedding import apply_rotary_emb
 from nanovllm.layers.sampler import SamplingStep
