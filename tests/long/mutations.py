@@ -613,7 +613,6 @@ MUTATIONS = [
     *mutations_of(
         "nanovllm/kernels/kv_store",
         ("    if slot >= 0:", "    if slot > 0:"),
-        ("    if slot < 0:", "    if slot <= 0:"),
         ("        if page >= 0:", "        if page > 0:"),
         ("written = slot_mapping >= 0", "written = slot_mapping > 0"),
         ("if numbers != [*range(first, first + len(numbers))]:", "if not numbers:"),

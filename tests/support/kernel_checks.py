@@ -224,6 +224,12 @@ def rope_inputs(tokens, heads, kv_heads, head_dim, device, dtype):
     return qkv, torch.randint(0, 64, (tokens,), device=device), cos_sin
 
 
+def fused_norm_rope_store(qkv, heads, kv_heads, head_dim, *others):
+    """The kernel, for q, k and v that lie side by side."""
+    views = qkv.unflatten(-1, (-1, head_dim)).split((heads, kv_heads, kv_heads), dim=1)
+    kv_store.qk_norm_rope_store(*views, *others)
+
+
 def norm_rope_and_store(
     qkv, heads, kv_heads, head_dim, q_weight, k_weight, eps, positions, cos_sin, *stores, is_prefill=False
 ):
