@@ -42,12 +42,9 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class ParallelLMHead(VocabParallelEmbedding):
-    is_tied = False
-
     def tie_to(self, embedding: VocabParallelEmbedding) -> None:
         """Share the embedding's weight."""
         self.weight = embedding.weight
-        self.is_tied = True
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """

@@ -63,8 +63,9 @@ class Product:
     norm in front of it, the activation or the residual addition behind it. It may leave work half done for
     the product that follows: in a subclass of `Stream`, or as a gated result that is still to be `activated`.
 
-    With `gated` the first half of the outputs are gates, the second half is what they multiply, and the
-    result has half as many.
+    Subclasses have `multiply(x, bias=None)`, x [tokens, in] @ weight.T + bias, or another `linear`. With
+    `gated` the first half of the outputs are gates, the second half is what they multiply, and the result has
+    half as many.
     """
 
     act_fn = SiluAndMul()
@@ -73,20 +74,27 @@ class Product:
         """Whether it works for so many rows and is preferred to what is listed behind it."""
         return True
 
-    def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x [tokens, in] @ weight.T + bias: [tokens, out]. Not asked for where `linear` is another."""
-        raise NotImplementedError
-
     def linear(self, x: Any, bias: Tensor | None, gated: bool = False) -> Any:
         """x [tokens, in] @ weight.T + bias: [tokens, out]."""
         y = self.multiply(activated(x), bias=bias)
         return self.act_fn(y) if gated else y
 
-    def norm_linear(self, stream: Stream, bias: Tensor | None, gated: bool = False) -> Any:
+    def norm_linear(
+        self,
+        stream: Stream,
+        bias: Tensor | None,
+        gated: bool = False,
+    ) -> Any:
         """norm(x) @ weight.T + bias for the stream's x and norm: [tokens, out]."""
         return self.linear(stream.normalised(), bias, gated)
 
-    def linear_add(self, stream: Stream, x: Any, bias: Tensor | None, next_norm: RMSNorm) -> Stream:
+    def linear_add(
+        self,
+        stream: Stream,
+        x: Any,
+        bias: Tensor | None,
+        next_norm: RMSNorm,
+    ) -> Stream:
         """The stream plus x @ weight.T + bias, in front of the next norm. Asked for on one rank alone."""
         return stream.add(self.linear(x, bias), next_norm)
 
