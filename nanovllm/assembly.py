@@ -12,14 +12,14 @@ from typing import Any
 from torch import nn
 
 from nanovllm import sampling_params
-from nanovllm.checkpoints.base import Checkpoint
+from nanovllm.checkpoints.folder import Checkpoint
 from nanovllm.checkpoints.model_config import ModelConfig
 from nanovllm.config import Config
 from nanovllm.distributed.ranks import Ranks
 from nanovllm.engine.block_manager import PrefixCache
 from nanovllm.engine.interfaces import Parts
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.kernels.cache_layout import CacheLayout
+from nanovllm.kernels.kv_store import CacheLayout
 from nanovllm.layers.attention import get_backend
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from nanovllm.checkpoints.base import Checkpoint
+from nanovllm.checkpoints.folder import Checkpoint
 from nanovllm.checkpoints.model_config import ModelConfig
 from nanovllm.utils.validation import check, check_bool, is_number
 

@@ -20,7 +20,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.extensions.int8_cache.layout import Int8Layout
 from nanovllm.extensions.models.attention_rule import AttentionRule
 from nanovllm.extensions.safety.options import ExtendedConfig
-from nanovllm.kernels.cache_layout import CacheLayout
+from nanovllm.kernels.kv_store import CacheLayout
 from nanovllm.layers import attention
 from tiny_checkpoints import (
     EXACT,

@@ -92,9 +92,8 @@ CONTRACT = {
     "llm.py": "LLM",
     "extensions/api/async_llm.py": "AsyncLLM",
     "layers/activation.py": "SiluAndMul",
-    "layers/layernorm.py": "RMSNorm",
+    "layers/layernorm.py": "RMSNorm Stream",
     "layers/sampler.py": "Sampler",
-    "layers/residual_stream.py": "Stream",
     "layers/attention.py": "Attention Attention.k_cache Attention.v_cache store_kvcache",
     "layers/rotary_embedding.py": "apply_rotary_emb RotaryEmbedding get_rope",
     "layers/linear.py": """

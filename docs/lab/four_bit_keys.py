@@ -12,8 +12,7 @@ import torch
 from harness import callers_of
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.kernels.cache_layout import CacheLayout
-from nanovllm.kernels.kv_store import store_kvcache
+from nanovllm.kernels.kv_store import CacheLayout, store_kvcache
 
 TEXT = """The planets of the solar system move around the sun in the same direction and almost in the same
 plane. The four inner planets are small and made of rock; the four outer ones are much larger, and made of gas

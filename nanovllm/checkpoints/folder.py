@@ -1,14 +1,19 @@
-"""A local folder in Hugging Face's layout: config.json, safetensors files, a tokenizer."""
+"""What all checkpoints have in common, and a local folder in Hugging Face's layout, which the core reads.
+
+A checkpoint has a configuration, a tokenizer, ends of sequences, and tensors, which are read when a slice is
+taken.
+"""
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from nanovllm.checkpoints.base import Checkpoint
+from nanovllm.checkpoints.model_config import ModelConfig
+from nanovllm.utils.validation import check, is_number
 
 INDEX = "model.safetensors.index.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -18,6 +23,47 @@ DTYPES = {
     "F32": torch.float32,
     "F64": torch.float64,
 }
+
+
+class Checkpoint:
+    """
+    `path` is what opens it again. It can be pickled, for the other ranks. `source` is what errors in the
+    configuration name.
+
+    Subclasses have `fields()`, which are those of config.json, `tensors()` and `tokenizer()`.
+    """
+
+    fill: Callable[..., None] | None = None  # (model): makes weights up, in place of `tensors`
+    # (tensors, model, the names of those that it takes) -> the tensors that it gets
+    changes: tuple[Callable[..., Iterator[Any]], ...] = ()
+    read_config: Callable[..., ModelConfig] = staticmethod(ModelConfig.from_dict)
+
+    def __init__(self, path: str):
+        self.path = self.source = path
+
+    def hf_config(self) -> ModelConfig:
+        """What is known of the model. Raises ValueError."""
+        return self.read_config(self.source, self.fields())
+
+    def generation_config(self) -> dict[str, Any]:
+        """What generation_config.json holds."""
+        return {}
+
+    def named_eos(self) -> list[Any]:
+        """What the files say of ends of sequences: token ids, lists of ids, None."""
+        return [values.get("eos_token_id") for values in (self.generation_config(), self.fields())]
+
+    def eos_token_ids(self, tokenizer: Any) -> tuple[int, ...]:
+        """Every token id that ends a sequence, from the files and the tokenizer. Raises ValueError."""
+        token_ids: list[int] = []
+        for named in (*self.named_eos(), getattr(tokenizer, "eos_token_id", None)):
+            for token_id in named if isinstance(named, list) else [named]:
+                if token_id is not None:
+                    check(
+                        is_number(token_id, int, 0), f"{self.path}: eos_token_id must be token ids", token_id
+                    )
+                    token_ids.append(token_id)
+        return tuple(dict.fromkeys(token_ids))
 
 
 class FolderCheckpoint(Checkpoint):

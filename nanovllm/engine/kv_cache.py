@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from nanovllm.config import Config
-from nanovllm.kernels.cache_layout import CacheLayout
+from nanovllm.kernels.kv_store import CacheLayout
 from nanovllm.layers.attention import Attention
 
 MAX_BLOCKS = 1 << 18  # making Python's objects for more blocks takes longer than loading a small model

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from nanovllm.checkpoints.base import Checkpoint
-from nanovllm.checkpoints.folder import FolderCheckpoint
+from nanovllm.checkpoints.folder import Checkpoint, FolderCheckpoint
 from nanovllm.config import Config
 from nanovllm.distributed.ranks import SHUT_DOWN, EngineDeadError, Ranks
 from nanovllm.engine.batch import Batch, BatchMaker, StepOutput

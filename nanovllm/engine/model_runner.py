@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.checkpoints.base import Checkpoint
+from nanovllm.checkpoints.folder import Checkpoint
 from nanovllm.config import Config
 from nanovllm.distributed.group import Group, use_group
 from nanovllm.engine.batch import Batch, StepOutput

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.kernels.attention_variant import AttentionVariant
-from nanovllm.kernels.cache_layout import CacheLayout
+from nanovllm.kernels.kv_store import CacheLayout
 from nanovllm.kernels.runtime import (
     LOG2_E,
     MIN_DOT_SIZE,

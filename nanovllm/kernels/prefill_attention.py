@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.kernels.attention_variant import AttentionVariant
-from nanovllm.kernels.cache_layout import ROWS, CacheLayout
+from nanovllm.kernels.kv_store import ROWS, CacheLayout
 from nanovllm.kernels.runtime import (
     LOG2_E,
     MIN_DOT_SIZE,

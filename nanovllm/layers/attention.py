@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 from nanovllm.config import Config
 from nanovllm.kernels.attention_variant import AttentionVariant
-from nanovllm.kernels.cache_layout import ROWS, CacheLayout
 from nanovllm.kernels.decode_attention import paged_decode_attention, paged_decode_attention_torch
-from nanovllm.kernels.kv_store import qk_norm_rope_store
+from nanovllm.kernels.kv_store import ROWS, CacheLayout, qk_norm_rope_store
 from nanovllm.kernels.kv_store import store_kvcache as store_kvcache
 from nanovllm.kernels.prefill_attention import varlen_prefill_attention, varlen_prefill_attention_torch
 from nanovllm.kernels.runtime import HAVE_TRITON, TRITON_DEVICES
@@ -92,14 +91,13 @@ class TorchBackend(AttentionBackend):
 
 class FlashBackend(AttentionBackend):
     def prefill(self, q: Tensor, k: Tensor, v: Tensor, variant: AttentionVariant, step: Context) -> Tensor:
-        options = variant.flash_options() | {"block_table": step.block_tables}
         lengths = step.cu_seqlens_q, step.cu_seqlens_k, step.max_seqlen_q, step.max_seqlen_k
-        return flash_attn_varlen_func(q, k, v, *lengths, **options)
+        options = variant.flash_options()
+        return flash_attn_varlen_func(q, k, v, *lengths, block_table=step.block_tables, **options)
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, variant: AttentionVariant, step: Context) -> Tensor:
-        options = variant.flash_options() | {"block_table": step.block_tables}
-        q = q.unsqueeze(1)
-        return flash_attn_with_kvcache(q, k, v, cache_seqlens=step.context_lens, **options).squeeze(1)
+        lengths = {"cache_seqlens": step.context_lens, "block_table": step.block_tables}
+        return flash_attn_with_kvcache(q[:, None], k, v, **lengths, **variant.flash_options()).squeeze(1)
 
 
 BACKENDS = {"torch": TorchBackend, "flash": FlashBackend}
@@ -165,10 +163,9 @@ class Attention(nn.Module):
             return self.store(*rotary_emb(positions, q, k), v)
         step = get_context()
         qk_norm_rope_store(
-            qkv,
-            self.num_heads,
-            self.num_kv_heads,
-            self.head_dim,
+            q,
+            k,
+            v,
             q_norm and q_norm.weight,
             k_norm and k_norm.weight,
             q_norm.eps if q_norm else 0.0,

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from nanovllm.distributed.group import get_group
 from nanovllm.kernels.runtime import cdiv
-from nanovllm.layers.weight import Shard
+from nanovllm.layers.linear import Shard
 from nanovllm.utils.context import get_context
 
 GATHER_WIDTH = 1024  # of rows whose sum over the ranks is computed fast
@@ -42,12 +42,9 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class ParallelLMHead(VocabParallelEmbedding):
-    is_tied = False
-
     def tie_to(self, embedding: VocabParallelEmbedding) -> None:
         """Share the embedding's weight."""
         self.weight = embedding.weight
-        self.is_tied = True
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """

@@ -1,4 +1,10 @@
-"""RMSNorm, alone or fused with the residual addition before it (arXiv:1910.07467)."""
+"""RMSNorm (arXiv:1910.07467), and the residual stream that decoder layers pass on.
+
+The stream is a residual with a lazy RMSNorm: who multiplies next decides when to normalise. Models pass it on
+and never ask. Products that leave a part of the norm or of the addition to the next one make subclasses.
+"""
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -26,3 +32,30 @@ class RMSNorm(nn.Module):
         if residual is None:
             return add_rms_norm(x, None, self.weight, self.eps)[0]
         return self.group.all_reduce_add_rms_norm(x, residual, self.weight, self.eps)
+
+
+@dataclass
+class Stream:
+    """`x` in front of `norm`; `normed` is norm(x), if it has been computed."""
+
+    x: Tensor  # [tokens, hidden]
+    norm: RMSNorm
+    normed: Tensor | None = None  # [tokens, hidden]
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether x is complete and nothing of the norm has been computed."""
+        return self.normed is None
+
+    def residual(self) -> Tensor:
+        """x, [tokens, hidden]; with several ranks only the rows that this one has to add to are valid."""
+        return self.x
+
+    def normalised(self) -> Tensor:
+        """norm(x), [tokens, hidden]."""
+        return self.norm(self.x) if self.normed is None else self.normed
+
+    def add(self, y: Tensor, next_norm: RMSNorm) -> "Stream":
+        """The stream plus y, this rank's share of a sum over the ranks, in front of the next norm."""
+        normed, total = next_norm(y, self.residual())
+        return Stream(total, next_norm, normed)

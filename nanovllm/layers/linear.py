@@ -1,25 +1,24 @@
-"""Matrix products, split over the tensor-parallel ranks by output features (columns) or input features
-(rows).
+"""Matrix products, split over the tensor-parallel ranks by output (columns) or input features (rows).
 
-A layer has a weight in some format, which can multiply any number of rows and may list faster products for
-some (weight.py). The layer asks these in order which takes a step's rows. So a model says what it multiplies,
-never how.
-
-Each parameter carries a `weight_loader` that takes this rank's shard out of the checkpoint's tensor by
-slicing, so that no more than the shard is read from disk. Weights are [output features, input features].
+A layer has a `Weight` [output features, input features] in some format, which multiplies any number of rows
+and may list faster products for some. The layer asks these in order which takes a step's rows. So a model
+says what it multiplies, never how. Each parameter carries a `weight_loader` that takes this rank's shard out
+of the checkpoint's tensor by slicing, so that no more than the shard is read from disk.
 """
 
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from nanovllm.distributed.group import get_group
-from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.residual_stream import Stream
-from nanovllm.layers.weight import DenseWeight, Product, Shard, Weight
+from nanovllm.layers.activation import SiluAndMul
+from nanovllm.layers.layernorm import RMSNorm, Stream
 from nanovllm.utils.context import get_context
+from nanovllm.utils.loader import default_weight_loader
 
 
 def divide(numerator: int, denominator: int) -> int:
@@ -27,6 +26,113 @@ def divide(numerator: int, denominator: int) -> int:
     if numerator % denominator:
         raise ValueError(f"{numerator} is not divisible by {denominator}")
     return numerator // denominator
+
+
+@dataclass
+class Shard:
+    """
+    This rank's share of a checkpoint's matrix of this shape: `rows` and `columns` (None: all). `size` says
+    how many these are, `place` which rows of the layer's own matrix.
+    """
+
+    shape: tuple[int, int]
+    rows: slice | None = None
+    columns: slice | None = None
+
+    def __post_init__(self) -> None:
+        self.rows = self.rows or slice(0, self.shape[0])
+        self.columns = self.columns or slice(0, self.shape[1])
+        self.size = self.rows.stop - self.rows.start, self.columns.stop - self.columns.start
+        self.place = slice(0, self.size[0])
+
+    def load(self, param: Tensor, loaded: Any) -> None:
+        """Copy it into the layer's own matrix, or bias."""
+        dims = param.dim()
+        cut = (self.rows, self.columns)[:dims]
+        default_weight_loader(param[self.place], loaded, cut, self.shape[:dims])
+
+
+def activated(x: Any) -> Tensor:
+    """[tokens, width], from that or from a gated result in front of its activation."""
+    return x if isinstance(x, Tensor) else x.activated()
+
+
+class Product:
+    """
+    One way to multiply by a weight [out, in], which may fold in what stands around it in a decoder layer: the
+    norm in front of it, the activation or the residual addition behind it. It may leave work half done for
+    the product that follows: in a subclass of `Stream`, or as a gated result that is still to be `activated`.
+
+    Subclasses have `multiply(x, bias=None)`, x [tokens, in] @ weight.T + bias, or another `linear`. With
+    `gated` the first half of the outputs are gates, the second half is what they multiply, and the result has
+    half as many.
+    """
+
+    act_fn = SiluAndMul()
+
+    def accepts(self, rows: int, is_prefill: bool) -> bool:
+        """Whether it works for so many rows and is preferred to what is listed behind it."""
+        return True
+
+    def linear(self, x: Any, bias: Tensor | None, gated: bool = False) -> Any:
+        """x [tokens, in] @ weight.T + bias: [tokens, out]."""
+        y = self.multiply(activated(x), bias=bias)
+        return self.act_fn(y) if gated else y
+
+    def norm_linear(
+        self,
+        stream: Stream,
+        bias: Tensor | None,
+        gated: bool = False,
+    ) -> Any:
+        """norm(x) @ weight.T + bias for the stream's x and norm: [tokens, out]."""
+        return self.linear(stream.normalised(), bias, gated)
+
+    def linear_add(
+        self,
+        stream: Stream,
+        x: Any,
+        bias: Tensor | None,
+        next_norm: RMSNorm,
+    ) -> Stream:
+        """The stream plus x @ weight.T + bias, in front of the next norm. Asked for on one rank alone."""
+        return stream.add(self.linear(x, bias), next_norm)
+
+
+class Weight(Product):
+    """
+    A matrix [out, in] in some format, which these shards make up. `parameters` are its tensors. As a product
+    it takes any number of rows, with kernels of their own for the norm, the activation and the addition
+    around it.
+    """
+
+    parameters: dict[str, Tensor]
+
+    def __init__(self, shards: dict[Any, Shard]):
+        *_, last = shards.values()
+        self.shape = last.place.stop, last.size[1]
+
+    def finish(self) -> None:
+        """Called when all tensors are loaded: bring them into the layout that multiplies fastest here."""
+
+    def products(self, layer: Any) -> list[Product]:
+        """
+        What multiplies by it faster than itself in this layer, in order of preference. Called when the layer
+        gets the weight and again after `finish`.
+        """
+        return []
+
+
+class DenseWeight(Weight):
+    """`weight` [out, in], in the dtype of the model. It is loaded by the layer's `weight_loader`."""
+
+    def __init__(self, shards: dict[Any, Shard]):
+        super().__init__(shards)
+        self.weight = nn.Parameter(torch.empty(self.shape), requires_grad=False)
+        self.parameters = {"weight": self.weight}
+
+    def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return F.linear(x, self.weight, bias)
 
 
 # Whether layers that are made have a dense weight. If not, `set_matrix` gives them one later.

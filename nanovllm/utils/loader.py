@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from nanovllm.checkpoints.base import Checkpoint
-from nanovllm.checkpoints.folder import FolderCheckpoint
+from nanovllm.checkpoints.folder import Checkpoint, FolderCheckpoint
 
 FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 

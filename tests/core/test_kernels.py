@@ -20,6 +20,7 @@ from kernel_checks import (
     drawn,
     empty_caches,
     error,
+    fused_norm_rope_store,
     in_both_types,
     norm_rope_and_store,
     on,
@@ -116,7 +117,7 @@ def test_norm_rope_and_store_in_one_are_the_parts_one_after_another(
     caches = empty_caches(8, 16, kv_heads, head_dim, device, dtype)
     expected, expected_caches = qkv.clone(), [cache.clone() for cache in caches]
     arguments = (heads, kv_heads, head_dim, *weights, 1e-6, positions, cos_sin)
-    kv_store.qk_norm_rope_store(qkv, *arguments, *caches, slots, kv_store.StoreHooks())
+    fused_norm_rope_store(qkv, *arguments, *caches, slots, kv_store.StoreHooks())
     norm_rope_and_store(expected, *arguments, *expected_caches, slots)
     assert error(qkv, expected) < tolerance(dtype)
     for cache, twin in zip(caches, expected_caches, strict=True):
@@ -129,7 +130,7 @@ def test_caches_may_be_empty_where_nothing_is_stored(device):
     qkv, positions, cos_sin = rope_inputs(3, 4, 2, 64, device, torch.float32)
     expected, cache = qkv.clone(), torch.empty(0, device=device)
     arguments = (4, 2, 64, None, None, 1e-6, positions, cos_sin, cache, cache, torch.full_like(positions, -1))
-    kv_store.qk_norm_rope_store(qkv, *arguments, kv_store.StoreHooks())
+    fused_norm_rope_store(qkv, *arguments, kv_store.StoreHooks())
     norm_rope_and_store(expected, *arguments)
     assert error(qkv, expected) < 1e-6
 

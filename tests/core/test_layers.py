@@ -22,13 +22,12 @@ from layer_checks import (
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.attention import Attention, store_kvcache
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
-from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.layernorm import RMSNorm, Stream
 from nanovllm.layers.linear import (
     ColumnParallelLinear,
     QKVParallelLinear,
     RowParallelLinear,
 )
-from nanovllm.layers.residual_stream import Stream
 from nanovllm.utils.context import get_context, reset_context, set_context
 from tiny_checkpoints import one_thread  # noqa: F401
 

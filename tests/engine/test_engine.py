@@ -22,7 +22,7 @@ from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.extensions.int8_cache.layout import Int8Layout
 from nanovllm.extensions.prefixes.kernels.copy_pages import copy_blocks
 from nanovllm.extensions.safety.options import ExtendedConfig
-from nanovllm.kernels.cache_layout import CacheLayout
+from nanovllm.kernels.kv_store import CacheLayout
 from nanovllm.layers.attention import Attention
 from tiny_checkpoints import (
     ARCHITECTURES,

@@ -20,6 +20,7 @@ from kernel_checks import (
     drawn,
     empty_caches,
     error,
+    fused_norm_rope_store,
     in_both_types,
     needs_cuda,
     norm_rope_and_store,
@@ -45,7 +46,7 @@ from nanovllm.extensions.structured.kernels import token_masks
 from nanovllm.extensions.structured.kernels.token_masks import Masks
 from nanovllm.kernels import decode_attention, kv_store, layernorm, prefill_attention, sampling
 from nanovllm.kernels.attention_variant import AttentionVariant
-from nanovllm.kernels.cache_layout import ROWS
+from nanovllm.kernels.kv_store import ROWS
 from nanovllm.kernels.runtime import HAVE_TRITON, INTERPRETED
 from nanovllm.utils.context import Context
 
@@ -112,7 +113,7 @@ def test_8_bit_pages_are_written_as_the_twins_write_them(
     expected, twins = qkv.clone(), [caches[0].clone()] * 2
     arguments = (heads, kv_heads, head_dim, *weights, 1e-6, positions, cos_sin)
     hooks = Int8Layout().store_hooks(caches[0], head_dim, is_prefill)
-    kv_store.qk_norm_rope_store(qkv, *arguments, *caches, slots, hooks)
+    fused_norm_rope_store(qkv, *arguments, *caches, slots, hooks)
     norm_rope_and_store(expected, *arguments, *twins, slots, is_prefill=is_prefill)
     assert error(qkv, expected) < 8e-3
     block_table = torch.arange(8, device=device)
@@ -144,7 +145,7 @@ def test_more_tokens_than_a_grid_dimension_holds_are_rotated_and_stored():
     caches = empty_caches(tokens // 16 + 1, 16, 1, 64, "cuda", torch.float32)
     slots, expected, twins = torch.arange(tokens, device="cuda"), qkv.clone(), [x.clone() for x in caches]
     arguments = (1, 1, 64, None, None, 1e-6, positions, cos_sin)
-    kv_store.qk_norm_rope_store(qkv, *arguments, *caches, slots, kv_store.StoreHooks())
+    fused_norm_rope_store(qkv, *arguments, *caches, slots, kv_store.StoreHooks())
     norm_rope_and_store(expected, *arguments, *twins, slots)
     torch.testing.assert_close([qkv, *caches], [expected, *twins], equal_nan=True)
 
@@ -202,7 +203,7 @@ def test_caches_of_another_dtype_are_written_as_the_twins_write_them(device, dty
     key, value = (rand(5, 2, 24, device=device, dtype=dtype) for _ in "kv")
     caches, fused = (empty_caches(2, 16, 2, 24, device, cache_dtype) for _ in range(2))
     kv_store.store_kvcache(key, value, *caches, slots)
-    kv_store.qk_norm_rope_store(qkv.clone(), *arguments, *fused, slots, kv_store.StoreHooks())
+    fused_norm_rope_store(qkv.clone(), *arguments, *fused, slots, kv_store.StoreHooks())
     expected, expected_fused = (empty_caches(2, 16, 2, 24, device, cache_dtype) for _ in range(2))
     kv_store.store_kvcache_torch(key, value, *expected, slots)
     norm_rope_and_store(qkv, *arguments, *expected_fused, slots)

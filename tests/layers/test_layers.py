@@ -15,8 +15,8 @@ from layer_checks import (
 )
 
 from nanovllm.kernels.attention_variant import AttentionVariant
-from nanovllm.kernels.cache_layout import ROWS
 from nanovllm.kernels.decode_attention import paged_decode_attention_torch
+from nanovllm.kernels.kv_store import ROWS
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import (

@@ -613,9 +613,10 @@ MUTATIONS = [
     *mutations_of(
         "nanovllm/kernels/kv_store",
         ("    if slot >= 0:", "    if slot > 0:"),
-        ("    if slot < 0:", "    if slot <= 0:"),
         ("        if page >= 0:", "        if page > 0:"),
         ("written = slot_mapping >= 0", "written = slot_mapping > 0"),
+        ("if numbers != [*range(first, first + len(numbers))]:", "if not numbers:"),
+        ("return tl.trans(key).to(DTYPE), value.to(DTYPE)", "return tl.trans(key), value"),
     ),
     *mutations_of(
         "nanovllm/extensions/int8_cache/kernels/store",
@@ -673,11 +674,6 @@ MUTATIONS = [
         "nanovllm/kernels/decode_attention",
         ("share // (SIZES.SHARES // SIZES.KV_HEADS)", "share % SIZES.KV_HEADS"),
         ("        key, value = key.to(query.dtype), value.to(query.dtype)", "        pass"),
-    ),
-    *mutations_of(
-        "nanovllm/kernels/cache_layout",
-        ("if numbers != [*range(first, first + len(numbers))]:", "if not numbers:"),
-        ("return tl.trans(key).to(DTYPE), value.to(DTYPE)", "return tl.trans(key), value"),
     ),
     *mutations_of(
         "nanovllm/extensions/int8_cache/kernels/decode",
@@ -860,9 +856,6 @@ MUTATIONS = [
         "nanovllm/layers/linear",
         ("if product.accepts(rows, is_prefill):", "if True:"),
         ("        self.set_matrix(self.matrix)\n", ""),
-    ),
-    *mutations_of(
-        "nanovllm/layers/weight",
         ("isinstance(x, Tensor) else x.activated()", "isinstance(x, Tensor) else x.product"),
     ),
     *mutations_of(

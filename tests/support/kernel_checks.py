@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from nanovllm.kernels import kv_store, layernorm
 from nanovllm.kernels.attention_variant import AttentionVariant
-from nanovllm.kernels.cache_layout import CacheLayout
+from nanovllm.kernels.kv_store import CacheLayout
 from nanovllm.kernels.runtime import INTERPRETED
 from nanovllm.layers.rotary_embedding import apply_rotary_emb
 from nanovllm.layers.sampler import SamplingStep
@@ -222,6 +222,12 @@ def rope_inputs(tokens, heads, kv_heads, head_dim, device, dtype):
     angles = torch.arange(64)[:, None] / 10000 ** (torch.arange(head_dim // 2) / (head_dim // 2))
     cos_sin = torch.cat((angles.cos(), angles.sin()), dim=-1).to(device)
     return qkv, torch.randint(0, 64, (tokens,), device=device), cos_sin
+
+
+def fused_norm_rope_store(qkv, heads, kv_heads, head_dim, *others):
+    """The kernel, for q, k and v that lie side by side."""
+    views = qkv.unflatten(-1, (-1, head_dim)).split((heads, kv_heads, kv_heads), dim=1)
+    kv_store.qk_norm_rope_store(*views, *others)
 
 
 def norm_rope_and_store(

@@ -7,8 +7,7 @@ import torch
 
 from nanovllm.distributed.group import Group, use_group
 from nanovllm.layers.attention import Attention
-from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.residual_stream import Stream
+from nanovllm.layers.layernorm import RMSNorm, Stream
 from nanovllm.layers.rotary_embedding import RotaryEmbedding, get_rope
 from nanovllm.utils.context import reset_context
 from tiny_checkpoints import one_thread  # noqa: F401

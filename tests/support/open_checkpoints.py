@@ -4,7 +4,7 @@ import os
 from typing import Any
 
 from nanovllm import assembly
-from nanovllm.checkpoints.base import Checkpoint
+from nanovllm.checkpoints.folder import Checkpoint
 from nanovllm.extensions.safety.options import ExtendedConfig
 
 

@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nanovllm.checkpoints.base import Checkpoint
-from nanovllm.checkpoints.folder import read_json
+from nanovllm.checkpoints.folder import Checkpoint, read_json
 from nanovllm.extensions.checkpoints.hub import download_adapter
 from nanovllm.extensions.checkpoints.names import tied_names
 from nanovllm.extensions.checkpoints.untrusted import file_inside

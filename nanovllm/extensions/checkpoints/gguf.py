@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from nanovllm.checkpoints.base import Checkpoint
+from nanovllm.checkpoints.folder import Checkpoint
 from nanovllm.checkpoints.model_config import ModelConfig
 from nanovllm.extensions.checkpoints.gguf_file import GGUFTensor, Header
 from nanovllm.extensions.checkpoints.gguf_tokenizer import CONTROL, tokenizer_from_gguf

@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Collection
 from typing import Any
 
-from nanovllm.checkpoints.base import Checkpoint
+from nanovllm.checkpoints.folder import Checkpoint
 from nanovllm.checkpoints.model_config import ModelConfig
 from nanovllm.config import Config
 from nanovllm.extensions.checkpoints.made_up import fill_with_random_values

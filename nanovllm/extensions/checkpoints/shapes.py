@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from nanovllm.checkpoints.base import Checkpoint
+from nanovllm.checkpoints.folder import Checkpoint
 from nanovllm.extensions.checkpoints.made_up import toy_tokenizer
 
 FIELDS = (

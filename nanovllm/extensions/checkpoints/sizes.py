@@ -1,6 +1,6 @@
 """Whether a model is as large as its files: a small file could make us allocate any amount of memory."""
 
-from nanovllm.checkpoints.base import Checkpoint
+from nanovllm.checkpoints.folder import Checkpoint
 from nanovllm.checkpoints.model_config import ModelConfig
 
 LEAST_BYTES = 2**24  # smaller models do no harm

@@ -23,10 +23,8 @@ from nanovllm.extensions.experts.kernels.moe import (
 from nanovllm.extensions.experts.kernels.router import Chosen, choose_experts
 from nanovllm.extensions.quantised.products import PendingAdd, quantised_rows
 from nanovllm.extensions.quantised.scaled import ScaledWeight
-from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.linear import LinearBase, ReplicatedLinear, own_part
-from nanovllm.layers.residual_stream import Stream
-from nanovllm.layers.weight import DenseWeight, Shard, Weight
+from nanovllm.layers.layernorm import RMSNorm, Stream
+from nanovllm.layers.linear import DenseWeight, LinearBase, ReplicatedLinear, Shard, Weight, own_part
 from nanovllm.utils.context import get_context
 from nanovllm.utils.loader import StoredTensor
 

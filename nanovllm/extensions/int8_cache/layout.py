@@ -14,7 +14,7 @@ from nanovllm.extensions.int8_cache.kernels.int8_cache import (
     store_int8_torch,
 )
 from nanovllm.extensions.int8_cache.kernels.store import int8_store_hooks
-from nanovllm.kernels.cache_layout import CacheLayout
+from nanovllm.kernels.kv_store import CacheLayout
 from nanovllm.kernels.runtime import has_hopper_shared_memory
 
 

@@ -13,7 +13,7 @@ import torch
 from nanovllm.engine.block_manager import PrefixCache
 from nanovllm.engine.interfaces import LogitsProcessor, Observer, Parts
 from nanovllm.engine.scheduler import Admission, SchedulingPolicy, Verdict
-from nanovllm.kernels.cache_layout import CacheLayout
+from nanovllm.kernels.kv_store import CacheLayout
 from nanovllm.layers.attention import AttentionBackend
 from nanovllm.utils.validation import shown
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from nanovllm.checkpoints.base import Checkpoint
+from nanovllm.checkpoints.folder import Checkpoint
 from nanovllm.engine.batch import Batch, StepOutput
 from nanovllm.layers.attention import AttentionBackend
 from nanovllm.llm import LLM

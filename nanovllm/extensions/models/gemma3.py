@@ -13,9 +13,8 @@ from nanovllm.extensions.models.config import DecoderConfig, Fields
 from nanovllm.extensions.models.decoder import Decoder
 from nanovllm.kernels.activation import activate_and_mul
 from nanovllm.kernels.runtime import tl, triton, use_triton
-from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.layernorm import RMSNorm, Stream
 from nanovllm.layers.linear import RowParallelLinear
-from nanovllm.layers.residual_stream import Stream
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.models.qwen3 import Qwen3DecoderLayer
 from nanovllm.utils.loader import default_weight_loader

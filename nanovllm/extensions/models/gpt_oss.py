@@ -8,8 +8,7 @@ from torch import nn
 from nanovllm.extensions.models.attention_rule import AttentionRule
 from nanovllm.extensions.models.config import DecoderConfig
 from nanovllm.extensions.models.decoder import Decoder
-from nanovllm.layers.linear import own_part
-from nanovllm.layers.weight import Shard
+from nanovllm.layers.linear import Shard, own_part
 
 ROPE = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
 

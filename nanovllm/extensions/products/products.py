@@ -1,4 +1,4 @@
-"""The faster products of dense weights, as the core's layers see them (layers/weight.py)."""
+"""The faster products of dense weights, as the core's layers see them (layers/linear.py)."""
 
 import functools
 from collections.abc import Callable
@@ -11,10 +11,8 @@ from nanovllm.extensions.products import onednn
 from nanovllm.extensions.products.kernels.fused_linear import MAX_ROWS as MAX_FUSED_ROWS
 from nanovllm.extensions.products.kernels.fused_linear import can_fuse, fused_linear
 from nanovllm.extensions.products.kernels.gemv import MAX_ROWS, can_use_gemv, gemv
-from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.linear import LinearBase
-from nanovllm.layers.residual_stream import Stream
-from nanovllm.layers.weight import DenseWeight, Product, activated
+from nanovllm.layers.layernorm import RMSNorm, Stream
+from nanovllm.layers.linear import DenseWeight, LinearBase, Product, activated
 
 
 @dataclass

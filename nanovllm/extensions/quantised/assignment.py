@@ -8,8 +8,7 @@ from typing import Any
 from torch import nn
 
 from nanovllm.extensions.quantised.scheme import Scheme
-from nanovllm.layers.linear import LinearBase, has_weights
-from nanovllm.layers.weight import Shard, Weight
+from nanovllm.layers.linear import LinearBase, Shard, Weight, has_weights
 from nanovllm.utils.loader import StoredTensor
 
 

@@ -13,7 +13,7 @@ from nanovllm.extensions.quantised.kernels.fp8_linear import can_use_fp8
 from nanovllm.extensions.quantised.products import Fp8Product, example_row
 from nanovllm.extensions.quantised.scaled import IGNORED, ONE_TILE, SCALES, ScaledWeight
 from nanovllm.extensions.quantised.scheme import Format, Scheme, choose, listed, same_for_all
-from nanovllm.layers.weight import Product, Shard
+from nanovllm.layers.linear import Product, Shard
 from nanovllm.utils.loader import StoredTensor
 from nanovllm.utils.validation import shown
 

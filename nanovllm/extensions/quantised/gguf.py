@@ -28,7 +28,7 @@ from nanovllm.extensions.quantised.products import gemv_products
 from nanovllm.extensions.quantised.scaled import multiply_by_kernels
 from nanovllm.extensions.quantised.scheme import Format, Scheme, same_for_all
 from nanovllm.kernels import runtime
-from nanovllm.layers.weight import Product, Shard, Weight
+from nanovllm.layers.linear import Product, Shard, Weight
 from nanovllm.utils.loader import StoredTensor, check_finite, check_stored
 
 # The types that stay packed: bits of a code.

@@ -13,7 +13,7 @@ from torch import Tensor
 from nanovllm.extensions.quantised.kernels.quantised_weight import unpack
 from nanovllm.extensions.quantised.scaled import IGNORED, ONE_TILE, ScaledWeight
 from nanovllm.kernels.runtime import cdiv
-from nanovllm.layers.weight import Product, Shard
+from nanovllm.layers.linear import Product, Shard
 from nanovllm.utils.loader import StoredTensor, check_stored
 
 # Where the integers come from: the formats of compressed-tensors, others, and weights in floating point.

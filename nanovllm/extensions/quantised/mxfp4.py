@@ -17,7 +17,7 @@ from nanovllm.extensions.quantised.kernels.quantised_weight import (
 from nanovllm.extensions.quantised.scaled import ScaledWeight
 from nanovllm.extensions.quantised.scheme import Format, Scheme, listed
 from nanovllm.kernels.runtime import gpu_properties
-from nanovllm.layers.weight import Shard
+from nanovllm.layers.linear import Shard
 from nanovllm.utils.loader import StoredTensor, check_stored
 
 GROUP = 32  # inputs that share a scale

@@ -23,9 +23,8 @@ from nanovllm.extensions.quantised.kernels.fp8_linear import (
 from nanovllm.extensions.quantised.kernels.quantised_matvec import can_use_quantised_matvec, quantised_matvec
 from nanovllm.extensions.quantised.kernels.quantised_weight import QuantisedWeight
 from nanovllm.kernels.activation import silu_and_mul
-from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.residual_stream import Stream
-from nanovllm.layers.weight import Product, activated
+from nanovllm.layers.layernorm import RMSNorm, Stream
+from nanovllm.layers.linear import Product, activated
 
 
 @dataclass

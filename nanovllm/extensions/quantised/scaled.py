@@ -24,7 +24,7 @@ from nanovllm.extensions.quantised.kernels.quantised_weight import (
 )
 from nanovllm.extensions.quantised.products import gemv_products
 from nanovllm.kernels.runtime import cdiv, use_triton
-from nanovllm.layers.weight import Product, Shard, Weight
+from nanovllm.layers.linear import Product, Shard, Weight
 from nanovllm.utils.loader import StoredTensor, check_finite, check_stored
 
 PIECE = 2**22  # weights that are converted at a time

@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from nanovllm.extensions.quantised.patterns import pattern
-from nanovllm.layers.linear import LinearBase
-from nanovllm.layers.weight import Weight
+from nanovllm.layers.linear import LinearBase, Weight
 from nanovllm.utils.validation import shown
 
 MAX_GROUP = 2**24

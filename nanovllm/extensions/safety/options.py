@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from nanovllm.checkpoints.base import Checkpoint
+from nanovllm.checkpoints.folder import Checkpoint
 from nanovllm.config import CHECKS, DTYPES, Check, Config, one_of
 from nanovllm.utils.validation import shown
 

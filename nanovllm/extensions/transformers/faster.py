@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from nanovllm.extensions.transformers.ranks import part_of
 from nanovllm.kernels.layernorm import rms_norm_torch
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.linear import LinearBase
+from nanovllm.layers.linear import LinearBase, Shard, activated
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
-from nanovllm.layers.weight import Shard, activated
 
 ROTATE = "apply_rotary_pos_emb"  # the name that the function has in transformers
 GATED = ["gate_proj.weight", "up_proj.weight", "down_proj.weight"]

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from nanovllm.distributed.group import Group, get_group
-from nanovllm.layers.linear import divide, own_part
-from nanovllm.layers.weight import Shard
+from nanovllm.layers.linear import Shard, divide, own_part
 from nanovllm.utils.loader import check_stored, default_weight_loader
 
 # By the plan's word, the dimension in which a linear layer's parameters are cut.

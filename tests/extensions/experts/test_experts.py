@@ -38,8 +38,7 @@ from nanovllm.extensions.quantised.kernels.quantised_weight import (
 )
 from nanovllm.kernels.layernorm import rms_norm_torch
 from nanovllm.kernels.runtime import HAVE_TRITON, INTERPRETED, arrival_counters
-from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.residual_stream import Stream
+from nanovllm.layers.layernorm import RMSNorm, Stream
 from nanovllm.utils.context import reset_context, set_context
 
 EPS = 0.01  # large enough to be missed where it is left out

@@ -9,8 +9,7 @@ from nanovllm import LLM
 from nanovllm.extensions.experts.config import ExpertsConfig
 from nanovllm.extensions.experts.moe import MixtureOfExperts
 from nanovllm.extensions.quantised import products
-from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.residual_stream import Stream
+from nanovllm.layers.layernorm import RMSNorm, Stream
 from nanovllm.utils.loader import find_places
 from tiny_checkpoints import EXACT, edit_json, make_checkpoint
 

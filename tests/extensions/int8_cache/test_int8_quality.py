@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from smollm2 import smollm2_gguf  # noqa: F401
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.kernels.cache_layout import CacheLayout
+from nanovllm.kernels.kv_store import CacheLayout
 from tiny_checkpoints import ARCHITECTURES, make_checkpoint
 
 ROOT = Path(__file__).parents[3]

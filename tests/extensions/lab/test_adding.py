@@ -18,7 +18,7 @@ from nanovllm.engine.interfaces import LogitsProcessor, Observer
 from nanovllm.engine.scheduler import Admission, SchedulingPolicy
 from nanovllm.extensions.lab.adding import ExtensionError
 from nanovllm.extensions.models import known
-from nanovllm.kernels.cache_layout import CacheLayout
+from nanovllm.kernels.kv_store import CacheLayout
 from nanovllm.layers.attention import AttentionBackend
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from tiny_checkpoints import edit_json, make_checkpoint, one_thread  # noqa: F401

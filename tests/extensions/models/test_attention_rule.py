@@ -17,8 +17,8 @@ from kernel_checks import (
 
 from nanovllm.extensions.models.attention_rule import AttentionRule
 from nanovllm.extensions.prefixes.kernels.shared_prefix import can_share, queries_per_item
-from nanovllm.kernels.cache_layout import ROWS
 from nanovllm.kernels.decode_attention import paged_decode_attention, paged_decode_attention_torch
+from nanovllm.kernels.kv_store import ROWS
 from nanovllm.kernels.prefill_attention import varlen_prefill_attention, varlen_prefill_attention_torch
 from nanovllm.kernels.runtime import HAVE_TRITON, INTERPRETED
 from nanovllm.layers.attention import Attention

@@ -16,15 +16,14 @@ from nanovllm.extensions.quantised import fp8
 from nanovllm.extensions.quantised.formats import read_scheme
 from nanovllm.extensions.quantised.fp8 import Fp8
 from nanovllm.extensions.quantised.products import Fp8Product, PendingAdd, quantised_rows
-from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.layernorm import RMSNorm, Stream
 from nanovllm.layers.linear import (
+    DenseWeight,
     LinearBase,
     MergedColumnParallelLinear,
     QKVParallelLinear,
     RowParallelLinear,
 )
-from nanovllm.layers.residual_stream import Stream
-from nanovllm.layers.weight import DenseWeight
 
 HIDDEN, WIDTH = 256, 384
 ROW, BLOCKS = (1, 0), (128, 128)

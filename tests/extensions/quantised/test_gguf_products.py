@@ -26,7 +26,7 @@ from nanovllm.extensions.quantised.gguf import (
 )
 from nanovllm.extensions.quantised.scaled import multiply_by_kernels
 from nanovllm.kernels import runtime
-from nanovllm.layers.weight import Shard
+from nanovllm.layers.linear import Shard
 from nanovllm.utils.torch_defaults import torch_defaults
 from tiny_checkpoints import one_thread  # noqa: F401
 

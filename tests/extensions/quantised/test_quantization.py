@@ -23,13 +23,13 @@ from nanovllm.extensions.quantised.assignment import set_weight, without_weights
 from nanovllm.extensions.quantised.formats import read_scheme
 from nanovllm.extensions.safety.options import ExtendedConfig
 from nanovllm.layers.linear import (
+    DenseWeight,
     LinearBase,
     MergedColumnParallelLinear,
     QKVParallelLinear,
     ReplicatedLinear,
     RowParallelLinear,
 )
-from nanovllm.layers.weight import DenseWeight
 from nanovllm.utils.loader import load_model
 from tiny_checkpoints import EXACT, assert_greedy, load_reference, make_checkpoint, one_thread  # noqa: F401
 
@@ -511,11 +511,9 @@ import sys
 sys.modules["triton"] = None  # importing it fails
 import torch
 from nanovllm.distributed.group import Group, use_group
-from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.linear import ColumnParallelLinear
+from nanovllm.layers.layernorm import RMSNorm, Stream
 from nanovllm.extensions.quantised.assignment import without_weights
 from nanovllm.extensions.quantised.formats import read_scheme
-from nanovllm.layers.residual_stream import Stream
 from nanovllm.utils.context import reset_context
 
 reset_context()

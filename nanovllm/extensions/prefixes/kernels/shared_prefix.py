@@ -15,7 +15,7 @@ from torch import Tensor
 from nanovllm.extensions.prefixes.plan import MAX_PARTIALS, CascadePlan
 from nanovllm.kernels import runtime
 from nanovllm.kernels.attention_variant import AttentionVariant, Hooks
-from nanovllm.kernels.cache_layout import ROWS, CacheLayout
+from nanovllm.kernels.kv_store import ROWS, CacheLayout
 from nanovllm.kernels.prefill_attention import PrefillSizes, attend_to_tiles
 from nanovllm.kernels.runtime import LOG2_E, next_power_of_2, pdl_wait_then_launch, tl, triton
 
