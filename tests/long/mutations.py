@@ -994,7 +994,17 @@ MUTATIONS = [
     *mutations_of(
         "nanovllm/extensions/checkpoints/hub",
         ("glob.escape(file) for file in", "file for file in"),
-        ('["*/*", OTHER_COPY]', '["*/*"]'),
+        ('("*/*", OTHER_COPY)', '("*/*",)'),
+        ("(.*[-._/])?{re.escape(kind)}", ".*{re.escape(kind)}"),
+        (' and "mmproj" not in file', ""),
+        (', ignored=())', ')'),
+        ("-00001\\1", "-00002\\1"),
+    ),
+    *mutations_of(
+        "nanovllm/extensions/checkpoints/gguf_file",
+        ('or first.metadata.get("split.no") != 0', ""),
+        ('if headers[-1].metadata.get("split.no") != number - 1:', "if False:"),
+        ('if len(tensors) != first.metadata.get("split.tensors.count"):', "if False:"),
     ),
     *mutations_of(
         "nanovllm/extensions/checkpoints/adapter",

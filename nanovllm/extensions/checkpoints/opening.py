@@ -18,9 +18,10 @@ def open_checkpoint(
 ) -> Checkpoint:
     """
     Open the checkpoint that an engine's options name, without reading its weights. `model` is a folder, a
-    `.gguf` file, a Hugging Face hub id, "smollm2" or, with load_format="dummy", one of `SHAPES`. Another
-    `tokenizer` is in such a place, too. A `lora` adapter is a folder or a hub id. `models` are classes, among
-    them those of models that GGUF files may hold. Raises ValueError that says what was looked for.
+    `.gguf` file, a Hugging Face hub id or a GGUF file there (see hub.py), "smollm2" or, with
+    load_format="dummy", one of `SHAPES`. Another `tokenizer` is in such a place, too. A `lora` adapter is a
+    folder or a hub id. `models` are classes, among them those of models that GGUF files may hold. Raises
+    ValueError that says what was looked for.
     """
     hub = {"revision": config.revision, "cache_dir": config.download_dir, "token": config.token}
     hub = {name: value for name, value in hub.items() if value is not None}
