@@ -65,6 +65,7 @@ TESTS += [
     "gguf_blocks",
     "gguf_products",
     "gguf",
+    "hub",
     "loader",
     "parallel",
     "adapter",
