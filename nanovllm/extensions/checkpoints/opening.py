@@ -10,6 +10,7 @@ from nanovllm.config import Config
 from nanovllm.extensions.checkpoints.made_up import fill_with_random_values
 from nanovllm.extensions.checkpoints.names import with_names_of
 from nanovllm.extensions.checkpoints.shapes import SHAPES, ShapeCheckpoint
+from nanovllm.extensions.checkpoints.text_part import open_text_part
 from nanovllm.extensions.checkpoints.untrusted import CheckedFolder
 
 
@@ -28,6 +29,8 @@ def open_checkpoint(
     load_format, lora, tokenizer = config.load_format, config.lora, config.tokenizer
     checkpoint = _open(config.model, load_format, hub, models)
     checkpoint.read_config = read_config
+    if isinstance(checkpoint, CheckedFolder):
+        open_text_part(checkpoint)
     checkpoint.changes += (with_names_of,)
     if load_format == "dummy":
         checkpoint.fill = fill_with_random_values
