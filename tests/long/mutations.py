@@ -1005,7 +1005,7 @@ MUTATIONS = [
     *mutations_of(
         "nanovllm/extensions/checkpoints/text_part",
         ('        fields["tie_word_embeddings"] = config["tie_word_embeddings"]', "        pass"),
-        ('if not name.startswith("mrope_")', ""),
+        ('"default" if value == "mrope" else value', "value"),
         ('{"norm_topk_prob": True}', "{}"),
         ("slice(i * rows, (i + 1) * rows)", "slice(0, rows)"),
         ("shape[0 if len(parts) == 2 else 1] == hidden_size", "True"),

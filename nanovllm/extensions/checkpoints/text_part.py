@@ -69,15 +69,10 @@ def text_fields(config: dict[str, Any]) -> dict[str, Any] | None:
         fields["tie_word_embeddings"] = config["tie_word_embeddings"]
     for name in ("rope_scaling", "rope_parameters"):
         if isinstance(rope := fields.get(name), dict):
-            fields[name] = _plain_rotation(rope)
+            fields[name] = {key: "default" if value == "mrope" else value for key, value in rope.items()}
     if isinstance(quantisation := fields.get("quantization_config"), dict):
         fields["quantization_config"] = {key: _text_names(value) for key, value in quantisation.items()}
     return fields
-
-
-def _plain_rotation(rope: dict[str, Any]) -> dict[str, Any]:
-    kept = {name: value for name, value in rope.items() if not name.startswith("mrope_")}
-    return {name: "default" if value == "mrope" else value for name, value in kept.items()}
 
 
 def _text_names(value: Any) -> Any:
