@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from nanovllm.extensions.checkpoints.names import renamed
-from nanovllm.utils.validation import check
+from nanovllm.utils.validation import check, is_number
 
 GEMMA3 = {
     "num_attention_heads": 8,
@@ -69,10 +69,22 @@ def text_fields(config: dict[str, Any]) -> dict[str, Any] | None:
         fields["tie_word_embeddings"] = config["tie_word_embeddings"]
     for name in ("rope_scaling", "rope_parameters"):
         if isinstance(rope := fields.get(name), dict):
-            fields[name] = {key: "default" if value == "mrope" else value for key, value in rope.items()}
+            fields[name] = _plain_rotation(rope, fields.get("max_position_embeddings"))
     if isinstance(quantisation := fields.get("quantization_config"), dict):
         fields["quantization_config"] = {key: _text_names(value) for key, value in quantisation.items()}
     return fields
+
+
+def _plain_rotation(rope: dict[str, Any], num_positions: Any) -> dict[str, Any]:
+    """Rotary settings of a text alone. `max_position_embeddings` counts the positions that a factor adds."""
+    found = {name: "default" if value == "mrope" else value for name, value in rope.items()}
+    for name, value in rope.items():
+        if isinstance(value, dict):  # of one kind of layer
+            found[name] = _plain_rotation(value, num_positions)
+    factor = rope.get("factor")
+    if is_number(factor, float, 1) and is_number(num_positions, int):
+        found.setdefault("original_max_position_embeddings", int(num_positions / factor))
+    return found
 
 
 def _text_names(value: Any) -> Any:

@@ -147,9 +147,7 @@ def read_decoder(raw: Fields, given: Fields, architectures: list[str], own: Fiel
     for settings in (given, rope):
         check_fixed(settings, FIXED | {activation: own.get("hidden_act", "silu")})
     check_bool(values["mlp_bias"], "mlp_bias")
-    limit = values["max_position_embeddings"]
-    if not own.get("counts_scaled_positions"):
-        limit = context_limit(rope, limit)
+    limit = context_limit(rope, values["max_position_embeddings"])
     values |= dict(
         architectures=architectures,
         rope_parameters=rope,

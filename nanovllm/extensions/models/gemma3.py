@@ -76,7 +76,6 @@ class Gemma3ForCausalLM(Decoder):
         "query_pre_attn_scalar": 256,
         "hidden_act": "gelu_pytorch_tanh",
         "tie_word_embeddings": True,
-        "counts_scaled_positions": True,  # in max_position_embeddings
     }
     layer_class = Gemma3DecoderLayer
 

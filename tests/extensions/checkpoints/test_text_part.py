@@ -164,7 +164,8 @@ def test_fields_at_the_top_are_those_of_the_text(tmp_path):
     assert found.tie_word_embeddings and 7 in checkpoint.named_eos()
 
 
-def test_fields_that_files_of_gemma3_leave_out_have_its_values(tmp_path):
+@pytest.mark.parametrize("is_newer", [False, True])
+def test_fields_that_files_of_gemma3_leave_out_have_its_values(tmp_path, is_newer):
     """The published config.json of the model of 4b, as of 2025-03."""
     config = {
         "architectures": ["Gemma3ForConditionalGeneration"],
@@ -183,6 +184,10 @@ def test_fields_that_files_of_gemma3_leave_out_have_its_values(tmp_path):
         "torch_dtype": "bfloat16",
         "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model"},
     }
+    if is_newer:
+        linear = config["text_config"].pop("rope_scaling") | {"rope_theta": 1e6}
+        rope = {"full_attention": linear, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
+        config["text_config"]["rope_parameters"] = rope
     found = opened(tmp_path, config).hf_config()
     sizes = found.num_attention_heads, found.num_key_value_heads, found.head_dim, found.vocab_size
     assert sizes == (8, 4, 256, 262208) and found.context_limit == 131072 and found.tie_word_embeddings
