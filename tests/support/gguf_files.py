@@ -16,17 +16,18 @@ def interleave_halves(tensor: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def write_gguf(
-    folder: Path, quantisation: str | dict[str, str] = "F32", extra_tensors=(), **metadata
+    folder: Path, quantisation: str | dict[str, str] = "F32", extra_tensors=(), split: int = 0, **metadata
 ) -> Path:
     """
     The checkpoint of a folder as llama.cpp would store it, its matrices quantised: all of them as one type,
-    or each as said for the last part of its name, the others as for "".
+    or each as said for the last part of its name, the others as for "". `split`: the most tensors of a file;
+    the first of several is returned.
     """
     kinds = {"": quantisation} if isinstance(quantisation, str) else quantisation
     config = open_checkpoint(folder).hf_config()
     architecture = config.raw["model_type"].removesuffix("_text")
     is_gemma = architecture == "gemma3"
-    writer = gguf.GGUFWriter(folder / "model.gguf", architecture)
+    writer = gguf.GGUFWriter(folder / "model.gguf", architecture, split_max_tensors=split)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -73,7 +74,7 @@ def write_gguf(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return folder / "model.gguf"
+    return min(folder.glob("model*.gguf"))
 
 
 def metadata_of(kind: str, tokens: list[str], types: list[int] | None = None, **others) -> dict:

@@ -4,8 +4,10 @@ The core reads a folder of safetensors files. This extension opens (`opening.py`
 
 - `gguf.py`: a GGUF file (`gguf_file.py` reads its header, `gguf_tokenizer.py` makes its tokenizer), whose
   tensors stay quantised until sliced;
-- `hub.py`: a hub id, of which only the files that are needed are downloaded; `smollm2.py`: a first model;
+- `hub.py`: a hub id, of which only the files that are needed are downloaded, or one GGUF file there;
+  `smollm2.py`: a first model;
 - `adapter.py`: a LoRA adapter, merged into the weights as they are read;
+- `text_part.py`: of a model that also reads images, the part that reads text;
 - `recommended.py`: what a checkpoint recommends for sampling, in its generation_config.json;
 - `shapes.py`: random weights in the shape of a well-known model, for measuring speed.
 

@@ -5,7 +5,6 @@ the file's bytes.
 """
 
 import math
-import os
 import struct
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
@@ -17,7 +16,7 @@ from torch import nn
 
 from nanovllm.checkpoints.folder import Checkpoint
 from nanovllm.checkpoints.model_config import ModelConfig
-from nanovllm.extensions.checkpoints.gguf_file import GGUFTensor, Header
+from nanovllm.extensions.checkpoints.gguf_file import GGUFTensor, read_file
 from nanovllm.extensions.checkpoints.gguf_tokenizer import CONTROL, tokenizer_from_gguf
 from nanovllm.extensions.checkpoints.sizes import checked_size
 from nanovllm.extensions.checkpoints.tokenizer_errors import guarded, tokenizer_errors
@@ -74,10 +73,9 @@ class GGUFCheckpoint(Checkpoint):
             raise ImportError("GGUF files need the gguf package: pip install nano-vllm[demo]") from error
         super().__init__(path)
         try:
-            header = Header(path, gguf)
-        except (ValueError, KeyError, OverflowError, struct.error) as error:
+            self.metadata, self.stored, self.num_bytes = read_file(path, gguf)
+        except (ValueError, TypeError, KeyError, OverflowError, struct.error) as error:
             raise ValueError(f"{path} is not a complete GGUF file: {error}") from error
-        self.metadata, self.stored = header.metadata, header.tensors
         self.architecture = self.metadata.get("general.architecture")
         known = {model.gguf_name: model for model in models}
         if self.architecture not in [*known]:  # which may be no text
@@ -129,7 +127,7 @@ class GGUFCheckpoint(Checkpoint):
         return raw | self.model.read_gguf_fields(raw, self._number)
 
     def hf_config(self) -> ModelConfig:
-        return checked_size(self, super().hf_config(), os.path.getsize(self.path))
+        return checked_size(self, super().hf_config(), self.num_bytes)
 
     def tokenizer(self) -> Any:
         with tokenizer_errors(f"{self.path}: cannot build the tokenizer"):

@@ -7,6 +7,8 @@ Source: the specification, docs/gguf.md of ggml.
 
 import math
 import mmap
+import os
+import re
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -90,6 +92,33 @@ class GGUFTensor:
             return torch.from_numpy(dequantize(np.ascontiguousarray(encoded), self.quantisation))
         except NotImplementedError as error:
             raise ValueError(f"quantisation {self.quantisation.name} is not supported") from error
+
+
+PART = re.compile(r"(.*-)\d{5}(-of-\d{5}\.gguf)", re.IGNORECASE | re.DOTALL)
+
+
+def read_file(path: str, gguf: Any) -> tuple[dict[str, Any], dict[str, GGUFTensor], int]:
+    """
+    The metadata, tensors and bytes of a file; if it is split, of all its parts, of which `path` is the first.
+    """
+    first = Header(path, gguf)
+    count = first.metadata.get("split.count", 1)
+    if count == 1:
+        return first.metadata, first.tensors, len(first.data)
+    name, headers = PART.fullmatch(path), [first]
+    if name is None or first.metadata.get("split.no") != 0:
+        raise ValueError(f"it is one of {count} parts; name the first, ...-00001-of-{count:05}.gguf")
+    for number in range(2, count + 1):
+        part = f"{name[1]}{number:05}{name[2]}"
+        if not os.path.isfile(part):
+            raise ValueError(f"of its {count} parts {part} is missing")
+        headers.append(Header(part, gguf))
+        if headers[-1].metadata.get("split.no") != number - 1:
+            raise ValueError(f"{part} is not its part {number}")
+    tensors = {each.name: each for header in headers for each in header.tensors.values()}
+    if len(tensors) != first.metadata.get("split.tensors.count"):
+        raise ValueError(f"its {count} parts have {len(tensors)} tensors, which is not what it says")
+    return first.metadata, tensors, sum(len(header.data) for header in headers)
 
 
 class Header:

@@ -1,7 +1,12 @@
-"""Checkpoints on the Hugging Face hub: downloads the files that are needed, unless they are in its cache."""
+"""Checkpoints on the Hugging Face hub: downloads the files that are needed, unless they are in its cache.
+
+`owner/name` is a folder; a GGUF file in such a repository is `owner/name:Q4_K_M`, by the kind of quantisation
+that its name ends with, or `owner/name/file.gguf`.
+"""
 
 import glob
 import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +15,18 @@ from nanovllm.extensions.checkpoints.shapes import SHAPES
 from nanovllm.extensions.checkpoints.untrusted import OTHER_COPY, file_inside
 
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+HUB_GGUF = re.compile(rf"({HUB_ID.pattern})(?::([\w.-]+)|/(.+\.gguf))", re.IGNORECASE)
 HUB_FILES = ("*.json", "*.jinja", "merges.txt", "vocab.txt", "tokenizer.model")
+PART = re.compile(r"-\d{5}(-of-\d{5}\.gguf)", re.IGNORECASE)  # the end of a name, of a part of a split file
 
 
 def download(name: str, weights: bool, **options: Any) -> str:
     """
-    The local folder of a hub id, from the cache or the network. `options` are those of `snapshot_download`.
-    Raises ValueError.
+    The local folder of a hub id, or the local file of a GGUF file there, from the cache or the network.
+    `options` are those of `snapshot_download`. Raises ValueError.
     """
+    if found := HUB_GGUF.fullmatch(name):
+        return _download_gguf(name, *found.groups(), options)
     missing = f"model {name!r}: there is no such folder"
     known = f", a .gguf file, 'smollm2' or, with load_format='dummy', one of {list(SHAPES)}"
     folder = _fetch(name, [*HUB_FILES], options, missing, known)
@@ -27,7 +36,11 @@ def download(name: str, weights: bool, **options: Any) -> str:
     if (path / INDEX).exists():
         file_inside(path, INDEX)
     listed = [glob.escape(file) for file in read_index(path)] or ["*.safetensors"]
-    return _fetch(name, [*HUB_FILES, *listed], options, missing)
+    folder = _fetch(name, [*HUB_FILES, *listed], options, missing)
+    if not any(path.glob("*.safetensors")) and (files := _list_gguf(name, options, missing)):
+        named = f"it has GGUF files; name one, as in {name + ':Q4_K_M'!r} or {name + '/' + min(files)!r}"
+        raise ValueError(f"model {name!r} has no safetensors file on the hub, but {named}: {_shown(files)}")
+    return folder
 
 
 def download_adapter(name: str, files: list[str], options: dict[str, Any]) -> str:
@@ -35,14 +48,62 @@ def download_adapter(name: str, files: list[str], options: dict[str, Any]) -> st
     return _fetch(name, files, options, f"lora {name!r}: there is no such folder")
 
 
-def _fetch(name: str, patterns: list[str], options: dict[str, Any], missing: str, known: str = "") -> str:
+def _download_gguf(
+    name: str, hub_id: str, kind: str | None, file: str | None, options: dict[str, Any]
+) -> str:
+    """The first part of a file, whose other parts are beside it."""
+    missing = f"model {name!r}: there is no such file"
+    files = _list_gguf(hub_id, options, missing)
+    fitting = [file] if file in files else []
+    if kind is not None:
+        ending = re.compile(rf"(.*[-._/])?{re.escape(kind)}(-\d+-of-\d+)?\.gguf", re.IGNORECASE)
+        fitting = [*filter(ending.fullmatch, files)]
+    if len(fitting) != 1:
+        problem = f"several fit: {_shown(fitting)}" if fitting else f"the hub has these: {_shown(files)}"
+        raise ValueError(f"{missing}, and of {hub_id} {problem}")
+    folder = _fetch(hub_id, [*map(glob.escape, files[fitting[0]])], options, missing, ignored=())
+    return str(Path(folder, fitting[0]))
+
+
+def _list_gguf(hub_id: str, options: dict[str, Any], missing: str) -> dict[str, list[str]]:
+    """The GGUF files of language models in a repository, each by its first part, and all their parts."""
+    from huggingface_hub import HfApi, snapshot_download
+
+    known = {name: value for name, value in options.items() if name != "cache_dir"}
+    try:
+        listed = HfApi().list_repo_files(hub_id, **known)
+    except Exception as error:  # unknown, private or gated; or no network
+        try:
+            folder = Path(snapshot_download(hub_id, local_files_only=True, **options))
+        except Exception:
+            raise ValueError(f"{missing}, and the hub does not tell its files: {error}") from error
+        listed = [path.relative_to(folder).as_posix() for path in folder.rglob("*")]
+    files: dict[str, list[str]] = {}
+    for file in sorted(listed):
+        # An "mmproj" is what makes embeddings of images.
+        if file.lower().endswith(".gguf") and "mmproj" not in file and ".." not in file:
+            files.setdefault(PART.sub(r"-00001\1", file), []).append(file)
+    return files
+
+
+def _shown(files: Collection[str]) -> str:
+    return ", ".join(files) or "none"
+
+
+def _fetch(
+    name: str,
+    patterns: list[str],
+    options: dict[str, Any],
+    missing: str,
+    known: str = "",
+    ignored: Collection[str] = ("*/*", OTHER_COPY),
+) -> str:
     """Errors say what is missing and which names are known besides hub ids."""
     from huggingface_hub import snapshot_download
 
     if not HUB_ID.fullmatch(name) or name.endswith(".gguf"):
         raise ValueError(f"{missing}, and it is not a hub id ('owner/name'){known}")
-    ignored = ["*/*", OTHER_COPY]
     try:
-        return snapshot_download(name, allow_patterns=patterns, ignore_patterns=ignored, **options)
+        return snapshot_download(name, allow_patterns=patterns, ignore_patterns=[*ignored], **options)
     except Exception as error:  # unknown, private or gated; no network and not in the cache; disk full
         raise ValueError(f"{missing}, and the hub does not give it: {error}") from error

@@ -10,6 +10,7 @@ from nanovllm.config import Config
 from nanovllm.extensions.checkpoints.made_up import fill_with_random_values
 from nanovllm.extensions.checkpoints.names import with_names_of
 from nanovllm.extensions.checkpoints.shapes import SHAPES, ShapeCheckpoint
+from nanovllm.extensions.checkpoints.text_part import open_text_part
 from nanovllm.extensions.checkpoints.untrusted import CheckedFolder
 
 
@@ -18,15 +19,18 @@ def open_checkpoint(
 ) -> Checkpoint:
     """
     Open the checkpoint that an engine's options name, without reading its weights. `model` is a folder, a
-    `.gguf` file, a Hugging Face hub id, "smollm2" or, with load_format="dummy", one of `SHAPES`. Another
-    `tokenizer` is in such a place, too. A `lora` adapter is a folder or a hub id. `models` are classes, among
-    them those of models that GGUF files may hold. Raises ValueError that says what was looked for.
+    `.gguf` file, a Hugging Face hub id or a GGUF file there (see hub.py), "smollm2" or, with
+    load_format="dummy", one of `SHAPES`. Another `tokenizer` is in such a place, too. A `lora` adapter is a
+    folder or a hub id. `models` are classes, among them those of models that GGUF files may hold. Raises
+    ValueError that says what was looked for.
     """
     hub = {"revision": config.revision, "cache_dir": config.download_dir, "token": config.token}
     hub = {name: value for name, value in hub.items() if value is not None}
     load_format, lora, tokenizer = config.load_format, config.lora, config.tokenizer
     checkpoint = _open(config.model, load_format, hub, models)
     checkpoint.read_config = read_config
+    if isinstance(checkpoint, CheckedFolder):
+        open_text_part(checkpoint)
     checkpoint.changes += (with_names_of,)
     if load_format == "dummy":
         checkpoint.fill = fill_with_random_values

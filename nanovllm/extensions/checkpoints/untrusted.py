@@ -76,7 +76,10 @@ class CheckedFolder(FolderCheckpoint):
             return None if self.fill is None else toy_tokenizer()
         self._check_tokenizer_config()
         with tokenizer_errors(f"{self.path}: transformers cannot read the tokenizer"):
-            return guarded(super().tokenizer(), self.path)
+            tokenizer = guarded(super().tokenizer(), self.path)
+        if tokenizer.chat_template is None:  # where models that read images have it
+            tokenizer.chat_template = read_json(self.folder / "chat_template.json").get("chat_template")
+        return tokenizer
 
     def _check_tokenizer_config(self) -> None:
         """Raise ValueError if transformers would open a file elsewhere or load what is no tokenizer."""

@@ -1,11 +1,13 @@
 """Conversations as text, which the checkpoint's chat template writes. What is given has been checked."""
 
+import re
 from collections.abc import Iterable, Set
 from typing import Any
 
 from nanovllm.utils.validation import check
 
 PROBE = "a text to find again"
+OTHER_MEDIA = re.compile("image|video|audio")  # in types of parts
 
 Messages = Iterable[dict[str, Any]]
 
@@ -32,6 +34,7 @@ def render(
     """The texts of conversations, see `LLM.chat`. Raises ValueError."""
     if tokenizer is None or (chat_template or tokenizer.chat_template) is None:
         raise ValueError(f"the tokenizer of {model!r} has no chat template")
+    _check_media(chats)
     form = chat_template_content_format
     if form == "openai":
         chats = [[_with_parts(message) for message in chat] for chat in chats]
@@ -46,6 +49,14 @@ def render(
         except Exception as error:  # whatever a template raises
             raise ValueError(f"the chat template does not accept conversation {i}: {error}") from error
     return texts
+
+
+def _check_media(chats: list[list[dict[str, Any]]]) -> None:
+    for i, chat in enumerate(chats):
+        for message in chat:
+            for part in message["content"] if isinstance(message["content"], list) else ():
+                is_text = not isinstance(part, dict) or not OTHER_MEDIA.search(str(part.get("type")))
+                check(is_text, f"conversation {i}: models here read text alone", part)
 
 
 def _has_parts(conversation: list[dict[str, Any]]) -> bool:

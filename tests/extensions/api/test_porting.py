@@ -434,7 +434,7 @@ def _(llm, folder):
 def _(llm, folder):
     with pytest.raises(ValueError, match="no other key"):
         llm.generate({"prompt": "a", "multi_modal_data": {}}, GREEDY)
-    with pytest.raises(ValueError, match="must be texts"):
+    with pytest.raises(ValueError, match="text alone"):
         llm.chat([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a"}}]}], GREEDY)
     refused(ValueError, "text alone", limit_mm_per_prompt={"image": 1})
 

@@ -248,10 +248,12 @@ def test_a_part_may_be_a_bare_text_and_must_be_one(llm):
     [result] = llm.chat([{"role": "user", "content": ["one", *PARTS]}], GREEDY, **options)
     assert result.prompt == "one\none\ntwo;"
     image = {"type": "image_url", "image_url": {"url": "x"}}
-    with pytest.raises(
-        ValueError, match="conversation 0: .* all parts of a content must be texts, got .*image_url"
+    for part, problem in (
+        (image, "models here read text alone"),
+        ({}, "all parts of a content must be texts"),
     ):
-        llm.chat([{"role": "user", "content": [*PARTS, image]}], GREEDY, **options)
+        with pytest.raises(ValueError, match=f"conversation 0: .*{problem}, got"):
+            llm.chat([{"role": "user", "content": [*PARTS, part]}], GREEDY, **options)
     with pytest.raises(
         ValueError, match="chat_template_content_format must be one of auto, string, openai, got 'x'"
     ):
