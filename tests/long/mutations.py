@@ -422,9 +422,9 @@ MUTATIONS = [
     ),
     *mutations_of(
         "nanovllm/extensions/logits/bias",
-        ("self.history[begun] = to_device(message.history, device)", "pass"),
+        ("self.history[to_device(np.array([*new]), device)] = to_device(history, device)", "pass"),
         ("if seq.slot != slot]", "if False]"),
-        ("slots = [*message.dropped, *message.rules]", "slots = [*message.rules]"),
+        ("slots = [*dropped, *new]", "slots = [*new]"),
         (
             "self.rules[slot].data_ptr() if slot in self.rules else 0",
             "self.rules[slot].data_ptr() if slot in self.rules else 1",
@@ -440,7 +440,7 @@ MUTATIONS = [
     ),
     *mutations_of(
         "nanovllm/extensions/logits/penalties",
-        ("self.token_flags[to_device(slots, device)] = to_device(fills, device)[:, None]", "pass"),
+        ("self.token_flags[slots] = flags.int()[:, None]", "pass"),
         (
             "flags[token_id] = flags.get(token_id, fill) + 1",
             "flags[token_id] = flags.get(token_id, fill) | 1",
