@@ -854,7 +854,7 @@ MUTATIONS = [
         ("return not is_prefill and rows <= MAX_FUSED_ROWS", "return not is_prefill"),
         ("        if not stream.is_untouched:\n", "        if False:\n"),
         ("layer.group.size == 1 and can_fuse", "can_fuse"),
-        ("x = stream.normalised()\n", "x = stream.residual()\n"),
+        ("x = stream.normalised() if squares", "x = stream.residual() if squares"),
     ),
     *mutations_of(
         "nanovllm/layers/linear",
