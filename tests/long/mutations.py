@@ -239,7 +239,7 @@ MUTATIONS = [
     ),
     *mutations_of(
         "nanovllm/extensions/safety/admission",
-        ("self.num_words += num_words", "self.num_words = num_words"),
+        ("self.num_words += len(seq.", "self.num_words = len(seq."),
         ("self.num_words > self.processor.max_words", "self.num_words >= self.processor.max_words"),
         ("                self.num_words += len(other.request.own.get(name, ()))\n", ""),
         ("self.max_running = min(self.max_running + 1, self.max_num_seqs)", "pass"),
