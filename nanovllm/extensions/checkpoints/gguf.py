@@ -68,13 +68,11 @@ class GGUFCheckpoint(Checkpoint):
     changes = (on_device_of,)
 
     def __init__(self, path: str, models: Collection[Any]):
-        try:
-            import gguf
-        except ImportError as error:
-            raise ImportError("GGUF files need the gguf package: pip install nano-vllm[demo]") from error
         super().__init__(path)
         try:
-            header = Header(path, gguf)
+            header = Header(path)
+        except ImportError as error:
+            raise ImportError("GGUF files need the gguf package: pip install nano-vllm[demo]") from error
         except (ValueError, KeyError, OverflowError, struct.error) as error:
             raise ValueError(f"{path} is not a complete GGUF file: {error}") from error
         self.metadata, self.stored = header.metadata, header.tensors

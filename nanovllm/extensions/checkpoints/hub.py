@@ -20,23 +20,18 @@ def download(name: str, weights: bool, **options: Any) -> str:
     """
     missing = f"model {name!r}: there is no such folder"
     known = f", a .gguf file, 'smollm2' or, with load_format='dummy', one of {list(SHAPES)}"
-    folder = _fetch(name, [*HUB_FILES], options, missing, known)
+    folder = fetch(name, [*HUB_FILES], options, missing, known)
     if not weights:
         return folder
     path = Path(folder)
     if (path / INDEX).exists():
         file_inside(path, INDEX)
     listed = [glob.escape(file) for file in read_index(path)] or ["*.safetensors"]
-    return _fetch(name, [*HUB_FILES, *listed], options, missing)
+    return fetch(name, [*HUB_FILES, *listed], options, missing)
 
 
-def download_adapter(name: str, files: list[str], options: dict[str, Any]) -> str:
-    """The same for these files of an adapter."""
-    return _fetch(name, files, options, f"lora {name!r}: there is no such folder")
-
-
-def _fetch(name: str, patterns: list[str], options: dict[str, Any], missing: str, known: str = "") -> str:
-    """Errors say what is missing and which names are known besides hub ids."""
+def fetch(name: str, patterns: list[str], options: dict[str, Any], missing: str, known: str = "") -> str:
+    """The same for files of these patterns. Errors say what is missing and which names are known besides."""
     from huggingface_hub import snapshot_download
 
     if not HUB_ID.fullmatch(name) or name.endswith(".gguf"):
