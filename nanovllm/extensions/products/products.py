@@ -87,9 +87,9 @@ class FoldingWeight(DenseWeight):
             self.multiply = functools.partial(onednn.multiply, weight=packed)
 
     def products(self, layer: LinearBase) -> list[Product]:
-        found: list[Product] = []
-        if can_use_gemv(self.weight):
-            found.append(Gemv(functools.partial(gemv, weight=self.weight)))
+        if not can_use_gemv(self.weight):
+            return []
+        found: list[Product] = [Gemv(functools.partial(gemv, weight=self.weight))]
         if layer.hidden_size and layer.group.size == 1 and can_fuse(layer.hidden_size, self.weight):
             found.append(FusedGemm(self))
         return found

@@ -17,13 +17,11 @@ from nanovllm.kernels import runtime
 from nanovllm.kernels.runtime import (
     cdiv,
     empty_padded,
-    is_on_gpu,
     masked_load,
     next_power_of_2,
     prefetch_each,
     tl,
     triton,
-    use_triton,
 )
 
 if runtime.HAVE_TRITON:
@@ -43,16 +41,14 @@ WIDE = 2048
 
 
 def can_fuse(hidden_size: int, weight: Tensor) -> bool:
-    """Whether a product beside a residual of this width works here, and is faster so than in parts.
+    """Whether a product beside a residual of this width is faster so, of a weight that `gemv` multiplies.
 
     Not in float16, whose range a row of x * weight may leave before it is normalised. The copy engine must be
     able to read the rows of the weight, and of what is multiplied by it. GPUs with so much shared memory have
     one, and overlap kernels.
     """
     return (
-        is_on_gpu(weight)
-        and use_triton(weight)
-        and weight.dtype == torch.bfloat16
+        weight.dtype == torch.bfloat16
         and hidden_size <= MAX_FEATURES
         and weight.shape[1] % 8 == 0
         and runtime.has_hopper_shared_memory(weight.device)
