@@ -40,20 +40,19 @@ def filter_thresholds(logits: Tensor, temperatures: Tensor, filters: Tensor) -> 
         return filter_thresholds_torch(logits, temperatures, filters)
     thresholds = torch.empty_like(temperatures)
     bests = thresholds.new_empty(len(logits), BEST * BLOCK)
-    if len(logits):
-        _threshold_kernel[(len(logits),)](
-            logits,
-            temperatures,
-            filters,
-            thresholds,
-            bests,
-            logits.stride(0),
-            filters.stride(0),
-            logits.shape[1],
-            STAGES=STAGES,
-            num_warps=8,
-            maxnreg=128,  # so that two programs fit on a multiprocessor
-        )
+    _threshold_kernel[(len(logits),)](
+        logits,
+        temperatures,
+        filters,
+        thresholds,
+        bests,
+        logits.stride(0),
+        filters.stride(0),
+        logits.shape[1],
+        STAGES=STAGES,
+        num_warps=8,
+        maxnreg=128,  # so that two programs fit on a multiprocessor
+    )
     return thresholds
 
 

@@ -56,16 +56,15 @@ def apply_rules(
     """
     if not use_triton(logits):
         return apply_rules_torch(logits, rows, positions, rules, history)
-    if len(logits):
-        _rules_kernel[(len(logits), PROGRAMS_A_ROW)](
-            logits,
-            rows,
-            positions,
-            addresses,
-            history,
-            logits.stride(0),
-            HISTORY=HISTORY,
-        )
+    _rules_kernel[(len(logits), PROGRAMS_A_ROW)](
+        logits,
+        rows,
+        positions,
+        addresses,
+        history,
+        logits.stride(0),
+        HISTORY=HISTORY,
+    )
 
 
 def apply_rules_torch(
@@ -96,21 +95,20 @@ def apply_token_flags(logits: Tensor, rows: Tensor, penalties: Tensor, token_fla
     if not use_triton(logits):
         return apply_token_flags_torch(logits, rows, penalties, token_flags)
     batch, vocab = logits.shape
-    if batch:
-        _token_flags_kernel[(cdiv(vocab, BLOCK), batch)](
-            logits,
-            rows,
-            penalties,
-            token_flags,
-            logits.stride(0),
-            penalties.stride(0),
-            token_flags.stride(0),
-            vocab,
-            IN_PROMPT=IN_PROMPT,
-            BANNED=BANNED,
-            BLOCK=BLOCK,
-            num_warps=8,
-        )
+    _token_flags_kernel[(cdiv(vocab, BLOCK), batch)](
+        logits,
+        rows,
+        penalties,
+        token_flags,
+        logits.stride(0),
+        penalties.stride(0),
+        token_flags.stride(0),
+        vocab,
+        IN_PROMPT=IN_PROMPT,
+        BANNED=BANNED,
+        BLOCK=BLOCK,
+        num_warps=8,
+    )
 
 
 def apply_token_flags_torch(logits: Tensor, rows: Tensor, penalties: Tensor, token_flags: Tensor) -> None:
