@@ -241,7 +241,7 @@ def test_thresholds_are_those_of_the_twin(device, dtype, monkeypatch):
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(40, vocab, generator=generator) * torch.linspace(0.3, 4, 40)[:, None]
     logits[0, : vocab // 2] = -torch.inf
-    logits[1, ::block] += 50  # in one lane
+    logits[1, :: int(block)] += 50  # in one lane
     logits[2] = 0.0
     logits[3:5] -= 100.0
     logits[5:8, ::3] -= 1e30  # as bans are

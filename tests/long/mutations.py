@@ -241,7 +241,7 @@ MUTATIONS = [
     ),
     *mutations_of(
         "nanovllm/extensions/safety/admission",
-        ("self.num_words += num_words", "self.num_words = num_words"),
+        ("self.num_words += len(seq.", "self.num_words = len(seq."),
         ("self.num_words > self.processor.max_words", "self.num_words >= self.processor.max_words"),
         ("                self.num_words += len(other.request.own.get(name, ()))\n", ""),
         ("self.max_running = min(self.max_running + 1, self.max_num_seqs)", "pass"),
@@ -424,9 +424,9 @@ MUTATIONS = [
     ),
     *mutations_of(
         "nanovllm/extensions/logits/bias",
-        ("self.history[begun] = to_device(message.history, device)", "pass"),
+        ("self.history[to_device(np.array([*new]), device)] = to_device(history, device)", "pass"),
         ("if seq.slot != slot]", "if False]"),
-        ("slots = [*message.dropped, *message.rules]", "slots = [*message.rules]"),
+        ("slots = [*dropped, *new]", "slots = [*new]"),
         (
             "self.rules[slot].data_ptr() if slot in self.rules else 0",
             "self.rules[slot].data_ptr() if slot in self.rules else 1",
@@ -442,7 +442,7 @@ MUTATIONS = [
     ),
     *mutations_of(
         "nanovllm/extensions/logits/penalties",
-        ("self.token_flags[to_device(slots, device)] = to_device(fills, device)[:, None]", "pass"),
+        ("self.token_flags[slots] = flags.int()[:, None]", "pass"),
         (
             "flags[token_id] = flags.get(token_id, fill) + 1",
             "flags[token_id] = flags.get(token_id, fill) | 1",
@@ -852,7 +852,7 @@ MUTATIONS = [
         ("return not is_prefill and rows <= MAX_FUSED_ROWS", "return not is_prefill"),
         ("        if not stream.is_untouched:\n", "        if False:\n"),
         ("layer.group.size == 1 and can_fuse", "can_fuse"),
-        ("x = stream.normalised()\n", "x = stream.residual()\n"),
+        ("x = stream.normalised() if squares", "x = stream.residual() if squares"),
     ),
     *mutations_of(
         "nanovllm/layers/linear",

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from nanovllm.checkpoints.folder import Checkpoint, read_json
-from nanovllm.extensions.checkpoints.hub import download_adapter
+from nanovllm.extensions.checkpoints.hub import fetch
 from nanovllm.extensions.checkpoints.names import tied_names
 from nanovllm.extensions.checkpoints.untrusted import file_inside
 from nanovllm.extensions.quantised.patterns import pattern
@@ -190,5 +190,6 @@ def open_adapter(name: str | os.PathLike, hub: dict[str, Any]) -> Adapter:
     """From a folder or a hub id; `hub` has options for downloads. Raises ValueError."""
     path = os.path.abspath(os.path.expanduser(name))
     if not os.path.isdir(path):
-        path = download_adapter(os.fspath(name), [CONFIG_FILE, WEIGHTS_FILE], hub)
+        missing = f"lora {os.fspath(name)!r}: there is no such folder"
+        path = fetch(os.fspath(name), [CONFIG_FILE, WEIGHTS_FILE], hub, missing)
     return Adapter(Path(path))

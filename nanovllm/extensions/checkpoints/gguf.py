@@ -67,13 +67,11 @@ class GGUFCheckpoint(Checkpoint):
     changes = (on_device_of,)
 
     def __init__(self, path: str, models: Collection[Any]):
-        try:
-            import gguf
-        except ImportError as error:
-            raise ImportError("GGUF files need the gguf package: pip install nano-vllm[demo]") from error
         super().__init__(path)
         try:
-            self.metadata, self.stored, self.num_bytes = read_file(path, gguf)
+            self.metadata, self.stored, self.num_bytes = read_file(path)
+        except ImportError as error:
+            raise ImportError("GGUF files need the gguf package: pip install nano-vllm[demo]") from error
         except (ValueError, TypeError, KeyError, OverflowError, struct.error) as error:
             raise ValueError(f"{path} is not a complete GGUF file: {error}") from error
         self.architecture = self.metadata.get("general.architecture")

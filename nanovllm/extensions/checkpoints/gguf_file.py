@@ -57,29 +57,32 @@ class GGUFTensor:
                 whole = whole.float() - self.added
             return (whole if self.order is None else whole[self.order])[index]
         rows, columns = index if isinstance(index, tuple) else (index, slice(None))
-        start, stop, _ = columns.indices(self.shape[1])
-        encoded = self._touched(rows, start, stop)
+        encoded, part = self._touched(rows, columns)
         if not len(encoded):  # the last of many ranks may have no row of a small vocabulary
-            return torch.empty(0, stop - start)
-        skipped = start // self.block_size * self.block_size
-        return self._decode(encoded)[:, start - skipped : stop - skipped]
+            return torch.empty(0, part.stop - part.start)
+        return self._decode(encoded)[:, part]
 
     def groups(self, rows: slice, columns: slice) -> Iterator[Groups]:
         """
         The codes and scales of these rows, some rows after the others, and of these columns, which are whole
         groups. Only for types that gguf_blocks.py knows.
         """
-        start, stop, _ = columns.indices(self.shape[1])
-        skipped = start // self.block_size * self.block_size
-        for each in decode_groups(self._touched(rows, start, stop), self.quantisation.name, self.device):
+        encoded, part = self._touched(rows, columns)
+        for each in decode_groups(encoded, self.quantisation.name, self.device):
             size = each.codes.shape[-1]
-            yield each.cut(slice((start - skipped) // size, (stop - skipped) // size))
+            yield each.cut(slice(part.start // size, part.stop // size))
 
-    def _touched(self, rows: slice, start: int, stop: int) -> np.ndarray:
-        """The blocks of a matrix in which these rows and columns are: uint8 [rows, bytes of some blocks]."""
+    def _touched(self, rows: slice, columns: slice) -> tuple[np.ndarray, slice]:
+        """
+        The blocks of a matrix in which these rows and columns are, uint8 [rows, bytes of some blocks], and
+        which of their columns these are.
+        """
+        start, stop, _ = columns.indices(self.shape[1])
         encoded = self.encoded[rows if self.order is None else self.order[rows]]
         size = encoded.shape[1] // max(self.shape[1] // self.block_size, 1)
-        return encoded[:, start // self.block_size * size : -(-stop // self.block_size) * size]
+        first, last = start // self.block_size, -(-stop // self.block_size)
+        skipped = first * self.block_size
+        return encoded[:, first * size : last * size], slice(start - skipped, stop - skipped)
 
     def _decode(self, encoded: np.ndarray) -> torch.Tensor:
         if self.dtype is not None:
@@ -97,11 +100,11 @@ class GGUFTensor:
 PART = re.compile(r"(.*-)\d{5}(-of-\d{5}\.gguf)", re.IGNORECASE | re.DOTALL)
 
 
-def read_file(path: str, gguf: Any) -> tuple[dict[str, Any], dict[str, GGUFTensor], int]:
+def read_file(path: str) -> tuple[dict[str, Any], dict[str, GGUFTensor], int]:
     """
     The metadata, tensors and bytes of a file; if it is split, of all its parts, of which `path` is the first.
     """
-    first = Header(path, gguf)
+    first = Header(path)
     count = first.metadata.get("split.count", 1)
     if count == 1:
         return first.metadata, first.tensors, len(first.data)
@@ -112,7 +115,7 @@ def read_file(path: str, gguf: Any) -> tuple[dict[str, Any], dict[str, GGUFTenso
         part = f"{name[1]}{number:05}{name[2]}"
         if not os.path.isfile(part):
             raise ValueError(f"of its {count} parts {part} is missing")
-        headers.append(Header(part, gguf))
+        headers.append(Header(part))
         if headers[-1].metadata.get("split.no") != number - 1:
             raise ValueError(f"{part} is not its part {number}")
     tensors = {each.name: each for header in headers for each in header.tensors.values()}
@@ -127,7 +130,9 @@ class Header:
     limited, so that no file costs more time or memory than that of a large model.
     """
 
-    def __init__(self, path: str, gguf: Any):
+    def __init__(self, path: str):
+        import gguf
+
         with open(path, "rb") as file:
             self.data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         if self.data[:4] != b"GGUF":
@@ -145,11 +150,8 @@ class Header:
                 raise ValueError(f"key {key!r} comes twice")
             self.metadata[key] = self._value(self._scalar("I"))
         self.tensors: dict[str, GGUFTensor] = {}
-        self._read_tensors(path, tensor_count, gguf)
-
-    def _read_tensors(self, path: str, count: int, gguf: Any) -> None:
         entries = []
-        for _ in self._counted(count):
+        for _ in self._counted(tensor_count):
             name, dimensions = self._string(), self._scalar("I")
             if not 1 <= dimensions <= 4:
                 raise ValueError(f"tensor {name!r} has {dimensions} dimensions")

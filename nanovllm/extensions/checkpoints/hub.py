@@ -29,23 +29,18 @@ def download(name: str, weights: bool, **options: Any) -> str:
         return _download_gguf(name, *found.groups(), options)
     missing = f"model {name!r}: there is no such folder"
     known = f", a .gguf file, 'smollm2' or, with load_format='dummy', one of {list(SHAPES)}"
-    folder = _fetch(name, [*HUB_FILES], options, missing, known)
+    folder = fetch(name, [*HUB_FILES], options, missing, known)
     if not weights:
         return folder
     path = Path(folder)
     if (path / INDEX).exists():
         file_inside(path, INDEX)
     listed = [glob.escape(file) for file in read_index(path)] or ["*.safetensors"]
-    folder = _fetch(name, [*HUB_FILES, *listed], options, missing)
+    folder = fetch(name, [*HUB_FILES, *listed], options, missing)
     if not any(path.glob("*.safetensors")) and (files := _list_gguf(name, options, missing)):
         named = f"it has GGUF files; name one, as in {name + ':Q4_K_M'!r} or {name + '/' + min(files)!r}"
         raise ValueError(f"model {name!r} has no safetensors file on the hub, but {named}: {_shown(files)}")
     return folder
-
-
-def download_adapter(name: str, files: list[str], options: dict[str, Any]) -> str:
-    """The same for these files of an adapter."""
-    return _fetch(name, files, options, f"lora {name!r}: there is no such folder")
 
 
 def _download_gguf(
@@ -61,7 +56,7 @@ def _download_gguf(
     if len(fitting) != 1:
         problem = f"several fit: {_shown(fitting)}" if fitting else f"the hub has these: {_shown(files)}"
         raise ValueError(f"{missing}, and of {hub_id} {problem}")
-    folder = _fetch(hub_id, [*map(glob.escape, files[fitting[0]])], options, missing, ignored=())
+    folder = fetch(hub_id, [*map(glob.escape, files[fitting[0]])], options, missing, ignored=())
     return str(Path(folder, fitting[0]))
 
 
@@ -90,7 +85,7 @@ def _shown(files: Collection[str]) -> str:
     return ", ".join(files) or "none"
 
 
-def _fetch(
+def fetch(
     name: str,
     patterns: list[str],
     options: dict[str, Any],
@@ -98,7 +93,10 @@ def _fetch(
     known: str = "",
     ignored: Collection[str] = ("*/*", OTHER_COPY),
 ) -> str:
-    """Errors say what is missing and which names are known besides hub ids."""
+    """
+    The local folder, with files of these patterns. Errors say what is missing and which names are known
+    besides hub ids.
+    """
     from huggingface_hub import snapshot_download
 
     if not HUB_ID.fullmatch(name) or name.endswith(".gguf"):

@@ -23,7 +23,8 @@ def least_bits(config: ModelConfig) -> int:
         num_sparse = sum(map(experts.replaces_mlp, range(config.num_hidden_layers)))
         sparse_width = experts.num_experts * experts.moe_intermediate_size
         widths += num_sparse * 3 * (sparse_width - config.intermediate_size)
-    format = config.quantization_config
-    # GGUF's smallest types take between one and two bits a weight.
-    bits = 8 if format is None else 1 if format.get("quant_method") == "gguf" else 4
+    bits = 8
+    if format := config.quantization_config:
+        # GGUF's smallest types take between one and two bits a weight.
+        bits = 1 if format.get("quant_method") == "gguf" else 4
     return bits * config.hidden_size * (config.vocab_size + widths)

@@ -6,9 +6,8 @@ that those of all running requests take together: requests wait whose rules do n
 """
 
 import functools
-import itertools
 from collections import Counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,16 +40,13 @@ def rules_of(request: Any, bad_words: list[list[int]]) -> np.ndarray:
     if params.min_tokens:
         until = min(len(request.token_ids) + params.min_tokens, FOREVER)
         rules += [(until, BAN, [token_id]) for token_id in sorted(request.end_token_ids)]
-    untils, added, words = zip(*rules, strict=True) if rules else ((), (), ())
-    lengths = [len(word) - 1 for word in words]
-    fields = (
-        untils,
-        np.array(added, dtype=np.float32).view(np.int32),
-        [word[-1] for word in words],
-        1 + RULE_FIELDS * len(rules) + np.cumsum(lengths),
-        lengths,
-    )
-    before = [token_id for word in words for token_id in word[:-1]]
+    fields, before = [], []
+    for until, added, (*preceding, token_id) in rules:
+        before += preceding
+        end = 1 + RULE_FIELDS * len(rules) + len(before)
+        fields.append((until, added, token_id, end, len(preceding)))
+    fields = np.reshape(fields, (-1, RULE_FIELDS)).T
+    fields[1] = np.float32(fields[1]).view(np.int32)
     return np.concatenate([[len(rules)], *fields, before]).astype(np.int32)
 
 
@@ -60,12 +56,6 @@ def history_of(seq: Sequence) -> np.ndarray:
     start = max(seq.num_prompt_tokens, len(seq.token_ids) - HISTORY)
     history[np.arange(start, len(seq.token_ids)) % HISTORY] = seq.token_ids[start:]
     return history
-
-
-class BiasMessage(NamedTuple):
-    dropped: list[int]  # slots whose rules are no longer needed
-    rules: dict[int, np.ndarray]  # by slot, see `rules_of`
-    history: np.ndarray  # int32 [slots with new rules, HISTORY], see `history_of`
 
 
 class BiasProcessor(LogitsProcessor):
@@ -104,7 +94,7 @@ class BiasProcessor(LogitsProcessor):
 
     def bad_words(self, params: SamplingParams) -> list[list[int]]:
         """The bad words as token ids."""
-        return list(itertools.chain.from_iterable(map(self._bad_word, params.bad_words)))
+        return [word for text in params.bad_words for word in self._bad_word(text)]
 
     def _read_bad_word(self, text: str) -> list[list[int]]:
         """
@@ -112,41 +102,44 @@ class BiasProcessor(LogitsProcessor):
         tokens. Leaves out what contains tokens that the model never draws.
         """
         plain, tokenize = text.lstrip(" "), self.prompts.tokenize
-        token_ids = [ids for each in (plain, " " + plain) if (ids := tokenize(each, "bad_words", False))]
-        if not token_ids:
+        found = [tuple(tokenize(each, "bad_words", False)) for each in (plain, " " + plain)]
+        if not any(found):
             raise ValueError(f"bad_words has {shown(text)}, of which the tokenizer makes no token")
-        if (longest := max(map(len, token_ids))) > HISTORY:
+        if (longest := max(map(len, found))) > HISTORY:
             rule = f"each of bad_words must have at most {HISTORY} tokens"
             raise ValueError(f"{rule}, got {longest} of {shown(text)}")
-        distinct = dict.fromkeys(map(tuple, token_ids))
-        return [[*ids] for ids in distinct if max(ids) < self.prompts.vocab_size]
+        return [[*ids] for ids in dict.fromkeys(found) if ids and max(ids) < self.prompts.vocab_size]
 
-    def prepare(self, sequences: list[Sequence]) -> BiasMessage | None:
+    def prepare(self, sequences: list[Sequence]) -> Any:
+        """
+        Slots whose rules are no longer needed; new rules by slot, see `rules_of`; and the histories of these
+        slots, int32 [slots, HISTORY], see `history_of`.
+        """
         dropped = [slot for slot, seq in self._in_slots.items() if seq.slot != slot]
         for slot in dropped:
             del self._in_slots[slot]
-        here = {seq.slot: seq for seq in sequences if self.name in seq.request.own}
-        if not (dropped or here):
+        new = {seq.slot: seq for seq in sequences if self.name in seq.request.own}
+        if not (dropped or new):
             return None
-        self._in_slots.update(here)
-        rules = {slot: seq.request.own[self.name] for slot, seq in here.items()}
-        return BiasMessage(dropped, rules, np.array([history_of(seq) for seq in here.values()]))
+        self._in_slots.update(new)
+        rules = {slot: seq.request.own[self.name] for slot, seq in new.items()}
+        return dropped, rules, np.array([*map(history_of, new.values())])
 
     def allocate(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
         self.history = torch.full((num_slots, HISTORY), -1, dtype=torch.int32, device=device)
         self.addresses = torch.zeros(num_slots, dtype=torch.int64, device=device)
 
-    def receive(self, message: BiasMessage) -> None:
+    def receive(self, message: Any) -> None:
+        dropped, new, history = message
         device = self.history.device
-        slots = [*message.dropped, *message.rules]
+        slots = [*dropped, *new]
         for slot in slots:
             self.rules.pop(slot, None)
-        if message.rules:
-            rules = to_device(np.concatenate(list(message.rules.values())), device)
-            parts = torch.split_with_sizes_copy(rules, list(map(len, message.rules.values())))
-            self.rules.update(zip(message.rules, parts, strict=True))
-            begun = to_device(np.array(list(message.rules)), device)
-            self.history[begun] = to_device(message.history, device)
+        if new:
+            rules = to_device(np.concatenate([*new.values()]), device)
+            parts = torch.split_with_sizes_copy(rules, [*map(len, new.values())])
+            self.rules.update(zip(new, parts, strict=True))
+            self.history[to_device(np.array([*new]), device)] = to_device(history, device)
         addresses = [self.rules[slot].data_ptr() if slot in self.rules else 0 for slot in slots]
         index, values = to_device(np.array([slots, addresses]), device)
         self.addresses[index] = values

@@ -3,7 +3,7 @@ them, whatever has changed them since.
 """
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,19 +16,13 @@ from nanovllm.sampling_params import MAX_LOGPROBS, SamplingParams
 ROWS_AT_ONCE = 64  # of log-probabilities, which take several times the memory of their logits
 # A token's log-probability and rank (1 is the likeliest), then the likeliest tokens and theirs.
 TokenLogprobs = tuple[float, int, list[int], list[float]]
-
-
-class TopLogprobs(NamedTuple):
-    """Log-probability and rank (1 is the likeliest) of given tokens, and the likeliest tokens with theirs."""
-
-    logprobs: Tensor  # float32 [tokens]
-    ranks: Tensor  # int64 [tokens]
-    top_token_ids: Tensor  # int64 [tokens, MAX_LOGPROBS]
-    top_logprobs: Tensor  # float32 [tokens, MAX_LOGPROBS]
+# The same of several tokens, on the device: float32 and int64 [tokens], then int64 and float32
+# [tokens, MAX_LOGPROBS].
+TopLogprobs = tuple[Tensor, ...]
 
 
 def concatenated(parts: Iterable[TopLogprobs]) -> TopLogprobs:
-    return TopLogprobs(*map(torch.cat, zip(*parts, strict=True)))
+    return tuple(map(torch.cat, zip(*parts, strict=True)))
 
 
 def top_logprobs(logits: Tensor, token_ids: Tensor) -> TopLogprobs:
@@ -41,13 +35,13 @@ def _top_logprobs(logits: Tensor, token_ids: Tensor) -> TopLogprobs:
     total = logits.float().logsumexp(1, keepdim=True)
     top = logits.topk(min(MAX_LOGPROBS, logits.shape[1]))
     ranks = (logits > chosen).sum(1) + 1
-    return TopLogprobs((chosen.float() - total)[:, 0], ranks, top.indices, top.values.float() - total)
+    return (chosen.float() - total)[:, 0], ranks, top.indices, top.values.float() - total
 
 
 def read_logprobs(found: TopLogprobs, num_top: int) -> list[TokenLogprobs]:
     """One for each token, with so many of the likeliest tokens."""
-    logprobs, ranks, top_token_ids, top_logprobs = found
-    tensors = logprobs, ranks, top_token_ids[:, :num_top], top_logprobs[:, :num_top]
+    logprobs, ranks, *tops = found
+    tensors = logprobs, ranks, *(top[:, :num_top] for top in tops)
     return list(zip(*(tensor.tolist() for tensor in tensors), strict=True))
 
 
@@ -76,10 +70,10 @@ class LogprobProcessor(LogitsProcessor):
 
     def record(self, sequences: list[Sequence], drawing: list[Sequence], tensors: tuple[Tensor, ...]) -> None:
         rows = [i for i, seq in enumerate(drawing) if self.name in seq.request.own and not seq.is_finished]
-        num_top = max((drawing[i].sampling_params.logprobs for i in rows), default=0)
-        found = read_logprobs(TopLogprobs(*(tensor[rows] for tensor in tensors)), num_top)
-        for i, token_logprobs in zip(rows, found, strict=True):
-            seq = drawing[i]
+        asking = [drawing[i] for i in rows]
+        num_top = max((seq.sampling_params.logprobs for seq in asking), default=0)
+        found = read_logprobs(tuple(tensor[rows] for tensor in tensors), num_top)
+        for seq, token_logprobs in zip(asking, found, strict=True):
             so_far = seq.request.own[self.name].setdefault(seq.seq_id, [])
             del so_far[len(seq.token_ids) - seq.num_prompt_tokens :]  # of a step that failed after this
             so_far.append(token_logprobs)

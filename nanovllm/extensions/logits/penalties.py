@@ -66,18 +66,17 @@ class PenaltyProcessor(SlotSettings):
 
     def prepare(self, sequences: list[Sequence]) -> Any:
         """
-        The settings; the slots that have new flags, int64 [slots]; the flags of tokens that are not listed,
-        int32 [slots]; and the others, int64 [tokens, 2]: index into the flattened table and flags.
+        The settings; slots that get new flags and those of tokens that are not listed, int64 [slots, 2]; and
+        the others, int64 [tokens, 2]: index into the flattened table and flags.
         """
-        slots, fills, listed = [], [], []
+        fills, listed = [], []
         for seq in sequences:
             if self.name in seq.request.own:
                 fill, flags = token_flags_of(seq)
-                slots.append(seq.slot)
-                fills.append(fill)
+                fills.append((seq.slot, fill))
                 listed += [(seq.slot * self.vocab_size + token_id, flag) for token_id, flag in flags.items()]
-        listed = np.array(listed, dtype=np.int64).reshape(-1, 2)
-        return super().prepare(sequences), np.array(slots, np.int64), np.array(fills, np.int32), listed
+        pairs = (np.array(each, dtype=np.int64).reshape(-1, 2) for each in (fills, listed))
+        return super().prepare(sequences), *pairs
 
     def allocate(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
         super().allocate(num_slots, vocab_size, device)
@@ -85,10 +84,11 @@ class PenaltyProcessor(SlotSettings):
         self.token_flags = torch.zeros(num_slots, vocab_size, dtype=torch.int32, device=device)
 
     def receive(self, message: Any) -> None:
-        settings, slots, fills, listed = message
+        settings, fills, listed = message
         super().receive(settings)
         device = self.token_flags.device
-        self.token_flags[to_device(slots, device)] = to_device(fills, device)[:, None]
+        slots, flags = to_device(fills, device).unbind(1)
+        self.token_flags[slots] = flags.int()[:, None]
         for start in range(0, len(listed), FLAGS_AT_ONCE):
             index, flags = to_device(listed[start : start + FLAGS_AT_ONCE], device).unbind(1)
             self.token_flags.view(-1)[index] = flags.int()

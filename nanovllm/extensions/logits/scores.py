@@ -12,7 +12,6 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.slots import to_device
 from nanovllm.extensions.logits.logprobs import (
     TokenLogprobs,
-    TopLogprobs,
     concatenated,
     read_logprobs,
     top_logprobs,
@@ -68,7 +67,7 @@ class ScoreProcessor(LogitsProcessor):
         return params.prompt_logprobs is not None
 
     def read(self, request: Any, where: str) -> Scores:
-        return self.scoring(request.token_ids[1:])
+        return Scores(request.token_ids[1:])
 
     def scoring(self, targets: list[int], first: int = 0) -> Scores:
         """What a request has in its `own` whose text is scored from its `first` target on."""
@@ -85,7 +84,7 @@ class ScoreProcessor(LogitsProcessor):
 
     def max_cached(self, seq: Sequence) -> int:
         """None that a score is computed from."""
-        scores = self._scores_of(seq) if self.name in seq.request.own else None
+        scores = self._scores_of(seq)
         return len(seq) - 1 if scores is None else scores.num_scored
 
     def prepare(self, sequences: list[Sequence]) -> Scoring | None:
@@ -94,18 +93,17 @@ class ScoreProcessor(LogitsProcessor):
         for seq in sequences:
             if (scores := self._scores_of(seq)) is not None:
                 place = start - seq.num_computed_tokens  # in the batch, of the sequence's first token
-                end = min(seq.num_computed_tokens + seq.num_scheduled_tokens, len(scores.targets))
-                indices += range(place + scores.num_scored, place + end)
-                targets += scores.targets[scores.num_scored : end]
-                scored.append((scores, max(0, end - scores.num_scored)))
+                end = seq.num_computed_tokens + seq.num_scheduled_tokens
+                found = scores.targets[scores.num_scored : end]
+                indices += range(place + scores.num_scored, place + scores.num_scored + len(found))
+                targets += found
+                scored.append((scores, len(found)))
+                scores.num_scored += len(found)
             start += seq.num_scheduled_tokens
         if not targets:
             return None
-        message = np.array(indices, dtype=np.int64), np.array(targets, dtype=np.int64)
         self._steps.append(scored)
-        for scores, count in scored:
-            scores.num_scored += count
-        return message
+        return np.array(indices, dtype=np.int64), np.array(targets, dtype=np.int64)
 
     def largest(self, length: int) -> Scoring | None:
         indices = np.arange(min(length - 1, SCORED_AT_ONCE))
@@ -113,20 +111,19 @@ class ScoreProcessor(LogitsProcessor):
 
     def record(self, sequences: list[Sequence], drawing: list[Sequence], tensors: tuple[Tensor, ...]) -> None:
         num_top = max(seq.sampling_params.prompt_logprobs or 0 for seq in sequences)
-        found = iter(read_logprobs(TopLogprobs(*tensors), num_top))
-        for scores, count in self._steps[0]:
+        found = iter(read_logprobs(tensors, num_top))
+        for scores, count in self._steps.pop(0):
             scores.found += itertools.islice(found, count)
-        del self._steps[0]
 
     def receive(self, message: Scoring) -> None:
         self._scoring = message
 
     def hidden(self, hidden_states: Tensor, lm_head: Any, step: SamplingStep) -> None:
         """How likely each target is after the token before it. hidden_states [tokens, hidden size]."""
-        if self._scoring is None:
+        scoring, self._scoring = self._scoring, None
+        if scoring is None:
             return
-        indices, targets = (to_device(array, hidden_states.device) for array in self._scoring)
-        self._scoring = None
+        indices, targets = (to_device(array, hidden_states.device) for array in scoring)
         pairs = zip(indices.split(SCORED_AT_ONCE), targets.split(SCORED_AT_ONCE), strict=True)
         step.told[self.name] = concatenated(
             top_logprobs(lm_head.gather(lm_head.logits(hidden_states[index])), target)

@@ -1,6 +1,5 @@
 """Numbers that a processor keeps of each slot: a sequence that does not want it has neutral ones."""
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,13 +9,15 @@ from torch import Tensor
 from nanovllm.engine.interfaces import LogitsProcessor
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.slots import to_device
-from nanovllm.sampling_params import SamplingParams
 
 
 class SlotSettings(LogitsProcessor):
+    """
+    `numbers_of` takes the SamplingParams of a request that wants the processor; its numbers are within what
+    float32 can compute with.
+    """
+
     neutral: tuple[float, ...]
-    # The numbers of a request that wants it, within what float32 can compute with.
-    numbers_of: Callable[[SamplingParams], tuple[float, ...]]
     table: Tensor  # float32 [slots, numbers], on the device
 
     def prepare(self, sequences: list[Sequence]) -> Any:

@@ -8,8 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from nanovllm.extensions.products import onednn
-from nanovllm.extensions.products.kernels.fused_linear import MAX_ROWS as MAX_FUSED_ROWS
-from nanovllm.extensions.products.kernels.fused_linear import can_fuse, fused_linear
+from nanovllm.extensions.products.kernels.fused_linear import MAX_FUSED_ROWS, can_fuse, fused_linear
 from nanovllm.extensions.products.kernels.gemv import MAX_ROWS, can_use_gemv, gemv
 from nanovllm.layers.layernorm import RMSNorm, Stream
 from nanovllm.layers.linear import DenseWeight, LinearBase, Product, activated
@@ -63,17 +62,13 @@ class FusedGemm(Product):
         return not is_prefill and rows <= MAX_FUSED_ROWS
 
     def norm_linear(self, stream: Stream, bias: Tensor | None, gated: bool = False) -> Tensor:
-        if isinstance(stream, SplitNorm):
-            x, squares = stream.scaled, stream.sum_of_squares
-        else:
-            x = stream.normalised()
-            squares = None
+        squares = getattr(stream, "sum_of_squares", None)
+        x = stream.normalised() if squares is None else stream.scaled
         return fused_linear(x, self.weight, bias, squares, stream.norm.eps, gated)[0]
 
     def linear_add(self, stream: Stream, x: Any, bias: Tensor | None, next_norm: RMSNorm) -> Stream:
-        norm, residual = next_norm.weight, stream.residual()
         total, *split = fused_linear(
-            activated(x), self.weight, bias, residual=residual, next_norm_weight=norm
+            activated(x), self.weight, bias, residual=stream.residual(), next_norm_weight=next_norm.weight
         )
         return SplitNorm(total, next_norm, None, *split)
 
@@ -90,9 +85,9 @@ class FoldingWeight(DenseWeight):
             self.multiply = functools.partial(onednn.multiply, weight=packed)
 
     def products(self, layer: LinearBase) -> list[Product]:
-        found: list[Product] = []
-        if can_use_gemv(self.weight):
-            found.append(Gemv(functools.partial(gemv, weight=self.weight)))
+        if not can_use_gemv(self.weight):
+            return []
+        found: list[Product] = [Gemv(functools.partial(gemv, weight=self.weight))]
         if layer.hidden_size and layer.group.size == 1 and can_fuse(layer.hidden_size, self.weight):
             found.append(FusedGemm(self))
         return found

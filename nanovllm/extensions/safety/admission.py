@@ -50,10 +50,9 @@ class AdmissionControl(Admission):
                 self.num_words += len(other.request.own.get(name, ()))
         if self.max_running < self.max_num_seqs and not (is_first and len(running) < self.max_running):
             return Verdict.STOP
-        if num_words := len(seq.request.own.get(name, ())):
-            self.num_words += num_words
-            if self.num_words > self.processor.max_words:
-                return Verdict.STOP
+        self.num_words += len(seq.request.own.get(name, ()))
+        if self.num_words > self.processor.max_words:
+            return Verdict.STOP
         # The last token is never written to the cache.
         self.num_blocks_at_most += -(-(seq.request.max_num_tokens - 1) // pool.block_size)
         for block_id in hit.blocks:
@@ -73,25 +72,24 @@ class AdmissionControl(Admission):
     def _most_needed(self, seq: Sequence, hit: Hit, state: Scheduler) -> int:
         """The most blocks that will be in use in any decode step."""
         pool, running, joining = state.block_manager, state.running, [*state.held_back, (seq, hit)]
-        size, found = pool.block_size, {block_id for _, other in joining for block_id in other.blocks}
+        size, found = pool.block_size, {block_id for _, its_hit in joining for block_id in its_hit.blocks}
 
         def is_own(block_id: int) -> bool:
             return num_owners(pool, block_id) == 1 and block_id not in found
 
-        # A table begins with blocks that were given back, then shared ones (nearly always: two sequences may
-        # have computed their first block at once, and share a later one). Only exclusively owned blocks
-        # count as freed at the end. That it will release others before does not count.
-        shared = [
-            bisect_left(other.block_table, True, lo=other.num_released_blocks, key=is_own)
-            for other in running
-        ]
-        num_own = sum(len(other.block_table) for other in running) - sum(shared)
-        for _, other in joining:
-            shared.append(sum(num_owners(pool, block_id) > 0 for block_id in other.blocks))
-        growths = [self._growth(other) for other in [*running, *(other for other, _ in joining)]]
-        growing = [(*growth, count) for growth, count in zip(growths, shared, strict=True)]
-        needed = len(pool.used_block_ids) - num_own
+        needed, growing = len(pool.used_block_ids), []
         needed -= sum(num_owners(pool, block_id) == 0 for block_id in pool.prefix_cache.pinned)
+        for other in running:
+            # A table begins with blocks that were given back, then shared ones (nearly always: two sequences
+            # may have computed their first block at once, and share a later one). Only exclusively owned
+            # blocks count as freed at the end. That it will release others before does not count.
+            table = other.block_table
+            num_shared = bisect_left(table, True, lo=other.num_released_blocks, key=is_own)
+            needed -= len(table) - num_shared
+            growing.append((*self._growth(other), num_shared))
+        for other, its_hit in joining:
+            num_shared = sum(num_owners(pool, block_id) > 0 for block_id in its_hit.blocks)
+            growing.append((*self._growth(other), num_shared))
         most, rests = 0, []
         for num_steps, num_tokens, count in sorted(growing, reverse=True):  # those that end last first
             # In its k-th decode step it needs ceil((num_tokens + k - 1) / size) blocks.

@@ -22,15 +22,21 @@ def check_sampling(params: SamplingParams) -> None:
     params.set_number("top_p", float, MIN_FLOAT, 1, "above 0 and at most 1")
     params.set_number("top_k", int, -1, MAX_TOKENS, "0 or -1 (all tokens) or an integer above")
     params.set_number("min_p", float, 0, 1, "from 0 to 1")
-    params.set_number("presence_penalty", float, -2, 2, "from -2 to 2")
-    params.set_number("frequency_penalty", float, -2, 2, "from -2 to 2")
+    for name in ("presence_penalty", "frequency_penalty"):
+        params.set_number(name, float, -2, 2, "from -2 to 2")
     params.set_number("repetition_penalty", float, MIN_FLOAT, MAX_FLOAT, "a number above 0")
     params.set_number("n", int, 1, MAX_N, f"an integer from 1 to {MAX_N}")
     params.set_optional("logprobs", 0, MAX_LOGPROBS)
     params.set_optional("prompt_logprobs", 0, MAX_LOGPROBS)
     most, said = params.max_tokens or MAX_TOKENS, f"an integer from 0 to max_tokens={params.max_tokens}"
     params.set_number("min_tokens", int, 0, most, said)
-    _check_texts(params)
+    given = params.stop
+    stop = (given,) if isinstance(given, str) else as_tuple(given)
+    _set_each(params, "stop", stop, is_text, str, f"a text or {TEXTS}")
+    if stop and not params.detokenize:
+        message = "stop needs a text to look at, but detokenize is False; got stop="
+        raise ValueError(message + shown(given))
+    _set_each(params, "bad_words", as_tuple(params.bad_words), is_text, str, TEXTS)
     if params.allowed_token_ids is not None:
         allowed = as_tuple(params.allowed_token_ids) or None
         said = f"None or {IDS}, which is not empty"
@@ -39,16 +45,6 @@ def check_sampling(params: SamplingParams) -> None:
     bias = tuple(bias.items()) if isinstance(bias, Mapping) else as_tuple(bias)
     biases = "a dict of token ids with biases from -100 to 100"
     _set_each(params, "logit_bias", bias, _is_bias, lambda pair: (int(pair[0]), float(pair[1])), biases)
-
-
-def _check_texts(params: SamplingParams) -> None:
-    given = params.stop
-    stop = (given,) if isinstance(given, str) else as_tuple(given)
-    _set_each(params, "stop", stop, is_text, str, f"a text or {TEXTS}")
-    if stop and not params.detokenize:
-        message = "stop needs a text to look at, but detokenize is False; got stop="
-        raise ValueError(message + shown(given))
-    _set_each(params, "bad_words", as_tuple(params.bad_words), is_text, str, TEXTS)
 
 
 def _set_each(

@@ -80,8 +80,7 @@ def transformers_config(raw: dict[str, Any], check_rope: Callable[..., None] = l
     known = ROPE_KEYS.union(getattr(config, "ignore_keys_at_rope_validation", None) or ())
     for settings in _rope_parameters(config):
         check_rope(settings, known)
-        value = settings.pop("attn_factor", None)
-        if value is None:
+        if (value := settings.pop("attn_factor", None)) is None:
             continue
         # transformers knows no factor beside YaRN's own, but one in its place.
         check_number("attn_factor", value, 1e-6, 1e15)

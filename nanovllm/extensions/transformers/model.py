@@ -39,7 +39,6 @@ class TransformersForCausalLM(nn.Module):
         super().__init__()
         model = build(config)
         base = model.base_model
-        self._built = model, base  # no children, or their parameters would have other names
         fix_rotations(model)
         leave_rotations(base)
         self.attention = nn.ModuleList(try_out(base, config.num_hidden_layers))
@@ -52,15 +51,16 @@ class TransformersForCausalLM(nn.Module):
             attention.features["sinks"] = made.get(attention.features["sinks"])
         for name, child in model.named_children():
             self.add_module(name, child)
-        vars(self)["lm_head"] = Head(model)  # under its own name it is a child already
+        # No child, or its parameters would have other names; and under this name there may be one already.
+        vars(self)["lm_head"] = Head(model)
         # A mask of four dimensions is one that transformers passes on as it is, and `attend` needs none.
         self.register_buffer("no_mask", torch.empty(1, 1, 1, 1), persistent=False)
 
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         """input_ids, positions int64 [tokens] -> hidden states [tokens, hidden_size]."""
         tokens = {"input_ids": input_ids[None], "position_ids": positions[None]}
-        _, base = self._built
-        return base(**tokens, attention_mask=self.no_mask, use_cache=False).last_hidden_state[0]
+        out = self.lm_head.base(**tokens, attention_mask=self.no_mask, use_cache=False)
+        return out.last_hidden_state[0]
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """-> logits [sequences, vocab_size]."""
@@ -70,8 +70,7 @@ class TransformersForCausalLM(nn.Module):
         """A checkpoint's tensors by the `known` names, and in the shapes, that parameters have here."""
         modules = self.named_modules()
         turned = {f"{name}.weight" for name, each in modules if getattr(each, "is_stored_transposed", False)}
-        model, _ = self._built
-        for tensor in converted(model, known, tensors):
+        for tensor in converted(self.lm_head.model, known, tensors):
             if tensor.name in turned:
                 tensor = Converted(tensor.name, tensor.file, tensor[...].t(), is_transposed=True)
             yield tensor
@@ -89,8 +88,12 @@ def build(config: Any) -> Any:
     theirs.num_hidden_layers = config.num_hidden_layers
     with without_memory():
         try:
-            options = {"attn_implementation": NAME, "experts_implementation": NAME}
-            model = AutoModelForCausalLM.from_config(theirs, **options, dtype=torch.get_default_dtype())
+            model = AutoModelForCausalLM.from_config(
+                theirs,
+                attn_implementation=NAME,
+                experts_implementation=NAME,
+                dtype=torch.get_default_dtype(),
+            )
         except Exception as error:  # whatever a foreign file makes of foreign code
             raise ValueError(f"transformers cannot build the model: {error!r:.300}") from error
     if model.base_model is model or model.get_output_embeddings() is None:
@@ -143,7 +146,6 @@ def try_out(base: Any, num_layers: int) -> list[Attention]:
     The attention of each layer on this rank, as it asks for it on the meta device. Raises ValueError if a
     layer has none, or depends on data.
     """
-    name = type(base).__name__
     shares = cut_modules(base)
     buffers = {name: buffer.to("meta") for name, buffer in base.named_buffers()}
     tokens = torch.zeros(1, 2, dtype=torch.int64, device="meta")
@@ -155,12 +157,12 @@ def try_out(base: Any, num_layers: int) -> list[Attention]:
         raise
     except Exception as error:
         ranks = f" with tensor_parallel_size={get_group().size}" if shares else ""
-        raise ValueError(f"{name} is not supported{ranks}: {error!r:.300}") from error
-    attentions = (getattr(module, "nano_vllm_attention", None) for module in base.modules())
-    found = [attention for attention in attentions if attention is not None]
+        raise ValueError(f"{type(base).__name__} is not supported{ranks}: {error!r:.300}") from error
+    modules = [module for module in base.modules() if hasattr(module, "nano_vllm_attention")]
+    found = [module.nano_vllm_attention for module in modules]
     if len(found) != num_layers:
         reason = f"{len(found)} of {num_layers} layers have attention of the usual kind"
-        raise ValueError(f"{name} is not supported: {reason}")
+        raise ValueError(f"{type(base).__name__} is not supported: {reason}")
     return found
 
 
@@ -174,7 +176,7 @@ class Head:
     __call__ = ParallelLMHead.forward
 
     def __init__(self, model: Any):
-        self.model = model
+        self.model, self.base = model, model.base_model
 
     def logits(self, hidden_states: Tensor) -> Tensor:
         """-> logits [tokens, vocab_size]."""
@@ -184,7 +186,7 @@ class Head:
             router_logits = shared_kv_states = None  # which some heads ask for
 
         states = hidden_states[None]
-        base = self.model.base_model
+        base = self.base
         layers = getattr(base, "decoder", base)  # where they are in some models
         layers.forward = base.forward = lambda *_args, **_options: Output(last_hidden_state=states)
         try:

@@ -57,15 +57,15 @@ def attend(
     `rotation`, to [1, tokens, heads, head_dim]. Positions and masks follow from the step's context.
     """
     _, num_heads, num_tokens, _ = query.shape
+    value_dim = value.shape[-1]
     if query.is_meta:
         options["sliding_window"] = getattr(attention_mask, "window", options.get("sliding_window"))
         attention = make_attention(module, query, key, value, options)
         vars(module)["nano_vllm_attention"] = attention  # not a child, or it would have two names
         if not hands_over_rotation(query, key, value):
             vars(module).pop("forward", None)  # it rotates by itself again
-        return query.new_empty(1, num_tokens, num_heads, value.shape[-1]), None
+        return query.new_empty(1, num_tokens, num_heads, value_dim), None
     attention: Attention = module.nano_vllm_attention
-    value_dim = value.shape[-1]
     if value_dim < attention.head_dim:
         value = F.pad(value, (0, attention.head_dim - value_dim))
     q, k, v = (each[0].transpose(0, 1) for each in (query, key, value))
@@ -95,7 +95,7 @@ def make_attention(
     if not is_usual or value.shape[-1] > head_dim or not getattr(module, "is_causal", True):
         raise ValueError(f"{name}: it attends not only to the tokens before")
     sinks = options.get("s_aux")
-    if sinks is not None and not isinstance(sinks, nn.Parameter):
+    if not isinstance(sinks, nn.Parameter | None):
         raise ValueError(f"{name}: its sinks are computed")
     scaling = options.get("scaling")
     scale = head_dim**-0.5 if scaling is None else float(scaling)
@@ -118,12 +118,11 @@ def compute_experts(module: nn.Module, hidden_states: Tensor, experts: Tensor, w
     if hidden_states.is_meta:
         return torch.empty_like(hidden_states)
     is_silu = type(getattr(module, "act_fn", None)).__name__ in ("SiLU", "SiLUActivation")
-    is_plain = is_silu and has_plain_experts(module)
-    if is_plain and type(module)._apply_gate is _default_apply_gate:  # this project's kernels compute them
+    if is_silu and has_plain_experts(module) and type(module)._apply_gate is _default_apply_gate:
+        # This project's kernels compute them.
         chosen = Chosen(experts.int().contiguous(), weights.float().contiguous())
-        gate_up = module.gate_up_proj.flatten(0, 1)
-        down = module.down_proj.flatten(0, 1)
-        stacked = ExpertWeights(gate_up, down, len(module.down_proj))
+        gate_up, down = module.gate_up_proj, module.down_proj
+        stacked = ExpertWeights(gate_up.flatten(0, 1), down.flatten(0, 1), len(down))
         y = run_experts(hidden_states, stacked, chosen, get_context().is_prefill)
     else:
         y = grouped_mm_experts_forward(module, hidden_states, experts, weights)

@@ -32,7 +32,7 @@ def cut_modules(base: Any) -> dict[str, Tensor]:
     plan = base.config.base_model_tp_plan or {}
     shares = {}
     if group.size == 1:
-        return {}
+        return shares
     for prefix, module in base.named_modules():
         way = plan.get(_generic(prefix))
         cuts = {}
@@ -47,13 +47,13 @@ def cut_modules(base: Any) -> dict[str, Tensor]:
             raise ValueError(f"tensor_parallel_size must be 1: {prefix} cannot be split")
         for name, param in [*module.named_parameters(recurse=False)]:
             if name in cuts:
-                shape = list(param.shape)
-                shape[cuts[name]] = divide(shape[cuts[name]], group.size)
+                dim, shape = cuts[name], list(param.shape)
+                shape[dim] = divide(shape[dim], group.size)
                 share = nn.Parameter(param.new_empty(shape), requires_grad=False)
                 shares[f"{prefix}.{name}"] = share
                 if way == EXPERTS:
                     share.weight_loader = functools.partial(
-                        _load_share, group=group, whole=param.shape, dim=cuts[name]
+                        _load_share, group=group, whole=param.shape, dim=dim
                     )
                     module.register_parameter(name, share)
             elif _generic(f"{prefix}.{name}") in plan:
@@ -83,9 +83,7 @@ def _load_share(param: nn.Parameter, loaded_weight: Any, group: Group, whole: to
 
 def part_of(linear: nn.Linear) -> Shard:
     """This rank's share."""
-    shape = (linear.out_features, linear.in_features)
     cut = getattr(linear, "cut", None)
-    if cut is None:
-        return Shard(shape)
-    mine = own_part(shape[LINEAR[cut]["weight"]])
-    return Shard(shape, **{"rows" if cut == "colwise" else "columns": mine})
+    rows = own_part(linear.out_features) if cut == "colwise" else None
+    columns = own_part(linear.in_features) if cut == "rowwise" else None
+    return Shard((linear.out_features, linear.in_features), rows, columns)

@@ -24,7 +24,7 @@ class Converted:
     is_transposed: bool = False
 
     def __post_init__(self) -> None:
-        self.shape, self.dtype = tuple(self.value.shape), self.value.dtype
+        self.shape, self.dtype = self.value.shape, self.value.dtype
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         return self.value[index]
@@ -43,10 +43,10 @@ def converted(model: Any, known: Collection[str], tensors: Iterable[Any]) -> Ite
     renamings = [each for each in transforms if not isinstance(each, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     ignored = model._keys_to_ignore_on_load_unexpected or ()
-    prefix, state = model.base_model_prefix, dict.fromkeys(known, True)
+    state = dict.fromkeys(known, True)
     waiting: dict[str, list[tuple[Any, str]]] = defaultdict(list)
     for tensor in tensors:
-        name, pattern = rename_source_key(tensor.name, renamings, converters, prefix, state)
+        name, pattern = rename_source_key(tensor.name, renamings, converters, model.base_model_prefix, state)
         if pattern is not None:
             waiting[name].append((tensor, pattern))
             continue

@@ -396,7 +396,7 @@ def test_the_text_of_a_token_is_made_once_however_often_it_is_told(llm, monkeypa
 
 def test_only_the_rows_that_ask_for_log_probabilities_are_read(llm, monkeypatch):
     read, read_logprobs = [], logprobs.read_logprobs
-    noted = lambda found, num: (read.append((found.logprobs, num)), read_logprobs(found, num))[1]  # noqa: E731
+    noted = lambda found, num: (read.append((found[0], num)), read_logprobs(found, num))[1]  # noqa: E731
     monkeypatch.setattr(logprobs, "read_logprobs", noted)
     params = [SamplingParams(0, 9, True), SamplingParams(0, 5, True, logprobs=3), SamplingParams(0, 9, True)]
     results = llm.generate([[1], [2], [3]], params, use_tqdm=False)

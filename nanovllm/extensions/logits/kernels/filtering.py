@@ -12,11 +12,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nanovllm.kernels.runtime import LOG2_E, tl, triton, use_triton
+from nanovllm.kernels.runtime import LOG2_E, MINUS_INF, tl, triton, use_triton
 
-BLOCK = 2048  # logits that are read together, one by each lane
+BLOCK = tl.constexpr(2048)  # logits that are read together, one by each lane
 STAGES = 6  # blocks that are loaded ahead
-BEST = 4  # logits of every lane that are copied
+BEST = tl.constexpr(4)  # logits of every lane that are copied
 UNIT = tl.constexpr(LOG2_E)  # for kernels
 MAX_PASSES = tl.constexpr(128)  # far more than float32 can need in a range of real logits
 
@@ -38,41 +38,37 @@ def filter_thresholds(logits: Tensor, temperatures: Tensor, filters: Tensor) -> 
     """
     if not use_triton(logits):
         return filter_thresholds_torch(logits, temperatures, filters)
-    thresholds = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
-    bests = torch.empty(len(logits), BEST * BLOCK, dtype=torch.float32, device=logits.device)
-    if len(logits):
-        _threshold_kernel[(len(logits),)](
-            logits,
-            temperatures,
-            filters,
-            thresholds,
-            bests,
-            logits.stride(0),
-            filters.stride(0),
-            logits.shape[1],
-            BLOCK=BLOCK,
-            BEST=BEST,
-            STAGES=STAGES,
-            num_warps=8,
-            maxnreg=128,  # so that two programs fit on a multiprocessor
-        )
+    thresholds = torch.empty_like(temperatures)
+    bests = thresholds.new_empty(len(logits), BEST * BLOCK)
+    _threshold_kernel[(len(logits),)](
+        logits,
+        temperatures,
+        filters,
+        thresholds,
+        bests,
+        logits.stride(0),
+        filters.stride(0),
+        logits.shape[1],
+        STAGES=STAGES,
+        num_warps=8,
+        maxnreg=128,  # so that two programs fit on a multiprocessor
+    )
     return thresholds
 
 
 def filter_thresholds_torch(logits: Tensor, temperatures: Tensor, filters: Tensor) -> Tensor:
-    thresholds = torch.full((len(logits),), -torch.inf, dtype=torch.float32, device=logits.device)
+    thresholds = torch.full_like(temperatures, -torch.inf)
     top_k, top_p, min_p = filters.unbind(1)
-    rows = ((temperatures > 0) & ((top_k > 0) | (top_p < 1) | (min_p > 0))).nonzero().flatten()
-    if not len(rows):
-        return thresholds
+    rows = (temperatures > 0) & ((top_k > 0) | (top_p < 1) | (min_p > 0))
+    top_k, top_p, min_p = filters[rows, :, None].unbind(1)
     vocab = logits.shape[1]
     values = logits[rows].float().sort(descending=True).values
     distances = (values - values[:, :1]) / temperatures[rows, None]
-    kth = torch.where(top_k[rows] > 0, top_k[rows], vocab).clamp_max(vocab).long() - 1
-    kept = (distances >= min_p[rows, None].log()) & (values >= values.gather(1, kth[:, None]))
+    kth = torch.where(top_k > 0, top_k, vocab).clamp_max(vocab).long() - 1
+    kept = (distances >= min_p.log()) & (values >= values.gather(1, kth))
     weights = distances.exp().double() * kept
     before = weights.cumsum(1) - weights
-    kept &= (top_p[rows, None] >= 1) | (before < top_p[rows, None] * weights.sum(1, keepdim=True))
+    kept &= (top_p >= 1) | (before < top_p * weights.sum(1, keepdim=True))
     thresholds[rows] = values.masked_fill(~kept, torch.inf).amin(1)
     return thresholds
 
@@ -87,88 +83,69 @@ def _threshold_kernel(
     row_stride,
     filter_stride,
     vocab,
-    BLOCK: tl.constexpr,
-    BEST: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """One program a row, so that a row's sums are always added up in the same order."""
     i = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperatures + i)
-    top_k = tl.load(filters + i * filter_stride)
-    top_p = tl.load(filters + i * filter_stride + 1)
-    min_p = tl.load(filters + i * filter_stride + 2)
-    threshold = tl.full([], float("-inf"), tl.float32)
+    filters += i * filter_stride
+    top_k, top_p, min_p = tl.load(filters), tl.load(filters + 1), tl.load(filters + 2)
+    threshold = tl.full([], MINUS_INF, tl.float32)
     if (temperature > 0) & ((top_k > 0) | (top_p < 1) | (min_p > 0)):
         row = logits + i * row_stride
         candidates = bests + i * BEST * BLOCK
         scale = UNIT / temperature
         lane = tl.arange(0, BLOCK)
-        first = tl.full([BLOCK], float("-inf"), tl.float32)
+        first = tl.full([BLOCK], MINUS_INF, tl.float32)
         second, third, fourth, least = first, first, first, -first
         for start in tl.range(0, vocab, BLOCK, num_stages=STAGES):
-            x = tl.load(row + start + lane, mask=start + lane < vocab, other=float("-inf")).to(tl.float32)
-            least = tl.minimum(least, tl.where(x == float("-inf"), float("inf"), x))
+            x = tl.load(row + start + lane, mask=start + lane < vocab, other=MINUS_INF).to(tl.float32)
+            least = tl.minimum(least, tl.where(x == MINUS_INF, float("inf"), x))
             fourth = tl.maximum(fourth, tl.minimum(x, third))
             third = tl.maximum(third, tl.minimum(x, second))
             second = tl.maximum(second, tl.minimum(x, first))
             first = tl.maximum(first, x)
-        tl.store(candidates + lane, first)
-        tl.store(candidates + BLOCK + lane, second)
-        tl.store(candidates + 2 * BLOCK + lane, third)
-        tl.store(candidates + 3 * BLOCK + lane, fourth)
+        bests_of_lanes = first, second, third, fourth
+        for n in tl.static_range(BEST):
+            tl.store(candidates + n * BLOCK + lane, bests_of_lanes[n])
         tl.debug_barrier()
         best = tl.max(first, axis=0)
         complete = _next_above_kernel(tl.max(fourth, axis=0))  # from here on `candidates` has all there are
         threshold = tl.maximum(tl.min(least, axis=0), best + tl.log2(min_p) / scale)
         if (top_k > 0) & (top_k < vocab):
-            if _weigh_kernel(candidates, BEST * BLOCK, complete, best, scale, True, BLOCK, 1) >= top_k:
+            if _weigh_kernel(candidates, BEST * BLOCK, complete, best, scale, True, 1) >= top_k:
                 low = tl.maximum(threshold, complete)
-                threshold = _search_kernel(candidates, BEST * BLOCK, low, best, scale, top_k, True, BLOCK, 1)
+                threshold = _search_kernel(candidates, BEST * BLOCK, low, best, scale, top_k, True, 1)
             else:
-                threshold = _search_kernel(row, vocab, threshold, best, scale, top_k, True, BLOCK, STAGES)
+                threshold = _search_kernel(row, vocab, threshold, best, scale, top_k, True, STAGES)
         if top_p < 1:
             low = tl.maximum(threshold, complete)
-            enough = _weigh_kernel(candidates, BEST * BLOCK, low, best, scale, False, BLOCK, 1)
-            weight = enough
+            enough = _weigh_kernel(candidates, BEST * BLOCK, low, best, scale, False, 1)
+            needed = enough
             if threshold < complete:
-                weight = _weigh_kernel(row, vocab, threshold, best, scale, False, BLOCK, STAGES)
-            if enough >= top_p * weight:
-                threshold = _search_kernel(
-                    candidates, BEST * BLOCK, low, best, scale, top_p * weight, False, BLOCK, 1
-                )
+                needed = _weigh_kernel(row, vocab, threshold, best, scale, False, STAGES)
+            needed *= top_p
+            if enough >= needed:
+                threshold = _search_kernel(candidates, BEST * BLOCK, low, best, scale, needed, False, 1)
             else:
-                threshold = _search_kernel(
-                    row, vocab, threshold, best, scale, top_p * weight, False, BLOCK, STAGES
-                )
+                threshold = _search_kernel(row, vocab, threshold, best, scale, needed, False, STAGES)
     tl.store(thresholds + i, threshold)
 
 
 @triton.jit
-def _weigh_kernel(
-    row, length, low, best, scale, COUNT: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr
-):
+def _weigh_kernel(row, length, low, best, scale, COUNT: tl.constexpr, STAGES: tl.constexpr):
     """What the logits from `low` on weigh: 1 each (COUNT) or exp2((logit - best) * scale)."""
     total = tl.zeros([BLOCK], tl.float32)
     for start in tl.range(0, length, BLOCK, num_stages=STAGES):
         column = start + tl.arange(0, BLOCK)
-        x = tl.load(row + column, mask=column < length, other=float("-inf")).to(tl.float32)
-        weight = tl.full([BLOCK], 1.0, tl.float32) if COUNT else tl.exp2((x - best) * scale)
+        x = tl.load(row + column, mask=column < length, other=MINUS_INF).to(tl.float32)
+        weight = 1.0 if COUNT else tl.exp2((x - best) * scale)
         total += tl.where(x >= low, weight, 0.0)
     return tl.sum(total, axis=0)
 
 
 @triton.jit
-def _search_kernel(
-    row,
-    length,
-    low,
-    best,
-    scale,
-    enough,
-    COUNT: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+def _search_kernel(row, length, low, best, scale, enough, COUNT: tl.constexpr, STAGES: tl.constexpr):
     """
     The largest logit from `low` on for which the logits from it on weigh enough, see _weigh_kernel; the least
     of them if all do not.
@@ -185,14 +162,14 @@ def _search_kernel(
         lane_most = -lane_least
         for start in tl.range(0, length, BLOCK, num_stages=STAGES):
             column = start + tl.arange(0, BLOCK)
-            x = tl.load(row + column, mask=column < length, other=float("-inf")).to(tl.float32)
-            weight = tl.full([BLOCK], 1.0, tl.float32) if COUNT else tl.exp2((x - best) * scale)
+            x = tl.load(row + column, mask=column < length, other=MINUS_INF).to(tl.float32)
+            weight = 1.0 if COUNT else tl.exp2((x - best) * scale)
             lane_0 += tl.where(x >= low, weight, 0.0)
             lane_1 += tl.where(x >= point_1, weight, 0.0)
             lane_2 += tl.where(x >= point_2, weight, 0.0)
             lane_3 += tl.where(x >= point_3, weight, 0.0)
             lane_least = tl.minimum(lane_least, tl.where(x >= low, x, float("inf")))
-            lane_most = tl.maximum(lane_most, tl.where(x < high, x, float("-inf")))
+            lane_most = tl.maximum(lane_most, tl.where(x < high, x, MINUS_INF))
         least, most = tl.min(lane_least, axis=0), tl.max(lane_most, axis=0)
         if tl.sum(lane_0, axis=0) < enough:
             most = least

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nanovllm.kernels.runtime import cdiv, tl, triton, use_triton
+from nanovllm.kernels.runtime import MINUS_INF, cdiv, masked_load, tl, triton, use_triton
 
 RULE_FIELDS = 5  # see apply_rules
 HISTORY = 1024  # how many of the tokens drawn last are kept; a power of 2
@@ -56,17 +56,15 @@ def apply_rules(
     """
     if not use_triton(logits):
         return apply_rules_torch(logits, rows, positions, rules, history)
-    if len(logits):
-        _rules_kernel[(len(logits), PROGRAMS_A_ROW)](
-            logits,
-            rows,
-            positions,
-            addresses,
-            history,
-            logits.stride(0),
-            HISTORY=HISTORY,
-            num_warps=4,
-        )
+    _rules_kernel[(len(logits), PROGRAMS_A_ROW)](
+        logits,
+        rows,
+        positions,
+        addresses,
+        history,
+        logits.stride(0),
+        HISTORY=HISTORY,
+    )
 
 
 def apply_rules_torch(
@@ -97,31 +95,30 @@ def apply_token_flags(logits: Tensor, rows: Tensor, penalties: Tensor, token_fla
     if not use_triton(logits):
         return apply_token_flags_torch(logits, rows, penalties, token_flags)
     batch, vocab = logits.shape
-    if batch:
-        _token_flags_kernel[(cdiv(vocab, BLOCK), batch)](
-            logits,
-            rows,
-            penalties,
-            token_flags,
-            logits.stride(0),
-            penalties.stride(0),
-            token_flags.stride(0),
-            vocab,
-            IN_PROMPT=IN_PROMPT,
-            BANNED=BANNED,
-            BLOCK=BLOCK,
-            num_warps=8,
-        )
+    _token_flags_kernel[(cdiv(vocab, BLOCK), batch)](
+        logits,
+        rows,
+        penalties,
+        token_flags,
+        logits.stride(0),
+        penalties.stride(0),
+        token_flags.stride(0),
+        vocab,
+        IN_PROMPT=IN_PROMPT,
+        BANNED=BANNED,
+        BLOCK=BLOCK,
+        num_warps=8,
+    )
 
 
 def apply_token_flags_torch(logits: Tensor, rows: Tensor, penalties: Tensor, token_flags: Tensor) -> None:
-    presence, frequency, repetition, has_flags = Penalties(*penalties.unsqueeze(2).unbind(1))
-    flagged = (has_flags > 0).flatten().nonzero().flatten()
+    flagged = Penalties(*penalties.unbind(1)).has_flags > 0
+    presence, frequency, repetition, _ = penalties[flagged, :, None].unbind(1)
     x, flags = logits[flagged], token_flags[rows[flagged].long()]
     count = flags & COUNT
-    repeated = torch.where(x > 0, x / repetition[flagged], x * repetition[flagged])
+    repeated = torch.where(x > 0, x / repetition, x * repetition)
     x = torch.where(flags & (COUNT | IN_PROMPT) > 0, repeated, x)
-    x = x - frequency[flagged] * count - presence[flagged] * (count > 0)
+    x = x - frequency * count - presence * (count > 0)
     logits[flagged] = x.masked_fill(flags & BANNED > 0, -torch.inf)
 
 
@@ -147,9 +144,9 @@ def _rules_kernel(
             index = start + tl.arange(0, RULES_AT_ONCE)
             inside = index < number
             rule = words + 1 + index
-            until = tl.load(rule, mask=inside, other=0)
-            end = tl.load(rule + 3 * number, mask=inside, other=0)
-            length = tl.load(rule + 4 * number, mask=inside, other=0)
+            until = masked_load(rule, inside)
+            end = masked_load(rule + 3 * number, inside)
+            length = masked_load(rule + 4 * number, inside)
             holds = inside & (position < until)
             compared = 0
             longest = tl.max(tl.where(holds, length, 0), axis=0)
@@ -157,13 +154,13 @@ def _rules_kernel(
                 back = compared + 1 + tl.arange(0, TOKENS_AT_ONCE)
                 drawn = tl.load(history + row * HISTORY + ((position - back) & (HISTORY - 1)))
                 wanted = holds[:, None] & (back[None, :] <= length[:, None])
-                token = tl.load(words + (end[:, None] - back[None, :]), mask=wanted, other=0)
+                token = masked_load(words + (end[:, None] - back[None, :]), wanted)
                 differs = (wanted & (token != drawn[None, :])).to(tl.int32)
                 holds = holds & (tl.max(differs, axis=1) == 0)
                 compared += TOKENS_AT_ONCE
                 longest = tl.max(tl.where(holds, length, 0), axis=0)  # of those that still hold
-            added = tl.load(rule + number, mask=inside, other=0).to(tl.float32, bitcast=True)
-            token = tl.load(rule + 2 * number, mask=inside, other=0)
+            added = masked_load(rule + number, inside).to(tl.float32, bitcast=True)
+            token = masked_load(rule + 2 * number, inside)
             tl.atomic_add(logits + i * logits_stride + token, added, mask=holds, sem="relaxed")
 
 
@@ -183,8 +180,7 @@ def _token_flags_kernel(
 ):
     i = tl.program_id(1).to(tl.int64)
     penalty = penalties + i * penalties_stride
-    has_flags = tl.load(penalty + 3)
-    if has_flags > 0:
+    if tl.load(penalty + 3) > 0:
         presence, frequency, repetition = tl.load(penalty), tl.load(penalty + 1), tl.load(penalty + 2)
         column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         inside = column < vocab
@@ -195,4 +191,4 @@ def _token_flags_kernel(
         repeated = tl.where(x > 0, x / repetition, x * repetition)
         x = tl.where((count > 0) | ((flags & IN_PROMPT) > 0), repeated, x)
         x = x - frequency * count - tl.where(count > 0, presence, 0.0)
-        tl.store(address, tl.where((flags & BANNED) > 0, float("-inf"), x), mask=inside)
+        tl.store(address, tl.where((flags & BANNED) > 0, MINUS_INF, x), mask=inside)

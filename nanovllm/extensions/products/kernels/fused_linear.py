@@ -17,19 +17,17 @@ from nanovllm.kernels import runtime
 from nanovllm.kernels.runtime import (
     cdiv,
     empty_padded,
-    is_on_gpu,
     masked_load,
     next_power_of_2,
     prefetch_each,
     tl,
     triton,
-    use_triton,
 )
 
 if runtime.HAVE_TRITON:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-MAX_ROWS = 256
+MAX_FUSED_ROWS = 256
 MAX_FEATURES = 1024
 # Rows, outputs and inputs of a tile, warps, pipeline stages; each for at most 64, 128 and 256 rows. What
 # counts is how many bytes are on their way: a program's stages fill a multiprocessor's shared memory, and the
@@ -43,16 +41,14 @@ WIDE = 2048
 
 
 def can_fuse(hidden_size: int, weight: Tensor) -> bool:
-    """Whether a product beside a residual of this width works here, and is faster so than in parts.
+    """Whether a product beside a residual of this width is faster so, of a weight that `gemv` multiplies.
 
     Not in float16, whose range a row of x * weight may leave before it is normalised. The copy engine must be
     able to read the rows of the weight, and of what is multiplied by it. GPUs with so much shared memory have
     one, and overlap kernels.
     """
     return (
-        is_on_gpu(weight)
-        and use_triton(weight)
-        and weight.dtype == torch.bfloat16
+        weight.dtype == torch.bfloat16
         and hidden_size <= MAX_FEATURES
         and weight.shape[1] % 8 == 0
         and runtime.has_hopper_shared_memory(weight.device)
@@ -96,12 +92,11 @@ def fused_linear(
     num_squares = 0 if squares is None else squares.shape[1]
     # A tile may read all rows that x's storage holds. What comes of the rows too many is never stored.
     elements = x.untyped_storage().nbytes() // x.element_size() - x.storage_offset()
-    pairs = weight.view(parts, width, in_features)
     if rows:  # a descriptor cannot be of nothing
         x_rows = max(rows, elements // x.stride(0))
         _fused_linear_kernel[(programs,)](
             TensorDescriptor(x, [x_rows, in_features], list(x.stride()), [block_m, block_k]),
-            TensorDescriptor.from_tensor(pairs, [parts, block_n, block_k]),
+            TensorDescriptor.from_tensor(weight.view(parts, width, in_features), [parts, block_n, block_k]),
             weight, bias, squares, residual, next_norm_weight, out, scaled, new_squares,
             eps, rows, in_features, width,
             BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, PARTS=parts,
@@ -143,9 +138,11 @@ def _fused_linear_kernel(
         begin = block_m * piece
         size = tl.minimum(piece, wanted - begin)
         address = (weight_start + block_n.to(tl.int64) * BLOCK_N * in_features).to(tl.int64) + begin
-        _prefetch(address, size)
-        if PARTS == 2:
-            _prefetch(address + width.to(tl.int64) * in_features * 2, size)
+        thread_size = tl.cdiv(size, 128 * 16) * 16
+        thread_begin = tl.arange(0, 128) * thread_size
+        for part in tl.static_range(PARTS):
+            start = address + part * width.to(tl.int64) * in_features * 2
+            prefetch_each(start + thread_begin, tl.minimum(thread_size, size - thread_begin))
         tl.extra.cuda.gdc_wait()
     if block_n * BLOCK_N >= width:
         return
@@ -186,11 +183,3 @@ def _fused_linear_kernel(
         tl.store(scaled + place, wide * gain.to(tl.float32)[None, :], mask=valid)
         blocks_n = tl.cdiv(width, BLOCK_N)
         tl.store(new_squares + row * blocks_n + block_n, tl.sum(wide * wide, axis=1), mask=real_row)
-
-
-@triton.jit
-def _prefetch(start, size):
-    """Start loading `size` bytes, from the address `start` on, into the L2 cache."""
-    part = tl.cdiv(size, 128 * 16) * 16
-    begin = tl.arange(0, 128) * part
-    prefetch_each(start + begin, tl.minimum(part, size - begin))
