@@ -23,11 +23,9 @@ def render(
     model: str,
     chats: list[list[dict[str, Any]]],
     chat_template: str | None = None,
-    add_generation_prompt: bool = True,
-    continue_final_message: bool = False,
-    tools: list[Any] | None = None,
     chat_template_kwargs: dict[str, Any] | None = None,
     chat_template_content_format: str = "auto",
+    **options: Any,
 ) -> list[str]:
     """The texts of conversations, see `LLM.chat`. Raises ValueError."""
     if tokenizer is None or (chat_template or tokenizer.chat_template) is None:
@@ -37,8 +35,8 @@ def render(
         chats = [[_with_parts(message) for message in chat] for chat in chats]
     elif any(map(_has_parts, chats)) and (form == "string" or not _takes_parts(tokenizer, chat_template)):
         chats = [[_without_parts(m, f"conversation {i}") for m in chat] for i, chat in enumerate(chats)]
-    options = dict(add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message)
-    options |= dict(chat_template=chat_template, tools=tools, **(chat_template_kwargs or {}))
+    options = {"add_generation_prompt": True, **options, **(chat_template_kwargs or {})}
+    options["chat_template"] = chat_template
     texts = []
     for i, conversation in enumerate(chats):
         try:

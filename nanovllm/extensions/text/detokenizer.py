@@ -102,12 +102,12 @@ class Detokenizer:
             if token_id not in self._hidden and not self._vocabulary.is_unknown(token_id):
                 self._add(token_id)
 
-    def num_held_back(self, stops: tuple[str, ...]) -> int:
-        """How many characters at the end of the settled text may begin one of these stop texts."""
+    def settled_text(self, stops: tuple[str, ...]) -> str:
+        """The settled text, without characters at its end that may begin one of these stop texts."""
         settled = self.text[: self.num_settled]
         longest = max(map(len, stops), default=0) - 1
-        lengths = range(min(longest, len(settled)), 0, -1)
-        return next((n for n in lengths if any(s.startswith(settled[-n:]) for s in stops)), 0)
+        starts = range(max(0, len(settled) - longest), len(settled))
+        return settled[: next((i for i in starts if any(s.startswith(settled[i:]) for s in stops)), None)]
 
     def _add(self, token_id: int) -> None:
         self._window.append(token_id)

@@ -17,13 +17,7 @@ from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.sequence import Request, Sequence
 from nanovllm.extensions.text.chat import Messages
 from nanovllm.extensions.text.prompts import Prompt, TextInputProcessor
-from nanovllm.extensions.text.results import (
-    GrowingText,
-    Piece,
-    Result,
-    make_result,
-    make_score,
-)
+from nanovllm.extensions.text.results import GrowingText, Piece, Result, make_result, make_score
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.progress import LOOK, Progress
 from nanovllm.utils.validation import check, check_bool, is_number
@@ -233,8 +227,15 @@ class TextLLM(LLMEngine):
         found to take, unless chat_template_content_format says "string" (parts are joined by line feeds) or
         "openai" (all are lists of parts).
         """
-        options = (chat_template, add_generation_prompt, continue_final_message, tools, chat_template_kwargs)
-        chats = self.prompts.render_chats(messages, *options, chat_template_content_format)
+        chats = self.prompts.render_chats(
+            messages,
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+            chat_template_content_format=chat_template_content_format,
+        )
         return self.generate(chats, sampling_params, use_tqdm)
 
     def get_tokenizer(self) -> Any:
@@ -258,7 +259,6 @@ class TextLLM(LLMEngine):
 
     def add_request(self, prompt: Prompt, sampling_params: Params = None) -> int:
         """`LLMEngine.add_request`; a prompt may be a dict as for `generate`."""
-        self.check_usable()
         request = self.prompts.read(prompt, self.or_recommended(sampling_params))
         if request.params.n > 1:
             raise ValueError(f"add_request makes one completion of a prompt, got n={request.params.n}")

@@ -86,13 +86,13 @@ class TextInputProcessor(InputProcessor):
             found.append((ids, request))
         return found
 
-    def render_chats(self, messages: Any, *options: Any, **named_options: Any) -> list[dict[str, Any]]:
+    def render_chats(self, messages: Any, **options: Any) -> list[dict[str, Any]]:
         """One conversation or a list of them, see `LLM.chat`, as dicts of text and token ids."""
-        self.check_chat_options(*options, **named_options)
+        self.check_chat_options(**options)
         conversations, chats = as_conversations(messages), []
         for i, conversation in enumerate(conversations):
             self.check_conversation(conversation, f"conversation {i}")
-        texts = render(self.tokenizer, self.model, conversations, *options, **named_options)
+        texts = render(self.tokenizer, self.model, conversations, **options)
         for i, text in enumerate(texts):
             # The template writes the special tokens itself.
             token_ids = self.tokenize(text, f"conversation {i}", add_special_tokens=False)
