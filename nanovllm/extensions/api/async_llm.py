@@ -161,7 +161,11 @@ class AsyncLLM(NotCopied):
         The result of one prompt, as `LLM.generate` describes it. Raises ValueError for a bad one. A
         `request_id` is a text that no other request has: the result has it, and `abort` takes it.
         """
-        return await self._result(Listener(await self._read(prompt, sampling_params)), request_id)
+        with self._in_flight(await self._read(prompt, sampling_params), request_id) as listener:
+            result = await listener.next_event()
+        if request_id is not None:
+            result.request_id = request_id
+        return result
 
     async def chat(
         self, messages: Any, sampling_params: Params = None, request_id: str | None = None, **options: Any
@@ -178,7 +182,8 @@ class AsyncLLM(NotCopied):
         """How likely the model finds a text, as `LLM.score` describes it."""
         [(token_ids, request)] = self.llm.prompts.read_scored([prompt], from_token)
         if request.own["scores"].is_open:
-            await self._result(Listener(request))
+            with self._in_flight(request) as listener:
+                await listener.next_event()
         return self.llm.make_score(token_ids, request)
 
     async def stream(
@@ -191,8 +196,7 @@ class AsyncLLM(NotCopied):
         """One completion, piece by piece, as `LLM.stream` describes it."""
         request = await self._read(prompt, sampling_params)
         self.llm.prompts.check_streamable(request.params, objects)
-        listener = Listener(request, objects)
-        with self._in_flight(listener, request_id):
+        with self._in_flight(request, request_id, objects) as listener:
             while not hasattr(event := await listener.next_event(), "finished"):
                 yield event
 
@@ -204,18 +208,14 @@ class AsyncLLM(NotCopied):
             return await asyncio.to_thread(prompts.make_request, prompt, params, "prompt")
         return prompts.make_request(prompt, params, "prompt")
 
-    async def _result(self, listener: Listener, request_id: str | None = None) -> Any:
-        with self._in_flight(listener, request_id):
-            result = await listener.next_event()
-        if request_id is not None:
-            result.request_id = request_id
-        return result
-
     @contextlib.contextmanager
-    def _in_flight(self, listener: Listener, request_id: str | None) -> Iterator[None]:
+    def _in_flight(
+        self, request: Request, request_id: str | None = None, objects: bool | None = None
+    ) -> Iterator[Listener]:
         """Queue a request, which ends when its task leaves."""
         self.llm.check_usable()
-        self.llm.prompts.warn_of_context([listener.request])
+        self.llm.prompts.warn_of_context([request])
+        listener = Listener(request, objects)
         if request_id is not None:
             check(isinstance(request_id, str), "request_id must be a text", request_id)
             if self._named.setdefault(request_id, listener) is not listener:
@@ -224,7 +224,7 @@ class AsyncLLM(NotCopied):
         try:
             if not self._end.alive:  # exit() was called: the thread may no longer read the inbox
                 raise EngineDeadError(SHUT_DOWN)
-            yield
+            yield listener
         finally:
             self._worker.inbox.put((self._worker.end, listener))
             if request_id is not None:

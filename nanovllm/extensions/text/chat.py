@@ -31,9 +31,10 @@ def render(
     if tokenizer is None or (chat_template or tokenizer.chat_template) is None:
         raise ValueError(f"the tokenizer of {model!r} has no chat template")
     form = chat_template_content_format
+    has_parts = any(isinstance(message["content"], list) for chat in chats for message in chat)
     if form == "openai":
         chats = [[_with_parts(message) for message in chat] for chat in chats]
-    elif any(map(_has_parts, chats)) and (form == "string" or not _takes_parts(tokenizer, chat_template)):
+    elif has_parts and (form == "string" or not _takes_parts(tokenizer, chat_template)):
         chats = [[_without_parts(m, f"conversation {i}") for m in chat] for i, chat in enumerate(chats)]
     options = {"add_generation_prompt": True, **options, **(chat_template_kwargs or {})}
     options["chat_template"] = chat_template
@@ -44,10 +45,6 @@ def render(
         except Exception as error:  # whatever a template raises
             raise ValueError(f"the chat template does not accept conversation {i}: {error}") from error
     return texts
-
-
-def _has_parts(conversation: list[dict[str, Any]]) -> bool:
-    return any(isinstance(message["content"], list) for message in conversation)
 
 
 def _takes_parts(tokenizer: Any, chat_template: str | None) -> bool:
@@ -83,8 +80,7 @@ def as_list(values: Any) -> list | tuple | None:
     """
     if isinstance(values, Iterable) and hasattr(values, "tolist"):  # arrays, tensors, a pandas Series
         values = values.tolist()
-    elif isinstance(values, (str, bytes, bytearray, Set)) or hasattr(type(values), "keys"):
-        return None
-    elif isinstance(values, Iterable) and not isinstance(values, (list, tuple)):
-        values = list(values)
-    return values if isinstance(values, (list, tuple)) else None
+    if isinstance(values, (list, tuple)):
+        return values
+    is_other = isinstance(values, (str, bytes, bytearray, Set)) or hasattr(type(values), "keys")
+    return list(values) if isinstance(values, Iterable) and not is_other else None

@@ -8,7 +8,7 @@ from typing import Any
 
 INCOMPLETE = "\ufffd"  # what the bytes of half a character decode to
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]  # the byte tokens of vocabularies that have such
-MANY = 16  # unsettled tokens from which on the window is cut, so that decoding it stays cheap
+KEPT = 8  # tokens; a window with twice as many unsettled ones is cut, so that decoding it stays cheap
 
 
 class Vocabulary(dict[int, str]):
@@ -122,7 +122,7 @@ class Detokenizer:
         whole = new and not new.endswith(INCOMPLETE)
         if whole and self._decode(self._window + self._vocabulary.invalid).startswith(text):
             self._settle()
-        elif byte is None and len(self._window) - self._num_context_tokens >= MANY:
+        elif byte is None and len(self._window) - self._num_context_tokens >= 2 * KEPT:
             self._cut(text)
 
     def _add_byte(self, byte: int) -> None:
@@ -154,14 +154,14 @@ class Detokenizer:
         Take all but a few tokens off the window, if the rest decodes to the same text without them: their
         text is decided then, although it is not settled.
         """
-        cut = len(self._window) - MANY // 2
-        window, context = self._window[cut - MANY // 2 :], self._window[cut - MANY // 2 : cut]
+        window = self._window[-2 * KEPT :]
         # The cut may be inside a character: what comes before it of that character is not decided.
-        before, known = (self._decode(t).removesuffix(INCOMPLETE) for t in (self._window[:cut], context))
+        sure = self._window[:-KEPT], window[:KEPT]
+        before, known = (self._decode(token_ids).removesuffix(INCOMPLETE) for token_ids in sure)
         if before + self._decode(window)[len(known) :] == text:
             self._decided = self._new_of(before)
             self._window = window
-            self._num_context_tokens, self._num_context = len(context), len(known)
+            self._num_context_tokens, self._num_context = KEPT, len(known)
 
     def _decode(self, token_ids: list[int]) -> str:
         return self.tokenizer.decode(token_ids, skip_special_tokens=self.skip_special_tokens)
