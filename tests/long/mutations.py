@@ -488,7 +488,7 @@ MUTATIONS = [
     ),
     *mutations_of(
         "nanovllm/extensions/api/llm",
-        ("if self.unfinished and self._call is not call:", "if False:"),
+        ("            if self.unfinished:", "            if False:"),
         ("            self._own_ids.clear()", "            pass"),
         ("engine.clear = engine.exit = lambda: None", "engine.exit = lambda: None"),
         ("if name in MISSING_METHODS else", "if False else"),

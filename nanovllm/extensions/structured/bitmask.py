@@ -82,7 +82,7 @@ class BitmaskProcessor(LogitsProcessor, Observer):
         if steps:
             self._threads.consume_token_par(steps)
         places = [(state.matcher, place) for place, state in enumerate(states)]
-        self._threads.unsafe_compute_mask_ptr(places, bits.ctypes.data, bits.strides[0], len(bits))
+        self.compiler.llguidance.numpy.fill_next_token_bitmask_par(self._threads, places, bits)
         for state in states:
             if state.matcher.is_error():
                 after = f"structured_outputs after {state.sequence.num_completion_tokens - 1} tokens"

@@ -91,8 +91,8 @@ class Compiler:
     @functools.cached_property
     def llguidance(self) -> Any:
         try:
-            import llguidance
             import llguidance.hf
+            import llguidance.numpy
         except ImportError as error:
             raise ValueError('structured_outputs need llguidance: pip install -e ".[structured]"') from error
         return llguidance

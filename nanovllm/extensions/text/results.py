@@ -76,14 +76,13 @@ def make_result(tokenizer: Any, completions: list[Sequence]) -> Result:
     """The result of a prompt (see `LLM.generate`) from its finished completions."""
     outputs = [_describe_completion(tokenizer, seq, index) for index, seq in enumerate(completions)]
     first = completions[0]
-    prompt = {
-        "num_prompt_tokens": first.num_prompt_tokens,
-        "num_cached_tokens": first.num_prompt_tokens_cached or 0,  # None: never admitted
-    }
+    result = Result(outputs[0], num_prompt_tokens=first.num_prompt_tokens)
+    result["num_cached_tokens"] = first.num_prompt_tokens_cached or 0  # None: never admitted
     if (count := first.sampling_params.prompt_logprobs) is not None:
         described = _describe(tokenizer, first.prompt_token_ids[1:], first.request.own["scores"].found, count)
-        prompt["prompt_logprobs"] = [None, *described]
-    result = Result(**outputs[0], **prompt, **({"outputs": outputs} if len(outputs) > 1 else {}))
+        result["prompt_logprobs"] = [None, *described]
+    if len(outputs) > 1:
+        result["outputs"] = outputs
     result.outputs, result.prompt_token_ids = outputs, first.prompt_token_ids
     result.prompt, result.request_id = first.request.own.get("text"), first.seq_id
     return result
