@@ -43,7 +43,6 @@ from nanovllm.extensions.models import gemma3
 from nanovllm.extensions.products.kernels import gemv
 from nanovllm.extensions.ranks.kernels import all_reduce
 from nanovllm.extensions.structured.kernels import token_masks
-from nanovllm.extensions.structured.kernels.token_masks import Masks
 from nanovllm.kernels import decode_attention, kv_store, layernorm, prefill_attention, sampling
 from nanovllm.kernels.attention_variant import AttentionVariant
 from nanovllm.kernels.kv_store import ROWS
@@ -363,13 +362,13 @@ def mask_inputs(device):
     generator = torch.Generator().manual_seed(0)
     bits = torch.randint(-(2**31), 2**31, (3, 282), generator=generator, dtype=torch.int64).int().to(device)
     index = torch.tensor([2, -1, 0, 1, -1, 2, 0], dtype=torch.int32, device=device)  # longer than the batch
-    return Masks(index, bits)
+    return index, bits
 
 
-def masked_by_hand(logits, masks, vocab_start):
+def masked_by_hand(logits, index, bits, vocab_start):
     masked, tokens = logits.clone(), range(vocab_start, vocab_start + logits.shape[1])
-    for row, mask in enumerate(masks.index[: len(logits)].tolist()):
-        words = [] if mask < 0 else masks.bits[mask].tolist()
+    for row, mask in enumerate(index[: len(logits)].tolist()):
+        words = [] if mask < 0 else bits[mask].tolist()
         banned = [mask >= 0 and not words[token // 32] >> (token % 32) & 1 for token in tokens]
         masked[row, torch.tensor(banned, device=logits.device)] = -torch.inf
     return masked
@@ -384,10 +383,10 @@ SHARDS = pytest.mark.parametrize("vocab, vocab_start", [(9000, 0), (5000, 4000),
 def test_masks_rule_out_their_tokens_and_touch_no_other_row(device, dtype, vocab, vocab_start):
     masks, logits = mask_inputs(device), rand(5, vocab, device=device, dtype=dtype)
     twin = logits.clone()
-    token_masks.apply_masks_torch(twin, masks, vocab_start)
-    assert torch.equal(twin, masked_by_hand(logits, masks, vocab_start))
-    expected = masked_by_hand(logits, masks, vocab_start)
-    token_masks.apply_masks(logits, masks, vocab_start)
+    token_masks.apply_masks_torch(twin, *masks, vocab_start)
+    expected = masked_by_hand(logits, *masks, vocab_start)
+    assert torch.equal(twin, expected)
+    token_masks.apply_masks(logits, *masks, vocab_start)
     assert torch.equal(logits, expected)
 
 

@@ -355,9 +355,9 @@ MUTATIONS = [
     *mutations_of(
         "nanovllm/extensions/structured/matchers",
         ("self.sequence.token_ids[self.num_read :]", "self.sequence.token_ids[-1:]"),
-        ("        matcher.reset()", "        pass"),
+        ("            self._num_users[lexer] -= 1", "            pass"),
         ("        if matcher.is_error():", "        if False:"),
-        ("        if len(self._idle) < self._max_lexers and", "        if not self._idle and"),
+        ("        if len(self._num_users) < self._max_lexers and", "        if not self._num_users and"),
         ("            if self._max_lexers == 0:", "            if True:"),
         ("max(1, min(MAX_LEXERS, int(MAX_SECONDS / seconds)))", "MAX_LEXERS"),
     ),
@@ -490,7 +490,7 @@ MUTATIONS = [
     ),
     *mutations_of(
         "nanovllm/extensions/api/llm",
-        ("if self.unfinished and self._call is not call:", "if False:"),
+        ("            if self.unfinished:", "            if False:"),
         ("            self._own_ids.clear()", "            pass"),
         ("engine.clear = engine.exit = lambda: None", "engine.exit = lambda: None"),
         ("if name in MISSING_METHODS else", "if False else"),

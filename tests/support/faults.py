@@ -5,6 +5,7 @@ from engines import observer_of
 from nanovllm import LLM
 from nanovllm.engine.batch import StepOutput
 from nanovllm.extensions.prefixes.token_prefixes import TokenPrefixes
+from nanovllm.extensions.structured.matchers import CompiledGrammar
 from nanovllm.extensions.text import llm as text_llm
 from nanovllm.extensions.text import results as texts
 from nanovllm.extensions.text.stop_texts import StopTexts
@@ -36,7 +37,8 @@ METHODS = {
     "bias": ["prepare", "apply", "drawn"],
     "penalties": ["prepare", "apply", "drawn"],
     "filters": ["prepare", "apply"],
-    "bitmask": ["host_input", "_state_of", "_make_masks", "apply", "ended"],
+    "bitmask": ["host_input", "_make_masks", "apply", "ended"],
+    "grammars": ["take"],
     "logprobs": ["drawn", "record"],
     "scores": ["prepare", "hidden", "record"],
     "scores in the prefix cache": ["max_cached"],
@@ -63,6 +65,7 @@ def object_of(llm: LLM, place: str):
         "device slots": runner.slots,
         "model": runner.model,
         "engine": llm,
+        "grammars": CompiledGrammar,
         "output": StepOutput,
         "stop texts": observer_of(llm, StopTexts),
         "text": texts.GrowingText,

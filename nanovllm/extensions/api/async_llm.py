@@ -9,7 +9,7 @@ import contextlib
 import queue
 import threading
 import weakref
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,13 +36,19 @@ class Listener:
     objects: bool | None = None  # whether pieces are objects; None: there are none
     completions: list[Sequence] = field(default_factory=list)
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
-    events: asyncio.Queue[tuple[Any, bool]] = field(default_factory=asyncio.Queue)
+    events: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)
     take_delta: Callable[[], Any] | None = None
 
-    def on_event(self, event: Any, is_last: bool = True) -> None:
+    async def next_event(self) -> Any:
+        """Called by the task. Raises an event that is an error."""
+        if isinstance(event := await self.events.get(), BaseException):
+            raise event
+        return event
+
+    def on_event(self, event: Any) -> None:
         """Called by the engine's thread."""
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
-            self.loop.call_soon_threadsafe(self.events.put_nowait, (event, is_last))
+            self.loop.call_soon_threadsafe(self.events.put_nowait, event)
 
 
 class Worker:
@@ -84,7 +90,7 @@ class Worker:
         """Run a step of the engine, and notify those whose requests it has touched of what is new."""
         finished, _ = self.llm.step_or_isolate()
         seq_ids = [*(seq.seq_id for seq in self.llm.scheduler.running), *(seq_id for seq_id, _ in finished)]
-        touched = [self.listeners[seq_id] for seq_id in seq_ids if seq_id in self.listeners]
+        touched = filter(None, map(self.listeners.get, seq_ids))
         for listener in dict.fromkeys(touched):
             self.notify(listener)
 
@@ -100,7 +106,7 @@ class Worker:
     def notify(self, listener: Listener) -> None:
         try:
             if listener.take_delta is not None and (piece := listener.take_delta()):
-                listener.on_event(piece, is_last=False)
+                listener.on_event(piece)
             if all(seq.is_finished for seq in listener.completions):
                 self.end(listener, self.llm.outcome(listener.completions))
             elif listener.loop.is_closed():
@@ -155,7 +161,11 @@ class AsyncLLM(NotCopied):
         The result of one prompt, as `LLM.generate` describes it. Raises ValueError for a bad one. A
         `request_id` is a text that no other request has: the result has it, and `abort` takes it.
         """
-        return await self._last_event(Listener(await self._read(prompt, sampling_params)), request_id)
+        with self._in_flight(await self._read(prompt, sampling_params), request_id) as listener:
+            result = await listener.next_event()
+        if request_id is not None:
+            result.request_id = request_id
+        return result
 
     async def chat(
         self, messages: Any, sampling_params: Params = None, request_id: str | None = None, **options: Any
@@ -172,7 +182,8 @@ class AsyncLLM(NotCopied):
         """How likely the model finds a text, as `LLM.score` describes it."""
         [(token_ids, request)] = self.llm.prompts.read_scored([prompt], from_token)
         if request.own["scores"].is_open:
-            await self._last_event(Listener(request))
+            with self._in_flight(request) as listener:
+                await listener.next_event()
         return self.llm.make_score(token_ids, request)
 
     async def stream(
@@ -185,10 +196,9 @@ class AsyncLLM(NotCopied):
         """One completion, piece by piece, as `LLM.stream` describes it."""
         request = await self._read(prompt, sampling_params)
         self.llm.prompts.check_streamable(request.params, objects)
-        async with contextlib.aclosing(self._events(Listener(request, objects), request_id)) as events:
-            async for event, is_last in events:
-                if not is_last:
-                    yield event
+        with self._in_flight(request, request_id, objects) as listener:
+            while not hasattr(event := await listener.next_event(), "finished"):
+                yield event
 
     async def _read(self, prompt: Any, sampling_params: Params) -> Request:
         """A request. What may take seconds is done in another thread: other tasks go on."""
@@ -198,33 +208,25 @@ class AsyncLLM(NotCopied):
             return await asyncio.to_thread(prompts.make_request, prompt, params, "prompt")
         return prompts.make_request(prompt, params, "prompt")
 
-    async def _last_event(self, listener: Listener, request_id: str | None = None) -> Any:
-        async for event, _ in self._events(listener, request_id):
-            result = event
-        if request_id is not None:
-            result.request_id = request_id
-        return result
-
-    async def _events(self, listener: Listener, request_id: str | None) -> AsyncIterator[tuple[Any, bool]]:
+    @contextlib.contextmanager
+    def _in_flight(
+        self, request: Request, request_id: str | None = None, objects: bool | None = None
+    ) -> Iterator[Listener]:
+        """Queue a request, which ends when its task leaves."""
         self.llm.check_usable()
-        self.llm.prompts.warn_of_context([listener.request])
+        self.llm.prompts.warn_of_context([request])
+        listener = Listener(request, objects)
         if request_id is not None:
             check(isinstance(request_id, str), "request_id must be a text", request_id)
             if self._named.setdefault(request_id, listener) is not listener:
                 raise ValueError(f"request_id must be a new one, got that of another request: {request_id!r}")
         self._worker.inbox.put((self._worker.add, listener))
-        is_last = False
         try:
             if not self._end.alive:  # exit() was called: the thread may no longer read the inbox
                 raise EngineDeadError(SHUT_DOWN)
-            while not is_last:
-                event, is_last = await listener.events.get()
-                if isinstance(event, BaseException):
-                    raise event
-                yield event, is_last
+            yield listener
         finally:
-            if not is_last:  # left before the end
-                self._worker.inbox.put((self._worker.end, listener))
+            self._worker.inbox.put((self._worker.end, listener))
             if request_id is not None:
                 self._named.pop(request_id, None)
 

@@ -15,10 +15,10 @@ from nanovllm.config import Config
 from nanovllm.extensions.api.foreign_options import OPTIONS, takes_foreign
 from nanovllm.sampling_params import SamplingParams
 
-OPTIONS_BUT_MODEL = [option for name, option in OPTIONS.items() if name != "model"]
 MEANING = re.compile(r"^ *(\w+): +(.*(?:\n {8,}.*)*)", re.MULTILINE)  # of a field, in its class's docstring
 KINDS = {"seed": int, "hf_overrides": json.loads}  # of options whose default does not say it
 Class = TypeVar("Class", bound=type)
+Options = make_dataclass("Options", [(name, each.type, each.default) for name, each in OPTIONS.items()])
 
 
 def show_options(cls: Class) -> Class:
@@ -28,9 +28,8 @@ def show_options(cls: Class) -> Class:
     """
     signature = inspect.signature(cls.__init__)
     *parameters, _ = signature.parameters.values()
-    for option in OPTIONS_BUT_MODEL:
-        look = dict(default=option.default, annotation=option.type)
-        parameters.append(inspect.Parameter(option.name, inspect.Parameter.KEYWORD_ONLY, **look))
+    _model, *options = inspect.signature(Options).parameters.values()
+    parameters += [option.replace(kind=option.KEYWORD_ONLY) for option in options]
     cls.__init__.__signature__ = signature.replace(parameters=parameters)
     if cls.__doc__:
         cls.__doc__ = inspect.cleandoc(cls.__doc__) + "\n\n" + inspect.cleandoc(Config.__doc__)
@@ -45,7 +44,8 @@ def _meaning(cls: type, name: str) -> str:
 def command_line_options() -> dict[str, tuple[Callable, str]]:
     """How each option of `LLM` but the model is read, and its help."""
     found = {}
-    for option in OPTIONS_BUT_MODEL:
+    _model, *options = OPTIONS.values()
+    for option in options:
         kind = str if option.default is None else type(option.default)
         text = f"{_meaning(Config, option.name)} (default: {option.default})"
         found[option.name] = KINDS.get(option.name, kind), text
@@ -88,9 +88,6 @@ def _parse_options(
     args.engine = {name: getattr(args, name) for name in engine if name in args}
     SamplingParams(**args.defaults)
     return args
-
-
-Options = make_dataclass("Options", [(name, each.type, each.default) for name, each in OPTIONS.items()])
 
 
 class EngineArgs(Options):

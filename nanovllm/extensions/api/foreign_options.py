@@ -41,48 +41,78 @@ OWN_PARAMS = "pass SamplingParams to the call"
 OVERRIDES = "put it into hf_overrides"
 SCORES = "llm.score(texts) says how likely texts are"
 PROFILER = "torch.profiler around a call"
-# Each with the value, or a tuple of several, that changes nothing (None never does), and what to do instead.
-REFUSED: dict[str, tuple[Any, str]] = {
-    "best_of": (1, NO_BEAMS),
-    "early_stopping": (False, NO_BEAMS),
-    "length_penalty": (1.0, NO_BEAMS),
-    "num_beams": (1, NO_BEAMS),
-    "use_beam_search": (False, NO_BEAMS),
-    "worker_cls": ("auto", OWN_CODE),
-    "worker_extension_cls": ("", OWN_CODE),
-    "enable_sleep_mode": (False, NEW_ENGINE),
-    "enable_lora": (False, ONE_ADAPTER),
-    "lora_request": (None, ONE_ADAPTER),
-    "prompt_adapter_request": (None, ONE_ADAPTER),
-    "guided_decoding": (None, STRUCTURED),
-    "guided_options_request": (None, STRUCTURED),
-    "runner": (("auto", "generate"), ONLY_TEXT),
-    "task": (("auto", "generate"), ONLY_TEXT),
-    "generation_config": ("auto", OWN_PARAMS),
-    "override_generation_config": ({}, OWN_PARAMS),
-    "rope_scaling": ({}, OVERRIDES),
-    "rope_theta": (None, OVERRIDES),
-    "limit_mm_per_prompt": ({}, "models here read and write text alone"),
-    "cpu_offload_gb": ((0, 0.0), "for smaller weights there are quantization='int4' and more ranks"),
-    "data_parallel_size": (1, "python -m nanovllm.batch --data-parallel runs several engines"),
-    "do_sample": (None, "SamplingParams(temperature=0) is greedy, and any other temperature samples"),
-    "enable_prompt_embeds": (False, "prompts are texts or token ids"),
-    "extra_args": ({}, "nothing here reads them"),
-    "flat_logprobs": (False, "logprobs are a dict for each token"),
-    "hf_config_path": (None, "name single fields in hf_overrides"),
-    "hf_token": (None, "it is called token here"),
-    "num_gpu_blocks_override": (None, "it is called num_kvcache_blocks here"),
-    "num_return_sequences": (None, "it is called n here"),
-    "logits_processors": ([], "use logit_bias, allowed_token_ids or bad_words of SamplingParams"),
-    "logprobs_mode": ("raw_logprobs", "log-probabilities are the model's own"),
-    "max_logprobs": (tuple(range(21)), "a request can ask for 20 at most"),
-    "pipeline_parallel_size": (1, "split the model with tensor_parallel_size"),
-    "prompt_token_ids": (None, "token ids are prompts, too: pass them as such"),
-    "skip_tokenizer_init": (False, "pass token ids, and SamplingParams(detokenize=False)"),
-    "tokenization_kwargs": ({}, "pass the token ids that the tokenizer makes with them"),
-    "truncate_prompt_tokens": (None, "pass the last token ids of llm.encode(prompt)"),
-    "tokenizer_mode": (("auto", "hf"), "the tokenizer is what transformers makes of its files"),
-    "tokenizer_revision": (None, "download that revision, and pass its folder as tokenizer"),
+# Each with what to do instead.
+REFUSED = {
+    "best_of": NO_BEAMS,
+    "early_stopping": NO_BEAMS,
+    "length_penalty": NO_BEAMS,
+    "num_beams": NO_BEAMS,
+    "use_beam_search": NO_BEAMS,
+    "worker_cls": OWN_CODE,
+    "worker_extension_cls": OWN_CODE,
+    "enable_sleep_mode": NEW_ENGINE,
+    "enable_lora": ONE_ADAPTER,
+    "lora_request": ONE_ADAPTER,
+    "prompt_adapter_request": ONE_ADAPTER,
+    "guided_decoding": STRUCTURED,
+    "guided_options_request": STRUCTURED,
+    "runner": ONLY_TEXT,
+    "task": ONLY_TEXT,
+    "generation_config": OWN_PARAMS,
+    "override_generation_config": OWN_PARAMS,
+    "rope_scaling": OVERRIDES,
+    "rope_theta": OVERRIDES,
+    "limit_mm_per_prompt": "models here read and write text alone",
+    "cpu_offload_gb": "for smaller weights there are quantization='int4' and more ranks",
+    "data_parallel_size": "python -m nanovllm.batch --data-parallel runs several engines",
+    "do_sample": "SamplingParams(temperature=0) is greedy, and any other temperature samples",
+    "enable_prompt_embeds": "prompts are texts or token ids",
+    "extra_args": "nothing here reads them",
+    "flat_logprobs": "logprobs are a dict for each token",
+    "hf_config_path": "name single fields in hf_overrides",
+    "hf_token": "it is called token here",
+    "num_gpu_blocks_override": "it is called num_kvcache_blocks here",
+    "num_return_sequences": "it is called n here",
+    "logits_processors": "use logit_bias, allowed_token_ids or bad_words of SamplingParams",
+    "logprobs_mode": "log-probabilities are the model's own",
+    "max_logprobs": "a request can ask for 20 at most",
+    "pipeline_parallel_size": "split the model with tensor_parallel_size",
+    "prompt_token_ids": "token ids are prompts, too: pass them as such",
+    "skip_tokenizer_init": "pass token ids, and SamplingParams(detokenize=False)",
+    "tokenization_kwargs": "pass the token ids that the tokenizer makes with them",
+    "truncate_prompt_tokens": "pass the last token ids of llm.encode(prompt)",
+    "tokenizer_mode": "the tokenizer is what transformers makes of its files",
+    "tokenizer_revision": "download that revision, and pass its folder as tokenizer",
+}
+# The value, or a tuple of several, with which some of these change nothing. None never does.
+NEUTRAL: dict[str, Any] = {
+    "best_of": 1,
+    "early_stopping": False,
+    "length_penalty": 1.0,
+    "num_beams": 1,
+    "use_beam_search": False,
+    "worker_cls": "auto",
+    "worker_extension_cls": "",
+    "enable_sleep_mode": False,
+    "enable_lora": False,
+    "runner": ("auto", "generate"),
+    "task": ("auto", "generate"),
+    "generation_config": "auto",
+    "override_generation_config": {},
+    "rope_scaling": {},
+    "limit_mm_per_prompt": {},
+    "cpu_offload_gb": (0, 0.0),
+    "data_parallel_size": 1,
+    "enable_prompt_embeds": False,
+    "extra_args": {},
+    "flat_logprobs": False,
+    "logits_processors": [],
+    "logprobs_mode": "raw_logprobs",
+    "max_logprobs": tuple(range(21)),
+    "pipeline_parallel_size": 1,
+    "skip_tokenizer_init": False,
+    "tokenization_kwargs": {},
+    "tokenizer_mode": ("auto", "hf"),
 }
 MISSING_METHODS = {
     "embed": SCORES,
@@ -122,10 +152,10 @@ def own_options(options: Mapping[str, Any], known: Collection[str], stacklevel: 
     for name in [name for name in options if name not in known]:
         value = options[name]
         if name in REFUSED:
-            neutral, remedy = REFUSED[name]
+            neutral = NEUTRAL.get(name)
             neutral = neutral if isinstance(neutral, tuple) else (neutral,)
             if value is not None and not any(type(value) is type(each) and value == each for each in neutral):
-                raise ValueError(f"{name}={shown(value)} is not offered: {remedy}")
+                raise ValueError(f"{name}={shown(value)} is not offered: {REFUSED[name]}")
         elif name in WITHOUT_EFFECT:
             ignored += [name] if value is not None else []
         elif name in SamplingParams.__struct_fields__:

@@ -127,12 +127,12 @@ class ApiLLM(NotCopied, LLMEngine):
         dict of queued requests; None stands for `add_request` and `step`.
         """
         self.check_usable()
-        if self.unfinished and self._call is not call:
-            raise RuntimeError(
-                "the engine is not idle: busy with the unfinished requests of another call. AsyncLLM takes "
-                "many calls at once; or make another engine, in a process of its own"
-            )
         if self._call is not call:
+            if self.unfinished:
+                raise RuntimeError(
+                    "the engine is not idle: busy with the unfinished requests of another call. AsyncLLM "
+                    "takes many calls at once; or make another engine, in a process of its own"
+                )
             self._call = call
             self._watch_steps()
 

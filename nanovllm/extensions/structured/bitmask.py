@@ -12,7 +12,7 @@ from torch import Tensor
 from nanovllm.engine.interfaces import LogitsProcessor, Observer
 from nanovllm.engine.sequence import Sequence
 from nanovllm.extensions.structured.grammar import Compiler
-from nanovllm.extensions.structured.kernels.token_masks import Masks, apply_masks
+from nanovllm.extensions.structured.kernels.token_masks import apply_masks
 from nanovllm.extensions.structured.matchers import CompiledGrammar, GrammarState, problem_of
 from nanovllm.kernels.runtime import cdiv
 from nanovllm.layers.sampler import SamplingStep
@@ -58,19 +58,17 @@ class BitmaskProcessor(LogitsProcessor, Observer):
         has become too large, or needs text that no token has.
         """
         guided = [seq for seq in sequences if self.name in seq.request.own and not seq.is_finished]
+        for seq in guided:
+            if seq.seq_id not in self._states:
+                self._states[seq.seq_id] = GrammarState(seq, seq.request.own[self.name])
         # A thread works through neighbours: those that share a lexer would wait for each other in several.
-        states = sorted(map(self._state_of, guided), key=lambda state: id(state.lexer))
+        states = sorted((self._states[seq.seq_id] for seq in guided), key=lambda state: id(state.lexer))
         masks = {state.sequence.seq_id: i for i, state in enumerate(states)}
         index = np.array([masks.get(seq.seq_id, -1) for seq in sequences], dtype=np.int32)
         bits = self._bits[: len(states)]
         if states:
             self._make_masks(states, bits)
         return index, bits
-
-    def _state_of(self, seq: Sequence) -> GrammarState:
-        if seq.seq_id not in self._states:
-            self._states[seq.seq_id] = GrammarState(seq, seq.request.own[self.name])
-        return self._states[seq.seq_id]
 
     def _make_masks(self, states: list[GrammarState], bits: np.ndarray) -> None:
         """In their order, in bits, int32 [states, words]."""
@@ -84,7 +82,7 @@ class BitmaskProcessor(LogitsProcessor, Observer):
         if steps:
             self._threads.consume_token_par(steps)
         places = [(state.matcher, place) for place, state in enumerate(states)]
-        self._threads.unsafe_compute_mask_ptr(places, bits.ctypes.data, bits.strides[0], len(bits))
+        self.compiler.llguidance.numpy.fill_next_token_bitmask_par(self._threads, places, bits)
         for state in states:
             if state.matcher.is_error():
                 after = f"structured_outputs after {state.sequence.num_completion_tokens - 1} tokens"
@@ -111,7 +109,7 @@ class BitmaskProcessor(LogitsProcessor, Observer):
         """The device's copy of a step's masks is always in the same place, so that a CUDA graph finds it."""
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         index = torch.full((num_slots,), -1, dtype=torch.int32, device=device)
-        self.masks = Masks(index, index.new_zeros(num_slots, cdiv(vocab_size, 32)))
+        self.masks = index, index.new_zeros(num_slots, cdiv(vocab_size, 32))  # see apply_masks
 
     def receive(self, message: tuple[np.ndarray, np.ndarray]) -> None:
         """
@@ -119,7 +117,7 @@ class BitmaskProcessor(LogitsProcessor, Observer):
         were made of its tokens: nobody reads its masks any more.
         """
         index, bits = message
-        bits = np.ascontiguousarray(bits[:, : self.masks.bits.shape[1]])  # a tokenizer may have more tokens
+        bits = np.ascontiguousarray(bits[:, : self.masks[1].shape[1]])  # a tokenizer may have more tokens
         with torch.cuda.stream(self._stream):
             for target, array in zip(self.masks, (index, bits), strict=True):
                 source = torch.from_numpy(array)
@@ -129,7 +127,7 @@ class BitmaskProcessor(LogitsProcessor, Observer):
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
     def apply(self, logits: Tensor, step: SamplingStep) -> Tensor:
-        apply_masks(logits, self.masks, step.vocab_start)
+        apply_masks(logits, *self.masks, step.vocab_start)
         return logits
 
     def reset(self) -> None:

@@ -37,7 +37,7 @@ class Compiler:
     def __init__(self, config: Config, tokenizer: Any):
         self.config, self.tokenizer = config, tokenizer
         self._grammar = functools.lru_cache(MAX_COMPILED)(
-            lambda wanted, vocabulary: CompiledGrammar(lambda: self._make_matcher(wanted, vocabulary))
+            lambda wanted: CompiledGrammar(lambda: self._make_matcher(wanted))
         )
 
     def compile(self, wanted: StructuredOutputsParams) -> CompiledGrammar:
@@ -45,11 +45,13 @@ class Compiler:
         Any thread may call this. Raises ValueError if llguidance is not installed,
         cannot work with the tokenizer, or finds no text that is as wanted.
         """
-        grammar = self._grammar(wanted, self.vocabulary)
+        grammar = self._grammar(wanted)
         grammar.compile()
         return grammar
 
-    def _make_matcher(self, wanted: StructuredOutputsParams, vocabulary: Any) -> Any:
+    def _make_matcher(self, wanted: StructuredOutputsParams) -> Any:
+        vocabulary = self.vocabulary
+
         def make() -> Any:
             matcher = self.llguidance.LLMatcher(vocabulary, source, log_level=0)
             if not matcher.is_error():
@@ -72,8 +74,7 @@ class Compiler:
     def _source(self, wanted: StructuredOutputsParams) -> str:
         """In Lark's notation, as llguidance reads it. Raises ValueError for what cannot be written in it."""
         if wanted.regex is not None:
-            [grammar] = json.loads(self.llguidance.grammar_from("regex", wanted.regex))["grammars"]
-            return grammar["lark_grammar"]
+            return f"start: /{self.llguidance.regex_to_lark(wanted.regex, '')}/"
         if wanted.choice is not None:
             # One terminal: as alternatives of a rule they would be parsed one by one.
             texts = (json.dumps(text, ensure_ascii=False) for text in dict.fromkeys(wanted.choice))
@@ -90,8 +91,8 @@ class Compiler:
     @functools.cached_property
     def llguidance(self) -> Any:
         try:
-            import llguidance
             import llguidance.hf
+            import llguidance.numpy
         except ImportError as error:
             raise ValueError('structured_outputs need llguidance: pip install -e ".[structured]"') from error
         return llguidance

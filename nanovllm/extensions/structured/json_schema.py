@@ -30,8 +30,7 @@ def close_objects(root: Any) -> None:
         is_listing = any(name in schema for name in LISTING)
         # What describes the same value as the schema itself.
         merged = [*_values(schema.get("allOf")), schema.get("anyOf"), schema.get("oneOf")]
-        merged.append(_resolve(root, schema.get("$ref")))
-        merged = [each for each in merged if each is not None]
+        merged = [each for each in (*merged, _resolve(root, schema.get("$ref"))) if each is not None]
         is_part = is_part or is_listing + len(merged) > 1
         if (id(schema), is_part) in seen:
             continue

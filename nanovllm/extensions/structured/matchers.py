@@ -20,44 +20,37 @@ class CompiledGrammar:
     """
     A grammar, compiled when it is first asked for. A matcher follows one text. What it finds out about texts
     is kept in its lexer, which it shares with its copies, and which only one of them can use at a time. So
-    there are several lexers, each known by its first matcher, and matchers of texts that have ended are used
-    again, since their lexers know more.
+    there are several lexers, each known by its first matcher, of which the others are copies.
     """
 
     def __init__(self, compile_matcher: Callable[[], Any]):
         self._compile_matcher = compile_matcher
         self._compiling = threading.Lock()
         self._max_lexers = 0
-        self._idle: dict[Any, list[Any]] = {}  # of each lexer the matchers that no sequence has
+        self._num_users: dict[Any, int] = {}  # of each lexer, by its first matcher
 
     def compile(self) -> None:
         """Once, whichever threads call this. Raises what compiling raises."""
         with self._compiling:
             if self._max_lexers == 0:
                 start = time.perf_counter()
-                self._add_lexer()
+                self._num_users[self._compile_matcher()] = 0
                 seconds = time.perf_counter() - start
                 self._max_lexers = max(1, min(MAX_LEXERS, int(MAX_SECONDS / seconds)))
 
-    def _add_lexer(self) -> None:
-        first = self._compile_matcher()
-        self._idle[first] = [first]
-
     def take(self) -> tuple[Any, Any]:
         """A matcher at the beginning of a text, and which lexer it has: the first matcher with the same."""
-        if len(self._idle) < self._max_lexers and not any(self._idle.values()):
-            self._add_lexer()
-        lexer = max(self._idle, key=lambda each: len(self._idle[each]))
-        idle = self._idle[lexer] = self._idle.pop(lexer)  # the last of those with as many the next time
-        matcher = idle.pop() if idle else lexer.deep_copy()
-        matcher.reset()
-        return lexer, matcher
+        if len(self._num_users) < self._max_lexers and all(self._num_users.values()):
+            self._num_users[self._compile_matcher()] = 0
+        lexer = min(self._num_users, key=self._num_users.__getitem__)
+        self._num_users[lexer] += 1
+        return lexer, lexer.deep_copy()
 
     def put_back(self, lexer: Any, matcher: Any) -> None:
         if matcher.is_error():  # perhaps its lexer has grown too large
-            self._idle.pop(lexer, None)
-        elif lexer in self._idle:
-            self._idle[lexer].append(matcher)
+            self._num_users.pop(lexer, None)
+        elif lexer in self._num_users:
+            self._num_users[lexer] -= 1
 
 
 class GrammarState:
@@ -69,7 +62,7 @@ class GrammarState:
         self.num_read = sequence.num_prompt_tokens
 
     def close(self) -> None:
-        """Leave the matcher to another sequence."""
+        """Leave the lexer to other sequences."""
         self.grammar.put_back(self.lexer, self.matcher)
 
     def take_new(self) -> list[int]:

@@ -25,23 +25,22 @@ def render(
     model: str,
     chats: list[list[dict[str, Any]]],
     chat_template: str | None = None,
-    add_generation_prompt: bool = True,
-    continue_final_message: bool = False,
-    tools: list[Any] | None = None,
     chat_template_kwargs: dict[str, Any] | None = None,
     chat_template_content_format: str = "auto",
+    **options: Any,
 ) -> list[str]:
     """The texts of conversations, see `LLM.chat`. Raises ValueError."""
     if tokenizer is None or (chat_template or tokenizer.chat_template) is None:
         raise ValueError(f"the tokenizer of {model!r} has no chat template")
     _check_media(chats)
     form = chat_template_content_format
+    has_parts = any(isinstance(message["content"], list) for chat in chats for message in chat)
     if form == "openai":
         chats = [[_with_parts(message) for message in chat] for chat in chats]
-    elif any(map(_has_parts, chats)) and (form == "string" or not _takes_parts(tokenizer, chat_template)):
+    elif has_parts and (form == "string" or not _takes_parts(tokenizer, chat_template)):
         chats = [[_without_parts(m, f"conversation {i}") for m in chat] for i, chat in enumerate(chats)]
-    options = dict(add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message)
-    options |= dict(chat_template=chat_template, tools=tools, **(chat_template_kwargs or {}))
+    options = {"add_generation_prompt": True, **options, **(chat_template_kwargs or {})}
+    options["chat_template"] = chat_template
     texts = []
     for i, conversation in enumerate(chats):
         try:
@@ -57,10 +56,6 @@ def _check_media(chats: list[list[dict[str, Any]]]) -> None:
             for part in message["content"] if isinstance(message["content"], list) else ():
                 is_text = not isinstance(part, dict) or not OTHER_MEDIA.search(str(part.get("type")))
                 check(is_text, f"conversation {i}: models here read text alone", part)
-
-
-def _has_parts(conversation: list[dict[str, Any]]) -> bool:
-    return any(isinstance(message["content"], list) for message in conversation)
 
 
 def _takes_parts(tokenizer: Any, chat_template: str | None) -> bool:
@@ -96,8 +91,7 @@ def as_list(values: Any) -> list | tuple | None:
     """
     if isinstance(values, Iterable) and hasattr(values, "tolist"):  # arrays, tensors, a pandas Series
         values = values.tolist()
-    elif isinstance(values, (str, bytes, bytearray, Set)) or hasattr(type(values), "keys"):
-        return None
-    elif isinstance(values, Iterable) and not isinstance(values, (list, tuple)):
-        values = list(values)
-    return values if isinstance(values, (list, tuple)) else None
+    if isinstance(values, (list, tuple)):
+        return values
+    is_other = isinstance(values, (str, bytes, bytearray, Set)) or hasattr(type(values), "keys")
+    return list(values) if isinstance(values, Iterable) and not is_other else None

@@ -8,7 +8,7 @@ from typing import Any
 
 INCOMPLETE = "\ufffd"  # what the bytes of half a character decode to
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]  # the byte tokens of vocabularies that have such
-MANY = 16  # unsettled tokens from which on the window is cut, so that decoding it stays cheap
+KEPT = 8  # tokens; a window with twice as many unsettled ones is cut, so that decoding it stays cheap
 
 
 class Vocabulary(dict[int, str]):
@@ -24,8 +24,8 @@ class Vocabulary(dict[int, str]):
         special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
         self.hidden = {i for i in special if not tokenizer.decode([i], skip_special_tokens=True)}
         ids = tokenizer.convert_tokens_to_ids(BYTES)
-        names = [None if i is None else tokenizer.convert_ids_to_tokens(i) for i in ids]
-        self.byte_of = {i: byte for byte, i in enumerate(ids) if names[byte] == BYTES[byte]}
+        known = [(i, byte) for byte, i in enumerate(ids) if i is not None]
+        self.byte_of = {i: byte for i, byte in known if tokenizer.convert_ids_to_tokens(i) == BYTES[byte]}
         self.invalid = [i for i, byte in self.byte_of.items() if byte == 0xFF]  # never part of UTF-8
         self.runs_are_text = False
         if len(self.byte_of) == len(BYTES):
@@ -60,20 +60,16 @@ class ByteRun:
 
     def __init__(self, before: str):
         self.before = self.text = before
-        self.is_valid = True
+        self._is_valid = True
         self._utf8 = codecs.getincrementaldecoder("utf-8")()
 
-    @property
-    def is_whole(self) -> bool:
-        return self.is_valid and not self._utf8.getstate()[0]
-
-    def add(self, data: bytes) -> str:
-        """Add these bytes and return the text that shows."""
+    def add(self, byte: int) -> bool:
+        """Whether the run shows with this byte."""
         try:
-            self.text += self._utf8.decode(data) if self.is_valid else ""
+            self.text += self._utf8.decode(bytes([byte]))
         except UnicodeDecodeError:
-            self.is_valid = False
-        return self.text if self.is_whole else self.before
+            self._is_valid = False
+        return self._is_valid and not self._utf8.getstate()[0]
 
 
 class Detokenizer:
@@ -98,7 +94,7 @@ class Detokenizer:
         self._num_context_tokens = 0  # how many of these are settled ones, in front of the new ones
         self._num_context = 0  # how many characters these have
         self._decided = ""  # text between the settled text and the new tokens' text
-        self._run: ByteRun | None = None  # at the end of the window, if it is long
+        self._run: ByteRun | None = None  # at the end of the window
 
     def add(self, token_ids: list[int]) -> None:
         self.num_tokens += len(token_ids)
@@ -106,32 +102,39 @@ class Detokenizer:
             if token_id not in self._hidden and not self._vocabulary.is_unknown(token_id):
                 self._add(token_id)
 
-    def num_held_back(self, stops: tuple[str, ...]) -> int:
-        """How many characters at the end of the settled text may begin one of these stop texts."""
+    def settled_text(self, stops: tuple[str, ...]) -> str:
+        """The settled text, without characters at its end that may begin one of these stop texts."""
         settled = self.text[: self.num_settled]
         longest = max(map(len, stops), default=0) - 1
-        lengths = range(min(longest, len(settled)), 0, -1)
-        return next((n for n in lengths if any(s.startswith(settled[-n:]) for s in stops)), 0)
+        starts = range(max(0, len(settled) - longest), len(settled))
+        return settled[: next((i for i in starts if any(s.startswith(settled[i:]) for s in stops)), None)]
 
     def _add(self, token_id: int) -> None:
         self._window.append(token_id)
         byte = self._vocabulary.byte_of.get(token_id)
         if byte is None:
             self._run = None
-        if self._run is not None:
-            self._show(self._run.add(bytes([byte])))
-            return
+        elif self._vocabulary.runs_are_text:
+            return self._add_byte(byte)
         text = self._decode(self._window)
         new = self._new_of(text)
         self._show(new)
         whole = new and not new.endswith(INCOMPLETE)
         if whole and self._decode(self._window + self._vocabulary.invalid).startswith(text):
             self._settle()
-        elif len(self._window) - self._num_context_tokens >= MANY:
-            if byte is None:
-                self._cut(text)
-            elif self._vocabulary.runs_are_text:
-                self._begin_run(new)
+        elif byte is None and len(self._window) - self._num_context_tokens >= 2 * KEPT:
+            self._cut(text)
+
+    def _add_byte(self, byte: int) -> None:
+        """The last token is this byte. A run of them is read as bytes."""
+        if self._run is None:
+            self._run = ByteRun(self._new_of(self._decode(self._window[:-1])))
+        run = self._run
+        is_first = run.text == run.before
+        is_shown = run.add(byte)
+        if is_first and is_shown:  # the tokenizer may begin a text in its own way, such as without a space
+            run.text = self._new_of(self._decode(self._window))
+        self._show(run.text if is_shown else run.before)
 
     def _new_of(self, text: str) -> str:
         """What follows the settled text, if this is the window's text."""
@@ -146,31 +149,19 @@ class Detokenizer:
         self._num_context_tokens, self._num_context = len(self._window), len(self._decode(self._window))
         self._decided = ""
 
-    def _begin_run(self, new: str) -> None:
-        """From here on, read the byte tokens at the end of the window as bytes."""
-        byte_of, start = self._vocabulary.byte_of, len(self._window)
-        while start and self._window[start - 1] in byte_of:
-            start -= 1
-        run = ByteRun(self._new_of(self._decode(self._window[:start])))
-        run.add(bytes(byte_of[token_id] for token_id in self._window[start:]))
-        if run.is_whole:
-            run.text = new  # the tokenizer may begin a text in its own way, such as without a space
-        if run.is_whole or not run.is_valid:
-            self._run = run
-
     def _cut(self, text: str) -> None:
         """
         Take all but a few tokens off the window, if the rest decodes to the same text without them: their
         text is decided then, although it is not settled.
         """
-        cut = len(self._window) - MANY // 2
-        window, context = self._window[cut - MANY // 2 :], self._window[cut - MANY // 2 : cut]
+        window = self._window[-2 * KEPT :]
         # The cut may be inside a character: what comes before it of that character is not decided.
-        before, known = (self._decode(t).removesuffix(INCOMPLETE) for t in (self._window[:cut], context))
+        sure = self._window[:-KEPT], window[:KEPT]
+        before, known = (self._decode(token_ids).removesuffix(INCOMPLETE) for token_ids in sure)
         if before + self._decode(window)[len(known) :] == text:
             self._decided = self._new_of(before)
             self._window = window
-            self._num_context_tokens, self._num_context = len(context), len(known)
+            self._num_context_tokens, self._num_context = KEPT, len(known)
 
     def _decode(self, token_ids: list[int]) -> str:
         return self.tokenizer.decode(token_ids, skip_special_tokens=self.skip_special_tokens)

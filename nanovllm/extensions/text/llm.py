@@ -17,19 +17,16 @@ from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.sequence import Request, Sequence
 from nanovllm.extensions.text.chat import Messages
 from nanovllm.extensions.text.prompts import Prompt, TextInputProcessor
-from nanovllm.extensions.text.results import (
-    GrowingText,
-    Piece,
-    Result,
-    make_result,
-    make_score,
-)
+from nanovllm.extensions.text.results import GrowingText, Piece, Result, make_result, make_score
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.progress import LOOK, Progress
 from nanovllm.utils.validation import check, check_bool, is_number
 
+Prompts = Prompt | Iterable[Prompt]
 Params = SamplingParams | None  # None is what the checkpoint recommends
+ParamsOfAll = Params | list[SamplingParams]
 MakeBar = Callable[..., tqdm]
+UseBar = bool | MakeBar
 no_bar = functools.partial(tqdm, disable=True)
 
 
@@ -43,7 +40,7 @@ class Asked:
     completions: list[Sequence] = field(default_factory=list)
 
 
-def _bar_maker(use_tqdm: bool | MakeBar) -> MakeBar:
+def _bar_maker(use_tqdm: UseBar) -> MakeBar:
     """What makes the progress bar, which may be hidden."""
     is_good = isinstance(use_tqdm, bool) or callable(use_tqdm)
     check(is_good, "use_tqdm must be True, False or what makes a bar as tqdm does", use_tqdm)
@@ -62,9 +59,9 @@ class TextLLM(LLMEngine):
 
     def generate(
         self,
-        prompts: Prompt | Iterable[Prompt],
-        sampling_params: Params | list[SamplingParams] = None,
-        use_tqdm: bool | MakeBar = True,
+        prompts: Prompts,
+        sampling_params: ParamsOfAll = None,
+        use_tqdm: UseBar = True,
     ) -> list[Result]:
         """
         Complete the prompts; results are in their order.
@@ -94,9 +91,9 @@ class TextLLM(LLMEngine):
 
     def generate_iter(
         self,
-        prompts: Prompt | Iterable[Prompt],
-        sampling_params: Params | list[SamplingParams] = None,
-        use_tqdm: bool | MakeBar = False,
+        prompts: Prompts,
+        sampling_params: ParamsOfAll = None,
+        use_tqdm: UseBar = False,
     ) -> Iterator[tuple[int, Result]]:
         """
         Like `generate`, but yields (index of the prompt, result) as soon as a prompt is done. Nothing is
@@ -122,10 +119,11 @@ class TextLLM(LLMEngine):
         bad request raises a ValueError when its turn comes. With `return_exceptions` a request that is bad,
         or fails for reasons of its own such as its size, yields (index, exception) and the others go on.
         """
-        limit = 2 * self.config.max_num_seqs if max_unfinished is None else max_unfinished
-        check(is_number(limit, int, 1), "max_unfinished must be an integer of at least 1", limit)
+        if max_unfinished is not None:
+            rule = "max_unfinished must be an integer of at least 1"
+            check(is_number(max_unfinished, int, 1), rule, max_unfinished)
         check_bool(return_exceptions, "return_exceptions")
-        steps = self._run(self._read_each(requests), limit, return_exceptions)
+        steps = self._run(self._read_each(requests), max_unfinished, return_exceptions)
         return self._results(steps, return_exceptions)
 
     def _read_each(self, requests: Iterable[Any]) -> Iterator[Asked]:
@@ -188,8 +186,8 @@ class TextLLM(LLMEngine):
 
     def score(
         self,
-        prompts: Prompt | Iterable[Prompt],
-        use_tqdm: bool | MakeBar = True,
+        prompts: Prompts,
+        use_tqdm: UseBar = True,
         from_token: int | list[int] = 1,
     ) -> list[dict[str, Any]]:
         """
@@ -214,8 +212,8 @@ class TextLLM(LLMEngine):
     def chat(
         self,
         messages: Messages | Iterable[Messages],
-        sampling_params: Params | list[SamplingParams] = None,
-        use_tqdm: bool | MakeBar = True,
+        sampling_params: ParamsOfAll = None,
+        use_tqdm: UseBar = True,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
@@ -233,8 +231,15 @@ class TextLLM(LLMEngine):
         found to take, unless chat_template_content_format says "string" (parts are joined by line feeds) or
         "openai" (all are lists of parts).
         """
-        options = (chat_template, add_generation_prompt, continue_final_message, tools, chat_template_kwargs)
-        chats = self.prompts.render_chats(messages, *options, chat_template_content_format)
+        chats = self.prompts.render_chats(
+            messages,
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+            chat_template_content_format=chat_template_content_format,
+        )
         return self.generate(chats, sampling_params, use_tqdm)
 
     def get_tokenizer(self) -> Any:
@@ -258,7 +263,6 @@ class TextLLM(LLMEngine):
 
     def add_request(self, prompt: Prompt, sampling_params: Params = None) -> int:
         """`LLMEngine.add_request`; a prompt may be a dict as for `generate`."""
-        self.check_usable()
         request = self.prompts.read(prompt, self.or_recommended(sampling_params))
         if request.params.n > 1:
             raise ValueError(f"add_request makes one completion of a prompt, got n={request.params.n}")

@@ -70,29 +70,30 @@ class TextInputProcessor(InputProcessor):
 
     def read_scored(self, texts: Any, from_token: Any) -> list[tuple[list[int], Request]]:
         """The token ids of a text or a list of texts, and the request that scores them, see `LLM.score`."""
-        texts = self.as_prompts(texts)
+        texts, found = self.as_prompts(texts), []
         params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
         first_tokens = from_token if isinstance(from_token, (list, tuple)) else [from_token] * len(texts)
         if len(first_tokens) != len(texts):
             raise ValueError(f"there are {len(texts)} prompts but {len(first_tokens)} from_token")
-        found, [place] = [], [i for i, each in enumerate(self.processors) if each.name == "scores"]
+        place = [processor.name for processor in self.processors].index("scores")
         for i, (text, first) in enumerate(zip(texts, first_tokens, strict=True)):
-            ids = self.read_prompt(text, f"prompts[{i}]")
-            self.check_length(len(ids), 0, f"prompts[{i}]")
-            rule = f"from_token must be an integer from 0 to {len(ids)}, the tokens of prompts[{i}]"
+            name = f"prompts[{i}]"
+            ids = self.read_prompt(text, name)
+            self.check_length(len(ids), 0, name)
+            rule = f"from_token must be an integer from 0 to {len(ids)}, the tokens of {name}"
             check(is_number(first, int, 0, len(ids)), rule, first)
             own = {"scores": self.processors[place].scoring(ids[1:], max(int(first) - 1, 0))}
             request = Request(ids[:-1], params, self.block_size, None, len(ids), wanted=1 << place, own=own)
             found.append((ids, request))
         return found
 
-    def render_chats(self, messages: Any, *options: Any, **named_options: Any) -> list[dict[str, Any]]:
+    def render_chats(self, messages: Any, **options: Any) -> list[dict[str, Any]]:
         """One conversation or a list of them, see `LLM.chat`, as dicts of text and token ids."""
-        self.check_chat_options(*options, **named_options)
+        self.check_chat_options(**options)
         conversations, chats = as_conversations(messages), []
         for i, conversation in enumerate(conversations):
             self.check_conversation(conversation, f"conversation {i}")
-        texts = render(self.tokenizer, self.model, conversations, *options, **named_options)
+        texts = render(self.tokenizer, self.model, conversations, **options)
         for i, text in enumerate(texts):
             # The template writes the special tokens itself.
             token_ids = self.tokenize(text, f"conversation {i}", add_special_tokens=False)

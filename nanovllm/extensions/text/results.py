@@ -76,14 +76,13 @@ def make_result(tokenizer: Any, completions: list[Sequence]) -> Result:
     """The result of a prompt (see `LLM.generate`) from its finished completions."""
     outputs = [_describe_completion(tokenizer, seq, index) for index, seq in enumerate(completions)]
     first = completions[0]
-    prompt = {
-        "num_prompt_tokens": first.num_prompt_tokens,
-        "num_cached_tokens": first.num_prompt_tokens_cached or 0,  # None: never admitted
-    }
+    result = Result(outputs[0], num_prompt_tokens=first.num_prompt_tokens)
+    result["num_cached_tokens"] = first.num_prompt_tokens_cached or 0  # None: never admitted
     if (count := first.sampling_params.prompt_logprobs) is not None:
         described = _describe(tokenizer, first.prompt_token_ids[1:], first.request.own["scores"].found, count)
-        prompt["prompt_logprobs"] = [None, *described]
-    result = Result(**outputs[0], **prompt, **({"outputs": outputs} if len(outputs) > 1 else {}))
+        result["prompt_logprobs"] = [None, *described]
+    if len(outputs) > 1:
+        result["outputs"] = outputs
     result.outputs, result.prompt_token_ids = outputs, first.prompt_token_ids
     result.prompt, result.request_id = first.request.own.get("text"), first.seq_id
     return result
@@ -91,11 +90,15 @@ def make_result(tokenizer: Any, completions: list[Sequence]) -> Result:
 
 def make_score(token_ids: list[int], request: Request) -> dict[str, Any]:
     """The result of `LLM.score` for a text, whose request has been computed if it scores any token."""
-    found = [(logprob, rank) for logprob, rank, *_ in request.own["scores"].found]
-    logprobs, ranks = map(list, zip(*found, strict=True)) if found else ([], [])
+    found = request.own["scores"].found
     left_out = [None] * (len(token_ids) - len(found))
-    sums = {"token_logprobs": left_out + logprobs, "logprob": sum(logprobs)}
-    return {"token_ids": token_ids, **sums, "token_ranks": left_out + ranks}
+    logprobs = [logprob for logprob, *_ in found]
+    return {
+        "token_ids": token_ids,
+        "token_logprobs": left_out + logprobs,
+        "logprob": sum(logprobs),
+        "token_ranks": left_out + [rank for _, rank, *_ in found],
+    }
 
 
 def _describe_completion(tokenizer: Any, seq: Sequence, index: int) -> Completion:
@@ -166,9 +169,8 @@ class GrowingText:
         elif self.detokenizer is None:
             return ""
         else:
-            text = self._read()
-            held_back = self.detokenizer.num_held_back(self.seq.sampling_params.stop)
-            sure = text[: self.detokenizer.num_settled - held_back]
+            self._read()
+            sure = self.detokenizer.settled_text(self.seq.sampling_params.stop)
         piece = sure[self.num_shown :]
         self.num_shown += len(piece)
         return piece

@@ -473,7 +473,7 @@ def assert_harmless(llm: LLM, template: str) -> None:
     """It is refused by a ValueError or makes some text, in little time; afterwards the engine works."""
     start = time.perf_counter()
     try:
-        llm.prompts.render_chats(CHAT, template, **READ)
+        llm.prompts.render_chats(CHAT, chat_template=template, **READ)
     except ValueError as error:
         assert "conversation 0" in str(error)
     assert time.perf_counter() - start < 5
@@ -486,7 +486,7 @@ READ = dict(add_generation_prompt=True, continue_final_message=False, tools=None
 def test_a_chat_that_is_too_long_to_tokenize_is_refused(llm, monkeypatch):
     monkeypatch.setattr("nanovllm.extensions.checkpoints.tokenizer_errors.MAX_TEXT", 1000)
     with pytest.raises(ValueError, match="conversation 0: it makes a text of 1001 characters; at most 1000"):
-        llm.prompts.render_chats(CHAT, "{{ 'x' * 1001 }}", **READ)
+        llm.prompts.render_chats(CHAT, chat_template="{{ 'x' * 1001 }}", **READ)
 
 
 @pytest.mark.parametrize(
@@ -510,7 +510,10 @@ def test_a_chat_that_is_too_long_to_tokenize_is_refused(llm, monkeypatch):
     ],
 )
 def test_what_real_templates_do_is_allowed(llm, template, text):
-    assert llm.decode(llm.prompts.render_chats(CHAT, template, **READ)[0]["prompt_token_ids"]) == text
+    assert (
+        llm.decode(llm.prompts.render_chats(CHAT, chat_template=template, **READ)[0]["prompt_token_ids"])
+        == text
+    )
 
 
 @pytest.mark.parametrize("template", [
@@ -535,7 +538,9 @@ def test_an_attribute_walk_leads_nowhere(llm, template, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     chat = [dict(message) for message in CHAT]
     try:
-        text = llm.decode(llm.prompts.render_chats(chat, template, **READ)[0]["prompt_token_ids"])
+        text = llm.decode(
+            llm.prompts.render_chats(chat, chat_template=template, **READ)[0]["prompt_token_ids"]
+        )
     except ValueError as error:
         text = ""
         assert "conversation 0" in str(error)

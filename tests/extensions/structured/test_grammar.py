@@ -410,7 +410,8 @@ def test_texts_of_a_grammar_have_lexers_of_their_own_which_later_ones_use_again(
         int(np.flatnonzero(np.unpackbits(np.frombuffer(first, np.uint8), bitorder="little"))[0])
     )
     grammar.put_back(lexer, matcher)
-    assert grammar.take() == (lexer, matcher) and matcher.compute_bitmask() == first
+    again, matcher = grammar.take()
+    assert again is lexer and matcher.compute_bitmask() == first
 
 
 def test_a_grammar_that_takes_long_to_compile_is_compiled_once(llm):

@@ -3,8 +3,6 @@
 A mask has one bit for each token of the vocabulary, 1 where the token may be drawn.
 """
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -13,25 +11,23 @@ from nanovllm.kernels.runtime import cdiv, tl, triton, use_triton
 BLOCK = 4096
 
 
-class Masks(NamedTuple):
-    index: Tensor  # int32 [batch or more], which of the masks each row has, -1 for none
-    bits: Tensor  # int32 [masks, words]; token t is bit t % 32 of word t // 32
-
-
-def apply_masks(logits: Tensor, masks: Masks, vocab_start: int = 0) -> None:
+def apply_masks(logits: Tensor, index: Tensor, bits: Tensor, vocab_start: int) -> None:
     """
     Change logits [batch, vocabulary, or a shard of it that begins at vocab_start] in place.
+
+    index: int32 [batch or more], which of the masks each row has, -1 for none.
+    bits: the masks, int32 [masks, words]; token t is bit t % 32 of word t // 32.
     """
     if not use_triton(logits):
-        return apply_masks_torch(logits, masks, vocab_start)
+        return apply_masks_torch(logits, index, bits, vocab_start)
     batch, vocab = logits.shape
     if batch and vocab:
         _mask_kernel[(cdiv(vocab, BLOCK), batch)](
             logits,
-            masks.index,
-            masks.bits,
+            index,
+            bits,
             logits.stride(0),
-            masks.bits.stride(0),
+            bits.stride(0),
             vocab,
             vocab_start,
             BLOCK=BLOCK,
@@ -39,10 +35,10 @@ def apply_masks(logits: Tensor, masks: Masks, vocab_start: int = 0) -> None:
         )
 
 
-def apply_masks_torch(logits: Tensor, masks: Masks, vocab_start: int = 0) -> None:
-    (rows,) = (masks.index[: len(logits)] >= 0).nonzero(as_tuple=True)
+def apply_masks_torch(logits: Tensor, index: Tensor, bits: Tensor, vocab_start: int) -> None:
+    (rows,) = (index[: len(logits)] >= 0).nonzero(as_tuple=True)
     tokens = torch.arange(vocab_start, vocab_start + logits.shape[1], device=logits.device)
-    words = masks.bits[masks.index[rows].long()][:, tokens // 32]
+    words = bits[index[rows].long()][:, tokens // 32]
     is_banned = (words >> (tokens % 32)) & 1 == 0
     logits[rows] = logits[rows].masked_fill(is_banned, -torch.inf)
 
