@@ -650,7 +650,7 @@ MUTATIONS = [
         "nanovllm/extensions/prefixes/cascade",
         ("is_fit and layer.variant.hooks.first_token is None else", "is_fit else"),
         ("self.num_read += self.planner.num_prefix_tokens", "self.num_read = self.planner.num_prefix_tokens"),
-        ("if plan is not None:", "if False:"),
+        ("if step.attention_plan is None:", "if True:"),
         (
             "self.buffer.copy_(to_device(message, self.buffer.device))",
             "self.buffer = to_device(message, self.buffer.device)",

@@ -20,13 +20,9 @@ from kernel_checks import (
 
 from nanovllm.extensions.prefixes.cascade import CascadeBackend
 from nanovllm.extensions.prefixes.kernels.shared_prefix import (
-    WithPrefix,
     queries_per_item,
-    shared_prefix_attention,
-    shared_prefix_attention_torch,
 )
 from nanovllm.extensions.prefixes.plan import MAX_PARTIALS, CascadePlan
-from nanovllm.kernels.decode_attention import paged_decode_attention_torch
 from nanovllm.layers.attention import AttentionBackend
 from nanovllm.utils.context import Context
 
@@ -108,12 +104,8 @@ def check(
     shared = CascadePlan(*(x.to(device) for x in shared))
     rule = features.rule(heads, head_dim, device)
     layout = layout_of(cache_dtype or dtype)
-    is_reference = attend is paged_decode_attention_torch
-    attend_prefix = shared_prefix_attention_torch if is_reference else shared_prefix_attention
-    prefix = attend_prefix(q, k_cache, v_cache, tables, rule, shared, layout)
-    variant = WithPrefix(rule, shared, *prefix)
-    step = Context(context_lens=context_lens, block_tables=tables)
-    out = attend(q, k_cache, v_cache, variant, step, layout)
+    step = Context(context_lens=context_lens, block_tables=tables, attention_plan=shared)
+    out = attend(q, k_cache, v_cache, rule, step, layout)
     assert out.shape == q.shape and out.dtype == dtype
     for i, (k, v) in enumerate(sequences):
         expected = plain_attention(q[i : i + 1], k, v, rule) if lengths[i] else torch.zeros_like(q[:1])

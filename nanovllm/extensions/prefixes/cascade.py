@@ -15,16 +15,15 @@ from nanovllm.config import Config
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.slots import to_device
 from nanovllm.extensions.prefixes.kernels.shared_prefix import (
-    WithPrefix,
     can_share,
+    cascade_attention,
+    cascade_attention_torch,
     queries_per_item,
-    shared_prefix_attention,
-    shared_prefix_attention_torch,
 )
 from nanovllm.extensions.prefixes.plan import CascadePlan, plan_shapes
 from nanovllm.extensions.prefixes.planner import CascadePlanner
 from nanovllm.kernels.attention_variant import AttentionVariant
-from nanovllm.kernels.runtime import cdiv, num_multiprocessors, use_triton
+from nanovllm.kernels.runtime import cdiv, num_multiprocessors
 from nanovllm.layers.attention import Attention, AttentionBackend, TorchBackend
 from nanovllm.utils.context import Context
 
@@ -87,11 +86,8 @@ class CascadeBackend(AttentionBackend):
         self.buffer = self.tables = None
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, variant: AttentionVariant, step: Context) -> Tensor:
-        plan = step.attention_plan
-        if plan is not None:
-            attend = shared_prefix_attention
-            if isinstance(self.behind, TorchBackend) or not use_triton(q):
-                attend = shared_prefix_attention_torch
-            prefixes = attend(q, k, v, step.block_tables, variant, plan, self.layout)
-            variant = WithPrefix(variant, plan, *prefixes)
-        return self.behind.decode(q, k, v, variant, step)
+        if step.attention_plan is None:
+            return self.behind.decode(q, k, v, variant, step)
+        is_torch = isinstance(self.behind, TorchBackend)
+        attend = cascade_attention_torch if is_torch else cascade_attention
+        return attend(q, k, v, variant, step, self.layout)
