@@ -221,8 +221,8 @@ MUTATIONS = [
         ("Prefix(first, last, begin, int(between.min()))", "Prefix(first, last, 0, int(between.min()))"),
         ("first + 1 + np.flatnonzero", "first + np.flatnonzero"),
         ("np.zeros(shape, np.int32) for shape", "np.ones(shape, np.int32) for shape"),
-        ("queries.extend(rows)", "queries.extend(np.sort(rows))"),
-        ("items.append((first, num_queries, *span))", "items.append((first, self.queries_per_item, *span))"),
+        ("plan.queries[queries] = rows", "plan.queries[queries] = np.sort(rows)"),
+        ("min(self.queries_per_item, num_queries - first)", "self.queries_per_item"),
         ("plan.num_partials[rows] += 1", "plan.num_partials[rows] = 1"),
         (
             "self.num_prefix_tokens = int(plan.prefix_lens.sum())",

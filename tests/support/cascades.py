@@ -19,10 +19,7 @@ from kernel_checks import (
 )
 
 from nanovllm.extensions.prefixes.cascade import CascadeBackend
-from nanovllm.extensions.prefixes.kernels.shared_prefix import (
-    queries_per_item,
-)
-from nanovllm.extensions.prefixes.plan import MAX_PARTIALS, CascadePlan
+from nanovllm.extensions.prefixes.kernels.shared_prefix import MAX_PARTIALS, CascadePlan, queries_per_item
 from nanovllm.layers.attention import AttentionBackend
 from nanovllm.utils.context import Context
 

@@ -7,12 +7,11 @@ Known as cascade attention, Hydragen (Juravsky et al., 2024), DeFT (Yao et al., 
 programs reads on the device what there is to do: one captured graph serves every plan.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from nanovllm.extensions.prefixes.plan import MAX_PARTIALS
 from nanovllm.kernels import runtime
 from nanovllm.kernels.attention_variant import AttentionVariant, Hooks
 from nanovllm.kernels.cache_layout import CacheLayout
@@ -20,8 +19,33 @@ from nanovllm.kernels.decode_attention import paged_decode_attention
 from nanovllm.kernels.prefill_attention import PrefillSizes, attend_to_tiles
 from nanovllm.kernels.runtime import LOG2_E, next_power_of_2, pdl_wait_then_launch, tl, triton
 
+MAX_PARTIALS = 16  # partial results of a sequence
 PARTIALS = tl.constexpr(MAX_PARTIALS)  # for kernels
 QUERY_TILE = 64  # rows: queries times their heads for one kv head
+
+
+class CascadePlan(NamedTuple):
+    """
+    Which prefixes a decode step reads once, in tables on the device. A query is a sequence that shares a
+    prefix. A work item, (first query, queries, begin, end), computes attention over these tokens of its first
+    query's block table, for all its queries; the partial result of each has the query's index. Together they
+    cover a sequence's first `prefix_lens` tokens, each once.
+    """
+
+    prefix_lens: Any  # int32 [batch]
+    num_partials: Any  # int32 [batch]
+    partials: Any  # int32 [batch, MAX_PARTIALS], indices of each sequence's partial results
+    queries: Any  # int32 [queries], which sequence of the batch
+    work_items: Any  # int32 [items, 4]
+    num_work_items: Any  # int32 [1]
+
+
+def plan_shapes(batch_size: int) -> CascadePlan:
+    """Of the tables. Small batches may have more queries for each sequence, to keep the device busy."""
+    max_queries = max(4 * batch_size, min(16 * batch_size, 512))
+    max_items = max(2 * batch_size, 64)
+    each = (batch_size,)
+    return CascadePlan(each, each, (batch_size, MAX_PARTIALS), (max_queries,), (max_items, 4), (1,))
 
 
 def queries_per_item(heads_per_kv_head: int) -> int:
@@ -61,7 +85,7 @@ def cascade_attention(
     log_sums = results.new_empty(len(plan.queries), heads)
     dim_pad = max(runtime.MIN_DOT_SIZE, next_power_of_2(head_dim))
     element_size = max(q.element_size(), k_cache.element_size())
-    key_tile, num_warps, num_stages, programs = _tile(dim_pad, element_size, q.device)
+    key_tile, num_stages, programs = _tile(dim_pad, element_size, q.device)
     query_tile = max(QUERY_TILE, next_power_of_2(heads_per_kv_head))
     _shared_prefix_kernel[(programs * runtime.num_multiprocessors(q.device),)](
         q,
@@ -86,9 +110,9 @@ def cascade_attention(
             query_tile,
             key_tile,
         ),
-        Hooks(score=variant.hooks.score, constants=variant.hooks.constants),
+        variant.hooks,
         layout.load,
-        num_warps=num_warps,
+        num_warps=4,
         num_stages=num_stages,
         **runtime.overlap_options(q.device),
     )
@@ -101,15 +125,15 @@ def cascade_attention(
     return paged_decode_attention(q, k_cache, v_cache, rest, step, layout)
 
 
-def _tile(dim_pad: int, element_size: int, device: torch.device) -> tuple[int, int, int, int]:
-    """Keys of a tile, warps, pipeline stages, programs of a multiprocessor: measured on Hopper."""
+def _tile(dim_pad: int, element_size: int, device: torch.device) -> tuple[int, int, int]:
+    """Keys of a tile, pipeline stages, programs of a multiprocessor: measured on Hopper."""
     if element_size > 2:
-        return 16, 4, 1, 2
+        return 16, 1, 2
     if runtime.has_hopper_shared_memory(device):
-        return {64: (64, 4, 3, 3), 128: (64, 4, 3, 2)}.get(dim_pad, (32, 4, 2, 1))
+        return {64: (64, 3, 3), 128: (64, 3, 2)}.get(dim_pad, (32, 2, 1))
     if dim_pad <= 128:
-        return 64, 4, 2, 1
-    return (32, 4, 1, 1) if dim_pad <= 256 else (16, 4, 1, 1)
+        return 64, 2, 1
+    return (32, 1, 1) if dim_pad <= 256 else (16, 1, 1)
 
 
 def cascade_attention_torch(
@@ -186,9 +210,8 @@ def _shared_prefix_kernel(
         last_key = tl.full([QUERY_TILE], -1, tl.int32) + end
         seen = end, begin, None, last_key
         highest = tl.full([QUERY_TILE], float("-inf"), tl.float32)
-        total = tl.zeros([QUERY_TILE], tl.float32)
         acc = tl.full([QUERY_TILE, SIZES.DIM_PAD], 0.0, tl.float32)
-        sums = highest, total, acc
+        sums = highest, tl.zeros_like(highest), acc
         aligned = tl.cdiv(begin, KEY_TILE) * KEY_TILE
         whole_end = end // KEY_TILE * KEY_TILE
         # Whole tiles first, then a part of one in front of them and one behind them, if there are such.
