@@ -37,7 +37,7 @@ def cascade_config(heads: int = 4, kv_heads: int = 2, **options: Any) -> SimpleN
 def make_cascade(config: Any = None, behind: AttentionBackend | None = None) -> CascadeBackend:
     """On the CPU."""
     cpu = torch.device("cpu")
-    backend = CascadeBackend(behind or AttentionBackend(), config or cascade_config(), cpu)
+    backend = CascadeBackend(behind or AttentionBackend(), config or cascade_config())
     backend.allocate(cpu)
     return backend
 

@@ -25,19 +25,18 @@ from nanovllm.extensions.prefixes.kernels.shared_prefix import (
 from nanovllm.extensions.prefixes.planner import CascadePlanner
 from nanovllm.kernels.attention_variant import AttentionVariant
 from nanovllm.kernels.runtime import cdiv, num_multiprocessors
-from nanovllm.layers.attention import Attention, AttentionBackend, TorchBackend
+from nanovllm.layers.attention import Attention, AttentionBackend
 from nanovllm.utils.context import Context
 
 
 class CascadeBackend(AttentionBackend):
     """A step has a plan, and the key True, where sharing pays; without one the back-end behind does all."""
 
-    def __init__(self, behind: AttentionBackend, config: Config, device: torch.device):
+    def __init__(self, behind: AttentionBackend, config: Config):
         super().__init__(behind.layout)
         self.behind = behind
         self.prefill = behind.prefill
         self.config = config
-        self.device = device
         sizes = config.hf_config
         self.heads_per_kv_head = sizes.num_attention_heads // sizes.num_key_value_heads
         self.largest_plan = (
@@ -48,7 +47,7 @@ class CascadeBackend(AttentionBackend):
     def for_layer(self, layer: Attention) -> AttentionBackend:
         """Prefixes may lie before a layer's first token, of which it reads less by itself."""
         sizes = layer.num_heads // layer.num_kv_heads, layer.head_dim, self.config.torch_dtype.itemsize
-        is_fit = self.largest_plan and can_share(self.heads_per_kv_head, *sizes, self.device)
+        is_fit = self.largest_plan and can_share(self.heads_per_kv_head, *sizes, self.buffer.device)
         return self if is_fit and layer.variant.hooks.first_token is None else self.behind
 
     def allocate(self, device: torch.device) -> None:
@@ -85,6 +84,5 @@ class CascadeBackend(AttentionBackend):
     def decode(self, q: Tensor, k: Tensor, v: Tensor, variant: AttentionVariant, step: Context) -> Tensor:
         if step.attention_plan is None:
             return self.behind.decode(q, k, v, variant, step)
-        is_torch = isinstance(self.behind, TorchBackend)
-        attend = cascade_attention_torch if is_torch else cascade_attention
+        attend = cascade_attention_torch if self.config.attention_backend == "torch" else cascade_attention
         return attend(q, k, v, variant, step, self.layout)

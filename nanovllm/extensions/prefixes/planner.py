@@ -56,18 +56,24 @@ class CascadePlanner:
     def update(self, sequences: list[Sequence]) -> np.ndarray | None:
         """
         The tables for these sequences, in the order of the batch, one behind another: int32 [words]. None if
-        no prefix is worth sharing (`num_prefix_tokens` is 0 then).
+        no prefix is worth sharing (`num_prefix_tokens` is 0 then). Where a table would not have room: longer
+        spans, then fewer prefixes.
         """
         rows = {seq.seq_id: i for i, seq in enumerate(sequences)}
         self._sort(sequences, rows)
-        prefixes, counts = self._plan()
-        if not prefixes:
-            self.num_prefix_tokens = 0
-            return None
-        order = np.array([rows[seq_id] for _, seq_id in self._prompts])
-        plan = self._make_plan(prefixes, counts, order)
-        self.num_prefix_tokens = int(plan.prefix_lens.sum())
-        return np.concatenate([table.ravel() for table in plan])
+        self.num_prefix_tokens = 0
+        common = np.array([*self._common.values(), 0])
+        min_saved = MIN_PREFIX_SAVED
+        while common.max() >= MIN_SHARED_TOKENS:
+            prefixes = choose_prefixes(common, min_saved)
+            if sum(prefix.num_saved for prefix in prefixes) < MIN_SAVED_TOKENS:
+                break
+            if (counts := self._divide(prefixes)) is not None:
+                plan = self._make_plan(prefixes, counts, rows)
+                self.num_prefix_tokens = int(plan.prefix_lens.sum())
+                return np.concatenate([table.ravel() for table in plan])
+            min_saved *= 2
+        return None
 
     def _sort(self, sequences: list[Sequence], rows: dict[int, int]) -> None:
         """Sort the prompts of the sequences, which have these ids, and compare neighbours."""
@@ -80,22 +86,6 @@ class CascadePlanner:
         for (first, a), (second, b) in pairwise(self._prompts):
             common = before.get((a, b))
             self._common[a, b] = count_common(first, second) if common is None else common
-
-    def _plan(self) -> tuple[list[Prefix], np.ndarray]:
-        """
-        The prefixes to share and the number of spans of each. Where a table would not have room: longer
-        spans, then fewer prefixes.
-        """
-        common = np.array([*self._common.values(), 0])
-        min_saved = MIN_PREFIX_SAVED
-        while common.max() >= MIN_SHARED_TOKENS:
-            prefixes = choose_prefixes(common, min_saved)
-            if sum(prefix.num_saved for prefix in prefixes) < MIN_SAVED_TOKENS:
-                break
-            if (counts := self._divide(prefixes)) is not None:
-                return prefixes, counts
-            min_saved *= 2
-        return [], np.array([])
 
     def _divide(self, prefixes: list[Prefix]) -> np.ndarray | None:
         """The number of spans of each prefix, so that the device is busy; None if a table has no room."""
@@ -120,23 +110,26 @@ class CascadePlanner:
                 return None
             span *= 1.1
 
-    def _make_plan(self, prefixes: list[Prefix], counts: np.ndarray, order: np.ndarray) -> CascadePlan:
-        """order[i] is the row of the batch that has the i-th sorted prompt."""
+    def _make_plan(self, prefixes: list[Prefix], counts: np.ndarray, rows: dict[int, int]) -> CascadePlan:
+        """With so many spans of each prefix, for sequences with these ids."""
         plan = CascadePlan(*(np.zeros(shape, np.int32) for shape in plan_shapes(self.num_rows)))
         num_queries, items = 0, []
+        order = np.array([rows[seq_id] for _, seq_id in self._prompts])
         for prefix, count in zip(prefixes, counts, strict=True):
-            rows = order[prefix.first : prefix.last]
-            plan.prefix_lens[rows] = prefix.end
+            sharing = order[prefix.first : prefix.last]
+            plan.prefix_lens[sharing] = prefix.end
             # Spans of nearly the same length.
             starts = (prefix.end - prefix.begin) * np.arange(count) // count // ITEM_STEP * ITEM_STEP
             for span in pairwise([*(prefix.begin + starts), prefix.end]):
-                queries = range(num_queries, num_queries + len(rows))
+                queries = range(num_queries, num_queries + len(sharing))
                 num_queries = queries.stop
-                plan.queries[queries] = rows
-                plan.partials[rows, plan.num_partials[rows]] = queries
-                plan.num_partials[rows] += 1
-                for first in queries[:: self.queries_per_item]:
-                    items.append((first, min(self.queries_per_item, num_queries - first), *span))
+                plan.queries[queries] = sharing
+                plan.partials[sharing, plan.num_partials[sharing]] = queries
+                plan.num_partials[sharing] += 1
+                items += [
+                    (first, min(self.queries_per_item, num_queries - first), *span)
+                    for first in queries[:: self.queries_per_item]
+                ]
         plan.work_items[: len(items)] = items
         plan.num_work_items[0] = len(items)
         return plan

@@ -12,12 +12,24 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nanovllm.kernels import runtime
 from nanovllm.kernels.attention_variant import AttentionVariant, Hooks
 from nanovllm.kernels.cache_layout import CacheLayout
 from nanovllm.kernels.decode_attention import paged_decode_attention
 from nanovllm.kernels.prefill_attention import PrefillSizes, attend_to_tiles
-from nanovllm.kernels.runtime import LOG2_E, next_power_of_2, pdl_wait_then_launch, tl, triton
+from nanovllm.kernels.runtime import (
+    LOG2_E,
+    MIN_DOT_SIZE,
+    MINUS_INF,
+    has_hopper_shared_memory,
+    masked_load,
+    next_power_of_2,
+    num_multiprocessors,
+    overlap_options,
+    pdl_wait_then_launch,
+    tl,
+    triton,
+    use_triton,
+)
 
 MAX_PARTIALS = 16  # partial results of a sequence
 PARTIALS = tl.constexpr(MAX_PARTIALS)  # for kernels
@@ -58,9 +70,8 @@ def can_share(config_heads: int, heads: int, head_dim: int, element_size: int, d
     Whether a layer with so many heads for one kv head can compute work items made for `config_heads`. Other
     layers have no room for all queries in a tile, or for the tile in shared memory.
     """
-    if queries_per_item(config_heads) > queries_per_item(heads):
-        return False
-    return head_dim * element_size <= 1024 or runtime.has_hopper_shared_memory(device)
+    has_rows = queries_per_item(config_heads) <= queries_per_item(heads)
+    return has_rows and (head_dim * element_size <= 1024 or has_hopper_shared_memory(device))
 
 
 def cascade_attention(
@@ -75,7 +86,7 @@ def cascade_attention(
     What `paged_decode_attention` computes, for a step that has a `CascadePlan` in `attention_plan`. `variant`
     has no first token. A work item's keys and values are read from its first query's blocks alone.
     """
-    if q.device.type not in runtime.TRITON_DEVICES:
+    if not use_triton(q):
         return cascade_attention_torch(q, k_cache, v_cache, variant, step, layout)
     plan, (_, heads, head_dim) = step.attention_plan, q.shape
     block_size, kv_heads = layout.page_sizes(k_cache, head_dim)
@@ -83,11 +94,11 @@ def cascade_attention(
     # The partial results, and log2 of each softmax's denominator.
     results = q.new_empty(len(plan.queries), heads, head_dim, dtype=torch.float32)
     log_sums = results.new_empty(len(plan.queries), heads)
-    dim_pad = max(runtime.MIN_DOT_SIZE, next_power_of_2(head_dim))
+    dim_pad = max(MIN_DOT_SIZE, next_power_of_2(head_dim))
     element_size = max(q.element_size(), k_cache.element_size())
     key_tile, num_stages, programs = _tile(dim_pad, element_size, q.device)
     query_tile = max(QUERY_TILE, next_power_of_2(heads_per_kv_head))
-    _shared_prefix_kernel[(programs * runtime.num_multiprocessors(q.device),)](
+    _shared_prefix_kernel[(programs * num_multiprocessors(q.device),)](
         q,
         k_cache,
         v_cache,
@@ -114,7 +125,7 @@ def cascade_attention(
         layout.load,
         num_warps=4,
         num_stages=num_stages,
-        **runtime.overlap_options(q.device),
+        **overlap_options(q.device),
     )
     # Of the tokens behind the prefixes, and what has been computed added to it.
     rest = AttentionVariant(variant.scale)
@@ -129,7 +140,7 @@ def _tile(dim_pad: int, element_size: int, device: torch.device) -> tuple[int, i
     """Keys of a tile, pipeline stages, programs of a multiprocessor: measured on Hopper."""
     if element_size > 2:
         return 16, 1, 2
-    if runtime.has_hopper_shared_memory(device):
+    if has_hopper_shared_memory(device):
         return {64: (64, 3, 3), 128: (64, 3, 2)}.get(dim_pad, (32, 2, 1))
     if dim_pad <= 128:
         return 64, 2, 1
@@ -145,12 +156,12 @@ def cascade_attention_torch(
     layout: CacheLayout,
 ) -> Tensor:
     plan = step.attention_plan
-    items = plan.work_items[: int(plan.num_work_items)].tolist()
+    items = plan.work_items[: plan.num_work_items].tolist()
     spans = [(plan.queries[first : first + count], begin, end) for first, count, begin, end in items]
-    # What each sequence has of its own is a work item, too.
-    rows = torch.arange(len(q), device=q.device).split(1)
-    own = zip(rows, plan.prefix_lens.tolist(), step.context_lens.tolist(), strict=True)
-    spans += [(row, begin, end) for row, begin, end in own if begin < end]
+    # What a sequence has of its own is as if of a work item, too.
+    each = torch.arange(len(q), device=q.device).split(1)
+    own = zip(each, plan.prefix_lens.tolist(), step.context_lens.tolist(), strict=True)
+    spans += [span for span in own if span[1] < span[2]]
     if not spans:  # all of the batch is padding
         return torch.zeros_like(q)
     totals = q.new_zeros(q.shape[:2], dtype=torch.float32) + variant.first_sums()
@@ -165,7 +176,7 @@ def cascade_attention_torch(
     rows = torch.cat([rows for rows, _, _ in spans])
     weights = (torch.cat(log_sums) - totals[rows]).exp()
     weighted = torch.cat(results) * weights[..., None]
-    return torch.zeros_like(q, dtype=torch.float32).index_add_(0, rows, weighted).to(q.dtype)
+    return totals.new_zeros(q.shape).index_add_(0, rows, weighted).to(q.dtype)
 
 
 def _regroup(x: Tensor, count: int) -> Tensor:
@@ -197,20 +208,19 @@ def _shared_prefix_kernel(
         index = first + row // HEADS
         head = kv_head * HEADS + row % HEADS
         is_row = row < count * HEADS
-        seq = tl.load(queries + index, mask=is_row, other=0).to(tl.int64)
+        seq = masked_load(queries + index, is_row).to(tl.int64)
         inside = is_row[:, None] & (dim < SIZES.HEAD_DIM)[None, :]
         q_row = q + seq * q_batch_stride + head * q_head_stride
-        query = tl.load(q_row[:, None] + dim[None, :], mask=inside, other=0.0)
+        query = masked_load(q_row[:, None] + dim[None, :], inside)
 
         reader = tl.load(queries + first).to(tl.int64)
         table = block_tables + reader * table_stride
-        k_head = k_cache + kv_head * HEAD_STRIDE
-        v_head = v_cache + kv_head * HEAD_STRIDE
-        cache = k_head, v_head, table, TOKEN_STRIDE, TOKEN_STRIDE
-        last_key = tl.full([QUERY_TILE], -1, tl.int32) + end
+        of_head = kv_head * HEAD_STRIDE
+        cache = k_cache + of_head, v_cache + of_head, table, TOKEN_STRIDE, TOKEN_STRIDE
+        last_key = tl.zeros_like(row) + end - 1
         seen = end, begin, None, last_key
-        highest = tl.full([QUERY_TILE], float("-inf"), tl.float32)
-        acc = tl.full([QUERY_TILE, SIZES.DIM_PAD], 0.0, tl.float32)
+        highest = tl.full([QUERY_TILE], MINUS_INF, tl.float32)
+        acc = tl.zeros([QUERY_TILE, SIZES.DIM_PAD], tl.float32)
         sums = highest, tl.zeros_like(highest), acc
         aligned = tl.cdiv(begin, KEY_TILE) * KEY_TILE
         whole_end = end // KEY_TILE * KEY_TILE
@@ -277,10 +287,10 @@ def add_partials(kept, index, sums, SIZES: tl.constexpr, HOOKS: tl.constexpr):
 @triton.jit
 def load_partial(indices, i, count, results, log_sums, row, dim, SIZES: tl.constexpr):
     """A sequence's i-th partial result and log2 of its softmax's denominator (-inf: there is none)."""
-    index = tl.load(indices + i, mask=i < count, other=0)
+    index = masked_load(indices + i, i < count)
     first_row = index.to(tl.int64) * (SIZES.SHARES * SIZES.HEADS)
     is_there = row < tl.where(i < count, SIZES.HEADS, 0)
     inside = is_there[None, :] & (dim < SIZES.HEAD_DIM)[:, None]
-    result = tl.load(results + first_row * SIZES.HEAD_DIM, mask=inside, other=0.0)
-    log_sum = tl.load(log_sums + first_row, mask=is_there, other=float("-inf"))
+    result = masked_load(results + first_row * SIZES.HEAD_DIM, inside)
+    log_sum = tl.load(log_sums + first_row, mask=is_there, other=MINUS_INF)
     return result, log_sum
