@@ -112,7 +112,7 @@ def assemble(config: Config) -> Parts:
         functools.partial(build_model, quantization=config.quantization),
         Int8Layout() if config.kv_cache_dtype == "int8" else CacheLayout(config.kv_cache_torch_dtype),
         # Of (config, device, layers, layout): who computes attention, where prefixes are read once.
-        lambda *where: cascade.CascadeBackend(get_backend(*where), *where[:2]),
+        lambda *where: cascade.CascadeBackend(get_backend(*where), where[0]),
         reports.ReportingRanks,
         peer_group.group_maker(config),
         observers=(

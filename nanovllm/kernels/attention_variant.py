@@ -70,28 +70,19 @@ class AttentionVariant:
     def score(self, scores: Tensor) -> Tensor:
         return scores
 
-    def first_sums(self, q: Tensor) -> Tensor | None:
-        """
-        Logs of what softmax denominators begin with, for queries as in `attend`: float32, to be broadcast to
-        [..., queries, 1]. None: they begin with 0.
-        """
-        return None
+    def first_sums(self) -> Tensor | float:
+        """Logs of what softmax denominators begin with, float32 [heads]. -inf: they all begin with 0."""
+        return float("-inf")
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, row: slice | None = None
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, is_causal: bool = False
     ) -> Tensor:
         """
-        In a decode step, for the sequence in this row of the batch, with no mask: q [1, kv_heads, heads of
-        each, head_dim], k and v [1, kv_heads, tokens, head_dim]. In prefill there is no `row`: q, k and v
-        [kv_heads, heads of each, tokens, head_dim]; no mask: as many queries as keys, and each sees the keys
-        up to its own.
+        Of one sequence. In decode, where all keys are seen: q [1, kv_heads, heads of each, head_dim], k and v
+        [1, kv_heads, tokens, head_dim]. In prefill: q, k and v [kv_heads, heads of each, tokens, head_dim],
+        and a mask, or `is_causal`: as many queries as keys, and each sees the keys up to its own.
         """
-        is_causal = row is None and mask is None
         return F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, scale=self.scale)
-
-    def finish_decode(self, out: Tensor) -> Tensor:
-        """The last step of the reference of decode, for the results of all rows [batch, heads, head_dim]."""
-        return out
 
     def attend_and_sum(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, first_sums: Tensor | None = None

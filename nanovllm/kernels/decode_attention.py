@@ -137,10 +137,9 @@ def paged_decode_attention_torch(
         if begin < end:
             keys, values = layout.read(k_cache, v_cache, step.block_tables[i], begin, end, q)
             # The query heads of one kv head are the query rows, so K and V are never expanded.
-            row = slice(i, i + 1)
-            queries = q[row].unflatten(1, (len(keys), -1))
-            out[row] = variant.attend(queries, keys[None], values[None], None, row).flatten(1, 2)
-    return variant.finish_decode(out)
+            queries = q[i : i + 1].unflatten(1, (len(keys), -1))
+            out[i] = variant.attend(queries, keys[None], values[None]).flatten(1, 2)
+    return out
 
 
 @triton.jit(do_not_specialize=["table_stride", "num_multiprocessors"])

@@ -128,7 +128,8 @@ def varlen_prefill_attention_torch(
         # [kv_heads, heads per kv head, tokens, head_dim]; K and V are expanded without a copy.
         queries = q[begin:end].unflatten(1, (len(keys), -1)).permute(1, 2, 0, 3)
         keys, values = (x.unsqueeze(1).expand(-1, queries.shape[1], -1, -1) for x in (keys, values))
-        out[begin:end] = variant.attend(queries, keys, values, mask).permute(2, 0, 1, 3).flatten(1, 2)
+        attended = variant.attend(queries, keys, values, mask, is_causal=mask is None)
+        out[begin:end] = attended.permute(2, 0, 1, 3).flatten(1, 2)
     return out
 
 

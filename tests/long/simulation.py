@@ -366,7 +366,7 @@ class Simulation:
         }
         self.limits |= {"ITEM_STEP": step, "MIN_ITEM_TOKENS": 2 * step}
         cpu = torch.device("cpu")
-        backend = CascadeBackend(AttentionBackend(), config, cpu)
+        backend = CascadeBackend(AttentionBackend(), config)
         backend.allocate(cpu)
         sizes = pick.choice([1, 2, 3, 64]), pick.choice([1, 4, 20])
         backend.planner = CascadePlanner(backend.planner.num_rows, *sizes)

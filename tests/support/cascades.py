@@ -19,14 +19,7 @@ from kernel_checks import (
 )
 
 from nanovllm.extensions.prefixes.cascade import CascadeBackend
-from nanovllm.extensions.prefixes.kernels.shared_prefix import (
-    WithPrefix,
-    queries_per_item,
-    shared_prefix_attention,
-    shared_prefix_attention_torch,
-)
-from nanovllm.extensions.prefixes.plan import MAX_PARTIALS, CascadePlan
-from nanovllm.kernels.decode_attention import paged_decode_attention_torch
+from nanovllm.extensions.prefixes.kernels.shared_prefix import MAX_PARTIALS, CascadePlan, queries_per_item
 from nanovllm.layers.attention import AttentionBackend
 from nanovllm.utils.context import Context
 
@@ -44,7 +37,7 @@ def cascade_config(heads: int = 4, kv_heads: int = 2, **options: Any) -> SimpleN
 def make_cascade(config: Any = None, behind: AttentionBackend | None = None) -> CascadeBackend:
     """On the CPU."""
     cpu = torch.device("cpu")
-    backend = CascadeBackend(behind or AttentionBackend(), config or cascade_config(), cpu)
+    backend = CascadeBackend(behind or AttentionBackend(), config or cascade_config())
     backend.allocate(cpu)
     return backend
 
@@ -108,12 +101,8 @@ def check(
     shared = CascadePlan(*(x.to(device) for x in shared))
     rule = features.rule(heads, head_dim, device)
     layout = layout_of(cache_dtype or dtype)
-    is_reference = attend is paged_decode_attention_torch
-    attend_prefix = shared_prefix_attention_torch if is_reference else shared_prefix_attention
-    prefix = attend_prefix(q, k_cache, v_cache, tables, rule, shared, layout)
-    variant = WithPrefix(rule, shared, *prefix)
-    step = Context(context_lens=context_lens, block_tables=tables)
-    out = attend(q, k_cache, v_cache, variant, step, layout)
+    step = Context(context_lens=context_lens, block_tables=tables, attention_plan=shared)
+    out = attend(q, k_cache, v_cache, rule, step, layout)
     assert out.shape == q.shape and out.dtype == dtype
     for i, (k, v) in enumerate(sequences):
         expected = plain_attention(q[i : i + 1], k, v, rule) if lengths[i] else torch.zeros_like(q[:1])

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from nanovllm.engine.batch import StepOutput
 from nanovllm.extensions.logits.kernels import filtering, logit_edits
-from nanovllm.extensions.prefixes import cascade
+from nanovllm.extensions.prefixes.kernels import shared_prefix
 from nanovllm.extensions.structured.kernels import token_masks
 from nanovllm.kernels import decode_attention, decode_inputs, kv_store, sampling
 
@@ -26,7 +26,7 @@ REFERENCES = [
     (filtering, "filter_thresholds_torch"),
     (logit_edits, "apply_rules_torch"),
     (logit_edits, "apply_token_flags_torch"),
-    (cascade, "shared_prefix_attention_torch"),
+    (shared_prefix, "cascade_attention_torch"),
     (token_masks, "apply_masks_torch"),
     (decode_attention, "paged_decode_attention_torch"),
     (decode_inputs, "decode_inputs_torch"),
@@ -168,17 +168,10 @@ def copy_to_host(output: StepOutput, to_host: Callable[..., StepOutput], batch: 
 
 def as_kernel(reference: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(reference)
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        for each in args:
-            with contextlib.suppress(AttributeError, KeyError):
-                del each.own_sums  # of another run, see WithPrefix
-        return reference(*args, **kwargs)
-
-    @functools.wraps(reference)
     def launch(*args: Any, **kwargs: Any) -> Any:
         if not _recorders:
-            return kernel(*args, **kwargs)
+            return reference(*args, **kwargs)
         with _disable_current_modes():
-            return _recorders[-1].record(kernel, args, kwargs, True)
+            return _recorders[-1].record(reference, args, kwargs, True)
 
     return launch

@@ -57,17 +57,18 @@ class AttentionRule(AttentionVariant):
     def score(self, scores: Tensor) -> Tensor:
         return self.softcap * (scores / self.softcap).tanh() if self.softcap else scores
 
-    def first_sums(self, q: Tensor) -> Tensor | None:
-        return None if self.sinks is None else self.sinks.float().view(*q.shape[:2], -1, 1)
+    def first_sums(self) -> Tensor | float:
+        return super().first_sums() if self.sinks is None else self.sinks.float()
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, row: slice | None = None
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, is_causal: bool = False
     ) -> Tensor:
         if not self.softcap and self.sinks is None:  # nothing but the mask differs
-            return super().attend(q, k, v, mask, row)
-        if row is None and mask is None:
+            return super().attend(q, k, v, mask, is_causal)
+        if is_causal:
             mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
-        return self.attend_and_sum(q, k, v, mask, self.first_sums(q))[0]
+        first_sums = None if self.sinks is None else self.first_sums().view(*q.shape[:2], -1, 1)
+        return self.attend_and_sum(q, k, v, mask, first_sums)[0]
 
 
 def set_rules(model: nn.Module) -> None:

@@ -10,7 +10,6 @@ goes further in three steps.
   step and then copies it (`HoldBack`, an `Admission`).
 - *Read once.* In a decode step all sequences that share a prefix read its keys and values together: their
   queries stand below one another in one tile (`kernels/shared_prefix.py`), and what each sequence has of its
-  own is added by log-sum-exp. `planner.py` plans on rank 0 who reads what together, `plan.py` says what the
-  tables of a plan are, and `cascade.py` is the attention back-end that follows it, in front of any other.
-  Known as cascade attention, Hydragen and DeFT.
+  own is added by log-sum-exp. `planner.py` plans on rank 0 who reads what together, and `cascade.py`
+  is the attention back-end that follows the plan. Known as cascade attention, Hydragen and DeFT.
 """

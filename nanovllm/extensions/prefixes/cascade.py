@@ -1,7 +1,7 @@
-"""Cascade attention: a back-end in front of any other, which reads a prefix of several sequences once.
+"""Cascade attention: a back-end in front of the core's, which reads a prefix of several sequences once.
 
-It computes the shared prefixes of a decode step and leaves to the back-end behind it what each sequence has
-of its own. Rank 0 makes a new plan when other sequences decode than before, and sends its tables to every
+It computes those decode steps in which prefixes are shared, and leaves all others to the back-end behind it.
+Rank 0 makes a new plan when other sequences decode than before, and sends its tables to every
 device, which has them at addresses that never change.
 """
 
@@ -15,42 +15,40 @@ from nanovllm.config import Config
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.slots import to_device
 from nanovllm.extensions.prefixes.kernels.shared_prefix import (
-    WithPrefix,
+    CascadePlan,
     can_share,
+    cascade_attention,
+    cascade_attention_torch,
+    plan_shapes,
     queries_per_item,
-    shared_prefix_attention,
-    shared_prefix_attention_torch,
 )
-from nanovllm.extensions.prefixes.plan import CascadePlan, plan_shapes
 from nanovllm.extensions.prefixes.planner import CascadePlanner
 from nanovllm.kernels.attention_variant import AttentionVariant
-from nanovllm.kernels.runtime import cdiv, num_multiprocessors, use_triton
-from nanovllm.layers.attention import Attention, AttentionBackend, TorchBackend
+from nanovllm.kernels.runtime import cdiv, num_multiprocessors
+from nanovllm.layers.attention import Attention, AttentionBackend
 from nanovllm.utils.context import Context
 
 
 class CascadeBackend(AttentionBackend):
     """A step has a plan, and the key True, where sharing pays; without one the back-end behind does all."""
 
-    def __init__(self, behind: AttentionBackend, config: Config, device: torch.device):
+    def __init__(self, behind: AttentionBackend, config: Config):
         super().__init__(behind.layout)
         self.behind = behind
         self.prefill = behind.prefill
         self.config = config
-        self.device = device
         sizes = config.hf_config
         self.heads_per_kv_head = sizes.num_attention_heads // sizes.num_key_value_heads
         self.largest_plan = (
             config.enable_prefix_caching and config.attention_backend != "flash" and not sizes.tokens_in_reach
         )
-        self.has_plan = False
         self.num_read = 0  # tokens that steps have read through prefixes, for each sequence they belong to
 
     def for_layer(self, layer: Attention) -> AttentionBackend:
         """Prefixes may lie before a layer's first token, of which it reads less by itself."""
         sizes = layer.num_heads // layer.num_kv_heads, layer.head_dim, self.config.torch_dtype.itemsize
-        is_fit = self.largest_plan and can_share(self.heads_per_kv_head, *sizes, self.device)
-        return self if is_fit and layer.variant.hooks.first_token is None else self.behind.for_layer(layer)
+        is_fit = self.largest_plan and can_share(self.heads_per_kv_head, *sizes, self.buffer.device)
+        return self if is_fit and layer.variant.hooks.first_token is None else self.behind
 
     def allocate(self, device: torch.device) -> None:
         config = self.config
@@ -65,12 +63,9 @@ class CascadeBackend(AttentionBackend):
 
     def plan(self, sequences: list[Sequence], is_new: bool) -> tuple[bool, np.ndarray | None]:
         """The message has all tables."""
-        message = None
-        if is_new and self.largest_plan:
-            message = self.planner.update(sequences)
-            self.has_plan = message is not None
+        message = self.planner.update(sequences) if is_new and self.largest_plan else None
         self.num_read += self.planner.num_prefix_tokens
-        return self.has_plan, message
+        return self.planner.num_prefix_tokens > 0, message
 
     def stats(self) -> dict[str, int]:
         return {"num_grouped_tokens": self.num_read}
@@ -87,11 +82,7 @@ class CascadeBackend(AttentionBackend):
         self.buffer = self.tables = None
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, variant: AttentionVariant, step: Context) -> Tensor:
-        plan = step.attention_plan
-        if plan is not None:
-            attend = shared_prefix_attention
-            if isinstance(self.behind, TorchBackend) or not use_triton(q):
-                attend = shared_prefix_attention_torch
-            prefixes = attend(q, k, v, step.block_tables, variant, plan, self.layout)
-            variant = WithPrefix(variant, plan, *prefixes)
-        return self.behind.decode(q, k, v, variant, step)
+        if step.attention_plan is None:
+            return self.behind.decode(q, k, v, variant, step)
+        attend = cascade_attention_torch if self.config.attention_backend == "torch" else cascade_attention
+        return attend(q, k, v, variant, step, self.layout)

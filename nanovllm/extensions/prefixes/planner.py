@@ -3,20 +3,18 @@
 Knows prompts and tables of numbers; nothing about blocks or devices. Equal tokens at equal positions have
 equal keys and values, wherever these are stored, so comparing prompts is enough. In a sorted list of the
 prompts those that share a prefix are neighbours, and the lengths that neighbours have in common describe a
-tree of prefixes. plan.py explains the tables.
+tree of prefixes. `CascadePlan` explains the tables.
 """
 
 from bisect import insort
-from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
 from nanovllm.engine.sequence import Sequence
-from nanovllm.extensions.prefixes.plan import MAX_PARTIALS, CascadePlan, plan_shapes
+from nanovllm.extensions.prefixes.kernels.shared_prefix import MAX_PARTIALS, CascadePlan, plan_shapes
 from nanovllm.extensions.prefixes.token_prefixes import count_common, pack
-from nanovllm.kernels.runtime import cdiv
 
 # Where sharing begins to pay, measured on an H200 with 8 kv heads of 128 and bfloat16: two sequences from 128
 # to 256 tokens on, four from 64 on; a whole step from 8,000 to 16,000 tokens on that are not read.
@@ -36,18 +34,9 @@ class Prefix(NamedTuple):
     end: int
 
     @property
-    def length(self) -> int:
-        return self.end - self.begin
-
-    @property
     def num_saved(self) -> int:
         """Tokens that a step need not read."""
-        return (self.last - self.first - 1) * self.length
-
-    def spans(self, count: int) -> Iterator[tuple[int, int]]:
-        """Divided into so many spans of nearly the same length."""
-        starts = [self.length * i // count // ITEM_STEP * ITEM_STEP for i in range(count)]
-        return pairwise([*(self.begin + start for start in starts), self.end])
+        return (self.last - self.first - 1) * (self.end - self.begin)
 
 
 class CascadePlanner:
@@ -67,18 +56,24 @@ class CascadePlanner:
     def update(self, sequences: list[Sequence]) -> np.ndarray | None:
         """
         The tables for these sequences, in the order of the batch, one behind another: int32 [words]. None if
-        no prefix is worth sharing (`num_prefix_tokens` is 0 then).
+        no prefix is worth sharing (`num_prefix_tokens` is 0 then). Where a table would not have room: longer
+        spans, then fewer prefixes.
         """
         rows = {seq.seq_id: i for i, seq in enumerate(sequences)}
         self._sort(sequences, rows)
-        prefixes, counts = self._plan()
-        if not prefixes:
-            self.num_prefix_tokens = 0
-            return None
-        order = np.array([rows[seq_id] for _, seq_id in self._prompts])
-        plan = self._make_plan(prefixes, counts, order)
-        self.num_prefix_tokens = int(plan.prefix_lens.sum())
-        return np.concatenate([table.ravel() for table in plan])
+        self.num_prefix_tokens = 0
+        common = np.array([*self._common.values(), 0])
+        min_saved = MIN_PREFIX_SAVED
+        while common.max() >= MIN_SHARED_TOKENS:
+            prefixes = choose_prefixes(common, min_saved)
+            if sum(prefix.num_saved for prefix in prefixes) < MIN_SAVED_TOKENS:
+                break
+            if (counts := self._divide(prefixes)) is not None:
+                plan = self._make_plan(prefixes, counts, rows)
+                self.num_prefix_tokens = int(plan.prefix_lens.sum())
+                return np.concatenate([table.ravel() for table in plan])
+            min_saved *= 2
+        return None
 
     def _sort(self, sequences: list[Sequence], rows: dict[int, int]) -> None:
         """Sort the prompts of the sequences, which have these ids, and compare neighbours."""
@@ -92,62 +87,49 @@ class CascadePlanner:
             common = before.get((a, b))
             self._common[a, b] = count_common(first, second) if common is None else common
 
-    def _plan(self) -> tuple[list[Prefix], list[int]]:
-        """
-        The prefixes to share and the number of spans of each. Where a table would not have room: longer
-        spans, then fewer prefixes.
-        """
-        common = np.array([*self._common.values(), 0])
-        min_saved = MIN_PREFIX_SAVED
-        while common.max() >= MIN_SHARED_TOKENS:
-            prefixes = choose_prefixes(common, min_saved)
-            if not prefixes or sum(prefix.num_saved for prefix in prefixes) < MIN_SAVED_TOKENS:
-                break
-            if counts := self._divide(prefixes):
-                return prefixes, counts
-            min_saved *= 2
-        return [], []
-
-    def _divide(self, prefixes: list[Prefix]) -> list[int] | None:
+    def _divide(self, prefixes: list[Prefix]) -> np.ndarray | None:
         """The number of spans of each prefix, so that the device is busy; None if a table has no room."""
         room = plan_shapes(len(self._prompts))
-        lengths = [prefix.length for prefix in prefixes]
-        sizes = [prefix.last - prefix.first for prefix in prefixes]
-        items = [cdiv(size, self.queries_per_item) for size in sizes]  # of a span
-        span = max(MIN_ITEM_TOKENS, np.dot(items, lengths) / self.num_items)
+        first, last, begin, end = np.array(prefixes).T
+        lengths = end - begin
+        items = -((first - last) // self.queries_per_item)  # of a span
+        prompts = np.arange(len(self._prompts))[:, None]
+        has_prefix = (first <= prompts) & (prompts < last)  # [prompts, prefixes]
+        most = np.clip(lengths // MIN_ITEM_TOKENS, 1, MAX_PARTIALS)
+        span = max(MIN_ITEM_TOKENS, items @ lengths / self.num_items)
         while True:
-            counts = [max(1, min(round(n / span), n // MIN_ITEM_TOKENS, MAX_PARTIALS)) for n in lengths]
-            num_partials = np.zeros(room.prefix_lens, np.int32)
-            for prefix, count in zip(prefixes, counts, strict=True):
-                num_partials[prefix.first : prefix.last] += count
+            counts = np.clip(np.rint(lengths / span).astype(int), 1, most)
+            num_partials = has_prefix @ counts
             if (
                 num_partials.max() <= MAX_PARTIALS
-                and np.dot(sizes, counts) <= room.queries[0]
-                and np.dot(items, counts) <= room.work_items[0]
+                and num_partials.sum() <= room.queries[0]
+                and items @ counts <= room.work_items[0]
             ):
                 return counts
-            if max(counts) == 1:
+            if counts.max() == 1:
                 return None
             span *= 1.1
 
-    def _make_plan(self, prefixes: list[Prefix], counts: list[int], order: np.ndarray) -> CascadePlan:
-        """order[i] is the row of the batch that has the i-th sorted prompt."""
+    def _make_plan(self, prefixes: list[Prefix], counts: np.ndarray, rows: dict[int, int]) -> CascadePlan:
+        """With so many spans of each prefix, for sequences with these ids."""
         plan = CascadePlan(*(np.zeros(shape, np.int32) for shape in plan_shapes(self.num_rows)))
-        queries: list[int] = []
-        items = []
+        num_queries, items = 0, []
+        order = np.array([rows[seq_id] for _, seq_id in self._prompts])
         for prefix, count in zip(prefixes, counts, strict=True):
-            rows = order[prefix.first : prefix.last]
-            plan.prefix_lens[rows] = prefix.end
-            for span in prefix.spans(count):
-                start = len(queries)
-                queries.extend(rows)
-                stop = len(queries)
-                plan.partials[rows, plan.num_partials[rows]] = range(start, stop)
-                plan.num_partials[rows] += 1
-                for first in range(start, stop, self.queries_per_item):
-                    num_queries = min(self.queries_per_item, stop - first)
-                    items.append((first, num_queries, *span))
-        plan.queries[: len(queries)] = queries
+            sharing = order[prefix.first : prefix.last]
+            plan.prefix_lens[sharing] = prefix.end
+            # Spans of nearly the same length.
+            starts = (prefix.end - prefix.begin) * np.arange(count) // count // ITEM_STEP * ITEM_STEP
+            for span in pairwise([*(prefix.begin + starts), prefix.end]):
+                queries = range(num_queries, num_queries + len(sharing))
+                num_queries = queries.stop
+                plan.queries[queries] = sharing
+                plan.partials[sharing, plan.num_partials[sharing]] = queries
+                plan.num_partials[sharing] += 1
+                items += [
+                    (first, min(self.queries_per_item, num_queries - first), *span)
+                    for first in queries[:: self.queries_per_item]
+                ]
         plan.work_items[: len(items)] = items
         plan.num_work_items[0] = len(items)
         return plan
@@ -166,11 +148,10 @@ def choose_prefixes(common: np.ndarray, min_saved: int) -> list[Prefix]:
             continue
         between = common[first : last - 1]
         prefix = Prefix(first, last, begin, int(between.min()))
-        if prefix.length >= MIN_SHARED_TOKENS and prefix.num_saved >= min_saved:
+        if prefix.end - begin >= MIN_SHARED_TOKENS and prefix.num_saved >= min_saved:
             chosen.append(prefix)
             begin = prefix.end
         # Prompts that have no more in common part here.
         cuts = first + 1 + np.flatnonzero(between == prefix.end)
-        parts = pairwise([first, *cuts, last])
-        rest += reversed([(*part, begin) for part in parts])
+        rest += [(*part, begin) for part in pairwise([first, *cuts, last])]
     return chosen

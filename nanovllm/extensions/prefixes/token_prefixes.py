@@ -12,7 +12,7 @@ equal beginnings are neighbours.
 
 import struct
 from bisect import bisect_left, insort
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
 
@@ -50,7 +50,6 @@ class TokenHit(Hit):
 
     source: int = -1
     num_soon: int = 0  # what num_tokens would be after the step that is being scheduled
-    packed: bytes = field(default=b"", compare=False)  # the prompt behind the whole blocks
 
 
 class TokenPrefixes(PrefixCache):
@@ -65,27 +64,25 @@ class TokenPrefixes(PrefixCache):
 
     def find(self, seq: Sequence) -> TokenHit:
         """Whole blocks up to the first miss, and from another block what follows."""
-        pool = self.pool
+        pool, most = self.pool, self.max_cached(seq)
         size = pool.block_size
-        most = self.max_cached(seq) if seq.request.wanted else seq.num_tokens - 1
         blocks: list[int] = []
-        parent, packed = -1, b""
+        parent = -1
         while True:
             start = len(blocks) * size
+            end = start + size
             num_common = size
-            block_id = pool.find_block(seq, len(blocks)) if start + size <= most else -1
+            block_id = pool.find_block(seq, len(blocks)) if end <= most else -1
             if block_id == -1:
-                packed = packed or pack(seq.token_ids[start:])
-                tokens = packed[: min(size, most - start) * TOKEN_BYTES]
+                tokens = pack(seq.token_ids[start : min(end, most)])
                 block_id, num_common = self.longest((parent, COMPUTED), tokens)
             if num_common < size:
                 break
             blocks.append(block_id)
             parent = pool.blocks[block_id].hash
-            packed = packed[size * TOKEN_BYTES :]
         _, num_computing = self.longest((parent, COMPUTING), tokens)
         pins = (block_id,) if num_common and pool.blocks[block_id].ref_count == 0 else ()
-        hit = TokenHit(blocks, start + num_common, pins, block_id, start + num_computing, packed)
+        hit = TokenHit(blocks, start + num_common, pins, block_id, start + num_computing)
         if pins and not pool.can_allocate(seq, hit):  # no room for the source beside the new blocks
             hit.num_tokens, hit.pins = start, ()
         return hit
@@ -101,50 +98,46 @@ class TokenPrefixes(PrefixCache):
                 best = block_id, length
         return best
 
-    def add(self, seq: Sequence, i: int, is_computed: bool, packed: bytes) -> None:
-        """Have the sequence's i-th block found by these tokens, which it begins with."""
+    def add(self, seq: Sequence, i: int, is_computed: bool, end: int) -> None:
+        """Have the sequence's i-th block found by its tokens, as far as they are before this one."""
         block_id = seq.block_table[i]
+        self.forgotten(block_id)
         place = seq.block_hashes[i - 1] if i else -1, is_computed
+        packed = pack(seq.token_ids[i * self.pool.block_size : end])
         self.blocks[block_id] = place, packed
         insort(self.children.setdefault(place, []), (packed, block_id))
 
-    def forgotten(self, block_id: int) -> bytes:
-        """Returns what the block was found by."""
-        place, packed = self.blocks.pop(block_id, (None, b""))
-        if packed:
+    def forgotten(self, block_id: int) -> None:
+        if block_id in self.blocks:
+            place, packed = self.blocks.pop(block_id)
             children = self.children[place]
             del children[bisect_left(children, (packed, block_id))]
             if not children:
                 del self.children[place]
-        return packed
 
     def allocated(self, seq: Sequence, hit: TokenHit) -> None:
         self.pinned.update(hit.pins)
-        packed, size, first = hit.packed, self.pool.block_size, len(hit.blocks)
+        size, first = self.pool.block_size, len(hit.blocks)
         for i in range(first, seq.num_blocks):
-            self.add(seq, i, COMPUTING, packed[: size * TOKEN_BYTES])
-            packed = packed[size * TOKEN_BYTES :]
+            self.add(seq, i, COMPUTING, (i + 1) * size)
         if num_copied := hit.num_tokens % size:
             self.copies.append((hit.source, seq.block_table[first], num_copied))
             self.num_copied_tokens += num_copied
 
-    def written(self, seq: Sequence, start: int, end: int, is_last: bool = False) -> None:
-        """A block that is filled in part counts if it is the last one, or the prompt ends there."""
+    def written(self, seq: Sequence, start: int, end: int) -> None:
+        """A block that is filled in part counts if the prompt ends there."""
         size = self.pool.block_size
         for i in range(start // size, -(-end // size)):
-            first, last = i * size, min((i + 1) * size, end)
-            if is_last or last - first == size or end == seq.num_tokens:
-                packed = self.forgotten(seq.block_table[i])
-                if len(packed) != (last - first) * TOKEN_BYTES:
-                    packed = pack(seq.token_ids[first:last])
-                self.add(seq, i, COMPUTED, packed)
+            last = min((i + 1) * size, end)
+            if last % size == 0 or last == seq.num_tokens:
+                self.add(seq, i, COMPUTED, last)
 
     def leaving(self, seq: Sequence) -> None:
         """Its last block, which is filled in part, can be copied from, too."""
         end = min(len(seq.token_ids), seq.num_computed_tokens)
         i, rest = divmod(end, self.pool.block_size)
         if rest and self.pool.blocks[seq.block_table[i]].hash == -1:
-            self.written(seq, end - rest, end, is_last=True)
+            self.add(seq, i, COMPUTED, end)
 
     def prepare(self, sequences: list[Sequence]) -> np.ndarray | None:
         """int64 [3, copies]: from which block to which, and how many tokens."""

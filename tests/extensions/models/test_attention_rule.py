@@ -16,7 +16,12 @@ from kernel_checks import (
 )
 
 from nanovllm.extensions.models.attention_rule import AttentionRule
-from nanovllm.extensions.prefixes.kernels.shared_prefix import can_share, queries_per_item
+from nanovllm.extensions.prefixes.kernels.shared_prefix import (
+    can_share,
+    cascade_attention,
+    cascade_attention_torch,
+    queries_per_item,
+)
 from nanovllm.kernels.decode_attention import paged_decode_attention, paged_decode_attention_torch
 from nanovllm.kernels.kv_store import ROWS
 from nanovllm.kernels.prefill_attention import varlen_prefill_attention, varlen_prefill_attention_torch
@@ -52,7 +57,7 @@ def test_the_prefill_reference_keeps_to_the_rule(features, cache_dtype, block_si
 @in_both_caches
 def test_the_reference_reads_common_tokens_by_the_rule(features, cache_dtype):
     options = "cpu", torch.float32, 2, cache_dtype, features
-    check_shared(paged_decode_attention_torch, SMALL, 6, 2, 20, 16, 32, *options)
+    check_shared(cascade_attention_torch, SMALL, 6, 2, 20, 16, 32, *options)
 
 
 def test_blocks_before_the_window_may_hold_anything():
@@ -146,4 +151,4 @@ def test_prefill_keeps_to_the_rule(device, dtype, cache_dtype, heads, kv_heads, 
 @pytest.mark.parametrize("features", [rule for rule in RULES if not rule.window], ids=str)
 def test_common_tokens_are_read_by_the_rule(device, dtype, cache_dtype, heads, kv_heads, head_dim, features):
     groups, options = on(device, LARGE, SMALL), (heads, kv_heads, head_dim, 16, on(device, 256, 64))
-    check_shared(paged_decode_attention, groups, *options, device, dtype, 1, cache_dtype, features)
+    check_shared(cascade_attention, groups, *options, device, dtype, 1, cache_dtype, features)

@@ -15,11 +15,7 @@ from nanovllm.engine.batch import BatchMaker
 from nanovllm.engine.block_manager import PrefixCache
 from nanovllm.engine.sequence import Request, Sequence
 from nanovllm.extensions.prefixes import planner as module
-from nanovllm.extensions.prefixes.plan import (
-    MAX_PARTIALS,
-    CascadePlan,
-    plan_shapes,
-)
+from nanovllm.extensions.prefixes.kernels.shared_prefix import MAX_PARTIALS, CascadePlan, plan_shapes
 from nanovllm.extensions.prefixes.planner import CascadePlanner
 from tiny_checkpoints import EXACT, make_checkpoint, one_thread  # noqa: F401
 

@@ -2,22 +2,11 @@
 
 import pytest
 import torch
-from cascades import LARGE, SMALL, check, make_cascade, make_prefixes
+from cascades import LARGE, SMALL, check, make_cascade
 from extension_kernels import with_caches
-from kernel_checks import (
-    KERNEL_SHAPES,
-    SHAPES,
-    on,
-    on_devices,
-    paged_caches,
-    rand,
-)
+from kernel_checks import KERNEL_SHAPES, SHAPES, on, on_devices, rand
 
-from nanovllm.extensions.prefixes.kernels.shared_prefix import (
-    WithPrefix,
-    queries_per_item,
-)
-from nanovllm.kernels.decode_attention import paged_decode_attention, paged_decode_attention_torch
+from nanovllm.extensions.prefixes.kernels.shared_prefix import cascade_attention, cascade_attention_torch
 from nanovllm.layers.attention import Attention, AttentionBackend
 from nanovllm.utils.context import Context
 
@@ -26,7 +15,7 @@ from nanovllm.utils.context import Context
 @pytest.mark.parametrize("block_size", [16, 48])
 def test_the_twin_reads_common_tokens_from_one_table(heads, kv_heads, head_dim, block_size):
     shape = heads, kv_heads, head_dim
-    check(paged_decode_attention_torch, SMALL, *shape, block_size, 32, "cpu", torch.float32, padding=2)
+    check(cascade_attention_torch, SMALL, *shape, block_size, 32, "cpu", torch.float32, padding=2)
 
 
 @on_devices
@@ -34,7 +23,7 @@ def test_the_twin_reads_common_tokens_from_one_table(heads, kv_heads, head_dim, 
 @pytest.mark.parametrize("heads, kv_heads, head_dim", KERNEL_SHAPES)
 def test_common_tokens_are_read_from_one_table(device, dtype, cache_dtype, heads, kv_heads, head_dim):
     groups, options = on(device, LARGE, SMALL), (heads, kv_heads, head_dim, 16, on(device, 256, 64))
-    check(paged_decode_attention, groups, *options, device, dtype, cache_dtype=cache_dtype)
+    check(cascade_attention, groups, *options, device, dtype, cache_dtype=cache_dtype)
 
 
 @on_devices
@@ -42,22 +31,14 @@ def test_common_tokens_are_read_from_one_table(device, dtype, cache_dtype, heads
 @pytest.mark.parametrize("groups", [[(2, 33, 0)], [(1, 0, 0)], SMALL], ids=["one", "none", "some"])
 def test_every_block_size_and_number_of_splits(device, block_size, groups):
     """Few sequences: their own tokens are split, and the first split adds what the group has computed."""
-    check(paged_decode_attention, groups, 4, 2, 64, block_size, 32, device, torch.float32, padding=1)
+    check(cascade_attention, groups, 4, 2, 64, block_size, 32, device, torch.float32, padding=1)
 
 
-@pytest.mark.parametrize("is_planned", [True, False])
-def test_the_back_end_behind_gets_what_each_sequence_has_of_its_own(is_planned):
-    """A step without a plan is left to it altogether."""
-
+def test_a_step_without_a_plan_is_left_to_the_back_end_behind():
     class Behind(AttentionBackend):
         def decode(self, q, k_cache, v_cache, variant, step):
             return variant
 
-    shared, _ = make_prefixes([(2, 32, 0)], [3, 5], 32, queries_per_item(2), [0, 1])
-    k_cache, v_cache, tables, _ = paged_caches([35, 37], 16, 2, 8, "cpu", torch.float32)
     layer = Attention(4, 8, 1.0, 2)
     backend = make_cascade(behind=Behind()).for_layer(layer)
-    step = Context(block_tables=tables, attention_plan=shared if is_planned else None)
-    variant = backend.decode(rand(2, 4, 8), k_cache, v_cache, layer.variant, step)
-    assert isinstance(variant, WithPrefix) is is_planned
-    assert variant.first_token(torch.tensor([35, 37])).tolist() == ([32, 32] if is_planned else [0, 0])
+    assert backend.decode(rand(2, 4, 8), None, None, layer.variant, Context()) is layer.variant

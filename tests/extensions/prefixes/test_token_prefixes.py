@@ -107,9 +107,9 @@ def test_of_two_equal_blocks_one_stays_findable_when_the_other_is_handed_out():
 
 def add(index: TokenPrefixes, block_id: int, parent: int, token_ids: list[int]) -> None:
     """To what can be copied from; `parent` stands for the tokens before."""
-    seq = make_sequence([], 4)
+    seq = make_sequence([7, 7, 7, 7, *token_ids], 4)
     seq.block_table, seq.block_hashes = [-1, block_id], [parent]
-    index.add(seq, 1, COMPUTED, pack(token_ids))
+    index.add(seq, 1, COMPUTED, len(seq))
 
 
 some_tokens = st.lists(st.sampled_from([0, 1, 256, 2**32 - 1]), max_size=6)

@@ -17,10 +17,9 @@ BYTES_PER_PROGRAM = 8192
 def copy_blocks(kv_cache: Any, sources: Tensor, targets: Tensor, num_tokens: Tensor) -> None:
     """Copy at least the first tokens of a KVCache's blocks, in all layers; see `copy_pages`."""
     for pages in kv_cache.pages:
-        if kv_cache.layout.has_token_rows:
-            copy_pages(pages, sources, targets, num_tokens)
-        else:  # whole blocks, as if of one token
-            copy_pages(pages.flatten(3)[..., None, None, :], sources, targets, torch.ones_like(num_tokens))
+        if not kv_cache.layout.has_token_rows:  # whole blocks, as if of one token
+            pages, num_tokens = pages.flatten(3)[..., None, :], torch.ones_like(num_tokens)
+        copy_pages(pages, sources, targets, num_tokens)
 
 
 def copy_pages(pages: Tensor, sources: Tensor, targets: Tensor, num_tokens: Tensor) -> None:
@@ -35,12 +34,11 @@ def copy_pages(pages: Tensor, sources: Tensor, targets: Tensor, num_tokens: Tens
     data = pages.flatten(3).flatten(0, 1).view(torch.uint8)  # [2 * layers, blocks, bytes of a block]
     planes, num_blocks, block_bytes = data.shape
     parts = cdiv(block_bytes, BYTES_PER_PROGRAM)
-    if len(sources):
-        _copy_kernel[(len(sources) * parts, planes)](
-            data, sources, targets, num_tokens, num_blocks,
-            TOKEN_BYTES=block_bytes // pages.shape[3], BLOCK_BYTES=block_bytes,
-            PARTS=parts, BYTES=BYTES_PER_PROGRAM,
-        )  # fmt: skip
+    _copy_kernel[(len(sources) * parts, planes)](
+        data, sources, targets, num_tokens, num_blocks,
+        TOKEN_BYTES=block_bytes // pages.shape[3], BLOCK_BYTES=block_bytes,
+        PARTS=parts, BYTES=BYTES_PER_PROGRAM,
+    )  # fmt: skip
 
 
 def copy_pages_torch(pages: Tensor, sources: Tensor, targets: Tensor, num_tokens: Tensor) -> None:

@@ -1,26 +1,63 @@
 """Attention of many sequences over a prefix that they share: its keys and values are read once for all.
 
 The query heads of the sequences stand below one another in a tile, so that one pass over the prefix serves
-them all, on tensor cores. The results are partial: `paged_decode_attention` adds each sequence's own tokens.
+them all, on tensor cores. The results are partial: hooks have `paged_decode_attention` add each sequence's
+own tokens to them.
 Known as cascade attention, Hydragen (Juravsky et al., 2024), DeFT (Yao et al., 2025). A fixed number of
 programs reads on the device what there is to do: one captured graph serves every plan.
 """
 
-import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from nanovllm.extensions.prefixes.plan import MAX_PARTIALS, CascadePlan
-from nanovllm.kernels import runtime
 from nanovllm.kernels.attention_variant import AttentionVariant, Hooks
-from nanovllm.kernels.kv_store import ROWS, CacheLayout
+from nanovllm.kernels.decode_attention import paged_decode_attention
+from nanovllm.kernels.kv_store import CacheLayout
 from nanovllm.kernels.prefill_attention import PrefillSizes, attend_to_tiles
-from nanovllm.kernels.runtime import LOG2_E, next_power_of_2, pdl_wait_then_launch, tl, triton
+from nanovllm.kernels.runtime import (
+    LOG2_E,
+    MIN_DOT_SIZE,
+    MINUS_INF,
+    has_hopper_shared_memory,
+    masked_load,
+    next_power_of_2,
+    num_multiprocessors,
+    overlap_options,
+    pdl_wait_then_launch,
+    tl,
+    triton,
+    use_triton,
+)
 
+MAX_PARTIALS = 16  # partial results of a sequence
 PARTIALS = tl.constexpr(MAX_PARTIALS)  # for kernels
 QUERY_TILE = 64  # rows: queries times their heads for one kv head
+
+
+class CascadePlan(NamedTuple):
+    """
+    Which prefixes a decode step reads once, in tables on the device. A query is a sequence that shares a
+    prefix. A work item, (first query, queries, begin, end), computes attention over these tokens of its first
+    query's block table, for all its queries; the partial result of each has the query's index. Together they
+    cover a sequence's first `prefix_lens` tokens, each once.
+    """
+
+    prefix_lens: Any  # int32 [batch]
+    num_partials: Any  # int32 [batch]
+    partials: Any  # int32 [batch, MAX_PARTIALS], indices of each sequence's partial results
+    queries: Any  # int32 [queries], which sequence of the batch
+    work_items: Any  # int32 [items, 4]
+    num_work_items: Any  # int32 [1]
+
+
+def plan_shapes(batch_size: int) -> CascadePlan:
+    """Of the tables. Small batches may have more queries for each sequence, to keep the device busy."""
+    max_queries = max(4 * batch_size, min(16 * batch_size, 512))
+    max_items = max(2 * batch_size, 64)
+    each = (batch_size,)
+    return CascadePlan(each, each, (batch_size, MAX_PARTIALS), (max_queries,), (max_items, 4), (1,))
 
 
 def queries_per_item(heads_per_kv_head: int) -> int:
@@ -33,38 +70,39 @@ def can_share(config_heads: int, heads: int, head_dim: int, element_size: int, d
     Whether a layer with so many heads for one kv head can compute work items made for `config_heads`. Other
     layers have no room for all queries in a tile, or for the tile in shared memory.
     """
-    if queries_per_item(config_heads) > queries_per_item(heads):
-        return False
-    return head_dim * element_size <= 1024 or runtime.has_hopper_shared_memory(device)
+    has_rows = queries_per_item(config_heads) <= queries_per_item(heads)
+    return has_rows and (head_dim * element_size <= 1024 or has_hopper_shared_memory(device))
 
 
-def shared_prefix_attention(
+def cascade_attention(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    block_tables: Tensor,
     variant: AttentionVariant,
-    plan: CascadePlan,
-    layout: CacheLayout = ROWS,
-) -> tuple[Tensor, Tensor]:
+    step: Any,
+    layout: CacheLayout,
+) -> Tensor:
     """
-    The partial results, float32 [queries, heads, head_dim], and log2 of each softmax's denominator, float32
-    [queries, heads]; the other arguments are those of `paged_decode_attention`.
+    What `paged_decode_attention` computes, for a step that has a `CascadePlan` in `attention_plan`. `variant`
+    has no first token. A work item's keys and values are read from its first query's blocks alone.
     """
-    _, heads, head_dim = q.shape
+    if not use_triton(q):
+        return cascade_attention_torch(q, k_cache, v_cache, variant, step, layout)
+    plan, (_, heads, head_dim) = step.attention_plan, q.shape
     block_size, kv_heads = layout.page_sizes(k_cache, head_dim)
     heads_per_kv_head = heads // kv_heads
+    # The partial results, and log2 of each softmax's denominator.
     results = q.new_empty(len(plan.queries), heads, head_dim, dtype=torch.float32)
     log_sums = results.new_empty(len(plan.queries), heads)
-    dim_pad = max(runtime.MIN_DOT_SIZE, next_power_of_2(head_dim))
+    dim_pad = max(MIN_DOT_SIZE, next_power_of_2(head_dim))
     element_size = max(q.element_size(), k_cache.element_size())
-    key_tile, num_warps, num_stages, programs = _tile(dim_pad, element_size, q.device)
+    key_tile, num_stages, programs = _tile(dim_pad, element_size, q.device)
     query_tile = max(QUERY_TILE, next_power_of_2(heads_per_kv_head))
-    _shared_prefix_kernel[(programs * runtime.num_multiprocessors(q.device),)](
+    _shared_prefix_kernel[(programs * num_multiprocessors(q.device),)](
         q,
         k_cache,
         v_cache,
-        block_tables,
+        step.block_tables,
         results,
         log_sums,
         plan.queries,
@@ -72,7 +110,7 @@ def shared_prefix_attention(
         plan.num_work_items,
         variant.scale * LOG2_E,
         *q.stride()[:2],
-        block_tables.stride(0),
+        step.block_tables.stride(0),
         kv_heads,
         *k_cache.stride()[-3:-1],
         PrefillSizes(
@@ -83,109 +121,67 @@ def shared_prefix_attention(
             query_tile,
             key_tile,
         ),
-        Hooks(score=variant.hooks.score, constants=variant.hooks.constants),
+        variant.hooks,
         layout.load,
-        num_warps=num_warps,
+        num_warps=4,
         num_stages=num_stages,
-        **runtime.overlap_options(q.device),
+        **overlap_options(q.device),
     )
-    return results, log_sums
+    # Of the tokens behind the prefixes, and what has been computed added to it.
+    rest = AttentionVariant(variant.scale)
+    score = score_as_layer if variant.hooks.score is not None else None
+    rest.hooks = Hooks(prefix_len, score, begin_with_partial, add_partials, constants=variant.hooks)
+    rest.extras = *plan[:3], results, log_sums, variant.extras
+    rest.reads_few = True
+    return paged_decode_attention(q, k_cache, v_cache, rest, step, layout)
 
 
-def _tile(dim_pad: int, element_size: int, device: torch.device) -> tuple[int, int, int, int]:
-    """Keys of a tile, warps, pipeline stages, programs of a multiprocessor: measured on Hopper."""
+def _tile(dim_pad: int, element_size: int, device: torch.device) -> tuple[int, int, int]:
+    """Keys of a tile, pipeline stages, programs of a multiprocessor: measured on Hopper."""
     if element_size > 2:
-        return 16, 4, 1, 2
-    if runtime.has_hopper_shared_memory(device):
-        return {64: (64, 4, 3, 3), 128: (64, 4, 3, 2)}.get(dim_pad, (32, 4, 2, 1))
+        return 16, 1, 2
+    if has_hopper_shared_memory(device):
+        return {64: (64, 3, 3), 128: (64, 3, 2)}.get(dim_pad, (32, 2, 1))
     if dim_pad <= 128:
-        return 64, 4, 2, 1
-    return (32, 4, 1, 1) if dim_pad <= 256 else (16, 4, 1, 1)
+        return 64, 2, 1
+    return (32, 1, 1) if dim_pad <= 256 else (16, 1, 1)
 
 
-def shared_prefix_attention_torch(
+def cascade_attention_torch(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    block_tables: Tensor,
     variant: AttentionVariant,
-    plan: CascadePlan,
-    layout: CacheLayout = ROWS,
-) -> tuple[Tensor, Tensor]:
-    results = q.new_zeros(len(plan.queries), *q.shape[1:], dtype=torch.float32)
-    log_sums = results.new_zeros(results.shape[:2])
-    for item in plan.work_items[: int(plan.num_work_items)]:
-        first, count, begin, end = item.tolist()
-        indices = slice(first, first + count)
-        queries = plan.queries[indices]
-        table = block_tables[int(queries[0])]
-        keys, values = layout.read(k_cache, v_cache, table, begin, end, results)
+    step: Any,
+    layout: CacheLayout,
+) -> Tensor:
+    plan = step.attention_plan
+    items = plan.work_items[: plan.num_work_items].tolist()
+    spans = [(plan.queries[first : first + count], begin, end) for first, count, begin, end in items]
+    # What a sequence has of its own is as if of a work item, too.
+    each = torch.arange(len(q), device=q.device).split(1)
+    own = zip(each, plan.prefix_lens.tolist(), step.context_lens.tolist(), strict=True)
+    spans += [span for span in own if span[1] < span[2]]
+    if not spans:  # all of the batch is padding
+        return torch.zeros_like(q)
+    totals = q.new_zeros(q.shape[:2], dtype=torch.float32) + variant.first_sums()
+    results, log_sums = [], []
+    for rows, begin, end in spans:
+        keys, values = layout.read(k_cache, v_cache, step.block_tables[rows[0]], begin, end, q)
         # [kv_heads, tokens, head_dim], and queries [kv_heads, queries * heads per kv head, head_dim]
-        out, log_sum = variant.attend_and_sum(_regroup(q[queries], len(keys)), keys, values)
-        results[indices] = _regroup(out, count)
-        log_sums[indices] = _regroup(log_sum, count) * LOG2_E
-    return results, log_sums
+        result, log_sum = variant.attend_and_sum(_regroup(q[rows], len(keys)), keys, values)
+        results.append(_regroup(result, len(rows)))
+        log_sums.append(_regroup(log_sum, len(rows)))
+        totals[rows] = torch.logaddexp(totals[rows], log_sums[-1])
+    rows = torch.cat([rows for rows, _, _ in spans])
+    weights = (torch.cat(log_sums) - totals[rows]).exp()
+    weighted = torch.cat(results) * weights[..., None]
+    return totals.new_zeros(q.shape).index_add_(0, rows, weighted).to(q.dtype)
 
 
 def _regroup(x: Tensor, count: int) -> Tensor:
     """[a, count * b, ...] -> [count, a * b, ...]."""
     return x.unflatten(1, (count, -1)).transpose(0, 1).flatten(1, 2)
-
-
-class WithPrefix(AttentionVariant):
-    """
-    A layer's variant for sequences of which a prefix has been computed: attention reads the tokens behind it,
-    and adds the partial results of `shared_prefix_attention` to its own.
-    """
-
-    reads_few = True
-
-    def __init__(self, layer: AttentionVariant, plan: CascadePlan, results: Tensor, log_sums: Tensor):
-        super().__init__(layer.scale)
-        self.layer = layer
-        self.plan = plan
-        self.results = results
-        self.log_sums = log_sums
-
-    @functools.cached_property
-    def own_sums(self) -> Tensor:
-        """Of the reference: logs of the denominators over each sequence's own tokens [batch, heads]."""
-        size = len(self.plan.prefix_lens), self.log_sums.shape[1]
-        return self.log_sums.new_full(size, float("-inf"))
-
-    @property
-    def hooks(self) -> Hooks:
-        score = score_as_layer if self.layer.hooks.score is not None else None
-        return Hooks(prefix_len, score, begin_with_partial, add_partials, constants=self.layer.hooks)
-
-    @property
-    def extras(self) -> tuple[Any, ...]:
-        return *self.plan[:3], self.results, self.log_sums, self.layer.extras
-
-    def first_token(self, context_lens: Tensor) -> Tensor:
-        return self.plan.prefix_lens
-
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, row: slice | None = None
-    ) -> Tensor:
-        first_sums = self.layer.first_sums(q)
-        out, log_sums = self.layer.attend_and_sum(q, k, v, mask, first_sums)
-        self.own_sums[row] = log_sums.flatten(1, 2)
-        return out
-
-    def finish_decode(self, out: Tensor) -> Tensor:
-        """From attention over each sequence's own tokens to that over its prefix, too."""
-        num_partials = self.plan.num_partials[:, None]
-        most = int(num_partials.max())
-        is_partial = torch.arange(most, device=out.device) < num_partials  # [batch, partials]
-        indices = torch.where(is_partial, self.plan.partials[:, :most], 0)
-        log_sums = self.log_sums[indices] / LOG2_E
-        log_sums = log_sums.masked_fill(~is_partial[..., None], float("-inf"))
-        log_sums = torch.cat([self.own_sums[:, None], log_sums], dim=1)
-        weights = log_sums.softmax(1).nan_to_num()
-        # [batch, 1 + partials, heads, head_dim]
-        results = torch.cat([out[:, None].float(), self.results[indices]], dim=1)
-        return (results * weights[..., None]).sum(1).to(out.dtype)
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -212,22 +208,20 @@ def _shared_prefix_kernel(
         index = first + row // HEADS
         head = kv_head * HEADS + row % HEADS
         is_row = row < count * HEADS
-        seq = tl.load(queries + index, mask=is_row, other=0).to(tl.int64)
+        seq = masked_load(queries + index, is_row).to(tl.int64)
         inside = is_row[:, None] & (dim < SIZES.HEAD_DIM)[None, :]
         q_row = q + seq * q_batch_stride + head * q_head_stride
-        query = tl.load(q_row[:, None] + dim[None, :], mask=inside, other=0.0)
+        query = masked_load(q_row[:, None] + dim[None, :], inside)
 
         reader = tl.load(queries + first).to(tl.int64)
         table = block_tables + reader * table_stride
-        k_head = k_cache + kv_head * HEAD_STRIDE
-        v_head = v_cache + kv_head * HEAD_STRIDE
-        cache = k_head, v_head, table, TOKEN_STRIDE, TOKEN_STRIDE
-        last_key = tl.full([QUERY_TILE], -1, tl.int32) + end
+        of_head = kv_head * HEAD_STRIDE
+        cache = k_cache + of_head, v_cache + of_head, table, TOKEN_STRIDE, TOKEN_STRIDE
+        last_key = tl.zeros_like(row) + end - 1
         seen = end, begin, None, last_key
-        highest = tl.full([QUERY_TILE], float("-inf"), tl.float32)
-        total = tl.zeros([QUERY_TILE], tl.float32)
-        acc = tl.full([QUERY_TILE, SIZES.DIM_PAD], 0.0, tl.float32)
-        sums = highest, total, acc
+        highest = tl.full([QUERY_TILE], MINUS_INF, tl.float32)
+        acc = tl.zeros([QUERY_TILE, SIZES.DIM_PAD], tl.float32)
+        sums = highest, tl.zeros_like(highest), acc
         aligned = tl.cdiv(begin, KEY_TILE) * KEY_TILE
         whole_end = end // KEY_TILE * KEY_TILE
         # Whole tiles first, then a part of one in front of them and one behind them, if there are such.
@@ -293,10 +287,10 @@ def add_partials(kept, index, sums, SIZES: tl.constexpr, HOOKS: tl.constexpr):
 @triton.jit
 def load_partial(indices, i, count, results, log_sums, row, dim, SIZES: tl.constexpr):
     """A sequence's i-th partial result and log2 of its softmax's denominator (-inf: there is none)."""
-    index = tl.load(indices + i, mask=i < count, other=0)
+    index = masked_load(indices + i, i < count)
     first_row = index.to(tl.int64) * (SIZES.SHARES * SIZES.HEADS)
     is_there = row < tl.where(i < count, SIZES.HEADS, 0)
     inside = is_there[None, :] & (dim < SIZES.HEAD_DIM)[:, None]
-    result = tl.load(results + first_row * SIZES.HEAD_DIM, mask=inside, other=0.0)
-    log_sum = tl.load(log_sums + first_row, mask=is_there, other=float("-inf"))
+    result = masked_load(results + first_row * SIZES.HEAD_DIM, inside)
+    log_sum = tl.load(log_sums + first_row, mask=is_there, other=MINUS_INF)
     return result, log_sum
