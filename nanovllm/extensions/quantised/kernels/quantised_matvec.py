@@ -14,14 +14,11 @@ from nanovllm.extensions.quantised.kernels.gpu import gpu_supports
 from nanovllm.extensions.quantised.kernels.multiply_words import (
     load_inputs,
     multiply_pieces,
-    power_of_two,
     prepare_inputs,
-    range_exponent,
 )
 from nanovllm.extensions.quantised.kernels.quantised_weight import INT4, PIECE_BYTES, QuantisedWeight
 from nanovllm.kernels.activation import silu
 from nanovllm.kernels.runtime import (
-    IS_INTERPRETED,
     cdiv,
     is_on_gpu,
     masked_load,
@@ -133,16 +130,11 @@ def _quantised_matvec_kernel(
     its_inputs = piece * INPUTS + tl.arange(0, 16)[None, None, None, :]
     is_there = piece < IN_FEATURES // INPUTS
     x += (row * x_stride)[None, None, :, None]
-    values, others, squares, largest = load_inputs(x, norm_weight, None, its_inputs, is_there, is_there, KIND)
+    values, others, squares = load_inputs(x, norm_weight, None, its_inputs, is_there, KIND)
     factor = tl.full([1, ROWS], 1.0, tl.float32)
     if norm_weight is not None:
         factor = tl.rsqrt(tl.sum(tl.sum(squares, axis=3), axis=0) / IN_FEATURES + eps)
-    exponent = tl.full([1, ROWS], 0, tl.int32)
-    if not IS_INTERPRETED:
-        exponent = range_exponent(tl.max(largest, axis=0), KIND)
-        factor *= power_of_two(exponent)
-    divisor = power_of_two(-exponent)[None, :, :, None]
-    inputs = prepare_inputs(values, others, divisor, KIND, PIECES, ROWS)
+    inputs, factor = prepare_inputs(values, others, factor, KIND)
 
     while tile * HEIGHT < out_features:
         its_words, its_scale, its_zero = words, scale, zero
