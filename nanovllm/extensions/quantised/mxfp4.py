@@ -14,7 +14,7 @@ from nanovllm.extensions.quantised.kernels.quantised_weight import (
     QuantisedWeight,
     in_bricks,
 )
-from nanovllm.extensions.quantised.scaled import ScaledWeight
+from nanovllm.extensions.quantised.scaled import SMALLEST, ScaledWeight
 from nanovllm.extensions.quantised.scheme import Format, Scheme, listed
 from nanovllm.kernels.runtime import gpu_properties
 from nanovllm.layers.weight import Shard
@@ -77,7 +77,7 @@ class Mxfp4(ScaledWeight):
 
     def choose_scales(self, tiles: torch.Tensor) -> torch.Tensor:
         """The largest number becomes one from 4 to 8; what is above 6 is cut off."""
-        largest = self.smallest(tiles.abs().amax((1, 3), keepdim=True))
+        largest = tiles.abs().amax((1, 3), keepdim=True).clamp_min(SMALLEST)
         return torch.exp2(largest.log2().floor() - 2)
 
     def round(self, values: torch.Tensor) -> torch.Tensor:
