@@ -832,7 +832,7 @@ MUTATIONS = [
         "nanovllm/extensions/quantised/kernels/fp8_linear",
         ("    value = (value * scale).to(dtype).to(tl.float32) * gain", "    value = value * gain"),
         ("scales + part.to(tl.int64) * padded_rows + row", "scales + part.to(tl.int64) * WIDTH + row"),
-        ("column_scales + FIRST + column", "column_scales + column"),
+        ("column_scales + part * WIDTH + column", "column_scales + column"),
         ("div(LARGEST).clamp_min(SMALLEST)", "div(LARGEST)"),
         ("value *= tl.load(row_scales + row) * column_scale", "value *= column_scale"),
         ("for part in tl.static_range(1, PARTS)", "for part in tl.static_range(2, PARTS)"),
