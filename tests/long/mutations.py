@@ -842,8 +842,8 @@ MUTATIONS = [
     ),
     *mutations_of(
         "nanovllm/extensions/quantised/products",
-        ("self.pending_add, self.x, self.norm\n", "self.pending_add, None, self.norm\n"),
-        ("        self.pending_add = None\n        return rows", "        return rows"),
+        ("(pending_add, stream.x), None", "(pending_add, None), None"),
+        ("inputs, stream.pending_add = (pending_add, stream.x), None", "inputs = pending_add, stream.x"),
         ("silu_and_mul(Unscaled.of(self.product).scaled()", "silu_and_mul(Unscaled.of(self.product).values"),
         ("leave_scales=gated)", "leave_scales=True)"),
     ),
