@@ -816,7 +816,7 @@ MUTATIONS = [
         "nanovllm/extensions/quantised/kernels/quantised_matvec",
         ("+ piece * INPUTS // GROUP", "+ piece // GROUP"),
         ("out_feature = _out_feature(place, out_features // PARTS, PARTS)", "out_feature = place"),
-        ("can_convert = gpu_supports(x.device, 8, 9) if weight.is_fp8 else", "can_convert ="),
+        ("8, 9 if weight.is_fp8 else 0", "8, 0"),
     ),
     *mutations_of(
         "nanovllm/extensions/quantised/kernels/quantised_linear",
@@ -928,7 +928,7 @@ MUTATIONS = [
             "return floats(scale) * scales, -floats(step) * steps",
             "return floats(scale) * scales, floats(step) * steps",
         ),
-        ("torch.cat((pairs & 15, pairs >> 4), dim=-1)", "torch.cat((pairs >> 4, pairs & 15), dim=-1)"),
+        ("torch.stack((pairs & 15, pairs >> 4), dim=-2)", "torch.stack((pairs >> 4, pairs & 15), dim=-2)"),
     ),
     *mutations_of(
         "nanovllm/extensions/quantised/gguf",

@@ -20,7 +20,6 @@ from nanovllm.extensions.quantised.kernels.quantised_weight import INT4, PIECE_B
 from nanovllm.kernels.activation import silu
 from nanovllm.kernels.runtime import (
     cdiv,
-    is_on_gpu,
     masked_load,
     next_power_of_2,
     num_multiprocessors,
@@ -40,11 +39,9 @@ HEIGHT = 4  # rows of a weight of 4 bits that a program multiplies at once, for 
 
 def can_use_quantised_matvec(x: Tensor, weight: QuantisedWeight) -> bool:
     """Whether `quantised_matvec` works for these rows [rows, features], and is the fastest way."""
-    if not (is_on_gpu(x) and use_triton(x) and x.element_size() == 2 and weight.can_be_read()):
-        return False
+    fits = use_triton(x) and x.element_size() == 2 and weight.can_be_read() and 0 < x.shape[0] <= MAX_ROWS
     # Earlier GPUs cannot convert pairs of codes in 8-bit floating point, or of float32, to float16.
-    can_convert = gpu_supports(x.device, 8, 9) if weight.is_fp8 else gpu_supports(x.device, 8, 0)
-    return can_convert and 0 < x.shape[0] <= MAX_ROWS
+    return fits and gpu_supports(x.device, 8, 9 if weight.is_fp8 else 0)
 
 
 def quantised_matvec(
