@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from nanovllm.extensions.quantised.scheme import Scheme
-from nanovllm.layers.linear import LinearBase, Shard, Weight, has_weights
+from nanovllm.layers.linear import LinearBase, Weight, has_weights
 from nanovllm.utils.loader import StoredTensor
 
 
@@ -33,7 +33,7 @@ def assign_weights(model: nn.Module, scheme: Scheme | None, dense: Callable[...,
     for name, layer in model.named_modules():
         if not isinstance(layer, LinearBase):
             continue
-        if scheme is None:
+        if scheme is None or not getattr(layer, "is_quantisable", True):
             weight = dense(layer.shards)
         else:
             sources = names_in_checkpoint(layer, name, model.packed_modules_mapping)
@@ -55,17 +55,15 @@ def set_weight(layer: LinearBase, weight: Weight) -> None:
 
 def stored_tensors(layer: LinearBase, name: str) -> dict[str, StoredTensor]:
     """What checkpoints have in place of the `weight` of the layer with this name."""
-    return {
-        f"{name}.{inner}": stored._replace(load=functools.partial(_load, stored.load, layer.shards))
-        for inner, stored in layer.matrix.stored.items()
-        if inner != "bias" or layer.bias is None
-    }
+    found = {}
+    for inner, stored in layer.matrix.stored.items():
 
+        def load(loaded_weight: Any, shard_id: Any = None, load: Any = stored.load) -> None:
+            load(loaded_weight, layer.shards[shard_id])
 
-def _load(
-    load: Callable[[Any, Shard], None], shards: dict[Any, Shard], loaded_weight: Any, shard_id: Any = None
-) -> None:
-    load(loaded_weight, shards[shard_id])
+        if inner != "bias" or layer.bias is None:
+            found[f"{name}.{inner}"] = stored._replace(load=load)
+    return found
 
 
 def names_in_checkpoint(layer: LinearBase, name: str, packed: dict[str, tuple[str, Any]]) -> list[str]:

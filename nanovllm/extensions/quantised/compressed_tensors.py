@@ -69,12 +69,13 @@ def _read_weights(format: str, weights: dict[str, Any]) -> Format:
     kind = choose(weights, "type", TYPES[format], "int")
     bits = choose(weights, "num_bits", [4, 8] if format == PACKED else [8], 8)
     refuse(weights, "dynamic")
-    strategies = ["tensor", "channel", "group", *(["block"] if kind == "float" else [])]
-    strategy = choose(weights, "strategy", strategies)
+    tiles = {"tensor": (0, 0), "channel": (1, 0), "group": (1, 0)}
+    if kind == "float":
+        tiles["block"] = tuple(BLOCK)
+    strategy = choose(weights, "strategy", tiles)
+    tile = (1, choose_group(weights)) if strategy == "group" else tiles[strategy]
     if strategy == "block":
         choose(weights, "block_structure", [BLOCK])
-    group = choose_group(weights) if strategy == "group" else 0
-    tile = {"tensor": (0, 0), "block": tuple(BLOCK)}.get(strategy, (1, group))
     orders = [None, False, "static", "weight", *(["group", "dynamic"] if bits == 4 else [])]
     order = choose(weights, "actorder", orders)
     is_symmetric = choose(weights, "symmetric", [True] if kind == "float" else [True, False], True)

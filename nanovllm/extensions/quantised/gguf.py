@@ -12,7 +12,7 @@ float32 the product for codes is several times slower than oneDNN's: only conver
 import contextlib
 import functools
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.extensions.quantised.gguf_blocks import Groups
-from nanovllm.extensions.quantised.kernels.quantised_weight import QuantisedWeight, dequantise_whole_torch
+from nanovllm.extensions.quantised.kernels.quantised_weight import QuantisedWeight
 from nanovllm.extensions.quantised.kernels.quantised_weight import pack as pack_halves
 from nanovllm.extensions.quantised.products import gemv_products
 from nanovllm.extensions.quantised.scaled import multiply_by_kernels
@@ -91,10 +91,6 @@ class GGUF(Weight):
             return gemv_products(self.runs[0].weight, self.dtype, self.make_gemv)
         return []
 
-    def dequantise(self) -> Tensor:
-        """The weight that is multiplied."""
-        return torch.cat([run.dequantise() for run in self.runs])
-
     def _load(self, loaded: Any, shard: Shard) -> None:
         check_stored(loaded, shard.shape)
         self._waiting[shard.place.start] = self._read(loaded, shard)
@@ -102,10 +98,6 @@ class GGUF(Weight):
             return
         in_order, self._waiting = chain.from_iterable(self._waiting.values()), {}  # as `shards` are
         self.runs = join(in_order)
-        for run in self.runs:
-            keeps = isinstance(run, Converted) or isinstance(run, PackedCodes) and self.keeps_weight
-            if keeps and self.library is not None:
-                run.keep_weight(self.library)
         tensors = [tensor for run in self.runs for tensor in run.tensors]
         self.parameters = {str(i): tensor for i, tensor in enumerate(tensors)}
 
@@ -115,10 +107,11 @@ class GGUF(Weight):
             if torch.device(loaded.device).type == "cuda":
                 return [pack_for_kernels(groups, kind) for groups in loaded.groups(shard.rows, cut)]
             if shard.size[0] % LANES == 0:
-                return [pack(groups, kind) for groups in loaded.groups(shard.rows, cut)]
+                library = self.library if self.keeps_weight else None
+                return [pack(groups, kind, library) for groups in loaded.groups(shard.rows, cut)]
         values = loaded[shard.rows, cut].to(torch.get_default_dtype())
         check_finite(values)
-        return [Piece(Converted, (), (values,))]
+        return [Piece(Converted, (self.library,), (values,))]
 
 
 class Piece(NamedTuple):
@@ -141,7 +134,7 @@ def join(pieces: Iterable[Piece]) -> list[Any]:
     return runs
 
 
-def pack(groups: Groups, kind: str) -> Piece:
+def pack(groups: Groups, kind: str, library: Any) -> Piece:
     """The groups of a type, as GGUFTensor has them, for `PackedCodes`."""
     (codes, scales, offsets), bits = groups, BITS[kind]
     zeros = torch.zeros_like(scales)
@@ -160,56 +153,50 @@ def pack(groups: Groups, kind: str) -> Piece:
         zeros = zeros / 17  # it comes with 16 * x and with x
     packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.flatten(1).int(), 1)
     pairs = torch.stack((scales, zeros), dim=-1).to(torch.bfloat16)
-    return Piece(PackedCodes, (digits, group), (packed, pairs))
+    return Piece(PackedCodes, (digits, group, library), (packed, pairs))
 
 
 class PackedCodes:
     """
     Rows of codes as torch packs them, half a byte a digit, a row's groups of [digits, inputs]; and each
-    group's scale and zero in bfloat16 [groups, rows, 2].
+    group's scale and zero in bfloat16 [groups, rows, 2]. Beside them a library may keep the `weight`, which
+    is for more rows than the codes are multiplied with fast.
     """
 
-    def __init__(self, facts: tuple[int, int], packed: Tensor, pairs: Tensor):
-        self.digits, self.group = facts
-        rows, groups, _ = pairs.shape
-        self.shape = rows, groups * self.group
+    def __init__(self, facts: tuple[int, int, Any], packed: Tensor, pairs: Tensor):
+        self.digits, self.group, self.library = facts
         self.packed, self.scales_and_zeros = packed, pairs.transpose(0, 1).contiguous()
         self.tensors = self.packed, self.scales_and_zeros
         self.places = torch.tensor([[16.0], [1.0]], dtype=torch.bfloat16)  # what the digits stand for
-        self.is_readable = is_readable()
-        self.weight: Tensor | None = None  # for more rows than the codes are multiplied with fast
-
-    def keep_weight(self, library: Any) -> None:
-        if self.is_readable and (weight := library.pack(self.dequantise())) is not None:
-            self.weight, self.library = weight, library
+        self.weight: Tensor | None = None
+        if self.library is not None and is_readable():
+            self.weight = self.library.pack(self.dequantise())
+        if self.weight is not None:
             self.tensors += (self.weight,)
 
     def multiply(self, x: Tensor) -> Tensor:
         if self.weight is not None and len(x) >= SOME_ROWS[self.digits]:
             return self.library.multiply(x, self.weight)
-        if len(x) < MANY_ROWS[self.digits] or not self.is_readable:
-            if self.digits == 2:
-                x = (x.unflatten(-1, (-1, 1, self.group)) * self.places).flatten(1)
-            size, pairs = self.digits * self.group, self.scales_and_zeros
-            return torch.ops.aten._weight_int4pack_mm_for_cpu(x.contiguous(), self.packed, size, pairs)
-        return torch.cat([x @ self._columns(piece) for piece in self._pieces()], dim=-1)
+        if len(x) >= MANY_ROWS[self.digits] and is_readable():
+            return torch.cat([x @ columns for columns in self._columns()], dim=-1)
+        if self.digits == 2:
+            x = (x.unflatten(-1, (-1, 1, self.group)) * self.places).flatten(1)
+        size, pairs = self.digits * self.group, self.scales_and_zeros
+        return torch.ops.aten._weight_int4pack_mm_for_cpu(x.contiguous(), self.packed, size, pairs)
 
     def dequantise(self) -> Tensor:
-        return torch.cat([self._columns(piece).t() for piece in self._pieces()])
+        return torch.cat([columns.t() for columns in self._columns()])
 
-    def _pieces(self) -> list[slice]:
-        rows, width = self.shape
-        step = max(1, PIECE // width // LANES) * LANES
-        return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
-
-    def _columns(self, rows: slice) -> Tensor:
-        """These outputs' weights transposed, bfloat16 [in, outputs]."""
-        pairs = self.packed.view(-1, len(self.scales_and_zeros), self.digits, self.group, LANES // 2)
-        pairs = pairs[rows.start // LANES : rows.stop // LANES]
-        codes = unpack(pairs).permute(1, 2, 0, 3).flatten(2)  # [groups, inputs, outputs]
-        scales, zeros = self.scales_and_zeros[:, rows].permute(2, 0, 1).unsqueeze(2).contiguous()
-        middle, times = (8, 1) if self.digits == 1 else (8 * 16 + 8, 16 + 1)
-        return torch.addcmul(zeros * times, codes.to(torch.bfloat16).sub_(middle), scales).flatten(0, 1)
+    def _columns(self) -> Iterator[Tensor]:
+        """The weights transposed, bfloat16 [in, outputs], some outputs after the others."""
+        size = len(self.scales_and_zeros), self.digits, self.group, LANES // 2
+        blocks = max(1, PIECE // (len(self.scales_and_zeros) * self.group) // LANES)
+        pieces = self.packed.view(-1, *size).split(blocks)
+        for pairs, numbers in zip(pieces, self.scales_and_zeros.split(blocks * LANES, 1), strict=True):
+            codes = unpack(pairs).permute(1, 2, 0, 3).flatten(2)  # [groups, inputs, outputs]
+            scales, zeros = numbers.permute(2, 0, 1).unsqueeze(2).contiguous()
+            middle, times = (8, 1) if self.digits == 1 else (8 * 16 + 8, 16 + 1)
+            yield torch.addcmul(zeros * times, codes.to(torch.bfloat16).sub_(middle), scales).flatten(0, 1)
 
 
 def unpack(pairs: Tensor) -> Tensor:
@@ -259,24 +246,15 @@ class KernelCodes:
     def multiply(self, x: Tensor) -> Tensor:
         return multiply_by_kernels(x, self.weight, None)
 
-    def dequantise(self) -> Tensor:
-        return dequantise_whole_torch(self.weight, torch.float32)
-
 
 class Converted:
     """Weights in the dtype of the model, in the library's layout if it has one."""
 
-    def __init__(self, facts: tuple, weight: Tensor):
-        self.weight, self.product = weight, F.linear
-        self.tensors = (weight,)
-
-    def keep_weight(self, library: Any) -> None:
-        if (weight := library.pack(self.weight)) is not None:
-            self.weight, self.product = weight, library.multiply
-            self.tensors = (weight,)
+    def __init__(self, facts: tuple[Any], weight: Tensor):
+        [library] = facts
+        packed = None if library is None else library.pack(weight)
+        self.weight, self.product = (weight, F.linear) if packed is None else (packed, library.multiply)
+        self.tensors = (self.weight,)
 
     def multiply(self, x: Tensor) -> Tensor:
         return self.product(x, self.weight)
-
-    def dequantise(self) -> Tensor:
-        return self.weight.to_dense() if self.weight.is_mkldnn else self.weight

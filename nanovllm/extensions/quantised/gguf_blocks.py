@@ -70,14 +70,13 @@ def floats(pair: Tensor) -> Tensor:
 
 
 def nibbles(pairs: Tensor) -> Tensor:
-    """The low halves of n bytes, then the high ones: [..., 2 * n]."""
-    return torch.cat((pairs & 15, pairs >> 4), dim=-1)
+    """Bytes [..., n] to their low halves and their high halves: [..., 2, n]."""
+    return torch.stack((pairs & 15, pairs >> 4), dim=-2)
 
 
 def fields(packed: Tensor, bits: int) -> Tensor:
     """Bytes [..., n] to their fields of so many bits, the lowest of all bytes first: [..., 8 // bits, n]."""
-    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
-    return (packed.unsqueeze(-2) >> shifts.unsqueeze(-1)) & (1 << bits) - 1
+    return torch.stack([(packed >> shift) & (1 << bits) - 1 for shift in range(0, 8, bits)], dim=-2)
 
 
 def decode_short(blocks: Tensor, bits: int, has_offset: bool = False) -> Groups:
@@ -89,7 +88,7 @@ def decode_short(blocks: Tensor, bits: int, has_offset: bool = False) -> Groups:
     codes_start = offset_end + (4 if bits == 5 else 0)
     scale, offset, fifth, codes = blocks.tensor_split([2, offset_end, codes_start], -1)
     if bits < 8:
-        codes = nibbles(codes)
+        codes = nibbles(codes).flatten(-2)
     if bits == 5:  # a byte of them has those of eight neighbours
         codes.bitwise_or_(fields(fifth, 1).transpose(-1, -2).flatten(-2) << 4)
     codes = codes.unsqueeze(-2)
@@ -102,7 +101,7 @@ def decode_short(blocks: Tensor, bits: int, has_offset: bool = False) -> Groups:
 def decode_long(blocks: Tensor, bits: int) -> Groups:
     """Blocks of eight groups of 32 with offsets, of codes of 4 or 5 bits."""
     scale, step, packed, fifth, pairs = blocks.tensor_split([2, 4, 16, blocks.shape[-1] - 128], -1)
-    codes = _rows_of_nibbles(pairs, 32)
+    codes = nibbles(pairs.unflatten(-1, (4, 32))).flatten(-3, -2)
     if bits == 5:
         codes.bitwise_or_(fields(fifth, 1) << 4)
     return Groups(codes, *_scales_and_offsets(scale, step, packed))
@@ -111,14 +110,9 @@ def decode_long(blocks: Tensor, bits: int) -> Groups:
 def decode_q6_k(blocks: Tensor) -> Groups:
     pairs, upper, scales, scale = blocks.split([128, 64, 16, 2], -1)
     high = fields(upper.unflatten(-1, (2, 32)), 2).flatten(-2)  # [..., 2, 128]
-    codes = (high << 4).bitwise_or_(_rows_of_nibbles(pairs, 64).view_as(high))
+    codes = (high << 4).bitwise_or_(nibbles(pairs.unflatten(-1, (2, 64))).flatten(-2))
     codes = codes.view(torch.int8).sub_(32).flatten(-2).unflatten(-1, (16, 16))
     return Groups(codes, floats(scale) * scales.view(torch.int8))
-
-
-def _rows_of_nibbles(pairs: Tensor, width: int) -> Tensor:
-    """Rows of so many codes: the low halves of as many bytes, their high halves, those of the next bytes."""
-    return nibbles(pairs.unflatten(-1, (-1, width))).flatten(-2).unflatten(-1, (-1, width))
 
 
 def _scales_and_offsets(scale: Tensor, step: Tensor, packed: Tensor) -> tuple[Tensor, Tensor]:

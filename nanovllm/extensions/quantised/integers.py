@@ -5,13 +5,14 @@ the middle of their range stands for 0. So do GPTQ and AWQ, whose matrices are t
 inputs in an int32, AWQ eight outputs. In memory there is one layout for all.
 """
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from nanovllm.extensions.quantised.kernels.quantised_weight import unpack
-from nanovllm.extensions.quantised.scaled import IGNORED, ONE_TILE, ScaledWeight
+from nanovllm.extensions.quantised.scaled import IGNORED, ONE_TILE, SMALLEST, ScaledWeight
 from nanovllm.kernels.runtime import cdiv
 from nanovllm.layers.linear import Product, Shard
 from nanovllm.utils.loader import StoredTensor, check_stored
@@ -80,21 +81,19 @@ class Integers(ScaledWeight):
     # Loading
 
     def _load_words(self, loaded: Any, shard: Shard) -> None:
-        shape, cut, axis = shard.shape, (shard.rows, shard.columns), int(self.source != GPTQ)
-        if self.is_transposed:
-            self.set_codes(shard.place, self._read_words(loaded, shape[::-1], cut[::-1], axis).t())
-        else:
-            self.set_codes(shard.place, self._read_words(loaded, shape, cut, axis))
+        turn = slice(None, None, -1 if self.is_transposed else 1)
+        shape, cut = shard.shape[turn], (shard.rows, shard.columns)[turn]
+        codes = self._read_words(loaded, shape, cut, int(self.source != GPTQ))
+        self.set_codes(shard.place, codes.t() if self.is_transposed else codes)
 
     def _read_words(self, loaded: Any, shape: tuple[int, ...], cut: tuple[slice, slice], axis: int) -> Tensor:
         """A cut of a matrix of codes of this shape, of which neighbours along an axis are an int32."""
         size = 32 // self.bits
-        packed = tuple(cdiv(n, size) if i == axis else n for i, n in enumerate(shape))
-        check_stored(loaded, packed, {torch.int32})
         start, stop, _ = cut[axis].indices(shape[axis])
-        place = [*cut]
-        place[axis] = slice(start // size, cdiv(stop, size))
-        words = loaded[place[0], place[1]].to(self.weight.device)
+        packed, place = [*shape], [*cut]
+        packed[axis], place[axis] = cdiv(shape[axis], size), slice(start // size, cdiv(stop, size))
+        check_stored(loaded, tuple(packed), {torch.int32})
+        words = loaded[tuple(place)].to(self.weight.device)
         words = words if axis else words.t()
         # Not contiguous(), which leaves the strides of a single column as they are; `view` wants 1.
         codes = words.clone(memory_format=torch.contiguous_format).view(torch.uint8)
@@ -169,12 +168,12 @@ class Int4(Integers):
         """Those with the least squared error, of either sign: there is one more code below 0 than above."""
         largest = tiles.abs().amax((1, 3), keepdim=True)
         sign = torch.where(tiles.amax((1, 3), keepdim=True) == largest, -1.0, 1.0)
-        best, least = None, None
+        best, least = largest, torch.full_like(largest, math.inf)
         for shrink in SHRINKS:
-            scales = self.smallest(largest * (shrink / -self.lowest)).to(self.scales.dtype).float() * sign
+            scales = (largest * (shrink / -self.lowest)).clamp_min(SMALLEST)
+            scales = scales.to(self.scales.dtype).float() * sign
             error = (self.round(tiles / scales) * scales - tiles).square_().sum((1, 3), keepdim=True)
-            best = scales if best is None else torch.where(error < least, scales, best)
-            least = error if least is None else torch.minimum(error, least)
+            best, least = torch.where(error < least, scales, best), torch.minimum(error, least)
         return best
 
 

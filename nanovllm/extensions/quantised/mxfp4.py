@@ -14,7 +14,7 @@ from nanovllm.extensions.quantised.kernels.quantised_weight import (
     QuantisedWeight,
     in_bricks,
 )
-from nanovllm.extensions.quantised.scaled import ScaledWeight
+from nanovllm.extensions.quantised.scaled import SMALLEST, ScaledWeight
 from nanovllm.extensions.quantised.scheme import Format, Scheme, listed
 from nanovllm.kernels.runtime import gpu_properties
 from nanovllm.layers.linear import Shard
@@ -33,7 +33,7 @@ def read_mxfp4(config: dict[str, Any]) -> Scheme:
 class Mxfp4(ScaledWeight):
     """
     `weight` uint8 [out, in / 2], as of `Int4`, `scales` float8_e8m0fnu. On Hopper GPUs `finish` brings both
-    into bricks, and `largest` is the largest scale of each row.
+    into bricks for activations of 16 bits, and `largest` is the largest scale of each row.
     """
 
     code_dtype, scale_dtype = torch.uint8, torch.float8_e8m0fnu
@@ -56,7 +56,8 @@ class Mxfp4(ScaledWeight):
 
     def finish(self) -> None:
         weight, properties = self.quantised, gpu_properties(self.weight.device)
-        if properties and properties.major == 9 and self.has_whole_bricks and weight.can_be_read():
+        can_be_packed = self.has_whole_bricks and weight.can_be_read() and self.dtype.itemsize == 2
+        if properties and properties.major == 9 and can_be_packed:
             weight = in_bricks(weight)
             self.weight.data, self.scales.data, self.largest = weight.codes, weight.scales, weight.largest
 
@@ -76,7 +77,7 @@ class Mxfp4(ScaledWeight):
 
     def choose_scales(self, tiles: torch.Tensor) -> torch.Tensor:
         """The largest number becomes one from 4 to 8; what is above 6 is cut off."""
-        largest = self.smallest(tiles.abs().amax((1, 3), keepdim=True))
+        largest = tiles.abs().amax((1, 3), keepdim=True).clamp_min(SMALLEST)
         return torch.exp2(largest.log2().floor() - 2)
 
     def round(self, values: torch.Tensor) -> torch.Tensor:

@@ -39,22 +39,24 @@ class PendingAdd(Stream):
 
     def residual(self) -> Tensor:
         if self.pending_add is not None:
-            self.normalise(None, keep=True)
+            _normalise(self, self.pending_add, None, True)
         return self.x
 
     def normalised(self) -> Tensor:
-        if self.pending_add is not None:
-            self.normalise(None, keep=True)
+        self.residual()  # which keeps the norm, too
         return super().normalised()
 
-    def normalise(self, scale_group: int | None, keep: bool) -> QuantisedRows | None:
-        """The addition, the norm, and unless scale_group is None its codes, by one kernel."""
-        added, residual, norm = self.pending_add, self.x, self.norm
-        rows, self.x, self.normed = add_rms_norm_quantise(
-            added, residual, norm.weight, norm.eps, scale_group, keep
-        )
-        self.pending_add = None
-        return rows
+
+def _normalise(
+    stream: Stream, pending_add: Tensor | Unscaled | None, scale_group: int | None, keep: bool
+) -> QuantisedRows | None:
+    """The addition if there is one, the norm, and unless scale_group is None its codes, by one kernel."""
+    inputs = stream.x, None
+    if pending_add is not None:
+        inputs, stream.pending_add = (pending_add, stream.x), None
+    norm = stream.norm.weight, stream.norm.eps
+    rows, stream.x, stream.normed = add_rms_norm_quantise(*inputs, *norm, scale_group, keep)
+    return rows
 
 
 def quantised_rows(stream: Stream, scale_group: int, keep: bool = False) -> QuantisedRows:
@@ -62,13 +64,10 @@ def quantised_rows(stream: Stream, scale_group: int, keep: bool = False) -> Quan
     norm(x) with a scale for so many of its numbers, or, if that is 0, for each row. `keep` says that
     `normalised` will be asked for, too.
     """
-    if isinstance(stream, PendingAdd) and stream.pending_add is not None:
-        return stream.normalise(scale_group, keep)
-    if not stream.is_untouched or stream.norm.group.size > 1:
+    pending_add = getattr(stream, "pending_add", None)
+    if pending_add is None and (not stream.is_untouched or stream.norm.group.size > 1):
         return quantise(stream.normalised(), scale_group)
-    norm = stream.norm.weight, stream.norm.eps
-    rows, _, stream.normed = add_rms_norm_quantise(stream.x, None, *norm, scale_group, keep)
-    return rows
+    return _normalise(stream, pending_add, scale_group, keep)
 
 
 class Gates(NamedTuple):

@@ -29,6 +29,7 @@ from nanovllm.utils.loader import StoredTensor, check_finite, check_stored
 
 PIECE = 2**22  # weights that are converted at a time
 ONE_TILE = 0, 0  # a checkpoint's tile, which has all rows and columns
+SMALLEST = 1e-7  # scale: tiles of zeros must not have 0, in float16 either
 SCALES = {torch.float32, torch.bfloat16, torch.float16}
 # What a checkpoint says of activations is not needed.
 IGNORED = StoredTensor(lambda loaded, shard: None, True)
@@ -99,16 +100,12 @@ class ScaledWeight(Weight):
             return multiply_by_kernels(x, weight, bias)
         outputs = []
         for rows in self.pieces(self.shape[0]):
-            piece = self.dequantise(rows).to(x.dtype)
+            piece = dequantise_torch(weight, rows, weight.product_dtype).to(x.dtype)
             outputs.append(F.linear(x, piece, None if bias is None else bias[rows]))
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+        return torch.cat(outputs, dim=-1)
 
     def products(self, layer: Any) -> list[Product]:
         return gemv_products(self.quantised, self.dtype, self.make_gemv)
-
-    def dequantise(self, rows: slice) -> Tensor:
-        """These rows of the weight, which begin with a tile, as `product_dtype`."""
-        return dequantise_torch(self.quantised, rows, self.quantised.product_dtype)
 
     def pieces(self, num_rows: int) -> Iterator[slice]:
         """Rows that are converted together, so that their copies take little memory."""
@@ -129,8 +126,14 @@ class ScaledWeight(Weight):
 
     def load_scales(self, loaded: Any, shard: Shard, dtypes: set = SCALES) -> None:
         self._check_grid(loaded, shard, dtypes)
-        if dtypes is SCALES:
-            self._keep_dtype(loaded.dtype)
+        if dtypes is SCALES:  # products are rounded to their dtype: one matrix cannot have two
+            if self.product_dtype not in (None, loaded.dtype):
+                raise ValueError(
+                    f"dtype {loaded.dtype}, but a part of the same matrix has {self.product_dtype}"
+                )
+            self.product_dtype = loaded.dtype
+            if self.scale_dtype is None:
+                self.scales.data = self.scales.data.to(loaded.dtype)
         check_finite(self._load_grid(self.scales, loaded, shard))
 
     def _check_grid(self, loaded: Any, shard: Shard, dtypes: set) -> None:
@@ -147,28 +150,18 @@ class ScaledWeight(Weight):
         grid = tuple(cdiv(size, tile or size) for size, tile in pairs)
         return grid[::-1] if self.is_transposed else grid
 
-    def _keep_dtype(self, dtype: torch.dtype) -> None:
-        """Note in which dtype the products are rounded. One matrix cannot have two."""
-        if self.product_dtype not in (None, dtype):
-            raise ValueError(f"dtype {dtype}, but a part of the same matrix has {self.product_dtype}")
-        self.product_dtype = dtype
-        if self.scale_dtype is None and self.scales.dtype != dtype:
-            self.scales.data = torch.empty_like(self.scales, dtype=dtype)
-
     def _load_grid(self, target: Tensor, loaded: Any, shard: Shard) -> Tensor:
         """
         Fill a part of `target`, a grid of this rank's tiles, with what the checkpoint's grid `loaded` has for
         them. Returns the part.
         """
-        index = []
-        for stored, tile, cut in zip(self.stored_tile, self.tile, (shard.rows, shard.columns), strict=True):
-            index.append(torch.arange(cut.start, cut.stop, tile, device="cpu") // (stored or cut.stop))
-        rows, columns = (slice(int(each[0]), int(each[-1]) + 1) for each in index)
-        if len(loaded.shape) < 2:
-            values = loaded[...].reshape(1, 1)
-        else:
-            values = loaded[columns, rows].t() if self.is_transposed else loaded[rows, columns]
-        values = values[index[0] - rows.start][:, index[1] - columns.start]
+        cuts = zip(self.stored_tile, self.tile, (shard.rows, shard.columns), strict=True)
+        rows, columns = (
+            torch.arange(cut.start, cut.stop, tile, device="cpu") // (stored or cut.stop)
+            for stored, tile, cut in cuts
+        )
+        grid = loaded[...].reshape(self._stored_grid(shard))
+        values = (grid.t() if self.is_transposed else grid)[rows][:, columns]
         start = shard.place.start // self.tile[0]
         return target.data[start : start + len(values)].copy_(values)
 
@@ -188,8 +181,7 @@ class ScaledWeight(Weight):
         """Quantise the whole of a matrix."""
         if self.zeros is not None:
             self.zeros.data.fill_(self.zero_point)
-        for rows in self.pieces(self.shape[0]):
-            self._quantise(matrix[rows].float(), rows.start)
+        self.load_floats(matrix, Shard(self.shape))
 
     def _quantise(self, matrix: Tensor, start: int) -> None:
         """Set the codes and scales of the rows from `start` on to what comes nearest to float32 values."""
@@ -206,12 +198,7 @@ class ScaledWeight(Weight):
 
     def choose_scales(self, tiles: Tensor) -> Tensor:
         """For tiles [rows, rows of a tile, columns, columns of a tile]: [rows, 1, columns, 1]."""
-        return self.smallest(tiles.abs().amax((1, 3), keepdim=True) / self.highest)
-
-    @staticmethod
-    def smallest(scales: Tensor) -> Tensor:
-        """Scales for tiles of zeros must not be 0, in float16 either."""
-        return scales.clamp_min(1e-7)
+        return (tiles.abs().amax((1, 3), keepdim=True) / self.highest).clamp_min(SMALLEST)
 
     def round(self, values: Tensor) -> Tensor:
         return values.round_().clamp_(self.lowest, self.highest)

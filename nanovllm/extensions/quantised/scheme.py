@@ -50,9 +50,8 @@ class Scheme(NamedTuple):
         see gguf.py. `sources` are the names of the layer's matrices; raises ValueError if they have different
         formats.
         """
-        find = self.find if getattr(layer, "is_quantisable", True) else lambda source: None
-        first, *others = formats = [find(each) for each in sources]
-        if any(other != first for other in others):
+        formats = [self.find(each) for each in sources]
+        if formats.count(first := formats[0]) < len(formats):
             stored = (f"{n}: {f or 'not quantised'}" for n, f in zip(sources, formats, strict=True))
             own = name.rpartition(".")[2]
             raise ValueError(f"{own} needs one format for all its parts, got {'; '.join(stored)}")

@@ -13,8 +13,9 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.assembly import build_model, read_config
 from nanovllm.distributed.group import Group, use_group
 from nanovllm.extensions.quantised import mxfp4 as mxfp4_format
-from nanovllm.extensions.quantised.kernels.quantised_weight import dequantise_whole_torch
+from nanovllm.extensions.quantised.kernels.quantised_weight import dequantise, in_bricks
 from nanovllm.utils.loader import load_model, pack_weights
+from nanovllm.utils.torch_defaults import torch_defaults
 from tiny_checkpoints import EXACT, assert_greedy, edit_json, load_reference, make_checkpoint, one_thread  # noqa: F401
 
 PROMPTS = [[1, 2, 3], [*range(60)], [7] * 40, [*range(100, 230)]]  # the window is of 24 tokens
@@ -30,10 +31,11 @@ def folders(tmp_path_factory):
     return quantise(floats, packed, mxfp4(), reference), reference
 
 
-def load(folder, load_format="auto"):
+def load(folder, load_format="auto", dtype=torch.float32):
     checkpoint = open_checkpoint(folder, load_format)
-    model = build_model(checkpoint.hf_config())
-    load_model(model, checkpoint)
+    with torch_defaults(dtype, torch.device("cpu")):
+        model = build_model(checkpoint.hf_config())
+        load_model(model, checkpoint)
     return model
 
 
@@ -55,7 +57,7 @@ def test_the_packed_matrices_mean_bit_for_bit_what_they_should_on_every_rank(fol
         with use_group(Group(rank, size)):
             experts = load(packed).model.layers[1].mlp.experts
         gate_up, down = (
-            dequantise_whole_torch(each, torch.float32).unflatten(0, (4, -1)) for each in experts.weights[:2]
+            dequantise(each, torch.float32).unflatten(0, (4, -1)) for each in experts.weights[:2]
         )
         mine = slice(rank * 96 // size, (rank + 1) * 96 // size)
         whole = expected["model.layers.1.mlp.experts.gate_up_proj"].transpose(1, 2)
@@ -64,23 +66,25 @@ def test_the_packed_matrices_mean_bit_for_bit_what_they_should_on_every_rank(fol
         assert torch.equal(down, whole[:, :, mine])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("major", [8, 9, 10])
-def test_on_a_hopper_gpu_experts_of_whole_bricks_are_packed_and_mean_the_same(monkeypatch, folders, major):
+def test_on_a_hopper_gpu_experts_of_whole_bricks_are_packed_for_16_bits(monkeypatch, folders, major, dtype):
     monkeypatch.setattr(mxfp4_format, "gpu_properties", lambda device: SimpleNamespace(major=major))
-    rows, bricks = load(folders[0]), load(folders[0])
+    rows, bricks = load(folders[0], dtype=dtype), load(folders[0], dtype=dtype)
     pack_weights(bricks)
-    assert bricks.model.layers[0].mlp.experts.weights.down.is_in_bricks == (major == 9)
     for one, other in zip(rows.model.layers, bricks.model.layers, strict=True):
         for weight, packed in zip(one.mlp.experts.weights[:2], other.mlp.experts.weights[:2], strict=True):
-            expected = dequantise_whole_torch(weight, torch.float32)
-            assert torch.equal(dequantise_whole_torch(packed, torch.float32), expected)
+            assert packed.is_in_bricks == (major == 9 and dtype == torch.bfloat16)
+            expected = in_bricks(weight) if packed.is_in_bricks else weight
+            assert torch.equal(packed.codes, expected.codes)
+            assert torch.equal(packed.readable_scales, expected.readable_scales)
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_experts_of_other_sizes_are_not_packed_neither_matrix(monkeypatch, folders, size):
     monkeypatch.setattr(mxfp4_format, "gpu_properties", lambda device: SimpleNamespace(major=9))
     with use_group(Group(0, size)):  # 48 or 24 of the 96 rows of a gate, and as many inputs of the second
-        model = load(folders[0])
+        model = load(folders[0], dtype=torch.bfloat16)
         pack_weights(model)
         weights = model.model.layers[0].mlp.experts.weights
         assert not weights.gate_up.is_in_bricks and not weights.down.is_in_bricks
@@ -89,9 +93,9 @@ def test_experts_of_other_sizes_are_not_packed_neither_matrix(monkeypatch, folde
 def test_weights_of_a_shape_are_random_matrices_of_its_format(folders):
     first, second = (load(folders[0], "dummy").model.layers[2].mlp.experts.weights for _ in range(2))
     for one, other in zip(first[:2], second[:2], strict=True):
-        matrix = dequantise_whole_torch(one, torch.float32)
+        matrix = dequantise(one, torch.float32)
         assert one.is_mxfp4 and matrix.std().item() == pytest.approx(0.02, rel=0.1)
-        assert torch.equal(matrix, dequantise_whole_torch(other, torch.float32))
+        assert torch.equal(matrix, dequantise(other, torch.float32))
 
 
 NAME = "model.layers.1.mlp.experts.gate_up_proj"

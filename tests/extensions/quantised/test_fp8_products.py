@@ -15,6 +15,7 @@ from nanovllm.extensions.products.products import FoldingWeight, FusedGemm, Gemv
 from nanovllm.extensions.quantised import fp8
 from nanovllm.extensions.quantised.formats import read_scheme
 from nanovllm.extensions.quantised.fp8 import Fp8
+from nanovllm.extensions.quantised.kernels.quantised_weight import dequantise_torch
 from nanovllm.extensions.quantised.products import Fp8Product, PendingAdd, quantised_rows
 from nanovllm.layers.layernorm import RMSNorm, Stream
 from nanovllm.layers.linear import (
@@ -68,7 +69,7 @@ def matrix_of(layer: LinearBase) -> torch.Tensor:
     return (
         layer.weight
         if isinstance(layer.matrix, DenseWeight)
-        else layer.matrix.dequantise(slice(0, layer.matrix.shape[0]))
+        else dequantise_torch(layer.matrix.quantised, slice(0, layer.matrix.shape[0]), torch.float32)
     )
 
 

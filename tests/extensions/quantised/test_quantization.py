@@ -21,6 +21,7 @@ from nanovllm.extensions.experts.moe import Router, StackedLinear
 from nanovllm.extensions.quantised import scaled
 from nanovllm.extensions.quantised.assignment import set_weight, without_weights
 from nanovllm.extensions.quantised.formats import read_scheme
+from nanovllm.extensions.quantised.kernels.quantised_weight import dequantise_torch
 from nanovllm.extensions.safety.options import ExtendedConfig
 from nanovllm.layers.linear import (
     DenseWeight,
@@ -68,9 +69,8 @@ def load_parts(layer: LinearBase, packed: dict) -> None:
 
 def matrix_of(layer: LinearBase) -> torch.Tensor:
     """The layer's matrix, inputs in the order of x."""
-    matrix = torch.cat(
-        [layer.matrix.dequantise(rows).float() for rows in layer.matrix.pieces(layer.matrix.shape[0])]
-    )
+    weight = layer.matrix.quantised
+    matrix = dequantise_torch(weight, slice(0, weight.shape[0]), weight.product_dtype).float()
     order = getattr(layer.matrix, "order", None)
     return matrix if order is None else matrix[:, order.argsort()]
 
@@ -514,6 +514,7 @@ from nanovllm.distributed.group import Group, use_group
 from nanovllm.layers.layernorm import RMSNorm, Stream
 from nanovllm.extensions.quantised.assignment import without_weights
 from nanovllm.extensions.quantised.formats import read_scheme
+from nanovllm.extensions.quantised.kernels.quantised_weight import dequantise_torch
 from nanovllm.utils.context import reset_context
 
 reset_context()
@@ -524,7 +525,7 @@ for option in ("fp8", "int4"):
     format = read_scheme(None, option).find("any")
     layer.set_matrix(format.kind(layer.shards, **format.settings))
     layer.matrix.fill(torch.randn(96, 64))
-    expected = norm(x) @ layer.matrix.dequantise(slice(0, 96)).T
+    expected = norm(x) @ dequantise_torch(layer.matrix.quantised, slice(0, 96), torch.float32).T
     torch.testing.assert_close(layer(Stream(x, norm)), expected)
 """
 

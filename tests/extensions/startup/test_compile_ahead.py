@@ -143,7 +143,7 @@ def test_the_kernels_of_a_mixture_of_experts_are_compiled_too(tmp_path):
         "_gates_kernel": 1,
         "_sum_kernel": 1,
         "_sort_kernel": len({tile.BLOCK_M for tile in DENSE_TILES.values()}),
-        "_norm_quantise_kernel": 1,
+        "_quantise_kernel": 1,
     }
     expected["_grouped_kernel"] = 2 * len(DENSE_TILES)  # two products
     assert {name: names.count(name) for name in expected} == expected

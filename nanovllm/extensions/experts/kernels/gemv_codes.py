@@ -15,20 +15,16 @@ from nanovllm.extensions.experts.kernels.router import Chosen
 from nanovllm.extensions.quantised.kernels.multiply_words import (
     load_inputs,
     multiply_pieces,
-    power_of_two,
     prepare_inputs,
-    range_exponent,
 )
 from nanovllm.extensions.quantised.kernels.quantised_matvec import matvec_sizes
 from nanovllm.extensions.quantised.kernels.quantised_weight import (
     BRICK_PIECES,
     BRICK_ROWS,
     INT4,
-    MXFP4,
     QuantisedWeight,
 )
 from nanovllm.kernels.runtime import (
-    IS_INTERPRETED,
     masked_load,
     next_power_of_2,
     overlap_options,
@@ -179,17 +175,11 @@ def _gemv_codes_kernel(
     share = None
     if weights is not None:
         share = masked_load(weights + place, is_piece)[:, :, :, None]
-    values, others, squares, largest = load_inputs(its_x, norm_weight, share, column, present, present, KIND)
-    factor, divisor = 1.0, 1.0
+    values, others, squares = load_inputs(its_x, norm_weight, share, column, present, KIND)
+    factor = tl.full([1, 1], 1.0, tl.float32)
     if norm_weight is not None:
-        factor = tl.rsqrt(tl.sum(squares) / SIZES.IN_FEATURES + eps)
-    if not IS_INTERPRETED:
-        exponent = range_exponent(tl.max(largest), KIND)
-        divisor = power_of_two(-exponent)
-        factor *= power_of_two(exponent)
-        if KIND == MXFP4:
-            factor *= 16384.0
-    inputs = prepare_inputs(values, others, divisor, KIND, PIECES, 1)
+        factor *= tl.rsqrt(tl.sum(squares) / SIZES.IN_FEATURES + eps)
+    inputs, factor = prepare_inputs(values, others, factor, KIND)
 
     while tile * HEIGHT < EXPERT_ROWS:
         current, its_scale, its_zero = found, scale, zero
@@ -199,7 +189,7 @@ def _gemv_codes_kernel(
         )
         line = tile * HEIGHT + tl.arange(0, HEIGHT)
         parts = multiply_pieces(current, its_scale, its_zero, inputs, (scales, zeros, None), KIND, ZERO_POINT)
-        acc = tl.sum(tl.sum(parts, axis=0), axis=1) * factor  # [HEIGHT]
+        acc = tl.sum(tl.sum(parts, axis=0) * factor, axis=1)  # [HEIGHT]
         if bias is not None:
             member = tl.arange(0, SIZES.MEMBERS_PAD)[None, :]
             assignment = owner * MEMBERS + member

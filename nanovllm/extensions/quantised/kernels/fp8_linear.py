@@ -7,7 +7,7 @@ Quantising is part of what computes the activations: an RMSNorm or SwiGLU.
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +22,6 @@ from nanovllm.kernels.runtime import (
     masked_load,
     next_power_of_2,
     overlap_options,
-    pdl_wait,
     tl,
     triton,
     use_triton,
@@ -72,7 +71,7 @@ def can_use_fp8(x: Tensor, weight: QuantisedWeight) -> bool:
     out_features, in_features = weight.shape
     if not weight.group:
         return out_features % 16 == in_features % 16 == 0
-    cuda = tuple(map(int, (torch.version.cuda or "0.0").split(".")[:2]))
+    cuda = tuple(map(int, torch.version.cuda.split(".")[:2]))
     # Four blocks of inputs: versions of torch differ in how they want the scales of fewer.
     fits = weight.tile == (GROUP, GROUP) and in_features % (4 * GROUP) == out_features % GROUP == 0
     return gpu_properties(x.device).major == 9 and cuda >= (12, 9) and fits
@@ -117,13 +116,7 @@ def quantise(x: Tensor | Unscaled, group: int, gated: bool = False) -> Quantised
     x = Unscaled.of(x)
     if not use_triton(x.values):
         return quantise_torch(silu_and_mul_torch(x.scaled()) if gated else x.scaled(), group)
-    rows, width = x.values.shape
-    if gated:
-        width //= 2
-    quantised, targets, options = _prepare(x.values, width, group)
-    if rows:
-        _quantise_kernel[(rows,)](*x, *targets, x.values.stride(0), GATED=gated, **options)
-    return quantised
+    return _launch(x, x.values.shape[1] // (1 + gated), group)[0]
 
 
 def quantise_torch(x: Tensor, group: int) -> QuantisedRows:
@@ -154,30 +147,35 @@ def add_rms_norm_quantise(
         values = x.scaled()
         normed, total = add_rms_norm_torch(values.sum(1) if is_sum else values, residual, weight, eps)
         return None if group is None else quantise_torch(normed, group), total, normed if keep else None
-    rows, hidden = len(values), values.shape[-1]
-    quantised, targets, options = _prepare(values, hidden, group)
-    total = None if residual is None else torch.empty_like(residual)
-    normed = torch.empty(rows, hidden, dtype=values.dtype, device=values.device) if keep else None
-    if rows:
-        _norm_quantise_kernel[(rows,)](
-            *x, residual, weight, total, normed, *targets,
-            eps, values.stride(0), 0 if residual is None else residual.stride(0),
-            PARTS=values.shape[1] if is_sum else 1, **options,
-        )  # fmt: skip
+    quantised, total, normed = _launch(x, values.shape[-1], group, residual, weight, eps, keep)
     return quantised, values if total is None else total, normed
 
 
-def _prepare(
-    x: Tensor, width: int, group: int | None
-) -> tuple[QuantisedRows | None, tuple[Tensor | None, Tensor | None, int], dict[str, Any]]:
-    """Room for rows of this width, unless group is None; the same for a kernel; and options of a launch."""
-    block = next_power_of_2(width)
-    sizes = {"WIDTH": width, "BLOCK": block, "GROUP": group, "num_warps": max(1, min(16, block // 256))}
-    options = sizes | overlap_options(x.device)
-    if group is None:
-        return None, (None, None, 0), options
-    quantised = _empty_rows(x, width, group)
-    return quantised, (quantised.codes, quantised.scales, len(quantised.codes)), options
+def _launch(
+    x: Unscaled,
+    width: int,
+    group: int | None,
+    residual: Tensor | None = None,
+    weight: Tensor | None = None,
+    eps: float = 0.0,
+    keep: bool = False,
+) -> tuple[QuantisedRows | None, Tensor | None, Tensor | None]:
+    """With a norm's weight as `add_rms_norm_quantise`, else as `quantise`. The sum is None if it is x."""
+    values, rows, block = x.values, len(x.values), next_power_of_2(width)
+    quantised, targets = None, (None, None, 0)
+    if group is not None:
+        quantised = _empty_rows(values, width, group)
+        targets = quantised.codes, quantised.scales, len(quantised.codes)
+    total = None if residual is None else torch.empty_like(residual)
+    normed = values.new_empty(rows, width) if keep else None
+    if rows:
+        _quantise_kernel[(rows,)](
+            *x, residual, weight, total, normed, *targets,
+            eps, values.stride(0), 0 if residual is None else residual.stride(0),
+            PARTS=values.shape[1:].numel() // width, WIDTH=width, BLOCK=block, GROUP=group,
+            num_warps=max(1, min(16, block // 256)), **overlap_options(values.device),
+        )  # fmt: skip
+    return quantised, total, normed
 
 
 def _empty_rows(x: Tensor, width: int, group: int) -> QuantisedRows:
@@ -207,37 +205,7 @@ def _store_quantised(
 
 
 @triton.jit
-def _load_scaled(x, row_scales, column_scales, row, column, inside, FIRST: tl.constexpr):
-    """Columns from FIRST on, float32, times their scales if there are any."""
-    value = masked_load(x + FIRST + column, inside).to(tl.float32)
-    if row_scales is not None:
-        value *= tl.load(row_scales + row) * masked_load(column_scales + FIRST + column, inside)
-    return value
-
-
-@triton.jit
 def _quantise_kernel(
-    x, row_scales, column_scales, codes, scales, padded_rows,
-    x_stride,
-    GATED: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    GROUP: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):  # fmt: skip
-    pdl_wait(OVERLAP)
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)
-    x += row * x_stride
-    value = _load_scaled(x, row_scales, column_scales, row, column, column < WIDTH, 0)
-    if GATED:
-        up = _load_scaled(x, row_scales, column_scales, row, column, column < WIDTH, WIDTH)
-        value = silu(value) * up
-    _store_quantised(value, row, codes, scales, padded_rows, WIDTH, BLOCK, GROUP)
-
-
-@triton.jit
-def _norm_quantise_kernel(
     x, row_scales, column_scales, residual, weight, total, normed, codes, scales, padded_rows,
     eps, x_stride, residual_stride,
     PARTS: tl.constexpr,
@@ -246,14 +214,18 @@ def _norm_quantise_kernel(
     GROUP: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Rounds where layernorm's kernel does."""
+    """
+    A row of x has PARTS of this width. With a norm's weight they are added up, and rounding is where
+    layernorm's kernel rounds; else two are gates and what they multiply.
+    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
     # Weights do not change, so they are loaded while the kernel before this one ends.
-    gain = masked_load(weight + column, inside).to(tl.float32)
+    if weight is not None:
+        gain = masked_load(weight + column, inside).to(tl.float32)
     if row_scales is not None:
         column_scale = masked_load(column_scales + column, inside)
     if OVERLAP:
@@ -262,16 +234,20 @@ def _norm_quantise_kernel(
     value = masked_load(x, inside)
     dtype: tl.constexpr = value.dtype
     value = value.to(tl.float32)
-    for part in tl.static_range(1, PARTS):
-        value += masked_load(x + part * WIDTH, inside).to(tl.float32)
     if row_scales is not None:
         value *= tl.load(row_scales + row) * column_scale
+    for part in tl.static_range(1, PARTS):
+        other = masked_load(x + part * WIDTH, inside).to(tl.float32)
+        if row_scales is not None:
+            other *= tl.load(row_scales + row) * masked_load(column_scales + part * WIDTH + column, inside)
+        value = value + other if weight is not None else silu(value) * other
     if residual is not None:
         value += masked_load(residual + row * residual_stride + column, inside).to(tl.float32)
         value = value.to(dtype).to(tl.float32)
         tl.store(total + row * WIDTH + column, value, mask=inside)
-    scale = tl.rsqrt(tl.sum(value * value) / WIDTH + eps)
-    value = (value * scale).to(dtype).to(tl.float32) * gain
+    if weight is not None:
+        scale = tl.rsqrt(tl.sum(value * value) / WIDTH + eps)
+        value = (value * scale).to(dtype).to(tl.float32) * gain
     if normed is not None:
         tl.store(normed + row * WIDTH + column, value, mask=inside)
     if codes is not None:

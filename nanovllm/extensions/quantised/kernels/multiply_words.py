@@ -6,22 +6,22 @@ on pairs, so a GPU computes them in assembly language; the interpreter does the 
 
 from string import Template
 
-from nanovllm.extensions.quantised.kernels.quantised_weight import FP8, INT4, MXFP4, multiply_by_arithmetic
+from nanovllm.extensions.quantised.kernels.quantised_weight import INT4, MXFP4, code_to_float
 from nanovllm.kernels.runtime import IS_INTERPRETED, masked_load, tl, triton
 
 
-def _assembly(begin: str, word: str) -> tl.constexpr:
+def _assembly(begin: str, word: str) -> str:
     """
     `begin`, and then `word` for each of four words of codes ($1 to $4). $w is the word. The pairs of inputs
     that its codes of 8 bits meet, or those in the low halves of its bytes, are $a and $b; $c and $d are those
     of the high halves. $low and $high are what is added to codes of 4 bits that stand in these halves.
     """
-    lines = [".reg .b32 code, sum;", ".reg .f16 first, second;", ".reg .f32 other;", "mov.b32 sum, 0;", begin]
+    lines = ["{ .reg .b32 code, sum; .reg .f16 first, second; .reg .f32 other; mov.b32 sum, 0;", begin]
     for i in range(4):
-        places = dict(w=1 + i, a=5 + 2 * i, b=6 + 2 * i, c=13 + 2 * i, d=14 + 2 * i, low=21, high=22)
-        lines.append(Template(word).substitute({name: f"${place}" for name, place in places.items()}))
-    lines += ["mov.b32 {first, second}, sum;", "cvt.f32.f16 $0, first;", "cvt.f32.f16 other, second;"]
-    return tl.constexpr("\n".join(["{", *lines, "add.f32 $0, $0, other;", "}"]))
+        pairs = {"a": f"${5 + i}", "b": f"${9 + i}", "c": f"${13 + i}", "d": f"${17 + i}"}
+        lines.append(Template(word).substitute(pairs, w=f"${1 + i}", low="$21", high="$22"))
+    lines.append("mov.b32 {first, second}, sum; cvt.f32.f16 $0, first; cvt.f32.f16 other, second;")
+    return "\n".join([*lines, "add.f32 $0, $0, other; }"])
 
 
 MULTIPLY_FP8 = _assembly(
@@ -90,128 +90,97 @@ MULTIPLY_MXFP4 = _assembly(
     or.b32 code, bits, sign;
     fma.rn.f16x2 sum, code, $d, sum;""",
 )
+MULTIPLY = tl.constexpr((MULTIPLY_FP8, MULTIPLY_INT8, MULTIPLY_INT4, MULTIPLY_MXFP4))  # by kind
 REGISTERS_8, REGISTERS_4 = tl.constexpr("=f" + ",r" * 12), tl.constexpr("=f" + ",r" * 22)
 
 
 @triton.jit
-def pairs_of(values, PIECES: tl.constexpr, ROWS: tl.constexpr, DISTANCE: tl.constexpr):
-    """
-    float32 [PIECES, 1, ROWS, 16] -> eight int32 [PIECES, 1, ROWS], pairs of float16 numbers that stand so far
-    apart.
-    """
-    if DISTANCE == 1:
-        first, second = tl.split(tl.reshape(values, [PIECES, 1, ROWS, 8, 2]))
-    else:
-        values = tl.reshape(values, [PIECES, 1, ROWS, 4, 2, 2])
-        first, second = tl.split(tl.permute(values, [0, 1, 2, 3, 5, 4]))
-    asm: tl.constexpr = "cvt.rn.f16x2.f32 $0, $2, $1;"
-    pairs = tl.inline_asm_elementwise(asm, "=r,f,f", [first, second], dtype=tl.int32, is_pure=True, pack=1)
-    even, odd = tl.split(tl.reshape(pairs, [PIECES, 1, ROWS, 2, 2, 2]))
-    a, c = tl.split(even)
-    b, d = tl.split(odd)
-    a, e = tl.split(a)
-    b, f = tl.split(b)
-    c, g = tl.split(c)
-    d, h = tl.split(d)
-    return a, b, c, d, e, f, g, h
-
-
-@triton.jit
-def power_of_two(exponent):
-    """2 ** exponent, float32, for int32 from -126 to 127."""
-    return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def load_inputs(x, norm_weight, share, column, is_there, has_column, KIND: tl.constexpr):
+def load_inputs(x, norm_weight, share, column, is_there, KIND: tl.constexpr):
     """
     The inputs that meet pieces of codes, float32 [PIECES, 1, ROWS, 16], times the norm's weights and times a
     share, unless these are None: `values`, and `others`, which are 16 columns behind, for codes of 4 bits.
-    -> values, others, squares before that, the largest of each piece [PIECES, 1, ROWS].
+    -> values, others, squares before that.
     """
-    values, squares = _load_half(x + column, norm_weight, share, column, is_there, has_column)
-    largest = tl.max(tl.abs(values), axis=3)
+    values, squares = _load_half(x, norm_weight, share, column, is_there)
     others = values
     if KIND >= INT4:
-        address = x + column + 16
-        others, more = _load_half(address, norm_weight, share, column + 16, is_there, has_column)
+        others, more = _load_half(x, norm_weight, share, column + 16, is_there)
         squares += more
-        largest = tl.maximum(largest, tl.max(tl.abs(others), axis=3))
-    return values, others, squares, largest
+    return values, others, squares
 
 
 @triton.jit
-def _load_half(address, norm_weight, share, column, is_there, has_column):
-    values = masked_load(address, is_there).to(tl.float32)
+def _load_half(x, norm_weight, share, column, is_there):
+    values = masked_load(x + column, is_there).to(tl.float32)
     squares = values * values
     if norm_weight is not None:
-        values *= masked_load(norm_weight + column, has_column).to(tl.float32)
+        values *= masked_load(norm_weight + column, is_there).to(tl.float32)
     if share is not None:
         values *= share
     return values, squares
 
 
 @triton.jit
-def range_exponent(largest, KIND: tl.constexpr):
+def prepare_inputs(values, others, factor, KIND: tl.constexpr):
     """
-    The exponent of the power of two that the inputs are divided by. The largest becomes 4 to 8, so that no
-    sum of 16 products with codes up to 448 leaves the range of float16. Codes in floating point of 4 bits
-    come 2^14 times too small; there it becomes 2^10 times as large.
+    -> what `multiply_pieces` wants of the inputs, the last of which are their sums, and the factor of its
+    results, times what the inputs are divided by: a power of two for each row, so that the largest becomes 4
+    to 8, and no sum of 16 products with codes up to 448 leaves the range of float16. Codes in floating point
+    of 4 bits come 2^14 times too small; there it becomes 2^10 times as large. The interpreter multiplies in
+    float32, where any range will do.
     """
-    LARGEST: tl.constexpr = 139 if KIND == MXFP4 else 129
-    return tl.maximum((largest.to(tl.int32, bitcast=True) >> 23) - LARGEST, -126)
-
-
-@triton.jit
-def prepare_inputs(values, others, divisor, KIND: tl.constexpr, PIECES: tl.constexpr, ROWS: tl.constexpr):
-    """
-    Divide inputs by this power of two: -> what `multiply_piece` wants, the last of which are their sums. The
-    interpreter multiplies in float32, where any range will do.
-    """
-    pairs, other_pairs = values, others
     if not IS_INTERPRETED:
+        LARGEST: tl.constexpr = 139 if KIND == MXFP4 else 129
+        largest = tl.max(tl.max(tl.maximum(tl.abs(values), tl.abs(others)), axis=3), axis=0)  # [1, ROWS]
+        exponent = tl.maximum((largest.to(tl.int32, bitcast=True) >> 23) - LARGEST, -126)
+        factor *= _power_of_two(exponent)
+        if KIND == MXFP4:
+            factor *= 16384.0
+        divisor = _power_of_two(-exponent)[None, :, :, None]
         values *= divisor
-        pairs = pairs_of(values, PIECES, ROWS, 2 if KIND >= INT4 else 1)
+        others *= divisor
     sums = tl.sum(values, axis=3)  # [PIECES, 1, ROWS]
     if KIND >= INT4:
-        if not IS_INTERPRETED:
-            others *= divisor
-            other_pairs = pairs_of(others, PIECES, ROWS, 2)
         sums += tl.sum(others, axis=3)
-    return values, others, pairs, other_pairs, sums
+    if not IS_INTERPRETED:
+        values = _pairs_of(values, KIND)
+        if KIND >= INT4:
+            others = _pairs_of(others, KIND)
+    return (values, others, sums), factor
 
 
 @triton.jit
-def multiply_words(words, values, others, pairs, other_pairs, zero, sums, KIND: tl.constexpr):
+def _power_of_two(exponent):
+    """2 ** exponent, float32, for int32 from -126 to 127."""
+    return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _pairs_of(values, KIND: tl.constexpr):
     """
-    Sums over the codes in words [PIECES, HEIGHT, 1, 4], less a zero of codes of 4 bits, times what they meet:
-    float32 [PIECES, 1, ROWS, 16], of which `sums` are the sums. `values` and their `pairs` meet codes of 8
-    bits or the low halves of bytes, the others high halves. -> [PIECES, HEIGHT, ROWS].
+    float32 [PIECES, 1, ROWS, 16] -> eight int32 [PIECES, 1, ROWS], pairs of float16 numbers: the first and
+    then the second one of each four inputs. They are neighbours, or for codes of 4 bits every other input.
     """
-    if IS_INTERPRETED:
-        parts = multiply_by_arithmetic(words, values, KIND, 0)
-        if KIND >= INT4:
-            parts += multiply_by_arithmetic(words, others, KIND, 4)
-        if KIND == INT4:
-            parts -= zero.to(tl.float32) * sums
-    else:
-        even, odd = tl.split(tl.reshape(words, [words.shape[0], words.shape[1], 1, 2, 2]))
-        first, third = tl.split(even)
-        second, fourth = tl.split(odd)
-        inputs = (first, second, third, fourth) + pairs
-        if KIND >= INT4:
-            at_low = (0xE400 + zero.to(tl.int32)) * 0x10001
-            at_high = (0xD400 + 16 * zero.to(tl.int32)) * 0x10001
-            inputs = inputs + other_pairs + (at_low, at_high)
-        if KIND == MXFP4:
-            asm: tl.constexpr = MULTIPLY_MXFP4
-        elif KIND == INT4:
-            asm: tl.constexpr = MULTIPLY_INT4
-        else:
-            asm: tl.constexpr = MULTIPLY_FP8 if KIND == FP8 else MULTIPLY_INT8
-        registers: tl.constexpr = REGISTERS_4 if KIND >= INT4 else REGISTERS_8
-        parts = tl.inline_asm_elementwise(asm, registers, inputs, dtype=tl.float32, is_pure=True, pack=1)
-    return parts
+    PIECES: tl.constexpr = values.shape[0]
+    ROWS: tl.constexpr = values.shape[2]
+    a, b, c, d = _split_four(tl.reshape(values, [PIECES, ROWS, 4, 4]))
+    numbers = (a, c, b, d) if KIND >= INT4 else (a, b, c, d)
+    asm: tl.constexpr = "cvt.rn.f16x2.f32 $0, $3, $2; cvt.rn.f16x2.f32 $1, $5, $4;"
+    first, second = tl.inline_asm_elementwise(
+        asm, "=&r,=r,f,f,f,f", numbers, dtype=(tl.int32, tl.int32), is_pure=True, pack=1
+    )
+    shape: tl.constexpr = [PIECES, 1, ROWS, 4]
+    return _split_four(tl.reshape(first, shape)) + _split_four(tl.reshape(second, shape))
+
+
+@triton.jit
+def _split_four(values):
+    """[.., .., .., 4] -> four tensors [.., .., ..]."""
+    values = tl.reshape(values, [values.shape[0], values.shape[1], values.shape[2], 2, 2])
+    even, odd = tl.split(values)
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return first, second, third, fourth
 
 
 @triton.jit
@@ -219,11 +188,25 @@ def multiply_pieces(words, scale, zero, inputs, grids, KIND: tl.constexpr, ZERO_
     """
     Sums of products of a weight and the `prepare_inputs` that it meets, [PIECES, HEIGHT, ROWS]: of the codes
     in words [PIECES, HEIGHT, 1, 4], with the scale of each piece, and its zero or else its offset. `grids`
-    (scales, zeros, offsets) say which there are.
+    (scales, zeros, offsets) say which there are. Inputs meet codes of 8 bits or the low halves of bytes,
+    `others` meet high halves.
     """
-    values, others, pairs, other_pairs, sums = inputs
-    subtracted = tl.full([1, 1, 1], ZERO_POINT, tl.int32) if grids[1] is None else zero
-    parts = multiply_words(words, values, others, pairs, other_pairs, subtracted, sums, KIND)
+    values, others, sums = inputs
+    subtracted = tl.full([1, 1, 1], ZERO_POINT, tl.int32) if grids[1] is None else zero.to(tl.int32)
+    if IS_INTERPRETED:
+        parts = _multiply_by_arithmetic(words, values, KIND, 0)
+        if KIND >= INT4:
+            parts += _multiply_by_arithmetic(words, others, KIND, 4)
+        if KIND == INT4:
+            parts -= subtracted.to(tl.float32) * sums
+    else:
+        operands = _split_four(words) + values
+        if KIND >= INT4:
+            at_low, at_high = (0xE400 + subtracted) * 0x10001, (0xD400 + 16 * subtracted) * 0x10001
+            operands = operands + others + (at_low, at_high)
+        asm: tl.constexpr = MULTIPLY[KIND]
+        registers: tl.constexpr = REGISTERS_4 if KIND >= INT4 else REGISTERS_8
+        parts = tl.inline_asm_elementwise(asm, registers, operands, dtype=tl.float32, is_pure=True, pack=1)
     if KIND < INT4 and grids[1] is not None:
         parts -= zero.to(tl.float32) * sums
     if KIND == MXFP4:
@@ -232,3 +215,10 @@ def multiply_pieces(words, scale, zero, inputs, grids, KIND: tl.constexpr, ZERO_
     if grids[2] is not None:
         parts += zero.to(tl.float32) * sums
     return parts
+
+
+@triton.jit
+def _multiply_by_arithmetic(words, values, KIND: tl.constexpr, shift: tl.constexpr):
+    """For Triton's interpreter: sums of products of `values` and the codes at this place of each byte."""
+    codes = code_to_float(words[:, :, :, :, None] >> 8 * tl.arange(0, 4), shift, KIND)
+    return tl.sum(tl.reshape(codes, [words.shape[0], words.shape[1], 1, 16]) * values, axis=3)

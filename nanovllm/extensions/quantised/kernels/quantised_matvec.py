@@ -14,16 +14,12 @@ from nanovllm.extensions.quantised.kernels.gpu import gpu_supports
 from nanovllm.extensions.quantised.kernels.multiply_words import (
     load_inputs,
     multiply_pieces,
-    power_of_two,
     prepare_inputs,
-    range_exponent,
 )
 from nanovllm.extensions.quantised.kernels.quantised_weight import INT4, PIECE_BYTES, QuantisedWeight
 from nanovllm.kernels.activation import silu
 from nanovllm.kernels.runtime import (
-    IS_INTERPRETED,
     cdiv,
-    is_on_gpu,
     masked_load,
     next_power_of_2,
     num_multiprocessors,
@@ -43,11 +39,9 @@ HEIGHT = 4  # rows of a weight of 4 bits that a program multiplies at once, for 
 
 def can_use_quantised_matvec(x: Tensor, weight: QuantisedWeight) -> bool:
     """Whether `quantised_matvec` works for these rows [rows, features], and is the fastest way."""
-    if not (is_on_gpu(x) and use_triton(x) and x.element_size() == 2 and weight.can_be_read()):
-        return False
+    fits = use_triton(x) and x.element_size() == 2 and weight.can_be_read() and 0 < x.shape[0] <= MAX_ROWS
     # Earlier GPUs cannot convert pairs of codes in 8-bit floating point, or of float32, to float16.
-    can_convert = gpu_supports(x.device, 8, 9) if weight.is_fp8 else gpu_supports(x.device, 8, 0)
-    return can_convert and 0 < x.shape[0] <= MAX_ROWS
+    return fits and gpu_supports(x.device, 8, 9 if weight.is_fp8 else 0)
 
 
 def quantised_matvec(
@@ -133,16 +127,11 @@ def _quantised_matvec_kernel(
     its_inputs = piece * INPUTS + tl.arange(0, 16)[None, None, None, :]
     is_there = piece < IN_FEATURES // INPUTS
     x += (row * x_stride)[None, None, :, None]
-    values, others, squares, largest = load_inputs(x, norm_weight, None, its_inputs, is_there, is_there, KIND)
+    values, others, squares = load_inputs(x, norm_weight, None, its_inputs, is_there, KIND)
     factor = tl.full([1, ROWS], 1.0, tl.float32)
     if norm_weight is not None:
         factor = tl.rsqrt(tl.sum(tl.sum(squares, axis=3), axis=0) / IN_FEATURES + eps)
-    exponent = tl.full([1, ROWS], 0, tl.int32)
-    if not IS_INTERPRETED:
-        exponent = range_exponent(tl.max(largest, axis=0), KIND)
-        factor *= power_of_two(exponent)
-    divisor = power_of_two(-exponent)[None, :, :, None]
-    inputs = prepare_inputs(values, others, divisor, KIND, PIECES, ROWS)
+    inputs, factor = prepare_inputs(values, others, factor, KIND)
 
     while tile * HEIGHT < out_features:
         its_words, its_scale, its_zero = words, scale, zero

@@ -31,7 +31,8 @@ class QuantisedWeight(NamedTuple):
     """
     A matrix [out, in]. `scales`, `zeros` and `offsets` are [rows of tiles, columns of tiles], `tile` is rows
     and columns of one; the last may be cut off by the matrix's end. Without `zeros` every code's zero is
-    `zero_point`; there are no `zeros` beside `offsets`. Codes and scales may also be `in_bricks`.
+    `zero_point`; there are no `zeros` beside `offsets`. Codes and scales may also be `in_bricks`, for
+    some kernels.
     """
 
     codes: Tensor  # float8_e4m3fn or int8 [out, in]; or uint8 [out, bytes] of 4-bit codes
@@ -86,14 +87,6 @@ class QuantisedWeight(NamedTuple):
     def is_in_bricks(self) -> bool:
         return self.largest is not None
 
-    def in_rows(self) -> "QuantisedWeight":
-        """The same, not in bricks."""
-        if not self.is_in_bricks:
-            return self
-        num_blocks = cdiv(self.shape[1], BLOCK)
-        codes, scales = _rows(self.codes, num_blocks * PIECE_BYTES), _rows(self.readable_scales, num_blocks)
-        return self._replace(codes=codes, scales=scales.contiguous().view(self.scales.dtype), largest=None)
-
     def can_be_read(self) -> bool:
         """Whether kernels can read it: tiles do not cut through what a thread reads at once."""
         unit = BLOCK if self.is_int4 else PIECE_BYTES
@@ -117,10 +110,8 @@ def unpack(packed: Tensor) -> Tensor:
 
 def pack(codes: Tensor) -> Tensor:
     """uint8 [rows, n], codes of 4 bits -> uint8 [rows, bytes of whole blocks]."""
-    padding = -codes.shape[-1] % BLOCK
-    if padding:
-        codes = torch.nn.functional.pad(codes, (0, padding))
-    low, high = codes.unflatten(-1, (-1, 2, HALF)).unbind(-2)
+    padded = torch.nn.functional.pad(codes, (0, -codes.shape[-1] % BLOCK))
+    low, high = padded.unflatten(-1, (-1, 2, HALF)).unbind(-2)
     return (low | high << 4).flatten(-2)
 
 
@@ -135,10 +126,6 @@ def in_bricks(weight: QuantisedWeight) -> QuantisedWeight:
     return weight._replace(codes=codes, scales=bricks, largest=scales.amax(1))
 
 
-def _rows(bricks: Tensor, width: int) -> Tensor:
-    return bricks.transpose(1, 2).flatten(2).flatten(0, 1)[:, :width]
-
-
 def _bricks(matrix: Tensor, width: int) -> Tensor:
     rows, size = matrix.shape
     bricks = matrix.new_empty(rows // BRICK_ROWS, cdiv(size, width), BRICK_ROWS, width)
@@ -150,7 +137,6 @@ def _bricks(matrix: Tensor, width: int) -> Tensor:
 
 def dequantise_torch(weight: QuantisedWeight, rows: slice, dtype: torch.dtype) -> Tensor:
     """These rows of the weight, which begin with a tile, [rows, in]. Every step is rounded to `dtype`."""
-    weight = weight.in_rows()
     codes = weight.codes_of(rows).to(dtype)
     if weight.zeros is not None:
         codes -= _expand(weight, weight.zeros, rows).to(dtype)
@@ -163,16 +149,12 @@ def dequantise_torch(weight: QuantisedWeight, rows: slice, dtype: torch.dtype) -
 def dequantise(weight: QuantisedWeight, dtype: torch.dtype) -> Tensor:
     """The whole weight [out, in], rounded once."""
     if not use_triton(weight.codes) or weight.is_mxfp4 or not weight.can_be_read():
-        return dequantise_whole_torch(weight, dtype)
+        return dequantise_torch(weight, slice(0, weight.shape[0]), torch.float32).to(dtype)
     rows, width = weight.shape
     out = torch.empty(rows, width, dtype=dtype, device=weight.codes.device)
     grid = rows, cdiv(width, TILE)
     _dequantise_kernel[grid](weight.tensors(torch.uint8), out, **weight.constants, WIDTH=width, SIZE=TILE)
     return out
-
-
-def dequantise_whole_torch(weight: QuantisedWeight, dtype: torch.dtype) -> Tensor:
-    return dequantise_torch(weight, slice(0, weight.shape[0]), torch.float32).to(dtype)
 
 
 def _expand(weight: QuantisedWeight, grid: Tensor, rows: slice) -> Tensor:
@@ -194,29 +176,17 @@ def input_of(byte, KIND: tl.constexpr):
 
 @triton.jit
 def code_to_float(words, shift: tl.constexpr, KIND: tl.constexpr):
-    """One of the codes in each word, by arithmetic."""
-    if KIND >= INT4:
-        code = (words >> shift) & 15
-    else:
-        code = (words >> shift) & 0xFF
-    if KIND == INT4:
-        return code.to(tl.float32)
+    """One of the codes in each word, by arithmetic. Floating point is moved to where float16 has its bits."""
+    code = words >> shift
     if KIND == INT8:
-        return tl.where(code > 127, code - 256, code).to(tl.float32)
-    IMPLIED: tl.constexpr = 8 if KIND == FP8 else 2  # the bit in front of a fraction
-    HIGHEST: tl.constexpr = 16 * IMPLIED - 1 if KIND == FP8 else 7
-    LOWEST: tl.constexpr = 10 if KIND == FP8 else 2  # of the exponents of fractions, less its sign
-    exponent = (code // IMPLIED) & (HIGHEST // IMPLIED)
-    fraction = (code & (IMPLIED - 1)) + tl.where(exponent > 0, IMPLIED, 0)
-    size = fraction.to(tl.float32) * tl.exp2((tl.maximum(exponent, 1) - LOWEST).to(tl.float32))
-    return tl.where(code > HIGHEST, -size, size)
-
-
-@triton.jit
-def multiply_by_arithmetic(words, values, KIND: tl.constexpr, shift: tl.constexpr):
-    """For Triton's interpreter: sums of products of `values` and the codes at this place of each byte."""
-    codes = code_to_float(words[:, :, :, :, None] >> 8 * tl.arange(0, 4), shift, KIND)
-    return tl.sum(tl.reshape(codes, [words.shape[0], words.shape[1], 1, 16]) * values, axis=3)
+        return code.to(tl.int8).to(tl.float32)
+    if KIND == INT4:
+        return (code & 15).to(tl.float32)
+    if KIND == FP8:
+        bits, factor = (code & 0x80) << 8 | (code & 0x7F) << 7, 256.0
+    else:
+        bits, factor = (code & 8) << 12 | (code & 7) << 9, 16384.0
+    return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * factor
 
 
 @triton.jit
@@ -255,26 +225,19 @@ def halves_to_bf16(packed):
     """uint8 -> two bfloat16 tensors of its shape: 128 + the codes in the low, and in the high halves."""
     if IS_INTERPRETED:
         return (128 + (packed & 15)).to(tl.float32), (128 + (packed >> 4)).to(tl.float32)
-    low = tl.inline_asm_elementwise(
+    return tl.inline_asm_elementwise(
         """{
         .reg .b32 halves;
-        and.b32 halves, $2, 0x0f0f0f0f;
+        and.b32 halves, $4, 0x0f0f0f0f;
         prmt.b32 $0, halves, 0x43434343, 0x7170;
         prmt.b32 $1, halves, 0x43434343, 0x7372;
-        }""",
-        "=r,=r,r", [packed], dtype=tl.bfloat16, is_pure=True, pack=4,
-    )  # fmt: skip
-    high = tl.inline_asm_elementwise(
-        """{
-        .reg .b32 halves;
-        shr.b32 halves, $2, 4;
+        shr.b32 halves, $4, 4;
         and.b32 halves, halves, 0x0f0f0f0f;
-        prmt.b32 $0, halves, 0x43434343, 0x7170;
-        prmt.b32 $1, halves, 0x43434343, 0x7372;
+        prmt.b32 $2, halves, 0x43434343, 0x7170;
+        prmt.b32 $3, halves, 0x43434343, 0x7372;
         }""",
-        "=r,=r,r", [packed], dtype=tl.bfloat16, is_pure=True, pack=4,
+        "=&r,=&r,=&r,=&r,r", [packed], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4,
     )  # fmt: skip
-    return low, high
 
 
 @triton.jit
