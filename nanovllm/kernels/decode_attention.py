@@ -19,7 +19,6 @@ from nanovllm.kernels.runtime import (
     LOG2_E,
     MIN_DOT_SIZE,
     MINUS_INF,
-    TRITON_DEVICES,
     arrival_counters,
     cdiv,
     empty_padded,
@@ -71,8 +70,6 @@ def paged_decode_attention(
     entries of a block table beyond the end of its sequence are ignored, and a context of 0 (a padded row)
     gives zeros.
     """
-    if q.device.type not in TRITON_DEVICES:
-        return paged_decode_attention_torch(q, k_cache, v_cache, variant, step, layout)
     batch, num_heads, head_dim = q.shape
     block_size, kv_heads = layout.page_sizes(k_cache, head_dim)
     multiprocessors = num_multiprocessors(q.device)
