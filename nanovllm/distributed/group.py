@@ -86,8 +86,6 @@ class Group:
         Of every rank's scores float32 [batch] and token ids int64 [batch], those with the highest score; of
         equal scores the lowest id. All ranks return the same.
         """
-        if self.size == 1:
-            return token_ids
         # A sum in which all ranks but one have 0 at each place; float64 holds token ids exactly.
         of_all_ranks = scores.new_zeros(self.size, 2, len(scores), dtype=torch.float64)
         of_all_ranks[self.rank, 0], of_all_ranks[self.rank, 1] = scores, token_ids

@@ -19,7 +19,6 @@ from nanovllm.kernels.runtime import (
     LOG2_E,
     MIN_DOT_SIZE,
     MINUS_INF,
-    TRITON_DEVICES,
     arrival_counters,
     cdiv,
     empty_padded,
@@ -71,32 +70,9 @@ def paged_decode_attention(
     entries of a block table beyond the end of its sequence are ignored, and a context of 0 (a padded row)
     gives zeros.
     """
-    if q.device.type not in TRITON_DEVICES:
-        return paged_decode_attention_torch(q, k_cache, v_cache, variant, step, layout)
-    batch, heads, head_dim = q.shape
-    multiprocessors = num_multiprocessors(q.device)
-    sizes, splits, num_warps, num_stages = _choose_sizes(q, k_cache, variant, layout, multiprocessors)
-    partial = counters = None
-    if splits > 1:
-        partial = q.new_empty(batch, splits, heads, head_dim + 1, dtype=torch.float32)
-        counters = arrival_counters(q.device)
-    out = empty_padded(batch, heads * head_dim, q).view(q.shape)
-    kernel = layout.decode_kernel or _decode_kernel
-    kernel[(sizes.SHARES, batch, splits)](
-        q, k_cache, v_cache, step.block_tables, step.context_lens, variant.extras, out, partial, counters,
-        variant.scale * LOG2_E, *q.stride()[:2], step.block_tables.stride(0), multiprocessors,
-        SIZES=sizes, HOOKS=variant.hooks,
-        num_warps=num_warps, num_stages=num_stages, **overlap_options(q.device),
-    )  # fmt: skip
-    return out
-
-
-def _choose_sizes(
-    q: Tensor, k_cache: Tensor, variant: AttentionVariant, layout: CacheLayout, multiprocessors: int
-) -> tuple[DecodeSizes, int, int, int]:
-    """-> (sizes, splits, warps, pipeline stages)."""
     batch, num_heads, head_dim = q.shape
     block_size, kv_heads = layout.page_sizes(k_cache, head_dim)
+    multiprocessors = num_multiprocessors(q.device)
     splits = min(cdiv(PROGRAMS_PER_MULTIPROCESSOR * multiprocessors, batch * kv_heads), MAX_SPLITS)
     heads, shares = num_heads // kv_heads, kv_heads
     # A small batch leaves the GPU room, and combining splits takes most of its time: spread the query heads.
@@ -125,7 +101,20 @@ def _choose_sizes(
         COMBINED_HEADS=combined_heads,
         COMBINED_SPLITS=max(1, COMBINED_ELEMENTS // (combined_heads * dim_pad)),
     )
-    return sizes, splits, num_warps, num_stages
+
+    partial = counters = None
+    if splits > 1:
+        partial = q.new_empty(batch, splits, num_heads, head_dim + 1, dtype=torch.float32)
+        counters = arrival_counters(q.device)
+    out = empty_padded(batch, num_heads * head_dim, q).view(q.shape)
+    kernel = layout.decode_kernel or _decode_kernel
+    kernel[(shares, batch, splits)](
+        q, k_cache, v_cache, step.block_tables, step.context_lens, variant.extras, out, partial, counters,
+        variant.scale * LOG2_E, *q.stride()[:2], step.block_tables.stride(0), multiprocessors,
+        SIZES=sizes, HOOKS=variant.hooks,
+        num_warps=num_warps, num_stages=num_stages, **overlap_options(q.device),
+    )  # fmt: skip
+    return out
 
 
 def paged_decode_attention_torch(

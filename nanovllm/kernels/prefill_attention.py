@@ -17,7 +17,6 @@ from nanovllm.kernels.runtime import (
     LOG2_E,
     MIN_DOT_SIZE,
     MINUS_INF,
-    TRITON_DEVICES,
     cdiv,
     has_hopper_shared_memory,
     masked_load,
@@ -49,8 +48,6 @@ def varlen_prefill_attention(
     if it has block_tables the contiguous caches [blocks, block_size, kv_heads, head_dim], or what the layout
     says.
     """
-    if q.device.type not in TRITON_DEVICES:
-        return varlen_prefill_attention_torch(q, k, v, variant, step, layout)
     _, heads, head_dim = q.shape
     tables = step.block_tables
     if tables is None:

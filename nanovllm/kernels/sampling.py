@@ -79,24 +79,20 @@ def sample_torch(logits: Tensor, step: Any) -> tuple[Tensor, Tensor]:
     best, token_ids = logits.max(dim=-1)
     values = best.float()
     noisy = (temperatures > 0).nonzero().flatten()
+    first = step.vocab_start
     for rows in noisy.split(max(1, REFERENCE_ELEMENTS // vocab)) if len(noisy) else ():
+        seeds, positions = step.seeds[rows, None], step.positions[rows, None]
+        multiplier = _row_key(seeds, positions, SALT_1) | 1
+        offset = _row_key(seeds, positions, SALT_2)
+        token = torch.arange(first, first + vocab, dtype=torch.int32, device=logits.device)
+        bits = _two_rounds((token * multiplier).add_(offset))
+        # (0, 1) is cut into 2^23 equal steps, and u is the middle of one. With 24 bits the largest u would
+        # round to 1 in float32, and its noise would be infinite.
+        u = bits.bitwise_right_shift_(9).bitwise_and_(0x7FFFFF).float().add_(0.5).mul_(2.0**-23)
         scores = logits[rows].float().mul_((temperatures[rows].reciprocal() * LOG2_E)[:, None])
-        scores -= _minus_noise(step.seeds[rows], step.positions[rows], step.vocab_start, vocab)
+        scores -= u.log2_().neg_().log2_()
         values[rows], token_ids[rows] = scores.max(dim=-1)
-    return values, token_ids + step.vocab_start
-
-
-def _minus_noise(seeds: Tensor, positions: Tensor, vocab_start: int, vocab: int) -> Tensor:
-    """log2(-log2(u)), float32 [rows, vocab]: (0, 1) is cut into 2^23 equal steps, and u is the middle of one.
-
-    With 24 bits the largest u would round to 1 in float32, and its noise would be infinite.
-    """
-    multiplier = _row_key(seeds, positions, SALT_1) | 1
-    offset = _row_key(seeds, positions, SALT_2)
-    token = torch.arange(vocab_start, vocab_start + vocab, dtype=torch.int32, device=seeds.device)
-    bits = _two_rounds((token * multiplier[:, None]).add_(offset[:, None]))
-    u = bits.bitwise_right_shift_(9).bitwise_and_(0x7FFFFF).float().add_(0.5).mul_(2.0**-23)
-    return u.log2_().neg_().log2_()
+    return values, token_ids + first
 
 
 def _row_key(seeds: Tensor, positions: Tensor, salt: Any) -> Tensor:

@@ -53,11 +53,13 @@ class AttentionBackend:
 
     def prefill(self, q: Tensor, k: Tensor, v: Tensor, variant: AttentionVariant, step: Context) -> Tensor:
         """k and v of the step's own tokens, or the caches where it has block tables. -> The shape of q."""
-        return self.prefill_kernel(q, k, v, variant, step, self.layout)
+        attend = self.prefill_kernel if q.device.type in TRITON_DEVICES else varlen_prefill_attention_torch
+        return attend(q, k, v, variant, step, self.layout)
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, variant: AttentionVariant, step: Context) -> Tensor:
         """k and v are the caches. -> The shape of q."""
-        return self.decode_kernel(q, k, v, variant, step, self.layout)
+        attend = self.decode_kernel if q.device.type in TRITON_DEVICES else paged_decode_attention_torch
+        return attend(q, k, v, variant, step, self.layout)
 
     def plan(self, sequences: list[Any], is_new: bool) -> tuple[Hashable, Any]:
         """

@@ -101,12 +101,10 @@ class Product:
 
 class Weight(Product):
     """
-    A matrix [out, in] in some format, which these shards make up. `parameters` are its tensors. As a product
-    it takes any number of rows, with kernels of their own for the norm, the activation and the addition
-    around it.
+    A matrix [out, in] in some format, which these shards make up. `parameters` are its tensors, by name. As a
+    product it takes any number of rows, with kernels of their own for the norm, the activation and the
+    addition around it.
     """
-
-    parameters: dict[str, Tensor]
 
     def __init__(self, shards: dict[Any, Shard]):
         *_, last = shards.values()
@@ -223,9 +221,9 @@ class ColumnParallelLinear(LinearBase):
 
     def _build(self, input_size: int, sizes: dict[Any, int], bias: bool, head_size: int = 0) -> None:
         """From matrices with so many rows, one below the other."""
-        shards = {}
-        for shard_id, size in sizes.items():
-            shards[shard_id] = Shard((size, input_size), own_part(size, head_size))
+        shards = {
+            shard_id: Shard((size, input_size), own_part(size, head_size)) for shard_id, size in sizes.items()
+        }
         super().__init__(shards, bias, input_size)
 
 

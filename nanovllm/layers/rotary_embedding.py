@@ -44,11 +44,10 @@ class RotaryEmbedding(nn.Module):
         if self._last_positions is not positions:
             angles = self.cos_sin_cache[positions].unsqueeze(1)
             cos, sin = angles.chunk(2, dim=-1)
-            self._cos = torch.cat((cos, cos), dim=-1)
-            self._sin = torch.cat((-sin, sin), dim=-1)
+            self._angles = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
             self._last_positions = positions
         heads = torch.cat((query, key), dim=1)
-        rotated = apply_rotary_emb(heads, self._cos, self._sin)
+        rotated = apply_rotary_emb(heads, *self._angles)
         return rotated.tensor_split([query.shape[1]], dim=1)
 
 

@@ -46,4 +46,5 @@ class Sampler(nn.Module):
         without computing it. The noise depends on seed, position and token id alone, so neighbours do not
         matter.
         """
-        return self.group.best_token(*sample(logits, step))
+        scores, token_ids = sample(logits, step)
+        return token_ids if self.group.size == 1 else self.group.best_token(scores, token_ids)

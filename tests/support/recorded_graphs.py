@@ -20,7 +20,8 @@ from nanovllm.engine.batch import StepOutput
 from nanovllm.extensions.logits.kernels import filtering, logit_edits
 from nanovllm.extensions.prefixes.kernels import shared_prefix
 from nanovllm.extensions.structured.kernels import token_masks
-from nanovllm.kernels import decode_attention, decode_inputs, kv_store, sampling
+from nanovllm.kernels import decode_inputs, kv_store, sampling
+from nanovllm.layers import attention
 
 REFERENCES = [
     (filtering, "filter_thresholds_torch"),
@@ -28,7 +29,7 @@ REFERENCES = [
     (logit_edits, "apply_token_flags_torch"),
     (shared_prefix, "cascade_attention_torch"),
     (token_masks, "apply_masks_torch"),
-    (decode_attention, "paged_decode_attention_torch"),
+    (attention, "paged_decode_attention_torch"),
     (decode_inputs, "decode_inputs_torch"),
     (kv_store, "store_kvcache_torch"),
     (sampling, "sample_torch"),
