@@ -79,22 +79,11 @@ class Product:
         y = self.multiply(activated(x), bias=bias)
         return self.act_fn(y) if gated else y
 
-    def norm_linear(
-        self,
-        stream: Stream,
-        bias: Tensor | None,
-        gated: bool = False,
-    ) -> Any:
+    def norm_linear(self, stream: Stream, bias: Tensor | None, gated: bool = False) -> Any:
         """norm(x) @ weight.T + bias for the stream's x and norm: [tokens, out]."""
         return self.linear(stream.normalised(), bias, gated)
 
-    def linear_add(
-        self,
-        stream: Stream,
-        x: Any,
-        bias: Tensor | None,
-        next_norm: RMSNorm,
-    ) -> Stream:
+    def linear_add(self, stream: Stream, x: Any, bias: Tensor | None, next_norm: RMSNorm) -> Stream:
         """The stream plus x @ weight.T + bias, in front of the next norm. Asked for on one rank alone."""
         return stream.add(self.linear(x, bias), next_norm)
 

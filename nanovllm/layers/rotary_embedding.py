@@ -33,12 +33,7 @@ class RotaryEmbedding(nn.Module):
         super().__init__()
         self.register_buffer("cos_sin_cache", cos_sin_cache, persistent=False)
 
-    def forward(
-        self,
-        positions: Tensor,
-        query: Tensor,
-        key: Tensor,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, positions: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """positions [tokens]; query and key [tokens, heads, head_dim], not changed."""
         # Every layer of a step asks with the same tensor, which nobody changes.
         if self._last_positions is not positions:
@@ -51,11 +46,7 @@ class RotaryEmbedding(nn.Module):
         return rotated.tensor_split([query.shape[1]], dim=1)
 
 
-def get_rope(
-    head_dim: int,
-    max_position: int,
-    parameters: dict[str, Any],
-) -> RotaryEmbedding:
+def get_rope(head_dim: int, max_position: int, parameters: dict[str, Any]) -> RotaryEmbedding:
     """
     The embedding that `rope_parameters` of a `ModelConfig` describe: by `rope_theta`, or where that is not
     all, by the numbers themselves, `inverse_frequencies` and `amplitude`, which cosines and sines are

@@ -26,19 +26,12 @@ class Qwen3Attention(nn.Module):
             config.attention_bias,
         )
         self.o_proj = RowParallelLinear(
-            config.num_attention_heads * head_dim,
-            config.hidden_size,
-            config.attention_bias,
+            config.num_attention_heads * head_dim, config.hidden_size, config.attention_bias
         )
         self.q_norm = RMSNorm(head_dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(head_dim, config.rms_norm_eps)
         self.rotary_emb = rotary_emb
-        self.attn = Attention(
-            self.qkv_proj.num_heads,
-            head_dim,
-            head_dim**-0.5,
-            self.qkv_proj.num_kv_heads,
-        )
+        self.attn = Attention(self.qkv_proj.num_heads, head_dim, head_dim**-0.5, self.qkv_proj.num_kv_heads)
 
     def forward(self, positions: Tensor, stream: Stream, next_norm: RMSNorm) -> Stream:
         attended = self.attend(positions, self.qkv_proj(stream))
