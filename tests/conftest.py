@@ -45,6 +45,12 @@ def pytest_configure(config: pytest.Config) -> None:
         model_runner.bytes_left = lambda *args: min(bytes_left(*args), SHARE_OF_A_GPU)
 
 
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """What a test has freed of a GPU is for the tests beside it."""
+    if item.get_closest_marker("gpu") and torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
         return
