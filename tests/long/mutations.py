@@ -880,7 +880,7 @@ MUTATIONS = [
     ),
     *mutations_of(
         "nanovllm/extensions/models/decoder",
-        ("= config.query_pre_attn_scalar**-0.5", "= config.head_dim**-0.5"),
+        ("AttentionRule(config.query_pre_attn_scalar**-0.5,", "AttentionRule(config.head_dim**-0.5,"),
     ),
     *mutations_of(
         "nanovllm/checkpoints/model_config",

@@ -2,11 +2,15 @@
 
 import pytest
 import torch
-from cascades import LARGE, SMALL, check, make_cascade
+from cascades import LARGE, SMALL, check, make_cascade, make_prefixes
 from extension_kernels import with_caches
-from kernel_checks import KERNEL_SHAPES, SHAPES, on, on_devices, rand
+from kernel_checks import KERNEL_SHAPES, SHAPES, on, on_devices, paged_caches, rand
 
-from nanovllm.extensions.prefixes.kernels.shared_prefix import cascade_attention, cascade_attention_torch
+from nanovllm.extensions.prefixes.kernels.shared_prefix import (
+    cascade_attention,
+    cascade_attention_torch,
+    queries_per_item,
+)
 from nanovllm.layers.attention import Attention, AttentionBackend
 from nanovllm.utils.context import Context
 
@@ -34,11 +38,17 @@ def test_every_block_size_and_number_of_splits(device, block_size, groups):
     check(cascade_attention, groups, 4, 2, 64, block_size, 32, device, torch.float32, padding=1)
 
 
-def test_a_step_without_a_plan_is_left_to_the_back_end_behind():
+@pytest.mark.parametrize("is_planned", [True, False])
+def test_steps_without_a_plan_are_left_to_the_back_end_behind(is_planned):
     class Behind(AttentionBackend):
         def decode(self, q, k_cache, v_cache, variant, step):
-            return variant
+            return None
 
+    shared, lengths = make_prefixes([(2, 32, 0)], [3, 5], 32, queries_per_item(2), [0, 1])
+    k_cache, v_cache, tables, _ = paged_caches(lengths, 16, 2, 8, "cpu", torch.float32)
     layer = Attention(4, 8, 1.0, 2)
     backend = make_cascade(behind=Behind()).for_layer(layer)
-    assert backend.decode(rand(2, 4, 8), None, None, layer.variant, Context()) is layer.variant
+    step = Context(context_lens=torch.tensor(lengths), block_tables=tables)
+    step.attention_plan = shared if is_planned else None
+    out = backend.decode(rand(2, 4, 8), k_cache, v_cache, layer.variant, step)
+    assert (out is not None) is is_planned
