@@ -180,6 +180,7 @@ def _gemv_codes_kernel(
     if norm_weight is not None:
         factor *= tl.rsqrt(tl.sum(squares) / SIZES.IN_FEATURES + eps)
     inputs, factor = prepare_inputs(values, others, factor, KIND)
+    factor = tl.sum(factor)  # the only one
 
     while tile * HEIGHT < EXPERT_ROWS:
         current, its_scale, its_zero = found, scale, zero
@@ -189,7 +190,7 @@ def _gemv_codes_kernel(
         )
         line = tile * HEIGHT + tl.arange(0, HEIGHT)
         parts = multiply_pieces(current, its_scale, its_zero, inputs, (scales, zeros, None), KIND, ZERO_POINT)
-        acc = tl.sum(tl.sum(parts, axis=0) * factor, axis=1)  # [HEIGHT]
+        acc = tl.sum(tl.sum(parts, axis=0), axis=1) * factor  # [HEIGHT]
         if bias is not None:
             member = tl.arange(0, SIZES.MEMBERS_PAD)[None, :]
             assignment = owner * MEMBERS + member
