@@ -512,6 +512,7 @@ sys.modules["triton"] = None  # importing it fails
 import torch
 from nanovllm.distributed.group import Group, use_group
 from nanovllm.layers.layernorm import RMSNorm, Stream
+from nanovllm.layers.linear import ColumnParallelLinear
 from nanovllm.extensions.quantised.assignment import without_weights
 from nanovllm.extensions.quantised.formats import read_scheme
 from nanovllm.utils.context import reset_context
