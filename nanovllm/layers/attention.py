@@ -40,8 +40,7 @@ class AttentionBackend:
     This back-end plans nothing.
     """
 
-    prefill_kernel = staticmethod(varlen_prefill_attention)
-    decode_kernel = staticmethod(paged_decode_attention)
+    devices = TRITON_DEVICES  # types of those where kernels compute
     largest_plan: Hashable = False  # the key of the plan that takes most memory
 
     def __init__(self, layout: CacheLayout = ROWS):
@@ -53,12 +52,14 @@ class AttentionBackend:
 
     def prefill(self, q: Tensor, k: Tensor, v: Tensor, variant: AttentionVariant, step: Context) -> Tensor:
         """k and v of the step's own tokens, or the caches where it has block tables. -> The shape of q."""
-        attend = self.prefill_kernel if q.device.type in TRITON_DEVICES else varlen_prefill_attention_torch
+        has_kernel = q.device.type in self.devices
+        attend = varlen_prefill_attention if has_kernel else varlen_prefill_attention_torch
         return attend(q, k, v, variant, step, self.layout)
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, variant: AttentionVariant, step: Context) -> Tensor:
         """k and v are the caches. -> The shape of q."""
-        attend = self.decode_kernel if q.device.type in TRITON_DEVICES else paged_decode_attention_torch
+        has_kernel = q.device.type in self.devices
+        attend = paged_decode_attention if has_kernel else paged_decode_attention_torch
         return attend(q, k, v, variant, step, self.layout)
 
     def plan(self, sequences: list[Any], is_new: bool) -> tuple[Hashable, Any]:
@@ -87,8 +88,7 @@ class AttentionBackend:
 
 
 class TorchBackend(AttentionBackend):
-    prefill_kernel = staticmethod(varlen_prefill_attention_torch)
-    decode_kernel = staticmethod(paged_decode_attention_torch)
+    devices = ()
 
 
 class FlashBackend(AttentionBackend):
