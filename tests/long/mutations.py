@@ -226,10 +226,7 @@ MUTATIONS = [
         ("plan.queries[queries] = sharing", "plan.queries[queries] = np.sort(sharing)"),
         ("min(self.queries_per_item, num_queries - first)", "self.queries_per_item"),
         ("plan.num_partials[sharing] += 1", "plan.num_partials[sharing] = 1"),
-        (
-            "self.num_prefix_tokens = int(plan.prefix_lens.sum())",
-            "self.num_prefix_tokens |= int(plan.prefix_lens.sum())",
-        ),
+        ("        self.num_prefix_tokens = 0\n", ""),
     ),
     *mutations_of(
         "nanovllm/extensions/safety/admission",

@@ -165,17 +165,15 @@ def read_decoder(raw: Fields, given: Fields, architectures: list[str], own: Fiel
 def _read_windows(values: Fields) -> tuple[int, ...]:
     """Of each layer, from `layer_types`, or from what takes its place in this architecture."""
     num_layers, window = values["num_hidden_layers"], values["sliding_window"]
-    kinds = [FULL] * num_layers
-    if not check_bool(values["use_sliding_window"], "use_sliding_window"):
-        window = None
-    if window is not None:
+    kinds, allowed = [FULL] * num_layers, [FULL]
+    if check_bool(values["use_sliding_window"], "use_sliding_window") and window is not None:
+        allowed.append(SLIDING)
         check_size("sliding_window", window)
         first, every = values["max_window_layers"], values["sliding_window_pattern"]
         check_number("max_window_layers", first, 0, MAX_SIZE)
         check_number("sliding_window_pattern", every, 0, MAX_SIZE)
         kinds = [FULL if i < first or every and (i + 1) % every == 0 else SLIDING for i in range(num_layers)]
     kinds = values.get("layer_types", kinds)
-    allowed = [FULL, SLIDING] if window else [FULL]
     is_good = isinstance(kinds, list) and len(kinds) >= num_layers and all(kind in allowed for kind in kinds)
     check(is_good, f"layer_types must be {' or '.join(map(repr, allowed))} for each layer", kinds)
     return tuple(window if kind == SLIDING else 0 for kind in kinds)

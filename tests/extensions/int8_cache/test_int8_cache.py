@@ -24,6 +24,7 @@ from nanovllm.extensions.int8_cache.kernels.int8_cache import (
     page_sizes,
     quantize,
 )
+from nanovllm.extensions.prefixes.kernels.shared_prefix import cascade_attention_torch
 from nanovllm.kernels.attention_variant import AttentionVariant
 from nanovllm.kernels.decode_attention import paged_decode_attention_torch
 from nanovllm.kernels.prefill_attention import varlen_prefill_attention_torch
@@ -162,7 +163,7 @@ def test_prefill_is_causal_and_aligned_at_the_end(heads, kv_heads, head_dim, blo
 @pytest.mark.parametrize("groups, piece", [(SMALL, 1000), (SMALL, 48)])
 def test_decode_reads_common_tokens_from_one_table(groups, piece, heads, kv_heads, head_dim):
     options = heads, kv_heads, head_dim, 16, piece, "cpu", torch.float32
-    check(paged_decode_attention_torch, groups, *options, padding=3, cache_dtype=INT8)
+    check(cascade_attention_torch, groups, *options, padding=3, cache_dtype=INT8)
 
 
 def test_attention_in_bfloat16_reads_8_bit_pages():
