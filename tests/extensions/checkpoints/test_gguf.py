@@ -212,7 +212,7 @@ def test_two_ranks_of_a_packed_file_answer_as_one(tmp_path, architecture, quanti
             layer = llm.model_runner.model.model.layers[0]
             for linear, rows in (layer.self_attn.qkv_proj, 384), (layer.mlp.gate_up_proj, 512):
                 [product] = linear.matrix.runs
-                assert isinstance(product, PackedCodes) and product.shape == (rows // size, 128)
+                assert isinstance(product, PackedCodes) and linear.matrix.shape == (rows // size, 128)
             answers.append(llm.generate(prompts, SamplingParams(0, 6, True, logprobs=2), use_tqdm=False))
     for one, two in zip(*answers, strict=True):
         for first, second in (list(step.values())[:2] for step in one["logprobs"]):
