@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanovllm.kernels.runtime import is_on_gpu
-from nanovllm.layers.embed_head import ParallelLMHead
+from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 
 FEWEST_ROWS = 1  # the layout is chosen for so many rows; measured, it is no slower for many
 
@@ -43,20 +43,25 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 class PackedHead(ParallelLMHead):
+    is_tied = False  # to an embedding
+
     def finish(self) -> None:
         """
-        As for linear layers. An embedding to which it is tied keeps the weight: rows cannot be looked up in
-        the other layout, and a decode step of a small model spends a third of its time here without it.
+        As for linear layers. A weight that is tied is kept beside it: rows cannot be looked up in the other
+        layout, and a decode step of a small model spends a third of its time here without it.
         """
         packed = pack(self.weight[: self.vocab_end - self.vocab_start])
         if packed is None:
             return
         self.logits = functools.partial(multiply, weight=packed)
-        self.weight = nn.Parameter(packed, requires_grad=False)
+        if not self.is_tied:
+            self.weight = nn.Parameter(packed, requires_grad=False)
 
 
 def use_packed_heads(model: nn.Module) -> None:
     """The LM heads of a model that is not loaded yet become packed ones."""
+    embedded = [module.weight for module in model.modules() if type(module) is VocabParallelEmbedding]
     for module in model.modules():
         if type(module) is ParallelLMHead:
             module.__class__ = PackedHead
+            module.is_tied = any(weight is module.weight for weight in embedded)

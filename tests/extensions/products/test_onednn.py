@@ -40,11 +40,13 @@ def test_a_tied_head_is_packed_and_the_embedding_still_looks_rows_up(dtype):
     embedding, head = VocabParallelEmbedding(40, 16).to(dtype), PackedHead(40, 16).to(dtype)
     embedding.weight.data.normal_()
     head.tie_to(embedding)
+    head.is_tied = True
     x = torch.randn(3, 16, dtype=dtype)
     expected, ids = head.logits(x), torch.tensor([0, 39])
     head.finish()
     torch.testing.assert_close(head.logits(x), expected, **tolerance(dtype))
     torch.testing.assert_close(embedding(ids), embedding.weight[ids])
+    assert head.weight is embedding.weight
 
 
 def test_an_untied_head_keeps_its_weight_once():
