@@ -50,11 +50,11 @@ EDGES_LEFT = 0
 
 # Tokens of code that Python's tokenizer counts, without comments, docstrings, line ends and indents: the
 # plan's bounds, and what is reached so far, which only falls.
-PACKAGE_TOKENS, PACKAGE_REACHED = 142_000, 147_200
+PACKAGE_TOKENS, PACKAGE_REACHED = 142_000, 145_600
 TOOLS = "bench lab timeline exact rollout server states".split()  # do not count for the package
 BENCH_TOKENS = 6_000
-CORE_TOKENS, CORE_REACHED = 36_000, 37_140
-CORE_LINES, CORE_LINES_REACHED = 3_900, 3_946
+CORE_TOKENS, CORE_REACHED = 36_000, 36_580
+CORE_LINES = 3_900
 
 HOST_ONLY = """
     engine/sequence.py engine/scheduler.py engine/block_manager.py
@@ -440,7 +440,7 @@ def test_the_core_becomes_small():
     """Its tokens and lines; see CORE_TOKENS and CORE_LINES."""
     sizes = [count_code(module) for name, module in package().items() if not extension_of(name)]
     tokens, lines = map(sum, zip(*sizes, strict=True))
-    assert tokens <= max(CORE_TOKENS, CORE_REACHED) and lines <= max(CORE_LINES, CORE_LINES_REACHED)
+    assert tokens <= max(CORE_TOKENS, CORE_REACHED) and lines <= CORE_LINES
 
 
 def test_what_tests_share_is_in_tests_support():
