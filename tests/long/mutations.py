@@ -213,7 +213,7 @@ MUTATIONS = [
         ("if len(packed) != (end - start) * TOKEN_BYTES:", "if not packed:"),
         ('"num_soon", 0) - hit.num_tokens', '"num_soon", 0)'),
         ("if num_gained < WAIT", "if num_gained <= WAIT"),
-        ("        self.forgotten(block_id)\n", ""),
+        ("packed = self.forgotten(block_id)", 'packed = b""'),
     ),
     *mutations_of(
         "nanovllm/extensions/prefixes/planner",

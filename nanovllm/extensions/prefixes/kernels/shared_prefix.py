@@ -220,7 +220,7 @@ def _shared_prefix_kernel(
         last_key = tl.zeros_like(row) + end - 1
         seen = end, begin, None, last_key
         highest = tl.full([QUERY_TILE], MINUS_INF, tl.float32)
-        acc = tl.zeros([QUERY_TILE, SIZES.DIM_PAD], tl.float32)
+        acc = tl.full([QUERY_TILE, SIZES.DIM_PAD], 0.0, tl.float32)
         sums = highest, tl.zeros_like(highest), acc
         aligned = tl.cdiv(begin, KEY_TILE) * KEY_TILE
         whole_end = end // KEY_TILE * KEY_TILE
