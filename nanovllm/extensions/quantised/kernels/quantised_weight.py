@@ -225,19 +225,26 @@ def halves_to_bf16(packed):
     """uint8 -> two bfloat16 tensors of its shape: 128 + the codes in the low, and in the high halves."""
     if IS_INTERPRETED:
         return (128 + (packed & 15)).to(tl.float32), (128 + (packed >> 4)).to(tl.float32)
-    return tl.inline_asm_elementwise(
+    low = tl.inline_asm_elementwise(
         """{
         .reg .b32 halves;
-        and.b32 halves, $4, 0x0f0f0f0f;
+        and.b32 halves, $2, 0x0f0f0f0f;
         prmt.b32 $0, halves, 0x43434343, 0x7170;
         prmt.b32 $1, halves, 0x43434343, 0x7372;
-        shr.b32 halves, $4, 4;
-        and.b32 halves, halves, 0x0f0f0f0f;
-        prmt.b32 $2, halves, 0x43434343, 0x7170;
-        prmt.b32 $3, halves, 0x43434343, 0x7372;
         }""",
-        "=&r,=&r,=&r,=&r,r", [packed], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4,
+        "=r,=r,r", [packed], dtype=tl.bfloat16, is_pure=True, pack=4,
     )  # fmt: skip
+    high = tl.inline_asm_elementwise(
+        """{
+        .reg .b32 halves;
+        shr.b32 halves, $2, 4;
+        and.b32 halves, halves, 0x0f0f0f0f;
+        prmt.b32 $0, halves, 0x43434343, 0x7170;
+        prmt.b32 $1, halves, 0x43434343, 0x7372;
+        }""",
+        "=r,=r,r", [packed], dtype=tl.bfloat16, is_pure=True, pack=4,
+    )  # fmt: skip
+    return low, high
 
 
 @triton.jit
