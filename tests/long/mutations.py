@@ -878,7 +878,7 @@ MUTATIONS = [
     ),
     *mutations_of(
         "nanovllm/extensions/models/decoder",
-        ("AttentionRule(config.query_pre_attn_scalar**-0.5,", "AttentionRule(config.head_dim**-0.5,"),
+        ("= config.query_pre_attn_scalar**-0.5", "= config.head_dim**-0.5"),
     ),
     *mutations_of(
         "nanovllm/checkpoints/model_config",

@@ -41,8 +41,10 @@ class Decoder(Qwen3ForCausalLM):
         experts, hidden_size = config.experts, config.hidden_size
         for i, layer in enumerate(self.model.layers):
             attention = layer.self_attn
-            attention.attn.variant = AttentionRule(config.query_pre_attn_scalar**-0.5, config.window(i))
+            variant = attention.attn.variant
+            variant.scale = config.query_pre_attn_scalar**-0.5
             if config.windows[i]:
+                attention.attn.variant = AttentionRule(variant.scale, config.window(i))
                 attention.rotary_emb = local_rope or attention.rotary_emb
             if not self.has_qk_norm:
                 attention.q_norm = attention.k_norm = None

@@ -2,11 +2,10 @@
 some layers.
 """
 
-from dataclasses import replace
-
 import torch
 from torch import nn
 
+from nanovllm.extensions.models.attention_rule import AttentionRule
 from nanovllm.extensions.models.config import DecoderConfig
 from nanovllm.extensions.models.decoder import Decoder
 from nanovllm.layers.linear import Shard, own_part
@@ -37,8 +36,8 @@ class GptOssForCausalLM(Decoder):
         super().__init__(config)
         heads = config.num_attention_heads
         shard = Shard((heads, 1), own_part(heads))
-        for layer in self.model.layers:
+        for i, layer in enumerate(self.model.layers):
             layer.self_attn.sinks = sinks = nn.Parameter(torch.empty(shard.size[0]), requires_grad=False)
             sinks.weight_loader = shard.load
             attention = layer.self_attn.attn
-            attention.variant = replace(attention.variant, sinks=sinks)
+            attention.variant = AttentionRule(attention.variant.scale, config.window(i), sinks=sinks)
