@@ -44,6 +44,7 @@ WHOLES = {
     "Qwen3VLForConditionalGeneration": "qwen3_vl_text",
     "Qwen3VLMoeForConditionalGeneration": "qwen3_vl_moe_text",
 }
+# The last is a part of a name only in front of the head, which stands beside the other parts.
 PREFIX = re.compile(r"(model\.language_model|language_model\.model|model|language_model(?=\.lm_head))\.")
 TOWERS = "visual vision_tower vision_model multi_modal_projector".split()
 # In a pattern for names, the dots of a prefix may be escaped.
@@ -58,9 +59,8 @@ def text_fields(config: dict[str, Any]) -> dict[str, Any] | None:
     text = config.get("text_config") or {}
     check(isinstance(text, dict), "text_config must be an object", text)
     kind = text.get("model_type", WHOLES[names[0]])
-    check(
-        isinstance(kind, str) and kind in TEXTS, f"model_type of text_config must be one of {[*TEXTS]}", kind
-    )
+    is_known = isinstance(kind, str) and kind in TEXTS
+    check(is_known, f"model_type of text_config must be one of {[*TEXTS]}", kind)
     architecture, model_type, left_out = TEXTS[kind]
     fields = left_out | config | text | {"model_type": model_type, "architectures": [architecture]}
     for part in ("text_config", "vision_config"):
@@ -158,8 +158,9 @@ class ExpertsMatrix:
         return self.stored.dtype
 
     def __getitem__(self, index: Any) -> Tensor:
-        whole = self.stored[self.expert]
-        return (whole.t() if self.has_inputs_first else whole)[self.rows][index]
+        if self.has_inputs_first:
+            return self.stored[self.expert, :, self.rows].t()[index]
+        return self.stored[self.expert, self.rows][index]
 
 
 def open_text_part(checkpoint: Any) -> None:
