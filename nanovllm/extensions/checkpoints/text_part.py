@@ -77,10 +77,11 @@ def text_fields(config: dict[str, Any]) -> dict[str, Any] | None:
 
 def _plain_rotation(rope: dict[str, Any], num_positions: Any) -> dict[str, Any]:
     """Rotary settings of a text alone. `max_position_embeddings` counts the positions that a factor adds."""
-    found = {name: "default" if value == "mrope" else value for name, value in rope.items()}
+    found = {}
     for name, value in rope.items():
         if isinstance(value, dict):  # of one kind of layer
-            found[name] = _plain_rotation(value, num_positions)
+            value = _plain_rotation(value, num_positions)
+        found[name] = "default" if value == "mrope" else value
     factor = rope.get("factor")
     if is_number(factor, float, 1) and is_number(num_positions, int):
         found.setdefault("original_max_position_embeddings", int(num_positions / factor))
@@ -135,7 +136,7 @@ def _experts(tensor: Any, name: str, hidden_size: int) -> Iterator["ExpertsMatri
         for i, part in enumerate(parts):
             place = slice(i * rows, (i + 1) * rows)
             own = f"{folder}.{expert}.{part}.weight"
-            yield ExpertsMatrix(tensor, own, (rows, inputs), expert, place, has_inputs_first)
+            yield ExpertsMatrix(tensor, tensor.file, own, (rows, inputs), expert, place, has_inputs_first)
 
 
 @dataclass
@@ -143,15 +144,12 @@ class ExpertsMatrix:
     """One expert's matrix [outputs, inputs]: some rows of a larger one, in a tensor of all experts'."""
 
     stored: Any
+    file: str
     name: str
     shape: tuple[int, int]
     expert: int
     rows: slice
     has_inputs_first: bool
-
-    @property
-    def file(self) -> str:
-        return self.stored.file
 
     @property
     def dtype(self) -> Any:
