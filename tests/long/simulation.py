@@ -165,7 +165,9 @@ class FakeModel:
         """From which block to which, and how many tokens."""
         copies = getattr(self.prefix_cache, "copies", ())
         table = seq.block_table[seq.num_cached_blocks :]
-        return next((copy for copy in copies if copy[1] == table[0]), None) if table else None
+        if not table or seq.num_released_blocks > seq.num_cached_blocks:  # it may be another's target by now
+            return None
+        return next((copy for copy in copies if copy[1] == table[0]), None)
 
     def copy(self, batch: Batch, sequences: list[tuple[Sequence, tuple[int, int, int]]]) -> None:
         """All at once, in any order, before anything else that the step does."""
