@@ -1,6 +1,7 @@
 """Extensions of a reader's own: what is refused, what good ones do, and what bad ones cannot break."""
 
 import gc
+import os
 import shutil
 import subprocess
 import sys
@@ -8,6 +9,7 @@ import textwrap
 import threading
 import time
 import weakref
+from pathlib import Path
 
 import pytest
 from block_pool import check_pool
@@ -23,6 +25,7 @@ from nanovllm.layers.attention import AttentionBackend
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from tiny_checkpoints import edit_json, make_checkpoint, one_thread  # noqa: F401
 
+ROOT = Path(__file__).parents[3]
 OPTIONS = {
     "kvcache_block_size": 16,
     "num_kvcache_blocks": 24,
@@ -402,7 +405,8 @@ def test_a_strangers_package_works_on_every_rank_after_forks_and_failing_calls(
     }
     script = textwrap.dedent(STRANGERS_SCRIPT).format(model=model, options=options)
     (tmp_path / "script.py").write_text(script)
-    subprocess.run([sys.executable, "script.py"], cwd=tmp_path, check=True, timeout=300)
+    environ = os.environ | {"PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "script.py"], cwd=tmp_path, env=environ, check=True, timeout=300)
 
 
 def test_an_engine_with_extensions_is_freed_when_it_is_deleted(model):
