@@ -1,0 +1,36 @@
+"""Products whose bits do not depend on the number of rows."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nanovllm.extensions.exact.kernels.product import product
+from nanovllm.kernels.runtime import is_on_gpu
+from nanovllm.layers.embed_head import ParallelLMHead
+from nanovllm.layers.linear import DenseWeight
+
+
+def exact_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [rows, in] @ weight.T + bias: [rows, out], for weight [out, in]; each row as if it were alone."""
+    if is_on_gpu(weight):
+        return product(x, weight, bias)
+    # oneDNN has one order of addition for two rows and more, and another one for a single row.
+    rows = F.pad(x, (0, 0, 0, 1)) if len(x) == 1 else x
+    return torch.ops.mkldnn._linear_pointwise.default(rows, weight, bias, "none", [], "")[: len(x)]
+
+
+class ExactWeight(DenseWeight):
+    def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return exact_linear(x, self.weight, bias)
+
+
+class ExactHead(ParallelLMHead):
+    def logits(self, hidden_states: Tensor) -> Tensor:
+        return exact_linear(hidden_states, self.weight[: self.vocab_end - self.vocab_start])
+
+
+def use_exact_heads(model: nn.Module) -> None:
+    """The LM heads of a model become exact ones."""
+    for module in model.modules():
+        if type(module) is ParallelLMHead:
+            module.__class__ = ExactHead
