@@ -4,10 +4,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanovllm.extensions.exact.kernels.product import product
-from nanovllm.kernels.runtime import is_on_gpu
+from nanovllm.extensions.exact.kernels.product import FEW_ROWS, multiply, product
+from nanovllm.kernels.runtime import is_on_gpu, use_triton
 from nanovllm.layers.embed_head import ParallelLMHead
-from nanovllm.layers.linear import DenseWeight
+from nanovllm.layers.linear import DenseWeight, Product, activated
 
 
 def exact_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -22,6 +22,23 @@ def exact_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
 class ExactWeight(DenseWeight):
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return exact_linear(x, self.weight, bias)
+
+    def products(self, layer: nn.Module) -> list[Product]:
+        return [Gated(self)] if is_on_gpu(self.weight) and use_triton(self.weight) else []
+
+
+class Gated(Product):
+    """For a few rows, with the activation folded in."""
+
+    def __init__(self, weight: ExactWeight):
+        self.multiply = weight.multiply
+        self.weight = weight.weight
+
+    def accepts(self, rows: int, is_prefill: bool) -> bool:
+        return rows <= FEW_ROWS
+
+    def linear(self, x: Tensor, bias: Tensor | None, gated: bool = False) -> Tensor:
+        return multiply(activated(x), self.weight, bias, gated)
 
 
 class ExactHead(ParallelLMHead):
