@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanovllm.extensions.exact.kernels.product import FEW_ROWS, multiply, product
+from nanovllm.extensions.exact.kernels.product import few_rows, multiply, product
 from nanovllm.kernels.runtime import is_on_gpu, use_triton
 from nanovllm.layers.embed_head import ParallelLMHead
 from nanovllm.layers.linear import DenseWeight, Product, activated
@@ -35,7 +35,7 @@ class Gated(Product):
         self.weight = weight.weight
 
     def accepts(self, rows: int, is_prefill: bool) -> bool:
-        return rows <= FEW_ROWS
+        return few_rows(rows, self.weight)
 
     def linear(self, x: Tensor, bias: Tensor | None, gated: bool = False) -> Tensor:
         return multiply(activated(x), self.weight, bias, gated)

@@ -1,11 +1,11 @@
 """Attention with one order of addition, for prefill, decode and shared prefixes alike.
 
-Keys come in chunks of 128, counted from a sequence's first token. `attend_to_chunk` computes softmax and
-values of one chunk from nothing, with the sum of the weights by the matrix unit, which adds in the order of
-the keys whatever the shape of a tile is; `fold` takes the chunks together in order. A program that does not
-begin with the first chunk must not fold: it stores each chunk's sums, and who arrives last folds all. Sums
-are divided once, at the end. Kernels are compiled without the fusion of a product and a sum, which a compiler
-does in one kernel and not in the next; where it is wanted, `tl.fma` says so.
+Keys come in tiles of 128 and spans of some tiles, counted from a sequence's first token. `add_tile` adds a
+tile to the sums of its span, which begin with nothing; the sum of the weights goes through the matrix unit,
+which adds in the order of the keys whatever the shape of a tile is. `fold` takes the spans together in order.
+A program that does not begin with the first token must not fold: it stores each span's sums, and who arrives
+last folds all. Sums are divided once, at the end. Kernels are compiled without the fusion of a product and a
+sum, which a compiler does in one kernel and not in the next; where it is wanted, `tl.fma` says so.
 """
 
 from typing import Any, NamedTuple
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from nanovllm.extensions.exact.kernels.attention_torch import exact_decode_torch, exact_prefill_torch
 from nanovllm.kernels.attention_variant import AttentionVariant
+from nanovllm.kernels.decode_attention import prefetch_tile
 from nanovllm.kernels.kv_store import ROWS, CacheLayout
 from nanovllm.kernels.runtime import (
     LOG2_E,
@@ -34,11 +35,12 @@ from nanovllm.kernels.runtime import (
     use_triton,
 )
 
-CHUNK = 128  # keys
+TILE, SPAN = 128, 256  # keys
+ONES = tl.constexpr(8)  # columns by which the matrix unit sums weights, the fewest that it computes
 PREFIX_ROWS = 64  # queries times heads that a program computes over a shared prefix
 PROGRAMS_PER_MULTIPROCESSOR = 3
-MAX_STORED = 1 << 24  # elements of chunks' sums; if there would be more, contexts are not split
-FOLDED = tl.constexpr(8)  # stored chunks that are loaded together
+MAX_STORED = 1 << 24  # elements of spans' sums; if there would be more, contexts are not split
+FOLDED = tl.constexpr(4)  # stored spans that are loaded together
 
 
 class Sizes(NamedTuple):
@@ -49,12 +51,16 @@ class Sizes(NamedTuple):
     HEAD_DIM: int
     DIM_PAD: int  # HEAD_DIM rounded up to what the matrix unit takes
     BLOCK_SIZE: int
-    KEY_TILE: int
+    KEY_TILE: int  # of which a span is a multiple; also called TILE
+    TILE: int
+    SPAN: int
     ROWS: int
+    PREFETCH: bool  # whether keys and values of a token are rows, which can be asked for in advance
 
 
-def launch_options(device: torch.device, num_warps: int) -> dict[str, Any]:
-    num_stages = 2 if has_hopper_shared_memory(device) else 1
+def launch_options(device: torch.device, num_warps: int, num_stages: int = 2) -> dict[str, Any]:
+    if not has_hopper_shared_memory(device):
+        num_stages = 1
     return {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": False}
 
 
@@ -71,12 +77,12 @@ def exact_prefill(
     else:
         block_size, kv_heads = layout.page_sizes(k, head_dim)
     out = q.new_empty(q.shape)
-    sizes = _sizes(heads, kv_heads, head_dim, block_size, 128)
+    sizes = _sizes(heads, kv_heads, head_dim, block_size, 128, layout.has_token_rows)
     num_seqs = len(step.cu_seqlens_q) - 1
     _prefill_kernel[(cdiv(step.max_seqlen_q, sizes.ROWS), heads, num_seqs)](
         q, k, v, out, step.cu_seqlens_q, step.cu_seqlens_k, tables, variant.scale * LOG2_E,
         *q.stride()[:2], *k.stride()[-3:-1], *v.stride()[-3:-1], 0 if tables is None else tables.stride(0),
-        SIZES=sizes, LOAD=layout.load, **launch_options(q.device, 8),
+        SIZES=sizes, LOAD=layout.load, **launch_options(q.device, 8, 3),
     )  # fmt: skip
     return out
 
@@ -86,29 +92,30 @@ def exact_decode(
 ) -> Tensor:
     """
     What `paged_decode_attention` computes, for a variant without hooks and heads of up to 128. A plan in
-    `step.attention_plan` has work items (first query, queries, 0, end) whose ends are multiples of CHUNK.
+    `step.attention_plan` has work items (first query, queries, 0, end) whose ends are multiples of TILE.
     """
     if not use_triton(q):
         return exact_decode_torch(q, k_cache, v_cache, variant, step, layout)
     batch, heads, head_dim = q.shape
     block_size, kv_heads = layout.page_sizes(k_cache, head_dim)
     plan, device = step.attention_plan, q.device
-    sizes = _sizes(heads, kv_heads, head_dim, block_size, max(8, next_power_of_2(heads // kv_heads)))
+    rows = max(8, next_power_of_2(heads // kv_heads))
+    sizes = _sizes(heads, kv_heads, head_dim, block_size, rows, layout.has_token_rows)
     shared = [q, k_cache, v_cache, step.block_tables, variant.scale * LOG2_E, step.block_tables.stride(0)]
     shared += [*q.stride()[:2], *k_cache.stride()[-3:-1], *v_cache.stride()[-3:-1]]
     prefixes = prefix_lens = partial = counters = None
     splits = min(cdiv(PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors(device), batch * kv_heads), 64)
     if plan is not None:
         prefix_lens, splits = plan.prefix_lens, 1
-        prefixes = q.new_empty(batch, heads, head_dim + 2, dtype=torch.float32)
+        prefixes = q.new_empty(batch, heads, 2, head_dim + 2, dtype=torch.float32)
         rows = max(PREFIX_ROWS, next_power_of_2(sizes.HEADS))
         _prefix_kernel[(2 * num_multiprocessors(device),)](
             *shared, prefixes, plan.queries, plan.work_items, plan.num_work_items,
             SIZES=sizes._replace(ROWS=rows), LOAD=layout.load,
             **launch_options(device, 4), **overlap_options(device),
         )  # fmt: skip
-    max_chunks = cdiv(step.block_tables.shape[1] * block_size, CHUNK)
-    stored = batch * heads * max_chunks * (head_dim + 2)
+    max_spans = cdiv(step.block_tables.shape[1] * block_size, SPAN)
+    stored = batch * heads * max_spans * (head_dim + 2)
     if splits > 1 and stored <= MAX_STORED:
         partial = q.new_empty(stored, dtype=torch.float32)
         counters = arrival_counters(device)
@@ -116,15 +123,16 @@ def exact_decode(
         splits = 1
     out = empty_padded(batch, heads * head_dim, q).view(q.shape)
     _decode_kernel[(kv_heads, batch, splits)](
-        *shared, out, step.context_lens, prefixes, prefix_lens, partial, counters, max_chunks,
-        SIZES=sizes, LOAD=layout.load, **launch_options(device, 4), **overlap_options(device),
+        *shared, out, step.context_lens, prefixes, prefix_lens, partial, counters, max_spans,
+        num_multiprocessors(device), SIZES=sizes, LOAD=layout.load,
+        **launch_options(device, 4), **overlap_options(device),
     )  # fmt: skip
     return out
 
 
-def _sizes(heads: int, kv_heads: int, head_dim: int, block_size: int, rows: int) -> Sizes:
+def _sizes(heads: int, kv_heads: int, head_dim: int, block_size: int, rows: int, is_rows: bool) -> Sizes:
     dim_pad = max(MIN_DOT_SIZE, next_power_of_2(head_dim))
-    return Sizes(heads // kv_heads, kv_heads, head_dim, dim_pad, block_size, CHUNK, rows)
+    return Sizes(heads // kv_heads, kv_heads, head_dim, dim_pad, block_size, TILE, TILE, SPAN, rows, is_rows)
 
 
 @triton.jit
@@ -134,13 +142,14 @@ def along(x, COLUMNS):
 
 
 @triton.jit
-def attend_to_chunk(query, cache, start, len_k, last_key, scale_log2, SIZES, LOAD, MASKED, COLUMNS):
+def add_tile(sums, query, cache, start, len_k, last_key, scale_log2, SIZES, LOAD, MASKED, COLUMNS):
     """
-    The sums over the chunk of keys at `start`: the highest score [rows], in units of log2, the total of the
-    weights, 16 times the same, [rows, 16], and the weighted values [rows, DIM_PAD]. `load_rows` explains
-    `cache`. If MASKED, each query sees the keys up to its `last_key`, all of them below len_k. With COLUMNS
-    query and sums are transposed: the matrix unit takes 16 rows, and as few as 8 columns.
+    The sums of a span with the tile of keys at `start` added: the highest score [rows], in units of log2, the
+    total of the weights, several times the same, [rows, ONES], and the weighted values [rows, DIM_PAD].
+    `load_rows` explains `cache`. If MASKED, each query sees the keys up to its `last_key`, all of them below
+    len_k. With COLUMNS query and sums are transposed: the matrix unit takes 16 rows, and as few as 8 columns.
     """
+    highest, total, acc = sums
     token = start + tl.arange(0, SIZES.KEY_TILE)
     key, value = LOAD(cache, start, len_k, token < len_k, query.dtype, SIZES, MASKED)
     axis: tl.constexpr = 0 if COLUMNS else 1
@@ -150,25 +159,28 @@ def attend_to_chunk(query, cache, start, len_k, last_key, scale_log2, SIZES, LOA
         score = tl.dot(query, key, input_precision="ieee")
     if MASKED:
         score = tl.where(along(token, not COLUMNS) <= along(last_key, COLUMNS), score, MINUS_INF)
-    highest = tl.max(score, axis=axis) * scale_log2
+    new_highest = tl.maximum(highest, tl.max(score, axis=axis) * scale_log2)
     if MASKED:
-        highest = tl.maximum(highest, -1.0e30)  # finite for a query that sees none of these keys
-    weight = tl.exp2(tl.fma(score, scale_log2, -along(highest, COLUMNS))).to(value.dtype)
+        new_highest = tl.maximum(new_highest, -1.0e30)  # finite for a query that sees none of these keys
+    shrink = along(tl.exp2(highest - new_highest), COLUMNS)
+    weight = tl.exp2(tl.fma(score, scale_log2, -along(new_highest, COLUMNS))).to(value.dtype)
     if COLUMNS:
-        total = tl.dot(tl.full([16, SIZES.KEY_TILE], 1.0, value.dtype), weight, input_precision="ieee")
-        acc = tl.dot(tl.trans(value), weight, input_precision="ieee")
+        ones = tl.full([16, SIZES.KEY_TILE], 1.0, value.dtype)
+        total = tl.dot(ones, weight, total * shrink, input_precision="ieee")
+        acc = tl.dot(tl.trans(value), weight, acc * shrink, input_precision="ieee")
     else:
-        total = tl.dot(weight, tl.full([SIZES.KEY_TILE, 16], 1.0, value.dtype), input_precision="ieee")
-        acc = tl.dot(weight, value, input_precision="ieee")
-    return highest, total, acc
+        ones = tl.full([SIZES.KEY_TILE, ONES], 1.0, value.dtype)
+        total = tl.dot(weight, ones, total * shrink, input_precision="ieee")
+        acc = tl.dot(weight, value, acc * shrink, input_precision="ieee")
+    return new_highest, total, acc
 
 
 @triton.jit
 def fold(sums, more, COLUMNS):
-    """The sums over the keys of both, `more` being those of the next chunk."""
+    """The sums over the keys of both, `more` being those of the next span. Without keys it changes nothing."""
     highest, total, acc = sums
     next_highest, next_total, next_acc = more
-    new_highest = tl.maximum(highest, next_highest)
+    new_highest = tl.maximum(tl.maximum(highest, next_highest), -1.0e30)
     shrink = along(tl.exp2(highest - new_highest), COLUMNS)
     weight = along(tl.exp2(next_highest - new_highest), COLUMNS)
     total = tl.fma(total, shrink, next_total * weight)
@@ -177,9 +189,18 @@ def fold(sums, more, COLUMNS):
 
 
 @triton.jit
+def fold_whole(sums, span, end, SIZES, COLUMNS):
+    """If the span that ends at `end` is complete, its sums go to those before it, and the next one begins."""
+    if end % SIZES.SPAN == 0:
+        sums = fold(sums, span, COLUMNS)
+        span = no_sums(SIZES, COLUMNS)
+    return sums, span
+
+
+@triton.jit
 def no_sums(SIZES, COLUMNS):
     highest = tl.full([SIZES.ROWS], MINUS_INF, tl.float32)
-    total = tl.full([16, SIZES.ROWS] if COLUMNS else [SIZES.ROWS, 16], 0.0, tl.float32)
+    total = tl.full([16, SIZES.ROWS] if COLUMNS else [SIZES.ROWS, ONES], 0.0, tl.float32)
     acc = tl.full([SIZES.DIM_PAD, SIZES.ROWS] if COLUMNS else [SIZES.ROWS, SIZES.DIM_PAD], 0.0, tl.float32)
     return highest, total, acc
 
@@ -251,12 +272,14 @@ def _prefill_kernel(
     all_seen = (position + 1) // SIZES.KEY_TILE * SIZES.KEY_TILE
     some_seen = tl.minimum(position + SIZES.ROWS, len_k)
     sums = no_sums(SIZES, False)
+    span = no_sums(SIZES, False)
     for start in range(0, all_seen, SIZES.KEY_TILE):
-        more = attend_to_chunk(query, cache, start, len_k, last_key, scale_log2, SIZES, LOAD, False, False)
-        sums = fold(sums, more, False)
+        span = add_tile(span, query, cache, start, len_k, last_key, scale_log2, SIZES, LOAD, False, False)
+        sums, span = fold_whole(sums, span, start + SIZES.KEY_TILE, SIZES, False)
     for start in range(all_seen, some_seen, SIZES.KEY_TILE):
-        more = attend_to_chunk(query, cache, start, len_k, last_key, scale_log2, SIZES, LOAD, True, False)
-        sums = fold(sums, more, False)
+        span = add_tile(span, query, cache, start, len_k, last_key, scale_log2, SIZES, LOAD, True, False)
+        sums, span = fold_whole(sums, span, start + SIZES.KEY_TILE, SIZES, False)
+    sums = fold(sums, span, False)
     place = (token[:, None] * tl.num_programs(1) + head) * SIZES.HEAD_DIM + dim[None, :]
     tl.store(out + place, divided(sums, False), mask=inside)
 
@@ -287,23 +310,25 @@ def _prefix_kernel(
         k, v = k_cache + kv_head * k_head_stride, v_cache + kv_head * v_head_stride
         cache = k, v, table, k_token_stride, v_token_stride
         sums = no_sums(SIZES, False)
+        span = no_sums(SIZES, False)
         for start in range(0, end, SIZES.KEY_TILE):
-            more = attend_to_chunk(query, cache, start, end, None, scale_log2, SIZES, LOAD, False, False)
-            sums = fold(sums, more, False)
-        place = prefixes + (seq * SIZES.KV_HEADS * SIZES.HEADS + head) * (SIZES.HEAD_DIM + 2)
+            span = add_tile(span, query, cache, start, end, None, scale_log2, SIZES, LOAD, False, False)
+            sums, span = fold_whole(sums, span, start + SIZES.KEY_TILE, SIZES, False)
+        place = prefixes + (seq * SIZES.KV_HEADS * SIZES.HEADS + head) * 2 * (SIZES.HEAD_DIM + 2)
         store_sums(place, sums, is_row, is_dim, SIZES, False)
+        store_sums(place + SIZES.HEAD_DIM + 2, span, is_row, is_dim, SIZES, False)
 
 
-@triton.jit(do_not_specialize=["table_stride", "max_chunks"])
+@triton.jit(do_not_specialize=["table_stride", "max_spans", "num_multiprocessors"])
 def _decode_kernel(
     q, k_cache, v_cache, block_tables, scale_log2, table_stride, q_token_stride, q_head_stride,
     k_token_stride, k_head_stride, v_token_stride, v_head_stride,
-    out, context_lens, prefixes, prefix_lens, partial, counters, max_chunks,
+    out, context_lens, prefixes, prefix_lens, partial, counters, max_spans, num_multiprocessors,
     SIZES: tl.constexpr, LOAD: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """
-    A program computes the heads of one kv head, of one sequence; with `partial` only every n-th chunk, if n
-    programs share them, and the last one to end folds the chunks of all.
+    A program computes the heads of one kv head, of one sequence; with `partial` only every n-th span, if n
+    programs share them, and the last one to end folds all.
     """
     kv_head = tl.program_id(0)
     seq = tl.program_id(1)
@@ -319,9 +344,17 @@ def _decode_kernel(
     cache = k, v, table, k_token_stride, v_token_stride
     num_heads = SIZES.KV_HEADS * SIZES.HEADS
     number = (seq * num_heads + head).to(tl.int64)  # of a head of the batch
+    begin = 0
+    if prefixes is not None:
+        begin = tl.load(prefix_lens + seq)
+    if OVERLAP:
+        # The programs that start first prefetch their first tile while the query is still being computed.
+        if SIZES.PREFETCH and partial is None:
+            if seq * SIZES.KV_HEADS + kv_head < num_multiprocessors:
+                prefetch_tile(k_cache, v_cache, table, kv_head, begin, context_len, SIZES)
     pdl_wait_then_launch(OVERLAP)
-    chunks = tl.cdiv(context_len, SIZES.KEY_TILE)
-    programs = tl.minimum(tl.num_programs(2), tl.maximum(chunks, 1))
+    spans = tl.cdiv(context_len, SIZES.SPAN)
+    programs = tl.minimum(tl.num_programs(2), tl.maximum(spans, 1))
     if partial is not None:
         if tl.program_id(2) >= programs:
             return
@@ -330,35 +363,37 @@ def _decode_kernel(
 
     sums = no_sums(SIZES, True)
     if partial is not None:
-        place = partial + number * max_chunks * (SIZES.HEAD_DIM + 2)
-        for chunk in range(tl.program_id(2), chunks, programs):
-            start = chunk * SIZES.KEY_TILE
-            more = attend_to_chunk(
-                query, cache, start, context_len, last_key, scale_log2, SIZES, LOAD, True, True
-            )
-            store_sums(place + chunk * (SIZES.HEAD_DIM + 2), more, is_row, is_dim, SIZES, True)
+        place = partial + number * max_spans * (SIZES.HEAD_DIM + 2)
+        for i in range(tl.program_id(2), spans, programs):
+            span = no_sums(SIZES, True)
+            end = tl.minimum((i + 1) * SIZES.SPAN, context_len)
+            for start in range(i * SIZES.SPAN, end, SIZES.KEY_TILE):
+                span = add_tile(
+                    span, query, cache, start, context_len, last_key, scale_log2, SIZES, LOAD, True, True
+                )
+            store_sums(place + i * (SIZES.HEAD_DIM + 2), span, is_row, is_dim, SIZES, True)
         tl.debug_barrier()  # all threads have stored their part before the counter says so
         counter = counters + seq * SIZES.KV_HEADS + kv_head
         if tl.atomic_add(counter, 1) != programs - 1:
             return
         tl.store(counter, 0)
-        for first in range(0, chunks, FOLDED):
-            for i in tl.static_range(FOLDED):
-                chunk = first + i
-                is_there = row < tl.where(chunk < chunks, SIZES.HEADS, 0)
-                more = load_sums(place + chunk * (SIZES.HEAD_DIM + 2), is_there, is_dim, SIZES)
-                sums = fold(sums, more, True)
+        for first in range(0, spans, FOLDED):
+            for j in tl.static_range(FOLDED):
+                is_there = row < tl.where(first + j < spans, SIZES.HEADS, 0)
+                span = load_sums(place + (first + j) * (SIZES.HEAD_DIM + 2), is_there, is_dim, SIZES)
+                sums = fold(sums, span, True)
     else:
-        begin = 0
+        span = no_sums(SIZES, True)
         if prefixes is not None:
-            begin = tl.load(prefix_lens + seq)
-            place = prefixes + number * (SIZES.HEAD_DIM + 2)
             is_there = row < tl.where(begin > 0, SIZES.HEADS, 0)
+            place = prefixes + number * 2 * (SIZES.HEAD_DIM + 2)
             sums = load_sums(place, is_there, is_dim, SIZES)
+            span = load_sums(place + SIZES.HEAD_DIM + 2, is_there, is_dim, SIZES)
         for start in range(begin, context_len, SIZES.KEY_TILE):
-            more = attend_to_chunk(
-                query, cache, start, context_len, last_key, scale_log2, SIZES, LOAD, True, True
+            span = add_tile(
+                span, query, cache, start, context_len, last_key, scale_log2, SIZES, LOAD, True, True
             )
-            sums = fold(sums, more, True)
+            sums, span = fold_whole(sums, span, start + SIZES.KEY_TILE, SIZES, True)
+        sums = fold(sums, span, True)
     place = number[None, :] * SIZES.HEAD_DIM + dim[:, None]
     tl.store(out + place, divided(sums, True), mask=is_row[None, :] & is_dim[:, None])

@@ -19,38 +19,33 @@ from nanovllm.kernels.runtime import (
     masked_load,
     overlap_options,
     pdl_wait,
-    prefetch_each,
     tl,
     triton,
 )
 
-PREFETCHED = 1024
-FEW_ROWS = 64  # up to so many `multiply` is as fast as the library, or faster
-# Rows, outputs and inputs of a tile, warps, pipeline stages: for at most 16 and 64 rows and for more, by how
-# many outputs there are. There should be a program for each multiprocessor.
-TILES = {
-    16: ((2048, (16, 16, 256, 4, 5)), (8192, (16, 32, 128, 4, 6)), (None, (16, 64, 128, 4, 5))),
-    64: ((2048, (64, 16, 256, 4, 4)), (8192, (64, 32, 128, 4, 5)), (None, (64, 128, 64, 4, 4))),
-    None: ((2048, (64, 64, 128, 4, 4)), (8192, (128, 64, 64, 4, 4)), (None, (128, 128, 64, 8, 4))),
-}
+# Up to so many rows `multiply` is as fast as the library, or faster; measured on an H100. With small weights,
+# where a kernel's start counts, up to more.
+FEW_ROWS, MORE_ROWS, SMALL_WEIGHT = 64, 256, 1 << 23
+
+
+def few_rows(rows: int, weight: Tensor) -> bool:
+    """Whether `multiply` is the faster way."""
+    return rows <= (MORE_ROWS if weight.numel() <= SMALL_WEIGHT else FEW_ROWS)
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [rows, in] @ weight.T + bias: [rows, out], for weight [out, in], on a GPU."""
-    rows = len(x)
-    # So that few numbers of rows are to be checked, they are filled up, by a sixteenth at most.
-    step = 1 << max(3, rows.bit_length() - 5)
-    padding = -rows % step
-    if rows <= FEW_ROWS or not library_agrees(rows + padding, weight.shape, weight.dtype, weight.device):
+    if few_rows(len(x), weight) or not library_agrees(len(x), weight.shape, weight.dtype, weight.device):
         return multiply(x, weight, bias)
-    if padding:
-        x = F.pad(x, (0, 0, 0, padding))
-    return F.linear(x, weight, bias)[:rows]
+    return F.linear(x, weight, bias)
 
 
 @functools.cache
 def library_agrees(rows: int, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the library's product of so many rows and a weight of this shape has the bits of `multiply`."""
+    """
+    Whether the library's product of so many rows and a weight of this shape has the bits of `multiply`. Found
+    out when first asked for, which takes as long as some layers' products.
+    """
     generator = torch.Generator(device).manual_seed(0)
     x, weight = (
         torch.randn(size, shape[1], dtype=dtype, device=device, generator=generator)
@@ -67,26 +62,39 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None, gated: bool 
     rows, in_features = x.shape
     parts = 1 + gated
     width = len(weight) // parts
-    most_rows = 16 if rows <= 16 else 64 if rows <= 64 else None
-    tile = next(tile for limit, tile in TILES[most_rows] if limit is None or width <= limit)
-    block_m, block_n, block_k, num_warps, num_stages = tile
+    block_m, block_n, block_k, num_warps, num_stages = _tile(rows, len(weight))
     block_n //= parts
     out = empty_padded(rows, width, x)
     if rows:
         _product_kernel[(cdiv(rows, block_m) * cdiv(width, block_n),)](
             x, weight, bias, out, rows, width, in_features, x.stride(0),
             BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, PARTS=parts, EVEN=in_features % block_k == 0,
-            PREFETCHED=PREFETCHED,
             num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=False, **overlap_options(x.device),
         )  # fmt: skip
     return out
+
+
+def _tile(rows: int, outputs: int) -> tuple[int, int, int, int, int]:
+    """
+    Rows, outputs and inputs of a tile, warps, pipeline stages. All give the same bits. With few outputs small
+    tiles keep more of the device busy.
+    """
+    if rows <= 16:
+        return 16, 64, 256, 4, 4
+    if rows <= 32 or (outputs <= 4096 and rows <= 64) or (outputs <= 2048 and rows <= 256):
+        return 32, 64, 128, 4, 5
+    if rows <= 64 or (outputs <= 4096 and rows <= 128):
+        return 64, 64, 128, 4, 5
+    if rows <= 128 or (outputs <= 4096 and rows <= 256):
+        return 64, 128, 128, 4, 4
+    return 128, 128, 64, 8, 4
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _product_kernel(
     x, weight, bias, out, rows, width, in_features, x_stride,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr,
-    EVEN: tl.constexpr, PREFETCHED: tl.constexpr, OVERLAP: tl.constexpr,
+    EVEN: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """
     A program computes BLOCK_M x BLOCK_N outputs. The weight is the left factor: the matrix unit takes 64 or 16
@@ -100,10 +108,6 @@ def _product_kernel(
     weight_row = tl.minimum(feature, width - 1) + place // BLOCK_N * width
     k = tl.arange(0, BLOCK_K)
     weight_row = weight + weight_row.to(tl.int64) * in_features
-    if OVERLAP:
-        # Ask for the first weights, for the L2 cache, while what computes x may still be running.
-        if PREFETCHED > 0:
-            prefetch_each(weight_row, tl.minimum(in_features * 2, PREFETCHED))
     pdl_wait(OVERLAP)
     weight_tile = weight_row[:, None] + k[None, :]
     x_tile = x + row.to(tl.int64)[None, :] * x_stride + k[:, None]
