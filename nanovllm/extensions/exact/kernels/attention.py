@@ -40,6 +40,7 @@ ONES = tl.constexpr(8)  # columns by which the matrix unit sums weights, the few
 PREFIX_ROWS = 64  # queries times heads that a program computes over a shared prefix
 PROGRAMS_PER_MULTIPROCESSOR = 3
 MAX_STORED = 1 << 24  # elements of spans' sums; if there would be more, contexts are not split
+MAX_FEWEST = 4  # spans
 FOLDED = tl.constexpr(4)  # stored spans that are loaded together
 
 
@@ -58,9 +59,8 @@ class Sizes(NamedTuple):
     PREFETCH: bool  # whether keys and values of a token are rows, which can be asked for in advance
 
 
-def launch_options(device: torch.device, num_warps: int, num_stages: int = 2) -> dict[str, Any]:
-    if not has_hopper_shared_memory(device):
-        num_stages = 1
+def launch_options(device: torch.device, num_warps: int) -> dict[str, Any]:
+    num_stages = 2 if has_hopper_shared_memory(device) else 1
     return {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": False}
 
 
@@ -82,7 +82,7 @@ def exact_prefill(
     _prefill_kernel[(cdiv(step.max_seqlen_q, sizes.ROWS), heads, num_seqs)](
         q, k, v, out, step.cu_seqlens_q, step.cu_seqlens_k, tables, variant.scale * LOG2_E,
         *q.stride()[:2], *k.stride()[-3:-1], *v.stride()[-3:-1], 0 if tables is None else tables.stride(0),
-        SIZES=sizes, LOAD=layout.load, **launch_options(q.device, 8, 3),
+        SIZES=sizes, LOAD=layout.load, **launch_options(q.device, 8),
     )  # fmt: skip
     return out
 
@@ -114,6 +114,8 @@ def exact_decode(
             SIZES=sizes._replace(ROWS=rows), LOAD=layout.load,
             **launch_options(device, 4), **overlap_options(device),
         )  # fmt: skip
+    # Storing and folding spans takes as long as some tiles, so that it pays where few programs run.
+    fewest_spans = max(1, min(batch * kv_heads // 16, MAX_FEWEST))
     max_spans = cdiv(step.block_tables.shape[1] * block_size, SPAN)
     stored = batch * heads * max_spans * (head_dim + 2)
     if splits > 1 and stored <= MAX_STORED:
@@ -124,7 +126,7 @@ def exact_decode(
     out = empty_padded(batch, heads * head_dim, q).view(q.shape)
     _decode_kernel[(kv_heads, batch, splits)](
         *shared, out, step.context_lens, prefixes, prefix_lens, partial, counters, max_spans,
-        num_multiprocessors(device), SIZES=sizes, LOAD=layout.load,
+        fewest_spans, num_multiprocessors(device), SIZES=sizes, LOAD=layout.load,
         **launch_options(device, 4), **overlap_options(device),
     )  # fmt: skip
     return out
@@ -319,16 +321,16 @@ def _prefix_kernel(
         store_sums(place + SIZES.HEAD_DIM + 2, span, is_row, is_dim, SIZES, False)
 
 
-@triton.jit(do_not_specialize=["table_stride", "max_spans", "num_multiprocessors"])
+@triton.jit(do_not_specialize=["table_stride", "max_spans", "fewest_spans", "num_multiprocessors"])
 def _decode_kernel(
     q, k_cache, v_cache, block_tables, scale_log2, table_stride, q_token_stride, q_head_stride,
     k_token_stride, k_head_stride, v_token_stride, v_head_stride,
-    out, context_lens, prefixes, prefix_lens, partial, counters, max_spans, num_multiprocessors,
-    SIZES: tl.constexpr, LOAD: tl.constexpr, OVERLAP: tl.constexpr,
+    out, context_lens, prefixes, prefix_lens, partial, counters, max_spans, fewest_spans,
+    num_multiprocessors, SIZES: tl.constexpr, LOAD: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """
-    A program computes the heads of one kv head, of one sequence; with `partial` only every n-th span, if n
-    programs share them, and the last one to end folds all.
+    A program computes the heads of one kv head, of one sequence. With `partial` several share a long context:
+    each computes every n-th span, if they are n, at least `fewest_spans`, and the last one to end folds all.
     """
     kv_head = tl.program_id(0)
     seq = tl.program_id(1)
@@ -353,47 +355,49 @@ def _decode_kernel(
             if seq * SIZES.KV_HEADS + kv_head < num_multiprocessors:
                 prefetch_tile(k_cache, v_cache, table, kv_head, begin, context_len, SIZES)
     pdl_wait_then_launch(OVERLAP)
-    spans = tl.cdiv(context_len, SIZES.SPAN)
-    programs = tl.minimum(tl.num_programs(2), tl.maximum(spans, 1))
-    if partial is not None:
-        if tl.program_id(2) >= programs:
-            return
     address = (q + seq.to(tl.int64) * q_token_stride + head * q_head_stride)[None, :] + dim[:, None]
     query = masked_load(address, is_row[None, :] & is_dim[:, None])
 
     sums = no_sums(SIZES, True)
+    span = no_sums(SIZES, True)
+    end = context_len
+    if prefixes is not None:
+        is_there = row < tl.where(begin > 0, SIZES.HEADS, 0)
+        place = prefixes + number * 2 * (SIZES.HEAD_DIM + 2)
+        sums = load_sums(place, is_there, is_dim, SIZES)
+        span = load_sums(place + SIZES.HEAD_DIM + 2, is_there, is_dim, SIZES)
     if partial is not None:
-        place = partial + number * max_spans * (SIZES.HEAD_DIM + 2)
-        for i in range(tl.program_id(2), spans, programs):
-            span = no_sums(SIZES, True)
-            end = tl.minimum((i + 1) * SIZES.SPAN, context_len)
-            for start in range(i * SIZES.SPAN, end, SIZES.KEY_TILE):
-                span = add_tile(
-                    span, query, cache, start, context_len, last_key, scale_log2, SIZES, LOAD, True, True
-                )
-            store_sums(place + i * (SIZES.HEAD_DIM + 2), span, is_row, is_dim, SIZES, True)
-        tl.debug_barrier()  # all threads have stored their part before the counter says so
-        counter = counters + seq * SIZES.KV_HEADS + kv_head
-        if tl.atomic_add(counter, 1) != programs - 1:
-            return
-        tl.store(counter, 0)
-        for first in range(0, spans, FOLDED):
-            for j in tl.static_range(FOLDED):
-                is_there = row < tl.where(first + j < spans, SIZES.HEADS, 0)
-                span = load_sums(place + (first + j) * (SIZES.HEAD_DIM + 2), is_there, is_dim, SIZES)
-                sums = fold(sums, span, True)
-    else:
-        span = no_sums(SIZES, True)
-        if prefixes is not None:
-            is_there = row < tl.where(begin > 0, SIZES.HEADS, 0)
-            place = prefixes + number * 2 * (SIZES.HEAD_DIM + 2)
-            sums = load_sums(place, is_there, is_dim, SIZES)
-            span = load_sums(place + SIZES.HEAD_DIM + 2, is_there, is_dim, SIZES)
-        for start in range(begin, context_len, SIZES.KEY_TILE):
-            span = add_tile(
-                span, query, cache, start, context_len, last_key, scale_log2, SIZES, LOAD, True, True
-            )
-            sums, span = fold_whole(sums, span, start + SIZES.KEY_TILE, SIZES, True)
-        sums = fold(sums, span, True)
+        spans = tl.cdiv(context_len, SIZES.SPAN)
+        programs = tl.minimum(tl.num_programs(2), tl.cdiv(spans, fewest_spans))
+        end = tl.where(programs > 1, 0, context_len)
+        is_row = row < tl.where(tl.program_id(2) < tl.maximum(programs, 1), SIZES.HEADS, 0)
+    for start in range(begin, end, SIZES.KEY_TILE):
+        span = add_tile(span, query, cache, start, end, last_key, scale_log2, SIZES, LOAD, True, True)
+        sums, span = fold_whole(sums, span, start + SIZES.KEY_TILE, SIZES, True)
+    sums = fold(sums, span, True)
+    if partial is not None:
+        if programs > 1:
+            place = partial + number * max_spans * (SIZES.HEAD_DIM + 2)
+            for i in range(tl.program_id(2), spans, programs):
+                span = no_sums(SIZES, True)
+                end = tl.minimum((i + 1) * SIZES.SPAN, context_len)
+                for start in range(i * SIZES.SPAN, end, SIZES.KEY_TILE):
+                    span = add_tile(
+                        span, query, cache, start, context_len, last_key, scale_log2, SIZES, LOAD, True, True
+                    )
+                store_sums(place + i * (SIZES.HEAD_DIM + 2), span, is_row, is_dim, SIZES, True)
+            tl.debug_barrier()  # all threads have stored their part before the counter says so
+            counter = counters + seq * SIZES.KV_HEADS + kv_head
+            num_before = programs
+            if tl.program_id(2) < programs:
+                num_before = tl.atomic_add(counter, 1)
+            is_row = row < tl.where(num_before == programs - 1, SIZES.HEADS, 0)
+            if num_before == programs - 1:
+                tl.store(counter, 0)
+                for first in range(0, spans, FOLDED):
+                    for j in tl.static_range(FOLDED):
+                        is_there = row < tl.where(first + j < spans, SIZES.HEADS, 0)
+                        part = place + (first + j) * (SIZES.HEAD_DIM + 2)
+                        sums = fold(sums, load_sums(part, is_there, is_dim, SIZES), True)
     place = number[None, :] * SIZES.HEAD_DIM + dim[:, None]
     tl.store(out + place, divided(sums, True), mask=is_row[None, :] & is_dim[:, None])
