@@ -118,8 +118,8 @@ class Config:
                             they are loaded.
     enable_prefix_caching:  share KV cache blocks between sequences that begin with the same tokens.
     seed:                   makes the sampling of the whole engine reproducible.
-    logprobs_mode:          "raw" (log-probabilities are the model's own) or "processed" (of the distribution that
-                            a token was drawn from).
+    logprobs_mode:          log-probabilities are "raw" (the model's own) or "processed" (of the
+                            distribution that a token was drawn from).
     lora:                   folder or hub id of an adapter in PEFT's format, merged into the weights while
                             they are loaded.
     tokenizer:              folder, `.gguf` file or hub id with the tokenizer, if not with the model.
