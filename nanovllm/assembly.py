@@ -103,7 +103,7 @@ def assemble(config: Config) -> Parts:
         from nanovllm.extensions.timeline.pages import make_recorder
 
         observers.append(make_recorder(config))
-    bias, *others, scores = make_processors()
+    bias, *_, scores = processors = make_processors(config.logprobs_mode)
     bitmask = BitmaskProcessor()
     admission_control = admission.AdmissionControl(config, bias)
     prefix_cache = token_prefixes.TokenPrefixes() if config.enable_prefix_caching else PrefixCache()
@@ -126,7 +126,7 @@ def assemble(config: Config) -> Parts:
         ),
         prefix_cache=prefix_cache,
         admissions=(token_prefixes.HoldBack(), admission_control),
-        logits_processors=(bias, *others, scores, bitmask),
+        logits_processors=(*processors, bitmask),
         can_record=Parts.can_record if config.hf_config.architectures else graph_trial.can_be_recorded,
     )
     if config.extensions:
