@@ -120,6 +120,8 @@ class Config:
     seed:                   makes the sampling of the whole engine reproducible.
     logprobs_mode:          log-probabilities are "raw" (the model's own) or "processed" (of the
                             distribution that a token was drawn from).
+    exact:                  a sequence gets the same logits, bit for bit, whatever is computed beside it;
+                            see docs/exact.md.
     lora:                   folder or hub id of an adapter in PEFT's format, merged into the weights while
                             they are loaded.
     tokenizer:              folder, `.gguf` file or hub id with the tokenizer, if not with the model.
@@ -159,6 +161,7 @@ class Config:
     enable_prefix_caching: bool = True
     seed: int | None = None
     logprobs_mode: str = "raw"
+    exact: bool = False
     lora: str | os.PathLike | None = None
     tokenizer: str | os.PathLike | None = None
     hf_overrides: dict[str, Any] | None = None
