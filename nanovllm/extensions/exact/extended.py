@@ -1,7 +1,7 @@
 """Parts of other extensions made exact: experts, weights in 8-bit floating point, an 8-bit cache.
 
-They come as arguments, with what they compute with. Each is left as it is but for what makes a row's bits depend
-on other rows.
+They come as arguments, with what they compute with, and are left as they are but for what makes a row's bits
+depend on other rows.
 """
 
 import functools
@@ -46,7 +46,9 @@ def use_exact_fp8(model: nn.Module, kind: type, dequantise: Callable) -> None:
 
     def multiply(matrix: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         weight = matrix.quantised
-        return exact_linear(x, dequantise(weight, slice(None), weight.product_dtype).to(x.dtype), bias)
+        return exact_linear(
+            x, dequantise(weight, slice(0, weight.shape[0]), weight.product_dtype).to(x.dtype), bias
+        )
 
     def products(found: Callable, layer: Any) -> list[Product]:
         alone = [Product() for _ in found(layer)]
@@ -63,11 +65,13 @@ def use_exact_fp8(model: nn.Module, kind: type, dequantise: Callable) -> None:
             matrix.products = functools.partial(products, matrix.products)
 
 
-def use_exact_layout(layout: CacheLayout) -> CacheLayout:
+def exact_layout(layout: CacheLayout) -> CacheLayout:
     """
-    The layout of 8-bit pages: a decode step stores by the kernel of a prefill, and where the rotation is a
-    product, on a CPU, each token is rotated alone.
+    The layout. That of 8-bit pages is changed: a decode step stores by the kernel of a prefill, and each token
+    is rotated alone, if not by a kernel.
     """
+    if layout.dtype.is_floating_point:
+        return layout
     rotate, store_hooks = layout.rotate, layout.store_hooks
 
     def rotate_alone(q: Tensor, k: Tensor) -> list[Tensor]:
