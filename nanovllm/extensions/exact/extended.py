@@ -67,8 +67,8 @@ def use_exact_fp8(model: nn.Module, kind: type, dequantise: Callable) -> None:
 
 def exact_layout(layout: CacheLayout) -> CacheLayout:
     """
-    The layout. That of 8-bit pages is changed: a decode step stores by the kernel of a prefill, and each token
-    is rotated alone, if not by a kernel.
+    The layout. That of 8-bit pages is changed: decode steps store by the kernel of a prefill, and where no
+    kernel rotates, each token is rotated alone.
     """
     if layout.dtype.is_floating_point:
         return layout

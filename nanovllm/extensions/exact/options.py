@@ -24,12 +24,10 @@ def check_exact(config: Config, formats: Collection[str]) -> None:
     model, device = config.hf_config, config.device_of(0).type
     needs("attention_backend", [config.attention_backend], BACKENDS[device])
     needs("dtype", [str(config.torch_dtype).removeprefix("torch.")], DTYPES[device])
-    ranks = range(1, 3 if device == "cpu" else 9)  # gloo adds up more in an order of its own
     if model.architectures:
         needs("the architecture", model.architectures, ARCHITECTURES)
-    else:
-        ranks = range(1, 2)
-    needs("tensor_parallel_size", [config.tensor_parallel_size], ranks)
+    else:  # see `backend_check`, which comes before ranks are connected
+        needs("tensor_parallel_size", [config.tensor_parallel_size], [1])
     needs("the weights' format", formats, FORMATS)
     if any(windows := [*map(model.window, range(model.num_hidden_layers))]):
         length = min(filter(None, windows))

@@ -19,7 +19,7 @@ def sum_in_order(parts: Tensor) -> Tensor:
     if not use_triton(parts):
         total = parts[:, 0].float()
         for part in range(1, count):
-            total += parts[:, part]
+            total = total + parts[:, part]  # not in place: in float32 these are the parts
         return total.to(parts.dtype)
     out = parts.new_empty(rows, width)
     if rows:
