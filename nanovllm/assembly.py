@@ -28,9 +28,11 @@ if EXTENDED:
     from nanovllm.extensions.api.foreign_options import make_config
     from nanovllm.extensions.api.llm import with_api
     from nanovllm.extensions.checkpoints import opening, recommended
+    from nanovllm.extensions.exact import backend_check, extended
     from nanovllm.extensions.exact.attention import ExactBackend
     from nanovllm.extensions.exact.options import check_exact
     from nanovllm.extensions.exact.products import ExactWeight, use_exact_heads
+    from nanovllm.extensions.experts import moe
     from nanovllm.extensions.int8_cache.layout import Int8Layout
     from nanovllm.extensions.logits.processors import make_processors
     from nanovllm.extensions.models.attention_rule import set_rules
@@ -38,7 +40,8 @@ if EXTENDED:
     from nanovllm.extensions.models.known import MODELS
     from nanovllm.extensions.prefixes import cascade, token_prefixes
     from nanovllm.extensions.products import onednn, products
-    from nanovllm.extensions.quantised import assignment, formats
+    from nanovllm.extensions.quantised import assignment, formats, fp8
+    from nanovllm.extensions.quantised.kernels.quantised_weight import dequantise_torch
     from nanovllm.extensions.ranks import peer_group, reports
     from nanovllm.extensions.safety import admission, prompt_checks, recovery, sampling_checks, stats
     from nanovllm.extensions.safety.options import ExtendedConfig
@@ -110,6 +113,11 @@ def assemble(config: Config) -> Parts:
         from nanovllm.extensions.timeline.pages import make_recorder
 
         observers.append(make_recorder(config))
+    layout = Int8Layout() if config.kv_cache_dtype == "int8" else CacheLayout(config.kv_cache_torch_dtype)
+    if config.exact:
+        layout = extended.exact_layout(layout)
+        if not config.hf_config.architectures:
+            observers.append(backend_check.BackendCheck(config.hf_config))
     bias, *_, scores = processors = make_processors(config.logprobs_mode)
     bitmask = BitmaskProcessor()
     admission_control = admission.AdmissionControl(config, bias)
@@ -117,7 +125,7 @@ def assemble(config: Config) -> Parts:
     prefix_cache.max_cached = scores.max_cached
     parts = Parts(
         functools.partial(build_model, quantization=config.quantization, exact=config.exact),
-        Int8Layout() if config.kv_cache_dtype == "int8" else CacheLayout(config.kv_cache_torch_dtype),
+        layout,
         make_exact_backend if config.exact else make_backend,
         reports.ReportingRanks,
         peer_group.group_maker(config),
@@ -147,8 +155,8 @@ def make_backend(config: Config, *where: Any) -> AttentionBackend:
     return cascade.CascadeBackend(get_backend(config, *where), config)
 
 
-def make_exact_backend(_config: Config, _device: Any, _layers: Any, layout: CacheLayout) -> AttentionBackend:
-    return ExactBackend(layout)
+def make_exact_backend(config: Config, _device: Any, _layers: Any, layout: CacheLayout) -> AttentionBackend:
+    return cascade.WholePrefixBackend(ExactBackend(layout), config)
 
 
 def get_model_class(config: ModelConfig) -> type[nn.Module]:
@@ -172,4 +180,7 @@ def build_model(config: ModelConfig, quantization: str | None = None, exact: boo
     assignment.assign_weights(model, scheme, ExactWeight if exact else products.FoldingWeight)
     use_heads = use_exact_heads if exact else onednn.use_packed_heads
     use_heads(model)
+    if exact:
+        extended.use_exact_experts(model, moe.MixtureOfExperts, moe.choose_kernels, moe.run_grouped)
+        extended.use_exact_fp8(model, fp8.Fp8, dequantise_torch)
     return model
