@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from nanovllm.assembly import token_logprobs
 from nanovllm.extensions.exact.kernels.attention import exact_prefill
 from nanovllm.extensions.exact.products import exact_linear
 from nanovllm.kernels.activation import silu_and_mul
@@ -62,6 +63,21 @@ def make_exact(model: nn.Module) -> nn.Module:
     decoder.register_forward_hook(_pad, with_kwargs=True)
     model.config._attn_implementation = "nanovllm_exact"  # for which transformers makes no masks
     return model
+
+
+def logprobs(logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> Tensor:
+    """
+    Log-probabilities float32 [...], with gradients, of tokens int64 [...] that were drawn at this temperature
+    from logits [..., vocabulary]: those that the engine tells with logprobs_mode="processed".
+    """
+    columns = tokens.reshape(-1, 1)
+    temperatures = torch.full_like(columns[:, 0], temperature, dtype=torch.float32)
+    found = Recomputed.apply(
+        lambda rows: token_logprobs(rows, columns, temperatures)[0],
+        lambda rows: (rows.float() / temperature).log_softmax(1).gather(1, columns),
+        logits.flatten(0, -2),
+    )
+    return found.view(tokens.shape)
 
 
 def _check_model(model: nn.Module) -> dict[str, Any]:
@@ -105,19 +121,18 @@ def _pack(
     rotary_emb: Callable, decoder: nn.Module, args: tuple[Any, ...], options: dict[str, Any]
 ) -> tuple[tuple[()], dict[str, Any]]:
     """A forward pre-hook: other arguments for the decoder."""
-    names = "input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds"
-    options = dict.fromkeys(names) | dict(zip(names, args, strict=False)) | options
-    input_ids, mask, positions, cache, embedded = (options.pop(name) for name in names)
-    check(cache is None, "past_key_values must be None (in generate: use_cache=False)", cache)
-    for name in ("output_attentions", "output_hidden_states"):
-        check(not options.get(name, getattr(decoder.config, name)), f"{name} must be False", True)
-    if embedded is None:
-        embedded = decoder.embed_tokens(input_ids)
-    shape, device = embedded.shape[:2], embedded.device
+    check(not args, "inputs must be given by name", args)
+    for name in ("inputs_embeds", "past_key_values", "output_attentions", "output_hidden_states"):
+        given = options.pop(name, getattr(decoder.config, name, None))
+        check(given is None or given is False, f"{name} is not possible with exactness", given)
+    input_ids, mask, positions = (
+        options.get(name) for name in ("input_ids", "attention_mask", "position_ids")
+    )
+    shape, device = input_ids.shape, input_ids.device
     is_cast = torch.is_autocast_enabled(device.type)
-    check(not is_cast, "autocast must be off, with weights in the dtype to compute in", is_cast)
-    mask = torch.ones(shape, device=device) if mask is None else mask
-    check(mask.shape == shape, "attention_mask must have the shape [batch, length]", [*mask.shape])
+    check(not is_cast, "autocast must be off, and weights in the dtype to compute in", is_cast)
+    mask = torch.ones_like(input_ids) if mask is None else mask
+    check(mask.shape == shape, f"attention_mask must have the shape {[*shape]}", [*mask.shape])
     mask = mask.bool()
     positions = (mask.cumsum(1) - 1 if positions is None else positions.expand(shape))[mask]
     goes_on = (positions.diff() == 1) & (mask.nonzero()[:, 0].diff() == 0)
@@ -126,8 +141,8 @@ def _pack(
     longest = int(bounds.diff().max())
     table = rotary_emb(next_power_of_2(int(positions.max()) + 1), device)
     packed = Packed(mask, positions, table, Context(True, bounds, bounds, longest, longest))
-    others = {"position_ids": positions[None], "use_cache": False, "packed": packed}
-    return (), options | others | {"inputs_embeds": embedded[mask][None]}
+    inputs = {"input_ids": input_ids[mask][None], "attention_mask": None, "position_ids": positions[None]}
+    return (), options | inputs | {"use_cache": False, "packed": packed}
 
 
 def _pad(decoder: nn.Module, args: tuple[()], options: dict[str, Any], output: Any) -> Any:
@@ -148,12 +163,23 @@ class ExactLinear(nn.Linear):
 
 class ExactNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        return Recomputed.apply(exact_norm, norm, (self.variance_epsilon,), x, self.weight)
+        eps = self.variance_epsilon
+        return Recomputed.apply(
+            lambda x, weight: add_rms_norm(x, None, weight, eps)[0],
+            partial(norm, eps),
+            x,
+            self.weight,
+        )
 
 
 class ExactMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        gated = Recomputed.apply(exact_swiglu, swiglu, (), self.gate_proj(x), self.up_proj(x))
+        gated = Recomputed.apply(
+            lambda gate, up: silu_and_mul(torch.cat((gate, up), dim=-1)),
+            lambda gate, up: F.silu(gate) * up,
+            self.gate_proj(x),
+            self.up_proj(x),
+        )
         return self.down_proj(gated)
 
 
@@ -165,8 +191,8 @@ class ExactAttention(nn.Module):
         if hasattr(self, "q_norm"):
             eps = self.q_norm.variance_epsilon
             heads += self.q_norm.weight, self.k_norm.weight
-        attended = Recomputed.apply(exact_attend, attend, (packed, self.scaling, eps), *heads)
-        return self.o_proj(attended.flatten(1)[None]), None
+        exact, plain = (partial(each, packed, self.scaling, eps) for each in (exact_attend, attend))
+        return self.o_proj(Recomputed.apply(exact, plain, *heads).flatten(1)[None]), None
 
 
 # By what their modules have.
@@ -192,18 +218,13 @@ class Product(torch.autograd.Function):
 
 
 class Recomputed(torch.autograd.Function):
-    """
-    exact(*settings, *inputs), with the gradients of plain(*settings, *inputs), which is computed in the
-    backward pass.
-    """
+    """exact(*inputs), with the gradients of plain(*inputs), which is computed in the backward pass."""
 
     @staticmethod
-    def forward(
-        ctx: Any, exact: Callable, plain: Callable, settings: tuple[Any, ...], *inputs: Tensor
-    ) -> Tensor:
-        ctx.plain = partial(plain, *settings)
+    def forward(ctx: Any, exact: Callable, plain: Callable, *inputs: Tensor) -> Tensor:
+        ctx.plain = plain
         ctx.save_for_backward(*inputs)
-        return exact(*settings, *inputs)
+        return exact(*inputs)
 
     @staticmethod
     @once_differentiable
@@ -211,26 +232,14 @@ class Recomputed(torch.autograd.Function):
         inputs = [each.detach().requires_grad_() for each in ctx.saved_tensors]
         with torch.enable_grad():
             output = ctx.plain(*inputs)
-        return None, None, None, *torch.autograd.grad(output, inputs, grad)
+        return None, None, *torch.autograd.grad(output, inputs, grad)
 
 
 # What layers compute: exactly, and in plain torch, where gradients come from
 
 
-def exact_norm(eps: float, x: Tensor, weight: Tensor) -> Tensor:
-    return add_rms_norm(x, None, weight, eps)[0]
-
-
 def norm(eps: float, x: Tensor, weight: Tensor) -> Tensor:
     return F.rms_norm(x.float(), x.shape[-1:], eps=eps).to(x.dtype) * weight
-
-
-def exact_swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    return silu_and_mul(torch.cat((gate, up), dim=-1))
-
-
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    return F.silu(gate) * up
 
 
 def exact_attend(
