@@ -20,7 +20,7 @@ from nanovllm.engine.block_manager import PrefixCache
 from nanovllm.engine.interfaces import Parts
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.kernels.kv_store import CacheLayout
-from nanovllm.layers.attention import get_backend
+from nanovllm.layers.attention import AttentionBackend, get_backend
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 
 EXTENDED = Path(__file__).with_name("extensions").joinpath("__init__.py").exists()
@@ -28,6 +28,9 @@ if EXTENDED:
     from nanovllm.extensions.api.foreign_options import make_config
     from nanovllm.extensions.api.llm import with_api
     from nanovllm.extensions.checkpoints import opening, recommended
+    from nanovllm.extensions.exact.attention import ExactBackend
+    from nanovllm.extensions.exact.options import check_exact
+    from nanovllm.extensions.exact.products import ExactWeight, use_exact_heads
     from nanovllm.extensions.int8_cache.layout import Int8Layout
     from nanovllm.extensions.logits.processors import make_processors
     from nanovllm.extensions.models.attention_rule import set_rules
@@ -77,7 +80,11 @@ def open_model(model: str, options: dict[str, Any]) -> tuple[Config, Checkpoint]
     """
     config = make_config(model, options, ExtendedConfig)
     checkpoint = open_checkpoint(config)
-    return config.with_checkpoint(checkpoint, options), checkpoint
+    config = config.with_checkpoint(checkpoint, options)
+    if config.exact:
+        scheme = formats.read_scheme(config.hf_config.quantization_config, config.quantization)
+        check_exact(config, scheme.kinds if scheme else {"dense"})
+    return config, checkpoint
 
 
 def open_checkpoint(config: Config) -> Checkpoint:
@@ -109,10 +116,9 @@ def assemble(config: Config) -> Parts:
     prefix_cache = token_prefixes.TokenPrefixes() if config.enable_prefix_caching else PrefixCache()
     prefix_cache.max_cached = scores.max_cached
     parts = Parts(
-        functools.partial(build_model, quantization=config.quantization),
+        functools.partial(build_model, quantization=config.quantization, exact=config.exact),
         Int8Layout() if config.kv_cache_dtype == "int8" else CacheLayout(config.kv_cache_torch_dtype),
-        # Of (config, device, layers, layout): who computes attention, where prefixes are read once.
-        lambda *where: cascade.CascadeBackend(get_backend(*where), where[0]),
+        make_exact_backend if config.exact else make_backend,
         reports.ReportingRanks,
         peer_group.group_maker(config),
         observers=(
@@ -136,6 +142,15 @@ def assemble(config: Config) -> Parts:
     return parts
 
 
+def make_backend(config: Config, *where: Any) -> AttentionBackend:
+    """Who computes attention on a device, for layers, with a layout: prefixes are read once."""
+    return cascade.CascadeBackend(get_backend(config, *where), config)
+
+
+def make_exact_backend(_config: Config, _device: Any, _layers: Any, layout: CacheLayout) -> AttentionBackend:
+    return ExactBackend(layout)
+
+
 def get_model_class(config: ModelConfig) -> type[nn.Module]:
     """The class of the architecture that the checkpoint names, or that for all others."""
     if config.architectures:
@@ -145,7 +160,7 @@ def get_model_class(config: ModelConfig) -> type[nn.Module]:
     return TransformersForCausalLM
 
 
-def build_model(config: ModelConfig, quantization: str | None = None) -> nn.Module:
+def build_model(config: ModelConfig, quantization: str | None = None, exact: bool = False) -> nn.Module:
     """
     The model, with memory for its weights in the format that the checkpoint or this option of the engine asks
     for. Raises ValueError if that is not supported.
@@ -154,6 +169,7 @@ def build_model(config: ModelConfig, quantization: str | None = None) -> nn.Modu
     with assignment.without_weights():
         model = get_model_class(config)(config)
     set_rules(model)
-    assignment.assign_weights(model, scheme, products.FoldingWeight)
-    onednn.use_packed_heads(model)
+    assignment.assign_weights(model, scheme, ExactWeight if exact else products.FoldingWeight)
+    use_heads = use_exact_heads if exact else onednn.use_packed_heads
+    use_heads(model)
     return model

@@ -9,7 +9,7 @@ import torch
 
 from nanovllm.checkpoints.folder import Checkpoint
 from nanovllm.config import CHECKS, DTYPES, Check, Config, one_of
-from nanovllm.utils.validation import shown
+from nanovllm.utils.validation import check_bool, shown
 
 # Formats that other engines want to be told, and this one finds in the checkpoint.
 FOUND_FORMATS = "compressed-tensors gptq gptq_marlin awq awq_marlin auto-round gguf".split()
@@ -73,6 +73,7 @@ class ExtendedConfig(Config):
         "model_impl": one_of("auto", "native", "transformers"),
         "kv_cache_dtype": check_cache_dtype,
         "quantization": check_quantization,
+        "exact": check_bool,
         "tokenizer": none_or("a name or a path", str, os.PathLike),
         "hf_overrides": none_or("a dict of fields of config.json", dict),
         "revision": none_or("a text", str),

@@ -1,0 +1,21 @@
+"""The back-end of exact attention."""
+
+from torch import Tensor
+
+from nanovllm.extensions.exact.kernels.attention import exact_decode, exact_prefill
+from nanovllm.kernels.attention_variant import AttentionVariant
+from nanovllm.layers.attention import AttentionBackend
+from nanovllm.utils.context import Context
+
+
+class ExactBackend(AttentionBackend):
+    """For layers whose variants have no hooks; see `options`."""
+
+    def prefill(self, q: Tensor, k: Tensor, v: Tensor, variant: AttentionVariant, step: Context) -> Tensor:
+        if step.block_tables is None and self.layout.dtype.is_floating_point:
+            # As the cache holds them, whose dtype may be narrower: other steps read them there.
+            k, v = (x.to(self.layout.dtype).to(q.dtype) for x in (k, v))
+        return exact_prefill(q, k, v, variant, step, self.layout)
+
+    def decode(self, q: Tensor, k: Tensor, v: Tensor, variant: AttentionVariant, step: Context) -> Tensor:
+        return exact_decode(q, k, v, variant, step, self.layout)

@@ -1,0 +1,96 @@
+"""Exact attention in torch: what a CPU computes.
+
+A row of scores belongs to one query and head. The rows of a kv head are computed in tiles of QUERY_TILE, over
+tiles of KEY_TILE keys that begin at multiples of it. Both are filled up with zeros: the library's products
+then have one shape, and a row gets the same bits whatever else is in its tile. Its highest score is that of
+all keys it sees, and the tiles of keys are added up in order, so that those it does not see add nothing.
+Everything is float32.
+"""
+
+import functools
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanovllm.kernels.attention_variant import AttentionVariant
+from nanovllm.kernels.kv_store import CacheLayout
+from nanovllm.kernels.runtime import LOG2_E, cdiv
+
+QUERY_TILE = 32
+KEY_TILE = 64
+FEWEST_KEY_TILES = 2  # a product of one matrix alone is split over threads, which changes its order
+# torch computes exp2 in blocks of 32 numbers, and by other code what is left over, also at borders between
+# threads. So many tiles of weights it leaves to one thread.
+TILES_AT_ONCE = 16
+
+
+def exact_prefill_torch(
+    q: Tensor, k: Tensor, v: Tensor, variant: AttentionVariant, step: Any, layout: CacheLayout
+) -> Tensor:
+    """As `varlen_prefill_attention`, of variants without hooks."""
+    out = q.new_empty(q.shape)
+    bounds = zip(pairwise(step.cu_seqlens_q.tolist()), pairwise(step.cu_seqlens_k.tolist()), strict=True)
+    for i, ((begin, end), (first, last)) in enumerate(bounds):
+        if begin == end:
+            continue
+        if step.block_tables is None:
+            keys, values = k[first:last].transpose(0, 1), v[first:last].transpose(0, 1)
+        else:
+            keys, values = layout.read(k, v, step.block_tables[i], 0, last - first, q)
+        out[begin:end] = _attend(q[begin:end], keys, values, variant.scale)
+    return out
+
+
+def exact_decode_torch(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, variant: AttentionVariant, step: Any, layout: CacheLayout
+) -> Tensor:
+    """As `paged_decode_attention`, of variants without hooks."""
+    out = torch.zeros_like(q)
+    for i, length in enumerate(step.context_lens.tolist()):
+        if length:
+            keys, values = layout.read(k_cache, v_cache, step.block_tables[i], 0, length, q)
+            out[i : i + 1] = _attend(q[i : i + 1], keys, values, variant.scale)
+    return out
+
+
+def _attend(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    """
+    Attention of a sequence's last tokens, q [tokens, heads, head_dim], over keys and values
+    [kv_heads, all of its tokens, head_dim]. -> The shape of q, float32.
+    """
+    kv_heads, num_keys, head_dim = keys.shape
+    rows = q.unflatten(1, (kv_heads, -1)).transpose(0, 1)  # [kv_heads, tokens, heads of each, head_dim]
+    num_heads = rows.shape[2]
+    num_before = num_keys - len(q)
+    keys = _tiles(keys, KEY_TILE, FEWEST_KEY_TILES)
+    values = _tiles(
+        F.pad(values, (0, 1), value=1.0), KEY_TILE, FEWEST_KEY_TILES
+    )  # ones: to add up the weights
+    token = torch.arange(keys.shape[1] * KEY_TILE).view(-1, 1, KEY_TILE)
+    results = []
+    for i, query in enumerate(_tiles(rows.flatten(1, 2), QUERY_TILE).unbind(1)):
+        last = num_before + torch.arange(i * QUERY_TILE, (i + 1) * QUERY_TILE) // num_heads  # key of each row
+        num_tiles = max(FEWEST_KEY_TILES, cdiv(min(int(last[-1]) + 1, num_keys), KEY_TILE))
+        queries = query[:, None].expand(-1, num_tiles, -1, -1).flatten(0, 1)
+        scores = torch.bmm(queries, keys[:, :num_tiles].flatten(0, 1).mT).mul_(scale * LOG2_E)
+        by_head = scores.unflatten(0, (kv_heads, num_tiles))
+        by_head.masked_fill_(token[:num_tiles] > last[:, None], float("-inf"))
+        by_head -= by_head.amax((1, 3), keepdim=True)
+        for some in scores.split(TILES_AT_ONCE):
+            some.exp2_()
+        sums = torch.bmm(scores, values[:, :num_tiles].flatten(0, 1)).unflatten(0, (kv_heads, num_tiles))
+        total = functools.reduce(torch.add, sums.unbind(1))
+        results.append(total[..., :head_dim] / total[..., head_dim:])
+    result = torch.cat(results, dim=1)[:, : len(q) * num_heads]
+    return result.unflatten(1, (len(q), num_heads)).transpose(0, 1).flatten(1, 2)
+
+
+def _tiles(x: Tensor, size: int, fewest: int = 1) -> Tensor:
+    """x [heads, rows, width] as float32 [heads, tiles, size, width], with zeros behind."""
+    count = max(fewest, cdiv(x.shape[1], size))
+    tiles = x.new_zeros(len(x), count * size, x.shape[2], dtype=torch.float32)
+    tiles[:, : x.shape[1]] = x
+    return tiles.unflatten(1, (count, size))

@@ -1,0 +1,42 @@
+"""What an exact engine can be made of; all else is refused before weights are read."""
+
+from collections.abc import Collection, Iterable
+
+import torch
+
+from nanovllm.config import Config
+from nanovllm.kernels.runtime import HAVE_TRITON
+
+ARCHITECTURES = "Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM", "MistralForCausalLM"
+FORMATS = ("dense",)
+DTYPES = {"cuda": ("bfloat16", "float16"), "cpu": ("float32", "bfloat16")}
+BACKENDS = {"cuda": ("auto", "triton"), "cpu": ("auto", "torch")}
+MAX_HEAD_DIM = 128  # of the kernels
+
+
+def check_exact(config: Config, formats: Collection[str]) -> None:
+    """
+    Raise ValueError naming what of a complete Config cannot be exact. `formats` are those of its weights, as
+    `Scheme.kinds` has them, or "dense".
+    """
+    model, device = config.hf_config, config.device_of(0).type
+    needs("attention_backend", [config.attention_backend], BACKENDS[device])
+    needs("dtype", [str(config.torch_dtype).removeprefix("torch.")], DTYPES[device])
+    needs("the architecture", model.architectures or ["one of transformers"], ARCHITECTURES)
+    needs("the weights' format", formats, FORMATS)
+    if any(windows := [*map(model.window, range(model.num_hidden_layers))]):
+        length = min(filter(None, windows))
+        raise ValueError(f"exact=True needs max_model_len of at most {length}, which is the model's window")
+    if device == "cuda":
+        if not HAVE_TRITON:
+            raise ValueError("exact=True needs the package triton on a GPU")
+        if model.head_dim > MAX_HEAD_DIM:
+            raise ValueError(f"exact=True needs head_dim of at most {MAX_HEAD_DIM}, got {model.head_dim}")
+    elif not torch.backends.mkldnn.is_available():
+        raise ValueError("exact=True needs oneDNN on a CPU, which this torch is built without")
+
+
+def needs(what: str, given: Iterable[str], allowed: Collection[str]) -> None:
+    for each in given:
+        if each not in allowed:
+            raise ValueError(f"exact=True needs {what} to be one of {list(allowed)}, got {each!r}")
