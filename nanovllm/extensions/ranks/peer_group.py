@@ -11,7 +11,7 @@ from torch import Tensor
 from nanovllm.config import Config
 from nanovllm.distributed.group import Group
 from nanovllm.extensions.ranks.cuda_ipc import SharedBuffer
-from nanovllm.extensions.ranks.gloo_group import GlooGroup
+from nanovllm.extensions.ranks.gloo_group import GlooGroup, OrderedGroup
 from nanovllm.extensions.ranks.kernels.all_reduce import PeerMemory
 
 STAND_IN_BYTES = 1 << 20  # enough for a row
@@ -75,8 +75,9 @@ def has_peer_access(config: Config) -> bool:
 
 def group_maker(config: Config) -> Callable[..., Group]:
     """What makes the group through which several ranks compute together."""
-    on_gpus = config.device_of(0).type == "cuda"
-    return functools.partial(PeerGroup, config=config) if on_gpus else GlooGroup
+    if config.device_of(0).type == "cuda":
+        return functools.partial(PeerGroup, config=config)
+    return OrderedGroup if config.exact else GlooGroup
 
 
 def stand_in(config: Config, rank: int) -> PeerGroup:

@@ -21,6 +21,7 @@ from nanovllm.kernels.runtime import LOG2_E, cdiv
 
 QUERY_TILE = 32
 KEY_TILE = 64
+WIDTH = 16  # of a narrower result some rows of a tile would be added in another order
 FEWEST_KEY_TILES = 2  # a product of one matrix alone is split over threads, which changes its order
 # torch computes exp2 in blocks of 32 numbers, and by other code what is left over, also at borders between
 # threads. So many tiles of weights it leaves to one thread.
@@ -83,14 +84,15 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
             some.exp2_()
         sums = torch.bmm(scores, values[:, :num_tiles].flatten(0, 1)).unflatten(0, (kv_heads, num_tiles))
         total = functools.reduce(torch.add, sums.unbind(1))
-        results.append(total[..., :head_dim] / total[..., head_dim:])
+        results.append(total[..., :head_dim] / total[..., head_dim : head_dim + 1])
     result = torch.cat(results, dim=1)[:, : len(q) * num_heads]
     return result.unflatten(1, (len(q), num_heads)).transpose(0, 1).flatten(1, 2)
 
 
 def _tiles(x: Tensor, size: int, fewest: int = 1) -> Tensor:
-    """x [heads, rows, width] as float32 [heads, tiles, size, width], with zeros behind."""
-    count = max(fewest, cdiv(x.shape[1], size))
-    tiles = x.new_zeros(len(x), count * size, x.shape[2], dtype=torch.float32)
-    tiles[:, : x.shape[1]] = x
+    """x [heads, rows, width] as float32 [heads, tiles, size, WIDTH or a multiple], with zeros behind."""
+    heads, rows, width = x.shape
+    count = max(fewest, cdiv(rows, size))
+    tiles = x.new_zeros(heads, count * size, cdiv(width, WIDTH) * WIDTH, dtype=torch.float32)
+    tiles[:, :rows, :width] = x
     return tiles.unflatten(1, (count, size))
