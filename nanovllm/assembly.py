@@ -32,6 +32,7 @@ if EXTENDED:
     from nanovllm.extensions.exact.options import check_exact
     from nanovllm.extensions.exact.products import ExactWeight, use_exact_heads
     from nanovllm.extensions.int8_cache.layout import Int8Layout
+    from nanovllm.extensions.logits.kernels.likelihood import token_logprobs as token_logprobs  # for trainers
     from nanovllm.extensions.logits.processors import make_processors
     from nanovllm.extensions.models.attention_rule import set_rules
     from nanovllm.extensions.models.config import read_any_config
@@ -110,7 +111,7 @@ def assemble(config: Config) -> Parts:
         from nanovllm.extensions.timeline.pages import make_recorder
 
         observers.append(make_recorder(config))
-    bias, *others, scores = make_processors()
+    bias, *_, scores = processors = make_processors(config.logprobs_mode)
     bitmask = BitmaskProcessor()
     admission_control = admission.AdmissionControl(config, bias)
     prefix_cache = token_prefixes.TokenPrefixes() if config.enable_prefix_caching else PrefixCache()
@@ -132,7 +133,7 @@ def assemble(config: Config) -> Parts:
         ),
         prefix_cache=prefix_cache,
         admissions=(token_prefixes.HoldBack(), admission_control),
-        logits_processors=(bias, *others, scores, bitmask),
+        logits_processors=(*processors, bitmask),
         can_record=Parts.can_record if config.hf_config.architectures else graph_trial.can_be_recorded,
     )
     if config.extensions:

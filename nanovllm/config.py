@@ -120,6 +120,8 @@ class Config:
     seed:                   makes the sampling of the whole engine reproducible.
     exact:                  a sequence gets the same logits, bit for bit, whatever is computed beside it;
                             see docs/exact.md.
+    logprobs_mode:          "raw" (log-probabilities are the model's own) or "processed" (of the distribution that
+                            a token was drawn from).
     lora:                   folder or hub id of an adapter in PEFT's format, merged into the weights while
                             they are loaded.
     tokenizer:              folder, `.gguf` file or hub id with the tokenizer, if not with the model.
@@ -159,6 +161,7 @@ class Config:
     enable_prefix_caching: bool = True
     seed: int | None = None
     exact: bool = False
+    logprobs_mode: str = "raw"
     lora: str | os.PathLike | None = None
     tokenizer: str | os.PathLike | None = None
     hf_overrides: dict[str, Any] | None = None
