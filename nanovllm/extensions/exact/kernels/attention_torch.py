@@ -22,9 +22,8 @@ from nanovllm.kernels.runtime import LOG2_E, cdiv
 QUERY_TILE = 32
 KEY_TILE = 64
 WIDTH = 16  # of a narrower result some rows of a tile would be added in another order
-FEWEST_KEY_TILES = 2  # a product of one matrix alone is split over threads, which changes its order
 # torch computes exp2 in blocks of 32 numbers, and by other code what is left over, also at borders between
-# threads. So many tiles of weights it leaves to one thread.
+# threads. So many tiles of weights it leaves to one.
 TILES_AT_ONCE = 16
 
 
@@ -66,15 +65,14 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
     rows = q.unflatten(1, (kv_heads, -1)).transpose(0, 1)  # [kv_heads, tokens, heads of each, head_dim]
     num_heads = rows.shape[2]
     num_before = num_keys - len(q)
-    keys = _tiles(keys, KEY_TILE, FEWEST_KEY_TILES)
-    values = _tiles(
-        F.pad(values, (0, 1), value=1.0), KEY_TILE, FEWEST_KEY_TILES
-    )  # ones: to add up the weights
+    keys = _tiles(keys, KEY_TILE)
+    # A column of ones adds up the weights.
+    values = _tiles(F.pad(values, (0, 1), value=1.0), KEY_TILE)
     token = torch.arange(keys.shape[1] * KEY_TILE).view(-1, 1, KEY_TILE)
     results = []
     for i, query in enumerate(_tiles(rows.flatten(1, 2), QUERY_TILE).unbind(1)):
         last = num_before + torch.arange(i * QUERY_TILE, (i + 1) * QUERY_TILE) // num_heads  # key of each row
-        num_tiles = max(FEWEST_KEY_TILES, cdiv(min(int(last[-1]) + 1, num_keys), KEY_TILE))
+        num_tiles = cdiv(min(int(last[-1]) + 1, num_keys), KEY_TILE)
         queries = query[:, None].expand(-1, num_tiles, -1, -1).flatten(0, 1)
         scores = torch.bmm(queries, keys[:, :num_tiles].flatten(0, 1).mT).mul_(scale * LOG2_E)
         by_head = scores.unflatten(0, (kv_heads, num_tiles))
@@ -89,10 +87,10 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
     return result.unflatten(1, (len(q), num_heads)).transpose(0, 1).flatten(1, 2)
 
 
-def _tiles(x: Tensor, size: int, fewest: int = 1) -> Tensor:
+def _tiles(x: Tensor, size: int) -> Tensor:
     """x [heads, rows, width] as float32 [heads, tiles, size, WIDTH or a multiple], with zeros behind."""
     heads, rows, width = x.shape
-    count = max(fewest, cdiv(rows, size))
+    count = cdiv(rows, size)
     tiles = x.new_zeros(heads, count * size, cdiv(width, WIDTH) * WIDTH, dtype=torch.float32)
     tiles[:, :rows, :width] = x
     return tiles.unflatten(1, (count, size))

@@ -1,0 +1,77 @@
+"""What cannot be exact is refused by name, before weights are read."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from nanovllm import LLM
+from tiny_checkpoints import edit_json, make_checkpoint, one_thread  # noqa: F401
+
+OPTIONS = dict(device="cpu", num_kvcache_blocks=4, kvcache_block_size=16, exact=True)
+
+
+def checkpoint(folder: Path, architecture: str, **overrides) -> str:
+    """One that is refused later if at all: it has no weights."""
+    make_checkpoint(folder, architecture, **overrides)
+    (folder / "model.safetensors").write_bytes(b"")
+    return str(folder)
+
+
+def assert_refused(model: str, told: str, **options) -> None:
+    with pytest.raises(ValueError, match="exact.*" + re.escape(told)):
+        LLM(model, **OPTIONS | options)
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory) -> str:
+    return checkpoint(tmp_path_factory.mktemp("qwen3"), "qwen3")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("exact", 1, "must be True or False, got 1"),
+        ("attention_backend", "flash", "attention_backend to be one of ['auto', 'torch'], got 'flash'"),
+        ("attention_backend", "triton", "attention_backend to be one of ['auto', 'torch'], got 'triton'"),
+        ("dtype", "float16", "dtype to be one of ['float32', 'bfloat16'], got 'float16'"),
+        ("quantization", "int4", "the weights' format to be one of ['dense'], got 'int4'"),
+        ("model_impl", "transformers", "got 'one of transformers'"),
+    ],
+)
+def test_an_option_that_is_not_exact_is_refused(qwen3, name, value, told):
+    assert_refused(qwen3, told, **{name: value})
+
+
+@pytest.mark.parametrize("architecture", ["gemma3", "gpt_oss"])
+def test_a_model_that_is_not_exact_is_refused(tmp_path, architecture):
+    assert_refused(checkpoint(tmp_path, architecture), "the architecture to be one of ['Qwen3ForCausalLM'")
+
+
+def test_a_window_is_refused_unless_it_is_longer_than_every_sequence(tmp_path):
+    model = str(make_checkpoint(tmp_path, "mistral", sliding_window=40, max_position_embeddings=64))
+    assert_refused(model, "max_model_len of at most 40, which is the model's window")
+    LLM(model, **OPTIONS, max_model_len=40).exit()
+
+
+@pytest.mark.parametrize(
+    "stored",
+    [
+        dict(quant_method="fp8", weight_block_size=[128, 128], activation_scheme="dynamic"),
+        dict(quant_method="gptq", bits=4, group_size=32, desc_act=False, sym=True),
+    ],
+    ids=lambda stored: stored["quant_method"],
+)
+def test_weights_of_a_format_that_is_not_exact_are_refused(tmp_path, stored):
+    model = checkpoint(tmp_path, "qwen3")
+    edit_json(tmp_path / "config.json", quantization_config=stored)
+    assert_refused(model, "the weights' format to be one of ['dense'], got ")
+
+
+def test_all_else_works_and_is_off_unless_it_is_asked_for(tmp_path):
+    model = str(make_checkpoint(tmp_path, "qwen3"))
+    for options in (dict(attention_backend="torch"), dict(kv_cache_dtype="int8"), dict(quantization=None)):
+        with LLM(model, **OPTIONS | options) as llm:
+            assert llm.config.exact
+    with LLM(model, device="cpu", num_kvcache_blocks=4) as llm:
+        assert not llm.config.exact
