@@ -34,6 +34,7 @@ if EXTENDED:
     from nanovllm.extensions.exact.products import ExactWeight, use_exact_heads
     from nanovllm.extensions.experts import moe
     from nanovllm.extensions.int8_cache.layout import Int8Layout
+    from nanovllm.extensions.logits.kernels.likelihood import token_logprobs as token_logprobs  # for trainers
     from nanovllm.extensions.logits.processors import make_processors
     from nanovllm.extensions.models.attention_rule import set_rules
     from nanovllm.extensions.models.config import read_any_config
