@@ -1,5 +1,7 @@
 """Experts, weights in fp8 and 8-bit pages in exact mode: a row's bits do not depend on what is beside it."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,7 +10,7 @@ from kernel_checks import HALF, assert_passes_in_the_interpreter
 
 from nanovllm import LLM
 from nanovllm.assembly import build_model
-from nanovllm.extensions.exact import extended
+from nanovllm.extensions.exact import exact_parts
 from nanovllm.extensions.exact.kernels.sum import sum_in_order
 from nanovllm.extensions.experts.moe import MixtureOfExperts
 from nanovllm.extensions.int8_cache.layout import Int8Layout
@@ -95,7 +97,10 @@ def test_any_number_of_rows_is_multiplied_by_what_a_prefill_takes_and_the_sum_is
     def choose_kernels(x, weights, is_prefill):
         asked.append(is_prefill)
 
-    extended.use_exact_experts(layer, MixtureOfExperts, choose_kernels, lambda *_: parts)
+    module = SimpleNamespace(
+        MixtureOfExperts=MixtureOfExperts, choose_kernels=choose_kernels, run_grouped=lambda *_: parts
+    )
+    exact_parts.use_exact_experts(layer, module)
     x = torch.randn(rows, 64).bfloat16()
     residual, _ = compute(layer, x, False)
     assert asked == [True]
@@ -227,7 +232,7 @@ def test_fp8_weights_with_scales_for_blocks_are_refused(tmp_path):
 @by_torch
 def test_a_token_is_stored_in_8_bits_as_if_it_were_alone():
     x = torch.randn(9, 1, 64)  # of one head, whose rotation is a product of 2 rows
-    layout = extended.exact_layout(Int8Layout())
+    layout = exact_parts.exact_layout(Int8Layout())
     whole = layout.rotate(x, x)
     alone = [layout.rotate(row, row) for row in x.split(1)]
     for i, each in enumerate(whole):
@@ -237,6 +242,6 @@ def test_a_token_is_stored_in_8_bits_as_if_it_were_alone():
 
 def test_decode_steps_and_prefills_store_8_bits_by_the_same_kernel():
     cache = torch.empty(2, *Int8Layout().page_shape(16, 1, 64), dtype=torch.uint8)
-    layout = extended.exact_layout(Int8Layout())
+    layout = exact_parts.exact_layout(Int8Layout())
     assert layout.store_hooks(cache, 64, True) == layout.store_hooks(cache, 64, False)
     assert Int8Layout().store_hooks(cache, 64, True) != Int8Layout().store_hooks(cache, 64, False)

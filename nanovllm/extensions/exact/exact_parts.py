@@ -1,7 +1,6 @@
-"""Parts of other extensions made exact: experts, weights in 8-bit floating point, an 8-bit cache.
+"""An engine's parts made exact: its attention, and what other extensions have brought.
 
-They come as arguments, with what they compute with, and are left as they are but for what makes a row's bits
-depend on other rows.
+That comes as an argument, and is left as it is but for what makes a row's bits depend on other rows.
 """
 
 import functools
@@ -11,29 +10,52 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nanovllm.config import Config
+from nanovllm.engine.interfaces import Parts
+from nanovllm.extensions.exact.attention import ExactBackend
+from nanovllm.extensions.exact.backend_check import BackendCheck
 from nanovllm.extensions.exact.kernels.sum import sum_in_order
-from nanovllm.extensions.exact.products import exact_linear
+from nanovllm.extensions.exact.products import ExactWeight as ExactWeight
+from nanovllm.extensions.exact.products import exact_linear, use_exact_heads
 from nanovllm.kernels.kv_store import CacheLayout
 from nanovllm.layers.layernorm import RMSNorm, Stream
 from nanovllm.layers.linear import Product
 from nanovllm.utils.context import get_context
 
 
-def use_exact_experts(model: nn.Module, kind: type, choose_kernels: Callable, run_grouped: Callable) -> None:
+def make_exact(parts: Parts, config: Config, read_prefixes: Callable) -> None:
+    """`read_prefixes` makes a back-end that plans for the exact one, of that and the config."""
+    parts.layout = exact_layout(parts.layout)
+    parts.make_backend = lambda *where: read_prefixes(ExactBackend(where[-1]), config)
+    if not config.hf_config.architectures:
+        parts.observers += (BackendCheck(config.hf_config),)
+
+
+def use_exact(model: nn.Module, experts: Any, fp8: type, dequantise: Callable) -> None:
     """
-    Modules of this kind, mixtures of experts, multiply any number of rows as a prefill does, whose grouped
+    Of a model whose dense weights are exact: the head, mixtures of experts, which are in the module
+    `experts`, and weights of the class `fp8`.
+    """
+    use_exact_heads(model)
+    use_exact_experts(model, experts)
+    use_exact_fp8(model, fp8, dequantise)
+
+
+def use_exact_experts(model: nn.Module, module: Any) -> None:
+    """
+    Mixtures of experts multiply any number of rows as a prefill does, whose grouped
     products take inputs in ascending order. What the experts make of a row is added up in the order in which
     the router names them and rounded, and then added to the residual: on one rank as on several.
     """
 
     def forward(layer: Any, stream: Stream, next_norm: RMSNorm) -> Stream:
         x, weights = stream.normalised(), layer.experts.weights._replace(linear=exact_linear)
-        kernels = choose_kernels(x, weights, is_prefill=True)
-        parts = run_grouped(kernels, x, weights, layer.gate(stream), get_context().is_prefill)
+        kernels = module.choose_kernels(x, weights, is_prefill=True)
+        parts = module.run_grouped(kernels, x, weights, layer.gate(stream), get_context().is_prefill)
         return stream.add(sum_in_order(parts), next_norm)
 
     for layer in model.modules():
-        if isinstance(layer, kind):
+        if isinstance(layer, module.MixtureOfExperts):
             layer.forward = functools.partial(forward, layer)
 
 
@@ -46,9 +68,8 @@ def use_exact_fp8(model: nn.Module, kind: type, dequantise: Callable) -> None:
 
     def multiply(matrix: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         weight = matrix.quantised
-        return exact_linear(
-            x, dequantise(weight, slice(0, weight.shape[0]), weight.product_dtype).to(x.dtype), bias
-        )
+        dense = dequantise(weight, slice(0, weight.shape[0]), weight.product_dtype)
+        return exact_linear(x, dense.to(x.dtype), bias)
 
     def products(found: Callable, layer: Any) -> list[Product]:
         alone = [Product() for _ in found(layer)]
