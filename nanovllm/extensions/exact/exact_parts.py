@@ -15,8 +15,13 @@ from nanovllm.engine.interfaces import Parts
 from nanovllm.extensions.exact.attention import ExactBackend
 from nanovllm.extensions.exact.backend_check import BackendCheck
 from nanovllm.extensions.exact.kernels.sum import sum_in_order
+from nanovllm.extensions.exact.products import (
+    ONE_THREAD,
+    exact_linear,
+    exact_silu_and_mul,
+    use_exact_heads,
+)
 from nanovllm.extensions.exact.products import ExactWeight as ExactWeight
-from nanovllm.extensions.exact.products import exact_linear, use_exact_heads
 from nanovllm.kernels.kv_store import CacheLayout
 from nanovllm.layers.layernorm import RMSNorm, Stream
 from nanovllm.layers.linear import Product
@@ -45,14 +50,22 @@ def use_exact_experts(model: nn.Module, module: Any) -> None:
     """
     Mixtures of experts multiply any number of rows as a prefill does, whose grouped
     products take inputs in ascending order. What the experts make of a row is added up in the order in which
-    the router names them and rounded, and then added to the residual: on one rank as on several.
+    the router names them and rounded, and then added to the residual: on one rank as on several. A CPU takes
+    so few rows at a time that one thread computes their activation, see `exact_silu_and_mul`.
     """
 
     def forward(layer: Any, stream: Stream, next_norm: RMSNorm) -> Stream:
         x, weights = stream.normalised(), layer.experts.weights._replace(linear=exact_linear)
-        kernels = module.choose_kernels(x, weights, is_prefill=True)
-        parts = module.run_grouped(kernels, x, weights, layer.gate(stream), get_context().is_prefill)
-        return stream.add(sum_in_order(parts), next_norm)
+        kernels, chosen = module.choose_kernels(x, weights, is_prefill=True), layer.gate(stream)
+        most = max(1, ONE_THREAD // (2 * weights.width))
+        if kernels is not None or len(x) <= most:
+            return stream.add(add_up(kernels, x, weights, chosen), next_norm)
+        pieces = zip(*(each.split(most) for each in (x, *chosen)), strict=True)
+        sums = [add_up(None, piece, weights, type(chosen)(*its)) for piece, *its in pieces]
+        return stream.add(torch.cat(sums), next_norm)
+
+    def add_up(kernels: Any, x: Tensor, weights: Any, chosen: Any) -> Tensor:
+        return sum_in_order(module.run_grouped(kernels, x, weights, chosen, get_context().is_prefill))
 
     for layer in model.modules():
         if isinstance(layer, module.MixtureOfExperts):
@@ -67,14 +80,13 @@ def use_exact_fp8(model: nn.Module, kind: type, dequantise: Callable) -> None:
     """
 
     def multiply(matrix: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        weight = matrix.quantised
-        dense = dequantise(weight, slice(0, weight.shape[0]), weight.product_dtype)
-        return exact_linear(x, dense.to(x.dtype), bias)
+        weight, rows = matrix.quantised, slice(0, matrix.shape[0])
+        return exact_linear(x, dequantise(weight, rows, weight.product_dtype).to(x.dtype), bias)
 
     def products(found: Callable, layer: Any) -> list[Product]:
         alone = [Product() for _ in found(layer)]
         for product, folding in zip(alone, found(layer), strict=True):
-            product.multiply = folding.linear
+            product.multiply, product.act_fn = folding.linear, exact_silu_and_mul
         return alone
 
     for name, layer in model.named_modules():
@@ -82,7 +94,7 @@ def use_exact_fp8(model: nn.Module, kind: type, dequantise: Callable) -> None:
         if isinstance(matrix, kind):
             if matrix.quantised.group:
                 raise ValueError(f"exact=True needs fp8 weights with a scale for each row: {name} has blocks")
-            matrix.multiply = functools.partial(multiply, matrix)
+            matrix.multiply, matrix.act_fn = functools.partial(multiply, matrix), exact_silu_and_mul
             matrix.products = functools.partial(products, matrix.products)
 
 

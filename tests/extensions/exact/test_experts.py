@@ -26,6 +26,7 @@ SIZES = {
     "uneven": dict(
         hidden_size=60, head_dim=16, num_experts=5, moe_intermediate_size=20, norm_topk_prob=False
     ),
+    "one long": dict(num_experts=1, num_experts_per_tok=1, moe_intermediate_size=1000),
     "wide": dict(hidden_size=1536, num_hidden_layers=1, num_experts=16, head_dim=16, vocab_size=64),
 }
 CPU = torch.device("cpu")
@@ -77,6 +78,19 @@ def test_a_row_alone_has_the_bits_that_it_has_among_others(size, dtype):
         for is_prefill in (True, False):
             for some, all_rows in zip(compute(layer, x[rows].clone(), is_prefill), whole, strict=True):
                 assert torch.equal(some, all_rows[rows]), rows
+
+
+@by_torch
+def test_nor_do_they_depend_on_where_threads_share_the_rows():
+    layer = make_layer("one long", torch.float32)
+    x = torch.randn(35, 64)
+    torch.set_num_threads(2)
+    try:
+        whole, _ = compute(layer, x, True)
+        alone = torch.cat([compute(layer, row, False)[0] for row in x.split(1)])
+    finally:
+        torch.set_num_threads(1)
+    assert torch.equal(alone, whole)
 
 
 @by_torch

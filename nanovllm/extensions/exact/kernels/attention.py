@@ -179,7 +179,7 @@ def add_tile(sums, query, cache, start, len_k, last_key, scale_log2, SIZES, LOAD
 
 @triton.jit
 def fold(sums, more, COLUMNS):
-    """The sums over the keys of both, `more` being those of the next span. Without keys it changes nothing."""
+    """The sums over the keys of both; `more` are those of the next span, which may have seen none."""
     highest, total, acc = sums
     next_highest, next_total, next_acc = more
     new_highest = tl.maximum(tl.maximum(highest, next_highest), -1.0e30)

@@ -98,8 +98,8 @@ def _product_kernel(
     EVEN: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """
-    A program computes BLOCK_M x BLOCK_N outputs. The weight is the left factor: the matrix unit takes 64 or 16
-    of its rows, and as few as 8 of x.
+    A program computes BLOCK_M x BLOCK_N outputs. The weight is the left factor: the matrix unit takes 64 or
+    16 of its rows, and as few as 8 of x.
     """
     blocks_m = tl.cdiv(rows, BLOCK_M)
     row = tl.program_id(0) % blocks_m * BLOCK_M + tl.arange(0, BLOCK_M)
