@@ -3,7 +3,6 @@ them, or of what the token was drawn from.
 """
 
 import sys
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -22,10 +21,6 @@ TokenLogprobs = tuple[float, int, list[int], list[float]]
 # The same of several tokens, on the device: float32 and int64 [tokens], then int64 and float32 [tokens, so
 # many likeliest].
 TopLogprobs = tuple[Tensor, ...]
-
-
-def concatenated(parts: Iterable[TopLogprobs]) -> TopLogprobs:
-    return tuple(map(torch.cat, zip(*parts, strict=True)))
 
 
 def top_logprobs(logits: Tensor, token_ids: Tensor, num_top: int, *drawn_with: Tensor | None) -> TopLogprobs:
@@ -73,6 +68,10 @@ class TopProcessor(LogitsProcessor):
         return bool(params.logprobs)
 
 
+def num_top_of(step: SamplingStep) -> int:
+    return MAX_LOGPROBS * any(isinstance(each, TopProcessor) for each in step.processors)
+
+
 class LogprobProcessor(LogitsProcessor):
     """Keeps the TokenLogprobs of completions' tokens, by seq_id."""
 
@@ -94,11 +93,7 @@ class LogprobProcessor(LogitsProcessor):
         return logits
 
     def drawn(self, raw_logits: Tensor, tokens: Tensor, step: SamplingStep) -> None:
-        self.tell(step, raw_logits, tokens)
-
-    def tell(self, step: SamplingStep, logits: Tensor, tokens: Tensor, *drawn_with: Tensor | None) -> None:
-        has_top = any(isinstance(each, TopProcessor) for each in step.processors)
-        step.told[self.name] = top_logprobs(logits, tokens, MAX_LOGPROBS * has_top, *drawn_with)
+        step.told[self.name] = top_logprobs(raw_logits, tokens, num_top_of(step))
 
     def record(self, sequences: list[Sequence], drawing: list[Sequence], tensors: tuple[Tensor, ...]) -> None:
         rows = [i for i, seq in enumerate(drawing) if self.name in seq.request.own and not seq.is_finished]
@@ -122,5 +117,6 @@ class ProcessedLogprobs(LogprobProcessor):
 
     def drawn(self, raw_logits: Tensor, tokens: Tensor, step: SamplingStep) -> None:
         temperatures = step.temperatures.masked_fill(step.temperatures == 0, 1)
-        self.tell(step, self._logits, tokens, temperatures, step.lowest)
+        drawn_with = temperatures, step.lowest
+        step.told[self.name] = top_logprobs(self._logits, tokens, num_top_of(step), *drawn_with)
         del self._logits

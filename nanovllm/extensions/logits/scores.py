@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from nanovllm.engine.interfaces import LogitsProcessor
@@ -12,7 +13,6 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.slots import to_device
 from nanovllm.extensions.logits.logprobs import (
     TokenLogprobs,
-    concatenated,
     read_logprobs,
     top_logprobs,
 )
@@ -126,10 +126,11 @@ class ScoreProcessor(LogitsProcessor):
         *arrays, num_top = scoring
         indices, targets = (to_device(array, hidden_states.device) for array in arrays)
         pairs = zip(indices.split(SCORED_AT_ONCE), targets.split(SCORED_AT_ONCE), strict=True)
-        step.told[self.name] = concatenated(
+        parts = (
             top_logprobs(lm_head.gather(lm_head.logits(hidden_states[index])), target, num_top)
             for index, target in pairs
         )
+        step.told[self.name] = tuple(map(torch.cat, zip(*parts, strict=True)))
 
     def reset(self) -> None:
         for scores, _ in itertools.chain.from_iterable(self._steps):

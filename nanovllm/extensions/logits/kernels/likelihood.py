@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nanovllm.kernels.runtime import LOG2_E, MINUS_INF, tl, triton, use_triton
 
-BLOCK = 8192  # logits that are read together, one by each lane
+BLOCK = tl.constexpr(8192)  # logits that are read together, one by each lane
 UNIT = tl.constexpr(LOG2_E)  # for kernels
 LOWEST = tl.constexpr(-1e38)  # a maximum of nothing from which -inf can be subtracted
 REFERENCE_ROWS = 16  # that the reference makes float32 at once: few enough for a CPU's cache
@@ -41,7 +41,6 @@ def token_logprobs(
         logits.stride(0),
         logits.shape[1],
         COUNT=token_ids.shape[1],
-        BLOCK=BLOCK,
         num_warps=16,
         enable_fp_fusion=False,  # so that everything is rounded as it is written
     )
@@ -69,7 +68,7 @@ def token_logprobs_torch(
 @triton.jit(do_not_specialize=["row_stride"], do_not_specialize_on_alignment=["logits"])
 def _logprobs_kernel(
     logits, token_ids, temperatures, lowest, logprobs, ranks, row_stride, vocab,
-    COUNT: tl.constexpr, BLOCK: tl.constexpr,
+    COUNT: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0).to(tl.int64)
     logits += i * row_stride
