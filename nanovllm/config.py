@@ -96,48 +96,46 @@ CHECKS = {
 @dataclass(frozen=True)
 class Config:
     """
-        model:                  folder, `.gguf` file, hub id, "smollm2", or a shape such as qwen3-0.6b (dummy).
-        max_num_batched_tokens: most prompt tokens computed in one step; longer prompts are computed in chunks.
-        max_num_seqs:           most sequences running at once.
-        max_model_len:          most tokens of prompt and completion; capped by the checkpoint's own limit, which
-                                None stands for.
-        gpu_memory_utilization: share of the whole card's memory that the engine may fill, in (0, 1].
-        tensor_parallel_size:   ranks (GPUs, or processes on a CPU) that the model is split over, 1 to 8.
-        enforce_eager:          never use CUDA graphs.
-        hf_config:              filled in: the fields of the checkpoint's config.json.
-        eos:                    filled in: the token ids that end a sequence.
-        kvcache_block_size:     tokens per KV cache block, a multiple of 16 (flash-attn: of 256).
-        num_kvcache_blocks:     filled in from the memory there is, unless given.
-        device:                 "auto" (CUDA where there is one), "cpu", "cuda" or "cuda:N".
-        dtype:                  "auto" (the checkpoint's), "float32", "bfloat16" or "float16".
-        load_format:            "auto", "safetensors", "gguf" or "dummy" (random weights).
-        model_impl:             "auto", "native" (only classes of this project) or "transformers" (its modules).
-        attention_backend:      "auto", "flash", "triton" or "torch".
-        kv_cache_dtype:         "auto" (same as dtype), "float32", "bfloat16", "float16" or "int8".
-        quantization:           None (weights stay as the checkpoint stores them), or "fp8" or "int4": made while
-                                they are loaded.
-        enable_prefix_caching:  share KV cache blocks between sequences that begin with the same tokens.
-        seed:                   makes the sampling of the whole engine reproducible.
-            exact:                  a sequence gets the same logits, bit for bit, whatever is computed beside it;
-                                see docs/exact.md.
-        logprobs_mode:          "raw" (log-probabilities are the model's own) or "processed" (of the distribution that
-                                a token was drawn from).
-            logprobs_mode:          log-probabilities are "raw" (the model's own) or "processed" (of the
-                                distribution that a token was drawn from).
-            lora:                   folder or hub id of an adapter in PEFT's format, merged into the weights while
-                                they are loaded.
-        tokenizer:              folder, `.gguf` file or hub id with the tokenizer, if not with the model.
-        hf_overrides:           fields of config.json to read as if the file had them.
-        revision:               branch, tag or commit of a hub id.
-        download_dir:           where files of the hub are kept; None is its usual cache.
-        token:                  for the hub; None is the one that is logged in.
-        extensions:             objects of your own that change the engine, or "package.module:Name" of such, in a
-                                list; see docs/extending.md.
-        timeline:               file to write what happened into when the engine ends: .html, a page that shows
-                                it, or .json, a trace for Perfetto.
+    model:                  folder, `.gguf` file, hub id, "smollm2", or a shape such as qwen3-0.6b (dummy).
+    max_num_batched_tokens: most prompt tokens computed in one step; longer prompts are computed in chunks.
+    max_num_seqs:           most sequences running at once.
+    max_model_len:          most tokens of prompt and completion; capped by the checkpoint's own limit, which
+                            None stands for.
+    gpu_memory_utilization: share of the whole card's memory that the engine may fill, in (0, 1].
+    tensor_parallel_size:   ranks (GPUs, or processes on a CPU) that the model is split over, 1 to 8.
+    enforce_eager:          never use CUDA graphs.
+    hf_config:              filled in: the fields of the checkpoint's config.json.
+    eos:                    filled in: the token ids that end a sequence.
+    kvcache_block_size:     tokens per KV cache block, a multiple of 16 (flash-attn: of 256).
+    num_kvcache_blocks:     filled in from the memory there is, unless given.
+    device:                 "auto" (CUDA where there is one), "cpu", "cuda" or "cuda:N".
+    dtype:                  "auto" (the checkpoint's), "float32", "bfloat16" or "float16".
+    load_format:            "auto", "safetensors", "gguf" or "dummy" (random weights).
+    model_impl:             "auto", "native" (only classes of this project) or "transformers" (its modules).
+    attention_backend:      "auto", "flash", "triton" or "torch".
+    kv_cache_dtype:         "auto" (same as dtype), "float32", "bfloat16", "float16" or "int8".
+    quantization:           None (weights stay as the checkpoint stores them), or "fp8" or "int4": made while
+                            they are loaded.
+    enable_prefix_caching:  share KV cache blocks between sequences that begin with the same tokens.
+    seed:                   makes the sampling of the whole engine reproducible.
+    exact:                  a sequence gets the same logits, bit for bit, whatever is computed beside it;
+                            see docs/exact.md.
+    logprobs_mode:          log-probabilities are "raw" (the model's own) or "processed" (of the
+                            distribution that a token was drawn from).
+    lora:                   folder or hub id of an adapter in PEFT's format, merged into the weights while
+                            they are loaded.
+    tokenizer:              folder, `.gguf` file or hub id with the tokenizer, if not with the model.
+    hf_overrides:           fields of config.json to read as if the file had them.
+    revision:               branch, tag or commit of a hub id.
+    download_dir:           where files of the hub are kept; None is its usual cache.
+    token:                  for the hub; None is the one that is logged in.
+    extensions:             objects of your own that change the engine, or "package.module:Name" of such, in a
+                            list; see docs/extending.md.
+    timeline:               file to write what happened into when the engine ends: .html, a page that shows
+                            it, or .json, a trace for Perfetto.
 
-        Raises ValueError naming the option, its value and what is allowed. An option that no part of the engine
-        serves, which is one without a check, must be left at its default.
+    Raises ValueError naming the option, its value and what is allowed. An option that no part of the engine
+    serves, which is one without a check, must be left at its default.
     """
 
     checks: ClassVar[Mapping[str, Check]] = CHECKS
