@@ -33,6 +33,7 @@ TESTS = [
     "model",
     "reach",
     "scores",
+    "trainer",
     "sampling",
     "edits",
     "requests",
@@ -1040,6 +1041,41 @@ MUTATIONS = [
     *mutations_of(
         "nanovllm/extensions/models/rope",
         ('settings["rope_type"], settings.get("attn_factor", 1.0)', 'settings["rope_type"], 1.0'),
+    ),
+    *mutations_of(
+        "nanovllm/extensions/exact/trainer",
+        ("mask.cumsum(1) - 1 if positions", "torch.arange(shape[1]).expand(shape) if positions"),
+        ("(positions.diff() == 1) & (mask", "(mask"),
+        (" & (mask.nonzero()[:, 0].diff() == 0)", ""),
+        ("hidden.new_zeros(", "hidden.new_ones("),
+        ("next_power_of_2(int(positions.max()) + 1)", "next_power_of_2(int(positions.max()))"),
+        ('parameters["amplitude"] = ROPE', "_ = ROPE"),
+        ("exact_linear(x, weight, bias)", "F.linear(x, weight, bias)"),
+        ("lambda x, weight: add_rms_norm(x, None, weight, eps)[0]", "lambda x, weight: x * weight"),
+        (
+            "lambda gate, up: exact_silu_and_mul(torch.cat((gate, up), dim=1))",
+            "lambda gate, up: gate.sigmoid() * gate * up",
+        ),
+        (
+            "exact_prefill(q, k, v, AttentionVariant(scale), packed.step, ROWS)",
+            "attend(packed, scale, eps, q, k, v)",
+        ),
+        (
+            "lambda rows: token_logprobs(rows, columns, temperatures)[0]",
+            "lambda rows: rows.float().log_softmax(1).gather(1, columns)",
+        ),
+        ("grad.T @ x, grad.sum(0)", "grad.T @ x, grad[0]"),
+        ("lambda gate, up: F.silu(gate) * up", "lambda gate, up: F.silu(gate.detach()) * up"),
+        ("is_causal=True", "is_causal=False"),
+        ("    if weights:\n", "    if not weights:\n"),
+        ("kind is nn.Linear or not", "not"),
+        ("check(len(weights) == 1,", "check(True,"),
+        ("check(not is_cast,", "check(True,"),
+    ),
+    *mutations_of(
+        "nanovllm/extensions/exact/check",
+        ("return int(largest != 0)", "return 0"),
+        ("if exact:\n        make_exact", "if not exact:\n        make_exact"),
     ),
 ]
 

@@ -28,8 +28,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from nanovllm.assembly import token_logprobs
 from nanovllm.extensions.exact.kernels.attention import exact_prefill
-from nanovllm.extensions.exact.products import exact_linear
-from nanovllm.kernels.activation import silu_and_mul
+from nanovllm.extensions.exact.products import exact_linear, exact_silu_and_mul
 from nanovllm.kernels.attention_variant import AttentionVariant
 from nanovllm.kernels.kv_store import ROWS, StoreHooks, qk_norm_rope_store
 from nanovllm.kernels.layernorm import add_rms_norm
@@ -174,13 +173,14 @@ class ExactNorm(nn.Module):
 
 class ExactMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
+        [rows] = x
         gated = Recomputed.apply(
-            lambda gate, up: silu_and_mul(torch.cat((gate, up), dim=-1)),
+            lambda gate, up: exact_silu_and_mul(torch.cat((gate, up), dim=1)),
             lambda gate, up: F.silu(gate) * up,
-            self.gate_proj(x),
-            self.up_proj(x),
+            self.gate_proj(rows),
+            self.up_proj(rows),
         )
-        return self.down_proj(gated)
+        return self.down_proj(gated)[None]
 
 
 class ExactAttention(nn.Module):

@@ -185,6 +185,15 @@ def test_a_row_may_hold_several_sequences(folders, engine, dtype):
     assert [as_bytes(part[-MAX_TOKENS - 1 : -1]) for part in split] == drawn.logits
 
 
+def test_each_row_is_a_sequence_of_its_own_wherever_its_positions_begin(qwen3):
+    rows = torch.tensor([TEXT[:20], TEXT[20:40]])
+    positions = torch.arange(40).view(2, 20)
+    with torch.no_grad():
+        together = qwen3(input_ids=rows, position_ids=positions).logits
+        alone = qwen3(input_ids=rows[1:], position_ids=positions[1:]).logits
+    assert torch.equal(together[1], alone[0])
+
+
 def test_hidden_states_of_padding_are_zeros(qwen3):
     inputs = batch(PROMPTS, "left")
     hidden = qwen3.model(**inputs).last_hidden_state
