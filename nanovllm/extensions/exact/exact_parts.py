@@ -14,7 +14,7 @@ from nanovllm.config import Config
 from nanovllm.engine.interfaces import Parts
 from nanovllm.extensions.exact.attention import ExactBackend
 from nanovllm.extensions.exact.backend_check import BackendCheck
-from nanovllm.extensions.exact.kernels.sum import sum_in_order
+from nanovllm.extensions.exact.kernels.ordered_sum import sum_in_order
 from nanovllm.extensions.exact.products import (
     ONE_THREAD,
     exact_linear,

@@ -11,7 +11,7 @@ from kernel_checks import HALF, assert_passes_in_the_interpreter
 from nanovllm import LLM
 from nanovllm.assembly import build_model
 from nanovllm.extensions.exact import exact_parts
-from nanovllm.extensions.exact.kernels.sum import sum_in_order
+from nanovllm.extensions.exact.kernels.ordered_sum import sum_in_order
 from nanovllm.extensions.experts.moe import MixtureOfExperts
 from nanovllm.extensions.int8_cache.layout import Int8Layout
 from nanovllm.extensions.quantised.fp8 import Fp8
