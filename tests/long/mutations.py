@@ -72,6 +72,7 @@ TESTS += [
     "adapter",
     "model_config",
     "transformers_model",
+    "transformers_exact",
     "options",
     "terminal",
     "batch_ray",
@@ -1040,6 +1041,43 @@ MUTATIONS = [
     *mutations_of(
         "nanovllm/extensions/models/rope",
         ('settings["rope_type"], settings.get("attn_factor", 1.0)', 'settings["rope_type"], 1.0'),
+    ),
+    *mutations_of(
+        "nanovllm/extensions/exact/extended",
+        (
+            "choose_kernels(x, weights, is_prefill=True)",
+            "choose_kernels(x, weights, get_context().is_prefill)",
+        ),
+        ("weights._replace(linear=exact_linear)", "weights"),
+        ("most = max(1, ONE_THREAD // (2 * weights.width))", "most = len(x)"),
+        ("if matrix.quantised.group:", "if False:"),
+        ("functools.partial(multiply, matrix), exact_silu", "matrix.multiply, exact_silu"),
+        ("functools.partial(products, matrix.products)", "matrix.products"),
+        ("layout.rotate = rotate_alone", "layout.rotate = rotate"),
+        ("store_hooks(cache, head_dim, True)", "store_hooks(cache, head_dim, _)"),
+    ),
+    *mutations_of(
+        "nanovllm/extensions/exact/kernels/sum",
+        ("for part in range(1, count):", "for part in reversed(range(1, count)):"),
+        ("total = total + parts[:, part]", "total += parts[:, part]"),
+        ("total = parts[:, 0].float()", "total = parts[:, 0]"),
+        ("parts + part * WIDTH", "parts + (PARTS - part) * WIDTH"),
+    ),
+    *mutations_of(
+        "nanovllm/extensions/exact/backend_check",
+        ("module.forward = functools.partial(_linear, module)", "pass"),
+        ("if not is_exact or any(", "if any("),
+        ("if not is_exact or any(param.dim() > 2 for param in model.parameters()):", "if not is_exact:"),
+        ("ROWS = 1, 2,", "ROWS = 2, 2,"),
+        ("MOST_ROWS = 257", "MOST_ROWS = 65"),
+    ),
+    *mutations_of(
+        "nanovllm/extensions/exact/attention",
+        ("if any(layer.variant.hooks[:-1]):", "if False:"),
+    ),
+    *mutations_of(
+        "nanovllm/extensions/exact/options",
+        ('needs("tensor_parallel_size", [config.tensor_parallel_size], [1])', "pass"),
     ),
 ]
 
