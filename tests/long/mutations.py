@@ -81,6 +81,9 @@ TESTS += [
     "processes",
     "parallel",
     "scripts",
+    "cpu",
+    "schedules",
+    "ranks",
 ]
 TIMEOUT = 300  # seconds for one file of tests
 
@@ -1078,6 +1081,41 @@ MUTATIONS = [
     *mutations_of(
         "nanovllm/extensions/exact/options",
         ('needs("tensor_parallel_size", [config.tensor_parallel_size], [1])', "pass"),
+    ),
+    *mutations_of(
+        "nanovllm/extensions/exact/kernels/attention_torch",
+        ("WIDTH = 16", "WIDTH = 1"),
+        ("TILES_AT_ONCE = 16", "TILES_AT_ONCE = 10_000"),
+        ("by_head.amax((1, 3)", "by_head.amax((1, 2, 3)"),
+        (
+            "functools.reduce(torch.add, sums.unbind(1))",
+            "sums[:, : num_tiles // 2].sum(1) + sums[:, num_tiles // 2 :].sum(1)",
+        ),
+    ),
+    *mutations_of(
+        "nanovllm/extensions/exact/attention",
+        ("k, v = (x.to(self.layout.dtype).to(q.dtype) for x in (k, v))", "pass"),
+        ("exact_decode(q, k, v, variant, step, self.layout)", "super().decode(q, k, v, variant, step)"),
+        ("exact_prefill(q, k, v, variant, step, self.layout)", "super().prefill(q, k, v, variant, step)"),
+    ),
+    *mutations_of(
+        "nanovllm/extensions/exact/products",
+        ("if len(x) == 1 else x", "if len(x) == 0 else x"),
+        ("x.split(max(1, ONE_THREAD // x.shape[1]))", "[x]"),
+    ),
+    *mutations_of(
+        "nanovllm/extensions/exact/options",
+        ('needs("the weights\' format", formats, FORMATS)', "pass"),
+        ("windows := [*map(model.window,", "windows := [*map(bool,"),
+    ),
+    *mutations_of(
+        "nanovllm/assembly",
+        ("ExactWeight if exact else", "ExactWeight if False else"),
+        ("use_exact_heads if exact else", "use_exact_heads if False else"),
+        ("make_exact_backend if config.exact else make_backend", "make_backend"),
+    ),
+    *mutations_of(
+        "nanovllm/extensions/ranks/peer_group", ("OrderedGroup if config.exact else GlooGroup", "GlooGroup")
     ),
 ]
 
