@@ -73,6 +73,7 @@ TESTS += [
     "adapter",
     "model_config",
     "transformers_model",
+    "transformers_exact",
     "options",
     "terminal",
     "batch_ray",
@@ -81,6 +82,9 @@ TESTS += [
     "processes",
     "parallel",
     "scripts",
+    "cpu",
+    "schedules",
+    "ranks",
 ]
 TIMEOUT = 300  # seconds for one file of tests
 
@@ -1076,6 +1080,78 @@ MUTATIONS = [
         "nanovllm/extensions/exact/check",
         ("return int(largest != 0)", "return 0"),
         ("if exact:\n        make_exact", "if not exact:\n        make_exact"),
+    ),
+    *mutations_of(
+        "nanovllm/extensions/exact/exact_parts",
+        (
+            "choose_kernels(x, weights, is_prefill=True)",
+            "choose_kernels(x, weights, get_context().is_prefill)",
+        ),
+        ("weights._replace(linear=exact_linear)", "weights"),
+        ("    use_exact_heads(model)\n", ""),
+        ("most = max(1, ONE_THREAD // (2 * weights.width))", "most = len(x)"),
+        ("if matrix.quantised.group:", "if False:"),
+        ("functools.partial(multiply, matrix), exact_silu", "matrix.multiply, exact_silu"),
+        ("functools.partial(products, matrix.products)", "matrix.products"),
+        ("layout.rotate = rotate_alone", "layout.rotate = rotate"),
+        ("store_hooks(cache, head_dim, True)", "store_hooks(cache, head_dim, _)"),
+    ),
+    *mutations_of(
+        "nanovllm/extensions/exact/kernels/ordered_sum",
+        ("for part in range(1, count):", "for part in reversed(range(1, count)):"),
+        ("total = total + parts[:, part]", "total += parts[:, part]"),
+        ("total = parts[:, 0].float()", "total = parts[:, 0]"),
+        ("parts + part * WIDTH", "parts + (PARTS - part) * WIDTH"),
+    ),
+    *mutations_of(
+        "nanovllm/extensions/exact/backend_check",
+        ("module.forward = functools.partial(_linear, module)", "pass"),
+        ("if not is_exact or any(", "if any("),
+        ("if not is_exact or any(param.dim() > 2 for param in model.parameters()):", "if not is_exact:"),
+        ("ROWS = 1, 2,", "ROWS = 2, 2,"),
+        ("MOST_ROWS = 257", "MOST_ROWS = 65"),
+    ),
+    *mutations_of(
+        "nanovllm/extensions/exact/attention",
+        ("if any(layer.variant.hooks[:-1]):", "if False:"),
+    ),
+    *mutations_of(
+        "nanovllm/extensions/exact/options",
+        ('needs("tensor_parallel_size", [config.tensor_parallel_size], [1])', "pass"),
+    ),
+    *mutations_of(
+        "nanovllm/extensions/exact/kernels/attention_torch",
+        ("WIDTH = 16", "WIDTH = 1"),
+        ("TILES_AT_ONCE = 16", "TILES_AT_ONCE = 10_000"),
+        ("by_head.amax((1, 3)", "by_head.amax((1, 2, 3)"),
+        (
+            "functools.reduce(torch.add, sums.unbind(1))",
+            "sums[:, : num_tiles // 2].sum(1) + sums[:, num_tiles // 2 :].sum(1)",
+        ),
+    ),
+    *mutations_of(
+        "nanovllm/extensions/exact/attention",
+        ("k, v = (x.to(self.layout.dtype).to(q.dtype) for x in (k, v))", "pass"),
+        ("exact_decode(q, k, v, variant, step, self.layout)", "super().decode(q, k, v, variant, step)"),
+        ("exact_prefill(q, k, v, variant, step, self.layout)", "super().prefill(q, k, v, variant, step)"),
+    ),
+    *mutations_of(
+        "nanovllm/extensions/exact/products",
+        ("if len(x) == 1 else x", "if len(x) == 0 else x"),
+        ("x.split(max(1, ONE_THREAD // x.shape[1]))", "[x]"),
+    ),
+    *mutations_of(
+        "nanovllm/extensions/exact/options",
+        ('needs("the weights\' format", formats, FORMATS)', "pass"),
+        ("windows := [*map(model.window,", "windows := [*map(bool,"),
+    ),
+    *mutations_of(
+        "nanovllm/assembly",
+        ("ExactWeight if exact else", "ExactWeight if False else"),
+        ("exact_parts.make_exact(parts, config", "(lambda *_: None)(parts, config"),
+    ),
+    *mutations_of(
+        "nanovllm/extensions/ranks/peer_group", ("OrderedGroup if config.exact else GlooGroup", "GlooGroup")
     ),
 ]
 
