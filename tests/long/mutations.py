@@ -36,6 +36,7 @@ TESTS = [
     "trainer",
     "sampling",
     "edits",
+    "logprobs",
     "requests",
     "prompts",
     "options",
@@ -365,6 +366,45 @@ MUTATIONS = [
         "model_runner",
         ("step.vocab_start = lm_head.vocab_start", "step.vocab_start = 0"),
         ("lm_head.gather(logits), 0", "lm_head.gather(logits), step.vocab_start"),
+    ),
+    *mutations_of(
+        "nanovllm/extensions/logits/logprobs",
+        ("(blocks.amax(2), count).sort(1).values", "(blocks.amax(2), count)"),
+        ("-logits.shape[1] % BLOCK), value=-torch.inf", "-logits.shape[1] % BLOCK), value=0"),
+        ("MAX_LOGPROBS * any(", "MAX_LOGPROBS or any("),
+        ("step.temperatures.masked_fill(step.temperatures == 0, 1)", "step.temperatures"),
+        ("temperatures, step.lowest", "temperatures, None"),
+        ("    order = sys.maxsize", "    order = 15"),
+        ("top_logprobs(self._logits, tokens,", "top_logprobs(raw_logits, tokens,"),
+    ),
+    *mutations_of(
+        "nanovllm/extensions/logits/kernels/likelihood",
+        (
+            "x.log_softmax(1).gather(1, ids), ranks",
+            "(x - x.logsumexp(1, keepdim=True)).gather(1, ids), ranks",
+        ),
+        ("x /= temperatures[rows, None]", "x *= 1 / temperatures[rows, None]"),
+        ("(x > x.gather", "(x >= x.gather"),
+        ("        larger += x > first", "        larger += x >= first"),
+        ("        most = highest", "        most = x"),
+        ("x = tl.where(x < threshold,", "x = tl.where(x <= threshold,"),
+    ),
+    *mutations_of(
+        "nanovllm/extensions/logits/scores",
+        ("target, num_top)", "target, MAX_LOGPROBS)"),
+    ),
+    *mutations_of(
+        "nanovllm/extensions/logits/bias",
+        ("biases[token_id] += bias", "biases[token_id] = bias"),
+        ("for token_id, bias in biases.items()]", "for token_id, bias in params.logit_bias]"),
+    ),
+    *mutations_of(
+        "nanovllm/extensions/text/results",
+        ("itertools.takewhile(math.isfinite, top_logprobs)", "top_logprobs"),
+    ),
+    *mutations_of(
+        "nanovllm/extensions/safety/options",
+        ('value = value.removesuffix("_logprobs")', "pass"),
     ),
     *mutations_of(
         "nanovllm/extensions/logits/logprobs",
