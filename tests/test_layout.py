@@ -129,6 +129,7 @@ CALLED_BY_USERS = {
 }
 CALLED_FROM_OUTSIDE = {
     "extensions/lab/check.py": "Findings.pytest_runtest_logreport Findings.pytest_collectreport",  # pytest's
+    "extensions/exact/trainer.py": "Product.backward Recomputed.backward",  # autograd's
     "distributed/ranks.py": "serve",  # what a new process runs
     "extensions/ranks/reports.py": "serve",
     "extensions/batch/__main__.py": "_Stderr.flush",  # sys.stderr's

@@ -33,6 +33,7 @@ TESTS = [
     "model",
     "reach",
     "scores",
+    "trainer",
     "sampling",
     "edits",
     "requests",
@@ -1068,16 +1069,51 @@ MUTATIONS = [
     *mutations_of(
         "nanovllm/extensions/exact/options",
         ('needs("the weights\' format", formats, FORMATS)', "pass"),
-        ("windows := [*map(model.window,", "windows := [*map(bool,"),
+        ("*map(model.window, range", "*map(lambda _: 0, range"),
     ),
+    *mutations_of("nanovllm/assembly", ("exact_parts.ExactWeight if exact else", "")),
     *mutations_of(
-        "nanovllm/assembly",
-        ("ExactWeight if exact else", "ExactWeight if False else"),
-        ("use_exact_heads if exact else", "use_exact_heads if False else"),
-        ("make_exact_backend if config.exact else make_backend", "make_backend"),
+        "nanovllm/extensions/exact/exact_parts",
+        ("    use_exact_heads(model)\n", ""),
+        ("    parts.make_backend = lambda *where: read_prefixes(ExactBackend(where[-1]), config)\n", ""),
     ),
     *mutations_of(
         "nanovllm/extensions/ranks/peer_group", ("OrderedGroup if config.exact else GlooGroup", "GlooGroup")
+    ),
+    *mutations_of(
+        "nanovllm/extensions/exact/trainer",
+        ("mask.cumsum(1) - 1 if positions", "torch.arange(shape[1]).expand(shape) if positions"),
+        ("(positions.diff() == 1) & (mask", "(mask"),
+        (" & (mask.nonzero()[:, 0].diff() == 0)", ""),
+        ("hidden.new_zeros(", "hidden.new_ones("),
+        ("next_power_of_2(int(positions.max()) + 1)", "next_power_of_2(int(positions.max()))"),
+        ('parameters["amplitude"] = ROPE', "_ = ROPE"),
+        ("exact_linear(x, weight, bias)", "F.linear(x, weight, bias)"),
+        ("lambda x, weight: add_rms_norm(x, None, weight, eps)[0]", "lambda x, weight: x * weight"),
+        (
+            "lambda gate, up: exact_silu_and_mul(torch.cat((gate, up), dim=1))",
+            "lambda gate, up: gate.sigmoid() * gate * up",
+        ),
+        (
+            "exact_prefill(q, k, v, AttentionVariant(scale), packed.step, ROWS)",
+            "attend(packed, scale, eps, q, k, v)",
+        ),
+        (
+            "lambda rows: token_logprobs(rows, columns, temperatures)[0]",
+            "lambda rows: rows.float().log_softmax(1).gather(1, columns)",
+        ),
+        ("grad.T @ x, grad.sum(0)", "grad.T @ x, grad[0]"),
+        ("lambda gate, up: F.silu(gate) * up", "lambda gate, up: F.silu(gate.detach()) * up"),
+        ("is_causal=True", "is_causal=False"),
+        ("    if weights:\n", "    if not weights:\n"),
+        ("kind is nn.Linear or not", "not"),
+        ("check(len(weights) == 1,", "check(True,"),
+        ("check(not is_cast,", "check(True,"),
+    ),
+    *mutations_of(
+        "nanovllm/extensions/exact/check",
+        ("return int(largest != 0)", "return 0"),
+        ("if exact:\n        make_exact", "if not exact:\n        make_exact"),
     ),
 ]
 

@@ -31,7 +31,8 @@ BAN = -1e30
 def rules_of(request: Any, bad_words: list[list[int]]) -> np.ndarray:
     """The rules of a request as int32 words; `apply_rules` describes them."""
     params = request.params
-    # One rule a token: a device adds rules in any order, on which the sum of floats would depend.
+    # A device adds rules in any order, on which a sum of floats may depend. So a token's biases are summed up
+    # here. Its bans, which hold or not by what was drawn, are no harm: whatever a ban is added to vanishes.
     biases = Counter()
     for token_id, bias in params.logit_bias:
         biases[token_id] += bias

@@ -1,41 +1,54 @@
 """Log-probabilities: how likely a token was, and which were the likeliest. Of the logits as the model made
-them, whatever has changed them since.
+them, or of what the token was drawn from.
 """
 
-from collections.abc import Iterable
+import sys
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.engine.interfaces import LogitsProcessor
 from nanovllm.engine.sequence import Sequence
+from nanovllm.extensions.logits.kernels.likelihood import token_logprobs
 from nanovllm.layers.sampler import SamplingStep
 from nanovllm.sampling_params import MAX_LOGPROBS, SamplingParams
 
-ROWS_AT_ONCE = 64  # of log-probabilities, which take several times the memory of their logits
+BLOCK = 128  # logits that are compared by their maximum first
 # A token's log-probability and rank (1 is the likeliest), then the likeliest tokens and theirs.
 TokenLogprobs = tuple[float, int, list[int], list[float]]
-# The same of several tokens, on the device: float32 and int64 [tokens], then int64 and float32
-# [tokens, MAX_LOGPROBS].
+# The same of several tokens, on the device: float32 and int64 [tokens], then int64 and float32 [tokens, so
+# many likeliest].
 TopLogprobs = tuple[Tensor, ...]
 
 
-def concatenated(parts: Iterable[TopLogprobs]) -> TopLogprobs:
-    return tuple(map(torch.cat, zip(*parts, strict=True)))
+def top_logprobs(logits: Tensor, token_ids: Tensor, num_top: int, *drawn_with: Tensor | None) -> TopLogprobs:
+    """
+    Of token_ids int64 [tokens] and of num_top others at most, after logits [tokens, vocabulary];
+    `drawn_with` are the temperatures and the lowest logits of `token_logprobs`.
+    """
+    token_ids = token_ids[:, None]
+    if num_top:
+        token_ids = torch.cat((token_ids, top_tokens(logits, min(num_top, logits.shape[1]))), 1)
+    logprobs, ranks = token_logprobs(logits, token_ids, *drawn_with)
+    return logprobs[:, 0], ranks, token_ids[:, 1:], logprobs[:, 1:]
 
 
-def top_logprobs(logits: Tensor, token_ids: Tensor) -> TopLogprobs:
-    """logits [tokens, vocabulary], token_ids int64 [tokens]."""
-    return concatenated(map(_top_logprobs, logits.split(ROWS_AT_ONCE), token_ids.split(ROWS_AT_ONCE)))
+def top_tokens(logits: Tensor, count: int) -> Tensor:
+    """
+    The likeliest tokens, int64 [rows, count]. Of equal logits the one with the lower id comes first, where
+    torch.topk takes any.
+    """
+    blocks = F.pad(logits, (0, -logits.shape[1] % BLOCK), value=-torch.inf).unflatten(1, (-1, BLOCK))
+    best = _largest(blocks.amax(2), count).sort(1).values  # these blocks have all of them
+    candidates = (best[:, :, None] * BLOCK + torch.arange(BLOCK, device=best.device)).flatten(1)
+    found = _largest(blocks.flatten(1).gather(1, candidates), count)
+    return candidates.gather(1, found)
 
 
-def _top_logprobs(logits: Tensor, token_ids: Tensor) -> TopLogprobs:
-    chosen = logits.gather(1, token_ids[:, None])
-    total = logits.float().logsumexp(1, keepdim=True)
-    top = logits.topk(min(MAX_LOGPROBS, logits.shape[1]))
-    ranks = (logits > chosen).sum(1) + 1
-    return (chosen.float() - total)[:, 0], ranks, top.indices, top.values.float() - total
+def _largest(x: Tensor, count: int) -> Tensor:
+    return x.sort(dim=1, descending=True, stable=True).indices[:, :count]
 
 
 def read_logprobs(found: TopLogprobs, num_top: int) -> list[TokenLogprobs]:
@@ -43,6 +56,20 @@ def read_logprobs(found: TopLogprobs, num_top: int) -> list[TokenLogprobs]:
     logprobs, ranks, *tops = found
     tensors = logprobs, ranks, *(top[:, :num_top] for top in tops)
     return list(zip(*(tensor.tolist() for tensor in tensors), strict=True))
+
+
+class TopProcessor(LogitsProcessor):
+    """Does nothing, but a step has it in which somebody asks for the likeliest tokens: they take time."""
+
+    name = "top_logprobs"
+    changes_logits = False
+
+    def wants(self, params: SamplingParams) -> bool:
+        return bool(params.logprobs)
+
+
+def num_top_of(step: SamplingStep) -> int:
+    return MAX_LOGPROBS * any(isinstance(each, TopProcessor) for each in step.processors)
 
 
 class LogprobProcessor(LogitsProcessor):
@@ -66,14 +93,30 @@ class LogprobProcessor(LogitsProcessor):
         return logits
 
     def drawn(self, raw_logits: Tensor, tokens: Tensor, step: SamplingStep) -> None:
-        step.told[self.name] = top_logprobs(raw_logits, tokens)
+        step.told[self.name] = top_logprobs(raw_logits, tokens, num_top_of(step))
 
     def record(self, sequences: list[Sequence], drawing: list[Sequence], tensors: tuple[Tensor, ...]) -> None:
         rows = [i for i, seq in enumerate(drawing) if self.name in seq.request.own and not seq.is_finished]
         asking = [drawing[i] for i in rows]
         num_top = max((seq.sampling_params.logprobs for seq in asking), default=0)
         found = read_logprobs(tuple(tensor[rows] for tensor in tensors), num_top)
-        for seq, token_logprobs in zip(asking, found, strict=True):
+        for seq, newest in zip(asking, found, strict=True):
             so_far = seq.request.own[self.name].setdefault(seq.seq_id, [])
             del so_far[len(seq.token_ids) - seq.num_prompt_tokens :]  # of a step that failed after this
-            so_far.append(token_logprobs)
+            so_far.append(newest)
+
+
+class ProcessedLogprobs(LogprobProcessor):
+    """Of the distribution that the token was drawn from; for a greedy one that of temperature 1."""
+
+    order = sys.maxsize  # behind those that change logits
+
+    def apply(self, logits: Tensor, step: SamplingStep) -> Tensor:
+        self._logits = logits
+        return logits
+
+    def drawn(self, raw_logits: Tensor, tokens: Tensor, step: SamplingStep) -> None:
+        temperatures = step.temperatures.masked_fill(step.temperatures == 0, 1)
+        drawn_with = temperatures, step.lowest
+        step.told[self.name] = top_logprobs(self._logits, tokens, num_top_of(step), *drawn_with)
+        del self._logits

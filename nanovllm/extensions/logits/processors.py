@@ -3,11 +3,13 @@
 from nanovllm.engine.interfaces import LogitsProcessor
 from nanovllm.extensions.logits.bias import BiasProcessor
 from nanovllm.extensions.logits.filters import FilterProcessor
-from nanovllm.extensions.logits.logprobs import LogprobProcessor
+from nanovllm.extensions.logits.logprobs import LogprobProcessor, ProcessedLogprobs, TopProcessor
 from nanovllm.extensions.logits.penalties import PenaltyProcessor
 from nanovllm.extensions.logits.scores import ScoreProcessor
 
 
-def make_processors() -> tuple[LogitsProcessor, ...]:
-    """A rank's; the first has the budget of biases and bans."""
-    return BiasProcessor(), PenaltyProcessor(), FilterProcessor(), LogprobProcessor(), ScoreProcessor()
+def make_processors(logprobs_mode: str) -> tuple[LogitsProcessor, ...]:
+    """A rank's; the first has the budget of biases and bans, the last the scores."""
+    logprobs = ProcessedLogprobs() if logprobs_mode == "processed" else LogprobProcessor()
+    others = PenaltyProcessor(), FilterProcessor(), TopProcessor()
+    return BiasProcessor(), *others, logprobs, ScoreProcessor()

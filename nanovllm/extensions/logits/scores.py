@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from nanovllm.engine.interfaces import LogitsProcessor
@@ -12,12 +13,11 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.slots import to_device
 from nanovllm.extensions.logits.logprobs import (
     TokenLogprobs,
-    concatenated,
     read_logprobs,
     top_logprobs,
 )
 from nanovllm.layers.sampler import SamplingStep
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.sampling_params import MAX_LOGPROBS, SamplingParams
 
 SCORED_AT_ONCE = 256  # tokens, each of which takes a row of logits
 
@@ -45,8 +45,8 @@ class Scores:
 
 
 # The tokens that a prefill step scores, int64 [scored] both: where in the batch the token before each stands,
-# and their ids.
-Scoring = tuple[np.ndarray, np.ndarray]
+# and their ids; and how many of the likeliest tokens are asked for.
+Scoring = tuple[np.ndarray, np.ndarray, int]
 
 
 class ScoreProcessor(LogitsProcessor):
@@ -103,15 +103,15 @@ class ScoreProcessor(LogitsProcessor):
         if not targets:
             return None
         self._steps.append(scored)
-        return np.array(indices, dtype=np.int64), np.array(targets, dtype=np.int64)
+        num_top = max(seq.sampling_params.prompt_logprobs or 0 for seq in sequences)
+        return np.array(indices, dtype=np.int64), np.array(targets, dtype=np.int64), num_top
 
     def largest(self, length: int) -> Scoring | None:
         indices = np.arange(min(length - 1, SCORED_AT_ONCE))
-        return (indices, np.zeros_like(indices)) if len(indices) else None
+        return (indices, np.zeros_like(indices), MAX_LOGPROBS) if len(indices) else None
 
     def record(self, sequences: list[Sequence], drawing: list[Sequence], tensors: tuple[Tensor, ...]) -> None:
-        num_top = max(seq.sampling_params.prompt_logprobs or 0 for seq in sequences)
-        found = iter(read_logprobs(tensors, num_top))
+        found = iter(read_logprobs(tensors, MAX_LOGPROBS))
         for scores, count in self._steps.pop(0):
             scores.found += itertools.islice(found, count)
 
@@ -123,12 +123,14 @@ class ScoreProcessor(LogitsProcessor):
         scoring, self._scoring = self._scoring, None
         if scoring is None:
             return
-        indices, targets = (to_device(array, hidden_states.device) for array in scoring)
+        *arrays, num_top = scoring
+        indices, targets = (to_device(array, hidden_states.device) for array in arrays)
         pairs = zip(indices.split(SCORED_AT_ONCE), targets.split(SCORED_AT_ONCE), strict=True)
-        step.told[self.name] = concatenated(
-            top_logprobs(lm_head.gather(lm_head.logits(hidden_states[index])), target)
+        parts = (
+            top_logprobs(lm_head.gather(lm_head.logits(hidden_states[index])), target, num_top)
             for index, target in pairs
         )
+        step.told[self.name] = tuple(map(torch.cat, zip(*parts, strict=True)))
 
     def reset(self) -> None:
         for scores, _ in itertools.chain.from_iterable(self._steps):

@@ -57,6 +57,13 @@ def check_quantization(value: Any, name: str) -> str | None:
     return None if value is None else one_of("fp8", "int4")(value, name)
 
 
+def check_logprobs_mode(value: Any, name: str) -> str:
+    """Also by the names that they have in vLLM."""
+    if isinstance(value, str):
+        value = value.removesuffix("_logprobs")
+    return one_of("raw", "processed")(value, name)
+
+
 def check_extensions(value: Any, name: str) -> Any:
     """A list, or in a command line names with commas between."""
     given = value.split(",") if isinstance(value, str) else value
@@ -73,6 +80,7 @@ class ExtendedConfig(Config):
         "model_impl": one_of("auto", "native", "transformers"),
         "kv_cache_dtype": check_cache_dtype,
         "quantization": check_quantization,
+        "logprobs_mode": check_logprobs_mode,
         "exact": check_bool,
         "tokenizer": none_or("a name or a path", str, os.PathLike),
         "hf_overrides": none_or("a dict of fields of config.json", dict),

@@ -1,6 +1,8 @@
 """What users get back: the text of a completion, whole or while it grows, and the result of a prompt."""
 
 import functools
+import itertools
+import math
 import weakref
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -123,9 +125,12 @@ def _describe(tokenizer: Any, token_ids: list[int], found: list[Any], count: int
     make = functools.partial(tuple.__new__, Logprob)  # what Logprob(...) does, in half the time
     described = []
     for token_id, (logprob, rank, top_ids, top_logprobs) in zip(token_ids, found, strict=False):
-        top_ids = top_ids[:count]
-        top = map(make, zip(top_logprobs, PLACES, map(text_of, top_ids), strict=False))
-        entries = dict(zip(top_ids, top, strict=True))
+        entries = {}
+        if count:  # tokens that could not be drawn are left out
+            top_ids = top_ids[:count]
+            drawable = itertools.takewhile(math.isfinite, top_logprobs)
+            top = map(make, zip(drawable, PLACES, map(text_of, top_ids), strict=False))
+            entries = dict(zip(top_ids, top, strict=False))
         entries[token_id] = make((logprob, rank, text_of(token_id)))
         described.append(entries)
     return described

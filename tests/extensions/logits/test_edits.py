@@ -15,7 +15,16 @@ import transformers
 from engines import assert_empty, tokens_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from logit_settings import MIXED, SCHEDULES, expected_logprobs
+from logit_settings import (
+    MIXED,
+    PROMPT,
+    SCHEDULES,
+    VOCAB,
+    Only,
+    Penalty,
+    expected_logprobs,
+    processors_of,
+)
 from sampling_checks import RANDOM_SEEDS, assert_follows
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -29,22 +38,6 @@ from nanovllm.extensions.logits.kernels import logit_edits
 from nanovllm.extensions.logits.kernels.filtering import filter_thresholds_torch
 from nanovllm.layers.sampler import Sampler, SamplingStep
 from tiny_checkpoints import EXACT, load_reference, make_checkpoint, one_thread  # noqa: F401
-
-VOCAB = 257
-PROMPT = [5, 9, 9, 70, *range(40, 70), 9]
-
-
-def processors_of(params: SamplingParams) -> transformers.LogitsProcessorList:
-    """What transformers has for the options that narrow the choice, in our order."""
-    found = [transformers.TemperatureLogitsWarper(params.temperature)]
-    if params.min_p > 0:
-        found.append(transformers.MinPLogitsWarper(params.min_p))
-    if params.top_k > 0:
-        found.append(transformers.TopKLogitsWarper(params.top_k))
-    if params.top_p < 1:
-        found.append(transformers.TopPLogitsWarper(params.top_p))
-    return transformers.LogitsProcessorList(found)
-
 
 FILTERS = [
     dict(top_k=1),
@@ -122,27 +115,6 @@ def generate(llm: LLM, prompt=PROMPT, **params) -> dict:
     params = {"temperature": 0, "max_tokens": 30, "ignore_eos": True, **params}
     [result] = llm.generate([prompt], SamplingParams(**params), use_tqdm=False)
     return result
-
-
-class Penalty(transformers.LogitsProcessor):
-    """Presence and frequency penalty as OpenAI's API defines them; transformers has none."""
-
-    def __init__(self, presence: float, frequency: float):
-        self.presence, self.frequency = presence, frequency
-
-    def __call__(self, input_ids, scores):
-        counts = torch.bincount(input_ids[0, len(PROMPT) :], minlength=VOCAB)
-        return scores - self.frequency * counts - self.presence * (counts > 0)
-
-
-class Only(transformers.LogitsProcessor):
-    def __init__(self, token_ids: list[int]):
-        self.token_ids = token_ids
-
-    def __call__(self, input_ids, scores):
-        changed = torch.full_like(scores, -math.inf)
-        changed[:, self.token_ids] = scores[:, self.token_ids]
-        return changed
 
 
 def reference_tokens(reference, processors, count: int = 30) -> list[int]:

@@ -1,0 +1,278 @@
+"""A trainer's model with the engine's bits: transformers' forward pass, made of the engine's functions.
+
+A policy is trained on the log-probabilities of tokens that the engine has drawn. Where both do not compute
+the same numbers, the training corrects for differences that are no more than rounding. `make_exact(model)`
+changes a model of transformers in place:
+
+- Sequences go through its layers as through the engine's, one behind the other and without padding: a batch
+  is packed in front of the first layer and padded again behind the last.
+- Products, norms, rotations, SwiGLU and attention are what the engine calls in exact mode. Residual additions
+  are the same as they are.
+- Gradients are the ordinary ones: those of the same formulas in plain torch.
+
+Weights and their names stay, so optimizers and checkpoints know nothing of it.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from nanovllm.assembly import token_logprobs
+from nanovllm.extensions.exact.kernels.attention import exact_prefill
+from nanovllm.extensions.exact.products import exact_linear, exact_silu_and_mul
+from nanovllm.kernels.attention_variant import AttentionVariant
+from nanovllm.kernels.kv_store import ROWS, StoreHooks, qk_norm_rope_store
+from nanovllm.kernels.layernorm import add_rms_norm
+from nanovllm.kernels.runtime import next_power_of_2, use_triton
+from nanovllm.layers.rotary_embedding import RotaryEmbedding, get_rope
+from nanovllm.utils.context import Context
+from nanovllm.utils.validation import check
+
+MODELS = ["LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"]
+ROPE_TYPES = ["default", "linear", "llama3", "yarn"]
+
+
+def make_exact(model: nn.Module) -> nn.Module:
+    """
+    Have a Llama, Qwen2 or Qwen3 model of transformers (`...ForCausalLM`) compute the bits of an engine with
+    exact=True and the same weights, dtype and kind of device. The model is changed, and returned. ValueError,
+    here or from its forward pass, for what the engine has no equal of: dropout, windows, caches, autocast,
+    attention weights, hidden states of layers.
+
+    Positions count the tokens that the attention mask shows, from 0 in each row, unless position_ids are
+    given. Wherever these do not go on by one a sequence begins, so that a row may hold several.
+    """
+    parameters = _check_model(model)
+    for module in model.modules():
+        for mark, exact in EXACT_LAYERS.items():
+            if hasattr(module, mark):
+                module.__class__ = exact
+    decoder, head_dim = model.model, model.model.layers[0].self_attn.head_dim
+    rotary_emb = functools.cache(lambda length, device: get_rope(head_dim, length, parameters).to(device))
+    decoder.register_forward_pre_hook(partial(_pack, rotary_emb), with_kwargs=True)
+    decoder.register_forward_hook(_pad, with_kwargs=True)
+    model.config._attn_implementation = "nanovllm_exact"  # for which transformers makes no masks
+    return model
+
+
+def logprobs(logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> Tensor:
+    """
+    Log-probabilities float32 [...], with gradients, of tokens int64 [...] that were drawn at this temperature
+    from logits [..., vocabulary]: those that the engine tells with logprobs_mode="processed".
+    """
+    columns = tokens.reshape(-1, 1)
+    temperatures = torch.full_like(columns[:, 0], temperature, dtype=torch.float32)
+    found = Recomputed.apply(
+        lambda rows: token_logprobs(rows, columns, temperatures)[0],
+        lambda rows: (rows.float() / temperature).log_softmax(1).gather(1, columns),
+        logits.flatten(0, -2),
+    )
+    return found.view(tokens.shape)
+
+
+def _check_model(model: nn.Module) -> dict[str, Any]:
+    """The rotary settings, for `get_rope`."""
+    name = type(model).__name__
+    check(name in MODELS, f"model must be one of transformers' {MODELS}", name)
+    config, rope_type = model.config, model.model.rotary_emb.rope_type
+    check(not config.attention_dropout, "attention_dropout must be 0", config.attention_dropout)
+    check(config.hidden_act == "silu", "hidden_act must be 'silu'", config.hidden_act)
+    layers = getattr(config, "layer_types", None) or ()
+    check("sliding_attention" not in layers, "layer_types must be full_attention", layers)
+    check(rope_type in ROPE_TYPES, f"rope_type must be one of {ROPE_TYPES}", rope_type)
+    for path, module in model.named_modules():
+        kind = type(module)
+        is_known = kind is nn.Linear or not hasattr(module, "in_features")
+        check(is_known, f"{path} must be an nn.Linear", kind.__name__)
+    weights = {f"{weight.dtype} on {weight.device}" for weight in model.parameters()}
+    check(len(weights) == 1, "weights must have one dtype and be on one device", sorted(weights))
+    check(weights != {"torch.float16 on cpu"}, "weights on a CPU must be float32 or bfloat16", "float16")
+    parameters = {"rope_theta": getattr(config, "rope_theta", None) or config.rope_parameters["rope_theta"]}
+    if rope_type != "default":
+        frequencies, parameters["amplitude"] = ROPE_INIT_FUNCTIONS[rope_type](config, "cpu")
+        parameters["inverse_frequencies"] = frequencies.tolist()
+    return parameters
+
+
+# In front of the decoder and behind it
+
+
+@dataclass
+class Packed:
+    """The sequences of a batch without their padding."""
+
+    mask: Tensor  # bool [batch, length]: where the batch has tokens
+    positions: Tensor  # int64 [tokens]
+    rotary_emb: RotaryEmbedding  # with the engine's table
+    step: Context
+
+
+def _pack(
+    rotary_emb: Callable, decoder: nn.Module, args: tuple[Any, ...], options: dict[str, Any]
+) -> tuple[tuple[()], dict[str, Any]]:
+    """A forward pre-hook: other arguments for the decoder."""
+    check(not args, "inputs must be given by name", args)
+    for name in ("inputs_embeds", "past_key_values", "output_attentions", "output_hidden_states"):
+        given = options.pop(name, getattr(decoder.config, name, None))
+        check(given is None or given is False, f"{name} is not possible with exactness", given)
+    input_ids, mask, positions = (
+        options.get(name) for name in ("input_ids", "attention_mask", "position_ids")
+    )
+    shape, device = input_ids.shape, input_ids.device
+    is_cast = torch.is_autocast_enabled(device.type)
+    check(not is_cast, "autocast must be off, and weights in the dtype to compute in", is_cast)
+    mask = torch.ones_like(input_ids) if mask is None else mask
+    check(mask.shape == shape, f"attention_mask must have the shape {[*shape]}", [*mask.shape])
+    mask = mask.bool()
+    positions = (mask.cumsum(1) - 1 if positions is None else positions.expand(shape))[mask]
+    goes_on = (positions.diff() == 1) & (mask.nonzero()[:, 0].diff() == 0)
+    ends = F.pad(~goes_on, (0, 1), value=True).nonzero()[:, 0] + 1
+    bounds = F.pad(ends, (1, 0)).int()
+    longest = int(bounds.diff().max())
+    table = rotary_emb(next_power_of_2(int(positions.max()) + 1), device)
+    packed = Packed(mask, positions, table, Context(True, bounds, bounds, longest, longest))
+    inputs = {"input_ids": input_ids[mask][None], "attention_mask": None, "position_ids": positions[None]}
+    return (), options | inputs | {"use_cache": False, "packed": packed}
+
+
+def _pad(decoder: nn.Module, args: tuple[()], options: dict[str, Any], output: Any) -> Any:
+    """A forward hook: the decoder's result with zeros for padding."""
+    mask, hidden = options["packed"].mask, output.last_hidden_state[0]
+    padded = hidden.new_zeros(*mask.shape, hidden.shape[1])
+    output.last_hidden_state = padded.masked_scatter(mask[..., None], hidden)
+    return output
+
+
+# Layers, which take the places of transformers' own
+
+
+class ExactLinear(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return Product.apply(x.flatten(0, -2), self.weight, self.bias).unflatten(0, x.shape[:-1])
+
+
+class ExactNorm(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        eps = self.variance_epsilon
+        return Recomputed.apply(
+            lambda x, weight: add_rms_norm(x, None, weight, eps)[0],
+            partial(norm, eps),
+            x,
+            self.weight,
+        )
+
+
+class ExactMLP(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        [rows] = x
+        gated = Recomputed.apply(
+            lambda gate, up: exact_silu_and_mul(torch.cat((gate, up), dim=1)),
+            lambda gate, up: F.silu(gate) * up,
+            self.gate_proj(rows),
+            self.up_proj(rows),
+        )
+        return self.down_proj(gated)[None]
+
+
+class ExactAttention(nn.Module):
+    def forward(self, hidden_states: Tensor, packed: Packed, **_options: Any) -> tuple[Tensor, None]:
+        projections = self.q_proj, self.k_proj, self.v_proj
+        heads = [project(hidden_states[0]).unflatten(1, (-1, self.head_dim)) for project in projections]
+        eps = 0.0
+        if hasattr(self, "q_norm"):
+            eps = self.q_norm.variance_epsilon
+            heads += self.q_norm.weight, self.k_norm.weight
+        exact, plain = (partial(each, packed, self.scaling, eps) for each in (exact_attend, attend))
+        return self.o_proj(Recomputed.apply(exact, plain, *heads).flatten(1)[None]), None
+
+
+# By what their modules have.
+EXACT_LAYERS = {
+    "in_features": ExactLinear,
+    "variance_epsilon": ExactNorm,
+    "gate_proj": ExactMLP,
+    "q_proj": ExactAttention,
+}
+
+
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return exact_linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        return grad @ weight, grad.T @ x, grad.sum(0) if ctx.needs_input_grad[2] else None
+
+
+class Recomputed(torch.autograd.Function):
+    """exact(*inputs), with the gradients of plain(*inputs), which is computed in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, exact: Callable, plain: Callable, *inputs: Tensor) -> Tensor:
+        ctx.plain = plain
+        ctx.save_for_backward(*inputs)
+        return exact(*inputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        inputs = [each.detach().requires_grad_() for each in ctx.saved_tensors]
+        with torch.enable_grad():
+            output = ctx.plain(*inputs)
+        return None, None, *torch.autograd.grad(output, inputs, grad)
+
+
+# What layers compute: exactly, and in plain torch, where gradients come from
+
+
+def norm(eps: float, x: Tensor, weight: Tensor) -> Tensor:
+    return F.rms_norm(x.float(), x.shape[-1:], eps=eps).to(x.dtype) * weight
+
+
+def exact_attend(
+    packed: Packed, scale: float, eps: float, q: Tensor, k: Tensor, v: Tensor, *weights: Tensor
+) -> Tensor:
+    """
+    Attention of q, k and v [tokens, heads of each, head_dim], of which q and k are normalised, if there are
+    weights for it, and rotated.
+    """
+    if use_triton(q):
+        # The engine's kernel computes in place, on views of one product; here it stores nothing.
+        q, k, v = torch.cat((q, k, v), dim=1).split_with_sizes((q.shape[1], k.shape[1], v.shape[1]), dim=1)
+        positions, table, no_cache = packed.positions, packed.rotary_emb.cos_sin_cache, v.new_empty(0)
+        to = no_cache, no_cache, torch.full_like(positions, -1, dtype=torch.int32), StoreHooks()
+        qk_norm_rope_store(q, k, v, *weights or (None, None), eps, positions, table, *to)
+    else:
+        q, k = rotate(packed, eps, q, k, *weights)
+    return exact_prefill(q, k, v, AttentionVariant(scale), packed.step, ROWS)
+
+
+def attend(
+    packed: Packed, scale: float, eps: float, q: Tensor, k: Tensor, v: Tensor, *weights: Tensor
+) -> Tensor:
+    q, k = rotate(packed, eps, q, k, *weights)
+    attended = []
+    for begin, end in pairwise(packed.step.cu_seqlens_q.tolist()):
+        heads = (x[None, begin:end].transpose(1, 2) for x in (q, k, v))
+        [y] = F.scaled_dot_product_attention(*heads, is_causal=True, scale=scale, enable_gqa=True)
+        attended.append(y.transpose(0, 1))
+    return torch.cat(attended)
+
+
+def rotate(packed: Packed, eps: float, q: Tensor, k: Tensor, *weights: Tensor) -> tuple[Tensor, Tensor]:
+    if weights:
+        q, k = (norm(eps, x, weight) for x, weight in zip((q, k), weights, strict=True))
+    return packed.rotary_emb(packed.positions, q, k)
