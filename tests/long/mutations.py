@@ -1129,6 +1129,7 @@ MUTATIONS = [
         ),
         ("weights._replace(linear=exact_linear)", "weights"),
         ("    use_exact_heads(model)\n", ""),
+        ("    parts.make_backend = lambda *where: read_prefixes(ExactBackend(where[-1]), config)\n", ""),
         ("most = max(1, ONE_THREAD // (2 * weights.width))", "most = len(x)"),
         ("if matrix.quantised.group:", "if False:"),
         ("functools.partial(multiply, matrix), exact_silu", "matrix.multiply, exact_silu"),
@@ -1183,7 +1184,7 @@ MUTATIONS = [
     *mutations_of(
         "nanovllm/extensions/exact/options",
         ('needs("the weights\' format", formats, FORMATS)', "pass"),
-        ("windows := [*map(model.window,", "windows := [*map(bool,"),
+        ("*map(model.window, range", "*map(lambda _: 0, range"),
     ),
     *mutations_of(
         "nanovllm/assembly",
