@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from exact_schedules import Recorder
+from smollm2 import smollm2_folder, smollm2_gguf  # noqa: F401
 from torch import Tensor
 
 from nanovllm import LLM, SamplingParams
@@ -402,6 +403,12 @@ def test_the_check_finds_no_difference(folders, name, monkeypatch, capsys):
     ordinary, exact = capsys.readouterr().out.splitlines()
     assert exact == "exact=True: 77 tokens, largest difference of log-probabilities 0.0"
     assert ordinary.startswith("exact=False: 77 tokens, ") and not ordinary.endswith(" 0.0")
+
+
+@pytest.mark.slow
+def test_the_check_finds_no_difference_in_a_real_model(smollm2_folder, monkeypatch, capsys):  # noqa: F811
+    assert run_check(monkeypatch, smollm2_folder, "--seqs", 9, "--tokens", 12) == 0
+    assert capsys.readouterr().out.endswith("difference of log-probabilities 0.0\n")
 
 
 def test_the_check_fails_if_the_trainer_is_not_exact(folders, monkeypatch, capsys):
