@@ -166,7 +166,7 @@ def test_without_exactness_on_either_side_they_are_not(folders, engine, name):
 
 @pytest.mark.parametrize("rope", ROPES, ids=lambda rope: rope["rope_type"])
 def test_rotations_for_longer_contexts_are_the_engines(tmp_path, rope):
-    folder = make_checkpoint(tmp_path, "llama", rope_parameters=rope | {"rope_theta": 5000.0})
+    folder = make_checkpoint(tmp_path, "llama", rope_scaling=rope, rope_theta=5000.0)
     drawn = run_engine(folder, torch.float32)
     assert_same_logits(make_exact(load_reference(folder)), drawn, "left")
 
@@ -337,7 +337,7 @@ def test_models_that_are_not_known_are_refused():
             r"layer_types must be full_attention, got .*sliding_attention",
         ),
         (
-            dict(rope_parameters=dict(rope_type="dynamic", factor=2.0, rope_theta=1e4)),
+            dict(rope_scaling=dict(rope_type="dynamic", factor=2.0)),
             r"rope_type must be one of \['default', .*\], got 'dynamic'",
         ),
     ],
