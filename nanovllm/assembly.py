@@ -20,7 +20,7 @@ from nanovllm.engine.block_manager import PrefixCache
 from nanovllm.engine.interfaces import Parts
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.kernels.kv_store import CacheLayout
-from nanovllm.layers.attention import AttentionBackend, get_backend
+from nanovllm.layers.attention import get_backend
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 
 EXTENDED = Path(__file__).with_name("extensions").joinpath("__init__.py").exists()
@@ -28,9 +28,9 @@ if EXTENDED:
     from nanovllm.extensions.api.foreign_options import make_config
     from nanovllm.extensions.api.llm import with_api
     from nanovllm.extensions.checkpoints import opening, recommended
-    from nanovllm.extensions.exact.attention import ExactBackend
+    from nanovllm.extensions.exact import exact_parts
     from nanovllm.extensions.exact.options import check_exact
-    from nanovllm.extensions.exact.products import ExactWeight, use_exact_heads
+    from nanovllm.extensions.experts import moe
     from nanovllm.extensions.int8_cache.layout import Int8Layout
     from nanovllm.extensions.logits.kernels.likelihood import token_logprobs as token_logprobs  # for trainers
     from nanovllm.extensions.logits.processors import make_processors
@@ -39,7 +39,8 @@ if EXTENDED:
     from nanovllm.extensions.models.known import MODELS
     from nanovllm.extensions.prefixes import cascade, token_prefixes
     from nanovllm.extensions.products import onednn, products
-    from nanovllm.extensions.quantised import assignment, formats
+    from nanovllm.extensions.quantised import assignment, formats, fp8
+    from nanovllm.extensions.quantised.kernels.quantised_weight import dequantise_torch
     from nanovllm.extensions.ranks import peer_group, reports
     from nanovllm.extensions.safety import admission, prompt_checks, recovery, sampling_checks, stats
     from nanovllm.extensions.safety.options import ExtendedConfig
@@ -119,7 +120,8 @@ def assemble(config: Config) -> Parts:
     parts = Parts(
         functools.partial(build_model, quantization=config.quantization, exact=config.exact),
         Int8Layout() if config.kv_cache_dtype == "int8" else CacheLayout(config.kv_cache_torch_dtype),
-        make_exact_backend if config.exact else make_backend,
+        # Of (config, device, layers, layout): who computes attention, where prefixes are read once.
+        lambda *where: cascade.CascadeBackend(get_backend(*where), where[0]),
         reports.ReportingRanks,
         peer_group.group_maker(config),
         observers=(
@@ -136,20 +138,13 @@ def assemble(config: Config) -> Parts:
         logits_processors=(*processors, bitmask),
         can_record=Parts.can_record if config.hf_config.architectures else graph_trial.can_be_recorded,
     )
+    if config.exact:
+        exact_parts.make_exact(parts, config, cascade.WholePrefixBackend)
     if config.extensions:
         from nanovllm.extensions.lab.adding import add_extensions
 
         parts = add_extensions(parts, config.extensions, config.tensor_parallel_size)
     return parts
-
-
-def make_backend(config: Config, *where: Any) -> AttentionBackend:
-    """Who computes attention on a device, for layers, with a layout: prefixes are read once."""
-    return cascade.CascadeBackend(get_backend(config, *where), config)
-
-
-def make_exact_backend(_config: Config, _device: Any, _layers: Any, layout: CacheLayout) -> AttentionBackend:
-    return ExactBackend(layout)
 
 
 def get_model_class(config: ModelConfig) -> type[nn.Module]:
@@ -170,7 +165,9 @@ def build_model(config: ModelConfig, quantization: str | None = None, exact: boo
     with assignment.without_weights():
         model = get_model_class(config)(config)
     set_rules(model)
-    assignment.assign_weights(model, scheme, ExactWeight if exact else products.FoldingWeight)
-    use_heads = use_exact_heads if exact else onednn.use_packed_heads
-    use_heads(model)
+    assignment.assign_weights(model, scheme, exact_parts.ExactWeight if exact else products.FoldingWeight)
+    if exact:
+        exact_parts.use_exact(model, moe, fp8.Fp8, dequantise_torch)
+    else:
+        onednn.use_packed_heads(model)
     return model

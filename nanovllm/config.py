@@ -118,10 +118,10 @@ class Config:
                             they are loaded.
     enable_prefix_caching:  share KV cache blocks between sequences that begin with the same tokens.
     seed:                   makes the sampling of the whole engine reproducible.
-    exact:                  a sequence gets the same logits, bit for bit, whatever is computed beside it;
-                            see docs/exact.md.
     logprobs_mode:          log-probabilities are "raw" (the model's own) or "processed" (of the
                             distribution that a token was drawn from).
+    exact:                  a sequence gets the same logits, bit for bit, whatever is computed beside it;
+                            see docs/exact.md.
     lora:                   folder or hub id of an adapter in PEFT's format, merged into the weights while
                             they are loaded.
     tokenizer:              folder, `.gguf` file or hub id with the tokenizer, if not with the model.
@@ -160,8 +160,8 @@ class Config:
     quantization: str | None = None
     enable_prefix_caching: bool = True
     seed: int | None = None
-    exact: bool = False
     logprobs_mode: str = "raw"
+    exact: bool = False
     lora: str | os.PathLike | None = None
     tokenizer: str | os.PathLike | None = None
     hf_overrides: dict[str, Any] | None = None

@@ -149,7 +149,7 @@ def _decode_kernel(
     if OVERLAP:
         # The programs that start first prefetch their first tile while the query is still being computed.
         if seq * SIZES.SHARES + share < num_multiprocessors:
-            _prefetch_tile(k_cache, v_cache, table, kv_head, begin, end, SIZES)
+            prefetch_tile(k_cache, v_cache, table, kv_head, begin, end, SIZES)
     pdl_wait_then_launch(OVERLAP)
     if SIZES.SPLIT and tl.program_id(2) >= used_splits:
         return
@@ -207,7 +207,7 @@ def begin_decode(q, q_batch_stride, q_head_stride, extras, SIZES, HOOKS):
 
 
 @triton.jit
-def _prefetch_tile(k_cache, v_cache, table, kv_head, begin, end, SIZES):
+def prefetch_tile(k_cache, v_cache, table, kv_head, begin, end, SIZES):
     """Start loading the tile at `begin` into the L2 cache, as far as it has tokens."""
     ROW_BYTES: tl.constexpr = SIZES.HEAD_DIM * k_cache.dtype.element_ty.primitive_bitwidth // 8
     if ROW_BYTES % 16 == 0:

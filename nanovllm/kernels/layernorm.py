@@ -7,7 +7,15 @@ the normalised row before it is multiplied by the weight. Inputs are never chang
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.kernels.runtime import TRITON_DEVICES, masked_load, next_power_of_2, tl, triton
+from nanovllm.kernels.runtime import (
+    TRITON_DEVICES,
+    masked_load,
+    next_power_of_2,
+    overlap_options,
+    pdl_wait_then_launch,
+    tl,
+    triton,
+)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -33,6 +41,7 @@ def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float)
         hidden,
         BLOCK=block,
         num_warps=max(1, min(16, block // 256)),
+        **overlap_options(x.device),
     )
     return normed, total
 
@@ -50,10 +59,14 @@ def add_rms_norm_torch(
 
 
 @triton.jit
-def _rms_norm_kernel(x, residual, weight, normed, total, eps, x_stride, hidden, BLOCK: tl.constexpr):
+def _rms_norm_kernel(
+    x, residual, weight, normed, total, eps, x_stride, hidden, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < hidden
+    gain = masked_load(weight + column, inside)
+    pdl_wait_then_launch(OVERLAP)
     value = masked_load(x + row * x_stride + column, inside)
     place = row * hidden + column
     if residual is not None:
@@ -63,7 +76,6 @@ def _rms_norm_kernel(x, residual, weight, normed, total, eps, x_stride, hidden, 
         tl.store(total + place, value, mask=inside)
     wide = value.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide) / hidden + eps)
-    gain = masked_load(weight + column, inside)
     rounded = (wide * scale).to(value.dtype)
     result = rounded.to(tl.float32) * gain.to(tl.float32)
     tl.store(normed + place, result, mask=inside)

@@ -4,12 +4,17 @@ from torch import Tensor
 
 from nanovllm.extensions.exact.kernels.attention import exact_decode, exact_prefill
 from nanovllm.kernels.attention_variant import AttentionVariant
-from nanovllm.layers.attention import AttentionBackend
+from nanovllm.layers.attention import Attention, AttentionBackend
 from nanovllm.utils.context import Context
 
 
 class ExactBackend(AttentionBackend):
     """For layers whose variants have no hooks; see `options`."""
+
+    def for_layer(self, layer: Attention) -> AttentionBackend:
+        if any(layer.variant.hooks[:-1]):
+            raise ValueError("exact=True cannot be used with windows, caps or sinks of attention")
+        return self
 
     def prefill(self, q: Tensor, k: Tensor, v: Tensor, variant: AttentionVariant, step: Context) -> Tensor:
         if step.block_tables is None and self.layout.dtype.is_floating_point:

@@ -1,6 +1,7 @@
 """What an exact engine can be made of; all else is refused before weights are read."""
 
 from collections.abc import Collection, Iterable
+from typing import Any
 
 import torch
 
@@ -8,7 +9,8 @@ from nanovllm.config import Config
 from nanovllm.kernels.runtime import HAVE_TRITON
 
 ARCHITECTURES = "Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM", "MistralForCausalLM"
-FORMATS = ("dense",)
+ARCHITECTURES += ("Qwen3MoeForCausalLM",)
+FORMATS = "dense", "fp8"
 DTYPES = {"cuda": ("bfloat16", "float16"), "cpu": ("float32", "bfloat16")}
 BACKENDS = {"cuda": ("auto", "triton"), "cpu": ("auto", "torch")}
 MAX_HEAD_DIM = 128  # of the kernels
@@ -22,7 +24,10 @@ def check_exact(config: Config, formats: Collection[str]) -> None:
     model, device = config.hf_config, config.device_of(0).type
     needs("attention_backend", [config.attention_backend], BACKENDS[device])
     needs("dtype", [str(config.torch_dtype).removeprefix("torch.")], DTYPES[device])
-    needs("the architecture", model.architectures or ["one of transformers"], ARCHITECTURES)
+    if model.architectures:
+        needs("the architecture", model.architectures, ARCHITECTURES)
+    else:  # see `backend_check`, which comes before ranks are connected
+        needs("tensor_parallel_size", [config.tensor_parallel_size], [1])
     needs("the weights' format", formats, FORMATS)
     if any(windows := [*map(model.window, range(model.num_hidden_layers))]):
         length = min(filter(None, windows))
@@ -36,7 +41,7 @@ def check_exact(config: Config, formats: Collection[str]) -> None:
         raise ValueError("exact=True needs oneDNN on a CPU, which this torch is built without")
 
 
-def needs(what: str, given: Iterable[str], allowed: Collection[str]) -> None:
+def needs(what: str, given: Iterable[Any], allowed: Collection[Any]) -> None:
     for each in given:
         if each not in allowed:
             raise ValueError(f"exact=True needs {what} to be one of {list(allowed)}, got {each!r}")

@@ -4,11 +4,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanovllm.extensions.exact.kernels.product import product
+from nanovllm.extensions.exact.kernels.product import few_rows, multiply, product
 from nanovllm.kernels.activation import silu_and_mul
-from nanovllm.kernels.runtime import is_on_gpu
+from nanovllm.kernels.runtime import is_on_gpu, use_triton
 from nanovllm.layers.embed_head import ParallelLMHead
-from nanovllm.layers.linear import DenseWeight
+from nanovllm.layers.linear import DenseWeight, Product, activated
 
 ONE_THREAD = 32_768  # elements
 
@@ -35,6 +35,23 @@ class ExactWeight(DenseWeight):
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return exact_linear(x, self.weight, bias)
+
+    def products(self, layer: nn.Module) -> list[Product]:
+        return [Gated(self)] if is_on_gpu(self.weight) and use_triton(self.weight) else []
+
+
+class Gated(Product):
+    """For a few rows, with the activation folded in."""
+
+    def __init__(self, weight: ExactWeight):
+        self.multiply = weight.multiply
+        self.weight = weight.weight
+
+    def accepts(self, rows: int, is_prefill: bool) -> bool:
+        return few_rows(rows, self.weight)
+
+    def linear(self, x: Tensor, bias: Tensor | None, gated: bool = False) -> Tensor:
+        return multiply(activated(x), self.weight, bias, gated)
 
 
 class ExactHead(ParallelLMHead):

@@ -22,7 +22,7 @@ from nanovllm.extensions.prefixes.kernels.shared_prefix import (
     plan_shapes,
     queries_per_item,
 )
-from nanovllm.extensions.prefixes.planner import CascadePlanner
+from nanovllm.extensions.prefixes.planner import CascadePlanner, WholePrefixPlanner
 from nanovllm.kernels.attention_variant import AttentionVariant
 from nanovllm.kernels.runtime import cdiv, num_multiprocessors
 from nanovllm.layers.attention import Attention, AttentionBackend
@@ -31,6 +31,8 @@ from nanovllm.utils.context import Context
 
 class CascadeBackend(AttentionBackend):
     """A step has a plan, and the key True, where sharing pays; without one the back-end behind does all."""
+
+    make_planner = CascadePlanner
 
     def __init__(self, behind: AttentionBackend, config: Config):
         super().__init__(behind.layout)
@@ -55,7 +57,7 @@ class CascadeBackend(AttentionBackend):
         kv_heads = max(1, config.hf_config.num_key_value_heads // config.tensor_parallel_size)
         num_items = cdiv(2 * num_multiprocessors(device), kv_heads)
         num_rows = 4 * cdiv(config.max_num_seqs, 4)  # each table begins at a multiple of 16 bytes
-        self.planner = CascadePlanner(num_rows, queries_per_item(self.heads_per_kv_head), num_items)
+        self.planner = self.make_planner(num_rows, queries_per_item(self.heads_per_kv_head), num_items)
         shapes = plan_shapes(num_rows)
         sizes = [math.prod(shape) for shape in shapes]
         self.buffer = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
@@ -86,3 +88,16 @@ class CascadeBackend(AttentionBackend):
             return self.behind.decode(q, k, v, variant, step)
         attend = cascade_attention_torch if self.config.attention_backend == "torch" else cascade_attention
         return attend(q, k, v, variant, step, self.layout)
+
+
+class WholePrefixBackend(CascadeBackend):
+    """Makes plans for a back-end that reads prefixes itself, and adds up tokens in order."""
+
+    make_planner = WholePrefixPlanner
+
+    def for_layer(self, layer: Attention) -> AttentionBackend:
+        self.behind.for_layer(layer)  # may refuse it
+        return super().for_layer(layer)
+
+    def decode(self, q: Tensor, k: Tensor, v: Tensor, variant: AttentionVariant, step: Context) -> Tensor:
+        return self.behind.decode(q, k, v, variant, step)

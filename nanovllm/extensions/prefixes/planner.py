@@ -7,8 +7,9 @@ tree of prefixes. `CascadePlan` explains the tables.
 """
 
 from bisect import insort
+from collections.abc import Iterator
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -115,12 +116,10 @@ class CascadePlanner:
         plan = CascadePlan(*(np.zeros(shape, np.int32) for shape in plan_shapes(self.num_rows)))
         num_queries, items = 0, []
         order = np.array([rows[seq_id] for _, seq_id in self._prompts])
-        for prefix, count in zip(prefixes, counts, strict=True):
-            sharing = order[prefix.first : prefix.last]
-            plan.prefix_lens[sharing] = prefix.end
-            # Spans of nearly the same length.
-            starts = (prefix.end - prefix.begin) * np.arange(count) // count // ITEM_STEP * ITEM_STEP
-            for span in pairwise([*(prefix.begin + starts), prefix.end]):
+        for prompts, bounds in self._spans(prefixes, counts):
+            sharing = order[prompts]
+            plan.prefix_lens[sharing] = bounds[-1]
+            for span in pairwise(bounds):
                 queries = range(num_queries, num_queries + len(sharing))
                 num_queries = queries.stop
                 plan.queries[queries] = sharing
@@ -133,6 +132,33 @@ class CascadePlanner:
         plan.work_items[: len(items)] = items
         plan.num_work_items[0] = len(items)
         return plan
+
+    def _spans(self, prefixes: list[Prefix], counts: np.ndarray) -> Iterator[tuple[Any, list[int]]]:
+        """For each prefix its prompts of the sorted list, and where its spans begin and the last one ends."""
+        for prefix, count in zip(prefixes, counts, strict=True):
+            # Spans of nearly the same length.
+            starts = (prefix.end - prefix.begin) * np.arange(count) // count // ITEM_STEP * ITEM_STEP
+            yield slice(prefix.first, prefix.last), [*(prefix.begin + starts), prefix.end]
+
+
+class WholePrefixPlanner(CascadePlanner):
+    """
+    For kernels that add up tokens in order. A sequence reads one prefix, the longest of those that it has in
+    common with others, from its first token on, and to a multiple of ITEM_STEP.
+    """
+
+    def _divide(self, prefixes: list[Prefix]) -> np.ndarray:
+        return np.ones(len(prefixes), int)
+
+    def _spans(self, prefixes: list[Prefix], counts: np.ndarray) -> Iterator[tuple[Any, list[int]]]:
+        longest = np.full(len(self._prompts), -1)
+        for i, prefix in enumerate(prefixes):  # each in front of those that continue it
+            longest[prefix.first : prefix.last] = i
+        for i, prefix in enumerate(prefixes):
+            end = prefix.end // ITEM_STEP * ITEM_STEP
+            prompts = np.flatnonzero(longest == i)
+            if end and len(prompts):
+                yield prompts, [0, end]
 
 
 def choose_prefixes(common: np.ndarray, min_saved: int) -> list[Prefix]:

@@ -35,8 +35,7 @@ def qwen3(tmp_path_factory) -> str:
         ("attention_backend", "flash", "attention_backend to be one of ['auto', 'torch'], got 'flash'"),
         ("attention_backend", "triton", "attention_backend to be one of ['auto', 'torch'], got 'triton'"),
         ("dtype", "float16", "dtype to be one of ['float32', 'bfloat16'], got 'float16'"),
-        ("quantization", "int4", "the weights' format to be one of ['dense'], got 'int4'"),
-        ("model_impl", "transformers", "got 'one of transformers'"),
+        ("quantization", "int4", "the weights' format to be one of ['dense', 'fp8'], got 'int4'"),
     ],
 )
 def test_an_option_that_is_not_exact_is_refused(qwen3, name, value, told):
@@ -57,7 +56,7 @@ def test_a_window_is_refused_unless_it_is_longer_than_every_sequence(tmp_path):
 @pytest.mark.parametrize(
     "stored",
     [
-        dict(quant_method="fp8", weight_block_size=[128, 128], activation_scheme="dynamic"),
+        dict(quant_method="mxfp4"),
         dict(quant_method="gptq", bits=4, group_size=32, desc_act=False, sym=True),
     ],
     ids=lambda stored: stored["quant_method"],
@@ -65,7 +64,7 @@ def test_a_window_is_refused_unless_it_is_longer_than_every_sequence(tmp_path):
 def test_weights_of_a_format_that_is_not_exact_are_refused(tmp_path, stored):
     model = checkpoint(tmp_path, "qwen3")
     edit_json(tmp_path / "config.json", quantization_config=stored)
-    assert_refused(model, "the weights' format to be one of ['dense'], got ")
+    assert_refused(model, "the weights' format to be one of ['dense', 'fp8'], got ")
 
 
 def test_all_else_works_and_is_off_unless_it_is_asked_for(tmp_path):

@@ -1,28 +1,310 @@
-"""Exact attention of prefill and decode.
+"""Attention with one order of addition, for prefill, decode and shared prefixes alike.
 
-On a CPU torch computes it; the kernels of GPUs are still to come.
+Keys come in tiles of 128 and spans of two, counted from a sequence's first token. The sums of a span begin
+with nothing, and spans are folded in order (`sums`). The sum of the weights goes through the matrix unit,
+too, which adds in the order of the keys whatever the shape of a tile is. A program that does not begin with
+the first token must not fold: it stores each span's sums, and who arrives last folds all. Sums are divided
+once, at the end. Kernels are compiled without the fusion of a product and a sum, which a compiler does in one
+kernel and not in the next; where it is wanted, `tl.fma` says so.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from nanovllm.extensions.exact.kernels.attention_torch import exact_decode_torch, exact_prefill_torch
+from nanovllm.extensions.exact.kernels.sums import (
+    add_tile,
+    divided,
+    fold,
+    fold_whole,
+    load_sums,
+    no_sums,
+    store_sums,
+)
 from nanovllm.kernels.attention_variant import AttentionVariant
-from nanovllm.kernels.kv_store import CacheLayout
+from nanovllm.kernels.decode_attention import prefetch_tile
+from nanovllm.kernels.kv_store import ROWS, CacheLayout
+from nanovllm.kernels.runtime import (
+    LOG2_E,
+    MIN_DOT_SIZE,
+    arrival_counters,
+    cdiv,
+    empty_padded,
+    has_hopper_shared_memory,
+    masked_load,
+    next_power_of_2,
+    num_multiprocessors,
+    overlap_options,
+    pdl_wait_then_launch,
+    tl,
+    triton,
+    use_triton,
+)
+
+TILE, SPAN = 128, 256  # keys
+PREFIX_ROWS = 64  # queries times heads that a program computes over a shared prefix
+PROGRAMS_PER_MULTIPROCESSOR = 3
+MAX_STORED = 1 << 24  # elements of spans' sums; if there would be more, contexts are not split
+MAX_FEWEST = 4  # spans
+FOLDED = tl.constexpr(4)  # stored spans that are loaded together
+
+
+class Sizes(NamedTuple):
+    """Constants of a launch. A program computes ROWS queries, or heads of them, over one kv head's cache."""
+
+    HEADS: int  # that share a kv head
+    KV_HEADS: int
+    HEAD_DIM: int
+    DIM_PAD: int  # HEAD_DIM rounded up to what the matrix unit takes
+    BLOCK_SIZE: int
+    KEY_TILE: int  # of which a span is a multiple; also called TILE
+    TILE: int
+    SPAN: int
+    ROWS: int
+    PREFETCH: bool  # whether keys and values of a token are rows, which can be asked for in advance
+
+
+def launch_options(device: torch.device, num_warps: int) -> dict[str, Any]:
+    num_stages = 2 if has_hopper_shared_memory(device) else 1
+    return {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": False}
 
 
 def exact_prefill(
     q: Tensor, k: Tensor, v: Tensor, variant: AttentionVariant, step: Any, layout: CacheLayout
 ) -> Tensor:
-    if q.device.type == "cpu":
+    """What `varlen_prefill_attention` computes, for a variant without hooks and heads of up to 128."""
+    if not use_triton(q):
         return exact_prefill_torch(q, k, v, variant, step, layout)
-    raise NotImplementedError
+    _, heads, head_dim = q.shape
+    tables = step.block_tables
+    if tables is None:
+        block_size, kv_heads, layout = 1, k.shape[1], ROWS
+    else:
+        block_size, kv_heads = layout.page_sizes(k, head_dim)
+    out = q.new_empty(q.shape)
+    sizes = _sizes(heads, kv_heads, head_dim, block_size, 128, layout.has_token_rows)
+    num_seqs = len(step.cu_seqlens_q) - 1
+    _prefill_kernel[(cdiv(step.max_seqlen_q, sizes.ROWS), heads, num_seqs)](
+        q, k, v, out, step.cu_seqlens_q, step.cu_seqlens_k, tables, variant.scale * LOG2_E,
+        *q.stride()[:2], *k.stride()[-3:-1], *v.stride()[-3:-1], 0 if tables is None else tables.stride(0),
+        SIZES=sizes, LOAD=layout.load, **launch_options(q.device, 8),
+    )  # fmt: skip
+    return out
 
 
 def exact_decode(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, variant: AttentionVariant, step: Any, layout: CacheLayout
 ) -> Tensor:
-    if q.device.type == "cpu":
+    """
+    What `paged_decode_attention` computes, for a variant without hooks and heads of up to 128. A plan in
+    `step.attention_plan` has work items (first query, queries, 0, end) whose ends are multiples of TILE.
+    """
+    if not use_triton(q):
         return exact_decode_torch(q, k_cache, v_cache, variant, step, layout)
-    raise NotImplementedError
+    batch, heads, head_dim = q.shape
+    block_size, kv_heads = layout.page_sizes(k_cache, head_dim)
+    plan, device = step.attention_plan, q.device
+    rows = max(8, next_power_of_2(heads // kv_heads))
+    sizes = _sizes(heads, kv_heads, head_dim, block_size, rows, layout.has_token_rows)
+    shared = [q, k_cache, v_cache, step.block_tables, variant.scale * LOG2_E, step.block_tables.stride(0)]
+    shared += [*q.stride()[:2], *k_cache.stride()[-3:-1], *v_cache.stride()[-3:-1]]
+    prefixes = prefix_lens = partial = counters = None
+    splits = min(cdiv(PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors(device), batch * kv_heads), 64)
+    if plan is not None:
+        prefix_lens, splits = plan.prefix_lens, 1
+        prefixes = q.new_empty(batch, heads, 2, head_dim + 2, dtype=torch.float32)
+        rows = max(PREFIX_ROWS, next_power_of_2(sizes.HEADS))
+        _prefix_kernel[(2 * num_multiprocessors(device),)](
+            *shared, prefixes, plan.queries, plan.work_items, plan.num_work_items,
+            SIZES=sizes._replace(ROWS=rows), LOAD=layout.load,
+            **launch_options(device, 4), **overlap_options(device),
+        )  # fmt: skip
+    # Storing and folding spans takes as long as some tiles, so that it pays where few programs run.
+    fewest_spans = max(1, min(batch * kv_heads // 16, MAX_FEWEST))
+    max_spans = cdiv(step.block_tables.shape[1] * block_size, SPAN)
+    stored = batch * heads * max_spans * (head_dim + 2)
+    if splits > 1 and stored <= MAX_STORED:
+        partial = q.new_empty(stored, dtype=torch.float32)
+        counters = arrival_counters(device)
+    else:
+        splits = 1
+    out = empty_padded(batch, heads * head_dim, q).view(q.shape)
+    _decode_kernel[(kv_heads, batch, splits)](
+        *shared, out, step.context_lens, prefixes, prefix_lens, partial, counters, max_spans,
+        fewest_spans, num_multiprocessors(device), SIZES=sizes, LOAD=layout.load,
+        **launch_options(device, 4), **overlap_options(device),
+    )  # fmt: skip
+    return out
+
+
+def _sizes(heads: int, kv_heads: int, head_dim: int, block_size: int, rows: int, is_rows: bool) -> Sizes:
+    dim_pad = max(MIN_DOT_SIZE, next_power_of_2(head_dim))
+    return Sizes(heads // kv_heads, kv_heads, head_dim, dim_pad, block_size, TILE, TILE, SPAN, rows, is_rows)
+
+
+@triton.jit(do_not_specialize=["table_stride"])
+def _prefill_kernel(
+    q, k, v, out, cu_seqlens_q, cu_seqlens_k, block_tables, scale_log2,
+    q_token_stride, q_head_stride, k_token_stride, k_head_stride, v_token_stride, v_head_stride, table_stride,
+    SIZES: tl.constexpr, LOAD: tl.constexpr,
+):  # fmt: skip
+    """A program computes ROWS queries of one head of one sequence."""
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the last tile sees the most keys, so it starts first
+    head = tl.program_id(1)
+    seq = tl.program_id(2)
+    q_start = tl.load(cu_seqlens_q + seq)
+    len_q = tl.load(cu_seqlens_q + seq + 1) - q_start
+    first = tile * SIZES.ROWS
+    if first >= len_q:
+        return
+    k_start = tl.load(cu_seqlens_k + seq)
+    len_k = tl.load(cu_seqlens_k + seq + 1) - k_start
+    index = first + tl.arange(0, SIZES.ROWS)
+    dim = tl.arange(0, SIZES.DIM_PAD)
+    inside = (index < len_q)[:, None] & (dim < SIZES.HEAD_DIM)[None, :]
+    token = (q_start + index).to(tl.int64)
+    query = masked_load(q + token[:, None] * q_token_stride + head * q_head_stride + dim[None, :], inside)
+
+    kv_head = head // SIZES.HEADS
+    k += kv_head * k_head_stride
+    v += kv_head * v_head_stride
+    if block_tables is None:
+        k += k_start.to(tl.int64) * k_token_stride
+        v += k_start.to(tl.int64) * v_token_stride
+    else:
+        block_tables += seq.to(tl.int64) * table_stride
+    cache = k, v, block_tables, k_token_stride, v_token_stride
+    last_key = len_k - len_q + index
+    position = len_k - len_q + first  # of the first query
+    all_seen = (position + 1) // SIZES.KEY_TILE * SIZES.KEY_TILE
+    some_seen = tl.minimum(position + SIZES.ROWS, len_k)
+    sums = no_sums(SIZES, False)
+    span = no_sums(SIZES, False)
+    for start in range(0, all_seen, SIZES.KEY_TILE):
+        span = add_tile(span, query, cache, start, len_k, last_key, scale_log2, SIZES, LOAD, False, False)
+        sums, span = fold_whole(sums, span, start + SIZES.KEY_TILE, SIZES, False)
+    for start in range(all_seen, some_seen, SIZES.KEY_TILE):
+        span = add_tile(span, query, cache, start, len_k, last_key, scale_log2, SIZES, LOAD, True, False)
+        sums, span = fold_whole(sums, span, start + SIZES.KEY_TILE, SIZES, False)
+    sums = fold(sums, span, False)
+    place = (token[:, None] * tl.num_programs(1) + head) * SIZES.HEAD_DIM + dim[None, :]
+    tl.store(out + place, divided(sums, False), mask=inside)
+
+
+@triton.jit(do_not_specialize=["table_stride"])
+def _prefix_kernel(
+    q, k_cache, v_cache, block_tables, scale_log2, table_stride, q_token_stride, q_head_stride,
+    k_token_stride, k_head_stride, v_token_stride, v_head_stride,
+    prefixes, queries, work_items, num_work_items,
+    SIZES: tl.constexpr, LOAD: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """A program computes every n-th pair of a work item and a kv head, if there are n programs."""
+    pdl_wait_then_launch(OVERLAP)
+    row = tl.arange(0, SIZES.ROWS)
+    dim = tl.arange(0, SIZES.DIM_PAD)
+    is_dim = dim < SIZES.HEAD_DIM
+    for pair in range(tl.program_id(0), tl.load(num_work_items) * SIZES.KV_HEADS, tl.num_programs(0)):
+        kv_head = pair % SIZES.KV_HEADS
+        item = work_items + pair // SIZES.KV_HEADS * 4
+        first = tl.load(item)
+        is_row = row < tl.load(item + 1) * SIZES.HEADS
+        end = tl.load(item + 3)
+        seq = masked_load(queries + first + row // SIZES.HEADS, is_row).to(tl.int64)
+        head = kv_head * SIZES.HEADS + row % SIZES.HEADS
+        address = (q + seq * q_token_stride + head * q_head_stride)[:, None] + dim[None, :]
+        query = masked_load(address, is_row[:, None] & is_dim[None, :])
+        table = block_tables + tl.load(queries + first).to(tl.int64) * table_stride
+        k, v = k_cache + kv_head * k_head_stride, v_cache + kv_head * v_head_stride
+        cache = k, v, table, k_token_stride, v_token_stride
+        sums = no_sums(SIZES, False)
+        span = no_sums(SIZES, False)
+        for start in range(0, end, SIZES.KEY_TILE):
+            span = add_tile(span, query, cache, start, end, None, scale_log2, SIZES, LOAD, False, False)
+            sums, span = fold_whole(sums, span, start + SIZES.KEY_TILE, SIZES, False)
+        place = prefixes + (seq * SIZES.KV_HEADS * SIZES.HEADS + head) * 2 * (SIZES.HEAD_DIM + 2)
+        store_sums(place, sums, is_row, is_dim, SIZES, False)
+        store_sums(place + SIZES.HEAD_DIM + 2, span, is_row, is_dim, SIZES, False)
+
+
+@triton.jit(do_not_specialize=["table_stride", "max_spans", "fewest_spans", "num_multiprocessors"])
+def _decode_kernel(
+    q, k_cache, v_cache, block_tables, scale_log2, table_stride, q_token_stride, q_head_stride,
+    k_token_stride, k_head_stride, v_token_stride, v_head_stride,
+    out, context_lens, prefixes, prefix_lens, partial, counters, max_spans, fewest_spans,
+    num_multiprocessors, SIZES: tl.constexpr, LOAD: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """
+    A program computes the heads of one kv head, of one sequence. With `partial` several share a long context:
+    each computes every n-th span, if they are n, at least `fewest_spans`, and the last one to end folds all.
+    """
+    kv_head = tl.program_id(0)
+    seq = tl.program_id(1)
+    context_len = tl.load(context_lens + seq)
+    row = tl.arange(0, SIZES.ROWS)
+    dim = tl.arange(0, SIZES.DIM_PAD)
+    is_row = row < SIZES.HEADS
+    is_dim = dim < SIZES.HEAD_DIM
+    head = kv_head * SIZES.HEADS + row
+    last_key = tl.full([SIZES.ROWS], 0, tl.int32) + context_len - 1
+    table = block_tables + seq.to(tl.int64) * table_stride
+    k, v = k_cache + kv_head * k_head_stride, v_cache + kv_head * v_head_stride
+    cache = k, v, table, k_token_stride, v_token_stride
+    num_heads = SIZES.KV_HEADS * SIZES.HEADS
+    number = (seq * num_heads + head).to(tl.int64)  # of a head of the batch
+    begin = 0
+    if prefixes is not None:
+        begin = tl.load(prefix_lens + seq)
+    if OVERLAP:
+        # The programs that start first prefetch their first tile while the query is still being computed.
+        if SIZES.PREFETCH and partial is None:
+            if seq * SIZES.KV_HEADS + kv_head < num_multiprocessors:
+                prefetch_tile(k_cache, v_cache, table, kv_head, begin, context_len, SIZES)
+    pdl_wait_then_launch(OVERLAP)
+    address = (q + seq.to(tl.int64) * q_token_stride + head * q_head_stride)[None, :] + dim[:, None]
+    query = masked_load(address, is_row[None, :] & is_dim[:, None])
+
+    sums = no_sums(SIZES, True)
+    span = no_sums(SIZES, True)
+    end = context_len
+    if prefixes is not None:
+        is_there = row < tl.where(begin > 0, SIZES.HEADS, 0)
+        place = prefixes + number * 2 * (SIZES.HEAD_DIM + 2)
+        sums = load_sums(place, is_there, is_dim, SIZES)
+        span = load_sums(place + SIZES.HEAD_DIM + 2, is_there, is_dim, SIZES)
+    if partial is not None:
+        spans = tl.cdiv(context_len, SIZES.SPAN)
+        programs = tl.minimum(tl.num_programs(2), tl.cdiv(spans, fewest_spans))
+        end = tl.where(programs > 1, 0, context_len)
+        is_row = row < tl.where(tl.program_id(2) < tl.maximum(programs, 1), SIZES.HEADS, 0)
+    for start in range(begin, end, SIZES.KEY_TILE):
+        span = add_tile(span, query, cache, start, end, last_key, scale_log2, SIZES, LOAD, True, True)
+        sums, span = fold_whole(sums, span, start + SIZES.KEY_TILE, SIZES, True)
+    sums = fold(sums, span, True)
+    if partial is not None:
+        if programs > 1:
+            place = partial + number * max_spans * (SIZES.HEAD_DIM + 2)
+            for i in range(tl.program_id(2), spans, programs):
+                span = no_sums(SIZES, True)
+                end = tl.minimum((i + 1) * SIZES.SPAN, context_len)
+                for start in range(i * SIZES.SPAN, end, SIZES.KEY_TILE):
+                    span = add_tile(
+                        span, query, cache, start, context_len, last_key, scale_log2, SIZES, LOAD, True, True
+                    )
+                store_sums(place + i * (SIZES.HEAD_DIM + 2), span, is_row, is_dim, SIZES, True)
+            tl.debug_barrier()  # all threads have stored their part before the counter says so
+            counter = counters + seq * SIZES.KV_HEADS + kv_head
+            num_before = programs
+            if tl.program_id(2) < programs:
+                num_before = tl.atomic_add(counter, 1)
+            is_row = row < tl.where(num_before == programs - 1, SIZES.HEADS, 0)
+            if num_before == programs - 1:
+                tl.store(counter, 0)
+                for first in range(0, spans, FOLDED):
+                    for j in tl.static_range(FOLDED):
+                        is_there = row < tl.where(first + j < spans, SIZES.HEADS, 0)
+                        part = place + (first + j) * (SIZES.HEAD_DIM + 2)
+                        sums = fold(sums, load_sums(part, is_there, is_dim, SIZES), True)
+    place = number[None, :] * SIZES.HEAD_DIM + dim[:, None]
+    tl.store(out + place, divided(sums, True), mask=is_row[None, :] & is_dim[:, None])

@@ -1,6 +1,6 @@
 """What all kernels of a mixture of experts know: its weights, and the activation between their products."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +28,7 @@ class ExpertWeights(NamedTuple):
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
     is_clamped: bool = False  # gpt-oss's activation in place of SwiGLU's
+    linear: Any = F.linear  # what the reference multiplies with
 
     @property
     def width(self) -> int:
@@ -43,7 +44,7 @@ class ExpertWeights(NamedTuple):
             matrix = dequantise_torch(weight, rows, weight.product_dtype).to(x.dtype)
         else:
             matrix = weight[rows]
-        return F.linear(x, matrix, None if bias is None else bias[rows])
+        return self.linear(x, matrix, None if bias is None else bias[rows])
 
 
 def activate_torch(x: Tensor, is_clamped: bool = False) -> Tensor:

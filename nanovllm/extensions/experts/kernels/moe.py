@@ -144,10 +144,10 @@ def run_grouped(
 
 
 def run_experts_torch(x: Tensor, weights: ExpertWeights, chosen: Chosen) -> Tensor:
-    top_k, num_experts = chosen.experts.shape[1], weights.num_experts
+    top_k = chosen.experts.shape[1]
     experts, shares = chosen.experts.flatten(), chosen.weights.flatten().to(x.dtype)
     parts = x.new_empty(len(experts), x.shape[1])
-    counts = torch.bincount(experts, minlength=num_experts).tolist()
+    counts = torch.bincount(experts, minlength=weights.num_experts).tolist()
     for expert, its in enumerate(experts.argsort(stable=True).split(counts)):
         if len(its):
             y = weights.multiply_torch(x[its // top_k], weights.gate_up, weights.gate_up_bias, expert)

@@ -1,0 +1,116 @@
+"""An engine's parts made exact: its attention, and what other extensions have brought.
+
+That comes as an argument, and is left as it is but for what makes a row's bits depend on other rows.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nanovllm.config import Config
+from nanovllm.engine.interfaces import Parts
+from nanovllm.extensions.exact.attention import ExactBackend
+from nanovllm.extensions.exact.backend_check import BackendCheck
+from nanovllm.extensions.exact.kernels.ordered_sum import sum_in_order
+from nanovllm.extensions.exact.products import (
+    ONE_THREAD,
+    exact_linear,
+    exact_silu_and_mul,
+    use_exact_heads,
+)
+from nanovllm.extensions.exact.products import ExactWeight as ExactWeight
+from nanovllm.kernels.kv_store import CacheLayout
+from nanovllm.layers.layernorm import RMSNorm, Stream
+from nanovllm.layers.linear import Product
+from nanovllm.utils.context import get_context
+
+
+def make_exact(parts: Parts, config: Config, read_prefixes: Callable) -> None:
+    """`read_prefixes` makes a back-end that plans for the exact one, of that and the config."""
+    parts.layout = exact_layout(parts.layout)
+    parts.make_backend = lambda *where: read_prefixes(ExactBackend(where[-1]), config)
+    if not config.hf_config.architectures:
+        parts.observers += (BackendCheck(config.hf_config),)
+
+
+def use_exact(model: nn.Module, experts: Any, fp8: type, dequantise: Callable) -> None:
+    """
+    Of a model whose dense weights are exact: the head, mixtures of experts, which are in the module
+    `experts`, and weights of the class `fp8`.
+    """
+    use_exact_heads(model)
+    use_exact_experts(model, experts)
+    use_exact_fp8(model, fp8, dequantise)
+
+
+def use_exact_experts(model: nn.Module, module: Any) -> None:
+    """
+    Mixtures of experts multiply any number of rows as a prefill does, whose grouped
+    products take inputs in ascending order. What the experts make of a row is added up in the order in which
+    the router names them and rounded, and then added to the residual: on one rank as on several. A CPU takes
+    so few rows at a time that one thread computes their activation, see `exact_silu_and_mul`.
+    """
+
+    def forward(layer: Any, stream: Stream, next_norm: RMSNorm) -> Stream:
+        x, weights = stream.normalised(), layer.experts.weights._replace(linear=exact_linear)
+        kernels, chosen = module.choose_kernels(x, weights, is_prefill=True), layer.gate(stream)
+        most = max(1, ONE_THREAD // (2 * weights.width))
+        if kernels is not None or len(x) <= most:
+            return stream.add(add_up(kernels, x, weights, chosen), next_norm)
+        pieces = zip(*(each.split(most) for each in (x, *chosen)), strict=True)
+        sums = [add_up(None, piece, weights, type(chosen)(*its)) for piece, *its in pieces]
+        return stream.add(torch.cat(sums), next_norm)
+
+    def add_up(kernels: Any, x: Tensor, weights: Any, chosen: Any) -> Tensor:
+        return sum_in_order(module.run_grouped(kernels, x, weights, chosen, get_context().is_prefill))
+
+    for layer in model.modules():
+        if isinstance(layer, module.MixtureOfExperts):
+            layer.forward = functools.partial(forward, layer)
+
+
+def use_exact_fp8(model: nn.Module, kind: type, dequantise: Callable) -> None:
+    """
+    Weights of this kind multiply without what they fold in: torch's library, with a scale for each row, has
+    one order for any number of rows. Where it cannot, and on a CPU, the weight is dequantised first. Raises
+    ValueError naming a layer whose scales are for blocks.
+    """
+
+    def multiply(matrix: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        weight, rows = matrix.quantised, slice(0, matrix.shape[0])
+        return exact_linear(x, dequantise(weight, rows, weight.product_dtype).to(x.dtype), bias)
+
+    def products(found: Callable, layer: Any) -> list[Product]:
+        alone = [Product() for _ in found(layer)]
+        for product, folding in zip(alone, found(layer), strict=True):
+            product.multiply, product.act_fn = folding.linear, exact_silu_and_mul
+        return alone
+
+    for name, layer in model.named_modules():
+        matrix = getattr(layer, "matrix", None)
+        if isinstance(matrix, kind):
+            if matrix.quantised.group:
+                raise ValueError(f"exact=True needs fp8 weights with a scale for each row: {name} has blocks")
+            matrix.multiply, matrix.act_fn = functools.partial(multiply, matrix), exact_silu_and_mul
+            matrix.products = functools.partial(products, matrix.products)
+
+
+def exact_layout(layout: CacheLayout) -> CacheLayout:
+    """
+    The layout. That of 8-bit pages is changed: decode steps store by the kernel of a prefill, and where no
+    kernel rotates, each token is rotated alone.
+    """
+    if layout.dtype.is_floating_point:
+        return layout
+    rotate, store_hooks = layout.rotate, layout.store_hooks
+
+    def rotate_alone(q: Tensor, k: Tensor) -> list[Tensor]:
+        tokens = map(rotate, q.split(1), k.split(1))
+        return [torch.cat(each) for each in zip(*tokens, strict=True)]
+
+    layout.rotate = rotate_alone
+    layout.store_hooks = lambda cache, head_dim, _: store_hooks(cache, head_dim, True)
+    return layout
