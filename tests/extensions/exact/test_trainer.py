@@ -2,6 +2,7 @@
 
 import copy
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -246,10 +247,11 @@ def test_gradients_are_those_of_the_ordinary_model(folders, name, side):
     assert errors(gradients(make_exact(ordinary), inputs), wanted).max() < 1e-5
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("name", SHAPES)
-def test_gradients_in_bfloat16_are_as_close_as_the_ordinary_models(folders, name):
-    inputs = batch(PROMPTS, "left")
-    ordinary = load_reference(folders[name], torch.bfloat16)
+def test_gradients_in_bfloat16_are_as_close_as_the_ordinary_models(folders, name, device):
+    inputs = {key: tensor.to(device) for key, tensor in batch(PROMPTS, "left").items()}
+    ordinary = load_reference(folders[name], torch.bfloat16).to(device)
     wanted = gradients(copy.deepcopy(ordinary).float(), inputs, position_ids=positions_of(inputs))
     usual = errors(gradients(ordinary, inputs, position_ids=positions_of(inputs)), wanted)
     assert (errors(gradients(make_exact(ordinary), inputs), wanted) < 1.5 * usual + 2e-3).all()
@@ -391,7 +393,8 @@ def test_inputs_without_names_are_refused(qwen3):
 # The check
 
 
-def run_check(monkeypatch: pytest.MonkeyPatch, *arguments: Any) -> int:
+def run_check(monkeypatch: pytest.MonkeyPatch, *arguments: Any, device: str = "cpu", **options: Any) -> int:
+    monkeypatch.setattr(check, "LLM", partial(LLM, device=device, **options))
     monkeypatch.setattr(sys, "argv", ["check", *map(str, arguments)])
     return check.main()
 
@@ -405,9 +408,18 @@ def test_the_check_finds_no_difference(folders, name, monkeypatch, capsys):
     assert ordinary.startswith("exact=False: 77 tokens, ") and not ordinary.endswith(" 0.0")
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", SHAPES)
+def test_on_a_gpu_the_check_finds_no_difference(folders, name, dtype, monkeypatch, capsys):
+    arguments = folders[name], "--seqs", 50, "--tokens", 40
+    assert run_check(monkeypatch, *arguments, device="cuda", dtype=dtype) == 0
+    assert capsys.readouterr().out.endswith("difference of log-probabilities 0.0\n")
+
+
 @pytest.mark.slow
 def test_the_check_finds_no_difference_in_a_real_model(smollm2_folder, monkeypatch, capsys):  # noqa: F811
-    assert run_check(monkeypatch, smollm2_folder, "--seqs", 9, "--tokens", 12) == 0
+    assert run_check(monkeypatch, smollm2_folder, "--seqs", 9, "--tokens", 12, device="auto") == 0
     assert capsys.readouterr().out.endswith("difference of log-probabilities 0.0\n")
 
 
