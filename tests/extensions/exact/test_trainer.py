@@ -2,6 +2,7 @@
 
 import copy
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 import transformers
 from exact_schedules import Recorder
+from smollm2 import smollm2_folder, smollm2_gguf  # noqa: F401
 from torch import Tensor
 
 from nanovllm import LLM, SamplingParams
@@ -165,7 +167,7 @@ def test_without_exactness_on_either_side_they_are_not(folders, engine, name):
 
 @pytest.mark.parametrize("rope", ROPES, ids=lambda rope: rope["rope_type"])
 def test_rotations_for_longer_contexts_are_the_engines(tmp_path, rope):
-    folder = make_checkpoint(tmp_path, "llama", rope_parameters=rope | {"rope_theta": 5000.0})
+    folder = make_checkpoint(tmp_path, "llama", rope_scaling=rope, rope_theta=5000.0)
     drawn = run_engine(folder, torch.float32)
     assert_same_logits(make_exact(load_reference(folder)), drawn, "left")
 
@@ -245,10 +247,11 @@ def test_gradients_are_those_of_the_ordinary_model(folders, name, side):
     assert errors(gradients(make_exact(ordinary), inputs), wanted).max() < 1e-5
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("name", SHAPES)
-def test_gradients_in_bfloat16_are_as_close_as_the_ordinary_models(folders, name):
-    inputs = batch(PROMPTS, "left")
-    ordinary = load_reference(folders[name], torch.bfloat16)
+def test_gradients_in_bfloat16_are_as_close_as_the_ordinary_models(folders, name, device):
+    inputs = {key: tensor.to(device) for key, tensor in batch(PROMPTS, "left").items()}
+    ordinary = load_reference(folders[name], torch.bfloat16).to(device)
     wanted = gradients(copy.deepcopy(ordinary).float(), inputs, position_ids=positions_of(inputs))
     usual = errors(gradients(ordinary, inputs, position_ids=positions_of(inputs)), wanted)
     assert (errors(gradients(make_exact(ordinary), inputs), wanted) < 1.5 * usual + 2e-3).all()
@@ -336,7 +339,7 @@ def test_models_that_are_not_known_are_refused():
             r"layer_types must be full_attention, got .*sliding_attention",
         ),
         (
-            dict(rope_parameters=dict(rope_type="dynamic", factor=2.0, rope_theta=1e4)),
+            dict(rope_scaling=dict(rope_type="dynamic", factor=2.0)),
             r"rope_type must be one of \['default', .*\], got 'dynamic'",
         ),
     ],
@@ -390,7 +393,8 @@ def test_inputs_without_names_are_refused(qwen3):
 # The check
 
 
-def run_check(monkeypatch: pytest.MonkeyPatch, *arguments: Any) -> int:
+def run_check(monkeypatch: pytest.MonkeyPatch, *arguments: Any, device: str = "cpu", **options: Any) -> int:
+    monkeypatch.setattr(check, "LLM", partial(LLM, device=device, **options))
     monkeypatch.setattr(sys, "argv", ["check", *map(str, arguments)])
     return check.main()
 
@@ -402,6 +406,21 @@ def test_the_check_finds_no_difference(folders, name, monkeypatch, capsys):
     ordinary, exact = capsys.readouterr().out.splitlines()
     assert exact == "exact=True: 77 tokens, largest difference of log-probabilities 0.0"
     assert ordinary.startswith("exact=False: 77 tokens, ") and not ordinary.endswith(" 0.0")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", SHAPES)
+def test_on_a_gpu_the_check_finds_no_difference(folders, name, dtype, monkeypatch, capsys):
+    arguments = folders[name], "--seqs", 50, "--tokens", 40
+    assert run_check(monkeypatch, *arguments, device="cuda", dtype=dtype) == 0
+    assert capsys.readouterr().out.endswith("difference of log-probabilities 0.0\n")
+
+
+@pytest.mark.slow
+def test_the_check_finds_no_difference_in_a_real_model(smollm2_folder, monkeypatch, capsys):  # noqa: F811
+    assert run_check(monkeypatch, smollm2_folder, "--seqs", 9, "--tokens", 12, device="auto") == 0
+    assert capsys.readouterr().out.endswith("difference of log-probabilities 0.0\n")
 
 
 def test_the_check_fails_if_the_trainer_is_not_exact(folders, monkeypatch, capsys):
