@@ -34,8 +34,8 @@ class SamplingParams:
     stop_token_ids:             token ids that end the completion; its text then ends before them.
     include_stop_str_in_output: keep in the text what ended it, whether a text or a token.
     min_tokens:                 before so many tokens nothing but `max_tokens` ends the completion.
-    logprobs:                   return log-probabilities of each drawn token and of so many likeliest ones; with
-                                0 of the drawn token alone.
+    logprobs:                   return log-probabilities of each drawn token and of so many likeliest ones,
+                                which may be 0.
     prompt_logprobs:            the same for the prompt's tokens.
     presence_penalty:           subtracted from the logits of tokens that are in the completion.
     frequency_penalty:          subtracted from a token's logit once for each time it is in the completion.

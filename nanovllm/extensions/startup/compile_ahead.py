@@ -219,7 +219,7 @@ def launch_every_kernel(config: Config, make_runner: Callable[..., Any], group: 
     tokens = np.zeros(sum(lengths), dtype=np.int64)
     inputs = dict(token_ids=tokens, positions=tokens, slot_mapping=tokens.astype(np.int32))
     long = short._replace(lens_q=lengths, lens_k=lengths, **inputs)
-    # Those of prefill alone have no kernels of their own.
+    # Those of prefill alone launch no kernel that these do not.
     processors = enumerate(runner.parts.logits_processors)
     kernels = [1 << i for i, processor in processors if not processor.prefill_only]
     runner.run(long._replace(wanted=sum(kernels) & ~runner.waiting))

@@ -1,4 +1,4 @@
-"""Log-probabilities: of which distribution, which tokens are listed, and that the bits of a row are its own."""
+"""Log-probabilities: of which distribution, which tokens are listed, and that a row's bits are its own."""
 
 import math
 
