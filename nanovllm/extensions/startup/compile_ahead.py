@@ -30,7 +30,7 @@ from torch import nn
 from nanovllm.config import Config
 from nanovllm.distributed.group import Group
 from nanovllm.engine.cuda_graphs import get_graph_sizes
-from nanovllm.engine.interfaces import LogitsProcessor, Observer
+from nanovllm.engine.interfaces import Observer
 from nanovllm.engine.memory import largest_batch
 from nanovllm.kernels import runtime
 from nanovllm.kernels.prefill_attention import SHORT_QUERIES
@@ -219,9 +219,9 @@ def launch_every_kernel(config: Config, make_runner: Callable[..., Any], group: 
     tokens = np.zeros(sum(lengths), dtype=np.int64)
     inputs = dict(token_ids=tokens, positions=tokens, slot_mapping=tokens.astype(np.int32))
     long = short._replace(lens_q=lengths, lens_k=lengths, **inputs)
-    # Those that tell something of logits do so in torch.
+    # Those of prefill alone launch no kernel that these do not.
     processors = enumerate(runner.parts.logits_processors)
-    kernels = [1 << i for i, p in processors if type(p).record is LogitsProcessor.record]
+    kernels = [1 << i for i, processor in processors if not processor.prefill_only]
     runner.run(long._replace(wanted=sum(kernels) & ~runner.waiting))
     *smaller, largest = get_graph_sizes(config.max_num_seqs)
     plan = runner.backend.largest_plan
