@@ -224,7 +224,7 @@ MUTATIONS = [
         ("(pack(seq.request.token_ids), seq.seq_id)", "(pack([*seq.request.token_ids, 0]), seq.seq_id)"),
         ("for each in self._prompts if each[1] in rows]", "for each in self._prompts]"),
         ("before.get((a, b))", "next(iter(before.values()), None)"),
-        ("plan.prefix_lens[sharing] = prefix.end", "plan.prefix_lens[sharing] = prefix.end + 1"),
+        ("plan.prefix_lens[sharing] = bounds[-1]", "plan.prefix_lens[sharing] = bounds[-1] + 1"),
         ("Prefix(first, last, begin, int(between.min()))", "Prefix(first, last, 0, int(between.min()))"),
         ("first + 1 + np.flatnonzero", "first + np.flatnonzero"),
         ("np.zeros(shape, np.int32) for shape", "np.ones(shape, np.int32) for shape"),
