@@ -34,7 +34,8 @@ class SamplingParams:
     stop_token_ids:             token ids that end the completion; its text then ends before them.
     include_stop_str_in_output: keep in the text what ended it, whether a text or a token.
     min_tokens:                 before so many tokens nothing but `max_tokens` ends the completion.
-    logprobs:                   return log-probabilities of each drawn token and of so many likeliest ones.
+    logprobs:                   return log-probabilities of each drawn token and of so many likeliest ones;
+                                with 0 of the drawn token alone.
     prompt_logprobs:            the same for the prompt's tokens.
     presence_penalty:           subtracted from the logits of tokens that are in the completion.
     frequency_penalty:          subtracted from a token's logit once for each time it is in the completion.
@@ -53,7 +54,7 @@ class SamplingParams:
     Logits are changed in this order: biases and bans, penalties, the tokens that structured_outputs rules
     out, temperature, min_p, top_k, top_p (with the probabilities among the tokens that min_p and top_k left).
     Tokens with equal logits are kept or left out together. Log-probabilities are the model's, before any of
-    these changes.
+    these changes, unless the engine's logprobs_mode is "processed".
 
     Fields may be assigned to: the next call checks them again, and requests made before keep what they had.
 

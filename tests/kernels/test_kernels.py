@@ -4,6 +4,7 @@ The kernels run twice: through Triton's interpreter on the CPU, in a child proce
 set before Triton is imported, and where there is a GPU, for real (`-m gpu`).
 """
 
+import itertools
 import random
 
 import pytest
@@ -38,7 +39,7 @@ from kernel_checks import (
 
 from nanovllm.extensions.int8_cache.kernels import int8_cache
 from nanovllm.extensions.int8_cache.layout import Int8Layout
-from nanovllm.extensions.logits.kernels import filtering, logit_edits
+from nanovllm.extensions.logits.kernels import filtering, likelihood, logit_edits
 from nanovllm.extensions.models import gemma3
 from nanovllm.extensions.products.kernels import gemv
 from nanovllm.extensions.ranks.kernels import all_reduce
@@ -332,14 +333,69 @@ def test_rules_change_what_their_twin_changes(device):
 
 
 @on_devices
-def test_several_rules_for_a_token_add_up(device):
-    logits, rows, positions = torch.zeros(1, 9, device=device), *torch.zeros(2, 1, dtype=torch.int64)
-    rules = {0: pack_rules([(5, 1.5, [3]), (5, -1e30, [4]), (5, 2.0, [3]), (5, -1e30, [4])]).to(device)}
-    addresses = torch.tensor([rules[0].data_ptr()], device=device)
-    history = torch.full((1, logit_edits.HISTORY), -1, dtype=torch.int32, device=device)
-    rows, positions = rows.int().to(device), positions.to(device)
-    logit_edits.apply_rules(logits, rows, positions, rules, addresses, history)
-    assert logits[0].tolist() == [0, 0, 0, 3.5, torch.tensor(-2e30).item(), 0, 0, 0, 0]
+def test_a_bias_and_bans_of_one_token_have_the_same_bits_in_any_order(device):
+    """As programs add them. Where a token is banned its bias is lost."""
+    meeting = [(5, 0.1, [3]), (5, -1e30, [3]), (5, -1e30, [3]), (5, 0.3, [4]), (5, -1e30, [5])]
+    expected = [0.7, 0.7, 0.7, -2e30, torch.tensor(0.7).add(0.3).item(), -1e30]
+    for words in itertools.permutations(meeting):
+        logits, position = torch.full((1, 6), 0.7, device=device), torch.zeros(1, dtype=torch.int64)
+        rules = {0: pack_rules(words).to(device)}
+        addresses = torch.tensor([rules[0].data_ptr()], device=device)
+        history = torch.full((1, logit_edits.HISTORY), -1, dtype=torch.int32, device=device)
+        row, position = position.int().to(device), position.to(device)
+        logit_edits.apply_rules(logits, row, position, rules, addresses, history)
+        assert torch.equal(logits[0].cpu(), torch.tensor(expected))
+
+
+@pytest.fixture
+def short_blocks(device, monkeypatch):
+    """In the interpreter, so that small vocabularies have several."""
+    if device == "cpu":
+        monkeypatch.setattr(likelihood, "BLOCK", 64)
+
+
+def likelihood_inputs(device, dtype, rows, vocab, is_processed):
+    logits = (3 * rand(rows, vocab, device=device)).to(dtype)
+    logits[1, : vocab // 2] = -torch.inf
+    token_ids = vocab - 1 - torch.arange(3 * rows, device=device).view(rows, 3)
+    lowest = logits.float().topk(40).values[:, -1].clone()
+    lowest[::3] = -torch.inf
+    temperatures = torch.linspace(0.3, 2, rows, device=device)
+    return logits, token_ids, *((temperatures, lowest) if is_processed else (None, None))
+
+
+@on_devices
+@in_both_types
+@pytest.mark.parametrize("is_processed", [False, True])
+@pytest.mark.parametrize("vocab", [256, 300, 301])
+@pytest.mark.usefixtures("short_blocks")
+def test_log_probabilities_are_those_of_the_twin(device, dtype, vocab, is_processed):
+    given = likelihood_inputs(device, dtype, 9, on(device, 100 * vocab, vocab), is_processed)
+    found, ranks = likelihood.token_logprobs(*given)
+    expected, expected_ranks = likelihood.token_logprobs_torch(*given)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-5)
+    assert torch.equal(ranks, expected_ranks)
+    assert found.isinf().any() == is_processed
+
+
+@on_devices
+@pytest.mark.parametrize("is_processed", [False, True])
+@pytest.mark.parametrize("vocab", [256, 301])
+@pytest.mark.usefixtures("short_blocks")
+def test_log_probabilities_of_a_row_have_its_bits_wherever_it_stands(device, vocab, is_processed):
+    """Among others or alone, at an address that is aligned or not, as bfloat16 or, where others change it,
+    as float32."""
+    rows = on(device, 300, 5)
+    given = likelihood_inputs(device, torch.bfloat16, rows, on(device, 100 * vocab, vocab), is_processed)
+    logits, *others = given
+    expected, _ = likelihood.token_logprobs(*given)
+    wide = logits.new_zeros(rows, logits.shape[1] + 3)
+    wide[:, 3:] = logits
+    for same in (logits.float(), wide[:, 3:], wide.float()[:, 3:]):
+        assert torch.equal(likelihood.token_logprobs(same, *others)[0], expected)
+    for i in range(rows):
+        alone = (None if each is None else each[i : i + 1] for each in given)
+        assert torch.equal(likelihood.token_logprobs(*alone)[0], expected[i : i + 1])
 
 
 @on_devices

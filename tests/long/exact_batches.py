@@ -81,11 +81,13 @@ def main():
     parser.add_argument("--longest", type=int, default=2000, help="tokens of a prompt, about")
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--quantization")
+    parser.add_argument("--gpu-memory-utilization", type=float, default=0.9)
     parser.add_argument("--ordinary", action="store_true")
     args = parser.parse_args()
     pick, start = random.Random(0), time.perf_counter()
     options = dict(load_format="dummy", exact=not args.ordinary, kv_cache_dtype=args.kv_cache_dtype)
     options |= dict(quantization=args.quantization, max_model_len=4096)
+    options |= dict(gpu_memory_utilization=args.gpu_memory_utilization)
     requests = make_requests(pick, args.requests, args.longest)
 
     def engine(**settings):

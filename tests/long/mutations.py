@@ -36,6 +36,7 @@ TESTS = [
     "trainer",
     "sampling",
     "edits",
+    "logprobs",
     "requests",
     "prompts",
     "options",
@@ -73,6 +74,7 @@ TESTS += [
     "adapter",
     "model_config",
     "transformers_model",
+    "transformers_exact",
     "options",
     "terminal",
     "batch_ray",
@@ -364,6 +366,45 @@ MUTATIONS = [
         "model_runner",
         ("step.vocab_start = lm_head.vocab_start", "step.vocab_start = 0"),
         ("lm_head.gather(logits), 0", "lm_head.gather(logits), step.vocab_start"),
+    ),
+    *mutations_of(
+        "nanovllm/extensions/logits/logprobs",
+        ("(blocks.amax(2), count).sort(1).values", "(blocks.amax(2), count)"),
+        ("-logits.shape[1] % BLOCK), value=-torch.inf", "-logits.shape[1] % BLOCK), value=0"),
+        ("MAX_LOGPROBS * any(", "MAX_LOGPROBS or any("),
+        ("step.temperatures.masked_fill(step.temperatures == 0, 1)", "step.temperatures"),
+        ("temperatures, step.lowest", "temperatures, None"),
+        ("    order = sys.maxsize", "    order = 15"),
+        ("top_logprobs(self._logits, tokens,", "top_logprobs(raw_logits, tokens,"),
+    ),
+    *mutations_of(
+        "nanovllm/extensions/logits/kernels/likelihood",
+        (
+            "x.log_softmax(1).gather(1, ids), ranks",
+            "(x - x.logsumexp(1, keepdim=True)).gather(1, ids), ranks",
+        ),
+        ("x /= temperatures[rows, None]", "x *= 1 / temperatures[rows, None]"),
+        ("(x > x.gather", "(x >= x.gather"),
+        ("        larger += x > first", "        larger += x >= first"),
+        ("        most = highest", "        most = x"),
+        ("x = tl.where(x < threshold,", "x = tl.where(x <= threshold,"),
+    ),
+    *mutations_of(
+        "nanovllm/extensions/logits/scores",
+        ("target, num_top)", "target, MAX_LOGPROBS)"),
+    ),
+    *mutations_of(
+        "nanovllm/extensions/logits/bias",
+        ("biases[token_id] += bias", "biases[token_id] = bias"),
+        ("for token_id, bias in biases.items()]", "for token_id, bias in params.logit_bias]"),
+    ),
+    *mutations_of(
+        "nanovllm/extensions/text/results",
+        ("itertools.takewhile(math.isfinite, top_logprobs)", "top_logprobs"),
+    ),
+    *mutations_of(
+        "nanovllm/extensions/safety/options",
+        ('value = value.removesuffix("_logprobs")', "pass"),
     ),
     *mutations_of(
         "nanovllm/extensions/logits/logprobs",
@@ -1046,41 +1087,6 @@ MUTATIONS = [
         ('settings["rope_type"], settings.get("attn_factor", 1.0)', 'settings["rope_type"], 1.0'),
     ),
     *mutations_of(
-        "nanovllm/extensions/exact/kernels/attention_torch",
-        ("WIDTH = 16", "WIDTH = 1"),
-        ("TILES_AT_ONCE = 16", "TILES_AT_ONCE = 10_000"),
-        ("by_head.amax((1, 3)", "by_head.amax((1, 2, 3)"),
-        (
-            "functools.reduce(torch.add, sums.unbind(1))",
-            "sums[:, : num_tiles // 2].sum(1) + sums[:, num_tiles // 2 :].sum(1)",
-        ),
-    ),
-    *mutations_of(
-        "nanovllm/extensions/exact/attention",
-        ("k, v = (x.to(self.layout.dtype).to(q.dtype) for x in (k, v))", "pass"),
-        ("exact_decode(q, k, v, variant, step, self.layout)", "super().decode(q, k, v, variant, step)"),
-        ("exact_prefill(q, k, v, variant, step, self.layout)", "super().prefill(q, k, v, variant, step)"),
-    ),
-    *mutations_of(
-        "nanovllm/extensions/exact/products",
-        ("if len(x) == 1 else x", "if len(x) == 0 else x"),
-        ("x.split(max(1, ONE_THREAD // x.shape[1]))", "[x]"),
-    ),
-    *mutations_of(
-        "nanovllm/extensions/exact/options",
-        ('needs("the weights\' format", formats, FORMATS)', "pass"),
-        ("*map(model.window, range", "*map(lambda _: 0, range"),
-    ),
-    *mutations_of("nanovllm/assembly", ("exact_parts.ExactWeight if exact else", "")),
-    *mutations_of(
-        "nanovllm/extensions/exact/exact_parts",
-        ("    use_exact_heads(model)\n", ""),
-        ("    parts.make_backend = lambda *where: read_prefixes(ExactBackend(where[-1]), config)\n", ""),
-    ),
-    *mutations_of(
-        "nanovllm/extensions/ranks/peer_group", ("OrderedGroup if config.exact else GlooGroup", "GlooGroup")
-    ),
-    *mutations_of(
         "nanovllm/extensions/exact/trainer",
         ("mask.cumsum(1) - 1 if positions", "torch.arange(shape[1]).expand(shape) if positions"),
         ("(positions.diff() == 1) & (mask", "(mask"),
@@ -1114,6 +1120,79 @@ MUTATIONS = [
         "nanovllm/extensions/exact/check",
         ("return int(largest != 0)", "return 0"),
         ("if exact:\n        make_exact", "if not exact:\n        make_exact"),
+    ),
+    *mutations_of(
+        "nanovllm/extensions/exact/exact_parts",
+        (
+            "choose_kernels(x, weights, is_prefill=True)",
+            "choose_kernels(x, weights, get_context().is_prefill)",
+        ),
+        ("weights._replace(linear=exact_linear)", "weights"),
+        ("    use_exact_heads(model)\n", ""),
+        ("    parts.make_backend = lambda *where: read_prefixes(ExactBackend(where[-1]), config)\n", ""),
+        ("most = max(1, ONE_THREAD // (2 * weights.width))", "most = len(x)"),
+        ("if matrix.quantised.group:", "if False:"),
+        ("functools.partial(multiply, matrix), exact_silu", "matrix.multiply, exact_silu"),
+        ("functools.partial(products, matrix.products)", "matrix.products"),
+        ("layout.rotate = rotate_alone", "layout.rotate = rotate"),
+        ("store_hooks(cache, head_dim, True)", "store_hooks(cache, head_dim, _)"),
+    ),
+    *mutations_of(
+        "nanovllm/extensions/exact/kernels/ordered_sum",
+        ("for part in range(1, count):", "for part in reversed(range(1, count)):"),
+        ("total = total + parts[:, part]", "total += parts[:, part]"),
+        ("total = parts[:, 0].float()", "total = parts[:, 0]"),
+        ("parts + part * WIDTH", "parts + (PARTS - part) * WIDTH"),
+    ),
+    *mutations_of(
+        "nanovllm/extensions/exact/backend_check",
+        ("module.forward = functools.partial(_linear, module)", "pass"),
+        ("if not is_exact or any(", "if any("),
+        ("if not is_exact or any(param.dim() > 2 for param in model.parameters()):", "if not is_exact:"),
+        ("ROWS = 1, 2,", "ROWS = 2, 2,"),
+        ("MOST_ROWS = 257", "MOST_ROWS = 65"),
+    ),
+    *mutations_of(
+        "nanovllm/extensions/exact/attention",
+        ("if any(layer.variant.hooks[:-1]):", "if False:"),
+    ),
+    *mutations_of(
+        "nanovllm/extensions/exact/options",
+        ('needs("tensor_parallel_size", [config.tensor_parallel_size], [1])', "pass"),
+    ),
+    *mutations_of(
+        "nanovllm/extensions/exact/kernels/attention_torch",
+        ("WIDTH = 16", "WIDTH = 1"),
+        ("TILES_AT_ONCE = 16", "TILES_AT_ONCE = 10_000"),
+        ("by_head.amax((1, 3)", "by_head.amax((1, 2, 3)"),
+        (
+            "functools.reduce(torch.add, sums.unbind(1))",
+            "sums[:, : num_tiles // 2].sum(1) + sums[:, num_tiles // 2 :].sum(1)",
+        ),
+    ),
+    *mutations_of(
+        "nanovllm/extensions/exact/attention",
+        ("k, v = (x.to(self.layout.dtype).to(q.dtype) for x in (k, v))", "pass"),
+        ("exact_decode(q, k, v, variant, step, self.layout)", "super().decode(q, k, v, variant, step)"),
+        ("exact_prefill(q, k, v, variant, step, self.layout)", "super().prefill(q, k, v, variant, step)"),
+    ),
+    *mutations_of(
+        "nanovllm/extensions/exact/products",
+        ("if len(x) == 1 else x", "if len(x) == 0 else x"),
+        ("x.split(max(1, ONE_THREAD // x.shape[1]))", "[x]"),
+    ),
+    *mutations_of(
+        "nanovllm/extensions/exact/options",
+        ('needs("the weights\' format", formats, FORMATS)', "pass"),
+        ("*map(model.window, range", "*map(lambda _: 0, range"),
+    ),
+    *mutations_of(
+        "nanovllm/assembly",
+        ("ExactWeight if exact else", "ExactWeight if False else"),
+        ("exact_parts.make_exact(parts, config", "(lambda *_: None)(parts, config"),
+    ),
+    *mutations_of(
+        "nanovllm/extensions/ranks/peer_group", ("OrderedGroup if config.exact else GlooGroup", "GlooGroup")
     ),
 ]
 

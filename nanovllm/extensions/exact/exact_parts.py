@@ -14,7 +14,7 @@ from nanovllm.config import Config
 from nanovllm.engine.interfaces import Parts
 from nanovllm.extensions.exact.attention import ExactBackend
 from nanovllm.extensions.exact.backend_check import BackendCheck
-from nanovllm.extensions.exact.kernels.sum import sum_in_order
+from nanovllm.extensions.exact.kernels.ordered_sum import sum_in_order
 from nanovllm.extensions.exact.products import (
     ONE_THREAD,
     exact_linear,
@@ -84,10 +84,12 @@ def use_exact_fp8(model: nn.Module, kind: type, dequantise: Callable) -> None:
         return exact_linear(x, dequantise(weight, rows, weight.product_dtype).to(x.dtype), bias)
 
     def products(found: Callable, layer: Any) -> list[Product]:
-        alone = [Product() for _ in found(layer)]
-        for product, folding in zip(alone, found(layer), strict=True):
-            product.multiply, product.act_fn = folding.linear, exact_silu_and_mul
-        return alone
+        return [alone(product) for product in found(layer)]
+
+    def alone(folding: Product) -> Product:
+        product = Product()
+        product.multiply, product.act_fn = folding.linear, exact_silu_and_mul
+        return product
 
     for name, layer in model.named_modules():
         matrix = getattr(layer, "matrix", None)

@@ -11,9 +11,10 @@ half turns parameters into numbers when a request is read or prefilled; the devi
   bans do not fit into a device's memory together (extensions/safety/admission.py).
 - `penalties.py`: penalties for tokens that were used, and the only tokens that are allowed.
 - `filters.py`: top-k, top-p and min-p as one threshold a row, found by a search that never sorts.
-- `logprobs.py`: how likely each token of a completion was.
+- `logprobs.py`: how likely each token of a completion was, to the model or in the draw.
 - `scores.py`: how likely the tokens of a prompt are, computed from a prefill's hidden states.
 - `processors.py`: all of them.
 - `slot_settings.py`: a table of numbers by slot, neutral for those who want none.
-- `kernels/`: biases, bans and penalties in one pass that touches only the rows that ask; filters.
+- `kernels/`: biases, bans and penalties in one pass that touches only the rows that ask; filters;
+  log-probabilities, in whose sums the number of rows changes no bit.
 """

@@ -95,5 +95,9 @@ class WholePrefixBackend(CascadeBackend):
 
     make_planner = WholePrefixPlanner
 
+    def for_layer(self, layer: Attention) -> AttentionBackend:
+        self.behind.for_layer(layer)  # may refuse it
+        return super().for_layer(layer)
+
     def decode(self, q: Tensor, k: Tensor, v: Tensor, variant: AttentionVariant, step: Context) -> Tensor:
         return self.behind.decode(q, k, v, variant, step)

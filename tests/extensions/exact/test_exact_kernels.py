@@ -22,8 +22,8 @@ from kernel_checks import (
 
 from nanovllm.extensions.exact.kernels import attention
 from nanovllm.extensions.exact.kernels.attention import SPAN, TILE, exact_decode, exact_prefill
+from nanovllm.extensions.exact.kernels.ordered_sum import sum_in_order
 from nanovllm.extensions.exact.kernels.product import few_rows, library_agrees, multiply, product
-from nanovllm.extensions.exact.kernels.sum import sum_in_order
 from nanovllm.kernels.activation import silu_and_mul
 from nanovllm.kernels.attention_variant import AttentionVariant
 from nanovllm.kernels.runtime import HAVE_TRITON, INTERPRETED

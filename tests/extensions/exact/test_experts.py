@@ -11,12 +11,15 @@ from kernel_checks import HALF, assert_passes_in_the_interpreter
 from nanovllm import LLM
 from nanovllm.assembly import build_model
 from nanovllm.extensions.exact import exact_parts
-from nanovllm.extensions.exact.kernels.sum import sum_in_order
+from nanovllm.extensions.exact.kernels.ordered_sum import sum_in_order
 from nanovllm.extensions.experts.moe import MixtureOfExperts
 from nanovllm.extensions.int8_cache.layout import Int8Layout
+from nanovllm.extensions.quantised.assignment import set_weight
 from nanovllm.extensions.quantised.fp8 import Fp8
+from nanovllm.extensions.quantised.kernels.quantised_weight import dequantise_torch
 from nanovllm.kernels.runtime import HAVE_TRITON, INTERPRETED
 from nanovllm.layers.layernorm import RMSNorm, Stream
+from nanovllm.layers.linear import RowParallelLinear
 from nanovllm.utils.context import reset_context, set_context
 from nanovllm.utils.torch_defaults import torch_defaults
 from tiny_checkpoints import edit_json, make_checkpoint, make_config, one_thread, read_config  # noqa: F401
@@ -27,6 +30,14 @@ SIZES = {
         hidden_size=60, head_dim=16, num_experts=5, moe_intermediate_size=20, norm_topk_prob=False
     ),
     "one long": dict(num_experts=1, num_experts_per_tok=1, moe_intermediate_size=1000),
+    "real": dict(
+        hidden_size=2048,
+        num_hidden_layers=1,
+        num_experts=128,
+        num_experts_per_tok=8,
+        moe_intermediate_size=768,
+        head_dim=128,
+    ),
     "wide": dict(hidden_size=1536, num_hidden_layers=1, num_experts=16, head_dim=16, vocab_size=64),
 }
 CPU = torch.device("cpu")
@@ -46,19 +57,24 @@ def seeded():
     reset_context()
 
 
-def make_layer(size: str, dtype: torch.dtype, exact: bool = True) -> MixtureOfExperts:
+def make_layer(
+    size: str, dtype: torch.dtype, exact: bool = True, device: torch.device = CPU, quantization=None
+) -> MixtureOfExperts:
     config = read_config(make_config("qwen3_moe", **SIZES[size]))
-    with torch_defaults(dtype, CPU):
-        model = build_model(config, exact=exact)
-    layer = model.model.layers[0].mlp
-    for param in layer.parameters():
-        param.data.normal_(0, 0.15)
+    with torch_defaults(dtype, device):
+        layer = build_model(config, quantization, exact).model.layers[0].mlp
+    for part in layer.modules():
+        if isinstance(matrix := getattr(part, "matrix", None), Fp8):
+            matrix.fill(torch.randn(matrix.shape, device=device))
+            part.finish()
+        elif matrix is not None:
+            matrix.weight.data.normal_(0, 0.15)
     return layer
 
 
 def compute(layer: MixtureOfExperts, x: torch.Tensor, is_prefill: bool) -> tuple[torch.Tensor, torch.Tensor]:
     hidden = x.shape[1]
-    norms = [RMSNorm(hidden).to(x.dtype) for _ in range(2)]
+    norms = [RMSNorm(hidden).to(x) for _ in range(2)]
     set_context(is_prefill)
     stream = layer(Stream(x, norms[0], norms[0](x)), norms[1])
     return stream.residual(), stream.normalised()
@@ -69,7 +85,7 @@ def compute(layer: MixtureOfExperts, x: torch.Tensor, is_prefill: bool) -> tuple
 
 @by_torch
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [size for size in SIZES if size != "real"])
 def test_a_row_alone_has_the_bits_that_it_has_among_others(size, dtype):
     layer = make_layer(size, dtype)
     x = torch.randn(70, layer.experts.down_proj.shards["0.down_proj"].size[0], dtype=dtype)
@@ -78,6 +94,40 @@ def test_a_row_alone_has_the_bits_that_it_has_among_others(size, dtype):
         for is_prefill in (True, False):
             for some, all_rows in zip(compute(layer, x[rows].clone(), is_prefill), whole, strict=True):
                 assert torch.equal(some, all_rows[rows]), rows
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "dtype, quantization",
+    [(torch.bfloat16, None), (torch.float16, None), (torch.bfloat16, "fp8")],
+    ids=str,
+)
+def test_on_a_gpu_all_tiles_of_the_grouped_products_give_a_row_the_same_bits(dtype, quantization):
+    device = torch.device("cuda")
+    layer = make_layer("real", dtype, device=device, quantization=quantization)
+    x = torch.randn(3000, 2048, device=device).to(dtype)
+    whole = compute(layer, x, True)
+    for count in (*range(1, 34), 64, 100, 128, 129, 200, 256, 257, 400, 512, 1000, 2000):
+        for is_prefill in (True, False):
+            for some, all_rows in zip(compute(layer, x[-count:].clone(), is_prefill), whole, strict=True):
+                assert torch.equal(some, all_rows[-count:]), (count, is_prefill)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(4096, 2048), (2048, 6144), (24576, 4096), (4096, 12288)], ids=str)
+def test_on_a_gpu_fp8_products_give_a_row_the_same_bits_among_any_number(shape):
+    device = torch.device("cuda")
+    with torch_defaults(torch.bfloat16, device):
+        layer = torch.nn.ModuleList([RowParallelLinear(shape[1], shape[0])])
+        set_weight(layer[0], Fp8(layer[0].shards, (1, 0), "floats"))
+    exact_parts.use_exact_fp8(layer, Fp8, dequantise_torch)
+    layer[0].matrix.fill(torch.randn(shape, device=device))
+    layer[0].finish()
+    product = layer[0].product(1)
+    x = torch.randn(2000, shape[1], device=device).bfloat16()
+    whole = product.linear(x, None)
+    for count in (*range(1, 520), 1000, 1999):
+        assert torch.equal(product.linear(x[-count:], None), whole[-count:]), count
 
 
 @by_torch

@@ -1,11 +1,11 @@
 """Attention with one order of addition, for prefill, decode and shared prefixes alike.
 
-Keys come in tiles of 128 and spans of some tiles, counted from a sequence's first token. `add_tile` adds a
-tile to the sums of its span, which begin with nothing; the sum of the weights goes through the matrix unit,
-which adds in the order of the keys whatever the shape of a tile is. `fold` takes the spans together in order.
-A program that does not begin with the first token must not fold: it stores each span's sums, and who arrives
-last folds all. Sums are divided once, at the end. Kernels are compiled without the fusion of a product and a
-sum, which a compiler does in one kernel and not in the next; where it is wanted, `tl.fma` says so.
+Keys come in tiles of 128 and spans of two, counted from a sequence's first token. The sums of a span begin
+with nothing, and spans are folded in order (`sums`). The sum of the weights goes through the matrix unit,
+too, which adds in the order of the keys whatever the shape of a tile is. A program that does not begin with
+the first token must not fold: it stores each span's sums, and who arrives last folds all. Sums are divided
+once, at the end. Kernels are compiled without the fusion of a product and a sum, which a compiler does in one
+kernel and not in the next; where it is wanted, `tl.fma` says so.
 """
 
 from typing import Any, NamedTuple
@@ -14,13 +14,21 @@ import torch
 from torch import Tensor
 
 from nanovllm.extensions.exact.kernels.attention_torch import exact_decode_torch, exact_prefill_torch
+from nanovllm.extensions.exact.kernels.sums import (
+    add_tile,
+    divided,
+    fold,
+    fold_whole,
+    load_sums,
+    no_sums,
+    store_sums,
+)
 from nanovllm.kernels.attention_variant import AttentionVariant
 from nanovllm.kernels.decode_attention import prefetch_tile
 from nanovllm.kernels.kv_store import ROWS, CacheLayout
 from nanovllm.kernels.runtime import (
     LOG2_E,
     MIN_DOT_SIZE,
-    MINUS_INF,
     arrival_counters,
     cdiv,
     empty_padded,
@@ -36,7 +44,6 @@ from nanovllm.kernels.runtime import (
 )
 
 TILE, SPAN = 128, 256  # keys
-ONES = tl.constexpr(8)  # columns by which the matrix unit sums weights, the fewest that it computes
 PREFIX_ROWS = 64  # queries times heads that a program computes over a shared prefix
 PROGRAMS_PER_MULTIPROCESSOR = 3
 MAX_STORED = 1 << 24  # elements of spans' sums; if there would be more, contexts are not split
@@ -135,106 +142,6 @@ def exact_decode(
 def _sizes(heads: int, kv_heads: int, head_dim: int, block_size: int, rows: int, is_rows: bool) -> Sizes:
     dim_pad = max(MIN_DOT_SIZE, next_power_of_2(head_dim))
     return Sizes(heads // kv_heads, kv_heads, head_dim, dim_pad, block_size, TILE, TILE, SPAN, rows, is_rows)
-
-
-@triton.jit
-def along(x, COLUMNS):
-    """x [rows] in the shape that goes with sums: a row each, or with COLUMNS a column."""
-    return x[None, :] if COLUMNS else x[:, None]
-
-
-@triton.jit
-def add_tile(sums, query, cache, start, len_k, last_key, scale_log2, SIZES, LOAD, MASKED, COLUMNS):
-    """
-    The sums of a span with the tile of keys at `start` added: the highest score [rows], in units of log2, the
-    total of the weights, several times the same, [rows, ONES], and the weighted values [rows, DIM_PAD].
-    `load_rows` explains `cache`. If MASKED, each query sees the keys up to its `last_key`, all of them below
-    len_k. With COLUMNS query and sums are transposed: the matrix unit takes 16 rows, and as few as 8 columns.
-    """
-    highest, total, acc = sums
-    token = start + tl.arange(0, SIZES.KEY_TILE)
-    key, value = LOAD(cache, start, len_k, token < len_k, query.dtype, SIZES, MASKED)
-    axis: tl.constexpr = 0 if COLUMNS else 1
-    if COLUMNS:
-        score = tl.dot(tl.trans(key), query, input_precision="ieee")
-    else:
-        score = tl.dot(query, key, input_precision="ieee")
-    if MASKED:
-        score = tl.where(along(token, not COLUMNS) <= along(last_key, COLUMNS), score, MINUS_INF)
-    new_highest = tl.maximum(highest, tl.max(score, axis=axis) * scale_log2)
-    if MASKED:
-        new_highest = tl.maximum(new_highest, -1.0e30)  # finite for a query that sees none of these keys
-    shrink = along(tl.exp2(highest - new_highest), COLUMNS)
-    weight = tl.exp2(tl.fma(score, scale_log2, -along(new_highest, COLUMNS))).to(value.dtype)
-    if COLUMNS:
-        ones = tl.full([16, SIZES.KEY_TILE], 1.0, value.dtype)
-        total = tl.dot(ones, weight, total * shrink, input_precision="ieee")
-        acc = tl.dot(tl.trans(value), weight, acc * shrink, input_precision="ieee")
-    else:
-        ones = tl.full([SIZES.KEY_TILE, ONES], 1.0, value.dtype)
-        total = tl.dot(weight, ones, total * shrink, input_precision="ieee")
-        acc = tl.dot(weight, value, acc * shrink, input_precision="ieee")
-    return new_highest, total, acc
-
-
-@triton.jit
-def fold(sums, more, COLUMNS):
-    """The sums over the keys of both; `more` are those of the next span, which may have seen none."""
-    highest, total, acc = sums
-    next_highest, next_total, next_acc = more
-    new_highest = tl.maximum(tl.maximum(highest, next_highest), -1.0e30)
-    shrink = along(tl.exp2(highest - new_highest), COLUMNS)
-    weight = along(tl.exp2(next_highest - new_highest), COLUMNS)
-    total = tl.fma(total, shrink, next_total * weight)
-    acc = tl.fma(acc, shrink, next_acc * weight)
-    return new_highest, total, acc
-
-
-@triton.jit
-def fold_whole(sums, span, end, SIZES, COLUMNS):
-    """If the span that ends at `end` is complete, its sums go to those before it, and the next one begins."""
-    if end % SIZES.SPAN == 0:
-        sums = fold(sums, span, COLUMNS)
-        span = no_sums(SIZES, COLUMNS)
-    return sums, span
-
-
-@triton.jit
-def no_sums(SIZES, COLUMNS):
-    highest = tl.full([SIZES.ROWS], MINUS_INF, tl.float32)
-    total = tl.full([16, SIZES.ROWS] if COLUMNS else [SIZES.ROWS, ONES], 0.0, tl.float32)
-    acc = tl.full([SIZES.DIM_PAD, SIZES.ROWS] if COLUMNS else [SIZES.ROWS, SIZES.DIM_PAD], 0.0, tl.float32)
-    return highest, total, acc
-
-
-@triton.jit
-def divided(sums, COLUMNS):
-    """Attention, of what was seen; 0 where that is nothing."""
-    _, total, acc = sums
-    total = tl.max(total, axis=0 if COLUMNS else 1)
-    divisor = along(tl.where(total > 0, total, 1.0), COLUMNS)
-    return tl.div_rn(acc, tl.broadcast_to(divisor, acc.shape))
-
-
-@triton.jit
-def store_sums(place, sums, is_row, is_dim, SIZES, COLUMNS):
-    """At `place` [rows]: acc, then highest and total."""
-    highest, total, acc = sums
-    dim = tl.arange(0, SIZES.DIM_PAD)
-    inside = along(is_row, COLUMNS) & along(is_dim, not COLUMNS)
-    tl.store(along(place, COLUMNS) + along(dim, not COLUMNS), acc, mask=inside)
-    tl.store(place + SIZES.HEAD_DIM, highest, mask=is_row)
-    tl.store(place + SIZES.HEAD_DIM + 1, tl.max(total, axis=0 if COLUMNS else 1), mask=is_row)
-
-
-@triton.jit
-def load_sums(place, is_row, is_dim, SIZES):
-    """What `store_sums` has stored, with COLUMNS; where there is none, what changes nothing."""
-    dim = tl.arange(0, SIZES.DIM_PAD)
-    acc = masked_load(place[None, :] + dim[:, None], is_row[None, :] & is_dim[:, None])
-    highest = tl.load(place + SIZES.HEAD_DIM, mask=is_row, other=MINUS_INF)
-    total = masked_load(place + SIZES.HEAD_DIM + 1, is_row)
-    return highest, tl.broadcast_to(total[None, :], [16, SIZES.ROWS]), acc
 
 
 @triton.jit(do_not_specialize=["table_stride"])

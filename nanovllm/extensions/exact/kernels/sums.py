@@ -1,0 +1,111 @@
+"""Sums over keys in one order: what the kernels of exact attention are made of.
+
+A span of keys begins with no sums; `add_tile` adds one tile after the other, `fold` takes spans together.
+Sums are (highest, total, acc): the highest score of each row, in units of log2; the total of its weights,
+several times the same, since the matrix unit adds them up; and the values with these weights. A row is a
+query and a head. With COLUMNS everything is transposed, so that rows are columns: the matrix unit takes 16
+rows, and as few as 8 columns.
+"""
+
+from nanovllm.kernels.runtime import MINUS_INF, masked_load, tl, triton
+
+ONES = tl.constexpr(8)  # columns by which the matrix unit sums weights, the fewest that it computes
+
+
+@triton.jit
+def along(x, COLUMNS):
+    """x [rows] in the shape that goes with sums: a row each, or with COLUMNS a column."""
+    return x[None, :] if COLUMNS else x[:, None]
+
+
+@triton.jit
+def add_tile(sums, query, cache, start, len_k, last_key, scale_log2, SIZES, LOAD, MASKED, COLUMNS):
+    """
+    The sums of a span, [rows], [rows, ONES] and [rows, DIM_PAD], with the tile of keys at `start` added.
+    `load_rows` explains `cache`. If MASKED, each query sees the keys up to its `last_key`, all of them below
+    len_k.
+    """
+    highest, total, acc = sums
+    token = start + tl.arange(0, SIZES.KEY_TILE)
+    key, value = LOAD(cache, start, len_k, token < len_k, query.dtype, SIZES, MASKED)
+    axis: tl.constexpr = 0 if COLUMNS else 1
+    if COLUMNS:
+        score = tl.dot(tl.trans(key), query, input_precision="ieee")
+    else:
+        score = tl.dot(query, key, input_precision="ieee")
+    if MASKED:
+        score = tl.where(along(token, not COLUMNS) <= along(last_key, COLUMNS), score, MINUS_INF)
+    new_highest = tl.maximum(highest, tl.max(score, axis=axis) * scale_log2)
+    if MASKED:
+        new_highest = tl.maximum(new_highest, -1.0e30)  # finite for a query that sees none of these keys
+    shrink = along(tl.exp2(highest - new_highest), COLUMNS)
+    weight = tl.exp2(tl.fma(score, scale_log2, -along(new_highest, COLUMNS))).to(value.dtype)
+    if COLUMNS:
+        ones = tl.full([16, SIZES.KEY_TILE], 1.0, value.dtype)
+        total = tl.dot(ones, weight, total * shrink, input_precision="ieee")
+        acc = tl.dot(tl.trans(value), weight, acc * shrink, input_precision="ieee")
+    else:
+        ones = tl.full([SIZES.KEY_TILE, ONES], 1.0, value.dtype)
+        total = tl.dot(weight, ones, total * shrink, input_precision="ieee")
+        acc = tl.dot(weight, value, acc * shrink, input_precision="ieee")
+    return new_highest, total, acc
+
+
+@triton.jit
+def fold(sums, more, COLUMNS):
+    """The sums over the keys of both; `more` are those of the next span, which may have seen none."""
+    highest, total, acc = sums
+    next_highest, next_total, next_acc = more
+    new_highest = tl.maximum(tl.maximum(highest, next_highest), -1.0e30)
+    shrink = along(tl.exp2(highest - new_highest), COLUMNS)
+    weight = along(tl.exp2(next_highest - new_highest), COLUMNS)
+    total = tl.fma(total, shrink, next_total * weight)
+    acc = tl.fma(acc, shrink, next_acc * weight)
+    return new_highest, total, acc
+
+
+@triton.jit
+def fold_whole(sums, span, end, SIZES, COLUMNS):
+    """If the span that ends at `end` is complete, its sums go to those before it, and the next one begins."""
+    if end % SIZES.SPAN == 0:
+        sums = fold(sums, span, COLUMNS)
+        span = no_sums(SIZES, COLUMNS)
+    return sums, span
+
+
+@triton.jit
+def no_sums(SIZES, COLUMNS):
+    highest = tl.full([SIZES.ROWS], MINUS_INF, tl.float32)
+    total = tl.full([16, SIZES.ROWS] if COLUMNS else [SIZES.ROWS, ONES], 0.0, tl.float32)
+    acc = tl.full([SIZES.DIM_PAD, SIZES.ROWS] if COLUMNS else [SIZES.ROWS, SIZES.DIM_PAD], 0.0, tl.float32)
+    return highest, total, acc
+
+
+@triton.jit
+def divided(sums, COLUMNS):
+    """Attention, of what was seen; 0 where that is nothing."""
+    _, total, acc = sums
+    total = tl.max(total, axis=0 if COLUMNS else 1)
+    divisor = along(tl.where(total > 0, total, 1.0), COLUMNS)
+    return tl.div_rn(acc, tl.broadcast_to(divisor, acc.shape))
+
+
+@triton.jit
+def store_sums(place, sums, is_row, is_dim, SIZES, COLUMNS):
+    """At `place` [rows]: acc, then highest and total."""
+    highest, total, acc = sums
+    dim = tl.arange(0, SIZES.DIM_PAD)
+    inside = along(is_row, COLUMNS) & along(is_dim, not COLUMNS)
+    tl.store(along(place, COLUMNS) + along(dim, not COLUMNS), acc, mask=inside)
+    tl.store(place + SIZES.HEAD_DIM, highest, mask=is_row)
+    tl.store(place + SIZES.HEAD_DIM + 1, tl.max(total, axis=0 if COLUMNS else 1), mask=is_row)
+
+
+@triton.jit
+def load_sums(place, is_row, is_dim, SIZES):
+    """What `store_sums` has stored, with COLUMNS; where there is none, what changes nothing."""
+    dim = tl.arange(0, SIZES.DIM_PAD)
+    acc = masked_load(place[None, :] + dim[:, None], is_row[None, :] & is_dim[:, None])
+    highest = tl.load(place + SIZES.HEAD_DIM, mask=is_row, other=MINUS_INF)
+    total = masked_load(place + SIZES.HEAD_DIM + 1, is_row)
+    return highest, tl.broadcast_to(total[None, :], [16, SIZES.ROWS]), acc
