@@ -16,6 +16,7 @@ from torch import Tensor
 from nanovllm.extensions.exact.kernels.attention_torch import exact_decode_torch, exact_prefill_torch
 from nanovllm.extensions.exact.kernels.sums import (
     add_tile,
+    along,
     divided,
     fold,
     fold_whole,
@@ -63,7 +64,7 @@ class Sizes(NamedTuple):
     TILE: int
     SPAN: int
     ROWS: int
-    PREFETCH: bool  # whether keys and values of a token are rows, which can be asked for in advance
+    DENSE: bool  # whether keys and values are rows of the model's dtype, as they are multiplied
 
 
 def launch_options(device: torch.device, num_warps: int) -> dict[str, Any]:
@@ -106,7 +107,8 @@ def exact_decode(
     batch, heads, head_dim = q.shape
     block_size, kv_heads = layout.page_sizes(k_cache, head_dim)
     plan, device = step.attention_plan, q.device
-    rows = max(8, next_power_of_2(heads // kv_heads))
+    # As many rows as the matrix unit takes for the products of a prefill, or as few columns.
+    rows = max(8 if layout.has_token_rows else PREFIX_ROWS, next_power_of_2(heads // kv_heads))
     sizes = _sizes(heads, kv_heads, head_dim, block_size, rows, layout.has_token_rows)
     shared = [q, k_cache, v_cache, step.block_tables, variant.scale * LOG2_E, step.block_tables.stride(0)]
     shared += [*q.stride()[:2], *k_cache.stride()[-3:-1], *v_cache.stride()[-3:-1]]
@@ -236,10 +238,14 @@ def _decode_kernel(
     num_multiprocessors, SIZES: tl.constexpr, LOAD: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """
-    A program computes the heads of one kv head, of one sequence. With `partial` several share a long context:
-    each computes every n-th span, if they are n, at least `fewest_spans`, and the last one to end folds all.
+    A program computes the heads of one kv head, of one sequence. They are columns if the cache is DENSE: keys
+    that are converted in registers would be added up in another order as a left factor. With `partial`
+    several programs share a long context: each computes every n-th span, if they are n, at least
+    `fewest_spans`, and the last one to end folds all.
     """
+    COLUMNS: tl.constexpr = SIZES.DENSE
     kv_head = tl.program_id(0)
+    program = tl.program_id(2)
     seq = tl.program_id(1)
     context_len = tl.load(context_lens + seq)
     row = tl.arange(0, SIZES.ROWS)
@@ -258,45 +264,56 @@ def _decode_kernel(
         begin = tl.load(prefix_lens + seq)
     if OVERLAP:
         # The programs that start first prefetch their first tile while the query is still being computed.
-        if SIZES.PREFETCH and partial is None:
+        if SIZES.DENSE and partial is None:
             if seq * SIZES.KV_HEADS + kv_head < num_multiprocessors:
                 prefetch_tile(k_cache, v_cache, table, kv_head, begin, context_len, SIZES)
     pdl_wait_then_launch(OVERLAP)
-    address = (q + seq.to(tl.int64) * q_token_stride + head * q_head_stride)[None, :] + dim[:, None]
-    query = masked_load(address, is_row[None, :] & is_dim[:, None])
+    address = q + seq.to(tl.int64) * q_token_stride + head * q_head_stride
+    inside = along(is_row, COLUMNS) & along(is_dim, not COLUMNS)
+    query = masked_load(along(address, COLUMNS) + along(dim, not COLUMNS), inside)
 
-    sums = no_sums(SIZES, True)
-    span = no_sums(SIZES, True)
+    sums = no_sums(SIZES, COLUMNS)
+    span = no_sums(SIZES, COLUMNS)
     end = context_len
     if prefixes is not None:
         is_there = row < tl.where(begin > 0, SIZES.HEADS, 0)
         place = prefixes + number * 2 * (SIZES.HEAD_DIM + 2)
-        sums = load_sums(place, is_there, is_dim, SIZES)
-        span = load_sums(place + SIZES.HEAD_DIM + 2, is_there, is_dim, SIZES)
+        sums = load_sums(place, is_there, is_dim, SIZES, COLUMNS)
+        span = load_sums(place + SIZES.HEAD_DIM + 2, is_there, is_dim, SIZES, COLUMNS)
     if partial is not None:
         spans = tl.cdiv(context_len, SIZES.SPAN)
         programs = tl.minimum(tl.num_programs(2), tl.cdiv(spans, fewest_spans))
-        end = tl.where(programs > 1, 0, context_len)
-        is_row = row < tl.where(tl.program_id(2) < tl.maximum(programs, 1), SIZES.HEADS, 0)
+        end = tl.where((programs > 1) | (program > 0), 0, context_len)
+        is_row = row < tl.where((programs > 1) | (program > 0), 0, SIZES.HEADS)
     for start in range(begin, end, SIZES.KEY_TILE):
-        span = add_tile(span, query, cache, start, end, last_key, scale_log2, SIZES, LOAD, True, True)
-        sums, span = fold_whole(sums, span, start + SIZES.KEY_TILE, SIZES, True)
-    sums = fold(sums, span, True)
+        span = add_tile(span, query, cache, start, end, last_key, scale_log2, SIZES, LOAD, True, COLUMNS)
+        sums, span = fold_whole(sums, span, start + SIZES.KEY_TILE, SIZES, COLUMNS)
+    sums = fold(sums, span, COLUMNS)
     if partial is not None:
         if programs > 1:
             place = partial + number * max_spans * (SIZES.HEAD_DIM + 2)
-            for i in range(tl.program_id(2), spans, programs):
-                span = no_sums(SIZES, True)
+            for i in range(tl.where(program < programs, program, spans), spans, programs):
+                span = no_sums(SIZES, COLUMNS)
                 end = tl.minimum((i + 1) * SIZES.SPAN, context_len)
                 for start in range(i * SIZES.SPAN, end, SIZES.KEY_TILE):
                     span = add_tile(
-                        span, query, cache, start, context_len, last_key, scale_log2, SIZES, LOAD, True, True
+                        span,
+                        query,
+                        cache,
+                        start,
+                        context_len,
+                        last_key,
+                        scale_log2,
+                        SIZES,
+                        LOAD,
+                        True,
+                        COLUMNS,
                     )
-                store_sums(place + i * (SIZES.HEAD_DIM + 2), span, is_row, is_dim, SIZES, True)
+                store_sums(place + i * (SIZES.HEAD_DIM + 2), span, row < SIZES.HEADS, is_dim, SIZES, COLUMNS)
             tl.debug_barrier()  # all threads have stored their part before the counter says so
             counter = counters + seq * SIZES.KV_HEADS + kv_head
             num_before = programs
-            if tl.program_id(2) < programs:
+            if program < programs:
                 num_before = tl.atomic_add(counter, 1)
             is_row = row < tl.where(num_before == programs - 1, SIZES.HEADS, 0)
             if num_before == programs - 1:
@@ -305,6 +322,7 @@ def _decode_kernel(
                     for j in tl.static_range(FOLDED):
                         is_there = row < tl.where(first + j < spans, SIZES.HEADS, 0)
                         part = place + (first + j) * (SIZES.HEAD_DIM + 2)
-                        sums = fold(sums, load_sums(part, is_there, is_dim, SIZES), True)
-    place = number[None, :] * SIZES.HEAD_DIM + dim[:, None]
-    tl.store(out + place, divided(sums, True), mask=is_row[None, :] & is_dim[:, None])
+                        sums = fold(sums, load_sums(part, is_there, is_dim, SIZES, COLUMNS), COLUMNS)
+    place = along(number * SIZES.HEAD_DIM, COLUMNS) + along(dim, not COLUMNS)
+    inside = along(is_row, COLUMNS) & along(is_dim, not COLUMNS)
+    tl.store(out + place, divided(sums, COLUMNS), mask=inside)

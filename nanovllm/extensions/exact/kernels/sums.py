@@ -102,10 +102,11 @@ def store_sums(place, sums, is_row, is_dim, SIZES, COLUMNS):
 
 
 @triton.jit
-def load_sums(place, is_row, is_dim, SIZES):
-    """What `store_sums` has stored, with COLUMNS; where there is none, what changes nothing."""
+def load_sums(place, is_row, is_dim, SIZES, COLUMNS):
+    """What `store_sums` has stored; where there is none, what changes nothing."""
     dim = tl.arange(0, SIZES.DIM_PAD)
-    acc = masked_load(place[None, :] + dim[:, None], is_row[None, :] & is_dim[:, None])
+    inside = along(is_row, COLUMNS) & along(is_dim, not COLUMNS)
+    acc = masked_load(along(place, COLUMNS) + along(dim, not COLUMNS), inside)
     highest = tl.load(place + SIZES.HEAD_DIM, mask=is_row, other=MINUS_INF)
-    total = masked_load(place + SIZES.HEAD_DIM + 1, is_row)
-    return highest, tl.broadcast_to(total[None, :], [16, SIZES.ROWS]), acc
+    total = along(masked_load(place + SIZES.HEAD_DIM + 1, is_row), COLUMNS)
+    return highest, tl.broadcast_to(total, [16, SIZES.ROWS] if COLUMNS else [SIZES.ROWS, ONES]), acc
