@@ -29,7 +29,6 @@ if EXTENDED:
     from nanovllm.extensions.api.llm import with_api
     from nanovllm.extensions.checkpoints import opening, recommended
     from nanovllm.extensions.exact import exact_parts
-    from nanovllm.extensions.exact.options import check_exact
     from nanovllm.extensions.experts import moe
     from nanovllm.extensions.int8_cache.layout import Int8Layout
     from nanovllm.extensions.logits.kernels.likelihood import token_logprobs as token_logprobs  # for trainers
@@ -82,11 +81,7 @@ def open_model(model: str, options: dict[str, Any]) -> tuple[Config, Checkpoint]
     """
     config = make_config(model, options, ExtendedConfig)
     checkpoint = open_checkpoint(config)
-    config = config.with_checkpoint(checkpoint, options)
-    if config.exact:
-        scheme = formats.read_scheme(config.hf_config.quantization_config, config.quantization)
-        check_exact(config, scheme.kinds if scheme else {"dense"})
-    return config, checkpoint
+    return config.with_checkpoint(checkpoint, options), checkpoint
 
 
 def open_checkpoint(config: Config) -> Checkpoint:
@@ -139,7 +134,7 @@ def assemble(config: Config) -> Parts:
         can_record=Parts.can_record if config.hf_config.architectures else graph_trial.can_be_recorded,
     )
     if config.exact:
-        exact_parts.make_exact(parts, config, cascade.WholePrefixBackend)
+        exact_parts.make_exact(parts, config, cascade.WholePrefixBackend, formats.read_scheme)
     if config.extensions:
         from nanovllm.extensions.lab.adding import add_extensions
 

@@ -15,6 +15,7 @@ from nanovllm.engine.interfaces import Parts
 from nanovllm.extensions.exact.attention import ExactBackend
 from nanovllm.extensions.exact.backend_check import BackendCheck
 from nanovllm.extensions.exact.kernels.ordered_sum import sum_in_order
+from nanovllm.extensions.exact.options import check_exact
 from nanovllm.extensions.exact.products import (
     ONE_THREAD,
     exact_linear,
@@ -28,12 +29,25 @@ from nanovllm.layers.linear import Product
 from nanovllm.utils.context import get_context
 
 
-def make_exact(parts: Parts, config: Config, read_prefixes: Callable) -> None:
-    """`read_prefixes` makes a back-end that plans for the exact one, of that and the config."""
+def make_exact(parts: Parts, config: Config, read_prefixes: Callable, read_scheme: Callable) -> None:
+    """
+    `read_prefixes` makes a back-end that plans for the exact one, of that and the config; `read_scheme` reads
+    the formats of weights. Raises ValueError naming what cannot be exact.
+    """
+    scheme = read_scheme(config.hf_config.quantization_config, config.quantization)
+    check_exact(config, scheme.kinds if scheme else {"dense"})
     parts.layout = exact_layout(parts.layout)
     parts.make_backend = lambda *where: read_prefixes(ExactBackend(where[-1]), config)
+    filters = parts.logits_processor("filters")
+    # Their kernel adds up narrower logits in another order, and a neighbour may have made them wide.
+    filters.apply = functools.partial(apply_to_wide, filters.apply)
     if not config.hf_config.architectures:
         parts.observers += (BackendCheck(config.hf_config),)
+
+
+def apply_to_wide(apply: Callable, logits: Tensor, step: Any) -> Tensor:
+    apply(logits.float(), step)
+    return logits
 
 
 def use_exact(model: nn.Module, experts: Any, fp8: type, dequantise: Callable) -> None:

@@ -147,6 +147,10 @@ class WholePrefixPlanner(CascadePlanner):
     common with others, from its first token on, and to a multiple of ITEM_STEP.
     """
 
+    def _sort(self, sequences: list[Sequence], rows: dict[int, int]) -> None:
+        super()._sort(sequences, rows)
+        self._common = {pair: common // ITEM_STEP * ITEM_STEP for pair, common in self._common.items()}
+
     def _divide(self, prefixes: list[Prefix]) -> np.ndarray:
         return np.ones(len(prefixes), int)
 
@@ -155,10 +159,9 @@ class WholePrefixPlanner(CascadePlanner):
         for i, prefix in enumerate(prefixes):  # each in front of those that continue it
             longest[prefix.first : prefix.last] = i
         for i, prefix in enumerate(prefixes):
-            end = prefix.end // ITEM_STEP * ITEM_STEP
             prompts = np.flatnonzero(longest == i)
-            if end and len(prompts):
-                yield prompts, [0, end]
+            if len(prompts):
+                yield prompts, [0, prefix.end]
 
 
 def choose_prefixes(common: np.ndarray, min_saved: int) -> list[Prefix]:

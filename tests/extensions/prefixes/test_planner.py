@@ -16,7 +16,7 @@ from nanovllm.engine.block_manager import PrefixCache
 from nanovllm.engine.sequence import Request, Sequence
 from nanovllm.extensions.prefixes import planner as module
 from nanovllm.extensions.prefixes.kernels.shared_prefix import MAX_PARTIALS, CascadePlan, plan_shapes
-from nanovllm.extensions.prefixes.planner import CascadePlanner
+from nanovllm.extensions.prefixes.planner import CascadePlanner, WholePrefixPlanner
 from tiny_checkpoints import EXACT, make_checkpoint, one_thread  # noqa: F401
 
 NUM_ROWS, PER_ITEM, NUM_ITEMS = 40, 4, 12
@@ -50,8 +50,8 @@ class Tables:
         return sorted((begin, end) for [(_, _, begin, end)] in items)
 
 
-def make_planner() -> CascadePlanner:
-    return CascadePlanner(NUM_ROWS, PER_ITEM, NUM_ITEMS)
+def make_planner(kind: type[CascadePlanner] = CascadePlanner) -> CascadePlanner:
+    return kind(NUM_ROWS, PER_ITEM, NUM_ITEMS)
 
 
 def check(tables: Tables, sequences: list[Sequence], per_item: int = PER_ITEM) -> None:
@@ -99,11 +99,12 @@ class Prompts:
         return seq
 
 
+@pytest.mark.parametrize("kind", [CascadePlanner, WholePrefixPlanner])
 @pytest.mark.parametrize("min_saved", [1, 2000])
 @settings(max_examples=60, deadline=None)
 @given(st.randoms(use_true_random=False), st.sampled_from([300, 5000]))
-def test_whatever_joins_and_leaves_the_tables_are_right(min_saved, pick, most_tokens):
-    prompts, planner, tables = Prompts(pick, most_tokens), make_planner(), Tables()
+def test_whatever_joins_and_leaves_the_tables_are_right(kind, min_saved, pick, most_tokens):
+    prompts, planner, tables = Prompts(pick, most_tokens), make_planner(kind), Tables()
     running: list[Sequence] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "MIN_SAVED_TOKENS", min_saved)
@@ -115,29 +116,35 @@ def test_whatever_joins_and_leaves_the_tables_are_right(min_saved, pick, most_to
             pick.shuffle(running)
             tables.apply(planner.update(running))
             assert (planner.update(running) is None) is (planner.num_prefix_tokens == 0)
-            fresh, from_scratch = make_planner(), Tables()
+            fresh, from_scratch = make_planner(kind), Tables()
             from_scratch.apply(fresh.update(running))
             assert fresh.num_prefix_tokens == planner.num_prefix_tokens
             if planner.num_prefix_tokens:
                 check(tables, running)
                 assert tables.prefix_lens.sum() == planner.num_prefix_tokens
                 assert (tables.buffer == from_scratch.buffer).all()
+                if kind is WholePrefixPlanner:
+                    assert tables.num_partials.max() == 1
+                    assert all(begin == end % 128 == 0 for _, _, begin, end in tables.used_items)
 
 
+@pytest.mark.parametrize("kind", [CascadePlanner, WholePrefixPlanner])
 @settings(max_examples=100, deadline=None)
-@given(st.randoms(use_true_random=False))
-def test_a_sequence_shares_all_that_it_has_in_common_with_another(pick):
-    prompts = Prompts(pick, 700)
+@given(pick=st.randoms(use_true_random=False))
+def test_a_sequence_shares_all_that_it_has_in_common_with_another(kind, pick):
+    """Or, in whole prefixes, as many times 128 tokens as that is."""
+    prompts, step = Prompts(pick, 700), 1 if kind is CascadePlanner else 128
     running = [prompts.make() for _ in range(5)]
     tables = Tables()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "MIN_SAVED_TOKENS", 0)
         patch.setattr(module, "MIN_PREFIX_SAVED", 1)
         patch.setattr(module, "MIN_SHARED_TOKENS", 1)
-        tables.apply(make_planner().update(running))
+        tables.apply(make_planner(kind).update(running))
     for place, seq in enumerate(running):
         others = [other.prompt_token_ids for other in running if other is not seq]
-        assert tables.prefix_lens[place] == max(common(seq.prompt_token_ids, other) for other in others)
+        most = max(common(seq.prompt_token_ids, other) for other in others)
+        assert tables.prefix_lens[place] == most // step * step
 
 
 def common(first: list[int], second: list[int]) -> int:
