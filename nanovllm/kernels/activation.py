@@ -9,15 +9,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.kernels.runtime import (
-    TRITON_DEVICES,
-    cdiv,
-    masked_load,
-    overlap_options,
-    pdl_wait_then_launch,
-    tl,
-    triton,
-)
+from nanovllm.kernels.runtime import TRITON_DEVICES, cdiv, masked_load, tl, triton
 
 BLOCK = 1024
 
@@ -44,7 +36,6 @@ def activate_and_mul(x: Tensor, activation: Any) -> Tensor:
         width,
         ACTIVATION=activation,
         BLOCK=BLOCK,
-        **overlap_options(x.device),
     )
     return out
 
@@ -55,13 +46,10 @@ def silu(x):
 
 
 @triton.jit
-def _activate_and_mul_kernel(
-    x, out, x_stride, width, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
-):
+def _activate_and_mul_kernel(x, out, x_stride, width, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
-    pdl_wait_then_launch(OVERLAP)
     x += row * x_stride
     gate = masked_load(x + column, inside)
     up = masked_load(x + width + column, inside)

@@ -75,6 +75,7 @@ TESTS += [
     "model_config",
     "transformers_model",
     "transformers_exact",
+    "exact_kernels",
     "options",
     "terminal",
     "batch_ray",
@@ -233,6 +234,9 @@ MUTATIONS = [
         ("plan.queries[queries] = sharing", "plan.queries[queries] = np.sort(sharing)"),
         ("min(self.queries_per_item, num_queries - first)", "self.queries_per_item"),
         ("plan.num_partials[sharing] += 1", "plan.num_partials[sharing] = 1"),
+        ("common // ITEM_STEP * ITEM_STEP for pair", "common for pair"),
+        ("longest[prefix.first : prefix.last] = i", "longest[prefix.first] = i"),
+        ("yield prompts, [0, prefix.end]", "yield prompts, [prefix.begin, prefix.end]"),
         ("        self.num_prefix_tokens = 0\n", ""),
     ),
     *mutations_of(
@@ -1135,6 +1139,7 @@ MUTATIONS = [
         ("functools.partial(multiply, matrix), exact_silu", "matrix.multiply, exact_silu"),
         ("functools.partial(products, matrix.products)", "matrix.products"),
         ("layout.rotate = rotate_alone", "layout.rotate = rotate"),
+        ("check_exact(config, scheme.kinds if scheme", "(lambda *_: None)(config, scheme.kinds if scheme"),
         ("store_hooks(cache, head_dim, True)", "store_hooks(cache, head_dim, _)"),
     ),
     *mutations_of(
@@ -1155,6 +1160,23 @@ MUTATIONS = [
     *mutations_of(
         "nanovllm/extensions/exact/attention",
         ("if any(layer.variant.hooks[:-1]):", "if False:"),
+    ),
+    *mutations_of(
+        "nanovllm/extensions/exact/kernels/sums",
+        ("tl.where(total > 0, total, 1.0)", "total"),
+        ("if end % SIZES.SPAN == 0:", "if end % SIZES.SPAN == SIZES.KEY_TILE:"),
+        ("place + SIZES.HEAD_DIM + 1, tl.max(", "place + SIZES.HEAD_DIM, tl.max("),
+    ),
+    *mutations_of(
+        "nanovllm/extensions/exact/kernels/attention",
+        ("tl.where((programs > 1) | (program > 0), 0, context_len)", "context_len"),
+        ("prefixes + number * 2 * (SIZES.HEAD_DIM + 2)", "prefixes + number * (SIZES.HEAD_DIM + 2)"),
+        ("tl.where(first + j < spans, SIZES.HEADS, 0)", "SIZES.HEADS"),
+    ),
+    *mutations_of(
+        "nanovllm/extensions/exact/kernels/product",
+        ("bias + feature + place // BLOCK_N * width", "bias + feature"),
+        ("EVEN=in_features % block_k == 0", "EVEN=True"),
     ),
     *mutations_of(
         "nanovllm/extensions/exact/options",

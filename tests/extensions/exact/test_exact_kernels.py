@@ -121,6 +121,16 @@ class Case:
         return plan
 
 
+@on_devices
+@in_types
+@pytest.mark.parametrize("end", [TILE, SPAN + TILE, 2 * SPAN])
+def test_a_prefix_is_read_for_all_who_share_it(device, dtype, cache_dtype, end):
+    case = Case(2 * SPAN + 9, 4, 2, 64, 48, device, dtype, cache_dtype)
+    sharing = [end, end + 1, case.length - 1]
+    alone = case.decode(sharing)
+    assert error(case.decode(sharing, case.plan(end, len(sharing), 2)), alone) < tolerance(dtype)
+
+
 @on_gpus
 @in_types
 @pytest.mark.parametrize("heads, kv_heads, head_dim", SHAPES)
