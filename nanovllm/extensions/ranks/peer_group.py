@@ -74,8 +74,13 @@ def has_peer_access(config: Config) -> bool:
 
 
 def group_maker(config: Config) -> Callable[..., Group]:
-    """What makes the group through which several ranks compute together."""
+    """What makes the group through which several ranks compute together. ValueError if it cannot be exact."""
     if config.device_of(0).type == "cuda":
+        if config.exact and config.tensor_parallel_size > 2 and not has_peer_access(config):  # NCCL adds up
+            raise ValueError(
+                f"exact=True needs tensor_parallel_size of at most 2, got {config.tensor_parallel_size}: "
+                "these GPUs cannot write into each other's memory"
+            )
         return functools.partial(PeerGroup, config=config)
     return OrderedGroup if config.exact else GlooGroup
 

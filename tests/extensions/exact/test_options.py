@@ -4,8 +4,13 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from nanovllm import LLM
+from nanovllm.config import Config
+from nanovllm.extensions.exact import options
+from nanovllm.extensions.exact.options import check_exact
+from nanovllm.extensions.ranks import peer_group
 from tiny_checkpoints import edit_json, make_checkpoint, one_thread  # noqa: F401
 
 OPTIONS = dict(device="cpu", num_kvcache_blocks=4, kvcache_block_size=16, exact=True)
@@ -18,9 +23,9 @@ def checkpoint(folder: Path, architecture: str, **overrides) -> str:
     return str(folder)
 
 
-def assert_refused(model: str, told: str, **options) -> None:
+def assert_refused(model: str, told: str, **given) -> None:
     with pytest.raises(ValueError, match="exact.*" + re.escape(told)):
-        LLM(model, **OPTIONS | options)
+        LLM(model, **OPTIONS | given)
 
 
 @pytest.fixture(scope="module")
@@ -67,10 +72,45 @@ def test_weights_of_a_format_that_is_not_exact_are_refused(tmp_path, stored):
     assert_refused(model, "the weights' format to be one of ['dense', 'fp8'], got ")
 
 
+@pytest.fixture
+def on_gpus(tmp_path, monkeypatch):
+    """A complete Config of a model with heads of 256 on GPUs, with these options."""
+    model = make_checkpoint(tmp_path, "qwen3", head_dim=256)
+
+    def make(**given):
+        config, _ = LLM.open_model(str(model), OPTIONS | given)
+        monkeypatch.setattr(Config, "device_of", lambda self, rank: torch.device("cuda", rank))
+        return config
+
+    return make
+
+
+def test_what_kernels_of_gpus_cannot_do_is_refused(on_gpus, monkeypatch):
+    with pytest.raises(ValueError, match="exact=True needs dtype .*'bfloat16', 'float16'.*got 'float32'"):
+        check_exact(on_gpus(dtype="float32"), {"dense"})
+    config = on_gpus(dtype="bfloat16")
+    with pytest.raises(ValueError, match="exact=True needs head_dim of at most 128, got 256"):
+        check_exact(config, {"dense"})
+    monkeypatch.setattr(options, "HAVE_TRITON", False)
+    with pytest.raises(ValueError, match="exact=True needs the package triton"):
+        check_exact(config, {"dense"})
+
+
+@pytest.mark.parametrize(("exact", "ranks"), [(True, 4), (True, 2), (False, 4)])
+def test_more_than_two_gpus_must_write_into_each_others_memory(on_gpus, monkeypatch, exact, ranks):
+    monkeypatch.setattr(peer_group, "has_peer_access", lambda config: False)
+    config = on_gpus(exact=exact, tensor_parallel_size=ranks)
+    if exact and ranks > 2:
+        with pytest.raises(ValueError, match="exact=True needs tensor_parallel_size of at most 2, got 4"):
+            peer_group.group_maker(config)
+    else:
+        peer_group.group_maker(config)
+
+
 def test_all_else_works_and_is_off_unless_it_is_asked_for(tmp_path):
     model = str(make_checkpoint(tmp_path, "qwen3"))
-    for options in (dict(attention_backend="torch"), dict(kv_cache_dtype="int8"), dict(quantization=None)):
-        with LLM(model, **OPTIONS | options) as llm:
+    for given in (dict(attention_backend="torch"), dict(kv_cache_dtype="int8"), dict(quantization=None)):
+        with LLM(model, **OPTIONS | given) as llm:
             assert llm.config.exact
     with LLM(model, device="cpu", num_kvcache_blocks=4) as llm:
         assert not llm.config.exact
