@@ -60,6 +60,7 @@ FLAGS = {
     "limit-strings": "with --structured: texts have a maxLength, near which masks take long; random weights "
     "get there",
     "enforce-eager": "do without CUDA graphs",
+    "exact": "the same bits for a sequence in any company",
 }
 
 

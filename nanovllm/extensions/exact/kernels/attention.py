@@ -49,6 +49,7 @@ PREFIX_ROWS = 64  # queries times heads that a program computes over a shared pr
 PROGRAMS_PER_MULTIPROCESSOR = 3
 MAX_STORED = 1 << 24  # elements of spans' sums; if there would be more, contexts are not split
 MAX_FEWEST = 4  # spans
+MAX_REGISTERS = 168  # of a thread, so that three programs fit on a multiprocessor
 FOLDED = tl.constexpr(4)  # stored spans that are loaded together
 
 
@@ -133,10 +134,11 @@ def exact_decode(
     else:
         splits = 1
     out = empty_padded(batch, heads * head_dim, q).view(q.shape)
+    registers = {"maxnreg": MAX_REGISTERS} if sizes.DENSE else {}
     _decode_kernel[(kv_heads, batch, splits)](
         *shared, out, step.context_lens, prefixes, prefix_lens, partial, counters, max_spans,
         fewest_spans, num_multiprocessors(device), SIZES=sizes, LOAD=layout.load,
-        **launch_options(device, 4), **overlap_options(device),
+        **registers, **launch_options(device, 4), **overlap_options(device),
     )  # fmt: skip
     return out
 
