@@ -121,7 +121,7 @@ def _pack(
 ) -> tuple[tuple[()], dict[str, Any]]:
     """A forward pre-hook: other arguments for the decoder."""
     check(not args, "inputs must be given by name", args)
-    for name in ("inputs_embeds", "past_key_values", "output_attentions", "output_hidden_states"):
+    for name in ("inputs_embeds", "past_key_values", "cache", "output_attentions", "output_hidden_states"):
         given = options.pop(name, getattr(decoder.config, name, None))
         check(given is None or given is False, f"{name} is not possible with exactness", given)
     input_ids, mask, positions = (

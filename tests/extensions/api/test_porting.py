@@ -274,6 +274,14 @@ def _(llm, folder):
         SamplingParams(logprobs=21)
 
 
+@row('`logprobs_mode="raw_logprobs"`, `"processed_logprobs"`')
+def _(llm, folder):
+    for mode in ("raw", "processed"):
+        for name in (mode, f"{mode}_logprobs"):
+            assert make_config("a model", {"logprobs_mode": name}, ExtendedConfig).logprobs_mode == mode
+    refused(ValueError, "logprobs_mode must be one of", logprobs_mode="raw_logits")
+
+
 @row("`SamplingParams(structured_outputs=StructuredOutputsParams(...))`")
 def _(llm, folder):
     pytest.importorskip("llguidance")
@@ -353,6 +361,11 @@ def _(llm, folder):
     refused(ValueError, "it is called token here", hf_token="secret")
     refused(TypeError, "'block_size'.*'kvcache_block_size'", block_size=16)
     refused(ValueError, "it is called num_kvcache_blocks here", num_gpu_blocks_override=16)
+
+
+@row("`VLLM_BATCH_INVARIANT=1` in the environment")
+def _(llm, folder):
+    assert make_config("a model", {"exact": True}, ExtendedConfig).exact
 
 
 @row('`quantization="awq"`')

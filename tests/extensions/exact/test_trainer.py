@@ -367,7 +367,7 @@ def test_layers_and_weights_that_are_not_ordinary_are_refused(qwen3):
     [
         (dict(output_attentions=True), "output_attentions is not possible"),
         (dict(output_hidden_states=True), "output_hidden_states is not possible"),
-        (dict(past_key_values=transformers.DynamicCache()), "past_key_values is not possible"),
+        (dict(past_key_values=transformers.DynamicCache()), "(past_key_values|cache) is not possible"),
         (dict(inputs_embeds=torch.zeros(1, 3, 64), input_ids=None), "inputs_embeds is not possible"),
         (
             dict(attention_mask=torch.ones(1, 1, 3, 3)),
