@@ -13,6 +13,7 @@ ARCHITECTURES += ("Qwen3MoeForCausalLM",)
 FORMATS = "dense", "fp8"
 DTYPES = {"cuda": ("bfloat16", "float16"), "cpu": ("float32", "bfloat16")}
 BACKENDS = {"cuda": ("auto", "triton"), "cpu": ("auto", "torch")}
+CACHES = "auto", "bfloat16", "float16", "int8"  # of GPUs
 MAX_HEAD_DIM = 128  # of the kernels
 
 
@@ -35,6 +36,7 @@ def check_exact(config: Config, formats: Collection[str]) -> None:
     if device == "cuda":
         if not HAVE_TRITON:
             raise ValueError("exact=True needs the package triton on a GPU")
+        needs("kv_cache_dtype", [config.kv_cache_dtype], CACHES)
         if model.head_dim > MAX_HEAD_DIM:
             raise ValueError(f"exact=True needs head_dim of at most {MAX_HEAD_DIM}, got {model.head_dim}")
     elif not torch.backends.mkldnn.is_available():

@@ -1,6 +1,7 @@
 """What cannot be exact is refused by name, before weights are read."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -91,6 +92,8 @@ def test_what_kernels_of_gpus_cannot_do_is_refused(on_gpus, monkeypatch):
     config = on_gpus(dtype="bfloat16")
     with pytest.raises(ValueError, match="exact=True needs head_dim of at most 128, got 256"):
         check_exact(config, {"dense"})
+    with pytest.raises(ValueError, match="exact=True needs kv_cache_dtype .* got 'float32'"):
+        check_exact(replace(config, kv_cache_dtype="float32"), {"dense"})
     monkeypatch.setattr(options, "HAVE_TRITON", False)
     with pytest.raises(ValueError, match="exact=True needs the package triton"):
         check_exact(config, {"dense"})
