@@ -1,6 +1,7 @@
 """An engine's parts made exact: its attention, and what other extensions have brought.
 
-That comes as an argument, and is left as it is but for what makes a row's bits depend on other rows.
+What others have brought comes as an argument. Only what would make a row's bits depend on other rows is
+replaced in it.
 """
 
 import functools
@@ -62,10 +63,10 @@ def use_exact(model: nn.Module, experts: Any, fp8: type, dequantise: Callable) -
 
 def use_exact_experts(model: nn.Module, module: Any) -> None:
     """
-    Mixtures of experts multiply any number of rows as a prefill does, whose grouped
-    products take inputs in ascending order. What the experts make of a row is added up in the order in which
-    the router names them and rounded, and then added to the residual: on one rank as on several. A CPU takes
-    so few rows at a time that one thread computes their activation, see `exact_silu_and_mul`.
+    Mixtures of experts, which `module` has, multiply any number of rows as a prefill does: grouped products
+    take inputs in ascending order. What the experts make of a row is added up in the order in which the
+    router names them and rounded, and then added to the residual: on one rank as on several. A CPU takes so
+    few rows at a time that one thread computes their activation, see `exact_silu_and_mul`.
     """
 
     def forward(layer: Any, stream: Stream, next_norm: RMSNorm) -> Stream:

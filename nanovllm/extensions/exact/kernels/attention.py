@@ -25,7 +25,7 @@ from nanovllm.extensions.exact.kernels.sums import (
     store_sums,
 )
 from nanovllm.kernels.attention_variant import AttentionVariant
-from nanovllm.kernels.decode_attention import prefetch_tile
+from nanovllm.kernels.decode_attention import MIN_COLUMNS, PROGRAMS_PER_MULTIPROCESSOR, prefetch_tile
 from nanovllm.kernels.kv_store import ROWS, CacheLayout
 from nanovllm.kernels.runtime import (
     LOG2_E,
@@ -45,10 +45,11 @@ from nanovllm.kernels.runtime import (
 )
 
 TILE, SPAN = 128, 256  # keys
+PREFILL_ROWS = 128  # queries that a program computes in a prefill
 PREFIX_ROWS = 64  # queries times heads that a program computes over a shared prefix
-PROGRAMS_PER_MULTIPROCESSOR = 3
+MAX_SPLITS = 64  # programs that share a context
 MAX_STORED = 1 << 24  # elements of spans' sums; if there would be more, contexts are not split
-MAX_FEWEST = 4  # spans
+MAX_FEWEST = 4  # spans of a program's share, at least, where many programs run
 MAX_REGISTERS = 168  # of a thread, so that three programs fit on a multiprocessor
 FOLDED = tl.constexpr(4)  # stored spans that are loaded together
 
@@ -86,7 +87,7 @@ def exact_prefill(
     else:
         block_size, kv_heads = layout.page_sizes(k, head_dim)
     out = q.new_empty(q.shape)
-    sizes = _sizes(heads, kv_heads, head_dim, block_size, 128, layout.has_token_rows)
+    sizes = _sizes(heads, kv_heads, head_dim, block_size, PREFILL_ROWS, layout.has_token_rows)
     num_seqs = len(step.cu_seqlens_q) - 1
     _prefill_kernel[(cdiv(step.max_seqlen_q, sizes.ROWS), heads, num_seqs)](
         q, k, v, out, step.cu_seqlens_q, step.cu_seqlens_k, tables, variant.scale * LOG2_E,
@@ -109,12 +110,14 @@ def exact_decode(
     block_size, kv_heads = layout.page_sizes(k_cache, head_dim)
     plan, device = step.attention_plan, q.device
     # As many rows as the matrix unit takes for the products of a prefill, or as few columns.
-    rows = max(8 if layout.has_token_rows else PREFIX_ROWS, next_power_of_2(heads // kv_heads))
+    rows = MIN_COLUMNS if layout.has_token_rows else PREFIX_ROWS
+    rows = max(rows, next_power_of_2(heads // kv_heads))
     sizes = _sizes(heads, kv_heads, head_dim, block_size, rows, layout.has_token_rows)
     shared = [q, k_cache, v_cache, step.block_tables, variant.scale * LOG2_E, step.block_tables.stride(0)]
     shared += [*q.stride()[:2], *k_cache.stride()[-3:-1], *v_cache.stride()[-3:-1]]
     prefixes = prefix_lens = partial = counters = None
-    splits = min(cdiv(PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors(device), batch * kv_heads), 64)
+    splits = cdiv(PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors(device), batch * kv_heads)
+    splits = min(splits, MAX_SPLITS)
     if plan is not None:
         prefix_lens, splits = plan.prefix_lens, 1
         prefixes = q.new_empty(batch, heads, 2, head_dim + 2, dtype=torch.float32)

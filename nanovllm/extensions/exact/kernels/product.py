@@ -48,7 +48,7 @@ def library_agrees(rows: int, shape: tuple[int, int], dtype: torch.dtype, device
     out when first asked for, which takes as long as some layers' products.
     """
     x, weight = (torch.empty(size, shape[1], dtype=dtype, device=device) for size in (rows, shape[0]))
-    if runtime.compiling_for is None:
+    if runtime.compiling_for is None:  # else nothing is computed
         generator = torch.Generator(device).manual_seed(0)
         x.normal_(generator=generator)
         weight.normal_(generator=generator)
@@ -57,8 +57,9 @@ def library_agrees(rows: int, shape: tuple[int, int], dtype: torch.dtype, device
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None, gated: bool = False) -> Tensor:
     """
-    The same. If `gated`, the first half of the outputs are gates, the second half is what they multiply, and
-    the result is silu(gate) * up, [rows, out / 2], rounded where `silu_and_mul` rounds.
+    x [rows, in] @ weight.T + bias: [rows, out], by the kernel below. If `gated`, the first half of the
+    outputs are gates, the second half is what they multiply, and the result is silu(gate) * up,
+    [rows, out / 2], rounded where `silu_and_mul` rounds.
     """
     rows, in_features = x.shape
     parts = 1 + gated
