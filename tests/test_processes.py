@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from cases import slow
 
 from nanovllm import LLM, AsyncLLM, SamplingParams
 from tiny_checkpoints import EXACT, make_checkpoint, one_thread  # noqa: F401
@@ -86,7 +87,9 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("kind, options", [("LLM", {"tensor_parallel_size": 2}), ("AsyncLLM", {})], ids=str)
+@pytest.mark.parametrize(
+    "kind, options", [slow("LLM", {"tensor_parallel_size": 2}), ("AsyncLLM", {})], ids=str
+)
 def test_a_fork_is_told_by_process_and_leaves_the_engine_as_it_was(folder, kind, options):
     program = FORKED.format(kind=kind, folder=folder, options=OPTIONS | options)
     done = subprocess.run(

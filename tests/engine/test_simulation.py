@@ -9,6 +9,7 @@ from mutations import MUTATIONS, ROOT, apply
 from simulation import Simulation, simulate
 
 
+@pytest.mark.slow
 def test_a_long_run_breaks_no_rule_and_visits_everything():
     counts = Counter()
     simulate(seed=2, num_steps=30_000, counts=counts)

@@ -99,6 +99,7 @@ def pair(smollm2_folder):  # noqa: F811
     model.llm.exit()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "names, options", [(["capitals", "told_capitals", "sentences"], {}), (["told_capitals"], CHAT)]
 )

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from cases import slow
 from exact_schedules import compare
 from kernel_checks import HALF, assert_passes_in_the_interpreter
 
@@ -204,9 +205,9 @@ def checkpoint(tmp_path_factory) -> str:
     "options",
     [
         dict(dtype="float32"),
-        dict(dtype="bfloat16"),
-        dict(dtype="bfloat16", kv_cache_dtype="int8"),
-        dict(dtype="float32", quantization="fp8"),
+        slow(dict(dtype="bfloat16")),
+        slow(dict(dtype="bfloat16", kv_cache_dtype="int8")),
+        slow(dict(dtype="float32", quantization="fp8")),
         dict(dtype="bfloat16", quantization="fp8", kv_cache_dtype="int8"),
     ],
     ids=lambda options: "-".join(options.values()),

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from block_pool import check_pool
+from cases import slow
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.block_manager import PrefixCache
@@ -390,7 +391,7 @@ STRANGERS_SCRIPT = """
 
 
 @pytest.mark.parametrize(
-    ("device", "ranks"), [("cpu", 1), ("cpu", 2), pytest.param("cuda", 1, marks=pytest.mark.gpu)]
+    ("device", "ranks"), [slow("cpu", 1), slow("cpu", 2), pytest.param("cuda", 1, marks=pytest.mark.gpu)]
 )
 def test_a_strangers_package_works_on_every_rank_after_forks_and_failing_calls(
     model, tmp_path, device, ranks

@@ -22,6 +22,7 @@ SHAPES = [(16, 2, 64), (64, 1, 128), (256, 2, 64), (48, 3, 80), (16, 1, 21), (16
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED or not HAVE_TRITON, reason="this is the child process, or Triton is missing")
 def test_the_kernel_agrees_with_its_twin_in_tritons_interpreter():
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", "cpu", __file__]

@@ -41,6 +41,7 @@ def base(smollm2_folder) -> float:  # noqa: F811
     return answer_and_perplexity(smollm2_folder)[1]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_quantised_again_stays_close(tmp_path, smollm2_folder, base):  # noqa: F811
     packer = awq(modules_to_not_convert=["self_attn", "down_proj"])
     answer, perplexity = answer_and_perplexity(quantise(smollm2_folder, tmp_path, packer, kept=SENSITIVE))
@@ -48,6 +49,7 @@ def test_a_checkpoint_quantised_again_stays_close(tmp_path, smollm2_folder, base
     assert perplexity == pytest.approx(base, rel=0.08)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option, limit", [("fp8", 0.04), ("int4", 0.35)])
 def test_weights_quantised_while_they_are_loaded_stay_close(smollm2_folder, base, option, limit):  # noqa: F811
     _, perplexity = answer_and_perplexity(smollm2_folder, quantization=option)

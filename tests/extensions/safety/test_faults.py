@@ -352,6 +352,7 @@ def test_engines_one_after_another_leave_nothing_behind(folder):
     assert len(os.listdir("/proc/self/fd")) == before[2]
 
 
+@pytest.mark.slow
 def test_a_soak_keeps_memory_and_tokens(tmp_path):
     folder = make_checkpoint(tmp_path, "qwen3", vocab_size=257)
     compared, growth = soak(str(folder), 100, 0, report=lambda _: None)

@@ -149,7 +149,7 @@ def test_the_kernels_of_a_mixture_of_experts_are_compiled_too(tmp_path):
     assert {name: names.count(name) for name in expected} == expected
 
 
-@pytest.mark.parametrize("name, architecture", [("mxfp4", "gpt_oss"), ("pack 4", "qwen3_moe")])
+@pytest.mark.parametrize("name, architecture", [slow("mxfp4", "gpt_oss"), ("pack 4", "qwen3_moe")])
 def test_the_kernels_of_quantised_experts_are_compiled_too(tmp_path, name, architecture):
     sizes = dict(head_dim=64, hidden_size=128, intermediate_size=128, vocab_size=257)
     if architecture == "qwen3_moe":

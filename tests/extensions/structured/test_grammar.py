@@ -536,6 +536,7 @@ def test_a_broken_or_impossible_grammar_is_an_error_of_its_request_before_anythi
     assert len(good["token_ids"]) == 3 and isinstance(error, ValueError)
 
 
+@pytest.mark.slow
 def test_a_deep_grammar_does_not_end_the_process(folder):
     command = [sys.executable, str(Path(__file__).with_name("deep_grammars.py")), folder]
     found = subprocess.run(command, capture_output=True, text=True, timeout=120)
