@@ -212,9 +212,14 @@ class Product(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        return grad @ weight, grad.T @ x, grad.sum(0) if ctx.needs_input_grad[2] else None
+        of_x, of_weight, of_bias = ctx.needs_input_grad
+        return (
+            grad @ weight if of_x else None,
+            grad.T @ x if of_weight else None,
+            grad.sum(0) if of_bias else None,
+        )
 
 
 class Recomputed(torch.autograd.Function):
@@ -229,10 +234,12 @@ class Recomputed(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        inputs = [each.detach().requires_grad_() for each in ctx.saved_tensors]
+        inputs = [each.detach() for each in ctx.saved_tensors]
+        wanted = [i for i, is_wanted in enumerate(ctx.needs_input_grad[2:]) if is_wanted]
         with torch.enable_grad():
-            output = ctx.plain(*inputs)
-        return None, None, *torch.autograd.grad(output, inputs, grad)
+            output = ctx.plain(*(each.requires_grad_(i in wanted) for i, each in enumerate(inputs)))
+        found = dict(zip(wanted, torch.autograd.grad(output, [inputs[i] for i in wanted], grad), strict=True))
+        return None, None, *map(found.get, range(len(inputs)))
 
 
 # What layers compute: exactly, and in plain torch, where gradients come from

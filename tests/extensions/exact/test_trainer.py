@@ -12,6 +12,7 @@ import transformers
 from exact_schedules import Recorder
 from smollm2 import smollm2_folder, smollm2_gguf  # noqa: F401
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.extensions.exact import check
@@ -237,7 +238,7 @@ def gradients(model: Any, inputs: dict[str, Tensor], **options: Any) -> list[Ten
     mask = inputs["attention_mask"][:, 1:] * inputs["attention_mask"][:, :-1]
     found = logits.log_softmax(-1).gather(2, inputs["input_ids"][:, 1:, None])[..., 0]
     ((found * mask).sum() / mask.sum()).backward()
-    return [parameter.grad.clone() for parameter in model.parameters()]
+    return [each.grad.clone() for each in model.parameters() if each.grad is not None]
 
 
 def errors(found: list[Tensor], wanted: list[Tensor]) -> Tensor:
@@ -270,6 +271,21 @@ def test_layers_may_be_recomputed_in_the_backward_pass(qwen3):
     qwen3.train()
     qwen3.gradient_checkpointing_enable({"use_reentrant": False})
     assert all(torch.equal(*pair) for pair in zip(gradients(qwen3, inputs), wanted, strict=True))
+
+
+def test_gradients_of_frozen_weights_are_not_computed(qwen3):
+    inputs, trained = batch(PROMPTS, "left"), "model.layers.1.self_attn.q_norm.weight"
+    wanted = dict(zip(dict(qwen3.named_parameters()), gradients(qwen3, inputs), strict=True))[trained]
+    for name, parameter in qwen3.named_parameters():
+        parameter.requires_grad_(name == trained)
+    with FlopCounterMode(display=False) as counter:
+        [found] = gradients(qwen3, inputs)
+    torch.testing.assert_close(found, wanted)
+    layer = qwen3.model.layers[1]
+    behind = layer.self_attn.o_proj, layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj
+    products = qwen3.lm_head.weight.numel() * inputs["input_ids"].numel()
+    products += sum(linear.weight.numel() for linear in behind) * int(inputs["attention_mask"].sum())
+    assert counter.get_flop_counts()["Global"][torch.ops.aten.mm] == 2 * products  # one of each
 
 
 def test_batches_may_be_computed_before_the_gradients_of_others(qwen3):
