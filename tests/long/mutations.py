@@ -1114,7 +1114,6 @@ MUTATIONS = [
         ),
         ("grad.sum(0) if of_bias", "grad[0] if of_bias"),
         ("grad.T @ x if of_weight else None", "grad.T @ x"),
-        ("if is_wanted]", "]"),
         ("lambda gate, up: F.silu(gate) * up", "lambda gate, up: F.silu(gate.detach()) * up"),
         ("is_causal=True", "is_causal=False"),
         ("    if weights:\n", "    if not weights:\n"),
