@@ -918,7 +918,11 @@ MUTATIONS = [
     ),
     *mutations_of(
         "nanovllm/extensions/checkpoints/gguf_tokenizer",
-        ('begins = kind == "llama" or given.get("pre") == "llama-bpe"', 'begins = kind == "llama"'),
+        ('begins = kind == "llama" or given.get("pre") in WHOLE_WORDS', 'begins = kind == "llama"'),
+        ("for regex in SPLITS[pre]]", "for regex in SPLITS[pre][:1]]"),
+        ('rf"[^\\r\\n\\p{{L}}\\p{{N}}]?{UPPER}{some}"', 'rf"{UPPER}{some}"'),
+        ('{PATHS}"\nHAN', '{OTHERS}"\nHAN'),
+        ("ignore_merges=pre in WHOLE_WORDS", "ignore_merges=False"),
     ),
     *mutations_of(
         "nanovllm/extensions/models/gemma3",

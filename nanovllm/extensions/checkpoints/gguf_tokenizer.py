@@ -6,18 +6,57 @@ It is built with the `tokenizers` library and wrapped for transformers, so calle
 import warnings
 from typing import Any
 
-CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
-OTHERS = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-# `tokenizer.ggml.pre` -> how text is cut before merging; None is GPT-2's way, built into `tokenizers`.
-SPLITS = {
-    "gpt-2": None,
-    "default": None,
-    "smollm": None,
-    "qwen2": rf"{CONTRACTIONS}|{WORDS}|\p{{N}}|{OTHERS}",
-    "llama-bpe": rf"{CONTRACTIONS}|{WORDS}|\p{{N}}{{1,3}}|{OTHERS}",
-}
+# Regexes, or parts of them.
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+CONTRACTION = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+OTHERS = rf" ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{SPACES}"
+UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+TITLE, CAPITALS = (rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}{some}" for some in (f"*{LOWER}+", f"+{LOWER}*"))
+PATHS = rf" ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{SPACES}"
+GPT4O = rf"{TITLE}{CONTRACTION}?|{CAPITALS}{CONTRACTION}?|\p{{N}}{{1,3}}|{PATHS}"
+HAN, CHINESE = "[一-龥぀-ゟ゠-ヿ]+", "[一-龥ࠀ-一가-\ud7ff]+"
+NAMES = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+"""
+PUNCTUATION = r"\s?[!-/:-~！-／：-～‘-‟　-。]+"
+# Letters of scripts that have capitals, as DeepSeek LLM's tokenizer.json lists them.
+CASED = (
+    "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝ"
+    "Ὗ-\u1f7dᾀ-ᾴᾶ-ᾼ\u1fbeῂ-ῄῆ-ῌῐ-\u1fd3ῖ-\u1fdbῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤ\u2126ℨ\u212a-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎ"
+    "ꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃"
+)
+# How text is cut before merging, by regexes one after the other, and what `tokenizer.ggml.pre` calls it.
+# Source: the tokenizer.json of models whose files have these names.
+CUTS = [
+    ("gpt-2 default phi-2 mpt olmo jais trillion exaone4 gigachat a.x-4.0 mellum modern-bert", [GPT2]),
+    ("smollm starcoder refact command-r codeshell exaone minerva-7b mellum2", [r"\p{N}", GPT2]),
+    ("falcon", [r"[\p{P}\$\+<=>\^~\|`]+", GPT2, "[0-9][0-9][0-9]"]),
+    (
+        "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 dbrx smaug-bpe glm4 chatglm-bpe",
+        [rf"{CONTRACTION}|{WORD}|\p{{N}}{{1,3}}|{OTHERS}"],
+    ),
+    (
+        "qwen2 deepseek-r1-qwen megrez stablelm2 hunyuan solar-open kormo grok-2",
+        [rf"{CONTRACTION}|{WORD}|\p{{N}}|{OTHERS}"],
+    ),
+    ("tekken", [rf"{TITLE}|{CAPITALS}|\p{{N}}|{PATHS}"]),
+    ("gpt-4o llama4 kanana2 talkie minimax-m2", [GPT4O]),
+    ("deepseek-coder", [r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", CHINESE, r"\p{N}"]),
+    ("deepseek-llm", [r"[\r\n]", rf"\s?[{CASED}]+", PUNCTUATION, r"\s+$", CHINESE, r"\p{N}+"]),
+    (
+        "deepseek-v3 hunyuan-dense joyai-llm hy_v4",
+        [
+            r"\p{N}{1,3}",
+            HAN,
+            rf"{NAMES}|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+| ?[\p{{P}}\p{{S}}]+[\r\n]*|{SPACES}",
+        ],
+    ),
+    ("seed-coder", [rf"{CONTRACTION}|{WORD}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{SPACES}"]),
+]
+SPLITS = {name: regexes for names, regexes in CUTS for name in names.split()}
 SPLITS_BY_ARCHITECTURE = {"qwen2": "qwen2", "qwen3": "qwen2"}
+# Their vocabularies have words that merges do not lead to. Where metadata do not say, they begin with BOS.
+WHOLE_WORDS = "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 tekken".split()
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4  # of `tokenizer.ggml.token_type`
 LONGEST_MERGED = 256  # characters; a longer token is not the product of merges
 MAX_CHARACTERS = 2**22  # of all tokens together; several times what the largest vocabularies have
@@ -44,8 +83,7 @@ def tokenizer_from_gguf(metadata: dict[str, Any]) -> Any:
     names = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
     ids = {name: given.get(f"{key}_token_id") for key, name in names.items()}
     named = {name: tokens[token_id] for name, token_id in ids.items() if token_id is not None}
-    # If the metadata does not say, these kinds begin with BOS.
-    begins = kind == "llama" or given.get("pre") == "llama-bpe"
+    begins = kind == "llama" or given.get("pre") in WHOLE_WORDS
     if given.get("add_bos_token", begins) and "bos_token" in named:
         bos = named["bos_token"]
         tokenizer.post_processor = processors.TemplateProcessing(
@@ -71,12 +109,9 @@ def _byte_pair_tokenizer(given: dict[str, Any], vocabulary: dict[str, int]) -> A
     if pre not in SPLITS:
         raise ValueError(f"tokenizer.ggml.pre {pre!r} is not known; known ones: {', '.join(SPLITS)}")
     merges = [tuple(merge.split(" ", 1)) for merge in given["merges"]]
-    # Llama 3's vocabulary has words that its merges do not lead to.
-    tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=pre == "llama-bpe"))
-    steps = [pre_tokenizers.Digits(individual_digits=True)] if pre == "smollm" else []
-    if SPLITS[pre] is not None:
-        steps.append(pre_tokenizers.Split(Regex(SPLITS[pre]), "isolated"))
-    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=SPLITS[pre] is None))
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=pre in WHOLE_WORDS))
+    steps = [pre_tokenizers.Split(Regex(regex), "isolated") for regex in SPLITS[pre]]
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
     if pre == "qwen2":
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)

@@ -1,5 +1,6 @@
 """GGUF files: the same model comes out as the one that went in, and nothing hostile gets far."""
 
+import inspect
 import pickle
 import struct
 import time
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import gguf
 import pytest
+import regex
 import torch
 import transformers
 from gguf_files import byte_level_metadata, metadata_of, write_gguf
@@ -15,13 +17,17 @@ from gguf_packer import decode, encode
 from open_checkpoints import open_checkpoint
 from safetensors.torch import load_file, save_file
 from smollm2 import smollm2_gguf  # noqa: F401  a fixture
+from tokenizers import Regex
+from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence, Split
+from transformers.convert_slow_tokenizer import TikTokenConverter
+from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
 import tiny_checkpoints
 from nanovllm import LLM, SamplingParams
 from nanovllm.assembly import get_model_class
 from nanovllm.config import Config
 from nanovllm.extensions.checkpoints.gguf_file import GGUFTensor
-from nanovllm.extensions.checkpoints.gguf_tokenizer import SPLITS, tokenizer_from_gguf
+from nanovllm.extensions.checkpoints.gguf_tokenizer import CUTS, SPLITS, tokenizer_from_gguf
 from nanovllm.extensions.models.config import DecoderConfig
 from nanovllm.extensions.quantised.gguf import PackedCodes
 from nanovllm.extensions.quantised.gguf_blocks import decode_values
@@ -30,6 +36,7 @@ from nanovllm.utils.loader import load_model
 from tiny_checkpoints import assert_greedy, load_reference
 
 ARCHITECTURES = ["llama", "qwen2", "qwen3", "gemma3"]
+LLAMA_3 = inspect.signature(TikTokenConverter).parameters["pattern"].default
 QUANTISATIONS = ["F32", "F16", "BF16", "Q8_0", "Q4_0"]
 
 
@@ -453,12 +460,80 @@ def test_smollm2_loads_whole(smollm2_gguf):  # noqa: F811
         ("smollm", ["1", "1", "1", "1", "1"]),
         ("qwen2", ["1", "1", "1", "1", "1"]),
         ("llama-bpe", ["111", "11"]),
+        ("gpt-4o", ["111", "11"]),
+        ("tekken", ["1", "1", "1", "1", "1"]),
+        ("deepseek-llm", ["11", "111"]),
+        ("deepseek-v3", ["111", "11"]),
+        ("falcon", ["111", "11"]),
     ],
 )
 def test_each_kind_of_splitting_cuts_digits_its_way(pre, pieces):
     tokenizer = tokenizer_from_gguf(byte_level_metadata(pre))
     assert tokenizer.tokenize("11111") == pieces
     assert tokenizer.decode(tokenizer.encode("aé 11\n🙂 ")) == "aé 11\n🙂 "
+
+
+# Contractions, numbers, scripts with and without capitals, marks, signs, spaces at line ends.
+TEXTS = [
+    "I'm sure THEY'LL pay 1234567 for it, don't you?\n\n  yes\r\n",
+    "naïve Grüße  汉字かな한국어 ١٢٣ Ⅷ½ ابت",
+    "def f(x):\n\treturn x_1+y[23]*'s  ",
+    "e\u0301clair हिन्दी ǅungla 🙂👩\u200d👧 http://a.b/c\n",
+    "  HTTPServer camelCase ABCdef ʰ\u3000。「x」 𝐀 ǀ ა Ა ꭰ ",
+]
+
+
+def pieces_of(pre: str, text: str) -> list[str]:
+    """As cut by the tokenizer, where no two pieces merge."""
+    steps = tokenizer_from_gguf(byte_level_metadata(pre)).backend_tokenizer.pre_tokenizer
+    return [text[start:end] for _, (start, end) in steps.pre_tokenize_str(text)]
+
+
+def cut_by_regexes(pre: str, text: str) -> list[str]:
+    """The same by another engine for regexes."""
+    pieces = [text]
+    for each in SPLITS[pre]:
+        cuts = [regex.split(f"({each})", piece) for piece in pieces]
+        pieces = [piece for cut in cuts for piece in cut if piece]
+    return pieces
+
+
+@pytest.mark.parametrize("pre", [names.split()[0] for names, _ in CUTS])
+@pytest.mark.parametrize("text", TEXTS)
+def test_text_is_cut_as_its_regexes_say(pre, text):
+    assert pieces_of(pre, text) == cut_by_regexes(pre, text)
+
+
+@pytest.mark.parametrize(
+    "pre, steps",
+    [
+        ("gpt-2", [ByteLevel(add_prefix_space=False)]),
+        ("command-r", [Digits(individual_digits=True), ByteLevel(add_prefix_space=False)]),
+        ("qwen2", [Split(Regex(PRETOKENIZE_REGEX), "isolated")]),
+        ("llama3", [Split(Regex(LLAMA_3), "isolated")]),
+    ],
+    ids=["gpt-2", "command-r", "qwen2", "llama3"],
+)
+@pytest.mark.parametrize("text", TEXTS)
+def test_text_is_cut_as_by_the_original(pre, steps, text):
+    cut = Sequence(steps).pre_tokenize_str(text)
+    assert pieces_of(pre, text) == [text[start:end] for _, (start, end) in cut]
+
+
+@pytest.mark.parametrize("pre, tokens", [("gpt-2", 3), ("falcon3", 1), ("tekken", 1)])
+def test_some_kinds_know_words_that_no_merges_lead_to(pre, tokens):
+    metadata = byte_level_metadata(pre)
+    metadata |= {"tokenizer.ggml.merges": []}
+    metadata["tokenizer.ggml.tokens"][256] = "the"
+    assert len(tokenizer_from_gguf(metadata).tokenize("the")) == tokens
+
+
+def test_capitals_begin_words_where_tokenizers_were_trained_so():
+    for pre in ("tekken", "gpt-4o"):
+        assert pieces_of(pre, "HTTPServer camelCase/\n") == ["HTTPServer", " camel", "Case", "/\n"]
+    assert pieces_of("gpt-4o", "THEY'LL") == ["THEY'LL"] and len(pieces_of("tekken", "THEY'LL")) == 2
+    assert pieces_of("deepseek-v3", "_Name 汉字かな") == ["_Name", " ", "汉字かな"]
+    assert pieces_of("deepseek-coder", "a b\n12") == ["a", " b", "\n", "1", "2"]
 
 
 @pytest.mark.parametrize("pre", [None, "default"])
@@ -484,14 +559,14 @@ def test_only_qwen_composes_characters(pre):
 
 
 def test_unknown_kinds_of_tokenizers_are_refused_by_name():
-    with pytest.raises(ValueError, match="'deepseek-llm' is not known"):
-        tokenizer_from_gguf(byte_level_metadata("deepseek-llm"))
+    with pytest.raises(ValueError, match="'kimi-k2' is not known"):
+        tokenizer_from_gguf(byte_level_metadata("kimi-k2"))
     with pytest.raises(ValueError, match="'bert' is not known"):
         tokenizer_from_gguf(metadata_of("bert", ["a"]))
     assert tokenizer_from_gguf({}) is None
 
 
-@pytest.mark.parametrize("pre, usual", [("qwen2", False), ("llama-bpe", True)])
+@pytest.mark.parametrize("pre, usual", [("qwen2", False), ("llama-bpe", True), ("tekken", True)])
 def test_bos_is_added_where_the_file_says_so_and_else_where_its_kind_has_it(pre, usual):
     for said, added in (({}, usual), ({"add_bos_token": True}, True), ({"add_bos_token": False}, False)):
         tokenizer = tokenizer_from_gguf(byte_level_metadata(pre, bos_token_id=258, **said))
