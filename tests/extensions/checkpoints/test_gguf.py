@@ -530,7 +530,7 @@ def test_some_kinds_know_words_that_no_merges_lead_to(pre, tokens):
 
 def test_capitals_begin_words_where_tokenizers_were_trained_so():
     for pre in ("tekken", "gpt-4o"):
-        assert pieces_of(pre, "HTTPServer camelCase/\n") == ["HTTPServer", " camel", "Case", "/\n"]
+        assert pieces_of(pre, "HTTPServer camelCase.\n/") == ["HTTPServer", " camel", "Case", ".\n/"]
     assert pieces_of("gpt-4o", "THEY'LL") == ["THEY'LL"] and len(pieces_of("tekken", "THEY'LL")) == 2
     assert pieces_of("deepseek-v3", "_Name 汉字かな") == ["_Name", " ", "汉字かな"]
     assert pieces_of("deepseek-coder", "a b\n12") == ["a", " b", "\n", "1", "2"]
