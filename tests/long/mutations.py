@@ -967,9 +967,14 @@ MUTATIONS = [
             "return floats(scale) * scales, floats(step) * steps",
         ),
         ("torch.stack((pairs & 15, pairs >> 4), dim=-2)", "torch.stack((pairs >> 4, pairs & 15), dim=-2)"),
+        ("-floats(step) * (packed >> 4))", "-floats(step) * (packed & 15))"),
+        ("fields(third, 1) << 2).view(torch.int8).sub_(4)", "fields(third, 1) << 2).view(torch.int8)"),
+        ("(nibbles(low), fields(high, 2)))", "(nibbles(low), fields(high, 2).flip(-1)))"),
+        ("-127, -104, -83,", "-127, -104, -84,"),
     ),
     *mutations_of(
         "nanovllm/extensions/quantised/gguf",
+        ("if TYPES[kind].values == BLOCK:", "if True:"),
         ("zero_point = 0 if offsets else 8", "zero_point = 8"),
         (
             "groupby(pieces, lambda piece: piece[:2])",
@@ -1087,7 +1092,8 @@ MUTATIONS = [
     *mutations_of("slots", ("self.max_blocks = min(self.max_blocks, config.num_kvcache_blocks)", "pass")),
     *mutations_of(
         "nanovllm/extensions/models/config",
-        ("4 <= bits < 7 and torch.cpu._is_avx512_bf16_supported()", "4 <= bits < 7"),
+        ("0 < bits < 7 and torch.cpu._is_avx512_bf16_supported()", "0 < bits < 7"),
+        ("0 < bits < 7", "4 <= bits < 7"),
     ),
     *mutations_of("nanovllm/extensions/models/rope", ("    check_rope_keys(settings)\n", "")),
     *mutations_of(

@@ -6,9 +6,11 @@ import torch
 from gguf.quants import dequantize, quantize
 
 from nanovllm.extensions.checkpoints.gguf_file import GGUFTensor
+from nanovllm.extensions.quantised.gguf_blocks import IQ4_CODES
 
 # Where the float16 numbers of a block are, in bytes.
 FLOATS = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+FLOATS |= {"Q2_K": (80, 82), "Q3_K": (108,)}
 
 
 def encode(matrix: torch.Tensor, kind: str) -> np.ndarray:
@@ -88,8 +90,67 @@ def _pack_q6_k(blocks: np.ndarray) -> np.ndarray:
     return np.concatenate([part.astype(np.uint8) for part in parts], -1)
 
 
+def _split_width(width: np.ndarray, largest: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of groups [blocks, groups]: a block's float16, the integers that it is multiplied by, the products."""
+    scale = width.max(-1, keepdims=True).astype(np.float16) / np.float16(largest)
+    whole = _divide(width, np.float32(scale)).round().clip(0, largest).astype(int)
+    return scale, whole, np.float32(scale) * whole
+
+
+def _pack_q2_k(blocks: np.ndarray) -> np.ndarray:
+    groups = blocks.reshape(-1, 16, 16)
+    least = -groups.min(-1).clip(max=0)
+    scale, scales, width = _split_width((groups.max(-1).clip(min=0) + least) / 3, 15)
+    step, steps, least = _split_width(least, 15)
+    shifted = groups + least[..., None]
+    codes = _divide(shifted, np.broadcast_to(width[..., None], shifted.shape)).round().clip(0, 3).astype(int)
+    pairs = codes.reshape(-1, 2, 4, 32) << np.arange(0, 8, 2)[:, None]
+    parts = [scales | steps << 4, pairs.sum(2).reshape(-1, 64), _half(scale), _half(step)]
+    return np.concatenate([part.astype(np.uint8) for part in parts], -1)
+
+
+def _pack_q3_k(blocks: np.ndarray) -> np.ndarray:
+    groups = blocks.reshape(-1, 16, 16)
+    scale, scales, width = _split_width(np.abs(groups).max(-1) / 4, 31)
+    codes = _divide(groups, np.broadcast_to(width[..., None], groups.shape)).round().clip(-4, 3).astype(int)
+    codes, scales = codes + 4, scales + 32
+    third = (codes.reshape(-1, 8, 32) >> 2 << np.arange(8)[:, None]).sum(1)
+    pairs = ((codes & 3).reshape(-1, 2, 4, 32) << np.arange(0, 8, 2)[:, None]).sum(2)
+    low = scales[:, :8] & 15 | (scales[:, 8:] & 15) << 4
+    high = (scales.reshape(-1, 4, 4) >> 4 << np.arange(0, 8, 2)[:, None]).sum(1)
+    parts = [third, pairs.reshape(-1, 64), low, high, _half(scale)]
+    return np.concatenate([part.astype(np.uint8) for part in parts], -1)
+
+
+def _nearest(groups: np.ndarray, width: np.ndarray) -> np.ndarray:
+    """Bytes of the 4-bit codes whose numbers times width are nearest, [blocks, 16 a group]."""
+    scaled = _divide(groups, np.broadcast_to(width[..., None], groups.shape))
+    codes = np.abs(scaled[..., None] - np.array(IQ4_CODES)).argmin(-1)
+    return _nibbles(codes.reshape(len(codes), -1), 16)
+
+
+def _pack_iq4_nl(blocks: np.ndarray) -> np.ndarray:
+    groups = blocks.reshape(-1, 1, 32)
+    scale = (np.abs(groups).max(-1) / 127).astype(np.float16)
+    return np.concatenate([_half(scale), _nearest(groups, np.float32(scale))], -1)
+
+
+def _pack_iq4_xs(blocks: np.ndarray) -> np.ndarray:
+    groups = blocks.reshape(-1, 8, 32)
+    scale, scales, width = _split_width(np.abs(groups).max(-1) / 127, 31)
+    scales += 32
+    high = (scales.reshape(-1, 2, 4) >> 4 << np.arange(0, 8, 2)).sum(-1)
+    low = scales[:, ::2] & 15 | (scales[:, 1::2] & 15) << 4
+    parts = [_half(scale), high, low, _nearest(groups, width)]
+    return np.concatenate([part.astype(np.uint8) for part in parts], -1)
+
+
 PACKERS = {
     "Q4_K": lambda blocks: _pack_with_minimum(blocks, 4),
     "Q5_K": lambda blocks: _pack_with_minimum(blocks, 5),
     "Q6_K": _pack_q6_k,
+    "Q2_K": _pack_q2_k,
+    "Q3_K": _pack_q3_k,
+    "IQ4_NL": _pack_iq4_nl,
+    "IQ4_XS": _pack_iq4_xs,
 }

@@ -86,9 +86,9 @@ class DecoderConfig(ModelConfig):
         return sizes
 
     def usual_dtype(self, device: str) -> str:
-        """Weights of 4 to 6 bits stay packed on a CPU that multiplies bfloat16 itself."""
+        """Weights of up to 6 bits stay packed on a CPU that multiplies bfloat16 itself."""
         bits = (self.quantization_config or {}).get("bits_per_weight", 0)
-        stays_packed = 4 <= bits < 7 and torch.cpu._is_avx512_bf16_supported()
+        stays_packed = 0 < bits < 7 and torch.cpu._is_avx512_bf16_supported()
         return "bfloat16" if stays_packed else super().usual_dtype(device)
 
 

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.extensions.quantised.gguf_blocks import Groups
+from nanovllm.extensions.quantised.gguf_blocks import TYPES, Groups
 from nanovllm.extensions.quantised.kernels.quantised_weight import QuantisedWeight
 from nanovllm.extensions.quantised.kernels.quantised_weight import pack as pack_halves
 from nanovllm.extensions.quantised.products import gemv_products
@@ -33,6 +33,7 @@ from nanovllm.utils.loader import StoredTensor, check_finite, check_stored
 
 # The types that stay packed: bits of a code.
 BITS = {"Q4_0": 4, "Q4_1": 4, "Q4_K": 4, "Q5_0": 5, "Q5_1": 5, "Q5_K": 5, "Q6_K": 6, "Q8_0": 8}
+BITS |= {"Q2_K": 2, "Q3_K": 3, "IQ4_NL": 8, "IQ4_XS": 8}
 BLOCK = 32  # inputs: a multiple of every type's group
 LANES = 64  # outputs whose codes torch keeps together, where it has AVX-512
 # By digits, from how many rows on converting a weight first is faster, and multiplying one that is converted.
@@ -228,7 +229,7 @@ def pack_for_kernels(groups: Groups, kind: str) -> Piece:
     if BITS[kind] == 4:
         zero_point = 0 if offsets else 8
         codes = pack_halves((codes + zero_point).view(torch.uint8))
-    if not kind.endswith("_K"):  # those have a float16 times an integer
+    if TYPES[kind].values == BLOCK:  # those of longer blocks are a float16 times an integer
         scales, *offsets = (each.half() for each in (scales, *offsets))
     facts = group, zero_point, codes.dtype, scales.dtype, len(offsets)
     return Piece(KernelCodes, facts, (codes, scales, *offsets))

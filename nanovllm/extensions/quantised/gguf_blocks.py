@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 PIECE = 2**20  # bytes that are decoded at a time: what lies between then stays in a cache
+IQ4_CODES = -127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113  # of half a byte
 ROWS = 64  # a piece is a multiple of so many rows, or the last one
 
 
@@ -115,6 +116,37 @@ def decode_q6_k(blocks: Tensor) -> Groups:
     return Groups(codes, floats(scale) * scales.view(torch.int8))
 
 
+def decode_q2_k(blocks: Tensor) -> Groups:
+    packed, pairs, scale, step = blocks.split([16, 64, 2, 2], -1)
+    codes = fields(pairs.unflatten(-1, (2, 32)), 2).flatten(-3).unflatten(-1, (16, 16))
+    return Groups(codes, floats(scale) * (packed & 15), -floats(step) * (packed >> 4))
+
+
+def decode_q3_k(blocks: Tensor) -> Groups:
+    third, pairs, low, high, scale = blocks.split([32, 64, 8, 4, 2], -1)
+    codes = fields(pairs.unflatten(-1, (2, 32)), 2).flatten(-3, -2)  # [..., 8, 32]
+    codes = codes.bitwise_or_(fields(third, 1) << 2).view(torch.int8).sub_(4)
+    scales = nibbles(low).flatten(-2) | fields(high, 2).flatten(-2) << 4
+    return Groups(codes.flatten(-2).unflatten(-1, (16, 16)), floats(scale) * (scales.view(torch.int8) - 32))
+
+
+def decode_iq4_nl(blocks: Tensor) -> Groups:
+    scale, pairs = blocks.split([2, 16], -1)
+    return Groups(look_up(pairs.unsqueeze(-2)), floats(scale))
+
+
+def decode_iq4_xs(blocks: Tensor) -> Groups:
+    scale, high, low, pairs = blocks.split([2, 2, 4, 128], -1)
+    low, high = (each.transpose(-1, -2).flatten(-2) for each in (nibbles(low), fields(high, 2)))
+    scales = (low | high << 4).view(torch.int8) - 32
+    return Groups(look_up(pairs.unflatten(-1, (8, 16))), floats(scale) * scales)
+
+
+def look_up(pairs: Tensor) -> Tensor:
+    """The codes that bytes [..., 16] stand for, int8 [..., 32]: those of their low halves come first."""
+    return torch.tensor(IQ4_CODES, dtype=torch.int8, device=pairs.device)[nibbles(pairs).flatten(-2).int()]
+
+
 def _scales_and_offsets(scale: Tensor, step: Tensor, packed: Tensor) -> tuple[Tensor, Tensor]:
     """
     Of eight groups, whose multiples of the block's scale and step have 6 bits: those of the first four in the
@@ -143,4 +175,8 @@ TYPES = {
     "Q4_K": Type(256, 144, partial(decode_long, bits=4)),
     "Q5_K": Type(256, 176, partial(decode_long, bits=5)),
     "Q6_K": Type(256, 210, decode_q6_k),
+    "Q2_K": Type(256, 84, decode_q2_k),
+    "Q3_K": Type(256, 110, decode_q3_k),
+    "IQ4_NL": Type(32, 18, decode_iq4_nl),
+    "IQ4_XS": Type(256, 136, decode_iq4_xs),
 }

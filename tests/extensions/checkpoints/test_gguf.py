@@ -180,21 +180,30 @@ FEW_TOKENS = dict(vocab_size=16, hidden_size=128, intermediate_size=256, num_key
 
 
 # A file with a mixture of types, as llama.cpp makes them.
+IN_BLOCKS = dict(hidden_size=256, intermediate_size=256, head_dim=64)
 MIXTURES = {
     "Q4_K": {"": "Q4_K", "attn_v": "Q6_K", "ffn_down": "Q6_K", "token_embd": "Q6_K"},
     "Q5_K": {"": "Q5_K", "attn_k": "Q8_0", "attn_output": "Q5_1", "ffn_up": "Q5_0"},
+    "Q3_K": {"": "Q3_K", "attn_v": "Q5_K", "ffn_down": "Q2_K", "token_embd": "Q6_K"},
+    "IQ4_XS": {"": "IQ4_XS", "attn_v": "IQ4_NL", "ffn_down": "IQ4_NL", "token_embd": "Q6_K"},
 }
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    "architecture, mixture, seed", [("llama", "Q4_K", 0), ("qwen3", "Q5_K", 0), ("gemma3", "Q4_K", 0)]
+    "architecture, mixture, seed",
+    [
+        ("llama", "Q4_K", 0),
+        ("qwen3", "Q5_K", 0),
+        ("gemma3", "Q4_K", 0),
+        ("qwen3", "Q3_K", 0),
+        ("llama", "IQ4_XS", 1),
+    ],
 )
 def test_greedy_tokens_are_those_of_transformers_on_the_dequantised_weights(
     tmp_path, architecture, mixture, seed, dtype
 ):
-    sizes = FEW_TOKENS | {"hidden_size": 256, "head_dim": 64}
-    make_checkpoint(tmp_path, architecture, seed, tokenizer=False, **sizes)
+    make_checkpoint(tmp_path, architecture, seed, tokenizer=False, **FEW_TOKENS | IN_BLOCKS)
     file = write_gguf(tmp_path, MIXTURES[mixture]).rename(tmp_path.with_suffix(".gguf"))
     tensors = {tensor.name: tensor[:].contiguous() for tensor in open_checkpoint(file).tensors()}
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
@@ -250,6 +259,7 @@ def test_only_a_file_whose_converter_kept_the_dtype_names_it(tmp_path, stored, d
         ({"": "Q4_0", "token_embd": "Q8_0"}, True, torch.bfloat16),
         ("Q4_0", False, torch.float32),
         ({"": "Q8_0", "token_embd": "Q4_0"}, True, torch.float32),
+        ({"": "Q2_K", "token_embd": "Q8_0"}, True, torch.bfloat16),
         ("F16", True, torch.float32),
     ],
     ids=str,
@@ -258,7 +268,7 @@ def test_a_cpu_computes_files_of_few_bits_in_bfloat16_if_it_multiplies_that(
     tmp_path, stored, multiplies_bfloat16, expected, monkeypatch
 ):
     monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: multiplies_bfloat16)
-    checkpoint = open_checkpoint(write_gguf(make_checkpoint(tmp_path), stored))
+    checkpoint = open_checkpoint(write_gguf(make_checkpoint(tmp_path, **IN_BLOCKS), stored))
     assert Config("a model", device="cpu").with_checkpoint(checkpoint).torch_dtype == expected
     given = Config("a model", device="cpu", dtype="float16").with_checkpoint(checkpoint)
     assert given.torch_dtype == torch.float16

@@ -42,11 +42,14 @@ def test_extremes_are_decoded_bit_for_bit(kind, byte, scale):
     assert_same_bits(decode_values(encoded, kind, CPU), expected)
 
 
-@pytest.mark.parametrize("kind", ["Q4_K", "Q5_K", "Q6_K"])
+LOST = {"Q4_K": 0.1, "Q5_K": 0.05, "Q6_K": 0.03, "Q2_K": 0.35, "Q3_K": 0.25, "IQ4_NL": 0.1, "IQ4_XS": 0.1}
+
+
+@pytest.mark.parametrize("kind", LOST)
 def test_the_packers_of_these_tests_keep_values(kind):
     matrix = torch.randn(8, 512, generator=torch.Generator().manual_seed(0))
     lost = (decode(encode(matrix, kind), kind) - matrix).norm() / matrix.norm()
-    assert lost < {"Q4_K": 0.1, "Q5_K": 0.05, "Q6_K": 0.03}[kind]
+    assert lost < LOST[kind]
 
 
 @pytest.mark.parametrize("kind", TYPES)

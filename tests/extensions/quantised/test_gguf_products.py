@@ -82,9 +82,8 @@ def test_a_weight_stays_packed_and_multiplies_as_its_values_do(kind):
     tensor, values = stored(torch.randn(192, 256), kind)
     weight = load({"": Shard((192, 256))}, {"": tensor})
     assert [type(product) for product in weight.runs] == [PackedCodes]
-    bits = (4 if BITS[kind] == 4 else 8) + 32 / (
-        16 if kind == "Q6_K" else 32
-    )  # codes, and two numbers a group
+    group = 16 if kind in ("Q2_K", "Q3_K", "Q6_K") else 32
+    bits = (4 if BITS[kind] == 4 else 8) + 32 / group  # codes, and two numbers a group
     assert sum(tensor.nbytes for tensor in weight.parameters.values()) == 192 * 256 * bits / 8
     assert_multiplies(weight, values)
 
