@@ -956,7 +956,9 @@ MUTATIONS = [
     ),
     *mutations_of(
         "nanovllm/extensions/quantised/integers",
-        ("+ self.added_to_zeros & 15", "+ self.added_to_zeros"),
+        ("zeros & 15 if self.bits == 4 else zeros", "zeros"),
+        ("zeros & 15 if self.bits == 4 else zeros", "zeros & 15"),
+        ("(unpack(codes) if self.bits == 4 else codes)", "unpack(codes)"),
     ),
     *mutations_of(
         "nanovllm/extensions/quantised/gguf_blocks",

@@ -3,7 +3,7 @@ compressed-tensors' own code for its formats, transformers' for fp8, and a few l
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -116,22 +116,23 @@ def to_integers(
     return codes, scales[:, 0, :, 0], zeros[:, 0, :, 0].to(torch.int32)
 
 
-def pack_words(values: torch.Tensor, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
-    """[rows, n] -> int32 [rows, n / 8]: the k-th of eight values is nibble order[k]."""
-    eights = values.reshape(len(values), -1, 8).long()
-    return sum(eights[:, :, k] << 4 * order[k] for k in range(8)).to(torch.int32)
+def pack_words(values: torch.Tensor, order: Sequence[int] = range(8), bits: int = 4) -> torch.Tensor:
+    """[rows, n] -> int32 [rows, n * bits / 32]: the k-th of a word's values is its order[k]-th field."""
+    words = values.reshape(len(values), -1, len(order)).long()
+    return sum(words[:, :, k] << bits * field for k, field in enumerate(order)).to(torch.int32)
 
 
-def unpack_words(words: torch.Tensor, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
-    return torch.stack([words >> 4 * nibble & 15 for nibble in order], -1).flatten(-2)
+def unpack_words(words: torch.Tensor, order: Sequence[int] = range(8), bits: int = 4) -> torch.Tensor:
+    return torch.stack([words >> bits * field & 2**bits - 1 for field in order], -1).flatten(-2)
 
 
 def random_order(width: int) -> torch.Tensor:
     return torch.randperm(width, generator=torch.Generator().manual_seed(width))
 
 
-def gptq(group: int = 32, dtype: torch.dtype = torch.float16, **config) -> Packer:
-    config = {"quant_method": "gptq", "bits": 4, "group_size": group, "sym": True, **config}
+def gptq(group: int = 32, dtype: torch.dtype = torch.float16, bits: int = 4, **config) -> Packer:
+    config = {"quant_method": "gptq", "bits": bits, "group_size": group, "sym": True, **config}
+    fields = range(32 // bits), bits
     order = (lambda width: random_order(width)) if config.get("desc_act") else torch.arange
     added = 0 if config.get("checkpoint_format") == "gptq_v2" else 1
 
@@ -139,21 +140,21 @@ def gptq(group: int = 32, dtype: torch.dtype = torch.float16, **config) -> Packe
         width, size = weight.shape[1], group if group > 0 else weight.shape[1]
         groups = torch.empty(width, dtype=torch.int32)
         groups[order(width)] = torch.arange(width, dtype=torch.int32) // size
-        codes, scales, zeros = to_integers(weight[:, order(width)], 4, size, config["sym"], dtype)
+        codes, scales, zeros = to_integers(weight[:, order(width)], bits, size, config["sym"], dtype)
         codes = codes[:, order(width).argsort()]
         return {
-            "qweight": pack_words(codes).t().contiguous(),
+            "qweight": pack_words(codes, *fields).t().contiguous(),
             "scales": scales.t().contiguous(),
-            "qzeros": pack_words((zeros - added & 15).t().contiguous()),
+            "qzeros": pack_words((zeros - added & 2**bits - 1).t().contiguous(), *fields),
             "g_idx": groups,
         }
 
     def unpack(packed: Tensors) -> torch.Tensor:
-        codes, groups = unpack_words(packed["qweight"].t()), packed["g_idx"].long()
-        zeros = (unpack_words(packed["qzeros"]) + added & 15).t()
+        codes, groups = unpack_words(packed["qweight"].t(), *fields), packed["g_idx"].long()
+        zeros = (unpack_words(packed["qzeros"], *fields) + added & 2**bits - 1).t()
         return ((codes - zeros[:, groups]).to(dtype) * packed["scales"].t()[:, groups]).float()
 
-    return Packer(config, pack, unpack, bits=4)
+    return Packer(config, pack, unpack, bits=bits)
 
 
 def awq(group: int = 32, dtype: torch.dtype = torch.float16, **config) -> Packer:
@@ -303,6 +304,8 @@ PACKERS = {
     "gptq v2": gptq(64, BF16, sym=False, checkpoint_format="gptq_v2"),
     "gptq, ordered": gptq(desc_act=True),
     "gptq, one group": gptq(-1),
+    "gptq 8": gptq(bits=8),
+    "gptq 8, asymmetric and ordered": gptq(64, bits=8, sym=False, desc_act=True),
     "auto-round": gptq(quant_method="auto-round", packing_format="auto_round:auto_gptq"),
     "awq": awq(),
     "awq, groups of 64": awq(64, BF16),

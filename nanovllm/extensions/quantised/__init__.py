@@ -14,7 +14,7 @@ by the rows of x that a GPU multiplies in bfloat16:
 | fp8, a scale a row | bytes, e4m3 | | sums | gemv | 8 bits | 8 bits |
 | fp8, blocks | bytes, e4m3 | | sums of 128 inputs | gemv | 8 bits | 8 bits |
 | int8, a scale a row | bytes, signed | zeros | sums | gemv | linear | converted |
-| int8, groups | bytes, signed | zeros | values | gemv | linear | converted |
+| int8 in groups, GPTQ with 8 bits | bytes, signed | zeros | values | gemv | linear | converted |
 | int4, GPTQ, AWQ | halves of bytes | zeros, or 8 | values | gemv | linear | converted |
 | GGUF's types | bytes or halves | offsets, or 8 | values | gemv | linear | converted |
 | MXFP4 | halves, e2m1 | | values | see `extensions/experts` | | |

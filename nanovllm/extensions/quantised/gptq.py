@@ -1,10 +1,10 @@
-"""What the configurations of GPTQ, AutoRound and AWQ say: integers of 4 bits; and such weights made here."""
+"""What the configurations of GPTQ, AutoRound and AWQ say: integers of 4 or 8 bits; and some made here."""
 
 import re
 from collections.abc import Callable
 from typing import Any
 
-from nanovllm.extensions.quantised.integers import AWQ, FLOATS, GPTQ, Int4
+from nanovllm.extensions.quantised.integers import AWQ, FLOATS, GPTQ, Int4, Int8
 from nanovllm.extensions.quantised.patterns import pattern
 from nanovllm.extensions.quantised.scheme import (
     Format,
@@ -23,7 +23,7 @@ MADE_GROUP = 32  # of inputs, where the weights are quantised here
 
 def read_gptq(config: dict[str, Any]) -> Scheme:
     """What a `quantization_config` of GPTQ or AutoRound says. Raises ValueError naming the field."""
-    choose(config, "bits", [4])
+    kind = {4: Int4, 8: Int8}[choose(config, "bits", [4, 8])]
     is_auto_round = config["quant_method"] == "auto-round"
     choose(config, "packing_format", ["auto_round:auto_gptq"] if is_auto_round else [None])
     has_order = choose(config, "desc_act", [True, False], False)
@@ -34,7 +34,7 @@ def read_gptq(config: dict[str, Any]) -> Scheme:
     version = choose(config, "checkpoint_format", ["gptq", "gptq_v2"], "gptq")
     settings["added_to_zeros"] = 1 if version == "gptq" else 0
     refuse(config, "lm_head", "is_marlin_format")
-    return same_for_all(Format(Int4, settings), _exceptions(config))
+    return same_for_all(Format(kind, settings), _exceptions(config))
 
 
 def _exceptions(config: dict[str, Any]) -> Callable[[str], bool]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
 from open_checkpoints import open_checkpoint
-from quantised_checkpoints import PACKERS, Packer, quantise
+from quantised_checkpoints import PACKERS, Packer, gptq, quantise
 from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -110,6 +110,16 @@ def test_the_zero_point_of_weights_of_one_sign_is_the_first_or_the_last(name, si
     assert torch.equal(matrix_of(layer), expected_matrix(layer, packer, packed))
 
 
+@pytest.mark.parametrize("sign, zero", [(1, -128), (-1, 127)])
+def test_so_it_is_with_8_bits(sign, zero):
+    packer, (make, shapes) = gptq(64, bits=8, sym=False), LAYERS["replicated"]
+    packed = {shard_id: packer.pack(sign * (torch.rand(shape) + 0.1)) for shard_id, shape in shapes.items()}
+    layer = make_layer(make, packer)
+    load_parts(layer, packed)
+    assert layer.matrix.zeros.unique().tolist() == [zero]
+    assert torch.equal(matrix_of(layer), expected_matrix(layer, packer, packed))
+
+
 def assert_products(layer: LinearBase, expected: torch.Tensor) -> None:
     """They are those of the expected matrix, but for one rounding."""
     x, bias = torch.randn(5, expected.shape[1]), torch.randn(len(expected))
@@ -179,6 +189,7 @@ ENGINES = [
     ("qwen2", "pack 8"),
     ("llama", "gptq, ordered"),
     ("qwen2", "gptq, asymmetric"),
+    ("qwen2", "gptq 8, asymmetric and ordered"),
     ("qwen3", "awq"),
     *(("qwen3_moe", name) for name in ("fp8 block", "fp8 tensor", "float channel", "int channel")),
     *(("qwen3_moe", name) for name in ("pack 4, asymmetric", "gptq", "awq")),
