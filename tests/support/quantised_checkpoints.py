@@ -82,6 +82,20 @@ def fp8(
     return Packer(config, pack, unpack)
 
 
+def modelopt(algorithm: str, **config) -> Packer:
+    tile = (1, 0) if "channel" in algorithm.lower() else (0, 0)
+
+    def pack(weight: torch.Tensor) -> Tensors:
+        codes, scales = to_fp8(weight, *tile, torch.float32)
+        scales = scales.view(-1) if tile[0] else scales.view(())
+        return {"weight": codes, "weight_scale": scales, "input_scale": torch.tensor(0.5)}
+
+    def unpack(packed: Tensors) -> torch.Tensor:
+        return packed["weight"].float() * packed["weight_scale"].view(-1, 1)
+
+    return Packer({"quant_method": "modelopt", "quant_algo": algorithm, **config}, pack, unpack)
+
+
 # --- integers ---
 
 
@@ -286,6 +300,8 @@ PACKERS = {
     "fp8 block, e8m0 scales": fp8([128, 128], torch.float8_e8m0fnu, scale_fmt="ue8m0"),
     "fp8 tensor": fp8(None, activation_scheme="static"),
     "AutoFP8": fp8(None, is_auto_fp8=True, activation_scheme="static", ignored_layers=["lm_head"]),
+    "modelopt": modelopt("FP8", ignore=["lm_head"]),
+    "modelopt, rows": modelopt("fp8_per_channel_per_token"),
     "float channel": compressed("float-quantized", 8, "channel"),
     "float tensor": compressed("float-quantized", 8, "tensor", F32),
     "float block": compressed("float-quantized", 8, "block", BF16),

@@ -52,6 +52,15 @@ class CheckedFolder(FolderCheckpoint):
             hint = "; name the .gguf file itself to load it" if any(folder.glob("*.gguf")) else ""
             raise ValueError(f"{path} has no config.json{hint}")
 
+    def fields(self) -> dict[str, Any]:
+        """Older versions of modelopt say in a file of their own how weights are quantised."""
+        fields = super().fields()
+        said = read_json(self.folder / "hf_quant_config.json").get("quantization")
+        if not isinstance(said, dict) or fields.get("quantization_config"):
+            return fields
+        ignored = {"ignore": said.get("exclude_modules")}
+        return fields | {"quantization_config": {"quant_method": "modelopt", **said, **ignored}}
+
     def hf_config(self) -> ModelConfig:
         config = super().hf_config()
         stored = self.shards() if self.fill is None else []

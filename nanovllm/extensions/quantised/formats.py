@@ -7,7 +7,7 @@ A format's object has a layer's weight: it says what checkpoints have of it (`st
 from typing import Any
 
 from nanovllm.extensions.quantised.compressed_tensors import read_compressed_tensors
-from nanovllm.extensions.quantised.fp8 import make_fp8, read_fp8
+from nanovllm.extensions.quantised.fp8 import make_fp8, read_fp8, read_modelopt
 from nanovllm.extensions.quantised.gguf import read_gguf
 from nanovllm.extensions.quantised.gptq import make_int4, read_awq, read_gptq
 from nanovllm.extensions.quantised.mxfp4 import read_mxfp4
@@ -16,6 +16,7 @@ from nanovllm.extensions.quantised.scheme import Scheme, choose
 # From the `quant_method` of a checkpoint's `quantization_config` to what reads the rest of it.
 READERS = {
     "fp8": read_fp8,
+    "modelopt": read_modelopt,
     "compressed-tensors": read_compressed_tensors,
     "gptq": read_gptq,
     "auto-round": read_gptq,

@@ -1,7 +1,7 @@
 """Weights in 8-bit floating point (e4m3): one scale a tensor, a row or a block.
 
 The format of Qwen's and DeepSeek's checkpoints (`quant_method` "fp8", blocks of 128 x 128), one of
-compressed-tensors', and made here from weights of more bits.
+compressed-tensors', two of NVIDIA's modelopt, and made here from weights of more bits.
 """
 
 import functools
@@ -12,13 +12,14 @@ import torch
 from nanovllm.extensions.quantised.kernels.fp8_linear import can_use_fp8
 from nanovllm.extensions.quantised.products import Fp8Product, example_row
 from nanovllm.extensions.quantised.scaled import IGNORED, ONE_TILE, SCALES, ScaledWeight
-from nanovllm.extensions.quantised.scheme import Format, Scheme, choose, listed, same_for_all
+from nanovllm.extensions.quantised.scheme import Format, Scheme, choose, listed, names_in, same_for_all
 from nanovllm.layers.linear import Product, Shard
 from nanovllm.utils.loader import StoredTensor
 from nanovllm.utils.validation import shown
 
 EXPONENTS = {torch.float8_e8m0fnu, *SCALES}
 BLOCK = 128
+MODELOPT_TILES = {"FP8": ONE_TILE, "FP8_PER_CHANNEL_PER_TOKEN": (1, 0)}
 
 
 def read_fp8(config: dict[str, Any]) -> Scheme:
@@ -33,6 +34,23 @@ def read_fp8(config: dict[str, Any]) -> Scheme:
     source = "fp8" if "weight_block_size" in config else "AutoFP8"
     format = Format(Fp8, {"stored_tile": tuple(block or ONE_TILE), "source": source})
     return same_for_all(format, listed(config, "modules_to_not_convert", "ignored_layers"))
+
+
+def read_modelopt(config: dict[str, Any]) -> Scheme:
+    """What a `quantization_config` of quant_method "modelopt" says. Raises ValueError naming the field."""
+    algorithm = config.get("quant_algo")
+    algorithm = algorithm.upper() if isinstance(algorithm, str) else algorithm
+    tile = MODELOPT_TILES[choose({"quant_algo": algorithm}, "quant_algo", MODELOPT_TILES)]
+    ignored = {"ignore": [*map(_as_pattern, names_in(config, "ignore"))]}
+    format = Format(Fp8, {"stored_tile": tile, "source": "modelopt"})
+    return same_for_all(format, listed(ignored, "ignore"))
+
+
+def _as_pattern(name: str) -> str:
+    """For `listed`, from a name with `*` for any text, or "re:" and a regular expression."""
+    if name.startswith("re:"):
+        return name[3:]
+    return name.replace(".", r"\.").replace("*", ".*") if "*" in name else name
 
 
 def make_fp8() -> Scheme:
@@ -51,12 +69,14 @@ class Fp8(ScaledWeight):
             self.stored = {"weight": StoredTensor(self.load_floats)}
             return
         self.stored = {"weight": StoredTensor(self._load_weight)}
-        # The last is of keys or values.
-        self.stored |= dict.fromkeys(("input_scale", "activation_scale", "output_scale"), IGNORED)
+        # The last three are of keys and values.
+        names = "input_scale", "activation_scale", "output_scale", "k_scale", "v_scale"
+        self.stored |= dict.fromkeys(names, IGNORED)
         name = "weight_scale_inv" if source == "fp8" else "weight_scale"
         # Of whatever dtype they are, products are rounded only once.
         exact = functools.partial(self.load_scales, dtypes=EXPONENTS)
-        self.stored[name] = StoredTensor(exact if source in ("fp8", "AutoFP8") else self.load_scales)
+        is_exact = source in ("fp8", "AutoFP8", "modelopt")
+        self.stored[name] = StoredTensor(exact if is_exact else self.load_scales)
 
     def _load_weight(self, loaded: Any, shard: Shard) -> None:
         self.load_codes(loaded, shard)

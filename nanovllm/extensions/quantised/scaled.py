@@ -141,7 +141,8 @@ class ScaledWeight(Weight):
         if height == 1 and width and shard.shape[1] % width:
             raise ValueError(f"groups of {width} inputs do not divide {shard.shape[1]} of them")
         grid = self._stored_grid(shard)
-        if grid == (1, 1) and tuple(loaded.shape) in ((), (1,)):
+        flat = ((), (1,)) if grid == (1, 1) else (grid[:1],) if grid[1] == 1 else ()
+        if tuple(loaded.shape) in flat:
             grid = tuple(loaded.shape)
         check_stored(loaded, grid, dtypes)
 

@@ -2,6 +2,7 @@
 any rank, and engines that keep it packed answer as transformers does with the unpacked one.
 """
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -32,7 +33,7 @@ from nanovllm.layers.linear import (
     RowParallelLinear,
 )
 from nanovllm.utils.loader import load_model
-from tiny_checkpoints import EXACT, assert_greedy, load_reference, make_checkpoint, one_thread  # noqa: F401
+from tiny_checkpoints import EXACT, assert_greedy, edit_json, load_reference, make_checkpoint, one_thread  # noqa: F401
 
 # Neither blocks of 128 nor groups of 64 end where the parts of two ranks do.
 SIZES = dict(
@@ -184,6 +185,8 @@ def floats(tmp_path_factory):
 ENGINES = [
     ("qwen3", "fp8 block, bf16 scales"),
     ("llama", "fp8 tensor"),
+    ("llama", "modelopt"),
+    ("qwen3", "modelopt, rows"),
     ("qwen2", "float channel"),
     ("qwen3", "pack 4, asymmetric"),
     ("qwen2", "pack 8"),
@@ -337,7 +340,7 @@ def with_weights(form: str = "pack-quantized", **changes) -> dict:
     }
 
 
-GPTQ, FP8, AWQ = (PACKERS[name].config for name in ("gptq", "fp8 block", "awq"))
+GPTQ, FP8, AWQ, MODELOPT = (PACKERS[name].config for name in ("gptq", "fp8 block", "awq", "modelopt"))
 REFUSED = [
     ({}, "quant_method = None"),
     ({"quant_method": "bitsandbytes"}, "quant_method = 'bitsandbytes' .* supported: 'fp8'"),
@@ -351,6 +354,11 @@ REFUSED = [
     (FP8 | {"modules_to_not_convert": [7]}, "modules_to_not_convert must be a list"),
     (FP8 | {"modules_to_not_convert": ["a"] * 5000}, "modules_to_not_convert has more than"),
     (FP8 | {"ignored_layers": ["("]}, "ignored_layers: '\\('"),
+    (MODELOPT | {"quant_algo": "NVFP4"}, "quant_algo = 'NVFP4' .* supported: 'FP8'"),
+    (MODELOPT | {"quant_algo": ["FP8"]}, "quant_algo"),
+    (MODELOPT | {"ignore": "lm_head"}, "ignore must be a list"),
+    (MODELOPT | {"ignore": ["re:("]}, "ignore: '\\('"),
+    (MODELOPT | {"ignore": ["*" * 9]}, "ignore: .* is not a pattern"),
     (GPTQ | {"bits": 2}, "bits = 2"),
     (GPTQ | {"bits": "4"}, "bits = '4'"),
     (GPTQ | {"bits": True}, "bits = True"),
@@ -400,6 +408,36 @@ REFUSED = [
 def test_what_a_format_cannot_express_is_refused_by_field(config, message):
     with pytest.raises(ValueError, match=f"quantization_config: .*{message}"):
         read_scheme(config, None)
+
+
+def test_modelopt_lists_what_it_leaves_out_with_stars_and_expressions():
+    ignored = ["lm_head", "model.layers.1*", "*.o_proj", "re:.*up_pr.j", "model.embed"]
+    find = read_scheme(MODELOPT | {"ignore": ignored}, None).find
+    left_out = [
+        "lm_head",
+        "model.layers.1.mlp.down_proj",
+        "model.layers.10.q",
+        "model.layers.0.self_attn.o_proj",
+    ]
+    assert not any(map(find, [*left_out, "model.layers.0.mlp.up_proj", "model.embed.x"]))
+    assert all(map(find, ["model.layers.0.mlp.down_proj", "modelXlayers.1.q", "model.layers.0.o_proj_2"]))
+
+
+def test_modelopts_own_file_says_how_weights_are_quantised_where_config_json_does_not(tmp_path, floats):
+    folder = quantise(floats("qwen3"), tmp_path / "packed", PACKERS["modelopt"])
+    tensors = load_file(folder / "model.safetensors")
+    tensors |= {f"model.layers.0.self_attn.{x}_proj.{x}_scale": torch.tensor(0.1) for x in "kv"}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    tokens = []
+    for file in ("config.json", "hf_quant_config.json"):
+        if file == "hf_quant_config.json":
+            edit_json(folder / "config.json", quantization_config=None)
+            said = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}
+            (folder / file).write_text(json.dumps({"producer": {}, "quantization": said}))
+        with LLM(str(folder), **EXACT, num_kvcache_blocks=40) as llm:
+            assert type(llm.model_runner.model.model.layers[0].mlp.down_proj.matrix).__name__ == "Fp8"
+            tokens.append([each["token_ids"] for each in llm.generate(PROMPTS, GREEDY, use_tqdm=False)])
+    assert tokens[0] == tokens[1]
 
 
 def test_an_engine_that_refuses_a_format_names_the_field(tmp_path, floats):
