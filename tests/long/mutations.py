@@ -955,6 +955,17 @@ MUTATIONS = [
         ('.rstrip("\\r\\n")', ".rstrip()"),
     ),
     *mutations_of(
+        "nanovllm/extensions/quantised/fp8",
+        ('name.replace(".", r"\\.").replace', "name.replace"),
+        ("return name[3:]", "return name"),
+        ('"FP8_PER_CHANNEL_PER_TOKEN": (1, 0)', '"FP8_PER_CHANNEL_PER_TOKEN": ONE_TILE'),
+        (', "k_scale", "v_scale"', ""),
+    ),
+    *mutations_of(
+        "nanovllm/extensions/checkpoints/untrusted",
+        ("**said, **ignored}", "**said}"),
+    ),
+    *mutations_of(
         "nanovllm/extensions/quantised/integers",
         ("zeros & 15 if self.bits == 4 else zeros", "zeros"),
         ("zeros & 15 if self.bits == 4 else zeros", "zeros & 15"),
