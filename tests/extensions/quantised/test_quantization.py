@@ -436,6 +436,7 @@ def test_modelopts_own_file_says_how_weights_are_quantised_where_config_json_doe
             (folder / file).write_text(json.dumps({"producer": {}, "quantization": said}))
         with LLM(str(folder), **EXACT, num_kvcache_blocks=40) as llm:
             assert type(llm.model_runner.model.model.layers[0].mlp.down_proj.matrix).__name__ == "Fp8"
+            assert llm.config.hf_config.quantization_config["ignore"] == ["lm_head"]
             tokens.append([each["token_ids"] for each in llm.generate(PROMPTS, GREEDY, use_tqdm=False)])
     assert tokens[0] == tokens[1]
 
