@@ -211,6 +211,7 @@ def test_bench_can_print_json_alone(checkpoint, capsys):
     assert re.search("^nanovllm: [1-9][0-9,]+ tokens of KV cache, kv_cache_dtype=int8$", captured.err, re.M)
 
 
+@pytest.mark.slow
 def test_bench_draws_the_run_traces_steps_and_states_the_floor(tmp_path, capsys):
     folder = make_checkpoint(tmp_path / "model")
     arguments = f"--model {folder} --num-seqs 6 --min-input-len 5 --max-input-len 30 --max-output-len 200"
@@ -301,6 +302,7 @@ def test_the_floor_counts_quantised_weights_as_they_are_stored(tmp_path):
     assert plain["decode_bytes"] - packed["decode_bytes"] == matrices * (32 - 4 - 32 // 32) // 8
 
 
+@pytest.mark.slow
 def test_answers_that_fit_schemas_are_timed_beside_free_ones_of_the_same_lengths(
     tmp_path, checkpoint, capsys
 ):

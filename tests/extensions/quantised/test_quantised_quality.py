@@ -56,6 +56,7 @@ def test_weights_quantised_while_they_are_loaded_stay_close(smollm2_folder, base
     assert perplexity == pytest.approx(base, rel=limit)
 
 
+@pytest.mark.slow
 def test_its_own_file_stays_close_when_it_stays_packed(smollm2_gguf, base):  # noqa: F811
     answer, perplexity = answer_and_perplexity(smollm2_gguf, dtype="bfloat16")
     assert "Paris" in answer
