@@ -134,12 +134,13 @@ def nothing_left(place):
 
         def is_clean() -> bool:
             left.update((what, there - before[what]) for what, there in remains().items())
-            if stuck := {thread for thread in left["threads"] if waits_for_gloo(thread)}:
-                left["threads"] -= stuck
-                left["ports"] = set()  # which these threads still have
             return not any(left.values())
 
         clean = wait_until(is_clean)
+        stuck = {thread for thread in left["threads"] if waits_for_gloo(thread)}
+        if stuck and len(left["ports"]) <= len(stuck):  # each keeps its port, too
+            left |= {"threads": left["threads"] - stuck, "ports": set()}
+            clean = not any(left.values())
         for pid in left["processes"]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

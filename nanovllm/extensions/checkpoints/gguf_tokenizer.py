@@ -6,18 +6,18 @@ It is built with the `tokenizers` library and wrapped for transformers, so calle
 import warnings
 from typing import Any
 
-# Regexes, or parts of them.
+# Regexes and their parts, by what they match.
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 CONTRACTION = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+BEFORE = r"[^\r\n\p{L}\p{N}]?"  # a word: a space or a sign
+WORD = rf"{BEFORE}\p{{L}}+"
 SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-OTHERS = rf" ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{SPACES}"
+SIGNS = r" ?[^\s\p{L}\p{N}]+"
+OTHERS, OTHERS_OR_PATH = rf"{SIGNS}[\r\n]*|{SPACES}", rf"{SIGNS}[\r\n/]*|{SPACES}"
 UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-TITLE, CAPITALS = (rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}{some}" for some in (f"*{LOWER}+", f"+{LOWER}*"))
-PATHS = rf" ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{SPACES}"
-GPT4O = rf"{TITLE}{CONTRACTION}?|{CAPITALS}{CONTRACTION}?|\p{{N}}{{1,3}}|{PATHS}"
-HAN, CHINESE = "[一-龥぀-ゟ゠-ヿ]+", "[一-龥ࠀ-一가-\ud7ff]+"
-NAMES = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+"""
+SMALL_WORD, CAPITAL_WORD = f"{BEFORE}{UPPER}*{LOWER}+", f"{BEFORE}{UPPER}+{LOWER}*"
+SIGN_AND_LATIN = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+"""
+CHINESE_OR_KANA, CHINESE_OR_HANGUL = "[一-龥぀-ゟ゠-ヿ]+", "[一-龥ࠀ-一가-\ud7ff]+"
 PUNCTUATION = r"\s?[!-/:-~！-／：-～‘-‟　-。]+"
 # Letters of scripts that have capitals, as DeepSeek LLM's tokenizer.json lists them.
 CASED = (
@@ -26,7 +26,7 @@ CASED = (
     "ꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃"
 )
 # How text is cut before merging, by regexes one after the other, and what `tokenizer.ggml.pre` calls it.
-# Source: the tokenizer.json of models whose files have these names.
+# Source: the tokenizer.json of models whose files have these names; "default" says nothing of them.
 CUTS = [
     ("gpt-2 default phi-2 mpt olmo jais trillion exaone4 gigachat a.x-4.0 mellum modern-bert", [GPT2]),
     ("smollm starcoder refact command-r codeshell exaone minerva-7b mellum2", [r"\p{N}", GPT2]),
@@ -39,16 +39,22 @@ CUTS = [
         "qwen2 deepseek-r1-qwen megrez stablelm2 hunyuan solar-open kormo grok-2",
         [rf"{CONTRACTION}|{WORD}|\p{{N}}|{OTHERS}"],
     ),
-    ("tekken", [rf"{TITLE}|{CAPITALS}|\p{{N}}|{PATHS}"]),
-    ("gpt-4o llama4 kanana2 talkie minimax-m2", [GPT4O]),
-    ("deepseek-coder", [r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", CHINESE, r"\p{N}"]),
-    ("deepseek-llm", [r"[\r\n]", rf"\s?[{CASED}]+", PUNCTUATION, r"\s+$", CHINESE, r"\p{N}+"]),
+    ("tekken", [rf"{SMALL_WORD}|{CAPITAL_WORD}|\p{{N}}|{OTHERS_OR_PATH}"]),
+    (
+        "gpt-4o llama4 kanana2 talkie minimax-m2",
+        [
+            rf"{SMALL_WORD}{CONTRACTION}?|{CAPITAL_WORD}{CONTRACTION}?|\p{{N}}{{1,3}}|{OTHERS_OR_PATH}",
+        ],
+    ),
+    ("deepseek-coder", [r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", CHINESE_OR_HANGUL, r"\p{N}"]),
+    ("deepseek-llm", [r"[\r\n]", rf"\s?[{CASED}]+", PUNCTUATION, r"\s+$", CHINESE_OR_HANGUL, r"\p{N}+"]),
     (
         "deepseek-v3 hunyuan-dense joyai-llm hy_v4",
         [
             r"\p{N}{1,3}",
-            HAN,
-            rf"{NAMES}|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+| ?[\p{{P}}\p{{S}}]+[\r\n]*|{SPACES}",
+            CHINESE_OR_KANA,
+            rf"{SIGN_AND_LATIN}|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+"
+            rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{SPACES}",
         ],
     ),
     ("seed-coder", [rf"{CONTRACTION}|{WORD}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{SPACES}"]),

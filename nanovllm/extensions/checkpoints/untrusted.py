@@ -15,6 +15,7 @@ from nanovllm.checkpoints.model_config import ModelConfig
 from nanovllm.extensions.checkpoints.made_up import toy_tokenizer
 from nanovllm.extensions.checkpoints.sizes import checked_size
 from nanovllm.extensions.checkpoints.tokenizer_errors import guarded, tokenizer_errors
+from nanovllm.utils.validation import check
 
 # Of weights of fewer bits and what belongs to them.
 DTYPES |= {"F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu}
@@ -54,12 +55,13 @@ class CheckedFolder(FolderCheckpoint):
 
     def fields(self) -> dict[str, Any]:
         """Older versions of modelopt say in a file of their own how weights are quantised."""
-        fields = super().fields()
-        said = read_json(self.folder / "hf_quant_config.json").get("quantization")
-        if not isinstance(said, dict) or fields.get("quantization_config"):
+        fields, file = super().fields(), self.folder / "hf_quant_config.json"
+        if fields.get("quantization_config") or not file.exists():
             return fields
-        ignored = {"ignore": said.get("exclude_modules")}
-        return fields | {"quantization_config": {"quant_method": "modelopt", **said, **ignored}}
+        said = read_json(file).get("quantization")
+        check(isinstance(said, dict), f"{file}: quantization must be an object", said)
+        named = {"quant_method": "modelopt", "ignore": said.get("exclude_modules")}
+        return fields | {"quantization_config": said | named}
 
     def hf_config(self) -> ModelConfig:
         config = super().hf_config()

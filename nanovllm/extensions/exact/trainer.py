@@ -235,11 +235,12 @@ class Recomputed(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         inputs = [each.detach() for each in ctx.saved_tensors]
-        wanted = [i for i, is_wanted in enumerate(ctx.needs_input_grad[2:]) if is_wanted]
+        for each, is_needed in zip(inputs, ctx.needs_input_grad[2:], strict=True):
+            each.requires_grad_(is_needed)
         with torch.enable_grad():
-            output = ctx.plain(*(each.requires_grad_(i in wanted) for i, each in enumerate(inputs)))
-        found = dict(zip(wanted, torch.autograd.grad(output, [inputs[i] for i in wanted], grad), strict=True))
-        return None, None, *map(found.get, range(len(inputs)))
+            output = ctx.plain(*inputs)
+        output.backward(grad)
+        return None, None, *(each.grad for each in inputs)
 
 
 # What layers compute: exactly, and in plain torch, where gradients come from

@@ -75,6 +75,7 @@ class Fp8(ScaledWeight):
         name = "weight_scale_inv" if source == "fp8" else "weight_scale"
         # Of whatever dtype they are, products are rounded only once.
         exact = functools.partial(self.load_scales, dtypes=EXPONENTS)
+        self.has_flat_scales = source == "modelopt"
         is_exact = source in ("fp8", "AutoFP8", "modelopt")
         self.stored[name] = StoredTensor(exact if is_exact else self.load_scales)
 

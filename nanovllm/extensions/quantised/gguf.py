@@ -32,8 +32,9 @@ from nanovllm.layers.linear import Product, Shard, Weight
 from nanovllm.utils.loader import StoredTensor, check_finite, check_stored
 
 # The types that stay packed: bits of a code.
-BITS = {"Q4_0": 4, "Q4_1": 4, "Q4_K": 4, "Q5_0": 5, "Q5_1": 5, "Q5_K": 5, "Q6_K": 6, "Q8_0": 8}
-BITS |= {"Q2_K": 2, "Q3_K": 3, "IQ4_NL": 8, "IQ4_XS": 8}
+BITS = {"Q4_0": 4, "Q4_1": 4, "Q5_0": 5, "Q5_1": 5, "Q8_0": 8}
+BITS |= {"Q2_K": 2, "Q3_K": 3, "Q4_K": 4, "Q5_K": 5, "Q6_K": 6}
+BITS |= {"IQ4_NL": 8, "IQ4_XS": 8}  # of what their codes stand for
 BLOCK = 32  # inputs: a multiple of every type's group
 LANES = 64  # outputs whose codes torch keeps together, where it has AVX-512
 # By digits, from how many rows on converting a weight first is faster, and multiplying one that is converted.

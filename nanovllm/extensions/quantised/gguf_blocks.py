@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 PIECE = 2**20  # bytes that are decoded at a time: what lies between then stays in a cache
-IQ4_CODES = -127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113  # of half a byte
 ROWS = 64  # a piece is a multiple of so many rows, or the last one
+# What the codes of 4 bits of IQ4_NL and IQ4_XS stand for: the smaller, the closer together.
+IQ4_CODES = -127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113
 
 
 class Groups(NamedTuple):
@@ -117,14 +118,15 @@ def decode_q6_k(blocks: Tensor) -> Groups:
 
 
 def decode_q2_k(blocks: Tensor) -> Groups:
-    packed, pairs, scale, step = blocks.split([16, 64, 2, 2], -1)
-    codes = fields(pairs.unflatten(-1, (2, 32)), 2).flatten(-3).unflatten(-1, (16, 16))
-    return Groups(codes, floats(scale) * (packed & 15), -floats(step) * (packed >> 4))
+    scales_and_steps, packed, scale, step = blocks.split([16, 64, 2, 2], -1)
+    codes = fields(packed.unflatten(-1, (2, 32)), 2).flatten(-3).unflatten(-1, (16, 16))
+    scales, steps = scales_and_steps & 15, scales_and_steps >> 4
+    return Groups(codes, floats(scale) * scales, -floats(step) * steps)
 
 
 def decode_q3_k(blocks: Tensor) -> Groups:
-    third, pairs, low, high, scale = blocks.split([32, 64, 8, 4, 2], -1)
-    codes = fields(pairs.unflatten(-1, (2, 32)), 2).flatten(-3, -2)  # [..., 8, 32]
+    third, packed, low, high, scale = blocks.split([32, 64, 8, 4, 2], -1)  # third: of a code's bits
+    codes = fields(packed.unflatten(-1, (2, 32)), 2).flatten(-3, -2)  # [..., 8, 32]
     codes = codes.bitwise_or_(fields(third, 1) << 2).view(torch.int8).sub_(4)
     scales = nibbles(low).flatten(-2) | fields(high, 2).flatten(-2) << 4
     return Groups(codes.flatten(-2).unflatten(-1, (16, 16)), floats(scale) * (scales.view(torch.int8) - 32))
@@ -137,6 +139,7 @@ def decode_iq4_nl(blocks: Tensor) -> Groups:
 
 def decode_iq4_xs(blocks: Tensor) -> Groups:
     scale, high, low, pairs = blocks.split([2, 2, 4, 128], -1)
+    # A byte has the bits of neighbouring groups: [..., 8].
     low, high = (each.transpose(-1, -2).flatten(-2) for each in (nibbles(low), fields(high, 2)))
     scales = (low | high << 4).view(torch.int8) - 32
     return Groups(look_up(pairs.unflatten(-1, (8, 16))), floats(scale) * scales)

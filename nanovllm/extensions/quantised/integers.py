@@ -1,8 +1,8 @@
 """Weights as integers of 8 or 4 bits with a scale, and perhaps a zero point, a row or a group of inputs.
 
 compressed-tensors has integers of 8 bits as they are, or as many in an int32 as it holds, without a sign:
-the middle of their range stands for 0. So do GPTQ and AWQ, whose matrices are transposed: GPTQ has inputs in
-an int32, AWQ eight outputs. In memory there is one layout for all.
+the middle of their range stands for 0. So do GPTQ and AWQ, whose matrices are transposed: GPTQ has four
+or eight inputs in an int32, AWQ eight outputs. In memory there is one layout for all.
 """
 
 import math
@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanovllm.extensions.quantised.kernels.quantised_weight import unpack
 from nanovllm.extensions.quantised.scaled import IGNORED, ONE_TILE, SMALLEST, ScaledWeight
 from nanovllm.kernels.runtime import cdiv
 from nanovllm.layers.linear import Product, Shard
@@ -113,8 +112,9 @@ class Integers(ScaledWeight):
         else:
             zeros = self._read_words(loaded, self._stored_grid(shard), WHOLE, int(self.is_transposed))
         if self.added_to_zeros:
-            zeros = zeros + self.added_to_zeros  # those of 8 bits wrap
-            zeros = zeros & 15 if self.bits == 4 else zeros
+            zeros = zeros + self.added_to_zeros  # those of 8 bits wrap by themselves
+            if self.bits == 4:
+                zeros = zeros & 15
         if self.zeros is not None:
             self._load_grid(self.zeros, zeros, shard)
         elif (zeros != self.zero_point).any():
@@ -144,8 +144,7 @@ class Integers(ScaledWeight):
             return
         self.order.data.copy_(self._found_order)
         for rows in self.pieces(self.shape[0]):
-            codes = self.weight[rows]
-            self.set_codes(rows, (unpack(codes) if self.bits == 4 else codes)[:, self.order])
+            self.set_codes(rows, self.quantised.codes_of(rows)[:, self.order])
 
 
 class Int8(Integers):

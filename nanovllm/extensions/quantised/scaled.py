@@ -56,6 +56,7 @@ class ScaledWeight(Weight):
     scale_dtype: torch.dtype | None = torch.float32  # None: the checkpoint's
     lowest: float
     highest: float
+    has_flat_scales = False  # whether a checkpoint's scales of rows are [out], not [out, 1]
     make_gemv = None  # see `gemv_products`
     zero_point = 0  # where there are no `zeros`
     is_transposed = False  # whether checkpoints have inputs first
@@ -141,9 +142,10 @@ class ScaledWeight(Weight):
         if height == 1 and width and shard.shape[1] % width:
             raise ValueError(f"groups of {width} inputs do not divide {shard.shape[1]} of them")
         grid = self._stored_grid(shard)
-        flat = ((), (1,)) if grid == (1, 1) else (grid[:1],) if grid[1] == 1 else ()
-        if tuple(loaded.shape) in flat:
+        if grid == (1, 1) and tuple(loaded.shape) in ((), (1,)):
             grid = tuple(loaded.shape)
+        elif self.has_flat_scales and grid[1] == 1:
+            grid = grid[:1]
         check_stored(loaded, grid, dtypes)
 
     def _stored_grid(self, shard: Shard) -> tuple[int, ...]:

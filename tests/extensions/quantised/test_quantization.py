@@ -441,6 +441,26 @@ def test_modelopts_own_file_says_how_weights_are_quantised_where_config_json_doe
     assert tokens[0] == tokens[1]
 
 
+def test_modelopts_own_file_must_hold_an_object(tmp_path, floats):
+    folder = quantise(floats("qwen3"), tmp_path / "packed", PACKERS["modelopt"])
+    edit_json(folder / "config.json", quantization_config=None)
+    (folder / "hf_quant_config.json").write_text('{"quantization": "FP8"}')
+    with pytest.raises(ValueError, match="hf_quant_config.json: quantization must be an object, got 'FP8'"):
+        LLM(str(folder), **EXACT)
+
+
+def test_only_modelopt_has_flat_scales():
+    make, shapes = LAYERS["replicated"]
+    for name, is_flat in [("modelopt, rows", True), ("float channel", False)]:
+        packed = {shard_id: PACKERS[name].pack(torch.randn(shape)) for shard_id, shape in shapes.items()}
+        for tensors in packed.values():
+            scales = tensors["weight_scale"]
+            assert (scales.dim() == 1) == is_flat
+            tensors["weight_scale"] = scales[:, None] if is_flat else scales[:, 0]
+        with pytest.raises(ValueError, match="shape"):
+            load_parts(make_layer(make, PACKERS[name]), packed)
+
+
 def test_an_engine_that_refuses_a_format_names_the_field(tmp_path, floats):
     folder = quantise(floats("qwen3"), tmp_path / "packed", with_config(PACKERS["gptq"], bits=3))
     with pytest.raises(ValueError, match="quantization_config: bits = 3"):
