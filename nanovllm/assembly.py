@@ -29,6 +29,7 @@ if EXTENDED:
     from nanovllm.extensions.api.llm import with_api
     from nanovllm.extensions.checkpoints import opening, recommended
     from nanovllm.extensions.exact import exact_parts
+    from nanovllm.extensions.exact.products import FewRows
     from nanovllm.extensions.experts import moe
     from nanovllm.extensions.int8_cache.layout import Int8Layout
     from nanovllm.extensions.logits.kernels.likelihood import token_logprobs as token_logprobs  # for trainers
@@ -53,6 +54,7 @@ if EXTENDED:
     sampling_params.StructuredOutputsParams = StructuredOutputsParams  # scripts for vLLM import it there
     sampling_params.SamplingParams.checks = [sampling_checks.check_sampling, check_structured_outputs]
     StructuredOutputsParams.check = check_form
+    products.FoldingWeight.others = (FewRows,)  # with one order of addition, and for so few rows the fastest
 
 
 def assemble_core(config: Config) -> Parts:

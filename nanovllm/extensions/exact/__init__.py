@@ -11,9 +11,9 @@ The remedy is one order of addition for every batch size:
   that does not split this sum has these bits, the library's too, whatever its tiles are. So nothing is
   rewritten: `products` chooses, by the shape and the number of rows, among products that were found to have
   these bits on this card.
-- *Attention* adds over tiles of 128 keys from a multiple of 128, inside spans of 256, which are folded in
-  order. Prefill, decode and shared prefixes compute a span by the same function, and whoever splits a context
-  ends at a span (`kernels.attention`).
+- *Attention* adds over tiles of 128 keys, from a multiple of 128 on, which are folded in order. Prefill,
+  decode and shared prefixes compute a tile by the same function, and whoever splits a context splits it
+  between tiles (`kernels.attention`).
 - *Everything else* already belongs to one row: norms, activations, rotations, sampling.
 
 `trainer` gives a transformers model the same functions, and `check` compares both.

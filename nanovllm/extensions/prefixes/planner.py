@@ -23,6 +23,7 @@ MIN_SHARED_TOKENS = 64  # length of a prefix, behind the prefix that it continue
 MIN_PREFIX_SAVED = 192  # tokens that a prefix saves: (queries - 1) * length
 MIN_SAVED_TOKENS = 16_384  # tokens that all prefixes of a step save: else each sequence reads its own
 MIN_ITEM_TOKENS = 256  # of a work item, if its prefix has so many
+COMMON_STEP = 16  # tokens; 8-bit pages hold the values of so many as one piece
 ITEM_STEP = 128  # work items begin at multiples of this, counted from where their prefix begins
 
 
@@ -46,6 +47,8 @@ class CascadePlanner:
     busy.
     """
 
+    unit = 1  # of which prefixes are multiples, in tokens
+
     def __init__(self, num_rows: int, queries_per_item: int, num_items: int):
         self.num_rows = num_rows
         self.queries_per_item = queries_per_item
@@ -63,7 +66,7 @@ class CascadePlanner:
         rows = {seq.seq_id: i for i, seq in enumerate(sequences)}
         self._sort(sequences, rows)
         self.num_prefix_tokens = 0
-        common = np.array([*self._common.values(), 0])
+        common = np.array([*self._common.values(), 0]) // self.unit * self.unit
         min_saved = MIN_PREFIX_SAVED
         while common.max() >= MIN_SHARED_TOKENS:
             prefixes = choose_prefixes(common, min_saved)
@@ -144,15 +147,25 @@ class CascadePlanner:
 class WholePrefixPlanner(CascadePlanner):
     """
     For kernels that add up tokens in order. A sequence reads one prefix, the longest of those that it has in
-    common with others, from its first token on, and to a multiple of ITEM_STEP.
+    common with others, from its first token on, and to a multiple of ITEM_STEP. What it has in common behind
+    that it reads in the blocks of the first of these others, where all find it in the L2 cache.
     """
 
-    def _sort(self, sequences: list[Sequence], rows: dict[int, int]) -> None:
-        super()._sort(sequences, rows)
-        self._common = {pair: common // ITEM_STEP * ITEM_STEP for pair, common in self._common.items()}
+    unit = ITEM_STEP
 
     def _divide(self, prefixes: list[Prefix]) -> np.ndarray:
         return np.ones(len(prefixes), int)
+
+    def _make_plan(self, prefixes: list[Prefix], counts: np.ndarray, rows: dict[int, int]) -> CascadePlan:
+        plan = super()._make_plan(prefixes, counts, rows)
+        order = np.array([rows[seq_id] for _, seq_id in self._prompts])
+        common = np.array([*self._common.values()])
+        for prompts, _ in self._spans(prefixes, counts):
+            first, last = prompts[0], prompts[-1]
+            with_first = np.minimum.accumulate(common[first:last])[prompts[1:] - first - 1]
+            plan.readers[order[prompts]] = order[first]
+            plan.common_lens[order[prompts[1:]]] = with_first // COMMON_STEP * COMMON_STEP
+        return plan
 
     def _spans(self, prefixes: list[Prefix], counts: np.ndarray) -> Iterator[tuple[Any, list[int]]]:
         longest = np.full(len(self._prompts), -1)

@@ -17,21 +17,22 @@ from kernel_checks import (
     paged_caches,
     rand,
     seeded,  # noqa: F401
+    store_torch,
     tolerance,
 )
 
 from nanovllm.extensions.exact.kernels import attention
-from nanovllm.extensions.exact.kernels.attention import SPAN, TILE, exact_decode, exact_prefill
+from nanovllm.extensions.exact.kernels.attention import TILE, exact_decode, exact_prefill
 from nanovllm.extensions.exact.kernels.ordered_sum import sum_in_order
 from nanovllm.extensions.exact.kernels.product import few_rows, library_agrees, multiply, product
 from nanovllm.kernels.activation import silu_and_mul
 from nanovllm.kernels.attention_variant import AttentionVariant
-from nanovllm.kernels.runtime import HAVE_TRITON, INTERPRETED
+from nanovllm.kernels.runtime import HAVE_TRITON, INTERPRETED, use_triton
 from nanovllm.utils.context import Context
 
 SHAPES = [(16, 8, 128), (32, 8, 128), (4, 4, 64), (9, 3, 64), (8, 2, 80), (7, 1, 128), (3, 1, 20)]
 SHAPES = [(4, 2, 64), (3, 1, 80)] if INTERPRETED else SHAPES
-LENGTHS = [1, TILE, 0, SPAN + 1, TILE - 1, 2 * SPAN, TILE + 1, 3 * SPAN + 57]
+LENGTHS = [1, TILE, 0, 2 * TILE + 1, TILE - 1, 4 * TILE, TILE + 1, 6 * TILE + 57]
 on_gpus = pytest.mark.parametrize("device", [GPU])
 # GPUs compute in float16 and bfloat16 only.
 TYPES = [types for types in CACHES if INTERPRETED or types[0] == HALF]
@@ -67,7 +68,7 @@ def test_decode_reads_pages_of_any_size_with_splits_and_without(device, block_si
 def test_prefill_attends_to_what_each_query_sees(
     device, dtype, cache_dtype, heads, kv_heads, head_dim, block_size
 ):
-    lengths = [(5, 5), (0, 7), (1, 300), (130, 130), (37, SPAN + 3), (SPAN, SPAN), (300, 700)]
+    lengths = [(5, 5), (0, 7), (1, 300), (130, 130), (37, 259), (256, 256), (300, 700)]
     if INTERPRETED:
         lengths = lengths[:5]
     if not block_size:
@@ -80,7 +81,9 @@ class Case:
 
     def __init__(self, length, heads, kv_heads, head_dim, block_size, device, dtype, cache_dtype=None):
         cache = cache_dtype or dtype
-        self.k, self.v, self.table, _ = paged_caches([length], block_size, kv_heads, head_dim, device, cache)
+        *self.caches, tables, _ = paged_caches([length] * 2, block_size, kv_heads, head_dim, device, cache)
+        self.table, self.other_table = tables.split(1)
+        self.block_size, self.num_blocks = block_size, -(-length // block_size)
         self.q = rand(length, heads, head_dim, device=device, dtype=dtype) * 1.5
         self.layout, self.variant = layout_of(cache), AttentionVariant(head_dim**-0.5)
         self.device, self.length = device, length
@@ -90,12 +93,15 @@ class Case:
 
     def decode(self, positions, plan=None):
         """Each query as if its token were the last one of a sequence of its own."""
+        tables = self.table.expand(len(positions), -1).contiguous()
+        if plan is not None:
+            tables[:-1] = self.other_table
         step = Context(
             context_lens=self.numbers(*(position + 1 for position in positions)),
-            block_tables=self.table.expand(len(positions), -1).contiguous(),
+            block_tables=tables,
             attention_plan=plan,
         )
-        return exact_decode(self.q[positions], self.k, self.v, self.variant, step, self.layout)
+        return exact_decode(self.q[positions], *self.caches, self.variant, step, self.layout)
 
     def prefill(self, begin, end):
         """The tokens from `begin` to `end` as a chunk."""
@@ -107,28 +113,43 @@ class Case:
             end,
             block_tables=self.table,
         )
-        return exact_prefill(self.q[begin:end], self.k, self.v, self.variant, step, self.layout)
+        return exact_prefill(self.q[begin:end], *self.caches, self.variant, step, self.layout)
 
-    def plan(self, end, count, heads_per_kv_head):
-        """All queries share the tokens before `end`."""
+    def plan(self, end, common, count, heads_per_kv_head):
+        """
+        All queries share the tokens before `end`, and read those up to `common` in the last one's blocks. The
+        others' own blocks have something else there.
+        """
+        own, others = (table[0, : self.num_blocks].long() for table in (self.table, self.other_table))
+        token = torch.arange(end, common, device=self.device)
+        slots = others[token // self.block_size] * self.block_size + token % self.block_size
+        for cache in self.caches:
+            cache[others] = cache[own]
+        head_dim = self.q.shape[-1]
+        kv_heads = self.layout.page_sizes(self.caches[0], head_dim)[1]
+        wrong = [rand(len(slots), kv_heads, head_dim, device=self.device) for _ in self.caches]
+        if use_triton(self.q):
+            store_torch(*wrong, *self.caches, slots)
         each = 64 // heads_per_kv_head
         items = [(first, min(each, count - first), 0, end) for first in range(0, count, each)]
-        work_items = self.numbers(*items)
         plan = type("Plan", (), {})()
-        plan.prefix_lens = self.numbers(*[end] * count)
-        plan.queries, plan.work_items = self.numbers(*range(count)), work_items
+        plan.prefix_lens, plan.common_lens = self.numbers(*[end] * count), self.numbers(*[common] * count)
+        plan.readers = self.numbers(*[count - 1] * count)
+        plan.queries, plan.work_items = self.numbers(*range(count)), self.numbers(*items)
         plan.num_work_items = self.numbers(len(items))
         return plan
 
 
 @on_devices
 @in_types
-@pytest.mark.parametrize("end", [TILE, SPAN + TILE, 2 * SPAN])
+@pytest.mark.parametrize("end", [TILE, 3 * TILE, 4 * TILE])
 def test_a_prefix_is_read_for_all_who_share_it(device, dtype, cache_dtype, end):
-    case = Case(2 * SPAN + 9, 4, 2, 64, 48, device, dtype, cache_dtype)
-    sharing = [end, end + 1, case.length - 1]
+    case = Case(4 * TILE + 60, 4, 2, 64, 48, device, dtype, cache_dtype)
+    sharing = [end, end + 1, end + 40, case.length - 1]
     alone = case.decode(sharing)
-    assert error(case.decode(sharing, case.plan(end, len(sharing), 2)), alone) < tolerance(dtype)
+    for common in (end, end + 16):
+        shared = case.decode(sharing, case.plan(end, common, len(sharing), 2))
+        assert error(shared, alone) < tolerance(dtype)
 
 
 @on_gpus
@@ -138,28 +159,29 @@ def test_a_prefix_is_read_for_all_who_share_it(device, dtype, cache_dtype, end):
 def test_a_query_has_the_same_bits_in_every_kernel(
     device, dtype, cache_dtype, heads, kv_heads, head_dim, block_size
 ):
-    length = 3 * SPAN + 57
+    length = 6 * TILE + 57
     case = Case(length, heads, kv_heads, head_dim, block_size, device, dtype, cache_dtype)
     whole = case.prefill(0, length)
-    for begin, end in ((0, 1), (0, 100), (100, 400), (399, 401), (SPAN, length), (length - 1, length)):
+    for begin, end in ((0, 1), (0, 100), (100, 400), (399, 401), (2 * TILE, length), (length - 1, length)):
         assert torch.equal(case.prefill(begin, end), whole[begin:end])
     assert torch.equal(case.decode([*range(length)]), whole)  # so many that none is split
-    few = [5, TILE - 1, TILE, SPAN - 1, SPAN, length - 1]
+    few = [5, TILE - 1, TILE, 2 * TILE - 1, 2 * TILE, length - 1]
     assert torch.equal(case.decode(few), whole[few])
     for position in few:
         assert torch.equal(case.decode([position]), whole[[position]])
-    for end in (TILE, SPAN, SPAN + TILE, 3 * SPAN):
+    for end in (TILE, 2 * TILE, 3 * TILE, 6 * TILE):
         sharing = [*range(end, length, 7), length - 1]
-        plan = case.plan(end, len(sharing), heads // kv_heads)
-        assert torch.equal(case.decode(sharing, plan), whole[sharing])
+        for common in (end, end + 48):
+            plan = case.plan(end, common, len(sharing), heads // kv_heads)
+            assert torch.equal(case.decode(sharing, plan), whole[sharing])
 
 
 @on_gpus
-def test_without_one_order_of_spans_bits_differ(device, monkeypatch):
-    case = Case(3 * SPAN + 57, 16, 8, 128, 16, device, HALF)
-    queries = [*range(2 * SPAN, case.length)]
+def test_without_one_order_of_tiles_bits_differ(device, monkeypatch):
+    case = Case(6 * TILE + 57, 16, 8, 128, 16, device, HALF)
+    queries = [*range(4 * TILE, case.length)]
     before = case.decode(queries)
-    monkeypatch.setattr(attention, "SPAN", 2 * SPAN)
+    monkeypatch.setattr(attention, "TILE", TILE // 2)
     assert not torch.equal(case.decode(queries), before)
 
 
@@ -177,7 +199,7 @@ def test_a_product_and_its_activation(device, shape, rows, has_bias):
     y = multiply(x, weight, bias)
     exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
     assert error(y, exact) < tolerance(dtype)
-    assert torch.equal(multiply(x, weight, bias, gated=True), silu_and_mul(y))
+    assert error(multiply(x, weight, bias, gated=True), silu_and_mul(y)) < tolerance(dtype)
 
 
 @on_gpus

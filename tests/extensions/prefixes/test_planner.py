@@ -74,7 +74,9 @@ def check(tables: Tables, sequences: list[Sequence], per_item: int = PER_ITEM) -
         assert all(queries[query] == row for query in partials.tolist())
         spans = tables.spans(row)
         assert [0, *(end for _, end in spans)] == [*(begin for begin, _ in spans), prefix_len]
-    for name in ("prefix_lens", "num_partials"):  # a padded batch has nothing to read
+        reader, common_len = tables.readers[row], tables.common_lens[row]
+        assert prompts[row][:common_len] == prompts[reader][:common_len] and common_len % 16 == 0
+    for name in ("prefix_lens", "num_partials", "common_lens"):  # a padded batch has nothing to read
         assert not getattr(tables, name)[size:].any()
 
 
@@ -126,6 +128,10 @@ def test_whatever_joins_and_leaves_the_tables_are_right(kind, min_saved, pick, m
                 if kind is WholePrefixPlanner:
                     assert tables.num_partials.max() == 1
                     assert all(begin == end % 128 == 0 for _, _, begin, end in tables.used_items)
+                    for row, (seq, reader) in enumerate(zip(running, tables.readers.tolist(), strict=False)):
+                        most = common(seq.prompt_token_ids, running[reader].prompt_token_ids) // 16 * 16
+                        has_other = tables.prefix_lens[row] and reader != row
+                        assert tables.common_lens[row] == (most if has_other else 0)
 
 
 @pytest.mark.parametrize("kind", [CascadePlanner, WholePrefixPlanner])

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from nanovllm.distributed.group import Group, use_group
+from nanovllm.extensions.exact.products import FewRows
 from nanovllm.extensions.products.products import FoldingWeight, FusedGemm, Gemv
 from nanovllm.kernels import runtime
 from nanovllm.layers.linear import ColumnParallelLinear, LinearBase, ReplicatedLinear, RowParallelLinear
@@ -39,7 +40,7 @@ def listed(*args, **options) -> list[type]:
 @pytest.mark.skipif(not runtime.HAVE_TRITON, reason="needs Triton")
 @pytest.mark.usefixtures("hopper")
 def test_what_folds_a_residual_in_is_listed_only_beside_a_narrow_one_on_one_rank():
-    everything = [Gemv, FusedGemm, FoldingWeight]
+    everything = [Gemv, FusedGemm, FewRows, FoldingWeight]
     assert listed(ColumnParallelLinear) == listed(RowParallelLinear) == everything
     assert listed(ColumnParallelLinear, (512, 4096)) == listed(RowParallelLinear, (4096, 512)) == everything
     for others in (
@@ -50,7 +51,7 @@ def test_what_folds_a_residual_in_is_listed_only_beside_a_narrow_one_on_one_rank
         listed(RowParallelLinear, (512, 2048)),
         listed(RowParallelLinear, dtype=torch.float16),
     ):
-        assert others == [Gemv, FoldingWeight]
+        assert others == [Gemv, FewRows, FoldingWeight]
     assert listed(ColumnParallelLinear, dtype=torch.float32) == [FoldingWeight]
 
 
@@ -60,7 +61,7 @@ def test_on_a_cpu_there_is_the_library_alone():
 
 @pytest.mark.skipif(not runtime.HAVE_TRITON, reason="needs Triton")
 @pytest.mark.usefixtures("hopper")
-def test_a_prefill_is_the_librarys_and_a_decode_step_whose_product_comes_first():
+def test_large_batches_are_the_librarys_and_a_decode_step_whose_product_comes_first():
     layer = make(ColumnParallelLinear)
 
     def given(rows: int, is_prefill: bool) -> type:
@@ -77,4 +78,4 @@ def test_a_prefill_is_the_librarys_and_a_decode_step_whose_product_comes_first()
         FusedGemm,
         FoldingWeight,
     ]
-    assert {given(rows, True) for rows in (1, 3, 257)} == {FoldingWeight}
+    assert [given(rows, True) for rows in (1, 3, 257)] == [FewRows, FewRows, FoldingWeight]

@@ -1,11 +1,11 @@
 """Attention with one order of addition, for prefill, decode and shared prefixes alike.
 
-Keys come in tiles of 128 and spans of two, counted from a sequence's first token. The sums of a span begin
-with nothing, and spans are folded in order (`sums`). The sum of the weights goes through the matrix unit,
-too, which adds in the order of the keys whatever the shape of a tile is. A program that does not begin with
-the first token must not fold: it stores each span's sums, and who arrives last folds all. Sums are divided
-once, at the end. Kernels are compiled without the fusion of a product and a sum, which a compiler does in one
-kernel and not in the next; where it is wanted, `tl.fma` says so.
+Keys come in tiles of 128, counted from a sequence's first token. Each tile's sums begin with nothing, and
+tiles are folded in order (`sums`). The sum of the weights goes through the matrix unit, too, which adds in
+the order of the keys whatever the shape of a tile is. A program that does not begin with the first token must
+not fold: it stores each tile's sums, and who arrives last folds all. Sums are divided once, at the end.
+Kernels are compiled without the fusion of a product and a sum, which a compiler does in one kernel and not in
+the next; where it is wanted, `tl.fma` says so.
 """
 
 from typing import Any, NamedTuple
@@ -15,14 +15,13 @@ from torch import Tensor
 
 from nanovllm.extensions.exact.kernels.attention_torch import exact_decode_torch, exact_prefill_torch
 from nanovllm.extensions.exact.kernels.sums import (
-    add_tile,
     along,
     divided,
     fold,
-    fold_whole,
     load_sums,
     no_sums,
     store_sums,
+    sum_tile,
 )
 from nanovllm.kernels.attention_variant import AttentionVariant
 from nanovllm.kernels.decode_attention import MIN_COLUMNS, PROGRAMS_PER_MULTIPROCESSOR, prefetch_tile
@@ -44,27 +43,26 @@ from nanovllm.kernels.runtime import (
     use_triton,
 )
 
-TILE, SPAN = 128, 256  # keys
-PREFILL_ROWS = 128  # queries that a program computes in a prefill
-PREFIX_ROWS = 64  # queries times heads that a program computes over a shared prefix
+TILE = 128  # keys
+PREFILL_ROWS = 128  # queries times heads that a program computes in a prefill
+FEW_ROWS = 64  # the same where there are few queries, and over a shared prefix
 MAX_SPLITS = 64  # programs that share a context
-MAX_STORED = 1 << 24  # elements of spans' sums; if there would be more, contexts are not split
-MAX_FEWEST = 4  # spans of a program's share, at least, where many programs run
+MAX_STORED = 1 << 24  # elements of tiles' sums; if there would be more, contexts are not split
+MAX_FEWEST = 4  # tiles of a program's share, at least, where many programs run
 MAX_REGISTERS = 168  # of a thread, so that three programs fit on a multiprocessor
-FOLDED = tl.constexpr(4)  # stored spans that are loaded together
+FOLDED = tl.constexpr(8)  # tiles whose stored sums are loaded together
 
 
 class Sizes(NamedTuple):
-    """Constants of a launch. A program computes ROWS queries, or heads of them, over one kv head's cache."""
+    """Constants of a launch. A program computes ROWS heads of queries over one kv head's cache."""
 
     HEADS: int  # that share a kv head
     KV_HEADS: int
     HEAD_DIM: int
     DIM_PAD: int  # HEAD_DIM rounded up to what the matrix unit takes
     BLOCK_SIZE: int
-    KEY_TILE: int  # of which a span is a multiple; also called TILE
+    KEY_TILE: int  # also called TILE
     TILE: int
-    SPAN: int
     ROWS: int
     DENSE: bool  # whether keys and values are rows of the model's dtype, as they are multiplied
 
@@ -87,12 +85,15 @@ def exact_prefill(
     else:
         block_size, kv_heads = layout.page_sizes(k, head_dim)
     out = q.new_empty(q.shape)
-    sizes = _sizes(heads, kv_heads, head_dim, block_size, PREFILL_ROWS, layout.has_token_rows)
+    heads_per_kv = heads // kv_heads
+    rows = FEW_ROWS if step.max_seqlen_q * heads_per_kv <= FEW_ROWS else PREFILL_ROWS
+    rows = max(rows, next_power_of_2(heads_per_kv))
+    sizes = _sizes(heads, kv_heads, head_dim, block_size, rows, layout.has_token_rows)
     num_seqs = len(step.cu_seqlens_q) - 1
-    _prefill_kernel[(cdiv(step.max_seqlen_q, sizes.ROWS), heads, num_seqs)](
+    _prefill_kernel[(cdiv(step.max_seqlen_q, rows // heads_per_kv), kv_heads, num_seqs)](
         q, k, v, out, step.cu_seqlens_q, step.cu_seqlens_k, tables, variant.scale * LOG2_E,
         *q.stride()[:2], *k.stride()[-3:-1], *v.stride()[-3:-1], 0 if tables is None else tables.stride(0),
-        SIZES=sizes, LOAD=layout.load, **launch_options(q.device, 8),
+        SIZES=sizes, LOAD=layout.load, **launch_options(q.device, min(8, rows // 16)),
     )  # fmt: skip
     return out
 
@@ -110,27 +111,27 @@ def exact_decode(
     block_size, kv_heads = layout.page_sizes(k_cache, head_dim)
     plan, device = step.attention_plan, q.device
     # As many rows as the matrix unit takes for the products of a prefill, or as few columns.
-    rows = MIN_COLUMNS if layout.has_token_rows else PREFIX_ROWS
+    rows = MIN_COLUMNS if layout.has_token_rows else FEW_ROWS
     rows = max(rows, next_power_of_2(heads // kv_heads))
     sizes = _sizes(heads, kv_heads, head_dim, block_size, rows, layout.has_token_rows)
     shared = [q, k_cache, v_cache, step.block_tables, variant.scale * LOG2_E, step.block_tables.stride(0)]
     shared += [*q.stride()[:2], *k_cache.stride()[-3:-1], *v_cache.stride()[-3:-1]]
-    prefixes = prefix_lens = partial = counters = None
+    prefixes = tables = partial = counters = None
     splits = cdiv(PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors(device), batch * kv_heads)
     splits = min(splits, MAX_SPLITS)
     if plan is not None:
-        prefix_lens, splits = plan.prefix_lens, 1
-        prefixes = q.new_empty(batch, heads, 2, head_dim + 2, dtype=torch.float32)
-        rows = max(PREFIX_ROWS, next_power_of_2(sizes.HEADS))
+        tables, splits = (plan.prefix_lens, plan.readers, plan.common_lens), 1
+        prefixes = q.new_empty(batch, heads, head_dim + 2, dtype=torch.float32)
+        rows = max(FEW_ROWS, next_power_of_2(sizes.HEADS))
         _prefix_kernel[(2 * num_multiprocessors(device),)](
             *shared, prefixes, plan.queries, plan.work_items, plan.num_work_items,
             SIZES=sizes._replace(ROWS=rows), LOAD=layout.load,
             **launch_options(device, 4), **overlap_options(device),
         )  # fmt: skip
-    # Storing and folding spans takes as long as some tiles, so that it pays where few programs run.
-    fewest_spans = max(1, min(batch * kv_heads // 16, MAX_FEWEST))
-    max_spans = cdiv(step.block_tables.shape[1] * block_size, SPAN)
-    stored = batch * heads * max_spans * (head_dim + 2)
+    # Storing and folding sums takes as long as some tiles, so that it pays where few programs run.
+    fewest_tiles = max(1, min(batch * kv_heads // 32, MAX_FEWEST))
+    max_tiles = cdiv(step.block_tables.shape[1] * block_size, TILE)
+    stored = batch * heads * max_tiles * (head_dim + 2)
     if splits > 1 and stored <= MAX_STORED:
         partial = q.new_empty(stored, dtype=torch.float32)
         counters = arrival_counters(device)
@@ -139,8 +140,8 @@ def exact_decode(
     out = empty_padded(batch, heads * head_dim, q).view(q.shape)
     registers = {"maxnreg": MAX_REGISTERS} if sizes.DENSE else {}
     _decode_kernel[(kv_heads, batch, splits)](
-        *shared, out, step.context_lens, prefixes, prefix_lens, partial, counters, max_spans,
-        fewest_spans, num_multiprocessors(device), SIZES=sizes, LOAD=layout.load,
+        *shared, out, step.context_lens, prefixes, tables, partial, counters, max_tiles,
+        fewest_tiles, num_multiprocessors(device), SIZES=sizes, LOAD=layout.load,
         **registers, **launch_options(device, 4), **overlap_options(device),
     )  # fmt: skip
     return out
@@ -148,7 +149,7 @@ def exact_decode(
 
 def _sizes(heads: int, kv_heads: int, head_dim: int, block_size: int, rows: int, is_rows: bool) -> Sizes:
     dim_pad = max(MIN_DOT_SIZE, next_power_of_2(head_dim))
-    return Sizes(heads // kv_heads, kv_heads, head_dim, dim_pad, block_size, TILE, TILE, SPAN, rows, is_rows)
+    return Sizes(heads // kv_heads, kv_heads, head_dim, dim_pad, block_size, TILE, TILE, rows, is_rows)
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -157,24 +158,27 @@ def _prefill_kernel(
     q_token_stride, q_head_stride, k_token_stride, k_head_stride, v_token_stride, v_head_stride, table_stride,
     SIZES: tl.constexpr, LOAD: tl.constexpr,
 ):  # fmt: skip
-    """A program computes ROWS queries of one head of one sequence."""
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the last tile sees the most keys, so it starts first
-    head = tl.program_id(1)
+    """A program computes the heads of one kv head for as many queries of a sequence as ROWS has room for."""
+    QUERIES: tl.constexpr = SIZES.ROWS // SIZES.HEADS
+    block = tl.num_programs(0) - 1 - tl.program_id(0)  # the last one sees the most keys, so it starts first
+    kv_head = tl.program_id(1)
     seq = tl.program_id(2)
     q_start = tl.load(cu_seqlens_q + seq)
     len_q = tl.load(cu_seqlens_q + seq + 1) - q_start
-    first = tile * SIZES.ROWS
+    first = block * QUERIES
     if first >= len_q:
         return
     k_start = tl.load(cu_seqlens_k + seq)
     len_k = tl.load(cu_seqlens_k + seq + 1) - k_start
-    index = first + tl.arange(0, SIZES.ROWS)
+    row = tl.arange(0, SIZES.ROWS)
+    index = first + row // SIZES.HEADS
+    head = kv_head * SIZES.HEADS + row % SIZES.HEADS
     dim = tl.arange(0, SIZES.DIM_PAD)
-    inside = (index < len_q)[:, None] & (dim < SIZES.HEAD_DIM)[None, :]
+    is_row = (row < QUERIES * SIZES.HEADS) & (index < len_q)
+    inside = is_row[:, None] & (dim < SIZES.HEAD_DIM)[None, :]
     token = (q_start + index).to(tl.int64)
-    query = masked_load(q + token[:, None] * q_token_stride + head * q_head_stride + dim[None, :], inside)
+    query = masked_load(q + (token * q_token_stride + head * q_head_stride)[:, None] + dim[None, :], inside)
 
-    kv_head = head // SIZES.HEADS
     k += kv_head * k_head_stride
     v += kv_head * v_head_stride
     if block_tables is None:
@@ -186,18 +190,16 @@ def _prefill_kernel(
     last_key = len_k - len_q + index
     position = len_k - len_q + first  # of the first query
     all_seen = (position + 1) // SIZES.KEY_TILE * SIZES.KEY_TILE
-    some_seen = tl.minimum(position + SIZES.ROWS, len_k)
+    some_seen = tl.minimum(position + QUERIES, len_k)
     sums = no_sums(SIZES, False)
-    span = no_sums(SIZES, False)
     for start in range(0, all_seen, SIZES.KEY_TILE):
-        span = add_tile(span, query, cache, start, len_k, last_key, scale_log2, SIZES, LOAD, False, False)
-        sums, span = fold_whole(sums, span, start + SIZES.KEY_TILE, SIZES, False)
+        tile = sum_tile(query, cache, start, len_k, last_key, scale_log2, SIZES, LOAD, False, False)
+        sums = fold(sums, tile, False)
     for start in range(all_seen, some_seen, SIZES.KEY_TILE):
-        span = add_tile(span, query, cache, start, len_k, last_key, scale_log2, SIZES, LOAD, True, False)
-        sums, span = fold_whole(sums, span, start + SIZES.KEY_TILE, SIZES, False)
-    sums = fold(sums, span, False)
-    place = (token[:, None] * tl.num_programs(1) + head) * SIZES.HEAD_DIM + dim[None, :]
-    tl.store(out + place, divided(sums, False), mask=inside)
+        tile = sum_tile(query, cache, start, len_k, last_key, scale_log2, SIZES, LOAD, True, False)
+        sums = fold(sums, tile, False)
+    place = (token * tl.num_programs(1) * SIZES.HEADS + head) * SIZES.HEAD_DIM
+    tl.store(out + place[:, None] + dim[None, :], divided(sums, False), mask=inside)
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -226,27 +228,26 @@ def _prefix_kernel(
         k, v = k_cache + kv_head * k_head_stride, v_cache + kv_head * v_head_stride
         cache = k, v, table, k_token_stride, v_token_stride
         sums = no_sums(SIZES, False)
-        span = no_sums(SIZES, False)
         for start in range(0, end, SIZES.KEY_TILE):
-            span = add_tile(span, query, cache, start, end, None, scale_log2, SIZES, LOAD, False, False)
-            sums, span = fold_whole(sums, span, start + SIZES.KEY_TILE, SIZES, False)
-        place = prefixes + (seq * SIZES.KV_HEADS * SIZES.HEADS + head) * 2 * (SIZES.HEAD_DIM + 2)
+            tile = sum_tile(query, cache, start, end, None, scale_log2, SIZES, LOAD, False, False)
+            sums = fold(sums, tile, False)
+        place = prefixes + (seq * SIZES.KV_HEADS * SIZES.HEADS + head) * (SIZES.HEAD_DIM + 2)
         store_sums(place, sums, is_row, is_dim, SIZES, False)
-        store_sums(place + SIZES.HEAD_DIM + 2, span, is_row, is_dim, SIZES, False)
 
 
-@triton.jit(do_not_specialize=["table_stride", "max_spans", "fewest_spans", "num_multiprocessors"])
+@triton.jit(do_not_specialize=["table_stride", "max_tiles", "fewest_tiles", "num_multiprocessors"])
 def _decode_kernel(
     q, k_cache, v_cache, block_tables, scale_log2, table_stride, q_token_stride, q_head_stride,
     k_token_stride, k_head_stride, v_token_stride, v_head_stride,
-    out, context_lens, prefixes, prefix_lens, partial, counters, max_spans, fewest_spans,
+    out, context_lens, prefixes, plan, partial, counters, max_tiles, fewest_tiles,
     num_multiprocessors, SIZES: tl.constexpr, LOAD: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """
     A program computes the heads of one kv head, of one sequence. They are columns if the cache is DENSE: keys
-    that are converted in registers would be added up in another order as a left factor. With `partial`
-    several programs share a long context: each computes every n-th span, if they are n, at least
-    `fewest_spans`, and the last one to end folds all.
+    that are converted in registers would be added up in another order as a left factor. With `prefixes`, the
+    sums of each sequence's first tokens, `plan` says how many these are, and from whose blocks it reads how
+    many. With `partial` several programs share a long context: each computes every n-th tile, if they are n,
+    at least `fewest_tiles`, and the last one to end folds all.
     """
     COLUMNS: tl.constexpr = SIZES.DENSE
     kv_head = tl.program_id(0)
@@ -261,12 +262,13 @@ def _decode_kernel(
     last_key = tl.full([SIZES.ROWS], 0, tl.int32) + context_len - 1
     table = block_tables + seq.to(tl.int64) * table_stride
     k, v = k_cache + kv_head * k_head_stride, v_cache + kv_head * v_head_stride
-    cache = k, v, table, k_token_stride, v_token_stride
-    num_heads = SIZES.KV_HEADS * SIZES.HEADS
-    number = (seq * num_heads + head).to(tl.int64)  # of a head of the batch
+    number = (seq * SIZES.KV_HEADS * SIZES.HEADS + head).to(tl.int64)  # of a head of the batch
     begin = 0
     if prefixes is not None:
+        prefix_lens, readers, common_lens = plan
         begin = tl.load(prefix_lens + seq)
+        common = tl.load(common_lens + seq)
+        reader = tl.load(readers + seq)
     if OVERLAP:
         # The programs that start first prefetch their first tile while the query is still being computed.
         if SIZES.DENSE and partial is None:
@@ -278,43 +280,33 @@ def _decode_kernel(
     query = masked_load(along(address, COLUMNS) + along(dim, not COLUMNS), inside)
 
     sums = no_sums(SIZES, COLUMNS)
-    span = no_sums(SIZES, COLUMNS)
     end = context_len
     if prefixes is not None:
         is_there = row < tl.where(begin > 0, SIZES.HEADS, 0)
-        place = prefixes + number * 2 * (SIZES.HEAD_DIM + 2)
-        sums = load_sums(place, is_there, is_dim, SIZES, COLUMNS)
-        span = load_sums(place + SIZES.HEAD_DIM + 2, is_there, is_dim, SIZES, COLUMNS)
+        sums = load_sums(prefixes + number * (SIZES.HEAD_DIM + 2), is_there, is_dim, SIZES, COLUMNS)
     if partial is not None:
-        spans = tl.cdiv(context_len, SIZES.SPAN)
-        programs = tl.minimum(tl.num_programs(2), tl.cdiv(spans, fewest_spans))
+        tiles = tl.cdiv(context_len, SIZES.KEY_TILE)
+        programs = tl.minimum(tl.num_programs(2), tl.cdiv(tiles, fewest_tiles))
         end = tl.where((programs > 1) | (program > 0), 0, context_len)
         is_row = row < tl.where((programs > 1) | (program > 0), 0, SIZES.HEADS)
     for start in range(begin, end, SIZES.KEY_TILE):
-        span = add_tile(span, query, cache, start, end, last_key, scale_log2, SIZES, LOAD, True, COLUMNS)
-        sums, span = fold_whole(sums, span, start + SIZES.KEY_TILE, SIZES, COLUMNS)
-    sums = fold(sums, span, COLUMNS)
+        its_table = table
+        if prefixes is not None:
+            owner = tl.where(start + tl.arange(0, SIZES.KEY_TILE) < common, reader, seq)
+            its_table = block_tables + owner.to(tl.int64) * table_stride
+        cache = k, v, its_table, k_token_stride, v_token_stride
+        tile = sum_tile(query, cache, start, end, last_key, scale_log2, SIZES, LOAD, True, COLUMNS)
+        sums = fold(sums, tile, COLUMNS)
     if partial is not None:
         if programs > 1:
-            place = partial + number * max_spans * (SIZES.HEAD_DIM + 2)
-            for i in range(tl.where(program < programs, program, spans), spans, programs):
-                span = no_sums(SIZES, COLUMNS)
-                end = tl.minimum((i + 1) * SIZES.SPAN, context_len)
-                for start in range(i * SIZES.SPAN, end, SIZES.KEY_TILE):
-                    span = add_tile(
-                        span,
-                        query,
-                        cache,
-                        start,
-                        context_len,
-                        last_key,
-                        scale_log2,
-                        SIZES,
-                        LOAD,
-                        True,
-                        COLUMNS,
-                    )
-                store_sums(place + i * (SIZES.HEAD_DIM + 2), span, row < SIZES.HEADS, is_dim, SIZES, COLUMNS)
+            cache = k, v, table, k_token_stride, v_token_stride
+            place = partial + number * max_tiles * (SIZES.HEAD_DIM + 2)
+            for i in range(tl.where(program < programs, program, tiles), tiles, programs):
+                start = i * SIZES.KEY_TILE
+                tile = sum_tile(
+                    query, cache, start, context_len, last_key, scale_log2, SIZES, LOAD, True, COLUMNS
+                )
+                store_sums(place + i * (SIZES.HEAD_DIM + 2), tile, row < SIZES.HEADS, is_dim, SIZES, COLUMNS)
             tl.debug_barrier()  # all threads have stored their part before the counter says so
             counter = counters + seq * SIZES.KV_HEADS + kv_head
             num_before = programs
@@ -323,9 +315,9 @@ def _decode_kernel(
             is_row = row < tl.where(num_before == programs - 1, SIZES.HEADS, 0)
             if num_before == programs - 1:
                 tl.store(counter, 0)
-                for first in range(0, spans, FOLDED):
+                for first in range(0, tiles, FOLDED):
                     for j in tl.static_range(FOLDED):
-                        is_there = row < tl.where(first + j < spans, SIZES.HEADS, 0)
+                        is_there = row < tl.where(first + j < tiles, SIZES.HEADS, 0)
                         part = place + (first + j) * (SIZES.HEAD_DIM + 2)
                         sums = fold(sums, load_sums(part, is_there, is_dim, SIZES, COLUMNS), COLUMNS)
     place = along(number * SIZES.HEAD_DIM, COLUMNS) + along(dim, not COLUMNS)

@@ -82,7 +82,7 @@ def _tile(rows: int, outputs: int) -> tuple[int, int, int, int, int]:
     tiles keep more of the device busy.
     """
     if rows <= 16:
-        return 16, 64, 256, 4, 4
+        return 16, 64, 128, 4, 6
     if rows <= 32 or (outputs <= 4096 and rows <= 64) or (outputs <= 2048 and rows <= 256):
         return 32, 64, 128, 4, 5
     if rows <= 64 or (outputs <= 4096 and rows <= 128):

@@ -1,10 +1,10 @@
 """Sums over keys in one order: what the kernels of exact attention are made of.
 
-A span of keys begins with no sums; `add_tile` adds one tile after the other, `fold` takes spans together.
-Sums are (highest, total, acc): the highest score of each row, in units of log2; the total of its weights,
-several times the same, since the matrix unit adds them up; and the values with these weights. A row is a
-query and a head. With COLUMNS everything is transposed, so that rows are columns: the matrix unit takes 16
-rows, and as few as 8 columns.
+A tile of keys has sums of its own, and `fold` takes tiles together, one after the other. Sums are (highest,
+total, acc): the highest score of each row, in units of log2; the total of its weights, several times the
+same, since the matrix unit adds them up; and the values with these weights. A row is a query and a head. With
+COLUMNS everything is transposed, so that rows are columns: the matrix unit takes 16 rows, and as few as 8
+columns.
 """
 
 from nanovllm.kernels.runtime import MINUS_INF, masked_load, tl, triton
@@ -19,13 +19,11 @@ def along(x, COLUMNS):
 
 
 @triton.jit
-def add_tile(sums, query, cache, start, len_k, last_key, scale_log2, SIZES, LOAD, MASKED, COLUMNS):
+def sum_tile(query, cache, start, len_k, last_key, scale_log2, SIZES, LOAD, MASKED, COLUMNS):
     """
-    The sums of a span, [rows], [rows, ONES] and [rows, DIM_PAD], with the tile of keys at `start` added.
-    `load_rows` explains `cache`. If MASKED, each query sees the keys up to its `last_key`, all of them below
-    len_k.
+    The sums of the tile of keys at `start`, [rows], [rows, ONES] and [rows, DIM_PAD]. `load_rows` explains
+    `cache`. If MASKED, each query sees the keys up to its `last_key`, all of them below len_k.
     """
-    highest, total, acc = sums
     token = start + tl.arange(0, SIZES.KEY_TILE)
     key, value = LOAD(cache, start, len_k, token < len_k, query.dtype, SIZES, MASKED)
     axis: tl.constexpr = 0 if COLUMNS else 1
@@ -35,25 +33,22 @@ def add_tile(sums, query, cache, start, len_k, last_key, scale_log2, SIZES, LOAD
         score = tl.dot(query, key, input_precision="ieee")
     if MASKED:
         score = tl.where(along(token, not COLUMNS) <= along(last_key, COLUMNS), score, MINUS_INF)
-    new_highest = tl.maximum(highest, tl.max(score, axis=axis) * scale_log2)
+    highest = tl.max(score, axis=axis) * scale_log2
     if MASKED:
-        new_highest = tl.maximum(new_highest, -1.0e30)  # finite for a query that sees none of these keys
-    shrink = along(tl.exp2(highest - new_highest), COLUMNS)
-    weight = tl.exp2(tl.fma(score, scale_log2, -along(new_highest, COLUMNS))).to(value.dtype)
+        highest = tl.maximum(highest, -1.0e30)  # finite for a query that sees none of these keys
+    weight = tl.exp2(tl.fma(score, scale_log2, -along(highest, COLUMNS))).to(value.dtype)
     if COLUMNS:
-        ones = tl.full([16, SIZES.KEY_TILE], 1.0, value.dtype)
-        total = tl.dot(ones, weight, total * shrink, input_precision="ieee")
-        acc = tl.dot(tl.trans(value), weight, acc * shrink, input_precision="ieee")
+        total = tl.dot(tl.full([16, SIZES.KEY_TILE], 1.0, value.dtype), weight, input_precision="ieee")
+        acc = tl.dot(tl.trans(value), weight, input_precision="ieee")
     else:
-        ones = tl.full([SIZES.KEY_TILE, ONES], 1.0, value.dtype)
-        total = tl.dot(weight, ones, total * shrink, input_precision="ieee")
-        acc = tl.dot(weight, value, acc * shrink, input_precision="ieee")
-    return new_highest, total, acc
+        total = tl.dot(weight, tl.full([SIZES.KEY_TILE, ONES], 1.0, value.dtype), input_precision="ieee")
+        acc = tl.dot(weight, value, input_precision="ieee")
+    return highest, total, acc
 
 
 @triton.jit
 def fold(sums, more, COLUMNS):
-    """The sums over the keys of both; `more` are those of the next span, which may have seen none."""
+    """The sums over the keys of both; `more` are those of the next tile, in which nothing may be seen."""
     highest, total, acc = sums
     next_highest, next_total, next_acc = more
     new_highest = tl.maximum(tl.maximum(highest, next_highest), -1.0e30)
@@ -62,15 +57,6 @@ def fold(sums, more, COLUMNS):
     total = tl.fma(total, shrink, next_total * weight)
     acc = tl.fma(acc, shrink, next_acc * weight)
     return new_highest, total, acc
-
-
-@triton.jit
-def fold_whole(sums, span, end, SIZES, COLUMNS):
-    """If the span that ends at `end` is complete, its sums go to those before it, and the next one begins."""
-    if end % SIZES.SPAN == 0:
-        sums = fold(sums, span, COLUMNS)
-        span = no_sums(SIZES, COLUMNS)
-    return sums, span
 
 
 @triton.jit

@@ -131,7 +131,8 @@ def load_int8_tile(head, block_stride, table, start, end, SIZES, TILE, BY_GROUPS
     The bytes of keys [TILE, DIM_PAD] and values [DIM_PAD, TILE] from `start` on, a multiple of TILE, and both
     scales [TILE], of the head that begins at `head` in block 0. Behind `end` the last token, or another one
     of its 16, is repeated. BY_GROUPS reads the values of 16 tokens as one piece of memory, which is fastest
-    where values are the left factor of a product; as the right factor they would have to be rearranged.
+    where values are the left factor of a product; as the right factor they would have to be rearranged. Else
+    there may be a table for each token, and another one from a multiple of 16 on.
     """
     HEAD_DIM: tl.constexpr = SIZES.HEAD_DIM
     DIM_PAD: tl.constexpr = SIZES.DIM_PAD
@@ -145,7 +146,8 @@ def load_int8_tile(head, block_stride, table, start, end, SIZES, TILE, BY_GROUPS
         place, first = token - start // BLOCK_SIZE * BLOCK_SIZE, first - start // BLOCK_SIZE * BLOCK_SIZE
     else:
         page = head + tl.load(table + token // BLOCK_SIZE).to(tl.int64) * block_stride
-        first_page = head + tl.load(table + first // BLOCK_SIZE).to(tl.int64) * block_stride
+        if BY_GROUPS:
+            first_page = head + tl.load(table + first // BLOCK_SIZE).to(tl.int64) * block_stride
         place, first = token % BLOCK_SIZE, first % BLOCK_SIZE
     is_dim = dim < HEAD_DIM
     rows = (page + place * HEAD_DIM)[:, None] + dim[None, :]
