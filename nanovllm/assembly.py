@@ -29,7 +29,6 @@ if EXTENDED:
     from nanovllm.extensions.api.llm import with_api
     from nanovllm.extensions.checkpoints import opening, recommended
     from nanovllm.extensions.exact import exact_parts
-    from nanovllm.extensions.exact.products import FewRows
     from nanovllm.extensions.experts import moe
     from nanovllm.extensions.int8_cache.layout import Int8Layout
     from nanovllm.extensions.logits.kernels.likelihood import token_logprobs as token_logprobs  # for trainers
@@ -40,7 +39,6 @@ if EXTENDED:
     from nanovllm.extensions.prefixes import cascade, token_prefixes
     from nanovllm.extensions.products import onednn, products
     from nanovllm.extensions.quantised import assignment, formats, fp8
-    from nanovllm.extensions.quantised.kernels.quantised_weight import dequantise_torch
     from nanovllm.extensions.ranks import peer_group, reports
     from nanovllm.extensions.safety import admission, prompt_checks, recovery, sampling_checks, stats
     from nanovllm.extensions.safety.options import ExtendedConfig
@@ -54,7 +52,7 @@ if EXTENDED:
     sampling_params.StructuredOutputsParams = StructuredOutputsParams  # scripts for vLLM import it there
     sampling_params.SamplingParams.checks = [sampling_checks.check_sampling, check_structured_outputs]
     StructuredOutputsParams.check = check_form
-    products.FoldingWeight.others = (FewRows,)  # with one order of addition, and for so few rows the fastest
+    FastWeight = exact_parts.with_few_rows(products.FoldingWeight)
 
 
 def assemble_core(config: Config) -> Parts:
@@ -162,9 +160,9 @@ def build_model(config: ModelConfig, quantization: str | None = None, exact: boo
     with assignment.without_weights():
         model = get_model_class(config)(config)
     set_rules(model)
-    assignment.assign_weights(model, scheme, exact_parts.ExactWeight if exact else products.FoldingWeight)
+    assignment.assign_weights(model, scheme, exact_parts.ExactWeight if exact else FastWeight)
     if exact:
-        exact_parts.use_exact(model, moe, fp8.Fp8, dequantise_torch)
+        exact_parts.use_exact(model, moe, fp8.Fp8)
     else:
         onednn.use_packed_heads(model)
     return model

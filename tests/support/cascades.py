@@ -69,7 +69,7 @@ def make_prefixes(groups, own_lens, piece, per_task, order):
         assert len(own) <= MAX_PARTIALS
     tables = [
         prefix_lens, list(map(len, parts)), [own + [2**30] * (MAX_PARTIALS - len(own)) for own in parts],
-        [*members, 2**30], [*tasks, (2**30,) * 4], [len(tasks)], [0] * batch, [0] * batch,
+        [*members, 2**30], [*tasks, (2**30,) * 4], [len(tasks)], [[0, 0]] * batch,
     ]  # fmt: skip
     return CascadePlan(*(torch.tensor(x, dtype=torch.int32) for x in tables)), lengths
 

@@ -23,7 +23,8 @@ from nanovllm.extensions.exact.products import (
     exact_silu_and_mul,
     use_exact_heads,
 )
-from nanovllm.extensions.exact.products import ExactWeight as ExactWeight
+from nanovllm.extensions.exact.products import ExactWeight as ExactWeight  # for assembly
+from nanovllm.extensions.exact.products import with_few_rows as with_few_rows
 from nanovllm.kernels.kv_store import CacheLayout
 from nanovllm.layers.layernorm import RMSNorm, Stream
 from nanovllm.layers.linear import Product
@@ -51,14 +52,14 @@ def apply_to_wide(apply: Callable, logits: Tensor, step: Any) -> Tensor:
     return logits
 
 
-def use_exact(model: nn.Module, experts: Any, fp8: type, dequantise: Callable) -> None:
+def use_exact(model: nn.Module, experts: Any, fp8: type) -> None:
     """
     Of a model whose dense weights are exact: the head, mixtures of experts, which are in the module
     `experts`, and weights of the class `fp8`.
     """
     use_exact_heads(model)
     use_exact_experts(model, experts)
-    use_exact_fp8(model, fp8, dequantise)
+    use_exact_fp8(model, fp8)
 
 
 def use_exact_experts(model: nn.Module, module: Any) -> None:
@@ -87,7 +88,7 @@ def use_exact_experts(model: nn.Module, module: Any) -> None:
             layer.forward = functools.partial(forward, layer)
 
 
-def use_exact_fp8(model: nn.Module, kind: type, dequantise: Callable) -> None:
+def use_exact_fp8(model: nn.Module, kind: type) -> None:
     """
     Weights of this kind multiply without what they fold in: torch's library, with a scale for each row, has
     one order for any number of rows. Where it cannot, and on a CPU, the weight is dequantised first. Raises
@@ -95,8 +96,9 @@ def use_exact_fp8(model: nn.Module, kind: type, dequantise: Callable) -> None:
     """
 
     def multiply(matrix: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        weight, rows = matrix.quantised, slice(0, matrix.shape[0])
-        return exact_linear(x, dequantise(weight, rows, weight.product_dtype).to(x.dtype), bias)
+        weight = matrix.quantised
+        codes, scales = (each.to(weight.product_dtype) for each in (weight.codes, weight.scales))
+        return exact_linear(x, codes.mul_(scales).to(x.dtype), bias)
 
     def products(found: Callable, layer: Any) -> list[Product]:
         return [alone(product) for product in found(layer)]

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from nanovllm.extensions.exact.kernels.product import few_rows, multiply, product
 from nanovllm.kernels.activation import silu_and_mul
-from nanovllm.kernels.runtime import is_on_gpu, use_triton
+from nanovllm.kernels.runtime import has_hopper_shared_memory, is_on_gpu, use_triton
 from nanovllm.layers.embed_head import ParallelLMHead
 from nanovllm.layers.linear import DenseWeight, Product, activated
 
@@ -41,16 +41,28 @@ class ExactWeight(DenseWeight):
 
 
 class FewRows(Product):
-    """Of a dense weight, with the activation folded in. Also where nobody asks for exactness it is fastest."""
+    """Of a dense weight in decode steps, with the activation folded in. Its tiles fill Hopper's memory."""
 
     def __init__(self, dense: DenseWeight):
         self.weight = dense.weight
 
     def accepts(self, rows: int, is_prefill: bool) -> bool:
-        return few_rows(rows, self.weight)
+        is_few = not is_prefill and few_rows(rows, self.weight)
+        return is_few and has_hopper_shared_memory(self.weight.device)
 
     def linear(self, x: Tensor, bias: Tensor | None, gated: bool = False) -> Tensor:
         return multiply(activated(x), self.weight, bias, gated)
+
+
+def with_few_rows(kind: type[DenseWeight]) -> type[DenseWeight]:
+    """Dense weights of a kind which need not be exact, but for few rows nothing that they list is faster."""
+
+    class Weight(kind):
+        def products(self, layer: nn.Module) -> list[Product]:
+            found = super().products(layer)
+            return found and [*found, FewRows(self)]
+
+    return Weight
 
 
 class ExactHead(ParallelLMHead):

@@ -9,7 +9,7 @@ tree of prefixes. `CascadePlan` explains the tables.
 from bisect import insort
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,7 +23,6 @@ MIN_SHARED_TOKENS = 64  # length of a prefix, behind the prefix that it continue
 MIN_PREFIX_SAVED = 192  # tokens that a prefix saves: (queries - 1) * length
 MIN_SAVED_TOKENS = 16_384  # tokens that all prefixes of a step save: else each sequence reads its own
 MIN_ITEM_TOKENS = 256  # of a work item, if its prefix has so many
-COMMON_STEP = 16  # tokens; 8-bit pages hold the values of so many as one piece
 ITEM_STEP = 128  # work items begin at multiples of this, counted from where their prefix begins
 
 
@@ -119,9 +118,10 @@ class CascadePlanner:
         plan = CascadePlan(*(np.zeros(shape, np.int32) for shape in plan_shapes(self.num_rows)))
         num_queries, items = 0, []
         order = np.array([rows[seq_id] for _, seq_id in self._prompts])
-        for prompts, bounds in self._spans(prefixes, counts):
+        for prompts, bounds, common in self._spans(prefixes, counts):
             sharing = order[prompts]
             plan.prefix_lens[sharing] = bounds[-1]
+            plan.readers[sharing] = sharing[0], common
             for span in pairwise(bounds):
                 queries = range(num_queries, num_queries + len(sharing))
                 num_queries = queries.stop
@@ -136,12 +136,15 @@ class CascadePlanner:
         plan.num_work_items[0] = len(items)
         return plan
 
-    def _spans(self, prefixes: list[Prefix], counts: np.ndarray) -> Iterator[tuple[Any, list[int]]]:
-        """For each prefix its prompts of the sorted list, and where its spans begin and the last one ends."""
+    def _spans(self, prefixes: list[Prefix], counts: np.ndarray) -> Iterator[tuple]:
+        """
+        For each prefix its prompts of the sorted list, where its spans begin and the last one ends, and how
+        much each reads in the first one's blocks.
+        """
         for prefix, count in zip(prefixes, counts, strict=True):
             # Spans of nearly the same length.
             starts = (prefix.end - prefix.begin) * np.arange(count) // count // ITEM_STEP * ITEM_STEP
-            yield slice(prefix.first, prefix.last), [*(prefix.begin + starts), prefix.end]
+            yield slice(prefix.first, prefix.last), [*(prefix.begin + starts), prefix.end], 0
 
 
 class WholePrefixPlanner(CascadePlanner):
@@ -156,25 +159,15 @@ class WholePrefixPlanner(CascadePlanner):
     def _divide(self, prefixes: list[Prefix]) -> np.ndarray:
         return np.ones(len(prefixes), int)
 
-    def _make_plan(self, prefixes: list[Prefix], counts: np.ndarray, rows: dict[int, int]) -> CascadePlan:
-        plan = super()._make_plan(prefixes, counts, rows)
-        order = np.array([rows[seq_id] for _, seq_id in self._prompts])
-        common = np.array([*self._common.values()])
-        for prompts, _ in self._spans(prefixes, counts):
-            first, last = prompts[0], prompts[-1]
-            with_first = np.minimum.accumulate(common[first:last])[prompts[1:] - first - 1]
-            plan.readers[order[prompts]] = order[first]
-            plan.common_lens[order[prompts[1:]]] = with_first // COMMON_STEP * COMMON_STEP
-        return plan
-
-    def _spans(self, prefixes: list[Prefix], counts: np.ndarray) -> Iterator[tuple[Any, list[int]]]:
+    def _spans(self, prefixes: list[Prefix], counts: np.ndarray) -> Iterator[tuple]:
         longest = np.full(len(self._prompts), -1)
         for i, prefix in enumerate(prefixes):  # each in front of those that continue it
             longest[prefix.first : prefix.last] = i
         for i, prefix in enumerate(prefixes):
             prompts = np.flatnonzero(longest == i)
             if len(prompts):
-                yield prompts, [0, prefix.end]
+                common = min([*self._common.values()][prompts[0] : prompts[-1]], default=0)
+                yield prompts, [0, prefix.end], common
 
 
 def choose_prefixes(common: np.ndarray, min_saved: int) -> list[Prefix]:

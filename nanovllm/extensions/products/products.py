@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from nanovllm.extensions.products import onednn
 from nanovllm.extensions.products.kernels.fused_linear import MAX_FUSED_ROWS, can_fuse, fused_linear
 from nanovllm.extensions.products.kernels.gemv import MAX_ROWS, can_use_gemv, gemv
-from nanovllm.kernels.runtime import has_hopper_shared_memory
 from nanovllm.layers.layernorm import RMSNorm, Stream
 from nanovllm.layers.linear import DenseWeight, LinearBase, Product, activated
 
@@ -75,13 +74,9 @@ class FusedGemm(Product):
 
 
 class FoldingWeight(DenseWeight):
-    """
-    A dense weight with products that fold their neighbours in, where a GPU has them, or oneDNN's. `others`
-    are made of the weight, for the rows that these leave, where tiles find Hopper's shared memory.
-    """
+    """A dense weight with products that fold their neighbours in, where a GPU has them, or oneDNN's."""
 
     make_gemv, library = Gemv, onednn  # quantised weights beside it are multiplied by these, too
-    others: tuple[Callable[[DenseWeight], Product], ...] = ()
 
     def finish(self) -> None:
         """The layout that the weight had is freed."""
@@ -95,6 +90,4 @@ class FoldingWeight(DenseWeight):
         found: list[Product] = [Gemv(functools.partial(gemv, weight=self.weight))]
         if layer.hidden_size and layer.group.size == 1 and can_fuse(layer.hidden_size, self.weight):
             found.append(FusedGemm(self))
-        if has_hopper_shared_memory(self.weight.device):
-            found += [make(self) for make in self.others]
         return found

@@ -133,8 +133,8 @@ class Case:
         each = 64 // heads_per_kv_head
         items = [(first, min(each, count - first), 0, end) for first in range(0, count, each)]
         plan = type("Plan", (), {})()
-        plan.prefix_lens, plan.common_lens = self.numbers(*[end] * count), self.numbers(*[common] * count)
-        plan.readers = self.numbers(*[count - 1] * count)
+        plan.prefix_lens = self.numbers(*[end] * count)
+        plan.readers = self.numbers(*[(count - 1, common + 5)] * count)  # a kernel reads a multiple of 16
         plan.queries, plan.work_items = self.numbers(*range(count)), self.numbers(*items)
         plan.num_work_items = self.numbers(len(items))
         return plan

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nanovllm.distributed.group import Group, use_group
-from nanovllm.extensions.exact.products import FewRows
+from nanovllm.extensions.exact.products import FewRows, with_few_rows
 from nanovllm.extensions.products.products import FoldingWeight, FusedGemm, Gemv
 from nanovllm.kernels import runtime
 from nanovllm.layers.linear import ColumnParallelLinear, LinearBase, ReplicatedLinear, RowParallelLinear
@@ -40,7 +40,7 @@ def listed(*args, **options) -> list[type]:
 @pytest.mark.skipif(not runtime.HAVE_TRITON, reason="needs Triton")
 @pytest.mark.usefixtures("hopper")
 def test_what_folds_a_residual_in_is_listed_only_beside_a_narrow_one_on_one_rank():
-    everything = [Gemv, FusedGemm, FewRows, FoldingWeight]
+    everything = [Gemv, FusedGemm, FoldingWeight]
     assert listed(ColumnParallelLinear) == listed(RowParallelLinear) == everything
     assert listed(ColumnParallelLinear, (512, 4096)) == listed(RowParallelLinear, (4096, 512)) == everything
     for others in (
@@ -51,8 +51,22 @@ def test_what_folds_a_residual_in_is_listed_only_beside_a_narrow_one_on_one_rank
         listed(RowParallelLinear, (512, 2048)),
         listed(RowParallelLinear, dtype=torch.float16),
     ):
-        assert others == [Gemv, FewRows, FoldingWeight]
+        assert others == [Gemv, FoldingWeight]
     assert listed(ColumnParallelLinear, dtype=torch.float32) == [FoldingWeight]
+
+
+@pytest.mark.skipif(not runtime.HAVE_TRITON, reason="needs Triton")
+@pytest.mark.usefixtures("hopper")
+def test_few_rows_that_nothing_folds_are_multiplied_by_the_exact_product(monkeypatch):
+    monkeypatch.setitem(globals(), "FoldingWeight", with_few_rows(FoldingWeight))
+    assert listed(ColumnParallelLinear)[:-1] == [Gemv, FusedGemm, FewRows]
+    wide = make(ColumnParallelLinear, (4096, 12288))
+    assert [type(product) for product in wide.products] == [Gemv, FewRows]
+    *_, few = wide.products
+    assert few.accepts(3, False) and few.accepts(64, False)
+    assert not few.accepts(65, False) and not few.accepts(3, True)
+    monkeypatch.setattr(runtime.gpu_properties(CPU), "shared_memory_per_multiprocessor", 102400)
+    assert not few.accepts(3, False)
 
 
 def test_on_a_cpu_there_is_the_library_alone():
@@ -61,7 +75,7 @@ def test_on_a_cpu_there_is_the_library_alone():
 
 @pytest.mark.skipif(not runtime.HAVE_TRITON, reason="needs Triton")
 @pytest.mark.usefixtures("hopper")
-def test_large_batches_are_the_librarys_and_a_decode_step_whose_product_comes_first():
+def test_a_prefill_is_the_librarys_and_a_decode_step_whose_product_comes_first():
     layer = make(ColumnParallelLinear)
 
     def given(rows: int, is_prefill: bool) -> type:
@@ -78,4 +92,4 @@ def test_large_batches_are_the_librarys_and_a_decode_step_whose_product_comes_fi
         FusedGemm,
         FoldingWeight,
     ]
-    assert [given(rows, True) for rows in (1, 3, 257)] == [FewRows, FewRows, FoldingWeight]
+    assert {given(rows, True) for rows in (1, 3, 257)} == {FoldingWeight}

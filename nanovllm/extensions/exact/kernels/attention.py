@@ -120,7 +120,7 @@ def exact_decode(
     splits = cdiv(PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors(device), batch * kv_heads)
     splits = min(splits, MAX_SPLITS)
     if plan is not None:
-        tables, splits = (plan.prefix_lens, plan.readers, plan.common_lens), 1
+        tables, splits = (plan.prefix_lens, plan.readers), 1
         prefixes = q.new_empty(batch, heads, head_dim + 2, dtype=torch.float32)
         rows = max(FEW_ROWS, next_power_of_2(sizes.HEADS))
         _prefix_kernel[(2 * num_multiprocessors(device),)](
@@ -265,10 +265,10 @@ def _decode_kernel(
     number = (seq * SIZES.KV_HEADS * SIZES.HEADS + head).to(tl.int64)  # of a head of the batch
     begin = 0
     if prefixes is not None:
-        prefix_lens, readers, common_lens = plan
+        prefix_lens, readers = plan
         begin = tl.load(prefix_lens + seq)
-        common = tl.load(common_lens + seq)
-        reader = tl.load(readers + seq)
+        common = tl.load(readers + 2 * seq + 1) // 16 * 16  # 8-bit pages hold the values of 16 as one piece
+        reader = tl.load(readers + 2 * seq)
     if OVERLAP:
         # The programs that start first prefetch their first tile while the query is still being computed.
         if SIZES.DENSE and partial is None:

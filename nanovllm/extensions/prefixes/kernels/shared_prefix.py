@@ -51,9 +51,8 @@ class CascadePlan(NamedTuple):
     work_items: Any  # int32 [items, 4]
     num_work_items: Any  # int32 [1]
     # For kernels that read whole tiles as prefixes: the sequence of the batch in whose blocks each finds its
-    # first `common_lens` tokens, too, a multiple of 16.
-    readers: Any  # int32 [batch]
-    common_lens: Any  # int32 [batch]
+    # own first tokens, too, and how many.
+    readers: Any  # int32 [batch, 2]
 
 
 def plan_shapes(batch_size: int) -> CascadePlan:
@@ -61,7 +60,8 @@ def plan_shapes(batch_size: int) -> CascadePlan:
     max_queries = max(4 * batch_size, min(16 * batch_size, 512))
     max_items = max(2 * batch_size, 64)
     each = (batch_size,)
-    return CascadePlan(each, each, (batch_size, MAX_PARTIALS), (max_queries,), (max_items, 4), (1,), each, each)
+    shapes = each, each, (batch_size, MAX_PARTIALS), (max_queries,), (max_items, 4), (1,), (batch_size, 2)
+    return CascadePlan(*shapes)
 
 
 def queries_per_item(heads_per_kv_head: int) -> int:
