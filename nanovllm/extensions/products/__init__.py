@@ -14,6 +14,7 @@ Two kernels remove it:
   of squares of a whole row, which no tile has. So the norm is split: the product before it multiplies by the
   norm's weight and leaves partial sums of squares, and the product behind it divides by their root.
 
-`products.py` lists them for the core's layers. Neither changes what is computed, only where it is rounded. A
-prefill and large batches stay with the library, whose products are bound by arithmetic there.
+`products.py` lists them for the core's layers. Neither changes what is computed, only where it is rounded. In
+larger models few rows are multiplied by the product of `extensions/exact`, which is faster there than the
+library. A prefill and large batches stay with the library, whose products are bound by arithmetic there.
 """
