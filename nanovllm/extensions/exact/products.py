@@ -41,7 +41,7 @@ class ExactWeight(DenseWeight):
 
 
 class FewRows(Product):
-    """Of a dense weight in decode steps, with the activation folded in. Its tiles fill Hopper's memory."""
+    """For few rows of a decode step, with the activation folded in. Needs Hopper's shared memory."""
 
     def __init__(self, dense: DenseWeight):
         self.weight = dense.weight
@@ -55,14 +55,14 @@ class FewRows(Product):
 
 
 def with_few_rows(kind: type[DenseWeight]) -> type[DenseWeight]:
-    """Dense weights of a kind which need not be exact, but for few rows nothing that they list is faster."""
+    """This class of weights, which then list FewRows, too, behind the products that they have on a GPU."""
 
-    class Weight(kind):
+    class WithFewRows(kind):
         def products(self, layer: nn.Module) -> list[Product]:
             found = super().products(layer)
             return found and [*found, FewRows(self)]
 
-    return Weight
+    return WithFewRows
 
 
 class ExactHead(ParallelLMHead):

@@ -61,8 +61,8 @@ class Sizes(NamedTuple):
     HEAD_DIM: int
     DIM_PAD: int  # HEAD_DIM rounded up to what the matrix unit takes
     BLOCK_SIZE: int
-    KEY_TILE: int  # also called TILE
-    TILE: int
+    KEY_TILE: int
+    TILE: int  # the same, as `prefetch_tile` calls it
     ROWS: int
     DENSE: bool  # whether keys and values are rows of the model's dtype, as they are multiplied
 

@@ -48,7 +48,7 @@ def sum_tile(query, cache, start, len_k, last_key, scale_log2, SIZES, LOAD, MASK
 
 @triton.jit
 def fold(sums, more, COLUMNS):
-    """The sums over the keys of both; `more` are those of the next tile, in which nothing may be seen."""
+    """The sums over the keys of both; `more` are of the next tile, of which a query may see no key."""
     highest, total, acc = sums
     next_highest, next_total, next_acc = more
     new_highest = tl.maximum(tl.maximum(highest, next_highest), -1.0e30)
