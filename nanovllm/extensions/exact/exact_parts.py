@@ -96,7 +96,7 @@ def use_exact_fp8(model: nn.Module, kind: type) -> None:
     """
 
     def multiply(matrix: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        weight = matrix.quantised
+        weight = matrix.quantised  # with a scale for each row; rounded as `dequantise_torch` does
         codes, scales = (each.to(weight.product_dtype) for each in (weight.codes, weight.scales))
         return exact_linear(x, codes.mul_(scales).to(x.dtype), bias)
 

@@ -116,11 +116,11 @@ def exact_decode(
     sizes = _sizes(heads, kv_heads, head_dim, block_size, rows, layout.has_token_rows)
     shared = [q, k_cache, v_cache, step.block_tables, variant.scale * LOG2_E, step.block_tables.stride(0)]
     shared += [*q.stride()[:2], *k_cache.stride()[-3:-1], *v_cache.stride()[-3:-1]]
-    prefixes = tables = partial = counters = None
+    prefixes = prefix_plan = partial = counters = None
     splits = cdiv(PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors(device), batch * kv_heads)
     splits = min(splits, MAX_SPLITS)
     if plan is not None:
-        tables, splits = (plan.prefix_lens, plan.readers), 1
+        prefix_plan, splits = (plan.prefix_lens, plan.readers), 1
         prefixes = q.new_empty(batch, heads, head_dim + 2, dtype=torch.float32)
         rows = max(FEW_ROWS, next_power_of_2(sizes.HEADS))
         _prefix_kernel[(2 * num_multiprocessors(device),)](
@@ -140,7 +140,7 @@ def exact_decode(
     out = empty_padded(batch, heads * head_dim, q).view(q.shape)
     registers = {"maxnreg": MAX_REGISTERS} if sizes.DENSE else {}
     _decode_kernel[(kv_heads, batch, splits)](
-        *shared, out, step.context_lens, prefixes, tables, partial, counters, max_tiles,
+        *shared, out, step.context_lens, prefixes, prefix_plan, partial, counters, max_tiles,
         fewest_tiles, num_multiprocessors(device), SIZES=sizes, LOAD=layout.load,
         **registers, **launch_options(device, 4), **overlap_options(device),
     )  # fmt: skip
@@ -239,15 +239,15 @@ def _prefix_kernel(
 def _decode_kernel(
     q, k_cache, v_cache, block_tables, scale_log2, table_stride, q_token_stride, q_head_stride,
     k_token_stride, k_head_stride, v_token_stride, v_head_stride,
-    out, context_lens, prefixes, plan, partial, counters, max_tiles, fewest_tiles,
+    out, context_lens, prefixes, prefix_plan, partial, counters, max_tiles, fewest_tiles,
     num_multiprocessors, SIZES: tl.constexpr, LOAD: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """
     A program computes the heads of one kv head, of one sequence. They are columns if the cache is DENSE: keys
-    that are converted in registers would be added up in another order as a left factor. With `prefixes`, the
-    sums of each sequence's first tokens, `plan` says how many these are, and from whose blocks it reads how
-    many. With `partial` several programs share a long context: each computes every n-th tile, if they are n,
-    at least `fewest_tiles`, and the last one to end folds all.
+    that are converted in registers would be added up in another order as a left factor. `prefixes` are sums
+    over each sequence's first tokens; `prefix_plan` says over how many, and which sequence's blocks it reads
+    up to which token. With `partial` several programs share a long context: each computes every n-th tile, if
+    they are n, at least `fewest_tiles`, and the last one to end folds all.
     """
     COLUMNS: tl.constexpr = SIZES.DENSE
     kv_head = tl.program_id(0)
@@ -265,7 +265,7 @@ def _decode_kernel(
     number = (seq * SIZES.KV_HEADS * SIZES.HEADS + head).to(tl.int64)  # of a head of the batch
     begin = 0
     if prefixes is not None:
-        prefix_lens, readers = plan
+        prefix_lens, readers = prefix_plan
         begin = tl.load(prefix_lens + seq)
         common = tl.load(readers + 2 * seq + 1) // 16 * 16  # 8-bit pages hold the values of 16 as one piece
         reader = tl.load(readers + 2 * seq)
