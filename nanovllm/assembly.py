@@ -164,5 +164,6 @@ def build_model(config: ModelConfig, quantization: str | None = None, exact: boo
     if exact:
         exact_parts.use_exact(model, moe, fp8.Fp8)
     else:
+        exact_parts.use_heads(model, are_exact=False)
         onednn.use_packed_heads(model)
     return model

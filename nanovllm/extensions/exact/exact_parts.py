@@ -21,7 +21,7 @@ from nanovllm.extensions.exact.products import (
     ONE_THREAD,
     exact_linear,
     exact_silu_and_mul,
-    use_exact_heads,
+    use_heads,
 )
 from nanovllm.extensions.exact.products import ExactWeight as ExactWeight  # for assembly
 from nanovllm.extensions.exact.products import with_few_rows as with_few_rows
@@ -57,7 +57,7 @@ def use_exact(model: nn.Module, experts: Any, fp8: type) -> None:
     Of a model whose dense weights are exact: the head, mixtures of experts, which are in the module
     `experts`, and weights of the class `fp8`.
     """
-    use_exact_heads(model)
+    use_heads(model, are_exact=True)
     use_exact_experts(model, experts)
     use_exact_fp8(model, fp8)
 

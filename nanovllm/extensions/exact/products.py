@@ -37,18 +37,23 @@ class ExactWeight(DenseWeight):
         return exact_linear(x, self.weight, bias)
 
     def products(self, layer: nn.Module) -> list[Product]:
-        return [FewRows(self)] if is_on_gpu(self.weight) and use_triton(self.weight) else []
+        return [FewRows(self)] if can_use_few_rows(self.weight) else []
+
+
+def can_use_few_rows(weight: Tensor) -> bool:
+    """Whether `multiply` is the faster way for few rows. It needs Hopper's shared memory."""
+    is_half = is_on_gpu(weight) and use_triton(weight) and weight.element_size() == 2
+    return is_half and has_hopper_shared_memory(weight.device)
 
 
 class FewRows(Product):
-    """For few rows of a decode step, with the activation folded in. Needs Hopper's shared memory."""
+    """For few rows of a decode step, with the activation folded in."""
 
     def __init__(self, dense: DenseWeight):
         self.weight = dense.weight
 
     def accepts(self, rows: int, is_prefill: bool) -> bool:
-        is_few = not is_prefill and few_rows(rows, self.weight)
-        return is_few and has_hopper_shared_memory(self.weight.device)
+        return not is_prefill and few_rows(rows, self.weight)
 
     def linear(self, x: Tensor, bias: Tensor | None, gated: bool = False) -> Tensor:
         return multiply(activated(x), self.weight, bias, gated)
@@ -59,8 +64,8 @@ def with_few_rows(kind: type[DenseWeight]) -> type[DenseWeight]:
 
     class WithFewRows(kind):
         def products(self, layer: nn.Module) -> list[Product]:
-            found = super().products(layer)
-            return found and [*found, FewRows(self)]
+            few = [FewRows(self)] if can_use_few_rows(self.weight) else []
+            return super().products(layer) + few
 
     return WithFewRows
 
@@ -70,8 +75,19 @@ class ExactHead(ParallelLMHead):
         return exact_linear(hidden_states, self.weight[: self.vocab_end - self.vocab_start])
 
 
-def use_exact_heads(model: nn.Module) -> None:
-    """The LM heads of a model become exact ones."""
+class FewRowsHead(ParallelLMHead):
+    def logits(self, hidden_states: Tensor) -> Tensor:
+        weight = self.weight[: self.vocab_end - self.vocab_start]
+        if few_rows(len(hidden_states), weight):
+            return multiply(hidden_states, weight)
+        return super().logits(hidden_states)
+
+
+def use_heads(model: nn.Module, are_exact: bool) -> None:
+    """The LM heads of a model become exact ones, or on a GPU such as multiply few rows faster."""
     for module in model.modules():
         if type(module) is ParallelLMHead:
-            module.__class__ = ExactHead
+            if are_exact:
+                module.__class__ = ExactHead
+            elif can_use_few_rows(module.weight):
+                module.__class__ = FewRowsHead

@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from nanovllm.distributed.group import Group, use_group
-from nanovllm.extensions.exact.products import FewRows, with_few_rows
+from nanovllm.extensions.exact import products as exact_products
+from nanovllm.extensions.exact.products import ExactHead, FewRows, FewRowsHead, use_heads, with_few_rows
 from nanovllm.extensions.products.products import FoldingWeight, FusedGemm, Gemv
 from nanovllm.kernels import runtime
+from nanovllm.layers.embed_head import ParallelLMHead
 from nanovllm.layers.linear import ColumnParallelLinear, LinearBase, ReplicatedLinear, RowParallelLinear
 from nanovllm.utils.context import reset_context, set_context
 from nanovllm.utils.torch_defaults import torch_defaults
@@ -66,7 +68,27 @@ def test_few_rows_that_nothing_folds_are_multiplied_by_the_exact_product(monkeyp
     assert few.accepts(3, False) and few.accepts(64, False)
     assert not few.accepts(65, False) and not few.accepts(3, True)
     monkeypatch.setattr(runtime.gpu_properties(CPU), "shared_memory_per_multiprocessor", 102400)
-    assert not few.accepts(3, False)
+    assert listed(ColumnParallelLinear)[:-1] == [Gemv]
+
+
+def make_head(dtype=torch.bfloat16, are_exact=False) -> ParallelLMHead:
+    with torch_defaults(dtype, CPU):
+        head = ParallelLMHead(40, 16)
+    use_heads(head, are_exact)
+    return head
+
+
+@pytest.mark.skipif(not runtime.HAVE_TRITON, reason="needs Triton")
+@pytest.mark.usefixtures("hopper")
+def test_a_head_multiplies_few_rows_by_the_exact_product(monkeypatch):
+    head = make_head()
+    monkeypatch.setattr(exact_products, "multiply", lambda x, weight: (len(x), weight.shape))
+    assert type(head) is FewRowsHead and head.logits(torch.zeros(256, 16)) == (256, (40, 16))
+    assert head.logits(torch.zeros(257, 16).bfloat16()).shape == (257, 40)  # by the library
+    assert type(make_head(are_exact=True)) is ExactHead
+    assert type(make_head(torch.float32)) is ParallelLMHead
+    monkeypatch.setattr(runtime.gpu_properties(CPU), "shared_memory_per_multiprocessor", 102400)
+    assert type(make_head()) is ParallelLMHead
 
 
 def test_on_a_cpu_there_is_the_library_alone():

@@ -24,7 +24,7 @@ from nanovllm.extensions.exact.kernels.sums import (
     sum_tile,
 )
 from nanovllm.kernels.attention_variant import AttentionVariant
-from nanovllm.kernels.decode_attention import MIN_COLUMNS, PROGRAMS_PER_MULTIPROCESSOR, prefetch_tile
+from nanovllm.kernels.decode_attention import MIN_COLUMNS, prefetch_tile
 from nanovllm.kernels.kv_store import ROWS, CacheLayout
 from nanovllm.kernels.runtime import (
     LOG2_E,
@@ -48,8 +48,8 @@ PREFILL_ROWS = 128  # queries times heads that a program computes in a prefill
 FEW_ROWS = 64  # the same where there are few queries, and over a shared prefix
 MAX_SPLITS = 64  # programs that share a context
 MAX_STORED = 1 << 24  # elements of tiles' sums; if there would be more, contexts are not split
-MAX_FEWEST = 4  # tiles of a program's share, at least, where many programs run
-MAX_REGISTERS = 168  # of a thread, so that three programs fit on a multiprocessor
+# Programs of decode that run at once on a multiprocessor, and the registers of a thread for which they fit.
+RESIDENT, DECODE_WARPS, MAX_REGISTERS = 2, 8, 128
 FOLDED = tl.constexpr(8)  # tiles whose stored sums are loaded together
 
 
@@ -117,8 +117,7 @@ def exact_decode(
     shared = [q, k_cache, v_cache, step.block_tables, variant.scale * LOG2_E, step.block_tables.stride(0)]
     shared += [*q.stride()[:2], *k_cache.stride()[-3:-1], *v_cache.stride()[-3:-1]]
     prefixes = prefix_plan = partial = counters = None
-    splits = cdiv(PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors(device), batch * kv_heads)
-    splits = min(splits, MAX_SPLITS)
+    splits = min(RESIDENT * num_multiprocessors(device) // (batch * kv_heads), MAX_SPLITS)
     if plan is not None:
         prefix_plan, splits = (plan.prefix_lens, plan.readers), 1
         prefixes = q.new_empty(batch, heads, head_dim + 2, dtype=torch.float32)
@@ -128,8 +127,6 @@ def exact_decode(
             SIZES=sizes._replace(ROWS=rows), LOAD=layout.load,
             **launch_options(device, 4), **overlap_options(device),
         )  # fmt: skip
-    # Storing and folding sums takes as long as some tiles, so that it pays where few programs run.
-    fewest_tiles = max(1, min(batch * kv_heads // 32, MAX_FEWEST))
     max_tiles = cdiv(step.block_tables.shape[1] * block_size, TILE)
     stored = batch * heads * max_tiles * (head_dim + 2)
     if splits > 1 and stored <= MAX_STORED:
@@ -138,11 +135,14 @@ def exact_decode(
     else:
         splits = 1
     out = empty_padded(batch, heads * head_dim, q).view(q.shape)
-    registers = {"maxnreg": MAX_REGISTERS} if sizes.DENSE else {}
+    # Many warps that wait for one tile each are faster than few that load the next one meanwhile.
+    options = {"num_warps": 4}
+    if sizes.DENSE:
+        options = {"num_warps": DECODE_WARPS, "maxnreg": MAX_REGISTERS}
     _decode_kernel[(kv_heads, batch, splits)](
         *shared, out, step.context_lens, prefixes, prefix_plan, partial, counters, max_tiles,
-        fewest_tiles, num_multiprocessors(device), SIZES=sizes, LOAD=layout.load,
-        **registers, **launch_options(device, 4), **overlap_options(device),
+        num_multiprocessors(device), SIZES=sizes, LOAD=layout.load,
+        num_stages=1, enable_fp_fusion=False, **options, **overlap_options(device),
     )  # fmt: skip
     return out
 
@@ -235,19 +235,19 @@ def _prefix_kernel(
         store_sums(place, sums, is_row, is_dim, SIZES, False)
 
 
-@triton.jit(do_not_specialize=["table_stride", "max_tiles", "fewest_tiles", "num_multiprocessors"])
+@triton.jit(do_not_specialize=["table_stride", "max_tiles", "num_multiprocessors"])
 def _decode_kernel(
     q, k_cache, v_cache, block_tables, scale_log2, table_stride, q_token_stride, q_head_stride,
     k_token_stride, k_head_stride, v_token_stride, v_head_stride,
-    out, context_lens, prefixes, prefix_plan, partial, counters, max_tiles, fewest_tiles,
-    num_multiprocessors, SIZES: tl.constexpr, LOAD: tl.constexpr, OVERLAP: tl.constexpr,
+    out, context_lens, prefixes, prefix_plan, partial, counters, max_tiles, num_multiprocessors,
+    SIZES: tl.constexpr, LOAD: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """
     A program computes the heads of one kv head, of one sequence. They are columns if the cache is DENSE: keys
     that are converted in registers would be added up in another order as a left factor. `prefixes` are sums
     over each sequence's first tokens; `prefix_plan` says over how many, and which sequence's blocks it reads
-    up to which token. With `partial` several programs share a long context: each computes every n-th tile, if
-    they are n, at least `fewest_tiles`, and the last one to end folds all.
+    up to which token. With `partial` several programs share a context of more than two tiles: each computes
+    every n-th one, if they are n, and the last one to end folds all.
     """
     COLUMNS: tl.constexpr = SIZES.DENSE
     kv_head = tl.program_id(0)
@@ -271,9 +271,10 @@ def _decode_kernel(
         reader = tl.load(readers + 2 * seq)
     if OVERLAP:
         # The programs that start first prefetch their first tile while the query is still being computed.
-        if SIZES.DENSE and partial is None:
-            if seq * SIZES.KV_HEADS + kv_head < num_multiprocessors:
-                prefetch_tile(k_cache, v_cache, table, kv_head, begin, context_len, SIZES)
+        if SIZES.DENSE:
+            if (program * tl.num_programs(1) + seq) * SIZES.KV_HEADS + kv_head < num_multiprocessors:
+                place = begin + program * SIZES.KEY_TILE
+                prefetch_tile(k_cache, v_cache, table, kv_head, place, context_len, SIZES)
     pdl_wait_then_launch(OVERLAP)
     address = q + seq.to(tl.int64) * q_token_stride + head * q_head_stride
     inside = along(is_row, COLUMNS) & along(is_dim, not COLUMNS)
@@ -286,7 +287,7 @@ def _decode_kernel(
         sums = load_sums(prefixes + number * (SIZES.HEAD_DIM + 2), is_there, is_dim, SIZES, COLUMNS)
     if partial is not None:
         tiles = tl.cdiv(context_len, SIZES.KEY_TILE)
-        programs = tl.minimum(tl.num_programs(2), tl.cdiv(tiles, fewest_tiles))
+        programs = tl.where(tiles > 2, tl.minimum(tl.num_programs(2), tiles), 1)
         end = tl.where((programs > 1) | (program > 0), 0, context_len)
         is_row = row < tl.where((programs > 1) | (program > 0), 0, SIZES.HEADS)
     for start in range(begin, end, SIZES.KEY_TILE):
