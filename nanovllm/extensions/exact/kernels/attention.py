@@ -48,8 +48,11 @@ PREFILL_ROWS = 128  # queries times heads that a program computes in a prefill
 FEW_ROWS = 64  # the same where there are few queries, and over a shared prefix
 MAX_SPLITS = 64  # programs that share a context
 MAX_STORED = 1 << 24  # elements of tiles' sums; if there would be more, contexts are not split
-# Programs of decode that run at once on a multiprocessor, and the registers of a thread for which they fit.
-RESIDENT, DECODE_WARPS, MAX_REGISTERS = 2, 8, 128
+# Warps of a program of decode, and the most registers of a thread with which two such programs fit on a
+# multiprocessor, or three with fewer warps, which are faster behind a shared prefix.
+RESIDENT = 2
+WHOLE = {"num_warps": 8, "maxnreg": 128}
+BEHIND_PREFIX = {"num_warps": 4, "maxnreg": 168}
 FOLDED = tl.constexpr(8)  # tiles whose stored sums are loaded together
 
 
@@ -135,14 +138,13 @@ def exact_decode(
     else:
         splits = 1
     out = empty_padded(batch, heads * head_dim, q).view(q.shape)
-    # Many warps that wait for one tile each are faster than few that load the next one meanwhile.
-    options = {"num_warps": 4}
+    options = launch_options(device, 4)
     if sizes.DENSE:
-        options = {"num_warps": DECODE_WARPS, "maxnreg": MAX_REGISTERS}
+        options |= WHOLE if plan is None else BEHIND_PREFIX
     _decode_kernel[(kv_heads, batch, splits)](
         *shared, out, step.context_lens, prefixes, prefix_plan, partial, counters, max_tiles,
         num_multiprocessors(device), SIZES=sizes, LOAD=layout.load,
-        num_stages=1, enable_fp_fusion=False, **options, **overlap_options(device),
+        **options, **overlap_options(device),
     )  # fmt: skip
     return out
 
