@@ -25,7 +25,7 @@ def write_gguf(
     """
     kinds = {"": quantisation} if isinstance(quantisation, str) else quantisation
     config = open_checkpoint(folder).hf_config()
-    architecture = config.raw["model_type"].removesuffix("_text")
+    architecture = config.raw["model_type"].removesuffix("_text").replace("_moe", "moe")
     is_gemma = architecture == "gemma3"
     writer = gguf.GGUFWriter(folder / "model.gguf", architecture, split_max_tensors=split)
     writer.add_block_count(config.num_hidden_layers)
@@ -40,6 +40,10 @@ def write_gguf(
         writer.add_key_length(config.head_dim)
         writer.add_value_length(config.head_dim)
         writer.add_rope_dimension_count(config.head_dim)
+    if config.experts:
+        writer.add_expert_count(config.experts.num_experts)
+        writer.add_expert_used_count(config.experts.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.experts.moe_intermediate_size)
     if is_gemma:
         windows = {
             "sliding_window": max(config.windows),
@@ -58,8 +62,8 @@ def write_gguf(
     codes = {name: code for code, name in gguf.MODEL_ARCH_NAMES.items()}
     names = gguf.get_tensor_name_map(codes[architecture], config.num_hidden_layers)
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
-    tensors = [tensor for file in folder.glob("*.safetensors") for tensor in load_file(file).items()]
-    for name, tensor in [*tensors, *extra_tensors]:
+    tensors = {name: each for file in folder.glob("*.safetensors") for name, each in load_file(file).items()}
+    for name, tensor in [*stack_experts(tensors).items(), *extra_tensors]:
         module, kind = name.rsplit(".", 1)
         module = names.get_name(module) or module
         part = module.rpartition(".")[2]
@@ -67,7 +71,7 @@ def write_gguf(
             tensor = interleave_halves(tensor, heads[part])
         if is_gemma and module.endswith("norm"):
             tensor = tensor + 1
-        stored = kinds.get(part, kinds[""]) if tensor.dim() == 2 else "F32"
+        stored = kinds.get(part, kinds[""]) if tensor.dim() > 1 and part != "ffn_gate_inp" else "F32"
         type_ = gguf.GGMLQuantizationType[stored]
         writer.add_tensor(f"{module}.{kind}", encode(tensor, stored), raw_dtype=type_)
     writer.write_header_to_file()
@@ -75,6 +79,21 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return min(folder.glob("model*.gguf"))
+
+
+def stack_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """All experts' matrices as one tensor [experts, rows, columns]."""
+    stacks: dict[str, dict[int, torch.Tensor]] = {}
+    found = {}
+    for name, tensor in tensors.items():
+        layer, _, rest = name.partition(".experts.")
+        if not rest:
+            found[name] = tensor
+            continue
+        number, _, matrix = rest.partition(".")
+        stacks.setdefault(f"{layer}.experts.{matrix}", {})[int(number)] = tensor
+    stacked = {name: torch.stack([its[i] for i in range(len(its))]) for name, its in stacks.items()}
+    return found | stacked
 
 
 def metadata_of(kind: str, tokens: list[str], types: list[int] | None = None, **others) -> dict:

@@ -159,7 +159,10 @@ class GGUFCheckpoint(Checkpoint):
                 if model.gguf_rotates_neighbours and part in rotated:
                     order = _rotary_order(tensor.shape[0], rotated[part])
             added = model.gguf_added_to_norms if name.endswith("norm") else 0.0
-            yield replace(tensor, name=f"{name}.{kind}", order=order, added=added)
+            is_stacked = "{}" in modules.get(part, "") and len(tensor.shape) == 3
+            for number, each in enumerate(tensor.matrices() if is_stacked else [tensor]):
+                numbered = f"{name}.{kind}".replace("{}", str(number))
+                yield replace(each, name=numbered, order=order, added=added)
 
     def _number(self, key: str, default: Any = None, kind: type = int) -> Any:
         key = f"{self.architecture}.{key}"
@@ -172,7 +175,7 @@ class GGUFCheckpoint(Checkpoint):
     def _quantisation(self) -> dict[str, Any]:
         """Of the layers' matrices in all."""
         matrices = [
-            each for each in self.stored.values() if each.name.startswith("blk.") and len(each.shape) == 2
+            each for each in self.stored.values() if each.name.startswith("blk.") and len(each.shape) > 1
         ]
         num_weights = sum(math.prod(matrix.shape) for matrix in matrices)
         bits = 8 * sum(matrix.encoded.nbytes for matrix in matrices) / max(num_weights, 1)

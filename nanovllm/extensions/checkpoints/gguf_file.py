@@ -11,7 +11,7 @@ import os
 import re
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -61,6 +61,11 @@ class GGUFTensor:
         if not len(encoded):  # the last of many ranks may have no row of a small vocabulary
             return torch.empty(0, part.stop - part.start)
         return self._decode(encoded)[:, part]
+
+    def matrices(self) -> Iterator["GGUFTensor"]:
+        """Those that lie one behind the other in a tensor of three dimensions."""
+        shape = self.shape[1:]
+        return (replace(self, shape=shape, encoded=encoded) for encoded in self.encoded)
 
     def groups(self, rows: slice, columns: slice) -> Iterator[Groups]:
         """

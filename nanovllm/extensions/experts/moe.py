@@ -21,6 +21,7 @@ from nanovllm.extensions.experts.kernels.moe import (
     run_grouped,
 )
 from nanovllm.extensions.experts.kernels.router import Chosen, choose_experts
+from nanovllm.extensions.quantised.gguf import GGUF
 from nanovllm.extensions.quantised.products import PendingAdd, quantised_rows
 from nanovllm.extensions.quantised.scaled import ScaledWeight
 from nanovllm.layers.layernorm import RMSNorm, Stream
@@ -113,7 +114,9 @@ class StackedLinear(LinearBase):
 
     def set_matrix(self, matrix: Weight) -> None:
         self.is_dense, is_scaled = isinstance(matrix, DenseWeight), isinstance(matrix, ScaledWeight)
-        if not (self.is_dense or is_scaled) or getattr(matrix, "order", None) is not None:
+        if isinstance(matrix, GGUF):
+            matrix.is_stacked, matrix.library = True, None
+        elif not (self.is_dense or is_scaled) or getattr(matrix, "order", None) is not None:
             kind = "inputs in an order of their own" if is_scaled else type(matrix).__name__
             raise ValueError(f"quantised weights of experts with {kind} are not supported")
         super().set_matrix(matrix)
@@ -128,6 +131,8 @@ class StackedLinear(LinearBase):
 
     @property
     def for_kernels(self) -> Any:
+        if isinstance(self.matrix, GGUF):
+            return self.matrix.stack
         return self.matrix.weight if self.is_dense else self.matrix.quantised
 
     def names_in_checkpoint(self, name: str) -> list[str]:

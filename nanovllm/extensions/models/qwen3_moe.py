@@ -2,6 +2,10 @@
 but those that the configuration leaves out.
 """
 
+from collections.abc import Callable
+from typing import Any
+
+from nanovllm.extensions.models.config import Fields
 from nanovllm.extensions.models.decoder import Decoder
 from nanovllm.extensions.models.qwen3 import WINDOW
 
@@ -16,3 +20,20 @@ class Qwen3MoeForCausalLM(Decoder):
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
     }
+
+    gguf_name = "qwen3moe"
+    gguf_modules = {
+        "ffn_gate_inp": "mlp.gate",
+        "ffn_gate_exps": "mlp.experts.{}.gate_proj",
+        "ffn_up_exps": "mlp.experts.{}.up_proj",
+        "ffn_down_exps": "mlp.experts.{}.down_proj",
+    }
+
+    @staticmethod
+    def read_gguf_fields(raw: Fields, number: Callable[..., Any]) -> Fields:
+        return {
+            "num_experts": number("expert_count"),
+            "num_experts_per_tok": number("expert_used_count"),
+            "moe_intermediate_size": number("expert_feed_forward_length"),
+            "norm_topk_prob": True,
+        }

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.extensions.quantised.gguf_blocks import TYPES, Groups
-from nanovllm.extensions.quantised.kernels.quantised_weight import QuantisedWeight
+from nanovllm.extensions.quantised.kernels.quantised_weight import QuantisedWeight, dequantise
 from nanovllm.extensions.quantised.kernels.quantised_weight import pack as pack_halves
 from nanovllm.extensions.quantised.products import gemv_products
 from nanovllm.extensions.quantised.scaled import multiply_by_kernels
@@ -72,6 +72,7 @@ class GGUF(Weight):
 
     make_gemv = None  # see `gemv_products`
     library: Any = None  # `pack` and `multiply` of weights in floats, as those have it that are not quantised
+    is_stacked = False  # whether parts of it are multiplied, not the whole
 
     def __init__(self, shards: dict[Any, Shard], keeps_weight: bool = False):
         super().__init__(shards)
@@ -93,6 +94,17 @@ class GGUF(Weight):
             return gemv_products(self.runs[0].weight, self.dtype, self.make_gemv)
         return []
 
+    @property
+    def stack(self) -> Any:
+        """
+        Of a stacked one: the weight, or its codes for kernels or a CPU; as long as nothing is loaded, of the
+        right shape alone.
+        """
+        if not self.runs:
+            return torch.empty((), dtype=self.dtype).expand(self.shape)
+        [run] = self.runs
+        return run if isinstance(run, PackedCodes) else run.weight
+
     def _load(self, loaded: Any, shard: Shard) -> None:
         check_stored(loaded, shard.shape)
         self._waiting[shard.place.start] = self._read(loaded, shard)
@@ -100,6 +112,9 @@ class GGUF(Weight):
             return
         in_order, self._waiting = chain.from_iterable(self._waiting.values()), {}  # as `shards` are
         self.runs = join(in_order)
+        if self.is_stacked and len(self.runs) > 1:
+            weight = torch.cat([run.dequantise().to(self.dtype) for run in self.runs])
+            self.runs = [Converted((None,), weight)]
         tensors = [tensor for run in self.runs for tensor in run.tensors]
         self.parameters = {str(i): tensor for i, tensor in enumerate(tensors)}
 
@@ -167,6 +182,7 @@ class PackedCodes:
 
     def __init__(self, facts: tuple[int, int, Any], packed: Tensor, pairs: Tensor):
         self.digits, self.group, self.library = facts
+        self.shape = len(packed), pairs.shape[1] * self.group
         self.packed, self.scales_and_zeros = packed, pairs.transpose(0, 1).contiguous()
         self.tensors = self.packed, self.scales_and_zeros
         self.places = torch.tensor([[16.0], [1.0]], dtype=torch.bfloat16)  # what the digits stand for
@@ -185,6 +201,11 @@ class PackedCodes:
             x = (x.unflatten(-1, (-1, 1, self.group)) * self.places).flatten(1)
         size, pairs = self.digits * self.group, self.scales_and_zeros
         return torch.ops.aten._weight_int4pack_mm_for_cpu(x.contiguous(), self.packed, size, pairs)
+
+    def part(self, rows: slice) -> "PackedCodes":
+        """Some of the rows, whole LANES."""
+        facts, pairs = (self.digits, self.group, None), self.scales_and_zeros[:, rows].transpose(0, 1)
+        return PackedCodes(facts, self.packed[rows], pairs)
 
     def dequantise(self) -> Tensor:
         return torch.cat([columns.t() for columns in self._columns()])
@@ -248,6 +269,9 @@ class KernelCodes:
     def multiply(self, x: Tensor) -> Tensor:
         return multiply_by_kernels(x, self.weight, None)
 
+    def dequantise(self) -> Tensor:
+        return dequantise(self.weight, torch.float32)
+
 
 class Converted:
     """Weights in the dtype of the model, in the library's layout if it has one."""
@@ -260,3 +284,6 @@ class Converted:
 
     def multiply(self, x: Tensor) -> Tensor:
         return self.product(x, self.weight)
+
+    def dequantise(self) -> Tensor:
+        return self.weight

@@ -35,7 +35,7 @@ from nanovllm.layers.rotary_embedding import get_rope
 from nanovllm.utils.loader import load_model
 from tiny_checkpoints import assert_greedy, load_reference
 
-ARCHITECTURES = ["llama", "qwen2", "qwen3", "gemma3"]
+ARCHITECTURES = ["llama", "qwen2", "qwen3", "gemma3", "qwen3_moe"]
 LLAMA_3 = inspect.signature(TikTokenConverter).parameters["pattern"].default
 QUANTISATIONS = ["F32", "F16", "BF16", "Q8_0", "Q4_0"]
 
@@ -65,7 +65,8 @@ def test_all_tensors_come_back(tmp_path, architecture, quantisation, tied):
         assert tensors[name].shape == tuple(value.shape)
         if architecture == "gemma3" and "norm" in name:
             value = value + 1 - 1  # which is in the file and loses some bits
-        assert torch.equal(tensors[name][:].float(), requantised(value, quantisation)), name
+        kind = "F32" if name.endswith("mlp.gate.weight") else quantisation
+        assert torch.equal(tensors[name][:].float(), requantised(value, kind)), name
 
 
 def test_rotary_rows_of_biases_come_back_too(tmp_path):
@@ -186,6 +187,8 @@ MIXTURES = {
     "Q5_K": {"": "Q5_K", "attn_k": "Q8_0", "attn_output": "Q5_1", "ffn_up": "Q5_0"},
     "Q3_K": {"": "Q3_K", "attn_v": "Q5_K", "ffn_down": "Q2_K", "token_embd": "Q6_K"},
     "IQ4_XS": {"": "IQ4_XS", "attn_v": "IQ4_NL", "ffn_down": "IQ4_NL", "token_embd": "Q6_K"},
+    "experts": {"": "Q4_K", "ffn_down_exps": "Q6_K", "token_embd": "Q6_K"},
+    "unlike experts": {"": "Q8_0", "ffn_gate_exps": "Q4_K", "ffn_down_exps": "Q4_1"},
 }
 
 
@@ -198,12 +201,15 @@ MIXTURES = {
         ("gemma3", "Q4_K", 0),
         ("qwen3", "Q3_K", 0),
         ("llama", "IQ4_XS", 1),
+        ("qwen3_moe", "experts", 0),
+        ("qwen3_moe", "unlike experts", 0),
     ],
 )
 def test_greedy_tokens_are_those_of_transformers_on_the_dequantised_weights(
     tmp_path, architecture, mixture, seed, dtype
 ):
-    make_checkpoint(tmp_path, architecture, seed, tokenizer=False, **FEW_TOKENS | IN_BLOCKS)
+    experts = {"moe_intermediate_size": 256} if architecture == "qwen3_moe" else {}
+    make_checkpoint(tmp_path, architecture, seed, tokenizer=False, **FEW_TOKENS | IN_BLOCKS | experts)
     file = write_gguf(tmp_path, MIXTURES[mixture]).rename(tmp_path.with_suffix(".gguf"))
     tensors = {tensor.name: tensor[:].contiguous() for tensor in open_checkpoint(file).tensors()}
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})

@@ -22,8 +22,8 @@ class ExpertWeights(NamedTuple):
     matrix is high.
     """
 
-    gate_up: Tensor | QuantisedWeight
-    down: Tensor | QuantisedWeight
+    gate_up: Any  # Tensor, QuantisedWeight, or on a CPU what has a `shape`, and a `part` that can `multiply`
+    down: Any
     num_experts: int
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
@@ -34,16 +34,17 @@ class ExpertWeights(NamedTuple):
     def width(self) -> int:
         return self.down.shape[1]
 
-    def multiply_torch(
-        self, x: Tensor, weight: Tensor | QuantisedWeight, bias: Tensor | None, expert: int
-    ) -> Tensor:
+    def multiply_torch(self, x: Tensor, weight: Any, bias: Tensor | None, expert: int) -> Tensor:
         """x [rows, in] times an expert's part of one of the two matrices, with its bias."""
         height = weight.shape[0] // self.num_experts
         rows = slice(expert * height, expert * height + height)
         if isinstance(weight, QuantisedWeight):
             matrix = dequantise_torch(weight, rows, weight.product_dtype).to(x.dtype)
-        else:
+        elif isinstance(weight, Tensor):
             matrix = weight[rows]
+        else:
+            y = weight.part(rows).multiply(x)
+            return y if bias is None else y + bias[rows]
         return self.linear(x, matrix, None if bias is None else bias[rows])
 
 
