@@ -52,7 +52,6 @@ if EXTENDED:
     sampling_params.StructuredOutputsParams = StructuredOutputsParams  # scripts for vLLM import it there
     sampling_params.SamplingParams.checks = [sampling_checks.check_sampling, check_structured_outputs]
     StructuredOutputsParams.check = check_form
-    FastWeight = exact_parts.with_few_rows(products.FoldingWeight)
 
 
 def assemble_core(config: Config) -> Parts:
@@ -160,10 +159,9 @@ def build_model(config: ModelConfig, quantization: str | None = None, exact: boo
     with assignment.without_weights():
         model = get_model_class(config)(config)
     set_rules(model)
-    assignment.assign_weights(model, scheme, exact_parts.ExactWeight if exact else FastWeight)
+    assignment.assign_weights(model, scheme, exact_parts.dense_weight(exact, products.FoldingWeight))
+    exact_parts.use_heads(model, exact)
+    onednn.use_packed_heads(model)
     if exact:
         exact_parts.use_exact(model, moe, fp8.Fp8)
-    else:
-        exact_parts.use_heads(model, are_exact=False)
-        onednn.use_packed_heads(model)
     return model

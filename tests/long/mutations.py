@@ -1162,7 +1162,6 @@ MUTATIONS = [
             "choose_kernels(x, weights, get_context().is_prefill)",
         ),
         ("weights._replace(linear=exact_linear)", "weights"),
-        ("    use_heads(model, are_exact=True)\n", ""),
         ("    parts.make_backend = lambda *where: read_prefixes(ExactBackend(where[-1]), config)\n", ""),
         ("most = max(1, ONE_THREAD // (2 * weights.width))", "most = len(x)"),
         ("if matrix.quantised.group:", "if False:"),
@@ -1241,6 +1240,7 @@ MUTATIONS = [
         ("use_triton(weight) and weight.element_size() == 2", "use_triton(weight)"),
         ("return super().products(layer) + few", "return super().products(layer)"),
         ("        if few_rows(len(hidden_states), weight):", "        if True:"),
+        ("            if are_exact:", "            if False:"),
     ),
     *mutations_of(
         "nanovllm/extensions/exact/options",

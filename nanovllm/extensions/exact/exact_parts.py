@@ -17,14 +17,9 @@ from nanovllm.extensions.exact.attention import ExactBackend
 from nanovllm.extensions.exact.backend_check import BackendCheck
 from nanovllm.extensions.exact.kernels.ordered_sum import sum_in_order
 from nanovllm.extensions.exact.options import check_exact
-from nanovllm.extensions.exact.products import (
-    ONE_THREAD,
-    exact_linear,
-    exact_silu_and_mul,
-    use_heads,
-)
-from nanovllm.extensions.exact.products import ExactWeight as ExactWeight  # for assembly
-from nanovllm.extensions.exact.products import with_few_rows as with_few_rows
+from nanovllm.extensions.exact.products import ONE_THREAD, exact_linear, exact_silu_and_mul
+from nanovllm.extensions.exact.products import dense_weight as dense_weight  # for assembly
+from nanovllm.extensions.exact.products import use_heads as use_heads
 from nanovllm.kernels.kv_store import CacheLayout
 from nanovllm.layers.layernorm import RMSNorm, Stream
 from nanovllm.layers.linear import Product
@@ -54,10 +49,9 @@ def apply_to_wide(apply: Callable, logits: Tensor, step: Any) -> Tensor:
 
 def use_exact(model: nn.Module, experts: Any, fp8: type) -> None:
     """
-    Of a model whose dense weights are exact: the head, mixtures of experts, which are in the module
-    `experts`, and weights of the class `fp8`.
+    Of a model whose dense weights and head are exact: mixtures of experts, which are in the module `experts`,
+    and weights of the class `fp8`.
     """
-    use_heads(model, are_exact=True)
     use_exact_experts(model, experts)
     use_exact_fp8(model, fp8)
 

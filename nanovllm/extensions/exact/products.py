@@ -1,5 +1,7 @@
 """Products whose bits do not depend on the number of rows."""
 
+import functools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -59,10 +61,13 @@ class FewRows(Product):
         return multiply(activated(x), self.weight, bias, gated)
 
 
-def with_few_rows(kind: type[DenseWeight]) -> type[DenseWeight]:
-    """This class of weights, which then list FewRows, too, behind the products that they have on a GPU."""
+@functools.cache
+def dense_weight(is_exact: bool, usual: type[DenseWeight]) -> type[DenseWeight]:
+    """ExactWeight, or the usual class, whose weights then list FewRows behind the products that they have."""
+    if is_exact:
+        return ExactWeight
 
-    class WithFewRows(kind):
+    class WithFewRows(usual):
         def products(self, layer: nn.Module) -> list[Product]:
             few = [FewRows(self)] if can_use_few_rows(self.weight) else []
             return super().products(layer) + few

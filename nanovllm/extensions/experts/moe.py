@@ -131,8 +131,6 @@ class StackedLinear(LinearBase):
 
     @property
     def for_kernels(self) -> Any:
-        if isinstance(self.matrix, GGUF):
-            return self.matrix.stack
         return self.matrix.weight if self.is_dense else self.matrix.quantised
 
     def names_in_checkpoint(self, name: str) -> list[str]:

@@ -95,7 +95,7 @@ class GGUF(Weight):
         return []
 
     @property
-    def stack(self) -> Any:
+    def quantised(self) -> Any:
         """
         Of a stacked one: the weight, or its codes for kernels or a CPU; as long as nothing is loaded, of the
         right shape alone.

@@ -242,6 +242,27 @@ def test_two_ranks_of_a_packed_file_answer_as_one(tmp_path, architecture, quanti
         assert one["token_ids"] == two["token_ids"]
 
 
+@pytest.mark.parametrize("kind, seed", [("Q4_0", 4), ("Q8_0", 44)])
+def test_experts_stay_packed_and_two_ranks_answer_as_one(tmp_path, kind, seed):
+    sizes = FEW_TOKENS | dict(moe_intermediate_size=128)
+    make_checkpoint(tmp_path, "qwen3_moe", seed, tokenizer=False, **sizes)
+    options = dict(device="cpu", dtype="bfloat16", kvcache_block_size=16, num_kvcache_blocks=40)
+    options["model"] = str(write_gguf(tmp_path, kind))
+    prompts = [[1, 2, 3], [*range(16)], [7] * 17]
+    answers = []
+    for size in (1, 2):
+        with LLM(**options, tensor_parallel_size=size) as llm:
+            weights = llm.model_runner.model.model.layers[0].mlp.experts.weights
+            assert type(weights.gate_up) is type(weights.down) is PackedCodes
+            assert weights.gate_up.shape == (8 * 256 // size, 128)
+            assert weights.down.shape == (8 * 128, 128 // size)
+            answers.append(llm.generate(prompts, SamplingParams(0, 6, True, logprobs=2), use_tqdm=False))
+    for one, two in zip(*answers, strict=True):
+        for first, second in (list(step.values())[:2] for step in one["logprobs"]):
+            assert abs(first.logprob - second.logprob) > 0.2
+        assert one["token_ids"] == two["token_ids"]
+
+
 def test_other_ranks_get_what_an_adapter_changes(tmp_path):
     tiny_checkpoints.make_checkpoint(tmp_path, "qwen3", tokenizer=False, **FEW_TOKENS)
     checkpoint = open_checkpoint(write_gguf(tmp_path, "F32"))

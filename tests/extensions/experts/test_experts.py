@@ -262,12 +262,16 @@ ON_A_CPU = {  # formats, and whether there are biases
     "fp8, a scale a row": False,
     "fp8, blocks": False,
     "int8, a zero a row": True,
+    "int8, groups of 32 with offsets": False,
     "int4, groups of 32": False,
     "int4, groups of 64 with zeros": False,
     "mxfp4": True,
     "mxfp4 in bricks": False,
+    "int4, groups of 32 with offsets; int8, groups of 16": False,
 }
-QUANTISED = [name for name in FORMATS if "offsets" not in name] + ["mxfp4", "mxfp4 in bricks"]
+# One format, or that of the first product's weights and that of the second's.
+QUANTISED = [*FORMATS, *(name for name in ON_A_CPU if name not in FORMATS)]
+QUANTISED += ["int8, groups of 16; int4, groups of 32 with offsets"]
 
 
 def make_quantised(name, num_experts, rows, width, device):
@@ -281,8 +285,9 @@ def make_quantised(name, num_experts, rows, width, device):
 
 
 def make_quantised_experts(name, num_experts, hidden, width, device, has_bias):
-    gate_up = make_quantised(name, num_experts, 2 * width, hidden, device)
-    down = make_quantised(name, num_experts, hidden, width, device)
+    first, _, second = name.partition("; ")
+    gate_up = make_quantised(first, num_experts, 2 * width, hidden, device)
+    down = make_quantised(second or first, num_experts, hidden, width, device)
     biases = [rand(each.shape[0], device=device) * has_bias for each in (gate_up, down)]
     return ExpertWeights(gate_up, down, num_experts, *(biases if has_bias else [None, None]), has_bias)
 

@@ -7,7 +7,7 @@ import torch
 
 from nanovllm.distributed.group import Group, use_group
 from nanovllm.extensions.exact import products as exact_products
-from nanovllm.extensions.exact.products import ExactHead, FewRows, FewRowsHead, use_heads, with_few_rows
+from nanovllm.extensions.exact.products import ExactHead, FewRows, FewRowsHead, dense_weight, use_heads
 from nanovllm.extensions.products.products import FoldingWeight, FusedGemm, Gemv
 from nanovllm.kernels import runtime
 from nanovllm.layers.embed_head import ParallelLMHead
@@ -60,7 +60,7 @@ def test_what_folds_a_residual_in_is_listed_only_beside_a_narrow_one_on_one_rank
 @pytest.mark.skipif(not runtime.HAVE_TRITON, reason="needs Triton")
 @pytest.mark.usefixtures("hopper")
 def test_few_rows_that_nothing_folds_are_multiplied_by_the_exact_product(monkeypatch):
-    monkeypatch.setitem(globals(), "FoldingWeight", with_few_rows(FoldingWeight))
+    monkeypatch.setitem(globals(), "FoldingWeight", dense_weight(False, FoldingWeight))
     assert listed(ColumnParallelLinear)[:-1] == [Gemv, FusedGemm, FewRows]
     wide = make(ColumnParallelLinear, (4096, 12288))
     assert [type(product) for product in wide.products] == [Gemv, FewRows]

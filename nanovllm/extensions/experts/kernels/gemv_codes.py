@@ -102,9 +102,7 @@ def _launch(
     sizes = GemvSizes(in_features, out_features, parts, is_clamped, top_k, *members, *bricks, **options)
     _gemv_codes_kernel[(programs, owners)](
         x,
-        weight.codes.view(torch.int32),
-        weight.readable_scales,
-        weight.zeros,
+        weight.tensors(torch.int32),
         operands,
         eps,
         x.stride(0),
@@ -119,9 +117,7 @@ def _launch(
 @triton.jit
 def _gemv_codes_kernel(
     x,
-    words,
-    scales,
-    zeros,
+    weight,
     operands,
     eps,
     x_stride,
@@ -154,7 +150,7 @@ def _gemv_codes_kernel(
     PER_ROW: tl.constexpr = (PER_EXPERT + WIDTH - 1) // WIDTH * WIDTH
     its_pieces = piece // WIDTH * (SIZES.BRICK_ROWS * WIDTH) + piece % WIDTH
     its_pieces += first_row * PER_ROW
-    its_words = words + its_pieces * 4
+    its_words = weight[0] + its_pieces * 4
     GROUPS: tl.constexpr = (SIZES.IN_FEATURES + GROUP - 1) // GROUP if GROUP > 0 else 1
     its_scales = first_row // TILE_ROWS * GROUPS
     if GROUP > 0:
@@ -164,7 +160,7 @@ def _gemv_codes_kernel(
 
     tile = tl.program_id(0)
     found, scale, zero = _load_rows(
-        its_words, scales, zeros, its_scales, is_piece, tile, GROUPS, TILE_ROWS, PER_ROW, SIZES
+        its_words, weight, its_scales, is_piece, tile, GROUPS, TILE_ROWS, PER_ROW, SIZES
     )
     if PARTS == 1:
         pdl_wait(OVERLAP)
@@ -186,10 +182,10 @@ def _gemv_codes_kernel(
         current, its_scale, its_zero = found, scale, zero
         next_tile = tile + tl.num_programs(0)
         found, scale, zero = _load_rows(
-            its_words, scales, zeros, its_scales, is_piece, next_tile, GROUPS, TILE_ROWS, PER_ROW, SIZES
+            its_words, weight, its_scales, is_piece, next_tile, GROUPS, TILE_ROWS, PER_ROW, SIZES
         )
         line = tile * HEIGHT + tl.arange(0, HEIGHT)
-        parts = multiply_pieces(current, its_scale, its_zero, inputs, (scales, zeros, None), KIND, ZERO_POINT)
+        parts = multiply_pieces(current, its_scale, its_zero, inputs, weight[1:], KIND, ZERO_POINT)
         acc = tl.sum(tl.sum(parts, axis=0), axis=1) * factor  # [HEIGHT]
         if bias is not None:
             member = tl.arange(0, SIZES.MEMBERS_PAD)[None, :]
@@ -219,10 +215,13 @@ def _row_of(line, SIZES):
 
 
 @triton.jit
-def _load_rows(its_words, scales, zeros, its_scales, is_piece, tile, GROUPS, TILE_ROWS, PER_ROW, SIZES):
+def _load_rows(its_words, weight, its_scales, is_piece, tile, GROUPS, TILE_ROWS, PER_ROW, SIZES):
     """
-    HEIGHT rows of each piece's expert: words [PIECES, HEIGHT, 1, 4], scales and zeros [PIECES, HEIGHT, 1].
+    HEIGHT rows of each piece's expert: words [PIECES, HEIGHT, 1, 4], and scales and zeros, or offsets,
+    [PIECES, HEIGHT, 1].
     """
+    _, scales, zeros, offsets = weight
+    shifts = offsets if zeros is None else zeros  # there are no others beside them
     line = tile * SIZES.HEIGHT + tl.arange(0, SIZES.HEIGHT)[None, :, None]
     inside = is_piece & (line < SIZES.PARTS * SIZES.OUT_FEATURES)
     row = _row_of(line, SIZES)
@@ -235,6 +234,6 @@ def _load_rows(its_words, scales, zeros, its_scales, is_piece, tile, GROUPS, TIL
     place += its_scales
     scale = masked_load(scales + place, inside)
     zero = scale
-    if zeros is not None:
-        zero = masked_load(zeros + place, inside)
+    if shifts is not None:
+        zero = masked_load(shifts + place, inside)
     return found, scale, zero

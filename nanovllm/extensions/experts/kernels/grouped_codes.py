@@ -47,7 +47,7 @@ def permuted_width(features: int) -> int:
     return cdiv(features, STEP) * STEP
 
 
-def permute_k(x: Tensor, codes_per_byte: int) -> Tensor:
+def permute_k(x: Tensor, per_byte: int) -> Tensor:
     """The columns of x [rows, in_features] in the order that `multiply_codes` wants, and then zeros."""
     rows, in_features = x.shape
     width = permuted_width(in_features)
@@ -59,7 +59,7 @@ def permute_k(x: Tensor, codes_per_byte: int) -> Tensor:
         IN_FEATURES=in_features,
         WIDTH=width,
         WIDTH_PAD=next_power_of_2(width),
-        CODES_PER_BYTE=codes_per_byte,
+        CODES_PER_BYTE=per_byte,
         num_warps=4,
         **overlap_options(x.device),
     )
@@ -67,9 +67,9 @@ def permute_k(x: Tensor, codes_per_byte: int) -> Tensor:
 
 
 def multiply_codes(x: Tensor, weight: QuantisedWeight, product: GroupedProduct) -> None:
-    """With top_k the result is permuted for the next product, without it x must be."""
-    x = permute_k(x, 2 if weight.is_int4 else 1) if product.top_k else x
-    inputs = x, weight.codes.view(torch.uint8), weight.readable_scales, weight.zeros, x.stride(0)
+    """With top_k x is permuted for the product, without it x must be already."""
+    x = permute_k(x, weight.codes_per_byte) if product.top_k else x
+    inputs = x, weight.tensors(torch.uint8), x.stride(0)
     changes = fewer_stages(x.device)
     product.launch(_grouped_codes_kernel, weight, inputs, weight.constants, **changes)
 
@@ -77,9 +77,7 @@ def multiply_codes(x: Tensor, weight: QuantisedWeight, product: GroupedProduct) 
 @triton.jit(do_not_specialize=["tokens"])
 def _grouped_codes_kernel(
     x,
-    codes,
-    scales,
-    zeros,
+    weight,
     x_stride,
     operands,
     tokens,
@@ -98,6 +96,8 @@ def _grouped_codes_kernel(
     block, expert, assignment, is_real = tile
     if expert == SIZES.EXPERTS:
         return
+    codes, scales, zeros, offsets = weight
+    shifts = offsets if zeros is None else zeros  # there are no others beside them
     PER_BYTE: tl.constexpr = 2 if KIND >= INT4 else 1  # codes
     STEP: tl.constexpr = SIZES.BLOCK_K
     CHUNKS: tl.constexpr = STEP // (BYTES * PER_BYTE)
@@ -105,7 +105,7 @@ def _grouped_codes_kernel(
     PIECE: tl.constexpr = 16 * PER_BYTE  # inputs of the codes that a thread reads at once
     GROUPS: tl.constexpr = (SIZES.IN_FEATURES + GROUP - 1) // GROUP if GROUP > 0 else 1  # of a row
     # One scale for all inputs of a step is applied to its sums.
-    SCALES_SUMS: tl.constexpr = GROUP > 0 and GROUP % STEP == 0 and zeros is None and PER_BYTE == 1
+    SCALES_SUMS: tl.constexpr = GROUP > 0 and GROUP % STEP == 0 and shifts is None and PER_BYTE == 1
     SCALES_CODES: tl.constexpr = GROUP > 0 and not SCALES_SUMS
 
     row, is_row, read, is_read = rows_in_halves(expert, block, SIZES)
@@ -130,8 +130,8 @@ def _grouped_codes_kernel(
     if SCALES_CODES:
         has_scale = is_read & (piece < SIZES.IN_FEATURES)
         next_scale = masked_load(scales + grid_row + piece // GROUP, has_scale)
-        if zeros is not None:
-            next_zero = masked_load(zeros + grid_row + piece // GROUP, has_scale)
+        if shifts is not None:
+            next_shift = masked_load(shifts + grid_row + piece // GROUP, has_scale)
 
     acc = tl.full([SIZES.BLOCK_N, SIZES.BLOCK_M], 0.0, tl.float32)
     for start in tl.range(0, SIZES.IN_FEATURES, STEP, num_stages=SIZES.STAGES):
@@ -148,18 +148,20 @@ def _grouped_codes_kernel(
                 low, high = e2m1_to_bf16(found)
         else:
             low = codes_to_bf16(found, KIND)
-        scale, zero = row_zero, row_zero
+        scale, zero, offset = row_zero, row_zero, None
         if SCALES_CODES:
             scale = power_of_two_bf16(next_scale) if KIND == MXFP4 else next_scale.to(low.dtype)
             scale = _expand(scale)
             if zeros is not None:
-                zero = _expand((next_zero.to(tl.float32) + above).to(low.dtype))
+                zero = _expand((next_shift.to(tl.float32) + above).to(low.dtype))
+            elif offsets is not None:
+                offset = _expand(next_shift.to(low.dtype))
             has_scale = is_read & (start + STEP + piece < SIZES.IN_FEATURES)
             grid = grid_row + (start + STEP + piece) // GROUP
             next_scale = masked_load(scales + grid, has_scale)
-            if zeros is not None:
-                next_zero = masked_load(zeros + grid, has_scale)
-        low = _to_number(low, scale, zero, KIND == INT4 or zeros is not None, SCALES_CODES)
+            if shifts is not None:
+                next_shift = masked_load(shifts + grid, has_scale)
+        low = _to_number(low, scale, zero, offset, KIND == INT4 or zeros is not None, SCALES_CODES)
         low = _swizzle(low, SIZES)
         if SCALES_SUMS:
             sums = tl.dot(low, low_x.to(low.dtype), input_precision="ieee")
@@ -169,13 +171,13 @@ def _grouped_codes_kernel(
         else:
             acc = tl.dot(low, low_x.to(low.dtype), acc, input_precision="ieee")
         if PER_BYTE == 2:
-            high = _to_number(high, scale, zero, KIND == INT4, SCALES_CODES)
+            high = _to_number(high, scale, zero, offset, KIND == INT4, SCALES_CODES)
             acc = tl.dot(_swizzle(high, SIZES), high_x.to(low.dtype), acc, input_precision="ieee")
     if not SCALES_SUMS:
         acc = in_order(acc)
     if GROUP == 0:
         acc *= masked_load(scales + row // TILE_ROWS, is_row).to(tl.float32)[:, None]
-    store_tile(acc, row, is_row, tile, operands, SIZES, 0, False, PER_BYTE)
+    store_tile(acc, row, is_row, tile, operands, SIZES, 0, False)
 
 
 @triton.jit
@@ -236,9 +238,11 @@ def _expand(grid):
 
 
 @triton.jit
-def _to_number(codes, scale, zero, HAS_ZERO, IS_SCALED):
+def _to_number(codes, scale, zero, offset, HAS_ZERO, IS_SCALED):
     if HAS_ZERO:
         codes -= zero.to(codes.dtype)
+    if offset is not None:
+        return (codes * scale + offset).to(codes.dtype)
     if IS_SCALED:
         codes = (codes * scale).to(codes.dtype)
     return codes

@@ -68,6 +68,7 @@ class Sizes(NamedTuple):
     IN_FEATURES: int
     OUT_FEATURES: int  # rows of a part
     OUT_WIDTH: int  # of `out`, which may have more
+    NEXT_PER_BYTE: int  # codes in a byte of the next weight, for which gated results are permuted; or 0
     BLOCKS: int  # of an expert's rows
 
 
@@ -85,7 +86,7 @@ class GroupedProduct(NamedTuple):
     """
     out[assignment] = weight of its expert @ x[assignment] + bias, multiplied by weights[assignment]. With
     top_k x has a row for each token instead, and the first half of an expert's rows are gates, the second
-    half is what they multiply. `tile` is one of the kernel's that computes it.
+    half is what they multiply. `tile` is one of the kernel's that computes it. `next_per_byte`: see `Sizes`.
     """
 
     bias: Tensor | None
@@ -95,6 +96,7 @@ class GroupedProduct(NamedTuple):
     top_k: int = 0
     weights: Tensor | None = None
     is_clamped: bool = False
+    next_per_byte: int = 0
 
     def launch(
         self,
@@ -118,6 +120,7 @@ class GroupedProduct(NamedTuple):
             weight.shape[1],
             OUT_FEATURES=weight.shape[0] // (num_experts * parts),
             OUT_WIDTH=width,
+            NEXT_PER_BYTE=self.next_per_byte,
             BLOCKS=cdiv(parts * width, tile.BLOCK_N),
         )
         kernel[(max_tiles * sizes.BLOCKS,)](
@@ -169,12 +172,11 @@ def rows_in_turn(first, block, SIZES):
 
 
 @triton.jit
-def store_tile(acc, row, is_row, tile, operands, SIZES, AXIS, IN_TURN, CODES_PER_BYTE):
+def store_tile(acc, row, is_row, tile, operands, SIZES, AXIS, IN_TURN):
     """
     From sums, the weight's rows along this axis and assignments along the other one, to what is stored: with
     biases, gates applied to what they multiply if there are two PARTS (which stand in turn, or else one half
-    before the other), and multiplied by the assignments' weights. With CODES_PER_BYTE gated results are
-    permuted for the next product.
+    before the other), and multiplied by the assignments' weights.
     """
     block, _, assignment, is_real = tile
     OTHER: tl.constexpr = 1 - AXIS
@@ -194,8 +196,8 @@ def store_tile(acc, row, is_row, tile, operands, SIZES, AXIS, IN_TURN, CODES_PER
         acc *= tl.expand_dims(masked_load(operands.weights + assignment, is_real), AXIS)
     column = block * COLUMNS + tl.arange(0, COLUMNS)
     valid = tl.expand_dims(is_real, AXIS) & tl.expand_dims(column < SIZES.OUT_WIDTH, OTHER)
-    if SIZES.PARTS == 2 and CODES_PER_BYTE > 0:
-        column = permuted(column, CODES_PER_BYTE)
+    if SIZES.NEXT_PER_BYTE > 0:
+        column = permuted(column, SIZES.NEXT_PER_BYTE)
     out = operands.out + tl.expand_dims(assignment, AXIS) * SIZES.OUT_WIDTH + tl.expand_dims(column, OTHER)
     tl.store(out, acc, mask=valid)
 
@@ -246,7 +248,7 @@ def _grouped_kernel(x, weight, x_stride, operands, tokens, SIZES: tl.constexpr, 
         x_tile = masked_load(its_x + start, is_real[:, None] & present[None, :])
         weight_tile = masked_load(its_weight + start, present[:, None] & is_row[None, :])
         acc = tl.dot(x_tile, weight_tile, acc, input_precision="ieee")
-    store_tile(acc, first_row + row, is_row, tile, operands, SIZES, 1, True, 0)
+    store_tile(acc, first_row + row, is_row, tile, operands, SIZES, 1, True)
 
 
 def multiply_fp8(x: Tensor | QuantisedRows, weight: QuantisedWeight, product: GroupedProduct) -> None:
@@ -306,4 +308,4 @@ def _grouped_fp8_kernel(
     if GROUP == 0:
         scale = masked_load(its_scales, is_row).to(tl.float32)
         acc *= scale[:, None] * masked_load(x_scales + token, is_real)[None, :]
-    store_tile(acc, row, is_row, tile, operands, SIZES, 0, True, 0)
+    store_tile(acc, row, is_row, tile, operands, SIZES, 0, True)

@@ -152,7 +152,7 @@ def _grouped_mxfp4_kernel(
     # The byte of a scale is its exponent and 127, and codes came times 2^6.
     acc *= tl.exp2(masked_load(largest + row, is_row).to(tl.float32) - (127 + 6))[:, None]
     acc *= masked_load(x_scales + token, is_real)[None, :]
-    store_tile(acc, row, is_row, tile, operands, SIZES, 0, False, 0)
+    store_tile(acc, row, is_row, tile, operands, SIZES, 0, False)
 
 
 @triton.jit

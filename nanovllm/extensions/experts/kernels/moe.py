@@ -72,9 +72,7 @@ def choose_kernels(x: Tensor, experts: ExpertWeights, is_prefill: bool) -> Gemv 
         return DENSE
     if all(are_bricks):
         return MXFP4
-    # The first product's results go into the second.
-    are_alike = experts.gate_up.is_int4 == experts.down.is_int4 and not any(are_bricks)
-    return CODES if are_alike and all(each.can_be_read() for each in weights) else DENSE
+    return CODES if not any(are_bricks) and all(each.can_be_read() for each in weights) else DENSE
 
 
 def _is_multiplied(weight: QuantisedWeight) -> bool:
@@ -129,13 +127,14 @@ def run_grouped(
     if not is_prefill:
         tile = next(tile for most, tile in kernels.tiles.items() if count <= most * num_experts)
     assignments = sort_assignments(chosen.experts, num_experts, tile.BLOCK_M)
-    width = permuted_width(experts.width) if kernels is CODES else experts.width
+    width, per_byte = experts.width, 0
+    if kernels is CODES:
+        width, per_byte = permuted_width(width), experts.down.codes_per_byte
     gated, parts = x.new_empty(count, width), x.new_empty(*chosen.experts.shape, x.shape[1])
     if count:
         top_k = chosen.experts.shape[1]
-        first = GroupedProduct(
-            experts.gate_up_bias, assignments, gated, tile, top_k, is_clamped=experts.is_clamped
-        )
+        options = dict(is_clamped=experts.is_clamped, next_per_byte=per_byte)
+        first = GroupedProduct(experts.gate_up_bias, assignments, gated, tile, top_k, **options)
         kernels.multiply(rows_of_x or x, experts.gate_up, first)
         out = parts.flatten(0, 1)
         second = GroupedProduct(experts.down_bias, assignments, out, tile, weights=chosen.weights)

@@ -45,7 +45,7 @@ TILES = {
 def can_use_quantised_linear(x: Tensor, weight: QuantisedWeight) -> bool:
     """Whether `quantised_linear` works for these rows [rows, features]."""
     group = weight.group
-    fits = group & (group - 1) == 0 and (group > 0 or weight.offsets is None)
+    fits = group & (group - 1) == 0
     is_possible = use_triton(x) and x.dtype == torch.bfloat16 and weight.can_be_read()
     # Earlier GPUs do not compute in bfloat16.
     return is_possible and fits and gpu_supports(x.device, 8, 0) and 0 < x.shape[0] <= MAX_ROWS

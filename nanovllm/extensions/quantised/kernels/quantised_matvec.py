@@ -84,7 +84,7 @@ def matvec_sizes(
     How many programs multiply rows of x of this width, for each of so many owners of a result, and how much
     each of them multiplies at once.
     """
-    inputs = PIECE_BYTES * (2 if weight.is_int4 else 1)  # of a piece
+    inputs = PIECE_BYTES * weight.codes_per_byte  # of a piece
     pieces = next_power_of_2(width // inputs)
     num_warps = max(1, min(pieces * inputs * rows // (32 * INPUTS_PER_THREAD), MAX_WARPS))
     height = max(HEIGHT // (rows if weight.is_int4 else 2 * rows), least_height)

@@ -64,9 +64,14 @@ class QuantisedWeight(NamedTuple):
         return self.codes.dtype == torch.uint8
 
     @property
+    def codes_per_byte(self) -> int:
+        return 1 + self.is_int4
+
+    @property
     def group(self) -> int:
         """Inputs that share a scale; 0 if a whole row does, and the scale may be applied to its sum."""
-        return 0 if self.scales.shape[1] == 1 and not self.is_mxfp4 else self.tile[1]
+        is_row = self.scales.shape[1] == 1 and self.offsets is None and not self.is_mxfp4
+        return 0 if is_row else self.tile[1]
 
     @property
     def constants(self) -> dict[str, int]:
