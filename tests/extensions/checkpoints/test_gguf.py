@@ -14,6 +14,7 @@ import torch
 import transformers
 from gguf_files import byte_level_metadata, metadata_of, write_gguf
 from gguf_packer import decode, encode
+from kernel_checks import needs_cuda
 from open_checkpoints import open_checkpoint
 from safetensors.torch import load_file, save_file
 from smollm2 import smollm2_gguf  # noqa: F401  a fixture
@@ -31,6 +32,7 @@ from nanovllm.extensions.checkpoints.gguf_tokenizer import CUTS, SPLITS, tokeniz
 from nanovllm.extensions.models.config import DecoderConfig
 from nanovllm.extensions.quantised.gguf import PackedCodes
 from nanovllm.extensions.quantised.gguf_blocks import decode_values
+from nanovllm.extensions.quantised.kernels.quantised_weight import QuantisedWeight
 from nanovllm.layers.rotary_embedding import get_rope
 from nanovllm.utils.loader import load_model
 from tiny_checkpoints import assert_greedy, load_reference
@@ -208,6 +210,20 @@ MIXTURES = {
 def test_greedy_tokens_are_those_of_transformers_on_the_dequantised_weights(
     tmp_path, architecture, mixture, seed, dtype
 ):
+    check_greedy(tmp_path, architecture, mixture, seed, dtype, "cpu")
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize("mixture, seed", [("experts", 14), ("unlike experts", 29)])
+def test_experts_of_a_file_answer_on_a_gpu_as_transformers_does(tmp_path, mixture, seed):
+    weights = check_greedy(tmp_path, "qwen3_moe", mixture, seed, "bfloat16", "cuda")
+    assert isinstance(weights.down, QuantisedWeight)
+    assert isinstance(weights.gate_up, QuantisedWeight if mixture == "experts" else torch.Tensor)
+
+
+def check_greedy(tmp_path, architecture, mixture, seed, dtype, device):
+    """Returns the weights of the first layer's experts, if it has any."""
     experts = {"moe_intermediate_size": 256} if architecture == "qwen3_moe" else {}
     make_checkpoint(tmp_path, architecture, seed, tokenizer=False, **FEW_TOKENS | IN_BLOCKS | experts)
     file = write_gguf(tmp_path, MIXTURES[mixture]).rename(tmp_path.with_suffix(".gguf"))
@@ -215,11 +231,13 @@ def test_greedy_tokens_are_those_of_transformers_on_the_dequantised_weights(
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     theirs = load_reference(tmp_path)
     prompts = [[1, 2, 3], [*range(16)], [7] * 40]
-    with LLM(str(file), device="cpu", dtype=dtype, kvcache_block_size=16, num_kvcache_blocks=40) as llm:
+    with LLM(str(file), device=device, dtype=dtype, kvcache_block_size=16, num_kvcache_blocks=40) as llm:
         for prompt, result in zip(
             prompts, llm.generate(prompts, SamplingParams(0, 6, True), use_tqdm=False), strict=True
         ):
             assert_greedy(theirs, prompt, result["token_ids"])
+        mlp = llm.model_runner.model.model.layers[0].mlp
+        return mlp.experts.weights if experts else None
 
 
 @pytest.mark.parametrize("architecture, quantisation, seed", [("qwen3", "Q4_0", 3), ("llama", "Q8_0", 18)])
