@@ -776,6 +776,8 @@ MUTATIONS = [
     *mutations_of(
         "nanovllm/extensions/experts/kernels/grouped_codes",
         ("following = sums_scales + (start + STEP) // GROUP", "following = sums_scales + start // GROUP"),
+        ("return (codes * scale + offset).to(codes.dtype)", "return (codes * scale).to(codes.dtype)"),
+        ("offset = _expand(next_shift.to(low.dtype))", "offset = None"),
         ("above + ZERO_POINT, tl.float32", "above, tl.float32"),
     ),
     *mutations_of(
@@ -905,7 +907,14 @@ MUTATIONS = [
         ("isinstance(x, Tensor) else x.activated()", "isinstance(x, Tensor) else x.product"),
     ),
     *mutations_of(
+        "nanovllm/extensions/models/qwen3_moe",
+        ('"norm_topk_prob": True', '"norm_topk_prob": False'),
+        ('number("expert_used_count")', 'number("expert_used_count") - 1'),
+        ('"mlp.experts.{}.gate_proj"', '"mlp.experts.{}.up_proj"'),
+    ),
+    *mutations_of(
         "nanovllm/extensions/checkpoints/gguf",
+        ('.replace("{}", str(number))', '.replace("{}", "0")'),
         ('added = model.gguf_added_to_norms if name.endswith("norm") else 0.0', "added = 0.0"),
         ("if kinds.get(end) == CONTROL", "if end in kinds"),
         ('ends.discard("<|end|>")', "pass"),
@@ -993,6 +1002,10 @@ MUTATIONS = [
     ),
     *mutations_of(
         "nanovllm/extensions/quantised/gguf",
+        ("if self.is_stacked and len(self.runs) > 1:", "if False:"),
+        ("self.packed[rows], pairs)", "self.packed, pairs)"),
+        ('.type == "cpu" and size[0] % LANES:', '.type == "cpu" and False:'),
+        ("members[start : start + count]]", "members[start : start + 1]]"),
         ("if TYPES[kind].values == BLOCK:", "if True:"),
         ("zero_point = 0 if offsets else 8", "zero_point = 8"),
         (
@@ -1249,7 +1262,7 @@ MUTATIONS = [
     ),
     *mutations_of(
         "nanovllm/assembly",
-        ("ExactWeight if exact else", "ExactWeight if False else"),
+        ("dense_weight(exact,", "dense_weight(False,"),
         ("exact_parts.make_exact(parts, config", "(lambda *_: None)(parts, config"),
     ),
     *mutations_of(

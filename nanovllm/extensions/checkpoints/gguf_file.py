@@ -10,7 +10,7 @@ import mmap
 import os
 import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -66,6 +66,13 @@ class GGUFTensor:
         """Those that lie one behind the other in a tensor of three dimensions."""
         shape = self.shape[1:]
         return (replace(self, shape=shape, encoded=encoded) for encoded in self.encoded)
+
+    @staticmethod
+    def joined(parts: Iterable[tuple["GGUFTensor", slice]]) -> "GGUFTensor":
+        """These rows of matrices of one type, one below the other."""
+        tensors, rows = zip(*parts, strict=True)
+        encoded = np.concatenate([tensor.encoded[its] for tensor, its in zip(tensors, rows, strict=True)])
+        return replace(tensors[0], shape=(len(encoded), tensors[0].shape[1]), encoded=encoded)
 
     def groups(self, rows: slice, columns: slice) -> Iterator[Groups]:
         """

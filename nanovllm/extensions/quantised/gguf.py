@@ -41,6 +41,7 @@ LANES = 64  # outputs whose codes torch keeps together, where it has AVX-512
 MANY_ROWS = {1: 64, 2: 32}
 SOME_ROWS = {1: 8, 2: 4}
 PIECE = 2**20  # weights that are converted at a time
+JOINED = 2**26  # bytes of matrices that are read as one
 CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
@@ -107,10 +108,13 @@ class GGUF(Weight):
 
     def _load(self, loaded: Any, shard: Shard) -> None:
         check_stored(loaded, shard.shape)
-        self._waiting[shard.place.start] = self._read(loaded, shard)
+        is_joined = self.is_stacked and hasattr(loaded, "joined")
+        self._waiting[shard.place.start] = [(loaded, shard)] if is_joined else self._read(loaded, shard)
         if not all(self._waiting.values()):
             return
         in_order, self._waiting = chain.from_iterable(self._waiting.values()), {}  # as `shards` are
+        if is_joined:
+            in_order = chain.from_iterable(self._read(*each) for each in joined(in_order))
         self.runs = join(in_order)
         if self.is_stacked and len(self.runs) > 1:
             weight = torch.cat([run.dequantise().to(self.dtype) for run in self.runs])
@@ -129,6 +133,25 @@ class GGUF(Weight):
         values = loaded[shard.rows, cut].to(torch.get_default_dtype())
         check_finite(values)
         return [Piece(Converted, (self.library,), (values,))]
+
+
+def joined(matrices: Iterable[tuple[Any, Shard]]) -> Iterator[tuple[Any, Shard]]:
+    """
+    Neighbours of one type as one matrix, some MB at a time: decoding many small ones takes a GPU minutes. A
+    CPU cannot take parts that are no whole LANES out of a packed one.
+    """
+    for (_, size, columns), members in groupby(
+        matrices, lambda each: (each[0].quantisation, each[1].size, each[1].columns)
+    ):
+        members = [*members]
+        first = members[0][0]
+        count = max(1, JOINED // max(first.encoded.nbytes, 1))
+        if torch.device(first.device).type == "cpu" and size[0] % LANES:
+            count = 1
+        for start in range(0, len(members), count):
+            parts = [(tensor, shard.rows) for tensor, shard in members[start : start + count]]
+            whole = first.joined(parts)
+            yield whole, Shard(whole.shape, columns=columns)
 
 
 class Piece(NamedTuple):

@@ -25,16 +25,18 @@ from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
 import tiny_checkpoints
 from nanovllm import LLM, SamplingParams
-from nanovllm.assembly import get_model_class
+from nanovllm.assembly import build_model, get_model_class
 from nanovllm.config import Config
 from nanovllm.extensions.checkpoints.gguf_file import GGUFTensor
 from nanovllm.extensions.checkpoints.gguf_tokenizer import CUTS, SPLITS, tokenizer_from_gguf
 from nanovllm.extensions.models.config import DecoderConfig
+from nanovllm.extensions.quantised import gguf as quantised_gguf
 from nanovllm.extensions.quantised.gguf import PackedCodes
 from nanovllm.extensions.quantised.gguf_blocks import decode_values
 from nanovllm.extensions.quantised.kernels.quantised_weight import QuantisedWeight
 from nanovllm.layers.rotary_embedding import get_rope
 from nanovllm.utils.loader import load_model
+from nanovllm.utils.torch_defaults import torch_defaults
 from tiny_checkpoints import assert_greedy, load_reference
 
 ARCHITECTURES = ["llama", "qwen2", "qwen3", "gemma3", "qwen3_moe"]
@@ -279,6 +281,22 @@ def test_experts_stay_packed_and_two_ranks_answer_as_one(tmp_path, kind, seed):
         for first, second in (list(step.values())[:2] for step in one["logprobs"]):
             assert abs(first.logprob - second.logprob) > 0.2
         assert one["token_ids"] == two["token_ids"]
+
+
+@pytest.mark.parametrize("width, kind", [(128, PackedCodes), (96, torch.Tensor)])
+def test_experts_are_the_same_read_one_by_one_or_many_at_once(tmp_path, monkeypatch, width, kind):
+    make_checkpoint(tmp_path, "qwen3_moe", tokenizer=False, **FEW_TOKENS, moe_intermediate_size=width)
+    checkpoint, found = open_checkpoint(write_gguf(tmp_path, "Q8_0")), []
+    for size in (1, 3 * 128 * 136, 2**26):
+        monkeypatch.setattr(quantised_gguf, "JOINED", size)
+        with torch_defaults(torch.bfloat16, torch.device("cpu")):
+            model = build_model(checkpoint.hf_config())
+        load_model(model, checkpoint)
+        found.append(model.model.layers[1].mlp.experts.weights.gate_up)
+        assert type(found[-1]) is kind
+    matrices = [each.dequantise() if kind is PackedCodes else each for each in found]
+    assert torch.equal(matrices[0], matrices[1]) and torch.equal(matrices[0], matrices[2])
+    assert matrices[0].shape == (8 * 2 * width, 128)
 
 
 def test_other_ranks_get_what_an_adapter_changes(tmp_path):

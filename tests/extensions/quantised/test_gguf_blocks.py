@@ -56,7 +56,7 @@ def test_the_packers_of_these_tests_keep_values(kind):
 def test_pieces_make_the_whole(kind, monkeypatch):
     encoded = random_rows(200, 256, kind)
     encoded.flags.writeable = False  # as a mapped file is
-    monkeypatch.setattr(gguf_blocks, "PIECE", 1)
+    monkeypatch.setitem(gguf_blocks.PIECES, "cpu", 1)
     sizes = [len(groups.codes) for groups in gguf_blocks.decode_groups(encoded, kind, CPU)]
     assert sizes == [64, 64, 64, 8]
     assert torch.equal(decode_values(encoded, kind, CPU), decode(encoded, kind))
