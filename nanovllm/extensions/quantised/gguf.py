@@ -13,7 +13,7 @@ import contextlib
 import functools
 import os
 from collections.abc import Iterable, Iterator
-from itertools import chain, groupby
+from itertools import chain, groupby, starmap
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -108,19 +108,22 @@ class GGUF(Weight):
 
     def _load(self, loaded: Any, shard: Shard) -> None:
         check_stored(loaded, shard.shape)
-        is_joined = self.is_stacked and hasattr(loaded, "joined")
-        self._waiting[shard.place.start] = [(loaded, shard)] if is_joined else self._read(loaded, shard)
+        waits = self.is_stacked and hasattr(loaded, "joined")
+        self._waiting[shard.place.start] = [(loaded, shard)] if waits else self._read(loaded, shard)
         if not all(self._waiting.values()):
             return
         in_order, self._waiting = chain.from_iterable(self._waiting.values()), {}  # as `shards` are
-        if is_joined:
-            in_order = chain.from_iterable(self._read(*each) for each in joined(in_order))
-        self.runs = join(in_order)
+        self.runs = join(self._pieces(in_order))
         if self.is_stacked and len(self.runs) > 1:
             weight = torch.cat([run.dequantise().to(self.dtype) for run in self.runs])
             self.runs = [Converted((None,), weight)]
         tensors = [tensor for run in self.runs for tensor in run.tensors]
         self.parameters = {str(i): tensor for i, tensor in enumerate(tensors)}
+
+    def _pieces(self, in_order: Iterable[Any]) -> Iterator["Piece"]:
+        for is_read, members in groupby(in_order, lambda each: isinstance(each, Piece)):
+            found = [*members]
+            yield from found if is_read else chain.from_iterable(starmap(self._read, joined(found)))
 
     def _read(self, loaded: Any, shard: Shard) -> list["Piece"]:
         cut, kind = shard.columns, getattr(getattr(loaded, "quantisation", None), "name", None)

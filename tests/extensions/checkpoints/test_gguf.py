@@ -27,6 +27,7 @@ import tiny_checkpoints
 from nanovllm import LLM, SamplingParams
 from nanovllm.assembly import build_model, get_model_class
 from nanovllm.config import Config
+from nanovllm.extensions.checkpoints.adapter import Adapted
 from nanovllm.extensions.checkpoints.gguf_file import GGUFTensor
 from nanovllm.extensions.checkpoints.gguf_tokenizer import CUTS, SPLITS, tokenizer_from_gguf
 from nanovllm.extensions.models.config import DecoderConfig
@@ -297,6 +298,29 @@ def test_experts_are_the_same_read_one_by_one_or_many_at_once(tmp_path, monkeypa
     matrices = [each.dequantise() if kind is PackedCodes else each for each in found]
     assert torch.equal(matrices[0], matrices[1]) and torch.equal(matrices[0], matrices[2])
     assert matrices[0].shape == (8 * 2 * width, 128)
+
+
+@pytest.mark.parametrize("number", [0, 3, 7])
+def test_an_adapter_changes_a_packed_expert(tmp_path, number):
+    def change(tensors, _model, _known):
+        for tensor in tensors:
+            is_changed = tensor.name.endswith(f"experts.{number}.up_proj.weight")
+            facts = tensor.name, tensor.file, tensor.shape, tensor
+            yield Adapted(*facts, torch.ones(tensor.shape)) if is_changed else tensor
+
+    make_checkpoint(tmp_path, "qwen3_moe", tokenizer=False, **FEW_TOKENS, moe_intermediate_size=128)
+    checkpoint = open_checkpoint(write_gguf(tmp_path, "Q8_0"))
+    checkpoint.changes += (change,)
+    with torch_defaults(torch.bfloat16, torch.device("cpu")):
+        model = build_model(checkpoint.hf_config())
+    load_model(model, checkpoint)
+    tensors = {tensor.name: tensor[:] for tensor in checkpoint.tensors()}
+    found = model.model.layers[1].mlp.experts.weights.gate_up.unflatten(0, (8, 2, 128))
+    for expert in range(8):
+        for part, matrix in enumerate(("gate", "up")):
+            expected = tensors[f"model.layers.1.mlp.experts.{expert}.{matrix}_proj.weight"]
+            expected = expected + (expert == number and part == 1)
+            assert (found[expert, part] - expected).abs().max() < 2e-2, (expert, matrix)
 
 
 def test_other_ranks_get_what_an_adapter_changes(tmp_path):
