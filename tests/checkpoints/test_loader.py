@@ -561,6 +561,14 @@ def test_of_a_hub_id_without_an_index_come_all_weights_but_a_second_copy(fetch):
     assert fetch("auto", missing="model.safetensors.index.json") == SETTINGS | weights
 
 
+def test_of_a_hub_id_without_safetensors_and_gguf_files_come_those_of_torch_save(fetch, monkeypatch):
+    import huggingface_hub
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", lambda *_, **__: REPOSITORY)
+    monkeypatch.setitem(globals(), "REPOSITORY", [name for name in REPOSITORY if "safetensors" not in name])
+    assert fetch("auto") == SETTINGS | {"pytorch_model.bin"}
+
+
 def test_a_hub_that_does_not_answer_is_named_with_the_id(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
@@ -577,13 +585,12 @@ def test_a_folder_is_no_gguf_file(tmp_path):
         open_checkpoint(tmp_path / "model.safetensors")
 
 
-def test_pickles_are_not_read(tmp_path):
+def test_other_files_of_weights_are_not_read(tmp_path):
     make_checkpoint(tmp_path)
     (tmp_path / "model.safetensors").unlink()
-    (tmp_path / "pytorch_model.bin").write_bytes(b"never opened")
-    with pytest.raises(
-        ValueError, match="no safetensors file .only pytorch_model.bin.; only safetensors and GGUF"
-    ):
+    (tmp_path / "model.pt").write_bytes(b"never opened")
+    message = "no safetensors file .only model.pt.; only safetensors, GGUF and pytorch_model.*bin are read"
+    with pytest.raises(ValueError, match=message):
         load(tmp_path)
 
 

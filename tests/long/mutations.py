@@ -907,6 +907,15 @@ MUTATIONS = [
         ("isinstance(x, Tensor) else x.activated()", "isinstance(x, Tensor) else x.product"),
     ),
     *mutations_of(
+        "nanovllm/extensions/checkpoints/pickled",
+        ("weights_only=True", "weights_only=False"),
+        ("check(is_stored and is_small,", "check(is_small,"),
+        ("or entry.file_size <= MAX_BYTES_OF_PICKLE", "or True"),
+        (" and tensor.is_cpu", ""),
+        (" and tensor.layout == torch.strided", ""),
+        ("isinstance(name, str) and is_plain", "is_plain"),
+    ),
+    *mutations_of(
         "nanovllm/extensions/models/qwen3_moe",
         ('"norm_topk_prob": True', '"norm_topk_prob": False'),
         ('number("expert_used_count")', 'number("expert_used_count") - 1'),

@@ -4,6 +4,7 @@ The core reads a folder of safetensors files. This extension opens (`opening.py`
 
 - `gguf.py`: a GGUF file (`gguf_file.py` reads its header, `gguf_tokenizer.py` makes its tokenizer), whose
   tensors stay quantised until sliced;
+- `pickled.py`: a folder of files of `torch.save`, where it has no safetensors;
 - `hub.py`: a hub id, of which only the files that are needed are downloaded, or one GGUF file there;
   `smollm2.py`: a first model;
 - `adapter.py`: a LoRA adapter, merged into the weights as they are read;

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.checkpoints.folder import INDEX, read_index
+from nanovllm.extensions.checkpoints import pickled
 from nanovllm.extensions.checkpoints.shapes import SHAPES
 from nanovllm.extensions.checkpoints.untrusted import OTHER_COPY, file_inside
 
@@ -37,10 +38,12 @@ def download(name: str, weights: bool, **options: Any) -> str:
         file_inside(path, INDEX)
     listed = [glob.escape(file) for file in read_index(path)] or ["*.safetensors"]
     folder = fetch(name, [*HUB_FILES, *listed], options, missing)
-    if not any(path.glob("*.safetensors")) and (files := _list_gguf(name, options, missing)):
+    if any(path.glob("*.safetensors")):
+        return folder
+    if files := _list_gguf(name, options, missing):
         named = f"it has GGUF files; name one, as in {name + ':Q4_K_M'!r} or {name + '/' + min(files)!r}"
         raise ValueError(f"model {name!r} has no safetensors file on the hub, but {named}: {_shown(files)}")
-    return folder
+    return fetch(name, [*HUB_FILES, *pickled.NAMES], options, missing)
 
 
 def _download_gguf(

@@ -5,6 +5,8 @@ and no tokenizer is anything else, or fails in other ways than a ValueError.
 import math
 import os
 import re
+from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch
 
 from nanovllm.checkpoints.folder import DTYPES, TOKENIZER_FILES, FolderCheckpoint, read_json
 from nanovllm.checkpoints.model_config import ModelConfig
+from nanovllm.extensions.checkpoints import pickled
 from nanovllm.extensions.checkpoints.made_up import toy_tokenizer
 from nanovllm.extensions.checkpoints.sizes import checked_size
 from nanovllm.extensions.checkpoints.tokenizer_errors import guarded, tokenizer_errors
@@ -21,7 +24,8 @@ from nanovllm.utils.validation import check
 DTYPES |= {"F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu}
 DTYPES |= {"U8": torch.uint8, "I8": torch.int8, "I32": torch.int32, "I64": torch.int64}
 # By name or ending; several times what the largest models have. JSON takes many times its size in memory.
-MAX_BYTES = {"tokenizer.json": 2**26, ".json": 2**24, ".jinja": 2**20, ".safetensors": math.inf}
+MAX_BYTES = {"tokenizer.json": 2**26, ".json": 2**24, ".jinja": 2**20}
+MAX_BYTES |= dict.fromkeys((".safetensors", ".bin"), math.inf)
 MAX_BYTES_OF_OTHERS = 2**28
 FOLDER_SUFFIXES = (".safetensors", ".json", ".jinja", ".txt", ".model", ".spm", ".codes", ".tokenizer")
 OTHER_COPY = "consolidated*.safetensors"  # of Mistral's weights, by names of its own
@@ -72,12 +76,25 @@ class CheckedFolder(FolderCheckpoint):
         """Raises ValueError if there are no weights that can be read."""
         stored = super().shards().items()
         shards = {file: listed for file, listed in stored if listed or not file.match(OTHER_COPY)}
+        shards = shards or dict.fromkeys(self._pickled(), [])
         if not shards:
             suffixes = (".bin", ".pt", ".pth", ".safetensors")
             unread = sorted(file.name for file in self.folder.iterdir() if file.suffix in suffixes)
             only = f" (only {', '.join(unread[:3])})" if unread else ""
-            raise ValueError(f"{self.path} has no safetensors file{only}; only safetensors and GGUF are read")
+            names = "safetensors, GGUF and pytorch_model*.bin"
+            raise ValueError(f"{self.path} has no safetensors file{only}; only {names} are read")
         return shards
+
+    def _pickled(self) -> list[Path]:
+        """Files of torch.save: one, or else several."""
+        found = (sorted(self.folder.glob(name)) for name in pickled.NAMES)
+        return [self.file(file.name) for file in next(filter(None, found), [])]
+
+    def tensors(self) -> Iterator[Any]:
+        files = [*self.shards()]
+        if files != self._pickled():
+            return super().tensors()
+        return chain.from_iterable(map(pickled.read_pickled, files))
 
     def file(self, name: str) -> Path:
         return file_inside(self.folder, name)
