@@ -907,6 +907,17 @@ MUTATIONS = [
         ("isinstance(x, Tensor) else x.activated()", "isinstance(x, Tensor) else x.product"),
     ),
     *mutations_of(
+        "nanovllm/extensions/quantised/fp4",
+        ("scales * factor if self.source == MODELOPT else", "scales * factor if True else"),
+        ("        self.factors = []\n\n    def _load_halves", "\n    def _load_halves"),
+        ("(packed & 15, packed >> 4)", "(packed >> 4, packed & 15)"),
+        ("codes[:, start % 2 : start % 2 + stop - start]", "codes[:, : stop - start]"),
+        ("self.scales, scales / 2, shard", "self.scales, scales, shard"),
+        ("(scales - 127).exp2()", "(scales - 126).exp2()"),
+        ("self.factors.append((shard.place, factor", "self.factors.append((slice(None), factor"),
+        ("0 < float(factor) < torch.inf", "0 <= float(factor)"),
+    ),
+    *mutations_of(
         "nanovllm/extensions/checkpoints/pickled",
         ("weights_only=True", "weights_only=False"),
         ("check(is_stored and is_small,", "check(is_small,"),

@@ -266,7 +266,62 @@ def compressed(form: str, bits: int, strategy: str, dtype: torch.dtype = torch.b
     return Packer(config, pack, unpack, bits)
 
 
-# --- MXFP4 ---
+# --- 4-bit floating point ---
+
+
+def fp4(form: str) -> Packer:
+    """NVFP4 and MXFP4, both unpacked by compressed-tensors; of modelopt the same numbers by other names."""
+    is_modelopt, group = form == "modelopt", 32 if "mxfp4" in form else 16
+    form = "nvfp4-pack-quantized" if is_modelopt else form
+    strategy = "group" if group == 32 else "tensor_group"
+    weights = dict(num_bits=4, type="float", strategy=strategy, group_size=group)
+    weights |= dict(symmetric=True, dynamic=False)
+    known = weights | {"scale_dtype": "torch.uint8" if group == 32 else "torch.float8_e4m3fn"}
+    scheme = QuantizationScheme(targets=["Linear"], weights=known)
+
+    def pack(weight: torch.Tensor) -> Tensors:
+        tiles = weight.float().unflatten(-1, (-1, group))
+        largest = (tiles.abs().amax(-1) / 6).clamp_min(1e-6)
+        packed = {}
+        if group == 32:
+            exponents = largest.log2().ceil()
+            scales, meant = (exponents + 127).to(torch.uint8), exponents.exp2()
+        else:
+            factor = (448 * 6 / weight.abs().amax()).float().view(1)
+            scales = (largest * factor).clamp_min(2**-6).to(E4M3)
+            meant = scales.float() / factor
+            packed = {"weight_global_scale": factor, "input_global_scale": torch.ones(1)}
+        values = tiles[..., None] / meant[..., None, None]
+        codes = (values - E2M1).abs().argmin(-1).to(torch.uint8).flatten(-2)
+        packed |= {"weight_packed": codes[:, ::2] | codes[:, 1::2] << 4, "weight_scale": scales}
+        if is_modelopt:
+            factor = 1 / packed["weight_global_scale"].view(())
+            packed = {"weight": packed["weight_packed"], "weight_scale": scales, "weight_scale_2": factor}
+            packed["input_scale"] = torch.tensor(0.5)
+        return packed
+
+    def unpack(packed: Tensors) -> torch.Tensor:
+        if is_modelopt:
+            halves, scales, factor = (packed[name] for name in ("weight", "weight_scale", "weight_scale_2"))
+            codes = torch.stack((halves & 15, halves >> 4), -1).flatten(-2)
+            return E2M1[codes.int()] * (scales.float() * factor).repeat_interleave(16, 1)
+        from compressed_tensors.compressors.mxfp4.base import MXFP4PackedCompressor
+        from compressed_tensors.compressors.nvfp4.base import NVFP4PackedCompressor
+        from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
+        from compressed_tensors.quantization.lifecycle.forward import dequantize
+
+        halves, factor = packed["weight_packed"], packed.get("weight_global_scale")
+        values = unpack_fp4_from_uint8(halves, halves.shape[0], 2 * halves.shape[1], F32)
+        compressor = NVFP4PackedCompressor if group == 16 else MXFP4PackedCompressor
+        scales = compressor._decompress_scale(packed["weight_scale"], F32)
+        return dequantize(values, scales, args=scheme.weights, global_scale=factor, dtype=F32)
+
+    config = {"quant_method": "compressed-tensors", "format": form, "ignore": ["lm_head"]}
+    config["config_groups"] = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    if is_modelopt:
+        config = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, "ignore": ["lm_head"]}
+    return Packer(config, pack, unpack, bits=4)
+
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
@@ -302,6 +357,9 @@ PACKERS = {
     "AutoFP8": fp8(None, is_auto_fp8=True, activation_scheme="static", ignored_layers=["lm_head"]),
     "modelopt": modelopt("FP8", ignore=["lm_head"]),
     "modelopt, rows": modelopt("fp8_per_channel_per_token"),
+    "modelopt nvfp4": fp4("modelopt"),
+    "nvfp4": fp4("nvfp4-pack-quantized"),
+    "mxfp4 of compressed-tensors": fp4("mxfp4-pack-quantized"),
     "float channel": compressed("float-quantized", 8, "channel"),
     "float tensor": compressed("float-quantized", 8, "tensor", F32),
     "float block": compressed("float-quantized", 8, "block", BF16),

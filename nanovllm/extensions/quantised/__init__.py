@@ -14,6 +14,7 @@ by the rows of x that a GPU multiplies in bfloat16:
 | fp8, a scale a row | bytes, e4m3 | | sums | gemv | 8 bits | 8 bits |
 | fp8, blocks | bytes, e4m3 | | sums of 128 inputs | gemv | 8 bits | 8 bits |
 | int8, a scale a row | bytes, signed | zeros | sums | gemv | linear | converted |
+| NVFP4, MXFP4 by compressed-tensors | bytes, twice the number | | values | gemv | linear | converted |
 | int8 in groups, GPTQ with 8 bits | bytes, signed | zeros | values | gemv | linear | converted |
 | int4, GPTQ, AWQ | halves of bytes | zeros, or 8 | values | gemv | linear | converted |
 | GGUF's types | bytes or halves | offsets, or 8 | values | gemv | linear | converted |
@@ -37,7 +38,7 @@ Read in this order:
   `gptq.py` read the longer configurations; `assignment.py` gives layers their weights.
 - `scaled.py`: what all formats share; `products.py`: what multiplies them, and what it leaves to the next
   product. The gemv is listed as the dense weight's, if that has one.
-- `fp8.py`, `integers.py`, `mxfp4.py`, `gguf.py` (`gguf_blocks.py` decodes its blocks): the formats.
+- `fp8.py`, `fp4.py`, `integers.py`, `mxfp4.py`, `gguf.py` (`gguf_blocks.py` decodes its blocks): the formats.
 - `kernels/quantised_weight.py`: how packed values become numbers on a GPU; `kernels/multiply_words.py`: the
   steps of a gemv, which those of experts take as well.
 """

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from nanovllm.extensions.quantised.fp4 import GROUPS, MXFP4, NVFP4, Fp4
 from nanovllm.extensions.quantised.fp8 import Fp8
 from nanovllm.extensions.quantised.integers import PACKED, PLAIN, Int4, Int8
 from nanovllm.extensions.quantised.patterns import pattern
@@ -18,6 +19,8 @@ from nanovllm.utils.validation import shown
 
 FLOATS, NAIVE = "float-quantized", "naive-quantized"
 TYPES = {PACKED: ["int"], FLOATS: ["float"], PLAIN: ["int"], NAIVE: ["int", "float"]}
+TYPES |= {NVFP4: ["float"], MXFP4: ["float"]}
+STRATEGIES = {NVFP4: "tensor_group", MXFP4: "group"}  # of 4-bit floating point
 CLASS = "Linear"  # what transformers calls our layers
 BLOCK = [128, 128]
 
@@ -67,6 +70,13 @@ def _read_group(config: dict[str, Any], group: dict[str, Any]) -> Format:
 
 def _read_weights(format: str, weights: dict[str, Any]) -> Format:
     kind = choose(weights, "type", TYPES[format], "int")
+    if format in STRATEGIES:
+        expected = {"num_bits": 4, "strategy": STRATEGIES[format], "group_size": GROUPS[format]}
+        for field, value in expected.items():
+            choose(weights, field, [value])
+        choose(weights, "symmetric", [True], True)
+        refuse(weights, "dynamic")
+        return Format(Fp4, {"source": format})
     bits = choose(weights, "num_bits", [4, 8] if format == PACKED else [8], 8)
     refuse(weights, "dynamic")
     tiles = {"tensor": (0, 0), "channel": (1, 0), "group": (1, 0)}

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from nanovllm.extensions.quantised.fp4 import GROUPS, MODELOPT, Fp4
 from nanovllm.extensions.quantised.kernels.fp8_linear import can_use_fp8
 from nanovllm.extensions.quantised.products import Fp8Product, example_row
 from nanovllm.extensions.quantised.scaled import IGNORED, ONE_TILE, SCALES, ScaledWeight
@@ -20,6 +21,7 @@ from nanovllm.utils.validation import shown
 EXPONENTS = {torch.float8_e8m0fnu, *SCALES}
 BLOCK = 128
 MODELOPT_TILES = {"FP8": ONE_TILE, "FP8_PER_CHANNEL_PER_TOKEN": (1, 0)}
+MODELOPT_FP4 = "NVFP4", "W4A16_NVFP4"  # what it says of activations is not needed
 
 
 def read_fp8(config: dict[str, Any]) -> Scheme:
@@ -40,9 +42,13 @@ def read_modelopt(config: dict[str, Any]) -> Scheme:
     """What a `quantization_config` of quant_method "modelopt" says. Raises ValueError naming the field."""
     algorithm = config.get("quant_algo")
     algorithm = algorithm.upper() if isinstance(algorithm, str) else algorithm
-    tile = MODELOPT_TILES[choose({"quant_algo": algorithm}, "quant_algo", MODELOPT_TILES)]
+    choose({"quant_algo": algorithm}, "quant_algo", [*MODELOPT_TILES, *MODELOPT_FP4])
     ignored = {"ignore": [*map(_as_pattern, names_in(config, "ignore"))]}
-    format = Format(Fp8, {"stored_tile": tile, "source": "modelopt"})
+    if algorithm in MODELOPT_FP4:
+        choose(config, "group_size", [GROUPS[MODELOPT]], GROUPS[MODELOPT])
+        format = Format(Fp4, {"source": MODELOPT})
+    else:
+        format = Format(Fp8, {"stored_tile": MODELOPT_TILES[algorithm], "source": MODELOPT})
     return same_for_all(format, listed(ignored, "ignore"))
 
 

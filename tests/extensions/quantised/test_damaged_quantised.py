@@ -104,6 +104,13 @@ CHANGED = {
     "an unknown group": ("gptq, ordered", "g_idx", put(99), "does not put 32 inputs into each group"),
     "a negative group": ("pack 4, ordered", "weight_g_idx", put(-1), "does not put 32 inputs"),
     "fewer inputs": ("gptq, ordered", "g_idx", cut_rows, "shape (191,), expected (192,)"),
+    "a truncated pack of NVFP4": ("nvfp4", "weight_packed", cut_columns, "shape (64, 95), expected (64, 96)"),
+    "scales of NVFP4 in float32": ("nvfp4", "weight_scale", lambda v: v.float(), "dtype torch.float32"),
+    "a scale of NVFP4 that is NaN": ("nvfp4", "weight_scale", put(torch.nan), "holds NaN"),
+    "a power of two that is NaN": ("mxfp4 of compressed-tensors", "weight_scale", put(255), "holds NaN"),
+    "a factor of 0": ("nvfp4", "weight_global_scale", lambda v: v * 0, "a number above 0, got 0.0"),
+    "an infinite factor": ("modelopt nvfp4", "weight_scale_2", lambda v: v * torch.inf, "above 0, got inf"),
+    "two factors": ("nvfp4", "weight_global_scale", lambda v: v.repeat(2), "shape (2,), expected (1,)"),
 }  # fmt: skip
 
 
@@ -130,6 +137,8 @@ NEEDED = [
         "pack 4, ordered": "weight_packed weight_scale weight_g_idx",
         "gptq, ordered": "qweight scales qzeros g_idx",
         "awq": "qweight scales qzeros",
+        "nvfp4": "weight_packed weight_scale weight_global_scale",
+        "modelopt nvfp4": "weight weight_scale weight_scale_2",
     }.items()
     for end in ends.split()
 ]

@@ -187,6 +187,9 @@ ENGINES = [
     ("llama", "fp8 tensor"),
     ("llama", "modelopt"),
     ("qwen3", "modelopt, rows"),
+    ("llama", "modelopt nvfp4"),
+    ("qwen2", "nvfp4"),
+    ("qwen3", "mxfp4 of compressed-tensors"),
     ("qwen2", "float channel"),
     ("qwen3", "pack 4, asymmetric"),
     ("qwen2", "pack 8"),
@@ -195,7 +198,7 @@ ENGINES = [
     ("qwen2", "gptq 8, asymmetric and ordered"),
     ("qwen3", "awq"),
     *(("qwen3_moe", name) for name in ("fp8 block", "fp8 tensor", "float channel", "int channel")),
-    *(("qwen3_moe", name) for name in ("pack 4, asymmetric", "gptq", "awq")),
+    *(("qwen3_moe", name) for name in ("pack 4, asymmetric", "gptq", "awq", "nvfp4", "modelopt nvfp4")),
 ]
 
 
@@ -354,7 +357,8 @@ REFUSED = [
     (FP8 | {"modules_to_not_convert": [7]}, "modules_to_not_convert must be a list"),
     (FP8 | {"modules_to_not_convert": ["a"] * 5000}, "modules_to_not_convert has more than"),
     (FP8 | {"ignored_layers": ["("]}, "ignored_layers: '\\('"),
-    (MODELOPT | {"quant_algo": "NVFP4"}, "quant_algo = 'NVFP4' .* supported: 'FP8'"),
+    (MODELOPT | {"quant_algo": "NVFP4_AWQ"}, "quant_algo = 'NVFP4_AWQ' .* supported: 'FP8'"),
+    (MODELOPT | {"quant_algo": "NVFP4", "group_size": 32}, "group_size = 32 .* supported: 16"),
     (MODELOPT | {"quant_algo": ["FP8"]}, "quant_algo"),
     (MODELOPT | {"ignore": "lm_head"}, "ignore must be a list"),
     (MODELOPT | {"ignore": ["re:("]}, "ignore: '\\('"),
@@ -379,7 +383,8 @@ REFUSED = [
     (AWQ | {"bits": 8}, "bits = 8"),
     (AWQ | {"version": "gemv"}, "version = 'gemv'"),
     (AWQ | {"zero_point": False}, "zero_point = False"),
-    (COMPRESSED | {"format": "nvfp4-pack-quantized"}, "format = 'nvfp4-pack-quantized'"),
+    (COMPRESSED | {"format": "mxfp8-quantized"}, "format = 'mxfp8-quantized'"),
+    (COMPRESSED | {"format": "nvfp4-pack-quantized"}, "weights.type = 'int' .* supported: 'float'"),
     (COMPRESSED | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
     (COMPRESSED | {"transform_config": {"config_groups": {"u": {}}}}, "transform_config"),
     (COMPRESSED | {"config_groups": {}}, "config_groups"),

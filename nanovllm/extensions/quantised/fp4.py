@@ -1,0 +1,73 @@
+"""Weights in 4-bit floating point (e2m1) by compressed-tensors and modelopt: NVFP4 and MXFP4.
+
+NVFP4 has a scale in e4m3 for 16 inputs and a factor for the matrix, MXFP4 a power of two for 32 inputs. Twice
+the number of a code is an integer, which is kept in a byte: kernels have 8-bit codes for any group of 16.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanovllm.extensions.quantised.kernels.quantised_weight import E2M1
+from nanovllm.extensions.quantised.scaled import IGNORED, ScaledWeight
+from nanovllm.kernels.runtime import cdiv
+from nanovllm.layers.linear import Shard
+from nanovllm.utils.loader import StoredTensor, check_finite, check_stored
+from nanovllm.utils.validation import check
+
+NVFP4, MXFP4, MODELOPT = "nvfp4-pack-quantized", "mxfp4-pack-quantized", "modelopt"
+GROUPS = {NVFP4: 16, MXFP4: 32, MODELOPT: 16}  # inputs that share a scale
+# What checkpoints call the codes, the matrix's factor, and what is not needed.
+NAMES = {MODELOPT: ("weight", "weight_scale_2", "input_scale")}
+OTHER_NAMES = "weight_packed", "weight_global_scale", "input_global_scale"
+TWICE = torch.tensor([2 * number for number in E2M1 + [-number for number in E2M1]], dtype=torch.int8)
+
+
+class Fp4(ScaledWeight):
+    """`weight` int8 [out, in], twice the codes' numbers; `scales` float32, half of the checkpoint's."""
+
+    code_dtype = torch.int8
+    lowest, highest = -12.0, 12.0
+
+    def __init__(self, shards: dict[Any, Shard], source: str):
+        super().__init__(shards, (1, GROUPS[source]))
+        self.source = source
+        self.factors: list[tuple[slice, Tensor]] = []  # of which rows
+        codes, factor, ignored = NAMES.get(source, OTHER_NAMES)
+        self.stored = {
+            codes: StoredTensor(self._load_halves),
+            "weight_scale": StoredTensor(self._load_scales),
+            ignored: IGNORED,
+        }
+        if source != MXFP4:
+            self.stored[factor] = StoredTensor(self._load_factor)
+
+    def finish(self) -> None:
+        for rows, factor in self.factors:
+            scales = self.scales.data[rows]
+            scales.copy_(scales * factor if self.source == MODELOPT else scales / factor)
+        self.factors = []
+
+    def _load_halves(self, loaded: Any, shard: Shard) -> None:
+        """[out, in / 2], the first code of a byte in its low half."""
+        rows, inputs = shard.shape
+        check_stored(loaded, (rows, inputs // 2), {torch.uint8})
+        start, stop = shard.columns.start, shard.columns.stop
+        packed = loaded[shard.rows, start // 2 : cdiv(stop, 2)].to(self.weight.device)
+        codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1)
+        codes = codes[:, start % 2 : start % 2 + stop - start]
+        self.set_codes(shard.place, TWICE.to(codes.device)[codes.int()])
+
+    def _load_scales(self, loaded: Any, shard: Shard) -> None:
+        is_exponent = self.source == MXFP4
+        self._check_grid(loaded, shard, {torch.uint8 if is_exponent else torch.float8_e4m3fn})
+        scales = loaded[...].float()
+        scales = (scales - 127).exp2() if is_exponent else scales
+        check_finite(self._load_grid(self.scales, scales / 2, shard))
+
+    def _load_factor(self, loaded: Any, shard: Shard) -> None:
+        check_stored(loaded, () if tuple(loaded.shape) == () else (1,), {torch.float32})
+        factor = loaded[...].reshape(())
+        check(0 < float(factor) < torch.inf, "must hold a number above 0", float(factor))
+        self.factors.append((shard.place, factor.to(self.scales.device)))
