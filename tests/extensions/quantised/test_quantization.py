@@ -99,6 +99,17 @@ def test_the_matrix_is_bit_for_bit_the_librarys_on_every_rank(packer, name):
         assert_products(layer, expected)
 
 
+@pytest.mark.parametrize("name", ["nvfp4", "modelopt nvfp4", "mxfp4 of compressed-tensors"])
+def test_codes_of_4_bits_may_be_cut_anywhere_and_loaded_again(name):
+    packer = PACKERS[name]
+    for rank in (0, 1, 31):
+        layer = make_layer(lambda: RowParallelLinear(96, 24), packer, rank, 32)  # 3 inputs each
+        for _ in range(2):
+            packed = {None: packer.pack(torch.randn(24, 96))}
+            load_parts(layer, packed)
+            assert torch.equal(matrix_of(layer), expected_matrix(layer, packer, packed))
+
+
 @pytest.mark.parametrize("name", ["gptq, asymmetric", "gptq v2", "pack 4, asymmetric", "awq"])
 @pytest.mark.parametrize("sign, zero", [(1, 0), (-1, 15)])
 def test_the_zero_point_of_weights_of_one_sign_is_the_first_or_the_last(name, sign, zero):
