@@ -41,7 +41,7 @@ def read_pickled(file: Path) -> Iterator[PickledTensor]:
     for entry in entries:
         is_stored = entry.compress_type == zipfile.ZIP_STORED
         is_small = not entry.filename.endswith(".pkl") or entry.file_size <= MAX_BYTES_OF_PICKLE
-        check(is_stored and is_small, f"{file}: parts must be uncompressed, and small pickles", entry)
+        check(is_stored and is_small, f"{file} must hold uncompressed parts, and a small pickle", entry)
     try:
         found = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:  # whatever its pickle makes of it

@@ -121,6 +121,7 @@ class GGUF(Weight):
         self.parameters = {str(i): tensor for i, tensor in enumerate(tensors)}
 
     def _pieces(self, in_order: Iterable[Any]) -> Iterator["Piece"]:
+        """From pieces, and from matrices that are still to be read."""
         for is_read, members in groupby(in_order, lambda each: isinstance(each, Piece)):
             found = [*members]
             yield from found if is_read else chain.from_iterable(starmap(self._read, joined(found)))
@@ -140,8 +141,8 @@ class GGUF(Weight):
 
 def joined(matrices: Iterable[tuple[Any, Shard]]) -> Iterator[tuple[Any, Shard]]:
     """
-    Neighbours of one type as one matrix, some MB at a time: decoding many small ones takes a GPU minutes. A
-    CPU cannot take parts that are no whole LANES out of a packed one.
+    Neighbours of one type as one matrix, JOINED bytes at a time: one by one, the experts of eight layers of
+    Qwen3-30B-A3B took a GPU 20 s. A CPU packs LANES rows together, so it joins only whole LANES.
     """
     for (_, size, columns), members in groupby(
         matrices, lambda each: (each[0].quantisation, each[1].size, each[1].columns)
@@ -229,7 +230,7 @@ class PackedCodes:
         return torch.ops.aten._weight_int4pack_mm_for_cpu(x.contiguous(), self.packed, size, pairs)
 
     def part(self, rows: slice) -> "PackedCodes":
-        """Some of the rows, whole LANES."""
+        """The same for these rows, which begin and end with a whole number of LANES."""
         facts, pairs = (self.digits, self.group, None), self.scales_and_zeros[:, rows].transpose(0, 1)
         return PackedCodes(facts, self.packed[rows], pairs)
 

@@ -380,7 +380,7 @@ def test_experts_of_few_bits_match_plain_arithmetic(device, name, has_bias):
                     assert error(got, rounded_mixture(x, weights, chosen)) < 2e-2
                 else:  # in bricks inputs are rounded as to bfloat16
                     limit = tolerance(torch.bfloat16 if "bricks" in name else dtype)
-                    if "offsets" in name:  # their rounding is the same for all inputs of a group
+                    if "offsets" in name and dtype == torch.bfloat16:  # rounded alike for a whole group
                         limit *= 4
                     assert error(got, exact_mixture(x, weights, chosen)) < limit
 

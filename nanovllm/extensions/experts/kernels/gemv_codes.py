@@ -221,7 +221,7 @@ def _load_rows(its_words, weight, its_scales, is_piece, tile, GROUPS, TILE_ROWS,
     [PIECES, HEIGHT, 1].
     """
     _, scales, zeros, offsets = weight
-    shifts = offsets if zeros is None else zeros  # there are no others beside them
+    shifts = offsets if zeros is None else zeros  # a weight never has both
     line = tile * SIZES.HEIGHT + tl.arange(0, SIZES.HEIGHT)[None, :, None]
     inside = is_piece & (line < SIZES.PARTS * SIZES.OUT_FEATURES)
     row = _row_of(line, SIZES)

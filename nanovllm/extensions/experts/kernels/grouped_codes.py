@@ -97,7 +97,7 @@ def _grouped_codes_kernel(
     if expert == SIZES.EXPERTS:
         return
     codes, scales, zeros, offsets = weight
-    shifts = offsets if zeros is None else zeros  # there are no others beside them
+    shifts = offsets if zeros is None else zeros  # a weight never has both
     PER_BYTE: tl.constexpr = 2 if KIND >= INT4 else 1  # codes
     STEP: tl.constexpr = SIZES.BLOCK_K
     CHUNKS: tl.constexpr = STEP // (BYTES * PER_BYTE)
