@@ -82,17 +82,20 @@ def main():
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--quantization")
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.9)
+    parser.add_argument("--tensor-parallel-size", type=int, default=1)
     parser.add_argument("--ordinary", action="store_true")
+    parser.add_argument("--seed", type=int, default=0, help="of requests, engines and batches")
     args = parser.parse_args()
-    pick, start = random.Random(0), time.perf_counter()
+    pick, start = random.Random(args.seed), time.perf_counter()
     options = dict(load_format="dummy", exact=not args.ordinary, kv_cache_dtype=args.kv_cache_dtype)
     options |= dict(quantization=args.quantization, max_model_len=4096)
     options |= dict(gpu_memory_utilization=args.gpu_memory_utilization)
+    options |= dict(tensor_parallel_size=args.tensor_parallel_size)
     requests = make_requests(pick, args.requests, args.longest)
 
     def engine(**settings):
-        checksums = Checksums()
-        return LLM(args.model, **options, **settings, extensions=[checksums]), checksums
+        llm = LLM(args.model, **options, **settings, extensions=["exact_batches:Checksums"])
+        return llm, llm.parts.logits_processor(Checksums.name)
 
     llm, checksums = engine(max_num_seqs=1, enable_prefix_caching=False, max_num_batched_tokens=4096)
     with llm:
