@@ -15,10 +15,9 @@ from nanovllm.config import Config
 from nanovllm.engine.interfaces import Parts
 from nanovllm.extensions.exact.attention import ExactBackend
 from nanovllm.extensions.exact.backend_check import BackendCheck
-from nanovllm.extensions.exact.kernels.ordered_sum import sum_in_order
 from nanovllm.extensions.exact.options import check_exact
-from nanovllm.extensions.exact.products import ONE_THREAD, exact_linear, exact_silu_and_mul
 from nanovllm.extensions.exact.products import dense_weight as dense_weight  # for assembly
+from nanovllm.extensions.exact.products import exact_linear, exact_mixture, exact_silu_and_mul
 from nanovllm.extensions.exact.products import use_heads as use_heads
 from nanovllm.kernels.kv_store import CacheLayout
 from nanovllm.layers.layernorm import RMSNorm, Stream
@@ -58,24 +57,13 @@ def use_exact(model: nn.Module, experts: Any, fp8: type) -> None:
 
 def use_exact_experts(model: nn.Module, module: Any) -> None:
     """
-    Mixtures of experts, which `module` has, multiply any number of rows as a prefill does: grouped products
-    take inputs in ascending order. What the experts make of a row is added up in the order in which the
-    router names them and rounded, and then added to the residual: on one rank as on several. A CPU takes so
-    few rows at a time that one thread computes their activation, see `exact_silu_and_mul`.
+    Mixtures of experts, which `module` has, become exact ones. Their sum is rounded and then added to the
+    residual: on one rank as on several.
     """
 
     def forward(layer: Any, stream: Stream, next_norm: RMSNorm) -> Stream:
-        x, weights = stream.normalised(), layer.experts.weights._replace(linear=exact_linear)
-        kernels, chosen = module.choose_kernels(x, weights, is_prefill=True), layer.gate(stream)
-        most = max(1, ONE_THREAD // (2 * weights.width))
-        if kernels is not None or len(x) <= most:
-            return stream.add(add_up(kernels, x, weights, chosen), next_norm)
-        pieces = zip(*(each.split(most) for each in (x, *chosen)), strict=True)
-        sums = [add_up(None, piece, weights, type(chosen)(*its)) for piece, *its in pieces]
-        return stream.add(torch.cat(sums), next_norm)
-
-    def add_up(kernels: Any, x: Tensor, weights: Any, chosen: Any) -> Tensor:
-        return sum_in_order(module.run_grouped(kernels, x, weights, chosen, get_context().is_prefill))
+        x, weights, is_prefill = stream.normalised(), layer.experts.weights, get_context().is_prefill
+        return stream.add(exact_mixture(module, x, weights, layer.gate(stream), is_prefill), next_norm)
 
     for layer in model.modules():
         if isinstance(layer, module.MixtureOfExperts):

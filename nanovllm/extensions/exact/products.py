@@ -1,11 +1,13 @@
 """Products whose bits do not depend on the number of rows."""
 
 import functools
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nanovllm.extensions.exact.kernels.ordered_sum import sum_in_order
 from nanovllm.extensions.exact.kernels.product import few_rows, multiply, product
 from nanovllm.kernels.activation import silu_and_mul
 from nanovllm.kernels.runtime import has_hopper_shared_memory, is_on_gpu, use_triton
@@ -30,6 +32,25 @@ def exact_silu_and_mul(x: Tensor) -> Tensor:
         return silu_and_mul(x)
     # torch computes exponentials by other code at the borders between threads. So few it leaves to one.
     return torch.cat([silu_and_mul(rows) for rows in x.split(max(1, ONE_THREAD // x.shape[1]))])
+
+
+def exact_mixture(moe: Any, x: Tensor, weights: Any, chosen: Any, is_prefill: bool) -> Tensor:
+    """
+    The sum of what the `chosen` experts make of each row of x [rows, hidden], in its shape. The module `moe`
+    multiplies any number of rows as a prefill does: grouped products take inputs in ascending order. Outputs
+    are added up in the order in which the router names the experts, and rounded once. A CPU takes so few rows
+    at a time that one thread computes their activation, see `exact_silu_and_mul`.
+    """
+    weights = weights._replace(linear=exact_linear)
+    kernels = moe.choose_kernels(x, weights, is_prefill=True)
+
+    def add_up(x: Tensor, *its: Tensor) -> Tensor:
+        return sum_in_order(moe.run_grouped(kernels, x, weights, chosen._make(its), is_prefill))
+
+    if kernels is not None:
+        return add_up(x, *chosen)
+    most = max(1, ONE_THREAD // (2 * weights.width))
+    return torch.cat([*map(add_up, *(each.split(most) for each in (x, *chosen)))])
 
 
 class ExactWeight(DenseWeight):

@@ -6,8 +6,8 @@ changes a model of transformers in place:
 
 - Sequences go through its layers as through the engine's, one behind the other and without padding: a batch
   is packed in front of the first layer and padded again behind the last.
-- Products, norms, rotations, SwiGLU and attention are what the engine calls in exact mode. Residual additions
-  are the same as they are.
+- Products, norms, rotations, SwiGLU, experts and attention are what the engine calls in exact mode. Residual
+  additions are the same as they are.
 - Gradients are the ordinary ones: those of the same formulas in plain torch.
 
 Weights and their names stay, so optimizers and checkpoints know nothing of it.
@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from nanovllm.assembly import token_logprobs
+from nanovllm.assembly import moe, token_logprobs
 from nanovllm.extensions.exact.kernels.attention import exact_prefill
-from nanovllm.extensions.exact.products import exact_linear, exact_silu_and_mul
+from nanovllm.extensions.exact.products import exact_linear, exact_mixture, exact_silu_and_mul
 from nanovllm.kernels.attention_variant import AttentionVariant
 from nanovllm.kernels.kv_store import ROWS, StoreHooks, qk_norm_rope_store
 from nanovllm.kernels.layernorm import add_rms_norm
@@ -37,16 +37,24 @@ from nanovllm.layers.rotary_embedding import RotaryEmbedding, get_rope
 from nanovllm.utils.context import Context
 from nanovllm.utils.validation import check
 
-MODELS = ["LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"]
+MODELS = ["LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"]
+NO_OPTIONS = (
+    "inputs_embeds",
+    "past_key_values",
+    "cache",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+)
 ROPE_TYPES = ["default", "linear", "llama3", "yarn"]
 
 
 def make_exact(model: nn.Module) -> nn.Module:
     """
-    Have a Llama, Qwen2 or Qwen3 model of transformers (`...ForCausalLM`) compute the bits of an engine with
-    exact=True and the same weights, dtype and kind of device. The model is changed, and returned. ValueError,
-    here or from its forward pass, for what the engine has no equal of: dropout, windows, caches, autocast,
-    attention weights, hidden states of layers.
+    Have a model of transformers that is one of MODELS compute the bits of an engine with exact=True and the
+    same weights, dtype and kind of device. The model is changed, and returned. ValueError, here or from its
+    forward pass, for what the engine has no equal of: dropout, windows, caches, autocast, attention weights,
+    hidden states of layers, logits of routers.
 
     Positions count the tokens that the attention mask shows, from 0 in each row, unless position_ids are
     given. Wherever these do not go on by one a sequence begins, so that a row may hold several.
@@ -86,13 +94,16 @@ def _check_model(model: nn.Module) -> dict[str, Any]:
     config, rope_type = model.config, model.model.rotary_emb.rope_type
     check(not config.attention_dropout, "attention_dropout must be 0", config.attention_dropout)
     check(config.hidden_act == "silu", "hidden_act must be 'silu'", config.hidden_act)
-    layers = getattr(config, "layer_types", None) or ()
-    check("sliding_attention" not in layers, "layer_types must be full_attention", layers)
+    for layer in model.model.layers:
+        window = getattr(layer.self_attn, "sliding_window", None)
+        check(window is None, "attention must be without a sliding window", window)
     check(rope_type in ROPE_TYPES, f"rope_type must be one of {ROPE_TYPES}", rope_type)
     for path, module in model.named_modules():
         kind = type(module)
         is_known = kind is nn.Linear or not hasattr(module, "in_features")
         check(is_known, f"{path} must be an nn.Linear", kind.__name__)
+        is_list = isinstance(getattr(module, "experts", None), nn.ModuleList)
+        check(not is_list, f"{path}.experts must be stacked, as transformers 5 has them", "ModuleList")
     weights = {f"{weight.dtype} on {weight.device}" for weight in model.parameters()}
     check(len(weights) == 1, "weights must have one dtype and be on one device", sorted(weights))
     check(weights != {"torch.float16 on cpu"}, "weights on a CPU must be float32 or bfloat16", "float16")
@@ -121,7 +132,7 @@ def _pack(
 ) -> tuple[tuple[()], dict[str, Any]]:
     """A forward pre-hook: other arguments for the decoder."""
     check(not args, "inputs must be given by name", args)
-    for name in ("inputs_embeds", "past_key_values", "cache", "output_attentions", "output_hidden_states"):
+    for name in NO_OPTIONS:
         given = options.pop(name, getattr(decoder.config, name, None))
         check(given is None or given is False, f"{name} is not possible with exactness", given)
     input_ids, mask, positions = (
@@ -183,6 +194,23 @@ class ExactMLP(nn.Module):
         return self.down_proj(gated)[None]
 
 
+class ExactMixture(nn.Module):
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        [x], gate = hidden_states, self.gate
+        logits = Product.apply(x, gate.weight, None)
+        chosen = moe.choose_experts(logits.detach(), gate.top_k, gate.norm_topk_prob)
+        gate_ups, downs = self.experts.gate_up_proj, self.experts.down_proj
+        weights = moe.ExpertWeights(gate_ups.flatten(0, 1), downs.flatten(0, 1), len(downs))
+        return Recomputed.apply(
+            lambda x, *_: exact_mixture(moe, x, weights, chosen, is_prefill=True),
+            partial(mixture, chosen.experts.long(), gate.norm_topk_prob),
+            x,
+            logits,
+            gate_ups,
+            downs,
+        )[None]
+
+
 class ExactAttention(nn.Module):
     def forward(self, hidden_states: Tensor, packed: Packed, **_options: Any) -> tuple[Tensor, None]:
         projections = self.q_proj, self.k_proj, self.v_proj
@@ -200,6 +228,7 @@ EXACT_LAYERS = {
     "in_features": ExactLinear,
     "variance_epsilon": ExactNorm,
     "gate_proj": ExactMLP,
+    "experts": ExactMixture,
     "q_proj": ExactAttention,
 }
 
@@ -248,6 +277,26 @@ class Recomputed(torch.autograd.Function):
 
 def norm(eps: float, x: Tensor, weight: Tensor) -> Tensor:
     return F.rms_norm(x.float(), x.shape[-1:], eps=eps).to(x.dtype) * weight
+
+
+def mixture(
+    experts: Tensor, normalise: bool, x: Tensor, logits: Tensor, gate_ups: Tensor, downs: Tensor
+) -> Tensor:
+    """
+    The sum of what `experts` [tokens, top_k] make of x [tokens, hidden], weighted by the router's logits
+    [tokens, experts]. Matrices are [experts, 2 * width, hidden], gates first, and [experts, hidden, width].
+    """
+    shares = logits.softmax(1, dtype=torch.float32).gather(1, experts)
+    if normalise:
+        shares = shares / shares.sum(1, keepdim=True)
+    order, counts = experts.flatten().argsort(), experts.flatten().bincount(minlength=len(downs))
+    tokens = order // experts.shape[1]
+    made = []
+    for rows, gate_up, down in zip(x[tokens].split(counts.tolist()), gate_ups, downs, strict=True):
+        gate, up = F.linear(rows, gate_up).chunk(2, dim=1)
+        made.append(F.linear(F.silu(gate) * up, down))
+    weighted = torch.cat(made) * shares.to(x.dtype).flatten()[order, None]
+    return torch.zeros_like(x).index_add(0, tokens, weighted)
 
 
 def exact_attend(

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.extensions.exact import check
-from nanovllm.extensions.exact.trainer import logprobs, make_exact
+from nanovllm.extensions.exact.trainer import logprobs, make_exact, mixture
 from tiny_checkpoints import (  # noqa: F401
     SMALL,
     load_reference,
@@ -32,6 +32,8 @@ SHAPES = {
     "qwen2": dict(hidden_size=96, num_attention_heads=6, num_key_value_heads=1, intermediate_size=100),
     "llama": dict(num_hidden_layers=1, intermediate_size=1536, attention_bias=True, mlp_bias=True),
 }
+if transformers.__version__ >= "5":
+    SHAPES["qwen3_moe"] = dict(num_hidden_layers=3, mlp_only_layers=[1], head_dim=32)
 ROPES = [
     dict(rope_type="linear", factor=4.0),
     dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=64),
@@ -43,11 +45,13 @@ ROPES = [
         original_max_position_embeddings=64,
     ),
 ]
+stacked = pytest.mark.skipif("qwen3_moe" not in SHAPES, reason="needs the experts of transformers 5")
 LENGTHS = 5, 1, 170, 33, 64, 2, 90, 128  # of prompts
 TEXT = torch.randint(SMALL["vocab_size"], (170,), generator=torch.Generator().manual_seed(0)).tolist()
 PROMPTS = [TEXT[:length] for length in LENGTHS]
 MAX_TOKENS = 12
 DTYPES = torch.float32, torch.bfloat16
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 class Drawn(NamedTuple):
@@ -255,8 +259,8 @@ def test_gradients_are_those_of_the_ordinary_model(folders, name, side):
     assert errors(gradients(make_exact(ordinary), inputs), wanted).max() < 1e-5
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["qwen3", "qwen2", "llama"])
 def test_gradients_in_bfloat16_are_as_close_as_the_ordinary_models(folders, name, device):
     inputs = {key: tensor.to(device) for key, tensor in batch(PROMPTS, "left").items()}
     ordinary = load_reference(folders[name], torch.bfloat16).to(device)
@@ -288,6 +292,99 @@ def test_gradients_of_frozen_weights_are_not_computed(qwen3):
     assert counter.get_flop_counts()["Global"][torch.ops.aten.mm] == 2 * products  # one of each
 
 
+# Mixtures of experts
+
+
+def make_mixtures(**settings: Any) -> tuple[torch.nn.Module, torch.nn.Module]:
+    """An ordinary layer, and an exact one with the same random weights."""
+    torch.manual_seed(0)
+    model = make_model("qwen3_moe", num_hidden_layers=1, **settings)
+    model.set_experts_implementation("eager")
+    ordinary = model.model.layers[0].mlp
+    for parameter in ordinary.parameters():
+        torch.nn.init.normal_(parameter, 0, 0.3)
+    model = copy.deepcopy(model)
+    return ordinary, make_exact(model).model.layers[0].mlp
+
+
+def gradients_of_mixture(layer: torch.nn.Module, x: Tensor, weights: Tensor) -> list[Tensor]:
+    """What it makes of x, and the gradients of x and its weights."""
+    x = x.clone().requires_grad_()
+    y = layer(x)
+    (y * weights).sum().backward()
+    return [y, x.grad, *(each.grad for each in layer.parameters())]
+
+
+@stacked
+@pytest.mark.parametrize("tokens", [1, 40])  # of which one leaves experts unused
+@pytest.mark.parametrize("normalise", [True, False])
+@pytest.mark.parametrize("top_k", [1, 3, 8])
+def test_a_mixture_of_experts_has_the_gradients_of_the_ordinary_one(top_k, normalise, tokens):
+    layers = make_mixtures(num_experts_per_tok=top_k, norm_topk_prob=normalise)
+    x, weights = torch.randn(1, tokens, 64), torch.randn(1, tokens, 64)
+    wanted, mine = (gradients_of_mixture(layer, x, weights) for layer in layers)
+    assert len(mine) == 5
+    for one, other in zip(mine, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    learns = wanted[4].abs().max() > 1e-3  # the router does, unless one expert has all
+    assert learns != (top_k == 1 and normalise)
+
+
+@stacked
+@pytest.mark.parametrize("device", DEVICES)
+def test_in_bfloat16_they_are_as_close_as_the_ordinary_ones(device):
+    """With all experts for each token: rounded logits might choose others."""
+    layers = [layer.bfloat16().to(device) for layer in make_mixtures(num_experts_per_tok=8)]
+    x, weights = (each.bfloat16().to(device) for each in torch.randn(2, 1, 40, 64))
+    wanted = gradients_of_mixture(copy.deepcopy(layers[0]).float(), x.float(), weights.float())
+    usual, found = (errors(gradients_of_mixture(layer, x, weights), wanted) for layer in layers)
+    assert (found < 1.5 * usual + 2e-3).all()
+
+
+@pytest.mark.parametrize("normalise", [True, False])
+def test_gradients_of_a_mixture_are_the_quotients_of_differences(normalise):
+    experts = torch.tensor([[3, 0], [1, 3], [0, 1], [3, 1], [0, 3]])  # never number 2
+    shapes = (5, 3), (5, 4), (4, 4, 3), (4, 3, 2)
+    inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    # Shares are of 32 bits, so differences must not be too small.
+    options = dict(eps=1e-3, atol=1e-3, rtol=1e-3)
+    assert torch.autograd.gradcheck(partial(mixture, experts, normalise), inputs, **options)
+
+
+@stacked
+def test_of_experts_with_equal_logits_the_first_are_taken():
+    _, layer = make_mixtures()
+    layer.gate.weight.data.zero_()
+    layer(torch.randn(1, 9, 64)).sum().backward()
+    used = layer.experts.down_proj.grad.flatten(1).any(1)
+    assert used.tolist() == [True] * 3 + [False] * 5
+
+
+@stacked
+def test_frozen_experts_cost_nothing_in_the_backward_pass(folders):
+    model, inputs = make_exact(load_reference(folders["qwen3_moe"])), batch(PROMPTS, "left")
+    trained = "model.layers.2.mlp.gate.weight"
+    wanted = dict(zip(dict(model.named_parameters()), gradients(model, inputs), strict=True))[trained]
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name == trained)
+    with FlopCounterMode(display=False) as counter:
+        [found] = gradients(model, inputs)
+    torch.testing.assert_close(found, wanted)
+    config, layer = model.config, model.model.layers[2].mlp
+    weights = sum(weight.numel() for weight in layer.experts.parameters())
+    products = model.lm_head.weight.numel() * inputs["input_ids"].numel()  # its input's gradient
+    # Experts are computed once more, for what their shares were multiplied by; and the router's gradient.
+    each = layer.gate.weight.numel() + weights // config.num_experts * config.num_experts_per_tok
+    products += each * int(inputs["attention_mask"].sum())
+    assert counter.get_flop_counts()["Global"][torch.ops.aten.mm] == 2 * products
+    layer.gate.weight.requires_grad_(False)
+    model.model.norm.weight.requires_grad_(True)
+    with FlopCounterMode(display=False) as counter:
+        gradients(model, inputs)
+    products = model.lm_head.weight.numel() * inputs["input_ids"].numel()
+    assert counter.get_flop_counts()["Global"][torch.ops.aten.mm] == 2 * products
+
+
 def test_batches_may_be_computed_before_the_gradients_of_others(qwen3):
     long, short = batch(PROMPTS, "left"), batch(PROMPTS[:2], "right")
     wanted = gradients(qwen3, long)
@@ -311,9 +408,10 @@ def test_log_probabilities_have_gradients():
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
-def test_after_a_step_of_training_a_new_engine_agrees_again(folders, engine, tmp_path, dtype):
-    drawn = engine("qwen3", dtype)
-    model = make_exact(load_reference(folders["qwen3"], dtype))
+@pytest.mark.parametrize("name", ["qwen3", pytest.param("qwen3_moe", marks=stacked)])
+def test_after_a_step_of_training_a_new_engine_agrees_again(folders, engine, tmp_path, name, dtype):
+    drawn = engine(name, dtype)
+    model = make_exact(load_reference(folders[name], dtype))
     names = set(model.state_dict())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     inputs = batch(texts_of(drawn), "left")
@@ -359,7 +457,11 @@ def test_models_that_are_not_known_are_refused():
         (dict(hidden_act="gelu"), "hidden_act must be 'silu', got 'gelu'"),
         (
             dict(name="qwen3", use_sliding_window=True, sliding_window=8, max_window_layers=1),
-            r"layer_types must be full_attention, got .*sliding_attention",
+            "attention must be without a sliding window, got 8",
+        ),
+        (
+            dict(name="qwen3_moe", use_sliding_window=True, sliding_window=8),
+            "attention must be without a sliding window, got 8",
         ),
         (
             dict(rope_scaling=dict(rope_type="dynamic", factor=2.0)),
@@ -390,6 +492,7 @@ def test_layers_and_weights_that_are_not_ordinary_are_refused(qwen3):
     [
         (dict(output_attentions=True), "output_attentions is not possible"),
         (dict(output_hidden_states=True), "output_hidden_states is not possible"),
+        (dict(output_router_logits=True), "output_router_logits is not possible"),
         (dict(past_key_values=transformers.DynamicCache()), "(past_key_values|cache) is not possible"),
         (dict(inputs_embeds=torch.zeros(1, 3, 64), input_ids=None), "inputs_embeds is not possible"),
         (
@@ -401,6 +504,22 @@ def test_layers_and_weights_that_are_not_ordinary_are_refused(qwen3):
 def test_calls_that_the_engine_does_not_compute_are_refused(qwen3, options, message):
     with pytest.raises(ValueError, match=message):
         qwen3(**{"input_ids": torch.tensor([[1, 2, 3]]), **options})
+
+
+@stacked
+def test_the_loss_of_a_balanced_router_is_refused():
+    model = make_exact(make_model("qwen3_moe", output_router_logits=True))
+    with pytest.raises(ValueError, match="output_router_logits is not possible with exactness, got True"):
+        model(input_ids=torch.tensor([[1, 2, 3]]))
+
+
+def test_experts_that_are_not_stacked_are_refused():
+    """As those of transformers 4 are."""
+    model = make_model("qwen3_moe")
+    model.model.layers[1].mlp.experts = torch.nn.ModuleList()
+    path = r"model\.layers\.[01]\.mlp\.experts"
+    with pytest.raises(ValueError, match=path + " must be stacked, as transformers 5 has them"):
+        make_exact(model)
 
 
 def test_autocast_is_refused(qwen3):
