@@ -15,6 +15,7 @@ from torch import Tensor
 
 from nanovllm.extensions.exact.kernels.attention_torch import exact_decode_torch, exact_prefill_torch
 from nanovllm.extensions.exact.kernels.sums import (
+    across,
     along,
     divided,
     fold,
@@ -67,7 +68,7 @@ class Sizes(NamedTuple):
     KEY_TILE: int
     TILE: int  # the same, as `prefetch_tile` calls it
     ROWS: int
-    DENSE: bool  # whether keys and values are rows of the model's dtype, as they are multiplied
+    COLUMNS: bool  # whether rows are columns of scores and sums, see `sums`
 
 
 def launch_options(device: torch.device, num_warps: int) -> dict[str, Any]:
@@ -91,7 +92,7 @@ def exact_prefill(
     heads_per_kv = heads // kv_heads
     rows = FEW_ROWS if step.max_seqlen_q * heads_per_kv <= FEW_ROWS else PREFILL_ROWS
     rows = max(rows, next_power_of_2(heads_per_kv))
-    sizes = _sizes(heads, kv_heads, head_dim, block_size, rows, layout.has_token_rows)
+    sizes = _sizes(heads, kv_heads, head_dim, block_size, rows, False)
     num_seqs = len(step.cu_seqlens_q) - 1
     _prefill_kernel[(cdiv(step.max_seqlen_q, rows // heads_per_kv), kv_heads, num_seqs)](
         q, k, v, out, step.cu_seqlens_q, step.cu_seqlens_k, tables, variant.scale * LOG2_E,
@@ -127,7 +128,7 @@ def exact_decode(
         rows = max(FEW_ROWS, next_power_of_2(sizes.HEADS))
         _prefix_kernel[(2 * num_multiprocessors(device),)](
             *shared, prefixes, plan.queries, plan.work_items, plan.num_work_items,
-            SIZES=sizes._replace(ROWS=rows), LOAD=layout.load,
+            SIZES=sizes._replace(ROWS=rows, COLUMNS=False), LOAD=layout.load,
             **launch_options(device, 4), **overlap_options(device),
         )  # fmt: skip
     max_tiles = cdiv(step.block_tables.shape[1] * block_size, TILE)
@@ -139,7 +140,7 @@ def exact_decode(
         splits = 1
     out = empty_padded(batch, heads * head_dim, q).view(q.shape)
     options = launch_options(device, 4)
-    if sizes.DENSE:
+    if sizes.COLUMNS:
         options |= WHOLE if plan is None else BEHIND_PREFIX
     _decode_kernel[(kv_heads, batch, splits)](
         *shared, out, step.context_lens, prefixes, prefix_plan, partial, counters, max_tiles,
@@ -149,9 +150,9 @@ def exact_decode(
     return out
 
 
-def _sizes(heads: int, kv_heads: int, head_dim: int, block_size: int, rows: int, is_rows: bool) -> Sizes:
+def _sizes(heads: int, kv_heads: int, head_dim: int, block_size: int, rows: int, columns: bool) -> Sizes:
     dim_pad = max(MIN_DOT_SIZE, next_power_of_2(head_dim))
-    return Sizes(heads // kv_heads, kv_heads, head_dim, dim_pad, block_size, TILE, TILE, rows, is_rows)
+    return Sizes(heads // kv_heads, kv_heads, head_dim, dim_pad, block_size, TILE, TILE, rows, columns)
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -193,15 +194,15 @@ def _prefill_kernel(
     position = len_k - len_q + first  # of the first query
     all_seen = (position + 1) // SIZES.KEY_TILE * SIZES.KEY_TILE
     some_seen = tl.minimum(position + QUERIES, len_k)
-    sums = no_sums(SIZES, False)
+    sums = no_sums(SIZES)
     for start in range(0, all_seen, SIZES.KEY_TILE):
-        tile = sum_tile(query, cache, start, len_k, last_key, scale_log2, SIZES, LOAD, False, False)
-        sums = fold(sums, tile, False)
+        tile = sum_tile(query, cache, start, len_k, last_key, scale_log2, SIZES, LOAD, False)
+        sums = fold(sums, tile, SIZES)
     for start in range(all_seen, some_seen, SIZES.KEY_TILE):
-        tile = sum_tile(query, cache, start, len_k, last_key, scale_log2, SIZES, LOAD, True, False)
-        sums = fold(sums, tile, False)
+        tile = sum_tile(query, cache, start, len_k, last_key, scale_log2, SIZES, LOAD, True)
+        sums = fold(sums, tile, SIZES)
     place = (token * tl.num_programs(1) * SIZES.HEADS + head) * SIZES.HEAD_DIM
-    tl.store(out + place[:, None] + dim[None, :], divided(sums, False), mask=inside)
+    tl.store(out + place[:, None] + dim[None, :], divided(sums, SIZES), mask=inside)
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -229,12 +230,12 @@ def _prefix_kernel(
         table = block_tables + tl.load(queries + first).to(tl.int64) * table_stride
         k, v = k_cache + kv_head * k_head_stride, v_cache + kv_head * v_head_stride
         cache = k, v, table, k_token_stride, v_token_stride
-        sums = no_sums(SIZES, False)
+        sums = no_sums(SIZES)
         for start in range(0, end, SIZES.KEY_TILE):
-            tile = sum_tile(query, cache, start, end, None, scale_log2, SIZES, LOAD, False, False)
-            sums = fold(sums, tile, False)
+            tile = sum_tile(query, cache, start, end, None, scale_log2, SIZES, LOAD, False)
+            sums = fold(sums, tile, SIZES)
         place = prefixes + (seq * SIZES.KV_HEADS * SIZES.HEADS + head) * (SIZES.HEAD_DIM + 2)
-        store_sums(place, sums, is_row, is_dim, SIZES, False)
+        store_sums(place, sums, is_row, is_dim, SIZES)
 
 
 @triton.jit(do_not_specialize=["table_stride", "max_tiles", "num_multiprocessors"])
@@ -245,13 +246,12 @@ def _decode_kernel(
     SIZES: tl.constexpr, LOAD: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """
-    A program computes the heads of one kv head, of one sequence. They are columns if the cache is DENSE: keys
-    that are converted in registers would be added up in another order as a left factor. `prefixes` are sums
+    A program computes the heads of one kv head, of one sequence. They are COLUMNS if keys and values are rows
+    of the model's dtype: converted in registers they would be added up in another order. `prefixes` are sums
     over each sequence's first tokens; `prefix_plan` says over how many, and which sequence's blocks it reads
     up to which token. With `partial` several programs share a context of more than two tiles: each computes
     every n-th one, if they are n, and the last one to end folds all.
     """
-    COLUMNS: tl.constexpr = SIZES.DENSE
     kv_head = tl.program_id(0)
     program = tl.program_id(2)
     seq = tl.program_id(1)
@@ -273,20 +273,20 @@ def _decode_kernel(
         reader = tl.load(readers + 2 * seq)
     if OVERLAP:
         # The programs that start first prefetch their first tile while the query is still being computed.
-        if SIZES.DENSE:
+        if SIZES.COLUMNS:
             if (program * tl.num_programs(1) + seq) * SIZES.KV_HEADS + kv_head < num_multiprocessors:
                 place = begin + program * SIZES.KEY_TILE
                 prefetch_tile(k_cache, v_cache, table, kv_head, place, context_len, SIZES)
     pdl_wait_then_launch(OVERLAP)
     address = q + seq.to(tl.int64) * q_token_stride + head * q_head_stride
-    inside = along(is_row, COLUMNS) & along(is_dim, not COLUMNS)
-    query = masked_load(along(address, COLUMNS) + along(dim, not COLUMNS), inside)
+    inside = along(is_row, SIZES) & across(is_dim, SIZES)
+    query = masked_load(along(address, SIZES) + across(dim, SIZES), inside)
 
-    sums = no_sums(SIZES, COLUMNS)
+    sums = no_sums(SIZES)
     end = context_len
     if prefixes is not None:
         is_there = row < tl.where(begin > 0, SIZES.HEADS, 0)
-        sums = load_sums(prefixes + number * (SIZES.HEAD_DIM + 2), is_there, is_dim, SIZES, COLUMNS)
+        sums = load_sums(prefixes + number * (SIZES.HEAD_DIM + 2), is_there, is_dim, SIZES)
     if partial is not None:
         tiles = tl.cdiv(context_len, SIZES.KEY_TILE)
         programs = tl.where(tiles > 2, tl.minimum(tl.num_programs(2), tiles), 1)
@@ -298,18 +298,16 @@ def _decode_kernel(
             owner = tl.where(start + tl.arange(0, SIZES.KEY_TILE) < common, reader, seq)
             its_table = block_tables + owner.to(tl.int64) * table_stride
         cache = k, v, its_table, k_token_stride, v_token_stride
-        tile = sum_tile(query, cache, start, end, last_key, scale_log2, SIZES, LOAD, True, COLUMNS)
-        sums = fold(sums, tile, COLUMNS)
+        tile = sum_tile(query, cache, start, end, last_key, scale_log2, SIZES, LOAD, True)
+        sums = fold(sums, tile, SIZES)
     if partial is not None:
         if programs > 1:
             cache = k, v, table, k_token_stride, v_token_stride
             place = partial + number * max_tiles * (SIZES.HEAD_DIM + 2)
             for i in range(tl.where(program < programs, program, tiles), tiles, programs):
                 start = i * SIZES.KEY_TILE
-                tile = sum_tile(
-                    query, cache, start, context_len, last_key, scale_log2, SIZES, LOAD, True, COLUMNS
-                )
-                store_sums(place + i * (SIZES.HEAD_DIM + 2), tile, row < SIZES.HEADS, is_dim, SIZES, COLUMNS)
+                tile = sum_tile(query, cache, start, context_len, last_key, scale_log2, SIZES, LOAD, True)
+                store_sums(place + i * (SIZES.HEAD_DIM + 2), tile, row < SIZES.HEADS, is_dim, SIZES)
             tl.debug_barrier()  # all threads have stored their part before the counter says so
             counter = counters + seq * SIZES.KV_HEADS + kv_head
             num_before = programs
@@ -322,7 +320,7 @@ def _decode_kernel(
                     for j in tl.static_range(FOLDED):
                         is_there = row < tl.where(first + j < tiles, SIZES.HEADS, 0)
                         part = place + (first + j) * (SIZES.HEAD_DIM + 2)
-                        sums = fold(sums, load_sums(part, is_there, is_dim, SIZES, COLUMNS), COLUMNS)
-    place = along(number * SIZES.HEAD_DIM, COLUMNS) + along(dim, not COLUMNS)
-    inside = along(is_row, COLUMNS) & along(is_dim, not COLUMNS)
-    tl.store(out + place, divided(sums, COLUMNS), mask=inside)
+                        sums = fold(sums, load_sums(part, is_there, is_dim, SIZES), SIZES)
+    place = along(number * SIZES.HEAD_DIM, SIZES) + across(dim, SIZES)
+    inside = along(is_row, SIZES) & across(is_dim, SIZES)
+    tl.store(out + place, divided(sums, SIZES), mask=inside)

@@ -13,31 +13,37 @@ ONES = tl.constexpr(8)  # columns by which the matrix unit sums weights, the few
 
 
 @triton.jit
-def along(x, COLUMNS):
+def along(x, SIZES):
     """x [rows] in the shape that goes with sums: a row each, or with COLUMNS a column."""
-    return x[None, :] if COLUMNS else x[:, None]
+    return x[None, :] if SIZES.COLUMNS else x[:, None]
 
 
 @triton.jit
-def sum_tile(query, cache, start, len_k, last_key, scale_log2, SIZES, LOAD, MASKED, COLUMNS):
+def across(x, SIZES):
+    """x [keys or dims] in the other shape: a column each, or with COLUMNS a row."""
+    return x[:, None] if SIZES.COLUMNS else x[None, :]
+
+
+@triton.jit
+def sum_tile(query, cache, start, len_k, last_key, scale_log2, SIZES, LOAD, MASKED):
     """
     The sums of the tile of keys at `start`, [rows], [rows, ONES] and [rows, DIM_PAD]. `load_rows` explains
     `cache`. If MASKED, each query sees the keys up to its `last_key`, all of them below len_k.
     """
     token = start + tl.arange(0, SIZES.KEY_TILE)
     key, value = LOAD(cache, start, len_k, token < len_k, query.dtype, SIZES, MASKED)
-    axis: tl.constexpr = 0 if COLUMNS else 1
-    if COLUMNS:
+    axis: tl.constexpr = 0 if SIZES.COLUMNS else 1
+    if SIZES.COLUMNS:
         score = tl.dot(tl.trans(key), query, input_precision="ieee")
     else:
         score = tl.dot(query, key, input_precision="ieee")
     if MASKED:
-        score = tl.where(along(token, not COLUMNS) <= along(last_key, COLUMNS), score, MINUS_INF)
+        score = tl.where(across(token, SIZES) <= along(last_key, SIZES), score, MINUS_INF)
     highest = tl.max(score, axis=axis) * scale_log2
     if MASKED:
         highest = tl.maximum(highest, -1.0e30)  # finite for a query that sees none of these keys
-    weight = tl.exp2(tl.fma(score, scale_log2, -along(highest, COLUMNS))).to(value.dtype)
-    if COLUMNS:
+    weight = tl.exp2(tl.fma(score, scale_log2, -along(highest, SIZES))).to(value.dtype)
+    if SIZES.COLUMNS:
         total = tl.dot(tl.full([16, SIZES.KEY_TILE], 1.0, value.dtype), weight, input_precision="ieee")
         acc = tl.dot(tl.trans(value), weight, input_precision="ieee")
     else:
@@ -47,52 +53,54 @@ def sum_tile(query, cache, start, len_k, last_key, scale_log2, SIZES, LOAD, MASK
 
 
 @triton.jit
-def fold(sums, more, COLUMNS):
+def fold(sums, more, SIZES):
     """The sums over the keys of both; `more` are of the next tile, of which a query may see no key."""
     highest, total, acc = sums
     next_highest, next_total, next_acc = more
     new_highest = tl.maximum(tl.maximum(highest, next_highest), -1.0e30)
-    shrink = along(tl.exp2(highest - new_highest), COLUMNS)
-    weight = along(tl.exp2(next_highest - new_highest), COLUMNS)
+    shrink = along(tl.exp2(highest - new_highest), SIZES)
+    weight = along(tl.exp2(next_highest - new_highest), SIZES)
     total = tl.fma(total, shrink, next_total * weight)
     acc = tl.fma(acc, shrink, next_acc * weight)
     return new_highest, total, acc
 
 
 @triton.jit
-def no_sums(SIZES, COLUMNS):
+def no_sums(SIZES):
     highest = tl.full([SIZES.ROWS], MINUS_INF, tl.float32)
-    total = tl.full([16, SIZES.ROWS] if COLUMNS else [SIZES.ROWS, ONES], 0.0, tl.float32)
-    acc = tl.full([SIZES.DIM_PAD, SIZES.ROWS] if COLUMNS else [SIZES.ROWS, SIZES.DIM_PAD], 0.0, tl.float32)
+    total = tl.full([16, SIZES.ROWS] if SIZES.COLUMNS else [SIZES.ROWS, ONES], 0.0, tl.float32)
+    acc = tl.full(
+        [SIZES.DIM_PAD, SIZES.ROWS] if SIZES.COLUMNS else [SIZES.ROWS, SIZES.DIM_PAD], 0.0, tl.float32
+    )
     return highest, total, acc
 
 
 @triton.jit
-def divided(sums, COLUMNS):
+def divided(sums, SIZES):
     """Attention, of what was seen; 0 where that is nothing."""
     _, total, acc = sums
-    total = tl.max(total, axis=0 if COLUMNS else 1)
-    divisor = along(tl.where(total > 0, total, 1.0), COLUMNS)
+    total = tl.max(total, axis=0 if SIZES.COLUMNS else 1)
+    divisor = along(tl.where(total > 0, total, 1.0), SIZES)
     return tl.div_rn(acc, tl.broadcast_to(divisor, acc.shape))
 
 
 @triton.jit
-def store_sums(place, sums, is_row, is_dim, SIZES, COLUMNS):
+def store_sums(place, sums, is_row, is_dim, SIZES):
     """At `place` [rows]: acc, then highest and total."""
     highest, total, acc = sums
     dim = tl.arange(0, SIZES.DIM_PAD)
-    inside = along(is_row, COLUMNS) & along(is_dim, not COLUMNS)
-    tl.store(along(place, COLUMNS) + along(dim, not COLUMNS), acc, mask=inside)
+    inside = along(is_row, SIZES) & across(is_dim, SIZES)
+    tl.store(along(place, SIZES) + across(dim, SIZES), acc, mask=inside)
     tl.store(place + SIZES.HEAD_DIM, highest, mask=is_row)
-    tl.store(place + SIZES.HEAD_DIM + 1, tl.max(total, axis=0 if COLUMNS else 1), mask=is_row)
+    tl.store(place + SIZES.HEAD_DIM + 1, tl.max(total, axis=0 if SIZES.COLUMNS else 1), mask=is_row)
 
 
 @triton.jit
-def load_sums(place, is_row, is_dim, SIZES, COLUMNS):
+def load_sums(place, is_row, is_dim, SIZES):
     """What `store_sums` has stored; where there is none, what changes nothing."""
     dim = tl.arange(0, SIZES.DIM_PAD)
-    inside = along(is_row, COLUMNS) & along(is_dim, not COLUMNS)
-    acc = masked_load(along(place, COLUMNS) + along(dim, not COLUMNS), inside)
+    inside = along(is_row, SIZES) & across(is_dim, SIZES)
+    acc = masked_load(along(place, SIZES) + across(dim, SIZES), inside)
     highest = tl.load(place + SIZES.HEAD_DIM, mask=is_row, other=MINUS_INF)
-    total = along(masked_load(place + SIZES.HEAD_DIM + 1, is_row), COLUMNS)
-    return highest, tl.broadcast_to(total, [16, SIZES.ROWS] if COLUMNS else [SIZES.ROWS, ONES]), acc
+    total = along(masked_load(place + SIZES.HEAD_DIM + 1, is_row), SIZES)
+    return highest, tl.broadcast_to(total, [16, SIZES.ROWS] if SIZES.COLUMNS else [SIZES.ROWS, ONES]), acc
