@@ -83,12 +83,7 @@ def use_exact_fp8(model: nn.Module, kind: type) -> None:
         return exact_linear(x, codes.mul_(scales).to(x.dtype), bias)
 
     def products(found: Callable, layer: Any) -> list[Product]:
-        return [alone(product) for product in found(layer)]
-
-    def alone(folding: Product) -> Product:
-        product = Product()
-        product.multiply, product.act_fn = folding.linear, exact_silu_and_mul
-        return product
+        return [Unfolded(product) for product in found(layer)]
 
     for name, layer in model.named_modules():
         matrix = getattr(layer, "matrix", None)
@@ -97,6 +92,15 @@ def use_exact_fp8(model: nn.Module, kind: type) -> None:
                 raise ValueError(f"exact=True needs fp8 weights with a scale for each row: {name} has blocks")
             matrix.multiply, matrix.act_fn = functools.partial(multiply, matrix), exact_silu_and_mul
             matrix.products = functools.partial(products, matrix.products)
+
+
+class Unfolded(Product):
+    """Another product without what it folds in."""
+
+    act_fn = staticmethod(exact_silu_and_mul)
+
+    def __init__(self, product: Product):
+        self.multiply = product.linear
 
 
 def exact_layout(layout: CacheLayout) -> CacheLayout:

@@ -8,8 +8,13 @@ import torch
 from nanovllm.config import Config
 from nanovllm.kernels.runtime import HAVE_TRITON
 
-ARCHITECTURES = "Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM", "MistralForCausalLM"
-ARCHITECTURES += ("Qwen3MoeForCausalLM",)
+ARCHITECTURES = (
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "Qwen2ForCausalLM",
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+)
 FORMATS = "dense", "fp8"
 DTYPES = {"cuda": ("bfloat16", "float16"), "cpu": ("float32", "bfloat16")}
 BACKENDS = {"cuda": ("auto", "triton"), "cpu": ("auto", "torch")}
