@@ -25,6 +25,13 @@ def across(x, SIZES):
 
 
 @triton.jit
+def times(rows, matrix, SIZES):
+    """rows @ matrix; with COLUMNS both sides of it transposed, rows are so already."""
+    left, right = (tl.trans(matrix), rows) if SIZES.COLUMNS else (rows, matrix)
+    return tl.dot(left, right, input_precision="ieee")
+
+
+@triton.jit
 def sum_tile(query, cache, start, len_k, last_key, scale_log2, SIZES, LOAD, MASKED):
     """
     The sums of the tile of keys at `start`, [rows], [rows, ONES] and [rows, DIM_PAD]. `load_rows` explains
@@ -33,23 +40,15 @@ def sum_tile(query, cache, start, len_k, last_key, scale_log2, SIZES, LOAD, MASK
     token = start + tl.arange(0, SIZES.KEY_TILE)
     key, value = LOAD(cache, start, len_k, token < len_k, query.dtype, SIZES, MASKED)
     axis: tl.constexpr = 0 if SIZES.COLUMNS else 1
-    if SIZES.COLUMNS:
-        score = tl.dot(tl.trans(key), query, input_precision="ieee")
-    else:
-        score = tl.dot(query, key, input_precision="ieee")
+    score = times(query, key, SIZES)
     if MASKED:
         score = tl.where(across(token, SIZES) <= along(last_key, SIZES), score, MINUS_INF)
     highest = tl.max(score, axis=axis) * scale_log2
     if MASKED:
         highest = tl.maximum(highest, -1.0e30)  # finite for a query that sees none of these keys
     weight = tl.exp2(tl.fma(score, scale_log2, -along(highest, SIZES))).to(value.dtype)
-    if SIZES.COLUMNS:
-        total = tl.dot(tl.full([16, SIZES.KEY_TILE], 1.0, value.dtype), weight, input_precision="ieee")
-        acc = tl.dot(tl.trans(value), weight, input_precision="ieee")
-    else:
-        total = tl.dot(weight, tl.full([SIZES.KEY_TILE, ONES], 1.0, value.dtype), input_precision="ieee")
-        acc = tl.dot(weight, value, input_precision="ieee")
-    return highest, total, acc
+    ones = tl.full([SIZES.KEY_TILE, 16 if SIZES.COLUMNS else ONES], 1.0, value.dtype)
+    return highest, times(weight, ones, SIZES), times(weight, value, SIZES)
 
 
 @triton.jit
