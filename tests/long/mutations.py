@@ -1242,7 +1242,7 @@ MUTATIONS = [
         "nanovllm/extensions/exact/kernels/sums",
         ("tl.where(total > 0, total, 1.0)", "total"),
         ("acc = tl.fma(acc, shrink, next_acc * weight)", "acc = acc + next_acc * weight"),
-        ("place + SIZES.HEAD_DIM + 1, tl.max(", "place + SIZES.HEAD_DIM, tl.max("),
+        ("place + SIZES.HEAD_DIM + 1, highest_of(", "place + SIZES.HEAD_DIM, highest_of("),
     ),
     *mutations_of(
         "nanovllm/extensions/exact/kernels/attention",

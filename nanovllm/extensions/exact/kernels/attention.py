@@ -69,6 +69,7 @@ class Sizes(NamedTuple):
     TILE: int  # the same, as `prefetch_tile` calls it
     ROWS: int
     COLUMNS: bool  # whether rows are columns of scores and sums, see `sums`
+    ONES: int  # numbers of ones by which the matrix unit sums weights, the fewest that it takes
 
 
 def launch_options(device: torch.device, num_warps: int) -> dict[str, Any]:
@@ -82,22 +83,19 @@ def exact_prefill(
     """What `varlen_prefill_attention` computes, for a variant without hooks and heads of up to 128."""
     if not use_triton(q):
         return exact_prefill_torch(q, k, v, variant, step, layout)
-    _, heads, head_dim = q.shape
     tables = step.block_tables
     if tables is None:
         block_size, kv_heads, layout = 1, k.shape[1], ROWS
     else:
-        block_size, kv_heads = layout.page_sizes(k, head_dim)
+        block_size, kv_heads = layout.page_sizes(k, q.shape[2])
     out = q.new_empty(q.shape)
-    heads_per_kv = heads // kv_heads
-    rows = FEW_ROWS if step.max_seqlen_q * heads_per_kv <= FEW_ROWS else PREFILL_ROWS
-    rows = max(rows, next_power_of_2(heads_per_kv))
-    sizes = _sizes(heads, kv_heads, head_dim, block_size, rows, False)
+    are_few = step.max_seqlen_q * (q.shape[1] // kv_heads) <= FEW_ROWS
+    sizes = _sizes(q, block_size, kv_heads, FEW_ROWS if are_few else PREFILL_ROWS)
     num_seqs = len(step.cu_seqlens_q) - 1
-    _prefill_kernel[(cdiv(step.max_seqlen_q, rows // heads_per_kv), kv_heads, num_seqs)](
+    _prefill_kernel[(cdiv(step.max_seqlen_q, sizes.ROWS // sizes.HEADS), kv_heads, num_seqs)](
         q, k, v, out, step.cu_seqlens_q, step.cu_seqlens_k, tables, variant.scale * LOG2_E,
         *q.stride()[:2], *k.stride()[-3:-1], *v.stride()[-3:-1], 0 if tables is None else tables.stride(0),
-        SIZES=sizes, LOAD=layout.load, **launch_options(q.device, min(8, rows // 16)),
+        SIZES=sizes, LOAD=layout.load, **launch_options(q.device, min(8, sizes.ROWS // 16)),
     )  # fmt: skip
     return out
 
@@ -115,9 +113,8 @@ def exact_decode(
     block_size, kv_heads = layout.page_sizes(k_cache, head_dim)
     plan, device = step.attention_plan, q.device
     # As many rows as the matrix unit takes for the products of a prefill, or as few columns.
-    rows = MIN_COLUMNS if layout.has_token_rows else FEW_ROWS
-    rows = max(rows, next_power_of_2(heads // kv_heads))
-    sizes = _sizes(heads, kv_heads, head_dim, block_size, rows, layout.has_token_rows)
+    are_columns = layout.has_token_rows
+    sizes = _sizes(q, block_size, kv_heads, MIN_COLUMNS if are_columns else FEW_ROWS, are_columns)
     shared = [q, k_cache, v_cache, step.block_tables, variant.scale * LOG2_E, step.block_tables.stride(0)]
     shared += [*q.stride()[:2], *k_cache.stride()[-3:-1], *v_cache.stride()[-3:-1]]
     prefixes = prefix_plan = partial = counters = None
@@ -125,10 +122,9 @@ def exact_decode(
     if plan is not None:
         prefix_plan, splits = (plan.prefix_lens, plan.readers), 1
         prefixes = q.new_empty(batch, heads, head_dim + 2, dtype=torch.float32)
-        rows = max(FEW_ROWS, next_power_of_2(sizes.HEADS))
         _prefix_kernel[(2 * num_multiprocessors(device),)](
             *shared, prefixes, plan.queries, plan.work_items, plan.num_work_items,
-            SIZES=sizes._replace(ROWS=rows, COLUMNS=False), LOAD=layout.load,
+            SIZES=_sizes(q, block_size, kv_heads, FEW_ROWS), LOAD=layout.load,
             **launch_options(device, 4), **overlap_options(device),
         )  # fmt: skip
     max_tiles = cdiv(step.block_tables.shape[1] * block_size, TILE)
@@ -140,7 +136,7 @@ def exact_decode(
         splits = 1
     out = empty_padded(batch, heads * head_dim, q).view(q.shape)
     options = launch_options(device, 4)
-    if sizes.COLUMNS:
+    if are_columns:
         options |= WHOLE if plan is None else BEHIND_PREFIX
     _decode_kernel[(kv_heads, batch, splits)](
         *shared, out, step.context_lens, prefixes, prefix_plan, partial, counters, max_tiles,
@@ -150,9 +146,14 @@ def exact_decode(
     return out
 
 
-def _sizes(heads: int, kv_heads: int, head_dim: int, block_size: int, rows: int, columns: bool) -> Sizes:
+def _sizes(q: Tensor, block_size: int, kv_heads: int, rows: int, columns: bool = False) -> Sizes:
+    """For queries like q, and so many rows or a few more."""
+    _, heads, head_dim = q.shape
+    heads_per_kv = heads // kv_heads
     dim_pad = max(MIN_DOT_SIZE, next_power_of_2(head_dim))
-    return Sizes(heads // kv_heads, kv_heads, head_dim, dim_pad, block_size, TILE, TILE, rows, columns)
+    rows = max(rows, next_power_of_2(heads_per_kv))
+    ones = 16 if columns else 8
+    return Sizes(heads_per_kv, kv_heads, head_dim, dim_pad, block_size, TILE, TILE, rows, columns, ones)
 
 
 @triton.jit(do_not_specialize=["table_stride"])

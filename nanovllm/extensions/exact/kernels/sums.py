@@ -9,8 +9,6 @@ columns.
 
 from nanovllm.kernels.runtime import MINUS_INF, masked_load, tl, triton
 
-ONES = tl.constexpr(8)  # columns by which the matrix unit sums weights, the fewest that it computes
-
 
 @triton.jit
 def along(x, SIZES):
@@ -22,6 +20,18 @@ def along(x, SIZES):
 def across(x, SIZES):
     """x [keys or dims] in the other shape: a column each, or with COLUMNS a row."""
     return x[:, None] if SIZES.COLUMNS else x[None, :]
+
+
+@triton.jit
+def zeros(WIDTH, SIZES):
+    """[rows, WIDTH], or with COLUMNS [WIDTH, rows]."""
+    return tl.full([WIDTH, SIZES.ROWS] if SIZES.COLUMNS else [SIZES.ROWS, WIDTH], 0.0, tl.float32)
+
+
+@triton.jit
+def highest_of(x, SIZES):
+    """The highest number of each row."""
+    return tl.max(x, axis=0 if SIZES.COLUMNS else 1)
 
 
 @triton.jit
@@ -39,15 +49,14 @@ def sum_tile(query, cache, start, len_k, last_key, scale_log2, SIZES, LOAD, MASK
     """
     token = start + tl.arange(0, SIZES.KEY_TILE)
     key, value = LOAD(cache, start, len_k, token < len_k, query.dtype, SIZES, MASKED)
-    axis: tl.constexpr = 0 if SIZES.COLUMNS else 1
     score = times(query, key, SIZES)
     if MASKED:
         score = tl.where(across(token, SIZES) <= along(last_key, SIZES), score, MINUS_INF)
-    highest = tl.max(score, axis=axis) * scale_log2
+    highest = highest_of(score, SIZES) * scale_log2
     if MASKED:
         highest = tl.maximum(highest, -1.0e30)  # finite for a query that sees none of these keys
     weight = tl.exp2(tl.fma(score, scale_log2, -along(highest, SIZES))).to(value.dtype)
-    ones = tl.full([SIZES.KEY_TILE, 16 if SIZES.COLUMNS else ONES], 1.0, value.dtype)
+    ones = tl.full([SIZES.KEY_TILE, SIZES.ONES], 1.0, value.dtype)
     return highest, times(weight, ones, SIZES), times(weight, value, SIZES)
 
 
@@ -67,18 +76,14 @@ def fold(sums, more, SIZES):
 @triton.jit
 def no_sums(SIZES):
     highest = tl.full([SIZES.ROWS], MINUS_INF, tl.float32)
-    total = tl.full([16, SIZES.ROWS] if SIZES.COLUMNS else [SIZES.ROWS, ONES], 0.0, tl.float32)
-    acc = tl.full(
-        [SIZES.DIM_PAD, SIZES.ROWS] if SIZES.COLUMNS else [SIZES.ROWS, SIZES.DIM_PAD], 0.0, tl.float32
-    )
-    return highest, total, acc
+    return highest, zeros(SIZES.ONES, SIZES), zeros(SIZES.DIM_PAD, SIZES)
 
 
 @triton.jit
 def divided(sums, SIZES):
     """Attention, of what was seen; 0 where that is nothing."""
     _, total, acc = sums
-    total = tl.max(total, axis=0 if SIZES.COLUMNS else 1)
+    total = highest_of(total, SIZES)
     divisor = along(tl.where(total > 0, total, 1.0), SIZES)
     return tl.div_rn(acc, tl.broadcast_to(divisor, acc.shape))
 
@@ -91,7 +96,7 @@ def store_sums(place, sums, is_row, is_dim, SIZES):
     inside = along(is_row, SIZES) & across(is_dim, SIZES)
     tl.store(along(place, SIZES) + across(dim, SIZES), acc, mask=inside)
     tl.store(place + SIZES.HEAD_DIM, highest, mask=is_row)
-    tl.store(place + SIZES.HEAD_DIM + 1, tl.max(total, axis=0 if SIZES.COLUMNS else 1), mask=is_row)
+    tl.store(place + SIZES.HEAD_DIM + 1, highest_of(total, SIZES), mask=is_row)
 
 
 @triton.jit
@@ -102,4 +107,4 @@ def load_sums(place, is_row, is_dim, SIZES):
     acc = masked_load(along(place, SIZES) + across(dim, SIZES), inside)
     highest = tl.load(place + SIZES.HEAD_DIM, mask=is_row, other=MINUS_INF)
     total = along(masked_load(place + SIZES.HEAD_DIM + 1, is_row), SIZES)
-    return highest, tl.broadcast_to(total, [16, SIZES.ROWS] if SIZES.COLUMNS else [SIZES.ROWS, ONES]), acc
+    return highest, tl.broadcast_to(total, zeros(SIZES.ONES, SIZES).shape), acc
