@@ -289,10 +289,12 @@ def mixture(
     shares = logits.softmax(1, dtype=torch.float32).gather(1, experts)
     if normalise:
         shares = shares / shares.sum(1, keepdim=True)
-    order, counts = experts.flatten().argsort(), experts.flatten().bincount(minlength=len(downs))
+    order = experts.flatten().argsort(stable=True)  # assignments by expert
+    counts = experts.flatten().bincount(minlength=len(downs)).tolist()
     tokens = order // experts.shape[1]
     made = []
-    for rows, gate_up, down in zip(x[tokens].split(counts.tolist()), gate_ups, downs, strict=True):
+    # Matrices are iterated, not indexed: the gradient of an index is as large as that of all experts.
+    for rows, gate_up, down in zip(x[tokens].split(counts), gate_ups, downs, strict=True):
         gate, up = F.linear(rows, gate_up).chunk(2, dim=1)
         made.append(F.linear(F.silu(gate) * up, down))
     weighted = torch.cat(made) * shares.to(x.dtype).flatten()[order, None]

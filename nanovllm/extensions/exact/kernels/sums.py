@@ -36,7 +36,7 @@ def highest_of(x, SIZES):
 
 @triton.jit
 def times(rows, matrix, SIZES):
-    """rows @ matrix; with COLUMNS both sides of it transposed, rows are so already."""
+    """rows @ matrix. With COLUMNS rows are columns already, and those of the result: matrix.T @ rows."""
     left, right = (tl.trans(matrix), rows) if SIZES.COLUMNS else (rows, matrix)
     return tl.dot(left, right, input_precision="ieee")
 
