@@ -12,7 +12,7 @@ import pytest
 from nanovllm import SamplingParams
 from nanovllm.assembly import MODELS
 from nanovllm.config import Config
-from nanovllm.extensions.transformers.config import REFUSED, VERIFIED
+from nanovllm.extensions.transformers.config import REFUSED, REFUSED_FIELDS, VERIFIED
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -102,9 +102,13 @@ def models_page() -> str:
     """docs/models.md as it has to be. `python tests/test_docs.py` writes it."""
 
     def listed(names: list[str]) -> str:
-        return textwrap.fill(", ".join(f"`{name}`" for name in sorted(names)) + ".", 120)
+        text = ", ".join(f"`{name}`" for name in sorted(names)) + "."
+        return textwrap.fill(text, 120, break_on_hyphens=False)
 
     refused = "\n\n".join(f"Because {reason}: {listed(kinds)}" for reason, kinds in REFUSED.items())
+    fields = "\n".join(
+        f"- `{kind}` with `{field}`: {reason}." for (kind, field), reason in REFUSED_FIELDS.items()
+    )
     return f"""# What loads
 
 This page is written by `python tests/test_docs.py`, and a test fails where it is not up to date.
@@ -119,6 +123,11 @@ Their greedy tokens are those of transformers, as a test of each shows on a smal
 are built so with `model_impl="transformers"`.
 
 {listed(VERIFIED)}
+
+Some files of these types are refused, because of a field:
+
+{fields}
+- any with other `layer_types` than attention to all tokens or to a window, as mamba's of `granitemoehybrid`.
 
 ## Refused
 

@@ -1053,11 +1053,20 @@ MUTATIONS = [
         ("bias = self.bias if self.group.rank == 0 or not self.is_part else None", "bias = self.bias"),
         ("y = self.group.all_reduce(y) if self.is_part else y", "pass"),
         ("if type(module) is Conv1D:", "if False:"),
+        ("return linear_like(module) if is_plain else None", "return linear_like(module)"),
         ("        up = gate.flip(0)", "        up = gate"),
     ),
     *mutations_of(
         "nanovllm/extensions/transformers/model",
         ('made.get(attention.features["sinks"])', "None"),
+        ("if buffer.dtype == torch.bool:", "if False:"),
+        ('"attention_mask": mask', '"attention_mask": tokens'),
+    ),
+    *mutations_of(
+        "nanovllm/extensions/transformers/classes",
+        ('if module.attention_type == "local" else 0', "if False else 0"),
+        ("scaling=1.0, ", ""),
+        ("(module.num_kv_heads, -1, module.head_dim)", "(1, -1, module.head_dim)"),
     ),
     *mutations_of(
         "nanovllm/extensions/transformers/ranks",
@@ -1066,10 +1075,13 @@ MUTATIONS = [
     *mutations_of(
         "nanovllm/extensions/transformers/weights",
         ("sources.sort(key=lambda source: dot_natural_key(source[0].name))", "pass"),
+        ("ignored = MASKS, *", "ignored = "),
     ),
     *mutations_of(
         "nanovllm/extensions/transformers/config",
         ('if settings.get("rope_type") == "longrope":', "if False:"),
+        ("if model_type == kind and raw.get(field):", "if False:"),
+        (", object_hook=_read_float", ""),
         ('value * ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")[1]', "value"),
         ("        check_rope(settings, known)\n", ""),
         (" and not hasattr(transformers, str(name))", ""),

@@ -4,7 +4,7 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
 
 from tiny_checkpoints import SMALL
 
@@ -33,6 +33,9 @@ CHANGES["gemma4_text"] = dict(
     num_kv_shared_layers=2,
     layer_types=["sliding_attention", "full_attention"] * 2,
 )
+CHANGES |= dict.fromkeys(["codegen", "gptj"], {"rotary_dim": 8})
+CHANGES["gpt_neo"] = {"attention_types": [[["global", "local"], 1]], "window_size": 8}
+CHANGES["granitemoehybrid"] = {"layer_types": ["attention"] * 2}
 CHANGES |= dict.fromkeys("hunyuan_v1_dense hunyuan_v1_moe ministral dots1 helium".split(), {"head_dim": 16})
 
 
@@ -51,7 +54,11 @@ def make(kind: str, folder: Path, has_own_defaults: bool = False, **changes) -> 
     wanted = SMALL | EXPERTS | ({"tie_word_embeddings": None} if has_own_defaults else MIXED)
     settings = {name: value for name, value in wanted.items() if name in known and value is not None}
     settings |= {"eos_token_id": 1, "bos_token_id": 1, "pad_token_id": 1}
-    config = cls(**settings | CHANGES.get(kind, {}) | changes)
+    save_random(cls(**settings | CHANGES.get(kind, {}) | changes), folder)
+    return folder
+
+
+def save_random(config: PretrainedConfig, folder: Path) -> None:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
@@ -61,4 +68,3 @@ def make(kind: str, folder: Path, has_own_defaults: bool = False, **changes) -> 
             else:
                 parameter.normal_(0, 0.3 if name.endswith("bias") else 0.15)
     model.save_pretrained(folder)
-    return folder

@@ -6,7 +6,8 @@ sequence, so that many sequences are computed as one row of tokens. Linear layer
 norms, activations and rotations that compute the same on random input are replaced by its kernels.
 
 - `config.py` reads the configuration; `model.py` builds the model; `weights.py` maps names of tensors.
-- `parts.py` has what stands in place of attention and experts; `faster.py` replaces the rest.
+- `parts.py` has what stands in place of attention and experts, `classes.py` attention that calls no function;
+  `faster.py` replaces the rest.
 - `ranks.py` cuts the model by the plan that transformers has for it.
 
 It needs `extensions/quantised` and `extensions/experts` for their weights. Windows, caps and sinks are noted

@@ -3,7 +3,7 @@
 Knows no layers. Whether the model can be run is found out when it is built (model.py).
 """
 
-import copy
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -13,19 +13,20 @@ from nanovllm.utils.validation import shown
 # Model types that give transformers' own logits here, as a test shows. Others may keep a state, attend in
 # another way, or do something beside attention that nobody would notice until the text is wrong.
 VERIFIED = (
-    "afmoe apertus arcee aria_text axk1 biogpt bitnet cohere cohere2 cohere2_moe ctrl cwm deepseek_v2 "
-    "deepseek_v3 dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo flint gemma gemma2 gemma3_text "
-    "gemma4_text glm glm4 glm4_moe glm4_moe_lite gpt-sw3 gpt2 gpt_bigcode gpt_neox gpt_oss granite "
-    "granite_swa granitemoe granitemoe_swa granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 "
-    "hyperclovax internlm3 iquestcoder jais2 kolibri1 laguna llama mellum mimo_v2_flash minicpm3 minimax_m2 "
-    "ministral ministral3 mistral mixtral modernbert-decoder nanochat nemotron olmo olmo2 olmo3 olmoe opt "
-    "persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open stablelm "
-    "starcoder2 vaultgemma youtu"
+    "afmoe apertus arcee aria_text axk1 biogpt bitnet codegen cohere cohere2 cohere2_moe ctrl cwm "
+    "deepseek_v2 deepseek_v3 dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe falcon flex_olmo flint gemma "
+    "gemma2 gemma3_text gemma4_text glm glm4 glm4_moe glm4_moe_lite gpt-sw3 gpt2 gpt_bigcode gpt_neo "
+    "gpt_neox gpt_oss gptj granite granite_swa granitemoe granitemoe_swa granitemoehybrid granitemoeshared "
+    "helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3 iquestcoder jais2 kolibri1 laguna "
+    "llama mellum mimo_v2_flash minicpm3 minimax_m2 ministral ministral3 mistral mixtral modernbert-decoder "
+    "nanochat nemotron olmo olmo2 olmo3 olmoe opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe "
+    "seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma youtu"
 ).split()
+ALIBI = "it shifts scores by the distance of tokens (ALiBi)"
 # Why others are refused, as far as there is more to say than that no test shows them to be right.
 REFUSED = {
     "it keeps a state of another kind than keys and values": (
-        "bailing_hybrid bamba falcon_h1 falcon_mamba granitemoehybrid jamba kimi_linear lfm2 lfm2_moe lfm3 "
+        "bailing_hybrid bamba falcon_h1 falcon_mamba jamba kimi_linear lfm2 lfm2_moe lfm3 "
         "mamba mamba2 minimax nemotron_h olmo_hybrid qwen3_5_moe_text qwen3_5_text qwen3_next qwen4_exp_text "
         "recurrent_gemma rwkv xlstm zamba zamba2"
     ).split(),
@@ -35,8 +36,13 @@ REFUSED = {
         "prophetnet rembert roberta roberta-prelayernorm roc_bert roformer trocr whisper xlm-roberta "
         "xlm-roberta-xl xmod"
     ).split(),
-    "it shifts scores by the distance of tokens (ALiBi)": ["bloom", "falcon", "mpt"],
+    ALIBI: ["bloom", "mpt"],
     "it attends to tokens that an index chooses": "axk2 deepseek_v32 deepseek_v4 glm_moe_dsa hy_v4".split(),
+}
+# Fields that files of a model type must not set, and why.
+REFUSED_FIELDS = {
+    ("falcon", "alibi"): ALIBI,
+    ("codegen", "auto_map"): "CodeGen2's own code may order queries, keys and values in another way",
 }
 # What transformers' classes read besides, as far as they do not list it themselves.
 ROPE_KEYS = {"alpha", "short_factor", "long_factor", "short_mscale", "long_mscale"}
@@ -73,8 +79,12 @@ def transformers_config(raw: dict[str, Any], check_rope: Callable[..., None] = l
         reasons = (why for why, kinds in REFUSED.items() if kind in kinds)
         reason, known = next(reasons, "no test shows it to be right"), ", ".join(VERIFIED)
         raise ValueError(f"model type {kind!r} is not supported: {reason}; through transformers: {known}")
+    for (model_type, field), why in REFUSED_FIELDS.items():
+        if model_type == kind and raw.get(field):
+            raise ValueError(f"{field}={shown(raw[field])} is not supported for model type {kind!r}: {why}")
     try:
-        config = CONFIG_MAPPING[kind](**copy.deepcopy(raw) | {"architectures": None})
+        fields = json.loads(json.dumps(raw), object_hook=_read_float)
+        config = CONFIG_MAPPING[kind](**fields | {"architectures": None})
     except Exception as error:  # whatever a foreign file makes of foreign code
         raise ValueError(f"transformers cannot read the configuration: {error!r:.300}") from error
     known = ROPE_KEYS.union(getattr(config, "ignore_keys_at_rope_validation", None) or ())
@@ -91,6 +101,11 @@ def transformers_config(raw: dict[str, Any], check_rope: Callable[..., None] = l
             )
         settings["attention_factor"] = value * ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")[1]
     return config
+
+
+def _read_float(fields: dict[str, Any]) -> Any:
+    """transformers writes infinity as {"__float__": "Infinity"}."""
+    return float(fields["__float__"]) if "__float__" in fields else fields
 
 
 def _rope_parameters(config: Any) -> list[dict[str, Any]]:
@@ -129,7 +144,7 @@ def _context_limit(config: Any) -> int:
     check_size("max_position_embeddings", limit)
     kinds = set(getattr(config, "layer_types", None) or ())
     if others := kinds - KINDS_OF_LAYERS:
-        raise ValueError(f"layer_types {sorted(others)} are not supported")
+        raise ValueError(f"layer_types {sorted(others)} are not supported, only {sorted(KINDS_OF_LAYERS)}")
     # Where a longer sequence turns all its keys by other angles, the cache could not keep them.
     for settings in _rope_parameters(config):
         if settings.get("rope_type") == "longrope":

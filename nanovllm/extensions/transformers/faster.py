@@ -64,8 +64,10 @@ def replacement(module: nn.Module) -> nn.Module | None:
     """What computes the same as a module that needs no memory yet; None if nothing is known that does."""
     from transformers.pytorch_utils import Conv1D
 
-    if type(module) is nn.Linear:
-        return linear_like(module)
+    if isinstance(module, nn.Linear):
+        x, weight, bias = _random(2, 3), _random(5, 3), _random(5)
+        is_plain = _computes(module, {"weight": weight, "bias": bias}, x, F.linear(x, weight, bias))
+        return linear_like(module) if is_plain else None
     if type(module) is Conv1D:
         linear = Linear({None: Shard((module.nf, module.nx))}, bias=True)
         linear.is_stored_transposed = True
@@ -97,8 +99,8 @@ def _computes(module: nn.Module, weights: dict[str, Tensor], x: Tensor, expected
         y = torch.func.functional_call(module, weights, (x,))
     except Exception:  # it wants other arguments
         return False
-    is_like_x = isinstance(y, Tensor) and y.shape == x.shape
-    return is_like_x and torch.allclose(y, expected, rtol=1e-4)
+    is_alike = isinstance(y, Tensor) and y.shape == expected.shape
+    return is_alike and torch.allclose(y, expected, rtol=1e-4)
 
 
 class Rotation(RotaryEmbedding):
@@ -119,7 +121,7 @@ def leave_rotations(base: nn.Module) -> None:
         forward = inspect.unwrap(type(module).forward)  # without what renames its arguments
         names = getattr(getattr(forward, "__code__", None), "co_names", ())
         if ROTATE in names and rotates_halves(forward.__globals__.get(ROTATE)):
-            names = {**forward.__globals__, ROTATE: _note_rotation}
+            names = {**forward.__globals__, ROTATE: note_rotation}
             rest = forward.__name__, forward.__defaults__, forward.__closure__
             changed = types.FunctionType(forward.__code__, names, *rest)
             module.forward = types.MethodType(changed, module)
@@ -133,7 +135,7 @@ def hands_over_rotation(query: Tensor, key: Tensor, value: Tensor) -> bool:
     return rotation.cos_sin_cache.shape[-1] == query.shape[-1] == value.shape[-1]
 
 
-def _note_rotation(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
+def note_rotation(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
     """In place of transformers' function. All layers of a step have the same cosines."""
     if not hasattr(cos, "rotation"):
         cos.rotation = Rotation(cos, sin)

@@ -17,6 +17,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.hooks import RemovableHandle
 
 from nanovllm.distributed.group import get_group
+from nanovllm.extensions.transformers.classes import register_class
 from nanovllm.extensions.transformers.config import transformers_config
 from nanovllm.extensions.transformers.faster import PACKED, leave_rotations, replacement
 from nanovllm.extensions.transformers.parts import NAME, register
@@ -83,8 +84,9 @@ def build(config: Any) -> Any:
     """
     from transformers import AutoModelForCausalLM
 
-    register()
     theirs = transformers_config(config.raw)
+    register()
+    register_class(theirs.model_type)
     theirs.num_hidden_layers = config.num_hidden_layers
     with without_memory():
         try:
@@ -149,7 +151,8 @@ def try_out(base: Any, num_layers: int) -> list[Attention]:
     shares = cut_modules(base)
     buffers = {name: buffer.to("meta") for name, buffer in base.named_buffers()}
     tokens = torch.zeros(1, 2, dtype=torch.int64, device="meta")
-    inputs = {"input_ids": tokens, "position_ids": tokens, "attention_mask": tokens, "use_cache": False}
+    mask = torch.ones(1, 2, dtype=torch.int64, device="cpu")  # some models look whether all is seen
+    inputs = {"input_ids": tokens, "position_ids": tokens, "attention_mask": mask, "use_cache": False}
     try:
         with torch.device("cpu"):  # the default of steps, too
             torch.func.functional_call(base, buffers | shares, (), inputs)
@@ -159,6 +162,10 @@ def try_out(base: Any, num_layers: int) -> list[Attention]:
         ranks = f" with tensor_parallel_size={get_group().size}" if shares else ""
         raise ValueError(f"{type(base).__name__} is not supported{ranks}: {error!r:.300}") from error
     modules = [module for module in base.modules() if hasattr(module, "nano_vllm_attention")]
+    for module in modules:
+        for name, buffer in [*module.named_buffers(recurse=False)]:
+            if buffer.dtype == torch.bool:  # a mask, which `attend` does not need
+                delattr(module, name)
     found = [module.nano_vllm_attention for module in modules]
     if len(found) != num_layers:
         reason = f"{len(found)} of {num_layers} layers have attention of the usual kind"

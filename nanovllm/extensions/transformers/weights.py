@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+MASKS = r"\.attn\.attention\.(masked_)?bias$"  # of GPT-Neo, in its older files
+
 
 @dataclass
 class Converted:
@@ -42,7 +44,7 @@ def converted(model: Any, known: Collection[str], tensors: Iterable[Any]) -> Ite
     converters = [each for each in transforms if isinstance(each, WeightConverter)]
     renamings = [each for each in transforms if not isinstance(each, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    ignored = model._keys_to_ignore_on_load_unexpected or ()
+    ignored = MASKS, *(model._keys_to_ignore_on_load_unexpected or ())
     state = dict.fromkeys(known, True)
     waiting: dict[str, list[tuple[Any, str]]] = defaultdict(list)
     for tensor in tensors:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from open_checkpoints import open_checkpoint
+from published_configs import PUBLISHED, make_published
 from quantised_checkpoints import PACKERS, quantise
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING
@@ -14,7 +15,7 @@ from transformers_checkpoints import MIXED, make, settings_of
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.extensions.transformers.config import REFUSED, VERIFIED, transformers_config
-from nanovllm.extensions.transformers.faster import GatedMLP, replacement, rotates_halves
+from nanovllm.extensions.transformers.faster import GatedMLP, Linear, replacement, rotates_halves
 from nanovllm.extensions.transformers.model import without_memory
 from nanovllm.layers.layernorm import RMSNorm
 from tiny_checkpoints import (
@@ -59,6 +60,11 @@ def test_greedy_tokens_are_the_same_with_the_defaults_of_a_class(tmp_path, kind)
     if not {*MIXED} & settings_of(kind) and not CONFIG_MAPPING[kind]().tie_word_embeddings:
         pytest.skip("these are what the other test has")
     assert_answers_as_transformers(make(kind, tmp_path, has_own_defaults=True))
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_greedy_tokens_are_the_same_with_configurations_as_published(tmp_path, name):
+    assert_answers_as_transformers(make_published(name, tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -164,6 +170,33 @@ def test_a_norm_is_known_by_what_it_computes(power, shift):
     assert isinstance(found, RMSNorm) == ((power, shift) == (2, 0))
 
 
+class OtherLinear(torch.nn.Linear):
+    def __init__(self, factor: float):
+        super().__init__(3, 2)
+        self.factor = factor
+
+    def forward(self, x):
+        return x @ self.weight.T * self.factor + self.bias
+
+
+@pytest.mark.parametrize("factor", [1.0, 2.0])
+def test_a_linear_layer_is_known_by_what_it_computes(factor):
+    assert isinstance(replacement(OtherLinear(factor)), Linear) == (factor == 1)
+
+
+def test_products_of_falcon_may_be_quantised_and_its_heads_are_cached_once(tmp_path):
+    folder = make_published("tiiuae/falcon-40b", tmp_path)
+    with LLM(str(folder), **EXACT, num_kvcache_blocks=40, quantization="int4") as llm:
+        model = llm.model_runner.model
+        found = [module.matrix.weight.dtype for module in model.modules() if hasattr(module, "matrix")]
+    assert found.count(torch.uint8) == 8 and {each.num_kv_heads for each in model.attention} == {2}
+
+
+def test_masks_that_attention_does_not_need_take_no_memory(tmp_path):
+    with LLM(str(make("gpt_neo", tmp_path)), **EXACT, num_kvcache_blocks=40) as llm:
+        assert torch.bool not in {buffer.dtype for buffer in llm.model_runner.model.buffers()}
+
+
 class OtherMLP(torch.nn.Module):
     def __init__(self, act_fn):
         super().__init__()
@@ -212,7 +245,9 @@ def test_what_other_threads_make_meanwhile_has_memory():
 
 
 MASKS = {
-    "gpt2": ["h.0.attn.bias", "h.0.attn.masked_bias"],
+    **dict.fromkeys(["gpt2", "gptj"], ["h.0.attn.bias", "h.0.attn.masked_bias"]),
+    "codegen": ["h.0.attn.causal_mask"],
+    "gpt_neo": ["h.0.attn.attention.bias", "h.0.attn.attention.masked_bias"],
     "gpt_neox": [
         f"gpt_neox.layers.1.attention.{name}" for name in ("bias", "masked_bias", "rotary_emb.inv_freq")
     ],
@@ -271,6 +306,31 @@ def test_angles_that_grow_behind_the_context_are_those_within_it(tmp_path):
 def test_what_cannot_be_run_is_refused_by_name(tmp_path, kind, changes, message):
     folder = make("olmo", tmp_path)
     edit_json(folder / "config.json", model_type=kind, **changes)
+    with pytest.raises(ValueError, match=message):
+        LLM(str(folder), **EXACT)
+
+
+@pytest.mark.parametrize(
+    "kind, changes, message",
+    [
+        ("falcon", {"alibi": True}, "alibi=True is not supported for model type 'falcon': it shifts scores"),
+        (
+            "codegen",
+            {"auto_map": {"AutoModelForCausalLM": "m.M"}},
+            "for model type 'codegen': CodeGen2's own",
+        ),
+        (
+            "granitemoehybrid",
+            {"layer_types": ["mamba", "attention"]},
+            "layer_types .'linear_attention'. are not supported, only .'full_attention', 'sliding_att",
+        ),
+    ],
+)
+def test_a_verified_type_is_refused_where_its_file_asks_for_what_is_not_computed(
+    tmp_path, kind, changes, message
+):
+    folder = make(kind, tmp_path)
+    edit_json(folder / "config.json", **changes)
     with pytest.raises(ValueError, match=message):
         LLM(str(folder), **EXACT)
 

@@ -1,0 +1,80 @@
+"""config.json of published models, with the sizes of a toy: all that decides how they are built is kept."""
+
+import json
+from pathlib import Path
+
+from transformers import CONFIG_MAPPING
+from transformers_checkpoints import save_random
+
+OPT = dict(model_type="opt", architectures=["OPTForCausalLM"], vocab_size=320, hidden_size=64, ffn_dim=96)
+OPT |= dict(num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=512, word_embed_proj_dim=64)
+OPT |= dict(activation_function="relu", do_layer_norm_before=True, layerdrop=0.0, dropout=0.1)
+OPT |= dict(bos_token_id=2, eos_token_id=2, pad_token_id=1, prefix="</s>", torch_dtype="float16")
+
+GPTJ = dict(model_type="gptj", architectures=["GPTJForCausalLM"], vocab_size=320, n_embd=64, n_layer=2)
+GPTJ |= dict(n_head=2, n_inner=None, n_positions=512, rotary=True, rotary_dim=8, scale_attn_weights=True)
+GPTJ |= dict(activation_function="gelu_new", layer_norm_epsilon=1e-5, tie_word_embeddings=False)
+GPTJ |= dict(attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, bos_token_id=256, eos_token_id=256)
+
+CODEGEN = dict(model_type="codegen", architectures=["CodeGenForCausalLM"], vocab_size=320, n_embd=64)
+CODEGEN |= dict(n_layer=2, n_head=4, n_ctx=512, n_inner=None, n_positions=512, rotary_dim=8)
+CODEGEN |= dict(activation_function="gelu_new", layer_norm_epsilon=1e-5, tie_word_embeddings=False)
+CODEGEN |= dict(scale_attn_weights=True, bos_token_id=1, eos_token_id=256, torch_dtype="float16")
+
+NEO = dict(model_type="gpt_neo", architectures=["GPTNeoForCausalLM"], vocab_size=320, hidden_size=64)
+NEO |= dict(num_layers=2, num_heads=4, intermediate_size=None, max_position_embeddings=512, window_size=16)
+NEO |= dict(attention_types=[[["global", "local"], 1]], attention_layers=["global", "local"])
+NEO |= dict(activation_function="gelu_new", layer_norm_epsilon=1e-5, bos_token_id=256, eos_token_id=256)
+NEO |= dict(attention_dropout=0, embed_dropout=0, resid_dropout=0)
+
+FALCON = dict(model_type="falcon", architectures=["FalconForCausalLM"], vocab_size=320, num_hidden_layers=2)
+FALCON |= dict(alibi=False, bias=False, multi_query=True, parallel_attn=True, layer_norm_epsilon=1e-5)
+FALCON |= dict(bos_token_id=11, eos_token_id=11, hidden_dropout=0.0, torch_dtype="bfloat16")
+FALCON_40B = FALCON | dict(new_decoder_architecture=True, num_kv_heads=2, hidden_size=64)
+
+GRANITE = dict(model_type="granitemoehybrid", architectures=["GraniteMoeHybridForCausalLM"], vocab_size=320)
+GRANITE |= dict(num_hidden_layers=2, layer_types=["attention"] * 2, hidden_size=64, hidden_act="silu")
+GRANITE |= dict(num_attention_heads=4, num_key_value_heads=1, attention_bias=False, intermediate_size=96)
+GRANITE |= dict(num_local_experts=0, num_experts_per_tok=0, shared_intermediate_size=96, rms_norm_eps=1e-5)
+GRANITE |= dict(position_embedding_type="rope", rope_theta=10000000, rope_scaling=None, logits_scaling=8)
+GRANITE |= dict(embedding_multiplier=12, residual_multiplier=0.22, attention_multiplier=0.0625)
+GRANITE |= dict(max_position_embeddings=512, tie_word_embeddings=True, mamba_n_heads=4, mamba_d_head=32)
+GRANITE |= dict(bos_token_id=256, eos_token_id=256, pad_token_id=257)
+
+PUBLISHED = {
+    "facebook/opt-125m": OPT | dict(_remove_final_layer_norm=False),
+    "facebook/opt-350m": OPT | dict(do_layer_norm_before=False, word_embed_proj_dim=32),
+    "facebook/galactica-1.3b": OPT
+    | dict(activation_function="gelu", bos_token_id=0, learned_embeddings=True, scale_embeddings=False),
+    "EleutherAI/gpt-j-6b": GPTJ | dict(gradient_checkpointing=False, summary_type="cls_index"),
+    "togethercomputer/GPT-JT-6B-v1": GPTJ | dict(torch_dtype="float16"),
+    "nomic-ai/gpt4all-j": GPTJ | dict(torch_dtype="float32", use_cache=False),
+    "Salesforce/codegen-350M-mono": CODEGEN,
+    "Salesforce/codegen-2B-multi": CODEGEN | dict(n_embd=80, rotary_dim=16),
+    "Salesforce/codegen-16B-nl": CODEGEN | dict(n_embd=128, n_head=8, rotary_dim=4),
+    "EleutherAI/gpt-neo-125m": NEO,
+    "EleutherAI/gpt-neo-2.7B": NEO
+    | dict(
+        num_layers=4, attention_types=[[["global", "local"], 2]], attention_layers=["global", "local"] * 2
+    ),
+    "roneneldan/TinyStories-1M": NEO
+    | dict(num_heads=16, gradient_checkpointing=False, torch_dtype="float32"),
+    "tiiuae/falcon-7b": FALCON
+    | dict(new_decoder_architecture=False, num_attention_heads=7, hidden_size=56)
+    | dict(apply_residual_connection_post_layernorm=False),
+    "tiiuae/falcon-40b": FALCON_40B | dict(num_attention_heads=16),
+    "tiiuae/falcon-11B": FALCON_40B
+    | dict(num_attention_heads=8, num_ln_in_parallel_attn=1, ff_factor=4, ffn_hidden_size=256)
+    | dict(rope_theta=500042, max_position_embeddings=512, activation="gelu", tie_word_embeddings=False),
+    "ibm-granite/granite-4.0-micro": GRANITE | dict(num_attention_heads=8, logits_scaling=10),
+    "ibm-granite/granite-4.0-1b": GRANITE,
+    "ibm-granite/granite-4.0-350m": GRANITE | dict(residual_multiplier=0.263, logits_scaling=4),
+}
+
+
+def make_published(name: str, folder: Path) -> Path:
+    """A checkpoint of such a model with random weights."""
+    fields = PUBLISHED[name]
+    save_random(CONFIG_MAPPING[fields["model_type"]](**fields), folder)
+    (folder / "config.json").write_text(json.dumps(fields))
+    return folder
