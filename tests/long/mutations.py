@@ -69,6 +69,7 @@ TESTS += [
     "gguf",
     "hub",
     "text_part",
+    "tekken",
     "loader",
     "parallel",
     "adapter",
@@ -1100,6 +1101,9 @@ MUTATIONS = [
     *mutations_of(
         "nanovllm/extensions/checkpoints/untrusted",
         (" if listed or not file.match(OTHER_COPY)", ""),
+        ("tokenizer.backend_tokenizer.post_processor = begin", "pass"),
+        (" TEKKEN: 2**26,", ""),
+        ("if super().has_tokenizer() else", "if False else"),
     ),
     *mutations_of(
         "nanovllm/extensions/checkpoints/hub",

@@ -23,8 +23,9 @@ from nanovllm.utils.validation import check
 # Of weights of fewer bits and what belongs to them.
 DTYPES |= {"F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu}
 DTYPES |= {"U8": torch.uint8, "I8": torch.int8, "I32": torch.int32, "I64": torch.int64}
+TEKKEN = "tekken.json"  # Mistral's own tokenizer
 # By name or ending; several times what the largest models have. JSON takes many times its size in memory.
-MAX_BYTES = {"tokenizer.json": 2**26, ".json": 2**24, ".jinja": 2**20}
+MAX_BYTES = {"tokenizer.json": 2**26, TEKKEN: 2**26, ".json": 2**24, ".jinja": 2**20}
 MAX_BYTES |= dict.fromkeys((".safetensors", ".bin"), math.inf)
 MAX_BYTES_OF_OTHERS = 2**28
 FOLDER_SUFFIXES = (".safetensors", ".json", ".jinja", ".txt", ".model", ".spm", ".codes", ".tokenizer")
@@ -52,7 +53,7 @@ class CheckedFolder(FolderCheckpoint):
                 raise ValueError(f"{folder}: {entry.name!r} leads out of the folder")
         super().__init__(path)
         if only_tokenizer and not self.has_tokenizer():
-            raise ValueError(f"{path} has none of {', '.join(TOKENIZER_FILES)}")
+            raise ValueError(f"{path} has none of {', '.join((*TOKENIZER_FILES, TEKKEN))}")
         if not only_tokenizer and not os.path.exists(self.source):
             hint = "; name the .gguf file itself to load it" if any(folder.glob("*.gguf")) else ""
             raise ValueError(f"{path} has no config.json{hint}")
@@ -99,14 +100,34 @@ class CheckedFolder(FolderCheckpoint):
     def file(self, name: str) -> Path:
         return file_inside(self.folder, name)
 
+    def has_tokenizer(self) -> bool:
+        return super().has_tokenizer() or (self.folder / TEKKEN).exists()
+
     def tokenizer(self) -> Any:
         if not self.has_tokenizer():
             return None if self.fill is None else toy_tokenizer()
         self._check_tokenizer_config()
         with tokenizer_errors(f"{self.path}: transformers cannot read the tokenizer"):
-            tokenizer = guarded(super().tokenizer(), self.path)
+            read = super().tokenizer if super().has_tokenizer() else self._read_tekken
+            tokenizer = guarded(read(), self.path)
         if tokenizer.chat_template is None:  # where models that read images have it
             tokenizer.chat_template = read_json(self.folder / "chat_template.json").get("chat_template")
+        return tokenizer
+
+    def _read_tekken(self) -> Any:
+        """As transformers converts it, with mistral-common where a file does not list its special tokens."""
+        from tokenizers.processors import TemplateProcessing
+        from transformers.integrations.mistral import convert_tekken_tokenizer
+
+        try:
+            tokenizer = convert_tekken_tokenizer(str(self.folder / TEKKEN))
+        except ImportError as error:
+            remedy = "install mistral-common, or name another tokenizer with tokenizer='...'"
+            raise ValueError(f"{TEKKEN} cannot be read alone; {remedy}") from error
+        bos = tokenizer.bos_token
+        begin = TemplateProcessing(f"{bos} $A", special_tokens=[(bos, tokenizer.bos_token_id)])
+        tokenizer.backend_tokenizer.post_processor = begin
+        tokenizer.clean_up_tokenization_spaces = False
         return tokenizer
 
     def _check_tokenizer_config(self) -> None:
