@@ -60,7 +60,7 @@ PUBLISHED = {
     "roneneldan/TinyStories-1M": NEO
     | dict(num_heads=16, gradient_checkpointing=False, torch_dtype="float32"),
     "tiiuae/falcon-7b": FALCON
-    | dict(new_decoder_architecture=False, num_attention_heads=7, hidden_size=56)
+    | dict(new_decoder_architecture=False, num_attention_heads=71, hidden_size=568)
     | dict(apply_residual_connection_post_layernorm=False),
     "tiiuae/falcon-40b": FALCON_40B | dict(num_attention_heads=16),
     "tiiuae/falcon-11B": FALCON_40B

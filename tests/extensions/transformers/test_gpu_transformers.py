@@ -5,6 +5,7 @@ import warnings
 import pytest
 import torch
 import transformers
+from published_configs import PUBLISHED, make_published
 from transformers import CONFIG_MAPPING
 from transformers_checkpoints import make
 
@@ -50,6 +51,11 @@ def test_decode_steps_are_recorded_and_right(tmp_path, kind):
             return
     with pytest.warns(UserWarning, match="without CUDA graphs"):
         assert not assert_answers(make(kind, tmp_path))
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_decode_steps_are_recorded_and_right_with_configurations_as_published(tmp_path, name):
+    assert assert_answers(make_published(name, tmp_path))
 
 
 def test_a_step_that_cannot_be_recorded_is_run_without_graphs(tmp_path, monkeypatch):
