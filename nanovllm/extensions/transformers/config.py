@@ -131,8 +131,9 @@ def read_transformers_config(raw: dict[str, Any], check_rope: Callable[..., None
     """
     config = transformers_config(raw, check_rope)
     config.allow_global_per_layer_attribute_access = True  # sizes that layers may differ from
-    found = {"intermediate_size": 1}  # some architectures have none, and it is for the least size of files
-    found |= {name: value for name in SIZES if (value := getattr(config, name, None))}
+    found = {name: value for name in SIZES if (value := getattr(config, name, None))}
+    # Some architectures have none. It is for the least size of files, and ranks must divide it.
+    found.setdefault("intermediate_size", found.get("num_attention_heads", 1))
     found["max_position_embeddings"] = _context_limit(config)
     found["tie_word_embeddings"] = bool(getattr(config, "tie_word_embeddings", False))
     return found

@@ -20,7 +20,9 @@ from nanovllm.utils.loader import check_stored, default_weight_loader
 LINEAR = {"colwise": {"weight": 0, "bias": 0}, "rowwise": {"weight": 1}}
 EXPERTS = "moe_tp_experts"
 EXPERTS_CUT = {"gate_up_proj": 1, "down_proj": 2}
-WHOLE = "replicated_with_grad_allreduce colwise_gather_output rowwise_split_input mla_kv_a_proj".split()
+WHOLE = (
+    "colwise_gather_output embedding_rowwise mla_kv_a_proj replicated_with_grad_allreduce rowwise_split_input"
+).split()
 
 
 def cut_modules(base: Any) -> dict[str, Tensor]:

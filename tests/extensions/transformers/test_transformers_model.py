@@ -370,7 +370,7 @@ def test_transformers_reads_the_shapes_that_benchmarks_name():
     assert transformers_config(theirs.raw).rope_parameters["rope_theta"] == 1e6
 
 
-@pytest.mark.parametrize("kind", ["phi", "deepseek_v2"])
+@pytest.mark.parametrize("kind", ["phi", "deepseek_v2", "codegen"])
 def test_ranks_have_parts_of_what_transformers_builds(tmp_path, kind):
     assert_answers_as_transformers(make(kind, tmp_path), tensor_parallel_size=2)
 
@@ -379,6 +379,7 @@ def test_ranks_have_parts_of_what_transformers_builds(tmp_path, kind):
     "kind, message",
     [
         ("stablelm", "StableLmModel has no plan to split it"),
+        ("opt", "OPTModel has no plan to split it"),
         ("granite_swa", "tensor_parallel_size must be 1: layers.0.self_attn"),
         ("phi3", "Phi3Model has no plan to split it"),
     ],
