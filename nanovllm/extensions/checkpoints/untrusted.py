@@ -109,9 +109,20 @@ class CheckedFolder(FolderCheckpoint):
         self._check_tokenizer_config()
         with tokenizer_errors(f"{self.path}: transformers cannot read the tokenizer"):
             read = super().tokenizer if super().has_tokenizer() else self._read_tekken
-            tokenizer = guarded(read(), self.path)
+            tokenizer = read()
+            if type(tokenizer).__name__.startswith("MistralCommon"):
+                tokenizer = self._read_fast()
+        tokenizer = guarded(tokenizer, self.path)
         if tokenizer.chat_template is None:  # where models that read images have it
             tokenizer.chat_template = read_json(self.folder / "chat_template.json").get("chat_template")
+        return tokenizer
+
+    def _read_fast(self) -> Any:
+        """tokenizer.json, although mistral-common is installed: its own tokenizers have no chat template."""
+        from transformers import PreTrainedTokenizerFast
+
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(self.path, local_files_only=True)
+        tokenizer.clean_up_tokenization_spaces = False
         return tokenizer
 
     def _read_tekken(self) -> Any:

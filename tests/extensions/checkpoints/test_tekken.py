@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 from open_checkpoints import open_checkpoint
+from transformers import AutoTokenizer
 
 from nanovllm import LLM, SamplingParams
 from tiny_checkpoints import (
     EXACT,
     make_checkpoint,
+    make_tokenizer,
     one_thread,  # noqa: F401
 )
 
@@ -97,6 +99,21 @@ def test_another_tokenizer_in_the_folder_comes_first(tmp_path):
     before = open_checkpoint(folder).tokenizer().encode("hello")
     write_tekken(folder)
     assert open_checkpoint(folder).tokenizer().encode("hello") == before
+
+
+class MistralCommonBackend:
+    """What transformers takes for such a folder if mistral-common is installed."""
+
+    chat_template = None
+
+
+def test_another_tokenizer_comes_first_with_mistral_common_too(tmp_path, monkeypatch):
+    folder = make_checkpoint(tmp_path, "mistral")
+    write_tekken(folder)
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *_, **__: MistralCommonBackend())
+    tokenizer = open_checkpoint(folder).tokenizer()
+    assert tokenizer.encode("hello") == make_tokenizer().encode("hello")
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False) == "[user]a\n"
 
 
 @pytest.mark.parametrize("changes", [{"vocab": "bytes"}, {"config": {}}, {"special_tokens": [{}]}], ids=str)
