@@ -8,9 +8,10 @@ import glob
 import re
 from collections.abc import Collection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from nanovllm.checkpoints.folder import INDEX, read_index
+from nanovllm.checkpoints.folder import INDEX, SafetensorsTensor, read_index
 from nanovllm.extensions.checkpoints import pickled
 from nanovllm.extensions.checkpoints.shapes import SHAPES
 from nanovllm.extensions.checkpoints.untrusted import OTHER_COPY, file_inside
@@ -18,32 +19,60 @@ from nanovllm.extensions.checkpoints.untrusted import OTHER_COPY, file_inside
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 HUB_GGUF = re.compile(rf"({HUB_ID.pattern})(?::([\w.-]+)|/(.+\.gguf))", re.IGNORECASE)
 HUB_FILES = ("*.json", "*.jinja", "merges.txt", "vocab.txt", "tokenizer.model")
+CONFIGS = ("config.json", "generation_config.json", "hf_quant_config.json")
 PART = re.compile(r"-\d{5}(-of-\d{5}\.gguf)", re.IGNORECASE)  # the end of a name, of a part of a split file
 
 
-def download(name: str, weights: bool, **options: Any) -> str:
+def download(name: str, weights: bool, files: Collection[str] = HUB_FILES, **options: Any) -> str:
     """
-    The local folder of a hub id, or the local file of a GGUF file there, from the cache or the network.
-    `options` are those of `snapshot_download`. Raises ValueError.
+    The local folder of a hub id, with these files and perhaps weights, or the local file of a GGUF file
+    there, from the cache or the network. `options` are those of `snapshot_download`. Raises ValueError.
     """
     if found := HUB_GGUF.fullmatch(name):
         return _download_gguf(name, *found.groups(), options)
     missing = f"model {name!r}: there is no such folder"
     known = f", a .gguf file, 'smollm2' or, with load_format='dummy', one of {list(SHAPES)}"
-    folder = fetch(name, [*HUB_FILES], options, missing, known)
+    folder = fetch(name, [*files], options, missing, known)
     if not weights:
         return folder
     path = Path(folder)
     if (path / INDEX).exists():
         file_inside(path, INDEX)
     listed = [glob.escape(file) for file in read_index(path)] or ["*.safetensors"]
-    folder = fetch(name, [*HUB_FILES, *listed], options, missing)
+    folder = fetch(name, [*files, *listed], options, missing)
     if any(path.glob("*.safetensors")):
         return folder
+    _refuse_gguf_alone(name, options, missing)
+    return fetch(name, [*files, *pickled.NAMES], options, missing)
+
+
+def _refuse_gguf_alone(name: str, options: dict[str, Any], missing: str) -> None:
+    """Of a repository without safetensors."""
     if files := _list_gguf(name, options, missing):
         named = f"it has GGUF files; name one, as in {name + ':Q4_K_M'!r} or {name + '/' + min(files)!r}"
         raise ValueError(f"model {name!r} has no safetensors file on the hub, but {named}: {_shown(files)}")
-    return fetch(name, [*HUB_FILES, *pickled.NAMES], options, missing)
+
+
+def read_headers(name: str) -> list[SafetensorsTensor]:
+    """
+    The tensors of a hub id, to ask for their shapes and dtypes; none if the hub cannot say. Raises ValueError
+    if it has GGUF files alone.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import NotASafetensorsRepoError
+
+    found = {}
+    try:
+        found = HfApi().get_safetensors_metadata(name).files_metadata
+    except NotASafetensorsRepoError:
+        _refuse_gguf_alone(name, {}, f"model {name!r}: there is no such folder")
+    except Exception:  # no network, unknown or private
+        pass
+    return [
+        SafetensorsTensor(file, name, SimpleNamespace(get_shape=info.shape.copy, get_dtype=info.dtype.strip))
+        for file, header in found.items()
+        for name, info in header.tensors.items()
+    ]
 
 
 def _download_gguf(

@@ -1,0 +1,137 @@
+"""
+Says what each MODEL is (a folder, a .gguf file or a hub id), whether it loads, how its weights are kept and
+how much memory they take, with the options that an engine has by default. No weight is read; of a hub id the
+configuration and the headers of files are fetched.
+
+The engine's own code opens, builds and loads the model, on torch's meta device, where tensors have shapes and
+no values: what the engine refuses is refused here in the same words, and the exit status is then 1.
+"""
+
+import argparse
+import math
+import os
+import sys
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import replace
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from nanovllm.checkpoints.folder import Checkpoint
+from nanovllm.config import Config
+from nanovllm.distributed.group import Group
+from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.extensions.checkpoints import gguf, hub
+from nanovllm.extensions.checkpoints.pickled import PickledTensor
+from nanovllm.layers.linear import DenseWeight, LinearBase, Weight
+from nanovllm.llm import LLM
+from nanovllm.utils.loader import load_model
+from nanovllm.utils.torch_defaults import torch_defaults
+
+META = torch.device("meta")
+
+
+class GoodValues(TorchFunctionMode):
+    """What loaders ask of values, which tensors on the meta device do not have: are they finite, 0, equal?"""
+
+    answers = {Tensor.__float__: 1.0, Tensor.__bool__: False, torch.equal: True}
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        answer = self.answers.get(function)
+        return function(*args, **kwargs or {}) if answer is None else answer
+
+
+def describe(name: str) -> list[str]:
+    """Lines about a model. Raises what an engine raises that is to load it."""
+    is_remote = hub.HUB_ID.fullmatch(name) and not os.path.exists(name)
+    headers = hub.read_headers(name) if is_remote else []
+    place = hub.download(name, False, hub.CONFIGS) if is_remote else name
+    config, checkpoint = LLM.open_model(place, {"load_format": "dummy"} if is_remote else {})
+    runner, ranks = build(config), []
+    for size in (1, 2, 4, 8):
+        split = replace(config, device="cpu", tensor_parallel_size=size)  # however many GPUs there are
+        with suppress(ValueError):
+            build(split.with_checkpoint(checkpoint))
+            ranks.append(str(size))
+    if headers or not is_remote:
+        load_shapes(runner.model, config, checkpoint, headers or checkpoint.tensors())
+    checkpoint.eos_token_ids(checkpoint.tokenizer())
+    kinds, count, num_bytes = measure(runner.model, config)
+    theirs = getattr(runner.model.lm_head, "model", None)  # what transformers has built
+    builder = "transformers" if theirs else "this project"
+    token_bytes = runner.kv_cache.block_bytes // config.kvcache_block_size
+    kind, layers = checkpoint.fields().get("model_type"), config.hf_config.num_hidden_layers
+    lengths = dict.fromkeys((config.max_model_len, config.hf_config.context_limit))
+    caches = (f", {length * token_bytes / 1e9:.2f} GB for {length:,}" for length in lengths)
+    unseen = ["tensors   not compared, since the hub gives no headers"]
+    return [
+        f"model     {kind}, {layers} layers, {count / 1e9:.3f} billion parameters",
+        f"class     {type(theirs or runner.model).__name__} of {builder}",
+        f"weights   {kinds}: {8 * num_bytes / count:.1f} bits each, {num_bytes / 1e9:.2f} GB",
+        f"KV cache  {token_bytes:,} bytes a token{''.join(caches)}",
+        f"ranks     {', '.join(ranks)}",
+        *(unseen if is_remote and not headers else ()),
+    ]
+
+
+def build(config: Config) -> ModelRunner:
+    """The first rank's. Raises ValueError if the model cannot be built."""
+    group = Group(0, config.tensor_parallel_size)
+    runner = ModelRunner(config, LLM.assembly(config), group, device=META)
+    runner.build()
+    return runner
+
+
+def load_shapes(model: nn.Module, config: Config, checkpoint: Checkpoint, tensors: Iterable[Any]) -> None:
+    """Raises ValueError for a tensor that is missing, has no place, or has another shape or dtype."""
+    shapes = [
+        PickledTensor(*facts, torch.empty(facts[2], dtype=facts[3], device=META))
+        for facts in map(attrgetter("file", "name", "shape", "dtype"), tensors)
+        if not facts[1].endswith(".weight_shape")  # compared by value, and may be missing
+    ]
+    checkpoint.fill, checkpoint.tensors = None, shapes.copy
+    checkpoint.changes = [change for change in checkpoint.changes if change is not gguf.on_device_of]
+    for matrix in matrices_of(model):
+        matrix.library = None  # it packs values
+    with torch_defaults(config.torch_dtype, META), GoodValues():
+        load_model(model, checkpoint)
+
+
+def matrices_of(model: nn.Module) -> list[Weight]:
+    return [layer.matrix for layer in model.modules() if isinstance(layer, LinearBase)]
+
+
+def measure(model: nn.Module, config: Config) -> tuple[str, int, float]:
+    """How weights are kept, how many there are, and their bytes: of GGUF's types, those in the file."""
+    matrices = matrices_of(model)
+    params = {*model.parameters()}
+    others = params.difference(*(matrix.parameters.values() for matrix in matrices))
+    count = sum(math.prod(matrix.shape) for matrix in matrices) + sum(map(Tensor.numel, others))
+    kinds = {type(each).__name__.lower() for each in matrices if not isinstance(each, DenseWeight)}
+    num_bytes = sum(param.nbytes for param in params)
+    if "gguf" in kinds:
+        stored = config.hf_config.quantization_config
+        num_bytes += stored["num_weights"] * stored["bits_per_weight"] / 8
+        kinds = {"gguf (bytes as in the file)"}
+    return ", ".join([*sorted(kinds), str(config.torch_dtype)[6:]]), count, num_bytes
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser("python -m nanovllm.extensions.checkpoints.support", description=__doc__)
+    parser.add_argument("models", nargs="+", metavar="MODEL", help="as in LLM(MODEL)")
+    refused = 0
+    for name in parser.parse_args().models:
+        try:
+            lines = describe(name)
+        except (ValueError, OSError, ImportError) as error:
+            refused, lines = 1, [f"refused: {error}"]
+        print(name, *lines, sep="\n  ")
+    return refused
+
+
+if __name__ == "__main__":
+    sys.exit(main())
