@@ -1,5 +1,6 @@
 """README.md and docs/: links lead somewhere, and tables list what there is."""
 
+import json
 import re
 import sys
 import textwrap
@@ -16,6 +17,8 @@ from nanovllm.extensions.transformers.config import REFUSED, REFUSED_FIELDS, VER
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+# What tests/extensions/checkpoints/test_published.py compares with what the engine makes of each.
+PUBLISHED = json.loads((ROOT / "tests/support/published_configs.json").read_text())["models"]
 SIZES = r"^\| (\w+) \| .* \| ([\d,]+) \|$"  # in README.md: an extension, its tokens
 
 
@@ -105,13 +108,34 @@ def models_page() -> str:
         text = ", ".join(f"`{name}`" for name in sorted(names)) + "."
         return textwrap.fill(text, 120, break_on_hyphens=False)
 
+    def row(name: str, entry: dict) -> str:
+        by = f"`{entry.get('class')}` of {entry.get('by')}, {entry.get('weights')}"
+        said = f"refused: {entry['refused']}" if "refused" in entry else by
+        return f"| `{name}` | {entry['billions']:,} | {said} |"
+
     refused = "\n\n".join(f"Because {reason}: {listed(kinds)}" for reason, kinds in REFUSED.items())
     fields = "\n".join(
         f"- `{kind}` with `{field}`: {reason}." for (kind, field), reason in REFUSED_FIELDS.items()
     )
+    rows = "\n".join(row(name, entry) for name, entry in PUBLISHED.items())
+    loaded = sum("refused" not in entry for entry in PUBLISHED.values())
     return f"""# What loads
 
 This page is written by `python tests/test_docs.py`, and a test fails where it is not up to date.
+
+`python -m nanovllm.extensions.checkpoints.support MODEL ...` says it of a folder, a `.gguf` file or a hub id,
+without reading a weight: what it is, how its weights are kept, how much memory they and the KV cache take, over
+how many ranks it can be split; or why the engine refuses it. Names, shapes and dtypes of all tensors are
+compared with the model's.
+
+## {len(PUBLISHED)} models that many use
+
+By their published config.json in November 2026, {loaded} load. The second column has the billions of weights
+in the part that reads text; the third has what builds the model, and the memory of its weights on a GPU.
+
+| model | billions | |
+|---|---|---|
+{rows}
 
 ## Architectures with a class of their own
 

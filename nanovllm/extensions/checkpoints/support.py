@@ -48,6 +48,8 @@ class GoodValues(TorchFunctionMode):
 def describe(name: str) -> list[str]:
     """Lines about a model. Raises what an engine raises that is to load it."""
     is_remote = hub.HUB_ID.fullmatch(name) and not os.path.exists(name)
+    if hub.HUB_GGUF.fullmatch(name) and not os.path.exists(name):
+        raise ValueError(f"a GGUF file on the hub is described when it is on this machine: {name}")
     headers = hub.read_headers(name) if is_remote else []
     place = hub.download(name, False, hub.CONFIGS) if is_remote else name
     config, checkpoint = LLM.open_model(place, {"load_format": "dummy"} if is_remote else {})
