@@ -124,8 +124,8 @@ def models_page() -> str:
 This page is written by `python tests/test_docs.py`, and a test fails where it is not up to date.
 
 `python -m nanovllm.extensions.checkpoints.support MODEL ...` says it of a folder, a `.gguf` file or a hub id,
-without reading a weight: what it is, how its weights are kept, how much memory they and the KV cache take, over
-how many ranks it can be split; or why the engine refuses it. Names, shapes and dtypes of all tensors are
+without reading a weight: what it is, how its weights are kept, how much memory they and the KV cache take,
+over how many ranks it can be split; or why the engine refuses it. Names, shapes and dtypes of all tensors are
 compared with the model's.
 
 ## {len(PUBLISHED)} models that many use
