@@ -1,10 +1,11 @@
 """
 Says what each MODEL is (a folder, a .gguf file or a hub id), whether it loads, how its weights are kept and
-how much memory they take, with the options that an engine has by default. No weight is read; of a hub id the
-configuration and the headers of files are fetched.
+how much memory they take, with the options that an engine has by default. No weight is read: of a hub id the
+configuration and the headers of files are fetched. A model that the engine refuses is refused in the same
+words, and the exit status is then 1.
 
-The engine's own code opens, builds and loads the model, on torch's meta device, where tensors have shapes and
-no values: what the engine refuses is refused here in the same words, and the exit status is then 1.
+The engine's own code opens, builds and loads the model, on torch's meta device: tensors have shapes, dtypes
+and no values.
 """
 
 import argparse
@@ -14,7 +15,6 @@ import sys
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -26,13 +26,28 @@ from nanovllm.config import Config
 from nanovllm.distributed.group import Group
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.extensions.checkpoints import gguf, hub
-from nanovllm.extensions.checkpoints.pickled import PickledTensor
 from nanovllm.layers.linear import DenseWeight, LinearBase, Weight
 from nanovllm.llm import LLM
 from nanovllm.utils.loader import load_model
 from nanovllm.utils.torch_defaults import torch_defaults
 
 META = torch.device("meta")
+UNREADABLE = ".weight_shape"  # is compared by value, and may be missing
+
+
+class Unread:
+    """A tensor of a file. Its dtype may be one that no weight has, as long as nobody asks for it."""
+
+    def __init__(self, stored: Any):
+        self.stored, self.file, self.name = stored, stored.file, stored.name
+        self.shape = tuple(stored.shape)
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        return self.stored.dtype
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device=META)[index]
 
 
 class GoodValues(TorchFunctionMode):
@@ -47,9 +62,10 @@ class GoodValues(TorchFunctionMode):
 
 def describe(name: str) -> list[str]:
     """Lines about a model. Raises what an engine raises that is to load it."""
-    is_remote = hub.HUB_ID.fullmatch(name) and not os.path.exists(name)
-    if hub.HUB_GGUF.fullmatch(name) and not os.path.exists(name):
+    is_local = os.path.exists(name)
+    if not is_local and hub.HUB_GGUF.fullmatch(name):
         raise ValueError(f"a GGUF file on the hub is described when it is on this machine: {name}")
+    is_remote = not is_local and hub.HUB_ID.fullmatch(name)
     headers = hub.read_headers(name) if is_remote else []
     place = hub.download(name, False, hub.CONFIGS) if is_remote else name
     config, checkpoint = LLM.open_model(place, {"load_format": "dummy"} if is_remote else {})
@@ -59,25 +75,26 @@ def describe(name: str) -> list[str]:
         with suppress(ValueError):
             build(split.with_checkpoint(checkpoint))
             ranks.append(str(size))
+    model, fields = runner.model, checkpoint.fields()
     if headers or not is_remote:
-        load_shapes(runner.model, config, checkpoint, headers or checkpoint.tensors())
+        load_shapes(model, config, checkpoint, headers or checkpoint.tensors())
     checkpoint.eos_token_ids(checkpoint.tokenizer())
-    kinds, count, num_bytes = measure(runner.model, config)
-    theirs = getattr(runner.model.lm_head, "model", None)  # what transformers has built
-    builder = "transformers" if theirs else "this project"
+    kinds, count, num_bytes = measure(model, config)
+    theirs = getattr(model.lm_head, "model", None)  # what transformers has built
     token_bytes = runner.kv_cache.block_bytes // config.kvcache_block_size
-    kind, layers = checkpoint.fields().get("model_type"), config.hf_config.num_hidden_layers
     lengths = dict.fromkeys((config.max_model_len, config.hf_config.context_limit))
     caches = (f", {length * token_bytes / 1e9:.2f} GB for {length:,}" for length in lengths)
-    unseen = ["tensors   not compared, since the hub gives no headers"]
-    return [
-        f"model     {kind}, {layers} layers, {count / 1e9:.3f} billion parameters",
-        f"class     {type(theirs or runner.model).__name__} of {builder}",
+    lines = [
+        f"model     {fields.get('model_type')}, {config.hf_config.num_hidden_layers} layers, "
+        f"{count / 1e9:.3f} billion parameters",
+        f"class     {type(theirs or model).__name__} of {'transformers' if theirs else 'this project'}",
         f"weights   {kinds}: {8 * num_bytes / count:.1f} bits each, {num_bytes / 1e9:.2f} GB",
         f"KV cache  {token_bytes:,} bytes a token{''.join(caches)}",
         f"ranks     {', '.join(ranks)}",
-        *(unseen if is_remote and not headers else ()),
     ]
+    if is_remote and not headers:
+        lines.append("tensors   not compared, since the hub gives no headers")
+    return lines
 
 
 def build(config: Config) -> ModelRunner:
@@ -90,11 +107,7 @@ def build(config: Config) -> ModelRunner:
 
 def load_shapes(model: nn.Module, config: Config, checkpoint: Checkpoint, tensors: Iterable[Any]) -> None:
     """Raises ValueError for a tensor that is missing, has no place, or has another shape or dtype."""
-    shapes = [
-        PickledTensor(*facts, torch.empty(facts[2], dtype=facts[3], device=META))
-        for facts in map(attrgetter("file", "name", "shape", "dtype"), tensors)
-        if not facts[1].endswith(".weight_shape")  # compared by value, and may be missing
-    ]
+    shapes = [Unread(each) for each in tensors if not each.name.endswith(UNREADABLE)]
     checkpoint.fill, checkpoint.tensors = None, shapes.copy
     checkpoint.changes = [change for change in checkpoint.changes if change is not gguf.on_device_of]
     for matrix in matrices_of(model):
@@ -123,7 +136,8 @@ def measure(model: nn.Module, config: Config) -> tuple[str, int, float]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser("python -m nanovllm.extensions.checkpoints.support", description=__doc__)
+    text, command = __doc__.partition("\n\n")[0], "python -m nanovllm.extensions.checkpoints.support"
+    parser = argparse.ArgumentParser(command, description=text)
     parser.add_argument("models", nargs="+", metavar="MODEL", help="as in LLM(MODEL)")
     refused = 0
     for name in parser.parse_args().models:

@@ -16,7 +16,6 @@ import transformers
 from transformers import CONFIG_MAPPING
 
 from nanovllm import LLM
-from nanovllm.assembly import MODELS
 from nanovllm.extensions.checkpoints import support
 
 FILE = Path(__file__).parents[2] / "support/published_configs.json"
@@ -40,13 +39,9 @@ def outcome(config: dict[str, Any], folder: Path) -> tuple[dict[str, str], float
             sentence = sentence.partition(names)[0]
         return {"refused": sentence}, 0.0
     kinds, count, num_bytes = support.measure(model, config)
-    native = type(model).__name__ in MODELS
-    kind, by = (model, "this project") if native else (model.lm_head.model, "transformers")
-    return {
-        "class": type(kind).__name__,
-        "by": by,
-        "weights": f"{kinds}, {num_bytes / 1e9:.2f} GB",
-    }, count / 1e9
+    theirs = getattr(model.lm_head, "model", None)
+    found = {"class": type(theirs or model).__name__, "by": "transformers" if theirs else "this project"}
+    return found | {"weights": f"{kinds}, {num_bytes / 1e9:.2f} GB"}, count / 1e9
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -70,13 +65,11 @@ def test_most_of_sixty_load():
 
 
 if __name__ == "__main__":
-    written = json.loads(FILE.read_text())
-    for entry in PUBLISHED.values():
+    lines = []
+    for name, entry in PUBLISHED.items():
         with tempfile.TemporaryDirectory() as folder:
             found, _ = outcome(entry["config"], Path(folder))
-        kept = {key: entry[key] for key in ("billions", "config")}
-        entry.clear()
-        entry.update({"billions": kept["billions"], **found, "config": kept["config"]})
-    lines = (f"{json.dumps(name)}: {json.dumps(entry)}" for name, entry in PUBLISHED.items())
-    head = json.dumps({key: value for key, value in written.items() if key != "models"}, indent=0)
-    FILE.write_text(head.rstrip("\n}") + ',\n"models": {\n' + ",\n".join(lines) + "\n}}\n")
+        entry = {"billions": entry["billions"]} | found | {"config": entry["config"]}
+        lines.append(f"{json.dumps(name)}: {json.dumps(entry)}")
+    head, begin, _ = FILE.read_text().partition('"models": {\n')
+    FILE.write_text(head + begin + ",\n".join(lines) + "\n}}\n")
