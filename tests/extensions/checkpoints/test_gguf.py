@@ -14,6 +14,7 @@ import torch
 import transformers
 from gguf_files import byte_level_metadata, metadata_of, write_gguf
 from gguf_packer import decode, encode
+from gpu_checks import assert_answers_as
 from kernel_checks import needs_cuda
 from open_checkpoints import open_checkpoint
 from safetensors.torch import load_file, save_file
@@ -225,36 +226,39 @@ MIXTURES = {
 def test_greedy_tokens_are_those_of_transformers_on_the_dequantised_weights(
     tmp_path, architecture, mixture, seed, dtype
 ):
-    check_greedy(tmp_path, architecture, mixture, seed, dtype, "cpu")
+    file = make_file(tmp_path, architecture, mixture, seed)
+    theirs = load_reference(tmp_path)
+    prompts = [[1, 2, 3], [*range(16)], [7] * 40]
+    with LLM(str(file), device="cpu", dtype=dtype, kvcache_block_size=16, num_kvcache_blocks=40) as llm:
+        results = llm.generate(prompts, SamplingParams(0, 6, True), use_tqdm=False)
+    for prompt, result in zip(prompts, results, strict=True):
+        assert_greedy(theirs, prompt, result["token_ids"])
 
 
 @pytest.mark.gpu
 @needs_cuda
-@pytest.mark.parametrize("mixture, seed", [("experts", 91), ("unlike experts", 9)])
-def test_experts_of_a_file_answer_on_a_gpu_as_transformers_does(tmp_path, mixture, seed):
-    weights = check_greedy(tmp_path, "qwen3_moe", mixture, seed, "bfloat16", "cuda")
+@pytest.mark.parametrize("mixture", ["experts", "unlike experts"])
+def test_experts_of_a_file_answer_on_a_gpu_as_their_dequantised_weights(tmp_path, mixture):
+    file = make_file(tmp_path, "qwen3_moe", mixture, 9)
+    prompts = [[i, *range(i % 7), 3, i % 5] for i in range(16)]
+    with LLM(str(file), dtype="bfloat16", kvcache_block_size=16, num_kvcache_blocks=200) as llm:
+        results = llm.generate(prompts, SamplingParams(0, 20, True), use_tqdm=False)
+        weights = llm.model_runner.model.model.layers[0].mlp.experts.weights
     assert isinstance(weights.down, QuantisedWeight)
     assert isinstance(weights.gate_up, QuantisedWeight if mixture == "experts" else torch.Tensor)
+    assert_answers_as(tmp_path, prompts, results)
 
 
-def check_greedy(tmp_path, architecture, mixture, seed, dtype, device):
-    """Returns the weights of the first layer's experts, if it has any."""
+def make_file(folder: Path, architecture: str, mixture: str, seed: int) -> Path:
+    """A GGUF file beside the folder, which has the same weights, dequantised."""
     experts = {"moe_intermediate_size": 256} if architecture == "qwen3_moe" else {}
-    make_checkpoint(tmp_path, architecture, seed, tokenizer=False, **FEW_TOKENS | IN_BLOCKS | experts)
+    make_checkpoint(folder, architecture, seed, tokenizer=False, **FEW_TOKENS | IN_BLOCKS | experts)
     if experts:
-        redraw(tmp_path, seed)
-    file = write_gguf(tmp_path, MIXTURES[mixture]).rename(tmp_path.with_suffix(".gguf"))
+        redraw(folder, seed)
+    file = write_gguf(folder, MIXTURES[mixture]).rename(folder.with_suffix(".gguf"))
     tensors = {tensor.name: tensor[:].contiguous() for tensor in open_checkpoint(file).tensors()}
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    theirs = load_reference(tmp_path)
-    prompts = [[1, 2, 3], [*range(16)], [7] * 40]
-    with LLM(str(file), device=device, dtype=dtype, kvcache_block_size=16, num_kvcache_blocks=40) as llm:
-        for prompt, result in zip(
-            prompts, llm.generate(prompts, SamplingParams(0, 6, True), use_tqdm=False), strict=True
-        ):
-            assert_greedy(theirs, prompt, result["token_ids"])
-        mlp = llm.model_runner.model.model.layers[0].mlp
-        return mlp.experts.weights if experts else None
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return file
 
 
 @pytest.mark.parametrize("architecture, quantisation, seed", [("qwen3", "Q4_0", 3), ("llama", "Q8_0", 18)])
