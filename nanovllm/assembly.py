@@ -35,7 +35,7 @@ if EXTENDED:
     from nanovllm.extensions.logits.processors import make_processors
     from nanovllm.extensions.models.attention_rule import set_rules
     from nanovllm.extensions.models.config import read_any_config
-    from nanovllm.extensions.models.known import MODELS
+    from nanovllm.extensions.models.known import MODELS, gguf_models
     from nanovllm.extensions.prefixes import cascade, token_prefixes
     from nanovllm.extensions.products import onednn, products
     from nanovllm.extensions.quantised import assignment, formats, fp8
@@ -86,7 +86,7 @@ def open_model(model: str, options: dict[str, Any]) -> tuple[Config, Checkpoint]
 def open_checkpoint(config: Config) -> Checkpoint:
     """The checkpoint that these options name, opened without reading its weights."""
     read = functools.partial(read_config, model_impl=config.model_impl)
-    return opening.open_checkpoint(config, MODELS.values(), read)
+    return opening.open_checkpoint(config, gguf_models(), read)
 
 
 def read_config(source: str, raw: dict[str, Any], model_impl: str = "auto") -> ModelConfig:

@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 
 import pytest
+from gguf_files import placed
 from open_checkpoints import open_checkpoint
 from safetensors.torch import save_file
 
@@ -36,7 +37,7 @@ def smollm2_folder(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory)
     """The same model as a folder, its weights dequantised to bfloat16."""
     folder = tmp_path_factory.mktemp("smollm2")
     checkpoint = open_checkpoint(smollm2_gguf)
-    tensors = {tensor.name: tensor[:].bfloat16().contiguous() for tensor in checkpoint.tensors()}
+    tensors = {tensor.name: tensor[:].bfloat16().contiguous() for tensor in placed(checkpoint)}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     tokenizer = checkpoint.tokenizer()
     tokenizer.save_pretrained(folder)

@@ -5,7 +5,9 @@ the file's bytes.
 """
 
 import math
+import re
 import struct
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -21,21 +23,8 @@ from nanovllm.extensions.checkpoints.gguf_tokenizer import CONTROL, tokenizer_fr
 from nanovllm.extensions.checkpoints.sizes import checked_size
 from nanovllm.extensions.checkpoints.tokenizer_errors import guarded, tokenizer_errors
 
-MODULES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-# Of a layer, where a model's class does not say it in another way.
-LAYER_MODULES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
+# In names of modules of which one tensor of a file holds all.
+NUMBER = re.compile(r"\.norms\.\d+|(?<=\.experts)\.\d+")
 # They end a turn of a chat, whichever token the file calls the end of text.
 ENDS_OF_TURN = ("<|im_end|>", "<end_of_turn>")
 # They do if they are control tokens: as text they may stand in any vocabulary.
@@ -43,6 +32,7 @@ CONTROL_ENDS = (
     "<|eot_id|> <|eom_id|> <|endoftext|> <|end|> <|end_of_text|> <|return|> <|call|> <EOT> _<EOT>".split()
 )
 FREQUENCY_FACTORS = "rope_freqs.weight"
+ROPE_TENSORS = FREQUENCY_FACTORS, "rope_factors_long.weight", "rope_factors_short.weight"
 # Behind "ARCHITECTURE.rope." in names of keys.
 ROPE_KEYS = """
     dimension_count freq_base freq_base_swa scale_linear scaling.type scaling.factor scaling.attn_factor
@@ -51,20 +41,11 @@ ROPE_KEYS = """
 """.split()
 
 
-def on_device_of(tensors: Iterable[GGUFTensor], model: nn.Module, _: Any) -> Iterator[GGUFTensor]:
-    """Have tensors decoded where the model's weights are."""
-    device = next(model.parameters()).device
-    for tensor in tensors:
-        yield replace(tensor, device=device)
-
-
 class GGUFCheckpoint(Checkpoint):
     """
     `metadata` are the header's keys and values; `stored` are the tensors by llama.cpp's names. `models` are
     the classes of those that can be read.
     """
-
-    changes = (on_device_of,)
 
     def __init__(self, path: str, models: Collection[Any]):
         super().__init__(path)
@@ -80,6 +61,7 @@ class GGUFCheckpoint(Checkpoint):
             names = ", ".join(known)
             raise ValueError(f"{path}: architecture {self.architecture!r} is not known; known ones: {names}")
         self.model = known[self.architecture]
+        self.changes = (self.placed,)
 
     def __reduce__(self) -> tuple:
         state = {"fill": self.fill, "changes": self.changes}
@@ -98,12 +80,10 @@ class GGUFCheckpoint(Checkpoint):
             raise ValueError("it has no matrix token_embd.weight")
         heads, hidden_size = self._number("attention.head_count"), self._number("embedding_length")
         head_dim = self._number("attention.key_length", hidden_size // max(heads, 1))
-        for name in ("attention.value_length", "rope.dimension_count"):
-            if self._number(name, head_dim) != head_dim:
-                raise ValueError(f"{name} must be {head_dim} like the keys' length")
+        eps = self.metadata.get(f"{self.architecture}.attention.layer_norm_epsilon")
+        eps = self._number("attention.layer_norm_rms_epsilon", eps, kind=float)
         raw = {
             "model_type": self.model.model_type,
-            "architectures": [self.model.__name__],
             "vocab_size": embedding.shape[0],
             "hidden_size": hidden_size,
             "intermediate_size": self._number("feed_forward_length"),
@@ -112,7 +92,7 @@ class GGUFCheckpoint(Checkpoint):
             "num_key_value_heads": self._number("attention.head_count_kv", heads),
             "head_dim": head_dim,
             "max_position_embeddings": self._number("context_length"),
-            "rms_norm_eps": self._number("attention.layer_norm_rms_epsilon", kind=float),
+            **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "norm_epsilon"), eps),
             "rope_theta": self._number("rope.freq_base", 10000.0, kind=float),
             "rope_scaling": self._rope_scaling(),
             "attention_bias": "blk.0.attn_q.bias" in self.stored,
@@ -122,7 +102,14 @@ class GGUFCheckpoint(Checkpoint):
             "dtype": None if embedding.dtype == torch.float16 else embedding.dtype,
             "quantization_config": self._quantisation() if self.fill is None else None,
         }
-        return raw | self.model.read_gguf_fields(raw, self._number)
+        own = self.model.read_gguf_fields(raw, self._number, self.stored)
+        lengths = ["attention.value_length"]
+        if "partial_rotary_factor" not in own:
+            lengths.append("rope.dimension_count")
+        for name in lengths:
+            if self._number(name, head_dim) != head_dim:
+                raise ValueError(f"{name} must be {head_dim} like the keys' length")
+        return raw | own
 
     def hf_config(self) -> ModelConfig:
         return checked_size(self, super().hf_config(), self.num_bytes)
@@ -143,26 +130,43 @@ class GGUFCheckpoint(Checkpoint):
         return found + [tokens.index(end) for end in sorted(ends)]
 
     def tensors(self) -> Iterator[GGUFTensor]:
+        """By llama.cpp's names, see `placed`."""
         heads = self._number("attention.head_count")
         rotated = {"attn_q": heads, "attn_k": self._number("attention.head_count_kv", heads)}
         model = self.model
-        modules = LAYER_MODULES | model.gguf_modules
-        for stored_name, tensor in self.stored.items():
-            if stored_name == FREQUENCY_FACTORS:
+        for name, tensor in self.stored.items():
+            if name in ROPE_TENSORS:
                 continue
-            module, _, kind = stored_name.rpartition(".")
-            name, order = MODULES.get(module, module), None
-            block, _, rest = module.partition(".")
-            layer, _, part = rest.partition(".")
-            if block == "blk" and part in modules:
-                name = f"model.layers.{layer}.{modules[part]}"
-                if model.gguf_rotates_neighbours and part in rotated:
-                    order = _rotary_order(tensor.shape[0], rotated[part])
-            added = model.gguf_added_to_norms if name.endswith("norm") else 0.0
-            is_stacked = "{}" in modules.get(part, "") and len(tensor.shape) == 3
-            for number, each in enumerate(tensor.matrices() if is_stacked else [tensor]):
-                numbered = f"{name}.{kind}".replace("{}", str(number))
-                yield replace(each, name=numbered, order=order, added=added)
+            module = name.rpartition(".")[0]
+            part, order = module.rpartition(".")[2], None
+            if model.gguf_rotates_neighbours and part in rotated:
+                order = _rotary_order(tensor.shape[0], rotated[part])
+            added = model.gguf_added_to_norms if module.endswith("norm") else 0.0
+            yield replace(tensor, order=order, added=added)
+
+    def placed(
+        self, tensors: Iterable[GGUFTensor], model: nn.Module, known: Collection[str]
+    ) -> Iterator[GGUFTensor]:
+        """
+        Tensors by the `known` names that the model has for them, decoded where its weights are. Which of
+        llama.cpp's names those are the gguf package says.
+        """
+        import gguf
+
+        codes = {name: code for code, name in gguf.MODEL_ARCH_NAMES.items()}
+        names = gguf.get_tensor_name_map(codes[self.architecture], self._number("block_count"))
+        places, device = defaultdict(list), next(model.parameters()).device
+        for name in known:
+            places[names.get_name(NUMBER.sub("", name), (".weight", ".bias"))].append(name)
+        for tensor in tensors:
+            name = tensor.name
+            found = places.get(name) or places.get(name.removesuffix(".weight"), [name])
+            is_stacked = NUMBER.search(found[0]) and len(tensor.shape) > 1
+            parts = [*tensor.matrices()] if is_stacked else [tensor]
+            if len(parts) != len(found):
+                raise ValueError(f"{tensor.file}: tensor {name} holds {len(parts)}, not {len(found)}")
+            for part, place in zip(parts, found, strict=True):
+                yield replace(part, name=place, device=device)
 
     def _number(self, key: str, default: Any = None, kind: type = int) -> Any:
         key = f"{self.architecture}.{key}"
@@ -170,7 +174,7 @@ class GGUFCheckpoint(Checkpoint):
         if type(value) is not kind:
             raise ValueError(f"{key} must be one {kind.__name__}, got {value!r:.100}")
         # Stored as float32: 1e-6 must not come back as 9.999999974752427e-07.
-        return value if kind is int else float(str(np.float32(value)))
+        return float(str(np.float32(value))) if kind is float else value
 
     def _quantisation(self) -> dict[str, Any]:
         """Of the layers' matrices in all."""

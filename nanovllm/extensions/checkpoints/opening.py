@@ -21,8 +21,8 @@ def open_checkpoint(
     Open the checkpoint that an engine's options name, without reading its weights. `model` is a folder, a
     `.gguf` file, a Hugging Face hub id or a GGUF file there (see hub.py), "smollm2" or, with
     load_format="dummy", one of `SHAPES`. Another `tokenizer` is in such a place, too. A `lora` adapter is a
-    folder or a hub id. `models` are classes, among them those of models that GGUF files may hold. Raises
-    ValueError that says what was looked for.
+    folder or a hub id. `models` are those that GGUF files may hold. Raises ValueError that says what was
+    looked for.
     """
     hub = {"revision": config.revision, "cache_dir": config.download_dir, "token": config.token}
     hub = {name: value for name, value in hub.items() if value is not None}
@@ -78,7 +78,7 @@ def _open(
             raise ValueError(f"model {name!r} is neither a folder nor, for load_format='gguf', a .gguf file")
         from nanovllm.extensions.checkpoints.gguf import GGUFCheckpoint
 
-        return GGUFCheckpoint(path, [model for model in models if model.gguf_name])
+        return GGUFCheckpoint(path, models)
     if load_format == "gguf":
         raise ValueError(f"model {name!r} is a folder, but load_format='gguf' reads a .gguf file")
     if not os.path.isdir(path):

@@ -24,14 +24,13 @@ class Decoder(Qwen3ForCausalLM):
     has_joint_experts = False  # see MixtureOfExperts
 
     gguf_name: str | None = None  # in GGUF files, if these can be read
-    gguf_modules: dict[str, str] = {}  # of a layer, by llama.cpp's names, that other models do not have so
     # Whether query and key projections are in the order in which llama.cpp rotates them, neighbouring rows
     # against each other; and what was added to the weights of norms.
     gguf_rotates_neighbours = False
     gguf_added_to_norms = 0.0
-    # (raw, number) -> fields besides `raw`, those of all models; number(key, default, kind) is what the file
-    # has there, or a ValueError that names the key.
-    read_gguf_fields = staticmethod(lambda raw, number: {})
+    # (raw, number, stored) -> fields besides `raw`, those of all models; number(key, default, kind) is what
+    # the file has there, or a ValueError that names the key, and `stored` are its tensors.
+    read_gguf_fields = staticmethod(lambda raw, number, stored: {})
 
     def __init__(self, config: DecoderConfig):
         super().__init__(replace(config, attention_bias=config.attention_bias or self.has_qkv_bias_alone))

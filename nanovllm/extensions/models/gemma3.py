@@ -79,11 +79,6 @@ class Gemma3ForCausalLM(Decoder):
     layer_class = Gemma3DecoderLayer
 
     gguf_name = "gemma3"
-    gguf_modules = {
-        "post_attention_norm": "post_attention_layernorm",
-        "ffn_norm": "pre_feedforward_layernorm",
-        "post_ffw_norm": "post_feedforward_layernorm",
-    }
     gguf_added_to_norms = 1.0
 
     def __init__(self, config: DecoderConfig):
@@ -97,7 +92,7 @@ class Gemma3ForCausalLM(Decoder):
                 norm.weight.weight_loader = load_less_one
 
     @staticmethod
-    def read_gguf_fields(raw: Fields, number: Callable[..., Any]) -> Fields:
+    def read_gguf_fields(raw: Fields, number: Callable[..., Any], stored: Fields) -> Fields:
         if "attn_factor" in (raw["rope_scaling"] or {}):  # for which of its two rotations is not said
             raise ValueError("rope.scaling.attn_factor is not supported for gemma3, only 1")
         window = number("attention.sliding_window", 0)

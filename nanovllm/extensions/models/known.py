@@ -1,9 +1,12 @@
 """All models of this folder, by their architecture's name."""
 
+from typing import Any
+
 from torch import nn
 
 from nanovllm.extensions.models import gemma3, gpt_oss, llama, mistral, qwen2, qwen3, qwen3_moe
 from nanovllm.extensions.models.config import Fields
+from nanovllm.extensions.models.gguf import BY_TRANSFORMERS
 
 CLASSES = (
     llama.LlamaForCausalLM,
@@ -15,6 +18,11 @@ CLASSES = (
     gpt_oss.GptOssForCausalLM,
 )
 MODELS = {model.__name__: model for model in CLASSES}
+
+
+def gguf_models() -> list[Any]:
+    """Those that GGUF files may hold."""
+    return [model for model in (*MODELS.values(), *BY_TRANSFORMERS) if model.gguf_name]
 
 
 def register_model(architecture: str, model: type[nn.Module], defaults: Fields | None = None) -> None:

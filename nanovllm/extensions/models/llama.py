@@ -2,6 +2,10 @@
 Llama 2, 3 and what is built like them (SmolLM2, TinyLlama, ...): Qwen3 without norms on queries and keys.
 """
 
+from collections.abc import Callable
+from typing import Any
+
+from nanovllm.extensions.models.config import Fields
 from nanovllm.extensions.models.decoder import Decoder
 
 
@@ -10,3 +14,8 @@ class LlamaForCausalLM(Decoder):
     defaults = {"mlp_bias": False}
     has_qk_norm = False
     gguf_rotates_neighbours = True
+
+    @staticmethod
+    def read_gguf_fields(raw: Fields, number: Callable[..., Any], stored: Fields) -> Fields:
+        window = number("attention.sliding_window", 0)
+        return {"model_type": "mistral", "sliding_window": window} if window else {}

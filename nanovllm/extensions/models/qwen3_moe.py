@@ -22,15 +22,9 @@ class Qwen3MoeForCausalLM(Decoder):
     }
 
     gguf_name = "qwen3moe"
-    gguf_modules = {
-        "ffn_gate_inp": "mlp.gate",
-        "ffn_gate_exps": "mlp.experts.{}.gate_proj",
-        "ffn_up_exps": "mlp.experts.{}.up_proj",
-        "ffn_down_exps": "mlp.experts.{}.down_proj",
-    }
 
     @staticmethod
-    def read_gguf_fields(raw: Fields, number: Callable[..., Any]) -> Fields:
+    def read_gguf_fields(raw: Fields, number: Callable[..., Any], stored: Fields) -> Fields:
         return {
             "num_experts": number("expert_count"),
             "num_experts_per_tok": number("expert_used_count"),

@@ -12,7 +12,7 @@ import pytest
 import regex
 import torch
 import transformers
-from gguf_files import byte_level_metadata, metadata_of, write_gguf
+from gguf_files import byte_level_metadata, metadata_of, placed, write_gguf
 from gguf_packer import decode, encode
 from gpu_checks import assert_answers_as
 from kernel_checks import needs_cuda
@@ -31,6 +31,7 @@ from nanovllm.config import Config
 from nanovllm.extensions.checkpoints.adapter import Adapted
 from nanovllm.extensions.checkpoints.gguf_file import GGUFTensor
 from nanovllm.extensions.checkpoints.gguf_tokenizer import CUTS, SPLITS, tokenizer_from_gguf
+from nanovllm.extensions.checkpoints.names import with_names_of
 from nanovllm.extensions.models.config import DecoderConfig
 from nanovllm.extensions.quantised import gguf as quantised_gguf
 from nanovllm.extensions.quantised.gguf import PackedCodes
@@ -77,7 +78,7 @@ def requantised(tensor: torch.Tensor, quantisation: str) -> torch.Tensor:
 def test_all_tensors_come_back(tmp_path, architecture, quantisation, tied):
     make_checkpoint(tmp_path, architecture, tie_word_embeddings=tied, vocab_size=96)
     expected = load_file(tmp_path / "model.safetensors")
-    tensors = {t.name: t for t in open_checkpoint(write_gguf(tmp_path, quantisation)).tensors()}
+    tensors = {t.name: t for t in placed(open_checkpoint(write_gguf(tmp_path, quantisation)))}
     assert tensors.keys() == expected.keys()
     for name, value in expected.items():
         assert tensors[name].shape == tuple(value.shape)
@@ -92,7 +93,7 @@ def test_rotary_rows_of_biases_come_back_too(tmp_path):
     expected = load_file(tmp_path / "model.safetensors")
     checkpoint = open_checkpoint(write_gguf(tmp_path))
     assert checkpoint.hf_config().attention_bias and checkpoint.hf_config().mlp_bias
-    tensors = {t.name: t[:] for t in checkpoint.tensors()}
+    tensors = {t.name: t[:] for t in placed(checkpoint)}
     assert tensors.keys() == expected.keys()
     assert all(torch.equal(tensors[name], value) for name, value in expected.items())
 
@@ -116,7 +117,7 @@ def test_a_slice_decodes_only_the_blocks_it_touches(tmp_path, monkeypatch):
     monkeypatch.setattr(
         GGUFTensor, "_decode", lambda self, part: decoded.append(part.shape) or decode(self, part)
     )
-    tensors = {t.name: t for t in open_checkpoint(write_gguf(tmp_path, "Q8_0")).tensors()}
+    tensors = {t.name: t for t in placed(open_checkpoint(write_gguf(tmp_path, "Q8_0")))}
     down = tensors["model.layers.0.mlp.down_proj.weight"]  # [64, 96]: a row is 3 blocks of 34 bytes
     down[8:16], down[:, 32:64], down[:, 40:60]
     assert decoded == [(8, 102), (64, 34), (64, 34)]
@@ -256,7 +257,7 @@ def make_file(folder: Path, architecture: str, mixture: str, seed: int) -> Path:
     if experts:
         redraw(folder, seed)
     file = write_gguf(folder, MIXTURES[mixture]).rename(folder.with_suffix(".gguf"))
-    tensors = {tensor.name: tensor[:].contiguous() for tensor in open_checkpoint(file).tensors()}
+    tensors = {tensor.name: tensor[:].contiguous() for tensor in placed(open_checkpoint(file))}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return file
 
@@ -333,7 +334,7 @@ def test_an_adapter_changes_a_packed_expert(tmp_path, number):
     with torch_defaults(torch.bfloat16, torch.device("cpu")):
         model = build_model(checkpoint.hf_config())
     load_model(model, checkpoint)
-    tensors = {tensor.name: tensor[:] for tensor in checkpoint.tensors()}
+    tensors = {tensor.name: tensor[:] for tensor in placed(checkpoint)}
     found = model.model.layers[1].mlp.experts.weights.gate_up.unflatten(0, (8, 2, 128))
     for expert in range(8):
         for part, matrix in enumerate(("gate", "up")):
@@ -345,7 +346,8 @@ def test_an_adapter_changes_a_packed_expert(tmp_path, number):
 def test_other_ranks_get_what_an_adapter_changes(tmp_path):
     tiny_checkpoints.make_checkpoint(tmp_path, "qwen3", tokenizer=False, **FEW_TOKENS)
     checkpoint = open_checkpoint(write_gguf(tmp_path, "F32"))
-    assert pickle.loads(pickle.dumps(checkpoint)).changes == checkpoint.changes
+    [change, other] = pickle.loads(pickle.dumps(checkpoint)).changes
+    assert (change.__name__, other) == ("placed", with_names_of)
     checkpoint.changes = (sorted,)
     assert pickle.loads(pickle.dumps(checkpoint)).changes == (sorted,)
 
@@ -406,7 +408,7 @@ def test_values_are_decoded_where_they_will_be(tmp_path, monkeypatch, device):
     )
     load_model(model, checkpoint)
     assert {*devices} == {device}
-    stored = {tensor.name: tensor[:].cpu() for tensor in checkpoint.tensors()}
+    stored = {tensor.name: tensor[:].cpu() for tensor in placed(checkpoint)}
     embedding = model.model.embed_tokens.weight
     assert embedding.device.type == device
     assert torch.equal(embedding.cpu(), stored["model.embed_tokens.weight"])

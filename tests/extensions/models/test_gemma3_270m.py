@@ -3,6 +3,7 @@
 import pytest
 import transformers
 from gemma3_270m import gemma3_270m_gguf  # noqa: F401  a fixture
+from gguf_files import placed
 from open_checkpoints import open_checkpoint
 
 from nanovllm import LLM, SamplingParams
@@ -44,7 +45,7 @@ PROMPTS = [
 @pytest.fixture(scope="module")
 def reference(gemma3_270m_gguf):  # noqa: F811
     """transformers' model with the dequantised weights."""
-    weights = {tensor.name: tensor[:].contiguous() for tensor in open_checkpoint(gemma3_270m_gguf).tensors()}
+    weights = {tensor.name: tensor[:].contiguous() for tensor in placed(open_checkpoint(gemma3_270m_gguf))}
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     model = transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**SIZES))
     model.load_state_dict(weights, assign=True)
