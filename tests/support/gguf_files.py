@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,7 @@ def write_gguf(
     names = gguf.get_tensor_name_map(codes[architecture], config.num_hidden_layers)
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
     tensors = {name: each for file in folder.glob("*.safetensors") for name, each in load_file(file).items()}
-    for name, tensor in [*stack_experts(tensors).items(), *rope_factors(raw), *extra_tensors]:
+    for name, tensor in [*stack(tensors).items(), *rope_factors(raw), *extra_tensors]:
         module, kind = name.rsplit(".", 1)
         module = names.get_name(module) or module
         part = module.rpartition(".")[2]
@@ -140,19 +141,17 @@ def placed(checkpoint: Checkpoint) -> Iterator[GGUFTensor]:
     return checkpoint.placed(checkpoint.tensors(), model, find_places(model))
 
 
-def stack_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """All experts' matrices as one tensor [experts, rows, columns]."""
+def stack(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """All experts' matrices as one tensor [experts, rows, columns], all heads' norms as one [heads, size]."""
     stacks: dict[str, dict[int, torch.Tensor]] = {}
-    found = {}
     for name, tensor in tensors.items():
-        layer, _, rest = name.partition(".experts.")
-        if not rest:
-            found[name] = tensor
-            continue
-        number, _, matrix = rest.partition(".")
-        stacks.setdefault(f"{layer}.experts.{matrix}", {})[int(number)] = tensor
-    stacked = {name: torch.stack([its[i] for i in range(len(its))]) for name, its in stacks.items()}
-    return found | stacked
+        found = re.search(r"\.(experts|norms)\.(\d+)", name)
+        name = name if found is None else name.replace(found[0], ".experts" * (found[1] == "experts"))
+        stacks.setdefault(name, {})[-1 if found is None else int(found[2])] = tensor
+    return {
+        name: its[-1] if -1 in its else torch.stack([its[i] for i in range(len(its))])
+        for name, its in stacks.items()
+    }
 
 
 def metadata_of(kind: str, tokens: list[str], types: list[int] | None = None, **others) -> dict:

@@ -3,10 +3,12 @@
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 
+import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
 
-from tiny_checkpoints import SMALL
+from nanovllm import LLM, SamplingParams
+from tiny_checkpoints import EXACT, SMALL, assert_greedy, load_reference
 
 # Of mixtures of experts, by the names that configurations have.
 EXPERTS = dict(num_experts=12, num_local_experts=12, n_routed_experts=12, num_experts_per_tok=2)
@@ -68,3 +70,22 @@ def save_random(config: PretrainedConfig, folder: Path) -> None:
             else:
                 parameter.normal_(0, 0.3 if name.endswith("bias") else 0.15)
     model.save_pretrained(folder)
+
+
+PROMPTS = [[1, 2, 3], [*range(40)], [7] * 17, [*range(39), 5]]
+GREEDY = SamplingParams(0, 6, True)
+
+
+def assert_answers_as_transformers(folder: Path, reference: Path | None = None, **options) -> None:
+    """Chunks of prompts, hits in the cache and several sequences in a step."""
+    theirs = load_reference(reference or folder)
+    usual = dict(num_kvcache_blocks=40, max_num_batched_tokens=24, model_impl="transformers")
+    options = EXACT | usual | options
+    with LLM(str(folder), **options) as llm:
+        for prompt, result in zip(PROMPTS, llm.generate(PROMPTS, GREEDY, use_tqdm=False), strict=True):
+            assert_greedy(theirs, prompt, result["token_ids"])
+        for prompt, result in zip(PROMPTS, llm.score(PROMPTS, use_tqdm=False), strict=True):
+            with torch.no_grad():
+                logits = theirs(input_ids=torch.tensor([prompt])).logits[0, :-1]
+            expected = logits.log_softmax(-1).gather(1, torch.tensor(prompt)[1:, None]).sum().item()
+            assert result["logprob"] == pytest.approx(expected, abs=2e-3)

@@ -30,6 +30,7 @@ class GGUFModel:
             found["partial_rotary_factor"] = number("rope.dimension_count", head_dim) / max(head_dim, 1)
         has_bias, has_norms = raw["attention_bias"], "blk.0.attn_q_norm.weight" in stored
         return found | {
+            "pad_token_id": None,
             "use_bias": has_bias,
             "use_qkv_bias": has_bias,
             "use_qk_norm": has_norms,

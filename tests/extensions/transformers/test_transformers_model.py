@@ -1,7 +1,6 @@
 """Architectures that transformers builds: greedy tokens as by transformers itself, or a refusal by name."""
 
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,39 +10,25 @@ from quantised_checkpoints import PACKERS, quantise
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers_checkpoints import MIXED, make, settings_of
+from transformers_checkpoints import (
+    MIXED,
+    PROMPTS,
+    assert_answers_as_transformers,
+    make,
+    settings_of,
+)
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM
 from nanovllm.extensions.transformers.config import REFUSED, VERIFIED, transformers_config
 from nanovllm.extensions.transformers.faster import GatedMLP, Linear, replacement, rotates_halves
 from nanovllm.extensions.transformers.model import without_memory
 from nanovllm.layers.layernorm import RMSNorm
 from tiny_checkpoints import (
     EXACT,
-    assert_greedy,
     edit_json,
-    load_reference,
     make_checkpoint,
     one_thread,  # noqa: F401
 )
-
-PROMPTS = [[1, 2, 3], [*range(40)], [7] * 17, [*range(39), 5]]
-GREEDY = SamplingParams(0, 6, True)
-
-
-def assert_answers_as_transformers(folder: Path, reference: Path | None = None, **options) -> None:
-    """Chunks of prompts, hits in the cache and several sequences in a step."""
-    theirs = load_reference(reference or folder)
-    options = EXACT | dict(num_kvcache_blocks=40, max_num_batched_tokens=24) | options
-    options |= {"model_impl": "transformers"}
-    with LLM(str(folder), **options) as llm:
-        for prompt, result in zip(PROMPTS, llm.generate(PROMPTS, GREEDY, use_tqdm=False), strict=True):
-            assert_greedy(theirs, prompt, result["token_ids"])
-        for prompt, result in zip(PROMPTS, llm.score(PROMPTS, use_tqdm=False), strict=True):
-            with torch.no_grad():
-                logits = theirs(input_ids=torch.tensor([prompt])).logits[0, :-1]
-            expected = logits.log_softmax(-1).gather(1, torch.tensor(prompt)[1:, None]).sum().item()
-            assert result["logprob"] == pytest.approx(expected, abs=2e-3)
 
 
 @pytest.mark.parametrize("kind", VERIFIED)
